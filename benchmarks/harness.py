@@ -1,0 +1,140 @@
+"""Timing that every benchmark shares: providers taken in turn in one run, medians, one CSV per family.
+
+A bench file lists cases and calls ``run(family, cases)``. A case is one shape with several providers that compute the
+same thing; the first provider is ours. On CUDA the L2 cache is flushed before every run and events do the timing.
+"""
+
+import argparse
+import csv
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+RESULTS = Path(__file__).parent / "results"
+COLUMNS = ["op", "shape", "dtype", "provider", "p20_us", "p50_us", "p80_us", "bytes", "copy_rate_percent",
+           "ratio_to_ours", "device", "threads", "torch", "commit"]  # fmt: skip
+L2_FLUSH_BYTES = 256 << 20
+
+
+@dataclass
+class Case:
+    """One shape. ``bytes``: the fewest bytes the work must read and write, 0 where that is not the measure."""
+
+    op: str
+    shape: str
+    dtype: str
+    providers: dict[str, Callable[[], object]]
+    bytes: int = 0
+    runs: int = 21
+    notes: dict = field(default_factory=dict)
+
+
+def device_name(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
+
+
+def commit() -> str:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    return found.stdout.strip() or "unknown"
+
+
+def percentiles(samples_us: list[float]) -> tuple[float, float, float]:
+    ordered = sorted(samples_us)
+    return tuple(ordered[min(len(ordered) - 1, int(len(ordered) * share))] for share in (0.2, 0.5, 0.8))
+
+
+def time_cpu(call: Callable, inner: int) -> float:
+    start = time.perf_counter()
+    for _ in range(inner):
+        call()
+    return (time.perf_counter() - start) / inner * 1e6
+
+
+def time_cuda(call: Callable, flush: torch.Tensor) -> float:
+    flush.zero_()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3
+
+
+def copy_bytes_per_us(device: str, size: int = 1 << 30) -> float:
+    """Bytes read plus bytes written per microsecond of a large copy on this very device."""
+    source = torch.empty(size if device == "cuda" else size >> 3, dtype=torch.uint8, device=device).fill_(1)
+    target = torch.empty_like(source)
+    flush = torch.empty(L2_FLUSH_BYTES if device == "cuda" else 1, dtype=torch.uint8, device=device)
+    timer = (lambda: time_cuda(copy, flush)) if device == "cuda" else (lambda: time_cpu(copy, 1))
+
+    def copy():
+        target.copy_(source)
+
+    timer()
+    return 2 * source.numel() / percentiles([timer() for _ in range(11)])[1]
+
+
+def measure(case: Case, device: str) -> dict[str, tuple[float, float, float]]:
+    """p20, p50, p80 in microseconds per provider; the providers run in turn, so drift hits them alike."""
+    flush = torch.empty(L2_FLUSH_BYTES if device == "cuda" else 1, dtype=torch.uint8, device=device)
+    inner = {}
+    for name, call in case.providers.items():
+        for _ in range(3):
+            call()
+        inner[name] = 1 if device == "cuda" else max(1, min(1000, int(2000 / max(time_cpu(call, 1), 1e-3))))
+    samples = {name: [] for name in case.providers}
+    for _ in range(case.runs):
+        for name, call in case.providers.items():
+            sample = time_cuda(call, flush) if device == "cuda" else time_cpu(call, inner[name])
+            samples[name].append(sample)
+    return {name: percentiles(values) for name, values in samples.items()}
+
+
+def rows_of(case: Case, device: str, copy_rate: float) -> list[dict]:
+    timings = measure(case, device)
+    ours = next(iter(timings.values()))[1]
+    rows = []
+    for provider, (p20, p50, p80) in timings.items():
+        percent = f"{100 * case.bytes / p50 / copy_rate:.1f}" if case.bytes else ""
+        rows.append({
+            "op": case.op, "shape": case.shape, "dtype": case.dtype, "provider": provider,
+            "p20_us": f"{p20:.2f}", "p50_us": f"{p50:.2f}", "p80_us": f"{p80:.2f}",
+            "bytes": case.bytes or "", "copy_rate_percent": percent, "ratio_to_ours": f"{p50 / ours:.3f}",
+            "device": device_name(device), "threads": torch.get_num_threads() if device == "cpu" else "",
+            "torch": torch.__version__, "commit": commit(),
+        })  # fmt: skip
+    return rows
+
+
+def run(family: str, cases_of: Callable[[str], list[Case]]) -> None:
+    """Command line of a bench file: measures ``cases_of(device)`` and writes results/<family>_<device>.csv."""
+    parser = argparse.ArgumentParser(description=f"Benchmarks of packing_ops.{family}")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV")
+    arguments = parser.parse_args()
+    copy_rate = copy_bytes_per_us(arguments.device)
+    rows = []
+    for case in track(cases_of(arguments.device), description=f"bench {family} on {arguments.device}"):
+        rows += rows_of(case, arguments.device, copy_rate)
+    write_csv(arguments.out / f"{family}_{arguments.device}.csv", rows)
+
+
+def write_csv(path: Path, rows: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    table = Table("op", "shape", "dtype", "provider", "p50 us", "copy %", "x ours", title=str(path.name))
+    for row in rows:
+        table.add_row(*(str(row[c]) for c in ("op", "shape", "dtype", "provider", "p50_us", "copy_rate_percent", "ratio_to_ours")))  # fmt: skip
+    Console(width=140).print(table)

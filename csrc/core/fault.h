@@ -1,0 +1,39 @@
+// What only the GPU can see (values of cu_seqlens, positions, uids) is reported without a synchronisation: a kernel
+// stores one 64-bit word in host memory that the GPU can write, and the next call raises it.
+#pragma once
+
+#include <cstdint>
+
+#include "core/macros.h"
+
+namespace packing_ops {
+
+enum class Fault : uint8_t {
+  kNone,
+  kCuSeqlensStart,     // cu_seqlens[0] != 0
+  kCuSeqlensOrder,     // cu_seqlens[index] < cu_seqlens[index - 1]
+  kCuSeqlensTotal,     // cu_seqlens[index] > total
+  kNegativeLength,     // lengths[index] < 0
+  kLengthsOverflow,    // the sum of lengths does not fit int32
+  kPositionOutside,    // position_ids[index] outside the cos/sin cache
+  kReturningUid,       // uids[index] was seen before, with other uids between
+  kIndexOutside,       // indices[index] outside the rows
+  kLengthOverCapacity  // lengths[index] is over the capacity
+};
+
+// One word: fault in the top byte, index below it. A single store, so a reader never sees half of it.
+struct FaultFlag {
+  volatile unsigned long long* word = nullptr;
+
+  PACKING_OPS_HOST_DEVICE void raise(Fault fault, int64_t index) const {
+    *word =
+        (static_cast<unsigned long long>(fault) << 56) | (static_cast<unsigned long long>(index) & 0xffffffffffffffULL);
+  }
+};
+
+// One flag for the process, in pinned host memory that every GPU can write.
+FaultFlag device_fault_flag();
+
+void wait_for_stream(void* stream);
+
+}  // namespace packing_ops

@@ -1,0 +1,83 @@
+#include "host/launch.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+
+#include "core/error.h"
+#include "host/stream.h"
+
+namespace packing_ops {
+
+#ifdef PACKING_OPS_WITH_CUDA
+
+namespace {
+
+struct FaultText {
+  const char* argument;
+  const char* wanted;
+};
+
+FaultText fault_text(Fault fault) {
+  switch (fault) {
+    case Fault::kCuSeqlensStart:
+      return {"cu_seqlens", "to start at 0"};
+    case Fault::kCuSeqlensOrder:
+      return {"cu_seqlens", "never to decrease"};
+    case Fault::kCuSeqlensTotal:
+      return {"cu_seqlens", "to end at most at total"};
+    case Fault::kNegativeLength:
+      return {"lengths", "no negative length"};
+    case Fault::kLengthsOverflow:
+      return {"lengths", "a sum that fits int32"};
+    case Fault::kPositionOutside:
+      return {"position_ids", "every position inside the cos/sin cache"};
+    case Fault::kReturningUid:
+      return {"uids", "equal uids next to each other"};
+    case Fault::kIndexOutside:
+      return {"indices", "strictly increasing indices inside the rows"};
+    case Fault::kLengthOverCapacity:
+      return {"lengths", "every length within the capacity"};
+    default:
+      return {"argument", "valid values"};
+  }
+}
+
+void raise_pending_fault(const FaultFlag& flag) {
+  const unsigned long long word = *flag.word;
+  if (word == 0) return;
+  *flag.word = 0;
+  const FaultText text = fault_text(static_cast<Fault>(word >> 56));
+  fail(text.argument, ": expected ", text.wanted, ", got a wrong value at index ", word & 0xffffffffffffffULL,
+       " (seen on the GPU in an earlier call; PACKING_OPS_CHECK=1 raises in the call itself)");
+}
+
+bool check_each_call() {
+  const char* value = std::getenv("PACKING_OPS_CHECK");
+  return value && std::strcmp(value, "0") != 0 && *value;
+}
+
+}  // namespace
+
+CudaScope::CudaScope(const Tensor& anchor)
+    : guard_(anchor.get_device_index()), launch_{current_cuda_stream(anchor.get_device_index()), device_fault_flag()} {
+  raise_pending_fault(launch_.fault);
+}
+
+void CudaScope::finish() const {
+  if (!check_each_call()) return;
+  wait_for_stream(launch_.stream);
+  raise_pending_fault(launch_.fault);
+}
+
+#else
+
+CudaScope::CudaScope(const Tensor& anchor) : guard_(anchor.get_device_index()) {
+  throw std::runtime_error("packing_ops was built without CUDA");
+}
+
+void CudaScope::finish() const {}
+
+#endif
+
+}  // namespace packing_ops

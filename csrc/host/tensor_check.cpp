@@ -1,0 +1,84 @@
+#include "host/tensor_check.h"
+
+#include <algorithm>
+
+namespace packing_ops {
+
+namespace {
+
+std::string shape_text(const std::vector<int64_t>& shape) {
+  std::string text = "[";
+  for (size_t i = 0; i < shape.size(); ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
+  return text + "]";
+}
+
+std::string device_text(const Tensor& t) {
+  if (t.is_cpu()) return "cpu";
+  return (t.is_cuda() ? "cuda:" : "device:") + std::to_string(t.get_device_index());
+}
+
+bool same_device(const Tensor& a, const Tensor& b) {
+  return a.is_cpu() == b.is_cpu() && (a.is_cpu() || a.get_device_index() == b.get_device_index());
+}
+
+}  // namespace
+
+std::string describe(const Tensor& t) {
+  return std::string(dtype_name(dtype_of(t))) + " " + shape_text(sizes_of(t)) + " on " + device_text(t);
+}
+
+void check_dtype(const Tensor& t, const char* name, std::initializer_list<DType> allowed) {
+  if (std::find(allowed.begin(), allowed.end(), dtype_of(t)) != allowed.end()) return;
+  std::string wanted;
+  size_t i = 0;
+  for (DType dtype : allowed) {
+    wanted += (i == 0 ? "" : (i + 1 == allowed.size() ? " or " : ", ")) + std::string(dtype_name(dtype));
+    ++i;
+  }
+  fail(name, ": expected ", wanted, ", got ", describe(t));
+}
+
+void check_rank(const Tensor& t, const char* name, int64_t rank) {
+  check(t.dim() == rank, name, ": expected ", rank, " dimensions, got ", describe(t));
+}
+
+void check_shape(const Tensor& t, const char* name, const std::vector<int64_t>& shape, const char* wanted) {
+  if (sizes_of(t) != shape) fail(name, ": expected ", wanted, " = ", shape_text(shape), ", got ", describe(t));
+}
+
+void check_same_device(const Tensor& t, const char* name, const Tensor& other, const char* other_name) {
+  if (same_device(t, other)) return;
+  fail(name, ": expected on ", device_text(other), " like ", other_name, ", got ", describe(t));
+}
+
+void check_same_dtype(const Tensor& t, const char* name, const Tensor& other, const char* other_name) {
+  if (dtype_of(t) == dtype_of(other)) return;
+  fail(name, ": expected ", dtype_name(dtype_of(other)), " like ", other_name, ", got ", describe(t));
+}
+
+void check_last_dim_contiguous(const Tensor& t, const char* name) {
+  const int64_t last = t.dim() - 1;
+  if (t.size(last) <= 1 || t.stride(last) == 1) return;
+  fail(name, ": expected a contiguous last dimension (stride 1), got stride ", t.stride(last), " in ", describe(t));
+}
+
+void check_cu_seqlens(const Tensor& cu_seqlens, const char* name, int64_t total, const Tensor& other,
+                      const char* other_name) {
+  check_dtype(cu_seqlens, name, {DType::kInt32});
+  check_rank(cu_seqlens, name, 1);
+  check(cu_seqlens.numel() >= 1, name, ": expected [num_documents + 1] with at least one entry, got ",
+        describe(cu_seqlens));
+  check(cu_seqlens.is_contiguous(), name, ": expected contiguous, got stride ", cu_seqlens.stride(0));
+  check_same_device(cu_seqlens, name, other, other_name);
+  if (!cu_seqlens.is_cpu()) return;
+  const auto* values = static_cast<const int32_t*>(cu_seqlens.data_ptr());
+  const int64_t count = cu_seqlens.numel();
+  check(values[0] == 0, name, ": expected to start at 0, got ", values[0]);
+  for (int64_t i = 1; i < count; ++i) {
+    check(values[i] >= values[i - 1], name, ": expected never to decrease, got ", values[i], " after ", values[i - 1],
+          " at index ", i);
+  }
+  check(values[count - 1] <= total, name, ": expected to end at most at total=", total, ", got ", values[count - 1]);
+}
+
+}  // namespace packing_ops

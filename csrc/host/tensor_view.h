@@ -1,0 +1,147 @@
+// From torch tensors to what params structs hold, and back: the only way kernels get at memory.
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "core/dtype.h"
+#include "core/segment.h"
+#include "core/view.h"
+
+namespace packing_ops {
+
+using torch::stable::Tensor;
+
+inline DType dtype_of(const Tensor& t) {
+  int32_t dtype = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &dtype));
+  if (dtype == aoti_torch_dtype_float32()) return DType::kFloat32;
+  if (dtype == aoti_torch_dtype_bfloat16()) return DType::kBFloat16;
+  if (dtype == aoti_torch_dtype_float16()) return DType::kFloat16;
+  if (dtype == aoti_torch_dtype_float64()) return DType::kFloat64;
+  if (dtype == aoti_torch_dtype_int64()) return DType::kInt64;
+  if (dtype == aoti_torch_dtype_int32()) return DType::kInt32;
+  if (dtype == aoti_torch_dtype_bool()) return DType::kBool;
+  if (dtype == aoti_torch_dtype_uint8()) return DType::kUInt8;
+  if (dtype == aoti_torch_dtype_int8()) return DType::kInt8;
+  if (dtype == aoti_torch_dtype_int16()) return DType::kInt16;
+  return DType::kOther;
+}
+
+inline int32_t torch_dtype(DType dtype) {
+  switch (dtype) {
+    case DType::kBool:
+      return aoti_torch_dtype_bool();
+    case DType::kUInt8:
+      return aoti_torch_dtype_uint8();
+    case DType::kInt8:
+      return aoti_torch_dtype_int8();
+    case DType::kInt16:
+      return aoti_torch_dtype_int16();
+    case DType::kInt32:
+      return aoti_torch_dtype_int32();
+    case DType::kInt64:
+      return aoti_torch_dtype_int64();
+    case DType::kBFloat16:
+      return aoti_torch_dtype_bfloat16();
+    case DType::kFloat16:
+      return aoti_torch_dtype_float16();
+    case DType::kFloat32:
+      return aoti_torch_dtype_float32();
+    default:
+      return aoti_torch_dtype_float64();
+  }
+}
+
+// A dtype argument (ScalarType in the schema): the floating ones and bool, kOther for the rest.
+inline DType dtype_of(torch::headeronly::ScalarType dtype) {
+  using torch::headeronly::ScalarType;
+  switch (dtype) {
+    case ScalarType::Bool:
+      return DType::kBool;
+    case ScalarType::Float:
+      return DType::kFloat32;
+    case ScalarType::Double:
+      return DType::kFloat64;
+    case ScalarType::BFloat16:
+      return DType::kBFloat16;
+    case ScalarType::Half:
+      return DType::kFloat16;
+    default:
+      return DType::kOther;
+  }
+}
+
+namespace detail {
+
+// Contiguous and uninitialised, straight from torch's allocator (no trip through the dispatcher).
+inline Tensor empty_on(const std::vector<int64_t>& sizes, int32_t dtype, const Tensor& device_of) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t i = sizes.size(); i-- > 0;) {
+    strides[i] = stride;
+    stride *= sizes[i] > 0 ? sizes[i] : 1;
+  }
+  int32_t device_type = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(device_of.get(), &device_type));
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
+                                                         strides.data(), dtype, device_type,
+                                                         device_of.get_device_index(), &handle));
+  return Tensor(handle);
+}
+
+}  // namespace detail
+
+inline Tensor empty(const std::vector<int64_t>& sizes, DType dtype, const Tensor& device_of) {
+  return detail::empty_on(sizes, torch_dtype(dtype), device_of);
+}
+
+// The dtype and device of `like`, any dtype at all.
+inline Tensor empty_as(const std::vector<int64_t>& sizes, const Tensor& like) {
+  int32_t dtype = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+  return detail::empty_on(sizes, dtype, like);
+}
+
+// Scratch for a kernel: from torch, so that the caching allocator and CUDA graphs know about it.
+inline Tensor scratch(int64_t bytes, const Tensor& device_of) {
+  return empty({bytes < 1 ? 1 : bytes}, DType::kUInt8, device_of);
+}
+
+inline std::vector<int64_t> sizes_of(const Tensor& t) {
+  std::vector<int64_t> sizes(static_cast<size_t>(t.dim()));
+  for (size_t i = 0; i < sizes.size(); ++i) sizes[i] = t.size(static_cast<int64_t>(i));
+  return sizes;
+}
+
+inline Tensor dense(const Tensor& t) {
+  return t.is_contiguous() ? t : torch::stable::contiguous(t);
+}
+
+inline std::optional<Tensor> dense(const std::optional<Tensor>& t) {
+  return t ? std::optional<Tensor>(dense(*t)) : std::nullopt;
+}
+
+inline const void* data_or_null(const std::optional<Tensor>& t) {
+  return t ? t->data_ptr() : nullptr;
+}
+
+inline IndexView index_view(const Tensor& t) {
+  return {t.data_ptr(), dtype_of(t) == DType::kInt64};
+}
+
+inline MutableIndexView mutable_index_view(const Tensor& t) {
+  return {t.data_ptr(), dtype_of(t) == DType::kInt64};
+}
+
+inline Documents documents_view(const Tensor& cu_seqlens, int64_t total) {
+  return {static_cast<const int32_t*>(cu_seqlens.data_ptr()), cu_seqlens.numel() - 1, total};
+}
+
+}  // namespace packing_ops

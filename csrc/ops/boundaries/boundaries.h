@@ -1,0 +1,91 @@
+// Boundaries: conversions between the ways to say where documents start, and label work at those places.
+#pragma once
+
+#include <cstdint>
+
+#include "core/launch.h"
+#include "core/segment.h"
+#include "core/view.h"
+
+namespace packing_ops {
+
+struct CuSeqlensFromLengthsParams {
+  IndexView lengths;  // [num_documents]
+  int64_t num_documents = 0;
+  int32_t* cu_seqlens = nullptr;  // [num_documents + 1]
+};
+
+// position_ids and seq_idx: what each slot of the packed row is.
+struct SlotParams {
+  Documents documents;
+  int64_t* position_ids = nullptr;  // [total]
+  int32_t* seq_idx = nullptr;       // [total]
+};
+
+// Runs of a sequence: documents of position_ids (a run ends where the position does not grow), prompts of uids (a run
+// ends where the uid changes).
+struct RunsParams {
+  IndexView values;  // [size]
+  int64_t size = 0;
+  int32_t* cu_seqlens = nullptr;  // documents: [size + 1], entries after the last document repeat size
+  int64_t* ends = nullptr;        // prompts: [size], exclusive ends, entries after the last prompt repeat size
+  int64_t* count = nullptr;       // [1]
+  void* scratch = nullptr;        // CUDA only
+  int64_t scratch_bytes = 0;
+};
+
+struct LabelsParams {
+  Documents documents;
+  IndexView labels;      // [total]
+  MutableIndexView out;  // [total], may be labels
+  int64_t ignore_index = -100;
+  int64_t* count = nullptr;  // [1], count_target_tokens
+};
+
+struct SegmentSumParams {
+  Documents documents;
+  DType dtype = DType::kFloat32;
+  const void* values = nullptr;  // [total]
+  const void* mask = nullptr;    // [total] bool, or null
+  void* sums = nullptr;          // [num_documents], float64 for float64 values, else float32
+  const void* grad = nullptr;    // [num_documents], like sums
+  void* grad_values = nullptr;   // [total], like values
+  bool average = false;
+};
+
+struct BlockCausalMaskParams {
+  Documents documents;
+  DType dtype = DType::kBool;
+  void* mask = nullptr;  // [total, total], true or 0 where visible, false or -inf elsewhere
+  int64_t window = 0;    // visible keys including self; 0 = all
+};
+
+void launch_cu_seqlens_from_lengths_cpu(const CuSeqlensFromLengthsParams& p);
+void launch_position_ids_cpu(const SlotParams& p);
+void launch_seq_idx_cpu(const SlotParams& p);
+void launch_cu_seqlens_from_position_ids_cpu(const RunsParams& p);
+void launch_prompt_end_indices_cpu(const RunsParams& p);
+void launch_mask_boundary_labels_cpu(const LabelsParams& p);
+void launch_mask_boundary_labels_shifted_cpu(const LabelsParams& p);
+void launch_shift_labels_cpu(const LabelsParams& p);
+void launch_count_target_tokens_cpu(const LabelsParams& p);
+void launch_segment_sum_cpu(const SegmentSumParams& p);
+void launch_segment_sum_backward_cpu(const SegmentSumParams& p);
+void launch_block_causal_mask_cpu(const BlockCausalMaskParams& p);
+
+// Bytes of RunsParams::scratch.
+int64_t runs_scratch_cuda(int64_t size);
+void launch_cu_seqlens_from_lengths_cuda(const CuSeqlensFromLengthsParams& p, const CudaLaunch& launch);
+void launch_position_ids_cuda(const SlotParams& p, const CudaLaunch& launch);
+void launch_seq_idx_cuda(const SlotParams& p, const CudaLaunch& launch);
+void launch_cu_seqlens_from_position_ids_cuda(const RunsParams& p, const CudaLaunch& launch);
+void launch_prompt_end_indices_cuda(const RunsParams& p, const CudaLaunch& launch);
+void launch_mask_boundary_labels_cuda(const LabelsParams& p, const CudaLaunch& launch);
+void launch_mask_boundary_labels_shifted_cuda(const LabelsParams& p, const CudaLaunch& launch);
+void launch_shift_labels_cuda(const LabelsParams& p, const CudaLaunch& launch);
+void launch_count_target_tokens_cuda(const LabelsParams& p, const CudaLaunch& launch);
+void launch_segment_sum_cuda(const SegmentSumParams& p, const CudaLaunch& launch);
+void launch_segment_sum_backward_cuda(const SegmentSumParams& p, const CudaLaunch& launch);
+void launch_block_causal_mask_cuda(const BlockCausalMaskParams& p, const CudaLaunch& launch);
+
+}  // namespace packing_ops

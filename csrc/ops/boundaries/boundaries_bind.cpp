@@ -1,0 +1,246 @@
+// Boundaries: check -> allocate -> fill the params -> launch.
+#include <limits>
+#include <tuple>
+
+#include "host/launch.h"
+#include "host/tensor_check.h"
+#include "ops/boundaries/boundaries.h"
+
+namespace packing_ops {
+
+namespace {
+
+constexpr int64_t kMaxTotal = std::numeric_limits<int32_t>::max();
+
+void check_index_vector(const Tensor& t, const char* name) {
+  check_dtype(t, name, {DType::kInt32, DType::kInt64});
+  check_rank(t, name, 1);
+}
+
+SlotParams slot_params(const Tensor& cu_seqlens, int64_t total) {
+  check(total >= 0 && total <= kMaxTotal, "total: expected 0 to ", kMaxTotal, ", got ", total);
+  check_cu_seqlens(cu_seqlens, "cu_seqlens", total, cu_seqlens, "cu_seqlens");
+  SlotParams p;
+  p.documents = documents_view(cu_seqlens, total);
+  return p;
+}
+
+// labels may have any shape: it is read as one packed row.
+LabelsParams labels_params(const Tensor& labels, const Tensor& cu_seqlens, int64_t ignore_index) {
+  check_dtype(labels, "labels", {DType::kInt64, DType::kInt32});
+  check_cu_seqlens(cu_seqlens, "cu_seqlens", labels.numel(), labels, "labels");
+  LabelsParams p;
+  p.documents = documents_view(cu_seqlens, labels.numel());
+  p.labels = index_view(labels);
+  p.ignore_index = ignore_index;
+  return p;
+}
+
+constexpr auto kFloats = {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64};
+
+SegmentSumParams segment_sum_params(const Tensor& cu_seqlens, const std::optional<Tensor>& mask, bool average,
+                                    int64_t total, DType dtype, const Tensor& anchor, const char* anchor_name) {
+  check_cu_seqlens(cu_seqlens, "cu_seqlens", total, anchor, anchor_name);
+  if (mask) {
+    check_dtype(*mask, "mask", {DType::kBool});
+    check_shape(*mask, "mask", {total}, "[total] like values");
+    check_same_device(*mask, "mask", anchor, anchor_name);
+  }
+  SegmentSumParams p;
+  p.documents = documents_view(cu_seqlens, total);
+  p.dtype = dtype;
+  p.average = average;
+  return p;
+}
+
+// Scratch on the GPU, nothing on the CPU; keep what it returns until after the launch.
+std::optional<Tensor> runs_scratch(const Tensor& values, RunsParams& p) {
+#ifdef PACKING_OPS_WITH_CUDA
+  if (!values.is_cuda()) return std::nullopt;
+  p.scratch_bytes = runs_scratch_cuda(p.size);
+  Tensor memory = scratch(p.scratch_bytes, values);
+  p.scratch = memory.data_ptr();
+  return memory;
+#else
+  return std::nullopt;
+#endif
+}
+
+DType sum_dtype(DType dtype) {
+  return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+}
+
+}  // namespace
+
+Tensor cu_seqlens_from_lengths(const Tensor& lengths) {
+  check_index_vector(lengths, "lengths");
+  const Tensor values = dense(lengths);
+  Tensor cu_seqlens = empty({lengths.numel() + 1}, DType::kInt32, lengths);
+  CuSeqlensFromLengthsParams p;
+  p.lengths = index_view(values);
+  p.num_documents = lengths.numel();
+  p.cu_seqlens = static_cast<int32_t*>(cu_seqlens.data_ptr());
+  launch(lengths, p, launch_cu_seqlens_from_lengths_cpu, PACKING_OPS_CUDA(launch_cu_seqlens_from_lengths_cuda));
+  return cu_seqlens;
+}
+
+Tensor position_ids_from_cu_seqlens(const Tensor& cu_seqlens, int64_t total) {
+  SlotParams p = slot_params(cu_seqlens, total);
+  Tensor position_ids = empty({total}, DType::kInt64, cu_seqlens);
+  p.position_ids = static_cast<int64_t*>(position_ids.data_ptr());
+  launch(cu_seqlens, p, launch_position_ids_cpu, PACKING_OPS_CUDA(launch_position_ids_cuda));
+  return position_ids;
+}
+
+Tensor seq_idx_from_cu_seqlens(const Tensor& cu_seqlens, int64_t total) {
+  SlotParams p = slot_params(cu_seqlens, total);
+  Tensor seq_idx = empty({total}, DType::kInt32, cu_seqlens);
+  p.seq_idx = static_cast<int32_t*>(seq_idx.data_ptr());
+  launch(cu_seqlens, p, launch_seq_idx_cpu, PACKING_OPS_CUDA(launch_seq_idx_cuda));
+  return seq_idx;
+}
+
+std::tuple<Tensor, Tensor> cu_seqlens_from_position_ids(const Tensor& position_ids) {
+  check_index_vector(position_ids, "position_ids");
+  check(position_ids.numel() <= kMaxTotal, "position_ids: expected at most ", kMaxTotal, " slots, got ",
+        describe(position_ids));
+  const Tensor values = dense(position_ids);
+  Tensor cu_seqlens = empty({position_ids.numel() + 1}, DType::kInt32, position_ids);
+  Tensor count = empty({1}, DType::kInt64, position_ids);
+  RunsParams p;
+  p.values = index_view(values);
+  p.size = position_ids.numel();
+  p.cu_seqlens = static_cast<int32_t*>(cu_seqlens.data_ptr());
+  p.count = static_cast<int64_t*>(count.data_ptr());
+  const std::optional<Tensor> memory = runs_scratch(position_ids, p);
+  launch(position_ids, p, launch_cu_seqlens_from_position_ids_cpu,
+         PACKING_OPS_CUDA(launch_cu_seqlens_from_position_ids_cuda));
+  return {cu_seqlens, count};
+}
+
+std::tuple<Tensor, Tensor> prompt_end_indices(const Tensor& uids) {
+  check_index_vector(uids, "uids");
+  const Tensor values = dense(uids);
+  Tensor ends = empty({uids.numel()}, DType::kInt64, uids);
+  Tensor count = empty({1}, DType::kInt64, uids);
+  RunsParams p;
+  p.values = index_view(values);
+  p.size = uids.numel();
+  p.ends = static_cast<int64_t*>(ends.data_ptr());
+  p.count = static_cast<int64_t*>(count.data_ptr());
+  const std::optional<Tensor> memory = runs_scratch(uids, p);
+  launch(uids, p, launch_prompt_end_indices_cpu, PACKING_OPS_CUDA(launch_prompt_end_indices_cuda));
+  return {ends, count};
+}
+
+Tensor mask_boundary_labels(const Tensor& labels, const Tensor& cu_seqlens, int64_t ignore_index) {
+  const Tensor values = dense(labels);
+  LabelsParams p = labels_params(values, cu_seqlens, ignore_index);
+  Tensor out = empty_as(sizes_of(labels), labels);
+  p.out = mutable_index_view(out);
+  launch(labels, p, launch_mask_boundary_labels_cpu, PACKING_OPS_CUDA(launch_mask_boundary_labels_cuda));
+  return out;
+}
+
+void mask_boundary_labels_shifted_(Tensor labels, const Tensor& cu_seqlens, int64_t ignore_index) {
+  LabelsParams p = labels_params(labels, cu_seqlens, ignore_index);
+  check(labels.is_contiguous(), "labels: expected contiguous (it is changed in place), got ", describe(labels),
+        " with other strides");
+  p.out = mutable_index_view(labels);
+  launch(labels, p, launch_mask_boundary_labels_shifted_cpu,
+         PACKING_OPS_CUDA(launch_mask_boundary_labels_shifted_cuda));
+}
+
+Tensor shift_labels(const Tensor& labels, const Tensor& cu_seqlens, int64_t ignore_index) {
+  const Tensor values = dense(labels);
+  LabelsParams p = labels_params(values, cu_seqlens, ignore_index);
+  Tensor out = empty_as(sizes_of(labels), labels);
+  p.out = mutable_index_view(out);
+  launch(labels, p, launch_shift_labels_cpu, PACKING_OPS_CUDA(launch_shift_labels_cuda));
+  return out;
+}
+
+Tensor count_target_tokens(const Tensor& labels, const Tensor& cu_seqlens, int64_t ignore_index) {
+  const Tensor values = dense(labels);
+  LabelsParams p = labels_params(values, cu_seqlens, ignore_index);
+  Tensor count = empty({}, DType::kInt64, labels);
+  p.count = static_cast<int64_t*>(count.data_ptr());
+  launch(labels, p, launch_count_target_tokens_cpu, PACKING_OPS_CUDA(launch_count_target_tokens_cuda));
+  return count;
+}
+
+Tensor segment_sum(const Tensor& values, const Tensor& cu_seqlens, std::optional<Tensor> mask, bool average) {
+  check_dtype(values, "values", kFloats);
+  check_rank(values, "values", 1);
+  SegmentSumParams p =
+      segment_sum_params(cu_seqlens, mask, average, values.numel(), dtype_of(values), values, "values");
+  const Tensor dense_values = dense(values);
+  const std::optional<Tensor> dense_mask = dense(mask);
+  Tensor sums = empty({p.documents.num_documents}, sum_dtype(p.dtype), values);
+  p.values = dense_values.data_ptr();
+  p.mask = data_or_null(dense_mask);
+  p.sums = sums.data_ptr();
+  launch(values, p, launch_segment_sum_cpu, PACKING_OPS_CUDA(launch_segment_sum_cuda));
+  return sums;
+}
+
+// total and dtype: those of values.
+Tensor segment_sum_backward(const Tensor& grad, const Tensor& cu_seqlens, std::optional<Tensor> mask, bool average,
+                            int64_t total, torch::headeronly::ScalarType dtype) {
+  const DType values_dtype = dtype_of(dtype);
+  SegmentSumParams p = segment_sum_params(cu_seqlens, mask, average, total, values_dtype, grad, "grad");
+  check_dtype(grad, "grad", {sum_dtype(values_dtype)});
+  check_shape(grad, "grad", {p.documents.num_documents}, "[num_documents]");
+  const Tensor dense_grad = dense(grad);
+  const std::optional<Tensor> dense_mask = dense(mask);
+  Tensor grad_values = empty({total}, values_dtype, grad);
+  p.grad = dense_grad.data_ptr();
+  p.mask = data_or_null(dense_mask);
+  p.grad_values = grad_values.data_ptr();
+  launch(grad, p, launch_segment_sum_backward_cpu, PACKING_OPS_CUDA(launch_segment_sum_backward_cuda));
+  return grad_values;
+}
+
+Tensor block_causal_mask(const Tensor& cu_seqlens, int64_t total, torch::headeronly::ScalarType dtype, int64_t window) {
+  const SlotParams slots = slot_params(cu_seqlens, total);
+  check(window >= 0, "window: expected 0 (all) or the number of visible keys, got ", window);
+  BlockCausalMaskParams p;
+  p.documents = slots.documents;
+  p.window = window;
+  p.dtype = dtype_of(dtype);
+  check(p.dtype != DType::kOther, "dtype: expected bool, float32, float64, bfloat16 or float16, got another one");
+  Tensor mask = empty({total, total}, p.dtype, cu_seqlens);
+  p.mask = mask.data_ptr();
+  launch(cu_seqlens, p, launch_block_causal_mask_cpu, PACKING_OPS_CUDA(launch_block_causal_mask_cuda));
+  return mask;
+}
+
+namespace {
+
+void register_boundaries(torch::stable::detail::StableLibrary& m) {
+  m.impl("cu_seqlens_from_lengths", TORCH_BOX(&cu_seqlens_from_lengths));
+  m.impl("position_ids_from_cu_seqlens", TORCH_BOX(&position_ids_from_cu_seqlens));
+  m.impl("seq_idx_from_cu_seqlens", TORCH_BOX(&seq_idx_from_cu_seqlens));
+  m.impl("cu_seqlens_from_position_ids", TORCH_BOX(&cu_seqlens_from_position_ids));
+  m.impl("prompt_end_indices", TORCH_BOX(&prompt_end_indices));
+  m.impl("mask_boundary_labels", TORCH_BOX(&mask_boundary_labels));
+  m.impl("mask_boundary_labels_shifted_", TORCH_BOX(&mask_boundary_labels_shifted_));
+  m.impl("shift_labels", TORCH_BOX(&shift_labels));
+  m.impl("segment_sum", TORCH_BOX(&segment_sum));
+  m.impl("segment_sum_backward", TORCH_BOX(&segment_sum_backward));
+  m.impl("count_target_tokens", TORCH_BOX(&count_target_tokens));
+  m.impl("block_causal_mask", TORCH_BOX(&block_causal_mask));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(packing_ops, CPU, m) {
+  register_boundaries(m);
+}
+#ifdef PACKING_OPS_WITH_CUDA
+STABLE_TORCH_LIBRARY_IMPL(packing_ops, CUDA, m) {
+  register_boundaries(m);
+}
+#endif
+
+}  // namespace packing_ops

@@ -1,0 +1,39 @@
+// Every schema, one per line, grouped by family.
+#include <torch/csrc/stable/library.h>
+
+// clang-format off
+STABLE_TORCH_LIBRARY(packing_ops, m) {
+  // library
+  m.def("build_info() -> str");
+
+  // boundaries
+  m.def("cu_seqlens_from_lengths(Tensor lengths) -> Tensor");
+  m.def("position_ids_from_cu_seqlens(Tensor cu_seqlens, SymInt total) -> Tensor");
+  m.def("seq_idx_from_cu_seqlens(Tensor cu_seqlens, SymInt total) -> Tensor");
+  m.def("cu_seqlens_from_position_ids(Tensor position_ids) -> (Tensor, Tensor)");
+  m.def("prompt_end_indices(Tensor uids) -> (Tensor, Tensor)");
+  m.def("mask_boundary_labels(Tensor labels, Tensor cu_seqlens, int ignore_index) -> Tensor");
+  m.def("mask_boundary_labels_shifted_(Tensor(a!) labels, Tensor cu_seqlens, int ignore_index) -> ()");
+  m.def("shift_labels(Tensor labels, Tensor cu_seqlens, int ignore_index) -> Tensor");
+  m.def("segment_sum(Tensor values, Tensor cu_seqlens, Tensor? mask, bool average) -> Tensor");
+  m.def("segment_sum_backward(Tensor grad, Tensor cu_seqlens, Tensor? mask, bool average, SymInt total, ScalarType dtype) -> Tensor");
+  m.def("count_target_tokens(Tensor labels, Tensor cu_seqlens, int ignore_index) -> Tensor");
+  m.def("block_causal_mask(Tensor cu_seqlens, SymInt total, ScalarType dtype, int window) -> Tensor");
+
+  // padding
+  m.def("unpad_layout(Tensor attention_mask, Tensor? unused_mask) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("gather_rows(Tensor input, Tensor indices, SymInt total) -> Tensor");
+  m.def("gather_rows_many(Tensor[] inputs, Tensor indices, SymInt total) -> Tensor[]");
+  m.def("scatter_rows(Tensor packed, Tensor indices, SymInt num_rows) -> Tensor");
+
+  // packing
+  m.def("pack_sequences(Tensor lengths, int capacity, str strategy, int alignment, int max_sequences_per_bin, int min_bins, int bins_multiple_of, str overlong, str ties, int num_bins, float token_cost, float square_cost) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+
+  // rope
+  m.def("rope_qk(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? position_ids, int[] sections, bool interleaved, int unsqueeze_dim, bool conjugate) -> (Tensor, Tensor)");
+  m.def("rope_qk_(Tensor(a!) q, Tensor(b!)? k, Tensor cos, Tensor sin, Tensor? position_ids, int[] sections, bool interleaved, int unsqueeze_dim, bool conjugate) -> ()");
+
+  // attention
+  m.def("varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? sinks, bool causal, float softmax_scale, int window_left, int window_right, float softcap) -> (Tensor, Tensor)");
+  m.def("varlen_attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? sinks, bool causal, float softmax_scale, int window_left, int window_right, float softcap) -> (Tensor, Tensor, Tensor, Tensor)");
+}

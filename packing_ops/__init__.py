@@ -1,0 +1,23 @@
+"""packing_ops: padding, packing, boundaries, RoPE and varlen attention for packed training."""
+
+from packing_ops._load import build_info, load_library
+
+load_library()
+
+from packing_ops.boundaries import (  # noqa: E402
+    block_causal_mask,
+    compute_prompt_boundaries,
+    compute_prompt_end_indices,
+    compute_prompt_mini_batch_boundaries,
+    count_target_tokens,
+    cu_seqlens_from_lengths,
+    cu_seqlens_from_position_ids,
+    mask_boundary_labels,
+    mask_boundary_labels_shifted_,
+    position_ids_from_cu_seqlens,
+    segment_sum,
+    seq_idx_from_cu_seqlens,
+    shift_labels,
+)
+
+__version__ = build_info()["version"]

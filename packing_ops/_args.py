@@ -1,0 +1,22 @@
+"""What public functions accept for one argument: a tensor, or a plain Python sequence."""
+
+from collections.abc import Sequence
+
+import torch
+
+
+def index_tensor(values: torch.Tensor | Sequence[int], name: str) -> torch.Tensor:
+    """``values`` as an integer tensor; a sequence becomes int64 on the CPU. Fractions are an error, not a cut."""
+    if isinstance(values, torch.Tensor):
+        return values
+    if not all(isinstance(value, int) for value in values):
+        wrong = next(value for value in values if not isinstance(value, int))
+        raise TypeError(f"{name}: expected integers, got {wrong!r} ({type(wrong).__name__})")
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def exactly_one(**arguments) -> None:
+    """Exactly one of the named arguments must be given."""
+    given = [name for name, value in arguments.items() if value is not None]
+    if len(given) != 1:
+        raise ValueError(f"expected exactly one of {' and '.join(arguments)}, got {' and '.join(given) or 'neither'}")

@@ -1,0 +1,67 @@
+"""Loads the compiled library and says what it is."""
+
+from pathlib import Path
+
+import torch
+
+LIBRARY = Path(__file__).with_name("_C.so")
+BUILD_COMMAND = "pip install .   (in a clone: python setup.py build_ext --inplace)"
+
+
+def load_library() -> None:
+    """Register ``torch.ops.packing_ops``. Raises ImportError with the path and the build command."""
+    if not LIBRARY.exists():
+        raise ImportError(f"packing_ops: no compiled library at {LIBRARY}; build it with: {BUILD_COMMAND}")
+    try:
+        torch.ops.load_library(str(LIBRARY))
+    except OSError as error:
+        raise ImportError(
+            f"packing_ops: {LIBRARY} does not load in torch {torch.__version__}: {error}; "
+            f"build it again with: {BUILD_COMMAND}"
+        ) from error
+    _explain_missing_cuda_kernels()
+
+
+def build_info() -> dict:
+    """What the compiled library was built from.
+
+    Returns:
+        dict with ``version``, ``built_with_torch``, ``compiler``, ``cuda`` (toolkit version, "" for a CPU-only
+        library), ``cuda_archs``, ``torch`` (the running one) and ``library`` (path).
+
+    Example:
+        >>> packing_ops.build_info()["version"]
+        '0.1.0'
+    """
+    pairs = (entry.split("=", 1) for entry in torch.ops.packing_ops.build_info().split(";cuda_archs=", 1)[0].split(";"))
+    info = dict(pairs)
+    info["cuda_archs"] = torch.ops.packing_ops.build_info().split(";cuda_archs=", 1)[1]
+    return {**info, "torch": torch.__version__, "library": str(LIBRARY)}
+
+
+def op_names() -> list[str]:
+    """Every op that the library registers, without its namespace."""
+    prefix = "packing_ops::"
+    names = (schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith(prefix))
+    return sorted(name.removeprefix(prefix) for name in names)
+
+
+def has_cuda_kernel(name: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"packing_ops::{name}", "CUDA")
+
+
+_fallbacks = torch.library.Library("packing_ops", "IMPL", "CUDA")
+
+
+def _explain_missing_cuda_kernels() -> None:
+    """An op without a CUDA kernel says so itself, instead of the dispatcher's page of backends."""
+    built_for_cuda = bool(build_info()["cuda"])
+    for name in op_names():
+        if name == "build_info" or has_cuda_kernel(name):
+            continue
+        why = "not written yet" if built_for_cuda else f"this library was built without CUDA; {BUILD_COMMAND}"
+
+        def missing(*args, _name=name, _why=why, **kwargs):
+            raise NotImplementedError(f"packing_ops::{_name} has no CUDA kernel: {_why}")
+
+        _fallbacks.impl(name, missing)

@@ -1,0 +1,88 @@
+"""Oracles of packing_ops.boundaries."""
+
+import itertools
+
+import torch
+
+
+def documents(cu_seqlens, total=None):
+    """(start, end) per document; with ``total`` the padding after the last one too."""
+    bounds = cu_seqlens.tolist()
+    pairs = list(itertools.pairwise(bounds))
+    return pairs if total is None else [*pairs, (bounds[-1], total)]
+
+
+def cu_seqlens_from_lengths(lengths):
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def position_ids_from_cu_seqlens(cu_seqlens, total):
+    spans = [torch.arange(end - start) for start, end in documents(cu_seqlens, total)]
+    return torch.cat(spans).to(cu_seqlens.device)
+
+
+def seq_idx_from_cu_seqlens(cu_seqlens, total):
+    spans = [torch.full((end - start,), i) for i, (start, end) in enumerate(documents(cu_seqlens, total))]
+    return torch.cat(spans).to(cu_seqlens.device, torch.int32)
+
+
+def cu_seqlens_from_position_ids(position_ids):
+    ids = position_ids.tolist()
+    starts = [t for t in range(len(ids)) if t == 0 or ids[t] <= ids[t - 1]]
+    return torch.tensor([*starts, len(ids)] if ids else [0], dtype=torch.int32, device=position_ids.device)
+
+
+def prompt_end_indices(uids):
+    codes = uids.tolist()
+    ends = [i + 1 for i in range(len(codes)) if i + 1 == len(codes) or codes[i + 1] != codes[i]]
+    return torch.tensor(ends, dtype=torch.int64, device=uids.device)
+
+
+def mask_boundary_labels(labels, cu_seqlens, ignore_index=-100):
+    out = labels.clone().reshape(-1)
+    for start, end in documents(cu_seqlens):
+        out[start : min(start + 1, end)] = ignore_index
+    return out.reshape(labels.shape)
+
+
+def mask_boundary_labels_shifted(labels, cu_seqlens, ignore_index=-100):
+    out = labels.clone().reshape(-1)
+    for start, end in documents(cu_seqlens):
+        out[max(end - 1, start) : end] = ignore_index
+    return out.reshape(labels.shape)
+
+
+def shift_labels(labels, cu_seqlens, ignore_index=-100):
+    flat = labels.reshape(-1)
+    out = torch.full_like(flat, ignore_index)
+    for start, end in documents(cu_seqlens):
+        out[start : max(end - 1, start)] = flat[start + 1 : end]
+    return out.reshape(labels.shape)
+
+
+def segment_sum(values, cu_seqlens, mask=None, average=False):
+    flat = values.reshape(-1)
+    keep = torch.ones_like(flat, dtype=torch.bool) if mask is None else mask.reshape(-1)
+    sums = []
+    for start, end in documents(cu_seqlens):
+        kept = flat[start:end][keep[start:end]]
+        sums.append(kept.sum() / max(kept.numel(), 1) if average else kept.sum())
+    return torch.stack(sums) if sums else flat.new_zeros(0)
+
+
+def count_target_tokens(labels, cu_seqlens, ignore_index=-100):
+    flat = labels.reshape(-1)
+    targets = [(flat[start + 1 : end] != ignore_index).sum() for start, end in documents(cu_seqlens)]
+    return torch.stack(targets).sum() if targets else flat.new_zeros(())
+
+
+def block_causal_mask(cu_seqlens, total, *, dtype=torch.bool, window=None):
+    idx = seq_idx_from_cu_seqlens(cu_seqlens, total)
+    slot = torch.arange(total, device=cu_seqlens.device)
+    back = slot[:, None] - slot[None, :]
+    visible = (idx[:, None] == idx[None, :]) & (back >= 0)
+    if window is not None:
+        visible &= back < window
+    if dtype == torch.bool:
+        return visible
+    return torch.zeros(total, total, dtype=dtype, device=visible.device).masked_fill(~visible, float("-inf"))

@@ -1,0 +1,41 @@
+"""Fixtures that every test file shares."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+# Shared machines stall; a deadline would fail a right answer.
+settings.register_profile(
+    "packing_ops",
+    deadline=None,
+    max_examples=30,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("packing_ops")
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    """Every device that this machine has: the same test runs on each."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def values_checked_in_the_call(monkeypatch):
+    """CUDA values are checked without a synchronisation and raised later; tests want the error where it happens."""
+    monkeypatch.setenv("PACKING_OPS_CHECK", "1")
+
+
+@pytest.fixture
+def fresh_compile():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -1,0 +1,36 @@
+"""What tests of several families need: lengths, packed rows, comparisons."""
+
+import torch
+from hypothesis import strategies as st
+
+# Lengths with the edges that kernels trip over.
+lengths_strategy = st.lists(
+    st.one_of(st.sampled_from([0, 1, 2, 15, 16, 17, 63, 64, 65]), st.integers(0, 200)), min_size=0, max_size=12
+)
+
+
+def cu_seqlens_of(lengths, device="cpu"):
+    """int32 cumulated lengths, by plain Python."""
+    cu_seqlens = [0]
+    for length in lengths:
+        cu_seqlens.append(cu_seqlens[-1] + length)
+    return torch.tensor(cu_seqlens, dtype=torch.int32, device=device)
+
+
+def non_contiguous(tensor):
+    """The same values with a stride of 2 in the last dimension."""
+    return torch.stack([tensor, torch.zeros_like(tensor)], dim=-1)[..., 0]
+
+
+def assert_same(actual, expected):
+    """Bit-equal, with dtype, shape and device."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def assert_error_within(actual, torch_low, oracle, factor=2.0, floor=0.0):
+    """Against an fp64 oracle, at most ``factor`` times the error that torch itself makes in that dtype."""
+    oracle = oracle.double()
+    ours = (actual.double() - oracle).abs().max().item() if actual.numel() else 0.0
+    theirs = (torch_low.double() - oracle).abs().max().item() if actual.numel() else 0.0
+    assert ours == ours, "NaN in the result"
+    assert ours <= factor * theirs + floor, f"error {ours:.3e}, torch's own {theirs:.3e}"
