@@ -11,14 +11,14 @@
 namespace packing_ops {
 
 std::string build_info() {
-  std::string info = "version=" PACKING_OPS_VERSION ";built_with_torch=";
+  std::string info = "version=" PACKING_OPS_VERSION "|built_with_torch=";
   info += std::to_string(TORCH_VERSION_MAJOR) + "." + std::to_string(TORCH_VERSION_MINOR) + "." +
           std::to_string(TORCH_VERSION_PATCH);
-  info += ";compiler=" __VERSION__ ";cuda=";
+  info += "|compiler=" __VERSION__ "|cuda=";
 #ifdef PACKING_OPS_WITH_CUDA
-  info += PACKING_OPS_WITH_CUDA ";cuda_archs=" PACKING_OPS_CUDA_ARCHS;
+  info += PACKING_OPS_WITH_CUDA "|cuda_archs=" PACKING_OPS_CUDA_ARCHS;
 #else
-  info += ";cuda_archs=";
+  info += "|cuda_archs=";
 #endif
   return info;
 }

@@ -1,10 +1,7 @@
 """packing_ops: padding, packing, boundaries, RoPE and varlen attention for packed training."""
 
-from packing_ops._load import build_info, load_library
-
-load_library()
-
-from packing_ops.boundaries import (  # noqa: E402
+from packing_ops._load import build_info  # first: it registers torch.ops.packing_ops
+from packing_ops.boundaries import (
     block_causal_mask,
     compute_prompt_boundaries,
     compute_prompt_end_indices,
@@ -19,5 +16,6 @@ from packing_ops.boundaries import (  # noqa: E402
     seq_idx_from_cu_seqlens,
     shift_labels,
 )
+from packing_ops.metadata import PackedMetadata
 
 __version__ = build_info()["version"]

@@ -1,5 +1,6 @@
 """Loads the compiled library and says what it is."""
 
+import struct
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ def load_library() -> None:
     if not LIBRARY.exists():
         raise ImportError(f"packing_ops: no compiled library at {LIBRARY}; build it with: {BUILD_COMMAND}")
     try:
+        _check_whole(LIBRARY)
         torch.ops.load_library(str(LIBRARY))
     except OSError as error:
         raise ImportError(
@@ -20,6 +22,18 @@ def load_library() -> None:
             f"build it again with: {BUILD_COMMAND}"
         ) from error
     _explain_missing_cuda_kernels()
+
+
+def _check_whole(library: Path) -> None:
+    """A copy that was cut short makes the loader crash the process instead of failing; the ELF header tells."""
+    with library.open("rb") as file:
+        header = file.read(64)
+    if header[:4] == b"\x7fELF" and len(header) == 64:
+        (sections,) = struct.unpack_from("<Q", header, 40)
+        size, count = struct.unpack_from("<HH", header, 58)
+        if sections + size * count <= library.stat().st_size:
+            return
+    raise OSError("not a whole ELF library")
 
 
 def build_info() -> dict:
@@ -33,9 +47,7 @@ def build_info() -> dict:
         >>> packing_ops.build_info()["version"]
         '0.1.0'
     """
-    pairs = (entry.split("=", 1) for entry in torch.ops.packing_ops.build_info().split(";cuda_archs=", 1)[0].split(";"))
-    info = dict(pairs)
-    info["cuda_archs"] = torch.ops.packing_ops.build_info().split(";cuda_archs=", 1)[1]
+    info = dict(entry.split("=", 1) for entry in torch.ops.packing_ops.build_info().split("|"))
     return {**info, "torch": torch.__version__, "library": str(LIBRARY)}
 
 
@@ -50,6 +62,7 @@ def has_cuda_kernel(name: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"packing_ops::{name}", "CUDA")
 
 
+without_cuda_kernel: set[str] = set()
 _fallbacks = torch.library.Library("packing_ops", "IMPL", "CUDA")
 
 
@@ -59,9 +72,13 @@ def _explain_missing_cuda_kernels() -> None:
     for name in op_names():
         if name == "build_info" or has_cuda_kernel(name):
             continue
+        without_cuda_kernel.add(name)
         why = "not written yet" if built_for_cuda else f"this library was built without CUDA; {BUILD_COMMAND}"
 
         def missing(*args, _name=name, _why=why, **kwargs):
             raise NotImplementedError(f"packing_ops::{_name} has no CUDA kernel: {_why}")
 
         _fallbacks.impl(name, missing)
+
+
+load_library()

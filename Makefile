@@ -1,0 +1,47 @@
+# Every target sets up what it needs: .venv, torch, tools, the compiled library.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+BIN := .venv/bin
+export PYTHONPATH := .
+
+# The CUDA half is compiled wherever nvcc is found: for the visible GPUs, or for one architecture when there is none.
+ifneq ($(shell command -v nvcc 2>/dev/null),)
+export FORCE_CUDA := 1
+ifeq ($(shell nvidia-smi -L 2>/dev/null),)
+export TORCH_CUDA_ARCH_LIST ?= 9.0
+endif
+endif
+
+.PHONY: demo test lint build bench wheel clean
+
+demo: build
+	$(BIN)/python examples/train_packed.py
+
+test: lint build
+	$(BIN)/python -m pytest
+
+lint: .venv/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $$(find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+
+build: .venv/.ready
+	$(BIN)/python setup.py -q build_ext --inplace
+
+bench: build
+	@for family in boundaries padding packing rope attention; do \
+		$(BIN)/python benchmarks/bench_$$family.py --device cpu || exit 1; done
+	$(BIN)/python examples/train_packed.py --out benchmarks/results
+
+wheel: .venv/.ready
+	$(BIN)/pip wheel --no-deps --no-build-isolation -w dist .
+
+.venv/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet --group dev
+	touch $@
+
+clean:
+	rm -rf build dist packing_ops/_C.so

@@ -1,0 +1,144 @@
+"""What every layer wants to know about a packed batch, worked out once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from packing_ops._args import index_tensor
+from packing_ops.boundaries import (
+    cu_seqlens_from_lengths,
+    position_ids_from_cu_seqlens,
+    seq_idx_from_cu_seqlens,
+)
+
+_ops = torch.ops.packing_ops
+
+
+@dataclass(frozen=True)
+class PackedMetadata:
+    """Layout of one packed batch; make it with one of the ``from_*`` functions and hand it to every layer.
+
+    Attributes:
+        cu_seqlens: int32 ``[num_documents + 1]``.
+        total: slots of the packed row, a Python int; slots from ``cu_seqlens[-1]`` on are padding.
+        max_seqlen: longest document, a Python int.
+        indices: int64 ``[total]``, rows of the padded batch that were kept; only after from_attention_mask.
+        position_ids: int64 ``[total]``, made at first use.
+        seq_idx: int32 ``[total]``, made at first use.
+
+    Example:
+        >>> metadata = PackedMetadata.from_lengths([2, 1, 3])
+        >>> metadata.cu_seqlens.tolist(), metadata.max_seqlen, metadata.position_ids.tolist()
+        ([0, 2, 3, 6], 3, [0, 1, 0, 0, 1, 2])
+    """
+
+    cu_seqlens: torch.Tensor
+    total: int
+    max_seqlen: int
+    indices: torch.Tensor | None = None
+
+    @classmethod
+    def from_lengths(
+        cls,
+        lengths: torch.Tensor | Sequence[int],
+        *,
+        total: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> "PackedMetadata":
+        """From tokens per document. Lengths on the CPU cost no synchronisation, CUDA lengths one.
+
+        Args:
+            lengths: int32 or int64 ``[num_documents]`` or a Python sequence.
+            total: slots of the row when it is longer than the documents.
+            device: where the tensors shall live; that of ``lengths`` by default.
+        """
+        lengths = index_tensor(lengths, "lengths")
+        cu_seqlens = cu_seqlens_from_lengths(lengths)
+        if lengths.is_cpu:
+            end, longest = int(cu_seqlens[-1]), int(lengths.max()) if lengths.numel() else 0
+            cu_seqlens = cu_seqlens.to(device or "cpu", non_blocking=True)
+        else:
+            end, longest = _end_and_longest(cu_seqlens)
+        return cls(cu_seqlens, _checked_total(total, end), longest)
+
+    @classmethod
+    def from_cu_seqlens(
+        cls, cu_seqlens: torch.Tensor, *, total: int | None = None, max_seqlen: int | None = None
+    ) -> "PackedMetadata":
+        """From cumulated lengths. On CUDA no synchronisation when total and max_seqlen are given, else one."""
+        if total is not None and max_seqlen is not None:
+            return cls(cu_seqlens, total, max_seqlen)
+        end, longest = _end_and_longest(cu_seqlens)
+        return cls(cu_seqlens, _checked_total(total, end), longest if max_seqlen is None else max_seqlen)
+
+    @classmethod
+    def from_position_ids(cls, position_ids: torch.Tensor) -> "PackedMetadata":
+        """From position_ids of a packed row, any shape; a document starts where they stop growing. CUDA: one sync."""
+        padded, count = _ops.cu_seqlens_from_position_ids(position_ids.reshape(-1))
+        num_documents, longest = torch.cat(
+            [count, padded.diff().amax(0, keepdim=True) if padded.numel() > 1 else count]
+        ).tolist()
+        return cls(padded[: num_documents + 1], position_ids.numel(), longest)
+
+    @classmethod
+    def from_attention_mask(cls, attention_mask: torch.Tensor) -> "PackedMetadata":
+        """From a padding mask ``[batch, seqlen]`` (left, right, both sides, holes): the layout of unpad_input. CUDA: one sync."""
+        indices, cu_seqlens, _, totals = _ops.unpad_layout(attention_mask, None)
+        total, longest = totals.tolist()
+        return cls(cu_seqlens, total, longest, indices[:total])
+
+    @property
+    def num_documents(self) -> int:
+        return self.cu_seqlens.numel() - 1
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """int32 ``[num_documents]``."""
+        return self.cu_seqlens.diff()
+
+    @cached_property
+    def position_ids(self) -> torch.Tensor:
+        return position_ids_from_cu_seqlens(self.cu_seqlens, self.total)
+
+    @cached_property
+    def seq_idx(self) -> torch.Tensor:
+        return seq_idx_from_cu_seqlens(self.cu_seqlens, self.total)
+
+    def to_transformers(self) -> dict:
+        """Keyword arguments of a Hugging Face forward: ``cu_seq_lens_q/k`` and ``max_length_q/k``."""
+        return {
+            "cu_seq_lens_q": self.cu_seqlens,
+            "cu_seq_lens_k": self.cu_seqlens,
+            "max_length_q": self.max_seqlen,
+            "max_length_k": self.max_seqlen,
+        }
+
+    def to_unsloth(self) -> dict:
+        """Unsloth's ``packed_seq_lengths``, int32 on the CPU or where cu_seqlens live."""
+        return {"packed_seq_lengths": self.lengths}
+
+    def to_megatron(self) -> dict:
+        """Fields of Megatron-core's PackedSeqParams."""
+        return {
+            "qkv_format": "thd",
+            "cu_seqlens_q": self.cu_seqlens,
+            "cu_seqlens_kv": self.cu_seqlens,
+            "max_seqlen_q": self.max_seqlen,
+            "max_seqlen_kv": self.max_seqlen,
+        }
+
+
+def _end_and_longest(cu_seqlens: torch.Tensor) -> tuple[int, int]:
+    """cu_seqlens[-1] and the longest document, in one transfer."""
+    if cu_seqlens.numel() < 2:
+        return 0, 0
+    end, longest = torch.stack([cu_seqlens[-1], cu_seqlens.diff().amax()]).tolist()
+    return end, longest
+
+
+def _checked_total(total: int | None, end: int) -> int:
+    if total is not None and total < end:
+        raise ValueError(f"total: expected at least the {end} tokens of the documents, got {total}")
+    return end if total is None else total

@@ -1,0 +1,64 @@
+"""The examples run, and say the same thing about the same documents however these are laid out."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+
+
+def train(out, *arguments):
+    command = [sys.executable, ROOT / "examples" / "train_packed.py", "--out", out, *arguments]
+    done = subprocess.run(
+        [str(c) for c in command], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads((out / "demo_cpu.json").read_text())
+
+
+def check(result, documents):
+    losses = result["first_step_loss"]
+    assert losses["packed"] == pytest.approx(losses["padded"], abs=1e-5)
+    assert losses["unpadded"] == pytest.approx(losses["padded"], abs=1e-5)
+    padded, packed = result["runs"]
+    assert padded["real_tokens"] == packed["real_tokens"] > 0
+    assert packed["padding_waste"] < padded["padding_waste"]
+    assert result["documents"] == documents
+    assert all(run["losses"][-1] < run["losses"][0] for run in (padded, packed))
+
+
+def test_docstrings(tmp_path):
+    check(train(tmp_path, "--documents", "96"), 96)
+    assert (tmp_path / "demo_cpu.png").stat().st_size > 10_000
+
+
+def test_jsonl_of_both_formats(tmp_path):
+    file = tmp_path / "chat.jsonl"
+    records = []
+    for i in range(40):
+        records.append({"prompt": f"count to {i}: ", "completion": " ".join(map(str, range(i)))})
+        messages = [{"role": "user", "content": f"hello {i}"}, {"role": "assistant", "content": "hi " * i}]
+        records.append({"messages": messages})
+    file.write_text("\n".join(map(json.dumps, records)))
+    check(train(tmp_path, "--data", file, "--capacity", "512"), 80)
+
+
+def test_bad_jsonl_line_is_named(tmp_path):
+    from text_data import read_jsonl
+
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"prompt": "a", "completion": "b"}\n{"text": "c"}\n')
+    with pytest.raises(ValueError, match=r"bad\.jsonl, line 2: expected messages or prompt and completion"):
+        read_jsonl(file)
+
+
+def test_only_targets_are_learnt():
+    from text_data import BOS, EOS, IGNORE, encode
+
+    document = encode([("ab", False), ("c", True)])
+    assert document.input_ids.tolist() == [BOS, 97, 98, 99, EOS]
+    assert document.labels.tolist() == [IGNORE, IGNORE, IGNORE, 99, EOS]

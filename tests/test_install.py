@@ -1,0 +1,90 @@
+"""`pip install .` as a user runs it: build isolation, an environment that has torch, then an import from elsewhere."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+NOT_SOURCES = shutil.ignore_patterns(".venv", ".git", "build", "dist", "*.so", "*.egg-info", "__pycache__", ".*_cache")
+USE = "import torch, packing_ops as po; print(po.__file__, po.position_ids_from_cu_seqlens(po.cu_seqlens_from_lengths([2, 1])).tolist())"
+
+
+def run(*command, **options):
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """A copy, so that the build folder of this checkout stays what it is."""
+    folder = tmp_path_factory.mktemp("sources") / "packing_ops"
+    shutil.copytree(ROOT, folder, ignore=NOT_SOURCES)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def environment():
+    """Without the settings that `make test` exports: what a user's shell has."""
+    import os
+
+    hidden = {"FORCE_CUDA", "TORCH_CUDA_ARCH_LIST", "PYTHONPATH"}
+    return {key: value for key, value in os.environ.items() if key not in hidden}
+
+
+@pytest.fixture(scope="module")
+def wheel(sources, environment, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, sources, env=environment)
+    return next(folder.glob("*.whl"))
+
+
+def test_isolated_build_gives_one_wheel_for_every_python(wheel):
+    assert "-cp310-abi3-" in wheel.name
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "packing_ops/_C.so" in names
+    assert not [n for n in names if n.startswith(("tests", "benchmarks", "csrc"))]
+
+
+def test_installs_into_an_environment_that_has_torch(sources, environment, tmp_path):
+    version = torch.__version__.split("+")[0]
+    run(sys.executable, "-m", "venv", tmp_path / "env")
+    python = tmp_path / "env" / "bin" / "python"
+    run(python, "-m", "pip", "install", "-q", f"torch=={version}", env=environment)
+    run(python, "-m", "pip", "install", "-q", sources, env=environment)
+    output = run(python, "-W", "ignore", "-c", USE, cwd=tmp_path, env=environment)
+    assert str(tmp_path / "env") in output
+    assert "[0, 1, 0]" in output
+
+
+def test_without_torch_the_error_says_what_to_do(sources, environment, tmp_path):
+    run(sys.executable, "-m", "venv", tmp_path / "env")
+    command = [tmp_path / "env" / "bin" / "python", "-m", "pip", "install", "--no-deps", sources]
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, env=environment)
+    assert done.returncode != 0
+    assert "no torch was found" in done.stdout + done.stderr
+    assert "--no-build-isolation" in done.stdout + done.stderr
+
+
+def other_pythons_with_torch():
+    found = []
+    for minor in range(10, 15):
+        python = shutil.which(f"python3.{minor}")
+        if python and minor != sys.version_info.minor:
+            probe = subprocess.run([python, "-c", "import torch"], capture_output=True)
+            found += [python] if probe.returncode == 0 else []
+    return found
+
+
+def test_wheel_loads_under_another_python(wheel, tmp_path):
+    pythons = other_pythons_with_torch()
+    if not pythons:
+        pytest.skip("no other Python with torch is at hand")
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    for python in pythons:
+        assert "[0, 1, 0]" in run(python, "-c", USE, cwd=tmp_path)

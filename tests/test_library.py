@@ -1,0 +1,117 @@
+"""The binary itself: what it links against, how it fails, what it tells."""
+
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import assert_same, cu_seqlens_of
+
+import packing_ops as po
+from packing_ops import _load
+
+ALLOWED = (Path(__file__).parent / "allowed_symbols.txt").read_text().split()
+
+
+def symbols(*flags):
+    found = subprocess.run(["nm", "-D", *flags, str(_load.LIBRARY)], capture_output=True, text=True, check=True)
+    return [line.split()[-1].split("@")[0] for line in found.stdout.splitlines()]
+
+
+def test_undefined_symbols_are_stable_abi_only():
+    ours = re.compile("|".join(f"(?:{pattern})" for pattern in ALLOWED))
+    foreign = re.compile(r"torch|c10|^at::|_ZN2at|^Py|_Py|cuda|^cu[A-Z]", re.I)
+    assert [s for s in symbols("--undefined-only") if foreign.search(s) and not ours.fullmatch(s)] == []
+
+
+def test_needed_libraries():
+    dynamic = subprocess.run(["readelf", "-d", str(_load.LIBRARY)], capture_output=True, text=True, check=True).stdout
+    needed = re.findall(r"NEEDED.*\[(.+?)\]", dynamic)
+    assert not [n for n in needed if "python" in n or "cuda" in n]
+
+
+def test_build_info():
+    info = po.build_info()
+    assert info["version"] == po.__version__
+    assert info["torch"] == torch.__version__
+    assert re.fullmatch(r"\d+\.\d+\.\d+", info["built_with_torch"])
+    assert Path(info["library"]) == _load.LIBRARY
+
+
+def copy_of_package(folder):
+    package = folder / "packing_ops"
+    shutil.copytree(_load.LIBRARY.parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    return package
+
+
+def import_error(folder):
+    command = [sys.executable, "-c", "import packing_ops"]
+    done = subprocess.run(command, cwd=folder, env={"PYTHONPATH": str(folder)}, capture_output=True, text=True)
+    assert done.returncode == 1
+    return done.stderr.strip().splitlines()[-1]
+
+
+def test_missing_library_is_named(tmp_path):
+    library = copy_of_package(tmp_path) / "_C.so"
+    library.unlink()
+    message = import_error(tmp_path)
+    assert message.startswith(f"ImportError: packing_ops: no compiled library at {library}")
+    assert "pip install ." in message
+
+
+def test_broken_library_is_named(tmp_path):
+    library = copy_of_package(tmp_path) / "_C.so"
+    library.write_bytes(library.read_bytes()[:4096])
+    message = import_error(tmp_path)
+    assert message.startswith(f"ImportError: packing_ops: {library} does not load in torch {torch.__version__}")
+    assert "pip install ." in message
+
+
+def test_two_threads_at_once():
+    lengths = [[3, 5, 2], [1, 1, 700, 40]]
+    expected = [po.position_ids_from_cu_seqlens(cu_seqlens_of(each)) for each in lengths]
+    wrong = []
+
+    def work(i):
+        cu_seqlens = cu_seqlens_of(lengths[i])
+        for _ in range(300):
+            if not torch.equal(po.position_ids_from_cu_seqlens(cu_seqlens), expected[i]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_missing_cuda_kernel_says_so():
+    if not torch.cuda.is_available() or not _load.without_cuda_kernel:
+        pytest.skip("needs a CUDA GPU and an op without a CUDA kernel")
+    for name in _load.without_cuda_kernel:
+        schema = getattr(torch.ops.packing_ops, name).default._schema
+        samples = {"Tensor": torch.ones(2, 2, 2, device="cuda"), "int": 1, "float": 1.0, "bool": False, "str": ""}
+        arguments = [samples.get(str(a.type)) for a in schema.arguments]
+        arguments = [
+            [samples["Tensor"]] if "List" in str(a.type) else v
+            for a, v in zip(schema.arguments, arguments, strict=True)
+        ]
+        with pytest.raises(NotImplementedError, match=f"packing_ops::{name} has no CUDA kernel"):
+            getattr(torch.ops.packing_ops, name)(*arguments)
+
+
+def test_cpu_result_does_not_depend_on_threads():
+    cu_seqlens = cu_seqlens_of([300] * 200)
+    values = torch.randn(60_000)
+    threads = torch.get_num_threads()
+    results = []
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        results.append(po.segment_sum(values, cu_seqlens))
+    torch.set_num_threads(threads)
+    assert_same(*results)
