@@ -95,12 +95,17 @@ def test_missing_cuda_kernel_says_so():
         pytest.skip("needs a CUDA GPU and an op without a CUDA kernel")
     for name in _load.without_cuda_kernel:
         schema = getattr(torch.ops.packing_ops, name).default._schema
-        samples = {"Tensor": torch.ones(2, 2, 2, device="cuda"), "int": 1, "float": 1.0, "bool": False, "str": ""}
-        arguments = [samples.get(str(a.type)) for a in schema.arguments]
-        arguments = [
-            [samples["Tensor"]] if "List" in str(a.type) else v
-            for a, v in zip(schema.arguments, arguments, strict=True)
-        ]
+        tensor = torch.ones(2, 2, 2, device="cuda")
+        samples = {
+            "Tensor": tensor,
+            "List[Tensor]": [tensor],
+            "List[int]": [],
+            "int": 1,
+            "float": 1.0,
+            "bool": False,
+            "str": "",
+        }
+        arguments = [samples.get(str(argument.type)) for argument in schema.arguments]
         with pytest.raises(NotImplementedError, match=f"packing_ops::{name} has no CUDA kernel"):
             getattr(torch.ops.packing_ops, name)(*arguments)
 

@@ -15,6 +15,7 @@ namespace packing_ops {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kScanThreads = 1024;
 
 __device__ int64_t thread_id() {
   return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -24,8 +25,9 @@ __device__ int64_t thread_count() {
 }
 
 // One block: the number of documents is small next to the number of tokens.
-__global__ void cu_seqlens_from_lengths_kernel(CuSeqlensFromLengthsParams p, FaultFlag fault) {
-  using Scan = cub::BlockScan<int64_t, 1024>;
+__global__ void __launch_bounds__(kScanThreads)
+    cu_seqlens_from_lengths_kernel(CuSeqlensFromLengthsParams p, FaultFlag fault) {
+  using Scan = cub::BlockScan<int64_t, kScanThreads>;
   __shared__ typename Scan::TempStorage storage;
   constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
   int64_t carry = 0;
@@ -237,7 +239,7 @@ void dispatch_sum(DType dtype, F&& f) {
 }  // namespace
 
 void launch_cu_seqlens_from_lengths_cuda(const CuSeqlensFromLengthsParams& p, const CudaLaunch& launch) {
-  cu_seqlens_from_lengths_kernel<<<1, 1024, 0, stream_of(launch)>>>(p, launch.fault);
+  cu_seqlens_from_lengths_kernel<<<1, kScanThreads, 0, stream_of(launch)>>>(p, launch.fault);
   check_launch("cu_seqlens_from_lengths_kernel");
 }
 
