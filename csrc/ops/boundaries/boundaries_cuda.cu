@@ -1,6 +1,5 @@
-// Same results as boundaries_cpu.cpp. Values of cu_seqlens and lengths are checked here, on the device.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+// Conversions, prompts and labels; same results as boundaries_cpu.cpp. Values of cu_seqlens and lengths are checked
+// here, on the device. segment_sum and the mask are in boundaries_segment_cuda.cu.
 #include <thrust/iterator/counting_iterator.h>
 
 #include <cub/cub.cuh>
@@ -16,6 +15,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kScanThreads = 1024;
+constexpr int kPairs = 4;  // pairs of slots per thread
 
 __device__ int64_t thread_id() {
   return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -53,21 +53,90 @@ __global__ void __launch_bounds__(kScanThreads)
   }
 }
 
-__global__ void position_ids_kernel(SlotParams p, FaultFlag fault) {
+// --- one value per slot ---
+
+struct PositionId {
+  __device__ int64_t operator()(int64_t t, int64_t, Segment s) const { return t < s.start ? 0 : t - s.start; }
+};
+
+struct SequenceIndex {
+  __device__ int32_t operator()(int64_t, int64_t document, Segment) const { return static_cast<int32_t>(document); }
+};
+
+template <class Label>
+struct MaskFirst {
+  const Label* labels;
+  int64_t num_documents;
+  Label ignore_index;
+  __device__ Label operator()(int64_t t, int64_t document, Segment s) const {
+    return t == s.start && document < num_documents ? ignore_index : labels[t];
+  }
+};
+
+template <class Label>
+struct ShiftLeft {
+  const Label* labels;
+  int64_t num_documents;
+  Label ignore_index;
+  __device__ Label operator()(int64_t t, int64_t document, Segment s) const {
+    return t + 1 < s.end && document < num_documents ? labels[t + 1] : ignore_index;
+  }
+};
+
+template <class Out, class Value>
+__global__ void __launch_bounds__(kThreads) slots_kernel(Documents documents, Out* out, Value value, FaultFlag fault) {
+  flag_cu_seqlens(documents, fault);
+  fill_slots<kThreads, kPairs>(documents, out, value);
+}
+
+template <class Out, class Value>
+void launch_slots(const Documents& documents, Out* out, const Value& value, const CudaLaunch& launch) {
+  const unsigned grid = grid_for(ceil_div(documents.total, 2 * kPairs), kThreads);
+  slots_kernel<<<grid, kThreads, 0, stream_of(launch)>>>(documents, out, value, launch.fault);
+  check_launch("slots_kernel");
+}
+
+template <template <class> class Value>
+void launch_labels(const LabelsParams& p, const CudaLaunch& launch) {
+  const auto run = [&](auto label) {
+    using Label = decltype(label);
+    const Value<Label> value{static_cast<const Label*>(p.labels.data), p.documents.num_documents,
+                             static_cast<Label>(p.ignore_index)};
+    launch_slots(p.documents, static_cast<Label*>(p.out.data), value, launch);
+  };
+  p.labels.is_int64 ? run(int64_t{}) : run(int32_t{});
+}
+
+// In place, so only the ends are touched.
+__global__ void mask_last_kernel(LabelsParams p, FaultFlag fault) {
   flag_cu_seqlens(p.documents, fault);
-  for (int64_t t = thread_id(); t < p.documents.total; t += thread_count()) {
-    p.position_ids[t] = t - p.documents.bound(p.documents.document_of(t));
+  for (int64_t i = thread_id(); i < p.documents.num_documents; i += thread_count()) {
+    const Segment s = p.documents[i];
+    if (s.start < s.end) p.out.set(s.end - 1, p.ignore_index);
   }
 }
 
-__global__ void seq_idx_kernel(SlotParams p, FaultFlag fault) {
+// Every label that is no ignore_index, less those that open a document.
+__global__ void __launch_bounds__(kThreads) count_target_tokens_kernel(LabelsParams p, FaultFlag fault) {
   flag_cu_seqlens(p.documents, fault);
-  for (int64_t t = thread_id(); t < p.documents.total; t += thread_count()) {
-    p.seq_idx[t] = static_cast<int32_t>(p.documents.document_of(t));
+  using Reduce = cub::BlockReduce<int64_t, kThreads>;
+  __shared__ typename Reduce::TempStorage storage;
+  int64_t count = 0;
+  const int64_t end = p.documents.end();
+  for (int64_t t = thread_id(); t < end; t += thread_count()) count += p.labels[t] != p.ignore_index;
+  for (int64_t i = thread_id(); i < p.documents.num_documents; i += thread_count()) {
+    const Segment s = p.documents[i];
+    if (s.start < s.end) count -= p.labels[s.start] != p.ignore_index;
+  }
+  count = Reduce(storage).Sum(count);
+  // Two's complement: adding the unsigned pattern of a negative count subtracts.
+  if (threadIdx.x == 0) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(p.count), static_cast<unsigned long long>(count));
   }
 }
 
-// Where a run starts: the position does not grow, or the uid changes.
+// --- runs ---
+
 struct StartsDocument {
   IndexView values;
   __device__ bool operator()(int32_t t) const { return t == 0 || values[t] <= values[t - 1]; }
@@ -98,142 +167,21 @@ __global__ void uid_keys_kernel(IndexView uids, int64_t* keys, int64_t* indices,
   }
 }
 
-// Scratch of prompt_end_indices: four int64 arrays for the sort, then CUB's own.
+// What CUB needs for either kind of runs.
 size_t runs_cub_bytes(int64_t size) {
-  size_t select = 0;
+  size_t documents = 0;
+  size_t prompts = 0;
   size_t sort = 0;
-  thrust::counting_iterator<int64_t> counter(1);
-  check_cuda(cub::DeviceSelect::If(nullptr, select, counter, static_cast<int64_t*>(nullptr),
-                                   static_cast<int64_t*>(nullptr), size, EndsPrompt{}),
+  int64_t* none = nullptr;
+  check_cuda(cub::DeviceSelect::If(nullptr, documents, thrust::counting_iterator<int32_t>(0),
+                                   static_cast<int32_t*>(nullptr), none, size, StartsDocument{}),
              "cub::DeviceSelect::If");
   check_cuda(
-      cub::DeviceRadixSort::SortPairs(nullptr, sort, static_cast<int64_t*>(nullptr), static_cast<int64_t*>(nullptr),
-                                      static_cast<int64_t*>(nullptr), static_cast<int64_t*>(nullptr), size),
-      "cub::DeviceRadixSort::SortPairs");
-  return select > sort ? select : sort;
-}
-
-enum class LabelWork { kMask, kMaskShifted, kShift };
-
-template <LabelWork kWork>
-__global__ void labels_kernel(LabelsParams p, FaultFlag fault) {
-  flag_cu_seqlens(p.documents, fault);
-  const int64_t end_of_documents = p.documents.end();
-  for (int64_t t = thread_id(); t < p.documents.total; t += thread_count()) {
-    if (t >= end_of_documents) {
-      p.out.set(t, kWork == LabelWork::kShift ? p.ignore_index : p.labels[t]);
-      continue;
-    }
-    const Segment s = p.documents[p.documents.document_of(t)];
-    if constexpr (kWork == LabelWork::kMask) p.out.set(t, t == s.start ? p.ignore_index : p.labels[t]);
-    if constexpr (kWork == LabelWork::kMaskShifted) p.out.set(t, t == s.end - 1 ? p.ignore_index : p.labels[t]);
-    if constexpr (kWork == LabelWork::kShift) p.out.set(t, t + 1 < s.end ? p.labels[t + 1] : p.ignore_index);
-  }
-}
-
-__global__ void count_target_tokens_kernel(LabelsParams p, FaultFlag fault) {
-  flag_cu_seqlens(p.documents, fault);
-  using Reduce = cub::BlockReduce<unsigned long long, kThreads>;
-  __shared__ typename Reduce::TempStorage storage;
-  unsigned long long count = 0;
-  const int64_t end_of_documents = p.documents.end();
-  for (int64_t t = thread_id(); t < end_of_documents; t += thread_count()) {
-    if (p.labels[t] == p.ignore_index) continue;
-    count += t != p.documents.bound(p.documents.document_of(t));
-  }
-  count = Reduce(storage).Sum(count);
-  if (threadIdx.x == 0) atomicAdd(reinterpret_cast<unsigned long long*>(p.count), count);
-}
-
-// One block per document; thread i sums slots i, i + kThreads, ... and the block's tree adds them: an order that
-// depends on the document's own length alone.
-template <class T, class Sum>
-__global__ void segment_sum_kernel(SegmentSumParams p, FaultFlag fault) {
-  flag_cu_seqlens(p.documents, fault);
-  using Reduce = cub::BlockReduce<Sum, kThreads>;
-  using Count = cub::BlockReduce<int64_t, kThreads>;
-  __shared__ union {
-    typename Reduce::TempStorage sum;
-    typename Count::TempStorage count;
-  } storage;
-  const T* values = static_cast<const T*>(p.values);
-  const bool* mask = static_cast<const bool*>(p.mask);
-  for (int64_t i = blockIdx.x; i < p.documents.num_documents; i += gridDim.x) {
-    const Segment s = p.documents[i];
-    Sum sum = 0;
-    int64_t kept = 0;
-    for (int64_t t = s.start + threadIdx.x; t < s.end; t += kThreads) {
-      if (mask && !mask[t]) continue;
-      sum += static_cast<Sum>(values[t]);
-      ++kept;
-    }
-    sum = Reduce(storage.sum).Sum(sum);
-    __syncthreads();
-    kept = Count(storage.count).Sum(kept);
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      static_cast<Sum*>(p.sums)[i] = p.average ? sum / static_cast<Sum>(kept > 0 ? kept : 1) : sum;
-    }
-  }
-}
-
-template <class T, class Sum>
-__global__ void segment_sum_backward_kernel(SegmentSumParams p, FaultFlag fault) {
-  flag_cu_seqlens(p.documents, fault);
-  using Count = cub::BlockReduce<int64_t, kThreads>;
-  __shared__ typename Count::TempStorage storage;
-  __shared__ Sum share;
-  const bool* mask = static_cast<const bool*>(p.mask);
-  T* out = static_cast<T*>(p.grad_values);
-  // One more turn than documents: the padding after them gets zeros.
-  for (int64_t i = blockIdx.x; i <= p.documents.num_documents; i += gridDim.x) {
-    const bool padding = i == p.documents.num_documents;
-    const Segment s = padding ? Segment{p.documents.end(), p.documents.total} : p.documents[i];
-    int64_t kept = 0;
-    if (p.average && mask && !padding) {
-      for (int64_t t = s.start + threadIdx.x; t < s.end; t += kThreads) kept += mask[t];
-      kept = Count(storage).Sum(kept);
-    } else {
-      kept = s.end - s.start;
-    }
-    if (threadIdx.x == 0) {
-      const Sum grad = padding ? Sum(0) : static_cast<const Sum*>(p.grad)[i];
-      share = p.average ? grad / static_cast<Sum>(kept > 0 ? kept : 1) : grad;
-    }
-    __syncthreads();
-    for (int64_t t = s.start + threadIdx.x; t < s.end; t += kThreads) {
-      out[t] = static_cast<T>(mask && !mask[t] ? Sum(0) : share);
-    }
-    __syncthreads();
-  }
-}
-
-template <class T>
-__global__ void block_causal_mask_kernel(BlockCausalMaskParams p, T visible, T hidden, FaultFlag fault) {
-  flag_cu_seqlens(p.documents, fault);
-  const int64_t total = p.documents.total;
-  T* mask = static_cast<T*>(p.mask);
-  for (int64_t i = blockIdx.x; i < total; i += gridDim.x) {
-    int64_t first = p.documents.bound(p.documents.document_of(i));
-    if (p.window > 0 && i - p.window + 1 > first) first = i - p.window + 1;
-    for (int64_t j = threadIdx.x; j < total; j += blockDim.x)
-      mask[i * total + j] = j >= first && j <= i ? visible : hidden;
-  }
-}
-
-// f(element type, accumulation type) for a floating dtype.
-template <class F>
-void dispatch_sum(DType dtype, F&& f) {
-  switch (dtype) {
-    case DType::kFloat64:
-      return f(double{}, double{});
-    case DType::kBFloat16:
-      return f(__nv_bfloat16{}, float{});
-    case DType::kFloat16:
-      return f(__half{}, float{});
-    default:
-      return f(float{}, float{});
-  }
+      cub::DeviceSelect::If(nullptr, prompts, thrust::counting_iterator<int64_t>(1), none, none, size, EndsPrompt{}),
+      "cub::DeviceSelect::If");
+  check_cuda(cub::DeviceRadixSort::SortPairs(nullptr, sort, none, none, none, none, size),
+             "cub::DeviceRadixSort::SortPairs");
+  return documents > prompts ? (documents > sort ? documents : sort) : (prompts > sort ? prompts : sort);
 }
 
 }  // namespace
@@ -244,27 +192,46 @@ void launch_cu_seqlens_from_lengths_cuda(const CuSeqlensFromLengthsParams& p, co
 }
 
 void launch_position_ids_cuda(const SlotParams& p, const CudaLaunch& launch) {
-  position_ids_kernel<<<grid_for(p.documents.total, kThreads), kThreads, 0, stream_of(launch)>>>(p, launch.fault);
-  check_launch("position_ids_kernel");
+  launch_slots(p.documents, p.position_ids, PositionId{}, launch);
 }
 
 void launch_seq_idx_cuda(const SlotParams& p, const CudaLaunch& launch) {
-  seq_idx_kernel<<<grid_for(p.documents.total, kThreads), kThreads, 0, stream_of(launch)>>>(p, launch.fault);
-  check_launch("seq_idx_kernel");
+  launch_slots(p.documents, p.seq_idx, SequenceIndex{}, launch);
 }
 
+void launch_mask_boundary_labels_cuda(const LabelsParams& p, const CudaLaunch& launch) {
+  launch_labels<MaskFirst>(p, launch);
+}
+
+void launch_shift_labels_cuda(const LabelsParams& p, const CudaLaunch& launch) {
+  launch_labels<ShiftLeft>(p, launch);
+}
+
+void launch_mask_boundary_labels_shifted_cuda(const LabelsParams& p, const CudaLaunch& launch) {
+  mask_last_kernel<<<grid_for(p.documents.num_documents, kThreads), kThreads, 0, stream_of(launch)>>>(p, launch.fault);
+  check_launch("mask_last_kernel");
+}
+
+void launch_count_target_tokens_cuda(const LabelsParams& p, const CudaLaunch& launch) {
+  check_cuda(cudaMemsetAsync(p.count, 0, sizeof(int64_t), stream_of(launch)), "cudaMemsetAsync");
+  const unsigned grid = grid_for(ceil_div(p.documents.total, 8), kThreads);
+  count_target_tokens_kernel<<<grid, kThreads, 0, stream_of(launch)>>>(p, launch.fault);
+  check_launch("count_target_tokens_kernel");
+}
+
+// prompt_end_indices sorts four int64 arrays next to CUB's own memory.
 int64_t runs_scratch_cuda(int64_t size) {
   return size * 4 * static_cast<int64_t>(sizeof(int64_t)) + static_cast<int64_t>(runs_cub_bytes(size));
 }
 
 void launch_cu_seqlens_from_position_ids_cuda(const RunsParams& p, const CudaLaunch& launch) {
   size_t bytes = static_cast<size_t>(p.scratch_bytes);
-  thrust::counting_iterator<int32_t> counter(0);
-  check_cuda(cub::DeviceSelect::If(p.scratch, bytes, counter, p.cu_seqlens, p.count, p.size, StartsDocument{p.values},
-                                   stream_of(launch)),
+  const cudaStream_t stream = stream_of(launch);
+  check_cuda(cub::DeviceSelect::If(p.scratch, bytes, thrust::counting_iterator<int32_t>(0), p.cu_seqlens, p.count,
+                                   p.size, StartsDocument{p.values}, stream),
              "cub::DeviceSelect::If");
-  fill_after_kernel<<<grid_for(p.size + 1, kThreads), kThreads, 0, stream_of(launch)>>>(
-      p.cu_seqlens, p.count, p.size + 1, static_cast<int32_t>(p.size));
+  fill_after_kernel<<<grid_for(p.size + 1, kThreads), kThreads, 0, stream>>>(p.cu_seqlens, p.count, p.size + 1,
+                                                                             static_cast<int32_t>(p.size));
   check_launch("fill_after_kernel");
 }
 
@@ -286,75 +253,11 @@ void launch_prompt_end_indices_cuda(const RunsParams& p, const CudaLaunch& launc
   returning_uid_kernel<<<grid, kThreads, 0, stream>>>(sorted_keys, sorted_indices, p.size, launch.fault);
   check_launch("returning_uid_kernel");
 
-  thrust::counting_iterator<int64_t> counter(1);
-  check_cuda(
-      cub::DeviceSelect::If(cub_scratch, bytes, counter, p.ends, p.count, p.size, EndsPrompt{p.values, p.size}, stream),
-      "cub::DeviceSelect::If");
+  check_cuda(cub::DeviceSelect::If(cub_scratch, bytes, thrust::counting_iterator<int64_t>(1), p.ends, p.count, p.size,
+                                   EndsPrompt{p.values, p.size}, stream),
+             "cub::DeviceSelect::If");
   fill_after_kernel<<<grid, kThreads, 0, stream>>>(p.ends, p.count, p.size, p.size);
   check_launch("fill_after_kernel");
-}
-
-void launch_mask_boundary_labels_cuda(const LabelsParams& p, const CudaLaunch& launch) {
-  const unsigned grid = grid_for(p.documents.total, kThreads);
-  labels_kernel<LabelWork::kMask><<<grid, kThreads, 0, stream_of(launch)>>>(p, launch.fault);
-  check_launch("labels_kernel");
-}
-
-void launch_mask_boundary_labels_shifted_cuda(const LabelsParams& p, const CudaLaunch& launch) {
-  const unsigned grid = grid_for(p.documents.total, kThreads);
-  labels_kernel<LabelWork::kMaskShifted><<<grid, kThreads, 0, stream_of(launch)>>>(p, launch.fault);
-  check_launch("labels_kernel");
-}
-
-void launch_shift_labels_cuda(const LabelsParams& p, const CudaLaunch& launch) {
-  const unsigned grid = grid_for(p.documents.total, kThreads);
-  labels_kernel<LabelWork::kShift><<<grid, kThreads, 0, stream_of(launch)>>>(p, launch.fault);
-  check_launch("labels_kernel");
-}
-
-void launch_count_target_tokens_cuda(const LabelsParams& p, const CudaLaunch& launch) {
-  check_cuda(cudaMemsetAsync(p.count, 0, sizeof(int64_t), stream_of(launch)), "cudaMemsetAsync");
-  const unsigned grid = grid_for(p.documents.total, kThreads);
-  count_target_tokens_kernel<<<grid, kThreads, 0, stream_of(launch)>>>(p, launch.fault);
-  check_launch("count_target_tokens_kernel");
-}
-
-void launch_segment_sum_cuda(const SegmentSumParams& p, const CudaLaunch& launch) {
-  const unsigned grid = grid_for(p.documents.num_documents, 1);
-  dispatch_sum(p.dtype, [&](auto element, auto sum) {
-    segment_sum_kernel<decltype(element), decltype(sum)><<<grid, kThreads, 0, stream_of(launch)>>>(p, launch.fault);
-  });
-  check_launch("segment_sum_kernel");
-}
-
-void launch_segment_sum_backward_cuda(const SegmentSumParams& p, const CudaLaunch& launch) {
-  const unsigned grid = grid_for(p.documents.num_documents + 1, 1);
-  dispatch_sum(p.dtype, [&](auto element, auto sum) {
-    segment_sum_backward_kernel<decltype(element), decltype(sum)>
-        <<<grid, kThreads, 0, stream_of(launch)>>>(p, launch.fault);
-  });
-  check_launch("segment_sum_backward_kernel");
-}
-
-void launch_block_causal_mask_cuda(const BlockCausalMaskParams& p, const CudaLaunch& launch) {
-  const unsigned grid = grid_for(p.documents.total, 1);
-  const auto run = [&](auto visible, auto hidden) {
-    block_causal_mask_kernel<<<grid, kThreads, 0, stream_of(launch)>>>(p, visible, hidden, launch.fault);
-    check_launch("block_causal_mask_kernel");
-  };
-  const float kHidden = -std::numeric_limits<float>::infinity();
-  switch (p.dtype) {
-    case DType::kBool:
-      return run(true, false);
-    case DType::kFloat64:
-      return run(0.0, static_cast<double>(kHidden));
-    case DType::kBFloat16:
-      return run(__float2bfloat16(0.0f), __float2bfloat16(kHidden));
-    case DType::kFloat16:
-      return run(__float2half(0.0f), __float2half(kHidden));
-    default:
-      return run(0.0f, kHidden);
-  }
 }
 
 }  // namespace packing_ops
