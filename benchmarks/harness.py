@@ -99,7 +99,16 @@ def measure(case: Case, device: str) -> dict[str, tuple[float, float, float]]:
     return {name: percentiles(values) for name, values in samples.items()}
 
 
+def copy_provider(total_bytes: int, device: str) -> Callable:
+    """A copy that reads and writes ``total_bytes`` in all: what this device makes of that much traffic."""
+    source = torch.empty(total_bytes // 2, dtype=torch.uint8, device=device).fill_(1)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
 def rows_of(case: Case, device: str, copy_rate: float) -> list[dict]:
+    if case.bytes and device == "cuda":
+        case.providers["copy of the same bytes"] = copy_provider(case.bytes, device)
     timings = measure(case, device)
     ours = next(iter(timings.values()))[1]
     rows = []

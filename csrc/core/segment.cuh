@@ -1,6 +1,8 @@
 // Device side of segment.h: walking the slots or the documents of a packed row.
 #pragma once
 
+#include <cstdint>
+
 #include "core/fault.h"
 #include "core/segment.h"
 
@@ -20,77 +22,127 @@ __device__ inline void flag_cu_seqlens(const Documents& documents, const FaultFl
   }
 }
 
-// Documents::document_of by a whole warp: 32 probes a step, so 100k documents take four loads instead of seventeen.
-__device__ inline int64_t document_of_by_warp(const Documents& documents, int64_t t) {
-  const int lane = threadIdx.x % kWarp;
-  int64_t low = 0;
-  int64_t high = documents.num_documents + 1;
-  while (high - low > 1) {
-    const int64_t step = (high - low + kWarp - 1) / kWarp;
-    const int64_t probe = low + lane * step;
-    const bool at_or_before = probe < high && documents.cu_seqlens[probe] <= t;
-    const unsigned before = __ballot_sync(0xffffffffu, at_or_before);
-    const int last = before == 0 ? 0 : 31 - __clz(static_cast<int>(before));
-    const int64_t found = low + last * step;
-    high = found + step < high ? found + step : high;
-    low = found;
-  }
-  return low;
-}
-
-// Documents::document_of within [first, last], where the slot is known to lie.
-__device__ inline int64_t document_between(const Documents& documents, int64_t t, int64_t first, int64_t last) {
-  while (first < last) {
-    const int64_t mid = (first + last + 1) / 2;
-    if (documents.cu_seqlens[mid] <= t) {
-      first = mid;
-    } else {
-      last = mid - 1;
-    }
-  }
-  return first;
-}
-
 // The segment of a document index, the padding after the last document included.
 __device__ inline Segment segment_at(const Documents& documents, int64_t i) {
   return i == documents.num_documents ? Segment{documents.end(), documents.total} : documents[i];
 }
 
-// value(t, document, segment) for every slot, stored to out. Two neighbouring slots a thread, so that int64 goes out in
-// 16-byte stores; the two ends of a block's tile are searched by a warp each, every slot only between them.
+// A segment in 32 bits: cu_seqlens are int32, and half the registers and instructions matter in a memory-bound kernel.
+struct Span {
+  int start;
+  int end;
+};
+
+// The documents that a block's tile of slots touches. The whole block searches together: two dependent loads for up to
+// 65k documents, and the entries that every slot then needs are in shared memory.
+template <int kThreads>
+class TileDocuments {
+ public:
+  __device__ TileDocuments(const Documents& documents, int32_t* window) : documents_(documents), window_(window) {}
+
+  __device__ void find(int first_slot, int last_slot) {
+    const int32_t* cu_seqlens = documents_.cu_seqlens;
+    const int count = static_cast<int>(documents_.num_documents) + 1;
+    int low = 0;
+    int range = count;
+    while (range > kThreads) {
+      const int step = (range + kThreads - 1) / kThreads;
+      const int offset = static_cast<int>(threadIdx.x) * step;
+      const int before = __syncthreads_count(offset < range && cu_seqlens[low + offset] <= first_slot);
+      const int next = low + (before > 0 ? before - 1 : 0) * step;
+      range = low + range - next < step ? low + range - next : step;
+      low = next;
+    }
+    for (int i = static_cast<int>(threadIdx.x); i < 2 * kThreads; i += kThreads) {
+      window_[i] = low + i < count ? cu_seqlens[low + i] : INT32_MAX;
+    }
+    const int own = static_cast<int>(threadIdx.x);
+    const int before = __syncthreads_count(own < range && window_[own] <= first_slot);
+    int inside = __syncthreads_count(window_[own] <= last_slot);
+    inside += __syncthreads_count(window_[own + kThreads] <= last_slot);
+    first_ = low + (before > 0 ? before - 1 : 0);
+    last_ = low + inside - 1;
+    // A tile of more documents than the window holds reads cu_seqlens itself.
+    const bool fits = inside < 2 * kThreads;
+    if (!fits) last_ = count - 1;
+    if (last_ < first_) last_ = first_;
+    entries_ = fits ? window_ - low : cu_seqlens;
+  }
+
+  __device__ int document_of(int t) const { return document_from(t, first_); }
+
+  // As document_of, for a slot known not to lie before document `first`.
+  __device__ int document_from(int t, int first) const {
+    int last = last_;
+    while (first < last) {
+      const int mid = first + (last - first + 1) / 2;
+      if (entries_[mid] <= t) {
+        first = mid;
+      } else {
+        last = mid - 1;
+      }
+    }
+    return first;
+  }
+
+  __device__ Span segment(int i) const {
+    const int start = clamp(entries_[i]);
+    if (i == documents_.num_documents) return {start, documents_.total};
+    const int end = clamp(entries_[i + 1]);
+    return {start, end < start ? start : end};
+  }
+
+ private:
+  __device__ int clamp(int value) const {
+    const int total = static_cast<int>(documents_.total);
+    return value < 0 ? 0 : (value > total ? total : value);
+  }
+
+  const Documents& documents_;
+  int32_t* window_;  // shared, [2 * kThreads]
+  const int32_t* entries_ = nullptr;
+  int first_ = 0;
+  int last_ = 0;
+};
+
+// out[t] = value(t, input, document, segment) for every slot, where input = value.load(t) is fetched before the search
+// for documents. Two neighbouring slots a thread, so that int64 goes out in 16-byte stores.
 template <int kThreads, int kPairs, class Out, class Value>
 __device__ void fill_slots(const Documents& documents, Out* out, const Value& value) {
   struct alignas(2 * sizeof(Out)) Pair {
     Out first, second;
   };
-  constexpr int64_t kTile = int64_t{2} * kThreads * kPairs;
-  __shared__ int64_t ends[2];
-  for (int64_t base = blockIdx.x * kTile; base < documents.total; base += gridDim.x * kTile) {
-    const int64_t tile_end = base + kTile < documents.total ? base + kTile : documents.total;
-    const int warp = threadIdx.x / kWarp;
-    if (warp < 2) {
-      const int64_t found = document_of_by_warp(documents, warp == 0 ? base : tile_end - 1);
-      if (threadIdx.x % kWarp == 0) ends[warp] = found;
-    }
-    __syncthreads();
-    const int64_t first = ends[0];
-    const int64_t last = ends[1] < first ? first : ends[1];
+  constexpr int kTile = 2 * kThreads * kPairs;
+  __shared__ int32_t window[2 * kThreads];
+  TileDocuments<kThreads> tile(documents, window);
+  const int total = static_cast<int>(documents.total);
+  for (int64_t start = int64_t{blockIdx.x} * kTile; start < total; start += int64_t{gridDim.x} * kTile) {
+    const int base = static_cast<int>(start);
+    const int end = total - base > kTile ? base + kTile : total;
+    const auto slot = [&](int i) { return base + 2 * static_cast<int>(threadIdx.x + i * kThreads); };
+    decltype(value.load(0)) inputs[kPairs][2];
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-      const int64_t t = base + 2 * (threadIdx.x + int64_t{i} * kThreads);
-      if (t >= tile_end) break;
-      int64_t document = document_between(documents, t, first, last);
-      Segment segment = segment_at(documents, document);
-      const Out here = value(t, document, segment);
-      if (t + 1 >= tile_end) {
+      if (slot(i) < end) inputs[i][0] = value.load(slot(i));
+      if (slot(i) + 1 < end) inputs[i][1] = value.load(slot(i) + 1);
+    }
+    tile.find(base, end - 1);
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const int t = slot(i);
+      if (t >= end) break;
+      int document = tile.document_of(t);
+      Span segment = tile.segment(document);
+      const Out here = value(t, inputs[i][0], document, segment);
+      if (t + 1 >= end) {
         out[t] = here;
         break;
       }
       if (t + 1 >= segment.end) {
-        document = document_between(documents, t + 1, document, last);
-        segment = segment_at(documents, document);
+        document = tile.document_from(t + 1, document);
+        segment = tile.segment(document);
       }
-      *reinterpret_cast<Pair*>(out + t) = Pair{here, value(t + 1, document, segment)};
+      *reinterpret_cast<Pair*>(out + t) = Pair{here, value(t + 1, inputs[i][1], document, segment)};
     }
     __syncthreads();
   }
@@ -131,7 +183,7 @@ struct BlockGroup {
 template <int kThreads, class Body>
 __device__ void for_each_document(const Documents& documents, int64_t count, const Body& body) {
   constexpr int kWarps = kThreads / kWarp;
-  constexpr int64_t kLong = 4096;
+  constexpr int64_t kLong = 1024;
   for (int64_t base = int64_t{blockIdx.x} * kWarps; base < count; base += int64_t{gridDim.x} * kWarps) {
     const int64_t own = base + threadIdx.x / kWarp;
     if (own < count) {

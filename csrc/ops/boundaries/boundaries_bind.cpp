@@ -17,8 +17,13 @@ void check_index_vector(const Tensor& t, const char* name) {
   check_rank(t, name, 1);
 }
 
+// cu_seqlens are int32, so a packed row is never longer.
+void check_total(int64_t total, const char* name) {
+  check(total >= 0 && total <= kMaxTotal, name, ": expected 0 to ", kMaxTotal, " slots, got ", total);
+}
+
 SlotParams slot_params(const Tensor& cu_seqlens, int64_t total) {
-  check(total >= 0 && total <= kMaxTotal, "total: expected 0 to ", kMaxTotal, ", got ", total);
+  check_total(total, "total");
   check_cu_seqlens(cu_seqlens, "cu_seqlens", total, cu_seqlens, "cu_seqlens");
   SlotParams p;
   p.documents = documents_view(cu_seqlens, total);
@@ -28,6 +33,7 @@ SlotParams slot_params(const Tensor& cu_seqlens, int64_t total) {
 // labels may have any shape: it is read as one packed row.
 LabelsParams labels_params(const Tensor& labels, const Tensor& cu_seqlens, int64_t ignore_index) {
   check_dtype(labels, "labels", {DType::kInt64, DType::kInt32});
+  check_total(labels.numel(), "labels");
   check_cu_seqlens(cu_seqlens, "cu_seqlens", labels.numel(), labels, "labels");
   LabelsParams p;
   p.documents = documents_view(cu_seqlens, labels.numel());
@@ -40,6 +46,7 @@ constexpr auto kFloats = {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DT
 
 SegmentSumParams segment_sum_params(const Tensor& cu_seqlens, const std::optional<Tensor>& mask, bool average,
                                     int64_t total, DType dtype, const Tensor& anchor, const char* anchor_name) {
+  check_total(total, "values");
   check_cu_seqlens(cu_seqlens, "cu_seqlens", total, anchor, anchor_name);
   if (mask) {
     check_dtype(*mask, "mask", {DType::kBool});
@@ -102,8 +109,7 @@ Tensor seq_idx_from_cu_seqlens(const Tensor& cu_seqlens, int64_t total) {
 
 std::tuple<Tensor, Tensor> cu_seqlens_from_position_ids(const Tensor& position_ids) {
   check_index_vector(position_ids, "position_ids");
-  check(position_ids.numel() <= kMaxTotal, "position_ids: expected at most ", kMaxTotal, " slots, got ",
-        describe(position_ids));
+  check_total(position_ids.numel(), "position_ids");
   const Tensor values = dense(position_ids);
   Tensor cu_seqlens = empty({position_ids.numel() + 1}, DType::kInt32, position_ids);
   Tensor count = empty({1}, DType::kInt64, position_ids);

@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kScanThreads = 1024;
-constexpr int kPairs = 4;  // pairs of slots per thread
+constexpr int kPairs = 2;  // pairs of slots per thread
 
 __device__ int64_t thread_id() {
   return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -53,40 +53,48 @@ __global__ void __launch_bounds__(kScanThreads)
   }
 }
 
-// --- one value per slot ---
+// --- one value per slot: load(t) fetches what does not depend on the document ---
+
+struct Nothing {};
 
 struct PositionId {
-  __device__ int64_t operator()(int64_t t, int64_t, Segment s) const { return t < s.start ? 0 : t - s.start; }
+  __device__ Nothing load(int) const { return {}; }
+  __device__ int64_t operator()(int t, Nothing, int, Span s) const { return t < s.start ? 0 : t - s.start; }
 };
 
 struct SequenceIndex {
-  __device__ int32_t operator()(int64_t, int64_t document, Segment) const { return static_cast<int32_t>(document); }
+  __device__ Nothing load(int) const { return {}; }
+  __device__ int32_t operator()(int, Nothing, int document, Span) const { return document; }
 };
 
 template <class Label>
 struct MaskFirst {
   const Label* labels;
-  int64_t num_documents;
+  int num_documents;
+  int total;
   Label ignore_index;
-  __device__ Label operator()(int64_t t, int64_t document, Segment s) const {
-    return t == s.start && document < num_documents ? ignore_index : labels[t];
+  __device__ Label load(int t) const { return labels[t]; }
+  __device__ Label operator()(int t, Label label, int document, Span s) const {
+    return t == s.start && document < num_documents ? ignore_index : label;
   }
 };
 
 template <class Label>
 struct ShiftLeft {
   const Label* labels;
-  int64_t num_documents;
+  int num_documents;
+  int total;
   Label ignore_index;
-  __device__ Label operator()(int64_t t, int64_t document, Segment s) const {
-    return t + 1 < s.end && document < num_documents ? labels[t + 1] : ignore_index;
+  __device__ Label load(int t) const { return t + 1 < total ? labels[t + 1] : ignore_index; }
+  __device__ Label operator()(int t, Label next, int document, Span s) const {
+    return t + 1 < s.end && document < num_documents ? next : ignore_index;
   }
 };
 
 template <class Out, class Value>
 __global__ void __launch_bounds__(kThreads) slots_kernel(Documents documents, Out* out, Value value, FaultFlag fault) {
-  flag_cu_seqlens(documents, fault);
   fill_slots<kThreads, kPairs>(documents, out, value);
+  flag_cu_seqlens(documents, fault);
 }
 
 template <class Out, class Value>
@@ -100,8 +108,8 @@ template <template <class> class Value>
 void launch_labels(const LabelsParams& p, const CudaLaunch& launch) {
   const auto run = [&](auto label) {
     using Label = decltype(label);
-    const Value<Label> value{static_cast<const Label*>(p.labels.data), p.documents.num_documents,
-                             static_cast<Label>(p.ignore_index)};
+    const Value<Label> value{static_cast<const Label*>(p.labels.data), static_cast<int>(p.documents.num_documents),
+                             static_cast<int>(p.documents.total), static_cast<Label>(p.ignore_index)};
     launch_slots(p.documents, static_cast<Label*>(p.out.data), value, launch);
   };
   p.labels.is_int64 ? run(int64_t{}) : run(int32_t{});

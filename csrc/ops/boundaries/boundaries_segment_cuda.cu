@@ -12,38 +12,48 @@ namespace packing_ops {
 
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kUnroll = 4;  // independent loads in flight per thread
+constexpr int kThreads = 128;
+constexpr int kUnroll = 32;  // independent loads in flight per thread
 
-template <class T, class Sum>
+// Every load of a round is under way before the first is used.
+template <class T, class Sum, bool kMasked>
 __global__ void __launch_bounds__(kThreads) segment_sum_kernel(SegmentSumParams p, FaultFlag fault) {
-  flag_cu_seqlens(p.documents, fault);
-  const T* values = static_cast<const T*>(p.values);
-  const bool* mask = static_cast<const bool*>(p.mask);
   for_each_document<kThreads>(p.documents, p.documents.num_documents, [&](int64_t i, Segment s, const auto& group) {
     constexpr int kStep = std::decay_t<decltype(group)>::kSize;
+    const T* values = static_cast<const T*>(p.values) + s.start;
+    const bool* mask = kMasked ? static_cast<const bool*>(p.mask) + s.start : nullptr;
+    const int length = static_cast<int>(s.end - s.start);
     Sum sums[kUnroll] = {};
     int kept = 0;
-    const int64_t length = s.end - s.start;
-    const T* own = values + s.start;
-    const bool* own_mask = mask ? mask + s.start : nullptr;
-    for (int64_t t = group.rank; t < length; t += int64_t{kStep} * kUnroll) {
+    for (int t = group.rank; t < length; t += kStep * kUnroll) {
+      T loaded[kUnroll];
+      bool keep[kUnroll];
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
-        const int64_t at = t + int64_t{u} * kStep;
-        const bool keep = at < length && (!own_mask || own_mask[at]);
-        kept += keep;
-        sums[u] += keep ? static_cast<Sum>(own[at]) : Sum(0);
+        const int at = t + u * kStep;
+        keep[u] = at < length;
+        if (keep[u]) loaded[u] = values[at];
+        if (kMasked && keep[u]) keep[u] = mask[at];
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        kept += keep[u];
+        if (keep[u]) sums[u] += static_cast<Sum>(loaded[u]);
       }
     }
-    Sum sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-    sum = group.sum(sum);
+#pragma unroll
+    for (int half = kUnroll / 2; half > 0; half /= 2) {
+#pragma unroll
+      for (int u = 0; u < half; ++u) sums[u] += sums[u + half];
+    }
+    Sum sum = group.sum(sums[0]);
     if (p.average) {
       kept = group.sum(kept);
       sum /= static_cast<Sum>(kept > 0 ? kept : 1);
     }
     if (group.rank == 0) static_cast<Sum*>(p.sums)[i] = sum;
   });
+  flag_cu_seqlens(p.documents, fault);
 }
 
 template <class T, class Sum>
@@ -106,7 +116,10 @@ unsigned documents_grid(int64_t count) {
 void launch_segment_sum_cuda(const SegmentSumParams& p, const CudaLaunch& launch) {
   const unsigned grid = documents_grid(p.documents.num_documents);
   dispatch_sum(p.dtype, [&](auto element, auto sum) {
-    segment_sum_kernel<decltype(element), decltype(sum)><<<grid, kThreads, 0, stream_of(launch)>>>(p, launch.fault);
+    using T = decltype(element);
+    using Sum = decltype(sum);
+    const auto kernel = p.mask ? segment_sum_kernel<T, Sum, true> : segment_sum_kernel<T, Sum, false>;
+    kernel<<<grid, kThreads, 0, stream_of(launch)>>>(p, launch.fault);
   });
   check_launch("segment_sum_kernel");
 }
