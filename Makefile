@@ -12,7 +12,7 @@ export TORCH_CUDA_ARCH_LIST ?= 9.0
 endif
 endif
 
-.PHONY: demo test lint build bench wheel clean
+.PHONY: demo test lint build bench test-gpu bench-gpu wheel clean
 
 demo: build
 	$(BIN)/python examples/train_packed.py
@@ -27,6 +27,16 @@ lint: .venv/.ready
 
 build: .venv/.ready
 	$(BIN)/python setup.py -q build_ext --inplace
+
+# On a GPU machine: a library that is already there is used, so that no compiler is needed.
+GPU_PYTHON ?= $(if $(wildcard .venv/.ready),$(BIN)/python,python3)
+
+test-gpu:
+	$(GPU_PYTHON) -m pytest -m "not cpu_only"
+
+bench-gpu:
+	@for family in boundaries padding packing rope; do \
+		$(GPU_PYTHON) benchmarks/bench_$$family.py --device cuda || exit 1; done
 
 bench: build
 	@for family in boundaries padding packing rope attention; do \

@@ -150,8 +150,9 @@ Tensor mask_boundary_labels(const Tensor& labels, const Tensor& cu_seqlens, int6
 
 void mask_boundary_labels_shifted_(Tensor labels, const Tensor& cu_seqlens, int64_t ignore_index) {
   LabelsParams p = labels_params(labels, cu_seqlens, ignore_index);
-  check(labels.is_contiguous(), "labels: expected contiguous (it is changed in place), got ", describe(labels),
-        " with other strides");
+  if (!labels.is_contiguous()) {
+    fail("labels: expected contiguous (it is changed in place), got ", describe(labels), " with other strides");
+  }
   p.out = mutable_index_view(labels);
   launch(labels, p, launch_mask_boundary_labels_shifted_cpu,
          PACKING_OPS_CUDA(launch_mask_boundary_labels_shifted_cuda));

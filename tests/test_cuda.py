@@ -1,0 +1,202 @@
+"""What only a GPU can show: graphs, streams, synchronisations, poisoned outputs, a second device, 2**31 elements."""
+
+import pytest
+import torch
+from helpers import assert_same, cu_seqlens_of
+
+import packing_ops as po
+from packing_ops import PackedMetadata
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+
+@pytest.fixture
+def no_sync(monkeypatch):
+    """Any synchronisation that torch knows of is an error; ours in PACKING_OPS_CHECK is off, as for a user."""
+    monkeypatch.setenv("PACKING_OPS_CHECK", "0")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def inputs(seed=0):
+    """One packed batch with everything that the ops below need, all of fixed size."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 60, (16,), generator=generator)
+    lengths[-1] += 1024 - lengths.sum()
+    mask = torch.zeros(4, 512, dtype=torch.int64)
+    for row, length in enumerate([256, 200, 312, 256]):
+        start = int(torch.randint(0, 512 - length, (), generator=generator))
+        mask[row, start : start + length] = 1
+    angles = torch.rand(1100, 32, generator=generator)
+    packed = {
+        "lengths": lengths,
+        "mask": mask,
+        "hidden": torch.randn(4, 512, 48, generator=generator),
+        "labels": torch.randint(0, 99, (1024,), generator=generator),
+        "values": torch.randn(1024, generator=generator),
+        "uids": torch.repeat_interleave(torch.arange(8) + seed * 100, 4),
+        "q": torch.randn(1024, 4, 64, generator=generator).bfloat16(),
+        "k": torch.randn(1024, 2, 64, generator=generator).bfloat16(),
+        "cos": angles.cos(),
+        "sin": angles.sin(),
+    }
+    return {name: tensor.cuda() for name, tensor in packed.items()}
+
+
+def step(x):
+    """Every capturable op once: fixed sizes in, fixed sizes out, nothing read back."""
+    ops = torch.ops.packing_ops
+    cu_seqlens = po.cu_seqlens_from_lengths(x["lengths"])
+    position_ids = po.position_ids_from_cu_seqlens(cu_seqlens, 1024)
+    indices, layout, seqused, totals = ops.unpad_layout(x["mask"], None)
+    packed = ops.gather_rows(x["hidden"], indices, 1024)
+    q, k = po.apply_rotary_qk(x["q"], x["k"], x["cos"], x["sin"], position_ids)
+    return {
+        "cu_seqlens": cu_seqlens,
+        "position_ids": position_ids,
+        "seq_idx": po.seq_idx_from_cu_seqlens(cu_seqlens, 1024),
+        "padded_cu_seqlens": po.cu_seqlens_from_position_ids(position_ids, padded=True),
+        "ends": ops.prompt_end_indices(x["uids"])[0],
+        "masked": po.mask_boundary_labels(x["labels"], cu_seqlens),
+        "shifted": po.shift_labels(x["labels"], cu_seqlens),
+        "targets": po.count_target_tokens(x["labels"], cu_seqlens),
+        "sums": po.segment_sum(x["values"], cu_seqlens, x["values"] > 0, True),
+        "visible": po.block_causal_mask(cu_seqlens, 1024, window=7),
+        "indices": indices,
+        "layout": layout,
+        "seqused": seqused,
+        "totals": totals,
+        "packed": packed,
+        "padded": ops.scatter_rows(packed, indices, 4, 512),
+        "bins": ops.pack_ffd(x["lengths"], 300, 1, False)[0],
+        "q": q,
+        "k": k,
+    }
+
+
+def test_graph_replays_new_contents(no_sync):
+    static = inputs(0)
+    step(static)  # warm-up: module load, fault flag
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(static)
+    for seed in (1, 2):
+        fresh = inputs(seed)
+        for name, tensor in static.items():
+            tensor.copy_(fresh[name])
+        graph.replay()
+        torch.cuda.synchronize()
+        for name, expected in step(fresh).items():
+            torch.testing.assert_close(captured[name], expected, rtol=0, atol=0, msg=name)
+
+
+def test_nothing_synchronises(no_sync):
+    x = inputs()
+    step(x)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    step(x)
+
+
+def test_metadata_from_cpu_lengths_needs_no_synchronisation(no_sync):
+    torch.cuda.set_sync_debug_mode("error")
+    metadata = PackedMetadata.from_lengths([5, 0, 3], device="cuda")
+    consumed = metadata.position_ids, metadata.seq_idx, metadata.lengths, metadata.to_transformers()
+    torch.cuda.set_sync_debug_mode("default")
+    assert (metadata.total, metadata.max_seqlen) == (8, 5)
+    assert consumed[0].tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+
+
+@pytest.mark.parametrize("source", ["lengths", "cu_seqlens", "position_ids", "attention_mask"])
+def test_metadata_synchronises_at_most_once(no_sync, source, recwarn):
+    cu_seqlens = cu_seqlens_of([5, 2, 3], "cuda")
+    calls = {
+        "lengths": lambda: PackedMetadata.from_lengths(torch.tensor([5, 2, 3], device="cuda")),
+        "cu_seqlens": lambda: PackedMetadata.from_cu_seqlens(cu_seqlens),
+        "position_ids": lambda: PackedMetadata.from_position_ids(po.position_ids_from_cu_seqlens(cu_seqlens, 10)),
+        "attention_mask": lambda: PackedMetadata.from_attention_mask(torch.ones(2, 3, device="cuda")),
+    }
+    calls[source]()
+    argument = calls[source]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
+    recwarn.clear()
+    argument()
+    torch.cuda.set_sync_debug_mode("default")
+    made_by_test = source in {"lengths"}  # the tensor that the test itself makes
+    assert sum("synchronizing" in str(w.message) for w in recwarn) <= 1 + made_by_test
+
+
+def test_side_stream():
+    x = inputs()
+    expected = step(x)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(20_000_000)  # ours must wait behind this, so work on another stream would differ
+        x["values"].mul_(2)
+        doubled = po.segment_sum(x["values"], expected["cu_seqlens"])
+    side.synchronize()
+    halved = po.segment_sum(x["values"] / 2, expected["cu_seqlens"])
+    assert_same(doubled, halved * 2)
+
+
+def test_poisoned_outputs_are_fully_written():
+    x = inputs()
+    expected = {name: tensor.clone() for name, tensor in step(x).items()}
+    torch.cuda.synchronize()
+    # What torch hands out next was NaN, or all bits set, a moment ago.
+    del expected["visible"]
+    poison = [torch.full((1 << 22,), float("nan"), device="cuda") for _ in range(16)]
+    poison += [
+        torch.full((size,), -1, dtype=torch.int8, device="cuda") for size in (512, 4096, 16384) for _ in range(64)
+    ]
+    torch.cuda.synchronize()
+    del poison
+    for name, tensor in step(x).items():
+        if name in expected:
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0, msg=name)
+
+
+def test_tensors_on_a_device_that_is_not_current():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    x = inputs()
+    expected = step(x)
+    with torch.cuda.device(1):
+        other = step(x)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(other[name], tensor, rtol=0, atol=0, msg=name)
+        assert other[name].device == tensor.device
+
+
+def test_wrong_values_are_raised_at_the_next_call(monkeypatch):
+    monkeypatch.setenv("PACKING_OPS_CHECK", "0")
+    wrong = torch.tensor([0, 4, 2, 900], dtype=torch.int32, device="cuda")
+    po.position_ids_from_cu_seqlens(wrong, 8)  # no error yet, nothing outside the row touched
+    torch.cuda.synchronize()
+    with pytest.raises(ValueError, match=r"cu_seqlens: expected .* index [23] \(seen on the GPU in an earlier call"):
+        po.seq_idx_from_cu_seqlens(cu_seqlens_of([3, 5], "cuda"), 8)
+    assert po.seq_idx_from_cu_seqlens(cu_seqlens_of([3, 5], "cuda"), 8).tolist() == [0, 0, 0, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.slow
+def test_more_than_2_31_elements():
+    rows, seqlen, width = 8, 131_072, 2304  # 2.4e9 elements
+    hidden = torch.empty(rows, seqlen, width, dtype=torch.bfloat16, device="cuda")
+    for row in range(rows):
+        hidden[row] = row + 1
+    mask = torch.ones(rows, seqlen, dtype=torch.bool, device="cuda")
+    mask[:, :3] = False
+    packed, indices, _, _, _ = po.unpad_input(hidden, mask)
+    assert packed.shape == (rows * (seqlen - 3), width)
+    assert packed[-1].eq(rows).all()
+    assert packed[-(seqlen - 3)].eq(rows).all()
+    del hidden
+    padded = po.pad_input(packed, indices, rows, seqlen)
+    assert padded[-1, -1].eq(rows).all()
+    assert padded[-1, 2].eq(0).all()
