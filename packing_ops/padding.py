@@ -191,7 +191,7 @@ def trim_padding(
         raise ValueError(f"attention_mask: expected [batch, seqlen], got {mask.dtype} {_shape_text(mask.shape)}")
     columns = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim() > 1}
     for name, tensor in columns.items():
-        _check_shape(name, tensor, mask)
+        _check_padded(name, tensor, mask, same_device=False)
     start, end = _kept_columns(mask, side, min_length, multiple_of)
     if end - start == mask.shape[1]:
         return batch
@@ -236,27 +236,23 @@ def _shape_text(shape: Sequence[int]) -> str:
     return "[" + ", ".join(str(size) for size in shape) + "]"
 
 
-def _check_shape(name: str, tensor: torch.Tensor, mask: torch.Tensor) -> None:
+def _check_padded(name: str, tensor: torch.Tensor, mask: torch.Tensor, same_device: bool = True) -> None:
     if tensor.shape[:2] != mask.shape:
         raise ValueError(
             f"{name}: expected [batch, seqlen, ...] = {_shape_text(mask.shape)} like attention_mask, "
             f"got {tensor.dtype} {_shape_text(tensor.shape)}"
         )
-
-
-def _check_padded(name: str, tensor: torch.Tensor, mask: torch.Tensor) -> None:
-    _check_shape(name, tensor, mask)
-    if tensor.device != mask.device:
+    if same_device and tensor.device != mask.device:
         raise ValueError(f"{name}: expected on {mask.device} like attention_mask, got {tensor.device}")
 
 
 def _layout(attention_mask, unused_mask, lengths, total, max_seqlen):
     """indices [batch * seqlen] (-1 after total), cu_seqlens, seqused, total, max_seqlen."""
     indices, cu_seqlens, seqused, totals = _unpad_layout(attention_mask, unused_mask)
-    if lengths is not None:
-        total, max_seqlen = _totals_of(lengths, cu_seqlens)
-    elif total is None:
+    if lengths is None and total is None:
         total, max_seqlen = totals.tolist()
+    elif lengths is not None:
+        total, max_seqlen = _totals_of(lengths, cu_seqlens)
     else:
         slots, seqlen = indices.shape[0], attention_mask.shape[1]
         if not 0 <= total <= slots:
