@@ -40,4 +40,14 @@ void launch(const Tensor& anchor, const Params& params, void (*cpu)(const Params
   scope.finish();
 }
 
+// Scratch that only the CUDA kernel wants: bytes_of(arguments...) of it, nothing on the CPU. Keep what it returns until
+// after the launch. `bytes_of` is PACKING_OPS_CUDA(...) of a function.
+template <class BytesOf, class... Arguments>
+std::optional<Tensor> cuda_scratch(const Tensor& anchor, BytesOf bytes_of, const Arguments&... arguments) {
+  if constexpr (!std::is_null_pointer_v<BytesOf>) {
+    if (anchor.is_cuda()) return scratch(bytes_of(arguments...), anchor);
+  }
+  return std::nullopt;
+}
+
 }  // namespace packing_ops

@@ -128,7 +128,7 @@ inline std::optional<Tensor> dense(const std::optional<Tensor>& t) {
   return t ? std::optional<Tensor>(dense(*t)) : std::nullopt;
 }
 
-inline const void* data_or_null(const std::optional<Tensor>& t) {
+inline void* data_or_null(const std::optional<Tensor>& t) {
   return t ? t->data_ptr() : nullptr;
 }
 

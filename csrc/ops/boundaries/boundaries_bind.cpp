@@ -60,17 +60,12 @@ SegmentSumParams segment_sum_params(const Tensor& cu_seqlens, const std::optiona
   return p;
 }
 
-// Scratch on the GPU, nothing on the CPU; keep what it returns until after the launch.
+// What cub::DeviceSelect and the sort of uids need.
 std::optional<Tensor> runs_scratch(const Tensor& values, RunsParams& p) {
-#ifdef PACKING_OPS_WITH_CUDA
-  if (!values.is_cuda()) return std::nullopt;
-  p.scratch_bytes = runs_scratch_cuda(p.size);
-  Tensor memory = scratch(p.scratch_bytes, values);
-  p.scratch = memory.data_ptr();
+  std::optional<Tensor> memory = cuda_scratch(values, PACKING_OPS_CUDA(runs_scratch_cuda), p.size);
+  p.scratch = data_or_null(memory);
+  p.scratch_bytes = memory ? memory->numel() : 0;
   return memory;
-#else
-  return std::nullopt;
-#endif
 }
 
 DType sum_dtype(DType dtype) {

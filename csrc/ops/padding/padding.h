@@ -20,7 +20,8 @@ struct UnpadLayoutParams {
   int32_t* cu_seqlens = nullptr;  // [batch + 1]
   int32_t* seqused = nullptr;     // [batch]
   int64_t* totals = nullptr;      // [2]: total, max_seqlen
-  uint8_t* real = nullptr;        // [batch * seqlen] scratch
+  uint8_t* real = nullptr;        // [batch * seqlen] scratch, CPU only
+  void* scratch = nullptr;        // CUDA only
 };
 
 // One tensor to move. Rows are moved as bytes, whatever their dtype; what is read may be strided between rows.
@@ -44,10 +45,18 @@ struct MoveRowsParams {
   int64_t seqlen = 0;
   RowMove moves[kMaxRowMoves];
   int64_t num_moves = 0;
+  int32_t* inverse = nullptr;  // [batch * seqlen] scratch of a scatter, CUDA only
 };
 
 void launch_unpad_layout_cpu(const UnpadLayoutParams& p);
 void launch_gather_rows_cpu(const MoveRowsParams& p);
 void launch_scatter_rows_cpu(const MoveRowsParams& p);
+
+// Bytes of UnpadLayoutParams::scratch and of MoveRowsParams::inverse.
+int64_t unpad_layout_scratch_cuda(int64_t batch, int64_t seqlen);
+int64_t scatter_rows_scratch_cuda(int64_t batch, int64_t seqlen);
+void launch_unpad_layout_cuda(const UnpadLayoutParams& p, const CudaLaunch& launch);
+void launch_gather_rows_cuda(const MoveRowsParams& p, const CudaLaunch& launch);
+void launch_scatter_rows_cuda(const MoveRowsParams& p, const CudaLaunch& launch);
 
 }  // namespace packing_ops

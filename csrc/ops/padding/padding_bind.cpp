@@ -116,7 +116,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> unpad_layout(const Tensor& attention_
   Tensor cu_seqlens = empty({batch + 1}, DType::kInt32, mask);
   Tensor seqused = empty({batch}, DType::kInt32, mask);
   Tensor totals = empty({2}, DType::kInt64, mask);
-  Tensor real = scratch(slots, mask);
+  const Tensor real = scratch(mask.is_cuda() ? 0 : slots, mask);
+  const std::optional<Tensor> memory =
+      cuda_scratch(mask, PACKING_OPS_CUDA(unpad_layout_scratch_cuda), batch, mask.size(1));
   UnpadLayoutParams p;
   p.mask = mask.data_ptr();
   p.mask_dtype = dtype_of(mask);
@@ -129,7 +131,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> unpad_layout(const Tensor& attention_
   p.seqused = static_cast<int32_t*>(seqused.data_ptr());
   p.totals = static_cast<int64_t*>(totals.data_ptr());
   p.real = static_cast<uint8_t*>(real.data_ptr());
-  launch(attention_mask, p, launch_unpad_layout_cpu, nullptr);
+  p.scratch = data_or_null(memory);
+  launch(attention_mask, p, launch_unpad_layout_cpu, PACKING_OPS_CUDA(launch_unpad_layout_cuda));
   return {indices, cu_seqlens, seqused, totals};
 }
 
@@ -141,7 +144,7 @@ Tensor gather_rows(const Tensor& input, const Tensor& indices, int64_t total) {
   const Tensor dense_input = with_dense_rows(input, 2);
   MoveRowsParams p = move_params(dense_indices, total, input.size(0), input.size(1));
   Tensor packed = add_gather(p, dense_input);
-  launch(input, p, launch_gather_rows_cpu, nullptr);
+  launch(input, p, launch_gather_rows_cpu, PACKING_OPS_CUDA(launch_gather_rows_cuda));
   return packed;
 }
 
@@ -162,7 +165,7 @@ std::vector<Tensor> gather_rows_many(const std::vector<Tensor>& inputs, const Te
     MoveRowsParams p = move_params(dense_indices, total, inputs[0].size(0), inputs[0].size(1));
     const size_t end = std::min(first + kMaxRowMoves, inputs.size());
     for (size_t i = first; i < end; ++i) packed.push_back(add_gather(p, dense_inputs[i]));
-    launch(indices, p, launch_gather_rows_cpu, nullptr);
+    launch(indices, p, launch_gather_rows_cpu, PACKING_OPS_CUDA(launch_gather_rows_cuda));
   }
   return packed;
 }
@@ -176,7 +179,10 @@ Tensor scatter_rows(const Tensor& packed, const Tensor& indices, int64_t batch, 
   const Tensor dense_packed = with_dense_rows(packed, 1);
   MoveRowsParams p = move_params(dense_indices, packed.size(0), batch, seqlen);
   Tensor padded = add_scatter(p, dense_packed);
-  launch(packed, p, launch_scatter_rows_cpu, nullptr);
+  const std::optional<Tensor> inverse =
+      cuda_scratch(indices, PACKING_OPS_CUDA(scatter_rows_scratch_cuda), batch, seqlen);
+  p.inverse = static_cast<int32_t*>(data_or_null(inverse));
+  launch(packed, p, launch_scatter_rows_cpu, PACKING_OPS_CUDA(launch_scatter_rows_cuda));
   return padded;
 }
 
@@ -199,17 +205,33 @@ std::vector<Tensor> scatter_rows_many(const std::vector<Tensor>& packed, const T
     MoveRowsParams p = move_params(dense_indices, total, batch, seqlen);
     const size_t end = std::min(first + kMaxRowMoves, packed.size());
     for (size_t i = first; i < end; ++i) padded.push_back(add_scatter(p, dense_packed[i]));
-    launch(indices, p, launch_scatter_rows_cpu, nullptr);
+    const std::optional<Tensor> inverse =
+        cuda_scratch(indices, PACKING_OPS_CUDA(scatter_rows_scratch_cuda), batch, seqlen);
+    p.inverse = static_cast<int32_t*>(data_or_null(inverse));
+    launch(indices, p, launch_scatter_rows_cpu, PACKING_OPS_CUDA(launch_scatter_rows_cuda));
   }
   return padded;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(packing_ops, CPU, m) {
+namespace {
+
+void register_padding(torch::stable::detail::StableLibrary& m) {
   m.impl("unpad_layout", TORCH_BOX(&unpad_layout));
   m.impl("gather_rows", TORCH_BOX(&gather_rows));
   m.impl("gather_rows_many", TORCH_BOX(&gather_rows_many));
   m.impl("scatter_rows", TORCH_BOX(&scatter_rows));
   m.impl("scatter_rows_many", TORCH_BOX(&scatter_rows_many));
 }
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(packing_ops, CPU, m) {
+  register_padding(m);
+}
+#ifdef PACKING_OPS_WITH_CUDA
+STABLE_TORCH_LIBRARY_IMPL(packing_ops, CUDA, m) {
+  register_padding(m);
+}
+#endif
 
 }  // namespace packing_ops
