@@ -73,16 +73,26 @@ def row_cases(device, kind, mask, row, dtype):
     ]  # fmt: skip
 
 
-def many_case(device, mask):
-    tensors = {
-        name: torch.randint(0, 32000, mask.shape, device=device) for name in ("input_ids", "labels", "positions")
-    }
+def many_case(device, mask, names=("input_ids", "labels", "positions")):
+    tensors = {name: torch.randint(0, 32000, mask.shape, device=device) for name in names}
     indices = po.unpad_input(mask, mask)[1]
-    return Case("unpad_inputs", f"3 x [{BATCH}, {SEQLEN}] right", "int64", {
+    return Case("unpad_inputs", f"{len(names)} x {list(mask.shape)} right", "int64", {
         "packing_ops": lambda: po.unpad_inputs(tensors, mask),
         "torch index_select": lambda: [t.flatten().index_select(0, indices) for t in tensors.values()],
         "bert_padding formulas": lambda: [eager_unpad(t, mask) for t in tensors.values()],
-    }, bytes=3 * 2 * 8 * len(indices))  # fmt: skip
+    }, bytes=len(names) * 2 * 8 * len(indices))  # fmt: skip
+
+
+def large_cases(device):
+    """Hidden states of a training step, 35 and 50 percent kept, and four tensors of token ids with one layout."""
+    found = []
+    for batch, seqlen, width, kept in ((64, 2048, 4096, 0.35), (256, 512, 1024, 0.5)):
+        lengths = torch.rand(batch, 1, generator=torch.Generator().manual_seed(0)) * 2 * kept * seqlen
+        mask = (torch.arange(seqlen) < lengths).to(device, torch.int64)
+        found += row_cases(device, "right", mask, (width,), torch.bfloat16)
+        if batch == 64:
+            found.append(many_case(device, mask, ("input_ids", "labels", "positions", "loss_mask")))
+    return found
 
 
 def tiny_cases(device):
@@ -111,6 +121,8 @@ def cases(device):
         for kind, mask in by_kind.items():
             found += row_cases(device, kind, mask, (HIDDEN,), dtype)
     found += row_cases(device, "right", by_kind["right"], (), torch.int64)
+    if device == "cuda":
+        found += large_cases(device)
     return [*found, many_case(device, by_kind["right"]), *tiny_cases(device)]
 
 

@@ -21,7 +21,7 @@ STABLE_TORCH_LIBRARY(packing_ops, m) {
   m.def("block_causal_mask(Tensor cu_seqlens, SymInt total, ScalarType dtype, int window) -> Tensor");
 
   // padding
-  m.def("unpad_layout(Tensor attention_mask, Tensor? unused_mask) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("unpad_layout(Tensor attention_mask, Tensor? unused_mask, bool host_totals) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def("gather_rows(Tensor input, Tensor indices, SymInt total) -> Tensor");
   m.def("gather_rows_many(Tensor[] inputs, Tensor indices, SymInt total) -> Tensor[]");
   m.def("scatter_rows(Tensor packed, Tensor indices, SymInt batch, SymInt seqlen) -> Tensor");

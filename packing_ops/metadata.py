@@ -85,7 +85,7 @@ class PackedMetadata:
     @classmethod
     def from_attention_mask(cls, attention_mask: torch.Tensor) -> "PackedMetadata":
         """From a padding mask ``[batch, seqlen]`` (left, right, both sides, holes): the layout of unpad_input. CUDA: one sync."""
-        indices, cu_seqlens, _, totals = _ops.unpad_layout(attention_mask, None)
+        indices, cu_seqlens, _, totals = _ops.unpad_layout(attention_mask, None, True)
         total, longest = totals.tolist()
         return cls(cu_seqlens, total, longest, indices[:total])
 

@@ -248,7 +248,9 @@ def _check_padded(name: str, tensor: torch.Tensor, mask: torch.Tensor, same_devi
 
 def _layout(attention_mask, unused_mask, lengths, total, max_seqlen):
     """indices [batch * seqlen] (-1 after total), cu_seqlens, seqused, total, max_seqlen."""
-    indices, cu_seqlens, seqused, totals = _unpad_layout(attention_mask, unused_mask)
+    indices, cu_seqlens, seqused, totals = _unpad_layout(
+        attention_mask, unused_mask, lengths is None and total is None
+    )
     if lengths is None and total is None:
         total, max_seqlen = totals.tolist()
     elif lengths is not None:
@@ -367,13 +369,13 @@ def _single_values(name, values, first) -> torch.Tensor | list[str]:
 
 
 @torch.library.register_fake("packing_ops::unpad_layout")
-def _(attention_mask, unused_mask):
+def _(attention_mask, unused_mask, host_totals):
     batch = attention_mask.shape[0]
     return (
         attention_mask.new_empty(attention_mask.numel(), dtype=torch.int64),
         attention_mask.new_empty(batch + 1, dtype=torch.int32),
         attention_mask.new_empty(batch, dtype=torch.int32),
-        attention_mask.new_empty(2, dtype=torch.int64),
+        torch.empty(2, dtype=torch.int64, device="cpu" if host_totals else attention_mask.device),
     )
 
 

@@ -51,7 +51,7 @@ def step(x):
     ops = torch.ops.packing_ops
     cu_seqlens = po.cu_seqlens_from_lengths(x["lengths"])
     position_ids = po.position_ids_from_cu_seqlens(cu_seqlens, 1024)
-    indices, layout, seqused, totals = ops.unpad_layout(x["mask"], None)
+    indices, layout, seqused, totals = ops.unpad_layout(x["mask"], None, False)
     packed = ops.gather_rows(x["hidden"], indices, 1024)
     q, k = po.apply_rotary_qk(x["q"], x["k"], x["cos"], x["sin"], position_ids)
     return {

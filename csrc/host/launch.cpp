@@ -70,7 +70,13 @@ void CudaScope::finish() const {
   raise_pending_fault(launch_.fault);
 }
 
+void wait_for_current_stream(const Tensor& anchor) {
+  if (anchor.is_cuda()) wait_for_stream(current_cuda_stream(anchor.get_device_index()));
+}
+
 #else
+
+void wait_for_current_stream(const Tensor&) {}
 
 CudaScope::CudaScope(const Tensor& anchor) : guard_(anchor.get_device_index()) {
   throw std::runtime_error("packing_ops was built without CUDA");

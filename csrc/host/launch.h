@@ -40,6 +40,9 @@ void launch(const Tensor& anchor, const Params& params, void (*cpu)(const Params
   scope.finish();
 }
 
+// Waits for torch's current stream of a CUDA tensor's device: for results in host memory.
+void wait_for_current_stream(const Tensor& anchor);
+
 // Scratch that only the CUDA kernel wants: bytes_of(arguments...) of it, nothing on the CPU. Keep what it returns until
 // after the launch. `bytes_of` is PACKING_OPS_CUDA(...) of a function.
 template <class BytesOf, class... Arguments>

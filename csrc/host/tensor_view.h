@@ -109,6 +109,16 @@ inline Tensor empty_as(const std::vector<int64_t>& sizes, const Tensor& like) {
   return detail::empty_on(sizes, dtype, like);
 }
 
+// Pinned memory of the host, which kernels on the device of `device_of` can write; ordinary memory for a CPU tensor.
+inline Tensor empty_on_host(int64_t size, DType dtype, const Tensor& device_of) {
+  if (device_of.is_cpu()) return empty({size}, dtype, device_of);
+  const int64_t stride = 1;
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided_pinned(1, &size, &stride, torch_dtype(dtype), aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
 // Scratch for a kernel: from torch, so that the caching allocator and CUDA graphs know about it.
 inline Tensor scratch(int64_t bytes, const Tensor& device_of) {
   return empty({bytes < 1 ? 1 : bytes}, DType::kUInt8, device_of);

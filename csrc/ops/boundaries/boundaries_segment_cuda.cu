@@ -13,7 +13,7 @@ namespace packing_ops {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kUnroll = 32;  // independent loads in flight per thread
+constexpr int kUnroll = 8;  // independent loads in flight per thread
 
 // Every load of a round is under way before the first is used.
 template <class T, class Sum, bool kMasked>

@@ -100,8 +100,9 @@ void check_mask(const Tensor& mask, const char* name) {
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> unpad_layout(const Tensor& attention_mask,
-                                                        std::optional<Tensor> unused_mask) {
+// With host_totals the totals are in host memory and known when it returns: the one wait of unpad_input.
+std::tuple<Tensor, Tensor, Tensor, Tensor> unpad_layout(const Tensor& attention_mask, std::optional<Tensor> unused_mask,
+                                                        bool host_totals) {
   check_mask(attention_mask, "attention_mask");
   if (unused_mask) {
     check_mask(*unused_mask, "unused_mask");
@@ -115,7 +116,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> unpad_layout(const Tensor& attention_
   Tensor indices = empty({slots}, DType::kInt64, mask);
   Tensor cu_seqlens = empty({batch + 1}, DType::kInt32, mask);
   Tensor seqused = empty({batch}, DType::kInt32, mask);
-  Tensor totals = empty({2}, DType::kInt64, mask);
+  Tensor totals = host_totals ? empty_on_host(2, DType::kInt64, mask) : empty({2}, DType::kInt64, mask);
   const Tensor real = scratch(mask.is_cuda() ? 0 : slots, mask);
   const std::optional<Tensor> memory =
       cuda_scratch(mask, PACKING_OPS_CUDA(unpad_layout_scratch_cuda), batch, mask.size(1));
@@ -133,6 +134,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> unpad_layout(const Tensor& attention_
   p.real = static_cast<uint8_t*>(real.data_ptr());
   p.scratch = data_or_null(memory);
   launch(attention_mask, p, launch_unpad_layout_cpu, PACKING_OPS_CUDA(launch_unpad_layout_cuda));
+  if (host_totals) wait_for_current_stream(attention_mask);
   return {indices, cu_seqlens, seqused, totals};
 }
 

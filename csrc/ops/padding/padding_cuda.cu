@@ -74,7 +74,8 @@ __device__ void read_slots(const UnpadLayoutParams& p, int64_t first, int64_t en
   }
 }
 
-__global__ void __launch_bounds__(kThreads) count_kernel(UnpadLayoutParams p, int64_t tile, Counts* counts) {
+__global__ void __launch_bounds__(kThreads)
+    count_kernel(UnpadLayoutParams p, int64_t tile, Counts* counts, int32_t* blocks_done) {
   using Reduce = cub::BlockReduce<Counts, kThreads>;
   __shared__ typename Reduce::TempStorage storage;
   const int64_t slots = p.batch * p.seqlen;
@@ -88,11 +89,29 @@ __global__ void __launch_bounds__(kThreads) count_kernel(UnpadLayoutParams p, in
   }
   own = Reduce(storage).Sum(own);
   if (threadIdx.x == 0) counts[blockIdx.x] = own;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *blocks_done = 0;
+}
+
+// By the last block to be done: what needs every row's cumulated count.
+__device__ void finish_layout(const UnpadLayoutParams& p, const int32_t* used_before) {
+  using Reduce = cub::BlockReduce<int32_t, kThreads>;
+  __shared__ typename Reduce::TempStorage storage;
+  int32_t longest = 0;
+  for (int64_t b = threadIdx.x; b < p.batch; b += kThreads) {
+    const int32_t length = __ldcg(p.cu_seqlens + b + 1) - __ldcg(p.cu_seqlens + b);
+    longest = length > longest ? length : longest;
+    p.seqused[b] = __ldcg(used_before + b + 1) - __ldcg(used_before + b);
+  }
+  longest = Reduce(storage).Reduce(longest, [](int32_t a, int32_t b) { return a > b ? a : b; });
+  if (threadIdx.x == 0) {
+    p.totals[0] = __ldcg(p.cu_seqlens + p.batch);
+    p.totals[1] = longest;
+  }
 }
 
 // Ranks of the tile's slots: where a real one goes, and at each row's first slot the cumulated counts.
 __global__ void __launch_bounds__(kThreads)
-    write_kernel(UnpadLayoutParams p, int64_t tile, const Counts* counts, int32_t* used_before) {
+    write_kernel(UnpadLayoutParams p, int64_t tile, const Counts* counts, int32_t* used_before, int32_t* blocks_done) {
   using Reduce = cub::BlockReduce<Counts, kThreads>;
   using Scan = cub::BlockScan<Counts, kThreads>;
   __shared__ union {
@@ -149,22 +168,13 @@ __global__ void __launch_bounds__(kThreads)
   }
   // Each block its share of the entries that name no row.
   for (int64_t i = all.packed + thread_id(); i < slots; i += thread_count()) p.indices[i] = -1;
-}
 
-__global__ void __launch_bounds__(kThreads) finish_kernel(UnpadLayoutParams p, const int32_t* used_before) {
-  using Reduce = cub::BlockReduce<int32_t, kThreads>;
-  __shared__ typename Reduce::TempStorage storage;
-  int32_t longest = 0;
-  for (int64_t b = threadIdx.x; b < p.batch; b += kThreads) {
-    const int32_t length = p.cu_seqlens[b + 1] - p.cu_seqlens[b];
-    longest = length > longest ? length : longest;
-    p.seqused[b] = used_before[b + 1] - used_before[b];
-  }
-  longest = Reduce(storage).Reduce(longest, [](int32_t a, int32_t b) { return a > b ? a : b; });
-  if (threadIdx.x == 0) {
-    p.totals[0] = p.cu_seqlens[p.batch];
-    p.totals[1] = longest;
-  }
+  __shared__ bool is_last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) is_last = atomicAdd(blocks_done, 1) == static_cast<int32_t>(gridDim.x) - 1;
+  __syncthreads();
+  if (is_last) finish_layout(p, used_before);
 }
 
 int64_t tile_of(int64_t slots) {
@@ -182,6 +192,14 @@ __global__ void empty_layout_kernel(UnpadLayoutParams p) {
 
 // --- moving rows ---
 
+// The row that the entry before i names, over any -1 between.
+__device__ int64_t row_before(const int64_t* indices, int64_t i) {
+  while (--i >= 0) {
+    if (indices[i] != -1) return indices[i];
+  }
+  return -1;
+}
+
 // The source of a row to write: its own bytes, or nothing (zeros).
 template <bool kGather>
 __device__ const char* source_of(const MoveRowsParams& p, const RowMove& m, int64_t row, const FaultFlag& fault) {
@@ -191,9 +209,9 @@ __device__ const char* source_of(const MoveRowsParams& p, const RowMove& m, int6
   }
   const int64_t from = p.indices[row];
   if (from == -1) return nullptr;
-  const int64_t before = row > 0 ? p.indices[row - 1] : -1;
-  if (from < 0 || from >= p.batch * p.seqlen || from <= before) fault.raise(Fault::kIndexOutside, row);
-  if (from < 0 || from >= p.batch * p.seqlen) return nullptr;
+  const bool inside = from >= 0 && from < p.batch * p.seqlen;
+  if (!inside || from <= row_before(p.indices, row)) fault.raise(Fault::kIndexOutside, row);
+  if (!inside) return nullptr;
   return m.input + from / p.seqlen * m.batch_stride + from % p.seqlen * m.row_stride;
 }
 
@@ -284,9 +302,8 @@ __global__ void inverse_kernel(MoveRowsParams p, FaultFlag fault) {
   for (int64_t i = thread_id(); i < p.total; i += thread_count()) {
     const int64_t row = p.indices[i];
     if (row == -1) continue;
-    const int64_t before = i > 0 ? p.indices[i - 1] : -1;
     const bool inside = row >= 0 && row < p.batch * p.seqlen;
-    if (!inside || row <= before) fault.raise(Fault::kIndexOutside, i);
+    if (!inside || row <= row_before(p.indices, i)) fault.raise(Fault::kIndexOutside, i);
     if (inside) p.inverse[row] = static_cast<int32_t>(i);
   }
 }
@@ -311,7 +328,7 @@ void launch_move(const MoveRowsParams& p, int64_t rows, const CudaLaunch& launch
 
 int64_t unpad_layout_scratch_cuda(int64_t batch, int64_t seqlen) {
   const int64_t tiles = ceil_div(batch * seqlen, tile_of(batch * seqlen > 0 ? batch * seqlen : 1));
-  return tiles * static_cast<int64_t>(sizeof(Counts)) + (batch + 1) * static_cast<int64_t>(sizeof(int32_t));
+  return tiles * static_cast<int64_t>(sizeof(Counts)) + (batch + 2) * static_cast<int64_t>(sizeof(int32_t));
 }
 
 int64_t scatter_rows_scratch_cuda(int64_t batch, int64_t seqlen) {
@@ -329,12 +346,11 @@ void launch_unpad_layout_cuda(const UnpadLayoutParams& p, const CudaLaunch& laun
   const auto tiles = static_cast<unsigned>(ceil_div(slots, tile));
   auto* counts = static_cast<Counts*>(p.scratch);
   auto* used_before = reinterpret_cast<int32_t*>(counts + tiles);
-  count_kernel<<<tiles, kThreads, 0, stream>>>(p, tile, counts);
+  int32_t* blocks_done = used_before + p.batch + 1;
+  count_kernel<<<tiles, kThreads, 0, stream>>>(p, tile, counts, blocks_done);
   check_launch("count_kernel");
-  write_kernel<<<tiles, kThreads, 0, stream>>>(p, tile, counts, used_before);
+  write_kernel<<<tiles, kThreads, 0, stream>>>(p, tile, counts, used_before, blocks_done);
   check_launch("write_kernel");
-  finish_kernel<<<1, kThreads, 0, stream>>>(p, used_before);
-  check_launch("finish_kernel");
 }
 
 void launch_gather_rows_cuda(const MoveRowsParams& p, const CudaLaunch& launch) {
