@@ -17,6 +17,7 @@ from packing_ops.boundaries import (
     shift_labels,
 )
 from packing_ops.metadata import PackedMetadata
+from packing_ops.packing import Packing, pack_sequences
 from packing_ops.padding import (
     iter_microbatches,
     pad_input,
