@@ -17,5 +17,6 @@ from packing_ops.boundaries import (
     shift_labels,
 )
 from packing_ops.metadata import PackedMetadata
+from packing_ops.rope import apply_rotary_qk
 
 __version__ = build_info()["version"]
