@@ -24,7 +24,8 @@ STABLE_TORCH_LIBRARY(packing_ops, m) {
   m.def("unpad_layout(Tensor attention_mask, Tensor? unused_mask) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def("gather_rows(Tensor input, Tensor indices, SymInt total) -> Tensor");
   m.def("gather_rows_many(Tensor[] inputs, Tensor indices, SymInt total) -> Tensor[]");
-  m.def("scatter_rows(Tensor packed, Tensor indices, SymInt num_rows) -> Tensor");
+  m.def("scatter_rows(Tensor packed, Tensor indices, SymInt batch, SymInt seqlen) -> Tensor");
+  m.def("scatter_rows_many(Tensor[] packed, Tensor indices, SymInt batch, SymInt seqlen) -> Tensor[]");
 
   // packing
   m.def("pack_sequences(Tensor lengths, int capacity, str strategy, int alignment, int max_sequences_per_bin, int min_bins, int bins_multiple_of, str overlong, str ties, int num_bins, float token_cost, float square_cost) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");

@@ -17,6 +17,14 @@ from packing_ops.boundaries import (
     shift_labels,
 )
 from packing_ops.metadata import PackedMetadata
+from packing_ops.padding import (
+    iter_microbatches,
+    pad_input,
+    pad_inputs,
+    trim_padding,
+    unpad_input,
+    unpad_inputs,
+)
 from packing_ops.rope import apply_rotary_qk
 
 __version__ = build_info()["version"]
