@@ -26,5 +26,6 @@ from packing_ops.padding import (
     unpad_input,
     unpad_inputs,
 )
+from packing_ops.rope import apply_rotary_qk
 
 __version__ = build_info()["version"]
