@@ -17,6 +17,7 @@ from packing_ops.boundaries import (
     shift_labels,
 )
 from packing_ops.metadata import PackedMetadata
+from packing_ops.packing import Packing, pack_ffd, pack_sequences
 from packing_ops.padding import (
     iter_microbatches,
     pad_input,
@@ -25,5 +26,6 @@ from packing_ops.padding import (
     unpad_input,
     unpad_inputs,
 )
+from packing_ops.rope import apply_rotary_qk
 
 __version__ = build_info()["version"]

@@ -416,7 +416,10 @@ def bad_calls(device):
 
 
 # Values of indices, which a GPU reports without the value itself.
-FOUND_ON_THE_DEVICE = {"total too small", *(f"indices {what}" for what in ("long", "order", "twice", "outside", "negative"))}
+FOUND_ON_THE_DEVICE = {
+    "total too small",
+    *(f"indices {what}" for what in ("long", "order", "twice", "outside", "negative")),
+}
 
 
 @pytest.mark.parametrize("case", bad_calls("cpu"))

@@ -58,7 +58,7 @@ void check_same_dtype(const Tensor& t, const char* name, const Tensor& other, co
 
 void check_last_dim_contiguous(const Tensor& t, const char* name) {
   const int64_t last = t.dim() - 1;
-  if (t.size(last) <= 1 || t.stride(last) == 1) return;
+  if (t.size(last) <= 1 || t.stride(last) == 1 || t.numel() == 0) return;
   fail(name, ": expected a contiguous last dimension (stride 1), got stride ", t.stride(last), " in ", describe(t));
 }
 
