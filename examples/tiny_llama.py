@@ -12,7 +12,7 @@ import packing_ops as po
 @dataclass
 class Config:
     vocab_size: int = 258
-    hidden_size: int = 128
+    hidden_size: int = 64
     num_layers: int = 2
     num_heads: int = 4
     num_kv_heads: int = 2
