@@ -71,7 +71,7 @@ def step(x):
         "totals": totals,
         "packed": packed,
         "padded": ops.scatter_rows(packed, indices, 4, 512),
-        "bins": ops.pack_ffd(x["lengths"], 300, 1, False)[0],
+        "bins": ops.pack_ffd(x["lengths"], 1024, 1, False)[0],
         "q": q,
         "k": k,
     }

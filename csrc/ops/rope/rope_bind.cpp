@@ -162,6 +162,7 @@ RopeCall rope_call(const Tensor& q, const std::optional<Tensor>& k, const Tensor
   p.batch = layout.batch < 0 ? 1 : q.size(layout.batch);
   p.seqlen = q.size(layout.token);
   p.head_dim = q.size(q.dim() - 1);
+  check(p.batch <= INT32_MAX && p.seqlen <= INT32_MAX, "q: expected at most ", INT32_MAX, " batches and tokens");
   set_rotary_dim(p, cos, rotary_dim);
   set_sections(p, sections);
   if (position_ids) {
@@ -232,14 +233,10 @@ void rope_qk_(Tensor q, std::optional<Tensor> k, const Tensor& cos, const Tensor
   launch(q, p, launch_rope_qk_cpu, PACKING_OPS_CUDA(launch_rope_qk_cuda));
 }
 
-namespace {
-
-void register_rope(torch::stable::detail::StableLibrary& m) {
+static void register_rope(torch::stable::detail::StableLibrary& m) {
   m.impl("rope_qk", TORCH_BOX(&rope_qk));
   m.impl("rope_qk_", TORCH_BOX(&rope_qk_));
 }
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(packing_ops, CPU, m) {
   register_rope(m);

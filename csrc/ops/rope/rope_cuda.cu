@@ -14,7 +14,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
-constexpr int kUnroll = 4;  // vectors of each half in flight per lane
 
 template <class T>
 using real_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
@@ -37,28 +36,59 @@ __device__ inline double product(double a, double b) {
   return __dmul_rn(a, b);
 }
 
-// cos and sin of kPairs neighbouring pairs, for the first and the second element of each.
-template <class Real, int kPairs>
+// cos and sin of kPairs neighbouring pairs; with kFull apart for the first and the second element of each.
+template <class Real, int kPairs, bool kFull>
 struct Angles {
-  Real cos1[kPairs], sin1[kPairs], cos2[kPairs], sin2[kPairs];
+  Real cos1[kPairs], sin1[kPairs];
+  Real cos2[kFull ? kPairs : 1], sin2[kFull ? kPairs : 1];
+
+  __device__ Real second_cos(int i) const { return kFull ? cos2[i] : cos1[i]; }
+  __device__ Real second_sin(int i) const { return kFull ? sin2[i] : sin1[i]; }
+
+  // The transposed rotation.
+  __device__ void conjugate() {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const Real first = sin1[i];
+      sin1[i] = -second_sin(i);
+      if (kFull) sin2[i] = -first;
+    }
+  }
 };
 
 struct Token {
-  int64_t batch;
-  int64_t index;
+  int batch;
+  int index;
 };
 
-template <class Real>
-__device__ Real table_entry(const RopeTable& table, DType dtype, int64_t at) {
+template <class Entry, class Real, int kCount>
+__device__ void read_entries(const void* data, int64_t at, bool vector, Real (&out)[kCount]) {
+  const Entry* entries = static_cast<const Entry*>(data) + at;
+  constexpr int kChunk = kCount * sizeof(Entry) < 16 ? kCount : 16 / sizeof(Entry);
+  if (!vector) {
+    for (int i = 0; i < kCount; ++i) out[i] = static_cast<Real>(entries[i]);
+    return;
+  }
+#pragma unroll
+  for (int c = 0; c < kCount / kChunk; ++c) {
+    const auto chunk = *reinterpret_cast<const Vec<Entry, kChunk>*>(entries + c * kChunk);
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) out[c * kChunk + i] = static_cast<Real>(chunk.at[i]);
+  }
+}
+
+// kCount neighbouring entries of a table; vector: their address is a multiple of their size, or of 16 bytes.
+template <class Real, int kCount>
+__device__ void read_table(const RopeTable& table, DType dtype, int64_t at, bool vector, Real (&out)[kCount]) {
   switch (dtype) {
     case DType::kFloat64:
-      return static_cast<Real>(static_cast<const double*>(table.data)[at]);
+      return read_entries<double>(table.data, at, vector, out);
     case DType::kBFloat16:
-      return static_cast<Real>(static_cast<float>(static_cast<const __nv_bfloat16*>(table.data)[at]));
+      return read_entries<__nv_bfloat16>(table.data, at, vector, out);
     case DType::kFloat16:
-      return static_cast<Real>(static_cast<float>(static_cast<const __half*>(table.data)[at]));
+      return read_entries<__half>(table.data, at, vector, out);
     default:
-      return static_cast<Real>(static_cast<const float*>(table.data)[at]);
+      return read_entries<float>(table.data, at, vector, out);
   }
 }
 
@@ -76,37 +106,51 @@ __device__ inline int64_t table_offset(const RopeTable& table, bool cached, int6
   return cached ? position * table.token : row * table.row + token.batch * table.batch + token.index * table.token;
 }
 
-// Pairs first_pair ... of one token. Tables are read entry by entry: they are small and stay in the cache.
-template <int kPairs, bool kInterleaved, class Real>
-__device__ void load_angles(const RopeParams& p, Token token, int first_pair, const FaultFlag& fault,
-                            Angles<Real, kPairs>& angles) {
+// kPairs neighbouring pairs of one token, all from one row of angles.
+template <bool kInterleaved, class Real, int kPairs, bool kFull>
+__device__ void load_run(const RopeParams& p, int64_t cos_at, int64_t sin_at, int first_pair, bool vector,
+                         Angles<Real, kPairs, kFull>& angles) {
+  if constexpr (!kFull) {
+    read_table(p.cos, p.table_dtype, cos_at + first_pair, vector, angles.cos1);
+    read_table(p.sin, p.table_dtype, sin_at + first_pair, vector, angles.sin1);
+  } else if (!kInterleaved || !p.full_table) {
+    const int apart = p.full_table ? static_cast<int>(p.rotary_dim / 2) : 0;
+    read_table(p.cos, p.table_dtype, cos_at + first_pair, vector, angles.cos1);
+    read_table(p.sin, p.table_dtype, sin_at + first_pair, vector, angles.sin1);
+    read_table(p.cos, p.table_dtype, cos_at + first_pair + apart, vector, angles.cos2);
+    read_table(p.sin, p.table_dtype, sin_at + first_pair + apart, vector, angles.sin2);
+  } else {
+    Real both[2 * kPairs];
+    read_table(p.cos, p.table_dtype, cos_at + 2 * first_pair, vector, both);
+    for (int i = 0; i < kPairs; ++i) angles.cos1[i] = both[2 * i], angles.cos2[i] = both[2 * i + 1];
+    read_table(p.sin, p.table_dtype, sin_at + 2 * first_pair, vector, both);
+    for (int i = 0; i < kPairs; ++i) angles.sin1[i] = both[2 * i], angles.sin2[i] = both[2 * i + 1];
+  }
+}
+
+template <bool kInterleaved, class Real, int kPairs, bool kFull>
+__device__ void load_angles(const RopeParams& p, Token token, int first_pair, int64_t position, bool vector,
+                            const FaultFlag& fault, Angles<Real, kPairs, kFull>& angles) {
   const bool cached = p.position_ids.data != nullptr;
-  int64_t row = -1;
-  int64_t cos_at = 0;
-  int64_t sin_at = 0;
-  int section = 0;
-#pragma unroll
-  for (int i = 0; i < kPairs; ++i) {
-    const int pair = first_pair + i;
-    while (section + 1 < p.num_sections && pair >= p.section_ends[section]) ++section;
-    if (section % p.rows != row) {
-      row = section % p.rows;
-      const int64_t position = cached ? position_of(p, row, token, fault) : 0;
-      cos_at = table_offset(p.cos, cached, position, row, token);
-      sin_at = table_offset(p.sin, cached, position, row, token);
-    }
-    const int one = p.full_table && kInterleaved ? 2 * pair : pair;
-    const int two = !p.full_table ? pair : kInterleaved ? 2 * pair + 1 : pair + static_cast<int>(p.rotary_dim / 2);
-    angles.cos1[i] = table_entry<Real>(p.cos, p.table_dtype, cos_at + one);
-    angles.sin1[i] = table_entry<Real>(p.sin, p.table_dtype, sin_at + one);
-    angles.cos2[i] = two == one ? angles.cos1[i] : table_entry<Real>(p.cos, p.table_dtype, cos_at + two);
-    angles.sin2[i] = two == one ? angles.sin1[i] : table_entry<Real>(p.sin, p.table_dtype, sin_at + two);
-    if (p.conjugate) {
-      const Real first = angles.sin1[i];
-      angles.sin1[i] = -angles.sin2[i];
-      angles.sin2[i] = -first;
+  if (p.num_sections == 1) {
+    load_run<kInterleaved>(p, table_offset(p.cos, cached, position, 0, token),
+                           table_offset(p.sin, cached, position, 0, token), first_pair, vector, angles);
+  } else {
+    // Sections may end anywhere, so pair by pair.
+    int section = 0;
+    for (int i = 0; i < kPairs; ++i) {
+      while (section + 1 < p.num_sections && first_pair + i >= p.section_ends[section]) ++section;
+      const int64_t row = section % p.rows;
+      const int64_t own = cached ? position_of(p, row, token, fault) : 0;
+      Angles<Real, 1, true> one;
+      load_run<kInterleaved>(p, table_offset(p.cos, cached, own, row, token),
+                             table_offset(p.sin, cached, own, row, token), first_pair + i, false, one);
+      angles.cos1[i] = one.cos1[0];
+      angles.sin1[i] = one.sin1[0];
+      if (kFull) angles.cos2[i] = one.cos2[0], angles.sin2[i] = one.sin2[0];
     }
   }
+  if (p.conjugate) angles.conjugate();
 }
 
 // What one lane moves at a time: kVec elements of the first half and kVec of the second, or kVec / 2 whole pairs.
@@ -122,8 +166,8 @@ struct Item {
     return kVec > 1 ? item * kVec : 2 * item + l;
   }
 
-  template <class Real>
-  __device__ void rotate(const Angles<Real, kPairs>& a) {
+  template <class Real, bool kFull>
+  __device__ void rotate(const Angles<Real, kPairs, kFull>& a) {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       T& x1 = kInterleaved && kVec > 1 ? half[0].at[(2 * i) % kVec] : half[0].at[i % kVec];
@@ -131,7 +175,7 @@ struct Item {
       const Real first = static_cast<Real>(x1);
       const Real second = static_cast<Real>(x2);
       x1 = static_cast<T>(fused(first, a.cos1[i], -product(second, a.sin1[i])));
-      x2 = static_cast<T>(fused(second, a.cos2[i], product(first, a.sin2[i])));
+      x2 = static_cast<T>(fused(second, a.second_cos(i), product(first, a.second_sin(i))));
     }
   }
 };
@@ -159,51 +203,57 @@ __device__ void copy_rest(const RopeParams& p, const RopeHeads& x, Token token, 
 }
 
 // kSameAngles: 32 is a multiple of the items per head, so a lane meets the same pairs in every head.
-template <class T, int kVec, bool kInterleaved, bool kSameAngles>
-__global__ void __launch_bounds__(kThreads) rope_qk_kernel(RopeParams p, FaultFlag fault) {
+// kUnroll: items whose loads a lane has under way together.
+template <class T, int kVec, bool kInterleaved, bool kSameAngles, bool kFull, int kUnroll>
+__global__ void __launch_bounds__(kThreads) rope_qk_kernel(RopeParams p, bool vector_tables, FaultFlag fault) {
   using Work = Item<T, kVec, kInterleaved>;
-  using Real = real_t<T>;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int64_t slot = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
   if (slot >= p.batch * p.seqlen) return;
-  const Token token{slot / p.seqlen, slot % p.seqlen};
+  const int seqlen = static_cast<int>(p.seqlen);
+  const Token token = p.batch == 1 ? Token{0, static_cast<int>(slot)}
+                                   : Token{static_cast<int>(slot / seqlen), static_cast<int>(slot % seqlen)};
   const int rotary_half = static_cast<int>(p.rotary_dim / 2);
   const int items_per_head = rotary_half / Work::kPairs;
-  const int num_items = static_cast<int>(p.q.num_heads + p.k.num_heads) * items_per_head;
+  const int shift = __ffs(items_per_head) - 1;
+  const int q_heads = static_cast<int>(p.q.num_heads);
+  const int num_items = (q_heads + static_cast<int>(p.k.num_heads)) * items_per_head;
+  const auto head_of = [&](int item) { return kSameAngles ? item >> shift : item / items_per_head; };
+  const auto place_of = [&](int item) { return kSameAngles ? item & (items_per_head - 1) : item % items_per_head; };
 
-  Angles<Real, Work::kPairs> angles;
-  if (kSameAngles)
-    load_angles<Work::kPairs, kInterleaved>(p, token, lane % items_per_head * Work::kPairs, fault, angles);
+  const bool one_position = p.position_ids.data && p.num_sections == 1;
+  const int64_t position = one_position ? position_of(p, 0, token, fault) : 0;
+  Angles<real_t<T>, Work::kPairs, kFull> angles;
+  const auto angles_of = [&](int item) {
+    load_angles<kInterleaved>(p, token, place_of(item) * Work::kPairs, position, vector_tables, fault, angles);
+  };
 
   for (int base = lane; base < num_items; base += kWarp * kUnroll) {
     Work work[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int item = base + u * kWarp;
-      if (item >= num_items) break;
-      const int head = item / items_per_head;
-      const bool is_q = head < p.q.num_heads;
-      const T* in = is_q ? head_in<T>(p.q, token, head) : head_in<T>(p.k, token, head - p.q.num_heads);
+      if (item >= num_items) continue;
+      const int head = head_of(item);
+      const T* in = head < q_heads ? head_in<T>(p.q, token, head) : head_in<T>(p.k, token, head - q_heads);
 #pragma unroll
       for (int l = 0; l < Work::kLoads; ++l) {
-        const int at = Work::offset(item % items_per_head, l, rotary_half);
-        work[u].half[l] = *reinterpret_cast<const Vec<T, kVec>*>(in + at);
+        work[u].half[l] = *reinterpret_cast<const Vec<T, kVec>*>(in + Work::offset(place_of(item), l, rotary_half));
       }
     }
+    // After the first heads are on their way, and for all heads at once.
+    if (kSameAngles && base == lane) angles_of(lane);
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int item = base + u * kWarp;
-      if (item >= num_items) break;
-      const int head = item / items_per_head;
-      const int in_head = item % items_per_head;
-      if (!kSameAngles) load_angles<Work::kPairs, kInterleaved>(p, token, in_head * Work::kPairs, fault, angles);
+      if (item >= num_items) continue;
+      if (!kSameAngles) angles_of(item);
       work[u].rotate(angles);
-      const bool is_q = head < p.q.num_heads;
-      T* out = is_q ? head_out<T>(p.q, token, head) : head_out<T>(p.k, token, head - p.q.num_heads);
+      const int head = head_of(item);
+      T* out = head < q_heads ? head_out<T>(p.q, token, head) : head_out<T>(p.k, token, head - q_heads);
 #pragma unroll
       for (int l = 0; l < Work::kLoads; ++l) {
-        const int at = Work::offset(in_head, l, rotary_half);
-        *reinterpret_cast<Vec<T, kVec>*>(out + at) = work[u].half[l];
+        *reinterpret_cast<Vec<T, kVec>*>(out + Work::offset(place_of(item), l, rotary_half)) = work[u].half[l];
       }
     }
   }
@@ -221,26 +271,58 @@ bool aligned(const RopeHeads& x, int64_t bytes, int64_t vec_bytes) {
   return reinterpret_cast<uintptr_t>(x.in) % vec_bytes == 0 && reinterpret_cast<uintptr_t>(x.out) % vec_bytes == 0;
 }
 
-template <class T, int kVec, bool kInterleaved>
-void launch_items(const RopeParams& p, const CudaLaunch& launch) {
-  constexpr int kPairs = Item<T, kVec, kInterleaved>::kPairs;
-  const int64_t items_per_head = p.rotary_dim / 2 / kPairs;
-  const bool same = items_per_head > 0 && kWarp % items_per_head == 0;
-  const auto kernel = same ? rope_qk_kernel<T, kVec, kInterleaved, true> : rope_qk_kernel<T, kVec, kInterleaved, false>;
+int64_t table_bytes(DType dtype) {
+  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
+}
+
+bool vector_tables(const RopeParams& p) {
+  for (const RopeTable* table : {&p.cos, &p.sin}) {
+    const int64_t bytes = table_bytes(p.table_dtype);
+    for (int64_t offset : {table->row, table->batch, table->token, p.rotary_dim / 2}) {
+      if (offset * bytes % 16 != 0) return false;
+    }
+    if (reinterpret_cast<uintptr_t>(table->data) % 16 != 0) return false;
+  }
+  return true;
+}
+
+template <class Kernel>
+void launch_kernel(Kernel kernel, const RopeParams& p, const CudaLaunch& launch) {
   const int64_t blocks = ceil_div(p.batch * p.seqlen, kThreads / kWarp);
-  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream_of(launch)>>>(p, launch.fault);
+  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream_of(launch)>>>(p, vector_tables(p), launch.fault);
   check_launch("rope_qk_kernel");
+}
+
+// 16-byte vectors.
+template <class T, bool kInterleaved>
+void launch_vectors(const RopeParams& p, const CudaLaunch& launch) {
+  constexpr int kVec = 16 / sizeof(T);
+  const int64_t items_per_head = p.rotary_dim / 2 / Item<T, kVec, kInterleaved>::kPairs;
+  const bool few = (p.q.num_heads + p.k.num_heads) * items_per_head <= 2 * kWarp;
+  if (items_per_head == 0 || kWarp % items_per_head != 0) {
+    launch_kernel(rope_qk_kernel<T, kVec, kInterleaved, false, true, 2>, p, launch);
+  } else if (p.full_table) {
+    launch_kernel(few ? rope_qk_kernel<T, kVec, kInterleaved, true, true, 2>
+                      : rope_qk_kernel<T, kVec, kInterleaved, true, true, 5>,
+                  p, launch);
+  } else {
+    launch_kernel(few ? rope_qk_kernel<T, kVec, kInterleaved, true, false, 2>
+                      : rope_qk_kernel<T, kVec, kInterleaved, true, false, 5>,
+                  p, launch);
+  }
 }
 
 template <class T>
 void launch_rope(const RopeParams& p, const CudaLaunch& launch) {
-  constexpr int kVec = 16 / sizeof(T);
+  constexpr int64_t kVec = 16 / sizeof(T);
   const int64_t step = p.interleaved ? kVec : 2 * kVec;  // rotary elements that an item covers
   const bool vector = p.rotary_dim % step == 0 && aligned(p.q, sizeof(T), 16) && aligned(p.k, sizeof(T), 16);
-  if (p.interleaved) {
-    vector ? launch_items<T, kVec, true>(p, launch) : launch_items<T, 1, true>(p, launch);
+  if (vector) {
+    p.interleaved ? launch_vectors<T, true>(p, launch) : launch_vectors<T, false>(p, launch);
   } else {
-    vector ? launch_items<T, kVec, false>(p, launch) : launch_items<T, 1, false>(p, launch);
+    launch_kernel(
+        p.interleaved ? rope_qk_kernel<T, 1, true, false, true, 2> : rope_qk_kernel<T, 1, false, false, true, 2>, p,
+        launch);
   }
 }
 
