@@ -22,6 +22,7 @@ STABLE_TORCH_LIBRARY(packing_ops, m) {
 
   // padding
   m.def("unpad_layout(Tensor attention_mask, Tensor? unused_mask, bool host_totals) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("unpad_rows(Tensor[] inputs, Tensor attention_mask, Tensor? unused_mask) -> (Tensor[], Tensor, Tensor, Tensor, Tensor)");
   m.def("gather_rows(Tensor input, Tensor indices, SymInt total) -> Tensor");
   m.def("gather_rows_many(Tensor[] inputs, Tensor indices, SymInt total) -> Tensor[]");
   m.def("scatter_rows(Tensor packed, Tensor indices, SymInt batch, SymInt seqlen) -> Tensor");

@@ -12,6 +12,7 @@ import torch
 
 # The overloads themselves: half a microsecond a call less than torch.ops.packing_ops.<name>.
 _unpad_layout = torch.ops.packing_ops.unpad_layout.default
+_unpad_rows = torch.ops.packing_ops.unpad_rows.default
 _gather_rows = torch.ops.packing_ops.gather_rows.default
 _gather_rows_many = torch.ops.packing_ops.gather_rows_many.default
 _scatter_rows = torch.ops.packing_ops.scatter_rows.default
@@ -61,6 +62,9 @@ def unpad_input(
             not fit the mask (on CUDA found in the next call).
     """
     _check_padded("hidden_states", hidden_states, attention_mask)
+    if lengths is None and total is None and not torch.compiler.is_compiling():
+        (packed,), indices, cu_seqlens, seqused, totals = _unpad_rows([hidden_states], attention_mask, unused_mask)
+        return packed, indices, cu_seqlens, int(totals[1]), seqused
     indices, cu_seqlens, seqused, total, max_seqlen = _layout(attention_mask, unused_mask, lengths, total, max_seqlen)
     packed = _gather_rows(hidden_states, indices, total)
     return packed, indices[:total], cu_seqlens, max_seqlen, seqused
@@ -118,6 +122,8 @@ def unpad_inputs(
     """
     for name, tensor in tensors.items():
         _check_padded(name, tensor, attention_mask)
+    if lengths is None and total is None and tensors and not torch.compiler.is_compiling():
+        return _unpad_many(tensors, attention_mask, unused_mask)
     indices, cu_seqlens, seqused, total, max_seqlen = _layout(attention_mask, unused_mask, lengths, total, max_seqlen)
     packed = _many(_gather_rows_many, tensors, indices, total)
     return packed, indices[:total], cu_seqlens, max_seqlen, seqused
@@ -272,6 +278,19 @@ def _totals_of(lengths, cu_seqlens) -> tuple[int, int]:
     return sum(values), max(values, default=0)
 
 
+def _unpad_many(tensors, attention_mask, unused_mask) -> PackedDict:
+    """One call for the layout and the first group of tensors, one more where only some of them require grad."""
+    first = next(iter(tensors.values())).requires_grad
+    now = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad == first}
+    moved, indices, cu_seqlens, seqused, totals = _unpad_rows([*now.values()], attention_mask, unused_mask)
+    packed = dict(zip(now, moved, strict=True))
+    later = [name for name in tensors if name not in packed]
+    if later:
+        moved = _gather_rows_many([tensors[name] for name in later], indices, indices.shape[0])
+        packed.update(zip(later, moved, strict=True))
+    return {name: packed[name] for name in tensors}, indices, cu_seqlens, int(totals[1]), seqused
+
+
 def _many(op, tensors, *arguments) -> dict[str, torch.Tensor]:
     """op over a dict. Outputs of one call require grad together, so tensors without grad go in a call of their own."""
     moved = {}
@@ -377,6 +396,19 @@ def _(attention_mask, unused_mask, host_totals):
     )
 
 
+@torch.library.register_fake("packing_ops::unpad_rows")
+def _(inputs, attention_mask, unused_mask):
+    total = torch.library.get_ctx().new_dynamic_size()
+    batch = attention_mask.shape[0]
+    return (
+        [tensor.new_empty((total, *tensor.shape[2:])) for tensor in inputs],
+        attention_mask.new_empty(total, dtype=torch.int64),
+        attention_mask.new_empty(batch + 1, dtype=torch.int32),
+        attention_mask.new_empty(batch, dtype=torch.int32),
+        torch.empty(2, dtype=torch.int64, device="cpu"),
+    )
+
+
 @torch.library.register_fake("packing_ops::gather_rows")
 def _(input, indices, total):
     return input.new_empty((total, *input.shape[2:]))
@@ -407,6 +439,11 @@ def _gather_context(ctx, inputs, output):
     ctx.batch, ctx.seqlen = _first(tensors).shape[:2]
 
 
+def _unpad_context(ctx, inputs, output):
+    ctx.save_for_backward(output[1])
+    ctx.batch, ctx.seqlen = inputs[0][0].shape[:2]
+
+
 def _scatter_context(ctx, inputs, output):
     tensors, indices, _, _ = inputs
     ctx.save_for_backward(indices)
@@ -421,6 +458,11 @@ def _gather_backward(ctx, grad):
 def _scatter_backward(ctx, grad):
     (indices,) = ctx.saved_tensors
     return _gather_rows(grad, indices, ctx.total), None, None, None
+
+
+def _unpad_backward(ctx, grads, *others):
+    (indices,) = ctx.saved_tensors
+    return _needed(ctx, grads, _scatter_rows_many, indices, ctx.batch, ctx.seqlen), None, None
 
 
 def _gather_many_backward(ctx, grads):
@@ -440,6 +482,7 @@ def _needed(ctx, grads, op, *arguments):
     return [next(moved) if need else None for need in needed]
 
 
+torch.library.register_autograd("packing_ops::unpad_rows", _unpad_backward, setup_context=_unpad_context)
 torch.library.register_autograd("packing_ops::gather_rows", _gather_backward, setup_context=_gather_context)
 torch.library.register_autograd("packing_ops::gather_rows_many", _gather_many_backward, setup_context=_gather_context)
 torch.library.register_autograd("packing_ops::scatter_rows", _scatter_backward, setup_context=_scatter_context)

@@ -325,6 +325,8 @@ def op_samples(device):
     grad = torch.randn(2, 3, 4, device=device, requires_grad=True)
     packed_grad = torch.randn(5, 4, device=device, requires_grad=True)
     return [
+        (ops.unpad_rows, ([hidden, hidden > 0], mask, None)),
+        (ops.unpad_rows, ([grad, non_contiguous(grad)], mask, non_contiguous(mask))),
         (ops.unpad_layout, (mask, None, True)),
         (ops.unpad_layout, (non_contiguous(mask).bool(), mask.float(), False)),
         (ops.gather_rows, (grad, indices, 5)),
@@ -340,7 +342,7 @@ def op_samples(device):
     ]
 
 
-@pytest.mark.parametrize("sample", range(12))
+@pytest.mark.parametrize("sample", range(14))
 def test_opcheck(device, sample):
     op, arguments = op_samples(device)[sample]
     torch.library.opcheck(op, arguments)

@@ -172,6 +172,16 @@ std::vector<Tensor> gather_rows_many(const std::vector<Tensor>& inputs, const Te
   return packed;
 }
 
+// Layout and gather in one call: the host has nothing to do between the wait for total and the launch that needs it.
+std::tuple<std::vector<Tensor>, Tensor, Tensor, Tensor, Tensor> unpad_rows(const std::vector<Tensor>& inputs,
+                                                                           const Tensor& attention_mask,
+                                                                           std::optional<Tensor> unused_mask) {
+  auto [indices, cu_seqlens, seqused, totals] = unpad_layout(attention_mask, unused_mask, true);
+  const int64_t total = static_cast<const int64_t*>(totals.data_ptr())[0];
+  std::vector<Tensor> packed = gather_rows_many(inputs, indices, total);
+  return {packed, torch::stable::narrow(indices, 0, 0, total), cu_seqlens, seqused, totals};
+}
+
 // packed [total, ...] -> [batch, seqlen, ...]
 Tensor scatter_rows(const Tensor& packed, const Tensor& indices, int64_t batch, int64_t seqlen) {
   check_packed(packed, indices);
@@ -219,6 +229,7 @@ namespace {
 
 void register_padding(torch::stable::detail::StableLibrary& m) {
   m.impl("unpad_layout", TORCH_BOX(&unpad_layout));
+  m.impl("unpad_rows", TORCH_BOX(&unpad_rows));
   m.impl("gather_rows", TORCH_BOX(&gather_rows));
   m.impl("gather_rows_many", TORCH_BOX(&gather_rows_many));
   m.impl("scatter_rows", TORCH_BOX(&scatter_rows));

@@ -14,9 +14,14 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
+constexpr int kUnroll = 4;  // heads whose loads a lane has under way together
 
 template <class T>
 using real_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+// Elements of a vector: with four of them the angles take few registers, and many warps keep the memory busy.
+template <class T>
+constexpr int kVectorOf = sizeof(T) == 8 ? 2 : 4;
 
 template <class T, int kVec>
 struct alignas(sizeof(T) * kVec) Vec {
@@ -92,10 +97,13 @@ __device__ void read_table(const RopeTable& table, DType dtype, int64_t at, bool
   }
 }
 
-// A position outside the cache is reported and read as 0.
-__device__ inline int64_t position_of(const RopeParams& p, int64_t row, Token token, const FaultFlag& fault) {
-  const int64_t position =
-      p.position_ids[row * p.position_row + token.batch * p.position_batch + token.index * p.position_token];
+__device__ inline int64_t read_position(const RopeParams& p, int64_t row, Token token) {
+  return p.position_ids[row * p.position_row + token.batch * p.position_batch + token.index * p.position_token];
+}
+
+// A position outside the cache is reported and taken as 0.
+__device__ inline int64_t checked_position(const RopeParams& p, int64_t position, int64_t row, Token token,
+                                           const FaultFlag& fault) {
   if (position >= 0 && position < p.max_positions) return position;
   fault.raise(Fault::kPositionOutside, (row * p.position_batches + token.batch) * p.seqlen + token.index);
   return 0;
@@ -128,11 +136,13 @@ __device__ void load_run(const RopeParams& p, int64_t cos_at, int64_t sin_at, in
   }
 }
 
+// `position`: what read_position gave for the token, where there is one section.
 template <bool kInterleaved, class Real, int kPairs, bool kFull>
 __device__ void load_angles(const RopeParams& p, Token token, int first_pair, int64_t position, bool vector,
                             const FaultFlag& fault, Angles<Real, kPairs, kFull>& angles) {
   const bool cached = p.position_ids.data != nullptr;
   if (p.num_sections == 1) {
+    if (cached) position = checked_position(p, position, 0, token, fault);
     load_run<kInterleaved>(p, table_offset(p.cos, cached, position, 0, token),
                            table_offset(p.sin, cached, position, 0, token), first_pair, vector, angles);
   } else {
@@ -141,7 +151,7 @@ __device__ void load_angles(const RopeParams& p, Token token, int first_pair, in
     for (int i = 0; i < kPairs; ++i) {
       while (section + 1 < p.num_sections && first_pair + i >= p.section_ends[section]) ++section;
       const int64_t row = section % p.rows;
-      const int64_t own = cached ? position_of(p, row, token, fault) : 0;
+      const int64_t own = cached ? checked_position(p, read_position(p, row, token), row, token, fault) : 0;
       Angles<Real, 1, true> one;
       load_run<kInterleaved>(p, table_offset(p.cos, cached, own, row, token),
                              table_offset(p.sin, cached, own, row, token), first_pair + i, false, one);
@@ -158,7 +168,8 @@ template <class T, int kVec, bool kInterleaved>
 struct Item {
   static constexpr int kPairs = kInterleaved ? (kVec + 1) / 2 : kVec;
   static constexpr int kLoads = kInterleaved && kVec > 1 ? 1 : 2;
-  Vec<T, kVec> half[kLoads];
+  using Vector = Vec<T, kVec>;
+  Vector half[kLoads];
 
   // Element offset of load `l` inside the head.
   __device__ static int offset(int item, int l, int rotary_half) {
@@ -202,63 +213,103 @@ __device__ void copy_rest(const RopeParams& p, const RopeHeads& x, Token token, 
   }
 }
 
-// kSameAngles: 32 is a multiple of the items per head, so a lane meets the same pairs in every head.
-// kUnroll: items whose loads a lane has under way together.
-template <class T, int kVec, bool kInterleaved, bool kSameAngles, bool kFull, int kUnroll>
-__global__ void __launch_bounds__(kThreads) rope_qk_kernel(RopeParams p, bool vector_tables, FaultFlag fault) {
-  using Work = Item<T, kVec, kInterleaved>;
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+__device__ inline bool token_of_warp(const RopeParams& p, Token& token) {
   const int64_t slot = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
-  if (slot >= p.batch * p.seqlen) return;
+  if (slot >= p.batch * p.seqlen) return false;
   const int seqlen = static_cast<int>(p.seqlen);
-  const Token token = p.batch == 1 ? Token{0, static_cast<int>(slot)}
-                                   : Token{static_cast<int>(slot / seqlen), static_cast<int>(slot % seqlen)};
+  token = p.batch == 1 ? Token{0, static_cast<int>(slot)}
+                       : Token{static_cast<int>(slot / seqlen), static_cast<int>(slot % seqlen)};
+  return true;
+}
+
+__device__ inline int64_t position_of(const RopeParams& p, Token token) {
+  return p.position_ids.data && p.num_sections == 1 ? read_position(p, 0, token) : 0;
+}
+
+template <class T, class Work>
+__device__ void load_item(Work& work, const T* head, int place, int rotary_half) {
+#pragma unroll
+  for (int l = 0; l < Work::kLoads; ++l) {
+    work.half[l] = *reinterpret_cast<const typename Work::Vector*>(head + Work::offset(place, l, rotary_half));
+  }
+}
+
+template <class T, class Work>
+__device__ void store_item(const Work& work, T* head, int place, int rotary_half) {
+#pragma unroll
+  for (int l = 0; l < Work::kLoads; ++l) {
+    *reinterpret_cast<typename Work::Vector*>(head + Work::offset(place, l, rotary_half)) = work.half[l];
+  }
+}
+
+// The usual case: 32 is a multiple of the items per head, so a lane meets the same pairs in every head and keeps their
+// angles in registers.
+template <class T, int kVec, bool kInterleaved, bool kFull>
+__global__ void __launch_bounds__(kThreads, 3) rope_qk_kernel(RopeParams p, bool vector_tables, FaultFlag fault) {
+  using Work = Item<T, kVec, kInterleaved>;
+  Token token;
+  if (!token_of_warp(p, token)) return;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int rotary_half = static_cast<int>(p.rotary_dim / 2);
   const int items_per_head = rotary_half / Work::kPairs;
-  const int shift = __ffs(items_per_head) - 1;
-  const int q_heads = static_cast<int>(p.q.num_heads);
-  const int num_items = (q_heads + static_cast<int>(p.k.num_heads)) * items_per_head;
-  const auto head_of = [&](int item) { return kSameAngles ? item >> shift : item / items_per_head; };
-  const auto place_of = [&](int item) { return kSameAngles ? item & (items_per_head - 1) : item % items_per_head; };
-
-  const bool one_position = p.position_ids.data && p.num_sections == 1;
-  const int64_t position = one_position ? position_of(p, 0, token, fault) : 0;
+  const int place = lane % items_per_head;
+  const int heads_per_step = kWarp / items_per_head;
+  const int64_t position = position_of(p, token);  // on its way while the first heads are loaded
   Angles<real_t<T>, Work::kPairs, kFull> angles;
-  const auto angles_of = [&](int item) {
-    load_angles<kInterleaved>(p, token, place_of(item) * Work::kPairs, position, vector_tables, fault, angles);
-  };
+  bool has_angles = false;
 
-  for (int base = lane; base < num_items; base += kWarp * kUnroll) {
-    Work work[kUnroll];
+  const auto rotate_heads = [&](const RopeHeads& x) {
+    const int num_heads = static_cast<int>(x.num_heads);
+    const T* in = head_in<T>(x, token, 0);
+    T* out = head_out<T>(x, token, 0);
+    for (int first = lane / items_per_head; first < num_heads; first += heads_per_step * kUnroll) {
+      Work work[kUnroll];
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int item = base + u * kWarp;
-      if (item >= num_items) continue;
-      const int head = head_of(item);
-      const T* in = head < q_heads ? head_in<T>(p.q, token, head) : head_in<T>(p.k, token, head - q_heads);
+      for (int u = 0; u < kUnroll; ++u) {
+        const int head = first + u * heads_per_step;
+        if (head < num_heads) load_item(work[u], in + head * x.in_head, place, rotary_half);
+      }
+      if (!has_angles) {
+        load_angles<kInterleaved>(p, token, place * Work::kPairs, position, vector_tables, fault, angles);
+        has_angles = true;
+      }
 #pragma unroll
-      for (int l = 0; l < Work::kLoads; ++l) {
-        work[u].half[l] = *reinterpret_cast<const Vec<T, kVec>*>(in + Work::offset(place_of(item), l, rotary_half));
+      for (int u = 0; u < kUnroll; ++u) {
+        const int head = first + u * heads_per_step;
+        if (head >= num_heads) continue;
+        work[u].rotate(angles);
+        store_item(work[u], out + head * x.out_head, place, rotary_half);
       }
     }
-    // After the first heads are on their way, and for all heads at once.
-    if (kSameAngles && base == lane) angles_of(lane);
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int item = base + u * kWarp;
-      if (item >= num_items) continue;
-      if (!kSameAngles) angles_of(item);
-      work[u].rotate(angles);
-      const int head = head_of(item);
-      T* out = head < q_heads ? head_out<T>(p.q, token, head) : head_out<T>(p.k, token, head - q_heads);
-#pragma unroll
-      for (int l = 0; l < Work::kLoads; ++l) {
-        *reinterpret_cast<Vec<T, kVec>*>(out + Work::offset(place_of(item), l, rotary_half)) = work[u].half[l];
-      }
-    }
-  }
+  };
+  rotate_heads(p.q);
+  rotate_heads(p.k);
   copy_rest<T>(p, p.q, token, lane);
   copy_rest<T>(p, p.k, token, lane);
+}
+
+// Any head_dim, stride and alignment, one item at a time.
+template <class T, int kVec, bool kInterleaved>
+__global__ void __launch_bounds__(kThreads) rope_qk_any_kernel(RopeParams p, bool vector_tables, FaultFlag fault) {
+  using Work = Item<T, kVec, kInterleaved>;
+  Token token;
+  if (!token_of_warp(p, token)) return;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int rotary_half = static_cast<int>(p.rotary_dim / 2);
+  const int items_per_head = rotary_half / Work::kPairs;
+  const int64_t position = position_of(p, token);
+  for (const RopeHeads* x : {&p.q, &p.k}) {
+    for (int item = lane; item < static_cast<int>(x->num_heads) * items_per_head; item += kWarp) {
+      const int place = item % items_per_head;
+      Work work;
+      Angles<real_t<T>, Work::kPairs, true> angles;
+      load_item(work, head_in<T>(*x, token, item / items_per_head), place, rotary_half);
+      load_angles<kInterleaved>(p, token, place * Work::kPairs, position, vector_tables, fault, angles);
+      work.rotate(angles);
+      store_item(work, head_out<T>(*x, token, item / items_per_head), place, rotary_half);
+    }
+    copy_rest<T>(p, *x, token, lane);
+  }
 }
 
 // Every address that a vector touches is a multiple of its size.
@@ -293,36 +344,29 @@ void launch_kernel(Kernel kernel, const RopeParams& p, const CudaLaunch& launch)
   check_launch("rope_qk_kernel");
 }
 
-// 16-byte vectors.
 template <class T, bool kInterleaved>
 void launch_vectors(const RopeParams& p, const CudaLaunch& launch) {
-  constexpr int kVec = 16 / sizeof(T);
+  constexpr int kVec = kVectorOf<T>;
   const int64_t items_per_head = p.rotary_dim / 2 / Item<T, kVec, kInterleaved>::kPairs;
-  const bool few = (p.q.num_heads + p.k.num_heads) * items_per_head <= 2 * kWarp;
   if (items_per_head == 0 || kWarp % items_per_head != 0) {
-    launch_kernel(rope_qk_kernel<T, kVec, kInterleaved, false, true, 2>, p, launch);
+    launch_kernel(rope_qk_any_kernel<T, kVec, kInterleaved>, p, launch);
   } else if (p.full_table) {
-    launch_kernel(few ? rope_qk_kernel<T, kVec, kInterleaved, true, true, 2>
-                      : rope_qk_kernel<T, kVec, kInterleaved, true, true, 5>,
-                  p, launch);
+    launch_kernel(rope_qk_kernel<T, kVec, kInterleaved, true>, p, launch);
   } else {
-    launch_kernel(few ? rope_qk_kernel<T, kVec, kInterleaved, true, false, 2>
-                      : rope_qk_kernel<T, kVec, kInterleaved, true, false, 5>,
-                  p, launch);
+    launch_kernel(rope_qk_kernel<T, kVec, kInterleaved, false>, p, launch);
   }
 }
 
 template <class T>
 void launch_rope(const RopeParams& p, const CudaLaunch& launch) {
-  constexpr int64_t kVec = 16 / sizeof(T);
+  constexpr int64_t kVec = kVectorOf<T>;
   const int64_t step = p.interleaved ? kVec : 2 * kVec;  // rotary elements that an item covers
-  const bool vector = p.rotary_dim % step == 0 && aligned(p.q, sizeof(T), 16) && aligned(p.k, sizeof(T), 16);
+  const bool vector = p.rotary_dim % step == 0 && aligned(p.q, sizeof(T), kVec * sizeof(T)) &&
+                      aligned(p.k, sizeof(T), kVec * sizeof(T));
   if (vector) {
     p.interleaved ? launch_vectors<T, true>(p, launch) : launch_vectors<T, false>(p, launch);
   } else {
-    launch_kernel(
-        p.interleaved ? rope_qk_kernel<T, 1, true, false, true, 2> : rope_qk_kernel<T, 1, false, false, true, 2>, p,
-        launch);
+    launch_kernel(p.interleaved ? rope_qk_any_kernel<T, 1, true> : rope_qk_any_kernel<T, 1, false>, p, launch);
   }
 }
 
