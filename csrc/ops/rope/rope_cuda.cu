@@ -1,11 +1,7 @@
 // A warp rotates every head of q and k of one token: the angles are read once and stay in registers. Same formula as
 // rope_cpu.cpp, with the roundings spelled out, so that every layout, batch and packing gives the same bits.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <type_traits>
-
 #include "core/launch.cuh"
+#include "core/vec.cuh"
 #include "ops/rope/rope.h"
 
 namespace packing_ops {
@@ -14,19 +10,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
-constexpr int kUnroll = 4;  // heads whose loads a lane has under way together
-
-template <class T>
-using real_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
-
-// Elements of a vector: with four of them the angles take few registers, and many warps keep the memory busy.
-template <class T>
-constexpr int kVectorOf = sizeof(T) == 8 ? 2 : 4;
-
-template <class T, int kVec>
-struct alignas(sizeof(T) * kVec) Vec {
-  T at[kVec];
-};
+constexpr int kUnroll = 2;  // heads whose loads a lane has under way together
 
 __device__ inline float fused(float a, float b, float c) {
   return __fmaf_rn(a, b, c);
@@ -78,7 +62,7 @@ __device__ void read_entries(const void* data, int64_t at, bool vector, Real (&o
   for (int c = 0; c < kCount / kChunk; ++c) {
     const auto chunk = *reinterpret_cast<const Vec<Entry, kChunk>*>(entries + c * kChunk);
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i) out[c * kChunk + i] = static_cast<Real>(chunk.at[i]);
+    for (int i = 0; i < kChunk; ++i) out[c * kChunk + i] = static_cast<Real>(chunk.get(i));
   }
 }
 
@@ -177,16 +161,37 @@ struct Item {
     return kVec > 1 ? item * kVec : 2 * item + l;
   }
 
+  template <class Real>
+  struct Rotated {
+    Real first, second;
+  };
+
+  template <class Real, bool kFull>
+  __device__ Rotated<Real> rotated(const Angles<Real, kPairs, kFull>& a, int i, Real first, Real second) const {
+    return {fused(first, a.cos1[i], -product(second, a.sin1[i])),
+            fused(second, a.second_cos(i), product(first, a.second_sin(i)))};
+  }
+
   template <class Real, bool kFull>
   __device__ void rotate(const Angles<Real, kPairs, kFull>& a) {
+    if constexpr (kVec == 1) {
+      const auto y = rotated(a, 0, half[0].get(0), half[1].get(0));
+      half[0].set(0, y.first);
+      half[1].set(0, y.second);
+    } else if constexpr (kInterleaved) {
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      T& x1 = kInterleaved && kVec > 1 ? half[0].at[(2 * i) % kVec] : half[0].at[i % kVec];
-      T& x2 = kInterleaved && kVec > 1 ? half[0].at[(2 * i + 1) % kVec] : half[kLoads - 1].at[i % kVec];
-      const Real first = static_cast<Real>(x1);
-      const Real second = static_cast<Real>(x2);
-      x1 = static_cast<T>(fused(first, a.cos1[i], -product(second, a.sin1[i])));
-      x2 = static_cast<T>(fused(second, a.second_cos(i), product(first, a.second_sin(i))));
+      for (int i = 0; i < kPairs; ++i) {
+        const auto y = rotated(a, i, half[0].get(2 * i), half[0].get(2 * i + 1));
+        half[0].set_pair(2 * i, y.first, y.second);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPairs; i += 2) {
+        const auto y = rotated(a, i, half[0].get(i), half[1].get(i));
+        const auto z = rotated(a, i + 1, half[0].get(i + 1), half[1].get(i + 1));
+        half[0].set_pair(i, y.first, z.first);
+        half[1].set_pair(i, y.second, z.second);
+      }
     }
   }
 };
@@ -346,7 +351,7 @@ void launch_kernel(Kernel kernel, const RopeParams& p, const CudaLaunch& launch)
 
 template <class T, bool kInterleaved>
 void launch_vectors(const RopeParams& p, const CudaLaunch& launch) {
-  constexpr int kVec = kVectorOf<T>;
+  constexpr int kVec = 16 / sizeof(T);
   const int64_t items_per_head = p.rotary_dim / 2 / Item<T, kVec, kInterleaved>::kPairs;
   if (items_per_head == 0 || kWarp % items_per_head != 0) {
     launch_kernel(rope_qk_any_kernel<T, kVec, kInterleaved>, p, launch);
@@ -359,7 +364,7 @@ void launch_vectors(const RopeParams& p, const CudaLaunch& launch) {
 
 template <class T>
 void launch_rope(const RopeParams& p, const CudaLaunch& launch) {
-  constexpr int64_t kVec = kVectorOf<T>;
+  constexpr int64_t kVec = 16 / sizeof(T);
   const int64_t step = p.interleaved ? kVec : 2 * kVec;  // rotary elements that an item covers
   const bool vector = p.rotary_dim % step == 0 && aligned(p.q, sizeof(T), kVec * sizeof(T)) &&
                       aligned(p.k, sizeof(T), kVec * sizeof(T));
