@@ -10,7 +10,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
-constexpr int kUnroll = 2;  // heads whose loads a lane has under way together
 
 __device__ inline float fused(float a, float b, float c) {
   return __fmaf_rn(a, b, c);
@@ -247,10 +246,11 @@ __device__ void store_item(const Work& work, T* head, int place, int rotary_half
   }
 }
 
-// The usual case: 32 is a multiple of the items per head, so a lane meets the same pairs in every head and keeps their
-// angles in registers.
-template <class T, int kVec, bool kInterleaved, bool kFull>
-__global__ void __launch_bounds__(kThreads, 3) rope_qk_kernel(RopeParams p, bool vector_tables, FaultFlag fault) {
+// The usual case: 32 is a multiple of the items per head, so a lane meets the same pairs in every head of q and k and
+// keeps their angles in registers. kUnroll: heads whose loads a lane has under way together.
+template <class T, int kVec, bool kInterleaved, bool kFull, int kUnroll>
+__global__ void __launch_bounds__(kThreads, kUnroll <= 2 ? 3 : 2)
+    rope_qk_kernel(RopeParams p, bool vector_tables, FaultFlag fault) {
   using Work = Item<T, kVec, kInterleaved>;
   Token token;
   if (!token_of_warp(p, token)) return;
@@ -259,36 +259,33 @@ __global__ void __launch_bounds__(kThreads, 3) rope_qk_kernel(RopeParams p, bool
   const int items_per_head = rotary_half / Work::kPairs;
   const int place = lane % items_per_head;
   const int heads_per_step = kWarp / items_per_head;
+  const int q_heads = static_cast<int>(p.q.num_heads);
+  const int num_heads = q_heads + static_cast<int>(p.k.num_heads);
   const int64_t position = position_of(p, token);  // on its way while the first heads are loaded
   Angles<real_t<T>, Work::kPairs, kFull> angles;
-  bool has_angles = false;
 
-  const auto rotate_heads = [&](const RopeHeads& x) {
-    const int num_heads = static_cast<int>(x.num_heads);
-    const T* in = head_in<T>(x, token, 0);
-    T* out = head_out<T>(x, token, 0);
-    for (int first = lane / items_per_head; first < num_heads; first += heads_per_step * kUnroll) {
-      Work work[kUnroll];
+  const int own_first = lane / items_per_head;
+  for (int first = own_first; first < num_heads; first += heads_per_step * kUnroll) {
+    Work work[kUnroll];
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        const int head = first + u * heads_per_step;
-        if (head < num_heads) load_item(work[u], in + head * x.in_head, place, rotary_half);
-      }
-      if (!has_angles) {
-        load_angles<kInterleaved>(p, token, place * Work::kPairs, position, vector_tables, fault, angles);
-        has_angles = true;
-      }
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        const int head = first + u * heads_per_step;
-        if (head >= num_heads) continue;
-        work[u].rotate(angles);
-        store_item(work[u], out + head * x.out_head, place, rotary_half);
-      }
+    for (int u = 0; u < kUnroll; ++u) {
+      const int head = first + u * heads_per_step;
+      if (head >= num_heads) continue;
+      const T* in = head < q_heads ? head_in<T>(p.q, token, head) : head_in<T>(p.k, token, head - q_heads);
+      load_item(work[u], in, place, rotary_half);
     }
-  };
-  rotate_heads(p.q);
-  rotate_heads(p.k);
+    if (first == own_first) {
+      load_angles<kInterleaved>(p, token, place * Work::kPairs, position, vector_tables, fault, angles);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int head = first + u * heads_per_step;
+      if (head >= num_heads) continue;
+      work[u].rotate(angles);
+      T* out = head < q_heads ? head_out<T>(p.q, token, head) : head_out<T>(p.k, token, head - q_heads);
+      store_item(work[u], out, place, rotary_half);
+    }
+  }
   copy_rest<T>(p, p.q, token, lane);
   copy_rest<T>(p, p.k, token, lane);
 }
@@ -354,11 +351,17 @@ void launch_vectors(const RopeParams& p, const CudaLaunch& launch) {
   constexpr int kVec = 16 / sizeof(T);
   const int64_t items_per_head = p.rotary_dim / 2 / Item<T, kVec, kInterleaved>::kPairs;
   if (items_per_head == 0 || kWarp % items_per_head != 0) {
-    launch_kernel(rope_qk_any_kernel<T, kVec, kInterleaved>, p, launch);
-  } else if (p.full_table) {
-    launch_kernel(rope_qk_kernel<T, kVec, kInterleaved, true>, p, launch);
+    return launch_kernel(rope_qk_any_kernel<T, kVec, kInterleaved>, p, launch);
+  }
+  // Few heads need few loads in flight per lane, and gain from more warps.
+  const bool few = (p.q.num_heads + p.k.num_heads) * items_per_head <= 2 * kWarp;
+  if (p.full_table) {
+    launch_kernel(few ? rope_qk_kernel<T, kVec, kInterleaved, true, 2> : rope_qk_kernel<T, kVec, kInterleaved, true, 4>,
+                  p, launch);
   } else {
-    launch_kernel(rope_qk_kernel<T, kVec, kInterleaved, false>, p, launch);
+    launch_kernel(
+        few ? rope_qk_kernel<T, kVec, kInterleaved, false, 2> : rope_qk_kernel<T, kVec, kInterleaved, false, 4>, p,
+        launch);
   }
 }
 
