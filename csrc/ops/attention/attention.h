@@ -1,0 +1,82 @@
+// Varlen attention: every query row of a document attends to the keys of the same document.
+//
+//   score  s(i, j) = softmax_scale * q_i . k_j, then softcap * tanh(s / softcap) where softcap > 0
+//   place  with n queries and m keys, query i stands at key i' = i + m - n (bottom-right aligned)
+//   sees   keys i' - window_left <= j <= i' + window_right; -1 is open, causal is window_right 0
+//   lse_i  = log(sum_j exp(s(i, j)) + exp(sink)), out_i = sum_j exp(s(i, j) - lse_i) v_j
+//
+// A row that sees no key has out 0 and lse = sink, or -inf without one.
+#pragma once
+
+#include <cstdint>
+
+#include "core/dtype.h"
+#include "core/launch.h"
+#include "core/segment.h"
+
+namespace packing_ops {
+
+constexpr int64_t kMaxHeadDim = 256;
+
+// [total, num_heads, head_dim] with any strides, counted in elements; head_dim is contiguous.
+struct AttentionTensor {
+  void* data = nullptr;
+  int64_t token_stride = 0;
+  int64_t head_stride = 0;
+};
+
+struct VarlenAttentionParams {
+  Documents documents_q;
+  Documents documents_k;  // as many documents as documents_q
+  DType dtype = DType::kFloat32;
+  int64_t num_q_heads = 0;
+  int64_t num_kv_heads = 0;
+  int64_t head_dim = 0;
+  double softmax_scale = 1;
+  double softcap = 0;  // 0 = off
+  int64_t window_left = -1;
+  int64_t window_right = -1;
+  AttentionTensor q;            // [total_q, num_q_heads, head_dim]
+  AttentionTensor k;            // [total_k, num_kv_heads, head_dim]
+  AttentionTensor v;            // [total_k, num_kv_heads, head_dim]
+  const void* sinks = nullptr;  // [num_q_heads], dtype of lse, or null
+  AttentionTensor out;          // [total_q, num_q_heads, head_dim]
+  void* lse = nullptr;          // [num_q_heads, total_q], float64 for float64 inputs, else float32
+  int32_t* plan = nullptr;      // CUDA: the work-list of AttentionPlanParams
+};
+
+// out and lse are inputs here.
+struct VarlenAttentionBackwardParams : VarlenAttentionParams {
+  AttentionTensor dout;        // like out
+  const void* dlse = nullptr;  // like lse, or null
+  void* delta = nullptr;       // scratch like lse: rowsum(dout * out) - dlse
+  AttentionTensor dq;          // like q
+  AttentionTensor dk;          // like k
+  AttentionTensor dv;          // like v
+  void* dsinks = nullptr;      // like sinks
+  void* scratch = nullptr;     // CUDA
+};
+
+// The work-list of a batch on a GPU: good for every call with these lengths, heads, head_dim and window.
+struct AttentionPlanParams {
+  Documents documents_q;
+  Documents documents_k;
+  int64_t num_q_heads = 0;
+  int64_t num_kv_heads = 0;
+  int64_t head_dim = 0;
+  int64_t window_left = -1;
+  int64_t window_right = -1;
+  int32_t* plan = nullptr;
+};
+
+void launch_varlen_attention_cpu(const VarlenAttentionParams& p);
+void launch_varlen_attention_backward_cpu(const VarlenAttentionBackwardParams& p);
+
+// int32 words of AttentionPlanParams::plan, bytes of VarlenAttentionBackwardParams::scratch.
+int64_t attention_plan_words_cuda(const AttentionPlanParams& p);
+int64_t attention_backward_scratch_cuda(const VarlenAttentionBackwardParams& p);
+void launch_attention_plan_cuda(const AttentionPlanParams& p, const CudaLaunch& launch);
+void launch_varlen_attention_cuda(const VarlenAttentionParams& p, const CudaLaunch& launch);
+void launch_varlen_attention_backward_cuda(const VarlenAttentionBackwardParams& p, const CudaLaunch& launch);
+
+}  // namespace packing_ops

@@ -1,0 +1,198 @@
+// The work-list: one block for each list. A warp takes 32 documents; a document's tiles keep their order inside a cost
+// class, which the backward's chain of partial sums relies on.
+#include "core/launch.cuh"
+#include "core/segment.cuh"
+#include "ops/attention/attention_plan.h"
+#include "ops/attention/attention_window.cuh"
+#include "ops/attention/sm80/backward.h"
+#include "ops/attention/sm80/forward.h"
+
+namespace packing_ops {
+
+namespace {
+
+constexpr int kPlanThreads = 1024;
+constexpr int kClasses = 192;
+constexpr int kLists = 3;
+// Documents with more tiles than this are spread over a whole warp.
+constexpr int32_t kManyTiles = 32;
+
+// Eight classes to the octave, costly ones first.
+__device__ int cost_class(int64_t cost) {
+  if (cost < 8) return kClasses - 1 - static_cast<int>(cost < 0 ? 0 : cost);
+  const int octave = 63 - __clzll(cost);
+  const int rank = 8 * (octave - 2) + static_cast<int>((cost >> (octave - 3)) & 7);
+  return rank < kClasses ? kClasses - 1 - rank : 0;
+}
+
+struct TileLister {
+  PlanView plan;
+  int list;
+
+  __device__ int32_t tiles(const DocumentView& d) const {
+    if (d.tokens == 0) {
+      // Keys that nobody sees still need their zero gradients.
+      if (list == PlanView::kForward) return 0;
+    }
+    const bool small = d.keys <= plan.tiles.small_keys;
+    if (list == PlanView::kForward) {
+      return static_cast<int32_t>(ceil_div(static_cast<int64_t>(d.tokens) * plan.tiles.group, plan.tiles.forward_rows));
+    }
+    if ((list == PlanView::kSmall) != small) return 0;
+    return small ? d.keys > 0 : static_cast<int32_t>(ceil_div(d.keys, plan.tiles.backward_keys));
+  }
+
+  // Never grows with the tile in a backward list: then classes keep a document's tiles in order.
+  __device__ int64_t cost(const DocumentView& d, int32_t tile) const {
+    const int64_t group = plan.tiles.group;
+    if (list == PlanView::kForward) {
+      const int64_t row = static_cast<int64_t>(tile) * plan.tiles.forward_rows;
+      const int64_t last = row + plan.tiles.forward_rows - 1;
+      const int64_t last_token = last / group < d.tokens ? last / group : d.tokens - 1;
+      const Range seen = d.keys_seen(static_cast<int32_t>(row / group), static_cast<int32_t>(last_token));
+      return ceil_div(seen.end, plan.tiles.forward_keys) - seen.first / plan.tiles.forward_keys;
+    }
+    const int64_t keys = list == PlanView::kSmall ? plan.tiles.small_keys : plan.tiles.backward_keys;
+    if (d.window.left < kOpenWindow) {
+      const int64_t most = keys + d.window.left + static_cast<int64_t>(d.window.right);
+      return ceil_div((most < d.tokens ? most : d.tokens) * group, plan.tiles.backward_rows);
+    }
+    const int64_t first = tile * keys;
+    const int64_t last = first + keys < d.keys ? first + keys - 1 : d.keys - 1;
+    const Range seeing = d.tokens_seeing(static_cast<int32_t>(first), static_cast<int32_t>(last));
+    return ceil_div((seeing.end - seeing.first) * group, plan.tiles.backward_rows);
+  }
+};
+
+// Position of this lane among the `taking` lanes of its class, after one atomic by the first of them.
+__device__ int32_t take_position(int32_t* counters, int cls, unsigned taking) {
+  const unsigned lane = threadIdx.x & 31;
+  const unsigned peers = __match_any_sync(taking, cls);
+  const int leader = __ffs(static_cast<int>(peers)) - 1;
+  int32_t base = 0;
+  if (lane == static_cast<unsigned>(leader)) base = atomicAdd(&counters[cls], __popc(peers));
+  base = __shfl_sync(peers, base, leader);
+  return base + __popc(peers & ((1u << lane) - 1));
+}
+
+// f(document, tile, position) for every tile; positions come from counters[class].
+template <class F>
+__device__ void for_each_tile(const TileLister& lister, const Documents& documents_q, const Documents& documents_k,
+                              int32_t* counters, F&& f) {
+  const int lane = threadIdx.x & 31;
+  for (int64_t base = threadIdx.x & ~31; base < documents_q.num_documents; base += blockDim.x) {
+    const int64_t document = base + lane;
+    DocumentView d{};
+    int32_t tiles = 0;
+    if (document < documents_q.num_documents) {
+      d = document_view(documents_q, documents_k, document, lister.plan.window);
+      tiles = lister.tiles(d);
+    }
+    // Short documents: a lane each.
+    for (int32_t tile = 0; tile < kManyTiles; ++tile) {
+      const bool mine = tiles <= kManyTiles && tile < tiles;
+      const unsigned taking = __ballot_sync(0xffffffffu, mine);
+      if (taking == 0) break;
+      if (mine) {
+        const int cls = cost_class(lister.cost(d, tile));
+        f(document, tile, take_position(counters, cls, taking));
+      }
+    }
+    // Long ones: the whole warp.
+    unsigned many = __ballot_sync(0xffffffffu, tiles > kManyTiles);
+    while (many) {
+      const int owner = __ffs(static_cast<int>(many)) - 1;
+      many &= many - 1;
+      const int32_t count = __shfl_sync(0xffffffffu, tiles, owner);
+      const DocumentView whole = document_view(documents_q, documents_k, base + owner, lister.plan.window);
+      for (int32_t first = 0; first < count; first += 32) {
+        const bool mine = first + lane < count;
+        const unsigned taking = __ballot_sync(0xffffffffu, mine);
+        if (mine) {
+          const int cls = cost_class(lister.cost(whole, first + lane));
+          f(base + owner, first + lane, take_position(counters, cls, taking));
+        }
+      }
+    }
+  }
+}
+
+__device__ bool wrong_entries(const Documents& documents) {
+  bool wrong = false;
+  for (int64_t i = threadIdx.x; i <= documents.num_documents; i += blockDim.x) {
+    const int32_t value = documents.cu_seqlens[i];
+    wrong |= (i == 0 && value != 0) || (i > 0 && value < documents.cu_seqlens[i - 1]) || value > documents.total;
+  }
+  return wrong;
+}
+
+__global__ void __launch_bounds__(kPlanThreads)
+    attention_plan_kernel(PlanView plan, Documents documents_q, Documents documents_k, FaultFlag fault) {
+  __shared__ int32_t counters[kClasses];
+  const int list = blockIdx.x;
+  const TileLister lister{plan, list};
+  // One wrong entry and the whole batch counts as padding: zeros everywhere, no address from a wrong value.
+  const bool wrong = __syncthreads_or(wrong_entries(documents_q) || wrong_entries(documents_k));
+  if (threadIdx.x == 0 && list == 0) {
+    plan.data[PlanView::kEndQ] = wrong ? 0 : static_cast<int32_t>(documents_q.end());
+    plan.data[PlanView::kEndK] = wrong ? 0 : static_cast<int32_t>(documents_k.end());
+  }
+  if (wrong) {
+    if (threadIdx.x == 0) plan.data[list] = 0;
+    flag_cu_seqlens(documents_q, fault);
+    flag_cu_seqlens(documents_k, fault);
+    return;
+  }
+  for (int i = threadIdx.x; i < kClasses; i += blockDim.x) counters[i] = 0;
+  __syncthreads();
+  for_each_tile(lister, documents_q, documents_k, counters, [](int64_t, int32_t, int32_t) {});
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    int32_t sum = 0;
+    for (int i = 0; i < kClasses; ++i) {
+      const int32_t count = counters[i];
+      counters[i] = sum;
+      sum += count;
+    }
+    plan.data[list] = sum;
+  }
+  __syncthreads();
+  PlanEntry* entries = plan.entries(list);
+  for_each_tile(lister, documents_q, documents_k, counters, [&](int64_t document, int32_t tile, int32_t position) {
+    entries[position] = {static_cast<int32_t>(document), tile};
+  });
+}
+
+}  // namespace
+
+PlanView plan_view(const AttentionPlanParams& p) {
+  PlanView plan;
+  plan.data = p.plan;
+  plan.total_q = p.documents_q.total;
+  plan.total_k = p.documents_k.total;
+  plan.num_documents = p.documents_q.num_documents;
+  const int padded = sm80::padded_dim(p.head_dim);
+  plan.tiles.group = static_cast<int32_t>(p.num_q_heads / p.num_kv_heads);
+  plan.tiles.forward_rows = sm80::forward_rows(padded);
+  plan.tiles.forward_keys = sm80::forward_keys(padded);
+  plan.tiles.backward_rows = sm80::kBackwardRows;
+  plan.tiles.backward_keys = sm80::backward_keys(padded);
+  plan.tiles.small_keys = sm80::backward_small_keys(padded);
+  const auto side = [](int64_t window) {
+    return window < 0 || window > kOpenWindow ? kOpenWindow : static_cast<int32_t>(window);
+  };
+  plan.window = {side(p.window_left), side(p.window_right)};
+  return plan;
+}
+
+int64_t attention_plan_words_cuda(const AttentionPlanParams& p) {
+  return plan_view(p).words();
+}
+
+void launch_attention_plan_cuda(const AttentionPlanParams& p, const CudaLaunch& launch) {
+  attention_plan_kernel<<<kLists, kPlanThreads, 0, stream_of(launch)>>>(plan_view(p), p.documents_q, p.documents_k,
+                                                                        launch.fault);
+  check_launch("attention_plan_kernel");
+}
+
+}  // namespace packing_ops

@@ -1,0 +1,401 @@
+// Backward on mma.sync. A unit is (document, tile of keys, kv head): it goes once over the packed rows that see its keys
+// and keeps dk and dv in registers through the whole group. Keys are the rows of its products (s^T = k q^T), so that
+// p^T and ds^T are operands of dv += p^T dout and dk += ds^T q straight from registers. dq = ds k of a row tile adds up
+// over the key tiles that see it, in ascending order: the first stores, the last one writes dq, and a counter for each
+// row tile says whose turn it is. Units are claimed in the plan's order, where a document's key tiles ascend, so the one
+// that is waited for is always under way.
+#pragma once
+
+#include "core/launch.cuh"
+#include "ops/attention/sm80/backward.h"
+#include "ops/attention/sm80/persistent.h"
+#include "ops/attention/sm80/tile.cuh"
+
+namespace packing_ops::sm80 {
+
+template <int kDim_, int kKeys_>
+struct BackwardShape {
+  static constexpr int kDim = kDim_;
+  static constexpr int kKeys = kKeys_;
+  static constexpr int kRows = kBackwardRows;
+  // From 192 columns on dk and dv of 16 keys do not fit one warp: two warps share them and exchange p and ds.
+  static constexpr int kSplit = kDim > 128 ? 2 : 1;
+  static constexpr int kWarps = kKeys / 16 * kSplit;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kStages = 2;
+  static constexpr int kColumns = kDim / kSplit;       // of dk and dv in a warp
+  static constexpr int kScoreRows = kRows / kSplit;    // of s^T in a warp
+  static constexpr int kQueryColumns = kDim / (kWarps / 4);  // of dq in a warp, which owns 16 rows
+  static constexpr int kQueryPass = kDim <= 128 ? kDim / 2 : kDim / 4;
+  using TileK = Tile<kKeys, kDim>;
+  using TileQ = Tile<kRows, kDim>;
+  using TileS = Tile<kKeys, kRows>;
+  static constexpr int kStageBytes = 2 * TileQ::kBytes + kRows * 8;
+  static constexpr int kShared = 2 * TileK::kBytes + kStages * kStageBytes + kSplit * TileS::kBytes + 128;
+};
+
+// acc [16 rows of a, columns] += a b over kBlocks blocks of 16; a by address or from registers.
+template <class T, int kBlocks, int kColumnBlocks, class LoadA, class View>
+__device__ __forceinline__ void multiply(float (&acc)[kColumnBlocks][4], const LoadA& load_a, const View& b,
+                                         int first_column) {
+#pragma unroll
+  for (int j = 0; j < kBlocks; ++j) {
+    uint32_t a[4];
+    load_a(a, j);
+#pragma unroll
+    for (int n = 0; n < kColumnBlocks; n += 2) {
+      uint32_t bb[4];
+      ptx::ldmatrix_trans(bb, b.at(16 * j, first_column + n / 2));
+      ptx::mma<T>(acc[n], a, bb[0], bb[1]);
+      ptx::mma<T>(acc[n + 1], a, bb[2], bb[3]);
+    }
+  }
+}
+
+// out [16 keys, rows] = keys rows^T.
+template <class T, class Shape, int kRowBlocks>
+__device__ __forceinline__ void product(float (&out)[kRowBlocks][4], typename Shape::TileK keys, int first_key,
+                                        typename Shape::TileQ rows, int first_row) {
+  const LaneView<Shape::kKeys, Shape::kDim> a_view(keys, Lanes::kRowsFirst, first_key);
+  const LaneView<Shape::kRows, Shape::kDim> b_view(rows, Lanes::kColumnsFirst, first_row);
+#pragma unroll
+  for (int n = 0; n < kRowBlocks; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) out[n][i] = 0.f;
+#pragma unroll
+  for (int j = 0; j < Shape::kDim / 16; ++j) {
+    uint32_t a[4];
+    ptx::ldmatrix(a, a_view.at(0, j));
+#pragma unroll
+    for (int n = 0; n < kRowBlocks; n += 2) {
+      uint32_t b[4];
+      ptx::ldmatrix(b, b_view.at(8 * n, j));
+      ptx::mma<T>(out[n], a, b[0], b[1]);
+      ptx::mma<T>(out[n + 1], a, b[2], b[3]);
+    }
+  }
+}
+
+// The turn of a key tile at a row tile.
+struct Turn {
+  int32_t* counter;
+  int32_t mine;
+  int32_t last;
+};
+
+template <class T, int kDim, int kKeys, bool kTransform>
+struct BackwardUnit {
+  using Shape = BackwardShape<kDim, kKeys>;
+  static constexpr int kScoreBlocks = Shape::kScoreRows / 8;
+  using Scores = float[kScoreBlocks][4];
+  using Sums = float[Shape::kColumns / 8][4];
+
+  uint32_t base;
+  __device__ typename Shape::TileK tile_k() const { return {base}; }
+  __device__ typename Shape::TileK tile_v() const { return {base + Shape::TileK::kBytes}; }
+  __device__ typename Shape::TileS tile_ds() const { return {base + 2 * Shape::TileK::kBytes}; }
+  __device__ typename Shape::TileS tile_p() const { return {tile_ds().base + Shape::TileS::kBytes}; }
+  __device__ uint32_t stage(int i) const {
+    return base + 2 * Shape::TileK::kBytes + Shape::kSplit * Shape::TileS::kBytes + (i & 1) * Shape::kStageBytes;
+  }
+  __device__ typename Shape::TileQ tile_q(int i) const { return {stage(i)}; }
+  __device__ typename Shape::TileQ tile_do(int i) const { return {stage(i) + Shape::TileQ::kBytes}; }
+  __device__ uint32_t stats(int i) const { return stage(i) + 2 * Shape::TileQ::kBytes; }
+
+  static __device__ __forceinline__ void load_rows(const BackwardUnit& u, const Args& args, const GroupRows& rows,
+                                                   int i) {
+    load_group_rows<Shape::kThreads>(u.tile_q(i), args.q, rows, args.head_dim);
+    load_group_rows<Shape::kThreads>(u.tile_do(i), args.dout, rows, args.head_dim);
+    if (threadIdx.x < Shape::kRows) {
+      const int row = threadIdx.x;
+      const bool valid = row < rows.valid;
+      ptx::copy_8(u.stats(i) + row * 8, valid ? args.row_stats + rows.offset(row, args.num_heads, 1) : args.row_stats,
+                  valid);
+    }
+    ptx::copy_commit();
+  }
+
+  // s becomes p (and t the tanh of a soft cap); rows that do not see the key get 0.
+  static __device__ __forceinline__ void weights(Scores& s, Scores& t, const float2* stats, const Args& args,
+                                                 const DocumentView& d, const GroupRows& rows, int32_t key,
+                                                 int first_row, bool masked) {
+    const int column = first_row + 2 * (threadIdx.x & 3);
+    const float scale = args.softmax_scale * kLog2e;
+#pragma unroll
+    for (int n = 0; n < kScoreBlocks; ++n) {
+      const float4 two = *reinterpret_cast<const float4*>(stats + column + 8 * n);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float lse = i & 1 ? two.z : two.x;
+        if constexpr (kTransform) {
+          t[n][i] = 0.f;
+          const float score = args.softcap > 0.f ? capped(s[n][i], args.softmax_scale, args.softcap, &t[n][i])
+                                                 : s[n][i] * args.softmax_scale;
+          s[n][i] = ptx::exp2_approx(fmaf(score, kLog2e, -lse));
+        } else {
+          s[n][i] = ptx::exp2_approx(fmaf(s[n][i], scale, -lse));
+        }
+      }
+    }
+    if (!masked) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t mine = key + 8 * half;
+      const Range seeing = mine < d.keys ? d.tokens_seeing(mine, mine) : Range{0, 0};
+#pragma unroll
+      for (int n = 0; n < kScoreBlocks; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int32_t token = rows.token_of(column + 8 * n + i);
+          if (token < seeing.first || token >= seeing.end) s[n][2 * half + i] = 0.f;
+        }
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void store_transposed(typename Shape::TileS tile, const Scores& x, int first_key,
+                                                          int first_row) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int n = 0; n < kScoreBlocks; ++n) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t at = tile.chunk(0, first_key + (lane >> 2) + 8 * half, first_row / 8 + n) + (lane & 3) * 4;
+        ptx::store_shared(at, pack<T>(x[n][2 * half], x[n][2 * half + 1]));
+      }
+    }
+  }
+
+  // dq of one row tile from the ds of this key tile.
+  static __device__ __forceinline__ void add_queries(const BackwardUnit& u, const Args& args, const GroupRows& rows,
+                                                     const Turn& turn, int first_block, int end_block) {
+    constexpr int kBlocks = Shape::kQueryPass / 8;
+    const int warp = threadIdx.x / 32;
+    const int t = threadIdx.x & 3;
+    const int row_group = warp % 4;
+    const LaneView<kKeys, Shape::kRows> ds(u.tile_ds(), Lanes::kColumnsFirst, 0);
+    const LaneView<kKeys, kDim> keys(u.tile_k(), Lanes::kRowsFirst, 0);
+    const int row0 = row_group * 16 + ((threadIdx.x & 31) >> 2);
+#pragma unroll 1
+    for (int column = (warp / 4) * Shape::kQueryColumns; column < (warp / 4 + 1) * Shape::kQueryColumns;
+         column += Shape::kQueryPass) {
+      float acc[kBlocks][4];
+      float* sums[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = row0 + 8 * half;
+        sums[half] = row < rows.valid && turn.last > 0
+                         ? args.dq_sum + rows.offset(row, static_cast<int64_t>(args.num_heads) * kDim, kDim) + column
+                         : nullptr;
+#pragma unroll
+        for (int n = 0; n < kBlocks; n += 2) {
+          float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+          if (turn.mine > 0 && sums[half] != nullptr) {
+            sum = __ldcg(reinterpret_cast<const float4*>(sums[half] + 8 * n) + t);
+          }
+          acc[n][2 * half] = sum.x;
+          acc[n][2 * half + 1] = sum.y;
+          acc[n + 1][2 * half] = sum.z;
+          acc[n + 1][2 * half + 1] = sum.w;
+        }
+      }
+#pragma unroll 2
+      for (int j = first_block; j < end_block; ++j) {
+        uint32_t a[4];
+        ptx::ldmatrix_trans(a, ds.at(16 * j, row_group));
+#pragma unroll
+        for (int n = 0; n < kBlocks; n += 2) {
+          uint32_t b[4];
+          ptx::ldmatrix_trans(b, keys.at(16 * j, column / 16 + n / 2));
+          ptx::mma<T>(acc[n], a, b[0], b[1]);
+          ptx::mma<T>(acc[n + 1], a, b[2], b[3]);
+        }
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (turn.mine == turn.last) {
+          const int row = row0 + 8 * half;
+          uint16_t* dq = row < rows.valid ? static_cast<uint16_t*>(args.dq.data) +
+                                                rows.offset(row, args.dq.token_stride, args.dq.head_stride)
+                                          : nullptr;
+          store_row<T>(dq, column, args.head_dim, acc, half, args.softmax_scale);
+        } else if (sums[half] != nullptr) {
+#pragma unroll
+          for (int n = 0; n < kBlocks; n += 2) {
+            reinterpret_cast<float4*>(sums[half] + 8 * n)[t] = make_float4(
+                acc[n][2 * half], acc[n][2 * half + 1], acc[n + 1][2 * half], acc[n + 1][2 * half + 1]);
+          }
+        }
+      }
+    }
+  }
+};
+
+template <class T, int kDim, int kKeys, bool kTransform>
+__global__ void __launch_bounds__(BackwardShape<kDim, kKeys>::kThreads, kKeys == 64 && kDim <= 128 ? 2 : 1)
+    attention_backward_kernel(__grid_constant__ const Args args) {
+  using Unit = BackwardUnit<T, kDim, kKeys, kTransform>;
+  using Shape = typename Unit::Shape;
+  constexpr int kRows = Shape::kRows;
+  constexpr int kList = kKeys == backward_keys(kDim) ? PlanView::kBackward : PlanView::kSmall;
+  extern __shared__ uint8_t shared[];
+  __shared__ int32_t next_unit;
+  const uint32_t start = ptx::shared_address(shared);
+  const Unit u{(start + 127) & ~127u};
+  const uint8_t* generic = shared + (u.base - start);
+
+  const int warp = threadIdx.x / 32;
+  const int g = (threadIdx.x & 31) >> 2;
+  const int first_key_in_tile = (warp % (kKeys / 16)) * 16;
+  const int part = warp / (kKeys / 16);
+  const int64_t units = static_cast<int64_t>(args.plan.data[kList]) * args.num_kv_heads;
+  const PlanEntry* entries = args.plan.entries(kList);
+  int32_t* claim = args.order + (kList == PlanView::kBackward ? 0 : 1);
+
+  if (threadIdx.x == 0) next_unit = atomicAdd(claim, 1);
+  __syncthreads();
+  while (next_unit < units) {
+    const int32_t unit = next_unit;
+    const PlanEntry entry = entries[unit / args.num_kv_heads];
+    const int32_t kv_head = unit % args.num_kv_heads;
+    const DocumentView d = document_view(args.documents_q, args.documents_k, entry.document, args.plan.window);
+    const int32_t first_key = entry.tile * kKeys;
+    if (first_key >= d.keys) {  // a plan of other cu_seqlens
+      __syncthreads();
+      if (threadIdx.x == 0) next_unit = atomicAdd(claim, 1);
+      __syncthreads();
+      continue;
+    }
+    const int32_t end_key = first_key + kKeys < d.keys ? first_key + kKeys : d.keys;
+    const Range seeing = d.tokens_seeing(first_key, end_key - 1);
+    const int32_t first_step = static_cast<int32_t>(static_cast<int64_t>(seeing.first) * args.group / kRows);
+    const int32_t end_step =
+        seeing.empty() ? first_step
+                       : static_cast<int32_t>((static_cast<int64_t>(seeing.end) * args.group - 1) / kRows + 1);
+    int32_t* counters = args.order + 2 +
+                        (d.start_q * args.group / kRows + entry.document) * args.num_kv_heads + kv_head;
+
+    load_tile<Shape::kThreads>(u.tile_k(), args.head_dim, args.k.data, key_rows(args.k, d, kv_head, first_key));
+    load_tile<Shape::kThreads>(u.tile_v(), args.head_dim, args.v.data, key_rows(args.v, d, kv_head, first_key));
+    const auto rows_of = [&](int32_t step) {
+      return GroupRows(d, args.group, kv_head, static_cast<int64_t>(step) * kRows, kRows);
+    };
+    if (first_step < end_step) Unit::load_rows(u, args, rows_of(first_step), first_step);
+
+    typename Unit::Sums dk;
+    typename Unit::Sums dv;
+#pragma unroll
+    for (int n = 0; n < Shape::kColumns / 8; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) dk[n][i] = dv[n][i] = 0.f;
+    int32_t claimed = 0;
+    if (threadIdx.x == 0) claimed = atomicAdd(claim, 1);
+    int32_t* finished = nullptr;  // counter of the step before, once all its sums are stored
+    int32_t finished_turn = 0;
+
+    for (int32_t step = first_step; step < end_step; ++step) {
+      const GroupRows rows = rows_of(step);
+      const int32_t last_token = rows.last_token();
+      const Range keys = d.keys_seen(rows.token, last_token);
+      const int32_t first_tile = keys.first / kKeys;
+      const Turn turn{counters + static_cast<int64_t>(step) * args.num_kv_heads, entry.tile - first_tile,
+                      (keys.end - 1) / kKeys - first_tile};
+      const int seen_first = keys.first <= first_key ? 0 : (keys.first - first_key) / 16;
+      const int seen_end = keys.end >= end_key ? (end_key - first_key + 15) / 16 : (keys.end - first_key + 15) / 16;
+
+      ptx::copy_wait<0>();
+      __syncthreads();
+      if (threadIdx.x == 0 && finished != nullptr) ptx::store_release(finished, finished_turn);
+      if (step + 1 < end_step) Unit::load_rows(u, args, rows_of(step + 1), step + 1);
+
+      const int block = first_key_in_tile / 16;
+      const bool seen = block >= seen_first && block < seen_end;
+      const int first_row = part * Shape::kScoreRows;
+      typename Unit::Scores p;
+      typename Unit::Scores ds;
+      if (seen) {
+        const int32_t key = first_key + first_key_in_tile;
+        const auto* stats = reinterpret_cast<const float2*>(generic + (u.stats(step) - u.base));
+        typename Unit::Scores t;
+        product<T, Shape>(p, u.tile_k(), first_key_in_tile, u.tile_q(step), first_row);
+        Unit::weights(p, t, stats, args, d, rows, key + g, first_row,
+                      !d.all_seen(rows.token, last_token, key, key + 15));
+        product<T, Shape>(ds, u.tile_v(), first_key_in_tile, u.tile_do(step), first_row);
+#pragma unroll
+        for (int n = 0; n < Unit::kScoreBlocks; ++n) {
+          const float4 two = *reinterpret_cast<const float4*>(stats + first_row + 2 * (threadIdx.x & 3) + 8 * n);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            ds[n][i] = p[n][i] * (ds[n][i] - (i & 1 ? two.w : two.y));
+            if constexpr (kTransform) ds[n][i] *= 1.f - t[n][i] * t[n][i];
+          }
+        }
+        Unit::store_transposed(u.tile_ds(), ds, first_key_in_tile, first_row);
+        if constexpr (Shape::kSplit == 2) Unit::store_transposed(u.tile_p(), p, first_key_in_tile, first_row);
+      }
+      if constexpr (Shape::kSplit == 2) __syncthreads();
+      if (seen) {
+        const LaneView<kRows, kDim> q_view(u.tile_q(step), Lanes::kRowsFirst, 0);
+        const LaneView<kRows, kDim> do_view(u.tile_do(step), Lanes::kRowsFirst, 0);
+        const int first_column = part * Shape::kColumns / 16;
+        if constexpr (Shape::kSplit == 1) {
+          const auto from = [](const typename Unit::Scores& x) {
+            return [&x](uint32_t(&a)[4], int j) {
+              a[0] = pack<T>(x[2 * j][0], x[2 * j][1]);
+              a[1] = pack<T>(x[2 * j][2], x[2 * j][3]);
+              a[2] = pack<T>(x[2 * j + 1][0], x[2 * j + 1][1]);
+              a[3] = pack<T>(x[2 * j + 1][2], x[2 * j + 1][3]);
+            };
+          };
+          multiply<T, kRows / 16>(dv, from(p), do_view, first_column);
+          multiply<T, kRows / 16>(dk, from(ds), q_view, first_column);
+        } else {
+          const auto from = [&](typename Shape::TileS tile) {
+            const LaneView<kKeys, kRows> view(tile, Lanes::kRowsFirst, first_key_in_tile);
+            return [view](uint32_t(&a)[4], int j) { ptx::ldmatrix(a, view.at(0, j)); };
+          };
+          multiply<T, kRows / 16>(dv, from(u.tile_p()), do_view, first_column);
+          multiply<T, kRows / 16>(dk, from(u.tile_ds()), q_view, first_column);
+        }
+      }
+      if (threadIdx.x == 0 && turn.mine > 0) {
+        while (ptx::load_acquire(turn.counter) != turn.mine) {
+        }
+      }
+      __syncthreads();
+      Unit::add_queries(u, args, rows, turn, seen_first, seen_end);
+      finished = turn.mine < turn.last ? turn.counter : nullptr;
+      finished_turn = turn.mine + 1;
+    }
+    ptx::copy_wait<0>();
+    __syncthreads();  // every tile has been read, every sum stored
+    if (threadIdx.x == 0) {
+      if (finished != nullptr) ptx::store_release(finished, finished_turn);
+      next_unit = claimed;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t key = first_key + first_key_in_tile + g + 8 * half;
+      const int64_t row = d.start_k + key;
+      const auto place = [&](const AttentionTensor& to) {
+        return key < end_key ? static_cast<uint16_t*>(to.data) + row * to.token_stride + kv_head * to.head_stride
+                             : nullptr;
+      };
+      store_row<T>(place(args.dk), part * Shape::kColumns, args.head_dim, dk, half, args.softmax_scale);
+      store_row<T>(place(args.dv), part * Shape::kColumns, args.head_dim, dv, half, 1.f);
+    }
+    __syncthreads();
+  }
+}
+
+template <class T, int kDim, int kKeys, bool kTransform>
+void run_backward(const Args& args, cudaStream_t stream) {
+  using Shape = BackwardShape<kDim, kKeys>;
+  static PersistentKernel kernel{reinterpret_cast<const void*>(attention_backward_kernel<T, kDim, kKeys, kTransform>),
+                                 Shape::kThreads, Shape::kShared, "attention_backward_kernel"};
+  const bool small = kKeys != backward_keys(kDim);
+  const int64_t entries = small ? args.plan.small_capacity() : args.plan.backward_capacity();
+  launch_persistent(kernel, args, entries * args.num_kv_heads, stream);
+}
+
+}  // namespace packing_ops::sm80
