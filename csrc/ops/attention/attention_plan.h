@@ -12,8 +12,8 @@ namespace packing_ops {
 // A query at key position p sees keys p - left to p + right; causal is right = 0.
 constexpr int32_t kOpenWindow = 1 << 30;
 struct Window {
-  int32_t left = kOpenWindow;
-  int32_t right = kOpenWindow;
+  int32_t left;
+  int32_t right;
 };
 
 // Rows are a document's (token, head of the group) pairs: row r is token r / group, head r % group.
@@ -26,9 +26,15 @@ struct AttentionTiles {
   int32_t small_keys = 64;      // documents of at most so many keys have backward units of their own; 0 = none
 };
 
-struct PlanEntry {
+// One unit, with its document's place so that nothing else has to be looked up.
+struct alignas(16) PlanEntry {
   int32_t document;
   int32_t tile;
+  int32_t start_q;
+  int32_t tokens;
+  int32_t start_k;
+  int32_t keys;
+  int32_t unused[2];
 };
 
 // int32 words: header, forward entries, backward entries, backward entries of small documents.
@@ -38,9 +44,9 @@ struct PlanView {
   int64_t total_k = 0;
   int64_t num_documents = 0;
   AttentionTiles tiles;
-  Window window;
+  Window window = {kOpenWindow, kOpenWindow};
 
-  enum Header { kForward, kBackward, kSmall, kEndQ, kEndK, kHeaderWords = 16 };
+  enum Header { kForward, kBackward, kSmall, kEndQ, kEndK, kHeaderWords = 16, kEntryWords = 8 };
 
   PACKING_OPS_HOST_DEVICE int64_t forward_capacity() const {
     return total_q * tiles.group / tiles.forward_rows + num_documents;
@@ -48,11 +54,11 @@ struct PlanView {
   PACKING_OPS_HOST_DEVICE int64_t backward_capacity() const { return total_k / tiles.backward_keys + num_documents; }
   PACKING_OPS_HOST_DEVICE int64_t small_capacity() const { return tiles.small_keys > 0 ? num_documents : 0; }
   PACKING_OPS_HOST_DEVICE int64_t words() const {
-    return kHeaderWords + 2 * (forward_capacity() + backward_capacity() + small_capacity());
+    return kHeaderWords + kEntryWords * (forward_capacity() + backward_capacity() + small_capacity());
   }
   // list: kForward, kBackward or kSmall.
   PACKING_OPS_HOST_DEVICE PlanEntry* entries(int list) const {
-    int64_t skip = kHeaderWords / 2;
+    int64_t skip = kHeaderWords / kEntryWords;
     if (list > kForward) skip += forward_capacity();
     if (list > kBackward) skip += backward_capacity();
     return reinterpret_cast<PlanEntry*>(data) + skip;

@@ -30,10 +30,7 @@ struct TileLister {
   int list;
 
   __device__ int32_t tiles(const DocumentView& d) const {
-    if (d.tokens == 0) {
-      // Keys that nobody sees still need their zero gradients.
-      if (list == PlanView::kForward) return 0;
-    }
+    // Keys that nobody sees are listed too: their gradients are zeros that somebody has to write.
     const bool small = d.keys <= plan.tiles.small_keys;
     if (list == PlanView::kForward) {
       return static_cast<int32_t>(ceil_div(static_cast<int64_t>(d.tokens) * plan.tiles.group, plan.tiles.forward_rows));
@@ -42,25 +39,26 @@ struct TileLister {
     return small ? d.keys > 0 : static_cast<int32_t>(ceil_div(d.keys, plan.tiles.backward_keys));
   }
 
-  // Never grows with the tile in a backward list: then classes keep a document's tiles in order.
+  // Backward: one cost for all tiles of a document, so that they stay together and in order.
   __device__ int64_t cost(const DocumentView& d, int32_t tile) const {
     const int64_t group = plan.tiles.group;
-    if (list == PlanView::kForward) {
-      const int64_t row = static_cast<int64_t>(tile) * plan.tiles.forward_rows;
-      const int64_t last = row + plan.tiles.forward_rows - 1;
-      const int64_t last_token = last / group < d.tokens ? last / group : d.tokens - 1;
-      const Range seen = d.keys_seen(static_cast<int32_t>(row / group), static_cast<int32_t>(last_token));
-      return ceil_div(seen.end, plan.tiles.forward_keys) - seen.first / plan.tiles.forward_keys;
-    }
-    const int64_t keys = list == PlanView::kSmall ? plan.tiles.small_keys : plan.tiles.backward_keys;
-    if (d.window.left < kOpenWindow) {
-      const int64_t most = keys + d.window.left + static_cast<int64_t>(d.window.right);
+    if (list != PlanView::kForward) {
+      const int64_t keys = list == PlanView::kSmall ? plan.tiles.small_keys : plan.tiles.backward_keys;
+      const int64_t most = d.window.left < kOpenWindow ? keys + d.window.left : d.tokens;
       return ceil_div((most < d.tokens ? most : d.tokens) * group, plan.tiles.backward_rows);
     }
-    const int64_t first = tile * keys;
-    const int64_t last = first + keys < d.keys ? first + keys - 1 : d.keys - 1;
-    const Range seeing = d.tokens_seeing(static_cast<int32_t>(first), static_cast<int32_t>(last));
-    return ceil_div((seeing.end - seeing.first) * group, plan.tiles.backward_rows);
+    const int64_t row = static_cast<int64_t>(tile) * plan.tiles.forward_rows;
+    const int64_t last = row + plan.tiles.forward_rows - 1;
+    const int64_t last_token = last / group < d.tokens ? last / group : d.tokens - 1;
+    const Range seen = d.keys_seen(static_cast<int32_t>(row / group), static_cast<int32_t>(last_token));
+    return ceil_div(seen.end, plan.tiles.forward_keys) - seen.first / plan.tiles.forward_keys;
+  }
+
+  // The backward's chain of partial sums goes from a document's last key tile to its first.
+  __device__ PlanEntry entry(int64_t document, const DocumentView& d, int32_t index) const {
+    const int32_t tile = list == PlanView::kForward ? index : tiles(d) - 1 - index;
+    return {static_cast<int32_t>(document), tile, static_cast<int32_t>(d.start_q), d.tokens,
+            static_cast<int32_t>(d.start_k), d.keys, {0, 0}};
   }
 };
 
@@ -75,7 +73,7 @@ __device__ int32_t take_position(int32_t* counters, int cls, unsigned taking) {
   return base + __popc(peers & ((1u << lane) - 1));
 }
 
-// f(document, tile, position) for every tile; positions come from counters[class].
+// f(document, its view, tile, position) for every tile; positions come from counters[class].
 template <class F>
 __device__ void for_each_tile(const TileLister& lister, const Documents& documents_q, const Documents& documents_k,
                               int32_t* counters, F&& f) {
@@ -95,7 +93,7 @@ __device__ void for_each_tile(const TileLister& lister, const Documents& documen
       if (taking == 0) break;
       if (mine) {
         const int cls = cost_class(lister.cost(d, tile));
-        f(document, tile, take_position(counters, cls, taking));
+        f(document, d, tile, take_position(counters, cls, taking));
       }
     }
     // Long ones: the whole warp.
@@ -110,7 +108,7 @@ __device__ void for_each_tile(const TileLister& lister, const Documents& documen
         const unsigned taking = __ballot_sync(0xffffffffu, mine);
         if (mine) {
           const int cls = cost_class(lister.cost(whole, first + lane));
-          f(base + owner, first + lane, take_position(counters, cls, taking));
+          f(base + owner, whole, first + lane, take_position(counters, cls, taking));
         }
       }
     }
@@ -145,7 +143,7 @@ __global__ void __launch_bounds__(kPlanThreads)
   }
   for (int i = threadIdx.x; i < kClasses; i += blockDim.x) counters[i] = 0;
   __syncthreads();
-  for_each_tile(lister, documents_q, documents_k, counters, [](int64_t, int32_t, int32_t) {});
+  for_each_tile(lister, documents_q, documents_k, counters, [](int64_t, const DocumentView&, int32_t, int32_t) {});
   __syncthreads();
   if (threadIdx.x == 0) {
     int32_t sum = 0;
@@ -158,9 +156,10 @@ __global__ void __launch_bounds__(kPlanThreads)
   }
   __syncthreads();
   PlanEntry* entries = plan.entries(list);
-  for_each_tile(lister, documents_q, documents_k, counters, [&](int64_t document, int32_t tile, int32_t position) {
-    entries[position] = {static_cast<int32_t>(document), tile};
-  });
+  for_each_tile(lister, documents_q, documents_k, counters,
+                [&](int64_t document, const DocumentView& d, int32_t tile, int32_t position) {
+                  entries[position] = lister.entry(document, d, tile);
+                });
 }
 
 }  // namespace

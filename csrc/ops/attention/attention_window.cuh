@@ -50,4 +50,8 @@ PACKING_OPS_HOST_DEVICE DocumentView document_view(const Documents& documents_q,
   return {q.start, k.start, static_cast<int32_t>(q.end - q.start), static_cast<int32_t>(k.end - k.start), window};
 }
 
+PACKING_OPS_HOST_DEVICE DocumentView document_view(const PlanEntry& entry, Window window) {
+  return {entry.start_q, entry.start_k, entry.tokens, entry.keys, window};
+}
+
 }  // namespace packing_ops

@@ -1,9 +1,9 @@
 // Backward on mma.sync. A unit is (document, tile of keys, kv head): it goes once over the packed rows that see its keys
 // and keeps dk and dv in registers through the whole group. Keys are the rows of its products (s^T = k q^T), so that
 // p^T and ds^T are operands of dv += p^T dout and dk += ds^T q straight from registers. dq = ds k of a row tile adds up
-// over the key tiles that see it, in ascending order: the first stores, the last one writes dq, and a counter for each
-// row tile says whose turn it is. Units are claimed in the plan's order, where a document's key tiles ascend, so the one
-// that is waited for is always under way.
+// over the key tiles that it sees, from the last to the first: the first in turn stores, the last one writes dq, and a
+// counter for each row tile says whose turn it is. Units are claimed in the plan's order, where a document's key tiles
+// descend too, so the one that is waited for is always under way, and with causal attention always some steps ahead.
 #pragma once
 
 #include "core/launch.cuh"
@@ -91,12 +91,12 @@ struct BackwardUnit {
   using Sums = float[Shape::kColumns / 8][4];
 
   uint32_t base;
-  __device__ typename Shape::TileK tile_k() const { return {base}; }
-  __device__ typename Shape::TileK tile_v() const { return {base + Shape::TileK::kBytes}; }
-  __device__ typename Shape::TileS tile_ds() const { return {base + 2 * Shape::TileK::kBytes}; }
+  __device__ typename Shape::TileK tile_k() const { return {ptx::opaque(base)}; }
+  __device__ typename Shape::TileK tile_v() const { return {ptx::opaque(base) + Shape::TileK::kBytes}; }
+  __device__ typename Shape::TileS tile_ds() const { return {ptx::opaque(base) + 2 * Shape::TileK::kBytes}; }
   __device__ typename Shape::TileS tile_p() const { return {tile_ds().base + Shape::TileS::kBytes}; }
   __device__ uint32_t stage(int i) const {
-    return base + 2 * Shape::TileK::kBytes + Shape::kSplit * Shape::TileS::kBytes + (i & 1) * Shape::kStageBytes;
+    return ptx::opaque(base) + 2 * Shape::TileK::kBytes + Shape::kSplit * Shape::TileS::kBytes + (i & 1) * Shape::kStageBytes;
   }
   __device__ typename Shape::TileQ tile_q(int i) const { return {stage(i)}; }
   __device__ typename Shape::TileQ tile_do(int i) const { return {stage(i) + Shape::TileQ::kBytes}; }
@@ -180,25 +180,10 @@ struct BackwardUnit {
     for (int column = (warp / 4) * Shape::kQueryColumns; column < (warp / 4 + 1) * Shape::kQueryColumns;
          column += Shape::kQueryPass) {
       float acc[kBlocks][4];
-      float* sums[2];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = row0 + 8 * half;
-        sums[half] = row < rows.valid && turn.last > 0
-                         ? args.dq_sum + rows.offset(row, static_cast<int64_t>(args.num_heads) * kDim, kDim) + column
-                         : nullptr;
+      for (int n = 0; n < kBlocks; ++n)
 #pragma unroll
-        for (int n = 0; n < kBlocks; n += 2) {
-          float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-          if (turn.mine > 0 && sums[half] != nullptr) {
-            sum = __ldcg(reinterpret_cast<const float4*>(sums[half] + 8 * n) + t);
-          }
-          acc[n][2 * half] = sum.x;
-          acc[n][2 * half + 1] = sum.y;
-          acc[n + 1][2 * half] = sum.z;
-          acc[n + 1][2 * half + 1] = sum.w;
-        }
-      }
+        for (int i = 0; i < 4; ++i) acc[n][i] = 0.f;
 #pragma unroll 2
       for (int j = first_block; j < end_block; ++j) {
         uint32_t a[4];
@@ -213,17 +198,37 @@ struct BackwardUnit {
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
+        const int row = row0 + 8 * half;
+        const bool valid = row < rows.valid;
+        float* sums = args.dq_sum + (turn.last > 0 && valid
+                                         ? rows.offset(row, static_cast<int64_t>(args.num_heads) * kDim, kDim) + column
+                                         : 0);
         if (turn.mine == turn.last) {
-          const int row = row0 + 8 * half;
-          uint16_t* dq = row < rows.valid ? static_cast<uint16_t*>(args.dq.data) +
-                                                rows.offset(row, args.dq.token_stride, args.dq.head_stride)
-                                          : nullptr;
+          if (turn.last > 0 && valid) {
+#pragma unroll
+            for (int n = 0; n < kBlocks; n += 2) {
+              const float4 sum = __ldcg(reinterpret_cast<const float4*>(sums + 8 * n) + t);
+              acc[n][2 * half] += sum.x;
+              acc[n][2 * half + 1] += sum.y;
+              acc[n + 1][2 * half] += sum.z;
+              acc[n + 1][2 * half + 1] += sum.w;
+            }
+          }
+          uint16_t* dq = valid ? static_cast<uint16_t*>(args.dq.data) +
+                                     rows.offset(row, args.dq.token_stride, args.dq.head_stride)
+                               : nullptr;
           store_row<T>(dq, column, args.head_dim, acc, half, args.softmax_scale);
-        } else if (sums[half] != nullptr) {
+        } else if (valid) {
 #pragma unroll
           for (int n = 0; n < kBlocks; n += 2) {
-            reinterpret_cast<float4*>(sums[half] + 8 * n)[t] = make_float4(
-                acc[n][2 * half], acc[n][2 * half + 1], acc[n + 1][2 * half], acc[n + 1][2 * half + 1]);
+            const float4 sum =
+                make_float4(acc[n][2 * half], acc[n][2 * half + 1], acc[n + 1][2 * half], acc[n + 1][2 * half + 1]);
+            float* to = sums + 8 * n + 4 * t;
+            if (turn.mine == 0) {
+              *reinterpret_cast<float4*>(to) = sum;
+            } else {
+              ptx::add_4(to, sum);
+            }
           }
         }
       }
@@ -258,14 +263,8 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys>::kThreads, kKeys ==
     const int32_t unit = next_unit;
     const PlanEntry entry = entries[unit / args.num_kv_heads];
     const int32_t kv_head = unit % args.num_kv_heads;
-    const DocumentView d = document_view(args.documents_q, args.documents_k, entry.document, args.plan.window);
+    const DocumentView d = document_view(entry, args.plan.window);
     const int32_t first_key = entry.tile * kKeys;
-    if (first_key >= d.keys) {  // a plan of other cu_seqlens
-      __syncthreads();
-      if (threadIdx.x == 0) next_unit = atomicAdd(claim, 1);
-      __syncthreads();
-      continue;
-    }
     const int32_t end_key = first_key + kKeys < d.keys ? first_key + kKeys : d.keys;
     const Range seeing = d.tokens_seeing(first_key, end_key - 1);
     const int32_t first_step = static_cast<int32_t>(static_cast<int64_t>(seeing.first) * args.group / kRows);
@@ -277,10 +276,9 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys>::kThreads, kKeys ==
 
     load_tile<Shape::kThreads>(u.tile_k(), args.head_dim, args.k.data, key_rows(args.k, d, kv_head, first_key));
     load_tile<Shape::kThreads>(u.tile_v(), args.head_dim, args.v.data, key_rows(args.v, d, kv_head, first_key));
-    const auto rows_of = [&](int32_t step) {
-      return GroupRows(d, args.group, kv_head, static_cast<int64_t>(step) * kRows, kRows);
-    };
-    if (first_step < end_step) Unit::load_rows(u, args, rows_of(first_step), first_step);
+    ptx::copy_commit();
+    GroupRows rows(d, args.group, kv_head, static_cast<int64_t>(first_step) * kRows, kRows);
+    if (first_step < end_step) Unit::load_rows(u, args, rows, first_step);
 
     typename Unit::Sums dk;
     typename Unit::Sums dv;
@@ -293,20 +291,23 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys>::kThreads, kKeys ==
     int32_t* finished = nullptr;  // counter of the step before, once all its sums are stored
     int32_t finished_turn = 0;
 
-    for (int32_t step = first_step; step < end_step; ++step) {
-      const GroupRows rows = rows_of(step);
+    for (int32_t step = first_step; step < end_step; ++step, rows = rows.after(kRows)) {
       const int32_t last_token = rows.last_token();
       const Range keys = d.keys_seen(rows.token, last_token);
-      const int32_t first_tile = keys.first / kKeys;
-      const Turn turn{counters + static_cast<int64_t>(step) * args.num_kv_heads, entry.tile - first_tile,
-                      (keys.end - 1) / kKeys - first_tile};
+      const int32_t last_tile = (keys.end - 1) / kKeys;
+      const Turn turn{counters + static_cast<int64_t>(step) * args.num_kv_heads, last_tile - entry.tile,
+                      last_tile - keys.first / kKeys};
       const int seen_first = keys.first <= first_key ? 0 : (keys.first - first_key) / 16;
       const int seen_end = keys.end >= end_key ? (end_key - first_key + 15) / 16 : (keys.end - first_key + 15) / 16;
 
       ptx::copy_wait<0>();
       __syncthreads();
-      if (threadIdx.x == 0 && finished != nullptr) ptx::store_release(finished, finished_turn);
-      if (step + 1 < end_step) Unit::load_rows(u, args, rows_of(step + 1), step + 1);
+      if (step + 1 < end_step) Unit::load_rows(u, args, rows.after(kRows), step + 1);
+      // One thread waits for this tile's turn (looking early, so that the answer is there when it is needed), one tells
+      // that the step before is done (late, so that its sums have long arrived).
+      const bool waits = threadIdx.x == 32 && turn.mine > 0;
+      int32_t done = 0;
+      if (waits) done = ptx::load_relaxed(turn.counter);
 
       const int block = first_key_in_tile / 16;
       const bool seen = block >= seen_first && block < seen_end;
@@ -358,9 +359,10 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys>::kThreads, kKeys ==
           multiply<T, kRows / 16>(dk, from(u.tile_ds()), q_view, first_column);
         }
       }
-      if (threadIdx.x == 0 && turn.mine > 0) {
-        while (ptx::load_acquire(turn.counter) != turn.mine) {
-        }
+      if (threadIdx.x == 0 && finished != nullptr) ptx::store_release(finished, finished_turn);
+      if (waits) {
+        while (done != turn.mine) done = ptx::load_relaxed(turn.counter);
+        ptx::fence_gpu();
       }
       __syncthreads();
       Unit::add_queries(u, args, rows, turn, seen_first, seen_end);

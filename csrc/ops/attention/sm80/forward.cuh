@@ -1,6 +1,7 @@
 // Forward on mma.sync. A unit is (document, tile of packed rows, kv head); a block works its units off one after the
 // other. Each warp owns its rows through the whole unit; K and V come in tiles of kKeys, always from the first visible
-// tile upwards, so a row's sum has one order wherever its document lies.
+// tile upwards, so a row's sum has one order wherever its document lies. Copies run one tile ahead, over the seam between
+// units too: while a unit ends, the next one's first tiles are already on their way.
 #pragma once
 
 #include "core/launch.cuh"
@@ -18,6 +19,7 @@ struct ForwardShape {
   static constexpr int kKeys = forward_keys(kDim);
   static constexpr int kRowBlocks = kRows / 64;  // blocks of 16 rows a warp owns
   static constexpr int kShared = (kRows + 4 * kKeys) * kDim * 2 + 128;
+  static constexpr int kWarpRows = 16 * kRowBlocks;
   using TileQ = Tile<kRows, kDim>;
   using TileK = Tile<kKeys, kDim>;
 };
@@ -152,14 +154,30 @@ struct ForwardUnit {
   }
 };
 
-// Units in a serpentine, so that no block always gets the longer one.
-__device__ __forceinline__ int64_t serpentine(int64_t round) {
-  const int64_t at = (round & 1) ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+// Unit number `round` of this block, in a serpentine so that no block always gets the longer one.
+__device__ __forceinline__ uint32_t serpentine(uint32_t round) {
+  const uint32_t at = (round & 1) ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   return round * gridDim.x + at;
 }
 
-template <class T>
-__device__ void zero_padding(const Args& args) {
+struct ForwardWork {
+  DocumentView d;
+  GroupRows rows;
+  int32_t kv_head;
+  int32_t first_tile;
+  int32_t end_tile;  // at least one tile, also where no key is seen
+
+  template <class Shape>
+  static __device__ __forceinline__ ForwardWork make(const Args& args, const PlanEntry& entry, int32_t kv_head) {
+    const DocumentView d = document_view(entry, args.plan.window);
+    const GroupRows rows(d, args.group, kv_head, static_cast<int64_t>(entry.tile) * Shape::kRows, Shape::kRows);
+    const Range keys = d.keys_seen(rows.token, rows.last_token());
+    const int32_t first = keys.first / Shape::kKeys;
+    return {d, rows, kv_head, first, keys.empty() ? first + 1 : (keys.end - 1) / Shape::kKeys + 1};
+  }
+};
+
+__device__ inline void zero_padding(const Args& args) {
   const int64_t end = args.plan.data[PlanView::kEndQ];
   const int64_t words = args.head_dim / 8;
   const int64_t rows = (args.documents_q.total - end) * args.num_heads;
@@ -174,52 +192,104 @@ __device__ void zero_padding(const Args& args) {
   }
 }
 
+// The unit's last step: out and lse of this warp's rows.
+template <class T, class Shape>
+__device__ __forceinline__ void finish(const Args& args, const GroupRows& rows, int first_row,
+                                       const RowState<Shape::kRowBlocks>& state,
+                                       const float (&o)[Shape::kRowBlocks][Shape::kDim / 8][4], float scale) {
+#pragma unroll
+  for (int b = 0; b < Shape::kRowBlocks; ++b) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + 16 * b + 8 * half;
+      const bool valid = row < rows.valid;
+      float sum = state.sum[b][half];
+      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      float most = state.most[b][half] == -INFINITY ? -INFINITY : state.most[b][half] * scale;
+      float factor = 1.f;
+      const int32_t step = rows.token_step(row);
+      const int32_t head = rows.first_head + row + rows.skipped - step * rows.group;
+      if (args.sinks != nullptr && valid) {
+        const float sink = args.sinks[head] * kLog2e;
+        const float top = fmaxf(most, sink);
+        if (top != -INFINITY) {
+          factor = ptx::exp2_approx(most - top);
+          sum = sum * factor + ptx::exp2_approx(sink - top);
+          most = top;
+        }
+      }
+      uint16_t* out = valid ? static_cast<uint16_t*>(args.out.data) +
+                                  rows.offset(row, args.out.token_stride, args.out.head_stride)
+                            : nullptr;
+      store_row<T>(out, 0, args.head_dim, o[b], half, sum == 0.f ? 0.f : factor / sum);
+      if (valid && (threadIdx.x & 3) == 0) {
+        args.lse[head * args.documents_q.total + rows.first_token + step] =
+            sum == 0.f ? -INFINITY : most * kLn2 + logf(sum);
+      }
+    }
+  }
+}
+
 template <class T, int kDim, bool kTransform>
 __global__ void __launch_bounds__(128, 2) attention_forward_kernel(__grid_constant__ const Args args) {
   using Shape = ForwardShape<kDim>;
   using Unit = ForwardUnit<T, Shape, kTransform>;
   constexpr int kBlocks = Shape::kRowBlocks;
   extern __shared__ uint8_t shared[];
+  __shared__ PlanEntry entries[3];  // of this unit, the next and the one after
+  __shared__ ForwardWork works[2];  // this unit and the next
   const uint32_t base = (ptx::shared_address(shared) + 127) & ~127u;
   const typename Shape::TileQ tile_q{base};
   const auto tile_k = [&](int stage) {
-    return typename Shape::TileK{base + Shape::TileQ::kBytes + stage * 2 * Shape::TileK::kBytes};
+    return typename Shape::TileK{ptx::opaque(base) + Shape::TileQ::kBytes + stage * 2 * Shape::TileK::kBytes};
   };
   const auto tile_v = [&](int stage) { return typename Shape::TileK{tile_k(stage).base + Shape::TileK::kBytes}; };
 
-  zero_padding<T>(args);
-  const int warp_row = (threadIdx.x / 32) * 16 * kBlocks;
+  const int warp_row = (threadIdx.x / 32) * Shape::kWarpRows;
   const int g = (threadIdx.x & 31) >> 2;
   const float scale = kTransform ? 1.f : args.softmax_scale * kLog2e;
-  const int64_t units = static_cast<int64_t>(args.plan.data[PlanView::kForward]) * args.num_kv_heads;
-  const PlanEntry* entries = args.plan.entries(PlanView::kForward);
+  const uint32_t units = static_cast<uint32_t>(args.plan.data[PlanView::kForward]) * args.num_kv_heads;
+  const auto kv_head_of = [&](uint32_t round) { return static_cast<int32_t>(serpentine(round) % args.num_kv_heads); };
+  const auto load_entry = [&](uint32_t round) {
+    if (threadIdx.x < 2 && serpentine(round) < units) {
+      const auto* from = args.plan.entries(PlanView::kForward) + serpentine(round) / args.num_kv_heads;
+      ptx::copy_16(ptx::shared_address(&entries[round % 3]) + threadIdx.x * 16,
+                   reinterpret_cast<const uint8_t*>(from) + threadIdx.x * 16, true);
+    }
+  };
+  const auto load_keys = [&](const ForwardWork& work, int32_t tile, int stage) {
+    load_tile<Shape::kThreads>(tile_k(stage), args.head_dim, args.k.data,
+                               key_rows(args.k, work.d, work.kv_head, tile * Shape::kKeys));
+    load_tile<Shape::kThreads>(tile_v(stage), args.head_dim, args.v.data,
+                               key_rows(args.v, work.d, work.kv_head, tile * Shape::kKeys));
+  };
+  // Only this warp reads these rows.
+  const auto load_own_rows = [&](const ForwardWork& work) {
+    const uint16_t* data = static_cast<const uint16_t*>(args.q.data);
+    load_rows<32, Shape::kWarpRows>(tile_q, warp_row, threadIdx.x & 31, args.head_dim, data, [&](int row) -> const void* {
+      return row < work.rows.valid ? data + work.rows.offset(row, args.q.token_stride, args.q.head_stride) : nullptr;
+    });
+  };
 
-  for (int64_t round = 0; round * gridDim.x < units; ++round) {
-    const int64_t unit = serpentine(round);
-    if (unit >= units) continue;
-    const PlanEntry entry = entries[unit / args.num_kv_heads];
-    const int32_t kv_head = static_cast<int32_t>(unit % args.num_kv_heads);
-    const DocumentView d = document_view(args.documents_q, args.documents_k, entry.document, args.plan.window);
-    const GroupRows rows(d, args.group, kv_head, static_cast<int64_t>(entry.tile) * Shape::kRows, Shape::kRows);
-    if (rows.valid <= 0) continue;
-    const int32_t last_token = rows.last_token();
-    const Range keys = d.keys_seen(rows.token, last_token);
-    const int32_t first_tile = keys.first / Shape::kKeys;
-    const int32_t end_tile = keys.empty() ? first_tile : (keys.end - 1) / Shape::kKeys + 1;
+  if (serpentine(0) < units) {
+    load_entry(0);
+    load_entry(1);
+    ptx::copy_commit();
+    ptx::copy_wait<0>();
+    __syncthreads();
+    const ForwardWork work = ForwardWork::make<Shape>(args, entries[0], kv_head_of(0));
+    load_own_rows(work);
+    load_keys(work, work.first_tile, 0);
+    ptx::copy_commit();
+    if (threadIdx.x == 0) works[0] = work;
+  }
+  zero_padding(args);
+  __syncthreads();
 
-    const auto load_keys = [&](int32_t tile) {
-      const int stage = tile & 1;
-      const KeyRows k = key_rows(args.k, d, kv_head, tile * Shape::kKeys);
-      const KeyRows v = key_rows(args.v, d, kv_head, tile * Shape::kKeys);
-      load_tile<Shape::kThreads>(tile_k(stage), args.head_dim, args.k.data, k);
-      load_tile<Shape::kThreads>(tile_v(stage), args.head_dim, args.v.data, v);
-      ptx::copy_commit();
-    };
-
-    __syncthreads();  // the unit before has read its tiles
-    load_group_rows<Shape::kThreads>(tile_q, args.q, rows, args.head_dim);
-    if (first_tile < end_tile) load_keys(first_tile);
-
+  int stage = 0;
+  for (uint32_t round = 0; serpentine(round) < units; ++round) {
+    const ForwardWork& work = works[round & 1];
     RowState<kBlocks> state;
     typename Unit::Sums o;
 #pragma unroll
@@ -234,72 +304,57 @@ __global__ void __launch_bounds__(128, 2) attention_forward_kernel(__grid_consta
 #pragma unroll
         for (int i = 0; i < 4; ++i) o[b][n][i] = 0.f;
     }
-    const bool warp_has_rows = warp_row < rows.valid;
-    const int warp_last_row = warp_row + 16 * kBlocks - 1 < rows.valid ? warp_row + 16 * kBlocks - 1 : rows.valid - 1;
-    const int32_t warp_first_token = rows.token_of(warp_row);
-    const int32_t warp_last_token = rows.token_of(warp_last_row);
-    const Range warp_keys = d.keys_seen(warp_first_token, warp_last_token);
-
-    for (int32_t tile = first_tile; tile < end_tile; ++tile) {
+    bool last = false;
+    for (int32_t tile = 0; !last; ++tile, stage ^= 1) {
       ptx::copy_wait<0>();
       __syncthreads();
-      if (tile + 1 < end_tile) load_keys(tile + 1);
+      if (tile == 0) {
+        tile = work.first_tile;
+        load_entry(round + 2);
+      }
+      last = tile + 1 >= work.end_tile;
+      const bool more = serpentine(round + 1) < units;
+      if (!last) {
+        load_keys(work, tile + 1, stage ^ 1);
+      } else if (more) {
+        const ForwardWork next = ForwardWork::make<Shape>(args, entries[(round + 1) % 3], kv_head_of(round + 1));
+        load_keys(next, next.first_tile, stage ^ 1);
+        if (threadIdx.x == 0) works[(round + 1) & 1] = next;
+      }
+      ptx::copy_commit();
+
+      // Rows of this warp, and the keys that they see: a tile without any would change no bit.
       const int32_t first_key = tile * Shape::kKeys;
       const int32_t last_key = first_key + Shape::kKeys - 1;
-      // A tile that this warp does not see would change no bit.
-      if (!warp_has_rows || first_key >= warp_keys.end || last_key < warp_keys.first) continue;
-      typename Unit::Scores s;
-      Unit::scores(s, tile_q, tile_k(tile & 1), warp_row);
-      if constexpr (kTransform) {
+      const int last_row = warp_row + Shape::kWarpRows < work.rows.valid ? warp_row + Shape::kWarpRows - 1
+                                                                         : work.rows.valid - 1;
+      const int32_t first_token = work.rows.token_of(warp_row);
+      const int32_t last_token = work.rows.token_of(last_row);
+      const Range keys = work.d.keys_seen(first_token, last_token);
+      if (warp_row < work.rows.valid && first_key < keys.end && last_key >= keys.first) {
+        typename Unit::Scores s;
+        Unit::scores(s, tile_q, tile_k(stage), warp_row);
+        if constexpr (kTransform) {
 #pragma unroll
-        for (int b = 0; b < kBlocks; ++b)
+          for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
-          for (int n = 0; n < Unit::kKeyBlocks; ++n)
+            for (int n = 0; n < Unit::kKeyBlocks; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) s[b][n][i] = transform_score(s[b][n][i], args) * kLog2e;
-      }
-      if (!d.all_seen(warp_first_token, warp_last_token, first_key, last_key)) {
-        Unit::mask(s, d, rows, warp_row + g, first_key);
-      }
-      Unit::softmax(s, state, o, scale);
-      Unit::values(o, s, tile_v(tile & 1));
-    }
-    ptx::copy_wait<0>();
-    if (!warp_has_rows) continue;
-
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = warp_row + 16 * b + 8 * half + g;
-        const bool valid = row < rows.valid;
-        float sum = state.sum[b][half];
-        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        float most = state.most[b][half] == -INFINITY ? -INFINITY : state.most[b][half] * scale;
-        float factor = 1.f;
-        const int32_t step = rows.token_step(row);
-        const int32_t head = rows.first_head + row + rows.skipped - step * rows.group;
-        if (args.sinks != nullptr && valid) {
-          const float sink = args.sinks[head] * kLog2e;
-          const float top = fmaxf(most, sink);
-          if (top != -INFINITY) {
-            factor = ptx::exp2_approx(most - top);
-            sum = sum * factor + ptx::exp2_approx(sink - top);
-            most = top;
-          }
+              for (int i = 0; i < 4; ++i) s[b][n][i] = transform_score(s[b][n][i], args) * kLog2e;
         }
-        const float inverse = sum == 0.f ? 0.f : factor / sum;
-        uint16_t* out = valid ? static_cast<uint16_t*>(args.out.data) +
-                                    rows.offset(row, args.out.token_stride, args.out.head_stride)
-                              : nullptr;
-        store_row<T>(out, 0, args.head_dim, o[b], half, inverse);
-        if (valid && (threadIdx.x & 3) == 0) {
-          args.lse[head * args.documents_q.total + rows.first_token + step] =
-              sum == 0.f ? -INFINITY : most * kLn2 + logf(sum);
+        if (!work.d.all_seen(first_token, last_token, first_key, last_key)) {
+          Unit::mask(s, work.d, work.rows, warp_row + g, first_key);
         }
+        Unit::softmax(s, state, o, scale);
+        Unit::values(o, s, tile_v(stage));
+      }
+      if (last && more) {
+        __syncwarp();
+        load_own_rows(ForwardWork::make<Shape>(args, entries[(round + 1) % 3], kv_head_of(round + 1)));
+        ptx::copy_commit();
       }
     }
+    if (warp_row < work.rows.valid) finish<T, Shape>(args, work.rows, warp_row + g, state, o, scale);
   }
 }
 

@@ -82,15 +82,16 @@ struct LaneView {
 
 // Rows of one head of a [total, heads, head_dim] tensor into a tile. source(row) gives the row's address or null, which
 // becomes zeros; so do the columns from head_dim on.
-template <int kThreads, int kRows, int kDim, class Source>
-__device__ __forceinline__ void load_tile(Tile<kRows, kDim> tile, int head_dim, const void* anywhere,
-                                          const Source& source) {
-  const int c = threadIdx.x & 7;
+// Rows first_row .. first_row + kCount by kThreads threads, of which this is number `thread`.
+template <int kThreads, int kCount, int kRows, int kDim, class Source>
+__device__ __forceinline__ void load_rows(Tile<kRows, kDim> tile, int first_row, int thread, int head_dim,
+                                          const void* anywhere, const Source& source) {
+  const int c = thread & 7;
   constexpr int kRowsAtOnce = kThreads / 8;
+  static_assert(kCount % kRowsAtOnce == 0);
 #pragma unroll
-  for (int pass = 0; pass < (kRows + kRowsAtOnce - 1) / kRowsAtOnce; ++pass) {
-    const int row = pass * kRowsAtOnce + (threadIdx.x >> 3);
-    if (kRows % kRowsAtOnce != 0 && row >= kRows) break;
+  for (int pass = 0; pass < kCount / kRowsAtOnce; ++pass) {
+    const int row = first_row + pass * kRowsAtOnce + (thread >> 3);
     const uint16_t* from = static_cast<const uint16_t*>(source(row));
 #pragma unroll
     for (int panel = 0; panel < (kDim + 63) / 64; ++panel) {
@@ -100,6 +101,12 @@ __device__ __forceinline__ void load_tile(Tile<kRows, kDim> tile, int head_dim, 
       ptx::copy_16(tile.chunk(panel, row, c), valid ? from + column : anywhere, valid);
     }
   }
+}
+
+template <int kThreads, int kRows, int kDim, class Source>
+__device__ __forceinline__ void load_tile(Tile<kRows, kDim> tile, int head_dim, const void* anywhere,
+                                          const Source& source) {
+  load_rows<kThreads, kRows>(tile, 0, threadIdx.x, head_dim, anywhere, source);
 }
 
 // Keys first_key .. of a document's head: rows that follow each other in memory.
@@ -124,9 +131,11 @@ struct GroupRows {
   int32_t skipped;      // first % group
   int32_t group;
   uint32_t inverse;  // 2^22 / group, rounded up: exact for row + skipped below 2^12
-  int32_t valid;     // rows that exist
+  int32_t valid;     // rows that exist, of kRows
   int32_t first_head;
+  int64_t left;  // rows from `first` to the document's end
 
+  GroupRows() = default;
   __device__ GroupRows(const DocumentView& d, int32_t group, int32_t kv_head, int64_t first, int rows)
       : group(group), first_head(kv_head * group) {
     const int64_t start = first / group;
@@ -134,8 +143,19 @@ struct GroupRows {
     skipped = static_cast<int32_t>(first - start * group);
     first_token = d.start_q + start;
     inverse = ((1u << 22) + group - 1) / group;
-    const int64_t left = static_cast<int64_t>(d.tokens) * group - first;
+    left = static_cast<int64_t>(d.tokens) * group - first;
     valid = static_cast<int32_t>(left < rows ? left : rows);
+  }
+  // The next `rows` rows.
+  __device__ GroupRows after(int rows) const {
+    GroupRows next = *this;
+    const int32_t step = token_step(rows);
+    next.first_token += step;
+    next.token += step;
+    next.skipped += rows - step * group;
+    next.left -= rows;
+    next.valid = static_cast<int32_t>(next.left < rows ? next.left : rows);
+    return next;
   }
   __device__ int32_t token_step(int row) const {
     return static_cast<int32_t>((static_cast<uint32_t>(row + skipped) * inverse) >> 22);
