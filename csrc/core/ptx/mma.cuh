@@ -59,6 +59,10 @@ __device__ __forceinline__ void copy_16(uint32_t shared, const void* global, boo
                : "memory");
 }
 
+__device__ __forceinline__ void copy_16(uint32_t shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+
 __device__ __forceinline__ void copy_8(uint32_t shared, const void* global, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared), "l"(global), "r"(valid ? 8 : 0)
                : "memory");

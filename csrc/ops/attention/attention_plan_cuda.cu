@@ -14,8 +14,6 @@ namespace {
 constexpr int kPlanThreads = 1024;
 constexpr int kClasses = 192;
 constexpr int kLists = 3;
-// Documents with more tiles than this are spread over a whole warp.
-constexpr int32_t kManyTiles = 32;
 
 // Eight classes to the octave, costly ones first.
 __device__ int cost_class(int64_t cost) {
@@ -28,6 +26,10 @@ __device__ int cost_class(int64_t cost) {
 struct TileLister {
   PlanView plan;
   int list;
+
+  // Documents with more tiles than this are spread over a whole warp. Key tiles of a document stay next to each other,
+  // so that those at work at one time read the same rows.
+  __device__ int32_t many_tiles() const { return list == PlanView::kForward ? 32 : 1; }
 
   __device__ int32_t tiles(const DocumentView& d) const {
     // Keys that nobody sees are listed too: their gradients are zeros that somebody has to write.
@@ -78,6 +80,7 @@ template <class F>
 __device__ void for_each_tile(const TileLister& lister, const Documents& documents_q, const Documents& documents_k,
                               int32_t* counters, F&& f) {
   const int lane = threadIdx.x & 31;
+  const int32_t many_tiles = lister.many_tiles();
   for (int64_t base = threadIdx.x & ~31; base < documents_q.num_documents; base += blockDim.x) {
     const int64_t document = base + lane;
     DocumentView d{};
@@ -87,8 +90,8 @@ __device__ void for_each_tile(const TileLister& lister, const Documents& documen
       tiles = lister.tiles(d);
     }
     // Short documents: a lane each.
-    for (int32_t tile = 0; tile < kManyTiles; ++tile) {
-      const bool mine = tiles <= kManyTiles && tile < tiles;
+    for (int32_t tile = 0; tile < many_tiles; ++tile) {
+      const bool mine = tiles <= many_tiles && tile < tiles;
       const unsigned taking = __ballot_sync(0xffffffffu, mine);
       if (taking == 0) break;
       if (mine) {
@@ -97,7 +100,7 @@ __device__ void for_each_tile(const TileLister& lister, const Documents& documen
       }
     }
     // Long ones: the whole warp.
-    unsigned many = __ballot_sync(0xffffffffu, tiles > kManyTiles);
+    unsigned many = __ballot_sync(0xffffffffu, tiles > many_tiles);
     while (many) {
       const int owner = __ffs(static_cast<int>(many)) - 1;
       many &= many - 1;

@@ -31,6 +31,10 @@ struct DocumentView {
   PACKING_OPS_HOST_DEVICE Range keys_seen(int32_t first, int32_t last) const {
     return clamped_range(first + shift() - window.left, last + shift() + window.right + 1, keys);
   }
+  // Keys that every one of them sees.
+  PACKING_OPS_HOST_DEVICE Range keys_seen_by_all(int32_t first, int32_t last) const {
+    return clamped_range(last + shift() - window.left, first + shift() + window.right + 1, keys);
+  }
   // Tokens that see at least one of the keys first .. last.
   PACKING_OPS_HOST_DEVICE Range tokens_seeing(int32_t first, int32_t last) const {
     return clamped_range(first - shift() - window.right, last - shift() + window.left + 1, tokens);

@@ -102,12 +102,15 @@ struct BackwardUnit {
   __device__ typename Shape::TileQ tile_do(int i) const { return {stage(i) + Shape::TileQ::kBytes}; }
   __device__ uint32_t stats(int i) const { return stage(i) + 2 * Shape::TileQ::kBytes; }
 
+  // By the last four warps: the first two have fences to pass, which would wait for these copies.
   static __device__ __forceinline__ void load_rows(const BackwardUnit& u, const Args& args, const GroupRows& rows,
                                                    int i) {
-    load_group_rows<Shape::kThreads>(u.tile_q(i), args.q, rows, args.head_dim);
-    load_group_rows<Shape::kThreads>(u.tile_do(i), args.dout, rows, args.head_dim);
-    if (threadIdx.x < Shape::kRows) {
-      const int row = threadIdx.x;
+    const int thread = static_cast<int>(threadIdx.x) - (Shape::kThreads - 128);
+    if (thread < 0) return;
+    load_group_rows<128>(u.tile_q(i), thread, args.q, rows, args.head_dim);
+    load_group_rows<128>(u.tile_do(i), thread, args.dout, rows, args.head_dim);
+    if (thread < Shape::kRows) {
+      const int row = thread;
       const bool valid = row < rows.valid;
       ptx::copy_8(u.stats(i) + row * 8, valid ? args.row_stats + rows.offset(row, args.num_heads, 1) : args.row_stats,
                   valid);

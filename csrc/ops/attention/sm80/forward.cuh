@@ -258,11 +258,10 @@ __global__ void __launch_bounds__(128, 2) attention_forward_kernel(__grid_consta
                    reinterpret_cast<const uint8_t*>(from) + threadIdx.x * 16, true);
     }
   };
-  const auto load_keys = [&](const ForwardWork& work, int32_t tile, int stage) {
-    load_tile<Shape::kThreads>(tile_k(stage), args.head_dim, args.k.data,
-                               key_rows(args.k, work.d, work.kv_head, tile * Shape::kKeys));
-    load_tile<Shape::kThreads>(tile_v(stage), args.head_dim, args.v.data,
-                               key_rows(args.v, work.d, work.kv_head, tile * Shape::kKeys));
+  const auto load_next_keys = [&](const ForwardWork& work, int32_t tile, int stage) {
+    const int32_t first_key = tile * Shape::kKeys;
+    load_keys<Shape::kThreads>(tile_k(stage), args.k, work.d, work.kv_head, first_key, args.head_dim);
+    load_keys<Shape::kThreads>(tile_v(stage), args.v, work.d, work.kv_head, first_key, args.head_dim);
   };
   // Only this warp reads these rows.
   const auto load_own_rows = [&](const ForwardWork& work) {
@@ -280,7 +279,7 @@ __global__ void __launch_bounds__(128, 2) attention_forward_kernel(__grid_consta
     __syncthreads();
     const ForwardWork work = ForwardWork::make<Shape>(args, entries[0], kv_head_of(0));
     load_own_rows(work);
-    load_keys(work, work.first_tile, 0);
+    load_next_keys(work, work.first_tile, 0);
     ptx::copy_commit();
     if (threadIdx.x == 0) works[0] = work;
   }
@@ -305,33 +304,40 @@ __global__ void __launch_bounds__(128, 2) attention_forward_kernel(__grid_consta
         for (int i = 0; i < 4; ++i) o[b][n][i] = 0.f;
     }
     bool last = false;
+    bool fresh = true;
+    Range some;  // keys that some row of this warp sees
+    Range all;   // keys that all of them see
     for (int32_t tile = 0; !last; ++tile, stage ^= 1) {
       ptx::copy_wait<0>();
       __syncthreads();
-      if (tile == 0) {
+      if (fresh) {
         tile = work.first_tile;
         load_entry(round + 2);
       }
       last = tile + 1 >= work.end_tile;
       const bool more = serpentine(round + 1) < units;
       if (!last) {
-        load_keys(work, tile + 1, stage ^ 1);
+        load_next_keys(work, tile + 1, stage ^ 1);
       } else if (more) {
         const ForwardWork next = ForwardWork::make<Shape>(args, entries[(round + 1) % 3], kv_head_of(round + 1));
-        load_keys(next, next.first_tile, stage ^ 1);
+        load_next_keys(next, next.first_tile, stage ^ 1);
         if (threadIdx.x == 0) works[(round + 1) & 1] = next;
       }
       ptx::copy_commit();
 
-      // Rows of this warp, and the keys that they see: a tile without any would change no bit.
       const int32_t first_key = tile * Shape::kKeys;
-      const int32_t last_key = first_key + Shape::kKeys - 1;
-      const int last_row = warp_row + Shape::kWarpRows < work.rows.valid ? warp_row + Shape::kWarpRows - 1
-                                                                         : work.rows.valid - 1;
-      const int32_t first_token = work.rows.token_of(warp_row);
-      const int32_t last_token = work.rows.token_of(last_row);
-      const Range keys = work.d.keys_seen(first_token, last_token);
-      if (warp_row < work.rows.valid && first_key < keys.end && last_key >= keys.first) {
+      const int32_t end_key = first_key + Shape::kKeys;
+      if (fresh) {
+        fresh = false;
+        const int last_row = warp_row + Shape::kWarpRows < work.rows.valid ? warp_row + Shape::kWarpRows - 1
+                                                                           : work.rows.valid - 1;
+        const int32_t first_token = work.rows.token_of(warp_row);
+        const int32_t last_token = work.rows.token_of(last_row);
+        some = warp_row < work.rows.valid ? work.d.keys_seen(first_token, last_token) : Range{0, 0};
+        all = work.d.keys_seen_by_all(first_token, last_token);
+      }
+      // A tile that no row of this warp sees would change no bit.
+      if (first_key < some.end && end_key > some.first) {
         typename Unit::Scores s;
         Unit::scores(s, tile_q, tile_k(stage), warp_row);
         if constexpr (kTransform) {
@@ -342,7 +348,7 @@ __global__ void __launch_bounds__(128, 2) attention_forward_kernel(__grid_consta
 #pragma unroll
               for (int i = 0; i < 4; ++i) s[b][n][i] = transform_score(s[b][n][i], args) * kLog2e;
         }
-        if (!work.d.all_seen(first_token, last_token, first_key, last_key)) {
+        if (first_key < all.first || end_key > all.end) {
           Unit::mask(s, work.d, work.rows, warp_row + g, first_key);
         }
         Unit::softmax(s, state, o, scale);

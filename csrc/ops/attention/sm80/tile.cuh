@@ -109,6 +109,29 @@ __device__ __forceinline__ void load_tile(Tile<kRows, kDim> tile, int head_dim, 
   load_rows<kThreads, kRows>(tile, 0, threadIdx.x, head_dim, anywhere, source);
 }
 
+// The same without the checks: every row exists, head_dim is kDim.
+template <int kThreads, int kRows, int kDim>
+__device__ __forceinline__ void load_whole_tile(Tile<kRows, kDim> tile, const uint16_t* data, int64_t token_stride) {
+  const int c = threadIdx.x & 7;
+  const int first_row = threadIdx.x >> 3;
+  constexpr int kRowsAtOnce = kThreads / 8;
+  const uint16_t* from = data + first_row * token_stride + c * 8;
+  const uint32_t to = tile.chunk(0, first_row, c);  // the rows of later passes have the same low bits
+  const int64_t step = kRowsAtOnce * token_stride;
+#pragma unroll
+  for (int pass = 0; pass < kRows / kRowsAtOnce; ++pass, from += step) {
+#pragma unroll
+    for (int panel = 0; panel < kDim / 64; ++panel) {
+      ptx::copy_16(to + panel * kRows * 128 + pass * kRowsAtOnce * 128, from + panel * 64);
+    }
+    if constexpr (Tile<kRows, kDim>::kHalfPanel) {
+      if (c < 4) {
+        ptx::copy_16(tile.chunk(kDim / 64, first_row + pass * kRowsAtOnce, c), from + kDim / 64 * 64);
+      }
+    }
+  }
+}
+
 // Keys first_key .. of a document's head: rows that follow each other in memory.
 struct KeyRows {
   const uint16_t* data;  // row of first_key
@@ -122,6 +145,17 @@ __device__ __forceinline__ KeyRows key_rows(const AttentionTensor& rows, const D
   return {static_cast<const uint16_t*>(rows.data) + (d.start_k + first_key) * rows.token_stride +
               kv_head * rows.head_stride,
           rows.token_stride, d.keys - first_key};
+}
+
+template <int kThreads, int kRows, int kDim>
+__device__ __forceinline__ void load_keys(Tile<kRows, kDim> tile, const AttentionTensor& from, const DocumentView& d,
+                                          int32_t kv_head, int32_t first_key, int head_dim) {
+  const KeyRows rows = key_rows(from, d, kv_head, first_key);
+  if (rows.valid >= kRows && head_dim == kDim) {
+    load_whole_tile<kThreads>(tile, rows.data, rows.token_stride);
+  } else {
+    load_tile<kThreads>(tile, head_dim, from.data, rows);
+  }
 }
 
 // Packed rows of a document and kv head from `first` on: row r is token r / group, head r % group of the group.
@@ -170,11 +204,11 @@ struct GroupRows {
 };
 
 template <int kThreads, int kRows, int kDim>
-__device__ __forceinline__ void load_group_rows(Tile<kRows, kDim> tile, const AttentionTensor& rows, const GroupRows& group_rows,
-                                                int head_dim) {
-  const uint16_t* data = static_cast<const uint16_t*>(rows.data);
-  load_tile<kThreads>(tile, head_dim, data, [&](int row) -> const void* {
-    return row < group_rows.valid ? data + group_rows.offset(row, rows.token_stride, rows.head_stride) : nullptr;
+__device__ __forceinline__ void load_group_rows(Tile<kRows, kDim> tile, int thread, const AttentionTensor& from,
+                                                const GroupRows& rows, int head_dim) {
+  const uint16_t* data = static_cast<const uint16_t*>(from.data);
+  load_rows<kThreads, kRows>(tile, 0, thread, head_dim, data, [&](int row) -> const void* {
+    return row < rows.valid ? data + rows.offset(row, from.token_stride, from.head_stride) : nullptr;
   });
 }
 
