@@ -24,16 +24,18 @@ STABLE_TORCH_LIBRARY(packing_ops, m) {
   m.def("unpad_layout(Tensor attention_mask, Tensor? unused_mask) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def("gather_rows(Tensor input, Tensor indices, SymInt total) -> Tensor");
   m.def("gather_rows_many(Tensor[] inputs, Tensor indices, SymInt total) -> Tensor[]");
-  m.def("scatter_rows(Tensor packed, Tensor indices, SymInt num_rows) -> Tensor");
+  m.def("scatter_rows(Tensor packed, Tensor indices, SymInt batch, SymInt seqlen) -> Tensor");
+  m.def("scatter_rows_many(Tensor[] packed, Tensor indices, SymInt batch, SymInt seqlen) -> Tensor[]");
 
   // packing
-  m.def("pack_sequences(Tensor lengths, int capacity, str strategy, int alignment, int max_sequences_per_bin, int min_bins, int bins_multiple_of, str overlong, str ties, int num_bins, float token_cost, float square_cost) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("pack_sequences(Tensor lengths, int capacity, str strategy, int alignment, int? max_sequences_per_bin, int min_bins, int bins_multiple_of, str overlong, bool balance, float token_cost, float square_cost, str ties, int? seed) -> (Tensor bin_offsets, Tensor item_indices, Tensor starts, Tensor piece_lengths, Tensor overlong_items, Tensor counts)");
 
   // rope
-  m.def("rope_qk(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? position_ids, int[] sections, bool interleaved, int unsqueeze_dim, bool conjugate) -> (Tensor, Tensor)");
-  m.def("rope_qk_(Tensor(a!) q, Tensor(b!)? k, Tensor cos, Tensor sin, Tensor? position_ids, int[] sections, bool interleaved, int unsqueeze_dim, bool conjugate) -> ()");
+  m.def("rope_qk(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? position_ids, int[] sections, int? rotary_dim, bool interleaved, int unsqueeze_dim, bool conjugate) -> (Tensor, Tensor)");
+  m.def("rope_qk_(Tensor(a!) q, Tensor(b!)? k, Tensor cos, Tensor sin, Tensor? position_ids, int[] sections, int? rotary_dim, bool interleaved, int unsqueeze_dim, bool conjugate) -> ()");
 
   // attention
-  m.def("varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? sinks, bool causal, float softmax_scale, int window_left, int window_right, float softcap) -> (Tensor, Tensor)");
-  m.def("varlen_attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? sinks, bool causal, float softmax_scale, int window_left, int window_right, float softcap) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("attention_plan(Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt total_q, SymInt total_k, SymInt num_heads, SymInt num_kv_heads, SymInt head_dim, bool causal, int window_left, int window_right) -> Tensor");
+  m.def("varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? sinks, bool causal, float? softmax_scale, int window_left, int window_right, float softcap, Tensor? plan) -> (Tensor, Tensor)");
+  m.def("varlen_attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? sinks, bool causal, float? softmax_scale, int window_left, int window_right, float softcap, Tensor? plan) -> (Tensor, Tensor, Tensor, Tensor)");
 }

@@ -1,6 +1,13 @@
 """packing_ops: padding, packing, boundaries, RoPE and varlen attention for packed training."""
 
 from packing_ops._load import build_info  # first: it registers torch.ops.packing_ops
+from packing_ops.attention import (
+    attention,
+    attention_plan,
+    flash_attn_varlen_func,
+    select_attention_backend,
+    varlen_attention,
+)
 from packing_ops.boundaries import (
     block_causal_mask,
     compute_prompt_boundaries,
@@ -17,5 +24,15 @@ from packing_ops.boundaries import (
     shift_labels,
 )
 from packing_ops.metadata import PackedMetadata
+from packing_ops.packing import Packing, pack_sequences
+from packing_ops.padding import (
+    iter_microbatches,
+    pad_input,
+    pad_inputs,
+    trim_padding,
+    unpad_input,
+    unpad_inputs,
+)
+from packing_ops.rope import apply_rotary_qk
 
 __version__ = build_info()["version"]

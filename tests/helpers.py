@@ -8,6 +8,9 @@ lengths_strategy = st.lists(
     st.one_of(st.sampled_from([0, 1, 2, 15, 16, 17, 63, 64, 65]), st.integers(0, 200)), min_size=0, max_size=12
 )
 
+MASK_DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32]
+MASK_DTYPES += [torch.float64, torch.bfloat16, torch.float16]
+
 
 def cu_seqlens_of(lengths, device="cpu"):
     """int32 cumulated lengths, by plain Python."""
@@ -15,6 +18,30 @@ def cu_seqlens_of(lengths, device="cpu"):
     for length in lengths:
         cu_seqlens.append(cu_seqlens[-1] + length)
     return torch.tensor(cu_seqlens, dtype=torch.int32, device=device)
+
+
+def mask_of(kind, batch, seqlen, device="cpu"):
+    """int64 mask: padding right, left, on both sides, anywhere; some rows may be all padding."""
+    column = torch.arange(seqlen)[None]
+    first, second = torch.randint(0, seqlen + 1, (2, batch, 1)).sort(dim=0).values
+    real = {
+        "right": column < first,
+        "left": column >= first,
+        "both": (column >= first) & (column < second),
+        "holes": torch.rand(batch, seqlen) < 0.6,
+    }[kind]
+    return real.to(device, torch.int64)
+
+
+masks = st.tuples(
+    st.sampled_from(["right", "left", "both", "holes"]), st.integers(0, 5), st.integers(0, 40), st.integers(0, 999)
+)
+
+
+def drawn_mask(drawn, device):
+    kind, batch, seqlen, seed = drawn
+    torch.manual_seed(seed)
+    return mask_of(kind, batch, seqlen, device)
 
 
 def non_contiguous(tensor):

@@ -4,6 +4,8 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 
+#include <type_traits>
+
 #include "core/launch.h"
 #include "host/tensor_view.h"
 
@@ -31,7 +33,7 @@ class CudaScope {
 
 template <class Params>
 void launch(const Tensor& anchor, const Params& params, void (*cpu)(const Params&),
-            void (*cuda)(const Params&, const CudaLaunch&)) {
+            std::type_identity_t<void (*)(const Params&, const CudaLaunch&)> cuda) {
   if (!anchor.is_cuda()) return cpu(params);
   CudaScope scope(anchor);
   cuda(params, scope.launch());

@@ -39,7 +39,7 @@ void check_dtype(const Tensor& t, const char* name, std::initializer_list<DType>
 }
 
 void check_rank(const Tensor& t, const char* name, int64_t rank) {
-  check(t.dim() == rank, name, ": expected ", rank, " dimensions, got ", describe(t));
+  if (t.dim() != rank) fail(name, ": expected ", rank, " dimensions, got ", describe(t));
 }
 
 void check_shape(const Tensor& t, const char* name, const std::vector<int64_t>& shape, const char* wanted) {
@@ -58,7 +58,7 @@ void check_same_dtype(const Tensor& t, const char* name, const Tensor& other, co
 
 void check_last_dim_contiguous(const Tensor& t, const char* name) {
   const int64_t last = t.dim() - 1;
-  if (t.size(last) <= 1 || t.stride(last) == 1) return;
+  if (t.size(last) <= 1 || t.stride(last) == 1 || t.numel() == 0) return;
   fail(name, ": expected a contiguous last dimension (stride 1), got stride ", t.stride(last), " in ", describe(t));
 }
 
@@ -66,8 +66,9 @@ void check_cu_seqlens(const Tensor& cu_seqlens, const char* name, int64_t total,
                       const char* other_name) {
   check_dtype(cu_seqlens, name, {DType::kInt32});
   check_rank(cu_seqlens, name, 1);
-  check(cu_seqlens.numel() >= 1, name, ": expected [num_documents + 1] with at least one entry, got ",
-        describe(cu_seqlens));
+  if (cu_seqlens.numel() < 1) {
+    fail(name, ": expected [num_documents + 1] with at least one entry, got ", describe(cu_seqlens));
+  }
   check(cu_seqlens.is_contiguous(), name, ": expected contiguous, got stride ", cu_seqlens.stride(0));
   check_same_device(cu_seqlens, name, other, other_name);
   if (!cu_seqlens.is_cpu()) return;

@@ -109,6 +109,29 @@ inline Tensor empty_as(const std::vector<int64_t>& sizes, const Tensor& like) {
   return detail::empty_on(sizes, dtype, like);
 }
 
+// torch.empty_like: the strides of `t` where its memory is dense. Asking the dispatcher would cost a tiny op 0.5 us.
+inline Tensor empty_with_strides_of(const Tensor& t) {
+  const auto sizes = t.sizes();
+  const auto strides = t.strides();
+  // Dense: from the innermost dimension outwards each stride is the size of what lies inside it.
+  int64_t inside = 1;
+  for (size_t found = 0; found < sizes.size(); ++found) {
+    size_t next = 0;
+    while (next < sizes.size() && (sizes[next] <= 1 || strides[next] != inside)) ++next;
+    if (next == sizes.size()) break;
+    inside *= sizes[next];
+  }
+  if (inside != t.numel()) return torch::stable::empty_like(t);
+  int32_t dtype = 0;
+  int32_t device_type = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &dtype));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(t.get(), &device_type));
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(t.dim(), sizes.data(), strides.data(), dtype, device_type,
+                                                         t.get_device_index(), &handle));
+  return Tensor(handle);
+}
+
 // Scratch for a kernel: from torch, so that the caching allocator and CUDA graphs know about it.
 inline Tensor scratch(int64_t bytes, const Tensor& device_of) {
   return empty({bytes < 1 ? 1 : bytes}, DType::kUInt8, device_of);

@@ -66,14 +66,20 @@ struct AttentionPlanParams {
   int64_t head_dim = 0;
   int64_t window_left = -1;
   int64_t window_right = -1;
-  int32_t* plan = nullptr;
+  int32_t* plan = nullptr;  // [attention_plan_size]
 };
 
 void launch_varlen_attention_cpu(const VarlenAttentionParams& p);
 void launch_varlen_attention_backward_cpu(const VarlenAttentionBackwardParams& p);
 
-// int32 words of AttentionPlanParams::plan, bytes of VarlenAttentionBackwardParams::scratch.
-int64_t attention_plan_words_cuda(const AttentionPlanParams& p);
+// Entries of AttentionPlanParams::plan: enough for the tiles of any head_dim.
+constexpr int64_t attention_plan_size(const AttentionPlanParams& p) {
+  const int64_t group = p.num_q_heads / p.num_kv_heads;
+  return 16 +
+         8 * (p.documents_q.total * group / 64 + p.documents_k.total / 64 + 3 * p.documents_q.num_documents);
+}
+
+// Bytes of VarlenAttentionBackwardParams::scratch.
 int64_t attention_backward_scratch_cuda(const VarlenAttentionBackwardParams& p);
 void launch_attention_plan_cuda(const AttentionPlanParams& p, const CudaLaunch& launch);
 void launch_varlen_attention_cuda(const VarlenAttentionParams& p, const CudaLaunch& launch);

@@ -37,7 +37,8 @@ struct alignas(16) PlanEntry {
   int32_t unused[2];
 };
 
-// int32 words: header, forward entries, backward entries, backward entries of small documents.
+// int32 words: header, forward entries, backward entries, backward entries of small documents; attention_plan_size of
+// them are enough.
 struct PlanView {
   int32_t* data = nullptr;
   int64_t total_q = 0;
@@ -53,9 +54,6 @@ struct PlanView {
   }
   PACKING_OPS_HOST_DEVICE int64_t backward_capacity() const { return total_k / tiles.backward_keys + num_documents; }
   PACKING_OPS_HOST_DEVICE int64_t small_capacity() const { return tiles.small_keys > 0 ? num_documents : 0; }
-  PACKING_OPS_HOST_DEVICE int64_t words() const {
-    return kHeaderWords + kEntryWords * (forward_capacity() + backward_capacity() + small_capacity());
-  }
   // list: kForward, kBackward or kSmall.
   PACKING_OPS_HOST_DEVICE PlanEntry* entries(int list) const {
     int64_t skip = kHeaderWords / kEntryWords;

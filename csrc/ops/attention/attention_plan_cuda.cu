@@ -187,10 +187,6 @@ PlanView plan_view(const AttentionPlanParams& p) {
   return plan;
 }
 
-int64_t attention_plan_words_cuda(const AttentionPlanParams& p) {
-  return plan_view(p).words();
-}
-
 void launch_attention_plan_cuda(const AttentionPlanParams& p, const CudaLaunch& launch) {
   attention_plan_kernel<<<kLists, kPlanThreads, 0, stream_of(launch)>>>(plan_view(p), p.documents_q, p.documents_k,
                                                                         launch.fault);

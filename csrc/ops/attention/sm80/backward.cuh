@@ -290,7 +290,6 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys>::kThreads, kKeys ==
 #pragma unroll
       for (int i = 0; i < 4; ++i) dk[n][i] = dv[n][i] = 0.f;
     int32_t claimed = 0;
-    if (threadIdx.x == 0) claimed = atomicAdd(claim, 1);
     int32_t* finished = nullptr;  // counter of the step before, once all its sums are stored
     int32_t finished_turn = 0;
 
@@ -305,7 +304,12 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys>::kThreads, kKeys ==
 
       ptx::copy_wait<0>();
       __syncthreads();
-      if (step + 1 < end_step) Unit::load_rows(u, args, rows.after(kRows), step + 1);
+      if (step + 1 < end_step) {
+        Unit::load_rows(u, args, rows.after(kRows), step + 1);
+      } else if (threadIdx.x == 0) {
+        // Not earlier: a unit that is claimed long before it starts would keep others of its document waiting.
+        claimed = atomicAdd(claim, 1);
+      }
       // One thread waits for this tile's turn (looking early, so that the answer is there when it is needed), one tells
       // that the step before is done (late, so that its sums have long arrived).
       const bool waits = threadIdx.x == 32 && turn.mine > 0;
@@ -372,6 +376,7 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys>::kThreads, kKeys ==
       finished = turn.mine < turn.last ? turn.counter : nullptr;
       finished_turn = turn.mine + 1;
     }
+    if (first_step == end_step && threadIdx.x == 0) claimed = atomicAdd(claim, 1);
     ptx::copy_wait<0>();
     __syncthreads();  // every tile has been read, every sum stored
     if (threadIdx.x == 0) {

@@ -10,13 +10,28 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kLanes = 8;  // lanes of one row
 
+// What a lane takes at a time: 16 bytes of the half types, whose rows are aligned, or one float, whose need not be.
 template <class T>
-__device__ float dot_words(const uint4& a, const uint4& b) {
-  const T* x = reinterpret_cast<const T*>(&a);
-  const T* y = reinterpret_cast<const T*>(&b);
+struct Word {
+  using Bits = uint4;
+  static constexpr int kElements = 8;
+};
+template <>
+struct Word<float> {
+  using Bits = uint32_t;
+  static constexpr int kElements = 1;
+};
+
+template <class T>
+__device__ float dot_words(const T* a, const T* b) {
+  using Bits = typename Word<T>::Bits;
+  const Bits left = *reinterpret_cast<const Bits*>(a);
+  const Bits right = *reinterpret_cast<const Bits*>(b);
+  const T* x = reinterpret_cast<const T*>(&left);
+  const T* y = reinterpret_cast<const T*>(&right);
   float sum = 0.f;
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(16 / sizeof(T)); ++i) sum += static_cast<float>(x[i]) * static_cast<float>(y[i]);
+  for (int i = 0; i < Word<T>::kElements; ++i) sum += static_cast<float>(x[i]) * static_cast<float>(y[i]);
   return sum;
 }
 
@@ -27,8 +42,9 @@ __device__ T* row_of(const AttentionTensor& rows, int64_t token, int64_t head) {
 
 template <class T>
 __device__ void zero_row(T* row, int head_dim, int lane) {
-  for (int i = lane * (16 / sizeof(T)); i < head_dim; i += kLanes * (16 / sizeof(T))) {
-    *reinterpret_cast<uint4*>(row + i) = make_uint4(0, 0, 0, 0);
+  constexpr int kWide = Word<T>::kElements;
+  for (int i = lane * kWide; i < head_dim; i += kLanes * kWide) {
+    *reinterpret_cast<typename Word<T>::Bits*>(row + i) = typename Word<T>::Bits{};
   }
 }
 
@@ -60,9 +76,9 @@ __global__ void __launch_bounds__(kThreads) row_stats_kernel(__grid_constant__ c
     const T* dout = row_of<T>(args.dout, token, head);
     const T* out = row_of<T>(args.out, token, head);
     float sum = 0.f;
-    constexpr int kWide = 16 / sizeof(T);
+    constexpr int kWide = Word<T>::kElements;
     for (int i = lane * kWide; i < args.head_dim; i += kLanes * kWide) {
-      sum += dot_words<T>(*reinterpret_cast<const uint4*>(dout + i), *reinterpret_cast<const uint4*>(out + i));
+      sum += dot_words<T>(dout + i, out + i);
     }
     const unsigned peers = 0xffu << (threadIdx.x & 24);
 #pragma unroll

@@ -1,0 +1,75 @@
+"""python benchmarks/bench_attention.py [--device cpu|cuda]"""
+
+import torch
+import torch.nn.functional as F
+from harness import Case, run
+
+import packing_ops as po
+
+
+def packed(lengths, heads, dim, device, dtype=torch.float32):
+    """q, k, v, dout and cu_seqlens of documents of these lengths; heads = (num_q_heads, num_kv_heads)."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(sum(lengths), count, dim) for count in (heads[0], heads[1], heads[1], heads[0])]
+    tensors = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    q, k, v = (tensor.requires_grad_() for tensor in tensors[:3])
+    return q, k, v, tensors[3], po.cu_seqlens_from_lengths(lengths).to(device)
+
+
+def sdpa_loop(q, k, v, lengths):
+    """One call per document. split, not slices: the backward of a slice would fill a whole row with zeros each time."""
+    outs = []
+    for rows in zip(*(t.split(lengths) for t in (q, k, v)), strict=True):
+        rows = (t.transpose(0, 1)[None] for t in rows)
+        outs.append(F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True)[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
+def sdpa_block_mask(q, k, v, mask):
+    rows = (t.transpose(0, 1)[None] for t in (q, k, v))
+    return F.scaled_dot_product_attention(*rows, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+
+
+def case(op, lengths, heads, dim, device, dtype=torch.float32, *, backward=True, block_mask=False, runs=21):
+    q, k, v, dout, cu_seqlens = packed(lengths, heads, dim, device, dtype)
+    calls = {"packing_ops": lambda: po.varlen_attention(q, k, v, cu_seqlens)}
+    if block_mask:
+        mask = po.block_causal_mask(cu_seqlens, q.shape[0])
+        calls["torch SDPA block mask"] = lambda: sdpa_block_mask(q, k, v, mask)
+    else:
+        calls["torch SDPA loop"] = lambda: sdpa_loop(q, k, v, lengths)
+
+    def timed(call):
+        if backward:
+            return lambda: torch.autograd.grad(call(), (q, k, v), dout)
+        return torch.no_grad()(call)
+
+    shape = f"T={sum(lengths)} docs={len(lengths)} heads={heads[0]}/{heads[1]} D={dim}"
+    name = str(dtype).removeprefix("torch.")
+    return Case(op, shape, name, {provider: timed(call) for provider, call in calls.items()}, runs=runs)
+
+
+def ragged(count, median=200):
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.exp(torch.randn(count, generator=generator) * 0.9) * median
+    return [max(1, int(size)) for size in sizes]
+
+
+def cases(device):
+    even, forward, both = [256] * 32, "attention forward", "attention forward + backward"
+    return [
+        case(forward, even, (4, 4), 64, device, backward=False),
+        case(both, even, (4, 4), 64, device),
+        case(both, even, (4, 4), 64, device, block_mask=True, runs=3),
+        case(both, even, (8, 2), 64, device, runs=11),
+        case(both, even, (4, 4), 128, device, runs=11),
+        case(both, [32] * 256, (4, 4), 64, device, runs=11),
+        case(both, ragged(40), (4, 4), 64, device, runs=11),
+        case(both, [2048] * 2, (4, 4), 64, device, runs=5),
+        case(both, even, (4, 4), 64, device, torch.bfloat16, runs=5),
+        case("attention forward (call overhead)", [3, 5], (2, 2), 16, device, backward=False),
+    ]
+
+
+if __name__ == "__main__":
+    run("attention", cases)

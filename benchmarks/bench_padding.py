@@ -1,0 +1,118 @@
+"""python benchmarks/bench_padding.py [--device cpu|cuda]"""
+
+import torch
+from harness import Case, run
+
+import packing_ops as po
+
+BATCH, SEQLEN, HIDDEN = 16, 512, 1024
+
+
+def lengths_of(batch, seqlen, seed=0):
+    """Lognormal lengths of which the longest fills the row."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = (torch.randn(batch, generator=generator) * 0.6).exp() * seqlen / 2
+    lengths = lengths.clamp(1, seqlen).long()
+    lengths[0] = seqlen
+    return lengths
+
+
+def masks(device):
+    column, lengths = torch.arange(SEQLEN), lengths_of(BATCH, SEQLEN)[:, None]
+    holes = torch.rand(BATCH, SEQLEN, generator=torch.Generator().manual_seed(0)) < 0.5
+    found = {"right": column < lengths, "left": column >= SEQLEN - lengths, "holes": holes}
+    return {name: mask.to(device, torch.int64) for name, mask in found.items()}
+
+
+# The formulas of flash_attn.bert_padding, in torch.
+
+
+def eager_unpad(hidden, mask):
+    lengths = mask.sum(dim=-1, dtype=torch.int32)
+    indices = mask.flatten().nonzero().flatten()
+    max_seqlen = lengths.max().item()
+    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    rows = hidden.flatten(0, 1)
+    width = rows[0].numel()
+    expanded = indices[:, None].expand(-1, width)
+    packed = rows.reshape(rows.shape[0], width).gather(0, expanded).reshape(-1, *rows.shape[1:])
+    return packed, indices, cu_seqlens, max_seqlen, lengths
+
+
+def eager_pad(packed, indices, batch, seqlen):
+    out = torch.zeros(batch * seqlen, *packed.shape[1:], dtype=packed.dtype, device=packed.device)
+    out[indices] = packed
+    return out.unflatten(0, (batch, seqlen))
+
+
+def plain_scatter(packed, indices, batch, seqlen):
+    out = torch.zeros(batch * seqlen, *packed.shape[1:], dtype=packed.dtype, device=packed.device)
+    return out.index_copy_(0, indices, packed)
+
+
+def row_cases(device, kind, mask, row, dtype):
+    hidden = torch.randint(0, 100, (*mask.shape, *row), device=device).to(dtype)
+    packed, indices, *_ = po.unpad_input(hidden, mask)
+    batch, seqlen = mask.shape
+    rows = hidden.flatten(0, 1)
+    shape = f"B={batch} S={seqlen} row={list(row)} total={len(indices)} {kind}"
+    name = str(dtype).removeprefix("torch.")
+    packed_bytes = packed.numel() * packed.element_size()
+    padded_bytes = hidden.numel() * hidden.element_size()
+    return [
+        Case("unpad_input", shape, name, {
+            "packing_ops": lambda: po.unpad_input(hidden, mask),
+            "torch index_select": lambda: rows.index_select(0, indices),
+            "bert_padding formulas": lambda: eager_unpad(hidden, mask),
+        }, bytes=2 * packed_bytes),
+        Case("pad_input", shape, name, {
+            "packing_ops": lambda: po.pad_input(packed, indices, batch, seqlen),
+            "torch zeros + index_copy": lambda: plain_scatter(packed, indices, batch, seqlen),
+            "bert_padding formulas": lambda: eager_pad(packed, indices, batch, seqlen),
+        }, bytes=packed_bytes + padded_bytes),
+    ]  # fmt: skip
+
+
+def many_case(device, mask):
+    tensors = {
+        name: torch.randint(0, 32000, mask.shape, device=device) for name in ("input_ids", "labels", "positions")
+    }
+    indices = po.unpad_input(mask, mask)[1]
+    return Case("unpad_inputs", f"3 x [{BATCH}, {SEQLEN}] right", "int64", {
+        "packing_ops": lambda: po.unpad_inputs(tensors, mask),
+        "torch index_select": lambda: [t.flatten().index_select(0, indices) for t in tensors.values()],
+        "bert_padding formulas": lambda: [eager_unpad(t, mask) for t in tensors.values()],
+    }, bytes=3 * 2 * 8 * len(indices))  # fmt: skip
+
+
+def tiny_cases(device):
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]], device=device)
+    hidden = torch.randn(2, 4, 8, device=device)
+    packed, indices, *_ = po.unpad_input(hidden, mask)
+    batch = {"input_ids": mask, "attention_mask": mask}
+    shape = "B=2 S=4 (call overhead)"
+    return [
+        Case("unpad_input", shape, "float32", {
+            "packing_ops": lambda: po.unpad_input(hidden, mask),
+            "bert_padding formulas": lambda: eager_unpad(hidden, mask),
+        }),
+        Case("pad_input", shape, "float32", {
+            "packing_ops": lambda: po.pad_input(packed, indices, 2, 4),
+            "bert_padding formulas": lambda: eager_pad(packed, indices, 2, 4),
+        }),
+        Case("trim_padding", shape, "int64", {"packing_ops": lambda: po.trim_padding(batch)}),
+    ]  # fmt: skip
+
+
+def cases(device):
+    by_kind = masks(device)
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for kind, mask in by_kind.items():
+            found += row_cases(device, kind, mask, (HIDDEN,), dtype)
+    found += row_cases(device, "right", by_kind["right"], (), torch.int64)
+    return [*found, many_case(device, by_kind["right"]), *tiny_cases(device)]
+
+
+if __name__ == "__main__":
+    run("padding", cases)

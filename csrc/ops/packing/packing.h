@@ -1,0 +1,66 @@
+// Packing: which sequences share a row. Two steps, because only the first one knows how many rows there are:
+// plan the bins, then write them as CSR into outputs of the right size.
+#pragma once
+
+#include <cstdint>
+
+#include "core/launch.h"
+#include "core/view.h"
+
+namespace packing_ops {
+
+enum class PackStrategy : uint8_t { kFirstFitDecreasing, kBestFitDecreasing, kNextFit, kFirstFit, kBalanced };
+
+// What happens to a sequence whose aligned length is over the capacity.
+enum class Overlong : uint8_t { kError, kOwn, kSplit, kTruncate, kDrop };
+
+// What computing a sequence of `length` tokens costs: tokens * length + squares * length^2.
+struct PackCost {
+  double tokens = 1.0;
+  double squares = 0.0;
+
+  PACKING_OPS_HOST_DEVICE double operator()(double length) const { return (tokens + squares * length) * length; }
+};
+
+struct PackCounts {
+  int64_t bins = 0;
+  int64_t pieces = 0;       // sequences in bins; a split one counts once per piece
+  int64_t overlong = 0;     // sequences that were over the capacity
+  int64_t tokens = 0;       // tokens in bins
+  int64_t lost_tokens = 0;  // tokens of dropped sequences and of truncated ends
+  int64_t own_slots = 0;    // aligned tokens of the bins that hold one overlong sequence
+  int64_t lower_bound = 0;  // no packing of these pieces has fewer bins
+};
+
+struct PackPlan;
+
+struct PackParams {
+  IndexView lengths;  // [num_sequences]
+  int64_t num_sequences = 0;
+  int64_t capacity = 1;
+  int64_t alignment = 1;
+  int64_t max_sequences_per_bin = 1;
+  int64_t min_bins = 1;
+  int64_t bins_multiple_of = 1;
+  PackStrategy strategy = PackStrategy::kFirstFitDecreasing;
+  Overlong overlong = Overlong::kError;
+  bool higher_index_first = false;  // among equal lengths
+  bool shuffle = false;
+  uint64_t seed = 0;
+  bool balance = false;  // order bins so that ranks get near-equal cost
+  PackCost cost;
+  PackPlan* plan = nullptr;  // what the first step decides and the second writes
+
+  int64_t* bin_offsets = nullptr;     // [bins + 1]
+  int64_t* item_indices = nullptr;    // [pieces], the sequence that each piece belongs to
+  int64_t* starts = nullptr;          // [pieces], first token of the piece in its sequence
+  int64_t* piece_lengths = nullptr;   // [pieces], tokens of the piece, without alignment
+  int64_t* overlong_items = nullptr;  // [overlong], ascending
+  int64_t* counts = nullptr;          // [4]: tokens, lost_tokens, own_slots, lower_bound
+};
+
+// plan_bins reads lengths and fills plan; write_bins reads plan and fills the outputs.
+void launch_plan_bins_cpu(const PackParams& p);
+void launch_write_bins_cpu(const PackParams& p);
+
+}  // namespace packing_ops

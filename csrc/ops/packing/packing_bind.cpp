@@ -1,0 +1,101 @@
+// Packing: check -> plan the bins -> allocate -> write them.
+#include <limits>
+#include <string>
+#include <tuple>
+
+#include "host/launch.h"
+#include "host/tensor_check.h"
+#include "ops/packing/packing_plan.h"
+
+namespace packing_ops {
+
+namespace {
+
+template <class Value>
+struct Choice {
+  const char* name;
+  Value value;
+};
+
+template <class Value, size_t kCount>
+Value choose(const char* argument, const std::string& name, const Choice<Value> (&choices)[kCount]) {
+  std::string wanted;
+  for (size_t i = 0; i < kCount; ++i) {
+    if (name == choices[i].name) return choices[i].value;
+    wanted += (i == 0 ? "'" : (i + 1 == kCount ? " or '" : ", '")) + std::string(choices[i].name) + "'";
+  }
+  fail(argument, ": expected ", wanted, ", got '", name, "'");
+}
+
+constexpr Choice<PackStrategy> kStrategies[] = {{"ffd", PackStrategy::kFirstFitDecreasing},
+                                                {"bfd", PackStrategy::kBestFitDecreasing},
+                                                {"next_fit", PackStrategy::kNextFit},
+                                                {"first_fit", PackStrategy::kFirstFit},
+                                                {"balanced", PackStrategy::kBalanced}};
+constexpr Choice<Overlong> kOverlong[] = {{"error", Overlong::kError},
+                                          {"own", Overlong::kOwn},
+                                          {"split", Overlong::kSplit},
+                                          {"truncate", Overlong::kTruncate},
+                                          {"drop", Overlong::kDrop}};
+constexpr Choice<bool> kHigherIndexFirst[] = {{"first", false}, {"last", true}};
+
+int64_t at_least_one(const char* argument, int64_t value) {
+  check(value >= 1, argument, ": expected at least 1, got ", value);
+  return value;
+}
+
+int64_t* outputs(const Tensor& t) {
+  return static_cast<int64_t*>(t.data_ptr());
+}
+
+}  // namespace
+
+// (bin_offsets, item_indices, starts, piece_lengths, overlong_items, counts)
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> pack_sequences(
+    const Tensor& lengths, int64_t capacity, std::string strategy, int64_t alignment,
+    std::optional<int64_t> max_sequences_per_bin, int64_t min_bins, int64_t bins_multiple_of, std::string overlong,
+    bool balance, double token_cost, double square_cost, std::string ties, std::optional<int64_t> seed) {
+  check_dtype(lengths, "lengths", {DType::kInt32, DType::kInt64});
+  check_rank(lengths, "lengths", 1);
+  const Tensor values = dense(lengths);
+  PackPlan plan;
+  PackParams p;
+  p.lengths = index_view(values);
+  p.num_sequences = lengths.numel();
+  p.capacity = at_least_one("capacity", capacity);
+  p.alignment = at_least_one("alignment", alignment);
+  p.max_sequences_per_bin =
+      at_least_one("max_sequences_per_bin", max_sequences_per_bin.value_or(std::numeric_limits<int32_t>::max()));
+  p.min_bins = at_least_one("min_bins", min_bins);
+  p.bins_multiple_of = at_least_one("bins_multiple_of", bins_multiple_of);
+  p.strategy = choose("strategy", strategy, kStrategies);
+  p.overlong = choose("overlong", overlong, kOverlong);
+  p.higher_index_first = choose("ties", ties, kHigherIndexFirst);
+  p.shuffle = seed.has_value();
+  p.seed = static_cast<uint64_t>(seed.value_or(0));
+  p.balance = balance;
+  p.cost = {token_cost, square_cost};
+  p.plan = &plan;
+  launch(lengths, p, launch_plan_bins_cpu, nullptr);
+
+  Tensor bin_offsets = empty({plan.counts.bins + 1}, DType::kInt64, lengths);
+  Tensor item_indices = empty({plan.counts.pieces}, DType::kInt64, lengths);
+  Tensor starts = empty({plan.counts.pieces}, DType::kInt64, lengths);
+  Tensor piece_lengths = empty({plan.counts.pieces}, DType::kInt64, lengths);
+  Tensor overlong_items = empty({plan.counts.overlong}, DType::kInt64, lengths);
+  Tensor counts = empty({4}, DType::kInt64, lengths);
+  p.bin_offsets = outputs(bin_offsets);
+  p.item_indices = outputs(item_indices);
+  p.starts = outputs(starts);
+  p.piece_lengths = outputs(piece_lengths);
+  p.overlong_items = outputs(overlong_items);
+  p.counts = outputs(counts);
+  launch(lengths, p, launch_write_bins_cpu, nullptr);
+  return {bin_offsets, item_indices, starts, piece_lengths, overlong_items, counts};
+}
+
+STABLE_TORCH_LIBRARY_IMPL(packing_ops, CPU, m) {
+  m.impl("pack_sequences", TORCH_BOX(&pack_sequences));
+}
+
+}  // namespace packing_ops

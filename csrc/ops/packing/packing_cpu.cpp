@@ -1,0 +1,117 @@
+// The two steps of packing.h. A strategy says which bin each piece goes to; here bins become rows.
+#include <algorithm>
+
+#include "core/error.h"
+#include "ops/packing/packing_plan.h"
+
+namespace packing_ops {
+
+namespace {
+
+Assignment assign(const PackParams& p, const Pieces& pieces, const Runs& sorted, int64_t lower_bound) {
+  Assignment out;
+  out.bin_of.resize(pieces.count);
+  out.max_size = p.max_sequences_per_bin;
+  switch (p.strategy) {
+    case PackStrategy::kFirstFitDecreasing:
+      fit_first_decreasing(pieces, sorted, out);
+      break;
+    case PackStrategy::kBestFitDecreasing:
+      fit_best_decreasing(pieces, sorted, out);
+      break;
+    case PackStrategy::kBalanced:
+      fit_balanced(p, pieces, sorted, lower_bound, out);
+      break;
+    case PackStrategy::kNextFit:
+      fit_next(pieces, out);
+      break;
+    case PackStrategy::kFirstFit:
+      fit_first(pieces, out);
+      break;
+  }
+  return out;
+}
+
+// The pieces of every bin next to each other, in the order in which they were put there.
+void gather_rows(const Assignment& assignment, const Runs& sorted, PackPlan& plan) {
+  const int64_t bins = static_cast<int64_t>(assignment.sizes.size());
+  std::vector<int64_t> next(bins);
+  int64_t begin = 0;
+  for (int64_t bin = 0; bin < bins; ++bin) {
+    next[bin] = begin;
+    plan.rows.push_back({begin, begin + assignment.sizes[bin]});
+    begin = plan.rows.back().end;
+  }
+  plan.placed.resize(plan.pieces.count);
+  const bool arrival = sorted.order.empty();
+  for (int64_t i = 0; i < plan.pieces.count; ++i) {
+    plan.placed[next[assignment.bin_of[i]]++] = arrival ? static_cast<int32_t>(i) : sorted.order[i];
+  }
+}
+
+// While bins are missing, the bin with the most pieces (the later one of equals) gives its last ones, one to each new
+// bin, until it has one left.
+void add_missing_rows(int64_t missing, std::vector<Row>& rows) {
+  if (missing <= 0) return;
+  const int64_t bins = static_cast<int64_t>(rows.size());
+  std::vector<std::pair<int64_t, int64_t>> givers(bins);
+  for (int64_t bin = 0; bin < bins; ++bin) givers[bin] = {rows[bin].end - rows[bin].begin, bin};
+  std::make_heap(givers.begin(), givers.end());
+  while (missing > 0) {
+    std::pop_heap(givers.begin(), givers.end());
+    const int64_t giver = givers.back().second;
+    givers.pop_back();
+    for (; missing > 0 && rows[giver].end - rows[giver].begin > 1; --missing) {
+      const int64_t last = --rows[giver].end;
+      rows.push_back({last, last + 1});
+    }
+  }
+}
+
+}  // namespace
+
+int64_t bins_wanted(const PackParams& p, int64_t bins, int64_t pieces) {
+  if (pieces == 0 && p.min_bins == 1) return 0;
+  const int64_t least = std::max(bins, p.min_bins);
+  const int64_t rest = least % p.bins_multiple_of;
+  int64_t wanted = least;
+  const bool over = rest != 0 && __builtin_add_overflow(least, p.bins_multiple_of - rest, &wanted);
+  check(!over && wanted <= pieces, "min_bins, bins_multiple_of: expected at most as many bins as sequences, got ",
+        pieces, " sequences for at least ", least, " bins in multiples of ", p.bins_multiple_of);
+  return wanted;
+}
+
+void launch_plan_bins_cpu(const PackParams& p) {
+  PackPlan& plan = *p.plan;
+  make_pieces(p, plan.pieces, plan.counts);
+  const bool keeps_order = p.strategy == PackStrategy::kNextFit || p.strategy == PackStrategy::kFirstFit;
+  const Runs sorted = keeps_order ? Runs{} : longest_first(plan.pieces, p.higher_index_first);
+  gather_rows(assign(p, plan.pieces, sorted, plan.counts.lower_bound), sorted, plan);
+  const int64_t bins = static_cast<int64_t>(plan.rows.size());
+  add_missing_rows(bins_wanted(p, bins, plan.pieces.count) - bins, plan.rows);
+  if (p.balance) deal_rows(p, plan);
+  plan.counts.bins = static_cast<int64_t>(plan.rows.size());
+}
+
+void launch_write_bins_cpu(const PackParams& p) {
+  const PackPlan& plan = *p.plan;
+  const Pieces& pieces = plan.pieces;
+  int64_t k = 0;
+  p.bin_offsets[0] = 0;
+  for (size_t r = 0; r < plan.rows.size(); ++r) {
+    for (int64_t from = plan.rows[r].begin; from < plan.rows[r].end; ++from, ++k) {
+      const int64_t piece = plan.placed[from];
+      p.item_indices[k] = pieces.items.empty() ? piece : pieces.items[piece];
+      p.starts[k] = pieces.items.empty() ? 0 : pieces.starts[piece];
+      p.piece_lengths[k] = pieces.items.empty() ? p.lengths[piece] : pieces.lengths[piece];
+    }
+    p.bin_offsets[r + 1] = k;
+  }
+  std::copy(pieces.overlong_items.begin(), pieces.overlong_items.end(), p.overlong_items);
+  p.counts[0] = plan.counts.tokens;
+  p.counts[1] = plan.counts.lost_tokens;
+  p.counts[2] = plan.counts.own_slots;
+  p.counts[3] = plan.counts.lower_bound;
+}
+
+}  // namespace packing_ops

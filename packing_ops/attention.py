@@ -1,0 +1,452 @@
+"""Attention over packed documents: each one attends to itself alone.
+
+q is ``[total_q, num_q_heads, head_dim]``, k and v are ``[total_k, num_kv_heads, head_dim]``; document ``i`` owns rows
+``cu_seqlens[i] : cu_seqlens[i + 1]``. Scores are ``softmax_scale * q.k``, then ``softcap * tanh(score / softcap)``.
+With n queries and m keys in a document, query i stands at key i + m - n and sees the keys from ``left`` before that
+place to ``right`` after it (-1: open; causal: right is 0).
+
+What holds on every device:
+    A document's out, lse and gradients are the same to the bit alone or in any pack, and from run to run.
+    NaN or Inf in a document stays in it; inside it, a key reaches only the rows that see it.
+    Memory grows with the tokens, never with their square.
+"""
+
+import functools
+import importlib
+import inspect
+import weakref
+
+import torch
+import torch.nn.functional as F
+
+from packing_ops import _load
+
+_ops = torch.ops.packing_ops
+
+BACKENDS = ("packing_ops", "torch_varlen", "sdpa")
+
+
+def varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    *,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    plan: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention inside each document of a packed row. Differentiable in q, k, v, sinks and through lse.
+
+    Args:
+        q: ``[total_q, num_q_heads, head_dim]``, float32, float64, bfloat16 or float16, head_dim 1 to 256. Any strides
+            with a contiguous last dimension (a view into a fused QKV projection, say), no copy is made.
+        k, v: ``[total_k, num_kv_heads, head_dim]``, the dtype of q; num_kv_heads divides num_q_heads (GQA, MQA).
+        cu_seqlens_q: int32 ``[num_documents + 1]``; zero-length documents may stand anywhere.
+        cu_seqlens_k: the same for k and v; without it ``cu_seqlens_q``.
+        causal: query i sees no key after its own place.
+        softmax_scale: without it ``head_dim ** -0.5``.
+        window_size: (left, right) keys seen beside the own place, -1 for all; w keys with itself is ``(w - 1, 0)``.
+        softcap: bound of the scores, 0 for none.
+        sinks: ``[num_q_heads]``, one more score per head that takes part in the denominator only.
+        plan: what attention_plan made for these lengths and heads, so that layers share it; without it one is made, and
+            kept for the next call with the same cu_seqlens.
+        return_lse: also return the log of each denominator, sink included.
+
+    Returns:
+        out like q, contiguous, and with ``return_lse`` lse ``[num_q_heads, total_q]``, float32 (float64 for float64).
+        Rows past ``cu_seqlens_q[-1]`` and rows that see no key have out 0 and lse -inf (the sink, where there is one
+        and the row belongs to a document); their gradients are 0. float32 inside, float64 for float64. No
+        synchronisation. Work: 4 * head_dim operations per visible pair of query and key and head, 2.5 times that in
+        backward (3.5 times in documents of more than 4096 keys).
+
+    Example:
+        >>> q = k = torch.zeros(3, 1, 2)
+        >>> v = torch.tensor([[[1.0, 2.0]], [[5.0, 6.0]], [[7.0, 8.0]]])
+        >>> varlen_attention(q, k, v, torch.tensor([0, 2, 3], dtype=torch.int32)).tolist()
+        [[[1.0, 2.0]], [[3.0, 4.0]], [[7.0, 8.0]]]
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, cu_seqlens that do not start at 0, decrease or end past
+            the rows, causal with keys to the right. The message names the argument.
+        NotImplementedError: a device without a kernel.
+
+    Method: Dao, FlashAttention-2 (2023): tiles, online softmax, recomputation in backward.
+    """
+    if sinks is not None and sinks.dtype != torch.float64:
+        sinks = sinks.float()
+    left, right = window_size
+    if cu_seqlens_k is None:
+        cu_seqlens_k = cu_seqlens_q
+    if plan is None and q.is_cuda and q.dim() == k.dim() == 3:
+        geometry = (q.shape[0], k.shape[0], q.shape[1], k.shape[1], q.shape[2], causal, left, right)
+        plan = _recent_plan(cu_seqlens_q, cu_seqlens_k, geometry)
+    out, lse = _ops.varlen_attention(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, softcap, plan
+    )
+    return (out, lse) if return_lse else out
+
+
+def attention_plan(
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    *,
+    total_q: int,
+    total_k: int | None = None,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+) -> torch.Tensor:
+    """The work-list of a packed batch on a GPU: made once, used by every layer's forward and backward.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k, causal, window_size: as varlen_attention.
+        total_q, total_k: rows of q and of k; without total_k those of q.
+        num_heads, num_kv_heads, head_dim: of the calls that will use it.
+
+    Returns:
+        int32, its size independent of the lengths; empty on the CPU. One kernel, no synchronisation. A plan is right
+        for the values of cu_seqlens at the time: make it again when they change (inside a CUDA graph, capture this
+        call too).
+
+    Example:
+        >>> cu_seqlens = torch.tensor([0, 2, 3], dtype=torch.int32)
+        >>> attention_plan(cu_seqlens, total_q=3, num_heads=4, num_kv_heads=2, head_dim=64).shape
+        torch.Size([0])
+
+    Raises:
+        ValueError: cu_seqlens or heads that do not fit; the message names the argument.
+    """
+    return _ops.attention_plan(
+        cu_seqlens_q,
+        cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
+        total_q,
+        total_q if total_k is None else total_k,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        causal,
+        *window_size,
+    )
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
+    """varlen_attention under flash-attn's name and signature, for code that imports it.
+
+    Args:
+        max_seqlen_q, max_seqlen_k: not needed, any upper bound will do.
+        deterministic: accepted; the backward always is.
+        Others: as varlen_attention. ``causal`` is False unless given, as in flash-attn.
+
+    Returns:
+        out, or with ``return_attn_probs`` (out, lse ``[num_q_heads, total_q]``, None).
+
+    Example:
+        >>> flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 512, 512, causal=True)
+
+    Raises:
+        NotImplementedError: dropout_p > 0, alibi_slopes or block_table.
+        ValueError: as varlen_attention.
+    """
+    if dropout_p > 0:
+        raise NotImplementedError(f"dropout_p: expected 0.0, dropout is not supported, got {dropout_p}")
+    if alibi_slopes is not None:
+        raise NotImplementedError("alibi_slopes: expected None, ALiBi is not supported")
+    if block_table is not None:
+        raise NotImplementedError("block_table: expected None, paged keys and values are not supported")
+    out, lse = varlen_attention(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        causal=causal,
+        softmax_scale=softmax_scale,
+        window_size=window_size,
+        softcap=softcap,
+        return_lse=True,
+    )
+    return (out, lse, None) if return_attn_probs else out
+
+
+def select_attention_backend(
+    q: torch.Tensor,
+    k: torch.Tensor | None = None,
+    *,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    explain: bool = False,
+) -> str | tuple[str, dict[str, str]]:
+    """The first backend that can run such a call on this machine.
+
+    In order: ``packing_ops``; ``torch_varlen`` (torch.nn.attention.varlen, CUDA); ``sdpa`` (scaled_dot_product_attention
+    with a mask of total_q * total_k elements, any device). Only packing_ops has softcap, sinks and lse, and only it
+    gives the bits and the containment of NaN that this module's page promises.
+
+    Args:
+        q, k: as varlen_attention; only shape, dtype and device are looked at. Without k as many kv heads as q heads.
+        softcap, sinks, return_lse: what the call will need.
+        explain: also return why.
+
+    Returns:
+        The name; with ``explain`` (name, {backend: why it cannot run, or "" if it can}).
+
+    Example:
+        >>> select_attention_backend(torch.zeros(8, 2, 64))
+        'packing_ops'
+        >>> select_attention_backend(torch.zeros(8, 2, 64), explain=True)[1]["torch_varlen"]
+        'needs a CUDA tensor, got cpu'
+
+    Raises:
+        NotImplementedError: no backend can; says why for each.
+    """
+    features = {"softcap": softcap > 0, "sinks": sinks is not None, "lse": return_lse}
+    extra = " and ".join(name for name, wanted in features.items() if wanted)
+    reasons = {
+        "packing_ops": _why_not_packing_ops(q),
+        "torch_varlen": _why_not_torch_varlen(q, k, extra),
+        "sdpa": f"has no {extra}" if extra else "",
+    }
+    name = next((name for name in BACKENDS if not reasons[name]), None)
+    if name is None:
+        told = "; ".join(f"{backend}: {reason}" for backend, reason in reasons.items())
+        raise NotImplementedError(f"no attention backend for this call on {q.device}: {told}")
+    return (name, reasons) if explain else name
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    *,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    backend: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """varlen_attention by the best backend of this machine, so that one call site serves every machine.
+
+    Args:
+        max_seqlen_q, max_seqlen_k: longest document, or any upper bound; only torch_varlen uses them, and takes the
+            number of rows without them.
+        backend: one of ``packing_ops``, ``torch_varlen``, ``sdpa``; without it select_attention_backend chooses.
+        Others: as varlen_attention.
+
+    Returns:
+        As varlen_attention. Rows past the last document and rows that see no key are 0 in every backend. sdpa uses
+        memory for total_q * total_k mask elements.
+
+    Example:
+        >>> attention(q, k, v, cu_seqlens).shape == q.shape
+        True
+
+    Raises:
+        ValueError: an unknown backend, or as varlen_attention.
+        NotImplementedError: the backend cannot run this call; says why.
+    """
+    wanted = {"softcap": softcap, "sinks": sinks, "return_lse": return_lse}
+    if backend is None:
+        backend = select_attention_backend(q, k, **wanted)
+    elif backend not in BACKENDS:
+        raise ValueError(f"backend: expected {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}, got {backend!r}")
+    else:
+        reason = select_attention_backend(q, k, **wanted, explain=True)[1][backend]
+        if reason:
+            raise NotImplementedError(f"backend: {backend} {reason}")
+    options = {"causal": causal, "softmax_scale": softmax_scale, "window_size": window_size}
+    if backend == "packing_ops":
+        return varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, **options, **wanted)
+    if causal and window_size[1] > 0:
+        raise ValueError(f"window_size: expected nothing to the right with causal=True, got {tuple(window_size)}")
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    if backend == "sdpa":
+        return _sdpa(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+    lengths = (max_seqlen_q or q.shape[0], max_seqlen_k or k.shape[0])
+    return _torch_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *lengths, **options)
+
+
+# --- the plan of the call before ---
+
+_recent: tuple | None = None
+
+
+def _recent_plan(cu_seqlens_q, cu_seqlens_k, geometry):
+    """The layers of a model call one after the other with the same cu_seqlens: the first makes the plan."""
+    global _recent
+    tensors = (cu_seqlens_q, cu_seqlens_k)
+    # A graph that is replayed with other lengths must make its own.
+    if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        return _ops.attention_plan(*tensors, *geometry)
+    stream = torch.cuda.current_stream(cu_seqlens_q.device).cuda_stream if cu_seqlens_q.is_cuda else 0
+    key = (*geometry, stream, cu_seqlens_q._version, cu_seqlens_k._version)
+    if _recent is not None:
+        of, made_for, plan = _recent
+        if made_for == key and of[0]() is cu_seqlens_q and of[1]() is cu_seqlens_k:
+            return plan
+    plan = _ops.attention_plan(*tensors, *geometry)
+    _recent = (weakref.ref(cu_seqlens_q), weakref.ref(cu_seqlens_k)), key, plan
+    return plan
+
+
+# --- the other backends ---
+
+
+def _why_not_packing_ops(q) -> str:
+    if q.device.type not in ("cpu", "cuda"):
+        return f"has no kernel for {q.device.type}"
+    if q.is_cuda and "varlen_attention" in _load.without_cuda_kernel:
+        return "has no CUDA kernel in this library"
+    if q.shape[-1] > 256:
+        return f"has head_dim up to 256, got {q.shape[-1]}"
+    return ""
+
+
+def _why_not_torch_varlen(q, k, extra) -> str:
+    if not q.is_cuda:
+        return f"needs a CUDA tensor, got {q.device.type}"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"needs bfloat16 or float16, got {q.dtype}"
+    if q.shape[-1] > 256 or q.shape[-1] % 8:
+        return f"needs a head_dim up to 256 in multiples of 8, got {q.shape[-1]}"
+    parameters = _torch_varlen_parameters()
+    if "window_size" not in parameters:
+        return f"is not in torch {torch.__version__} with window_size"
+    if k is not None and k.shape[1] != q.shape[1] and "enable_gqa" not in parameters:
+        return f"has no grouped heads in torch {torch.__version__}"
+    return f"has no {extra}" if extra else ""
+
+
+@functools.cache
+def _torch_varlen_parameters() -> frozenset[str]:
+    try:
+        module = importlib.import_module("torch.nn.attention.varlen")
+    except ImportError:
+        return frozenset()
+    return frozenset(inspect.signature(module.varlen_attn).parameters)
+
+
+def _torch_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, *, causal, softmax_scale, window_size):
+    varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    # It leaves rows past the last document unwritten, in out and in the gradients; the masks turn both into 0.
+    in_document_q = _rows_in_documents(q, cu_seqlens_q)
+    in_document_k = _rows_in_documents(k, cu_seqlens_k)
+    q, k, v = q.where(in_document_q, 0), k.where(in_document_k, 0), v.where(in_document_k, 0)
+    window = (window_size[0], 0) if causal else tuple(window_size)
+    grouped = {"enable_gqa": True} if k.shape[1] != q.shape[1] else {}
+    out = varlen_attn(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, scale=softmax_scale, window_size=window, **grouped
+    )
+    return out.where(in_document_q, 0)
+
+
+def _rows_in_documents(tensor, cu_seqlens):
+    return (torch.arange(tensor.shape[0], device=tensor.device) < cu_seqlens[-1])[:, None, None]
+
+
+def _sdpa(q, k, v, cu_seqlens_q, cu_seqlens_k, *, causal, softmax_scale, window_size):
+    seen = _block_mask(q.shape[0], k.shape[0], cu_seqlens_q, cu_seqlens_k, causal, window_size)
+    # A row that sees nothing has no softmax: it looks at everything, and its result is dropped.
+    empty = ~seen.any(1, keepdim=True)
+    rows = (t.transpose(0, 1)[None] for t in (q, k, v))
+    out = F.scaled_dot_product_attention(
+        *rows, attn_mask=seen | empty, scale=softmax_scale, enable_gqa=k.shape[1] != q.shape[1]
+    )
+    return out[0].transpose(0, 1).masked_fill(empty[..., None], 0.0)
+
+
+def _block_mask(total_q, total_k, cu_seqlens_q, cu_seqlens_k, causal, window_size):
+    """bool [total_q, total_k], True where visible."""
+    slot_q = torch.arange(total_q, device=cu_seqlens_q.device, dtype=torch.int32)
+    slot_k = torch.arange(total_k, device=cu_seqlens_k.device, dtype=torch.int32)
+    document_q = torch.searchsorted(cu_seqlens_q[1:], slot_q, right=True)
+    document_k = torch.searchsorted(cu_seqlens_k[1:], slot_k, right=True)
+    # Bottom-right aligned: the last query of a document stands at its last key.
+    ends_q, ends_k = (F.pad(cu[1:], (0, 1)) for cu in (cu_seqlens_q, cu_seqlens_k))
+    place = slot_q + (ends_k - ends_q)[document_q]
+    seen = (document_q[:, None] == document_k[None, :]) & (document_q < cu_seqlens_q.numel() - 1)[:, None]
+    left, right = (window_size[0], 0) if causal else window_size
+    if left >= 0:
+        seen &= slot_k[None, :] >= place[:, None] - left
+    if right >= 0:
+        seen &= slot_k[None, :] <= place[:, None] + right
+    return seen
+
+
+# --- registration: shapes for torch.compile, gradients ---
+
+
+def _lse_dtype(dtype):
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@torch.library.register_fake("packing_ops::attention_plan")
+def _(cu_seqlens_q, cu_seqlens_k, total_q, total_k, num_heads, num_kv_heads, head_dim, causal, left, right):
+    group = num_heads // num_kv_heads
+    entries = total_q * group // 64 + total_k // 64 + 3 * (cu_seqlens_q.shape[0] - 1)
+    size = 16 + 8 * entries if cu_seqlens_q.device.type == "cuda" else 0
+    return cu_seqlens_q.new_empty(size, dtype=torch.int32)
+
+
+@torch.library.register_fake("packing_ops::varlen_attention")
+def _(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *options):
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=_lse_dtype(q.dtype))
+
+
+@torch.library.register_fake("packing_ops::varlen_attention_backward")
+def _(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, sinks, *options):
+    num_sinks = 0 if sinks is None else q.shape[1]
+    dsinks = q.new_empty(num_sinks, dtype=_lse_dtype(q.dtype))
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+
+
+def _varlen_attention_context(ctx, inputs, output):
+    q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *ctx.options, plan = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k, sinks, plan)
+    ctx.set_materialize_grads(False)
+
+
+def _varlen_attention_backward(ctx, dout, dlse):
+    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, sinks, plan = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    dq, dk, dv, dsinks = _ops.varlen_attention_backward(
+        dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, sinks, *ctx.options, plan
+    )
+    return dq, dk, dv, None, None, None if sinks is None else dsinks, None, None, None, None, None, None
+
+
+torch.library.register_autograd(
+    "packing_ops::varlen_attention", _varlen_attention_backward, setup_context=_varlen_attention_context
+)

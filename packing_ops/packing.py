@@ -1,0 +1,245 @@
+"""Which sequences share a row: bin packing of lengths, on the CPU, before any tensor is touched."""
+
+import itertools
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from packing_ops._args import index_tensor
+
+_ops = torch.ops.packing_ops
+
+# A dense causal decoder does 24 * hidden_size**2 * L + 2 * hidden_size * L**2 operations per layer and sequence.
+_FLOPS = (12.0 * 4096, 1.0)
+
+
+@dataclass(eq=False, repr=False)
+class Packing:
+    """Bins of sequences, as CSR: bin ``b`` holds pieces ``bin_offsets[b] : bin_offsets[b + 1]``.
+
+    A piece is a sequence, or a part of one with ``overlong="split"`` or ``"truncate"``. Inside a bin the pieces are in
+    the order in which they were put there.
+
+    Attributes:
+        bin_offsets: int64 ``[num_bins + 1]``.
+        item_indices: int64 ``[num_pieces]``, the sequence (index into the lengths) of each piece.
+        starts: int64 ``[num_pieces]``, first token of the piece inside its sequence.
+        lengths: int64 ``[num_pieces]``, tokens of the piece, not aligned.
+        dropped, split, truncated, own: int64, ascending: sequences over the capacity, by what became of them.
+        num_tokens: tokens in bins.
+        lost_tokens: tokens that are in no bin, from dropped sequences and truncated ends.
+        lower_bound: no packing of these pieces has fewer bins.
+        capacity, alignment: as given.
+    """
+
+    bin_offsets: torch.Tensor
+    item_indices: torch.Tensor
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    dropped: torch.Tensor
+    split: torch.Tensor
+    truncated: torch.Tensor
+    own: torch.Tensor
+    num_tokens: int
+    lost_tokens: int
+    lower_bound: int
+    capacity: int
+    alignment: int
+    own_slots: int  # slots of the bins in `own`, which are longer than the capacity
+
+    @property
+    def num_bins(self) -> int:
+        return self.bin_offsets.numel() - 1
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of all rows: ``capacity`` each, the aligned length for a sequence with a bin of its own."""
+        return (self.num_bins - self.own.numel()) * self.capacity + self.own_slots
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the slots that hold tokens, 0 to 1; 1 for no bins."""
+        return self.num_tokens / self.num_slots if self.num_bins else 1.0
+
+    @cached_property
+    def bins(self) -> list[list[int]]:
+        """Sequence indices per bin; a split sequence is in several."""
+        items, offsets = self.item_indices.tolist(), self.bin_offsets.tolist()
+        return [items[begin:end] for begin, end in itertools.pairwise(offsets)]
+
+    def pieces(self, bin: int) -> list[tuple[int, int, int]]:
+        """(sequence, start, length) of every piece of one bin: what to copy from where."""
+        begin, end = self.bin_offsets[bin : bin + 2].tolist()
+        columns = (self.item_indices, self.starts, self.lengths)
+        return list(zip(*(column[begin:end].tolist() for column in columns), strict=True))
+
+    def rows_for_rank(self, rank: int, world_size: int) -> list[int]:
+        """Bins of one rank, dealt in turn: ``rank, rank + world_size, ...``, the same number for every rank.
+
+        Raises:
+            ValueError: rank outside 0 to world_size - 1, or bins that do not divide (see ``bins_multiple_of``).
+        """
+        if world_size < 1:
+            raise ValueError(f"world_size: expected at least 1, got {world_size}")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank: expected 0 to {world_size - 1} for world_size={world_size}, got {rank}")
+        if self.num_bins % world_size:
+            raise ValueError(
+                f"world_size: expected a divisor of num_bins={self.num_bins}, got {world_size}; "
+                f"pack with bins_multiple_of={world_size}"
+            )
+        return list(range(rank, self.num_bins, world_size))
+
+    def __repr__(self) -> str:
+        overlong = {name: getattr(self, name).numel() for name in ("dropped", "split", "truncated", "own")}
+        told = "".join(f", {name}={count}" for name, count in overlong.items() if count)
+        return (
+            f"Packing(num_bins={self.num_bins}, num_pieces={self.item_indices.numel()}, "
+            f"efficiency={self.efficiency:.4f}, lower_bound={self.lower_bound}{told})"
+        )
+
+
+def pack_sequences(
+    lengths: torch.Tensor | Sequence[int],
+    capacity: int,
+    *,
+    strategy: str = "ffd",
+    alignment: int = 1,
+    max_sequences_per_bin: int | None = None,
+    min_bins: int = 1,
+    bins_multiple_of: int = 1,
+    overlong: str = "error",
+    balance: str | tuple[str, float, float] | None = None,
+    ties: str = "first",
+    seed: int | None = None,
+) -> Packing:
+    """Put sequences into as few rows of ``capacity`` tokens as the strategy manages.
+
+    Args:
+        lengths: int32 or int64 ``[num_sequences]``, tokens per sequence, or a Python sequence. 0 is a length.
+        capacity: tokens of one row, at least 1. No row exceeds it, aligned lengths counted; ``overlong="own"`` is the
+            one exception.
+        strategy:
+            ``"ffd"`` first-fit decreasing: the longest first, each into the first bin with room.
+            ``"bfd"`` best-fit decreasing: the longest first, each into the bin with the least room that is enough.
+            ``"next_fit"`` in the given order, a new bin when the last one has no room: the order is kept.
+            ``"first_fit"`` in the given order, each into the first bin with room.
+            ``"balanced"`` the longest first, each into the cheapest bin so far that has room, among the fewest bins
+            that this works for (at least ``min_bins``): bins of near-equal cost. ``balance`` defaults to "tokens".
+        alignment: a sequence occupies its length rounded up to a multiple of this (tensor or context parallel, fp8).
+        max_sequences_per_bin: at most so many pieces in a bin.
+        min_bins, bins_multiple_of: at least so many bins, and a multiple (data-parallel size). While bins are missing,
+            the bin with the most sequences (the later of equals) gives its last ones, one to each new bin, until it
+            has one left. No bin is ever empty.
+        overlong: what happens to a sequence whose aligned length is over the capacity: ``"error"``; ``"own"``, a bin
+            of its own, longer than the capacity; ``"split"`` into pieces, all but the last of the largest aligned
+            length in the capacity; ``"truncate"`` to that length; ``"drop"``. The result lists them and counts the
+            tokens lost.
+        balance: ``"tokens"``, ``"flops"`` or ``("flops", a, b)``: a sequence of L aligned tokens costs L, or
+            a * L + b * L**2 (a = 12 * hidden_size, b = 1 for a dense causal decoder; "flops" alone takes hidden_size
+            4096). Bins are then ordered from costly to cheap and dealt so that ``rows_for_rank`` gives every one of
+            ``bins_multiple_of`` ranks near-equal cost: the difference is never over that between two bins.
+        ties: among sequences of equal aligned length, ``"first"`` takes the lower index first, ``"last"`` the higher.
+        seed: shuffles the order of arrival first, the same way for the same seed everywhere. ``next_fit`` and
+            ``first_fit`` then pack that order, the others break ties by it. Without it nothing is random.
+
+    Returns:
+        Packing, on the CPU. It shares no memory with ``lengths``.
+
+    Example:
+        >>> packing = pack_sequences([820, 410, 520, 110, 250, 700, 50], 1024, ties="last")
+        >>> packing.bins
+        [[0, 3, 6], [5, 4], [2, 1]]
+        >>> packing
+        Packing(num_bins=3, num_pieces=7, efficiency=0.9310, lower_bound=3)
+
+    Raises:
+        ValueError: a negative length; one over the capacity with ``overlong="error"``; a capacity, alignment,
+            max_sequences_per_bin, min_bins or bins_multiple_of below 1; more bins than sequences; an unknown name.
+        TypeError: a fractional length in a list, or a number that is not an integer.
+        NotImplementedError: lengths on CUDA.
+
+    Deterministic. O(n log n) time at most, linear where lengths or capacity are not much larger than n; O(n) memory;
+    one core, the GIL released. Johnson 1973 for the fits: ffd needs at most 11/9 of the fewest bins plus 1.
+    """
+    capacity, alignment = _integer(capacity, "capacity"), _integer(alignment, "alignment")
+    token_cost, square_cost = _cost(balance)
+    bin_offsets, item_indices, starts, piece_lengths, overlong_items, counts = _ops.pack_sequences(
+        index_tensor(lengths, "lengths"),
+        capacity,
+        _name(strategy, "strategy"),
+        alignment,
+        None if max_sequences_per_bin is None else _integer(max_sequences_per_bin, "max_sequences_per_bin"),
+        _integer(min_bins, "min_bins"),
+        _integer(bins_multiple_of, "bins_multiple_of"),
+        _name(overlong, "overlong"),
+        balance is not None or strategy == "balanced",
+        token_cost,
+        square_cost,
+        _name(ties, "ties"),
+        None if seed is None else _integer(seed, "seed"),
+    )
+    num_tokens, lost_tokens, own_slots, lower_bound = counts.tolist()
+    none = overlong_items[:0]
+    return Packing(
+        bin_offsets,
+        item_indices,
+        starts,
+        piece_lengths,
+        dropped=overlong_items if overlong == "drop" else none,
+        split=overlong_items if overlong == "split" else none,
+        truncated=overlong_items if overlong == "truncate" else none,
+        own=overlong_items if overlong == "own" else none,
+        num_tokens=num_tokens,
+        lost_tokens=lost_tokens,
+        lower_bound=lower_bound,
+        capacity=capacity,
+        alignment=alignment,
+        own_slots=own_slots,
+    )
+
+
+def _integer(value, name: str) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected an integer, got {value!r} ({type(value).__name__})") from None
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{name}: expected an integer that fits int64, got {number}")
+    return number
+
+
+def _name(value, name: str) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name}: expected a name, got {value!r} ({type(value).__name__})")
+    return value
+
+
+def _cost(balance) -> tuple[float, float]:
+    """(per token, per token squared)"""
+    if balance is None or balance == "tokens":
+        return 1.0, 0.0
+    if balance == "flops":
+        return _FLOPS
+    match balance:
+        case ("flops", int() | float() as a, int() | float() as b) if 0 <= a < math.inf and 0 <= b < math.inf and a + b:
+            return float(a), float(b)
+    raise ValueError(
+        "balance: expected None, 'tokens', 'flops' or ('flops', a, b) with finite a, b >= 0 and not both 0, "
+        f"got {balance!r}"
+    )
+
+
+# --- registration: shapes for torch.compile ---
+
+
+@torch.library.register_fake("packing_ops::pack_sequences")
+def _(lengths, *options):
+    new_size = torch.library.get_ctx().new_dynamic_size
+    bins_plus_one, pieces, overlong = new_size(min=1), new_size(), new_size()
+    sizes = (bins_plus_one, pieces, pieces, pieces, overlong, 4)
+    return tuple(lengths.new_empty(size, dtype=torch.int64) for size in sizes)

@@ -1,0 +1,62 @@
+"""Oracle of packing_ops.attention: every document on its own, every score in memory, gradients by autograd."""
+
+import itertools
+import math
+
+import torch
+
+
+def varlen_attention(
+    q, k, v, cu_seqlens_q, cu_seqlens_k=None, *, causal=True, softmax_scale=None, window_size=(-1, -1), softcap=0.0,
+    sinks=None,
+):  # fmt: skip
+    """(out, lse) in the dtype of the inputs; give float64 for an oracle."""
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    outs, lses = [], []
+    spans = [itertools.pairwise(cu.tolist()) for cu in (cu_seqlens_q, cu_seqlens_k)]
+    for (q_start, q_end), (k_start, k_end) in zip(*spans, strict=True):
+        out, lse = _document(
+            q[q_start:q_end], k[k_start:k_end], v[k_start:k_end], causal, scale, window_size, softcap, sinks
+        )
+        outs.append(out)
+        lses.append(lse)
+    rest = q[int(cu_seqlens_q[-1]) :]
+    outs.append(torch.zeros_like(rest))
+    lses.append(torch.full_like(rest[..., 0].T, -math.inf))
+    return torch.cat(outs), torch.cat(lses, dim=1)
+
+
+def visible(num_q, num_k, causal, window_size, device=None):
+    """bool [num_q, num_k]: query i stands at key i + num_k - num_q."""
+    place = torch.arange(num_q, device=device)[:, None] + num_k - num_q
+    key = torch.arange(num_k, device=device)[None, :]
+    left, right = window_size
+    seen = torch.ones(num_q, num_k, dtype=torch.bool, device=device)
+    if causal:
+        seen &= key <= place
+    if left >= 0:
+        seen &= key >= place - left
+    if right >= 0:
+        seen &= key <= place + right
+    return seen
+
+
+def _document(q, k, v, causal, scale, window_size, softcap, sinks):
+    num_q, num_heads, _ = q.shape
+    num_k = k.shape[0]
+    group = num_heads // k.shape[1]
+    keys, values = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = scale * torch.einsum("qhd,khd->hqk", q, keys)
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    seen = visible(num_q, num_k, causal, window_size, q.device)
+    # One more column: the sink, or nothing at all.
+    last = q.new_full((num_heads,), -math.inf) if sinks is None else sinks.to(q.dtype)
+    scores = torch.cat([scores.masked_fill(~seen, -math.inf), last[:, None, None].expand(-1, num_q, 1)], dim=-1)
+    # A row with no finite score has no softmax: it is set apart so that its gradient is 0 and not NaN.
+    empty = (scores == -math.inf).all(-1)
+    scores = scores.masked_fill(empty[..., None], 0.0)
+    lse = scores.logsumexp(-1).masked_fill(empty, -math.inf)
+    weights = scores.softmax(-1)[..., :num_k].masked_fill(empty[..., None], 0.0)
+    return torch.einsum("hqk,khd->qhd", weights, values), lse

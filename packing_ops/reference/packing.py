@@ -1,0 +1,198 @@
+"""Oracle of packing_ops.packing: every strategy as its definition says it, in plain Python, quadratic where it is."""
+
+from dataclasses import dataclass, field
+
+STEPS = 65536  # costs are compared to one part in STEPS of the costliest bin that the capacity allows
+
+
+@dataclass
+class Piece:
+    item: int
+    start: int
+    length: int
+    units: int  # of `alignment` tokens
+
+
+@dataclass
+class Bin:
+    room: int
+    pieces: list[Piece] = field(default_factory=list)
+    cost: float = 0.0
+    level: int = 0
+    stamp: int = 0
+
+
+def pack_sequences(
+    lengths,
+    capacity,
+    *,
+    strategy="ffd",
+    alignment=1,
+    max_sequences_per_bin=None,
+    min_bins=1,
+    bins_multiple_of=1,
+    overlong="error",
+    balance=None,
+    ties="first",
+    seed=None,
+):
+    """Bins of (item, start, length)."""
+    most_units, most_pieces = capacity // alignment, max_sequences_per_bin or len(lengths) + 1
+    a, b = {None: (1.0, 0.0), "tokens": (1.0, 0.0), "flops": (12.0 * 4096, 1.0)}.get(balance) or balance[1:]
+
+    def cost(units):
+        return (a + b * float(units * alignment)) * float(units * alignment)
+
+    arrivals = make_pieces(lengths, most_units, alignment, overlong, shuffled(len(lengths), seed))
+    if not arrivals and min_bins == 1:
+        return []
+    by_length = sorted(arrivals if ties == "first" else arrivals[::-1], key=lambda piece: -piece.units)
+
+    if strategy in ("ffd", "first_fit"):
+        bins = fit(arrivals if strategy == "first_fit" else by_length, most_units, most_pieces, lambda fitting: 0)
+    elif strategy == "bfd":
+        bins = fit(
+            by_length, most_units, most_pieces, lambda fitting: min(range(len(fitting)), key=lambda i: fitting[i].room)
+        )
+    elif strategy == "next_fit":
+        bins = next_fit(arrivals, most_units, most_pieces)
+    else:
+        count = lower_bound(by_length, most_units, most_pieces)
+        for _ in range(3):
+            count = wanted_bins(count, min_bins, bins_multiple_of, len(arrivals))
+            bins = balanced(by_length, count, most_units, most_pieces, cost)
+            if len(bins) <= count:
+                break
+            count = len(bins)
+
+    rows = [bin.pieces for bin in bins]
+    add_missing(rows, wanted_bins(len(rows), min_bins, bins_multiple_of, len(arrivals)))
+    if balance is not None or strategy == "balanced":
+        rows = deal(rows, bins_multiple_of, lambda row: sum(cost(piece.units) for piece in row))
+    return [[(piece.item, piece.start, piece.length) for piece in row] for row in rows]
+
+
+def shuffled(count, seed):
+    """Fisher-Yates with splitmix64."""
+    order, state, mask = list(range(count)), seed, 2**64 - 1
+    for i in range(count, 1, -1) if seed is not None else ():
+        state = (state + 0x9E3779B97F4A7C15) & mask
+        z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        j = ((z ^ (z >> 31)) * i) >> 64
+        order[i - 1], order[j] = order[j], order[i - 1]
+    return order
+
+
+def make_pieces(lengths, most_units, alignment, overlong, order):
+    pieces, most_tokens = [], most_units * alignment
+    for i in order:
+        length = lengths[i]
+        parts = [(0, length)]
+        if length > most_tokens:
+            parts = {
+                "own": [(0, length)],
+                "split": [(s, min(most_tokens, length - s)) for s in range(0, length, most_tokens or length)],
+                "truncate": [(0, most_tokens)],
+                "drop": [],
+            }[overlong]
+        pieces += [Piece(i, start, tokens, -(-tokens // alignment)) for start, tokens in parts]
+    return pieces
+
+
+def fit(pieces, most_units, most_pieces, choose):
+    """Each piece into the bin that ``choose`` picks among those with room, in the order in which they were opened."""
+    bins = []
+    for piece in pieces:
+        fitting = [bin for bin in bins if bin.room >= piece.units and len(bin.pieces) < most_pieces]
+        if piece.units > most_units or not fitting:
+            bins.append(Bin(most_units))
+            fitting = [bins[-1]]
+        put(piece, fitting[choose(fitting)])
+    return bins
+
+
+def put(piece, bin):
+    bin.pieces.append(piece)
+    bin.room -= piece.units
+
+
+def next_fit(pieces, most_units, most_pieces):
+    bins = []
+    for piece in pieces:
+        if not bins or bins[-1].room < piece.units or len(bins[-1].pieces) >= most_pieces:
+            bins.append(Bin(most_units))
+        put(piece, bins[-1])
+    return bins
+
+
+def balanced(by_length, count, most_units, most_pieces, cost):
+    """Each piece into the cheapest bin; of equal ones the one that came to that cost last.
+
+    A bin without room for it is set aside until lengths have shrunk to its room, and then counts as just arrived.
+    """
+    steps = STEPS / cost(most_units) if most_units else 0.0
+    bins = [Bin(-1, [piece]) for piece in by_length if piece.units > most_units]
+    open_bins = [Bin(most_units, stamp=-i) for i in range(count - len(bins))]
+    aside, clock = [], 1
+    bins += open_bins
+    for piece in by_length[sum(piece.units > most_units for piece in by_length) :]:
+        returning = [bin for bin in aside if bin.room >= piece.units]
+        for bin in sorted(returning, key=lambda bin: (bin.room, bins.index(bin)), reverse=True):
+            aside.remove(bin)
+            open_bins.append(bin)
+            bin.stamp, clock = clock, clock + 1
+        chosen = None
+        while chosen is None:
+            if not open_bins:
+                open_bins.append(Bin(most_units))
+                bins.append(open_bins[-1])
+            first = min(open_bins, key=lambda bin: (bin.level, -bin.stamp))
+            if first.room < piece.units:
+                open_bins.remove(first)
+                aside.append(first)
+            else:
+                chosen = first
+        put(piece, chosen)
+        chosen.cost += cost(piece.units)
+        chosen.level = 1 + int(chosen.cost * steps)
+        chosen.stamp, clock = clock, clock + 1
+        if len(chosen.pieces) >= most_pieces:
+            open_bins.remove(chosen)
+    return bins
+
+
+def lower_bound(pieces, most_units, most_pieces):
+    shared = [piece.units for piece in pieces if piece.units <= most_units]
+    by_tokens = -(-sum(shared) // most_units) if most_units else 0
+    over_half = sum(2 * units > most_units for units in shared)
+    return len(pieces) - len(shared) + max(by_tokens, over_half, -(-len(shared) // most_pieces))
+
+
+def wanted_bins(count, min_bins, multiple, most):
+    wanted = -(-max(count, min_bins) // multiple) * multiple
+    if wanted > most:
+        raise ValueError(f"{wanted} bins for {most} sequences")
+    return wanted
+
+
+def add_missing(rows, wanted):
+    """The row with the most pieces (the later of equals) gives its last ones until it has one left."""
+    givers = sorted(range(len(rows)), key=lambda i: (len(rows[i]), i))
+    while len(rows) < wanted:
+        giver = givers.pop()
+        while len(rows) < wanted and len(rows[giver]) > 1:
+            rows.append([rows[giver].pop()])
+
+
+def deal(rows, ranks, cost):
+    """Costly to cheap, ``ranks`` at a time, the costliest to the rank with the least so far."""
+    rows = sorted(rows, key=lambda row: -cost(row))
+    totals, dealt = [0.0] * ranks, []
+    for first in range(0, len(rows), ranks):
+        group = [None] * ranks
+        for row, rank in zip(rows[first : first + ranks], sorted(range(ranks), key=totals.__getitem__), strict=True):
+            group[rank] = row
+        totals = [total + cost(row) for total, row in zip(totals, group, strict=True)]
+        dealt += group
+    return dealt

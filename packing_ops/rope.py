@@ -1,0 +1,141 @@
+"""Rotary position embedding of queries and keys.
+
+A head's first ``rotary_dim`` elements are pairs ``(x1, x2)``, each turned by the angle of its token and its frequency:
+``(x1 * cos - x2 * sin, x2 * cos + x1 * sin)``. Half-split pairs (GPT-NeoX, Llama) are elements ``i`` and
+``i + rotary_dim / 2``, interleaved pairs (GPT-J) are elements ``2 i`` and ``2 i + 1``.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+_ops = torch.ops.packing_ops
+# The overload itself: looking it up again would cost a microsecond a call.
+_rope_qk, _rope_qk_ = _ops.rope_qk.default, _ops.rope_qk_.default
+
+
+def apply_rotary_qk(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor | None = None,
+    *,
+    interleaved: bool = False,
+    inplace: bool = False,
+    unsqueeze_dim: int = 1,
+    sections: Sequence[int] | None = None,
+    rotary_dim: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rotate q and k by the angles of their positions, both in one pass. Differentiable in q and k.
+
+    Args:
+        q: float32, float64, bfloat16 or float16, any strides but a contiguous last dimension:
+            ``[batch, num_heads, seqlen, head_dim]`` (``unsqueeze_dim=1``, as transformers; often a transposed view),
+            ``[batch, seqlen, num_heads, head_dim]`` (``unsqueeze_dim=2``), or ``[total, num_heads, head_dim]``, which
+            is one batch of ``total`` tokens.
+        k: as q, with its own number of heads; or None.
+        cos, sin: one of the four dtypes, any strides (copied first only where the last dimension is not contiguous).
+            With ``position_ids`` a cache ``[max_positions, entries]``. Without, already gathered:
+            ``[seqlen, entries]`` or ``[1 or batch, seqlen, entries]``.
+        position_ids: int32 or int64 ``[seqlen]`` or ``[1 or batch, seqlen]``: rows of the cache.
+        interleaved: pairs are elements 2i and 2i + 1 instead of i and i + rotary_dim / 2.
+        inplace: write into q and k themselves; for q and k that need no gradient.
+        unsqueeze_dim: where the heads are in 4 dimensions, 1 or 2.
+        sections: pairs per chunk of frequencies, summing to rotary_dim / 2 (multimodal rope; Qwen2-VL's
+            ``mrope_section``). ``position_ids``, or the gathered tables, then have 3 or 4 rows in front
+            (``[3, batch, seqlen]``), and chunk i takes its angles from row ``i % rows``.
+        rotary_dim: elements of a head that turn; the rest is copied. By default head_dim if tables have
+            ``head_dim / 2`` entries, else as many as there are entries. Needed where that guess is wrong: full
+            tables of half the head, half tables of less than the head.
+
+    Tables of rotary_dim / 2 entries have one per pair. Tables of rotary_dim entries have one per element: the first
+    element of a pair uses the entry at its own place and the second that at its own, so half-split tables are
+    transformers' ``cat(freqs, freqs)`` and interleaved ones repeat entries (``repeat_interleave(freqs, 2)``).
+
+    Returns:
+        (q, k) rotated, or (q, None): new tensors in the memory order of the inputs (as torch.empty_like), or q and k
+        themselves with ``inplace``. Computed in float32 (float64 for float64). A head's result depends on its own
+        values and angles alone: bit-equal in any layout, batch or packing, and deterministic.
+
+    Gradients:
+        The transposed rotation (the same pass) of whatever gradient comes, expanded and strided ones too. cos and sin
+        get none, so they must not require one.
+
+    Cost:
+        Reads and writes q and k once; tables are read once per token. Nothing synchronises.
+
+    Example:
+        >>> position, frequency = torch.arange(8.0)[:, None], 10_000 ** -torch.tensor([0.0, 0.5])
+        >>> cos, sin = (position * frequency).cos(), (position * frequency).sin()
+        >>> q = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
+        >>> apply_rotary_qk(q, None, cos, sin, torch.tensor([1]))[0]
+        tensor([[[-1.9841,  1.9599,  2.4624,  4.0198]]])
+
+    Raises:
+        ValueError: wrong rank, dtype, device or shape; a position outside the cache (on the CPU before anything is
+            written); sections that do not sum to rotary_dim / 2; ``inplace`` with gradients or overlapping memory;
+            cos or sin that require a gradient.
+
+    Source:
+        Su et al., RoFormer, arXiv:2104.09864; sections: Wang et al., Qwen2-VL, arXiv:2409.12191.
+    """
+    chunks = () if sections is None else sections
+    if inplace:
+        if torch.is_grad_enabled():
+            _refuse_gradients(q=q, k=k, cos=cos, sin=sin)
+        _rope_qk_(q, k, cos, sin, position_ids, chunks, rotary_dim, interleaved, unsqueeze_dim, False)
+        if not torch.compiler.is_compiling():  # autograd must notice if it saved q or k elsewhere
+            torch.autograd.graph.increment_version([q] if k is None else [q, k])
+        return q, k
+    q_out, k_out = _rope_qk(q, k, cos, sin, position_ids, chunks, rotary_dim, interleaved, unsqueeze_dim, False)
+    return q_out, None if k is None else k_out
+
+
+def _refuse_gradients(**tensors) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad:
+            raise ValueError(f"{name}: expected no gradient with inplace=True, got requires_grad (use inplace=False)")
+
+
+# --- registration: shapes for torch.compile, gradients ---
+
+
+@torch.library.register_fake("packing_ops::rope_qk")
+def _(q, k, cos, sin, position_ids, sections, rotary_dim, interleaved, unsqueeze_dim, conjugate):
+    return torch.empty_like(q), q.new_empty(0) if k is None else torch.empty_like(k)
+
+
+@torch.library.register_fake("packing_ops::rope_qk_")
+def _(q, k, cos, sin, position_ids, sections, rotary_dim, interleaved, unsqueeze_dim, conjugate):
+    return None
+
+
+def _rope_qk_context(ctx, inputs, output):
+    _, _, cos, sin, position_ids, *ctx.options = inputs
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.requires_grad:
+            raise ValueError(f"{name}: expected no gradient (only q and k get one), got requires_grad; detach it")
+    ctx.save_for_backward(cos, sin, position_ids)
+    ctx.set_materialize_grads(False)
+
+
+def _rope_qk_backward(ctx, grad_q, grad_k):
+    *options, conjugate = ctx.options
+    tables = ctx.saved_tensors
+    needed = zip((grad_q, grad_k), ctx.needs_input_grad[:2], strict=True)
+    grad_q, grad_k = (_rotatable(grad) if grad is not None and need else None for grad, need in needed)
+    if grad_q is not None:
+        grad_q, k_out = _rope_qk(grad_q, grad_k, *tables, *options, not conjugate)
+        grad_k = None if grad_k is None else k_out
+    elif grad_k is not None:
+        grad_k, _ = _rope_qk(grad_k, None, *tables, *options, not conjugate)
+    return grad_q, grad_k, *[None] * 8
+
+
+def _rotatable(grad):
+    """The kernel takes any strides but that of the last dimension."""
+    return grad if grad.stride(-1) == 1 or grad.shape[-1] <= 1 else grad.contiguous()
+
+
+torch.library.register_autograd("packing_ops::rope_qk", _rope_qk_backward, setup_context=_rope_qk_context)

@@ -1,0 +1,167 @@
+"""trim_padding and iter_microbatches of packing_ops.padding, which make batches before any op sees them."""
+
+import pytest
+import torch
+from helpers import MASK_DTYPES, assert_same, drawn_mask, mask_of, masks
+from hypothesis import given
+from hypothesis import strategies as st
+
+import packing_ops as po
+from packing_ops.reference import padding as oracle
+
+# --- trim_padding ---
+
+
+def test_trim_worked_values(device):
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]], device=device)
+    batch = {"input_ids": torch.tensor([[5, 6, 0, 0], [7, 0, 0, 0]], device=device), "attention_mask": mask}
+    trimmed = po.trim_padding(batch)
+    assert trimmed["input_ids"].tolist() == [[5, 6], [7, 0]]
+    assert trimmed["attention_mask"].tolist() == [[1, 1], [1, 0]]
+    assert list(trimmed) == list(batch)
+    assert po.trim_padding(batch, multiple_of=3)["input_ids"].shape == (2, 3)
+    assert po.trim_padding(batch, min_length=3)["input_ids"].shape == (2, 3)
+    assert po.trim_padding(batch, multiple_of=16) is batch
+    flipped = {name: values.flip(1) for name, values in batch.items()}
+    assert po.trim_padding(flipped, side="left")["input_ids"].tolist() == [[6, 5], [0, 7]]
+    assert po.trim_padding(flipped) is flipped
+
+
+@given(
+    drawn=masks,
+    side=st.sampled_from(["right", "left", "both"]),
+    min_length=st.integers(0, 45),
+    multiple_of=st.integers(1, 17),
+    mask_dtype=st.sampled_from(MASK_DTYPES),
+)
+def test_trim_equals_reference(device, drawn, side, min_length, multiple_of, mask_dtype):
+    mask = drawn_mask(drawn, device)
+    batch = {
+        "ids": torch.randint(0, 9, mask.shape, device=device),
+        "hidden": torch.randn(*mask.shape, 3, device=device),
+    }
+    settings = {"side": side, "min_length": min_length, "multiple_of": multiple_of}
+    trimmed = po.trim_padding(batch, mask.to(mask_dtype), **settings)
+    start, end = oracle.kept_columns(mask, **settings)
+    if (start, end) == (0, mask.shape[1]):
+        assert trimmed is batch
+        return
+    for name, values in batch.items():
+        assert_same(trimmed[name], values[:, start:end])
+        assert trimmed[name].untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
+
+
+def test_trim_again_is_the_same_object(device):
+    batch = {"attention_mask": mask_of("both", 4, 30, device)}
+    for side in ("right", "left", "both"):
+        once = po.trim_padding(batch, side=side, multiple_of=4)
+        assert po.trim_padding(once, side=side, multiple_of=4) is once
+
+
+def test_trim_reads_the_mask_not_the_ids(device):
+    """Padding may equal the end-of-sequence token: real end tokens stay, whatever their id."""
+    ids = torch.tensor([[5, 2, 2, 2]], device=device)
+    mask = torch.tensor([[True, True, False, False]], device=device)
+    assert po.trim_padding({"input_ids": ids}, mask)["input_ids"].tolist() == [[5, 2]]
+
+
+def test_trim_passes_the_rest_on(device):
+    mask = torch.tensor([[1, 0]], device=device)
+    reward = torch.tensor([0.5], device=device)
+    batch = {"attention_mask": mask, "reward": reward, "uid": ["p0"], "step": 3}
+    trimmed = po.trim_padding(batch)
+    assert trimmed["attention_mask"].shape == (1, 1)
+    assert trimmed["reward"] is reward
+    assert (trimmed["uid"], trimmed["step"]) == (["p0"], 3)
+
+
+# --- iter_microbatches ---
+
+
+def test_microbatches_worked_values():
+    examples = [
+        {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "reward": 0.5, "uid": "a"},
+        {"input_ids": torch.tensor([8]), "labels": [8], "reward": torch.tensor(1.0), "uid": "b"},
+        {"input_ids": [9, 4], "labels": [9, 4], "reward": 2.0, "uid": "c"},
+    ]
+    first, second = po.iter_microbatches(examples, 2, pad_values={"input_ids": 0, "labels": -100})
+    assert first["input_ids"].tolist() == [[5, 6, 7], [8, 0, 0]]
+    assert first["labels"].tolist() == [[-100, 6, 7], [8, -100, -100]]
+    assert (first["attention_mask"].dtype, first["attention_mask"].tolist()) == (torch.int64, [[1, 1, 1], [1, 0, 0]])
+    assert first["reward"].tolist() == [0.5, 1.0]
+    assert first["uid"] == ["a", "b"]
+    assert second["input_ids"].tolist() == [[9, 4]]
+    assert second["attention_mask"].tolist() == [[1, 1]]
+
+
+@given(lengths=st.lists(st.integers(0, 9), min_size=0, max_size=11), size=st.integers(1, 4))
+def test_microbatches_equal_reference(lengths, size):
+    examples = [{"ids": list(range(1, n + 1)), "labels": torch.arange(n).tolist()} for n in lengths]
+    pad_values = {"ids": 0, "labels": -100}
+    found = list(po.iter_microbatches(examples, size, pad_values=pad_values))
+    assert [m["ids"].tolist() for m in found] == [
+        m["ids"].tolist() for m in oracle.iter_microbatches(examples, size, pad_values)
+    ]
+    assert [m["labels"].tolist() for m in found] == [
+        m["labels"].tolist() for m in oracle.iter_microbatches(examples, size, pad_values)
+    ]
+    assert [n for m in found for n in m["attention_mask"].sum(1).tolist()] == lengths
+    assert all(po.trim_padding(m) is m for m in found)
+
+
+def test_microbatches_are_read_as_needed_and_keep_their_own_mask(device):
+    def examples():
+        for n in (2, 1):
+            yield {"attention_mask": torch.full((n,), 1.0, device=device), "hidden": torch.ones(n, 3, device=device)}
+        raise RuntimeError("read too far")
+
+    microbatches = po.iter_microbatches(examples(), 2, pad_values={"hidden": 7})
+    batch = next(microbatches)
+    assert batch["attention_mask"].tolist() == [[1.0, 1.0], [1.0, 0.0]]
+    assert batch["hidden"][1].tolist() == [[1.0] * 3, [7.0] * 3]
+    with pytest.raises(RuntimeError, match="read too far"):
+        next(microbatches)
+
+
+def test_no_examples():
+    assert list(po.iter_microbatches([], 3, pad_values={"ids": 0})) == []
+
+
+# --- bad input ---
+
+
+def microbatches(examples, **pad_values):
+    return list(po.iter_microbatches(examples, 2, pad_values=pad_values))
+
+
+def bad_calls(device):
+    mask = torch.tensor([[1, 1, 0], [1, 0, 1]], device=device)
+    ids = torch.arange(6, device=device).reshape(2, 3)
+    batch = {"ids": ids}
+    uneven = [{"a": [1], "b": [1]}, {"a": [1, 2], "b": [1]}]
+    fractional = [{"a": [1]}, {"a": [1]}, {"a": []}, {"a": [1]}, {"a": [1]}, {"a": [0.5]}]
+    # fmt: off
+    return {
+        "side": (lambda: po.trim_padding(batch, mask, side="top"), "side: expected .*got 'top'"),
+        "min_length": (lambda: po.trim_padding(batch, mask, min_length=-1), "min_length: expected at least 0, got -1"),
+        "multiple_of": (lambda: po.trim_padding(batch, mask, multiple_of=0), "multiple_of: expected at least 1, got 0"),
+        "no mask": (lambda: po.trim_padding(batch), "attention_mask: expected one"),
+        "mask rank": (lambda: po.trim_padding(batch, mask[0]), r"attention_mask: expected \[batch, seqlen\], got"),
+        "shape": (lambda: po.trim_padding({"ids": ids, "wide": torch.cat([ids, ids], 1)}, mask), r"wide: expected \[batch, seqlen, ...\] = \[2, 3\] like attention_mask, got torch.int64 \[2, 6\]"),
+        "microbatch_size": (lambda: po.iter_microbatches([], 0, pad_values={"a": 0}), "microbatch_size: expected at least 1 example, got 0"),
+        "no pad_values": (lambda: po.iter_microbatches([], 1, pad_values={}), "pad_values: expected a value"),
+        "names differ": (lambda: microbatches([{"a": [1]}, {"b": [1]}], a=0), r"examples: expected the names \['a'\], got \['b'\] in example 1"),
+        "name missing": (lambda: microbatches([{"a": [1]}], a=0, b=0), r"examples: expected \['b'\] .* in example 0"),
+        "no pad value": (lambda: microbatches([{"a": [1], "b": [2]}], a=0), "pad_values: expected a value for 'b'"),
+        "not a sequence": (lambda: microbatches([{"a": 3}], a=0), "a: expected a sequence .*got 3 in example 0"),
+        "lengths differ": (lambda: microbatches(uneven, a=0, b=0), "b: expected 2 values like the rest of example 1, got 1"),
+        "dtypes differ": (lambda: microbatches(fractional, a=0), r"a: expected torch.int64 \[length\] on cpu as in the others, got torch.float32 \[1\] on cpu in example 5"),
+    }
+    # fmt: on
+
+
+@pytest.mark.parametrize("case", bad_calls("cpu"))
+def test_bad_input_is_named(device, case):
+    call, message = bad_calls(device)[case]
+    with pytest.raises(ValueError, match=message):
+        call()
