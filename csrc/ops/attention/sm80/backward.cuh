@@ -12,16 +12,6 @@
 
 namespace packing_ops::sm80 {
 
-// What a unit needs again and again; in shared memory, so that dk and dv have the registers.
-struct BackwardWork {
-  DocumentView d;
-  int32_t tile;
-  int32_t kv_head;
-  int32_t first_key;
-  int32_t end_key;
-  int32_t* counters;  // of the document's row tiles, num_kv_heads apart
-};
-
 template <class T, int kDim, int kKeys, bool kTransform>
 __global__ void __launch_bounds__(BackwardShape<kDim, kKeys>::kThreads, kKeys == 64 && kDim <= 128 ? 2 : 1)
     attention_backward_kernel(__grid_constant__ const Args args) {
@@ -31,8 +21,6 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys>::kThreads, kKeys ==
   constexpr int kList = kKeys == backward_keys(kDim) ? PlanView::kBackward : PlanView::kSmall;
   extern __shared__ uint8_t shared[];
   __shared__ int32_t next_unit;
-  __shared__ BackwardWork work;
-  __shared__ GroupRows row_tiles[2];  // of this step and the next
   const uint32_t start = ptx::shared_address(shared);
   const Unit u{(start + 127) & ~127u};
   const uint8_t* generic = shared + (u.base - start);
@@ -42,36 +30,31 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys>::kThreads, kKeys ==
   const int first_key_in_tile = (warp % (kKeys / 16)) * 16;
   const int part = warp / (kKeys / 16);
   const int64_t units = static_cast<int64_t>(args.plan.data[kList]) * args.num_kv_heads;
+  const PlanEntry* entries = args.plan.entries(kList);
   int32_t* claim = args.order + (kList == PlanView::kBackward ? 0 : 1);
 
   if (threadIdx.x == 0) next_unit = atomicAdd(claim, 1);
   __syncthreads();
   while (next_unit < units) {
     const int32_t unit = next_unit;
-    int32_t first_step;
-    int32_t end_step;
-    {
-      const PlanEntry entry = args.plan.entries(kList)[unit / args.num_kv_heads];
-      const int32_t kv_head = unit % args.num_kv_heads;
-      const DocumentView d = document_view(entry, args.plan.window);
-      const int32_t first_key = entry.tile * kKeys;
-      const int32_t end_key = first_key + kKeys < d.keys ? first_key + kKeys : d.keys;
-      const Range seeing = d.tokens_seeing(first_key, end_key - 1);
-      first_step = static_cast<int32_t>(static_cast<int64_t>(seeing.first) * args.group / kRows);
-      end_step = seeing.empty()
-                     ? first_step
-                     : static_cast<int32_t>((static_cast<int64_t>(seeing.end) * args.group - 1) / kRows + 1);
-      load_tile<Shape::kThreads>(u.tile_k(), args.head_dim, args.k.data, key_rows(args.k, d, kv_head, first_key));
-      load_tile<Shape::kThreads>(u.tile_v(), args.head_dim, args.v.data, key_rows(args.v, d, kv_head, first_key));
-      ptx::copy_commit();
-      const GroupRows rows(d, args.group, kv_head, static_cast<int64_t>(first_step) * kRows, kRows);
-      if (first_step < end_step) Unit::load_rows(u, args, rows, first_step);
-      if (threadIdx.x == 0) {
-        row_tiles[first_step & 1] = rows;
-        work = {d, entry.tile, kv_head, first_key, end_key,
-                args.order + 2 + (d.start_q * args.group / kRows + entry.document) * args.num_kv_heads + kv_head};
-      }
-    }
+    const PlanEntry entry = entries[unit / args.num_kv_heads];
+    const int32_t kv_head = unit % args.num_kv_heads;
+    const DocumentView d = document_view(entry, args.plan.window);
+    const int32_t first_key = entry.tile * kKeys;
+    const int32_t end_key = first_key + kKeys < d.keys ? first_key + kKeys : d.keys;
+    const Range seeing = d.tokens_seeing(first_key, end_key - 1);
+    const int32_t first_step = static_cast<int32_t>(static_cast<int64_t>(seeing.first) * args.group / kRows);
+    const int32_t end_step =
+        seeing.empty() ? first_step
+                       : static_cast<int32_t>((static_cast<int64_t>(seeing.end) * args.group - 1) / kRows + 1);
+    int32_t* counters = args.order + 2 +
+                        (d.start_q * args.group / kRows + entry.document) * args.num_kv_heads + kv_head;
+
+    load_tile<Shape::kThreads>(u.tile_k(), args.head_dim, args.k.data, key_rows(args.k, d, kv_head, first_key));
+    load_tile<Shape::kThreads>(u.tile_v(), args.head_dim, args.v.data, key_rows(args.v, d, kv_head, first_key));
+    ptx::copy_commit();
+    GroupRows rows(d, args.group, kv_head, static_cast<int64_t>(first_step) * kRows, kRows);
+    if (first_step < end_step) Unit::load_rows(u, args, rows, first_step);
 
     typename Unit::Sums dk;
     typename Unit::Sums dv;
@@ -80,25 +63,22 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys>::kThreads, kKeys ==
 #pragma unroll
       for (int i = 0; i < 4; ++i) dk[n][i] = dv[n][i] = 0.f;
     int32_t claimed = 0;
-    int32_t finished = 0;  // the next turn at the row tile of the step before, 0 if nobody waits for it
-    const auto counter_of = [&](int32_t step) { return work.counters + static_cast<int64_t>(step) * args.num_kv_heads; };
+    int32_t* finished = nullptr;  // counter of the step before, once all its sums are stored
+    int32_t finished_turn = 0;
 
-    for (int32_t step = first_step; step < end_step; ++step) {
-      ptx::copy_wait<0>();
-      __syncthreads();
-      const GroupRows& rows = row_tiles[step & 1];
-      const DocumentView& d = work.d;
-      const int32_t first_key = work.first_key;
+    for (int32_t step = first_step; step < end_step; ++step, rows = rows.after(kRows)) {
       const int32_t last_token = rows.last_token();
       const Range keys = d.keys_seen(rows.token, last_token);
       const int32_t last_tile = (keys.end - 1) / kKeys;
-      const Turn turn{last_tile - work.tile, last_tile - keys.first / kKeys};
+      const Turn turn{counters + static_cast<int64_t>(step) * args.num_kv_heads, last_tile - entry.tile,
+                      last_tile - keys.first / kKeys};
       const int seen_first = keys.first <= first_key ? 0 : (keys.first - first_key) / 16;
-      const int seen_end = ((keys.end < work.end_key ? keys.end : work.end_key) - first_key + 15) / 16;
+      const int seen_end = keys.end >= end_key ? (end_key - first_key + 15) / 16 : (keys.end - first_key + 15) / 16;
+
+      ptx::copy_wait<0>();
+      __syncthreads();
       if (step + 1 < end_step) {
-        const GroupRows next = rows.after(kRows);
-        Unit::load_rows(u, args, next, step + 1);
-        if (threadIdx.x == 0) row_tiles[(step + 1) & 1] = next;
+        Unit::load_rows(u, args, rows.after(kRows), step + 1);
       } else if (threadIdx.x == 0) {
         // Not earlier: a unit that is claimed long before it starts would keep others of its document waiting.
         claimed = atomicAdd(claim, 1);
@@ -107,7 +87,7 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys>::kThreads, kKeys ==
       // that the step before is done (late, so that its sums have long arrived).
       const bool waits = threadIdx.x == 32 && turn.mine > 0;
       int32_t done = 0;
-      if (waits) done = ptx::load_relaxed(counter_of(step));
+      if (waits) done = ptx::load_relaxed(turn.counter);
 
       const int block = first_key_in_tile / 16;
       const bool seen = block >= seen_first && block < seen_end;
@@ -159,30 +139,30 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys>::kThreads, kKeys ==
           multiply<T, kRows / 16>(dk, from(u.tile_ds()), q_view, first_column);
         }
       }
-      if (threadIdx.x == 0 && finished > 0) ptx::store_release(counter_of(step - 1), finished);
+      if (threadIdx.x == 0 && finished != nullptr) ptx::store_release(finished, finished_turn);
       if (waits) {
-        while (done != turn.mine) done = ptx::load_relaxed(counter_of(step));
+        while (done != turn.mine) done = ptx::load_relaxed(turn.counter);
         ptx::fence_gpu();
       }
       __syncthreads();
       Unit::add_queries(u, args, rows, turn, seen_first, seen_end);
-      finished = turn.mine < turn.last ? turn.mine + 1 : 0;
+      finished = turn.mine < turn.last ? turn.counter : nullptr;
+      finished_turn = turn.mine + 1;
     }
     if (first_step == end_step && threadIdx.x == 0) claimed = atomicAdd(claim, 1);
     ptx::copy_wait<0>();
     __syncthreads();  // every tile has been read, every sum stored
     if (threadIdx.x == 0) {
-      if (finished > 0) ptx::store_release(counter_of(end_step - 1), finished);
+      if (finished != nullptr) ptx::store_release(finished, finished_turn);
       next_unit = claimed;
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int32_t key = work.first_key + first_key_in_tile + g + 8 * half;
-      const int64_t row = work.d.start_k + key;
+      const int32_t key = first_key + first_key_in_tile + g + 8 * half;
+      const int64_t row = d.start_k + key;
       const auto place = [&](const AttentionTensor& to) {
-        return key < work.end_key
-                   ? static_cast<uint16_t*>(to.data) + row * to.token_stride + work.kv_head * to.head_stride
-                   : nullptr;
+        return key < end_key ? static_cast<uint16_t*>(to.data) + row * to.token_stride + kv_head * to.head_stride
+                             : nullptr;
       };
       store_row<T>(place(args.dk), part * Shape::kColumns, args.head_dim, dk, half, args.softmax_scale);
       store_row<T>(place(args.dv), part * Shape::kColumns, args.head_dim, dv, half, 1.f);

@@ -71,6 +71,7 @@ __device__ __forceinline__ void product(float (&out)[kRowBlocks][4], typename Sh
 
 // The turn of a key tile at a row tile.
 struct Turn {
+  int32_t* counter;
   int32_t mine;
   int32_t last;
 };
