@@ -1,10 +1,11 @@
 // Attention: check -> allocate -> fill the params -> launch.
+#include "ops/attention/attention_bind.h"
+
 #include <cmath>
 #include <tuple>
 
 #include "host/launch.h"
 #include "host/tensor_check.h"
-#include "ops/attention/attention_bind.h"
 
 namespace packing_ops {
 

@@ -16,8 +16,8 @@ namespace {
 using sm80::Args;
 
 AttentionPlanParams plan_params(const VarlenAttentionParams& p) {
-  return {p.documents_q, p.documents_k, p.num_q_heads, p.num_kv_heads, p.head_dim, p.window_left, p.window_right,
-          p.plan};
+  return {p.documents_q, p.documents_k, p.num_q_heads,  p.num_kv_heads,
+          p.head_dim,    p.window_left, p.window_right, p.plan};
 }
 
 Args forward_args(const VarlenAttentionParams& p) {

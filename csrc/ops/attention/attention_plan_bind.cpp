@@ -29,8 +29,8 @@ Tensor attention_plan(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, in
   check(num_kv_heads >= 1 && num_heads >= 1 && num_heads % num_kv_heads == 0,
         "num_kv_heads: expected a number that divides num_heads (", num_heads, "), got ", num_kv_heads);
   check(head_dim >= 1 && head_dim <= kMaxHeadDim, "head_dim: expected 1 to ", kMaxHeadDim, ", got ", head_dim);
-  check(!causal || window_right <= 0, "window_size: expected nothing to the right with causal=True, got (",
-        window_left, ", ", window_right, ")");
+  check(!causal || window_right <= 0, "window_size: expected nothing to the right with causal=True, got (", window_left,
+        ", ", window_right, ")");
   AttentionPlanParams p;
   p.documents_q = documents_view(cu_seqlens_q, total_q);
   p.documents_k = documents_view(cu_seqlens_k, total_k);

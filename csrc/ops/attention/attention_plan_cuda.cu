@@ -59,8 +59,13 @@ struct TileLister {
   // The backward's chain of partial sums goes from a document's last key tile to its first.
   __device__ PlanEntry entry(int64_t document, const DocumentView& d, int32_t index) const {
     const int32_t tile = list == PlanView::kForward ? index : tiles(d) - 1 - index;
-    return {static_cast<int32_t>(document), tile, static_cast<int32_t>(d.start_q), d.tokens,
-            static_cast<int32_t>(d.start_k), d.keys, {0, 0}};
+    return {static_cast<int32_t>(document),
+            tile,
+            static_cast<int32_t>(d.start_q),
+            d.tokens,
+            static_cast<int32_t>(d.start_k),
+            d.keys,
+            {0, 0}};
   }
 };
 

@@ -50,10 +50,35 @@ __device__ float dot(const Row& a, const Row& b) {
   return sum;
 }
 
-__device__ void add(Row& to, const Row& from, float factor) {
+// Sums of many terms: every 32 of them are added up by themselves first.
+constexpr int kTerms = 32;
+struct Sum {
+  Row whole{};
+  Row part{};
+  int terms = 0;
+
+  __device__ void add(const Row& row, float factor) {
 #pragma unroll
-  for (int i = 0; i < kWords; ++i) to.x[i] = fmaf(from.x[i], factor, to.x[i]);
-}
+    for (int i = 0; i < kWords; ++i) part.x[i] = fmaf(row.x[i], factor, part.x[i]);
+    if (++terms == kTerms) close();
+  }
+  __device__ const Row& close() {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      whole.x[i] += part.x[i];
+      part.x[i] = 0.f;
+    }
+    terms = 0;
+    return whole;
+  }
+  __device__ void scale(float factor) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      whole.x[i] *= factor;
+      part.x[i] *= factor;
+    }
+  }
+};
 
 // The score and its derivative by the dot product.
 __device__ float score_of(float product, const Args& args, float* slope) {
@@ -89,7 +114,8 @@ __global__ void __launch_bounds__(kThreads) forward_fp32_kernel(__grid_constant_
     const Range keys = place.inside ? place.document.keys_seen(place.at, place.at) : Range{0, 0};
     float most = place.inside && args.sinks != nullptr ? args.sinks[head] : -INFINITY;
     float sum = most == -INFINITY ? 0.f : 1.f;
-    Row out{};
+    Sum out;
+    float part = 0.f;  // of sum
     if (!keys.empty()) {
       const Row q = load(args.q, token, head, args.head_dim);
       for (int32_t key = keys.first; key < keys.end; ++key) {
@@ -98,16 +124,24 @@ __global__ void __launch_bounds__(kThreads) forward_fp32_kernel(__grid_constant_
         const float score = score_of(dot(q, load(args.k, at, kv_head, args.head_dim)), args, &slope);
         const float top = fmaxf(most, score);
         const float base = top == -INFINITY ? 0.f : top;
-        const float factor = expf(most - base);
         const float p = expf(score - base);
-        most = top;
-        sum = sum * factor + p;
-#pragma unroll
-        for (int w = 0; w < kWords; ++w) out.x[w] *= factor;
-        add(out, load(args.v, at, kv_head, args.head_dim), p);
+        if (top > most) {
+          const float factor = expf(most - base);
+          sum *= factor;
+          part *= factor;
+          out.scale(factor);
+          most = top;
+        }
+        part += p;
+        if (out.terms + 1 == kTerms) {
+          sum += part;
+          part = 0.f;
+        }
+        out.add(load(args.v, at, kv_head, args.head_dim), p);
       }
     }
-    store(args.out, token, head, args.head_dim, out, sum == 0.f ? 0.f : 1.f / sum);
+    sum += part;
+    store(args.out, token, head, args.head_dim, out.close(), sum == 0.f ? 0.f : 1.f / sum);
     if ((threadIdx.x & 31) == 0) {
       args.lse[head * args.documents_q.total + token] = sum == 0.f ? -INFINITY : most + logf(sum);
     }
@@ -133,17 +167,17 @@ __global__ void __launch_bounds__(kThreads) backward_dq_fp32_kernel(__grid_const
     const int64_t kv_head = head / args.group;
     const Place place = place_of(args, args.documents_q, end, token, false);
     const Range keys = place.inside ? place.document.keys_seen(place.at, place.at) : Range{0, 0};
-    Row dq{};
+    Sum dq;
     if (!keys.empty()) {
       const Row q = load(args.q, token, head, args.head_dim);
       const Row dout = load(args.dout, token, head, args.head_dim);
       for (int32_t key = keys.first; key < keys.end; ++key) {
         const int64_t at = place.document.start_k + key;
         const Row k = load(args.k, at, kv_head, args.head_dim);
-        add(dq, k, gradients(args, token, head, q, dout, k, load(args.v, at, kv_head, args.head_dim)).y);
+        dq.add(k, gradients(args, token, head, q, dout, k, load(args.v, at, kv_head, args.head_dim)).y);
       }
     }
-    store(args.dq, token, head, args.head_dim, dq, 1.f);
+    store(args.dq, token, head, args.head_dim, dq.close(), 1.f);
   }
 }
 
@@ -156,8 +190,8 @@ __global__ void __launch_bounds__(kThreads) backward_dkv_fp32_kernel(__grid_cons
     const int64_t kv_head = i % args.num_kv_heads;
     const Place place = place_of(args, args.documents_k, end, at, true);
     const Range tokens = place.inside ? place.document.tokens_seeing(place.at, place.at) : Range{0, 0};
-    Row dk{};
-    Row dv{};
+    Sum dk;
+    Sum dv;
     if (!tokens.empty()) {
       const Row k = load(args.k, at, kv_head, args.head_dim);
       const Row v = load(args.v, at, kv_head, args.head_dim);
@@ -167,13 +201,13 @@ __global__ void __launch_bounds__(kThreads) backward_dkv_fp32_kernel(__grid_cons
           const Row q = load(args.q, token, head, args.head_dim);
           const Row dout = load(args.dout, token, head, args.head_dim);
           const float2 g = gradients(args, token, head, q, dout, k, v);
-          add(dk, q, g.y);
-          add(dv, dout, g.x);
+          dk.add(q, g.y);
+          dv.add(dout, g.x);
         }
       }
     }
-    store(args.dk, at, kv_head, args.head_dim, dk, 1.f);
-    store(args.dv, at, kv_head, args.head_dim, dv, 1.f);
+    store(args.dk, at, kv_head, args.head_dim, dk.close(), 1.f);
+    store(args.dv, at, kv_head, args.head_dim, dv.close(), 1.f);
   }
 }
 

@@ -15,13 +15,13 @@ struct Args {
   AttentionTensor dout, dq, dk, dv;
   Documents documents_q;
   Documents documents_k;
-  float* lse = nullptr;         // [num_heads, total_q]
-  const float* dlse = nullptr;  // [num_heads, total_q] or null
-  const float* sinks = nullptr; // [num_heads] or null
-  float* dsinks = nullptr;      // [num_heads] or null
-  float2* row_stats = nullptr;  // [total_q, num_heads]: lse * log2(e), rowsum(dout * out) - dlse
-  float* dq_sum = nullptr;      // [total_q, num_heads, padded head_dim], partial sums of dq
-  int32_t* order = nullptr;     // next unit of each backward list, then key tiles done for each (row tile, kv head)
+  float* lse = nullptr;          // [num_heads, total_q]
+  const float* dlse = nullptr;   // [num_heads, total_q] or null
+  const float* sinks = nullptr;  // [num_heads] or null
+  float* dsinks = nullptr;       // [num_heads] or null
+  float2* row_stats = nullptr;   // [total_q, num_heads]: lse * log2(e), rowsum(dout * out) - dlse
+  float* dq_sum = nullptr;       // [total_q, num_heads, padded head_dim], partial sums of dq
+  int32_t* order = nullptr;      // next unit of each backward list, then key tiles done for each (row tile, kv head)
   int64_t order_size = 0;
   PlanView plan;
   int32_t num_heads = 0;

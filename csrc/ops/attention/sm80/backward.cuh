@@ -1,9 +1,10 @@
-// Backward on mma.sync. A unit is (document, tile of keys, kv head): it goes once over the packed rows that see its keys
-// and keeps dk and dv in registers through the whole group. Keys are the rows of its products (s^T = k q^T), so that
-// p^T and ds^T are operands of dv += p^T dout and dk += ds^T q straight from registers. dq = ds k of a row tile adds up
-// over the key tiles that it sees, from the last to the first: the first in turn stores, the last one writes dq, and a
-// counter for each row tile says whose turn it is. Units are claimed in the plan's order, where a document's key tiles
-// descend too, so the one that is waited for is always under way, and with causal attention always some steps ahead.
+// Backward on mma.sync. A unit is (document, tile of keys, kv head): it goes once over the packed rows that see its
+// keys and keeps dk and dv in registers through the whole group. Keys are the rows of its products (s^T = k q^T), so
+// that p^T and ds^T are operands of dv += p^T dout and dk += ds^T q straight from registers. dq = ds k of a row tile
+// adds up over the key tiles that it sees, from the last to the first: the first in turn stores, the last one writes
+// dq, and a counter for each row tile says whose turn it is. Units are claimed in the plan's order, where a document's
+// key tiles descend too, so the one that is waited for is always under way, and with causal attention always some steps
+// ahead.
 #pragma once
 
 #include "core/launch.cuh"
@@ -47,8 +48,8 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys>::kThreads, kKeys ==
     const int32_t end_step =
         seeing.empty() ? first_step
                        : static_cast<int32_t>((static_cast<int64_t>(seeing.end) * args.group - 1) / kRows + 1);
-    int32_t* counters = args.order + 2 +
-                        (d.start_q * args.group / kRows + entry.document) * args.num_kv_heads + kv_head;
+    int32_t* counters =
+        args.order + 2 + (d.start_q * args.group / kRows + entry.document) * args.num_kv_heads + kv_head;
 
     load_tile<Shape::kThreads>(u.tile_k(), args.head_dim, args.k.data, key_rows(args.k, d, kv_head, first_key));
     load_tile<Shape::kThreads>(u.tile_v(), args.head_dim, args.v.data, key_rows(args.v, d, kv_head, first_key));
@@ -121,7 +122,7 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys>::kThreads, kKeys ==
         const int first_column = part * Shape::kColumns / 16;
         if constexpr (Shape::kSplit == 1) {
           const auto from = [](const typename Unit::Scores& x) {
-            return [&x](uint32_t(&a)[4], int j) {
+            return [&x](uint32_t (&a)[4], int j) {
               a[0] = pack<T>(x[2 * j][0], x[2 * j][1]);
               a[1] = pack<T>(x[2 * j][2], x[2 * j][3]);
               a[2] = pack<T>(x[2 * j + 1][0], x[2 * j + 1][1]);
@@ -133,7 +134,7 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys>::kThreads, kKeys ==
         } else {
           const auto from = [&](typename Shape::TileS tile) {
             const LaneView<kKeys, kRows> view(tile, Lanes::kRowsFirst, first_key_in_tile);
-            return [view](uint32_t(&a)[4], int j) { ptx::ldmatrix(a, view.at(0, j)); };
+            return [view](uint32_t (&a)[4], int j) { ptx::ldmatrix(a, view.at(0, j)); };
           };
           multiply<T, kRows / 16>(dv, from(u.tile_p()), do_view, first_column);
           multiply<T, kRows / 16>(dk, from(u.tile_ds()), q_view, first_column);

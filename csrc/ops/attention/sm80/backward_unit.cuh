@@ -16,8 +16,8 @@ struct BackwardShape {
   static constexpr int kWarps = kKeys / 16 * kSplit;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kStages = 2;
-  static constexpr int kColumns = kDim / kSplit;       // of dk and dv in a warp
-  static constexpr int kScoreRows = kRows / kSplit;    // of s^T in a warp
+  static constexpr int kColumns = kDim / kSplit;             // of dk and dv in a warp
+  static constexpr int kScoreRows = kRows / kSplit;          // of s^T in a warp
   static constexpr int kQueryColumns = kDim / (kWarps / 4);  // of dq in a warp, which owns 16 rows
   static constexpr int kQueryPass = kDim <= 128 ? kDim / 2 : kDim / 4;
   using TileK = Tile<kKeys, kDim>;
@@ -89,7 +89,8 @@ struct BackwardUnit {
   __device__ typename Shape::TileS tile_ds() const { return {ptx::opaque(base) + 2 * Shape::TileK::kBytes}; }
   __device__ typename Shape::TileS tile_p() const { return {tile_ds().base + Shape::TileS::kBytes}; }
   __device__ uint32_t stage(int i) const {
-    return ptx::opaque(base) + 2 * Shape::TileK::kBytes + Shape::kSplit * Shape::TileS::kBytes + (i & 1) * Shape::kStageBytes;
+    return ptx::opaque(base) + 2 * Shape::TileK::kBytes + Shape::kSplit * Shape::TileS::kBytes +
+           (i & 1) * Shape::kStageBytes;
   }
   __device__ typename Shape::TileQ tile_q(int i) const { return {stage(i)}; }
   __device__ typename Shape::TileQ tile_do(int i) const { return {stage(i) + Shape::TileQ::kBytes}; }
@@ -196,9 +197,9 @@ struct BackwardUnit {
       for (int half = 0; half < 2; ++half) {
         const int row = row0 + 8 * half;
         const bool valid = row < rows.valid;
-        float* sums = args.dq_sum + (turn.last > 0 && valid
-                                         ? rows.offset(row, static_cast<int64_t>(args.num_heads) * kDim, kDim) + column
-                                         : 0);
+        float* sums =
+            args.dq_sum +
+            (turn.last > 0 && valid ? rows.offset(row, static_cast<int64_t>(args.num_heads) * kDim, kDim) + column : 0);
         if (turn.mine == turn.last) {
           if (turn.last > 0 && valid) {
 #pragma unroll
@@ -210,9 +211,9 @@ struct BackwardUnit {
               acc[n + 1][2 * half + 1] += sum.w;
             }
           }
-          uint16_t* dq = valid ? static_cast<uint16_t*>(args.dq.data) +
-                                     rows.offset(row, args.dq.token_stride, args.dq.head_stride)
-                               : nullptr;
+          uint16_t* dq =
+              valid ? static_cast<uint16_t*>(args.dq.data) + rows.offset(row, args.dq.token_stride, args.dq.head_stride)
+                    : nullptr;
           store_row<T>(dq, column, args.head_dim, acc, half, args.softmax_scale);
         } else if (valid) {
 #pragma unroll

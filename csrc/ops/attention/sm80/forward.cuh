@@ -1,7 +1,7 @@
 // Forward on mma.sync. A unit is (document, tile of packed rows, kv head); a block works its units off one after the
 // other. Each warp owns its rows through the whole unit; K and V come in tiles of kKeys, always from the first visible
-// tile upwards, so a row's sum has one order wherever its document lies. Copies run one tile ahead, over the seam between
-// units too: while a unit ends, the next one's first tiles are already on their way.
+// tile upwards, so a row's sum has one order wherever its document lies. Copies run one tile ahead, over the seam
+// between units too: while a unit ends, the next one's first tiles are already on their way.
 #pragma once
 
 #include "core/launch.cuh"
@@ -192,11 +192,19 @@ __device__ inline void zero_padding(const Args& args) {
   }
 }
 
-// The unit's last step: out and lse of this warp's rows.
+// log(sum_j exp(unit * s_j)) from the largest s and the sum of 2^(s scale - largest scale), scale = unit * log2(e):
+// what rounding scale and the product left out is put back.
+__device__ __forceinline__ float log_of_sum(float most, float scale, double unit, float sum) {
+  const float left_out = most == -INFINITY ? 0.f : fmaf(most, scale, -(most * scale));
+  return static_cast<float>(most * unit + (logf(sum) - kLn2 * left_out));
+}
+
+// The unit's last step: out and lse of this warp's rows. unit: scale without its log2(e).
 template <class T, class Shape>
 __device__ __forceinline__ void finish(const Args& args, const GroupRows& rows, int first_row,
                                        const RowState<Shape::kRowBlocks>& state,
-                                       const float (&o)[Shape::kRowBlocks][Shape::kDim / 8][4], float scale) {
+                                       const float (&o)[Shape::kRowBlocks][Shape::kDim / 8][4], float scale,
+                                       double unit) {
 #pragma unroll
   for (int b = 0; b < Shape::kRowBlocks; ++b) {
 #pragma unroll
@@ -206,26 +214,23 @@ __device__ __forceinline__ void finish(const Args& args, const GroupRows& rows, 
       float sum = state.sum[b][half];
       sum += __shfl_xor_sync(0xffffffffu, sum, 1);
       sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-      float most = state.most[b][half] == -INFINITY ? -INFINITY : state.most[b][half] * scale;
-      float factor = 1.f;
       const int32_t step = rows.token_step(row);
       const int32_t head = rows.first_head + row + rows.skipped - step * rows.group;
+      float inverse = sum == 0.f ? 0.f : 1.f / sum;
+      float lse = sum == 0.f ? -INFINITY : log_of_sum(state.most[b][half], scale, unit, sum);
       if (args.sinks != nullptr && valid) {
-        const float sink = args.sinks[head] * kLog2e;
-        const float top = fmaxf(most, sink);
-        if (top != -INFINITY) {
-          factor = ptx::exp2_approx(most - top);
-          sum = sum * factor + ptx::exp2_approx(sink - top);
-          most = top;
-        }
+        const float sink = args.sinks[head];
+        const float top = fmaxf(lse, sink);
+        const float whole = top == -INFINITY ? top : top + log1pf(expf(fminf(lse, sink) - top));
+        inverse = sum == 0.f ? 0.f : inverse * expf(lse - whole);
+        lse = whole;
       }
-      uint16_t* out = valid ? static_cast<uint16_t*>(args.out.data) +
-                                  rows.offset(row, args.out.token_stride, args.out.head_stride)
-                            : nullptr;
-      store_row<T>(out, 0, args.head_dim, o[b], half, sum == 0.f ? 0.f : factor / sum);
+      uint16_t* out =
+          valid ? static_cast<uint16_t*>(args.out.data) + rows.offset(row, args.out.token_stride, args.out.head_stride)
+                : nullptr;
+      store_row<T>(out, 0, args.head_dim, o[b], half, inverse);
       if (valid && (threadIdx.x & 3) == 0) {
-        args.lse[head * args.documents_q.total + rows.first_token + step] =
-            sum == 0.f ? -INFINITY : most * kLn2 + logf(sum);
+        args.lse[head * args.documents_q.total + rows.first_token + step] = lse;
       }
     }
   }
@@ -249,6 +254,7 @@ __global__ void __launch_bounds__(128, 2) attention_forward_kernel(__grid_consta
   const int warp_row = (threadIdx.x / 32) * Shape::kWarpRows;
   const int g = (threadIdx.x & 31) >> 2;
   const float scale = kTransform ? 1.f : args.softmax_scale * kLog2e;
+  const double unit = kTransform ? 0.6931471805599453 : args.softmax_scale;
   const uint32_t units = static_cast<uint32_t>(args.plan.data[PlanView::kForward]) * args.num_kv_heads;
   const auto kv_head_of = [&](uint32_t round) { return static_cast<int32_t>(serpentine(round) % args.num_kv_heads); };
   const auto load_entry = [&](uint32_t round) {
@@ -266,9 +272,11 @@ __global__ void __launch_bounds__(128, 2) attention_forward_kernel(__grid_consta
   // Only this warp reads these rows.
   const auto load_own_rows = [&](const ForwardWork& work) {
     const uint16_t* data = static_cast<const uint16_t*>(args.q.data);
-    load_rows<32, Shape::kWarpRows>(tile_q, warp_row, threadIdx.x & 31, args.head_dim, data, [&](int row) -> const void* {
-      return row < work.rows.valid ? data + work.rows.offset(row, args.q.token_stride, args.q.head_stride) : nullptr;
-    });
+    load_rows<32, Shape::kWarpRows>(
+        tile_q, warp_row, threadIdx.x & 31, args.head_dim, data, [&](int row) -> const void* {
+          return row < work.rows.valid ? data + work.rows.offset(row, args.q.token_stride, args.q.head_stride)
+                                       : nullptr;
+        });
   };
 
   if (serpentine(0) < units) {
@@ -329,8 +337,8 @@ __global__ void __launch_bounds__(128, 2) attention_forward_kernel(__grid_consta
       const int32_t end_key = first_key + Shape::kKeys;
       if (fresh) {
         fresh = false;
-        const int last_row = warp_row + Shape::kWarpRows < work.rows.valid ? warp_row + Shape::kWarpRows - 1
-                                                                           : work.rows.valid - 1;
+        const int last_row =
+            warp_row + Shape::kWarpRows < work.rows.valid ? warp_row + Shape::kWarpRows - 1 : work.rows.valid - 1;
         const int32_t first_token = work.rows.token_of(warp_row);
         const int32_t last_token = work.rows.token_of(last_row);
         some = warp_row < work.rows.valid ? work.d.keys_seen(first_token, last_token) : Range{0, 0};
@@ -360,7 +368,7 @@ __global__ void __launch_bounds__(128, 2) attention_forward_kernel(__grid_consta
         ptx::copy_commit();
       }
     }
-    if (warp_row < work.rows.valid) finish<T, Shape>(args, work.rows, warp_row + g, state, o, scale);
+    if (warp_row < work.rows.valid) finish<T, Shape>(args, work.rows, warp_row + g, state, o, scale, unit);
   }
 }
 

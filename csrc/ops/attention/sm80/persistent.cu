@@ -22,8 +22,7 @@ int resident_blocks(const void* kernel, int threads, int shared, int device) {
                              " bytes of shared memory a block for this head_dim, got " + properties.name + " with " +
                              std::to_string(properties.sharedMemPerBlockOptin));
   }
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
-             "cudaFuncSetAttribute");
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), "cudaFuncSetAttribute");
   int blocks = 0;
   check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, static_cast<size_t>(shared)),
              "cudaOccupancyMaxActiveBlocksPerMultiprocessor");

@@ -37,7 +37,8 @@ __device__ __forceinline__ float transform_score(float dot, const Args& args) {
   return args.softcap > 0.f ? capped(dot, args.softmax_scale, args.softcap, &t) : dot * args.softmax_scale;
 }
 
-// Which of a fragment's matrices lie side by side: A and transposed B read rows first, B and transposed A columns first.
+// Which of a fragment's matrices lie side by side: A and transposed B read rows first, B and transposed A columns
+// first.
 enum class Lanes { kRowsFirst, kColumnsFirst };
 
 template <int kRows, int kDim>
@@ -76,8 +77,6 @@ struct LaneView {
     if (T::kHalfPanel && column / 4 == T::kFullPanels) return (half ^ ((column & 1) << 5)) + row * 64;
     return (full ^ ((column & 3) << 5)) + (column / 4) * kRows * 128 + row * 128;
   }
-
-
 };
 
 // Rows of one head of a [total, heads, head_dim] tensor into a tile. source(row) gives the row's address or null, which
