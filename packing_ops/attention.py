@@ -45,7 +45,8 @@ def varlen_attention(
 
     Args:
         q: ``[total_q, num_q_heads, head_dim]``, float32, float64, bfloat16 or float16, head_dim 1 to 256. Any strides
-            with a contiguous last dimension (a view into a fused QKV projection, say), no copy is made.
+            with a contiguous last dimension (a view into a fused QKV projection, say), no copy is made. CUDA: no
+            float64, head_dim of the half types in multiples of 8, their rows on 16 bytes (else one copy).
         k, v: ``[total_k, num_kv_heads, head_dim]``, the dtype of q; num_kv_heads divides num_q_heads (GQA, MQA).
         cu_seqlens_q: int32 ``[num_documents + 1]``; zero-length documents may stand anywhere.
         cu_seqlens_k: the same for k and v; without it ``cu_seqlens_q``.

@@ -81,7 +81,9 @@ def test_error_is_at_most_twice_that_of_torch(device, dtype, dim):
     ours, exact, theirs = case.ours(), case.exact(), case.sdpa()
     for name in ("out", "dq", "dk", "dv"):
         assert_error_within(ours[name], theirs[name], exact[name])
-    assert_error_within(ours["lse"], case.plain_torch()["lse"], exact["lse"])
+    # Tensor cores cut the tail of each sum off, so scores of the half types are a few ulp further away there.
+    floor = 1e-6 if device == "cuda" and dtype != torch.float32 else 0.0
+    assert_error_within(ours["lse"], case.plain_torch()["lse"], exact["lse"], floor=floor)
 
 
 @pytest.mark.parametrize(

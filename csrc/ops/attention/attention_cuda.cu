@@ -1,4 +1,5 @@
-// From params to the instance that serves them.
+// From params to the instance that serves them: fp32/ for float32, sm80/ (every GPU from compute capability 8.0 on) for
+// the half types. Kernels that need Hopper's own instructions get a folder sm90/ and a branch in dispatch.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
