@@ -3,6 +3,7 @@
 from packing_ops._load import build_info  # first: it registers torch.ops.packing_ops
 from packing_ops.attention import (
     attention,
+    attention_plan,
     flash_attn_varlen_func,
     select_attention_backend,
     varlen_attention,

@@ -14,6 +14,7 @@ What holds on every device:
 import functools
 import importlib
 import inspect
+import weakref
 
 import torch
 import torch.nn.functional as F
@@ -37,14 +38,15 @@ def varlen_attention(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
-    plan: None = None,
+    plan: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention inside each document of a packed row. Differentiable in q, k, v, sinks and through lse.
 
     Args:
         q: ``[total_q, num_q_heads, head_dim]``, float32, float64, bfloat16 or float16, head_dim 1 to 256. Any strides
-            with a contiguous last dimension (a view into a fused QKV projection, say), no copy is made.
+            with a contiguous last dimension (a view into a fused QKV projection, say), no copy is made. CUDA: no
+            float64, head_dim of the half types in multiples of 8, their rows on 16 bytes (else one copy).
         k, v: ``[total_k, num_kv_heads, head_dim]``, the dtype of q; num_kv_heads divides num_q_heads (GQA, MQA).
         cu_seqlens_q: int32 ``[num_documents + 1]``; zero-length documents may stand anywhere.
         cu_seqlens_k: the same for k and v; without it ``cu_seqlens_q``.
@@ -53,7 +55,8 @@ def varlen_attention(
         window_size: (left, right) keys seen beside the own place, -1 for all; w keys with itself is ``(w - 1, 0)``.
         softcap: bound of the scores, 0 for none.
         sinks: ``[num_q_heads]``, one more score per head that takes part in the denominator only.
-        plan: reserved for a schedule built once per batch; None for now.
+        plan: what attention_plan made for these lengths and heads, so that layers share it; without it one is made, and
+            kept for the next call with the same cu_seqlens.
         return_lse: also return the log of each denominator, sink included.
 
     Returns:
@@ -72,29 +75,67 @@ def varlen_attention(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, cu_seqlens that do not start at 0, decrease or end past
             the rows, causal with keys to the right. The message names the argument.
-        NotImplementedError: a plan, or a device without a kernel.
+        NotImplementedError: a device without a kernel.
 
     Method: Dao, FlashAttention-2 (2023): tiles, online softmax, recomputation in backward.
     """
-    if plan is not None:
-        raise NotImplementedError("plan: expected None, attention plans are not there yet")
     if sinks is not None and sinks.dtype != torch.float64:
         sinks = sinks.float()
     left, right = window_size
+    if cu_seqlens_k is None:
+        cu_seqlens_k = cu_seqlens_q
+    if plan is None and q.is_cuda and q.dim() == k.dim() == 3:
+        geometry = (q.shape[0], k.shape[0], q.shape[1], k.shape[1], q.shape[2], causal, left, right)
+        plan = _recent_plan(cu_seqlens_q, cu_seqlens_k, geometry)
     out, lse = _ops.varlen_attention(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
-        sinks,
-        causal,
-        softmax_scale,
-        left,
-        right,
-        softcap,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, softcap, plan
     )
     return (out, lse) if return_lse else out
+
+
+def attention_plan(
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    *,
+    total_q: int,
+    total_k: int | None = None,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+) -> torch.Tensor:
+    """The work-list of a packed batch on a GPU: made once, used by every layer's forward and backward.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k, causal, window_size: as varlen_attention.
+        total_q, total_k: rows of q and of k; without total_k those of q.
+        num_heads, num_kv_heads, head_dim: of the calls that will use it.
+
+    Returns:
+        int32, its size independent of the lengths; empty on the CPU. One kernel, no synchronisation. A plan is right
+        for the values of cu_seqlens at the time: make it again when they change (inside a CUDA graph, capture this
+        call too).
+
+    Example:
+        >>> cu_seqlens = torch.tensor([0, 2, 3], dtype=torch.int32)
+        >>> attention_plan(cu_seqlens, total_q=3, num_heads=4, num_kv_heads=2, head_dim=64).shape
+        torch.Size([0])
+
+    Raises:
+        ValueError: cu_seqlens or heads that do not fit; the message names the argument.
+    """
+    return _ops.attention_plan(
+        cu_seqlens_q,
+        cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
+        total_q,
+        total_q if total_k is None else total_k,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        causal,
+        *window_size,
+    )
 
 
 def flash_attn_varlen_func(
@@ -257,6 +298,29 @@ def attention(
     return _torch_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *lengths, **options)
 
 
+# --- the plan of the call before ---
+
+_recent: tuple | None = None
+
+
+def _recent_plan(cu_seqlens_q, cu_seqlens_k, geometry):
+    """The layers of a model call one after the other with the same cu_seqlens: the first makes the plan."""
+    global _recent
+    tensors = (cu_seqlens_q, cu_seqlens_k)
+    # A graph that is replayed with other lengths must make its own.
+    if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        return _ops.attention_plan(*tensors, *geometry)
+    stream = torch.cuda.current_stream(cu_seqlens_q.device).cuda_stream if cu_seqlens_q.is_cuda else 0
+    key = (*geometry, stream, cu_seqlens_q._version, cu_seqlens_k._version)
+    if _recent is not None:
+        of, made_for, plan = _recent
+        if made_for == key and of[0]() is cu_seqlens_q and of[1]() is cu_seqlens_k:
+            return plan
+    plan = _ops.attention_plan(*tensors, *geometry)
+    _recent = (weakref.ref(cu_seqlens_q), weakref.ref(cu_seqlens_k)), key, plan
+    return plan
+
+
 # --- the other backends ---
 
 
@@ -348,8 +412,16 @@ def _lse_dtype(dtype):
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+@torch.library.register_fake("packing_ops::attention_plan")
+def _(cu_seqlens_q, cu_seqlens_k, total_q, total_k, num_heads, num_kv_heads, head_dim, causal, left, right):
+    group = num_heads // num_kv_heads
+    entries = total_q * group // 64 + total_k // 64 + 3 * (cu_seqlens_q.shape[0] - 1)
+    size = 16 + 8 * entries if cu_seqlens_q.device.type == "cuda" else 0
+    return cu_seqlens_q.new_empty(size, dtype=torch.int32)
+
+
 @torch.library.register_fake("packing_ops::varlen_attention")
-def _(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, window_left, window_right, softcap):
+def _(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *options):
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=_lse_dtype(q.dtype))
 
 
@@ -361,19 +433,19 @@ def _(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, sinks, *options
 
 
 def _varlen_attention_context(ctx, inputs, output):
-    q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k, sinks)
+    q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *ctx.options, plan = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k, sinks, plan)
     ctx.set_materialize_grads(False)
 
 
 def _varlen_attention_backward(ctx, dout, dlse):
-    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, sinks = ctx.saved_tensors
+    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, sinks, plan = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
     dq, dk, dv, dsinks = _ops.varlen_attention_backward(
-        dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, sinks, *ctx.options
+        dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, sinks, *ctx.options, plan
     )
-    return dq, dk, dv, None, None, None if sinks is None else dsinks, None, None, None, None, None
+    return dq, dk, dv, None, None, None if sinks is None else dsinks, None, None, None, None, None, None
 
 
 torch.library.register_autograd(

@@ -11,8 +11,6 @@ from packing_ops import _load
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 FAMILIES = ["attention", "boundaries", "packing", "padding", "rope"]
-# Families whose CUDA kernels are still to come; their ops raise NotImplementedError on a CUDA tensor.
-CUDA_TO_COME = {"attention"}
 NATIVE = sorted(p for p in CSRC.rglob("*") if p.suffix in {".cpp", ".h", ".cu", ".cuh"})
 PYTHON = sorted(
     p for folder in ("packing_ops", "tests", "benchmarks", "examples") for p in (ROOT / folder).rglob("*.py")
@@ -125,4 +123,4 @@ def test_op_is_complete(op):
     tests = (path.read_text() for path in (ROOT / "tests").glob(f"test_{OPS[op]}*.py"))
     assert any(re.search(rf"ops\.{op}\b", text) for text in tests), "opcheck in its test"
     if _load.build_info()["cuda"]:
-        assert (op in _load.without_cuda_kernel) == (OPS[op] in CUDA_TO_COME), "CUDA kernel"
+        assert op not in _load.without_cuda_kernel, "CUDA kernel"

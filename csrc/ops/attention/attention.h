@@ -42,6 +42,7 @@ struct VarlenAttentionParams {
   const void* sinks = nullptr;  // [num_q_heads], dtype of lse, or null
   AttentionTensor out;          // [total_q, num_q_heads, head_dim]
   void* lse = nullptr;          // [num_q_heads, total_q], float64 for float64 inputs, else float32
+  int32_t* plan = nullptr;      // CUDA: the work-list of AttentionPlanParams
 };
 
 // out and lse are inputs here.
@@ -53,9 +54,34 @@ struct VarlenAttentionBackwardParams : VarlenAttentionParams {
   AttentionTensor dk;          // like k
   AttentionTensor dv;          // like v
   void* dsinks = nullptr;      // like sinks
+  void* scratch = nullptr;     // CUDA
+};
+
+// The work-list of a batch on a GPU: good for every call with these lengths, heads, head_dim and window.
+struct AttentionPlanParams {
+  Documents documents_q;
+  Documents documents_k;
+  int64_t num_q_heads = 0;
+  int64_t num_kv_heads = 0;
+  int64_t head_dim = 0;
+  int64_t window_left = -1;
+  int64_t window_right = -1;
+  int32_t* plan = nullptr;  // [attention_plan_size]
 };
 
 void launch_varlen_attention_cpu(const VarlenAttentionParams& p);
 void launch_varlen_attention_backward_cpu(const VarlenAttentionBackwardParams& p);
+
+// Entries of AttentionPlanParams::plan: enough for the tiles of any head_dim.
+constexpr int64_t attention_plan_size(const AttentionPlanParams& p) {
+  const int64_t group = p.num_q_heads / p.num_kv_heads;
+  return 16 + 8 * (p.documents_q.total * group / 64 + p.documents_k.total / 64 + 3 * p.documents_q.num_documents);
+}
+
+// Bytes of VarlenAttentionBackwardParams::scratch.
+int64_t attention_backward_scratch_cuda(const VarlenAttentionBackwardParams& p);
+void launch_attention_plan_cuda(const AttentionPlanParams& p, const CudaLaunch& launch);
+void launch_varlen_attention_cuda(const VarlenAttentionParams& p, const CudaLaunch& launch);
+void launch_varlen_attention_backward_cuda(const VarlenAttentionBackwardParams& p, const CudaLaunch& launch);
 
 }  // namespace packing_ops

@@ -1,10 +1,11 @@
 // Attention: check -> allocate -> fill the params -> launch.
+#include "ops/attention/attention_bind.h"
+
 #include <cmath>
 #include <tuple>
 
 #include "host/launch.h"
 #include "host/tensor_check.h"
-#include "ops/attention/attention.h"
 
 namespace packing_ops {
 
@@ -85,9 +86,60 @@ Params attention_params(const Tensor& q, const Tensor& k, const Tensor& v, const
   return p;
 }
 
+// What the CUDA kernels ask for beyond that.
+void check_cuda_case(const Tensor& q, const Tensor& k) {
+  if (!q.is_cuda()) return;
+  check_dtype(q, "q", {DType::kBFloat16, DType::kFloat16, DType::kFloat32});
+  if (dtype_of(q) != DType::kFloat32 && q.size(2) % 8 != 0) {
+    fail("q: expected a head_dim of 8 to ", kMaxHeadDim, " in multiples of 8 (any up to ", kMaxHeadDim,
+         " in float32), got ", describe(q));
+  }
+  const int64_t group = q.size(1) / k.size(1);
+  check(group <= 1024, "k: expected at most 1024 heads of q for each of its heads, got ", group);
+}
+
+// 16-byte copies: a view that starts or steps off that grid is copied once.
+Tensor aligned_rows(const Tensor& t) {
+  if (!t.is_cuda() || dtype_of(t) == DType::kFloat32) return t;
+  const auto off = [](int64_t x) { return x % 8 != 0; };
+  const bool odd = reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 != 0 || (t.size(0) > 1 && off(t.stride(0))) ||
+                   (t.size(1) > 1 && off(t.stride(1)));
+  return odd ? torch::stable::clone(t) : t;
+}
+
+AttentionPlanParams plan_params(const VarlenAttentionParams& p) {
+  AttentionPlanParams plan;
+  plan.documents_q = p.documents_q;
+  plan.documents_k = p.documents_k;
+  plan.num_q_heads = p.num_q_heads;
+  plan.num_kv_heads = p.num_kv_heads;
+  plan.head_dim = p.head_dim;
+  plan.window_left = p.window_left;
+  plan.window_right = p.window_right;
+  return plan;
+}
+
+// The caller's plan, checked as far as its size tells, or one made for this call.
+Tensor plan_of(const std::optional<Tensor>& plan, const VarlenAttentionParams& p, const Tensor& q) {
+  if (!plan) return made_plan(plan_params(p), q);
+  check_dtype(*plan, "plan", {DType::kInt32});
+  check_same_device(*plan, "plan", q, "q");
+  check_shape(*plan, "plan", {q.is_cuda() ? attention_plan_size(plan_params(p)) : 0},
+              "what attention_plan made for these totals and heads");
+  return dense(*plan);
+}
+
+// delta on the CPU; on a GPU what attention_backward_scratch_cuda counts.
+Tensor backward_scratch(const VarlenAttentionBackwardParams& p, const Tensor& q) {
+#ifdef PACKING_OPS_WITH_CUDA
+  if (q.is_cuda()) return scratch(attention_backward_scratch_cuda(p), q);
+#endif
+  return empty({q.size(1), q.size(0)}, lse_dtype(p.dtype), q);
+}
+
 // out, dout: shaped like q. Autograd gives gradients in any layout; only a strided last dimension costs a copy.
 Tensor dense_rows(const Tensor& t) {
-  return t.size(2) <= 1 || t.stride(2) == 1 ? t : dense(t);
+  return aligned_rows(t.size(2) <= 1 || t.stride(2) == 1 ? t : dense(t));
 }
 
 }  // namespace
@@ -96,16 +148,23 @@ std::tuple<Tensor, Tensor> varlen_attention(const Tensor& q, const Tensor& k, co
                                             const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
                                             std::optional<Tensor> sinks, bool causal,
                                             std::optional<double> softmax_scale, int64_t window_left,
-                                            int64_t window_right, double softcap) {
+                                            int64_t window_right, double softcap, std::optional<Tensor> plan) {
   auto p = attention_params<VarlenAttentionParams>(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks,
                                                    {causal, softmax_scale, window_left, window_right, softcap});
+  check_cuda_case(q, k);
+  const Tensor rows_q = aligned_rows(q), rows_k = aligned_rows(k), rows_v = aligned_rows(v);
+  p.q = attention_tensor(rows_q);
+  p.k = attention_tensor(rows_k);
+  p.v = attention_tensor(rows_v);
+  const Tensor list = plan_of(plan, p, q);
+  p.plan = static_cast<int32_t*>(list.data_ptr());
   const std::optional<Tensor> dense_sinks = dense(sinks);
   Tensor out = empty(sizes_of(q), p.dtype, q);
   Tensor lse = empty({q.size(1), q.size(0)}, lse_dtype(p.dtype), q);
   p.sinks = data_or_null(dense_sinks);
   p.out = attention_tensor(out);
   p.lse = lse.data_ptr();
-  launch<VarlenAttentionParams>(q, p, launch_varlen_attention_cpu, nullptr);
+  launch<VarlenAttentionParams>(q, p, launch_varlen_attention_cpu, PACKING_OPS_CUDA(launch_varlen_attention_cuda));
   return {out, lse};
 }
 
@@ -114,9 +173,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> varlen_attention_backward(
     const Tensor& dout, std::optional<Tensor> dlse, const Tensor& q, const Tensor& k, const Tensor& v,
     const Tensor& out, const Tensor& lse, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
     std::optional<Tensor> sinks, bool causal, std::optional<double> softmax_scale, int64_t window_left,
-    int64_t window_right, double softcap) {
+    int64_t window_right, double softcap, std::optional<Tensor> plan) {
   auto p = attention_params<VarlenAttentionBackwardParams>(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks,
                                                            {causal, softmax_scale, window_left, window_right, softcap});
+  check_cuda_case(q, k);
+  const Tensor rows_q = aligned_rows(q), rows_k = aligned_rows(k), rows_v = aligned_rows(v);
+  p.q = attention_tensor(rows_q);
+  p.k = attention_tensor(rows_k);
+  p.v = attention_tensor(rows_v);
+  const Tensor list = plan_of(plan, p, q);
+  p.plan = static_cast<int32_t*>(list.data_ptr());
   const std::vector<int64_t> rows = {q.size(1), q.size(0)};
   for (const auto& [t, name] : {std::pair(&dout, "dout"), std::pair(&out, "out")}) {
     check_same_device(*t, name, q, "q");
@@ -130,7 +196,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> varlen_attention_backward(
   }
   const Tensor rows_dout = dense_rows(dout), rows_out = dense_rows(out), dense_lse = dense(lse);
   const std::optional<Tensor> dense_dlse = dense(dlse), dense_sinks = dense(sinks);
-  const Tensor delta = empty(rows, lse_dtype(p.dtype), q);
+  const Tensor memory = backward_scratch(p, q);
   Tensor dq = empty(sizes_of(q), p.dtype, q);
   Tensor dk = empty(sizes_of(k), p.dtype, q);
   Tensor dv = empty(sizes_of(v), p.dtype, q);
@@ -140,18 +206,33 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> varlen_attention_backward(
   p.lse = dense_lse.data_ptr();
   p.dout = attention_tensor(rows_dout);
   p.dlse = data_or_null(dense_dlse);
-  p.delta = delta.data_ptr();
+  (q.is_cuda() ? p.scratch : p.delta) = memory.data_ptr();
   p.dq = attention_tensor(dq);
   p.dk = attention_tensor(dk);
   p.dv = attention_tensor(dv);
   p.dsinks = sinks ? dsinks.data_ptr() : nullptr;
-  launch<VarlenAttentionBackwardParams>(q, p, launch_varlen_attention_backward_cpu, nullptr);
+  launch<VarlenAttentionBackwardParams>(q, p, launch_varlen_attention_backward_cpu,
+                                        PACKING_OPS_CUDA(launch_varlen_attention_backward_cuda));
   return {dq, dk, dv, dsinks};
 }
 
-STABLE_TORCH_LIBRARY_IMPL(packing_ops, CPU, m) {
+namespace {
+
+void register_attention(torch::stable::detail::StableLibrary& m) {
+  m.impl("attention_plan", TORCH_BOX(&attention_plan));
   m.impl("varlen_attention", TORCH_BOX(&varlen_attention));
   m.impl("varlen_attention_backward", TORCH_BOX(&varlen_attention_backward));
 }
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(packing_ops, CPU, m) {
+  register_attention(m);
+}
+#ifdef PACKING_OPS_WITH_CUDA
+STABLE_TORCH_LIBRARY_IMPL(packing_ops, CUDA, m) {
+  register_attention(m);
+}
+#endif
 
 }  // namespace packing_ops

@@ -1,0 +1,155 @@
+// From params to the instance that serves them: fp32/ for float32, sm80/ (every GPU from compute capability 8.0 on) for
+// the half types. Kernels that need Hopper's own instructions get a folder sm90/ and a branch in dispatch.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "core/error.h"
+#include "core/launch.cuh"
+#include "ops/attention/attention_plan.h"
+#include "ops/attention/fp32/attention_fp32.h"
+#include "ops/attention/sm80/backward.h"
+#include "ops/attention/sm80/forward.h"
+
+namespace packing_ops {
+
+namespace {
+
+using sm80::Args;
+
+AttentionPlanParams plan_params(const VarlenAttentionParams& p) {
+  return {p.documents_q, p.documents_k, p.num_q_heads,  p.num_kv_heads,
+          p.head_dim,    p.window_left, p.window_right, p.plan};
+}
+
+Args forward_args(const VarlenAttentionParams& p) {
+  Args a;
+  a.q = p.q;
+  a.k = p.k;
+  a.v = p.v;
+  a.out = p.out;
+  a.documents_q = p.documents_q;
+  a.documents_k = p.documents_k;
+  a.lse = static_cast<float*>(p.lse);
+  a.sinks = static_cast<const float*>(p.sinks);
+  a.plan = plan_view(plan_params(p));
+  a.num_heads = static_cast<int32_t>(p.num_q_heads);
+  a.num_kv_heads = static_cast<int32_t>(p.num_kv_heads);
+  a.group = static_cast<int32_t>(p.num_q_heads / p.num_kv_heads);
+  a.head_dim = static_cast<int32_t>(p.head_dim);
+  a.softmax_scale = static_cast<float>(p.softmax_scale);
+  a.softcap = static_cast<float>(p.softcap);
+  return a;
+}
+
+// Scratch of the backward, one part after the other, each on 16 bytes.
+struct Scratch {
+  int64_t row_stats;  // bytes
+  int64_t order;
+  int64_t dq_sum;
+
+  explicit Scratch(const Args& a, bool fp32) {
+    const int64_t rows = a.documents_q.total * a.num_heads;
+    row_stats = (rows * static_cast<int64_t>(sizeof(float2)) + 15) / 16 * 16;
+    const int64_t tiles = a.documents_q.total * a.group / sm80::kBackwardRows + a.documents_q.num_documents + 1;
+    const int64_t padded = sm80::padded_dim(a.head_dim);
+    order = fp32 ? 0 : (4 * (2 + tiles * a.num_kv_heads) + 15) / 16 * 16;
+    // Keys that fit one tile leave no partial sums.
+    const bool sums = !fp32 && a.documents_k.total > a.plan.tiles.backward_keys;
+    dq_sum = sums ? rows * padded * static_cast<int64_t>(sizeof(float)) : 0;
+  }
+};
+
+Args backward_args(const VarlenAttentionBackwardParams& p) {
+  Args a = forward_args(p);
+  a.dout = p.dout;
+  a.dq = p.dq;
+  a.dk = p.dk;
+  a.dv = p.dv;
+  a.dlse = static_cast<const float*>(p.dlse);
+  a.dsinks = static_cast<float*>(p.dsinks);
+  const Scratch scratch(a, p.dtype == DType::kFloat32);
+  auto* bytes = static_cast<uint8_t*>(p.scratch);
+  a.row_stats = reinterpret_cast<float2*>(bytes);
+  a.order = reinterpret_cast<int32_t*>(bytes + scratch.row_stats);
+  a.order_size = scratch.order / 4;
+  a.dq_sum = reinterpret_cast<float*>(bytes + scratch.row_stats + scratch.order);
+  return a;
+}
+
+template <int kDim>
+struct PaddedDim {
+  static constexpr int value = kDim;
+};
+
+// f(element type, padded head_dim).
+template <class F>
+void dispatch(const VarlenAttentionParams& p, F&& f) {
+  const auto with_dim = [&](auto element) {
+    switch (sm80::padded_dim(p.head_dim)) {
+      case 64:
+        return f(element, PaddedDim<64>{});
+      case 96:
+        return f(element, PaddedDim<96>{});
+      case 128:
+        return f(element, PaddedDim<128>{});
+      case 192:
+        return f(element, PaddedDim<192>{});
+      default:
+        return f(element, PaddedDim<256>{});
+    }
+  };
+  if (p.dtype == DType::kBFloat16) return with_dim(__nv_bfloat16{});
+  if (p.dtype == DType::kFloat16) return with_dim(__half{});
+  fail("q: expected bfloat16, float16 or float32 on CUDA, got ", dtype_name(p.dtype));
+}
+
+// Scores that are not softmax_scale * dot with a positive scale.
+bool transforms(const VarlenAttentionParams& p) {
+  return p.softcap > 0 || !(p.softmax_scale > 0);
+}
+
+}  // namespace
+
+int64_t attention_backward_scratch_cuda(const VarlenAttentionBackwardParams& p) {
+  const Scratch scratch(forward_args(p), p.dtype == DType::kFloat32);
+  return scratch.row_stats + scratch.order + scratch.dq_sum;
+}
+
+void launch_varlen_attention_cuda(const VarlenAttentionParams& p, const CudaLaunch& launch) {
+  const Args args = forward_args(p);
+  const cudaStream_t stream = stream_of(launch);
+  if (p.dtype == DType::kFloat32) return fp32::run_forward(args, stream);
+  dispatch(p, [&](auto element, auto dim) {
+    using T = decltype(element);
+    constexpr int kDim = decltype(dim)::value;
+    return transforms(p) ? sm80::run_forward<T, kDim, true>(args, stream)
+                         : sm80::run_forward<T, kDim, false>(args, stream);
+  });
+}
+
+void launch_varlen_attention_backward_cuda(const VarlenAttentionBackwardParams& p, const CudaLaunch& launch) {
+  const Args args = backward_args(p);
+  const cudaStream_t stream = stream_of(launch);
+  if (p.dtype == DType::kFloat32) {
+    sm80::run_row_stats<float>(args, stream);
+    fp32::run_backward(args, stream);
+  } else {
+    dispatch(p, [&](auto element, auto dim) {
+      using T = decltype(element);
+      constexpr int kDim = decltype(dim)::value;
+      constexpr int kKeys = sm80::backward_keys(kDim);
+      constexpr int kSmall = sm80::backward_small_keys(kDim);
+      sm80::run_row_stats<T>(args, stream);
+      const bool transform = transforms(p);
+      transform ? sm80::run_backward<T, kDim, kKeys, true>(args, stream)
+                : sm80::run_backward<T, kDim, kKeys, false>(args, stream);
+      if constexpr (kSmall > 0) {
+        transform ? sm80::run_backward<T, kDim, kSmall, true>(args, stream)
+                  : sm80::run_backward<T, kDim, kSmall, false>(args, stream);
+      }
+    });
+  }
+  if (args.dsinks != nullptr) sm80::run_sinks_backward(args, stream);
+}
+
+}  // namespace packing_ops

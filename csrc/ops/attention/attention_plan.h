@@ -1,0 +1,69 @@
+// The work-list of a packed batch: which tiles there are, the costly ones first. Made on the device, read by every
+// layer's forward and backward. Tiles start at each document's start, so they are the same wherever a document lies.
+#pragma once
+
+#include <cstdint>
+
+#include "core/segment.h"
+#include "ops/attention/attention.h"
+
+namespace packing_ops {
+
+// A query at key position p sees keys p - left to p + right; causal is right = 0.
+constexpr int32_t kOpenWindow = 1 << 30;
+struct Window {
+  int32_t left;
+  int32_t right;
+};
+
+// Rows are a document's (token, head of the group) pairs: row r is token r / group, head r % group.
+struct AttentionTiles {
+  int32_t group = 1;
+  int32_t forward_rows = 128;   // rows of a forward unit
+  int32_t forward_keys = 64;    // keys that it takes at a time
+  int32_t backward_rows = 64;   // rows that a backward unit takes at a time
+  int32_t backward_keys = 128;  // keys of a backward unit
+  int32_t small_keys = 64;      // documents of at most so many keys have backward units of their own; 0 = none
+};
+
+// One unit, with its document's place so that nothing else has to be looked up.
+struct alignas(16) PlanEntry {
+  int32_t document;
+  int32_t tile;
+  int32_t start_q;
+  int32_t tokens;
+  int32_t start_k;
+  int32_t keys;
+  int32_t unused[2];
+};
+
+// int32 words: header, forward entries, backward entries, backward entries of small documents; attention_plan_size of
+// them are enough.
+struct PlanView {
+  int32_t* data = nullptr;
+  int64_t total_q = 0;
+  int64_t total_k = 0;
+  int64_t num_documents = 0;
+  AttentionTiles tiles;
+  Window window = {kOpenWindow, kOpenWindow};
+
+  enum Header { kForward, kBackward, kSmall, kEndQ, kEndK, kHeaderWords = 16, kEntryWords = 8 };
+
+  PACKING_OPS_HOST_DEVICE int64_t forward_capacity() const {
+    return total_q * tiles.group / tiles.forward_rows + num_documents;
+  }
+  PACKING_OPS_HOST_DEVICE int64_t backward_capacity() const { return total_k / tiles.backward_keys + num_documents; }
+  PACKING_OPS_HOST_DEVICE int64_t small_capacity() const { return tiles.small_keys > 0 ? num_documents : 0; }
+  // list: kForward, kBackward or kSmall.
+  PACKING_OPS_HOST_DEVICE PlanEntry* entries(int list) const {
+    int64_t skip = kHeaderWords / kEntryWords;
+    if (list > kForward) skip += forward_capacity();
+    if (list > kBackward) skip += backward_capacity();
+    return reinterpret_cast<PlanEntry*>(data) + skip;
+  }
+};
+
+// The plan of the kernels that serve this geometry.
+PlanView plan_view(const AttentionPlanParams& p);
+
+}  // namespace packing_ops

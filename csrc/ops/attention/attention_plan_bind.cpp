@@ -1,0 +1,45 @@
+// The plan: check -> allocate -> fill the params -> launch.
+#include "host/launch.h"
+#include "host/tensor_check.h"
+#include "ops/attention/attention_bind.h"
+
+namespace packing_ops {
+
+Tensor made_plan(AttentionPlanParams p, const Tensor& anchor) {
+  Tensor plan = empty({anchor.is_cuda() ? attention_plan_size(p) : 0}, DType::kInt32, anchor);
+  if (!anchor.is_cuda()) return plan;
+#ifdef PACKING_OPS_WITH_CUDA
+  p.plan = static_cast<int32_t*>(plan.data_ptr());
+  CudaScope scope(anchor);
+  launch_attention_plan_cuda(p, scope.launch());
+  scope.finish();
+#endif
+  return plan;
+}
+
+// Options as in varlen_attention; good for every call with these lengths, heads, head_dim and window.
+Tensor attention_plan(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, int64_t total_q, int64_t total_k,
+                      int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, bool causal, int64_t window_left,
+                      int64_t window_right) {
+  check(total_q >= 0 && total_k >= 0, "total_q, total_k: expected 0 or more, got ", total_q, " and ", total_k);
+  check_cu_seqlens(cu_seqlens_q, "cu_seqlens_q", total_q, cu_seqlens_q, "cu_seqlens_q");
+  check_cu_seqlens(cu_seqlens_k, "cu_seqlens_k", total_k, cu_seqlens_q, "cu_seqlens_q");
+  check(cu_seqlens_q.numel() == cu_seqlens_k.numel(), "cu_seqlens_k: expected as many documents as cu_seqlens_q (",
+        cu_seqlens_q.numel() - 1, "), got ", cu_seqlens_k.numel() - 1);
+  check(num_kv_heads >= 1 && num_heads >= 1 && num_heads % num_kv_heads == 0,
+        "num_kv_heads: expected a number that divides num_heads (", num_heads, "), got ", num_kv_heads);
+  check(head_dim >= 1 && head_dim <= kMaxHeadDim, "head_dim: expected 1 to ", kMaxHeadDim, ", got ", head_dim);
+  check(!causal || window_right <= 0, "window_size: expected nothing to the right with causal=True, got (", window_left,
+        ", ", window_right, ")");
+  AttentionPlanParams p;
+  p.documents_q = documents_view(cu_seqlens_q, total_q);
+  p.documents_k = documents_view(cu_seqlens_k, total_k);
+  p.num_q_heads = num_heads;
+  p.num_kv_heads = num_kv_heads;
+  p.head_dim = head_dim;
+  p.window_left = window_left;
+  p.window_right = causal ? 0 : window_right;
+  return made_plan(p, cu_seqlens_q);
+}
+
+}  // namespace packing_ops

@@ -1,0 +1,201 @@
+// The work-list: one block for each list. A warp takes 32 documents; a document's tiles keep their order inside a cost
+// class, which the backward's chain of partial sums relies on.
+#include "core/launch.cuh"
+#include "core/segment.cuh"
+#include "ops/attention/attention_plan.h"
+#include "ops/attention/attention_window.cuh"
+#include "ops/attention/sm80/backward.h"
+#include "ops/attention/sm80/forward.h"
+
+namespace packing_ops {
+
+namespace {
+
+constexpr int kPlanThreads = 1024;
+constexpr int kClasses = 192;
+constexpr int kLists = 3;
+
+// Eight classes to the octave, costly ones first.
+__device__ int cost_class(int64_t cost) {
+  if (cost < 8) return kClasses - 1 - static_cast<int>(cost < 0 ? 0 : cost);
+  const int octave = 63 - __clzll(cost);
+  const int rank = 8 * (octave - 2) + static_cast<int>((cost >> (octave - 3)) & 7);
+  return rank < kClasses ? kClasses - 1 - rank : 0;
+}
+
+struct TileLister {
+  PlanView plan;
+  int list;
+
+  // Documents with more tiles than this are spread over a whole warp. Key tiles of a document stay next to each other,
+  // so that those at work at one time read the same rows.
+  __device__ int32_t many_tiles() const { return list == PlanView::kForward ? 32 : 1; }
+
+  __device__ int32_t tiles(const DocumentView& d) const {
+    // Keys that nobody sees are listed too: their gradients are zeros that somebody has to write.
+    const bool small = d.keys <= plan.tiles.small_keys;
+    if (list == PlanView::kForward) {
+      return static_cast<int32_t>(ceil_div(static_cast<int64_t>(d.tokens) * plan.tiles.group, plan.tiles.forward_rows));
+    }
+    if ((list == PlanView::kSmall) != small) return 0;
+    return small ? d.keys > 0 : static_cast<int32_t>(ceil_div(d.keys, plan.tiles.backward_keys));
+  }
+
+  // Backward: one cost for all tiles of a document, so that they stay together and in order.
+  __device__ int64_t cost(const DocumentView& d, int32_t tile) const {
+    const int64_t group = plan.tiles.group;
+    if (list != PlanView::kForward) {
+      const int64_t keys = list == PlanView::kSmall ? plan.tiles.small_keys : plan.tiles.backward_keys;
+      const int64_t most = d.window.left < kOpenWindow ? keys + d.window.left : d.tokens;
+      return ceil_div((most < d.tokens ? most : d.tokens) * group, plan.tiles.backward_rows);
+    }
+    const int64_t row = static_cast<int64_t>(tile) * plan.tiles.forward_rows;
+    const int64_t last = row + plan.tiles.forward_rows - 1;
+    const int64_t last_token = last / group < d.tokens ? last / group : d.tokens - 1;
+    const Range seen = d.keys_seen(static_cast<int32_t>(row / group), static_cast<int32_t>(last_token));
+    return ceil_div(seen.end, plan.tiles.forward_keys) - seen.first / plan.tiles.forward_keys;
+  }
+
+  // The backward's chain of partial sums goes from a document's last key tile to its first.
+  __device__ PlanEntry entry(int64_t document, const DocumentView& d, int32_t index) const {
+    const int32_t tile = list == PlanView::kForward ? index : tiles(d) - 1 - index;
+    return {static_cast<int32_t>(document),
+            tile,
+            static_cast<int32_t>(d.start_q),
+            d.tokens,
+            static_cast<int32_t>(d.start_k),
+            d.keys,
+            {0, 0}};
+  }
+};
+
+// Position of this lane among the `taking` lanes of its class, after one atomic by the first of them.
+__device__ int32_t take_position(int32_t* counters, int cls, unsigned taking) {
+  const unsigned lane = threadIdx.x & 31;
+  const unsigned peers = __match_any_sync(taking, cls);
+  const int leader = __ffs(static_cast<int>(peers)) - 1;
+  int32_t base = 0;
+  if (lane == static_cast<unsigned>(leader)) base = atomicAdd(&counters[cls], __popc(peers));
+  base = __shfl_sync(peers, base, leader);
+  return base + __popc(peers & ((1u << lane) - 1));
+}
+
+// f(document, its view, tile, position) for every tile; positions come from counters[class].
+template <class F>
+__device__ void for_each_tile(const TileLister& lister, const Documents& documents_q, const Documents& documents_k,
+                              int32_t* counters, F&& f) {
+  const int lane = threadIdx.x & 31;
+  const int32_t many_tiles = lister.many_tiles();
+  for (int64_t base = threadIdx.x & ~31; base < documents_q.num_documents; base += blockDim.x) {
+    const int64_t document = base + lane;
+    DocumentView d{};
+    int32_t tiles = 0;
+    if (document < documents_q.num_documents) {
+      d = document_view(documents_q, documents_k, document, lister.plan.window);
+      tiles = lister.tiles(d);
+    }
+    // Short documents: a lane each.
+    for (int32_t tile = 0; tile < many_tiles; ++tile) {
+      const bool mine = tiles <= many_tiles && tile < tiles;
+      const unsigned taking = __ballot_sync(0xffffffffu, mine);
+      if (taking == 0) break;
+      if (mine) {
+        const int cls = cost_class(lister.cost(d, tile));
+        f(document, d, tile, take_position(counters, cls, taking));
+      }
+    }
+    // Long ones: the whole warp.
+    unsigned many = __ballot_sync(0xffffffffu, tiles > many_tiles);
+    while (many) {
+      const int owner = __ffs(static_cast<int>(many)) - 1;
+      many &= many - 1;
+      const int32_t count = __shfl_sync(0xffffffffu, tiles, owner);
+      const DocumentView whole = document_view(documents_q, documents_k, base + owner, lister.plan.window);
+      for (int32_t first = 0; first < count; first += 32) {
+        const bool mine = first + lane < count;
+        const unsigned taking = __ballot_sync(0xffffffffu, mine);
+        if (mine) {
+          const int cls = cost_class(lister.cost(whole, first + lane));
+          f(base + owner, whole, first + lane, take_position(counters, cls, taking));
+        }
+      }
+    }
+  }
+}
+
+__device__ bool wrong_entries(const Documents& documents) {
+  bool wrong = false;
+  for (int64_t i = threadIdx.x; i <= documents.num_documents; i += blockDim.x) {
+    const int32_t value = documents.cu_seqlens[i];
+    wrong |= (i == 0 && value != 0) || (i > 0 && value < documents.cu_seqlens[i - 1]) || value > documents.total;
+  }
+  return wrong;
+}
+
+__global__ void __launch_bounds__(kPlanThreads)
+    attention_plan_kernel(PlanView plan, Documents documents_q, Documents documents_k, FaultFlag fault) {
+  __shared__ int32_t counters[kClasses];
+  const int list = blockIdx.x;
+  const TileLister lister{plan, list};
+  // One wrong entry and the whole batch counts as padding: zeros everywhere, no address from a wrong value.
+  const bool wrong = __syncthreads_or(wrong_entries(documents_q) || wrong_entries(documents_k));
+  if (threadIdx.x == 0 && list == 0) {
+    plan.data[PlanView::kEndQ] = wrong ? 0 : static_cast<int32_t>(documents_q.end());
+    plan.data[PlanView::kEndK] = wrong ? 0 : static_cast<int32_t>(documents_k.end());
+  }
+  if (wrong) {
+    if (threadIdx.x == 0) plan.data[list] = 0;
+    flag_cu_seqlens(documents_q, fault);
+    flag_cu_seqlens(documents_k, fault);
+    return;
+  }
+  for (int i = threadIdx.x; i < kClasses; i += blockDim.x) counters[i] = 0;
+  __syncthreads();
+  for_each_tile(lister, documents_q, documents_k, counters, [](int64_t, const DocumentView&, int32_t, int32_t) {});
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    int32_t sum = 0;
+    for (int i = 0; i < kClasses; ++i) {
+      const int32_t count = counters[i];
+      counters[i] = sum;
+      sum += count;
+    }
+    plan.data[list] = sum;
+  }
+  __syncthreads();
+  PlanEntry* entries = plan.entries(list);
+  for_each_tile(lister, documents_q, documents_k, counters,
+                [&](int64_t document, const DocumentView& d, int32_t tile, int32_t position) {
+                  entries[position] = lister.entry(document, d, tile);
+                });
+}
+
+}  // namespace
+
+PlanView plan_view(const AttentionPlanParams& p) {
+  PlanView plan;
+  plan.data = p.plan;
+  plan.total_q = p.documents_q.total;
+  plan.total_k = p.documents_k.total;
+  plan.num_documents = p.documents_q.num_documents;
+  const int padded = sm80::padded_dim(p.head_dim);
+  plan.tiles.group = static_cast<int32_t>(p.num_q_heads / p.num_kv_heads);
+  plan.tiles.forward_rows = sm80::forward_rows(padded);
+  plan.tiles.forward_keys = sm80::forward_keys(padded);
+  plan.tiles.backward_rows = sm80::kBackwardRows;
+  plan.tiles.backward_keys = sm80::backward_keys(padded);
+  plan.tiles.small_keys = sm80::backward_small_keys(padded);
+  const auto side = [](int64_t window) {
+    return window < 0 || window > kOpenWindow ? kOpenWindow : static_cast<int32_t>(window);
+  };
+  plan.window = {side(p.window_left), side(p.window_right)};
+  return plan;
+}
+
+void launch_attention_plan_cuda(const AttentionPlanParams& p, const CudaLaunch& launch) {
+  attention_plan_kernel<<<kLists, kPlanThreads, 0, stream_of(launch)>>>(plan_view(p), p.documents_q, p.documents_k,
+                                                                        launch.fault);
+  check_launch("attention_plan_kernel");
+}
+
+}  // namespace packing_ops

@@ -1,0 +1,35 @@
+// What the sm_80 kernels read: attention.h's params with the geometry worked out. Strides count elements.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "core/segment.h"
+#include "ops/attention/attention_plan.h"
+
+namespace packing_ops::sm80 {
+
+struct Args {
+  AttentionTensor q, k, v, out;
+  AttentionTensor dout, dq, dk, dv;
+  Documents documents_q;
+  Documents documents_k;
+  float* lse = nullptr;          // [num_heads, total_q]
+  const float* dlse = nullptr;   // [num_heads, total_q] or null
+  const float* sinks = nullptr;  // [num_heads] or null
+  float* dsinks = nullptr;       // [num_heads] or null
+  float2* row_stats = nullptr;   // [total_q, num_heads]: lse * log2(e), rowsum(dout * out) - dlse
+  float* dq_sum = nullptr;       // [total_q, num_heads, padded head_dim], partial sums of dq
+  int32_t* order = nullptr;      // next unit of each backward list, then key tiles done for each (row tile, kv head)
+  int64_t order_size = 0;
+  PlanView plan;
+  int32_t num_heads = 0;
+  int32_t num_kv_heads = 0;
+  int32_t group = 0;  // num_heads / num_kv_heads
+  int32_t head_dim = 0;
+  float softmax_scale = 0;
+  float softcap = 0;
+};
+
+}  // namespace packing_ops::sm80

@@ -1,0 +1,383 @@
+// Forward on mma.sync. A unit is (document, tile of packed rows, kv head); a block works its units off one after the
+// other. Each warp owns its rows through the whole unit; K and V come in tiles of kKeys, always from the first visible
+// tile upwards, so a row's sum has one order wherever its document lies. Copies run one tile ahead, over the seam
+// between units too: while a unit ends, the next one's first tiles are already on their way.
+#pragma once
+
+#include "core/launch.cuh"
+#include "ops/attention/sm80/forward.h"
+#include "ops/attention/sm80/persistent.h"
+#include "ops/attention/sm80/tile.cuh"
+
+namespace packing_ops::sm80 {
+
+template <int kDim_>
+struct ForwardShape {
+  static constexpr int kDim = kDim_;
+  static constexpr int kThreads = 128;
+  static constexpr int kRows = forward_rows(kDim);
+  static constexpr int kKeys = forward_keys(kDim);
+  static constexpr int kRowBlocks = kRows / 64;  // blocks of 16 rows a warp owns
+  static constexpr int kShared = (kRows + 4 * kKeys) * kDim * 2 + 128;
+  static constexpr int kWarpRows = 16 * kRowBlocks;
+  using TileQ = Tile<kRows, kDim>;
+  using TileK = Tile<kKeys, kDim>;
+};
+
+// A thread's rows: 16 b + g and 16 b + g + 8 of its warp, each with its own softmax.
+template <int kBlocks>
+struct RowState {
+  float most[kBlocks][2];
+  float sum[kBlocks][2];  // this thread's columns only, until the end
+};
+
+template <class T, class Shape, bool kTransform>
+struct ForwardUnit {
+  static constexpr int kBlocks = Shape::kRowBlocks;
+  static constexpr int kKeyBlocks = Shape::kKeys / 8;
+  static constexpr int kDimBlocks = Shape::kDim / 8;
+  using Scores = float[kBlocks][kKeyBlocks][4];
+  using Sums = float[kBlocks][kDimBlocks][4];
+
+  // s = q k^T of this warp's rows and one key tile.
+  static __device__ __forceinline__ void scores(Scores& s, typename Shape::TileQ q, typename Shape::TileK k,
+                                                int first_row) {
+    const LaneView<Shape::kRows, Shape::kDim> rows(q, Lanes::kRowsFirst, first_row);
+    const LaneView<Shape::kKeys, Shape::kDim> keys(k, Lanes::kColumnsFirst, 0);
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+      for (int n = 0; n < kKeyBlocks; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[b][n][i] = 0.f;
+#pragma unroll
+    for (int d = 0; d < Shape::kDim / 16; ++d) {
+      uint32_t a[kBlocks][4];
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) ptx::ldmatrix(a[b], rows.at(16 * b, d));
+#pragma unroll
+      for (int n = 0; n < kKeyBlocks; n += 2) {
+        uint32_t bb[4];
+        ptx::ldmatrix(bb, keys.at(8 * n, d));
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b) {
+          ptx::mma<T>(s[b][n], a[b], bb[0], bb[1]);
+          ptx::mma<T>(s[b][n + 1], a[b], bb[2], bb[3]);
+        }
+      }
+    }
+  }
+
+  // o += p v, p rounded to T.
+  static __device__ __forceinline__ void values(Sums& o, const Scores& p, typename Shape::TileK v) {
+    const LaneView<Shape::kKeys, Shape::kDim> keys(v, Lanes::kRowsFirst, 0);
+#pragma unroll
+    for (int n = 0; n < kKeyBlocks; n += 2) {
+      uint32_t a[kBlocks][4];
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        a[b][0] = pack<T>(p[b][n][0], p[b][n][1]);
+        a[b][1] = pack<T>(p[b][n][2], p[b][n][3]);
+        a[b][2] = pack<T>(p[b][n + 1][0], p[b][n + 1][1]);
+        a[b][3] = pack<T>(p[b][n + 1][2], p[b][n + 1][3]);
+      }
+#pragma unroll
+      for (int d = 0; d < kDimBlocks; d += 2) {
+        uint32_t bb[4];
+        ptx::ldmatrix_trans(bb, keys.at(8 * n, d / 2));
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b) {
+          ptx::mma<T>(o[b][d], a[b], bb[0], bb[1]);
+          ptx::mma<T>(o[b][d + 1], a[b], bb[2], bb[3]);
+        }
+      }
+    }
+  }
+
+  // first_row: this thread's first row of the unit.
+  static __device__ __forceinline__ void mask(Scores& s, const DocumentView& d, const GroupRows& rows, int first_row,
+                                              int32_t first_key) {
+    const int32_t column = first_key + 2 * (threadIdx.x & 3);
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int32_t token = rows.token_of(first_row + 16 * b + 8 * half);
+        const Range seen = d.keys_seen(token, token);
+#pragma unroll
+        for (int n = 0; n < kKeyBlocks; ++n) {
+          const int32_t key = column + 8 * n;
+          if (key < seen.first || key >= seen.end) s[b][n][2 * half] = -INFINITY;
+          if (key + 1 < seen.first || key + 1 >= seen.end) s[b][n][2 * half + 1] = -INFINITY;
+        }
+      }
+    }
+  }
+
+  // Scores to weights; o and the sums move to the new maximum. `scale` is softmax_scale * log2(e).
+  static __device__ __forceinline__ void softmax(Scores& s, RowState<kBlocks>& rows, Sums& o, float scale) {
+    float factor[kBlocks][2];
+    bool moved = false;
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float most = rows.most[b][half];
+#pragma unroll
+        for (int n = 0; n < kKeyBlocks; ++n) most = fmaxf(most, fmaxf(s[b][n][2 * half], s[b][n][2 * half + 1]));
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+        moved |= most != rows.most[b][half];
+        const float base = most == -INFINITY ? 0.f : most * scale;
+        factor[b][half] = ptx::exp2_approx(rows.most[b][half] * scale - base);
+        rows.most[b][half] = most;
+        float sum = 0.f;
+#pragma unroll
+        for (int n = 0; n < kKeyBlocks; ++n) {
+#pragma unroll
+          for (int i = 2 * half; i < 2 * half + 2; ++i) {
+            s[b][n][i] = ptx::exp2_approx(fmaf(s[b][n][i], scale, -base));
+            sum += s[b][n][i];
+          }
+        }
+        rows.sum[b][half] = rows.sum[b][half] * factor[b][half] + sum;
+      }
+    }
+    // A maximum that stays is a factor of exactly 1, so leaving it out changes no bit.
+    if (!__any_sync(0xffffffffu, moved)) return;
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+      for (int d = 0; d < kDimBlocks; ++d)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o[b][d][i] *= factor[b][i / 2];
+  }
+};
+
+// Unit number `round` of this block, in a serpentine so that no block always gets the longer one.
+__device__ __forceinline__ uint32_t serpentine(uint32_t round) {
+  const uint32_t at = (round & 1) ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  return round * gridDim.x + at;
+}
+
+struct ForwardWork {
+  DocumentView d;
+  GroupRows rows;
+  int32_t kv_head;
+  int32_t first_tile;
+  int32_t end_tile;  // at least one tile, also where no key is seen
+
+  template <class Shape>
+  static __device__ __forceinline__ ForwardWork make(const Args& args, const PlanEntry& entry, int32_t kv_head) {
+    const DocumentView d = document_view(entry, args.plan.window);
+    const GroupRows rows(d, args.group, kv_head, static_cast<int64_t>(entry.tile) * Shape::kRows, Shape::kRows);
+    const Range keys = d.keys_seen(rows.token, rows.last_token());
+    const int32_t first = keys.first / Shape::kKeys;
+    return {d, rows, kv_head, first, keys.empty() ? first + 1 : (keys.end - 1) / Shape::kKeys + 1};
+  }
+};
+
+__device__ inline void zero_padding(const Args& args) {
+  const int64_t end = args.plan.data[PlanView::kEndQ];
+  const int64_t words = args.head_dim / 8;
+  const int64_t rows = (args.documents_q.total - end) * args.num_heads;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < rows * words; i += step) {
+    const int64_t row = i / words;
+    const int64_t token = end + row / args.num_heads;
+    const int64_t head = row % args.num_heads;
+    auto* out = static_cast<uint16_t*>(args.out.data) + token * args.out.token_stride + head * args.out.head_stride;
+    *reinterpret_cast<uint4*>(out + (i % words) * 8) = make_uint4(0, 0, 0, 0);
+    if (i % words == 0) args.lse[head * args.documents_q.total + token] = -INFINITY;
+  }
+}
+
+// log(sum_j exp(unit * s_j)) from the largest s and the sum of 2^(s scale - largest scale), scale = unit * log2(e):
+// what rounding scale and the product left out is put back.
+__device__ __forceinline__ float log_of_sum(float most, float scale, double unit, float sum) {
+  const float left_out = most == -INFINITY ? 0.f : fmaf(most, scale, -(most * scale));
+  return static_cast<float>(most * unit + (logf(sum) - kLn2 * left_out));
+}
+
+// The unit's last step: out and lse of this warp's rows. unit: scale without its log2(e).
+template <class T, class Shape>
+__device__ __forceinline__ void finish(const Args& args, const GroupRows& rows, int first_row,
+                                       const RowState<Shape::kRowBlocks>& state,
+                                       const float (&o)[Shape::kRowBlocks][Shape::kDim / 8][4], float scale,
+                                       double unit) {
+#pragma unroll
+  for (int b = 0; b < Shape::kRowBlocks; ++b) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + 16 * b + 8 * half;
+      const bool valid = row < rows.valid;
+      float sum = state.sum[b][half];
+      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      const int32_t step = rows.token_step(row);
+      const int32_t head = rows.first_head + row + rows.skipped - step * rows.group;
+      float inverse = sum == 0.f ? 0.f : 1.f / sum;
+      float lse = sum == 0.f ? -INFINITY : log_of_sum(state.most[b][half], scale, unit, sum);
+      if (args.sinks != nullptr && valid) {
+        const float sink = args.sinks[head];
+        const float top = fmaxf(lse, sink);
+        const float whole = top == -INFINITY ? top : top + log1pf(expf(fminf(lse, sink) - top));
+        inverse = sum == 0.f ? 0.f : inverse * expf(lse - whole);
+        lse = whole;
+      }
+      uint16_t* out =
+          valid ? static_cast<uint16_t*>(args.out.data) + rows.offset(row, args.out.token_stride, args.out.head_stride)
+                : nullptr;
+      store_row<T>(out, 0, args.head_dim, o[b], half, inverse);
+      if (valid && (threadIdx.x & 3) == 0) {
+        args.lse[head * args.documents_q.total + rows.first_token + step] = lse;
+      }
+    }
+  }
+}
+
+template <class T, int kDim, bool kTransform>
+__global__ void __launch_bounds__(128, 2) attention_forward_kernel(__grid_constant__ const Args args) {
+  using Shape = ForwardShape<kDim>;
+  using Unit = ForwardUnit<T, Shape, kTransform>;
+  constexpr int kBlocks = Shape::kRowBlocks;
+  extern __shared__ uint8_t shared[];
+  __shared__ PlanEntry entries[3];  // of this unit, the next and the one after
+  __shared__ ForwardWork works[2];  // this unit and the next
+  const uint32_t base = (ptx::shared_address(shared) + 127) & ~127u;
+  const typename Shape::TileQ tile_q{base};
+  const auto tile_k = [&](int stage) {
+    return typename Shape::TileK{ptx::opaque(base) + Shape::TileQ::kBytes + stage * 2 * Shape::TileK::kBytes};
+  };
+  const auto tile_v = [&](int stage) { return typename Shape::TileK{tile_k(stage).base + Shape::TileK::kBytes}; };
+
+  const int warp_row = (threadIdx.x / 32) * Shape::kWarpRows;
+  const int g = (threadIdx.x & 31) >> 2;
+  const float scale = kTransform ? 1.f : args.softmax_scale * kLog2e;
+  const double unit = kTransform ? 0.6931471805599453 : args.softmax_scale;
+  const uint32_t units = static_cast<uint32_t>(args.plan.data[PlanView::kForward]) * args.num_kv_heads;
+  const auto kv_head_of = [&](uint32_t round) { return static_cast<int32_t>(serpentine(round) % args.num_kv_heads); };
+  const auto load_entry = [&](uint32_t round) {
+    if (threadIdx.x < 2 && serpentine(round) < units) {
+      const auto* from = args.plan.entries(PlanView::kForward) + serpentine(round) / args.num_kv_heads;
+      ptx::copy_16(ptx::shared_address(&entries[round % 3]) + threadIdx.x * 16,
+                   reinterpret_cast<const uint8_t*>(from) + threadIdx.x * 16, true);
+    }
+  };
+  const auto load_next_keys = [&](const ForwardWork& work, int32_t tile, int stage) {
+    const int32_t first_key = tile * Shape::kKeys;
+    load_keys<Shape::kThreads>(tile_k(stage), args.k, work.d, work.kv_head, first_key, args.head_dim);
+    load_keys<Shape::kThreads>(tile_v(stage), args.v, work.d, work.kv_head, first_key, args.head_dim);
+  };
+  // Only this warp reads these rows.
+  const auto load_own_rows = [&](const ForwardWork& work) {
+    const uint16_t* data = static_cast<const uint16_t*>(args.q.data);
+    load_rows<32, Shape::kWarpRows>(
+        tile_q, warp_row, threadIdx.x & 31, args.head_dim, data, [&](int row) -> const void* {
+          return row < work.rows.valid ? data + work.rows.offset(row, args.q.token_stride, args.q.head_stride)
+                                       : nullptr;
+        });
+  };
+
+  if (serpentine(0) < units) {
+    load_entry(0);
+    load_entry(1);
+    ptx::copy_commit();
+    ptx::copy_wait<0>();
+    __syncthreads();
+    const ForwardWork work = ForwardWork::make<Shape>(args, entries[0], kv_head_of(0));
+    load_own_rows(work);
+    load_next_keys(work, work.first_tile, 0);
+    ptx::copy_commit();
+    if (threadIdx.x == 0) works[0] = work;
+  }
+  zero_padding(args);
+  __syncthreads();
+
+  int stage = 0;
+  for (uint32_t round = 0; serpentine(round) < units; ++round) {
+    const ForwardWork& work = works[round & 1];
+    RowState<kBlocks> state;
+    typename Unit::Sums o;
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        state.most[b][half] = -INFINITY;
+        state.sum[b][half] = 0.f;
+      }
+#pragma unroll
+      for (int n = 0; n < Unit::kDimBlocks; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o[b][n][i] = 0.f;
+    }
+    bool last = false;
+    bool fresh = true;
+    Range some;  // keys that some row of this warp sees
+    Range all;   // keys that all of them see
+    for (int32_t tile = 0; !last; ++tile, stage ^= 1) {
+      ptx::copy_wait<0>();
+      __syncthreads();
+      if (fresh) {
+        tile = work.first_tile;
+        load_entry(round + 2);
+      }
+      last = tile + 1 >= work.end_tile;
+      const bool more = serpentine(round + 1) < units;
+      if (!last) {
+        load_next_keys(work, tile + 1, stage ^ 1);
+      } else if (more) {
+        const ForwardWork next = ForwardWork::make<Shape>(args, entries[(round + 1) % 3], kv_head_of(round + 1));
+        load_next_keys(next, next.first_tile, stage ^ 1);
+        if (threadIdx.x == 0) works[(round + 1) & 1] = next;
+      }
+      ptx::copy_commit();
+
+      const int32_t first_key = tile * Shape::kKeys;
+      const int32_t end_key = first_key + Shape::kKeys;
+      if (fresh) {
+        fresh = false;
+        const int last_row =
+            warp_row + Shape::kWarpRows < work.rows.valid ? warp_row + Shape::kWarpRows - 1 : work.rows.valid - 1;
+        const int32_t first_token = work.rows.token_of(warp_row);
+        const int32_t last_token = work.rows.token_of(last_row);
+        some = warp_row < work.rows.valid ? work.d.keys_seen(first_token, last_token) : Range{0, 0};
+        all = work.d.keys_seen_by_all(first_token, last_token);
+      }
+      // A tile that no row of this warp sees would change no bit.
+      if (first_key < some.end && end_key > some.first) {
+        typename Unit::Scores s;
+        Unit::scores(s, tile_q, tile_k(stage), warp_row);
+        if constexpr (kTransform) {
+#pragma unroll
+          for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+            for (int n = 0; n < Unit::kKeyBlocks; ++n)
+#pragma unroll
+              for (int i = 0; i < 4; ++i) s[b][n][i] = transform_score(s[b][n][i], args) * kLog2e;
+        }
+        if (first_key < all.first || end_key > all.end) {
+          Unit::mask(s, work.d, work.rows, warp_row + g, first_key);
+        }
+        Unit::softmax(s, state, o, scale);
+        Unit::values(o, s, tile_v(stage));
+      }
+      if (last && more) {
+        __syncwarp();
+        load_own_rows(ForwardWork::make<Shape>(args, entries[(round + 1) % 3], kv_head_of(round + 1)));
+        ptx::copy_commit();
+      }
+    }
+    if (warp_row < work.rows.valid) finish<T, Shape>(args, work.rows, warp_row + g, state, o, scale, unit);
+  }
+}
+
+template <class T, int kDim, bool kTransform>
+void run_forward(const Args& args, cudaStream_t stream) {
+  using Shape = ForwardShape<kDim>;
+  static PersistentKernel kernel{reinterpret_cast<const void*>(attention_forward_kernel<T, kDim, kTransform>),
+                                 Shape::kThreads, Shape::kShared, "attention_forward_kernel"};
+  launch_persistent(kernel, args, args.plan.forward_capacity() * args.num_kv_heads, stream);
+}
+
+}  // namespace packing_ops::sm80

@@ -1,0 +1,25 @@
+// Which tile shape a head_dim gets, and the instances that exist: one small .cu file each.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "ops/attention/sm80/args.h"
+
+namespace packing_ops::sm80 {
+
+// The instance for a head_dim; columns above head_dim are zeros.
+constexpr int padded_dim(int64_t head_dim) {
+  return head_dim <= 64 ? 64 : head_dim <= 96 ? 96 : head_dim <= 128 ? 128 : head_dim <= 192 ? 192 : 256;
+}
+constexpr int forward_rows(int padded) {
+  return padded <= 128 ? 128 : 64;
+}
+constexpr int forward_keys(int padded) {
+  return padded <= 128 ? 64 : 32;
+}
+
+// kTransform: scores pass through softcap, or softmax_scale is not positive.
+template <class T, int kDim, bool kTransform>
+void run_forward(const Args& args, cudaStream_t stream);
+
+}  // namespace packing_ops::sm80

@@ -1,0 +1,8 @@
+#include "ops/attention/sm80/forward.cuh"
+
+namespace packing_ops::sm80 {
+
+template void run_forward<__nv_bfloat16, 64, false>(const Args&, cudaStream_t);
+template void run_forward<__nv_bfloat16, 64, true>(const Args&, cudaStream_t);
+
+}  // namespace packing_ops::sm80

@@ -1,0 +1,49 @@
+// Grids that fill the GPU once and loop over the plan's units.
+#include <atomic>
+#include <string>
+
+#include "core/launch.cuh"
+#include "ops/attention/sm80/persistent.h"
+
+namespace packing_ops::sm80 {
+
+namespace {
+
+int resident_blocks(const void* kernel, int threads, int shared, int device) {
+  cudaDeviceProp properties{};
+  check_cuda(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
+  if (properties.major < 8) {
+    throw std::runtime_error(std::string("varlen_attention: expected a GPU of compute capability 8.0 or newer, got ") +
+                             properties.name + " with " + std::to_string(properties.major) + "." +
+                             std::to_string(properties.minor));
+  }
+  if (static_cast<size_t>(shared) > properties.sharedMemPerBlockOptin) {
+    throw std::runtime_error("varlen_attention: expected a GPU with " + std::to_string(shared) +
+                             " bytes of shared memory a block for this head_dim, got " + properties.name + " with " +
+                             std::to_string(properties.sharedMemPerBlockOptin));
+  }
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), "cudaFuncSetAttribute");
+  int blocks = 0;
+  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, static_cast<size_t>(shared)),
+             "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+  return (blocks < 1 ? 1 : blocks) * properties.multiProcessorCount;
+}
+
+}  // namespace
+
+void launch_persistent(PersistentKernel& kernel, const Args& args, int64_t units, cudaStream_t stream) {
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  std::atomic<int>& resident = kernel.resident[device % kMaxDevices];
+  if (resident.load(std::memory_order_relaxed) == 0) {
+    resident = resident_blocks(kernel.entry, kernel.threads, kernel.shared, device);
+  }
+  const int64_t most = resident.load(std::memory_order_relaxed);
+  const unsigned grid = static_cast<unsigned>(units < 1 ? 1 : (units < most ? units : most));
+  void* parameters[] = {const_cast<Args*>(&args)};
+  check_cuda(cudaLaunchKernel(kernel.entry, dim3(grid), dim3(kernel.threads), parameters,
+                              static_cast<size_t>(kernel.shared), stream),
+             kernel.name);
+}
+
+}  // namespace packing_ops::sm80

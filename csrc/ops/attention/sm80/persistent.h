@@ -1,0 +1,25 @@
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <atomic>
+
+#include "ops/attention/sm80/args.h"
+
+namespace packing_ops::sm80 {
+
+constexpr int kMaxDevices = 64;
+
+// One per instance: how many of its blocks fit on each device at once, asked for at the first launch.
+struct PersistentKernel {
+  const void* entry;
+  int threads;
+  int shared;
+  const char* name;
+  std::atomic<int> resident[kMaxDevices] = {};
+};
+
+// At most `units` blocks, at most as many as fit at once.
+void launch_persistent(PersistentKernel& kernel, const Args& args, int64_t units, cudaStream_t stream);
+
+}  // namespace packing_ops::sm80

@@ -1,0 +1,259 @@
+// Tiles in shared memory: [rows, kDim] of 16-bit elements in panels of 64 columns. A panel's row is 128 bytes whose
+// 16-byte chunks are permuted by the row, so that eight rows of one column meet all 32 banks. kDim = 96 ends in a panel
+// of 32 columns.
+#pragma once
+
+#include "core/ptx/mma.cuh"
+#include "ops/attention/attention_window.cuh"
+#include "ops/attention/sm80/args.h"
+
+namespace packing_ops::sm80 {
+
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+template <class T>
+__device__ __forceinline__ uint32_t pack(float low, float high);
+template <>
+__device__ __forceinline__ uint32_t pack<__nv_bfloat16>(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+template <>
+__device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+
+// What the softmax sees of a dot product.
+__device__ __forceinline__ float capped(float dot, float softmax_scale, float softcap, float* tanh_out) {
+  const float t = tanhf(dot * softmax_scale / softcap);
+  *tanh_out = t;
+  return softcap * t;
+}
+
+__device__ __forceinline__ float transform_score(float dot, const Args& args) {
+  float t;
+  return args.softcap > 0.f ? capped(dot, args.softmax_scale, args.softcap, &t) : dot * args.softmax_scale;
+}
+
+// Which of a fragment's matrices lie side by side: A and transposed B read rows first, B and transposed A columns
+// first.
+enum class Lanes { kRowsFirst, kColumnsFirst };
+
+template <int kRows, int kDim>
+struct Tile {
+  static constexpr int kFullPanels = kDim / 64;
+  static constexpr bool kHalfPanel = kDim % 64 != 0;
+  static constexpr int kBytes = kRows * kDim * 2;
+  static_assert(kDim % 64 == 0 || kDim % 64 == 32);
+
+  uint32_t base;  // shared address, 128-byte aligned
+
+  __device__ uint32_t chunk(int panel, int row, int c) const {
+    if (kHalfPanel && panel == kFullPanels) {
+      return base + kFullPanels * kRows * 128 + row * 64 + ((c ^ ((row >> 1) & 3)) << 4);
+    }
+    return base + panel * kRows * 128 + row * 128 + ((c ^ (row & 7)) << 4);
+  }
+};
+
+// One lane's addresses for 16x16 blocks of a tile; rows and columns in steps of 16 (rows of 8 with kColumnsFirst too).
+template <int kRows, int kDim>
+struct LaneView {
+  using T = Tile<kRows, kDim>;
+  uint32_t full;
+  uint32_t half;
+
+  __device__ LaneView(T tile, Lanes lanes, int first_row) {
+    const int lane = threadIdx.x & 31;
+    const int row = first_row + (lanes == Lanes::kRowsFirst ? lane & 15 : (lane & 7) + ((lane >> 4) << 3));
+    const int c = lanes == Lanes::kRowsFirst ? lane >> 4 : (lane >> 3) & 1;
+    full = tile.base + row * 128 + ((c ^ (row & 7)) << 4);
+    half = tile.base + T::kFullPanels * kRows * 128 + row * 64 + ((c ^ ((row >> 1) & 3)) << 4);
+  }
+  // Block of 16 columns `column`, `row` rows further down (a multiple of 8).
+  __device__ uint32_t at(int row, int column) const {
+    if (T::kHalfPanel && column / 4 == T::kFullPanels) return (half ^ ((column & 1) << 5)) + row * 64;
+    return (full ^ ((column & 3) << 5)) + (column / 4) * kRows * 128 + row * 128;
+  }
+};
+
+// Rows of one head of a [total, heads, head_dim] tensor into a tile. source(row) gives the row's address or null, which
+// becomes zeros; so do the columns from head_dim on.
+// Rows first_row .. first_row + kCount by kThreads threads, of which this is number `thread`.
+template <int kThreads, int kCount, int kRows, int kDim, class Source>
+__device__ __forceinline__ void load_rows(Tile<kRows, kDim> tile, int first_row, int thread, int head_dim,
+                                          const void* anywhere, const Source& source) {
+  const int c = thread & 7;
+  constexpr int kRowsAtOnce = kThreads / 8;
+  static_assert(kCount % kRowsAtOnce == 0);
+#pragma unroll
+  for (int pass = 0; pass < kCount / kRowsAtOnce; ++pass) {
+    const int row = first_row + pass * kRowsAtOnce + (thread >> 3);
+    const uint16_t* from = static_cast<const uint16_t*>(source(row));
+#pragma unroll
+    for (int panel = 0; panel < (kDim + 63) / 64; ++panel) {
+      if (Tile<kRows, kDim>::kHalfPanel && panel == kDim / 64 && c >= 4) continue;
+      const int column = panel * 64 + c * 8;
+      const bool valid = from != nullptr && column < head_dim;
+      ptx::copy_16(tile.chunk(panel, row, c), valid ? from + column : anywhere, valid);
+    }
+  }
+}
+
+template <int kThreads, int kRows, int kDim, class Source>
+__device__ __forceinline__ void load_tile(Tile<kRows, kDim> tile, int head_dim, const void* anywhere,
+                                          const Source& source) {
+  load_rows<kThreads, kRows>(tile, 0, threadIdx.x, head_dim, anywhere, source);
+}
+
+// The same without the checks: every row exists, head_dim is kDim.
+template <int kThreads, int kRows, int kDim>
+__device__ __forceinline__ void load_whole_tile(Tile<kRows, kDim> tile, const uint16_t* data, int64_t token_stride) {
+  const int c = threadIdx.x & 7;
+  const int first_row = threadIdx.x >> 3;
+  constexpr int kRowsAtOnce = kThreads / 8;
+  const uint16_t* from = data + first_row * token_stride + c * 8;
+  const uint32_t to = tile.chunk(0, first_row, c);  // the rows of later passes have the same low bits
+  const int64_t step = kRowsAtOnce * token_stride;
+#pragma unroll
+  for (int pass = 0; pass < kRows / kRowsAtOnce; ++pass, from += step) {
+#pragma unroll
+    for (int panel = 0; panel < kDim / 64; ++panel) {
+      ptx::copy_16(to + panel * kRows * 128 + pass * kRowsAtOnce * 128, from + panel * 64);
+    }
+    if constexpr (Tile<kRows, kDim>::kHalfPanel) {
+      if (c < 4) {
+        ptx::copy_16(tile.chunk(kDim / 64, first_row + pass * kRowsAtOnce, c), from + kDim / 64 * 64);
+      }
+    }
+  }
+}
+
+// Keys first_key .. of a document's head: rows that follow each other in memory.
+struct KeyRows {
+  const uint16_t* data;  // row of first_key
+  int64_t token_stride;
+  int32_t valid;
+  __device__ const void* operator()(int row) const { return row < valid ? data + row * token_stride : nullptr; }
+};
+
+__device__ __forceinline__ KeyRows key_rows(const AttentionTensor& rows, const DocumentView& d, int32_t kv_head,
+                                            int32_t first_key) {
+  return {static_cast<const uint16_t*>(rows.data) + (d.start_k + first_key) * rows.token_stride +
+              kv_head * rows.head_stride,
+          rows.token_stride, d.keys - first_key};
+}
+
+template <int kThreads, int kRows, int kDim>
+__device__ __forceinline__ void load_keys(Tile<kRows, kDim> tile, const AttentionTensor& from, const DocumentView& d,
+                                          int32_t kv_head, int32_t first_key, int head_dim) {
+  const KeyRows rows = key_rows(from, d, kv_head, first_key);
+  if (rows.valid >= kRows && head_dim == kDim) {
+    load_whole_tile<kThreads>(tile, rows.data, rows.token_stride);
+  } else {
+    load_tile<kThreads>(tile, head_dim, from.data, rows);
+  }
+}
+
+// Packed rows of a document and kv head from `first` on: row r is token r / group, head r % group of the group.
+struct GroupRows {
+  int64_t first_token;  // of row 0, in the packed batch
+  int32_t token;        // the same, in the document
+  int32_t skipped;      // first % group
+  int32_t group;
+  uint32_t inverse;  // 2^22 / group, rounded up: exact for row + skipped below 2^12
+  int32_t valid;     // rows that exist, of kRows
+  int32_t first_head;
+  int64_t left;  // rows from `first` to the document's end
+
+  GroupRows() = default;
+  __device__ GroupRows(const DocumentView& d, int32_t group, int32_t kv_head, int64_t first, int rows)
+      : group(group), first_head(kv_head * group) {
+    const int64_t start = first / group;
+    token = static_cast<int32_t>(start);
+    skipped = static_cast<int32_t>(first - start * group);
+    first_token = d.start_q + start;
+    inverse = ((1u << 22) + group - 1) / group;
+    left = static_cast<int64_t>(d.tokens) * group - first;
+    valid = static_cast<int32_t>(left < rows ? left : rows);
+  }
+  // The next `rows` rows.
+  __device__ GroupRows after(int rows) const {
+    GroupRows next = *this;
+    const int32_t step = token_step(rows);
+    next.first_token += step;
+    next.token += step;
+    next.skipped += rows - step * group;
+    next.left -= rows;
+    next.valid = static_cast<int32_t>(next.left < rows ? next.left : rows);
+    return next;
+  }
+  __device__ int32_t token_step(int row) const {
+    return static_cast<int32_t>((static_cast<uint32_t>(row + skipped) * inverse) >> 22);
+  }
+  __device__ int32_t token_of(int row) const { return token + token_step(row); }
+  __device__ int32_t last_token() const { return token_of(valid - 1); }
+  // Element offset of a row in `rows`, or in a contiguous [total, num_heads] array with unit head stride.
+  __device__ int64_t offset(int row, int64_t token_stride, int64_t head_stride) const {
+    const int32_t step = token_step(row);
+    return (first_token + step) * token_stride + (first_head + row + skipped - step * group) * head_stride;
+  }
+};
+
+template <int kThreads, int kRows, int kDim>
+__device__ __forceinline__ void load_group_rows(Tile<kRows, kDim> tile, int thread, const AttentionTensor& from,
+                                                const GroupRows& rows, int head_dim) {
+  const uint16_t* data = static_cast<const uint16_t*>(from.data);
+  load_rows<kThreads, kRows>(tile, 0, thread, head_dim, data, [&](int row) -> const void* {
+    return row < rows.valid ? data + rows.offset(row, from.token_stride, from.head_stride) : nullptr;
+  });
+}
+
+// Lane t of a quad holds word t of blocks 0 .. 3; afterwards it holds words 0 .. 3 of block t.
+__device__ __forceinline__ void transpose_quad(uint32_t (&x)[4]) {
+  const bool odd = threadIdx.x & 1;
+  const bool high = threadIdx.x & 2;
+#pragma unroll
+  for (int b = 0; b < 4; b += 2) {
+    const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? x[b] : x[b + 1], 1);
+    x[b] = odd ? got : x[b];
+    x[b + 1] = odd ? x[b + 1] : got;
+  }
+#pragma unroll
+  for (int b = 0; b < 2; ++b) {
+    const uint32_t got = __shfl_xor_sync(0xffffffffu, high ? x[b] : x[b + 2], 2);
+    x[b] = high ? got : x[b];
+    x[b + 2] = high ? x[b + 2] : got;
+  }
+}
+
+// Row g (kHalf = 0) or g + 8 (kHalf = 1) of kBlocks accumulators [16, 8], scaled, to 16-bit memory from column
+// first_column on. All lanes of the warp take part; row is null where there is nothing to store.
+template <class T, int kBlocks>
+__device__ __forceinline__ void store_row(uint16_t* row, int first_column, int head_dim, const float (&acc)[kBlocks][4],
+                                          int half, float scale) {
+  const int t = threadIdx.x & 3;
+#pragma unroll
+  for (int b = 0; b + 4 <= kBlocks; b += 4) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = pack<T>(acc[b + i][2 * half] * scale, acc[b + i][2 * half + 1] * scale);
+    transpose_quad(words);
+    const int column = first_column + (b + t) * 8;
+    if (row != nullptr && column < head_dim) {
+      *reinterpret_cast<uint4*>(row + column) = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+  }
+#pragma unroll
+  for (int b = kBlocks / 4 * 4; b < kBlocks; ++b) {
+    const int column = first_column + b * 8;
+    if (row != nullptr && column < head_dim) {
+      *reinterpret_cast<uint32_t*>(row + column + 2 * t) =
+          pack<T>(acc[b][2 * half] * scale, acc[b][2 * half + 1] * scale);
+    }
+  }
+}
+
+}  // namespace packing_ops::sm80

@@ -1,0 +1,157 @@
+"""What only the CUDA kernels have: tiles, plans, graphs, errors that are found on the GPU."""
+
+import pytest
+import torch
+from attention_case import Case, assert_close, document_results
+from helpers import assert_error_within, assert_same, cu_seqlens_of
+
+import packing_ops as po
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+EDGES = [0, 1, 15, 16, 17, 63, 64, 65, 0, 127, 128, 129, 255, 256, 257, 700]
+CROSS = ([0, 5, 100, 64, 300, 1, 0, 70, 257], [7, 0, 100, 300, 64, 200, 0, 129, 1000])
+
+
+def packed(lengths, dim=64, heads=(4, 2), dtype=torch.bfloat16):
+    shapes = [(sum(lengths), count, dim) for count in (heads[0], heads[1], heads[1], heads[0])]
+    q, k, v, dout = (torch.randn(shape, device="cuda").to(dtype) for shape in shapes)
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout
+
+
+def out_and_gradients(q, k, v, dout, cu_seqlens, **options):
+    out = po.varlen_attention(q, k, v, cu_seqlens, **options)
+    return (out, *torch.autograd.grad(out, (q, k, v), dout))
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1), (6, 2)], ids=str)
+@pytest.mark.parametrize("dim", [32, 64, 72, 96, 128, 160, 192, 256])
+@pytest.mark.parametrize("causal", [True, False])
+def test_error_around_tile_edges(dim, heads, causal):
+    lengths = [length for length in EDGES if length > 0]
+    case = Case(lengths, heads=heads, dim=dim, dtype=torch.bfloat16, device="cuda", causal=causal)
+    case.dlse.zero_()
+    ours, exact, theirs = case.ours(), case.exact(), case.sdpa()
+    for name in ("out", "dq", "dk", "dv"):
+        assert_error_within(ours[name], theirs[name], exact[name])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": False}, {"window_size": (40, 0)}, {"causal": False, "window_size": (10, 20)}, {"softcap": 3.0}],
+    ids=str,
+)
+def test_lengths_of_q_and_k_differ(options):
+    case = Case(*CROSS, heads=(4, 2), dim=128, dtype=torch.float16, device="cuda", tail=3, **options)
+    ours, exact = case.ours(), case.exact()
+    for name in ("out", "dq", "dk", "dv"):
+        assert (ours[name].double() - exact[name].double()).norm() <= 1e-3 * exact[name].double().norm()
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_documents_keep_their_bits(dim):
+    lengths = [129, 0, 64, 1000, 3, 200, 65]
+    case = Case(lengths, heads=(4, 1), dim=dim, dtype=torch.bfloat16, device="cuda")
+    whole, again = case.ours(), case.ours()
+    for name in whole:
+        assert_same(again[name], whole[name])
+    start = 0
+    for length in lengths:
+        rows = slice(start, start + length)
+        alone = Case([length], heads=(4, 1), dim=dim, dtype=torch.bfloat16, device="cuda")
+        for name in ("q", "k", "v", "dout"):
+            setattr(alone, name, getattr(case, name)[rows].contiguous())
+        alone.dlse = case.dlse[:, rows].contiguous()
+        for name, value in document_results(alone.ours(), 0, length).items():
+            assert_same(value, document_results(whole, start, start + length)[name])
+        start += length
+
+
+def test_graph_replays_with_other_lengths():
+    lengths = [70, 130, 0, 5, 300]
+    q, k, v, dout = packed(lengths)
+    cu_seqlens = cu_seqlens_of(lengths, "cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        out_and_gradients(q, k, v, dout, cu_seqlens)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.MonkeyPatch.context() as patch, torch.cuda.graph(graph):
+        patch.setenv("PACKING_OPS_CHECK", "0")
+        captured = out_and_gradients(q, k, v, dout, cu_seqlens)
+    for other in (lengths, [1, 4, 500, 0, 0], [505, 0, 0, 0, 0], [101] * 5):
+        cu_seqlens.copy_(cu_seqlens_of(other, "cuda"))
+        graph.replay()
+        for got, wanted in zip(captured, out_and_gradients(q, k, v, dout, cu_seqlens_of(other, "cuda")), strict=True):
+            assert_same(got, wanted)
+
+
+@pytest.mark.parametrize("values", [[0, 50, 30, 64], [0, 100], [2, 64], [0, -4, 64]], ids=str)
+def test_wrong_cu_seqlens_give_zeros_and_an_error(values, monkeypatch):
+    monkeypatch.setenv("PACKING_OPS_CHECK", "0")
+    q, k, v, dout = packed([64])
+    cu_seqlens = torch.tensor(values, dtype=torch.int32, device="cuda")
+    plan = po.attention_plan(cu_seqlens, total_q=64, num_heads=4, num_kv_heads=2, head_dim=64)
+    torch.cuda.synchronize()
+    with pytest.raises(ValueError, match="cu_seqlens: expected"):
+        po.varlen_attention(q, k, v, cu_seqlens_of([64], "cuda"))
+    for result in out_and_gradients(q, k, v, dout, cu_seqlens, plan=plan):
+        assert (result == 0).all()
+
+
+def test_one_plan_for_many_calls():
+    lengths = [100, 1, 300]
+    q, k, v, dout = packed(lengths)
+    cu_seqlens = cu_seqlens_of(lengths, "cuda")
+    plan = po.attention_plan(cu_seqlens, total_q=401, num_heads=4, num_kv_heads=2, head_dim=64)
+    for got, wanted in zip(
+        out_and_gradients(q, k, v, dout, cu_seqlens, plan=plan),
+        out_and_gradients(q, k, v, dout, cu_seqlens),
+        strict=True,
+    ):
+        assert_same(got, wanted)
+    with pytest.raises(ValueError, match="plan: expected what attention_plan made"):
+        po.varlen_attention(q[:64], k[:64], v[:64], cu_seqlens_of([64], "cuda"), plan=plan)
+
+
+def test_changed_cu_seqlens_get_a_new_plan():
+    q, k, v, dout = packed([100, 60])
+    cu_seqlens = cu_seqlens_of([100, 60], "cuda")
+    out_and_gradients(q, k, v, dout, cu_seqlens)
+    cu_seqlens[1] = 30
+    for got, wanted in zip(
+        out_and_gradients(q, k, v, dout, cu_seqlens),
+        out_and_gradients(q, k, v, dout, cu_seqlens_of([30, 130], "cuda")),
+        strict=True,
+    ):
+        assert_same(got, wanted)
+
+
+def test_unaligned_views():
+    case = Case([70, 30], heads=(2, 1), dim=64, dtype=torch.bfloat16, device="cuda")
+    wanted = po.varlen_attention(case.q, case.k, case.v, case.cu_seqlens[0])
+    shifted = torch.zeros(case.q.numel() + 1, dtype=case.q.dtype, device="cuda")[1:].view(case.q.shape).copy_(case.q)
+    assert_same(po.varlen_attention(shifted, case.k, case.v, case.cu_seqlens[0]), wanted)
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "message"),
+    [(60, torch.bfloat16, "multiples of 8"), (64, torch.float64, "expected bfloat16, float16 or float32")],
+)
+def test_what_cuda_does_not_take(dim, dtype, message):
+    q, k, v, _ = packed([4], dim=dim, dtype=dtype)
+    with pytest.raises(ValueError, match=message):
+        po.varlen_attention(q, k, v, cu_seqlens_of([4], "cuda"))
+
+
+def test_float32_is_not_tf32():
+    case = Case([300, 65], heads=(4, 2), dim=64, device="cuda", dtype=torch.float32, sinks=True, softcap=5.0)
+    assert_close(case.ours(), case.exact(), 1e-5)
+
+
+def test_100k_documents():
+    q, k, v, dout = packed([1] * 100_000)
+    out, _, _, dv = out_and_gradients(q, k, v, dout, cu_seqlens_of([1] * 100_000, "cuda"))
+    assert_same(out, v.repeat_interleave(2, dim=1))
+    torch.testing.assert_close(dv, dout.view(-1, 2, 2, 64).sum(2), rtol=1e-2, atol=1e-2)
