@@ -1,5 +1,8 @@
 """python benchmarks/bench_attention.py [--device cpu|cuda]"""
 
+import json
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
 from harness import Case, run
@@ -55,7 +58,53 @@ def ragged(count, median=200):
     return [max(1, int(size)) for size in sizes]
 
 
+# --- CUDA: the ops themselves, forward and backward apart, beside torch's built-in FlashAttention-2 ---
+
+WORKLOADS = json.loads((Path(__file__).parent / "workloads.json").read_text())["workloads"]
+
+
+def op_cases(name, lengths, heads, dim):
+    q, k, v, dout, cu_seqlens = packed(lengths, heads, dim, "cuda", torch.bfloat16)
+    q, k, v = q.detach(), k.detach(), v.detach()
+    total, longest = sum(lengths), max(lengths)
+    plan = po.attention_plan(cu_seqlens, total_q=total, num_heads=heads[0], num_kv_heads=heads[1], head_dim=dim)
+    ops, options = torch.ops.packing_ops, (True, None, -1, -1, 0.0, plan)
+    documents = (cu_seqlens, cu_seqlens)
+    out, lse = ops.varlen_attention(q, k, v, *documents, None, *options)
+    peer = (*documents, longest, longest, 0.0, True)
+    peer_out, peer_lse, seed, offset, _ = torch.ops.aten._flash_attention_forward(q, k, v, *peer, False)
+    shape = f"{name}: T={total} docs={len(lengths)} heads={heads[0]}/{heads[1]} D={dim} causal"
+    return [
+        Case("varlen_attention", shape, "bfloat16", {
+            "packing_ops": lambda: ops.varlen_attention(q, k, v, *documents, None, *options),
+            "torch FlashAttention-2": lambda: torch.ops.aten._flash_attention_forward(q, k, v, *peer, False),
+        }, runs=7),
+        Case("varlen_attention_backward", shape, "bfloat16", {
+            "packing_ops": lambda: ops.varlen_attention_backward(
+                dout, None, q, k, v, out, lse, *documents, None, *options
+            ),
+            "torch FlashAttention-2": lambda: torch.ops.aten._flash_attention_backward(
+                dout, q, k, v, peer_out, peer_lse, *peer, seed, offset
+            ),
+        }, runs=7),
+    ]  # fmt: skip
+
+
+def cuda_cases():
+    found = []
+    for name, lengths in WORKLOADS.items():
+        found += op_cases(name, lengths, (32, 8), 128)
+    for name in ("short", "sft", "mid4k"):
+        found += op_cases(name, WORKLOADS[name], (16, 16), 128)
+        found += op_cases(name, WORKLOADS[name], (32, 8), 64)
+        found += op_cases(name, WORKLOADS[name], (16, 4), 256)
+    found += op_cases("one token", [1] * 65_536, (32, 8), 128)
+    return found + op_cases("tiny", [100, 156, 200, 56], (32, 8), 128)
+
+
 def cases(device):
+    if device == "cuda":
+        return cuda_cases()
     even, forward, both = [256] * 32, "attention forward", "attention forward + backward"
     return [
         case(forward, even, (4, 4), 64, device, backward=False),

@@ -6,6 +6,7 @@ same thing; the first provider is ours. On CUDA the L2 cache is flushed before e
 
 import argparse
 import csv
+import os
 import platform
 import subprocess
 import time
@@ -42,9 +43,15 @@ def device_name(device: str) -> str:
 
 
 def commit() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
-    return found.stdout.strip() or "unknown"
+    """Of the sources, changed results aside; PACKING_OPS_COMMIT where they are not in a git checkout."""
+    root = Path(__file__).parent.parent
+
+    def git(*arguments):
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=root).stdout.strip()
+
+    found = git("rev-parse", "--short=12", "HEAD")
+    changed = git("status", "--porcelain", "--", ".", ":!benchmarks/results")
+    return (found + ("-dirty" if changed else "")) or os.environ.get("PACKING_OPS_COMMIT", "unknown")
 
 
 def percentiles(samples_us: list[float]) -> tuple[float, float, float]:

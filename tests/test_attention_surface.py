@@ -165,12 +165,6 @@ def test_bad_input_is_named(device, case):
         call()
 
 
-def test_plans_are_not_there_yet():
-    case = Case([2])
-    with pytest.raises(NotImplementedError, match="plan: expected None"):
-        po.varlen_attention(case.q, case.k, case.v, case.cu_seqlens[0], plan=object())
-
-
 @pytest.mark.gpu
 def test_mixed_devices_are_named(device):
     if device != "cuda":
