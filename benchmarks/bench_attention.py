@@ -61,9 +61,10 @@ def ragged(count, median=200):
 # --- CUDA: the ops themselves, forward and backward apart, beside torch's built-in FlashAttention-2 ---
 
 WORKLOADS = json.loads((Path(__file__).parent / "workloads.json").read_text())["workloads"]
+PEER = "torch FlashAttention-2"
 
 
-def op_cases(name, lengths, heads, dim):
+def op_cases(name, lengths, heads, dim, *, peer_fits=True):
     q, k, v, dout, cu_seqlens = packed(lengths, heads, dim, "cuda", torch.bfloat16)
     q, k, v = q.detach(), k.detach(), v.detach()
     total, longest = sum(lengths), max(lengths)
@@ -71,35 +72,33 @@ def op_cases(name, lengths, heads, dim):
     ops, options = torch.ops.packing_ops, (True, None, -1, -1, 0.0, plan)
     documents = (cu_seqlens, cu_seqlens)
     out, lse = ops.varlen_attention(q, k, v, *documents, None, *options)
-    peer = (*documents, longest, longest, 0.0, True)
-    peer_out, peer_lse, seed, offset, _ = torch.ops.aten._flash_attention_forward(q, k, v, *peer, False)
     shape = f"{name}: T={total} docs={len(lengths)} heads={heads[0]}/{heads[1]} D={dim} causal"
-    return [
-        Case("varlen_attention", shape, "bfloat16", {
-            "packing_ops": lambda: ops.varlen_attention(q, k, v, *documents, None, *options),
-            "torch FlashAttention-2": lambda: torch.ops.aten._flash_attention_forward(q, k, v, *peer, False),
-        }, runs=7),
-        Case("varlen_attention_backward", shape, "bfloat16", {
-            "packing_ops": lambda: ops.varlen_attention_backward(
-                dout, None, q, k, v, out, lse, *documents, None, *options
-            ),
-            "torch FlashAttention-2": lambda: torch.ops.aten._flash_attention_backward(
-                dout, q, k, v, peer_out, peer_lse, *peer, seed, offset
-            ),
-        }, runs=7),
-    ]  # fmt: skip
+    forward = {"packing_ops": lambda: ops.varlen_attention(q, k, v, *documents, None, *options)}
+    backward = {
+        "packing_ops": lambda: ops.varlen_attention_backward(dout, None, q, k, v, out, lse, *documents, None, *options)
+    }
+    if peer_fits:
+        peer = (*documents, longest, longest, 0.0, True)
+        peer_out, peer_lse, seed, offset, _ = torch.ops.aten._flash_attention_forward(q, k, v, *peer, False)
+        forward[PEER] = lambda: torch.ops.aten._flash_attention_forward(q, k, v, *peer, False)
+        backward[PEER] = lambda: torch.ops.aten._flash_attention_backward(
+            dout, q, k, v, peer_out, peer_lse, *peer, seed, offset
+        )
+    yield Case("varlen_attention", shape, "bfloat16", forward, runs=7)
+    yield Case("varlen_attention_backward", shape, "bfloat16", backward, runs=7)
 
 
 def cuda_cases():
-    found = []
+    """One workload after the other, so that only one is in memory."""
     for name, lengths in WORKLOADS.items():
-        found += op_cases(name, lengths, (32, 8), 128)
+        yield from op_cases(name, lengths, (32, 8), 128)
     for name in ("short", "sft", "mid4k"):
-        found += op_cases(name, WORKLOADS[name], (16, 16), 128)
-        found += op_cases(name, WORKLOADS[name], (32, 8), 64)
-        found += op_cases(name, WORKLOADS[name], (16, 4), 256)
-    found += op_cases("one token", [1] * 65_536, (32, 8), 128)
-    return found + op_cases("tiny", [100, 156, 200, 56], (32, 8), 128)
+        yield from op_cases(name, WORKLOADS[name], (16, 16), 128)
+        yield from op_cases(name, WORKLOADS[name], (32, 8), 64)
+        yield from op_cases(name, WORKLOADS[name], (16, 4), 256)
+    yield from op_cases("tiny", [100, 156, 200, 56], (32, 8), 128)
+    # FlashAttention-2 pads its float32 sums to 128 rows per document, which does not fit any GPU here.
+    yield from op_cases("one token", [1] * 65_536, (32, 8), 128, peer_fits=False)
 
 
 def cases(device):

@@ -10,7 +10,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -131,7 +131,7 @@ def rows_of(case: Case, device: str, copy_rate: float) -> list[dict]:
     return rows
 
 
-def run(family: str, cases_of: Callable[[str], list[Case]]) -> None:
+def run(family: str, cases_of: Callable[[str], Iterable[Case]]) -> None:
     """Command line of a bench file: measures ``cases_of(device)`` and writes results/<family>_<device>.csv."""
     parser = argparse.ArgumentParser(description=f"Benchmarks of packing_ops.{family}")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])

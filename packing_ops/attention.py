@@ -84,7 +84,7 @@ def varlen_attention(
     left, right = window_size
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
-    if plan is None and q.is_cuda and q.dim() == k.dim() == 3:
+    if plan is None and q.is_cuda and _plannable(q, k):
         geometry = (q.shape[0], k.shape[0], q.shape[1], k.shape[1], q.shape[2], causal, left, right)
         plan = _recent_plan(cu_seqlens_q, cu_seqlens_k, geometry)
     out, lse = _ops.varlen_attention(
@@ -299,6 +299,14 @@ def attention(
 
 
 # --- the plan of the call before ---
+
+
+def _plannable(q, k) -> bool:
+    """Shapes that a plan can be made for; the op names what is wrong with any other."""
+    if q.dim() != 3 or k.dim() != 3:
+        return False
+    return k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0 and 0 < q.shape[2] <= 256
+
 
 _recent: tuple | None = None
 

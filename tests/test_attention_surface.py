@@ -96,7 +96,7 @@ def test_backend_errors():
 def test_other_backends_on_a_gpu():
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
-    case = Case([70, 0, 33], heads=(4, 2), dim=64, dtype=torch.bfloat16, device="cuda", tail=5)
+    case = Case([70, 0, 33], heads=(4, 4), dim=64, dtype=torch.bfloat16, device="cuda", tail=5)
     given = [t.requires_grad_() for t in (case.q, case.k, case.v)]
     for options in ({"causal": True}, {"causal": False}, {"window_size": (9, 0)}):
         exact = oracle.varlen_attention(*(t.double() for t in given), *case.cu_seqlens, **options)[0]
@@ -158,17 +158,22 @@ def bad_calls(device):
     }
 
 
+# Values of cu_seqlens, which a GPU reports under one name for q and k, and whichever it meets first.
+FOUND_ON_THE_DEVICE = {f"cu_seqlens_{what}" for what in ("q start", "q end", "k end", "k order")}
+
+
 @pytest.mark.parametrize("case", bad_calls("cpu"))
 def test_bad_input_is_named(device, case):
     call, message = bad_calls(device)[case]
+    if device == "cuda" and case in FOUND_ON_THE_DEVICE:
+        message = "cu_seqlens: expected .* got a wrong value at index"
     with pytest.raises(ValueError, match=message):
         call()
 
 
 @pytest.mark.gpu
-def test_mixed_devices_are_named(device):
-    if device != "cuda":
-        pytest.skip("needs a CUDA GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_mixed_devices_are_named():
     case = Case([2], device="cuda")
     with pytest.raises(ValueError, match="k: expected on cuda:0 like q"):
         po.varlen_attention(case.q, case.k.cpu(), case.v, case.cu_seqlens[0])
