@@ -43,15 +43,16 @@ def device_name(device: str) -> str:
 
 
 def commit() -> str:
-    """Of the sources, changed results aside; PACKING_OPS_COMMIT where they are not in a git checkout."""
+    """Of the sources, changed results aside. PACKING_OPS_COMMIT says it where they are not in a git checkout."""
+    if os.environ.get("PACKING_OPS_COMMIT"):
+        return os.environ["PACKING_OPS_COMMIT"]
     root = Path(__file__).parent.parent
 
     def git(*arguments):
         return subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=root).stdout.strip()
 
-    found = git("rev-parse", "--short=12", "HEAD")
     changed = git("status", "--porcelain", "--", ".", ":!benchmarks/results")
-    return (found + ("-dirty" if changed else "")) or os.environ.get("PACKING_OPS_COMMIT", "unknown")
+    return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
 
 
 def percentiles(samples_us: list[float]) -> tuple[float, float, float]:

@@ -13,7 +13,7 @@ namespace packing_ops {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kUnroll = 8;  // independent loads in flight per thread
+constexpr int kUnroll = 16;  // independent loads in flight per thread
 
 // Every load of a round is under way before the first is used.
 template <class T, class Sum, bool kMasked>
@@ -107,14 +107,15 @@ void dispatch_sum(DType dtype, F&& f) {
   }
 }
 
-unsigned documents_grid(int64_t count) {
-  return grid_for(count, kThreads / kWarp);
+// Two rows of blocks, as for_each_document wants.
+dim3 documents_grid(int64_t count) {
+  return dim3(grid_for(count, kThreads / kWarp), 2);
 }
 
 }  // namespace
 
 void launch_segment_sum_cuda(const SegmentSumParams& p, const CudaLaunch& launch) {
-  const unsigned grid = documents_grid(p.documents.num_documents);
+  const dim3 grid = documents_grid(p.documents.num_documents);
   dispatch_sum(p.dtype, [&](auto element, auto sum) {
     using T = decltype(element);
     using Sum = decltype(sum);
@@ -125,7 +126,7 @@ void launch_segment_sum_cuda(const SegmentSumParams& p, const CudaLaunch& launch
 }
 
 void launch_segment_sum_backward_cuda(const SegmentSumParams& p, const CudaLaunch& launch) {
-  const unsigned grid = documents_grid(p.documents.num_documents + 1);
+  const dim3 grid = documents_grid(p.documents.num_documents + 1);
   dispatch_sum(p.dtype, [&](auto element, auto sum) {
     segment_sum_backward_kernel<decltype(element), decltype(sum)>
         <<<grid, kThreads, 0, stream_of(launch)>>>(p, launch.fault);
