@@ -1,6 +1,7 @@
 """The examples run, and say the same thing about the same documents however these are laid out."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,15 @@ def test_bad_jsonl_line_is_named(tmp_path):
     file.write_text('{"prompt": "a", "completion": "b"}\n{"text": "c"}\n')
     with pytest.raises(ValueError, match=r"bad\.jsonl, line 2: expected messages or prompt and completion"):
         read_jsonl(file)
+
+
+def test_the_snippet_of_the_readme_runs():
+    (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    names = {}
+    exec(snippet, names)
+    assert names["packing"].bins == [[0, 3, 6], [5, 4], [2, 1]]
+    assert names["out"].shape == (980, 8, 64)
+    assert names["padded"].shape == (2, 5, 16)
 
 
 def test_only_targets_are_learnt():
