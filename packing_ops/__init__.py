@@ -22,6 +22,7 @@ from packing_ops.boundaries import (
     segment_sum,
     seq_idx_from_cu_seqlens,
     shift_labels,
+    xformers_bias,
 )
 from packing_ops.metadata import PackedMetadata
 from packing_ops.packing import Packing, pack_ffd, pack_sequences

@@ -335,6 +335,30 @@ def block_causal_mask(
     return _ops.block_causal_mask(cu_seqlens, total, dtype, window or 0)
 
 
+def xformers_bias(lengths: Sequence[int], *, window: int | None = None):
+    """The same visibility as block_causal_mask, as an xformers attention bias (xformers must be installed).
+
+    Args:
+        lengths: tokens per document, Python ints.
+        window: visible keys including the query itself; None for all.
+
+    Returns:
+        ``BlockDiagonalCausalMask``, or its local form with ``window``; it stores the lengths, no matrix.
+
+    Example:
+        >>> xformers.ops.memory_efficient_attention(q, k, v, attn_bias=xformers_bias([3, 5]))
+
+    Raises:
+        ImportError: xformers is not installed.
+    """
+    try:
+        from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask
+    except ImportError as error:
+        raise ImportError("xformers_bias needs xformers: pip install xformers") from error
+    bias = BlockDiagonalCausalMask.from_seqlens(list(lengths))
+    return bias if window is None else bias.make_local_attention(window)
+
+
 def _total(cu_seqlens: torch.Tensor, total: int | None) -> int:
     return int(cu_seqlens[-1]) if total is None else total
 

@@ -1,12 +1,13 @@
 """What every layer wants to know about a packed batch, worked out once."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
 from packing_ops._args import index_tensor
+from packing_ops.attention import attention_plan
 from packing_ops.boundaries import (
     cu_seqlens_from_lengths,
     position_ids_from_cu_seqlens,
@@ -38,6 +39,7 @@ class PackedMetadata:
     total: int
     max_seqlen: int
     indices: torch.Tensor | None = None
+    _plans: dict = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def from_lengths(
@@ -105,6 +107,29 @@ class PackedMetadata:
     @cached_property
     def seq_idx(self) -> torch.Tensor:
         return seq_idx_from_cu_seqlens(self.cu_seqlens, self.total)
+
+    def attention_plan(
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        causal: bool = True,
+        window_size: tuple[int, int] = (-1, -1),
+    ) -> torch.Tensor:
+        """The ``plan`` of varlen_attention for this batch: made at first use, the same tensor for every layer after."""
+        geometry = (num_heads, num_kv_heads, head_dim, causal, tuple(window_size))
+        if geometry not in self._plans:
+            self._plans[geometry] = attention_plan(
+                self.cu_seqlens,
+                total_q=self.total,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                causal=causal,
+                window_size=window_size,
+            )
+        return self._plans[geometry]
 
     def to_transformers(self) -> dict:
         """Keyword arguments of a Hugging Face forward: ``cu_seq_lens_q/k`` and ``max_length_q/k``."""

@@ -1,5 +1,8 @@
 """packing_ops.boundaries against packing_ops.reference.boundaries."""
 
+import sys
+import types
+
 import pytest
 import torch
 from helpers import assert_error_within, assert_same, cu_seqlens_of, lengths_strategy, non_contiguous
@@ -213,6 +216,22 @@ def test_block_causal_mask_equals_reference(device, lengths, tail, window):
     for dtype in (torch.bool, *FLOATS):
         actual = po.block_causal_mask(cu_seqlens, total, dtype=dtype, window=window)
         assert_same(actual, oracle.block_causal_mask(cu_seqlens, total, dtype=dtype, window=window))
+
+
+def test_xformers_bias(monkeypatch):
+    monkeypatch.setitem(sys.modules, "xformers.ops.fmha.attn_bias", None)
+    with pytest.raises(ImportError, match="xformers_bias needs xformers"):
+        po.xformers_bias([2, 3])
+
+    class Bias:  # the two calls of xformers that are made
+        from_seqlens = staticmethod(lambda lengths: ("causal", lengths))
+
+    for name in ("xformers", "xformers.ops", "xformers.ops.fmha"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    module = types.ModuleType("xformers.ops.fmha.attn_bias")
+    module.BlockDiagonalCausalMask = Bias
+    monkeypatch.setitem(sys.modules, "xformers.ops.fmha.attn_bias", module)
+    assert po.xformers_bias(iter([2, 3])) == ("causal", [2, 3])
 
 
 # --- torch.library ---

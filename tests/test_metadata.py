@@ -5,6 +5,7 @@ import torch
 from helpers import assert_same, cu_seqlens_of, lengths_strategy
 from hypothesis import given
 
+import packing_ops as po
 from packing_ops import PackedMetadata
 
 
@@ -48,6 +49,17 @@ def test_derived_tensors_are_made_once(device):
     metadata = PackedMetadata.from_lengths([2, 1], device=device)
     assert metadata.position_ids is metadata.position_ids
     assert metadata.seq_idx is metadata.seq_idx
+
+
+def test_attention_plan_is_made_once_per_geometry(device):
+    metadata = PackedMetadata.from_lengths([20, 0, 7], device=device)
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+    plan = metadata.attention_plan(**sizes)
+    assert metadata.attention_plan(**sizes) is plan
+    assert metadata.attention_plan(**sizes, causal=False) is not plan
+    q, k = torch.randn(27, 4, 64, device=device), torch.randn(27, 2, 64, device=device)
+    planned = po.varlen_attention(q, k, k, metadata.cu_seqlens, plan=plan)
+    assert_same(planned, po.varlen_attention(q, k, k, metadata.cu_seqlens))
 
 
 def test_what_hosts_get():
