@@ -74,6 +74,15 @@ def sources(*suffixes):
     return sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*") if p.suffix in suffixes)
 
 
+def drop_stale_cuda_objects():
+    """A CPU build of torch writes ninja rules that do not see the headers of .cu files."""
+    newest = max((ROOT / header).stat().st_mtime for header in sources(".h", ".cuh"))
+    for source in sources(".cu"):
+        for built in ROOT.glob(f"build/temp.*/{Path(source).with_suffix('.o')}"):
+            if built.stat().st_mtime < newest:
+                built.unlink()
+
+
 def extension():
     torch = import_torch()
     from torch.utils import cpp_extension
@@ -85,6 +94,8 @@ def extension():
         if "TORCH_CUDA_ARCH_LIST" not in os.environ and not torch.cuda.is_available():
             os.environ["TORCH_CUDA_ARCH_LIST"] = PORTABLE_ARCHS
         cpp_extension.CUDA_HOME = str(home)  # a CPU build of torch leaves it None
+        if torch.version.cuda is None:
+            drop_stale_cuda_objects()
         archs = os.environ.get("TORCH_CUDA_ARCH_LIST", "of the visible GPUs").replace(" ", ";")
         define += [f'-DPACKING_OPS_WITH_CUDA="{cuda_version(home)}"', f'-DPACKING_OPS_CUDA_ARCHS="{archs}"']
         files += sources(".cu")
