@@ -11,7 +11,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -35,7 +35,6 @@ class Case:
     providers: dict[str, Callable[[], object]]
     bytes: int = 0
     runs: int = 21
-    notes: dict = field(default_factory=dict)
 
 
 def device_name(device: str) -> str:

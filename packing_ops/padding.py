@@ -460,12 +460,8 @@ def _scatter_backward(ctx, grad):
     return _gather_rows(grad, indices, ctx.total), None, None, None
 
 
-def _unpad_backward(ctx, grads, *others):
-    (indices,) = ctx.saved_tensors
-    return _needed(ctx, grads, _scatter_rows_many, indices, ctx.batch, ctx.seqlen), None, None
-
-
-def _gather_many_backward(ctx, grads):
+def _gather_many_backward(ctx, grads, *others):
+    """Of gather_rows_many, and of unpad_rows, whose other outputs are integers."""
     (indices,) = ctx.saved_tensors
     return _needed(ctx, grads, _scatter_rows_many, indices, ctx.batch, ctx.seqlen), None, None
 
@@ -482,7 +478,7 @@ def _needed(ctx, grads, op, *arguments):
     return [next(moved) if need else None for need in needed]
 
 
-torch.library.register_autograd("packing_ops::unpad_rows", _unpad_backward, setup_context=_unpad_context)
+torch.library.register_autograd("packing_ops::unpad_rows", _gather_many_backward, setup_context=_unpad_context)
 torch.library.register_autograd("packing_ops::gather_rows", _gather_backward, setup_context=_gather_context)
 torch.library.register_autograd("packing_ops::gather_rows_many", _gather_many_backward, setup_context=_gather_context)
 torch.library.register_autograd("packing_ops::scatter_rows", _scatter_backward, setup_context=_scatter_context)
