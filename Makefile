@@ -12,7 +12,7 @@ export TORCH_CUDA_ARCH_LIST ?= 9.0
 endif
 endif
 
-.PHONY: demo test lint build bench test-gpu bench-gpu wheel clean
+.PHONY: demo test lint build bench test-gpu bench-gpu profile-gpu wheel clean
 
 demo: build
 	$(BIN)/python examples/train_packed.py
@@ -37,6 +37,9 @@ test-gpu:
 bench-gpu:
 	@for family in boundaries padding packing rope attention; do \
 		$(GPU_PYTHON) benchmarks/bench_$$family.py --device cuda || exit 1; done
+
+profile-gpu:
+	$(GPU_PYTHON) benchmarks/profile_gpu.py
 
 bench: build
 	@for family in boundaries padding packing rope attention; do \

@@ -101,6 +101,17 @@ def cuda_cases():
     yield from op_cases("one token", [1] * 65_536, (32, 8), 128, peer_fits=False)
 
 
+def profiled_calls():
+    """For profile_gpu.py."""
+    return {
+        f"{op} {name}": lambda op=op, name=name: next(
+            case for case in op_cases(name, WORKLOADS[name], (32, 8), 128, peer_fits=False) if case.op == op
+        ).providers["packing_ops"]
+        for name in ("short", "sft", "mid4k")
+        for op in ("varlen_attention", "varlen_attention_backward")
+    }
+
+
 def cases(device):
     if device == "cuda":
         return cuda_cases()

@@ -44,6 +44,29 @@ def test_bits_do_not_depend_on_the_layout(device, dtype, rotary_dim):
     )
 
 
+@pytest.mark.parametrize("num_heads", [2, 16, 40])  # half a warp a token, a warp a token
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_rounding_from_the_exact_result(device, dtype, interleaved, num_heads):
+    """The exact rotation, rounded once to the dtype, give or take the rounding of one fp32 product and sum."""
+    q = torch.randn(50, num_heads, 64, device=device).to(dtype)
+    cos, sin = tables(99, 32, device=device)
+    position_ids = torch.randint(0, 99, (50,), device=device)
+    found, _ = po.apply_rotary_qk(q, None, cos, sin, position_ids, interleaved=interleaved)
+    exact, terms = (
+        oracle.apply_rotary_qk(x.double(), None, c.double(), s.double(), position_ids, interleaved=interleaved)[0]
+        for x, c, s in ((q, cos, sin), (q.abs(), cos.abs(), -sin.abs()))
+    )
+    # terms: |x1 cos| + |x2 sin| where the sum subtracts them; the larger of both signs covers the other half.
+    other = oracle.apply_rotary_qk(
+        q.double().abs(), None, cos.double().abs(), sin.double().abs(), position_ids, interleaved=interleaved
+    )[0]
+    in_fp32 = torch.maximum(terms.abs(), other.abs()) * 2.0**-23
+    low = exact.to(dtype)
+    to_the_next = (torch.nextafter(low.abs(), torch.full_like(low, torch.inf)).double() - low.double().abs()).abs()
+    assert ((found.double() - exact).abs() <= 0.5 * to_the_next + in_fp32).all()
+
+
 def test_bits_do_not_depend_on_threads_or_packing(device):
     cos, sin = oracle.rotary_tables(3000, 64, dtype=torch.float32, device=device)
     lengths = [1, 700, 2, 1500, 33]

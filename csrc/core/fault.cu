@@ -24,4 +24,17 @@ void wait_for_stream(void* stream) {
   check_cuda(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)), "cudaStreamSynchronize");
 }
 
+int64_t wait_for_value(const volatile int64_t* value, int64_t unset, void* stream) {
+  // A stream that failed, or is being captured, never sets it; asking costs more than looking.
+  constexpr int kLooks = 4096;
+  for (;;) {
+    for (int i = 0; i < kLooks; ++i) {
+      if (*value != unset) return *value;
+    }
+    const cudaError_t status = cudaStreamQuery(static_cast<cudaStream_t>(stream));
+    if (status != cudaErrorNotReady) check_cuda(status, "cudaStreamQuery");
+    if (status == cudaSuccess && *value == unset) throw std::runtime_error("packing_ops: a kernel left no value");
+  }
+}
+
 }  // namespace packing_ops

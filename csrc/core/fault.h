@@ -36,4 +36,7 @@ FaultFlag device_fault_flag();
 
 void wait_for_stream(void* stream);
 
+// Until a kernel of the stream has changed a value in pinned memory from `unset`: sooner than the end of the stream.
+int64_t wait_for_value(const volatile int64_t* value, int64_t unset, void* stream);
+
 }  // namespace packing_ops

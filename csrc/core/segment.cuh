@@ -180,22 +180,21 @@ struct BlockGroup {
 
 // body(i, segment, group) for i in [0, count): a warp for a short document, the whole block for a long one. Which of
 // the two depends on the document's own length alone. Of the grid's two rows the first takes the short documents, the
-// second the long ones, so that neither waits for the other.
+// second the long ones, a block each, so that neither waits for the other.
 template <int kThreads, class Body>
 __device__ void for_each_document(const Documents& documents, int64_t count, const Body& body) {
   constexpr int kWarps = kThreads / kWarp;
-  constexpr int64_t kLong = 1024;
-  for (int64_t base = int64_t{blockIdx.x} * kWarps; base < count; base += int64_t{gridDim.x} * kWarps) {
-    if (blockIdx.y == 0) {
-      const int64_t own = base + threadIdx.x / kWarp;
-      if (own >= count) continue;
-      const Segment segment = segment_at(documents, own);
-      if (segment.end - segment.start <= kLong) body(own, segment, WarpGroup{static_cast<int>(threadIdx.x % kWarp)});
-    } else {
-      for (int64_t i = base; i < base + kWarps && i < count; ++i) {
-        const Segment segment = segment_at(documents, i);
-        if (segment.end - segment.start > kLong) body(i, segment, BlockGroup<kThreads>{static_cast<int>(threadIdx.x)});
-      }
+  constexpr int64_t kLong = 512;
+  if (blockIdx.y == 0) {
+    const int64_t warp = int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp;
+    for (int64_t i = warp; i < count; i += int64_t{gridDim.x} * kWarps) {
+      const Segment segment = segment_at(documents, i);
+      if (segment.end - segment.start <= kLong) body(i, segment, WarpGroup{static_cast<int>(threadIdx.x % kWarp)});
+    }
+  } else {
+    for (int64_t i = blockIdx.x; i < count; i += gridDim.x) {
+      const Segment segment = segment_at(documents, i);
+      if (segment.end - segment.start > kLong) body(i, segment, BlockGroup<kThreads>{static_cast<int>(threadIdx.x)});
     }
   }
 }

@@ -70,13 +70,16 @@ void CudaScope::finish() const {
   raise_pending_fault(launch_.fault);
 }
 
-void wait_for_current_stream(const Tensor& anchor) {
-  if (anchor.is_cuda()) wait_for_stream(current_cuda_stream(anchor.get_device_index()));
+int64_t wait_for_value(const Tensor& anchor, const int64_t* value) {
+  if (!anchor.is_cuda()) return *value;
+  return wait_for_value(value, kUnset, current_cuda_stream(anchor.get_device_index()));
 }
 
 #else
 
-void wait_for_current_stream(const Tensor&) {}
+int64_t wait_for_value(const Tensor&, const int64_t* value) {
+  return *value;
+}
 
 CudaScope::CudaScope(const Tensor& anchor) : guard_(anchor.get_device_index()) {
   throw std::runtime_error("packing_ops was built without CUDA");

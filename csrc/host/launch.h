@@ -40,8 +40,10 @@ void launch(const Tensor& anchor, const Params& params, void (*cpu)(const Params
   scope.finish();
 }
 
-// Waits for torch's current stream of a CUDA tensor's device: for results in host memory.
-void wait_for_current_stream(const Tensor& anchor);
+// A result in host memory, set to kUnset before the launch: waits until the kernel on torch's current stream has told
+// it.
+constexpr int64_t kUnset = -1;
+int64_t wait_for_value(const Tensor& anchor, const int64_t* value);
 
 // Scratch that only the CUDA kernel wants: bytes_of(arguments...) of it, nothing on the CPU. Keep what it returns until
 // after the launch. `bytes_of` is PACKING_OPS_CUDA(...) of a function.

@@ -17,13 +17,6 @@ constexpr int kThreads = 256;
 constexpr int kScanThreads = 1024;
 constexpr int kPairs = 2;  // pairs of slots per thread
 
-__device__ int64_t thread_id() {
-  return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-}
-__device__ int64_t thread_count() {
-  return static_cast<int64_t>(gridDim.x) * blockDim.x;
-}
-
 // One block: the number of documents is small next to the number of tokens.
 __global__ void __launch_bounds__(kScanThreads)
     cu_seqlens_from_lengths_kernel(CuSeqlensFromLengthsParams p, FaultFlag fault) {

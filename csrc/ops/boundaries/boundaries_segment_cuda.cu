@@ -109,7 +109,7 @@ void dispatch_sum(DType dtype, F&& f) {
 
 // Two rows of blocks, as for_each_document wants.
 dim3 documents_grid(int64_t count) {
-  return dim3(grid_for(count, kThreads / kWarp), 2);
+  return dim3(grid_for(count, 1), 2);
 }
 
 }  // namespace

@@ -17,13 +17,6 @@ constexpr int kFanout = 32;
 constexpr int kMaxLevels = 6;
 constexpr unsigned kAll = 0xffffffffu;
 
-__device__ int64_t thread_id() {
-  return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-}
-__device__ int64_t thread_count() {
-  return static_cast<int64_t>(gridDim.x) * blockDim.x;
-}
-
 // Aligned lengths as sort keys. A length that fits no bin is reported and takes a bin of its own: nothing is lost.
 __global__ void sort_keys_kernel(PackFfdParams p, int32_t* keys, int32_t* items, FaultFlag fault) {
   for (int64_t i = thread_id(); i < p.num_sequences; i += thread_count()) {

@@ -1,19 +1,18 @@
 // Padding: check -> allocate -> fill the params -> launch.
+#include "ops/padding/padding_bind.h"
+
 #include <algorithm>
 #include <limits>
 #include <tuple>
 
 #include "host/launch.h"
 #include "host/tensor_check.h"
-#include "ops/padding/padding.h"
 
 namespace packing_ops {
 
 namespace {
 
 constexpr int64_t kMaxTotal = std::numeric_limits<int32_t>::max();
-constexpr auto kMaskDTypes = {DType::kBool,  DType::kUInt8,   DType::kInt8,     DType::kInt16,   DType::kInt32,
-                              DType::kInt64, DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64};
 
 // What a kernel reads without a copy: `leading` dimensions with any stride, then a row in one block of memory.
 Tensor with_dense_rows(const Tensor& t, int64_t leading) {
@@ -92,51 +91,7 @@ void check_batch(int64_t batch, int64_t seqlen) {
   check(seqlen >= 0 && seqlen <= kMaxTotal, "seqlen: expected 0 to ", kMaxTotal, ", got ", seqlen);
 }
 
-void check_mask(const Tensor& mask, const char* name) {
-  check_dtype(mask, name, kMaskDTypes);
-  if (mask.dim() != 2) fail(name, ": expected [batch, seqlen], got ", describe(mask));
-  if (mask.numel() > kMaxTotal) fail(name, ": expected at most ", kMaxTotal, " slots, got ", describe(mask));
-}
-
 }  // namespace
-
-// With host_totals the totals are in host memory and known when it returns: the one wait of unpad_input.
-std::tuple<Tensor, Tensor, Tensor, Tensor> unpad_layout(const Tensor& attention_mask, std::optional<Tensor> unused_mask,
-                                                        bool host_totals) {
-  check_mask(attention_mask, "attention_mask");
-  if (unused_mask) {
-    check_mask(*unused_mask, "unused_mask");
-    check_shape(*unused_mask, "unused_mask", sizes_of(attention_mask), "[batch, seqlen] like attention_mask");
-    check_same_device(*unused_mask, "unused_mask", attention_mask, "attention_mask");
-  }
-  const Tensor mask = dense(attention_mask);
-  const std::optional<Tensor> unused = dense(unused_mask);
-  const int64_t batch = mask.size(0);
-  const int64_t slots = mask.numel();
-  Tensor indices = empty({slots}, DType::kInt64, mask);
-  Tensor cu_seqlens = empty({batch + 1}, DType::kInt32, mask);
-  Tensor seqused = empty({batch}, DType::kInt32, mask);
-  Tensor totals = host_totals ? empty_on_host(2, DType::kInt64, mask) : empty({2}, DType::kInt64, mask);
-  const Tensor real = scratch(mask.is_cuda() ? 0 : slots, mask);
-  const std::optional<Tensor> memory =
-      cuda_scratch(mask, PACKING_OPS_CUDA(unpad_layout_scratch_cuda), batch, mask.size(1));
-  UnpadLayoutParams p;
-  p.mask = mask.data_ptr();
-  p.mask_dtype = dtype_of(mask);
-  p.unused = data_or_null(unused);
-  if (unused) p.unused_dtype = dtype_of(*unused);
-  p.batch = batch;
-  p.seqlen = mask.size(1);
-  p.indices = static_cast<int64_t*>(indices.data_ptr());
-  p.cu_seqlens = static_cast<int32_t*>(cu_seqlens.data_ptr());
-  p.seqused = static_cast<int32_t*>(seqused.data_ptr());
-  p.totals = static_cast<int64_t*>(totals.data_ptr());
-  p.real = static_cast<uint8_t*>(real.data_ptr());
-  p.scratch = data_or_null(memory);
-  launch(attention_mask, p, launch_unpad_layout_cpu, PACKING_OPS_CUDA(launch_unpad_layout_cuda));
-  if (host_totals) wait_for_current_stream(attention_mask);
-  return {indices, cu_seqlens, seqused, totals};
-}
 
 // input [batch, seqlen, ...] -> packed [total, ...]
 Tensor gather_rows(const Tensor& input, const Tensor& indices, int64_t total) {
@@ -172,13 +127,21 @@ std::vector<Tensor> gather_rows_many(const std::vector<Tensor>& inputs, const Te
   return packed;
 }
 
-// Layout and gather in one call: the host has nothing to do between the wait for total and the launch that needs it.
+// Layout and gather in one call: the host launches the gather as soon as it knows total, while the layout is written.
 std::tuple<std::vector<Tensor>, Tensor, Tensor, Tensor, Tensor> unpad_rows(const std::vector<Tensor>& inputs,
                                                                            const Tensor& attention_mask,
                                                                            std::optional<Tensor> unused_mask) {
-  auto [indices, cu_seqlens, seqused, totals] = unpad_layout(attention_mask, unused_mask, true);
-  const int64_t total = static_cast<const int64_t*>(totals.data_ptr())[0];
-  std::vector<Tensor> packed = gather_rows_many(inputs, indices, total);
+  auto [indices, cu_seqlens, seqused, totals] = start_layout(attention_mask, unused_mask, true);
+  const auto* counts = static_cast<const int64_t*>(totals.data_ptr());
+  const int64_t total = wait_for_value(attention_mask, counts);
+  std::vector<Tensor> packed;
+  try {
+    packed = gather_rows_many(inputs, indices, total);
+  } catch (...) {
+    wait_for_value(attention_mask, counts + 1);  // a kernel may still write to the memory that is about to be freed
+    throw;
+  }
+  wait_for_value(attention_mask, counts + 1);
   return {packed, torch::stable::narrow(indices, 0, 0, total), cu_seqlens, seqused, totals};
 }
 
@@ -228,7 +191,6 @@ std::vector<Tensor> scatter_rows_many(const std::vector<Tensor>& packed, const T
 namespace {
 
 void register_padding(torch::stable::detail::StableLibrary& m) {
-  m.impl("unpad_layout", TORCH_BOX(&unpad_layout));
   m.impl("unpad_rows", TORCH_BOX(&unpad_rows));
   m.impl("gather_rows", TORCH_BOX(&gather_rows));
   m.impl("gather_rows_many", TORCH_BOX(&gather_rows_many));

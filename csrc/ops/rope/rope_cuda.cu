@@ -1,5 +1,6 @@
-// A warp rotates every head of q and k of one token: the angles are read once and stay in registers. Same formula as
-// rope_cpu.cpp, with the roundings spelled out, so that every layout, batch and packing gives the same bits.
+// A warp, or half of one, rotates every head of q and k of one token: the angles are read once and stay in registers.
+// Same formula as rope_cpu.cpp, with the roundings spelled out, so that every layout, batch and packing gives the same
+// bits.
 #include "core/launch.cuh"
 #include "core/vec.cuh"
 #include "ops/rope/rope.h"
@@ -8,7 +9,7 @@ namespace packing_ops {
 
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 64;
 constexpr int kWarp = 32;
 
 __device__ inline float fused(float a, float b, float c) {
@@ -206,19 +207,21 @@ __device__ T* head_out(const RopeHeads& x, Token token, int64_t head) {
 }
 
 // The elements that partial rotary leaves alone.
-template <class T>
+template <class T, int kLanes>
 __device__ void copy_rest(const RopeParams& p, const RopeHeads& x, Token token, int lane) {
   const int rest = static_cast<int>(p.head_dim - p.rotary_dim);
   if (rest == 0 || x.in == x.out) return;
-  for (int64_t i = lane; i < x.num_heads * rest; i += kWarp) {
+  for (int64_t i = lane; i < x.num_heads * rest; i += kLanes) {
     const int64_t head = i / rest;
     const int64_t at = p.rotary_dim + i % rest;
     head_out<T>(x, token, head)[at] = head_in<T>(x, token, head)[at];
   }
 }
 
-__device__ inline bool token_of_warp(const RopeParams& p, Token& token) {
-  const int64_t slot = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
+// The token of this thread, when kLanes neighbouring threads share one.
+template <int kLanes>
+__device__ inline bool find_token(const RopeParams& p, Token& token) {
+  const int64_t slot = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kLanes;
   if (slot >= p.batch * p.seqlen) return false;
   const int seqlen = static_cast<int>(p.seqlen);
   token = p.batch == 1 ? Token{0, static_cast<int>(slot)}
@@ -246,19 +249,19 @@ __device__ void store_item(const Work& work, T* head, int place, int rotary_half
   }
 }
 
-// The usual case: 32 is a multiple of the items per head, so a lane meets the same pairs in every head of q and k and
-// keeps their angles in registers. kUnroll: heads whose loads a lane has under way together.
-template <class T, int kVec, bool kInterleaved, bool kFull, int kUnroll>
-__global__ void __launch_bounds__(kThreads, kUnroll <= 2 ? 3 : 2)
+// The usual case: kLanes is a multiple of the items per head, so a lane meets the same pairs in every head of q and k
+// and keeps their angles in registers. kUnroll: heads whose loads a lane has under way together.
+template <class T, int kVec, bool kInterleaved, bool kFull, int kUnroll, int kLanes>
+__global__ void __launch_bounds__(kThreads, kUnroll <= 2 ? 14 : 10)
     rope_qk_kernel(RopeParams p, bool vector_tables, FaultFlag fault) {
   using Work = Item<T, kVec, kInterleaved>;
   Token token;
-  if (!token_of_warp(p, token)) return;
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  if (!find_token<kLanes>(p, token)) return;
+  const int lane = static_cast<int>(threadIdx.x) % kLanes;
   const int rotary_half = static_cast<int>(p.rotary_dim / 2);
   const int items_per_head = rotary_half / Work::kPairs;
   const int place = lane % items_per_head;
-  const int heads_per_step = kWarp / items_per_head;
+  const int heads_per_step = kLanes / items_per_head;
   const int q_heads = static_cast<int>(p.q.num_heads);
   const int num_heads = q_heads + static_cast<int>(p.k.num_heads);
   const int64_t position = position_of(p, token);  // on its way while the first heads are loaded
@@ -286,8 +289,8 @@ __global__ void __launch_bounds__(kThreads, kUnroll <= 2 ? 3 : 2)
       store_item(work[u], out, place, rotary_half);
     }
   }
-  copy_rest<T>(p, p.q, token, lane);
-  copy_rest<T>(p, p.k, token, lane);
+  copy_rest<T, kLanes>(p, p.q, token, lane);
+  copy_rest<T, kLanes>(p, p.k, token, lane);
 }
 
 // Any head_dim, stride and alignment, one item at a time.
@@ -295,7 +298,7 @@ template <class T, int kVec, bool kInterleaved>
 __global__ void __launch_bounds__(kThreads) rope_qk_any_kernel(RopeParams p, bool vector_tables, FaultFlag fault) {
   using Work = Item<T, kVec, kInterleaved>;
   Token token;
-  if (!token_of_warp(p, token)) return;
+  if (!find_token<kWarp>(p, token)) return;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int rotary_half = static_cast<int>(p.rotary_dim / 2);
   const int items_per_head = rotary_half / Work::kPairs;
@@ -310,7 +313,7 @@ __global__ void __launch_bounds__(kThreads) rope_qk_any_kernel(RopeParams p, boo
       work.rotate(angles);
       store_item(work, head_out<T>(*x, token, item / items_per_head), place, rotary_half);
     }
-    copy_rest<T>(p, *x, token, lane);
+    copy_rest<T, kWarp>(p, *x, token, lane);
   }
 }
 
@@ -324,13 +327,9 @@ bool aligned(const RopeHeads& x, int64_t bytes, int64_t vec_bytes) {
   return reinterpret_cast<uintptr_t>(x.in) % vec_bytes == 0 && reinterpret_cast<uintptr_t>(x.out) % vec_bytes == 0;
 }
 
-int64_t table_bytes(DType dtype) {
-  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
-}
-
 bool vector_tables(const RopeParams& p) {
   for (const RopeTable* table : {&p.cos, &p.sin}) {
-    const int64_t bytes = table_bytes(p.table_dtype);
+    const int64_t bytes = p.table_dtype == DType::kFloat64 ? 8 : p.table_dtype == DType::kFloat32 ? 4 : 2;
     for (int64_t offset : {table->row, table->batch, table->token, p.rotary_dim / 2}) {
       if (offset * bytes % 16 != 0) return false;
     }
@@ -340,8 +339,8 @@ bool vector_tables(const RopeParams& p) {
 }
 
 template <class Kernel>
-void launch_kernel(Kernel kernel, const RopeParams& p, const CudaLaunch& launch) {
-  const int64_t blocks = ceil_div(p.batch * p.seqlen, kThreads / kWarp);
+void launch_kernel(Kernel kernel, const RopeParams& p, const CudaLaunch& launch, int lanes = kWarp) {
+  const int64_t blocks = ceil_div(p.batch * p.seqlen, kThreads / lanes);
   kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream_of(launch)>>>(p, vector_tables(p), launch.fault);
   check_launch("rope_qk_kernel");
 }
@@ -353,15 +352,17 @@ void launch_vectors(const RopeParams& p, const CudaLaunch& launch) {
   if (items_per_head == 0 || kWarp % items_per_head != 0) {
     return launch_kernel(rope_qk_any_kernel<T, kVec, kInterleaved>, p, launch);
   }
-  // Few heads need few loads in flight per lane, and gain from more warps.
-  const bool few = (p.q.num_heads + p.k.num_heads) * items_per_head <= 2 * kWarp;
-  if (p.full_table) {
-    launch_kernel(few ? rope_qk_kernel<T, kVec, kInterleaved, true, 2> : rope_qk_kernel<T, kVec, kInterleaved, true, 4>,
-                  p, launch);
+  // Few heads: two tokens share a warp, so that the chain from position to angles is paid for twice the bytes.
+  constexpr int kHalf = kWarp / 2;
+  const bool few = kHalf % items_per_head == 0 && (p.q.num_heads + p.k.num_heads) * items_per_head <= 4 * kHalf;
+  if (few) {
+    launch_kernel(p.full_table ? rope_qk_kernel<T, kVec, kInterleaved, true, 2, kHalf>
+                               : rope_qk_kernel<T, kVec, kInterleaved, false, 2, kHalf>,
+                  p, launch, kHalf);
   } else {
-    launch_kernel(
-        few ? rope_qk_kernel<T, kVec, kInterleaved, false, 2> : rope_qk_kernel<T, kVec, kInterleaved, false, 4>, p,
-        launch);
+    launch_kernel(p.full_table ? rope_qk_kernel<T, kVec, kInterleaved, true, 4, kWarp>
+                               : rope_qk_kernel<T, kVec, kInterleaved, false, 4, kWarp>,
+                  p, launch);
   }
 }
 

@@ -1,0 +1,16 @@
+// Shared by the padding family's bind files.
+#pragma once
+
+#include <tuple>
+
+#include "host/tensor_view.h"
+#include "ops/padding/padding.h"
+
+namespace packing_ops {
+
+using Layout = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // indices, cu_seqlens, seqused, totals
+
+// With host_totals the totals are in host memory, and wait_for_value tells when.
+Layout start_layout(const Tensor& attention_mask, std::optional<Tensor> unused_mask, bool host_totals);
+
+}  // namespace packing_ops

@@ -1,0 +1,79 @@
+// The layout of a mask: check -> allocate -> fill the params -> launch.
+#include <limits>
+
+#include "host/launch.h"
+#include "host/tensor_check.h"
+#include "ops/padding/padding_bind.h"
+
+namespace packing_ops {
+
+namespace {
+
+constexpr int64_t kMaxTotal = std::numeric_limits<int32_t>::max();
+constexpr auto kMaskDTypes = {DType::kBool,  DType::kUInt8,   DType::kInt8,     DType::kInt16,   DType::kInt32,
+                              DType::kInt64, DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64};
+
+void check_mask(const Tensor& mask, const char* name) {
+  check_dtype(mask, name, kMaskDTypes);
+  if (mask.dim() != 2) fail(name, ": expected [batch, seqlen], got ", describe(mask));
+  if (mask.numel() > kMaxTotal) fail(name, ": expected at most ", kMaxTotal, " slots, got ", describe(mask));
+}
+
+}  // namespace
+
+Layout start_layout(const Tensor& attention_mask, std::optional<Tensor> unused_mask, bool host_totals) {
+  check_mask(attention_mask, "attention_mask");
+  if (unused_mask) {
+    check_mask(*unused_mask, "unused_mask");
+    check_shape(*unused_mask, "unused_mask", sizes_of(attention_mask), "[batch, seqlen] like attention_mask");
+    check_same_device(*unused_mask, "unused_mask", attention_mask, "attention_mask");
+  }
+  const Tensor mask = dense(attention_mask);
+  const std::optional<Tensor> unused = dense(unused_mask);
+  const int64_t batch = mask.size(0);
+  const int64_t slots = mask.numel();
+  Tensor indices = empty({slots}, DType::kInt64, mask);
+  Tensor cu_seqlens = empty({batch + 1}, DType::kInt32, mask);
+  Tensor seqused = empty({batch}, DType::kInt32, mask);
+  Tensor totals = host_totals ? empty_on_host(2, DType::kInt64, mask) : empty({2}, DType::kInt64, mask);
+  const Tensor real = scratch(mask.is_cuda() ? 0 : slots, mask);
+  const std::optional<Tensor> memory =
+      cuda_scratch(mask, PACKING_OPS_CUDA(unpad_layout_scratch_cuda), batch, mask.size(1));
+  UnpadLayoutParams p;
+  p.mask = mask.data_ptr();
+  p.mask_dtype = dtype_of(mask);
+  p.unused = data_or_null(unused);
+  if (unused) p.unused_dtype = dtype_of(*unused);
+  p.batch = batch;
+  p.seqlen = mask.size(1);
+  p.indices = static_cast<int64_t*>(indices.data_ptr());
+  p.cu_seqlens = static_cast<int32_t*>(cu_seqlens.data_ptr());
+  p.seqused = static_cast<int32_t*>(seqused.data_ptr());
+  p.totals = static_cast<int64_t*>(totals.data_ptr());
+  if (host_totals) p.totals[0] = p.totals[1] = kUnset;
+  p.real = static_cast<uint8_t*>(real.data_ptr());
+  p.scratch = data_or_null(memory);
+  launch(attention_mask, p, launch_unpad_layout_cpu, PACKING_OPS_CUDA(launch_unpad_layout_cuda));
+  return {indices, cu_seqlens, seqused, totals};
+}
+
+Layout unpad_layout(const Tensor& attention_mask, std::optional<Tensor> unused_mask, bool host_totals) {
+  Layout layout = start_layout(attention_mask, unused_mask, host_totals);
+  if (host_totals) {
+    const auto* totals = static_cast<const int64_t*>(std::get<3>(layout).data_ptr());
+    wait_for_value(attention_mask, totals);
+    wait_for_value(attention_mask, totals + 1);
+  }
+  return layout;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(packing_ops, CPU, m) {
+  m.impl("unpad_layout", TORCH_BOX(&unpad_layout));
+}
+#ifdef PACKING_OPS_WITH_CUDA
+STABLE_TORCH_LIBRARY_IMPL(packing_ops, CUDA, m) {
+  m.impl("unpad_layout", TORCH_BOX(&unpad_layout));
+}
+#endif
+
+}  // namespace packing_ops
