@@ -34,7 +34,6 @@ def cases():
     """name -> a function that makes the inputs and returns the call to profile."""
     import bench_attention
     import bench_boundaries
-    import bench_padding
     import bench_rope
 
     import packing_ops as po
