@@ -14,12 +14,11 @@ What holds on every device:
 import functools
 import importlib
 import inspect
-import weakref
 
 import torch
 import torch.nn.functional as F
 
-from packing_ops import _load
+from packing_ops import _load, _recent
 
 _ops = torch.ops.packing_ops
 
@@ -84,9 +83,9 @@ def varlen_attention(
     left, right = window_size
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
-    if plan is None and q.is_cuda and _plannable(q, k):
+    if plan is None and q.is_cuda and _recent.plannable(q, k):
         geometry = (q.shape[0], k.shape[0], q.shape[1], k.shape[1], q.shape[2], causal, left, right)
-        plan = _recent_plan(cu_seqlens_q, cu_seqlens_k, geometry)
+        plan = _recent.plan_of(cu_seqlens_q, cu_seqlens_k, geometry)
     out, lse = _ops.varlen_attention(
         q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, softcap, plan
     )
@@ -296,37 +295,6 @@ def attention(
         return _sdpa(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
     lengths = (max_seqlen_q or q.shape[0], max_seqlen_k or k.shape[0])
     return _torch_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *lengths, **options)
-
-
-# --- the plan of the call before ---
-
-
-def _plannable(q, k) -> bool:
-    """Shapes that a plan can be made for; the op names what is wrong with any other."""
-    if q.dim() != 3 or k.dim() != 3:
-        return False
-    return k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0 and 0 < q.shape[2] <= 256
-
-
-_recent: tuple | None = None
-
-
-def _recent_plan(cu_seqlens_q, cu_seqlens_k, geometry):
-    """The layers of a model call one after the other with the same cu_seqlens: the first makes the plan."""
-    global _recent
-    tensors = (cu_seqlens_q, cu_seqlens_k)
-    # A graph that is replayed with other lengths must make its own.
-    if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
-        return _ops.attention_plan(*tensors, *geometry)
-    stream = torch.cuda.current_stream(cu_seqlens_q.device).cuda_stream if cu_seqlens_q.is_cuda else 0
-    key = (*geometry, stream, cu_seqlens_q._version, cu_seqlens_k._version)
-    if _recent is not None:
-        of, made_for, plan = _recent
-        if made_for == key and of[0]() is cu_seqlens_q and of[1]() is cu_seqlens_k:
-            return plan
-    plan = _ops.attention_plan(*tensors, *geometry)
-    _recent = (weakref.ref(cu_seqlens_q), weakref.ref(cu_seqlens_k)), key, plan
-    return plan
 
 
 # --- the other backends ---

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import packing_ops as po
-from packing_ops import _load
+from packing_ops import _load, _recent
 from packing_ops.reference import attention as oracle
 
 
@@ -106,6 +106,26 @@ def test_other_backends_on_a_gpu():
             found = [out, *torch.autograd.grad(out, given, case.dout)]
             for actual, wanted in zip(found, expected, strict=True):
                 torch.testing.assert_close(actual.double(), wanted.double(), rtol=3e-2, atol=3e-2)
+
+
+# --- what surrounds a call ---
+
+
+def test_inference_mode(device):
+    """cu_seqlens made there have no version; those made before are trained with afterwards."""
+    case = Case([9, 4], heads=(2, 1), device=device)
+    expected = case.ours()
+    geometry = (13, 13, 2, 1, 16, True, -1, -1)
+    case.cu_seqlens = tuple(t.clone() for t in case.cu_seqlens)  # which have no plan yet
+    with torch.inference_mode():
+        made_here = [t.clone() for t in case.cu_seqlens]
+        for cu_seqlens in (case.cu_seqlens, made_here):
+            out = po.varlen_attention(case.q, case.k, case.v, *cu_seqlens)
+            assert_same(out, expected["out"])
+            plan = _recent.plan_of(*cu_seqlens, geometry)
+            assert plan.is_inference() == (cu_seqlens is made_here)
+    for name, value in case.ours().items():
+        assert_same(value, expected[name])
 
 
 # --- bad input ---
