@@ -8,6 +8,7 @@ from attention_case import OPEN, Case
 from helpers import assert_same, cu_seqlens_of, non_contiguous
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
 import packing_ops as po
 from packing_ops import _load, _recent
@@ -109,6 +110,27 @@ def test_other_backends_on_a_gpu():
 
 
 # --- what surrounds a call ---
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing_changes_no_bit(device, use_reentrant):
+    case = Case([70, 0, 33], heads=(4, 2), dim=24, device=device, sinks=True, window_size=(20, 0))
+    calls = []
+
+    def block(*leaves):
+        calls.append(1)
+        q, k, v, sinks = (leaf.tanh() for leaf in leaves)
+        return po.varlen_attention(q, k, v, *case.cu_seqlens, sinks=sinks, return_lse=True, **case.options)
+
+    results = []
+    for call in (block, lambda *leaves: checkpoint(block, *leaves, use_reentrant=use_reentrant)):
+        leaves = [t.clone().requires_grad_() for t in (case.q, case.k, case.v, case.sinks)]
+        out, lse = call(*leaves)
+        torch.autograd.backward([out, lse], [case.dout, case.dlse])
+        results.append([out, lse, *(leaf.grad for leaf in leaves)])
+    assert len(calls) == 3  # once plainly, once under the checkpoint and once more in its backward
+    for checkpointed, plain in zip(*reversed(results), strict=True):
+        assert_same(checkpointed, plain)
 
 
 def test_inference_mode(device):
