@@ -1,5 +1,6 @@
 """Inputs, calls and results that the tests of attention share."""
 
+import copy
 import itertools
 
 import torch
@@ -32,7 +33,7 @@ class Case:
         self.dlse = torch.randn(heads[0], total_q, dtype=lse_dtype(dtype), device=device)
         self.options = options
 
-    def _results(self, attend, dtype=None):
+    def results_of(self, attend, dtype=None):
         given = [self.q, self.k, self.v] + ([] if self.sinks is None else [self.sinks])
         leaves = [t.detach().to(dtype or t.dtype, copy=True).requires_grad_() for t in given]
         sinks = leaves[3] if self.sinks is not None else None
@@ -47,17 +48,17 @@ class Case:
         }
 
     def ours(self):
-        return self._results(lambda *args, **options: po.varlen_attention(*args, return_lse=True, **options))
+        return self.results_of(lambda *args, **options: po.varlen_attention(*args, return_lse=True, **options))
 
     def exact(self):
-        return self._results(oracle.varlen_attention, torch.float64)
+        return self.results_of(oracle.varlen_attention, torch.float64)
 
     def plain_torch(self):
-        return self._results(oracle.varlen_attention, lse_dtype(self.q.dtype))
+        return self.results_of(oracle.varlen_attention, lse_dtype(self.q.dtype))
 
     def sdpa(self):
         """torch's own fused attention, a document at a time."""
-        return self._results(sdpa_by_document)
+        return self.results_of(sdpa_by_document)
 
 
 def sdpa_by_document(q, k, v, cu_q, cu_k, sinks=None, causal=True, window_size=OPEN):
@@ -77,13 +78,21 @@ def assert_close(actual, expected, tolerance):
         torch.testing.assert_close(actual[name].double(), value, rtol=tolerance, atol=tolerance, msg=lambda m: name + m)  # noqa: B023
 
 
-def document_results(results, start, end):
-    """What belongs to the rows of one document (as many queries as keys)."""
-    return {
-        name: value[:, start:end] if name == "lse" else value[start:end]
-        for name, value in results.items()
-        if name != "dsinks"
-    }
+def document_results(results, start, end, keys=None):
+    """What belongs to the rows of one document; ``keys``: its (start, end) in k and v where that is another."""
+    of_keys = slice(start, end) if keys is None else slice(*keys)
+    rows = {"out": slice(start, end), "dq": slice(start, end), "dk": of_keys, "dv": of_keys}
+    return {"lse": results["lse"][:, start:end], **{name: results[name][here] for name, here in rows.items()}}
+
+
+def document_alone(case, start, end, keys=None):
+    """A case of that one document, in copies of its own."""
+    alone, of_keys = copy.copy(case), slice(start, end) if keys is None else slice(*keys)
+    alone.q, alone.dout = case.q[start:end].clone(), case.dout[start:end].clone()
+    alone.k, alone.v = case.k[of_keys].clone(), case.v[of_keys].clone()
+    alone.dlse = case.dlse[:, start:end].clone()
+    alone.cu_seqlens = tuple(cu_seqlens_of([len(t)], case.q.device) for t in (alone.q, alone.k))
+    return alone
 
 
 def packed_with(case, before, after):

@@ -2,12 +2,15 @@
 
 import pytest
 import torch
-from attention_case import Case, assert_close, document_results
+from attention_case import Case, assert_close, document_alone, document_results
 from helpers import assert_error_within, assert_same, cu_seqlens_of
 
 import packing_ops as po
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
 
 EDGES = [0, 1, 15, 16, 17, 63, 64, 65, 0, 127, 128, 129, 255, 256, 257, 700]
 CROSS = ([0, 5, 100, 64, 300, 1, 0, 70, 257], [7, 0, 100, 300, 64, 200, 0, 129, 1000])
@@ -57,11 +60,7 @@ def test_documents_keep_their_bits(dim):
         assert_same(again[name], whole[name])
     start = 0
     for length in lengths:
-        rows = slice(start, start + length)
-        alone = Case([length], heads=(4, 1), dim=dim, dtype=torch.bfloat16, device="cuda")
-        for name in ("q", "k", "v", "dout"):
-            setattr(alone, name, getattr(case, name)[rows].contiguous())
-        alone.dlse = case.dlse[:, rows].contiguous()
+        alone = document_alone(case, start, start + length)
         for name, value in document_results(alone.ours(), 0, length).items():
             assert_same(value, document_results(whole, start, start + length)[name])
         start += length

@@ -1,0 +1,52 @@
+"""A thousand random packs: each document has the bits that it has alone, and each run those of the run before."""
+
+import itertools
+import random
+
+import torch
+from attention_case import OPEN, Case, document_alone, document_results
+
+PACKS = 1000
+LENGTHS = [0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129]  # on both sides of every tile edge
+HEADS = [(1, 1), (2, 1), (4, 2), (3, 3), (6, 2), (8, 1)]
+DIMS = [8, 32, 64, 72, 96, 128, 160, 192, 256]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def random_pack(seed, device):
+    torch.manual_seed(seed)
+    draw = random.Random(seed)
+    count, causal = draw.randint(1, 6), draw.random() < 0.7
+    lengths = draw.choices(LENGTHS, k=count)
+    left, right = draw.choice([OPEN, OPEN, (0, 0), (16, 0), (70, -1), (5, 20)])
+    return Case(
+        lengths,
+        draw.choices(LENGTHS, k=count) if draw.random() < 0.3 else None,
+        heads=draw.choice(HEADS),
+        dim=draw.choice(DIMS),
+        dtype=draw.choice(DTYPES),
+        device=device,
+        tail=draw.choice([0, 0, 3]),
+        sinks=draw.random() < 0.3,
+        causal=causal,
+        window_size=(left, min(right, 0) if causal else right),
+        softcap=draw.choice([0.0, 0.0, 4.0]),
+    )
+
+
+def assert_same_results(actual, expected, where):
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=0, atol=0, msg=lambda m: f"{where}, {name}: {m}")  # noqa: B023
+
+
+def test_random_packs_keep_their_bits(device):
+    for seed in range(PACKS):
+        case = random_pack(seed, device)
+        packed = case.ours()
+        assert_same_results(case.ours(), packed, f"pack {seed} again")
+        spans_q, spans_k = (list(itertools.pairwise(cu_seqlens.tolist())) for cu_seqlens in case.cu_seqlens)
+        for i, ((start, end), keys) in enumerate(zip(spans_q, spans_k, strict=True)):
+            alone = document_alone(case, start, end, keys)
+            found = document_results(packed, start, end, keys)
+            expected = document_results(alone.ours(), 0, end - start, (0, keys[1] - keys[0]))
+            assert_same_results(found, expected, f"pack {seed}, document {i}")
