@@ -4,6 +4,7 @@ from packing_ops._load import build_info  # first: it registers torch.ops.packin
 from packing_ops.attention import (
     attention,
     attention_plan,
+    flash_attn_func,
     flash_attn_varlen_func,
     select_attention_backend,
     varlen_attention,

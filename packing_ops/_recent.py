@@ -1,5 +1,6 @@
-"""What a call of attention keeps for the next one: the plan."""
+"""What a call of attention keeps for the next one: the plan, and the cu_seqlens of a dense batch."""
 
+import functools
 import weakref
 
 import torch
@@ -46,3 +47,26 @@ def plan_of(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, geometry: tu
         plan = _ops.attention_plan(*tensors, *geometry)
     _recent = (weakref.ref(cu_seqlens_q), weakref.ref(cu_seqlens_k)), key, plan
     return plan
+
+
+# --- cu_seqlens of a dense batch ---
+
+
+def dense_cu_seqlens(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """int32 ``[batch + 1]`` for ``[batch, seqlen, ...]``: the same tensor in every call, so that layers share a plan."""
+    batch, seqlen = tensor.shape[:2]
+    if batch * seqlen >= 2**31:
+        raise ValueError(f"{name}: expected batch * seqlen below 2**31, got {list(tensor.shape)}")
+    if type(tensor) is torch.Tensor and _keeps(tensor):  # a fake tensor's cu_seqlens would be fake
+        return _kept_cu_seqlens(batch, seqlen, tensor.device, _stream(tensor))
+    return _every(seqlen, batch, tensor.device)
+
+
+@functools.lru_cache(maxsize=16)
+def _kept_cu_seqlens(batch, seqlen, device, stream):
+    with torch.inference_mode(False):  # the next call may train
+        return _every(seqlen, batch, device)
+
+
+def _every(seqlen, batch, device):
+    return torch.arange(batch + 1, dtype=torch.int32, device=device) * seqlen

@@ -6,6 +6,7 @@ from attention_case import Case, assert_close, document_alone, document_results
 from helpers import assert_error_within, assert_same, cu_seqlens_of
 
 import packing_ops as po
+from packing_ops import _recent
 
 pytestmark = [
     pytest.mark.gpu,
@@ -84,6 +85,24 @@ def test_graph_replays_with_other_lengths():
         graph.replay()
         for got, wanted in zip(captured, out_and_gradients(q, k, v, dout, cu_seqlens_of(other, "cuda")), strict=True):
             assert_same(got, wanted)
+
+
+def test_a_dense_graph_keeps_nothing_of_its_own():
+    """Memory of a graph is written again in its replay, so a later call must not get cu_seqlens that lie there."""
+    given = [torch.randn(3, 41, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        expected = po.flash_attn_func(*given, causal=True)
+    torch.cuda.current_stream().wait_stream(side)
+    _recent._kept_cu_seqlens.cache_clear()
+    graph = torch.cuda.CUDAGraph()
+    with pytest.MonkeyPatch.context() as patch, torch.cuda.graph(graph):
+        patch.setenv("PACKING_OPS_CHECK", "0")
+        captured = po.flash_attn_func(*given, causal=True)
+    assert _recent._kept_cu_seqlens.cache_info().currsize == 0
+    graph.replay()
+    assert_same(captured, expected)
 
 
 @pytest.mark.parametrize("values", [[0, 50, 30, 64], [0, 100], [2, 64], [0, -4, 64]], ids=str)
