@@ -173,3 +173,35 @@ def test_100k_documents():
     out, _, _, dv = out_and_gradients(q, k, v, dout, cu_seqlens_of([1] * 100_000, "cuda"))
     assert_same(out, v.repeat_interleave(2, dim=1))
     torch.testing.assert_close(dv, dout.view(-1, 2, 2, 64).sum(2), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("options", [{}, {"window_size": (40, 0), "softcap": 5.0, "sinks": True}], ids=["plain", "all"])
+@pytest.mark.parametrize(
+    ("dtype", "dim"),
+    [(torch.bfloat16, 64), (torch.bfloat16, 128), (torch.bfloat16, 256), (torch.float32, 64)],
+    ids=str,
+)
+def test_one_pass_for_the_sanitizer(dtype, dim, options):
+    """Small enough for tools that slow a kernel down a thousand times; other tests look at the values."""
+    case = Case([3, 0, 64, 65, 130, 1], heads=(4, 2), dim=dim, dtype=dtype, device="cuda", tail=2, **options)
+    for name, value in case.ours().items():
+        assert not value.isnan().any(), name
+
+
+@pytest.mark.slow
+def test_more_than_2_31_elements():
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < 60e9:
+        pytest.skip("needs 60 GB of free GPU memory")
+    length, documents, heads, dim = 300, 2000, 32, 128  # q has 2.46e9 elements
+    lengths = [length] * documents
+    q, k, v, dout = packed(lengths, dim=dim, heads=(heads, 1))
+    assert q.numel() > 2**31
+    whole = out_and_gradients(q, k, v, dout, cu_seqlens_of(lengths, "cuda"))
+    # The first, the one that element 2**31 of q lies in, the last.
+    for document in (0, 2**31 // (length * heads * dim), documents - 1):
+        rows = slice(document * length, (document + 1) * length)
+        leaves = [t.detach()[rows].clone().requires_grad_() for t in (q, k, v)]
+        alone = out_and_gradients(*leaves, dout[rows].clone(), cu_seqlens_of([length], "cuda"))
+        for part, wanted in zip(whole, alone, strict=True):
+            assert_same(part[rows], wanted)

@@ -10,28 +10,36 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-# memcheck runs the suite; the slower tools run every op once (tests/test_cuda.py: step) and the smallest cases.
-# torch.compile and opcheck would only add torch's own kernels.
+# memcheck runs the suite, and of attention the small cases; the slower tools run every op once (tests/test_cuda.py: step,
+# tests/test_attention_cuda.py: one_pass) and the smallest cases. torch.compile and opcheck would only add torch's own
+# kernels.
 FAMILIES = ["boundaries", "padding", "packing_ffd", "rope", "rope_bits"]
 SUITE = "cuda and not cpu and not opcheck and not compile and not 40_000"
-SMALL = "worked or prompts_of_codes or pack_ffd_of_many or poisoned or side_stream or next_call"
-TESTS = {
-    "memcheck": ([f"tests/test_{family}.py" for family in FAMILIES], SUITE),
-    "racecheck": (["tests/test_boundaries.py", "tests/test_packing_ffd.py", "tests/test_cuda.py"], SMALL),
-    "synccheck": (["tests/test_boundaries.py", "tests/test_packing_ffd.py", "tests/test_cuda.py"], SMALL),
-    "initcheck": (["tests/test_boundaries.py", "tests/test_packing_ffd.py", "tests/test_cuda.py"], SMALL),
-}
+ATTENTION = (
+    "one_pass or worked or rows_past or sink_alone or minus_infinity or nothing or strided_views or differ or plan "
+    "or unaligned or wrong_cu_seqlens or fused_projection or rows_apart or (one_token and not 65536)"
+)
+SMALL = "worked or prompts_of_codes or pack_ffd_of_many or poisoned or side_stream or next_call or one_pass"
+SMALL_TESTS = [f"tests/test_{name}.py" for name in ("boundaries", "packing_ffd", "cuda", "attention_cuda")]
+TESTS = [
+    ("memcheck", [f"tests/test_{family}.py" for family in FAMILIES], SUITE),
+    ("memcheck", [f"tests/test_{name}.py" for name in ("attention", "attention_cuda", "attention_dense")], ATTENTION),
+    ("racecheck", SMALL_TESTS, SMALL),
+    ("synccheck", SMALL_TESTS, SMALL),
+    ("initcheck", SMALL_TESTS, SMALL),
+]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tool", TESTS)
-def test_no_findings(tool):
+@pytest.mark.parametrize(
+    ("tool", "tests", "selected"), TESTS, ids=["memcheck", "memcheck-attention", *(t[0] for t in TESTS[2:])]
+)
+def test_no_findings(tool, tests, selected):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not installed")
-    tests, selected = TESTS[tool]
     command = [sanitizer, "--tool", tool, "--error-exitcode", "9"]
     # initcheck has to see torch's kernels too: they write what ours read.
     command += [] if tool == "initcheck" else ["--kernel-regex", "kns=packing_ops"]
