@@ -83,9 +83,9 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-__device__ __forceinline__ int32_t load_relaxed(const int32_t* pointer) {
+__device__ __forceinline__ int32_t load_acquire(const int32_t* pointer) {
   int32_t value;
-  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
   return value;
 }
 
@@ -93,12 +93,9 @@ __device__ __forceinline__ void store_release(int32_t* pointer, int32_t value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
 }
 
-__device__ __forceinline__ void fence_gpu() {
-  asm volatile("fence.acq_rel.gpu;" ::: "memory");
-}
-
 // Adds without waiting for the old value.
-__device__ __forceinline__ void add_4(float* pointer, float4 x) {
+__device__ __forceinline__ void add_4(float4* to, float4 x) {
+  float* pointer = reinterpret_cast<float*>(to);
 #if __CUDA_ARCH__ >= 900
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "f"(x.x), "f"(x.y), "f"(x.z),
                "f"(x.w)

@@ -20,7 +20,8 @@ struct Args {
   const float* sinks = nullptr;  // [num_heads] or null
   float* dsinks = nullptr;       // [num_heads] or null
   float2* row_stats = nullptr;   // [total_q, num_heads]: lse * log2(e), rowsum(dout * out) - dlse
-  float* dq_sum = nullptr;       // [total_q, num_heads, padded head_dim], partial sums of dq
+  float* dq_sum = nullptr;       // [row tiles, num_kv_heads, a row tile's sums], partial sums of dq
+  bool sums_by_key = false;      // which row tiles: see sum_tile
   int32_t* order = nullptr;      // next unit of each backward list, then key tiles done for each (row tile, kv head)
   int64_t order_size = 0;
   PlanView plan;
@@ -30,6 +31,12 @@ struct Args {
   int32_t head_dim = 0;
   float softmax_scale = 0;
   float softcap = 0;
+
+  // First tile of a document in dq_sum. Only documents of more than one key tile have sums, and no two of those start
+  // within a key tile of each other, so that their tiles are apart either way; the smaller way is taken.
+  PACKING_OPS_HOST_DEVICE int64_t sum_tile(int64_t first_row_tile, int64_t document, int64_t start_k) const {
+    return first_row_tile + (sums_by_key ? start_k / plan.tiles.backward_keys : document);
+  }
 };
 
 }  // namespace packing_ops::sm80

@@ -1,4 +1,4 @@
-// The backward's shapes and the parts of one step: products, weights, exchange of ds, sums of dq.
+// The backward's shapes and the parts of one step: scores, weights, sums of dk and dv, sums of dq.
 #pragma once
 
 #include "ops/attention/sm80/backward.h"
@@ -6,68 +6,29 @@
 
 namespace packing_ops::sm80 {
 
+// Rows are a unit's packed rows, 64 at a time. Of s [rows, keys] a warp takes kScoreRows rows and two blocks of 16 keys
+// that lie half the tile apart, so that a short document's blocks spread over the warps; of dk and dv the same two
+// blocks and kColumns columns; of dq kQueryRows rows and kQueryColumns columns.
 template <int kDim_, int kKeys_>
 struct BackwardShape {
   static constexpr int kDim = kDim_;
   static constexpr int kKeys = kKeys_;
   static constexpr int kRows = kBackwardRows;
-  // From 192 columns on dk and dv of 16 keys do not fit one warp: two warps share them and exchange p and ds.
-  static constexpr int kSplit = kDim > 128 ? 2 : 1;
-  static constexpr int kWarps = kKeys / 16 * kSplit;
+  static constexpr int kWarps = kDim <= 128 ? kKeys / 16 : 8;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kStages = 2;
-  static constexpr int kColumns = kDim / kSplit;             // of dk and dv in a warp
-  static constexpr int kScoreRows = kRows / kSplit;          // of s^T in a warp
-  static constexpr int kQueryColumns = kDim / (kWarps / 4);  // of dq in a warp, which owns 16 rows
-  static constexpr int kQueryPass = kDim <= 128 ? kDim / 2 : kDim / 4;
+  static constexpr int kKeyWarps = kKeys / 32;
+  static constexpr int kParts = kWarps / kKeyWarps;  // warps that share two blocks of keys
+  static constexpr int kScoreRows = kRows / kParts;
+  static constexpr int kColumns = kDim / kParts;
+  static constexpr int kQueryRows = kDim / (kWarps / 2) % 16 == 0 ? 32 : 16;
+  static constexpr int kQueryColumns = kDim / (kWarps / (kRows / kQueryRows));
   using TileK = Tile<kKeys, kDim>;
   using TileQ = Tile<kRows, kDim>;
-  using TileS = Tile<kKeys, kRows>;
+  using TileS = Tile<kRows, kKeys>;
   static constexpr int kStageBytes = 2 * TileQ::kBytes + kRows * 8;
-  static constexpr int kShared = 2 * TileK::kBytes + kStages * kStageBytes + kSplit * TileS::kBytes + 128;
+  static constexpr int kShared = 2 * TileK::kBytes + kStages * kStageBytes + 2 * TileS::kBytes;
 };
-
-// acc [16 rows of a, columns] += a b over kBlocks blocks of 16; a by address or from registers.
-template <class T, int kBlocks, int kColumnBlocks, class LoadA, class View>
-__device__ __forceinline__ void multiply(float (&acc)[kColumnBlocks][4], const LoadA& load_a, const View& b,
-                                         int first_column) {
-#pragma unroll
-  for (int j = 0; j < kBlocks; ++j) {
-    uint32_t a[4];
-    load_a(a, j);
-#pragma unroll
-    for (int n = 0; n < kColumnBlocks; n += 2) {
-      uint32_t bb[4];
-      ptx::ldmatrix_trans(bb, b.at(16 * j, first_column + n / 2));
-      ptx::mma<T>(acc[n], a, bb[0], bb[1]);
-      ptx::mma<T>(acc[n + 1], a, bb[2], bb[3]);
-    }
-  }
-}
-
-// out [16 keys, rows] = keys rows^T.
-template <class T, class Shape, int kRowBlocks>
-__device__ __forceinline__ void product(float (&out)[kRowBlocks][4], typename Shape::TileK keys, int first_key,
-                                        typename Shape::TileQ rows, int first_row) {
-  const LaneView<Shape::kKeys, Shape::kDim> a_view(keys, Lanes::kRowsFirst, first_key);
-  const LaneView<Shape::kRows, Shape::kDim> b_view(rows, Lanes::kColumnsFirst, first_row);
-#pragma unroll
-  for (int n = 0; n < kRowBlocks; ++n)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) out[n][i] = 0.f;
-#pragma unroll
-  for (int j = 0; j < Shape::kDim / 16; ++j) {
-    uint32_t a[4];
-    ptx::ldmatrix(a, a_view.at(0, j));
-#pragma unroll
-    for (int n = 0; n < kRowBlocks; n += 2) {
-      uint32_t b[4];
-      ptx::ldmatrix(b, b_view.at(8 * n, j));
-      ptx::mma<T>(out[n], a, b[0], b[1]);
-      ptx::mma<T>(out[n + 1], a, b[2], b[3]);
-    }
-  }
-}
 
 // The turn of a key tile at a row tile.
 struct Turn {
@@ -79,155 +40,293 @@ struct Turn {
 template <class T, int kDim, int kKeys, bool kTransform>
 struct BackwardUnit {
   using Shape = BackwardShape<kDim, kKeys>;
-  static constexpr int kScoreBlocks = Shape::kScoreRows / 8;
-  using Scores = float[kScoreBlocks][4];
-  using Sums = float[Shape::kColumns / 8][4];
+  using TileK = typename Shape::TileK;
+  using TileQ = typename Shape::TileQ;
+  using TileS = typename Shape::TileS;
+  static constexpr int kRowTiles = Shape::kScoreRows / 16;
+  static constexpr int kApart = Shape::kKeyWarps;  // blocks between a warp's two blocks of keys
+  using Scores = float[kRowTiles][4][4];           // [16 rows, 8 keys] each, two for a block of keys
+  using Sums = float[2][Shape::kColumns / 8][4];   // [16 keys, 8 columns] each
 
   uint32_t base;
-  __device__ typename Shape::TileK tile_k() const { return {ptx::opaque(base)}; }
-  __device__ typename Shape::TileK tile_v() const { return {ptx::opaque(base) + Shape::TileK::kBytes}; }
-  __device__ typename Shape::TileS tile_ds() const { return {ptx::opaque(base) + 2 * Shape::TileK::kBytes}; }
-  __device__ typename Shape::TileS tile_p() const { return {tile_ds().base + Shape::TileS::kBytes}; }
-  __device__ uint32_t stage(int i) const {
-    return ptx::opaque(base) + 2 * Shape::TileK::kBytes + Shape::kSplit * Shape::TileS::kBytes +
-           (i & 1) * Shape::kStageBytes;
+  LaneOffset rows_first;
+  LaneOffset columns_first;
+
+  __device__ explicit BackwardUnit(uint32_t base)
+      : base(base), rows_first(Lanes::kRowsFirst), columns_first(Lanes::kColumnsFirst) {
+    // Kept rather than worked out again for each of a step's ten views.
+    rows_first.full = ptx::opaque(rows_first.full);
+    columns_first.full = ptx::opaque(columns_first.full);
   }
-  __device__ typename Shape::TileQ tile_q(int i) const { return {stage(i)}; }
-  __device__ typename Shape::TileQ tile_do(int i) const { return {stage(i) + Shape::TileQ::kBytes}; }
-  __device__ uint32_t stats(int i) const { return stage(i) + 2 * Shape::TileQ::kBytes; }
+
+  __device__ TileK tile_k() const { return {ptx::opaque(base)}; }
+  __device__ TileK tile_v() const { return {ptx::opaque(base) + TileK::kBytes}; }
+  __device__ TileS tile_p() const { return {ptx::opaque(base) + 2 * TileK::kBytes}; }
+  __device__ TileS tile_ds() const { return {ptx::opaque(base) + 2 * TileK::kBytes + TileS::kBytes}; }
+  __device__ uint32_t stage(int i) const {
+    return ptx::opaque(base) + 2 * TileK::kBytes + 2 * TileS::kBytes + (i & 1) * Shape::kStageBytes;
+  }
+  __device__ TileQ tile_q(int i) const { return {stage(i)}; }
+  __device__ TileQ tile_do(int i) const { return {stage(i) + TileQ::kBytes}; }
+  __device__ uint32_t stats(int i) const { return stage(i) + 2 * TileQ::kBytes; }
 
   // By the last four warps: the first two have fences to pass, which would wait for these copies.
-  static __device__ __forceinline__ void load_rows(const BackwardUnit& u, const Args& args, const GroupRows& rows,
-                                                   int i) {
+  __device__ __forceinline__ void load_rows(const Args& args, const GroupRows& rows, int i) const {
     const int thread = static_cast<int>(threadIdx.x) - (Shape::kThreads - 128);
     if (thread < 0) return;
-    load_group_rows<128>(u.tile_q(i), thread, args.q, rows, args.head_dim);
-    load_group_rows<128>(u.tile_do(i), thread, args.dout, rows, args.head_dim);
+    if (rows.valid == Shape::kRows && args.head_dim == kDim && 16 % args.group == 0) {
+      load_whole_group_rows<128>(tile_q(i), thread, args.q, rows);
+      load_whole_group_rows<128>(tile_do(i), thread, args.dout, rows);
+    } else {
+      load_group_rows<128>(tile_q(i), thread, args.q, rows, args.head_dim);
+      load_group_rows<128>(tile_do(i), thread, args.dout, rows, args.head_dim);
+    }
     if (thread < Shape::kRows) {
       const int row = thread;
       const bool valid = row < rows.valid;
-      ptx::copy_8(u.stats(i) + row * 8, valid ? args.row_stats + rows.offset(row, args.num_heads, 1) : args.row_stats,
+      ptx::copy_8(stats(i) + row * 8, valid ? args.row_stats + rows.offset(row, args.num_heads, 1) : args.row_stats,
                   valid);
     }
     ptx::copy_commit();
   }
 
-  // s becomes p (and t the tanh of a soft cap); rows that do not see the key get 0.
-  static __device__ __forceinline__ void weights(Scores& s, Scores& t, const float2* stats, const Args& args,
-                                                 const DocumentView& d, const GroupRows& rows, int32_t key,
-                                                 int first_row, bool masked) {
-    const int column = first_row + 2 * (threadIdx.x & 3);
-    const float scale = args.softmax_scale * kLog2e;
+  // out = rows keys^T for kCount blocks of keys from first_key on, kApart apart.
+  template <int kCount>
+  __device__ __forceinline__ void product(Scores& out, TileQ rows, int first_row, TileK keys, int first_key) const {
+    const LaneView<Shape::kRows, kDim> a_view(rows, rows_first, first_row);
+    const LaneView<kKeys, kDim> b_view(keys, columns_first, first_key);
 #pragma unroll
-    for (int n = 0; n < kScoreBlocks; ++n) {
-      const float4 two = *reinterpret_cast<const float4*>(stats + column + 8 * n);
+    for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float lse = i & 1 ? two.z : two.x;
-        if constexpr (kTransform) {
-          t[n][i] = 0.f;
-          const float score = args.softcap > 0.f ? capped(s[n][i], args.softmax_scale, args.softcap, &t[n][i])
-                                                 : s[n][i] * args.softmax_scale;
-          s[n][i] = ptx::exp2_approx(fmaf(score, kLog2e, -lse));
-        } else {
-          s[n][i] = ptx::exp2_approx(fmaf(s[n][i], scale, -lse));
+      for (int n = 0; n < 2 * kCount; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[m][n][i] = 0.f;
+#pragma unroll
+    for (int j = 0; j < kDim / 16; ++j) {
+      uint32_t a[kRowTiles][4];
+      uint32_t b[kCount][4];
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) ptx::ldmatrix(a[m], a_view.at(16 * m, j));
+#pragma unroll
+      for (int c = 0; c < kCount; ++c) ptx::ldmatrix(b[c], b_view.at(16 * kApart * c, j));
+#pragma unroll
+      for (int c = 0; c < kCount; ++c) {
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          ptx::mma<T>(out[m][2 * c], a[m], b[c][0], b[c][1]);
+          ptx::mma<T>(out[m][2 * c + 1], a[m], b[c][2], b[c][3]);
         }
       }
     }
+  }
+
+  // A lane's rows are first_row + (lane / 4) + 8 i, its keys first_key + 2 (lane % 4) + {0, 1} + 8 n.
+  template <class F>
+  static __device__ __forceinline__ void for_each_row(const F& f) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) f(m, half);
+    }
+  }
+  static __device__ __forceinline__ int lane_row(int first_row, int m, int half) {
+    return first_row + ((threadIdx.x & 31) >> 2) + 16 * m + 8 * half;
+  }
+
+  // s becomes p (and t the tanh of a soft cap); rows that do not see the key get 0.
+  template <int kCount>
+  static __device__ __forceinline__ void weights(Scores& s, Scores& t, const float2* stats, const Args& args,
+                                                 const DocumentView& d, const GroupRows& rows, int first_row,
+                                                 int32_t first_key, bool masked) {
+    const float scale = args.softmax_scale * kLog2e;
+    for_each_row([&](int m, int half) {
+      const float lse = stats[lane_row(first_row, m, half)].x;
+#pragma unroll
+      for (int n = 0; n < 2 * kCount; ++n) {
+#pragma unroll
+        for (int i = 2 * half; i < 2 * half + 2; ++i) {
+          if constexpr (kTransform) {
+            t[m][n][i] = 0.f;
+            const float score = args.softcap > 0.f ? capped(s[m][n][i], args.softmax_scale, args.softcap, &t[m][n][i])
+                                                   : s[m][n][i] * args.softmax_scale;
+            s[m][n][i] = ptx::exp2_approx(fmaf(score, kLog2e, -lse));
+          } else {
+            s[m][n][i] = ptx::exp2_approx(fmaf(s[m][n][i], scale, -lse));
+          }
+        }
+      }
+    });
     if (!masked) return;
+    for_each_row([&](int m, int half) {
+      const int32_t token = rows.token_of(lane_row(first_row, m, half));
+      const Range seen = d.keys_seen(token, token);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int32_t mine = key + 8 * half;
-      const Range seeing = mine < d.keys ? d.tokens_seeing(mine, mine) : Range{0, 0};
-#pragma unroll
-      for (int n = 0; n < kScoreBlocks; ++n) {
+      for (int n = 0; n < 2 * kCount; ++n) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const int32_t token = rows.token_of(column + 8 * n + i);
-          if (token < seeing.first || token >= seeing.end) s[n][2 * half + i] = 0.f;
+          const int32_t key = first_key + (n / 2) * 16 * kApart + (n % 2) * 8 + 2 * (threadIdx.x & 3) + i;
+          if (key < seen.first || key >= seen.end) s[m][n][2 * half + i] = 0.f;
+        }
+      }
+    });
+  }
+
+  // ds from dp = dout v^T.
+  template <int kCount>
+  static __device__ __forceinline__ void score_gradients(Scores& ds, const Scores& p, const Scores& t,
+                                                         const float2* stats, int first_row) {
+    for_each_row([&](int m, int half) {
+      const float sum = stats[lane_row(first_row, m, half)].y;
+#pragma unroll
+      for (int n = 0; n < 2 * kCount; ++n) {
+#pragma unroll
+        for (int i = 2 * half; i < 2 * half + 2; ++i) {
+          ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - sum);
+          if constexpr (kTransform) ds[m][n][i] *= 1.f - t[m][n][i] * t[m][n][i];
+        }
+      }
+    });
+  }
+
+  template <int kCount>
+  static __device__ __forceinline__ void store(TileS tile, const Scores& x, int first_row, int first_key) {
+    for_each_row([&](int m, int half) {
+#pragma unroll
+      for (int n = 0; n < 2 * kCount; ++n) {
+        const int chunk = first_key / 8 + (n / 2) * 2 * kApart + n % 2;
+        const uint32_t at = tile.chunk(chunk / 8, lane_row(first_row, m, half), chunk % 8) + (threadIdx.x & 3) * 4;
+        ptx::store_shared(at, pack<T>(x[m][n][2 * half], x[m][n][2 * half + 1]));
+      }
+    });
+  }
+
+  // p and ds of this warp's rows and of kCount blocks of keys from tile_key on, to where the others read them.
+  template <int kCount>
+  __device__ __forceinline__ void scores(const uint8_t* generic, const Args& args, const DocumentView& d,
+                                         const GroupRows& rows, int step, int first_row, int32_t first_key,
+                                         int tile_key, bool masked) const {
+    const auto* row_stats = reinterpret_cast<const float2*>(generic + (stats(step) - base));
+    Scores p;
+    Scores t;
+    Scores ds;
+    product<kCount>(p, tile_q(step), first_row, tile_k(), tile_key);
+    weights<kCount>(p, t, row_stats, args, d, rows, first_row, first_key + tile_key, masked);
+    store<kCount>(tile_p(), p, first_row, tile_key);
+    product<kCount>(ds, tile_do(step), first_row, tile_v(), tile_key);
+    score_gradients<kCount>(ds, p, t, row_stats, first_row);
+    store<kCount>(tile_ds(), ds, first_row, tile_key);
+  }
+
+  // sums += weights^T rows for this warp's blocks of keys kFirst .. kFirst + kCount - 1.
+  template <int kFirst, int kCount, bool kAllRows>
+  __device__ __forceinline__ void accumulate(Sums& sums, TileS weights, TileQ rows, int key_block, int first_column,
+                                             int row_blocks) const {
+    const LaneView<Shape::kRows, kKeys> a_view(weights, columns_first, 0);
+    const LaneView<Shape::kRows, kDim> b_view(rows, rows_first, 0);
+    constexpr int kUnroll = kAllRows ? Shape::kRows / 16 : 1;
+    const int end = kAllRows ? Shape::kRows / 16 : row_blocks;
+#pragma unroll kUnroll
+    for (int j = 0; j < end; ++j) {
+      uint32_t a[kCount][4];
+#pragma unroll
+      for (int c = 0; c < kCount; ++c) ptx::ldmatrix_trans(a[c], a_view.at(16 * j, key_block + kApart * (kFirst + c)));
+#pragma unroll
+      for (int n = 0; n < Shape::kColumns / 16; ++n) {
+        uint32_t b[4];
+        ptx::ldmatrix_trans(b, b_view.at(16 * j, first_column / 16 + n));
+#pragma unroll
+        for (int c = 0; c < kCount; ++c) {
+          ptx::mma<T>(sums[kFirst + c][2 * n], a[c], b[0], b[1]);
+          ptx::mma<T>(sums[kFirst + c][2 * n + 1], a[c], b[2], b[3]);
         }
       }
     }
   }
 
-  static __device__ __forceinline__ void store_transposed(typename Shape::TileS tile, const Scores& x, int first_key,
-                                                          int first_row) {
-    const int lane = threadIdx.x & 31;
-#pragma unroll
-    for (int n = 0; n < kScoreBlocks; ++n) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint32_t at = tile.chunk(0, first_key + (lane >> 2) + 8 * half, first_row / 8 + n) + (lane & 3) * 4;
-        ptx::store_shared(at, pack<T>(x[n][2 * half], x[n][2 * half + 1]));
-      }
-    }
+  template <int kFirst, int kCount, bool kAllRows>
+  __device__ __forceinline__ void accumulate_both(Sums& dk, Sums& dv, int step, int key_block, int first_column,
+                                                  int row_blocks) const {
+    accumulate<kFirst, kCount, kAllRows>(dv, tile_p(), tile_do(step), key_block, first_column, row_blocks);
+    accumulate<kFirst, kCount, kAllRows>(dk, tile_ds(), tile_q(step), key_block, first_column, row_blocks);
   }
 
-  // dq of one row tile from the ds of this key tile.
-  static __device__ __forceinline__ void add_queries(const BackwardUnit& u, const Args& args, const GroupRows& rows,
-                                                     const Turn& turn, int first_block, int end_block) {
-    constexpr int kBlocks = Shape::kQueryPass / 8;
+  static constexpr int kSumsInTile = Shape::kRows * kDim;
+
+  // dq of one row tile from the ds of this key tile. sums: what the key tiles before have added up, in the order in
+  // which lanes hold it, so that a warp's access is one block of memory.
+  __device__ __forceinline__ void add_queries(const Args& args, const GroupRows& rows, const Turn& turn, float* sums,
+                                              int first_block, int end_block) const {
+    constexpr int kTiles = Shape::kQueryRows / 16;
+    constexpr int kBlocks = Shape::kQueryColumns / 8;
     const int warp = threadIdx.x / 32;
-    const int t = threadIdx.x & 3;
-    const int row_group = warp % 4;
-    const LaneView<kKeys, Shape::kRows> ds(u.tile_ds(), Lanes::kColumnsFirst, 0);
-    const LaneView<kKeys, kDim> keys(u.tile_k(), Lanes::kRowsFirst, 0);
-    const int row0 = row_group * 16 + ((threadIdx.x & 31) >> 2);
-#pragma unroll 1
-    for (int column = (warp / 4) * Shape::kQueryColumns; column < (warp / 4 + 1) * Shape::kQueryColumns;
-         column += Shape::kQueryPass) {
-      float acc[kBlocks][4];
+    const int first_row = warp % (Shape::kRows / Shape::kQueryRows) * Shape::kQueryRows;
+    const int column = warp / (Shape::kRows / Shape::kQueryRows) * Shape::kQueryColumns;
+    if (first_row >= rows.valid) return;
+    const LaneView<Shape::kRows, kKeys> a_view(tile_ds(), rows_first, first_row);
+    const LaneView<kKeys, kDim> b_view(tile_k(), rows_first, 0);
+    float acc[kTiles][kBlocks][4];
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m)
 #pragma unroll
       for (int n = 0; n < kBlocks; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) acc[n][i] = 0.f;
-#pragma unroll 2
-      for (int j = first_block; j < end_block; ++j) {
-        uint32_t a[4];
-        ptx::ldmatrix_trans(a, ds.at(16 * j, row_group));
+        for (int i = 0; i < 4; ++i) acc[m][n][i] = 0.f;
+    const auto add_block = [&](int j) {
+      uint32_t a[kTiles][4];
 #pragma unroll
-        for (int n = 0; n < kBlocks; n += 2) {
-          uint32_t b[4];
-          ptx::ldmatrix_trans(b, keys.at(16 * j, column / 16 + n / 2));
-          ptx::mma<T>(acc[n], a, b[0], b[1]);
-          ptx::mma<T>(acc[n + 1], a, b[2], b[3]);
+      for (int m = 0; m < kTiles; ++m) ptx::ldmatrix(a[m], a_view.at(16 * m, j));
+#pragma unroll
+      for (int n = 0; n < kBlocks; n += 2) {
+        uint32_t b[4];
+        ptx::ldmatrix_trans(b, b_view.at(16 * j, column / 16 + n / 2));
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m) {
+          ptx::mma<T>(acc[m][n], a[m], b[0], b[1]);
+          ptx::mma<T>(acc[m][n + 1], a[m], b[2], b[3]);
         }
       }
+    };
+    if (first_block == 0 && end_block == kKeys / 16) {
+#pragma unroll
+      for (int j = 0; j < kKeys / 16; ++j) add_block(j);
+    } else {
+#pragma unroll 1
+      for (int j = first_block; j < end_block; ++j) add_block(j);
+    }
+    float4* at = reinterpret_cast<float4*>(sums) + warp * (kTiles * kBlocks * 32) + (threadIdx.x & 31);
+    const auto for_each_sum = [&](const auto& f) {
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+        for (int n = 0; n < kBlocks; ++n) f(at + (m * kBlocks + n) * 32, acc[m][n]);
+    };
+    const auto vector = [](const float (&x)[4]) { return make_float4(x[0], x[1], x[2], x[3]); };
+    if (turn.mine < turn.last) {
+      if (turn.mine > 0) {
+        for_each_sum([&](float4* to, float (&x)[4]) { ptx::add_4(to, vector(x)); });
+      } else {
+        for_each_sum([&](float4* to, float (&x)[4]) { *to = vector(x); });
+      }
+      return;
+    }
+    if (turn.last > 0) {
+      for_each_sum([&](const float4* from, float (&x)[4]) {
+        const float4 sum = __ldcg(from);
+        x[0] += sum.x;
+        x[1] += sum.y;
+        x[2] += sum.z;
+        x[3] += sum.w;
+      });
+    }
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = row0 + 8 * half;
-        const bool valid = row < rows.valid;
-        float* sums =
-            args.dq_sum +
-            (turn.last > 0 && valid ? rows.offset(row, static_cast<int64_t>(args.num_heads) * kDim, kDim) + column : 0);
-        if (turn.mine == turn.last) {
-          if (turn.last > 0 && valid) {
-#pragma unroll
-            for (int n = 0; n < kBlocks; n += 2) {
-              const float4 sum = __ldcg(reinterpret_cast<const float4*>(sums + 8 * n) + t);
-              acc[n][2 * half] += sum.x;
-              acc[n][2 * half + 1] += sum.y;
-              acc[n + 1][2 * half] += sum.z;
-              acc[n + 1][2 * half + 1] += sum.w;
-            }
-          }
-          uint16_t* dq =
-              valid ? static_cast<uint16_t*>(args.dq.data) + rows.offset(row, args.dq.token_stride, args.dq.head_stride)
-                    : nullptr;
-          store_row<T>(dq, column, args.head_dim, acc, half, args.softmax_scale);
-        } else if (valid) {
-#pragma unroll
-          for (int n = 0; n < kBlocks; n += 2) {
-            const float4 sum =
-                make_float4(acc[n][2 * half], acc[n][2 * half + 1], acc[n + 1][2 * half], acc[n + 1][2 * half + 1]);
-            float* to = sums + 8 * n + 4 * t;
-            if (turn.mine == 0) {
-              *reinterpret_cast<float4*>(to) = sum;
-            } else {
-              ptx::add_4(to, sum);
-            }
-          }
-        }
+        const int row = lane_row(first_row, m, half);
+        uint16_t* dq = row < rows.valid ? static_cast<uint16_t*>(args.dq.data) +
+                                              rows.offset(row, args.dq.token_stride, args.dq.head_stride)
+                                        : nullptr;
+        store_row<T>(dq, column, args.head_dim, acc[m], half, args.softmax_scale);
       }
     }
   }

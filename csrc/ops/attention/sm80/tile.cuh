@@ -58,20 +58,32 @@ struct Tile {
   }
 };
 
-// One lane's addresses for 16x16 blocks of a tile; rows and columns in steps of 16 (rows of 8 with kColumnsFirst too).
+// Where a lane reads in the 16x16 block at the start of a tile.
+struct LaneOffset {
+  uint32_t full;
+  uint32_t half;  // in a panel of 32 columns
+
+  __device__ explicit LaneOffset(Lanes lanes) {
+    const int lane = threadIdx.x & 31;
+    const int row = lanes == Lanes::kRowsFirst ? lane & 15 : (lane & 7) + ((lane >> 4) << 3);
+    const int c = lanes == Lanes::kRowsFirst ? lane >> 4 : (lane >> 3) & 1;
+    full = row * 128 + ((c ^ (row & 7)) << 4);
+    half = row * 64 + ((c ^ ((row >> 1) & 3)) << 4);
+  }
+};
+
+// One lane's addresses for 16x16 blocks of a tile from first_row on; rows and columns in steps of 16 (rows of 8 with
+// kColumnsFirst too).
 template <int kRows, int kDim>
 struct LaneView {
   using T = Tile<kRows, kDim>;
   uint32_t full;
   uint32_t half;
 
-  __device__ LaneView(T tile, Lanes lanes, int first_row) {
-    const int lane = threadIdx.x & 31;
-    const int row = first_row + (lanes == Lanes::kRowsFirst ? lane & 15 : (lane & 7) + ((lane >> 4) << 3));
-    const int c = lanes == Lanes::kRowsFirst ? lane >> 4 : (lane >> 3) & 1;
-    full = tile.base + row * 128 + ((c ^ (row & 7)) << 4);
-    half = tile.base + T::kFullPanels * kRows * 128 + row * 64 + ((c ^ ((row >> 1) & 3)) << 4);
-  }
+  __device__ LaneView(T tile, LaneOffset lane, int first_row)
+      : full(tile.base + first_row * 128 + lane.full),
+        half(tile.base + T::kFullPanels * kRows * 128 + first_row * 64 + lane.half) {}
+  __device__ LaneView(T tile, Lanes lanes, int first_row) : LaneView(tile, LaneOffset(lanes), first_row) {}
   // Block of 16 columns `column`, `row` rows further down (a multiple of 8).
   __device__ uint32_t at(int row, int column) const {
     if (T::kHalfPanel && column / 4 == T::kFullPanels) return (half ^ ((column & 1) << 5)) + row * 64;
@@ -108,15 +120,15 @@ __device__ __forceinline__ void load_tile(Tile<kRows, kDim> tile, int head_dim, 
   load_rows<kThreads, kRows>(tile, 0, threadIdx.x, head_dim, anywhere, source);
 }
 
-// The same without the checks: every row exists, head_dim is kDim.
+// The same without the checks: every row exists, head_dim is kDim, and `from`, the address of this thread's 16 bytes of
+// its first row, grows by `step` elements every kThreads / 8 rows.
 template <int kThreads, int kRows, int kDim>
-__device__ __forceinline__ void load_whole_tile(Tile<kRows, kDim> tile, const uint16_t* data, int64_t token_stride) {
-  const int c = threadIdx.x & 7;
-  const int first_row = threadIdx.x >> 3;
+__device__ __forceinline__ void load_whole_tile(Tile<kRows, kDim> tile, int thread, const uint16_t* from,
+                                                int64_t step) {
+  const int c = thread & 7;
+  const int first_row = thread >> 3;
   constexpr int kRowsAtOnce = kThreads / 8;
-  const uint16_t* from = data + first_row * token_stride + c * 8;
   const uint32_t to = tile.chunk(0, first_row, c);  // the rows of later passes have the same low bits
-  const int64_t step = kRowsAtOnce * token_stride;
 #pragma unroll
   for (int pass = 0; pass < kRows / kRowsAtOnce; ++pass, from += step) {
 #pragma unroll
@@ -151,7 +163,9 @@ __device__ __forceinline__ void load_keys(Tile<kRows, kDim> tile, const Attentio
                                           int32_t kv_head, int32_t first_key, int head_dim) {
   const KeyRows rows = key_rows(from, d, kv_head, first_key);
   if (rows.valid >= kRows && head_dim == kDim) {
-    load_whole_tile<kThreads>(tile, rows.data, rows.token_stride);
+    const int thread = threadIdx.x;
+    load_whole_tile<kThreads>(tile, thread, rows.data + (thread >> 3) * rows.token_stride + (thread & 7) * 8,
+                              kThreads / 8 * rows.token_stride);
   } else {
     load_tile<kThreads>(tile, head_dim, from.data, rows);
   }
@@ -209,6 +223,15 @@ __device__ __forceinline__ void load_group_rows(Tile<kRows, kDim> tile, int thre
   load_rows<kThreads, kRows>(tile, 0, thread, head_dim, data, [&](int row) -> const void* {
     return row < rows.valid ? data + rows.offset(row, from.token_stride, from.head_stride) : nullptr;
   });
+}
+
+// The same for whole tiles of a group that divides the rows of a pass.
+template <int kThreads, int kRows, int kDim>
+__device__ __forceinline__ void load_whole_group_rows(Tile<kRows, kDim> tile, int thread, const AttentionTensor& from,
+                                                      const GroupRows& rows) {
+  const uint16_t* first =
+      static_cast<const uint16_t*>(from.data) + rows.offset(thread >> 3, from.token_stride, from.head_stride);
+  load_whole_tile<kThreads>(tile, thread, first + (thread & 7) * 8, rows.token_step(kThreads / 8) * from.token_stride);
 }
 
 // Lane t of a quad holds word t of blocks 0 .. 3; afterwards it holds words 0 .. 3 of block t.
