@@ -56,9 +56,7 @@ struct TileLister {
     return ceil_div(seen.end, plan.tiles.forward_keys) - seen.first / plan.tiles.forward_keys;
   }
 
-  // The backward's chain of partial sums goes from a document's last key tile to its first.
-  __device__ PlanEntry entry(int64_t document, const DocumentView& d, int32_t index) const {
-    const int32_t tile = list == PlanView::kForward ? index : tiles(d) - 1 - index;
+  __device__ PlanEntry entry(int64_t document, const DocumentView& d, int32_t tile) const {
     return {static_cast<int32_t>(document),
             tile,
             static_cast<int32_t>(d.start_q),

@@ -1,10 +1,10 @@
 // Backward on mma.sync. A unit is (document, tile of keys, kv head): it goes once over the packed rows that see its
 // keys and keeps dk and dv in registers through the whole group. A step takes 64 rows: s = q k^T and dp = dout v^T with
 // rows across and keys along the warps, p and ds through shared memory, then dv += p^T dout, dk += ds^T q and dq = ds
-// k. dq of a row tile adds up over the key tiles that it sees, from the last to the first: the first in turn stores,
+// k. dq of a row tile adds up over the key tiles that it sees, from the first to the last: the first in turn stores,
 // the last one writes dq, and a counter for each row tile says whose turn it is. Units are claimed in the plan's order,
-// where a document's key tiles descend too, so the one that is waited for is always under way, and with causal
-// attention always some steps ahead.
+// where a document's key tiles ascend too, so the one that is waited for is always under way. All start at the
+// document's last row, each a step behind the one before it, so that rows and sums are still in L2.
 #pragma once
 
 #include "core/launch.cuh"
@@ -54,8 +54,9 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys>::kThreads, kKeys ==
     load_tile<Shape::kThreads>(u.tile_k(), args.head_dim, args.k.data, key_rows(args.k, d, kv_head, first_key));
     load_tile<Shape::kThreads>(u.tile_v(), args.head_dim, args.v.data, key_rows(args.v, d, kv_head, first_key));
     ptx::copy_commit();
-    GroupRows rows(d, args.group, kv_head, static_cast<int64_t>(first_step) * kRows, kRows);
-    if (first_step < end_step) u.load_rows(args, rows, first_step);
+    GroupRows rows(d, args.group, kv_head, static_cast<int64_t>(end_step > first_step ? end_step - 1 : 0) * kRows,
+                   kRows);
+    if (first_step < end_step) u.load_rows(args, rows, end_step - 1);
 
     typename Unit::Sums dk;
     typename Unit::Sums dv;
@@ -68,19 +69,19 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys>::kThreads, kKeys ==
     int32_t claimed = 0;
     int32_t finished = 0;  // what the counter of the step before becomes once its sums are stored, 0: it stays
 
-    for (int32_t step = first_step; step < end_step; ++step, rows = rows.after(kRows)) {
+    for (int32_t step = end_step - 1; step >= first_step; --step, rows = rows.before(kRows)) {
       const int32_t last_token = rows.last_token();
       const Range keys = d.keys_seen(rows.token, last_token);
-      const int32_t last_tile = (keys.end - 1) / kKeys;
-      const Turn turn{counters + static_cast<int64_t>(step) * args.num_kv_heads, last_tile - entry.tile,
-                      last_tile - keys.first / kKeys};
+      const int32_t first_tile = keys.first / kKeys;
+      const Turn turn{counters + static_cast<int64_t>(step) * args.num_kv_heads, entry.tile - first_tile,
+                      (keys.end - 1) / kKeys - first_tile};
       const int seen_first = keys.first <= first_key ? 0 : (keys.first - first_key) / 16;
       const int seen_end = keys.end >= end_key ? (end_key - first_key + 15) / 16 : (keys.end - first_key + 15) / 16;
 
       ptx::copy_wait<0>();
       __syncthreads();
-      if (step + 1 < end_step) {
-        u.load_rows(args, rows.after(kRows), step + 1);
+      if (step > first_step) {
+        u.load_rows(args, rows.before(kRows), step - 1);
       } else if (threadIdx.x == 0) {
         // Not earlier: a unit that is claimed long before it starts would keep others of its document waiting.
         claimed = atomicAdd(claim, 1);
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys>::kThreads, kKeys ==
         u.template accumulate_both<1, 1, false>(dk, dv, step, key_block, first_column, row_blocks);
       }
       // Late, so that the sums of the step before have long arrived.
-      if (threadIdx.x == 0 && finished > 0) ptx::store_release(turn.counter - args.num_kv_heads, finished);
+      if (threadIdx.x == 0 && finished > 0) ptx::store_release(turn.counter + args.num_kv_heads, finished);
       u.add_queries(args, rows, turn, sums + static_cast<int64_t>(step) * args.num_kv_heads * Unit::kSumsInTile,
                     seen_first, seen_end);
       finished = turn.mine < turn.last ? turn.mine + 1 : 0;
@@ -125,7 +126,7 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys>::kThreads, kKeys ==
     ptx::copy_wait<0>();
     __syncthreads();  // every tile has been read, every sum stored
     if (threadIdx.x == 0) {
-      if (finished > 0) ptx::store_release(counters + static_cast<int64_t>(end_step - 1) * args.num_kv_heads, finished);
+      if (finished > 0) ptx::store_release(counters + static_cast<int64_t>(first_step) * args.num_kv_heads, finished);
       *next_unit = claimed;
     }
 #pragma unroll

@@ -193,15 +193,15 @@ struct GroupRows {
     left = static_cast<int64_t>(d.tokens) * group - first;
     valid = static_cast<int32_t>(left < rows ? left : rows);
   }
-  // The next `rows` rows.
-  __device__ GroupRows after(int rows) const {
+  // The `rows` rows before.
+  __device__ GroupRows before(int rows) const {
     GroupRows next = *this;
-    const int32_t step = token_step(rows);
-    next.first_token += step;
-    next.token += step;
-    next.skipped += rows - step * group;
-    next.left -= rows;
-    next.valid = static_cast<int32_t>(next.left < rows ? next.left : rows);
+    const int32_t step = static_cast<int32_t>((static_cast<uint32_t>(rows - skipped + group - 1) * inverse) >> 22);
+    next.first_token -= step;
+    next.token -= step;
+    next.skipped += step * group - rows;
+    next.left += rows;
+    next.valid = rows;
     return next;
   }
   __device__ int32_t token_step(int row) const {
