@@ -11,6 +11,7 @@ namespace packing_ops {
 
 // A query at key position p sees keys p - left to p + right; causal is right = 0.
 constexpr int32_t kOpenWindow = 1 << 30;
+constexpr int64_t kMaxTokens = 1 << 29;  // of a packed batch on CUDA
 struct Window {
   int32_t left;
   int32_t right;
@@ -24,6 +25,13 @@ struct AttentionTiles {
   int32_t backward_rows = 64;   // rows that a backward unit takes at a time
   int32_t backward_keys = 128;  // keys of a backward unit
   int32_t small_keys = 64;      // documents of at most so many keys have backward units of their own; 0 = none
+
+  // The backward's key tiles all start at a long document's last row, the first tile ahead, so that its rows are read
+  // from L2. Of a short one they start where causal attention lets them, the last tile ahead, and nobody waits.
+  PACKING_OPS_HOST_DEVICE bool start_at_last_row(int32_t tokens) const {
+    constexpr int64_t kLong = 32;
+    return static_cast<int64_t>(tokens) * group > kLong * backward_rows;
+  }
 };
 
 // One unit, with its document's place so that nothing else has to be looked up.

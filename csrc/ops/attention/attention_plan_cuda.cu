@@ -1,5 +1,6 @@
 // The work-list: one block for each list. A warp takes 32 documents; a document's tiles keep their order inside a cost
 // class, which the backward's chain of partial sums relies on.
+#include "core/error.h"
 #include "core/launch.cuh"
 #include "core/segment.cuh"
 #include "ops/attention/attention_plan.h"
@@ -56,7 +57,10 @@ struct TileLister {
     return ceil_div(seen.end, plan.tiles.forward_keys) - seen.first / plan.tiles.forward_keys;
   }
 
-  __device__ PlanEntry entry(int64_t document, const DocumentView& d, int32_t tile) const {
+  // The backward's chain of partial sums goes through a document's key tiles in this order.
+  __device__ PlanEntry entry(int64_t document, const DocumentView& d, int32_t index) const {
+    const bool ascend = list == PlanView::kForward || plan.tiles.start_at_last_row(d.tokens);
+    const int32_t tile = ascend ? index : tiles(d) - 1 - index;
     return {static_cast<int32_t>(document),
             tile,
             static_cast<int32_t>(d.start_q),
@@ -171,6 +175,12 @@ __global__ void __launch_bounds__(kPlanThreads)
 }  // namespace
 
 PlanView plan_view(const AttentionPlanParams& p) {
+  for (const Documents* documents : {&p.documents_q, &p.documents_k}) {
+    if (documents->total > kMaxTokens) {
+      fail(documents == &p.documents_q ? "q" : "k", ": expected at most ", kMaxTokens, " rows on CUDA, got ",
+           documents->total);
+    }
+  }
   PlanView plan;
   plan.data = p.plan;
   plan.total_q = p.documents_q.total;

@@ -12,13 +12,13 @@ struct Range {
   PACKING_OPS_HOST_DEVICE bool empty() const { return end <= first; }
 };
 
-PACKING_OPS_HOST_DEVICE Range clamped_range(int64_t first, int64_t end, int32_t size) {
+PACKING_OPS_HOST_DEVICE Range clamped_range(int32_t first, int32_t end, int32_t size) {
   first = first < 0 ? 0 : (first > size ? size : first);
   end = end < first ? first : (end > size ? size : end);
-  return {static_cast<int32_t>(first), static_cast<int32_t>(end)};
+  return {first, end};
 }
 
-// One document: query token i stands at key position i + shift.
+// One document: query token i stands at key position i + shift. In 32 bits, as kMaxTokens and kOpenWindow allow.
 struct DocumentView {
   int64_t start_q;
   int64_t start_k;
@@ -26,7 +26,7 @@ struct DocumentView {
   int32_t keys;
   Window window;
 
-  PACKING_OPS_HOST_DEVICE int64_t shift() const { return static_cast<int64_t>(keys) - tokens; }
+  PACKING_OPS_HOST_DEVICE int32_t shift() const { return keys - tokens; }
   // Keys that at least one of the tokens first .. last sees. Growing with both.
   PACKING_OPS_HOST_DEVICE Range keys_seen(int32_t first, int32_t last) const {
     return clamped_range(first + shift() - window.left, last + shift() + window.right + 1, keys);

@@ -54,9 +54,11 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys>::kThreads, kKeys ==
     load_tile<Shape::kThreads>(u.tile_k(), args.head_dim, args.k.data, key_rows(args.k, d, kv_head, first_key));
     load_tile<Shape::kThreads>(u.tile_v(), args.head_dim, args.v.data, key_rows(args.v, d, kv_head, first_key));
     ptx::copy_commit();
-    GroupRows rows(d, args.group, kv_head, static_cast<int64_t>(end_step > first_step ? end_step - 1 : 0) * kRows,
-                   kRows);
-    if (first_step < end_step) u.load_rows(args, rows, end_step - 1);
+    const bool down = args.plan.tiles.start_at_last_row(d.tokens);
+    const int32_t steps = end_step - first_step;
+    int32_t step = down && steps > 0 ? end_step - 1 : first_step;
+    GroupRows rows(d, args.group, kv_head, static_cast<int64_t>(step) * kRows, kRows);
+    if (steps > 0) u.load_rows(args, rows, 0);
 
     typename Unit::Sums dk;
     typename Unit::Sums dv;
@@ -69,19 +71,20 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys>::kThreads, kKeys ==
     int32_t claimed = 0;
     int32_t finished = 0;  // what the counter of the step before becomes once its sums are stored, 0: it stays
 
-    for (int32_t step = end_step - 1; step >= first_step; --step, rows = rows.before(kRows)) {
+    for (int32_t i = 0; i < steps; ++i) {
       const int32_t last_token = rows.last_token();
       const Range keys = d.keys_seen(rows.token, last_token);
       const int32_t first_tile = keys.first / kKeys;
-      const Turn turn{counters + static_cast<int64_t>(step) * args.num_kv_heads, entry.tile - first_tile,
-                      (keys.end - 1) / kKeys - first_tile};
+      const int32_t last_tile = (keys.end - 1) / kKeys;
+      const Turn turn{counters + static_cast<int64_t>(step) * args.num_kv_heads,
+                      down ? entry.tile - first_tile : last_tile - entry.tile, last_tile - first_tile};
       const int seen_first = keys.first <= first_key ? 0 : (keys.first - first_key) / 16;
       const int seen_end = keys.end >= end_key ? (end_key - first_key + 15) / 16 : (keys.end - first_key + 15) / 16;
 
       ptx::copy_wait<0>();
       __syncthreads();
-      if (step > first_step) {
-        u.load_rows(args, rows.before(kRows), step - 1);
+      if (i + 1 < steps) {
+        u.load_rows(args, rows.next(kRows, down), i + 1);
       } else if (threadIdx.x == 0) {
         // Not earlier: a unit that is claimed long before it starts would keep others of its document waiting.
         claimed = atomicAdd(claim, 1);
@@ -95,9 +98,9 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys>::kThreads, kKeys ==
         const int last_key = 16 * (high ? key_block + Unit::kApart : key_block) + 15;
         const bool masked = !d.all_seen(rows.token, last_token, first_key + tile_key, first_key + last_key);
         if (low && high) {
-          u.template scores<2>(shared, args, d, rows, step, first_row, first_key, tile_key, masked);
+          u.template scores<2>(shared, args, d, rows, i, first_row, first_key, tile_key, masked);
         } else {
-          u.template scores<1>(shared, args, d, rows, step, first_row, first_key, tile_key, masked);
+          u.template scores<1>(shared, args, d, rows, i, first_row, first_key, tile_key, masked);
         }
       }
       // One thread waits for this tile's turn, which has mostly come.
@@ -108,25 +111,30 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys>::kThreads, kKeys ==
       __syncthreads();
       const int first_column = part * Shape::kColumns;
       if (low && high && row_blocks == kRows / 16) {
-        u.template accumulate_both<0, 2, true>(dk, dv, step, key_block, first_column, row_blocks);
+        u.template accumulate_both<0, 2, true>(dk, dv, i, key_block, first_column, row_blocks);
       } else if (low && high) {
-        u.template accumulate_both<0, 2, false>(dk, dv, step, key_block, first_column, row_blocks);
+        u.template accumulate_both<0, 2, false>(dk, dv, i, key_block, first_column, row_blocks);
       } else if (low) {
-        u.template accumulate_both<0, 1, false>(dk, dv, step, key_block, first_column, row_blocks);
+        u.template accumulate_both<0, 1, false>(dk, dv, i, key_block, first_column, row_blocks);
       } else if (high) {
-        u.template accumulate_both<1, 1, false>(dk, dv, step, key_block, first_column, row_blocks);
+        u.template accumulate_both<1, 1, false>(dk, dv, i, key_block, first_column, row_blocks);
       }
       // Late, so that the sums of the step before have long arrived.
-      if (threadIdx.x == 0 && finished > 0) ptx::store_release(turn.counter + args.num_kv_heads, finished);
+      if (threadIdx.x == 0 && finished > 0) {
+        ptx::store_release(turn.counter + (down ? args.num_kv_heads : -args.num_kv_heads), finished);
+      }
       u.add_queries(args, rows, turn, sums + static_cast<int64_t>(step) * args.num_kv_heads * Unit::kSumsInTile,
                     seen_first, seen_end);
       finished = turn.mine < turn.last ? turn.mine + 1 : 0;
+      rows = rows.next(kRows, down);
+      step += down ? -1 : 1;
     }
-    if (first_step == end_step && threadIdx.x == 0) claimed = atomicAdd(claim, 1);
+    if (steps == 0 && threadIdx.x == 0) claimed = atomicAdd(claim, 1);
     ptx::copy_wait<0>();
     __syncthreads();  // every tile has been read, every sum stored
     if (threadIdx.x == 0) {
-      if (finished > 0) ptx::store_release(counters + static_cast<int64_t>(first_step) * args.num_kv_heads, finished);
+      const int32_t last_step = down ? first_step : end_step - 1;
+      if (finished > 0) ptx::store_release(counters + static_cast<int64_t>(last_step) * args.num_kv_heads, finished);
       *next_unit = claimed;
     }
 #pragma unroll

@@ -74,7 +74,7 @@ struct BackwardUnit {
   __device__ __forceinline__ void load_rows(const Args& args, const GroupRows& rows, int i) const {
     const int thread = static_cast<int>(threadIdx.x) - (Shape::kThreads - 128);
     if (thread < 0) return;
-    if (rows.valid == Shape::kRows && args.head_dim == kDim && 16 % args.group == 0) {
+    if (rows.valid == Shape::kRows && args.whole_rows) {
       load_whole_group_rows<128>(tile_q(i), thread, args.q, rows);
       load_whole_group_rows<128>(tile_do(i), thread, args.dout, rows);
     } else {
@@ -190,11 +190,17 @@ struct BackwardUnit {
 
   template <int kCount>
   static __device__ __forceinline__ void store(TileS tile, const Scores& x, int first_row, int first_key) {
+    // Tile::chunk(.., row, first_key / 8) with the row's low bits taken from the lane, so that one address serves all
+    // rows; the second half of a block is a chunk further, the second block kApart blocks.
+    const int lane = threadIdx.x & 31;
+    const int row = first_row + (lane >> 2);
+    const uint32_t first = tile.chunk(first_key / 64, row, first_key / 8 % 8) + (lane & 3) * 4;
+    constexpr int kFlip = kApart < 4 ? kApart << 5 : 0;
+    constexpr int kFurther = kApart < 4 ? 0 : kApart / 4 * Shape::kRows * 128;
     for_each_row([&](int m, int half) {
 #pragma unroll
       for (int n = 0; n < 2 * kCount; ++n) {
-        const int chunk = first_key / 8 + (n / 2) * 2 * kApart + n % 2;
-        const uint32_t at = tile.chunk(chunk / 8, lane_row(first_row, m, half), chunk % 8) + (threadIdx.x & 3) * 4;
+        const uint32_t at = (first ^ (n / 2 * kFlip) ^ (n % 2 << 4)) + n / 2 * kFurther + (16 * m + 8 * half) * 128;
         ptx::store_shared(at, pack<T>(x[m][n][2 * half], x[m][n][2 * half + 1]));
       }
     });

@@ -177,7 +177,7 @@ struct GroupRows {
   int32_t token;        // the same, in the document
   int32_t skipped;      // first % group
   int32_t group;
-  uint32_t inverse;  // 2^22 / group, rounded up: exact for row + skipped below 2^12
+  uint32_t inverse;  // 2^22 / group, rounded up: its quotients are exact below 2^12
   int32_t valid;     // rows that exist, of kRows
   int32_t first_head;
   int64_t left;  // rows from `first` to the document's end
@@ -193,20 +193,20 @@ struct GroupRows {
     left = static_cast<int64_t>(d.tokens) * group - first;
     valid = static_cast<int32_t>(left < rows ? left : rows);
   }
-  // The `rows` rows before.
-  __device__ GroupRows before(int rows) const {
+  // The `rows` rows after these, or before them.
+  __device__ GroupRows next(int rows, bool down) const {
+    const int32_t step = down ? -quotient(rows - skipped + group - 1) : token_step(rows);
+    const int32_t further = down ? -rows : rows;
     GroupRows next = *this;
-    const int32_t step = static_cast<int32_t>((static_cast<uint32_t>(rows - skipped + group - 1) * inverse) >> 22);
-    next.first_token -= step;
-    next.token -= step;
-    next.skipped += step * group - rows;
-    next.left += rows;
-    next.valid = rows;
+    next.first_token += step;
+    next.token += step;
+    next.skipped += further - step * group;
+    next.left -= further;
+    next.valid = static_cast<int32_t>(next.left < rows ? next.left : rows);
     return next;
   }
-  __device__ int32_t token_step(int row) const {
-    return static_cast<int32_t>((static_cast<uint32_t>(row + skipped) * inverse) >> 22);
-  }
+  __device__ int32_t quotient(int x) const { return static_cast<int32_t>((static_cast<uint32_t>(x) * inverse) >> 22); }
+  __device__ int32_t token_step(int row) const { return quotient(row + skipped); }
   __device__ int32_t token_of(int row) const { return token + token_step(row); }
   __device__ int32_t last_token() const { return token_of(valid - 1); }
   // Element offset of a row in `rows`, or in a contiguous [total, num_heads] array with unit head stride.
