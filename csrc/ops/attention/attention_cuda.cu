@@ -36,7 +36,7 @@ Args forward_args(const VarlenAttentionParams& p) {
   a.num_kv_heads = static_cast<int32_t>(p.num_kv_heads);
   a.group = static_cast<int32_t>(p.num_q_heads / p.num_kv_heads);
   a.head_dim = static_cast<int32_t>(p.head_dim);
-  a.whole_rows = sm80::padded_dim(a.head_dim) == a.head_dim && 16 % a.group == 0;
+  a.whole_group = sm80::padded_dim(a.head_dim) == a.head_dim && 16 % a.group == 0 ? a.group : 0;
   a.softmax_scale = static_cast<float>(p.softmax_scale);
   a.softcap = static_cast<float>(p.softcap);
   return a;

@@ -42,7 +42,8 @@ struct alignas(16) PlanEntry {
   int32_t tokens;
   int32_t start_k;
   int32_t keys;
-  int32_t unused[2];
+  int32_t first_token;  // of a forward unit's rows
+  int32_t skipped;      // heads of its group that belong to the unit before
 };
 
 // int32 words: header, forward entries, backward entries, backward entries of small documents; attention_plan_size of

@@ -61,13 +61,15 @@ struct TileLister {
   __device__ PlanEntry entry(int64_t document, const DocumentView& d, int32_t index) const {
     const bool ascend = list == PlanView::kForward || plan.tiles.start_at_last_row(d.tokens);
     const int32_t tile = ascend ? index : tiles(d) - 1 - index;
+    const int64_t row = static_cast<int64_t>(tile) * plan.tiles.forward_rows;
     return {static_cast<int32_t>(document),
             tile,
             static_cast<int32_t>(d.start_q),
             d.tokens,
             static_cast<int32_t>(d.start_k),
             d.keys,
-            {0, 0}};
+            static_cast<int32_t>(row / plan.tiles.group),
+            static_cast<int32_t>(row % plan.tiles.group)};
   }
 };
 

@@ -29,7 +29,7 @@ struct Args {
   int32_t num_kv_heads = 0;
   int32_t group = 0;  // num_heads / num_kv_heads
   int32_t head_dim = 0;
-  bool whole_rows = false;  // head_dim is padded and 16 packed rows are whole tokens: tiles load without checks
+  int32_t whole_group = 0;  // the group where head_dim is padded and 16 packed rows are whole tokens: simple loads
   float softmax_scale = 0;
   float softcap = 0;
 

@@ -46,7 +46,16 @@ struct BackwardUnit {
   static constexpr int kRowTiles = Shape::kScoreRows / 16;
   static constexpr int kApart = Shape::kKeyWarps;  // blocks between a warp's two blocks of keys
   using Scores = float[kRowTiles][4][4];           // [16 rows, 8 keys] each, two for a block of keys
-  using Sums = float[2][Shape::kColumns / 8][4];   // [16 keys, 8 columns] each
+  using RowSums = float[kRowTiles][2];
+  using Sums = float[2][Shape::kColumns / 8][4];  // [16 keys, 8 columns] each
+
+  // Blocks of 16 keys that a row tile sees.
+  struct SeenBlocks {
+    int first;
+    int end;
+    __device__ bool has_block(int block) const { return block >= first && block < end; }
+    __device__ bool has(int key_warp) const { return has_block(key_warp) || has_block(key_warp + kApart); }
+  };
 
   uint32_t base;
   LaneOffset rows_first;
@@ -71,10 +80,10 @@ struct BackwardUnit {
   __device__ uint32_t stats(int i) const { return stage(i) + 2 * TileQ::kBytes; }
 
   // By the last four warps: the first two have fences to pass, which would wait for these copies.
-  __device__ __forceinline__ void load_rows(const Args& args, const GroupRows& rows, int i) const {
+  __device__ __forceinline__ void load_rows(const Args& args, const GroupRows& rows, int i, bool single) const {
     const int thread = static_cast<int>(threadIdx.x) - (Shape::kThreads - 128);
     if (thread < 0) return;
-    if (rows.valid == Shape::kRows && args.whole_rows) {
+    if (rows.valid == Shape::kRows && args.whole_group > 0) {
       load_whole_group_rows<128>(tile_q(i), thread, args.q, rows);
       load_whole_group_rows<128>(tile_do(i), thread, args.dout, rows);
     } else {
@@ -84,8 +93,14 @@ struct BackwardUnit {
     if (thread < Shape::kRows) {
       const int row = thread;
       const bool valid = row < rows.valid;
-      ptx::copy_8(stats(i) + row * 8, valid ? args.row_stats + rows.offset(row, args.num_heads, 1) : args.row_stats,
-                  valid);
+      const uint32_t to = stats(i) + row * 8;
+      if (single) {
+        const int64_t at = valid ? rows.offset(row, 1, args.documents_q.total) : 0;
+        ptx::copy_4(to, args.lse + at, valid);
+        ptx::copy_4(to + 4, args.dlse != nullptr ? args.dlse + at : args.lse, valid && args.dlse != nullptr);
+      } else {
+        ptx::copy_8(to, valid ? args.row_stats + rows.offset(row, args.num_heads, 1) : args.row_stats, valid);
+      }
     }
     ptx::copy_commit();
   }
@@ -137,10 +152,11 @@ struct BackwardUnit {
   template <int kCount>
   static __device__ __forceinline__ void weights(Scores& s, Scores& t, const float2* stats, const Args& args,
                                                  const DocumentView& d, const GroupRows& rows, int first_row,
-                                                 int32_t first_key, bool masked) {
+                                                 int32_t first_key, bool masked, bool single) {
     const float scale = args.softmax_scale * kLog2e;
     for_each_row([&](int m, int half) {
-      const float lse = stats[lane_row(first_row, m, half)].x;
+      float lse = stats[lane_row(first_row, m, half)].x;
+      if (single) lse = scaled_lse(lse);
 #pragma unroll
       for (int n = 0; n < 2 * kCount; ++n) {
 #pragma unroll
@@ -171,17 +187,53 @@ struct BackwardUnit {
     });
   }
 
+  // rowsum(dout * out) - dlse of a document that is one key tile: rowsum(p * dp), added up over the warps that have
+  // keys of these rows. They meet twice at ds, which none of them has stored yet.
+  template <int kCount>
+  __device__ __forceinline__ void sum_rows(RowSums& sums, const Scores& p, const Scores& dp, const float2* stats,
+                                           int first_row, const SeenBlocks& seen) const {
+    const int lane = threadIdx.x & 31;
+    const uint32_t shared = tile_ds().base + first_row * 128;
+    const int key_warp = threadIdx.x / 32 % Shape::kKeyWarps;
+    const auto place = [&](int w, int m, int half) {
+      return shared + (w * Shape::kScoreRows + lane_row(0, m, half)) * 4;
+    };
+    int threads = 0;
+#pragma unroll
+    for (int w = 0; w < Shape::kKeyWarps; ++w) threads += seen.has(w) ? 32 : 0;
+    for_each_row([&](int m, int half) {
+      float sum = 0.f;
+#pragma unroll
+      for (int n = 0; n < 2 * kCount; ++n) {
+#pragma unroll
+        for (int i = 2 * half; i < 2 * half + 2; ++i) sum = fmaf(p[m][n][i], dp[m][n][i], sum);
+      }
+      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      if ((lane & 3) == 0) ptx::store_shared(place(key_warp, m, half), __float_as_uint(sum));
+    });
+    ptx::barrier(1 + first_row / Shape::kScoreRows, threads);
+    for_each_row([&](int m, int half) {
+      float sum = 0.f;
+#pragma unroll
+      for (int w = 0; w < Shape::kKeyWarps; ++w) {
+        if (seen.has(w)) sum += ptx::load_shared(place(w, m, half));
+      }
+      sums[m][half] = sum - stats[lane_row(first_row, m, half)].y;
+    });
+    ptx::barrier(1 + first_row / Shape::kScoreRows, threads);
+  }
+
   // ds from dp = dout v^T.
   template <int kCount>
   static __device__ __forceinline__ void score_gradients(Scores& ds, const Scores& p, const Scores& t,
-                                                         const float2* stats, int first_row) {
+                                                         const RowSums& sums) {
     for_each_row([&](int m, int half) {
-      const float sum = stats[lane_row(first_row, m, half)].y;
 #pragma unroll
       for (int n = 0; n < 2 * kCount; ++n) {
 #pragma unroll
         for (int i = 2 * half; i < 2 * half + 2; ++i) {
-          ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - sum);
+          ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - sums[m][half]);
           if constexpr (kTransform) ds[m][n][i] *= 1.f - t[m][n][i] * t[m][n][i];
         }
       }
@@ -210,16 +262,22 @@ struct BackwardUnit {
   template <int kCount>
   __device__ __forceinline__ void scores(const uint8_t* generic, const Args& args, const DocumentView& d,
                                          const GroupRows& rows, int step, int first_row, int32_t first_key,
-                                         int tile_key, bool masked) const {
+                                         int tile_key, bool masked, bool single, const SeenBlocks& seen) const {
     const auto* row_stats = reinterpret_cast<const float2*>(generic + (stats(step) - base));
     Scores p;
     Scores t;
     Scores ds;
     product<kCount>(p, tile_q(step), first_row, tile_k(), tile_key);
-    weights<kCount>(p, t, row_stats, args, d, rows, first_row, first_key + tile_key, masked);
+    weights<kCount>(p, t, row_stats, args, d, rows, first_row, first_key + tile_key, masked, single);
     store<kCount>(tile_p(), p, first_row, tile_key);
     product<kCount>(ds, tile_do(step), first_row, tile_v(), tile_key);
-    score_gradients<kCount>(ds, p, t, row_stats, first_row);
+    RowSums sums;
+    if (single) {
+      sum_rows<kCount>(sums, p, ds, row_stats, first_row, seen);
+    } else {
+      for_each_row([&](int m, int half) { sums[m][half] = row_stats[lane_row(first_row, m, half)].y; });
+    }
+    score_gradients<kCount>(ds, p, t, sums);
     store<kCount>(tile_ds(), ds, first_row, tile_key);
   }
 

@@ -39,7 +39,10 @@ struct ForwardUnit {
   using Scores = float[kBlocks][kKeyBlocks][4];
   using Sums = float[kBlocks][kDimBlocks][4];
 
+  // kCount: blocks of 8 keys, from the tile's first on, that the warp's rows see.
+
   // s = q k^T of this warp's rows and one key tile.
+  template <int kCount>
   static __device__ __forceinline__ void scores(Scores& s, typename Shape::TileQ q, typename Shape::TileK k,
                                                 int first_row) {
     const LaneView<Shape::kRows, Shape::kDim> rows(q, Lanes::kRowsFirst, first_row);
@@ -47,7 +50,7 @@ struct ForwardUnit {
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
-      for (int n = 0; n < kKeyBlocks; ++n)
+      for (int n = 0; n < kCount; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) s[b][n][i] = 0.f;
 #pragma unroll
@@ -56,7 +59,7 @@ struct ForwardUnit {
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) ptx::ldmatrix(a[b], rows.at(16 * b, d));
 #pragma unroll
-      for (int n = 0; n < kKeyBlocks; n += 2) {
+      for (int n = 0; n < kCount; n += 2) {
         uint32_t bb[4];
         ptx::ldmatrix(bb, keys.at(8 * n, d));
 #pragma unroll
@@ -69,10 +72,11 @@ struct ForwardUnit {
   }
 
   // o += p v, p rounded to T.
+  template <int kCount>
   static __device__ __forceinline__ void values(Sums& o, const Scores& p, typename Shape::TileK v) {
     const LaneView<Shape::kKeys, Shape::kDim> keys(v, Lanes::kRowsFirst, 0);
 #pragma unroll
-    for (int n = 0; n < kKeyBlocks; n += 2) {
+    for (int n = 0; n < kCount; n += 2) {
       uint32_t a[kBlocks][4];
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
@@ -95,6 +99,7 @@ struct ForwardUnit {
   }
 
   // first_row: this thread's first row of the unit.
+  template <int kCount>
   static __device__ __forceinline__ void mask(Scores& s, const DocumentView& d, const GroupRows& rows, int first_row,
                                               int32_t first_key) {
     const int32_t column = first_key + 2 * (threadIdx.x & 3);
@@ -105,7 +110,7 @@ struct ForwardUnit {
         const int32_t token = rows.token_of(first_row + 16 * b + 8 * half);
         const Range seen = d.keys_seen(token, token);
 #pragma unroll
-        for (int n = 0; n < kKeyBlocks; ++n) {
+        for (int n = 0; n < kCount; ++n) {
           const int32_t key = column + 8 * n;
           if (key < seen.first || key >= seen.end) s[b][n][2 * half] = -INFINITY;
           if (key + 1 < seen.first || key + 1 >= seen.end) s[b][n][2 * half + 1] = -INFINITY;
@@ -115,6 +120,7 @@ struct ForwardUnit {
   }
 
   // Scores to weights; o and the sums move to the new maximum. `scale` is softmax_scale * log2(e).
+  template <int kCount>
   static __device__ __forceinline__ void softmax(Scores& s, RowState<kBlocks>& rows, Sums& o, float scale) {
     float factor[kBlocks][2];
     bool moved = false;
@@ -124,7 +130,7 @@ struct ForwardUnit {
       for (int half = 0; half < 2; ++half) {
         float most = rows.most[b][half];
 #pragma unroll
-        for (int n = 0; n < kKeyBlocks; ++n) most = fmaxf(most, fmaxf(s[b][n][2 * half], s[b][n][2 * half + 1]));
+        for (int n = 0; n < kCount; ++n) most = fmaxf(most, fmaxf(s[b][n][2 * half], s[b][n][2 * half + 1]));
         most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
         most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
         moved |= most != rows.most[b][half];
@@ -133,7 +139,7 @@ struct ForwardUnit {
         rows.most[b][half] = most;
         float sum = 0.f;
 #pragma unroll
-        for (int n = 0; n < kKeyBlocks; ++n) {
+        for (int n = 0; n < kCount; ++n) {
 #pragma unroll
           for (int i = 2 * half; i < 2 * half + 2; ++i) {
             s[b][n][i] = ptx::exp2_approx(fmaf(s[b][n][i], scale, -base));
@@ -151,6 +157,27 @@ struct ForwardUnit {
       for (int d = 0; d < kDimBlocks; ++d)
 #pragma unroll
         for (int i = 0; i < 4; ++i) o[b][d][i] *= factor[b][i / 2];
+  }
+
+  // One tile of keys for this warp's rows.
+  template <int kCount>
+  static __device__ __forceinline__ void step(Sums& o, RowState<kBlocks>& state, const Args& args,
+                                              typename Shape::TileQ q, typename Shape::TileK k, typename Shape::TileK v,
+                                              const DocumentView& d, const GroupRows& rows, int warp_row,
+                                              int32_t first_key, bool masked, float scale) {
+    Scores s;
+    scores<kCount>(s, q, k, warp_row);
+    if constexpr (kTransform) {
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+        for (int n = 0; n < kCount; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) s[b][n][i] = transform_score(s[b][n][i], args) * kLog2e;
+    }
+    if (masked) mask<kCount>(s, d, rows, warp_row + ((threadIdx.x & 31) >> 2), first_key);
+    softmax<kCount>(s, state, o, scale);
+    values<kCount>(o, s, v);
   }
 };
 
@@ -170,7 +197,8 @@ struct ForwardWork {
   template <class Shape>
   static __device__ __forceinline__ ForwardWork make(const Args& args, const PlanEntry& entry, int32_t kv_head) {
     const DocumentView d = document_view(entry, args.plan.window);
-    const GroupRows rows(d, args.group, kv_head, static_cast<int64_t>(entry.tile) * Shape::kRows, Shape::kRows);
+    const GroupRows rows(d, args.group, kv_head, entry.first_token, entry.skipped,
+                         static_cast<int64_t>(entry.tile) * Shape::kRows, Shape::kRows);
     const Range keys = d.keys_seen(rows.token, rows.last_token());
     const int32_t first = keys.first / Shape::kKeys;
     return {d, rows, kv_head, first, keys.empty() ? first + 1 : (keys.end - 1) / Shape::kKeys + 1};
@@ -272,11 +300,16 @@ __global__ void __launch_bounds__(128, 2) attention_forward_kernel(__grid_consta
   // Only this warp reads these rows.
   const auto load_own_rows = [&](const ForwardWork& work) {
     const uint16_t* data = static_cast<const uint16_t*>(args.q.data);
-    load_rows<32, Shape::kWarpRows>(
-        tile_q, warp_row, threadIdx.x & 31, args.head_dim, data, [&](int row) -> const void* {
-          return row < work.rows.valid ? data + work.rows.offset(row, args.q.token_stride, args.q.head_stride)
-                                       : nullptr;
-        });
+    const int lane = threadIdx.x & 31;
+    const auto address = [&](int row) { return data + work.rows.offset(row, args.q.token_stride, args.q.head_stride); };
+    if (warp_row + Shape::kWarpRows <= work.rows.valid && args.whole_group > 0 && args.whole_group <= 4) {
+      load_whole_rows<32, Shape::kWarpRows>(tile_q, warp_row, lane, address(warp_row + (lane >> 3)) + (lane & 7) * 8,
+                                            work.rows.token_step(4) * args.q.token_stride);
+      return;
+    }
+    load_rows<32, Shape::kWarpRows>(tile_q, warp_row, lane, args.head_dim, data, [&](int row) -> const void* {
+      return row < work.rows.valid ? address(row) : nullptr;
+    });
   };
 
   if (serpentine(0) < units) {
@@ -346,21 +379,14 @@ __global__ void __launch_bounds__(128, 2) attention_forward_kernel(__grid_consta
       }
       // A tile that no row of this warp sees would change no bit.
       if (first_key < some.end && end_key > some.first) {
-        typename Unit::Scores s;
-        Unit::scores(s, tile_q, tile_k(stage), warp_row);
-        if constexpr (kTransform) {
-#pragma unroll
-          for (int b = 0; b < kBlocks; ++b)
-#pragma unroll
-            for (int n = 0; n < Unit::kKeyBlocks; ++n)
-#pragma unroll
-              for (int i = 0; i < 4; ++i) s[b][n][i] = transform_score(s[b][n][i], args) * kLog2e;
+        const bool masked = first_key < all.first || end_key > all.end;
+        if (some.end - first_key <= Shape::kKeys / 2) {
+          Unit::template step<Unit::kKeyBlocks / 2>(o, state, args, tile_q, tile_k(stage), tile_v(stage), work.d,
+                                                    work.rows, warp_row, first_key, masked, scale);
+        } else {
+          Unit::template step<Unit::kKeyBlocks>(o, state, args, tile_q, tile_k(stage), tile_v(stage), work.d, work.rows,
+                                                warp_row, first_key, masked, scale);
         }
-        if (first_key < all.first || end_key > all.end) {
-          Unit::mask(s, work.d, work.rows, warp_row + g, first_key);
-        }
-        Unit::softmax(s, state, o, scale);
-        Unit::values(o, s, tile_v(stage));
       }
       if (last && more) {
         __syncwarp();

@@ -37,6 +37,11 @@ __device__ __forceinline__ float transform_score(float dot, const Args& args) {
   return args.softcap > 0.f ? capped(dot, args.softmax_scale, args.softcap, &t) : dot * args.softmax_scale;
 }
 
+// What the backward subtracts from scores in units of log2(e); nothing where a row sees no key.
+__device__ __forceinline__ float scaled_lse(float lse) {
+  return lse == -INFINITY ? 0.f : lse * kLog2e;
+}
+
 // Which of a fragment's matrices lie side by side: A and transposed B read rows first, B and transposed A columns
 // first.
 enum class Lanes { kRowsFirst, kColumnsFirst };
@@ -122,25 +127,27 @@ __device__ __forceinline__ void load_tile(Tile<kRows, kDim> tile, int head_dim, 
 
 // The same without the checks: every row exists, head_dim is kDim, and `from`, the address of this thread's 16 bytes of
 // its first row, grows by `step` elements every kThreads / 8 rows.
+template <int kThreads, int kCount, int kRows, int kDim>
+__device__ __forceinline__ void load_whole_rows(Tile<kRows, kDim> tile, int first_row, int thread, const uint16_t* from,
+                                                int64_t step) {
+  constexpr int kRowsAtOnce = kThreads / 8;
+  const int c = thread & 7;
+  const int own_row = first_row + (thread >> 3);
+#pragma unroll
+  for (int pass = 0; pass < kCount / kRowsAtOnce; ++pass, from += step) {
+    const int row = own_row + pass * kRowsAtOnce;
+#pragma unroll
+    for (int panel = 0; panel < kDim / 64; ++panel) ptx::copy_16(tile.chunk(panel, row, c), from + panel * 64);
+    if constexpr (Tile<kRows, kDim>::kHalfPanel) {
+      if (c < 4) ptx::copy_16(tile.chunk(kDim / 64, row, c), from + kDim / 64 * 64);
+    }
+  }
+}
+
 template <int kThreads, int kRows, int kDim>
 __device__ __forceinline__ void load_whole_tile(Tile<kRows, kDim> tile, int thread, const uint16_t* from,
                                                 int64_t step) {
-  const int c = thread & 7;
-  const int first_row = thread >> 3;
-  constexpr int kRowsAtOnce = kThreads / 8;
-  const uint32_t to = tile.chunk(0, first_row, c);  // the rows of later passes have the same low bits
-#pragma unroll
-  for (int pass = 0; pass < kRows / kRowsAtOnce; ++pass, from += step) {
-#pragma unroll
-    for (int panel = 0; panel < kDim / 64; ++panel) {
-      ptx::copy_16(to + panel * kRows * 128 + pass * kRowsAtOnce * 128, from + panel * 64);
-    }
-    if constexpr (Tile<kRows, kDim>::kHalfPanel) {
-      if (c < 4) {
-        ptx::copy_16(tile.chunk(kDim / 64, first_row + pass * kRowsAtOnce, c), from + kDim / 64 * 64);
-      }
-    }
-  }
+  load_whole_rows<kThreads, kRows>(tile, 0, thread, from, step);
 }
 
 // Keys first_key .. of a document's head: rows that follow each other in memory.
@@ -183,16 +190,17 @@ struct GroupRows {
   int64_t left;  // rows from `first` to the document's end
 
   GroupRows() = default;
-  __device__ GroupRows(const DocumentView& d, int32_t group, int32_t kv_head, int64_t first, int rows)
-      : group(group), first_head(kv_head * group) {
-    const int64_t start = first / group;
-    token = static_cast<int32_t>(start);
-    skipped = static_cast<int32_t>(first - start * group);
-    first_token = d.start_q + start;
+  // Row 0 is head `skipped` of the group at `token`, which is packed row `first` of the document.
+  __device__ GroupRows(const DocumentView& d, int32_t group, int32_t kv_head, int32_t token, int32_t skipped,
+                       int64_t first, int rows)
+      : first_token(d.start_q + token), token(token), skipped(skipped), group(group), first_head(kv_head * group) {
     inverse = ((1u << 22) + group - 1) / group;
     left = static_cast<int64_t>(d.tokens) * group - first;
     valid = static_cast<int32_t>(left < rows ? left : rows);
   }
+  __device__ GroupRows(const DocumentView& d, int32_t group, int32_t kv_head, int64_t first, int rows)
+      : GroupRows(d, group, kv_head, static_cast<int32_t>(first / group), static_cast<int32_t>(first % group), first,
+                  rows) {}
   // The `rows` rows after these, or before them.
   __device__ GroupRows next(int rows, bool down) const {
     const int32_t step = down ? -quotient(rows - skipped + group - 1) : token_step(rows);
