@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from harness import Case, run
+from harness import Case, commit, device_name, run, write_csv
 
 import packing_ops as po
 
@@ -64,7 +64,37 @@ WORKLOADS = json.loads((Path(__file__).parent / "workloads.json").read_text())["
 PEER = "torch FlashAttention-2"
 
 
-def op_cases(name, lengths, heads, dim, *, peer_fits=True):
+def flex_attention_calls(q, k, v, dout, cu_seqlens):
+    """FlexAttention compiled with a document mask: forward and backward."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    document = po.seq_idx_from_cu_seqlens(cu_seqlens, len(q))
+
+    def sees(batch, head, row, key):
+        return (document[row] == document[key]) & (row >= key)
+
+    mask = torch.compile(create_block_mask)(sees, None, None, len(q), len(k), device="cuda")
+    compiled = torch.compile(flex_attention)
+    rows = [t.detach().transpose(0, 1)[None].requires_grad_() for t in (q, k, v)]
+    out, dout = compiled(*rows, block_mask=mask, enable_gqa=True), dout.transpose(0, 1)[None]
+    return (
+        torch.no_grad()(lambda: compiled(*rows, block_mask=mask, enable_gqa=True)),
+        lambda: torch.autograd.grad(out, rows, dout, retain_graph=True),
+    )
+
+
+def sdpa_mask_calls(q, k, v, dout, cu_seqlens):
+    """torch's SDPA under the mask of all pairs, which fits short rows only."""
+    mask = po.block_causal_mask(cu_seqlens, len(q))
+    tensors = [t.detach().requires_grad_() for t in (q, k, v)]
+    out = sdpa_block_mask(*tensors, mask)
+    return (
+        torch.no_grad()(lambda: sdpa_block_mask(*tensors, mask)),
+        lambda: torch.autograd.grad(out, tensors, dout, retain_graph=True),
+    )
+
+
+def op_cases(name, lengths, heads, dim, *, peer_fits=True, others=None):
     q, k, v, dout, cu_seqlens = packed(lengths, heads, dim, "cuda", torch.bfloat16)
     q, k, v = q.detach(), k.detach(), v.detach()
     total, longest = sum(lengths), max(lengths)
@@ -84,6 +114,8 @@ def op_cases(name, lengths, heads, dim, *, peer_fits=True):
         backward[PEER] = lambda: torch.ops.aten._flash_attention_backward(
             dout, q, k, v, peer_out, peer_lse, *peer, seed, offset
         )
+    for provider, calls in (others or {}).items():
+        forward[provider], backward[provider] = calls(q, k, v, dout, cu_seqlens)
     yield Case("varlen_attention", shape, "bfloat16", forward, runs=7)
     yield Case("varlen_attention_backward", shape, "bfloat16", backward, runs=7)
 
@@ -91,14 +123,42 @@ def op_cases(name, lengths, heads, dim, *, peer_fits=True):
 def cuda_cases():
     """One workload after the other, so that only one is in memory."""
     for name, lengths in WORKLOADS.items():
-        yield from op_cases(name, lengths, (32, 8), 128)
+        yield from op_cases(name, lengths, (32, 8), 128, others={"FlexAttention": flex_attention_calls})
     for name in ("short", "sft", "mid4k"):
         yield from op_cases(name, WORKLOADS[name], (16, 16), 128)
         yield from op_cases(name, WORKLOADS[name], (32, 8), 64)
         yield from op_cases(name, WORKLOADS[name], (16, 4), 256)
-    yield from op_cases("tiny", [100, 156, 200, 56], (32, 8), 128)
+    yield from op_cases("tiny", [100, 156, 200, 56], (32, 8), 128, others={"torch SDPA block mask": sdpa_mask_calls})
     # FlashAttention-2 pads its float32 sums to 128 rows per document, which does not fit any GPU here.
     yield from op_cases("one token", [1] * 65_536, (32, 8), 128, peer_fits=False)
+
+
+def extra_bytes(call):
+    """The most memory that a call held at a time beyond what was there before and what it returned."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    returned = call()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated()
+    held = torch.cuda.memory_allocated() - before
+    del returned
+    return peak - before - held
+
+
+def memory_rows():
+    """Extra memory in bytes per element of q."""
+    rows = []
+    for name, lengths in WORKLOADS.items():
+        for case in op_cases(name, lengths, (32, 8), 128):
+            for provider, call in case.providers.items():
+                call()
+                rows.append({
+                    "op": case.op, "shape": case.shape, "provider": provider,
+                    "extra_bytes_per_q_element": f"{extra_bytes(call) / (sum(lengths) * 32 * 128):.3f}",
+                    "device": device_name("cuda"), "torch": torch.__version__, "commit": commit(),
+                })  # fmt: skip
+    return rows
 
 
 def profiled_calls():
@@ -131,4 +191,6 @@ def cases(device):
 
 
 if __name__ == "__main__":
-    run("attention", cases)
+    arguments = run("attention", cases)
+    if arguments.device == "cuda":
+        write_csv(arguments.out / "attention-memory_cuda.csv", memory_rows())

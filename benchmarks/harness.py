@@ -20,8 +20,6 @@ from rich.progress import track
 from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
-COLUMNS = ["op", "shape", "dtype", "provider", "p20_us", "p50_us", "p80_us", "bytes", "copy_rate_percent",
-           "ratio_to_ours", "device", "threads", "torch", "commit"]  # fmt: skip
 L2_FLUSH_BYTES = 256 << 20
 
 
@@ -131,7 +129,7 @@ def rows_of(case: Case, device: str, copy_rate: float) -> list[dict]:
     return rows
 
 
-def run(family: str, cases_of: Callable[[str], Iterable[Case]]) -> None:
+def run(family: str, cases_of: Callable[[str], Iterable[Case]]) -> argparse.Namespace:
     """Command line of a bench file: measures ``cases_of(device)`` and writes results/<family>_<device>.csv."""
     parser = argparse.ArgumentParser(description=f"Benchmarks of packing_ops.{family}")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
@@ -142,15 +140,19 @@ def run(family: str, cases_of: Callable[[str], Iterable[Case]]) -> None:
     for case in track(cases_of(arguments.device), description=f"bench {family} on {arguments.device}"):
         rows += rows_of(case, arguments.device, copy_rate)
     write_csv(arguments.out / f"{family}_{arguments.device}.csv", rows)
+    return arguments
 
 
 def write_csv(path: Path, rows: list[dict]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
+        writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    table = Table("op", "shape", "dtype", "provider", "p50 us", "copy %", "x ours", title=str(path.name))
+    shown = [
+        name for name in rows[0] if name not in ("p20_us", "p80_us", "bytes", "device", "threads", "torch", "commit")
+    ]
+    table = Table(*shown, title=path.name)
     for row in rows:
-        table.add_row(*(str(row[c]) for c in ("op", "shape", "dtype", "provider", "p50_us", "copy_rate_percent", "ratio_to_ours")))  # fmt: skip
+        table.add_row(*(str(row[name]) for name in shown))
     Console(width=140).print(table)

@@ -7,14 +7,13 @@ time, how busy DRAM, the tensor cores and the instruction issue were, and the st
 import argparse
 import csv
 import io
-import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
-from harness import RESULTS, commit
+from harness import RESULTS, commit, write_csv
 
 METRICS = {
     "gpu__time_duration.sum": "us",
@@ -27,7 +26,6 @@ METRICS = {
 STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 STALLS = ["long_scoreboard", "short_scoreboard", "wait", "barrier", "math_pipe_throttle", "lg_throttle", "mio_throttle",
           "not_selected", "membar", "drain", "sleeping", "branch_resolving", "dispatch_stall"]  # fmt: skip
-COLUMNS = ["case", "kernel", *METRICS.values(), "stalls", "device", "torch", "commit"]
 
 
 def cases():
@@ -111,12 +109,7 @@ def main():
     if shutil.which("ncu") is None:
         sys.exit("profile_gpu: needs ncu on PATH")
     rows = [row for name in cases() if arguments.only in name for row in profiled(name)]
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    with (arguments.out / "profile_cuda.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
-    print(json.dumps(rows, indent=1))
+    write_csv(arguments.out / "profile_cuda.csv", rows)
 
 
 if __name__ == "__main__":

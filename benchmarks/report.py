@@ -36,6 +36,13 @@ def table(rows: list[dict]) -> str:
     return "\n".join([*lines, "", f"{machine}; medians, every provider in the same run."])
 
 
+def plain_table(rows: list[dict]) -> str:
+    """Of a CSV that has no timings: every column as it is."""
+    names = [name for name in rows[0] if name not in ("device", "torch", "commit")]
+    lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
+    return "\n".join([*lines, *(f"| {' | '.join(row[name] for name in names)} |" for row in rows)])
+
+
 def picture(rows: list[dict], path) -> None:
     """Time of every provider as a multiple of ours, one group of bars per case."""
     cases = cases_of(rows)
@@ -64,6 +71,9 @@ def main():
     arguments = parser.parse_args()
     for path in sorted(RESULTS.glob(f"{arguments.family or '*'}_{arguments.device or '*'}.csv")):
         rows = list(csv.DictReader(path.open()))
+        if "ratio_to_ours" not in rows[0]:
+            print(f"\n### {path.stem}\n\n{plain_table(rows)}")
+            continue
         print(f"\n### {path.stem}\n\n{table(rows)}")
         picture(rows, path.with_suffix(".png"))
 

@@ -87,9 +87,10 @@ __device__ __forceinline__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Barrier `id` of the block, for `threads` of its threads.
-__device__ __forceinline__ void barrier(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+// Barrier `id` of the block, for kThreads of its threads.
+template <int kThreads>
+__device__ __forceinline__ void barrier(int id) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 
 // 2^x, two units in the last place; 2^-inf is 0.

@@ -104,6 +104,9 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys>::kThreads, kKeys ==
         } else {
           u.template scores<1>(shared, args, d, rows, i, first_row, first_key, tile_key, masked, single, seen);
         }
+      } else if (first_row < rows.valid && single) {
+        Unit::meet(first_row);
+        Unit::meet(first_row);
       }
       // One thread waits for this tile's turn, which has mostly come.
       if (threadIdx.x == 32 && turn.mine > 0) {

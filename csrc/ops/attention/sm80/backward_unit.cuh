@@ -188,7 +188,7 @@ struct BackwardUnit {
   }
 
   // rowsum(dout * out) - dlse of a document that is one key tile: rowsum(p * dp), added up over the warps that have
-  // keys of these rows. They meet twice at ds, which none of them has stored yet.
+  // keys of these rows, by way of ds, which none of them has stored yet.
   template <int kCount>
   __device__ __forceinline__ void sum_rows(RowSums& sums, const Scores& p, const Scores& dp, const float2* stats,
                                            int first_row, const SeenBlocks& seen) const {
@@ -198,9 +198,6 @@ struct BackwardUnit {
     const auto place = [&](int w, int m, int half) {
       return shared + (w * Shape::kScoreRows + lane_row(0, m, half)) * 4;
     };
-    int threads = 0;
-#pragma unroll
-    for (int w = 0; w < Shape::kKeyWarps; ++w) threads += seen.has(w) ? 32 : 0;
     for_each_row([&](int m, int half) {
       float sum = 0.f;
 #pragma unroll
@@ -212,7 +209,7 @@ struct BackwardUnit {
       sum += __shfl_xor_sync(0xffffffffu, sum, 2);
       if ((lane & 3) == 0) ptx::store_shared(place(key_warp, m, half), __float_as_uint(sum));
     });
-    ptx::barrier(1 + first_row / Shape::kScoreRows, threads);
+    meet(first_row);
     for_each_row([&](int m, int half) {
       float sum = 0.f;
 #pragma unroll
@@ -221,7 +218,12 @@ struct BackwardUnit {
       }
       sums[m][half] = sum - stats[lane_row(first_row, m, half)].y;
     });
-    ptx::barrier(1 + first_row / Shape::kScoreRows, threads);
+    meet(first_row);
+  }
+
+  // The warps that share rows, those without a key of them too.
+  static __device__ __forceinline__ void meet(int first_row) {
+    ptx::barrier<32 * Shape::kKeyWarps>(1 + first_row / Shape::kScoreRows);
   }
 
   // ds from dp = dout v^T.
