@@ -95,18 +95,38 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys>::kThreads, kKeys ==
       const bool high = seen.has_block(key_block + Unit::kApart);
       const int first_row = part * Shape::kScoreRows;
       const int row_blocks = (rows.valid + 15) / 16;
-      if (first_row < rows.valid && (low || high)) {
-        const int tile_key = 16 * (low ? key_block : key_block + Unit::kApart);
-        const int last_key = 16 * (high ? key_block + Unit::kApart : key_block) + 15;
-        const bool masked = !d.all_seen(rows.token, last_token, first_key + tile_key, first_key + last_key);
-        if (low && high) {
-          u.template scores<2>(shared, args, d, rows, i, first_row, first_key, tile_key, masked, single, seen);
-        } else {
-          u.template scores<1>(shared, args, d, rows, i, first_row, first_key, tile_key, masked, single, seen);
+      const bool takes_part = first_row < rows.valid && (low || high);
+      const int tile_key = 16 * (low ? key_block : key_block + Unit::kApart);
+      const int last_key = 16 * (high ? key_block + Unit::kApart : key_block) + 15;
+      const bool masked = !d.all_seen(rows.token, last_token, first_key + tile_key, first_key + last_key);
+      if (single) {
+        // Every warp passes the barriers. Over them p stays in shared memory only: registers are what is short.
+        typename Unit::Pair pair;
+        if (takes_part) {
+          if (low && high) {
+            u.template products<2>(pair, shared, args, d, rows, i, first_row, first_key, tile_key, masked, true);
+          } else {
+            u.template products<1>(pair, shared, args, d, rows, i, first_row, first_key, tile_key, masked, true);
+          }
         }
-      } else if (first_row < rows.valid && single) {
-        Unit::meet(first_row);
-        Unit::meet(first_row);
+        __syncthreads();
+        if (takes_part) u.add_shared_sums(pair, shared, i, first_row, seen);
+        __syncthreads();
+        if (takes_part) {
+          if (low && high) {
+            u.template load<2>(pair.p, u.tile_p(), first_row, tile_key);
+            u.template gradients<2>(pair, first_row, tile_key);
+          } else {
+            u.template load<1>(pair.p, u.tile_p(), first_row, tile_key);
+            u.template gradients<1>(pair, first_row, tile_key);
+          }
+        }
+      } else if (takes_part) {
+        if (low && high) {
+          u.template scores<2>(shared, args, d, rows, i, first_row, first_key, tile_key, masked);
+        } else {
+          u.template scores<1>(shared, args, d, rows, i, first_row, first_key, tile_key, masked);
+        }
       }
       // One thread waits for this tile's turn, which has mostly come.
       if (threadIdx.x == 32 && turn.mine > 0) {

@@ -49,6 +49,13 @@ struct BackwardUnit {
   using RowSums = float[kRowTiles][2];
   using Sums = float[2][Shape::kColumns / 8][4];  // [16 keys, 8 columns] each
 
+  struct Pair {
+    Scores p;
+    Scores dp;     // and then ds
+    Scores t;      // tanh of a soft cap
+    RowSums sums;  // rowsum(dout * out) - dlse
+  };
+
   // Blocks of 16 keys that a row tile sees.
   struct SeenBlocks {
     int first;
@@ -187,17 +194,13 @@ struct BackwardUnit {
     });
   }
 
-  // rowsum(dout * out) - dlse of a document that is one key tile: rowsum(p * dp), added up over the warps that have
-  // keys of these rows, by way of ds, which none of them has stored yet.
+  // Where the warps that share rows leave their share of rowsum(p * dp): at ds, which nobody has stored yet.
+  __device__ __forceinline__ uint32_t shared_sum(int key_warp, int first_row, int m, int half) const {
+    return tile_ds().base + first_row * 128 + (key_warp * Shape::kScoreRows + lane_row(0, m, half)) * 4;
+  }
+
   template <int kCount>
-  __device__ __forceinline__ void sum_rows(RowSums& sums, const Scores& p, const Scores& dp, const float2* stats,
-                                           int first_row, const SeenBlocks& seen) const {
-    const int lane = threadIdx.x & 31;
-    const uint32_t shared = tile_ds().base + first_row * 128;
-    const int key_warp = threadIdx.x / 32 % Shape::kKeyWarps;
-    const auto place = [&](int w, int m, int half) {
-      return shared + (w * Shape::kScoreRows + lane_row(0, m, half)) * 4;
-    };
+  __device__ __forceinline__ void share_sums(const Scores& p, const Scores& dp, int first_row) const {
     for_each_row([&](int m, int half) {
       float sum = 0.f;
 #pragma unroll
@@ -207,23 +210,22 @@ struct BackwardUnit {
       }
       sum += __shfl_xor_sync(0xffffffffu, sum, 1);
       sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-      if ((lane & 3) == 0) ptx::store_shared(place(key_warp, m, half), __float_as_uint(sum));
+      if ((threadIdx.x & 3) == 0) {
+        ptx::store_shared(shared_sum(threadIdx.x / 32 % Shape::kKeyWarps, first_row, m, half), __float_as_uint(sum));
+      }
     });
-    meet(first_row);
+  }
+
+  __device__ __forceinline__ void add_shared_sums(Pair& pair, const uint8_t* generic, int step, int first_row,
+                                                  const SeenBlocks& seen) const {
     for_each_row([&](int m, int half) {
       float sum = 0.f;
 #pragma unroll
       for (int w = 0; w < Shape::kKeyWarps; ++w) {
-        if (seen.has(w)) sum += ptx::load_shared(place(w, m, half));
+        if (seen.has(w)) sum += __uint_as_float(ptx::load_shared(shared_sum(w, first_row, m, half)));
       }
-      sums[m][half] = sum - stats[lane_row(first_row, m, half)].y;
+      pair.sums[m][half] = sum - stats_of(generic, step)[lane_row(first_row, m, half)].y;
     });
-    meet(first_row);
-  }
-
-  // The warps that share rows, those without a key of them too.
-  static __device__ __forceinline__ void meet(int first_row) {
-    ptx::barrier<32 * Shape::kKeyWarps>(1 + first_row / Shape::kScoreRows);
   }
 
   // ds from dp = dout v^T.
@@ -242,8 +244,9 @@ struct BackwardUnit {
     });
   }
 
-  template <int kCount>
-  static __device__ __forceinline__ void store(TileS tile, const Scores& x, int first_row, int first_key) {
+  // f(address, element, half element) for each pair of neighbouring keys: where it lies in a tile of p or ds.
+  template <int kCount, class F>
+  static __device__ __forceinline__ void for_each_pair(TileS tile, int first_row, int first_key, const F& f) {
     // Tile::chunk(.., row, first_key / 8) with the row's low bits taken from the lane, so that one address serves all
     // rows; the second half of a block is a chunk further, the second block kApart blocks.
     const int lane = threadIdx.x & 31;
@@ -254,33 +257,60 @@ struct BackwardUnit {
     for_each_row([&](int m, int half) {
 #pragma unroll
       for (int n = 0; n < 2 * kCount; ++n) {
-        const uint32_t at = (first ^ (n / 2 * kFlip) ^ (n % 2 << 4)) + n / 2 * kFurther + (16 * m + 8 * half) * 128;
-        ptx::store_shared(at, pack<T>(x[m][n][2 * half], x[m][n][2 * half + 1]));
+        f((first ^ (n / 2 * kFlip) ^ (n % 2 << 4)) + n / 2 * kFurther + (16 * m + 8 * half) * 128, m, n, 2 * half);
       }
     });
   }
 
-  // p and ds of this warp's rows and of kCount blocks of keys from tile_key on, to where the others read them.
+  template <int kCount>
+  static __device__ __forceinline__ void store(TileS tile, const Scores& x, int first_row, int first_key) {
+    for_each_pair<kCount>(tile, first_row, first_key, [&](uint32_t at, int m, int n, int i) {
+      ptx::store_shared(at, pack<T>(x[m][n][i], x[m][n][i + 1]));
+    });
+  }
+
+  template <int kCount>
+  static __device__ __forceinline__ void load(Scores& x, TileS tile, int first_row, int first_key) {
+    for_each_pair<kCount>(tile, first_row, first_key, [&](uint32_t at, int m, int n, int i) {
+      const float2 both = unpack<T>(ptx::load_shared(at));
+      x[m][n][i] = both.x;
+      x[m][n][i + 1] = both.y;
+    });
+  }
+
+  __device__ __forceinline__ const float2* stats_of(const uint8_t* generic, int step) const {
+    return reinterpret_cast<const float2*>(generic + (stats(step) - base));
+  }
+
+  // p and dp of this warp's rows and of kCount blocks of keys from tile_key on; p to where the others read it.
+  template <int kCount>
+  __device__ __forceinline__ void products(Pair& pair, const uint8_t* generic, const Args& args, const DocumentView& d,
+                                           const GroupRows& rows, int step, int first_row, int32_t first_key,
+                                           int tile_key, bool masked, bool single) const {
+    product<kCount>(pair.p, tile_q(step), first_row, tile_k(), tile_key);
+    weights<kCount>(pair.p, pair.t, stats_of(generic, step), args, d, rows, first_row, first_key + tile_key, masked,
+                    single);
+    store<kCount>(tile_p(), pair.p, first_row, tile_key);
+    product<kCount>(pair.dp, tile_do(step), first_row, tile_v(), tile_key);
+    if (single) share_sums<kCount>(pair.p, pair.dp, first_row);
+  }
+
+  template <int kCount>
+  __device__ __forceinline__ void gradients(Pair& pair, int first_row, int tile_key) const {
+    score_gradients<kCount>(pair.dp, pair.p, pair.t, pair.sums);
+    store<kCount>(tile_ds(), pair.dp, first_row, tile_key);
+  }
+
+  // Both, for a document whose row_stats are known.
   template <int kCount>
   __device__ __forceinline__ void scores(const uint8_t* generic, const Args& args, const DocumentView& d,
                                          const GroupRows& rows, int step, int first_row, int32_t first_key,
-                                         int tile_key, bool masked, bool single, const SeenBlocks& seen) const {
-    const auto* row_stats = reinterpret_cast<const float2*>(generic + (stats(step) - base));
-    Scores p;
-    Scores t;
-    Scores ds;
-    product<kCount>(p, tile_q(step), first_row, tile_k(), tile_key);
-    weights<kCount>(p, t, row_stats, args, d, rows, first_row, first_key + tile_key, masked, single);
-    store<kCount>(tile_p(), p, first_row, tile_key);
-    product<kCount>(ds, tile_do(step), first_row, tile_v(), tile_key);
-    RowSums sums;
-    if (single) {
-      sum_rows<kCount>(sums, p, ds, row_stats, first_row, seen);
-    } else {
-      for_each_row([&](int m, int half) { sums[m][half] = row_stats[lane_row(first_row, m, half)].y; });
-    }
-    score_gradients<kCount>(ds, p, t, sums);
-    store<kCount>(tile_ds(), ds, first_row, tile_key);
+                                         int tile_key, bool masked) const {
+    Pair pair;
+    products<kCount>(pair, generic, args, d, rows, step, first_row, first_key, tile_key, masked, false);
+    for_each_row(
+        [&](int m, int half) { pair.sums[m][half] = stats_of(generic, step)[lane_row(first_row, m, half)].y; });
+    gradients<kCount>(pair, first_row, tile_key);
   }
 
   // sums += weights^T rows for this warp's blocks of keys kFirst .. kFirst + kCount - 1.

@@ -119,10 +119,9 @@ struct ForwardUnit {
     }
   }
 
-  // Scores to weights; o (unless it is still zero) and the sums move to the new maximum. `scale` is softmax_scale *
-  // log2(e).
+  // Scores to weights; o and the sums move to the new maximum. `scale` is softmax_scale * log2(e).
   template <int kCount>
-  static __device__ __forceinline__ void softmax(Scores& s, RowState<kBlocks>& rows, Sums& o, float scale, bool first) {
+  static __device__ __forceinline__ void softmax(Scores& s, RowState<kBlocks>& rows, Sums& o, float scale) {
     float factor[kBlocks][2];
     bool moved = false;
 #pragma unroll
@@ -151,7 +150,7 @@ struct ForwardUnit {
       }
     }
     // A maximum that stays is a factor of exactly 1, so leaving it out changes no bit.
-    if (first || !__any_sync(0xffffffffu, moved)) return;
+    if (!__any_sync(0xffffffffu, moved)) return;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
@@ -165,7 +164,7 @@ struct ForwardUnit {
   static __device__ __forceinline__ void step(Sums& o, RowState<kBlocks>& state, const Args& args,
                                               typename Shape::TileQ q, typename Shape::TileK k, typename Shape::TileK v,
                                               const DocumentView& d, const GroupRows& rows, int warp_row,
-                                              int32_t first_key, bool masked, float scale, bool first) {
+                                              int32_t first_key, bool masked, float scale) {
     Scores s;
     scores<kCount>(s, q, k, warp_row);
     if constexpr (kTransform) {
@@ -177,7 +176,7 @@ struct ForwardUnit {
           for (int i = 0; i < 4; ++i) s[b][n][i] = transform_score(s[b][n][i], args) * kLog2e;
     }
     if (masked) mask<kCount>(s, d, rows, warp_row + ((threadIdx.x & 31) >> 2), first_key);
-    softmax<kCount>(s, state, o, scale, first);
+    softmax<kCount>(s, state, o, scale);
     values<kCount>(o, s, v);
   }
 };
@@ -383,11 +382,10 @@ __global__ void __launch_bounds__(128, 2) attention_forward_kernel(__grid_consta
         const bool masked = first_key < all.first || end_key > all.end;
         if (some.end - first_key <= Shape::kKeys / 2) {
           Unit::template step<Unit::kKeyBlocks / 2>(o, state, args, tile_q, tile_k(stage), tile_v(stage), work.d,
-                                                    work.rows, warp_row, first_key, masked, scale,
-                                                    tile == work.first_tile);
+                                                    work.rows, warp_row, first_key, masked, scale);
         } else {
           Unit::template step<Unit::kKeyBlocks>(o, state, args, tile_q, tile_k(stage), tile_v(stage), work.d, work.rows,
-                                                warp_row, first_key, masked, scale, tile == work.first_tile);
+                                                warp_row, first_key, masked, scale);
         }
       }
       if (last && more) {
