@@ -101,15 +101,18 @@ def profiled(name: str) -> list[dict]:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", default="", help="cases whose name contains this; rows of others stay")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case:
         return run_case(arguments.case)
     if shutil.which("ncu") is None:
         sys.exit("profile_gpu: needs ncu on PATH")
-    rows = [row for name in cases() if arguments.only in name for row in profiled(name)]
-    write_csv(arguments.out / "profile_cuda.csv", rows)
+    names = [name for name in cases() if arguments.only in name]
+    rows = [row for name in names for row in profiled(name)]
+    path = arguments.out / "profile_cuda.csv"
+    kept = list(csv.DictReader(path.open())) if path.exists() else []
+    write_csv(path, [row for row in kept if row["case"] not in names] + rows)
 
 
 if __name__ == "__main__":

@@ -51,12 +51,6 @@ __device__ __forceinline__ void store_shared(uint32_t address, uint32_t value) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
-__device__ __forceinline__ uint32_t load_shared(uint32_t address) {
-  uint32_t value;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-  return value;
-}
-
 // 16 bytes to shared memory; zeros when not valid (the source is then not read).
 __device__ __forceinline__ void copy_16(uint32_t shared, const void* global, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0)
@@ -65,11 +59,6 @@ __device__ __forceinline__ void copy_16(uint32_t shared, const void* global, boo
 
 __device__ __forceinline__ void copy_16(uint32_t shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
-}
-
-__device__ __forceinline__ void copy_4(uint32_t shared, const void* global, bool valid) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(valid ? 4 : 0)
-               : "memory");
 }
 
 __device__ __forceinline__ void copy_8(uint32_t shared, const void* global, bool valid) {

@@ -55,11 +55,10 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys>::kThreads, kKeys ==
     load_tile<Shape::kThreads>(u.tile_v(), args.head_dim, args.v.data, key_rows(args.v, d, kv_head, first_key));
     ptx::copy_commit();
     const bool down = args.plan.tiles.start_at_last_row(d.tokens);
-    const bool single = kList == PlanView::kSmall || d.keys <= kKeys;
     const int32_t steps = end_step - first_step;
     int32_t step = down && steps > 0 ? end_step - 1 : first_step;
     GroupRows rows(d, args.group, kv_head, static_cast<int64_t>(step) * kRows, kRows);
-    if (steps > 0) u.load_rows(args, rows, 0, single);
+    if (steps > 0) u.load_rows(args, rows, 0);
 
     typename Unit::Sums dk;
     typename Unit::Sums dv;
@@ -79,49 +78,25 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys>::kThreads, kKeys ==
       const int32_t last_tile = (keys.end - 1) / kKeys;
       const Turn turn{counters + static_cast<int64_t>(step) * args.num_kv_heads,
                       down ? entry.tile - first_tile : last_tile - entry.tile, last_tile - first_tile};
-      const typename Unit::SeenBlocks seen{
-          keys.first <= first_key ? 0 : (keys.first - first_key) / 16,
-          keys.end >= end_key ? (end_key - first_key + 15) / 16 : (keys.end - first_key + 15) / 16};
+      const int seen_first = keys.first <= first_key ? 0 : (keys.first - first_key) / 16;
+      const int seen_end = keys.end >= end_key ? (end_key - first_key + 15) / 16 : (keys.end - first_key + 15) / 16;
 
       ptx::copy_wait<0>();
       __syncthreads();
       if (i + 1 < steps) {
-        u.load_rows(args, rows.next(kRows, down), i + 1, single);
+        u.load_rows(args, rows.next(kRows, down), i + 1);
       } else if (threadIdx.x == 0) {
         // Not earlier: a unit that is claimed long before it starts would keep others of its document waiting.
         claimed = atomicAdd(claim, 1);
       }
-      const bool low = seen.has_block(key_block);
-      const bool high = seen.has_block(key_block + Unit::kApart);
+      const bool low = key_block >= seen_first && key_block < seen_end;
+      const bool high = key_block + Unit::kApart >= seen_first && key_block + Unit::kApart < seen_end;
       const int first_row = part * Shape::kScoreRows;
       const int row_blocks = (rows.valid + 15) / 16;
-      const bool takes_part = first_row < rows.valid && (low || high);
-      const int tile_key = 16 * (low ? key_block : key_block + Unit::kApart);
-      const int last_key = 16 * (high ? key_block + Unit::kApart : key_block) + 15;
-      const bool masked = !d.all_seen(rows.token, last_token, first_key + tile_key, first_key + last_key);
-      if (single) {
-        // Every warp passes the barriers. Over them p stays in shared memory only: registers are what is short.
-        typename Unit::Pair pair;
-        if (takes_part) {
-          if (low && high) {
-            u.template products<2>(pair, shared, args, d, rows, i, first_row, first_key, tile_key, masked, true);
-          } else {
-            u.template products<1>(pair, shared, args, d, rows, i, first_row, first_key, tile_key, masked, true);
-          }
-        }
-        __syncthreads();
-        if (takes_part) u.add_shared_sums(pair, shared, i, first_row, seen);
-        __syncthreads();
-        if (takes_part) {
-          if (low && high) {
-            u.template load<2>(pair.p, u.tile_p(), first_row, tile_key);
-            u.template gradients<2>(pair, first_row, tile_key);
-          } else {
-            u.template load<1>(pair.p, u.tile_p(), first_row, tile_key);
-            u.template gradients<1>(pair, first_row, tile_key);
-          }
-        }
-      } else if (takes_part) {
+      if (first_row < rows.valid && (low || high)) {
+        const int tile_key = 16 * (low ? key_block : key_block + Unit::kApart);
+        const int last_key = 16 * (high ? key_block + Unit::kApart : key_block) + 15;
+        const bool masked = !d.all_seen(rows.token, last_token, first_key + tile_key, first_key + last_key);
         if (low && high) {
           u.template scores<2>(shared, args, d, rows, i, first_row, first_key, tile_key, masked);
         } else {
@@ -149,7 +124,7 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys>::kThreads, kKeys ==
         ptx::store_release(turn.counter + (down ? args.num_kv_heads : -args.num_kv_heads), finished);
       }
       u.add_queries(args, rows, turn, sums + static_cast<int64_t>(step) * args.num_kv_heads * Unit::kSumsInTile,
-                    seen.first, seen.end);
+                    seen_first, seen_end);
       finished = turn.mine < turn.last ? turn.mine + 1 : 0;
       rows = rows.next(kRows, down);
       step += down ? -1 : 1;

@@ -46,23 +46,7 @@ struct BackwardUnit {
   static constexpr int kRowTiles = Shape::kScoreRows / 16;
   static constexpr int kApart = Shape::kKeyWarps;  // blocks between a warp's two blocks of keys
   using Scores = float[kRowTiles][4][4];           // [16 rows, 8 keys] each, two for a block of keys
-  using RowSums = float[kRowTiles][2];
-  using Sums = float[2][Shape::kColumns / 8][4];  // [16 keys, 8 columns] each
-
-  struct Pair {
-    Scores p;
-    Scores dp;     // and then ds
-    Scores t;      // tanh of a soft cap
-    RowSums sums;  // rowsum(dout * out) - dlse
-  };
-
-  // Blocks of 16 keys that a row tile sees.
-  struct SeenBlocks {
-    int first;
-    int end;
-    __device__ bool has_block(int block) const { return block >= first && block < end; }
-    __device__ bool has(int key_warp) const { return has_block(key_warp) || has_block(key_warp + kApart); }
-  };
+  using Sums = float[2][Shape::kColumns / 8][4];   // [16 keys, 8 columns] each
 
   uint32_t base;
   LaneOffset rows_first;
@@ -87,7 +71,7 @@ struct BackwardUnit {
   __device__ uint32_t stats(int i) const { return stage(i) + 2 * TileQ::kBytes; }
 
   // By the last four warps: the first two have fences to pass, which would wait for these copies.
-  __device__ __forceinline__ void load_rows(const Args& args, const GroupRows& rows, int i, bool single) const {
+  __device__ __forceinline__ void load_rows(const Args& args, const GroupRows& rows, int i) const {
     const int thread = static_cast<int>(threadIdx.x) - (Shape::kThreads - 128);
     if (thread < 0) return;
     if (rows.valid == Shape::kRows && args.whole_group > 0) {
@@ -100,14 +84,8 @@ struct BackwardUnit {
     if (thread < Shape::kRows) {
       const int row = thread;
       const bool valid = row < rows.valid;
-      const uint32_t to = stats(i) + row * 8;
-      if (single) {
-        const int64_t at = valid ? rows.offset(row, 1, args.documents_q.total) : 0;
-        ptx::copy_4(to, args.lse + at, valid);
-        ptx::copy_4(to + 4, args.dlse != nullptr ? args.dlse + at : args.lse, valid && args.dlse != nullptr);
-      } else {
-        ptx::copy_8(to, valid ? args.row_stats + rows.offset(row, args.num_heads, 1) : args.row_stats, valid);
-      }
+      ptx::copy_8(stats(i) + row * 8, valid ? args.row_stats + rows.offset(row, args.num_heads, 1) : args.row_stats,
+                  valid);
     }
     ptx::copy_commit();
   }
@@ -159,11 +137,10 @@ struct BackwardUnit {
   template <int kCount>
   static __device__ __forceinline__ void weights(Scores& s, Scores& t, const float2* stats, const Args& args,
                                                  const DocumentView& d, const GroupRows& rows, int first_row,
-                                                 int32_t first_key, bool masked, bool single) {
+                                                 int32_t first_key, bool masked) {
     const float scale = args.softmax_scale * kLog2e;
     for_each_row([&](int m, int half) {
-      float lse = stats[lane_row(first_row, m, half)].x;
-      if (single) lse = scaled_lse(lse);
+      const float lse = stats[lane_row(first_row, m, half)].x;
 #pragma unroll
       for (int n = 0; n < 2 * kCount; ++n) {
 #pragma unroll
@@ -194,59 +171,25 @@ struct BackwardUnit {
     });
   }
 
-  // Where the warps that share rows leave their share of rowsum(p * dp): at ds, which nobody has stored yet.
-  __device__ __forceinline__ uint32_t shared_sum(int key_warp, int first_row, int m, int half) const {
-    return tile_ds().base + first_row * 128 + (key_warp * Shape::kScoreRows + lane_row(0, m, half)) * 4;
-  }
-
-  template <int kCount>
-  __device__ __forceinline__ void share_sums(const Scores& p, const Scores& dp, int first_row) const {
-    for_each_row([&](int m, int half) {
-      float sum = 0.f;
-#pragma unroll
-      for (int n = 0; n < 2 * kCount; ++n) {
-#pragma unroll
-        for (int i = 2 * half; i < 2 * half + 2; ++i) sum = fmaf(p[m][n][i], dp[m][n][i], sum);
-      }
-      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-      if ((threadIdx.x & 3) == 0) {
-        ptx::store_shared(shared_sum(threadIdx.x / 32 % Shape::kKeyWarps, first_row, m, half), __float_as_uint(sum));
-      }
-    });
-  }
-
-  __device__ __forceinline__ void add_shared_sums(Pair& pair, const uint8_t* generic, int step, int first_row,
-                                                  const SeenBlocks& seen) const {
-    for_each_row([&](int m, int half) {
-      float sum = 0.f;
-#pragma unroll
-      for (int w = 0; w < Shape::kKeyWarps; ++w) {
-        if (seen.has(w)) sum += __uint_as_float(ptx::load_shared(shared_sum(w, first_row, m, half)));
-      }
-      pair.sums[m][half] = sum - stats_of(generic, step)[lane_row(first_row, m, half)].y;
-    });
-  }
-
   // ds from dp = dout v^T.
   template <int kCount>
   static __device__ __forceinline__ void score_gradients(Scores& ds, const Scores& p, const Scores& t,
-                                                         const RowSums& sums) {
+                                                         const float2* stats, int first_row) {
     for_each_row([&](int m, int half) {
+      const float sum = stats[lane_row(first_row, m, half)].y;
 #pragma unroll
       for (int n = 0; n < 2 * kCount; ++n) {
 #pragma unroll
         for (int i = 2 * half; i < 2 * half + 2; ++i) {
-          ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - sums[m][half]);
+          ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - sum);
           if constexpr (kTransform) ds[m][n][i] *= 1.f - t[m][n][i] * t[m][n][i];
         }
       }
     });
   }
 
-  // f(address, element, half element) for each pair of neighbouring keys: where it lies in a tile of p or ds.
-  template <int kCount, class F>
-  static __device__ __forceinline__ void for_each_pair(TileS tile, int first_row, int first_key, const F& f) {
+  template <int kCount>
+  static __device__ __forceinline__ void store(TileS tile, const Scores& x, int first_row, int first_key) {
     // Tile::chunk(.., row, first_key / 8) with the row's low bits taken from the lane, so that one address serves all
     // rows; the second half of a block is a chunk further, the second block kApart blocks.
     const int lane = threadIdx.x & 31;
@@ -257,60 +200,27 @@ struct BackwardUnit {
     for_each_row([&](int m, int half) {
 #pragma unroll
       for (int n = 0; n < 2 * kCount; ++n) {
-        f((first ^ (n / 2 * kFlip) ^ (n % 2 << 4)) + n / 2 * kFurther + (16 * m + 8 * half) * 128, m, n, 2 * half);
+        const uint32_t at = (first ^ (n / 2 * kFlip) ^ (n % 2 << 4)) + n / 2 * kFurther + (16 * m + 8 * half) * 128;
+        ptx::store_shared(at, pack<T>(x[m][n][2 * half], x[m][n][2 * half + 1]));
       }
     });
   }
 
-  template <int kCount>
-  static __device__ __forceinline__ void store(TileS tile, const Scores& x, int first_row, int first_key) {
-    for_each_pair<kCount>(tile, first_row, first_key, [&](uint32_t at, int m, int n, int i) {
-      ptx::store_shared(at, pack<T>(x[m][n][i], x[m][n][i + 1]));
-    });
-  }
-
-  template <int kCount>
-  static __device__ __forceinline__ void load(Scores& x, TileS tile, int first_row, int first_key) {
-    for_each_pair<kCount>(tile, first_row, first_key, [&](uint32_t at, int m, int n, int i) {
-      const float2 both = unpack<T>(ptx::load_shared(at));
-      x[m][n][i] = both.x;
-      x[m][n][i + 1] = both.y;
-    });
-  }
-
-  __device__ __forceinline__ const float2* stats_of(const uint8_t* generic, int step) const {
-    return reinterpret_cast<const float2*>(generic + (stats(step) - base));
-  }
-
-  // p and dp of this warp's rows and of kCount blocks of keys from tile_key on; p to where the others read it.
-  template <int kCount>
-  __device__ __forceinline__ void products(Pair& pair, const uint8_t* generic, const Args& args, const DocumentView& d,
-                                           const GroupRows& rows, int step, int first_row, int32_t first_key,
-                                           int tile_key, bool masked, bool single) const {
-    product<kCount>(pair.p, tile_q(step), first_row, tile_k(), tile_key);
-    weights<kCount>(pair.p, pair.t, stats_of(generic, step), args, d, rows, first_row, first_key + tile_key, masked,
-                    single);
-    store<kCount>(tile_p(), pair.p, first_row, tile_key);
-    product<kCount>(pair.dp, tile_do(step), first_row, tile_v(), tile_key);
-    if (single) share_sums<kCount>(pair.p, pair.dp, first_row);
-  }
-
-  template <int kCount>
-  __device__ __forceinline__ void gradients(Pair& pair, int first_row, int tile_key) const {
-    score_gradients<kCount>(pair.dp, pair.p, pair.t, pair.sums);
-    store<kCount>(tile_ds(), pair.dp, first_row, tile_key);
-  }
-
-  // Both, for a document whose row_stats are known.
+  // p and ds of this warp's rows and of kCount blocks of keys from tile_key on, to where the others read them.
   template <int kCount>
   __device__ __forceinline__ void scores(const uint8_t* generic, const Args& args, const DocumentView& d,
                                          const GroupRows& rows, int step, int first_row, int32_t first_key,
                                          int tile_key, bool masked) const {
-    Pair pair;
-    products<kCount>(pair, generic, args, d, rows, step, first_row, first_key, tile_key, masked, false);
-    for_each_row(
-        [&](int m, int half) { pair.sums[m][half] = stats_of(generic, step)[lane_row(first_row, m, half)].y; });
-    gradients<kCount>(pair, first_row, tile_key);
+    const auto* row_stats = reinterpret_cast<const float2*>(generic + (stats(step) - base));
+    Scores p;
+    Scores t;
+    Scores ds;
+    product<kCount>(p, tile_q(step), first_row, tile_k(), tile_key);
+    weights<kCount>(p, t, row_stats, args, d, rows, first_row, first_key + tile_key, masked);
+    store<kCount>(tile_p(), p, first_row, tile_key);
+    product<kCount>(ds, tile_do(step), first_row, tile_v(), tile_key);
+    score_gradients<kCount>(ds, p, t, row_stats, first_row);
+    store<kCount>(tile_ds(), ds, first_row, tile_key);
   }
 
   // sums += weights^T rows for this warp's blocks of keys kFirst .. kFirst + kCount - 1.

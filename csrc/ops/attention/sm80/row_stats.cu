@@ -1,6 +1,4 @@
 // What the backward needs of each row before it starts, and the zeros that none of its units writes.
-#include <type_traits>
-
 #include "core/launch.cuh"
 #include "ops/attention/sm80/backward.h"
 #include "ops/attention/sm80/tile.cuh"
@@ -59,44 +57,6 @@ __device__ bool row_sees_keys(const Args& args, int64_t token) {
 }
 
 template <class T>
-__device__ void stats_of_row(const Args& args, int64_t token, int32_t head, int lane) {
-  const T* dout = row_of<T>(args.dout, token, head);
-  const T* out = row_of<T>(args.out, token, head);
-  float sum = 0.f;
-  constexpr int kWide = Word<T>::kElements;
-  for (int i = lane * kWide; i < args.head_dim; i += kLanes * kWide) sum += dot_words<T>(dout + i, out + i);
-  const unsigned peers = 0xffu << (threadIdx.x & 24);
-#pragma unroll
-  for (int step = 1; step < kLanes; step *= 2) sum += __shfl_xor_sync(peers, sum, step);
-  if (lane == 0) {
-    const int64_t at = head * args.documents_q.total + token;
-    if (args.dlse != nullptr) sum -= args.dlse[at];
-    args.row_stats[token * args.num_heads + head] = make_float2(scaled_lse(args.lse[at]), sum);
-  }
-}
-
-// Rows of the documents that have more than one key tile; the units of the others find these numbers themselves.
-template <class T>
-__device__ void stats_of_long_documents(const Args& args) {
-  constexpr int64_t kParts = 8;  // of the tokens that a key tile answers for
-  const int64_t units = args.plan.data[PlanView::kBackward] * kParts;
-  const int keys = args.plan.tiles.backward_keys;
-  for (int64_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
-    const PlanEntry entry = args.plan.entries(PlanView::kBackward)[unit / kParts];
-    if (entry.keys <= keys) continue;
-    const int64_t parts = ceil_div(entry.keys, keys) * kParts;
-    const int64_t part = entry.tile * kParts + unit % kParts;
-    const int64_t first = entry.tokens * part / parts * args.num_heads;
-    const int64_t end = entry.tokens * (part + 1) / parts * args.num_heads;
-    for (int64_t row = first + threadIdx.x / kLanes; row < end; row += kThreads / kLanes) {
-      const int64_t token = row / args.num_heads;
-      stats_of_row<T>(args, entry.start_q + token, static_cast<int32_t>(row - token * args.num_heads),
-                      threadIdx.x % kLanes);
-    }
-  }
-}
-
-template <class T>
 __global__ void __launch_bounds__(kThreads) row_stats_kernel(__grid_constant__ const Args args) {
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
@@ -105,19 +65,31 @@ __global__ void __launch_bounds__(kThreads) row_stats_kernel(__grid_constant__ c
 
   const int64_t end_q = args.plan.data[PlanView::kEndQ];
   const bool all_see = args.documents_q.cu_seqlens == args.documents_k.cu_seqlens;
-  // dsinks asks for every row.
-  const bool every_row = std::is_same_v<T, float> || args.dsinks != nullptr;
   const int64_t rows = args.documents_q.total * args.num_heads;
-  const int64_t first_row = every_row || !all_see ? 0 : end_q * args.num_heads;
-  for (int64_t row = first_row + thread / kLanes; row < rows; row += threads / kLanes) {
+  for (int64_t row = thread / kLanes; row < rows; row += threads / kLanes) {
     const int64_t token = row / args.num_heads;
     const int32_t head = static_cast<int32_t>(row - token * args.num_heads);
     if (token >= end_q || (!all_see && !row_sees_keys(args, token))) {
       zero_row(row_of<T>(args.dq, token, head), args.head_dim, lane);
+      if (token >= end_q) continue;
     }
-    if (every_row && token < end_q) stats_of_row<T>(args, token, head, lane);
+    const T* dout = row_of<T>(args.dout, token, head);
+    const T* out = row_of<T>(args.out, token, head);
+    float sum = 0.f;
+    constexpr int kWide = Word<T>::kElements;
+    for (int i = lane * kWide; i < args.head_dim; i += kLanes * kWide) {
+      sum += dot_words<T>(dout + i, out + i);
+    }
+    const unsigned peers = 0xffu << (threadIdx.x & 24);
+#pragma unroll
+    for (int step = 1; step < kLanes; step *= 2) sum += __shfl_xor_sync(peers, sum, step);
+    if (lane == 0) {
+      const int64_t at = head * args.documents_q.total + token;
+      const float lse = args.lse[at];
+      if (args.dlse != nullptr) sum -= args.dlse[at];
+      args.row_stats[row] = make_float2(lse == -INFINITY ? 0.f : lse * kLog2e, sum);
+    }
   }
-  if (!every_row) stats_of_long_documents<T>(args);
 
   const int64_t end_k = args.plan.data[PlanView::kEndK];
   const int64_t key_rows = (args.documents_k.total - end_k) * args.num_kv_heads;

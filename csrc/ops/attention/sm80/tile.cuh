@@ -25,17 +25,6 @@ __device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
-template <class T>
-__device__ __forceinline__ float2 unpack(uint32_t pair);
-template <>
-__device__ __forceinline__ float2 unpack<__nv_bfloat16>(uint32_t pair) {
-  return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
-}
-template <>
-__device__ __forceinline__ float2 unpack<__half>(uint32_t pair) {
-  return __half22float2(reinterpret_cast<const __half2&>(pair));
-}
-
 // What the softmax sees of a dot product.
 __device__ __forceinline__ float capped(float dot, float softmax_scale, float softcap, float* tanh_out) {
   const float t = tanhf(dot * softmax_scale / softcap);
@@ -46,11 +35,6 @@ __device__ __forceinline__ float capped(float dot, float softmax_scale, float so
 __device__ __forceinline__ float transform_score(float dot, const Args& args) {
   float t;
   return args.softcap > 0.f ? capped(dot, args.softmax_scale, args.softcap, &t) : dot * args.softmax_scale;
-}
-
-// What the backward subtracts from scores in units of log2(e); nothing where a row sees no key.
-__device__ __forceinline__ float scaled_lse(float lse) {
-  return lse == -INFINITY ? 0.f : lse * kLog2e;
 }
 
 // Which of a fragment's matrices lie side by side: A and transposed B read rows first, B and transposed A columns
