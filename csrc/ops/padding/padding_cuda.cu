@@ -150,38 +150,37 @@ __global__ void __launch_bounds__(kThreads) move_rows_kernel(MoveRowsParams p, i
 }
 
 // inverse[padded row] = packed row, -1 where there is none. An entry answers for its own row and for those between it
-// and the row before; the last block for those after the last row.
+// and the row before; the last one of all also for those after it.
 __global__ void __launch_bounds__(kThreads) inverse_kernel(MoveRowsParams p, FaultFlag fault) {
   constexpr int kLong = 16;  // from here on the block fills together
   __shared__ int64_t long_gaps[kThreads][2];
   __shared__ int num_long;
   const int64_t rows = p.batch * p.seqlen;
-  const auto fill = [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin + threadIdx.x; row < end; row += kThreads) p.inverse[row] = -1;
-  };
-  if (blockIdx.x == gridDim.x - 1) return fill(last_row(p.indices, p.total, rows) + 1, rows);
-  for (int64_t base = int64_t{blockIdx.x} * kThreads; base < p.total; base += thread_count() - kThreads) {
+  for (int64_t base = int64_t{blockIdx.x} * kThreads; base <= p.total; base += thread_count()) {
     if (threadIdx.x == 0) num_long = 0;
     __syncthreads();
     const int64_t i = base + threadIdx.x;
-    const int64_t row = i < p.total ? p.indices[i] : -1;
-    int64_t before = i < p.total && i > 0 ? p.indices[i - 1] : -1;
-    if (is_row(row, rows)) {
-      if (!is_row(before, rows)) before = row_before(p.indices, i, rows);
-      if (row <= before) fault.raise(Fault::kIndexOutside, i);
-      p.inverse[row] = static_cast<int32_t>(i);
-      if (row - before > kLong) {
+    const bool has_end = base + kThreads > p.total;
+    const int64_t last = has_end ? last_row(p.indices, p.total, rows) : -1;
+    const int64_t row = i < p.total ? p.indices[i] : rows;
+    const bool inside = is_row(row, rows);
+    if (i < p.total && row != -1 && !inside) fault.raise(Fault::kIndexOutside, i);
+    if (i == p.total || (i < p.total && inside)) {
+      const int64_t before = i == p.total ? last : row_before(p.indices, i, rows);
+      if (inside && row <= before) fault.raise(Fault::kIndexOutside, i);
+      if (inside) p.inverse[row] = static_cast<int32_t>(i);
+      if (row - before - 1 >= kLong) {
         const int slot = atomicAdd(&num_long, 1);
         long_gaps[slot][0] = before + 1;
         long_gaps[slot][1] = row;
       } else {
         for (int64_t gap = before + 1; gap < row; ++gap) p.inverse[gap] = -1;
       }
-    } else if (row != -1) {
-      fault.raise(Fault::kIndexOutside, i);
     }
     __syncthreads();
-    for (int n = 0; n < num_long; ++n) fill(long_gaps[n][0], long_gaps[n][1]);
+    for (int n = 0; n < num_long; ++n) {
+      for (int64_t gap = long_gaps[n][0] + threadIdx.x; gap < long_gaps[n][1]; gap += kThreads) p.inverse[gap] = -1;
+    }
     __syncthreads();
   }
 }
@@ -217,7 +216,7 @@ void launch_scatter_rows_cuda(const MoveRowsParams& p, const CudaLaunch& launch)
   const cudaStream_t stream = stream_of(launch);
   const int64_t rows = p.batch * p.seqlen;
   if (rows == 0) return;
-  inverse_kernel<<<grid_for(p.total, kThreads) + 1, kThreads, 0, stream>>>(p, launch.fault);
+  inverse_kernel<<<grid_for(p.total + 1, kThreads), kThreads, 0, stream>>>(p, launch.fault);
   check_launch("inverse_kernel");
   launch_move<false>(p, rows, launch);
 }
