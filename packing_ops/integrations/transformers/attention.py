@@ -1,0 +1,162 @@
+"""``attn_implementation="packing_ops"``: varlen attention behind transformers' attention and mask interfaces."""
+
+import torch
+
+from packing_ops.attention import varlen_attention
+from packing_ops.integrations.transformers import fallback, masks
+from packing_ops.integrations.transformers.layout import find_layout
+
+_ops = torch.ops.packing_ops
+# What changes the attention itself and is not served; anything else that a model passes is for others.
+_UNSERVED = ("position_bias", "cache", "block_table", "head_mask", "output_attentions")
+
+
+def register(name: str = "packing_ops") -> None:
+    """Makes ``attn_implementation=name`` known to transformers, with ``model.set_attn_implementation(name)``.
+
+    Documents of a batch are found in this order, once per forward, and shared by all layers:
+    ``cu_seq_lens_q`` / ``cu_seq_lens_k`` passed to the model (no host synchronisation); the 2-D attention_mask (left,
+    right, holes) and position_ids, which start a document in each row and where they stop growing (one
+    synchronisation); else each row is one. Causal and full attention, sliding windows, softcap, sinks, grouped heads
+    and scaling follow the model. Everything else runs by SDPA with a mask of the same meaning, after one warning that
+    says why: decoding with a KV cache, 4-D masks, dropout, head_dim over 256. A second call changes nothing.
+
+    Args:
+        name: of the implementation; without "flash", "sdpa" and "flex", which transformers treats on their own.
+
+    Example:
+        >>> register()
+        >>> model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="packing_ops")
+        >>> model(input_ids=row, position_ids=torch.tensor([[0, 1, 2, 0, 1]]))  # two documents
+
+    Raises:
+        ImportError: transformers is not installed, or too old to have the interfaces.
+        ValueError: a name that transformers would treat as its own. Then, in the forward: cu_seqlens that do not end
+            at the batch's tokens, an attention_mask with padding beside them, position_ids that never restart beside
+            cu_seqlens of several documents. On CUDA these three are found in a later call, or in the same one under
+            ``PACKING_OPS_CHECK=1``.
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as error:
+        raise ImportError("transformers 5 is needed: pip install packing_ops[hf]") from error
+    taken = [word for word in ("flash", "sdpa", "flex", "eager", "paged", "/") if word in name]
+    if taken or not name:
+        raise ValueError(f"name: expected one without {taken or 'being empty'}, got {name!r}")
+    masks.NAMES.add(name)
+    AttentionInterface.register(name, packing_ops_attention)
+    AttentionMaskInterface.register(name, masks.packing_ops_mask)
+    if not masks.carry_position_ids():
+        fallback.warn_once(
+            "this transformers prepares masks in another way, packed rows without a mask have no pattern"
+        )
+
+
+def packing_ops_attention(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    dropout=0.0,
+    scaling=None,
+    is_causal=None,
+    sliding_window=None,
+    softcap=None,
+    s_aux=None,
+    cu_seq_lens_q=None,
+    cu_seq_lens_k=None,
+    position_ids=None,
+    **kwargs,
+):
+    """query ``[batch, num_heads, seqlen, head_dim]`` -> (``[batch, seqlen, num_heads, head_dim]``, None)."""
+    batch, _, seqlen, _ = query.shape
+    pattern = attention_mask if isinstance(attention_mask, masks.MaskPattern) else None
+    cu_seqlens = (cu_seq_lens_q, cu_seq_lens_k)
+    if pattern is not None:
+        causal, window = pattern.causal, pattern.window
+        layout = pattern.layout(query, cu_seqlens, position_ids)
+        reason = _why_not(query, key, value, dropout, kwargs)
+    else:
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        window = (-1, -1) if sliding_window is None or sliding_window > key.shape[2] else (sliding_window - 1, 0)
+        reason = _why_not_without_pattern(query, key, attention_mask, causal, window)
+        layout = None
+        if not reason:
+            reason = _why_not(query, key, value, dropout, kwargs)
+            layout = find_layout(query, cu_seqlens, attention_mask, position_ids)
+    if not reason and layout.holes and window != (-1, -1):
+        reason = "a sliding window over padding inside a row"
+    if reason:
+        fallback.warn_once(reason)
+        mask = attention_mask if layout is None else fallback.mask_of(layout, batch, seqlen, causal, window)
+        return fallback.attend(
+            *(module, query, key, value, mask),
+            dropout=dropout,
+            scaling=scaling,
+            softcap=softcap,
+            sinks=s_aux,
+            causal=causal,
+            options=kwargs,
+        )
+    return _varlen(query, key, value, layout, causal, window, scaling, softcap, s_aux), None
+
+
+def _varlen(query, key, value, layout, causal, window, scaling, softcap, sinks):
+    batch, _, seqlen, _ = query.shape
+    query, key, value = _one_dtype(query, key, value)
+    rows = [t.transpose(1, 2) for t in (query, key, value)]
+    if layout.indices is None:
+        q, k, v = (t.flatten(0, 1) for t in rows)
+    else:
+        q, k, v = _ops.gather_rows_many(rows, layout.indices, layout.indices.shape[0])
+    out = varlen_attention(
+        *(q, k, v, layout.cu_seqlens_q, layout.cu_seqlens_k),
+        causal=causal,
+        softmax_scale=scaling,
+        window_size=window,
+        softcap=softcap or 0.0,
+        sinks=sinks,
+        plan=layout.plan(q, k, causal, window),
+    )
+    if layout.indices is None:
+        return out.unflatten(0, (batch, seqlen))
+    return _ops.scatter_rows(out, layout.indices, batch, seqlen)
+
+
+def _one_dtype(query, key, value):
+    """Autocast's dtype, as it would choose for SDPA; else that of value, which the output projection expects."""
+    dtype = value.dtype
+    if torch.is_autocast_enabled(query.device.type) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(query.device.type)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def _why_not_without_pattern(query, key, mask, causal, window):
+    if mask is not None and mask.dim() != 2:
+        why = "decoding with a KV cache" if query.shape[2] != key.shape[2] else "a mask that is neither causal nor full"
+        return f"{why} (mask of {mask.dim()} dimensions)"
+    if query.shape[2] != key.shape[2]:
+        return "decoding with a KV cache or attention to another sequence"
+    if not causal and window != (-1, -1):
+        return "a sliding window without causality and without its mask"
+    return ""
+
+
+def _why_not(query, key, value, dropout, kwargs):
+    """Why varlen_attention cannot serve this call, or an empty string."""
+    if dropout:
+        return f"dropout {dropout} in attention"
+    unserved = [name for name in _UNSERVED if kwargs.get(name) is not None and kwargs[name] is not False]
+    if unserved:
+        return f"{unserved[0]} is not supported"
+    head_dim, device = query.shape[-1], query.device.type
+    if device not in ("cpu", "cuda"):
+        return f"no kernel for {device}"
+    if value.shape[-1] != head_dim:
+        return f"head_dim {head_dim} of query and key, {value.shape[-1]} of value"
+    if head_dim > 256 or (head_dim % 8 and device == "cuda"):
+        return f"head_dim {head_dim}, expected at most 256 and a multiple of 8"
+    if value.dtype not in (torch.float32, torch.bfloat16, torch.float16) and device == "cuda":
+        return f"dtype {value.dtype}"
+    return ""

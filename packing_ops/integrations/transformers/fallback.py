@@ -1,0 +1,56 @@
+"""Attention that varlen_attention does not serve: transformers' SDPA with the mask that the layout asks for."""
+
+import torch
+import torch.nn.functional as F
+
+_told: set[str] = set()
+
+
+@torch.compiler.assume_constant_result
+def warn_once(reason: str):
+    """One warning per reason, also while compiling."""
+    from transformers.utils import logging
+
+    if reason not in _told:
+        _told.add(reason)
+        logging.get_logger(__name__).warning(f"packing_ops attention: {reason}; this call runs by SDPA instead.")
+
+
+def mask_of(layout, batch, seqlen, causal, window):
+    """bool ``[batch, 1, seqlen, seqlen]``, True where visible; padding sees itself, so that its softmax is finite."""
+    documents = layout.document_ids(batch, seqlen)
+    slots = torch.arange(seqlen, device=documents.device)
+    ahead = slots[None, :] - slots[:, None]  # of the key before the query, in slots
+    seen = (documents[:, :, None] == documents[:, None, :]) & (documents >= 0)[:, :, None]
+    left, right = (window[0], 0) if causal else window
+    if left >= 0:
+        seen = seen & (ahead >= -left)
+    if right >= 0:
+        seen = seen & (ahead <= right)
+    return (seen | (ahead == 0))[:, None]
+
+
+def attend(module, query, key, value, mask, *, dropout, scaling, softcap, sinks, causal, options):
+    """SDPA as transformers calls it; softcap and sinks, which it does not have, by the plain formula."""
+    if not softcap and sinks is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=causal, **options
+        )
+    groups = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = scores.float()
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is None and causal and query.shape[2] > 1:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        low = torch.finfo(scores.dtype).min
+        scores = scores.masked_fill(~mask, low) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    weights = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
+    out = F.dropout(weights, dropout, module.training) @ value
+    return out.transpose(1, 2).contiguous(), None

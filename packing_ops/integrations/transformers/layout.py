@@ -1,0 +1,214 @@
+"""Where the documents of a batch lie: worked out once per forward of the model and shared by its layers.
+
+At most one host synchronisation; none with explicit cu_seqlens, for batches without padding or positions, and under
+torch.compile, where sizes are upper bounds instead.
+"""
+
+import os
+import weakref
+
+import torch
+import torch.nn.functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from packing_ops._recent import dense_cu_seqlens
+from packing_ops.attention import attention_plan
+
+_ops = torch.ops.packing_ops
+_FIRST = torch.iinfo(torch.int64).min
+
+
+class Layout:
+    """Documents of a ``[batch, seqlen]`` batch.
+
+    cu_seqlens_q, cu_seqlens_k: int32 ``[num_documents + 1]`` over the packed rows.
+    indices: int64 ``[total]``, the real slots; None where every slot is real.
+    holes: padding may lie between real slots of a row, so that distances there are not those of packed rows.
+    """
+
+    def __init__(self, cu_seqlens_q, cu_seqlens_k, indices=None, holes=False, plans=None):
+        self.cu_seqlens_q, self.cu_seqlens_k = cu_seqlens_q, cu_seqlens_k
+        self.indices, self.holes = indices, holes
+        self.plans = {} if plans is None else plans
+
+    def to(self, device):
+        moved = [t if t is None else t.to(device) for t in (self.cu_seqlens_q, self.cu_seqlens_k, self.indices)]
+        return Layout(*moved, self.holes)
+
+    def plan(self, q, k, causal, window):
+        """The work-list of varlen_attention, made by the first layer of each geometry."""
+        if not q.is_cuda or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+            return None  # the op makes its own
+        geometry = (q.shape[0], k.shape[0], q.shape[1], k.shape[1], q.shape[2], causal, window)
+        if geometry not in self.plans:
+            total_q, total_k, num_heads, num_kv_heads, head_dim, *_ = geometry
+            shapes = {"total_q": total_q, "total_k": total_k, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+            with torch.inference_mode(False):  # the next call may train
+                self.plans[geometry] = attention_plan(
+                    *(self.cu_seqlens_q, self.cu_seqlens_k),
+                    **shapes,
+                    head_dim=head_dim,
+                    causal=causal,
+                    window_size=window,
+                )
+        return self.plans[geometry]
+
+    def document_ids(self, batch, seqlen):
+        """int64 ``[batch, seqlen]``: the document of each slot, -1 for padding."""
+        slots = torch.arange(batch * seqlen, device=self.cu_seqlens_q.device)
+        total = slots.numel() if self.indices is None else self.indices.numel()
+        documents = torch.searchsorted(self.cu_seqlens_q[1:], slots[:total].int(), right=True)
+        documents = documents.masked_fill(documents == self.cu_seqlens_q.numel() - 1, -1)
+        if self.indices is not None:
+            # One slot more takes the rows that have none.
+            target = self.indices.where(self.indices >= 0, batch * seqlen)
+            documents = documents.new_full((batch * seqlen + 1,), -1).scatter(0, target, documents)[:-1]
+        return documents.view(batch, seqlen)
+
+
+def find_layout(query, cu_seqlens=(None, None), padding=None, position_ids=None):
+    """The layout of query ``[batch, num_heads, seqlen, head_dim]``, by the first of: cu_seqlens, padding and positions.
+
+    Args:
+        cu_seqlens: for queries and for keys, int32 or int64 ``[num_documents + 1]``.
+        padding: ``[batch, seqlen]``, not zero = real.
+        position_ids: ``[batch or 1, seqlen]``; a document starts in each row and where they stop growing.
+    """
+    _raise_pending()
+    batch, _, seqlen, _ = query.shape
+    if position_ids is not None and (position_ids.dim() != 2 or position_ids.shape[1] != seqlen):
+        position_ids = None  # of another row, or of several dimensions: they tell nothing about documents
+    if padding is not None and padding.shape != (batch, seqlen):
+        raise ValueError(f"attention_mask: expected [{batch}, {seqlen}] like the batch, got {list(padding.shape)}")
+    given = [tensor for tensor in (*cu_seqlens, padding, position_ids) if tensor is not None]
+    if cu_seqlens[0] is not None or cu_seqlens[1] is not None:
+        cu_q, cu_k = (own if own is not None else other for own, other in (cu_seqlens, cu_seqlens[::-1]))
+        plans = _once(given, (batch, seqlen), lambda: _checked(batch * seqlen, cu_q, cu_k, padding, position_ids))
+        cu_q, cu_k = cu_q.int(), cu_q.int() if cu_k is cu_q else cu_k.int()
+        return Layout(cu_q, cu_k, plans=plans)
+    if not given:
+        cu_q = dense_cu_seqlens(query.transpose(1, 2), "query")
+        return Layout(cu_q, cu_q, plans=_once([cu_q], (), dict))
+    return _once(given, (batch, seqlen), lambda: _from_values(batch, seqlen, padding, position_ids))
+
+
+def as_bool(mask, device):
+    """The bool form of a 2-D mask: one tensor for all kinds of layers of a forward, so that their layout is one."""
+    if mask.dtype == torch.bool and mask.device == device:
+        return mask
+    return _once([mask], (device,), lambda: mask.to(device=device, dtype=torch.bool))
+
+
+# --- kept with the tensors that it was found in ---
+
+_kept = WeakTensorKeyDictionary()
+
+
+def _once(given, sizes, make):
+    """make(), or what it gave when these tensors had these values before. The result must not hold given[0]."""
+    if torch.compiler.is_compiling():
+        return make()
+    with torch.inference_mode(False), torch.no_grad():  # the next call may train
+        if any(tensor.is_inference() for tensor in given):  # has no version that would tell a change
+            return make()
+        key = (*sizes, *(tensor._version for tensor in given))
+        found = _kept.get(given[0])
+        if found is not None and found[0] == key and all(r() is t for r, t in zip(found[1], given[1:], strict=True)):
+            return found[2]
+        made = make()
+        _kept[given[0]] = key, [weakref.ref(tensor) for tensor in given[1:]], made
+        return made
+
+
+# --- from padding and positions ---
+
+
+def _from_values(batch, seqlen, padding, position_ids):
+    compiling = torch.compiler.is_compiling()
+    if padding is None:
+        starts = _row_starts(position_ids.expand(batch, seqlen))
+        cu_seqlens, count = _ops.cu_seqlens_from_position_ids(starts.flatten())
+        if not compiling:
+            cu_seqlens = cu_seqlens[: int(count) + 1]
+        return Layout(cu_seqlens, cu_seqlens)
+    indices, rows, _, totals = _ops.unpad_layout(padding, None, False)
+    real = padding != 0
+    runs = (real[:, 1:] & ~real[:, :-1]).sum(1) + real[:, 0] if seqlen else real.sum(1)
+    holes = (runs > 1).any()
+    cu_seqlens, count = rows, totals[:1]
+    if position_ids is not None:
+        # Rows of all slots, real ones first; those after the last real one become a document of their own.
+        slots = indices.clamp(min=0)
+        positions = position_ids.expand(batch, seqlen).flatten().long()[slots]
+        row = slots // max(seqlen, 1)
+        first = F.pad(row[1:] != row[:-1], (1, 0), value=True)
+        after = indices < 0
+        positions = positions.where(~after, torch.arange(batch * seqlen, device=positions.device))
+        first |= after & F.pad(~after[:-1], (1, 0), value=False)
+        cu_seqlens, count = _ops.cu_seqlens_from_position_ids(positions.masked_fill(first, _FIRST))
+    if compiling:
+        return Layout(cu_seqlens, cu_seqlens, indices, holes=True)
+    total, count, has_holes = torch.stack([totals[0], count[0], holes.to(totals.dtype)]).tolist()
+    if position_ids is not None:
+        cu_seqlens = cu_seqlens[: count + (total == batch * seqlen)]
+    return Layout(cu_seqlens, cu_seqlens, None if total == batch * seqlen else indices[:total], bool(has_holes))
+
+
+def _row_starts(position_ids):
+    """position_ids with the first of each row so small that a document starts there."""
+    return torch.cat([torch.full_like(position_ids[:, :1], _FIRST, dtype=torch.int64), position_ids[:, 1:].long()], 1)
+
+
+# --- explicit cu_seqlens: what they must agree with ---
+
+_pending: list = []
+
+
+def _checked(total, cu_seqlens_q, cu_seqlens_k, padding, position_ids):
+    for name, cu_seqlens in (("cu_seq_lens_q", cu_seqlens_q), ("cu_seq_lens_k", cu_seqlens_k)):
+        if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or not cu_seqlens.numel():
+            got = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}"
+            raise ValueError(f"{name}: expected int32 [num_documents + 1], got {got}")
+        if cu_seqlens is cu_seqlens_k and cu_seqlens_k is cu_seqlens_q and name == "cu_seq_lens_k":
+            continue
+        _refuse(cu_seqlens[-1] != total, f"{name}: expected to end at the batch's {total} tokens, got another end")
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        shapes = f"{list(cu_seqlens_q.shape)} and {list(cu_seqlens_k.shape)}"
+        raise ValueError(f"cu_seq_lens_k: expected as many documents as cu_seq_lens_q, got {shapes}")
+    if padding is not None:
+        _refuse(
+            (padding == 0).any(),
+            "attention_mask: expected no padding beside cu_seq_lens_q, which gives every slot to a document, got zeros",
+        )
+    if position_ids is not None and position_ids.numel() == total:
+        going_on = (position_ids.flatten().diff() == 1).all()
+        _refuse(
+            going_on & ((cu_seqlens_q.diff() > 0).sum() > 1),
+            "position_ids: expected to restart where cu_seq_lens_q starts a document, got a row that never restarts",
+        )
+    return {}
+
+
+def _refuse(wrong, message):
+    """ValueError if the bool tensor is True: now on the CPU, on CUDA in a later call, so that nothing waits for it."""
+    if torch.compiler.is_compiling():
+        return
+    if not wrong.is_cuda or os.environ.get("PACKING_OPS_CHECK") == "1":
+        if wrong:
+            raise ValueError(message)
+    elif not torch.cuda.is_current_stream_capturing():
+        flag = torch.empty((), dtype=torch.bool, pin_memory=True)
+        flag.copy_(wrong, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        _pending.append((event, flag, message))
+
+
+def _raise_pending():
+    if torch.compiler.is_compiling():
+        return
+    while _pending and _pending[0][0].query():
+        _, flag, message = _pending.pop(0)
+        if flag:
+            _pending.clear()
+            raise ValueError(f"{message} (in an earlier call)")
