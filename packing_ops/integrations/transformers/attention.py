@@ -75,18 +75,23 @@ def packing_ops_attention(
     cu_seqlens = (cu_seq_lens_q, cu_seq_lens_k)
     if pattern is not None:
         causal, window = pattern.causal, pattern.window
-        layout = pattern.layout(query, cu_seqlens, position_ids)
+        if not seqlen == key.shape[2] == pattern.length:
+            lengths = f"{seqlen} queries and {key.shape[2]} keys"
+            raise ValueError(f"key: expected the {pattern.length} slots that the mask was made for, got {lengths}")
+        layout = pattern.layout(query, cu_seqlens, position_ids).on(query.device)
         reason = _why_not(query, key, value, dropout, kwargs)
     else:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         window = (-1, -1) if sliding_window is None or sliding_window > key.shape[2] else (sliding_window - 1, 0)
         reason = _why_not_without_pattern(query, key, attention_mask, causal, window)
         layout = None
+        if reason and (cu_seq_lens_q is not None or cu_seq_lens_k is not None) and kwargs.get("cache") is None:
+            raise ValueError(f"cu_seq_lens_q: expected a row of its own documents, got {reason}")
         if not reason:
             reason = _why_not(query, key, value, dropout, kwargs)
-            layout = find_layout(query, cu_seqlens, attention_mask, position_ids)
+            layout = find_layout(query, cu_seqlens, attention_mask, position_ids).on(query.device)
     if not reason and layout.holes and window != (-1, -1):
-        reason = "a sliding window over padding inside a row"
+        reason = "a sliding window over padding that may lie inside a row"
     if reason:
         fallback.warn_once(reason)
         mask = attention_mask if layout is None else fallback.mask_of(layout, batch, seqlen, causal, window)
@@ -155,8 +160,10 @@ def _why_not(query, key, value, dropout, kwargs):
         return f"no kernel for {device}"
     if value.shape[-1] != head_dim:
         return f"head_dim {head_dim} of query and key, {value.shape[-1]} of value"
-    if head_dim > 256 or (head_dim % 8 and device == "cuda"):
-        return f"head_dim {head_dim}, expected at most 256 and a multiple of 8"
+    if head_dim > 256:
+        return f"head_dim {head_dim}, expected at most 256"
+    if head_dim % 8 and device == "cuda" and value.dtype != torch.float32:
+        return f"head_dim {head_dim} in {value.dtype}, expected a multiple of 8"
     if value.dtype not in (torch.float32, torch.bfloat16, torch.float16) and device == "cuda":
         return f"dtype {value.dtype}"
     return ""

@@ -29,11 +29,16 @@ class Layout:
     def __init__(self, cu_seqlens_q, cu_seqlens_k, indices=None, holes=False, plans=None):
         self.cu_seqlens_q, self.cu_seqlens_k = cu_seqlens_q, cu_seqlens_k
         self.indices, self.holes = indices, holes
-        self.plans = {} if plans is None else plans
+        self.plans, self.copies = {} if plans is None else plans, {}
 
-    def to(self, device):
-        moved = [t if t is None else t.to(device) for t in (self.cu_seqlens_q, self.cu_seqlens_k, self.indices)]
-        return Layout(*moved, self.holes)
+    def on(self, device):
+        """The same where query lies, for models with layers on several devices."""
+        if self.cu_seqlens_q.device == device:
+            return self
+        if device not in self.copies:
+            moved = [t if t is None else t.to(device) for t in (self.cu_seqlens_q, self.cu_seqlens_k, self.indices)]
+            self.copies[device] = Layout(*moved, self.holes)
+        return self.copies[device]
 
     def plan(self, q, k, causal, window):
         """The work-list of varlen_attention, made by the first layer of each geometry."""

@@ -27,16 +27,18 @@ class MaskPattern:
             position_ids = position_ids if self.position_ids is None else self.position_ids
             self._layout = find_layout(query, cu_seqlens, self.padding, position_ids)
             self._given = cu_seqlens
-        if self._layout.cu_seqlens_q.device != query.device:  # layers over several devices
-            return self._layout.to(query.device)
         return self._layout
 
 
 class _Carrier:
-    """Goes where transformers hands the 2-D mask on to the mask function, and takes position_ids along."""
+    """Goes where transformers hands the 2-D mask on to the mask function, and takes along what that is not told.
 
-    def __init__(self, padding, position_ids, separates):
-        self.padding, self.position_ids, self.separates = padding, position_ids, separates
+    separates: transformers' own masks would separate the documents of position_ids. stock: keys of another sequence, or
+    of a cache of fixed length, whose masks transformers makes ahead and handles as tensors.
+    """
+
+    def __init__(self, padding, position_ids=None, separates=False, stock=False):
+        self.padding, self.position_ids, self.separates, self.stock = padding, position_ids, separates, stock
 
 
 def packing_ops_mask(
@@ -52,8 +54,11 @@ def packing_ops_mask(
     """The mask function of AttentionMaskInterface: a MaskPattern, or a 4-D bool mask (None for one query over all)."""
     from transformers import masking_utils
 
-    carrier = attention_mask if isinstance(attention_mask, _Carrier) else _Carrier(attention_mask, None, False)
-    pattern = _pattern_of(mask_function, kwargs)
+    carrier = attention_mask
+    if not isinstance(carrier, _Carrier):
+        # Nobody said whose keys a bidirectional mask is about.
+        carrier = _Carrier(attention_mask, stock="allow_is_bidirectional_skip" in kwargs)
+    pattern = None if carrier.stock else _pattern_of(mask_function, kwargs)
     start = isinstance(q_offset, int) and q_offset == 0 and isinstance(kv_offset, int) and kv_offset == 0
     if pattern is not None and start and q_length == kv_length:
         return MaskPattern(*pattern, q_length, carrier.padding, carrier.position_ids)
@@ -125,7 +130,9 @@ def carry_position_ids() -> bool:
         if early:
             return early, mask, *prepared
         separates = position_ids is not None and mask is None and past_key_values is None
-        return early, _Carrier(mask, position_ids, separates), *prepared
+        cross = (rest[0] if rest else named.get("encoder_hidden_states")) is not None
+        stock = cross or getattr(past_key_values, "is_compileable", False)
+        return early, _Carrier(mask, position_ids, separates, stock), *prepared
 
     prepare.carries_position_ids = True
     masking_utils._preprocess_mask_arguments = prepare

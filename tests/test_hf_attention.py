@@ -1,0 +1,399 @@
+"""attn_implementation="packing_ops" in real transformers models: packed, padded, cached, compiled, checkpointed."""
+
+import json
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from hf_models import FAMILIES, tiny_model  # noqa: E402
+
+import packing_ops  # noqa: E402
+from packing_ops.integrations.transformers import fallback, layout, masks, register  # noqa: E402
+
+LENGTHS = [7, 1, 12, 4]
+SLIDING = ["mistral", "gemma2", "gemma3", "gpt_oss"]
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    register()
+    monkeypatch.setattr(fallback, "_told", set())
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    """What fell back, in order."""
+    told = []
+    monkeypatch.setattr(fallback, "warn_once", told.append)
+    return told
+
+
+@pytest.fixture
+def layouts(monkeypatch):
+    """Counts the layouts worked out from values."""
+    made = []
+    build, check = layout._from_values, layout._checked
+    monkeypatch.setattr(layout, "_from_values", lambda *given: made.append("values") or build(*given))
+    monkeypatch.setattr(layout, "_checked", lambda *given: made.append("kwargs") or check(*given))
+    return made
+
+
+def documents(device, lengths=LENGTHS):
+    return [torch.randint(3, 61, (length,), device=device) for length in lengths]
+
+
+def packed(docs):
+    """input_ids and position_ids [1, T]."""
+    positions = torch.cat([torch.arange(len(d), device=d.device) for d in docs])
+    return {"input_ids": torch.cat(docs)[None], "position_ids": positions[None]}
+
+
+def explicit(docs):
+    metadata = packing_ops.PackedMetadata.from_lengths([len(d) for d in docs], device=docs[0].device)
+    return metadata.to_transformers()
+
+
+def padded(docs, side):
+    """input_ids and attention_mask [batch, longest]."""
+    longest = max(map(len, docs)) + (3 if side == "holes" else 0)
+    mask = torch.zeros(len(docs), longest, dtype=torch.long, device=docs[0].device)
+    for row, document in zip(mask, docs, strict=True):
+        slots = {
+            "right": torch.arange(len(document)),
+            "left": torch.arange(longest - len(document), longest),
+            "holes": torch.randperm(longest)[: len(document)],
+        }[side]
+        row[slots.to(row.device)] = 1
+    ids = torch.zeros_like(mask).masked_scatter(mask.bool(), torch.cat(docs))
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def alone(model, docs):
+    return torch.cat([model(document[None]).logits[0] for document in docs])
+
+
+def loss_of(model, inputs, labels, num_targets):
+    return model(**inputs, labels=labels, num_items_in_batch=num_targets).loss
+
+
+def gradients(model):
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+# --- packed ---
+
+
+@every_family
+@pytest.mark.parametrize("how", ["position_ids", "kwargs"])
+def test_packed_equals_each_document_alone(family, how, device, warnings):
+    docs = documents(device)
+    model = tiny_model(family, attn_implementation="packing_ops", device=device)
+    expected = alone(tiny_model(family, device=device), docs)
+    inputs = packed(docs) | (explicit(docs) if how == "kwargs" else {})
+    torch.testing.assert_close(model(**inputs).logits[0], expected, **CLOSE)
+    over_the_row = model(inputs["input_ids"]).logits[0]
+    assert (over_the_row - expected).abs().max() > 0.1  # plain causal over the row is something else
+    assert not warnings
+
+
+@every_family
+def test_loss_and_every_gradient_equal_the_unpacked_batch(family, device):
+    docs = documents(device)
+    model = tiny_model(family, attn_implementation="packing_ops", device=device)
+    reference = tiny_model(family, device=device)
+    num_targets = sum(len(d) - 1 for d in docs)
+    inputs = packed(docs) | explicit(docs)
+    labels = packing_ops.mask_boundary_labels(inputs["input_ids"][0], inputs["cu_seq_lens_q"])[None]
+    loss = loss_of(model, inputs, labels, num_targets)
+    loss.backward()
+    long_enough = [d for d in docs if len(d) > 1]
+    expected = sum(loss_of(reference, {"input_ids": d[None]}, d[None], num_targets) for d in long_enough)
+    expected.backward()
+    torch.testing.assert_close(loss, expected, **CLOSE)
+    ours, theirs = gradients(model), gradients(reference)
+    assert ours.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-5, atol=1e-5 * gradient.abs().max().item() + 1e-6)
+
+
+def test_packed_rows_of_a_larger_batch(device):
+    docs = documents(device, [5, 3, 2, 6])
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device)
+    rows = [packed(docs[:2]), packed(docs[2:])]
+    inputs = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+    torch.testing.assert_close(model(**inputs).logits.flatten(0, 1), alone(model, docs), **CLOSE)
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_packed_beside_a_mask(use_cache, device):
+    docs = documents(device)
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device)
+    inputs = packed(docs)
+    ones = torch.ones_like(inputs["input_ids"])
+    expected = alone(model, docs)
+    logits = model(**inputs, attention_mask=ones, use_cache=use_cache).logits[0]
+    torch.testing.assert_close(logits, expected, **CLOSE)
+    ones[:, -4:] = 0  # the last document is padding
+    logits = model(**inputs, attention_mask=ones, use_cache=use_cache).logits[0, :-4]
+    torch.testing.assert_close(logits, expected[:-4], **CLOSE)
+
+
+# --- padded, cached, encoders ---
+
+
+@every_family
+@pytest.mark.parametrize("side", ["left", "right", "holes"])
+def test_padded_equals_eager_on_real_tokens(family, side, device, warnings):
+    inputs = padded(documents(device), side)
+    real = inputs["attention_mask"].bool()
+    logits = tiny_model(family, attn_implementation="packing_ops", device=device)(**inputs).logits
+    torch.testing.assert_close(logits[real], tiny_model(family, device=device)(**inputs).logits[real], **CLOSE)
+    # A window counts slots: padding between real ones needs a mask.
+    assert bool(warnings) == (side == "holes" and family in SLIDING)
+
+
+@every_family
+def test_generation_with_cache_equals_stock(family, device):
+    inputs = padded(documents(device, [6, 9]), "left")
+    options = {"max_new_tokens": 8, "do_sample": False, "use_cache": True}
+    expected = tiny_model(family, device=device).eval().generate(**inputs, **options)
+    model = tiny_model(family, attn_implementation="packing_ops", device=device).eval()
+    assert torch.equal(model.generate(**inputs, **options), expected)
+    assert torch.equal(model.generate(**inputs, **options, cache_implementation="static"), expected)
+
+
+@pytest.mark.parametrize("side", ["none", "right", "left"])
+def test_encoder_attends_in_full(side, device, warnings):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    config = transformers.BertConfig(vocab_size=61, initializer_range=0.3, **sizes)
+    model = transformers.BertModel(config).to(device).eval()
+    inputs = padded(documents(device, [6, 6] if side == "none" else [6, 9]), "right" if side == "none" else side)
+    real = inputs["attention_mask"].bool()
+    model.set_attn_implementation("eager")
+    expected = model(**inputs).last_hidden_state[real]
+    model.set_attn_implementation("packing_ops")
+    torch.testing.assert_close(model(**inputs).last_hidden_state[real], expected, **CLOSE)
+    assert not warnings
+
+
+# --- found once ---
+
+
+@every_family
+@pytest.mark.parametrize("kind", ["kwargs", "position_ids", "mask"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_metadata_once_per_forward(family, kind, checkpointing, device, layouts):
+    docs = documents(device)
+    inputs = padded(docs, "left") if kind == "mask" else packed(docs) | (explicit(docs) if kind == "kwargs" else {})
+    model = tiny_model(family, attn_implementation="packing_ops", device=device, num_hidden_layers=4, **_four(family))
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    model(**inputs).logits.sum().backward()
+    assert layouts == ["kwargs" if kind == "kwargs" else "values"]
+
+
+def _four(family):
+    return {"layer_types": ["sliding_attention", "full_attention"] * 2} if "layer_types" in FAMILIES[family][1] else {}
+
+
+def test_changed_values_are_seen(device, layouts):
+    docs = documents(device, [4, 4])
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device)
+    inputs = packed(docs)
+    torch.testing.assert_close(model(**inputs).logits[0], alone(model, docs), **CLOSE)
+    inputs["position_ids"].copy_(torch.arange(8))
+    torch.testing.assert_close(model(**inputs).logits[0], model(torch.cat(docs)[None]).logits[0], **CLOSE)
+
+
+def test_inference_mode_then_training(device):
+    inputs = packed(documents(device))
+    model = tiny_model("gemma2", attn_implementation="packing_ops", device=device)
+    with torch.inference_mode():
+        expected = model(**inputs).logits
+    logits = model(**inputs).logits
+    logits.sum().backward()
+    torch.testing.assert_close(logits, expected, **CLOSE)
+
+
+# --- training around it ---
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("kind", ["kwargs", "position_ids", "mask"])
+def test_gradient_checkpointing(reentrant, kind, device):
+    docs = documents(device)
+    inputs = padded(docs, "left") if kind == "mask" else packed(docs) | (explicit(docs) if kind == "kwargs" else {})
+    found = []
+    for checkpointing in (False, True):
+        model = tiny_model("gemma2", attn_implementation="packing_ops", device=device)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        logits = model(**inputs).logits
+        logits.square().sum().backward()
+        found.append(gradients(model))
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("kind", ["kwargs", "position_ids", "mask"])
+def test_compiled_whole(family, kind, device, fresh_compile):
+    docs = documents(device)
+    inputs = padded(docs, "left") if kind == "mask" else packed(docs) | (explicit(docs) if kind == "kwargs" else {})
+    real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+    model = tiny_model(family, attn_implementation="packing_ops", device=device)
+    expected = model(**inputs).logits[real]
+    expected.sum().backward()
+    eager = gradients(model)
+    model.zero_grad()
+    logits = torch.compile(model, fullgraph=True, backend="aot_eager")(**inputs).logits[real]
+    logits.sum().backward()
+    torch.testing.assert_close(logits, expected, **CLOSE)
+    for name, gradient in eager.items():
+        torch.testing.assert_close(gradients(model)[name], gradient, rtol=1e-4, atol=1e-4)
+
+
+def test_autocast(device):
+    docs = documents(device)
+    inputs = packed(docs) | explicit(docs)
+    model = tiny_model("qwen3", attn_implementation="packing_ops", device=device)
+    expected = model(**inputs).logits
+    with torch.autocast(device, torch.bfloat16):
+        logits = model(**inputs).logits
+        stock = tiny_model("qwen3", device=device)(docs[0][None]).logits[0]
+    logits.float().sum().backward()
+    theirs = (stock - expected[0, : LENGTHS[0]]).abs().max()
+    assert (logits - expected)[0, : LENGTHS[0]].abs().max() <= 2 * theirs
+    assert all(gradient.isfinite().all() for gradient in gradients(model).values())
+
+
+def test_save_and_reload(tmp_path, device):
+    docs = documents(device)
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device)
+    model.save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"attn_implementation": "packing_ops"}))
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).to(device).train()
+    assert again.config._attn_implementation == "packing_ops"
+    torch.testing.assert_close(again(**packed(docs)).logits, model(**packed(docs)).logits, rtol=0, atol=0)
+    again.set_attn_implementation("eager")
+    again.set_attn_implementation("packing_ops")
+    torch.testing.assert_close(again(**packed(docs)).logits, model(**packed(docs)).logits, rtol=0, atol=0)
+
+
+# --- what is not served, and what is wrong ---
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_dropout_falls_back_with_the_packed_mask(family, device, warnings):
+    docs = documents(device)
+    model = tiny_model(family, attn_implementation="packing_ops", device=device, attention_dropout=1e-9)
+    logits = model(**packed(docs), **explicit(docs)).logits[0]
+    torch.testing.assert_close(logits, alone(tiny_model(family, device=device), docs), **CLOSE)
+    assert set(warnings) == {"dropout 1e-09 in attention"}
+
+
+def test_fallback_warns_once_and_equals_sdpa(device, caplog):
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device, head_dim=264)
+    stock = tiny_model("llama", attn_implementation="sdpa", device=device, head_dim=264)
+    inputs = padded(documents(device), "right")
+    real = inputs["attention_mask"].bool()
+    transformers.utils.logging.enable_propagation()
+    for _ in range(2):
+        torch.testing.assert_close(model(**inputs).logits[real], stock(**inputs).logits[real], **CLOSE)
+    assert len([r for r in caplog.records if "head_dim 264" in r.message]) == 1
+
+
+def test_attention_weights_are_announced_as_missing(device, warnings):
+    docs = documents(device)
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device).eval()
+    logits = model(**packed(docs), output_attentions=True).logits[0]
+    torch.testing.assert_close(logits, alone(model, docs), **CLOSE)
+    assert set(warnings) == {"output_attentions is not supported"}
+
+
+def test_four_dimensional_mask_is_honoured(device, warnings):
+    ids = torch.randint(3, 61, (2, 6), device=device)
+    mask = torch.rand(2, 1, 6, 6, device=device) < 0.5
+    mask |= torch.eye(6, dtype=torch.bool, device=device)
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device)
+    stock = tiny_model("llama", attn_implementation="sdpa", device=device)
+    expected = stock(ids, attention_mask=mask).logits
+    torch.testing.assert_close(model(ids, attention_mask=mask).logits, expected, **CLOSE)
+    assert "neither causal nor full" in warnings[0]
+
+
+def test_a_function_mixed_into_the_mask_is_honoured(device):
+    config = tiny_model("llama", attn_implementation="packing_ops").config
+    inputs = {"inputs_embeds": torch.zeros(1, 4, 32, device=device), "past_key_values": None}
+    inputs["position_ids"] = torch.tensor([[0, 1, 0, 1]], device=device)
+    prefix = {"or_mask_function": lambda batch, head, q, k: k < 1}
+    mask = transformers.masking_utils.create_causal_mask(config, attention_mask=None, **inputs, **prefix)
+    assert mask[0, 0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+    plain = transformers.masking_utils.create_causal_mask(config, attention_mask=None, **inputs)
+    assert isinstance(plain, masks.MaskPattern)
+    assert (plain.causal, plain.window) == (True, (-1, -1))
+
+
+def test_contradictions(device):
+    docs = documents(device)
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device)
+    good, kwargs = packed(docs), explicit(docs)
+    short = {name: value - 1 if name.startswith("cu") else value for name, value in kwargs.items()}
+    with pytest.raises(ValueError, match="cu_seq_lens_q: expected to end at the batch's 24 tokens"):
+        model(**good, **short)
+    mask = torch.ones_like(good["input_ids"])
+    model(**good, **kwargs, attention_mask=mask)
+    mask[0, 3] = 0
+    with pytest.raises(ValueError, match="attention_mask: expected no padding beside cu_seq_lens_q"):
+        model(**good, **kwargs, attention_mask=mask)
+    with pytest.raises(ValueError, match="position_ids: expected to restart where cu_seq_lens_q"):
+        model(good["input_ids"], **kwargs)
+    kwargs["cu_seq_lens_k"] = kwargs["cu_seq_lens_k"][1:]
+    with pytest.raises(ValueError, match="cu_seq_lens_k: expected as many documents"):
+        model(**good, **kwargs)
+    kwargs["cu_seq_lens_q"] = kwargs["cu_seq_lens_q"].float()
+    with pytest.raises(ValueError, match="cu_seq_lens_q: expected int32"):
+        model(**good, **kwargs)
+
+
+# --- registering ---
+
+
+def test_registering_again_and_under_another_name(device):
+    prepare = transformers.masking_utils._preprocess_mask_arguments
+    register()
+    register("packing_ops_other")
+    assert transformers.masking_utils._preprocess_mask_arguments is prepare
+    docs = documents(device)
+    model = tiny_model("llama", attn_implementation="packing_ops_other", device=device)
+    torch.testing.assert_close(model(**packed(docs)).logits[0], alone(model, docs), **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["flash_packing", "my_sdpa", ""])
+def test_names_that_transformers_treats_as_its_own(name):
+    with pytest.raises(ValueError, match="name: expected"):
+        register(name)
+
+
+def test_missing_transformers_names_the_extra(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"pip install packing_ops\[hf\]"):
+        register()
+
+
+@every_family
+def test_other_implementations_stay_as_they_were(family, device):
+    docs = documents(device, [5, 6])
+    stock = tiny_model(family, device=device)
+    assert transformers.masking_utils._preprocess_mask_arguments.carries_position_ids
+    mask = transformers.masking_utils.create_causal_mask(
+        stock.config, torch.zeros(1, 11, 32), None, None, packed(docs)["position_ids"].cpu()
+    )
+    assert mask.shape == (1, 1, 11, 11)
