@@ -181,6 +181,15 @@ def test_encoder_attends_in_full(side, device, warnings):
     assert not warnings
 
 
+def test_rows_padded_on_either_side_stay_apart(device):
+    """The positions of the second row go on where those of the first end."""
+    inputs = {"attention_mask": torch.tensor([[1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1]], device=device)}
+    inputs["input_ids"] = torch.randint(3, 61, (2, 6), device=device)
+    real = inputs["attention_mask"].bool()
+    logits = tiny_model("llama", attn_implementation="packing_ops", device=device)(**inputs).logits
+    torch.testing.assert_close(logits[real], tiny_model("llama", device=device)(**inputs).logits[real], **CLOSE)
+
+
 # --- found once ---
 
 
@@ -336,6 +345,11 @@ def test_a_function_mixed_into_the_mask_is_honoured(device):
     prefix = {"or_mask_function": lambda batch, head, q, k: k < 1}
     mask = transformers.masking_utils.create_causal_mask(config, attention_mask=None, **inputs, **prefix)
     assert mask[0, 0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+    sliding = tiny_model("mistral", attn_implementation="packing_ops").config
+    even = {"and_mask_function": lambda batch, head, q, k: k % 2 == 0}
+    create = transformers.masking_utils.create_sliding_window_causal_mask
+    mask = create(sliding, attention_mask=None, **inputs, **even)
+    assert mask[0, 0].int().tolist() == [[1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 1, 0], [0, 0, 1, 0]]
     plain = transformers.masking_utils.create_causal_mask(config, attention_mask=None, **inputs)
     assert isinstance(plain, masks.MaskPattern)
     assert (plain.causal, plain.window) == (True, (-1, -1))
