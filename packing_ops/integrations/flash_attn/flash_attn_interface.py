@@ -1,0 +1,123 @@
+"""flash_attn.flash_attn_interface: the attention functions under flash-attn's names, signatures and rules.
+
+Where flash-attn and packing_ops differ, flash-attn's rule holds here: with ``causal`` a window's right side is 0,
+whatever was asked for (transformers asks for ``(w - 1, w - 1)``).
+"""
+
+import torch
+
+import packing_ops
+
+Attended = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Attended:
+    """packing_ops.flash_attn_func. q ``[batch, seqlen_q, num_q_heads, head_dim]``, k and v with seqlen_k and kv heads.
+
+    Example:
+        >>> flash_attn_func(*torch.zeros(2, 5, 3, 4, 64).unbind(2), causal=True, window_size=(2, 2)).shape
+        torch.Size([2, 5, 4, 64])
+
+    Raises:
+        NotImplementedError, ValueError: as packing_ops.flash_attn_func.
+    """
+    window_size = _window(window_size, causal)
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return packing_ops.flash_attn_func(q, k, v, *options)
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+) -> Attended:
+    """packing_ops.flash_attn_varlen_func. q ``[total_q, num_q_heads, head_dim]``, cu_seqlens int32.
+
+    Example:
+        >>> flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 512, 512, causal=True, window_size=(127, 127))
+
+    Raises:
+        NotImplementedError, ValueError: as packing_ops.flash_attn_varlen_func.
+    """
+    window_size = _window(window_size, causal)
+    places = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return packing_ops.flash_attn_varlen_func(q, k, v, *places, *options, block_table)
+
+
+def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args, **kwargs) -> Attended:
+    """flash_attn_func of ``qkv[:, :, 0 to 2]``, qkv ``[batch, seqlen, 3, num_heads, head_dim]``. Nothing is copied."""
+    return flash_attn_func(*_parts("qkv", qkv, 5, 2, 3), *args, **kwargs)
+
+
+def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args, **kwargs) -> Attended:
+    """flash_attn_func of q and ``kv[:, :, 0 to 1]``, kv ``[batch, seqlen_k, 2, num_kv_heads, head_dim]``."""
+    return flash_attn_func(q, *_parts("kv", kv, 5, 2, 2), *args, **kwargs)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, *args, **kwargs
+) -> Attended:
+    """flash_attn_varlen_func of ``qkv[:, 0 to 2]``, qkv ``[total, 3, num_heads, head_dim]``. Nothing is copied."""
+    places = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    return flash_attn_varlen_func(*_parts("qkv", qkv, 4, 1, 3), *places, *args, **kwargs)
+
+
+def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args, **kwargs) -> Attended:
+    """flash_attn_varlen_func of q and ``kv[:, 0 to 1]``, kv ``[total_k, 2, num_kv_heads, head_dim]``."""
+    return flash_attn_varlen_func(q, *_parts("kv", kv, 4, 1, 2), *args, **kwargs)
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    **kwargs,
+):
+    """There for ``from flash_attn import flash_attn_with_kvcache``; attention that writes a cache is not supported.
+
+    Raises:
+        NotImplementedError: always. Decode with the host's SDPA, or with flash_attn_func over keys kept by the caller.
+    """
+    raise NotImplementedError(
+        "flash_attn_with_kvcache: attention that updates a key-value cache is not supported by packing_ops; "
+        "use attn_implementation='sdpa' to generate, or flash_attn_func with the cached keys and values"
+    )
+
+
+def _window(window_size, causal: bool) -> tuple[int, int]:
+    left, right = window_size
+    return (left, 0) if causal else (left, right)
+
+
+def _parts(name: str, packed: torch.Tensor, dims: int, dim: int, parts: int) -> tuple[torch.Tensor, ...]:
+    if packed.dim() != dims or packed.shape[dim] != parts:
+        raise ValueError(f"{name}: expected {dims} dimensions with {parts} at {dim}, got {list(packed.shape)}")
+    return packed.unbind(dim)
