@@ -1,0 +1,76 @@
+"""A collator around a collator: whatever that one returns becomes one packed row."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from packing_ops import PackedMetadata, mask_boundary_labels, unpad_inputs
+
+
+class PackingCollator:
+    """What unsloth.enable_packing makes of a collator; attributes are those of the collator inside."""
+
+    _unsloth_packing_wrapped = True  # Unsloth wraps no collator twice
+
+    def __init__(self, collator, sequence_lengths_key: str = "seq_lengths"):
+        self.collator = collator
+        self.sequence_lengths_key = sequence_lengths_key
+
+    def __call__(self, examples: Sequence[Mapping], **kwargs) -> dict:
+        lengths = [length for example in examples for length in self._lengths(example)]
+        batch = _one_row(dict(self.collator(examples, **kwargs)))
+        metadata = self._layout(batch, lengths)
+        batch["position_ids"] = metadata.position_ids[None]
+        batch.update(metadata.to_unsloth())
+        if "labels" in batch:
+            batch["labels"] = mask_boundary_labels(batch["labels"][0], metadata.cu_seqlens)[None]
+        # Collators that tell the layout in transformers' words too must not tell another one.
+        told = {**metadata.to_transformers(), "seq_idx": metadata.seq_idx[None]}
+        batch.update({name: value for name, value in told.items() if name in batch})
+        return batch
+
+    def __getattr__(self, name):
+        if name.startswith("__") or name == "collator":  # before __init__, as pickle asks
+            raise AttributeError(name)
+        return getattr(self.collator, name)
+
+    def _lengths(self, example: Mapping) -> Sequence[int]:
+        lengths = example.get(self.sequence_lengths_key)
+        return [len(example["input_ids"])] if lengths is None else [int(length) for length in lengths]
+
+    def _layout(self, batch: dict, lengths: list[int]) -> PackedMetadata:
+        """Documents of the row, which end with it."""
+        total, documents = batch["input_ids"].shape[1], sum(lengths)
+        if documents < total and _is_padding(batch, documents):
+            lengths = [*lengths, total - documents]
+        elif documents != total:
+            raise ValueError(
+                f"{self.sequence_lengths_key}: expected lengths that make the collator's row of {total} tokens, got "
+                f"{documents} tokens in {len(lengths)} documents (does the collator cut its examples?)"
+            )
+        return PackedMetadata.from_lengths(lengths, device=batch["input_ids"].device)
+
+
+def _one_row(batch: dict) -> dict:
+    """Rows end to end as ``[1, total]``, without padding and without attention_mask."""
+    mask = batch.pop("attention_mask", None)
+    shape = batch["input_ids"].shape
+    positions = batch.get("position_ids")
+    if positions is not None and positions.shape != shape:
+        raise ValueError(f"position_ids: expected {list(shape)} like input_ids, got {list(positions.shape)}")
+    if mask is not None and mask.shape != shape:
+        raise ValueError(f"attention_mask: expected {list(shape)} like input_ids, got {list(mask.shape)}")
+    rows = {n: t for n, t in batch.items() if isinstance(t, torch.Tensor) and t.shape[:2] == shape}
+    if mask is not None and not bool(mask.all()):
+        packed, *_ = unpad_inputs(rows, mask)
+        batch.update({name: tensor[None] for name, tensor in packed.items()})
+    elif shape[0] != 1:
+        batch.update({name: tensor.flatten(0, 1)[None] for name, tensor in rows.items()})
+    return batch
+
+
+def _is_padding(batch: dict, start: int) -> bool:
+    """Slots that no loss counts and where no document goes on."""
+    labels, positions = batch.get("labels"), batch.get("position_ids")
+    unlabelled = labels is not None and bool((labels[:, start:] == -100).all())
+    return unlabelled and (positions is None or bool((positions[:, start] == 0).all()))

@@ -1,0 +1,375 @@
+"""Unsloth's and open-instruct's seams: layouts, masks and rope against plain torch, collators of the real hosts."""
+
+import importlib.util
+import pickle
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_same, cu_seqlens_of, lengths_strategy
+from hypothesis import given
+
+from packing_ops import PackedMetadata, varlen_attention
+from packing_ops.integrations.open_instruct import (
+    TensorDataCollatorWithFlattening,
+    TensorDataCollatorWithFlatteningDPO,
+)
+from packing_ops.integrations.unsloth import (
+    PackingCollator,
+    enable_packing,
+    fast_rope_embedding,
+    packed_metadata,
+    sdpa_mask,
+    xformers_mask,
+)
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+transformers_installed = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs transformers"
+)
+trl_installed = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs TRL")
+
+# --- metadata and masks ---
+
+
+@given(lengths=lengths_strategy)
+def test_packed_seq_lengths_in_and_out(device, lengths):
+    total = sum(lengths) + 3
+    for given_lengths in (
+        lengths,
+        torch.tensor(lengths, dtype=torch.int32),
+        torch.tensor(lengths, dtype=torch.int64, device=device),
+    ):
+        batch = {"packed_seq_lengths": given_lengths, "input_ids": torch.zeros(1, total)}
+        metadata = packed_metadata(batch, device)
+        assert metadata.cu_seqlens.device.type == device
+        assert (metadata.cu_seqlens.tolist(), metadata.total) == (cu_seqlens_of(lengths).tolist(), total)
+        back = metadata.to_unsloth()["packed_seq_lengths"]
+        assert (back.dtype, back.tolist()) == (torch.int32, lengths)
+
+
+def test_layers_share_one_layout_until_the_lengths_change(device):
+    lengths = torch.tensor([2, 3], dtype=torch.int32, device=device)
+    first = packed_metadata({"packed_seq_lengths": lengths})
+    assert packed_metadata({"packed_seq_lengths": lengths}) is first
+    assert packed_metadata({"packed_seq_lengths": lengths, "position_ids": torch.zeros(1, 6)}).total == 6
+    lengths += 1
+    assert packed_metadata({"packed_seq_lengths": lengths}).cu_seqlens.tolist() == [0, 3, 7]
+    with torch.inference_mode():
+        unversioned = torch.tensor([1, 1], device=device)
+        assert packed_metadata({"packed_seq_lengths": unversioned}).total == 2
+        in_inference = packed_metadata({"packed_seq_lengths": lengths})
+    trained = packed_metadata({"packed_seq_lengths": lengths})  # inference tensors cannot be saved for backward
+    assert in_inference.cu_seqlens.is_inference()
+    assert not trained.cu_seqlens.is_inference()
+    assert packed_metadata({"packed_seq_lengths": None}) is None
+    with pytest.raises(ValueError, match="total: expected at least the 7 tokens of the documents, got 6"):
+        packed_metadata({"packed_seq_lengths": lengths, "input_ids": torch.zeros(1, 6)})
+
+
+@pytest.mark.parametrize("window", [None, 0, 2])
+def test_sdpa_mask_makes_sdpa_equal_to_packed_attention(device, window):
+    metadata = PackedMetadata.from_lengths([3, 1, 4], total=10, device=device)
+    q, k, v = torch.randn(3, 10, 2, 8, device=device)
+    mask = sdpa_mask(metadata, dtype=torch.float32, sliding_window=window)
+    assert mask.shape == (1, 1, 10, 10)
+    out = F.scaled_dot_product_attention(*(t.transpose(0, 1)[None] for t in (q, k, v)), attn_mask=mask)
+    lengths = cu_seqlens_of([3, 1, 4, 2], device)  # the padding sees itself, so that softmax has something
+    expected = varlen_attention(q, k, v, lengths, window_size=(window - 1, 0) if window else (-1, -1))
+    torch.testing.assert_close(out[0].transpose(0, 1), expected, **CLOSE)
+    assert_same(sdpa_mask(metadata, sliding_window=window), mask == 0)
+
+
+def test_xformers_mask(monkeypatch):
+    metadata = PackedMetadata.from_lengths([2, 0, 3], total=6)
+    monkeypatch.setitem(sys.modules, "xformers.ops.fmha.attn_bias", None)
+    assert xformers_mask(metadata) is None
+
+    class Bias(tuple):  # the two calls of xformers that are made
+        from_seqlens = staticmethod(lambda lengths: Bias(lengths))
+        make_local_attention = lambda self, window: ("local", window, *self)  # noqa: E731
+
+    for name in ("xformers", "xformers.ops", "xformers.ops.fmha", "xformers.ops.fmha.attn_bias"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["xformers.ops.fmha.attn_bias"].BlockDiagonalCausalMask = Bias
+    assert xformers_mask(metadata) == (2, 3, 1)
+    assert xformers_mask(metadata, sliding_window=4) == ("local", 4, 2, 3, 1)
+
+
+# --- rope ---
+
+
+def half_split(x, cos, sin, positions):
+    cos, sin = (table[positions].unsqueeze(-3) for table in (cos, sin))
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["cat(freqs, freqs)", "freqs"])
+@pytest.mark.parametrize("indices", ["none", "batch", "flat", "row"])
+def test_fast_rope_embedding(device, full, indices):
+    Q = torch.randn(2, 5, 4, 8, device=device).transpose(1, 2).requires_grad_()
+    K = torch.randn(2, 2, 5, 8, device=device, requires_grad=True)
+    angles = torch.randn(12, 4, device=device)
+    cos, sin = angles.cos(), angles.sin()
+    given_indices, positions = {
+        "none": (None, torch.arange(5)),
+        "batch": (torch.arange(10, dtype=torch.int32).view(2, 5), torch.arange(10).view(2, 5)),
+        "flat": (torch.arange(10), torch.arange(10).view(2, 5)),
+        "row": (torch.tensor([[3, 0, 1, 0, 11]]), torch.tensor([3, 0, 1, 0, 11])),
+    }[indices]
+    tables = [(torch.cat([t, t], -1) if full else t)[None, None] for t in (cos, sin)]
+    actual = fast_rope_embedding(Q, K, *tables, given_indices)
+    expected = [half_split(t, cos, sin, positions.to(device)) for t in (Q, K)]
+    douts = [torch.randn_like(t) for t in expected]
+    for ours, theirs in zip(
+        (*actual, *torch.autograd.grad(actual, (Q, K), douts)),
+        (*expected, *torch.autograd.grad(expected, (Q, K), douts)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+def test_fast_rope_embedding_names_what_does_not_fit(device):
+    Q, cos = torch.zeros(2, 4, 5, 8, device=device), torch.zeros(4, 4, device=device)
+    with pytest.raises(ValueError, match=r"cos: expected rows for 5 positions, got \[4, 4\]"):
+        fast_rope_embedding(Q, Q, cos, cos)
+    with pytest.raises(ValueError, match=r"rope_embedding_indices: expected \[batch=2, seqlen=5\], got \[3\]"):
+        fast_rope_embedding(Q, Q, cos, cos, torch.zeros(3, dtype=torch.int64, device=device))
+    with pytest.raises(ValueError, match="position_ids: expected 0 to 3"):
+        fast_rope_embedding(Q, Q, cos, cos, torch.arange(5, device=device))
+    with pytest.raises(ValueError, match=r"cos: expected \[max_positions, head_dim or head_dim / 2\], got \[2, 4, 4\]"):
+        fast_rope_embedding(Q, Q, cos.expand(2, 4, 4), cos)
+    with pytest.raises(ValueError, match=r"Q: expected \[batch, num_heads, seqlen, head_dim\], got \[4, 5, 8\]"):
+        fast_rope_embedding(Q[0], Q[0], cos, cos)
+
+
+# --- enable_packing ---
+
+EXAMPLES = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}, {"input_ids": [9, 4]}]
+PACKED = {"input_ids": [[5, 6, 7, 8, 9, 4]], "position_ids": [[0, 1, 2, 0, 0, 1]], "packed_seq_lengths": [3, 1, 2]}
+
+
+def padded(examples):
+    """Rows padded on the right, as most collators do."""
+    longest = max(len(e["input_ids"]) for e in examples)
+    ids, mask = torch.zeros(2, len(examples), longest, dtype=torch.int64)
+    for row, example in enumerate(examples):
+        ids[row, : len(example["input_ids"])] = torch.tensor(example["input_ids"])
+        mask[row, : len(example["input_ids"])] = 1
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100), "kind": "text"}
+
+
+def one_row(examples):
+    return {"input_ids": torch.tensor([[token for example in examples for token in example["input_ids"]]])}
+
+
+def lists(batch, names=PACKED):
+    return {name: batch[name].tolist() for name in names}
+
+
+@pytest.mark.parametrize("collator", [padded, one_row])
+def test_batches_become_one_row(collator):
+    batch = enable_packing(collator)(EXAMPLES)
+    assert lists(batch) == PACKED
+    assert "attention_mask" not in batch
+    assert (batch["packed_seq_lengths"].dtype, batch["position_ids"].dtype) == (torch.int32, torch.int64)
+    if collator is padded:
+        assert batch["labels"].tolist() == [[-100, 6, 7, -100, -100, 4]]
+        assert batch["kind"] == "text"
+
+
+def test_rows_without_padding_and_lengths_of_packed_examples():
+    examples = [{"input_ids": [1, 2, 3], "seq_lengths": [1, 2]}, {"input_ids": [4, 5, 6]}]
+    batch = enable_packing(padded)(examples)
+    expected = {
+        "input_ids": [[1, 2, 3, 4, 5, 6]],
+        "position_ids": [[0, 0, 1, 0, 1, 2]],
+        "packed_seq_lengths": [1, 2, 3],
+    }
+    assert lists(batch) == expected
+    examples = [{"input_ids": [1, 2, 3], "documents": torch.tensor([1, 2])}]
+    assert enable_packing(one_row, sequence_lengths_key="documents")(examples)["packed_seq_lengths"].tolist() == [1, 2]
+
+
+def test_twice_is_once_and_pickles():
+    collator = enable_packing(padded)
+    assert enable_packing(collator) is collator
+    assert lists(pickle.loads(pickle.dumps(collator))(EXAMPLES)) == PACKED
+    wrapped_by_unsloth = type("Collator", (), {"__call__": one_row, "_unsloth_packing_wrapped": True})()
+    assert enable_packing(wrapped_by_unsloth) is wrapped_by_unsloth
+    with pytest.raises(TypeError, match="trainer_or_collator: expected data_collator or a callable, got int"):
+        enable_packing(3)
+
+
+def test_padding_after_the_last_document_is_one_more():
+    def with_tail(examples):
+        row = one_row(examples)["input_ids"]
+        return {"input_ids": F.pad(row, (0, 2)), "labels": F.pad(row, (0, 2), value=-100)}
+
+    batch = enable_packing(with_tail)(EXAMPLES)
+    assert batch["packed_seq_lengths"].tolist() == [3, 1, 2, 2]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1, 0, 1]]
+    assert batch["labels"].tolist() == [[-100, 6, 7, -100, -100, 4, -100, -100]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda b: {"input_ids": b["input_ids"][:, :-1]},
+            r"seq_lengths: expected lengths .* row of 5 tokens, got 6 tokens",
+        ),
+        (lambda b: {"input_ids": F.pad(b["input_ids"], (0, 1))}, "row of 7 tokens, got 6 tokens in 3 documents"),
+        (lambda b: b | {"position_ids": torch.zeros(3, 1, 6)}, r"position_ids: expected \[1, 6\] like input_ids"),
+        (lambda b: b | {"attention_mask": torch.ones(1, 1, 6, 6)}, r"attention_mask: expected \[1, 6\] like input_ids"),
+    ],
+    ids=["cut", "longer", "multimodal", "4-D mask"],
+)
+def test_rows_that_do_not_fit_are_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        enable_packing(lambda examples: change(one_row(examples)))(EXAMPLES)
+
+
+def test_a_trainer_gets_its_collator_replaced():
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    model[1].max_seq_length = 4
+    args = types.SimpleNamespace(remove_unused_columns=True)
+    trainer = types.SimpleNamespace(data_collator=padded, args=args, model=model)
+    assert enable_packing(trainer) is trainer
+    assert isinstance(trainer.data_collator, PackingCollator)
+    assert args.remove_unused_columns is False
+    assert model[1]._unsloth_allow_packed_overlength
+    assert not hasattr(model[0], "_unsloth_allow_packed_overlength")
+    collator = trainer.data_collator
+    assert enable_packing(trainer).data_collator is collator
+    assert lists(trainer.data_collator(EXAMPLES)) == PACKED  # 6 tokens, more than the 4 of max_seq_length
+
+
+@trl_installed
+@pytest.mark.parametrize("multiple", [None, 8])
+def test_collator_of_trl(multiple):
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    collator = enable_packing(DataCollatorForLanguageModeling(pad_token_id=0, pad_to_multiple_of=multiple))
+    assert collator.padding_free
+    examples = [{"input_ids": [1, 2, 3], "seq_lengths": [1, 2]}, {"input_ids": [4, 5], "seq_lengths": [2]}]
+    batch = collator(examples)
+    tail = [3] if multiple else []
+    assert batch["packed_seq_lengths"].tolist() == [1, 2, 2, *tail]
+    assert (
+        batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == cu_seqlens_of([1, 2, 2, *tail]).tolist()
+    )
+    assert batch["seq_idx"].tolist() == [[0, 1, 1, 2, 2, *[3] * sum(tail)]]
+    assert batch["labels"].tolist() == [[-100, -100, 3, -100, 5, *[-100] * sum(tail)]]
+    assert "attention_mask" not in batch
+
+
+@transformers_installed
+def test_trainer_and_model_of_transformers(tmp_path):
+    """The batches reach a model whose attention reads them from position_ids; the loss is that of the documents."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=10, attn_implementation="sdpa", **sizes))
+    arguments = TrainingArguments(tmp_path, per_device_train_batch_size=3, report_to=[], use_cpu=True)
+    trainer = enable_packing(Trainer(model, arguments, data_collator=padded, train_dataset=EXAMPLES))
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert sorted(batch["packed_seq_lengths"].tolist()) == [1, 2, 3]
+    batch.pop("kind")
+    ours = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], labels=batch["labels"]).loss
+    stock = padded(EXAMPLES)
+    stock.pop("kind")
+    torch.testing.assert_close(ours, model(**stock).loss, **CLOSE)
+
+
+# --- open-instruct ---
+
+
+def documents(*lengths, device="cpu", **more):
+    return [{"input_ids": torch.arange(1, n + 1, device=device) + 10 * i, **more} for i, n in enumerate(lengths)]
+
+
+def plain(batch):
+    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
+def test_flattened_examples(device):
+    batch = TensorDataCollatorWithFlattening()(documents(2, 3, device=device))
+    assert plain(batch) == {
+        "input_ids": [[1, 2, 11, 12, 13]],
+        "labels": [[-100, 2, -100, 12, 13]],
+        "position_ids": [[0, 1, 0, 1, 2]],
+        "seq_idx": [[0, 0, 1, 1, 1]],
+        "cu_seq_lens_q": [0, 2, 5],
+        "cu_seq_lens_k": [0, 2, 5],
+        "max_length_q": 3,
+        "max_length_k": 3,
+        "_num_valid_seqs": 2,
+    }
+    assert {name: value.dtype for name, value in batch.items() if isinstance(value, torch.Tensor)} == {
+        **dict.fromkeys(("input_ids", "labels", "position_ids"), torch.int64),
+        **dict.fromkeys(("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"), torch.int32),
+    }
+    assert batch["input_ids"].device.type == batch["cu_seq_lens_q"].device.type == device
+
+
+def test_options_leave_keys_out_and_own_labels_are_taken():
+    options = {"return_flash_attn_kwargs": False, "return_position_ids": False, "return_seq_idx": False}
+    examples = [{"input_ids": [1, 2, 3], "labels": [7, -100, 9]}]
+    batch = TensorDataCollatorWithFlattening(**options)(examples, separator_id=-1)
+    assert plain(batch) == {"input_ids": [[1, 2, 3]], "labels": [[-1, -100, 9]], "_num_valid_seqs": 1}
+
+
+def test_short_rows_are_filled():
+    batch = plain(TensorDataCollatorWithFlattening(max_seq_length=7)(documents(2, 3)))
+    assert batch["input_ids"] == [[1, 2, 11, 12, 13, 0, 0]]
+    assert batch["labels"] == [[-100, 2, -100, 12, 13, -100, -100]]
+    assert batch["position_ids"] == [[0, 1, 0, 1, 2, 0, 0]]
+    assert batch["seq_idx"] == [[0, 0, 1, 1, 1, -1, -1]]
+    assert (batch["cu_seq_lens_q"], batch["max_length_q"], batch["_num_valid_seqs"]) == ([0, 2, 5], 3, 2)
+    batch = plain(TensorDataCollatorWithFlattening(max_seq_length=9, pad_segment=True)(documents(2, 3)))
+    assert batch["position_ids"] == [[0, 1, 0, 1, 2, 0, 1, 2, 3]]
+    assert (batch["cu_seq_lens_k"], batch["max_length_k"], batch["_num_valid_seqs"]) == ([0, 2, 5, 9], 4, 2)
+
+
+def test_long_rows_are_cut_and_lost_documents_told():
+    batch = plain(TensorDataCollatorWithFlattening(max_seq_length=4)(documents(2, 3)))
+    assert batch["input_ids"] == [[1, 2, 11, 12]]
+    assert (batch["cu_seq_lens_q"], batch["max_length_q"], batch["_num_valid_seqs"]) == ([0, 2, 4], 2, 2)
+    with pytest.warns(UserWarning, match=r"max_seq_length=2 dropped 2 of 3 documents \(6 tokens\)"):
+        batch = plain(TensorDataCollatorWithFlattening(max_seq_length=2)(documents(2, 3, 1)))
+    assert (batch["cu_seq_lens_q"], batch["seq_idx"], batch["_num_valid_seqs"]) == ([0, 2], [[0, 0]], 1)
+
+
+def preference_pairs(chosen, rejected):
+    sides = documents(*chosen), documents(*rejected)
+    return [
+        {"chosen_input_ids": c["input_ids"], "rejected_input_ids": r["input_ids"], "index": i + 40}
+        for i, (c, r) in enumerate(zip(*sides, strict=True))
+    ]
+
+
+def test_preference_pairs_stay_pairs():
+    batch = plain(TensorDataCollatorWithFlatteningDPO()(preference_pairs([2, 3], [4, 1])))
+    assert (batch["chosen_cu_seq_lens_q"], batch["rejected_cu_seq_lens_k"]) == ([0, 2, 5], [0, 4, 5])
+    assert batch["index"] == [40, 41]
+    assert not [name for name in batch if name.endswith("_num_valid_seqs")]
+    with pytest.warns(UserWarning, match="dropped 1 of 2 documents"):
+        batch = plain(TensorDataCollatorWithFlatteningDPO(max_seq_length=6)(preference_pairs([2, 3], [6, 1])))
+    assert batch["index"] == [40]
+    assert (batch["chosen_cu_seq_lens_q"], batch["rejected_cu_seq_lens_q"]) == ([0, 2], [0, 6])
+    assert batch["chosen_labels"] == [[-100, 2, -100, -100, -100, -100]]  # nothing of the unpaired one is summed
+
+
+def test_examples_that_do_not_fit_are_named():
+    with pytest.raises(
+        ValueError, match=r"labels: expected \[length\] like input_ids, got \[2\] and \[3\] in example 0"
+    ):
+        TensorDataCollatorWithFlattening()([{"input_ids": [1, 2, 3], "labels": [1, 2]}])
+    with pytest.raises(ValueError, match="features: expected at least one example, got none"):
+        TensorDataCollatorWithFlattening()([])
+    with pytest.raises(ValueError, match="max_seq_length: expected at least 1 token or None, got 0"):
+        TensorDataCollatorWithFlattening(max_seq_length=0)
