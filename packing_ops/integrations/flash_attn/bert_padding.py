@@ -113,7 +113,9 @@ def rearrange(tensor: torch.Tensor, pattern: str, **axes_lengths: int) -> torch.
         start += len(sizes[name])
     order = [dim for group in right for name in group for dim in place[name]]
     apart = tensor.reshape([size for name in names for size in sizes[name]]).permute(order)
-    joined = [sizes["..."] if group == ["..."] else [math.prod(s for n in group for s in sizes[n])] for group in right]
+    joined = [
+        sizes["..."] if group == ["..."] else [math.prod([s for n in group for s in sizes[n]])] for group in right
+    ]
     return apart.reshape([size for group in joined for size in group])
 
 
@@ -132,7 +134,7 @@ def _sides(pattern: str) -> list[list[list[str]]]:
 def _split(group: list[str], size: int, given: dict[str, int], pattern: str) -> dict[str, list[int]]:
     """Sizes of the names that one dimension is made of."""
     unknown = [name for name in group if name not in given]
-    known = math.prod(given[name] for name in group if name in given)
+    known = math.prod([given[name] for name in group if name in given])
     if len(unknown) > 1 or (unknown and (known == 0 or size % known)) or (not unknown and known != size):
         raise ValueError(f"axes_lengths: expected lengths of {group} that make {size} for {pattern!r}, got {given}")
     return {name: [given.get(name, size // max(known, 1))] for name in group}
