@@ -75,12 +75,12 @@ def test_causal_windows_lose_their_right_side(device):
 
 
 def test_flash_attn_varlen_func_keeps_documents_apart(device):
-    q, k, v = qkv(device, 9)
-    cu_seqlens = cu_seqlens_of([4, 5], device)
+    (q, *_), (_, k, v) = qkv(device, 9), qkv(device, 11)
+    cu_seqlens_q, cu_seqlens_k = cu_seqlens_of([4, 5], device), cu_seqlens_of([6, 5], device)
     out, lse, nothing = flash_attn.flash_attn_varlen_func(
-        q, k, v, cu_seqlens, cu_seqlens, 5, 5, causal=True, return_attn_probs=True
+        q, k, v, cu_seqlens_q, cu_seqlens_k, 5, 6, causal=True, return_attn_probs=True
     )
-    documents = [[t[a:b][None] for t in (q, k, v)] for a, b in ((0, 4), (4, 9))]
+    documents = [[t[None] for t in (q[:4], k[:6], v[:6])], [t[None] for t in (q[4:], k[6:], v[6:])]]
     torch.testing.assert_close(out, torch.cat([by_torch(*d, True)[0] for d in documents]), **CLOSE)
     assert (lse.shape, nothing) == ((4, 9), None)
 

@@ -55,6 +55,7 @@ def test_layers_share_one_layout_until_the_lengths_change(device):
     first = packed_metadata({"packed_seq_lengths": lengths})
     assert packed_metadata({"packed_seq_lengths": lengths}) is first
     assert packed_metadata({"packed_seq_lengths": lengths, "position_ids": torch.zeros(1, 6)}).total == 6
+    assert packed_metadata({"packed_seq_lengths": lengths}).total == 5
     lengths += 1
     assert packed_metadata({"packed_seq_lengths": lengths}).cu_seqlens.tolist() == [0, 3, 7]
     with torch.inference_mode():
