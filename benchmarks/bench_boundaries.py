@@ -38,6 +38,13 @@ def eager_segment_sum(values, lengths):
     return torch.segment_reduce(values, "sum", lengths=lengths)
 
 
+def providers(device, ours, eager):
+    found = {"packing_ops": ours, "torch eager": eager}
+    if device == "cuda":
+        found["torch.compile"] = torch.compile(eager)
+    return found
+
+
 def cases(device):
     lengths = torch.tensor(lengths_of(TOTAL), device=device)
     cu_seqlens = po.cu_seqlens_from_lengths(lengths)
@@ -46,26 +53,51 @@ def cases(device):
     tiny = po.cu_seqlens_from_lengths([3, 5]).to(device)
     shape = f"T={TOTAL} docs={lengths.numel()}"
     return [
-        Case("position_ids_from_cu_seqlens", shape, "int64", {
-            "packing_ops": lambda: po.position_ids_from_cu_seqlens(cu_seqlens, TOTAL),
-            "torch eager": lambda: eager_position_ids(cu_seqlens, lengths, TOTAL),
-        }, bytes=8 * TOTAL),
-        Case("seq_idx_from_cu_seqlens", shape, "int32", {
-            "packing_ops": lambda: po.seq_idx_from_cu_seqlens(cu_seqlens, TOTAL),
-            "torch eager": lambda: eager_seq_idx(lengths, TOTAL),
-        }, bytes=4 * TOTAL),
-        Case("mask_boundary_labels", shape, "int64", {
-            "packing_ops": lambda: po.mask_boundary_labels(labels, cu_seqlens),
-            "torch eager": lambda: eager_mask(labels, cu_seqlens),
-        }, bytes=16 * TOTAL),
-        Case("segment_sum", shape, "float32", {
-            "packing_ops": lambda: po.segment_sum(values, cu_seqlens),
-            "torch eager": lambda: eager_segment_sum(values, lengths),
-        }, bytes=4 * TOTAL),
-        Case("position_ids_from_cu_seqlens", "T=8 docs=2 (call overhead)", "int64", {
-            "packing_ops": lambda: po.position_ids_from_cu_seqlens(tiny, 8),
-        }),
-    ]  # fmt: skip
+        Case(
+            "position_ids_from_cu_seqlens",
+            shape,
+            "int64",
+            providers(
+                device,
+                lambda: po.position_ids_from_cu_seqlens(cu_seqlens, TOTAL),
+                lambda: eager_position_ids(cu_seqlens, lengths, TOTAL),
+            ),
+            bytes=8 * TOTAL,
+        ),
+        Case(
+            "seq_idx_from_cu_seqlens",
+            shape,
+            "int32",
+            providers(
+                device, lambda: po.seq_idx_from_cu_seqlens(cu_seqlens, TOTAL), lambda: eager_seq_idx(lengths, TOTAL)
+            ),
+            bytes=4 * TOTAL,
+        ),
+        Case(
+            "mask_boundary_labels",
+            shape,
+            "int64",
+            providers(
+                device, lambda: po.mask_boundary_labels(labels, cu_seqlens), lambda: eager_mask(labels, cu_seqlens)
+            ),
+            bytes=16 * TOTAL,
+        ),
+        Case(
+            "segment_sum",
+            shape,
+            "float32",
+            providers(device, lambda: po.segment_sum(values, cu_seqlens), lambda: eager_segment_sum(values, lengths)),
+            bytes=4 * TOTAL,
+        ),
+        Case(
+            "position_ids_from_cu_seqlens",
+            "T=8 docs=2 (call overhead)",
+            "int64",
+            {
+                "packing_ops": lambda: po.position_ids_from_cu_seqlens(tiny, 8),
+            },
+        ),
+    ]
 
 
 if __name__ == "__main__":

@@ -50,6 +50,15 @@ def plain_scatter(packed, indices, batch, seqlen):
     return out.index_copy_(0, indices, packed)
 
 
+compiled_unpad = torch.compile(eager_unpad, dynamic=True)
+compiled_pad = torch.compile(eager_pad, dynamic=True)
+
+
+def compiled(name, device, call):
+    """On CUDA the same formulas under torch.compile."""
+    return {f"{name}, torch.compile": call} if device == "cuda" else {}
+
+
 def row_cases(device, kind, mask, row, dtype):
     hidden = torch.randint(0, 100, (*mask.shape, *row), device=device).to(dtype)
     packed, indices, *_ = po.unpad_input(hidden, mask)
@@ -64,11 +73,13 @@ def row_cases(device, kind, mask, row, dtype):
             "packing_ops": lambda: po.unpad_input(hidden, mask),
             "torch index_select": lambda: rows.index_select(0, indices),
             "bert_padding formulas": lambda: eager_unpad(hidden, mask),
+            **compiled("bert_padding formulas", device, lambda: compiled_unpad(hidden, mask)),
         }, bytes=2 * packed_bytes),
         Case("pad_input", shape, name, {
             "packing_ops": lambda: po.pad_input(packed, indices, batch, seqlen),
             "torch zeros + index_copy": lambda: plain_scatter(packed, indices, batch, seqlen),
             "bert_padding formulas": lambda: eager_pad(packed, indices, batch, seqlen),
+            **compiled("bert_padding formulas", device, lambda: compiled_pad(packed, indices, batch, seqlen)),
         }, bytes=packed_bytes + padded_bytes),
     ]  # fmt: skip
 
