@@ -1,0 +1,206 @@
+"""Which modelling modules of transformers we know, and the swap of their ``apply_rotary_pos_emb``."""
+
+import functools
+import importlib
+import weakref
+from typing import NamedTuple
+
+import torch
+
+from packing_ops.boundaries import position_ids_from_cu_seqlens
+from packing_ops.rope import apply_rotary_qk
+
+# How a swap reaches one model only. Attention looks apply_rotary_pos_emb up in its module, which all models of the
+# family share, so a dispatcher stands there while it is needed. The flag travels with the data: a hook on the model's
+# rotary_emb hands its cos on as Tables, and the dispatcher sends all else to the stock function. So there is no global
+# state to set around a forward: recomputation, threads and torch.compile see the same program.
+
+
+class Family(NamedTuple):
+    """What differs between modelling modules."""
+
+    interleaved: bool = False  # pairs are elements 2i and 2i + 1
+    half_tables: bool = False  # cos and sin have one entry per pair, not one per element
+    multimodal: bool = False  # position_ids have a row per axis
+    norm: str = "weight"  # the RMSNorm formula, a key of _rms_norm.FORWARDS
+
+
+FAMILIES = {
+    "gemma": Family(norm="one_plus_weight"),
+    "gemma2": Family(norm="one_plus_weight"),
+    "gemma3": Family(norm="one_plus_weight"),
+    "glm": Family(interleaved=True),
+    "glm4": Family(interleaved=True),
+    "gpt_oss": Family(half_tables=True, norm="weight_in_fp32"),
+    "llama": Family(),
+    "ministral": Family(),
+    "mistral": Family(),
+    "mixtral": Family(),
+    "phi": Family(),
+    "phi3": Family(),
+    "qwen2": Family(),
+    "qwen2_5_vl": Family(multimodal=True),
+    "qwen2_moe": Family(),
+    "qwen2_vl": Family(multimodal=True),
+    "qwen3": Family(),
+    "qwen3_moe": Family(),
+    "qwen3_vl": Family(multimodal=True),
+    "stablelm": Family(),
+}
+MODULES = {f"transformers.models.{name}.modeling_{name}": family for name, family in FAMILIES.items()}
+FUNCTION = "apply_rotary_pos_emb"
+
+
+class Tables(NamedTuple):
+    """cos and sin of a model that rotates with packing_ops."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+class Swap:
+    """The dispatcher of one modelling module: there while a model or everyone needs it."""
+
+    def __init__(self, module_name: str):
+        self.family = MODULES[module_name]
+        self.module = importlib.import_module(module_name)
+        self.users = weakref.WeakSet()
+        self.everywhere = False
+        self.stock = self.dispatcher = None
+
+    @property
+    def installed(self) -> bool:
+        """Another library may have put its own function over the dispatcher."""
+        return self.dispatcher is not None and vars(self.module)[FUNCTION] is self.dispatcher
+
+    def install(self) -> None:
+        if not self.installed:
+            self.stock = vars(self.module)[FUNCTION]
+            self.dispatcher = self._dispatcher(self.stock)
+            setattr(self.module, FUNCTION, self.dispatcher)
+
+    def remove_if_unused(self) -> None:
+        if not self.everywhere and not self.users:
+            if self.installed:
+                setattr(self.module, FUNCTION, self.stock)
+            self.stock = self.dispatcher = None
+
+    def _dispatcher(self, stock):
+        @functools.wraps(stock)
+        def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+            if isinstance(cos, Tables):
+                cos, sin = cos
+            elif not self.everywhere:
+                return stock(q, k, cos, sin, unsqueeze_dim)
+            return self.rotate(q, k, cos, sin, unsqueeze_dim)
+
+        return apply_rotary_pos_emb
+
+    def rotate(self, q, k, cos, sin, unsqueeze_dim):
+        pairs = cos.shape[-1] if self.family.half_tables else cos.shape[-1] // 2
+        if self.family.interleaved:  # the model repeats the first half of its tables
+            cos, sin = cos[..., :pairs], sin[..., :pairs]
+        return apply_rotary_qk(
+            q,
+            k,
+            cos,
+            sin,
+            interleaved=self.family.interleaved,
+            unsqueeze_dim=unsqueeze_dim,
+            rotary_dim=2 * pairs,
+        )
+
+
+_swaps: dict[str, Swap] = {}
+
+
+def swap_of(module_name: str) -> Swap:
+    if module_name not in _swaps:
+        _swaps[module_name] = Swap(module_name)
+    return _swaps[module_name]
+
+
+def is_rotary(cls: type) -> bool:
+    """The rotary embedding of a language model that we know."""
+    name = cls.__name__
+    return cls.__module__ in MODULES and name.endswith("RotaryEmbedding") and "Vision" not in name
+
+
+# --- one model ---
+
+
+def owners(model: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
+    """(owner, rotary embedding) of every language model inside whose attention calls the function of its module."""
+    found = []
+    for owner in model.modules():
+        for rotary in owner.children():
+            if is_rotary(type(rotary)) and _rotates_with(owner, type(rotary).__module__):
+                found.append((owner, rotary))
+    return found
+
+
+def _rotates_with(owner, module_name) -> bool:
+    """Somebody's own attention would not find the dispatcher and could not read Tables."""
+    attentions = {type(module) for module in owner.modules() if type(module).__name__.endswith("Attention")}
+    return bool(attentions) and all(cls.forward.__module__ == module_name for cls in attentions)
+
+
+def apply_to_model(model: torch.nn.Module, fp32_cos_sin: bool) -> None:
+    for owner, rotary in owners(model):
+        _remove_hooks(owner, rotary)
+        use(rotary)
+        rotary.register_forward_hook(_tag)
+        if fp32_cos_sin:
+            rotary.register_forward_pre_hook(_ask_for_fp32)
+        if not MODULES[type(rotary).__module__].multimodal:
+            owner.register_forward_pre_hook(_give_position_ids, with_kwargs=True)
+
+
+def revert_model(model: torch.nn.Module) -> None:
+    for owner, rotary in owners(model):
+        _remove_hooks(owner, rotary)
+        swap_of(type(rotary).__module__).users.discard(rotary)
+    for swap in _swaps.values():
+        swap.remove_if_unused()
+
+
+def use(rotary: torch.nn.Module) -> None:
+    swap = swap_of(type(rotary).__module__)
+    swap.users.add(rotary)
+    swap.install()
+
+
+def _remove_hooks(owner, rotary) -> None:
+    for hooks in (rotary._forward_hooks, rotary._forward_pre_hooks, owner._forward_pre_hooks):
+        for key in [key for key, hook in hooks.items() if hook in (_tag, _ask_for_fp32, _give_position_ids)]:
+            del hooks[key]
+            owner._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def _tag(rotary, args, output):
+    if not swap_of(type(rotary).__module__).installed:
+        use(rotary)  # a copy or an unpickled model brings its hooks without having been applied to
+    cos, sin = output
+    return Tables(cos, sin), sin
+
+
+def _ask_for_fp32(rotary, args):
+    x, *others = args
+    return (in_fp32(x), *others)
+
+
+def in_fp32(x: torch.Tensor) -> torch.Tensor:
+    """Rotary embeddings compute in fp32 and read nothing of x but its device and the dtype to cast down to."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.new_empty((), dtype=torch.float32)
+
+
+def _give_position_ids(owner, args, kwargs):
+    """With cu_seq_lens alone the model would count along the row, and scale long-context RoPE by the row's length."""
+    cu_seqlens = kwargs.get("cu_seq_lens_q")
+    if cu_seqlens is None or len(args) > 2 or kwargs.get("position_ids") is not None:
+        return None
+    tokens = args[0] if args else kwargs.get("input_ids")
+    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+    if tokens is None or tokens.shape[0] != 1:
+        return None
+    return args, {**kwargs, "position_ids": position_ids_from_cu_seqlens(cu_seqlens, tokens.shape[1])[None]}
