@@ -1,0 +1,328 @@
+"""apply_packing_ops and revert_packing_ops on tiny models of every family."""
+
+import copy
+import pickle
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+from helpers import assert_same
+
+transformers = pytest.importorskip("transformers")
+
+from hf_patch_case import (  # noqa: E402, F401
+    FAMILIES,
+    LAYERS,
+    MULTIMODAL,
+    NAMED,
+    SHAPE,
+    assert_near,
+    calls_of_our_rope,
+    gradients,
+    module_of,
+    nothing_left_in_modules,
+    outputs,
+    packed,
+    tiny,
+)
+
+from packing_ops.integrations.transformers import _rotary  # noqa: E402
+from packing_ops.integrations.transformers.patch import apply_packing_ops, revert_packing_ops  # noqa: E402
+
+
+def test_every_family_is_tested():
+    assert set(FAMILIES) == set(_rotary.FAMILIES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_and_gradients_are_the_stock_ones(family, device, calls):
+    model, inputs = tiny(family, device), packed(device)
+    attributes = [dict(vars(module)) for module in model.modules()]
+    wanted, wanted_grads = outputs(model, inputs), gradients(model, inputs)
+    rms_norm = family not in ("phi", "stablelm")  # they have LayerNorm
+    for _ in range(2):  # twice is once
+        assert apply_packing_ops(model, attention=False, rms_norm=rms_norm)
+    found, grads = outputs(model, inputs), gradients(model, inputs)
+    assert len(calls) == 2 * 2
+    assert_near(found, wanted)
+    assert grads.keys() == wanted_grads.keys()
+    for name, grad in grads.items():
+        assert_near(grad, wanted_grads[name])
+    revert_packing_ops(model)
+    assert_same(outputs(model, inputs), wanted)
+    assert [dict(vars(module)) for module in model.modules()] == attributes
+    assert len(calls) == 2 * 2
+
+
+@pytest.mark.parametrize("family", MULTIMODAL)
+def test_positions_of_images(family, device, calls):
+    model, inputs = tiny(family, device), packed(device)
+    axes = torch.randint(0, 9, (2, *inputs["position_ids"].shape), device=device)
+    three = torch.cat([inputs["position_ids"][None], axes])
+    for rows in (three, torch.cat([inputs["position_ids"][None], three])):  # with and without text positions in front
+        positions = {**inputs, "position_ids": rows}
+        text = outputs(model, inputs)
+        wanted, wanted_grads = outputs(model, positions), gradients(model, positions)
+        assert (wanted - text).abs().max() > 1e-3  # the axes count
+        apply_packing_ops(model, attention=False)
+        assert_near(outputs(model, positions), wanted)
+        for name, grad in gradients(model, positions).items():
+            assert_near(grad, wanted_grads[name])
+        revert_packing_ops(model)
+    assert len(calls) == 2 * 2 * 2
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_another_instance_is_not_touched(family, device, calls):
+    model, other, inputs = tiny(family, device), tiny(family, device), packed(device)
+    wanted = outputs(other, inputs)
+    apply_packing_ops(model, attention=False, rms_norm=True)
+    assert_same(outputs(other, inputs), wanted)
+    assert not calls
+    outputs(model, inputs)
+    assert len(calls) == 2
+    apply_packing_ops(other, attention=False)
+    revert_packing_ops(model)
+    assert_same(outputs(model, inputs), wanted)
+    assert len(calls) == 2
+    outputs(other, inputs)
+    assert len(calls) == 4
+    revert_packing_ops(other)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_keep_the_swap(copied, device, calls):
+    model, inputs = tiny("llama", device), packed(device)
+    wanted = outputs(model, inputs)
+    apply_packing_ops(model, attention=False, rms_norm=True)
+    swapped = outputs(model, inputs)
+    twin = copied(model)
+    revert_packing_ops(model)
+    del calls[:]
+    assert_same(outputs(twin, inputs), swapped)
+    assert len(calls) == 2
+    revert_packing_ops(twin)
+    assert_same(outputs(twin, inputs), wanted)
+
+
+def test_a_function_put_there_by_others_stays(device, monkeypatch, calls):
+    module, inputs = module_of("llama"), packed(device)
+    model, other = tiny("llama", device), tiny("llama", device)
+    stock = module.apply_rotary_pos_emb
+    theirs = lambda *args: stock(*args)  # noqa: E731
+    apply_packing_ops(model, attention=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "apply_rotary_pos_emb", theirs)
+        assert_near(outputs(model, inputs), outputs(other, inputs))
+        assert len(calls) == 2
+        revert_packing_ops(model)
+        assert module.apply_rotary_pos_emb is theirs
+        patch.setattr(module, "apply_rotary_pos_emb", stock)
+    module.apply_rotary_pos_emb = stock
+
+
+# --- classes ---
+
+
+@pytest.mark.parametrize("family", NAMED)
+@pytest.mark.parametrize("whole", [False, True])
+def test_class_swaps_every_model(family, whole, device, calls):
+    model, inputs = tiny(family, device), packed(device)
+    target = None if whole else type(model)
+    classes = [value for value in vars(module_of(family)).values() if isinstance(value, type)]
+    attributes = [dict(vars(value)) for value in classes]
+    wanted, wanted_grads = outputs(model, inputs), gradients(model, inputs)
+    for _ in range(2):
+        assert apply_packing_ops(target, attention=False, rms_norm=True, fp32_cos_sin=True)
+    for swapped in (model, tiny(family, device)):
+        assert_near(outputs(swapped, inputs), wanted)
+    for name, grad in gradients(model, inputs).items():
+        assert_near(grad, wanted_grads[name])
+    assert len(calls) == 3 * 2
+    revert_packing_ops(target)
+    assert_same(outputs(model, inputs), wanted)
+    assert [dict(vars(value)) for value in classes] == attributes
+
+
+def test_class_and_instance_do_not_undo_each_other(device, calls):
+    model, inputs = tiny("llama", device), packed(device)
+    wanted = outputs(model, inputs)
+    apply_packing_ops(model, attention=False, rms_norm=True)
+    apply_packing_ops(type(model), attention=False, rms_norm=True)
+    revert_packing_ops(model)
+    assert_near(outputs(model, inputs), wanted)
+    assert len(calls) == 2
+    apply_packing_ops(model, attention=False)
+    revert_packing_ops(type(model))
+    assert_near(outputs(model, inputs), wanted)
+    assert len(calls) == 4
+    revert_packing_ops(model)
+    assert_same(outputs(model, inputs), wanted)
+
+
+# --- attention ---
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    """An attention of ours that is the eager one of Llama, so that only the switch is under test."""
+    seen = []
+
+    def attention(module, query, key, value, mask, **kwargs):
+        seen.append(module)
+        return module_of("llama").eager_attention_forward(module, query, key, value, mask, **kwargs)
+
+    def register():
+        transformers.AttentionInterface.register("packing_ops", attention)
+        masks = transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+        transformers.AttentionMaskInterface.register("packing_ops", masks["eager"])
+
+    stand_in = types.ModuleType("packing_ops.integrations.transformers.attention")
+    stand_in.register = register
+    monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+    yield seen
+    transformers.AttentionInterface._global_mapping.pop("packing_ops", None)
+    transformers.AttentionMaskInterface._global_mapping.pop("packing_ops", None)
+
+
+@pytest.mark.parametrize("before", ["eager", "sdpa"])
+def test_attention_is_switched_and_reverted(before, device, stub):
+    model, inputs = tiny("qwen3", device, attn_implementation=before), packed(device)
+    wanted = outputs(model, inputs)
+    for _ in range(2):
+        assert apply_packing_ops(model)
+    assert model.config._attn_implementation == "packing_ops"
+    assert_near(outputs(model, inputs), wanted)
+    assert len(stub) == 2
+    revert_packing_ops(model)
+    assert model.config._attn_implementation == before
+    assert_same(outputs(model, inputs), wanted)
+    revert_packing_ops(model)
+    assert model.config._attn_implementation == before
+    assert not [name for name in vars(model) if "packing" in name]
+
+
+def test_attention_that_was_ours_stays_ours(stub):
+    model = tiny("llama")
+    sys.modules["packing_ops.integrations.transformers.attention"].register()
+    model.set_attn_implementation("packing_ops")
+    apply_packing_ops(model)
+    revert_packing_ops(model)
+    assert model.config._attn_implementation == "packing_ops"
+
+
+def test_sub_models_get_their_attention_back(stub):
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 16, "patch_size": 8}
+    config = transformers.Gemma3Config(
+        text_config=transformers.Gemma3TextConfig(**SHAPE, **LAYERS), vision_config=vision, mm_tokens_per_image=4
+    )
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    model.set_attn_implementation({"": "sdpa", "text_config": "eager", "vision_config": "sdpa"})
+    configs = [model.config, model.config.text_config, model.config.vision_config]
+    apply_packing_ops(model)
+    assert [each._attn_implementation for each in configs] == ["packing_ops"] * 3
+    revert_packing_ops(model)
+    assert [each._attn_implementation for each in configs] == ["sdpa", "eager", "sdpa"]
+
+
+def test_class_gives_new_models_our_attention(stub):
+    old = tiny("llama")
+    apply_packing_ops(type(old))
+    assert tiny("llama").config._attn_implementation == "packing_ops"
+    assert tiny("llama", attn_implementation="eager").config._attn_implementation == "eager"
+    assert tiny("qwen3").config._attn_implementation == old.config._attn_implementation == "sdpa"
+    revert_packing_ops(type(old))
+    assert tiny("llama").config._attn_implementation == "sdpa"
+
+
+# --- what is not served ---
+
+
+def test_unsupported_models_are_left_alone(stub):
+    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=8))
+    before = [dict(vars(module)) for module in gpt2.modules()]
+    with pytest.warns(UserWarning, match="GPT2LMHeadModel as it is: its RoPE"):
+        assert not apply_packing_ops(gpt2)
+    with pytest.warns(UserWarning, match="GPT2LMHeadModel as it is: its module"):
+        assert not apply_packing_ops(type(gpt2))
+    phi = tiny("phi")
+    for target in (phi, type(phi)):
+        with pytest.warns(UserWarning, match="PhiForCausalLM as it is: .* no RMSNorm"):
+            assert not apply_packing_ops(target, rms_norm=True)
+    with pytest.warns(UserWarning, match="Linear as it is: there is no transformers model"):
+        assert not apply_packing_ops(torch.nn.Linear(1, 1), rope=False)
+    assert gpt2.config._attn_implementation == phi.config._attn_implementation == "sdpa"
+    assert [dict(vars(module)) for module in gpt2.modules()] == before
+    with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module.*got str"):
+        apply_packing_ops("llama")
+    revert_packing_ops(gpt2)
+
+
+def test_attention_of_somebody_else_is_not_given_tables():
+    class OwnAttention(module_of("llama").LlamaAttention):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    model = tiny("llama")
+    model.model.layers[0].self_attn.__class__ = OwnAttention
+    with pytest.warns(UserWarning, match="LlamaForCausalLM as it is: its RoPE"):
+        assert not apply_packing_ops(model, attention=False)
+
+
+def test_attention_that_cannot_be_set_leaves_all(stub, monkeypatch):
+    model = tiny("llama")
+    monkeypatch.setattr(type(model), "_can_set_attn_implementation", lambda *self: False)
+    with pytest.warns(UserWarning, match="LlamaForCausalLM as it is: .* cannot change"):
+        assert not apply_packing_ops(model)
+    assert not model.model.rotary_emb._forward_hooks
+
+
+def test_nothing_is_said_of_supported_models():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = tiny("llama")
+        apply_packing_ops(model, attention=False)
+        revert_packing_ops(model)
+
+
+# --- numerics ---
+
+
+@pytest.mark.parametrize("family", NAMED)
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_rms_norm_rounds_once(family, weights, device):
+    """The exact value rounded once, in the dtype of the stock module; off by default."""
+    model = tiny(family, device).to(weights)
+    norm = next(module for module in model.modules() if type(module).__name__.endswith("RMSNorm"))
+    x = (3 * torch.randn(50, norm.weight.numel(), device=device)).bfloat16()
+    stock = norm(x)
+    weight = norm.weight.double() + ("Gemma" in type(norm).__name__)
+    exact = weight * x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6)
+    apply_packing_ops(model, attention=False)
+    assert_same(norm(x), stock)
+    apply_packing_ops(model, attention=False, rms_norm=True)
+    found = norm(x)
+    assert found.dtype == stock.dtype
+    once = torch.finfo(found.dtype).eps / 2 * exact.abs() + 1e-5
+    assert ((found.double() - exact).abs() <= once).all()
+    if weights is torch.bfloat16:
+        assert ((stock.double() - exact).abs() > once).any() == (family in ("llama", "qwen2", "qwen3", "mistral"))
+    revert_packing_ops(model)
+    assert_same(norm(x), stock)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_fp32_cos_sin(device, whole, monkeypatch):
+    seen = []
+    rotate = _rotary.apply_rotary_qk
+    monkeypatch.setattr(_rotary, "apply_rotary_qk", lambda *a, **k: seen.append(a[2].dtype) or rotate(*a, **k))
+    model, inputs = tiny("llama", device).bfloat16(), packed(device)
+    target = type(model) if whole else model
+    for option, dtype in ((False, torch.bfloat16), (True, torch.float32)):
+        apply_packing_ops(target, attention=False, fp32_cos_sin=option)
+        assert outputs(model, inputs).dtype == torch.bfloat16
+        assert seen[-1] == dtype
+    revert_packing_ops(target)
