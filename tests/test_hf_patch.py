@@ -213,7 +213,8 @@ def test_attention_that_was_ours_stays_ours(stub):
     assert model.config._attn_implementation == "packing_ops"
 
 
-def test_sub_models_get_their_attention_back(stub):
+@pytest.fixture
+def gemma3_with_vision():
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"image_size": 16, "patch_size": 8}
     config = transformers.Gemma3Config(
@@ -221,11 +222,39 @@ def test_sub_models_get_their_attention_back(stub):
     )
     model = transformers.Gemma3ForConditionalGeneration(config)
     model.set_attn_implementation({"": "sdpa", "text_config": "eager", "vision_config": "sdpa"})
-    configs = [model.config, model.config.text_config, model.config.vision_config]
-    apply_packing_ops(model)
-    assert [each._attn_implementation for each in configs] == ["packing_ops"] * 3
-    revert_packing_ops(model)
-    assert [each._attn_implementation for each in configs] == ["sdpa", "eager", "sdpa"]
+    return model
+
+
+def implementations(model):
+    return [each._attn_implementation for each in (model.config, model.config.text_config, model.config.vision_config)]
+
+
+def test_sub_models_get_their_attention_back(stub, gemma3_with_vision):
+    apply_packing_ops(gemma3_with_vision)
+    assert implementations(gemma3_with_vision) == ["packing_ops"] * 3
+    revert_packing_ops(gemma3_with_vision)
+    assert implementations(gemma3_with_vision) == ["sdpa", "eager", "sdpa"]
+
+
+def test_attention_half_set_is_taken_back(stub, gemma3_with_vision, monkeypatch):
+    model = gemma3_with_vision
+    with monkeypatch.context() as patch:  # the whole cannot, its parts could
+        patch.setattr(type(model), "_can_set_attn_implementation", lambda *self: False)
+        with pytest.warns(UserWarning, match="Gemma3ForConditionalGeneration as it is: .* cannot change"):
+            assert not apply_packing_ops(model)
+    assert implementations(model) == ["sdpa", "eager", "sdpa"]
+
+    def refuse(self, wanted):
+        if wanted == "packing_ops":
+            raise ValueError("not this part")
+        return wanted
+
+    monkeypatch.setattr(type(model.model.vision_tower), "get_correct_attn_implementation", refuse)
+    with pytest.raises(ValueError, match="not this part"):
+        apply_packing_ops(model)
+    assert implementations(model) == ["sdpa", "eager", "sdpa"]
+    assert not [name for module in model.modules() for name in vars(module) if "packing" in name]
+    assert not model.model.language_model.rotary_emb._forward_hooks
 
 
 def test_class_gives_new_models_our_attention(stub):
@@ -312,6 +341,32 @@ def test_rms_norm_rounds_once(family, weights, device):
         assert ((stock.double() - exact).abs() > once).any() == (family in ("llama", "qwen2", "qwen3", "mistral"))
     revert_packing_ops(model)
     assert_same(norm(x), stock)
+
+
+def test_rms_norm_under_a_hook_of_accelerate(device):
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = tiny("llama", device).bfloat16()
+    norm, x = model.model.norm, (3 * torch.randn(50, 64, device=device)).bfloat16()
+    stock = norm(x)
+    apply_packing_ops(model, attention=False, rms_norm=True)
+    fused = norm(x)
+    assert not torch.equal(fused, stock)
+    hooks.add_hook_to_module(norm, hooks.ModelHook())
+    apply_packing_ops(model, attention=False, rms_norm=True)
+    assert_same(norm(x), fused)
+    revert_packing_ops(model)
+    assert_same(norm(x), stock)
+    hooks.remove_hook_from_module(norm)
+    assert_same(norm(x), stock)
+
+
+def test_rms_norm_of_another_library_stays(monkeypatch):
+    model = tiny("llama")
+    theirs = lambda self, x: x  # noqa: E731
+    monkeypatch.setattr(type(model.model.norm), "forward", theirs)
+    with pytest.warns(UserWarning, match="LlamaForCausalLM as it is: .* no RMSNorm"):
+        assert not apply_packing_ops(model, attention=False, rms_norm=True)
+    assert "forward" not in vars(model.model.norm)
 
 
 @pytest.mark.parametrize("whole", [False, True])

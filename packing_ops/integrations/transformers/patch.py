@@ -146,8 +146,7 @@ def _set_attention(model) -> str | None:
         _restore(hosts, before)
         return f"{', '.join(refused)} cannot change its attn_implementation (attention=False swaps the rest)"
     for host, implementations in zip(hosts, before, strict=True):
-        if implementations != _attn_implementations(host.config):
-            host.__dict__.setdefault(_STATE, implementations)  # travels with copies of the model
+        host.__dict__.setdefault(_STATE, implementations)  # travels with copies of the model
     return None
 
 
