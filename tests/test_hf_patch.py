@@ -182,9 +182,12 @@ def stub(monkeypatch):
     stand_in = types.ModuleType("packing_ops.integrations.transformers.attention")
     stand_in.register = register
     monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+    interfaces = (transformers.AttentionInterface, transformers.AttentionMaskInterface)
+    registered = [dict(interface._global_mapping) for interface in interfaces]
     yield seen
-    transformers.AttentionInterface._global_mapping.pop("packing_ops", None)
-    transformers.AttentionMaskInterface._global_mapping.pop("packing_ops", None)
+    for interface, before in zip(interfaces, registered, strict=True):
+        interface._global_mapping.clear()
+        interface._global_mapping.update(before)
 
 
 @pytest.mark.parametrize("before", ["eager", "sdpa"])
