@@ -1,0 +1,200 @@
+"""TRL: its packing contract kept over the whole dataset, its trainers with packing_ops attention, packed log-probs."""
+
+import itertools
+import sys
+
+import numpy as np
+import pytest
+import torch
+from helpers import cu_seqlens_of, lengths_strategy
+from hypothesis import given
+from hypothesis import strategies as st
+
+datasets = pytest.importorskip("datasets")
+pytest.importorskip("trl")
+import trl.data_utils as data_utils  # noqa: E402
+
+from packing_ops.integrations import trl as integration  # noqa: E402
+
+STOCK = data_utils.pack_dataset
+datasets.disable_progress_bars()
+
+
+@pytest.fixture(autouse=True)
+def stock_trl():
+    yield
+    integration.unpatch_pack_dataset()
+
+
+def rows_of(lengths, dtype="int64"):
+    """Every token has a value of its own; labels are the token negated, so that columns stay together."""
+    ends = np.cumsum([0, *lengths])
+    ids = [np.arange(a, b) for a, b in itertools.pairwise(ends)]
+    feature = datasets.List(datasets.Value(dtype))
+    features = datasets.Features(input_ids=feature, labels=feature)
+    return datasets.Dataset.from_dict({"input_ids": ids, "labels": [-i for i in ids]}, features=features)
+
+
+def kept_documents(lengths, seq_length, strategy):
+    """What must be in the rows: every document whole, cut, or split."""
+    documents, token = [], 0
+    for length in lengths:
+        ids = list(range(token, token + length))
+        token += length
+        pieces = [ids[i : i + seq_length] for i in range(0, length, seq_length)]
+        documents += pieces[:1] if strategy == "bfd" else pieces
+    return documents
+
+
+def documents_of(row):
+    ends = np.cumsum([0, *row["seq_lengths"]]).tolist()
+    assert ends[-1] == len(row["input_ids"]) == len(row["labels"])
+    assert row["labels"] == [-i for i in row["input_ids"]]
+    return [row["input_ids"][a:b] for a, b in itertools.pairwise(ends)]
+
+
+def check(packed, theirs, lengths, seq_length, strategy):
+    documents = [d for row in packed for d in documents_of(row)]
+    assert sorted(documents) == sorted(kept_documents(lengths, seq_length, strategy))
+    assert all(0 < len(row["input_ids"]) <= seq_length for row in packed)
+    assert len(packed) <= len(theirs)
+    assert packed.features == theirs.features
+    assert packed.data.schema.remove_metadata() == theirs.data.schema.remove_metadata()
+
+
+@given(
+    st.lists(st.integers(1, 12), min_size=1, max_size=40),
+    st.integers(1, 16),
+    st.sampled_from(["bfd", "bfd_split"]),
+    st.integers(1, 8),
+)
+def test_contract_of_trl(lengths, seq_length, strategy, chunk):
+    rows, options = rows_of(lengths), {"batch_size": chunk}
+    theirs = STOCK(rows, seq_length, strategy, options)
+    check(integration.pack_dataset(rows, seq_length, strategy, options), theirs, lengths, seq_length, strategy)
+
+
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split"])
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_more_rows_than_trl_packs_at_a_time(strategy, dtype):
+    lengths = np.random.default_rng(0).lognormal(3, 0.8, 3500).astype(int).clip(1).tolist()
+    theirs = STOCK(rows_of(lengths, dtype), 64, strategy)
+    ours = integration.pack_dataset(rows_of(lengths, dtype), 64, strategy)
+    check(ours, theirs, lengths, 64, strategy)
+    assert len(ours) < len(theirs)
+
+
+def test_parts_are_taken_where_the_whole_needs_more_rows():
+    """Best fit over 5 4 4 3 2 2 needs three rows of 10; 5 3 2 and 4 4 2 fill one each."""
+    lengths = [5, 3, 2, 4, 4, 2]
+    packed = integration.pack_dataset(rows_of(lengths), 10, map_kwargs={"batch_size": 3})
+    assert packed["seq_lengths"][:] == [[5, 3, 2], [4, 4, 2]]
+    assert len(integration.pack_dataset(rows_of(lengths), 10)) == 3
+
+
+def test_shuffled_formatted_split_and_in_processes(tmp_path):
+    lengths = np.random.default_rng(1).integers(1, 30, 300).tolist()
+    rows_of(lengths).save_to_disk(tmp_path / "rows")
+    on_disk = datasets.load_from_disk(tmp_path / "rows").shuffle(seed=3).with_format("numpy", dtype=np.int32)
+    theirs, ours = (
+        STOCK(on_disk, 32),
+        integration.pack_dataset(on_disk, 32, map_kwargs={"num_proc": 2, "batch_size": 50}),
+    )
+    assert ours.format == theirs.format
+    assert ours[0]["input_ids"].dtype == theirs[0]["input_ids"].dtype == np.int32
+    check(ours.with_format(None), theirs.with_format(None), lengths, 32, "bfd")
+    both = integration.pack_dataset(datasets.DatasetDict(train=on_disk, test=on_disk.select(range(7))), 32)
+    assert both["train"].with_format(None)[:] == ours.with_format(None)[:]
+    assert sum(map(sum, both["test"]["seq_lengths"])) == sum(len(row["input_ids"]) for row in on_disk.select(range(7)))
+
+
+def test_same_settings_come_from_the_cache(tmp_path):
+    rows_of([3, 4, 5]).save_to_disk(tmp_path / "rows")
+    first, again, other = (
+        integration.pack_dataset(datasets.load_from_disk(tmp_path / "rows"), size) for size in (8, 8, 9)
+    )
+    assert first.cache_files == again.cache_files != other.cache_files
+    assert first._fingerprint != STOCK(datasets.load_from_disk(tmp_path / "rows"), 8)._fingerprint
+
+
+def test_empty_and_null_rows_are_left_out():
+    features = datasets.Features(input_ids=datasets.List(datasets.Value("int64")))
+    rows = datasets.Dataset.from_dict({"input_ids": [[], [1, 2], None, [3], []]}, features=features)
+    assert integration.pack_dataset(rows, 4)[:] == STOCK(rows, 4)[:]
+    for nothing in ([0, 2], []):
+        with pytest.raises(ValueError, match=f"got {len(nothing)} rows without any"):
+            integration.pack_dataset(rows.select(nothing), 4)
+
+
+def test_the_rest_is_trls_own():
+    rows = rows_of([3, 4, 5])
+    assert integration.pack_dataset(rows, 4, "wrapped")[:] == STOCK(rows, 4, "wrapped")[:]
+    with pytest.raises(ValueError, match="strategy"):
+        integration.pack_dataset(rows, 4, "no such")
+    with pytest.warns(UserWarning, match="IterableDataset is streamed"):
+        streamed = integration.pack_dataset(rows.to_iterable_dataset(), 8)
+    assert list(streamed) == list(STOCK(rows, 8))
+
+
+def test_bad_columns_are_named():
+    rows = rows_of([3, 4])
+    with pytest.raises(TypeError, match="expected lists in every column, got int64 in 'uid'"):
+        integration.pack_dataset(rows.add_column("uid", [1, 2]), 8)
+    with pytest.raises(ValueError, match="other lengths in 'mask' than in 'input_ids'"):
+        integration.pack_dataset(rows.add_column("mask", [[1] * 3, [1] * 5]), 8)
+    with pytest.raises(ValueError, match="capacity"):
+        integration.pack_dataset(rows, 0)
+
+
+def test_patch_reaches_every_module_of_trl_and_reverts():
+    import trl
+    import trl.trainer.sft_trainer as sft_trainer
+
+    assert trl.pack_dataset is sft_trainer.pack_dataset is STOCK
+    for _ in range(2):
+        assert integration.patch_pack_dataset()
+        assert trl.pack_dataset is sft_trainer.pack_dataset is data_utils.pack_dataset is integration.pack_dataset
+        assert integration.pack_dataset(rows_of([3, 4]), 4, "wrapped")[:] == STOCK(rows_of([3, 4]), 4, "wrapped")[:]
+    for _ in range(2):
+        integration.unpatch_pack_dataset()
+        assert trl.pack_dataset is sft_trainer.pack_dataset is data_utils.pack_dataset is STOCK
+
+
+def test_another_signature_is_left_alone(monkeypatch):
+    def another(dataset, seq_length, packing):
+        raise AssertionError
+
+    monkeypatch.setattr(data_utils, "pack_dataset", another)
+    with pytest.warns(UserWarning, match=r"got \(dataset, seq_length, packing\); left alone"):
+        assert not integration.patch_pack_dataset()
+    assert data_utils.pack_dataset is another
+
+
+def test_without_trl_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl", None)
+    monkeypatch.delitem(sys.modules, "trl.data_utils")
+    for call in (integration.register, integration.patch_pack_dataset, lambda: integration.pack_dataset(None, 8)):
+        with pytest.raises(ImportError, match=r"pip install packing_ops\[hf\]"):
+            call()
+
+
+@given(lengths_strategy.filter(sum), st.booleans(), st.sampled_from([torch.bool, torch.int64]))
+def test_packed_logps_are_the_sums_of_each_document(device, lengths, average, dtype):
+    total = sum(lengths)
+    log_probs = torch.randn(1, total - 1, device=device, requires_grad=True)
+    mask = (torch.rand(1, total, device=device) < 0.6).to(dtype)
+    got = integration.packed_logps(log_probs, mask, cu_seqlens_of(lengths, device), average=average)
+    wanted, begin = [], 0
+    for length in lengths:
+        counted = [log_probs[0, t - 1] for t in range(begin + 1, begin + length) if mask[0, t]]
+        wanted.append(sum(counted, log_probs.sum() * 0) / (max(len(counted), 1) if average else 1))
+        begin += length
+    torch.testing.assert_close(got, torch.stack(wanted), rtol=1e-5, atol=1e-5)
+    weights = torch.randn(len(lengths), device=device)
+    ours, loops = (torch.autograd.grad((s * weights).sum(), log_probs)[0] for s in (got, torch.stack(wanted)))
+    torch.testing.assert_close(ours, loops, rtol=1e-5, atol=1e-5)
+
+
+def test_packed_logps_want_one_entry_less_than_tokens():
+    with pytest.raises(ValueError, match=r"log_probs: expected one entry less than mask=\[1, 5\], got \[1, 5\]"):
+        integration.packed_logps(torch.zeros(1, 5), torch.ones(1, 5), cu_seqlens_of([5]))
