@@ -75,7 +75,7 @@ def read_jsonl(path: Path) -> list[list[tuple[str, bool]]]:
     return documents
 
 
-def load_documents(data: Path | None, limit: int, max_length: int) -> tuple[list[Document], int]:
+def load_documents(data: Path | None, limit: int, max_length: int, encode=encode) -> tuple[list[Document], int]:
     """Documents of at most ``max_length`` tokens, and how many had to be cut to fit."""
     if data is None:
         pieces = [[(prompt, False), (answer, True)] for prompt, answer in docstring_pairs(limit)]

@@ -1,0 +1,120 @@
+"""Trains on packed rows with transformers' Trainer in several processes: every rank has the same number of rows.
+
+    torchrun --nproc-per-node 2 examples/ddp_sft.py
+    python examples/ddp_sft.py                          one process, the same steps and the same losses
+
+A step takes ``--rows-per-step`` packed rows, dealt to the ranks. ``bins_multiple_of`` makes the last step as full as the
+others: no rank waits for one that has no row left, and no row is seen twice to make up for it.
+"""
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from hf_setup import documents_for, new_model, packed_batch
+
+import packing_ops as po
+from packing_ops.integrations.transformers import register
+
+
+class MeasuredTrainer(transformers.Trainer):
+    """A Trainer that writes down its share of the loss of every row."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.row_losses = []
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.row_losses.append(loss.item())
+        return loss
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="folder of a causal LM with its tokenizer; default: a tiny Llama")
+    parser.add_argument("--data", type=Path, help="JSONL of chats or prompt/completion pairs; default: docstrings")
+    parser.add_argument("--documents", type=int, default=128, help="at most this many documents")
+    parser.add_argument("--capacity", type=int, default=1024, help="slots of a packed row")
+    parser.add_argument("--rows-per-step", type=int, default=2, help="a multiple of the number of processes")
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for demo_ddp_PROCESSES.json")
+    return parser.parse_args()
+
+
+def main():
+    arguments = parse_arguments()
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if arguments.rows_per_step % world_size:
+        raise SystemExit(
+            f"--rows-per-step: expected a multiple of {world_size} processes, got {arguments.rows_per_step}"
+        )
+    register()
+    documents, _ = documents_for(arguments.model, arguments.data, arguments.documents, arguments.capacity)
+    packing = po.pack_sequences(
+        [len(d) for d in documents], arguments.capacity, bins_multiple_of=arguments.rows_per_step
+    )
+    order = torch.randperm(packing.num_bins, generator=torch.Generator().manual_seed(arguments.seed))
+    rows = [[documents[i] for i in packing.bins[b]] for b in order.tolist()]
+
+    settings = transformers.TrainingArguments(
+        output_dir=str(arguments.out / "ddp_checkpoints"),
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=arguments.rows_per_step // world_size,
+        num_train_epochs=1,
+        learning_rate=arguments.learning_rate,
+        train_sampling_strategy="sequential",  # rank r takes rows r, r + world_size, ...
+        remove_unused_columns=False,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=arguments.device == "cpu",
+        dataloader_pin_memory=arguments.device != "cpu",
+        ddp_backend="gloo" if arguments.device == "cpu" and world_size > 1 else None,
+        ddp_find_unused_parameters=False,
+        seed=arguments.seed,
+    )
+    trainer = MeasuredTrainer(
+        model=new_model(arguments.model, arguments.capacity, arguments.seed, "packing_ops"),
+        args=settings,
+        train_dataset=rows,
+        data_collator=lambda rows: packed_batch(rows[0]),
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+
+    # A step's loss: over its rows on this rank, then the mean over ranks, as DDP takes the mean of their gradients.
+    losses = torch.tensor(trainer.row_losses).view(-1, settings.gradient_accumulation_steps).sum(1)
+    norm = torch.stack([p.detach().norm() for p in trainer.model.parameters()]).norm().item()
+    gathered = [(trainer.state.global_step, losses, norm)]
+    if world_size > 1:
+        mine, gathered = gathered[0], [None] * world_size
+        dist.all_gather_object(gathered, mine)
+    if settings.process_index == 0:
+        result = {
+            "processes": world_size,
+            "rows": len(rows),
+            "steps_per_rank": [steps for steps, _, _ in gathered],
+            "losses": torch.stack([losses for _, losses, _ in gathered]).mean(0).tolist(),
+            "parameter_norm_per_rank": [norm for _, _, norm in gathered],
+        }
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        path = arguments.out / f"demo_ddp_{world_size}.json"
+        path.write_text(json.dumps(result, indent=1))
+        print(
+            f"{world_size} processes, {len(rows)} rows, steps {result['steps_per_rank']}; "
+            f"loss {result['losses'][0]:.3f} to {result['losses'][-1]:.3f}; written: {path}"
+        )
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

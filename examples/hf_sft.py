@@ -1,0 +1,167 @@
+"""Trains one Hugging Face model with transformers' Trainer on the same documents twice, padded and packed, and compares.
+
+    python examples/hf_sft.py                        a tiny Llama on docstrings of the standard library
+    python examples/hf_sft.py --data chat.jsonl      {"messages": [...]} or {"prompt": ..., "completion": ...}
+    python examples/hf_sft.py --model PATH --device cuda
+
+Padded: batches of 8, each padded to its longest, with transformers' own sdpa attention. Packed: rows of 2048 slots filled
+first-fit-decreasing, with attn_implementation="packing_ops". Each run has a process of its own, so that peak memory is
+its own too.
+"""
+
+import argparse
+import json
+import multiprocessing
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import transformers
+from hf_setup import documents_for, new_model, packed_batch, padded_batch
+from report_packed import print_table, save_picture
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from train_packed import Run, groups_of, peak_mib
+
+import packing_ops as po
+from packing_ops.integrations.transformers import register
+
+COLUMNS = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[loss]}"))
+
+
+class MeasuredTrainer(transformers.Trainer):
+    """A Trainer that writes down the loss of every step and shows a bar."""
+
+    def __init__(self, run: Run, **options):
+        super().__init__(**options)
+        self.remove_callback(transformers.PrinterCallback)
+        self.run = run
+
+    def train(self, progress: Progress):
+        self.bar = progress.add_task(self.run.mode, total=len(self.train_dataset), loss="")
+        self.progress = progress
+        start = time.perf_counter()
+        super().train()
+        self.run.seconds = time.perf_counter() - start
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.run.losses.append(loss.item())
+        self.progress.update(self.bar, advance=1, loss=f"loss {self.run.losses[-1]:.3f}")
+        return loss
+
+
+def attention_of(mode: str) -> str:
+    register()
+    return "sdpa" if mode == "padded" else "packing_ops"
+
+
+def train(mode: str, arguments) -> Run:
+    """One pass over the documents; runs in a process of its own."""
+    documents, _ = documents_for(arguments.model, arguments.data, arguments.documents, arguments.capacity)
+    groups = [[documents[i] for i in group] for group in groups_of(mode, [len(d) for d in documents], arguments)]
+    collate = padded_batch if mode == "padded" else packed_batch
+    model = new_model(arguments.model, arguments.capacity, arguments.seed, attention_of(mode)).to(arguments.device)
+    model(**to_device(collate(groups[0]), arguments.device)).loss.backward()  # warm-up
+    model.zero_grad()
+    run = Run(mode, steps=len(groups))
+    for group in groups:
+        run.real_tokens += sum(map(len, group))
+        run.tokens_seen.append(run.real_tokens)
+        slots = collate(group)["input_ids"].numel()
+        run.slots += slots if mode == "padded" else max(arguments.capacity, slots)
+    with tempfile.TemporaryDirectory() as folder, Progress(TextColumn(f"{mode:>7}"), *COLUMNS) as progress:
+        settings = transformers.TrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=1,  # one group of documents: a padded batch or a packed row
+            num_train_epochs=1,
+            learning_rate=arguments.learning_rate,
+            lr_scheduler_type="constant",
+            train_sampling_strategy="sequential",
+            remove_unused_columns=False,
+            save_strategy="no",
+            logging_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=arguments.device == "cpu",
+            dataloader_pin_memory=arguments.device != "cpu",
+            seed=arguments.seed,
+        )
+        trainer = MeasuredTrainer(
+            run, model=model, args=settings, train_dataset=groups, data_collator=lambda groups: collate(groups[0])
+        )
+        trainer.train(progress)
+    run.peak_mib = peak_mib(arguments.device)
+    return run
+
+
+def to_device(batch: dict, device: str) -> dict:
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
+def first_step_losses(documents, arguments) -> dict[str, float]:
+    """The same 8 documents: padded with stock attention, padded and unpadded inside by packing_ops, packed."""
+    losses = {}
+    cases = [
+        ("padded", "padded", padded_batch),
+        ("unpadded", "packed", padded_batch),
+        ("packed", "packed", packed_batch),
+    ]
+    for name, mode, collate in cases:
+        model = new_model(arguments.model, arguments.capacity, arguments.seed, attention_of(mode)).to(arguments.device)
+        with torch.no_grad():
+            batch = to_device(collate(documents[: arguments.batch_size]), arguments.device)
+            losses[name] = model(**batch).loss.item()
+    return losses
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="folder of a causal LM with its tokenizer; default: a tiny Llama")
+    parser.add_argument("--data", type=Path, help="JSONL of chats or prompt/completion pairs; default: docstrings")
+    parser.add_argument("--documents", type=int, default=256, help="at most this many documents")
+    parser.add_argument("--capacity", type=int, default=2048, help="slots of a packed row")
+    parser.add_argument("--batch-size", type=int, default=8, help="documents of a padded batch")
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for demo_hf_DEVICE.json and .png")
+    return parser.parse_args()
+
+
+def main():
+    arguments = parse_arguments()
+    documents, cut = documents_for(arguments.model, arguments.data, arguments.documents, arguments.capacity)
+    lengths = [len(d) for d in documents]
+    print(f"{len(documents)} documents, {sum(lengths)} tokens, {cut} cut to {arguments.capacity}")
+    losses = first_step_losses(documents, arguments)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+        runs = [pool.submit(train, mode, arguments).result() for mode in ("padded", "packed")]
+    rows = po.pack_sequences(lengths, arguments.capacity).bins
+    on_gpu = arguments.device == "cuda"
+    result = {
+        "documents": len(documents),
+        "documents_cut": cut,
+        "device": torch.cuda.get_device_name() if on_gpu else f"cpu, {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "first_step_loss": losses,
+        "speedup": runs[1].tokens_per_second / runs[0].tokens_per_second,
+        "runs": [
+            asdict(r) | {"tokens_per_second": r.tokens_per_second, "padding_waste": r.padding_waste} for r in runs
+        ],
+    }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    stem = arguments.out / f"demo_hf_{arguments.device}"
+    stem.with_suffix(".json").write_text(json.dumps(result, indent=1))
+    save_picture(
+        stem.with_suffix(".png"), lengths, [[lengths[i] for i in row] for row in rows], arguments.capacity, runs
+    )
+    print_table(runs, losses)
+    print(f"written: {stem}.json, {stem}.png")
+
+
+if __name__ == "__main__":
+    main()

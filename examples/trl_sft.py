@@ -1,0 +1,97 @@
+"""Trains a model with TRL's SFTTrainer on packed rows: two lines switch its packing and its attention over.
+
+python examples/trl_sft.py                        a tiny Llama on docstrings of the standard library
+python examples/trl_sft.py --data chat.jsonl      {"messages": [...]} or {"prompt": ..., "completion": ...}
+python examples/trl_sft.py --model PATH --device cuda
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import datasets
+import trl
+from hf_setup import byte_tokenizer, new_model
+from text_data import docstring_pairs
+from transformers import AutoTokenizer
+
+from packing_ops.integrations import trl as integration
+
+
+def load_rows(data: Path | None, limit: int) -> datasets.Dataset:
+    if data is not None:
+        rows = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines() if line.strip()]
+        return datasets.Dataset.from_list(rows[:limit])
+    return datasets.Dataset.from_list([{"prompt": p, "completion": c} for p, c in docstring_pairs(limit)])
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="folder of a causal LM with its tokenizer; default: a tiny Llama")
+    parser.add_argument("--data", type=Path, help="JSONL, all chats or all prompt/completion; default: docstrings")
+    parser.add_argument("--documents", type=int, default=256, help="at most this many documents")
+    parser.add_argument("--max-length", type=int, default=1024, help="tokens of a packed row")
+    parser.add_argument("--max-steps", type=int, default=-1, help="optimizer steps; default: one pass")
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for demo_trl_DEVICE.json")
+    return parser.parse_args()
+
+
+def main():
+    arguments = parse_arguments()
+    integration.register()  # attn_implementation="packing_ops"
+    integration.patch_pack_dataset()  # packing=True fills rows over the whole dataset
+
+    model = new_model(arguments.model, arguments.max_length, arguments.seed, "packing_ops")
+    settings = trl.SFTConfig(
+        output_dir=str(arguments.out / "trl_checkpoints"),
+        packing=True,
+        max_length=arguments.max_length,
+        per_device_train_batch_size=1,
+        num_train_epochs=1,
+        max_steps=arguments.max_steps,
+        learning_rate=arguments.learning_rate,
+        gradient_checkpointing=False,
+        bf16=arguments.device == "cuda",
+        use_cpu=arguments.device == "cpu",
+        dataloader_pin_memory=arguments.device != "cpu",
+        save_strategy="no",
+        logging_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        seed=arguments.seed,
+    )
+    trainer = trl.SFTTrainer(
+        model=model,
+        args=settings,
+        train_dataset=load_rows(arguments.data, arguments.documents),
+        processing_class=AutoTokenizer.from_pretrained(arguments.model) if arguments.model else byte_tokenizer(),
+    )
+    lengths = trainer.train_dataset["seq_lengths"]
+    tokens = sum(map(sum, lengths))
+    start = time.perf_counter()
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    result = {
+        "documents": sum(map(len, lengths)),
+        "rows": len(lengths),
+        "fill": tokens / (len(lengths) * arguments.max_length),
+        "tokens": tokens,
+        "seconds": time.perf_counter() - start,
+        "losses": [float(entry["loss"]) for entry in steps],
+        "trl": trl.__version__,
+    }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    path = arguments.out / f"demo_trl_{arguments.device}.json"
+    path.write_text(json.dumps(result, indent=1))
+    print(
+        f"{result['documents']} documents in {result['rows']} rows, {result['fill']:.1%} full; "
+        f"loss {result['losses'][0]:.3f} to {result['losses'][-1]:.3f} in {result['seconds']:.1f} s; written: {path}"
+    )
+
+
+if __name__ == "__main__":
+    main()
