@@ -12,10 +12,13 @@ export TORCH_CUDA_ARCH_LIST ?= 9.0
 endif
 endif
 
-.PHONY: demo test lint build bench test-gpu bench-gpu profile-gpu wheel clean
+.PHONY: demo demo-hf test lint build bench test-gpu bench-gpu profile-gpu wheel clean
 
 demo: build
 	$(BIN)/python examples/train_packed.py
+
+demo-hf: build
+	$(BIN)/python examples/hf_sft.py
 
 test: lint build
 	$(BIN)/python -m pytest
@@ -32,7 +35,8 @@ build: .venv/.ready
 GPU_PYTHON ?= $(if $(wildcard .venv/.ready),$(BIN)/python,python3)
 
 test-gpu:
-	$(GPU_PYTHON) -m pytest --ignore tests/test_install.py --ignore tests/test_examples.py
+	$(GPU_PYTHON) -m pytest --ignore tests/test_install.py --ignore tests/test_examples.py \
+		--ignore tests/test_hf_examples.py
 
 bench-gpu:
 	@for family in boundaries padding packing rope attention; do \

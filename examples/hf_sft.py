@@ -23,6 +23,7 @@ import transformers
 from hf_setup import documents_for, new_model, packed_batch, padded_batch
 from report_packed import print_table, save_picture
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from text_data import Document
 from train_packed import Run, groups_of, peak_mib
 
 import packing_ops as po
@@ -58,9 +59,9 @@ def attention_of(mode: str) -> str:
     return "sdpa" if mode == "padded" else "packing_ops"
 
 
-def train(mode: str, arguments) -> Run:
-    """One pass over the documents; runs in a process of its own."""
-    documents, _ = documents_for(arguments.model, arguments.data, arguments.documents, arguments.capacity)
+def train(mode: str, tokens: list[tuple[list[int], list[int]]], arguments) -> Run:
+    """One pass over the documents, given as (input_ids, labels); runs in a process of its own."""
+    documents = [Document(torch.tensor(ids), torch.tensor(labels)) for ids, labels in tokens]
     groups = [[documents[i] for i in group] for group in groups_of(mode, [len(d) for d in documents], arguments)]
     collate = padded_batch if mode == "padded" else packed_batch
     model = new_model(arguments.model, arguments.capacity, arguments.seed, attention_of(mode)).to(arguments.device)
@@ -137,8 +138,9 @@ def main():
     lengths = [len(d) for d in documents]
     print(f"{len(documents)} documents, {sum(lengths)} tokens, {cut} cut to {arguments.capacity}")
     losses = first_step_losses(documents, arguments)
+    tokens = [(d.input_ids.tolist(), d.labels.tolist()) for d in documents]  # a tensor would cost a file descriptor
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
-        runs = [pool.submit(train, mode, arguments).result() for mode in ("padded", "packed")]
+        runs = [pool.submit(train, mode, tokens, arguments).result() for mode in ("padded", "packed")]
     rows = po.pack_sequences(lengths, arguments.capacity).bins
     on_gpu = arguments.device == "cuda"
     result = {

@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +14,12 @@ from hypothesis import strategies as st
 datasets = pytest.importorskip("datasets")
 pytest.importorskip("trl")
 import trl.data_utils as data_utils  # noqa: E402
+from hf_models import tiny_model  # noqa: E402
 
 from packing_ops.integrations import trl as integration  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from hf_setup import byte_tokenizer  # noqa: E402
 
 STOCK = data_utils.pack_dataset
 datasets.disable_progress_bars()
@@ -198,3 +203,75 @@ def test_packed_logps_are_the_sums_of_each_document(device, lengths, average, dt
 def test_packed_logps_want_one_entry_less_than_tokens():
     with pytest.raises(ValueError, match=r"log_probs: expected one entry less than mask=\[1, 5\], got \[1, 5\]"):
         integration.packed_logps(torch.zeros(1, 5), torch.ones(1, 5), cu_seqlens_of([5]))
+
+
+def trained(model, lengths, tmp_path, **options):
+    """Losses of three steps over the same documents, every one of them in each step; what the decoder was given."""
+    trl = pytest.importorskip("trl")
+    losses, given_kwargs = [], []
+
+    class Recorded(trl.SFTTrainer):
+        def training_step(self, *args, **kwargs):
+            losses.append(super().training_step(*args, **kwargs).item())
+            return torch.tensor(losses[-1])
+
+    rows = rows_of(lengths).map(lambda row: {"input_ids": [i % 256 for i in row["input_ids"]]})
+    rows = rows.map(lambda row: {"labels": [-100, *row["input_ids"][1:]]})
+    settings = trl.SFTConfig(
+        output_dir=str(tmp_path),
+        num_train_epochs=3,
+        learning_rate=1e-2,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        bf16=False,
+        use_cpu=next(model.parameters()).device.type == "cpu",
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        **options,
+    )
+    trainer = Recorded(model=model, args=settings, train_dataset=rows, processing_class=byte_tokenizer())
+    model.model.register_forward_pre_hook(lambda _, args, kwargs: given_kwargs.append(kwargs), with_kwargs=True)
+    trainer.train()
+    return losses, given_kwargs, trainer
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("mode", ["padding_free", "packing"])
+def test_sft_trainer_trains_the_same_without_padding(device, mode, checkpointing, tmp_path, capfd):
+    lengths = [30, 7, 21, 2, 50, 33, 12, 9]
+    options = {"gradient_checkpointing": checkpointing, "max_length": 64}
+    model = tiny_model("llama", device=device, vocab_size=258)
+    wanted, _, _ = trained(model, lengths, tmp_path, per_device_train_batch_size=len(lengths), **options)
+    integration.register()
+    integration.patch_pack_dataset()
+    packed_model = tiny_model("llama", attn_implementation="packing_ops", device=device, vocab_size=258)
+    capfd.readouterr()
+    options |= {"packing": True} if mode == "packing" else {"padding_free": True, "max_length": None}
+    losses, given_kwargs, trainer = trained(
+        packed_model, lengths, tmp_path, per_device_train_batch_size=len(lengths), **options
+    )
+    said = "".join(capfd.readouterr()).lower()
+    assert "flash" not in said
+    assert "attn_implementation" not in said
+    assert "attention implementation" not in said
+    assert len(losses) == 3
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted), rtol=1e-5, atol=1e-5)
+    for ours, stock in zip(packed_model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-5)
+    # TRL's collator says where documents end, and the decoder hears it.
+    for kwargs in given_kwargs:
+        assert sorted(kwargs["cu_seq_lens_q"].diff().tolist()) == sorted(lengths)
+        assert (kwargs["max_length_q"], kwargs["max_length_k"]) == (50, 50)
+        assert kwargs.get("attention_mask") is None
+    if mode == "packing":
+        assert len(trainer.train_dataset) == 3
+
+
+def test_register_enters_the_list_of_implementations_where_trl_has_one(monkeypatch):
+    import trl.trainer.sft_trainer as sft_trainer
+
+    monkeypatch.setattr(sft_trainer, "FLASH_ATTENTION_VARIANTS", {"flash_attention_2"}, raising=False)
+    for _ in range(2):
+        integration.register()
+    assert {"flash_attention_2", "packing_ops"} == sft_trainer.FLASH_ATTENTION_VARIANTS

@@ -1,0 +1,66 @@
+"""The Hugging Face examples run, and several processes train as one does."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(out, *command):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *map(str, command), "--out", str(out)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_hf_sft(tmp_path):
+    run(tmp_path, "examples/hf_sft.py", "--documents", 64, "--capacity", 1024)
+    result = json.loads((tmp_path / "demo_hf_cpu.json").read_text())
+    losses = result["first_step_loss"]
+    assert losses["packed"] == pytest.approx(losses["padded"], abs=1e-5)
+    assert losses["unpadded"] == pytest.approx(losses["padded"], abs=1e-5)
+    padded, packed = result["runs"]
+    assert padded["real_tokens"] == packed["real_tokens"] > 0
+    assert packed["padding_waste"] < padded["padding_waste"]
+    assert all(run["losses"][-1] < run["losses"][0] for run in (padded, packed))
+    assert all(len(run["losses"]) == run["steps"] == len(run["tokens_seen"]) for run in (padded, packed))
+    assert (tmp_path / "demo_hf_cpu.png").stat().st_size > 10_000
+
+
+def test_trl_sft_on_chats(tmp_path):
+    pytest.importorskip("trl")
+    file = tmp_path / "chat.jsonl"
+    chats = []
+    for i in range(40):
+        messages = [{"role": "user", "content": f"hello {i}"}, {"role": "assistant", "content": "hi " * (i + 1)}]
+        chats.append({"messages": messages})
+    file.write_text("\n".join(map(json.dumps, chats)))
+    run(tmp_path, "examples/trl_sft.py", "--data", file, "--max-length", 256)
+    result = json.loads((tmp_path / "demo_trl_cpu.json").read_text())
+    assert result["documents"] == 40
+    assert result["fill"] > 0.9
+    assert len(result["losses"]) == result["rows"]
+    assert result["losses"][-1] < result["losses"][0]
+
+
+def test_two_processes_train_as_one(tmp_path):
+    options = ("examples/ddp_sft.py", "--documents", 37, "--capacity", 768)
+    run(tmp_path, *options)
+    run(tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, *options)
+    one, two = (json.loads((tmp_path / f"demo_ddp_{n}.json").read_text()) for n in (1, 2))
+    assert one["rows"] == two["rows"]
+    assert two["steps_per_rank"] == one["steps_per_rank"] * 2 == [one["rows"] // 2] * 2
+    assert two["losses"] == pytest.approx(one["losses"], abs=1e-5)
+    assert two["parameter_norm_per_rank"] == pytest.approx(one["parameter_norm_per_rank"] * 2, abs=1e-4)
+    assert two["losses"][-1] < two["losses"][0]
