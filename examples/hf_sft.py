@@ -122,7 +122,7 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="folder of a causal LM with its tokenizer; default: a tiny Llama")
     parser.add_argument("--data", type=Path, help="JSONL of chats or prompt/completion pairs; default: docstrings")
-    parser.add_argument("--documents", type=int, default=256, help="at most this many documents")
+    parser.add_argument("--documents", type=int, default=192, help="at most this many documents")
     parser.add_argument("--capacity", type=int, default=2048, help="slots of a packed row")
     parser.add_argument("--batch-size", type=int, default=8, help="documents of a padded batch")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
