@@ -58,7 +58,7 @@ def test_bad_jsonl_line_is_named(tmp_path):
 
 
 def test_the_snippet_of_the_readme_runs():
-    (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    snippet, _ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     names = {}
     exec(snippet, names)
     assert names["packing"].bins == [[0, 3, 6], [5, 4], [2, 1]]
@@ -72,3 +72,16 @@ def test_only_targets_are_learnt():
     document = encode([("ab", False), ("c", True)])
     assert document.input_ids.tolist() == [BOS, 97, 98, 99, EOS]
     assert document.labels.tolist() == [IGNORE, IGNORE, IGNORE, 99, EOS]
+
+
+def test_switches_of_the_readme_exist():
+    """Their lines need a model of the reader's; the names that they call are there."""
+    pytest.importorskip("trl")
+    _, switches = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    lines = [line.split("#")[0].strip() for line in switches.splitlines()]
+    names = {}
+    for line in filter(None, lines):
+        if line.startswith("from "):
+            exec(line, names)
+        else:
+            assert callable(eval(line.split("(")[0], names)), line
