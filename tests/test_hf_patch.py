@@ -2,8 +2,6 @@
 
 import copy
 import pickle
-import sys
-import types
 import warnings
 
 import pytest
@@ -28,7 +26,7 @@ from hf_patch_case import (  # noqa: E402, F401
     tiny,
 )
 
-from packing_ops.integrations.transformers import _rotary  # noqa: E402
+from packing_ops.integrations.transformers import _rotary, attention  # noqa: E402
 from packing_ops.integrations.transformers.patch import apply_packing_ops, revert_packing_ops  # noqa: E402
 
 
@@ -166,39 +164,27 @@ def test_class_and_instance_do_not_undo_each_other(device, calls):
 
 
 @pytest.fixture
-def stub(monkeypatch):
-    """An attention of ours that is the eager one of Llama, so that only the switch is under test."""
-    seen = []
+def attended(monkeypatch):
+    """Counts the calls that our attention served, not its fallback."""
+    seen, serve = [], attention._varlen
 
-    def attention(module, query, key, value, mask, **kwargs):
-        seen.append(module)
-        return module_of("llama").eager_attention_forward(module, query, key, value, mask, **kwargs)
+    def counted(*given):
+        seen.append(1)
+        return serve(*given)
 
-    def register():
-        transformers.AttentionInterface.register("packing_ops", attention)
-        masks = transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
-        transformers.AttentionMaskInterface.register("packing_ops", masks["eager"])
-
-    stand_in = types.ModuleType("packing_ops.integrations.transformers.attention")
-    stand_in.register = register
-    monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
-    interfaces = (transformers.AttentionInterface, transformers.AttentionMaskInterface)
-    registered = [dict(interface._global_mapping) for interface in interfaces]
-    yield seen
-    for interface, before in zip(interfaces, registered, strict=True):
-        interface._global_mapping.clear()
-        interface._global_mapping.update(before)
+    monkeypatch.setattr(attention, "_varlen", counted)
+    return seen
 
 
 @pytest.mark.parametrize("before", ["eager", "sdpa"])
-def test_attention_is_switched_and_reverted(before, device, stub):
+def test_attention_is_switched_and_reverted(before, device, attended):
     model, inputs = tiny("qwen3", device, attn_implementation=before), packed(device)
     wanted = outputs(model, inputs)
     for _ in range(2):
         assert apply_packing_ops(model)
     assert model.config._attn_implementation == "packing_ops"
     assert_near(outputs(model, inputs), wanted)
-    assert len(stub) == 2
+    assert len(attended) == 2
     revert_packing_ops(model)
     assert model.config._attn_implementation == before
     assert_same(outputs(model, inputs), wanted)
@@ -207,9 +193,9 @@ def test_attention_is_switched_and_reverted(before, device, stub):
     assert not [name for name in vars(model) if "packing" in name]
 
 
-def test_attention_that_was_ours_stays_ours(stub):
+def test_attention_that_was_ours_stays_ours():
     model = tiny("llama")
-    sys.modules["packing_ops.integrations.transformers.attention"].register()
+    attention.register()
     model.set_attn_implementation("packing_ops")
     apply_packing_ops(model)
     revert_packing_ops(model)
@@ -232,14 +218,14 @@ def implementations(model):
     return [each._attn_implementation for each in (model.config, model.config.text_config, model.config.vision_config)]
 
 
-def test_sub_models_get_their_attention_back(stub, gemma3_with_vision):
+def test_sub_models_get_their_attention_back(gemma3_with_vision):
     apply_packing_ops(gemma3_with_vision)
     assert implementations(gemma3_with_vision) == ["packing_ops"] * 3
     revert_packing_ops(gemma3_with_vision)
     assert implementations(gemma3_with_vision) == ["sdpa", "eager", "sdpa"]
 
 
-def test_attention_half_set_is_taken_back(stub, gemma3_with_vision, monkeypatch):
+def test_attention_half_set_is_taken_back(gemma3_with_vision, monkeypatch):
     model = gemma3_with_vision
     with monkeypatch.context() as patch:  # the whole cannot, its parts could
         patch.setattr(type(model), "_can_set_attn_implementation", lambda *self: False)
@@ -260,7 +246,7 @@ def test_attention_half_set_is_taken_back(stub, gemma3_with_vision, monkeypatch)
     assert not model.model.language_model.rotary_emb._forward_hooks
 
 
-def test_class_gives_new_models_our_attention(stub):
+def test_class_gives_new_models_our_attention():
     old = tiny("llama")
     apply_packing_ops(type(old))
     assert tiny("llama").config._attn_implementation == "packing_ops"
@@ -273,7 +259,7 @@ def test_class_gives_new_models_our_attention(stub):
 # --- what is not served ---
 
 
-def test_unsupported_models_are_left_alone(stub):
+def test_unsupported_models_are_left_alone():
     gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=8))
     before = [dict(vars(module)) for module in gpt2.modules()]
     with pytest.warns(UserWarning, match="GPT2LMHeadModel as it is: its RoPE"):
@@ -304,7 +290,7 @@ def test_attention_of_somebody_else_is_not_given_tables():
         assert not apply_packing_ops(model, attention=False)
 
 
-def test_attention_that_cannot_be_set_leaves_all(stub, monkeypatch):
+def test_attention_that_cannot_be_set_leaves_all(monkeypatch):
     model = tiny("llama")
     monkeypatch.setattr(type(model), "_can_set_attn_implementation", lambda *self: False)
     with pytest.warns(UserWarning, match="LlamaForCausalLM as it is: .* cannot change"):
