@@ -65,9 +65,7 @@ def packing_ops_mask(
     if carrier.separates:
         documents = masking_utils.find_packed_sequence_indices(carrier.position_ids)
         if documents is not None:
-            mask_function = masking_utils.packed_sequence_compatibility_function(
-                mask_function, carrier.position_ids, documents
-            )
+            mask_function = _each_document_alone(mask_function, carrier.position_ids, documents)
     # Without a mask the layer could not tell causal from full; one query that sees every key is both.
     skip = kwargs.pop("allow_is_causal_skip", True) and q_length == 1 and not carrier.separates
     kwargs["allow_is_bidirectional_skip"] = False
@@ -82,6 +80,16 @@ def packing_ops_mask(
         allow_is_causal_skip=skip,
         **kwargs,
     )
+
+
+def _each_document_alone(mask_function, position_ids, documents):
+    """mask_function over positions inside each document, and nothing between documents ([batch, seqlen] each)."""
+
+    def same_document(batch, head, q, k):
+        inside = mask_function(batch, head, position_ids[batch, q], position_ids[batch, k])
+        return inside & (documents[batch, q] == documents[batch, k])
+
+    return same_document
 
 
 def _pattern_of(mask_function, kwargs):
