@@ -7,15 +7,13 @@ A step takes ``--rows-per-step`` packed rows, dealt to the ranks. ``bins_multipl
 others: no rank waits for one that has no row left, and no row is seen twice to make up for it.
 """
 
-import argparse
 import json
 import os
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import transformers
-from hf_setup import documents_for, new_model, packed_batch
+from hf_setup import documents_for, new_model, one_pass, packed_batch, parser_of
 
 import packing_ops as po
 from packing_ops.integrations.transformers import register
@@ -35,16 +33,9 @@ class MeasuredTrainer(transformers.Trainer):
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="folder of a causal LM with its tokenizer; default: a tiny Llama")
-    parser.add_argument("--data", type=Path, help="JSONL of chats or prompt/completion pairs; default: docstrings")
-    parser.add_argument("--documents", type=int, default=128, help="at most this many documents")
+    parser = parser_of(__doc__, documents=128, writes="demo_ddp_PROCESSES.json")
     parser.add_argument("--capacity", type=int, default=1024, help="slots of a packed row")
     parser.add_argument("--rows-per-step", type=int, default=2, help="a multiple of the number of processes")
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for demo_ddp_PROCESSES.json")
     return parser.parse_args()
 
 
@@ -63,23 +54,13 @@ def main():
     order = torch.randperm(packing.num_bins, generator=torch.Generator().manual_seed(arguments.seed))
     rows = [[documents[i] for i in packing.bins[b]] for b in order.tolist()]
 
-    settings = transformers.TrainingArguments(
-        output_dir=str(arguments.out / "ddp_checkpoints"),
-        per_device_train_batch_size=1,
+    # In order: rank r takes rows r, r + world_size, ...
+    settings = one_pass(
+        arguments,
+        str(arguments.out / "ddp_checkpoints"),
         gradient_accumulation_steps=arguments.rows_per_step // world_size,
-        num_train_epochs=1,
-        learning_rate=arguments.learning_rate,
-        train_sampling_strategy="sequential",  # rank r takes rows r, r + world_size, ...
-        remove_unused_columns=False,
-        save_strategy="no",
-        logging_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=arguments.device == "cpu",
-        dataloader_pin_memory=arguments.device != "cpu",
         ddp_backend="gloo" if arguments.device == "cpu" and world_size > 1 else None,
         ddp_find_unused_parameters=False,
-        seed=arguments.seed,
     )
     trainer = MeasuredTrainer(
         model=new_model(arguments.model, arguments.capacity, arguments.seed, "packing_ops"),

@@ -1,15 +1,51 @@
 """What the Hugging Face examples share: a model, documents in its tokens, and Trainer batches of them."""
 
+import argparse
 from pathlib import Path
 
 import torch
 from text_data import BOS, EOS, IGNORE, VOCAB_SIZE, Document, load_documents
 from tokenizers import Tokenizer, decoders, models
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, TrainingArguments
 
 import packing_ops as po
 
 CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}\n{% endfor %}"
+
+
+def parser_of(
+    description: str, *, documents: int, writes: str, data: str = "JSONL of chats or prompt/completion pairs"
+) -> argparse.ArgumentParser:
+    """What every example is told: model, data, how many documents, learning rate, seed, device, where to write."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="folder of a causal LM with its tokenizer; default: a tiny Llama")
+    parser.add_argument("--data", type=Path, help=f"{data}; default: docstrings")
+    parser.add_argument("--documents", type=int, default=documents, help="at most this many documents")
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--out", type=Path, default=Path("demo_out"), help=f"folder for {writes}")
+    return parser
+
+
+def one_pass(arguments, folder: str, **more) -> TrainingArguments:
+    """Settings of a Trainer whose examples are groups of documents: one pass in order, nothing saved or reported."""
+    return TrainingArguments(
+        output_dir=folder,
+        per_device_train_batch_size=1,  # one group: a padded batch or a packed row
+        num_train_epochs=1,
+        learning_rate=arguments.learning_rate,
+        train_sampling_strategy="sequential",
+        remove_unused_columns=False,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=arguments.device == "cpu",
+        dataloader_pin_memory=arguments.device != "cpu",
+        seed=arguments.seed,
+        **more,
+    )
 
 
 def new_model(path: Path | None, max_positions: int, seed: int, attention: str):

@@ -9,19 +9,15 @@ first-fit-decreasing, with attn_implementation="packing_ops". Each run has a pro
 its own too.
 """
 
-import argparse
-import json
 import multiprocessing
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
-from pathlib import Path
 
 import torch
 import transformers
-from hf_setup import documents_for, new_model, packed_batch, padded_batch
-from report_packed import print_table, save_picture
+from hf_setup import documents_for, new_model, one_pass, packed_batch, padded_batch, parser_of
+from report_packed import save_report
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from text_data import Document
 from train_packed import Run, groups_of, peak_mib
@@ -74,22 +70,7 @@ def train(mode: str, tokens: list[tuple[list[int], list[int]]], arguments) -> Ru
         slots = collate(group)["input_ids"].numel()
         run.slots += slots if mode == "padded" else max(arguments.capacity, slots)
     with tempfile.TemporaryDirectory() as folder, Progress(TextColumn(f"{mode:>7}"), *COLUMNS) as progress:
-        settings = transformers.TrainingArguments(
-            output_dir=folder,
-            per_device_train_batch_size=1,  # one group of documents: a padded batch or a packed row
-            num_train_epochs=1,
-            learning_rate=arguments.learning_rate,
-            lr_scheduler_type="constant",
-            train_sampling_strategy="sequential",
-            remove_unused_columns=False,
-            save_strategy="no",
-            logging_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=arguments.device == "cpu",
-            dataloader_pin_memory=arguments.device != "cpu",
-            seed=arguments.seed,
-        )
+        settings = one_pass(arguments, folder, lr_scheduler_type="constant")
         trainer = MeasuredTrainer(
             run, model=model, args=settings, train_dataset=groups, data_collator=lambda groups: collate(groups[0])
         )
@@ -119,16 +100,9 @@ def first_step_losses(documents, arguments) -> dict[str, float]:
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="folder of a causal LM with its tokenizer; default: a tiny Llama")
-    parser.add_argument("--data", type=Path, help="JSONL of chats or prompt/completion pairs; default: docstrings")
-    parser.add_argument("--documents", type=int, default=192, help="at most this many documents")
+    parser = parser_of(__doc__, documents=192, writes="demo_hf_DEVICE.json and .png")
     parser.add_argument("--capacity", type=int, default=2048, help="slots of a packed row")
     parser.add_argument("--batch-size", type=int, default=8, help="documents of a padded batch")
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for demo_hf_DEVICE.json and .png")
     return parser.parse_args()
 
 
@@ -142,27 +116,8 @@ def main():
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
         runs = [pool.submit(train, mode, tokens, arguments).result() for mode in ("padded", "packed")]
     rows = po.pack_sequences(lengths, arguments.capacity).bins
-    on_gpu = arguments.device == "cuda"
-    result = {
-        "documents": len(documents),
-        "documents_cut": cut,
-        "device": torch.cuda.get_device_name() if on_gpu else f"cpu, {torch.get_num_threads()} threads",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "first_step_loss": losses,
-        "speedup": runs[1].tokens_per_second / runs[0].tokens_per_second,
-        "runs": [
-            asdict(r) | {"tokens_per_second": r.tokens_per_second, "padding_waste": r.padding_waste} for r in runs
-        ],
-    }
-    arguments.out.mkdir(parents=True, exist_ok=True)
     stem = arguments.out / f"demo_hf_{arguments.device}"
-    stem.with_suffix(".json").write_text(json.dumps(result, indent=1))
-    save_picture(
-        stem.with_suffix(".png"), lengths, [[lengths[i] for i in row] for row in rows], arguments.capacity, runs
-    )
-    print_table(runs, losses)
-    print(f"written: {stem}.json, {stem}.png")
+    save_report(stem, lengths, cut, rows, arguments, runs, losses, transformers=transformers.__version__)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""Table and picture of the padded / packed comparison."""
+"""Table, picture and JSON of the padded / packed comparison."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -60,3 +63,29 @@ def save_picture(path: Path, lengths: list[int], rows: list[list[int]], capacity
     loss.legend()
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def save_report(
+    stem: Path, lengths: list[int], cut: int, rows: list[list[int]], arguments, runs, losses, **more
+) -> None:
+    """stem.json and stem.png of two runs, padded and packed, and the table on the screen; ``more``: for the JSON."""
+    result = {
+        "documents": len(lengths),
+        "documents_cut": cut,
+        "device": torch.cuda.get_device_name()
+        if arguments.device == "cuda"
+        else f"cpu, {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
+        **more,
+        "first_step_loss": losses,
+        "speedup": runs[1].tokens_per_second / runs[0].tokens_per_second,
+        "runs": [
+            asdict(r) | {"tokens_per_second": r.tokens_per_second, "padding_waste": r.padding_waste} for r in runs
+        ],
+    }
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    stem.with_suffix(".json").write_text(json.dumps(result, indent=1))
+    filled = [[lengths[i] for i in row] for row in rows]
+    save_picture(stem.with_suffix(".png"), lengths, filled, arguments.capacity, runs)
+    print_table(runs, losses)
+    print(f"written: {stem}.json, {stem}.png")

@@ -9,17 +9,16 @@ process of its own, so that peak memory is its own too.
 """
 
 import argparse
-import json
 import multiprocessing
 import resource
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from report_packed import print_table, save_picture
+from report_packed import save_report
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from text_data import IGNORE, Document, load_documents
 from tiny_llama import Config, TinyLlama
@@ -207,27 +206,8 @@ def main():
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
         runs = [pool.submit(train, mode, arguments).result() for mode in ("padded", "packed")]
     rows = po.pack_sequences(lengths, arguments.capacity).bins
-    result = {
-        "documents": len(documents),
-        "documents_cut": cut,
-        "device": torch.cuda.get_device_name()
-        if arguments.device == "cuda"
-        else f"cpu, {torch.get_num_threads()} threads",
-        "torch": torch.__version__,
-        "first_step_loss": losses,
-        "speedup": runs[1].tokens_per_second / runs[0].tokens_per_second,
-        "runs": [
-            asdict(r) | {"tokens_per_second": r.tokens_per_second, "padding_waste": r.padding_waste} for r in runs
-        ],
-    }
-    arguments.out.mkdir(parents=True, exist_ok=True)
     stem = arguments.out / f"demo_{arguments.device}"
-    stem.with_suffix(".json").write_text(json.dumps(result, indent=1))
-    save_picture(
-        stem.with_suffix(".png"), lengths, [[lengths[i] for i in row] for row in rows], arguments.capacity, runs
-    )
-    print_table(runs, losses)
-    print(f"written: {stem}.json, {stem}.png")
+    save_report(stem, lengths, cut, rows, arguments, runs, losses)
 
 
 if __name__ == "__main__":

@@ -5,14 +5,13 @@ python examples/trl_sft.py --data chat.jsonl      {"messages": [...]} or {"promp
 python examples/trl_sft.py --model PATH --device cuda
 """
 
-import argparse
 import json
 import time
 from pathlib import Path
 
 import datasets
 import trl
-from hf_setup import byte_tokenizer, new_model
+from hf_setup import byte_tokenizer, new_model, parser_of
 from text_data import docstring_pairs
 from transformers import AutoTokenizer
 
@@ -27,16 +26,11 @@ def load_rows(data: Path | None, limit: int) -> datasets.Dataset:
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="folder of a causal LM with its tokenizer; default: a tiny Llama")
-    parser.add_argument("--data", type=Path, help="JSONL, all chats or all prompt/completion; default: docstrings")
-    parser.add_argument("--documents", type=int, default=256, help="at most this many documents")
+    parser = parser_of(
+        __doc__, documents=256, writes="demo_trl_DEVICE.json", data="JSONL, all chats or all prompt/completion"
+    )
     parser.add_argument("--max-length", type=int, default=1024, help="tokens of a packed row")
     parser.add_argument("--max-steps", type=int, default=-1, help="optimizer steps; default: one pass")
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for demo_trl_DEVICE.json")
     return parser.parse_args()
 
 
