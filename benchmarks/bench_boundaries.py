@@ -38,66 +38,36 @@ def eager_segment_sum(values, lengths):
     return torch.segment_reduce(values, "sum", lengths=lengths)
 
 
-def providers(device, ours, eager):
-    found = {"packing_ops": ours, "torch eager": eager}
-    if device == "cuda":
-        found["torch.compile"] = torch.compile(eager)
-    return found
-
-
 def cases(device):
     lengths = torch.tensor(lengths_of(TOTAL), device=device)
     cu_seqlens = po.cu_seqlens_from_lengths(lengths)
     labels = torch.randint(0, 32000, (TOTAL,), device=device)
     values = torch.randn(TOTAL, device=device)
     tiny = po.cu_seqlens_from_lengths([3, 5]).to(device)
-    shape = f"T={TOTAL} docs={lengths.numel()}"
+
+    def case(op, dtype, ours, eager, bytes_per_slot):
+        providers = {"packing_ops": ours, "torch eager": eager}
+        if device == "cuda":
+            providers["torch.compile"] = torch.compile(eager)
+        return Case(op, f"T={TOTAL} docs={lengths.numel()}", dtype, providers, bytes=bytes_per_slot * TOTAL)
+
     return [
-        Case(
-            "position_ids_from_cu_seqlens",
-            shape,
-            "int64",
-            providers(
-                device,
-                lambda: po.position_ids_from_cu_seqlens(cu_seqlens, TOTAL),
-                lambda: eager_position_ids(cu_seqlens, lengths, TOTAL),
-            ),
-            bytes=8 * TOTAL,
-        ),
-        Case(
-            "seq_idx_from_cu_seqlens",
-            shape,
-            "int32",
-            providers(
-                device, lambda: po.seq_idx_from_cu_seqlens(cu_seqlens, TOTAL), lambda: eager_seq_idx(lengths, TOTAL)
-            ),
-            bytes=4 * TOTAL,
-        ),
-        Case(
-            "mask_boundary_labels",
-            shape,
-            "int64",
-            providers(
-                device, lambda: po.mask_boundary_labels(labels, cu_seqlens), lambda: eager_mask(labels, cu_seqlens)
-            ),
-            bytes=16 * TOTAL,
-        ),
-        Case(
-            "segment_sum",
-            shape,
-            "float32",
-            providers(device, lambda: po.segment_sum(values, cu_seqlens), lambda: eager_segment_sum(values, lengths)),
-            bytes=4 * TOTAL,
-        ),
-        Case(
-            "position_ids_from_cu_seqlens",
-            "T=8 docs=2 (call overhead)",
-            "int64",
-            {
-                "packing_ops": lambda: po.position_ids_from_cu_seqlens(tiny, 8),
-            },
-        ),
-    ]
+        case("position_ids_from_cu_seqlens", "int64",
+             lambda: po.position_ids_from_cu_seqlens(cu_seqlens, TOTAL),
+             lambda: eager_position_ids(cu_seqlens, lengths, TOTAL), 8),
+        case("seq_idx_from_cu_seqlens", "int32",
+             lambda: po.seq_idx_from_cu_seqlens(cu_seqlens, TOTAL),
+             lambda: eager_seq_idx(lengths, TOTAL), 4),
+        case("mask_boundary_labels", "int64",
+             lambda: po.mask_boundary_labels(labels, cu_seqlens),
+             lambda: eager_mask(labels, cu_seqlens), 16),
+        case("segment_sum", "float32",
+             lambda: po.segment_sum(values, cu_seqlens),
+             lambda: eager_segment_sum(values, lengths), 4),
+        Case("position_ids_from_cu_seqlens", "T=8 docs=2 (call overhead)", "int64", {
+            "packing_ops": lambda: po.position_ids_from_cu_seqlens(tiny, 8),
+        }),
+    ]  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -209,7 +209,7 @@ def main():
     for name, provider in track(chosen.items(), description=f"training steps on {arguments.device}"):
         found = measure(provider, documents, shape, arguments.device, arguments.runs)
         rows.append({
-            "provider": name, "tokens": total, "documents": len(documents),
+            "provider": name, "tokens": sum(lengths), "documents": len(documents),
             "tokens_per_second": f"{found.tokens_per_second:.0f}", "peak_gib": f"{found.peak_gib:.2f}",
             "loss": f"{found.loss:.4f}", "our_kernels_percent": found.shares.get("our_kernels_percent", ""),
             "host_waits_percent": found.shares.get("host_waits_percent", ""),

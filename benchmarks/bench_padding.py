@@ -54,9 +54,9 @@ compiled_unpad = torch.compile(eager_unpad, dynamic=True)
 compiled_pad = torch.compile(eager_pad, dynamic=True)
 
 
-def compiled(name, device, call):
+def compiled(device, call):
     """On CUDA the same formulas under torch.compile."""
-    return {f"{name}, torch.compile": call} if device == "cuda" else {}
+    return {"bert_padding formulas, torch.compile": call} if device == "cuda" else {}
 
 
 def row_cases(device, kind, mask, row, dtype):
@@ -73,13 +73,13 @@ def row_cases(device, kind, mask, row, dtype):
             "packing_ops": lambda: po.unpad_input(hidden, mask),
             "torch index_select": lambda: rows.index_select(0, indices),
             "bert_padding formulas": lambda: eager_unpad(hidden, mask),
-            **compiled("bert_padding formulas", device, lambda: compiled_unpad(hidden, mask)),
+            **compiled(device, lambda: compiled_unpad(hidden, mask)),
         }, bytes=2 * packed_bytes),
         Case("pad_input", shape, name, {
             "packing_ops": lambda: po.pad_input(packed, indices, batch, seqlen),
             "torch zeros + index_copy": lambda: plain_scatter(packed, indices, batch, seqlen),
             "bert_padding formulas": lambda: eager_pad(packed, indices, batch, seqlen),
-            **compiled("bert_padding formulas", device, lambda: compiled_pad(packed, indices, batch, seqlen)),
+            **compiled(device, lambda: compiled_pad(packed, indices, batch, seqlen)),
         }, bytes=packed_bytes + padded_bytes),
     ]  # fmt: skip
 
@@ -94,12 +94,17 @@ def many_case(device, mask, names=("input_ids", "labels", "positions")):
     }, bytes=len(names) * 2 * 8 * len(indices))  # fmt: skip
 
 
+def ragged_mask(batch, seqlen, kept, device):
+    """int64, padded on the right, lengths uniform with the share ``kept`` of all slots."""
+    lengths = torch.rand(batch, 1, generator=torch.Generator().manual_seed(0)) * 2 * kept * seqlen
+    return (torch.arange(seqlen) < lengths).to(device, torch.int64)
+
+
 def large_cases(device):
     """Hidden states of a training step, 35 and 50 percent kept, and four tensors of token ids with one layout."""
     found = []
     for batch, seqlen, width, kept in ((64, 2048, 4096, 0.35), (256, 512, 1024, 0.5)):
-        lengths = torch.rand(batch, 1, generator=torch.Generator().manual_seed(0)) * 2 * kept * seqlen
-        mask = (torch.arange(seqlen) < lengths).to(device, torch.int64)
+        mask = ragged_mask(batch, seqlen, kept, device)
         found += row_cases(device, "right", mask, (width,), torch.bfloat16)
         if batch == 64:
             found.append(many_case(device, mask, ("input_ids", "labels", "positions", "loss_mask")))

@@ -32,6 +32,7 @@ def cases():
     """name -> a function that makes the inputs and returns the call to profile."""
     import bench_attention
     import bench_boundaries
+    import bench_padding
     import bench_rope
 
     import packing_ops as po
@@ -44,8 +45,7 @@ def cases():
         return lambda: po.apply_rotary_qk(q, k, cos, sin, position_ids)
 
     def pad(batch, seqlen, width):
-        lengths = torch.rand(batch, 1, generator=torch.Generator().manual_seed(0)) * seqlen
-        mask = (torch.arange(seqlen) < lengths).to("cuda", torch.int64)
+        mask = bench_padding.ragged_mask(batch, seqlen, 0.5, "cuda")
         hidden = torch.randn(*mask.shape, width, device="cuda", dtype=torch.bfloat16)
         packed, indices, *_ = po.unpad_input(hidden, mask)
         return lambda: po.pad_input(packed, indices, batch, seqlen)
