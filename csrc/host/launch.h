@@ -40,8 +40,7 @@ void launch(const Tensor& anchor, const Params& params, void (*cpu)(const Params
   scope.finish();
 }
 
-// A result in host memory, set to kUnset before the launch: waits until the kernel on torch's current stream has told
-// it.
+// A result in host memory, set to kUnset before the launch: waits until the kernel on torch's current stream tells it.
 constexpr int64_t kUnset = -1;
 int64_t wait_for_value(const Tensor& anchor, const int64_t* value);
 

@@ -2,8 +2,6 @@
 #include "ops/padding/padding_bind.h"
 
 #include <algorithm>
-#include <limits>
-#include <tuple>
 
 #include "host/launch.h"
 #include "host/tensor_check.h"
@@ -11,8 +9,6 @@
 namespace packing_ops {
 
 namespace {
-
-constexpr int64_t kMaxTotal = std::numeric_limits<int32_t>::max();
 
 // What a kernel reads without a copy: `leading` dimensions with any stride, then a row in one block of memory.
 Tensor with_dense_rows(const Tensor& t, int64_t leading) {

@@ -1,12 +1,15 @@
 // Shared by the padding family's bind files.
 #pragma once
 
+#include <limits>
 #include <tuple>
 
 #include "host/tensor_view.h"
 #include "ops/padding/padding.h"
 
 namespace packing_ops {
+
+constexpr int64_t kMaxTotal = std::numeric_limits<int32_t>::max();  // of slots: cu_seqlens are int32
 
 using Layout = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // indices, cu_seqlens, seqused, totals
 

@@ -1,6 +1,4 @@
 // The layout of a mask: check -> allocate -> fill the params -> launch.
-#include <limits>
-
 #include "host/launch.h"
 #include "host/tensor_check.h"
 #include "ops/padding/padding_bind.h"
@@ -9,7 +7,6 @@ namespace packing_ops {
 
 namespace {
 
-constexpr int64_t kMaxTotal = std::numeric_limits<int32_t>::max();
 constexpr auto kMaskDTypes = {DType::kBool,  DType::kUInt8,   DType::kInt8,     DType::kInt16,   DType::kInt32,
                               DType::kInt64, DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64};
 
