@@ -79,7 +79,7 @@ def test_nothing_imports_integrations(path):
 def test_length_of_files(path):
     kernel = path.suffix in {".cu", ".cuh"} or path.stem.endswith("_cpu")
     tests = path.is_relative_to(ROOT / "tests")
-    public = path.parent == ROOT / "packing_ops"  # docstrings are most of these
+    public = path.parent in {ROOT / "packing_ops", ROOT / "packing_ops" / "data"}  # docstrings are most of these
     most = 150 if path.name == "setup.py" else 500 if public or tests else 400 if kernel else 250
     assert len(path.read_text().splitlines()) <= most
 

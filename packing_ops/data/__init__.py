@@ -1,0 +1,1 @@
+"""The data path of SFT and RL on top of the ops: collators, mini-batches, balance. Plain dicts of tensors in and out."""
