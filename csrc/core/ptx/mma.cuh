@@ -66,6 +66,11 @@ __device__ __forceinline__ void copy_8(uint32_t shared, const void* global, bool
                : "memory");
 }
 
+__device__ __forceinline__ void copy_4(uint32_t shared, const void* global, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(valid ? 4 : 0)
+               : "memory");
+}
+
 __device__ __forceinline__ void copy_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }

@@ -54,7 +54,7 @@ struct Scratch {
     const int64_t documents = a.documents_q.num_documents;
     row_stats = (rows * static_cast<int64_t>(sizeof(float2)) + 15) / 16 * 16;
     const int64_t tiles = a.documents_q.total * a.group / sm80::kBackwardRows + 1;
-    order = fp32 ? 0 : (4 * (2 + (tiles + documents) * a.num_kv_heads) + 15) / 16 * 16;
+    order = fp32 ? 0 : (4 * (Args::kClaims + (tiles + documents) * a.num_kv_heads) + 15) / 16 * 16;
     const int64_t key_tiles = a.documents_k.total / a.plan.tiles.backward_keys;
     sums_by_key = key_tiles < documents;
     const int64_t tile_bytes = sm80::kBackwardRows * sm80::padded_dim(a.head_dim) * static_cast<int64_t>(sizeof(float));
@@ -79,6 +79,8 @@ Args backward_args(const VarlenAttentionBackwardParams& p) {
   a.order_size = scratch.order / 4;
   a.dq_sum = reinterpret_cast<float*>(bytes + scratch.row_stats + scratch.order);
   a.sums_by_key = scratch.sums_by_key;
+  a.all_row_stats =
+      p.dtype == DType::kFloat32 || a.sinks != nullptr || a.documents_q.cu_seqlens != a.documents_k.cu_seqlens;
   return a;
 }
 
@@ -147,11 +149,12 @@ void launch_varlen_attention_backward_cuda(const VarlenAttentionBackwardParams& 
       constexpr int kSmall = sm80::backward_small_keys(kDim);
       sm80::run_row_stats<T>(args, stream);
       const bool transform = transforms(p);
-      transform ? sm80::run_backward<T, kDim, kKeys, true>(args, stream)
-                : sm80::run_backward<T, kDim, kKeys, false>(args, stream);
+      transform ? sm80::run_backward<T, kDim, true>(args, stream) : sm80::run_backward<T, kDim, false>(args, stream);
+      transform ? sm80::run_backward_single<T, kDim, kKeys, true>(args, stream)
+                : sm80::run_backward_single<T, kDim, kKeys, false>(args, stream);
       if constexpr (kSmall > 0) {
-        transform ? sm80::run_backward<T, kDim, kSmall, true>(args, stream)
-                  : sm80::run_backward<T, kDim, kSmall, false>(args, stream);
+        transform ? sm80::run_backward_single<T, kDim, kSmall, true>(args, stream)
+                  : sm80::run_backward_single<T, kDim, kSmall, false>(args, stream);
       }
     });
   }

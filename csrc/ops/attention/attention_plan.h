@@ -24,7 +24,7 @@ struct AttentionTiles {
   int32_t forward_keys = 64;    // keys that it takes at a time
   int32_t backward_rows = 64;   // rows that a backward unit takes at a time
   int32_t backward_keys = 128;  // keys of a backward unit
-  int32_t small_keys = 64;      // documents of at most so many keys have backward units of their own; 0 = none
+  int32_t small_keys = 64;      // documents of at most so many keys get smaller backward units; 0 = none
 
   // The backward's key tiles all start at a long document's last row, the first tile ahead, so that its rows are read
   // from L2. Of a short one they start where causal attention lets them, the last tile ahead, and nobody waits.
@@ -46,8 +46,8 @@ struct alignas(16) PlanEntry {
   int32_t skipped;      // heads of its group that belong to the unit before
 };
 
-// int32 words: header, forward entries, backward entries, backward entries of small documents; attention_plan_size of
-// them are enough.
+// int32 words: header, then a list of entries each for the forward, the backward of documents of several key tiles, of
+// one, and of small documents; attention_plan_size of them are enough.
 struct PlanView {
   int32_t* data = nullptr;
   int64_t total_q = 0;
@@ -56,18 +56,28 @@ struct PlanView {
   AttentionTiles tiles;
   Window window = {kOpenWindow, kOpenWindow};
 
-  enum Header { kForward, kBackward, kSmall, kEndQ, kEndK, kHeaderWords = 16, kEntryWords = 8 };
+  enum Header {
+    kForward,
+    kBackward,
+    kSingle,
+    kSmall,
+    kLists,
+    kEndQ = kLists,
+    kEndK,
+    kHeaderWords = 16,
+    kEntryWords = 8
+  };
 
   PACKING_OPS_HOST_DEVICE int64_t forward_capacity() const {
     return total_q * tiles.group / tiles.forward_rows + num_documents;
   }
   PACKING_OPS_HOST_DEVICE int64_t backward_capacity() const { return total_k / tiles.backward_keys + num_documents; }
-  PACKING_OPS_HOST_DEVICE int64_t small_capacity() const { return tiles.small_keys > 0 ? num_documents : 0; }
-  // list: kForward, kBackward or kSmall.
+  // list: one of those before kLists.
   PACKING_OPS_HOST_DEVICE PlanEntry* entries(int list) const {
     int64_t skip = kHeaderWords / kEntryWords;
     if (list > kForward) skip += forward_capacity();
     if (list > kBackward) skip += backward_capacity();
+    if (list > kSingle) skip += num_documents;
     return reinterpret_cast<PlanEntry*>(data) + skip;
   }
 };

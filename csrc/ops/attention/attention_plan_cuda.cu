@@ -14,7 +14,6 @@ namespace {
 
 constexpr int kPlanThreads = 1024;
 constexpr int kClasses = 192;
-constexpr int kLists = 3;
 
 // Eight classes to the octave, costly ones first.
 __device__ int cost_class(int64_t cost) {
@@ -34,12 +33,13 @@ struct TileLister {
 
   __device__ int32_t tiles(const DocumentView& d) const {
     // Keys that nobody sees are listed too: their gradients are zeros that somebody has to write.
-    const bool small = d.keys <= plan.tiles.small_keys;
     if (list == PlanView::kForward) {
       return static_cast<int32_t>(ceil_div(static_cast<int64_t>(d.tokens) * plan.tiles.group, plan.tiles.forward_rows));
     }
-    if ((list == PlanView::kSmall) != small) return 0;
-    return small ? d.keys > 0 : static_cast<int32_t>(ceil_div(d.keys, plan.tiles.backward_keys));
+    const bool small = d.keys <= plan.tiles.small_keys;
+    const bool single = !small && d.keys <= plan.tiles.backward_keys;
+    if ((list == PlanView::kSmall) != small || (list == PlanView::kSingle) != single) return 0;
+    return static_cast<int32_t>(ceil_div(d.keys, plan.tiles.backward_keys));
   }
 
   // Backward: one cost for all tiles of a document, so that they stay together and in order.
@@ -203,8 +203,8 @@ PlanView plan_view(const AttentionPlanParams& p) {
 }
 
 void launch_attention_plan_cuda(const AttentionPlanParams& p, const CudaLaunch& launch) {
-  attention_plan_kernel<<<kLists, kPlanThreads, 0, stream_of(launch)>>>(plan_view(p), p.documents_q, p.documents_k,
-                                                                        launch.fault);
+  attention_plan_kernel<<<PlanView::kLists, kPlanThreads, 0, stream_of(launch)>>>(plan_view(p), p.documents_q,
+                                                                                  p.documents_k, launch.fault);
   check_launch("attention_plan_kernel");
 }
 

@@ -22,7 +22,9 @@ struct Args {
   float2* row_stats = nullptr;   // [total_q, num_heads]: lse * log2(e), rowsum(dout * out) - dlse
   float* dq_sum = nullptr;       // [row tiles, num_kv_heads, a row tile's sums], partial sums of dq
   bool sums_by_key = false;      // which row tiles: see sum_tile
+  bool all_row_stats = false;    // of every row, not just where a document has several key tiles
   int32_t* order = nullptr;      // next unit of each backward list, then key tiles done for each (row tile, kv head)
+  static constexpr int kClaims = 4;
   int64_t order_size = 0;
   PlanView plan;
   int32_t num_heads = 0;

@@ -13,13 +13,13 @@
 
 namespace packing_ops::sm80 {
 
-template <class T, int kDim, int kKeys, bool kTransform>
-__global__ void __launch_bounds__(BackwardShape<kDim, kKeys>::kThreads, kKeys == 64 && kDim <= 128 ? 2 : 1)
+template <class T, int kDim, bool kTransform>
+__global__ void __launch_bounds__(BackwardShape<kDim, backward_keys(kDim), false>::kThreads)
     attention_backward_kernel(__grid_constant__ const Args args) {
-  using Unit = BackwardUnit<T, kDim, kKeys, kTransform>;
-  using Shape = typename Unit::Shape;
+  using Shape = BackwardShape<kDim, backward_keys(kDim), false>;
+  using Unit = BackwardUnit<T, Shape, kTransform>;
   constexpr int kRows = Shape::kRows;
-  constexpr int kList = kKeys == backward_keys(kDim) ? PlanView::kBackward : PlanView::kSmall;
+  constexpr int kKeys = Shape::kKeys;
   extern __shared__ __align__(128) uint8_t shared[];
   const Unit u(ptx::shared_address(shared));
   // At p, which nobody needs between units.
@@ -28,9 +28,9 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys>::kThreads, kKeys ==
   const int warp = threadIdx.x / 32;
   const int key_block = warp % Shape::kKeyWarps;  // and the one kApart further
   const int part = warp / Shape::kKeyWarps;
-  const int64_t units = static_cast<int64_t>(args.plan.data[kList]) * args.num_kv_heads;
-  const PlanEntry* entries = args.plan.entries(kList);
-  int32_t* claim = args.order + (kList == PlanView::kBackward ? 0 : 1);
+  const int64_t units = static_cast<int64_t>(args.plan.data[PlanView::kBackward]) * args.num_kv_heads;
+  const PlanEntry* entries = args.plan.entries(PlanView::kBackward);
+  int32_t* claim = args.order;
 
   if (threadIdx.x == 0) *next_unit = atomicAdd(claim, 1);
   __syncthreads();
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys>::kThreads, kKeys ==
         seeing.empty() ? first_step
                        : static_cast<int32_t>((static_cast<int64_t>(seeing.end) * args.group - 1) / kRows + 1);
     const int64_t first_row_tile = d.start_q * args.group / kRows;
-    int32_t* counters = args.order + 2 + (first_row_tile + entry.document) * args.num_kv_heads + kv_head;
+    int32_t* counters = args.order + Args::kClaims + (first_row_tile + entry.document) * args.num_kv_heads + kv_head;
     float* sums =
         args.dq_sum +
         (args.sum_tile(first_row_tile, entry.document, d.start_k) * args.num_kv_heads + kv_head) * Unit::kSumsInTile;
@@ -137,32 +137,17 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys>::kThreads, kKeys ==
       if (finished > 0) ptx::store_release(counters + static_cast<int64_t>(last_step) * args.num_kv_heads, finished);
       *next_unit = claimed;
     }
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int32_t key = first_key + 16 * (key_block + c * Unit::kApart) + ((threadIdx.x & 31) >> 2) + 8 * half;
-        const int64_t row = d.start_k + key;
-        const auto place = [&](const AttentionTensor& to) {
-          return key < end_key ? static_cast<uint16_t*>(to.data) + row * to.token_stride + kv_head * to.head_stride
-                               : nullptr;
-        };
-        store_row<T>(place(args.dk), part * Shape::kColumns, args.head_dim, dk[c], half, args.softmax_scale);
-        store_row<T>(place(args.dv), part * Shape::kColumns, args.head_dim, dv[c], half, 1.f);
-      }
-    }
+    u.store_keys(args, d, kv_head, first_key, end_key, key_block, part, dk, dv);
     __syncthreads();
   }
 }
 
-template <class T, int kDim, int kKeys, bool kTransform>
+template <class T, int kDim, bool kTransform>
 void run_backward(const Args& args, cudaStream_t stream) {
-  using Shape = BackwardShape<kDim, kKeys>;
-  static PersistentKernel kernel{reinterpret_cast<const void*>(attention_backward_kernel<T, kDim, kKeys, kTransform>),
+  using Shape = BackwardShape<kDim, backward_keys(kDim), false>;
+  static PersistentKernel kernel{reinterpret_cast<const void*>(attention_backward_kernel<T, kDim, kTransform>),
                                  Shape::kThreads, Shape::kShared, "attention_backward_kernel"};
-  const bool small = kKeys != backward_keys(kDim);
-  const int64_t entries = small ? args.plan.small_capacity() : args.plan.backward_capacity();
-  launch_persistent(kernel, args, entries * args.num_kv_heads, stream);
+  launch_persistent(kernel, args, args.plan.backward_capacity() * args.num_kv_heads, stream);
 }
 
 }  // namespace packing_ops::sm80

@@ -8,8 +8,10 @@ namespace packing_ops::sm80 {
 
 // Rows are a unit's packed rows, 64 at a time. Of s [rows, keys] a warp takes kScoreRows rows and two blocks of 16 keys
 // that lie half the tile apart, so that a short document's blocks spread over the warps; of dk and dv the same two
-// blocks and kColumns columns; of dq kQueryRows rows and kQueryColumns columns.
-template <int kDim_, int kKeys_>
+// blocks and kColumns columns; of dq kQueryRows rows and kQueryColumns columns. kSingle: the tile holds all keys of its
+// document, so that rowsum(dout * out) = rowsum(p * dp) needs no pass over out; where 16 rows a warp make the step
+// (kWholeRows) a warp has all keys of its rows and the sum needs nobody else.
+template <int kDim_, int kKeys_, bool kSingle_>
 struct BackwardShape {
   static constexpr int kDim = kDim_;
   static constexpr int kKeys = kKeys_;
@@ -17,9 +19,13 @@ struct BackwardShape {
   static constexpr int kWarps = kDim <= 128 ? kKeys / 16 : 8;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kStages = 2;
+  static constexpr bool kSingle = kSingle_;
   static constexpr int kKeyWarps = kKeys / 32;
   static constexpr int kParts = kWarps / kKeyWarps;  // warps that share two blocks of keys
-  static constexpr int kScoreRows = kRows / kParts;
+  static constexpr bool kWholeRows = kSingle && 16 * kWarps == kRows;
+  static constexpr int kScoreRows = kWholeRows ? 16 : kRows / kParts;
+  static constexpr int kScoreBlocks = kWholeRows ? kKeys / 16 : 2;
+  static constexpr int kScoreApart = kWholeRows ? 1 : kKeyWarps;  // blocks between two of a warp's
   static constexpr int kColumns = kDim / kParts;
   static constexpr int kQueryRows = kDim / (kWarps / 2) % 16 == 0 ? 32 : 16;
   static constexpr int kQueryColumns = kDim / (kWarps / (kRows / kQueryRows));
@@ -27,7 +33,9 @@ struct BackwardShape {
   using TileQ = Tile<kRows, kDim>;
   using TileS = Tile<kRows, kKeys>;
   static constexpr int kStageBytes = 2 * TileQ::kBytes + kRows * 8;
-  static constexpr int kShared = 2 * TileK::kBytes + kStages * kStageBytes + 2 * TileS::kBytes;
+  static constexpr int kTiles = 2 * TileK::kBytes + kStages * kStageBytes + 2 * TileS::kBytes;
+  static constexpr int kRowSums = kSingle && !kWholeRows ? kKeyWarps * kRows * 4 : 0;  // [key warps, rows] floats
+  static constexpr int kShared = kTiles + kRowSums;
 };
 
 // The turn of a key tile at a row tile.
@@ -37,16 +45,18 @@ struct Turn {
   int32_t last;
 };
 
-template <class T, int kDim, int kKeys, bool kTransform>
+template <class T, class Shape, bool kTransform>
 struct BackwardUnit {
-  using Shape = BackwardShape<kDim, kKeys>;
+  static constexpr int kDim = Shape::kDim;
+  static constexpr int kKeys = Shape::kKeys;
   using TileK = typename Shape::TileK;
   using TileQ = typename Shape::TileQ;
   using TileS = typename Shape::TileS;
   static constexpr int kRowTiles = Shape::kScoreRows / 16;
   static constexpr int kApart = Shape::kKeyWarps;  // blocks between a warp's two blocks of keys
-  using Scores = float[kRowTiles][4][4];           // [16 rows, 8 keys] each, two for a block of keys
-  using Sums = float[2][Shape::kColumns / 8][4];   // [16 keys, 8 columns] each
+  static constexpr int kScoreApart = Shape::kScoreApart;
+  using Scores = float[kRowTiles][2 * Shape::kScoreBlocks][4];  // [16 rows, 8 keys] each, two for a block of keys
+  using Sums = float[2][Shape::kColumns / 8][4];                // [16 keys, 8 columns] each
 
   uint32_t base;
   LaneOffset rows_first;
@@ -81,16 +91,25 @@ struct BackwardUnit {
       load_group_rows<128>(tile_q(i), thread, args.q, rows, args.head_dim);
       load_group_rows<128>(tile_do(i), thread, args.dout, rows, args.head_dim);
     }
-    if (thread < Shape::kRows) {
-      const int row = thread;
-      const bool valid = row < rows.valid;
-      ptx::copy_8(stats(i) + row * 8, valid ? args.row_stats + rows.offset(row, args.num_heads, 1) : args.row_stats,
-                  valid);
-    }
+    if (thread < Shape::kRows) load_row_stats(args, rows, i, thread);
     ptx::copy_commit();
   }
 
-  // out = rows keys^T for kCount blocks of keys from first_key on, kApart apart.
+  // Of a row: lse * log2(e) and rowsum(dout * out) - dlse, or lse and dlse where the unit finds the sum itself.
+  __device__ __forceinline__ void load_row_stats(const Args& args, const GroupRows& rows, int i, int row) const {
+    const bool valid = row < rows.valid;
+    const uint32_t to = stats(i) + row * 8;
+    if constexpr (Shape::kSingle) {
+      const int64_t at = valid ? rows.offset(row, 1, args.documents_q.total) : 0;
+      const bool has_dlse = valid && args.dlse != nullptr;
+      ptx::copy_4(to, args.lse + at, valid);
+      ptx::copy_4(to + 4, has_dlse ? args.dlse + at : args.lse, has_dlse);
+    } else {
+      ptx::copy_8(to, valid ? args.row_stats + rows.offset(row, args.num_heads, 1) : args.row_stats, valid);
+    }
+  }
+
+  // out = rows keys^T for kCount blocks of keys from first_key on, kScoreApart apart.
   template <int kCount>
   __device__ __forceinline__ void product(Scores& out, TileQ rows, int first_row, TileK keys, int first_key) const {
     const LaneView<Shape::kRows, kDim> a_view(rows, rows_first, first_row);
@@ -108,7 +127,7 @@ struct BackwardUnit {
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) ptx::ldmatrix(a[m], a_view.at(16 * m, j));
 #pragma unroll
-      for (int c = 0; c < kCount; ++c) ptx::ldmatrix(b[c], b_view.at(16 * kApart * c, j));
+      for (int c = 0; c < kCount; ++c) ptx::ldmatrix(b[c], b_view.at(16 * kScoreApart * c, j));
 #pragma unroll
       for (int c = 0; c < kCount; ++c) {
 #pragma unroll
@@ -140,7 +159,8 @@ struct BackwardUnit {
                                                  int32_t first_key, bool masked) {
     const float scale = args.softmax_scale * kLog2e;
     for_each_row([&](int m, int half) {
-      const float lse = stats[lane_row(first_row, m, half)].x;
+      float lse = stats[lane_row(first_row, m, half)].x;
+      if constexpr (Shape::kSingle) lse = lse == -INFINITY ? 0.f : lse * kLog2e;
 #pragma unroll
       for (int n = 0; n < 2 * kCount; ++n) {
 #pragma unroll
@@ -164,19 +184,19 @@ struct BackwardUnit {
       for (int n = 0; n < 2 * kCount; ++n) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const int32_t key = first_key + (n / 2) * 16 * kApart + (n % 2) * 8 + 2 * (threadIdx.x & 3) + i;
+          const int32_t key = first_key + (n / 2) * 16 * kScoreApart + (n % 2) * 8 + 2 * (threadIdx.x & 3) + i;
           if (key < seen.first || key >= seen.end) s[m][n][2 * half + i] = 0.f;
         }
       }
     });
   }
 
-  // ds from dp = dout v^T.
-  template <int kCount>
+  // ds from dp = dout v^T; sum_of(m, half) is rowsum(dout * out) - dlse of a row.
+  template <int kCount, class SumOf>
   static __device__ __forceinline__ void score_gradients(Scores& ds, const Scores& p, const Scores& t,
-                                                         const float2* stats, int first_row) {
+                                                         const SumOf& sum_of) {
     for_each_row([&](int m, int half) {
-      const float sum = stats[lane_row(first_row, m, half)].y;
+      const float sum = sum_of(m, half);
 #pragma unroll
       for (int n = 0; n < 2 * kCount; ++n) {
 #pragma unroll
@@ -191,12 +211,12 @@ struct BackwardUnit {
   template <int kCount>
   static __device__ __forceinline__ void store(TileS tile, const Scores& x, int first_row, int first_key) {
     // Tile::chunk(.., row, first_key / 8) with the row's low bits taken from the lane, so that one address serves all
-    // rows; the second half of a block is a chunk further, the second block kApart blocks.
+    // rows; the second half of a block is a chunk further, the next block kScoreApart blocks.
     const int lane = threadIdx.x & 31;
     const int row = first_row + (lane >> 2);
     const uint32_t first = tile.chunk(first_key / 64, row, first_key / 8 % 8) + (lane & 3) * 4;
-    constexpr int kFlip = kApart < 4 ? kApart << 5 : 0;
-    constexpr int kFurther = kApart < 4 ? 0 : kApart / 4 * Shape::kRows * 128;
+    constexpr int kFlip = kScoreApart < 4 ? kScoreApart << 5 : 0;
+    constexpr int kFurther = kScoreApart < 4 ? 0 : kScoreApart / 4 * Shape::kRows * 128;
     for_each_row([&](int m, int half) {
 #pragma unroll
       for (int n = 0; n < 2 * kCount; ++n) {
@@ -219,7 +239,7 @@ struct BackwardUnit {
     weights<kCount>(p, t, row_stats, args, d, rows, first_row, first_key + tile_key, masked);
     store<kCount>(tile_p(), p, first_row, tile_key);
     product<kCount>(ds, tile_do(step), first_row, tile_v(), tile_key);
-    score_gradients<kCount>(ds, p, t, row_stats, first_row);
+    score_gradients<kCount>(ds, p, t, [&](int m, int half) { return row_stats[lane_row(first_row, m, half)].y; });
     store<kCount>(tile_ds(), ds, first_row, tile_key);
   }
 
@@ -254,6 +274,26 @@ struct BackwardUnit {
                                                   int row_blocks) const {
     accumulate<kFirst, kCount, kAllRows>(dv, tile_p(), tile_do(step), key_block, first_column, row_blocks);
     accumulate<kFirst, kCount, kAllRows>(dk, tile_ds(), tile_q(step), key_block, first_column, row_blocks);
+  }
+
+  // dk and dv of this warp's blocks of keys and columns.
+  __device__ __forceinline__ void store_keys(const Args& args, const DocumentView& d, int32_t kv_head,
+                                             int32_t first_key, int32_t end_key, int key_block, int part,
+                                             const Sums& dk, const Sums& dv) const {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int32_t key = first_key + 16 * (key_block + c * kApart) + ((threadIdx.x & 31) >> 2) + 8 * half;
+        const int64_t row = d.start_k + key;
+        const auto place = [&](const AttentionTensor& to) {
+          return key < end_key ? static_cast<uint16_t*>(to.data) + row * to.token_stride + kv_head * to.head_stride
+                               : nullptr;
+        };
+        store_row<T>(place(args.dk), part * Shape::kColumns, args.head_dim, dk[c], half, args.softmax_scale);
+        store_row<T>(place(args.dv), part * Shape::kColumns, args.head_dim, dv[c], half, 1.f);
+      }
+    }
   }
 
   static constexpr int kSumsInTile = Shape::kRows * kDim;

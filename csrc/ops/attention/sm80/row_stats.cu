@@ -56,6 +56,48 @@ __device__ bool row_sees_keys(const Args& args, int64_t token) {
   return !d.keys_seen(mine, mine).empty();
 }
 
+// By kLanes lanes together.
+template <class T>
+__device__ void write_row_stats(const Args& args, int64_t token, int32_t head, int lane) {
+  const T* dout = row_of<T>(args.dout, token, head);
+  const T* out = row_of<T>(args.out, token, head);
+  float sum = 0.f;
+  constexpr int kWide = Word<T>::kElements;
+  for (int i = lane * kWide; i < args.head_dim; i += kLanes * kWide) {
+    sum += dot_words<T>(dout + i, out + i);
+  }
+  const unsigned peers = 0xffu << (threadIdx.x & 24);
+#pragma unroll
+  for (int step = 1; step < kLanes; step *= 2) sum += __shfl_xor_sync(peers, sum, step);
+  if (lane == 0) {
+    const int64_t at = head * args.documents_q.total + token;
+    const float lse = args.lse[at];
+    if (args.dlse != nullptr) sum -= args.dlse[at];
+    args.row_stats[token * args.num_heads + head] = make_float2(lse == -INFINITY ? 0.f : lse * kLog2e, sum);
+  }
+}
+
+// Rows of documents of several key tiles: every entry of the plan's list takes its share of its document's tokens, in
+// kShares parts so that there are enough for the whole GPU.
+template <class T>
+__device__ void write_listed_row_stats(const Args& args) {
+  constexpr int kShares = 8;
+  const PlanEntry* entries = args.plan.entries(PlanView::kBackward);
+  const int64_t units = static_cast<int64_t>(args.plan.data[PlanView::kBackward]) * kShares;
+  for (int64_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
+    const PlanEntry entry = entries[unit / kShares];
+    const int64_t shares = ceil_div(entry.keys, args.plan.tiles.backward_keys) * kShares;
+    const int64_t share = entry.tile * kShares + unit % kShares;
+    const int64_t first = entry.start_q + entry.tokens * share / shares;
+    const int64_t end = entry.start_q + entry.tokens * (share + 1) / shares;
+    for (int64_t row = first * args.num_heads + threadIdx.x / kLanes; row < end * args.num_heads;
+         row += kThreads / kLanes) {
+      const int64_t token = row / args.num_heads;
+      write_row_stats<T>(args, token, static_cast<int32_t>(row - token * args.num_heads), threadIdx.x % kLanes);
+    }
+  }
+}
+
 template <class T>
 __global__ void __launch_bounds__(kThreads) row_stats_kernel(__grid_constant__ const Args args) {
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -66,30 +108,17 @@ __global__ void __launch_bounds__(kThreads) row_stats_kernel(__grid_constant__ c
   const int64_t end_q = args.plan.data[PlanView::kEndQ];
   const bool all_see = args.documents_q.cu_seqlens == args.documents_k.cu_seqlens;
   const int64_t rows = args.documents_q.total * args.num_heads;
-  for (int64_t row = thread / kLanes; row < rows; row += threads / kLanes) {
+  const int64_t first_row = args.all_row_stats ? 0 : end_q * args.num_heads;
+  for (int64_t row = first_row + thread / kLanes; row < rows; row += threads / kLanes) {
     const int64_t token = row / args.num_heads;
     const int32_t head = static_cast<int32_t>(row - token * args.num_heads);
     if (token >= end_q || (!all_see && !row_sees_keys(args, token))) {
       zero_row(row_of<T>(args.dq, token, head), args.head_dim, lane);
       if (token >= end_q) continue;
     }
-    const T* dout = row_of<T>(args.dout, token, head);
-    const T* out = row_of<T>(args.out, token, head);
-    float sum = 0.f;
-    constexpr int kWide = Word<T>::kElements;
-    for (int i = lane * kWide; i < args.head_dim; i += kLanes * kWide) {
-      sum += dot_words<T>(dout + i, out + i);
-    }
-    const unsigned peers = 0xffu << (threadIdx.x & 24);
-#pragma unroll
-    for (int step = 1; step < kLanes; step *= 2) sum += __shfl_xor_sync(peers, sum, step);
-    if (lane == 0) {
-      const int64_t at = head * args.documents_q.total + token;
-      const float lse = args.lse[at];
-      if (args.dlse != nullptr) sum -= args.dlse[at];
-      args.row_stats[row] = make_float2(lse == -INFINITY ? 0.f : lse * kLog2e, sum);
-    }
+    write_row_stats<T>(args, token, head, lane);
   }
+  if (!args.all_row_stats) write_listed_row_stats<T>(args);
 
   const int64_t end_k = args.plan.data[PlanView::kEndK];
   const int64_t key_rows = (args.documents_k.total - end_k) * args.num_kv_heads;

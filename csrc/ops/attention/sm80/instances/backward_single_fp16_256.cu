@@ -1,0 +1,8 @@
+#include "ops/attention/sm80/backward_single.cuh"
+
+namespace packing_ops::sm80 {
+
+template void run_backward_single<__half, 256, 64, false>(const Args&, cudaStream_t);
+template void run_backward_single<__half, 256, 64, true>(const Args&, cudaStream_t);
+
+}  // namespace packing_ops::sm80
