@@ -6,7 +6,8 @@ from dataclasses import KW_ONLY, dataclass
 
 import torch
 
-from packing_ops.data._examples import column, flattened, optional_column, spans, tokens_of
+from packing_ops.data._examples import column, flattened, optional_column, tokens_of
+from packing_ops.metadata import PackedMetadata
 from packing_ops.packing import pack_sequences
 
 
@@ -80,28 +81,33 @@ class PackedCollator:
         weights = optional_column(examples, "loss_mask", num_actions, "num_actions")
         rows = self._rows(lengths)
         order = [index for row in rows for index in row]
-        starts, width = self._slots(rows, lengths)
+        sub_seq_lengths = [[lengths[index] for index in row] for row in rows]
+
+        # Every document owns the slots up to the next one, the last of a row those up to its end.
+        slots = self._aligned_rows(sub_seq_lengths)
+        width = max(map(sum, slots))
+        for row in slots:
+            row[-1] += width - sum(row)
+        slots = torch.tensor([own for row in slots for own in row])
+        tokens = torch.tensor([lengths[index] for index in order])
+        actions = torch.tensor([num_actions[index] for index in order])
+        runs = torch.stack([tokens - actions, actions, slots - tokens], dim=1).view(-1)  # prompt, actions, padding
+        is_token = _run_lengths((True, True, False), runs)
+        is_action = _run_lengths((False, True, False), runs)
+
         size = len(rows), width
-
-        lengths_in_order = [lengths[index] for index in order]
-        slots = spans(starts, lengths_in_order)
-        tokens = flattened([input_ids[index] for index in order], "input_ids").cpu()
-        sequences = torch.full(size, self.pad_token_id, dtype=torch.int64)
-        sequences.view(-1).scatter_(0, slots, tokens)
-        attention_mask = torch.zeros(size, dtype=torch.int64)
-        attention_mask.view(-1).scatter_(0, slots, 1)
-
-        actions = [num_actions[index] for index in order]
-        firsts = [start + n - own for start, n, own in zip(starts, lengths_in_order, actions, strict=True)]
-        values = None if weights is None else [weights[index] for index in order]
-        weight = _weight_rows(size, spans(firsts, actions), values)
-        weight.view(-1)[torch.tensor(starts)] = 0  # nothing before them predicts them
-        targets = weight.sum(dtype=torch.float64).item()
+        values = flattened([input_ids[index] for index in order], "input_ids").cpu()
+        sequences = torch.full(size, self.pad_token_id, dtype=torch.int64).view(-1).masked_scatter_(is_token, values)
+        weight = is_action.float()
+        if weights is not None:
+            weight.masked_scatter_(is_action, _checked_weights([weights[index] for index in order]))
+        weight[slots.cumsum(0) - slots] = 0  # the first tokens: nothing before them predicts them
+        targets = weight.sum().item()
         return {
-            "sequences": sequences,
-            "attention_mask": attention_mask,
-            "loss_mask": weight[:, 1:] * (1 / (targets or 1.0)),
-            "sub_seq_lengths": [[lengths[index] for index in row] for row in rows],
+            "sequences": sequences.view(size),
+            "attention_mask": is_token.long().view(size),
+            "loss_mask": weight.view(size)[:, 1:] * (1 / (targets or 1.0)),
+            "sub_seq_lengths": sub_seq_lengths,
             "response_length": width - 1,
             "order": order,
         }
@@ -134,9 +140,9 @@ class PackedCollator:
         if not 0 <= cp_rank < self.cp_size:
             raise ValueError(f"cp_rank: expected 0 to {self.cp_size - 1} for cp_size={self.cp_size}, got {cp_rank}")
         sequences = batch["sequences"]
-        starts, aligned = self._segments(batch["sub_seq_lengths"], *sequences.shape)
-        slots = _zigzag(starts, aligned, self.cp_size, cp_rank).to(sequences.device)
-        positions = spans([0] * len(aligned), aligned).to(sequences.device)
+        segments = self._segments(batch["sub_seq_lengths"], *sequences.shape)
+        slots = _zigzag(segments, self.cp_size, cp_rank).to(sequences.device)
+        positions = PackedMetadata.from_lengths(segments, device=sequences.device).position_ids
         whole = {
             "sequences": sequences,
             "attention_mask": batch["attention_mask"],
@@ -152,52 +158,48 @@ class PackedCollator:
             raise ValueError(f"examples: expected at least dp_size={self.dp_size}, got {len(examples)}")
         input_ids, lengths = tokens_of(examples)
         longest = max(lengths)
-        if self._aligned(longest) > self.capacity:
+        if (slots := -(-longest // self.alignment) * self.alignment) > self.capacity:
             raise ValueError(
-                f"input_ids: expected at most capacity={self.capacity} slots, got {self._aligned(longest)} for "
-                f"{longest} tokens (alignment={self.alignment}) in example {lengths.index(longest)}"
+                f"input_ids: expected at most capacity={self.capacity} slots, got {slots} for {longest} tokens "
+                f"(alignment={self.alignment}) in example {lengths.index(longest)}"
             )
         return input_ids, lengths
 
-    def _aligned(self, length: int) -> int:
-        return -(-length // self.alignment) * self.alignment
-
     def _rows(self, lengths) -> list[list[int]]:
         """Examples of each row: those of rank 0 first."""
-        packing = pack_sequences(
-            lengths,
-            self.capacity,
-            strategy=self.strategy,
-            alignment=self.alignment,
-            min_bins=self.dp_size,
-            bins_multiple_of=self.dp_size,
-            ties="last",
-        )
+        try:
+            packing = pack_sequences(
+                lengths,
+                self.capacity,
+                strategy=self.strategy,
+                alignment=self.alignment,
+                min_bins=self.dp_size,
+                bins_multiple_of=self.dp_size,
+                ties="last",
+            )
+        except ValueError as error:
+            raise ValueError(f"dp_size={self.dp_size}, strategy={self.strategy!r}: {error}") from None
         return [packing.bins[b] for rank in range(self.dp_size) for b in packing.rows_for_rank(rank, self.dp_size)]
 
-    def _slots(self, rows, lengths) -> tuple[list[int], int]:
-        """First slot of every document, rows end to end, and the slots of a row."""
-        width = max(sum(self._aligned(lengths[index]) for index in row) for row in rows)
-        starts = []
-        for r, row in enumerate(rows):
-            slot = r * width
-            for index in row:
-                starts.append(slot)
-                slot += self._aligned(lengths[index])
-        return starts, width
+    def _aligned_rows(self, sub_seq_lengths) -> list[list[int]]:
+        """Slots of every document."""
+        alignment = self.alignment
+        return [[-(-length // alignment) * alignment for length in row] for row in sub_seq_lengths]
 
-    def _segments(self, sub_seq_lengths, num_rows: int, width: int) -> tuple[list[int], list[int]]:
-        """First slot and slots of every document and of every row's rest, rows end to end."""
-        aligned = []
-        for r, row in enumerate(sub_seq_lengths):
-            own = [self._aligned(length) for length in row]
-            aligned += [*own, width - sum(own)]
-            if aligned[-1] < 0 or aligned[-1] % self.alignment:
-                raise ValueError(f"sub_seq_lengths: expected rows of {width} slots, got {sum(own)} in row {r}")
+    def _segments(self, sub_seq_lengths, num_rows: int, width: int) -> list[int]:
+        """Slots of every document and of the rest of every row, rows end to end."""
         if len(sub_seq_lengths) != num_rows:
-            raise ValueError(f"sub_seq_lengths: expected one list for each of {num_rows} rows, got {len(sub_seq_lengths)}")
-        starts = [0, *torch.tensor(aligned).cumsum(0).tolist()]
-        return starts[:-1], aligned
+            raise ValueError(f"sub_seq_lengths: expected {num_rows} lists, one per row, got {len(sub_seq_lengths)}")
+        segments = []
+        for r, row in enumerate(self._aligned_rows(sub_seq_lengths)):
+            rest = width - sum(row)
+            if rest < 0 or rest % self.alignment:
+                raise ValueError(
+                    f"sub_seq_lengths: expected documents that leave a multiple of {self.alignment} of the {width} "
+                    f"slots, got {sum(row)} slots of documents in row {r}"
+                )
+            segments += [*row, rest]
+        return segments
 
 
 def _num_actions(examples, lengths) -> list[int]:
@@ -208,26 +210,22 @@ def _num_actions(examples, lengths) -> list[int]:
     return [int(count) for count in counts]
 
 
-def _weight_rows(size, slots, values) -> torch.Tensor:
-    """float32 ``[rows, width]``: the weight of every token, 0 for padding."""
-    weight = torch.zeros(size, dtype=torch.float32)
-    if values is None:
-        weight.view(-1).scatter_(0, slots, 1.0)
-        return weight
+def _checked_weights(values) -> torch.Tensor:
     weights = flattened(values, "loss_mask", torch.float32).cpu()
-    if weights.numel() and not 0 <= weights.min() <= weights.max() < math.inf:
-        raise ValueError(
-            f"loss_mask: expected finite weights of at least 0, got {weights.min():g} to {weights.max():g}"
-        )
-    weight.view(-1).scatter_(0, slots, weights)
-    return weight
+    least, most = weights.aminmax() if weights.numel() else (0, 0)
+    if not 0 <= least <= most < math.inf:
+        raise ValueError(f"loss_mask: expected finite weights of at least 0, got {least:g} to {most:g}")
+    return weights
 
 
-def _zigzag(starts, lengths, cp_size, cp_rank) -> torch.Tensor:
+def _run_lengths(pattern: Sequence[bool], runs: torch.Tensor) -> torch.Tensor:
+    """``pattern`` over and over, each entry repeated as ``runs`` says."""
+    return torch.tensor(pattern).repeat(len(runs) // len(pattern)).repeat_interleave(runs)
+
+
+def _zigzag(segments: list[int], cp_size: int, cp_rank: int) -> torch.Tensor:
     """Slots of one rank: of each segment chunks cp_rank and 2 * cp_size - 1 - cp_rank."""
-    if cp_size == 1:
-        return spans(starts, lengths)
-    chunks = [length // (2 * cp_size) for length in lengths]
-    held = (cp_rank, 2 * cp_size - 1 - cp_rank)
-    firsts = [start + which * chunk for start, chunk in zip(starts, chunks, strict=True) for which in held]
-    return spans(firsts, [chunk for chunk in chunks for _ in held])
+    num_chunks = 2 * cp_size if cp_size > 1 else 1
+    held = [chunk in (cp_rank, num_chunks - 1 - cp_rank) for chunk in range(num_chunks)]
+    chunk_slots = torch.tensor(segments) // num_chunks
+    return _run_lengths(held, chunk_slots.repeat_interleave(num_chunks)).nonzero()[:, 0]
