@@ -91,17 +91,17 @@ class PackedCollator:
         slots = torch.tensor([own for row in slots for own in row])
         tokens = torch.tensor([lengths[index] for index in order])
         actions = torch.tensor([num_actions[index] for index in order])
-        runs = torch.stack([tokens - actions, actions, slots - tokens], dim=1).view(-1)  # prompt, actions, padding
-        is_token = _run_lengths((True, True, False), runs)
-        is_action = _run_lengths((False, True, False), runs)
-
+        starts = slots.cumsum(0) - slots
         size = len(rows), width
-        values = flattened([input_ids[index] for index in order], "input_ids").cpu()
-        sequences = torch.full(size, self.pad_token_id, dtype=torch.int64).view(-1).masked_scatter_(is_token, values)
+        is_token = _covered(starts, tokens, math.prod(size))
+        is_action = _covered(starts + tokens - actions, actions, math.prod(size))
+
+        sequences = torch.full(size, self.pad_token_id, dtype=torch.int64).view(-1)
+        sequences.masked_scatter_(is_token, flattened([input_ids[index] for index in order], "input_ids").cpu())
         weight = is_action.float()
         if weights is not None:
             weight.masked_scatter_(is_action, _checked_weights([weights[index] for index in order]))
-        weight[slots.cumsum(0) - slots] = 0  # the first tokens: nothing before them predicts them
+        weight[starts] = 0  # no token stands before these to predict them
         targets = weight.sum().item()
         return {
             "sequences": sequences.view(size),
@@ -218,14 +218,18 @@ def _checked_weights(values) -> torch.Tensor:
     return weights
 
 
-def _run_lengths(pattern: Sequence[bool], runs: torch.Tensor) -> torch.Tensor:
-    """``pattern`` over and over, each entry repeated as ``runs`` says."""
-    return torch.tensor(pattern).repeat(len(runs) // len(pattern)).repeat_interleave(runs)
+def _covered(starts: torch.Tensor, lengths: torch.Tensor, total: int) -> torch.Tensor:
+    """bool ``[total]``: the ``lengths`` slots from each of ``starts`` on, which do not overlap."""
+    edges, one = torch.zeros(total + 1, dtype=torch.int8), torch.ones(len(starts), dtype=torch.int8)
+    edges.index_add_(0, starts, one).index_add_(0, starts + lengths, one, alpha=-1)
+    return edges[:total].cumsum(0, dtype=torch.int8).view(torch.bool)
 
 
 def _zigzag(segments: list[int], cp_size: int, cp_rank: int) -> torch.Tensor:
     """Slots of one rank: of each segment chunks cp_rank and 2 * cp_size - 1 - cp_rank."""
     num_chunks = 2 * cp_size if cp_size > 1 else 1
-    held = [chunk in (cp_rank, num_chunks - 1 - cp_rank) for chunk in range(num_chunks)]
-    chunk_slots = torch.tensor(segments) // num_chunks
-    return _run_lengths(held, chunk_slots.repeat_interleave(num_chunks)).nonzero()[:, 0]
+    lengths = torch.tensor(segments)
+    starts, chunk = lengths.cumsum(0) - lengths, lengths // num_chunks
+    held = {cp_rank, num_chunks - 1 - cp_rank}
+    firsts = torch.cat([starts + which * chunk for which in held])
+    return _covered(firsts, chunk.repeat(len(held)), sum(segments)).nonzero()[:, 0]
