@@ -90,6 +90,10 @@ def test_ranks_hold_contiguous_rows_dealt_in_turn():
     assert batch["sub_seq_lengths"] == [[820, 110], [520, 410], [700, 250], [50]]
 
 
+def test_ties_go_to_the_later_example():
+    assert PackedCollator(4)(examples_of([2, 2, 2]))["order"] == [2, 1, 0]
+
+
 @pytest.mark.parametrize(
     ("sizes", "alignment"),
     [

@@ -54,6 +54,8 @@ def test_worked_example(device):
 def test_the_filling_may_be_the_longest_segment():
     batch = PaddingFreeCollator(max_seq_length=9)(documents(2, 3))
     assert (batch["cu_seq_lens_q"].tolist(), batch["max_length_q"]) == ([0, 2, 5, 9], 4)
+    separated = PaddingFreeCollator(max_seq_length=6, separator_id=7)(documents(2, 3))
+    assert separated["labels"].tolist() == [[7, 2, 7, 4, 5, -100]]  # nothing is learned from the filling
     full = PaddingFreeCollator(max_seq_length=5)(documents(2, 3))
     assert (full["cu_seq_lens_q"].tolist(), full["max_length_q"]) == ([0, 2, 5], 3)
 
@@ -136,6 +138,9 @@ def test_overlong_truncate_cuts_the_row():
     assert (batch["cu_seq_lens_q"], batch["labels"]) == ([0, 2, 6], [[-100, 2, -100, 4, 5, 6]])
     with pytest.warns(UserWarning, match="0 of 1 examples dropped and 1 cut, 3 of 9 tokens lost"):
         assert plain(collator(documents(9)))["input_ids"] == [[1, 2, 3, 4, 5, 6]]
+    own_labels = [{"input_ids": [1, 2, 3], "labels": [7, 8, 9]}, {"input_ids": [4, 5, 6, 7], "labels": [5, 6, 7, 8]}]
+    with pytest.warns(UserWarning, match="0 of 2 examples dropped and 1 cut, 1 of 7 tokens lost"):
+        assert plain(collator(own_labels))["labels"] == [[-100, 8, 9, -100, 6, 7]]
 
 
 def test_overlong_drop_keeps_whole_documents():

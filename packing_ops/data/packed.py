@@ -173,7 +173,6 @@ class PackedCollator:
                 self.capacity,
                 strategy=self.strategy,
                 alignment=self.alignment,
-                min_bins=self.dp_size,
                 bins_multiple_of=self.dp_size,
                 ties="last",
             )
