@@ -282,6 +282,14 @@ def test_bad_examples_are_named(examples, message):
         PackedCollator(8)(examples)
 
 
+@pytest.mark.parametrize("name", ["input_ids", "loss_mask"])
+def test_the_wrong_example_is_named_not_its_place_in_the_row(name):
+    examples = examples_of([4, 6, 2], seed=5)
+    examples[2] = {"input_ids": [1, 2], "num_actions": 2, "attention_mask": [1, 1], "loss_mask": [1, 1], name: [1, "?"]}
+    with pytest.raises(ValueError, match=rf"{name}: expected a 1-D sequence of .* got \[1, '\?'\] in example 2"):
+        PackedCollator(12)(examples)
+
+
 def test_fewer_examples_than_ranks_or_rows():
     with pytest.raises(ValueError, match="examples: expected at least dp_size=4, got 3"):
         PackedCollator(8, dp_size=4)(examples_of([1, 2, 3]))

@@ -51,12 +51,35 @@ def tokens_of(examples: Sequence[Mapping], prefix: str = "") -> tuple[list, list
     return input_ids, lengths
 
 
-def flattened(values: Sequence, name: str, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """``values`` end to end, as one tensor of ``dtype`` where the tensors are, on the CPU for lists."""
+def flattened(
+    values: Sequence,
+    name: str,
+    dtype: torch.dtype = torch.int64,
+    *,
+    order: Sequence[int] | None = None,
+    gaps: Sequence[int] | None = None,
+    fill: int = 0,
+) -> torch.Tensor:
+    """``values`` end to end, as one tensor of ``dtype`` where the tensors are, on the CPU for lists.
+
+    Args:
+        order: which value comes when; as they are by default.
+        gaps: after each value of that order so many slots of ``fill``.
+
+    Example:
+        >>> flattened([[1, 2], [3]], "input_ids", order=[1, 0], gaps=[2, 0])
+        tensor([3, 0, 0, 1, 2])
+    """
+    pieces = values if order is None else [values[i] for i in order]
     try:
         if all(isinstance(value, (list, tuple)) for value in values):
-            return _from_lists(values, dtype)
-        flat = torch.cat([torch.as_tensor(value) for value in values])
+            return _from_lists(pieces, dtype, gaps or [0] * len(pieces), fill)
+        pieces = [torch.as_tensor(piece) for piece in pieces]
+        if gaps is not None:
+            filling = torch.full((max(gaps),), fill, device=pieces[0].device)
+            fillings = [(filling[:gap],) if gap else () for gap in gaps]  # most documents have no gap after them
+            pieces = [part for piece, after in zip(pieces, fillings, strict=True) for part in (piece, *after)]
+        flat = torch.cat(pieces)
     except (TypeError, ValueError, OverflowError, RuntimeError, struct.error) as error:
         raise _error(values, name, dtype) from error
     if flat.dim() != 1 or (flat.dtype.is_floating_point and not dtype.is_floating_point):
@@ -64,15 +87,19 @@ def flattened(values: Sequence, name: str, dtype: torch.dtype = torch.int64) -> 
     return flat.to(dtype)
 
 
-def _from_lists(values: Sequence[Sequence], dtype: torch.dtype) -> torch.Tensor:
+def _from_lists(values: Sequence[Sequence], dtype: torch.dtype, gaps: Sequence[int], fill: int) -> torch.Tensor:
     # torch.tensor() takes ten times as long for a list as struct, and that twice as long as bytes().
-    if dtype.is_floating_point:
+    if dtype.is_floating_point and not any(gaps):
         try:
             return _from_buffer(bytearray().join([bytes(value) for value in values]), torch.uint8).to(dtype)
         except (TypeError, ValueError):  # weights, not a mask
             pass
-    flat = bytearray().join([struct.pack(f"{len(value)}{_FORMATS[dtype]}", *value) for value in values])
-    return _from_buffer(flat, dtype)
+    code = _FORMATS[dtype]
+    buffer, offset = bytearray(struct.pack(code, fill)) * (sum(map(len, values)) + sum(gaps)), 0
+    for value, gap in zip(values, gaps, strict=True):
+        struct.pack_into(f"{len(value)}{code}", buffer, offset, *value)
+        offset += (len(value) + gap) * dtype.itemsize
+    return _from_buffer(buffer, dtype)
 
 
 def _from_buffer(buffer: bytearray, dtype: torch.dtype) -> torch.Tensor:

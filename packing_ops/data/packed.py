@@ -26,7 +26,7 @@ class PackedCollator:
 
     Called with examples, dicts of ``input_ids`` (a list or 1-D tensor of integers), ``num_actions`` (how many of the
     last tokens are trained on) and where they have one ``loss_mask`` (as many weights; 1 by default) and
-    ``attention_mask`` (all 1: examples have no padding), it returns
+    ``attention_mask`` (all 1: examples have no padding), it returns on the CPU
 
         sequences: int64 ``[rows, width]``; width is that of the fullest row.
         attention_mask: int64 ``[rows, width]``, 1 where there is a token.
@@ -96,15 +96,15 @@ class PackedCollator:
         is_token = _covered(starts, tokens, math.prod(size))
         is_action = _covered(starts + tokens - actions, actions, math.prod(size))
 
-        sequences = torch.full(size, self.pad_token_id, dtype=torch.int64).view(-1)
-        sequences.masked_scatter_(is_token, flattened([input_ids[index] for index in order], "input_ids").cpu())
+        gaps = (slots - tokens).tolist()
+        sequences = flattened(input_ids, "input_ids", order=order, gaps=gaps, fill=self.pad_token_id)
         weight = is_action.float()
         if weights is not None:
-            weight.masked_scatter_(is_action, _checked_weights([weights[index] for index in order]))
+            weight.masked_scatter_(is_action, _checked_weights(weights, order))
         weight[starts] = 0  # no token stands before these to predict them
         targets = weight.sum().item()
         return {
-            "sequences": sequences.view(size),
+            "sequences": sequences.cpu().view(size),
             "attention_mask": is_token.long().view(size),
             "loss_mask": weight.view(size)[:, 1:] * (1 / (targets or 1.0)),
             "sub_seq_lengths": sub_seq_lengths,
@@ -209,8 +209,8 @@ def _num_actions(examples, lengths) -> list[int]:
     return [int(count) for count in counts]
 
 
-def _checked_weights(values) -> torch.Tensor:
-    weights = flattened(values, "loss_mask", torch.float32).cpu()
+def _checked_weights(values: list, order: list[int]) -> torch.Tensor:
+    weights = flattened(values, "loss_mask", torch.float32, order=order).cpu()
     least, most = weights.aminmax() if weights.numel() else (0, 0)
     if not 0 <= least <= most < math.inf:
         raise ValueError(f"loss_mask: expected finite weights of at least 0, got {least:g} to {most:g}")
