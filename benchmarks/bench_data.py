@@ -62,9 +62,9 @@ def packed_case(median, as_tensors):
     collator, lengths = PackedCollator(CAPACITY, dp_size=DP_SIZE), lengths_of(1024, median)
     examples = examples_of(lengths, as_tensors)
     kind = "tensors" if as_tensors else "lists"
-    return Case("PackedCollator", f"n=1024 dp={DP_SIZE} {sum(lengths)} tokens, {kind}", "int64", {
+    return Case("PackedCollator", f"n=1024 dp={DP_SIZE} tokens={sum(lengths)} {kind}", "int64", {
         "packing_ops": lambda: collator(examples),
-        "one document at a time, without packing": one_at_a_time(collator, examples),
+        "loop over documents of packed rows": one_at_a_time(collator, examples),
     })  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def padding_free_case(count, as_tensors):
         stock = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
         providers["transformers DataCollatorWithFlattening"] = lambda: stock(examples)
     kind = "tensors" if as_tensors else "lists"
-    return Case("PaddingFreeCollator", f"n={count} {sum(lengths)} tokens, {kind}", "int64", providers)
+    return Case("PaddingFreeCollator", f"n={count} tokens={sum(lengths)} {kind}", "int64", providers)
 
 
 def collator_cases():

@@ -267,6 +267,8 @@ def test_context_parallel_split_of_some_rows():
         ([example(9, 1)], "input_ids: expected at most capacity=8 slots, got 9 for 9 tokens"),
         ([example(2, 3)], "num_actions: expected 0 to the example's 2 tokens, got 3 in example 0"),
         ([example(2, -1)], "num_actions: expected 0 to the example's 2 tokens, got -1"),
+        ([example(2, 1.5)], "num_actions: expected 0 to the example's 2 tokens, got 1.5 in example 0"),
+        ([example(2, None)], "num_actions: expected 0 to the example's 2 tokens, got None in example 0"),
         ([example(4, 2, loss_mask=[1])], "loss_mask: expected 2 values like num_actions, got 1 in example 0"),
         ([example(4, 2, loss_mask=[1, 1]), example(4, 2)], "loss_mask: expected in every example, got only"),
         ([example(4, 2, loss_mask=[1, -1])], "loss_mask: expected finite weights of at least 0, got -1 to 1"),

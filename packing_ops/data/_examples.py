@@ -74,7 +74,7 @@ def flattened(
     try:
         if all(isinstance(value, (list, tuple)) for value in values):
             return _from_lists(pieces, dtype, gaps or [0] * len(pieces), fill)
-        pieces = [torch.as_tensor(piece) for piece in pieces]
+        pieces = [piece if isinstance(piece, torch.Tensor) else torch.as_tensor(piece) for piece in pieces]
         if gaps is not None:
             filling = torch.full((max(gaps),), fill, device=pieces[0].device)
             fillings = [(filling[:gap],) if gap else () for gap in gaps]  # most documents have no gap after them

@@ -1,6 +1,7 @@
 """Rows of several documents for data, tensor and context parallel training."""
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 
@@ -49,7 +50,7 @@ class PackedCollator:
         ValueError: no examples, fewer than dp_size or than the rows that dp_size asks for; an example without tokens
             or over the capacity; a missing key, in all or some examples; lengths that do not fit each other; padding
             in an attention_mask; weights that are negative or not finite.
-        TypeError: a num_actions, capacity or size that is no integer.
+        TypeError: a capacity or size that is no integer.
 
     A batch without any target has a loss_mask of zeros. Deterministic; no state, so threads may share one. Time and
     memory linear in the tokens. Ties go to the later example, as in SkyRL.
@@ -204,9 +205,9 @@ class PackedCollator:
 def _num_actions(examples, lengths) -> list[int]:
     counts = column(examples, "num_actions")
     for i, (count, length) in enumerate(zip(counts, lengths, strict=True)):
-        if not 0 <= count <= length:
-            raise ValueError(f"num_actions: expected 0 to the example's {length} tokens, got {count} in example {i}")
-    return [int(count) for count in counts]
+        if not hasattr(count, "__index__") or not 0 <= count <= length:
+            raise ValueError(f"num_actions: expected 0 to the example's {length} tokens, got {count!r} in example {i}")
+    return [operator.index(count) for count in counts]
 
 
 def _checked_weights(values: list, order: list[int]) -> torch.Tensor:
