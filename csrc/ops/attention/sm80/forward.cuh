@@ -1,8 +1,8 @@
 // Forward on mma.sync. A unit is (document, tile of packed rows, kv head); a block works its units off one after the
 // other. Each warp owns its rows through the whole unit; K and V come in tiles of kKeys, always from the first visible
-// tile upwards, so a row's sum has one order wherever its document lies. Short documents have a kernel of smaller units
-// that starts where the other one's blocks run out of work. Copies run one tile ahead, over the seam
-// between units too: while a unit ends, the next one's first tiles are already on their way.
+// tile upwards, so a row's sum has one order wherever its document lies. Copies run one tile ahead, over the seam
+// between units too: while a unit ends, the next one's first tiles are already on their way. Short documents have a
+// kernel of smaller units, which starts where the other one's blocks run out of work.
 #pragma once
 
 #include "core/launch.cuh"
