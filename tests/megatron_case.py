@@ -64,7 +64,7 @@ def thd_params(lengths=LENGTHS, device="cpu", *, slots=None):
     padded = {}
     if slots is not None:
         padded = dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), cumulated(slots))
-    longest = max(slots or lengths)
+    longest = max(slots or lengths, default=0)
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
