@@ -171,7 +171,7 @@ class PackingDotProductAttention(MegatronModule):
             "window_size": window,
             "sinks": None if sinks is None else sinks.float(),
         }
-        if group is None:
+        if group is None or len(q) == len(k) == 0:
             layout = layout_of(documents, len(k), causal=causal)
             plan = layout.plan(q, k, causal, window)
             return varlen_attention(q, k, v, layout.cu_seqlens_q, layout.cu_seqlens_k, plan=plan, **options)
