@@ -122,26 +122,22 @@ def loss_and_gradients(alone, **sizes):
     """Of all documents: by this process alone, or summed over the parts of the batch; a model's part has its slice."""
     generator = torch.Generator().manual_seed(0)
     tokens = [torch.randint(0, VOCABULARY, (slots,), generator=generator) for slots in SLOTS]
-    with parallel(**sizes):
-        rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-        mine = range(len(SLOTS))[slice(None) if alone else slice(rank, None, size)]
-        ids = torch.cat([tokens[i] for i in mine])
-        real = torch.cat([torch.arange(SLOTS[i]) < LENGTHS[i] for i in mine])
-        params = thd_params([LENGTHS[i] for i in mine], slots=[SLOTS[i] for i in mine])
-        own = zigzag(params.cu_seqlens_q_padded, len(ids), parallel_state.get_context_parallel_group())
-        model = tiny_gpt(use_packing_ops(get_gpt_layer_local_spec()), **sizes)
-        losses = model(ids[None, own], None, None, labels=ids.roll(-1)[None, own], packed_seq_params=params)[0]
-        loss = (losses * real[own]).sum()
-        loss.backward()
-        sums = {"loss": loss.detach(), **{name: parameter.grad for name, parameter in model.named_parameters()}}
-        parts = {}
-        for name, parameter in model.named_parameters():
-            if getattr(parameter, "tensor_model_parallel", False):
-                parts[name] = parameter.partition_dim, parallel_state.get_tensor_model_parallel_rank()
-        if not alone:
-            for each in sums.values():
-                dist.all_reduce(each, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-        return sums, parts
+    rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    mine = range(len(SLOTS))[slice(None) if alone else slice(rank, None, size)]
+    ids = torch.cat([tokens[i] for i in mine])
+    real = torch.cat([torch.arange(SLOTS[i]) < LENGTHS[i] for i in mine])
+    params = thd_params([LENGTHS[i] for i in mine], slots=[SLOTS[i] for i in mine])
+    own = zigzag(params.cu_seqlens_q_padded, len(ids), parallel_state.get_context_parallel_group())
+    model = tiny_gpt(use_packing_ops(get_gpt_layer_local_spec()), **sizes)
+    losses = model(ids[None, own], None, None, labels=ids.roll(-1)[None, own], packed_seq_params=params)[0]
+    loss = (losses * real[own]).sum()
+    loss.backward()
+    sums = {"loss": loss.detach(), **{name: parameter.grad for name, parameter in model.named_parameters()}}
+    if not alone:
+        for each in sums.values():
+            dist.all_reduce(each, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    split = {name: p.partition_dim for name, p in model.named_parameters() if getattr(p, "tensor_model_parallel", 0)}
+    return sums, split
 
 
 def zigzag(cu_seqlens, total, group):
@@ -149,45 +145,51 @@ def zigzag(cu_seqlens, total, group):
     return _rows_of_ranks(cu_seqlens, total // group.size(), group.size()).view(group.size(), -1)[group.rank()]
 
 
-def model_case(name):
+def model_case(name, expected):
     """Pairs of what this process has and of its slice of what one that holds everything has."""
-    expected, _ = loss_and_gradients(True)
-    found, parts = loss_and_gradients(False, **MODELS[name])
-    for each, (dim, rank) in parts.items():
-        expected[each] = expected[each].narrow(dim, rank * found[each].shape[dim], found[each].shape[dim])
+    found, split = loss_and_gradients(False, **MODELS[name])
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    for each, dim in split.items():
+        size = found[each].shape[dim]
+        expected = {**expected, each: expected[each].narrow(dim, rank * size, size)}
     return {each: (found[each], expected[each]) for each in found}
 
 
-def module_case(name, qkv_format):
+def module_outputs(name, qkv_format, **sizes):
+    """Of the module: this rank's rows of the output and of the gradients, and the gradient of a sink."""
     mask, more = MODULES[name]
     shape, cu_slots, params = (16, 2), cu_seqlens_of([16]), None
     if qkv_format == "thd":
         shape, cu_slots, params = (sum(SLOTS),), cu_seqlens_of(SLOTS), thd_params(LENGTHS, slots=SLOTS)
     own = zigzag(cu_slots, shape[0], dist.group.WORLD)
+    rows = own if sizes else slice(None)
     torch.manual_seed(0)
-    whole = [torch.randn(*shape, heads, 8) for heads in (4, 2, 2)]
-    dout = torch.randn(*shape, 32)
-    results = []
-    for rows, sizes in ((own, {"context_parallel_size": WORLD}), (slice(None), {})):
-        with parallel(**sizes):
-            torch.manual_seed(1)
-            module = PackingDotProductAttention(config_of(**sizes, **more), 1, mask, "self")
-            heads = [tensor[rows].clone().requires_grad_() for tensor in whole]
-            out = module(*heads, None, packed_seq_params=params)
-            gradients = torch.autograd.grad(out, [*heads, *module.parameters()], dout[rows])
-            results.append([out.detach(), *gradients])
-    found, expected = results
-    for sink in found[4:]:
-        dist.all_reduce(sink)
-    expected[:4] = [tensor[own] for tensor in expected[:4]]
-    return dict(enumerate(zip(found, expected, strict=True)))
+    module = PackingDotProductAttention(config_of(**sizes, **more), 1, mask, "self")
+    heads = [torch.randn(*shape, heads, 8)[rows].requires_grad_() for heads in (4, 2, 2)]
+    out = module(*heads, None, packed_seq_params=params)
+    gradients = torch.autograd.grad(out, [*heads, *module.parameters()], torch.randn(*shape, 32)[rows])
+    kept = [tensor if sizes else tensor[own] for tensor in (out.detach(), *gradients[:3])]
+    for sink in gradients[3:]:
+        if sizes:
+            dist.all_reduce(sink)
+        kept.append(sink)
+    return kept
 
 
 CASES = [*MODELS, *((name, qkv_format) for name in MODULES for qkv_format in ("thd", "sbhd"))]
 
 
 def every_case(folder):
-    found = {case: model_case(case) if isinstance(case, str) else module_case(*case) for case in CASES}
+    with parallel():
+        model, _ = loss_and_gradients(True)
+        modules = {case: module_outputs(*case) for case in CASES if case not in MODELS}
+    found = {}
+    for name, sizes in MODELS.items():
+        with parallel(**sizes):
+            found[name] = model_case(name, model)
+            if name == "context 4":
+                for case, expected in modules.items():
+                    found[case] = dict(enumerate(zip(module_outputs(*case, **sizes), expected, strict=True)))
     torch.save(found, f"{folder}/{dist.get_rank()}.pt")
 
 
