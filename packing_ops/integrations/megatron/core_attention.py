@@ -253,6 +253,6 @@ def _expect_mask(mask, causal):
         wanted = torch.ones(rows, keys, dtype=torch.bool, device=mask.device).triu(1) if causal else mask.new_zeros(())
         return bool((mask.bool() == wanted).all())
 
-    if not kept_with((mask,), (causal,), agrees):
+    if not kept_with((mask,), ("mask", causal), agrees):
         kind = "causal mask" if causal else "mask that hides nothing"
         raise NotImplementedError(f"attention_mask: expected None or a {kind}, got another; pack documents as thd")

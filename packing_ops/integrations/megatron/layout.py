@@ -90,7 +90,7 @@ def layout_of(documents: Documents, rows: int, *, causal: bool, cp_rank: int = 0
             _cumulated(q, documents.q_slots.diff() - q, none), _cumulated(k, none, documents.k_slots.diff() - k)
         )
 
-    return kept_with(documents, (rows, causal, cp_rank, cp_size), make)
+    return kept_with(documents, ("layout", rows, causal, cp_rank, cp_size), make)
 
 
 def _cumulated(*lengths):
