@@ -1,0 +1,1 @@
+"""packing_ops in Megatron-core: packed (thd) training without TransformerEngine."""
