@@ -1,9 +1,11 @@
-"""What a call of attention keeps for the next one: the plan, and the cu_seqlens of a dense batch."""
+"""What a call keeps for the next one: the plan, the cu_seqlens of a dense batch, what was worked out from a batch."""
 
 import functools
 import weakref
+from collections.abc import Callable, Sequence
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 _ops = torch.ops.packing_ops
 
@@ -70,3 +72,27 @@ def _kept_cu_seqlens(batch, seqlen, device, stream):
 
 def _every(seqlen, batch, device):
     return torch.arange(batch + 1, dtype=torch.int32, device=device) * seqlen
+
+
+# --- what the layers of a model share about a batch ---
+
+_kept = WeakTensorKeyDictionary()
+
+
+def kept_with(tensors: Sequence[torch.Tensor], sizes: tuple, make: Callable[[], object]) -> object:
+    """``make()``, or what it gave for these sizes while these very tensors had the values that they have now.
+
+    It lives as long as ``tensors[0]``, which it must not hold.
+    """
+    with torch.inference_mode(False), torch.no_grad():  # the next call may train
+        if not _keeps(tensors[0]) or any(tensor.is_inference() for tensor in tensors):
+            return make()
+        first, *others = tensors
+        state = (_stream(first), *(tensor._version for tensor in tensors))
+        kept = _kept.get(first)
+        same = kept is not None and kept[0] == state and len(kept[1]) == len(others)
+        if not same or any(reference() is not tensor for reference, tensor in zip(kept[1], others, strict=True)):
+            kept = _kept[first] = state, [weakref.ref(tensor) for tensor in others], {}
+        if sizes not in kept[2]:
+            kept[2][sizes] = make()
+        return kept[2][sizes]
