@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from packing_ops._recent import kept_with
 from packing_ops.attention import attention_plan
+from packing_ops.integrations.megatron.partition import thd_inverse_indices, thd_partition_indices
 
 
 class Documents(NamedTuple):
@@ -117,8 +118,9 @@ def _zigzag(documents, rows, causal, cp_rank, cp_size):
 
     # The key at `capacity` is of no document.
     ends, parts = cu_seqlens_k.long(), 2 * len(seen)
-    row_of = _rows_of_ranks(cu_slots, rows, cp_size)
-    gathered_of = torch.empty_like(row_of).scatter_(0, row_of, torch.arange(len(row_of), device=row_of.device))
+    total, zigzag = cp_size * rows, (documents.q_slots.int(), cp_size)
+    row_of = torch.cat([thd_partition_indices(*zigzag, rank, total=total) for rank in range(cp_size)])
+    gathered_of = thd_inverse_indices(*zigzag, total=total)
     key = torch.arange(capacity + 1, device=row_of.device)
     part = torch.searchsorted(ends[1:], key, right=True)
     key_index = gathered_of[(cu_slots[part // parts] + key - ends[part]).where(key < ends[-1], 0)]
@@ -129,21 +131,6 @@ def _zigzag(documents, rows, causal, cp_rank, cp_size):
     unseen = place >= F.pad(torch.stack(seen), (0, 1))[:, document]
     key_places = (first_key[:, document] + place).masked_fill(unseen, capacity)
     return Layout(cu_seqlens_q, cu_seqlens_k, key_index, key_places)
-
-
-def _rows_of_ranks(cu_seqlens, rows, cp_size):
-    """int64 ``[cp_size * rows]``: the row of the batch behind each row of rank 0, of rank 1, ..."""
-    local = cu_seqlens // cp_size
-    row = torch.arange(rows, device=cu_seqlens.device)
-    rank = torch.arange(cp_size, device=cu_seqlens.device)[:, None]
-    document = torch.searchsorted(local[1:], row, right=True)
-    place = row - local[document]
-    chunk = F.pad(cu_seqlens.diff() // (2 * cp_size), (0, 1))[document]
-    second = place >= chunk
-    number = rank + second * (2 * cp_size - 1 - 2 * rank)
-    zigzag = cu_seqlens[document] + number * chunk + place - second * chunk
-    after = cu_seqlens[-1] + rank * (rows - local[-1]) + place  # rows of no document, one rank's after the other's
-    return zigzag.where(document < len(cu_seqlens) - 1, after).flatten()
 
 
 def _check(documents, rows, causal_between_two, cp_size):
