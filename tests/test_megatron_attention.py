@@ -252,9 +252,10 @@ def test_layout_is_made_once_per_batch(device, monkeypatch):
     assert (after - before)[0, 5:].abs().max() > 1e-3
 
 
-def test_nothing_is_kept_longer_than_its_batch(device):
+@pytest.mark.parametrize("slots", [None, [5, 3, 8]])
+def test_nothing_is_kept_longer_than_its_batch(slots, device):
     kept = len(_recent._kept)
-    params = thd_params([5, 3, 7], device, slots=[5, 3, 8])
+    params = thd_params([5, 3, 7], device, slots=slots)
     out = module_of(device=device)(*heads_of(16, device=device), None, packed_seq_params=params)
     assert len(_recent._kept) == kept + 1
     del params

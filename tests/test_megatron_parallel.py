@@ -15,9 +15,13 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron_case import VOCABULARY, config_of, parallel, spawn, thd_params, tiny_gpt
 
 from packing_ops import varlen_attention
-from packing_ops.integrations.megatron import PackingDotProductAttention, use_packing_ops
+from packing_ops.integrations.megatron import (
+    PackingDotProductAttention,
+    context_parallel_attention,
+    thd_partition_indices,
+    use_packing_ops,
+)
 from packing_ops.integrations.megatron.layout import Documents, layout_of
-from packing_ops.integrations.megatron.partition import thd_partition_indices
 
 WORLD = 4
 
@@ -92,6 +96,11 @@ def test_bad_lengths_under_context_parallelism():
         layout([8, 4], 6, [4, 8])
 
 
+def test_window_of_all_sides_under_context_parallelism():
+    with pytest.raises(NotImplementedError, match=r"window_size: expected \(-1, -1\) without a causal mask"):
+        context_parallel_attention(None, None, None, None, None, causal=False, window_size=(5, -1))
+
+
 # --- four processes ---
 
 LENGTHS, SLOTS = [11, 3, 20, 0, 8], [16, 8, 24, 8, 8]
@@ -105,6 +114,7 @@ MODULES = {  # name: (mask, config)
     "causal": (AttnMaskType.causal, {}),
     "no mask": (AttnMaskType.no_mask, {}),
     "window": (AttnMaskType.causal, {"window_size": (5, 0)}),
+    "window without a mask": (AttnMaskType.no_mask, {"window_size": (5, 0)}),
     "learnable sink": (AttnMaskType.causal, {"softmax_type": "learnable"}),
 }
 

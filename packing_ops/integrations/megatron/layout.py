@@ -12,6 +12,7 @@ from the gathered keys. varlen_attention puts the last query at the last key, wh
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import megatron.core
 import torch
 import torch.nn.functional as F
 
@@ -63,6 +64,30 @@ class Layout:
                     window_size=window,
                 )
         return self._plans[geometry]
+
+
+def field_of(of, name):
+    """A field that this version of megatron-core must have."""
+    try:
+        return getattr(of, name)
+    except AttributeError:
+        version = megatron.core.__version__
+        raise AttributeError(f"{type(of).__name__}.{name}: needed, megatron-core {version} does not have it") from None
+
+
+def documents_of(packed_seq_params) -> Documents:
+    """What a thd batch says; without ``*_padded`` its documents lie one after the other."""
+    found = []
+    for name in ("cu_seqlens_q", "cu_seqlens_kv"):
+        cu_seqlens = field_of(packed_seq_params, name)
+        if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.dim() != 1 or not len(cu_seqlens):
+            got = list(cu_seqlens.shape) if isinstance(cu_seqlens, torch.Tensor) else cu_seqlens
+            raise ValueError(f"packed_seq_params.{name}: expected int32 [num_documents + 1] for thd, got {got}")
+        found.append(cu_seqlens)
+    for name, real in zip(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), tuple(found), strict=True):
+        padded = getattr(packed_seq_params, name, None)
+        found.append(real if padded is None else padded)
+    return Documents(*found)
 
 
 def layout_of(documents: Documents, rows: int, *, causal: bool, cp_rank: int = 0, cp_size: int = 1) -> Layout:
