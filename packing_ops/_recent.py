@@ -88,11 +88,13 @@ def kept_with(tensors: Sequence[torch.Tensor], sizes: tuple, make: Callable[[], 
         if not _keeps(tensors[0]) or any(tensor.is_inference() for tensor in tensors):
             return make()
         first, *others = tensors
+        entries = _kept.setdefault(first, {})
         state = (_stream(first), *(tensor._version for tensor in tensors))
-        kept = _kept.get(first)
-        same = kept is not None and kept[0] == state and len(kept[1]) == len(others)
-        if not same or any(reference() is not tensor for reference, tensor in zip(kept[1], others, strict=True)):
-            kept = _kept[first] = state, [weakref.ref(tensor) for tensor in others], {}
-        if sizes not in kept[2]:
-            kept[2][sizes] = make()
-        return kept[2][sizes]
+        if sizes in entries:
+            made_for, references, value = entries[sizes]
+            same = made_for == state and len(references) == len(others)
+            if same and all(reference() is tensor for reference, tensor in zip(references, others, strict=True)):
+                return value
+        value = make()
+        entries[sizes] = state, [weakref.ref(tensor) for tensor in others], value
+        return value
