@@ -79,22 +79,21 @@ def _every(seqlen, batch, device):
 _kept = WeakTensorKeyDictionary()
 
 
-def kept_with(tensors: Sequence[torch.Tensor], sizes: tuple, make: Callable[[], object]) -> object:
-    """``make()``, or what it gave for these sizes while these very tensors had the values that they have now.
+def kept_with(tensors: Sequence[torch.Tensor], key: tuple, make: Callable[[], object]) -> object:
+    """``make()``, or what it gave for ``key`` while these very tensors had the values that they have now.
 
     It lives as long as ``tensors[0]``, which it must not hold.
     """
+    first, *others = tensors
+    if not _keeps(first) or any(tensor.is_inference() for tensor in tensors):
+        return make()
+    state = (_stream(first), *[tensor._version for tensor in tensors])
+    kept = _kept.setdefault(first, {})
+    if key in kept:
+        made_for, of, made = kept[key]
+        if made_for == state and all(reference() is tensor for reference, tensor in zip(of, others, strict=True)):
+            return made
     with torch.inference_mode(False), torch.no_grad():  # the next call may train
-        if not _keeps(tensors[0]) or any(tensor.is_inference() for tensor in tensors):
-            return make()
-        first, *others = tensors
-        entries = _kept.setdefault(first, {})
-        state = (_stream(first), *(tensor._version for tensor in tensors))
-        if sizes in entries:
-            made_for, references, value = entries[sizes]
-            same = made_for == state and len(references) == len(others)
-            if same and all(reference() is tensor for reference, tensor in zip(references, others, strict=True)):
-                return value
-        value = make()
-        entries[sizes] = state, [weakref.ref(tensor) for tensor in others], value
-        return value
+        made = make()
+    kept[key] = state, [weakref.ref(tensor) for tensor in others], made
+    return made

@@ -110,7 +110,10 @@ def one_process(device, tmp_path):
 
 def spawn(worker, world_size, folder, *args):
     """``worker(*args)`` in so many processes of one gloo group, on the CPU. An exception in one of them is raised here."""
-    torch.multiprocessing.spawn(_process, (world_size, f"file://{folder}/store", worker, args), nprocs=world_size)
+    # One process imports what takes seconds; the others are forks of it, before it has any thread.
+    torch.multiprocessing.set_forkserver_preload(["hypothesis", "pytest", GPTModel.__module__, "packing_ops"])
+    arguments = world_size, f"file://{folder}/store", worker, args
+    torch.multiprocessing.start_processes(_process, arguments, nprocs=world_size, start_method="forkserver")
 
 
 def _process(rank, world_size, store, worker, args):

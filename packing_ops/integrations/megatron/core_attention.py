@@ -171,7 +171,7 @@ class PackingDotProductAttention(MegatronModule):
             "window_size": window,
             "sinks": None if sinks is None else sinks.float(),
         }
-        if group is None:
+        if group is None or len(q) == len(k) == 0:
             layout = layout_of(documents, len(k), causal=causal)
             plan = layout.plan(q, k, causal, window)
             return varlen_attention(q, k, v, layout.cu_seqlens_q, layout.cu_seqlens_k, plan=plan, **options)
@@ -253,6 +253,6 @@ def _expect_mask(mask, causal):
         wanted = torch.ones(rows, keys, dtype=torch.bool, device=mask.device).triu(1) if causal else mask.new_zeros(())
         return bool((mask.bool() == wanted).all())
 
-    if not kept_with((mask,), (causal,), agrees):
+    if not kept_with((mask,), ("mask", causal), agrees):
         kind = "causal mask" if causal else "mask that hides nothing"
         raise NotImplementedError(f"attention_mask: expected None or a {kind}, got another; pack documents as thd")

@@ -90,7 +90,7 @@ def layout_of(documents: Documents, rows: int, *, causal: bool, cp_rank: int = 0
             _cumulated(q, documents.q_slots.diff() - q, none), _cumulated(k, none, documents.k_slots.diff() - k)
         )
 
-    return kept_with(documents, (rows, causal, cp_rank, cp_size), make)
+    return kept_with(documents, ("layout", rows, causal, cp_rank, cp_size), make)
 
 
 def _cumulated(*lengths):
@@ -161,7 +161,7 @@ def _check(documents, rows, causal_between_two, cp_size):
     if len(q) != len(k):
         raise ValueError(f"cu_seqlens_kv: expected {len(q)} entries like cu_seqlens_q, got {len(k)}")
     if causal_between_two or cp_size > 1:
-        why = "under a causal mask" if causal_between_two else "under context parallelism"
+        why = "under context parallelism" if cp_size > 1 else "under a causal mask"
         differ = (q != k).any() | (q_slots != k_slots).any()
         wrong[f"cu_seqlens_kv: expected the lengths of cu_seqlens_q {why}"] = differ
     if cp_size > 1:
