@@ -1,5 +1,5 @@
 """python benchmarks/bench_megatron.py [--device cpu|cuda], and for context parallelism
-torchrun --nproc 2 benchmarks/bench_megatron.py [--device cpu|cuda]
+torchrun --nproc-per-node 2 benchmarks/bench_megatron.py [--device cpu|cuda]
 """
 
 import argparse
