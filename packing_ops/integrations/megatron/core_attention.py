@@ -209,7 +209,7 @@ class PackingDotProductAttention(MegatronModule):
 
 def _window_of(config, layer_number):
     window = field_of(config, "window_size")
-    is_windowed = getattr(utils, "is_layer_window_attention", None)  # since 0.14
+    is_windowed = getattr(utils, "is_layer_window_attention", None)  # since 0.15
     if is_windowed is not None and not is_windowed(window, config.window_attn_skip_freq, layer_number):
         return None
     return window and tuple(window)
