@@ -28,8 +28,8 @@ class PackingDotProductAttention(MegatronModule):
         softmax_scale: without it ``head_dim ** -0.5``. apply_query_key_layer_scaling changes no value in float32
             scores, which these are.
         cp_comm_type: any; keys and values are gathered (context_parallel.py).
-        pg_collection: process groups ``tp`` and ``cp``; without it those of parallel_state. megatron-core 0.13 calls
-            it model_comm_pgs.
+        pg_collection: process groups ``tp`` and ``cp``; without it those of parallel_state. megatron-core 0.13
+            and 0.14 call it model_comm_pgs.
 
     Raises:
         NotImplementedError: dropout, qk_clip, log_max_attention_logit, attention in fp8.
