@@ -24,6 +24,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron_case import LENGTHS, SHAPE, VOCABULARY, config_of, one_process, thd_params, tiny_gpt  # noqa: F401
 
+from packing_ops import _recent
 from packing_ops.integrations.megatron import PackingDotProductAttention, use_packing_ops
 from packing_ops.integrations.megatron import layout as layouts
 from packing_ops.reference.attention import varlen_attention as reference
@@ -251,6 +252,17 @@ def test_layout_is_made_once_per_batch(device, monkeypatch):
     assert (after - before)[0, 5:].abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("slots", [None, [5, 3, 8]])
+def test_nothing_is_kept_longer_than_its_batch(slots, device):
+    kept = len(_recent._kept)
+    params = thd_params([5, 3, 7], device, slots=slots)
+    out = module_of(device=device)(*heads_of(16, device=device), None, packed_seq_params=params)
+    assert len(_recent._kept) == kept + 1
+    del params
+    assert len(_recent._kept) == kept
+    out.sum().backward()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_layers_do_not_synchronise():
@@ -317,8 +329,8 @@ def test_specs_without_core_attention_are_refused():
         use_packing_ops(spec)
 
 
-def test_multi_latent_attention_trains_as_with_dot_product_attention(device):
-    """Heads of 12 for keys and 8 for values, sbhd, whose own implementation takes equal sizes only: by the module."""
+def test_heads_of_multi_latent_attention(device):
+    """Heads of 12 for keys and 8 for values in sbhd, built as MLASelfAttention does."""
     more = {"multi_latent_attention": True, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_head_dim": 8,
             "qk_pos_emb_head_dim": 4, "v_head_dim": 8, "rope_type": "rope"}  # fmt: skip
     config = MLATransformerConfig(**{**SHAPE, "num_query_groups": 4, **more})
@@ -425,6 +437,16 @@ def test_heads_that_tensor_parallelism_does_not_divide():
             PackingDotProductAttention(
                 config, 1, AttnMaskType.causal, "self", pg_collection=types.SimpleNamespace(tp=group)
             )
+
+
+def test_a_batch_may_bring_its_own_ranks():
+    """Dynamic context parallelism: cp_group of the batch, or none of this batch."""
+    module, own, other = module_of(), *(types.SimpleNamespace(size=lambda: 2) for _ in range(2))
+    module.cp_group = own
+    assert module._cp_group(None) is own
+    assert module._cp_group(thd_params()) is own
+    assert module._cp_group(changed(cp_group=other)) is other
+    assert module._cp_group(changed(local_cp_size=1)) is None
 
 
 def test_groups_under_their_older_name():

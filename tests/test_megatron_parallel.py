@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import assert_same, cu_seqlens_of
+from helpers import cu_seqlens_of
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -15,8 +15,13 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron_case import VOCABULARY, config_of, parallel, spawn, thd_params, tiny_gpt
 
 from packing_ops import varlen_attention
-from packing_ops.integrations.megatron import PackingDotProductAttention, use_packing_ops
-from packing_ops.integrations.megatron.layout import Documents, _rows_of_ranks, layout_of
+from packing_ops.integrations.megatron import (
+    PackingDotProductAttention,
+    context_parallel_attention,
+    thd_partition_indices,
+    use_packing_ops,
+)
+from packing_ops.integrations.megatron.layout import Documents, layout_of
 
 WORLD = 4
 
@@ -27,11 +32,7 @@ def assert_near(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5 * scale)
 
 
-# --- the index maps, all ranks in one process ---
-
-
-def test_zigzag_of_one_document():
-    assert _rows_of_ranks(cu_seqlens_of([8]), 4, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+# --- a rank's layout, all ranks in one process ---
 
 
 batches = st.tuples(
@@ -39,7 +40,7 @@ batches = st.tuples(
     st.lists(
         st.tuples(st.integers(0, 5), st.integers(0, 100)), max_size=5
     ),  # chunk of each document, percent of padding
-    st.integers(0, 3),  # rows of no document on each rank
+    st.integers(0, 2),  # pairs of rows of no document on each rank
 )
 
 
@@ -48,14 +49,7 @@ def documents_of(batch, device):
     slots = [2 * cp_size * chunk for chunk, _ in sizes]
     lengths = [size * (100 - percent) // 100 for size, (_, percent) in zip(slots, sizes, strict=True)]
     real, places = (cu_seqlens_of(each, device) for each in (lengths, slots))
-    return Documents(real, real, places, places), sum(slots) // cp_size + after
-
-
-@given(batches)
-def test_ranks_share_all_rows(device, batch):
-    documents, rows = documents_of(batch, device)
-    found = _rows_of_ranks(documents.q_slots, rows, batch[0])
-    assert_same(found.sort().values, torch.arange(batch[0] * rows, device=device))
+    return Documents(real, real, places, places), sum(slots) // cp_size + 2 * after
 
 
 @given(batches, st.booleans())
@@ -67,9 +61,10 @@ def test_a_rank_s_layout(device, batch, causal):
     q, k, v = (torch.randn(cp_size * rows, heads, 8, device=device).requires_grad_() for heads in (4, 2, 2))
     whole = layout_of(documents, cp_size * rows, causal=causal)
     expected = varlen_attention(q, k, v, whole.cu_seqlens_q, whole.cu_seqlens_k, causal=causal)
-    row_of = _rows_of_ranks(documents.q_slots, rows, cp_size)
+    parts = [thd_partition_indices(documents.q_slots, cp_size, rank, total=cp_size * rows) for rank in range(cp_size)]
+    row_of = torch.cat(parts)
     outs = []
-    for rank, own in enumerate(row_of.view(cp_size, rows)):
+    for rank, own in enumerate(parts):
         layout = layout_of(documents, rows, causal=causal, cp_rank=rank, cp_size=cp_size)
         keys, values = (each[row_of][layout.key_index] for each in (k, v))
         outs.append(varlen_attention(q[own], keys, values, layout.cu_seqlens_q, layout.cu_seqlens_k, causal=causal))
@@ -101,6 +96,11 @@ def test_bad_lengths_under_context_parallelism():
         layout([8, 4], 6, [4, 8])
 
 
+def test_window_of_all_sides_under_context_parallelism():
+    with pytest.raises(NotImplementedError, match=r"window_size: expected \(-1, -1\) without a causal mask"):
+        context_parallel_attention(None, None, None, None, None, causal=False, window_size=(5, -1))
+
+
 # --- four processes ---
 
 LENGTHS, SLOTS = [11, 3, 20, 0, 8], [16, 8, 24, 8, 8]
@@ -114,6 +114,7 @@ MODULES = {  # name: (mask, config)
     "causal": (AttnMaskType.causal, {}),
     "no mask": (AttnMaskType.no_mask, {}),
     "window": (AttnMaskType.causal, {"window_size": (5, 0)}),
+    "window without a mask": (AttnMaskType.no_mask, {"window_size": (5, 0)}),
     "learnable sink": (AttnMaskType.causal, {"softmax_type": "learnable"}),
 }
 
@@ -142,7 +143,7 @@ def loss_and_gradients(alone, **sizes):
 
 def zigzag(cu_seqlens, total, group):
     """This rank's rows of the batch."""
-    return _rows_of_ranks(cu_seqlens, total // group.size(), group.size()).view(group.size(), -1)[group.rank()]
+    return thd_partition_indices(cu_seqlens, group.size(), group.rank(), total=total)
 
 
 def model_case(name, expected):

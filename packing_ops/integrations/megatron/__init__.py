@@ -17,7 +17,8 @@ _HOMES = {
     "packed_seq_params": "data",
     "preprocess_packed_seqs": "data",
     "postprocess_packed_seqs": "data",
-    "thd_partition_indices": "data",
+    "thd_partition_indices": "partition",
+    "thd_inverse_indices": "partition",
 }
 __all__ = list(_HOMES)
 

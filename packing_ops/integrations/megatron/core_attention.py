@@ -1,6 +1,5 @@
 """``PackingDotProductAttention``: varlen attention in the place of megatron-core's core attention."""
 
-import megatron.core
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
@@ -11,7 +10,7 @@ from megatron.core.transformer.module import MegatronModule
 from packing_ops._recent import dense_cu_seqlens, kept_with
 from packing_ops.attention import varlen_attention
 from packing_ops.integrations.megatron.context_parallel import context_parallel_attention
-from packing_ops.integrations.megatron.layout import Documents, layout_of
+from packing_ops.integrations.megatron.layout import Documents, documents_of, field_of, layout_of
 
 # TransformerEngine's names; its two padding types mean documents, which is all that thd has.
 _IS_CAUSAL = {"causal": True, "padding_causal": True, "causal_bottom_right": True, "no_mask": False, "padding": False}
@@ -55,11 +54,15 @@ class PackingDotProductAttention(MegatronModule):
     ):
         super().__init__(config=config)
         groups = pg_collection if pg_collection is not None else model_comm_pgs
-        self.tp_group = _field(groups, "tp") if groups is not None else parallel_state.get_tensor_model_parallel_group()
+        self.tp_group = (
+            field_of(groups, "tp") if groups is not None else parallel_state.get_tensor_model_parallel_group()
+        )
         self.cp_group = None
-        if _field(config, "context_parallel_size") > 1:
-            self.cp_group = _field(groups, "cp") if groups is not None else parallel_state.get_context_parallel_group()
-        dropout = _field(config, "attention_dropout") if attention_dropout is None else attention_dropout
+        if field_of(config, "context_parallel_size") > 1:
+            self.cp_group = (
+                field_of(groups, "cp") if groups is not None else parallel_state.get_context_parallel_group()
+            )
+        dropout = field_of(config, "attention_dropout") if attention_dropout is None else attention_dropout
         if dropout:
             raise NotImplementedError(
                 f"attention_dropout: expected 0.0, dropout in attention is not supported, got {dropout}"
@@ -69,7 +72,7 @@ class PackingDotProductAttention(MegatronModule):
                 raise NotImplementedError(f"{name}: expected False, it is not supported, got {getattr(config, name)}")
         ranks = self.tp_group.size()
         for name in ("num_attention_heads", "num_query_groups"):
-            if _field(config, name) % ranks:
+            if field_of(config, name) % ranks:
                 raise ValueError(
                     f"{name}: expected a multiple of the tensor parallel size {ranks}, got {getattr(config, name)}"
                 )
@@ -147,7 +150,7 @@ class PackingDotProductAttention(MegatronModule):
         heads = query, key, value
         if packed_seq_params is not None and _format(packed_seq_params) == "thd":
             _expect(heads, "[total, num_heads, head_dim]", "thd")
-            documents = _documents(packed_seq_params)
+            documents = documents_of(packed_seq_params)
             out = self._attend(*heads, documents, causal, window, group, self.softmax_offset)
             return out[..., :head_dim].flatten(1)
         _expect(heads, "[seqlen, batch, num_heads, head_dim]", "sbhd")
@@ -205,23 +208,15 @@ class PackingDotProductAttention(MegatronModule):
 
 
 def _window_of(config, layer_number):
-    window = _field(config, "window_size")
+    window = field_of(config, "window_size")
     is_windowed = getattr(utils, "is_layer_window_attention", None)  # since 0.14
     if is_windowed is not None and not is_windowed(window, config.window_attn_skip_freq, layer_number):
         return None
     return window and tuple(window)
 
 
-def _field(of, name):
-    try:
-        return getattr(of, name)
-    except AttributeError:
-        version = megatron.core.__version__
-        raise AttributeError(f"{type(of).__name__}.{name}: needed, megatron-core {version} does not have it") from None
-
-
 def _format(packed_seq_params):
-    name = _field(packed_seq_params, "qkv_format")
+    name = field_of(packed_seq_params, "qkv_format")
     if name not in ("thd", "sbhd"):
         raise ValueError(f"packed_seq_params.qkv_format: expected 'thd' or 'sbhd' for all of q, k and v, got {name!r}")
     return name
@@ -231,20 +226,6 @@ def _expect(heads, shape, qkv_format):
     for name, tensor in zip(("query", "key", "value"), heads, strict=True):
         if tensor.dim() != shape.count(",") + 1:
             raise ValueError(f"{name}: expected {shape} for qkv_format {qkv_format}, got {list(tensor.shape)}")
-
-
-def _documents(packed_seq_params):
-    found = []
-    for name in ("cu_seqlens_q", "cu_seqlens_kv"):
-        cu_seqlens = _field(packed_seq_params, name)
-        if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.dim() != 1 or not len(cu_seqlens):
-            got = list(cu_seqlens.shape) if isinstance(cu_seqlens, torch.Tensor) else cu_seqlens
-            raise ValueError(f"packed_seq_params.{name}: expected int32 [num_documents + 1] for thd, got {got}")
-        found.append(cu_seqlens)
-    for name, real in zip(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), tuple(found), strict=True):
-        padded = getattr(packed_seq_params, name, None)
-        found.append(real if padded is None else padded)
-    return Documents(*found)
 
 
 def _expect_mask(mask, causal):

@@ -12,11 +12,13 @@ from the gathered keys. varlen_attention puts the last query at the last key, wh
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import megatron.core
 import torch
 import torch.nn.functional as F
 
 from packing_ops._recent import kept_with
 from packing_ops.attention import attention_plan
+from packing_ops.integrations.megatron.partition import thd_inverse_indices, thd_partition_indices
 
 
 class Documents(NamedTuple):
@@ -62,6 +64,30 @@ class Layout:
                     window_size=window,
                 )
         return self._plans[geometry]
+
+
+def field_of(of, name):
+    """A field that this version of megatron-core must have."""
+    try:
+        return getattr(of, name)
+    except AttributeError:
+        version = megatron.core.__version__
+        raise AttributeError(f"{type(of).__name__}.{name}: needed, megatron-core {version} does not have it") from None
+
+
+def documents_of(packed_seq_params) -> Documents:
+    """What a thd batch says; without ``*_padded`` its documents lie one after the other."""
+    found = []
+    for name in ("cu_seqlens_q", "cu_seqlens_kv"):
+        cu_seqlens = field_of(packed_seq_params, name)
+        if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.dim() != 1 or not len(cu_seqlens):
+            got = list(cu_seqlens.shape) if isinstance(cu_seqlens, torch.Tensor) else cu_seqlens
+            raise ValueError(f"packed_seq_params.{name}: expected int32 [num_documents + 1] for thd, got {got}")
+        found.append(cu_seqlens)
+    for name, real in zip(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), tuple(found), strict=True):
+        padded = getattr(packed_seq_params, name, None)
+        found.append(real if padded is None else padded)
+    return Documents(*found)
 
 
 def layout_of(documents: Documents, rows: int, *, causal: bool, cp_rank: int = 0, cp_size: int = 1) -> Layout:
@@ -117,8 +143,9 @@ def _zigzag(documents, rows, causal, cp_rank, cp_size):
 
     # The key at `capacity` is of no document.
     ends, parts = cu_seqlens_k.long(), 2 * len(seen)
-    row_of = _rows_of_ranks(cu_slots, rows, cp_size)
-    gathered_of = torch.empty_like(row_of).scatter_(0, row_of, torch.arange(len(row_of), device=row_of.device))
+    total, zigzag = cp_size * rows, (documents.q_slots.int(), cp_size)
+    row_of = torch.cat([thd_partition_indices(*zigzag, rank, total=total) for rank in range(cp_size)])
+    gathered_of = thd_inverse_indices(*zigzag, total=total)
     key = torch.arange(capacity + 1, device=row_of.device)
     part = torch.searchsorted(ends[1:], key, right=True)
     key_index = gathered_of[(cu_slots[part // parts] + key - ends[part]).where(key < ends[-1], 0)]
@@ -129,21 +156,6 @@ def _zigzag(documents, rows, causal, cp_rank, cp_size):
     unseen = place >= F.pad(torch.stack(seen), (0, 1))[:, document]
     key_places = (first_key[:, document] + place).masked_fill(unseen, capacity)
     return Layout(cu_seqlens_q, cu_seqlens_k, key_index, key_places)
-
-
-def _rows_of_ranks(cu_seqlens, rows, cp_size):
-    """int64 ``[cp_size * rows]``: the row of the batch behind each row of rank 0, of rank 1, ..."""
-    local = cu_seqlens // cp_size
-    row = torch.arange(rows, device=cu_seqlens.device)
-    rank = torch.arange(cp_size, device=cu_seqlens.device)[:, None]
-    document = torch.searchsorted(local[1:], row, right=True)
-    place = row - local[document]
-    chunk = F.pad(cu_seqlens.diff() // (2 * cp_size), (0, 1))[document]
-    second = place >= chunk
-    number = rank + second * (2 * cp_size - 1 - 2 * rank)
-    zigzag = cu_seqlens[document] + number * chunk + place - second * chunk
-    after = cu_seqlens[-1] + rank * (rows - local[-1]) + place  # rows of no document, one rank's after the other's
-    return zigzag.where(document < len(cu_seqlens) - 1, after).flatten()
 
 
 def _check(documents, rows, causal_between_two, cp_size):
