@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 pytest.importorskip("megatron.core")
 
 from helpers import cu_seqlens_of, drawn_mask, masks
+from megatron_case import spawn
 
 import packing_ops as po
 from packing_ops.integrations.megatron import data
@@ -214,6 +215,31 @@ def test_log_probs_stand_where_their_query_stood(device, drawn, sizes):
         kept = mask[row].nonzero().flatten()
         expected[row, kept[:-1]] = -ids[row, kept[1:]].float()
     assert torch.equal(scattered, expected)
+
+
+# --- context-parallel ranks ---
+
+
+def rows_on_two_ranks():
+    """Each rank's tokens weigh a table; both compute the same loss over all rows, and the gradients add up to it once."""
+    group = torch.distributed.group.WORLD
+    mask = torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
+    ids = ids_for(mask)
+    table, weight = torch.randn(13, 2, dtype=torch.float64), torch.randn(2, 6, 2, dtype=torch.float64)
+    torch.distributed.broadcast(table, 0)
+    torch.distributed.broadcast(weight, 0)
+    table.requires_grad_()
+    own, params = preprocess_packed_seqs(ids, mask, cp_size=2, cp_rank=group.rank())
+    rows = postprocess_packed_seqs(table[own], params, mask, cp_group=group)
+    assert torch.equal(rows, table[ids] * mask[..., None])
+    (rows * weight).sum().backward()
+    torch.distributed.all_reduce(table.grad)
+    wanted = torch.zeros_like(table.grad).index_put((ids[mask > 0],), weight[mask > 0], accumulate=True)
+    torch.testing.assert_close(table.grad, wanted)
+
+
+def test_ranks_gather_their_parts(tmp_path):
+    spawn(rows_on_two_ranks, 2, tmp_path)
 
 
 # --- bad input ---

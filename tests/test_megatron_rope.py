@@ -274,6 +274,9 @@ def test_refuses(device):
         fused_apply_rotary_pos_emb(t[:, None], angles(6, 8, device=device))
 
 
-def test_documents_that_context_parallelism_cannot_divide():
-    with pytest.raises(ValueError, match=r"cu_seqlens: expected multiples of 2 \* cp_size = 4"):
-        fused_apply_rotary_pos_emb_thd(torch.randn(6, 2, 8), cu_seqlens_of([6, 6]), angles(6, 8), 2, 0)
+def test_documents_that_context_parallelism_cannot_divide(device):
+    """Said before the rotation on the CPU; on a GPU by the rotation, which has no such position."""
+    wanted = r"cu_seqlens: expected multiples of 2 \* cp_size = 4|position"
+    cu_seqlens, t = cu_seqlens_of([6, 6], device), torch.randn(6, 2, 8, device=device)
+    with pytest.raises(ValueError, match=wanted):
+        fused_apply_rotary_pos_emb_thd(t, cu_seqlens, angles(6, 8, device=device), 2, 0)

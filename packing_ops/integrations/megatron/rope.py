@@ -110,7 +110,7 @@ def fused_apply_rotary_pos_emb_thd(
         t: ``[total / cp_size, num_heads, head_dim]``, this rank's zigzag part of each document.
         cu_seqlens: int32 ``[num_documents + 1]`` of the whole row: the padded ones where documents are padded.
         freqs: angles float32 ``[max_seqlen, 1, 1, rotary_dim]``, by position in the document; or of every token
-            of the whole row ``[total, 1, 1, rotary_dim]``.
+            of the whole row ``[total, 1, 1, rotary_dim]``, which is taken to be meant when there are as many.
         cp_size, cp_rank: of the context-parallel group.
         interleaved, mscale: as fused_apply_rotary_pos_emb.
 
@@ -119,16 +119,20 @@ def fused_apply_rotary_pos_emb_thd(
         No synchronisation.
 
     Raises:
-        ValueError: cu_seqlens that are no multiples of ``2 * cp_size`` (on CUDA: positions outside ``freqs``, which
-            apply_rotary_qk reports); a document longer than ``freqs``.
+        ValueError: cu_seqlens that are no multiples of ``2 * cp_size``; a document longer than ``freqs``. On CUDA both
+            are positions outside the tables, which apply_rotary_qk reports at the next call.
     """
-    cos, sin = _tables(freqs, mscale)
-    if cos.shape[1] != 1:
-        raise ValueError(f"freqs: expected [max_seqlen, 1, 1, rotary_dim] for thd, got {list(freqs.shape)}")
-    of_tokens = freqs.shape[0] == t.shape[0] * cp_size
-    positions = _positions(cu_seqlens, t.shape[0], cp_size, cp_rank, of_tokens)
-    rotary_dim = freqs.shape[-1]
-    return apply_rotary_qk(t, None, cos[:, 0], sin[:, 0], positions, interleaved=interleaved, rotary_dim=rotary_dim)[0]
+    rows, places, rotary_dim = t.shape[0], freqs.shape[0], freqs.shape[-1]
+
+    def make():
+        cos, sin = _tables(freqs, mscale)
+        if cos.shape[1] != 1:
+            raise ValueError(f"freqs: expected [max_seqlen, 1, 1, rotary_dim] for thd, got {list(freqs.shape)}")
+        of_tokens = places == rows * cp_size
+        return cos[:, 0], sin[:, 0], _positions(cu_seqlens, rows * cp_size, cp_size, cp_rank, of_tokens)
+
+    tables = kept_with((cu_seqlens, freqs), ("rope", rows, cp_size, cp_rank, mscale), make)
+    return apply_rotary_qk(t, None, *tables, interleaved=interleaved, rotary_dim=rotary_dim)[0]
 
 
 def _apply_rotary_pos_emb(t, freqs, config, cu_seqlens=None, mscale=1.0, cp_group=None):
@@ -210,16 +214,12 @@ def _tables(freqs, mscale):
     return kept_with((freqs,), ("rope tables", mscale), make)
 
 
-def _positions(cu_seqlens, rows, cp_size, cp_rank, of_tokens):
-    """int64 ``[rows]``: rows of the tables for the tokens of this rank."""
-
-    def make():
-        total = rows * cp_size
-        held = thd_partition_indices(cu_seqlens, cp_size, cp_rank, total=total)
-        if of_tokens:
-            return held
-        positions = position_ids_from_cu_seqlens(cu_seqlens, total)
-        after = torch.arange(total, device=cu_seqlens.device) >= cu_seqlens[-1]
-        return positions.masked_fill_(after, 0)[held]
-
-    return kept_with((cu_seqlens,), ("rope positions", rows, cp_size, cp_rank, of_tokens), make)
+def _positions(cu_seqlens, total, cp_size, cp_rank, of_tokens):
+    """int64 ``[total / cp_size]``: rows of the tables for the tokens of this rank."""
+    held = thd_partition_indices(cu_seqlens, cp_size, cp_rank, total=total)
+    if of_tokens:
+        return held
+    positions = position_ids_from_cu_seqlens(cu_seqlens, total)
+    after = torch.arange(total, device=cu_seqlens.device) >= cu_seqlens[-1]
+    # The index `total` says that a document did not divide: outside every table, so that the rotation reports it.
+    return torch.nn.functional.pad(positions.masked_fill_(after, 0), (0, 1), value=2**31 - 1)[held]
