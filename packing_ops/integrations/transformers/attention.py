@@ -4,6 +4,7 @@ import torch
 
 from packing_ops.attention import varlen_attention
 from packing_ops.integrations.transformers import fallback, masks
+from packing_ops.integrations.transformers._host import AttentionInterface, AttentionMaskInterface
 from packing_ops.integrations.transformers.layout import find_layout
 
 _ops = torch.ops.packing_ops
@@ -36,10 +37,6 @@ def register(name: str = "packing_ops") -> None:
             cu_seqlens of several documents. On CUDA these three are found in a later call, or in the same one under
             ``PACKING_OPS_CHECK=1``.
     """
-    try:
-        from transformers import AttentionInterface, AttentionMaskInterface
-    except ImportError as error:
-        raise ImportError("transformers 5 is needed: pip install packing_ops[hf]") from error
     taken = [word for word in ("flash", "sdpa", "flex", "eager", "paged", "/") if word in name]
     if taken or not name:
         raise ValueError(f"name: expected one without {taken or 'being empty'}, got {name!r}")
