@@ -130,7 +130,8 @@ def pack_sequences(
             ``"next_fit"`` in the given order, a new bin when the last one has no room: the order is kept.
             ``"first_fit"`` in the given order, each into the first bin with room.
             ``"balanced"`` the longest first, each into the cheapest bin so far that has room, among the fewest bins
-            that this works for (at least ``min_bins``): bins of near-equal cost. ``balance`` defaults to "tokens".
+            that this works for (at least ``min_bins``); then, up to 65,536 sequences, a costly and a cheap bin swap
+            two sequences while that evens them: bins of near-equal cost. ``balance`` defaults to "tokens".
         alignment: a sequence occupies its length rounded up to a multiple of this (tensor or context parallel, fp8).
         max_sequences_per_bin: at most so many pieces in a bin.
         min_bins, bins_multiple_of: at least so many bins, and a multiple (data-parallel size). While bins are missing,
