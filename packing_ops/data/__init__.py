@@ -1,4 +1,21 @@
 """The data path of SFT and RL on top of the ops: collators, mini-batches, balance. Plain dicts of tensors in and out."""
-# ruff: noqa: F401
 
 from packing_ops.data.async_collator import AsyncBatchCollator, AsyncBatchCollatorMisuse
+from packing_ops.data.batches import num_rows, pad_batch_to_multiple, select_rows, slice_batch
+from packing_ops.data.losses import masked_loss, sequence_logps
+from packing_ops.data.micro_batches import token_budget_microbatches
+from packing_ops.padding import iter_microbatches, trim_padding
+
+__all__ = [
+    "AsyncBatchCollator",
+    "AsyncBatchCollatorMisuse",
+    "iter_microbatches",
+    "masked_loss",
+    "num_rows",
+    "pad_batch_to_multiple",
+    "select_rows",
+    "sequence_logps",
+    "slice_batch",
+    "token_budget_microbatches",
+    "trim_padding",
+]
