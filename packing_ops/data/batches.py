@@ -56,8 +56,8 @@ def pad_batch_to_multiple(
                 [0., 0.]]), 'uids': ['a', 'a', 'a']}
 
     Raises:
-        ValueError: multiple < 1; tensors or lists that differ in their number of rows; no row to copy; a zero key that
-            the batch does not have, or has as None: its dummy rows would count.
+        ValueError: multiple < 1; tensors or lists that differ in their number of rows; a zero key that the batch does
+            not have, or has as None: its dummy rows would count in the loss.
         TypeError: a zero key whose rows are neither numbers nor tensors nor lists of them.
     """
     if multiple < 1:
@@ -78,7 +78,10 @@ def pad_batch_to_multiple(
         if isinstance(value, list):
             copies = [_clone(value[0]) for _ in range(missing)]
             return value + [_zeros(name, row) if name in zero_keys else row for row in copies]
-        padded = value[[*range(rows), *[0] * missing]]
+        if isinstance(value, torch.Tensor):
+            padded = torch.cat([value, value[:1].expand(missing, *value.shape[1:])])
+        else:
+            padded = value[[*range(rows), *[0] * missing]]
         if name in zero_keys:
             padded[rows:] = 0
         return padded

@@ -17,11 +17,11 @@ def token_budget_microbatches(
 ) -> list[list[list[int]]]:
     """Which sequences every rank runs in each of its micro-batches, none of which holds more than ``max_tokens``.
 
-    As few micro-batches as the budget allows (to about one in a hundred), rounded up to a multiple of ``dp_size``. They
-    are made equal in cost, then sorted from costly to cheap and dealt ``dp_size`` at a time: micro-batch ``step`` is
-    the next-costliest on every rank at once, and within a step the costliest goes to the rank that has had the least so
-    far. So ranks that wait for each other at every micro-batch (FSDP, expert parallel) wait little, ranks that wait at
-    the optimizer step less, and the largest batch comes first, where lack of memory shows at once.
+    About as few micro-batches as the budget allows, rounded up to a multiple of ``dp_size``. They are made equal in
+    cost, then sorted from costly to cheap and dealt ``dp_size`` at a time: micro-batch ``step`` is the next-costliest
+    on every rank at once, and within a step the costliest goes to the rank that has had the least so far. So ranks that
+    wait for each other at every micro-batch (FSDP, expert parallel) wait little, ranks that wait at the optimizer step
+    less, and the largest batch comes first, where lack of memory shows at once.
 
     Args:
         lengths: int32 or int64 ``[num_sequences]``, tokens per sequence, or a Python sequence.
@@ -50,9 +50,10 @@ def token_budget_microbatches(
             unknown cost.
         TypeError: lengths that are not integers.
 
-    Deterministic, on the CPU (a CUDA tensor is copied, which synchronises). Longest first to the cheapest micro-batch
-    with room, then swaps of two sequences between a costly and a cheap one (see pack_sequences, "balanced"):
-    micro-batches as equal as the largest differencing of Karmarkar and Karp 1982 makes them, which knows no cap.
+    Deterministic, on the CPU (a CUDA tensor is copied, which synchronises). Longest first, each to the cheapest
+    micro-batch with room, then swaps of two sequences between a costly and a cheap one (see pack_sequences,
+    "balanced"): where the cap leaves room, within 1 part in 5,000 as equal as the largest differencing of Karmarkar and
+    Karp 1982 makes them, and as a rule more.
     """
     max_tokens, dp_size = integer(max_tokens, "max_tokens"), integer(dp_size, "dp_size")
     if max_tokens < 1:
