@@ -101,7 +101,7 @@ def parse_arguments():
     parser.add_argument("--batch-size", type=int, default=32, help="documents of a step")
     parser.add_argument("--max-length", type=int, default=1024, help="longer documents are cut")
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each kind, in turn; the quietest is shown")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each kind, in turn; the quietest is shown")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
