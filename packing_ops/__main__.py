@@ -13,7 +13,8 @@ EXIT_CODES = """exit codes:
   0  every example was read
   1  some examples could not be read (corrupt, missing keys, wrong types, lists of different length, refused by the
      tokenizer): named on stderr, counted in the report, and the rest is reported
-  2  no report: wrong arguments, a file that cannot be opened, a library that is not installed"""
+  2  no report, or one that was not saved: wrong arguments, a file that cannot be opened or written, a library that is
+     not installed"""
 
 
 def positive(text: str) -> int:

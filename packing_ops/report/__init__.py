@@ -51,7 +51,7 @@ def make_report(
         ImportError: a library that a file or the tokenizer needs is not installed, with the extra that brings it.
         OSError: a file that cannot be opened.
         ValueError: a file that is no Parquet, an option out of range, ``overlong="error"`` and a document over the
-            capacity, fewer documents than ranks.
+            capacity.
     """
     corpus = read_corpus(files, tokenizer)
     options = {"capacity": capacity, "batch_size": batch_size, "dp": dp, "overlong": overlong}

@@ -88,7 +88,7 @@ def _message_text(message: Mapping, name: str) -> str:
     content = message.get("content")
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-        text = "".join(_text(part, f"{name}.content[{i}]") for i, part in enumerate(parts))
+        text = "".join(_text(part, f"{name}.content[{i}].text") for i, part in enumerate(parts))
     else:
         text = "" if content is None else _text(content, f"{name}.content")
     return text + json.dumps(message["tool_calls"]) if message.get("tool_calls") else text

@@ -6,6 +6,7 @@ from packing_ops.report.tables import layout_label
 
 try:
     from matplotlib.figure import Figure  # not pyplot: no window, no state to leave behind
+    from matplotlib.ticker import EngFormatter
 except ImportError as error:
     raise ImportError("a picture needs matplotlib: pip install packing_ops[data]") from error
 
@@ -36,7 +37,10 @@ def _draw_lengths(axis, report: dict) -> None:
     axis.set_xscale("log", base=2)
     unit = "bytes" if report["settings"]["tokenizer"] == "bytes" else "tokens"
     axis.set(title=f"{report['examples']['documents']:,} documents", xlabel=f"length in {unit}", ylabel="documents")
-    axis.legend()
+    axis.xaxis.set_major_formatter("{x:,.0f}")
+    axis.yaxis.set_major_formatter("{x:,.0f}")
+    axis.tick_params(axis="x", rotation=30)
+    axis.legend(framealpha=1)
 
 
 def _names(axis, report: dict) -> list[int]:
@@ -44,6 +48,7 @@ def _names(axis, report: dict) -> list[int]:
     names = [layout_label(name, report["settings"]) for name in report["layouts"]]
     axis.set_yticks(range(len(names)), names)
     axis.invert_yaxis()
+    axis.margins(x=0.2)  # room for the figures at the ends of the bars
     return list(range(len(names)))
 
 
@@ -55,7 +60,7 @@ def _draw_slots(axis, report: dict) -> None:
     axis.barh(y, tokens, color="tab:blue", label="tokens")
     bars = axis.barh(y, padding, left=tokens, color="lightgray", label="padding")
     axis.bar_label(bars, [f"{1 - layout['fill']:.1%}" for layout in layouts], padding=3)
-    axis.margins(x=0.15)
+    axis.xaxis.set_major_formatter(EngFormatter())
     axis.set(title="slots of an epoch, share of padding", xlabel="slots")
     axis.legend(loc="lower right")
 
@@ -66,6 +71,5 @@ def _draw_time(axis, report: dict) -> None:
         times = [1 / layout["epoch_time_ratio"][by] for layout in report["layouts"].values()]
         bars = axis.barh([each + offset for each in y], times, height=0.38, color=color, label=f"by {by}")
         axis.bar_label(bars, [f"{time:.2f}" for time in times], padding=3)
-    axis.margins(x=0.15)
-    axis.set(title="estimated time of an epoch, padded = 1", xlabel="time")
+    axis.set(title="estimated time, padded = 1", xlabel=f"time of an epoch, dp = {report['settings']['dp']}")
     axis.legend(loc="lower right")

@@ -50,9 +50,14 @@ def _parquet(path: Path, advance) -> Iterator[tuple[str, object]]:
     except pa.ArrowInvalid as error:
         raise ValueError(f"{path}: {error}") from error
     with file:
-        known = [name for name in file.schema_arrow.names if name in KEYS]
-        batches = file.iter_batches(batch_size=ROWS, columns=known)
-        yield from _rows(str(path), batches, file.schema_arrow.names, file.metadata.num_rows, advance)
+        num_rows, names = file.metadata.num_rows, file.schema_arrow.names
+        yield from _rows(
+            str(path),
+            names,
+            num_rows,
+            lambda known: file.iter_batches(batch_size=ROWS, columns=known),
+            lambda rows: advance(rows / num_rows),
+        )
 
 
 def _saved_dataset(path: Path, advance) -> Iterator[tuple[str, object]]:
@@ -64,20 +69,28 @@ def _saved_dataset(path: Path, advance) -> Iterator[tuple[str, object]]:
     splits = {"": loaded} if isinstance(loaded, datasets.Dataset) else loaded
     num_rows = sum(split.num_rows for split in splits.values())
     for split_name, split in splits.items():
-        known = [name for name in split.column_names if name in KEYS]
-        tables = split.select_columns(known).with_format("arrow").iter(ROWS)
-        yield from _rows(str(path / split_name), tables, split.column_names, num_rows, advance)
+        yield from _rows(
+            str(path / split_name),
+            split.column_names,
+            split.num_rows,
+            lambda known, split=split: split.select_columns(known).with_format("arrow").iter(ROWS),
+            lambda rows: advance(rows / num_rows),
+        )
 
 
-def _rows(path: str, batches, names: list[str], num_rows: int, advance) -> Iterator[tuple[str, dict]]:
-    number = 0
-    for batch in batches:
+def _rows(path: str, names: list[str], num_rows: int, read: Callable, advance) -> Iterator[tuple[str, dict]]:
+    """``read(columns)`` gives batches of Arrow columns; the others are never read."""
+    known = [name for name in names if name in KEYS]
+    if not known:  # batches without columns have no rows
+        yield from ((f"{path}, row {row}", dict.fromkeys(names)) for row in range(num_rows))
+        return
+    first = 0
+    for batch in read(known):
         columns = [_values(column) for column in batch.columns]
-        for row in range(batch.num_rows):
-            record = {name: column[row] for name, column in zip(batch.schema.names, columns, strict=True)}
-            yield f"{path}, row {number}", record or dict.fromkeys(names)
-            number += 1
-        advance(batch.num_rows / num_rows)
+        for row, values in enumerate(zip(*columns, strict=True), start=first):
+            yield f"{path}, row {row}", dict(zip(batch.schema.names, values, strict=True))
+        first += batch.num_rows
+        advance(batch.num_rows)
 
 
 def _values(column) -> list:

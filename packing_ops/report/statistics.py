@@ -74,7 +74,7 @@ def layouts(lengths: torch.Tensor, *, capacity: int, batch_size: int, dp: int, o
         [('padded', 4, 26), ('padding_free', 4, 20), ('ffd', 3, 30)]
 
     Raises:
-        ValueError: as pack_sequences; fewer documents than ranks.
+        ValueError: as pack_sequences.
 
     Source of the operation count: 24 * hidden_size**2 * L + 2 * hidden_size * L**2 per layer, forward, by 2 *
     hidden_size.
@@ -87,6 +87,12 @@ def layouts(lengths: torch.Tensor, *, capacity: int, batch_size: int, dp: int, o
     def pack(strategy: str, **options) -> po.Packing:
         return po.pack_sequences(lengths, capacity, strategy=strategy, overlong=overlong, **options)
 
+    def rows_for_ranks(strategy: str, **options) -> po.Packing:
+        try:
+            return pack(strategy, bins_multiple_of=dp, **options)
+        except ValueError:  # not documents enough for a row on every rank: in the last step some have none
+            return pack(strategy, **options)
+
     in_order = pack("next_fit")  # keeps the order of arrival
     pieces = in_order.lengths.double()
     changed = {name: getattr(in_order, name).numel() for name in ("truncated", "split", "own", "dropped")}
@@ -97,8 +103,6 @@ def layouts(lengths: torch.Tensor, *, capacity: int, batch_size: int, dp: int, o
     }
     if not pieces.numel():
         return result
-    if pieces.numel() < dp:
-        raise ValueError(f"dp: expected at most one rank per document, got {dp} ranks and {pieces.numel()} documents")
 
     batches = torch.nn.functional.pad(pieces, (0, -pieces.numel() % batch_size)).view(-1, batch_size)
     width, real = batches.amax(1, keepdim=True), batches > 0
@@ -117,9 +121,9 @@ def layouts(lengths: torch.Tensor, *, capacity: int, batch_size: int, dp: int, o
     found["padded"] = _layout(pieces.numel(), num_tokens, padded, dp, today)
     found["padding_free"] = _layout(pieces.numel(), num_tokens, padding_free, dp, today)
     for strategy in STRATEGIES:
-        dealt = pack(strategy, bins_multiple_of=dp, balance=("flops", a, b))
+        dealt = rows_for_ranks(strategy, balance=("flops", a, b))
         found[strategy] = _layout(dealt.num_bins, num_tokens, rows_of(dealt), dp, today)
-        as_packed = pack(strategy, bins_multiple_of=dp)
+        as_packed = rows_for_ranks(strategy)
         found[strategy]["flop_balance_as_packed"] = _epoch(rows_of(as_packed), dp).balance
     return result
 

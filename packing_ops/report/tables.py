@@ -1,10 +1,8 @@
 """The report as tables: drawn by rich where rich is installed, otherwise plain."""
 
-import importlib.util
 import math
 
 WIDTH = 110  # of a terminal, or a file
-PLAIN = importlib.util.find_spec("rich") is None
 
 
 def show_report(report: dict) -> None:
@@ -72,8 +70,8 @@ def _layouts(report: dict) -> None:
     settings, model = report["settings"], report["model"]
     named = [(layout_label(name, settings), layout) for name, layout in report["layouts"].items()]
     _table(
-        f"Layouts: packed rows of {settings['capacity']:,} slots; a step is one batch or one row on each of "
-        f"{settings['dp']} ranks",
+        f"Layouts: packed rows of {settings['capacity']:,} slots; a step is one batch or one row on each rank, "
+        f"dp = {settings['dp']}",
         ["", "rows", "steps per epoch", "fill", "padding", "FLOP balance", "as packed"],
         [
             [
@@ -112,27 +110,31 @@ def _layouts(report: dict) -> None:
 
 
 def _table(title: str, header: list[str], rows: list[list[str]]) -> None:
-    if PLAIN:
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
         _plain_table(title, header, rows)
         return
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
 
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD)
     for i, name in enumerate(header):
         table.add_column(name, justify="right" if i and name else "left", no_wrap=not (i and name))
     for row in rows:
         table.add_row(*row)
-    Console(width=WIDTH, markup=False, highlight=False).print(table)
+    console = Console(width=WIDTH, markup=False, highlight=False)
+    console.print(title, style="bold", soft_wrap=True)
+    console.print(table)
 
 
 def _plain_table(title: str, header: list[str], rows: list[list[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    print(f"\n{title}")
+    print(title)
     for row in (header, *rows):
         cells = [
             cell.rjust(width) if i and header[i] else cell.ljust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         print("  ".join(cells).rstrip())
+    print()
