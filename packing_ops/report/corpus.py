@@ -79,7 +79,7 @@ def _refuse(corpus: Corpus, error: Unreadable, place: str) -> None:
     count = _note(corpus.unreadable, error.kind, place)
     if count <= NAMED:
         print(f"{place}: {error.kind}: {error}", file=sys.stderr)
-    if count == NAMED:
+    if count == NAMED + 1:
         print(f"{error.kind}: more of these are counted, not named", file=sys.stderr)
 
 

@@ -101,18 +101,28 @@ def _tokenized(given: dict) -> Example:
     if set(lengths.values()) != {num_tokens}:
         told = ", ".join(f"{key} {length}" for key, length in lengths.items())
         raise Unreadable("lists of different length", f"expected {num_tokens} like input_ids, got {told}")
-    labels = columns.get("labels", columns["input_ids"])
-    masks = [columns[key] for key in TARGETS if key in columns]
-    has_target = any(label != IGNORE and all(learnt) for label, *learnt in zip(labels, *masks, strict=True))
+    learnt = columns.get("labels", columns["input_ids"]) != IGNORE
+    for key in TARGETS:
+        if key in columns:
+            learnt = learnt & (columns[key] != 0)
     if "attention_mask" in columns:  # padding that is in the file already
-        num_tokens -= columns["attention_mask"].count(0)
-    return Example([], has_target, num_tokens=num_tokens)
+        num_tokens = int((columns["attention_mask"] != 0).sum())
+    return Example([], bool(learnt.any()), num_tokens=num_tokens)
 
 
-def _numbers(value, name: str) -> list:
-    if not isinstance(value, list):
+def _numbers(value, name: str):
+    """A list, or an array of a file that has arrays, as an array."""
+    try:
+        import numpy as np
+    except ImportError as error:
+        raise ImportError(f"{name}: token ids need numpy: pip install packing_ops[data]") from error
+    if not isinstance(value, list | np.ndarray):
         raise Unreadable("wrong type", f"{name}: expected a list, got {type(value).__name__}")
-    wrong = set(map(type, value)) - ({int, bool, float} if name in TARGETS else {int, bool})
-    if wrong:
-        raise Unreadable("wrong type", f"{name}: expected integers, got {wrong.pop().__name__}")
-    return value
+    try:
+        array = np.asarray(value)
+    except ValueError:  # lists of different length inside
+        array = np.asarray(value, dtype=object)
+    kinds = "iubf" if name in TARGETS else "iub"
+    if array.size and (array.ndim != 1 or array.dtype.kind not in kinds):
+        raise Unreadable("wrong type", f"{name}: expected a list of integers, got {array.dtype} {list(array.shape)}")
+    return array

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from packing_ops.report.tables import layout_label
+from packing_ops.report.tables import layout_label, length_label
 
 try:
     from matplotlib.figure import Figure  # not pyplot: no window, no state to leave behind
@@ -35,8 +35,11 @@ def _draw_lengths(axis, report: dict) -> None:
     )
     axis.axvline(capacity, color="black", linewidth=1, label=f"capacity {capacity:,}")
     axis.set_xscale("log", base=2)
-    unit = "bytes" if report["settings"]["tokenizer"] == "bytes" else "tokens"
-    axis.set(title=f"{report['examples']['documents']:,} documents", xlabel=f"length in {unit}", ylabel="documents")
+    axis.set(
+        title=f"{report['examples']['documents']:,} documents",
+        xlabel=length_label(report["settings"]),
+        ylabel="documents",
+    )
     axis.xaxis.set_major_formatter("{x:,.0f}")
     axis.yaxis.set_major_formatter("{x:,.0f}")
     axis.tick_params(axis="x", rotation=30)

@@ -94,10 +94,10 @@ def _rows(path: str, names: list[str], num_rows: int, read: Callable, advance) -
 
 
 def _values(column) -> list:
-    """Python values; integers of a list through numpy, which is many times faster than one by one."""
+    """Python values; lists of numbers as numpy arrays, which is many times faster."""
     import pyarrow as pa
 
     lists = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
-    if lists and pa.types.is_integer(column.type.value_type):
-        return [row if row is None else row.tolist() for row in column.to_numpy(zero_copy_only=False)]
+    if lists and pa.types.is_primitive(column.type.value_type):
+        return list(column.to_numpy(zero_copy_only=False))
     return column.to_pylist()

@@ -44,8 +44,7 @@ def _lengths(report: dict) -> None:
     most = max(bucket["documents"] for bucket in lengths["histogram"])
     quantiles = ", ".join(f"{name} {lengths[name]:,}" for name in ("p10", "p50", "p90", "p99", "max"))
     _table(
-        f"Length in {'bytes' if report['settings']['tokenizer'] == 'bytes' else 'tokens'}: "
-        f"{examples['tokens']:,} in all, mean {lengths['mean']:,.1f}, {quantiles}",
+        f"{length_label(report['settings'])}: {examples['tokens']:,} in all, mean {lengths['mean']:,.1f}, {quantiles}",
         ["length", "documents", "of the documents", "of the tokens", ""],
         [
             [
@@ -58,6 +57,10 @@ def _lengths(report: dict) -> None:
             for bucket in lengths["histogram"]
         ],
     )
+
+
+def length_label(settings: dict) -> str:
+    return "Length in tokens" + (" (a byte of text is one)" if settings["tokenizer"] == "bytes" else "")
 
 
 def layout_label(name: str, settings: dict) -> str:
