@@ -7,7 +7,7 @@ from report_case import CHAT, LENGTHS, RECORDS, write_lines
 
 from packing_ops.__main__ import main
 from packing_ops.report.corpus import NAMED, read_corpus
-from packing_ops.report.readers import ROWS
+from packing_ops.report.readers import ROWS, records
 
 
 def counts(problems):
@@ -41,10 +41,14 @@ def test_parquet_and_saved_datasets_as_jsonl(tmp_path):
     dataset.to_parquet(tmp_path / "a.parquet")
     dataset.save_to_disk(tmp_path / "saved")
     datasets.DatasetDict({"train": dataset, "test": dataset}).save_to_disk(tmp_path / "splits")
-    for name, times in (("a.parquet", 1), ("saved", 1), ("splits", 2)):
+    write_lines(tmp_path / "a.jsonl", *RECORDS)
+    for name, times in (("a.jsonl", 1), ("a.parquet", 1), ("saved", 1), ("splits", 2)):
         corpus = read_corpus([tmp_path / name])
         assert corpus.lengths.tolist() == LENGTHS * times
         assert corpus.num_read == 3 * times
+        parts = []
+        assert len(list(records(tmp_path / name, parts.append))) == 3 * times
+        assert sum(parts) == pytest.approx(1)  # what the progress bar is told
 
 
 TOKENIZED = [
@@ -102,6 +106,7 @@ BAD = {
     '{"prompt": [], "completion": "a"}': "wrong type",
     '{"input_ids": [1.5]}': "wrong type",
     '{"input_ids": [[1], [2, 3]]}': "wrong type",
+    '{"input_ids": [[1, 2], [3, 4]]}': "wrong type",
     '{"input_ids": "12"}': "wrong type",
     '{"input_ids": [1], "loss_mask": ["1"]}': "wrong type",
     '{"input_ids": [1, 2], "position_ids": [0]}': "lists of different length",

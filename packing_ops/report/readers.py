@@ -83,6 +83,7 @@ def _rows(path: str, names: list[str], num_rows: int, read: Callable, advance) -
     known = [name for name in names if name in KEYS]
     if not known:  # batches without columns have no rows
         yield from ((f"{path}, row {row}", dict.fromkeys(names)) for row in range(num_rows))
+        advance(num_rows)
         return
     first = 0
     for batch in read(known):
