@@ -5,11 +5,17 @@ from packing_ops.data.batches import num_rows, pad_batch_to_multiple, select_row
 from packing_ops.data.losses import masked_loss, sequence_logps
 from packing_ops.data.micro_batches import token_budget_microbatches
 from packing_ops.data.mini_batches import normalize_advantages, stage_chunks
+from packing_ops.data.packed import PackedCollator
+from packing_ops.data.padding_free import PaddingFreeCollator, PaddingFreeDPOCollator, count_within_token_budget
 from packing_ops.padding import iter_microbatches, trim_padding
 
 __all__ = [
     "AsyncBatchCollator",
     "AsyncBatchCollatorMisuse",
+    "PackedCollator",
+    "PaddingFreeCollator",
+    "PaddingFreeDPOCollator",
+    "count_within_token_budget",
     "iter_microbatches",
     "masked_loss",
     "normalize_advantages",

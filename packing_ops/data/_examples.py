@@ -1,0 +1,107 @@
+"""Examples of natural length, as collators get them: 1-D values in Python lists, arrays or tensors."""
+
+import struct
+from collections.abc import Mapping, Sequence
+
+import torch
+
+_FORMATS = {torch.int64: "q", torch.float32: "f"}
+
+
+def column(examples: Sequence[Mapping], name: str) -> list:
+    """What every example has under ``name``."""
+    try:
+        return [example[name] for example in examples]
+    except KeyError:
+        index = next(i for i, example in enumerate(examples) if name not in example)
+        raise ValueError(
+            f"{name}: expected in every example, got only {sorted(examples[index])} in example {index}"
+        ) from None
+
+
+def optional_column(examples: Sequence[Mapping], name: str, lengths: Sequence[int], like: str) -> list | None:
+    """The same, checked to be as long as ``like``; None where no example has it."""
+    if not any(name in example for example in examples):
+        return None
+    values = column(examples, name)
+    for i, (wanted, length) in enumerate(zip(lengths, lengths_of(values, name), strict=True)):
+        if length != wanted:
+            raise ValueError(f"{name}: expected {wanted} values like {like}, got {length} in example {i}")
+    return values
+
+
+def lengths_of(values: Sequence, name: str) -> list[int]:
+    try:
+        return [len(value) for value in values]
+    except TypeError:
+        index = next(i for i, value in enumerate(values) if not hasattr(value, "__len__") or _dim(value) == 0)
+        raise ValueError(f"{name}: expected a 1-D sequence, got {values[index]!r} in example {index}") from None
+
+
+def tokens_of(examples: Sequence[Mapping], prefix: str = "") -> tuple[list, list[int]]:
+    """``input_ids`` and their lengths, at least 1; an ``attention_mask`` beside them must hold no padding."""
+    name = prefix + "input_ids"
+    input_ids = column(examples, name)
+    lengths = lengths_of(input_ids, name)
+    if 0 in lengths:
+        raise ValueError(f"{name}: expected at least 1 token, got 0 in example {lengths.index(0)}")
+    masks = optional_column(examples, prefix + "attention_mask", lengths, name)
+    if masks is not None:
+        _check_no_padding(masks, prefix + "attention_mask")
+    return input_ids, lengths
+
+
+def flattened(values: Sequence, name: str, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """``values`` end to end, as one tensor of ``dtype`` where the tensors are, on the CPU for lists."""
+    try:
+        if all(isinstance(value, (list, tuple)) for value in values):
+            return _from_lists(values, dtype)
+        flat = torch.cat([torch.as_tensor(value) for value in values])
+    except (TypeError, ValueError, OverflowError, RuntimeError, struct.error) as error:
+        raise _error(values, name, dtype) from error
+    if flat.dim() != 1 or (flat.dtype.is_floating_point and not dtype.is_floating_point):
+        raise _error(values, name, dtype)
+    return flat.to(dtype)
+
+
+def _from_lists(values: Sequence[Sequence], dtype: torch.dtype) -> torch.Tensor:
+    # torch.tensor() takes ten times as long for a list as struct, and that twice as long as bytes().
+    if dtype.is_floating_point:
+        try:
+            return _from_buffer(bytearray().join([bytes(value) for value in values]), torch.uint8).to(dtype)
+        except (TypeError, ValueError):  # weights, not a mask
+            pass
+    flat = bytearray().join([struct.pack(f"{len(value)}{_FORMATS[dtype]}", *value) for value in values])
+    return _from_buffer(flat, dtype)
+
+
+def _from_buffer(buffer: bytearray, dtype: torch.dtype) -> torch.Tensor:
+    return torch.frombuffer(buffer, dtype=dtype) if buffer else torch.empty(0, dtype=dtype)
+
+
+def _check_no_padding(masks: Sequence, name: str) -> None:
+    if all(isinstance(mask, list) and mask.count(1) == len(mask) for mask in masks):
+        return
+    if any(edge != 1 for edge in flattened(masks, name).aminmax()):
+        index = next(i for i, mask in enumerate(masks) if not (torch.as_tensor(mask) == 1).all())
+        raise ValueError(f"{name}: expected no padding, got other values than 1 in example {index}")
+
+
+def _dim(value) -> int:
+    return value.dim() if isinstance(value, torch.Tensor) else getattr(value, "ndim", 1)
+
+
+def _error(values: Sequence, name: str, dtype: torch.dtype) -> ValueError:
+    """Names the first value that is no 1-D sequence of the kind, or that is not like the first one."""
+    wanted = "numbers" if dtype.is_floating_point else "integers"
+    for i, value in enumerate(values):
+        try:
+            tensor = torch.as_tensor(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            return ValueError(f"{name}: expected a 1-D sequence of {wanted}, got {value!r} in example {i}")
+        right = dtype.is_floating_point or not tensor.dtype.is_floating_point
+        if tensor.dim() != 1 or not right:
+            got = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            return ValueError(f"{name}: expected a 1-D sequence of {wanted}, got {got} in example {i}")
+    devices = sorted({str(torch.as_tensor(value).device) for value in values})
+    return ValueError(f"{name}: expected 1-D sequences of {wanted} on one device, got {devices}")

@@ -1,0 +1,234 @@
+"""Rows of several documents for data, tensor and context parallel training."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+
+import torch
+
+from packing_ops.data._examples import column, flattened, optional_column, tokens_of
+from packing_ops.metadata import PackedMetadata
+from packing_ops.packing import pack_sequences
+
+
+@dataclass
+class PackedCollator:
+    """Packs examples into rows, every rank getting the same number of them: SkyRL's PackedDataCollator contract.
+
+    Attributes:
+        capacity: tokens of a row at most, aligned lengths counted.
+        pad_token_id: fills what no document holds.
+        dp_size: data-parallel ranks; rank r's rows are ``sequences.chunk(dp_size)[r]``.
+        tp_size, cp_size: a document occupies its length rounded up to a multiple of tp_size, or of
+            ``2 * tp_size * cp_size`` when cp_size > 1.
+        fp8: that multiple is also one of ``16 * cp_size``.
+        strategy: of pack_sequences: "ffd", "bfd", "next_fit", "first_fit" or "balanced".
+
+    Called with examples, dicts of ``input_ids`` (a list or 1-D tensor of integers), ``num_actions`` (how many of the
+    last tokens are trained on) and where they have one ``loss_mask`` (as many weights; 1 by default) and
+    ``attention_mask`` (all 1: examples have no padding), it returns
+
+        sequences: int64 ``[rows, width]``; width is that of the fullest row.
+        attention_mask: int64 ``[rows, width]``, 1 where there is a token.
+        loss_mask: float32 ``[rows, width - 1]``; slot p has the weight of token p + 1, divided by the weights of the
+            whole batch (1/targets with 0/1 masks), so that a sum over all rows is a mean. 0 at the last token of each
+            document: the first token of a document is nobody's target.
+        sub_seq_lengths: tokens of each document, a list per row, not aligned.
+        response_length: width - 1, an int.
+        order: index of the example that each document came from, row by row.
+
+    Example:
+        >>> examples = [{"input_ids": [1] * 5, "num_actions": 3}, {"input_ids": [2] * 7, "num_actions": 4}]
+        >>> batch = PackedCollator(12)(examples)
+        >>> batch["order"], batch["sub_seq_lengths"], batch["sequences"].shape
+        ([1, 0], [[7, 5]], torch.Size([1, 12]))
+        >>> (7 * batch["loss_mask"]).int().tolist()
+        [[0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1]]
+
+    Raises:
+        ValueError: no examples, fewer than dp_size or than the rows that dp_size asks for; an example without tokens
+            or over the capacity; a missing key, in all or some examples; lengths that do not fit each other; padding
+            in an attention_mask; weights that are negative or not finite.
+        TypeError: a num_actions, capacity or size that is no integer.
+
+    A batch without any target has a loss_mask of zeros. Deterministic; no state, so threads may share one. Time and
+    memory linear in the tokens. Ties go to the later example, as in SkyRL.
+    """
+
+    capacity: int
+    _: KW_ONLY
+    pad_token_id: int = 0
+    dp_size: int = 1
+    tp_size: int = 1
+    cp_size: int = 1
+    fp8: bool = False
+    strategy: str = "ffd"
+
+    def __post_init__(self):
+        for name in ("capacity", "dp_size", "tp_size", "cp_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+
+    @property
+    def alignment(self) -> int:
+        """Slots that a document's share is a multiple of."""
+        layout = 2 * self.tp_size * self.cp_size if self.cp_size > 1 else self.tp_size
+        return math.lcm(layout, 16 * self.cp_size) if self.fp8 else layout
+
+    def __call__(self, examples: Sequence[Mapping]) -> dict:
+        input_ids, lengths = self._tokens(examples)
+        num_actions = _num_actions(examples, lengths)
+        weights = optional_column(examples, "loss_mask", num_actions, "num_actions")
+        rows = self._rows(lengths)
+        order = [index for row in rows for index in row]
+        sub_seq_lengths = [[lengths[index] for index in row] for row in rows]
+
+        # Every document owns the slots up to the next one, the last of a row those up to its end.
+        slots = self._aligned_rows(sub_seq_lengths)
+        width = max(map(sum, slots))
+        for row in slots:
+            row[-1] += width - sum(row)
+        slots = torch.tensor([own for row in slots for own in row])
+        tokens = torch.tensor([lengths[index] for index in order])
+        actions = torch.tensor([num_actions[index] for index in order])
+        starts = slots.cumsum(0) - slots
+        size = len(rows), width
+        is_token = _covered(starts, tokens, math.prod(size))
+        is_action = _covered(starts + tokens - actions, actions, math.prod(size))
+
+        sequences = torch.full(size, self.pad_token_id, dtype=torch.int64).view(-1)
+        sequences.masked_scatter_(is_token, flattened([input_ids[index] for index in order], "input_ids").cpu())
+        weight = is_action.float()
+        if weights is not None:
+            weight.masked_scatter_(is_action, _checked_weights([weights[index] for index in order]))
+        weight[starts] = 0  # no token stands before these to predict them
+        targets = weight.sum().item()
+        return {
+            "sequences": sequences.view(size),
+            "attention_mask": is_token.long().view(size),
+            "loss_mask": weight.view(size)[:, 1:] * (1 / (targets or 1.0)),
+            "sub_seq_lengths": sub_seq_lengths,
+            "response_length": width - 1,
+            "order": order,
+        }
+
+    def context_parallel_split(self, batch: Mapping, cp_rank: int) -> dict:
+        """One context-parallel rank's share of a batch, or of some of its rows: two chunks of every document.
+
+        A document's aligned slots are ``2 * cp_size`` chunks; rank r holds chunk r and chunk ``2 * cp_size - 1 - r``
+        (thd zigzag), which gives the ranks of causal attention equal work.
+
+        Args:
+            batch: what calling this collator returned; at least sequences, attention_mask, loss_mask, sub_seq_lengths.
+            cp_rank: 0 to cp_size - 1.
+
+        Returns:
+            sequences, attention_mask, position_ids, labels int64 and loss_mask float32, all
+            ``[rows, width / cp_size]``. ``position_ids``: of the slot in its whole document. ``labels`` and
+            ``loss_mask``: the next token and its weight, which may lie on another rank; weight 0 at the row's end.
+            Other entries as they are.
+
+        Example:
+            >>> collator = PackedCollator(8, cp_size=2)
+            >>> batch = collator([{"input_ids": [1, 2, 3, 4, 5, 6, 7, 8], "num_actions": 4}])
+            >>> collator.context_parallel_split(batch, 0)["sequences"].tolist()
+            [[1, 2, 7, 8]]
+
+        Raises:
+            ValueError: cp_rank outside 0 to cp_size - 1; rows that are not this collator's.
+        """
+        if not 0 <= cp_rank < self.cp_size:
+            raise ValueError(f"cp_rank: expected 0 to {self.cp_size - 1} for cp_size={self.cp_size}, got {cp_rank}")
+        sequences = batch["sequences"]
+        segments = self._segments(batch["sub_seq_lengths"], *sequences.shape)
+        slots = _zigzag(segments, self.cp_size, cp_rank).to(sequences.device)
+        positions = PackedMetadata.from_lengths(segments, device=sequences.device).position_ids
+        whole = {
+            "sequences": sequences,
+            "attention_mask": batch["attention_mask"],
+            "position_ids": positions,
+            "labels": sequences.roll(-1, dims=1),
+            "loss_mask": torch.nn.functional.pad(batch["loss_mask"], (0, 1)),
+        }
+        shares = {name: rows.reshape(-1)[slots].view(len(sequences), -1) for name, rows in whole.items()}
+        return {**batch, **shares}
+
+    def _tokens(self, examples) -> tuple[list, list[int]]:
+        if len(examples) < self.dp_size:
+            raise ValueError(f"examples: expected at least dp_size={self.dp_size}, got {len(examples)}")
+        input_ids, lengths = tokens_of(examples)
+        longest = max(lengths)
+        if (slots := -(-longest // self.alignment) * self.alignment) > self.capacity:
+            raise ValueError(
+                f"input_ids: expected at most capacity={self.capacity} slots, got {slots} for {longest} tokens "
+                f"(alignment={self.alignment}) in example {lengths.index(longest)}"
+            )
+        return input_ids, lengths
+
+    def _rows(self, lengths) -> list[list[int]]:
+        """Examples of each row: those of rank 0 first."""
+        try:
+            packing = pack_sequences(
+                lengths,
+                self.capacity,
+                strategy=self.strategy,
+                alignment=self.alignment,
+                bins_multiple_of=self.dp_size,
+                ties="last",
+            )
+        except ValueError as error:
+            raise ValueError(f"dp_size={self.dp_size}, strategy={self.strategy!r}: {error}") from None
+        return [packing.bins[b] for rank in range(self.dp_size) for b in packing.rows_for_rank(rank, self.dp_size)]
+
+    def _aligned_rows(self, sub_seq_lengths) -> list[list[int]]:
+        """Slots of every document."""
+        alignment = self.alignment
+        return [[-(-length // alignment) * alignment for length in row] for row in sub_seq_lengths]
+
+    def _segments(self, sub_seq_lengths, num_rows: int, width: int) -> list[int]:
+        """Slots of every document and of the rest of every row, rows end to end."""
+        if len(sub_seq_lengths) != num_rows:
+            raise ValueError(f"sub_seq_lengths: expected {num_rows} lists, one per row, got {len(sub_seq_lengths)}")
+        segments = []
+        for r, row in enumerate(self._aligned_rows(sub_seq_lengths)):
+            rest = width - sum(row)
+            if rest < 0 or rest % self.alignment:
+                raise ValueError(
+                    f"sub_seq_lengths: expected documents that leave a multiple of {self.alignment} of the {width} "
+                    f"slots, got {sum(row)} slots of documents in row {r}"
+                )
+            segments += [*row, rest]
+        return segments
+
+
+def _num_actions(examples, lengths) -> list[int]:
+    counts = column(examples, "num_actions")
+    for i, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        if not 0 <= count <= length:
+            raise ValueError(f"num_actions: expected 0 to the example's {length} tokens, got {count} in example {i}")
+    return [int(count) for count in counts]
+
+
+def _checked_weights(values) -> torch.Tensor:
+    weights = flattened(values, "loss_mask", torch.float32).cpu()
+    least, most = weights.aminmax() if weights.numel() else (0, 0)
+    if not 0 <= least <= most < math.inf:
+        raise ValueError(f"loss_mask: expected finite weights of at least 0, got {least:g} to {most:g}")
+    return weights
+
+
+def _covered(starts: torch.Tensor, lengths: torch.Tensor, total: int) -> torch.Tensor:
+    """bool ``[total]``: the ``lengths`` slots from each of ``starts`` on, which do not overlap."""
+    edges, one = torch.zeros(total + 1, dtype=torch.int8), torch.ones(len(starts), dtype=torch.int8)
+    edges.index_add_(0, starts, one).index_add_(0, starts + lengths, one, alpha=-1)
+    return edges[:total].cumsum(0, dtype=torch.int8).view(torch.bool)
+
+
+def _zigzag(segments: list[int], cp_size: int, cp_rank: int) -> torch.Tensor:
+    """Slots of one rank: of each segment chunks cp_rank and 2 * cp_size - 1 - cp_rank."""
+    num_chunks = 2 * cp_size if cp_size > 1 else 1
+    lengths = torch.tensor(segments)
+    starts, chunk = lengths.cumsum(0) - lengths, lengths // num_chunks
+    held = {cp_rank, num_chunks - 1 - cp_rank}
+    firsts = torch.cat([starts + which * chunk for which in held])
+    return _covered(firsts, chunk.repeat(len(held)), sum(segments)).nonzero()[:, 0]

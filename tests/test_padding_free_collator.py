@@ -1,0 +1,281 @@
+"""PaddingFreeCollator: transformers' own collator as the oracle, the row's end, policies, pairs, bad input, threads."""
+
+import itertools
+import random
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from helpers import assert_same
+from hypothesis import given
+from hypothesis import strategies as st
+
+from packing_ops.data import PaddingFreeCollator, PaddingFreeDPOCollator, count_within_token_budget
+
+
+def documents(*lengths, **more):
+    """Every token has a number of its own."""
+    ends = list(itertools.accumulate(lengths))
+    return [{"input_ids": list(range(e - n + 1, e + 1)), **more} for n, e in zip(lengths, ends, strict=True)]
+
+
+def plain(batch):
+    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
+def on(device, examples):
+    return [{name: torch.tensor(v, device=device) for name, v in example.items()} for example in examples]
+
+
+# --- one row ---
+
+
+def test_worked_example(device):
+    batch = PaddingFreeCollator(max_seq_length=7, pad_token_id=9)(on(device, documents(2, 3)))
+    assert plain(batch) == {
+        "input_ids": [[1, 2, 3, 4, 5, 9, 9]],
+        "labels": [[-100, 2, -100, 4, 5, -100, -100]],
+        "position_ids": [[0, 1, 0, 1, 2, 0, 1]],
+        "seq_idx": [[0, 0, 1, 1, 1, 2, 2]],
+        "cu_seq_lens_q": [0, 2, 5, 7],
+        "cu_seq_lens_k": [0, 2, 5, 7],
+        "max_length_q": 3,
+        "max_length_k": 3,
+    }
+    found = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    assert {name: value.dtype for name, value in found.items()} == {
+        **dict.fromkeys(("input_ids", "labels", "position_ids"), torch.int64),
+        **dict.fromkeys(("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"), torch.int32),
+    }
+    assert {value.device.type for value in found.values()} == {device}
+
+
+def test_the_filling_may_be_the_longest_segment():
+    batch = PaddingFreeCollator(max_seq_length=9)(documents(2, 3))
+    assert (batch["cu_seq_lens_q"].tolist(), batch["max_length_q"]) == ([0, 2, 5, 9], 4)
+    separated = PaddingFreeCollator(max_seq_length=6, separator_id=7)(documents(2, 3))
+    assert separated["labels"].tolist() == [[7, 2, 7, 4, 5, -100]]  # nothing is learned from the filling
+    full = PaddingFreeCollator(max_seq_length=5)(documents(2, 3))
+    assert (full["cu_seq_lens_q"].tolist(), full["max_length_q"]) == ([0, 2, 5], 3)
+
+
+@pytest.mark.parametrize("options", [*itertools.product([False, True], repeat=3)])
+@pytest.mark.parametrize("separator_id", [-100, 7])
+def test_options_of_transformers(options, separator_id):
+    transformers = pytest.importorskip("transformers")
+    names = "return_flash_attn_kwargs", "return_position_ids", "return_seq_idx"
+    options = {**dict(zip(names, options, strict=True)), "separator_id": separator_id}
+    own_labels = [{**example, "labels": [-100] * len(example["input_ids"])} for example in documents(3, 1, 4)]
+    own_labels[2]["labels"][-1] = 5
+    for examples in (documents(3, 1, 4), own_labels, on("cpu", own_labels)):
+        want = transformers.DataCollatorWithFlattening(**options)(examples)
+        got = PaddingFreeCollator(**options)(examples)
+        assert got.keys() == want.keys()
+        for name, value in want.items():
+            assert_same(got[name], value)
+    assert_same(
+        PaddingFreeCollator()(own_labels, return_tensors="pt", separator_id=3)["labels"],
+        transformers.DataCollatorWithFlattening()(own_labels, separator_id=3)["labels"],
+    )
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=12), st.integers(0, 30), st.booleans(), st.integers(0, 99))
+def test_every_token_once_with_its_label(lengths, room, as_tensors, seed):
+    rng, examples = random.Random(seed), documents(*lengths)
+    for example in examples:
+        example["labels"] = [rng.choice([-100, token]) for token in example["input_ids"]]
+    total = sum(lengths) + room
+    given_examples = on("cpu", examples) if as_tensors else examples
+    batch = plain(PaddingFreeCollator(max_seq_length=total, pad_token_id=-1)(given_examples))
+    assert batch["input_ids"] == [[*range(1, sum(lengths) + 1), *[-1] * room]]
+    first, row = 0, batch["labels"][0]
+    for i, example in enumerate(examples):
+        end = first + lengths[i]
+        assert row[first:end] == [-100, *example["labels"][1:]]
+        assert batch["position_ids"][0][first:end] == list(range(lengths[i]))
+        assert batch["seq_idx"][0][first:end] == [i] * lengths[i]
+        assert batch["cu_seq_lens_q"][i : i + 2] == [first, end]
+        first = end
+    assert row[first:] == [-100] * room
+    assert batch["position_ids"][0][first:] == list(range(room))
+    assert batch["cu_seq_lens_q"][len(lengths) + 1 :] == [total] * bool(room)
+    assert batch["max_length_q"] == max(*lengths, room)
+
+
+def test_examples_stay_as_they_are():
+    examples = on("cpu", [{**example, "labels": example["input_ids"]} for example in documents(2, 3)])
+    before = [{name: value.clone() for name, value in example.items()} for example in examples]
+    PaddingFreeCollator(max_seq_length=8)(examples)
+    single = PaddingFreeCollator()(examples[:1])  # a row of one tensor
+    single["input_ids"].zero_()
+    for example, old in zip(examples, before, strict=True):
+        for name, value in old.items():
+            assert_same(example[name], value)
+
+
+def test_threads_share_one_collator():
+    collator, batches = PaddingFreeCollator(max_seq_length=600), [documents(*range(1, 30 + i)) for i in range(5)]
+    want = [plain(collator(batch)) for batch in batches]
+    with ThreadPoolExecutor(8) as pool:
+        assert [plain(batch) for batch in pool.map(collator, batches * 16)] == want * 16
+
+
+# --- more than max_seq_length ---
+
+
+def test_overlong_error():
+    message = "max_seq_length: expected at least the 9 tokens of the examples, got 6; overlong='truncate' or 'drop'"
+    with pytest.raises(ValueError, match=message):
+        PaddingFreeCollator(max_seq_length=6)(documents(2, 7))
+
+
+def test_overlong_truncate_cuts_the_row():
+    collator = PaddingFreeCollator(max_seq_length=6, overlong="truncate")
+    with pytest.warns(UserWarning, match="max_seq_length=6: 1 of 3 examples dropped and 1 cut, 5 of 11 tokens lost"):
+        batch = plain(collator(documents(2, 7, 2)))
+    assert batch["input_ids"] == [[1, 2, 3, 4, 5, 6]]
+    assert (batch["cu_seq_lens_q"], batch["labels"]) == ([0, 2, 6], [[-100, 2, -100, 4, 5, 6]])
+    with pytest.warns(UserWarning, match="0 of 1 examples dropped and 1 cut, 3 of 9 tokens lost"):
+        assert plain(collator(documents(9)))["input_ids"] == [[1, 2, 3, 4, 5, 6]]
+    own_labels = [{"input_ids": [1, 2, 3], "labels": [7, 8, 9]}, {"input_ids": [4, 5, 6, 7], "labels": [5, 6, 7, 8]}]
+    with pytest.warns(UserWarning, match="0 of 2 examples dropped and 1 cut, 1 of 7 tokens lost"):
+        assert plain(collator(own_labels))["labels"] == [[-100, 8, 9, -100, 6, 7]]
+
+
+def test_overlong_drop_keeps_whole_documents():
+    collator = PaddingFreeCollator(max_seq_length=6, overlong="drop")
+    with pytest.warns(UserWarning, match="max_seq_length=6: 1 of 3 examples dropped and 0 cut, 7 of 11 tokens lost"):
+        batch = plain(collator(documents(2, 7, 2)))
+    assert batch["input_ids"] == [[1, 2, 10, 11, 0, 0]]
+    assert (batch["cu_seq_lens_q"], batch["seq_idx"]) == ([0, 2, 4, 6], [[0, 0, 1, 1, 2, 2]])
+    with pytest.raises(ValueError, match="max_seq_length: expected room for one of 1 examples, got 6"):
+        collator(documents(7))
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(9, 20), st.sampled_from(["truncate", "drop"]))
+def test_what_is_lost_is_counted(lengths, limit, overlong):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        row = PaddingFreeCollator(max_seq_length=limit, overlong=overlong)(documents(*lengths))["input_ids"]
+    assert row.shape == (1, limit)
+    lost = sum(lengths) - int((row > 0).sum())
+    assert [f"{lost} of {sum(lengths)} tokens lost" in str(warning.message) for warning in caught] == [True] * bool(
+        lost
+    )
+
+
+# --- preference pairs ---
+
+
+def pairs(chosen, rejected, **more):
+    sides = documents(*chosen), documents(*rejected)
+    return [
+        {"chosen_input_ids": c["input_ids"], "rejected_input_ids": [-t for t in r["input_ids"]], "index": 40 + i, **more}
+        for i, (c, r) in enumerate(zip(*sides, strict=True))
+    ]  # fmt: skip
+
+
+def test_pairs_have_a_row_for_each_side():
+    examples = pairs([2, 3], [4, 1], chosen_labels=None)
+    for example in examples:
+        example["chosen_labels"] = [9] * len(example["chosen_input_ids"])
+    batch = PaddingFreeDPOCollator(max_seq_length=6)(examples)
+    assert batch.pop("index").tolist() == [40, 41]
+    for side in ("chosen", "rejected"):
+        own = [
+            {n.removeprefix(side + "_"): v for n, v in example.items() if n.startswith(side)} for example in examples
+        ]
+        for name, value in PaddingFreeCollator(max_seq_length=6)(own).items():
+            assert_same(batch.pop(f"{side}_{name}"), value)
+    assert not batch
+
+
+def test_pairs_in_one_row_have_offset_cu_seqlens():
+    batch = plain(PaddingFreeDPOCollator(concatenated=True, max_seq_length=6)(pairs([2, 3], [4, 1])))
+    assert batch["input_ids"] == [[1, 2, 3, 4, 5, -1, -2, -3, -4, -5, 0, 0]]
+    assert batch["labels"] == [[-100, 2, -100, 4, 5, -100, -2, -3, -4, -100, -100, -100]]
+    assert batch["cu_seq_lens_q"] == [0, 2, 5, 9, 10, 12]
+    assert batch["seq_idx"] == [[0, 0, 1, 1, 1, 2, 2, 2, 2, 3, 4, 4]]
+    assert (batch["max_length_q"], batch["index"]) == (4, [40, 41])
+    assert plain(PaddingFreeDPOCollator(concatenated=True)(pairs([2], [1])))["cu_seq_lens_q"] == [0, 2, 3]
+
+
+def test_pairs_stay_pairs():
+    examples = pairs([2, 3, 1], [6, 1, 1])
+    with pytest.raises(ValueError, match="max_seq_length: expected at least the 8 tokens"):
+        PaddingFreeDPOCollator(max_seq_length=7)(examples)
+    with pytest.warns(UserWarning, match="1 of 3 examples dropped and 0 cut, 2 of 14 tokens lost"):
+        batch = plain(PaddingFreeDPOCollator(max_seq_length=7, overlong="drop")(examples))
+    assert (batch["chosen_cu_seq_lens_q"], batch["rejected_cu_seq_lens_q"]) == ([0, 2, 5, 7], [0, 6, 7])
+    assert batch["index"] == [40, 41]
+    with pytest.warns(UserWarning, match="2 of 3 examples dropped and 0 cut"):
+        batch = plain(PaddingFreeDPOCollator(max_seq_length=6, overlong="truncate")(examples))
+    assert (batch["chosen_input_ids"], batch["index"]) == ([[1, 2, 0, 0, 0, 0]], [40])
+    with pytest.raises(ValueError, match=r"index: expected in every example, got only .* in example 1"):
+        PaddingFreeDPOCollator()([examples[0], {n: v for n, v in examples[1].items() if n != "index"}])
+    with pytest.raises(ValueError, match="rejected_input_ids: expected in every example, got only"):
+        PaddingFreeDPOCollator()([{"chosen_input_ids": [1]}])
+    assert "index" not in PaddingFreeDPOCollator()([{"chosen_input_ids": [1], "rejected_input_ids": [2]}])
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), max_size=8), st.integers(1, 30))
+def test_count_within_token_budget(lengths, budget):
+    examples = pairs(*zip(*lengths, strict=True)) if lengths else []
+    count = count_within_token_budget(examples, budget)
+
+    def fits(n):
+        return max(sum(c for c, _ in lengths[:n]), sum(r for _, r in lengths[:n])) <= budget
+
+    assert min(1, len(lengths)) <= count <= len(lengths)
+    assert fits(count) or count == 1
+    assert count == len(lengths) or not fits(count + 1)
+    assert count_within_token_budget(examples, None) == len(lengths)
+
+
+def test_count_within_token_budget_of_single_documents():
+    assert count_within_token_budget(documents(3, 3, 1), 6) == 2
+    assert count_within_token_budget(documents(7, 1), 6) == 1
+    with pytest.raises(ValueError, match="input_ids: expected in every example"):
+        count_within_token_budget([{"text": "?"}], 6)
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    ("examples", "message"),
+    [
+        ([], "features: expected at least one example, got none"),
+        ([{"labels": [1]}], r"input_ids: expected in every example, got only \['labels'\] in example 0"),
+        ([{"input_ids": [1]}, {"input_ids": []}], "input_ids: expected at least 1 token, got 0 in example 1"),
+        ([{"input_ids": torch.tensor(3)}], r"input_ids: expected a 1-D sequence, got tensor\(3\) in example 0"),
+        ([{"input_ids": torch.ones(1, 3, dtype=torch.int64)}], "input_ids: expected a 1-D sequence of integers"),
+        ([{"input_ids": [0.5]}], r"input_ids: expected a 1-D sequence of integers, got float32 \[1\] in example 0"),
+        ([{"input_ids": [1, 2], "labels": [1]}], "labels: expected 2 values like input_ids, got 1 in example 0"),
+        ([{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}], "labels: expected in every example, got only"),
+        ([{"input_ids": [1, 0], "attention_mask": [1, 0]}], "attention_mask: expected no padding"),
+    ],
+)
+def test_bad_examples_are_named(examples, message):
+    with pytest.raises(ValueError, match=message):
+        PaddingFreeCollator()(examples)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_seq_length": 0}, "max_seq_length: expected at least 1 token or None, got 0"),
+        ({"overlong": "split"}, "overlong: expected 'error', 'truncate' or 'drop', got 'split'"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        PaddingFreeCollator(**options)
+    with pytest.raises(ValueError, match="return_tensors: expected \"pt\" or None, got 'np'"):
+        PaddingFreeCollator()(documents(1), return_tensors="np")
+
+
+def test_labels_that_are_all_ignored_stay_ignored():
+    batch = PaddingFreeCollator()([{"input_ids": [1, 2, 3], "labels": [-100] * 3}])
+    assert batch["labels"].tolist() == [[-100] * 3]
