@@ -13,15 +13,14 @@ from helpers import cu_seqlens_of, drawn_mask, masks
 from megatron_case import spawn
 
 import packing_ops as po
+from packing_ops.data.parallel import packed_alignment, thd_inverse_indices, thd_partition_indices
 from packing_ops.integrations.megatron import data
 from packing_ops.integrations.megatron.data import (
     next_token_targets,
-    packed_alignment,
     packed_seq_params,
     postprocess_packed_seqs,
     preprocess_packed_seqs,
 )
-from packing_ops.integrations.megatron.partition import thd_inverse_indices, thd_partition_indices
 
 sizes = st.fixed_dictionaries(
     {"tp_size": st.sampled_from([1, 2, 3]), "cp_size": st.sampled_from([1, 2, 4]), "fp8": st.booleans()}

@@ -7,6 +7,7 @@ from packing_ops.data.micro_batches import token_budget_microbatches
 from packing_ops.data.mini_batches import normalize_advantages, stage_chunks
 from packing_ops.data.packed import PackedCollator
 from packing_ops.data.padding_free import PaddingFreeCollator, PaddingFreeDPOCollator, count_within_token_budget
+from packing_ops.data.parallel import packed_alignment, thd_inverse_indices, thd_partition_indices
 from packing_ops.padding import iter_microbatches, trim_padding
 
 __all__ = [
@@ -20,11 +21,14 @@ __all__ = [
     "masked_loss",
     "normalize_advantages",
     "num_rows",
+    "packed_alignment",
     "pad_batch_to_multiple",
     "select_rows",
     "sequence_logps",
     "slice_batch",
     "stage_chunks",
+    "thd_inverse_indices",
+    "thd_partition_indices",
     "token_budget_microbatches",
     "trim_padding",
 ]

@@ -8,6 +8,8 @@ Example:
 
 import importlib
 
+from packing_ops.data.parallel import packed_alignment, thd_inverse_indices, thd_partition_indices
+
 _HOMES = {
     "PackingDotProductAttention": "core_attention",
     "use_packing_ops": "spec",
@@ -17,10 +19,9 @@ _HOMES = {
     "packed_seq_params": "data",
     "preprocess_packed_seqs": "data",
     "postprocess_packed_seqs": "data",
-    "thd_partition_indices": "partition",
-    "thd_inverse_indices": "partition",
+    "next_token_targets": "data",
 }
-__all__ = list(_HOMES)
+__all__ = [*_HOMES, "packed_alignment", "thd_inverse_indices", "thd_partition_indices"]
 
 
 def __getattr__(name):

@@ -7,14 +7,13 @@ of the alignment in their row too, as packed collators lay them out.
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 import packing_ops as po
-from packing_ops.integrations.megatron.partition import thd_inverse_indices, thd_partition_indices
+from packing_ops.data.parallel import packed_alignment, thd_inverse_indices, thd_partition_indices
 from packing_ops.integrations.megatron.slots import document_lengths, source_of_slots
 
 _ops = torch.ops.packing_ops
@@ -33,25 +32,6 @@ def packed_seq_params(metadata: po.PackedMetadata) -> PackedSeqParams:
         ImportError: a megatron-core whose PackedSeqParams lacks a field that is needed; names it.
     """
     return _params(**metadata.to_megatron(), total_tokens=metadata.total)
-
-
-def packed_alignment(tp_size: int = 1, cp_size: int = 1, fp8: bool = False) -> int:
-    """Slots that a document's length is rounded up to: tp_size, or ``2 * tp_size * cp_size`` under context parallelism.
-
-    With ``fp8`` the least common multiple of that and ``16 * cp_size``: each rank's rows in multiples of 16.
-
-    Example:
-        >>> packed_alignment(4, 1), packed_alignment(1, 2), packed_alignment(4, 1, fp8=True)
-        (4, 4, 16)
-
-    Raises:
-        ValueError: a size below 1.
-    """
-    for name, size in (("tp_size", tp_size), ("cp_size", cp_size)):
-        if size < 1:
-            raise ValueError(f"{name}: expected at least 1, got {size}")
-    alignment = 2 * tp_size * cp_size if cp_size > 1 else tp_size
-    return math.lcm(alignment, 16 * cp_size) if fp8 else alignment
 
 
 def preprocess_packed_seqs(

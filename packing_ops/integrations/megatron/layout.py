@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from packing_ops._recent import kept_with
 from packing_ops.attention import attention_plan
-from packing_ops.integrations.megatron.partition import thd_inverse_indices, thd_partition_indices
+from packing_ops.data.parallel import thd_inverse_indices, thd_partition_indices
 
 
 class Documents(NamedTuple):

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from packing_ops import apply_rotary_qk, position_ids_from_cu_seqlens
 from packing_ops._recent import kept_with
-from packing_ops.integrations.megatron.partition import thd_partition_indices
+from packing_ops.data.parallel import thd_partition_indices
 
 _stock = {}  # what was there before, by (owner, name), while ours stands in its place
 

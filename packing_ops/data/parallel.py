@@ -1,13 +1,34 @@
-"""Which tokens of a thd row each context-parallel rank holds.
+"""Where documents lie under tensor and context parallelism, and which tokens of a row each context-parallel rank holds.
 
-A document is cut into ``2 * cp_size`` chunks of equal length and rank r holds chunks r and ``2 * cp_size - 1 - r``, one
+Under context parallelism a document is cut into ``2 * cp_size`` chunks of equal length and rank r holds chunks r and ``2 * cp_size - 1 - r``, one
 from either end, so that every rank has as much to do under a causal mask. A rank's own row has, for every document in
 turn, those two chunks.
 """
 
+import math
+
 import torch
 
 from packing_ops import position_ids_from_cu_seqlens, seq_idx_from_cu_seqlens
+
+
+def packed_alignment(tp_size: int = 1, cp_size: int = 1, fp8: bool = False) -> int:
+    """Slots that a document's length is rounded up to: tp_size, or ``2 * tp_size * cp_size`` under context parallelism.
+
+    With ``fp8`` the least common multiple of that and ``16 * cp_size``: each rank's rows in multiples of 16.
+
+    Example:
+        >>> packed_alignment(4, 1), packed_alignment(1, 2), packed_alignment(4, 1, fp8=True)
+        (4, 4, 16)
+
+    Raises:
+        ValueError: a size below 1.
+    """
+    for name, size in (("tp_size", tp_size), ("cp_size", cp_size)):
+        if size < 1:
+            raise ValueError(f"{name}: expected at least 1, got {size}")
+    alignment = 2 * tp_size * cp_size if cp_size > 1 else tp_size
+    return math.lcm(alignment, 16 * cp_size) if fp8 else alignment
 
 
 def thd_partition_indices(
