@@ -12,13 +12,20 @@ export TORCH_CUDA_ARCH_LIST ?= 9.0
 endif
 endif
 
-.PHONY: demo demo-hf test lint build bench test-gpu bench-gpu profile-gpu wheel clean
+.PHONY: demo demo-hf demo-megatron demo-data test lint build bench test-gpu bench-gpu profile-gpu wheel clean
 
 demo: build
 	$(BIN)/python examples/train_packed.py
 
 demo-hf: build
 	$(BIN)/python examples/hf_sft.py
+
+demo-megatron: build
+	$(BIN)/python examples/megatron_sft.py
+
+demo-data: build
+	$(BIN)/python examples/rl_mini_batches.py
+	$(BIN)/python examples/async_sft.py
 
 test: lint build
 	$(BIN)/python -m pytest
@@ -35,18 +42,17 @@ build: .venv/.ready
 GPU_PYTHON ?= $(if $(wildcard .venv/.ready),$(BIN)/python,python3)
 
 test-gpu:
-	$(GPU_PYTHON) -m pytest --ignore tests/test_install.py --ignore tests/test_examples.py \
-		--ignore tests/test_hf_examples.py
+	$(GPU_PYTHON) -m pytest --ignore tests/test_install.py $(patsubst %,--ignore %,$(wildcard tests/test_*example*.py))
 
 bench-gpu:
-	@for family in boundaries padding packing rope attention; do \
+	@for family in boundaries padding packing rope attention megatron e2e; do \
 		$(GPU_PYTHON) benchmarks/bench_$$family.py --device cuda || exit 1; done
 
 profile-gpu:
 	$(GPU_PYTHON) benchmarks/profile_gpu.py
 
 bench: build
-	@for family in boundaries padding packing rope attention; do \
+	@for family in boundaries padding packing rope attention megatron data; do \
 		$(BIN)/python benchmarks/bench_$$family.py --device cpu || exit 1; done
 	$(BIN)/python examples/train_packed.py --out benchmarks/results
 

@@ -1,19 +1,21 @@
 """A training step of a Qwen3 model on packed and padded rows: python benchmarks/bench_e2e.py [--device cuda] [--tiny]
 
 Documents of lognormal lengths, forward and backward over all of them, tokens that are not padding per second, the most
-memory held, and of our own rows the share of the step that our kernels and host waits take. Needs transformers.
+memory held, and of our own rows the share of the step that our kernels and host waits take; then what our attention
+interface costs the host per layer. Every row is printed and in the CSV as soon as it is measured. Needs transformers.
 """
 
 import argparse
 import contextlib
+import csv
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from adapter_overhead import overhead_us
 from harness import RESULTS, commit, device_name, write_csv
-from rich.progress import track
 
 import packing_ops as po
 from packing_ops.integrations.transformers import apply_packing_ops, register, revert_packing_ops
@@ -35,29 +37,39 @@ class Provider:
     swaps: dict | None = None  # arguments of apply_packing_ops
     compiled_rope: bool = False
     fused_norm: bool = False
-    compiled: bool = False
+    compiled: str = ""  # "layers": each layer, one graph for all; "model": as a whole
     checkpointing: bool = False
     capacity: int = CAPACITY
     cuda_only: bool = False
+    runs: int = 3  # of the whole step; a slow one is timed once
+    profiled: bool = False
+    on_request: bool = False  # by --only
 
 
 PROVIDERS = {
-    "padded batches of 8, sdpa": Provider("sdpa", padded=True),
-    "packed, sdpa mask": Provider("sdpa", explicit=False),
+    "padded batches of 8, sdpa": Provider("sdpa", padded=True, runs=1),
+    "packed, sdpa mask": Provider("sdpa", explicit=False, runs=1),
     "packed, flex_attention": Provider("flex_attention", explicit=False, cuda_only=True),
     "packed, torch FlashAttention-2": Provider("torch_fa2", cuda_only=True),
     "packed, torch FlashAttention-2, compiled rope": Provider("torch_fa2", compiled_rope=True, cuda_only=True),
     "packed, torch FlashAttention-2, compiled rope, F.rms_norm": Provider(
         "torch_fa2", compiled_rope=True, fused_norm=True, cuda_only=True
     ),
-    "packing_ops": Provider("packing_ops", swaps={"rms_norm": False}),
-    "packing_ops, rms_norm=True": Provider("packing_ops", swaps={"rms_norm": True}),
+    "packing_ops": Provider("packing_ops", swaps={"rms_norm": False}, profiled=True),
+    "packing_ops, rms_norm=True": Provider("packing_ops", swaps={"rms_norm": True}, profiled=True),
     "packing_ops, rows of twice the capacity": Provider(
         "packing_ops", swaps={"rms_norm": False}, capacity=2 * CAPACITY
     ),
     "packing_ops, gradient checkpointing": Provider("packing_ops", swaps={"rms_norm": False}, checkpointing=True),
-    "packing_ops, torch.compile": Provider("packing_ops", swaps={"rms_norm": False}, compiled=True),
+    "packing_ops, torch.compile of each layer": Provider("packing_ops", swaps={"rms_norm": False}, compiled="layers"),
+    "packing_ops, torch.compile of the model": Provider(
+        "packing_ops", swaps={"rms_norm": False}, compiled="model", on_request=True
+    ),
 }
+OVERHEADS = {f"adapter overhead, {kind}": kind for kind in ("cu_seq_lens", "position_ids")}
+COLUMNS = ("tokens", "documents", "tokens_per_second", "peak_gib", "loss", "our_kernels_percent", "host_waits_percent",
+           "host_us_per_layer")  # fmt: skip
+WARM_UP = 3  # batches: of several lengths, so that what is compiled is compiled for any
 
 
 def lengths_of(total: int, most: int, median: int = 300) -> list[int]:
@@ -111,7 +123,8 @@ def setup(provider: Provider, shape: dict, device: str):
     torch.manual_seed(0)
     config = Qwen3Config(**shape, max_position_embeddings=40_960, use_cache=False)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model = Qwen3ForCausalLM._from_config(config, attn_implementation="sdpa", dtype=dtype).to(device).train()
+    with torch.device(device):
+        model = Qwen3ForCausalLM._from_config(config, attn_implementation="sdpa", dtype=dtype).train()
     undo = contextlib.ExitStack()
     if provider.swaps is not None:
         apply_packing_ops(model, **provider.swaps)
@@ -127,17 +140,9 @@ def setup(provider: Provider, shape: dict, device: str):
         undo.callback(setattr, modeling_qwen3, "apply_rotary_pos_emb", stock)
     if provider.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    if provider.compiled:
-        model.compile(dynamic=True)
+    for module in {"": [], "layers": model.model.layers, "model": [model]}[provider.compiled]:
+        module.compile(dynamic=True)
     return model, undo
-
-
-@dataclass
-class Measured:
-    tokens_per_second: float
-    peak_gib: float
-    loss: float
-    shares: dict = field(default_factory=dict)
 
 
 def step(model, batches) -> float:
@@ -173,7 +178,7 @@ def shares_of(call: Callable) -> dict:
     return {"our_kernels_percent": f"{100 * ours / busy:.1f}", "host_waits_percent": f"{100 * waits / elapsed:.1f}"}
 
 
-def measure(provider: Provider, documents, shape, device: str, runs: int) -> Measured:
+def measure(provider: Provider, documents, shape, device: str) -> dict:
     model, undo = setup(provider, shape, device)
     with undo:
         if provider.padded:
@@ -181,41 +186,55 @@ def measure(provider: Provider, documents, shape, device: str, runs: int) -> Mea
         else:
             batches = list(packed_rows(documents, provider.capacity, provider.explicit))
         batches = [{k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()} for batch in batches]
-        loss = step(model, batches)
+        step(model, batches[:WARM_UP])
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        times = sorted(seconds(lambda: step(model, batches), device) for _ in range(runs))
+        losses = []
+        times = sorted(seconds(lambda: losses.append(step(model, batches)), device) for _ in range(provider.runs))
         peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
-        ours = device == "cuda" and provider.swaps is not None
-        shares = shares_of(lambda: step(model, batches)) if ours else {}
-    return Measured(sum(len(d) for d in documents) / times[len(times) // 2], peak, loss, shares)
+        shares = shares_of(lambda: step(model, batches[:WARM_UP])) if device == "cuda" and provider.profiled else {}
+    tokens = sum(map(len, documents))
+    rate = f"{tokens / times[len(times) // 2]:.0f}"
+    told = {"tokens": tokens, "documents": len(documents), "tokens_per_second": rate, "peak_gib": f"{peak:.2f}"}
+    return {**told, "loss": f"{losses[0]:.4f}", **shares}
+
+
+def chosen(wanted: list[str], device: str) -> list[str]:
+    names = [
+        name for name, p in PROVIDERS.items() if (device == "cuda" or not p.cuda_only) and (wanted or not p.on_request)
+    ]
+    return [name for name in (*names, *OVERHEADS) if not wanted or any(part in name for part in wanted)]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--tiny", action="store_true", help="a small model and few tokens, to see that it runs")
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--only", default="", help="providers whose name contains this")
+    parser.add_argument("--only", nargs="+", metavar="NAME", default=[], help="rows whose name contains one of these; "
+                        "the others of the CSV stay")  # fmt: skip
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     shape, total = (TINY, 2048) if arguments.tiny else (SHAPE, TOKENS)
     lengths = lengths_of(total, CAPACITY if not arguments.tiny else 256)
     generator = torch.Generator().manual_seed(1)
     documents = [torch.randint(0, shape["vocab_size"], (n,), generator=generator) for n in lengths]
-    chosen = {name: p for name, p in PROVIDERS.items() if arguments.only in name}
-    chosen = {name: p for name, p in chosen.items() if arguments.device == "cuda" or not p.cuda_only}
-    rows = []
-    for name, provider in track(chosen.items(), description=f"training steps on {arguments.device}"):
-        found = measure(provider, documents, shape, arguments.device, arguments.runs)
-        rows.append({
-            "provider": name, "tokens": sum(lengths), "documents": len(documents),
-            "tokens_per_second": f"{found.tokens_per_second:.0f}", "peak_gib": f"{found.peak_gib:.2f}",
-            "loss": f"{found.loss:.4f}", "our_kernels_percent": found.shares.get("our_kernels_percent", ""),
-            "host_waits_percent": found.shares.get("host_waits_percent", ""),
-            "device": device_name(arguments.device), "torch": torch.__version__, "commit": commit(),
-        })  # fmt: skip
-    write_csv(arguments.out / f"e2e_{arguments.device}.csv", rows)
+    path, rows = arguments.out / f"e2e_{arguments.device}.csv", {}
+    if arguments.only and path.exists():
+        with path.open(newline="") as file:
+            rows = {row["provider"]: row for row in csv.DictReader(file)}
+    names = chosen(arguments.only, arguments.device)
+    if not names:
+        parser.error(f"--only: expected parts of {[*PROVIDERS, *OVERHEADS]}, got {arguments.only}")
+    for name in names:
+        start = time.perf_counter()
+        if name in OVERHEADS:
+            found = {"host_us_per_layer": f"{overhead_us(OVERHEADS[name], arguments.device):.1f}"}
+        else:
+            found = measure(PROVIDERS[name], documents, shape, arguments.device)
+        where = {"device": device_name(arguments.device), "torch": torch.__version__, "commit": commit()}
+        rows[name] = {"provider": name, **dict.fromkeys(COLUMNS, ""), **found, **where}
+        print(f"{name}: {found} ({time.perf_counter() - start:.0f} s)", flush=True)
+        write_csv(path, list(rows.values()), show=name == names[-1])
 
 
 if __name__ == "__main__":

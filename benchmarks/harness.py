@@ -143,12 +143,14 @@ def run(family: str, cases_of: Callable[[str], Iterable[Case]]) -> argparse.Name
     return arguments
 
 
-def write_csv(path: Path, rows: list[dict]) -> None:
+def write_csv(path: Path, rows: list[dict], show: bool = True) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
+    if not show:
+        return
     shown = [
         name for name in rows[0] if name not in ("p20_us", "p80_us", "bytes", "device", "threads", "torch", "commit")
     ]

@@ -13,10 +13,9 @@ import os
 import torch
 import torch.distributed as dist
 import transformers
-from hf_setup import documents_for, new_model, one_pass, packed_batch, parser_of
+from hf_setup import documents_for, new_model, one_pass, packed_batch, parser_of, swap
 
 import packing_ops as po
-from packing_ops.integrations.transformers import register
 
 
 class MeasuredTrainer(transformers.Trainer):
@@ -46,7 +45,9 @@ def main():
         raise SystemExit(
             f"--rows-per-step: expected a multiple of {world_size} processes, got {arguments.rows_per_step}"
         )
-    register()
+    model = new_model(arguments.model, arguments.capacity, arguments.seed)
+    if not arguments.stock:
+        swap(model)
     documents, _ = documents_for(arguments.model, arguments.data, arguments.documents, arguments.capacity)
     packing = po.pack_sequences(
         [len(d) for d in documents], arguments.capacity, bins_multiple_of=arguments.rows_per_step
@@ -63,7 +64,7 @@ def main():
         ddp_find_unused_parameters=False,
     )
     trainer = MeasuredTrainer(
-        model=new_model(arguments.model, arguments.capacity, arguments.seed, "packing_ops"),
+        model=model,
         args=settings,
         train_dataset=rows,
         data_collator=lambda rows: packed_batch(rows[0]),

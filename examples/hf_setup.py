@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, TrainingArguments
 
 import packing_ops as po
+from packing_ops.integrations.transformers import apply_packing_ops
 
 CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}\n{% endfor %}"
 
@@ -24,6 +25,9 @@ def parser_of(
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument(
+        "--stock", action="store_true", help="packed rows, but nothing of packing_ops in model or trainer"
+    )
     parser.add_argument("--out", type=Path, default=Path("demo_out"), help=f"folder for {writes}")
     return parser
 
@@ -48,10 +52,11 @@ def one_pass(arguments, folder: str, **more) -> TrainingArguments:
     )
 
 
-def new_model(path: Path | None, max_positions: int, seed: int, attention: str):
+def new_model(path: Path | None, max_positions: int, seed: int):
     """The model at ``path``, or a tiny Llama of two layers over bytes with the weights of ``seed``."""
+    # use_cache: with one, sdpa does not look for documents in position_ids.
     if path is not None:
-        return AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention)
+        return AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa", use_cache=False)
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -64,8 +69,15 @@ def new_model(path: Path | None, max_positions: int, seed: int, attention: str):
         bos_token_id=BOS,
         eos_token_id=EOS,
         pad_token_id=EOS,
+        use_cache=False,
     )
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+
+
+def swap(model) -> None:
+    """packing_ops attention and RoPE in the model; attention alone, after a warning, where its RoPE is not known."""
+    if not apply_packing_ops(model):
+        apply_packing_ops(model, rope=False)
 
 
 def documents_for(path: Path | None, data: Path | None, limit: int, max_length: int) -> tuple[list[Document], int]:

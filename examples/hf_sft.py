@@ -3,10 +3,11 @@
     python examples/hf_sft.py                        a tiny Llama on docstrings of the standard library
     python examples/hf_sft.py --data chat.jsonl      {"messages": [...]} or {"prompt": ..., "completion": ...}
     python examples/hf_sft.py --model PATH --device cuda
+    python examples/hf_sft.py --stock                what packing alone brings
 
-Padded: batches of 8, each padded to its longest, with transformers' own sdpa attention. Packed: rows of 2048 slots filled
-first-fit-decreasing, with attn_implementation="packing_ops". Each run has a process of its own, so that peak memory is
-its own too.
+Padded: batches of 8, each padded to its longest, by the stock model with sdpa attention. Packed: rows of 2048 slots filled
+first-fit-decreasing, by the model after apply_packing_ops. Each run has a process of its own, so that peak memory is its
+own too.
 """
 
 import multiprocessing
@@ -16,14 +17,13 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 import transformers
-from hf_setup import documents_for, new_model, one_pass, packed_batch, padded_batch, parser_of
+from hf_setup import documents_for, new_model, one_pass, packed_batch, padded_batch, parser_of, swap
 from report_packed import save_report
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from text_data import Document
 from train_packed import Run, groups_of, peak_mib
 
 import packing_ops as po
-from packing_ops.integrations.transformers import register
 
 COLUMNS = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[loss]}"))
 
@@ -50,9 +50,11 @@ class MeasuredTrainer(transformers.Trainer):
         return loss
 
 
-def attention_of(mode: str) -> str:
-    register()
-    return "sdpa" if mode == "padded" else "packing_ops"
+def model_for(mode: str, arguments):
+    model = new_model(arguments.model, arguments.capacity, arguments.seed)
+    if mode == "packed" and not arguments.stock:
+        swap(model)
+    return model.to(arguments.device)
 
 
 def train(mode: str, tokens: list[tuple[list[int], list[int]]], arguments) -> Run:
@@ -60,7 +62,7 @@ def train(mode: str, tokens: list[tuple[list[int], list[int]]], arguments) -> Ru
     documents = [Document(torch.tensor(ids), torch.tensor(labels)) for ids, labels in tokens]
     groups = [[documents[i] for i in group] for group in groups_of(mode, [len(d) for d in documents], arguments)]
     collate = padded_batch if mode == "padded" else packed_batch
-    model = new_model(arguments.model, arguments.capacity, arguments.seed, attention_of(mode)).to(arguments.device)
+    model = model_for(mode, arguments)
     model(**to_device(collate(groups[0]), arguments.device)).loss.backward()  # warm-up
     model.zero_grad()
     run = Run(mode, steps=len(groups))
@@ -84,7 +86,7 @@ def to_device(batch: dict, device: str) -> dict:
 
 
 def first_step_losses(documents, arguments) -> dict[str, float]:
-    """The same 8 documents: padded with stock attention, padded and unpadded inside by packing_ops, packed."""
+    """The same 8 documents: padded in the stock model, padded and unpadded inside by packing_ops, packed."""
     losses = {}
     cases = [
         ("padded", "padded", padded_batch),
@@ -92,7 +94,7 @@ def first_step_losses(documents, arguments) -> dict[str, float]:
         ("packed", "packed", packed_batch),
     ]
     for name, mode, collate in cases:
-        model = new_model(arguments.model, arguments.capacity, arguments.seed, attention_of(mode)).to(arguments.device)
+        model = model_for(mode, arguments)
         with torch.no_grad():
             batch = to_device(collate(documents[: arguments.batch_size]), arguments.device)
             losses[name] = model(**batch).loss.item()
@@ -117,7 +119,9 @@ def main():
         runs = [pool.submit(train, mode, tokens, arguments).result() for mode in ("padded", "packed")]
     rows = po.pack_sequences(lengths, arguments.capacity).bins
     stem = arguments.out / f"demo_hf_{arguments.device}"
-    save_report(stem, lengths, cut, rows, arguments, runs, losses, transformers=transformers.__version__)
+    save_report(
+        stem, lengths, cut, rows, arguments, runs, losses, stock=arguments.stock, transformers=transformers.__version__
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Trains a model with TRL's SFTTrainer on packed rows: two lines switch its packing and its attention over.
+"""Trains a model with TRL's SFTTrainer on packed rows: two lines swap its packing, and the model's attention and RoPE.
 
 python examples/trl_sft.py                        a tiny Llama on docstrings of the standard library
 python examples/trl_sft.py --data chat.jsonl      {"messages": [...]} or {"prompt": ..., "completion": ...}
 python examples/trl_sft.py --model PATH --device cuda
+python examples/trl_sft.py --stock                nothing swapped
 """
 
 import json
@@ -11,11 +12,11 @@ from pathlib import Path
 
 import datasets
 import trl
-from hf_setup import byte_tokenizer, new_model, parser_of
+from hf_setup import byte_tokenizer, new_model, parser_of, swap
 from text_data import docstring_pairs
 from transformers import AutoTokenizer
 
-from packing_ops.integrations import trl as integration
+from packing_ops.integrations.trl import patch_pack_dataset
 
 
 def load_rows(data: Path | None, limit: int) -> datasets.Dataset:
@@ -36,10 +37,11 @@ def parse_arguments():
 
 def main():
     arguments = parse_arguments()
-    integration.register()  # attn_implementation="packing_ops"
-    integration.patch_pack_dataset()  # packing=True fills rows over the whole dataset
+    model = new_model(arguments.model, arguments.max_length, arguments.seed)
+    if not arguments.stock:
+        patch_pack_dataset()  # packing=True fills rows over the whole dataset
+        swap(model)  # apply_packing_ops
 
-    model = new_model(arguments.model, arguments.max_length, arguments.seed, "packing_ops")
     settings = trl.SFTConfig(
         output_dir=str(arguments.out / "trl_checkpoints"),
         packing=True,
@@ -76,6 +78,7 @@ def main():
         "tokens": tokens,
         "seconds": time.perf_counter() - start,
         "losses": [float(entry["loss"]) for entry in steps],
+        "stock": arguments.stock,
         "trl": trl.__version__,
     }
     arguments.out.mkdir(parents=True, exist_ok=True)

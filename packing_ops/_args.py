@@ -1,5 +1,6 @@
 """What public functions accept for one argument: a tensor, or a plain Python sequence."""
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +14,17 @@ def index_tensor(values: torch.Tensor | Sequence[int], name: str) -> torch.Tenso
         wrong = next(value for value in values if not isinstance(value, int))
         raise TypeError(f"{name}: expected integers, got {wrong!r} ({type(wrong).__name__})")
     return torch.tensor(values, dtype=torch.int64)
+
+
+def integer(value, name: str) -> int:
+    """``value`` as a Python int that C++ can hold. Fractions are an error, not a cut."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected an integer, got {value!r} ({type(value).__name__})") from None
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{name}: expected an integer that fits int64, got {number}")
+    return number
 
 
 def exactly_one(**arguments) -> None:

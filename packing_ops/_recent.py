@@ -1,9 +1,11 @@
-"""What a call of attention keeps for the next one: the plan, and the cu_seqlens of a dense batch."""
+"""What a call keeps for the next one: the plan, the cu_seqlens of a dense batch, what was worked out from a batch."""
 
 import functools
 import weakref
+from collections.abc import Callable, Sequence
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 _ops = torch.ops.packing_ops
 
@@ -70,3 +72,28 @@ def _kept_cu_seqlens(batch, seqlen, device, stream):
 
 def _every(seqlen, batch, device):
     return torch.arange(batch + 1, dtype=torch.int32, device=device) * seqlen
+
+
+# --- what the layers of a model share about a batch ---
+
+_kept = WeakTensorKeyDictionary()
+
+
+def kept_with(tensors: Sequence[torch.Tensor], key: tuple, make: Callable[[], object]) -> object:
+    """``make()``, or what it gave for ``key`` while these very tensors had the values that they have now.
+
+    It lives as long as ``tensors[0]``, which it must not hold.
+    """
+    first, *others = tensors
+    if not _keeps(first) or any(tensor.is_inference() for tensor in tensors):
+        return make()
+    state = (_stream(first), *[tensor._version for tensor in tensors])
+    kept = _kept.setdefault(first, {})
+    if key in kept:
+        made_for, of, made = kept[key]
+        if made_for == state and all(reference() is tensor for reference, tensor in zip(of, others, strict=True)):
+            return made
+    with torch.inference_mode(False), torch.no_grad():  # the next call may train
+        made = make()
+    kept[key] = state, [weakref.ref(tensor) for tensor in others], made
+    return made

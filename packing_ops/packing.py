@@ -2,14 +2,13 @@
 
 import itertools
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
-from packing_ops._args import index_tensor
+from packing_ops._args import index_tensor, integer
 
 _ops = torch.ops.packing_ops
 
@@ -130,7 +129,8 @@ def pack_sequences(
             ``"next_fit"`` in the given order, a new bin when the last one has no room: the order is kept.
             ``"first_fit"`` in the given order, each into the first bin with room.
             ``"balanced"`` the longest first, each into the cheapest bin so far that has room, among the fewest bins
-            that this works for (at least ``min_bins``): bins of near-equal cost. ``balance`` defaults to "tokens".
+            that this works for (at least ``min_bins``); then, up to 65,536 sequences, a costly and a cheap bin swap
+            two sequences while that evens them: bins of near-equal cost. ``balance`` defaults to "tokens".
         alignment: a sequence occupies its length rounded up to a multiple of this (tensor or context parallel, fp8).
         max_sequences_per_bin: at most so many pieces in a bin.
         min_bins, bins_multiple_of: at least so many bins, and a multiple (data-parallel size). While bins are missing,
@@ -166,22 +166,22 @@ def pack_sequences(
     Deterministic. O(n log n) time at most, linear where lengths or capacity are not much larger than n; O(n) memory;
     one core, the GIL released. Johnson 1973 for the fits: ffd needs at most 11/9 of the fewest bins plus 1.
     """
-    capacity, alignment = _integer(capacity, "capacity"), _integer(alignment, "alignment")
-    token_cost, square_cost = _cost(balance)
+    capacity, alignment = integer(capacity, "capacity"), integer(alignment, "alignment")
+    token_cost, square_cost = cost_coefficients(balance, "balance")
     bin_offsets, item_indices, starts, piece_lengths, overlong_items, counts = _ops.pack_sequences(
         index_tensor(lengths, "lengths"),
         capacity,
         _name(strategy, "strategy"),
         alignment,
-        None if max_sequences_per_bin is None else _integer(max_sequences_per_bin, "max_sequences_per_bin"),
-        _integer(min_bins, "min_bins"),
-        _integer(bins_multiple_of, "bins_multiple_of"),
+        None if max_sequences_per_bin is None else integer(max_sequences_per_bin, "max_sequences_per_bin"),
+        integer(min_bins, "min_bins"),
+        integer(bins_multiple_of, "bins_multiple_of"),
         _name(overlong, "overlong"),
         balance is not None or strategy == "balanced",
         token_cost,
         square_cost,
         _name(ties, "ties"),
-        None if seed is None else _integer(seed, "seed"),
+        None if seed is None else integer(seed, "seed"),
     )
     num_tokens, lost_tokens, own_slots, lower_bound = counts.tolist()
     none = overlong_items[:0]
@@ -230,34 +230,24 @@ def pack_ffd(
     return _ops.pack_ffd(lengths, capacity, alignment, ties == "last")
 
 
-def _integer(value, name: str) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: expected an integer, got {value!r} ({type(value).__name__})") from None
-    if not -(2**63) <= number < 2**63:
-        raise ValueError(f"{name}: expected an integer that fits int64, got {number}")
-    return number
-
-
 def _name(value, name: str) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{name}: expected a name, got {value!r} ({type(value).__name__})")
     return value
 
 
-def _cost(balance) -> tuple[float, float]:
-    """(per token, per token squared)"""
-    if balance is None or balance == "tokens":
+def cost_coefficients(cost: str | tuple[str, float, float] | None, name: str) -> tuple[float, float]:
+    """(per token, per token squared) of ``cost``, an argument called ``name``."""
+    if cost is None or cost == "tokens":
         return 1.0, 0.0
-    if balance == "flops":
+    if cost == "flops":
         return _FLOPS
-    match balance:
+    match cost:
         case ("flops", int() | float() as a, int() | float() as b) if 0 <= a < math.inf and 0 <= b < math.inf and a + b:
             return float(a), float(b)
     raise ValueError(
-        "balance: expected None, 'tokens', 'flops' or ('flops', a, b) with finite a, b >= 0 and not both 0, "
-        f"got {balance!r}"
+        f"{name}: expected None, 'tokens', 'flops' or ('flops', a, b) with finite a, b >= 0 and not both 0, "
+        f"got {cost!r}"
     )
 
 

@@ -20,6 +20,8 @@ _COMMON = {
     "initializer_range": 0.3,  # scores far enough apart for masks to matter
 }
 _LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+# Not transformers' default: torch 2.11 cannot compile the stand-in for its grouped_mm.
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "batched_mm"}
 
 FAMILIES = {
     "llama": ("LlamaConfig", {}),
@@ -28,7 +30,7 @@ FAMILIES = {
     "mistral": ("MistralConfig", {"sliding_window": 5}),
     "gemma2": ("Gemma2Config", {**_LAYERS, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8}),
     "gemma3": ("Gemma3TextConfig", {**_LAYERS, "query_pre_attn_scalar": 8}),
-    "gpt_oss": ("GptOssConfig", {**_LAYERS, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt_oss": ("GptOssConfig", {**_LAYERS, **_EXPERTS}),
 }
 
 

@@ -1,6 +1,10 @@
 """attn_implementation="packing_ops" in real transformers models: packed, padded, cached, compiled, checkpointed."""
 
+import ast
+import importlib
 import json
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 from hf_models import FAMILIES, tiny_model  # noqa: E402
 
 import packing_ops  # noqa: E402
+from packing_ops.integrations import transformers as integration  # noqa: E402
 from packing_ops.integrations.transformers import fallback, layout, masks, register  # noqa: E402
 
 LENGTHS = [7, 1, 12, 4]
@@ -396,10 +401,23 @@ def test_names_that_transformers_treats_as_its_own(name):
         register(name)
 
 
-def test_missing_transformers_names_the_extra(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+@pytest.mark.parametrize("name", ["register", "apply_packing_ops", "revert_packing_ops"])
+def test_missing_transformers_names_the_extra(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for module in [module for module in sys.modules if module.startswith(integration.__name__)]:
+        monkeypatch.delitem(sys.modules, module)
+    again = importlib.import_module(integration.__name__)  # works without
     with pytest.raises(ImportError, match=r"pip install packing_ops\[hf\]"):
-        register()
+        getattr(again, name)
+
+
+@pytest.mark.parametrize("folder", ["transformers", "flash_attn"])
+def test_no_import_inside_a_function(folder):
+    """torch.compile stops at one (torch 2.11: `from transformers import x`, transformers is no plain module)."""
+    for path in Path(integration.__file__).parent.with_name(folder).rglob("*.py"):
+        functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+        inside = {type(node) for function in functions for node in ast.walk(function)}
+        assert not inside & {ast.Import, ast.ImportFrom}, path
 
 
 @every_family

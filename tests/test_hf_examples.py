@@ -1,5 +1,7 @@
 """The Hugging Face examples run, and several processes train as one does."""
 
+import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -7,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,6 +39,20 @@ def test_hf_sft(tmp_path):
     assert all(run["losses"][-1] < run["losses"][0] for run in (padded, packed))
     assert all(len(run["losses"]) == run["steps"] == len(run["tokens_seen"]) for run in (padded, packed))
     assert (tmp_path / "demo_hf_cpu.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_packed_models_are_swapped_unless_stock(monkeypatch, stock):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    hf_sft = importlib.import_module("hf_sft")
+    arguments = argparse.Namespace(model=None, capacity=256, batch_size=4, seed=0, stock=stock, device="cpu")
+    models = [hf_sft.model_for(mode, arguments) for mode in ("padded", "packed")]
+    swapped = [(model.config._attn_implementation, len(model.model.rotary_emb._forward_hooks)) for model in models]
+    assert swapped == [("sdpa", 0), ("sdpa", 0) if stock else ("packing_ops", 1)]
+    tokens = [torch.randint(0, 256, (length,)) for length in (31, 7, 50, 2)]
+    documents = [hf_sft.Document(ids, ids.clone()) for ids in tokens]
+    losses = hf_sft.first_step_losses(documents, arguments)
+    assert losses == pytest.approx(dict.fromkeys(losses, losses["padded"]), abs=1e-5)
 
 
 def test_trl_sft_on_chats(tmp_path):

@@ -16,6 +16,7 @@ pytest.importorskip("trl")
 import trl.data_utils as data_utils  # noqa: E402
 from hf_models import tiny_model  # noqa: E402
 
+import packing_ops as po  # noqa: E402
 from packing_ops.integrations import trl as integration  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -275,3 +276,108 @@ def test_register_enters_the_list_of_implementations_where_trl_has_one(monkeypat
     for _ in range(2):
         integration.register()
     assert {"flash_attention_2", "packing_ops"} == sft_trainer.FLASH_ATTENTION_VARIANTS
+
+
+# --- as TRL's documentation has it: a path, packing=True, packing_strategy="bfd" ---
+
+
+def test_packing_of_texts_end_to_end(device, tmp_path):
+    trl = pytest.importorskip("trl")
+    folder = tmp_path / "model"
+    tiny_model("llama", vocab_size=258).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    integration.register()
+    integration.patch_pack_dataset()
+    texts = ["ab" * length for length in (30, 7, 21, 2, 45, 33, 12, 9, 40, 3)]
+    settings = trl.SFTConfig(
+        output_dir=str(tmp_path / "out"),
+        packing=True,
+        packing_strategy="bfd",
+        max_length=64,
+        model_init_kwargs={"attn_implementation": "packing_ops", "dtype": "float32"},
+        per_device_train_batch_size=2,
+        num_train_epochs=4,
+        learning_rate=1e-2,
+        bf16=False,
+        use_cpu=device == "cpu",
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+    )
+    rows = datasets.Dataset.from_dict({"text": texts})
+    trainer = trl.SFTTrainer(str(folder), args=settings, train_dataset=rows)
+    assert trainer.model.config._attn_implementation == "packing_ops"
+    documents = [document for row in trainer.train_dataset for document in split(row["input_ids"], row["seq_lengths"])]
+    assert sorted(map(len, documents)) == sorted(min(len(text) + 1, 64) for text in texts)  # with the end token
+
+    batch = trainer.data_collator(list(trainer.train_dataset))
+    batch = {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
+    loss = trainer.compute_loss(trainer.model, batch)
+    stock = tiny_model("llama", vocab_size=258, device=device)
+    num_targets = sum(len(document) - 1 for document in documents)
+    rows = [torch.tensor([document], device=device) for document in documents]
+    wanted = sum(stock(row, labels=row, num_items_in_batch=num_targets).loss for row in rows)
+    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-5)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert float(losses[-1]) < float(losses[0])
+
+
+def split(ids, lengths):
+    return [list(piece) for piece in torch.tensor(ids).split(list(lengths))]
+
+
+# --- DPO (the padding_free option of TRL's own trainer is switched off in 1.16) ---
+
+
+def packed_dpo_logps(model, batch):
+    """[2 * pairs] log-probabilities of the completions in TRL's padded batch, by one packed row."""
+    mask = batch["attention_mask"]
+    metadata = po.PackedMetadata.from_attention_mask(mask)
+    columns, *_ = po.unpad_inputs({name: batch[name] for name in ("input_ids", "completion_mask")}, mask)
+    ids = columns["input_ids"][None]
+    inputs = {"position_ids": metadata.position_ids[None], **metadata.to_transformers()}
+    logits = model(ids, **inputs, use_cache=False).logits[:, :-1]
+    log_probs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    return integration.packed_logps(log_probs, columns["completion_mask"], metadata.cu_seqlens)
+
+
+def test_dpo_without_padding_is_dpo_with_it(device, tmp_path):
+    trl = pytest.importorskip("trl")
+    settings = trl.DPOConfig(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=4,
+        bf16=False,
+        gradient_checkpointing=False,
+        use_cpu=device == "cpu",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    pairs = [{"prompt": "p" * i, "chosen": "yes" * (5 - i), "rejected": "no" * 3 * i} for i in (1, 2, 3, 4)]
+    trainer = trl.DPOTrainer(
+        model=tiny_model("llama", vocab_size=258, device=device),
+        ref_model=tiny_model("llama", vocab_size=258, device=device, seed=1),
+        args=settings,
+        train_dataset=datasets.Dataset.from_list(pairs),
+        processing_class=byte_tokenizer(),
+    )
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert (batch["attention_mask"] == 0).any()
+    trainer.model.train()
+    wanted = trainer.compute_loss(trainer.model, batch)
+    wanted.backward()
+
+    integration.register()
+    ours = {"attn_implementation": "packing_ops", "vocab_size": 258, "device": device}
+    model, reference = tiny_model("llama", **ours), tiny_model("llama", **ours, seed=1)
+    with torch.no_grad():
+        of_reference = packed_dpo_logps(reference, batch)
+    sums = torch.cat(trainer.compute_ref_log_probs(trainer.ref_model, batch))
+    torch.testing.assert_close(of_reference, sums, rtol=1e-5, atol=1e-5)
+    chosen, rejected = (packed_dpo_logps(model, batch) - of_reference).chunk(2)
+    loss = -torch.nn.functional.logsigmoid(settings.beta * (chosen - rejected)).mean()
+    loss.backward()
+    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-5)
+    for (name, parameter), stock in zip(model.named_parameters(), trainer.model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, stock.grad, rtol=1e-4, atol=1e-6, msg=name)

@@ -139,7 +139,7 @@ def test_fast_rope_embedding_names_what_does_not_fit(device):
         fast_rope_embedding(Q, Q, cos, cos)
     with pytest.raises(ValueError, match=r"rope_embedding_indices: expected \[batch=2, seqlen=5\], got \[3\]"):
         fast_rope_embedding(Q, Q, cos, cos, torch.zeros(3, dtype=torch.int64, device=device))
-    with pytest.raises(ValueError, match="position_ids: expected 0 to 3"):
+    with pytest.raises(ValueError, match=r"position_ids: expected .*index"):
         fast_rope_embedding(Q, Q, cos, cos, torch.arange(5, device=device))
     with pytest.raises(ValueError, match=r"cos: expected \[max_positions, head_dim or head_dim / 2\], got \[2, 4, 4\]"):
         fast_rope_embedding(Q, Q, cos.expand(2, 4, 4), cos)

@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 
 from packing_ops.data._examples import column, flattened, optional_column, tokens_of
+from packing_ops.data.parallel import packed_alignment, thd_partition_indices
 from packing_ops.metadata import PackedMetadata
 from packing_ops.packing import pack_sequences
 
@@ -73,8 +74,7 @@ class PackedCollator:
     @property
     def alignment(self) -> int:
         """Slots that a document's share is a multiple of."""
-        layout = 2 * self.tp_size * self.cp_size if self.cp_size > 1 else self.tp_size
-        return math.lcm(layout, 16 * self.cp_size) if self.fp8 else layout
+        return packed_alignment(self.tp_size, self.cp_size, self.fp8)
 
     def __call__(self, examples: Sequence[Mapping]) -> dict:
         input_ids, lengths = self._tokens(examples)
@@ -142,12 +142,12 @@ class PackedCollator:
             raise ValueError(f"cp_rank: expected 0 to {self.cp_size - 1} for cp_size={self.cp_size}, got {cp_rank}")
         sequences = batch["sequences"]
         segments = self._segments(batch["sub_seq_lengths"], *sequences.shape)
-        slots = _zigzag(segments, self.cp_size, cp_rank).to(sequences.device)
-        positions = PackedMetadata.from_lengths(segments, device=sequences.device).position_ids
+        documents = PackedMetadata.from_lengths(segments, device=sequences.device)
+        slots = thd_partition_indices(documents.cu_seqlens, self.cp_size, cp_rank, total=documents.total)
         whole = {
             "sequences": sequences,
             "attention_mask": batch["attention_mask"],
-            "position_ids": positions,
+            "position_ids": documents.position_ids,
             "labels": sequences.roll(-1, dims=1),
             "loss_mask": torch.nn.functional.pad(batch["loss_mask"], (0, 1)),
         }
@@ -223,13 +223,3 @@ def _covered(starts: torch.Tensor, lengths: torch.Tensor, total: int) -> torch.T
     edges, one = torch.zeros(total + 1, dtype=torch.int8), torch.ones(len(starts), dtype=torch.int8)
     edges.index_add_(0, starts, one).index_add_(0, starts + lengths, one, alpha=-1)
     return edges[:total].cumsum(0, dtype=torch.int8).view(torch.bool)
-
-
-def _zigzag(segments: list[int], cp_size: int, cp_rank: int) -> torch.Tensor:
-    """Slots of one rank: of each segment chunks cp_rank and 2 * cp_size - 1 - cp_rank."""
-    num_chunks = 2 * cp_size if cp_size > 1 else 1
-    lengths = torch.tensor(segments)
-    starts, chunk = lengths.cumsum(0) - lengths, lengths // num_chunks
-    held = {cp_rank, num_chunks - 1 - cp_rank}
-    firsts = torch.cat([starts + which * chunk for which in held])
-    return _covered(firsts, chunk.repeat(len(held)), sum(segments)).nonzero()[:, 0]

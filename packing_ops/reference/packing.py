@@ -1,7 +1,9 @@
 """Oracle of packing_ops.packing: every strategy as its definition says it, in plain Python, quadratic where it is."""
 
+import itertools
 from dataclasses import dataclass, field
 
+PARTNERS = 16  # cheap rows that a costly one tries to swap with
 STEPS = 65536  # costs are compared to one part in STEPS of the costliest bin that the capacity allows
 
 
@@ -67,6 +69,8 @@ def pack_sequences(
 
     rows = [bin.pieces for bin in bins]
     add_missing(rows, wanted_bins(len(rows), min_bins, bins_multiple_of, len(arrivals)))
+    if strategy == "balanced":
+        even(rows, most_units, cost)
     if balance is not None or strategy == "balanced":
         rows = deal(rows, bins_multiple_of, lambda row: sum(cost(piece.units) for piece in row))
     return [[(piece.item, piece.start, piece.length) for piece in row] for row in rows]
@@ -183,6 +187,39 @@ def add_missing(rows, wanted):
         giver = givers.pop()
         while len(rows) < wanted and len(rows[giver]) > 1:
             rows.append([rows[giver].pop()])
+
+
+def even(rows, most_units, cost):
+    """Pass after pass: from the costliest row down, each swaps with a cheap one the two pieces that even them most."""
+    costs = [list(itertools.accumulate(cost(piece.units) for piece in row))[-1] for row in rows]
+    room = [most_units - sum(piece.units for piece in row) for row in rows]
+    swapped = True
+    while swapped:
+        swapped = False
+        by_cost = sorted((costs[r], r) for r in range(len(rows)) if room[r] >= 0)
+        while len(by_cost) > 1:
+            _, costly = by_cost.pop()
+            for place, (_, cheap) in enumerate(by_cost[:PARTNERS]):
+                half = (costs[costly] - costs[cheap]) / 2
+                swaps = [
+                    (abs(cost(x.units) - cost(y.units) - half), i, j)
+                    for i, x in enumerate(rows[costly])
+                    for j, y in enumerate(rows[cheap])
+                    if x.units - y.units <= room[cheap]
+                ]
+                distance, i, j = min(swaps, default=(half, 0, 0))
+                if distance >= half:
+                    continue
+                long, short = rows[costly].pop(i), rows[cheap].pop(j)
+                gain = cost(long.units) - cost(short.units)
+                for row, piece, sign in ((costly, short, -1), (cheap, long, 1)):
+                    rows[row] = sorted([*rows[row], piece], key=lambda piece: -piece.units)
+                    costs[row] += sign * gain
+                    room[row] -= sign * (long.units - short.units)
+                by_cost.pop(place)
+                by_cost = sorted([*by_cost, (costs[costly], costly), (costs[cheap], cheap)])
+                swapped = True
+                break
 
 
 def deal(rows, ranks, cost):

@@ -81,6 +81,20 @@ __device__ __forceinline__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// From compute capability 9.0 on, a kernel launched with programmatic stream serialization may start once every block
+// of the one before has said so, and waits for its end where it needs to. Nothing before 9.0.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // 2^x, two units in the last place; 2^-inf is 0.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;

@@ -130,8 +130,13 @@ void launch_varlen_attention_cuda(const VarlenAttentionParams& p, const CudaLaun
   dispatch(p, [&](auto element, auto dim) {
     using T = decltype(element);
     constexpr int kDim = decltype(dim)::value;
-    return transforms(p) ? sm80::run_forward<T, kDim, true>(args, stream)
-                         : sm80::run_forward<T, kDim, false>(args, stream);
+    const bool transform = transforms(p);
+    transform ? sm80::run_forward<T, kDim, false, true>(args, stream)
+              : sm80::run_forward<T, kDim, false, false>(args, stream);
+    if constexpr (sm80::has_short_forward(kDim)) {
+      transform ? sm80::run_forward<T, kDim, true, true>(args, stream)
+                : sm80::run_forward<T, kDim, true, false>(args, stream);
+    }
   });
 }
 

@@ -20,8 +20,11 @@ struct Window {
 // Rows are a document's (token, head of the group) pairs: row r is token r / group, head r % group.
 struct AttentionTiles {
   int32_t group = 1;
-  int32_t forward_rows = 128;   // rows of a forward unit
-  int32_t forward_keys = 64;    // keys that it takes at a time
+  int32_t forward_rows = 128;  // rows of a forward unit
+  int32_t forward_keys = 64;   // keys that it takes at a time
+  int32_t short_rows = 64;     // the same of short documents
+  int32_t short_keys = 32;
+  int32_t short_most = 128;     // keys of a short document, -1: there are none
   int32_t backward_rows = 64;   // rows that a backward unit takes at a time
   int32_t backward_keys = 128;  // keys of a backward unit
   int32_t small_keys = 64;      // documents of at most so many keys get smaller backward units; 0 = none
@@ -46,8 +49,8 @@ struct alignas(16) PlanEntry {
   int32_t skipped;      // heads of its group that belong to the unit before
 };
 
-// int32 words: header, then a list of entries each for the forward, the backward of documents of several key tiles, of
-// one, and of small documents; attention_plan_size of them are enough.
+// int32 words: header, then lists of entries: the forward's, its short documents', the backward's of several key tiles,
+// of one, and of small documents; attention_plan_size of them are enough.
 struct PlanView {
   int32_t* data = nullptr;
   int64_t total_q = 0;
@@ -58,6 +61,7 @@ struct PlanView {
 
   enum Header {
     kForward,
+    kForwardShort,
     kBackward,
     kSingle,
     kSmall,
@@ -71,11 +75,15 @@ struct PlanView {
   PACKING_OPS_HOST_DEVICE int64_t forward_capacity() const {
     return total_q * tiles.group / tiles.forward_rows + num_documents;
   }
+  PACKING_OPS_HOST_DEVICE int64_t forward_short_capacity() const {
+    return total_q * tiles.group / tiles.short_rows + num_documents;
+  }
   PACKING_OPS_HOST_DEVICE int64_t backward_capacity() const { return total_k / tiles.backward_keys + num_documents; }
   // list: one of those before kLists.
   PACKING_OPS_HOST_DEVICE PlanEntry* entries(int list) const {
     int64_t skip = kHeaderWords / kEntryWords;
     if (list > kForward) skip += forward_capacity();
+    if (list > kForwardShort) skip += forward_short_capacity();
     if (list > kBackward) skip += backward_capacity();
     if (list > kSingle) skip += num_documents;
     return reinterpret_cast<PlanEntry*>(data) + skip;

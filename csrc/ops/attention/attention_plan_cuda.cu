@@ -29,12 +29,18 @@ struct TileLister {
 
   // Documents with more tiles than this are spread over a whole warp. Key tiles of a document stay next to each other,
   // so that those at work at one time read the same rows.
-  __device__ int32_t many_tiles() const { return list == PlanView::kForward ? 32 : 1; }
+  __device__ int32_t many_tiles() const { return is_forward() ? 32 : 1; }
+
+  __device__ bool is_forward() const { return list == PlanView::kForward || list == PlanView::kForwardShort; }
+  __device__ int32_t rows() const {
+    return list == PlanView::kForwardShort ? plan.tiles.short_rows : plan.tiles.forward_rows;
+  }
 
   __device__ int32_t tiles(const DocumentView& d) const {
     // Keys that nobody sees are listed too: their gradients are zeros that somebody has to write.
-    if (list == PlanView::kForward) {
-      return static_cast<int32_t>(ceil_div(static_cast<int64_t>(d.tokens) * plan.tiles.group, plan.tiles.forward_rows));
+    if (is_forward()) {
+      if ((list == PlanView::kForwardShort) != (d.keys <= plan.tiles.short_most)) return 0;
+      return static_cast<int32_t>(ceil_div(static_cast<int64_t>(d.tokens) * plan.tiles.group, rows()));
     }
     const bool small = d.keys <= plan.tiles.small_keys;
     const bool single = !small && d.keys <= plan.tiles.backward_keys;
@@ -45,23 +51,24 @@ struct TileLister {
   // Backward: one cost for all tiles of a document, so that they stay together and in order.
   __device__ int64_t cost(const DocumentView& d, int32_t tile) const {
     const int64_t group = plan.tiles.group;
-    if (list != PlanView::kForward) {
+    if (!is_forward()) {
       const int64_t keys = list == PlanView::kSmall ? plan.tiles.small_keys : plan.tiles.backward_keys;
       const int64_t most = d.window.left < kOpenWindow ? keys + d.window.left : d.tokens;
       return ceil_div((most < d.tokens ? most : d.tokens) * group, plan.tiles.backward_rows);
     }
-    const int64_t row = static_cast<int64_t>(tile) * plan.tiles.forward_rows;
-    const int64_t last = row + plan.tiles.forward_rows - 1;
+    const int64_t row = static_cast<int64_t>(tile) * rows();
+    const int64_t last = row + rows() - 1;
     const int64_t last_token = last / group < d.tokens ? last / group : d.tokens - 1;
     const Range seen = d.keys_seen(static_cast<int32_t>(row / group), static_cast<int32_t>(last_token));
-    return ceil_div(seen.end, plan.tiles.forward_keys) - seen.first / plan.tiles.forward_keys;
+    const int32_t keys = list == PlanView::kForwardShort ? plan.tiles.short_keys : plan.tiles.forward_keys;
+    return ceil_div(seen.end, keys) - seen.first / keys;
   }
 
   // The backward's chain of partial sums goes through a document's key tiles in this order.
   __device__ PlanEntry entry(int64_t document, const DocumentView& d, int32_t index) const {
-    const bool ascend = list == PlanView::kForward || plan.tiles.start_at_last_row(d.tokens);
+    const bool ascend = is_forward() || plan.tiles.start_at_last_row(d.tokens);
     const int32_t tile = ascend ? index : tiles(d) - 1 - index;
-    const int64_t row = static_cast<int64_t>(tile) * plan.tiles.forward_rows;
+    const int64_t row = static_cast<int64_t>(tile) * rows();
     return {static_cast<int32_t>(document),
             tile,
             static_cast<int32_t>(d.start_q),
@@ -192,6 +199,9 @@ PlanView plan_view(const AttentionPlanParams& p) {
   plan.tiles.group = static_cast<int32_t>(p.num_q_heads / p.num_kv_heads);
   plan.tiles.forward_rows = sm80::forward_rows(padded);
   plan.tiles.forward_keys = sm80::forward_keys(padded);
+  plan.tiles.short_rows = sm80::kShortRows;
+  plan.tiles.short_keys = sm80::kShortKeys;
+  plan.tiles.short_most = sm80::has_short_forward(padded) ? sm80::kShortMost / plan.tiles.group : -1;
   plan.tiles.backward_rows = sm80::kBackwardRows;
   plan.tiles.backward_keys = sm80::backward_keys(padded);
   plan.tiles.small_keys = sm80::backward_small_keys(padded);

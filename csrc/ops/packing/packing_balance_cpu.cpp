@@ -1,7 +1,9 @@
-// Near-equal cost: bins built that way, and finished bins dealt to ranks that way.
+// Near-equal cost: bins built that way, evened by swaps, and finished bins dealt to ranks that way.
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 #include <queue>
+#include <set>
 
 #include "ops/packing/packing_bin_levels.h"
 #include "ops/packing/packing_plan.h"
@@ -74,7 +76,125 @@ void fit_cheapest(const PackParams& p, const Pieces& pieces, const Runs& sorted,
   }
 }
 
+// Swaps would cost more than the fit itself from there on, and single pieces matter little.
+constexpr int64_t kMostSwapped = 65536;
+
+// Swaps between rows: the costliest row and a cheap one trade the two pieces that bring both closest to their mean. The
+// cheap row must have room. The sum of squares falls with every swap.
+class RowSwaps {
+ public:
+  RowSwaps(const PackParams& p, PackPlan& plan) : p_(p), plan_(plan) {
+    for (const Row& row : plan.rows) {
+      costs_.push_back(0.0);
+      room_.push_back(plan.pieces.capacity);
+      for (int64_t k = row.begin; k < row.end; ++k) {
+        costs_.back() += cost_of(p, units_at(k));
+        room_.back() -= units_at(k);
+      }
+    }
+  }
+
+  void run() {
+    while (pass() && work_ < kMostWork) continue;
+  }
+
+ private:
+  // Pieces looked at, about 2 ms: what is left then is far below one piece per row.
+  static constexpr int64_t kMostWork = 1 << 18;
+  static constexpr int64_t kPerSearch = 16;  // and what keeping the rows in order costs
+  static constexpr int kPartners = 16;
+
+  struct Swap {
+    double gain;   // cost that moves; 0: no swap helps
+    int64_t from;  // in `placed`, of the costly row
+    int64_t to;    // of the cheap row
+  };
+
+  // From the costliest row down, each until no swap helps it; true where one did.
+  bool pass() {
+    std::set<std::pair<double, int32_t>> by_cost;
+    for (size_t row = 0; row < costs_.size(); ++row) {
+      // A piece over the capacity keeps its row for itself.
+      if (room_[row] >= 0) by_cost.insert({costs_[row], static_cast<int32_t>(row)});
+    }
+    bool swapped = false;
+    while (by_cost.size() > 1 && work_ < kMostWork) {
+      const int32_t costly = by_cost.rbegin()->second;
+      by_cost.erase(std::prev(by_cost.end()));
+      auto cheap = by_cost.begin();
+      for (int tries = 0; tries < kPartners && cheap != by_cost.end(); ++tries, ++cheap) {
+        const int32_t partner = cheap->second;
+        const Swap swap = best_swap(costly, partner);
+        if (swap.gain == 0.0) continue;
+        by_cost.erase(cheap);
+        apply(swap, costly, partner);
+        by_cost.insert({costs_[costly], costly});
+        by_cost.insert({costs_[partner], partner});
+        swapped = true;
+        break;
+      }
+    }
+    return swapped;
+  }
+
+  int64_t units_at(int64_t k) const { return plan_.pieces.units[plan_.placed[k]]; }
+
+  // Rows hold longer pieces first, so that for a shorter piece of the costly row the best partner comes no earlier.
+  Swap best_swap(int32_t costly, int32_t cheap) {
+    const Row& from = plan_.rows[costly];
+    const Row& to = plan_.rows[cheap];
+    const double gap = costs_[costly] - costs_[cheap];
+    const double half = gap / 2;
+    work_ += kPerSearch + from.end - from.begin + to.end - to.begin;
+    Swap best{0.0, from.begin, to.begin};
+    double distance = half;
+    int64_t j = to.begin;
+    for (int64_t i = from.begin; i < from.end; ++i) {
+      const double cost = cost_of(p_, units_at(i));
+      const auto consider = [&](int64_t place) {
+        const double gain = cost - cost_of(p_, units_at(place));
+        if (units_at(i) - units_at(place) > room_[cheap] || std::abs(gain - half) >= distance) return;
+        distance = std::abs(gain - half);
+        best = {gain, i, place};
+      };
+      while (j < to.end && cost - cost_of(p_, units_at(j)) < half && units_at(i) - units_at(j) <= room_[cheap]) ++j;
+      if (j > to.begin) consider(j - 1);
+      if (j < to.end) consider(j);
+    }
+    // Of pieces as long as each other the first.
+    while (best.to > to.begin && units_at(best.to - 1) == units_at(best.to)) --best.to;
+    return best;
+  }
+
+  void apply(const Swap& swap, int32_t costly, int32_t cheap) {
+    const int64_t units = units_at(swap.from) - units_at(swap.to);
+    std::swap(plan_.placed[swap.from], plan_.placed[swap.to]);
+    keep_longest_first(plan_.rows[costly], swap.from);
+    keep_longest_first(plan_.rows[cheap], swap.to);
+    costs_[costly] -= swap.gain;
+    costs_[cheap] += swap.gain;
+    room_[costly] += units;
+    room_[cheap] -= units;
+  }
+
+  // The piece at `k` is new in its row: to its place, after those of its length.
+  void keep_longest_first(const Row& row, int64_t k) {
+    for (; k + 1 < row.end && units_at(k + 1) >= units_at(k); ++k) std::swap(plan_.placed[k], plan_.placed[k + 1]);
+    for (; k > row.begin && units_at(k - 1) < units_at(k); --k) std::swap(plan_.placed[k], plan_.placed[k - 1]);
+  }
+
+  const PackParams& p_;
+  PackPlan& plan_;
+  std::vector<double> costs_;
+  std::vector<int64_t> room_;
+  int64_t work_ = 0;
+};
+
 }  // namespace
+
+void even_rows(const PackParams& p, PackPlan& plan) {
+  if (plan.pieces.count <= kMostSwapped) RowSwaps(p, plan).run();
+}
 
 // With too few bins the last pieces open new ones, which stay emptier than the rest: then again with more.
 void fit_balanced(const PackParams& p, const Pieces& pieces, const Runs& sorted, int64_t lower_bound, Assignment& out) {

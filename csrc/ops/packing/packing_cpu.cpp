@@ -89,6 +89,7 @@ void launch_plan_bins_cpu(const PackParams& p) {
   gather_rows(assign(p, plan.pieces, sorted, plan.counts.lower_bound), sorted, plan);
   const int64_t bins = static_cast<int64_t>(plan.rows.size());
   add_missing_rows(bins_wanted(p, bins, plan.pieces.count) - bins, plan.rows);
+  if (p.strategy == PackStrategy::kBalanced) even_rows(p, plan);
   if (p.balance) deal_rows(p, plan);
   plan.counts.bins = static_cast<int64_t>(plan.rows.size());
 }

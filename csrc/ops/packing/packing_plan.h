@@ -76,6 +76,7 @@ int64_t bins_wanted(const PackParams& p, int64_t bins, int64_t pieces);
 
 // packing_balance_cpu.cpp
 void fit_balanced(const PackParams& p, const Pieces& pieces, const Runs& sorted, int64_t lower_bound, Assignment& out);
+void even_rows(const PackParams& p, PackPlan& plan);
 void deal_rows(const PackParams& p, PackPlan& plan);
 
 }  // namespace packing_ops

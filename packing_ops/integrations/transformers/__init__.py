@@ -1,13 +1,12 @@
 """packing_ops in Hugging Face transformers: attention by name, and kernels swapped into a model."""
 
-from packing_ops.integrations.transformers.attention import register
+import importlib
 
-__all__ = ["apply_packing_ops", "register", "revert_packing_ops"]
+_FILES = {"apply_packing_ops": "patch", "register": "attention", "revert_packing_ops": "patch"}
+__all__ = list(_FILES)
 
 
-def __getattr__(name):
-    if name in ("apply_packing_ops", "revert_packing_ops"):
-        from packing_ops.integrations.transformers import patch
-
-        return getattr(patch, name)
+def __getattr__(name):  # transformers is imported by the one who asks for a name
+    if name in _FILES:
+        return getattr(importlib.import_module(f"{__name__}.{_FILES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

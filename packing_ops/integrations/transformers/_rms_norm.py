@@ -16,8 +16,7 @@ def _eps(module):
 def _weight(self, hidden_states):
     # Stock: the normalised value is rounded to the dtype of the input, then the product with the weight.
     dtype = torch.promote_types(hidden_states.dtype, self.weight.dtype)
-    out = F.rms_norm(hidden_states.to(dtype), self.weight.shape, self.weight.to(dtype), _eps(self))
-    return out.to(dtype)
+    return _rms_norm(hidden_states.to(dtype), self.weight.to(dtype), _eps(self))
 
 
 def _weight_in_fp32(self, hidden_states):
@@ -26,8 +25,13 @@ def _weight_in_fp32(self, hidden_states):
 
 def _one_plus_weight(self, x):
     # In fp32: 1 + weight in a half type would lose most of a small weight.
-    weight = 1.0 + self.weight.float()
-    return F.rms_norm(x.float(), weight.shape, weight, _eps(self)).to(x.dtype)
+    return _rms_norm(x.float(), 1.0 + self.weight.float(), _eps(self)).to(x.dtype)
+
+
+def _rms_norm(x, weight, eps):
+    # As rows: the CUDA kernel copies any other layout to rows too, but to torch.compile torch announces a gradient in
+    # the layout of the one that came, and a compiled model then fails where it makes a view of it.
+    return F.rms_norm(x.reshape(-1, x.shape[-1]), weight.shape, weight, eps).view(x.shape)
 
 
 FORWARDS = {"weight": _weight, "weight_in_fp32": _weight_in_fp32, "one_plus_weight": _one_plus_weight}

@@ -4,6 +4,7 @@ import torch
 
 from packing_ops.attention import varlen_attention
 from packing_ops.integrations.transformers import fallback, masks
+from packing_ops.integrations.transformers._host import AttentionInterface, AttentionMaskInterface
 from packing_ops.integrations.transformers.layout import find_layout
 
 _ops = torch.ops.packing_ops
@@ -36,10 +37,6 @@ def register(name: str = "packing_ops") -> None:
             cu_seqlens of several documents. On CUDA these three are found in a later call, or in the same one under
             ``PACKING_OPS_CHECK=1``.
     """
-    try:
-        from transformers import AttentionInterface, AttentionMaskInterface
-    except ImportError as error:
-        raise ImportError("transformers 5 is needed: pip install packing_ops[hf]") from error
     taken = [word for word in ("flash", "sdpa", "flex", "eager", "paged", "/") if word in name]
     if taken or not name:
         raise ValueError(f"name: expected one without {taken or 'being empty'}, got {name!r}")
@@ -108,11 +105,10 @@ def packing_ops_attention(
 
 
 def _varlen(query, key, value, layout, causal, window, scaling, softcap, sinks):
-    batch, _, seqlen, _ = query.shape
     query, key, value = _one_dtype(query, key, value)
-    rows = [t.transpose(1, 2) for t in (query, key, value)]
+    rows = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if layout.indices is None:
-        q, k, v = (t.flatten(0, 1) for t in rows)
+        q, k, v = rows[0].flatten(0, 1), rows[1].flatten(0, 1), rows[2].flatten(0, 1)
     else:
         q, k, v = _ops.gather_rows_many(rows, layout.indices, layout.indices.shape[0])
     out = varlen_attention(
@@ -125,8 +121,8 @@ def _varlen(query, key, value, layout, causal, window, scaling, softcap, sinks):
         plan=layout.plan(q, k, causal, window),
     )
     if layout.indices is None:
-        return out.unflatten(0, (batch, seqlen))
-    return _ops.scatter_rows(out, layout.indices, batch, seqlen)
+        return out.view(rows[0].shape)
+    return _ops.scatter_rows(out, layout.indices, *rows[0].shape[:2])
 
 
 def _one_dtype(query, key, value):
@@ -134,6 +130,8 @@ def _one_dtype(query, key, value):
     dtype = value.dtype
     if torch.is_autocast_enabled(query.device.type) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(query.device.type)
+    if query.dtype == key.dtype == value.dtype == dtype:  # no call of .to, which costs the host half a microsecond
+        return query, key, value
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
 

@@ -3,14 +3,14 @@
 import torch
 import torch.nn.functional as F
 
+from packing_ops.integrations.transformers._host import logging, sdpa_attention_forward
+
 _told: set[str] = set()
 
 
 @torch.compiler.assume_constant_result
 def warn_once(reason: str):
     """One warning per reason, also while compiling."""
-    from transformers.utils import logging
-
     if reason not in _told:
         _told.add(reason)
         logging.get_logger(__name__).warning(f"packing_ops attention: {reason}; this call runs by SDPA instead.")
@@ -33,8 +33,6 @@ def mask_of(layout, batch, seqlen, causal, window):
 def attend(module, query, key, value, mask, *, dropout, scaling, softcap, sinks, causal, options):
     """SDPA as transformers calls it; softcap and sinks, which it does not have, by the plain formula."""
     if not softcap and sinks is None:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
         return sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=causal, **options
         )

@@ -9,6 +9,7 @@ import inspect
 
 import torch
 
+from packing_ops.integrations.transformers._host import masking_utils
 from packing_ops.integrations.transformers.layout import as_bool, find_layout
 
 NAMES: set[str] = set()
@@ -52,8 +53,6 @@ def packing_ops_mask(
     **kwargs,
 ):
     """The mask function of AttentionMaskInterface: a MaskPattern, or a 4-D bool mask (None for one query over all)."""
-    from transformers import masking_utils
-
     carrier = attention_mask
     if not isinstance(carrier, _Carrier):
         # Nobody said whose keys a bidirectional mask is about.
@@ -115,8 +114,6 @@ _PARAMETERS = ["config", "inputs_embeds", "attention_mask", "past_key_values", "
 
 def carry_position_ids() -> bool:
     """Wraps the preparation that every mask goes through, for models under our names only. False: it looks different."""
-    from transformers import masking_utils
-
     original = getattr(masking_utils, "_preprocess_mask_arguments", None)
     if hasattr(original, "carries_position_ids"):
         return True

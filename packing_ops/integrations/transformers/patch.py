@@ -6,12 +6,9 @@ import warnings
 
 import torch
 
-try:
-    from transformers import PreTrainedModel
-except ImportError as error:
-    raise ImportError("transformers: not installed; pip install packing_ops[hf]") from error
-
 from packing_ops.integrations.transformers import _rms_norm, _rotary
+from packing_ops.integrations.transformers._host import PreTrainedModel
+from packing_ops.integrations.transformers.attention import register
 
 IMPLEMENTATION = "packing_ops"
 _STATE = "_packing_ops_attn_before"
@@ -133,7 +130,7 @@ def _set_attention(model) -> str | None:
     hosts = _hosts(model)
     if not hosts:
         return "there is no transformers model in it to set attn_implementation on (attention=False swaps the rest)"
-    _register()
+    register()
     before = [_attn_implementations(host.config) for host in hosts]
     try:
         for host in hosts:
@@ -153,10 +150,6 @@ def _set_attention(model) -> str | None:
 def _restore(hosts, before) -> None:
     for host, implementations in zip(hosts, before, strict=True):
         host.set_attn_implementation(implementations)
-
-
-def _register() -> None:
-    importlib.import_module("packing_ops.integrations.transformers.attention").register()
 
 
 def _attn_implementations(config) -> dict:
@@ -181,7 +174,7 @@ def _apply_to_classes(cls, rope, attention, rms_norm, fp32_cos_sin) -> bool:
     if cls is not None and rms_norm and not any(_rms_norm.is_norm(value) for value in _classes(cls.__module__)):
         return _leave_alone(cls, "its module has no RMSNorm (rms_norm=False swaps the rest)")
     if attention:
-        _register()
+        register()
     for name in [cls.__module__] if cls is not None else _rotary.MODULES:
         done = _class_swaps.setdefault(name, {})
         if rope:

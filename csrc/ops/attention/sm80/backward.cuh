@@ -32,6 +32,7 @@ __global__ void __launch_bounds__(BackwardShape<kDim, backward_keys(kDim), false
   const PlanEntry* entries = args.plan.entries(PlanView::kBackward);
   int32_t* claim = args.order;
 
+  ptx::let_next_kernel_start();  // the documents of one key tile need nothing from here
   if (threadIdx.x == 0) *next_unit = atomicAdd(claim, 1);
   __syncthreads();
   for (int32_t unit = *next_unit; unit < units; unit = *next_unit) {

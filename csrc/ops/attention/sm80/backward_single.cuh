@@ -1,6 +1,6 @@
 // Backward of documents whose keys fit one tile, in one pass: as in backward.cuh, but a block has all of p and dp of
 // its rows, so rowsum(dout * out) is the sum of p * dp, out is never read, and dq is complete at once. Nobody waits for
-// another unit.
+// another unit, nor for run_backward's kernel: this one starts where that one's blocks have nothing left to do.
 #pragma once
 
 #include "core/launch.cuh"
@@ -74,6 +74,7 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true>::kThreads,
   const PlanEntry* entries = args.plan.entries(kList);
   int32_t* claim = args.order + (kSmall ? 2 : 1);
 
+  ptx::let_next_kernel_start();
   if (threadIdx.x == 0) *next_unit = atomicAdd(claim, 1);
   __syncthreads();
   for (int32_t unit = *next_unit; unit < units; unit = *next_unit) {
@@ -175,6 +176,7 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true>::kThreads,
     u.store_keys(args, d, kv_head, 0, d.keys, key_block, part, dk, dv);
     __syncthreads();
   }
+  ptx::wait_for_kernel_before();  // so that what comes after the last of these kernels comes after all of them
 }
 
 template <class T, int kDim, int kKeys, bool kTransform>
@@ -182,7 +184,7 @@ void run_backward_single(const Args& args, cudaStream_t stream) {
   using Shape = BackwardShape<kDim, kKeys, true>;
   static PersistentKernel kernel{
       reinterpret_cast<const void*>(attention_backward_single_kernel<T, kDim, kKeys, kTransform>), Shape::kThreads,
-      Shape::kShared, "attention_backward_single_kernel"};
+      Shape::kShared, "attention_backward_single_kernel", true};
   launch_persistent(kernel, args, args.plan.num_documents * args.num_kv_heads, stream);
 }
 

@@ -1,7 +1,8 @@
 // Forward on mma.sync. A unit is (document, tile of packed rows, kv head); a block works its units off one after the
 // other. Each warp owns its rows through the whole unit; K and V come in tiles of kKeys, always from the first visible
 // tile upwards, so a row's sum has one order wherever its document lies. Copies run one tile ahead, over the seam
-// between units too: while a unit ends, the next one's first tiles are already on their way.
+// between units too: while a unit ends, the next one's first tiles are already on their way. Short documents have a
+// kernel of smaller units, which starts where the other one's blocks run out of work.
 #pragma once
 
 #include "core/launch.cuh"
@@ -93,9 +94,11 @@ __device__ __forceinline__ void finish(const Args& args, const GroupRows& rows, 
   }
 }
 
-template <class T, int kDim, bool kTransform>
-__global__ void __launch_bounds__(128, 2) attention_forward_kernel(__grid_constant__ const Args args) {
-  using Shape = ForwardShape<kDim>;
+template <class T, int kDim, bool kShort, bool kTransform>
+__global__ void __launch_bounds__(128, ForwardShape<kDim, kShort>::kResident)
+    attention_forward_kernel(__grid_constant__ const Args args) {
+  using Shape = ForwardShape<kDim, kShort>;
+  constexpr int kList = kShort ? PlanView::kForwardShort : PlanView::kForward;
   using Unit = ForwardUnit<T, Shape, kTransform>;
   constexpr int kBlocks = Shape::kRowBlocks;
   extern __shared__ uint8_t shared[];
@@ -112,11 +115,11 @@ __global__ void __launch_bounds__(128, 2) attention_forward_kernel(__grid_consta
   const int g = (threadIdx.x & 31) >> 2;
   const float scale = kTransform ? 1.f : args.softmax_scale * kLog2e;
   const double unit = kTransform ? 0.6931471805599453 : args.softmax_scale;
-  const uint32_t units = static_cast<uint32_t>(args.plan.data[PlanView::kForward]) * args.num_kv_heads;
+  const uint32_t units = static_cast<uint32_t>(args.plan.data[kList]) * args.num_kv_heads;
   const auto kv_head_of = [&](uint32_t round) { return static_cast<int32_t>(serpentine(round) % args.num_kv_heads); };
   const auto load_entry = [&](uint32_t round) {
     if (threadIdx.x < 2 && serpentine(round) < units) {
-      const auto* from = args.plan.entries(PlanView::kForward) + serpentine(round) / args.num_kv_heads;
+      const auto* from = args.plan.entries(kList) + serpentine(round) / args.num_kv_heads;
       ptx::copy_16(ptx::shared_address(&entries[round % 3]) + threadIdx.x * 16,
                    reinterpret_cast<const uint8_t*>(from) + threadIdx.x * 16, true);
     }
@@ -141,6 +144,7 @@ __global__ void __launch_bounds__(128, 2) attention_forward_kernel(__grid_consta
     });
   };
 
+  ptx::let_next_kernel_start();
   if (serpentine(0) < units) {
     load_entry(0);
     load_entry(1);
@@ -153,7 +157,7 @@ __global__ void __launch_bounds__(128, 2) attention_forward_kernel(__grid_consta
     ptx::copy_commit();
     if (threadIdx.x == 0) works[0] = work;
   }
-  zero_padding(args);
+  if constexpr (!kShort) zero_padding(args);
   __syncthreads();
 
   int stage = 0;
@@ -225,14 +229,16 @@ __global__ void __launch_bounds__(128, 2) attention_forward_kernel(__grid_consta
     }
     if (warp_row < work.rows.valid) finish<T, Shape>(args, work.rows, warp_row + g, state, o, scale, unit);
   }
+  ptx::wait_for_kernel_before();
 }
 
-template <class T, int kDim, bool kTransform>
+template <class T, int kDim, bool kShort, bool kTransform>
 void run_forward(const Args& args, cudaStream_t stream) {
-  using Shape = ForwardShape<kDim>;
-  static PersistentKernel kernel{reinterpret_cast<const void*>(attention_forward_kernel<T, kDim, kTransform>),
-                                 Shape::kThreads, Shape::kShared, "attention_forward_kernel"};
-  launch_persistent(kernel, args, args.plan.forward_capacity() * args.num_kv_heads, stream);
+  using Shape = ForwardShape<kDim, kShort>;
+  static PersistentKernel kernel{reinterpret_cast<const void*>(attention_forward_kernel<T, kDim, kShort, kTransform>),
+                                 Shape::kThreads, Shape::kShared, "attention_forward_kernel", kShort};
+  const int64_t entries = kShort ? args.plan.forward_short_capacity() : args.plan.forward_capacity();
+  launch_persistent(kernel, args, entries * args.num_kv_heads, stream);
 }
 
 }  // namespace packing_ops::sm80

@@ -18,8 +18,16 @@ constexpr int forward_keys(int padded) {
   return padded <= 128 ? 64 : 32;
 }
 
+// Documents of at most so many keys times heads of a group get smaller units, four to a multiprocessor.
+constexpr int kShortMost = 512;
+constexpr bool has_short_forward(int padded) {
+  return padded <= 128;
+}
+constexpr int kShortRows = 64;
+constexpr int kShortKeys = 32;
+
 // kTransform: scores pass through softcap, or softmax_scale is not positive.
-template <class T, int kDim, bool kTransform>
+template <class T, int kDim, bool kShort, bool kTransform>
 void run_forward(const Args& args, cudaStream_t stream);
 
 }  // namespace packing_ops::sm80

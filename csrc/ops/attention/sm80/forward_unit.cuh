@@ -6,13 +6,14 @@
 
 namespace packing_ops::sm80 {
 
-template <int kDim_>
+template <int kDim_, bool kShort>
 struct ForwardShape {
   static constexpr int kDim = kDim_;
   static constexpr int kThreads = 128;
-  static constexpr int kRows = forward_rows(kDim);
-  static constexpr int kKeys = forward_keys(kDim);
-  static constexpr int kRowBlocks = kRows / 64;  // blocks of 16 rows a warp owns
+  static constexpr int kRows = kShort ? kShortRows : forward_rows(kDim);
+  static constexpr int kKeys = kShort ? kShortKeys : forward_keys(kDim);
+  static constexpr int kResident = kShort ? 4 : 2;  // blocks of a multiprocessor
+  static constexpr int kRowBlocks = kRows / 64;     // blocks of 16 rows a warp owns
   static constexpr int kShared = (kRows + 4 * kKeys) * kDim * 2 + 128;
   static constexpr int kWarpRows = 16 * kRowBlocks;
   using TileQ = Tile<kRows, kDim>;

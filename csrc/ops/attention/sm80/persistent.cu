@@ -40,10 +40,20 @@ void launch_persistent(PersistentKernel& kernel, const Args& args, int64_t units
   }
   const int64_t most = resident.load(std::memory_order_relaxed);
   const unsigned grid = static_cast<unsigned>(units < 1 ? 1 : (units < most ? units : most));
+  int major = 0;
+  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(grid);
+  config.blockDim = dim3(static_cast<unsigned>(kernel.threads));
+  config.dynamicSmemBytes = static_cast<size_t>(kernel.shared);
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = kernel.overlaps && major >= 9 ? 1 : 0;
   void* parameters[] = {const_cast<Args*>(&args)};
-  check_cuda(cudaLaunchKernel(kernel.entry, dim3(grid), dim3(kernel.threads), parameters,
-                              static_cast<size_t>(kernel.shared), stream),
-             kernel.name);
+  check_cuda(cudaLaunchKernelExC(&config, kernel.entry, parameters), kernel.name);
 }
 
 }  // namespace packing_ops::sm80

@@ -16,6 +16,7 @@ struct PersistentKernel {
   int threads;
   int shared;
   const char* name;
+  bool overlaps = false;  // may start while the kernel before still runs, where the GPU can do that
   std::atomic<int> resident[kMaxDevices] = {};
 };
 

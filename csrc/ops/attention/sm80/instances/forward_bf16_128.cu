@@ -2,7 +2,9 @@
 
 namespace packing_ops::sm80 {
 
-template void run_forward<__nv_bfloat16, 128, false>(const Args&, cudaStream_t);
-template void run_forward<__nv_bfloat16, 128, true>(const Args&, cudaStream_t);
+template void run_forward<__nv_bfloat16, 128, false, false>(const Args&, cudaStream_t);
+template void run_forward<__nv_bfloat16, 128, false, true>(const Args&, cudaStream_t);
+template void run_forward<__nv_bfloat16, 128, true, false>(const Args&, cudaStream_t);
+template void run_forward<__nv_bfloat16, 128, true, true>(const Args&, cudaStream_t);
 
 }  // namespace packing_ops::sm80

@@ -2,7 +2,9 @@
 
 namespace packing_ops::sm80 {
 
-template void run_forward<__half, 96, false>(const Args&, cudaStream_t);
-template void run_forward<__half, 96, true>(const Args&, cudaStream_t);
+template void run_forward<__half, 96, false, false>(const Args&, cudaStream_t);
+template void run_forward<__half, 96, false, true>(const Args&, cudaStream_t);
+template void run_forward<__half, 96, true, false>(const Args&, cudaStream_t);
+template void run_forward<__half, 96, true, true>(const Args&, cudaStream_t);
 
 }  // namespace packing_ops::sm80

@@ -1,0 +1,88 @@
+"""python -m packing_ops report | info: arguments and exit codes; packing_ops/report does the work."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from packing_ops.report import make_report, save_json
+from packing_ops.report.info import describe_environment
+from packing_ops.report.statistics import OVERLONG
+from packing_ops.report.tables import show_report
+
+EXIT_CODES = """exit codes:
+  0  every example was read
+  1  some examples could not be read (corrupt, missing keys, wrong types, lists of different length, refused by the
+     tokenizer): named on stderr, counted in the report, and the rest is reported
+  2  no report, or one that was not saved: wrong arguments, a file that cannot be opened or written, a library that is
+     not installed"""
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {number}")
+    return number
+
+
+def writable(text: str) -> Path:
+    """Told before a million documents are read, not after."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"no folder {path.parent}")
+    return path
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m packing_ops")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="build and environment, for bug reports")
+    report = commands.add_parser(
+        "report",
+        help="what packing would save on your data",
+        description="What packing would save on your data: lengths, padding today, rows, steps, balance, time.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = report.add_argument
+    add("files", nargs="+", type=Path, metavar="FILE", help="JSON lines, Parquet, or a folder of Dataset.save_to_disk")
+    add("--tokenizer", default="bytes", help="bytes (default: UTF-8 bytes of the text), or a tokenizer's folder")
+    add("--capacity", type=positive, default=4096, help="tokens of a packed row (default: %(default)s)")
+    add("--batch-size", type=positive, default=8, help="documents per padded batch and rank (default: %(default)s)")
+    add("--dp", type=positive, default=1, help="data-parallel ranks (default: %(default)s)")
+    add("--overlong", choices=OVERLONG, default="truncate", help="documents over the capacity (default: %(default)s)")
+    add("--hidden-size", type=positive, default=4096, help="of the model, for its operations (default: %(default)s)")
+    add("--plot", type=writable, metavar="PNG", help="draw it")
+    add("--json", type=writable, metavar="JSON", help="every figure")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse(argv)
+    if arguments.command == "info":
+        print(describe_environment())
+        return 0
+    try:
+        if arguments.plot:
+            from packing_ops.report.picture import save_picture
+        report = make_report(
+            arguments.files,
+            tokenizer=arguments.tokenizer,
+            capacity=arguments.capacity,
+            batch_size=arguments.batch_size,
+            dp=arguments.dp,
+            overlong=arguments.overlong,
+            hidden_size=arguments.hidden_size,
+        )
+        show_report(report)
+        if arguments.json:
+            save_json(report, arguments.json)
+        if arguments.plot:
+            save_picture(report, arguments.plot)
+    except (ImportError, OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 1 if report["unreadable"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""Collating the next batch while the current one trains."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+
+class AsyncBatchCollatorMisuse(AssertionError):
+    """A step submitted or asked for out of turn. Raised, never asserted: ``python -O`` keeps it."""
+
+
+class AsyncBatchCollator:
+    """Runs ``compute(step)`` in one worker thread, with one slot: a batch is asked for by its step or not at all.
+
+    The batch of a step is the one that ``compute(step)`` gives in the loop itself, to the byte, as long as a step is
+    submitted only when nothing that ``compute`` reads will change before its ``get``. That is the caller's part, and
+    the example's: it submits no step across a reshuffle.
+
+    Args:
+        compute: from a step number to its batch. Runs in the worker, so torch's thread-local state (grad mode, default
+            device, current CUDA device and stream) is the worker's; random numbers must come from a generator of its
+            own, seeded by the step. What it does in torch and packing_ops ops releases the GIL.
+        thread_name_prefix: of the worker's name.
+
+    Example:
+        A loop over epochs that trains on the same batches with ``ahead`` on or off, and from any step on. A checkpoint
+        written after step N resumes with ``first_step=N + 1``.
+
+        >>> def train(first_step, last_step, steps_per_epoch, collate, reshuffle, train_step, ahead=True):
+        ...     epoch = None
+        ...     with AsyncBatchCollator(collate) as collator:
+        ...         for step in range(first_step, last_step + 1):
+        ...             if step // steps_per_epoch != epoch:
+        ...                 epoch = step // steps_per_epoch
+        ...                 collator.clear()  # nobody reads the order while it changes
+        ...                 reshuffle(epoch)
+        ...             batch = collator.get(step) if collator.has_pending() else collate(step)
+        ...             same_epoch = (step + 1) // steps_per_epoch == epoch
+        ...             if ahead and same_epoch and step < last_step:
+        ...                 collator.submit(step + 1)  # collated while this step trains
+        ...             train_step(step, batch)
+        >>> train(0, 3, 2, lambda step: step * 10, lambda epoch: print("epoch", epoch), print)
+        epoch 0
+        0 0
+        1 10
+        epoch 1
+        2 20
+        3 30
+
+    For one calling thread at a time; any number of collators side by side. The names are those of SkyRL's class, which
+    it can stand in for; there ``clear`` and ``shutdown`` raise what the discarded step raised, here they do not.
+    """
+
+    def __init__(self, compute: Callable[[int], Any], thread_name_prefix: str = "batch-collate"):
+        self._compute = compute
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=thread_name_prefix)
+        self._pending: tuple[int, Future] | None = None
+        self._shut_down = False
+        self._last_compute_seconds: float | None = None
+
+    def submit(self, step: int) -> None:
+        """Start ``compute(step)`` in the worker and return at once.
+
+        Raises:
+            AsyncBatchCollatorMisuse: a step is pending already, or after shutdown.
+        """
+        if self._shut_down:
+            raise AsyncBatchCollatorMisuse(f"submit: expected a collator in use, got step {step} after shutdown")
+        if self._pending is not None:
+            raise AsyncBatchCollatorMisuse(
+                f"submit: expected an empty slot, got step {step} while step {self._pending[0]} is pending"
+            )
+        self._pending = step, self._executor.submit(self._timed, step)
+
+    def get(self, step: int) -> Any:
+        """The batch of the pending step, waited for if need be; the slot is free after it.
+
+        Raises:
+            AsyncBatchCollatorMisuse: nothing is pending, or another step, which stays pending.
+            Exception: what ``compute`` raised, with the worker's traceback; the slot is free then too.
+        """
+        if self._pending is None:
+            raise AsyncBatchCollatorMisuse(f"get: expected step {step} to be pending, got an empty slot")
+        pending_step, future = self._pending
+        if pending_step != step:
+            raise AsyncBatchCollatorMisuse(f"get: expected step {step} to be pending, got step {pending_step}")
+        future.exception()  # waits; interrupted, it leaves the step pending
+        self._pending = None
+        return future.result()
+
+    def has_pending(self) -> bool:
+        """Whether a step is submitted and not yet taken, finished or not."""
+        return self._pending is not None
+
+    def pending_step(self) -> int | None:
+        """The step in the slot, None for an empty one."""
+        return None if self._pending is None else self._pending[0]
+
+    @property
+    def last_compute_seconds(self) -> float | None:
+        """Wall seconds of the last ``compute`` in the worker, failed ones too; None before the first has ended."""
+        return self._last_compute_seconds
+
+    def clear(self) -> None:
+        """Wait for the pending step and discard its batch, or its error: nobody asked for either."""
+        if self._pending is not None:
+            self._pending[1].exception()  # waits, and returns what get would raise
+            self._pending = None
+
+    def shutdown(self) -> None:
+        """Discard the pending step and join the worker, even when waiting is interrupted. May be called again."""
+        self._shut_down = True
+        try:
+            self.clear()
+        finally:
+            self._executor.shutdown(wait=True)
+
+    def __enter__(self) -> "AsyncBatchCollator":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.shutdown()  # raises nothing of the worker's, so the loop's own error is the one that is seen
+
+    def _timed(self, step: int) -> Any:
+        start = time.perf_counter()
+        try:
+            return self._compute(step)
+        finally:  # before the future is done, so it is there when get returns
+            self._last_compute_seconds = time.perf_counter() - start

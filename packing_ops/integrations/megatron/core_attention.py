@@ -1,0 +1,239 @@
+"""``PackingDotProductAttention``: varlen attention in the place of megatron-core's core attention."""
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.transformer import utils
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.module import MegatronModule
+
+from packing_ops._recent import dense_cu_seqlens, kept_with
+from packing_ops.attention import varlen_attention
+from packing_ops.integrations.megatron.context_parallel import context_parallel_attention
+from packing_ops.integrations.megatron.layout import Documents, documents_of, field_of, layout_of
+
+# TransformerEngine's names; its two padding types mean documents, which is all that thd has.
+_IS_CAUSAL = {"causal": True, "padding_causal": True, "causal_bottom_right": True, "no_mask": False, "padding": False}
+_UNSERVED = ("qk_clip", "log_max_attention_logit", "fp8_dot_product_attention", "fp8_multi_head_attention")
+
+
+class PackingDotProductAttention(MegatronModule):
+    """Softmax attention as megatron-core 0.13 to 0.16 builds and calls it; put into a spec by use_packing_ops.
+
+    Args:
+        config: TransformerConfig; attention_dropout must be 0, ``softmax_type`` (vanilla, off-by-one, learnable) and
+            ``window_size`` with ``window_attn_skip_freq`` are followed.
+        layer_number: from 1; tells which layers have the window.
+        attn_mask_type: causal, padding_causal, causal_bottom_right, no_mask or padding; forward may name another.
+        softmax_scale: without it ``head_dim ** -0.5``. apply_query_key_layer_scaling changes no value in float32
+            scores, which these are.
+        cp_comm_type: any; keys and values are gathered (context_parallel.py).
+        pg_collection: process groups ``tp`` and ``cp``; without it those of parallel_state. megatron-core 0.13
+            and 0.14 call it model_comm_pgs.
+
+    Raises:
+        NotImplementedError: dropout, qk_clip, log_max_attention_logit, attention in fp8.
+        ValueError: heads or query groups that tensor parallelism does not divide, an unknown softmax_type.
+        AttributeError: a field that this version of megatron-core does not have.
+    """
+
+    def __init__(
+        self,
+        config,
+        layer_number,
+        attn_mask_type,
+        attention_type,
+        attention_dropout=None,
+        softmax_scale=None,
+        k_channels=None,
+        v_channels=None,
+        num_splits=None,
+        cp_comm_type=None,
+        pg_collection=None,
+        model_comm_pgs=None,
+    ):
+        super().__init__(config=config)
+        groups = pg_collection if pg_collection is not None else model_comm_pgs
+        self.tp_group = (
+            field_of(groups, "tp") if groups is not None else parallel_state.get_tensor_model_parallel_group()
+        )
+        self.cp_group = None
+        if field_of(config, "context_parallel_size") > 1:
+            self.cp_group = (
+                field_of(groups, "cp") if groups is not None else parallel_state.get_context_parallel_group()
+            )
+        dropout = field_of(config, "attention_dropout") if attention_dropout is None else attention_dropout
+        if dropout:
+            raise NotImplementedError(
+                f"attention_dropout: expected 0.0, dropout in attention is not supported, got {dropout}"
+            )
+        for name in _UNSERVED:
+            if getattr(config, name, False):
+                raise NotImplementedError(f"{name}: expected False, it is not supported, got {getattr(config, name)}")
+        ranks = self.tp_group.size()
+        for name in ("num_attention_heads", "num_query_groups"):
+            if field_of(config, name) % ranks:
+                raise ValueError(
+                    f"{name}: expected a multiple of the tensor parallel size {ranks}, got {getattr(config, name)}"
+                )
+        self.layer_number = max(1, layer_number)
+        self.attn_mask_type, self.attention_type = attn_mask_type, attention_type
+        self.softmax_scale = softmax_scale
+        self.window_size = _window_of(config, self.layer_number)
+        self._add_sinks(config, config.num_attention_heads // ranks)
+
+    def _add_sinks(self, config, num_heads):
+        kind = getattr(config, "softmax_type", "vanilla")
+        if kind not in ("vanilla", "off-by-one", "learnable"):
+            raise ValueError(f"softmax_type: expected 'vanilla', 'off-by-one' or 'learnable', got {kind!r}")
+        if kind == "vanilla":
+            self.softmax_offset = None
+            return
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        offset = torch.zeros(num_heads, device=device, dtype=config.params_dtype)
+        if kind == "off-by-one":
+            self.register_buffer("softmax_offset", offset, persistent=False)
+            return
+        self.softmax_offset = torch.nn.Parameter(offset)
+        if config.perform_initialization:
+            config.init_method(self.softmax_offset)
+
+    def forward(
+        self,
+        query,
+        key,
+        value,
+        attention_mask,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params=None,
+        num_splits=None,
+    ):
+        """Attention inside each document, or inside each column of a batch.
+
+        Args:
+            query: ``[T, num_heads, head_dim]`` for thd, ``[S, B, num_heads, head_dim]`` for sbhd: this rank's heads
+                and, under context parallelism, its chunks of each document. float32, bfloat16, float16.
+            key, value: the same with this rank's query groups; value may have a smaller head_dim (one copy).
+            attention_mask: not looked at for thd; for sbhd None or, bool with True for unseen, what attn_mask_type
+                says (looked at once per mask: one synchronisation).
+            packed_seq_params: ``qkv_format``, ``cu_seqlens_q`` and ``cu_seqlens_kv`` of the whole batch, int
+                ``[num_documents + 1]``, and, where the documents lie apart, ``cu_seqlens_q_padded`` and
+                ``cu_seqlens_kv_padded``: padding has out 0 and takes no gradient. Under context parallelism each
+                document's slots are a multiple of ``2 * cp_size``. ``cp_group`` and ``local_cp_size`` are followed.
+
+        Returns:
+            ``[T, num_heads * head_dim]`` or ``[S, B, num_heads * head_dim]``. No synchronisation per layer; layout.py
+            says when there is one per batch.
+
+        Example:
+            >>> params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
+            >>> core_attention(query, key, value, None, packed_seq_params=params).shape  # [16, 4, 8] heads
+            torch.Size([16, 32])
+
+        Raises:
+            NotImplementedError: attn_mask_type arbitrary, another mask, attention_bias, a window without causality
+                under context parallelism.
+            ValueError: qkv_format other than thd and sbhd, tensors of another format, cu_seqlens that are missing or
+                do not fit each other or the context parallel size.
+        """
+        mask_type = (self.attn_mask_type if attn_mask_type is None else attn_mask_type).name
+        if mask_type not in _IS_CAUSAL:
+            raise NotImplementedError(f"attn_mask_type: expected one of {', '.join(_IS_CAUSAL)}, got {mask_type}")
+        if attention_bias is not None:
+            raise NotImplementedError("attention_bias: expected None, a bias is not supported")
+        causal, window = self._mask(mask_type)
+        head_dim = value.shape[-1]
+        if head_dim < query.shape[-1]:
+            value = F.pad(value, (0, query.shape[-1] - head_dim))
+        group = self._cp_group(packed_seq_params)
+        heads = query, key, value
+        if packed_seq_params is not None and _format(packed_seq_params) == "thd":
+            _expect(heads, "[total, num_heads, head_dim]", "thd")
+            documents = documents_of(packed_seq_params)
+            out = self._attend(*heads, documents, causal, window, group, self.softmax_offset)
+            return out[..., :head_dim].flatten(1)
+        _expect(heads, "[seqlen, batch, num_heads, head_dim]", "sbhd")
+        if causal and mask_type != "causal_bottom_right" and len(query) != len(key):
+            raise ValueError(f"key: expected the {len(query)} rows of query under a causal mask, got {len(key)}")
+        if attention_mask is not None and not self.window_size:
+            _expect_mask(attention_mask, causal)
+        # The columns of the batch as more heads: no copy, and each query group keeps its queries.
+        sinks = None if self.softmax_offset is None else self.softmax_offset.repeat(query.shape[1])
+        ranks = 1 if group is None else group.size()
+        whole = (tensor.new_empty(1).expand(1, ranks * len(tensor)) for tensor in (query, key))
+        cu_seqlens = [dense_cu_seqlens(tensor, name) for tensor, name in zip(whole, ("query", "key"), strict=True)]
+        documents = Documents(*cu_seqlens, *cu_seqlens)
+        out = self._attend(*(t.flatten(1, 2) for t in heads), documents, causal, window, group, sinks)
+        return out.view(*query.shape)[..., :head_dim].flatten(2)
+
+    def _attend(self, q, k, v, documents, causal, window, group, sinks):
+        options = {
+            "causal": causal,
+            "softmax_scale": self.softmax_scale,
+            "window_size": window,
+            "sinks": None if sinks is None else sinks.float(),
+        }
+        if group is None or len(q) == len(k) == 0:
+            layout = layout_of(documents, len(k), causal=causal)
+            plan = layout.plan(q, k, causal, window)
+            return varlen_attention(q, k, v, layout.cu_seqlens_q, layout.cu_seqlens_k, plan=plan, **options)
+        if len(q) != len(k):
+            raise ValueError(f"key: expected the {len(q)} rows of query under context parallelism, got {len(k)}")
+        layout = layout_of(documents, len(k), causal=causal, cp_rank=group.rank(), cp_size=group.size())
+        return context_parallel_attention(q, k, v, layout, group, **options)
+
+    def _mask(self, mask_type):
+        """causal and window_size of varlen_attention."""
+        causal = _IS_CAUSAL[mask_type]
+        if not self.window_size:
+            return causal, (-1, -1)
+        left, right = self.window_size
+        if right == 0:
+            return True, (left, 0)
+        if causal and right > 0:
+            raise ValueError(f"window_size: expected no keys to the right under {mask_type}, got {self.window_size}")
+        return causal, (left, 0 if causal else right)
+
+    def _cp_group(self, packed_seq_params):
+        """The ranks that hold the documents; None for this one alone. A batch may bring its own."""
+        group = getattr(packed_seq_params, "cp_group", None)
+        if group is None and getattr(packed_seq_params, "local_cp_size", None) != 1:
+            group = self.cp_group
+        return None if group is None or group.size() == 1 else group
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """A learnable sink's part of a distributed checkpoint, as megatron-core's own attention writes it."""
+        return DotProductAttention.sharded_state_dict(self, prefix, sharded_offsets, metadata)
+
+
+def _window_of(config, layer_number):
+    window = field_of(config, "window_size")
+    is_windowed = getattr(utils, "is_layer_window_attention", None)  # since 0.15
+    if is_windowed is not None and not is_windowed(window, config.window_attn_skip_freq, layer_number):
+        return None
+    return window and tuple(window)
+
+
+def _format(packed_seq_params):
+    name = field_of(packed_seq_params, "qkv_format")
+    if name not in ("thd", "sbhd"):
+        raise ValueError(f"packed_seq_params.qkv_format: expected 'thd' or 'sbhd' for all of q, k and v, got {name!r}")
+    return name
+
+
+def _expect(heads, shape, qkv_format):
+    for name, tensor in zip(("query", "key", "value"), heads, strict=True):
+        if tensor.dim() != shape.count(",") + 1:
+            raise ValueError(f"{name}: expected {shape} for qkv_format {qkv_format}, got {list(tensor.shape)}")
+
+
+def _expect_mask(mask, causal):
+    def agrees():
+        rows, keys = mask.shape[-2:]
+        wanted = torch.ones(rows, keys, dtype=torch.bool, device=mask.device).triu(1) if causal else mask.new_zeros(())
+        return bool((mask.bool() == wanted).all())
+
+    if not kept_with((mask,), ("mask", causal), agrees):
+        kind = "causal mask" if causal else "mask that hides nothing"
+        raise NotImplementedError(f"attention_mask: expected None or a {kind}, got another; pack documents as thd")

@@ -1,0 +1,222 @@
+"""Rows of a padded batch as one thd row of megatron-core, and the model's outputs back in those rows.
+
+Every document is padded at its end to a multiple of the alignment, so that tensor, sequence and context parallelism can
+divide it: lengths 5 and 3 aligned to 4 take 8 and 4 slots, cu_seqlens ``[0, 8, 12]``. Which slots are real is read from
+the attention mask, or from the lengths of the documents that a row holds (``sub_seq_lengths``): these begin at multiples
+of the alignment in their row too, as packed collators lay them out.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+import packing_ops as po
+from packing_ops.data.parallel import packed_alignment, thd_inverse_indices, thd_partition_indices
+from packing_ops.integrations.megatron.slots import document_lengths, source_of_slots
+
+_ops = torch.ops.packing_ops
+_NEEDED = ("qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
+
+
+def packed_seq_params(metadata: po.PackedMetadata) -> PackedSeqParams:
+    """megatron-core's description of a packed row, for ``model(..., packed_seq_params=...)``. No synchronisation.
+
+    Example:
+        >>> params = packed_seq_params(PackedMetadata.from_lengths([2, 1, 3]))
+        >>> params.qkv_format, params.cu_seqlens_q.tolist(), params.max_seqlen_q
+        ('thd', [0, 2, 3, 6], 3)
+
+    Raises:
+        ImportError: a megatron-core whose PackedSeqParams lacks a field that is needed; names it.
+    """
+    return _params(**metadata.to_megatron(), total_tokens=metadata.total)
+
+
+def preprocess_packed_seqs(
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    *,
+    sub_seq_lengths: Sequence[Sequence[int]] | None = None,
+    tp_size: int = 1,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    fp8: bool = False,
+) -> tuple[torch.Tensor, PackedSeqParams]:
+    """A padded batch as this context-parallel rank's part of one packed row.
+
+    Args:
+        input_ids: ``[batch, seqlen, ...]``, any dtype.
+        attention_mask: ``[batch, seqlen]``, any dtype, 0 at padding (left, right, holes).
+        sub_seq_lengths: for rows of several documents, the tokens of each, row by row; each begins at the next multiple
+            of the alignment. Without it a row is one document.
+        tp_size, cp_size, cp_rank: of the model's parallel groups.
+        fp8: align for fp8 too.
+
+    Returns:
+        ids ``[1, total / cp_size, ...]`` with 0 in padded slots, and PackedSeqParams whose ``cu_seqlens_*``, padded or
+        not, are the cumulated aligned lengths of all documents (not this rank's part alone), and ``max_seqlen_*`` the
+        longest aligned. On CUDA one synchronisation, none with sub_seq_lengths.
+
+    Example:
+        >>> ids = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 0, 0]])
+        >>> packed, params = preprocess_packed_seqs(ids, ids != 0, tp_size=4)
+        >>> packed.tolist(), params.cu_seqlens_q.tolist(), params.max_seqlen_q
+        ([[1, 2, 3, 4, 5, 0, 0, 0, 6, 7, 8, 0]], [0, 8, 12], 8)
+
+    Raises:
+        ValueError: shapes or devices that do not agree; documents that do not fit their row, or lie where the mask says
+            padding; cp_rank outside cp_size.
+        ImportError: as packed_seq_params.
+
+    Source:
+        The contract of SkyRL's function of this name.
+    """
+    _check_padded("input_ids", input_ids, attention_mask)
+    alignment = packed_alignment(tp_size, cp_size, fp8)
+    lengths = document_lengths(attention_mask, sub_seq_lengths)
+    slots = [-(-length // alignment) * alignment for length in lengths]
+    metadata = po.PackedMetadata.from_lengths(slots, device=input_ids.device)
+    source = source_of_slots(metadata.cu_seqlens, metadata.total, attention_mask, sub_seq_lengths)
+    source = _part(source, metadata.cu_seqlens, cp_size, cp_rank)
+    fields = metadata.to_megatron()
+    for side in ("q", "kv"):
+        fields[f"cu_seqlens_{side}_padded"] = metadata.cu_seqlens
+    return _ops.gather_rows(input_ids, source, source.numel())[None], _params(**fields, total_tokens=metadata.total)
+
+
+def next_token_targets(
+    labels: torch.Tensor,
+    packed_seq_params: PackedSeqParams,
+    attention_mask: torch.Tensor,
+    *,
+    sub_seq_lengths: Sequence[Sequence[int]] | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    total: int | None = None,
+    ignore_index: int = -100,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Targets and loss mask for the slots that preprocess_packed_seqs gave this rank; none crosses a document.
+
+    The target of the last slot of a chunk is on another context-parallel rank: targets are shifted before the split.
+
+    Args:
+        labels: raw (unshifted) labels int64 or int32 ``[batch, seqlen]``, ``ignore_index`` where nothing is learnt.
+        packed_seq_params, attention_mask, sub_seq_lengths, cp_size, cp_rank: of preprocess_packed_seqs.
+        total: slots of the whole row, ``cp_size * ids.shape[1]``; without it one synchronisation on CUDA.
+
+    Returns:
+        targets ``[1, total / cp_size]`` in the dtype of labels, 0 where there is none (a token that every loss can look
+        up), and loss_mask float32, 1 where there is one.
+
+    Example:
+        >>> ids = torch.tensor([[1, 2, 3], [6, 7, 0]])
+        >>> _, params = preprocess_packed_seqs(ids, ids != 0, tp_size=2)
+        >>> targets, loss_mask = next_token_targets(ids, params, ids != 0)
+        >>> targets.tolist(), loss_mask.tolist()
+        ([[2, 3, 0, 0, 7, 0]], [[1.0, 1.0, 0.0, 0.0, 1.0, 0.0]])
+
+    Raises:
+        ValueError: as preprocess_packed_seqs.
+    """
+    _check_padded("labels", labels, attention_mask)
+    cu_seqlens = _slots_of(packed_seq_params)
+    total = int(cu_seqlens[-1]) if total is None else total
+    source = source_of_slots(cu_seqlens, total, attention_mask, sub_seq_lengths)
+    packed = _ops.gather_rows(labels, source, total).masked_fill(source < 0, ignore_index)
+    targets = _part(po.shift_labels(packed, cu_seqlens, ignore_index=ignore_index), cu_seqlens, cp_size, cp_rank)[None]
+    none = targets == ignore_index
+    return targets.masked_fill(none, 0), (~none).float()
+
+
+def postprocess_packed_seqs(
+    values: torch.Tensor,
+    packed_seq_params: PackedSeqParams,
+    attention_mask: torch.Tensor,
+    *,
+    sub_seq_lengths: Sequence[Sequence[int]] | None = None,
+    cp_group: torch.distributed.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """What the model gave for packed slots (log-probs, logits, hidden states) back in the rows they came from.
+
+    Args:
+        values: ``[1, total / cp_size, ...]``.
+        packed_seq_params, attention_mask, sub_seq_lengths: of preprocess_packed_seqs.
+        cp_group: the context-parallel group; its ranks' parts are gathered.
+
+    Returns:
+        ``[batch, seqlen, ...]``, 0 at padding. A log-prob of the next token stands where its query stood: column s has
+        that of token s + 1. Differentiable: each rank's gradient is that of its own part, so that ranks which compute
+        the same loss add up to it once. No synchronisation.
+
+    Example:
+        >>> ids = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 0, 0]])
+        >>> packed, params = preprocess_packed_seqs(ids, ids != 0, tp_size=4)
+        >>> torch.equal(postprocess_packed_seqs(packed, params, ids != 0), ids)
+        True
+
+    Raises:
+        ValueError: values of another shape than preprocess_packed_seqs gave.
+
+    Source:
+        The contract of SkyRL's function of this name.
+    """
+    cp_size = 1 if cp_group is None else cp_group.size()
+    if values.dim() < 2 or values.shape[0] != 1:
+        raise ValueError(f"values: expected [1, total / cp_size, ...], got {list(values.shape)}")
+    cu_seqlens, total = _slots_of(packed_seq_params), values.shape[1] * cp_size
+    if cu_seqlens.is_cpu and total != cu_seqlens[-1]:
+        raise ValueError(
+            f"values: expected [1, {int(cu_seqlens[-1]) // cp_size}, ...] as packed, got {list(values.shape)}"
+        )
+    packed = values[0]
+    if cp_size > 1:
+        packed = _Gathered.apply(packed, cp_group)[thd_inverse_indices(cu_seqlens, cp_size, total=total)]
+    source = source_of_slots(cu_seqlens, total, attention_mask, sub_seq_lengths)
+    return _ops.scatter_rows(packed, source, *attention_mask.shape)
+
+
+class _Gathered(torch.autograd.Function):
+    """The ranks' parts end to end; the gradient of a rank's own part."""
+
+    @staticmethod
+    def forward(ctx, own, group):
+        ctx.rank, ctx.rows = group.rank(), own.shape[0]
+        parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        torch.distributed.all_gather(parts, own.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.narrow(0, ctx.rank * ctx.rows, ctx.rows), None
+
+
+def _params(**fields) -> PackedSeqParams:
+    """PackedSeqParams of those fields that the installed megatron-core has."""
+    known = {field.name for field in dataclasses.fields(PackedSeqParams)}
+    missing = [name for name in _NEEDED if name not in known]
+    if missing:
+        raise ImportError(f"megatron-core: expected PackedSeqParams with {_NEEDED}, the installed one lacks {missing}")
+    return PackedSeqParams(**{name: value for name, value in fields.items() if name in known})
+
+
+def _slots_of(params: PackedSeqParams) -> torch.Tensor:
+    padded = getattr(params, "cu_seqlens_q_padded", None)
+    return params.cu_seqlens_q if padded is None else padded
+
+
+def _part(row: torch.Tensor, cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:
+    if (cp_size, cp_rank) == (1, 0):
+        return row
+    return row[thd_partition_indices(cu_seqlens, cp_size, cp_rank, total=row.shape[0])]
+
+
+def _check_padded(name: str, tensor: torch.Tensor, attention_mask: torch.Tensor) -> None:
+    if tensor.dim() < 2 or tensor.shape[:2] != attention_mask.shape:
+        raise ValueError(
+            f"{name}: expected [batch, seqlen, ...] = {list(attention_mask.shape)} like attention_mask, "
+            f"got {list(tensor.shape)}"
+        )
+    if tensor.device != attention_mask.device:
+        raise ValueError(f"{name}: expected on {attention_mask.device} like attention_mask, got {tensor.device}")

@@ -1,0 +1,190 @@
+"""Where the documents of a thd batch lie for one varlen call: worked out once per batch, shared by its layers.
+
+Padding between documents costs no copy. Its queries get a document without keys (out 0, gradient 0), its keys one
+without queries (gradient 0): lengths 3 and 2 in 4 slots each make the query documents 3, 1, 0, 2, 2, 0 and the key
+documents 3, 0, 1, 2, 0, 2.
+
+Under context parallelism of n ranks a document has 2n chunks of equal length and rank r holds chunks r and 2n-1-r. Each
+of the two is a query document of its own, whose keys are the document up to the chunk's end: those 2n+1 chunks are read
+from the gathered keys. varlen_attention puts the last query at the last key, which is where the chunk's is.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import megatron.core
+import torch
+import torch.nn.functional as F
+
+from packing_ops._recent import kept_with
+from packing_ops.attention import attention_plan
+from packing_ops.data.parallel import thd_inverse_indices, thd_partition_indices
+
+
+class Documents(NamedTuple):
+    """cu_seqlens of queries and keys, int ``[num_documents + 1]``: real lengths, and the slots that they lie in."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    q_slots: torch.Tensor
+    k_slots: torch.Tensor
+
+
+@dataclass
+class Layout:
+    """One varlen call.
+
+    cu_seqlens_q, cu_seqlens_k: int32, of the rows of q and of the keys it sees.
+    key_index: int64, the row of the gathered keys for each key of the call; None where these are the rows of k.
+    key_places: int64 ``[1 or 2, cp_size * rows]``, where a gathered key stands in the call, and where again; the last
+        key of the call, which no document owns, where it does not.
+    """
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    key_index: torch.Tensor | None = None
+    key_places: torch.Tensor | None = None
+    _plans: dict = field(default_factory=dict)
+
+    def plan(self, q, k, causal, window):
+        """The work-list of varlen_attention, made by the first layer of each geometry."""
+        if not q.is_cuda or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+            return None  # the op makes its own
+        geometry = (q.shape, k.shape[:2], causal, window)
+        if geometry not in self._plans:
+            with torch.inference_mode(False):  # the next call may train
+                self._plans[geometry] = attention_plan(
+                    *(self.cu_seqlens_q, self.cu_seqlens_k),
+                    total_q=q.shape[0],
+                    total_k=k.shape[0],
+                    num_heads=q.shape[1],
+                    num_kv_heads=k.shape[1],
+                    head_dim=q.shape[2],
+                    causal=causal,
+                    window_size=window,
+                )
+        return self._plans[geometry]
+
+
+def field_of(of, name):
+    """A field that this version of megatron-core must have."""
+    try:
+        return getattr(of, name)
+    except AttributeError:
+        version = megatron.core.__version__
+        raise AttributeError(f"{type(of).__name__}.{name}: needed, megatron-core {version} does not have it") from None
+
+
+def documents_of(packed_seq_params) -> Documents:
+    """What a thd batch says; without ``*_padded`` its documents lie one after the other."""
+    found = []
+    for name in ("cu_seqlens_q", "cu_seqlens_kv"):
+        cu_seqlens = field_of(packed_seq_params, name)
+        if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.dim() != 1 or not len(cu_seqlens):
+            got = list(cu_seqlens.shape) if isinstance(cu_seqlens, torch.Tensor) else cu_seqlens
+            raise ValueError(f"packed_seq_params.{name}: expected int32 [num_documents + 1] for thd, got {got}")
+        found.append(cu_seqlens)
+    for name, real in zip(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), tuple(found), strict=True):
+        padded = getattr(packed_seq_params, name, None)
+        found.append(real if padded is None else padded)
+    return Documents(*found)
+
+
+def layout_of(documents: Documents, rows: int, *, causal: bool, cp_rank: int = 0, cp_size: int = 1) -> Layout:
+    """The layout of a batch, kept with its cu_seqlens.
+
+    On CUDA one synchronisation per batch where lengths must agree with something: padding between documents, cu_seqlens
+    of queries and keys in two tensors, context parallelism. None otherwise, and none in a CUDA graph's capture.
+
+    Args:
+        documents: of the whole batch, whatever ``cp_size``.
+        rows: of k on this rank.
+    """
+    same = documents.k is documents.q and documents.k_slots is documents.q_slots
+
+    def make():
+        _check(documents, rows * cp_size, causal and not same, cp_size)
+        if cp_size > 1:
+            return _zigzag(documents, rows, causal, cp_rank, cp_size)
+        # detach: the same memory, but not the tensor that this is kept with.
+        if documents.q_slots is documents.q and documents.k_slots is documents.k:
+            cu_seqlens_q = documents.q.int().detach()
+            return Layout(cu_seqlens_q, cu_seqlens_q if same else documents.k.int().detach())
+        q, k = documents.q.diff(), documents.k.diff()
+        none = torch.zeros_like(q)
+        return Layout(
+            _cumulated(q, documents.q_slots.diff() - q, none), _cumulated(k, none, documents.k_slots.diff() - k)
+        )
+
+    return kept_with(documents, ("layout", rows, causal, cp_rank, cp_size), make)
+
+
+def _cumulated(*lengths):
+    """cu_seqlens of documents that come in turn: the first of each tensor, the second of each, ..."""
+    ends = torch.stack(lengths, dim=1).flatten().cumsum(0)
+    return F.pad(ends, (1, 0)).int()
+
+
+def _zigzag(documents, rows, causal, cp_rank, cp_size):
+    cu_slots = documents.q_slots.long()
+    real, chunk = documents.q.diff().long(), cu_slots.diff() // (2 * cp_size)
+    queries, seen = [], []
+    for number in (cp_rank, 2 * cp_size - 1 - cp_rank):
+        own = (real - number * chunk).clamp(min=0).minimum(chunk)
+        queries.append(own)
+        seen.append(torch.minimum((number + 1) * chunk, real) * (own > 0))
+    capacity = (2 * cp_size + 1) * (rows // 2)
+    if not causal:  # both chunks see the same keys; where the first has padding the second is nothing else
+        queries, chunk, capacity = [queries[0] + queries[1]], 2 * chunk, cp_size * rows
+        seen = [real * (queries[0] > 0)]
+    none = torch.zeros_like(real)
+    cu_seqlens_q = _cumulated(*(part for own in queries for part in (own, chunk - own)))
+    cu_seqlens_k = _cumulated(*(part for keys in seen for part in (keys, none)))
+
+    # The key at `capacity` is of no document.
+    ends, parts = cu_seqlens_k.long(), 2 * len(seen)
+    total, zigzag = cp_size * rows, (documents.q_slots.int(), cp_size)
+    row_of = torch.cat([thd_partition_indices(*zigzag, rank, total=total) for rank in range(cp_size)])
+    gathered_of = thd_inverse_indices(*zigzag, total=total)
+    key = torch.arange(capacity + 1, device=row_of.device)
+    part = torch.searchsorted(ends[1:], key, right=True)
+    key_index = gathered_of[(cu_slots[part // parts] + key - ends[part]).where(key < ends[-1], 0)]
+
+    document = torch.searchsorted(cu_slots[1:], row_of, right=True)
+    place = row_of - cu_slots[document]
+    first_key = F.pad(ends[:-1].view(-1, parts)[:, ::2].T, (0, 1))
+    unseen = place >= F.pad(torch.stack(seen), (0, 1))[:, document]
+    key_places = (first_key[:, document] + place).masked_fill(unseen, capacity)
+    return Layout(cu_seqlens_q, cu_seqlens_k, key_index, key_places)
+
+
+def _check(documents, rows, causal_between_two, cp_size):
+    """What the lengths must hold; values of a CUDA graph's capture are not known."""
+    q, k, q_slots, k_slots = documents
+    wrong = {}
+    if q_slots is not q or k_slots is not k:
+        for name, real, slots in (("q", q, q_slots), ("kv", k, k_slots)):
+            if len(slots) != len(real):
+                raise ValueError(
+                    f"cu_seqlens_{name}_padded: expected {len(real)} entries like cu_seqlens_{name}, got {len(slots)}"
+                )
+            longer = (real.diff() > slots.diff()).any()
+            wrong[f"cu_seqlens_{name}_padded: expected no fewer slots than tokens in each document"] = longer
+    if len(q) != len(k):
+        raise ValueError(f"cu_seqlens_kv: expected {len(q)} entries like cu_seqlens_q, got {len(k)}")
+    if causal_between_two or cp_size > 1:
+        why = "under context parallelism" if cp_size > 1 else "under a causal mask"
+        differ = (q != k).any() | (q_slots != k_slots).any()
+        wrong[f"cu_seqlens_kv: expected the lengths of cu_seqlens_q {why}"] = differ
+    if cp_size > 1:
+        name = "cu_seqlens_q" if q_slots is q else "cu_seqlens_q_padded"
+        wrong[f"{name}: expected multiples of 2 * context parallel size {cp_size} = {2 * cp_size}"] = (
+            q_slots % (2 * cp_size) != 0
+        ).any()
+        wrong[f"{name}: expected at most the {rows} rows of {cp_size} ranks"] = q_slots[-1] > rows
+    capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
+    if not wrong or capturing or torch.compiler.is_compiling():
+        return
+    for message, is_wrong in zip(wrong, torch.stack(list(wrong.values())).tolist(), strict=True):
+        if is_wrong:
+            raise ValueError(f"{message}, got {[t.tolist() for t in (q, q_slots, k, k_slots)]}")

@@ -1,0 +1,225 @@
+"""``patch_rope``: megatron-core's fused RoPE (``apply_rope_fusion=True``) by apply_rotary_qk, without TransformerEngine.
+
+megatron-core rotates q, then k, by ``apply_rotary_pos_emb`` with angles ``freqs`` in float32, and under
+``fused_single_qkv_rope`` (sbhd) both at once. Tables of cos and sin are worked out once per ``freqs``, positions once per
+``cu_seqlens``: all layers share them.
+"""
+
+import sys
+
+import megatron.core.models.common.embeddings.rope_utils as rope_utils
+import megatron.core.transformer.attention as attention
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from packing_ops import apply_rotary_qk, position_ids_from_cu_seqlens
+from packing_ops._recent import kept_with
+from packing_ops.data.parallel import thd_partition_indices
+
+_stock = {}  # what was there before, by (owner, name), while ours stands in its place
+
+
+def patch_rope() -> None:
+    """Make ``apply_rope_fusion=True`` work in megatron-core, in thd and sbhd; calling it twice is harmless.
+
+    Call it before the TransformerConfig is made, which refuses the flag otherwise. Interleaved and partial rotary,
+    documents that restart at position 0, context parallelism, mscale (YaRN) and multimodal angles are served, where
+    megatron-core's own fused path drops interleaved pairs and mscale in thd. Models without the flag, and multi-latent
+    attention, run as before. ``fused_single_qkv_rope`` works too (sbhd): one pass for q and k.
+
+    Example:
+        >>> patch_rope()
+        >>> config = TransformerConfig(..., apply_rope_fusion=True)
+
+    Raises:
+        AttributeError: a megatron-core without a function that is replaced; names it.
+    """
+    if _stock:
+        return
+    ours = {
+        (rope_utils, "fused_apply_rotary_pos_emb"): fused_apply_rotary_pos_emb,
+        (rope_utils, "fused_apply_rotary_pos_emb_thd"): fused_apply_rotary_pos_emb_thd,
+        (rope_utils, "apply_rotary_pos_emb"): _apply_rotary_pos_emb,
+        (TransformerConfig, "__post_init__"): _post_init,
+    }
+    if hasattr(attention, "HAVE_FUSED_QKV_ROPE"):  # since 0.15
+        ours[attention, "HAVE_FUSED_QKV_ROPE"] = True
+        ours[attention, "apply_fused_qkv_rotary_pos_emb"] = _rotate_mixed
+        ours[attention.SelfAttention, "get_query_key_value_tensors"] = _get_query_key_value_tensors
+    _stock.update({(owner, name): getattr(owner, name, None) for owner, name in ours})
+    for (owner, name), function in ours.items():
+        setattr(owner, name, function)
+    _swap(_stock[rope_utils, "apply_rotary_pos_emb"], _apply_rotary_pos_emb)
+
+
+def unpatch_rope() -> None:
+    """Put megatron-core's own functions back."""
+    if not _stock:
+        return
+    for (owner, name), function in _stock.items():
+        setattr(owner, name, function)
+    _swap(_apply_rotary_pos_emb, rope_utils.apply_rotary_pos_emb)
+    _stock.clear()
+
+
+def _swap(old, new):
+    """Modules that imported megatron-core's function hold it by name: its own, and those of models built on it."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get("apply_rotary_pos_emb") is old:
+            module.apply_rotary_pos_emb = new
+
+
+def fused_apply_rotary_pos_emb(
+    t: torch.Tensor,
+    freqs: torch.Tensor,
+    transpose_output_memory: bool = False,
+    interleaved: bool = False,
+    *,
+    mscale: float = 1.0,
+) -> torch.Tensor:
+    """Rotate sbhd heads by the angles of their places.
+
+    Args:
+        t: ``[seqlen, batch, num_heads, head_dim]``.
+        freqs: angles float32 ``[at least seqlen, 1 or batch, 1, rotary_dim]``; of this rank's tokens under context
+            parallelism. Elements of a head after rotary_dim are copied.
+        transpose_output_memory: not looked at, as in megatron-core's own.
+        interleaved: pairs are elements 2i and 2i + 1.
+        mscale: factor of cos and sin.
+
+    Returns:
+        As t, computed in float32. Differentiable in t.
+    """
+    return _rotated(t, None, freqs, interleaved, mscale)[0]
+
+
+def fused_apply_rotary_pos_emb_thd(
+    t: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    freqs: torch.Tensor,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    *,
+    interleaved: bool = False,
+    mscale: float = 1.0,
+) -> torch.Tensor:
+    """Rotate thd heads by the angles of their positions in their documents.
+
+    Args:
+        t: ``[total / cp_size, num_heads, head_dim]``, this rank's zigzag part of each document.
+        cu_seqlens: int32 ``[num_documents + 1]`` of the whole row: the padded ones where documents are padded.
+        freqs: angles float32 ``[max_seqlen, 1, 1, rotary_dim]``, by position in the document; or of every token
+            of the whole row ``[total, 1, 1, rotary_dim]``, which is taken to be meant when there are as many.
+        cp_size, cp_rank: of the context-parallel group.
+        interleaved, mscale: as fused_apply_rotary_pos_emb.
+
+    Returns:
+        As t, computed in float32. Differentiable in t. Padding after the last document keeps position 0.
+        No synchronisation.
+
+    Raises:
+        ValueError: cu_seqlens that are no multiples of ``2 * cp_size``; a document longer than ``freqs``. On CUDA both
+            are positions outside the tables, which apply_rotary_qk reports at the next call.
+    """
+    rows, places, rotary_dim = t.shape[0], freqs.shape[0], freqs.shape[-1]
+
+    def make():
+        cos, sin = _tables(freqs, mscale)
+        if cos.shape[1] != 1:
+            raise ValueError(f"freqs: expected [max_seqlen, 1, 1, rotary_dim] for thd, got {list(freqs.shape)}")
+        of_tokens = places == rows * cp_size
+        return cos[:, 0], sin[:, 0], _positions(cu_seqlens, rows * cp_size, cp_size, cp_rank, of_tokens)
+
+    tables = kept_with((cu_seqlens, freqs), ("rope", rows, cp_size, cp_rank, mscale), make)
+    return apply_rotary_qk(t, None, *tables, interleaved=interleaved, rotary_dim=rotary_dim)[0]
+
+
+def _apply_rotary_pos_emb(t, freqs, config, cu_seqlens=None, mscale=1.0, cp_group=None):
+    """megatron-core's function of this name; its own where the model does not ask for fusion."""
+    if not config.apply_rope_fusion or config.multi_latent_attention:
+        return _stock[rope_utils, "apply_rotary_pos_emb"](t, freqs, config, cu_seqlens, mscale, cp_group)
+    interleaved = config.rotary_interleaved
+    if cu_seqlens is None:
+        return fused_apply_rotary_pos_emb(t, freqs, interleaved=interleaved, mscale=mscale)
+    if cp_group is None:
+        cp_group = parallel_state.get_context_parallel_group()
+    cp = cp_group.size(), cp_group.rank()
+    return fused_apply_rotary_pos_emb_thd(t, cu_seqlens, freqs, *cp, interleaved=interleaved, mscale=mscale)
+
+
+def _rotate_mixed(mixed_qkv, q_freqs, k_freqs, split):
+    """q, k and v of megatron-core's qkv projection, q and k rotated in one pass where their angles are the same.
+
+    mixed_qkv ``[seqlen, batch, groups, (queries of a group + 2) * head_dim]``; ``split`` its parts in the last dimension.
+    """
+    config = getattr(mixed_qkv, "_packing_ops_config", None)
+    if config is None:
+        raise NotImplementedError(
+            "fused_single_qkv_rope: expected False where the qkv projection is offloaded, got True"
+        )
+    seqlen, batch, groups, _ = mixed_qkv.shape
+    q, k, v = mixed_qkv.split(split, -1)
+    # Groups go with the batch: q of all groups is one strided tensor then, and no copy is made.
+    q, k = (x.flatten(1, 2).unflatten(-1, (-1, split[1])) for x in (q, k))
+    interleaved, mscale = config.rotary_interleaved, attention._yarn_get_concentration_factor_from_config(config)
+    if q_freqs.shape[1] > 1:
+        q_freqs, k_freqs = (freqs.repeat_interleave(groups, 1) for freqs in (q_freqs, k_freqs))
+    if q_freqs is k_freqs:
+        q, k = _rotated(q, k, q_freqs, interleaved, mscale)
+    else:
+        q, k = (_rotated(x, None, f, interleaved, mscale)[0] for x, f in ((q, q_freqs), (k, k_freqs)))
+    return *(x.reshape(seqlen, batch, -1, split[1]) for x in (q, k)), v
+
+
+def _get_query_key_value_tensors(self, *args, **kwargs):
+    """megatron-core's; an unsplit projection remembers the config, which the rotation that follows is not told."""
+    result = _stock[attention.SelfAttention, "get_query_key_value_tensors"](self, *args, **kwargs)
+    if kwargs.get("split_qkv") is False:
+        result[0]._packing_ops_config = self.config
+    return result
+
+
+def _post_init(self):
+    """megatron-core's check of a config; interleaved pairs need no version of TransformerEngine here."""
+    served = self.apply_rope_fusion and self.rotary_interleaved and not self.multi_latent_attention
+    if served:
+        self.rotary_interleaved = False
+    try:
+        _stock[TransformerConfig, "__post_init__"](self)
+    finally:
+        if served:
+            self.rotary_interleaved = True
+
+
+def _rotated(q, k, freqs, interleaved, mscale):
+    """sbhd q and k (or None) by the angles of their places."""
+    tables = [table[: q.shape[0]].transpose(0, 1) for table in _tables(freqs, mscale)]
+    if tables[0].shape[1] < q.shape[0]:
+        raise ValueError(f"freqs: expected at least {q.shape[0]} places for sbhd, got {list(freqs.shape)}")
+    q, k = (None if x is None else x.transpose(0, 1) for x in (q, k))
+    q, k = apply_rotary_qk(q, k, *tables, interleaved=interleaved, unsqueeze_dim=2, rotary_dim=freqs.shape[-1])
+    return q.transpose(0, 1), None if k is None else k.transpose(0, 1)
+
+
+def _tables(freqs, mscale):
+    """cos and sin float32 ``[places, 1 or batch, rotary_dim]``."""
+    if freqs.dim() != 4 or freqs.shape[2] != 1:
+        raise ValueError(f"freqs: expected [places, 1 or batch, 1, rotary_dim], got {list(freqs.shape)}")
+
+    def make():
+        angles = freqs.float().squeeze(2)
+        return angles.cos().mul_(mscale), angles.sin().mul_(mscale)
+
+    return kept_with((freqs,), ("rope tables", mscale), make)
+
+
+def _positions(cu_seqlens, total, cp_size, cp_rank, of_tokens):
+    """int64 ``[total / cp_size]``: rows of the tables for the tokens of this rank."""
+    held = thd_partition_indices(cu_seqlens, cp_size, cp_rank, total=total)
+    if of_tokens:
+        return held
+    positions = position_ids_from_cu_seqlens(cu_seqlens, total)
+    after = torch.arange(total, device=cu_seqlens.device) >= cu_seqlens[-1]
+    # The index `total` says that a document did not divide: outside every table, so that the rotation reports it.
+    return torch.nn.functional.pad(positions.masked_fill_(after, 0), (0, 1), value=2**31 - 1)[held]

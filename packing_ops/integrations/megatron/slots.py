@@ -1,0 +1,71 @@
+"""Which token of a padded batch every slot of the packed row holds."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+import packing_ops as po
+
+_ops = torch.ops.packing_ops
+
+
+def document_lengths(attention_mask: torch.Tensor | None, sub_seq_lengths: Sequence[Sequence[int]] | None) -> list[int]:
+    """Tokens of every document: one a row, counted in the mask (a synchronisation on CUDA), or as listed."""
+    if sub_seq_lengths is None:
+        return (attention_mask != 0).sum(1).tolist()
+    return [int(length) for lengths in sub_seq_lengths for length in lengths]
+
+
+def source_of_slots(
+    cu_seqlens: torch.Tensor,
+    total: int,
+    attention_mask: torch.Tensor,
+    sub_seq_lengths: Sequence[Sequence[int]] | None,
+) -> torch.Tensor:
+    """int64 ``[total]``: for every slot of the packed row its place in the flattened batch, -1 for padding.
+
+    Args:
+        cu_seqlens: int32 ``[num_documents + 1]``, where the documents' slots begin in the packed row.
+        total: slots of the packed row.
+        attention_mask, sub_seq_lengths: of preprocess_packed_seqs. No synchronisation.
+    """
+    document = po.seq_idx_from_cu_seqlens(cu_seqlens, total)
+    place = po.position_ids_from_cu_seqlens(cu_seqlens, total)
+    if sub_seq_lengths is None:
+        indices, ends, _, _ = _ops.unpad_layout(attention_mask, None, False)
+        real = place < ends.diff()[document]
+        return torch.where(real, indices[(ends[document] + place).where(real, 0)], -1)
+    batch, seqlen = attention_mask.shape
+    if len(sub_seq_lengths) != batch:
+        raise ValueError(f"sub_seq_lengths: expected one list per row = {batch}, got {len(sub_seq_lengths)}")
+    counts = [len(lengths) for lengths in sub_seq_lengths]
+    tokens = document_lengths(None, sub_seq_lengths)
+    lengths, row, first = (
+        torch.tensor(values, dtype=torch.int64).to(cu_seqlens.device, non_blocking=True)
+        for values in (
+            tokens,
+            [row for row, count in enumerate(counts) for _ in range(count)],
+            [0, *accumulate(counts)],
+        )
+    )
+    # A row's documents follow each other in the packed row as they do in theirs.
+    column = cu_seqlens[:-1] - cu_seqlens[first[row]]
+    place_in_batch = (row * seqlen + column)[document] + place
+    real = place < lengths[document]
+    right = (column + lengths <= seqlen)[document]
+    right = right & (attention_mask.reshape(-1)[place_in_batch.where(real & right, 0)] != 0)
+    marked = (attention_mask != 0).sum()
+    if right.is_cpu and not right[real].all():
+        wrong = int(document[real & ~right][0])
+        raise ValueError(
+            f"sub_seq_lengths: expected documents that begin at multiples of the alignment in rows of {seqlen}, where "
+            f"attention_mask is 1, got {int(lengths[wrong])} tokens from column {int(column[wrong])} of row "
+            f"{int(row[wrong])}"
+        )
+    if marked.is_cpu and marked != sum(tokens):
+        raise ValueError(
+            f"sub_seq_lengths: expected the {int(marked)} tokens that attention_mask marks, got {sum(tokens)}"
+        )
+    # What does not agree on a GPU becomes a place past the batch, which the gather and the scatter report.
+    return torch.where(real, place_in_batch.where(right & (marked == sum(tokens)), batch * seqlen), -1)

@@ -1,0 +1,61 @@
+"""``use_packing_ops``: our core attention in a layer or block spec of megatron-core."""
+
+import copy
+import dataclasses
+
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from packing_ops.integrations.megatron.core_attention import PackingDotProductAttention
+
+
+def use_packing_ops(spec):
+    """A copy of ``spec`` with PackingDotProductAttention for core attention; all else as it was.
+
+    Args:
+        spec: ModuleSpec of a layer or a block, or submodules of one: local, TransformerEngine, mixture of experts,
+            multi-latent attention, layers that differ.
+
+    Returns:
+        The copy; ``spec`` itself is not changed.
+
+    Example:
+        >>> spec = use_packing_ops(get_gpt_layer_local_spec())
+        >>> spec.submodules.self_attention.submodules.core_attention.__name__
+        'PackingDotProductAttention'
+
+    Raises:
+        ValueError: no core attention in ``spec``.
+        NotImplementedError: core attention with submodules of its own (DeepSeek sparse attention, say).
+    """
+    replaced = []
+    copied = _copied(spec, replaced)
+    if not replaced:
+        raise ValueError(f"spec: expected a layer or block spec with core_attention in it, got {spec!r:.200}")
+    return copied
+
+
+def _copied(part, replaced):
+    """Containers anew, what they hold in the end (classes, functions, numbers) as it is."""
+    if isinstance(part, dict):
+        return {key: _copied(value, replaced) for key, value in part.items()}
+    if isinstance(part, (list, tuple)):
+        return type(part)(_copied(each, replaced) for each in part)
+    if not dataclasses.is_dataclass(part) or isinstance(part, type):
+        return part
+    new = copy.copy(part)
+    for name in (field.name for field in dataclasses.fields(part)):
+        old = getattr(part, name)
+        if name == "core_attention" and old is not None:
+            replaced.append(old)
+            setattr(new, name, _core_attention(old))
+        else:
+            setattr(new, name, _copied(old, replaced))
+    return new
+
+
+def _core_attention(old):
+    if not isinstance(old, ModuleSpec):
+        return PackingDotProductAttention
+    if old.submodules is not None:
+        raise NotImplementedError(f"core_attention: expected one without submodules, got {old.module}")
+    return ModuleSpec(PackingDotProductAttention, dict(old.params))

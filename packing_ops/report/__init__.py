@@ -1,0 +1,69 @@
+"""What packing would save on a user's own data (``python -m packing_ops report``), and what is installed (``info``).
+
+readers.py      JSON lines, Parquet, saved datasets -> records
+examples.py     a record -> the texts or tokens of one example, or why it cannot be read
+tokenizers.py   examples -> tokens
+corpus.py       files -> lengths, and what was wrong with which line
+statistics.py   lengths -> histogram, layouts, estimated time
+tables.py, picture.py, progress.py, info.py
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from packing_ops.report.corpus import read_corpus
+from packing_ops.report.statistics import layouts, length_statistics
+
+
+def make_report(
+    files: Sequence[Path],
+    *,
+    tokenizer: str = "bytes",
+    capacity: int = 4096,
+    batch_size: int = 8,
+    dp: int = 1,
+    overlong: str = "truncate",
+    hidden_size: int = 4096,
+) -> dict:
+    """Everything that ``python -m packing_ops report`` prints, as plain numbers, strings, lists and dicts.
+
+    Args:
+        files: JSON lines, Parquet files, or folders written by ``Dataset.save_to_disk``.
+        tokenizer: ``"bytes"``, or the folder of a tokenizer that transformers loads.
+        capacity: tokens of a packed row.
+        batch_size: documents of a padded batch, per rank.
+        dp: data-parallel ranks.
+        overlong: what becomes of documents over the capacity, as in pack_sequences.
+        hidden_size: of the model whose operations are estimated.
+
+    Returns:
+        dict with ``settings``, ``examples`` (how many were read, documents among them), ``unreadable`` and ``noted``
+        (examples by problem, each with ``count`` and the first ``where``), ``lengths``, ``overlong``, ``layouts``.
+
+    Example:
+        >>> Path("two.jsonl").write_text('{"text": "hello"}\\n{"text": "hi"}\\n')
+        >>> report = make_report([Path("two.jsonl")], capacity=8, batch_size=2)
+        >>> report["layouts"]["padded"]["fill"], report["layouts"]["ffd"]["fill"]
+        (0.7, 0.875)
+
+    Raises:
+        ImportError: a library that a file or the tokenizer needs is not installed, with the extra that brings it.
+        OSError: a file that cannot be opened.
+        ValueError: a file that is no Parquet, an option out of range, ``overlong="error"`` and a document over the
+            capacity.
+    """
+    corpus = read_corpus(files, tokenizer)
+    options = {"capacity": capacity, "batch_size": batch_size, "dp": dp, "overlong": overlong}
+    return {
+        "settings": {"files": [str(f) for f in files], "tokenizer": tokenizer, **options, "hidden_size": hidden_size},
+        "examples": {"read": corpus.num_read, "documents": corpus.lengths.numel(), "tokens": int(corpus.lengths.sum())},
+        "unreadable": corpus.unreadable,
+        "noted": corpus.noted,
+        "lengths": length_statistics(corpus.lengths),
+        **layouts(corpus.lengths, **options, hidden_size=hidden_size),
+    }
+
+
+def save_json(report: dict, path: Path) -> None:
+    path.write_text(json.dumps(report, indent=1) + "\n")

@@ -1,0 +1,61 @@
+"""What is installed and what runs, for bug reports."""
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from packing_ops import _load
+
+LIBRARIES = ("numpy", "triton", "transformers", "trl", "peft", "accelerate", "datasets", "pyarrow", "deepspeed")
+LIBRARIES += ("unsloth", "megatron-core", "transformer-engine", "flash-attn", "xformers", "vllm", "rich", "matplotlib")
+VARIABLES = ("PACKING_OPS_CHECK", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "OMP_NUM_THREADS")
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def describe_environment() -> str:
+    """One ``name: value`` per line: the compiled library, torch, CUDA, GPUs, Python, versions of host libraries.
+
+    Nothing is imported to find a version, and nothing here needs a GPU.
+
+    Example:
+        >>> print(describe_environment())
+        packing_ops: 0.1.0
+        library: .../packing_ops/_C.so
+        built with: torch 2.13.0, compiler 13.3.0, no CUDA
+        ...
+    """
+    return "\n".join(f"{name}: {value}" for name, value in _facts())
+
+
+def _facts():
+    build = _load.build_info()
+    cuda = f"CUDA {build['cuda']} for {build['cuda_archs']}" if build["cuda"] else "no CUDA"
+    yield "packing_ops", build["version"]
+    yield "library", build["library"]
+    yield "built with", f"torch {build['built_with_torch']}, compiler {build['compiler']}, {cuda}"
+    yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
+    yield "system", platform.platform()
+    yield "torch", f"{torch.__version__}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+    yield "torch's CUDA", torch.version.cuda or torch.version.hip or "none"
+    yield "driver", DRIVER.read_text().splitlines()[0] if DRIVER.exists() else "none"
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            gpu = torch.cuda.get_device_properties(i)
+            yield f"GPU {i}", f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.1f} GiB"
+    else:
+        yield "GPU", "none that torch can use"
+    for library in LIBRARIES:
+        yield library, _version(library)
+    for variable in VARIABLES:
+        if variable in os.environ:
+            yield variable, os.environ[variable]
+
+
+def _version(library: str) -> str:
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,19 @@
+"""How far reading is, on stderr: a bar of rich where rich is installed and somebody looks, otherwise nothing."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def progress(total: float) -> Iterator[Callable[[float], None]]:
+    """A function to be told how much more of ``total`` is done."""
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ImportError:
+        yield lambda amount: None
+        return
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("reading", total=total)
+        yield lambda amount: bar.advance(task, amount)

@@ -1,0 +1,156 @@
+"""Lengths to what packing would save: the same documents as padded batches, without padding, and as packed rows."""
+
+from typing import NamedTuple
+
+import torch
+
+import packing_ops as po
+
+STRATEGIES = ("next_fit", "first_fit", "ffd", "bfd", "balanced")
+OVERLONG = ("truncate", "split", "own", "drop", "error")
+
+
+class _Units(NamedTuple):
+    """What one rank computes at once, a batch or a row: float64 ``[num_units]``, in the order of the epoch."""
+
+    slots: torch.Tensor
+    flops: torch.Tensor
+
+
+def length_statistics(lengths: torch.Tensor) -> dict:
+    """Mean, quantiles and a histogram over powers of two.
+
+    Example:
+        >>> length_statistics(torch.tensor([1, 5, 6]))["histogram"]
+        [{'from': 1, 'to': 1, 'documents': 1, 'tokens': 1}, {'from': 2, 'to': 3, 'documents': 0, 'tokens': 0},
+         {'from': 4, 'to': 7, 'documents': 2, 'tokens': 11}]
+    """
+    if not lengths.numel():
+        return {"histogram": []}
+    ascending = lengths.sort().values
+    least, most = (int(ascending[end]).bit_length() for end in (0, -1))
+    powers = 2 ** torch.arange(least - 1, most + 1)
+    edges = torch.searchsorted(ascending, powers)
+    tokens = torch.cat([torch.zeros(1, dtype=torch.int64), ascending.cumsum(0)])
+    columns = (powers[:-1], powers[1:] - 1, edges.diff(), tokens[edges].diff())
+    names = ("from", "to", "documents", "tokens")
+    last = ascending.numel() - 1
+    return {
+        "mean": float(lengths.double().mean()),
+        **{f"p{percent}": int(ascending[round(last * percent / 100)]) for percent in (10, 50, 90, 99)},
+        "max": int(ascending[-1]),
+        "histogram": [
+            dict(zip(names, bucket, strict=True)) for bucket in zip(*(c.tolist() for c in columns), strict=True)
+        ],
+    }
+
+
+def layouts(lengths: torch.Tensor, *, capacity: int, batch_size: int, dp: int, overlong: str, hidden_size: int) -> dict:
+    """The same documents laid out in every way, and the time of an epoch of each.
+
+    A step is, on each of ``dp`` ranks, one batch of ``batch_size`` documents in the order of arrival, or one packed
+    row of ``capacity`` slots. It takes as long as its slowest rank. Two models bound the time from both sides: in
+    proportion to the slots (memory: every slot's activations are moved), and to the operations, a * L + b * L**2 for
+    L slots that attend to each other (a = 12 * hidden_size, b = 1: a dense causal decoder, see pack_sequences).
+
+    Args:
+        lengths: int64 ``[num_documents]``, tokens, at least 1, in the order of arrival.
+        capacity, overlong: as pack_sequences; every layout then holds the same pieces of documents.
+        batch_size, dp, hidden_size: as make_report.
+
+    Returns:
+        dict with ``model`` (a, b), ``overlong`` (documents over the capacity, tokens that no layout holds) and
+        ``layouts``, by name: ``padded``, ``padding_free`` and every strategy of pack_sequences. Each has
+
+        - ``rows``, ``steps``, ``slots``, ``fill`` (share of the slots that hold tokens)
+        - ``flop_balance``: operations of all ranks / (ranks * the slowest one's), step by step; 1 is perfect.
+          Packed rows are dealt by ``balance="flops"``; without it they have ``flop_balance_as_packed``.
+        - ``step_time_ratio`` and ``epoch_time_ratio``: the padded layout's time / this one's, by ``tokens``, ``flops``
+
+    Example:
+        >>> lengths = torch.tensor([5, 7, 2, 6])
+        >>> found = layouts(lengths, capacity=10, batch_size=2, dp=1, overlong="truncate", hidden_size=64)["layouts"]
+        >>> [(name, found[name]["rows"], found[name]["slots"]) for name in ("padded", "padding_free", "ffd")]
+        [('padded', 4, 26), ('padding_free', 4, 20), ('ffd', 3, 30)]
+
+    Raises:
+        ValueError: as pack_sequences.
+
+    Source of the operation count: 24 * hidden_size**2 * L + 2 * hidden_size * L**2 per layer, forward, by 2 *
+    hidden_size.
+    """
+    a, b = 12.0 * hidden_size, 1.0
+
+    def flops(slots: torch.Tensor) -> torch.Tensor:
+        return a * slots + b * slots**2
+
+    def pack(strategy: str, **options) -> po.Packing:
+        return po.pack_sequences(lengths, capacity, strategy=strategy, overlong=overlong, **options)
+
+    def rows_for_ranks(strategy: str, **options) -> po.Packing:
+        try:
+            return pack(strategy, bins_multiple_of=dp, **options)
+        except ValueError:  # not documents enough for a row on every rank: in the last step some have none
+            return pack(strategy, **options)
+
+    in_order = pack("next_fit")  # keeps the order of arrival
+    pieces = in_order.lengths.double()
+    changed = {name: getattr(in_order, name).numel() for name in ("truncated", "split", "own", "dropped")}
+    result = {
+        "model": {"a": a, "b": b},
+        "overlong": {**changed, "documents": int((lengths > capacity).sum()), "lost_tokens": in_order.lost_tokens},
+        "layouts": {},
+    }
+    if not pieces.numel():
+        return result
+
+    batches = torch.nn.functional.pad(pieces, (0, -pieces.numel() % batch_size)).view(-1, batch_size)
+    width, real = batches.amax(1, keepdim=True), batches > 0
+    padded = _Units((real * width).sum(1), (real * flops(width)).sum(1))
+    padding_free = _Units(batches.sum(1), flops(batches).sum(1))
+
+    def rows_of(packing: po.Packing) -> _Units:
+        """The end of a row attends to itself, like a document."""
+        offsets = packing.bin_offsets.int()
+        tokens = po.segment_sum(packing.lengths.double(), offsets)
+        slots = tokens.clamp(min=capacity)
+        return _Units(slots, po.segment_sum(flops(packing.lengths.double()), offsets) + flops(slots - tokens))
+
+    found, num_tokens = result["layouts"], in_order.num_tokens
+    today = _epoch(padded, dp)
+    found["padded"] = _layout(pieces.numel(), num_tokens, padded, dp, today)
+    found["padding_free"] = _layout(pieces.numel(), num_tokens, padding_free, dp, today)
+    for strategy in STRATEGIES:
+        dealt = rows_for_ranks(strategy, balance=("flops", a, b))
+        found[strategy] = _layout(dealt.num_bins, num_tokens, rows_of(dealt), dp, today)
+        as_packed = rows_for_ranks(strategy)
+        found[strategy]["flop_balance_as_packed"] = _epoch(rows_of(as_packed), dp).balance
+    return result
+
+
+class _Epoch(NamedTuple):
+    steps: int
+    tokens: float  # slots of the slowest rank, summed over the steps
+    flops: float
+    balance: float
+
+
+def _epoch(units: _Units, dp: int) -> _Epoch:
+    """Step ``s`` is units ``s * dp`` to ``s * dp + dp - 1``, one per rank; ranks without one wait."""
+    slots, flops = (torch.nn.functional.pad(each, (0, -each.numel() % dp)).view(-1, dp) for each in units)
+    slowest = float(flops.amax(1).sum())
+    return _Epoch(slots.shape[0], float(slots.amax(1).sum()), slowest, float(flops.sum()) / (dp * slowest))
+
+
+def _layout(rows: int, num_tokens: int, units: _Units, dp: int, today: _Epoch) -> dict:
+    epoch, slots = _epoch(units, dp), int(units.slots.sum())
+    ratios = {name: getattr(today, name) / getattr(epoch, name) for name in ("tokens", "flops")}
+    return {
+        "rows": rows,
+        "steps": epoch.steps,
+        "slots": slots,
+        "fill": num_tokens / slots,
+        "flop_balance": epoch.balance,
+        "step_time_ratio": {name: ratio * epoch.steps / today.steps for name, ratio in ratios.items()},
+        "epoch_time_ratio": ratios,
+    }

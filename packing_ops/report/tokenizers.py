@@ -1,0 +1,63 @@
+"""Examples to tokens: how many each has, or why the tokenizer refused it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from packing_ops.report.examples import Example, Unreadable
+
+Counter = Callable[[list[Example]], list[int | Unreadable]]
+
+
+def token_counter(tokenizer: str) -> Counter:
+    """``"bytes"`` counts the UTF-8 bytes of the texts, no template and no special tokens; else see the folder's own.
+
+    Raises:
+        ImportError: transformers is not installed.
+        OSError: no such folder, or no tokenizer in it.
+    """
+    return _count_bytes if tokenizer == "bytes" else _pretrained(tokenizer)
+
+
+def _count_bytes(examples: list[Example]) -> list[int]:
+    return [
+        sum(len(text) if text.isascii() else len(text.encode()) for text in example.texts)
+        if example.num_tokens is None
+        else example.num_tokens
+        for example in examples
+    ]
+
+
+def _pretrained(folder: str) -> Counter:
+    """With the tokenizer's own special tokens; chats through its template when it has one."""
+    if not Path(folder).is_dir():
+        raise FileNotFoundError(f"tokenizer: expected bytes or a tokenizer's folder, got {folder!r}")
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ImportError("tokenizer: a folder needs transformers: pip install packing_ops[hf]") from error
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer.model_max_length = int(1e30)  # it would warn about every long text
+
+    def count(examples: list[Example]) -> list[int | Unreadable]:
+        counts = [example.num_tokens for example in examples]
+        plain, chats = {}, {}  # texts by index
+        for i, example in enumerate(examples):
+            if counts[i] is not None:
+                continue
+            if not any(example.texts):
+                counts[i] = 0  # special tokens alone are no example
+            elif not (example.messages and tokenizer.chat_template):
+                plain[i] = "".join(example.texts)
+            else:
+                try:
+                    chats[i] = tokenizer.apply_chat_template(example.messages, tokenize=False)
+                except Exception as error:  # a template is a program of its author's, and raises what it likes
+                    counts[i] = Unreadable("refused by the tokenizer", f"chat template: {error}")
+        for texts, special_tokens in ((plain, True), (chats, False)):  # a template writes special tokens itself
+            if texts:
+                encoded = tokenizer(list(texts.values()), add_special_tokens=special_tokens)["input_ids"]
+                for i, ids in zip(texts, encoded, strict=True):
+                    counts[i] = len(ids)
+        return counts
+
+    return count

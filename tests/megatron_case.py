@@ -1,0 +1,133 @@
+"""Megatron-core on the machine at hand: a process group, tiny GPT models, and processes that hold a part each."""
+
+import contextlib
+import dataclasses
+from unittest import mock
+
+import pytest
+import torch
+import torch.multiprocessing
+
+pytest.importorskip("megatron.core")
+
+import megatron.core
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+SHAPE = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 48,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "init_method_std": 0.3,
+    "use_cpu_initialization": True,
+    "gradient_accumulation_fusion": False,
+    "bias_dropout_fusion": False,
+    "masked_softmax_fusion": False,
+}
+VOCABULARY = 64
+LENGTHS = [5, 3, 8]
+
+
+def has_fields(names):
+    """Of TransformerConfig, in this version of megatron-core."""
+    return names <= {field.name for field in dataclasses.fields(TransformerConfig)}
+
+
+def config_of(**more):
+    if not has_fields(more.keys()):
+        pytest.skip(f"megatron-core {megatron.core.__version__} has not all of {', '.join(more)}")
+    return TransformerConfig(**{**SHAPE, **more})
+
+
+def tiny_gpt(spec=None, device="cpu", *, rotary=True, **more):
+    """Random weights, the same in every process; a tensor-parallel part has its slice of them, its own biases are 0."""
+    torch.manual_seed(0)
+    model = GPTModel(
+        config_of(**more),
+        spec or get_gpt_layer_local_spec(),
+        vocab_size=VOCABULARY,
+        max_sequence_length=256,
+        position_embedding_type="rope" if rotary else "none",
+        share_embeddings_and_output_weights=False,
+    )
+    for parameter in model.parameters():
+        if parameter.dim() == 1 and not getattr(parameter, "tensor_model_parallel", False):
+            torch.nn.init.normal_(parameter, mean=0.5, std=0.3)
+    return model.to(device)
+
+
+def thd_params(lengths=LENGTHS, device="cpu", *, slots=None):
+    """PackedSeqParams of these documents; ``slots``: the places that each one takes, when they are more."""
+
+    def cumulated(sizes):
+        return torch.tensor([0, *sizes], device=device).cumsum(0).int()
+
+    cu_seqlens = cumulated(lengths)
+    padded = {}
+    if slots is not None:
+        padded = dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), cumulated(slots))
+    longest = max(slots or lengths, default=0)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        **padded,
+    )
+
+
+@contextlib.contextmanager
+def answers_of(device):
+    """What megatron-core asks of CUDA, answered for ``device``; dropout draws from torch's own generator."""
+    with contextlib.ExitStack() as patches:
+        if torch.device(device).type == "cpu":
+            patches.enter_context(mock.patch("torch.cuda.current_device", return_value="cpu"))
+        tracker = mock.Mock(fork=contextlib.nullcontext)
+        for module in (tensor_parallel, tensor_parallel.random):
+            patches.enter_context(mock.patch.object(module, "get_cuda_rng_tracker", return_value=tracker))
+        yield
+
+
+@contextlib.contextmanager
+def parallel(**sizes):
+    """megatron-core's groups over the processes there are: ``tensor_model_parallel_size=2``, say."""
+    parallel_state.initialize_model_parallel(**sizes)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+@pytest.fixture(name="megatron")
+def one_process(device, tmp_path):
+    """megatron-core's groups of this process alone."""
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with answers_of(device), parallel():
+            yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def spawn(worker, world_size, folder, *args):
+    """``worker(*args)`` in so many processes of one gloo group, on the CPU. An exception in one of them is raised here."""
+    # One process imports what takes seconds; the others are forks of it, before it has any thread.
+    torch.multiprocessing.set_forkserver_preload(["hypothesis", "pytest", GPTModel.__module__, "packing_ops"])
+    arguments = world_size, f"file://{folder}/store", worker, args
+    torch.multiprocessing.start_processes(_process, arguments, nprocs=world_size, start_method="forkserver")
+
+
+def _process(rank, world_size, store, worker, args):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", store, rank=rank, world_size=world_size)
+    with answers_of("cpu"):
+        worker(*args)
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,206 @@
+"""packing_ops.data.batches: dummy rows, slices and choices of rows."""
+
+import copy
+import doctest
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from helpers import assert_same
+from hypothesis import given
+from hypothesis import strategies as st
+
+import packing_ops as po
+from packing_ops.data import batches, iter_microbatches, pad_batch_to_multiple, select_rows, slice_batch, trim_padding
+
+
+def batch_of(rows, device="cpu"):
+    """Every kind of field that rollouts come with; row i is told by i + 1 in each."""
+    ids = torch.arange(1, rows + 1, device=device)[:, None].expand(rows, 3).clone()
+    return {
+        "sequences": ids,
+        "loss_mask": torch.ones(rows, 3, device=device),
+        "rewards": ids[:, 0].double(),
+        "pixel_values": [torch.full((i % 3, 2), float(i + 1), device=device) for i in range(rows)],
+        "turns": [[i + 1] * (i % 4) for i in range(rows)],
+        "texts": [f"row {i + 1}" for i in range(rows)],
+        "values": None,
+        "temperature": torch.tensor(0.5, device=device),
+        "metadata": {
+            "uids": [f"uid {i + 1}" for i in range(rows)],
+            "objects": np.array([{"row": i + 1} for i in range(rows)], dtype=object),
+            "env": {"seeds": torch.arange(1, rows + 1)},
+            "response_length": 3,
+            "split": "train",
+            "shape": (1, 2, 3),
+        },
+    }
+
+
+def assert_same_batch(actual, expected):
+    assert type(actual) is type(expected)
+    if isinstance(expected, dict):
+        assert list(actual) == list(expected)
+        for name in expected:
+            assert_same_batch(actual[name], expected[name])
+    elif isinstance(expected, torch.Tensor):
+        assert_same(actual, expected)
+    elif isinstance(expected, list):
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected, strict=True):
+            assert_same_batch(one, other)
+    else:
+        assert np.array_equal(actual, expected) if isinstance(expected, np.ndarray) else actual == expected
+
+
+def storages(value):
+    if isinstance(value, dict):
+        return {pointer for part in value.values() for pointer in storages(part)}
+    if isinstance(value, list):
+        return {pointer for part in value for pointer in storages(part)}
+    return {value.untyped_storage().data_ptr()} if isinstance(value, torch.Tensor) and value.numel() else set()
+
+
+# --- pad_batch_to_multiple ---
+
+
+@pytest.mark.parametrize(("rows", "multiple"), [(3, 2), (7, 4), (1, 5), (2, 8), (5, 3)])
+def test_dummy_rows_repeat_row_0_and_count_in_no_loss(device, rows, multiple):
+    batch = batch_of(rows, device)
+    before = copy.deepcopy(batch)
+    padded = pad_batch_to_multiple(batch, multiple)
+    total = batches.num_rows(padded)
+    assert total % multiple == 0
+    assert 0 < total - rows < multiple
+    assert_same_batch(slice_batch(padded, 0, rows), batch)
+    for dummy in range(rows, total):
+        row = slice_batch(padded, dummy, dummy + 1)
+        assert not row["loss_mask"].any()
+        assert_same_batch({**row, "loss_mask": batch["loss_mask"][:1]}, slice_batch(batch, 0, 1))
+    assert_same_batch(batch, before)
+
+
+def test_dummy_rows_are_copies():
+    batch = batch_of(3)
+    before = copy.deepcopy(batch)
+    padded = pad_batch_to_multiple(batch, 5)
+    padded["sequences"][3:] = -1
+    padded["pixel_values"][3] += 1
+    padded["turns"][3].append(9)
+    padded["metadata"]["uids"][4] = "other"
+    assert_same_batch(batch, before)
+    assert padded["turns"][4] == before["turns"][0]
+
+
+@pytest.mark.parametrize(("rows", "multiple"), [(4, 2), (3, 1), (0, 4)])
+def test_the_same_object_when_nothing_is_to_do(rows, multiple):
+    batch = batch_of(rows)
+    assert pad_batch_to_multiple(batch, multiple) is batch
+
+
+def test_zero_keys_of_every_kind():
+    batch = {
+        "ids": torch.tensor([[1], [2]]),
+        "mask": [[1.0, 1.0], [1.0]],
+        "advantages": [torch.tensor([2.0, 3.0]), torch.tensor([4.0])],
+        "weight": [0.5, 2],
+        "metadata": {"valid": torch.tensor([True, True])},
+    }
+    padded = pad_batch_to_multiple(batch, 3, zero_keys=("mask", "advantages", "weight", "valid"))
+    assert padded["ids"].tolist() == [[1], [2], [1]]
+    assert padded["mask"] == [[1.0, 1.0], [1.0], [0.0, 0.0]]
+    assert [row.tolist() for row in padded["advantages"]] == [[2.0, 3.0], [4.0], [0.0, 0.0]]
+    assert padded["weight"] == [0.5, 2, 0.0]
+    assert padded["metadata"]["valid"].tolist() == [True, True, False]
+    assert pad_batch_to_multiple({"ids": batch["ids"]}, 3, zero_keys=())["ids"].tolist() == [[1], [2], [1]]
+
+
+def test_nested_tensors_are_ragged_rows():
+    rows = [torch.tensor([1, 2, 3]), torch.tensor([4]), torch.tensor([5, 6])]
+    batch = {"loss_mask": torch.nested.nested_tensor(rows, layout=torch.jagged)}
+    padded = pad_batch_to_multiple(batch, 4)["loss_mask"]
+    assert padded.layout == torch.jagged
+    assert [row.tolist() for row in padded.unbind()] == [[1, 2, 3], [4], [5, 6], [0, 0, 0]]
+    assert [row.tolist() for row in slice_batch(batch, 1, 3)["loss_mask"].unbind()] == [[4], [5, 6]]
+    assert [row.tolist() for row in select_rows(batch, [2, 0])["loss_mask"].unbind()] == [[5, 6], [1, 2, 3]]
+
+
+# --- slice_batch, select_rows ---
+
+
+@given(rows=st.integers(1, 7), cuts=st.lists(st.integers(0, 7), max_size=3))
+def test_slices_put_together_are_the_batch(rows, cuts):
+    batch = batch_of(rows)
+    cuts = [0, *sorted(min(cut, rows) for cut in cuts), rows]
+    slices = [slice_batch(batch, start, end) for start, end in itertools.pairwise(cuts)]
+    assert_same(torch.cat([part["sequences"] for part in slices]), batch["sequences"])
+    for name in ("turns", "texts"):
+        assert [row for part in slices for row in part[name]] == batch[name]
+    assert [uid for part in slices for uid in part["metadata"]["uids"]] == batch["metadata"]["uids"]
+    assert_same(torch.cat([part["metadata"]["env"]["seeds"] for part in slices]), batch["metadata"]["env"]["seeds"])
+    assert all(part["metadata"]["shape"] == (1, 2, 3) and part["values"] is None for part in slices)
+
+
+def test_slices_are_views():
+    batch = batch_of(4)
+    assert storages(slice_batch(batch, 1, 3)) <= storages(batch)
+    assert slice_batch(batch, 2, 2)["sequences"].shape == (0, 3)
+
+
+@given(rows=st.integers(1, 6), data=st.data())
+def test_selected_rows_are_those_rows(rows, data):
+    batch = batch_of(rows)
+    indices = data.draw(st.lists(st.integers(0, rows - 1), max_size=8))
+    selected = select_rows(batch, indices)
+    assert batches.num_rows(selected) == len(indices)
+    for place, index in enumerate(indices):
+        assert_same_batch(slice_batch(selected, place, place + 1), slice_batch(batch, index, index + 1))
+    assert not storages(selected["sequences"]) & storages(batch["sequences"])
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: pad_batch_to_multiple(batch_of(3), 0), "multiple: expected at least 1, got 0"),
+        (lambda: pad_batch_to_multiple({}, 2), r"batch: expected a tensor or a list to count rows by, got \[\]"),
+        (lambda: pad_batch_to_multiple({"step": 3}, 2), r"to count rows by, got \['step'\]"),
+        (
+            lambda: pad_batch_to_multiple({**batch_of(3), "texts": ["a", "b"]}, 3),
+            "texts: expected 3 rows like sequences, got 2",
+        ),
+        (
+            lambda: slice_batch({**batch_of(3), "metadata": {"uids": ["a"] * 4}}, 0, 1),
+            "uids: expected 3 rows like sequences, got 4",
+        ),
+        (lambda: pad_batch_to_multiple({"ids": torch.ones(1, 2)}, 2), r"zero_keys: .* got \['loss_mask'\]"),
+        (lambda: pad_batch_to_multiple({**batch_of(1), "loss_mask": None}, 2), r"zero_keys: .* got \['loss_mask'\]"),
+        (lambda: slice_batch(batch_of(3), 1, 4), "0 <= start <= end <= 3 rows, got 1 and 4"),
+        (lambda: slice_batch(batch_of(3), -1, 2), "got -1 and 2"),
+        (lambda: slice_batch(batch_of(3), 2, 1), "got 2 and 1"),
+        (lambda: select_rows(batch_of(3), [0, 3]), "indices: expected 0 to 2 for 3 rows, got 3"),
+        (lambda: select_rows(batch_of(3), [-1]), "indices: expected 0 to 2 for 3 rows, got -1"),
+    ],
+)
+def test_bad_input_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_what_cannot_be_zeroed_is_named():
+    with pytest.raises(
+        TypeError, match=r"texts: expected numbers, tensors or lists of them to zero, got 'row 1' \(str\)"
+    ):
+        pad_batch_to_multiple(batch_of(3), 2, zero_keys=("texts",))
+
+
+def test_examples_of_the_docstrings():
+    assert doctest.testmod(batches).failed == 0
+
+
+def test_padding_functions_are_here_too():
+    assert iter_microbatches is po.iter_microbatches
+    assert trim_padding is po.trim_padding

@@ -1,0 +1,65 @@
+"""The examples of the data path run, and what they print as equal is equal."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+sys.path.insert(0, str(ROOT / "examples"))
+
+
+@pytest.mark.parametrize(
+    ("reduction", "ranks"),
+    [("token_mean", 1), ("sequence_mean", 2), ("seq_mean_token_sum_norm", 3), ("prompt_mean", 4)],
+)
+def test_rl_step_on_packed_rows_is_that_of_rows_alone(tmp_path, monkeypatch, capsys, reduction, ranks):
+    from rl_mini_batches import main
+
+    options = ["--prompts", 3, "--samples", 2, "--mini-batch-size", 1, "--ranks", ranks, "--reduction", reduction]
+    monkeypatch.setattr(sys, "argv", [str(word) for word in ("rl_mini_batches.py", "--out", tmp_path, *options)])
+    main()
+    printed = capsys.readouterr().out
+    result = json.loads((tmp_path / "demo_rl.json").read_text())
+    assert len(result["steps"]) == 3, "as many as there are prompts, whatever their turns"
+    assert len({step["rows"] for step in result["steps"]}) > 1, "turns are ragged"
+    for (start, end), step in zip(result["boundaries"], result["steps"], strict=True):
+        assert step["rows"] == end - start
+        assert step["rows_per_rank"] == -(-step["rows"] // ranks)
+        assert step["loss_packed"] == pytest.approx(step["loss_unpacked"], rel=1e-9, abs=1e-12)
+        assert step["gradient_difference"] < 1e-9
+        assert step["tokens_packed"] < step["slots_padded"]
+    assert any(step["loss_packed"] != 0 for step in result["steps"])
+    assert f"{reduction} {result['steps'][0]['loss_packed']:+.9f} packed" in printed
+
+
+def test_collation_is_hidden_behind_the_step(tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    records = [{"prompt": f"count to {n}: ", "completion": " ".join(map(str, range(n % 40)))} for n in range(192)]
+    file.write_text("\n".join(map(json.dumps, records)))
+    # In a process of its own: it sets torch's threads.
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "async_sft.py", "--out", tmp_path, "--data", file, "--rounds", "1"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "demo_async_cpu.json").read_text())
+    in_loop, ahead = result["runs"]
+    assert (in_loop["ahead"], ahead["ahead"]) == (False, True)
+    assert result["documents"] == 192
+    assert len(ahead["losses"]) == 12
+    assert ahead["losses"] == in_loop["losses"]
+    assert result["losses_equal"]
+    assert ahead["losses"][-1] < ahead["losses"][0]
+    assert len(ahead["collated"]) == len(ahead["waited"]) == 10, "all but the first of each epoch"
+    assert in_loop["collated"] == []
+    assert result["waited_seconds"]["ahead"] == median(ahead["waited"]) < median(in_loop["waited"])

@@ -1,0 +1,211 @@
+"""What python -m packing_ops report reads: every format, every example counted, nothing lost silently."""
+
+import json
+
+import pytest
+from report_case import CHAT, LENGTHS, RECORDS, write_lines
+
+from packing_ops.__main__ import main
+from packing_ops.report.corpus import NAMED, read_corpus
+from packing_ops.report.readers import ROWS, records
+
+
+def counts(problems):
+    return {kind: problem["count"] for kind, problem in problems.items()}
+
+
+def test_every_format_of_jsonl_by_its_bytes(tmp_path):
+    corpus = read_corpus([write_lines(tmp_path / "a.jsonl", *RECORDS, ""), write_lines(tmp_path / "b", {"text": "x"})])
+    assert corpus.lengths.tolist() == [*LENGTHS, 1]
+    assert (corpus.num_read, corpus.unreadable, corpus.noted) == (4, {}, {})
+
+
+def test_chats_with_parts_tools_and_prompts_that_are_chats(tmp_path):
+    call = [{"name": "f"}]
+    file = write_lines(
+        tmp_path / "a.jsonl",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "abc"}, {"type": "text", "text": "de"}]}]},
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": call}]},
+        {"prompt": CHAT[:1], "completion": CHAT[1:]},
+        {"messages": None, "text": "xyz"},
+    )
+    corpus = read_corpus([file])
+    assert corpus.lengths.tolist() == [5, len(json.dumps(call)), 9, 3]
+    assert counts(corpus.noted) == {"no target": 1}
+
+
+def test_parquet_and_saved_datasets_as_jsonl(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    keys = ("id", "messages", "prompt", "completion", "text")
+    dataset = datasets.Dataset.from_list([{key: record.get(key) for key in keys} for record in RECORDS])
+    dataset.to_parquet(tmp_path / "a.parquet")
+    dataset.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": dataset, "test": dataset}).save_to_disk(tmp_path / "splits")
+    write_lines(tmp_path / "a.jsonl", *RECORDS)
+    for name, times in (("a.jsonl", 1), ("a.parquet", 1), ("saved", 1), ("splits", 2)):
+        corpus = read_corpus([tmp_path / name])
+        assert corpus.lengths.tolist() == LENGTHS * times
+        assert corpus.num_read == 3 * times
+        parts = []
+        assert len(list(records(tmp_path / name, parts.append))) == 3 * times
+        assert sum(parts) == pytest.approx(1)  # what the progress bar is told
+
+
+TOKENIZED = [
+    {"input_ids": [1, 2, 3], "labels": [-100, 2, 3], "loss_mask": None, "attention_mask": [1, 1, 0]},
+    {"input_ids": [1, 2, 3], "labels": [-100, -100, -100], "loss_mask": None, "attention_mask": None},
+    {"input_ids": [1, 2, 3], "labels": [1, -100, 3], "loss_mask": [0.0, 1.0, 0.0], "attention_mask": None},
+    {"input_ids": [1, 2, 3], "labels": [1, 2], "loss_mask": None, "attention_mask": None},
+    {"input_ids": [], "labels": [], "loss_mask": None, "attention_mask": None},
+    {"input_ids": [1, 2, 3, 4], "labels": None, "loss_mask": [0.0, 0.0, 0.0, 0.5], "attention_mask": None},
+    {"input_ids": None, "labels": [1], "loss_mask": None, "attention_mask": None},
+]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved"])
+def test_token_ids_in_the_file(tmp_path, kind, capsys):
+    path = tmp_path / f"tokens.{kind}"
+    if kind == "jsonl":
+        write_lines(path, *TOKENIZED)
+    else:
+        dataset = pytest.importorskip("datasets").Dataset.from_list(TOKENIZED)
+        dataset.to_parquet(path) if kind == "parquet" else dataset.save_to_disk(path)
+    corpus = read_corpus([path])
+    assert corpus.lengths.tolist() == [2, 3, 3, 4]
+    assert counts(corpus.unreadable) == {"lists of different length": 1, "missing keys": 1}
+    assert counts(corpus.noted) == {"no target": 2, "empty": 1}
+    place = f"{path}, line 4" if kind == "jsonl" else f"{path}, row 3"
+    assert f"{place}: lists of different length: expected 3 like input_ids, got input_ids 3, labels 2" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved"])
+def test_no_known_column_is_missing_keys(tmp_path, kind, capsys):
+    dataset = pytest.importorskip("datasets").Dataset.from_list([{"question": "a", "answer": "b"}] * 2)
+    dataset.to_parquet(tmp_path / "x") if kind == "parquet" else dataset.save_to_disk(tmp_path / "x")
+    corpus = read_corpus([tmp_path / "x"])
+    assert counts(corpus.unreadable) == {"missing keys": 2}
+    assert "got question, answer" in capsys.readouterr().err
+
+
+BAD = {
+    '{"text": "cut': "corrupt",
+    "[1, 2]": "corrupt",
+    "null": "corrupt",
+    "[" * 100_000: "corrupt",
+    '{"text": "\\ud800"}': "corrupt",
+    "{}": "missing keys",
+    '{"prompt": "no completion"}': "missing keys",
+    '{"messages": [{"content": "no role"}]}': "missing keys",
+    '{"messages": [{"role": "user"}]}': "missing keys",
+    '{"text": 5}': "wrong type",
+    '{"messages": "hello"}': "wrong type",
+    '{"messages": ["hello"]}': "wrong type",
+    '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}': "wrong type",
+    '{"prompt": [], "completion": "a"}': "wrong type",
+    '{"input_ids": [1.5]}': "wrong type",
+    '{"input_ids": [[1], [2, 3]]}': "wrong type",
+    '{"input_ids": [[1, 2], [3, 4]]}': "wrong type",
+    '{"input_ids": "12"}': "wrong type",
+    '{"input_ids": [1], "loss_mask": ["1"]}': "wrong type",
+    '{"input_ids": [1, 2], "position_ids": [0]}': "lists of different length",
+}
+
+
+@pytest.mark.parametrize(("line", "kind"), BAD.items(), ids=[line[:40] for line in BAD])
+def test_a_line_that_cannot_be_read_is_named_and_the_rest_counted(tmp_path, capsys, line, kind):
+    file = write_lines(tmp_path / "bad.jsonl", {"text": "hello"}, line, {"text": "hi"})
+    assert main(["report", str(file), "--json", str(tmp_path / "r.json")]) == 1
+    out, err = capsys.readouterr()
+    assert err.startswith(f"{file}, line 2: {kind}: ")
+    assert len(err.splitlines()) == 1
+    assert f"unreadable, left out: {kind}" in out
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["unreadable"] == {kind: {"count": 1, "where": [f"{file}, line 2"]}}
+    assert report["examples"] == {"read": 3, "documents": 2, "tokens": 7}
+
+
+def test_bytes_that_are_no_utf8(tmp_path, capsys):
+    file = tmp_path / "latin.jsonl"
+    file.write_bytes(b'{"text": "gr\xfcn"}\n{"text": "ok"}')
+    assert main(["report", str(file)]) == 1
+    assert f"{file}, line 1: corrupt: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [0, 50])
+def test_many_of_a_kind_are_counted_and_not_all_named(tmp_path, capsys, more):
+    corpus = read_corpus([write_lines(tmp_path / "bad.jsonl", *(["{"] * (NAMED + more)))])
+    assert corpus.unreadable["corrupt"]["count"] == NAMED + more
+    assert len(corpus.unreadable["corrupt"]["where"]) == NAMED
+    said = ["corrupt: more of these are counted, not named"] if more else []
+    assert capsys.readouterr().err.splitlines()[NAMED:] == said
+
+
+def test_rows_of_later_batches_are_named_and_the_files_order_is_kept(tmp_path, capsys):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    texts = ["x" * (1 + i % 7) for i in range(2 * ROWS + 3)]
+    parquet.write_table(pa.table({"text": [*texts, None]}), tmp_path / "a.parquet")
+    corpus = read_corpus([tmp_path / "a.parquet"])
+    assert corpus.lengths.tolist() == [len(text) for text in texts]
+    assert f"a.parquet, row {len(texts)}: missing keys" in capsys.readouterr().err
+
+
+def test_empty_and_unanswered_examples_are_told(tmp_path, capsys):
+    file = write_lines(
+        tmp_path / "a.jsonl",
+        *({"text": ""}, {"messages": []}, {"prompt": "ab", "completion": ""}, {"messages": CHAT[:1]}, {"text": "x"}),
+    )
+    assert main(["report", str(file), "--json", str(tmp_path / "r.json")]) == 0
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert counts(report["noted"]) == {"empty": 2, "no target": 2}
+    assert report["examples"] == {"read": 5, "documents": 3, "tokens": 7}
+    out = capsys.readouterr().out
+    assert "empty, left out" in out
+    assert "without a target" in out
+
+
+def test_no_examples_at_all(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    file = write_lines(tmp_path / "empty.jsonl")
+    assert main(["report", str(file), "--plot", str(tmp_path / "p.png"), "--json", str(tmp_path / "r.json")]) == 0
+    assert json.loads((tmp_path / "r.json").read_text())["layouts"] == {}
+
+
+# --- tokenizers ---
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """Words, [B] before a text, and a template that refuses what does not start with the user."""
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[U]": 0, "[B]": 1, "[R]": 2}, "[U]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    words.post_processor = tokenizers.processors.TemplateProcessing(single="[B] $A", special_tokens=[("[B]", 1)])
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[U]", bos_token="[B]")
+    fast.chat_template = (
+        "{% if messages[0]['role'] != 'user' %}{{ raise_exception('who asks?') }}{% endif %}"
+        "{% for m in messages %} [R] {{ m['content'] }}{% endfor %}"
+    )
+    folder = tmp_path_factory.mktemp("tokenizer")
+    fast.save_pretrained(folder)
+    return folder
+
+
+def test_tokens_of_a_pretrained_tokenizer(tmp_path, tokenizer, capsys):
+    file = write_lines(
+        tmp_path / "a.jsonl",
+        {"text": "one two three"},
+        {"messages": [{"role": "user", "content": "one two"}, {"role": "assistant", "content": "three"}]},
+        {"messages": [{"role": "assistant", "content": "first"}]},
+        {"input_ids": [7, 8]},
+        {"prompt": "one two", "completion": " three four"},
+        {"text": ""},
+    )
+    corpus = read_corpus([file], str(tokenizer))
+    assert corpus.lengths.tolist() == [4, 5, 2, 5]
+    assert counts(corpus.unreadable) == {"refused by the tokenizer": 1}
+    assert counts(corpus.noted) == {"empty": 1}
+    assert f"{file}, line 3: refused by the tokenizer: chat template: who asks?" in capsys.readouterr().err
