@@ -13,8 +13,6 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from harness import RESULTS
 
-OURS = "packing_ops"
-
 
 def cases_of(rows: list[dict]) -> dict[tuple, list[dict]]:
     """Rows of one measured case together, ours first."""
@@ -25,9 +23,9 @@ def cases_of(rows: list[dict]) -> dict[tuple, list[dict]]:
 
 
 def table(rows: list[dict]) -> str:
-    lines = ["| op | shape | dtype | packing_ops | copy rate | others, times ours |", "|---|---|---|---|---|---|"]
+    lines = ["| op | shape | dtype | ours | copy rate | others, times ours |", "|---|---|---|---|---|---|"]
     for (op, shape, dtype), providers in cases_of(rows).items():
-        ours = next(row for row in providers if row["provider"] == OURS)
+        ours = providers[0]
         others = ", ".join(f"{r['provider']} {float(r['ratio_to_ours']):.2f}" for r in providers if r is not ours)
         percent = f"{ours['copy_rate_percent']} %" if ours["copy_rate_percent"] else ""
         lines.append(f"| {op} | {shape} | {dtype} | {float(ours['p50_us']):,.1f} us | {percent} | {others} |")
@@ -50,7 +48,7 @@ def picture(rows: list[dict], path) -> None:
     y, ticks, labels = 0, [], []
     for (op, shape, dtype), providers in cases.items():
         for row in providers:
-            color = "tab:blue" if row["provider"] == OURS else "tab:gray"
+            color = "tab:blue" if row is providers[0] else "tab:gray"
             axis.barh(y, float(row["ratio_to_ours"]), color=color)
             axis.text(float(row["ratio_to_ours"]), y, f" {float(row['p50_us']):,.0f} us", va="center", fontsize=7)
             ticks.append(y)

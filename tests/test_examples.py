@@ -57,13 +57,33 @@ def test_bad_jsonl_line_is_named(tmp_path):
         read_jsonl(file)
 
 
+def readme_block(number):
+    """Use it, Switch real training over, Megatron-core, Batches."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[number]
+
+
 def test_the_snippet_of_the_readme_runs():
-    snippet, _ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     names = {}
-    exec(snippet, names)
+    exec(readme_block(0), names)
     assert names["packing"].bins == [[0, 3, 6], [5, 4], [2, 1]]
     assert names["out"].shape == (980, 8, 64)
     assert names["padded"].shape == (2, 5, 16)
+
+
+def test_the_batches_of_the_readme_are_made():
+    names = {}
+    exec(readme_block(3), names)
+    assert (names["batch"]["order"], names["batch"]["sub_seq_lengths"]) == ([1, 0], [[7, 5]])
+    assert names["row"]["cu_seq_lens_q"].tolist() == [0, 5, 12]
+
+
+def test_megatron_names_of_the_readme_exist():
+    pytest.importorskip("megatron.core")
+    imports = [line for line in readme_block(2).splitlines() if line.startswith("from ")]
+    names = {}
+    exec("\n".join(imports), names)
+    calls = {"use_packing_ops", "patch_rope", "preprocess_packed_seqs", "next_token_targets", "postprocess_packed_seqs"}
+    assert all(callable(names[name]) for name in calls)
 
 
 def test_only_targets_are_learnt():
@@ -77,8 +97,7 @@ def test_only_targets_are_learnt():
 def test_switches_of_the_readme_exist():
     """Their lines need a model of the reader's; the names that they call are there."""
     pytest.importorskip("trl")
-    _, switches = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    lines = [line.split("#")[0].strip() for line in switches.splitlines()]
+    lines = [line.split("#")[0].strip() for line in readme_block(1).splitlines()]
     names = {}
     for line in filter(None, lines):
         if line.startswith("from "):
