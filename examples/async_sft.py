@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from report_packed import machine
 from text_data import Document, load_documents
 from tiny_llama import Config, TinyLlama
 from train_packed import packed_batch, summed_loss, to_device
@@ -134,12 +135,10 @@ def main():
         print(f"collated {name:14}: step {step:7.2f} ms, {waited:6.2f} ms of it waiting for the batch")
     print(f"collating in the worker takes {median(ahead.collated) * 1e3:.2f} ms, beside the step")
 
-    cuda = arguments.device == "cuda"
     result = {
         "documents": len(documents),
         "documents_cut": cut,
-        "device": torch.cuda.get_device_name() if cuda else f"cpu, {torch.get_num_threads()} threads",
-        "torch": torch.__version__,
+        **machine(arguments.device),
         "losses_equal": same,
         "step_seconds": {"in_loop": median(in_loop.step), "ahead": median(ahead.step)},
         "waited_seconds": {"in_loop": median(in_loop.waited), "ahead": median(ahead.waited)},

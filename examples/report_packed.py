@@ -1,6 +1,7 @@
 """Table, picture and JSON of the padded / packed comparison."""
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -65,6 +66,12 @@ def save_picture(path: Path, lengths: list[int], rows: list[list[int]], capacity
     plt.close(figure)
 
 
+def machine(device: str) -> dict:
+    """Where figures come from. PACKING_OPS_COMMIT is what `make bench` measures."""
+    name = torch.cuda.get_device_name() if device == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    return {"device": name, "torch": torch.__version__, "commit": os.environ.get("PACKING_OPS_COMMIT")}
+
+
 def save_report(
     stem: Path, lengths: list[int], cut: int, rows: list[list[int]], arguments, runs, losses, **more
 ) -> None:
@@ -72,10 +79,7 @@ def save_report(
     result = {
         "documents": len(lengths),
         "documents_cut": cut,
-        "device": torch.cuda.get_device_name()
-        if arguments.device == "cuda"
-        else f"cpu, {torch.get_num_threads()} threads",
-        "torch": torch.__version__,
+        **machine(arguments.device),
         **more,
         "first_step_loss": losses,
         "speedup": runs[1].tokens_per_second / runs[0].tokens_per_second,
