@@ -37,7 +37,8 @@ class PackedCollator:
             document: the first token of a document is nobody's target.
         sub_seq_lengths: tokens of each document, a list per row, not aligned.
         response_length: width - 1, an int.
-        order: index of the example that each document came from, row by row.
+        order: index of the example that each document came from, row by row. slice_batch, select_rows,
+            pad_batch_to_multiple and stage_chunks keep its entries with their rows.
 
     Example:
         >>> examples = [{"input_ids": [1] * 5, "num_actions": 3}, {"input_ids": [2] * 7, "num_actions": 4}]
