@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -309,3 +310,18 @@ def test_sizes_below_one(name):
 def test_unknown_strategy():
     with pytest.raises(ValueError, match="strategy"):
         PackedCollator(8, strategy="magic")(examples_of([1]))
+
+
+# --- speed ---
+
+
+@pytest.mark.parametrize("convert", [list, torch.tensor])
+def test_1024_examples_in_8_ms(convert):
+    lengths = (torch.randn(1024).mul(0.9).exp() * 100).long().clamp(2, 8192).tolist()
+    examples = [{n: convert(v) if isinstance(v, list) else v for n, v in ex.items()} for ex in examples_of(lengths)]
+    collator, times = PackedCollator(8192, dp_size=8), []
+    for _ in range(9):
+        start = time.thread_time()
+        collator(examples)
+        times.append(time.thread_time() - start)
+    assert min(times) <= 0.008
