@@ -1,11 +1,18 @@
 """python benchmarks/bench_data.py: the data path on one CPU core; beside it transformers' collator where it is installed."""
 
+import heapq
 import importlib.util
 
 import torch
 from harness import Case, run
 
-from packing_ops.data import PackedCollator, PaddingFreeCollator
+from packing_ops.data import (
+    PackedCollator,
+    PaddingFreeCollator,
+    normalize_advantages,
+    pad_batch_to_multiple,
+    token_budget_microbatches,
+)
 
 CAPACITY = 8192
 DP_SIZE = 8
@@ -91,9 +98,86 @@ def collator_cases():
     ]
 
 
+def largest_differencing(costs, parts):
+    """Karmarkar and Karp 1982: the two partial partitions whose parts differ most in cost are merged, over and over."""
+    heap = [(-cost, i, [(0, [])] * (parts - 1) + [(cost, [i])]) for i, cost in enumerate(costs)]
+    heapq.heapify(heap)
+    for i in range(len(costs), 2 * len(costs) - 1):
+        (_, _, first), (_, _, second) = heapq.heappop(heap), heapq.heappop(heap)
+        merged = sorted((a + b, x + y) for (a, x), (b, y) in zip(first, reversed(second), strict=True))
+        heapq.heappush(heap, (merged[0][0] - merged[-1][0], i, merged))
+    return [indices for _, indices in heap[0][2]]
+
+
+def micro_batches_case(cost):
+    lengths, max_tokens = torch.tensor(lengths_of(4096)), 16_384
+
+    def ours():
+        return token_budget_microbatches(lengths, max_tokens, dp_size=DP_SIZE, cost=cost)
+
+    a, b = (1, 0) if cost == "tokens" else (12 * 4096, 1)
+    costs = [a * length + b * length**2 for length in lengths.tolist()]
+    parts = DP_SIZE * len(ours()[0])
+    return Case("token_budget_microbatches", f"n=4096 dp={DP_SIZE} {parts} micro-batches {cost}", "int64", {
+        "packing_ops": ours,
+        "Karmarkar-Karp in Python": lambda: largest_differencing(costs, parts),
+    }, runs=7)  # fmt: skip
+
+
+def pad_batch_case():
+    rows, seqlen, missing = 1001, 2048, 7
+    batch = {"input_ids": torch.randint(0, 150_000, (rows, seqlen)), "loss_mask": torch.ones(rows, seqlen)}
+
+    def cat():
+        ids, mask = batch.values()
+        return torch.cat([ids, ids[:1].expand(missing, -1)]), torch.cat([mask, mask.new_zeros(missing, seqlen)])
+
+    return Case("pad_batch_to_multiple", f"{rows} x {seqlen} to {DP_SIZE}", "int64, float32", {
+        "packing_ops": lambda: pad_batch_to_multiple(batch, DP_SIZE), "torch.cat": cat,
+    })  # fmt: skip
+
+
+def normalize_case(reduction):
+    """1024 rows of 256 prompts in 4 mini-batches, each a prompt, a response and padding; beside it the definition."""
+    shape = 1024, 2048
+    prompt, response = torch.randint(1, 1024, (2, 1024, 1))
+    slot = torch.arange(2048)
+    mask = ((slot >= prompt) & (slot < prompt + response)).float()
+    advantages = torch.randn(shape) * mask
+    boundaries = [(start, start + 256) for start in range(0, 1024, 256)]
+    prompts = [(start, start + 4) for start in range(0, 1024, 4)]
+
+    def by_definition():
+        parts = []
+        for start, end in boundaries:
+            own = mask[start:end]
+            if reduction == "token_mean":
+                parts.append(advantages[start:end] * own / own.sum())
+            else:
+                tokens = own.view(-1, 4, shape[1]).sum((1, 2)).repeat_interleave(4)[:, None]
+                parts.append(advantages[start:end] * own / tokens / (len(own) // 4))
+        return torch.cat(parts)
+
+    def ours():
+        return normalize_advantages(advantages, mask, boundaries, reduction, prompt_boundaries=prompts)
+
+    torch.testing.assert_close(ours(), by_definition())
+    return Case("normalize_advantages", f"{shape[0]} x {shape[1]} {reduction}", "float32", {
+        "packing_ops": ours, "loop over mini-batches in torch": by_definition,
+    })  # fmt: skip
+
+
+def rows_cases():
+    return [
+        *(micro_batches_case(cost) for cost in ("tokens", "flops")),
+        pad_batch_case(),
+        *(normalize_case(reduction) for reduction in ("token_mean", "prompt_mean")),
+    ]
+
+
 def cases(device):
     torch.set_num_threads(1)
-    return collator_cases()
+    return [*collator_cases(), *rows_cases()]
 
 
 if __name__ == "__main__":

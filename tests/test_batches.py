@@ -12,7 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import packing_ops as po
-from packing_ops.data import batches, iter_microbatches, pad_batch_to_multiple, select_rows, slice_batch, trim_padding
+from packing_ops.data import (
+    PackedCollator,
+    batches,
+    iter_microbatches,
+    pad_batch_to_multiple,
+    select_rows,
+    slice_batch,
+    stage_chunks,
+    trim_padding,
+)
 
 
 def batch_of(rows, device="cpu"):
@@ -159,6 +168,62 @@ def test_selected_rows_are_those_rows(rows, data):
     assert not storages(selected["sequences"]) & storages(batch["sequences"])
 
 
+# --- rows of several documents: PackedCollator's order has an entry per document ---
+
+
+def packed_batch(dp_size=1):
+    """Example i is i + 1, as often as it is long; rows of 3, 2, 1 and 1 documents, or dealt to two ranks."""
+    examples = [{"input_ids": [i + 1] * n, "num_actions": n - 1} for i, n in enumerate((5, 8, 2, 4, 3, 7, 6))]
+    return PackedCollator(10, dp_size=dp_size)(examples)
+
+
+def documents_of(batch):
+    """(example, length) of every document of every row, by the tokens; held against order and sub_seq_lengths."""
+    rows, order = [], iter(batch["order"])
+    for ids, mask, lengths in zip(batch["sequences"], batch["attention_mask"], batch["sub_seq_lengths"], strict=True):
+        tokens, lengths_by_tokens = ids[mask == 1].unique_consecutive(return_counts=True)
+        rows.append(list(zip((tokens - 1).tolist(), lengths_by_tokens.tolist(), strict=True)))
+        assert rows[-1] == [(next(order), length) for length in lengths]
+    assert next(order, None) is None
+    return rows
+
+
+def test_order_goes_with_the_rows_of_its_documents():
+    batch = packed_batch()
+    before, rows = copy.deepcopy(batch), documents_of(batch)
+    assert len({len(row) for row in rows}) > 1, "rows of different numbers of documents"
+    assert batches.num_rows(batch) == len(rows)
+    for start, end in itertools.combinations(range(len(rows) + 1), 2):
+        part = slice_batch(batch, start, end)
+        assert documents_of(part) == rows[start:end]
+        assert part["response_length"] == batch["response_length"]
+    assert slice_batch(batch, 1, 1)["order"] == []
+    assert documents_of(select_rows(batch, [2, 0, 2])) == [rows[2], rows[0], rows[2]]
+    padded = pad_batch_to_multiple(batch, 3)
+    assert documents_of(padded) == rows + [rows[0]] * (-len(rows) % 3)
+    assert not padded["loss_mask"][len(rows) :].any()
+    assert pad_batch_to_multiple(batch, len(rows)) is batch
+    assert_same_batch(batch, before)
+    nested = slice_batch({"loss_mask": batch["loss_mask"], "packing": batch}, 1, 3)
+    assert documents_of(nested["packing"]) == rows[1:3]
+
+
+def test_order_may_be_anything_else():
+    batch = {"ids": torch.arange(2), "order": [7, 8], "sub_seq_lengths": [3, 4]}
+    assert slice_batch(batch, 1, 2)["order"] == [8]
+    assert slice_batch({**batch, "order": torch.arange(2)}, 1, 2)["order"].tolist() == [1]
+
+
+def test_packed_rows_are_staged():
+    batch = packed_batch(dp_size=2)
+    rows = documents_of(batch)
+    (ranks,) = stage_chunks(batch, [(0, len(rows))], 2)
+    assert [documents_of(chunk) for chunk in ranks] == [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
+    chunks = stage_chunks(batch, [(0, 1), (1, len(rows))], 2)
+    assert [documents_of(chunk) for chunk in chunks[0]] == [rows[:1], rows[:1]]
+    assert not chunks[0][1]["loss_mask"].any()
+
+
 # --- bad input ---
 
 
@@ -178,6 +243,14 @@ def test_selected_rows_are_those_rows(rows, data):
         ),
         (lambda: pad_batch_to_multiple({"ids": torch.ones(1, 2)}, 2), r"zero_keys: .* got \['loss_mask'\]"),
         (lambda: pad_batch_to_multiple({**batch_of(1), "loss_mask": None}, 2), r"zero_keys: .* got \['loss_mask'\]"),
+        (
+            lambda: slice_batch({**packed_batch(), "order": [0, 1]}, 0, 1),
+            "order: expected 7 entries, one per document of sub_seq_lengths, got 2",
+        ),
+        (
+            lambda: slice_batch({"ids": torch.ones(2, 1), "order": [0, 1, 2]}, 0, 1),
+            "order: expected 2 rows like ids, got 3",
+        ),
         (lambda: slice_batch(batch_of(3), 1, 4), "0 <= start <= end <= 3 rows, got 1 and 4"),
         (lambda: slice_batch(batch_of(3), -1, 2), "got -1 and 2"),
         (lambda: slice_batch(batch_of(3), 2, 1), "got 2 and 1"),

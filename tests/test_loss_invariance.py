@@ -1,19 +1,25 @@
 """Loss and gradients do not depend on how the examples were cut: padded, packed, in micro-batches, over ranks."""
 
 import doctest
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed
+import torch.multiprocessing
 import torch.nn.functional as F
 from helpers import cu_seqlens_of
 
 import packing_ops as po
 from packing_ops.data import (
+    PackedCollator,
     iter_microbatches,
     losses,
     masked_loss,
     pad_batch_to_multiple,
     sequence_logps,
+    slice_batch,
     token_budget_microbatches,
 )
 
@@ -57,8 +63,7 @@ def dense(mask):
     return attend
 
 
-@pytest.fixture
-def examples(device):
+def make_examples(device):
     """Some tokens are prompt, one example is nothing but prompt."""
     made = []
     for i, length in enumerate(LENGTHS):
@@ -67,6 +72,11 @@ def examples(device):
         labels[: length if i == 4 else i % 4] = -100
         made.append({"input_ids": input_ids, "labels": labels})
     return made
+
+
+@pytest.fixture
+def examples(device):
+    return make_examples(device)
 
 
 @pytest.fixture
@@ -158,8 +168,7 @@ def kind(request):
     return request.param
 
 
-@pytest.fixture
-def expected(model, kind, examples):
+def each_alone(model, kind, examples):
     """Each example alone, by plain torch, and the mean as its definition says it."""
     model.zero_grad(set_to_none=True)
     per_example = []
@@ -176,6 +185,11 @@ def expected(model, kind, examples):
     }[kind]()
     total.backward()
     return total.item(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.fixture
+def expected(model, kind, examples):
+    return each_alone(model, kind, examples)
 
 
 # --- any way of cutting ---
@@ -228,6 +242,86 @@ def test_dummy_rows_change_nothing(device, model, kind, examples, expected, mult
     labels = padded["labels"].masked_fill(padded["loss_mask"] == 0, -100)
     shares = [padded_share(model, kind, {**padded, "labels": labels}, num_items)]
     assert_equal_loss(loss_and_gradients(model, shares), expected, precision(device)[1])
+
+
+# --- what PackedCollator makes: its weights are shares of the whole batch, so there is nothing left to count ---
+
+
+def as_rollouts(examples):
+    return [
+        {
+            "input_ids": example["input_ids"],
+            "num_actions": len(example["input_ids"]),
+            "loss_mask": (example["labels"] != -100).long(),
+        }
+        for example in examples
+    ]
+
+
+def packed_rows_share(model, collator, batch, dp_size=1):
+    """Some rows of a collated batch, each a forward of its own."""
+    device, total = next(model.parameters()).device, 0.0
+    for input_ids, weights, lengths in zip(
+        batch["sequences"].to(device), batch["loss_mask"].to(device), batch["sub_seq_lengths"], strict=True
+    ):
+        slots = [-(-length // collator.alignment) * collator.alignment for length in lengths]
+        cu_seqlens = cu_seqlens_of(slots, device)
+        positions = po.position_ids_from_cu_seqlens(cu_seqlens, len(input_ids)).clamp(max=max(LENGTHS) - 1)
+        logits = model(input_ids, positions, partial(po.varlen_attention, cu_seqlens_q=cu_seqlens))
+        each = F.cross_entropy(logits[:-1], input_ids[1:], reduction="none")
+        total = total + masked_loss(each, weights, num_items_in_batch=1, dp_size=dp_size)
+    return total
+
+
+@pytest.mark.parametrize("kind", ["token_mean"])
+@pytest.mark.parametrize("sizes", [{}, {"dp_size": 3}, {"tp_size": 4}, {"cp_size": 2, "dp_size": 2}, {"fp8": True}])
+@pytest.mark.parametrize("strategy", ["ffd", "next_fit"])
+def test_rows_of_packed_collator(device, model, kind, examples, expected, sizes, strategy):
+    collator = PackedCollator(32, pad_token_id=3, strategy=strategy, **sizes)
+    batch = collator(as_rollouts(examples))
+    rows = len(batch["sequences"])
+    assert 1 < rows < len(examples)
+    shares = (packed_rows_share(model, collator, slice_batch(batch, row, row + 1)) for row in range(rows))
+    assert_equal_loss(loss_and_gradients(model, shares), expected, precision(device)[1])
+    # Dummy rows to a multiple of the micro-batch size count in nothing.
+    padded = pad_batch_to_multiple(batch, rows + 1)
+    shares = [packed_rows_share(model, collator, padded)]
+    assert_equal_loss(loss_and_gradients(model, shares), expected, precision(device)[1])
+
+
+def rank_of(rank, world_size, store):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", store, rank=rank, world_size=world_size)
+    torch.manual_seed(0)
+    model, examples = TinyLM("cpu"), make_examples("cpu")
+    expected = each_alone(model, "token_mean", examples)
+    actual = data_parallel_loss_and_gradients(model, examples, rank, world_size)
+    assert_equal_loss(actual, expected, 1e-6)
+    torch.distributed.destroy_process_group()
+
+
+def data_parallel_loss_and_gradients(model, examples, rank, world_size):
+    """This rank's contiguous rows, one backward each; DistributedDataParallel averages over the ranks."""
+    collator = PackedCollator(16, dp_size=world_size)
+    batch = collator(as_rollouts(examples))
+    steps = len(batch["sequences"]) // world_size
+    assert steps > 1
+    parallel = torch.nn.parallel.DistributedDataParallel(model)
+    model.zero_grad(set_to_none=True)
+    total = torch.zeros((), dtype=torch.float64)
+    for row in range(rank * steps, (rank + 1) * steps):
+        with nullcontext() if row == (rank + 1) * steps - 1 else parallel.no_sync():
+            loss = packed_rows_share(parallel, collator, slice_batch(batch, row, row + 1), world_size)
+            loss.backward()
+        total += loss.detach()
+    torch.distributed.all_reduce(total)
+    return total.item() / world_size, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def test_two_processes_and_distributed_data_parallel(tmp_path):
+    # forkserver: its processes end without torch's own teardown, in which a spawned one aborts now and then.
+    arguments = 2, f"file://{tmp_path}/store"
+    torch.multiprocessing.start_processes(rank_of, arguments, nprocs=2, start_method="forkserver")
 
 
 # --- the functions themselves ---

@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -268,6 +269,7 @@ def test_context_parallel_split_of_some_rows():
         ([example(2, 3)], "num_actions: expected 0 to the example's 2 tokens, got 3 in example 0"),
         ([example(2, -1)], "num_actions: expected 0 to the example's 2 tokens, got -1"),
         ([example(2, 1.5)], "num_actions: expected 0 to the example's 2 tokens, got 1.5 in example 0"),
+        ([example(2, torch.tensor(1.5))], r"num_actions: expected 0 to the example's 2 tokens, got tensor\(1.5"),
         ([example(2, None)], "num_actions: expected 0 to the example's 2 tokens, got None in example 0"),
         ([example(4, 2, loss_mask=[1])], "loss_mask: expected 2 values like num_actions, got 1 in example 0"),
         ([example(4, 2, loss_mask=[1, 1]), example(4, 2)], "loss_mask: expected in every example, got only"),
@@ -306,6 +308,30 @@ def test_sizes_below_one(name):
         PackedCollator(**{"capacity": 8, name: 0})
 
 
+def test_no_pad_token():
+    with pytest.raises(TypeError, match="pad_token_id: expected an integer, got None"):
+        PackedCollator(8, pad_token_id=None)
+    with pytest.raises(TypeError, match="capacity: expected an integer, got '8'"):
+        PackedCollator("8")
+
+
 def test_unknown_strategy():
     with pytest.raises(ValueError, match="strategy"):
         PackedCollator(8, strategy="magic")(examples_of([1]))
+
+
+# --- speed ---
+
+
+@pytest.mark.parametrize("convert", [list, torch.tensor])
+def test_1024_examples_in_8_ms(convert):
+    lengths = (torch.randn(1024).mul(0.9).exp() * 100).long().clamp(2, 8192).tolist()
+    examples = [{n: convert(v) if isinstance(v, list) else v for n, v in ex.items()} for ex in examples_of(lengths)]
+    collator, fastest = PackedCollator(8192, dp_size=8), math.inf
+    for _ in range(50):  # until the machine lets one run through
+        start = time.thread_time()
+        collator(examples)
+        fastest = min(fastest, time.thread_time() - start)
+        if fastest <= 0.008:
+            return
+    pytest.fail(f"{fastest * 1e3:.1f} ms at best")

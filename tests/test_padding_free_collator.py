@@ -276,6 +276,11 @@ def test_bad_options_are_named(options, message):
         PaddingFreeCollator()(documents(1), return_tensors="np")
 
 
+def test_no_pad_token():
+    with pytest.raises(TypeError, match="pad_token_id: expected an integer, got None"):
+        PaddingFreeCollator(max_seq_length=8, pad_token_id=None)
+
+
 def test_labels_that_are_all_ignored_stay_ignored():
     batch = PaddingFreeCollator()([{"input_ids": [1, 2, 3], "labels": [-100] * 3}])
     assert batch["labels"].tolist() == [[-100] * 3]

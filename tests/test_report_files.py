@@ -89,6 +89,34 @@ def test_no_known_column_is_missing_keys(tmp_path, kind, capsys):
     assert "got question, answer" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["text", "question"])
+def test_parquet_without_rows(tmp_path, name):
+    pytest.importorskip("datasets").Dataset.from_dict({name: []}).to_parquet(tmp_path / "x.parquet")
+    corpus = read_corpus([tmp_path / "x.parquet", write_lines(tmp_path / "a.jsonl", {"text": "ab"})])
+    assert (corpus.lengths.tolist(), corpus.num_read, corpus.unreadable) == ([2], 1, {})
+
+
+def test_folders_that_datasets_cannot_load_are_named(tmp_path, capsys):
+    pytest.importorskip("datasets").Dataset.from_dict({"text": []}).save_to_disk(tmp_path / "empty")
+    (tmp_path / "other").mkdir()
+    capsys.readouterr()
+    for name in ("empty", "other"):
+        assert main(["report", str(tmp_path / name)]) == 2
+        assert capsys.readouterr().err.startswith(f"error: {tmp_path / name}: datasets cannot load it: ")
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:1000], lambda data: data[:200] + b"\xff" * 200 + data[400:]])
+def test_a_damaged_parquet_file_is_named(tmp_path, capsys, damage):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    file = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"text": [f"{i} " * 50 for i in range(5000)]}), file, compression="snappy")
+    file.write_bytes(damage(file.read_bytes()))
+    assert main(["report", str(file)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {file}: ")
+
+
 BAD = {
     '{"text": "cut': "corrupt",
     "[1, 2]": "corrupt",

@@ -31,9 +31,9 @@ def optional_column(examples: Sequence[Mapping], name: str, lengths: Sequence[in
 
 
 def lengths_of(values: Sequence, name: str) -> list[int]:
-    try:
-        return [len(value) for value in values]
-    except TypeError:
+    try:  # len() of a tensor takes several times as long as its size
+        return [value.size(0) if isinstance(value, torch.Tensor) else len(value) for value in values]
+    except (TypeError, IndexError):
         index = next(i for i, value in enumerate(values) if not hasattr(value, "__len__") or _dim(value) == 0)
         raise ValueError(f"{name}: expected a 1-D sequence, got {values[index]!r} in example {index}") from None
 

@@ -2,11 +2,13 @@
 
 A batch is a plain dict. Its rows are dim 0 of tensors (nested ones and NumPy arrays too) and the entries of lists, which
 may be ragged; a dict inside it, such as ``metadata``, holds more of the same. None, numbers, strings, tuples and 0-d
-tensors belong to no row and are carried as they are.
+tensors belong to no row and are carried as they are. PackedCollator's ``order`` has an entry per document instead: beside
+``sub_seq_lengths``, which says how many a row has, its entries go where their row goes.
 """
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 
 import torch
 
@@ -19,7 +21,8 @@ def num_rows(batch: Mapping[str, object]) -> int:
         2
 
     Raises:
-        ValueError: tensors or lists that differ in their number of rows, or none of them.
+        ValueError: tensors or lists that differ in their number of rows, or none of them; an ``order`` of another number of
+            documents than ``sub_seq_lengths``.
     """
     counts = [(name, len(value)) for name, value in _fields(batch) if _has_rows(value)]
     if not counts:
@@ -145,7 +148,7 @@ def _has_rows(value) -> bool:
 
 def _fields(batch: Mapping) -> Iterator[tuple[str, object]]:
     """(name, value) of the batch and of the dicts in it."""
-    for name, value in batch.items():
+    for name, value in _order_by_row(batch).items():
         if isinstance(value, Mapping):
             yield from _fields(value)
         else:
@@ -164,7 +167,21 @@ def _map_rows(batch: Mapping, change: Callable) -> dict[str, object]:
             return torch.nested.as_nested_tensor(change(name, list(value.unbind())), layout=value.layout)
         return change(name, value)
 
-    return {name: changed(name, value) for name, value in batch.items()}
+    by_row = _order_by_row(batch)
+    result = {name: changed(name, value) for name, value in by_row.items()}
+    return result if by_row is batch else {**result, "order": list(chain(*result["order"]))}
+
+
+def _order_by_row(batch: Mapping) -> Mapping:
+    """The batch, its ``order`` as one list per row if it is one of PackedCollator's."""
+    order, lengths = batch.get("order"), batch.get("sub_seq_lengths")
+    if not isinstance(order, list) or not isinstance(lengths, list) or not all(isinstance(n, list) for n in lengths):
+        return batch
+    documents = sum(map(len, lengths))
+    if len(order) != documents:
+        raise ValueError(f"order: expected {documents} entries, one per document of sub_seq_lengths, got {len(order)}")
+    entries = iter(order)
+    return {**batch, "order": [list(islice(entries, len(row))) for row in lengths]}
 
 
 def _clone(row):

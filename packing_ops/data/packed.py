@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 
 import torch
 
+from packing_ops._args import integer
 from packing_ops.data._examples import column, flattened, optional_column, tokens_of
 from packing_ops.data.parallel import packed_alignment, thd_partition_indices
 from packing_ops.metadata import PackedMetadata
@@ -37,7 +38,8 @@ class PackedCollator:
             document: the first token of a document is nobody's target.
         sub_seq_lengths: tokens of each document, a list per row, not aligned.
         response_length: width - 1, an int.
-        order: index of the example that each document came from, row by row.
+        order: index of the example that each document came from, row by row. slice_batch, select_rows,
+            pad_batch_to_multiple and stage_chunks keep its entries with their rows.
 
     Example:
         >>> examples = [{"input_ids": [1] * 5, "num_actions": 3}, {"input_ids": [2] * 7, "num_actions": 4}]
@@ -51,7 +53,7 @@ class PackedCollator:
         ValueError: no examples, fewer than dp_size or than the rows that dp_size asks for; an example without tokens
             or over the capacity; a missing key, in all or some examples; lengths that do not fit each other; padding
             in an attention_mask; weights that are negative or not finite.
-        TypeError: a capacity or size that is no integer.
+        TypeError: a capacity, size or pad_token_id that is no integer (None: a tokenizer without one).
 
     A batch without any target has a loss_mask of zeros. Deterministic; no state, so threads may share one. Time and
     memory linear in the tokens. Ties go to the later example, as in SkyRL.
@@ -68,8 +70,9 @@ class PackedCollator:
 
     def __post_init__(self):
         for name in ("capacity", "dp_size", "tp_size", "cp_size"):
-            if getattr(self, name) < 1:
+            if integer(getattr(self, name), name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        self.pad_token_id = integer(self.pad_token_id, "pad_token_id")
 
     @property
     def alignment(self) -> int:
@@ -205,9 +208,14 @@ class PackedCollator:
 def _num_actions(examples, lengths) -> list[int]:
     counts = column(examples, "num_actions")
     for i, (count, length) in enumerate(zip(counts, lengths, strict=True)):
-        if not hasattr(count, "__index__") or not 0 <= count <= length:
+        try:
+            counts[i] = operator.index(count)
+            fits = 0 <= counts[i] <= length
+        except TypeError:  # None, or a fraction
+            fits = False
+        if not fits:
             raise ValueError(f"num_actions: expected 0 to the example's {length} tokens, got {count!r} in example {i}")
-    return [operator.index(count) for count in counts]
+    return counts
 
 
 def _checked_weights(values: list, order: list[int]) -> torch.Tensor:

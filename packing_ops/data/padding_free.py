@@ -8,6 +8,7 @@ from itertools import accumulate, takewhile
 import torch
 import torch.nn.functional as F
 
+from packing_ops._args import integer
 from packing_ops.boundaries import mask_boundary_labels
 from packing_ops.data._examples import column, flattened, lengths_of, optional_column, tokens_of
 from packing_ops.metadata import PackedMetadata
@@ -50,6 +51,7 @@ class PaddingFreeCollator:
         ValueError: no examples; one without tokens; a key that only some examples have; labels of another length than
             input_ids; padding in an attention_mask; more than max_seq_length tokens with ``overlong="error"``, or
             nothing that fits; an unknown policy; return_tensors other than "pt".
+        TypeError: a pad_token_id that is no integer (None: a tokenizer without one).
 
     Deterministic; no state, so threads may share one. Time and memory linear in the tokens.
     """
@@ -67,6 +69,7 @@ class PaddingFreeCollator:
             raise ValueError(f"max_seq_length: expected at least 1 token or None, got {self.max_seq_length}")
         if self.overlong not in ("error", "truncate", "drop"):
             raise ValueError(f"overlong: expected 'error', 'truncate' or 'drop', got {self.overlong!r}")
+        self.pad_token_id = integer(self.pad_token_id, "pad_token_id")
 
     def __call__(
         self, features: Sequence[Mapping], return_tensors: str | None = None, separator_id: int | None = None

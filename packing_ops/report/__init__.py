@@ -50,7 +50,7 @@ def make_report(
     Raises:
         ImportError: a library that a file or the tokenizer needs is not installed, with the extra that brings it.
         OSError: a file that cannot be opened.
-        ValueError: a file that is no Parquet, an option out of range, ``overlong="error"`` and a document over the
+        ValueError: a file that is no Parquet or damaged, an option out of range, ``overlong="error"`` and a document over the
             capacity.
     """
     corpus = read_corpus(files, tokenizer)

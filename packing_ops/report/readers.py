@@ -46,18 +46,17 @@ def _parquet(path: Path, advance) -> Iterator[tuple[str, object]]:
     except ImportError as error:
         raise ImportError(f"{path}: Parquet needs pyarrow: pip install packing_ops[data]") from error
     try:
-        file = pa.parquet.ParquetFile(path)
-    except pa.ArrowInvalid as error:
+        with pa.parquet.ParquetFile(path) as file:
+            num_rows, names = file.metadata.num_rows, file.schema_arrow.names
+            yield from _rows(
+                str(path),
+                names,
+                num_rows,
+                lambda known: file.iter_batches(batch_size=ROWS, columns=known),
+                lambda rows: advance(rows / num_rows),
+            )
+    except (pa.ArrowException, OSError) as error:  # no Parquet, or damaged further on
         raise ValueError(f"{path}: {error}") from error
-    with file:
-        num_rows, names = file.metadata.num_rows, file.schema_arrow.names
-        yield from _rows(
-            str(path),
-            names,
-            num_rows,
-            lambda known: file.iter_batches(batch_size=ROWS, columns=known),
-            lambda rows: advance(rows / num_rows),
-        )
 
 
 def _saved_dataset(path: Path, advance) -> Iterator[tuple[str, object]]:
@@ -65,7 +64,10 @@ def _saved_dataset(path: Path, advance) -> Iterator[tuple[str, object]]:
         import datasets
     except ImportError as error:
         raise ImportError(f"{path}: a saved dataset needs datasets: pip install packing_ops[data]") from error
-    loaded = datasets.load_from_disk(str(path))
+    try:
+        loaded = datasets.load_from_disk(str(path))
+    except (OSError, ValueError, IndexError) as error:  # IndexError: saved without rows
+        raise ValueError(f"{path}: datasets cannot load it: {error}") from error
     splits = {"": loaded} if isinstance(loaded, datasets.Dataset) else loaded
     num_rows = sum(split.num_rows for split in splits.values())
     for split_name, split in splits.items():
@@ -80,6 +82,8 @@ def _saved_dataset(path: Path, advance) -> Iterator[tuple[str, object]]:
 
 def _rows(path: str, names: list[str], num_rows: int, read: Callable, advance) -> Iterator[tuple[str, dict]]:
     """``read(columns)`` gives batches of Arrow columns; the others are never read."""
+    if not num_rows:
+        return
     known = [name for name in names if name in KEYS]
     if not known:  # batches without columns have no rows
         yield from ((f"{path}, row {row}", dict.fromkeys(names)) for row in range(num_rows))
