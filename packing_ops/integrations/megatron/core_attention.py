@@ -1,5 +1,7 @@
 """``PackingDotProductAttention``: varlen attention in the place of megatron-core's core attention."""
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
@@ -137,23 +139,21 @@ class PackingDotProductAttention(MegatronModule):
             ValueError: qkv_format other than thd and sbhd, tensors of another format, cu_seqlens that are missing or
                 do not fit each other or the context parallel size.
         """
-        mask_type = (self.attn_mask_type if attn_mask_type is None else attn_mask_type).name
-        if mask_type not in _IS_CAUSAL:
-            raise NotImplementedError(f"attn_mask_type: expected one of {', '.join(_IS_CAUSAL)}, got {mask_type}")
         if attention_bias is not None:
             raise NotImplementedError("attention_bias: expected None, a bias is not supported")
-        causal, window = self._mask(mask_type)
+        mask_type = (self.attn_mask_type if attn_mask_type is None else attn_mask_type).name
+        causal, window = _mask_of(mask_type, self.window_size)
+        group = self._cp_group(packed_seq_params)
         head_dim = value.shape[-1]
         if head_dim < query.shape[-1]:
             value = F.pad(value, (0, query.shape[-1] - head_dim))
-        group = self._cp_group(packed_seq_params)
         heads = query, key, value
         if packed_seq_params is not None and _format(packed_seq_params) == "thd":
-            _expect(heads, "[total, num_heads, head_dim]", "thd")
+            _expect(heads, "[total, num_heads, head_dim]", 3)
             documents = documents_of(packed_seq_params)
             out = self._attend(*heads, documents, causal, window, group, self.softmax_offset)
-            return out[..., :head_dim].flatten(1)
-        _expect(heads, "[seqlen, batch, num_heads, head_dim]", "sbhd")
+            return _narrowed(out, head_dim).flatten(1)
+        _expect(heads, "[seqlen, batch, num_heads, head_dim]", 4)
         if causal and mask_type != "causal_bottom_right" and len(query) != len(key):
             raise ValueError(f"key: expected the {len(query)} rows of query under a causal mask, got {len(key)}")
         if attention_mask is not None and not self.window_size:
@@ -165,35 +165,18 @@ class PackingDotProductAttention(MegatronModule):
         cu_seqlens = [dense_cu_seqlens(tensor, name) for tensor, name in zip(whole, ("query", "key"), strict=True)]
         documents = Documents(*cu_seqlens, *cu_seqlens)
         out = self._attend(*(t.flatten(1, 2) for t in heads), documents, causal, window, group, sinks)
-        return out.view(*query.shape)[..., :head_dim].flatten(2)
+        return _narrowed(out.view(query.shape), head_dim).flatten(2)
 
     def _attend(self, q, k, v, documents, causal, window, group, sinks):
-        options = {
-            "causal": causal,
-            "softmax_scale": self.softmax_scale,
-            "window_size": window,
-            "sinks": None if sinks is None else sinks.float(),
-        }
-        if group is None or len(q) == len(k) == 0:
-            layout = layout_of(documents, len(k), causal=causal)
+        options = {"causal": causal, "softmax_scale": self.softmax_scale, "window_size": window, "sinks": sinks}
+        if group is None or q.shape[0] == k.shape[0] == 0:
+            layout = layout_of(documents, k.shape[0], causal=causal)
             plan = layout.plan(q, k, causal, window)
             return varlen_attention(q, k, v, layout.cu_seqlens_q, layout.cu_seqlens_k, plan=plan, **options)
         if len(q) != len(k):
             raise ValueError(f"key: expected the {len(q)} rows of query under context parallelism, got {len(k)}")
-        layout = layout_of(documents, len(k), causal=causal, cp_rank=group.rank(), cp_size=group.size())
+        layout = layout_of(documents, k.shape[0], causal=causal, cp_rank=group.rank(), cp_size=group.size())
         return context_parallel_attention(q, k, v, layout, group, **options)
-
-    def _mask(self, mask_type):
-        """causal and window_size of varlen_attention."""
-        causal = _IS_CAUSAL[mask_type]
-        if not self.window_size:
-            return causal, (-1, -1)
-        left, right = self.window_size
-        if right == 0:
-            return True, (left, 0)
-        if causal and right > 0:
-            raise ValueError(f"window_size: expected no keys to the right under {mask_type}, got {self.window_size}")
-        return causal, (left, 0 if causal else right)
 
     def _cp_group(self, packed_seq_params):
         """The ranks that hold the documents; None for this one alone. A batch may bring its own."""
@@ -215,6 +198,22 @@ def _window_of(config, layer_number):
     return window and tuple(window)
 
 
+@functools.lru_cache
+def _mask_of(mask_type, window_size):
+    """causal and window_size of varlen_attention."""
+    if mask_type not in _IS_CAUSAL:
+        raise NotImplementedError(f"attn_mask_type: expected one of {', '.join(_IS_CAUSAL)}, got {mask_type}")
+    causal = _IS_CAUSAL[mask_type]
+    if not window_size:
+        return causal, (-1, -1)
+    left, right = window_size
+    if right == 0:
+        return True, (left, 0)
+    if causal and right > 0:
+        raise ValueError(f"window_size: expected no keys to the right under {mask_type}, got {window_size}")
+    return causal, (left, 0 if causal else right)
+
+
 def _format(packed_seq_params):
     name = field_of(packed_seq_params, "qkv_format")
     if name not in ("thd", "sbhd"):
@@ -222,10 +221,16 @@ def _format(packed_seq_params):
     return name
 
 
-def _expect(heads, shape, qkv_format):
+def _expect(heads, shape, dim):
     for name, tensor in zip(("query", "key", "value"), heads, strict=True):
-        if tensor.dim() != shape.count(",") + 1:
+        if tensor.dim() != dim:
+            qkv_format = "thd" if dim == 3 else "sbhd"
             raise ValueError(f"{name}: expected {shape} for qkv_format {qkv_format}, got {list(tensor.shape)}")
+
+
+def _narrowed(out, head_dim):
+    """The head_dim of a narrower value; no view where it is that of query, a view costs every layer microseconds."""
+    return out if out.shape[-1] == head_dim else out[..., :head_dim]
 
 
 def _expect_mask(mask, causal):
