@@ -226,6 +226,16 @@ def test_config_is_refused_before_and_after():
         config_of(apply_rope_fusion=True, rotary_interleaved=True)
 
 
+def test_a_version_without_a_function_is_named(monkeypatch):
+    """And nothing is replaced."""
+    stock = rope_utils.fused_apply_rotary_pos_emb_thd
+    monkeypatch.delattr(rope_utils, "apply_rotary_pos_emb")
+    with pytest.raises(AttributeError, match=r"rope_utils.*apply_rotary_pos_emb"):
+        patch_rope()
+    assert rope_utils.fused_apply_rotary_pos_emb_thd is stock
+    assert not rope._stock
+
+
 def test_unpatch_puts_everything_back():
     before = {
         "apply": attention.apply_rotary_pos_emb,

@@ -1,21 +1,18 @@
 """``PackingDotProductAttention``: varlen attention in the place of megatron-core's core attention."""
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.transformer import utils
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
 
-from packing_ops._recent import dense_cu_seqlens, kept_with
+from packing_ops._recent import dense_cu_seqlens
 from packing_ops.attention import varlen_attention
 from packing_ops.integrations.megatron.context_parallel import context_parallel_attention
 from packing_ops.integrations.megatron.layout import Documents, documents_of, field_of, layout_of
+from packing_ops.integrations.megatron.masks import causal_and_window, tokens_of, window_of
 
-# TransformerEngine's names; its two padding types mean documents, which is all that thd has.
-_IS_CAUSAL = {"causal": True, "padding_causal": True, "causal_bottom_right": True, "no_mask": False, "padding": False}
+_ops = torch.ops.packing_ops
 _UNSERVED = ("qk_clip", "log_max_attention_logit", "fp8_dot_product_attention", "fp8_multi_head_attention")
 
 
@@ -81,7 +78,7 @@ class PackingDotProductAttention(MegatronModule):
         self.layer_number = max(1, layer_number)
         self.attn_mask_type, self.attention_type = attn_mask_type, attention_type
         self.softmax_scale = softmax_scale
-        self.window_size = _window_of(config, self.layer_number)
+        self.window_size = window_of(config, self.layer_number)
         self._add_sinks(config, config.num_attention_heads // ranks)
 
     def _add_sinks(self, config, num_heads):
@@ -117,8 +114,9 @@ class PackingDotProductAttention(MegatronModule):
             query: ``[T, num_heads, head_dim]`` for thd, ``[S, B, num_heads, head_dim]`` for sbhd: this rank's heads
                 and, under context parallelism, its chunks of each document. float32, bfloat16, float16.
             key, value: the same with this rank's query groups; value may have a smaller head_dim (one copy).
-            attention_mask: not looked at for thd; for sbhd None or, bool with True for unseen, what attn_mask_type
-                says (looked at once per mask: one synchronisation).
+            attention_mask: not looked at for thd, nor with a window; for sbhd None or, bool with True for unseen, what
+                attn_mask_type says and padding (masks.py; looked at once per mask: one synchronisation). Padding has
+                out 0 and takes no gradient.
             packed_seq_params: ``qkv_format``, ``cu_seqlens_q`` and ``cu_seqlens_kv`` of the whole batch, int
                 ``[num_documents + 1]``, and, where the documents lie apart, ``cu_seqlens_q_padded`` and
                 ``cu_seqlens_kv_padded``: padding has out 0 and takes no gradient. Under context parallelism each
@@ -134,15 +132,15 @@ class PackingDotProductAttention(MegatronModule):
             torch.Size([16, 32])
 
         Raises:
-            NotImplementedError: attn_mask_type arbitrary, another mask, attention_bias, a window without causality
-                under context parallelism.
+            NotImplementedError: attn_mask_type arbitrary, another mask, attention_bias; under context parallelism a window
+                without causality, padding in sbhd.
             ValueError: qkv_format other than thd and sbhd, tensors of another format, cu_seqlens that are missing or
                 do not fit each other or the context parallel size.
         """
         if attention_bias is not None:
             raise NotImplementedError("attention_bias: expected None, a bias is not supported")
         mask_type = (self.attn_mask_type if attn_mask_type is None else attn_mask_type).name
-        causal, window = _mask_of(mask_type, self.window_size)
+        causal, window = causal_and_window(mask_type, self.window_size)
         group = self._cp_group(packed_seq_params)
         head_dim = value.shape[-1]
         if head_dim < query.shape[-1]:
@@ -157,7 +155,9 @@ class PackingDotProductAttention(MegatronModule):
         if causal and mask_type != "causal_bottom_right" and len(query) != len(key):
             raise ValueError(f"key: expected the {len(query)} rows of query under a causal mask, got {len(key)}")
         if attention_mask is not None and not self.window_size:
-            _expect_mask(attention_mask, causal)
+            tokens = tokens_of(attention_mask, query, key, mask_type)
+            if tokens is not None:
+                return _narrowed(self._attend_tokens(heads, tokens, causal, window, group), head_dim).flatten(2)
         # The columns of the batch as more heads: no copy, and each query group keeps its queries.
         sinks = None if self.softmax_offset is None else self.softmax_offset.repeat(query.shape[1])
         ranks = 1 if group is None else group.size()
@@ -166,6 +166,16 @@ class PackingDotProductAttention(MegatronModule):
         documents = Documents(*cu_seqlens, *cu_seqlens)
         out = self._attend(*(t.flatten(1, 2) for t in heads), documents, causal, window, group, sinks)
         return _narrowed(out.view(query.shape), head_dim).flatten(2)
+
+    def _attend_tokens(self, heads, tokens, causal, window, group):
+        """sbhd with padding in its columns: the tokens packed, and put back."""
+        if group is not None:
+            raise NotImplementedError("attention_mask: expected no padding in sbhd under context parallelism, got some")
+        indices, documents = tokens
+        seqlen, batch = heads[0].shape[:2]
+        packed = _ops.gather_rows_many([t.transpose(0, 1) for t in heads], indices, indices.numel())
+        out = self._attend(*packed, documents, causal, window, None, self.softmax_offset)
+        return _ops.scatter_rows(out, indices, batch, seqlen).transpose(0, 1).contiguous()
 
     def _attend(self, q, k, v, documents, causal, window, group, sinks):
         options = {"causal": causal, "softmax_scale": self.softmax_scale, "window_size": window, "sinks": sinks}
@@ -190,30 +200,6 @@ class PackingDotProductAttention(MegatronModule):
         return DotProductAttention.sharded_state_dict(self, prefix, sharded_offsets, metadata)
 
 
-def _window_of(config, layer_number):
-    window = field_of(config, "window_size")
-    is_windowed = getattr(utils, "is_layer_window_attention", None)  # since 0.15
-    if is_windowed is not None and not is_windowed(window, config.window_attn_skip_freq, layer_number):
-        return None
-    return window and tuple(window)
-
-
-@functools.lru_cache
-def _mask_of(mask_type, window_size):
-    """causal and window_size of varlen_attention."""
-    if mask_type not in _IS_CAUSAL:
-        raise NotImplementedError(f"attn_mask_type: expected one of {', '.join(_IS_CAUSAL)}, got {mask_type}")
-    causal = _IS_CAUSAL[mask_type]
-    if not window_size:
-        return causal, (-1, -1)
-    left, right = window_size
-    if right == 0:
-        return True, (left, 0)
-    if causal and right > 0:
-        raise ValueError(f"window_size: expected no keys to the right under {mask_type}, got {window_size}")
-    return causal, (left, 0 if causal else right)
-
-
 def _format(packed_seq_params):
     name = field_of(packed_seq_params, "qkv_format")
     if name not in ("thd", "sbhd"):
@@ -231,14 +217,3 @@ def _expect(heads, shape, dim):
 def _narrowed(out, head_dim):
     """The head_dim of a narrower value; no view where it is that of query, a view costs every layer microseconds."""
     return out if out.shape[-1] == head_dim else out[..., :head_dim]
-
-
-def _expect_mask(mask, causal):
-    def agrees():
-        rows, keys = mask.shape[-2:]
-        wanted = torch.ones(rows, keys, dtype=torch.bool, device=mask.device).triu(1) if causal else mask.new_zeros(())
-        return bool((mask.bool() == wanted).all())
-
-    if not kept_with((mask,), ("mask", causal), agrees):
-        kind = "causal mask" if causal else "mask that hides nothing"
-        raise NotImplementedError(f"attention_mask: expected None or a {kind}, got another; pack documents as thd")

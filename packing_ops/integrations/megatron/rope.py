@@ -45,9 +45,10 @@ def patch_rope() -> None:
     }
     if hasattr(attention, "HAVE_FUSED_QKV_ROPE"):  # since 0.15
         ours[attention, "HAVE_FUSED_QKV_ROPE"] = True
+        vars(attention).setdefault("apply_fused_qkv_rotary_pos_emb", None)  # undefined without TransformerEngine
         ours[attention, "apply_fused_qkv_rotary_pos_emb"] = _rotate_mixed
         ours[attention.SelfAttention, "get_query_key_value_tensors"] = _get_query_key_value_tensors
-    _stock.update({(owner, name): getattr(owner, name, None) for owner, name in ours})
+    _stock.update({(owner, name): getattr(owner, name) for owner, name in ours})
     for (owner, name), function in ours.items():
         setattr(owner, name, function)
     _swap(_stock[rope_utils, "apply_rotary_pos_emb"], _apply_rotary_pos_emb)
