@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron_case import LENGTHS, VOCABULARY, assert_near, config_of, one_process, thd_params, tiny_gpt  # noqa: F401
+from megatron_case import LENGTHS, VOCABULARY, assert_near, config_of, has_fields, one_process, thd_params, tiny_gpt  # noqa: F401
 
 from packing_ops import _recent
 from packing_ops.integrations.megatron import PackingDotProductAttention, use_packing_ops
@@ -145,28 +145,29 @@ PADDING = {  # slots of three columns, True for padding
 }
 
 
-@pytest.mark.parametrize("only_padding", [False, True], ids=["whole mask", "mask of padding"])
+@pytest.mark.parametrize("form", ["keys", "keys and queries", "padding alone"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("side", PADDING)
-def test_padding_in_sbhd(side, causal, only_padding, device):
+def test_padding_in_sbhd(side, causal, form, device):
     """Tokens as in megatron-core's own attention, which takes the whole mask; padding has out 0 and gradient 0."""
     padding = PADDING[side].to(device)
-    whole = padding[:, None, None] | (causal_mask(6, device) if causal else False)
-    whole = whole.expand(3, 1, 6, 6)
+    row = padding[:, None, None]
+    whole = (row | (causal_mask(6, device) if causal else False)).expand(3, 1, 6, 6)
+    given = {"keys": whole, "keys and queries": whole | row.mT, "padding alone": row}[form]
     kinds = {True: ("causal", "padding_causal"), False: ("no_mask", "padding")}[causal]
-    mask_type = AttnMaskType[kinds[only_padding]]
+    mask_type = AttnMaskType[kinds[form == "padding alone"]]
+    options = {"softmax_type": "learnable"} if has_fields({"softmax_type"}) else {}
     weights, found = torch.randn(6, 3, 32, device=device) * ~padding.T[..., None], []
     for kind in (PackingDotProductAttention, DotProductAttention):
         torch.manual_seed(1)
         heads = heads_of(6, 3, device=device)
-        module = module_of(kind, mask_type, device=device)
-        mask = padding[:, None, None] if only_padding and kind is PackingDotProductAttention else whole
-        out = module(*heads, mask, mask_type)
+        module = module_of(kind, mask_type, device=device, **options)
+        out = module(*heads, given if kind is PackingDotProductAttention else whole, mask_type)
         found.append([out * (weights != 0), *torch.autograd.grad(out, heads, weights)])
     assert_same(out.isfinite(), torch.ones_like(out, dtype=torch.bool))
     for actual, expected in zip(*found, strict=True):
         assert_near(actual, expected)
-    ours = module_of(mask=mask_type, device=device)(*heads, padding[:, None, None] if only_padding else whole)
+    ours = module_of(mask=mask_type, device=device)(*heads, given)
     assert_same(ours[padding.T], torch.zeros_like(ours[padding.T]))
     assert ours.is_contiguous()
 
@@ -313,6 +314,9 @@ def test_layout_is_made_once_per_batch(device, monkeypatch):
     after = model(**inputs).detach()
     assert len(made) == 4
     assert (after - before)[0, 5:].abs().max() > 1e-3
+    params.cu_seqlens_q_padded[1:3] += 1  # of keys too, it is one tensor
+    model(**inputs)
+    assert len(made) == 6
 
 
 @pytest.mark.parametrize("slots", [None, [5, 3, 8]])
@@ -423,11 +427,25 @@ def test_bias_and_other_masks_are_refused():
         module(*heads, mask)
     with pytest.raises(NotImplementedError, match="attention_mask: expected None or a causal mask"):
         module(*heads, mask[..., :1, :])  # padding alone, which a causal layer of megatron-core takes for all there is
+    padded = causal_mask(6, "cpu") | (torch.arange(6) == 5)
+    for wrong in (causal_mask(5, "cpu"), padded[0], padded.expand(1, 4, 6, 6), padded.expand(2, 1, 6, 6)):
+        with pytest.raises(NotImplementedError, match="attention_mask: expected None or a causal mask"):
+            module(*heads, wrong)
     module.cp_group = types.SimpleNamespace(size=lambda: 2)
     with pytest.raises(NotImplementedError, match="attention_mask: expected no padding in sbhd under context parallel"):
-        module(*heads, torch.ones(1, 1, 6, 6, dtype=torch.bool).triu(1) | (torch.arange(6) == 5))
-    with pytest.raises(ValueError, match="key: expected the 4 rows of query under a causal mask, got 6"):
-        module(heads[0][:4], *heads[1:], None)
+        module(*heads, padded)
+
+
+def test_more_keys_than_queries_in_sbhd(device):
+    """What sees all keys may have any number of them, of tokens alone."""
+    q, k, v = heads_of(6, 2, device=device)
+    module = module_of(mask=AttnMaskType.no_mask, device=device)
+    assert_near(module(q[2:], k, v, torch.zeros(1, 1, 4, 6, device=device).bool()), module(q, k, v, None)[2:])
+    with pytest.raises(NotImplementedError, match="attention_mask: expected None or a mask that hides nothing"):
+        module(q[2:], k, v, torch.arange(6, device=device)[None, None, None] == 5, AttnMaskType.padding)
+    for name in ("causal", "causal_bottom_right"):
+        with pytest.raises(ValueError, match="key: expected the 4 rows of query under a causal mask, got 6"):
+            module(q[2:], k, v, None, AttnMaskType[name])
 
 
 def test_heads_that_tensor_parallelism_does_not_divide():

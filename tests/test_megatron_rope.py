@@ -117,6 +117,15 @@ def test_thd_with_angles_of_every_token(device, cp_size):
         check(t[held], freqs, cu_seqlens=cu_seqlens, cp_group=group(cp_size, rank))
 
 
+def test_sbhd_of_several_lengths(device):
+    """RotaryEmbedding gives the same angles to all that are short enough."""
+    patch_rope()
+    freqs = angles(12, 16, device=device)
+    for length in (5, 12):
+        t = torch.randn(length, 3, 4, 16, device=device)
+        assert_same(fused_apply_rotary_pos_emb(t, freqs), check(t, freqs[:length]))
+
+
 def test_sbhd_with_angles_of_every_row(device):
     patch_rope()
     check(torch.randn(12, 3, 4, 16, device=device), angles(12, 16, batch=3, device=device))

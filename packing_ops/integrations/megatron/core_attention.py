@@ -152,7 +152,7 @@ class PackingDotProductAttention(MegatronModule):
             out = self._attend(*heads, documents, causal, window, group, self.softmax_offset)
             return _narrowed(out, head_dim).flatten(1)
         _expect(heads, "[seqlen, batch, num_heads, head_dim]", 4)
-        if causal and mask_type != "causal_bottom_right" and len(query) != len(key):
+        if causal and len(query) != len(key):
             raise ValueError(f"key: expected the {len(query)} rows of query under a causal mask, got {len(key)}")
         if attention_mask is not None and not self.window_size:
             tokens = tokens_of(attention_mask, query, key, mask_type)

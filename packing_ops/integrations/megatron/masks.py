@@ -59,7 +59,7 @@ def tokens_of(
 
     def make():
         unseen, causal = mask.bool(), _IS_CAUSAL[mask_type]
-        hidden = unseen.new_ones(seqlen, keys).triu(1 + keys - seqlen) if causal else unseen.new_zeros(())
+        hidden = unseen.new_ones(seqlen, keys).triu(1) if causal else unseen.new_zeros(())
         is_whole = unseen.shape[-2:] == (seqlen, keys)
         if (is_whole or not causal) and (unseen == hidden).all():
             return None
