@@ -1,11 +1,11 @@
 """What a call keeps for the next one: the plan, the cu_seqlens of a dense batch, what was worked out from a batch."""
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 _ops = torch.ops.packing_ops
 
@@ -76,7 +76,9 @@ def _every(seqlen, batch, device):
 
 # --- what the layers of a model share about a batch ---
 
-_kept = WeakTensorKeyDictionary()
+# By id of the first tensor, which is quick to look up: a reference that takes the entry with it when it dies, and by key
+# what was made.
+_kept: dict[int, tuple[weakref.ref, dict[tuple, tuple]]] = {}
 
 
 def kept_with(tensors: Sequence[torch.Tensor], key: tuple, make: Callable[[], object]) -> object:
@@ -85,15 +87,23 @@ def kept_with(tensors: Sequence[torch.Tensor], key: tuple, make: Callable[[], ob
     It lives as long as ``tensors[0]``, which it must not hold.
     """
     first, *others = tensors
-    if not _keeps(first) or any(tensor.is_inference() for tensor in tensors):
+    if not _keeps(first):
         return make()
-    state = (_stream(first), *[tensor._version for tensor in tensors])
-    kept = _kept.setdefault(first, {})
-    if key in kept:
-        made_for, of, made = kept[key]
-        if made_for == state and all(reference() is tensor for reference, tensor in zip(of, others, strict=True)):
+    for tensor in tensors:
+        if tensor.is_inference():  # no version that would tell a change
+            return make()
+    state = [tensor._version for tensor in tensors]
+    if first.is_cuda:
+        state.append(_stream(first))
+    place = id(first)
+    if place not in _kept:
+        _kept[place] = weakref.ref(first, lambda _, kept=_kept: kept.pop(place)), {}
+    of_first = _kept[place][1]
+    if key in of_first:
+        made_for, of, made = of_first[key]
+        if made_for == state and all(map(operator.is_, [reference() for reference in of], others)):
             return made
     with torch.inference_mode(False), torch.no_grad():  # the next call may train
         made = make()
-    kept[key] = state, [weakref.ref(tensor) for tensor in others], made
+    of_first[key] = state, [weakref.ref(tensor) for tensor in others], made
     return made

@@ -63,6 +63,12 @@ def tiny_gpt(spec=None, device="cpu", *, rotary=True, **more):
     return model.to(device)
 
 
+def assert_near(actual, expected):
+    """fp32 1e-5 of the largest value."""
+    scale = max(1.0, expected.abs().max().item() if expected.numel() else 0.0)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5 * scale)
+
+
 def thd_params(lengths=LENGTHS, device="cpu", *, slots=None):
     """PackedSeqParams of these documents; ``slots``: the places that each one takes, when they are more."""
 

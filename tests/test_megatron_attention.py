@@ -16,13 +16,10 @@ from hypothesis import strategies as st
 pytest.importorskip("megatron.core")
 
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_config import MLATransformerConfig
-from megatron_case import LENGTHS, SHAPE, VOCABULARY, config_of, one_process, thd_params, tiny_gpt  # noqa: F401
+from megatron_case import LENGTHS, VOCABULARY, assert_near, config_of, has_fields, one_process, thd_params, tiny_gpt  # noqa: F401
 
 from packing_ops import _recent
 from packing_ops.integrations.megatron import PackingDotProductAttention, use_packing_ops
@@ -40,12 +37,6 @@ def packing_spec():
 def causal_mask(seqlen, device):
     """What megatron-core's own attention needs where it would ask CUDA for one."""
     return torch.ones(seqlen, seqlen, dtype=torch.bool, device=device).triu(1)[None, None]
-
-
-def assert_near(actual, expected):
-    """fp32 1e-5 of the largest value."""
-    scale = max(1.0, expected.abs().max().item() if expected.numel() else 0.0)
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5 * scale)
 
 
 def results(model, batches):
@@ -147,6 +138,56 @@ def test_module_equals_dot_product_attention(softmax_type, softmax_scale, device
         assert_near(actual, expected)
 
 
+PADDING = {  # slots of three columns, True for padding
+    "right": torch.arange(6) >= torch.tensor([[6], [4], [1]]),
+    "left": torch.arange(6) < torch.tensor([[0], [2], [5]]),
+    "anywhere": torch.tensor([[0, 1, 0, 0, 1, 0], [1] * 6, [0, 0, 1, 1, 1, 0]]).bool(),
+}
+
+
+@pytest.mark.parametrize("form", ["keys", "keys and queries", "padding alone"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("side", PADDING)
+def test_padding_in_sbhd(side, causal, form, device):
+    """Tokens as in megatron-core's own attention, which takes the whole mask; padding has out 0 and gradient 0."""
+    padding = PADDING[side].to(device)
+    row = padding[:, None, None]
+    whole = (row | (causal_mask(6, device) if causal else False)).expand(3, 1, 6, 6)
+    given = {"keys": whole, "keys and queries": whole | row.mT, "padding alone": row}[form]
+    kinds = {True: ("causal", "padding_causal"), False: ("no_mask", "padding")}[causal]
+    mask_type = AttnMaskType[kinds[form == "padding alone"]]
+    options = {"softmax_type": "learnable"} if has_fields({"softmax_type"}) else {}
+    weights, found = torch.randn(6, 3, 32, device=device) * ~padding.T[..., None], []
+    for kind in (PackingDotProductAttention, DotProductAttention):
+        torch.manual_seed(1)
+        heads = heads_of(6, 3, device=device)
+        module = module_of(kind, mask_type, device=device, **options)
+        out = module(*heads, given if kind is PackingDotProductAttention else whole, mask_type)
+        found.append([out * (weights != 0), *torch.autograd.grad(out, heads, weights)])
+    assert_same(out.isfinite(), torch.ones_like(out, dtype=torch.bool))
+    for actual, expected in zip(*found, strict=True):
+        assert_near(actual, expected)
+    ours = module_of(mask=mask_type, device=device)(*heads, given)
+    assert_same(ours[padding.T], torch.zeros_like(ours[padding.T]))
+    assert ours.is_contiguous()
+
+
+def test_a_padded_batch_in_a_model(device):
+    """Logits and gradients of the tokens as in stock megatron-core."""
+    ids = torch.randint(0, VOCABULARY, (3, 6), device=device)
+    padding = PADDING["right"].to(device)
+    mask = causal_mask(6, device) | padding[:, None, None]
+    found = []
+    for spec in (packing_spec(), None):
+        model = tiny_gpt(spec, device)
+        inputs, labels = batch_of(ids, mask=mask)
+        losses = model(**inputs, labels=labels)[~padding]
+        losses.sum().backward()
+        found.append([losses.detach(), *(parameter.grad for parameter in model.parameters())])
+    for actual, expected in zip(*found, strict=True):
+        assert_near(actual, expected)
+
+
 def test_key_scaling_by_layer_changes_nothing(device):
     heads = heads_of(5, 1, device=device)
     scaled = module_of(DotProductAttention, layer_number=3, apply_query_key_layer_scaling=True, device=device)
@@ -187,6 +228,27 @@ def test_windows_skip_the_layers_that_the_config_names(device):
     assert_near(outs[1], module_of(device=device)(*heads, None, packed_seq_params=params))
     assert_near(outs[0][:3], outs[1][:3])
     assert (outs[0] - outs[1])[3:].abs().amax() > 1e-3
+
+
+def test_sinks_in_thd_and_a_tensor_parallel_part_of_them(device):
+    """Heads 2 and 3 of 4 on the second of two ranks."""
+    options = {"softmax_type": "learnable", "softmax_scale": 0.4, "device": device}
+    heads, params = heads_of(sum(LENGTHS), device=device), thd_params(LENGTHS, device)
+    whole = module_of(**options)
+    out = whole(*heads, None, packed_seq_params=params)
+    sinks = whole.softmax_offset.detach()
+    assert sinks.std() > 0.1
+    wide = (t.double() for t in heads)
+    expected, _ = reference(*wide, cu_seqlens_of(LENGTHS), softmax_scale=0.4, sinks=sinks.double())
+    assert_near(out, expected.flatten(1).to(out))
+    two = types.SimpleNamespace(tp=types.SimpleNamespace(size=lambda: 2))
+    config = config_of(softmax_type="learnable")
+    part = PackingDotProductAttention(config, 1, AttnMaskType.causal, "self", softmax_scale=0.4, pg_collection=two).to(
+        device
+    )
+    part.load_state_dict({"softmax_offset": sinks[2:]})
+    own = [t[:, t.shape[1] // 2 :] for t in heads]
+    assert_near(part(*own, None, packed_seq_params=params), out[:, 16:])
 
 
 documents = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 5)), min_size=1, max_size=6)
@@ -252,6 +314,9 @@ def test_layout_is_made_once_per_batch(device, monkeypatch):
     after = model(**inputs).detach()
     assert len(made) == 4
     assert (after - before)[0, 5:].abs().max() > 1e-3
+    params.cu_seqlens_q_padded[1:3] += 1  # of keys too, it is one tensor
+    model(**inputs)
+    assert len(made) == 6
 
 
 @pytest.mark.parametrize("slots", [None, [5, 3, 8]])
@@ -276,73 +341,6 @@ def test_layers_do_not_synchronise():
         module(*heads, None, packed_seq_params=params).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-# --- specs ---
-
-
-def core_attentions(spec):
-    layers = getattr(getattr(spec, "submodules", spec), "layer_specs", None) or [spec]
-    return [layer.submodules.self_attention.submodules.core_attention for layer in layers]
-
-
-class TEDotProductAttention(torch.nn.Module):
-    """Stands for TransformerEngine's, which megatron-core takes in specs where it is installed."""
-
-
-def specs():
-    moe = config_of(num_moe_experts=2, moe_layer_freq=[0, 1], add_bias_linear=False)
-    own = get_gpt_layer_local_spec()
-    own.submodules.self_attention.submodules.core_attention = TEDotProductAttention
-    return {
-        "local layer": get_gpt_layer_local_spec(),
-        "multi-latent attention": get_gpt_layer_local_spec(multi_latent_attention=True),
-        "block of unlike layers": get_gpt_decoder_block_spec(moe, use_transformer_engine=False),
-        "TransformerEngine's attention": own,
-    }
-
-
-@pytest.mark.parametrize("name", ["local layer", "multi-latent attention", "block of unlike layers",
-                                  "TransformerEngine's attention"])  # fmt: skip
-def test_use_packing_ops_changes_a_copy(name):
-    spec = specs()[name]
-    before = core_attentions(spec)
-    changed = use_packing_ops(spec)
-    assert core_attentions(spec) == before
-    assert PackingDotProductAttention not in before
-    assert set(core_attentions(changed)) == {PackingDotProductAttention}
-    assert type(changed) is type(spec)
-
-
-def test_params_of_a_spec_stay():
-    spec = get_gpt_layer_local_spec()
-    attention = spec.submodules.self_attention.submodules
-    attention.core_attention = ModuleSpec(DotProductAttention, {"softmax_scale": 0.5})
-    changed = use_packing_ops(spec).submodules.self_attention.submodules.core_attention
-    assert changed == ModuleSpec(PackingDotProductAttention, {"softmax_scale": 0.5})
-
-
-def test_specs_without_core_attention_are_refused():
-    with pytest.raises(ValueError, match="spec: expected a layer or block spec with core_attention"):
-        use_packing_ops(get_gpt_layer_local_spec().submodules.mlp)
-    spec = get_gpt_layer_local_spec()
-    spec.submodules.self_attention.submodules.core_attention = ModuleSpec(MLASelfAttention, submodules=object())
-    with pytest.raises(NotImplementedError, match="core_attention: expected one without submodules"):
-        use_packing_ops(spec)
-
-
-def test_heads_of_multi_latent_attention(device):
-    """Heads of 12 for keys and 8 for values in sbhd, built as MLASelfAttention does."""
-    more = {"multi_latent_attention": True, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_head_dim": 8,
-            "qk_pos_emb_head_dim": 4, "v_head_dim": 8, "rope_type": "rope"}  # fmt: skip
-    config = MLATransformerConfig(**{**SHAPE, "num_query_groups": 4, **more})
-    module = PackingDotProductAttention(config, 1, AttnMaskType.causal, "self", None, 0.3, 12, 8).to(device)
-    q, k = (torch.randn(6, 2, 4, 12, device=device) for _ in range(2))
-    v = torch.randn(6, 2, 4, 8, device=device)
-    rows = [t.transpose(0, 1).flatten(0, 1).double() for t in (q, k, F.pad(v, (0, 4)))]
-    expected, _ = reference(*rows, cu_seqlens_of([6, 6]), softmax_scale=0.3)
-    out = module(q, k, v, None)
-    assert_near(out, expected[..., :8].unflatten(0, (2, 6)).transpose(0, 1).flatten(2).to(out))
 
 
 # --- bad input ---
@@ -425,10 +423,29 @@ def test_bias_and_other_masks_are_refused():
     mask = causal_mask(6, "cpu").clone()
     module(*heads, mask)
     mask[..., 5, 0] = True
-    with pytest.raises(NotImplementedError, match="attention_mask: expected None or a causal mask, got another"):
+    with pytest.raises(NotImplementedError, match="attention_mask: expected None or a causal mask, with padding"):
         module(*heads, mask)
-    with pytest.raises(ValueError, match="key: expected the 4 rows of query under a causal mask, got 6"):
-        module(heads[0][:4], *heads[1:], None)
+    with pytest.raises(NotImplementedError, match="attention_mask: expected None or a causal mask"):
+        module(*heads, mask[..., :1, :])  # padding alone, which a causal layer of megatron-core takes for all there is
+    padded = causal_mask(6, "cpu") | (torch.arange(6) == 5)
+    for wrong in (causal_mask(5, "cpu"), padded[0], padded.expand(1, 4, 6, 6), padded.expand(2, 1, 6, 6)):
+        with pytest.raises(NotImplementedError, match="attention_mask: expected None or a causal mask"):
+            module(*heads, wrong)
+    module.cp_group = types.SimpleNamespace(size=lambda: 2)
+    with pytest.raises(NotImplementedError, match="attention_mask: expected no padding in sbhd under context parallel"):
+        module(*heads, padded)
+
+
+def test_more_keys_than_queries_in_sbhd(device):
+    """What sees all keys may have any number of them, of tokens alone."""
+    q, k, v = heads_of(6, 2, device=device)
+    module = module_of(mask=AttnMaskType.no_mask, device=device)
+    assert_near(module(q[2:], k, v, torch.zeros(1, 1, 4, 6, device=device).bool()), module(q, k, v, None)[2:])
+    with pytest.raises(NotImplementedError, match="attention_mask: expected None or a mask that hides nothing"):
+        module(q[2:], k, v, torch.arange(6, device=device)[None, None, None] == 5, AttnMaskType.padding)
+    for name in ("causal", "causal_bottom_right"):
+        with pytest.raises(ValueError, match="key: expected the 4 rows of query under a causal mask, got 6"):
+            module(q[2:], k, v, None, AttnMaskType[name])
 
 
 def test_heads_that_tensor_parallelism_does_not_divide():

@@ -283,6 +283,12 @@ def test_fields_of_other_versions(monkeypatch):
     needed = [(name, object, None) for name in data._NEEDED]
     monkeypatch.setattr(data, "PackedSeqParams", make_dataclass("Newer", [*needed, ("total_tokens", int, None)]))
     assert packed_seq_params(po.PackedMetadata.from_lengths([2, 1])).total_tokens == 3
+    monkeypatch.setattr(data, "PackedSeqParams", make_dataclass("Older", needed))  # nothing of padding
+    ids = torch.tensor([[1, 2, 3], [4, 0, 0]])
+    packed, params = preprocess_packed_seqs(ids, ids != 0, tp_size=2)
+    assert params.cu_seqlens_q.tolist() == [0, 4, 6]
+    assert next_token_targets(ids, params, ids != 0)[0].tolist() == [[2, 3, 0, 0, 0, 0]]
+    assert torch.equal(postprocess_packed_seqs(packed, params, ids != 0), ids)
     monkeypatch.setattr(data, "PackedSeqParams", make_dataclass("Older", needed[:-1]))
     with pytest.raises(ImportError, match=r"lacks \['max_seqlen_kv'\]"):
         packed_seq_params(po.PackedMetadata.from_lengths([2, 1]))

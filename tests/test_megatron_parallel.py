@@ -12,24 +12,19 @@ pytest.importorskip("megatron.core")
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.enums import AttnMaskType
-from megatron_case import VOCABULARY, config_of, has_fields, parallel, spawn, thd_params, tiny_gpt
+from megatron_case import VOCABULARY, assert_near, config_of, has_fields, parallel, spawn, thd_params, tiny_gpt
 
 from packing_ops import varlen_attention
 from packing_ops.integrations.megatron import (
     PackingDotProductAttention,
     context_parallel_attention,
+    patch_rope,
     thd_partition_indices,
     use_packing_ops,
 )
 from packing_ops.integrations.megatron.layout import Documents, layout_of
 
 WORLD = 4
-
-
-def assert_near(actual, expected):
-    """fp32 1e-5 of the largest value."""
-    scale = max(1.0, expected.abs().max().item() if expected.numel() else 0.0)
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5 * scale)
 
 
 # --- a rank's layout, all ranks in one process ---
@@ -149,7 +144,7 @@ def zigzag(cu_seqlens, total, group):
 
 def model_case(name, expected):
     """Pairs of what this process has and of its slice of what one that holds everything has."""
-    found, split = loss_and_gradients(False, **MODELS[name])
+    found, split = loss_and_gradients(False, **MODELS[name], apply_rope_fusion="context" in name)
     rank = parallel_state.get_tensor_model_parallel_rank()
     for each, dim in split.items():
         size = found[each].shape[dim]
@@ -166,7 +161,7 @@ def module_outputs(name, qkv_format, **sizes):
     own = zigzag(cu_slots, shape[0], dist.group.WORLD)
     rows = own if sizes else slice(None)
     torch.manual_seed(0)
-    module = PackingDotProductAttention(config_of(**sizes, **more), 1, mask, "self")
+    module = PackingDotProductAttention(config_of(**sizes, **more), 1, mask, "self", softmax_scale=0.5)
     heads = [torch.randn(*shape, heads, 8)[rows].requires_grad_() for heads in (4, 2, 2)]
     out = module(*heads, None, packed_seq_params=params)
     gradients = torch.autograd.grad(out, [*heads, *module.parameters()], torch.randn(*shape, 32)[rows])
@@ -186,6 +181,7 @@ def every_case(folder):
         model, _ = loss_and_gradients(True)
         modules = {case: module_outputs(*case) for case in CASES if case not in MODELS}
     found = {}
+    patch_rope()
     for name, sizes in MODELS.items():
         with parallel(**sizes):
             found[name] = model_case(name, model)
@@ -205,7 +201,7 @@ def by_rank(tmp_path_factory):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_parallel_equals_one_rank(case, by_rank):
-    """Loss and every gradient of a model, and the module's own outputs, on every rank."""
+    """Loss and every gradient of a model, and the module's own outputs, on every rank; its RoPE fused, of one rank not."""
     for found in by_rank:
         assert len(found[case]) >= 4
         for actual, expected in found[case].values():

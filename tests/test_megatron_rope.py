@@ -117,6 +117,15 @@ def test_thd_with_angles_of_every_token(device, cp_size):
         check(t[held], freqs, cu_seqlens=cu_seqlens, cp_group=group(cp_size, rank))
 
 
+def test_sbhd_of_several_lengths(device):
+    """RotaryEmbedding gives the same angles to all that are short enough."""
+    patch_rope()
+    freqs = angles(12, 16, device=device)
+    for length in (5, 12):
+        t = torch.randn(length, 3, 4, 16, device=device)
+        assert_same(fused_apply_rotary_pos_emb(t, freqs), check(t, freqs[:length]))
+
+
 def test_sbhd_with_angles_of_every_row(device):
     patch_rope()
     check(torch.randn(12, 3, 4, 16, device=device), angles(12, 16, batch=3, device=device))
@@ -224,6 +233,16 @@ def test_config_is_refused_before_and_after():
     unpatch_rope()
     with pytest.raises((ValueError, TypeError)):  # it compares the version of TransformerEngine, None without it
         config_of(apply_rope_fusion=True, rotary_interleaved=True)
+
+
+def test_a_version_without_a_function_is_named(monkeypatch):
+    """And nothing is replaced."""
+    stock = rope_utils.fused_apply_rotary_pos_emb_thd
+    monkeypatch.delattr(rope_utils, "apply_rotary_pos_emb")
+    with pytest.raises(AttributeError, match=r"rope_utils.*apply_rotary_pos_emb"):
+        patch_rope()
+    assert rope_utils.fused_apply_rotary_pos_emb_thd is stock
+    assert not rope._stock
 
 
 def test_unpatch_puts_everything_back():

@@ -1,7 +1,21 @@
 """packing_ops in Megatron-core: packed (thd) training without TransformerEngine.
 
+A model:
+    spec.py              use_packing_ops puts the core attention into a layer or block spec.
+    core_attention.py    PackingDotProductAttention, the module that every layer calls.
+    masks.py             What attn_mask_type, window_size and an attention_mask hide from its queries.
+    layout.py            Where the documents of a batch lie for one varlen call; made once per batch.
+    context_parallel.py  The same call over the keys of all context-parallel ranks.
+    rope.py              patch_rope, the rotation of queries and keys under apply_rope_fusion.
+A batch:
+    data.py              Padded rows as one thd row and back, PackedSeqParams, next-token targets.
+    slots.py             Which token of the padded rows each slot of the thd row holds.
+    packing_ops/data/parallel.py   Alignment and zigzag indices, which need no megatron-core.
+
 Example:
-    >>> from packing_ops.integrations.megatron import use_packing_ops
+    >>> from packing_ops.integrations.megatron import patch_rope, use_packing_ops
+    >>> patch_rope()  # before the config: apply_rope_fusion=True works
+    >>> config = TransformerConfig(..., apply_rope_fusion=True)
     >>> model = GPTModel(config, use_packing_ops(get_gpt_layer_local_spec()), ...)
     >>> model(input_ids, position_ids, None, labels=labels, packed_seq_params=packed_seq_params)
 """

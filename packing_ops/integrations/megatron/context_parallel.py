@@ -69,7 +69,7 @@ def context_parallel_attention(
             f"window_size: expected (-1, -1) without a causal mask under context parallelism, got {window_size}"
         )
     options = (causal, softmax_scale, *window_size, 0.0)
-    return _Attention.apply(q, k, v, sinks, layout, group, options)
+    return _Attention.apply(q, k, v, None if sinks is None else sinks.float(), layout, group, options)
 
 
 class _Attention(torch.autograd.Function):

@@ -3,17 +3,16 @@
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.transformer import utils
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
 
-from packing_ops._recent import dense_cu_seqlens, kept_with
+from packing_ops._recent import dense_cu_seqlens
 from packing_ops.attention import varlen_attention
 from packing_ops.integrations.megatron.context_parallel import context_parallel_attention
 from packing_ops.integrations.megatron.layout import Documents, documents_of, field_of, layout_of
+from packing_ops.integrations.megatron.masks import causal_and_window, tokens_of, window_of
 
-# TransformerEngine's names; its two padding types mean documents, which is all that thd has.
-_IS_CAUSAL = {"causal": True, "padding_causal": True, "causal_bottom_right": True, "no_mask": False, "padding": False}
+_ops = torch.ops.packing_ops
 _UNSERVED = ("qk_clip", "log_max_attention_logit", "fp8_dot_product_attention", "fp8_multi_head_attention")
 
 
@@ -79,7 +78,7 @@ class PackingDotProductAttention(MegatronModule):
         self.layer_number = max(1, layer_number)
         self.attn_mask_type, self.attention_type = attn_mask_type, attention_type
         self.softmax_scale = softmax_scale
-        self.window_size = _window_of(config, self.layer_number)
+        self.window_size = window_of(config, self.layer_number)
         self._add_sinks(config, config.num_attention_heads // ranks)
 
     def _add_sinks(self, config, num_heads):
@@ -115,8 +114,9 @@ class PackingDotProductAttention(MegatronModule):
             query: ``[T, num_heads, head_dim]`` for thd, ``[S, B, num_heads, head_dim]`` for sbhd: this rank's heads
                 and, under context parallelism, its chunks of each document. float32, bfloat16, float16.
             key, value: the same with this rank's query groups; value may have a smaller head_dim (one copy).
-            attention_mask: not looked at for thd; for sbhd None or, bool with True for unseen, what attn_mask_type
-                says (looked at once per mask: one synchronisation).
+            attention_mask: not looked at for thd, nor with a window; for sbhd None or, bool with True for unseen, what
+                attn_mask_type says and padding (masks.py; looked at once per mask: one synchronisation). Padding has
+                out 0 and takes no gradient.
             packed_seq_params: ``qkv_format``, ``cu_seqlens_q`` and ``cu_seqlens_kv`` of the whole batch, int
                 ``[num_documents + 1]``, and, where the documents lie apart, ``cu_seqlens_q_padded`` and
                 ``cu_seqlens_kv_padded``: padding has out 0 and takes no gradient. Under context parallelism each
@@ -132,32 +132,32 @@ class PackingDotProductAttention(MegatronModule):
             torch.Size([16, 32])
 
         Raises:
-            NotImplementedError: attn_mask_type arbitrary, another mask, attention_bias, a window without causality
-                under context parallelism.
+            NotImplementedError: attn_mask_type arbitrary, another mask, attention_bias; under context parallelism a window
+                without causality, padding in sbhd.
             ValueError: qkv_format other than thd and sbhd, tensors of another format, cu_seqlens that are missing or
                 do not fit each other or the context parallel size.
         """
-        mask_type = (self.attn_mask_type if attn_mask_type is None else attn_mask_type).name
-        if mask_type not in _IS_CAUSAL:
-            raise NotImplementedError(f"attn_mask_type: expected one of {', '.join(_IS_CAUSAL)}, got {mask_type}")
         if attention_bias is not None:
             raise NotImplementedError("attention_bias: expected None, a bias is not supported")
-        causal, window = self._mask(mask_type)
+        mask_type = (self.attn_mask_type if attn_mask_type is None else attn_mask_type).name
+        causal, window = causal_and_window(mask_type, self.window_size)
+        group = self._cp_group(packed_seq_params)
         head_dim = value.shape[-1]
         if head_dim < query.shape[-1]:
             value = F.pad(value, (0, query.shape[-1] - head_dim))
-        group = self._cp_group(packed_seq_params)
         heads = query, key, value
         if packed_seq_params is not None and _format(packed_seq_params) == "thd":
-            _expect(heads, "[total, num_heads, head_dim]", "thd")
+            _expect(heads, "[total, num_heads, head_dim]", 3)
             documents = documents_of(packed_seq_params)
             out = self._attend(*heads, documents, causal, window, group, self.softmax_offset)
-            return out[..., :head_dim].flatten(1)
-        _expect(heads, "[seqlen, batch, num_heads, head_dim]", "sbhd")
-        if causal and mask_type != "causal_bottom_right" and len(query) != len(key):
+            return _narrowed(out, head_dim).flatten(1)
+        _expect(heads, "[seqlen, batch, num_heads, head_dim]", 4)
+        if causal and len(query) != len(key):
             raise ValueError(f"key: expected the {len(query)} rows of query under a causal mask, got {len(key)}")
         if attention_mask is not None and not self.window_size:
-            _expect_mask(attention_mask, causal)
+            tokens = tokens_of(attention_mask, query, key, mask_type)
+            if tokens is not None:
+                return _narrowed(self._attend_tokens(heads, tokens, causal, window, group), head_dim).flatten(2)
         # The columns of the batch as more heads: no copy, and each query group keeps its queries.
         sinks = None if self.softmax_offset is None else self.softmax_offset.repeat(query.shape[1])
         ranks = 1 if group is None else group.size()
@@ -165,35 +165,28 @@ class PackingDotProductAttention(MegatronModule):
         cu_seqlens = [dense_cu_seqlens(tensor, name) for tensor, name in zip(whole, ("query", "key"), strict=True)]
         documents = Documents(*cu_seqlens, *cu_seqlens)
         out = self._attend(*(t.flatten(1, 2) for t in heads), documents, causal, window, group, sinks)
-        return out.view(*query.shape)[..., :head_dim].flatten(2)
+        return _narrowed(out.view(query.shape), head_dim).flatten(2)
+
+    def _attend_tokens(self, heads, tokens, causal, window, group):
+        """sbhd with padding in its columns: the tokens packed, and put back."""
+        if group is not None:
+            raise NotImplementedError("attention_mask: expected no padding in sbhd under context parallelism, got some")
+        indices, documents = tokens
+        seqlen, batch = heads[0].shape[:2]
+        packed = _ops.gather_rows_many([t.transpose(0, 1) for t in heads], indices, indices.numel())
+        out = self._attend(*packed, documents, causal, window, None, self.softmax_offset)
+        return _ops.scatter_rows(out, indices, batch, seqlen).transpose(0, 1).contiguous()
 
     def _attend(self, q, k, v, documents, causal, window, group, sinks):
-        options = {
-            "causal": causal,
-            "softmax_scale": self.softmax_scale,
-            "window_size": window,
-            "sinks": None if sinks is None else sinks.float(),
-        }
-        if group is None or len(q) == len(k) == 0:
-            layout = layout_of(documents, len(k), causal=causal)
+        options = {"causal": causal, "softmax_scale": self.softmax_scale, "window_size": window, "sinks": sinks}
+        if group is None or q.shape[0] == k.shape[0] == 0:
+            layout = layout_of(documents, k.shape[0], causal=causal)
             plan = layout.plan(q, k, causal, window)
             return varlen_attention(q, k, v, layout.cu_seqlens_q, layout.cu_seqlens_k, plan=plan, **options)
         if len(q) != len(k):
             raise ValueError(f"key: expected the {len(q)} rows of query under context parallelism, got {len(k)}")
-        layout = layout_of(documents, len(k), causal=causal, cp_rank=group.rank(), cp_size=group.size())
+        layout = layout_of(documents, k.shape[0], causal=causal, cp_rank=group.rank(), cp_size=group.size())
         return context_parallel_attention(q, k, v, layout, group, **options)
-
-    def _mask(self, mask_type):
-        """causal and window_size of varlen_attention."""
-        causal = _IS_CAUSAL[mask_type]
-        if not self.window_size:
-            return causal, (-1, -1)
-        left, right = self.window_size
-        if right == 0:
-            return True, (left, 0)
-        if causal and right > 0:
-            raise ValueError(f"window_size: expected no keys to the right under {mask_type}, got {self.window_size}")
-        return causal, (left, 0 if causal else right)
 
     def _cp_group(self, packed_seq_params):
         """The ranks that hold the documents; None for this one alone. A batch may bring its own."""
@@ -207,14 +200,6 @@ class PackingDotProductAttention(MegatronModule):
         return DotProductAttention.sharded_state_dict(self, prefix, sharded_offsets, metadata)
 
 
-def _window_of(config, layer_number):
-    window = field_of(config, "window_size")
-    is_windowed = getattr(utils, "is_layer_window_attention", None)  # since 0.15
-    if is_windowed is not None and not is_windowed(window, config.window_attn_skip_freq, layer_number):
-        return None
-    return window and tuple(window)
-
-
 def _format(packed_seq_params):
     name = field_of(packed_seq_params, "qkv_format")
     if name not in ("thd", "sbhd"):
@@ -222,18 +207,13 @@ def _format(packed_seq_params):
     return name
 
 
-def _expect(heads, shape, qkv_format):
+def _expect(heads, shape, dim):
     for name, tensor in zip(("query", "key", "value"), heads, strict=True):
-        if tensor.dim() != shape.count(",") + 1:
+        if tensor.dim() != dim:
+            qkv_format = "thd" if dim == 3 else "sbhd"
             raise ValueError(f"{name}: expected {shape} for qkv_format {qkv_format}, got {list(tensor.shape)}")
 
 
-def _expect_mask(mask, causal):
-    def agrees():
-        rows, keys = mask.shape[-2:]
-        wanted = torch.ones(rows, keys, dtype=torch.bool, device=mask.device).triu(1) if causal else mask.new_zeros(())
-        return bool((mask.bool() == wanted).all())
-
-    if not kept_with((mask,), ("mask", causal), agrees):
-        kind = "causal mask" if causal else "mask that hides nothing"
-        raise NotImplementedError(f"attention_mask: expected None or a {kind}, got another; pack documents as thd")
+def _narrowed(out, head_dim):
+    """The head_dim of a narrower value; no view where it is that of query, a view costs every layer microseconds."""
+    return out if out.shape[-1] == head_dim else out[..., :head_dim]

@@ -48,7 +48,7 @@ class Layout:
 
     def plan(self, q, k, causal, window):
         """The work-list of varlen_attention, made by the first layer of each geometry."""
-        if not q.is_cuda or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        if not q.is_cuda or torch.compiler.is_compiling():
             return None  # the op makes its own
         geometry = (q.shape, k.shape[:2], causal, window)
         if geometry not in self._plans:
@@ -77,17 +77,14 @@ def field_of(of, name):
 
 def documents_of(packed_seq_params) -> Documents:
     """What a thd batch says; without ``*_padded`` its documents lie one after the other."""
-    found = []
-    for name in ("cu_seqlens_q", "cu_seqlens_kv"):
-        cu_seqlens = field_of(packed_seq_params, name)
-        if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.dim() != 1 or not len(cu_seqlens):
-            got = list(cu_seqlens.shape) if isinstance(cu_seqlens, torch.Tensor) else cu_seqlens
+    q, k = field_of(packed_seq_params, "cu_seqlens_q"), field_of(packed_seq_params, "cu_seqlens_kv")
+    for name, given in (("cu_seqlens_q", q), ("cu_seqlens_kv", k)):
+        if not isinstance(given, torch.Tensor) or given.dim() != 1 or not given.numel():
+            got = list(given.shape) if isinstance(given, torch.Tensor) else given
             raise ValueError(f"packed_seq_params.{name}: expected int32 [num_documents + 1] for thd, got {got}")
-        found.append(cu_seqlens)
-    for name, real in zip(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), tuple(found), strict=True):
-        padded = getattr(packed_seq_params, name, None)
-        found.append(real if padded is None else padded)
-    return Documents(*found)
+    q_slots = getattr(packed_seq_params, "cu_seqlens_q_padded", None)
+    k_slots = getattr(packed_seq_params, "cu_seqlens_kv_padded", None)
+    return Documents(q, k, q if q_slots is None else q_slots, k if k_slots is None else k_slots)
 
 
 def layout_of(documents: Documents, rows: int, *, causal: bool, cp_rank: int = 0, cp_size: int = 1) -> Layout:
@@ -101,13 +98,14 @@ def layout_of(documents: Documents, rows: int, *, causal: bool, cp_rank: int = 0
         rows: of k on this rank.
     """
     same = documents.k is documents.q and documents.k_slots is documents.q_slots
+    unpadded = documents.q_slots is documents.q and documents.k_slots is documents.k
 
     def make():
         _check(documents, rows * cp_size, causal and not same, cp_size)
         if cp_size > 1:
             return _zigzag(documents, rows, causal, cp_rank, cp_size)
         # detach: the same memory, but not the tensor that this is kept with.
-        if documents.q_slots is documents.q and documents.k_slots is documents.k:
+        if unpadded:
             cu_seqlens_q = documents.q.int().detach()
             return Layout(cu_seqlens_q, cu_seqlens_q if same else documents.k.int().detach())
         q, k = documents.q.diff(), documents.k.diff()
@@ -116,7 +114,8 @@ def layout_of(documents: Documents, rows: int, *, causal: bool, cp_rank: int = 0
             _cumulated(q, documents.q_slots.diff() - q, none), _cumulated(k, none, documents.k_slots.diff() - k)
         )
 
-    return kept_with(documents, ("layout", rows, causal, cp_rank, cp_size), make)
+    tensors = documents[:1] if same and unpadded else documents
+    return kept_with(tensors, ("layout", rows, causal, cp_rank, cp_size), make)
 
 
 def _cumulated(*lengths):

@@ -45,9 +45,10 @@ def patch_rope() -> None:
     }
     if hasattr(attention, "HAVE_FUSED_QKV_ROPE"):  # since 0.15
         ours[attention, "HAVE_FUSED_QKV_ROPE"] = True
+        vars(attention).setdefault("apply_fused_qkv_rotary_pos_emb", None)  # undefined without TransformerEngine
         ours[attention, "apply_fused_qkv_rotary_pos_emb"] = _rotate_mixed
         ours[attention.SelfAttention, "get_query_key_value_tensors"] = _get_query_key_value_tensors
-    _stock.update({(owner, name): getattr(owner, name, None) for owner, name in ours})
+    _stock.update({(owner, name): getattr(owner, name) for owner, name in ours})
     for (owner, name), function in ours.items():
         setattr(owner, name, function)
     _swap(_stock[rope_utils, "apply_rotary_pos_emb"], _apply_rotary_pos_emb)
@@ -131,7 +132,7 @@ def fused_apply_rotary_pos_emb_thd(
         of_tokens = places == rows * cp_size
         return cos[:, 0], sin[:, 0], _positions(cu_seqlens, rows * cp_size, cp_size, cp_rank, of_tokens)
 
-    tables = kept_with((cu_seqlens, freqs), ("rope", rows, cp_size, cp_rank, mscale), make)
+    tables = kept_with((cu_seqlens, freqs), ("thd", rows, cp_size, cp_rank, mscale), make)
     return apply_rotary_qk(t, None, *tables, interleaved=interleaved, rotary_dim=rotary_dim)[0]
 
 
@@ -194,11 +195,16 @@ def _post_init(self):
 
 def _rotated(q, k, freqs, interleaved, mscale):
     """sbhd q and k (or None) by the angles of their places."""
-    tables = [table[: q.shape[0]].transpose(0, 1) for table in _tables(freqs, mscale)]
-    if tables[0].shape[1] < q.shape[0]:
-        raise ValueError(f"freqs: expected at least {q.shape[0]} places for sbhd, got {list(freqs.shape)}")
-    q, k = (None if x is None else x.transpose(0, 1) for x in (q, k))
-    q, k = apply_rotary_qk(q, k, *tables, interleaved=interleaved, unsqueeze_dim=2, rotary_dim=freqs.shape[-1])
+    seqlen = q.shape[0]
+    if freqs.shape[0] < seqlen:
+        raise ValueError(f"freqs: expected at least {seqlen} places for sbhd, got {list(freqs.shape)}")
+
+    def make():
+        return [table[:seqlen].transpose(0, 1) for table in _tables(freqs, mscale)]
+
+    cos, sin = kept_with((freqs,), ("sbhd", seqlen, mscale), make)
+    q, k = q.transpose(0, 1), None if k is None else k.transpose(0, 1)
+    q, k = apply_rotary_qk(q, k, cos, sin, interleaved=interleaved, unsqueeze_dim=2, rotary_dim=freqs.shape[-1])
     return q.transpose(0, 1), None if k is None else k.transpose(0, 1)
 
 

@@ -1,0 +1,144 @@
+"""use_packing_ops: which part of a spec it changes, and the models that come of it."""
+
+import importlib.util
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import cu_seqlens_of
+
+pytest.importorskip("megatron.core")
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron_case import LENGTHS, SHAPE, VOCABULARY, assert_near, config_of, one_process, thd_params  # noqa: F401
+
+from packing_ops.integrations.megatron import PackingDotProductAttention, use_packing_ops
+from packing_ops.reference.attention import varlen_attention as reference
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+
+def layers_of(spec):
+    return getattr(getattr(spec, "submodules", spec), "layer_specs", None) or [spec]
+
+
+def core_attentions(spec):
+    return [layer.submodules.self_attention.submodules.core_attention for layer in layers_of(spec)]
+
+
+class TEDotProductAttention(torch.nn.Module):
+    """Stands for TransformerEngine's, which megatron-core takes in specs where it is installed."""
+
+
+def specs():
+    moe = config_of(num_moe_experts=2, moe_layer_freq=[0, 1], add_bias_linear=False)
+    own = get_gpt_layer_local_spec()
+    own.submodules.self_attention.submodules.core_attention = TEDotProductAttention
+    return {
+        "local layer": get_gpt_layer_local_spec(),
+        "multi-latent attention": get_gpt_layer_local_spec(multi_latent_attention=True),
+        "block of unlike layers": get_gpt_decoder_block_spec(moe, use_transformer_engine=False),
+        "TransformerEngine's attention": own,
+    }
+
+
+@pytest.mark.parametrize("name", ["local layer", "multi-latent attention", "block of unlike layers",
+                                  "TransformerEngine's attention"])  # fmt: skip
+def test_use_packing_ops_changes_a_copy(name):
+    spec = specs()[name]
+    before = core_attentions(spec)
+    changed = use_packing_ops(spec)
+    assert core_attentions(spec) == before
+    assert PackingDotProductAttention not in before
+    assert set(core_attentions(changed)) == {PackingDotProductAttention}
+    assert changed != spec
+    for layer, stock in zip(layers_of(changed), before, strict=True):
+        layer.submodules.self_attention.submodules.core_attention = stock
+    assert changed == spec  # norms, projections, experts
+
+
+def test_params_of_a_spec_stay():
+    spec = get_gpt_layer_local_spec()
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = ModuleSpec(DotProductAttention, {"softmax_scale": 0.5})
+    changed = use_packing_ops(spec).submodules.self_attention.submodules.core_attention
+    assert changed == ModuleSpec(PackingDotProductAttention, {"softmax_scale": 0.5})
+
+
+def test_specs_without_core_attention_are_refused():
+    with pytest.raises(ValueError, match="spec: expected a layer or block spec with core_attention"):
+        use_packing_ops(get_gpt_layer_local_spec().submodules.mlp)
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.self_attention.submodules.core_attention = ModuleSpec(MLASelfAttention, submodules=object())
+    with pytest.raises(NotImplementedError, match="core_attention: expected one without submodules"):
+        use_packing_ops(spec)
+
+
+# --- models of other specs than GPT's plain layer ---
+
+LATENT = {"multi_latent_attention": True, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_head_dim": 8,
+          "qk_pos_emb_head_dim": 4, "v_head_dim": 8, "rope_type": "rope", "num_query_groups": 4}  # fmt: skip
+
+
+def latent_attention():
+    return MLATransformerConfig(**{**SHAPE, **LATENT}), get_gpt_layer_local_spec(multi_latent_attention=True)
+
+
+def mixture_of_experts():
+    experts = {"num_moe_experts": 2, "moe_layer_freq": [0, 1], "moe_router_load_balancing_type": "none"}
+    config = config_of(**experts, add_bias_linear=False)
+    return config, get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+
+
+def losses_and_gradients(config, spec, batches, device):
+    torch.manual_seed(0)
+    model = GPTModel(
+        config, spec, VOCABULARY, 256, position_embedding_type="rope", share_embeddings_and_output_weights=False
+    ).to(device)
+    losses = [model(ids, None, mask, labels=ids, packed_seq_params=params).flatten() for ids, mask, params in batches]
+    losses = torch.cat(losses)
+    losses.sum().backward()
+    return [losses.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+
+@pytest.fixture
+def without_te(monkeypatch):
+    """megatron-core 0.16 takes TransformerEngine to be there in these two places, whether it is or not."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        monkeypatch.setattr(multi_latent_attention, "HAVE_TE", False)
+        monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
+
+
+@pytest.mark.parametrize("parts", [latent_attention, mixture_of_experts])
+def test_other_models_in_thd(parts, device, without_te):
+    """One packed row as a document at a time in sbhd."""
+    config, spec = parts()
+    documents = [torch.randint(0, VOCABULARY, (1, length), device=device) for length in LENGTHS]
+    masks = [torch.ones(1, 1, *[length] * 2, dtype=torch.bool, device=device).triu(1) for length in LENGTHS]
+    alone = [(ids, mask, None) for ids, mask in zip(documents, masks, strict=True)]
+    ours = use_packing_ops(spec)
+    # megatron-core's own core attention cannot be built for latent attention.
+    expected = losses_and_gradients(config, ours if config.multi_latent_attention else spec, alone, device)
+    row = [(torch.cat(documents, 1), None, thd_params(device=device))]
+    for actual, wanted in zip(losses_and_gradients(config, ours, row, device), expected, strict=True):
+        assert_near(actual, wanted)
+
+
+def test_heads_of_multi_latent_attention(device):
+    """Heads of 12 for keys and 8 for values in sbhd, built as MLASelfAttention does."""
+    config, _ = latent_attention()
+    module = PackingDotProductAttention(config, 1, AttnMaskType.causal, "self", None, 0.3, 12, 8).to(device)
+    q, k = (torch.randn(6, 2, 4, 12, device=device) for _ in range(2))
+    v = torch.randn(6, 2, 4, 8, device=device)
+    rows = [t.transpose(0, 1).flatten(0, 1).double() for t in (q, k, F.pad(v, (0, 4)))]
+    expected, _ = reference(*rows, cu_seqlens_of([6, 6]), softmax_scale=0.3)
+    out = module(q, k, v, None)
+    assert_near(out, expected[..., :8].unflatten(0, (2, 6)).transpose(0, 1).flatten(2).to(out))
