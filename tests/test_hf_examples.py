@@ -23,6 +23,7 @@ def run(out, *command):
         env=environment,
         capture_output=True,
         text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
