@@ -99,17 +99,12 @@ def packed_rows(documents: list[torch.Tensor], capacity: int, explicit: bool) ->
         row = [documents[i] for i in items]
         rest = capacity - sum(map(len, row))
         row += [torch.zeros(rest, dtype=torch.int64)] if rest else []
-        ids = torch.cat(row)[None]
-        cu_seqlens = po.cu_seqlens_from_lengths([len(document) for document in row])
-        labels = po.mask_boundary_labels(ids[0], cu_seqlens)[None]
-        labels[0, capacity - rest :] = -100
-        batch = {"input_ids": ids, "labels": labels}
-        batch["position_ids"] = po.position_ids_from_cu_seqlens(cu_seqlens, ids.shape[1])[None]
-        if explicit:
-            longest = max(len(document) for document in row)
-            batch |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
-            batch |= {"max_length_q": longest, "max_length_k": longest}
-        yield batch
+        ids, metadata = torch.cat(row), po.PackedMetadata.from_lengths([len(document) for document in row])
+        labels = po.mask_boundary_labels(ids, metadata.cu_seqlens)
+        labels[capacity - rest :] = -100
+        batch = {"input_ids": ids, "labels": labels, "position_ids": metadata.position_ids}
+        batch = {name: tensor[None] for name, tensor in batch.items()}
+        yield batch | metadata.to_transformers() if explicit else batch
 
 
 def torch_fa2(module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None, max_length_q=None, **_):
@@ -208,9 +203,8 @@ def measure(provider: Provider, documents, shape, device: str) -> dict:
 
 
 def chosen(wanted: list[str], device: str) -> list[str]:
-    names = [
-        name for name, p in PROVIDERS.items() if (device == "cuda" or not p.cuda_only) and (wanted or not p.on_request)
-    ]
+    here = {name: p for name, p in PROVIDERS.items() if device == "cuda" or not p.cuda_only}
+    names = [name for name, p in here.items() if wanted or not p.on_request]
     return [name for name in (*names, *OVERHEADS) if not wanted or any(part in name for part in wanted)]
 
 
@@ -222,10 +216,9 @@ def main():
                         "the others of the CSV stay")  # fmt: skip
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    shape, total = (TINY, 2048) if arguments.tiny else (SHAPE, TOKENS)
-    lengths = lengths_of(total, CAPACITY if not arguments.tiny else TINY_CAPACITY)
+    shape, *size = (TINY, 2048, TINY_CAPACITY) if arguments.tiny else (SHAPE, TOKENS, CAPACITY)
     generator = torch.Generator().manual_seed(1)
-    documents = [torch.randint(0, shape["vocab_size"], (n,), generator=generator) for n in lengths]
+    documents = [torch.randint(0, shape["vocab_size"], (n,), generator=generator) for n in lengths_of(*size)]
     path, rows = arguments.out / f"e2e_{arguments.device}.csv", {}
     if arguments.only and path.exists():
         with path.open(newline="") as file:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from packing_ops import _load, _recent
+from packing_ops._autograd import register_autograd
 
 _ops = torch.ops.packing_ops
 
@@ -460,6 +461,4 @@ def _varlen_attention_backward(ctx, dout, dlse):
     return dq, dk, dv, None, None, None if sinks is None else dsinks, None, None, None, None, None, None
 
 
-torch.library.register_autograd(
-    "packing_ops::varlen_attention", _varlen_attention_backward, setup_context=_varlen_attention_context
-)
+register_autograd("varlen_attention", _varlen_attention_backward, setup_context=_varlen_attention_context)

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
+from packing_ops._autograd import register_autograd
+
 _ops = torch.ops.packing_ops
 # The overload itself: looking it up again would cost a microsecond a call.
 _rope_qk, _rope_qk_ = _ops.rope_qk.default, _ops.rope_qk_.default
@@ -138,4 +140,4 @@ def _rotatable(grad):
     return grad if grad.stride(-1) == 1 or grad.shape[-1] <= 1 else grad.contiguous()
 
 
-torch.library.register_autograd("packing_ops::rope_qk", _rope_qk_backward, setup_context=_rope_qk_context)
+register_autograd("rope_qk", _rope_qk_backward, setup_context=_rope_qk_context)

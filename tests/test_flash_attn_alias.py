@@ -55,6 +55,43 @@ def test_alias_serves_what_hosts_import():
 
 
 @needs_absence
+def test_code_of_reinforcement_learning_hosts():
+    """Padding out as verl and SkyRL write it, attention over the rows, padding back: each row as it is alone."""
+    run(
+        """
+        import torch
+        install_flash_attn_alias()
+        from flash_attn import flash_attn_varlen_func
+        from flash_attn.bert_padding import index_first_axis, pad_input, rearrange, unpad_input
+        torch.manual_seed(0)
+        mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
+        ids, positions = torch.randint(1, 50, (3, 5)), (mask.cumsum(1) - 1).clamp(min=0)
+        ids_rmpad, indices, cu_seqlens, max_seqlen, *_ = unpad_input(ids.unsqueeze(-1), mask)
+        ids_rmpad = ids_rmpad.transpose(0, 1)  # [1, total]
+        flat = rearrange(positions.unsqueeze(-1), "b s ... -> (b s) ...")
+        positions_rmpad = index_first_axis(flat, indices).transpose(0, 1)
+        assert ids_rmpad.tolist() == [ids[mask.bool()].tolist()]
+        assert positions_rmpad.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 0]]
+        assert (cu_seqlens.tolist(), max_seqlen) == ([0, 3, 8, 9], 5)
+
+        table = torch.randn(50, 2, 8, requires_grad=True)
+        x = table[ids_rmpad[0]]
+        out = flash_attn_varlen_func(x, x, x, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, causal=True)
+        padded = pad_input(hidden_states=out, indices=indices, batch=3, seqlen=5)
+        (gradient,) = torch.autograd.grad(padded.square().sum(), table)
+        alone, total = torch.zeros(3, 5, 2, 8), 0.0
+        for row, real, place in zip(ids, mask.bool(), alone, strict=True):
+            y = table[row[real]].transpose(0, 1)
+            own = torch.nn.functional.scaled_dot_product_attention(y, y, y, is_causal=True).transpose(0, 1)
+            total = total + own.square().sum()
+            place[real] = own.detach()
+        torch.testing.assert_close(padded, alone, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(gradient, torch.autograd.grad(total, table)[0], rtol=1e-5, atol=1e-5)
+        """
+    )
+
+
+@needs_absence
 @pytest.mark.parametrize(
     "line",
     [

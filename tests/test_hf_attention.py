@@ -374,6 +374,10 @@ def test_contradictions(device):
         model(**good, **kwargs, attention_mask=mask)
     with pytest.raises(ValueError, match="position_ids: expected to restart where cu_seq_lens_q"):
         model(good["input_ids"], **kwargs)
+    with pytest.raises(ValueError, match=r"attention_mask: expected \[1, 24\] like the batch, got \[1, 20\]"):
+        model(**good, attention_mask=mask[:, :20])
+    with pytest.raises(ValueError, match="cu_seq_lens_q: expected a row of its own documents, got a mask"):
+        model(**good, **kwargs, attention_mask=torch.ones(1, 1, 24, 24, dtype=torch.bool, device=device))
     kwargs["cu_seq_lens_k"] = kwargs["cu_seq_lens_k"][1:]
     with pytest.raises(ValueError, match="cu_seq_lens_k: expected as many documents"):
         model(**good, **kwargs)

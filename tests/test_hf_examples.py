@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hf_models import tiny_model
 
-pytest.importorskip("transformers")
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -23,6 +23,7 @@ def run(out, *command):
         env=environment,
         capture_output=True,
         text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -55,15 +56,36 @@ def test_packed_models_are_swapped_unless_stock(monkeypatch, stock):
     assert losses == pytest.approx(dict.fromkeys(losses, losses["padded"]), abs=1e-5)
 
 
-def test_trl_sft_on_chats(tmp_path):
-    pytest.importorskip("trl")
-    file = tmp_path / "chat.jsonl"
-    chats = []
+@pytest.fixture
+def chats(tmp_path):
+    """A file of 40 conversations."""
+    lines = []
     for i in range(40):
         messages = [{"role": "user", "content": f"hello {i}"}, {"role": "assistant", "content": "hi " * (i + 1)}]
-        chats.append({"messages": messages})
-    file.write_text("\n".join(map(json.dumps, chats)))
-    run(tmp_path, "examples/trl_sft.py", "--data", file, "--max-length", 256)
+        lines.append(json.dumps({"messages": messages}))
+    file = tmp_path / "chat.jsonl"
+    file.write_text("\n".join(lines))
+    return file
+
+
+def test_hf_sft_of_a_saved_model_on_chats(tmp_path, chats, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    model = tiny_model("qwen3", vocab_size=258, initializer_range=0.02, max_position_embeddings=512)
+    model.save_pretrained(tmp_path / "model")
+    importlib.import_module("hf_setup").byte_tokenizer().save_pretrained(tmp_path / "model")
+    run(tmp_path, "examples/hf_sft.py", "--model", tmp_path / "model", "--data", chats, "--capacity", 512)
+    result = json.loads((tmp_path / "demo_hf_cpu.json").read_text())
+    losses = result["first_step_loss"]
+    assert losses == pytest.approx(dict.fromkeys(losses, losses["padded"]), abs=1e-4)
+    padded, packed = result["runs"]
+    assert padded["steps"] == 5
+    assert packed["losses"][-1] < packed["losses"][0]
+    assert padded["real_tokens"] == packed["real_tokens"] > 40 * len("hello 0hi ")
+
+
+def test_trl_sft_on_chats(tmp_path, chats):
+    pytest.importorskip("trl")
+    run(tmp_path, "examples/trl_sft.py", "--data", chats, "--max-length", 256)
     result = json.loads((tmp_path / "demo_trl_cpu.json").read_text())
     assert result["documents"] == 40
     assert result["fill"] > 0.9

@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 from hf_patch_case import (  # noqa: E402, F401
     FAMILIES,
     LAYERS,
+    LENGTHS,
     MULTIMODAL,
     NAMED,
     SHAPE,
@@ -26,8 +27,22 @@ from hf_patch_case import (  # noqa: E402, F401
     tiny,
 )
 
+import packing_ops as po  # noqa: E402
 from packing_ops.integrations.transformers import _rotary, attention  # noqa: E402
 from packing_ops.integrations.transformers.patch import apply_packing_ops, revert_packing_ops  # noqa: E402
+
+
+@pytest.fixture
+def attended(monkeypatch):
+    """Counts the calls that our attention served, not its fallback."""
+    seen, serve = [], attention._varlen
+
+    def counted(*given):
+        seen.append(1)
+        return serve(*given)
+
+    monkeypatch.setattr(attention, "_varlen", counted)
+    return seen
 
 
 def test_every_family_is_tested():
@@ -70,6 +85,27 @@ def test_positions_of_images(family, device, calls):
             assert_near(grad, wanted_grads[name])
         revert_packing_ops(model)
     assert len(calls) == 2 * 2 * 2
+
+
+@pytest.mark.parametrize("family", MULTIMODAL)
+@pytest.mark.parametrize("given", ["text positions in front", "cu_seq_lens"])
+def test_packed_documents_with_images_stay_apart(family, given, device, attended):
+    model, inputs = tiny(family, device), packed(device)
+    axes = torch.randint(0, 9, (3, *inputs["position_ids"].shape), device=device)
+    documents = zip(inputs["input_ids"].split(LENGTHS, 1), axes.split(LENGTHS, 2), strict=True)
+    alone = [outputs(model, {"input_ids": ids, "position_ids": rows, "use_cache": False}) for ids, rows in documents]
+    over_the_row = outputs(model, {**inputs, "position_ids": axes})
+    if given == "cu_seq_lens":
+        layout = po.PackedMetadata.from_lengths(LENGTHS, device=device).to_transformers()
+        inputs |= {"position_ids": axes, **layout}
+    else:
+        inputs["position_ids"] = torch.cat([inputs["position_ids"][None], axes])
+    apply_packing_ops(model)
+    found = outputs(model, inputs)
+    revert_packing_ops(model)
+    assert_near(found, torch.cat(alone, 1))
+    assert (found - over_the_row).abs().max() > 0.1
+    assert len(attended) == 2
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
@@ -161,19 +197,6 @@ def test_class_and_instance_do_not_undo_each_other(device, calls):
 
 
 # --- attention ---
-
-
-@pytest.fixture
-def attended(monkeypatch):
-    """Counts the calls that our attention served, not its fallback."""
-    seen, serve = [], attention._varlen
-
-    def counted(*given):
-        seen.append(1)
-        return serve(*given)
-
-    monkeypatch.setattr(attention, "_varlen", counted)
-    return seen
 
 
 @pytest.mark.parametrize("before", ["eager", "sdpa"])

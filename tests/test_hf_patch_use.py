@@ -105,6 +105,7 @@ SCALED = {
         "original_max_position_embeddings": ORIGINAL,
     },
 }
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": ORIGINAL}
 
 
 def scaled(kind, device):
@@ -189,3 +190,20 @@ def test_order_of_compile_and_swap(device, fresh_compile, calls):
     for change in (apply_packing_ops, revert_packing_ops):
         change(compiled._orig_mod, **({"attention": False} if change is apply_packing_ops else {}))
         assert_near(outputs(compiled, inputs), wanted)
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, [3, 14, 5]])
+def test_yarn_scales_every_length_alike(lengths, device, calls):
+    """It has one factor, so the row's length must not matter; documents on both sides of the original length."""
+
+    def model():
+        return tiny("llama", device, rope_parameters=YARN, max_position_embeddings=4 * ORIGINAL)
+
+    inputs, swapped = packed(device, lengths), model()
+    documents = [{"input_ids": ids, "use_cache": False} for ids in inputs["input_ids"].split(lengths, 1)]
+    wanted = torch.cat([outputs(model(), document) for document in documents], 1)
+    assert (wanted - outputs(tiny("llama", device), inputs)).abs().max() > 1e-2  # it scales
+    apply_packing_ops(swapped)
+    assert_near(outputs(swapped, inputs), wanted)
+    revert_packing_ops(swapped)
+    assert len(calls) == 2

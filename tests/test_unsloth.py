@@ -62,9 +62,8 @@ def test_layers_share_one_layout_until_the_lengths_change(device):
         unversioned = torch.tensor([1, 1], device=device)
         assert packed_metadata({"packed_seq_lengths": unversioned}).total == 2
         in_inference = packed_metadata({"packed_seq_lengths": lengths})
-    trained = packed_metadata({"packed_seq_lengths": lengths})  # inference tensors cannot be saved for backward
-    assert in_inference.cu_seqlens.is_inference()
-    assert not trained.cu_seqlens.is_inference()
+    assert not in_inference.cu_seqlens.is_inference()  # inference tensors cannot be saved for backward
+    assert packed_metadata({"packed_seq_lengths": lengths}) is in_inference
     assert packed_metadata({"packed_seq_lengths": None}) is None
     with pytest.raises(ValueError, match="total: expected at least the 7 tokens of the documents, got 6"):
         packed_metadata({"packed_seq_lengths": lengths, "input_ids": torch.zeros(1, 6)})

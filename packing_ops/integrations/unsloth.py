@@ -4,12 +4,12 @@ A packed batch is one row ``[1, total]`` without attention_mask; ``packed_seq_le
 where its documents end. Nothing here imports Unsloth.
 """
 
-import weakref
 from collections.abc import Mapping
 
 import torch
 
 from packing_ops import PackedMetadata, apply_rotary_qk, block_causal_mask, xformers_bias
+from packing_ops._recent import kept_with
 from packing_ops.integrations._packing_collator import PackingCollator
 
 # --- metadata and masks ---
@@ -45,22 +45,14 @@ def packed_metadata(kwargs: Mapping, device: torch.device | str | None = None) -
     return _metadata_of(lengths.reshape(-1) if lengths.dim() != 1 else lengths, total, device)
 
 
-_recent: tuple | None = None
-
-
 def _metadata_of(lengths, total, device) -> PackedMetadata:
-    global _recent
     device = torch.device(device or lengths.device)
-    if lengths.is_inference():  # no version that would tell a change
-        return _made(lengths, total, device)
-    key = total, device, lengths._version, torch.is_inference_mode_enabled()
-    if _recent is None or _recent[0]() is not lengths or _recent[1] != key:
-        _recent = weakref.ref(lengths), key, _made(lengths, total, device)
-    return _recent[2]
 
+    def make():
+        own = lengths.to(device) if lengths.is_cuda else lengths
+        return PackedMetadata.from_lengths(own, total=total, device=device)
 
-def _made(lengths, total, device) -> PackedMetadata:
-    return PackedMetadata.from_lengths(lengths.to(device) if lengths.is_cuda else lengths, total=total, device=device)
+    return kept_with([lengths], ("unsloth", total, device), make)
 
 
 def sdpa_mask(

@@ -9,7 +9,7 @@ from packing_ops.integrations.transformers.layout import find_layout
 
 _ops = torch.ops.packing_ops
 # What changes the attention itself and is not served; anything else that a model passes is for others.
-_UNSERVED = ("position_bias", "cache", "block_table", "head_mask", "output_attentions")
+_UNSERVED = frozenset(("position_bias", "cache", "block_table", "head_mask", "output_attentions"))
 
 
 def register(name: str = "packing_ops") -> None:
@@ -105,14 +105,22 @@ def packing_ops_attention(
 
 
 def _varlen(query, key, value, layout, causal, window, scaling, softcap, sinks):
+    """Every call counts here: what runs in each layer costs the host as long as a small kernel runs."""
     query, key, value = _one_dtype(query, key, value)
-    rows = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    if layout.indices is None:
-        q, k, v = rows[0].flatten(0, 1), rows[1].flatten(0, 1), rows[2].flatten(0, 1)
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    batch, seqlen = q.shape[:2]
+    if layout.indices is not None:
+        q, k, v = _ops.gather_rows_many((q, k, v), layout.indices, layout.indices.shape[0])
+    elif batch == 1:  # cheaper than flatten
+        q, k, v = q.squeeze(0), k.squeeze(0), v.squeeze(0)
     else:
-        q, k, v = _ops.gather_rows_many(rows, layout.indices, layout.indices.shape[0])
+        q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
     out = varlen_attention(
-        *(q, k, v, layout.cu_seqlens_q, layout.cu_seqlens_k),
+        q,
+        k,
+        v,
+        layout.cu_seqlens_q,
+        layout.cu_seqlens_k,
         causal=causal,
         softmax_scale=scaling,
         window_size=window,
@@ -120,16 +128,16 @@ def _varlen(query, key, value, layout, causal, window, scaling, softcap, sinks):
         sinks=sinks,
         plan=layout.plan(q, k, causal, window),
     )
-    if layout.indices is None:
-        return out.view(rows[0].shape)
-    return _ops.scatter_rows(out, layout.indices, *rows[0].shape[:2])
+    if layout.indices is not None:
+        return _ops.scatter_rows(out, layout.indices, batch, seqlen)
+    return out.unsqueeze(0) if batch == 1 else out.unflatten(0, (batch, seqlen))
 
 
 def _one_dtype(query, key, value):
     """Autocast's dtype, as it would choose for SDPA; else that of value, which the output projection expects."""
-    dtype = value.dtype
-    if torch.is_autocast_enabled(query.device.type) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(query.device.type)
+    dtype, device = value.dtype, "cuda" if query.is_cuda else "cpu"
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
     if query.dtype == key.dtype == value.dtype == dtype:  # no call of .to, which costs the host half a microsecond
         return query, key, value
     return query.to(dtype), key.to(dtype), value.to(dtype)
@@ -150,18 +158,18 @@ def _why_not(query, key, value, dropout, kwargs):
     """Why varlen_attention cannot serve this call, or an empty string."""
     if dropout:
         return f"dropout {dropout} in attention"
-    unserved = [name for name in _UNSERVED if kwargs.get(name) is not None and kwargs[name] is not False]
+    unserved = [name for name in _UNSERVED & kwargs.keys() if kwargs[name] is not None and kwargs[name] is not False]
     if unserved:
-        return f"{unserved[0]} is not supported"
-    head_dim, device = query.shape[-1], query.device.type
-    if device not in ("cpu", "cuda"):
-        return f"no kernel for {device}"
+        return f"{min(unserved)} is not supported"
+    if not (query.is_cpu or query.is_cuda):
+        return f"no kernel for {query.device.type}"
+    head_dim = query.shape[-1]
     if value.shape[-1] != head_dim:
         return f"head_dim {head_dim} of query and key, {value.shape[-1]} of value"
     if head_dim > 256:
         return f"head_dim {head_dim}, expected at most 256"
-    if head_dim % 8 and device == "cuda" and value.dtype != torch.float32:
-        return f"head_dim {head_dim} in {value.dtype}, expected a multiple of 8"
-    if value.dtype not in (torch.float32, torch.bfloat16, torch.float16) and device == "cuda":
+    if query.is_cuda and value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"dtype {value.dtype}"
+    if query.is_cuda and head_dim % 8 and value.dtype != torch.float32:
+        return f"head_dim {head_dim} in {value.dtype}, expected a multiple of 8"
     return ""

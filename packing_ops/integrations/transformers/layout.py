@@ -5,13 +5,11 @@ torch.compile, where sizes are upper bounds instead.
 """
 
 import os
-import weakref
 
 import torch
 import torch.nn.functional as F
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from packing_ops._recent import dense_cu_seqlens
+from packing_ops._recent import dense_cu_seqlens, kept_with
 from packing_ops.attention import attention_plan
 
 _ops = torch.ops.packing_ops
@@ -88,41 +86,20 @@ def find_layout(query, cu_seqlens=(None, None), padding=None, position_ids=None)
     given = [tensor for tensor in (*cu_seqlens, padding, position_ids) if tensor is not None]
     if cu_seqlens[0] is not None or cu_seqlens[1] is not None:
         cu_q, cu_k = (own if own is not None else other for own, other in (cu_seqlens, cu_seqlens[::-1]))
-        plans = _once(given, (batch, seqlen), lambda: _checked(batch * seqlen, cu_q, cu_k, padding, position_ids))
+        plans = kept_with(given, (batch, seqlen), lambda: _checked(batch * seqlen, cu_q, cu_k, padding, position_ids))
         cu_q, cu_k = cu_q.int(), cu_q.int() if cu_k is cu_q else cu_k.int()
         return Layout(cu_q, cu_k, plans=plans)
     if not given:
         cu_q = dense_cu_seqlens(query.transpose(1, 2), "query")
-        return Layout(cu_q, cu_q, plans=_once([cu_q], (), dict))
-    return _once(given, (batch, seqlen), lambda: _from_values(batch, seqlen, padding, position_ids))
+        return Layout(cu_q, cu_q, plans=kept_with([cu_q], (), dict))
+    return kept_with(given, (batch, seqlen), lambda: _from_values(batch, seqlen, padding, position_ids))
 
 
 def as_bool(mask, device):
     """The bool form of a 2-D mask: one tensor for all kinds of layers of a forward, so that their layout is one."""
     if mask.dtype == torch.bool and mask.device == device:
         return mask
-    return _once([mask], (device,), lambda: mask.to(device=device, dtype=torch.bool))
-
-
-# --- kept with the tensors that it was found in ---
-
-_kept = WeakTensorKeyDictionary()
-
-
-def _once(given, sizes, make):
-    """make(), or what it gave when these tensors had these values before. The result must not hold given[0]."""
-    if torch.compiler.is_compiling():
-        return make()
-    with torch.inference_mode(False), torch.no_grad():  # the next call may train
-        if any(tensor.is_inference() for tensor in given):  # has no version that would tell a change
-            return make()
-        key = (*sizes, *(tensor._version for tensor in given))
-        found = _kept.get(given[0])
-        if found is not None and found[0] == key and all(r() is t for r, t in zip(found[1], given[1:], strict=True)):
-            return found[2]
-        made = make()
-        _kept[given[0]] = key, [weakref.ref(tensor) for tensor in given[1:]], made
-        return made
+    return kept_with([mask], (device,), lambda: mask.to(device=device, dtype=torch.bool))
 
 
 # --- from padding and positions ---
