@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 
 _library = torch.library.Library("packing_ops", "IMPL")
+# What torch's own registration is made of; a torch that has renamed it gets that one.
+_PARTS = ("_AutoDispatchBelowAutograd", "_after_autograd_keyset", "_any_requires_grad")
 
 
 def register_autograd(name: str, backward: Callable, *, setup_context: Callable) -> None:
@@ -18,6 +20,8 @@ def register_autograd(name: str, backward: Callable, *, setup_context: Callable)
         name: of the op, without its namespace.
         backward, setup_context: as torch has them.
     """
+    if not all(hasattr(torch._C, part) for part in _PARTS):
+        return torch.library.register_autograd(f"packing_ops::{name}", backward, setup_context=setup_context)
     op = getattr(torch.ops.packing_ops, name).default
 
     def below(keyset, *args):

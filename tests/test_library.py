@@ -122,6 +122,16 @@ def test_cpu_result_does_not_depend_on_threads():
     assert_same(*results)
 
 
+def test_torch_without_the_parts_of_own_autograd_gets_its_own(monkeypatch):
+    from packing_ops import _autograd
+
+    registered = []
+    monkeypatch.setattr(torch.library, "register_autograd", lambda *args, **kwargs: registered.append((args, kwargs)))
+    monkeypatch.setattr(_autograd, "_PARTS", ("a name that torch has not",))
+    _autograd.register_autograd("rope_qk", "backward", setup_context="context")
+    assert registered == [(("packing_ops::rope_qk", "backward"), {"setup_context": "context"})]
+
+
 def test_own_autograd_is_for_ops_without_defaults_and_lists():
     """packing_ops._autograd hands arguments on as they come; the dispatcher leaves out those that equal a default."""
     sources = [path.read_text() for path in _load.LIBRARY.parent.glob("*.py")]
