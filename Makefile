@@ -54,6 +54,7 @@ profile-gpu:
 bench: build
 	@for family in boundaries padding packing rope attention megatron data; do \
 		$(BIN)/python benchmarks/bench_$$family.py --device cpu || exit 1; done
+	$(BIN)/python benchmarks/bench_report.py
 	PACKING_OPS_COMMIT=$$(git rev-parse --short=12 HEAD) $(BIN)/python examples/train_packed.py --out benchmarks/results
 
 wheel: .venv/.ready
