@@ -1,5 +1,6 @@
 """Tiny models of every family that apply_packing_ops knows, a packed row for them, and what comes out."""
 
+import gc
 import importlib
 
 import pytest
@@ -91,6 +92,12 @@ def assert_near(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5 * scale)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def models_of_other_tests_are_gone():
+    """And their swaps with them."""
+    gc.collect()
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_in_modules():
     """Whatever a test did: once it has reverted, the modelling modules are the stock ones."""
@@ -102,7 +109,8 @@ def nothing_left_in_modules():
     yield
     for family, names in stock.items():
         now = names_of(family)
-        assert [name for name in names.keys() | now.keys() if names.get(name) is not now.get(name)] == [], family
+        changed = [name for name in names.keys() | now.keys() if names.get(name) is not now.get(name)]
+        assert changed == [], family
 
 
 @pytest.fixture(name="calls")

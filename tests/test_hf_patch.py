@@ -1,6 +1,7 @@
 """apply_packing_ops and revert_packing_ops on tiny models of every family."""
 
 import copy
+import gc
 import pickle
 import warnings
 
@@ -20,6 +21,7 @@ from hf_patch_case import (  # noqa: E402, F401
     assert_near,
     calls_of_our_rope,
     gradients,
+    models_of_other_tests_are_gone,
     module_of,
     nothing_left_in_modules,
     outputs,
@@ -106,6 +108,19 @@ def test_packed_documents_with_images_stay_apart(family, given, device, attended
     assert_near(found, torch.cat(alone, 1))
     assert (found - over_the_row).abs().max() > 0.1
     assert len(attended) == 2
+
+
+def test_swap_goes_with_the_last_model(device):
+    models = {name: tiny("llama", device) for name in "ab"}
+    for name in models:
+        apply_packing_ops(models[name], attention=False)
+    swap = _rotary.swap_of(module_of("llama").__name__)
+    del models["a"]
+    gc.collect()
+    assert swap.installed
+    del models["b"]
+    gc.collect()
+    assert not swap.installed
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])

@@ -14,6 +14,7 @@ from hf_patch_case import (  # noqa: E402, F401
     assert_near,
     calls_of_our_rope,
     gradients,
+    models_of_other_tests_are_gone,
     nothing_left_in_modules,
     outputs,
     packed,

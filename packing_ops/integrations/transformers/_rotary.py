@@ -80,7 +80,7 @@ class Swap:
             setattr(self.module, FUNCTION, self.dispatcher)
 
     def remove_if_unused(self) -> None:
-        if not self.everywhere and not self.users:
+        if not self.everywhere and not any(True for _ in self.users):  # len() counts one that is just dying
             if self.installed:
                 setattr(self.module, FUNCTION, self.stock)
             self.stock = self.dispatcher = None
@@ -166,7 +166,9 @@ def revert_model(model: torch.nn.Module) -> None:
 
 def use(rotary: torch.nn.Module) -> None:
     swap = swap_of(type(rotary).__module__)
-    swap.users.add(rotary)
+    if rotary not in swap.users:
+        swap.users.add(rotary)
+        weakref.finalize(rotary, swap.remove_if_unused).atexit = False
     swap.install()
 
 
