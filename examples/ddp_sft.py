@@ -94,10 +94,8 @@ def main():
             f"{world_size} processes, {len(rows)} rows, steps {result['steps_per_rank']}; "
             f"loss {result['losses'][0]:.3f} to {result['losses'][-1]:.3f}; written: {path}"
         )
-    del (
-        trainer,
-        model,
-    )  # what DDP holds goes first: freed after its process group, it can wait forever for gloo's threads
+    # What DDP holds goes first: freed after its process group, it can wait forever for gloo's threads.
+    del trainer, model
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true>::kThreads,
   const int first_row = Shape::kWholeRows ? 16 * warp : part * Shape::kScoreRows;
   const int64_t units = static_cast<int64_t>(args.plan.data[kList]) * args.num_kv_heads;
   const PlanEntry* entries = args.plan.entries(kList);
-  int32_t* claim = args.order + (kSmall ? 2 : 1);
+  int32_t* claim = args.order + (kList - PlanView::kBackward);
 
   ptx::let_next_kernel_start();
   if (threadIdx.x == 0) *next_unit = atomicAdd(claim, 1);
