@@ -1,5 +1,7 @@
 """What tests of several families need: lengths, packed rows, comparisons."""
 
+import time
+
 import torch
 from hypothesis import strategies as st
 
@@ -61,3 +63,13 @@ def assert_error_within(actual, torch_low, oracle, factor=2.0, floor=0.0):
     theirs = (torch_low.double() - oracle).abs().max().item() if actual.numel() else 0.0
     assert ours == ours, "NaN in the result"
     assert ours <= factor * theirs + floor, f"error {ours:.3e}, torch's own {theirs:.3e}"
+
+
+def cpu_seconds(call, runs=3):
+    """The least time of this thread that ``call`` takes: compare it with another call's, never with a number."""
+    times = []
+    for _ in range(runs):
+        start = time.thread_time()
+        call()
+        times.append(time.thread_time() - start)
+    return min(times)

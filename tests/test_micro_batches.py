@@ -3,10 +3,10 @@
 import doctest
 import heapq
 import itertools
-import time
 
 import pytest
 import torch
+from helpers import cpu_seconds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -156,14 +156,13 @@ def test_as_equal_as_largest_differencing(cost):
 
 @pytest.mark.parametrize("cost", ["tokens", "flops"])
 @pytest.mark.parametrize("median", [300, 2000])
-def test_4096_lengths_in_5_ms(cost, median):
-    lengths = torch.tensor(lognormal(4096, median))
-    times = []
-    for _ in range(7):
-        start = time.thread_time()
-        token_budget_microbatches(lengths, 16_384, dp_size=8, cost=cost)
-        times.append(time.thread_time() - start)
-    assert min(times) <= 0.005
+def test_ten_times_as_fast_as_differencing_in_python(cost, median):
+    """60 times where nobody else uses the machine: benchmarks/bench_data.py has the milliseconds."""
+    lengths = lognormal(4096, median)
+    micro_batches = token_budget_microbatches(lengths, 16_384, dp_size=8, cost=cost)
+    bins, each = sum(map(len, micro_batches)), list(map(cost_function(cost), lengths))
+    ours = cpu_seconds(lambda: token_budget_microbatches(lengths, 16_384, dp_size=8, cost=cost))
+    assert 10 * ours < cpu_seconds(lambda: largest_differencing(each, bins), runs=1)
 
 
 def test_more_sequences_than_swaps_are_for():

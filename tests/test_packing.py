@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from helpers import assert_same, non_contiguous
+from helpers import assert_same, cpu_seconds, non_contiguous
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -322,15 +322,6 @@ def test_nothing_to_pack(strategy, overlong):
 
 
 # --- time and threads ---
-
-
-def cpu_seconds(call, runs=3):
-    times = []
-    for _ in range(runs):
-        start = time.thread_time()
-        call()
-        times.append(time.thread_time() - start)
-    return min(times)
 
 
 DISTRIBUTIONS = {
