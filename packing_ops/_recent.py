@@ -63,7 +63,7 @@ def kept_with(tensors: Sequence[torch.Tensor], key: tuple, make: Callable[[], ob
             return make()
     place, version = id(first), first._version
     if place not in _kept or _kept[place][1] != version:
-        _kept[place] = weakref.ref(first, lambda _, kept=_kept: kept.pop(place)), version, {}
+        _kept[place] = weakref.ref(first, lambda _, kept=_kept: kept.pop(place, None)), version, {}
     of_first = _kept[place][2]
     state = [tensor._version for tensor in others]
     if first.is_cuda:
