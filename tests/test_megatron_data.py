@@ -1,5 +1,6 @@
 """Rows to one thd row of megatron-core and back: alignment, zigzag, targets, log-probs."""
 
+import doctest
 import math
 
 import pytest
@@ -13,7 +14,8 @@ from helpers import cu_seqlens_of, drawn_mask, masks
 from megatron_case import spawn
 
 import packing_ops as po
-from packing_ops.data.parallel import packed_alignment, thd_inverse_indices, thd_partition_indices
+from packing_ops.data import parallel
+from packing_ops.data.parallel import aligned, packed_alignment, thd_inverse_indices, thd_partition_indices
 from packing_ops.integrations.megatron import data
 from packing_ops.integrations.megatron.data import (
     next_token_targets,
@@ -62,6 +64,17 @@ def test_alignment():
     assert packed_alignment(3, 2, fp8=True) == math.lcm(12, 32)
     with pytest.raises(ValueError, match="cp_size: expected at least 1, got 0"):
         packed_alignment(1, 0)
+
+
+@given(st.integers(0, 2**40), st.integers(1, 64))
+def test_a_document_s_slots(length, alignment):
+    slots = aligned(length, alignment)
+    assert slots % alignment == 0
+    assert length <= slots < length + alignment
+
+
+def test_examples_of_docstrings():
+    assert doctest.testmod(parallel, extraglobs={"torch": torch}).failed == 0
 
 
 def test_lengths_aligned(device):

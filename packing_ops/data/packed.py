@@ -9,7 +9,7 @@ import torch
 
 from packing_ops._args import integer
 from packing_ops.data._examples import column, flattened, optional_column, tokens_of
-from packing_ops.data.parallel import packed_alignment, thd_partition_indices
+from packing_ops.data.parallel import aligned, packed_alignment, thd_partition_indices
 from packing_ops.metadata import PackedMetadata
 from packing_ops.packing import pack_sequences
 
@@ -162,7 +162,7 @@ class PackedCollator:
             raise ValueError(f"examples: expected at least dp_size={self.dp_size}, got {len(examples)}")
         input_ids, lengths = tokens_of(examples)
         longest = max(lengths)
-        if (slots := -(-longest // self.alignment) * self.alignment) > self.capacity:
+        if (slots := aligned(longest, self.alignment)) > self.capacity:
             raise ValueError(
                 f"input_ids: expected at most capacity={self.capacity} slots, got {slots} for {longest} tokens "
                 f"(alignment={self.alignment}) in example {lengths.index(longest)}"
@@ -187,7 +187,7 @@ class PackedCollator:
     def _aligned_rows(self, sub_seq_lengths) -> list[list[int]]:
         """Slots of every document."""
         alignment = self.alignment
-        return [[-(-length // alignment) * alignment for length in row] for row in sub_seq_lengths]
+        return [[aligned(length, alignment) for length in row] for row in sub_seq_lengths]
 
     def _segments(self, sub_seq_lengths, num_rows: int, width: int) -> list[int]:
         """Slots of every document and of the rest of every row, rows end to end."""

@@ -31,6 +31,16 @@ def packed_alignment(tp_size: int = 1, cp_size: int = 1, fp8: bool = False) -> i
     return math.lcm(alignment, 16 * cp_size) if fp8 else alignment
 
 
+def aligned(length: int, alignment: int) -> int:
+    """Slots of a document: its length rounded up to a multiple of the alignment.
+
+    Example:
+        >>> aligned(5, 4), aligned(8, 4), aligned(0, 4)
+        (8, 8, 0)
+    """
+    return -(-length // alignment) * alignment
+
+
 def thd_partition_indices(
     cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int, *, total: int | None = None
 ) -> torch.Tensor:

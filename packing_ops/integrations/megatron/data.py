@@ -13,7 +13,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 import packing_ops as po
-from packing_ops.data.parallel import packed_alignment, thd_inverse_indices, thd_partition_indices
+from packing_ops.data.parallel import aligned, packed_alignment, thd_inverse_indices, thd_partition_indices
 from packing_ops.integrations.megatron.slots import document_lengths, source_of_slots
 
 _ops = torch.ops.packing_ops
@@ -76,7 +76,7 @@ def preprocess_packed_seqs(
     _check_padded("input_ids", input_ids, attention_mask)
     alignment = packed_alignment(tp_size, cp_size, fp8)
     lengths = document_lengths(attention_mask, sub_seq_lengths)
-    slots = [-(-length // alignment) * alignment for length in lengths]
+    slots = [aligned(length, alignment) for length in lengths]
     metadata = po.PackedMetadata.from_lengths(slots, device=input_ids.device)
     source = source_of_slots(metadata.cu_seqlens, metadata.total, attention_mask, sub_seq_lengths)
     source = _part(source, metadata.cu_seqlens, cp_size, cp_rank)
