@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.multiprocessing
+from torch.overrides import TorchFunctionMode
 
 pytest.importorskip("megatron.core")
 
@@ -33,6 +34,12 @@ SHAPE = {
 }
 VOCABULARY = 64
 LENGTHS = [5, 3, 8]
+_FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+RECOMPUTED = {
+    "full, uniform": _FULL,
+    "full, one layer": {**_FULL, "recompute_method": "block"},
+    "core attention": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+}
 
 
 def has_fields(names):
@@ -90,13 +97,27 @@ def thd_params(lengths=LENGTHS, device="cpu", *, slots=None):
     )
 
 
+class _OnCpu(TorchFunctionMode):
+    """megatron-core's schedules and optimizers say ``device="cuda"`` outright."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return function(*args, **kwargs)
+
+
 @contextlib.contextmanager
 def answers_of(device):
     """What megatron-core asks of CUDA, answered for ``device``; dropout draws from torch's own generator."""
     with contextlib.ExitStack() as patches:
         if torch.device(device).type == "cpu":
+            patches.enter_context(_OnCpu())
             patches.enter_context(mock.patch("torch.cuda.current_device", return_value="cpu"))
-        tracker = mock.Mock(fork=contextlib.nullcontext)
+            patches.enter_context(mock.patch("torch.cuda.synchronize"))
+            for name in ("_get_cuda_rng_state", "_set_cuda_rng_state"):
+                patches.enter_context(mock.patch.object(tensor_parallel.random, name, return_value=None))
+        tracker = mock.Mock(fork=contextlib.nullcontext, use_cudagraphable_rng=False)
         for module in (tensor_parallel, tensor_parallel.random):
             patches.enter_context(mock.patch.object(module, "get_cuda_rng_tracker", return_value=tracker))
         yield
