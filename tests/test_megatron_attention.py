@@ -351,6 +351,9 @@ def thd_call(params, rows=16, **more):
     return module(*heads_of(rows), None, packed_seq_params=params)
 
 
+SLOTS = {"cu_seqlens_q_padded": cu_seqlens_of(LENGTHS)}
+
+
 def changed(**fields):
     params = copy.copy(thd_params())
     for name, value in fields.items():
@@ -371,6 +374,11 @@ def changed(**fields):
         ({"cu_seqlens_q_padded": cu_seqlens_of([5, 2, 9])}, "cu_seqlens_q_padded: expected no fewer slots than tokens"),
         ({"cu_seqlens_q_padded": cu_seqlens_of([16])}, "cu_seqlens_q_padded: expected 4 entries like cu_seqlens_q"),
         ({"cu_seqlens_q": cu_seqlens_of([5, 3, 9])}, "cu_seqlens_kv: expected the lengths of cu_seqlens_q"),
+        ({"cu_seqlens_q": cu_seqlens_of(LENGTHS).float()}, r"cu_seqlens_q: expected int32 .* got float32 \[4\]"),
+        ({"cu_seqlens_kv_padded": [0, 5, 8, 16]}, r"cu_seqlens_kv_padded: expected int32 .* got \[0, 5, 8, 16\]"),
+        ({"cu_seqlens_q": cu_seqlens_of([4, 3, 8]) + 1, **SLOTS}, "cu_seqlens_q: expected to start at 0"),
+        ({"cu_seqlens_q_padded": cu_seqlens_of(LENGTHS) + 1}, "cu_seqlens_q_padded: expected to start at 0"),
+        ({"cu_seqlens_q": cu_seqlens_of([5, -1, 8]), **SLOTS}, "cu_seqlens_q: expected never to decrease"),
     ],
 )
 def test_bad_packed_seq_params(params, message):

@@ -1,5 +1,6 @@
 """Rows to one thd row of megatron-core and back: alignment, zigzag, targets, log-probs."""
 
+import dataclasses
 import doctest
 import math
 
@@ -64,6 +65,8 @@ def test_alignment():
     assert packed_alignment(3, 2, fp8=True) == math.lcm(12, 32)
     with pytest.raises(ValueError, match="cp_size: expected at least 1, got 0"):
         packed_alignment(1, 0)
+    with pytest.raises(TypeError, match=r"tp_size: expected an integer, got 2.0 \(float\)"):
+        packed_alignment(2.0, 1)
 
 
 @given(st.integers(0, 2**40), st.integers(1, 64))
@@ -133,6 +136,26 @@ def test_partition_refuses(device):
         thd_partition_indices(cu_seqlens, 2, 2)
     with pytest.raises(ValueError, match=r"total: expected a multiple of 2 \* cp_size = 4, got 10"):
         thd_partition_indices(cu_seqlens[:2], 2, 0, total=10)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+@pytest.mark.parametrize("wrong", [None, [0, 8], [], [[0, 8]], [0.0, 8.0]])
+def test_partition_refuses_what_is_no_cu_seqlens(wrong, cp_size):
+    cu_seqlens = wrong if wrong in (None, [0, 8]) else torch.tensor(wrong)
+    for index in (
+        lambda **more: thd_partition_indices(cu_seqlens, cp_size, 0, **more),
+        lambda **more: thd_inverse_indices(cu_seqlens, cp_size, **more),
+    ):
+        for more in ({}, {"total": 8}):
+            with pytest.raises(ValueError, match=r"cu_seqlens: expected int32 \[num_documents \+ 1\], got"):
+                index(**more)
+
+
+def test_partition_loses_no_tokens():
+    cu_seqlens = cu_seqlens_of([8, 8])
+    for cp_size in (1, 2):
+        with pytest.raises(ValueError, match="expected to end at most at total=8, got 16"):
+            thd_partition_indices(cu_seqlens, cp_size, 0, total=8)
 
 
 @given(masks, sizes)
@@ -280,6 +303,55 @@ def test_documents_that_the_mask_does_not_have(device, wrong):
     mask[0, 4] = wrong[0] != [3, 2]
     with pytest.raises(ValueError, match=r"sub_seq_lengths|indices"):
         preprocess_packed_seqs(ids_for(mask), mask, sub_seq_lengths=wrong, tp_size=4)
+
+
+@pytest.mark.parametrize("lengths", [[[3.7, 2.3], [6]], [["6"], [6]]])
+def test_lengths_are_integers(lengths):
+    mask = torch.ones(2, 6, dtype=torch.int64)
+    with pytest.raises(TypeError, match="sub_seq_lengths: expected an integer, got"):
+        preprocess_packed_seqs(ids_for(mask), mask, sub_seq_lengths=lengths)
+
+
+def test_params_of_another_batch(device):
+    """Rows that the packed row has no slots for are not dropped, those that it has more of are not invented."""
+    mask = torch.ones(2, 6, dtype=torch.int64, device=device)
+    mask[0, 3:] = 0
+    row, params = preprocess_packed_seqs(ids_for(mask), mask)
+    for other, more, message in (
+        (mask[:1], {}, "attention_mask: expected the 2 documents of packed_seq_params, got 1"),
+        (mask.repeat(2, 1), {}, "attention_mask: expected the 2 documents of packed_seq_params, got 4"),
+        (mask, {"sub_seq_lengths": [[2, 1], [6]]}, "sub_seq_lengths: expected the 2 documents of packed_seq_p.* got 3"),
+        (torch.ones_like(mask), {}, "attention_mask: expected at most the 3 slots of document 0 .* got 6|indices"),
+        (
+            torch.ones_like(mask),
+            {"sub_seq_lengths": [[6], [6]]},
+            "sub_seq_lengths: expected at most the 3 slots .* got 6|ind",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            next_token_targets(ids_for(other), params, other, **more)
+        with pytest.raises(ValueError, match=message):
+            postprocess_packed_seqs(row, params, other, **more)
+    next_token_targets(ids_for(mask), params, mask, sub_seq_lengths=[[3], [6]])
+
+
+def test_targets_of_another_total():
+    mask = torch.ones(2, 6, dtype=torch.int64)
+    _, params = preprocess_packed_seqs(ids_for(mask), mask)
+    for total in (8, 16):
+        with pytest.raises(ValueError, match=f"total: expected 12 slots as packed, got {total}"):
+            next_token_targets(ids_for(mask), params, mask, total=total)
+
+
+def test_params_without_cu_seqlens():
+    mask = torch.ones(2, 6, dtype=torch.int64)
+    row, params = preprocess_packed_seqs(ids_for(mask), mask)
+    for missing in ("cu_seqlens_q", "cu_seqlens_kv"):
+        lacking = dataclasses.replace(params, cu_seqlens_q_padded=None, **{missing: None})
+        with pytest.raises(ValueError, match=rf"packed_seq_params.{missing}: expected int32 .* got None"):
+            next_token_targets(ids_for(mask), lacking, mask)
+        with pytest.raises(ValueError, match=rf"packed_seq_params.{missing}: expected int32 .* got None"):
+            postprocess_packed_seqs(row, lacking, mask)
 
 
 def test_short_values_are_refused():

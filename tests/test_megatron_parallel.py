@@ -1,4 +1,4 @@
-"""Context, tensor, sequence and data parallel training with PackingDotProductAttention: as on one rank."""
+"""Context, tensor and data parallel losses and gradients with PackingDotProductAttention: as on one rank."""
 
 import pytest
 import torch
@@ -77,10 +77,11 @@ def test_a_rank_s_layout(device, batch, causal):
 
 
 def test_bad_lengths_under_context_parallelism():
-    def layout(lengths, rows, other=None):
+    def layout(lengths, rows, other=None, slots=None):
         real = cu_seqlens_of(lengths)
         keys = real if other is None else cu_seqlens_of(other)
-        return layout_of(Documents(real, keys, real, keys), rows, causal=True, cp_rank=0, cp_size=2)
+        places = (real, keys) if slots is None else (cu_seqlens_of(slots),) * 2
+        return layout_of(Documents(real, keys, *places), rows, causal=True, cp_rank=0, cp_size=2)
 
     layout([8, 4], 6)
     with pytest.raises(ValueError, match=r"cu_seqlens_q: expected multiples of 2 \* context parallel size 2 = 4, got"):
@@ -89,6 +90,8 @@ def test_bad_lengths_under_context_parallelism():
         layout([8, 4], 5)
     with pytest.raises(ValueError, match="cu_seqlens_kv: expected the lengths of cu_seqlens_q under context parallel"):
         layout([8, 4], 6, [4, 8])
+    with pytest.raises(ValueError, match="cu_seqlens_q: expected never to decrease"):
+        layout([8, -3], 6, slots=[8, 4])
 
 
 def test_window_of_all_sides_under_context_parallelism():
@@ -99,7 +102,7 @@ def test_window_of_all_sides_under_context_parallelism():
 # --- four processes ---
 
 LENGTHS, SLOTS = [11, 3, 20, 0, 8], [16, 8, 24, 8, 8]
-MODELS = {  # sizes that megatron-core is told; sequence parallel needs the norms of Apex or TransformerEngine
+MODELS = {  # sizes that megatron-core is told; sequence and pipeline parallel: test_megatron_training.py
     "context 4": {"context_parallel_size": 4},
     "context 2, data 2": {"context_parallel_size": 2},
     "tensor 2, data 2": {"tensor_model_parallel_size": 2},

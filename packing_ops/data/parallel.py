@@ -10,6 +10,7 @@ import math
 import torch
 
 from packing_ops import position_ids_from_cu_seqlens, seq_idx_from_cu_seqlens
+from packing_ops._args import integer
 
 
 def packed_alignment(tp_size: int = 1, cp_size: int = 1, fp8: bool = False) -> int:
@@ -23,9 +24,10 @@ def packed_alignment(tp_size: int = 1, cp_size: int = 1, fp8: bool = False) -> i
 
     Raises:
         ValueError: a size below 1.
+        TypeError: a size that is no integer.
     """
     for name, size in (("tp_size", tp_size), ("cp_size", cp_size)):
-        if size < 1:
+        if integer(size, name) < 1:
             raise ValueError(f"{name}: expected at least 1, got {size}")
     alignment = 2 * tp_size * cp_size if cp_size > 1 else tp_size
     return math.lcm(alignment, 16 * cp_size) if fp8 else alignment
@@ -39,6 +41,17 @@ def aligned(length: int, alignment: int) -> int:
         (8, 8, 0)
     """
     return -(-length // alignment) * alignment
+
+
+def check_cu_seqlens(cu_seqlens: torch.Tensor, name: str = "cu_seqlens") -> None:
+    """ValueError where it is no integer ``[num_documents + 1]``; values are not looked at."""
+    if not isinstance(cu_seqlens, torch.Tensor):
+        got = cu_seqlens
+    elif cu_seqlens.dim() == 1 and cu_seqlens.numel() and cu_seqlens.dtype in (torch.int32, torch.int64):
+        return
+    else:
+        got = f"{str(cu_seqlens.dtype).removeprefix('torch.')} {list(cu_seqlens.shape)}"
+    raise ValueError(f"{name}: expected int32 [num_documents + 1], got {got}")
 
 
 def thd_partition_indices(
@@ -64,18 +77,17 @@ def thd_partition_indices(
         [[0, 1, 6, 7], [2, 3, 4, 5]]
 
     Raises:
-        ValueError: cp_rank outside cp_size; cu_seqlens or total that are no multiples of ``2 * cp_size``.
+        ValueError: cp_rank outside cp_size; cu_seqlens or total that are no multiples of ``2 * cp_size``; no cu_seqlens,
+            or such as end past ``total``.
 
     Source:
         TransformerEngine's context parallelism (thd_get_partitioned_indices), as megatron-core expects it.
     """
     if cp_size < 1 or not 0 <= cp_rank < cp_size:
         raise ValueError(f"cp_rank: expected 0 to cp_size - 1 = {cp_size - 1}, got {cp_rank}")
-    if cp_size == 1:
-        end = int(cu_seqlens[-1]) if total is None else total
-        return torch.arange(end, device=cu_seqlens.device)
-    chunks = 2 * cp_size
-    if total is None or cu_seqlens.is_cpu:
+    check_cu_seqlens(cu_seqlens)
+    chunks = 2 * cp_size if cp_size > 1 else 1
+    if total is None or (cu_seqlens.is_cpu and not torch.compiler.is_compiling()):
         wrong = (cu_seqlens % chunks != 0).any()
         wrong, end = torch.stack([wrong.to(cu_seqlens.dtype), cu_seqlens[-1]]).tolist()
         if wrong:
@@ -84,6 +96,10 @@ def thd_partition_indices(
                 f"got {cu_seqlens.tolist()}"
             )
         total = end if total is None else total
+        if end > total:
+            raise ValueError(f"cu_seqlens: expected to end at most at total={total}, got {end}")
+    if cp_size == 1:
+        return torch.arange(total, device=cu_seqlens.device)
     if total % chunks:
         raise ValueError(f"total: expected a multiple of 2 * cp_size = {chunks}, got {total}")
     rows, own = total // cp_size, cu_seqlens // cp_size
@@ -115,6 +131,7 @@ def thd_inverse_indices(cu_seqlens: torch.Tensor, cp_size: int, *, total: int | 
     Raises:
         ValueError: as thd_partition_indices.
     """
+    check_cu_seqlens(cu_seqlens)
     if total is None:
         total = int(cu_seqlens[-1])
     parts = [thd_partition_indices(cu_seqlens, cp_size, rank, total=total) for rank in range(cp_size)]

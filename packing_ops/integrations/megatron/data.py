@@ -14,6 +14,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 import packing_ops as po
 from packing_ops.data.parallel import aligned, packed_alignment, thd_inverse_indices, thd_partition_indices
+from packing_ops.integrations.megatron.layout import documents_of
 from packing_ops.integrations.megatron.slots import document_lengths, source_of_slots
 
 _ops = torch.ops.packing_ops
@@ -57,7 +58,9 @@ def preprocess_packed_seqs(
     Returns:
         ids ``[1, total / cp_size, ...]`` with 0 in padded slots, and PackedSeqParams whose ``cu_seqlens_*``, padded or
         not, are the cumulated aligned lengths of all documents (not this rank's part alone), and ``max_seqlen_*`` the
-        longest aligned. On CUDA one synchronisation, none with sub_seq_lengths.
+        longest aligned. Padding is thus the end of its document, which no token sees under a causal mask; without one
+        give ``cu_seqlens_q`` and ``cu_seqlens_kv`` the real lengths. On CUDA one synchronisation, none with
+        sub_seq_lengths.
 
     Example:
         >>> ids = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 0, 0]])
@@ -118,11 +121,13 @@ def next_token_targets(
         ([[2, 3, 0, 0, 7, 0]], [[1.0, 1.0, 0.0, 0.0, 1.0, 0.0]])
 
     Raises:
-        ValueError: as preprocess_packed_seqs.
+        ValueError: as preprocess_packed_seqs; packed_seq_params without cu_seqlens, or of other documents.
     """
     _check_padded("labels", labels, attention_mask)
-    cu_seqlens = _slots_of(packed_seq_params)
+    cu_seqlens = documents_of(packed_seq_params).q_slots
     total = int(cu_seqlens[-1]) if total is None else total
+    if cu_seqlens.is_cpu and total != cu_seqlens[-1]:
+        raise ValueError(f"total: expected {int(cu_seqlens[-1])} slots as packed, got {total}")
     source = source_of_slots(cu_seqlens, total, attention_mask, sub_seq_lengths)
     packed = _ops.gather_rows(labels, source, total).masked_fill(source < 0, ignore_index)
     targets = _part(po.shift_labels(packed, cu_seqlens, ignore_index=ignore_index), cu_seqlens, cp_size, cp_rank)[None]
@@ -157,7 +162,8 @@ def postprocess_packed_seqs(
         True
 
     Raises:
-        ValueError: values of another shape than preprocess_packed_seqs gave.
+        ValueError: values of another shape than preprocess_packed_seqs gave; packed_seq_params without cu_seqlens, or of
+            other documents.
 
     Source:
         The contract of SkyRL's function of this name.
@@ -165,7 +171,7 @@ def postprocess_packed_seqs(
     cp_size = 1 if cp_group is None else cp_group.size()
     if values.dim() < 2 or values.shape[0] != 1:
         raise ValueError(f"values: expected [1, total / cp_size, ...], got {list(values.shape)}")
-    cu_seqlens, total = _slots_of(packed_seq_params), values.shape[1] * cp_size
+    cu_seqlens, total = documents_of(packed_seq_params).q_slots, values.shape[1] * cp_size
     if cu_seqlens.is_cpu and total != cu_seqlens[-1]:
         raise ValueError(
             f"values: expected [1, {int(cu_seqlens[-1]) // cp_size}, ...] as packed, got {list(values.shape)}"
@@ -199,11 +205,6 @@ def _params(**fields) -> PackedSeqParams:
     if missing:
         raise ImportError(f"megatron-core: expected PackedSeqParams with {_NEEDED}, the installed one lacks {missing}")
     return PackedSeqParams(**{name: value for name, value in fields.items() if name in known})
-
-
-def _slots_of(params: PackedSeqParams) -> torch.Tensor:
-    padded = getattr(params, "cu_seqlens_q_padded", None)
-    return params.cu_seqlens_q if padded is None else padded
 
 
 def _part(row: torch.Tensor, cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:

@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 
 from packing_ops._recent import kept_with
-from packing_ops.data.parallel import thd_inverse_indices, thd_partition_indices
+from packing_ops.data.parallel import check_cu_seqlens, thd_inverse_indices, thd_partition_indices
+
+_FIELDS = [f"packed_seq_params.cu_seqlens_{name}" for name in ("q", "kv", "q_padded", "kv_padded")]
 
 
 class Documents(NamedTuple):
@@ -57,13 +59,13 @@ def field_of(of, name):
 def documents_of(packed_seq_params) -> Documents:
     """What a thd batch says; without ``*_padded`` its documents lie one after the other."""
     q, k = field_of(packed_seq_params, "cu_seqlens_q"), field_of(packed_seq_params, "cu_seqlens_kv")
-    for name, given in (("cu_seqlens_q", q), ("cu_seqlens_kv", k)):
-        if not isinstance(given, torch.Tensor) or given.dim() != 1 or not given.numel():
-            got = list(given.shape) if isinstance(given, torch.Tensor) else given
-            raise ValueError(f"packed_seq_params.{name}: expected int32 [num_documents + 1] for thd, got {got}")
     q_slots = getattr(packed_seq_params, "cu_seqlens_q_padded", None)
     k_slots = getattr(packed_seq_params, "cu_seqlens_kv_padded", None)
-    return Documents(q, k, q if q_slots is None else q_slots, k if k_slots is None else k_slots)
+    documents = Documents(q, k, q if q_slots is None else q_slots, k if k_slots is None else k_slots)
+    for name, given in zip(_FIELDS, documents, strict=True):
+        if given is not q or name is _FIELDS[0]:  # mostly one tensor, and this is once a layer
+            check_cu_seqlens(given, name)
+    return documents
 
 
 def layout_of(documents: Documents, rows: int, *, causal: bool, cp_rank: int = 0, cp_size: int = 1) -> Layout:
@@ -140,13 +142,18 @@ def _check(documents, rows, causal_between_two, cp_size):
     """What the lengths must hold; values of a CUDA graph's capture are not known."""
     q, k, q_slots, k_slots = documents
     wrong = {}
-    if q_slots is not q or k_slots is not k:
-        for name, real, slots in (("q", q, q_slots), ("kv", k, k_slots)):
+    if q_slots is not q or k_slots is not k or cp_size > 1:
+        sides = [("q", q, q_slots), ("kv", k, k_slots)]
+        for name, real, slots in sides[: 1 if k is q and k_slots is q_slots else 2]:
             if len(slots) != len(real):
                 raise ValueError(
                     f"cu_seqlens_{name}_padded: expected {len(real)} entries like cu_seqlens_{name}, got {len(slots)}"
                 )
-            longer = (real.diff() > slots.diff()).any()
+            lengths = real.diff()
+            wrong[f"cu_seqlens_{name}: expected to start at 0"] = real[0] != 0
+            wrong[f"cu_seqlens_{name}: expected never to decrease"] = (lengths < 0).any()
+            wrong[f"cu_seqlens_{name}_padded: expected to start at 0"] = slots[0] != 0
+            longer = (lengths > slots.diff()).any()
             wrong[f"cu_seqlens_{name}_padded: expected no fewer slots than tokens in each document"] = longer
     if len(q) != len(k):
         raise ValueError(f"cu_seqlens_kv: expected {len(q)} entries like cu_seqlens_q, got {len(k)}")

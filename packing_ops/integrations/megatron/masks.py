@@ -43,6 +43,8 @@ def tokens_of(
 ) -> tuple[torch.Tensor, Documents] | None:
     """Which slots of an sbhd batch hold tokens; None where all do. Looked at once per mask: a synchronisation.
 
+    Layers that are recomputed in backward are given a mask of their own, so each looks again.
+
     Args:
         mask: True for unseen, ``[1 or batch, 1, seqlen, seqlen]``: what mask_type hides and, besides, keys that are
             padding; of the padding types also ``[batch, 1, 1, seqlen]``, the padding alone. It may stand anywhere.

@@ -2,7 +2,8 @@
 
 megatron-core rotates q, then k, by ``apply_rotary_pos_emb`` with angles ``freqs`` in float32, and under
 ``fused_single_qkv_rope`` (sbhd) both at once. Tables of cos and sin are worked out once per ``freqs``, positions once per
-``cu_seqlens``: all layers share them.
+``cu_seqlens``: all layers share them. Whole layers that are recomputed in backward are given ``freqs`` of their own, and
+work them out again.
 """
 
 import sys

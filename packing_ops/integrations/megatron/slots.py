@@ -6,6 +6,7 @@ from itertools import accumulate
 import torch
 
 import packing_ops as po
+from packing_ops._args import integer
 
 _ops = torch.ops.packing_ops
 
@@ -14,7 +15,7 @@ def document_lengths(attention_mask: torch.Tensor | None, sub_seq_lengths: Seque
     """Tokens of every document: one a row, counted in the mask (a synchronisation on CUDA), or as listed."""
     if sub_seq_lengths is None:
         return (attention_mask != 0).sum(1).tolist()
-    return [int(length) for lengths in sub_seq_lengths for length in lengths]
+    return [integer(length, "sub_seq_lengths") for lengths in sub_seq_lengths for length in lengths]
 
 
 def source_of_slots(
@@ -34,8 +35,11 @@ def source_of_slots(
     place = po.position_ids_from_cu_seqlens(cu_seqlens, total)
     if sub_seq_lengths is None:
         indices, ends, _, _ = _ops.unpad_layout(attention_mask, None, False)
-        real = place < ends.diff()[document]
-        return torch.where(real, indices[(ends[document] + place).where(real, 0)], -1)
+        lengths = ends.diff()
+        fits = _fits("attention_mask", lengths, cu_seqlens)[document]
+        real = place < lengths[document]
+        place_in_batch = indices[(ends[document] + place).where(real, 0)]
+        return torch.where(real, place_in_batch.where(fits, attention_mask.numel()), -1)
     batch, seqlen = attention_mask.shape
     if len(sub_seq_lengths) != batch:
         raise ValueError(f"sub_seq_lengths: expected one list per row = {batch}, got {len(sub_seq_lengths)}")
@@ -49,11 +53,12 @@ def source_of_slots(
             [0, *accumulate(counts)],
         )
     )
+    fits = _fits("sub_seq_lengths", lengths, cu_seqlens)
     # A row's documents follow each other in the packed row as they do in theirs.
     column = cu_seqlens[:-1] - cu_seqlens[first[row]]
     place_in_batch = (row * seqlen + column)[document] + place
     real = place < lengths[document]
-    right = (column + lengths <= seqlen)[document]
+    right = (fits & (column + lengths <= seqlen))[document]
     right = right & (attention_mask.reshape(-1)[place_in_batch.where(real & right, 0)] != 0)
     marked = (attention_mask != 0).sum()
     if right.is_cpu and not right[real].all():
@@ -69,3 +74,19 @@ def source_of_slots(
         )
     # What does not agree on a GPU becomes a place past the batch, which the gather and the scatter report.
     return torch.where(real, place_in_batch.where(right & (marked == sum(tokens)), batch * seqlen), -1)
+
+
+def _fits(name: str, lengths: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """bool ``[num_documents]``: all of a document's tokens have a slot. Said here on the CPU, by the gather on a GPU."""
+    if len(lengths) != len(cu_seqlens) - 1:
+        raise ValueError(
+            f"{name}: expected the {len(cu_seqlens) - 1} documents of packed_seq_params, got {len(lengths)}"
+        )
+    fits = lengths <= cu_seqlens.diff()
+    if fits.is_cpu and not fits.all():
+        wrong = int((~fits).nonzero()[0])
+        raise ValueError(
+            f"{name}: expected at most the {int(cu_seqlens.diff()[wrong])} slots of document {wrong} of "
+            f"packed_seq_params, got {int(lengths[wrong])} tokens"
+        )
+    return fits
