@@ -98,6 +98,14 @@ def test_xformers_mask(monkeypatch):
     assert xformers_mask(metadata, sliding_window=4) == ("local", 4, 2, 3, 1)
 
 
+@pytest.mark.parametrize("window", [None, 0, 1, 3])
+def test_mask_of_xformers_itself_shows_what_sdpa_mask_shows(window):
+    pytest.importorskip("xformers.ops.fmha.attn_bias", exc_type=ImportError)
+    metadata = PackedMetadata.from_lengths([3, 0, 1, 4], total=10)
+    bias = xformers_mask(metadata, sliding_window=window)
+    assert_same(bias.materialize((10, 10)) == 0, sdpa_mask(metadata, sliding_window=window)[0, 0])
+
+
 # --- rope ---
 
 
@@ -265,6 +273,48 @@ def test_collator_of_trl(multiple):
     assert batch["seq_idx"].tolist() == [[0, 1, 1, 2, 2, *[3] * sum(tail)]]
     assert batch["labels"].tolist() == [[-100, -100, 3, -100, 5, *[-100] * sum(tail)]]
     assert "attention_mask" not in batch
+
+
+@pytest.fixture
+def unsloth_packing():
+    """Unsloth's own file; the package around it imports nowhere without a GPU."""
+    found = importlib.util.find_spec("unsloth")
+    if found is None:
+        pytest.skip("needs Unsloth")
+    path = f"{found.submodule_search_locations[0]}/utils/packing.py"
+    spec = importlib.util.spec_from_file_location("unsloth_packing", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@trl_installed
+@pytest.mark.parametrize("packed", [True, False])
+def test_batches_are_those_of_unsloth_itself_and_it_reads_ours(unsloth_packing, packed):
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    def trainer():
+        collator, args = DataCollatorForLanguageModeling(pad_token_id=0), types.SimpleNamespace()
+        return types.SimpleNamespace(data_collator=collator, args=args, model=torch.nn.Linear(1, 1))
+
+    examples = [{"input_ids": [1, 2, 3], "seq_lengths": [1, 2]}, {"input_ids": [4, 5], "seq_lengths": [2]}]
+    examples = examples if packed else EXAMPLES
+    theirs, ours = trainer(), enable_packing(trainer())
+    unsloth_packing.enable_sample_packing(theirs.model, theirs)
+    expected, batch = theirs.data_collator(examples), ours.data_collator(examples)
+    assert plain(batch) == plain(expected)
+    unsloth_packing.enable_sample_packing(ours.model, ours)  # which finds it packing already
+    assert plain(ours.data_collator(examples)) == plain(expected)
+    assert enable_packing(theirs.data_collator) is theirs.data_collator
+
+    lengths, cu_seqlens, longest = info = unsloth_packing.get_packed_info_from_kwargs(batch, torch.device("cpu"))
+    metadata = packed_metadata(batch)
+    assert_same(cu_seqlens, metadata.cu_seqlens)
+    assert longest == metadata.max_seqlen
+    for window in (None, 2):
+        mask = {"dtype": torch.float32, "sliding_window": window}
+        theirs = unsloth_packing.build_sdpa_packed_attention_mask(info, device=torch.device("cpu"), **mask)
+        assert_same(sdpa_mask(metadata, **mask), theirs)
 
 
 @transformers_installed
