@@ -307,7 +307,7 @@ def test_batches_are_those_of_unsloth_itself_and_it_reads_ours(unsloth_packing, 
     assert plain(ours.data_collator(examples)) == plain(expected)
     assert enable_packing(theirs.data_collator) is theirs.data_collator
 
-    lengths, cu_seqlens, longest = info = unsloth_packing.get_packed_info_from_kwargs(batch, torch.device("cpu"))
+    _, cu_seqlens, longest = info = unsloth_packing.get_packed_info_from_kwargs(batch, torch.device("cpu"))
     metadata = packed_metadata(batch)
     assert_same(cu_seqlens, metadata.cu_seqlens)
     assert longest == metadata.max_seqlen
