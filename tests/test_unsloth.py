@@ -357,7 +357,6 @@ def test_flattened_examples(device):
         "cu_seq_lens_k": [0, 2, 5],
         "max_length_q": 3,
         "max_length_k": 3,
-        "_num_valid_seqs": 2,
     }
     assert {name: value.dtype for name, value in batch.items() if isinstance(value, torch.Tensor)} == {
         **dict.fromkeys(("input_ids", "labels", "position_ids"), torch.int64),
@@ -370,7 +369,7 @@ def test_options_leave_keys_out_and_own_labels_are_taken():
     options = {"return_flash_attn_kwargs": False, "return_position_ids": False, "return_seq_idx": False}
     examples = [{"input_ids": [1, 2, 3], "labels": [7, -100, 9]}]
     batch = TensorDataCollatorWithFlattening(**options)(examples, separator_id=-1)
-    assert plain(batch) == {"input_ids": [[1, 2, 3]], "labels": [[-1, -100, 9]], "_num_valid_seqs": 1}
+    assert plain(batch) == {"input_ids": [[1, 2, 3]], "labels": [[-1, -100, 9]]}
 
 
 def test_short_rows_are_filled():
@@ -379,20 +378,20 @@ def test_short_rows_are_filled():
     assert batch["labels"] == [[-100, 2, -100, 12, 13, -100, -100]]
     assert batch["position_ids"] == [[0, 1, 0, 1, 2, 0, 0]]
     assert batch["seq_idx"] == [[0, 0, 1, 1, 1, -1, -1]]
-    assert (batch["cu_seq_lens_q"], batch["max_length_q"], batch["_num_valid_seqs"]) == ([0, 2, 5], 3, 2)
+    assert (batch["cu_seq_lens_q"], batch["max_length_q"]) == ([0, 2, 5], 3)
     batch = plain(TensorDataCollatorWithFlattening(max_seq_length=9, pad_segment=True)(documents(2, 3)))
     assert batch["position_ids"] == [[0, 1, 0, 1, 2, 0, 1, 2, 3]]
-    assert (batch["cu_seq_lens_k"], batch["max_length_k"], batch["_num_valid_seqs"]) == ([0, 2, 5, 9], 4, 2)
+    assert (batch["cu_seq_lens_k"], batch["max_length_k"]) == ([0, 2, 5, 9], 4)
 
 
 def test_long_rows_are_cut_and_lost_documents_told():
     with pytest.warns(UserWarning, match="max_seq_length=4: 0 of 2 examples dropped and 1 cut, 1 of 5 tokens lost"):
         batch = plain(TensorDataCollatorWithFlattening(max_seq_length=4)(documents(2, 3)))
     assert batch["input_ids"] == [[1, 2, 11, 12]]
-    assert (batch["cu_seq_lens_q"], batch["max_length_q"], batch["_num_valid_seqs"]) == ([0, 2, 4], 2, 2)
+    assert (batch["cu_seq_lens_q"], batch["max_length_q"]) == ([0, 2, 4], 2)
     with pytest.warns(UserWarning, match="max_seq_length=2: 2 of 3 examples dropped and 0 cut, 4 of 6 tokens lost"):
         batch = plain(TensorDataCollatorWithFlattening(max_seq_length=2)(documents(2, 3, 1)))
-    assert (batch["cu_seq_lens_q"], batch["seq_idx"], batch["_num_valid_seqs"]) == ([0, 2], [[0, 0]], 1)
+    assert (batch["cu_seq_lens_q"], batch["seq_idx"]) == ([0, 2], [[0, 0]])
 
 
 def preference_pairs(chosen, rejected):
@@ -407,7 +406,6 @@ def test_preference_pairs_stay_pairs():
     batch = plain(TensorDataCollatorWithFlatteningDPO()(preference_pairs([2, 3], [4, 1])))
     assert (batch["chosen_cu_seq_lens_q"], batch["rejected_cu_seq_lens_k"]) == ([0, 2, 5], [0, 4, 5])
     assert batch["index"] == [40, 41]
-    assert not [name for name in batch if name.endswith("_num_valid_seqs")]
     with pytest.warns(UserWarning, match="1 of 2 examples dropped and 0 cut, 4 of 12 tokens lost"):
         batch = plain(TensorDataCollatorWithFlatteningDPO(max_seq_length=6)(preference_pairs([2, 3], [6, 1])))
     assert batch["index"] == [40]
