@@ -1,4 +1,4 @@
-"""What a call keeps for the next one: the plan, the cu_seqlens of a dense batch, what was worked out from a batch."""
+"""What a call keeps for the next one: the cu_seqlens of a dense batch, what was worked out from a batch, its plan."""
 
 import functools
 import operator
@@ -18,37 +18,6 @@ def _keeps(tensor: torch.Tensor) -> bool:
 def _stream(tensor: torch.Tensor) -> int:
     """Another stream would not wait for what this one makes."""
     return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
-
-
-# --- the plan of the call before ---
-
-
-def plannable(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Shapes that a plan can be made for; the op names what is wrong with any other."""
-    if q.dim() != 3 or k.dim() != 3:
-        return False
-    return k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0 and 0 < q.shape[2] <= 256
-
-
-_recent: tuple | None = None
-
-
-def plan_of(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, geometry: tuple) -> torch.Tensor:
-    """The layers of a model call one after the other with the same cu_seqlens: the first makes the plan."""
-    global _recent
-    tensors = (cu_seqlens_q, cu_seqlens_k)
-    # Inference tensors have no version that would tell a change.
-    if not _keeps(cu_seqlens_q) or any(tensor.is_inference() for tensor in tensors):
-        return _ops.attention_plan(*tensors, *geometry)
-    key = (*geometry, _stream(cu_seqlens_q), cu_seqlens_q._version, cu_seqlens_k._version)
-    if _recent is not None:
-        of, made_for, plan = _recent
-        if made_for == key and of[0]() is cu_seqlens_q and of[1]() is cu_seqlens_k:
-            return plan
-    with torch.inference_mode(False):  # the next call may train
-        plan = _ops.attention_plan(*tensors, *geometry)
-    _recent = (weakref.ref(cu_seqlens_q), weakref.ref(cu_seqlens_k)), key, plan
-    return plan
 
 
 # --- cu_seqlens of a dense batch ---
@@ -76,9 +45,9 @@ def _every(seqlen, batch, device):
 
 # --- what the layers of a model share about a batch ---
 
-# By id of the first tensor, which is quick to look up: a reference that takes the entry with it when it dies, and by key
-# what was made.
-_kept: dict[int, tuple[weakref.ref, dict[tuple, tuple]]] = {}
+# By id of the first tensor, which is quick to look up: a reference that takes the entry with it when it dies, the values
+# that it had, and by key what was made of them.
+_kept: dict[int, tuple[weakref.ref, int, dict[tuple, tuple]]] = {}
 
 
 def kept_with(tensors: Sequence[torch.Tensor], key: tuple, make: Callable[[], object]) -> object:
@@ -92,13 +61,13 @@ def kept_with(tensors: Sequence[torch.Tensor], key: tuple, make: Callable[[], ob
     for tensor in tensors:
         if tensor.is_inference():  # no version that would tell a change
             return make()
-    state = [tensor._version for tensor in tensors]
+    place, version = id(first), first._version
+    if place not in _kept or _kept[place][1] != version:
+        _kept[place] = weakref.ref(first, lambda _, kept=_kept: kept.pop(place, None)), version, {}
+    of_first = _kept[place][2]
+    state = [tensor._version for tensor in others]
     if first.is_cuda:
         state.append(_stream(first))
-    place = id(first)
-    if place not in _kept:
-        _kept[place] = weakref.ref(first, lambda _, kept=_kept: kept.pop(place)), {}
-    of_first = _kept[place][1]
     if key in of_first:
         made_for, of, made = of_first[key]
         if made_for == state and all(map(operator.is_, [reference() for reference in of], others)):
@@ -107,3 +76,26 @@ def kept_with(tensors: Sequence[torch.Tensor], key: tuple, make: Callable[[], ob
         made = make()
     of_first[key] = state, [weakref.ref(tensor) for tensor in others], made
     return made
+
+
+# --- the plan of a batch ---
+
+
+def plan_for(q, k, cu_seqlens_q, cu_seqlens_k, causal: bool, left: int, right: int) -> torch.Tensor | None:
+    """The plan of a call of attention; None on the CPU, and for shapes that the op will refuse by name."""
+    if not q.is_cuda or q.dim() != 3 or k.dim() != 3:
+        return None
+    (total_q, num_heads, head_dim), (total_k, num_kv_heads, _) = q.shape, k.shape
+    if num_kv_heads == 0 or num_heads % num_kv_heads or not 0 < head_dim <= 256:
+        return None
+    geometry = (total_q, total_k, num_heads, num_kv_heads, head_dim, causal, left, right)
+    return plan_of(cu_seqlens_q, cu_seqlens_k, geometry)
+
+
+def plan_of(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, geometry: tuple) -> torch.Tensor:
+    """Made by the first layer of a model that has this geometry, kept with cu_seqlens for the others."""
+    same = cu_seqlens_k is cu_seqlens_q
+    tensors = (cu_seqlens_q,) if same else (cu_seqlens_q, cu_seqlens_k)
+    return kept_with(
+        tensors, ("plan", same, geometry), lambda: _ops.attention_plan(cu_seqlens_q, cu_seqlens_k, *geometry)
+    )

@@ -55,8 +55,8 @@ def varlen_attention(
         window_size: (left, right) keys seen beside the own place, -1 for all; w keys with itself is ``(w - 1, 0)``.
         softcap: bound of the scores, 0 for none.
         sinks: ``[num_q_heads]``, one more score per head that takes part in the denominator only.
-        plan: what attention_plan made for these lengths and heads, so that layers share it; without it one is made, and
-            kept for the next call with the same cu_seqlens.
+        plan: what attention_plan made for these lengths and heads; without it one is made, and kept with cu_seqlens,
+            so that layers that get the same tensors share it.
         return_lse: also return the log of each denominator, sink included.
 
     Returns:
@@ -84,9 +84,8 @@ def varlen_attention(
     left, right = window_size
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
-    if plan is None and q.is_cuda and _recent.plannable(q, k):
-        geometry = (q.shape[0], k.shape[0], q.shape[1], k.shape[1], q.shape[2], causal, left, right)
-        plan = _recent.plan_of(cu_seqlens_q, cu_seqlens_k, geometry)
+    if plan is None:
+        plan = _recent.plan_for(q, k, cu_seqlens_q, cu_seqlens_k, causal, left, right)
     out, lse = _ops.varlen_attention(
         q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, softcap, plan
     )

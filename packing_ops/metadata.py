@@ -1,13 +1,13 @@
 """What every layer wants to know about a packed batch, worked out once."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
 from packing_ops._args import index_tensor
-from packing_ops.attention import attention_plan
+from packing_ops._recent import plan_of
 from packing_ops.boundaries import (
     cu_seqlens_from_lengths,
     position_ids_from_cu_seqlens,
@@ -39,7 +39,6 @@ class PackedMetadata:
     total: int
     max_seqlen: int
     indices: torch.Tensor | None = None
-    _plans: dict = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def from_lengths(
@@ -117,19 +116,12 @@ class PackedMetadata:
         causal: bool = True,
         window_size: tuple[int, int] = (-1, -1),
     ) -> torch.Tensor:
-        """The ``plan`` of varlen_attention for this batch: made at first use, the same tensor for every layer after."""
-        geometry = (num_heads, num_kv_heads, head_dim, causal, tuple(window_size))
-        if geometry not in self._plans:
-            self._plans[geometry] = attention_plan(
-                self.cu_seqlens,
-                total_q=self.total,
-                num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                causal=causal,
-                window_size=window_size,
-            )
-        return self._plans[geometry]
+        """The ``plan`` of varlen_attention for this batch: made at first use, the same tensor for every layer after.
+
+        In the capture of a CUDA graph each call makes its own, which the graph makes again from the lengths of a replay.
+        """
+        geometry = (self.total, self.total, num_heads, num_kv_heads, head_dim, causal, *window_size)
+        return plan_of(self.cu_seqlens, self.cu_seqlens, geometry)
 
     def to_transformers(self) -> dict:
         """Keyword arguments of a Hugging Face forward: ``cu_seq_lens_q/k`` and ``max_length_q/k``."""

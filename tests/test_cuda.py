@@ -184,6 +184,15 @@ def test_wrong_values_are_raised_at_the_next_call(monkeypatch):
     assert po.seq_idx_from_cu_seqlens(cu_seqlens_of([3, 5], "cuda"), 8).tolist() == [0, 0, 0, 1, 1, 1, 1, 1]
 
 
+@pytest.mark.parametrize(("batches", "index"), [(1, 3), (2, 8)])
+def test_position_outside_the_cache_is_found_by_its_index(batches, index):
+    q, cache = torch.randn(2, 3, 5, 8, device="cuda"), torch.zeros(9, 4, device="cuda")
+    position_ids = torch.zeros(batches, 5, dtype=torch.int64, device="cuda")
+    position_ids[-1, 3] = 9
+    with pytest.raises(ValueError, match=rf"position_ids: expected every position inside .* index {index}\b"):
+        po.apply_rotary_qk(q, None, cache, cache, position_ids)
+
+
 @pytest.mark.slow
 def test_more_than_2_31_elements():
     rows, seqlen, width = 8, 131_072, 2304  # 2.4e9 elements

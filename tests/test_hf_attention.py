@@ -42,9 +42,9 @@ def warnings(monkeypatch):
 def layouts(monkeypatch):
     """Counts the layouts worked out from values."""
     made = []
-    build, check = layout._from_values, layout._checked
+    build, check = layout._from_values, layout._check
     monkeypatch.setattr(layout, "_from_values", lambda *given: made.append("values") or build(*given))
-    monkeypatch.setattr(layout, "_checked", lambda *given: made.append("kwargs") or check(*given))
+    monkeypatch.setattr(layout, "_check", lambda *given: made.append("kwargs") or check(*given))
     return made
 
 

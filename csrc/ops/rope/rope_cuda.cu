@@ -89,7 +89,8 @@ __device__ inline int64_t read_position(const RopeParams& p, int64_t row, Token 
 __device__ inline int64_t checked_position(const RopeParams& p, int64_t position, int64_t row, Token token,
                                            const FaultFlag& fault) {
   if (position >= 0 && position < p.max_positions) return position;
-  fault.raise(Fault::kPositionOutside, (row * p.position_batches + token.batch) * p.seqlen + token.index);
+  const int64_t batch = p.position_batches == 1 ? 0 : token.batch;
+  fault.raise(Fault::kPositionOutside, (row * p.position_batches + batch) * p.seqlen + token.index);
   return 0;
 }
 

@@ -22,6 +22,7 @@ fit (rows of millions of tokens). Inside a node it does not.
 import torch
 import torch.distributed as dist
 
+from packing_ops._recent import plan_for
 from packing_ops.integrations.megatron.layout import Layout
 
 _ops = torch.ops.packing_ops
@@ -76,8 +77,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, layout, group, options):
         keys, values = _gathered(k, v, layout, group)
-        ctx.plan = layout.plan(q, keys, options[0], options[2:4])
         documents = layout.cu_seqlens_q, layout.cu_seqlens_k
+        ctx.plan = plan_for(q, keys, *documents, options[0], *options[2:4])
         out, lse = _ops.varlen_attention(q, keys, values, *documents, sinks, *options, ctx.plan)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.layout, ctx.group, ctx.options = layout, group, options

@@ -181,8 +181,7 @@ class PackingDotProductAttention(MegatronModule):
         options = {"causal": causal, "softmax_scale": self.softmax_scale, "window_size": window, "sinks": sinks}
         if group is None or q.shape[0] == k.shape[0] == 0:
             layout = layout_of(documents, k.shape[0], causal=causal)
-            plan = layout.plan(q, k, causal, window)
-            return varlen_attention(q, k, v, layout.cu_seqlens_q, layout.cu_seqlens_k, plan=plan, **options)
+            return varlen_attention(q, k, v, layout.cu_seqlens_q, layout.cu_seqlens_k, **options)
         if len(q) != len(k):
             raise ValueError(f"key: expected the {len(q)} rows of query under context parallelism, got {len(k)}")
         layout = layout_of(documents, k.shape[0], causal=causal, cp_rank=group.rank(), cp_size=group.size())

@@ -9,7 +9,7 @@ of the two is a query document of its own, whose keys are the document up to the
 from the gathered keys. varlen_attention puts the last query at the last key, which is where the chunk's is.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import megatron.core
@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 
 from packing_ops._recent import kept_with
-from packing_ops.attention import attention_plan
 from packing_ops.data.parallel import thd_inverse_indices, thd_partition_indices
 
 
@@ -44,26 +43,6 @@ class Layout:
     cu_seqlens_k: torch.Tensor
     key_index: torch.Tensor | None = None
     key_places: torch.Tensor | None = None
-    _plans: dict = field(default_factory=dict)
-
-    def plan(self, q, k, causal, window):
-        """The work-list of varlen_attention, made by the first layer of each geometry."""
-        if not q.is_cuda or torch.compiler.is_compiling():
-            return None  # the op makes its own
-        geometry = (q.shape, k.shape[:2], causal, window)
-        if geometry not in self._plans:
-            with torch.inference_mode(False):  # the next call may train
-                self._plans[geometry] = attention_plan(
-                    *(self.cu_seqlens_q, self.cu_seqlens_k),
-                    total_q=q.shape[0],
-                    total_k=k.shape[0],
-                    num_heads=q.shape[1],
-                    num_kv_heads=k.shape[1],
-                    head_dim=q.shape[2],
-                    causal=causal,
-                    window_size=window,
-                )
-        return self._plans[geometry]
 
 
 def field_of(of, name):

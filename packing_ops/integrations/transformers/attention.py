@@ -127,7 +127,6 @@ def _varlen(query, key, value, layout, causal, window, scaling, softcap, sinks):
         window_size=window,
         softcap=softcap or 0.0,
         sinks=sinks,
-        plan=layout.plan(q, k, causal, window),
     )
     if layout.indices is not None:
         return _ops.scatter_rows(out, layout.indices, batch, seqlen)

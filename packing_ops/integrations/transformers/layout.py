@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from packing_ops._recent import dense_cu_seqlens, kept_with
-from packing_ops.attention import attention_plan
 from packing_ops.boundaries import seq_idx_from_cu_seqlens
 
 _ops = torch.ops.packing_ops
@@ -25,10 +24,10 @@ class Layout:
     holes: padding may lie between real slots of a row, so that distances there are not those of packed rows.
     """
 
-    def __init__(self, cu_seqlens_q, cu_seqlens_k, indices=None, holes=False, plans=None):
+    def __init__(self, cu_seqlens_q, cu_seqlens_k, indices=None, holes=False):
         self.cu_seqlens_q, self.cu_seqlens_k = cu_seqlens_q, cu_seqlens_k
         self.indices, self.holes = indices, holes
-        self.plans, self.copies = {} if plans is None else plans, {}
+        self.copies = {}
 
     def on(self, device):
         """The same where query lies, for models with layers on several devices."""
@@ -38,24 +37,6 @@ class Layout:
             moved = [t if t is None else t.to(device) for t in (self.cu_seqlens_q, self.cu_seqlens_k, self.indices)]
             self.copies[device] = Layout(*moved, self.holes)
         return self.copies[device]
-
-    def plan(self, q, k, causal, window):
-        """The work-list of varlen_attention, made by the first layer of each geometry."""
-        if not q.is_cuda or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
-            return None  # the op makes its own
-        geometry = (q.shape[0], k.shape[0], q.shape[1], k.shape[1], q.shape[2], causal, window)
-        if geometry not in self.plans:
-            total_q, total_k, num_heads, num_kv_heads, head_dim, *_ = geometry
-            shapes = {"total_q": total_q, "total_k": total_k, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-            with torch.inference_mode(False):  # the next call may train
-                self.plans[geometry] = attention_plan(
-                    *(self.cu_seqlens_q, self.cu_seqlens_k),
-                    **shapes,
-                    head_dim=head_dim,
-                    causal=causal,
-                    window_size=window,
-                )
-        return self.plans[geometry]
 
     def document_ids(self, batch, seqlen):
         """int64 ``[batch, seqlen]``: the document of each slot, -1 for padding."""
@@ -87,12 +68,10 @@ def find_layout(query, cu_seqlens=(None, None), padding=None, position_ids=None)
     given = [tensor for tensor in (*cu_seqlens, padding, position_ids) if tensor is not None]
     if cu_seqlens[0] is not None or cu_seqlens[1] is not None:
         cu_q, cu_k = (own if own is not None else other for own, other in (cu_seqlens, cu_seqlens[::-1]))
-        plans = kept_with(given, (batch, seqlen), lambda: _checked(batch * seqlen, cu_q, cu_k, padding, position_ids))
-        cu_q, cu_k = cu_q.int(), cu_q.int() if cu_k is cu_q else cu_k.int()
-        return Layout(cu_q, cu_k, plans=plans)
+        return kept_with(given, (batch, seqlen), lambda: _explicit(batch * seqlen, cu_q, cu_k, padding, position_ids))
     if not given:
         cu_q = dense_cu_seqlens(query.transpose(1, 2), "query")
-        return Layout(cu_q, cu_q, plans=kept_with([cu_q], (), dict))
+        return Layout(cu_q, cu_q)
     return kept_with(given, (batch, seqlen), lambda: _from_values(batch, seqlen, padding, position_ids))
 
 
@@ -147,7 +126,14 @@ def _row_starts(position_ids):
 _pending: list = []
 
 
-def _checked(total, cu_seqlens_q, cu_seqlens_k, padding, position_ids):
+def _explicit(total, cu_seqlens_q, cu_seqlens_k, padding, position_ids):
+    _check(total, cu_seqlens_q, cu_seqlens_k, padding, position_ids)
+    # detach: the same memory, but not the tensor that this is kept with.
+    cu_q = cu_seqlens_q.int().detach()
+    return Layout(cu_q, cu_q if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k.int().detach())
+
+
+def _check(total, cu_seqlens_q, cu_seqlens_k, padding, position_ids):
     for name, cu_seqlens in (("cu_seq_lens_q", cu_seqlens_q), ("cu_seq_lens_k", cu_seqlens_k)):
         if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or not cu_seqlens.numel():
             got = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}"
@@ -163,9 +149,8 @@ def _checked(total, cu_seqlens_q, cu_seqlens_k, padding, position_ids):
             (padding == 0).any(),
             "attention_mask: expected no padding beside cu_seq_lens_q, which gives every slot to a document, got zeros",
         )
-    if position_ids is not None and position_ids.shape[0] * position_ids.shape[1] in (total, position_ids.shape[1]):
+    if position_ids is not None and position_ids.numel() in (total, position_ids.shape[1]):
         _check_positions(total, cu_seqlens_q, cu_seqlens_k, position_ids)
-    return {}
 
 
 def _check_positions(total, cu_seqlens_q, cu_seqlens_k, position_ids):
