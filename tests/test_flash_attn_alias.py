@@ -246,3 +246,76 @@ def test_transformers_runs_a_model_through_the_alias():
         assert torch.equal(model.generate(ids, attention_mask=left, **options), stock)
         """
     )
+
+
+# --- hosts themselves, where they are installed ---
+
+
+def needs(host):
+    return pytest.mark.skipif(importlib.util.find_spec(host) is None, reason=f"needs {host}")
+
+
+@needs_absence
+@needs("verl")
+def test_verl_itself():
+    """Its log-probabilities over rows without padding are those over padded rows, with gradients."""
+    run(
+        """
+        import torch
+        install_flash_attn_alias()
+        from verl.utils.attention_utils import index_first_axis, rearrange, unpad_input
+        from verl.utils.torch_functional import log_probs_from_logits_response, log_probs_from_logits_response_rmpad
+        torch.manual_seed(0)
+        mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0], [0, 1, 1, 1, 1, 1]])
+        ids, logits = torch.randint(0, 11, (3, 6)), torch.randn(3, 6, 11, requires_grad=True)
+        packed, indices, *_ = unpad_input(logits, mask)
+        positions = rearrange((mask.cumsum(1) - 1).unsqueeze(-1), "b s ... -> (b s) ...")
+        assert index_first_axis(positions, indices)[:, 0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4]
+        real = (mask[:, -3:] * mask[:, -4:-1]).bool()
+        ours = log_probs_from_logits_response_rmpad(ids, mask, packed, 3)[real]
+        theirs = log_probs_from_logits_response(ids, logits, 3)[real]
+        gradients = [torch.autograd.grad(values.sum(), logits, retain_graph=True)[0] for values in (ours, theirs)]
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
+        """
+    )
+
+
+@needs_absence
+@needs("skyrl")
+def test_skyrl_itself():
+    """Its model without padding gives the log-probabilities, entropies and gradients of its padded model."""
+    run(
+        """
+        import typing, torch, typing_extensions
+        typing.TypedDict = typing_extensions.TypedDict  # what its settings need below Python 3.12
+        from packing_ops.integrations.transformers import register
+        from transformers import Qwen2Config, Qwen2ForCausalLM
+        from transformers.utils import import_utils as checks
+        checks.is_torch_cuda_available = lambda: True
+        register()
+        install_flash_attn_alias()
+        from skyrl.backends.skyrl_train.workers.model_wrapper import HFModelWrapper
+        torch.manual_seed(0)
+        model = Qwen2ForCausalLM(Qwen2Config(
+            vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, attn_implementation="eager",
+        ))
+        mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0], [0, 1, 1, 1, 1, 1]])
+        ids, real = torch.randint(0, 50, (3, 6)), (mask[:, -3:] * mask[:, -4:-1]).bool()
+
+        def results(implementation, packed):
+            model.config._attn_implementation = implementation
+            model.zero_grad()
+            wrapper = HFModelWrapper(model, use_flash_attention_2=packed, remove_microbatch_padding=packed)
+            log_probs, out = wrapper(ids, 3, attention_mask=mask, return_output=True, compute_entropy=True)
+            found = [log_probs[real], out["entropy"][mask.bool()]]
+            sum(values.sum() for values in found).backward()
+            return found + [parameter.grad.clone() for parameter in model.parameters()]
+
+        expected = results("eager", False)
+        for implementation in ("flash_attention_2", "packing_ops"):
+            for ours, theirs in zip(results(implementation, True), expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        """
+    )

@@ -378,12 +378,60 @@ def test_contradictions(device):
         model(**good, attention_mask=mask[:, :20])
     with pytest.raises(ValueError, match="cu_seq_lens_q: expected a row of its own documents, got a mask"):
         model(**good, **kwargs, attention_mask=torch.ones(1, 1, 24, 24, dtype=torch.bool, device=device))
+    kwargs["cu_seq_lens_k"] = kwargs["cu_seq_lens_k"].clone()
+    model(**good, **kwargs)
+    kwargs["cu_seq_lens_k"][1] += 1
+    with pytest.raises(ValueError, match="cu_seq_lens_k: expected the documents of cu_seq_lens_q"):
+        model(**good, **kwargs)
     kwargs["cu_seq_lens_k"] = kwargs["cu_seq_lens_k"][1:]
     with pytest.raises(ValueError, match="cu_seq_lens_k: expected as many documents"):
         model(**good, **kwargs)
     kwargs["cu_seq_lens_q"] = kwargs["cu_seq_lens_q"].float()
     with pytest.raises(ValueError, match="cu_seq_lens_q: expected int32"):
         model(**good, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("rows", "positions", "lengths", "message"),
+    [
+        (1, [*range(5), *range(7)], [4, 8], "restart only where cu_seq_lens_q starts a document"),
+        (1, [*range(5), *range(7)], [12], "restart only where cu_seq_lens_q starts a document"),
+        (2, [*range(6), *range(6)], [12], "restart only where cu_seq_lens_q starts a document"),
+        (2, [*range(6), *range(6)], [3, 3, 2, 4], "restart where cu_seq_lens_q starts a document, got .* never"),
+        (2, [*range(6)], [3, 3, 2, 4], "restart where cu_seq_lens_q starts a document, got .* never"),
+    ],
+    ids=["elsewhere", "one document", "over two rows", "in two rows", "in two equal rows"],
+)
+def test_positions_that_contradict_the_kwargs(rows, positions, lengths, message, device):
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device)
+    ids = torch.randint(3, 61, (rows, 12 // rows), device=device)
+    positions = torch.tensor(positions, device=device).view(-1, 12 // rows)
+    kwargs = packing_ops.PackedMetadata.from_lengths(lengths, device=device).to_transformers()
+    with pytest.raises(ValueError, match=f"position_ids: expected to {message}"):
+        model(ids, position_ids=positions, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("positions", "lengths"),
+    [
+        ([0, 1, 2, 3, 4, 0, 1, 2, 0, 0, 0, 0], [5, 3, 4]),
+        ([0, 1, 2, 3, 4, 0, 1, 2, 0, 0, 0, 0], [5, 7]),
+        ([0, 1, 2, 0, 0, 1, 2, 3, 4, 0, 0, 0], [4, 8]),
+        ([1, 1, 1, 0, 1, 2, 0, 0, 0, 0, 1, 2], [6, 6]),
+        ([7, 8, 9, 0, 1, 2, 3, 4, 5, 6, 7, 8], [3, 9]),
+        ([0, 1, 0, 1, 0, 0, 0, 1, 2, 0, 1, 2], [2, 2, 1, 1, 3, 3]),
+    ],
+    ids=["row filled", "in the last document", "documents filled", "on the left", "going on", "short documents"],
+)
+def test_positions_of_padded_rows_do_not_contradict_the_kwargs(positions, lengths, device):
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device)
+    ids, positions = torch.randint(3, 61, (1, 12), device=device), torch.tensor([positions], device=device)
+    kwargs = packing_ops.PackedMetadata.from_lengths(lengths, device=device).to_transformers()
+    kwargs["cu_seq_lens_q"] = kwargs["cu_seq_lens_q"].long()
+    logits = model(ids, position_ids=positions, **kwargs).logits
+    pieces = zip(ids.split(lengths, 1), positions.split(lengths, 1), strict=True)
+    alone_ = [model(i, position_ids=p, **explicit([i[0]])).logits for i, p in pieces]
+    torch.testing.assert_close(logits, torch.cat(alone_, 1), **CLOSE)
 
 
 # --- registering ---

@@ -98,6 +98,14 @@ def test_xformers_mask(monkeypatch):
     assert xformers_mask(metadata, sliding_window=4) == ("local", 4, 2, 3, 1)
 
 
+@pytest.mark.parametrize("window", [None, 0, 1, 3])
+def test_mask_of_xformers_itself_shows_what_sdpa_mask_shows(window):
+    pytest.importorskip("xformers.ops.fmha.attn_bias", exc_type=ImportError)
+    metadata = PackedMetadata.from_lengths([3, 0, 1, 4], total=10)
+    bias = xformers_mask(metadata, sliding_window=window)
+    assert_same(bias.materialize((10, 10)) == 0, sdpa_mask(metadata, sliding_window=window)[0, 0])
+
+
 # --- rope ---
 
 
@@ -267,6 +275,48 @@ def test_collator_of_trl(multiple):
     assert "attention_mask" not in batch
 
 
+@pytest.fixture
+def unsloth_packing():
+    """Unsloth's own file; the package around it imports nowhere without a GPU."""
+    found = importlib.util.find_spec("unsloth")
+    if found is None:
+        pytest.skip("needs Unsloth")
+    path = f"{found.submodule_search_locations[0]}/utils/packing.py"
+    spec = importlib.util.spec_from_file_location("unsloth_packing", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@trl_installed
+@pytest.mark.parametrize("packed", [True, False])
+def test_batches_are_those_of_unsloth_itself_and_it_reads_ours(unsloth_packing, packed):
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    def trainer():
+        collator, args = DataCollatorForLanguageModeling(pad_token_id=0), types.SimpleNamespace()
+        return types.SimpleNamespace(data_collator=collator, args=args, model=torch.nn.Linear(1, 1))
+
+    examples = [{"input_ids": [1, 2, 3], "seq_lengths": [1, 2]}, {"input_ids": [4, 5], "seq_lengths": [2]}]
+    examples = examples if packed else EXAMPLES
+    theirs, ours = trainer(), enable_packing(trainer())
+    unsloth_packing.enable_sample_packing(theirs.model, theirs)
+    expected, batch = theirs.data_collator(examples), ours.data_collator(examples)
+    assert plain(batch) == plain(expected)
+    unsloth_packing.enable_sample_packing(ours.model, ours)  # which finds it packing already
+    assert plain(ours.data_collator(examples)) == plain(expected)
+    assert enable_packing(theirs.data_collator) is theirs.data_collator
+
+    _, cu_seqlens, longest = info = unsloth_packing.get_packed_info_from_kwargs(batch, torch.device("cpu"))
+    metadata = packed_metadata(batch)
+    assert_same(cu_seqlens, metadata.cu_seqlens)
+    assert longest == metadata.max_seqlen
+    for window in (None, 2):
+        mask = {"dtype": torch.float32, "sliding_window": window}
+        theirs = unsloth_packing.build_sdpa_packed_attention_mask(info, device=torch.device("cpu"), **mask)
+        assert_same(sdpa_mask(metadata, **mask), theirs)
+
+
 @transformers_installed
 def test_trainer_and_model_of_transformers(tmp_path):
     """The batches reach a model whose attention reads them from position_ids; the loss is that of the documents."""
@@ -307,7 +357,6 @@ def test_flattened_examples(device):
         "cu_seq_lens_k": [0, 2, 5],
         "max_length_q": 3,
         "max_length_k": 3,
-        "_num_valid_seqs": 2,
     }
     assert {name: value.dtype for name, value in batch.items() if isinstance(value, torch.Tensor)} == {
         **dict.fromkeys(("input_ids", "labels", "position_ids"), torch.int64),
@@ -320,7 +369,7 @@ def test_options_leave_keys_out_and_own_labels_are_taken():
     options = {"return_flash_attn_kwargs": False, "return_position_ids": False, "return_seq_idx": False}
     examples = [{"input_ids": [1, 2, 3], "labels": [7, -100, 9]}]
     batch = TensorDataCollatorWithFlattening(**options)(examples, separator_id=-1)
-    assert plain(batch) == {"input_ids": [[1, 2, 3]], "labels": [[-1, -100, 9]], "_num_valid_seqs": 1}
+    assert plain(batch) == {"input_ids": [[1, 2, 3]], "labels": [[-1, -100, 9]]}
 
 
 def test_short_rows_are_filled():
@@ -329,20 +378,20 @@ def test_short_rows_are_filled():
     assert batch["labels"] == [[-100, 2, -100, 12, 13, -100, -100]]
     assert batch["position_ids"] == [[0, 1, 0, 1, 2, 0, 0]]
     assert batch["seq_idx"] == [[0, 0, 1, 1, 1, -1, -1]]
-    assert (batch["cu_seq_lens_q"], batch["max_length_q"], batch["_num_valid_seqs"]) == ([0, 2, 5], 3, 2)
+    assert (batch["cu_seq_lens_q"], batch["max_length_q"]) == ([0, 2, 5], 3)
     batch = plain(TensorDataCollatorWithFlattening(max_seq_length=9, pad_segment=True)(documents(2, 3)))
     assert batch["position_ids"] == [[0, 1, 0, 1, 2, 0, 1, 2, 3]]
-    assert (batch["cu_seq_lens_k"], batch["max_length_k"], batch["_num_valid_seqs"]) == ([0, 2, 5, 9], 4, 2)
+    assert (batch["cu_seq_lens_k"], batch["max_length_k"]) == ([0, 2, 5, 9], 4)
 
 
 def test_long_rows_are_cut_and_lost_documents_told():
     with pytest.warns(UserWarning, match="max_seq_length=4: 0 of 2 examples dropped and 1 cut, 1 of 5 tokens lost"):
         batch = plain(TensorDataCollatorWithFlattening(max_seq_length=4)(documents(2, 3)))
     assert batch["input_ids"] == [[1, 2, 11, 12]]
-    assert (batch["cu_seq_lens_q"], batch["max_length_q"], batch["_num_valid_seqs"]) == ([0, 2, 4], 2, 2)
+    assert (batch["cu_seq_lens_q"], batch["max_length_q"]) == ([0, 2, 4], 2)
     with pytest.warns(UserWarning, match="max_seq_length=2: 2 of 3 examples dropped and 0 cut, 4 of 6 tokens lost"):
         batch = plain(TensorDataCollatorWithFlattening(max_seq_length=2)(documents(2, 3, 1)))
-    assert (batch["cu_seq_lens_q"], batch["seq_idx"], batch["_num_valid_seqs"]) == ([0, 2], [[0, 0]], 1)
+    assert (batch["cu_seq_lens_q"], batch["seq_idx"]) == ([0, 2], [[0, 0]])
 
 
 def preference_pairs(chosen, rejected):
@@ -357,7 +406,6 @@ def test_preference_pairs_stay_pairs():
     batch = plain(TensorDataCollatorWithFlatteningDPO()(preference_pairs([2, 3], [4, 1])))
     assert (batch["chosen_cu_seq_lens_q"], batch["rejected_cu_seq_lens_k"]) == ([0, 2, 5], [0, 4, 5])
     assert batch["index"] == [40, 41]
-    assert not [name for name in batch if name.endswith("_num_valid_seqs")]
     with pytest.warns(UserWarning, match="1 of 2 examples dropped and 0 cut, 4 of 12 tokens lost"):
         batch = plain(TensorDataCollatorWithFlatteningDPO(max_seq_length=6)(preference_pairs([2, 3], [6, 1])))
     assert batch["index"] == [40]

@@ -1,6 +1,5 @@
 """open-instruct's padding-free collator contract. Nothing here imports open-instruct or transformers."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from packing_ops import PackedMetadata
@@ -12,7 +11,7 @@ class TensorDataCollatorWithFlattening(PaddingFreeCollator):
     """PaddingFreeCollator under the name and with the keys of open-instruct's collator.
 
     Rows over max_seq_length are cut by default, with a warning that counts what is lost. What fills shorter ones has
-    input_ids 0, labels -100, position_ids 0 and seq_idx -1, and ``_num_valid_seqs`` is the number of documents.
+    input_ids 0, labels -100, position_ids 0 and seq_idx -1.
 
     Attributes:
         return_tensors: taken, as transformers' collators have it; always "pt".
@@ -42,7 +41,6 @@ class TensorDataCollatorWithFlattening(PaddingFreeCollator):
             if self.return_flash_attn_kwargs:
                 real = PackedMetadata.from_lengths(lengths, device=batch["input_ids"].device)
                 batch.update(real.to_transformers())
-        batch["_num_valid_seqs"] = len(lengths)
         return batch
 
 
@@ -59,9 +57,3 @@ class TensorDataCollatorWithFlatteningDPO(TensorDataCollatorWithFlattening, Padd
         >>> batch["chosen_cu_seq_lens_q"].tolist(), batch["rejected_cu_seq_lens_q"].tolist()
         ([0, 2, 4], [0, 3, 6])
     """
-
-    def __call__(
-        self, features: Sequence[Mapping], return_tensors: str | None = None, separator_id: int | None = None
-    ) -> dict:
-        batch = super().__call__(features, return_tensors, separator_id)
-        return {name: value for name, value in batch.items() if not name.endswith("_num_valid_seqs")}

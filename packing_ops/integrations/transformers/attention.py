@@ -34,7 +34,8 @@ def register(name: str = "packing_ops") -> None:
         ImportError: transformers is not installed, or too old to have the interfaces.
         ValueError: a name that transformers would treat as its own. Then, in the forward: cu_seqlens that do not end
             at the batch's tokens, an attention_mask with padding beside them, position_ids that never restart beside
-            cu_seqlens of several documents. On CUDA these three are found in a later call, or in the same one under
+            cu_seqlens of several documents or that restart inside of one (0, 1 after more than 1), documents of the
+            keys that are not those of the queries. On CUDA these are found in a later call, or in the same one under
             ``PACKING_OPS_CHECK=1``.
     """
     taken = [word for word in ("flash", "sdpa", "flex", "eager", "paged", "/") if word in name]

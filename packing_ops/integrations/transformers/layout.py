@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from packing_ops._recent import dense_cu_seqlens, kept_with
+from packing_ops.boundaries import seq_idx_from_cu_seqlens
 
 _ops = torch.ops.packing_ops
 _FIRST = torch.iinfo(torch.int64).min
@@ -148,11 +149,30 @@ def _check(total, cu_seqlens_q, cu_seqlens_k, padding, position_ids):
             (padding == 0).any(),
             "attention_mask: expected no padding beside cu_seq_lens_q, which gives every slot to a document, got zeros",
         )
-    if position_ids is not None and position_ids.numel() == total:
-        going_on = (position_ids.flatten().diff() == 1).all()
+    if position_ids is not None and position_ids.numel() in (total, position_ids.shape[1]):
+        _check_positions(total, cu_seqlens_q, cu_seqlens_k, position_ids)
+
+
+def _check_positions(total, cu_seqlens_q, cu_seqlens_k, position_ids):
+    """Queries and keys are the tokens of position_ids ``[batch or 1, seqlen]``."""
+    if not total or torch.compiler.is_compiling():
+        return
+    rows = position_ids.expand(total // position_ids.shape[1], -1)
+    _refuse(
+        (rows.diff() == 1).all() & ((cu_seqlens_q.diff() > 0).sum() > rows.shape[0]),
+        "position_ids: expected to restart where cu_seq_lens_q starts a document, got a row that never restarts",
+    )
+    # 0 and 1 are also what fills rows, left and right: neither is a document that another one follows.
+    positions, documents = rows.flatten(), seq_idx_from_cu_seqlens(cu_seqlens_q.int(), total)
+    restarts = (positions[:-2] > 1) & (positions[1:-1] == 0) & (positions[2:] == 1) & (documents[:-2] == documents[2:])
+    _refuse(
+        restarts.any(),
+        "position_ids: expected to restart only where cu_seq_lens_q starts a document, got a restart inside of one",
+    )
+    if cu_seqlens_k is not cu_seqlens_q:
         _refuse(
-            going_on & ((cu_seqlens_q.diff() > 0).sum() > 1),
-            "position_ids: expected to restart where cu_seq_lens_q starts a document, got a row that never restarts",
+            (cu_seqlens_k != cu_seqlens_q).any(),
+            "cu_seq_lens_k: expected the documents of cu_seq_lens_q, whose tokens the keys are, got others",
         )
 
 
