@@ -389,6 +389,9 @@ def test_contradictions(device):
     kwargs["cu_seq_lens_q"] = kwargs["cu_seq_lens_q"].float()
     with pytest.raises(ValueError, match="cu_seq_lens_q: expected int32"):
         model(**good, **kwargs)
+    kwargs["cu_seq_lens_q"] = [0, 12]
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q: expected an int32 tensor .* got \[0, 12\]"):
+        model(**good, **kwargs)
 
 
 @pytest.mark.parametrize(

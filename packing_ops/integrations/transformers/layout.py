@@ -68,6 +68,9 @@ def find_layout(query, cu_seqlens=(None, None), padding=None, position_ids=None)
     given = [tensor for tensor in (*cu_seqlens, padding, position_ids) if tensor is not None]
     if cu_seqlens[0] is not None or cu_seqlens[1] is not None:
         cu_q, cu_k = (own if own is not None else other for own, other in (cu_seqlens, cu_seqlens[::-1]))
+        for name, tensor in (("cu_seq_lens_q", cu_q), ("cu_seq_lens_k", cu_k)):
+            if not isinstance(tensor, torch.Tensor):
+                raise ValueError(f"{name}: expected an int32 tensor [num_documents + 1], got {tensor!r}")
         return kept_with(given, (batch, seqlen), lambda: _explicit(batch * seqlen, cu_q, cu_k, padding, position_ids))
     if not given:
         cu_q = dense_cu_seqlens(query.transpose(1, 2), "query")
