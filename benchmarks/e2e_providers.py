@@ -19,7 +19,7 @@ class Provider:
     swaps: dict | None = None  # arguments of apply_packing_ops
     compiled_rope: bool = False
     fused_norm: bool = False
-    compiled: str = ""  # "layers": each layer, one graph for all; "model": as a whole
+    compiled: str = ""  # "layers": each layer, two graphs for all (the first finds the documents); "model": as a whole
     checkpointing: bool = False
     capacities: int = 1  # a row is as long as so many
     cuda_only: bool = False
@@ -92,5 +92,5 @@ def model_of(provider: Provider, shape: dict, device: str):
         if provider.checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         for module in {"": [], "layers": model.model.layers, "model": [model]}[provider.compiled]:
-            module.compile(dynamic=True)
+            module.compile(dynamic=True, fullgraph=True)
         yield model
