@@ -1,6 +1,5 @@
 """tests/run_gpu.py: no file is left out or run twice, and one group that fails fails the run."""
 
-import subprocess
 import sys
 
 import pytest
@@ -22,26 +21,25 @@ def test_every_group_has_tests():
         assert all((run_gpu.ROOT / test.partition("::")[0]).is_file() for test in tests if test != "--deselect")
 
 
-@pytest.mark.parametrize(("second", "status"), [("assert True", 0), ("assert False", "failed: ['second']")])
-def test_counts_of_all_and_failure_of_one(second, status, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("second", "selected", "status", "total"),
+    [
+        ("assert True", "test", None, "3 passed"),
+        ("assert False", "test", "failed: ['second']", "2 passed, 1 failed"),
+        ("assert True", "no_such", "failed: no test ran", "3 deselected"),
+    ],
+)
+def test_counts_of_all_and_failure_of_one(second, selected, status, total, tmp_path, monkeypatch, capsys):
     bodies = {"first": "def test_a(): pass\ndef test_b(): pass", "second": f"def test_c():\n    {second}", "none": ""}
     for name, body in bodies.items():
         (tmp_path / f"test_{name}.py").write_text(body)
-    monkeypatch.setattr(run_gpu, "targets", lambda: {name: [str(tmp_path / f"test_{name}.py")] for name in bodies})
-    arguments = ["--logs", str(tmp_path / "logs"), "--only", *bodies]
     monkeypatch.setattr(run_gpu, "GROUPS", bodies)
-    monkeypatch.setattr(sys, "argv", ["run_gpu", *arguments, "-c", "/dev/null"])
-    if status:
-        with pytest.raises(SystemExit) as error:
-            run_gpu.main()
-        assert error.value.code == status
-    else:
-        run_gpu.main()
+    monkeypatch.setattr(run_gpu, "targets", lambda: {name: [str(tmp_path / f"test_{name}.py")] for name in bodies})
+    arguments = ["--logs", str(tmp_path / "logs"), "--only", *bodies, "-c", "/dev/null", "-k", selected]
+    monkeypatch.setattr(sys, "argv", ["run_gpu", *arguments])
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    with pytest.raises(SystemExit) as error:
+        sys.exit(run_gpu.main())
+    assert error.value.code == status
     assert {path.stem for path in (tmp_path / "logs").iterdir()} == {*bodies}
-    total = capsys.readouterr().out.splitlines()[-1]
-    assert total == ("all groups: 2 passed, 1 failed" if status else "all groups: 3 passed")
-
-
-def test_nothing_that_ran_is_a_failure(tmp_path):
-    command = [sys.executable, run_gpu.__file__, "--only", "families", "--logs", str(tmp_path), "--co", "-k", "no_such"]
-    assert subprocess.run(command, capture_output=True).returncode == 1
+    assert capsys.readouterr().out.splitlines()[-1] == f"all groups: {total}"
