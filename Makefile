@@ -2,6 +2,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
+CALLERS_PYTHONPATH := $(PYTHONPATH)
 export PYTHONPATH := .
 
 # The CUDA half is compiled wherever nvcc is found: for the visible GPUs, or for one architecture when there is none.
@@ -38,15 +39,22 @@ lint: .venv/.ready
 build: .venv/.ready
 	$(BIN)/python setup.py -q build_ext --inplace
 
-# On a GPU machine: a library that is already there is used, so that no compiler is needed.
+# On a GPU machine: a library that is already there is used, so that no compiler is needed, and the caller's PYTHONPATH.
 GPU_PYTHON ?= $(if $(wildcard .venv/.ready),$(BIN)/python,python3)
+test-gpu bench-gpu profile-gpu: export PYTHONPATH := .$(addprefix :,$(CALLERS_PYTHONPATH))
 
+# LOGS=folder for a log per group of tests; TESTS="--only attention -k cuda" for some, and for pytest.
 test-gpu:
-	$(GPU_PYTHON) -m pytest --ignore tests/test_install.py $(patsubst %,--ignore %,$(wildcard tests/test_*example*.py))
+	$(GPU_PYTHON) tests/run_gpu.py $(if $(LOGS),--logs $(LOGS)) $(TESTS)
 
+# FAMILIES="attention e2e" for some. One that fails leaves the others theirs.
+FAMILIES ?= boundaries padding packing rope attention megatron e2e
 bench-gpu:
-	@for family in boundaries padding packing rope attention megatron e2e; do \
-		$(GPU_PYTHON) benchmarks/bench_$$family.py --device cuda || exit 1; done
+	@failed=; \
+	for family in $(FAMILIES); do \
+		$(GPU_PYTHON) benchmarks/bench_$$family.py --device cuda || failed="$$failed $$family"; done; \
+	$(GPU_PYTHON) benchmarks/report.py --device cuda || failed="$$failed report"; \
+	test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 profile-gpu:
 	$(GPU_PYTHON) benchmarks/profile_gpu.py

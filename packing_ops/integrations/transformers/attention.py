@@ -158,7 +158,9 @@ def _why_not(query, key, value, dropout, kwargs):
     """Why varlen_attention cannot serve this call, or an empty string."""
     if dropout:
         return f"dropout {dropout} in attention"
-    unserved = [name for name in _UNSERVED & kwargs.keys() if kwargs[name] is not None and kwargs[name] is not False]
+    unserved = [
+        name for name in _UNSERVED.intersection(kwargs) if kwargs[name] is not None and kwargs[name] is not False
+    ]
     if unserved:
         return f"{min(unserved)} is not supported"
     if not (query.is_cpu or query.is_cuda):

@@ -1,0 +1,95 @@
+"""The test files in groups, several pytest processes at once: python tests/run_gpu.py [--only GROUP ...] [pytest arguments]
+
+One log per group, its end printed as soon as it is done, then the counts of all. One after the other they would take
+much longer. The processes share the cores out among them, so that tests that compare the CPU time of two calls are not
+disturbed.
+"""
+
+import argparse
+import collections
+import os
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
+MEMCHECK = "tests/test_sanitizer.py::test_no_findings[memcheck]"
+# The longest first. Each takes what those before it left; the last takes every file that is in no other group.
+GROUPS = {
+    "memcheck": [MEMCHECK],
+    "sanitizer": ["test_sanitizer.py"],
+    "transformers": ["test_hf_*.py"],
+    "attention": ["test_attention*.py"],
+    "megatron": ["test_megatron_*.py"],
+    "families": ["test_boundaries.py", "test_cuda.py", "test_pack*.py", "test_padding*.py", "test_rope*.py"],
+    "integrations": ["test_flash_attn_*.py", "test_trl.py", "test_unsloth.py", "test_strides.py"],
+    "others": ["test_*.py"],
+}
+NOT_HERE = ["test_install.py", "test_*example*.py"]  # they need a compiler, or train on the CPU
+NOTHING_COLLECTED = 5  # such as where a library that all of them need is not installed
+LINES = 12
+
+
+def targets() -> dict[str, list[str]]:
+    """{group: what pytest is given}."""
+    left = set(TESTS.glob("test_*.py")).difference(*(TESTS.glob(pattern) for pattern in NOT_HERE))
+    found = {}
+    for name, patterns in GROUPS.items():
+        files = sorted(path for path in left if any(path.match(pattern) for pattern in patterns))
+        left.difference_update(files)
+        found[name] = [str(path.relative_to(ROOT)) for path in files] or patterns  # pytest tells what is not there
+    found["sanitizer"] += ["--deselect", MEMCHECK]
+    return found
+
+
+def run(name: str, arguments: list[str], log: Path, threads: int) -> tuple[bool, collections.Counter]:
+    """Whether the group passed, and how many tests came out how."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    start = time.perf_counter()
+    with log.open("w") as file:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env={"OMP_NUM_THREADS": str(threads), **os.environ},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    passed = done.returncode in (0, NOTHING_COLLECTED)
+    lines = log.read_text(errors="replace").splitlines()
+    shown = "\n".join(line[:200] for line in lines[-LINES if passed else -4 * LINES :])
+    print(f"\n== {name}: exit {done.returncode}, {time.perf_counter() - start:.0f} s, {log}\n{shown}", flush=True)
+    last = lines[-1] if lines else ""
+    counts = re.findall(r"(\d+) (passed|failed|error|skipped|deselected|xfailed|xpassed)", last)
+    return passed, collections.Counter({kind: int(count) for count, kind in counts})
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--logs", type=Path, default=ROOT / "build" / "test-gpu", help="folder, a file per group")
+    parser.add_argument("--jobs", type=int, default=len(GROUPS), help="processes at once, at most one per core")
+    parser.add_argument("--only", nargs="+", metavar="GROUP", choices=list(GROUPS), default=list(GROUPS))
+    arguments, for_pytest = parser.parse_known_args()
+    cores = len(os.sched_getaffinity(0))
+    jobs = max(1, min(arguments.jobs, cores, len(arguments.only)))
+    arguments.logs.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(jobs) as pool:
+        runs = {
+            name: pool.submit(run, name, [*tests, *for_pytest], arguments.logs / f"{name}.log", cores // jobs)
+            for name, tests in targets().items()
+            if name in arguments.only
+        }
+    counts = sum((done.result()[1] for done in runs.values()), collections.Counter())
+    failed = [name for name, done in runs.items() if not done.result()[0]]
+    print("\nall groups:", ", ".join(f"{count} {kind}" for kind, count in counts.items()))
+    if failed or not counts["passed"]:
+        sys.exit(f"failed: {failed or 'no test ran'}")
+
+
+if __name__ == "__main__":
+    main()
