@@ -15,12 +15,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from harness import RESULTS, commit, device_name, write_csv
+from harness import RESULTS, device_name, write_csv
+from save_results import commit, save_results
+from text_data import docstring_pairs
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
-
-from text_data import docstring_pairs  # noqa: E402
 
 
 def write_lines(path, records):
@@ -42,6 +41,8 @@ def docstrings(folder: Path, out: Path) -> None:
     name = out.resolve() / "report_docstrings"
     outputs = "--json", f"{name}.json", "--plot", f"{name}.png"
     report(folder / "docstrings.jsonl", "--capacity", 2048, "--dp", 8, *outputs)
+    written = Path(f"{name}.json")
+    save_results(written, json.loads(written.read_text()), "cpu")
 
 
 def generated(form: str, count: int):

@@ -6,9 +6,8 @@ same thing; the first provider is ours. On CUDA the L2 cache is flushed before e
 
 import argparse
 import csv
-import os
 import platform
-import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,6 +17,10 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+
+sys.path.append(str(Path(__file__).parent.parent / "examples"))
+
+from save_results import commit
 
 RESULTS = Path(__file__).parent / "results"
 L2_FLUSH_BYTES = 256 << 20
@@ -37,19 +40,6 @@ class Case:
 
 def device_name(device: str) -> str:
     return torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
-
-
-def commit() -> str:
-    """Of the sources, changed results aside. PACKING_OPS_COMMIT says it where they are not in a git checkout."""
-    if os.environ.get("PACKING_OPS_COMMIT"):
-        return os.environ["PACKING_OPS_COMMIT"]
-    root = Path(__file__).parent.parent
-
-    def git(*arguments):
-        return subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=root).stdout.strip()
-
-    changed = git("status", "--porcelain", "--", ".", ":!benchmarks/results")
-    return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
 
 
 def percentiles(samples_us: list[float]) -> tuple[float, float, float]:

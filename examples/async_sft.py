@@ -11,7 +11,6 @@ the first batch of an epoch is never collated ahead.
 """
 
 import argparse
-import json
 import lzma
 import os
 import pickle
@@ -21,7 +20,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from report_packed import machine
+from save_results import save_results
 from text_data import Document, load_documents
 from tiny_llama import Config, TinyLlama
 from train_packed import packed_batch, summed_loss, to_device
@@ -135,19 +134,15 @@ def main():
         print(f"collated {name:14}: step {step:7.2f} ms, {waited:6.2f} ms of it waiting for the batch")
     print(f"collating in the worker takes {median(ahead.collated) * 1e3:.2f} ms, beside the step")
 
-    result = {
+    results = {
         "documents": len(documents),
         "documents_cut": cut,
-        **machine(arguments.device),
         "losses_equal": same,
         "step_seconds": {"in_loop": median(in_loop.step), "ahead": median(ahead.step)},
         "waited_seconds": {"in_loop": median(in_loop.waited), "ahead": median(ahead.waited)},
         "runs": [asdict(run) for run in runs],
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / f"demo_async_{arguments.device}.json"
-    path.write_text(json.dumps(result, indent=1))
-    print(f"written: {path}")
+    save_results(arguments.out / f"demo_async_{arguments.device}.json", results, arguments.device)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ A step takes ``--rows-per-step`` packed rows, dealt to the ranks. ``bins_multipl
 others: no rank waits for one that has no row left, and no row is seen twice to make up for it.
 """
 
-import json
 import os
 
 import torch
 import torch.distributed as dist
 import transformers
 from hf_setup import documents_for, new_model, one_pass, packed_batch, parser_of, swap
+from save_results import save_results
 
 import packing_ops as po
 
@@ -80,20 +80,18 @@ def main():
         mine, gathered = gathered[0], [None] * world_size
         dist.all_gather_object(gathered, mine)
     if settings.process_index == 0:
-        result = {
+        results = {
             "processes": world_size,
             "rows": len(rows),
             "steps_per_rank": [steps for steps, _, _ in gathered],
             "losses": torch.stack([losses for _, losses, _ in gathered]).mean(0).tolist(),
             "parameter_norm_per_rank": [norm for _, _, norm in gathered],
         }
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        path = arguments.out / f"demo_ddp_{world_size}.json"
-        path.write_text(json.dumps(result, indent=1))
         print(
-            f"{world_size} processes, {len(rows)} rows, steps {result['steps_per_rank']}; "
-            f"loss {result['losses'][0]:.3f} to {result['losses'][-1]:.3f}; written: {path}"
+            f"{world_size} processes, {len(rows)} rows, steps {results['steps_per_rank']}; "
+            f"loss {results['losses'][0]:.3f} to {results['losses'][-1]:.3f}"
         )
+        save_results(arguments.out / f"demo_ddp_{world_size}.json", results, arguments.device)
     # What DDP holds goes first: freed after its process group, it can wait forever for gloo's threads.
     del trainer, model
     if dist.is_initialized():

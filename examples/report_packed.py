@@ -1,7 +1,5 @@
 """Table, picture and JSON of the padded / packed comparison."""
 
-import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,9 +7,9 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-import torch
 from rich.console import Console
 from rich.table import Table
+from save_results import save_results
 
 COLORS = {"padded": "tab:gray", "packed": "tab:blue"}
 
@@ -66,20 +64,13 @@ def save_picture(path: Path, lengths: list[int], rows: list[list[int]], capacity
     plt.close(figure)
 
 
-def machine(device: str) -> dict:
-    """Where figures come from. PACKING_OPS_COMMIT is what `make bench` measures."""
-    name = torch.cuda.get_device_name() if device == "cuda" else f"cpu, {torch.get_num_threads()} threads"
-    return {"device": name, "torch": torch.__version__, "commit": os.environ.get("PACKING_OPS_COMMIT")}
-
-
 def save_report(
     stem: Path, lengths: list[int], cut: int, rows: list[list[int]], arguments, runs, losses, **more
 ) -> None:
     """stem.json and stem.png of two runs, padded and packed, and the table on the screen; ``more``: for the JSON."""
-    result = {
+    results = {
         "documents": len(lengths),
         "documents_cut": cut,
-        **machine(arguments.device),
         **more,
         "first_step_loss": losses,
         "speedup": runs[1].tokens_per_second / runs[0].tokens_per_second,
@@ -87,9 +78,8 @@ def save_report(
             asdict(r) | {"tokens_per_second": r.tokens_per_second, "padding_waste": r.padding_waste} for r in runs
         ],
     }
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    stem.with_suffix(".json").write_text(json.dumps(result, indent=1))
+    save_results(stem.with_suffix(".json"), results, arguments.device)
     filled = [[lengths[i] for i in row] for row in rows]
     save_picture(stem.with_suffix(".png"), lengths, filled, arguments.capacity, runs)
     print_table(runs, losses)
-    print(f"written: {stem}.json, {stem}.png")
+    print(f"written: {stem}.png")

@@ -9,12 +9,12 @@ rows, rank by rank, and compared with rows run one by one and reduced by definit
 """
 
 import argparse
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from save_results import save_results
 from text_data import BOS, IGNORE
 from tiny_llama import Config, TinyLlama
 
@@ -214,10 +214,8 @@ def main():
             parameter.grad = gradient
         optimizer.step()
 
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / "demo_rl.json"
-    path.write_text(json.dumps({"reduction": arguments.reduction, "boundaries": boundaries, "steps": steps}, indent=1))
-    print(f"written: {path}")
+    results = {"reduction": arguments.reduction, "boundaries": boundaries, "steps": steps}
+    save_results(arguments.out / "demo_rl.json", results, "cpu")
 
 
 if __name__ == "__main__":

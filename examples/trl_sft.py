@@ -13,6 +13,7 @@ from pathlib import Path
 import datasets
 import trl
 from hf_setup import byte_tokenizer, new_model, parser_of, swap
+from save_results import save_results
 from text_data import docstring_pairs
 from transformers import AutoTokenizer
 
@@ -71,7 +72,7 @@ def main():
     start = time.perf_counter()
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    result = {
+    results = {
         "documents": sum(map(len, lengths)),
         "rows": len(lengths),
         "fill": tokens / (len(lengths) * arguments.max_length),
@@ -81,13 +82,11 @@ def main():
         "stock": arguments.stock,
         "trl": trl.__version__,
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / f"demo_trl_{arguments.device}.json"
-    path.write_text(json.dumps(result, indent=1))
     print(
-        f"{result['documents']} documents in {result['rows']} rows, {result['fill']:.1%} full; "
-        f"loss {result['losses'][0]:.3f} to {result['losses'][-1]:.3f} in {result['seconds']:.1f} s; written: {path}"
+        f"{results['documents']} documents in {results['rows']} rows, {results['fill']:.1%} full; "
+        f"loss {results['losses'][0]:.3f} to {results['losses'][-1]:.3f} in {results['seconds']:.1f} s"
     )
+    save_results(arguments.out / f"demo_trl_{arguments.device}.json", results, arguments.device)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -22,6 +23,7 @@ def train(out, *arguments):
 
 
 def check(result, documents):
+    assert "commit" in result
     losses = result["first_step_loss"]
     assert losses["packed"] == pytest.approx(losses["padded"], abs=1e-5)
     assert losses["unpadded"] == pytest.approx(losses["padded"], abs=1e-5)
@@ -35,6 +37,33 @@ def check(result, documents):
 def test_docstrings(tmp_path):
     check(train(tmp_path, "--documents", "96"), 96)
     assert (tmp_path / "demo_cpu.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("told", ["0123456789ab", ""])
+def test_results_say_where_they_come_from(tmp_path, monkeypatch, told):
+    from save_results import save_results
+
+    monkeypatch.setenv("PACKING_OPS_COMMIT", told)
+    save_results(tmp_path / "new folder" / "a.json", {"loss": 2.5}, "cpu")
+    results = json.loads((tmp_path / "new folder" / "a.json").read_text())
+    assert results["loss"] == 2.5
+    assert results["torch"] == torch.__version__
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    if told or not head:
+        assert results["commit"] == (told or None)
+    else:
+        assert head.startswith(results["commit"].removesuffix("-dirty"))
+
+
+@pytest.mark.parametrize("missing", ["git", "checkout"])
+def test_commit_is_not_known_everywhere(tmp_path, monkeypatch, missing):
+    import save_results
+
+    monkeypatch.delenv("PACKING_OPS_COMMIT", raising=False)
+    monkeypatch.setattr(save_results, "__file__", str(tmp_path / "examples" / "save_results.py"))
+    if missing == "git":
+        monkeypatch.setenv("PATH", str(tmp_path))
+    assert save_results.commit() is None
 
 
 def test_jsonl_of_both_formats(tmp_path):

@@ -2,7 +2,7 @@
 
 import doctest
 import pickle
-from itertools import chain
+from itertools import chain, pairwise
 
 import pytest
 import torch
@@ -298,6 +298,33 @@ def test_low_precision_is_rounded_once(dtype):
     exact = advantages.double() / 2400
     error = (scaled.double() - exact).abs() / exact.abs().clamp(min=torch.finfo(dtype).tiny)
     assert error.max() <= 1.001 * torch.finfo(dtype).eps / 2
+
+
+@pytest.mark.parametrize(("rows", "seqlen"), [(3, 70_000), (200, 700), (4, 0)])
+def test_weights_are_added_in_float64(rows, seqlen, device):
+    """Whatever part of the rows is added at a time."""
+    mask = torch.ones(rows, seqlen, device=device)
+    mask[:, :1] = 2**25  # a float32 beside which a 1 is lost
+    ends = [0, rows // 2, rows]
+    scaled = normalize_advantages(torch.ones_like(mask), mask, list(pairwise(ends)), "token_mean")
+    for start, end in pairwise(ends):
+        wanted = mask[start:end].double().sum().reciprocal().float()
+        assert (scaled[start:end] == wanted).all()
+
+
+def test_infinite_weight_leaves_nothing_to_the_others(device):
+    mask = torch.tensor([[1.0, torch.inf, -1.0], [1.0, 1.0, 0.0]], device=device)
+    scaled = normalize_advantages(torch.ones_like(mask), mask, [(0, 1), (1, 2)], "token_mean")
+    assert scaled.tolist() == [[0, 0, 0], [0.5, 0.5, 0]]
+
+
+def test_what_the_mask_leaves_out_may_be_anything(device):
+    advantages = torch.tensor([[1.0, torch.nan, torch.inf, 3.0]], device=device)
+    for dtype in (torch.bool, torch.int32, torch.float64):
+        mask = torch.tensor([[1, 0, 0, 1]], device=device, dtype=dtype)
+        assert normalize_advantages(advantages, mask, [(0, 1)], "token_mean").tolist() == [[0.5, 0, 0, 1.5]]
+    mask = torch.tensor([[1.0, torch.nan, -1.0, 1.0]], device=device)
+    assert normalize_advantages(advantages, mask, [(0, 1)], "token_mean").tolist() == [[0.5, 0, 0, 1.5]]
 
 
 def test_only_mask_values_over_0_count():

@@ -5,6 +5,7 @@ import math
 import random
 import threading
 import time
+from array import array
 
 import pytest
 import torch
@@ -452,6 +453,7 @@ BAD_CALLS = {
     "strategy": (([1], 8), {"strategy": "best"}, "strategy: expected 'ffd', 'bfd', .* or 'balanced', got 'best'"),
     "overlong": (([1], 8), {"overlong": "cut"}, "overlong: expected 'error', .* or 'drop', got 'cut'"),
     "ties": (([1], 8), {"ties": "none"}, "ties: expected 'first' or 'last', got 'none'"),
+    "past int64": (([1, -(2**63) - 1], 8), {}, "lengths: expected integers that fit int64, got -9223372036854775809"),
     "balance": (([1], 8), {"balance": "time"}, "balance: expected None, 'tokens', .* got 'time'"),
     "balance coefficients": (([1], 8), {"balance": ("flops", -1, 1)}, "balance: expected .* finite a, b >= 0"),
     "balance of nothing": (([1], 8), {"balance": ("flops", 0, 0)}, "balance: expected .* not both 0"),
@@ -479,3 +481,10 @@ def test_bad_input_is_named(strategy, case):
 def test_bad_type_is_named(arguments, options, message):
     with pytest.raises(TypeError, match=message):
         po.pack_sequences(*arguments, **options)
+
+
+def test_lengths_may_be_any_sequence_of_integers():
+    for lengths in ((3, 5), range(3, 6, 2), b"\3\5", array("B", [3, 5]), [True + 2, 5]):
+        assert po.pack_sequences(lengths, 8).bins == [[1, 0]]
+    assert po.pack_sequences(bytes(8), 8).num_tokens == 0, "eight lengths, not one number of eight bytes"
+    assert po.pack_sequences((), 8).num_bins == 0

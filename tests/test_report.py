@@ -200,6 +200,21 @@ def test_docstrings_of_the_standard_library(docstrings, tmp_path, capsys):
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_report_among_the_results_says_its_commit(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setenv("PACKING_OPS_COMMIT", "0123456789ab")
+    import bench_report
+
+    def report(file, *options):
+        assert main(["report", str(file), *map(str, options[:6])]) == 0  # all but the picture
+
+    monkeypatch.setattr(bench_report, "report", report)
+    monkeypatch.setattr(bench_report, "docstring_pairs", lambda limit: [("f()", "does"), ("g()", "does not")])
+    bench_report.docstrings(tmp_path, tmp_path)
+    written = json.loads((tmp_path / "report_docstrings.json").read_text())
+    assert (written["commit"], written["examples"]["documents"]) == ("0123456789ab", 2)
+
+
 def test_report_is_the_same_from_python(docstrings, tmp_path):
     file, _ = docstrings
     main(["report", str(file), "--json", str(tmp_path / "r.json")])

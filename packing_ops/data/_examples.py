@@ -1,11 +1,13 @@
 """Examples of natural length, as collators get them: 1-D values in Python lists, arrays or tensors."""
 
-import struct
+from array import array
 from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import iadd
 
 import torch
 
-_FORMATS = {torch.int64: "q", torch.float32: "f"}
+_CODES = {torch.int64: "q", torch.float32: "f"}
 
 
 def column(examples: Sequence[Mapping], name: str) -> list:
@@ -31,8 +33,10 @@ def optional_column(examples: Sequence[Mapping], name: str, lengths: Sequence[in
 
 
 def lengths_of(values: Sequence, name: str) -> list[int]:
-    try:  # len() of a tensor takes several times as long as its size
-        return [value.size(0) if isinstance(value, torch.Tensor) else len(value) for value in values]
+    try:
+        if torch.Tensor in set(map(type, values)):  # len() of one takes several times as long as its size
+            return [value.size(0) if isinstance(value, torch.Tensor) else len(value) for value in values]
+        return list(map(len, values))
     except (TypeError, IndexError):
         index = next(i for i, value in enumerate(values) if not hasattr(value, "__len__") or _dim(value) == 0)
         raise ValueError(f"{name}: expected a 1-D sequence, got {values[index]!r} in example {index}") from None
@@ -80,7 +84,7 @@ def flattened(
             fillings = [(filling[:gap],) if gap else () for gap in gaps]  # most documents have no gap after them
             pieces = [part for piece, after in zip(pieces, fillings, strict=True) for part in (piece, *after)]
         flat = torch.cat(pieces)
-    except (TypeError, ValueError, OverflowError, RuntimeError, struct.error) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise _error(values, name, dtype) from error
     if flat.dim() != 1 or (flat.dtype.is_floating_point and not dtype.is_floating_point):
         raise _error(values, name, dtype)
@@ -88,21 +92,21 @@ def flattened(
 
 
 def _from_lists(values: Sequence[Sequence], dtype: torch.dtype, gaps: Sequence[int], fill: int) -> torch.Tensor:
-    # torch.tensor() takes ten times as long for a list as struct, and that twice as long as bytes().
+    # torch.tensor() takes ten times as long for a list as array, and that twice as long as bytearray.
     if dtype.is_floating_point and not any(gaps):
         try:
-            return _from_buffer(bytearray().join([bytes(value) for value in values]), torch.uint8).to(dtype)
+            return _from_buffer(bytearray(reduce(iadd, values, [])), torch.uint8).to(dtype)
         except (TypeError, ValueError):  # weights, not a mask
             pass
-    code = _FORMATS[dtype]
-    buffer, offset = bytearray(struct.pack(code, fill)) * (sum(map(len, values)) + sum(gaps)), 0
+    buffer, filling = array(_CODES[dtype]), array(_CODES[dtype], [fill])
     for value, gap in zip(values, gaps, strict=True):
-        struct.pack_into(f"{len(value)}{code}", buffer, offset, *value)
-        offset += (len(value) + gap) * dtype.itemsize
+        buffer.fromlist(value if isinstance(value, list) else list(value))
+        if gap:
+            buffer += filling * gap
     return _from_buffer(buffer, dtype)
 
 
-def _from_buffer(buffer: bytearray, dtype: torch.dtype) -> torch.Tensor:
+def _from_buffer(buffer: bytearray | array, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(buffer, dtype=dtype) if buffer else torch.empty(0, dtype=dtype)
 
 

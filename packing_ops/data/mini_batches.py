@@ -133,9 +133,9 @@ def normalize_advantages(
         )
     rows = advantages.shape[0]
     ends = _row_ends("boundaries", boundaries, rows)
-    counts = loss_mask > 0
-    weights = torch.where(counts, loss_mask, 0)
-    tokens = weights.sum(dim=1, dtype=torch.float64)
+    dtype = torch.promote_types(torch.promote_types(advantages.dtype, loss_mask.dtype), torch.float32)
+    weights = _weights(loss_mask.to(dtype))
+    tokens = _by_rows(lambda w: w.sum(dim=1, dtype=torch.float64), weights)
     has_tokens = (tokens > 0).double()
 
     if reduction == "token_mean":
@@ -161,21 +161,40 @@ def normalize_advantages(
     else:
         raise ValueError(f"reduction: expected one of {', '.join(REDUCTIONS)}, got {reduction!r}")
 
-    scaled = torch.where(counts, advantages, 0).to(torch.promote_types(advantages.dtype, torch.float32))
+    scaled = _where_weighted(advantages.to(dtype), weights)
     if zscore:
-        scaled = _zscored(scaled, weights).masked_fill_(~counts, 0)
+        scaled = _where_weighted(_zscored(scaled, weights, tokens.sum()), weights)
     scale = torch.where(tokens > 0, denominator.reciprocal(), 0)
-    return scaled.mul_(scale[:, None].to(scaled.dtype)).to(advantages.dtype)
+    return scaled.mul_(scale[:, None].to(dtype)).to(advantages.dtype)
 
 
-def _zscored(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    total = weights.sum(dtype=torch.float64)
-    mean = (values.double() * weights).sum() / total
-    centred = values.double() - mean
-    deviation = (centred.square() * weights).sum().div(total).sqrt()
+def _weights(loss_mask: torch.Tensor) -> torch.Tensor:
+    """The mask, 0 where it is negative or no number."""
+    # Where a look costs no synchronisation it saves two passes.
+    if loss_mask.is_cpu and loss_mask.numel() and loss_mask.amin() >= 0:
+        return loss_mask
+    return loss_mask.nan_to_num(0.0, posinf=torch.inf).clamp_min_(0)
+
+
+def _where_weighted(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """``torch.where(weights > 0, values, 0)``, infinities and NaN left out too, in one pass a third as long."""
+    return torch.ops.aten.threshold_backward(values, weights, 0)
+
+
+def _zscored(values: torch.Tensor, weights: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    mean = _by_rows(lambda v, w: (v.double() * w).sum(dim=1), values, weights).sum() / total
+    squares = _by_rows(lambda v, w: (v.double() - mean).square_().mul_(w).sum(dim=1), values, weights).sum()
+    deviation = squares.div(total).sqrt()
     # What rounding leaves of equal values is no spread.
     deviation = torch.where(deviation > 1e-14 * mean.abs(), deviation, torch.inf)
-    return centred.div_(deviation).to(values.dtype)
+    return _by_rows(lambda v: (v.double() - mean).div_(deviation).to(v.dtype), values)
+
+
+def _by_rows(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    """``function`` of the rows; on a CPU of a few at a time, so that the float64 in between stays in its cache."""
+    rows, seqlen = tensors[0].shape
+    size = max(1, 2**16 // max(1, seqlen) if tensors[0].is_cpu else rows)
+    return torch.cat([function(*part) for part in zip(*(tensor.split(size) for tensor in tensors), strict=True)])
 
 
 def _sum_over(values: torch.Tensor, ends: list[int]) -> torch.Tensor:

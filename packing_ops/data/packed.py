@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 
 import torch
 
-from packing_ops._args import integer
+from packing_ops._args import int64_tensor, integer
 from packing_ops.data._examples import column, flattened, optional_column, tokens_of
 from packing_ops.data.parallel import aligned, packed_alignment, thd_partition_indices
 from packing_ops.metadata import PackedMetadata
@@ -92,9 +92,9 @@ class PackedCollator:
         width = max(map(sum, slots))
         for row in slots:
             row[-1] += width - sum(row)
-        slots = torch.tensor([own for row in slots for own in row])
-        tokens = torch.tensor([lengths[index] for index in order])
-        actions = torch.tensor([num_actions[index] for index in order])
+        slots = int64_tensor([own for row in slots for own in row])
+        tokens = int64_tensor([lengths[index] for index in order])
+        actions = int64_tensor([num_actions[index] for index in order])
         starts = slots.cumsum(0) - slots
         size = len(rows), width
         is_token = _covered(starts, tokens, math.prod(size))
@@ -102,7 +102,7 @@ class PackedCollator:
 
         gaps = (slots - tokens).tolist()
         sequences = flattened(input_ids, "input_ids", order=order, gaps=gaps, fill=self.pad_token_id)
-        weight = is_action.float()
+        weight = is_action.byte().float()  # from bool it takes twice as long
         if weights is not None:
             weight.masked_scatter_(is_action, _checked_weights(weights, order))
         weight[starts] = 0  # no token stands before these to predict them
