@@ -126,10 +126,11 @@ def run(family: str, cases_of: Callable[[str], Iterable[Case]]) -> argparse.Name
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV")
     arguments = parser.parse_args()
     copy_rate = copy_bytes_per_us(arguments.device)
-    rows = []
+    rows, path = [], arguments.out / f"{family}_{arguments.device}.csv"
     for case in track(cases_of(arguments.device), description=f"bench {family} on {arguments.device}"):
         rows += rows_of(case, arguments.device, copy_rate)
-    write_csv(arguments.out / f"{family}_{arguments.device}.csv", rows)
+        write_csv(path, rows, show=False)  # what is measured stays, whatever a later case does
+    write_csv(path, rows)
     return arguments
 
 

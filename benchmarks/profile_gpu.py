@@ -75,8 +75,8 @@ def run_case(name: str) -> None:
 def profiled(name: str) -> list[dict]:
     metrics = [*METRICS, *(STALL.format(stall) for stall in STALLS)]
     done = subprocess.run(
-        ["ncu", "--profile-from-start", "off", "--csv", "--print-units", "base", "--metrics", ",".join(metrics),
-         sys.executable, __file__, "--case", name],
+        ["ncu", "--profile-from-start", "off", "--clock-control", "none", "--csv", "--print-units", "base",
+         "--metrics", ",".join(metrics), sys.executable, __file__, "--case", name],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
@@ -109,10 +109,19 @@ def main():
     if shutil.which("ncu") is None:
         sys.exit("profile_gpu: needs ncu on PATH")
     names = [name for name in cases() if arguments.only in name]
-    rows = [row for name in names for row in profiled(name)]
-    path = arguments.out / "profile_cuda.csv"
-    kept = list(csv.DictReader(path.open())) if path.exists() else []
-    write_csv(path, [row for row in kept if row["case"] not in names] + rows)
+    path, failed = arguments.out / "profile_cuda.csv", []
+    rows = list(csv.DictReader(path.open())) if path.exists() else []
+    for name in names:
+        try:
+            found = profiled(name)
+        except RuntimeError as error:
+            print(error, file=sys.stderr)
+            failed.append(name)
+            continue
+        rows = [row for row in rows if row["case"] != name] + found
+        write_csv(path, rows, show=False)
+    if failed:
+        sys.exit(f"failed: {failed}")
 
 
 if __name__ == "__main__":
