@@ -11,6 +11,7 @@ def index_tensor(values: torch.Tensor | Sequence[int], name: str) -> torch.Tenso
     """``values`` as an integer tensor; a sequence becomes int64 on the CPU. Fractions are an error, not a cut."""
     if isinstance(values, torch.Tensor):
         return values
+    values = list(values)  # of an iterator nothing would be left after the look at its types
     if not all(isinstance(value, int) for value in values):
         wrong = next(value for value in values if not isinstance(value, int))
         raise TypeError(f"{name}: expected integers, got {wrong!r} ({type(wrong).__name__})")
@@ -20,9 +21,9 @@ def index_tensor(values: torch.Tensor | Sequence[int], name: str) -> torch.Tenso
         raise ValueError(f"{name}: expected integers that fit int64, got {max(values, key=abs)}") from None
 
 
-def int64_tensor(values: Sequence[int]) -> torch.Tensor:
-    """``torch.tensor(values)`` of integers, in a fifth of the time."""
-    buffer = array("q", list(values))  # of bytes it would take every eight for one number
+def int64_tensor(values: list[int]) -> torch.Tensor:
+    """``torch.tensor(values)``, in a fifth of the time."""
+    buffer = array("q", values)
     return torch.frombuffer(buffer, dtype=torch.int64) if buffer else torch.empty(0, dtype=torch.int64)
 
 

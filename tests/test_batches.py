@@ -263,6 +263,21 @@ def test_bad_input_is_named(call, message):
         call()
 
 
+@pytest.mark.parametrize("indices", [torch.tensor([2, 0]), np.array([2, 0]), (i for i in (2, 0)), [torch.tensor(2), 0]])
+def test_indices_may_be_any_integers(indices):
+    rows = select_rows({"ids": torch.tensor([[5, 1], [6, 2], [7, 3]]), "uids": ["a", "b", "c"]}, indices)
+    assert rows["ids"].tolist() == [[7, 3], [5, 1]]
+    assert rows["uids"] == ["c", "a"]
+
+
+@pytest.mark.parametrize(
+    "call", [lambda: pad_batch_to_multiple(batch_of(3), 1.5), lambda: select_rows(batch_of(3), [1.0])]
+)
+def test_fractions_are_no_numbers_of_rows(call):
+    with pytest.raises(TypeError, match=r"(multiple|indices): expected an integer, got 1\.[05]"):
+        call()
+
+
 def test_what_cannot_be_zeroed_is_named():
     with pytest.raises(
         TypeError, match=r"texts: expected numbers, tensors or lists of them to zero, got 'row 1' \(str\)"

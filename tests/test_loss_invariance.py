@@ -376,6 +376,13 @@ def test_masked_slots_may_hold_anything(device):
         assert torch.equal(gradient, mask / 4)
 
 
+def test_a_count_that_is_no_number_is_seen(device):
+    values = torch.ones(2, 3, device=device)
+    with pytest.raises(ValueError, match="num_items_in_batch: expected at least 0, got nan"):
+        masked_loss(values, values, num_items_in_batch=torch.nan)
+    assert masked_loss(values, values, num_items_in_batch=torch.tensor(torch.nan, device=device)).isnan()
+
+
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean"])
 def test_nothing_to_learn_is_a_loss_of_0(device, reduction):
     values = torch.ones(2, 3, device=device, requires_grad=True)

@@ -265,6 +265,9 @@ def test_context_parallel_split_of_some_rows():
         ([{"input_ids": [[1]], "num_actions": 0}], r"1-D sequence of integers, got int64 \[1, 1\]"),
         ([{"input_ids": ["a"], "num_actions": 0}], r"1-D sequence of integers, got \['a'\] in example 0"),
         ([{"input_ids": [2**70], "num_actions": 0}], "1-D sequence of integers"),
+        ([{"input_ids": torch.tensor([1, 2**63], dtype=torch.uint64), "num_actions": 0}], r"1-D sequence of integers, got uint64 \[2\] in example 0"),
+        ([{"input_ids": torch.ones(2, dtype=torch.complex64), "num_actions": 0}], r"1-D sequence of integers, got complex64 \[2\] in example 0"),
+        ([example(2, 1, loss_mask=torch.ones(1, dtype=torch.complex64))], r"loss_mask: expected a 1-D sequence of numbers, got complex64"),
         ([example(9, 1)], "input_ids: expected at most capacity=8 slots, got 9 for 9 tokens"),
         ([example(2, 3)], "num_actions: expected 0 to the example's 2 tokens, got 3 in example 0"),
         ([example(2, -1)], "num_actions: expected 0 to the example's 2 tokens, got -1"),
@@ -284,6 +287,26 @@ def test_context_parallel_split_of_some_rows():
 def test_bad_examples_are_named(examples, message):
     with pytest.raises(ValueError, match=message):
         PackedCollator(8)(examples)
+
+
+@pytest.mark.parametrize("examples", [iter([example(2, 1)]), example(2, 1), [[1, 2]], [None], [example(2, 1), "ab"]])
+def test_examples_are_a_list_of_dicts(examples):
+    with pytest.raises(
+        TypeError, match=r"examples: expected (a list of )?dicts, got (list_iterator|dict|list|NoneType|str)"
+    ):
+        PackedCollator(8)(examples)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_unsigned_tokens(dtype):
+    """torch.cat takes them beside nothing else."""
+    ids = [[1, 2, 60_000], [3]]
+    want = PackedCollator(8, tp_size=4)([{"input_ids": i, "num_actions": 1} for i in ids])
+    for convert in (lambda i: torch.tensor(i, dtype=dtype), lambda i: torch.tensor(i, dtype=dtype).numpy()):
+        examples = [{"input_ids": convert(i), "num_actions": 1} for i in ids]
+        assert_same(PackedCollator(8, tp_size=4)(examples)["sequences"], want["sequences"])
+        examples[1]["input_ids"] = [3]
+        assert_same(PackedCollator(8, tp_size=4)(examples)["sequences"], want["sequences"])
 
 
 @pytest.mark.parametrize("name", ["input_ids", "loss_mask"])

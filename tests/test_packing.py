@@ -486,5 +486,6 @@ def test_bad_type_is_named(arguments, options, message):
 def test_lengths_may_be_any_sequence_of_integers():
     for lengths in ((3, 5), range(3, 6, 2), b"\3\5", array("B", [3, 5]), [True + 2, 5]):
         assert po.pack_sequences(lengths, 8).bins == [[1, 0]]
+    assert po.pack_sequences((n for n in (3, 5)), 8).bins == [[1, 0]], "looked at twice, an iterator would be empty"
     assert po.pack_sequences(bytes(8), 8).num_tokens == 0, "eight lengths, not one number of eight bytes"
     assert po.pack_sequences((), 8).num_bins == 0

@@ -276,6 +276,20 @@ def test_bad_options_are_named(options, message):
         PaddingFreeCollator()(documents(1), return_tensors="np")
 
 
+@pytest.mark.parametrize("collator", [PaddingFreeCollator(), lambda features: count_within_token_budget(features, 4)])
+@pytest.mark.parametrize("wrong", [lambda features: (f for f in features), lambda features: features[0]])
+def test_features_are_a_list_of_dicts(collator, wrong):
+    """Of an iterator nothing would be left when the labels' turn comes."""
+    with pytest.raises(TypeError, match=r"features: expected a list of dicts, got (generator|dict)"):
+        collator(wrong([{"input_ids": [1, 2], "labels": [-100, -100]}]))
+
+
+@pytest.mark.parametrize("index", [1.5, None, "3"])
+def test_index_of_a_pair_is_an_integer(index):
+    with pytest.raises(TypeError, match="index: expected an integer, got"):
+        PaddingFreeDPOCollator()([{"chosen_input_ids": [1], "rejected_input_ids": [2], "index": index}])
+
+
 def test_no_pad_token():
     with pytest.raises(TypeError, match="pad_token_id: expected an integer, got None"):
         PaddingFreeCollator(max_seq_length=8, pad_token_id=None)

@@ -8,17 +8,28 @@ from operator import iadd
 import torch
 
 _CODES = {torch.int64: "q", torch.float32: "f"}
+_UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # torch.cat takes them beside no other dtype
+
+
+def check_examples(examples: Sequence[Mapping], name: str) -> None:
+    """No iterator, of which nothing would be left for the second key, and no dict of columns."""
+    if isinstance(examples, Mapping) or not hasattr(examples, "__len__"):
+        raise TypeError(f"{name}: expected a list of dicts, got {type(examples).__name__}")
 
 
 def column(examples: Sequence[Mapping], name: str) -> list:
     """What every example has under ``name``."""
     try:
         return [example[name] for example in examples]
-    except KeyError:
-        index = next(i for i, example in enumerate(examples) if name not in example)
-        raise ValueError(
-            f"{name}: expected in every example, got only {sorted(examples[index])} in example {index}"
-        ) from None
+    except (KeyError, TypeError):
+        for i, example in enumerate(examples):
+            if not isinstance(example, Mapping):
+                raise TypeError(f"examples: expected dicts, got {type(example).__name__} as example {i}") from None
+            if name not in example:
+                raise ValueError(
+                    f"{name}: expected in every example, got only {sorted(example)} in example {i}"
+                ) from None
+        raise
 
 
 def optional_column(examples: Sequence[Mapping], name: str, lengths: Sequence[int], like: str) -> list | None:
@@ -79,6 +90,7 @@ def flattened(
         if all(isinstance(value, (list, tuple)) for value in values):
             return _from_lists(pieces, dtype, gaps or [0] * len(pieces), fill)
         pieces = [piece if isinstance(piece, torch.Tensor) else torch.as_tensor(piece) for piece in pieces]
+        pieces = [piece.long() if piece.dtype in _UNSIGNED and _becomes(piece, dtype) else piece for piece in pieces]
         if gaps is not None:
             filling = torch.full((max(gaps),), fill, device=pieces[0].device)
             fillings = [(filling[:gap],) if gap else () for gap in gaps]  # most documents have no gap after them
@@ -86,7 +98,7 @@ def flattened(
         flat = torch.cat(pieces)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise _error(values, name, dtype) from error
-    if flat.dim() != 1 or (flat.dtype.is_floating_point and not dtype.is_floating_point):
+    if flat.dim() != 1 or not _becomes(flat, dtype):
         raise _error(values, name, dtype)
     return flat.to(dtype)
 
@@ -110,6 +122,13 @@ def _from_buffer(buffer: bytearray | array, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(buffer, dtype=dtype) if buffer else torch.empty(0, dtype=dtype)
 
 
+def _becomes(values: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether ``values`` can be ``dtype`` without a cut."""
+    if values.dtype == torch.uint64 and (values.long() < 0).any():
+        return False
+    return not values.is_complex() and (dtype.is_floating_point or not values.is_floating_point())
+
+
 def _check_no_padding(masks: Sequence, name: str) -> None:
     if all(isinstance(mask, list) and mask.count(1) == len(mask) for mask in masks):
         return
@@ -130,8 +149,7 @@ def _error(values: Sequence, name: str, dtype: torch.dtype) -> ValueError:
             tensor = torch.as_tensor(value)
         except (TypeError, ValueError, OverflowError, RuntimeError):
             return ValueError(f"{name}: expected a 1-D sequence of {wanted}, got {value!r} in example {i}")
-        right = dtype.is_floating_point or not tensor.dtype.is_floating_point
-        if tensor.dim() != 1 or not right:
+        if tensor.dim() != 1 or not _becomes(tensor, dtype):
             got = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
             return ValueError(f"{name}: expected a 1-D sequence of {wanted}, got {got} in example {i}")
     devices = sorted({str(torch.as_tensor(value).device) for value in values})

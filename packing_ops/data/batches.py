@@ -12,6 +12,8 @@ from itertools import chain, islice
 
 import torch
 
+from packing_ops._args import integer
+
 
 def num_rows(batch: Mapping[str, object]) -> int:
     """Rows of a batch, after a look that all of it has as many.
@@ -61,9 +63,9 @@ def pad_batch_to_multiple(
     Raises:
         ValueError: multiple < 1; tensors or lists that differ in their number of rows; a zero key that the batch does
             not have, or has as None: its dummy rows would count in the loss.
-        TypeError: a zero key whose rows are neither numbers nor tensors nor lists of them.
+        TypeError: a multiple that is no integer; a zero key whose rows are neither numbers nor tensors nor lists of them.
     """
-    if multiple < 1:
+    if integer(multiple, "multiple") < 1:
         raise ValueError(f"multiple: expected at least 1, got {multiple}")
     rows = num_rows(batch)
     missing = -rows % multiple
@@ -133,12 +135,13 @@ def select_rows(batch: Mapping[str, object], indices: Sequence[int]) -> dict[str
 
     Raises:
         ValueError: a row that the batch does not have; tensors or lists that differ in their number of rows.
+        TypeError: an index that is no integer.
     """
     rows = num_rows(batch)
+    indices = [integer(index, "indices") for index in indices]
     wrong = [index for index in indices if not 0 <= index < rows]
     if wrong:
         raise ValueError(f"indices: expected 0 to {rows - 1} for {rows} rows, got {wrong[0]}")
-    indices = list(indices)
     return _map_rows(batch, lambda _, rows: [rows[i] for i in indices] if isinstance(rows, list) else rows[indices])
 
 

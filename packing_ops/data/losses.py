@@ -111,7 +111,7 @@ def masked_loss(
         raise ValueError(f"reduction: expected 'token_mean' or 'sequence_mean', got {reduction!r}")
     if dp_size < 1:
         raise ValueError(f"dp_size: expected at least 1 rank, got {dp_size}")
-    if not isinstance(num_items_in_batch, torch.Tensor) and num_items_in_batch < 0:
+    if not isinstance(num_items_in_batch, torch.Tensor) and not num_items_in_batch >= 0:
         raise ValueError(f"num_items_in_batch: expected at least 0, got {num_items_in_batch}")
     if cu_seqlens is None:
         cu_seqlens = _one_document_per_row(losses)
@@ -125,7 +125,7 @@ def masked_loss(
         count = num_items_in_batch.to(sums, non_blocking=True)
     else:
         count = sums.new_full((), num_items_in_batch)
-    return sums.sum() * torch.where(count > 0, dp_size / count, 0)
+    return sums.sum() * torch.where(count > 0, dp_size / count, count * 0)  # NaN stays NaN
 
 
 def _at_least_float32(values: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 
 from packing_ops._args import int64_tensor, integer
-from packing_ops.data._examples import column, flattened, optional_column, tokens_of
+from packing_ops.data._examples import check_examples, column, flattened, optional_column, tokens_of
 from packing_ops.data.parallel import aligned, packed_alignment, thd_partition_indices
 from packing_ops.metadata import PackedMetadata
 from packing_ops.packing import pack_sequences
@@ -53,7 +53,8 @@ class PackedCollator:
         ValueError: no examples, fewer than dp_size or than the rows that dp_size asks for; an example without tokens
             or over the capacity; a missing key, in all or some examples; lengths that do not fit each other; padding
             in an attention_mask; weights that are negative or not finite.
-        TypeError: a capacity, size or pad_token_id that is no integer (None: a tokenizer without one).
+        TypeError: a capacity, size or pad_token_id that is no integer (None: a tokenizer without one); examples that
+            are no list of dicts.
 
     A batch without any target has a loss_mask of zeros. Deterministic; no state, so threads may share one. Time and
     memory linear in the tokens. Ties go to the later example, as in SkyRL.
@@ -158,6 +159,7 @@ class PackedCollator:
         return {**batch, **shares}
 
     def _tokens(self, examples) -> tuple[list, list[int]]:
+        check_examples(examples, "examples")
         if len(examples) < self.dp_size:
             raise ValueError(f"examples: expected at least dp_size={self.dp_size}, got {len(examples)}")
         input_ids, lengths = tokens_of(examples)

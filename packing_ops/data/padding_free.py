@@ -5,12 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
 
-import torch
 import torch.nn.functional as F
 
-from packing_ops._args import integer
+from packing_ops._args import int64_tensor, integer
 from packing_ops.boundaries import mask_boundary_labels
-from packing_ops.data._examples import column, flattened, lengths_of, optional_column, tokens_of
+from packing_ops.data._examples import check_examples, column, flattened, lengths_of, optional_column, tokens_of
 from packing_ops.metadata import PackedMetadata
 
 
@@ -51,7 +50,8 @@ class PaddingFreeCollator:
         ValueError: no examples; one without tokens; a key that only some examples have; labels of another length than
             input_ids; padding in an attention_mask; more than max_seq_length tokens with ``overlong="error"``, or
             nothing that fits; an unknown policy; return_tensors other than "pt".
-        TypeError: a pad_token_id that is no integer (None: a tokenizer without one).
+        TypeError: a pad_token_id that is no integer (None: a tokenizer without one); examples that are no list of
+            dicts.
 
     Deterministic; no state, so threads may share one. Time and memory linear in the tokens.
     """
@@ -165,7 +165,7 @@ class PaddingFreeDPOCollator(PaddingFreeCollator):
         >>> PaddingFreeDPOCollator(concatenated=True)([pair, pair])["cu_seq_lens_q"].tolist()
         [0, 2, 4, 7, 10]
 
-    Raises: as PaddingFreeCollator.
+    Raises: as PaddingFreeCollator; TypeError for an index that is no integer.
     """
 
     concatenated: bool = False
@@ -187,7 +187,7 @@ class PaddingFreeDPOCollator(PaddingFreeCollator):
                 batch.update({prefix + name: value for name, value in row.items()})
         if any("index" in example for example in features):
             index = column(features, "index")
-            batch["index"] = torch.tensor([int(index[i]) for i in kept])
+            batch["index"] = int64_tensor([integer(index[i], "index") for i in kept])
         return batch
 
 
@@ -209,7 +209,9 @@ def count_within_token_budget(features: Sequence[Mapping], max_seq_length: int |
 
     Raises:
         ValueError: no input_ids, or a name of them that some examples lack.
+        TypeError: features that are no list of dicts.
     """
+    check_examples(features, "features")
     if max_seq_length is None or not features:
         return len(features)
     names = [name for name in features[0] if name.endswith("input_ids")] or ["input_ids"]
@@ -221,6 +223,7 @@ def count_within_token_budget(features: Sequence[Mapping], max_seq_length: int |
 def _check_arguments(features, return_tensors) -> None:
     if return_tensors not in (None, "pt"):
         raise ValueError(f'return_tensors: expected "pt" or None, got {return_tensors!r}')
+    check_examples(features, "features")
     if not features:
         raise ValueError("features: expected at least one example, got none")
 
