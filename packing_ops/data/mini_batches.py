@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from packing_ops.boundaries import cu_seqlens_from_lengths, segment_sum, seq_idx_from_cu_seqlens
+from packing_ops.boundaries import segment_sum, seq_idx_from_cu_seqlens
 from packing_ops.data.batches import num_rows, pad_batch_to_multiple, slice_batch
 
 Boundaries = torch.Tensor | Sequence[tuple[int, int]]
@@ -199,8 +199,7 @@ def _by_rows(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> t
 
 def _sum_over(values: torch.Tensor, ends: list[int]) -> torch.Tensor:
     """For every row the sum over all rows of its own segment, ``ends[i] : ends[i + 1]``."""
-    lengths = torch.tensor(ends).diff().to(values.device)
-    cu_seqlens = cu_seqlens_from_lengths(lengths)
+    cu_seqlens = torch.tensor(ends, dtype=torch.int32).to(values.device)
     return segment_sum(values, cu_seqlens)[seq_idx_from_cu_seqlens(cu_seqlens, values.shape[0])]
 
 
