@@ -177,6 +177,7 @@ def test_transformers_looks_again():
         from transformers.modeling_flash_attention_utils import FLASH_ATTENTION_COMPATIBILITY_MATRIX as matrix
         from transformers.utils import import_utils as checks
         checks.is_torch_cuda_available = lambda: True
+        mapping = vars(checks).setdefault("PACKAGE_DISTRIBUTION_MAPPING", {})  # where 5.17 looks, newer ones have none
         found = lambda: (
             checks.is_flash_attn_2_available(),
             checks.is_flash_attn_greater_or_equal("2.3.3"),
@@ -185,10 +186,12 @@ def test_transformers_looks_again():
         assert found() == (False, False, False), found()
         install_flash_attn_alias()
         assert found() == (True, True, True), found()
+        assert mapping["flash_attn"] == ["flash-attn"]
         assert not checks.is_flash_attn_greater_or_equal("3.0.0")
         assert not checks.is_flash_attn_3_available() and not checks.is_flash_attn_4_available()
         remove_flash_attn_alias()
         assert found() == (False, False, False), found()
+        assert "flash_attn" not in mapping
         """
     )
 

@@ -137,6 +137,10 @@ _finder = _Finder()
 def _make_transformers_look_again() -> None:
     """transformers remembers what it found."""
     checks = sys.modules.get("transformers.utils.import_utils")
+    mapping = getattr(checks, "PACKAGE_DISTRIBUTION_MAPPING", {})  # transformers 5.17 makes it at its import
+    mapping.pop("flash_attn", None)
+    if _finder in sys.meta_path:
+        mapping["flash_attn"] = ["flash-attn"]
     for name in ("_package_distribution_mapping", *(n for n in dir(checks) if n.startswith("is_flash_attn"))):
         forget = getattr(getattr(checks, name, None), "cache_clear", None)
         if forget is not None:
