@@ -338,13 +338,13 @@ DISTRIBUTIONS = {
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_time_grows_no_faster_than_n_log_n(strategy, distribution):
-    counts = 40_000, 320_000
+    counts = 20_000, 320_000
     small, large = (
         cpu_seconds(lambda: po.pack_sequences(lengths, 8192, strategy=strategy))  # noqa: B023
         for lengths in map(DISTRIBUTIONS[distribution], counts)
     )
     growth = counts[1] * math.log(counts[1]) / (counts[0] * math.log(counts[0]))
-    assert large / small < 4 * growth  # caches end in between; quadratic would be 8 * growth and far more
+    assert large / small < 6 * growth  # caches end in between; quadratic would be 12 * growth
 
 
 def test_other_threads_run_during_a_pack():
