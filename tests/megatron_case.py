@@ -144,17 +144,23 @@ def one_process(device, tmp_path):
         torch.distributed.destroy_process_group()
 
 
-def spawn(worker, world_size, folder, *args):
-    """``worker(*args)`` in so many processes of one gloo group, on the CPU. An exception in one of them is raised here."""
+def tensor_parallel_part(whole, dim, size):
+    """This rank's ``size`` rows of dimension ``dim``."""
+    return whole.narrow(dim, parallel_state.get_tensor_model_parallel_rank() * size, size)
+
+
+def spawn(worker, world_size, folder):
+    """What ``worker()`` returns in each of so many processes of one gloo group, on the CPU; its exception is raised here."""
     # One process imports what takes seconds; the others are forks of it, before it has any thread.
     torch.multiprocessing.set_forkserver_preload(["hypothesis", "pytest", GPTModel.__module__, "packing_ops"])
-    arguments = world_size, f"file://{folder}/store", worker, args
+    arguments = world_size, folder, worker
     torch.multiprocessing.start_processes(_process, arguments, nprocs=world_size, start_method="forkserver")
+    return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
 
 
-def _process(rank, world_size, store, worker, args):
+def _process(rank, world_size, folder, worker):
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", store, rank=rank, world_size=world_size)
+    torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world_size)
     with answers_of("cpu"):
-        worker(*args)
+        torch.save(worker(), folder / f"{rank}.pt")
     torch.distributed.destroy_process_group()

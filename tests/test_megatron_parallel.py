@@ -12,7 +12,17 @@ pytest.importorskip("megatron.core")
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.enums import AttnMaskType
-from megatron_case import VOCABULARY, assert_near, config_of, has_fields, parallel, spawn, thd_params, tiny_gpt
+from megatron_case import (
+    VOCABULARY,
+    assert_near,
+    config_of,
+    has_fields,
+    parallel,
+    spawn,
+    tensor_parallel_part,
+    thd_params,
+    tiny_gpt,
+)
 
 from packing_ops import varlen_attention
 from packing_ops.integrations.megatron import (
@@ -148,10 +158,8 @@ def zigzag(cu_seqlens, total, group):
 def model_case(name, expected):
     """Pairs of what this process has and of its slice of what one that holds everything has."""
     found, split = loss_and_gradients(False, **MODELS[name], apply_rope_fusion="context" in name)
-    rank = parallel_state.get_tensor_model_parallel_rank()
     for each, dim in split.items():
-        size = found[each].shape[dim]
-        expected = {**expected, each: expected[each].narrow(dim, rank * size, size)}
+        expected = {**expected, each: tensor_parallel_part(expected[each], dim, found[each].shape[dim])}
     return {each: (found[each], expected[each]) for each in found}
 
 
@@ -179,7 +187,7 @@ def module_outputs(name, qkv_format, **sizes):
 CASES = [*MODELS, *((name, qkv_format) for name in MODULES for qkv_format in ("thd", "sbhd"))]
 
 
-def every_case(folder):
+def every_case():
     with parallel():
         model, _ = loss_and_gradients(True)
         modules = {case: module_outputs(*case) for case in CASES if case not in MODELS}
@@ -191,15 +199,13 @@ def every_case(folder):
             if name == "context 4":
                 for case, expected in modules.items():
                     found[case] = dict(enumerate(zip(module_outputs(*case, **sizes), expected, strict=True)))
-    torch.save(found, f"{folder}/{dist.get_rank()}.pt")
+    return found
 
 
 @pytest.fixture(scope="module")
 def by_rank(tmp_path_factory):
     """What each of the four processes got and should have got, case by case."""
-    folder = tmp_path_factory.mktemp("ranks")
-    spawn(every_case, WORLD, folder, str(folder))
-    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+    return spawn(every_case, WORLD, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

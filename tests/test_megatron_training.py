@@ -14,7 +14,16 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron_case import RECOMPUTED, VOCABULARY, assert_near, config_of, parallel, spawn, tiny_gpt
+from megatron_case import (
+    RECOMPUTED,
+    VOCABULARY,
+    assert_near,
+    config_of,
+    parallel,
+    spawn,
+    tensor_parallel_part,
+    tiny_gpt,
+)
 
 from packing_ops.integrations.megatron import next_token_targets, preprocess_packed_seqs, use_packing_ops
 
@@ -77,9 +86,8 @@ def part_of(parameters, model):
             words[2] = str(int(words[2]) + first)
         whole = parameters[".".join(words)]
         if getattr(parameter, "tensor_model_parallel", False):
-            dim, rank = parameter.partition_dim, parallel_state.get_tensor_model_parallel_rank()
-            size = parameter.shape[dim]
-            whole = whole.narrow(dim, rank * size, size)
+            dim = parameter.partition_dim
+            whole = tensor_parallel_part(whole, dim, parameter.shape[dim])
         part[name] = whole
     return part
 
@@ -160,7 +168,7 @@ def packed_training(name, before):
     return losses, model.module
 
 
-def every_case(folder):
+def every_case():
     with parallel():
         expected_losses, before, after = plain_training()
     found = {}
@@ -169,14 +177,12 @@ def every_case(folder):
             losses, model = packed_training(name, before)
             parameters = {key: parameter.detach() for key, parameter in model.named_parameters()}
             found[name] = losses, expected_losses, parameters, part_of(before, model), part_of(after, model)
-    torch.save(found, f"{folder}/{dist.get_rank()}.pt")
+    return found
 
 
 @pytest.fixture(scope="module")
 def by_rank(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    spawn(every_case, WORLD, folder, str(folder))
-    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+    return spawn(every_case, WORLD, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -7,6 +7,8 @@ from operator import iadd
 
 import torch
 
+from packing_ops._args import buffer_tensor
+
 _CODES = {torch.int64: "q", torch.float32: "f"}
 _UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # torch.cat takes them beside no other dtype
 
@@ -107,7 +109,7 @@ def _from_lists(values: Sequence[Sequence], dtype: torch.dtype, gaps: Sequence[i
     # torch.tensor() takes ten times as long for a list as array, and that twice as long as bytearray.
     if dtype.is_floating_point and not any(gaps):
         try:
-            return _from_buffer(bytearray(reduce(iadd, values, [])), torch.uint8).to(dtype)
+            return buffer_tensor(bytearray(reduce(iadd, values, [])), torch.uint8).to(dtype)
         except (TypeError, ValueError):  # weights, not a mask
             pass
     buffer, filling = array(_CODES[dtype]), array(_CODES[dtype], [fill])
@@ -115,11 +117,7 @@ def _from_lists(values: Sequence[Sequence], dtype: torch.dtype, gaps: Sequence[i
         buffer.fromlist(value if isinstance(value, list) else list(value))
         if gap:
             buffer += filling * gap
-    return _from_buffer(buffer, dtype)
-
-
-def _from_buffer(buffer: bytearray | array, dtype: torch.dtype) -> torch.Tensor:
-    return torch.frombuffer(buffer, dtype=dtype) if buffer else torch.empty(0, dtype=dtype)
+    return buffer_tensor(buffer, dtype)
 
 
 def _becomes(values: torch.Tensor, dtype: torch.dtype) -> bool:

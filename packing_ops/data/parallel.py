@@ -10,7 +10,7 @@ import math
 import torch
 
 from packing_ops import position_ids_from_cu_seqlens, seq_idx_from_cu_seqlens
-from packing_ops._args import integer
+from packing_ops._args import check_cu_seqlens, integer
 
 
 def packed_alignment(tp_size: int = 1, cp_size: int = 1, fp8: bool = False) -> int:
@@ -41,17 +41,6 @@ def aligned(length: int, alignment: int) -> int:
         (8, 8, 0)
     """
     return -(-length // alignment) * alignment
-
-
-def check_cu_seqlens(cu_seqlens: torch.Tensor, name: str = "cu_seqlens") -> None:
-    """ValueError where it is no integer ``[num_documents + 1]``; values are not looked at."""
-    if not isinstance(cu_seqlens, torch.Tensor):
-        got = cu_seqlens
-    elif cu_seqlens.dim() == 1 and cu_seqlens.numel() and cu_seqlens.dtype in (torch.int32, torch.int64):
-        return
-    else:
-        got = f"{str(cu_seqlens.dtype).removeprefix('torch.')} {list(cu_seqlens.shape)}"
-    raise ValueError(f"{name}: expected int32 [num_documents + 1], got {got}")
 
 
 def thd_partition_indices(

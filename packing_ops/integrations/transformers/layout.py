@@ -9,6 +9,7 @@ import os
 import torch
 import torch.nn.functional as F
 
+from packing_ops._args import check_cu_seqlens
 from packing_ops._recent import dense_cu_seqlens, kept_with
 from packing_ops.boundaries import seq_idx_from_cu_seqlens
 
@@ -138,9 +139,7 @@ def _explicit(total, cu_seqlens_q, cu_seqlens_k, padding, position_ids):
 
 def _check(total, cu_seqlens_q, cu_seqlens_k, padding, position_ids):
     for name, cu_seqlens in (("cu_seq_lens_q", cu_seqlens_q), ("cu_seq_lens_k", cu_seqlens_k)):
-        if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or not cu_seqlens.numel():
-            got = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}"
-            raise ValueError(f"{name}: expected int32 [num_documents + 1], got {got}")
+        check_cu_seqlens(cu_seqlens, name)
         if cu_seqlens is cu_seqlens_k and cu_seqlens_k is cu_seqlens_q and name == "cu_seq_lens_k":
             continue
         _refuse(cu_seqlens[-1] != total, f"{name}: expected to end at the batch's {total} tokens, got another end")
