@@ -138,6 +138,7 @@ def test_module_equals_dot_product_attention(softmax_type, softmax_scale, device
         assert_near(actual, expected)
 
 
+KINDS = (PackingDotProductAttention, DotProductAttention)
 PADDING = {  # slots of three columns, True for padding
     "right": torch.arange(6) >= torch.tensor([[6], [4], [1]]),
     "left": torch.arange(6) < torch.tensor([[0], [2], [5]]),
@@ -158,11 +159,12 @@ def test_padding_in_sbhd(side, causal, form, device):
     mask_type = AttnMaskType[kinds[form == "padding alone"]]
     options = {"softmax_type": "learnable"} if has_fields({"softmax_type"}) else {}
     weights, found = torch.randn(6, 3, 32, device=device) * ~padding.T[..., None], []
-    for kind in (PackingDotProductAttention, DotProductAttention):
+    modules = [module_of(kind, mask_type, device=device, **options) for kind in KINDS]
+    modules[0].load_state_dict(modules[1].state_dict())
+    for module, mask in zip(modules, (given, whole), strict=True):
         torch.manual_seed(1)
         heads = heads_of(6, 3, device=device)
-        module = module_of(kind, mask_type, device=device, **options)
-        out = module(*heads, given if kind is PackingDotProductAttention else whole, mask_type)
+        out = module(*heads, mask, mask_type)
         found.append([out * (weights != 0), *torch.autograd.grad(out, heads, weights)])
     assert_same(out.isfinite(), torch.ones_like(out, dtype=torch.bool))
     for actual, expected in zip(*found, strict=True):
