@@ -1,6 +1,6 @@
 """A training step of a Qwen3 model on packed and padded rows: python benchmarks/bench_e2e.py [--device cuda] [--tiny]
 
-Documents of lognormal lengths, forward and backward over all of them, tokens that are not padding per second, the most
+Documents of the sft workload, forward and backward over all of them, tokens that are not padding per second, the most
 memory held, and of our own rows the share of the step that our kernels and host waits take; before, what our attention
 interface costs the host per layer. The loss of every token is compared with that of the run's first provider. Every row
 is printed and in the CSV as soon as it is measured; one that fails leaves the others theirs. Needs transformers.

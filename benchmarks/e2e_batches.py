@@ -1,5 +1,7 @@
-"""Documents of lognormal lengths as batches of a model: padded together, or packed into rows of one length."""
+"""Documents of the sft workload as batches of a model: padded together, or packed into rows of one length."""
 
+import json
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -19,15 +21,20 @@ class Batches(NamedTuple):
     order: list[int]
 
 
-def documents_of(total: int, longest: int, vocabulary: int, median: int = 300) -> list[torch.Tensor]:
-    """Random tokens in documents that fill total / longest rows of ``longest`` tokens and no row more."""
-    generator = torch.Generator().manual_seed(0)
+def documents_of(total: int, longest: int, vocabulary: int) -> list[torch.Tensor]:
+    """Random tokens in documents that fill total / longest rows of ``longest`` tokens and no row more.
+
+    Their lengths are the workload's for rows of 8192, shorter in proportion for shorter rows.
+    """
+    workloads = json.loads((Path(__file__).parent / "workloads.json").read_text())["workloads"]
     lengths = []
-    while sum(lengths) < total:
-        length = int(torch.exp(torch.randn((), generator=generator) * 0.9) * median)
-        lengths.append(max(2, min(length, longest, total - sum(lengths))))
+    for length in workloads["sft"]:
+        lengths.append(max(2, min(length * longest // 8192, total - sum(lengths))))
+        if sum(lengths) >= total:
+            break
     while po.pack_sequences(lengths, longest).num_bins > total // longest:
         lengths.pop()
+    generator = torch.Generator().manual_seed(0)
     return [torch.randint(0, vocabulary, (length,), generator=generator) for length in lengths]
 
 

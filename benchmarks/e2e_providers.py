@@ -37,7 +37,7 @@ FLASH = "packed, torch FlashAttention-2"
 PROVIDERS = {
     "packing_ops": ours(profiled=True),
     "packing_ops, rms_norm=True": ours(swaps={"rms_norm": True}, profiled=True),
-    "padded batches of 8, sdpa": Provider("sdpa", padded=True, runs=1),
+    "padded batches of 8, sdpa": Provider("sdpa", padded=True),
     FLASH: Provider("torch_fa2", cuda_only=True),
     f"{FLASH}, compiled rope": Provider("torch_fa2", compiled_rope=True, cuda_only=True),
     f"{FLASH}, compiled rope, F.rms_norm": Provider(
