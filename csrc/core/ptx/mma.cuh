@@ -132,5 +132,10 @@ __device__ __forceinline__ uint32_t opaque(uint32_t x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+template <class T>
+__device__ __forceinline__ T* opaque(T* pointer) {
+  asm volatile("" : "+l"(pointer));
+  return pointer;
+}
 
 }  // namespace packing_ops::ptx

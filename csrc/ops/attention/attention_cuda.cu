@@ -35,6 +35,8 @@ Args forward_args(const VarlenAttentionParams& p) {
   a.num_heads = static_cast<int32_t>(p.num_q_heads);
   a.num_kv_heads = static_cast<int32_t>(p.num_kv_heads);
   a.group = static_cast<int32_t>(p.num_q_heads / p.num_kv_heads);
+  a.group_inverse = static_cast<uint32_t>(((1 << 22) + a.group - 1) / a.group);
+  a.kv_heads = sm80::Divisor(static_cast<uint32_t>(a.num_kv_heads));
   a.head_dim = static_cast<int32_t>(p.head_dim);
   a.whole_group = sm80::padded_dim(a.head_dim) == a.head_dim && 16 % a.group == 0 ? a.group : 0;
   a.softmax_scale = static_cast<float>(p.softmax_scale);

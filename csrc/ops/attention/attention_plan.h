@@ -71,6 +71,7 @@ struct PlanView {
     kHeaderWords = 16,
     kEntryWords = 8
   };
+  PlanEntry* entries[kLists] = {};  // each list's first, in `data`
 
   PACKING_OPS_HOST_DEVICE int64_t forward_capacity() const {
     return total_q * tiles.group / tiles.forward_rows + num_documents;
@@ -79,15 +80,6 @@ struct PlanView {
     return total_q * tiles.group / tiles.short_rows + num_documents;
   }
   PACKING_OPS_HOST_DEVICE int64_t backward_capacity() const { return total_k / tiles.backward_keys + num_documents; }
-  // list: one of those before kLists.
-  PACKING_OPS_HOST_DEVICE PlanEntry* entries(int list) const {
-    int64_t skip = kHeaderWords / kEntryWords;
-    if (list > kForward) skip += forward_capacity();
-    if (list > kForwardShort) skip += forward_short_capacity();
-    if (list > kBackward) skip += backward_capacity();
-    if (list > kSingle) skip += num_documents;
-    return reinterpret_cast<PlanEntry*>(data) + skip;
-  }
 };
 
 // The plan of the kernels that serve this geometry.

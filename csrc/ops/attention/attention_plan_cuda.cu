@@ -1,5 +1,5 @@
-// The work-list: one block for each list. A warp takes 32 documents; a document's tiles keep their order inside a cost
-// class, which the backward's chain of partial sums relies on.
+// The work-list: one block for each list. A warp takes 32 documents at a time; a document's tiles keep their order
+// inside a cost class, which the backward's chain of partial sums relies on.
 #include "core/error.h"
 #include "core/launch.cuh"
 #include "core/segment.cuh"
@@ -27,10 +27,6 @@ struct TileLister {
   PlanView plan;
   int list;
 
-  // Documents with more tiles than this are spread over a whole warp. Key tiles of a document stay next to each other,
-  // so that those at work at one time read the same rows.
-  __device__ int32_t many_tiles() const { return is_forward() ? 32 : 1; }
-
   __device__ bool is_forward() const { return list == PlanView::kForward || list == PlanView::kForwardShort; }
   __device__ int32_t rows() const {
     return list == PlanView::kForwardShort ? plan.tiles.short_rows : plan.tiles.forward_rows;
@@ -48,9 +44,11 @@ struct TileLister {
     return static_cast<int32_t>(ceil_div(d.keys, plan.tiles.backward_keys));
   }
 
-  // Backward: one cost for all tiles of a document, so that they stay together and in order.
+  // One cost for all tiles of a document where they are to stay together, so that those at work at one time read the
+  // same rows: the backward's, which also need their order, and those of short documents.
   __device__ int64_t cost(const DocumentView& d, int32_t tile) const {
     const int64_t group = plan.tiles.group;
+    if (list == PlanView::kForwardShort) return ceil_div(d.keys, plan.tiles.short_keys);
     if (!is_forward()) {
       const int64_t keys = list == PlanView::kSmall ? plan.tiles.small_keys : plan.tiles.backward_keys;
       const int64_t most = d.window.left < kOpenWindow ? keys + d.window.left : d.tokens;
@@ -60,7 +58,7 @@ struct TileLister {
     const int64_t last = row + rows() - 1;
     const int64_t last_token = last / group < d.tokens ? last / group : d.tokens - 1;
     const Range seen = d.keys_seen(static_cast<int32_t>(row / group), static_cast<int32_t>(last_token));
-    const int32_t keys = list == PlanView::kForwardShort ? plan.tiles.short_keys : plan.tiles.forward_keys;
+    const int32_t keys = plan.tiles.forward_keys;
     return ceil_div(seen.end, keys) - seen.first / keys;
   }
 
@@ -91,44 +89,37 @@ __device__ int32_t take_position(int32_t* counters, int cls, unsigned taking) {
   return base + __popc(peers & ((1u << lane) - 1));
 }
 
-// f(document, its view, tile, position) for every tile; positions come from counters[class].
+// f(document, its view, tile, position) for every tile; positions come from counters[class]. The tiles of a warp's 32
+// documents in one row, a lane each.
 template <class F>
 __device__ void for_each_tile(const TileLister& lister, const Documents& documents_q, const Documents& documents_k,
                               int32_t* counters, F&& f) {
   const int lane = threadIdx.x & 31;
-  const int32_t many_tiles = lister.many_tiles();
   for (int64_t base = threadIdx.x & ~31; base < documents_q.num_documents; base += blockDim.x) {
-    const int64_t document = base + lane;
-    DocumentView d{};
     int32_t tiles = 0;
-    if (document < documents_q.num_documents) {
-      d = document_view(documents_q, documents_k, document, lister.plan.window);
-      tiles = lister.tiles(d);
+    if (base + lane < documents_q.num_documents) {
+      tiles = lister.tiles(document_view(documents_q, documents_k, base + lane, lister.plan.window));
     }
-    // Short documents: a lane each.
-    for (int32_t tile = 0; tile < many_tiles; ++tile) {
-      const bool mine = tiles <= many_tiles && tile < tiles;
-      const unsigned taking = __ballot_sync(0xffffffffu, mine);
-      if (taking == 0) break;
-      if (mine) {
-        const int cls = cost_class(lister.cost(d, tile));
-        f(document, d, tile, take_position(counters, cls, taking));
+    int32_t end = tiles;  // of this lane's document in the row
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int32_t before = __shfl_up_sync(0xffffffffu, end, step);
+      if (lane >= step) end += before;
+    }
+    const int32_t count = __shfl_sync(0xffffffffu, end, 31);
+    for (int32_t at = lane; at - lane < count; at += 32) {
+      int owner = 0;  // documents that end at or before `at`
+#pragma unroll
+      for (int step = 16; step > 0; step /= 2) {
+        if (__shfl_sync(0xffffffffu, end, owner + step - 1) <= at) owner += step;
       }
-    }
-    // Long ones: the whole warp.
-    unsigned many = __ballot_sync(0xffffffffu, tiles > many_tiles);
-    while (many) {
-      const int owner = __ffs(static_cast<int>(many)) - 1;
-      many &= many - 1;
-      const int32_t count = __shfl_sync(0xffffffffu, tiles, owner);
-      const DocumentView whole = document_view(documents_q, documents_k, base + owner, lister.plan.window);
-      for (int32_t first = 0; first < count; first += 32) {
-        const bool mine = first + lane < count;
-        const unsigned taking = __ballot_sync(0xffffffffu, mine);
-        if (mine) {
-          const int cls = cost_class(lister.cost(whole, first + lane));
-          f(base + owner, whole, first + lane, take_position(counters, cls, taking));
-        }
+      const int32_t first = __shfl_sync(0xffffffffu, end - tiles, owner);
+      const bool mine = at < count;
+      const unsigned taking = __ballot_sync(0xffffffffu, mine);
+      if (mine) {
+        const DocumentView d = document_view(documents_q, documents_k, base + owner, lister.plan.window);
+        const int cls = cost_class(lister.cost(d, at - first));
+        f(base + owner, d, at - first, take_position(counters, cls, taking));
       }
     }
   }
@@ -174,7 +165,7 @@ __global__ void __launch_bounds__(kPlanThreads)
     plan.data[list] = sum;
   }
   __syncthreads();
-  PlanEntry* entries = plan.entries(list);
+  PlanEntry* entries = plan.entries[list];
   for_each_tile(lister, documents_q, documents_k, counters,
                 [&](int64_t document, const DocumentView& d, int32_t tile, int32_t position) {
                   entries[position] = lister.entry(document, d, tile);
@@ -209,6 +200,13 @@ PlanView plan_view(const AttentionPlanParams& p) {
     return window < 0 || window > kOpenWindow ? kOpenWindow : static_cast<int32_t>(window);
   };
   plan.window = {side(p.window_left), side(p.window_right)};
+  const int64_t most[PlanView::kLists] = {plan.forward_capacity(), plan.forward_short_capacity(),
+                                          plan.backward_capacity(), plan.num_documents, plan.num_documents};
+  auto* entries = reinterpret_cast<PlanEntry*>(plan.data) + PlanView::kHeaderWords / PlanView::kEntryWords;
+  for (int list = 0; list < PlanView::kLists; ++list) {
+    plan.entries[list] = entries;
+    entries += most[list];
+  }
   return plan;
 }
 

@@ -10,6 +10,19 @@
 
 namespace packing_ops::sm80 {
 
+// Quotients by a number that only the host divides by.
+struct Divisor {
+  uint32_t value = 1;
+  uint32_t inverse = UINT32_MAX;  // 2^32 / value, rounded down
+
+  Divisor() = default;
+  explicit Divisor(uint32_t value) : value(value), inverse(static_cast<uint32_t>(((uint64_t{1} << 32) - 1) / value)) {}
+  __device__ uint32_t quotient(uint32_t x) const {
+    const uint32_t least = __umulhi(x, inverse);  // it or one less
+    return x - least * value >= value ? least + 1 : least;
+  }
+};
+
 struct Args {
   AttentionTensor q, k, v, out;
   AttentionTensor dout, dq, dk, dv;
@@ -29,7 +42,9 @@ struct Args {
   PlanView plan;
   int32_t num_heads = 0;
   int32_t num_kv_heads = 0;
-  int32_t group = 0;  // num_heads / num_kv_heads
+  int32_t group = 0;           // num_heads / num_kv_heads
+  uint32_t group_inverse = 0;  // 2^22 / group, rounded up: x * it / 2^22 is x / group below 2^12
+  Divisor kv_heads;            // by num_kv_heads
   int32_t head_dim = 0;
   int32_t whole_group = 0;  // the group where head_dim is padded and 16 packed rows are whole tokens: simple loads
   float softmax_scale = 0;

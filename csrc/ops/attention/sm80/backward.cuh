@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(BackwardShape<kDim, backward_keys(kDim), false
   const int key_block = warp % Shape::kKeyWarps;  // and the one kApart further
   const int part = warp / Shape::kKeyWarps;
   const int64_t units = static_cast<int64_t>(args.plan.data[PlanView::kBackward]) * args.num_kv_heads;
-  const PlanEntry* entries = args.plan.entries(PlanView::kBackward);
+  const PlanEntry* entries = args.plan.entries[PlanView::kBackward];
   int32_t* claim = args.order;
 
   ptx::let_next_kernel_start();  // the documents of one key tile need nothing from here
@@ -52,13 +52,15 @@ __global__ void __launch_bounds__(BackwardShape<kDim, backward_keys(kDim), false
         args.dq_sum +
         (args.sum_tile(first_row_tile, entry.document, d.start_k) * args.num_kv_heads + kv_head) * Unit::kSumsInTile;
 
-    load_tile<Shape::kThreads>(u.tile_k(), args.head_dim, args.k.data, key_rows(args.k, d, kv_head, first_key));
-    load_tile<Shape::kThreads>(u.tile_v(), args.head_dim, args.v.data, key_rows(args.v, d, kv_head, first_key));
+    load_rows<Shape::kThreads, kKeys>(u.tile_k(), 0, threadIdx.x, args.head_dim, args.k.data,
+                                      key_rows(args.k, d, kv_head, first_key));
+    load_rows<Shape::kThreads, kKeys>(u.tile_v(), 0, threadIdx.x, args.head_dim, args.v.data,
+                                      key_rows(args.v, d, kv_head, first_key));
     ptx::copy_commit();
     const bool down = args.plan.tiles.start_at_last_row(d.tokens);
     const int32_t steps = end_step - first_step;
     int32_t step = down && steps > 0 ? end_step - 1 : first_step;
-    GroupRows rows(d, args.group, kv_head, static_cast<int64_t>(step) * kRows, kRows);
+    GroupRows rows(args, d, kv_head, static_cast<int64_t>(step) * kRows, kRows);
     if (steps > 0) u.load_rows(args, rows, 0);
 
     typename Unit::Sums dk;

@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true>::kThreads,
   const int part = warp / Shape::kKeyWarps;
   const int first_row = Shape::kWholeRows ? 16 * warp : part * Shape::kScoreRows;
   const int64_t units = static_cast<int64_t>(args.plan.data[kList]) * args.num_kv_heads;
-  const PlanEntry* entries = args.plan.entries(kList);
+  const PlanEntry* entries = args.plan.entries[kList];
   int32_t* claim = args.order + (kList - PlanView::kBackward);
 
   ptx::let_next_kernel_start();
@@ -88,10 +88,10 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true>::kThreads,
             ? 0
             : static_cast<int32_t>((static_cast<int64_t>(seeing.end) * args.group - 1) / kRows + 1) - first_step;
 
-    load_tile<Shape::kThreads>(u.tile_k(), args.head_dim, args.k.data, key_rows(args.k, d, kv_head, 0));
-    load_tile<Shape::kThreads>(u.tile_v(), args.head_dim, args.v.data, key_rows(args.v, d, kv_head, 0));
+    load_keys<Shape::kThreads>(u.tile_k(), args.k, d, kv_head, 0, args.head_dim);
+    load_keys<Shape::kThreads>(u.tile_v(), args.v, d, kv_head, 0, args.head_dim);
     ptx::copy_commit();
-    GroupRows rows(d, args.group, kv_head, static_cast<int64_t>(first_step) * kRows, kRows);
+    GroupRows rows(args, d, kv_head, static_cast<int64_t>(first_step) * kRows, kRows);
     if (steps > 0) u.load_rows(args, rows, 0);
 
     typename Unit::Sums dk;

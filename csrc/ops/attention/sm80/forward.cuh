@@ -27,7 +27,7 @@ struct ForwardWork {
   template <class Shape>
   static __device__ __forceinline__ ForwardWork make(const Args& args, const PlanEntry& entry, int32_t kv_head) {
     const DocumentView d = document_view(entry, args.plan.window);
-    const GroupRows rows(d, args.group, kv_head, entry.first_token, entry.skipped,
+    const GroupRows rows(args, d, kv_head, entry.first_token, entry.skipped,
                          static_cast<int64_t>(entry.tile) * Shape::kRows, Shape::kRows);
     const Range keys = d.keys_seen(rows.token, rows.last_token());
     const int32_t first = keys.first / Shape::kKeys;
@@ -57,40 +57,49 @@ __device__ __forceinline__ float log_of_sum(float most, float scale, double unit
   return static_cast<float>(most * unit + (logf(sum) - kLn2 * left_out));
 }
 
-// The unit's last step: out and lse of this warp's rows. unit: scale without its log2(e).
+// The unit's last step: out and lse of this warp's rows. unit: scale without its log2(e). A quad holds 2 kRowBlocks
+// rows; each of its lanes works out lse and the factor of one of them.
 template <class T, class Shape>
 __device__ __forceinline__ void finish(const Args& args, const GroupRows& rows, int first_row,
                                        const RowState<Shape::kRowBlocks>& state,
                                        const float (&o)[Shape::kRowBlocks][Shape::kDim / 8][4], float scale,
                                        double unit) {
+  constexpr int kQuadRows = 2 * Shape::kRowBlocks;
+  const int lane = threadIdx.x & 31;
+  const int mine = lane % kQuadRows;
+  float sum = 0.f;
+  float most = 0.f;
 #pragma unroll
-  for (int b = 0; b < Shape::kRowBlocks; ++b) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = first_row + 16 * b + 8 * half;
-      const bool valid = row < rows.valid;
-      float sum = state.sum[b][half];
-      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-      const int32_t step = rows.token_step(row);
-      const int32_t head = rows.first_head + row + rows.skipped - step * rows.group;
-      float inverse = sum == 0.f ? 0.f : 1.f / sum;
-      float lse = sum == 0.f ? -INFINITY : log_of_sum(state.most[b][half], scale, unit, sum);
-      if (args.sinks != nullptr && valid) {
-        const float sink = args.sinks[head];
-        const float top = fmaxf(lse, sink);
-        const float whole = top == -INFINITY ? top : top + log1pf(expf(fminf(lse, sink) - top));
-        inverse = sum == 0.f ? 0.f : inverse * expf(lse - whole);
-        lse = whole;
-      }
-      uint16_t* out =
-          valid ? static_cast<uint16_t*>(args.out.data) + rows.offset(row, args.out.token_stride, args.out.head_stride)
-                : nullptr;
-      store_row<T>(out, 0, args.head_dim, o[b], half, inverse);
-      if (valid && (threadIdx.x & 3) == 0) {
-        args.lse[head * args.documents_q.total + rows.first_token + step] = lse;
-      }
+  for (int i = 0; i < kQuadRows; ++i) {
+    float whole = state.sum[i / 2][i % 2];
+    whole += __shfl_xor_sync(0xffffffffu, whole, 1);
+    whole += __shfl_xor_sync(0xffffffffu, whole, 2);
+    sum = mine == i ? whole : sum;
+    most = mine == i ? state.most[i / 2][i % 2] : most;
+  }
+  float inverse = sum == 0.f ? 0.f : 1.f / sum;
+  const int own_row = first_row + 8 * mine;
+  if (own_row < rows.valid && (lane & 3) == mine) {
+    float lse = sum == 0.f ? -INFINITY : log_of_sum(most, scale, unit, sum);
+    const int32_t step = rows.token_step(own_row);
+    const int32_t head = rows.first_head + own_row + rows.skipped - step * rows.group;
+    if (args.sinks != nullptr) {
+      const float sink = args.sinks[head];
+      const float top = fmaxf(lse, sink);
+      const float whole = top == -INFINITY ? top : top + log1pf(expf(fminf(lse, sink) - top));
+      inverse = sum == 0.f ? 0.f : inverse * expf(lse - whole);
+      lse = whole;
     }
+    args.lse[head * args.documents_q.total + rows.first_token + step] = lse;
+  }
+#pragma unroll
+  for (int i = 0; i < kQuadRows; ++i) {
+    const int row = first_row + 8 * i;
+    uint16_t* out = row < rows.valid ? static_cast<uint16_t*>(args.out.data) +
+                                           rows.offset(row, args.out.token_stride, args.out.head_stride)
+                                     : nullptr;
+    const float factor = __shfl_sync(0xffffffffu, inverse, (lane & 28) + i);
+    store_row<T>(out, 0, args.head_dim, o[i / 2], i % 2, factor);
   }
 }
 
@@ -116,10 +125,13 @@ __global__ void __launch_bounds__(128, ForwardShape<kDim, kShort>::kResident)
   const float scale = kTransform ? 1.f : args.softmax_scale * kLog2e;
   const double unit = kTransform ? 0.6931471805599453 : args.softmax_scale;
   const uint32_t units = static_cast<uint32_t>(args.plan.data[kList]) * args.num_kv_heads;
-  const auto kv_head_of = [&](uint32_t round) { return static_cast<int32_t>(serpentine(round) % args.num_kv_heads); };
+  const auto kv_head_of = [&](uint32_t round) {
+    const uint32_t unit = serpentine(round);
+    return static_cast<int32_t>(unit - args.kv_heads.quotient(unit) * args.kv_heads.value);
+  };
   const auto load_entry = [&](uint32_t round) {
     if (threadIdx.x < 2 && serpentine(round) < units) {
-      const auto* from = args.plan.entries(kList) + serpentine(round) / args.num_kv_heads;
+      const auto* from = args.plan.entries[kList] + args.kv_heads.quotient(serpentine(round));
       ptx::copy_16(ptx::shared_address(&entries[round % 3]) + threadIdx.x * 16,
                    reinterpret_cast<const uint8_t*>(from) + threadIdx.x * 16, true);
     }

@@ -129,7 +129,7 @@ struct ForwardUnit {
         for (int n = 0; n < kCount; ++n) most = fmaxf(most, fmaxf(s[b][n][2 * half], s[b][n][2 * half + 1]));
         most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
         most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-        moved |= most != rows.most[b][half];
+        moved |= most != rows.most[b][half] && rows.most[b][half] != -INFINITY;
         const float base = most == -INFINITY ? 0.f : most * scale;
         factor[b][half] = ptx::exp2_approx(rows.most[b][half] * scale - base);
         rows.most[b][half] = most;
@@ -145,7 +145,8 @@ struct ForwardUnit {
         rows.sum[b][half] = rows.sum[b][half] * factor[b][half] + sum;
       }
     }
-    // A maximum that stays is a factor of exactly 1, so leaving it out changes no bit.
+    // A maximum that stays is a factor of exactly 1, and a row's first one meets zeros: leaving them out changes no
+    // bit.
     if (!__any_sync(0xffffffffu, moved)) return;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b)

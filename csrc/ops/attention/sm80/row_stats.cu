@@ -82,7 +82,7 @@ __device__ void write_row_stats(const Args& args, int64_t token, int32_t head, i
 template <class T>
 __device__ void write_listed_row_stats(const Args& args) {
   constexpr int kShares = 8;
-  const PlanEntry* entries = args.plan.entries(PlanView::kBackward);
+  const PlanEntry* entries = args.plan.entries[PlanView::kBackward];
   const int64_t units = static_cast<int64_t>(args.plan.data[PlanView::kBackward]) * kShares;
   for (int64_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
     const PlanEntry entry = entries[unit / kShares];

@@ -114,12 +114,6 @@ __device__ __forceinline__ void load_rows(Tile<kRows, kDim> tile, int first_row,
   }
 }
 
-template <int kThreads, int kRows, int kDim, class Source>
-__device__ __forceinline__ void load_tile(Tile<kRows, kDim> tile, int head_dim, const void* anywhere,
-                                          const Source& source) {
-  load_rows<kThreads, kRows>(tile, 0, threadIdx.x, head_dim, anywhere, source);
-}
-
 // The same without the checks: every row exists, head_dim is kDim, and `from`, the address of this thread's 16 bytes of
 // its first row, grows by `step` elements every kThreads / 8 rows.
 template <int kThreads, int kCount, int kRows, int kDim>
@@ -145,6 +139,23 @@ __device__ __forceinline__ void load_whole_tile(Tile<kRows, kDim> tile, int thre
   load_whole_rows<kThreads, kRows>(tile, 0, thread, from, step);
 }
 
+// The same where only `valid` rows exist, or head_dim columns: the others become zeros.
+template <int kThreads, int kRows, int kDim>
+__device__ __forceinline__ void load_part_of_tile(Tile<kRows, kDim> tile, int thread, const uint16_t* from,
+                                                  int64_t step, int32_t valid, int head_dim, const void* anywhere) {
+  const int c = thread & 7;
+#pragma unroll
+  for (int row = 0; row < kRows; row += kThreads / 8, from += step) {
+    const int own_row = row + (thread >> 3);
+#pragma unroll
+    for (int panel = 0; panel < (kDim + 63) / 64; ++panel) {
+      if (Tile<kRows, kDim>::kHalfPanel && panel == kDim / 64 && c >= 4) continue;
+      const bool exists = own_row < valid && panel * 64 + c * 8 < head_dim;
+      ptx::copy_16(tile.chunk(panel, own_row, c), exists ? from + panel * 64 : anywhere, exists);
+    }
+  }
+}
+
 // Keys first_key .. of a document's head: rows that follow each other in memory.
 struct KeyRows {
   const uint16_t* data;  // row of first_key
@@ -160,16 +171,20 @@ __device__ __forceinline__ KeyRows key_rows(const AttentionTensor& rows, const D
           rows.token_stride, d.keys - first_key};
 }
 
+// load_rows of them in fewer instructions and more registers.
 template <int kThreads, int kRows, int kDim>
 __device__ __forceinline__ void load_keys(Tile<kRows, kDim> tile, const AttentionTensor& from, const DocumentView& d,
                                           int32_t kv_head, int32_t first_key, int head_dim) {
-  const KeyRows rows = key_rows(from, d, kv_head, first_key);
-  if (rows.valid >= kRows && head_dim == kDim) {
-    const int thread = threadIdx.x;
-    load_whole_tile<kThreads>(tile, thread, rows.data + (thread >> 3) * rows.token_stride + (thread & 7) * 8,
-                              kThreads / 8 * rows.token_stride);
+  const int thread = threadIdx.x;
+  const int32_t valid = d.keys - first_key;
+  const int64_t step = kThreads / 8 * from.token_stride;
+  const uint16_t* own = static_cast<const uint16_t*>(from.data) +
+                        (d.start_k + (first_key + (thread >> 3))) * from.token_stride + kv_head * from.head_stride +
+                        (thread & 7) * 8;
+  if (valid >= kRows && head_dim == kDim) {
+    load_whole_tile<kThreads>(tile, thread, own, step);
   } else {
-    load_tile<kThreads>(tile, head_dim, from.data, rows);
+    load_part_of_tile<kThreads>(tile, thread, own, step, valid, head_dim, from.data);
   }
 }
 
@@ -179,23 +194,27 @@ struct GroupRows {
   int32_t token;        // the same, in the document
   int32_t skipped;      // first % group
   int32_t group;
-  uint32_t inverse;  // 2^22 / group, rounded up: its quotients are exact below 2^12
+  uint32_t inverse;  // Args::group_inverse
   int32_t valid;     // rows that exist, of kRows
   int32_t first_head;
   int64_t left;  // rows from `first` to the document's end
 
   GroupRows() = default;
   // Row 0 is head `skipped` of the group at `token`, which is packed row `first` of the document.
-  __device__ GroupRows(const DocumentView& d, int32_t group, int32_t kv_head, int32_t token, int32_t skipped,
+  __device__ GroupRows(const Args& args, const DocumentView& d, int32_t kv_head, int32_t token, int32_t skipped,
                        int64_t first, int rows)
-      : first_token(d.start_q + token), token(token), skipped(skipped), group(group), first_head(kv_head * group) {
-    inverse = ((1u << 22) + group - 1) / group;
-    left = static_cast<int64_t>(d.tokens) * group - first;
+      : first_token(d.start_q + token),
+        token(token),
+        skipped(skipped),
+        group(args.group),
+        inverse(args.group_inverse),
+        first_head(kv_head * args.group),
+        left(static_cast<int64_t>(d.tokens) * args.group - first) {
     valid = static_cast<int32_t>(left < rows ? left : rows);
   }
-  __device__ GroupRows(const DocumentView& d, int32_t group, int32_t kv_head, int64_t first, int rows)
-      : GroupRows(d, group, kv_head, static_cast<int32_t>(first / group), static_cast<int32_t>(first % group), first,
-                  rows) {}
+  __device__ GroupRows(const Args& args, const DocumentView& d, int32_t kv_head, int64_t first, int rows)
+      : GroupRows(args, d, kv_head, static_cast<int32_t>(first / args.group), static_cast<int32_t>(first % args.group),
+                  first, rows) {}
   // The `rows` rows after these, or before them.
   __device__ GroupRows next(int rows, bool down) const {
     const int32_t step = down ? -quotient(rows - skipped + group - 1) : token_step(rows);
@@ -237,47 +256,25 @@ __device__ __forceinline__ void load_whole_group_rows(Tile<kRows, kDim> tile, in
   load_whole_tile<kThreads>(tile, thread, first + (thread & 7) * 8, rows.token_step(kThreads / 8) * from.token_stride);
 }
 
-// Lane t of a quad holds word t of blocks 0 .. 3; afterwards it holds words 0 .. 3 of block t.
-__device__ __forceinline__ void transpose_quad(uint32_t (&x)[4]) {
-  const bool odd = threadIdx.x & 1;
-  const bool high = threadIdx.x & 2;
-#pragma unroll
-  for (int b = 0; b < 4; b += 2) {
-    const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? x[b] : x[b + 1], 1);
-    x[b] = odd ? got : x[b];
-    x[b + 1] = odd ? x[b + 1] : got;
-  }
-#pragma unroll
-  for (int b = 0; b < 2; ++b) {
-    const uint32_t got = __shfl_xor_sync(0xffffffffu, high ? x[b] : x[b + 2], 2);
-    x[b] = high ? got : x[b];
-    x[b + 2] = high ? x[b + 2] : got;
-  }
-}
-
 // Row g (kHalf = 0) or g + 8 (kHalf = 1) of kBlocks accumulators [16, 8], scaled, to 16-bit memory from column
-// first_column on. All lanes of the warp take part; row is null where there is nothing to store.
+// first_column on. All lanes of the warp take part; row is null where there is nothing to store. Lane t of a quad holds
+// word t of each block; neighbours exchange words, so that each has two of one block and the quad stores 32 bytes.
 template <class T, int kBlocks>
 __device__ __forceinline__ void store_row(uint16_t* row, int first_column, int head_dim, const float (&acc)[kBlocks][4],
                                           int half, float scale) {
+  static_assert(kBlocks % 2 == 0);
   const int t = threadIdx.x & 3;
+  const bool odd = t & 1;
+  const int own_column = first_column + 8 * (t & 1) + 2 * (t & 2);
+  uint16_t* own = ptx::opaque(row + own_column);
+  const int columns = row == nullptr ? 0 : head_dim - own_column;
 #pragma unroll
-  for (int b = 0; b + 4 <= kBlocks; b += 4) {
-    uint32_t words[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = pack<T>(acc[b + i][2 * half] * scale, acc[b + i][2 * half + 1] * scale);
-    transpose_quad(words);
-    const int column = first_column + (b + t) * 8;
-    if (row != nullptr && column < head_dim) {
-      *reinterpret_cast<uint4*>(row + column) = make_uint4(words[0], words[1], words[2], words[3]);
-    }
-  }
-#pragma unroll
-  for (int b = kBlocks / 4 * 4; b < kBlocks; ++b) {
-    const int column = first_column + b * 8;
-    if (row != nullptr && column < head_dim) {
-      *reinterpret_cast<uint32_t*>(row + column + 2 * t) =
-          pack<T>(acc[b][2 * half] * scale, acc[b][2 * half + 1] * scale);
+  for (int b = 0; b < kBlocks; b += 2) {
+    const uint32_t even_word = pack<T>(acc[b][2 * half] * scale, acc[b][2 * half + 1] * scale);
+    const uint32_t odd_word = pack<T>(acc[b + 1][2 * half] * scale, acc[b + 1][2 * half + 1] * scale);
+    const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? even_word : odd_word, 1);
+    if (8 * b < columns) {
+      *reinterpret_cast<uint2*>(own + 8 * b) = odd ? make_uint2(got, odd_word) : make_uint2(even_word, got);
     }
   }
 }
