@@ -47,7 +47,9 @@ def varlen_attention(
         q: ``[total_q, num_q_heads, head_dim]``, float32, float64, bfloat16 or float16, head_dim 1 to 256. Any strides
             with a contiguous last dimension (a view into a fused QKV projection, say), no copy is made. CUDA: no
             float64, head_dim of the half types in multiples of 8, their rows on 16 bytes (else one copy).
-        k, v: ``[total_k, num_kv_heads, head_dim]``, the dtype of q; num_kv_heads divides num_q_heads (GQA, MQA).
+            Or all three heads first, as models hold them: ``[1, num_q_heads, total_q, head_dim]``.
+        k, v: ``[total_k, num_kv_heads, head_dim]`` or ``[1, num_kv_heads, total_k, head_dim]``, the dtype of q;
+            num_kv_heads divides num_q_heads (GQA, MQA).
         cu_seqlens_q: int32 ``[num_documents + 1]``; zero-length documents may stand anywhere.
         cu_seqlens_k: the same for k and v; without it ``cu_seqlens_q``.
         causal: query i sees no key after its own place.
@@ -60,7 +62,8 @@ def varlen_attention(
         return_lse: also return the log of each denominator, sink included.
 
     Returns:
-        out like q, contiguous, and with ``return_lse`` lse ``[num_q_heads, total_q]``, float32 (float64 for float64).
+        out like q, contiguous, ``[1, total_q, num_q_heads, head_dim]`` where the heads were first (whose gradients lie
+        tokens first in memory, so that a model's transpose is free), and with ``return_lse`` lse ``[num_q_heads, total_q]``, float32 (float64 for float64).
         Rows past ``cu_seqlens_q[-1]`` and rows that see no key have out 0 and lse -inf (the sink, where there is one
         and the row belongs to a document); their gradients are 0. float32 inside, float64 for float64. No
         synchronisation. Work: 4 * head_dim operations per visible pair of query and key and head, 2.5 times that in
@@ -432,16 +435,21 @@ def _(cu_seqlens_q, cu_seqlens_k, total_q, total_k, num_heads, num_kv_heads, hea
     return cu_seqlens_q.new_empty(size, dtype=torch.int32)
 
 
+def _tokens_first(rows):
+    """Of q, k or v; and back."""
+    return rows if rows.dim() == 3 else rows.transpose(1, 2)
+
+
 @torch.library.register_fake("packing_ops::varlen_attention")
 def _(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *options):
-    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=_lse_dtype(q.dtype))
+    out = q.new_empty(_tokens_first(q).shape)
+    return out, q.new_empty(out.shape[-3:-1][::-1], dtype=_lse_dtype(q.dtype))
 
 
 @torch.library.register_fake("packing_ops::varlen_attention_backward")
 def _(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, sinks, *options):
-    num_sinks = 0 if sinks is None else q.shape[1]
-    dsinks = q.new_empty(num_sinks, dtype=_lse_dtype(q.dtype))
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+    dq, dk, dv = (_tokens_first(t.new_empty(_tokens_first(t).shape)) for t in (q, k, v))
+    return dq, dk, dv, q.new_empty(0 if sinks is None else lse.shape[0], dtype=_lse_dtype(q.dtype))
 
 
 def _varlen_attention_context(ctx, inputs, output):

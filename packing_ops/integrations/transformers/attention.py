@@ -108,29 +108,20 @@ def packing_ops_attention(
 def _varlen(query, key, value, layout, causal, window, scaling, softcap, sinks):
     """Every call counts here: what runs in each layer costs the host as long as a small kernel runs."""
     query, key, value = _one_dtype(query, key, value)
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    batch, seqlen = q.shape[:2]
-    if layout.indices is not None:
-        q, k, v = _ops.gather_rows_many((q, k, v), layout.indices, layout.indices.shape[0])
-    elif batch == 1:  # cheaper than flatten
-        q, k, v = q.squeeze(0), k.squeeze(0), v.squeeze(0)
+    documents = layout.cu_seqlens_q, layout.cu_seqlens_k
+    options = {"causal": causal, "softmax_scale": scaling, "window_size": window, "softcap": softcap or 0.0}
+    batch, _, seqlen, _ = query.shape
+    if batch == 1 and layout.indices is None:  # heads first, so that autograd records no view
+        return varlen_attention(query, key, value, *documents, sinks=sinks, **options)
+    rows = [tensor.transpose(1, 2) for tensor in (query, key, value)]
+    if layout.indices is None:
+        rows = [tensor.flatten(0, 1) for tensor in rows]
     else:
-        q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-    out = varlen_attention(
-        q,
-        k,
-        v,
-        layout.cu_seqlens_q,
-        layout.cu_seqlens_k,
-        causal=causal,
-        softmax_scale=scaling,
-        window_size=window,
-        softcap=softcap or 0.0,
-        sinks=sinks,
-    )
-    if layout.indices is not None:
-        return _ops.scatter_rows(out, layout.indices, batch, seqlen)
-    return out.unsqueeze(0) if batch == 1 else out.unflatten(0, (batch, seqlen))
+        rows = _ops.gather_rows_many(rows, layout.indices, layout.indices.shape[0])
+    out = varlen_attention(*rows, *documents, sinks=sinks, **options)
+    if layout.indices is None:
+        return out.unflatten(0, (batch, seqlen))
+    return _ops.scatter_rows(out, layout.indices, batch, seqlen)
 
 
 def _one_dtype(query, key, value):
