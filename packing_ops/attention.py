@@ -47,9 +47,9 @@ def varlen_attention(
         q: ``[total_q, num_q_heads, head_dim]``, float32, float64, bfloat16 or float16, head_dim 1 to 256. Any strides
             with a contiguous last dimension (a view into a fused QKV projection, say), no copy is made. CUDA: no
             float64, head_dim of the half types in multiples of 8, their rows on 16 bytes (else one copy).
-            Or all three heads first, as models hold them: ``[1, num_q_heads, total_q, head_dim]``.
-        k, v: ``[total_k, num_kv_heads, head_dim]`` or ``[1, num_kv_heads, total_k, head_dim]``, the dtype of q;
-            num_kv_heads divides num_q_heads (GQA, MQA).
+            Or heads first, as models of transformers hold them: ``[1, num_q_heads, total_q, head_dim]``.
+        k, v: ``[total_k, num_kv_heads, head_dim]``, or ``[1, num_kv_heads, total_k, head_dim]`` beside such a q, the
+            dtype of q; num_kv_heads divides num_q_heads (GQA, MQA).
         cu_seqlens_q: int32 ``[num_documents + 1]``; zero-length documents may stand anywhere.
         cu_seqlens_k: the same for k and v; without it ``cu_seqlens_q``.
         causal: query i sees no key after its own place.
@@ -62,8 +62,8 @@ def varlen_attention(
         return_lse: also return the log of each denominator, sink included.
 
     Returns:
-        out like q, contiguous, ``[1, total_q, num_q_heads, head_dim]`` where the heads were first (whose gradients lie
-        tokens first in memory, so that a model's transpose is free), and with ``return_lse`` lse ``[num_q_heads, total_q]``, float32 (float64 for float64).
+        out like q, contiguous, and with ``return_lse`` lse ``[num_q_heads, total_q]``, float32 (float64 for float64).
+        Of heads first out is ``[1, total_q, num_q_heads, head_dim]``, and the gradients lie in memory as out does.
         Rows past ``cu_seqlens_q[-1]`` and rows that see no key have out 0 and lse -inf (the sink, where there is one
         and the row belongs to a document); their gradients are 0. float32 inside, float64 for float64. No
         synchronisation. Work: 4 * head_dim operations per visible pair of query and key and head, 2.5 times that in
@@ -161,6 +161,7 @@ def flash_attn_varlen_func(
     """varlen_attention under flash-attn's name and signature, for code that imports it.
 
     Args:
+        q, k, v: ``[total, num_heads, head_dim]``.
         max_seqlen_q, max_seqlen_k: not needed, any upper bound will do.
         deterministic: accepted; the backward always is.
         Others: as varlen_attention. ``causal`` is False unless given, as in flash-attn.
@@ -181,6 +182,7 @@ def flash_attn_varlen_func(
         raise NotImplementedError("alibi_slopes: expected None, ALiBi is not supported")
     if block_table is not None:
         raise NotImplementedError("block_table: expected None, paged keys and values are not supported")
+    _refuse_heads_first(q)
     options = {"causal": causal, "softmax_scale": softmax_scale, "window_size": window_size, "softcap": softcap}
     out, lse = varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, **options, return_lse=True)
     return (out, lse, None) if return_attn_probs else out
@@ -298,6 +300,7 @@ def attention(
     """varlen_attention by the best backend of this machine, so that one call site serves every machine.
 
     Args:
+        q, k, v: ``[total, num_heads, head_dim]``.
         max_seqlen_q, max_seqlen_k: longest document, or any upper bound; only torch_varlen uses them, and takes the
             number of rows without them.
         backend: one of ``packing_ops``, ``torch_varlen``, ``sdpa``; without it select_attention_backend chooses.
@@ -315,6 +318,7 @@ def attention(
         ValueError: an unknown backend, or as varlen_attention.
         NotImplementedError: the backend cannot run this call; says why.
     """
+    _refuse_heads_first(q)
     wanted = {"softcap": softcap, "sinks": sinks, "return_lse": return_lse}
     if backend is None:
         backend = select_attention_backend(q, k, **wanted)
@@ -337,6 +341,11 @@ def attention(
 
 
 # --- the other backends ---
+
+
+def _refuse_heads_first(q):
+    if q.dim() != 3:
+        raise ValueError(f"q: expected [total_q, num_q_heads, head_dim], got {list(q.shape)}")
 
 
 def _why_not_packing_ops(q) -> str:
