@@ -1,6 +1,5 @@
-// A packed row as tensors hold it: [total, num_heads, head_dim], or with a batch of 1 before it, where q, k, v and
-// their gradients have the heads first (what models of transformers hand over) and out and dout the tokens (what they
-// want).
+// A packed row as tensors hold it: [total, num_heads, head_dim], or with a batch of 1 before it. Then q, k, v and their
+// gradients have the heads first, as models of transformers hold them, and out and dout the tokens, as they go on.
 #pragma once
 
 #include <utility>
