@@ -83,9 +83,14 @@ def kept_with(tensors: Sequence[torch.Tensor], key: tuple, make: Callable[[], ob
 
 def plan_for(q, k, cu_seqlens_q, cu_seqlens_k, causal: bool, left: int, right: int) -> torch.Tensor | None:
     """The plan of a call of attention; None on the CPU, and for shapes that the op will refuse by name."""
-    if not q.is_cuda or q.dim() != 3 or k.dim() != 3:
+    if not q.is_cuda:
         return None
-    (total_q, num_heads, head_dim), (total_k, num_kv_heads, _) = q.shape, k.shape
+    if q.dim() == k.dim() == 4 and q.shape[0] == k.shape[0] == 1:
+        (_, num_heads, total_q, head_dim), (_, num_kv_heads, total_k, _) = q.shape, k.shape
+    elif q.dim() == k.dim() == 3:
+        (total_q, num_heads, head_dim), (total_k, num_kv_heads, _) = q.shape, k.shape
+    else:
+        return None
     if num_kv_heads == 0 or num_heads % num_kv_heads or not 0 < head_dim <= 256:
         return None
     geometry = (total_q, total_k, num_heads, num_kv_heads, head_dim, causal, left, right)

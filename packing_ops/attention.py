@@ -47,7 +47,9 @@ def varlen_attention(
         q: ``[total_q, num_q_heads, head_dim]``, float32, float64, bfloat16 or float16, head_dim 1 to 256. Any strides
             with a contiguous last dimension (a view into a fused QKV projection, say), no copy is made. CUDA: no
             float64, head_dim of the half types in multiples of 8, their rows on 16 bytes (else one copy).
-        k, v: ``[total_k, num_kv_heads, head_dim]``, the dtype of q; num_kv_heads divides num_q_heads (GQA, MQA).
+            Or heads first, as models of transformers hold them: ``[1, num_q_heads, total_q, head_dim]``.
+        k, v: ``[total_k, num_kv_heads, head_dim]``, or ``[1, num_kv_heads, total_k, head_dim]`` beside such a q, the
+            dtype of q; num_kv_heads divides num_q_heads (GQA, MQA).
         cu_seqlens_q: int32 ``[num_documents + 1]``; zero-length documents may stand anywhere.
         cu_seqlens_k: the same for k and v; without it ``cu_seqlens_q``.
         causal: query i sees no key after its own place.
@@ -61,6 +63,7 @@ def varlen_attention(
 
     Returns:
         out like q, contiguous, and with ``return_lse`` lse ``[num_q_heads, total_q]``, float32 (float64 for float64).
+        Of heads first out is ``[1, total_q, num_q_heads, head_dim]``, and the gradients lie in memory as out does.
         Rows past ``cu_seqlens_q[-1]`` and rows that see no key have out 0 and lse -inf (the sink, where there is one
         and the row belongs to a document); their gradients are 0. float32 inside, float64 for float64. No
         synchronisation. Work: 4 * head_dim operations per visible pair of query and key and head, 2.5 times that in
@@ -158,6 +161,7 @@ def flash_attn_varlen_func(
     """varlen_attention under flash-attn's name and signature, for code that imports it.
 
     Args:
+        q, k, v: ``[total, num_heads, head_dim]``.
         max_seqlen_q, max_seqlen_k: not needed, any upper bound will do.
         deterministic: accepted; the backward always is.
         Others: as varlen_attention. ``causal`` is False unless given, as in flash-attn.
@@ -178,6 +182,7 @@ def flash_attn_varlen_func(
         raise NotImplementedError("alibi_slopes: expected None, ALiBi is not supported")
     if block_table is not None:
         raise NotImplementedError("block_table: expected None, paged keys and values are not supported")
+    _refuse_heads_first(q)
     options = {"causal": causal, "softmax_scale": softmax_scale, "window_size": window_size, "softcap": softcap}
     out, lse = varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, **options, return_lse=True)
     return (out, lse, None) if return_attn_probs else out
@@ -295,6 +300,7 @@ def attention(
     """varlen_attention by the best backend of this machine, so that one call site serves every machine.
 
     Args:
+        q, k, v: ``[total, num_heads, head_dim]``.
         max_seqlen_q, max_seqlen_k: longest document, or any upper bound; only torch_varlen uses them, and takes the
             number of rows without them.
         backend: one of ``packing_ops``, ``torch_varlen``, ``sdpa``; without it select_attention_backend chooses.
@@ -312,6 +318,7 @@ def attention(
         ValueError: an unknown backend, or as varlen_attention.
         NotImplementedError: the backend cannot run this call; says why.
     """
+    _refuse_heads_first(q)
     wanted = {"softcap": softcap, "sinks": sinks, "return_lse": return_lse}
     if backend is None:
         backend = select_attention_backend(q, k, **wanted)
@@ -334,6 +341,11 @@ def attention(
 
 
 # --- the other backends ---
+
+
+def _refuse_heads_first(q):
+    if q.dim() != 3:
+        raise ValueError(f"q: expected [total_q, num_q_heads, head_dim], got {list(q.shape)}")
 
 
 def _why_not_packing_ops(q) -> str:
@@ -432,16 +444,21 @@ def _(cu_seqlens_q, cu_seqlens_k, total_q, total_k, num_heads, num_kv_heads, hea
     return cu_seqlens_q.new_empty(size, dtype=torch.int32)
 
 
+def _tokens_first(rows):
+    """Of q, k or v; and back."""
+    return rows if rows.dim() == 3 else rows.transpose(1, 2)
+
+
 @torch.library.register_fake("packing_ops::varlen_attention")
 def _(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *options):
-    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=_lse_dtype(q.dtype))
+    out = q.new_empty(_tokens_first(q).shape)
+    return out, q.new_empty(out.shape[-3:-1][::-1], dtype=_lse_dtype(q.dtype))
 
 
 @torch.library.register_fake("packing_ops::varlen_attention_backward")
 def _(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, sinks, *options):
-    num_sinks = 0 if sinks is None else q.shape[1]
-    dsinks = q.new_empty(num_sinks, dtype=_lse_dtype(q.dtype))
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+    dq, dk, dv = (_tokens_first(t.new_empty(_tokens_first(t).shape)) for t in (q, k, v))
+    return dq, dk, dv, q.new_empty(0 if sinks is None else lse.shape[0], dtype=_lse_dtype(q.dtype))
 
 
 def _varlen_attention_context(ctx, inputs, output):

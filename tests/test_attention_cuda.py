@@ -67,6 +67,17 @@ def test_documents_keep_their_bits(dim):
         start += length
 
 
+def test_a_row_heads_first_shares_the_plan():
+    q, k, _, _ = packed([70, 5])
+    cu_seqlens = cu_seqlens_of([70, 5], "cuda")
+    plans = [
+        _recent.plan_for(*rows, cu_seqlens, cu_seqlens, True, -1, -1)
+        for rows in ((q, k), (q[None].transpose(1, 2), k[None].transpose(1, 2)))
+    ]
+    assert plans[0] is not None
+    assert plans[1] is plans[0]
+
+
 def test_graph_replays_with_other_lengths():
     lengths = [70, 130, 0, 5, 300]
     q, k, v, dout = packed(lengths)

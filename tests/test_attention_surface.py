@@ -161,14 +161,14 @@ def bad_calls(device):
         return lambda: po.varlen_attention(q, k, v, cu_q, cu_k, **options)
 
     return {
-        "q rank": (call(q=q[0]), r"q: expected 3 dimensions, got float32 \[4, 16\]"),
-        "k rank": (call(k=k[0]), "k: expected 3 dimensions"),
+        "q rank": (call(q=q[0]), r"q: expected \[total_q, num_q_heads, head_dim\] or .*, got float32 \[4, 16\]"),
+        "k rank": (call(k=k[0]), r"k: expected \[total_k, num_kv_heads, head_dim\] like q, got float32 \[2, 16\]"),
         "q dtype": (call(q=q.int()), "q: expected float32, bfloat16, float16 or float64, got int32"),
         "k dtype": (call(k=k.double()), "k: expected float32 like q, got float64"),
         "v dtype": (call(v=v.half()), "v: expected float32 like q, got float16"),
         "heads": (call(q=q[:, :3]), "k: expected a number of heads that divides the 3 heads of q"),
         "no heads": (call(k=k[:, :0], v=v[:, :0]), "k: expected a number of heads"),
-        "v heads": (call(v=v[:, :1]), r"v: expected \[total_k, num_kv_heads, head_dim\] like k = \[5, 2, 16\]"),
+        "v heads": (call(v=v[:, :1]), r"v: expected \[total_k, .*\] like k \(float32 \[5, 2, 16\]"),
         "v rows": (call(v=v[:4]), "v: expected .* like k"),
         "k head_dim": (call(k=k[..., :8]), r"k: expected head_dim 16 like q, got float32 \[5, 2, 8\]"),
         "v head_dim": (call(v=v[..., :8]), "v: expected head_dim 16 like q"),

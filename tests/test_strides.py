@@ -68,8 +68,9 @@ def test_rope(device, layout, batch, grad):
 
 @every_grad
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch", [False, True])
 @pytest.mark.parametrize("layout", ["packed", "heads_first", "fused", "odd_fused"])
-def test_attention(device, layout, dtype, grad):
+def test_attention(device, layout, batch, dtype, grad):
     if layout == "packed":
         q, k, v = (torch.randn(9, n, 16, device=device, dtype=dtype) for n in (4, 2, 2))
     elif layout == "heads_first":
@@ -78,6 +79,8 @@ def test_attention(device, layout, dtype, grad):
         first = 3 if layout == "odd_fused" else 0
         fused = torch.randn(9, first + 8 * 16, device=device, dtype=dtype)[:, first:].unflatten(1, (8, 16))
         q, k, v = fused.split([4, 2, 2], dim=1)
+    if batch:  # as models hold them, heads before tokens
+        q, k, v = (t[None].transpose(1, 2) for t in (q, k, v))
     sinks, cu_seqlens = torch.randn(4, device=device), cu_seqlens_of([4, 3], device)
 
     def attend(q, k, v, sinks):

@@ -79,14 +79,9 @@ inline DType dtype_of(torch::headeronly::ScalarType dtype) {
 
 namespace detail {
 
-// Contiguous and uninitialised, straight from torch's allocator (no trip through the dispatcher).
-inline Tensor empty_on(const std::vector<int64_t>& sizes, int32_t dtype, const Tensor& device_of) {
-  std::vector<int64_t> strides(sizes.size());
-  int64_t stride = 1;
-  for (size_t i = sizes.size(); i-- > 0;) {
-    strides[i] = stride;
-    stride *= sizes[i] > 0 ? sizes[i] : 1;
-  }
+// Uninitialised, straight from torch's allocator (no trip through the dispatcher).
+inline Tensor empty_on(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int32_t dtype,
+                       const Tensor& device_of) {
   int32_t device_type = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(device_of.get(), &device_type));
   AtenTensorHandle handle = nullptr;
@@ -96,17 +91,31 @@ inline Tensor empty_on(const std::vector<int64_t>& sizes, int32_t dtype, const T
   return Tensor(handle);
 }
 
+inline std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& sizes) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t i = sizes.size(); i-- > 0;) {
+    strides[i] = stride;
+    stride *= sizes[i] > 0 ? sizes[i] : 1;
+  }
+  return strides;
+}
+
 }  // namespace detail
 
 inline Tensor empty(const std::vector<int64_t>& sizes, DType dtype, const Tensor& device_of) {
-  return detail::empty_on(sizes, torch_dtype(dtype), device_of);
+  return detail::empty_on(sizes, detail::contiguous_strides(sizes), torch_dtype(dtype), device_of);
 }
 
 // The dtype and device of `like`, any dtype at all.
-inline Tensor empty_as(const std::vector<int64_t>& sizes, const Tensor& like) {
+inline Tensor empty_as(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, const Tensor& like) {
   int32_t dtype = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
-  return detail::empty_on(sizes, dtype, like);
+  return detail::empty_on(sizes, strides, dtype, like);
+}
+
+inline Tensor empty_as(const std::vector<int64_t>& sizes, const Tensor& like) {
+  return empty_as(sizes, detail::contiguous_strides(sizes), like);
 }
 
 // Pinned memory of the host, which kernels on the device of `device_of` can write; ordinary memory for a CPU tensor.
@@ -132,14 +141,7 @@ inline Tensor empty_with_strides_of(const Tensor& t) {
     inside *= sizes[next];
   }
   if (inside != t.numel()) return torch::stable::empty_like(t);
-  int32_t dtype = 0;
-  int32_t device_type = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &dtype));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(t.get(), &device_type));
-  AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(t.dim(), sizes.data(), strides.data(), dtype, device_type,
-                                                         t.get_device_index(), &handle));
-  return Tensor(handle);
+  return empty_as({sizes.begin(), sizes.end()}, {strides.begin(), strides.end()}, t);
 }
 
 // Scratch for a kernel: from torch, so that the caching allocator and CUDA graphs know about it.

@@ -6,6 +6,7 @@
 
 #include "host/launch.h"
 #include "host/tensor_check.h"
+#include "ops/attention/attention_rows.h"
 
 namespace packing_ops {
 
@@ -18,16 +19,32 @@ DType lse_dtype(DType dtype) {
   return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
 }
 
-AttentionTensor attention_tensor(const Tensor& t) {
-  return {t.data_ptr(), t.stride(0), t.stride(1)};
+void check_q(const Tensor& q) {
+  check_dtype(q, "q", kFloats);
+  if (q.dim() != 3 && (q.dim() != 4 || q.size(0) != 1)) {
+    fail("q: expected [total_q, num_q_heads, head_dim] or [1, num_q_heads, total_q, head_dim], got ", describe(q));
+  }
+  check_last_dim_contiguous(q, "q");
+  const int64_t head_dim = input_rows(q).head_dim;
+  if (head_dim < 1 || head_dim > kMaxHeadDim) {
+    fail("q: expected a head_dim of 1 to ", kMaxHeadDim, ", got ", describe(q));
+  }
+}
+
+// The dimensions of k and v, in the order of those of q.
+const char* kv_layout(const Tensor& q) {
+  return q.dim() == 4 ? "[1, num_kv_heads, total_k, head_dim]" : "[total_k, num_kv_heads, head_dim]";
 }
 
 void check_kv(const Tensor& t, const char* name, const Tensor& q) {
-  check_rank(t, name, 3);
+  if (t.dim() != q.dim() || (t.dim() == 4 && t.size(0) != 1)) {
+    fail(name, ": expected ", kv_layout(q), " like q, got ", describe(t));
+  }
   check_same_device(t, name, q, "q");
   check_same_dtype(t, name, q, "q");
   check_last_dim_contiguous(t, name);
-  if (t.size(2) != q.size(2)) fail(name, ": expected head_dim ", q.size(2), " like q, got ", describe(t));
+  const int64_t head_dim = input_rows(q).head_dim;
+  if (input_rows(t).head_dim != head_dim) fail(name, ": expected head_dim ", head_dim, " like q, got ", describe(t));
 }
 
 struct Options {
@@ -41,20 +58,18 @@ struct Options {
 template <class Params>
 Params attention_params(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q,
                         const Tensor& cu_seqlens_k, const std::optional<Tensor>& sinks, const Options& options) {
-  check_dtype(q, "q", kFloats);
-  check_rank(q, "q", 3);
-  check_last_dim_contiguous(q, "q");
-  if (q.size(2) < 1 || q.size(2) > kMaxHeadDim) {
-    fail("q: expected a head_dim of 1 to ", kMaxHeadDim, ", got ", describe(q));
-  }
+  check_q(q);
   check_kv(k, "k", q);
   check_kv(v, "v", q);
-  if (k.size(1) < 1 || q.size(1) < 1 || q.size(1) % k.size(1) != 0) {
-    fail("k: expected a number of heads that divides the ", q.size(1), " heads of q, got ", describe(k));
+  const Rows shape_q = input_rows(q), shape_k = input_rows(k);
+  if (shape_k.num_heads < 1 || shape_q.num_heads < 1 || shape_q.num_heads % shape_k.num_heads != 0) {
+    fail("k: expected a number of heads that divides the ", shape_q.num_heads, " heads of q, got ", describe(k));
   }
-  check_shape(v, "v", sizes_of(k), "[total_k, num_kv_heads, head_dim] like k");
-  check_cu_seqlens(cu_seqlens_q, "cu_seqlens_q", q.size(0), q, "q");
-  check_cu_seqlens(cu_seqlens_k, "cu_seqlens_k", k.size(0), q, "q");
+  if (sizes_of(v) != sizes_of(k)) {
+    fail("v: expected ", kv_layout(q), " like k (", describe(k), "), got ", describe(v));
+  }
+  check_cu_seqlens(cu_seqlens_q, "cu_seqlens_q", shape_q.total, q, "q");
+  check_cu_seqlens(cu_seqlens_k, "cu_seqlens_k", shape_k.total, q, "q");
   check(cu_seqlens_q.numel() == cu_seqlens_k.numel(), "cu_seqlens_k: expected as many documents as cu_seqlens_q (",
         cu_seqlens_q.numel() - 1, "), got ", cu_seqlens_k.numel() - 1);
   check(options.window_left >= -1 && options.window_right >= -1,
@@ -65,19 +80,16 @@ Params attention_params(const Tensor& q, const Tensor& k, const Tensor& v, const
   check(options.softcap >= 0, "softcap: expected 0 (off) or a positive bound of the scores, got ", options.softcap);
 
   Params p;
-  p.documents_q = documents_view(cu_seqlens_q, q.size(0));
-  p.documents_k = documents_view(cu_seqlens_k, k.size(0));
+  p.documents_q = documents_view(cu_seqlens_q, shape_q.total);
+  p.documents_k = documents_view(cu_seqlens_k, shape_k.total);
   p.dtype = dtype_of(q);
-  p.num_q_heads = q.size(1);
-  p.num_kv_heads = k.size(1);
-  p.head_dim = q.size(2);
+  p.num_q_heads = shape_q.num_heads;
+  p.num_kv_heads = shape_k.num_heads;
+  p.head_dim = shape_q.head_dim;
   p.softmax_scale = options.softmax_scale.value_or(1 / std::sqrt(static_cast<double>(p.head_dim)));
   p.softcap = options.softcap;
   p.window_left = options.window_left;
   p.window_right = options.causal ? 0 : options.window_right;
-  p.q = attention_tensor(q);
-  p.k = attention_tensor(k);
-  p.v = attention_tensor(v);
   if (sinks) {
     check_same_device(*sinks, "sinks", q, "q");
     check_dtype(*sinks, "sinks", {lse_dtype(p.dtype)});
@@ -87,24 +99,15 @@ Params attention_params(const Tensor& q, const Tensor& k, const Tensor& v, const
 }
 
 // What the CUDA kernels ask for beyond that.
-void check_cuda_case(const Tensor& q, const Tensor& k) {
+void check_cuda_case(const VarlenAttentionParams& p, const Tensor& q) {
   if (!q.is_cuda()) return;
   check_dtype(q, "q", {DType::kBFloat16, DType::kFloat16, DType::kFloat32});
-  if (dtype_of(q) != DType::kFloat32 && q.size(2) % 8 != 0) {
+  if (p.dtype != DType::kFloat32 && p.head_dim % 8 != 0) {
     fail("q: expected a head_dim of 8 to ", kMaxHeadDim, " in multiples of 8 (any up to ", kMaxHeadDim,
          " in float32), got ", describe(q));
   }
-  const int64_t group = q.size(1) / k.size(1);
+  const int64_t group = p.num_q_heads / p.num_kv_heads;
   check(group <= 1024, "k: expected at most 1024 heads of q for each of its heads, got ", group);
-}
-
-// 16-byte copies: a view that starts or steps off that grid is copied once.
-Tensor aligned_rows(const Tensor& t) {
-  if (!t.is_cuda() || dtype_of(t) == DType::kFloat32) return t;
-  const auto off = [](int64_t x) { return x % 8 != 0; };
-  const bool odd = reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 != 0 || (t.size(0) > 1 && off(t.stride(0))) ||
-                   (t.size(1) > 1 && off(t.stride(1)));
-  return odd ? torch::stable::clone(t) : t;
 }
 
 AttentionPlanParams plan_params(const VarlenAttentionParams& p) {
@@ -134,12 +137,7 @@ Tensor backward_scratch(const VarlenAttentionBackwardParams& p, const Tensor& q)
 #ifdef PACKING_OPS_WITH_CUDA
   if (q.is_cuda()) return scratch(attention_backward_scratch_cuda(p), q);
 #endif
-  return empty({q.size(1), q.size(0)}, lse_dtype(p.dtype), q);
-}
-
-// out, dout: shaped like q. Autograd gives gradients in any layout; only a strided last dimension costs a copy.
-Tensor dense_rows(const Tensor& t) {
-  return aligned_rows(t.size(2) <= 1 || t.stride(2) == 1 ? t : dense(t));
+  return empty({p.num_q_heads, p.documents_q.total}, lse_dtype(p.dtype), q);
 }
 
 }  // namespace
@@ -151,18 +149,18 @@ std::tuple<Tensor, Tensor> varlen_attention(const Tensor& q, const Tensor& k, co
                                             int64_t window_right, double softcap, std::optional<Tensor> plan) {
   auto p = attention_params<VarlenAttentionParams>(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks,
                                                    {causal, softmax_scale, window_left, window_right, softcap});
-  check_cuda_case(q, k);
+  check_cuda_case(p, q);
   const Tensor rows_q = aligned_rows(q), rows_k = aligned_rows(k), rows_v = aligned_rows(v);
-  p.q = attention_tensor(rows_q);
-  p.k = attention_tensor(rows_k);
-  p.v = attention_tensor(rows_v);
+  p.q = input_rows(rows_q).memory;
+  p.k = input_rows(rows_k).memory;
+  p.v = input_rows(rows_v).memory;
   const Tensor list = plan_of(plan, p, q);
   p.plan = static_cast<int32_t*>(list.data_ptr());
   const std::optional<Tensor> dense_sinks = dense(sinks);
-  Tensor out = empty(sizes_of(q), p.dtype, q);
-  Tensor lse = empty({q.size(1), q.size(0)}, lse_dtype(p.dtype), q);
+  Tensor out = empty(output_sizes(q), p.dtype, q);
+  Tensor lse = empty({p.num_q_heads, p.documents_q.total}, lse_dtype(p.dtype), q);
   p.sinks = data_or_null(dense_sinks);
-  p.out = attention_tensor(out);
+  p.out = output_rows(out).memory;
   p.lse = lse.data_ptr();
   launch<VarlenAttentionParams>(q, p, launch_varlen_attention_cpu, PACKING_OPS_CUDA(launch_varlen_attention_cuda));
   return {out, lse};
@@ -176,18 +174,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> varlen_attention_backward(
     int64_t window_right, double softcap, std::optional<Tensor> plan) {
   auto p = attention_params<VarlenAttentionBackwardParams>(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks,
                                                            {causal, softmax_scale, window_left, window_right, softcap});
-  check_cuda_case(q, k);
+  check_cuda_case(p, q);
   const Tensor rows_q = aligned_rows(q), rows_k = aligned_rows(k), rows_v = aligned_rows(v);
-  p.q = attention_tensor(rows_q);
-  p.k = attention_tensor(rows_k);
-  p.v = attention_tensor(rows_v);
+  p.q = input_rows(rows_q).memory;
+  p.k = input_rows(rows_k).memory;
+  p.v = input_rows(rows_v).memory;
   const Tensor list = plan_of(plan, p, q);
   p.plan = static_cast<int32_t*>(list.data_ptr());
-  const std::vector<int64_t> rows = {q.size(1), q.size(0)};
+  const std::vector<int64_t> rows = {p.num_q_heads, p.documents_q.total};
+  const char* tokens_first =
+      q.dim() == 4 ? "[1, total_q, num_q_heads, head_dim]" : "[total_q, num_q_heads, head_dim] like q";
   for (const auto& [t, name] : {std::pair(&dout, "dout"), std::pair(&out, "out")}) {
     check_same_device(*t, name, q, "q");
     check_same_dtype(*t, name, q, "q");
-    check_shape(*t, name, sizes_of(q), "[total_q, num_q_heads, head_dim] like q");
+    check_shape(*t, name, output_sizes(q), tokens_first);
   }
   for (const auto& [t, name] : {std::pair(&lse, "lse"), std::pair(dlse ? &*dlse : &lse, "dlse")}) {
     check_same_device(*t, name, q, "q");
@@ -197,19 +197,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> varlen_attention_backward(
   const Tensor rows_dout = dense_rows(dout), rows_out = dense_rows(out), dense_lse = dense(lse);
   const std::optional<Tensor> dense_dlse = dense(dlse), dense_sinks = dense(sinks);
   const Tensor memory = backward_scratch(p, q);
-  Tensor dq = empty(sizes_of(q), p.dtype, q);
-  Tensor dk = empty(sizes_of(k), p.dtype, q);
-  Tensor dv = empty(sizes_of(v), p.dtype, q);
-  Tensor dsinks = empty({sinks ? q.size(1) : 0}, lse_dtype(p.dtype), q);
+  Tensor dq = empty_input_rows(q), dk = empty_input_rows(k), dv = empty_input_rows(v);
+  Tensor dsinks = empty({sinks ? p.num_q_heads : 0}, lse_dtype(p.dtype), q);
   p.sinks = data_or_null(dense_sinks);
-  p.out = attention_tensor(rows_out);
+  p.out = output_rows(rows_out).memory;
   p.lse = dense_lse.data_ptr();
-  p.dout = attention_tensor(rows_dout);
+  p.dout = output_rows(rows_dout).memory;
   p.dlse = data_or_null(dense_dlse);
   (q.is_cuda() ? p.scratch : p.delta) = memory.data_ptr();
-  p.dq = attention_tensor(dq);
-  p.dk = attention_tensor(dk);
-  p.dv = attention_tensor(dv);
+  p.dq = input_rows(dq).memory;
+  p.dk = input_rows(dk).memory;
+  p.dv = input_rows(dv).memory;
   p.dsinks = sinks ? dsinks.data_ptr() : nullptr;
   launch<VarlenAttentionBackwardParams>(q, p, launch_varlen_attention_backward_cpu,
                                         PACKING_OPS_CUDA(launch_varlen_attention_backward_cuda));

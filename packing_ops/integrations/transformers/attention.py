@@ -108,18 +108,18 @@ def packing_ops_attention(
 def _varlen(query, key, value, layout, causal, window, scaling, softcap, sinks):
     """Every call counts here: what runs in each layer costs the host as long as a small kernel runs."""
     query, key, value = _one_dtype(query, key, value)
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    batch, seqlen = q.shape[:2]
-    if layout.indices is not None:
-        q, k, v = _ops.gather_rows_many((q, k, v), layout.indices, layout.indices.shape[0])
-    elif batch == 1:  # cheaper than flatten
-        q, k, v = q.squeeze(0), k.squeeze(0), v.squeeze(0)
+    batch, _, seqlen, _ = query.shape
+    one_row = batch == 1 and layout.indices is None
+    if one_row:  # heads first as it is: autograd would record each view
+        rows = query, key, value
     else:
-        q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+        rows = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if layout.indices is None:
+            rows = [tensor.flatten(0, 1) for tensor in rows]
+        else:
+            rows = _ops.gather_rows_many(rows, layout.indices, layout.indices.shape[0])
     out = varlen_attention(
-        q,
-        k,
-        v,
+        *rows,
         layout.cu_seqlens_q,
         layout.cu_seqlens_k,
         causal=causal,
@@ -128,9 +128,11 @@ def _varlen(query, key, value, layout, causal, window, scaling, softcap, sinks):
         softcap=softcap or 0.0,
         sinks=sinks,
     )
-    if layout.indices is not None:
-        return _ops.scatter_rows(out, layout.indices, batch, seqlen)
-    return out.unsqueeze(0) if batch == 1 else out.unflatten(0, (batch, seqlen))
+    if one_row:
+        return out
+    if layout.indices is None:
+        return out.unflatten(0, (batch, seqlen))
+    return _ops.scatter_rows(out, layout.indices, batch, seqlen)
 
 
 def _one_dtype(query, key, value):
@@ -158,20 +160,20 @@ def _why_not(query, key, value, dropout, kwargs):
     """Why varlen_attention cannot serve this call, or an empty string."""
     if dropout:
         return f"dropout {dropout} in attention"
-    unserved = [
-        name for name in _UNSERVED.intersection(kwargs) if kwargs[name] is not None and kwargs[name] is not False
-    ]
-    if unserved:
-        return f"{min(unserved)} is not supported"
-    if not (query.is_cpu or query.is_cuda):
+    if not _UNSERVED.isdisjoint(kwargs):
+        named = _UNSERVED.intersection(kwargs)
+        unserved = [name for name in named if kwargs[name] is not None and kwargs[name] is not False]
+        if unserved:
+            return f"{min(unserved)} is not supported"
+    head_dim, cuda = query.shape[-1], query.is_cuda
+    if not (cuda or query.is_cpu):
         return f"no kernel for {query.device.type}"
-    head_dim = query.shape[-1]
     if value.shape[-1] != head_dim:
         return f"head_dim {head_dim} of query and key, {value.shape[-1]} of value"
     if head_dim > 256:
         return f"head_dim {head_dim}, expected at most 256"
-    if query.is_cuda and value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if cuda and value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"dtype {value.dtype}"
-    if query.is_cuda and head_dim % 8 and value.dtype != torch.float32:
+    if cuda and head_dim % 8 and value.dtype != torch.float32:
         return f"head_dim {head_dim} in {value.dtype}, expected a multiple of 8"
     return ""
