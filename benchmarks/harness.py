@@ -7,6 +7,7 @@ same thing; the first provider is ours. On CUDA the L2 cache is flushed before e
 import argparse
 import csv
 import platform
+import random
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -79,7 +80,8 @@ def copy_bytes_per_us(device: str, size: int = 1 << 30) -> float:
 
 
 def measure(case: Case, device: str) -> dict[str, tuple[float, float, float]]:
-    """p20, p50, p80 in microseconds per provider; the providers run in turn, so drift hits them alike."""
+    """p20, p50, p80 in microseconds per provider; they take turns, so that drift hits them alike, and in another order
+    each time, so that none always runs at the clocks that a hotter one leaves it."""
     flush = torch.empty(L2_FLUSH_BYTES if device == "cuda" else 1, dtype=torch.uint8, device=device)
     inner = {}
     for name, call in case.providers.items():
@@ -87,8 +89,10 @@ def measure(case: Case, device: str) -> dict[str, tuple[float, float, float]]:
             call()
         inner[name] = 1 if device == "cuda" else max(1, min(1000, int(2000 / max(time_cpu(call, 1), 1e-3))))
     samples = {name: [] for name in case.providers}
+    turns, order = list(case.providers.items()), random.Random(0)
     for _ in range(case.runs):
-        for name, call in case.providers.items():
+        order.shuffle(turns)
+        for name, call in turns:
             sample = time_cuda(call, flush) if device == "cuda" else time_cpu(call, inner[name])
             samples[name].append(sample)
     return {name: percentiles(values) for name, values in samples.items()}
