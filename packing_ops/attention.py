@@ -439,7 +439,7 @@ def _lse_dtype(dtype):
 @torch.library.register_fake("packing_ops::attention_plan")
 def _(cu_seqlens_q, cu_seqlens_k, total_q, total_k, num_heads, num_kv_heads, head_dim, causal, left, right):
     group = num_heads // num_kv_heads
-    entries = total_q * group // 32 + total_k // 64 + 5 * (cu_seqlens_q.shape[0] - 1)
+    entries = total_q * group // 32 + total_k // 32 + 5 * (cu_seqlens_q.shape[0] - 1)
     size = 16 + 8 * entries if cu_seqlens_q.device.type == "cuda" else 0
     return cu_seqlens_q.new_empty(size, dtype=torch.int32)
 

@@ -43,6 +43,7 @@ struct VarlenAttentionParams {
   AttentionTensor out;          // [total_q, num_q_heads, head_dim]
   void* lse = nullptr;          // [num_q_heads, total_q], float64 for float64 inputs, else float32
   int32_t* plan = nullptr;      // CUDA: the work-list of AttentionPlanParams
+  int32_t device = 0;           // CUDA: its index
 };
 
 // out and lse are inputs here.
@@ -67,6 +68,7 @@ struct AttentionPlanParams {
   int64_t window_left = -1;
   int64_t window_right = -1;
   int32_t* plan = nullptr;  // [attention_plan_size]
+  int32_t device = 0;
 };
 
 void launch_varlen_attention_cpu(const VarlenAttentionParams& p);
@@ -75,7 +77,7 @@ void launch_varlen_attention_backward_cpu(const VarlenAttentionBackwardParams& p
 // Entries of AttentionPlanParams::plan: enough for the tiles of any head_dim.
 constexpr int64_t attention_plan_size(const AttentionPlanParams& p) {
   const int64_t group = p.num_q_heads / p.num_kv_heads;
-  return 16 + 8 * (p.documents_q.total * group / 32 + p.documents_k.total / 64 + 5 * p.documents_q.num_documents);
+  return 16 + 8 * (p.documents_q.total * group / 32 + p.documents_k.total / 32 + 5 * p.documents_q.num_documents);
 }
 
 // Bytes of VarlenAttentionBackwardParams::scratch.

@@ -90,6 +90,7 @@ Params attention_params(const Tensor& q, const Tensor& k, const Tensor& v, const
   p.softcap = options.softcap;
   p.window_left = options.window_left;
   p.window_right = options.causal ? 0 : options.window_right;
+  p.device = q.get_device_index();
   if (sinks) {
     check_same_device(*sinks, "sinks", q, "q");
     check_dtype(*sinks, "sinks", {lse_dtype(p.dtype)});

@@ -17,8 +17,8 @@ namespace {
 using sm80::Args;
 
 AttentionPlanParams plan_params(const VarlenAttentionParams& p) {
-  return {p.documents_q, p.documents_k, p.num_q_heads,  p.num_kv_heads,
-          p.head_dim,    p.window_left, p.window_right, p.plan};
+  return {p.documents_q, p.documents_k,  p.num_q_heads, p.num_kv_heads, p.head_dim,
+          p.window_left, p.window_right, p.plan,        p.device};
 }
 
 Args forward_args(const VarlenAttentionParams& p) {
@@ -156,6 +156,12 @@ void launch_varlen_attention_backward_cuda(const VarlenAttentionBackwardParams& 
       constexpr int kSmall = sm80::backward_small_keys(kDim);
       sm80::run_row_stats<T>(args, stream);
       const bool transform = transforms(p);
+      if constexpr (sm80::has_lean_backward(kDim)) {
+        if (args.plan.tiles.backward_keys != kKeys) {
+          return transform ? sm80::run_lean_backward<T, kDim, true>(args, stream)
+                           : sm80::run_lean_backward<T, kDim, false>(args, stream);
+        }
+      }
       transform ? sm80::run_backward<T, kDim, true>(args, stream) : sm80::run_backward<T, kDim, false>(args, stream);
       transform ? sm80::run_backward_single<T, kDim, kKeys, true>(args, stream)
                 : sm80::run_backward_single<T, kDim, kKeys, false>(args, stream);

@@ -10,6 +10,7 @@ Tensor made_plan(AttentionPlanParams p, const Tensor& anchor) {
   if (!anchor.is_cuda()) return plan;
 #ifdef PACKING_OPS_WITH_CUDA
   p.plan = static_cast<int32_t*>(plan.data_ptr());
+  p.device = anchor.get_device_index();
   CudaScope scope(anchor);
   launch_attention_plan_cuda(p, scope.launch());
   scope.finish();

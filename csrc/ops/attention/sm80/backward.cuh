@@ -13,10 +13,13 @@
 
 namespace packing_ops::sm80 {
 
-template <class T, int kDim, bool kTransform>
-__global__ void __launch_bounds__(BackwardShape<kDim, backward_keys(kDim), false>::kThreads)
+template <int kDim, bool kLean>
+using SeveralTilesShape = BackwardShape<kDim, kLean ? lean_backward_keys(kDim) : backward_keys(kDim), false, kLean>;
+
+template <class T, int kDim, bool kTransform, bool kLean>
+__global__ void __launch_bounds__(SeveralTilesShape<kDim, kLean>::kThreads)
     attention_backward_kernel(__grid_constant__ const Args args) {
-  using Shape = BackwardShape<kDim, backward_keys(kDim), false>;
+  using Shape = SeveralTilesShape<kDim, kLean>;
   using Unit = BackwardUnit<T, Shape, kTransform>;
   constexpr int kRows = Shape::kRows;
   constexpr int kKeys = Shape::kKeys;
@@ -87,7 +90,7 @@ __global__ void __launch_bounds__(BackwardShape<kDim, backward_keys(kDim), false
       ptx::copy_wait<0>();
       __syncthreads();
       if (i + 1 < steps) {
-        u.load_rows(args, rows.next(kRows, down), i + 1);
+        if constexpr (Shape::kStages > 1) u.load_rows(args, rows.next(kRows, down), i + 1);
       } else if (threadIdx.x == 0) {
         // Not earlier: a unit that is claimed long before it starts would keep others of its document waiting.
         claimed = atomicAdd(claim, 1);
@@ -131,6 +134,10 @@ __global__ void __launch_bounds__(BackwardShape<kDim, backward_keys(kDim), false
       finished = turn.mine < turn.last ? turn.mine + 1 : 0;
       rows = rows.next(kRows, down);
       step += down ? -1 : 1;
+      if constexpr (Shape::kStages == 1) {
+        __syncthreads();  // these rows have been read
+        if (i + 1 < steps) u.load_rows(args, rows, i + 1);
+      }
     }
     if (steps == 0 && threadIdx.x == 0) claimed = atomicAdd(claim, 1);
     ptx::copy_wait<0>();
@@ -145,12 +152,17 @@ __global__ void __launch_bounds__(BackwardShape<kDim, backward_keys(kDim), false
   }
 }
 
-template <class T, int kDim, bool kTransform>
-void run_backward(const Args& args, cudaStream_t stream) {
-  using Shape = BackwardShape<kDim, backward_keys(kDim), false>;
-  static PersistentKernel kernel{reinterpret_cast<const void*>(attention_backward_kernel<T, kDim, kTransform>),
+template <class T, int kDim, bool kTransform, bool kLean>
+void launch_backward(const Args& args, cudaStream_t stream) {
+  using Shape = SeveralTilesShape<kDim, kLean>;
+  static PersistentKernel kernel{reinterpret_cast<const void*>(attention_backward_kernel<T, kDim, kTransform, kLean>),
                                  Shape::kThreads, Shape::kShared, "attention_backward_kernel"};
   launch_persistent(kernel, args, args.plan.backward_capacity() * args.num_kv_heads, stream);
+}
+
+template <class T, int kDim, bool kTransform>
+void run_backward(const Args& args, cudaStream_t stream) {
+  launch_backward<T, kDim, kTransform, false>(args, stream);
 }
 
 }  // namespace packing_ops::sm80

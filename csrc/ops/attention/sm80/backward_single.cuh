@@ -51,14 +51,14 @@ struct SingleScores {
   }
 };
 
-template <class T, int kDim, int kKeys, bool kTransform>
-__global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true>::kThreads,
-                                  kKeys == backward_small_keys(kDim) ? 2 : 1)
+template <class T, int kDim, int kKeys, bool kTransform, bool kLean>
+__global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true, kLean>::kThreads,
+                                  !kLean && kKeys == backward_small_keys(kDim) ? 2 : 1)
     attention_backward_single_kernel(__grid_constant__ const Args args) {
-  using Shape = BackwardShape<kDim, kKeys, true>;
+  using Shape = BackwardShape<kDim, kKeys, true, kLean>;
   using Unit = BackwardUnit<T, Shape, kTransform>;
   constexpr int kRows = Shape::kRows;
-  constexpr bool kSmall = kKeys == backward_small_keys(kDim);
+  constexpr bool kSmall = !kLean && kKeys == backward_small_keys(kDim);
   constexpr int kList = kSmall ? PlanView::kSmall : PlanView::kSingle;
   extern __shared__ __align__(128) uint8_t shared[];
   const Unit u(ptx::shared_address(shared));
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true>::kThreads,
       ptx::copy_wait<0>();
       __syncthreads();
       if (i + 1 < steps) {
-        u.load_rows(args, rows.next(kRows, false), i + 1);
+        if constexpr (Shape::kStages > 1) u.load_rows(args, rows.next(kRows, false), i + 1);
       } else if (threadIdx.x == 0) {
         claimed = atomicAdd(claim, 1);
       }
@@ -168,6 +168,10 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true>::kThreads,
       }
       u.add_queries(args, rows, Turn{nullptr, 0, 0}, nullptr, seen_first, seen_end);
       rows = rows.next(kRows, false);
+      if constexpr (Shape::kStages == 1) {
+        __syncthreads();  // these rows have been read
+        if (i + 1 < steps) u.load_rows(args, rows, i + 1);
+      }
     }
     if (steps == 0 && threadIdx.x == 0) claimed = atomicAdd(claim, 1);
     ptx::copy_wait<0>();
@@ -179,13 +183,18 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true>::kThreads,
   ptx::wait_for_kernel_before();  // so that what comes after the last of these kernels comes after all of them
 }
 
+template <class T, int kDim, int kKeys, bool kTransform, bool kLean>
+void launch_backward_single(const Args& args, cudaStream_t stream) {
+  using Shape = BackwardShape<kDim, kKeys, true, kLean>;
+  static PersistentKernel kernel{
+      reinterpret_cast<const void*>(attention_backward_single_kernel<T, kDim, kKeys, kTransform, kLean>),
+      Shape::kThreads, Shape::kShared, "attention_backward_single_kernel", true};
+  launch_persistent(kernel, args, args.plan.num_documents * args.num_kv_heads, stream);
+}
+
 template <class T, int kDim, int kKeys, bool kTransform>
 void run_backward_single(const Args& args, cudaStream_t stream) {
-  using Shape = BackwardShape<kDim, kKeys, true>;
-  static PersistentKernel kernel{
-      reinterpret_cast<const void*>(attention_backward_single_kernel<T, kDim, kKeys, kTransform>), Shape::kThreads,
-      Shape::kShared, "attention_backward_single_kernel", true};
-  launch_persistent(kernel, args, args.plan.num_documents * args.num_kv_heads, stream);
+  launch_backward_single<T, kDim, kKeys, kTransform, false>(args, stream);
 }
 
 }  // namespace packing_ops::sm80

@@ -11,14 +11,14 @@ namespace packing_ops::sm80 {
 // blocks and kColumns columns; of dq kQueryRows rows and kQueryColumns columns. kSingle: the tile holds all keys of its
 // document, so that rowsum(dout * out) = rowsum(p * dp) needs no pass over out; where 16 rows a warp make the step
 // (kWholeRows) a warp has all keys of its rows and the sum needs nobody else.
-template <int kDim_, int kKeys_, bool kSingle_>
+template <int kDim_, int kKeys_, bool kSingle_, bool kLean>
 struct BackwardShape {
   static constexpr int kDim = kDim_;
   static constexpr int kKeys = kKeys_;
   static constexpr int kRows = kBackwardRows;
-  static constexpr int kWarps = kDim <= 128 ? kKeys / 16 : 8;
+  static constexpr int kWarps = kLean ? 4 : kDim <= 128 ? kKeys / 16 : 8;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kStages = 2;
+  static constexpr int kStages = kLean ? 1 : 2;
   static constexpr bool kSingle = kSingle_;
   static constexpr int kKeyWarps = kKeys / 32;
   static constexpr int kParts = kWarps / kKeyWarps;  // warps that share two blocks of keys
@@ -31,9 +31,11 @@ struct BackwardShape {
   static constexpr int kQueryColumns = kDim / (kWarps / (kRows / kQueryRows));
   using TileK = Tile<kKeys, kDim>;
   using TileQ = Tile<kRows, kDim>;
-  using TileS = Tile<kRows, kKeys>;
+  static constexpr int kScoreColumns = kKeys < 64 ? 64 : kKeys;  // whole panels, as store expects
+  using TileS = Tile<kRows, kScoreColumns>;
   static constexpr int kStageBytes = 2 * TileQ::kBytes + kRows * 8;
-  static constexpr int kTiles = 2 * TileK::kBytes + kStages * kStageBytes + 2 * TileS::kBytes;
+  static constexpr int kTiles = backward_shared(kDim, kKeys, kStages);
+  static_assert(kTiles == 2 * TileK::kBytes + kStages * kStageBytes + 2 * TileS::kBytes);
   static constexpr int kRowSums = kSingle && !kWholeRows ? kKeyWarps * kRows * 4 : 0;  // [key warps, rows] floats
   static constexpr int kShared = kTiles + kRowSums;
 };
@@ -74,7 +76,7 @@ struct BackwardUnit {
   __device__ TileS tile_p() const { return {ptx::opaque(base) + 2 * TileK::kBytes}; }
   __device__ TileS tile_ds() const { return {ptx::opaque(base) + 2 * TileK::kBytes + TileS::kBytes}; }
   __device__ uint32_t stage(int i) const {
-    return ptx::opaque(base) + 2 * TileK::kBytes + 2 * TileS::kBytes + (i & 1) * Shape::kStageBytes;
+    return ptx::opaque(base) + 2 * TileK::kBytes + 2 * TileS::kBytes + (i & (Shape::kStages - 1)) * Shape::kStageBytes;
   }
   __device__ TileQ tile_q(int i) const { return {stage(i)}; }
   __device__ TileQ tile_do(int i) const { return {stage(i) + TileQ::kBytes}; }
@@ -247,7 +249,7 @@ struct BackwardUnit {
   template <int kFirst, int kCount, bool kAllRows>
   __device__ __forceinline__ void accumulate(Sums& sums, TileS weights, TileQ rows, int key_block, int first_column,
                                              int row_blocks) const {
-    const LaneView<Shape::kRows, kKeys> a_view(weights, columns_first, 0);
+    const LaneView<Shape::kRows, Shape::kScoreColumns> a_view(weights, columns_first, 0);
     const LaneView<Shape::kRows, kDim> b_view(rows, rows_first, 0);
     constexpr int kUnroll = kAllRows ? Shape::kRows / 16 : 1;
     const int end = kAllRows ? Shape::kRows / 16 : row_blocks;
@@ -308,7 +310,7 @@ struct BackwardUnit {
     const int first_row = warp % (Shape::kRows / Shape::kQueryRows) * Shape::kQueryRows;
     const int column = warp / (Shape::kRows / Shape::kQueryRows) * Shape::kQueryColumns;
     if (first_row >= rows.valid) return;
-    const LaneView<Shape::kRows, kKeys> a_view(tile_ds(), rows_first, first_row);
+    const LaneView<Shape::kRows, Shape::kScoreColumns> a_view(tile_ds(), rows_first, first_row);
     const LaneView<kKeys, kDim> b_view(tile_k(), rows_first, 0);
     float acc[kTiles][kBlocks][4];
 #pragma unroll

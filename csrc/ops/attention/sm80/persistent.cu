@@ -1,8 +1,11 @@
 // Grids that fill the GPU once and loop over the plan's units.
+#include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <string>
 
 #include "core/launch.cuh"
+#include "ops/attention/sm80/backward.h"
 #include "ops/attention/sm80/persistent.h"
 
 namespace packing_ops::sm80 {
@@ -30,6 +33,25 @@ int resident_blocks(const void* kernel, int threads, int shared, int device) {
 }
 
 }  // namespace
+
+int64_t shared_memory_of_block(int device) {
+  static std::atomic<int64_t> found[kMaxDevices] = {};
+  std::atomic<int64_t>& bytes = found[device % kMaxDevices];
+  if (bytes.load(std::memory_order_relaxed) == 0) {
+    int most = 0;
+    check_cuda(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+               "cudaDeviceGetAttribute");
+    const char* limit = std::getenv("PACKING_OPS_SHARED_MEMORY");
+    bytes = limit && *limit ? std::min<int64_t>(most, std::strtoll(limit, nullptr, 10)) : most;
+  }
+  return bytes.load(std::memory_order_relaxed);
+}
+
+bool needs_lean_backward(int padded, int device) {
+  constexpr int kRowSums = 1024;  // BackwardShape::kRowSums, at most
+  return has_lean_backward(padded) &&
+         backward_shared(padded, backward_keys(padded), 2) + kRowSums > shared_memory_of_block(device);
+}
 
 void launch_persistent(PersistentKernel& kernel, const Args& args, int64_t units, cudaStream_t stream) {
   int device = 0;

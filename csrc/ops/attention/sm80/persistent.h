@@ -20,6 +20,10 @@ struct PersistentKernel {
   std::atomic<int> resident[kMaxDevices] = {};
 };
 
+// Bytes that a block on the device may take, or PACKING_OPS_SHARED_MEMORY where that is less: what a smaller GPU does
+// can be tried on a larger one.
+int64_t shared_memory_of_block(int device);
+
 // At most `units` blocks, at most as many as fit at once.
 void launch_persistent(PersistentKernel& kernel, const Args& args, int64_t units, cudaStream_t stream);
 
