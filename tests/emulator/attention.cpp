@@ -1,0 +1,70 @@
+// varlen_attention's CUDA launchers, from the plan to the gradients, for ctypes.
+#include "ops/attention/attention.h"
+
+#include <array>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "ops/attention/sm80/args.h"
+
+using namespace packing_ops;
+
+extern "C" {
+
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void** arguments) {
+  const auto& args = *static_cast<const sm80::Args*>(arguments[0]);
+  emulator::run(config->gridDim, config->blockDim, [&] { reinterpret_cast<void (*)(sm80::Args)>(kernel)(args); });
+  return cudaSuccess;
+}
+
+// Contiguous tensors; sinks, dlse and dsinks may be null. Returns what went wrong, or an empty string.
+const char* emulated_attention(const int64_t* sizes, const double* options, void* const* tensors) {
+  static std::string error;
+  const auto [total_q, total_k, documents, heads, kv_heads, head_dim, left, right, dtype, device] =
+      reinterpret_cast<const std::array<int64_t, 10>&>(*sizes);
+  const auto rows = [&](void* data, int64_t heads) { return AttentionTensor{data, heads * head_dim, head_dim}; };
+  unsigned long long fault_word = 0;
+  CudaLaunch launch;
+  launch.fault.word = &fault_word;
+  try {
+    VarlenAttentionBackwardParams p;
+    p.documents_q = {static_cast<const int32_t*>(tensors[4]), documents, total_q};
+    p.documents_k = {static_cast<const int32_t*>(tensors[5]), documents, total_k};
+    p.dtype = static_cast<DType>(dtype);
+    p.device = static_cast<int32_t>(device);
+    p.num_q_heads = heads;
+    p.num_kv_heads = kv_heads;
+    p.head_dim = head_dim;
+    p.softmax_scale = options[0];
+    p.softcap = options[1];
+    p.window_left = left;
+    p.window_right = right;
+    p.q = rows(tensors[0], heads);
+    p.k = rows(tensors[1], kv_heads);
+    p.v = rows(tensors[2], kv_heads);
+    p.dout = rows(tensors[3], heads);
+    p.sinks = tensors[6];
+    p.dlse = tensors[7];
+    p.out = rows(tensors[8], heads);
+    p.lse = tensors[9];
+    p.dq = rows(tensors[10], heads);
+    p.dk = rows(tensors[11], kv_heads);
+    p.dv = rows(tensors[12], kv_heads);
+    p.dsinks = tensors[13];
+
+    AttentionPlanParams plan{p.documents_q, p.documents_k, heads, kv_heads, head_dim, left, right, nullptr, p.device};
+    std::vector<int32_t> words(attention_plan_size(plan) + 4, -1);
+    plan.plan = p.plan = reinterpret_cast<int32_t*>((reinterpret_cast<uintptr_t>(words.data()) + 15) / 16 * 16);
+    launch_attention_plan_cuda(plan, launch);
+    launch_varlen_attention_cuda(p, launch);
+    std::vector<uint8_t> scratch(attention_backward_scratch_cuda(p) + 16, 0xff);
+    p.scratch = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(scratch.data()) + 15) / 16 * 16);
+    launch_varlen_attention_backward_cuda(p, launch);
+    error = fault_word == 0 ? "" : "fault " + std::to_string(fault_word >> 56);
+  } catch (const std::exception& caught) {
+    error = caught.what();
+  }
+  return error.c_str();
+}
+}

@@ -1,0 +1,226 @@
+#include "emulator.h"
+
+#include <ucontext.h>
+
+#include <map>
+#include <random>
+#include <vector>
+
+// What the kernels' own declarations of dynamic shared memory name.
+namespace packing_ops::sm80 {
+alignas(128) uint8_t shared[256 << 10];
+}
+
+dim3 threadIdx, blockIdx, gridDim, blockDim;
+
+namespace emulator {
+
+int late_copies = 0;
+int device = 0;
+unsigned seed = 0;
+
+namespace {
+
+constexpr size_t kStack = 256 << 10;
+auto& memory = packing_ops::sm80::shared;
+
+struct Copy {
+  uint8_t* to;
+  const void* from;
+  int bytes;
+  bool valid;
+  int group;
+};
+
+struct Fiber {
+  ucontext_t context;
+  std::vector<char> stack = std::vector<char>(kStack);
+  bool done = false;
+  std::vector<Copy> copies;
+  int groups = 0;
+};
+
+// Where some threads meet. Two slots: a thread may arrive again before all have taken what they came for.
+struct Meeting {
+  int arrived = 0;
+  uint64_t times = 0;
+  Words in[2][32];
+  Words out[2][32];
+  int sum[2] = {0, 0};
+};
+
+std::vector<Fiber> fibers;
+std::map<std::pair<int, uint32_t>, Meeting> warps;  // by warp and lanes
+Meeting whole_block;
+ucontext_t scheduler;
+int current = 0;
+uint64_t progress = 0;  // of threads that waited for each other
+const std::function<void()>* body = nullptr;
+
+void give_way() {
+  swapcontext(&fibers[current].context, &scheduler);
+}
+
+void begin() {
+  (*body)();
+  wait_for_copies(0);
+  fibers[current].done = true;
+  give_way();
+}
+
+void perform(const Copy& copy) {
+  if (copy.valid) {
+    std::memcpy(copy.to, copy.from, copy.bytes);
+  } else {
+    std::memset(copy.to, 0, copy.bytes);
+  }
+}
+
+void run_block(std::mt19937& order, const std::function<void()>& thread) {
+  body = &thread;
+  warps.clear();
+  whole_block = {};
+  std::memset(memory, 0xff, sizeof(memory));  // NaN
+  std::vector<std::vector<int>> left;         // fibers of each warp
+  for (int i = 0; i < static_cast<int>(fibers.size()); ++i) {
+    Fiber& fiber = fibers[i];
+    fiber.done = false;
+    fiber.copies.clear();
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.data();
+    fiber.context.uc_stack.ss_size = fiber.stack.size();
+    makecontext(&fiber.context, begin, 0);
+    if (i % 32 == 0) left.emplace_back();
+    left.back().push_back(i);
+  }
+  // A warp runs for a while, mostly until it waits for the others: the further apart they are, the more a missing
+  // barrier shows.
+  while (!left.empty()) {
+    const size_t warp = order() % left.size();
+    std::vector<int>& lanes = left[warp];
+    for (unsigned patience = order() % 1024; !lanes.empty(); --patience) {
+      const uint64_t before = progress;
+      std::shuffle(lanes.begin(), lanes.end(), order);
+      for (const int i : lanes) {
+        current = i;
+        threadIdx = dim3(i);
+        swapcontext(&scheduler, &fibers[i].context);
+      }
+      std::erase_if(lanes, [](int i) { return fibers[i].done; });
+      if (progress == before || patience == 0) break;
+    }
+    if (lanes.empty()) left.erase(left.begin() + static_cast<std::ptrdiff_t>(warp));
+  }
+}
+
+}  // namespace
+
+void run(dim3 grid, dim3 block, const std::function<void()>& thread) {
+  std::mt19937 order(seed);
+  gridDim = grid;
+  blockDim = block;
+  fibers.resize(block.x);
+  for (unsigned i = 0; i < grid.x; ++i) {
+    blockIdx = dim3(i);
+    run_block(order, thread);
+  }
+}
+
+Words with_warp(uint32_t lanes, const Words& in, const Together& together) {
+  Meeting& meeting = warps[{current / 32, lanes}];
+  const uint64_t time = meeting.times;
+  const int slot = time & 1;
+  const int lane = current & 31;
+  if (!(lanes >> lane & 1)) std::abort();
+  meeting.in[slot][lane] = in;
+  if (++meeting.arrived == __builtin_popcount(lanes)) {
+    together(meeting.in[slot], meeting.out[slot]);
+    meeting.arrived = 0;
+    ++meeting.times;
+    ++progress;
+  }
+  while (meeting.times == time) give_way();
+  return meeting.out[slot][lane];
+}
+
+int with_block(int value, bool count) {
+  const uint64_t time = whole_block.times;
+  const int slot = time & 1;
+  if (whole_block.arrived == 0) whole_block.sum[slot] = 0;
+  whole_block.sum[slot] += value != 0;
+  if (++whole_block.arrived == static_cast<int>(fibers.size())) {
+    whole_block.arrived = 0;
+    ++whole_block.times;
+    ++progress;
+  }
+  while (whole_block.times == time) give_way();
+  return count ? whole_block.sum[slot] : whole_block.sum[slot] > 0;
+}
+
+uint8_t* shared_memory() {
+  return memory;
+}
+
+// Addresses are offsets from the dynamic shared memory; static variables lie within 2 GiB of it.
+void copy_to_shared(uint32_t to, const void* from, int bytes, bool valid) {
+  if (to % bytes != 0 || (valid && reinterpret_cast<uintptr_t>(from) % bytes != 0)) std::abort();
+  const Copy copy{memory + static_cast<int32_t>(to), from, bytes, valid, fibers[current].groups};
+  late_copies ? fibers[current].copies.push_back(copy) : perform(copy);
+}
+
+void commit_copies() {
+  ++fibers[current].groups;
+}
+
+void wait_for_copies(int pending) {
+  Fiber& fiber = fibers[current];
+  std::erase_if(fiber.copies, [&](const Copy& copy) {
+    const bool due = copy.group < fiber.groups - pending;
+    if (due) perform(copy);
+    return due;
+  });
+}
+
+}  // namespace emulator
+
+extern "C" {
+
+// Two GPUs of two multiprocessors, one block each: with the shared memory of sm_90, and of sm_89.
+constexpr int kSharedMemory[] = {227 << 10, 99 << 10};
+
+cudaError_t cudaGetLastError() {
+  return cudaSuccess;
+}
+const char* cudaGetErrorString(cudaError_t) {
+  return "";
+}
+cudaError_t cudaGetDevice(int* device) {
+  *device = emulator::device;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  *value = attribute == cudaDevAttrMultiProcessorCount            ? 2
+           : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? kSharedMemory[device]
+                                                                  : 9;
+  return cudaSuccess;
+}
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
+  properties->major = 9;
+  properties->multiProcessorCount = 2;
+  properties->sharedMemPerBlockOptin = kSharedMemory[device];
+  return cudaSuccess;
+}
+cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) {
+  return cudaSuccess;
+}
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
+  *blocks = 1;
+  return cudaSuccess;
+}
+
+void emulator_configure(int device, int late_copies, unsigned seed) {
+  emulator::device = device;
+  emulator::late_copies = late_copies;
+  emulator::seed = seed;
+}
+}

@@ -1,0 +1,148 @@
+// Blocks of CUDA threads on the CPU, so that the kernels' own source runs where there is no GPU. Every thread is a
+// fiber. They take turns in an order drawn from a seed, and asynchronous copies arrive at once or as late as they may,
+// so that a barrier or a wait that is missing shows as a wrong result. Included before everything else of a .cu file.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+
+#undef __device__
+#undef __global__
+#undef __shared__
+#undef __forceinline__
+#undef __align__
+#undef __launch_bounds__
+#undef __grid_constant__
+#define __device__
+#define __global__
+#define __shared__ static  // one block runs at a time
+#define __forceinline__ inline
+#define __align__(bytes)
+#define __launch_bounds__(...)
+#define __grid_constant__
+
+extern dim3 threadIdx, blockIdx, gridDim, blockDim;
+
+namespace emulator {
+
+void run(dim3 grid, dim3 block, const std::function<void()>& thread);
+
+// What kernel<<<grid, block, shared, stream>>>(arguments) becomes.
+template <class Kernel>
+auto launch(Kernel kernel, dim3 grid, dim3 block, size_t = 0, cudaStream_t = nullptr) {
+  return [=](auto... arguments) { run(grid, block, [&] { kernel(arguments...); }); };
+}
+
+struct Words {
+  uint32_t word[10];
+};
+// By the last of the warp's `lanes` that arrives, from what each brings to what each takes away.
+using Together = std::function<void(const Words (&in)[32], Words (&out)[32])>;
+Words with_warp(uint32_t lanes, const Words& in, const Together& together);
+
+int with_block(int value, bool count);  // how many threads have a value, or whether any has
+
+uint8_t* shared_memory();
+void copy_to_shared(uint32_t to, const void* from, int bytes, bool valid);
+void commit_copies();
+void wait_for_copies(int pending);
+
+template <class To, class From>
+To bits_of(const From& x) {
+  To to{};
+  std::memcpy(&to, &x, std::min(sizeof(To), sizeof(From)));
+  return to;
+}
+
+// f(lane) is the lane whose value a lane gets.
+template <class T>
+T shuffled(uint32_t lanes, T x, int from) {
+  const Words in{{bits_of<uint32_t>(x), static_cast<uint32_t>(from) & 31}};
+  return bits_of<T>(with_warp(lanes, in, [](const Words(&in)[32], Words(&out)[32]) {
+    for (int lane = 0; lane < 32; ++lane) out[lane] = in[in[lane].word[1]];
+  }));
+}
+
+// A word of each lane to a word for all.
+template <class F>
+uint32_t agreed(uint32_t lanes, uint32_t x, F f) {
+  return with_warp(lanes, {{x}},
+                   [&](const Words(&in)[32], Words(&out)[32]) {
+                     for (int lane = 0; lane < 32; ++lane) out[lane].word[0] = f(in, lanes, lane);
+                   })
+      .word[0];
+}
+
+inline int lane() {
+  return static_cast<int>(threadIdx.x & 31);
+}
+
+}  // namespace emulator
+
+inline void __syncthreads() {
+  emulator::with_block(0, false);
+}
+inline int __syncthreads_or(int value) {
+  return emulator::with_block(value, false);
+}
+inline int __syncthreads_count(int value) {
+  return emulator::with_block(value, true);
+}
+inline void __syncwarp() {
+  emulator::shuffled(0xffffffffu, 0u, 0);
+}
+template <class T>
+T __shfl_sync(uint32_t lanes, T x, int from) {
+  return emulator::shuffled(lanes, x, from);
+}
+template <class T>
+T __shfl_xor_sync(uint32_t lanes, T x, int mask) {
+  return emulator::shuffled(lanes, x, emulator::lane() ^ mask);
+}
+template <class T>
+T __shfl_up_sync(uint32_t lanes, T x, int delta) {
+  return emulator::shuffled(lanes, x, std::max(emulator::lane() - delta, emulator::lane() % delta));
+}
+inline uint32_t __ballot_sync(uint32_t lanes, bool value) {
+  return emulator::agreed(lanes, value, [](const auto& in, uint32_t lanes, int) {
+    uint32_t votes = 0;
+    for (int i = 0; i < 32; ++i) votes |= (lanes >> i & in[i].word[0] & 1) << i;
+    return votes;
+  });
+}
+inline bool __any_sync(uint32_t lanes, bool value) {
+  return __ballot_sync(lanes, value) != 0;
+}
+inline uint32_t __match_any_sync(uint32_t lanes, int value) {
+  return emulator::agreed(lanes, static_cast<uint32_t>(value), [](const auto& in, uint32_t lanes, int lane) {
+    uint32_t same = 0;
+    for (int i = 0; i < 32; ++i) same |= (lanes >> i & (in[i].word[0] == in[lane].word[0])) << i;
+    return same;
+  });
+}
+inline int __popc(uint32_t x) {
+  return __builtin_popcount(x);
+}
+inline int __ffs(int x) {
+  return __builtin_ffs(x);
+}
+inline int __clzll(long long x) {
+  return x == 0 ? 64 : __builtin_clzll(static_cast<unsigned long long>(x));
+}
+inline uint32_t __umulhi(uint32_t a, uint32_t b) {
+  return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32);
+}
+template <class T>
+T __ldcg(const T* from) {
+  return *from;
+}
+inline int32_t atomicAdd(int32_t* to, int32_t x) {
+  const int32_t before = *to;
+  *to += x;
+  return before;
+}

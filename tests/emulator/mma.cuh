@@ -1,0 +1,114 @@
+// csrc/core/ptx/mma.cuh for the emulator: what the instructions do, in the layouts that PTX documents.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <utility>
+
+namespace packing_ops::ptx {
+
+using emulator::Words;
+
+inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(static_cast<const uint8_t*>(pointer) - emulator::shared_memory());
+}
+
+// Element (row, 2 t) and the next of matrix m to lane 4 row + t, or of its transpose.
+inline void load_matrices(uint32_t (&out)[4], uint32_t address, bool transposed) {
+  if (address % 16 != 0) std::abort();
+  const Words got = emulator::with_warp(~0u, {{address}}, [=](const Words(&in)[32], Words(&out)[32]) {
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int m = 0; m < 4; ++m) {
+        uint16_t pair[2];
+        for (int i = 0; i < 2; ++i) {
+          int row = lane / 4;
+          int column = 2 * (lane % 4) + i;
+          if (transposed) std::swap(row, column);
+          std::memcpy(&pair[i], emulator::shared_memory() + in[8 * m + row].word[0] + 2 * column, 2);
+        }
+        std::memcpy(&out[lane].word[m], pair, 4);
+      }
+    }
+  });
+  std::copy_n(got.word, 4, out);
+}
+inline void ldmatrix(uint32_t (&out)[4], uint32_t address) {
+  load_matrices(out, address, false);
+}
+inline void ldmatrix_trans(uint32_t (&out)[4], uint32_t address) {
+  load_matrices(out, address, true);
+}
+
+template <class T>
+float element(uint32_t word, int i) {
+  return static_cast<float>(emulator::bits_of<T>(static_cast<uint16_t>(word >> 16 * i)));
+}
+
+template <class T>
+void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  Words mine{{a[0], a[1], a[2], a[3], b0, b1}};
+  std::memcpy(&mine.word[6], c, sizeof(c));
+  const Words got = emulator::with_warp(~0u, mine, [](const Words(&in)[32], Words(&out)[32]) {
+    float left[16][16];
+    float right[16][8];
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int i = 0; i < 2; ++i) {
+        const int column = 2 * (lane % 4) + i;
+        for (int m = 0; m < 4; ++m) left[lane / 4 + m % 2 * 8][column + m / 2 * 8] = element<T>(in[lane].word[m], i);
+        for (int m = 0; m < 2; ++m) right[column + 8 * m][lane / 4] = element<T>(in[lane].word[4 + m], i);
+      }
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int i = 0; i < 4; ++i) {
+        float sum = emulator::bits_of<float>(in[lane].word[6 + i]);
+        for (int k = 0; k < 16; ++k) sum += left[lane / 4 + i / 2 * 8][k] * right[k][2 * (lane % 4) + i % 2];
+        out[lane].word[i] = emulator::bits_of<uint32_t>(sum);
+      }
+    }
+  });
+  std::memcpy(c, got.word, sizeof(c));
+}
+
+inline void store_shared(uint32_t address, uint32_t value) {
+  std::memcpy(emulator::shared_memory() + address, &value, sizeof(value));
+}
+inline void copy_16(uint32_t shared, const void* global, bool valid = true) {
+  emulator::copy_to_shared(shared, global, 16, valid);
+}
+inline void copy_8(uint32_t shared, const void* global, bool valid) {
+  emulator::copy_to_shared(shared, global, 8, valid);
+}
+inline void copy_4(uint32_t shared, const void* global, bool valid) {
+  emulator::copy_to_shared(shared, global, 4, valid);
+}
+inline void copy_commit() {
+  emulator::commit_copies();
+}
+template <int kPending>
+void copy_wait() {
+  emulator::wait_for_copies(kPending);
+}
+inline void let_next_kernel_start() {}
+inline void wait_for_kernel_before() {}
+inline float exp2_approx(float x) {
+  return std::exp2(x);
+}
+inline int32_t load_acquire(const int32_t* pointer) {
+  return *pointer;
+}
+inline void store_release(int32_t* pointer, int32_t value) {
+  *pointer = value;
+}
+inline void add_4(float4* to, float4 x) {
+  *to = make_float4(to->x + x.x, to->y + x.y, to->z + x.z, to->w + x.w);
+}
+template <class T>
+T opaque(T x) {
+  return x;
+}
+
+}  // namespace packing_ops::ptx

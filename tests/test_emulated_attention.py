@@ -1,0 +1,72 @@
+"""The CUDA kernels of attention where there is no GPU: their own source, run on the CPU by tests/emulator."""
+
+import emulated
+import pytest
+import torch
+from attention_case import Case, document_alone, document_results
+from helpers import assert_same
+
+HEADERS = emulated.cuda_headers()
+pytestmark = pytest.mark.skipif(HEADERS is None, reason="needs the CUDA toolkit's headers")
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+TOLERANCE = {BF16: 3e-3, FP16: 4e-4, FP32: 1e-6}  # root of the mean square, relative
+EDGES = [1, 17, 64, 0, 65, 129]
+CROSS = ([0, 5, 70, 64, 1, 130], [7, 0, 100, 129, 64, 65])
+SCHEDULES = {"early copies": (False, 0), "late copies": (True, 1)}
+
+
+def results(case, gpu, schedule="early copies"):
+    late_copies, seed = SCHEDULES[schedule]
+    return emulated.attention(case, HEADERS, gpu, late_copies=late_copies, seed=seed)
+
+
+CASES = {
+    "64": (EDGES, None, {"heads": (4, 2), "dim": 64, "dtype": BF16}),
+    "72 fp16, one kv head": (EDGES, None, {"heads": (5, 1), "dim": 72, "dtype": FP16, "tail": 3}),
+    "128": (EDGES, None, {"heads": (4, 2), "dim": 128, "dtype": BF16}),
+    "128 full, keys of their own": (*CROSS, {"heads": (3, 3), "dim": 128, "dtype": FP16, "causal": False, "tail": 2}),
+    "128 window, softcap, sinks": (EDGES, None, {"heads": (6, 3), "dim": 128, "dtype": BF16, "window_size": (40, 0), "softcap": 3.0, "sinks": True}),
+    "192": (EDGES[:-1], None, {"heads": (2, 1), "dim": 192, "dtype": BF16}),
+    "256": (EDGES[:-1], None, {"heads": (2, 1), "dim": 256, "dtype": BF16}),
+    "float32": ([17, 0, 33], None, {"heads": (2, 1), "dim": 32, "dtype": FP32, "tail": 3, "sinks": True}),
+    "96, from the last row": ([260], None, {"heads": (8, 1), "dim": 96, "dtype": BF16}),  # start_at_last_row
+}  # fmt: skip
+# Only where the tiles are other ones.
+LEAN = ["96, from the last row", "128", "128 full, keys of their own", "128 window, softcap, sinks", "192"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name"), [*(("sm_90", name) for name in CASES), *(("sm_89", name) for name in LEAN)], ids=str
+)
+def test_error_and_schedules(gpu, name):
+    """Near the oracle, and the same bits whichever thread is ahead and whenever copies arrive."""
+    lengths_q, lengths_k, options = CASES[name]
+    case = Case(lengths_q, lengths_k, **options)
+    found, again, exact = results(case, gpu), results(case, gpu, "late copies"), case.exact()
+    for key, value in found.items():
+        assert_same(again[key], value)
+        visible = exact[key].isfinite()
+        assert_same(value[~visible], exact[key][~visible].to(value.dtype))
+        error = (value[visible].double() - exact[key][visible]).norm() / exact[key][visible].norm()
+        assert error < (TOLERANCE[options["dtype"]] if key != "dsinks" else 0.02), f"{key}: {error:.1e}"
+
+
+@pytest.mark.parametrize("gpu", emulated.GPUS)
+def test_documents_keep_their_bits(gpu):
+    case = Case(EDGES, heads=(4, 1), dim=128, dtype=BF16)
+    whole, start = results(case, gpu), 0
+    for length in EDGES:
+        end = start + length
+        alone = results(document_alone(case, start, end, (start, end)), gpu)
+        found = document_results(whole, start, end, (start, end))
+        for key, value in document_results(alone, 0, length, (0, length)).items():
+            assert_same(found[key], value)
+        start = end
+
+
+def test_wrong_cu_seqlens_give_zeros_and_an_error():
+    case = Case([5, 9], heads=(2, 1), dim=64, dtype=BF16)
+    case.cu_seqlens[0][1] = 20
+    with pytest.raises(RuntimeError, match="fault"):
+        results(case, "sm_90")
