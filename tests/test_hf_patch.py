@@ -110,6 +110,24 @@ def test_packed_documents_with_images_stay_apart(family, given, device, attended
     assert len(attended) == 2
 
 
+@pytest.mark.parametrize("family", MULTIMODAL)
+@pytest.mark.parametrize("given", ["position_ids", "cu_seq_lens", "both"])
+def test_packed_text_of_multimodal_models_stays_apart(family, given, device, attended):
+    """As collators give it: positions of one axis, which transformers' Qwen2-VL keeps from its mask."""
+    model, inputs = tiny(family, device), packed(device)
+    documents = inputs["input_ids"].split(LENGTHS, 1)
+    alone = torch.cat([outputs(model, {"input_ids": ids, "use_cache": False}) for ids in documents], 1)
+    if given != "position_ids":
+        inputs |= po.PackedMetadata.from_lengths(LENGTHS, device=device).to_transformers()
+    if given == "cu_seq_lens":
+        del inputs["position_ids"]
+    apply_packing_ops(model)
+    found = outputs(model, inputs)
+    revert_packing_ops(model)
+    assert_near(found, alone)
+    assert len(attended) == 2
+
+
 def test_swap_goes_with_the_last_model(device):
     models = {name: tiny("llama", device) for name in "ab"}
     for name in models:
