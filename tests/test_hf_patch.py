@@ -320,8 +320,9 @@ def test_unsupported_models_are_left_alone():
     before = [dict(vars(module)) for module in gpt2.modules()]
     with pytest.warns(UserWarning, match="GPT2LMHeadModel as it is: its RoPE"):
         assert not apply_packing_ops(gpt2)
-    with pytest.warns(UserWarning, match="GPT2LMHeadModel as it is: its module"):
+    with pytest.warns(UserWarning, match="GPT2LMHeadModel as it is: its module") as warned:
         assert not apply_packing_ops(type(gpt2))
+    assert warned[0].filename == __file__  # where the caller stands
     phi = tiny("phi")
     for target in (phi, type(phi)):
         with pytest.warns(UserWarning, match="PhiForCausalLM as it is: .* no RMSNorm"):

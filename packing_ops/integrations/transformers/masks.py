@@ -136,7 +136,8 @@ def carry_position_ids() -> bool:
             return early, mask, *prepared
         separates = position_ids is not None and mask is None and past_key_values is None
         cross = (rest[0] if rest else named.get("encoder_hidden_states")) is not None
-        if mask is not None and not cross and mask.shape[-1] < inputs_embeds.shape[1]:  # longer: keys of a cache
+        longest = inputs_embeds.shape[1] if past_key_values is None else mask.shape[-1]  # longer: keys of a cache
+        if mask is not None and not cross and not inputs_embeds.shape[1] <= mask.shape[-1] <= longest:
             slots = list(inputs_embeds.shape[:2])
             raise ValueError(f"attention_mask: expected {slots} like the batch, got {list(mask.shape)}")
         stock = cross or getattr(past_key_values, "is_compileable", False)
