@@ -152,6 +152,15 @@ def test_packed_beside_a_mask(use_cache, device):
 
 
 @every_family
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_rows_without_mask_and_positions(family, use_cache, device, warnings):
+    ids = torch.randint(3, 61, (2, 11), device=device)
+    logits = tiny_model(family, attn_implementation="packing_ops", device=device)(ids, use_cache=use_cache).logits
+    torch.testing.assert_close(logits, tiny_model(family, device=device)(ids, use_cache=use_cache).logits, **CLOSE)
+    assert not warnings
+
+
+@every_family
 @pytest.mark.parametrize("side", ["left", "right", "holes"])
 def test_padded_equals_eager_on_real_tokens(family, side, device, warnings):
     inputs = padded(documents(device), side)
