@@ -55,7 +55,7 @@ def one_pass(arguments, folder: str, **more) -> TrainingArguments:
 def new_model(path: Path | None, max_positions: int, seed: int):
     """The model at ``path``, or a tiny Llama of two layers over bytes with the weights of ``seed``."""
     # use_cache: with one, sdpa does not look for documents in position_ids.
-    if path is not None:  # sdpa too, but for models that do without it, as Gemma 2 and gpt-oss
+    if path is not None:  # sdpa too, where transformers has it for the model
         return AutoModelForCausalLM.from_pretrained(path, use_cache=False)
     torch.manual_seed(seed)
     config = LlamaConfig(
