@@ -55,8 +55,8 @@ def one_pass(arguments, folder: str, **more) -> TrainingArguments:
 def new_model(path: Path | None, max_positions: int, seed: int):
     """The model at ``path``, or a tiny Llama of two layers over bytes with the weights of ``seed``."""
     # use_cache: with one, sdpa does not look for documents in position_ids.
-    if path is not None:
-        return AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa", use_cache=False)
+    if path is not None:  # sdpa too, where transformers has it for the model
+        return AutoModelForCausalLM.from_pretrained(path, use_cache=False)
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,

@@ -251,6 +251,67 @@ def test_transformers_runs_a_model_through_the_alias():
     )
 
 
+@transformers_installed
+@needs_absence
+def test_remote_code_of_a_model_runs(tmp_path):
+    """A model folder with code of its own: transformers imports what that code imports before it runs it."""
+    (tmp_path / "modeling_own.py").write_text(
+        textwrap.dedent(
+            """
+            import torch
+            from flash_attn import flash_attn_varlen_func
+            from flash_attn.bert_padding import pad_input, unpad_input
+            from flash_attn.layers.rotary import apply_rotary_emb
+            from transformers import PretrainedConfig, PreTrainedModel
+
+            class OwnConfig(PretrainedConfig):
+                model_type = "own"
+
+            class OwnModel(PreTrainedModel):
+                config_class = OwnConfig
+
+                def forward(self, q, cos, sin, mask):
+                    q = apply_rotary_emb(q, cos, sin)
+                    q, indices, cu_seqlens, longest, *_ = unpad_input(q, mask)
+                    out = flash_attn_varlen_func(q, q, q, cu_seqlens, cu_seqlens, longest, longest, causal=True)
+                    return pad_input(out, indices, *mask.shape)
+            """
+        )
+    )
+    names = '"AutoConfig": "modeling_own.OwnConfig", "AutoModel": "modeling_own.OwnModel"'
+    (tmp_path / "config.json").write_text(f'{{"model_type": "own", "auto_map": {{{names}}}}}')
+    run(
+        f"""
+        import os
+        os.environ["HF_HOME"] = {str(tmp_path / "home")!r}
+        import torch
+        from transformers import AutoConfig, AutoModel
+
+        def model():
+            config = AutoConfig.from_pretrained({str(tmp_path)!r}, trust_remote_code=True)
+            return AutoModel.from_config(config, trust_remote_code=True)
+
+        try:
+            model()
+        except ImportError as error:
+            assert "flash_attn" in str(error)
+        else:
+            raise AssertionError("nothing asked for flash_attn")
+        install_flash_attn_alias()
+        q, mask = torch.randn(2, 4, 2, 8), torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+        angles = torch.arange(4)[:, None] / 10 ** torch.arange(4)
+        out = model()(q, angles.cos(), angles.sin(), mask)
+        for row, length in ((0, 3), (1, 4)):
+            x1, x2 = q[row, :length].chunk(2, -1)
+            cos, sin = angles.cos()[:length, None], angles.sin()[:length, None]
+            x = torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).transpose(0, 1)
+            expected = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True).transpose(0, 1)
+            torch.testing.assert_close(out[row, :length], expected, rtol=1e-5, atol=1e-5)
+        assert not out[0, 3:].any()
+        """
+    )
+
+
 # --- hosts themselves, where they are installed ---
 
 

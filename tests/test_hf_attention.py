@@ -152,6 +152,15 @@ def test_packed_beside_a_mask(use_cache, device):
 
 
 @every_family
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_rows_without_mask_and_positions(family, use_cache, device, warnings):
+    ids = torch.randint(3, 61, (2, 11), device=device)
+    logits = tiny_model(family, attn_implementation="packing_ops", device=device)(ids, use_cache=use_cache).logits
+    torch.testing.assert_close(logits, tiny_model(family, device=device)(ids, use_cache=use_cache).logits, **CLOSE)
+    assert not warnings
+
+
+@every_family
 @pytest.mark.parametrize("side", ["left", "right", "holes"])
 def test_padded_equals_eager_on_real_tokens(family, side, device, warnings):
     inputs = padded(documents(device), side)
@@ -163,12 +172,14 @@ def test_padded_equals_eager_on_real_tokens(family, side, device, warnings):
 
 
 @every_family
-def test_generation_with_cache_equals_stock(family, device):
+def test_generation_with_cache_equals_stock(family, device, warnings):
     inputs = padded(documents(device, [6, 9]), "left")
     options = {"max_new_tokens": 8, "do_sample": False, "use_cache": True}
     expected = tiny_model(family, device=device).eval().generate(**inputs, **options)
     model = tiny_model(family, attn_implementation="packing_ops", device=device).eval()
     assert torch.equal(model.generate(**inputs, **options), expected)
+    assert warnings
+    assert all(reason.startswith("decoding with a KV cache") for reason in warnings)
     assert torch.equal(model.generate(**inputs, **options, cache_implementation="static"), expected)
 
 
@@ -376,6 +387,8 @@ def test_contradictions(device):
         model(good["input_ids"], **kwargs)
     with pytest.raises(ValueError, match=r"attention_mask: expected \[1, 24\] like the batch, got \[1, 20\]"):
         model(**good, attention_mask=mask[:, :20])
+    with pytest.raises(ValueError, match=r"attention_mask: expected \[1, 24\] like the batch, got \[1, 27\]"):
+        model(**good, attention_mask=torch.ones(1, 27, device=device))
     with pytest.raises(ValueError, match="cu_seq_lens_q: expected a row of its own documents, got a mask"):
         model(**good, **kwargs, attention_mask=torch.ones(1, 1, 24, 24, dtype=torch.bool, device=device))
     kwargs["cu_seq_lens_k"] = kwargs["cu_seq_lens_k"].clone()

@@ -83,6 +83,14 @@ def test_hf_sft_of_a_saved_model_on_chats(tmp_path, chats, monkeypatch):
     assert padded["real_tokens"] == packed["real_tokens"] > 40 * len("hello 0hi ")
 
 
+@pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("gemma2", "eager"), ("gpt_oss", "eager")])
+def test_saved_models_start_with_the_attention_they_have(tmp_path, monkeypatch, family, attention):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    tiny_model(family).save_pretrained(tmp_path)
+    model = importlib.import_module("hf_setup").new_model(tmp_path, 256, 0)
+    assert model.config._attn_implementation == attention
+
+
 def test_trl_sft_on_chats(tmp_path, chats):
     pytest.importorskip("trl")
     run(tmp_path, "examples/trl_sft.py", "--data", chats, "--max-length", 256)

@@ -110,6 +110,24 @@ def test_packed_documents_with_images_stay_apart(family, given, device, attended
     assert len(attended) == 2
 
 
+@pytest.mark.parametrize("family", MULTIMODAL)
+@pytest.mark.parametrize("given", ["position_ids", "cu_seq_lens", "both"])
+def test_packed_text_of_multimodal_models_stays_apart(family, given, device, attended):
+    """As collators give it: positions of one axis, which transformers' Qwen2-VL keeps from its mask."""
+    model, inputs = tiny(family, device), packed(device)
+    documents = inputs["input_ids"].split(LENGTHS, 1)
+    alone = torch.cat([outputs(model, {"input_ids": ids, "use_cache": False}) for ids in documents], 1)
+    if given != "position_ids":
+        inputs |= po.PackedMetadata.from_lengths(LENGTHS, device=device).to_transformers()
+    if given == "cu_seq_lens":
+        del inputs["position_ids"]
+    apply_packing_ops(model)
+    found = outputs(model, inputs)
+    revert_packing_ops(model)
+    assert_near(found, alone)
+    assert len(attended) == 2
+
+
 def test_swap_goes_with_the_last_model(device):
     models = {name: tiny("llama", device) for name in "ab"}
     for name in models:
@@ -214,14 +232,18 @@ def test_class_and_instance_do_not_undo_each_other(device, calls):
 # --- attention ---
 
 
-@pytest.mark.parametrize("before", ["eager", "sdpa"])
-def test_attention_is_switched_and_reverted(before, device, attended):
-    model, inputs = tiny("qwen3", device, attn_implementation=before), packed(device)
-    wanted = outputs(model, inputs)
+@pytest.mark.parametrize(
+    ("family", "before"), [*((family, "eager") for family in NAMED + MULTIMODAL), ("qwen3", "sdpa")]
+)
+def test_attention_is_switched_and_reverted(family, before, device, attended):
+    model, inputs = tiny(family, device, attn_implementation=before), packed(device)
+    documents = inputs["input_ids"].split(LENGTHS, 1)
+    alone = torch.cat([outputs(model, {"input_ids": ids, "use_cache": False}) for ids in documents], 1)
+    wanted = outputs(model, inputs)  # not all of them keep documents apart
     for _ in range(2):
         assert apply_packing_ops(model)
     assert model.config._attn_implementation == "packing_ops"
-    assert_near(outputs(model, inputs), wanted)
+    assert_near(outputs(model, inputs), alone)
     assert len(attended) == 2
     revert_packing_ops(model)
     assert model.config._attn_implementation == before
@@ -302,8 +324,9 @@ def test_unsupported_models_are_left_alone():
     before = [dict(vars(module)) for module in gpt2.modules()]
     with pytest.warns(UserWarning, match="GPT2LMHeadModel as it is: its RoPE"):
         assert not apply_packing_ops(gpt2)
-    with pytest.warns(UserWarning, match="GPT2LMHeadModel as it is: its module"):
+    with pytest.warns(UserWarning, match="GPT2LMHeadModel as it is: its module") as warned:
         assert not apply_packing_ops(type(gpt2))
+    assert warned[0].filename == __file__  # where the caller stands
     phi = tiny("phi")
     for target in (phi, type(phi)):
         with pytest.warns(UserWarning, match="PhiForCausalLM as it is: .* no RMSNorm"):

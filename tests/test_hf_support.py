@@ -77,6 +77,37 @@ def test_trains_as_document_by_document(family, feature, device, monkeypatch, fr
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=atol)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_is_at_most_twice_as_far_off_as_the_stock_model(family, device):
+    """From float32, in the loss and in every gradient; as one document the row is further off in all of them."""
+    every_expert = {"num_experts_per_tok": 4} if family == "gpt_oss" else {}  # which ones are taken is no rounding
+    num_targets = sum(LENGTHS) - len(LENGTHS)
+
+    def results(seed, feature, dtype=torch.bfloat16, apart=True):
+        model = tiny_model(family, device=device, seed=seed, initializer_range=0.1, **every_expert)
+        model = model.bfloat16().to(dtype)
+        if feature == "packed":
+            assert apply_packing_ops(model)
+        torch.manual_seed(seed)
+        batch = rows_of(feature, [torch.randint(3, 61, (length,), device=device) for length in LENGTHS])
+        batch = batch if apart else {name: batch[name] for name in ("input_ids", "labels")}
+        loss, found = loss_and_gradients(model, model, [batch], num_targets)
+        revert_packing_ops(model)
+        return {"loss": loss, **found}
+
+    squares = {}  # {name: of the stock model, of ours, of the row as one document}
+    for seed in range(16):  # a loss alone may be exact by luck
+        exact = results(seed, "padded", torch.float32)
+        for i, found in enumerate(
+            (results(seed, "padded"), results(seed, "packed"), results(seed, "packed", apart=False))
+        ):
+            for name, value in exact.items():
+                squares.setdefault(name, [0, 0, 0])[i] += (found[name].float() - value).square().sum().item()
+    for name, (stock, ours, one_document) in squares.items():
+        assert ours <= 2**2 * stock, name
+        assert one_document > 2**2 * stock, name
+
+
 def test_readme_ticks_are_these_tests():
     lines = (ROOT / "README.md").read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("| family |"))

@@ -17,6 +17,7 @@ import trl.data_utils as data_utils  # noqa: E402
 from hf_models import tiny_model  # noqa: E402
 
 import packing_ops as po  # noqa: E402
+from packing_ops.data import PaddingFreeCollator  # noqa: E402
 from packing_ops.integrations import trl as integration  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -206,7 +207,7 @@ def test_packed_logps_want_one_entry_less_than_tokens():
         integration.packed_logps(torch.zeros(1, 5), torch.ones(1, 5), cu_seqlens_of([5]))
 
 
-def trained(model, lengths, tmp_path, **options):
+def trained(model, lengths, tmp_path, collator=None, **options):
     """Losses of three steps over the same documents, every one of them in each step; what the decoder was given."""
     trl = pytest.importorskip("trl")
     losses, given_kwargs = [], []
@@ -231,14 +232,14 @@ def trained(model, lengths, tmp_path, **options):
         disable_tqdm=True,
         **options,
     )
-    trainer = Recorded(model=model, args=settings, train_dataset=rows, processing_class=byte_tokenizer())
+    trainer = Recorded(model, settings, collator, rows, processing_class=byte_tokenizer())
     model.model.register_forward_pre_hook(lambda _, args, kwargs: given_kwargs.append(kwargs), with_kwargs=True)
     trainer.train()
     return losses, given_kwargs, trainer
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("mode", ["padding_free", "packing"])
+@pytest.mark.parametrize("mode", ["padding_free", "packing", "our collator"])
 def test_sft_trainer_trains_the_same_without_padding(device, mode, checkpointing, tmp_path, capfd):
     lengths = [30, 7, 21, 2, 50, 33, 12, 9]
     options = {"gradient_checkpointing": checkpointing, "max_length": 64}
@@ -248,7 +249,11 @@ def test_sft_trainer_trains_the_same_without_padding(device, mode, checkpointing
     integration.patch_pack_dataset()
     packed_model = tiny_model("llama", attn_implementation="packing_ops", device=device, vocab_size=258)
     capfd.readouterr()
-    options |= {"packing": True} if mode == "packing" else {"padding_free": True, "max_length": None}
+    options |= {
+        "padding_free": {"padding_free": True, "max_length": None},
+        "packing": {"packing": True},
+        "our collator": {"collator": PaddingFreeCollator()},  # TRL takes none beside the two
+    }[mode]
     losses, given_kwargs, trainer = trained(
         packed_model, lengths, tmp_path, per_device_train_batch_size=len(lengths), **options
     )
@@ -260,13 +265,15 @@ def test_sft_trainer_trains_the_same_without_padding(device, mode, checkpointing
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted), rtol=1e-5, atol=1e-5)
     for ours, stock in zip(packed_model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-5)
-    # TRL's collator says where documents end, and the decoder hears it.
+    # The collator says where documents end, and the decoder hears it.
     for kwargs in given_kwargs:
         assert sorted(kwargs["cu_seq_lens_q"].diff().tolist()) == sorted(lengths)
         assert (kwargs["max_length_q"], kwargs["max_length_k"]) == (50, 50)
         assert kwargs.get("attention_mask") is None
     if mode == "packing":
         assert len(trainer.train_dataset) == 3
+    if mode == "our collator":
+        assert all("seq_idx" in kwargs for kwargs in given_kwargs)
 
 
 def test_register_enters_the_list_of_implementations_where_trl_has_one(monkeypatch):

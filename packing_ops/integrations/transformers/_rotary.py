@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from packing_ops.boundaries import position_ids_from_cu_seqlens
+from packing_ops.integrations.transformers.masks import NAMES
 from packing_ops.rope import apply_rotary_qk
 
 # How a swap reaches one model only. Attention looks apply_rotary_pos_emb up in its module, which all models of the
@@ -152,8 +153,8 @@ def apply_to_model(model: torch.nn.Module, fp32_cos_sin: bool) -> None:
         rotary.register_forward_hook(_tag)
         if fp32_cos_sin:
             rotary.register_forward_pre_hook(_ask_for_fp32)
-        if not MODULES[type(rotary).__module__].multimodal:
-            owner.register_forward_pre_hook(_give_position_ids, with_kwargs=True)
+        multimodal = MODULES[type(rotary).__module__].multimodal
+        owner.register_forward_pre_hook(_give_text_positions if multimodal else _give_position_ids, with_kwargs=True)
 
 
 def revert_model(model: torch.nn.Module) -> None:
@@ -174,7 +175,7 @@ def use(rotary: torch.nn.Module) -> None:
 
 def _remove_hooks(owner, rotary) -> None:
     for hooks in (rotary._forward_hooks, rotary._forward_pre_hooks, owner._forward_pre_hooks):
-        for key in [key for key, hook in hooks.items() if hook in (_tag, _ask_for_fp32, _give_position_ids)]:
+        for key in [key for key, hook in hooks.items() if hook in _HOOKS]:
             del hooks[key]
             owner._forward_pre_hooks_with_kwargs.pop(key, None)
 
@@ -206,3 +207,17 @@ def _give_position_ids(owner, args, kwargs):
     if tokens is None or tokens.shape[0] != 1:
         return None
     return args, {**kwargs, "position_ids": position_ids_from_cu_seqlens(cu_seqlens, tokens.shape[1])[None]}
+
+
+def _give_text_positions(owner, args, kwargs):
+    """Text alone: its positions for all axes, and in front of them, where the mask of a multimodal model reads them."""
+    if owner.config._attn_implementation not in NAMES:
+        return None  # under another implementation Qwen2-VL lets such documents see each other
+    args, kwargs = _give_position_ids(owner, args, kwargs) or (args, kwargs)
+    position_ids = kwargs.get("position_ids")
+    if position_ids is None or position_ids.dim() != 2:
+        return None
+    return args, {**kwargs, "position_ids": position_ids[None].expand(4, -1, -1)}
+
+
+_HOOKS = (_tag, _ask_for_fp32, _give_position_ids, _give_text_positions)

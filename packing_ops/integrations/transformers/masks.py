@@ -136,8 +136,9 @@ def carry_position_ids() -> bool:
             return early, mask, *prepared
         separates = position_ids is not None and mask is None and past_key_values is None
         cross = (rest[0] if rest else named.get("encoder_hidden_states")) is not None
-        if mask is not None and not cross and mask.shape[-1] < inputs_embeds.shape[1]:  # longer: keys of a cache
-            slots = list(inputs_embeds.shape[:2])
+        slots = list(inputs_embeds.shape[:2])
+        excess = 0 if mask is None or cross else mask.shape[-1] - slots[1]
+        if excess < 0 or (excess > 0 and past_key_values is None):  # longer: keys of a cache
             raise ValueError(f"attention_mask: expected {slots} like the batch, got {list(mask.shape)}")
         stock = cross or getattr(past_key_values, "is_compileable", False)
         return early, _Carrier(mask, position_ids, separates, stock), *prepared

@@ -38,7 +38,8 @@ def apply_packing_ops(
 
     RoPE that scales with the length (dynamic NTK, longrope) takes the largest position, so with position_ids that
     restart the longest document counts, not the row. An instance that gets ``cu_seq_lens_q`` alone, batch 1, is given
-    such position_ids (not multimodal models).
+    such position_ids. Multimodal ones are given them with attention swapped; then position_ids ``[batch, seqlen]`` tell
+    documents there too, as they do in text models.
 
     Apply before torch.compile: a compiled model need not notice. What is off stays as it is, so that calls add up.
 
@@ -99,11 +100,11 @@ def _check_model(model) -> None:
         raise TypeError(f"model: expected a torch.nn.Module, a model class or None, got {type(model).__name__}")
 
 
-def _leave_alone(model, reason) -> bool:
+def _leave_alone(model, reason, stacklevel=3) -> bool:
     name = getattr(model, "__name__", None) or " in ".join(
         dict.fromkeys([*(type(host).__name__ for host in _hosts(model)), type(model).__name__])
     )
-    warnings.warn(f"apply_packing_ops leaves {name} as it is: {reason}", stacklevel=3)
+    warnings.warn(f"apply_packing_ops leaves {name} as it is: {reason}", stacklevel=stacklevel)
     return False
 
 
@@ -170,9 +171,9 @@ _class_swaps: dict[str, dict] = {}  # {modelling module: {(class, attribute): wh
 
 def _apply_to_classes(cls, rope, attention, rms_norm, fp32_cos_sin) -> bool:
     if cls is not None and cls.__module__ not in _rotary.MODULES:
-        return _leave_alone(cls, f"its module is none of {', '.join(_rotary.FAMILIES)}")
+        return _leave_alone(cls, f"its module is none of {', '.join(_rotary.FAMILIES)}", stacklevel=4)
     if cls is not None and rms_norm and not any(_rms_norm.is_norm(value) for value in _classes(cls.__module__)):
-        return _leave_alone(cls, "its module has no RMSNorm (rms_norm=False swaps the rest)")
+        return _leave_alone(cls, "its module has no RMSNorm (rms_norm=False swaps the rest)", stacklevel=4)
     if attention:
         register()
     for name in [cls.__module__] if cls is not None else _rotary.MODULES:
