@@ -98,10 +98,12 @@ def thd_params(lengths=LENGTHS, device="cpu", *, slots=None):
 
 
 class _OnCpu(TorchFunctionMode):
-    """megatron-core's schedules and optimizers say ``device="cuda"`` outright."""
+    """megatron-core's schedules and optimizers say ``device="cuda"`` outright, and ``.cuda()``."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
+        if function is torch.Tensor.cuda:
+            return args[0]
         if kwargs.get("device") == "cuda":
             kwargs["device"] = "cpu"
         return function(*args, **kwargs)
