@@ -9,7 +9,13 @@ from helpers import cu_seqlens_of
 
 pytest.importorskip("megatron.core")
 
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -35,29 +41,53 @@ def core_attentions(spec):
 
 
 class TEDotProductAttention(torch.nn.Module):
-    """Stands for TransformerEngine's, which megatron-core takes in specs where it is installed."""
+    """Stands for TransformerEngine's."""
 
 
-def specs():
-    moe = config_of(num_moe_experts=2, moe_layer_freq=[0, 1], add_bias_linear=False)
-    own = get_gpt_layer_local_spec()
-    own.submodules.self_attention.submodules.core_attention = TEDotProductAttention
-    return {
-        "local layer": get_gpt_layer_local_spec(),
-        "multi-latent attention": get_gpt_layer_local_spec(multi_latent_attention=True),
-        "block of unlike layers": get_gpt_decoder_block_spec(moe, use_transformer_engine=False),
-        "TransformerEngine's attention": own,
-    }
+class TELinear(torch.nn.Module):
+    """Stands for its norm and projection in one, which local specs have not."""
 
 
-@pytest.mark.parametrize("name", ["local layer", "multi-latent attention", "block of unlike layers",
-                                  "TransformerEngine's attention"])  # fmt: skip
-def test_use_packing_ops_changes_a_copy(name):
-    spec = specs()[name]
+class TEProvider(LocalSpecProvider):
+    """What megatron-core makes TransformerEngine's specs of, where it is not installed."""
+
+    def core_attention(self):
+        return TEDotProductAttention
+
+    def fuse_layernorm_and_linear(self):
+        return True
+
+    def column_parallel_layer_norm_linear(self):
+        return TELinear
+
+
+@pytest.fixture
+def te_specs(monkeypatch):
+    for name, stand_in in (("TESpecProvider", TEProvider), ("TENorm", TELinear)):
+        monkeypatch.setattr(gpt_layer_specs, name, stand_in, raising=False)
+
+
+def unlike_layers(**more):
+    config = config_of(num_moe_experts=2, moe_layer_freq=[0, 1], add_bias_linear=False)
+    return get_gpt_decoder_block_spec(config, **more)
+
+
+SPECS = {
+    "local layer": get_gpt_layer_local_spec,
+    "multi-latent attention": lambda: get_gpt_layer_local_spec(multi_latent_attention=True),
+    "local block": lambda: unlike_layers(use_transformer_engine=False),
+    "TransformerEngine's layer": get_gpt_layer_with_transformer_engine_spec,
+    "TransformerEngine's block": lambda: unlike_layers(use_transformer_engine=True),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_use_packing_ops_changes_a_copy(name, te_specs):
+    spec = SPECS[name]()
     before = core_attentions(spec)
+    assert set(before) == {TEDotProductAttention if "Engine" in name else DotProductAttention}
     changed = use_packing_ops(spec)
     assert core_attentions(spec) == before
-    assert PackingDotProductAttention not in before
     assert set(core_attentions(changed)) == {PackingDotProductAttention}
     assert changed != spec
     for layer, stock in zip(layers_of(changed), before, strict=True):
