@@ -1,6 +1,7 @@
 """use_packing_ops: which part of a spec it changes, and the models that come of it."""
 
 import importlib.util
+import inspect
 
 import pytest
 import torch
@@ -95,6 +96,18 @@ def test_use_packing_ops_changes_a_copy(name, te_specs):
     assert changed == spec  # norms, projections, experts
 
 
+def test_a_function_that_makes_a_spec():
+    """As Megatron-Bridge's providers hold one, which they look at for its parameters."""
+
+    def layer_spec(config, vp_stage=None):
+        return get_gpt_layer_local_spec(multi_latent_attention=config.multi_latent_attention)
+
+    changed = use_packing_ops(layer_spec)
+    assert inspect.signature(changed) == inspect.signature(layer_spec)
+    config, spec = latent_attention()
+    assert changed(config, vp_stage=0) == use_packing_ops(spec)
+
+
 def test_params_of_a_spec_stay():
     spec = get_gpt_layer_local_spec()
     attention = spec.submodules.self_attention.submodules
@@ -106,6 +119,8 @@ def test_params_of_a_spec_stay():
 def test_specs_without_core_attention_are_refused():
     with pytest.raises(ValueError, match="spec: expected a layer or block spec with core_attention"):
         use_packing_ops(get_gpt_layer_local_spec().submodules.mlp)
+    with pytest.raises(ValueError, match="spec: expected a layer or block spec with core_attention"):
+        use_packing_ops(DotProductAttention)
     spec = get_gpt_layer_local_spec()
     spec.submodules.self_attention.submodules.core_attention = ModuleSpec(MLASelfAttention, submodules=object())
     with pytest.raises(NotImplementedError, match="core_attention: expected one without submodules"):
