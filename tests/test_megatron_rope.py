@@ -188,6 +188,23 @@ def test_layers_share_tables_and_positions(device, monkeypatch):
     assert len(calls) == 2
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_the_hook_does_not_synchronise(cp_size, monkeypatch):
+    """Neither where positions and tables are made nor in the layers after."""
+    monkeypatch.delenv("PACKING_OPS_CHECK")
+    t = torch.randn(sum(LENGTHS) // cp_size, 2, 8, device="cuda", requires_grad=True)
+    batches = [(cu_seqlens_of(LENGTHS, "cuda"), angles(24, 8, device="cuda")) for _ in range(2)]
+    fused_apply_rotary_pos_emb_thd(t, *batches[0], cp_size).sum().backward()  # what the first call of all sets up
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2):
+            fused_apply_rotary_pos_emb_thd(t, *batches[1], cp_size).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 # --- inside a model ---
 
 
