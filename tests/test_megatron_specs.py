@@ -1,5 +1,6 @@
 """use_packing_ops: which part of a spec it changes, and the models that come of it."""
 
+import functools
 import importlib.util
 import inspect
 
@@ -114,6 +115,9 @@ def test_params_of_a_spec_stay():
     attention.core_attention = ModuleSpec(DotProductAttention, {"softmax_scale": 0.5})
     changed = use_packing_ops(spec).submodules.self_attention.submodules.core_attention
     assert changed == ModuleSpec(PackingDotProductAttention, {"softmax_scale": 0.5})
+    attention.core_attention = functools.partial(DotProductAttention, softmax_scale=0.5)  # 0.16 takes any builder
+    changed = use_packing_ops(spec).submodules.self_attention.submodules.core_attention
+    assert (changed.func, changed.keywords) == (PackingDotProductAttention, {"softmax_scale": 0.5})
 
 
 def test_specs_without_core_attention_are_refused():

@@ -58,6 +58,8 @@ def _copied(part, replaced):
 
 
 def _core_attention(old):
+    if isinstance(old, functools.partial):
+        return functools.partial(PackingDotProductAttention, *old.args, **old.keywords)
     if not isinstance(old, ModuleSpec):
         return PackingDotProductAttention
     if old.submodules is not None:
