@@ -16,7 +16,10 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from packing_ops.integrations.megatron import PackingDotProductAttention
 
 SHAPE = {
     "num_layers": 2,
@@ -32,6 +35,7 @@ SHAPE = {
     "bias_dropout_fusion": False,
     "masked_softmax_fusion": False,
 }
+HEADS = (4, 2, 8)  # query heads, key heads, head_dim of SHAPE
 VOCABULARY = 64
 LENGTHS = [5, 3, 8]
 _FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -70,6 +74,24 @@ def tiny_gpt(spec=None, device="cpu", *, rotary=True, **more):
     return model.to(device)
 
 
+def causal_mask(seqlen, device):
+    """What megatron-core's own attention needs where it would ask CUDA for one."""
+    return torch.ones(seqlen, seqlen, dtype=torch.bool, device=device).triu(1)[None, None]
+
+
+def module_of(kind=PackingDotProductAttention, mask=AttnMaskType.causal, *, device="cpu", **more):
+    own = {key: more.pop(key) for key in ("layer_number", "softmax_scale", "attention_dropout") if key in more}
+    torch.manual_seed(0)
+    return kind(config=config_of(**more), attn_mask_type=mask, attention_type="self", **{"layer_number": 1, **own}).to(
+        device
+    )
+
+
+def heads_of(*rows, device="cpu", requires_grad=True):
+    shapes = ((*rows, heads, HEADS[2]) for heads in (HEADS[0], HEADS[1], HEADS[1]))
+    return [torch.randn(shape, device=device).requires_grad_(requires_grad) for shape in shapes]
+
+
 def assert_near(actual, expected):
     """fp32 1e-5 of the largest value."""
     scale = max(1.0, expected.abs().max().item() if expected.numel() else 0.0)
@@ -98,10 +120,12 @@ def thd_params(lengths=LENGTHS, device="cpu", *, slots=None):
 
 
 class _OnCpu(TorchFunctionMode):
-    """megatron-core's schedules and optimizers say ``device="cuda"`` outright."""
+    """megatron-core's schedules and optimizers say ``device="cuda"`` outright, and ``.cuda()``."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
+        if function is torch.Tensor.cuda:
+            return args[0]
         if kwargs.get("device") == "cuda":
             kwargs["device"] = "cpu"
         return function(*args, **kwargs)

@@ -6,9 +6,11 @@ import torch.distributed as dist
 from helpers import cu_seqlens_of
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from torch.torch_version import TorchVersion
 
 pytest.importorskip("megatron.core")
 
+import megatron.core
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.enums import AttnMaskType
@@ -118,6 +120,8 @@ MODELS = {  # sizes that megatron-core is told; sequence and pipeline parallel: 
     "tensor 2, data 2": {"tensor_model_parallel_size": 2},
     "tensor 2, context 2": {"tensor_model_parallel_size": 2, "context_parallel_size": 2},
 }
+if TorchVersion(megatron.core.__version__) >= "0.16":  # ranks that share a query group
+    MODELS["tensor 4, of 2 query groups"] = {"tensor_model_parallel_size": 4}
 MODULES = {  # name: (mask, config)
     "causal": (AttnMaskType.causal, {}),
     "no mask": (AttnMaskType.no_mask, {}),

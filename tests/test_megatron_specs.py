@@ -1,6 +1,8 @@
 """use_packing_ops: which part of a spec it changes, and the models that come of it."""
 
+import functools
 import importlib.util
+import inspect
 
 import pytest
 import torch
@@ -9,7 +11,13 @@ from helpers import cu_seqlens_of
 
 pytest.importorskip("megatron.core")
 
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -35,34 +43,70 @@ def core_attentions(spec):
 
 
 class TEDotProductAttention(torch.nn.Module):
-    """Stands for TransformerEngine's, which megatron-core takes in specs where it is installed."""
+    """Stands for TransformerEngine's."""
 
 
-def specs():
-    moe = config_of(num_moe_experts=2, moe_layer_freq=[0, 1], add_bias_linear=False)
-    own = get_gpt_layer_local_spec()
-    own.submodules.self_attention.submodules.core_attention = TEDotProductAttention
-    return {
-        "local layer": get_gpt_layer_local_spec(),
-        "multi-latent attention": get_gpt_layer_local_spec(multi_latent_attention=True),
-        "block of unlike layers": get_gpt_decoder_block_spec(moe, use_transformer_engine=False),
-        "TransformerEngine's attention": own,
-    }
+class TELinear(torch.nn.Module):
+    """Stands for its norm and projection in one, which local specs have not."""
 
 
-@pytest.mark.parametrize("name", ["local layer", "multi-latent attention", "block of unlike layers",
-                                  "TransformerEngine's attention"])  # fmt: skip
-def test_use_packing_ops_changes_a_copy(name):
-    spec = specs()[name]
+class TEProvider(LocalSpecProvider):
+    """What megatron-core makes TransformerEngine's specs of, where it is not installed."""
+
+    def core_attention(self):
+        return TEDotProductAttention
+
+    def fuse_layernorm_and_linear(self):
+        return True
+
+    def column_parallel_layer_norm_linear(self):
+        return TELinear
+
+
+@pytest.fixture
+def te_specs(monkeypatch):
+    for name, stand_in in (("TESpecProvider", TEProvider), ("TENorm", TELinear)):
+        monkeypatch.setattr(gpt_layer_specs, name, stand_in, raising=False)
+
+
+def unlike_layers(**more):
+    config = config_of(num_moe_experts=2, moe_layer_freq=[0, 1], add_bias_linear=False)
+    return get_gpt_decoder_block_spec(config, **more)
+
+
+SPECS = {
+    "local layer": get_gpt_layer_local_spec,
+    "multi-latent attention": lambda: get_gpt_layer_local_spec(multi_latent_attention=True),
+    "local block": lambda: unlike_layers(use_transformer_engine=False),
+    "TransformerEngine's layer": get_gpt_layer_with_transformer_engine_spec,
+    "TransformerEngine's block": lambda: unlike_layers(use_transformer_engine=True),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_use_packing_ops_changes_a_copy(name, te_specs):
+    spec = SPECS[name]()
     before = core_attentions(spec)
+    assert set(before) == {TEDotProductAttention if "Engine" in name else DotProductAttention}
     changed = use_packing_ops(spec)
     assert core_attentions(spec) == before
-    assert PackingDotProductAttention not in before
     assert set(core_attentions(changed)) == {PackingDotProductAttention}
     assert changed != spec
     for layer, stock in zip(layers_of(changed), before, strict=True):
         layer.submodules.self_attention.submodules.core_attention = stock
     assert changed == spec  # norms, projections, experts
+
+
+def test_a_function_that_makes_a_spec():
+    """As Megatron-Bridge's providers hold one, which they look at for its parameters."""
+
+    def layer_spec(config, vp_stage=None):
+        return get_gpt_layer_local_spec(multi_latent_attention=config.multi_latent_attention)
+
+    changed = use_packing_ops(layer_spec)
+    assert inspect.signature(changed) == inspect.signature(layer_spec)
+    config, spec = latent_attention()
+    assert changed(config, vp_stage=0) == use_packing_ops(spec)
 
 
 def test_params_of_a_spec_stay():
@@ -71,11 +115,16 @@ def test_params_of_a_spec_stay():
     attention.core_attention = ModuleSpec(DotProductAttention, {"softmax_scale": 0.5})
     changed = use_packing_ops(spec).submodules.self_attention.submodules.core_attention
     assert changed == ModuleSpec(PackingDotProductAttention, {"softmax_scale": 0.5})
+    attention.core_attention = functools.partial(DotProductAttention, softmax_scale=0.5)  # 0.16 takes any builder
+    changed = use_packing_ops(spec).submodules.self_attention.submodules.core_attention
+    assert (changed.func, changed.keywords) == (PackingDotProductAttention, {"softmax_scale": 0.5})
 
 
 def test_specs_without_core_attention_are_refused():
     with pytest.raises(ValueError, match="spec: expected a layer or block spec with core_attention"):
         use_packing_ops(get_gpt_layer_local_spec().submodules.mlp)
+    with pytest.raises(ValueError, match="spec: expected a layer or block spec with core_attention"):
+        use_packing_ops(DotProductAttention)
     spec = get_gpt_layer_local_spec()
     spec.submodules.self_attention.submodules.core_attention = ModuleSpec(MLASelfAttention, submodules=object())
     with pytest.raises(NotImplementedError, match="core_attention: expected one without submodules"):
@@ -113,7 +162,7 @@ def losses_and_gradients(config, spec, batches, device):
 def without_te(monkeypatch):
     """megatron-core 0.16 takes TransformerEngine to be there in these two places, whether it is or not."""
     if importlib.util.find_spec("transformer_engine") is None:
-        monkeypatch.setattr(multi_latent_attention, "HAVE_TE", False)
+        monkeypatch.setattr(multi_latent_attention, "HAVE_TE", False, raising=False)
         monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
 
 

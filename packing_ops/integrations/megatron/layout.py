@@ -63,14 +63,21 @@ def documents_of(packed_seq_params) -> Documents:
     q_slots = getattr(packed_seq_params, "cu_seqlens_q_padded", None)
     k_slots = getattr(packed_seq_params, "cu_seqlens_kv_padded", None)
     documents = Documents(q, k, q if q_slots is None else q_slots, k if k_slots is None else k_slots)
-    for name, given in zip(_FIELDS, documents, strict=True):
-        if given is not q or name is _FIELDS[0]:  # mostly one tensor, and this is once a layer
+    check_cu_seqlens(q, _FIELDS[0])
+    if not _is_one_tensor(documents):
+        for name, given in zip(_FIELDS[1:], documents[1:], strict=True):
             check_cu_seqlens(given, name)
     return documents
 
 
+def _is_one_tensor(documents):
+    """Mostly it is, and each layer asks."""
+    q, k, q_slots, k_slots = documents
+    return q is k is q_slots is k_slots
+
+
 def layout_of(documents: Documents, rows: int, *, causal: bool, cp_rank: int = 0, cp_size: int = 1) -> Layout:
-    """The layout of a batch, kept with its cu_seqlens.
+    """The layout of a batch, kept with its cu_seqlens; where these are one int32 tensor it is that tensor.
 
     On CUDA one synchronisation per batch where lengths must agree with something: padding between documents, cu_seqlens
     of queries and keys in two tensors, context parallelism. None otherwise, and none in a CUDA graph's capture.
@@ -79,6 +86,8 @@ def layout_of(documents: Documents, rows: int, *, causal: bool, cp_rank: int = 0
         documents: of the whole batch, whatever ``cp_size``.
         rows: of k on this rank.
     """
+    if cp_size == 1 and _is_one_tensor(documents) and documents.q.dtype == torch.int32:
+        return Layout(documents.q, documents.q)  # nothing to work out, and no lengths that must agree
     same = documents.k is documents.q and documents.k_slots is documents.q_slots
     unpadded = documents.q_slots is documents.q and documents.k_slots is documents.k
 

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 
 from megatron.core.transformer.spec_utils import ModuleSpec
 
@@ -13,10 +14,11 @@ def use_packing_ops(spec):
 
     Args:
         spec: ModuleSpec of a layer or a block, or submodules of one: local, TransformerEngine, mixture of experts,
-            multi-latent attention, layers that differ.
+            multi-latent attention, layers that differ. Or a function that makes one, as ``transformer_layer_spec``
+            of Megatron-Bridge's providers.
 
     Returns:
-        The copy; ``spec`` itself is not changed.
+        The copy; ``spec`` itself is not changed. Of a function one with its signature.
 
     Example:
         >>> spec = use_packing_ops(get_gpt_layer_local_spec())
@@ -27,6 +29,8 @@ def use_packing_ops(spec):
         ValueError: no core attention in ``spec``.
         NotImplementedError: core attention with submodules of its own (DeepSeek sparse attention, say).
     """
+    if callable(spec) and not isinstance(spec, (ModuleSpec, type)):
+        return functools.wraps(spec)(lambda *args, **kwargs: use_packing_ops(spec(*args, **kwargs)))
     replaced = []
     copied = _copied(spec, replaced)
     if not replaced:
@@ -54,6 +58,8 @@ def _copied(part, replaced):
 
 
 def _core_attention(old):
+    if isinstance(old, functools.partial):
+        return functools.partial(PackingDotProductAttention, *old.args, **old.keywords)
     if not isinstance(old, ModuleSpec):
         return PackingDotProductAttention
     if old.submodules is not None:
