@@ -11,7 +11,13 @@ from packing_ops import _load
 
 LIBRARIES = ("numpy", "triton", "transformers", "trl", "peft", "accelerate", "datasets", "pyarrow", "deepspeed")
 LIBRARIES += ("unsloth", "megatron-core", "transformer-engine", "flash-attn", "xformers", "vllm", "rich", "matplotlib")
-VARIABLES = ("PACKING_OPS_CHECK", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "OMP_NUM_THREADS")
+VARIABLES = (
+    "PACKING_OPS_CHECK",
+    "PACKING_OPS_SHARED_MEMORY",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_LAUNCH_BLOCKING",
+    "OMP_NUM_THREADS",
+)
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
