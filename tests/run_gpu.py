@@ -29,7 +29,7 @@ GROUPS = {
     "integrations": ["test_flash_attn_*.py", "test_trl.py", "test_unsloth.py", "test_strides.py"],
     "others": ["test_*.py"],
 }
-NOT_HERE = ["test_install.py", "test_*example*.py"]  # they need a compiler, or train on the CPU
+NOT_HERE = ["test_install.py", "test_emulated_*.py", "test_*example*.py"]  # they need a compiler, or train on the CPU
 NOTHING_COLLECTED = 5  # such as where a library that all of them need is not installed
 LINES = 12
 
