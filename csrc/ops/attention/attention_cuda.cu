@@ -3,6 +3,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <type_traits>
+
 #include "core/error.h"
 #include "core/launch.cuh"
 #include "ops/attention/attention_plan.h"
@@ -91,31 +93,34 @@ struct PaddedDim {
   static constexpr int value = kDim;
 };
 
-// f(element type, padded head_dim).
+// Scores that are not softmax_scale * dot with a positive scale.
+bool transforms(const VarlenAttentionParams& p) {
+  return p.softcap > 0 || !(p.softmax_scale > 0);
+}
+
+// f(element type, padded head_dim, whether scores are transformed), each as a constant.
 template <class F>
 void dispatch(const VarlenAttentionParams& p, F&& f) {
+  const auto with_all = [&](auto element, auto dim) {
+    transforms(p) ? f(element, dim, std::true_type{}) : f(element, dim, std::false_type{});
+  };
   const auto with_dim = [&](auto element) {
     switch (sm80::padded_dim(p.head_dim)) {
       case 64:
-        return f(element, PaddedDim<64>{});
+        return with_all(element, PaddedDim<64>{});
       case 96:
-        return f(element, PaddedDim<96>{});
+        return with_all(element, PaddedDim<96>{});
       case 128:
-        return f(element, PaddedDim<128>{});
+        return with_all(element, PaddedDim<128>{});
       case 192:
-        return f(element, PaddedDim<192>{});
+        return with_all(element, PaddedDim<192>{});
       default:
-        return f(element, PaddedDim<256>{});
+        return with_all(element, PaddedDim<256>{});
     }
   };
   if (p.dtype == DType::kBFloat16) return with_dim(__nv_bfloat16{});
   if (p.dtype == DType::kFloat16) return with_dim(__half{});
   fail("q: expected bfloat16, float16 or float32 on CUDA, got ", dtype_name(p.dtype));
-}
-
-// Scores that are not softmax_scale * dot with a positive scale.
-bool transforms(const VarlenAttentionParams& p) {
-  return p.softcap > 0 || !(p.softmax_scale > 0);
 }
 
 }  // namespace
@@ -129,16 +134,12 @@ void launch_varlen_attention_cuda(const VarlenAttentionParams& p, const CudaLaun
   const Args args = forward_args(p);
   const cudaStream_t stream = stream_of(launch);
   if (p.dtype == DType::kFloat32) return fp32::run_forward(args, stream);
-  dispatch(p, [&](auto element, auto dim) {
+  dispatch(p, [&](auto element, auto dim, auto transform) {
     using T = decltype(element);
     constexpr int kDim = decltype(dim)::value;
-    const bool transform = transforms(p);
-    transform ? sm80::run_forward<T, kDim, false, true>(args, stream)
-              : sm80::run_forward<T, kDim, false, false>(args, stream);
-    if constexpr (sm80::has_short_forward(kDim)) {
-      transform ? sm80::run_forward<T, kDim, true, true>(args, stream)
-                : sm80::run_forward<T, kDim, true, false>(args, stream);
-    }
+    constexpr bool kTransform = decltype(transform)::value;
+    sm80::run_forward<T, kDim, false, kTransform>(args, stream);
+    if constexpr (sm80::has_short_forward(kDim)) sm80::run_forward<T, kDim, true, kTransform>(args, stream);
   });
 }
 
@@ -149,26 +150,23 @@ void launch_varlen_attention_backward_cuda(const VarlenAttentionBackwardParams& 
     sm80::run_row_stats<float>(args, stream);
     fp32::run_backward(args, stream);
   } else {
-    dispatch(p, [&](auto element, auto dim) {
+    dispatch(p, [&](auto element, auto dim, auto transform) {
       using T = decltype(element);
       constexpr int kDim = decltype(dim)::value;
+      constexpr bool kTransform = decltype(transform)::value;
       constexpr int kKeys = sm80::backward_keys(kDim);
       constexpr int kSmall = sm80::backward_small_keys(kDim);
       sm80::run_row_stats<T>(args, stream);
-      const bool transform = transforms(p);
       if constexpr (sm80::has_lean_backward(kDim)) {
         if (args.plan.tiles.backward_keys != kKeys) {
-          return transform ? sm80::run_lean_backward<T, kDim, true>(args, stream)
-                           : sm80::run_lean_backward<T, kDim, false>(args, stream);
+          sm80::run_backward<T, kDim, kTransform, true>(args, stream);
+          sm80::run_backward_single<T, kDim, sm80::lean_backward_keys(kDim), kTransform, true>(args, stream);
+          return;
         }
       }
-      transform ? sm80::run_backward<T, kDim, true>(args, stream) : sm80::run_backward<T, kDim, false>(args, stream);
-      transform ? sm80::run_backward_single<T, kDim, kKeys, true>(args, stream)
-                : sm80::run_backward_single<T, kDim, kKeys, false>(args, stream);
-      if constexpr (kSmall > 0) {
-        transform ? sm80::run_backward_single<T, kDim, kSmall, true>(args, stream)
-                  : sm80::run_backward_single<T, kDim, kSmall, false>(args, stream);
-      }
+      sm80::run_backward<T, kDim, kTransform>(args, stream);
+      sm80::run_backward_single<T, kDim, kKeys, kTransform>(args, stream);
+      if constexpr (kSmall > 0) sm80::run_backward_single<T, kDim, kSmall, kTransform>(args, stream);
     });
   }
   if (args.dsinks != nullptr) sm80::run_sinks_backward(args, stream);

@@ -153,16 +153,11 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kLean>::kThreads)
 }
 
 template <class T, int kDim, bool kTransform, bool kLean>
-void launch_backward(const Args& args, cudaStream_t stream) {
+void run_backward(const Args& args, cudaStream_t stream) {
   using Shape = SeveralTilesShape<kDim, kLean>;
   static PersistentKernel kernel{reinterpret_cast<const void*>(attention_backward_kernel<T, kDim, kTransform, kLean>),
                                  Shape::kThreads, Shape::kShared, "attention_backward_kernel"};
   launch_persistent(kernel, args, args.plan.backward_capacity() * args.num_kv_heads, stream);
-}
-
-template <class T, int kDim, bool kTransform>
-void run_backward(const Args& args, cudaStream_t stream) {
-  launch_backward<T, kDim, kTransform, false>(args, stream);
 }
 
 }  // namespace packing_ops::sm80

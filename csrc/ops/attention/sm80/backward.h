@@ -33,22 +33,18 @@ constexpr bool has_lean_backward(int padded) {
 bool needs_lean_backward(int padded, int device);
 
 // Documents of several key tiles.
-template <class T, int kDim, bool kTransform>
+template <class T, int kDim, bool kTransform, bool kLean = false>
 void run_backward(const Args& args, cudaStream_t stream);
 
-// Documents of one. kKeys is backward_keys or backward_small_keys of the padded head_dim.
-template <class T, int kDim, int kKeys, bool kTransform>
+// Documents of one. kKeys is backward_keys, backward_small_keys or lean_backward_keys of the padded head_dim.
+template <class T, int kDim, int kKeys, bool kTransform, bool kLean = false>
 void run_backward_single(const Args& args, cudaStream_t stream);
 
-// Both at once, lean.
-template <class T, int kDim, bool kTransform>
-void run_lean_backward(const Args& args, cudaStream_t stream);
-
-// Before them: row_stats, zeros where no unit writes, and zeros for args.order.
+// Before both: row_stats, zeros where no unit writes, and zeros for args.order.
 template <class T>
 void run_row_stats(const Args& args, cudaStream_t stream);
 
-// After them: dsinks.
+// After it: dsinks.
 void run_sinks_backward(const Args& args, cudaStream_t stream);
 
 }  // namespace packing_ops::sm80

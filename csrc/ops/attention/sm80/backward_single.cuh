@@ -184,17 +184,12 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true, kLean>::kThre
 }
 
 template <class T, int kDim, int kKeys, bool kTransform, bool kLean>
-void launch_backward_single(const Args& args, cudaStream_t stream) {
+void run_backward_single(const Args& args, cudaStream_t stream) {
   using Shape = BackwardShape<kDim, kKeys, true, kLean>;
   static PersistentKernel kernel{
       reinterpret_cast<const void*>(attention_backward_single_kernel<T, kDim, kKeys, kTransform, kLean>),
       Shape::kThreads, Shape::kShared, "attention_backward_single_kernel", true};
   launch_persistent(kernel, args, args.plan.num_documents * args.num_kv_heads, stream);
-}
-
-template <class T, int kDim, int kKeys, bool kTransform>
-void run_backward_single(const Args& args, cudaStream_t stream) {
-  launch_backward_single<T, kDim, kKeys, kTransform, false>(args, stream);
 }
 
 }  // namespace packing_ops::sm80

@@ -1,8 +1,11 @@
-#include "ops/attention/sm80/backward_lean.cuh"
+#include "ops/attention/sm80/backward.cuh"
+#include "ops/attention/sm80/backward_single.cuh"
 
 namespace packing_ops::sm80 {
 
-template void run_lean_backward<__half, 192, false>(const Args&, cudaStream_t);
-template void run_lean_backward<__half, 192, true>(const Args&, cudaStream_t);
+template void run_backward<__half, 192, false, true>(const Args&, cudaStream_t);
+template void run_backward<__half, 192, true, true>(const Args&, cudaStream_t);
+template void run_backward_single<__half, 192, 32, false, true>(const Args&, cudaStream_t);
+template void run_backward_single<__half, 192, 32, true, true>(const Args&, cudaStream_t);
 
 }  // namespace packing_ops::sm80
