@@ -115,8 +115,9 @@ def extension():
     ), cpp_extension.BuildExtension.with_options(no_python_abi_suffix=True)
 
 
-if {"sdist", "egg_info", "dist_info"} & set(sys.argv) and not {"build_ext", "bdist_wheel"} & set(sys.argv):
-    setup()
-else:
-    module, build_ext = extension()
-    setup(ext_modules=[module], cmdclass={"build_ext": build_ext})
+if __name__ == "__main__":  # also where pip runs it; tests import find_cuda_home
+    if {"sdist", "egg_info", "dist_info"} & set(sys.argv) and not {"build_ext", "bdist_wheel"} & set(sys.argv):
+        setup()
+    else:
+        module, build_ext = extension()
+        setup(ext_modules=[module], cmdclass={"build_ext": build_ext})

@@ -7,8 +7,7 @@
 
 Padded: batches of 8, each padded to its longest, by the stock model with sdpa attention (eager where transformers has no
 other, as for Gemma 2 and gpt-oss). Packed: rows of 2048 slots filled first-fit-decreasing, by the model after
-apply_packing_ops. Each run has a process of its own, so that peak memory is its
-own too.
+apply_packing_ops. Each run has a process of its own, so that peak memory is its own too.
 """
 
 import multiprocessing

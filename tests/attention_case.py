@@ -61,6 +61,14 @@ class Case:
         return self.results_of(sdpa_by_document)
 
 
+def drawn_case(pairs, cross, *, causal, window, **options):
+    """A case of (queries, keys) pairs; without ``cross`` the keys are as many. Causal: nothing to the right."""
+    lengths_q = [pair[0] for pair in pairs]
+    lengths_k = [pair[1] for pair in pairs] if cross else lengths_q
+    window = (window[0], min(window[1], 0)) if causal else window
+    return Case(lengths_q, lengths_k, causal=causal, window_size=window, **options)
+
+
 def sdpa_by_document(q, k, v, cu_q, cu_k, sinks=None, causal=True, window_size=OPEN):
     outs = []
     for (a, b), (c, d) in zip(itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()), strict=True):

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from setup import find_cuda_home
+
 ROOT = Path(__file__).resolve().parent.parent
 HERE = ROOT / "tests" / "emulator"
 BUILD = ROOT / "build" / "emulator"
@@ -20,12 +22,9 @@ GPUS = ["sm_90", "sm_89"]  # emulator.cpp's: what differs is the shared memory o
 
 
 def cuda_headers() -> Path | None:
-    """include/ of the toolkit that nvcc belongs to (nvcc on PATH may be a wrapper)."""
-    if not shutil.which("nvcc"):
-        return None
-    dryrun = subprocess.run(["nvcc", "--dryrun", "x.cu"], capture_output=True, text=True).stderr
-    top = re.search(r"TOP=(\S+)", dryrun)
-    headers = Path(top[1]) / "include" if top else None
+    """include/ of the toolkit that the library is built with."""
+    home = find_cuda_home()
+    headers = home / "include" if home else None
     return headers if headers and (headers / "cuda_bf16.h").exists() else None
 
 

@@ -2,22 +2,14 @@
 
 import pytest
 import torch
-from attention_case import Case
+from attention_case import Case, drawn_case
 from helpers import assert_same, cu_seqlens_of, non_contiguous
 from hypothesis import given
 from hypothesis import strategies as st
 
 import packing_ops as po
-from packing_ops import _load
 
 ops = torch.ops.packing_ops
-
-
-@pytest.fixture
-def device(device):
-    if device == "cuda" and "varlen_attention" in _load.without_cuda_kernel:
-        pytest.skip("varlen_attention has no CUDA kernel yet")
-    return device
 
 
 def heads_first(rows):
@@ -54,12 +46,9 @@ def assert_same_results(found, expected):
 def test_same_bits(device, lengths, cross, heads, dim, causal, window, softcap, sinks, tail, dtype):
     if device == "cuda" and dtype == torch.float64:
         dtype = torch.bfloat16
-    window = (window[0], min(window[1], 0)) if causal else window
-    lengths_q = [pair[0] for pair in lengths]
-    lengths_k = [pair[1] for pair in lengths] if cross else lengths_q
-    case = Case(
-        lengths_q, lengths_k, heads=heads, dim=dim, device=device, dtype=dtype, tail=tail, sinks=sinks, causal=causal,
-        window_size=window, softcap=softcap,
+    case = drawn_case(
+        lengths, cross, heads=heads, dim=dim, device=device, dtype=dtype, tail=tail, sinks=sinks, causal=causal,
+        window=window, softcap=softcap,
     )  # fmt: skip
     assert_same_results(case.results_of(attend_heads_first), case.ours())
 

@@ -11,15 +11,8 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 import packing_ops as po
-from packing_ops import _load, _recent
+from packing_ops import _recent
 from packing_ops.reference import attention as oracle
-
-
-@pytest.fixture
-def device(device):
-    if device == "cuda" and "varlen_attention" in _load.without_cuda_kernel:
-        pytest.skip("varlen_attention has no CUDA kernel yet")
-    return device
 
 
 # --- flash-attn's name and the other backends ---
