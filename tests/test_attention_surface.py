@@ -14,7 +14,6 @@ import packing_ops as po
 from packing_ops import _recent
 from packing_ops.reference import attention as oracle
 
-
 # --- flash-attn's name and the other backends ---
 
 
