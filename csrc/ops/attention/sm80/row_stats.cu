@@ -56,24 +56,42 @@ __device__ bool row_sees_keys(const Args& args, int64_t token) {
   return !d.keys_seen(mine, mine).empty();
 }
 
-// By kLanes lanes together.
-template <class T>
-__device__ void write_row_stats(const Args& args, int64_t token, int32_t head, int lane) {
-  const T* dout = row_of<T>(args.dout, token, head);
-  const T* out = row_of<T>(args.out, token, head);
-  float sum = 0.f;
+struct Row {
+  int64_t token;
+  int32_t head;
+};
+
+// Of the first `count` of these rows, by kLanes lanes together. All loads are under way before the first is waited for.
+template <class T, int kRows>
+__device__ void write_row_stats(const Args& args, const Row (&rows)[kRows], int count, int lane) {
+  float sum[kRows] = {};
+  float lse[kRows];
+  float dlse[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int64_t at = rows[r].head * args.documents_q.total + rows[r].token;
+    lse[r] = lane == 0 && r < count ? args.lse[at] : 0.f;
+    dlse[r] = lane == 0 && r < count && args.dlse != nullptr ? args.dlse[at] : 0.f;
+  }
   constexpr int kWide = Word<T>::kElements;
   for (int i = lane * kWide; i < args.head_dim; i += kLanes * kWide) {
-    sum += dot_words<T>(dout + i, out + i);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (r < count) {
+        sum[r] += dot_words<T>(row_of<T>(args.dout, rows[r].token, rows[r].head) + i,
+                               row_of<T>(args.out, rows[r].token, rows[r].head) + i);
+      }
+    }
   }
   const unsigned peers = 0xffu << (threadIdx.x & 24);
 #pragma unroll
-  for (int step = 1; step < kLanes; step *= 2) sum += __shfl_xor_sync(peers, sum, step);
-  if (lane == 0) {
-    const int64_t at = head * args.documents_q.total + token;
-    const float lse = args.lse[at];
-    if (args.dlse != nullptr) sum -= args.dlse[at];
-    args.row_stats[token * args.num_heads + head] = make_float2(lse == -INFINITY ? 0.f : lse * kLog2e, sum);
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int step = 1; step < kLanes; step *= 2) sum[r] += __shfl_xor_sync(peers, sum[r], step);
+    if (lane == 0 && r < count) {
+      args.row_stats[rows[r].token * args.num_heads + rows[r].head] =
+          make_float2(lse[r] == -INFINITY ? 0.f : lse[r] * kLog2e, sum[r] - dlse[r]);
+    }
   }
 }
 
@@ -82,6 +100,14 @@ __device__ void write_row_stats(const Args& args, int64_t token, int32_t head, i
 template <class T>
 __device__ void write_listed_row_stats(const Args& args) {
   constexpr int kShares = 8;
+  constexpr int kGroups = kThreads / kLanes;
+  const int32_t group = threadIdx.x / kLanes;
+  const int32_t tokens = kGroups / args.num_heads;
+  const int32_t heads = kGroups % args.num_heads;
+  const auto further = [&](const Row& row) {
+    const bool over = row.head + heads >= args.num_heads;
+    return Row{row.token + tokens + over, row.head + heads - (over ? args.num_heads : 0)};
+  };
   const PlanEntry* entries = args.plan.entries[PlanView::kBackward];
   const int64_t units = static_cast<int64_t>(args.plan.data[PlanView::kBackward]) * kShares;
   for (int64_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
@@ -90,10 +116,11 @@ __device__ void write_listed_row_stats(const Args& args) {
     const int64_t share = entry.tile * kShares + unit % kShares;
     const int64_t first = entry.start_q + entry.tokens * share / shares;
     const int64_t end = entry.start_q + entry.tokens * (share + 1) / shares;
-    for (int64_t row = first * args.num_heads + threadIdx.x / kLanes; row < end * args.num_heads;
-         row += kThreads / kLanes) {
-      const int64_t token = row / args.num_heads;
-      write_row_stats<T>(args, token, static_cast<int32_t>(row - token * args.num_heads), threadIdx.x % kLanes);
+    Row row{first + group / args.num_heads, group % args.num_heads};
+    while (row.token < end) {
+      const Row rows[2] = {row, further(row)};
+      write_row_stats<T>(args, rows, rows[1].token < end ? 2 : 1, threadIdx.x % kLanes);
+      row = further(rows[1]);
     }
   }
 }
@@ -116,7 +143,8 @@ __global__ void __launch_bounds__(kThreads) row_stats_kernel(__grid_constant__ c
       zero_row(row_of<T>(args.dq, token, head), args.head_dim, lane);
       if (token >= end_q) continue;
     }
-    write_row_stats<T>(args, token, head, lane);
+    const Row one[1] = {{token, head}};
+    write_row_stats<T>(args, one, 1, lane);
   }
   if (!args.all_row_stats) write_listed_row_stats<T>(args);
 
