@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HERE = ROOT / "tests" / "emulator"
 BUILD = ROOT / "build" / "emulator"
 DTYPES = {torch.bfloat16: 6, torch.float16: 7, torch.float32: 8}  # csrc/core/dtype.h
-GPUS = ["sm_90", "sm_89"]  # emulator.cpp's: what differs is the shared memory of a block
+GPUS = ["sm_90", "sm_80", "sm_89"]  # emulator.cpp's: what differs is the shared memory of a block
 
 
 def cuda_headers() -> Path | None:

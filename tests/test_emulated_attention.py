@@ -32,12 +32,14 @@ CASES = {
     "float32": ([17, 0, 33], None, {"heads": (2, 1), "dim": 32, "dtype": FP32, "tail": 3, "sinks": True}),
     "96, from the last row": ([260], None, {"heads": (8, 1), "dim": 96, "dtype": BF16}),  # start_at_last_row
 }  # fmt: skip
-# Only where the tiles are other ones.
-LEAN = ["96, from the last row", "128", "128 full, keys of their own", "128 window, softcap, sinks", "192"]
+# Those where less shared memory takes other kernels.
+ROOMS = ["96, from the last row", "128", "128 full, keys of their own", "128 window, softcap, sinks", "192"]
 
 
 @pytest.mark.parametrize(
-    ("gpu", "name"), [*(("sm_90", name) for name in CASES), *(("sm_89", name) for name in LEAN)], ids=str
+    ("gpu", "name"),
+    [*(("sm_90", name) for name in CASES), *((gpu, name) for gpu in ("sm_80", "sm_89") for name in ROOMS)],
+    ids=str,
 )
 def test_error_and_schedules(gpu, name):
     """Near the oracle, and the same bits whichever thread is ahead and whenever copies arrive."""
@@ -63,6 +65,16 @@ def test_documents_keep_their_bits(gpu):
         for key, value in document_results(alone, 0, length, (0, length)).items():
             assert_same(found[key], value)
         start = end
+
+
+@pytest.mark.parametrize("name", ["96, from the last row", "128 full, keys of their own", "192"])
+def test_scores_ahead_keep_the_bits(name):
+    """sm_90's order of work within a block gives sm_80's sums."""
+    lengths_q, lengths_k, options = CASES[name]
+    case = Case(lengths_q, lengths_k, **options)
+    found = results(case, "sm_80")
+    for key, value in results(case, "sm_90", "late copies").items():
+        assert_same(value, found[key])
 
 
 def test_wrong_cu_seqlens_give_zeros_and_an_error():

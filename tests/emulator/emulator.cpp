@@ -185,8 +185,8 @@ void wait_for_copies(int pending) {
 
 extern "C" {
 
-// Two GPUs of two multiprocessors, one block each: with the shared memory of sm_90, and of sm_89.
-constexpr int kSharedMemory[] = {227 << 10, 99 << 10};
+// GPUs of two multiprocessors, one block each: with the shared memory of sm_90, of sm_80 and of sm_89.
+constexpr int kSharedMemory[] = {227 << 10, 163 << 10, 99 << 10};
 
 cudaError_t cudaGetLastError() {
   return cudaSuccess;

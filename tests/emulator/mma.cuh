@@ -92,6 +92,10 @@ template <int kPending>
 void copy_wait() {
   emulator::wait_for_copies(kPending);
 }
+template <int kThreads>
+void sync_block() {
+  __syncthreads();
+}
 inline void let_next_kernel_start() {}
 inline void wait_for_kernel_before() {}
 inline float exp2_approx(float x) {

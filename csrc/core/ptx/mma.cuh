@@ -81,6 +81,12 @@ __device__ __forceinline__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// __syncthreads for warps that come to it at different places of the code.
+template <int kThreads>
+__device__ __forceinline__ void sync_block() {
+  asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+}
+
 // From compute capability 9.0 on, a kernel launched with programmatic stream serialization may start once every block
 // of the one before has said so, and waits for its end where it needs to. Nothing before 9.0.
 __device__ __forceinline__ void let_next_kernel_start() {

@@ -17,6 +17,7 @@ namespace packing_ops {
 namespace {
 
 using sm80::Args;
+using sm80::Room;
 
 AttentionPlanParams plan_params(const VarlenAttentionParams& p) {
   return {p.documents_q, p.documents_k,  p.num_q_heads, p.num_kv_heads, p.head_dim,
@@ -157,14 +158,17 @@ void launch_varlen_attention_backward_cuda(const VarlenAttentionBackwardParams& 
       constexpr int kKeys = sm80::backward_keys(kDim);
       constexpr int kSmall = sm80::backward_small_keys(kDim);
       sm80::run_row_stats<T>(args, stream);
-      if constexpr (sm80::has_lean_backward(kDim)) {
-        if (args.plan.tiles.backward_keys != kKeys) {
-          sm80::run_backward<T, kDim, kTransform, true>(args, stream);
-          sm80::run_backward_single<T, kDim, sm80::lean_backward_keys(kDim), kTransform, true>(args, stream);
+      const Room room = sm80::backward_room(kDim, static_cast<int>(p.device));
+      if constexpr (sm80::has_rooms(kDim)) {
+        if (room == Room::kSmall) {
+          constexpr int kNarrow = sm80::backward_keys(kDim, Room::kSmall);
+          sm80::run_backward<T, kDim, kTransform, Room::kSmall>(args, stream);
+          sm80::run_backward_single<T, kDim, kNarrow, kTransform, Room::kSmall>(args, stream);
           return;
         }
+        if (room == Room::kLarge) sm80::run_backward<T, kDim, kTransform, Room::kLarge>(args, stream);
       }
-      sm80::run_backward<T, kDim, kTransform>(args, stream);
+      if (room == Room::kMedium) sm80::run_backward<T, kDim, kTransform>(args, stream);
       sm80::run_backward_single<T, kDim, kKeys, kTransform>(args, stream);
       if constexpr (kSmall > 0) sm80::run_backward_single<T, kDim, kSmall, kTransform>(args, stream);
     });

@@ -194,9 +194,9 @@ PlanView plan_view(const AttentionPlanParams& p) {
   plan.tiles.short_keys = sm80::kShortKeys;
   plan.tiles.short_most = sm80::has_short_forward(padded) ? sm80::kShortMost / plan.tiles.group : -1;
   plan.tiles.backward_rows = sm80::kBackwardRows;
-  const bool lean = sm80::needs_lean_backward(padded, p.device);
-  plan.tiles.backward_keys = lean ? sm80::lean_backward_keys(padded) : sm80::backward_keys(padded);
-  plan.tiles.small_keys = lean ? 0 : sm80::backward_small_keys(padded);
+  const sm80::Room room = sm80::backward_room(padded, p.device);
+  plan.tiles.backward_keys = sm80::backward_keys(padded, room);
+  plan.tiles.small_keys = room == sm80::Room::kSmall ? 0 : sm80::backward_small_keys(padded);
   const auto side = [](int64_t window) {
     return window < 0 || window > kOpenWindow ? kOpenWindow : static_cast<int32_t>(window);
   };

@@ -5,6 +5,10 @@
 // (start_at_last_row): the first in turn stores, the last one writes dq, and a counter for each row tile says whose
 // turn it is. Units are claimed in the plan's order, where key tiles have the same order, so the one that is waited for
 // is always under way.
+//
+// With room for it (kLarge) the scores are a step ahead: between two meetings of the block every warp makes the scores
+// of step i and the sums of step i - 1, half of the warps in this order and half in the other, so that one half's
+// exponentials and stores run beside the other half's products. The bits are the same.
 #pragma once
 
 #include "core/launch.cuh"
@@ -13,20 +17,22 @@
 
 namespace packing_ops::sm80 {
 
-template <int kDim, bool kLean>
-using SeveralTilesShape = BackwardShape<kDim, kLean ? lean_backward_keys(kDim) : backward_keys(kDim), false, kLean>;
+template <int kDim, Room kRoom>
+using SeveralTilesShape = BackwardShape<kDim, backward_keys(kDim, kRoom), false, kRoom>;
 
-template <class T, int kDim, bool kTransform, bool kLean>
-__global__ void __launch_bounds__(SeveralTilesShape<kDim, kLean>::kThreads)
+template <class T, int kDim, bool kTransform, Room kRoom>
+__global__ void __launch_bounds__(SeveralTilesShape<kDim, kRoom>::kThreads)
     attention_backward_kernel(__grid_constant__ const Args args) {
-  using Shape = SeveralTilesShape<kDim, kLean>;
+  using Shape = SeveralTilesShape<kDim, kRoom>;
   using Unit = BackwardUnit<T, Shape, kTransform>;
   constexpr int kRows = Shape::kRows;
   constexpr int kKeys = Shape::kKeys;
+  constexpr int kTurnThread = Shape::kAhead ? Shape::kThreads / 2 : 32;  // waits for turns, one of a warp that loads
+  constexpr int kDoneThread = Shape::kAhead ? kTurnThread + 32 : 0;      // nothing, and one that tells of sums
   extern __shared__ __align__(128) uint8_t shared[];
   const Unit u(ptx::shared_address(shared));
   // At p, which nobody needs between units.
-  auto* next_unit = reinterpret_cast<volatile int32_t*>(shared + (u.tile_p().base - u.base));
+  auto* next_unit = reinterpret_cast<volatile int32_t*>(shared + (u.tile_p(0).base - u.base));
 
   const int warp = threadIdx.x / 32;
   const int key_block = warp % Shape::kKeyWarps;  // and the one kApart further
@@ -61,6 +67,7 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kLean>::kThreads)
                                       key_rows(args.v, d, kv_head, first_key));
     ptx::copy_commit();
     const bool down = args.plan.tiles.start_at_last_row(d.tokens);
+    const int32_t forth = down ? -1 : 1;
     const int32_t steps = end_step - first_step;
     int32_t step = down && steps > 0 ? end_step - 1 : first_step;
     GroupRows rows(args, d, kv_head, static_cast<int64_t>(step) * kRows, kRows);
@@ -74,31 +81,22 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kLean>::kThreads)
       for (int n = 0; n < Shape::kColumns / 8; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) dk[c][n][i] = dv[c][n][i] = 0.f;
-    int32_t claimed = 0;
     int32_t finished = 0;  // what the counter of the step before becomes once its sums are stored, 0: it stays
+    const auto counter = [&](int32_t step) { return counters + static_cast<int64_t>(step) * args.num_kv_heads; };
 
-    for (int32_t i = 0; i < steps; ++i) {
+    // p and ds of the row tile `rows`, into place i.
+    const auto make_scores = [&](int i) {
       const int32_t last_token = rows.last_token();
       const Range keys = d.keys_seen(rows.token, last_token);
       const int32_t first_tile = keys.first / kKeys;
       const int32_t last_tile = (keys.end - 1) / kKeys;
-      const Turn turn{counters + static_cast<int64_t>(step) * args.num_kv_heads,
-                      down ? entry.tile - first_tile : last_tile - entry.tile, last_tile - first_tile};
-      const int seen_first = keys.first <= first_key ? 0 : (keys.first - first_key) / 16;
-      const int seen_end = keys.end >= end_key ? (end_key - first_key + 15) / 16 : (keys.end - first_key + 15) / 16;
-
-      ptx::copy_wait<0>();
-      __syncthreads();
-      if (i + 1 < steps) {
-        if constexpr (Shape::kStages > 1) u.load_rows(args, rows.next(kRows, down), i + 1);
-      } else if (threadIdx.x == 0) {
-        // Not earlier: a unit that is claimed long before it starts would keep others of its document waiting.
-        claimed = atomicAdd(claim, 1);
-      }
-      const bool low = key_block >= seen_first && key_block < seen_end;
-      const bool high = key_block + Unit::kApart >= seen_first && key_block + Unit::kApart < seen_end;
+      const Met met(rows.valid, keys.first <= first_key ? 0 : (keys.first - first_key) / 16,
+                    ((keys.end >= end_key ? end_key : keys.end) - first_key + 15) / 16,
+                    down ? entry.tile - first_tile : last_tile - entry.tile,
+                    entry.tile == (down ? last_tile : first_tile));
+      const bool low = met.sees(key_block);
+      const bool high = met.sees(key_block + Unit::kApart);
       const int first_row = part * Shape::kScoreRows;
-      const int row_blocks = (rows.valid + 15) / 16;
       if (first_row < rows.valid && (low || high)) {
         const int tile_key = 16 * (low ? key_block : key_block + Unit::kApart);
         const int last_key = 16 * (high ? key_block + Unit::kApart : key_block) + 15;
@@ -109,53 +107,105 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kLean>::kThreads)
           u.template scores<1>(shared, args, d, rows, i, first_row, first_key, tile_key, masked);
         }
       }
-      // One thread waits for this tile's turn, which has mostly come.
-      if (threadIdx.x == 32 && turn.mine > 0) {
-        while (ptx::load_acquire(turn.counter) != turn.mine) {
+      return met;
+    };
+    // One thread waits for the turn of a row tile, which has mostly come.
+    const auto wait_for_turn = [&](const Met& met, int32_t step) {
+      if (met.turn > 0) {
+        while (ptx::load_acquire(counter(step)) != met.turn) {
         }
       }
-      __syncthreads();
-      const int first_column = part * Shape::kColumns;
-      if (low && high && row_blocks == kRows / 16) {
-        u.template accumulate_both<0, 2, true>(dk, dv, i, key_block, first_column, row_blocks);
-      } else if (low && high) {
-        u.template accumulate_both<0, 2, false>(dk, dv, i, key_block, first_column, row_blocks);
-      } else if (low) {
-        u.template accumulate_both<0, 1, false>(dk, dv, i, key_block, first_column, row_blocks);
-      } else if (high) {
-        u.template accumulate_both<1, 1, false>(dk, dv, i, key_block, first_column, row_blocks);
-      }
+    };
+    // dk, dv and dq from place i; the row tile starts `back` rows from `rows`.
+    const auto add_sums = [&](const Met& met, int i, int32_t step, int back) {
+      u.add_keys(dk, dv, met, i, key_block, part);
       // Late, so that the sums of the step before have long arrived.
-      if (threadIdx.x == 0 && finished > 0) {
-        ptx::store_release(turn.counter + (down ? args.num_kv_heads : -args.num_kv_heads), finished);
+      if (threadIdx.x == kDoneThread && finished > 0) ptx::store_release(counter(step - forth), finished);
+      if (Unit::query_row() < met.rows()) {
+        typename Unit::Queries dq;
+        u.queries(dq, met, i);
+        float* at = sums + static_cast<int64_t>(step) * args.num_kv_heads * Unit::kSumsInTile;
+        if (!met.last()) {
+          Unit::leave_sums(at, dq, met.turn == 0);
+        } else {
+          if (met.turn > 0) Unit::take_sums(at, dq);
+          Unit::store_queries(args, rows.moved(back, kRows), dq);
+        }
       }
-      u.add_queries(args, rows, turn, sums + static_cast<int64_t>(step) * args.num_kv_heads * Unit::kSumsInTile,
-                    seen_first, seen_end);
-      finished = turn.mine < turn.last ? turn.mine + 1 : 0;
-      rows = rows.next(kRows, down);
-      step += down ? -1 : 1;
-      if constexpr (Shape::kStages == 1) {
-        __syncthreads();  // these rows have been read
-        if (i + 1 < steps) u.load_rows(args, rows, i + 1);
+      finished = met.last() ? 0 : met.turn + 1;
+    };
+
+    int place = 0;
+    if constexpr (Shape::kAhead) {
+      const bool late = warp >= Shape::kWarps / 2;  // sums first
+      const auto meet = [&] {
+        ptx::copy_wait<0>();
+        ptx::sync_block<Shape::kThreads>();
+      };
+      Met before;
+      int place_before = 0;
+      if (steps > 0 && late) meet();
+      for (int32_t i = 0; i < steps + (steps > 0 && !late); ++i) {
+        if (!late) {
+          meet();
+          if (i + 1 < steps) u.load_rows(args, rows.moved(forth * kRows, kRows), Unit::next_place(place));
+        }
+        Met met;
+        if (i < steps) {
+          met = make_scores(place);
+          if (threadIdx.x == kTurnThread) wait_for_turn(met, step);
+        }
+        rows = rows.moved(forth * kRows, kRows);
+        place = Unit::next_place(place);
+        if (late) {
+          meet();
+          before = met;
+        }
+        if (late || i > 0) {
+          add_sums(before, place_before, late ? step : step - forth, (late ? -kRows : -2 * kRows) * forth);
+          place_before = Unit::next_place(place_before);
+        }
+        before = met;
+        step += forth;
+      }
+    } else {
+      for (int32_t i = 0; i < steps; ++i) {
+        ptx::copy_wait<0>();
+        __syncthreads();
+        if (Shape::kStages > 1 && i + 1 < steps) {
+          u.load_rows(args, rows.moved(forth * kRows, kRows), Unit::next_place(place));
+        }
+        const Met met = make_scores(place);
+        if (threadIdx.x == kTurnThread) wait_for_turn(met, step);
+        __syncthreads();
+        add_sums(met, place, step, 0);
+        rows = rows.moved(forth * kRows, kRows);
+        place = Unit::next_place(place);
+        step += forth;
+        if constexpr (Shape::kStages == 1) {
+          __syncthreads();  // these rows have been read
+          if (i + 1 < steps) u.load_rows(args, rows, place);
+        }
       }
     }
-    if (steps == 0 && threadIdx.x == 0) claimed = atomicAdd(claim, 1);
+    // Not earlier: a unit that is claimed long before it starts would keep others of its document waiting.
+    int32_t claimed = 0;
+    if (threadIdx.x == 0) claimed = atomicAdd(claim, 1);
     ptx::copy_wait<0>();
     __syncthreads();  // every tile has been read, every sum stored
-    if (threadIdx.x == 0) {
-      const int32_t last_step = down ? first_step : end_step - 1;
-      if (finished > 0) ptx::store_release(counters + static_cast<int64_t>(last_step) * args.num_kv_heads, finished);
-      *next_unit = claimed;
+    if (threadIdx.x == kDoneThread && finished > 0) {
+      ptx::store_release(counter(down ? first_step : end_step - 1), finished);
     }
     u.store_keys(args, d, kv_head, first_key, end_key, key_block, part, dk, dv);
+    if (threadIdx.x == 0) *next_unit = claimed;
     __syncthreads();
   }
 }
 
-template <class T, int kDim, bool kTransform, bool kLean>
+template <class T, int kDim, bool kTransform, Room kRoom>
 void run_backward(const Args& args, cudaStream_t stream) {
-  using Shape = SeveralTilesShape<kDim, kLean>;
-  static PersistentKernel kernel{reinterpret_cast<const void*>(attention_backward_kernel<T, kDim, kTransform, kLean>),
+  using Shape = SeveralTilesShape<kDim, kRoom>;
+  static PersistentKernel kernel{reinterpret_cast<const void*>(attention_backward_kernel<T, kDim, kTransform, kRoom>),
                                  Shape::kThreads, Shape::kShared, "attention_backward_kernel"};
   launch_persistent(kernel, args, args.plan.backward_capacity() * args.num_kv_heads, stream);
 }

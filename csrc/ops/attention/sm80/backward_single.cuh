@@ -24,13 +24,13 @@ struct SingleScores {
   // p to where the others read it; dp stays here.
   template <int kCount>
   __device__ __forceinline__ void products(const float2* stats, const Args& args, const DocumentView& d,
-                                           const GroupRows& rows, int step, int first_row, int first_key) {
+                                           const GroupRows& rows, int i, int first_row, int first_key) {
     const int last_key = first_key + 16 * Shape::kScoreApart * (kCount - 1) + 15;
     const bool masked = !d.all_seen(rows.token, rows.last_token(), first_key, last_key);
-    u.template product<kCount>(p, u.tile_q(step), first_row, u.tile_k(), first_key);
+    u.template product<kCount>(p, u.tile_q(i), first_row, u.tile_k(), first_key);
     Unit::template weights<kCount>(p, t, stats, args, d, rows, first_row, first_key, masked);
-    Unit::template store<kCount>(u.tile_p(), p, first_row, first_key);
-    u.template product<kCount>(ds, u.tile_do(step), first_row, u.tile_v(), first_key);
+    Unit::template store<kCount>(u.tile_p(0), p, first_row, first_key);
+    u.template product<kCount>(ds, u.tile_do(i), first_row, u.tile_v(), first_key);
     Unit::for_each_row([&](int m, int half) {
       float sum = 0.f;
 #pragma unroll
@@ -47,23 +47,23 @@ struct SingleScores {
   __device__ __forceinline__ void gradients(const float2* stats, int first_row, int first_key) {
     Unit::template score_gradients<kCount>(
         ds, p, t, [&](int m, int half) { return sums[m][half] - stats[Unit::lane_row(first_row, m, half)].y; });
-    Unit::template store<kCount>(u.tile_ds(), ds, first_row, first_key);
+    Unit::template store<kCount>(u.tile_ds(0), ds, first_row, first_key);
   }
 };
 
-template <class T, int kDim, int kKeys, bool kTransform, bool kLean>
-__global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true, kLean>::kThreads,
-                                  !kLean && kKeys == backward_small_keys(kDim) ? 2 : 1)
+template <class T, int kDim, int kKeys, bool kTransform, Room kRoom>
+__global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true, kRoom>::kThreads,
+                                  kRoom == Room::kMedium && kKeys == backward_small_keys(kDim) ? 2 : 1)
     attention_backward_single_kernel(__grid_constant__ const Args args) {
-  using Shape = BackwardShape<kDim, kKeys, true, kLean>;
+  using Shape = BackwardShape<kDim, kKeys, true, kRoom>;
   using Unit = BackwardUnit<T, Shape, kTransform>;
   constexpr int kRows = Shape::kRows;
-  constexpr bool kSmall = !kLean && kKeys == backward_small_keys(kDim);
+  constexpr bool kSmall = kRoom == Room::kMedium && kKeys == backward_small_keys(kDim);
   constexpr int kList = kSmall ? PlanView::kSmall : PlanView::kSingle;
   extern __shared__ __align__(128) uint8_t shared[];
   const Unit u(ptx::shared_address(shared));
   // At p, which nobody needs between units.
-  auto* next_unit = reinterpret_cast<volatile int32_t*>(shared + (u.tile_p().base - u.base));
+  auto* next_unit = reinterpret_cast<volatile int32_t*>(shared + (u.tile_p(0).base - u.base));
   auto* row_sums = reinterpret_cast<float*>(shared + Shape::kTiles);  // [key warps, rows], unless kWholeRows
 
   const int warp = threadIdx.x / 32;
@@ -103,39 +103,38 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true, kLean>::kThre
 #pragma unroll
         for (int i = 0; i < 4; ++i) dk[c][n][i] = dv[c][n][i] = 0.f;
     int32_t claimed = 0;
+    int place = 0;
 
     for (int32_t i = 0; i < steps; ++i) {
       const Range keys = d.keys_seen(rows.token, rows.last_token());
-      const int seen_first = keys.first / 16;
-      const int seen_end = (keys.end + 15) / 16;
-      const int row_blocks = (rows.valid + 15) / 16;
-      const bool low = key_block >= seen_first && key_block < seen_end;
-      const bool high = key_block + Unit::kApart >= seen_first && key_block + Unit::kApart < seen_end;
-      const auto* stats = reinterpret_cast<const float2*>(shared + (u.stats(i) - u.base));
+      const Met met(rows.valid, keys.first / 16, (keys.end + 15) / 16, 0, true);
+      const bool low = met.sees(key_block);
+      const bool high = met.sees(key_block + Unit::kApart);
+      const auto* stats = reinterpret_cast<const float2*>(shared + (u.stats(place) - u.base));
 
       ptx::copy_wait<0>();
       __syncthreads();
       if (i + 1 < steps) {
-        if constexpr (Shape::kStages > 1) u.load_rows(args, rows.next(kRows, false), i + 1);
+        if constexpr (Shape::kStages > 1) u.load_rows(args, rows.moved(kRows, kRows), Unit::next_place(place));
       } else if (threadIdx.x == 0) {
         claimed = atomicAdd(claim, 1);
       }
       SingleScores<T, Shape, kTransform> scores{u};
       if constexpr (Shape::kWholeRows) {
-        if (first_row < rows.valid && seen_end <= Shape::kScoreBlocks / 2) {
-          scores.template products<Shape::kScoreBlocks / 2>(stats, args, d, rows, i, first_row, 0);
+        if (first_row < rows.valid && met.end_block() <= Shape::kScoreBlocks / 2) {
+          scores.template products<Shape::kScoreBlocks / 2>(stats, args, d, rows, place, first_row, 0);
           scores.template gradients<Shape::kScoreBlocks / 2>(stats, first_row, 0);
         } else if (first_row < rows.valid) {
-          scores.template products<Shape::kScoreBlocks>(stats, args, d, rows, i, first_row, 0);
+          scores.template products<Shape::kScoreBlocks>(stats, args, d, rows, place, first_row, 0);
           scores.template gradients<Shape::kScoreBlocks>(stats, first_row, 0);
         }
       } else {
         const bool any = first_row < rows.valid && (low || high);
         const int tile_key = 16 * (low ? key_block : key_block + Unit::kApart);
         if (any && low && high) {
-          scores.template products<2>(stats, args, d, rows, i, first_row, tile_key);
+          scores.template products<2>(stats, args, d, rows, place, first_row, tile_key);
         } else if (any) {
-          scores.template products<1>(stats, args, d, rows, i, first_row, tile_key);
+          scores.template products<1>(stats, args, d, rows, place, first_row, tile_key);
         }
         Unit::for_each_row([&](int m, int half) {
           if ((threadIdx.x & 3) == 0) {
@@ -156,21 +155,17 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true, kLean>::kThre
         }
       }
       __syncthreads();
-      const int first_column = part * Shape::kColumns;
-      if (low && high && row_blocks == kRows / 16) {
-        u.template accumulate_both<0, 2, true>(dk, dv, i, key_block, first_column, row_blocks);
-      } else if (low && high) {
-        u.template accumulate_both<0, 2, false>(dk, dv, i, key_block, first_column, row_blocks);
-      } else if (low) {
-        u.template accumulate_both<0, 1, false>(dk, dv, i, key_block, first_column, row_blocks);
-      } else if (high) {
-        u.template accumulate_both<1, 1, false>(dk, dv, i, key_block, first_column, row_blocks);
+      u.add_keys(dk, dv, met, place, key_block, part);
+      if (Unit::query_row() < rows.valid) {
+        typename Unit::Queries dq;
+        u.queries(dq, met, place);
+        Unit::store_queries(args, rows, dq);
       }
-      u.add_queries(args, rows, Turn{nullptr, 0, 0}, nullptr, seen_first, seen_end);
-      rows = rows.next(kRows, false);
+      rows = rows.moved(kRows, kRows);
+      place = Unit::next_place(place);
       if constexpr (Shape::kStages == 1) {
         __syncthreads();  // these rows have been read
-        if (i + 1 < steps) u.load_rows(args, rows, i + 1);
+        if (i + 1 < steps) u.load_rows(args, rows, place);
       }
     }
     if (steps == 0 && threadIdx.x == 0) claimed = atomicAdd(claim, 1);
@@ -183,11 +178,11 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true, kLean>::kThre
   ptx::wait_for_kernel_before();  // so that what comes after the last of these kernels comes after all of them
 }
 
-template <class T, int kDim, int kKeys, bool kTransform, bool kLean>
+template <class T, int kDim, int kKeys, bool kTransform, Room kRoom>
 void run_backward_single(const Args& args, cudaStream_t stream) {
-  using Shape = BackwardShape<kDim, kKeys, true, kLean>;
+  using Shape = BackwardShape<kDim, kKeys, true, kRoom>;
   static PersistentKernel kernel{
-      reinterpret_cast<const void*>(attention_backward_single_kernel<T, kDim, kKeys, kTransform, kLean>),
+      reinterpret_cast<const void*>(attention_backward_single_kernel<T, kDim, kKeys, kTransform, kRoom>),
       Shape::kThreads, Shape::kShared, "attention_backward_single_kernel", true};
   launch_persistent(kernel, args, args.plan.num_documents * args.num_kv_heads, stream);
 }

@@ -1,51 +1,10 @@
-// The backward's shapes and the parts of one step: scores, weights, sums of dk and dv, sums of dq.
+// The parts of one step of the backward: scores, weights, sums of dk and dv, sums of dq.
 #pragma once
 
-#include "ops/attention/sm80/backward.h"
+#include "ops/attention/sm80/backward_shape.cuh"
 #include "ops/attention/sm80/tile.cuh"
 
 namespace packing_ops::sm80 {
-
-// Rows are a unit's packed rows, 64 at a time. Of s [rows, keys] a warp takes kScoreRows rows and two blocks of 16 keys
-// that lie half the tile apart, so that a short document's blocks spread over the warps; of dk and dv the same two
-// blocks and kColumns columns; of dq kQueryRows rows and kQueryColumns columns. kSingle: the tile holds all keys of its
-// document, so that rowsum(dout * out) = rowsum(p * dp) needs no pass over out; where 16 rows a warp make the step
-// (kWholeRows) a warp has all keys of its rows and the sum needs nobody else.
-template <int kDim_, int kKeys_, bool kSingle_, bool kLean>
-struct BackwardShape {
-  static constexpr int kDim = kDim_;
-  static constexpr int kKeys = kKeys_;
-  static constexpr int kRows = kBackwardRows;
-  static constexpr int kWarps = kLean ? 4 : kDim <= 128 ? kKeys / 16 : 8;
-  static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kStages = kLean ? 1 : 2;
-  static constexpr bool kSingle = kSingle_;
-  static constexpr int kKeyWarps = kKeys / 32;
-  static constexpr int kParts = kWarps / kKeyWarps;  // warps that share two blocks of keys
-  static constexpr bool kWholeRows = kSingle && 16 * kWarps == kRows;
-  static constexpr int kScoreRows = kWholeRows ? 16 : kRows / kParts;
-  static constexpr int kScoreBlocks = kWholeRows ? kKeys / 16 : 2;
-  static constexpr int kScoreApart = kWholeRows ? 1 : kKeyWarps;  // blocks between two of a warp's
-  static constexpr int kColumns = kDim / kParts;
-  static constexpr int kQueryRows = kDim / (kWarps / 2) % 16 == 0 ? 32 : 16;
-  static constexpr int kQueryColumns = kDim / (kWarps / (kRows / kQueryRows));
-  using TileK = Tile<kKeys, kDim>;
-  using TileQ = Tile<kRows, kDim>;
-  static constexpr int kScoreColumns = kKeys < 64 ? 64 : kKeys;  // whole panels, as store expects
-  using TileS = Tile<kRows, kScoreColumns>;
-  static constexpr int kStageBytes = 2 * TileQ::kBytes + kRows * 8;
-  static constexpr int kTiles = backward_shared(kDim, kKeys, kStages);
-  static_assert(kTiles == 2 * TileK::kBytes + kStages * kStageBytes + 2 * TileS::kBytes);
-  static constexpr int kRowSums = kSingle && !kWholeRows ? kKeyWarps * kRows * 4 : 0;  // [key warps, rows] floats
-  static constexpr int kShared = kTiles + kRowSums;
-};
-
-// The turn of a key tile at a row tile.
-struct Turn {
-  int32_t* counter;
-  int32_t mine;
-  int32_t last;
-};
 
 template <class T, class Shape, bool kTransform>
 struct BackwardUnit {
@@ -73,26 +32,38 @@ struct BackwardUnit {
 
   __device__ TileK tile_k() const { return {ptx::opaque(base)}; }
   __device__ TileK tile_v() const { return {ptx::opaque(base) + TileK::kBytes}; }
-  __device__ TileS tile_p() const { return {ptx::opaque(base) + 2 * TileK::kBytes}; }
-  __device__ TileS tile_ds() const { return {ptx::opaque(base) + 2 * TileK::kBytes + TileS::kBytes}; }
+  // i: a number of kPlaces, which go around.
+  static constexpr int kPlaces = Shape::kStages * Shape::kScoreTiles;
+  static __device__ int next_place(int i) { return i + 1 == kPlaces ? 0 : i + 1; }
+  __device__ TileS tile_p(int i) const {
+    return {ptx::opaque(base) + 2 * TileK::kBytes + i % Shape::kScoreTiles * 2 * TileS::kBytes};
+  }
+  __device__ TileS tile_ds(int i) const { return {tile_p(i).base + TileS::kBytes}; }
   __device__ uint32_t stage(int i) const {
-    return ptx::opaque(base) + 2 * TileK::kBytes + 2 * TileS::kBytes + (i & (Shape::kStages - 1)) * Shape::kStageBytes;
+    const int lap = i < Shape::kStages ? i : i - Shape::kStages;
+    return ptx::opaque(base) + 2 * TileK::kBytes + 2 * Shape::kScoreTiles * TileS::kBytes + lap * Shape::kStageBytes;
   }
   __device__ TileQ tile_q(int i) const { return {stage(i)}; }
   __device__ TileQ tile_do(int i) const { return {stage(i) + TileQ::kBytes}; }
   __device__ uint32_t stats(int i) const { return stage(i) + 2 * TileQ::kBytes; }
 
-  // By the last four warps: the first two have fences to pass, which would wait for these copies.
-  __device__ __forceinline__ void load_rows(const Args& args, const GroupRows& rows, int i) const {
-    const int thread = static_cast<int>(threadIdx.x) - (Shape::kThreads - 128);
-    if (thread < 0) return;
+  // By 128 threads, of which this is number `thread`.
+  __device__ __forceinline__ void load_tile(const Args& args, const GroupRows& rows, const AttentionTensor& from,
+                                            TileQ to, int thread) const {
     if (rows.valid == Shape::kRows && args.whole_group > 0) {
-      load_whole_group_rows<128>(tile_q(i), thread, args.q, rows);
-      load_whole_group_rows<128>(tile_do(i), thread, args.dout, rows);
+      load_whole_group_rows<128>(to, thread, from, rows);
     } else {
-      load_group_rows<128>(tile_q(i), thread, args.q, rows, args.head_dim);
-      load_group_rows<128>(tile_do(i), thread, args.dout, rows, args.head_dim);
+      load_group_rows<128>(to, thread, from, rows, args.head_dim);
     }
+  }
+
+  // By four warps without fences to pass, which would wait for these copies.
+  static constexpr int kFirstLoader = Shape::kAhead ? 0 : Shape::kThreads - 128;
+  __device__ __forceinline__ void load_rows(const Args& args, const GroupRows& rows, int i) const {
+    const int thread = static_cast<int>(threadIdx.x) - kFirstLoader;
+    if (thread < 0 || thread >= 128) return;
+    load_tile(args, rows, args.q, tile_q(i), thread);
+    load_tile(args, rows, args.dout, tile_do(i), thread);
     if (thread < Shape::kRows) load_row_stats(args, rows, i, thread);
     ptx::copy_commit();
   }
@@ -122,20 +93,25 @@ struct BackwardUnit {
       for (int n = 0; n < 2 * kCount; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) out[m][n][i] = 0.f;
+    // What the next 16 columns need is on its way while these multiply.
+    uint32_t a[2][kRowTiles][4];
+    uint32_t b[2][kCount][4];
+    const auto load = [&](int j) {
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) ptx::ldmatrix(a[j & 1][m], a_view.at(16 * m, j));
+#pragma unroll
+      for (int c = 0; c < kCount; ++c) ptx::ldmatrix(b[j & 1][c], b_view.at(16 * kScoreApart * c, j));
+    };
+    load(0);
 #pragma unroll
     for (int j = 0; j < kDim / 16; ++j) {
-      uint32_t a[kRowTiles][4];
-      uint32_t b[kCount][4];
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) ptx::ldmatrix(a[m], a_view.at(16 * m, j));
-#pragma unroll
-      for (int c = 0; c < kCount; ++c) ptx::ldmatrix(b[c], b_view.at(16 * kScoreApart * c, j));
+      if (j + 1 < kDim / 16) load(j + 1);
 #pragma unroll
       for (int c = 0; c < kCount; ++c) {
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
-          ptx::mma<T>(out[m][2 * c], a[m], b[c][0], b[c][1]);
-          ptx::mma<T>(out[m][2 * c + 1], a[m], b[c][2], b[c][3]);
+          ptx::mma<T>(out[m][2 * c], a[j & 1][m], b[j & 1][c][0], b[j & 1][c][1]);
+          ptx::mma<T>(out[m][2 * c + 1], a[j & 1][m], b[j & 1][c][2], b[j & 1][c][3]);
         }
       }
     }
@@ -231,18 +207,18 @@ struct BackwardUnit {
   // p and ds of this warp's rows and of kCount blocks of keys from tile_key on, to where the others read them.
   template <int kCount>
   __device__ __forceinline__ void scores(const uint8_t* generic, const Args& args, const DocumentView& d,
-                                         const GroupRows& rows, int step, int first_row, int32_t first_key,
-                                         int tile_key, bool masked) const {
-    const auto* row_stats = reinterpret_cast<const float2*>(generic + (stats(step) - base));
+                                         const GroupRows& rows, int i, int first_row, int32_t first_key, int tile_key,
+                                         bool masked) const {
+    const auto* row_stats = reinterpret_cast<const float2*>(generic + (stats(i) - base));
     Scores p;
     Scores t;
     Scores ds;
-    product<kCount>(p, tile_q(step), first_row, tile_k(), tile_key);
+    product<kCount>(p, tile_q(i), first_row, tile_k(), tile_key);
     weights<kCount>(p, t, row_stats, args, d, rows, first_row, first_key + tile_key, masked);
-    store<kCount>(tile_p(), p, first_row, tile_key);
-    product<kCount>(ds, tile_do(step), first_row, tile_v(), tile_key);
+    store<kCount>(tile_p(i), p, first_row, tile_key);
+    product<kCount>(ds, tile_do(i), first_row, tile_v(), tile_key);
     score_gradients<kCount>(ds, p, t, [&](int m, int half) { return row_stats[lane_row(first_row, m, half)].y; });
-    store<kCount>(tile_ds(), ds, first_row, tile_key);
+    store<kCount>(tile_ds(i), ds, first_row, tile_key);
   }
 
   // sums += weights^T rows for this warp's blocks of keys kFirst .. kFirst + kCount - 1.
@@ -272,10 +248,27 @@ struct BackwardUnit {
   }
 
   template <int kFirst, int kCount, bool kAllRows>
-  __device__ __forceinline__ void accumulate_both(Sums& dk, Sums& dv, int step, int key_block, int first_column,
+  __device__ __forceinline__ void accumulate_both(Sums& dk, Sums& dv, int i, int key_block, int first_column,
                                                   int row_blocks) const {
-    accumulate<kFirst, kCount, kAllRows>(dv, tile_p(), tile_do(step), key_block, first_column, row_blocks);
-    accumulate<kFirst, kCount, kAllRows>(dk, tile_ds(), tile_q(step), key_block, first_column, row_blocks);
+    accumulate<kFirst, kCount, kAllRows>(dv, tile_p(i), tile_do(i), key_block, first_column, row_blocks);
+    accumulate<kFirst, kCount, kAllRows>(dk, tile_ds(i), tile_q(i), key_block, first_column, row_blocks);
+  }
+
+  // A step's share of dk and dv.
+  __device__ __forceinline__ void add_keys(Sums& dk, Sums& dv, const Met& met, int i, int key_block, int part) const {
+    const int first_column = part * Shape::kColumns;
+    const int row_blocks = (met.rows() + 15) / 16;
+    const bool low = met.sees(key_block);
+    const bool high = met.sees(key_block + kApart);
+    if (low && high && row_blocks == Shape::kRows / 16) {
+      accumulate_both<0, 2, true>(dk, dv, i, key_block, first_column, row_blocks);
+    } else if (low && high) {
+      accumulate_both<0, 2, false>(dk, dv, i, key_block, first_column, row_blocks);
+    } else if (low) {
+      accumulate_both<0, 1, false>(dk, dv, i, key_block, first_column, row_blocks);
+    } else if (high) {
+      accumulate_both<1, 1, false>(dk, dv, i, key_block, first_column, row_blocks);
+    }
   }
 
   // dk and dv of this warp's blocks of keys and columns.
@@ -298,83 +291,93 @@ struct BackwardUnit {
     }
   }
 
-  static constexpr int kSumsInTile = Shape::kRows * kDim;
+  // dq of this warp's rows and columns from the ds of a step.
+  static constexpr int kQueryTiles = Shape::kQueryRows / 16;
+  static constexpr int kQueryBlocks = Shape::kQueryColumns / 8;
+  using Queries = float[kQueryTiles][kQueryBlocks][4];
+  static __device__ int query_row() {
+    return static_cast<int>(threadIdx.x) / 32 % (Shape::kRows / Shape::kQueryRows) * Shape::kQueryRows;
+  }
+  static __device__ int query_column() {
+    return static_cast<int>(threadIdx.x) / 32 / (Shape::kRows / Shape::kQueryRows) * Shape::kQueryColumns;
+  }
 
-  // dq of one row tile from the ds of this key tile. sums: what the key tiles before have added up, in the order in
-  // which lanes hold it, so that a warp's access is one block of memory.
-  __device__ __forceinline__ void add_queries(const Args& args, const GroupRows& rows, const Turn& turn, float* sums,
-                                              int first_block, int end_block) const {
-    constexpr int kTiles = Shape::kQueryRows / 16;
-    constexpr int kBlocks = Shape::kQueryColumns / 8;
-    const int warp = threadIdx.x / 32;
-    const int first_row = warp % (Shape::kRows / Shape::kQueryRows) * Shape::kQueryRows;
-    const int column = warp / (Shape::kRows / Shape::kQueryRows) * Shape::kQueryColumns;
-    if (first_row >= rows.valid) return;
-    const LaneView<Shape::kRows, Shape::kScoreColumns> a_view(tile_ds(), rows_first, first_row);
+  __device__ __forceinline__ void queries(Queries& dq, const Met& met, int i) const {
+    const LaneView<Shape::kRows, Shape::kScoreColumns> a_view(tile_ds(i), rows_first, query_row());
     const LaneView<kKeys, kDim> b_view(tile_k(), rows_first, 0);
-    float acc[kTiles][kBlocks][4];
 #pragma unroll
-    for (int m = 0; m < kTiles; ++m)
+    for (int m = 0; m < kQueryTiles; ++m)
 #pragma unroll
-      for (int n = 0; n < kBlocks; ++n)
+      for (int n = 0; n < kQueryBlocks; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) acc[m][n][i] = 0.f;
+        for (int x = 0; x < 4; ++x) dq[m][n][x] = 0.f;
     const auto add_block = [&](int j) {
-      uint32_t a[kTiles][4];
+      uint32_t a[kQueryTiles][4];
 #pragma unroll
-      for (int m = 0; m < kTiles; ++m) ptx::ldmatrix(a[m], a_view.at(16 * m, j));
+      for (int m = 0; m < kQueryTiles; ++m) ptx::ldmatrix(a[m], a_view.at(16 * m, j));
 #pragma unroll
-      for (int n = 0; n < kBlocks; n += 2) {
+      for (int n = 0; n < kQueryBlocks; n += 2) {
         uint32_t b[4];
-        ptx::ldmatrix_trans(b, b_view.at(16 * j, column / 16 + n / 2));
+        ptx::ldmatrix_trans(b, b_view.at(16 * j, query_column() / 16 + n / 2));
 #pragma unroll
-        for (int m = 0; m < kTiles; ++m) {
-          ptx::mma<T>(acc[m][n], a[m], b[0], b[1]);
-          ptx::mma<T>(acc[m][n + 1], a[m], b[2], b[3]);
+        for (int m = 0; m < kQueryTiles; ++m) {
+          ptx::mma<T>(dq[m][n], a[m], b[0], b[1]);
+          ptx::mma<T>(dq[m][n + 1], a[m], b[2], b[3]);
         }
       }
     };
-    if (first_block == 0 && end_block == kKeys / 16) {
+    if (met.first_block() == 0 && met.end_block() == kKeys / 16) {
 #pragma unroll
       for (int j = 0; j < kKeys / 16; ++j) add_block(j);
     } else {
 #pragma unroll 1
-      for (int j = first_block; j < end_block; ++j) add_block(j);
+      for (int j = met.first_block(); j < met.end_block(); ++j) add_block(j);
     }
-    float4* at = reinterpret_cast<float4*>(sums) + warp * (kTiles * kBlocks * 32) + (threadIdx.x & 31);
-    const auto for_each_sum = [&](const auto& f) {
+  }
+
+  // Sums of a row tile's dq in memory, in the order in which lanes hold them, so that a warp's access is one block.
+  static constexpr int kSumsInTile = Shape::kRows * kDim;
+
+  template <class F>
+  static __device__ __forceinline__ void for_each_sum(float* sums, Queries& dq, const F& f) {
+    float4* at =
+        reinterpret_cast<float4*>(sums) + threadIdx.x / 32 * (kQueryTiles * kQueryBlocks * 32) + (threadIdx.x & 31);
 #pragma unroll
-      for (int m = 0; m < kTiles; ++m)
+    for (int m = 0; m < kQueryTiles; ++m)
 #pragma unroll
-        for (int n = 0; n < kBlocks; ++n) f(at + (m * kBlocks + n) * 32, acc[m][n]);
-    };
+      for (int n = 0; n < kQueryBlocks; ++n) f(at + (m * kQueryBlocks + n) * 32, dq[m][n]);
+  }
+
+  // To the sums of the key tiles before, if there are any.
+  static __device__ __forceinline__ void leave_sums(float* sums, Queries& dq, bool first) {
     const auto vector = [](const float (&x)[4]) { return make_float4(x[0], x[1], x[2], x[3]); };
-    if (turn.mine < turn.last) {
-      if (turn.mine > 0) {
-        for_each_sum([&](float4* to, float (&x)[4]) { ptx::add_4(to, vector(x)); });
-      } else {
-        for_each_sum([&](float4* to, float (&x)[4]) { *to = vector(x); });
-      }
-      return;
+    if (first) {
+      for_each_sum(sums, dq, [&](float4* to, float (&x)[4]) { *to = vector(x); });
+    } else {
+      for_each_sum(sums, dq, [&](float4* to, float (&x)[4]) { ptx::add_4(to, vector(x)); });
     }
-    if (turn.last > 0) {
-      for_each_sum([&](const float4* from, float (&x)[4]) {
-        const float4 sum = __ldcg(from);
-        x[0] += sum.x;
-        x[1] += sum.y;
-        x[2] += sum.z;
-        x[3] += sum.w;
-      });
-    }
+  }
+
+  static __device__ __forceinline__ void take_sums(float* sums, Queries& dq) {
+    for_each_sum(sums, dq, [&](const float4* from, float (&x)[4]) {
+      const float4 sum = __ldcg(from);
+      x[0] += sum.x;
+      x[1] += sum.y;
+      x[2] += sum.z;
+      x[3] += sum.w;
+    });
+  }
+
+  static __device__ __forceinline__ void store_queries(const Args& args, const GroupRows& rows, const Queries& dq) {
 #pragma unroll
-    for (int m = 0; m < kTiles; ++m) {
+    for (int m = 0; m < kQueryTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = lane_row(first_row, m, half);
-        uint16_t* dq = row < rows.valid ? static_cast<uint16_t*>(args.dq.data) +
+        const int row = lane_row(query_row(), m, half);
+        uint16_t* to = row < rows.valid ? static_cast<uint16_t*>(args.dq.data) +
                                               rows.offset(row, args.dq.token_stride, args.dq.head_stride)
                                         : nullptr;
-        store_row<T>(dq, column, args.head_dim, acc[m], half, args.softmax_scale);
+        store_row<T>(to, query_column(), args.head_dim, dq[m], half, args.softmax_scale);
       }
     }
   }

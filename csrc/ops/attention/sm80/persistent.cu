@@ -47,10 +47,13 @@ int64_t shared_memory_of_block(int device) {
   return bytes.load(std::memory_order_relaxed);
 }
 
-bool needs_lean_backward(int padded, int device) {
+Room backward_room(int padded, int device) {
   constexpr int kRowSums = 1024;  // BackwardShape::kRowSums, at most
-  return has_lean_backward(padded) &&
-         backward_shared(padded, backward_keys(padded), 2) + kRowSums > shared_memory_of_block(device);
+  const int keys = backward_keys(padded);
+  const int64_t bytes = shared_memory_of_block(device);
+  if (!has_rooms(padded)) return Room::kMedium;
+  if (backward_shared(padded, keys, Room::kLarge) <= bytes) return Room::kLarge;
+  return backward_shared(padded, keys, Room::kMedium) + kRowSums <= bytes ? Room::kMedium : Room::kSmall;
 }
 
 void launch_persistent(PersistentKernel& kernel, const Args& args, int64_t units, cudaStream_t stream) {

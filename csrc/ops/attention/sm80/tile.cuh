@@ -215,17 +215,16 @@ struct GroupRows {
   __device__ GroupRows(const Args& args, const DocumentView& d, int32_t kv_head, int64_t first, int rows)
       : GroupRows(args, d, kv_head, static_cast<int32_t>(first / args.group), static_cast<int32_t>(first % args.group),
                   first, rows) {}
-  // The `rows` rows after these, or before them.
-  __device__ GroupRows next(int rows, bool down) const {
-    const int32_t step = down ? -quotient(rows - skipped + group - 1) : token_step(rows);
-    const int32_t further = down ? -rows : rows;
-    GroupRows next = *this;
-    next.first_token += step;
-    next.token += step;
-    next.skipped += further - step * group;
-    next.left -= further;
-    next.valid = static_cast<int32_t>(next.left < rows ? next.left : rows);
-    return next;
+  // The `rows` rows that start `by` rows further, or before.
+  __device__ GroupRows moved(int by, int rows) const {
+    const int32_t step = by < 0 ? -quotient(group - 1 - skipped - by) : token_step(by);
+    GroupRows there = *this;
+    there.first_token += step;
+    there.token += step;
+    there.skipped += by - step * group;
+    there.left -= by;
+    there.valid = static_cast<int32_t>(there.left < rows ? there.left : rows);
+    return there;
   }
   __device__ int32_t quotient(int x) const { return static_cast<int32_t>((static_cast<uint32_t>(x) * inverse) >> 22); }
   __device__ int32_t token_step(int row) const { return quotient(row + skipped); }
