@@ -159,13 +159,15 @@ void launch_varlen_attention_backward_cuda(const VarlenAttentionBackwardParams& 
       constexpr int kSmall = sm80::backward_small_keys(kDim);
       sm80::run_row_stats<T>(args, stream);
       const Room room = sm80::backward_room(kDim, static_cast<int>(p.device));
-      if constexpr (sm80::has_rooms(kDim)) {
+      if constexpr (sm80::has_small_room(kDim)) {
         if (room == Room::kSmall) {
           constexpr int kNarrow = sm80::backward_keys(kDim, Room::kSmall);
           sm80::run_backward<T, kDim, kTransform, Room::kSmall>(args, stream);
           sm80::run_backward_single<T, kDim, kNarrow, kTransform, Room::kSmall>(args, stream);
           return;
         }
+      }
+      if constexpr (sm80::has_large_room(kDim)) {
         if (room == Room::kLarge) sm80::run_backward<T, kDim, kTransform, Room::kLarge>(args, stream);
       }
       if (room == Room::kMedium) sm80::run_backward<T, kDim, kTransform>(args, stream);

@@ -9,12 +9,15 @@ namespace packing_ops::sm80 {
 
 constexpr int kBackwardRows = 64;
 
-// What the shared memory of a block has room for. kSmall (99 KiB: sm_86, sm_89, sm_120): narrower tiles of keys, one
-// row tile at a time. kMedium (163 KiB: sm_80): the next row tile on its way. kLarge (227 KiB: sm_90, sm_100): for
+// What the shared memory of a block has room for, mostly: kSmall (99 KiB: sm_86, sm_89, sm_120) narrower tiles of keys,
+// one row tile at a time; kMedium (163 KiB: sm_80) the next row tile on its way; kLarge (227 KiB: sm_90, sm_100) for
 // documents of several key tiles the scores of the next row tile too, beside the sums of this one.
 enum class Room { kSmall, kMedium, kLarge };
-constexpr bool has_rooms(int padded) {  // the others do with kMedium everywhere
+constexpr bool has_small_room(int padded) {  // 64 does with kMedium everywhere, 256 is not built for less
   return padded == 96 || padded == 128 || padded == 192;
+}
+constexpr bool has_large_room(int padded) {
+  return padded < 256;
 }
 Room backward_room(int padded, int device);
 

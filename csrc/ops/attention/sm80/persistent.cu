@@ -51,9 +51,9 @@ Room backward_room(int padded, int device) {
   constexpr int kRowSums = 1024;  // BackwardShape::kRowSums, at most
   const int keys = backward_keys(padded);
   const int64_t bytes = shared_memory_of_block(device);
-  if (!has_rooms(padded)) return Room::kMedium;
-  if (backward_shared(padded, keys, Room::kLarge) <= bytes) return Room::kLarge;
-  return backward_shared(padded, keys, Room::kMedium) + kRowSums <= bytes ? Room::kMedium : Room::kSmall;
+  if (has_large_room(padded) && backward_shared(padded, keys, Room::kLarge) <= bytes) return Room::kLarge;
+  const bool narrow = has_small_room(padded) && backward_shared(padded, keys, Room::kMedium) + kRowSums > bytes;
+  return narrow ? Room::kSmall : Room::kMedium;
 }
 
 void launch_persistent(PersistentKernel& kernel, const Args& args, int64_t units, cudaStream_t stream) {
