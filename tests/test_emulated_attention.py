@@ -33,7 +33,7 @@ CASES = {
     "96, from the last row": ([260], None, {"heads": (8, 1), "dim": 96, "dtype": BF16}),  # start_at_last_row
 }  # fmt: skip
 # Those where less shared memory takes other kernels.
-ROOMS = ["96, from the last row", "128", "128 full, keys of their own", "128 window, softcap, sinks", "192"]
+ROOMS = ["96, from the last row", "128", "128 full, keys of their own", "128 window, softcap, sinks", "192", "256"]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,13 @@ def test_documents_keep_their_bits(gpu):
 
 @pytest.mark.parametrize(
     ("name", "gpu"),
-    [("64", "sm_89"), ("96, from the last row", "sm_80"), ("128 full, keys of their own", "sm_80"), ("192", "sm_80")],
+    [
+        ("64", "sm_89"),
+        ("96, from the last row", "sm_80"),
+        ("128 full, keys of their own", "sm_80"),
+        ("192", "sm_80"),
+        ("256", "sm_80"),
+    ],
 )
 def test_scores_ahead_keep_the_bits(name, gpu):
     """sm_90's order of work within a block gives the sums of GPUs with less shared memory and the same tiles."""

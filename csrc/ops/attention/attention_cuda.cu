@@ -58,11 +58,12 @@ struct Scratch {
     const int64_t rows = a.documents_q.total * a.num_heads;
     const int64_t documents = a.documents_q.num_documents;
     row_stats = (rows * static_cast<int64_t>(sizeof(float2)) + 15) / 16 * 16;
-    const int64_t tiles = a.documents_q.total * a.group / sm80::kBackwardRows + 1;
+    const int64_t tiles = a.documents_q.total * a.group / a.plan.tiles.backward_rows + 1;
     order = fp32 ? 0 : (4 * (Args::kClaims + (tiles + documents) * a.num_kv_heads) + 15) / 16 * 16;
     const int64_t key_tiles = a.documents_k.total / a.plan.tiles.backward_keys;
     sums_by_key = key_tiles < documents;
-    const int64_t tile_bytes = sm80::kBackwardRows * sm80::padded_dim(a.head_dim) * static_cast<int64_t>(sizeof(float));
+    const int64_t tile_bytes =
+        a.plan.tiles.backward_rows * sm80::padded_dim(a.head_dim) * static_cast<int64_t>(sizeof(float));
     const int64_t sum_tiles = tiles + (sums_by_key ? key_tiles : documents);
     // Keys that fit one tile leave no partial sums.
     dq_sum = fp32 || key_tiles == 0 ? 0 : sum_tiles * a.num_kv_heads * tile_bytes;
@@ -97,6 +98,16 @@ struct PaddedDim {
 // Scores that are not softmax_scale * dot with a positive scale.
 bool transforms(const VarlenAttentionParams& p) {
   return p.softcap > 0 || !(p.softmax_scale > 0);
+}
+
+// f(room), as a constant.
+template <int kDim, class F>
+void with_room(Room room, F&& f) {
+  if (room == Room::kLarge) return f(std::integral_constant<Room, Room::kLarge>{});
+  if constexpr (sm80::has_small_room(kDim)) {
+    if (room == Room::kSmall) return f(std::integral_constant<Room, Room::kSmall>{});
+  }
+  return f(std::integral_constant<Room, Room::kMedium>{});
 }
 
 // f(element type, padded head_dim, whether scores are transformed), each as a constant.
@@ -155,24 +166,16 @@ void launch_varlen_attention_backward_cuda(const VarlenAttentionBackwardParams& 
       using T = decltype(element);
       constexpr int kDim = decltype(dim)::value;
       constexpr bool kTransform = decltype(transform)::value;
-      constexpr int kKeys = sm80::backward_keys(kDim);
-      constexpr int kSmall = sm80::backward_small_keys(kDim);
       sm80::run_row_stats<T>(args, stream);
-      const Room room = sm80::backward_room(kDim, static_cast<int>(p.device));
-      if constexpr (sm80::has_small_room(kDim)) {
-        if (room == Room::kSmall) {
-          constexpr int kNarrow = sm80::backward_keys(kDim, Room::kSmall);
-          sm80::run_backward<T, kDim, kTransform, Room::kSmall>(args, stream);
-          sm80::run_backward_single<T, kDim, kNarrow, kTransform, Room::kSmall>(args, stream);
-          return;
-        }
-      }
-      if constexpr (sm80::has_large_room(kDim)) {
-        if (room == Room::kLarge) sm80::run_backward<T, kDim, kTransform, Room::kLarge>(args, stream);
-      }
-      if (room == Room::kMedium) sm80::run_backward<T, kDim, kTransform>(args, stream);
-      sm80::run_backward_single<T, kDim, kKeys, kTransform>(args, stream);
-      if constexpr (kSmall > 0) sm80::run_backward_single<T, kDim, kSmall, kTransform>(args, stream);
+      with_room<kDim>(sm80::backward_room(kDim, static_cast<int>(p.device)), [&](auto constant) {
+        constexpr Room kRoom = decltype(constant)::value;
+        constexpr Room kSingleRoom = sm80::backward_single_room(kDim, kRoom);
+        constexpr int kSmallKeys = sm80::backward_small_keys(kDim, kRoom);
+        sm80::run_backward<T, kDim, kTransform, kRoom>(args, stream);
+        sm80::run_backward_single<T, kDim, sm80::backward_keys(kDim, kRoom), kTransform, kSingleRoom>(args, stream);
+        if constexpr (kSmallKeys > 0)
+          sm80::run_backward_single<T, kDim, kSmallKeys, kTransform, kSingleRoom>(args, stream);
+      });
     });
   }
   if (args.dsinks != nullptr) sm80::run_sinks_backward(args, stream);

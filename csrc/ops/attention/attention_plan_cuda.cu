@@ -193,10 +193,10 @@ PlanView plan_view(const AttentionPlanParams& p) {
   plan.tiles.short_rows = sm80::kShortRows;
   plan.tiles.short_keys = sm80::kShortKeys;
   plan.tiles.short_most = sm80::has_short_forward(padded) ? sm80::kShortMost / plan.tiles.group : -1;
-  plan.tiles.backward_rows = sm80::kBackwardRows;
   const sm80::Room room = sm80::backward_room(padded, p.device);
+  plan.tiles.backward_rows = sm80::backward_rows(padded, room);
   plan.tiles.backward_keys = sm80::backward_keys(padded, room);
-  plan.tiles.small_keys = room == sm80::Room::kSmall ? 0 : sm80::backward_small_keys(padded);
+  plan.tiles.small_keys = sm80::backward_small_keys(padded, room);
   const auto side = [](int64_t window) {
     return window < 0 || window > kOpenWindow ? kOpenWindow : static_cast<int32_t>(window);
   };

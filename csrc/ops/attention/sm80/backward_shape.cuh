@@ -15,17 +15,18 @@ template <int kDim_, int kKeys_, bool kSingle_, Room kRoom>
 struct BackwardShape {
   static constexpr int kDim = kDim_;
   static constexpr int kKeys = kKeys_;
-  static constexpr int kRows = kBackwardRows;
+  static constexpr int kRows = backward_rows(kDim_, kRoom);
   static constexpr int kWarps = kRoom == Room::kSmall ? 4 : kDim <= 128 ? kKeys / 16 : 8;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kStages = backward_stages(kRoom);
-  static constexpr int kScoreTiles = backward_score_tiles(kRoom);
+  static constexpr int kStages = backward_stages(kDim, kRoom);
+  static constexpr int kScoreTiles = backward_score_tiles(kDim, kRoom);
   static constexpr bool kAhead = kScoreTiles > 1;  // scores are a step ahead of the sums
   static constexpr bool kSingle = kSingle_;
   static constexpr int kKeyWarps = kKeys / 32;
   static constexpr int kParts = kWarps / kKeyWarps;  // warps that share two blocks of keys
   static constexpr bool kWholeRows = kSingle && 16 * kWarps == kRows;
-  static constexpr int kScoreRows = kWholeRows ? 16 : kRows / kParts;
+  static constexpr int kScoreRows =
+      kWholeRows || kRows / kParts < 16 ? 16 : kRows / kParts;  // the first parts have all
   static constexpr int kScoreBlocks = kWholeRows ? kKeys / 16 : 2;
   static constexpr int kScoreApart = kWholeRows ? 1 : kKeyWarps;  // blocks between two of a warp's
   static constexpr int kColumns = kDim / kParts;

@@ -53,12 +53,12 @@ struct SingleScores {
 
 template <class T, int kDim, int kKeys, bool kTransform, Room kRoom>
 __global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true, kRoom>::kThreads,
-                                  kRoom == Room::kMedium && kKeys == backward_small_keys(kDim) ? 2 : 1)
+                                  kKeys == backward_small_keys(kDim, kRoom) ? 2 : 1)
     attention_backward_single_kernel(__grid_constant__ const Args args) {
   using Shape = BackwardShape<kDim, kKeys, true, kRoom>;
   using Unit = BackwardUnit<T, Shape, kTransform>;
   constexpr int kRows = Shape::kRows;
-  constexpr bool kSmall = kRoom == Room::kMedium && kKeys == backward_small_keys(kDim);
+  constexpr bool kSmall = kKeys == backward_small_keys(kDim, kRoom);
   constexpr int kList = kSmall ? PlanView::kSmall : PlanView::kSingle;
   extern __shared__ __align__(128) uint8_t shared[];
   const Unit u(ptx::shared_address(shared));
@@ -137,12 +137,13 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true, kRoom>::kThre
           scores.template products<1>(stats, args, d, rows, place, first_row, tile_key);
         }
         Unit::for_each_row([&](int m, int half) {
-          if ((threadIdx.x & 3) == 0) {
+          if ((threadIdx.x & 3) == 0 && first_row < kRows) {
             row_sums[key_block * kRows + Unit::lane_row(first_row, m, half)] = scores.sums[m][half];
           }
         });
         __syncthreads();
         Unit::for_each_row([&](int m, int half) {
+          if (first_row >= kRows) return;
           const float* sums = row_sums + Unit::lane_row(first_row, m, half);
           scores.sums[m][half] = sums[0];
 #pragma unroll

@@ -49,11 +49,12 @@ int64_t shared_memory_of_block(int device) {
 
 Room backward_room(int padded, int device) {
   constexpr int kRowSums = 1024;  // BackwardShape::kRowSums, at most
-  const int keys = backward_keys(padded);
   const int64_t bytes = shared_memory_of_block(device);
-  if (has_large_room(padded) && backward_shared(padded, keys, Room::kLarge) <= bytes) return Room::kLarge;
-  const bool narrow = has_small_room(padded) && backward_shared(padded, keys, Room::kMedium) + kRowSums > bytes;
-  return narrow ? Room::kSmall : Room::kMedium;
+  const auto fits = [&](Room room) {
+    return backward_shared(padded, backward_keys(padded, room), room) + kRowSums <= bytes;
+  };
+  if (fits(Room::kLarge)) return Room::kLarge;
+  return fits(Room::kMedium) || !has_small_room(padded) ? Room::kMedium : Room::kSmall;
 }
 
 void launch_persistent(PersistentKernel& kernel, const Args& args, int64_t units, cudaStream_t stream) {

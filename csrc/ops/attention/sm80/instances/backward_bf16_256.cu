@@ -2,7 +2,7 @@
 
 namespace packing_ops::sm80 {
 
-template void run_backward<__nv_bfloat16, 256, false>(const Args&, cudaStream_t);
-template void run_backward<__nv_bfloat16, 256, true>(const Args&, cudaStream_t);
+template void run_backward<__nv_bfloat16, 256, false, Room::kMedium>(const Args&, cudaStream_t);
+template void run_backward<__nv_bfloat16, 256, true, Room::kMedium>(const Args&, cudaStream_t);
 
 }  // namespace packing_ops::sm80

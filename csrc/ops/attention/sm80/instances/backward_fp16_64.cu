@@ -2,7 +2,7 @@
 
 namespace packing_ops::sm80 {
 
-template void run_backward<__half, 64, false>(const Args&, cudaStream_t);
-template void run_backward<__half, 64, true>(const Args&, cudaStream_t);
+template void run_backward<__half, 64, false, Room::kMedium>(const Args&, cudaStream_t);
+template void run_backward<__half, 64, true, Room::kMedium>(const Args&, cudaStream_t);
 
 }  // namespace packing_ops::sm80
