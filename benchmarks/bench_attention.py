@@ -1,6 +1,7 @@
 """python benchmarks/bench_attention.py [--device cpu|cuda]"""
 
 import json
+import sys
 from pathlib import Path
 
 import torch
@@ -94,6 +95,14 @@ def sdpa_mask_calls(q, k, v, dout, cu_seqlens):
     )
 
 
+def check_same(ours, theirs):
+    """No figure of a wrong result."""
+    for mine, other in zip(ours, theirs, strict=False):
+        error = (mine.float() - other.float()).norm() / other.float().norm()
+        if not error < 0.02:
+            sys.exit(f"results apart by {error:.3f}")
+
+
 def op_cases(name, lengths, heads, dim, *, peer_fits=True, others=None):
     q, k, v, dout, cu_seqlens = packed(lengths, heads, dim, "cuda", torch.bfloat16)
     q, k, v = q.detach(), k.detach(), v.detach()
@@ -110,10 +119,12 @@ def op_cases(name, lengths, heads, dim, *, peer_fits=True, others=None):
     if peer_fits:
         peer = (*documents, longest, longest, 0.0, True)
         peer_out, peer_lse, seed, offset, _ = torch.ops.aten._flash_attention_forward(q, k, v, *peer, False)
+        check_same([out], [peer_out])
         forward[PEER] = lambda: torch.ops.aten._flash_attention_forward(q, k, v, *peer, False)
         backward[PEER] = lambda: torch.ops.aten._flash_attention_backward(
             dout, q, k, v, peer_out, peer_lse, *peer, seed, offset
         )
+        check_same(backward["packing_ops"](), backward[PEER]())
     for provider, calls in (others or {}).items():
         forward[provider], backward[provider] = calls(q, k, v, dout, cu_seqlens)
     yield Case("varlen_attention", shape, "bfloat16", forward, runs=7)
