@@ -30,7 +30,7 @@ def cuda_headers() -> Path | None:
 
 def for_the_emulator(source: str) -> str:
     """CUDA's own syntax as C++."""
-    source = source.replace("extern __shared__", "extern")
+    source = source.replace("extern __shared__", "extern __thread")
     return re.sub(r"(\w+(?:<[\w, ]+>)?)<<<(.*?)>>>\(", r"emulator::launch(\1, \2)(", source)
 
 
@@ -53,7 +53,20 @@ def compiled(headers: Path) -> Path:
 
     def compile_one(unit: Path) -> Path:
         target = BUILD / f"{unit.stem}.o"
-        command = [*compiler, "-x", "c++", "-std=c++20", "-O1", "-w", "-fPIC", "-c", str(unit), "-o", str(target)]
+        command = [
+            *compiler,
+            "-x",
+            "c++",
+            "-std=c++20",
+            "-O1",
+            "-w",
+            "-fPIC",
+            "-pthread",
+            "-c",
+            str(unit),
+            "-o",
+            str(target),
+        ]
         command += ["-include", str(HERE / "emulator.h"), f"-I{BUILD}", f"-I{headers}"]
         subprocess.run(command, check=True)
         return target
@@ -61,7 +74,7 @@ def compiled(headers: Path) -> Path:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = [str(target) for target in pool.map(compile_one, units)]
     # Bsymbolic: the CUDA runtime that torch may have loaded has functions of the same names.
-    subprocess.run([*compiler[-1:], "-shared", "-Wl,-Bsymbolic", *objects, "-o", str(library)], check=True)
+    subprocess.run([*compiler[-1:], "-shared", "-pthread", "-Wl,-Bsymbolic", *objects, "-o", str(library)], check=True)
     return library
 
 

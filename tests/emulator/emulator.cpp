@@ -2,16 +2,21 @@
 
 #include <ucontext.h>
 
+#include <condition_variable>
 #include <map>
+#include <memory>
+#include <mutex>
 #include <random>
+#include <thread>
 #include <vector>
 
 // What the kernels' own declarations of dynamic shared memory name.
 namespace packing_ops::sm80 {
-alignas(128) uint8_t shared[256 << 10];
+alignas(128) __thread uint8_t shared[256 << 10];
 }
 
-dim3 threadIdx, blockIdx, gridDim, blockDim;
+__thread dim3 threadIdx, blockIdx;
+dim3 gridDim, blockDim;
 
 namespace emulator {
 
@@ -22,7 +27,6 @@ unsigned seed = 0;
 namespace {
 
 constexpr size_t kStack = 256 << 10;
-auto& memory = packing_ops::sm80::shared;
 
 struct Copy {
   uint8_t* to;
@@ -34,7 +38,7 @@ struct Copy {
 
 struct Fiber {
   ucontext_t context;
-  std::vector<char> stack = std::vector<char>(kStack);
+  std::unique_ptr<char[]> stack{new char[kStack]};
   bool done = false;
   std::vector<Copy> copies;
   int groups = 0;
@@ -49,17 +53,44 @@ struct Meeting {
   int sum[2] = {0, 0};
 };
 
-std::vector<Fiber> fibers;
-std::map<std::pair<int, uint32_t>, Meeting> warps;  // by warp and lanes
-Meeting whole_block;
-ucontext_t scheduler;
-int current = 0;
-uint64_t progress = 0;  // of threads that waited for each other
+// Of a block.
+thread_local std::vector<Fiber> fibers;
+thread_local std::map<std::pair<int, uint32_t>, Meeting> warps;  // by warp and lanes
+thread_local Meeting whole_block;
+thread_local ucontext_t scheduler;
+thread_local int current = 0;
+thread_local uint64_t progress = 0;  // of threads that waited for each other
 const std::function<void()>* body = nullptr;
 
-void give_way() {
-  swapcontext(&fibers[current].context, &scheduler);
-}
+// One of the blocks that run at once has the word; whose turn it is next is drawn.
+class Turns {
+ public:
+  Turns(std::mt19937& order, std::vector<unsigned> blocks) : order_(order), running_(std::move(blocks)) { draw(); }
+  void wait(unsigned block) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [&] { return at_ == block; });
+  }
+  void pass() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    draw();
+    changed_.notify_all();
+  }
+  void end(unsigned block) {
+    std::erase(running_, block);
+    pass();
+  }
+
+ private:
+  void draw() {
+    if (!running_.empty()) at_ = running_[order_() % running_.size()];
+  }
+
+  std::mt19937& order_;
+  std::vector<unsigned> running_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  unsigned at_ = UINT32_MAX;
+};
 
 void begin() {
   (*body)();
@@ -76,19 +107,19 @@ void perform(const Copy& copy) {
   }
 }
 
-void run_block(std::mt19937& order, const std::function<void()>& thread) {
-  body = &thread;
-  warps.clear();
-  whole_block = {};
-  std::memset(memory, 0xff, sizeof(memory));  // NaN
-  std::vector<std::vector<int>> left;         // fibers of each warp
+void run_block(std::mt19937& order, unsigned block, Turns& turns) {
+  turns.wait(block);
+  blockIdx = dim3(block);
+  fibers.resize(blockDim.x);
+  std::memset(shared_memory(), 0xff, sizeof(packing_ops::sm80::shared));  // NaN
+  std::vector<std::vector<int>> left;                                     // fibers of each warp
   for (int i = 0; i < static_cast<int>(fibers.size()); ++i) {
     Fiber& fiber = fibers[i];
     fiber.done = false;
     fiber.copies.clear();
     getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.data();
-    fiber.context.uc_stack.ss_size = fiber.stack.size();
+    fiber.context.uc_stack.ss_sp = fiber.stack.get();
+    fiber.context.uc_stack.ss_size = kStack;
     makecontext(&fiber.context, begin, 0);
     if (i % 32 == 0) left.emplace_back();
     left.back().push_back(i);
@@ -110,19 +141,33 @@ void run_block(std::mt19937& order, const std::function<void()>& thread) {
       if (progress == before || patience == 0) break;
     }
     if (lanes.empty()) left.erase(left.begin() + static_cast<std::ptrdiff_t>(warp));
+    if (order() % 4 == 0) {
+      turns.pass();
+      turns.wait(block);
+    }
   }
+  turns.end(block);
 }
 
 }  // namespace
 
+void give_way() {
+  swapcontext(&fibers[current].context, &scheduler);
+}
+
 void run(dim3 grid, dim3 block, const std::function<void()>& thread) {
+  constexpr unsigned kAtOnce = 2;  // multiprocessors
   std::mt19937 order(seed);
   gridDim = grid;
   blockDim = block;
-  fibers.resize(block.x);
-  for (unsigned i = 0; i < grid.x; ++i) {
-    blockIdx = dim3(i);
-    run_block(order, thread);
+  body = &thread;
+  for (unsigned first = 0; first < grid.x; first += kAtOnce) {
+    std::vector<unsigned> blocks;
+    for (unsigned i = first; i < std::min(first + kAtOnce, grid.x); ++i) blocks.push_back(i);
+    Turns turns(order, blocks);
+    std::vector<std::thread> running;
+    for (const unsigned i : blocks) running.emplace_back([&, i] { run_block(order, i, turns); });
+    for (std::thread& thread : running) thread.join();
   }
 }
 
@@ -158,13 +203,13 @@ int with_block(int value, bool count) {
 }
 
 uint8_t* shared_memory() {
-  return memory;
+  return packing_ops::sm80::shared;
 }
 
 // Addresses are offsets from the dynamic shared memory; static variables lie within 2 GiB of it.
 void copy_to_shared(uint32_t to, const void* from, int bytes, bool valid) {
   if (to % bytes != 0 || (valid && reinterpret_cast<uintptr_t>(from) % bytes != 0)) std::abort();
-  const Copy copy{memory + static_cast<int32_t>(to), from, bytes, valid, fibers[current].groups};
+  const Copy copy{shared_memory() + static_cast<int32_t>(to), from, bytes, valid, fibers[current].groups};
   late_copies ? fibers[current].copies.push_back(copy) : perform(copy);
 }
 

@@ -1,6 +1,7 @@
 // Blocks of CUDA threads on the CPU, so that the kernels' own source runs where there is no GPU. Every thread is a
-// fiber. They take turns in an order drawn from a seed, and asynchronous copies arrive at once or as late as they may,
-// so that a barrier or a wait that is missing shows as a wrong result. Included before everything else of a .cu file.
+// fiber, two blocks run at once. All take turns in an order drawn from a seed, and asynchronous copies arrive at once
+// or as late as they may, so that a barrier or a wait that is missing shows as a wrong result. Included before
+// everything else of a .cu file.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -20,13 +21,14 @@
 #undef __grid_constant__
 #define __device__
 #define __global__
-#define __shared__ static  // one block runs at a time
+#define __shared__ static thread_local  // a block has a thread of the CPU
 #define __forceinline__ inline
 #define __align__(bytes)
 #define __launch_bounds__(...)
 #define __grid_constant__
 
-extern dim3 threadIdx, blockIdx, gridDim, blockDim;
+extern __thread dim3 threadIdx, blockIdx;
+extern dim3 gridDim, blockDim;
 
 namespace emulator {
 
@@ -51,6 +53,7 @@ uint8_t* shared_memory();
 void copy_to_shared(uint32_t to, const void* from, int bytes, bool valid);
 void commit_copies();
 void wait_for_copies(int pending);
+void give_way();  // to other threads and blocks
 
 template <class To, class From>
 To bits_of(const From& x) {

@@ -102,6 +102,7 @@ inline float exp2_approx(float x) {
   return std::exp2(x);
 }
 inline int32_t load_acquire(const int32_t* pointer) {
+  emulator::give_way();
   return *pointer;
 }
 inline void store_release(int32_t* pointer, int32_t value) {
