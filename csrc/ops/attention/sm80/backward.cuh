@@ -6,9 +6,9 @@
 // turn it is. Units are claimed in the plan's order, where key tiles have the same order, so the one that is waited for
 // is always under way.
 //
-// With room for it (kLarge) the scores are a step ahead: between two meetings of the block every warp makes the scores
-// of step i and the sums of step i - 1, half of the warps in this order and half in the other, so that one half's
-// exponentials and stores run beside the other half's products. The bits are the same.
+// With room for it (kAhead) the scores are a step ahead: between two barriers every warp makes the scores of step i and
+// the sums of step i - 1, half of the warps in this order and half in the other, so that one half's exponentials and
+// stores run beside the other half's products. The bits are the same.
 #pragma once
 
 #include "core/launch.cuh"
@@ -27,8 +27,10 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kRoom>::kThreads)
   using Unit = BackwardUnit<T, Shape, kTransform>;
   constexpr int kRows = Shape::kRows;
   constexpr int kKeys = Shape::kKeys;
-  constexpr int kTurnThread = Shape::kAhead ? Shape::kThreads / 2 : 32;  // waits for turns, one of a warp that loads
-  constexpr int kDoneThread = Shape::kAhead ? kTurnThread + 32 : 0;      // nothing, and one that tells of sums
+  // One thread waits for turns and one tells of finished sums. Either is a trip to L2 for which its whole warp stands
+  // still, so with kAhead they are of two warps of the half that loads nothing.
+  constexpr int kTurnThread = Shape::kAhead ? Shape::kThreads / 2 : 32;
+  constexpr int kDoneThread = Shape::kAhead ? kTurnThread + 32 : 0;
   extern __shared__ __align__(128) uint8_t shared[];
   const Unit u(ptx::shared_address(shared));
   // At p, which nobody needs between units.
@@ -138,16 +140,16 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kRoom>::kThreads)
     int place = 0;
     if constexpr (Shape::kAhead) {
       const bool late = warp >= Shape::kWarps / 2;  // sums first
-      const auto meet = [&] {
+      const auto barrier = [&] {
         ptx::copy_wait<0>();
         ptx::sync_block<Shape::kThreads>();
       };
       Met before;
       int place_before = 0;
-      if (steps > 0 && late) meet();
+      if (steps > 0 && late) barrier();
       for (int32_t i = 0; i < steps + (steps > 0 && !late); ++i) {
         if (!late) {
-          meet();
+          barrier();
           if (i + 1 < steps) u.load_rows(args, rows.moved(forth * kRows, kRows), Unit::next_place(place));
         }
         Met met;
@@ -158,7 +160,7 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kRoom>::kThreads)
         rows = rows.moved(forth * kRows, kRows);
         place = Unit::next_place(place);
         if (late) {
-          meet();
+          barrier();
           before = met;
         }
         if (late || i > 0) {
