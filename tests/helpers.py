@@ -1,9 +1,15 @@
 """What tests of several families need: lengths, packed rows, comparisons."""
 
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import torch
 from hypothesis import strategies as st
+
+ROOT = Path(__file__).resolve().parent.parent
 
 # Lengths with the edges that kernels trip over.
 lengths_strategy = st.lists(
@@ -73,3 +79,12 @@ def cpu_seconds(call, runs=3):
         call()
         times.append(time.thread_time() - start)
     return min(times)
+
+
+def pytest_of_its_own(tests, selected, before=(), **environment):
+    """What another pytest process printed, up to its first failure; ``before``: a command that runs it."""
+    command = [*before, sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", "-k", selected, *tests]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    return done.stdout

@@ -1,13 +1,9 @@
 """What only the CUDA kernels have: tiles, plans, graphs, errors that are found on the GPU."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from attention_case import Case, assert_close, document_alone, document_results
-from helpers import assert_error_within, assert_same, cu_seqlens_of
+from helpers import assert_error_within, assert_same, cu_seqlens_of, pytest_of_its_own
 
 import packing_ops as po
 from packing_ops import _recent
@@ -74,21 +70,7 @@ def test_documents_keep_their_bits(dim):
 @pytest.mark.parametrize("limit", [163 << 10, 99 << 10])
 def test_kernels_for_less_shared_memory(limit):
     """Those that sm_80 and sm_89 take, where this GPU has more."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-qx",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        "edges or differ or bits",
-        __file__,
-    ]
-    done = subprocess.run(
-        command, env={**os.environ, "PACKING_OPS_SHARED_MEMORY": str(limit)}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    pytest_of_its_own([__file__], "edges or differ or bits", PACKING_OPS_SHARED_MEMORY=str(limit))
 
 
 def test_a_row_heads_first_shares_the_plan():

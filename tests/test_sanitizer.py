@@ -1,15 +1,11 @@
 """compute-sanitizer over the CUDA side of the suite: 0 findings."""
 
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from helpers import pytest_of_its_own
 
-ROOT = Path(__file__).resolve().parent.parent
 # memcheck runs the suite, and of attention the small cases; the slower tools run every op once (tests/test_cuda.py: step,
 # tests/test_attention_cuda.py: one_pass) and the smallest cases. torch.compile and opcheck would only add torch's own
 # kernels.
@@ -43,19 +39,8 @@ def test_no_findings(tool, tests, selected):
     command = [sanitizer, "--tool", tool, "--error-exitcode", "9"]
     # initcheck has to see torch's kernels too: they write what ours read.
     command += [] if tool == "initcheck" else ["--kernel-regex", "kns=packing_ops"]
-    command += [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-qx",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        f"({selected}) and not cpu and not graph",
-        *tests,
-    ]
     # Without torch's caching allocator every tensor has an allocation of its own, so an overrun is seen.
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "0 errors" in done.stdout or "0 hazards" in done.stdout
+    printed = pytest_of_its_own(
+        tests, f"({selected}) and not cpu and not graph", command, PYTORCH_NO_CUDA_MEMORY_CACHING="1"
+    )
+    assert "0 errors" in printed or "0 hazards" in printed

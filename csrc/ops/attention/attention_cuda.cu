@@ -173,8 +173,9 @@ void launch_varlen_attention_backward_cuda(const VarlenAttentionBackwardParams& 
         constexpr int kSmallKeys = sm80::backward_small_keys(kDim, kRoom);
         sm80::run_backward<T, kDim, kTransform, kRoom>(args, stream);
         sm80::run_backward_single<T, kDim, sm80::backward_keys(kDim, kRoom), kTransform, kSingleRoom>(args, stream);
-        if constexpr (kSmallKeys > 0)
+        if constexpr (kSmallKeys > 0) {
           sm80::run_backward_single<T, kDim, kSmallKeys, kTransform, kSingleRoom>(args, stream);
+        }
       });
     });
   }

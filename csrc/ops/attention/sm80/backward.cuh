@@ -1,7 +1,7 @@
 // Backward on mma.sync. A unit is (document, tile of keys, kv head): it goes once over the packed rows that see its
-// keys and keeps dk and dv in registers through the whole group. A step takes 64 rows: s = q k^T and dp = dout v^T with
-// rows across and keys along the warps, p and ds through shared memory, then dv += p^T dout, dk += ds^T q and dq = ds
-// k. dq of a row tile adds up over the key tiles that it sees, in an order that the document's length decides
+// keys and keeps dk and dv in registers through the whole group. A step takes a row tile: s = q k^T and dp = dout v^T
+// with rows across and keys along the warps, p and ds through shared memory, then dv += p^T dout, dk += ds^T q and dq =
+// ds k. dq of a row tile adds up over the key tiles that it sees, in an order that the document's length decides
 // (start_at_last_row): the first in turn stores, the last one writes dq, and a counter for each row tile says whose
 // turn it is. Units are claimed in the plan's order, where key tiles have the same order, so the one that is waited for
 // is always under way.

@@ -6,8 +6,8 @@
 
 namespace packing_ops::sm80 {
 
-// Rows are a unit's packed rows, 64 at a time. Of s [rows, keys] a warp takes kScoreRows rows and two blocks of 16 keys
-// that lie half the tile apart, so that a short document's blocks spread over the warps; of dk and dv the same two
+// Rows are a unit's packed rows, kRows at a time. Of s [rows, keys] a warp takes kScoreRows rows and two blocks of 16
+// keys that lie half the tile apart, so that a short document's blocks spread over the warps; of dk and dv the same two
 // blocks and kColumns columns; of dq kQueryRows rows and kQueryColumns columns. kSingle: the tile holds all keys of its
 // document, so that rowsum(dout * out) = rowsum(p * dp) needs no pass over out; where 16 rows a warp make the step
 // (kWholeRows) a warp has all keys of its rows and the sum needs nobody else.
@@ -25,8 +25,8 @@ struct BackwardShape {
   static constexpr int kKeyWarps = kKeys / 32;
   static constexpr int kParts = kWarps / kKeyWarps;  // warps that share two blocks of keys
   static constexpr bool kWholeRows = kSingle && 16 * kWarps == kRows;
-  static constexpr int kScoreRows =
-      kWholeRows || kRows / kParts < 16 ? 16 : kRows / kParts;  // the first parts have all
+  // At least 16, and then the last parts have none.
+  static constexpr int kScoreRows = kWholeRows || kRows / kParts < 16 ? 16 : kRows / kParts;
   static constexpr int kScoreBlocks = kWholeRows ? kKeys / 16 : 2;
   static constexpr int kScoreApart = kWholeRows ? 1 : kKeyWarps;  // blocks between two of a warp's
   static constexpr int kColumns = kDim / kParts;

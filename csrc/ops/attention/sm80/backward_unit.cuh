@@ -32,6 +32,7 @@ struct BackwardUnit {
 
   __device__ TileK tile_k() const { return {ptx::opaque(base)}; }
   __device__ TileK tile_v() const { return {ptx::opaque(base) + TileK::kBytes}; }
+
   // i: a number of kPlaces, which go around.
   static constexpr int kPlaces = Shape::kStages * Shape::kScoreTiles;
   static __device__ int next_place(int i) { return i + 1 == kPlaces ? 0 : i + 1; }
@@ -48,8 +49,8 @@ struct BackwardUnit {
   __device__ uint32_t stats(int i) const { return stage(i) + 2 * TileQ::kBytes; }
 
   // By 128 threads, of which this is number `thread`.
-  __device__ __forceinline__ void load_tile(const Args& args, const GroupRows& rows, const AttentionTensor& from,
-                                            TileQ to, int thread) const {
+  static __device__ __forceinline__ void load_tile(const Args& args, const GroupRows& rows, const AttentionTensor& from,
+                                                   TileQ to, int thread) {
     if (rows.valid == Shape::kRows && args.whole_group > 0) {
       load_whole_group_rows<128>(to, thread, from, rows);
     } else {
