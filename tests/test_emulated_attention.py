@@ -29,6 +29,8 @@ CASES = {
     "128 window, softcap, sinks": (EDGES, None, {"heads": (6, 3), "dim": 128, "dtype": BF16, "window_size": (40, 0), "softcap": 3.0, "sinks": True}),
     "192": (EDGES[:-1], None, {"heads": (2, 1), "dim": 192, "dtype": BF16}),
     "256": (EDGES[:-1], None, {"heads": (2, 1), "dim": 256, "dtype": BF16}),
+    "128 many, whole": ([3, 17, 0, 33, 1, 1, 40, 2] * 5 + [128, 96, 1], None, {"heads": (3, 1), "dim": 128, "dtype": BF16}),
+    "64 more tokens than keys": ([140, 3], [70, 9], {"heads": (4, 1), "dim": 64, "dtype": BF16}),
     "float32": ([17, 0, 33], None, {"heads": (2, 1), "dim": 32, "dtype": FP32, "tail": 3, "sinks": True}),
     "96, from the last row": ([260], None, {"heads": (8, 1), "dim": 96, "dtype": BF16}),  # start_at_last_row
 }  # fmt: skip

@@ -34,6 +34,7 @@ struct Copy {
   int bytes;
   bool valid;
   int group;
+  uint64_t* barrier = nullptr;  // which is told of the copies before, and nothing is copied
 };
 
 struct Fiber {
@@ -100,7 +101,9 @@ void begin() {
 }
 
 void perform(const Copy& copy) {
-  if (copy.valid) {
+  if (copy.barrier != nullptr) {
+    barrier_at(copy.barrier).arrive();
+  } else if (copy.valid) {
     std::memcpy(copy.to, copy.from, copy.bytes);
   } else {
     std::memset(copy.to, 0, copy.bytes);
@@ -211,6 +214,20 @@ void copy_to_shared(uint32_t to, const void* from, int bytes, bool valid) {
   if (to % bytes != 0 || (valid && reinterpret_cast<uintptr_t>(from) % bytes != 0)) std::abort();
   const Copy copy{shared_memory() + static_cast<int32_t>(to), from, bytes, valid, fibers[current].groups};
   late_copies ? fibers[current].copies.push_back(copy) : perform(copy);
+}
+
+void arrive_after_copies(uint64_t* barrier) {
+  const Copy copy{nullptr, nullptr, 0, false, fibers[current].groups, barrier};
+  late_copies ? fibers[current].copies.push_back(copy) : perform(copy);
+}
+
+void end_some_copies() {
+  std::vector<Copy>& copies = fibers[current].copies;
+  const auto told =
+      std::find_if(copies.begin(), copies.end(), [](const Copy& copy) { return copy.barrier != nullptr; });
+  if (told == copies.end()) return;
+  std::for_each(copies.begin(), told + 1, perform);
+  copies.erase(copies.begin(), told + 1);
 }
 
 void commit_copies() {

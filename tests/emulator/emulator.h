@@ -53,7 +53,22 @@ uint8_t* shared_memory();
 void copy_to_shared(uint32_t to, const void* from, int bytes, bool valid);
 void commit_copies();
 void wait_for_copies(int pending);
-void give_way();  // to other threads and blocks
+struct Barrier {
+  uint16_t left;    // threads that the phase waits for
+  uint16_t count;   // of so many
+  uint32_t phases;  // that have ended
+  void arrive() {
+    if (--left > 0) return;
+    left = count;
+    ++phases;
+  }
+};
+inline Barrier& barrier_at(uint64_t* barrier) {
+  return *reinterpret_cast<Barrier*>(barrier);
+}
+void arrive_after_copies(uint64_t* barrier);
+void end_some_copies();  // up to the first that a barrier is told of
+void give_way();         // to other threads and blocks
 
 template <class To, class From>
 To bits_of(const From& x) {

@@ -96,6 +96,21 @@ template <int kThreads>
 void sync_block() {
   __syncthreads();
 }
+inline void barrier_init(uint64_t* barrier, int count) {
+  emulator::barrier_at(barrier) = {static_cast<uint16_t>(count), static_cast<uint16_t>(count), 0};
+}
+inline void barrier_arrive(uint64_t* barrier) {
+  emulator::barrier_at(barrier).arrive();
+}
+inline void barrier_arrive_after_copies(uint64_t* barrier) {
+  emulator::arrive_after_copies(barrier);
+}
+inline void barrier_wait(uint64_t* barrier, int odd) {
+  while ((emulator::barrier_at(barrier).phases & 1) == static_cast<uint32_t>(odd)) {
+    emulator::give_way();
+    emulator::end_some_copies();
+  }
+}
 inline void let_next_kernel_start() {}
 inline void wait_for_kernel_before() {}
 inline float exp2_approx(float x) {

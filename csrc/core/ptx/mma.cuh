@@ -87,6 +87,36 @@ __device__ __forceinline__ void sync_block() {
   asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
 }
 
+// A barrier in shared memory: a phase ends when `count` threads have arrived, and what they did before is then seen by
+// those who waited for its end. Phases are counted from 0; a wait is for the end of the phase that is even or odd.
+__device__ __forceinline__ void barrier_init(uint64_t* barrier, int count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
+// Once this thread's copies have arrived.
+__device__ __forceinline__ void barrier_arrive_after_copies(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(uint64_t* barrier, int odd) {
+  uint32_t ended = 0;
+  while (!ended) {
+#if __CUDA_ARCH__ >= 900  // which sleeps a little before it says no
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+#else
+    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+#endif
+                 : "=r"(ended)
+                 : "r"(shared_address(barrier)), "r"(odd)
+                 : "memory");
+  }
+}
+
 // From compute capability 9.0 on, a kernel launched with programmatic stream serialization may start once every block
 // of the one before has said so, and waits for its end where it needs to. Nothing before 9.0.
 __device__ __forceinline__ void let_next_kernel_start() {

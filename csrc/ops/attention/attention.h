@@ -77,7 +77,7 @@ void launch_varlen_attention_backward_cpu(const VarlenAttentionBackwardParams& p
 // Entries of AttentionPlanParams::plan: enough for the tiles of any head_dim.
 constexpr int64_t attention_plan_size(const AttentionPlanParams& p) {
   const int64_t group = p.num_q_heads / p.num_kv_heads;
-  return 16 + 8 * (p.documents_q.total * group / 32 + p.documents_k.total / 32 + 5 * p.documents_q.num_documents);
+  return 16 + 8 * (p.documents_q.total * group / 32 + p.documents_k.total / 32 + 6 * p.documents_q.num_documents);
 }
 
 // Bytes of VarlenAttentionBackwardParams::scratch.

@@ -40,6 +40,7 @@ Args forward_args(const VarlenAttentionParams& p) {
   a.group = static_cast<int32_t>(p.num_q_heads / p.num_kv_heads);
   a.group_inverse = static_cast<uint32_t>(((1 << 22) + a.group - 1) / a.group);
   a.kv_heads = sm80::Divisor(static_cast<uint32_t>(a.num_kv_heads));
+  a.group_size = sm80::Divisor(static_cast<uint32_t>(a.group));
   a.head_dim = static_cast<int32_t>(p.head_dim);
   a.whole_group = sm80::padded_dim(a.head_dim) == a.head_dim && 16 % a.group == 0 ? a.group : 0;
   a.softmax_scale = static_cast<float>(p.softmax_scale);
@@ -151,7 +152,11 @@ void launch_varlen_attention_cuda(const VarlenAttentionParams& p, const CudaLaun
     constexpr int kDim = decltype(dim)::value;
     constexpr bool kTransform = decltype(transform)::value;
     sm80::run_forward<T, kDim, false, kTransform>(args, stream);
-    if constexpr (sm80::has_short_forward(kDim)) sm80::run_forward<T, kDim, true, kTransform>(args, stream);
+    if constexpr (sm80::has_short_forward(kDim)) {
+      const AttentionTiles& tiles = args.plan.tiles;
+      if (tiles.short_most >= 0) sm80::run_forward<T, kDim, true, kTransform>(args, stream);
+      if (tiles.whole_most >= 0) sm80::run_forward_whole<T, kDim, kTransform>(args, stream);
+    }
   });
 }
 

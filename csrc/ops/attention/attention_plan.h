@@ -25,6 +25,7 @@ struct AttentionTiles {
   int32_t short_rows = 64;     // the same of short documents
   int32_t short_keys = 32;
   int32_t short_most = 128;     // keys of a short document, -1: there are none
+  int32_t whole_most = 128;     // keys and tokens of one that is a single unit, -1: there are none
   int32_t backward_rows = 64;   // rows that a backward unit takes at a time
   int32_t backward_keys = 128;  // keys of a backward unit
   int32_t small_keys = 64;      // documents of at most so many keys get smaller backward units; 0 = none
@@ -49,8 +50,8 @@ struct alignas(16) PlanEntry {
   int32_t skipped;      // heads of its group that belong to the unit before
 };
 
-// int32 words: header, then lists of entries: the forward's, its short documents', the backward's of several key tiles,
-// of one, and of small documents; attention_plan_size of them are enough.
+// int32 words: header, then lists of entries: the forward's, its short documents', those that are whole units, the
+// backward's of several key tiles, of one, and of small documents; attention_plan_size of them are enough.
 struct PlanView {
   int32_t* data = nullptr;
   int64_t total_q = 0;
@@ -62,6 +63,7 @@ struct PlanView {
   enum Header {
     kForward,
     kForwardShort,
+    kForwardWhole,
     kBackward,
     kSingle,
     kSmall,

@@ -27,7 +27,7 @@ struct TileLister {
   PlanView plan;
   int list;
 
-  __device__ bool is_forward() const { return list == PlanView::kForward || list == PlanView::kForwardShort; }
+  __device__ bool is_forward() const { return list <= PlanView::kForwardWhole; }
   __device__ int32_t rows() const {
     return list == PlanView::kForwardShort ? plan.tiles.short_rows : plan.tiles.forward_rows;
   }
@@ -35,7 +35,10 @@ struct TileLister {
   __device__ int32_t tiles(const DocumentView& d) const {
     // Keys that nobody sees are listed too: their gradients are zeros that somebody has to write.
     if (is_forward()) {
-      if ((list == PlanView::kForwardShort) != (d.keys <= plan.tiles.short_most)) return 0;
+      const bool whole = d.keys <= plan.tiles.whole_most && d.tokens <= plan.tiles.whole_most;
+      const bool is_short = !whole && d.keys <= plan.tiles.short_most;
+      if ((list == PlanView::kForwardWhole) != whole || (list == PlanView::kForwardShort) != is_short) return 0;
+      if (whole) return d.tokens > 0;
       return static_cast<int32_t>(ceil_div(static_cast<int64_t>(d.tokens) * plan.tiles.group, rows()));
     }
     const bool small = d.keys <= plan.tiles.small_keys;
@@ -49,6 +52,10 @@ struct TileLister {
   __device__ int64_t cost(const DocumentView& d, int32_t tile) const {
     const int64_t group = plan.tiles.group;
     if (list == PlanView::kForwardShort) return ceil_div(d.keys, plan.tiles.short_keys);
+    if (list == PlanView::kForwardWhole) {
+      constexpr int64_t kFixed = 8;  // what a block of rows costs beside its keys, in blocks of as many keys
+      return ceil_div(d.tokens * group, sm80::kWholeRows) * (kFixed + ceil_div(d.keys, sm80::kWholeRows));
+    }
     if (!is_forward()) {
       const int64_t keys = list == PlanView::kSmall ? plan.tiles.small_keys : plan.tiles.backward_keys;
       const int64_t most = d.window.left < kOpenWindow ? keys + d.window.left : d.tokens;
@@ -192,7 +199,9 @@ PlanView plan_view(const AttentionPlanParams& p) {
   plan.tiles.forward_keys = sm80::forward_keys(padded);
   plan.tiles.short_rows = sm80::kShortRows;
   plan.tiles.short_keys = sm80::kShortKeys;
-  plan.tiles.short_most = sm80::has_short_forward(padded) ? sm80::kShortMost / plan.tiles.group : -1;
+  plan.tiles.whole_most = sm80::has_whole_forward(padded, p.device) ? sm80::kWholeMost : -1;
+  const int32_t short_most = sm80::has_short_forward(padded) ? sm80::kShortMost / plan.tiles.group : -1;
+  plan.tiles.short_most = short_most > plan.tiles.whole_most ? short_most : -1;
   const sm80::Room room = sm80::backward_room(padded, p.device);
   plan.tiles.backward_rows = sm80::backward_rows(padded, room);
   plan.tiles.backward_keys = sm80::backward_keys(padded, room);
@@ -202,7 +211,8 @@ PlanView plan_view(const AttentionPlanParams& p) {
   };
   plan.window = {side(p.window_left), side(p.window_right)};
   const int64_t most[PlanView::kLists] = {plan.forward_capacity(), plan.forward_short_capacity(),
-                                          plan.backward_capacity(), plan.num_documents, plan.num_documents};
+                                          plan.num_documents,      plan.backward_capacity(),
+                                          plan.num_documents,      plan.num_documents};
   auto* entries = reinterpret_cast<PlanEntry*>(plan.data) + PlanView::kHeaderWords / PlanView::kEntryWords;
   for (int list = 0; list < PlanView::kLists; ++list) {
     plan.entries[list] = entries;

@@ -45,6 +45,7 @@ struct Args {
   int32_t group = 0;           // num_heads / num_kv_heads
   uint32_t group_inverse = 0;  // 2^22 / group, rounded up: x * it / 2^22 is x / group below 2^12
   Divisor kv_heads;            // by num_kv_heads
+  Divisor group_size;          // by group
   int32_t head_dim = 0;
   int32_t whole_group = 0;  // the group where head_dim is padded and 16 packed rows are whole tokens: simple loads
   float softmax_scale = 0;

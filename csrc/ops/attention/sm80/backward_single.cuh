@@ -88,8 +88,8 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true, kRoom>::kThre
             ? 0
             : static_cast<int32_t>((static_cast<int64_t>(seeing.end) * args.group - 1) / kRows + 1) - first_step;
 
-    load_keys<Shape::kThreads>(u.tile_k(), args.k, d, kv_head, 0, args.head_dim);
-    load_keys<Shape::kThreads>(u.tile_v(), args.v, d, kv_head, 0, args.head_dim);
+    load_keys<Shape::kThreads>(u.tile_k(), args.k, d, kv_head, 0, args.head_dim, threadIdx.x);
+    load_keys<Shape::kThreads>(u.tile_v(), args.v, d, kv_head, 0, args.head_dim, threadIdx.x);
     ptx::copy_commit();
     GroupRows rows(args, d, kv_head, static_cast<int64_t>(first_step) * kRows, kRows);
     if (steps > 0) u.load_rows(args, rows, 0);

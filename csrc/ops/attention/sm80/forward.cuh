@@ -2,7 +2,7 @@
 // other. Each warp owns its rows through the whole unit; K and V come in tiles of kKeys, always from the first visible
 // tile upwards, so a row's sum has one order wherever its document lies. Copies run one tile ahead, over the seam
 // between units too: while a unit ends, the next one's first tiles are already on their way. Short documents have a
-// kernel of smaller units, which starts where the other one's blocks run out of work.
+// kernel of smaller units, or the one in forward_whole.cuh; either starts where the other one's blocks run out of work.
 #pragma once
 
 #include "core/launch.cuh"
@@ -10,12 +10,6 @@
 #include "ops/attention/sm80/persistent.h"
 
 namespace packing_ops::sm80 {
-
-// Unit number `round` of this block, in a serpentine so that no block always gets the longer one.
-__device__ __forceinline__ uint32_t serpentine(uint32_t round) {
-  const uint32_t at = (round & 1) ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  return round * gridDim.x + at;
-}
 
 struct ForwardWork {
   DocumentView d;
@@ -47,59 +41,6 @@ __device__ inline void zero_padding(const Args& args) {
     auto* out = static_cast<uint16_t*>(args.out.data) + token * args.out.token_stride + head * args.out.head_stride;
     *reinterpret_cast<uint4*>(out + (i % words) * 8) = make_uint4(0, 0, 0, 0);
     if (i % words == 0) args.lse[head * args.documents_q.total + token] = -INFINITY;
-  }
-}
-
-// log(sum_j exp(unit * s_j)) from the largest s and the sum of 2^(s scale - largest scale), scale = unit * log2(e):
-// what rounding scale and the product left out is put back.
-__device__ __forceinline__ float log_of_sum(float most, float scale, double unit, float sum) {
-  const float left_out = most == -INFINITY ? 0.f : fmaf(most, scale, -(most * scale));
-  return static_cast<float>(most * unit + (logf(sum) - kLn2 * left_out));
-}
-
-// The unit's last step: out and lse of this warp's rows. unit: scale without its log2(e). A quad holds 2 kRowBlocks
-// rows; each of its lanes works out lse and the factor of one of them.
-template <class T, class Shape>
-__device__ __forceinline__ void finish(const Args& args, const GroupRows& rows, int first_row,
-                                       const RowState<Shape::kRowBlocks>& state,
-                                       const float (&o)[Shape::kRowBlocks][Shape::kDim / 8][4], float scale,
-                                       double unit) {
-  constexpr int kQuadRows = 2 * Shape::kRowBlocks;
-  const int lane = threadIdx.x & 31;
-  const int mine = lane % kQuadRows;
-  float sum = 0.f;
-  float most = 0.f;
-#pragma unroll
-  for (int i = 0; i < kQuadRows; ++i) {
-    float whole = state.sum[i / 2][i % 2];
-    whole += __shfl_xor_sync(0xffffffffu, whole, 1);
-    whole += __shfl_xor_sync(0xffffffffu, whole, 2);
-    sum = mine == i ? whole : sum;
-    most = mine == i ? state.most[i / 2][i % 2] : most;
-  }
-  float inverse = sum == 0.f ? 0.f : 1.f / sum;
-  const int own_row = first_row + 8 * mine;
-  if (own_row < rows.valid && (lane & 3) == mine) {
-    float lse = sum == 0.f ? -INFINITY : log_of_sum(most, scale, unit, sum);
-    const int32_t step = rows.token_step(own_row);
-    const int32_t head = rows.first_head + own_row + rows.skipped - step * rows.group;
-    if (args.sinks != nullptr) {
-      const float sink = args.sinks[head];
-      const float top = fmaxf(lse, sink);
-      const float whole = top == -INFINITY ? top : top + log1pf(expf(fminf(lse, sink) - top));
-      inverse = sum == 0.f ? 0.f : inverse * expf(lse - whole);
-      lse = whole;
-    }
-    args.lse[head * args.documents_q.total + rows.first_token + step] = lse;
-  }
-#pragma unroll
-  for (int i = 0; i < kQuadRows; ++i) {
-    const int row = first_row + 8 * i;
-    uint16_t* out = row < rows.valid ? static_cast<uint16_t*>(args.out.data) +
-                                           rows.offset(row, args.out.token_stride, args.out.head_stride)
-                                     : nullptr;
-    const float factor = __shfl_sync(0xffffffffu, inverse, (lane & 28) + i);
-    store_row<T>(out, 0, args.head_dim, o[i / 2], i % 2, factor);
   }
 }
 
@@ -138,24 +79,9 @@ __global__ void __launch_bounds__(128, ForwardShape<kDim, kShort>::kResident)
   };
   const auto load_next_keys = [&](const ForwardWork& work, int32_t tile, int stage) {
     const int32_t first_key = tile * Shape::kKeys;
-    load_keys<Shape::kThreads>(tile_k(stage), args.k, work.d, work.kv_head, first_key, args.head_dim);
-    load_keys<Shape::kThreads>(tile_v(stage), args.v, work.d, work.kv_head, first_key, args.head_dim);
+    load_keys<Shape::kThreads>(tile_k(stage), args.k, work.d, work.kv_head, first_key, args.head_dim, threadIdx.x);
+    load_keys<Shape::kThreads>(tile_v(stage), args.v, work.d, work.kv_head, first_key, args.head_dim, threadIdx.x);
   };
-  // Only this warp reads these rows.
-  const auto load_own_rows = [&](const ForwardWork& work) {
-    const uint16_t* data = static_cast<const uint16_t*>(args.q.data);
-    const int lane = threadIdx.x & 31;
-    const auto address = [&](int row) { return data + work.rows.offset(row, args.q.token_stride, args.q.head_stride); };
-    if (warp_row + Shape::kWarpRows <= work.rows.valid && args.whole_group > 0 && args.whole_group <= 4) {
-      load_whole_rows<32, Shape::kWarpRows>(tile_q, warp_row, lane, address(warp_row + (lane >> 3)) + (lane & 7) * 8,
-                                            work.rows.token_step(4) * args.q.token_stride);
-      return;
-    }
-    load_rows<32, Shape::kWarpRows>(tile_q, warp_row, lane, args.head_dim, data, [&](int row) -> const void* {
-      return row < work.rows.valid ? address(row) : nullptr;
-    });
-  };
-
   ptx::let_next_kernel_start();
   if (serpentine(0) < units) {
     load_entry(0);
@@ -164,7 +90,7 @@ __global__ void __launch_bounds__(128, ForwardShape<kDim, kShort>::kResident)
     ptx::copy_wait<0>();
     __syncthreads();
     const ForwardWork work = ForwardWork::make<Shape>(args, entries[0], kv_head_of(0));
-    load_own_rows(work);
+    load_warp_rows<Shape>(args, work.rows, tile_q, warp_row);
     load_next_keys(work, work.first_tile, 0);
     ptx::copy_commit();
     if (threadIdx.x == 0) works[0] = work;
@@ -225,17 +151,20 @@ __global__ void __launch_bounds__(128, ForwardShape<kDim, kShort>::kResident)
       // A tile that no row of this warp sees would change no bit.
       if (first_key < some.end && end_key > some.first) {
         const bool masked = first_key < all.first || end_key > all.end;
-        if (some.end - first_key <= Shape::kKeys / 2) {
+        const int32_t end = some.end - first_key;
+        if (end <= Shape::kKeys / 2) {
           Unit::template step<Unit::kKeyBlocks / 2>(o, state, args, tile_q, tile_k(stage), tile_v(stage), work.d,
-                                                    work.rows, warp_row, first_key, masked, scale);
+                                                    work.rows, warp_row, first_key, end, masked, scale);
         } else {
           Unit::template step<Unit::kKeyBlocks>(o, state, args, tile_q, tile_k(stage), tile_v(stage), work.d, work.rows,
-                                                warp_row, first_key, masked, scale);
+                                                warp_row, first_key, end, masked, scale);
         }
       }
       if (last && more) {
         __syncwarp();
-        load_own_rows(ForwardWork::make<Shape>(args, entries[(round + 1) % 3], kv_head_of(round + 1)));
+        load_warp_rows<Shape>(args,
+                              ForwardWork::make<Shape>(args, entries[(round + 1) % 3], kv_head_of(round + 1)).rows,
+                              tile_q, warp_row);
         ptx::copy_commit();
       }
     }

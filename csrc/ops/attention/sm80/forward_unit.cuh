@@ -16,6 +16,8 @@ struct ForwardShape {
   static constexpr int kRowBlocks = kRows / 64;     // blocks of 16 rows a warp owns
   static constexpr int kShared = (kRows + 4 * kKeys) * kDim * 2 + 128;
   static constexpr int kWarpRows = 16 * kRowBlocks;
+  static constexpr int kLoadsAhead = 0;            // blocks of 16 columns of q and k, at most 1
+  static constexpr bool kFewInstructions = false;  // see forward_whole.cuh
   using TileQ = Tile<kRows, kDim>;
   using TileK = Tile<kKeys, kDim>;
 };
@@ -49,30 +51,45 @@ struct ForwardUnit {
       for (int n = 0; n < kCount; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) s[b][n][i] = 0.f;
+    constexpr int kAhead = Shape::kLoadsAhead;
+    constexpr int kPlaces = 1 + kAhead;
+    uint32_t a[kPlaces][kBlocks][4];
+    uint32_t bb[kPlaces][kCount / 2][4];
+    const auto load_rows = [&](int d) {
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) ptx::ldmatrix(a[d % kPlaces][b], rows.at(16 * b, d));
+    };
+    const auto load_keys = [&](int d, int n) { ptx::ldmatrix(bb[d % kPlaces][n / 2], keys.at(8 * n, d)); };
+    const auto load = [&](int d) {
+      load_rows(d);
+#pragma unroll
+      for (int n = 0; n < kCount; n += 2) load_keys(d, n);
+    };
+    if (kAhead > 0) load(0);
 #pragma unroll
     for (int d = 0; d < Shape::kDim / 16; ++d) {
-      uint32_t a[kBlocks][4];
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b) ptx::ldmatrix(a[b], rows.at(16 * b, d));
+      if (kAhead == 0) load_rows(d);
+      if (kAhead > 0 && d + 1 < Shape::kDim / 16) load(d + 1);
 #pragma unroll
       for (int n = 0; n < kCount; n += 2) {
-        uint32_t bb[4];
-        ptx::ldmatrix(bb, keys.at(8 * n, d));
+        if (kAhead == 0) load_keys(d, n);
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b) {
-          ptx::mma<T>(s[b][n], a[b], bb[0], bb[1]);
-          ptx::mma<T>(s[b][n + 1], a[b], bb[2], bb[3]);
+          const auto& right = bb[d % kPlaces][n / 2];
+          ptx::mma<T>(s[b][n], a[d % kPlaces][b], right[0], right[1]);
+          ptx::mma<T>(s[b][n + 1], a[d % kPlaces][b], right[2], right[3]);
         }
       }
     }
   }
 
-  // o += p v, p rounded to T.
+  // o += p v, p rounded to T; `end`: keys of the tile, as in step.
   template <int kCount>
-  static __device__ __forceinline__ void values(Sums& o, const Scores& p, typename Shape::TileK v) {
+  static __device__ __forceinline__ void values(Sums& o, const Scores& p, typename Shape::TileK v, int32_t end) {
     const LaneView<Shape::kKeys, Shape::kDim> keys(v, Lanes::kRowsFirst, 0);
 #pragma unroll
     for (int n = 0; n < kCount; n += 2) {
+      if (Shape::kFewInstructions && n > 0 && 8 * n >= end) break;
       uint32_t a[kBlocks][4];
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
@@ -105,6 +122,15 @@ struct ForwardUnit {
       for (int half = 0; half < 2; ++half) {
         const int32_t token = rows.token_of(first_row + 16 * b + 8 * half);
         const Range seen = d.keys_seen(token, token);
+        if (Shape::kFewInstructions && d.window.left >= kOpenWindow) {
+          const int32_t end = seen.end - column;
+#pragma unroll
+          for (int n = 0; n < kCount; ++n) {
+            if (8 * n >= end) s[b][n][2 * half] = -INFINITY;
+            if (8 * n + 1 >= end) s[b][n][2 * half + 1] = -INFINITY;
+          }
+          continue;
+        }
 #pragma unroll
         for (int n = 0; n < kCount; ++n) {
           const int32_t key = column + 8 * n;
@@ -156,12 +182,12 @@ struct ForwardUnit {
         for (int i = 0; i < 4; ++i) o[b][d][i] *= factor[b][i / 2];
   }
 
-  // One tile of keys for this warp's rows.
+  // One tile of keys for this warp's rows, which see none of it from key `end` on.
   template <int kCount>
   static __device__ __forceinline__ void step(Sums& o, RowState<kBlocks>& state, const Args& args,
                                               typename Shape::TileQ q, typename Shape::TileK k, typename Shape::TileK v,
                                               const DocumentView& d, const GroupRows& rows, int warp_row,
-                                              int32_t first_key, bool masked, float scale) {
+                                              int32_t first_key, int32_t end, bool masked, float scale) {
     Scores s;
     scores<kCount>(s, q, k, warp_row);
     if constexpr (kTransform) {
@@ -174,8 +200,83 @@ struct ForwardUnit {
     }
     if (masked) mask<kCount>(s, d, rows, warp_row + ((threadIdx.x & 31) >> 2), first_key);
     softmax<kCount>(s, state, o, scale);
-    values<kCount>(o, s, v);
+    values<kCount>(o, s, v, end);
   }
 };
+
+// Unit number `round` of this block, in a serpentine so that no block always gets the longer one.
+__device__ __forceinline__ uint32_t serpentine(uint32_t round) {
+  const uint32_t at = (round & 1) ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  return round * gridDim.x + at;
+}
+
+// q of a warp's rows, which only this warp reads.
+template <class Shape>
+__device__ __forceinline__ void load_warp_rows(const Args& args, const GroupRows& rows, typename Shape::TileQ tile,
+                                               int warp_row) {
+  const uint16_t* data = static_cast<const uint16_t*>(args.q.data);
+  const int lane = threadIdx.x & 31;
+  const auto address = [&](int row) { return data + rows.offset(row, args.q.token_stride, args.q.head_stride); };
+  if (warp_row + Shape::kWarpRows <= rows.valid && args.whole_group > 0 && args.whole_group <= 4) {
+    load_whole_rows<32, Shape::kWarpRows>(tile, warp_row, lane, address(warp_row + (lane >> 3)) + (lane & 7) * 8,
+                                          rows.token_step(4) * args.q.token_stride);
+    return;
+  }
+  load_rows<32, Shape::kWarpRows>(tile, warp_row, lane, args.head_dim, data,
+                                  [&](int row) -> const void* { return row < rows.valid ? address(row) : nullptr; });
+}
+
+// log(sum_j exp(unit * s_j)) from the largest s and the sum of 2^(s scale - largest scale), scale = unit * log2(e):
+// what rounding scale and the product left out is put back.
+__device__ __forceinline__ float log_of_sum(float most, float scale, double unit, float sum) {
+  const float left_out = most == -INFINITY ? 0.f : fmaf(most, scale, -(most * scale));
+  return static_cast<float>(most * unit + (logf(sum) - kLn2 * left_out));
+}
+
+// The unit's last step: out and lse of this warp's rows. unit: scale without its log2(e). A quad holds 2 kRowBlocks
+// rows; each of its lanes works out lse and the factor of one of them.
+template <class T, class Shape>
+__device__ __forceinline__ void finish(const Args& args, const GroupRows& rows, int first_row,
+                                       const RowState<Shape::kRowBlocks>& state,
+                                       const float (&o)[Shape::kRowBlocks][Shape::kDim / 8][4], float scale,
+                                       double unit) {
+  constexpr int kQuadRows = 2 * Shape::kRowBlocks;
+  const int lane = threadIdx.x & 31;
+  const int mine = lane % kQuadRows;
+  float sum = 0.f;
+  float most = 0.f;
+#pragma unroll
+  for (int i = 0; i < kQuadRows; ++i) {
+    float whole = state.sum[i / 2][i % 2];
+    whole += __shfl_xor_sync(0xffffffffu, whole, 1);
+    whole += __shfl_xor_sync(0xffffffffu, whole, 2);
+    sum = mine == i ? whole : sum;
+    most = mine == i ? state.most[i / 2][i % 2] : most;
+  }
+  float inverse = sum == 0.f ? 0.f : 1.f / sum;
+  const int own_row = first_row + 8 * mine;
+  if (own_row < rows.valid && (lane & 3) == mine) {
+    float lse = sum == 0.f ? -INFINITY : log_of_sum(most, scale, unit, sum);
+    const int32_t step = rows.token_step(own_row);
+    const int32_t head = rows.first_head + own_row + rows.skipped - step * rows.group;
+    if (args.sinks != nullptr) {
+      const float sink = args.sinks[head];
+      const float top = fmaxf(lse, sink);
+      const float whole = top == -INFINITY ? top : top + log1pf(expf(fminf(lse, sink) - top));
+      inverse = sum == 0.f ? 0.f : inverse * expf(lse - whole);
+      lse = whole;
+    }
+    args.lse[head * args.documents_q.total + rows.first_token + step] = lse;
+  }
+#pragma unroll
+  for (int i = 0; i < kQuadRows; ++i) {
+    const int row = first_row + 8 * i;
+    uint16_t* out = row < rows.valid ? static_cast<uint16_t*>(args.out.data) +
+                                           rows.offset(row, args.out.token_stride, args.out.head_stride)
+                                     : nullptr;
+    const float factor = __shfl_sync(0xffffffffu, inverse, (lane & 28) + i);
+    store_row<T>(out, 0, args.head_dim, o[i / 2], i % 2, factor);
+  }
+}
 
 }  // namespace packing_ops::sm80

@@ -6,6 +6,7 @@
 
 #include "core/launch.cuh"
 #include "ops/attention/sm80/backward.h"
+#include "ops/attention/sm80/forward.h"
 #include "ops/attention/sm80/persistent.h"
 
 namespace packing_ops::sm80 {
@@ -55,6 +56,10 @@ Room backward_room(int padded, int device) {
   };
   if (fits(Room::kLarge)) return Room::kLarge;
   return fits(Room::kMedium) || !has_small_room(padded) ? Room::kMedium : Room::kSmall;
+}
+
+bool has_whole_forward(int padded, int device) {
+  return has_short_forward(padded) && whole_shared(padded) + kWholeRing <= shared_memory_of_block(device);
 }
 
 void launch_persistent(PersistentKernel& kernel, const Args& args, int64_t units, cudaStream_t stream) {

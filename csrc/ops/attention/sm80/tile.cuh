@@ -139,13 +139,15 @@ __device__ __forceinline__ void load_whole_tile(Tile<kRows, kDim> tile, int thre
   load_whole_rows<kThreads, kRows>(tile, 0, thread, from, step);
 }
 
-// The same where only `valid` rows exist, or head_dim columns: the others become zeros.
+// The same where only `valid` rows exist, or head_dim columns: the others become zeros, but for rows from `rows` on.
 template <int kThreads, int kRows, int kDim>
 __device__ __forceinline__ void load_part_of_tile(Tile<kRows, kDim> tile, int thread, const uint16_t* from,
-                                                  int64_t step, int32_t valid, int head_dim, const void* anywhere) {
+                                                  int64_t step, int32_t valid, int head_dim, const void* anywhere,
+                                                  int32_t rows) {
   const int c = thread & 7;
 #pragma unroll
   for (int row = 0; row < kRows; row += kThreads / 8, from += step) {
+    if (row >= rows) break;
     const int own_row = row + (thread >> 3);
 #pragma unroll
     for (int panel = 0; panel < (kDim + 63) / 64; ++panel) {
@@ -174,8 +176,8 @@ __device__ __forceinline__ KeyRows key_rows(const AttentionTensor& rows, const D
 // load_rows of them in fewer instructions and more registers.
 template <int kThreads, int kRows, int kDim>
 __device__ __forceinline__ void load_keys(Tile<kRows, kDim> tile, const AttentionTensor& from, const DocumentView& d,
-                                          int32_t kv_head, int32_t first_key, int head_dim) {
-  const int thread = threadIdx.x;
+                                          int32_t kv_head, int32_t first_key, int head_dim, int thread,
+                                          int32_t rows = kRows) {
   const int32_t valid = d.keys - first_key;
   const int64_t step = kThreads / 8 * from.token_stride;
   const uint16_t* own = static_cast<const uint16_t*>(from.data) +
@@ -184,7 +186,7 @@ __device__ __forceinline__ void load_keys(Tile<kRows, kDim> tile, const Attentio
   if (valid >= kRows && head_dim == kDim) {
     load_whole_tile<kThreads>(tile, thread, own, step);
   } else {
-    load_part_of_tile<kThreads>(tile, thread, own, step, valid, head_dim, from.data);
+    load_part_of_tile<kThreads>(tile, thread, own, step, valid, head_dim, from.data, rows);
   }
 }
 
