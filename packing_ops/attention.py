@@ -436,11 +436,15 @@ def _lse_dtype(dtype):
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def _plan_size(total_q, total_k, documents, group):
+    """attention_plan_size of csrc/ops/attention/attention.h."""
+    return 16 + 8 * (total_q * group // 32 + total_k // 32 + 6 * documents)
+
+
 @torch.library.register_fake("packing_ops::attention_plan")
 def _(cu_seqlens_q, cu_seqlens_k, total_q, total_k, num_heads, num_kv_heads, head_dim, causal, left, right):
-    group = num_heads // num_kv_heads
-    entries = total_q * group // 32 + total_k // 32 + 5 * (cu_seqlens_q.shape[0] - 1)
-    size = 16 + 8 * entries if cu_seqlens_q.device.type == "cuda" else 0
+    on_cuda = cu_seqlens_q.device.type == "cuda"
+    size = _plan_size(total_q, total_k, cu_seqlens_q.shape[0] - 1, num_heads // num_kv_heads) if on_cuda else 0
     return cu_seqlens_q.new_empty(size, dtype=torch.int32)
 
 

@@ -82,6 +82,8 @@ def compiled(headers: Path) -> Path:
 def library(headers: Path) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(compiled(headers)))
     loaded.emulated_attention.restype = ctypes.c_char_p
+    loaded.emulated_plan_size.argtypes = [ctypes.c_int64] * 4
+    loaded.emulated_plan_size.restype = ctypes.c_int64
     return loaded
 
 

@@ -6,6 +6,8 @@ import torch
 from attention_case import Case, document_alone, document_results
 from helpers import assert_same
 
+from packing_ops.attention import _plan_size
+
 HEADERS = emulated.cuda_headers()
 pytestmark = pytest.mark.skipif(HEADERS is None, reason="needs the CUDA toolkit's headers")
 
@@ -86,6 +88,11 @@ def test_scores_ahead_keep_the_bits(name, gpu):
     found = results(case, gpu)
     for key, value in results(case, "sm_90", "late copies").items():
         assert_same(value, found[key])
+
+
+@pytest.mark.parametrize("sizes", [(0, 0, 0, 1), (100, 100, 3, 4), (65, 1000, 17, 1), (1, 1, 1, 128)], ids=str)
+def test_python_knows_the_size_of_a_plan(sizes):
+    assert _plan_size(*sizes) == emulated.library(HEADERS).emulated_plan_size(*sizes)
 
 
 def test_wrong_cu_seqlens_give_zeros_and_an_error():

@@ -60,6 +60,8 @@ def trained(model, collator, folder, device):
         save_strategy="no",
         disable_tqdm=True,
     )
+    if device == "cuda":
+        settings._n_gpu = 1  # of several the Trainer would make a DataParallel, which splits batches
     trainer = Recorded(
         model=model, args=settings, data_collator=collator, train_dataset=examples, eval_dataset=examples
     )

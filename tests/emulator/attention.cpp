@@ -18,6 +18,15 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* ke
   return cudaSuccess;
 }
 
+int64_t emulated_plan_size(int64_t total_q, int64_t total_k, int64_t documents, int64_t group) {
+  AttentionPlanParams p;
+  p.documents_q = {nullptr, documents, total_q};
+  p.documents_k = {nullptr, documents, total_k};
+  p.num_q_heads = group;
+  p.num_kv_heads = 1;
+  return attention_plan_size(p);
+}
+
 // Contiguous tensors; sinks, dlse and dsinks may be null. Returns what went wrong, or an empty string.
 const char* emulated_attention(const int64_t* sizes, const double* options, void* const* tensors) {
   static std::string error;

@@ -20,10 +20,9 @@ struct Window {
 // Rows are a document's (token, head of the group) pairs: row r is token r / group, head r % group.
 struct AttentionTiles {
   int32_t group = 1;
-  int32_t forward_rows = 128;  // rows of a forward unit
-  int32_t forward_keys = 64;   // keys that it takes at a time
-  int32_t short_rows = 64;     // the same of short documents
-  int32_t short_keys = 32;
+  int32_t forward_rows = 128;   // rows of a forward unit
+  int32_t forward_keys = 64;    // keys that it takes at a time
+  int32_t short_rows = 64;      // rows of a short document's unit
   int32_t short_most = 128;     // keys of a short document, -1: there are none
   int32_t whole_most = 128;     // keys and tokens of one that is a single unit, -1: there are none
   int32_t backward_rows = 64;   // rows that a backward unit takes at a time

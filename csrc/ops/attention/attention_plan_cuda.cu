@@ -51,7 +51,7 @@ struct TileLister {
   // same rows: the backward's, which also need their order, and those of short documents.
   __device__ int64_t cost(const DocumentView& d, int32_t tile) const {
     const int64_t group = plan.tiles.group;
-    if (list == PlanView::kForwardShort) return ceil_div(d.keys, plan.tiles.short_keys);
+    if (list == PlanView::kForwardShort) return ceil_div(d.keys, sm80::kShortKeys);
     if (list == PlanView::kForwardWhole) {
       constexpr int64_t kFixed = 8;  // what a block of rows costs beside its keys, in blocks of as many keys
       return ceil_div(d.tokens * group, sm80::kWholeRows) * (kFixed + ceil_div(d.keys, sm80::kWholeRows));
@@ -198,7 +198,6 @@ PlanView plan_view(const AttentionPlanParams& p) {
   plan.tiles.forward_rows = sm80::forward_rows(padded);
   plan.tiles.forward_keys = sm80::forward_keys(padded);
   plan.tiles.short_rows = sm80::kShortRows;
-  plan.tiles.short_keys = sm80::kShortKeys;
   plan.tiles.whole_most = sm80::has_whole_forward(padded, p.device) ? sm80::kWholeMost : -1;
   const int32_t short_most = sm80::has_short_forward(padded) ? sm80::kShortMost / plan.tiles.group : -1;
   plan.tiles.short_most = short_most > plan.tiles.whole_most ? short_most : -1;
