@@ -13,9 +13,9 @@ import packing_ops as po
 
 def packed(lengths, heads, dim, device, dtype=torch.float32):
     """q, k, v, dout and cu_seqlens of documents of these lengths; heads = (num_q_heads, num_kv_heads)."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     shapes = [(sum(lengths), count, dim) for count in (heads[0], heads[1], heads[1], heads[0])]
-    tensors = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    tensors = [torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes]
     q, k, v = (tensor.requires_grad_() for tensor in tensors[:3])
     return q, k, v, tensors[3], po.cu_seqlens_from_lengths(lengths).to(device)
 
