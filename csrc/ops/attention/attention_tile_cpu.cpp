@@ -23,7 +23,8 @@ PACKING_OPS_INLINE To bits_as(From value) {
 
 // --- matrix products ---
 
-constexpr int kRowsAtOnce = 6;  // times one vector of columns: the sums stay in registers from AVX2 on
+constexpr int64_t kDepthAtOnce = 128;  // longer sums are made of two, which round less
+constexpr int kRowsAtOnce = 6;         // times one vector of columns: the sums stay in registers from AVX2 on
 
 // result[i][j] (+)= sum over k of a(i, k) * b[k][j], with a(i, k) = a[i * a_row + k * a_depth], j < kLanes.
 template <int kRows, bool kAdd, class T>
@@ -198,8 +199,13 @@ PACKING_OPS_MULTIVERSION void multiply(const Tile& tile, const T* keys, const T*
   for (int64_t i = 0; i < tile.band.keys; i += kRowsAtOnce) {
     const int64_t count = std::min<int64_t>(kRowsAtOnce, tile.band.keys - i);
     const Range columns = whole_vectors<T>(tile.band.rows_of({i, i + count}));
-    multiply_rows<false>(count, keys + i * tile.dim, tile.dim, 1, rows_transposed, tile.row_stride, {0, tile.dim},
-                         columns, products + i * tile.row_stride, tile.row_stride);
+    T* to = products + i * tile.row_stride;
+    const Range first{0, std::min(tile.dim, kDepthAtOnce)};
+    multiply_rows<false>(count, keys + i * tile.dim, tile.dim, 1, rows_transposed, tile.row_stride, first, columns, to,
+                         tile.row_stride);
+    if (first.end == tile.dim) continue;
+    multiply_rows<true>(count, keys + i * tile.dim, tile.dim, 1, rows_transposed, tile.row_stride,
+                        {first.end, tile.dim}, columns, to, tile.row_stride);
   }
 }
 
