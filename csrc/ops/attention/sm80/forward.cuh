@@ -50,7 +50,6 @@ __global__ void __launch_bounds__(128, ForwardShape<kDim, kShort>::kResident)
   using Shape = ForwardShape<kDim, kShort>;
   constexpr int kList = kShort ? PlanView::kForwardShort : PlanView::kForward;
   using Unit = ForwardUnit<T, Shape, kTransform>;
-  constexpr int kBlocks = Shape::kRowBlocks;
   extern __shared__ uint8_t shared[];
   __shared__ PlanEntry entries[3];  // of this unit, the next and the one after
   __shared__ ForwardWork works[2];  // this unit and the next
@@ -63,8 +62,8 @@ __global__ void __launch_bounds__(128, ForwardShape<kDim, kShort>::kResident)
 
   const int warp_row = (threadIdx.x / 32) * Shape::kWarpRows;
   const int g = (threadIdx.x & 31) >> 2;
-  const float scale = kTransform ? 1.f : args.softmax_scale * kLog2e;
-  const double unit = kTransform ? 0.6931471805599453 : args.softmax_scale;
+  const float scale = Unit::scale(args);
+  const double natural_scale = Unit::natural_scale(args);
   const uint32_t units = static_cast<uint32_t>(args.plan.data[kList]) * args.num_kv_heads;
   const auto kv_head_of = [&](uint32_t round) {
     const uint32_t unit = serpentine(round);
@@ -101,20 +100,9 @@ __global__ void __launch_bounds__(128, ForwardShape<kDim, kShort>::kResident)
   int stage = 0;
   for (uint32_t round = 0; serpentine(round) < units; ++round) {
     const ForwardWork& work = works[round & 1];
-    RowState<kBlocks> state;
+    RowState<Shape::kRowBlocks> state;
     typename Unit::Sums o;
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        state.most[b][half] = -INFINITY;
-        state.sum[b][half] = 0.f;
-      }
-#pragma unroll
-      for (int n = 0; n < Unit::kDimBlocks; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) o[b][n][i] = 0.f;
-    }
+    Unit::clear(o, state);
     bool last = false;
     bool fresh = true;
     Range some;  // keys that some row of this warp sees
@@ -168,7 +156,7 @@ __global__ void __launch_bounds__(128, ForwardShape<kDim, kShort>::kResident)
         ptx::copy_commit();
       }
     }
-    if (warp_row < work.rows.valid) finish<T, Shape>(args, work.rows, warp_row + g, state, o, scale, unit);
+    if (warp_row < work.rows.valid) finish<T, Shape>(args, work.rows, warp_row + g, state, o, scale, natural_scale);
   }
   ptx::wait_for_kernel_before();
 }

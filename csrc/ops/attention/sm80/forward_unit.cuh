@@ -37,6 +37,30 @@ struct ForwardUnit {
   using Scores = float[kBlocks][kKeyBlocks][4];
   using Sums = float[kBlocks][kDimBlocks][4];
 
+  // What a dot product is multiplied by before 2^x, and before e^x.
+  static __device__ __forceinline__ float scale(const Args& args) {
+    return kTransform ? 1.f : args.softmax_scale * kLog2e;
+  }
+  static __device__ __forceinline__ double natural_scale(const Args& args) {
+    return kTransform ? 0.6931471805599453 : args.softmax_scale;
+  }
+
+  // Before a row's first key.
+  static __device__ __forceinline__ void clear(Sums& o, RowState<kBlocks>& rows) {
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        rows.most[b][half] = -INFINITY;
+        rows.sum[b][half] = 0.f;
+      }
+#pragma unroll
+      for (int n = 0; n < kDimBlocks; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o[b][n][i] = 0.f;
+    }
+  }
+
   // kCount: blocks of 8 keys, from the tile's first on, that the warp's rows see.
 
   // s = q k^T of this warp's rows and one key tile.

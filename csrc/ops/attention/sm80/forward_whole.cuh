@@ -130,8 +130,8 @@ __device__ __forceinline__ void attend(const Args& args, WholeRing<Shape>& ring,
                                        typename Shape::Tiles tile_k, typename Shape::Tiles tile_v) {
   using Unit = ForwardUnit<T, Shape, kTransform>;
   const int lane = threadIdx.x & 31;
-  const float scale = kTransform ? 1.f : args.softmax_scale * kLog2e;
-  const double natural_scale = kTransform ? 0.6931471805599453 : args.softmax_scale;
+  const float scale = Unit::scale(args);
+  const double natural_scale = Unit::natural_scale(args);
   const auto take_block = [&] { return lane == 0 ? atomicAdd(&ring.next_block, 1) : 0; };
   int32_t unit = 0;
   int32_t taken = take_block();
@@ -164,15 +164,7 @@ __device__ __forceinline__ void attend(const Args& args, WholeRing<Shape>& ring,
     if (done.valid > 0) finish<T, Shape>(args, done, lane >> 2, state, o, scale, natural_scale);
     if (last) break;
     done = rows;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      state.most[0][half] = -INFINITY;
-      state.sum[0][half] = 0.f;
-    }
-#pragma unroll
-    for (int n = 0; n < Unit::kDimBlocks; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) o[0][n][i] = 0.f;
+    Unit::clear(o, state);
     const Range some = d.keys_seen(rows.token, rows.last_token());
     const Range all = d.keys_seen_by_all(rows.token, rows.last_token());
     int32_t tile = some.first / Shape::kKeys;
