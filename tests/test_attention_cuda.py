@@ -181,6 +181,12 @@ def test_what_cuda_does_not_take(dim, dtype, message):
         po.varlen_attention(q, k, v, cu_seqlens_of([4], "cuda"))
 
 
+def test_too_many_heads_to_a_kv_head():
+    q, k, v, _ = packed([5], dim=8, heads=(1025, 1))
+    with pytest.raises(ValueError, match="num_heads: expected at most 1024 to a kv head on CUDA, got 1025"):
+        po.varlen_attention(q, k, v, cu_seqlens_of([5], "cuda"))
+
+
 def test_float32_is_not_tf32():
     case = Case([300, 65], heads=(4, 2), dim=64, device="cuda", dtype=torch.float32, sinks=True, softcap=5.0)
     assert_close(case.ours(), case.exact(), 1e-5)
@@ -191,6 +197,42 @@ def test_100k_documents():
     out, _, _, dv = out_and_gradients(q, k, v, dout, cu_seqlens_of([1] * 100_000, "cuda"))
     assert_same(out, v.repeat_interleave(2, dim=1))
     torch.testing.assert_close(dv, dout.view(-1, 2, 2, 64).sum(2), rtol=1e-2, atol=1e-2)
+
+
+# --- dq's partial sums, which go around in less memory than all of them need ---
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    "lengths",
+    [[40_000], [129] * 300, [700, 130, 9000, 2, 200] * 4, [*range(100, 400, 7)] * 4],
+    ids=["one", "many short", "mixed", "ragged"],
+)
+def test_heads_keep_their_bits_when_sums_go_around(lengths, causal):
+    """Those of one head fit."""
+    q, k, v, dout = packed(lengths, dim=64, heads=(8, 8))
+    cu_seqlens = cu_seqlens_of(lengths, "cuda")
+    together = out_and_gradients(q, k, v, dout, cu_seqlens, causal=causal)
+    for again, first in zip(out_and_gradients(q, k, v, dout, cu_seqlens, causal=causal), together, strict=True):
+        assert_same(again, first)
+    for head in range(8):
+        rows = (t[:, head : head + 1].detach().requires_grad_() for t in (q, k, v))
+        alone = out_and_gradients(*rows, dout[:, head : head + 1], cu_seqlens, causal=causal)
+        for found, expected in zip(together, alone, strict=True):
+            assert_same(found[:, head : head + 1], expected)
+
+
+@pytest.mark.parametrize("lengths", [[4096] * 8, [300] * 109, [100] * 327], ids=["4096", "300", "100"])
+def test_memory_of_the_backward(lengths):
+    """Bytes per element of q beside the gradients."""
+    q, k, v, dout = packed(lengths, dim=128, heads=(32, 8))
+    out = po.varlen_attention(q, k, v, cu_seqlens_of(lengths, "cuda"))
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    gradients = torch.autograd.grad(out, (q, k, v), dout)
+    extra = torch.cuda.max_memory_allocated() - before - sum(t.nbytes for t in gradients)
+    assert extra <= 4 * q.numel()
 
 
 @pytest.mark.parametrize("options", [{}, {"window_size": (40, 0), "softcap": 5.0, "sinks": True}], ids=["plain", "all"])

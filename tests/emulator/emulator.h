@@ -159,8 +159,9 @@ template <class T>
 T __ldcg(const T* from) {
   return *from;
 }
-inline int32_t atomicAdd(int32_t* to, int32_t x) {
-  const int32_t before = *to;
+template <class T>
+T atomicAdd(T* to, T x) {
+  const T before = *to;
   *to += x;
   return before;
 }

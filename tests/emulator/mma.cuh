@@ -123,6 +123,9 @@ inline int32_t load_acquire(const int32_t* pointer) {
 inline void store_release(int32_t* pointer, int32_t value) {
   *pointer = value;
 }
+inline void store_relaxed(int32_t* pointer, int32_t value) {
+  *pointer = value;
+}
 inline void add_4(float4* to, float4 x) {
   *to = make_float4(to->x + x.x, to->y + x.y, to->z + x.z, to->w + x.w);
 }

@@ -148,6 +148,11 @@ __device__ __forceinline__ void store_release(int32_t* pointer, int32_t value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
 }
 
+// Tells of nothing but itself.
+__device__ __forceinline__ void store_relaxed(int32_t* pointer, int32_t value) {
+  asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
+}
+
 // Adds without waiting for the old value.
 __device__ __forceinline__ void add_4(float4* to, float4 x) {
   float* pointer = reinterpret_cast<float*>(to);

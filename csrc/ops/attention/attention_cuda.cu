@@ -53,21 +53,14 @@ struct Scratch {
   int64_t row_stats;  // bytes
   int64_t order;
   int64_t dq_sum;
-  bool sums_by_key;
 
   explicit Scratch(const Args& a, bool fp32) {
     const int64_t rows = a.documents_q.total * a.num_heads;
-    const int64_t documents = a.documents_q.num_documents;
     row_stats = (rows * static_cast<int64_t>(sizeof(float2)) + 15) / 16 * 16;
-    const int64_t tiles = a.documents_q.total * a.group / a.plan.tiles.backward_rows + 1;
-    order = fp32 ? 0 : (4 * (Args::kClaims + (tiles + documents) * a.num_kv_heads) + 15) / 16 * 16;
-    const int64_t key_tiles = a.documents_k.total / a.plan.tiles.backward_keys;
-    sums_by_key = key_tiles < documents;
+    order = fp32 ? 0 : (4 * (Args::kClaims + a.plan.sum_tiles) + 15) / 16 * 16;
     const int64_t tile_bytes =
         a.plan.tiles.backward_rows * sm80::padded_dim(a.head_dim) * static_cast<int64_t>(sizeof(float));
-    const int64_t sum_tiles = tiles + (sums_by_key ? key_tiles : documents);
-    // Keys that fit one tile leave no partial sums.
-    dq_sum = fp32 || key_tiles == 0 ? 0 : sum_tiles * a.num_kv_heads * tile_bytes;
+    dq_sum = fp32 ? 0 : a.plan.sum_tiles * tile_bytes;
   }
 };
 
@@ -85,7 +78,6 @@ Args backward_args(const VarlenAttentionBackwardParams& p) {
   a.order = reinterpret_cast<int32_t*>(bytes + scratch.row_stats);
   a.order_size = scratch.order / 4;
   a.dq_sum = reinterpret_cast<float*>(bytes + scratch.row_stats + scratch.order);
-  a.sums_by_key = scratch.sums_by_key;
   a.all_row_stats =
       p.dtype == DType::kFloat32 || a.sinks != nullptr || a.documents_q.cu_seqlens != a.documents_k.cu_seqlens;
   return a;

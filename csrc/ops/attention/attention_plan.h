@@ -12,6 +12,7 @@ namespace packing_ops {
 // A query at key position p sees keys p - left to p + right; causal is right = 0.
 constexpr int32_t kOpenWindow = 1 << 30;
 constexpr int64_t kMaxTokens = 1 << 29;  // of a packed batch on CUDA
+constexpr int64_t kMaxGroup = 1 << 10;   // q heads to a kv head on CUDA
 struct Window {
   int32_t left;
   int32_t right;
@@ -45,8 +46,11 @@ struct alignas(16) PlanEntry {
   int32_t tokens;
   int32_t start_k;
   int32_t keys;
-  int32_t first_token;  // of a forward unit's rows
-  int32_t skipped;      // heads of its group that belong to the unit before
+  union {
+    int32_t first_token;  // of a forward unit's rows
+    uint32_t first_sum;   // of a backward unit's document: its first place in PlanView::sum_ring
+  };
+  int32_t skipped;  // of a forward unit: heads of its group that belong to the unit before
 };
 
 // int32 words: header, then lists of entries: the forward's, its short documents', those that are whole units, the
@@ -58,6 +62,11 @@ struct PlanView {
   int64_t num_documents = 0;
   AttentionTiles tiles;
   Window window = {kOpenWindow, kOpenWindow};
+  int32_t num_kv_heads = 1;
+  // Partial sums of dq: the row tiles of documents of several key tiles, kv head by kv head, have places in the list's
+  // order. Place i lies at i modulo sum_ring, a power of two; memory has sum_tiles, where places do not get further.
+  uint32_t sum_ring = 1;
+  int64_t sum_tiles = 0;
 
   enum Header {
     kForward,

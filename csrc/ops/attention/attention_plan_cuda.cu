@@ -1,5 +1,7 @@
-// The work-list: one block for each list. A warp takes 32 documents at a time; a document's tiles keep their order
-// inside a cost class, which the backward's chain of partial sums relies on.
+// The work-list: one block for each list. A warp takes 32 documents at a time.
+#include <algorithm>
+#include <bit>
+
 #include "core/error.h"
 #include "core/launch.cuh"
 #include "core/segment.cuh"
@@ -47,8 +49,8 @@ struct TileLister {
     return static_cast<int32_t>(ceil_div(d.keys, plan.tiles.backward_keys));
   }
 
-  // One cost for all tiles of a document where they are to stay together, so that those at work at one time read the
-  // same rows: the backward's, which also need their order, and those of short documents.
+  // One cost for all tiles of a document where those at work at one time are to read the same rows: the backward's and
+  // those of short documents.
   __device__ int64_t cost(const DocumentView& d, int32_t tile) const {
     const int64_t group = plan.tiles.group;
     if (list == PlanView::kForwardShort) return ceil_div(d.keys, sm80::kShortKeys);
@@ -69,29 +71,60 @@ struct TileLister {
     return ceil_div(seen.end, keys) - seen.first / keys;
   }
 
-  // The backward's chain of partial sums goes through a document's key tiles in this order.
-  __device__ PlanEntry entry(int64_t document, const DocumentView& d, int32_t index) const {
+  // Documents of several key tiles stay in one piece, as the ring of their partial sums needs it.
+  __device__ bool together() const { return list == PlanView::kBackward; }
+  __device__ uint32_t sum_tiles(const DocumentView& d) const {
+    const Range seeing = d.tokens_seeing(plan.tiles.backward_keys, d.keys - 1);  // more than the first key tile
+    const Range range = row_tiles(seeing, plan.tiles.group, plan.tiles.backward_rows);
+    return static_cast<uint32_t>(range.end - range.first);
+  }
+
+  // The backward's chain of partial sums goes through a document's key tiles in this order. sums: row tiles of the
+  // documents before.
+  __device__ PlanEntry entry(int64_t document, const DocumentView& d, int32_t index, uint32_t sums) const {
     const bool ascend = is_forward() || plan.tiles.start_at_last_row(d.tokens);
     const int32_t tile = ascend ? index : tiles(d) - 1 - index;
-    const int64_t row = static_cast<int64_t>(tile) * rows();
-    return {static_cast<int32_t>(document),
-            tile,
-            static_cast<int32_t>(d.start_q),
-            d.tokens,
-            static_cast<int32_t>(d.start_k),
-            d.keys,
-            static_cast<int32_t>(row / plan.tiles.group),
-            static_cast<int32_t>(row % plan.tiles.group)};
+    PlanEntry entry{static_cast<int32_t>(document),
+                    tile,
+                    static_cast<int32_t>(d.start_q),
+                    d.tokens,
+                    static_cast<int32_t>(d.start_k),
+                    d.keys,
+                    {},
+                    {}};
+    if (together()) {
+      entry.first_sum = sums * static_cast<uint32_t>(plan.num_kv_heads);
+    } else {
+      const int64_t row = static_cast<int64_t>(tile) * rows();
+      entry.first_token = static_cast<int32_t>(row / plan.tiles.group);
+      entry.skipped = static_cast<int32_t>(row % plan.tiles.group);
+    }
+    return entry;
   }
 };
 
+// Entries of a class and row tiles of their partial sums, so that one atomic takes both in the same order.
+struct Position {
+  int32_t entry;
+  uint32_t sums;
+};
+using Counter = unsigned long long;
+__device__ Counter counter_of(Position p) {
+  return static_cast<Counter>(p.sums) << 32 | static_cast<uint32_t>(p.entry);
+}
+__device__ Position position_of(Counter c) {
+  return {static_cast<int32_t>(c), static_cast<uint32_t>(c >> 32)};
+}
+
 // Position of this lane among the `taking` lanes of its class, after one atomic by the first of them.
-__device__ int32_t take_position(int32_t* counters, int cls, unsigned taking) {
+__device__ int32_t take_position(Counter* counters, int cls, unsigned taking) {
   const unsigned lane = threadIdx.x & 31;
   const unsigned peers = __match_any_sync(taking, cls);
   const int leader = __ffs(static_cast<int>(peers)) - 1;
   int32_t base = 0;
-  if (lane == static_cast<unsigned>(leader)) base = atomicAdd(&counters[cls], __popc(peers));
+  if (lane == static_cast<unsigned>(leader)) {
+    base = atomicAdd(reinterpret_cast<int32_t*>(&counters[cls]), __popc(peers));
+  }
   base = __shfl_sync(peers, base, leader);
   return base + __popc(peers & ((1u << lane) - 1));
 }
@@ -100,12 +133,18 @@ __device__ int32_t take_position(int32_t* counters, int cls, unsigned taking) {
 // documents in one row, a lane each.
 template <class F>
 __device__ void for_each_tile(const TileLister& lister, const Documents& documents_q, const Documents& documents_k,
-                              int32_t* counters, F&& f) {
+                              Counter* counters, F&& f) {
   const int lane = threadIdx.x & 31;
   for (int64_t base = threadIdx.x & ~31; base < documents_q.num_documents; base += blockDim.x) {
     int32_t tiles = 0;
+    Position place{};  // of this lane's document, where tiles stay together
     if (base + lane < documents_q.num_documents) {
-      tiles = lister.tiles(document_view(documents_q, documents_k, base + lane, lister.plan.window));
+      const DocumentView d = document_view(documents_q, documents_k, base + lane, lister.plan.window);
+      tiles = lister.tiles(d);
+      if (lister.together() && tiles > 0) {
+        place =
+            position_of(atomicAdd(&counters[cost_class(lister.cost(d, 0))], counter_of({tiles, lister.sum_tiles(d)})));
+      }
     }
     int32_t end = tiles;  // of this lane's document in the row
 #pragma unroll
@@ -121,12 +160,17 @@ __device__ void for_each_tile(const TileLister& lister, const Documents& documen
         if (__shfl_sync(0xffffffffu, end, owner + step - 1) <= at) owner += step;
       }
       const int32_t first = __shfl_sync(0xffffffffu, end - tiles, owner);
+      Position position{__shfl_sync(0xffffffffu, place.entry, owner), __shfl_sync(0xffffffffu, place.sums, owner)};
       const bool mine = at < count;
       const unsigned taking = __ballot_sync(0xffffffffu, mine);
       if (mine) {
         const DocumentView d = document_view(documents_q, documents_k, base + owner, lister.plan.window);
-        const int cls = cost_class(lister.cost(d, at - first));
-        f(base + owner, d, at - first, take_position(counters, cls, taking));
+        if (lister.together()) {
+          position.entry += at - first;
+        } else {
+          position.entry = take_position(counters, cost_class(lister.cost(d, at - first)), taking);
+        }
+        f(base + owner, d, at - first, position);
       }
     }
   }
@@ -143,7 +187,7 @@ __device__ bool wrong_entries(const Documents& documents) {
 
 __global__ void __launch_bounds__(kPlanThreads)
     attention_plan_kernel(PlanView plan, Documents documents_q, Documents documents_k, FaultFlag fault) {
-  __shared__ int32_t counters[kClasses];
+  __shared__ Counter counters[kClasses];
   const int list = blockIdx.x;
   const TileLister lister{plan, list};
   // One wrong entry and the whole batch counts as padding: zeros everywhere, no address from a wrong value.
@@ -160,23 +204,41 @@ __global__ void __launch_bounds__(kPlanThreads)
   }
   for (int i = threadIdx.x; i < kClasses; i += blockDim.x) counters[i] = 0;
   __syncthreads();
-  for_each_tile(lister, documents_q, documents_k, counters, [](int64_t, const DocumentView&, int32_t, int32_t) {});
+  for_each_tile(lister, documents_q, documents_k, counters, [](int64_t, const DocumentView&, int32_t, Position) {});
   __syncthreads();
   if (threadIdx.x == 0) {
-    int32_t sum = 0;
+    Counter sum = 0;
     for (int i = 0; i < kClasses; ++i) {
-      const int32_t count = counters[i];
+      const Counter count = counters[i];
       counters[i] = sum;
       sum += count;
     }
-    plan.data[list] = sum;
+    plan.data[list] = position_of(sum).entry;
   }
   __syncthreads();
   PlanEntry* entries = plan.entries[list];
   for_each_tile(lister, documents_q, documents_k, counters,
-                [&](int64_t document, const DocumentView& d, int32_t tile, int32_t position) {
-                  entries[position] = lister.entry(document, d, tile);
+                [&](int64_t document, const DocumentView& d, int32_t tile, Position position) {
+                  entries[position.entry] = lister.entry(document, d, tile, position.sums);
                 });
+}
+
+// The ring has room for the longest document that there can be, and for enough units of any length that the GPU is not
+// kept waiting.
+void set_sum_ring(PlanView& plan, int32_t device) {
+  const AttentionTiles& tiles = plan.tiles;
+  const int64_t key_tiles = plan.total_k / tiles.backward_keys;
+  if (key_tiles == 0) return;  // documents of one key tile have no partial sums
+  int multiprocessors = 0;
+  check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
+             "cudaDeviceGetAttribute");
+  const int64_t longest = ceil_div(plan.total_q * tiles.group, tiles.backward_rows);
+  const int64_t at_work = 2 * multiprocessors * ceil_div(tiles.backward_keys * tiles.group, tiles.backward_rows);
+  const uint64_t least = static_cast<uint64_t>(std::max({longest, at_work, key_tiles + 1}));
+  constexpr uint64_t kMost = uint64_t{1} << 31;  // more than any GPU has memory for
+  plan.sum_ring = static_cast<uint32_t>(std::min(std::bit_ceil(least), kMost));
+  const int64_t all = (longest + std::min(key_tiles, plan.num_documents)) * plan.num_kv_heads;
+  plan.sum_tiles = std::min<int64_t>(all, plan.sum_ring);
 }
 
 }  // namespace
@@ -188,13 +250,15 @@ PlanView plan_view(const AttentionPlanParams& p) {
            documents->total);
     }
   }
+  const int64_t group = p.num_q_heads / p.num_kv_heads;
+  if (group > kMaxGroup) fail("num_heads: expected at most ", kMaxGroup, " to a kv head on CUDA, got ", group);
   PlanView plan;
   plan.data = p.plan;
   plan.total_q = p.documents_q.total;
   plan.total_k = p.documents_k.total;
   plan.num_documents = p.documents_q.num_documents;
   const int padded = sm80::padded_dim(p.head_dim);
-  plan.tiles.group = static_cast<int32_t>(p.num_q_heads / p.num_kv_heads);
+  plan.tiles.group = static_cast<int32_t>(group);
   plan.tiles.forward_rows = sm80::forward_rows(padded);
   plan.tiles.forward_keys = sm80::forward_keys(padded);
   plan.tiles.short_rows = sm80::kShortRows;
@@ -209,6 +273,8 @@ PlanView plan_view(const AttentionPlanParams& p) {
     return window < 0 || window > kOpenWindow ? kOpenWindow : static_cast<int32_t>(window);
   };
   plan.window = {side(p.window_left), side(p.window_right)};
+  plan.num_kv_heads = static_cast<int32_t>(p.num_kv_heads);
+  set_sum_ring(plan, p.device);
   const int64_t most[PlanView::kLists] = {plan.forward_capacity(), plan.forward_short_capacity(),
                                           plan.num_documents,      plan.backward_capacity(),
                                           plan.num_documents,      plan.num_documents};

@@ -47,6 +47,13 @@ struct DocumentView {
   }
 };
 
+// Tiles of `rows` packed rows that hold a row of these tokens.
+PACKING_OPS_HOST_DEVICE Range row_tiles(Range tokens, int32_t group, int32_t rows) {
+  const int32_t first = static_cast<int32_t>(static_cast<int64_t>(tokens.first) * group / rows);
+  if (tokens.empty()) return {first, first};
+  return {first, static_cast<int32_t>((static_cast<int64_t>(tokens.end) * group - 1) / rows + 1)};
+}
+
 PACKING_OPS_HOST_DEVICE DocumentView document_view(const Documents& documents_q, const Documents& documents_k,
                                                    int64_t document, Window window) {
   const Segment q = documents_q[document];

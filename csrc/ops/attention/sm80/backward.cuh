@@ -3,8 +3,8 @@
 // with rows across and keys along the warps, p and ds through shared memory, then dv += p^T dout, dk += ds^T q and dq =
 // ds k. dq of a row tile adds up over the key tiles that it sees, in an order that the document's length decides
 // (start_at_last_row): the first in turn stores, the last one writes dq, and a counter for each row tile says whose
-// turn it is. Units are claimed in the plan's order, where key tiles have the same order, so the one that is waited for
-// is always under way.
+// turn it is (sum_ring.cuh). Units are claimed in the plan's order, where key tiles have the same order, so the one
+// that is waited for is always under way.
 //
 // With room for it (kAhead) the scores are a step ahead: between two barriers every warp makes the scores of step i and
 // the sums of step i - 1, half of the warps in this order and half in the other, so that one half's exponentials and
@@ -14,6 +14,7 @@
 #include "core/launch.cuh"
 #include "ops/attention/sm80/backward_unit.cuh"
 #include "ops/attention/sm80/persistent.h"
+#include "ops/attention/sm80/sum_ring.cuh"
 
 namespace packing_ops::sm80 {
 
@@ -42,26 +43,19 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kRoom>::kThreads)
   const int64_t units = static_cast<int64_t>(args.plan.data[PlanView::kBackward]) * args.num_kv_heads;
   const PlanEntry* entries = args.plan.entries[PlanView::kBackward];
   int32_t* claim = args.order;
+  int32_t* counters = args.order + Args::kClaims;
 
   ptx::let_next_kernel_start();  // the documents of one key tile need nothing from here
   if (threadIdx.x == 0) *next_unit = atomicAdd(claim, 1);
   __syncthreads();
   for (int32_t unit = *next_unit; unit < units; unit = *next_unit) {
-    const PlanEntry entry = entries[unit / args.num_kv_heads];
-    const int32_t kv_head = unit % args.num_kv_heads;
+    const SumUnit work(args, entries, unit, kRows, kKeys);
+    const PlanEntry& entry = work.entry;
+    const int32_t kv_head = work.kv_head;
     const DocumentView d = document_view(entry, args.plan.window);
     const int32_t first_key = entry.tile * kKeys;
     const int32_t end_key = first_key + kKeys < d.keys ? first_key + kKeys : d.keys;
-    const Range seeing = d.tokens_seeing(first_key, end_key - 1);
-    const int32_t first_step = static_cast<int32_t>(static_cast<int64_t>(seeing.first) * args.group / kRows);
-    const int32_t end_step =
-        seeing.empty() ? first_step
-                       : static_cast<int32_t>((static_cast<int64_t>(seeing.end) * args.group - 1) / kRows + 1);
-    const int64_t first_row_tile = d.start_q * args.group / kRows;
-    int32_t* counters = args.order + Args::kClaims + (first_row_tile + entry.document) * args.num_kv_heads + kv_head;
-    float* sums =
-        args.dq_sum +
-        (args.sum_tile(first_row_tile, entry.document, d.start_k) * args.num_kv_heads + kv_head) * Unit::kSumsInTile;
+    const Range tiles = row_tiles(d.tokens_seeing(first_key, end_key - 1), args.group, kRows);
 
     load_rows<Shape::kThreads, kKeys>(u.tile_k(), 0, threadIdx.x, args.head_dim, args.k.data,
                                       key_rows(args.k, d, kv_head, first_key));
@@ -70,9 +64,11 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kRoom>::kThreads)
     ptx::copy_commit();
     const bool down = args.plan.tiles.start_at_last_row(d.tokens);
     const int32_t forth = down ? -1 : 1;
-    const int32_t steps = end_step - first_step;
-    int32_t step = down && steps > 0 ? end_step - 1 : first_step;
-    GroupRows rows(args, d, kv_head, static_cast<int64_t>(step) * kRows, kRows);
+    const int32_t steps = tiles.end - tiles.first;
+    const int32_t first_tile = down && steps > 0 ? tiles.end - 1 : tiles.first;
+    GroupRows rows(args, d, kv_head, static_cast<int64_t>(first_tile) * kRows, kRows);
+    const GroupRows::Stride stride = rows.stride(forth * kRows);
+    uint32_t sum_place = work.place + first_tile;
     if (steps > 0) u.load_rows(args, rows, 0);
 
     typename Unit::Sums dk;
@@ -83,8 +79,15 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kRoom>::kThreads)
       for (int n = 0; n < Shape::kColumns / 8; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) dk[c][n][i] = dv[c][n][i] = 0.f;
-    int32_t finished = 0;  // what the counter of the step before becomes once its sums are stored, 0: it stays
-    const auto counter = [&](int32_t step) { return counters + static_cast<int64_t>(step) * args.num_kv_heads; };
+    Turn next;  // after the step before, once its sums are stored or read
+    const auto tell_of_turn = [&] {
+      if (threadIdx.x != kDoneThread || next.tile < 0) return;
+      if (next.first(args.plan.sum_ring)) {
+        ptx::store_relaxed(counters + next.tile, next.count);  // nobody reads what was there
+      } else {
+        ptx::store_release(counters + next.tile, next.count);
+      }
+    };
 
     // p and ds of the row tile `rows`, into place i.
     const auto make_scores = [&](int i) {
@@ -94,8 +97,8 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kRoom>::kThreads)
       const int32_t last_tile = (keys.end - 1) / kKeys;
       const Met met(rows.valid, keys.first <= first_key ? 0 : (keys.first - first_key) / 16,
                     ((keys.end >= end_key ? end_key : keys.end) - first_key + 15) / 16,
-                    down ? entry.tile - first_tile : last_tile - entry.tile,
-                    entry.tile == (down ? last_tile : first_tile));
+                    turn_at(sum_place, args.plan.sum_ring, down ? entry.tile - first_tile : last_tile - entry.tile),
+                    entry.tile == (down ? last_tile : first_tile), last_tile == 0);
       const bool low = met.sees(key_block);
       const bool high = met.sees(key_block + Unit::kApart);
       const int first_row = part * Shape::kScoreRows;
@@ -112,29 +115,27 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kRoom>::kThreads)
       return met;
     };
     // One thread waits for the turn of a row tile, which has mostly come.
-    const auto wait_for_turn = [&](const Met& met, int32_t step) {
-      if (met.turn > 0) {
-        while (ptx::load_acquire(counter(step)) != met.turn) {
-        }
+    const auto wait_for_turn = [&](const Met& met) {
+      if (met.alone()) return;
+      while (static_cast<uint32_t>(ptx::load_acquire(counters + met.turn.tile)) != met.turn.count) {
       }
     };
     // dk, dv and dq from place i; the row tile starts `back` rows from `rows`.
-    const auto add_sums = [&](const Met& met, int i, int32_t step, int back) {
+    const auto add_sums = [&](const Met& met, int i, int back) {
       u.add_keys(dk, dv, met, i, key_block, part);
-      // Late, so that the sums of the step before have long arrived.
-      if (threadIdx.x == kDoneThread && finished > 0) ptx::store_release(counter(step - forth), finished);
+      tell_of_turn();  // late, so that the sums of the step before have long arrived
       if (Unit::query_row() < met.rows()) {
         typename Unit::Queries dq;
         u.queries(dq, met, i);
-        float* at = sums + static_cast<int64_t>(step) * args.num_kv_heads * Unit::kSumsInTile;
+        float* at = args.dq_sum + static_cast<int64_t>(met.turn.tile) * Unit::kSumsInTile;
         if (!met.last()) {
-          Unit::leave_sums(at, dq, met.turn == 0);
+          Unit::leave_sums(at, dq, met.turn.first(args.plan.sum_ring));
         } else {
-          if (met.turn > 0) Unit::take_sums(at, dq);
+          if (!met.turn.first(args.plan.sum_ring)) Unit::take_sums(at, dq);
           Unit::store_queries(args, rows.moved(back, kRows), dq);
         }
       }
-      finished = met.last() ? 0 : met.turn + 1;
+      next = met.alone() ? Turn() : met.last() ? met.turn.next_lap(args.plan.sum_ring) : met.turn.next();
     };
 
     int place = 0;
@@ -150,40 +151,40 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kRoom>::kThreads)
       for (int32_t i = 0; i < steps + (steps > 0 && !late); ++i) {
         if (!late) {
           barrier();
-          if (i + 1 < steps) u.load_rows(args, rows.moved(forth * kRows, kRows), Unit::next_place(place));
+          if (i + 1 < steps) u.load_rows(args, rows.moved(stride, kRows), Unit::next_place(place));
         }
         Met met;
         if (i < steps) {
           met = make_scores(place);
-          if (threadIdx.x == kTurnThread) wait_for_turn(met, step);
+          if (threadIdx.x == kTurnThread) wait_for_turn(met);
         }
-        rows = rows.moved(forth * kRows, kRows);
+        rows = rows.moved(stride, kRows);
+        sum_place += forth;
         place = Unit::next_place(place);
         if (late) {
           barrier();
           before = met;
         }
         if (late || i > 0) {
-          add_sums(before, place_before, late ? step : step - forth, (late ? -kRows : -2 * kRows) * forth);
+          add_sums(before, place_before, (late ? -kRows : -2 * kRows) * forth);
           place_before = Unit::next_place(place_before);
         }
         before = met;
-        step += forth;
       }
     } else {
       for (int32_t i = 0; i < steps; ++i) {
         ptx::copy_wait<0>();
         __syncthreads();
         if (Shape::kStages > 1 && i + 1 < steps) {
-          u.load_rows(args, rows.moved(forth * kRows, kRows), Unit::next_place(place));
+          u.load_rows(args, rows.moved(stride, kRows), Unit::next_place(place));
         }
         const Met met = make_scores(place);
-        if (threadIdx.x == kTurnThread) wait_for_turn(met, step);
+        if (threadIdx.x == kTurnThread) wait_for_turn(met);
         __syncthreads();
-        add_sums(met, place, step, 0);
-        rows = rows.moved(forth * kRows, kRows);
+        add_sums(met, place, 0);
+        rows = rows.moved(stride, kRows);
+        sum_place += forth;
         place = Unit::next_place(place);
-        step += forth;
         if constexpr (Shape::kStages == 1) {
           __syncthreads();  // these rows have been read
           if (i + 1 < steps) u.load_rows(args, rows, place);
@@ -195,9 +196,7 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kRoom>::kThreads)
     if (threadIdx.x == 0) claimed = atomicAdd(claim, 1);
     ptx::copy_wait<0>();
     __syncthreads();  // every tile has been read, every sum stored
-    if (threadIdx.x == kDoneThread && finished > 0) {
-      ptx::store_release(counter(down ? first_step : end_step - 1), finished);
-    }
+    tell_of_turn();
     u.store_keys(args, d, kv_head, first_key, end_key, key_block, part, dk, dv);
     if (threadIdx.x == 0) *next_unit = claimed;
     __syncthreads();

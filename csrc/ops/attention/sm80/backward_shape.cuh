@@ -2,6 +2,7 @@
 #pragma once
 
 #include "ops/attention/sm80/backward.h"
+#include "ops/attention/sm80/sum_ring.cuh"
 #include "ops/attention/sm80/tile.cuh"
 
 namespace packing_ops::sm80 {
@@ -43,19 +44,22 @@ struct BackwardShape {
   static constexpr int kShared = kTiles + kRowSums;
 };
 
-// A row tile as a unit of keys meets it, in two registers.
+// A row tile as a unit of keys meets it, in three registers.
 struct Met {
   uint32_t packed = 0;
-  int32_t turn = 0;  // key tiles that add to its dq before
+  Turn turn;  // at its dq
 
   Met() = default;
   // Blocks: of 16 keys, those of the unit that some row sees.
-  __device__ Met(int rows, int first_block, int end_block, int32_t turn, bool last)
-      : packed(rows | first_block << 8 | end_block << 12 | static_cast<uint32_t>(last) << 16), turn(turn) {}
+  __device__ Met(int rows, int first_block, int end_block, Turn turn, bool last, bool alone)
+      : packed(rows | first_block << 8 | end_block << 12 | static_cast<uint32_t>(last) << 16 |
+               static_cast<uint32_t>(alone) << 17),
+        turn(turn) {}
   __device__ int rows() const { return packed & 255; }
   __device__ int first_block() const { return packed >> 8 & 15; }
   __device__ int end_block() const { return packed >> 12 & 15; }
-  __device__ bool last() const { return packed >> 16; }  // nobody adds to its dq after
+  __device__ bool last() const { return packed >> 16 & 1; }  // nobody adds to its dq after
+  __device__ bool alone() const { return packed >> 17; }     // nor before
   __device__ bool sees(int block) const { return block >= first_block() && block < end_block(); }
 };
 

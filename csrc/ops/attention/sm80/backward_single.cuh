@@ -81,17 +81,13 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true, kRoom>::kThre
     const PlanEntry entry = entries[unit / args.num_kv_heads];
     const int32_t kv_head = unit % args.num_kv_heads;
     const DocumentView d = document_view(entry, args.plan.window);
-    const Range seeing = d.tokens_seeing(0, d.keys - 1);
-    const int32_t first_step = static_cast<int32_t>(static_cast<int64_t>(seeing.first) * args.group / kRows);
-    const int32_t steps =
-        seeing.empty()
-            ? 0
-            : static_cast<int32_t>((static_cast<int64_t>(seeing.end) * args.group - 1) / kRows + 1) - first_step;
+    const Range tiles = row_tiles(d.tokens_seeing(0, d.keys - 1), args.group, kRows);
+    const int32_t steps = tiles.end - tiles.first;
 
     load_keys<Shape::kThreads>(u.tile_k(), args.k, d, kv_head, 0, args.head_dim, threadIdx.x);
     load_keys<Shape::kThreads>(u.tile_v(), args.v, d, kv_head, 0, args.head_dim, threadIdx.x);
     ptx::copy_commit();
-    GroupRows rows(args, d, kv_head, static_cast<int64_t>(first_step) * kRows, kRows);
+    GroupRows rows(args, d, kv_head, static_cast<int64_t>(tiles.first) * kRows, kRows);
     if (steps > 0) u.load_rows(args, rows, 0);
 
     typename Unit::Sums dk;
@@ -107,7 +103,7 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true, kRoom>::kThre
 
     for (int32_t i = 0; i < steps; ++i) {
       const Range keys = d.keys_seen(rows.token, rows.last_token());
-      const Met met(rows.valid, keys.first / 16, (keys.end + 15) / 16, 0, true);
+      const Met met(rows.valid, keys.first / 16, (keys.end + 15) / 16, Turn(), true, true);
       const bool low = met.sees(key_block);
       const bool high = met.sees(key_block + Unit::kApart);
       const auto* stats = reinterpret_cast<const float2*>(shared + (u.stats(place) - u.base));

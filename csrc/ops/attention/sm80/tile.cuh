@@ -217,17 +217,26 @@ struct GroupRows {
   __device__ GroupRows(const Args& args, const DocumentView& d, int32_t kv_head, int64_t first, int rows)
       : GroupRows(args, d, kv_head, static_cast<int32_t>(first / args.group), static_cast<int32_t>(first % args.group),
                   first, rows) {}
-  // The `rows` rows that start `by` rows further, or before.
-  __device__ GroupRows moved(int by, int rows) const {
-    const int32_t step = by < 0 ? -quotient(group - 1 - skipped - by) : token_step(by);
+  // A number of rows to go by, back where it is less than 0.
+  struct Stride {
+    int32_t rows;
+    int32_t tokens;  // further back than this many no stride goes
+  };
+  __device__ Stride stride(int by) const { return {by, by < 0 ? quotient(group - 1 - by) : 0}; }
+  // The `rows` rows that start a stride further.
+  __device__ GroupRows moved(const Stride& by, int rows) const {
+    const int32_t row = skipped + by.rows + by.tokens * group;
+    const int32_t tokens = quotient(row);
+    const int32_t step = tokens - by.tokens;
     GroupRows there = *this;
     there.first_token += step;
     there.token += step;
-    there.skipped += by - step * group;
-    there.left -= by;
+    there.skipped = row - tokens * group;
+    there.left -= by.rows;
     there.valid = static_cast<int32_t>(there.left < rows ? there.left : rows);
     return there;
   }
+  __device__ GroupRows moved(int by, int rows) const { return moved(stride(by), rows); }
   __device__ int32_t quotient(int x) const { return static_cast<int32_t>((static_cast<uint32_t>(x) * inverse) >> 22); }
   __device__ int32_t token_step(int row) const { return quotient(row + skipped); }
   __device__ int32_t token_of(int row) const { return token + token_step(row); }
