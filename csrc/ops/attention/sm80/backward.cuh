@@ -93,14 +93,18 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kRoom>::kThreads)
     const auto make_scores = [&](int i) {
       const int32_t last_token = rows.last_token();
       const Range keys = d.keys_seen(rows.token, last_token);
-      const int32_t first_tile = keys.first / kKeys;
-      const int32_t last_tile = (keys.end - 1) / kKeys;
-      const Met met(rows.valid, keys.first <= first_key ? 0 : (keys.first - first_key) / 16,
-                    ((keys.end >= end_key ? end_key : keys.end) - first_key + 15) / 16,
+      // Quotients of unsigned numbers, which are shifts.
+      const int32_t first_tile = static_cast<uint32_t>(keys.first) / kKeys;
+      const int32_t last_tile = static_cast<uint32_t>(keys.end - 1) / kKeys;
+      const uint32_t first_seen = keys.first <= first_key ? 0 : keys.first - first_key;
+      const uint32_t end_seen = (keys.end >= end_key ? end_key : keys.end) - first_key;
+      const Range blocks{static_cast<int32_t>(first_seen / 16), static_cast<int32_t>((end_seen + 15) / 16)};
+      const Met met(rows.valid, blocks.first, blocks.end,
                     turn_at(sum_place, args.plan.sum_ring, down ? entry.tile - first_tile : last_tile - entry.tile),
                     entry.tile == (down ? last_tile : first_tile), last_tile == 0);
-      const bool low = met.sees(key_block);
-      const bool high = met.sees(key_block + Unit::kApart);
+      // As met.sees, but from what is not packed yet: the first product waits for this.
+      const bool low = key_block >= blocks.first && key_block < blocks.end;
+      const bool high = key_block + Unit::kApart >= blocks.first && key_block + Unit::kApart < blocks.end;
       const int first_row = part * Shape::kScoreRows;
       if (first_row < rows.valid && (low || high)) {
         const int tile_key = 16 * (low ? key_block : key_block + Unit::kApart);
