@@ -34,7 +34,7 @@ CASES = {
     "128 many, whole": ([3, 17, 0, 33, 1, 1, 40, 2] * 5 + [128, 96, 1], None, {"heads": (3, 1), "dim": 128, "dtype": BF16}),
     "64 more tokens than keys": ([140, 3], [70, 9], {"heads": (4, 1), "dim": 64, "dtype": BF16}),
     "float32": ([17, 0, 33], None, {"heads": (2, 1), "dim": 32, "dtype": FP32, "tail": 3, "sinks": True}),
-    "64, sums go around": ([200, 130, 30], None, {"heads": (3, 3), "dim": 64, "dtype": BF16, "causal": False}),
+    "64, sums go around": ([200, 130, 30], None, {"heads": (7, 7), "dim": 64, "dtype": BF16, "causal": False}),
     "64, sums go around from the last row": ([300], None, {"heads": (24, 3), "dim": 64, "dtype": FP16, "window_size": (20, 0)}),
     "96, from the last row": ([260], None, {"heads": (8, 1), "dim": 96, "dtype": BF16}),  # start_at_last_row
 }  # fmt: skip
