@@ -74,8 +74,7 @@ struct TileLister {
   // Documents of several key tiles stay in one piece, as the ring of their partial sums needs it.
   __device__ bool together() const { return list == PlanView::kBackward; }
   __device__ uint32_t sum_tiles(const DocumentView& d) const {
-    const Range seeing = d.tokens_seeing(plan.tiles.backward_keys, d.keys - 1);  // more than the first key tile
-    const Range range = row_tiles(seeing, plan.tiles.group, plan.tiles.backward_rows);
+    const Range range = tiles_with_sums(d, plan.tiles.group, plan.tiles.backward_rows, plan.tiles.backward_keys);
     return static_cast<uint32_t>(range.end - range.first);
   }
 
@@ -123,7 +122,7 @@ __device__ int32_t take_position(Counter* counters, int cls, unsigned taking) {
   const int leader = __ffs(static_cast<int>(peers)) - 1;
   int32_t base = 0;
   if (lane == static_cast<unsigned>(leader)) {
-    base = atomicAdd(reinterpret_cast<int32_t*>(&counters[cls]), __popc(peers));
+    base = atomicAdd(reinterpret_cast<int32_t*>(&counters[cls]), __popc(peers));  // the entries: the low word
   }
   base = __shfl_sync(peers, base, leader);
   return base + __popc(peers & ((1u << lane) - 1));

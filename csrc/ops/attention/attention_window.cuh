@@ -54,6 +54,11 @@ PACKING_OPS_HOST_DEVICE Range row_tiles(Range tokens, int32_t group, int32_t row
   return {first, static_cast<int32_t>((static_cast<int64_t>(tokens.end) * group - 1) / rows + 1)};
 }
 
+// Those that see more than the first `keys` keys: the backward adds up their dq over several key tiles.
+PACKING_OPS_HOST_DEVICE Range tiles_with_sums(const DocumentView& d, int32_t group, int32_t rows, int32_t keys) {
+  return row_tiles(d.tokens_seeing(keys, d.keys - 1), group, rows);
+}
+
 PACKING_OPS_HOST_DEVICE DocumentView document_view(const Documents& documents_q, const Documents& documents_k,
                                                    int64_t document, Window window) {
   const Segment q = documents_q[document];

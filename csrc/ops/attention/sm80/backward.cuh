@@ -65,10 +65,10 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kRoom>::kThreads)
     const bool down = args.plan.tiles.start_at_last_row(d.tokens);
     const int32_t forth = down ? -1 : 1;
     const int32_t steps = tiles.end - tiles.first;
-    const int32_t first_tile = down && steps > 0 ? tiles.end - 1 : tiles.first;
-    GroupRows rows(args, d, kv_head, static_cast<int64_t>(first_tile) * kRows, kRows);
+    const int32_t start = down && steps > 0 ? tiles.end - 1 : tiles.first;
+    GroupRows rows(args, d, kv_head, static_cast<int64_t>(start) * kRows, kRows);
     const GroupRows::Stride stride = rows.stride(forth * kRows);
-    uint32_t sum_place = work.place + first_tile;
+    uint32_t sum_place = work.place + start;
     if (steps > 0) u.load_rows(args, rows, 0);
 
     typename Unit::Sums dk;

@@ -32,7 +32,7 @@ struct SumUnit {
   __device__ SumUnit(const Args& args, const PlanEntry* entries, int32_t unit, int rows, int keys)
       : entry(entries[unit / args.num_kv_heads]), kv_head(unit % args.num_kv_heads) {
     const DocumentView d = document_view(entry, args.plan.window);
-    const Range with_sums = row_tiles(d.tokens_seeing(keys, d.keys - 1), args.group, rows);
+    const Range with_sums = tiles_with_sums(d, args.group, rows, keys);
     const uint32_t sums = with_sums.end - with_sums.first;  // of a head
     int32_t heads = args.num_kv_heads;                      // of a part
     while (heads > 1 && sums * heads > args.plan.sum_ring) heads = (heads + 1) / 2;
