@@ -19,6 +19,8 @@ STABLE_TORCH_LIBRARY(packing_ops, m) {
   m.def("segment_sum_backward(Tensor grad, Tensor cu_seqlens, Tensor? mask, bool average, SymInt total, ScalarType dtype) -> Tensor");
   m.def("count_target_tokens(Tensor labels, Tensor cu_seqlens, int ignore_index) -> Tensor");
   m.def("block_causal_mask(Tensor cu_seqlens, SymInt total, ScalarType dtype, int window) -> Tensor");
+  m.def("check_documents(Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? mask, Tensor? position_ids, SymInt batch, SymInt seqlen) -> ()");
+  m.def("check_unchanged(Tensor values, Tensor expected) -> ()");
 
   // padding
   m.def("unpad_layout(Tensor attention_mask, Tensor? unused_mask, bool host_totals) -> (Tensor, Tensor, Tensor, Tensor)");

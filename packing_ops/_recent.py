@@ -1,4 +1,9 @@
-"""What a call keeps for the next one: the cu_seqlens of a dense batch, what was worked out from a batch, its plan."""
+"""What one call keeps for the next: the cu_seqlens of a dense batch, what was worked out from a batch, its plan.
+
+Nothing here is used for values that it was not made from. Torch counts the writes that it sees (``_version``), but not
+those of dist.broadcast, recv, ``.data``, NumPy or DLPack, so what is kept is compared with the values before it is used
+again: on the CPU at once, on CUDA by a kernel that reports through the fault flag.
+"""
 
 import functools
 import operator
@@ -7,17 +12,25 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from packing_ops._checks import check_unchanged
+
 _ops = torch.ops.packing_ops
 
 
 def _keeps(tensor: torch.Tensor) -> bool:
-    """Not in a trace, and not in a graph: it may be replayed with other lengths and must make its own."""
-    return not (torch.compiler.is_compiling() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()))
+    """Not in a trace, nor of a fake or transformed tensor, nor in a CUDA graph, whose replay may have other lengths."""
+    return not (
+        torch.compiler.is_compiling()
+        or type(tensor) is not torch.Tensor
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
 
 
 def _stream(tensor: torch.Tensor) -> int:
     """Another stream would not wait for what this one makes."""
-    return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
+    return torch._C._cuda_getCurrentRawStream(tensor.get_device()) if tensor.is_cuda else 0
 
 
 # --- cu_seqlens of a dense batch ---
@@ -28,7 +41,7 @@ def dense_cu_seqlens(tensor: torch.Tensor, name: str) -> torch.Tensor:
     batch, seqlen = tensor.shape[:2]
     if batch * seqlen >= 2**31:
         raise ValueError(f"{name}: expected batch * seqlen below 2**31, got {list(tensor.shape)}")
-    if type(tensor) is torch.Tensor and _keeps(tensor):  # a fake tensor's cu_seqlens would be fake
+    if _keeps(tensor):
         return _kept_cu_seqlens(batch, seqlen, tensor.device, _stream(tensor))
     return _every(seqlen, batch, tensor.device)
 
@@ -45,15 +58,50 @@ def _every(seqlen, batch, device):
 
 # --- what the layers of a model share about a batch ---
 
-# By id of the first tensor, which is quick to look up: a reference that takes the entry with it when it dies, the values
-# that it had, and by key what was made of them.
-_kept: dict[int, tuple[weakref.ref, int, dict[tuple, tuple]]] = {}
+MOST_KEPT = 8  # of one tensor: its plans by geometry, its layouts
+_kept: dict[int, "_OfTensor"] = {}  # by id of the first tensor
 
 
-def kept_with(tensors: Sequence[torch.Tensor], key: tuple, make: Callable[[], object]) -> object:
+class _OfTensor:
+    """What was made of a tensor while it had this version, by key, the oldest first."""
+
+    __slots__ = ("entries", "first", "version")
+
+    def __init__(self, first):
+        place = id(first)
+        self.first = weakref.ref(first, lambda _, kept=_kept: kept.pop(place, None))  # the entries go with the tensor
+        self.version, self.entries = first._version, {}
+
+
+class _Entry:
+    __slots__ = ("layer", "made", "others", "state", "values")
+
+    def __init__(self, made, others, state, values):
+        self.made, self.others, self.state, self.values, self.layer = made, others, state, values, None
+
+    def is_of(self, others, state):
+        return self.state == state and all(map(operator.is_, [reference() for reference in self.others], others))
+
+
+def kept_with(
+    tensors: Sequence[torch.Tensor],
+    key: tuple,
+    make: Callable[[], object],
+    *,
+    layer: int | None = None,
+    checked_by_kernel: bool = False,
+) -> object:
     """``make()``, or what it gave for ``key`` while these very tensors had the values that they have now.
 
     It lives as long as ``tensors[0]``, which it must not hold.
+
+    Args:
+        layer: number of the layer that asks. The layer after the one that asked last is in the same forward, and is
+            spared the comparison of the values.
+        checked_by_kernel: whoever uses it compares the values itself, as attention does with its plan.
+
+    Raises:
+        ValueError: on CUDA, in a later call: values that were changed without torch's notice. What was kept is dropped.
     """
     first, *others = tensors
     if not _keeps(first):
@@ -61,21 +109,45 @@ def kept_with(tensors: Sequence[torch.Tensor], key: tuple, make: Callable[[], ob
     for tensor in tensors:
         if tensor.is_inference():  # no version that would tell a change
             return make()
-    place, version = id(first), first._version
-    if place not in _kept or _kept[place][1] != version:
-        _kept[place] = weakref.ref(first, lambda _, kept=_kept: kept.pop(place, None)), version, {}
-    of_first = _kept[place][2]
+    of_first = _kept.get(id(first))
+    if of_first is None or of_first.version != first._version or of_first.first() is not first:
+        of_first = _kept[id(first)] = _OfTensor(first)
     state = [tensor._version for tensor in others]
     if first.is_cuda:
         state.append(_stream(first))
-    if key in of_first:
-        made_for, of, made = of_first[key]
-        if made_for == state and all(map(operator.is_, [reference() for reference in of], others)):
-            return made
+    entry = of_first.entries.get(key)
+    if entry is not None and entry.is_of(others, state):
+        follows = layer is not None and entry.layer is not None and layer == entry.layer + 1
+        entry.layer = layer
+        if checked_by_kernel or follows or _unchanged(tensors, entry.values):
+            return entry.made
     with torch.inference_mode(False), torch.no_grad():  # the next call may train
+        values = None if checked_by_kernel else [tensor.clone() for tensor in tensors]
         made = make()
-    of_first[key] = state, [weakref.ref(tensor) for tensor in others], made
+    of_first.entries.pop(key, None)
+    while len(of_first.entries) >= MOST_KEPT:
+        of_first.entries.pop(next(iter(of_first.entries)))
+    of_first.entries[key] = entry = _Entry(made, [weakref.ref(tensor) for tensor in others], state, values)
+    entry.layer = layer
     return made
+
+
+def _unchanged(tensors, values) -> bool:
+    """On CUDA always True: a change is a fault of a later call, so that nothing waits for the comparison."""
+    if not tensors[0].is_cuda:
+        return all(map(torch.equal, tensors, values))
+    try:
+        for tensor, value in zip(tensors, values, strict=True):
+            check_unchanged(tensor, value)
+    except ValueError:
+        forget()
+        raise
+    return True
+
+
+def forget() -> None:
+    """Drops all that is kept with tensors: after a fault nobody knows which of it is wrong."""
+    _kept.clear()
 
 
 # --- the plan of a batch ---
@@ -102,5 +174,8 @@ def plan_of(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, geometry: tu
     same = cu_seqlens_k is cu_seqlens_q
     tensors = (cu_seqlens_q,) if same else (cu_seqlens_q, cu_seqlens_k)
     return kept_with(
-        tensors, ("plan", same, geometry), lambda: _ops.attention_plan(cu_seqlens_q, cu_seqlens_k, *geometry)
+        tensors,
+        ("plan", same, geometry),
+        lambda: _ops.attention_plan(cu_seqlens_q, cu_seqlens_k, *geometry),
+        checked_by_kernel=True,
     )

@@ -89,9 +89,13 @@ def varlen_attention(
         cu_seqlens_k = cu_seqlens_q
     if plan is None:
         plan = _recent.plan_for(q, k, cu_seqlens_q, cu_seqlens_k, causal, left, right)
-    out, lse = _ops.varlen_attention(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, softcap, plan
-    )
+    try:
+        out, lse = _ops.varlen_attention(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, softcap, plan
+        )
+    except ValueError:
+        _recent.forget()  # it may be of a plan that was kept while its cu_seqlens changed
+        raise
     return (out, lse) if return_lse else out
 
 
@@ -117,7 +121,8 @@ def attention_plan(
     Returns:
         int32, its size independent of the lengths; empty on the CPU. One kernel, no synchronisation. A plan is right
         for the values of cu_seqlens at the time: make it again when they change (inside a CUDA graph, capture this
-        call too).
+        call too). It holds a copy of them; each forward and backward compares, and other values are a ValueError in a
+        later call.
 
     Example:
         >>> cu_seqlens = torch.tensor([0, 2, 3], dtype=torch.int32)
@@ -438,7 +443,8 @@ def _lse_dtype(dtype):
 
 def _plan_size(total_q, total_k, documents, group):
     """attention_plan_size of csrc/ops/attention/attention.h."""
-    return 16 + 8 * (total_q * group // 32 + total_k // 32 + 6 * documents)
+    cu_seqlens = (2 * (documents + 1) + 7) // 8
+    return 16 + 8 * (cu_seqlens + total_q * group // 32 + total_k // 32 + 6 * documents)
 
 
 @torch.library.register_fake("packing_ops::attention_plan")

@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
 from packing_ops._args import index_tensor
-from packing_ops._recent import plan_of
+from packing_ops._recent import kept_with, plan_of
 from packing_ops.boundaries import (
     cu_seqlens_from_lengths,
     position_ids_from_cu_seqlens,
@@ -26,8 +25,8 @@ class PackedMetadata:
         total: slots of the packed row, a Python int; slots from ``cu_seqlens[-1]`` on are padding.
         max_seqlen: longest document, a Python int.
         indices: int64 ``[total]``, rows of the padded batch that were kept; only after from_attention_mask.
-        position_ids: int64 ``[total]``, made at first use.
-        seq_idx: int32 ``[total]``, made at first use.
+        position_ids: int64 ``[total]``, made at first use, and anew when cu_seqlens has other values.
+        seq_idx: int32 ``[total]``, likewise.
 
     Example:
         >>> metadata = PackedMetadata.from_lengths([2, 1, 3])
@@ -99,13 +98,16 @@ class PackedMetadata:
         """int32 ``[num_documents]``."""
         return self.cu_seqlens.diff()
 
-    @cached_property
+    @property
     def position_ids(self) -> torch.Tensor:
-        return position_ids_from_cu_seqlens(self.cu_seqlens, self.total)
+        return self._kept(position_ids_from_cu_seqlens)
 
-    @cached_property
+    @property
     def seq_idx(self) -> torch.Tensor:
-        return seq_idx_from_cu_seqlens(self.cu_seqlens, self.total)
+        return self._kept(seq_idx_from_cu_seqlens)
+
+    def _kept(self, make):
+        return kept_with((self.cu_seqlens,), (make, self.total), lambda: make(self.cu_seqlens, self.total))
 
     def attention_plan(
         self,

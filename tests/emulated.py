@@ -87,8 +87,13 @@ def library(headers: Path) -> ctypes.CDLL:
     return loaded
 
 
-def attention(case, headers: Path, gpu: str, *, late_copies: bool, seed: int) -> dict[str, torch.Tensor]:
-    """out, lse and every gradient of an attention_case.Case, by the kernels that run on ``gpu``."""
+def attention(
+    case, headers: Path, gpu: str, *, late_copies: bool, seed: int, planned_for: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
+    """out, lse and every gradient of an attention_case.Case, by the kernels that run on ``gpu``.
+
+    planned_for: other cu_seqlens that the plan is made of.
+    """
     window = case.options.get("window_size", (-1, -1))
     causal = case.options.get("causal", True)
     (total_q, heads, dim), (total_k, kv_heads, _) = case.q.shape, case.k.shape
@@ -107,7 +112,7 @@ def attention(case, headers: Path, gpu: str, *, late_copies: bool, seed: int) ->
         "dsinks": dsinks,
     }
     inputs = [case.q, case.k.contiguous(), case.v.contiguous(), case.dout, *case.cu_seqlens, case.sinks, case.dlse]
-    tensors = [*inputs, *results.values()]
+    tensors = [*inputs, *results.values(), planned_for]
     pointers = (ctypes.c_void_p * len(tensors))(*(None if t is None else t.data_ptr() for t in tensors))
     code = library(headers)
     code.emulator_configure(GPUS.index(gpu), late_copies, seed)

@@ -97,6 +97,17 @@ def test_python_knows_the_size_of_a_plan(sizes):
     assert _plan_size(*sizes) == emulated.library(HEADERS).emulated_plan_size(*sizes)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_a_plan_of_other_documents_is_a_fault(dtype):
+    case = Case([5, 9, 3], heads=(2, 1), dim=64, dtype=dtype)
+    options = {"late_copies": False, "seed": 0}
+    emulated.attention(case, HEADERS, "sm_90", planned_for=case.cu_seqlens[0].clone(), **options)
+    with pytest.raises(RuntimeError, match="fault"):
+        emulated.attention(
+            case, HEADERS, "sm_90", planned_for=torch.tensor([0, 5, 13, 17], dtype=torch.int32), **options
+        )
+
+
 def test_wrong_cu_seqlens_give_zeros_and_an_error():
     case = Case([5, 9], heads=(2, 1), dim=64, dtype=BF16)
     case.cu_seqlens[0][1] = 20

@@ -2,9 +2,12 @@
 
 import gc
 
+import numpy as np
+import pytest
 import torch
 from helpers import cu_seqlens_of
 
+import packing_ops as po
 from packing_ops import _recent
 
 
@@ -45,7 +48,7 @@ def test_a_buffer_written_each_step_keeps_one_step(device):
         plan = _recent.plan_of(cu_seqlens, cu_seqlens, geometry(total=total))
         assert _recent.plan_of(cu_seqlens, cu_seqlens, geometry(total=total)) is plan
     assert kept() == before + 1
-    assert len(_recent._kept[id(cu_seqlens)][2]) == 1
+    assert len(_recent._kept[id(cu_seqlens)].entries) == 1
     del cu_seqlens
     assert kept() == before
 
@@ -56,3 +59,82 @@ def test_what_was_made_can_be_trained_with(device):
         made = _recent.kept_with([values], ("twice",), lambda: values * 2)
     assert not made.is_inference()
     assert _recent.kept_with([values], ("twice",), lambda: None) is made
+
+
+# --- writes that torch does not count ---
+
+UNCOUNTED = {
+    "numpy": lambda tensor, values: tensor.numpy().__setitem__(slice(None), values),
+    "data.copy_": lambda tensor, values: tensor.data.copy_(torch.tensor(values)),
+    "data =": lambda tensor, values: setattr(tensor, "data", torch.tensor(values, dtype=tensor.dtype)),
+    "dlpack": lambda tensor, values: np.from_dlpack(tensor).__setitem__(slice(None), values),
+}
+
+
+@pytest.mark.parametrize("write", UNCOUNTED.values(), ids=UNCOUNTED)
+def test_uncounted_writes_are_noticed_on_the_cpu(write):
+    values = torch.tensor([1.0, 2.0, 3.0])
+    version = values._version
+
+    def twice():
+        return _recent.kept_with([values], ("twice",), lambda: values * 2)
+
+    first = twice()
+    assert twice() is first
+    write(values, [1.0, 2.0, 5.0])
+    assert values._version == version, "a write that torch counts shows nothing here"
+    assert twice().tolist() == [2.0, 4.0, 10.0]
+
+
+# --- how much and for whom ---
+
+
+def test_what_is_kept_of_a_tensor_is_bounded(device):
+    cu_seqlens = cu_seqlens_of([5, 4], device)
+    plans = [_recent.plan_of(cu_seqlens, cu_seqlens, geometry(window)) for window in range(3 * _recent.MOST_KEPT)]
+    assert len(_recent._kept[id(cu_seqlens)].entries) == _recent.MOST_KEPT
+    newest = 3 * _recent.MOST_KEPT - 1
+    assert _recent.plan_of(cu_seqlens, cu_seqlens, geometry(newest)) is plans[newest]
+    assert _recent.plan_of(cu_seqlens, cu_seqlens, geometry(0)) is not plans[0]
+
+
+def test_nothing_fake_is_kept():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    cu_seqlens = cu_seqlens_of([5, 4], "cpu")
+    dense = torch.zeros(2, 41, 3)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _recent.kept_with([cu_seqlens], ("twice",), lambda: cu_seqlens * 2)
+        _recent.dense_cu_seqlens(dense, "q")
+    assert type(_recent.kept_with([cu_seqlens], ("twice",), lambda: cu_seqlens * 2)) is torch.Tensor
+    assert type(_recent.dense_cu_seqlens(dense, "q")) is torch.Tensor
+
+
+def test_layers_in_a_row_share_and_the_next_forward_looks_again():
+    values = torch.tensor([1.0, 2.0])
+    made = []
+
+    def ask(layer):
+        return _recent.kept_with([values], ("twice",), lambda: made.append(layer) or values * 2, layer=layer)
+
+    assert ask(3) is ask(4)
+    values.numpy()[1] = 7.0  # between two layers of a forward nobody writes, and nobody looks
+    assert ask(5) is ask(6)
+    assert made == [3]
+    assert ask(3).tolist() == [2.0, 14.0]
+    values.numpy()[1] = 8.0
+    assert ask(None).tolist() == [2.0, 16.0]
+    assert made == [3, 3, None]
+
+
+def test_metadata_follows_its_cu_seqlens(device):
+    """What PackedMetadata works out is of the values that cu_seqlens has, however they came there."""
+    metadata = po.PackedMetadata.from_lengths([2, 3], device=device)
+    assert metadata.position_ids is metadata.position_ids
+    assert metadata.seq_idx.tolist() == [0, 0, 1, 1, 1]
+    if device == "cpu":
+        metadata.cu_seqlens.numpy()[1] = 4
+    else:
+        metadata.cu_seqlens[1] = 4
+    assert metadata.position_ids.tolist() == [0, 1, 2, 3, 0]
+    assert metadata.seq_idx.tolist() == [0, 0, 0, 0, 1]

@@ -38,6 +38,29 @@ FaultText fault_text(Fault fault) {
       return {"indices", "strictly increasing indices inside the rows"};
     case Fault::kLengthOverCapacity:
       return {"lengths", "every length within the capacity"};
+    case Fault::kPlanOfOtherDocuments:
+      return {
+          "plan",
+          "one made for these cu_seqlens (kept plans too: cu_seqlens may have been written without torch's notice, by "
+          "dist.broadcast, recv, .data, NumPy or DLPack; give each batch a tensor of its own)"};
+    case Fault::kPlanOfOtherHeads:
+      return {"plan", "one made for these heads, this head_dim and this window"};
+    case Fault::kValuesChanged:
+      return {"values",
+              "a tensor as it was when its documents were found (it was written without torch's notice, by "
+              "dist.broadcast, recv, .data, NumPy or DLPack; give each batch a tensor of its own)"};
+    case Fault::kEndOfQueries:
+      return {"cu_seq_lens_q", "to end at the batch's tokens"};
+    case Fault::kEndOfKeys:
+      return {"cu_seq_lens_k", "to end at the batch's tokens"};
+    case Fault::kPaddingInDocuments:
+      return {"attention_mask", "no padding beside cu_seq_lens_q, which gives every slot to a document"};
+    case Fault::kNoRestart:
+      return {"position_ids", "to restart where cu_seq_lens_q starts a document"};
+    case Fault::kRestartInDocument:
+      return {"position_ids", "to restart only where cu_seq_lens_q starts a document"};
+    case Fault::kKeysOfOtherDocuments:
+      return {"cu_seq_lens_k", "the documents of cu_seq_lens_q, whose tokens the keys are"};
     default:
       return {"argument", "valid values"};
   }

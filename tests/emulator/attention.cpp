@@ -27,7 +27,7 @@ int64_t emulated_plan_size(int64_t total_q, int64_t total_k, int64_t documents, 
   return attention_plan_size(p);
 }
 
-// Contiguous tensors; sinks, dlse and dsinks may be null. Returns what went wrong, or an empty string.
+// Contiguous tensors; sinks, dlse, dsinks and cu_seqlens of another plan may be null. Returns what went wrong, or an empty string.
 const char* emulated_attention(const int64_t* sizes, const double* options, void* const* tensors) {
   static std::string error;
   const auto [total_q, total_k, documents, heads, kv_heads, head_dim, left, right, dtype, device] =
@@ -65,6 +65,9 @@ const char* emulated_attention(const int64_t* sizes, const double* options, void
     AttentionPlanParams plan{p.documents_q, p.documents_k, heads, kv_heads, head_dim, left, right, nullptr, p.device};
     std::vector<int32_t> words(attention_plan_size(plan) + 4, -1);
     plan.plan = p.plan = reinterpret_cast<int32_t*>((reinterpret_cast<uintptr_t>(words.data()) + 15) / 16 * 16);
+    if (tensors[14] != nullptr) {
+      plan.documents_q.cu_seqlens = plan.documents_k.cu_seqlens = static_cast<const int32_t*>(tensors[14]);
+    }
     launch_attention_plan_cuda(plan, launch);
     launch_varlen_attention_cuda(p, launch);
     std::vector<uint8_t> scratch(attention_backward_scratch_cuda(p) + 16, 0xff);

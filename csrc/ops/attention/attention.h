@@ -77,7 +77,9 @@ void launch_varlen_attention_backward_cpu(const VarlenAttentionBackwardParams& p
 // Entries of AttentionPlanParams::plan: enough for the tiles of any head_dim.
 constexpr int64_t attention_plan_size(const AttentionPlanParams& p) {
   const int64_t group = p.num_q_heads / p.num_kv_heads;
-  return 16 + 8 * (p.documents_q.total * group / 32 + p.documents_k.total / 32 + 6 * p.documents_q.num_documents);
+  const int64_t documents = p.documents_q.num_documents;
+  const int64_t cu_seqlens = (2 * (documents + 1) + 7) / 8;  // copies of both
+  return 16 + 8 * (cu_seqlens + p.documents_q.total * group / 32 + p.documents_k.total / 32 + 6 * documents);
 }
 
 // Bytes of VarlenAttentionBackwardParams::scratch.

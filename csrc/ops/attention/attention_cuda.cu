@@ -24,8 +24,9 @@ AttentionPlanParams plan_params(const VarlenAttentionParams& p) {
           p.window_left, p.window_right, p.plan,        p.device};
 }
 
-Args forward_args(const VarlenAttentionParams& p) {
+Args forward_args(const VarlenAttentionParams& p, const FaultFlag& fault = {}) {
   Args a;
+  a.fault = fault;
   a.q = p.q;
   a.k = p.k;
   a.v = p.v;
@@ -64,8 +65,8 @@ struct Scratch {
   }
 };
 
-Args backward_args(const VarlenAttentionBackwardParams& p) {
-  Args a = forward_args(p);
+Args backward_args(const VarlenAttentionBackwardParams& p, const FaultFlag& fault) {
+  Args a = forward_args(p, fault);
   a.dout = p.dout;
   a.dq = p.dq;
   a.dk = p.dk;
@@ -136,7 +137,7 @@ int64_t attention_backward_scratch_cuda(const VarlenAttentionBackwardParams& p) 
 }
 
 void launch_varlen_attention_cuda(const VarlenAttentionParams& p, const CudaLaunch& launch) {
-  const Args args = forward_args(p);
+  const Args args = forward_args(p, launch.fault);
   const cudaStream_t stream = stream_of(launch);
   if (p.dtype == DType::kFloat32) return fp32::run_forward(args, stream);
   dispatch(p, [&](auto element, auto dim, auto transform) {
@@ -153,7 +154,7 @@ void launch_varlen_attention_cuda(const VarlenAttentionParams& p, const CudaLaun
 }
 
 void launch_varlen_attention_backward_cuda(const VarlenAttentionBackwardParams& p, const CudaLaunch& launch) {
-  const Args args = backward_args(p);
+  const Args args = backward_args(p, launch.fault);
   const cudaStream_t stream = stream_of(launch);
   if (p.dtype == DType::kFloat32) {
     sm80::run_row_stats<float>(args, stream);

@@ -53,8 +53,9 @@ struct alignas(16) PlanEntry {
   int32_t skipped;  // of a forward unit: heads of its group that belong to the unit before
 };
 
-// int32 words: header, then lists of entries: the forward's, its short documents', those that are whole units, the
-// backward's of several key tiles, of one, and of small documents; attention_plan_size of them are enough.
+// int32 words: header, the cu_seqlens that it was made for, then lists of entries: the forward's, its short documents',
+// those that are whole units, the backward's of several key tiles, of one, and of small documents; attention_plan_size
+// of them are enough.
 struct PlanView {
   int32_t* data = nullptr;
   int64_t total_q = 0;
@@ -78,10 +79,25 @@ struct PlanView {
     kLists,
     kEndQ = kLists,
     kEndK,
+    kGeometry,  // geometry() of the plan that it was made for
     kHeaderWords = 16,
     kEntryWords = 8
   };
   PlanEntry* entries[kLists] = {};  // each list's first, in `data`
+
+  // Copies of cu_seqlens, [num_documents + 1] each: a plan is good for these values alone.
+  PACKING_OPS_HOST_DEVICE int32_t* made_for_q() const { return data + kHeaderWords; }
+  PACKING_OPS_HOST_DEVICE int32_t* made_for_k() const { return made_for_q() + num_documents + 1; }
+
+  // A digest of what a plan depends on beside cu_seqlens.
+  PACKING_OPS_HOST_DEVICE int32_t geometry() const {
+    const int32_t words[] = {tiles.group,      tiles.forward_rows, tiles.forward_keys,  tiles.short_rows,
+                             tiles.short_most, tiles.whole_most,   tiles.backward_rows, tiles.backward_keys,
+                             tiles.small_keys, window.left,        window.right,        num_kv_heads};
+    uint32_t digest = 2166136261u;  // FNV-1a
+    for (const int32_t word : words) digest = (digest ^ static_cast<uint32_t>(word)) * 16777619u;
+    return static_cast<int32_t>(digest);
+  }
 
   PACKING_OPS_HOST_DEVICE int64_t forward_capacity() const {
     return total_q * tiles.group / tiles.forward_rows + num_documents;

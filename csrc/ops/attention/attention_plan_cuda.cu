@@ -191,9 +191,16 @@ __global__ void __launch_bounds__(kPlanThreads)
   const TileLister lister{plan, list};
   // One wrong entry and the whole batch counts as padding: zeros everywhere, no address from a wrong value.
   const bool wrong = __syncthreads_or(wrong_entries(documents_q) || wrong_entries(documents_k));
-  if (threadIdx.x == 0 && list == 0) {
-    plan.data[PlanView::kEndQ] = wrong ? 0 : static_cast<int32_t>(documents_q.end());
-    plan.data[PlanView::kEndK] = wrong ? 0 : static_cast<int32_t>(documents_k.end());
+  if (list == 0) {
+    if (threadIdx.x == 0) {
+      plan.data[PlanView::kEndQ] = wrong ? 0 : static_cast<int32_t>(documents_q.end());
+      plan.data[PlanView::kEndK] = wrong ? 0 : static_cast<int32_t>(documents_k.end());
+      plan.data[PlanView::kGeometry] = plan.geometry();
+    }
+    for (int64_t i = threadIdx.x; i <= plan.num_documents; i += blockDim.x) {
+      plan.made_for_q()[i] = documents_q.cu_seqlens[i];
+      plan.made_for_k()[i] = documents_k.cu_seqlens[i];
+    }
   }
   if (wrong) {
     if (threadIdx.x == 0) plan.data[list] = 0;
@@ -277,7 +284,8 @@ PlanView plan_view(const AttentionPlanParams& p) {
   const int64_t most[PlanView::kLists] = {plan.forward_capacity(), plan.forward_short_capacity(),
                                           plan.num_documents,      plan.backward_capacity(),
                                           plan.num_documents,      plan.num_documents};
-  auto* entries = reinterpret_cast<PlanEntry*>(plan.data) + PlanView::kHeaderWords / PlanView::kEntryWords;
+  const int64_t before = PlanView::kHeaderWords + 2 * (plan.num_documents + 1);
+  auto* entries = reinterpret_cast<PlanEntry*>(plan.data) + ceil_div(before, PlanView::kEntryWords);
   for (int list = 0; list < PlanView::kLists; ++list) {
     plan.entries[list] = entries;
     entries += most[list];

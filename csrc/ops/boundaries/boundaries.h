@@ -60,6 +60,52 @@ struct BlockCausalMaskParams {
   int64_t window = 0;    // visible keys including self; 0 = all
 };
 
+// What cu_seqlens of a batch [batch, seqlen], its padding mask and its position_ids must agree in.
+struct CheckDocumentsParams {
+  IndexView cu_seqlens_q;           // [num_documents + 1], over the batch's rows one after the other
+  IndexView cu_seqlens_k;           // [num_documents + 1]
+  bool same = false;                // cu_seqlens_k is cu_seqlens_q
+  const bool* mask = nullptr;       // [batch, seqlen], false is padding; or null
+  const void* positions = nullptr;  // position_ids' data, or null
+  IndexView position_ids;           // [batch or 1, seqlen]
+  int64_t num_positions = 0;
+  int64_t num_documents = 0;
+  int64_t batch = 0;
+  int64_t seqlen = 0;
+
+  PACKING_OPS_HOST_DEVICE int64_t total() const { return batch * seqlen; }
+  PACKING_OPS_HOST_DEVICE int64_t position(int64_t t) const {
+    return position_ids[num_positions == total() ? t : t % seqlen];
+  }
+  // The last i with cu_seqlens_q[i] <= t.
+  PACKING_OPS_HOST_DEVICE int64_t document_of(int64_t t) const {
+    int64_t low = 0;
+    int64_t high = num_documents + 1;
+    while (high - low > 1) {
+      const int64_t mid = (low + high) / 2;
+      (cu_seqlens_q[mid] <= t ? low : high) = mid;
+    }
+    return low;
+  }
+  // 0 and 1 are also what fills a row, left and right: neither is a document that another one follows.
+  PACKING_OPS_HOST_DEVICE bool restarts_in_document(int64_t t) const {
+    return position(t) > 1 && position(t + 1) == 0 && position(t + 2) == 1 && document_of(t) == document_of(t + 2);
+  }
+  PACKING_OPS_HOST_DEVICE bool restarts(int64_t t) const {
+    return t % seqlen != 0 && position(t) != position(t - 1) + 1;
+  }
+};
+
+// Whether memory still holds what it held.
+struct CheckUnchangedParams {
+  const void* values = nullptr;
+  const void* expected = nullptr;
+  int64_t bytes = 0;
+  int64_t element_size = 1;
+};
+
+void launch_check_documents_cpu(const CheckDocumentsParams& p);
+void launch_check_unchanged_cpu(const CheckUnchangedParams& p);
 void launch_cu_seqlens_from_lengths_cpu(const CuSeqlensFromLengthsParams& p);
 void launch_position_ids_cpu(const SlotParams& p);
 void launch_seq_idx_cpu(const SlotParams& p);
@@ -73,6 +119,8 @@ void launch_segment_sum_cpu(const SegmentSumParams& p);
 void launch_segment_sum_backward_cpu(const SegmentSumParams& p);
 void launch_block_causal_mask_cpu(const BlockCausalMaskParams& p);
 
+void launch_check_documents_cuda(const CheckDocumentsParams& p, const CudaLaunch& launch);
+void launch_check_unchanged_cuda(const CheckUnchangedParams& p, const CudaLaunch& launch);
 // Bytes of RunsParams::scratch.
 int64_t runs_scratch_cuda(int64_t size);
 void launch_cu_seqlens_from_lengths_cuda(const CuSeqlensFromLengthsParams& p, const CudaLaunch& launch);

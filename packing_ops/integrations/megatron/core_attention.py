@@ -155,7 +155,7 @@ class PackingDotProductAttention(MegatronModule):
         if causal and len(query) != len(key):
             raise ValueError(f"key: expected the {len(query)} rows of query under a causal mask, got {len(key)}")
         if attention_mask is not None and not self.window_size:
-            tokens = tokens_of(attention_mask, query, key, mask_type)
+            tokens = tokens_of(attention_mask, query, key, mask_type, self.layer_number)
             if tokens is not None:
                 return _narrowed(self._attend_tokens(heads, tokens, causal, window, group), head_dim).flatten(2)
         # The columns of the batch as more heads: no copy, and each query group keeps its queries.
@@ -180,11 +180,12 @@ class PackingDotProductAttention(MegatronModule):
     def _attend(self, q, k, v, documents, causal, window, group, sinks):
         options = {"causal": causal, "softmax_scale": self.softmax_scale, "window_size": window, "sinks": sinks}
         if group is None or q.shape[0] == k.shape[0] == 0:
-            layout = layout_of(documents, k.shape[0], causal=causal)
+            layout = layout_of(documents, k.shape[0], causal=causal, layer=self.layer_number)
             return varlen_attention(q, k, v, layout.cu_seqlens_q, layout.cu_seqlens_k, **options)
         if len(q) != len(k):
             raise ValueError(f"key: expected the {len(q)} rows of query under context parallelism, got {len(k)}")
-        layout = layout_of(documents, k.shape[0], causal=causal, cp_rank=group.rank(), cp_size=group.size())
+        ranks = {"cp_rank": group.rank(), "cp_size": group.size()}
+        layout = layout_of(documents, k.shape[0], causal=causal, layer=self.layer_number, **ranks)
         return context_parallel_attention(q, k, v, layout, group, **options)
 
     def _cp_group(self, packed_seq_params):

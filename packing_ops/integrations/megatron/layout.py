@@ -76,7 +76,9 @@ def _is_one_tensor(documents):
     return q is k is q_slots is k_slots
 
 
-def layout_of(documents: Documents, rows: int, *, causal: bool, cp_rank: int = 0, cp_size: int = 1) -> Layout:
+def layout_of(
+    documents: Documents, rows: int, *, causal: bool, layer: int | None = None, cp_rank: int = 0, cp_size: int = 1
+) -> Layout:
     """The layout of a batch, kept with its cu_seqlens; where these are one int32 tensor it is that tensor.
 
     On CUDA one synchronisation per batch where lengths must agree with something: padding between documents, cu_seqlens
@@ -85,6 +87,7 @@ def layout_of(documents: Documents, rows: int, *, causal: bool, cp_rank: int = 0
     Args:
         documents: of the whole batch, whatever ``cp_size``.
         rows: of k on this rank.
+        layer: number of the layer that asks.
     """
     if cp_size == 1 and _is_one_tensor(documents) and documents.q.dtype == torch.int32:
         return Layout(documents.q, documents.q)  # nothing to work out, and no lengths that must agree
@@ -106,7 +109,7 @@ def layout_of(documents: Documents, rows: int, *, causal: bool, cp_rank: int = 0
         )
 
     tensors = documents[:1] if same and unpadded else documents
-    return kept_with(tensors, ("layout", rows, causal, cp_rank, cp_size), make)
+    return kept_with(tensors, ("layout", rows, causal, cp_rank, cp_size), make, layer=layer)
 
 
 def _cumulated(*lengths):

@@ -87,7 +87,8 @@ def packing_ops_attention(
             raise ValueError(f"cu_seq_lens_q: expected a row of its own documents, got {reason}")
         if not reason:
             reason = _why_not(query, key, value, dropout, kwargs)
-            layout = find_layout(query, cu_seqlens, attention_mask, position_ids).on(query.device)
+            layer = getattr(module, "layer_idx", None)
+            layout = find_layout(query, cu_seqlens, attention_mask, position_ids, layer).on(query.device)
     if not reason and layout.holes and window != (-1, -1):
         reason = "a sliding window over padding that may lie inside a row"
     if reason:

@@ -4,14 +4,12 @@ At most one host synchronisation; none with explicit cu_seqlens, for batches wit
 torch.compile, where sizes are upper bounds instead.
 """
 
-import os
-
 import torch
 import torch.nn.functional as F
 
 from packing_ops._args import check_cu_seqlens
+from packing_ops._checks import check_documents
 from packing_ops._recent import dense_cu_seqlens, kept_with
-from packing_ops.boundaries import seq_idx_from_cu_seqlens
 
 _ops = torch.ops.packing_ops
 _FIRST = torch.iinfo(torch.int64).min
@@ -52,31 +50,27 @@ class Layout:
         return documents.view(batch, seqlen)
 
 
-def find_layout(query, cu_seqlens=(None, None), padding=None, position_ids=None):
+def find_layout(query, cu_seqlens=(None, None), padding=None, position_ids=None, layer=None):
     """The layout of query ``[batch, num_heads, seqlen, head_dim]``, by the first of: cu_seqlens, padding and positions.
 
     Args:
         cu_seqlens: for queries and for keys, int32 or int64 ``[num_documents + 1]``.
         padding: ``[batch, seqlen]``, not zero = real.
         position_ids: ``[batch or 1, seqlen]``; a document starts in each row and where they stop growing.
+        layer: number of the layer that asks, None for the first of a forward.
     """
-    _raise_pending()
     batch, _, seqlen, _ = query.shape
     if position_ids is not None and (position_ids.dim() != 2 or position_ids.shape[1] != seqlen):
         position_ids = None  # of another row, or of several dimensions: they tell nothing about documents
     if padding is not None and padding.shape != (batch, seqlen):
         raise ValueError(f"attention_mask: expected [{batch}, {seqlen}] like the batch, got {list(padding.shape)}")
-    given = [tensor for tensor in (*cu_seqlens, padding, position_ids) if tensor is not None]
     if cu_seqlens[0] is not None or cu_seqlens[1] is not None:
-        cu_q, cu_k = (own if own is not None else other for own, other in (cu_seqlens, cu_seqlens[::-1]))
-        for name, tensor in (("cu_seq_lens_q", cu_q), ("cu_seq_lens_k", cu_k)):
-            if not isinstance(tensor, torch.Tensor):
-                raise ValueError(f"{name}: expected an int32 tensor [num_documents + 1], got {tensor!r}")
-        return kept_with(given, (batch, seqlen), lambda: _explicit(batch * seqlen, cu_q, cu_k, padding, position_ids))
+        return _explicit(batch, seqlen, cu_seqlens, padding, position_ids)
+    given = [tensor for tensor in (padding, position_ids) if tensor is not None]
     if not given:
         cu_q = dense_cu_seqlens(query.transpose(1, 2), "query")
         return Layout(cu_q, cu_q)
-    return kept_with(given, (batch, seqlen), lambda: _from_values(batch, seqlen, padding, position_ids))
+    return kept_with(given, (batch, seqlen), lambda: _from_values(batch, seqlen, padding, position_ids), layer=layer)
 
 
 def as_bool(mask, device):
@@ -125,79 +119,19 @@ def _row_starts(position_ids):
     return torch.cat([torch.full_like(position_ids[:, :1], _FIRST, dtype=torch.int64), position_ids[:, 1:].long()], 1)
 
 
-# --- explicit cu_seqlens: what they must agree with ---
-
-_pending: list = []
+# --- explicit cu_seqlens ---
 
 
-def _explicit(total, cu_seqlens_q, cu_seqlens_k, padding, position_ids):
-    _check(total, cu_seqlens_q, cu_seqlens_k, padding, position_ids)
-    # detach: the same memory, but not the tensor that this is kept with.
-    cu_q = cu_seqlens_q.int().detach()
-    return Layout(cu_q, cu_q if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k.int().detach())
-
-
-def _check(total, cu_seqlens_q, cu_seqlens_k, padding, position_ids):
-    for name, cu_seqlens in (("cu_seq_lens_q", cu_seqlens_q), ("cu_seq_lens_k", cu_seqlens_k)):
-        check_cu_seqlens(cu_seqlens, name)
-        if cu_seqlens is cu_seqlens_k and cu_seqlens_k is cu_seqlens_q and name == "cu_seq_lens_k":
-            continue
-        _refuse(cu_seqlens[-1] != total, f"{name}: expected to end at the batch's {total} tokens, got another end")
-    if cu_seqlens_q.shape != cu_seqlens_k.shape:
-        shapes = f"{list(cu_seqlens_q.shape)} and {list(cu_seqlens_k.shape)}"
-        raise ValueError(f"cu_seq_lens_k: expected as many documents as cu_seq_lens_q, got {shapes}")
-    if padding is not None:
-        _refuse(
-            (padding == 0).any(),
-            "attention_mask: expected no padding beside cu_seq_lens_q, which gives every slot to a document, got zeros",
-        )
-    if position_ids is not None and position_ids.numel() in (total, position_ids.shape[1]):
-        _check_positions(total, cu_seqlens_q, cu_seqlens_k, position_ids)
-
-
-def _check_positions(total, cu_seqlens_q, cu_seqlens_k, position_ids):
-    """Queries and keys are the tokens of position_ids ``[batch or 1, seqlen]``."""
-    if not total or torch.compiler.is_compiling():
-        return
-    rows = position_ids.expand(total // position_ids.shape[1], -1)
-    _refuse(
-        (rows.diff() == 1).all() & ((cu_seqlens_q.diff() > 0).sum() > rows.shape[0]),
-        "position_ids: expected to restart where cu_seq_lens_q starts a document, got a row that never restarts",
-    )
-    # 0 and 1 are also what fills rows, left and right: neither is a document that another one follows.
-    positions, documents = rows.flatten(), seq_idx_from_cu_seqlens(cu_seqlens_q.int(), total)
-    restarts = (positions[:-2] > 1) & (positions[1:-1] == 0) & (positions[2:] == 1) & (documents[:-2] == documents[2:])
-    _refuse(
-        restarts.any(),
-        "position_ids: expected to restart only where cu_seq_lens_q starts a document, got a restart inside of one",
-    )
-    if cu_seqlens_k is not cu_seqlens_q:
-        _refuse(
-            (cu_seqlens_k != cu_seqlens_q).any(),
-            "cu_seq_lens_k: expected the documents of cu_seq_lens_q, whose tokens the keys are, got others",
-        )
-
-
-def _refuse(wrong, message):
-    """ValueError if the bool tensor is True: now on the CPU, on CUDA in a later call, so that nothing waits for it."""
-    if torch.compiler.is_compiling():
-        return
-    if not wrong.is_cuda or os.environ.get("PACKING_OPS_CHECK") == "1":
-        if wrong:
-            raise ValueError(message)
-    elif not torch.cuda.is_current_stream_capturing():
-        flag = torch.empty((), dtype=torch.bool, pin_memory=True)
-        flag.copy_(wrong, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        _pending.append((event, flag, message))
-
-
-def _raise_pending():
-    if torch.compiler.is_compiling():
-        return
-    while _pending and _pending[0][0].query():
-        _, flag, message = _pending.pop(0)
-        if flag:
-            _pending.clear()
-            raise ValueError(f"{message} (in an earlier call)")
+def _explicit(batch, seqlen, cu_seqlens, padding, position_ids):
+    cu_q, cu_k = (own if own is not None else other for own, other in (cu_seqlens, cu_seqlens[::-1]))
+    for name, tensor in (("cu_seq_lens_q", cu_q), ("cu_seq_lens_k", cu_k)):
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{name}: expected an int32 tensor [num_documents + 1], got {tensor!r}")
+        check_cu_seqlens(tensor, name)
+    if position_ids is not None:
+        position_ids = position_ids.to(cu_q.device) if position_ids.shape[0] in (1, batch) else None
+    mask = None if padding is None else (padding != 0).to(cu_q.device)
+    check_documents(cu_q, cu_k.to(cu_q.device), mask, position_ids, batch, seqlen)
+    # int32 ones are not copied: a plan that is kept with them serves the next forward too.
+    own_q = cu_q.int()
+    return Layout(own_q, own_q if cu_k is cu_q else cu_k.int())

@@ -1,5 +1,6 @@
 // A warp for each (token, head); a row is spread over the lanes, lane l holds columns l, l + 32, ...
 #include "core/launch.cuh"
+#include "ops/attention/attention_plan_check.cuh"
 #include "ops/attention/attention_window.cuh"
 #include "ops/attention/fp32/attention_fp32.h"
 
@@ -103,6 +104,7 @@ __device__ Place place_of(const Args& args, const Documents& documents, int64_t 
 }
 
 __global__ void __launch_bounds__(kThreads) forward_fp32_kernel(__grid_constant__ const Args args) {
+  check_plan(args.plan, args.documents_q, args.documents_k, args.fault);
   const int64_t warps = static_cast<int64_t>(gridDim.x) * blockDim.x / 32;
   const int64_t rows = args.documents_q.total * args.num_heads;
   const int64_t end = args.plan.data[PlanView::kEndQ];

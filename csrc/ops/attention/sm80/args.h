@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "core/fault.h"
 #include "core/segment.h"
 #include "ops/attention/attention_plan.h"
 
@@ -49,6 +50,7 @@ struct Args {
   int32_t whole_group = 0;  // the group where head_dim is padded and 16 packed rows are whole tokens: simple loads
   float softmax_scale = 0;
   float softcap = 0;
+  FaultFlag fault;
 };
 
 }  // namespace packing_ops::sm80

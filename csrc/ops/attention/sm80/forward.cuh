@@ -6,6 +6,7 @@
 #pragma once
 
 #include "core/launch.cuh"
+#include "ops/attention/attention_plan_check.cuh"
 #include "ops/attention/sm80/forward_unit.cuh"
 #include "ops/attention/sm80/persistent.h"
 
@@ -94,7 +95,10 @@ __global__ void __launch_bounds__(128, ForwardShape<kDim, kShort>::kResident)
     ptx::copy_commit();
     if (threadIdx.x == 0) works[0] = work;
   }
-  if constexpr (!kShort) zero_padding(args);
+  if constexpr (!kShort) {  // the kernel that every call launches
+    check_plan(args.plan, args.documents_q, args.documents_k, args.fault);
+    zero_padding(args);
+  }
   __syncthreads();
 
   int stage = 0;

@@ -1,5 +1,6 @@
 // What the backward needs of each row before it starts, and the zeros that none of its units writes.
 #include "core/launch.cuh"
+#include "ops/attention/attention_plan_check.cuh"
 #include "ops/attention/sm80/backward.h"
 #include "ops/attention/sm80/tile.cuh"
 
@@ -131,6 +132,7 @@ __global__ void __launch_bounds__(kThreads) row_stats_kernel(__grid_constant__ c
   const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
   const int lane = threadIdx.x % kLanes;
   for (int64_t i = thread; i < args.order_size; i += threads) args.order[i] = 0;
+  check_plan(args.plan, args.documents_q, args.documents_k, args.fault);
 
   const int64_t end_q = args.plan.data[PlanView::kEndQ];
   const bool all_see = args.documents_q.cu_seqlens == args.documents_k.cu_seqlens;

@@ -1,0 +1,74 @@
+// Checks of values, reported through the fault flag: nothing waits.
+#include "core/launch.cuh"
+#include "ops/boundaries/boundaries.h"
+
+namespace packing_ops {
+
+namespace {
+
+constexpr int kThreads = 256;
+
+// One block, because it asks about all rows; it stops at the first restart, which is where the second document starts.
+__device__ void check_any_restart(const CheckDocumentsParams& p, const FaultFlag& fault) {
+  int64_t documents = 0;  // that hold tokens
+  for (int64_t first = 0; first < p.num_documents; first += kThreads) {
+    const int64_t i = first + threadIdx.x;
+    documents += __syncthreads_count(i < p.num_documents && p.cu_seqlens_q[i + 1] > p.cu_seqlens_q[i]);
+  }
+  if (documents <= p.batch) return;
+  for (int64_t first = 0; first < p.total(); first += kThreads) {
+    const int64_t t = first + threadIdx.x;
+    if (__syncthreads_or(t < p.total() && p.restarts(t))) return;
+  }
+  if (threadIdx.x == 0) fault.raise(Fault::kNoRestart, 0);
+}
+
+__global__ void __launch_bounds__(kThreads) check_documents_kernel(CheckDocumentsParams p, FaultFlag fault) {
+  const int64_t total = p.total();
+  if (thread_id() == 0) {
+    if (p.cu_seqlens_q[p.num_documents] != total) fault.raise(Fault::kEndOfQueries, p.num_documents);
+    if (p.cu_seqlens_k[p.num_documents] != total) fault.raise(Fault::kEndOfKeys, p.num_documents);
+  }
+  for (int64_t t = thread_id(); p.mask && t < total; t += thread_count()) {
+    if (!p.mask[t]) fault.raise(Fault::kPaddingInDocuments, t);
+  }
+  if (!p.positions) return;
+  for (int64_t i = thread_id(); !p.same && i <= p.num_documents; i += thread_count()) {
+    if (p.cu_seqlens_k[i] != p.cu_seqlens_q[i]) fault.raise(Fault::kKeysOfOtherDocuments, i);
+  }
+  for (int64_t t = thread_id(); t + 2 < total; t += thread_count()) {
+    if (p.restarts_in_document(t)) fault.raise(Fault::kRestartInDocument, t + 1);
+  }
+  if (blockIdx.x == 0) check_any_restart(p, fault);
+}
+
+template <class Word>
+__global__ void __launch_bounds__(kThreads)
+    check_unchanged_kernel(const Word* values, const Word* expected, int64_t count, int64_t words_per_element,
+                           FaultFlag fault) {
+  for (int64_t i = thread_id(); i < count; i += thread_count()) {
+    if (values[i] != expected[i]) fault.raise(Fault::kValuesChanged, i / words_per_element);
+  }
+}
+
+}  // namespace
+
+void launch_check_documents_cuda(const CheckDocumentsParams& p, const CudaLaunch& launch) {
+  check_documents_kernel<<<grid_for(p.total(), kThreads), kThreads, 0, stream_of(launch)>>>(p, launch.fault);
+  check_launch("check_documents_kernel");
+}
+
+void launch_check_unchanged_cuda(const CheckUnchangedParams& p, const CudaLaunch& launch) {
+  const auto run = [&](auto word) {
+    using Word = decltype(word);
+    const int64_t count = p.bytes / static_cast<int64_t>(sizeof(Word));
+    const int64_t words = p.element_size / static_cast<int64_t>(sizeof(Word));
+    check_unchanged_kernel<Word><<<grid_for(count, kThreads), kThreads, 0, stream_of(launch)>>>(
+        static_cast<const Word*>(p.values), static_cast<const Word*>(p.expected), count, words, launch.fault);
+    check_launch("check_unchanged_kernel");
+  };
+  // Elements of 4 bytes and more lie on 4 bytes.
+  p.element_size % 4 == 0 ? run(uint32_t{}) : run(uint8_t{});
+}
+
+}  // namespace packing_ops

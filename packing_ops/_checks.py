@@ -1,0 +1,39 @@
+"""Checks of values that cost no synchronisation: on the CPU at once, on CUDA by a kernel and the fault flag."""
+
+import torch
+
+_ops = torch.ops.packing_ops
+
+
+def check_documents(
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    batch: int,
+    seqlen: int,
+) -> None:
+    """ValueError where explicit cu_seqlens, the padding mask and the positions of a batch contradict each other.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: int32 or int64 ``[num_documents + 1]`` over the batch's rows, one after the other.
+        mask: bool ``[batch, seqlen]``, False is padding, which has no place beside cu_seqlens.
+        position_ids: int32 or int64 ``[batch or 1, seqlen]`` of queries and keys.
+    """
+    if not torch.compiler.is_compiling():
+        _ops.check_documents(cu_seqlens_q, cu_seqlens_k, mask, position_ids, batch, seqlen)
+
+
+def check_unchanged(values: torch.Tensor, expected: torch.Tensor) -> None:
+    """ValueError where ``values`` are not, byte for byte, those of ``expected``, of the same shape and dtype."""
+    _ops.check_unchanged(values, expected)
+
+
+@torch.library.register_fake("packing_ops::check_documents")
+def _(cu_seqlens_q, cu_seqlens_k, mask, position_ids, batch, seqlen):
+    return None
+
+
+@torch.library.register_fake("packing_ops::check_unchanged")
+def _(values, expected):
+    return None

@@ -1,0 +1,133 @@
+"""Checks of values: what contradicts itself is named; on CUDA by a later call, or by this one under PACKING_OPS_CHECK=1."""
+
+import pytest
+import torch
+from helpers import cu_seqlens_of
+
+from packing_ops._checks import check_documents
+
+ops = torch.ops.packing_ops
+
+
+@pytest.fixture(autouse=True)
+def _in_the_call_itself(monkeypatch):
+    monkeypatch.setenv("PACKING_OPS_CHECK", "1")
+
+
+def positions(*lengths):
+    return torch.cat([torch.arange(length) for length in lengths])
+
+
+def check(device, q, positions=None, *, k=None, mask=None, batch=1, dtype=torch.int32):
+    """Documents of lengths q (and k) over a batch of as many slots as there are positions or q holds."""
+    cu_q = cu_seqlens_of(q, device).to(dtype)
+    cu_k = cu_q if k is None else cu_seqlens_of(k, device).to(dtype)
+    if positions is not None:
+        positions = positions.to(device).view(-1, sum(q) // batch)
+    mask = None if mask is None else mask.to(device)
+    check_documents(cu_q, cu_k, mask, positions, batch, sum(q) // batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("lengths", "given", "batch"),
+    [
+        ([5, 7], positions(5, 7), 1),
+        ([5, 0, 7, 0], positions(5, 7), 1),
+        ([12], torch.arange(12), 1),
+        ([6, 6], torch.arange(6), 2),  # one row of positions for all rows
+        ([3, 3, 2, 4], torch.cat([positions(3, 3), positions(2, 4)]), 2),
+        ([5, 7], None, 1),
+        ([1] * 5, torch.zeros(5, dtype=torch.int64), 1),
+        ([], torch.zeros(0, dtype=torch.int64), 1),
+        ([5, 7], torch.cat([positions(5), torch.tensor([0, 0, 0, 0, 1, 2, 3])]), 1),  # 0 fills from the left
+    ],
+)
+def test_what_agrees_is_left_alone(device, lengths, given, batch, dtype):
+    if not lengths:
+        check_documents(cu_seqlens_of([], device), cu_seqlens_of([], device), None, None, 1, 0)
+    else:
+        check(
+            device, lengths, given, batch=batch, dtype=dtype, mask=torch.ones(batch, sum(lengths) // batch, dtype=bool)
+        )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "given", "options", "message"),
+    [
+        ([5, 7], torch.arange(12), {}, "position_ids: expected to restart where cu_seq_lens_q starts a document"),
+        ([3, 3, 2, 4], torch.arange(6), {"batch": 2}, "position_ids: expected to restart where"),
+        ([12], positions(5, 7), {}, "position_ids: expected to restart only where cu_seq_lens_q"),
+        ([4, 8], positions(5, 7), {}, "position_ids: expected to restart only where cu_seq_lens_q"),
+        ([5, 7], positions(5, 7), {"k": [7, 5]}, "cu_seq_lens_k: expected the documents of cu_seq_lens_q"),
+        ([5, 7], None, {"k": [5, 6]}, "cu_seq_lens_k: expected to end at the batch's"),
+        (
+            [5, 7],
+            None,
+            {"mask": torch.arange(12)[None] != 3},
+            "attention_mask: expected no padding beside cu_seq_lens_q",
+        ),
+    ],
+)
+def test_what_contradicts_is_named(device, lengths, given, options, message):
+    with pytest.raises(ValueError, match=message):
+        check(device, lengths, given, **options)
+
+
+def test_the_last_restart_of_a_long_row_is_found(device):
+    """Beyond what one block of threads sees at a time."""
+    row = positions(5000, 3000)
+    check(device, [5000, 3000], row)
+    with pytest.raises(ValueError, match=r"restart only where"):
+        check(device, [4999, 3001], row)
+    with pytest.raises(ValueError, match=r"expected to end at the batch's"):
+        check_documents(*[cu_seqlens_of([5000, 2999], device)] * 2, None, None, 1, 8000)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.zeros(2, 2, dtype=torch.int32),) * 2, "cu_seq_lens_q: expected"),
+        ((torch.zeros(2, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)), "cu_seq_lens_k: expected as many"),
+        ((torch.zeros(0, dtype=torch.int32),) * 2, "cu_seq_lens_q: expected"),
+        ((torch.zeros(2),) * 2, "cu_seq_lens_q: expected int32"),
+    ],
+)
+def test_shapes_are_checked(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        check_documents(*arguments, None, None, 1, 0)
+
+
+VALUES = [
+    torch.arange(9),
+    torch.arange(24, dtype=torch.float16).view(2, 3, 4)[:, 1:, ::2],
+    torch.tensor([True, False, True])[1:],
+    torch.zeros(0),
+    torch.full((3,), float("nan")),
+    torch.arange(5, dtype=torch.uint8)[1:],
+]
+
+
+@pytest.mark.parametrize("values", VALUES, ids=lambda t: f"{t.dtype}{list(t.shape)}")
+def test_unchanged_memory_passes_and_one_other_byte_does_not(device, values):
+    values = values.to(device)
+    ops.check_unchanged(values, values.clone())
+    if values.numel():
+        other = values.clone()
+        other.view(-1)[-1] = 0 if values.is_floating_point() else not bool(values.reshape(-1)[-1])
+        with pytest.raises(ValueError, match="values: expected a tensor as it was"):
+            ops.check_unchanged(values, other)
+
+
+def test_expected_is_like_values(device):
+    with pytest.raises(ValueError, match="expected: expected"):
+        ops.check_unchanged(torch.zeros(3, device=device), torch.zeros(4, device=device))
+    with pytest.raises(ValueError, match="expected: expected"):
+        ops.check_unchanged(torch.zeros(3, device=device), torch.zeros(3, device=device, dtype=torch.float64))
+
+
+def test_opcheck(device):
+    cu_seqlens = cu_seqlens_of([5, 7], device)
+    row = positions(5, 7)[None].to(device)
+    torch.library.opcheck(ops.check_documents, (cu_seqlens, cu_seqlens, row >= 0, row, 1, 12))
+    torch.library.opcheck(ops.check_unchanged, (row, row.clone()))
