@@ -27,8 +27,13 @@ def int64_tensor(values: list[int]) -> torch.Tensor:
 
 
 def buffer_tensor(buffer: bytearray | array, dtype: torch.dtype) -> torch.Tensor:
-    """The buffer's own memory; torch.frombuffer takes no empty one."""
-    return torch.frombuffer(buffer, dtype=dtype) if buffer else torch.empty(0, dtype=dtype)
+    """The buffer's own memory, on the CPU; torch.frombuffer takes no empty one, and knows no default device."""
+    return torch.frombuffer(buffer, dtype=dtype) if buffer else torch.empty(0, dtype=dtype, device="cpu")
+
+
+def as_tensor(value) -> torch.Tensor:
+    """A tensor where it is; anything else on the CPU, whatever the default device."""
+    return value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
 
 
 def check_cu_seqlens(cu_seqlens: torch.Tensor, name: str = "cu_seqlens") -> None:

@@ -167,7 +167,8 @@ def _map_rows(batch: Mapping, change: Callable) -> dict[str, object]:
         if not _has_rows(value):
             return value
         if isinstance(value, torch.Tensor) and value.is_nested:
-            return torch.nested.as_nested_tensor(change(name, list(value.unbind())), layout=value.layout)
+            rows = change(name, list(value.unbind()))
+            return torch.nested.as_nested_tensor(rows, layout=value.layout, device=value.device)
         return change(name, value)
 
     by_row = _order_by_row(batch)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from packing_ops._args import buffer_tensor
 from packing_ops.report.examples import Unreadable, example_of
 from packing_ops.report.progress import progress
 from packing_ops.report.readers import ROWS, records
@@ -49,7 +50,7 @@ def read_corpus(files: Sequence[Path], tokenizer: str = "bytes") -> Corpus:
         for file, size in zip(files, sizes, strict=True):
             for batch in _batches(records(file, lambda part, size=size: advance(part * size))):
                 _add(batch, count_tokens, corpus, lengths)
-    corpus.lengths = torch.tensor(lengths, dtype=torch.int64)
+    corpus.lengths = buffer_tensor(lengths, torch.int64)
     return corpus
 
 

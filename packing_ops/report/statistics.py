@@ -29,9 +29,9 @@ def length_statistics(lengths: torch.Tensor) -> dict:
         return {"histogram": []}
     ascending = lengths.sort().values
     least, most = (int(ascending[end]).bit_length() for end in (0, -1))
-    powers = 2 ** torch.arange(least - 1, most + 1)
+    powers = 2 ** torch.arange(least - 1, most + 1, device=lengths.device)
     edges = torch.searchsorted(ascending, powers)
-    tokens = torch.cat([torch.zeros(1, dtype=torch.int64), ascending.cumsum(0)])
+    tokens = torch.nn.functional.pad(ascending.cumsum(0), (1, 0))
     columns = (powers[:-1], powers[1:] - 1, edges.diff(), tokens[edges].diff())
     names = ("from", "to", "documents", "tokens")
     last = ascending.numel() - 1
