@@ -113,6 +113,7 @@ def slice_batch(batch: Mapping[str, object], start: int, end: int) -> dict[str, 
         ValueError: rows that the batch does not have; tensors or lists that differ in their number of rows.
     """
     rows = num_rows(batch)
+    start, end = integer(start, "start"), integer(end, "end")
     if not 0 <= start <= end <= rows:
         raise ValueError(f"start, end: expected 0 <= start <= end <= {rows} rows, got {start} and {end}")
     return _map_rows(batch, lambda _, rows: rows[start:end])

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from packing_ops._args import int64_tensor
+from packing_ops._args import int64_tensor, integer
 from packing_ops.boundaries import segment_sum, seq_idx_from_cu_seqlens
 from packing_ops.data.batches import num_rows, pad_batch_to_multiple, slice_batch
 
@@ -57,7 +57,7 @@ def stage_chunks(
 
     Copies the rows of padded mini-batches, all rows with ``put``. The scheme is that of SkyRL's MeshDispatch.
     """
-    if dp_size < 1:
+    if integer(dp_size, "dp_size") < 1:
         raise ValueError(f"dp_size: expected at least 1 rank, got {dp_size}")
     staged = []
     for start, end in pairwise(_row_ends("boundaries", boundaries, num_rows(batch))):
@@ -209,7 +209,8 @@ def _cu_seqlens(ends: list[int], device: torch.device) -> torch.Tensor:
 
 def _row_ends(name: str, boundaries: Boundaries, rows: int) -> list[int]:
     """[0, end, end, ..., rows] of pairs that follow on each other."""
-    pairs = boundaries.tolist() if isinstance(boundaries, torch.Tensor) else list(boundaries)
+    pairs = boundaries.tolist() if isinstance(boundaries, torch.Tensor) else boundaries
+    pairs = [(integer(start, name), integer(end, name)) for start, end in pairs]
     ends = [0, *(end for _, end in pairs)]
     if ends[-1] != rows or any(
         start != before or end <= start for before, (start, end) in zip(ends, pairs, strict=False)

@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from packing_ops._args import integer
 from packing_ops.report.corpus import read_corpus
 from packing_ops.report.statistics import layouts, length_statistics
 
@@ -53,15 +54,19 @@ def make_report(
         ValueError: a file that is no Parquet or damaged, an option out of range, ``overlong="error"`` and a document over the
             capacity.
     """
+    options = {"capacity": capacity, "batch_size": batch_size, "dp": dp, "hidden_size": hidden_size}
+    for name, value in options.items():
+        if integer(value, name) < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
+    options["overlong"] = overlong
     corpus = read_corpus(files, tokenizer)
-    options = {"capacity": capacity, "batch_size": batch_size, "dp": dp, "overlong": overlong}
     return {
-        "settings": {"files": [str(f) for f in files], "tokenizer": tokenizer, **options, "hidden_size": hidden_size},
+        "settings": {"files": [str(f) for f in files], "tokenizer": tokenizer, **options},
         "examples": {"read": corpus.num_read, "documents": corpus.lengths.numel(), "tokens": int(corpus.lengths.sum())},
         "unreadable": corpus.unreadable,
         "noted": corpus.noted,
         "lengths": length_statistics(corpus.lengths),
-        **layouts(corpus.lengths, **options, hidden_size=hidden_size),
+        **layouts(corpus.lengths, **options),
     }
 
 
