@@ -30,7 +30,7 @@ def make_report(
     """Everything that ``python -m packing_ops report`` prints, as plain numbers, strings, lists and dicts.
 
     Args:
-        files: JSON lines, Parquet files, or folders written by ``Dataset.save_to_disk``.
+        files: JSON lines (pipes too), Parquet files, or folders written by ``Dataset.save_to_disk``.
         tokenizer: ``"bytes"``, or the folder of a tokenizer that transformers loads.
         capacity: tokens of a packed row.
         batch_size: documents of a padded batch, per rank.
