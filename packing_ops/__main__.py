@@ -7,7 +7,7 @@ from pathlib import Path
 from packing_ops.report import make_report, save_json
 from packing_ops.report.info import describe_environment
 from packing_ops.report.statistics import OVERLONG
-from packing_ops.report.tables import show_report
+from packing_ops.report.tables import printable, show_report
 
 EXIT_CODES = """exit codes:
   0  every example was read
@@ -44,7 +44,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = report.add_argument
-    add("files", nargs="+", type=Path, metavar="FILE", help="JSON lines, Parquet, or a folder of Dataset.save_to_disk")
+    add(
+        "files",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="JSON lines (a pipe too), Parquet, or a folder of save_to_disk",
+    )
     add("--tokenizer", default="bytes", help="bytes (default: UTF-8 bytes of the text), or a tokenizer's folder")
     add("--capacity", type=positive, default=4096, help="tokens of a packed row (default: %(default)s)")
     add("--batch-size", type=positive, default=8, help="documents per padded batch and rank (default: %(default)s)")
@@ -79,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.plot:
             save_picture(report, arguments.plot)
     except (ImportError, OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error: " + "\n".join(map(printable, str(error).split("\n"))), file=sys.stderr)
         return 2
     return 1 if report["unreadable"] else 0
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from packing_ops._args import exactly_one, index_tensor
+from packing_ops._args import exactly_one, index_tensor, integer
 
 _ops = torch.ops.packing_ops
 
@@ -173,10 +173,11 @@ def compute_prompt_mini_batch_boundaries(
     Raises:
         ValueError: prompt_end_indices that do not grow, mini_batch_size < 1, or a check of the second form.
     """
-    if mini_batch_size < 1:
+    if integer(mini_batch_size, "mini_batch_size") < 1:
         raise ValueError(f"mini_batch_size: expected at least 1 prompt, got {mini_batch_size}")
     if train_batch_size is None:
-        ends = prompts.tolist() if isinstance(prompts, torch.Tensor) else list(prompts)
+        ends = prompts.tolist() if isinstance(prompts, torch.Tensor) else prompts
+        ends = [integer(end, "prompt_end_indices") for end in ends]
         if any(end <= start for start, end in zip([0, *ends], ends, strict=False)):
             raise ValueError(f"prompt_end_indices: expected exclusive ends that grow from at least 1, got {ends}")
     else:

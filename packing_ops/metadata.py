@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from packing_ops._args import index_tensor
+from packing_ops._args import index_tensor, integer
 from packing_ops._recent import kept_with, plan_of
 from packing_ops.boundaries import (
     cu_seqlens_from_lengths,
@@ -16,7 +16,7 @@ from packing_ops.boundaries import (
 _ops = torch.ops.packing_ops
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PackedMetadata:
     """Layout of one packed batch; make it with one of the ``from_*`` functions and hand it to every layer.
 
@@ -25,6 +25,7 @@ class PackedMetadata:
         total: slots of the packed row, a Python int; slots from ``cu_seqlens[-1]`` on are padding.
         max_seqlen: longest document, a Python int.
         indices: int64 ``[total]``, rows of the padded batch that were kept; only after from_attention_mask.
+        num_tokens: of the documents, ``cu_seqlens[-1]`` as a Python int; None where it was not told and not read.
         position_ids: int64 ``[total]``, made at first use, and anew when cu_seqlens has other values.
         seq_idx: int32 ``[total]``, likewise.
 
@@ -32,12 +33,16 @@ class PackedMetadata:
         >>> metadata = PackedMetadata.from_lengths([2, 1, 3])
         >>> metadata.cu_seqlens.tolist(), metadata.max_seqlen, metadata.position_ids.tolist()
         ([0, 2, 3, 6], 3, [0, 1, 0, 0, 1, 2])
+
+    It tells of the values that cu_seqlens has when it is made: make another one where these change. Two of them are equal
+    if they are one object, since a comparison of what they hold would wait for the GPU.
     """
 
     cu_seqlens: torch.Tensor
     total: int
     max_seqlen: int
     indices: torch.Tensor | None = None
+    num_tokens: int | None = None
 
     @classmethod
     def from_lengths(
@@ -61,17 +66,32 @@ class PackedMetadata:
             cu_seqlens = cu_seqlens.to(device or "cpu", non_blocking=True)
         else:
             end, longest = _end_and_longest(cu_seqlens)
-        return cls(cu_seqlens, _checked_total(total, end), longest)
+        return cls(cu_seqlens, _checked_total(total, end), longest, num_tokens=end)
 
     @classmethod
     def from_cu_seqlens(
-        cls, cu_seqlens: torch.Tensor, *, total: int | None = None, max_seqlen: int | None = None
+        cls,
+        cu_seqlens: torch.Tensor,
+        *,
+        total: int | None = None,
+        max_seqlen: int | None = None,
+        num_tokens: int | None = None,
     ) -> "PackedMetadata":
-        """From cumulated lengths. On CUDA no synchronisation when total and max_seqlen are given, else one."""
-        if total is not None and max_seqlen is not None:
-            return cls(cu_seqlens, total, max_seqlen)
-        end, longest = _end_and_longest(cu_seqlens)
-        return cls(cu_seqlens, _checked_total(total, end), longest if max_seqlen is None else max_seqlen)
+        """From cumulated lengths. On CUDA no synchronisation when max_seqlen and total or num_tokens are given, else one.
+
+        Args:
+            cu_seqlens: int32 ``[num_documents + 1]``.
+            total: slots of the row when it is longer than the documents. Then give num_tokens too where cu_seqlens are on
+                a GPU and nothing shall wait for it, so that the hosts are told of the padding.
+            max_seqlen: longest document, or a bound.
+            num_tokens: ``cu_seqlens[-1]``.
+        """
+        if max_seqlen is None or (total is None and num_tokens is None):
+            num_tokens, longest = _end_and_longest(cu_seqlens)
+            max_seqlen = longest if max_seqlen is None else integer(max_seqlen, "max_seqlen")
+        if num_tokens is not None:
+            total = _checked_total(total, num_tokens)
+        return cls(cu_seqlens, total, max_seqlen, num_tokens=num_tokens)
 
     @classmethod
     def from_position_ids(cls, position_ids: torch.Tensor) -> "PackedMetadata":
@@ -80,14 +100,15 @@ class PackedMetadata:
         num_documents, longest = torch.cat(
             [count, padded.diff().amax(0, keepdim=True) if padded.numel() > 1 else count]
         ).tolist()
-        return cls(padded[: num_documents + 1], position_ids.numel(), longest)
+        total = position_ids.numel()
+        return cls(padded[: num_documents + 1], total, longest, num_tokens=total)
 
     @classmethod
     def from_attention_mask(cls, attention_mask: torch.Tensor) -> "PackedMetadata":
         """From a padding mask ``[batch, seqlen]`` (left, right, both sides, holes): the layout of unpad_input. CUDA: one sync."""
         indices, cu_seqlens, _, totals = _ops.unpad_layout(attention_mask, None, True)
         total, longest = totals.tolist()
-        return cls(cu_seqlens, total, longest, indices[:total])
+        return cls(cu_seqlens, total, longest, indices[:total], num_tokens=total)
 
     @property
     def num_documents(self) -> int:
@@ -126,27 +147,46 @@ class PackedMetadata:
         return plan_of(self.cu_seqlens, self.cu_seqlens, geometry)
 
     def to_transformers(self) -> dict:
-        """Keyword arguments of a Hugging Face forward: ``cu_seq_lens_q/k`` and ``max_length_q/k``."""
+        """Keyword arguments of a Hugging Face forward: ``cu_seq_lens_q/k`` and ``max_length_q/k``.
+
+        Padding after the last document is one more document there, since they must end with the row.
+
+        Example:
+            >>> PackedMetadata.from_lengths([2, 1], total=5).to_transformers()["cu_seq_lens_q"]
+            tensor([0, 2, 3, 5], dtype=torch.int32)
+        """
+        cu_seqlens, max_seqlen = self._whole_row()
         return {
-            "cu_seq_lens_q": self.cu_seqlens,
-            "cu_seq_lens_k": self.cu_seqlens,
-            "max_length_q": self.max_seqlen,
-            "max_length_k": self.max_seqlen,
+            "cu_seq_lens_q": cu_seqlens,
+            "cu_seq_lens_k": cu_seqlens,
+            "max_length_q": max_seqlen,
+            "max_length_k": max_seqlen,
         }
 
     def to_unsloth(self) -> dict:
-        """Unsloth's ``packed_seq_lengths``, int32 on the CPU or where cu_seqlens live."""
+        """Unsloth's ``packed_seq_lengths``, int32 on the CPU or where cu_seqlens live; padding is none of them."""
         return {"packed_seq_lengths": self.lengths}
 
     def to_megatron(self) -> dict:
-        """Fields of Megatron-core's PackedSeqParams."""
+        """Fields of Megatron-core's PackedSeqParams; padding after the last document is one more document."""
+        cu_seqlens, max_seqlen = self._whole_row()
         return {
             "qkv_format": "thd",
-            "cu_seqlens_q": self.cu_seqlens,
-            "cu_seqlens_kv": self.cu_seqlens,
-            "max_seqlen_q": self.max_seqlen,
-            "max_seqlen_kv": self.max_seqlen,
+            "cu_seqlens_q": cu_seqlens,
+            "cu_seqlens_kv": cu_seqlens,
+            "max_seqlen_q": max_seqlen,
+            "max_seqlen_kv": max_seqlen,
         }
+
+    def _whole_row(self) -> tuple[torch.Tensor, int]:
+        """cu_seqlens and max_seqlen with the padding, as far as the host knows of one. No synchronisation."""
+        num_tokens = self.total if self.num_tokens is None else self.num_tokens
+        if type(self.cu_seqlens) is torch.Tensor and self.cu_seqlens.is_cpu and not torch.compiler.is_compiling():
+            num_tokens = int(self.cu_seqlens[-1])  # neither fake nor traced: reading it is free
+        if num_tokens >= self.total:
+            return self.cu_seqlens, self.max_seqlen
+        end = self.cu_seqlens.new_full((1,), self.total)
+        return torch.cat([self.cu_seqlens, end]), max(self.max_seqlen, self.total - num_tokens)
 
 
 def _end_and_longest(cu_seqlens: torch.Tensor) -> tuple[int, int]:
@@ -158,6 +198,6 @@ def _end_and_longest(cu_seqlens: torch.Tensor) -> tuple[int, int]:
 
 
 def _checked_total(total: int | None, end: int) -> int:
-    if total is not None and total < end:
+    if total is not None and integer(total, "total") < end:
         raise ValueError(f"total: expected at least the {end} tokens of the documents, got {total}")
     return end if total is None else total

@@ -1,10 +1,11 @@
 """Which sequences share a row: bin packing of lengths, before any tensor is touched."""
 
 import itertools
-import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 
 import torch
 
@@ -14,6 +15,7 @@ _ops = torch.ops.packing_ops
 
 # A dense causal decoder does 24 * hidden_size**2 * L + 2 * hidden_size * L**2 operations per layer and sequence.
 _FLOPS = (12.0 * 4096, 1.0)
+_LARGEST = sys.float_info.max
 
 
 @dataclass(eq=False, repr=False)
@@ -160,7 +162,8 @@ def pack_sequences(
 
     Raises:
         ValueError: a negative length; one over the capacity with ``overlong="error"``; a capacity, alignment,
-            max_sequences_per_bin, min_bins or bins_multiple_of below 1; more bins than sequences; an unknown name.
+            max_sequences_per_bin, min_bins or bins_multiple_of below 1; more bins than sequences; an unknown name;
+            costs whose sum is past a double.
         TypeError: a fractional length in a list, or a number that is not an integer.
 
     Deterministic. O(n log n) time at most, linear where lengths or capacity are not much larger than n; O(n) memory;
@@ -243,7 +246,7 @@ def cost_coefficients(cost: str | tuple[str, float, float] | None, name: str) ->
     if cost == "flops":
         return _FLOPS
     match cost:
-        case ("flops", int() | float() as a, int() | float() as b) if 0 <= a < math.inf and 0 <= b < math.inf and a + b:
+        case ("flops", Real() as a, Real() as b) if 0 <= a <= _LARGEST and 0 <= b <= _LARGEST and (a or b):
             return float(a), float(b)
     raise ValueError(
         f"{name}: expected None, 'tokens', 'flops' or ('flops', a, b) with finite a, b >= 0 and not both 0, "

@@ -10,6 +10,8 @@ from itertools import accumulate, islice
 
 import torch
 
+from packing_ops._args import as_tensor, holds, index_tensor, integer
+
 # The overloads themselves: half a microsecond a call less than torch.ops.packing_ops.<name>.
 _unpad_layout = torch.ops.packing_ops.unpad_layout.default
 _unpad_rows = torch.ops.packing_ops.unpad_rows.default
@@ -186,9 +188,9 @@ def trim_padding(
     """
     if side not in ("right", "left", "both"):
         raise ValueError(f'side: expected "right", "left" or "both", got {side!r}')
-    if min_length < 0:
+    if integer(min_length, "min_length") < 0:
         raise ValueError(f"min_length: expected at least 0, got {min_length}")
-    if multiple_of < 1:
+    if integer(multiple_of, "multiple_of") < 1:
         raise ValueError(f"multiple_of: expected at least 1, got {multiple_of}")
     mask = batch.get("attention_mask") if attention_mask is None else attention_mask
     if mask is None:
@@ -229,9 +231,9 @@ def iter_microbatches(
 
     Raises:
         ValueError: microbatch_size < 1, no pad_values, a name that is missing in an example, a sequence whose name
-            has no pad value, sequences of one example that differ in length.
+            has no pad value, sequences of one example that differ in length, a pad value that their dtype cannot hold.
     """
-    if microbatch_size < 1:
+    if integer(microbatch_size, "microbatch_size") < 1:
         raise ValueError(f"microbatch_size: expected at least 1 example, got {microbatch_size}")
     if not pad_values:
         raise ValueError("pad_values: expected a value for at least one name, got none")
@@ -270,7 +272,7 @@ def _layout(attention_mask, unused_mask, lengths, total, max_seqlen):
 
 
 def _totals_of(lengths, cu_seqlens) -> tuple[int, int]:
-    values = lengths.tolist() if isinstance(lengths, torch.Tensor) else list(lengths)
+    values = index_tensor(lengths, "lengths").tolist()
     if len(values) != cu_seqlens.shape[0] - 1:
         raise ValueError(f"lengths: expected one per batch row = {cu_seqlens.shape[0] - 1}, got {len(values)}")
     if cu_seqlens.is_cpu and not torch.compiler.is_compiling() and [0, *accumulate(values)] != cu_seqlens.tolist():
@@ -347,7 +349,10 @@ def _pad_group(group, first, pad_values) -> dict[str, torch.Tensor | list]:
         for i, (wanted, length) in enumerate(zip(lengths, found, strict=True), first):
             if length != wanted:
                 raise ValueError(f"{name}: expected {wanted} values like the rest of example {i}, got {length}")
-        padded[name] = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=pad_values[name])
+        value, dtype = pad_values[name], sequences[0].dtype
+        if not holds(dtype, value):
+            raise ValueError(f"pad_values: expected a value of {dtype} for {name!r}, got {value}")
+        padded[name] = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=value)
     if "attention_mask" not in names:
         ones = [torch.ones(length, dtype=torch.int64, device=sequences[0].device) for length in lengths]
         padded["attention_mask"] = torch.nn.utils.rnn.pad_sequence(ones, batch_first=True)
@@ -355,7 +360,7 @@ def _pad_group(group, first, pad_values) -> dict[str, torch.Tensor | list]:
 
 
 def _sequences(name, values, first) -> list[torch.Tensor]:
-    tensors = [torch.as_tensor(value) for value in values]
+    tensors = list(map(as_tensor, values))
     # An empty Python list has no dtype of its own.
     like = next((tensor for tensor in tensors if tensor.numel()), tensors[0])
     for i, tensor in enumerate(tensors):
@@ -379,7 +384,7 @@ def _single_values(name, values, first) -> torch.Tensor | list[str]:
     for i, value in enumerate(values, first):
         if isinstance(value, Sequence) or (isinstance(value, torch.Tensor) and value.dim() > 0):
             raise ValueError(f"pad_values: expected a value for {name!r}, a sequence in example {i}, got none")
-    return torch.stack([torch.as_tensor(value) for value in values])
+    return torch.stack(list(map(as_tensor, values)))
 
 
 # --- registration: shapes for torch.compile, gradients ---

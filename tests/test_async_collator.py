@@ -1,8 +1,11 @@
 """AsyncBatchCollator: the same batches with it on or off, errors where they belong, no thread left behind."""
 
+import ast
 import doctest
 import inspect
+import os
 import re
+import signal
 import textwrap
 import threading
 import time
@@ -163,6 +166,25 @@ def test_error_of_the_worker_comes_out_of_get_with_its_traceback():
             collator.get(8)
 
 
+def test_an_error_raised_again_and_again_has_one_traceback():
+    """Python adds to the traceback that an error already has; a reader that keeps its error raises that one."""
+    kept = OSError("the disk is gone")
+
+    def compute(step):
+        raise kept
+
+    frames, kept_by_caller = [], []
+    with AsyncBatchCollator(compute) as collator:
+        for step in range(4):
+            collator.submit(step)
+            with pytest.raises(OSError, match="the disk is gone") as caught:
+                collator.get(step)
+            kept_by_caller.append(caught.value.__traceback__)
+            frames.append([frame.name for frame in traceback.extract_tb(caught.value.__traceback__)])
+    assert frames[1:] == frames[:1] * 3
+    assert [len(traceback.extract_tb(each)) for each in kept_by_caller] == [len(frames[0])] * 4
+
+
 def test_clear_waits_and_discards():
     compute, started, may_end = gated()
     with AsyncBatchCollator(compute) as collator:
@@ -239,6 +261,67 @@ def test_an_interrupted_get_leaves_the_step_pending(monkeypatch):
             patched.setattr(future, "exception", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 collator.get(0)
+        assert collator.get(0) == 0
+
+
+# --- a process that was forked ---
+
+
+def in_a_child(function):
+    """What ``function()`` gives in a forked child, which a signal ends if it waits for ever."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(20)
+            os.write(writer, repr(function()).encode())
+        except BaseException as error:
+            os.write(writer, repr(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader) as said:
+        text = said.read()
+    assert os.waitpid(child, 0)[1] == 0, "it waited for ever"
+    return ast.literal_eval(text)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_has_a_worker_of_its_own():
+    def child():
+        may_end.set()
+        pending = collator.pending_step()
+        batches = [collator.get(2)]
+        collator.submit(3)
+        batches.append(collator.get(3))
+        collator.submit(4)
+        collator.clear()
+        collator.submit(5)
+        collator.shutdown()
+        return pending, batches
+
+    compute, started, may_end = gated()
+    with AsyncBatchCollator(lambda step: (step, os.getpid() == parent) if step < 2 else compute(step)) as collator:
+        parent = os.getpid()
+        collator.submit(1)
+        assert collator.get(1) == (1, True)  # the worker is there and idle
+        collator.submit(2)
+        assert started.wait(10)
+        assert in_a_child(child) == (2, [2, 3])
+        may_end.set()
+        assert collator.get(2) == 2  # the parent's own goes on
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("end", ["shutdown", "clear"])
+def test_a_forked_child_does_not_wait_for_the_parents_step(end):
+    compute, started, may_end = gated()
+    with AsyncBatchCollator(compute) as collator:
+        collator.submit(0)
+        assert started.wait(10)
+        assert in_a_child(lambda: (getattr(collator, end)(), collator.has_pending())) == (None, False)
+        may_end.set()
         assert collator.get(0) == 0
 
 

@@ -75,6 +75,74 @@ def test_what_hosts_get():
     assert megatron["max_seqlen_q"] == 3
 
 
+PADDED = {
+    "from_lengths": lambda cu, total: PackedMetadata.from_lengths(cu.diff().cpu(), total=total, device=cu.device),
+    "from_lengths on the device": lambda cu, total: PackedMetadata.from_lengths(cu.diff(), total=total),
+    "from_cu_seqlens": lambda cu, total: PackedMetadata.from_cu_seqlens(cu, total=total),
+    "from_cu_seqlens, all told": lambda cu, total: PackedMetadata.from_cu_seqlens(
+        cu, total=total, max_seqlen=3, num_tokens=6
+    ),
+    "by itself": lambda cu, total: PackedMetadata(cu, total, 3, num_tokens=6),
+}
+
+
+@pytest.mark.parametrize("made", PADDED)
+@pytest.mark.parametrize("padding", [0, 1, 4])
+def test_hosts_get_documents_that_end_with_the_row(device, made, padding):
+    """They want every slot in a document: what pads the row is the last one."""
+    metadata = PADDED[made](cu_seqlens_of([2, 1, 3], device), 6 + padding)
+    assert metadata.num_tokens == 6
+    expected = cu_seqlens_of([2, 1, 3] + [padding] * (padding > 0), device)
+    told = metadata.to_transformers()
+    assert told["cu_seq_lens_q"] is told["cu_seq_lens_k"]
+    assert_same(told["cu_seq_lens_q"], expected)
+    assert told["max_length_q"] == told["max_length_k"] == max(3, padding)
+    megatron = metadata.to_megatron()
+    assert megatron["cu_seqlens_q"] is megatron["cu_seqlens_kv"]
+    assert_same(megatron["cu_seqlens_kv"], expected)
+    assert megatron["max_seqlen_q"] == megatron["max_seqlen_kv"] == max(3, padding)
+    assert metadata.to_unsloth()["packed_seq_lengths"].tolist() == [2, 1, 3]
+    assert metadata.lengths.tolist() == [2, 1, 3]
+    assert_same(metadata.position_ids, po.position_ids_from_cu_seqlens(expected))
+
+
+def test_what_the_host_does_not_know_is_read_where_that_is_free():
+    cu_seqlens = cu_seqlens_of([2, 1, 3])
+    metadata = PackedMetadata.from_cu_seqlens(cu_seqlens, total=8, max_seqlen=3)
+    assert metadata.num_tokens is None
+    assert metadata.to_transformers()["cu_seq_lens_q"].tolist() == [0, 2, 3, 6, 8]
+    assert PackedMetadata.from_cu_seqlens(cu_seqlens, max_seqlen=3, num_tokens=6).total == 6
+    with pytest.raises(ValueError, match="total: expected at least the 6 tokens of the documents, got 5"):
+        PackedMetadata.from_cu_seqlens(cu_seqlens, total=5, max_seqlen=3, num_tokens=6)
+
+
+def test_a_padded_row_in_a_transformers_model(device):
+    pytest.importorskip("transformers")
+    from hf_models import tiny_model
+
+    from packing_ops.integrations.transformers import apply_packing_ops
+
+    model = tiny_model("llama", device=device)
+    lengths, padding = [7, 1, 12], 5
+    ids = torch.randint(3, 61, (1, sum(lengths) + padding), device=device)
+    with torch.no_grad():
+        alone = torch.cat([model(row).logits for row in ids[:, : sum(lengths)].split(lengths, dim=1)], dim=1)
+        assert apply_packing_ops(model)
+        metadata = PackedMetadata.from_lengths(lengths, total=ids.shape[1], device=device)
+        logits = model(ids, position_ids=metadata.position_ids[None], **metadata.to_transformers()).logits
+    torch.testing.assert_close(logits[:, : sum(lengths)], alone, rtol=1e-5, atol=1e-5)
+    assert logits[:, sum(lengths) :].isfinite().all()
+
+
+def test_two_of_them_are_compared_as_objects():
+    """A comparison of what they hold would wait for the GPU."""
+    metadata, other = PackedMetadata.from_lengths([2, 1]), PackedMetadata.from_lengths([2, 1])
+    assert metadata == metadata
+    assert metadata != other
+    assert {metadata: 1, other: 2}[metadata] == 1
+    assert metadata in [other, metadata]
+
+
 def test_total_shorter_than_the_documents_is_named():
     with pytest.raises(ValueError, match="total: expected at least the 3 tokens of the documents, got 2"):
         PackedMetadata.from_lengths([3], total=2)

@@ -457,6 +457,7 @@ BAD_CALLS = {
     "balance": (([1], 8), {"balance": "time"}, "balance: expected None, 'tokens', .* got 'time'"),
     "balance coefficients": (([1], 8), {"balance": ("flops", -1, 1)}, "balance: expected .* finite a, b >= 0"),
     "balance of nothing": (([1], 8), {"balance": ("flops", 0, 0)}, "balance: expected .* not both 0"),
+    "balance past a double": (([1], 8), {"balance": ("flops", 10**400, 1)}, "balance: expected .* finite a, b >= 0"),
 }
 
 

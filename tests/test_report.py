@@ -112,6 +112,33 @@ def test_fewer_documents_than_ranks(tmp_path, capsys):
     assert ffd["flop_balance"] == pytest.approx(1 / 4)  # three ranks wait for one
 
 
+def test_batches_and_ranks_far_above_the_documents(tmp_path):
+    file = write_lines(tmp_path / "a.jsonl", *RECORDS)
+
+    def found(batch_size, dp):
+        options = ["--batch-size", str(batch_size), "--dp", str(dp), "--json", f"{tmp_path}/r.json"]
+        assert main(["report", str(file), *options]) == 0
+        return json.loads((tmp_path / "r.json").read_text())["layouts"]
+
+    assert found(10**13, 1) == found(3, 1)
+    many, few = found(1, 10**13), found(1, 100)
+    for name in few:
+        assert many[name].pop("flop_balance") == pytest.approx(few[name].pop("flop_balance") * 1e-11)
+        for layouts_found in (many, few):
+            layouts_found[name].pop("flop_balance_as_packed", None)
+    assert many == few
+
+
+@pytest.mark.parametrize("option", ["--batch-size", "--dp", "--capacity", "--hidden-size"])
+def test_a_number_past_int64_is_named(tmp_path, capsys, option):
+    file = write_lines(tmp_path / "a.jsonl", *RECORDS)
+    assert main(["report", str(file), option, str(10**400)]) == 2
+    name = option.removeprefix("--").replace("-", "_")
+    assert capsys.readouterr().err.startswith(f"error: {name}: expected an integer that fits int64, got 1000")
+    with pytest.raises(ValueError, match=f"{name}: expected at least 1, got 0"):
+        make_report([file], **{name: 0})
+
+
 def test_balance_as_packed_is_that_without_balance():
     lengths = [10, 1, 1, 9, 10, 1]
     result = layouts(torch.tensor(lengths), capacity=10, batch_size=1, dp=2, overlong="error", hidden_size=1)

@@ -1,11 +1,17 @@
 """What python -m packing_ops report reads: every format, every example counted, nothing lost silently."""
 
 import json
+import os
+import re
+import threading
+import tracemalloc
+from contextlib import suppress
 
 import pytest
 from report_case import CHAT, LENGTHS, RECORDS, write_lines
 
 from packing_ops.__main__ import main
+from packing_ops.report import readers
 from packing_ops.report.corpus import NAMED, read_corpus
 from packing_ops.report.readers import ROWS, records
 
@@ -179,6 +185,88 @@ def test_rows_of_later_batches_are_named_and_the_files_order_is_kept(tmp_path, c
     corpus = read_corpus([tmp_path / "a.parquet"])
     assert corpus.lengths.tolist() == [len(text) for text in texts]
     assert f"a.parquet, row {len(texts)}: missing keys" in capsys.readouterr().err
+
+
+# --- what is no plain file of lines ---
+
+
+def through_a_pipe(data, parts, *options):
+    """Exit code of a report on a pipe that gets ``data`` in so many writes."""
+    reader, writer = os.pipe()
+
+    def write():
+        with suppress(BrokenPipeError), open(writer, "wb", buffering=0) as pipe:
+            for part in range(parts):
+                pipe.write(data[part * len(data) // parts : (part + 1) * len(data) // parts])
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        return main(["report", f"/dev/fd/{reader}", *options])
+    finally:
+        os.close(reader)
+        thread.join()
+
+
+@pytest.mark.parametrize(("lines", "parts"), [(0, 1), (2, 1), (2, 36), (3000, 1)])
+def test_a_pipe_is_read_to_its_end(tmp_path, lines, parts):
+    text = b'{"text": "hello"}\n' * lines
+    assert through_a_pipe(text, parts, "--json", str(tmp_path / "r.json")) == 0
+    read = json.loads((tmp_path / "r.json").read_text())["examples"]
+    assert read == {"read": lines, "documents": lines, "tokens": 5 * lines}
+
+
+def test_parquet_in_a_pipe_is_named(tmp_path, capsys):
+    pytest.importorskip("datasets").Dataset.from_dict({"text": ["a"]}).to_parquet(tmp_path / "a.parquet")
+    assert through_a_pipe((tmp_path / "a.parquet").read_bytes(), 9) == 2
+    assert re.search(r"error: /dev/fd/\d+: expected a file for Parquet, .* got a pipe", capsys.readouterr().err)
+
+
+def test_a_line_without_an_end_is_named_and_not_kept(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(readers, "LONGEST", 1000)
+    exact, long = '"' + "x" * 998 + '"', '"' + "x" * 4_000_000
+    file = write_lines(tmp_path / "a.jsonl", {"text": "hello"}, long, {"text": "hi"}, exact)
+    with file.open("a") as more:
+        more.write(long)
+    tracemalloc.start()
+    corpus = read_corpus([file])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (corpus.lengths.tolist(), corpus.num_read) == ([5, 2], 5)
+    assert corpus.unreadable["corrupt"]["where"] == [f"{file}, line {line}" for line in (2, 4, 5)]
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == told[2].replace("line 5", "line 2")
+    assert told[0] == f"{file}, line 2: corrupt: expected a line of at most 1,000 bytes, got more"
+    assert told[1].endswith("expected an object, got str")
+    assert peak < len(long)
+
+
+ESCAPES = {
+    "key": '{"\\u001b[2Jkey": 1}',
+    "key of a message": '{"messages": [{"\\u001b[2Jkey": 1}]}',
+    "next line": '{"key\\r\\nerror: none": 1}',
+    "direction": '{"key\\u202e": 1}',
+    "lone half": '{"key\\ud800": 1}',
+}
+
+
+@pytest.mark.parametrize("case", ESCAPES)
+def test_nothing_of_a_file_reaches_the_terminal_but_text(tmp_path, capsys, case):
+    file = write_lines(tmp_path / "a\x1b[2J.jsonl", ESCAPES[case], {"text": "hello"})
+    assert main(["report", str(file)]) == 1
+    out, err = capsys.readouterr()
+    assert all(character.isprintable() for character in (out + err).replace("\n", ""))
+    assert len(err.splitlines()) == 1
+    assert "missing keys: " in err
+    assert "key" in err
+    assert r"a\x1b[2J.jsonl" in out
+    assert main(["report", str(tmp_path / "\x1b[2J")]) == 2
+    assert "\x1b" not in capsys.readouterr().err
+
+
+def test_many_keys_are_not_all_told(tmp_path, capsys):
+    read_corpus([write_lines(tmp_path / "a.jsonl", {f"{i:04}" + "k" * 1000: 1 for i in range(1000)})])
+    assert 100 < len(capsys.readouterr().err) < 1000
 
 
 def test_empty_and_unanswered_examples_are_told(tmp_path, capsys):

@@ -7,7 +7,7 @@ from operator import iadd
 
 import torch
 
-from packing_ops._args import buffer_tensor
+from packing_ops._args import as_tensor, buffer_tensor
 
 _CODES = {torch.int64: "q", torch.float32: "f"}
 _UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # torch.cat takes them beside no other dtype
@@ -91,7 +91,7 @@ def flattened(
     try:
         if all(isinstance(value, (list, tuple)) for value in values):
             return _from_lists(pieces, dtype, gaps or [0] * len(pieces), fill)
-        pieces = [piece if isinstance(piece, torch.Tensor) else torch.as_tensor(piece) for piece in pieces]
+        pieces = list(map(as_tensor, pieces))
         pieces = [piece.long() if piece.dtype in _UNSIGNED and _becomes(piece, dtype) else piece for piece in pieces]
         if gaps is not None:
             filling = torch.full((max(gaps),), fill, device=pieces[0].device)
@@ -131,7 +131,7 @@ def _check_no_padding(masks: Sequence, name: str) -> None:
     if all(isinstance(mask, list) and mask.count(1) == len(mask) for mask in masks):
         return
     if any(edge != 1 for edge in flattened(masks, name).aminmax()):
-        index = next(i for i, mask in enumerate(masks) if not (torch.as_tensor(mask) == 1).all())
+        index = next(i for i, mask in enumerate(masks) if not (as_tensor(mask) == 1).all())
         raise ValueError(f"{name}: expected no padding, got other values than 1 in example {index}")
 
 
@@ -144,11 +144,11 @@ def _error(values: Sequence, name: str, dtype: torch.dtype) -> ValueError:
     wanted = "numbers" if dtype.is_floating_point else "integers"
     for i, value in enumerate(values):
         try:
-            tensor = torch.as_tensor(value)
+            tensor = as_tensor(value)
         except (TypeError, ValueError, OverflowError, RuntimeError):
             return ValueError(f"{name}: expected a 1-D sequence of {wanted}, got {value!r} in example {i}")
         if tensor.dim() != 1 or not _becomes(tensor, dtype):
             got = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
             return ValueError(f"{name}: expected a 1-D sequence of {wanted}, got {got} in example {i}")
-    devices = sorted({str(torch.as_tensor(value).device) for value in values})
+    devices = sorted({str(as_tensor(value).device) for value in values})
     return ValueError(f"{name}: expected 1-D sequences of {wanted} on one device, got {devices}")

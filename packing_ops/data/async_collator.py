@@ -1,8 +1,10 @@
 """Collating the next batch while the current one trains."""
 
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
 from typing import Any
 
 
@@ -48,16 +50,19 @@ class AsyncBatchCollator:
         2 20
         3 30
 
-    For one calling thread at a time; any number of collators side by side. The names are those of SkyRL's class, which
+    For one calling thread at a time; any number of collators side by side. In a forked child the collator has a worker of
+    the child's own, which computes the pending step anew; the parent's goes on. The names are those of SkyRL's class, which
     it can stand in for; there ``clear`` and ``shutdown`` raise what the discarded step raised, here they do not.
     """
 
     def __init__(self, compute: Callable[[int], Any], thread_name_prefix: str = "batch-collate"):
         self._compute = compute
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=thread_name_prefix)
+        self._thread_name_prefix = thread_name_prefix
+        self._start_worker()
         self._pending: tuple[int, Future] | None = None
         self._shut_down = False
         self._last_compute_seconds: float | None = None
+        self._last_error: BaseException | None = None
 
     def submit(self, step: int) -> None:
         """Start ``compute(step)`` in the worker and return at once.
@@ -71,6 +76,7 @@ class AsyncBatchCollator:
             raise AsyncBatchCollatorMisuse(
                 f"submit: expected an empty slot, got step {step} while step {self._pending[0]} is pending"
             )
+        self._forked()
         self._pending = step, self._executor.submit(self._timed, step)
 
     def get(self, step: int) -> Any:
@@ -85,6 +91,8 @@ class AsyncBatchCollator:
         pending_step, future = self._pending
         if pending_step != step:
             raise AsyncBatchCollatorMisuse(f"get: expected step {step} to be pending, got step {pending_step}")
+        if self._forked():
+            self._pending = step, (future := self._executor.submit(self._timed, step))
         future.exception()  # waits; interrupted, it leaves the step pending
         self._pending = None
         return future.result()
@@ -104,9 +112,9 @@ class AsyncBatchCollator:
 
     def clear(self) -> None:
         """Wait for the pending step and discard its batch, or its error: nobody asked for either."""
-        if self._pending is not None:
+        if not self._forked() and self._pending is not None:
             self._pending[1].exception()  # waits, and returns what get would raise
-            self._pending = None
+        self._pending = self._last_error = None
 
     def shutdown(self) -> None:
         """Discard the pending step and join the worker, even when waiting is interrupted. May be called again."""
@@ -122,9 +130,34 @@ class AsyncBatchCollator:
     def __exit__(self, *error) -> None:
         self.shutdown()  # raises nothing of the worker's, so the loop's own error is the one that is seen
 
+    def _start_worker(self) -> None:
+        self._process = os.getpid()
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=self._thread_name_prefix)
+
+    def _forked(self) -> bool:
+        """Whether the worker is a thread of the parent, which a forked child does not have: it gets one here."""
+        if self._process == os.getpid():
+            return False
+        self._start_worker()
+        return True
+
     def _timed(self, step: int) -> Any:
+        error, self._last_error = self._last_error, None
+        earlier = None if error is None else error.__traceback__
         start = time.perf_counter()
         try:
             return self._compute(step)
+        except BaseException as raised:
+            if raised is error:  # Python puts this time's frames before those of the last time
+                _cut_before(earlier, raised.__traceback__)
+            self._last_error = raised
+            raise
         finally:  # before the future is done, so it is there when get returns
+            error = earlier = None  # the traceback holds this frame
             self._last_compute_seconds = time.perf_counter() - start
+
+
+def _cut_before(earlier: TracebackType | None, traceback: TracebackType) -> None:
+    while traceback.tb_next is not None and traceback.tb_next is not earlier:
+        traceback = traceback.tb_next
+    traceback.tb_next = None

@@ -113,6 +113,7 @@ def slice_batch(batch: Mapping[str, object], start: int, end: int) -> dict[str, 
         ValueError: rows that the batch does not have; tensors or lists that differ in their number of rows.
     """
     rows = num_rows(batch)
+    start, end = integer(start, "start"), integer(end, "end")
     if not 0 <= start <= end <= rows:
         raise ValueError(f"start, end: expected 0 <= start <= end <= {rows} rows, got {start} and {end}")
     return _map_rows(batch, lambda _, rows: rows[start:end])
@@ -167,7 +168,8 @@ def _map_rows(batch: Mapping, change: Callable) -> dict[str, object]:
         if not _has_rows(value):
             return value
         if isinstance(value, torch.Tensor) and value.is_nested:
-            return torch.nested.as_nested_tensor(change(name, list(value.unbind())), layout=value.layout)
+            rows = change(name, list(value.unbind()))
+            return torch.nested.as_nested_tensor(rows, layout=value.layout, device=value.device)
         return change(name, value)
 
     by_row = _order_by_row(batch)

@@ -7,6 +7,7 @@ is counted once over the whole batch of the optimizer step, before it is cut, ne
 import torch
 import torch.nn.functional as F
 
+from packing_ops._args import integer
 from packing_ops.boundaries import segment_sum, shift_labels
 
 
@@ -109,7 +110,7 @@ def masked_loss(
         raise ValueError(f"loss_mask: expected {list(losses.shape)} like losses, got {list(loss_mask.shape)}")
     if reduction not in ("token_mean", "sequence_mean"):
         raise ValueError(f"reduction: expected 'token_mean' or 'sequence_mean', got {reduction!r}")
-    if dp_size < 1:
+    if integer(dp_size, "dp_size") < 1:
         raise ValueError(f"dp_size: expected at least 1 rank, got {dp_size}")
     if not isinstance(num_items_in_batch, torch.Tensor) and not num_items_in_batch >= 0:
         raise ValueError(f"num_items_in_batch: expected at least 0, got {num_items_in_batch}")

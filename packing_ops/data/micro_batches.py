@@ -1,5 +1,6 @@
 """Micro-batches by a budget of tokens: the same number for every rank, of near-equal cost."""
 
+import re
 from collections.abc import Sequence
 
 import torch
@@ -47,7 +48,7 @@ def token_budget_microbatches(
 
     Raises:
         ValueError: a length that is negative or over max_tokens (it is named), max_tokens or dp_size below 1, an
-            unknown cost.
+            unknown cost, costs whose sum is past a double.
         TypeError: lengths that are not integers.
 
     Deterministic, on the CPU (a CUDA tensor is copied, which synchronises). Longest first, each to the cheapest
@@ -74,6 +75,9 @@ def token_budget_microbatches(
         )
     # Sequences of no tokens, so that there is one for every micro-batch; whoever has only such ones has none.
     lengths = torch.cat([lengths, lengths.new_zeros(dp_size - 1)])
-    packing = pack_sequences(lengths, max_tokens, strategy="balanced", balance=balance, bins_multiple_of=dp_size)
+    try:
+        packing = pack_sequences(lengths, max_tokens, strategy="balanced", balance=balance, bins_multiple_of=dp_size)
+    except ValueError as error:
+        raise ValueError(re.sub("^balance:", "cost:", str(error))) from None
     bins = [[index for index in bin if index < num_sequences] for bin in packing.bins]
     return [bins[rank::dp_size] for rank in range(dp_size)]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from packing_ops._args import int64_tensor, integer
 from packing_ops.boundaries import segment_sum, seq_idx_from_cu_seqlens
 from packing_ops.data.batches import num_rows, pad_batch_to_multiple, slice_batch
 
@@ -56,7 +57,7 @@ def stage_chunks(
 
     Copies the rows of padded mini-batches, all rows with ``put``. The scheme is that of SkyRL's MeshDispatch.
     """
-    if dp_size < 1:
+    if integer(dp_size, "dp_size") < 1:
         raise ValueError(f"dp_size: expected at least 1 rank, got {dp_size}")
     staged = []
     for start, end in pairwise(_row_ends("boundaries", boundaries, num_rows(batch))):
@@ -155,8 +156,7 @@ def normalize_advantages(
                 f"boundaries: expected whole prompts, got a mini-batch that ends inside one, at row {min(cuts)}"
             )
         prompt_tokens = _sum_over(tokens, prompt_ends)
-        first_rows = torch.zeros_like(tokens)
-        first_rows[prompt_ends[:-1]] = 1
+        first_rows = torch.zeros_like(tokens).index_fill_(0, _cu_seqlens(prompt_ends, tokens.device)[:-1].long(), 1)
         denominator = _sum_over(first_rows * (prompt_tokens > 0), ends) * prompt_tokens
     else:
         raise ValueError(f"reduction: expected one of {', '.join(REDUCTIONS)}, got {reduction!r}")
@@ -199,13 +199,18 @@ def _by_rows(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> t
 
 def _sum_over(values: torch.Tensor, ends: list[int]) -> torch.Tensor:
     """For every row the sum over all rows of its own segment, ``ends[i] : ends[i + 1]``."""
-    cu_seqlens = torch.tensor(ends, dtype=torch.int32).to(values.device)
+    cu_seqlens = _cu_seqlens(ends, values.device)
     return segment_sum(values, cu_seqlens)[seq_idx_from_cu_seqlens(cu_seqlens, values.shape[0])]
+
+
+def _cu_seqlens(ends: list[int], device: torch.device) -> torch.Tensor:
+    return int64_tensor(ends).int().to(device, non_blocking=True)  # a list as an index would wait for the GPU
 
 
 def _row_ends(name: str, boundaries: Boundaries, rows: int) -> list[int]:
     """[0, end, end, ..., rows] of pairs that follow on each other."""
-    pairs = boundaries.tolist() if isinstance(boundaries, torch.Tensor) else list(boundaries)
+    pairs = boundaries.tolist() if isinstance(boundaries, torch.Tensor) else boundaries
+    pairs = [(integer(start, name), integer(end, name)) for start, end in pairs]
     ends = [0, *(end for _, end in pairs)]
     if ends[-1] != rows or any(
         start != before or end <= start for before, (start, end) in zip(ends, pairs, strict=False)

@@ -230,6 +230,6 @@ def _checked_weights(values: list, order: list[int]) -> torch.Tensor:
 
 def _covered(starts: torch.Tensor, lengths: torch.Tensor, total: int) -> torch.Tensor:
     """bool ``[total]``: the ``lengths`` slots from each of ``starts`` on, which do not overlap."""
-    edges, one = torch.zeros(total + 1, dtype=torch.int8), torch.ones(len(starts), dtype=torch.int8)
+    edges, one = starts.new_zeros(total + 1, dtype=torch.int8), torch.ones_like(starts, dtype=torch.int8)
     edges.index_add_(0, starts, one).index_add_(0, starts + lengths, one, alpha=-1)
     return edges[:total].cumsum(0, dtype=torch.int8).view(torch.bool)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
 
-import torch.nn.functional as F
+import torch
 
 from packing_ops._args import int64_tensor, integer
 from packing_ops.boundaries import mask_boundary_labels
@@ -65,11 +65,12 @@ class PaddingFreeCollator:
     pad_token_id: int = 0
 
     def __post_init__(self):
-        if self.max_seq_length is not None and self.max_seq_length < 1:
+        if self.max_seq_length is not None and integer(self.max_seq_length, "max_seq_length") < 1:
             raise ValueError(f"max_seq_length: expected at least 1 token or None, got {self.max_seq_length}")
         if self.overlong not in ("error", "truncate", "drop"):
             raise ValueError(f"overlong: expected 'error', 'truncate' or 'drop', got {self.overlong!r}")
         self.pad_token_id = integer(self.pad_token_id, "pad_token_id")
+        self.separator_id = integer(self.separator_id, "separator_id")
 
     def __call__(
         self, features: Sequence[Mapping], return_tensors: str | None = None, separator_id: int | None = None
@@ -121,17 +122,15 @@ class PaddingFreeCollator:
         return kept
 
     def _row(self, input_ids: list, labels: list, lengths: list[int], total: int | None, separator_id: int | None):
-        separator_id = self.separator_id if separator_id is None else separator_id
+        separator_id = self.separator_id if separator_id is None else integer(separator_id, "separator_id")
         tokens = flattened(input_ids, "input_ids")
         targets = tokens if labels is input_ids else flattened(labels, "labels")
-        rest = 0 if total is None else total - len(tokens)
-        segments = [*lengths, rest] if rest else lengths
-        metadata = PackedMetadata.from_lengths(segments, device=tokens.device)
-        documents = metadata.cu_seqlens[: len(lengths) + 1]
-        targets = mask_boundary_labels(targets, documents, ignore_index=separator_id)
+        metadata = PackedMetadata.from_lengths(lengths, total=total, device=tokens.device)
+        targets = mask_boundary_labels(targets, metadata.cu_seqlens, ignore_index=separator_id)
+        rest = metadata.total - len(tokens)
         batch = {
-            "input_ids": F.pad(tokens, (0, rest), value=self.pad_token_id)[None],
-            "labels": F.pad(targets, (0, rest), value=-100)[None],
+            "input_ids": torch.cat([tokens, tokens.new_full((rest,), self.pad_token_id)])[None],
+            "labels": torch.cat([targets, targets.new_full((rest,), -100)])[None],
         }
         if self.return_position_ids:
             batch["position_ids"] = metadata.position_ids[None]

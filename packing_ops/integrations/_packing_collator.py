@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from packing_ops import PackedMetadata, mask_boundary_labels, unpad_inputs
+from packing_ops._args import integer
 
 
 class PackingCollator:
@@ -36,7 +37,9 @@ class PackingCollator:
 
     def _lengths(self, example: Mapping) -> Sequence[int]:
         lengths = example.get(self.sequence_lengths_key)
-        return [len(example["input_ids"])] if lengths is None else [int(length) for length in lengths]
+        if lengths is None:
+            return [len(example["input_ids"])]
+        return [integer(length, self.sequence_lengths_key) for length in lengths]
 
     def _layout(self, batch: dict, lengths: list[int]) -> PackedMetadata:
         """Documents of the row, which end with it."""

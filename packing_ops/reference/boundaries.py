@@ -17,13 +17,12 @@ def cu_seqlens_from_lengths(lengths):
 
 
 def position_ids_from_cu_seqlens(cu_seqlens, total):
-    spans = [torch.arange(end - start) for start, end in documents(cu_seqlens, total)]
-    return torch.cat(spans).to(cu_seqlens.device)
+    return torch.cat([torch.arange(b - a, device=cu_seqlens.device) for a, b in documents(cu_seqlens, total)])
 
 
 def seq_idx_from_cu_seqlens(cu_seqlens, total):
-    spans = [torch.full((end - start,), i) for i, (start, end) in enumerate(documents(cu_seqlens, total))]
-    return torch.cat(spans).to(cu_seqlens.device, torch.int32)
+    spans = enumerate(documents(cu_seqlens, total))
+    return torch.cat([cu_seqlens.new_full((end - start,), i, dtype=torch.int32) for i, (start, end) in spans])
 
 
 def cu_seqlens_from_position_ids(position_ids):

@@ -4,7 +4,7 @@ import itertools
 from dataclasses import dataclass, field
 
 PARTNERS = 16  # cheap rows that a costly one tries to swap with
-STEPS = 65536  # costs are compared to one part in STEPS of the costliest bin that the capacity allows
+STEPS = 65536  # costs are compared to one part in STEPS of what the costliest bin comes to
 
 
 @dataclass
@@ -135,8 +135,10 @@ def balanced(by_length, count, most_units, most_pieces, cost):
 
     A bin without room for it is set aside until lengths have shrunk to its room, and then counts as just arrived.
     """
-    steps = STEPS / cost(most_units) if most_units else 0.0
     bins = [Bin(-1, [piece]) for piece in by_length if piece.units > most_units]
+    each = [cost(piece.units) for piece in by_length[len(bins) :]]
+    total = [0.0, *itertools.accumulate(each)][-1]
+    most = min(cost(most_units), total / max(count - len(bins), 1) + max(each, default=0.0))
     open_bins = [Bin(most_units, stamp=-i) for i in range(count - len(bins))]
     aside, clock = [], 1
     bins += open_bins
@@ -159,7 +161,7 @@ def balanced(by_length, count, most_units, most_pieces, cost):
                 chosen = first
         put(piece, chosen)
         chosen.cost += cost(piece.units)
-        chosen.level = 1 + int(chosen.cost * steps)
+        chosen.level = 1 + (int(chosen.cost / most * STEPS) if chosen.cost < most else STEPS if most else 0)
         chosen.stamp, clock = clock, clock + 1
         if len(chosen.pieces) >= most_pieces:
             open_bins.remove(chosen)

@@ -57,6 +57,6 @@ def iter_microbatches(examples, microbatch_size, pad_values):
         group = examples[first : first + microbatch_size]
         longest = max(len(next(iter(example.values()))) for example in group)
         yield {
-            name: torch.tensor([list(e[name]) + [value] * (longest - len(e[name])) for e in group])
+            name: torch.tensor([[*e[name], *[value] * (longest - len(e[name]))] for e in group], device="cpu")
             for name, value in pad_values.items()
         }

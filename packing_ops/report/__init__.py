@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from packing_ops._args import integer
 from packing_ops.report.corpus import read_corpus
 from packing_ops.report.statistics import layouts, length_statistics
 
@@ -29,7 +30,7 @@ def make_report(
     """Everything that ``python -m packing_ops report`` prints, as plain numbers, strings, lists and dicts.
 
     Args:
-        files: JSON lines, Parquet files, or folders written by ``Dataset.save_to_disk``.
+        files: JSON lines (pipes too), Parquet files, or folders written by ``Dataset.save_to_disk``.
         tokenizer: ``"bytes"``, or the folder of a tokenizer that transformers loads.
         capacity: tokens of a packed row.
         batch_size: documents of a padded batch, per rank.
@@ -53,15 +54,19 @@ def make_report(
         ValueError: a file that is no Parquet or damaged, an option out of range, ``overlong="error"`` and a document over the
             capacity.
     """
+    options = {"capacity": capacity, "batch_size": batch_size, "dp": dp, "hidden_size": hidden_size}
+    for name, value in options.items():
+        if integer(value, name) < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
+    options["overlong"] = overlong
     corpus = read_corpus(files, tokenizer)
-    options = {"capacity": capacity, "batch_size": batch_size, "dp": dp, "overlong": overlong}
     return {
-        "settings": {"files": [str(f) for f in files], "tokenizer": tokenizer, **options, "hidden_size": hidden_size},
+        "settings": {"files": [str(f) for f in files], "tokenizer": tokenizer, **options},
         "examples": {"read": corpus.num_read, "documents": corpus.lengths.numel(), "tokens": int(corpus.lengths.sum())},
         "unreadable": corpus.unreadable,
         "noted": corpus.noted,
         "lengths": length_statistics(corpus.lengths),
-        **layouts(corpus.lengths, **options, hidden_size=hidden_size),
+        **layouts(corpus.lengths, **options),
     }
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import torch
 
+from packing_ops._args import buffer_tensor
 from packing_ops.report.examples import Unreadable, example_of
 from packing_ops.report.progress import progress
 from packing_ops.report.readers import ROWS, records
+from packing_ops.report.tables import printable
 from packing_ops.report.tokenizers import token_counter
 
 NAMED = 100  # places of one kind that are named; all are counted
@@ -49,7 +51,7 @@ def read_corpus(files: Sequence[Path], tokenizer: str = "bytes") -> Corpus:
         for file, size in zip(files, sizes, strict=True):
             for batch in _batches(records(file, lambda part, size=size: advance(part * size))):
                 _add(batch, count_tokens, corpus, lengths)
-    corpus.lengths = torch.tensor(lengths, dtype=torch.int64)
+    corpus.lengths = buffer_tensor(lengths, torch.int64)
     return corpus
 
 
@@ -78,7 +80,7 @@ def _add(batch: list[tuple[str, object]], count_tokens, corpus: Corpus, lengths:
 def _refuse(corpus: Corpus, error: Unreadable, place: str) -> None:
     count = _note(corpus.unreadable, error.kind, place)
     if count <= NAMED:
-        print(f"{place}: {error.kind}: {error}", file=sys.stderr)
+        print(f"{printable(place)}: {error.kind}: {printable(str(error), most=500)}", file=sys.stderr)
     if count == NAMED + 1:
         print(f"{error.kind}: more of these are counted, not named", file=sys.stderr)
 

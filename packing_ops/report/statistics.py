@@ -29,9 +29,9 @@ def length_statistics(lengths: torch.Tensor) -> dict:
         return {"histogram": []}
     ascending = lengths.sort().values
     least, most = (int(ascending[end]).bit_length() for end in (0, -1))
-    powers = 2 ** torch.arange(least - 1, most + 1)
+    powers = 2 ** torch.arange(least - 1, most + 1, device=lengths.device)
     edges = torch.searchsorted(ascending, powers)
-    tokens = torch.cat([torch.zeros(1, dtype=torch.int64), ascending.cumsum(0)])
+    tokens = torch.nn.functional.pad(ascending.cumsum(0), (1, 0))
     columns = (powers[:-1], powers[1:] - 1, edges.diff(), tokens[edges].diff())
     names = ("from", "to", "documents", "tokens")
     last = ascending.numel() - 1
@@ -104,7 +104,7 @@ def layouts(lengths: torch.Tensor, *, capacity: int, batch_size: int, dp: int, o
     if not pieces.numel():
         return result
 
-    batches = torch.nn.functional.pad(pieces, (0, -pieces.numel() % batch_size)).view(-1, batch_size)
+    batches = _filled_rows(pieces, batch_size)
     width, real = batches.amax(1, keepdim=True), batches > 0
     padded = _Units((real * width).sum(1), (real * flops(width)).sum(1))
     padding_free = _Units(batches.sum(1), flops(batches).sum(1))
@@ -128,6 +128,12 @@ def layouts(lengths: torch.Tensor, *, capacity: int, batch_size: int, dp: int, o
     return result
 
 
+def _filled_rows(values: torch.Tensor, size: int) -> torch.Tensor:
+    """``[rows, size]``, the last one filled with 0; one row of what there is where size is more."""
+    size = min(size, values.numel())
+    return torch.nn.functional.pad(values, (0, -values.numel() % size)).view(-1, size)
+
+
 class _Epoch(NamedTuple):
     steps: int
     tokens: float  # slots of the slowest rank, summed over the steps
@@ -137,7 +143,7 @@ class _Epoch(NamedTuple):
 
 def _epoch(units: _Units, dp: int) -> _Epoch:
     """Step ``s`` is units ``s * dp`` to ``s * dp + dp - 1``, one per rank; ranks without one wait."""
-    slots, flops = (torch.nn.functional.pad(each, (0, -each.numel() % dp)).view(-1, dp) for each in units)
+    slots, flops = (_filled_rows(each, dp) for each in units)
     slowest = float(flops.amax(1).sum())
     return _Epoch(slots.shape[0], float(slots.amax(1).sum()), slowest, float(flops.sum()) / (dp * slowest))
 

@@ -5,11 +5,23 @@ import math
 WIDTH = 110  # of a terminal, or a file
 
 
+def printable(text: str, most: int | None = None) -> str:
+    """``text`` of a file on one line: what a terminal would obey is written out, as in Python's strings.
+
+    Example:
+        >>> print(printable("grün\\x1b[2J\\n"), printable("one hundred", most=3))
+        grün\\x1b[2J\\n one...
+    """
+    if most is not None and len(text) > most:
+        text = text[:most] + "..."
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def show_report(report: dict) -> None:
     """Prints every table of a make_report result to stdout."""
     settings, examples = report["settings"], report["examples"]
     _table(
-        f"Examples: {', '.join(settings['files'])}",
+        f"Examples: {', '.join(map(printable, settings['files']))}",
         ["", "examples"],
         [
             ["read", f"{examples['read']:,}"],

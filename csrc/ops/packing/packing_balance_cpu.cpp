@@ -5,6 +5,7 @@
 #include <queue>
 #include <set>
 
+#include "core/error.h"
 #include "ops/packing/packing_bin_levels.h"
 #include "ops/packing/packing_plan.h"
 
@@ -16,9 +17,26 @@ double cost_of(const PackParams& p, int64_t units) {
   return p.cost(static_cast<double>(units) * static_cast<double>(p.alignment));
 }
 
-// Costs are compared to one part in kSteps of the costliest bin that the capacity allows; level 0 is an empty bin, so
-// that every bin gets a piece before one gets a second.
+// Costs are compared to one part in kSteps of what the costliest bin comes to; level 0 is an empty bin, so that every
+// bin gets a piece before one gets a second.
 constexpr int64_t kSteps = 65536;
+
+// What no bin costs more than while the cheapest one has room: the mean and one piece, which came when it was cheapest.
+// However large the capacity is, it says no more.
+double costliest_bin(const PackParams& p, const Pieces& pieces, const Runs& sorted, int64_t bins) {
+  double total = 0.0;
+  double costliest = 0.0;
+  for (const Run& run : sorted.runs) {
+    if (run.units > pieces.capacity) {
+      bins -= run.end - run.begin;
+      continue;
+    }
+    const double cost = cost_of(p, run.units);
+    costliest = std::max(costliest, cost);
+    for (int64_t i = run.begin; i < run.end; ++i) total += cost;
+  }
+  return std::min(cost_of(p, pieces.capacity), total / static_cast<double>(std::max<int64_t>(bins, 1)) + costliest);
+}
 
 struct OpenBin {
   double cost = 0.0;
@@ -28,9 +46,10 @@ struct OpenBin {
 // Longest piece first, each to the cheapest bin that it fits (of equal ones the one that came to that cost last),
 // starting with `bins` empty bins; a new one opens only where none fits.
 void fit_cheapest(const PackParams& p, const Pieces& pieces, const Runs& sorted, int64_t bins, Assignment& out) {
-  const double most = cost_of(p, pieces.capacity);
-  const double scale = most > 0 ? kSteps / most : 0.0;
-  const auto level_of = [&](double cost) { return 1 + static_cast<int64_t>(cost * scale); };
+  const double most = costliest_bin(p, pieces, sorted, bins);
+  const auto level_of = [&](double cost) {
+    return 1 + (cost < most ? static_cast<int64_t>(cost / most * kSteps) : most > 0 ? kSteps : 0);
+  };
   out.sizes.clear();
   std::vector<OpenBin> state;
   BinStacks open(kSteps + 2);
@@ -191,6 +210,15 @@ class RowSwaps {
 };
 
 }  // namespace
+
+void check_costs(const PackParams& p, const Pieces& pieces) {
+  double sum = 0.0;
+  for (int64_t i = 0; i < pieces.count; ++i) sum += cost_of(p, pieces.units[i]);
+  check(std::isfinite(sum),
+        "balance: expected costs a * L + b * L**2 that fit a double in sum, got more with a=", p.cost.tokens,
+        ", b=", p.cost.squares, " for ", pieces.count, " sequences of at most ", pieces.longest * p.alignment,
+        " tokens");
+}
 
 void even_rows(const PackParams& p, PackPlan& plan) {
   if (plan.pieces.count <= kMostSwapped) RowSwaps(p, plan).run();

@@ -1,4 +1,5 @@
 // Packing: check -> plan the bins -> allocate -> write them.
+#include <cmath>
 #include <limits>
 #include <string>
 #include <tuple>
@@ -79,6 +80,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> pack_sequences(
   p.shuffle = seed.has_value();
   p.seed = static_cast<uint64_t>(seed.value_or(0));
   p.balance = balance;
+  for (const double cost : {token_cost, square_cost}) {
+    check(cost >= 0 && std::isfinite(cost), "balance: expected finite costs of at least 0, got ", cost);
+  }
   p.cost = {token_cost, square_cost};
   p.plan = &plan;
   launch_plan_bins_cpu(p);

@@ -84,6 +84,7 @@ int64_t bins_wanted(const PackParams& p, int64_t bins, int64_t pieces) {
 void launch_plan_bins_cpu(const PackParams& p) {
   PackPlan& plan = *p.plan;
   make_pieces(p, plan.pieces, plan.counts);
+  if (p.balance || p.strategy == PackStrategy::kBalanced) check_costs(p, plan.pieces);
   const bool keeps_order = p.strategy == PackStrategy::kNextFit || p.strategy == PackStrategy::kFirstFit;
   const Runs sorted = keeps_order ? Runs{} : longest_first(plan.pieces, p.higher_index_first);
   gather_rows(assign(p, plan.pieces, sorted, plan.counts.lower_bound), sorted, plan);

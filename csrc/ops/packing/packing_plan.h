@@ -74,7 +74,8 @@ void fit_best_decreasing(const Pieces& pieces, const Runs& sorted, Assignment& o
 // packing_cpu.cpp: `bins` raised to what min_bins and bins_multiple_of ask for.
 int64_t bins_wanted(const PackParams& p, int64_t bins, int64_t pieces);
 
-// packing_balance_cpu.cpp
+// packing_balance_cpu.cpp: check_costs before the others, so that no sum of costs is infinite.
+void check_costs(const PackParams& p, const Pieces& pieces);
 void fit_balanced(const PackParams& p, const Pieces& pieces, const Runs& sorted, int64_t lower_bound, Assignment& out);
 void even_rows(const PackParams& p, PackPlan& plan);
 void deal_rows(const PackParams& p, PackPlan& plan);

@@ -6,7 +6,7 @@ from itertools import accumulate
 import torch
 
 import packing_ops as po
-from packing_ops._args import integer
+from packing_ops._args import int64_tensor, integer
 
 _ops = torch.ops.packing_ops
 
@@ -46,7 +46,7 @@ def source_of_slots(
     counts = [len(lengths) for lengths in sub_seq_lengths]
     tokens = document_lengths(None, sub_seq_lengths)
     lengths, row, first = (
-        torch.tensor(values, dtype=torch.int64).to(cu_seqlens.device, non_blocking=True)
+        int64_tensor(values).to(cu_seqlens.device, non_blocking=True)
         for values in (
             tokens,
             [row for row, count in enumerate(counts) for _ in range(count)],
