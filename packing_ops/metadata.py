@@ -34,8 +34,7 @@ class PackedMetadata:
         >>> metadata.cu_seqlens.tolist(), metadata.max_seqlen, metadata.position_ids.tolist()
         ([0, 2, 3, 6], 3, [0, 1, 0, 0, 1, 2])
 
-    It tells of the values that cu_seqlens has when it is made: make another one where these change. Two of them are equal
-    if they are one object, since a comparison of what they hold would wait for the GPU.
+    Two of them are equal if they are one object, since a comparison of what they hold would wait for the GPU.
     """
 
     cu_seqlens: torch.Tensor

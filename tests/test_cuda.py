@@ -6,6 +6,7 @@ from helpers import assert_same, cu_seqlens_of
 
 import packing_ops as po
 from packing_ops import PackedMetadata
+from packing_ops.data.mini_batches import REDUCTIONS, normalize_advantages
 
 pytestmark = [
     pytest.mark.gpu,
@@ -104,11 +105,24 @@ def test_nothing_synchronises(no_sync):
 
 def test_metadata_from_cpu_lengths_needs_no_synchronisation(no_sync):
     torch.cuda.set_sync_debug_mode("error")
-    metadata = PackedMetadata.from_lengths([5, 0, 3], device="cuda")
+    metadata = PackedMetadata.from_lengths([5, 0, 3], total=10, device="cuda")
     consumed = metadata.position_ids, metadata.seq_idx, metadata.lengths, metadata.to_transformers()
+    told = PackedMetadata.from_cu_seqlens(metadata.cu_seqlens, total=10, max_seqlen=5, num_tokens=8).to_megatron()
     torch.cuda.set_sync_debug_mode("default")
-    assert (metadata.total, metadata.max_seqlen) == (8, 5)
-    assert consumed[0].tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert (metadata.total, metadata.max_seqlen) == (10, 5)
+    assert consumed[0].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1]
+    assert consumed[3]["cu_seq_lens_q"].tolist() == told["cu_seqlens_q"].tolist() == [0, 5, 5, 8, 10]
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_advantages_need_no_synchronisation(no_sync, reduction):
+    advantages, mask = torch.randn(4, 6, device="cuda"), torch.ones(4, 6, device="cuda")
+    rows = {"prompt_boundaries": [(0, 1), (1, 3), (3, 4)], "max_seq_len": 6}
+    torch.cuda.set_sync_debug_mode("error")
+    scaled = normalize_advantages(advantages, mask, [(0, 3), (3, 4)], reduction, zscore=True, **rows)
+    torch.cuda.set_sync_debug_mode("default")
+    expected = normalize_advantages(advantages.cpu(), mask.cpu(), [(0, 3), (3, 4)], reduction, zscore=True, **rows)
+    torch.testing.assert_close(scaled.cpu(), expected)
 
 
 @pytest.mark.parametrize("source", ["lengths", "cu_seqlens", "position_ids", "attention_mask"])

@@ -22,8 +22,6 @@ FACTORIES |= {"hamming_window", "hann_window", "kaiser_window", "linspace", "log
 FACTORIES |= {"rand", "randint", "randn", "randperm", "range", "rfftfreq", "scalar_tensor", "sparse_compressed_tensor"}
 FACTORIES |= {"sparse_coo_tensor", "sparse_csr_tensor", "tensor", "tril_indices", "triu_indices", "zeros"}
 SOURCES = sorted((ROOT / "packing_ops").rglob("*.py"))
-# Its pinned flag goes together with the checks that it reports.
-PINNED_FLAG = ROOT / "packing_ops" / "integrations" / "transformers" / "layout.py"
 
 
 def factories_without_a_device(source):
@@ -37,9 +35,7 @@ def factories_without_a_device(source):
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_factory_names_its_device(path, request):
-    if path == PINNED_FLAG:
-        request.applymarker(pytest.mark.xfail(reason="a flag in pinned memory", strict=False))
+def test_every_factory_names_its_device(path):
     assert factories_without_a_device(path.read_text()) == []
 
 
