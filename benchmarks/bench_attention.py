@@ -36,7 +36,7 @@ def case(op, lengths, heads, dim, device, dtype=torch.float32, *, backward=True,
         mask = po.block_causal_mask(cu_seqlens, q.shape[0])
         calls["torch SDPA block mask"] = lambda: peers.sdpa_block_mask(q, k, v, mask)
     else:
-        calls["torch SDPA loop"] = lambda: sdpa_loop(q, k, v, lengths)
+        calls["plain loop of torch SDPA"] = lambda: sdpa_loop(q, k, v, lengths)
 
     def timed(call):
         if backward:
