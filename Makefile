@@ -13,7 +13,7 @@ export TORCH_CUDA_ARCH_LIST ?= 9.0
 endif
 endif
 
-.PHONY: demo demo-hf demo-megatron demo-data test lint build bench test-gpu bench-gpu profile-gpu wheel clean
+.PHONY: demo demo-hf demo-megatron demo-data test lint build bench test-gpu bench-gpu profile-gpu readme wheel clean
 
 demo: build
 	$(BIN)/python examples/train_packed.py
@@ -65,6 +65,10 @@ bench: build
 		$(BIN)/python benchmarks/bench_$$family.py --device cpu || exit 1; done
 	$(BIN)/python benchmarks/bench_report.py
 	$(BIN)/python examples/train_packed.py --out benchmarks/results
+
+# The tables of README.md, from benchmarks/results.
+readme: .venv/.ready
+	$(BIN)/python benchmarks/readme.py
 
 wheel: .venv/.ready
 	$(BIN)/pip wheel --no-deps --no-build-isolation -w dist .

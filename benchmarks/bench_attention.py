@@ -1,9 +1,9 @@
 """python benchmarks/bench_attention.py [--device cpu|cuda]"""
 
 import json
-import sys
 from pathlib import Path
 
+import attention_peers as peers
 import torch
 import torch.nn.functional as F
 from harness import Case, commit, device_name, run, write_csv
@@ -29,19 +29,14 @@ def sdpa_loop(q, k, v, lengths):
     return torch.cat(outs)
 
 
-def sdpa_block_mask(q, k, v, mask):
-    rows = (t.transpose(0, 1)[None] for t in (q, k, v))
-    return F.scaled_dot_product_attention(*rows, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
-
-
 def case(op, lengths, heads, dim, device, dtype=torch.float32, *, backward=True, block_mask=False, runs=21):
     q, k, v, dout, cu_seqlens = packed(lengths, heads, dim, device, dtype)
     calls = {"packing_ops": lambda: po.varlen_attention(q, k, v, cu_seqlens)}
     if block_mask:
         mask = po.block_causal_mask(cu_seqlens, q.shape[0])
-        calls["torch SDPA block mask"] = lambda: sdpa_block_mask(q, k, v, mask)
+        calls["torch SDPA block mask"] = lambda: peers.sdpa_block_mask(q, k, v, mask)
     else:
-        calls["torch SDPA loop"] = lambda: sdpa_loop(q, k, v, lengths)
+        calls["plain loop of torch SDPA"] = lambda: sdpa_loop(q, k, v, lengths)
 
     def timed(call):
         if backward:
@@ -59,74 +54,54 @@ def ragged(count, median=200):
     return [max(1, int(size)) for size in sizes]
 
 
-# --- CUDA: the ops themselves, forward and backward apart, beside torch's built-in FlashAttention-2 ---
+# --- CUDA: the ops themselves, forward and backward apart, beside those of attention_peers.py ---
 
 WORKLOADS = json.loads((Path(__file__).parent / "workloads.json").read_text())["workloads"]
-PEER = "torch FlashAttention-2"
+FLASH = (peers.flash_2, peers.flash_3)
+left_out = []  # peers that cannot run a case, or whose results are others
 
 
-def flex_attention_calls(q, k, v, dout, cu_seqlens):
-    """FlexAttention compiled with a document mask: forward and backward."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    document = po.seq_idx_from_cu_seqlens(cu_seqlens, len(q))
-
-    def sees(batch, head, row, key):
-        return (document[row] == document[key]) & (row >= key)
-
-    mask = torch.compile(create_block_mask)(sees, None, None, len(q), len(k), device="cuda")
-    compiled = torch.compile(flex_attention)
-    rows = [t.detach().transpose(0, 1)[None].requires_grad_() for t in (q, k, v)]
-    out, dout = compiled(*rows, block_mask=mask, enable_gqa=True), dout.transpose(0, 1)[None]
-    return (
-        torch.no_grad()(lambda: compiled(*rows, block_mask=mask, enable_gqa=True)),
-        lambda: torch.autograd.grad(out, rows, dout, retain_graph=True),
-    )
-
-
-def sdpa_mask_calls(q, k, v, dout, cu_seqlens):
-    """torch's SDPA under the mask of all pairs, which fits short rows only."""
-    mask = po.block_causal_mask(cu_seqlens, len(q))
-    tensors = [t.detach().requires_grad_() for t in (q, k, v)]
-    out = sdpa_block_mask(*tensors, mask)
-    return (
-        torch.no_grad()(lambda: sdpa_block_mask(*tensors, mask)),
-        lambda: torch.autograd.grad(out, tensors, dout, retain_graph=True),
-    )
-
-
-def check_same(ours, theirs):
+def check_same(mine, others) -> None:
     """No figure of a wrong result."""
-    for mine, other in zip(ours, theirs, strict=False):
-        error = (mine.float() - other.float()).norm() / other.float().norm()
+    for ours, other in zip(mine, others, strict=False):
+        error = float((ours.float() - other.float()).norm() / other.float().norm())
         if not error < 0.02:
-            sys.exit(f"results apart by {error:.3f}")
+            raise ValueError(f"results apart by {error:.3f}")
 
 
-def op_cases(name, lengths, heads, dim, *, peer_fits=True, others=None):
-    q, k, v, dout, cu_seqlens = packed(lengths, heads, dim, "cuda", torch.bfloat16)
-    q, k, v = q.detach(), k.detach(), v.detach()
-    total, longest = sum(lengths), max(lengths)
-    plan = po.attention_plan(cu_seqlens, total_q=total, num_heads=heads[0], num_kv_heads=heads[1], head_dim=dim)
-    ops, options = torch.ops.packing_ops, (True, None, -1, -1, 0.0, plan)
-    documents = (cu_seqlens, cu_seqlens)
-    out, lse = ops.varlen_attention(q, k, v, *documents, None, *options)
-    shape = f"{name}: T={total} docs={len(lengths)} heads={heads[0]}/{heads[1]} D={dim} causal"
-    forward = {"packing_ops": lambda: ops.varlen_attention(q, k, v, *documents, None, *options)}
-    backward = {
-        "packing_ops": lambda: ops.varlen_attention_backward(dout, None, q, k, v, out, lse, *documents, None, *options)
-    }
-    if peer_fits:
-        peer = (*documents, longest, longest, 0.0, True)
-        peer_out, peer_lse, seed, offset, _ = torch.ops.aten._flash_attention_forward(q, k, v, *peer, False)
-        check_same([out], [peer_out])
-        forward[PEER] = lambda: torch.ops.aten._flash_attention_forward(q, k, v, *peer, False)
-        backward[PEER] = lambda: torch.ops.aten._flash_attention_backward(
-            dout, q, k, v, peer_out, peer_lse, *peer, seed, offset
-        )
-        check_same(backward["packing_ops"](), backward[PEER]())
-    for provider, calls in (others or {}).items():
-        forward[provider], backward[provider] = calls(q, k, v, dout, cu_seqlens)
+def out_of(result):
+    return result[0] if isinstance(result, tuple) else result
+
+
+def peer_calls(make, batch: peers.Batch, forward: dict, backward: dict, shape: str) -> None:
+    """Adds what ``make`` gives to the providers, if its results are ours."""
+    try:
+        for name, calls in make(batch):
+            if calls.forward:
+                check_same([out_of(forward["packing_ops"]())], [out_of(calls.forward())])
+            check_same(backward["packing_ops"](), calls.backward())
+            forward.update(calls.more | ({name: calls.forward} if calls.forward else {}))
+            backward[name] = calls.backward
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        left_out.append(f"{make.__name__} in {shape}: {type(error).__name__}: {str(error)[:300]}")
+        print(left_out[-1], flush=True)
+
+
+def op_cases(name, lengths, heads, dim, with_peers=FLASH, device="cuda"):
+    q, k, v, dout, cu_seqlens = packed(lengths, heads, dim, device, torch.bfloat16)
+    batch = peers.Batch(q.detach(), k.detach(), v.detach(), dout, cu_seqlens, max(lengths))
+    sizes = {"total_q": sum(lengths), "num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": dim}
+    plan = po.attention_plan(cu_seqlens, **sizes)
+    ops, options = torch.ops.packing_ops, (cu_seqlens, cu_seqlens, None, True, None, -1, -1, 0.0, plan)
+    rows = batch[:3]
+    out, lse = ops.varlen_attention(*rows, *options)
+    shape = f"{name}: T={sum(lengths)} docs={len(lengths)} heads={heads[0]}/{heads[1]} D={dim} causal"
+    forward = {"packing_ops": lambda: ops.varlen_attention(*rows, *options)}
+    backward = {"packing_ops": lambda: ops.varlen_attention_backward(dout, None, *rows, out, lse, *options)}
+    for make in with_peers:
+        peer_calls(make, batch, forward, backward, shape)
+    if peers.flex in with_peers:  # both are made once per batch, before the first layer
+        forward["packing_ops, its plan"] = lambda: po.attention_plan(cu_seqlens, **sizes)
     yield Case("varlen_attention", shape, "bfloat16", forward, runs=7)
     yield Case("varlen_attention_backward", shape, "bfloat16", backward, runs=7)
 
@@ -134,14 +109,17 @@ def op_cases(name, lengths, heads, dim, *, peer_fits=True, others=None):
 def cuda_cases():
     """One workload after the other, so that only one is in memory."""
     for name, lengths in WORKLOADS.items():
-        yield from op_cases(name, lengths, (32, 8), 128, others={"FlexAttention": flex_attention_calls})
-    for name in ("short", "sft", "mid4k"):
-        yield from op_cases(name, WORKLOADS[name], (16, 16), 128)
-        yield from op_cases(name, WORKLOADS[name], (32, 8), 64)
-        yield from op_cases(name, WORKLOADS[name], (16, 4), 256)
-    yield from op_cases("tiny", [100, 156, 200, 56], (32, 8), 128, others={"torch SDPA block mask": sdpa_mask_calls})
+        yield from op_cases(name, lengths, (32, 8), 128, (*FLASH, peers.flex))
+    for heads, dim in (((16, 16), 128), ((32, 8), 64), ((16, 4), 256)):
+        for name in ("short", "sft", "mid4k", "long16k"):
+            yield from op_cases(name, WORKLOADS[name], heads, dim)
+    for heads, dim in (((32, 8), 80), ((32, 8), 96), ((16, 4), 192)):
+        for name in ("mid4k", "long16k"):
+            yield from op_cases(name, WORKLOADS[name], heads, dim)
+    yield from op_cases("one document", [2048], (32, 8), 128)
+    yield from op_cases("tiny", [100, 156, 200, 56], (32, 8), 128, (*FLASH, peers.sdpa_mask))
     # FlashAttention-2 pads its float32 sums to 128 rows per document, which does not fit any GPU here.
-    yield from op_cases("one token", [1] * 65_536, (32, 8), 128, peer_fits=False)
+    yield from op_cases("one token", [1] * 65_536, (32, 8), 128, ())
 
 
 def extra_bytes(call):
@@ -161,7 +139,7 @@ def memory_rows():
     """Extra memory in bytes per element of q."""
     rows = []
     for name, lengths in WORKLOADS.items():
-        for case in op_cases(name, lengths, (32, 8), 128):
+        for case in op_cases(name, lengths, (32, 8), 128, (peers.flash_2,)):
             for provider, call in case.providers.items():
                 call()
                 rows.append({
@@ -176,7 +154,7 @@ def profiled_calls():
     """For profile_gpu.py."""
     return {
         f"{op} {name}": lambda op=op, name=name: next(
-            case for case in op_cases(name, WORKLOADS[name], (32, 8), 128, peer_fits=False) if case.op == op
+            case for case in op_cases(name, WORKLOADS[name], (32, 8), 128, ()) if case.op == op
         ).providers["packing_ops"]
         for name in ("short", "sft", "mid4k")
         for op in ("varlen_attention", "varlen_attention_backward")
@@ -205,3 +183,5 @@ if __name__ == "__main__":
     arguments = run("attention", cases)
     if arguments.device == "cuda":
         write_csv(arguments.out / "attention-memory_cuda.csv", memory_rows())
+    if left_out:
+        raise SystemExit("\n".join(["left out:", *left_out]))

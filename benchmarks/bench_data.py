@@ -71,7 +71,7 @@ def packed_case(median, as_tensors):
     kind = "tensors" if as_tensors else "lists"
     return Case("PackedCollator", f"n=1024 dp={DP_SIZE} tokens={sum(lengths)} {kind}", "int64", {
         "packing_ops": lambda: collator(examples),
-        "loop over documents of packed rows": one_at_a_time(collator, examples),
+        "plain loop over documents, rows already packed": one_at_a_time(collator, examples),
     })  # fmt: skip
 
 
@@ -120,7 +120,7 @@ def micro_batches_case(cost):
     parts = DP_SIZE * len(ours()[0])
     return Case("token_budget_microbatches", f"n=4096 dp={DP_SIZE} {parts} micro-batches {cost}", "int64", {
         "packing_ops": ours,
-        "Karmarkar-Karp in Python": lambda: largest_differencing(costs, parts),
+        "Karmarkar-Karp, a plain loop in Python": lambda: largest_differencing(costs, parts),
     }, runs=7)  # fmt: skip
 
 
@@ -163,7 +163,7 @@ def normalize_case(reduction):
 
     torch.testing.assert_close(ours(), by_definition())
     return Case("normalize_advantages", f"{shape[0]} x {shape[1]} {reduction}", "float32", {
-        "packing_ops": ours, "loop over mini-batches in torch": by_definition,
+        "packing_ops": ours, "plain loop over mini-batches in torch": by_definition,
     })  # fmt: skip
 
 

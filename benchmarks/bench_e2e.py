@@ -2,8 +2,9 @@
 
 Documents of the sft workload, forward and backward over all of them, tokens that are not padding per second, the most
 memory held, and of our own rows the share of the step that our kernels and host waits take; before, what our attention
-interface costs the host per layer. The loss of every token is compared with that of the run's first provider. Every row
-is printed and in the CSV as soon as it is measured; one that fails leaves the others theirs. Needs transformers.
+interface costs the host per layer. The loss of every token is compared with that of the run's first provider. A row under
+torch.compile is one whose compiled code ran in every layer and was compiled before the timing, or it fails. Every row is
+printed and in the CSV as soon as it is measured; one that fails leaves the others theirs. Needs transformers.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import torch
 from adapter_overhead import overhead_us
+from compiled_code import num_entries, num_graphs
 from e2e_batches import Batches, by_document, documents_of, packed_rows, padded_batches, token_losses
 from e2e_providers import PROVIDERS, Provider, model_of
 from harness import RESULTS, commit, device_name, write_csv
@@ -27,7 +29,8 @@ TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "nu
         "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256}  # fmt: skip
 OVERHEADS = {f"adapter overhead, {kind}": kind for kind in ("cu_seq_lens", "position_ids")}
 COLUMNS = ("provider", "tokens", "documents", "tokens_per_second", "peak_gib", "loss", "token_loss_difference",
-           "our_kernels_percent", "host_waits_percent", "host_us_per_layer", "device", "torch", "commit")  # fmt: skip
+           "compiled_calls", "our_kernels_percent", "host_waits_percent", "host_us_per_layer", "device", "torch",
+           "commit")  # fmt: skip
 WARM_UP = 3  # batches: the largest, of several lengths, so that what is compiled is compiled for any
 # Root of the mean squared difference of a token's loss. Documents that see each other differ by some tenths.
 TOLERANCE = {"cpu": 1e-4, "cuda": 0.1}
@@ -75,6 +78,24 @@ def shares_of(call: Callable) -> dict:
     }
 
 
+def compiled_calls(model, provider: Provider, batches: list[dict], new_graphs: int) -> int | str:
+    """Of a forward over all batches; no figure of code that ran uncompiled, or was compiled in the time of a step."""
+    expected = provider.compiled_calls(model.config.num_hidden_layers) * len(batches)
+    if not expected:
+        return ""
+
+    def forward():
+        for batch in batches:
+            model(**batch)
+
+    found = num_entries(forward)
+    if found < expected:
+        raise RuntimeError(f"compiled code: expected it to run {expected} times in {len(batches)} batches, got {found}")
+    if new_graphs:
+        raise RuntimeError(f"compiled code: expected all of it before the timing, got {new_graphs} more graphs in it")
+    return found
+
+
 def batches_of(provider: Provider, documents, capacity: int, device: str) -> Batches:
     made = (
         padded_batches(documents)
@@ -98,7 +119,7 @@ def measure(provider: Provider, documents, shape: dict, capacity: int, device: s
         step(model, *few)
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        totals = []
+        totals, graphs = [], num_graphs()
         times = sorted(
             seconds(lambda: totals.append(step(model, batches, shares)), device) for _ in range(provider.runs)
         )
@@ -110,6 +131,7 @@ def measure(provider: Provider, documents, shape: dict, capacity: int, device: s
             "peak_gib": f"{peak:.2f}",
             "loss": f"{float(totals[0]):.4f}",
             "token_loss_difference": f"{float((losses - reference[0]).square().mean().sqrt()):.2g}",
+            "compiled_calls": compiled_calls(model, provider, batches, num_graphs() - graphs),
         }
         yield found
         if provider.profiled and device == "cuda":
@@ -124,10 +146,11 @@ def release(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def chosen(wanted: list[str], device: str) -> list[str]:
+def chosen(wanted: list[str], unwanted: list[str], device: str) -> list[str]:
     here = {name: p for name, p in PROVIDERS.items() if device == "cuda" or not p.cuda_only}
-    names = [name for name, p in here.items() if wanted or not p.on_request]
-    return [name for name in (*OVERHEADS, *names) if not wanted or any(part in name for part in wanted)]
+    names = [*OVERHEADS, *(name for name, p in here.items() if wanted or not p.on_request)]
+    names = [name for name in names if not any(part in name for part in unwanted)]
+    return [name for name in names if not wanted or any(part in name for part in wanted)]
 
 
 def rows_of(path: Path) -> dict[str, dict]:
@@ -141,16 +164,18 @@ def main():
     parser.add_argument("--tiny", action="store_true", help="a small model and few tokens, to see that it runs")
     parser.add_argument("--only", nargs="+", metavar="NAME", default=[], help="rows whose name contains one of these; "
                         "the others of the CSV stay")  # fmt: skip
+    parser.add_argument("--skip", nargs="+", metavar="NAME", default=[], help="not those whose name contains one of "
+                        "these; they stay too")  # fmt: skip
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     device = arguments.device
     shape, tokens, capacity = (TINY, TINY_TOKENS, TINY_CAPACITY) if arguments.tiny else (SHAPE, TOKENS, CAPACITY)
     documents, reference = documents_of(tokens, capacity, shape["vocab_size"]), []
     path = arguments.out / f"e2e_{device}.csv"
-    rows = rows_of(path) if arguments.only and path.exists() else {}
-    names = chosen(arguments.only, device)
+    names = chosen(arguments.only, arguments.skip, device)
     if not names:
         parser.error(f"--only: expected parts of {[*PROVIDERS, *OVERHEADS]}, got {arguments.only}")
+    rows = rows_of(path) if (arguments.only or arguments.skip) and path.exists() else {}
     where = {"device": device_name(device), "torch": torch.__version__, "commit": commit()}
 
     def measured(name: str) -> Iterator[dict]:

@@ -123,7 +123,7 @@ def timed_together(call, device, runs=11):
     samples = []
     for _ in range(runs + 2):
         dist.barrier()
-        sample = time_cuda(call, flush) if device == "cuda" else time_cpu(call, 1)
+        sample = time_cuda(call, flush)[0] if device == "cuda" else time_cpu(call, 1)
         slowest = torch.tensor(sample, device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         samples.append(slowest.item())

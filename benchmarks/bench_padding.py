@@ -1,6 +1,7 @@
 """python benchmarks/bench_padding.py [--device cpu|cuda]"""
 
 import torch
+from compiled_code import compiled_alone
 from harness import Case, run
 
 import packing_ops as po
@@ -50,13 +51,12 @@ def plain_scatter(packed, indices, batch, seqlen):
     return out.index_copy_(0, indices, packed)
 
 
-compiled_unpad = torch.compile(eager_unpad, dynamic=True)
-compiled_pad = torch.compile(eager_pad, dynamic=True)
-
-
-def compiled(device, call):
+def compiled(device, function, *arguments):
     """On CUDA the same formulas under torch.compile."""
-    return {"bert_padding formulas, torch.compile": call} if device == "cuda" else {}
+    if device != "cuda":
+        return {}
+    own = compiled_alone(function)
+    return {"bert_padding formulas, torch.compile": lambda: own(*arguments)}
 
 
 def row_cases(device, kind, mask, row, dtype):
@@ -73,13 +73,13 @@ def row_cases(device, kind, mask, row, dtype):
             "packing_ops": lambda: po.unpad_input(hidden, mask),
             "torch index_select": lambda: rows.index_select(0, indices),
             "bert_padding formulas": lambda: eager_unpad(hidden, mask),
-            **compiled(device, lambda: compiled_unpad(hidden, mask)),
+            **compiled(device, eager_unpad, hidden, mask),
         }, bytes=2 * packed_bytes),
         Case("pad_input", shape, name, {
             "packing_ops": lambda: po.pad_input(packed, indices, batch, seqlen),
             "torch zeros + index_copy": lambda: plain_scatter(packed, indices, batch, seqlen),
             "bert_padding formulas": lambda: eager_pad(packed, indices, batch, seqlen),
-            **compiled(device, lambda: compiled_pad(packed, indices, batch, seqlen)),
+            **compiled(device, eager_pad, packed, indices, batch, seqlen),
         }, bytes=packed_bytes + padded_bytes),
     ]  # fmt: skip
 

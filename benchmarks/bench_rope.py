@@ -1,6 +1,7 @@
 """python benchmarks/bench_rope.py [--device cpu|cuda]"""
 
 import torch
+from compiled_code import compiled_alone
 from harness import Case, run
 
 import packing_ops as po
@@ -50,7 +51,7 @@ def forward_case(device, seqlen, dtype, sizes=LARGE, *, contiguous=False, interl
     if not interleaved:
         providers["transformers formula"] = lambda: reference.transformers_rotary(q, k, full_cos, full_sin)
         if device == "cuda":
-            compiled = torch.compile(reference.transformers_rotary)
+            compiled = compiled_alone(reference.transformers_rotary)
             providers["transformers formula, torch.compile"] = lambda: compiled(q, k, full_cos, full_sin)
     shape += " heads first" if contiguous else ""
     return Case(name, shape, str(dtype)[6:], providers, bytes=2 * (q.nbytes + k.nbytes))

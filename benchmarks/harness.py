@@ -1,13 +1,15 @@
 """Timing that every benchmark shares: providers taken in turn in one run, medians, one CSV per family.
 
 A bench file lists cases and calls ``run(family, cases)``. A case is one shape with several providers that compute the
-same thing; the first provider is ours. On CUDA the L2 cache is flushed before every run and events do the timing.
+same thing; the first provider is ours. On CUDA the L2 cache is flushed before every run, events do the timing with the host
+ahead of the GPU, and the clock of the multiprocessors right after the runs stands beside the time.
 """
 
 import argparse
 import csv
 import platform
 import random
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -25,6 +27,7 @@ from save_results import commit
 
 RESULTS = Path(__file__).parent / "results"
 L2_FLUSH_BYTES = 256 << 20
+SPIN_CYCLES = 400_000  # 0.2 ms at 2 GHz: what the host may take to enqueue a call before the GPU waits for it
 
 
 @dataclass
@@ -55,14 +58,18 @@ def time_cpu(call: Callable, inner: int) -> float:
     return (time.perf_counter() - start) / inner * 1e6
 
 
-def time_cuda(call: Callable, flush: torch.Tensor) -> float:
+def time_cuda(call: Callable, flush: torch.Tensor) -> tuple[float, float]:
+    """Microseconds of the GPU, and the MHz that its multiprocessors run at when the call is done."""
+    start, end, after = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     flush.zero_()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(SPIN_CYCLES)  # so that the call is enqueued before the GPU gets to it
     start.record()
     call()
     end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3
+    torch.cuda._sleep(SPIN_CYCLES)  # so many cycles, timed
+    after.record()
+    after.synchronize()
+    return start.elapsed_time(end) * 1e3, SPIN_CYCLES / (end.elapsed_time(after) * 1e3)
 
 
 def copy_bytes_per_us(device: str, size: int = 1 << 30) -> float:
@@ -70,7 +77,7 @@ def copy_bytes_per_us(device: str, size: int = 1 << 30) -> float:
     source = torch.empty(size if device == "cuda" else size >> 3, dtype=torch.uint8, device=device).fill_(1)
     target = torch.empty_like(source)
     flush = torch.empty(L2_FLUSH_BYTES if device == "cuda" else 1, dtype=torch.uint8, device=device)
-    timer = (lambda: time_cuda(copy, flush)) if device == "cuda" else (lambda: time_cpu(copy, 1))
+    timer = (lambda: time_cuda(copy, flush)[0]) if device == "cuda" else (lambda: time_cpu(copy, 1))
 
     def copy():
         target.copy_(source)
@@ -79,23 +86,30 @@ def copy_bytes_per_us(device: str, size: int = 1 << 30) -> float:
     return 2 * source.numel() / percentiles([timer() for _ in range(11)])[1]
 
 
-def measure(case: Case, device: str) -> dict[str, tuple[float, float, float]]:
-    """p20, p50, p80 in microseconds per provider; they take turns, so that drift hits them alike, and in another order
-    each time, so that none always runs at the clocks that a hotter one leaves it."""
+def measure(case: Case, device: str) -> dict[str, tuple[float, float, float, float | None]]:
+    """p20, p50, p80 in microseconds and the median clock in MHz per provider; they take turns, so that drift hits them
+    alike, and in another order each time, so that none always runs at the clocks that a hotter one leaves it."""
     flush = torch.empty(L2_FLUSH_BYTES if device == "cuda" else 1, dtype=torch.uint8, device=device)
     inner = {}
     for name, call in case.providers.items():
         for _ in range(3):
             call()
         inner[name] = 1 if device == "cuda" else max(1, min(1000, int(2000 / max(time_cpu(call, 1), 1e-3))))
-    samples = {name: [] for name in case.providers}
+    samples, clocks = {name: [] for name in case.providers}, {name: [] for name in case.providers}
     turns, order = list(case.providers.items()), random.Random(0)
     for _ in range(case.runs):
         order.shuffle(turns)
         for name, call in turns:
-            sample = time_cuda(call, flush) if device == "cuda" else time_cpu(call, inner[name])
+            if device == "cuda":
+                sample, clock = time_cuda(call, flush)
+                clocks[name].append(clock)
+            else:
+                sample = time_cpu(call, inner[name])
             samples[name].append(sample)
-    return {name: percentiles(values) for name, values in samples.items()}
+    return {
+        name: (*percentiles(values), statistics.median(clocks[name]) if clocks[name] else None)
+        for name, values in samples.items()
+    }
 
 
 def copy_provider(total_bytes: int, device: str) -> Callable:
@@ -111,12 +125,13 @@ def rows_of(case: Case, device: str, copy_rate: float) -> list[dict]:
     timings = measure(case, device)
     ours = next(iter(timings.values()))[1]
     rows = []
-    for provider, (p20, p50, p80) in timings.items():
+    for provider, (p20, p50, p80, clock) in timings.items():
         percent = f"{100 * case.bytes / p50 / copy_rate:.1f}" if case.bytes else ""
         rows.append({
             "op": case.op, "shape": case.shape, "dtype": case.dtype, "provider": provider,
             "p20_us": f"{p20:.2f}", "p50_us": f"{p50:.2f}", "p80_us": f"{p80:.2f}",
             "bytes": case.bytes or "", "copy_rate_percent": percent, "ratio_to_ours": f"{p50 / ours:.3f}",
+            "sm_mhz": f"{clock:.0f}" if clock else "",
             "device": device_name(device), "threads": torch.get_num_threads() if device == "cpu" else "",
             "torch": torch.__version__, "commit": commit(),
         })  # fmt: skip

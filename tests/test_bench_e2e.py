@@ -5,6 +5,7 @@ import csv
 import dataclasses
 import functools
 import inspect
+import itertools
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +19,25 @@ pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import bench_e2e
+import e2e_providers
 from e2e_batches import by_document, documents_of, packed_rows, padded_batches
-from e2e_providers import FLASH, PROVIDERS, Provider, ours
+from e2e_providers import EACH_LAYER, FLASH, PROVIDERS, Provider, ours
 
 import packing_ops as po
+
+
+@pytest.fixture
+def flash_attention_of_ours(monkeypatch):
+    """varlen_attn on a machine without a GPU."""
+    real = varlen.varlen_attn
+
+    @functools.wraps(real)
+    def on_this_machine(*arguments, **options):
+        call = inspect.signature(real).bind(*arguments, **options).arguments
+        assert call["window_size"] == (-1, 0)
+        return po.varlen_attention(call["query"], call["key"], call["value"], call["cu_seq_q"])
+
+    monkeypatch.setattr(varlen, "varlen_attn", on_this_machine)
 
 
 def rows_of(tmp_path, monkeypatch, providers):
@@ -40,16 +56,7 @@ def rows_of(tmp_path, monkeypatch, providers):
         return {row["provider"]: row for row in csv.DictReader(file)}, status
 
 
-def test_providers_have_the_losses_of_the_first(tmp_path, monkeypatch):
-    real = varlen.varlen_attn
-
-    @functools.wraps(real)  # bench_e2e.py reads the signature
-    def on_this_machine(*arguments, **options):
-        call = inspect.signature(real).bind(*arguments, **options).arguments
-        assert call["window_size"] == (-1, 0)
-        return po.varlen_attention(call["query"], call["key"], call["value"], call["cu_seq_q"])
-
-    monkeypatch.setattr(varlen, "varlen_attn", on_this_machine)
+def test_providers_have_the_losses_of_the_first(tmp_path, monkeypatch, flash_attention_of_ours):
     names = ["packing_ops", "packing_ops, rms_norm=True", "padded batches of 8, sdpa", "packed, sdpa mask", FLASH]
     rows, status = rows_of(tmp_path, monkeypatch, {name: PROVIDERS[name] for name in names})
     assert status is None
@@ -75,6 +82,52 @@ def test_wrong_or_failing_providers_are_told_and_leave_the_others_their_rows(tmp
     assert "'right'" not in status
     assert "'last'" not in status
     assert "missing: failed, ValueError" in capsys.readouterr().out
+
+
+# --- torch.compile ---
+
+
+@pytest.fixture
+def traced_only(monkeypatch):
+    """What torch.compile traced runs as it is, so that no code has to be generated."""
+    monkeypatch.setitem(e2e_providers.COMPILE, "backend", "eager")
+
+
+def test_what_is_called_compiled_is_compiled(tmp_path, monkeypatch, flash_attention_of_ours, traced_only):
+    layers, batches = bench_e2e.TINY["num_hidden_layers"], 2
+    names = [f"packing_ops, {EACH_LAYER}", f"{FLASH}, compiled rope", FLASH]
+    rows, status = rows_of(tmp_path, monkeypatch, {name: PROVIDERS[name] for name in names})
+    assert status is None
+    assert [row["compiled_calls"] for row in rows.values()] == [str(layers * batches), str(layers * batches), ""]
+
+
+def test_code_that_falls_back_to_eager_has_no_figure(
+    tmp_path, monkeypatch, flash_attention_of_ours, traced_only, capsys
+):
+    name = f"{FLASH}, compiled rope"
+    with torch.compiler.set_stance("force_eager"):
+        rows, status = rows_of(tmp_path, monkeypatch, {FLASH: PROVIDERS[FLASH], name: PROVIDERS[name]})
+    assert list(rows) == [FLASH]
+    assert name in status
+    assert "expected it to run 4 times in 2 batches, got 0" in capsys.readouterr().out
+
+
+def test_code_that_is_compiled_while_it_is_timed_has_no_figure(
+    tmp_path, monkeypatch, flash_attention_of_ours, traced_only, capsys
+):
+    step, calls = bench_e2e.step, itertools.count()
+
+    def step_that_forgets(*arguments):
+        if next(calls):  # the first is the warm-up
+            torch._dynamo.reset()
+        return step(*arguments)
+
+    monkeypatch.setattr(bench_e2e, "step", step_that_forgets)
+    names = [f"{FLASH}, compiled rope", FLASH]
+    rows, status = rows_of(tmp_path, monkeypatch, {name: PROVIDERS[name] for name in names})
+    assert list(rows) == [FLASH]
+    assert names[0] in status
+    assert "expected all of it before the timing, got 1 more graphs" in capsys.readouterr().out
 
 
 def test_a_documents_losses_are_found_in_any_batches():

@@ -1,0 +1,216 @@
+"""What README.md says of single ops: a function for each of its regions. What a file does not have is left out."""
+
+import json
+import statistics
+
+from result_rows import COPY, OURS, RESULTS, cases_of, commits, duration, markdown, origin, prose, rows_of, times
+
+FLASH_2, FLASH_3, FLEX = "torch FlashAttention-2", "FlashAttention-3", "FlexAttention"
+PEERS = {FLASH_2: "FA2", FLEX: "Flex", FLASH_3: "FA3", f"{FLASH_3}, deterministic": "FA3, deterministic"}
+NOTHING = {"ratio_to_ours": 1}
+
+FORMULA = {"transformers formula": "transformers formula", "transformers formula, torch.compile": "under torch.compile"}
+BERT = {"bert_padding formulas": "bert_padding formulas", "bert_padding formulas, torch.compile": "under torch.compile"}
+EAGER = {"torch eager": "torch eager", "torch.compile": "torch.compile"}
+HOST = {"copy and pack_sequences": "copied to the host and packed there"}
+FIRST, SECOND = "B=64 S=2048 row=[4096] total=43184 right", "B=256 S=512 row=[1024] total=62715 right"
+SLOTS = "T=1048576 docs=2321"
+GPU_OPS = [  # label, file, (op, shape, dtype), others
+    ("rope q+k, T=65,536, 32+8 heads, D=128", "rope", ("forward", "S=65536 H=32+8 D=128", "bfloat16"), FORMULA),
+    ("the same, [B, H, S, D] in memory", "rope", ("forward", "S=65536 H=32+8 D=128 heads first", "bfloat16"), FORMULA),
+    ("rope backward", "rope", ("backward", "S=65536 H=32+8 D=128", "bfloat16"), FORMULA),
+    ("rope, 14+2 heads, D=64", "rope", ("forward", "S=65536 H=14+2 D=64", "bfloat16"), FORMULA),
+    ("rope, T=8,192, 32+8 heads, D=128", "rope", ("forward", "S=8192 H=32+8 D=128", "bfloat16"), FORMULA),
+    ("unpad_input, 64 x 2,048 x 4,096, 33% kept, layout and wait included", "padding",
+     ("unpad_input", FIRST, "bfloat16"), BERT),
+    ("unpad_input, 256 x 512 x 1,024, 48% kept", "padding", ("unpad_input", SECOND, "bfloat16"), BERT),
+    ("pad_input, the first", "padding", ("pad_input", FIRST, "bfloat16"), BERT),
+    ("pad_input, the second", "padding", ("pad_input", SECOND, "bfloat16"), BERT),
+    ("position_ids, 1,048,576 slots, int64", "boundaries", ("position_ids_from_cu_seqlens", SLOTS, "int64"), EAGER),
+    ("seq_idx, int32", "boundaries", ("seq_idx_from_cu_seqlens", SLOTS, "int32"), EAGER),
+    ("mask_boundary_labels, int64", "boundaries", ("mask_boundary_labels", SLOTS, "int64"), EAGER),
+    ("segment_sum, float32", "boundaries", ("segment_sum", SLOTS, "float32"), EAGER),
+    ("pack_ffd on the device, 4,096 lengths", "packing", ("pack_ffd", "n=4096", "int64"), HOST),
+    ("pack_ffd on the device, 65,536 lengths", "packing", ("pack_ffd", "n=65536", "int64"), HOST),
+]  # fmt: skip
+
+
+def ops() -> str:
+    rows, used, short = [], [], False
+    for label, family, case, labels in GPU_OPS:
+        found = cases_of(rows_of(f"{family}_cuda")).get(case)
+        if not found:
+            continue
+        copied = float(found[COPY]["ratio_to_ours"]) if COPY in found else None
+        short |= copied is not None and copied < 0.8
+        others = [f"{shown}: {times(found[p]['ratio_to_ours'])}x" for p, shown in labels.items() if p in found]
+        rows.append([label, duration(found[OURS]), f"{copied:.0%}" if copied else "", ", ".join(others)])
+        used.append(found[OURS])
+    header = ["op (bf16 unless said)", "time", "speed of a copy of the same bytes", "others, times ours"]
+    goal = "Rows below 80% are short of our goal: " if short else ""
+    profile = f"[profile_cuda.csv](benchmarks/results/profile_cuda.csv), taken at {commits(rows_of('profile_cuda'))},"
+    note = f"{origin(used)}. {goal}{profile} says what the kernels wait for."
+    return f"{markdown(header, rows)}\n\n{prose(note)}"
+
+
+# --- attention ---
+
+
+def attention_cases() -> dict[str, dict[str, dict[str, dict]]]:
+    """{shape: {"forward" or "backward": {provider: row}}}"""
+    found = {}
+    for (op, shape, _), providers in cases_of(rows_of("attention_cuda")).items():
+        found.setdefault(shape, {})["backward" if "backward" in op else "forward"] = providers
+    return found
+
+
+def lengths_of(name: str) -> list[int]:
+    return json.loads((RESULTS.parent / "workloads.json").read_text())["workloads"].get(name, [])
+
+
+def label(shape: str) -> str:
+    """Of "name: T=65536 docs=16 heads=32/8 D=128 causal"."""
+    name, _, rest = shape.partition(": ")
+    fields = dict(part.split("=") for part in rest.split() if "=" in part)
+    tokens = "" if name in ("long16k", "mid4k", "mid1k", "sft", "short") else f", {int(fields['T']):,} tokens"
+    return f"{name}{tokens}, {fields['heads']} heads, D={fields['D']}"
+
+
+def workload(shape: str) -> str:
+    name = shape.partition(":")[0]
+    lengths = lengths_of(name)
+    if len({*lengths}) == 1:
+        return f"{name}: {len(lengths)} x {lengths[0]:,}"
+    return f"{name}: {len(lengths)}, median {statistics.median(lengths):.0f}, longest {max(lengths):,}"
+
+
+def attention_table(cases: dict, first: str, label) -> str:
+    """Ours in ms, the others as multiples of it."""
+    columns = [
+        (direction, peer)
+        for direction in ("forward", "backward")
+        for peer in PEERS
+        if any(peer in case[direction] for case in cases.values())
+    ]
+    header, rows = [first], []
+    for direction in ("forward", "backward"):
+        header += [f"{direction}, ms", *(PEERS[peer] for where, peer in columns if where == direction)]
+    for shape, case in cases.items():
+        row = [label(shape)]
+        for direction in ("forward", "backward"):
+            row.append(f"{float(case[direction][OURS]['p50_us']) / 1000:.2f}")
+            for where, peer in columns:
+                if where == direction:
+                    row.append(times(case[direction][peer]["ratio_to_ours"]) if peer in case[direction] else "")
+        rows.append(row)
+    return markdown(header, rows)
+
+
+def is_main(shape: str) -> bool:
+    return bool(lengths_of(shape.partition(":")[0])) and "heads=32/8 D=128" in shape
+
+
+LEGEND = {
+    FLASH_2: "FA2: torch's built-in FlashAttention-2, whose instructions (mma.sync, cp.async) ours uses too.",
+    FLEX: "Flex: FlexAttention, compiled, its mask of documents made before.",
+    FLASH_3: "FA3: FlashAttention-3, a library of its own, for Hopper alone (wgmma, TMA).",
+    f"{FLASH_3}, deterministic": "Deterministic: sums of the backward in one order, as ours always are.",
+}
+
+
+def attention() -> str:
+    cases = {shape: case for shape, case in attention_cases().items() if is_main(shape)}
+    used = [row for case in cases.values() for providers in case.values() for row in providers.values()]
+    clocks = [int(row["sm_mhz"]) for row in used if row.get("sm_mhz")]
+    legend = [text for peer, text in LEGEND.items() if any(row["provider"] == peer for row in used)]
+    at = f", multiprocessors at {min(clocks):,} to {max(clocks):,} MHz" if clocks else ""
+    table = attention_table(cases, "documents (65,536 tokens, 32/8 heads, D=128)", workload)
+    return f"{table}\n\n{prose(' '.join([*legend, f'{origin(used)}{at}.']))}"
+
+
+def attention_slower() -> str:
+    """Of the other cases those where FlashAttention-2 is ahead."""
+    cases = {
+        shape: case
+        for shape, case in attention_cases().items()
+        if not is_main(shape)
+        and any(float(providers.get(FLASH_2, NOTHING)["ratio_to_ours"]) < 1 for providers in case.values())
+    }
+    return attention_table(cases, "where torch's FlashAttention-2 is ahead", label)
+
+
+def attention_memory() -> str:
+    extra = {OURS: [], FLASH_2: []}
+    for row in rows_of("attention-memory_cuda"):
+        if row["op"] == "varlen_attention_backward":
+            extra[row["provider"]].append(float(row["extra_bytes_per_q_element"]))
+    ours, theirs = extra[OURS], extra[FLASH_2]
+    return prose(
+        f"Beyond outputs and gradients the backward takes at most {max(ours):.2f} bytes per element of q in each of these "
+        f"batches, torch's FlashAttention-2 {min(theirs):.0f} to {max(theirs):.0f} "
+        "([attention-memory_cuda.csv](benchmarks/results/attention-memory_cuda.csv); "
+        f"{origin(rows_of('attention-memory_cuda'))})."
+    )
+
+
+# --- on the CPU ---
+
+ATTENTION_CPU = ("attention forward + backward", "T=8192 docs=32 heads=4/4 D=64", "float32")
+CPU_OPS = [  # label, file, patterns of (op, shape, dtype) of its cases, {provider: label}
+    ("pack_sequences, 100,000 lengths, bfd", "packing", ("pack_sequences", "n=100000 bfd"),
+     {"trl's tree in a plain loop": "trl's best-fit tree over the lengths alone, in a plain loop"}),
+    ("pack_dataset, the same documents", "packing", ("pack_dataset", "n=100000*"),
+     {"trl pack_dataset": "trl's pack_dataset, in batches of 1,000 rows and all at once"}),
+    ("apply_rotary_qk, 4,096 tokens, 32+8 heads, D=128, float32", "rope",
+     ("forward", "S=4096 H=32+8 D=128", "float32"), {"transformers formula": "the transformers formula"}),
+    ("varlen_attention, 32 documents of 256, forward + backward, float32", "attention", ATTENTION_CPU,
+     {"plain loop of torch SDPA": "a plain loop of scaled_dot_product_attention",
+      "torch SDPA block mask": "one block-masked call"}),
+    ("PackedCollator, 1,024 examples, 8 ranks", "data", ("PackedCollator", "n=1024*"),
+     {"plain loop over documents, rows already packed": "a plain loop over documents, rows already packed"}),
+    ("PaddingFreeCollator, 8 and 64 examples", "data", ("PaddingFreeCollator",),
+     {"transformers DataCollatorWithFlattening": "transformers' DataCollatorWithFlattening"}),
+    ("token_budget_microbatches, 4,096 lengths, 8 ranks", "data", ("token_budget_microbatches",),
+     {"Karmarkar-Karp, a plain loop in Python": "Karmarkar-Karp, a plain loop in Python"}),
+    ("normalize_advantages, 1,024 x 2,048", "data", ("normalize_advantages",),
+     {"plain loop over mini-batches in torch": "a plain loop over mini-batches in torch"}),
+    ("position_ids, seq_idx, mask_boundary_labels and segment_sum, 1,048,576 slots", "boundaries", ("*", SLOTS),
+     {"torch eager": "torch eager"}),
+    ("unpad_input, 16 x 512 x 1,024", "padding", ("unpad_input", "B=16 S=512 row=[1024]*"),
+     {"torch index_select": "index_select alone", "bert_padding formulas": "bert_padding formulas"}),
+    ("pad_input, the same", "padding", ("pad_input", "B=16 S=512 row=[1024]*"),
+     {"torch zeros + index_copy": "zeros + index_copy", "bert_padding formulas": "bert_padding formulas"}),
+]  # fmt: skip
+
+
+def is_meant(part: str, pattern: str) -> bool:
+    return part.startswith(pattern[:-1]) if pattern.endswith("*") else part == pattern
+
+
+def cpu() -> str:
+    rows, used = [], []
+    for name, family, patterns, others in CPU_OPS:
+        found = [
+            providers
+            for case, providers in cases_of(rows_of(f"{family}_cpu")).items()
+            if all(is_meant(part, pattern) for part, pattern in zip(case, patterns, strict=False))
+        ]
+        for provider, shown in others.items():
+            both = [providers for providers in found if provider in providers]
+            ratios = sorted(float(providers[provider]["ratio_to_ours"]) for providers in both)
+            ours = sorted((providers[OURS] for providers in both), key=lambda row: float(row["p50_us"]))
+            if both:
+                spread = list(dict.fromkeys([times(ratios[0]), times(ratios[-1])]))
+                spans = list(dict.fromkeys([duration(ours[0]), duration(ours[-1])]))
+                name = (
+                    "the same"
+                    if rows and rows[-1][0] in (name, "the same") and provider != next(iter(others))
+                    else name
+                )
+                rows.append([name, " to ".join(spans), shown, " to ".join(spread)])
+                used += ours
+    return f"{markdown(['on two CPU cores', 'time', 'compared with', 'times ours'], rows)}\n\n{prose(origin(used))}."
+
+
+TABLES = {"ops": ops, "attention": attention, "attention-slower": attention_slower,
+          "attention-memory": attention_memory, "cpu": cpu}  # fmt: skip

@@ -1,0 +1,141 @@
+"""What README.md says of training: a function for each of its regions. What a file does not have is left out."""
+
+import json
+
+from result_rows import OURS, RESULTS, cases_of, markdown, origin, prose, rows_of, times
+
+# --- examples and the report on a data set ---
+
+
+def demo() -> str:
+    results = json.loads((RESULTS / "demo_cpu.json").read_text())
+    padded, packed = results["runs"]
+    losses = [results["first_step_loss"][mode] for mode in ("padded", "packed")]
+    same = "the same" if abs(losses[0] - losses[1]) < 1e-6 else f"{abs(losses[0] - losses[1]):.1g} apart"
+    rows = [
+        ["real tokens per second, relative", "1", times(results["speedup"]), f"**{results['speedup']:.1f}x faster**"],
+        ["padding", *(f"{run['padding_waste']:.{digits}%}" for run, digits in ((padded, 0), (packed, 1))), ""],
+        ["optimizer steps", str(padded["steps"]), str(packed["steps"]), ""],
+        ["peak memory", *(f"{run['peak_mib']:.0f} MiB" for run in (padded, packed)),
+         f"{packed['peak_mib'] / padded['peak_mib']:.2f}x"],
+        ["loss of the first step, float32", *(f"{loss:.6f}" for loss in losses), same],
+    ]  # fmt: skip
+    header = [f"{results['documents']:,} docstrings, once each", "padded, batches of 8", "packed, rows of 2,048", ""]
+    where = f"{results['device']}, torch {results['torch']}, commit {results['commit'][:7]}"
+    return f"{markdown(header, rows)}\n\nFrom [demo_cpu.json](benchmarks/results/demo_cpu.json): {where}."
+
+
+def docstrings() -> str:
+    layouts = json.loads((RESULTS / "report_docstrings.json").read_text())["layouts"]
+    names = {"padded": "padded, batches of 8", "padding_free": "padding-free, batches of 8",
+             "next_fit": "packed, next_fit", "ffd": "packed, ffd"}  # fmt: skip
+    rows = []
+    for name, label in names.items():
+        layout, ratios = layouts[name], layouts[name]["epoch_time_ratio"]
+        faster = "1 / 1" if name == "padded" else f"{ratios['tokens']:.2f}x / {ratios['flops']:.2f}x faster"
+        rows.append([label, f"{layout['rows']:,}", str(layout["steps"]), f"{1 - layout['fill']:.1%}",
+                     f"{layout['flop_balance']:.1%}", faster])  # fmt: skip
+    header = [
+        "",
+        "rows",
+        "steps per epoch",
+        "padding",
+        "FLOP balance of 8 ranks",
+        "estimated epoch, by tokens / by flops",
+    ]
+    return markdown(header, rows)
+
+
+def report_speed() -> str:
+    found = {row["form"]: row for row in rows_of("report_cpu")}
+    text, chats = (f"{float(found[form]['seconds']):.0f} s" for form in ("text", "messages"))
+    return prose(
+        f"{int(found['text']['documents']):,} generated documents take {text} as plain text and {chats} as chats on one "
+        f"core ([report_cpu.csv](benchmarks/results/report_cpu.csv), `bench_report.py --large`; {origin(rows_of('report_cpu'))})."
+    )
+
+
+# --- a whole model ---
+
+LAYERS, FLASH = "torch.compile of each layer", "packed, torch FlashAttention-2"
+MODELS = [  # label, row, the row of ours that it is compared with
+    ("packing_ops, rows of 8,192", OURS, ""),
+    ("the same, `rms_norm=True`", f"{OURS}, rms_norm=True", ""),
+    ("the first, rows of 16,384", f"{OURS}, rows of twice the capacity", ""),
+    ("the first, gradient checkpointing", f"{OURS}, gradient checkpointing", ""),
+    ("padded batches of 8, SDPA", "padded batches of 8, sdpa", OURS),
+    ("packed, SDPA with a mask", "packed, sdpa mask", OURS),
+    ("packed, FlexAttention", "packed, flex_attention", OURS),
+    ("packed, torch's FlashAttention-2", FLASH, OURS),
+    ("the same, RoPE under torch.compile", f"{FLASH}, compiled rope", OURS),
+    ("the same and torch's rms_norm", f"{FLASH}, compiled rope, F.rms_norm", f"{OURS}, rms_norm=True"),
+    ("**each layer under torch.compile:** packing_ops", f"{OURS}, {LAYERS}", ""),
+    ("packing_ops, `rms_norm=True`", f"{OURS}, rms_norm=True, {LAYERS}", ""),
+    ("packed, torch's FlashAttention-2", f"{FLASH}, {LAYERS}", f"{OURS}, {LAYERS}"),
+    ("the same and torch's rms_norm", f"{FLASH}, F.rms_norm, {LAYERS}", f"{OURS}, rms_norm=True, {LAYERS}"),
+]
+
+
+def e2e() -> str:
+    found, rows = {row["provider"]: row for row in rows_of("e2e_cuda")}, []
+    for label, name, ours in MODELS:
+        if name not in found:
+            continue
+        speed, faster = float(found[name]["tokens_per_second"]), ""
+        if ours in found:
+            faster = f"{float(found[ours]['tokens_per_second']) / speed:.2f}"
+            faster += {OURS: "", f"{OURS}, rms_norm=True": " (`rms_norm=True`)"}.get(ours, " (compiled)")
+        rows.append([label, f"{speed / 1000:.1f}k", f"{float(found[name]['peak_gib']):.1f} GiB", faster])
+    measured = [row for row in found.values() if row["loss"]]
+    losses = [float(row["loss"]) for row in measured]
+    apart = max(losses) - min(losses)
+    first = measured[0]
+    table = markdown(["", "tokens per second", "memory", "packing_ops is faster by"], rows)
+    return (
+        f"{table}\n\n{int(first['tokens']):,} tokens in {first['documents']} documents; losses agree to {apart:.4f}. "
+        f"{origin(measured)}."
+    )
+
+
+def adapter() -> str:
+    found = {row["provider"]: row for row in rows_of("e2e_cuda")}
+    positions, explicit = (
+        float(found[f"adapter overhead, {kind}"]["host_us_per_layer"]) for kind in ("position_ids", "cu_seq_lens")
+    )
+    return prose(
+        f'attn_implementation="packing_ops" costs the host {positions:.0f} us (position_ids) and {explicit:.0f} us '
+        f"(cu_seq_lens) a layer beyond `varlen_attention` itself, and a step waits for the GPU for "
+        f"{float(found[OURS]['host_waits_percent']):.1f}% of its time "
+        f"({origin([row for row in found.values() if row['host_us_per_layer']])})."
+    )
+
+
+# --- megatron-core ---
+
+
+def megatron() -> str:
+    slower, hook = [], None
+    rows = rows_of("megatron_cuda")
+    for (op, shape, _), providers in cases_of(rows).items():
+        if op == "RoPE hook":
+            hook = providers
+        elif op.endswith("backward") and "T=65536" in shape:
+            slower.append(1 / float(providers["varlen_attention"]["ratio_to_ours"]) - 1)
+    parallel = rows_of("megatron-context-parallel_cuda")
+    shares = [
+        f"{float(row['efficiency']):.0%} with {row['shape'].split('docs=')[1].split()[0]}"
+        for row in parallel
+        if row["ranks"] != "1"
+    ]
+    return prose(
+        f"Megatron-core's seam: the core attention module takes at most {max(slower):.1%} more than `varlen_attention` "
+        "called directly, forward and backward together, on batches large enough that the GPU and not the host sets the time. The "
+        f"RoPE hook runs at {float(hook[OURS]['copy_rate_percent']):.0f}% of the copy rate, "
+        f"{times(hook['megatron-core unfused']['ratio_to_ours'])}x megatron-core's unfused RoPE ({origin(rows)}). "
+        "Context parallel attention on two GPUs, rows of 65,536 tokens, forward and backward together, in percent of ideal by documents "
+        f"in the row: {', '.join(shares)} ({origin(parallel)})."
+    )
+
+
+TABLES = {"demo": demo, "docstrings": docstrings, "report": report_speed, "e2e": e2e, "adapter": adapter,
+          "megatron": megatron}  # fmt: skip

@@ -1,0 +1,50 @@
+"""Result files of benchmarks/results, and how their figures are written."""
+
+import csv
+import textwrap
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+OURS, COPY = "packing_ops", "copy of the same bytes"
+
+
+def rows_of(name: str) -> list[dict]:
+    with (RESULTS / f"{name}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def cases_of(rows: list[dict]) -> dict[tuple, dict[str, dict]]:
+    """{(op, shape, dtype): {provider: row}}, ours first."""
+    cases = {}
+    for row in rows:
+        cases.setdefault((row["op"], row["shape"], row["dtype"]), {})[row["provider"]] = row
+    return cases
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def origin(rows: list[dict]) -> str:
+    """Where figures come from."""
+    device, torch = (", ".join(sorted({row[name] for row in rows})) for name in ("device", "torch"))
+    return f"{device}, torch {torch}, commit {commits(rows)}"
+
+
+def commits(rows: list[dict]) -> str:
+    return ", ".join(dict.fromkeys(row["commit"][:7] for row in rows))
+
+
+def duration(row: dict) -> str:
+    microseconds = float(row["p50_us"])
+    return f"{microseconds:.1f} us" if microseconds < 1000 else f"{microseconds / 1000:.2f} ms"
+
+
+def times(value) -> str:
+    """A ratio in three digits or so."""
+    return f"{float(value):.{0 if float(value) >= 20 else 1 if float(value) >= 4 else 2}f}"
+
+
+def prose(text: str) -> str:
+    return textwrap.fill(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False)
