@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from packing_ops import _load, _recent
-from packing_ops._autograd import register_autograd
+from packing_ops._autograd import past_autograd, register_autograd, register_no_autograd
 
 _ops = torch.ops.packing_ops
 
@@ -468,17 +468,29 @@ def _(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, sinks, *options
 def _varlen_attention_context(ctx, inputs, output):
     q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *ctx.options, plan = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k, sinks, plan)
-    ctx.set_materialize_grads(False)
 
 
 def _varlen_attention_backward(ctx, dout, dlse):
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, sinks, plan = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    dq, dk, dv, dsinks = _ops.varlen_attention_backward(
-        dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, sinks, *ctx.options, plan
+    dq, dk, dv, dsinks = past_autograd(
+        _ops.varlen_attention_backward,
+        dout,
+        dlse,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        sinks,
+        *ctx.options,
+        plan,
     )
     return dq, dk, dv, None, None, None if sinks is None else dsinks, None, None, None, None, None, None
 
 
 register_autograd("varlen_attention", _varlen_attention_backward, setup_context=_varlen_attention_context)
+register_no_autograd("varlen_attention_backward", of="varlen_attention")
