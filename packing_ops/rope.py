@@ -82,14 +82,13 @@ def apply_rotary_qk(
     Source:
         Su et al., RoFormer, arXiv:2104.09864; sections: Wang et al., Qwen2-VL, arXiv:2409.12191.
     """
-    chunks = () if sections is None else sections
     if inplace:
         _refuse_derivatives(q=q, k=k, cos=cos, sin=sin)
-        _rope_qk_(q, k, cos, sin, position_ids, chunks, rotary_dim, interleaved, unsqueeze_dim, False)
+        _rope_qk_(q, k, cos, sin, position_ids, sections, rotary_dim, interleaved, unsqueeze_dim, False)
         if not torch.compiler.is_compiling():  # autograd must notice if it saved q or k elsewhere
             torch.autograd.graph.increment_version([q] if k is None else [q, k])
         return q, k
-    q_out, k_out = _rope_qk(q, k, cos, sin, position_ids, chunks, rotary_dim, interleaved, unsqueeze_dim, False)
+    q_out, k_out = _rope_qk(q, k, cos, sin, position_ids, sections, rotary_dim, interleaved, unsqueeze_dim, False)
     return q_out, None if k is None else k_out
 
 
