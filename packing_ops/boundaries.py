@@ -247,6 +247,8 @@ def mask_boundary_labels_shifted_(
         tensor([   6, -100,    8,    9, -100])
     """
     _ops.mask_boundary_labels_shifted_(labels, _cu_seqlens(labels, cu_seqlens, lengths), ignore_index)
+    if not torch.compiler.is_compiling():  # autograd must notice if a loss has saved them
+        torch.autograd.graph.increment_version(labels)
     return labels
 
 
