@@ -55,7 +55,7 @@ def varlen_attention(
         causal: query i sees no key after its own place.
         softmax_scale: without it ``head_dim ** -0.5``.
         window_size: (left, right) keys seen beside the own place, -1 for all; w keys with itself is ``(w - 1, 0)``.
-        softcap: bound of the scores, 0 for none.
+        softcap: bound of the scores, 0 or inf for none.
         sinks: ``[num_q_heads]``, one more score per head that takes part in the denominator only.
         plan: what attention_plan made for these lengths and heads; without it one is made, and kept with cu_seqlens,
             so that layers that get the same tensors share it.
@@ -334,6 +334,7 @@ def attention(
     if causal and window_size[1] > 0:
         raise ValueError(f"window_size: expected nothing to the right with causal=True, got {tuple(window_size)}")
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    options["window_size"] = [min(side, len(q) + len(k)) for side in window_size]  # to be reckoned with in 32 bits
     if backend == "sdpa":
         return _sdpa(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
     lengths = (max_seqlen_q or q.shape[0], max_seqlen_k or k.shape[0])
