@@ -35,8 +35,8 @@ STABLE_TORCH_LIBRARY(packing_ops, m) {
   m.def("pack_ffd(Tensor lengths, int capacity, int alignment, bool ties_last) -> (Tensor, Tensor, Tensor)");
 
   // rope
-  m.def("rope_qk(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? position_ids, int[] sections, int? rotary_dim, bool interleaved, int unsqueeze_dim, bool conjugate) -> (Tensor, Tensor)");
-  m.def("rope_qk_(Tensor(a!) q, Tensor(b!)? k, Tensor cos, Tensor sin, Tensor? position_ids, int[] sections, int? rotary_dim, bool interleaved, int unsqueeze_dim, bool conjugate) -> ()");
+  m.def("rope_qk(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? position_ids, int[]? sections, int? rotary_dim, bool interleaved, int unsqueeze_dim, bool conjugate) -> (Tensor, Tensor)");
+  m.def("rope_qk_(Tensor(a!) q, Tensor(b!)? k, Tensor cos, Tensor sin, Tensor? position_ids, int[]? sections, int? rotary_dim, bool interleaved, int unsqueeze_dim, bool conjugate) -> ()");
 
   // attention
   m.def("attention_plan(Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt total_q, SymInt total_k, SymInt num_heads, SymInt num_kv_heads, SymInt head_dim, bool causal, int window_left, int window_right) -> Tensor");

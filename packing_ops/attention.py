@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from packing_ops import _load, _recent
-from packing_ops._autograd import register_autograd
+from packing_ops._autograd import past_autograd, register_autograd, register_no_autograd
 
 _ops = torch.ops.packing_ops
 
@@ -55,7 +55,7 @@ def varlen_attention(
         causal: query i sees no key after its own place.
         softmax_scale: without it ``head_dim ** -0.5``.
         window_size: (left, right) keys seen beside the own place, -1 for all; w keys with itself is ``(w - 1, 0)``.
-        softcap: bound of the scores, 0 for none.
+        softcap: bound of the scores, 0 or inf for none.
         sinks: ``[num_q_heads]``, one more score per head that takes part in the denominator only.
         plan: what attention_plan made for these lengths and heads; without it one is made, and kept with cu_seqlens,
             so that layers that get the same tensors share it.
@@ -339,6 +339,7 @@ def attention(
     if causal and window_size[1] > 0:
         raise ValueError(f"window_size: expected nothing to the right with causal=True, got {tuple(window_size)}")
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    options["window_size"] = [min(side, len(q) + len(k)) for side in window_size]  # to be reckoned with in 32 bits
     if backend == "sdpa":
         return _sdpa(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
     lengths = (max_seqlen_q or q.shape[0], max_seqlen_k or k.shape[0])
@@ -474,17 +475,29 @@ def _(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, sinks, *options
 def _varlen_attention_context(ctx, inputs, output):
     q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *ctx.options, plan = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k, sinks, plan)
-    ctx.set_materialize_grads(False)
 
 
 def _varlen_attention_backward(ctx, dout, dlse):
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, sinks, plan = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    dq, dk, dv, dsinks = _ops.varlen_attention_backward(
-        dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, sinks, *ctx.options, plan
+    dq, dk, dv, dsinks = past_autograd(
+        _ops.varlen_attention_backward,
+        dout,
+        dlse,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        sinks,
+        *ctx.options,
+        plan,
     )
     return dq, dk, dv, None, None, None if sinks is None else dsinks, None, None, None, None, None, None
 
 
 register_autograd("varlen_attention", _varlen_attention_backward, setup_context=_varlen_attention_context)
+register_no_autograd("varlen_attention_backward", of="varlen_attention")

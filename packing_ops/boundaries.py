@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from packing_ops._args import exactly_one, index_tensor, integer
+from packing_ops._autograd import past_autograd, register_autograd
 
 _ops = torch.ops.packing_ops
 
@@ -247,6 +248,8 @@ def mask_boundary_labels_shifted_(
         tensor([   6, -100,    8,    9, -100])
     """
     _ops.mask_boundary_labels_shifted_(labels, _cu_seqlens(labels, cu_seqlens, lengths), ignore_index)
+    if not torch.compiler.is_compiling():  # autograd must notice if a loss has saved them
+        torch.autograd.graph.increment_version(labels)
     return labels
 
 
@@ -444,7 +447,22 @@ def _segment_sum_context(ctx, inputs, output):
 
 def _segment_sum_backward(ctx, grad):
     cu_seqlens, mask = ctx.saved_tensors
-    return _ops.segment_sum_backward(grad, cu_seqlens, mask, ctx.average, ctx.total, ctx.dtype), None, None, None
+    if grad is not None:
+        grad = past_autograd(_ops.segment_sum_backward, grad, cu_seqlens, mask, ctx.average, ctx.total, ctx.dtype)
+    return grad, None, None, None
 
 
-torch.library.register_autograd("packing_ops::segment_sum", _segment_sum_backward, setup_context=_segment_sum_context)
+def _segment_sum_backward_context(ctx, inputs, output):
+    _, cu_seqlens, mask, ctx.average, _, _ = inputs
+    ctx.save_for_backward(cu_seqlens, mask)
+
+
+def _segment_sum_backward_backward(ctx, grad):
+    cu_seqlens, mask = ctx.saved_tensors
+    return None if grad is None else _ops.segment_sum(grad, cu_seqlens, mask, ctx.average), *[None] * 5
+
+
+register_autograd("segment_sum", _segment_sum_backward, setup_context=_segment_sum_context, linear=1)
+register_autograd(
+    "segment_sum_backward", _segment_sum_backward_backward, setup_context=_segment_sum_backward_context, linear=1
+)

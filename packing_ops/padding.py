@@ -11,6 +11,7 @@ from itertools import accumulate, islice
 import torch
 
 from packing_ops._args import as_tensor, holds, index_tensor, integer
+from packing_ops._autograd import register_autograd
 
 # The overloads themselves: half a microsecond a call less than torch.ops.packing_ops.<name>.
 _unpad_layout = torch.ops.packing_ops.unpad_layout.default
@@ -457,12 +458,12 @@ def _scatter_context(ctx, inputs, output):
 
 def _gather_backward(ctx, grad):
     (indices,) = ctx.saved_tensors
-    return _scatter_rows(grad, indices, ctx.batch, ctx.seqlen), None, None
+    return None if grad is None else _scatter_rows(grad, indices, ctx.batch, ctx.seqlen), None, None
 
 
 def _scatter_backward(ctx, grad):
     (indices,) = ctx.saved_tensors
-    return _gather_rows(grad, indices, ctx.total), None, None, None
+    return None if grad is None else _gather_rows(grad, indices, ctx.total), None, None, None
 
 
 def _gather_many_backward(ctx, grads, *others):
@@ -478,15 +479,13 @@ def _scatter_many_backward(ctx, grads):
 
 def _needed(ctx, grads, op, *arguments):
     """op over the grads that someone asks for, None for the others (integer tensors, constants)."""
-    needed = ctx.needs_input_grad[0]
+    needed = [need and grad is not None for grad, need in zip(grads, ctx.needs_input_grad[0], strict=True)]
     moved = iter(op([grad for grad, need in zip(grads, needed, strict=True) if need], *arguments))
     return [next(moved) if need else None for need in needed]
 
 
-torch.library.register_autograd("packing_ops::unpad_rows", _gather_many_backward, setup_context=_unpad_context)
-torch.library.register_autograd("packing_ops::gather_rows", _gather_backward, setup_context=_gather_context)
-torch.library.register_autograd("packing_ops::gather_rows_many", _gather_many_backward, setup_context=_gather_context)
-torch.library.register_autograd("packing_ops::scatter_rows", _scatter_backward, setup_context=_scatter_context)
-torch.library.register_autograd(
-    "packing_ops::scatter_rows_many", _scatter_many_backward, setup_context=_scatter_context
-)
+register_autograd("unpad_rows", _gather_many_backward, setup_context=_unpad_context, linear=1)
+register_autograd("gather_rows", _gather_backward, setup_context=_gather_context, linear=1)
+register_autograd("gather_rows_many", _gather_many_backward, setup_context=_gather_context, linear=1)
+register_autograd("scatter_rows", _scatter_backward, setup_context=_scatter_context, linear=1)
+register_autograd("scatter_rows_many", _scatter_many_backward, setup_context=_scatter_context, linear=1)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from packing_ops._autograd import register_autograd
+from packing_ops._autograd import has_tangent, in_forward_mode, register_autograd
 
 _ops = torch.ops.packing_ops
 # The overload itself: looking it up again would cost a microsecond a call.
@@ -82,22 +82,25 @@ def apply_rotary_qk(
     Source:
         Su et al., RoFormer, arXiv:2104.09864; sections: Wang et al., Qwen2-VL, arXiv:2409.12191.
     """
-    chunks = () if sections is None else sections
     if inplace:
-        if torch.is_grad_enabled():
-            _refuse_gradients(q=q, k=k, cos=cos, sin=sin)
-        _rope_qk_(q, k, cos, sin, position_ids, chunks, rotary_dim, interleaved, unsqueeze_dim, False)
+        _refuse_derivatives(q=q, k=k, cos=cos, sin=sin)
+        _rope_qk_(q, k, cos, sin, position_ids, sections, rotary_dim, interleaved, unsqueeze_dim, False)
         if not torch.compiler.is_compiling():  # autograd must notice if it saved q or k elsewhere
             torch.autograd.graph.increment_version([q] if k is None else [q, k])
         return q, k
-    q_out, k_out = _rope_qk(q, k, cos, sin, position_ids, chunks, rotary_dim, interleaved, unsqueeze_dim, False)
+    q_out, k_out = _rope_qk(q, k, cos, sin, position_ids, sections, rotary_dim, interleaved, unsqueeze_dim, False)
     return q_out, None if k is None else k_out
 
 
-def _refuse_gradients(**tensors) -> None:
+def _refuse_derivatives(**tensors) -> None:
+    recorded, forward_mode = torch.is_grad_enabled(), in_forward_mode()
     for name, tensor in tensors.items():
-        if tensor is not None and tensor.requires_grad:
+        if tensor is None:
+            continue
+        if recorded and tensor.requires_grad:
             raise ValueError(f"{name}: expected no gradient with inplace=True, got requires_grad (use inplace=False)")
+        if forward_mode and has_tangent(tensor):
+            raise ValueError(f"{name}: expected no forward-mode tangent with inplace=True, got one (use inplace=False)")
 
 
 # --- registration: shapes for torch.compile, gradients ---
@@ -119,7 +122,6 @@ def _rope_qk_context(ctx, inputs, output):
         if table.requires_grad:
             raise ValueError(f"{name}: expected no gradient (only q and k get one), got requires_grad; detach it")
     ctx.save_for_backward(cos, sin, position_ids)
-    ctx.set_materialize_grads(False)
 
 
 def _rope_qk_backward(ctx, grad_q, grad_k):
@@ -140,4 +142,4 @@ def _rotatable(grad):
     return grad if grad.stride(-1) == 1 or grad.shape[-1] <= 1 else grad.contiguous()
 
 
-register_autograd("rope_qk", _rope_qk_backward, setup_context=_rope_qk_context)
+register_autograd("rope_qk", _rope_qk_backward, setup_context=_rope_qk_context, linear=2)

@@ -1,6 +1,8 @@
 """packing_ops.attention against packing_ops.reference.attention."""
 
+import copy
 import math
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -125,6 +127,38 @@ def test_rows_past_the_end_and_rows_that_see_nothing(device):
     assert (ours["dk"][1:] == 0).all()
     assert (ours["dv"][1:] == 0).all()
     torch.testing.assert_close(ours["dv"][0, 0], case.dout[2].sum(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("window", [2**31 - 1, 2**31, 2**40, 2**62, sys.maxsize])
+def test_windows_longer_than_any_document(device, window, dtype):
+    skip_float64_on_cuda(device, dtype)
+    for causal, wide in ((True, (window, 0)), (False, (window, window)), (False, (window, 3)), (False, (3, window))):
+        given = Case([3, 150], [4, 150], heads=(2, 1), dtype=dtype, device=device, causal=causal, window_size=wide)
+        open_ = copy.copy(given)
+        open_.options = {"causal": causal, "window_size": tuple(-1 if side == window else side for side in wide)}
+        found, wanted = given.ours(), open_.ours()
+        for name, value in wanted.items():
+            assert_same(found[name], value)
+        other = po.attention(given.q, given.k, given.v, *given.cu_seqlens, **given.options, backend="sdpa")
+        torch.testing.assert_close(other, wanted["out"])
+
+
+@pytest.mark.parametrize("softcap", [INF, 1e300, 3e38, 1e30])
+def test_softcap_beyond_the_scores_is_none(device, softcap):
+    case = Case([70, 3], dim=16, device=device)
+    wanted = case.ours()
+    case.options["softcap"] = softcap
+    for name, value in case.ours().items():
+        torch.testing.assert_close(value, wanted[name], msg=lambda m: f"{name}: {m}")  # noqa: B023
+
+
+def test_softcap_too_small_to_divide_by(device):
+    case = Case([3], dim=16, device=device, softcap=1e-40)
+    with pytest.raises(ValueError, match=r"softcap: expected 0 \(off\) or a bound .* at least 1.17549e-38, got 1e-40"):
+        case.ours()
+    case.options["softcap"] = 1e-30  # all scores alike
+    torch.testing.assert_close(case.ours()["out"][-1], case.v.mean(0).expand(2, -1))
 
 
 def test_sink_alone(device):

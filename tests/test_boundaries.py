@@ -151,6 +151,29 @@ def test_count_of_padded_rows(device):
     assert po.count_target_tokens(labels) == 2
 
 
+def test_labels_changed_in_place_are_noticed(device):
+    cu_seqlens, logits = cu_seqlens_of([3, 5], device), torch.randn(8, 5, device=device, requires_grad=True)
+    labels = torch.arange(8, device=device) % 5
+    loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+    po.mask_boundary_labels_shifted_(labels, cu_seqlens)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with torch.inference_mode():  # tensors without a version
+        labels = torch.arange(8, device=device)
+        assert po.mask_boundary_labels_shifted_(labels, cu_seqlens).tolist() == [0, 1, -100, 3, 4, 5, 6, -100]
+
+
+@pytest.mark.parametrize("ignore_index", [2**31, -(2**31) - 1, 2**40])
+def test_ignore_index_that_labels_do_not_hold(device, ignore_index):
+    cu_seqlens, labels = cu_seqlens_of([3, 5], device), torch.arange(8, dtype=torch.int32, device=device)
+    functions = po.mask_boundary_labels, po.mask_boundary_labels_shifted_, po.shift_labels, po.count_target_tokens
+    for function in functions:
+        with pytest.raises(ValueError, match=f"ignore_index: expected a number that int32 holds.* got {ignore_index}"):
+            function(labels, cu_seqlens, ignore_index=ignore_index)
+    assert po.mask_boundary_labels(labels.long(), cu_seqlens, ignore_index=ignore_index)[0] == ignore_index
+    assert po.shift_labels(labels, cu_seqlens, ignore_index=2**31 - 1)[-1] == 2**31 - 1
+
+
 def test_labels_non_contiguous_and_other_ignore_index(device):
     labels = non_contiguous(torch.arange(6, device=device))
     cu_seqlens = cu_seqlens_of([2, 4], device)

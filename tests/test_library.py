@@ -127,18 +127,24 @@ def test_torch_without_the_parts_of_own_autograd_gets_its_own(monkeypatch):
 
     registered = []
     monkeypatch.setattr(torch.library, "register_autograd", lambda *args, **kwargs: registered.append((args, kwargs)))
-    monkeypatch.setattr(_autograd, "_PARTS", ("a name that torch has not",))
-    _autograd.register_autograd("rope_qk", "backward", setup_context="context")
+    monkeypatch.setattr(_autograd, "_OWN", False)
+    _autograd.register_autograd("rope_qk", "backward", setup_context="context", linear=2)
     assert registered == [(("packing_ops::rope_qk", "backward"), {"setup_context": "context"})]
 
 
-def test_own_autograd_is_for_ops_without_defaults_and_lists():
+def test_parts_of_torch_that_own_autograd_needs():
+    from packing_ops import _autograd
+
+    assert all(map(_autograd._found, _autograd._PARTS))
+    assert not _autograd._found("torch._C.a_name_that_torch_has_not")
+
+
+def test_own_autograd_is_for_ops_without_defaults():
     """packing_ops._autograd hands arguments on as they come; the dispatcher leaves out those that equal a default."""
     sources = [path.read_text() for path in _load.LIBRARY.parent.glob("*.py")]
-    names = [n for text in sources for n in re.findall(r'^register_autograd\("(\w+)"', text, re.MULTILINE)]
-    assert {"varlen_attention", "rope_qk"} <= set(names)
+    names = [n for text in sources for n in re.findall(r'^register_autograd\(\s*"(\w+)"', text, re.MULTILINE)]
+    assert {"varlen_attention", "rope_qk", "segment_sum_backward", "unpad_rows"} <= set(names)
     for name in names:
-        schema = getattr(torch.ops.packing_ops, name).default._schema
-        assert not [
-            a for a in schema.arguments if a.has_default_value() or a.kwarg_only or "List[Tensor" in str(a.type)
-        ]
+        first, *others = getattr(torch.ops.packing_ops, name).default._schema.arguments
+        assert not [a for a in (first, *others) if a.has_default_value() or a.kwarg_only]
+        assert not [a for a in others if "List[Tensor" in str(a.type)]

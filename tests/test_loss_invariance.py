@@ -392,6 +392,18 @@ def test_nothing_to_learn_is_a_loss_of_0(device, reduction):
         assert not torch.autograd.grad(loss, values)[0].any()
 
 
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("scale", [1e-40, 1e-30, 1e30, 1e38])
+def test_weights_as_small_and_as_large_as_they_come(device, reduction, scale):
+    values = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=device, requires_grad=True)
+    weights = torch.full((2, 2), scale, device=device)
+    items = 4 * weights[0, 0].double() if reduction == "token_mean" else 2
+    for count in (items, float(items)):
+        loss = masked_loss(values, weights, num_items_in_batch=count, reduction=reduction)
+        assert loss.item() == 2.5
+        assert (torch.autograd.grad(loss, values)[0] == 0.25).all()
+
+
 def test_masks_that_are_already_divided(device):
     """What PackedCollator makes: weights that sum to 1 over the batch."""
     values, counted = torch.rand(2, 8, device=device), torch.rand(2, 8, device=device) < 0.5

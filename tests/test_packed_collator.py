@@ -133,6 +133,13 @@ def test_weights_become_shares_of_the_batch():
     assert batch["loss_mask"].tolist() == [[0.0, 0.125, 0.375], [0.0, 0.5, 0.0]]
 
 
+def test_weights_as_small_as_they_come():
+    """1 over their sum is more than float32 holds."""
+    batch = PackedCollator(8)([example(4, 2, loss_mask=[1e-40, 1e-40]), example(3, 2, loss_mask=[0, 1e-40])])
+    assert batch["loss_mask"].sum() == 1
+    assert batch["loss_mask"].max() == torch.tensor(1 / 3)
+
+
 # --- every token once, with its label and its mask ---
 
 

@@ -56,6 +56,11 @@ void check_same_dtype(const Tensor& t, const char* name, const Tensor& other, co
   fail(name, ": expected ", dtype_name(dtype_of(other)), " like ", other_name, ", got ", describe(t));
 }
 
+void check_fits(int64_t value, const char* name, const Tensor& t, const char* t_name) {
+  if (dtype_of(t) == DType::kInt64 || (value >= INT32_MIN && value <= INT32_MAX)) return;
+  fail(name, ": expected a number that ", dtype_name(dtype_of(t)), " holds, as ", t_name, " are, got ", value);
+}
+
 void check_last_dim_contiguous(const Tensor& t, const char* name) {
   const int64_t last = t.dim() - 1;
   if (t.size(last) <= 1 || t.stride(last) == 1 || t.numel() == 0) return;

@@ -18,6 +18,8 @@ void check_rank(const Tensor& t, const char* name, int64_t rank);
 void check_shape(const Tensor& t, const char* name, const std::vector<int64_t>& shape, const char* wanted);
 void check_same_device(const Tensor& t, const char* name, const Tensor& other, const char* other_name);
 void check_same_dtype(const Tensor& t, const char* name, const Tensor& other, const char* other_name);
+// An integer that is written into `t` (int32 or int64).
+void check_fits(int64_t value, const char* name, const Tensor& t, const char* t_name);
 void check_last_dim_contiguous(const Tensor& t, const char* name);
 
 // int32 [num_documents + 1] on the device of `other`. On the CPU the values are checked too: they start at 0, never

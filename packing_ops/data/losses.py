@@ -116,9 +116,10 @@ def masked_loss(
         raise ValueError(f"num_items_in_batch: expected at least 0, got {num_items_in_batch}")
     if cu_seqlens is None:
         cu_seqlens = _one_document_per_row(losses)
-    losses = _at_least_float32(losses)
-    weights = loss_mask.to(losses.dtype)
-    sums = segment_sum(losses * weights, cu_seqlens, loss_mask != 0)
+    dtype = torch.float64 if losses.dtype == torch.float64 else torch.float32
+    # In float64, so that 1 / (the sum of weights) is a number for all that float32 holds.
+    weights = loss_mask.double()
+    sums = segment_sum(losses.double() * weights, cu_seqlens, loss_mask != 0)
     if reduction == "sequence_mean":
         totals = segment_sum(weights, cu_seqlens)
         sums = sums / totals.masked_fill(totals == 0, 1)
@@ -126,7 +127,8 @@ def masked_loss(
         count = num_items_in_batch.to(sums, non_blocking=True)
     else:
         count = sums.new_full((), num_items_in_batch)
-    return sums.sum() * torch.where(count > 0, dp_size / count, count * 0)  # NaN stays NaN
+    share = sums.sum() * torch.where(count > 0, dp_size / count, count * 0)  # NaN stays NaN
+    return share.to(dtype)
 
 
 def _at_least_float32(values: torch.Tensor) -> torch.Tensor:

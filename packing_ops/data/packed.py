@@ -111,7 +111,7 @@ class PackedCollator:
         return {
             "sequences": sequences.cpu().view(size),
             "attention_mask": is_token.long().view(size),
-            "loss_mask": weight.view(size)[:, 1:] * (1 / (targets or 1.0)),
+            "loss_mask": weight.view(size)[:, 1:] / (targets or 1.0),
             "sub_seq_lengths": sub_seq_lengths,
             "response_length": width - 1,
             "order": order,

@@ -1,7 +1,9 @@
 // Attention: check -> allocate -> fill the params -> launch.
 #include "ops/attention/attention_bind.h"
 
+#include <algorithm>
 #include <cmath>
+#include <limits>
 #include <tuple>
 
 #include "host/launch.h"
@@ -12,6 +14,7 @@ namespace packing_ops {
 
 namespace {
 
+constexpr int64_t kLongestDocument = std::numeric_limits<int32_t>::max();  // cu_seqlens are int32
 constexpr auto kFloats = {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64};
 
 // lse, delta and sinks.
@@ -47,6 +50,16 @@ void check_kv(const Tensor& t, const char* name, const Tensor& q) {
   if (input_rows(t).head_dim != head_dim) fail(name, ": expected head_dim ", head_dim, " like q, got ", describe(t));
 }
 
+// In the type of the scores. A cap beyond its numbers is none.
+double softcap_of(double softcap, DType dtype) {
+  const bool wide = dtype == DType::kFloat64;
+  const double least = wide ? std::numeric_limits<double>::min() : std::numeric_limits<float>::min();
+  const double most = wide ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
+  check(softcap == 0 || softcap >= least, "softcap: expected 0 (off) or a bound of the scores of at least ", least,
+        ", got ", softcap);
+  return softcap > most ? 0 : softcap;
+}
+
 struct Options {
   bool causal;
   std::optional<double> softmax_scale;  // 1 / sqrt(head_dim) without it
@@ -77,7 +90,6 @@ Params attention_params(const Tensor& q, const Tensor& k, const Tensor& v, const
         options.window_right, ")");
   check(!options.causal || options.window_right <= 0, "window_size: expected nothing to the right with causal=True, ",
         "got (", options.window_left, ", ", options.window_right, ")");
-  check(options.softcap >= 0, "softcap: expected 0 (off) or a positive bound of the scores, got ", options.softcap);
 
   Params p;
   p.documents_q = documents_view(cu_seqlens_q, shape_q.total);
@@ -87,9 +99,10 @@ Params attention_params(const Tensor& q, const Tensor& k, const Tensor& v, const
   p.num_kv_heads = shape_k.num_heads;
   p.head_dim = shape_q.head_dim;
   p.softmax_scale = options.softmax_scale.value_or(1 / std::sqrt(static_cast<double>(p.head_dim)));
-  p.softcap = options.softcap;
-  p.window_left = options.window_left;
-  p.window_right = options.causal ? 0 : options.window_right;
+  p.softcap = softcap_of(options.softcap, p.dtype);
+  // A longer window than any document is one of the longest, and the kernels can reckon with it.
+  p.window_left = std::min<int64_t>(options.window_left, kLongestDocument);
+  p.window_right = options.causal ? 0 : std::min<int64_t>(options.window_right, kLongestDocument);
   p.device = q.get_device_index();
   if (sinks) {
     check_same_device(*sinks, "sinks", q, "q");

@@ -35,6 +35,7 @@ LabelsParams labels_params(const Tensor& labels, const Tensor& cu_seqlens, int64
   check_dtype(labels, "labels", {DType::kInt64, DType::kInt32});
   check_total(labels.numel(), "labels");
   check_cu_seqlens(cu_seqlens, "cu_seqlens", labels.numel(), labels, "labels");
+  check_fits(ignore_index, "ignore_index", labels, "labels");
   LabelsParams p;
   p.documents = documents_view(cu_seqlens, labels.numel());
   p.labels = index_view(labels);

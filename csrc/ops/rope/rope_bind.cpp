@@ -3,6 +3,7 @@
 #include <tuple>
 
 #include "host/launch.h"
+#include "host/memory_overlap.h"
 #include "host/tensor_check.h"
 #include "ops/rope/rope.h"
 
@@ -91,10 +92,12 @@ void set_rotary_dim(RopeParams& p, const Tensor& cos, const std::optional<int64_
   p.full_table = width == p.rotary_dim;
 }
 
-void set_sections(RopeParams& p, const std::vector<int64_t>& sections) {
+// Without sections (or none of them): one chunk.
+bool set_sections(RopeParams& p, const std::optional<std::vector<int64_t>>& lengths) {
   const int64_t pairs = p.rotary_dim / 2;
   p.section_ends[0] = pairs;
-  if (sections.empty()) return;
+  if (!lengths || lengths->empty()) return false;
+  const std::vector<int64_t>& sections = *lengths;
   p.num_sections = static_cast<int64_t>(sections.size());
   check(p.num_sections <= kMaxRopeSections, "sections: expected at most ", kMaxRopeSections, " lengths, got ",
         p.num_sections);
@@ -105,6 +108,7 @@ void set_sections(RopeParams& p, const std::vector<int64_t>& sections) {
     p.section_ends[i] = end;
   }
   check(end == pairs, "sections: expected lengths that sum to rotary_dim / 2 = ", pairs, ", got ", end);
+  return true;
 }
 
 RopeTable gathered_view(const Tensor& table, const PerToken& view) {
@@ -140,7 +144,7 @@ Tensor dense_entries(const Tensor& table) {
 
 // Everything but the memory of q and k.
 RopeCall rope_call(const Tensor& q, const std::optional<Tensor>& k, const Tensor& cos, const Tensor& sin,
-                   const std::optional<Tensor>& position_ids, const std::vector<int64_t>& sections,
+                   const std::optional<Tensor>& position_ids, const std::optional<std::vector<int64_t>>& sections,
                    const std::optional<int64_t>& rotary_dim, int64_t unsqueeze_dim) {
   check_dtype(q, "q", kFloats);
   const HeadsLayout layout = heads_layout(q, unsqueeze_dim);
@@ -164,11 +168,11 @@ RopeCall rope_call(const Tensor& q, const std::optional<Tensor>& k, const Tensor
   p.head_dim = q.size(q.dim() - 1);
   check(p.batch <= INT32_MAX && p.seqlen <= INT32_MAX, "q: expected at most ", INT32_MAX, " batches and tokens");
   set_rotary_dim(p, cos, rotary_dim);
-  set_sections(p, sections);
+  const bool has_sections = set_sections(p, sections);
   if (position_ids) {
-    set_cache(p, call.cos, call.sin, *position_ids, !sections.empty());
+    set_cache(p, call.cos, call.sin, *position_ids, has_sections);
   } else {
-    set_gathered(p, call.cos, call.sin, !sections.empty());
+    set_gathered(p, call.cos, call.sin, has_sections);
   }
   return call;
 }
@@ -189,19 +193,11 @@ RopeHeads heads_view(const Tensor& in, const Tensor& out, const HeadsLayout& lay
   return x;
 }
 
-void check_in_place(const Tensor& t, const char* name) {
-  for (int64_t i = 0; i < t.dim(); ++i) {
-    if (t.size(i) <= 1 || t.stride(i) != 0) continue;
-    fail(name, ": expected memory of its own for every element (it is changed in place), got stride 0 in dimension ", i,
-         " of ", describe(t));
-  }
-}
-
 }  // namespace
 
 // Without k the second result is empty.
 std::tuple<Tensor, Tensor> rope_qk(const Tensor& q, std::optional<Tensor> k, const Tensor& cos, const Tensor& sin,
-                                   std::optional<Tensor> position_ids, std::vector<int64_t> sections,
+                                   std::optional<Tensor> position_ids, std::optional<std::vector<int64_t>> sections,
                                    std::optional<int64_t> rotary_dim, bool interleaved, int64_t unsqueeze_dim,
                                    bool conjugate) {
   RopeCall call = rope_call(q, k, cos, sin, position_ids, sections, rotary_dim, unsqueeze_dim);
@@ -218,18 +214,17 @@ std::tuple<Tensor, Tensor> rope_qk(const Tensor& q, std::optional<Tensor> k, con
 }
 
 void rope_qk_(Tensor q, std::optional<Tensor> k, const Tensor& cos, const Tensor& sin,
-              std::optional<Tensor> position_ids, std::vector<int64_t> sections, std::optional<int64_t> rotary_dim,
-              bool interleaved, int64_t unsqueeze_dim, bool conjugate) {
+              std::optional<Tensor> position_ids, std::optional<std::vector<int64_t>> sections,
+              std::optional<int64_t> rotary_dim, bool interleaved, int64_t unsqueeze_dim, bool conjugate) {
   RopeCall call = rope_call(q, k, cos, sin, position_ids, sections, rotary_dim, unsqueeze_dim);
   RopeParams& p = call.params;
   p.interleaved = interleaved;
   p.conjugate = conjugate;
-  check_in_place(q, "q");
-  if (k) check_in_place(*k, "k");
+  check_no_overlap(q, "q");
+  if (k) check_no_overlap(*k, "k");
+  if (k) check_no_overlap(*k, "k", q, "q");
   p.q = heads_view(q, q, call.layout);
   if (k) p.k = heads_view(*k, *k, call.layout);
-  check(!k || q.numel() == 0 || k->numel() == 0 || p.q.in != p.k.in,
-        "k: expected memory of its own (it is changed in place), got that of q");
   launch(q, p, launch_rope_qk_cpu, PACKING_OPS_CUDA(launch_rope_qk_cuda));
 }
 
