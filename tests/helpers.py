@@ -1,6 +1,7 @@
 """What tests of several families need: lengths, packed rows, comparisons."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -79,6 +80,13 @@ def cpu_seconds(call, runs=3):
         call()
         times.append(time.thread_time() - start)
     return min(times)
+
+
+def copy_of_package(folder):
+    """packing_ops and its library in another folder."""
+    package = folder / "packing_ops"
+    shutil.copytree(ROOT / "packing_ops", package, ignore=shutil.ignore_patterns("__pycache__"))
+    return package
 
 
 def pytest_of_its_own(tests, selected, before=(), **environment):

@@ -1,7 +1,6 @@
 """The binary itself: what it links against, how it fails, what it tells."""
 
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_same, cu_seqlens_of
+from helpers import assert_same, copy_of_package, cu_seqlens_of
 
 import packing_ops as po
 from packing_ops import _load
@@ -40,12 +39,6 @@ def test_build_info():
     assert info["torch"] == torch.__version__
     assert re.fullmatch(r"\d+\.\d+\.\d+", info["built_with_torch"])
     assert Path(info["library"]) == _load.LIBRARY
-
-
-def copy_of_package(folder):
-    package = folder / "packing_ops"
-    shutil.copytree(_load.LIBRARY.parent, package, ignore=shutil.ignore_patterns("__pycache__"))
-    return package
 
 
 def import_error(folder):

@@ -7,11 +7,13 @@
 
 #include <cstdint>
 #include <optional>
+#include <stdexcept>
 #include <vector>
 
 #include "core/dtype.h"
 #include "core/segment.h"
 #include "core/view.h"
+#include "host/allocate.h"
 
 namespace packing_ops {
 
@@ -79,16 +81,11 @@ inline DType dtype_of(torch::headeronly::ScalarType dtype) {
 
 namespace detail {
 
-// Uninitialised, straight from torch's allocator (no trip through the dispatcher).
 inline Tensor empty_on(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int32_t dtype,
                        const Tensor& device_of) {
   int32_t device_type = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(device_of.get(), &device_type));
-  AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
-                                                         strides.data(), dtype, device_type,
-                                                         device_of.get_device_index(), &handle));
-  return Tensor(handle);
+  return allocate(sizes, strides, dtype, device_type, device_of.get_device_index());
 }
 
 inline std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& sizes) {
@@ -121,11 +118,7 @@ inline Tensor empty_as(const std::vector<int64_t>& sizes, const Tensor& like) {
 // Pinned memory of the host, which kernels on the device of `device_of` can write; ordinary memory for a CPU tensor.
 inline Tensor empty_on_host(int64_t size, DType dtype, const Tensor& device_of) {
   if (device_of.is_cpu()) return empty({size}, dtype, device_of);
-  const int64_t stride = 1;
-  AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided_pinned(1, &size, &stride, torch_dtype(dtype), aoti_torch_device_type_cpu(), 0, &handle));
-  return Tensor(handle);
+  return allocate({size}, {1}, torch_dtype(dtype), aoti_torch_device_type_cpu(), 0, true);
 }
 
 // torch.empty_like: the strides of `t` where its memory is dense. Asking the dispatcher would cost a tiny op 0.5 us.
@@ -140,8 +133,12 @@ inline Tensor empty_with_strides_of(const Tensor& t) {
     if (next == sizes.size()) break;
     inside *= sizes[next];
   }
-  if (inside != t.numel()) return torch::stable::empty_like(t);
-  return empty_as({sizes.begin(), sizes.end()}, {strides.begin(), strides.end()}, t);
+  if (inside == t.numel()) return empty_as({sizes.begin(), sizes.end()}, {strides.begin(), strides.end()}, t);
+  try {
+    return torch::stable::empty_like(t);
+  } catch (const std::runtime_error&) {
+    return empty_as({sizes.begin(), sizes.end()}, t);  // no memory: raised as torch raises it
+  }
 }
 
 // Scratch for a kernel: from torch, so that the caching allocator and CUDA graphs know about it.
@@ -155,8 +152,14 @@ inline std::vector<int64_t> sizes_of(const Tensor& t) {
   return sizes;
 }
 
+// Contiguous, even where strides of `t` overlap.
+inline Tensor copy_of(const Tensor& t) {
+  Tensor copy = empty_as(sizes_of(t), t);
+  return torch::stable::copy_(copy, t);
+}
+
 inline Tensor dense(const Tensor& t) {
-  return t.is_contiguous() ? t : torch::stable::contiguous(t);
+  return t.is_contiguous() ? t : copy_of(t);
 }
 
 inline std::optional<Tensor> dense(const std::optional<Tensor>& t) {

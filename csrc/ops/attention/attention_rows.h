@@ -48,9 +48,7 @@ inline Tensor aligned_rows(const Tensor& t) {
   if (!t.is_cuda() || dtype_of(t) == DType::kFloat32) return t;
   bool odd = reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 != 0;
   for (int64_t i = 0; i + 1 < t.dim(); ++i) odd = odd || (t.size(i) > 1 && t.stride(i) % 8 != 0);
-  if (!odd) return t;
-  // Contiguous either way: a clone alone would keep the order of overlapping strides.
-  return t.is_contiguous() ? torch::stable::clone(t) : torch::stable::contiguous(t);
+  return odd ? copy_of(t) : t;
 }
 
 // out, dout: autograd gives gradients in any layout; only a strided last dimension costs a copy.

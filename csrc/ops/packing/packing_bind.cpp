@@ -47,7 +47,11 @@ int64_t at_least_one(const char* argument, int64_t value) {
 
 // The bins of a Packing are planned on the CPU, which is faster than a GPU at it; one copy for lengths on CUDA.
 Tensor on_host(const Tensor& t) {
-  return t.is_cpu() ? t : torch::stable::to(t, torch::stable::Device(torch::stable::DeviceType::CPU));
+  if (t.is_cpu()) return t;
+  const std::vector<int64_t> sizes = sizes_of(t);
+  Tensor copy =
+      allocate(sizes, detail::contiguous_strides(sizes), torch_dtype(dtype_of(t)), aoti_torch_device_type_cpu(), 0);
+  return torch::stable::copy_(copy, t);
 }
 
 int64_t* outputs(const Tensor& t) {
