@@ -82,7 +82,7 @@ def peer_calls(make, batch: peers.Batch, forward: dict, backward: dict, shape: s
             check_same(backward["packing_ops"](), calls.backward())
             forward.update(calls.more | ({name: calls.forward} if calls.forward else {}))
             backward[name] = calls.backward
-    except (RuntimeError, ValueError, NotImplementedError) as error:
+    except Exception as error:  # one peer that cannot run a case says nothing about the others
         left_out.append(f"{make.__name__} in {shape}: {type(error).__name__}: {str(error)[:300]}")
         print(left_out[-1], flush=True)
 
