@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from packing_ops import _load, _recent
 from packing_ops._autograd import past_autograd, register_autograd, register_no_autograd
+from packing_ops._flops import register_formulas
 
 _ops = torch.ops.packing_ops
 
@@ -501,3 +502,4 @@ def _varlen_attention_backward(ctx, dout, dlse):
 
 register_autograd("varlen_attention", _varlen_attention_backward, setup_context=_varlen_attention_context)
 register_no_autograd("varlen_attention_backward", of="varlen_attention")
+register_formulas()

@@ -1,0 +1,93 @@
+"""What torch.utils.flop_counter.FlopCounterMode counts for varlen_attention, forward and backward.
+
+The products alone, as torch counts its own attention: two of 2 * head_dim operations for each query head and each pair
+of a query and a key that it sees, five of them in backward (the scores once more). Documents, causality and the window
+are counted as they are, from the values of cu_seqlens, which synchronises on CUDA. Fake tensors have no values: one
+document of all rows, which has as many pairs as there can be.
+"""
+
+import importlib.abc
+import importlib.machinery
+import itertools
+import sys
+
+import torch
+
+_COUNTER = "torch.utils.flop_counter"
+
+
+def visible_pairs(num_q: int, num_k: int, left: int, right: int) -> int:
+    """Of one document: its queries and the keys that they see. Sides as in varlen_attention."""
+    left, right = (num_q + num_k if side < 0 else side for side in (left, right))
+    first = num_k - num_q  # where the first query stands
+    return _below(num_q, num_k, first + right + 1) - _below(num_q, num_k, first - left)
+
+
+def _below(num_q, num_k, end):
+    """Pairs of query i and the keys before end + i: the sum of clamp(end + i, 0, num_k), without a branch on a size."""
+    return _up_to(end + num_q - 1, num_k) - _up_to(end - 1, num_k)
+
+
+def _up_to(last, most):
+    """1 + 2 + ... + last, no term over most."""
+    last, over = torch.sym_max(last, 0), torch.sym_max(last - most, 0)
+    return (last * (last + 1) - over * (over + 1)) // 2
+
+
+def _lengths(cu_seqlens, total):
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    if isinstance(cu_seqlens, (FakeTensor, FunctionalTensor)) or cu_seqlens.is_meta:
+        return [total]
+    return [end - start for start, end in itertools.pairwise(cu_seqlens.tolist())]
+
+
+def _product(q, k, lse, cu_seqlens_q, cu_seqlens_k, causal, left, right):
+    """Operations of one of the products."""
+    num_heads, total_q = lse.shape
+    lengths = _lengths(cu_seqlens_q, total_q), _lengths(cu_seqlens_k, k.shape[-2 if k.dim() == 4 else 0])
+    pairs = sum(visible_pairs(*sizes, left, 0 if causal else right) for sizes in zip(*lengths, strict=True))
+    return 2 * q.shape[-1] * num_heads * pairs
+
+
+def _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, *rest, out_val):
+    return 2 * _product(q, k, out_val[1], cu_seqlens_q, cu_seqlens_k, causal, left, right)
+
+
+def _backward(
+    dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, *rest, out_val
+):  # fmt: skip
+    return 5 * _product(q, k, lse, cu_seqlens_q, cu_seqlens_k, causal, left, right)
+
+
+def _register() -> None:
+    register_flop_formula = sys.modules[_COUNTER].register_flop_formula
+    register_flop_formula(torch.ops.packing_ops.varlen_attention, get_raw=True)(_forward)
+    register_flop_formula(torch.ops.packing_ops.varlen_attention_backward, get_raw=True)(_backward)
+
+
+class _AfterItsImport(importlib.abc.MetaPathFinder):
+    """The counter imports triton, where there is one, which takes longer than all of packing_ops: not for its sake."""
+
+    def find_spec(self, name, path, target=None):
+        if name != _COUNTER:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        run = spec.loader.exec_module
+
+        def run_and_register(module):
+            sys.meta_path.remove(self)
+            run(module)
+            _register()
+
+        spec.loader.exec_module = run_and_register
+        return spec
+
+
+def register_formulas() -> None:
+    """Now, or when somebody imports the counter."""
+    if _COUNTER in sys.modules:
+        _register()
+    else:
+        sys.meta_path.insert(0, _AfterItsImport())

@@ -1,0 +1,104 @@
+"""FlopCounterMode over varlen_attention, against a plain count of the pairs that see each other."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from attention_case import OPEN, Case
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
+
+import packing_ops as po
+from packing_ops._flops import visible_pairs
+from packing_ops.reference.attention import visible
+
+LENGTHS = [3, 0, 100, 1, 64]
+CROSS = [0, 5, 40, 7, 300]
+WINDOWS = [OPEN, (0, 0), (5, 0), (70, -1), (-1, 0), (3, 9), (-1, 20), (sys.maxsize, sys.maxsize)]
+
+
+def counted(call):
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+
+
+def pairs_of(lengths_q, lengths_k, causal, window):
+    sizes = zip(lengths_q, lengths_k, strict=True)
+    return sum(int(visible(n, m, causal, window).sum()) for n, m in sizes)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_pairs_of_one_document(causal, window):
+    left, right = (window[0], 0) if causal else window
+    for num_q in (0, 1, 2, 7, 30):
+        for num_k in (0, 1, 2, 7, 30, 100):
+            wanted = pairs_of([num_q], [num_k], causal, [min(side, 2**40) for side in (left, right)])
+            assert visible_pairs(num_q, num_k, left, right) == wanted
+
+
+@pytest.mark.parametrize("cross", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": False}, {"window_size": (5, 0)}, {"causal": False, "window_size": (3, 9), "sinks": True}],
+    ids=str,
+)
+def test_forward_and_backward(device, options, cross):
+    case = Case(LENGTHS, CROSS if cross else LENGTHS, heads=(6, 2), dim=16, device=device, tail=9, **options)
+    pairs = pairs_of(
+        LENGTHS, CROSS if cross else LENGTHS, options.get("causal", True), options.get("window_size", OPEN)
+    )
+    forward = 4 * 16 * 6 * pairs
+    assert counted(case.ours) == {
+        "packing_ops.varlen_attention": forward,
+        "packing_ops.varlen_attention_backward": 5 * forward // 2,
+    }
+
+
+def test_heads_first_and_dense(device):
+    q = torch.randn(1, 4, 10, 8, device=device)
+    cu_seqlens = torch.tensor([0, 4, 10], dtype=torch.int32, device=device)
+    found = counted(lambda: po.varlen_attention(q, q[:, :2], q[:, :2], cu_seqlens))
+    assert found == {"packing_ops.varlen_attention": 4 * 8 * 4 * (10 + 21)}
+    dense = torch.randn(3, 10, 4, 8, device=device)
+    found = counted(lambda: po.flash_attn_func(dense, dense, dense))
+    assert found == {"packing_ops.varlen_attention": 4 * 8 * 4 * 3 * 100}
+
+
+def test_fake_tensors_count_as_one_document():
+    with FakeTensorMode():
+        q = torch.randn(164, 4, 8, requires_grad=True)
+        cu_seqlens = torch.zeros(6, dtype=torch.int32)
+        for options, pairs in (({}, 164 * 165 // 2), ({"causal": False}, 164**2), ({"window_size": (0, 0)}, 164)):
+            forward = 4 * 8 * 4 * pairs
+            found = counted(lambda: po.varlen_attention(q, q, q, cu_seqlens, **options).sum().backward())  # noqa: B023
+            assert found["packing_ops.varlen_attention"] == forward
+            assert found["packing_ops.varlen_attention_backward"] == 5 * forward // 2
+
+
+def test_sizes_that_are_not_known_yet():
+    """The formulas put no guard on a size."""
+    count = lambda q: q * visible_pairs(q.shape[0], q.shape[0], 30, 0)  # noqa: E731
+    graph = make_fx(count, tracing_mode="symbolic")(torch.ones(164))
+    assert graph.shape_env.guards == []
+    assert graph(torch.ones(10))[0] == 55
+    assert graph(torch.ones(100))[0] == visible_pairs(100, 100, 30, 0)
+
+
+@pytest.mark.parametrize("first", ["import packing_ops", "import torch.utils.flop_counter"])
+def test_import_order(first):
+    """packing_ops does not import the counter, which registers the formulas whenever it comes."""
+    lines = [
+        "import sys",
+        first,
+        "assert ('torch.utils.flop_counter' in sys.modules) == ('packing_ops' not in sys.modules)",
+        "import packing_ops, torch",
+        "from torch.utils.flop_counter import FlopCounterMode, flop_registry",
+        "assert torch.ops.packing_ops.varlen_attention in flop_registry",
+        "assert torch.ops.packing_ops.varlen_attention_backward in flop_registry",
+        "assert not [finder for finder in sys.meta_path if 'packing_ops' in type(finder).__module__]",
+    ]
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
