@@ -1,14 +1,8 @@
 """packing_ops: padding, packing, boundaries, RoPE and varlen attention for packed training."""
 
 from packing_ops._load import build_info  # first: it registers torch.ops.packing_ops
-from packing_ops.attention import (
-    attention,
-    attention_plan,
-    flash_attn_func,
-    flash_attn_varlen_func,
-    select_attention_backend,
-    varlen_attention,
-)
+from packing_ops.attention import attention_plan, flash_attn_func, flash_attn_varlen_func, varlen_attention
+from packing_ops.attention_backends import attention, select_attention_backend
 from packing_ops.boundaries import (
     block_causal_mask,
     compute_prompt_boundaries,

@@ -22,10 +22,16 @@ def _keeps(tensor: torch.Tensor) -> bool:
     return not (
         torch.compiler.is_compiling()
         or type(tensor) is not torch.Tensor
-        or torch._C._len_torch_dispatch_stack()
+        or (torch._C._len_torch_dispatch_stack() and _traced())
         or torch._C._functorch.peek_interpreter_stack() is not None
         or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
     )
+
+
+def _traced() -> bool:
+    """Under a mode whose results are not real tensors; modes that only watch are none of these."""
+    keys = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL))
 
 
 def _stream(tensor: torch.Tensor) -> int:

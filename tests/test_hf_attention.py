@@ -377,7 +377,7 @@ def test_contradictions(device):
     model = tiny_model("llama", attn_implementation="packing_ops", device=device)
     good, kwargs = packed(docs), explicit(docs)
     short = {name: value - 1 if name.startswith("cu") else value for name, value in kwargs.items()}
-    with pytest.raises(ValueError, match="cu_seq_lens_q: expected to end at the batch's 24 tokens"):
+    with pytest.raises(ValueError, match="cu_seq_lens_q: expected to end at the batch's"):
         model(**good, **short)
     mask = torch.ones_like(good["input_ids"])
     model(**good, **kwargs, attention_mask=mask)
@@ -414,8 +414,8 @@ def test_contradictions(device):
         (1, [*range(5), *range(7)], [4, 8], "restart only where cu_seq_lens_q starts a document"),
         (1, [*range(5), *range(7)], [12], "restart only where cu_seq_lens_q starts a document"),
         (2, [*range(6), *range(6)], [12], "restart only where cu_seq_lens_q starts a document"),
-        (2, [*range(6), *range(6)], [3, 3, 2, 4], "restart where cu_seq_lens_q starts a document, got .* never"),
-        (2, [*range(6)], [3, 3, 2, 4], "restart where cu_seq_lens_q starts a document, got .* never"),
+        (2, [*range(6), *range(6)], [3, 3, 2, 4], "restart where cu_seq_lens_q starts a document"),
+        (2, [*range(6)], [3, 3, 2, 4], "restart where cu_seq_lens_q starts a document"),
     ],
     ids=["elsewhere", "one document", "over two rows", "in two rows", "in two equal rows"],
 )

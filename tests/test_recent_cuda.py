@@ -57,7 +57,7 @@ def test_a_plan_of_other_documents_is_a_fault(dtype):
         then_another_call(again.sum().backward)
 
 
-@pytest.mark.parametrize("other", [{"num_heads": 8, "num_kv_heads": 8}, {"window_size": (3, 0)}, {"head_dim": 128}])
+@pytest.mark.parametrize("other", [{"num_heads": 8, "num_kv_heads": 8}, {"window_size": (3, 0)}, {"head_dim": 256}])
 def test_a_plan_of_other_heads_is_an_error_or_a_fault(other):
     q = torch.randn(64, 4, 64, device="cuda", dtype=torch.bfloat16)
     cu_seqlens = cu_seqlens_of([40, 24], "cuda")

@@ -25,9 +25,11 @@ __device__ void check_any_restart(const CheckDocumentsParams& p, const FaultFlag
 
 __global__ void __launch_bounds__(kThreads) check_documents_kernel(CheckDocumentsParams p, FaultFlag fault) {
   const int64_t total = p.total();
-  if (thread_id() == 0) {
-    if (p.cu_seqlens_q[p.num_documents] != total) fault.raise(Fault::kEndOfQueries, p.num_documents);
-    if (p.cu_seqlens_k[p.num_documents] != total) fault.raise(Fault::kEndOfKeys, p.num_documents);
+  // Of several contradictions the flag holds one: the ends say most.
+  const bool wrong_q = p.cu_seqlens_q[p.num_documents] != total;
+  if (wrong_q || p.cu_seqlens_k[p.num_documents] != total) {
+    if (thread_id() == 0) fault.raise(wrong_q ? Fault::kEndOfQueries : Fault::kEndOfKeys, p.num_documents);
+    return;
   }
   for (int64_t t = thread_id(); p.mask && t < total; t += thread_count()) {
     if (!p.mask[t]) fault.raise(Fault::kPaddingInDocuments, t);

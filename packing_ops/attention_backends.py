@@ -1,0 +1,204 @@
+"""Attention by the backend that serves a call: varlen_attention, torch's varlen_attn, or SDPA with a mask."""
+
+import functools
+import importlib
+import inspect
+
+import torch
+import torch.nn.functional as F
+
+from packing_ops import _load
+from packing_ops.attention import refuse_heads_first, varlen_attention
+
+BACKENDS = ("packing_ops", "torch_varlen", "sdpa")
+
+
+def select_attention_backend(
+    q: torch.Tensor,
+    k: torch.Tensor | None = None,
+    *,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    explain: bool = False,
+) -> str | tuple[str, dict[str, str]]:
+    """The first backend that can run such a call on this machine.
+
+    In order: ``packing_ops``; ``torch_varlen`` (torch.nn.attention.varlen, CUDA); ``sdpa`` (scaled_dot_product_attention
+    with a mask of total_q * total_k elements, any device). Only packing_ops has softcap, sinks and lse, and only it
+    gives the bits and the containment of NaN that this module's page promises.
+
+    Args:
+        q, k: as varlen_attention; only shape, dtype and device are looked at. Without k as many kv heads as q heads.
+        softcap, sinks, return_lse: what the call will need.
+        explain: also return why.
+
+    Returns:
+        The name; with ``explain`` (name, {backend: why it cannot run, or "" if it can}).
+
+    Example:
+        >>> select_attention_backend(torch.zeros(8, 2, 64))
+        'packing_ops'
+        >>> select_attention_backend(torch.zeros(8, 2, 64), explain=True)[1]["torch_varlen"]
+        'needs a CUDA tensor, got cpu'
+
+    Raises:
+        NotImplementedError: no backend can; says why for each.
+    """
+    features = {"softcap": softcap > 0, "sinks": sinks is not None, "lse": return_lse}
+    extra = " and ".join(name for name, wanted in features.items() if wanted)
+    reasons = {
+        "packing_ops": _why_not_packing_ops(q),
+        "torch_varlen": _why_not_torch_varlen(q, k, extra),
+        "sdpa": f"has no {extra}" if extra else "",
+    }
+    name = next((name for name in BACKENDS if not reasons[name]), None)
+    if name is None:
+        told = "; ".join(f"{backend}: {reason}" for backend, reason in reasons.items())
+        raise NotImplementedError(f"no attention backend for this call on {q.device}: {told}")
+    return (name, reasons) if explain else name
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    *,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    backend: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """varlen_attention by the best backend of this machine, so that one call site serves every machine.
+
+    Args:
+        q, k, v: ``[total, num_heads, head_dim]``.
+        max_seqlen_q, max_seqlen_k: longest document, or any upper bound; only torch_varlen uses them, and takes the
+            number of rows without them.
+        backend: one of ``packing_ops``, ``torch_varlen``, ``sdpa``; without it select_attention_backend chooses.
+        Others: as varlen_attention.
+
+    Returns:
+        As varlen_attention. Rows past the last document and rows that see no key are 0 in every backend. sdpa uses
+        memory for total_q * total_k mask elements.
+
+    Example:
+        >>> attention(q, k, v, cu_seqlens).shape == q.shape
+        True
+
+    Raises:
+        ValueError: an unknown backend, or as varlen_attention.
+        NotImplementedError: the backend cannot run this call; says why.
+    """
+    refuse_heads_first(q)
+    wanted = {"softcap": softcap, "sinks": sinks, "return_lse": return_lse}
+    if backend is None:
+        backend = select_attention_backend(q, k, **wanted)
+    elif backend not in BACKENDS:
+        raise ValueError(f"backend: expected {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}, got {backend!r}")
+    else:
+        reason = select_attention_backend(q, k, **wanted, explain=True)[1][backend]
+        if reason:
+            raise NotImplementedError(f"backend: {backend} {reason}")
+    options = {"causal": causal, "softmax_scale": softmax_scale, "window_size": window_size}
+    if backend == "packing_ops":
+        return varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, **options, **wanted)
+    if causal and window_size[1] > 0:
+        raise ValueError(f"window_size: expected nothing to the right with causal=True, got {tuple(window_size)}")
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    options["window_size"] = [min(side, len(q) + len(k)) for side in window_size]  # to be reckoned with in 32 bits
+    if backend == "sdpa":
+        return _sdpa(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+    lengths = (max_seqlen_q or q.shape[0], max_seqlen_k or k.shape[0])
+    return _torch_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *lengths, **options)
+
+
+# --- the other backends ---
+
+
+def _why_not_packing_ops(q) -> str:
+    if q.device.type not in ("cpu", "cuda"):
+        return f"has no kernel for {q.device.type}"
+    if q.is_cuda and "varlen_attention" in _load.without_cuda_kernel:
+        return "has no CUDA kernel in this library"
+    if q.shape[-1] > 256:
+        return f"has head_dim up to 256, got {q.shape[-1]}"
+    return ""
+
+
+def _why_not_torch_varlen(q, k, extra) -> str:
+    if not q.is_cuda:
+        return f"needs a CUDA tensor, got {q.device.type}"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"needs bfloat16 or float16, got {q.dtype}"
+    if q.shape[-1] > 256 or q.shape[-1] % 8:
+        return f"needs a head_dim up to 256 in multiples of 8, got {q.shape[-1]}"
+    parameters = _torch_varlen_parameters()
+    if "window_size" not in parameters:
+        return f"is not in torch {torch.__version__} with window_size"
+    if k is not None and k.shape[1] != q.shape[1] and "enable_gqa" not in parameters:
+        return f"has no grouped heads in torch {torch.__version__}"
+    return f"has no {extra}" if extra else ""
+
+
+@functools.cache
+def _torch_varlen_parameters() -> frozenset[str]:
+    try:
+        module = importlib.import_module("torch.nn.attention.varlen")
+    except ImportError:
+        return frozenset()
+    return frozenset(inspect.signature(module.varlen_attn).parameters)
+
+
+def _torch_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, *, causal, softmax_scale, window_size):
+    varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    # It leaves rows past the last document unwritten, in out and in the gradients; the masks turn both into 0.
+    in_document_q = _rows_in_documents(q, cu_seqlens_q)
+    in_document_k = _rows_in_documents(k, cu_seqlens_k)
+    q, k, v = q.where(in_document_q, 0), k.where(in_document_k, 0), v.where(in_document_k, 0)
+    window = (window_size[0], 0) if causal else tuple(window_size)
+    grouped = {"enable_gqa": True} if k.shape[1] != q.shape[1] else {}
+    out = varlen_attn(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, scale=softmax_scale, window_size=window, **grouped
+    )
+    return out.where(in_document_q, 0)
+
+
+def _rows_in_documents(tensor, cu_seqlens):
+    return (torch.arange(tensor.shape[0], device=tensor.device) < cu_seqlens[-1])[:, None, None]
+
+
+def _sdpa(q, k, v, cu_seqlens_q, cu_seqlens_k, *, causal, softmax_scale, window_size):
+    seen = _block_mask(q.shape[0], k.shape[0], cu_seqlens_q, cu_seqlens_k, causal, window_size)
+    # A row that sees nothing has no softmax: it looks at everything, and its result is dropped.
+    empty = ~seen.any(1, keepdim=True)
+    rows = (t.transpose(0, 1)[None] for t in (q, k, v))
+    out = F.scaled_dot_product_attention(
+        *rows, attn_mask=seen | empty, scale=softmax_scale, enable_gqa=k.shape[1] != q.shape[1]
+    )
+    return out[0].transpose(0, 1).masked_fill(empty[..., None], 0.0)
+
+
+def _block_mask(total_q, total_k, cu_seqlens_q, cu_seqlens_k, causal, window_size):
+    """bool [total_q, total_k], True where visible."""
+    slot_q = torch.arange(total_q, device=cu_seqlens_q.device, dtype=torch.int32)
+    slot_k = torch.arange(total_k, device=cu_seqlens_k.device, dtype=torch.int32)
+    document_q = torch.searchsorted(cu_seqlens_q[1:], slot_q, right=True)
+    document_k = torch.searchsorted(cu_seqlens_k[1:], slot_k, right=True)
+    # Bottom-right aligned: the last query of a document stands at its last key.
+    ends_q, ends_k = (F.pad(cu[1:], (0, 1)) for cu in (cu_seqlens_q, cu_seqlens_k))
+    place = slot_q + (ends_k - ends_q)[document_q]
+    seen = (document_q[:, None] == document_k[None, :]) & (document_q < cu_seqlens_q.numel() - 1)[:, None]
+    left, right = (window_size[0], 0) if causal else window_size
+    if left >= 0:
+        seen &= slot_k[None, :] >= place[:, None] - left
+    if right >= 0:
+        seen &= slot_k[None, :] <= place[:, None] + right
+    return seen
