@@ -3,6 +3,8 @@
 import copy
 import gc
 import pickle
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -172,6 +174,34 @@ def test_copies_keep_the_swap(copied, device, calls):
     assert len(calls) == 2
     revert_packing_ops(twin)
     assert_same(outputs(twin, inputs), wanted)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("how", ["pickle", "torch"])
+def test_pickled_into_a_fresh_process(whole, how, tmp_path):
+    model = tiny("llama")
+    apply_packing_ops(type(model) if whole else model)
+    if whole:
+        model = tiny("llama")
+        revert_packing_ops(type(model))
+    inputs = {key: value for key, value in packed("cpu").items() if key != "use_cache"}
+    wanted = outputs(model, inputs)
+    case = {"model": model, "inputs": inputs, "wanted": wanted.detach()}
+    save, load = (pickle.dumps, "pickle.loads(open({!r}, 'rb').read())")
+    if how == "pickle":
+        (tmp_path / "case").write_bytes(save(case))
+    else:
+        torch.save(case, tmp_path / "case")
+        load = "torch.load({!r}, weights_only=False)"
+    code = f"import pickle, torch; case = {load.format(str(tmp_path / 'case'))}; model = case['model']\n"
+    code += (
+        "print((model(**case['inputs']).logits - case['wanted']).abs().max().item(), model.config._attn_implementation)"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    difference, name = done.stdout.split()
+    assert float(difference) < 1e-5
+    assert name == "packing_ops"
 
 
 def test_a_function_put_there_by_others_stays(device, monkeypatch, calls):
@@ -410,6 +440,24 @@ def test_rms_norm_under_a_hook_of_accelerate(device):
     assert_same(norm(x), stock)
 
 
+def test_rms_norm_beside_offload(device):
+    """Weights that are only there while a hook runs."""
+    accelerate = pytest.importorskip("accelerate")
+    model, inputs = tiny("llama", device), packed(device)
+    wanted = outputs(model, inputs).detach()
+    offloaded = accelerate.cpu_offload(copy.deepcopy(model), execution_device=torch.device(device))
+    assert apply_packing_ops(offloaded, attention=False, rms_norm=True)
+    assert_near(outputs(offloaded, inputs).detach(), wanted)
+    revert_packing_ops(offloaded)
+    assert_same(outputs(offloaded, inputs).detach(), wanted)
+    assert apply_packing_ops(offloaded, attention=False, rms_norm=True)
+    accelerate.hooks.remove_hook_from_submodules(offloaded)
+    offloaded.to(device)
+    assert_near(outputs(offloaded, inputs), wanted)
+    revert_packing_ops(offloaded)
+    assert_same(outputs(offloaded, inputs), wanted)
+
+
 def test_rms_norm_of_another_library_stays(monkeypatch):
     model = tiny("llama")
     theirs = lambda self, x: x  # noqa: E731
@@ -417,6 +465,11 @@ def test_rms_norm_of_another_library_stays(monkeypatch):
     with pytest.warns(UserWarning, match="LlamaForCausalLM as it is: .* no RMSNorm"):
         assert not apply_packing_ops(model, attention=False, rms_norm=True)
     assert "forward" not in vars(model.model.norm)
+    monkeypatch.undo()
+    model.model.norm.forward = lambda x: x  # of one module
+    assert apply_packing_ops(model, attention=False, rms_norm=True)
+    revert_packing_ops(model)
+    assert model.model.norm.forward(3) == 3
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -43,7 +43,8 @@ def is_norm(cls: type) -> bool:
 
 
 def norms(model: torch.nn.Module) -> list[torch.nn.Module]:
-    return [module for module in model.modules() if is_norm(type(module))]
+    """Those that run the forward of their class, or ours, perhaps inside accelerate's hooks."""
+    return [module for module in model.modules() if is_norm(type(module)) and _place(module) is not None]
 
 
 def forward_of(cls: type):
@@ -59,23 +60,28 @@ def forward_of(cls: type):
 
 def apply_to_model(model: torch.nn.Module) -> None:
     for module in norms(model):
-        if _ours(module) is None:
-            # A partial, not a bound method: it can be pickled.
-            module.forward = functools.partial(FORWARDS[MODULES[type(module).__module__].norm], module)
+        # A partial, not a bound method: it can be pickled.
+        setattr(module, _place(module), functools.partial(FORWARDS[MODULES[type(module).__module__].norm], module))
 
 
 def revert_model(model: torch.nn.Module) -> None:
     for module in norms(model):
-        name = _ours(module)
+        name = _place(module)
+        if not _is_ours(module.__dict__.get(name)):
+            continue
         if name == "forward":
             del module.forward
-        elif name is not None:
+        else:
             setattr(module, name, types.MethodType(type(module).forward, module))
 
 
-def _ours(module) -> str | None:
-    """Where our forward stands; accelerate's hooks move the one that they wrap to ``_old_forward``."""
-    for name in ("forward", "_old_forward"):
-        if getattr(module.__dict__.get(name), "func", None) in FORWARDS.values():
-            return name
-    return None
+def _place(module) -> str | None:
+    """Where a forward of this module stands; accelerate's hooks move the one that they wrap to ``_old_forward``."""
+    name = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
+    forward = module.__dict__.get(name)
+    of_class = getattr(getattr(forward, "__func__", None), "__module__", None) == type(module).__module__
+    return name if forward is None or of_class or _is_ours(forward) else None  # somebody else's stays
+
+
+def _is_ours(forward) -> bool:
+    return getattr(forward, "func", None) in FORWARDS.values()

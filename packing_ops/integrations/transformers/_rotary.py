@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from packing_ops.boundaries import position_ids_from_cu_seqlens
-from packing_ops.integrations.transformers.masks import NAMES
+from packing_ops.integrations.transformers._call import NAMES
 from packing_ops.rope import apply_rotary_qk
 
 # How a swap reaches one model only. Attention looks apply_rotary_pos_emb up in its module, which all models of the

@@ -1,15 +1,45 @@
 """``attn_implementation="packing_ops"``: varlen attention behind transformers' attention and mask interfaces."""
 
+import functools
+import inspect
+import re
+
 import torch
 
 from packing_ops.attention import varlen_attention
-from packing_ops.integrations.transformers import fallback, masks
+from packing_ops.integrations.transformers import _call, fallback, masks
 from packing_ops.integrations.transformers._host import AttentionInterface, AttentionMaskInterface
 from packing_ops.integrations.transformers.layout import find_layout
 
 _ops = torch.ops.packing_ops
-# What changes the attention itself and is not served; anything else that a model passes is for others.
-_UNSERVED = frozenset(("position_bias", "cache", "block_table", "head_mask", "output_attentions"))
+# By SDPA, which knows them.
+_SDPA = frozenset(("cache", "output_attentions", "position_bias"))
+# What models hand on to attention that changes nothing about it, seen in the installed ones: TransformersKwargs, what a
+# call of generate, of a trainer or of an outer model brings along, and deterministic, which our backward always is.
+_HARMLESS = frozenset(
+    (
+        "cache_position",
+        "deterministic",
+        "encoder_attention_mask",
+        "encoder_hidden_states",
+        "input_ids",
+        "inputs_embeds",
+        "labels",
+        "logits_to_keep",
+        "max_length_k",
+        "max_length_q",
+        "mm_token_type_ids",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "packed_seq_lengths",
+        "past_key_values",
+        "return_dict",
+        "seq_idx",
+        "token_type_ids",
+        "use_cache",
+    )
+)
 
 
 def register(name: str = "packing_ops") -> None:
@@ -20,7 +50,13 @@ def register(name: str = "packing_ops") -> None:
     right, holes) and position_ids, which start a document in each row and where they stop growing (one
     synchronisation); else each row is one. Causal and full attention, sliding windows, softcap, sinks, grouped heads
     and scaling follow the model. Everything else runs by SDPA with a mask of the same meaning, after one warning that
-    says why: decoding with a KV cache, 4-D masks, dropout, head_dim over 256. A second call changes nothing.
+    says why: decoding with a KV cache, 4-D masks (images that see ahead, models that read their masks), dropout,
+    head_dim over 256. A second call changes nothing.
+
+    What this adds to transformers stays while the process lives: the name in its two tables, and a wrapper each of
+    PreTrainedModel.__call__, which knows position_ids while a model runs that hands them to no mask, and of the
+    preparation of masks. Both hand models under other names through as they are. A process that unpickles a model
+    with this attention calls register first, after apply_packing_ops that is done for it.
 
     Args:
         name: of the implementation; without "flash", "sdpa" and "flex", which transformers treats on their own.
@@ -36,16 +72,17 @@ def register(name: str = "packing_ops") -> None:
             at the batch's tokens, an attention_mask with padding beside them, position_ids that never restart beside
             cu_seqlens of several documents or that restart inside of one (0, 1 after more than 1), documents of the
             keys that are not those of the queries. On CUDA these are found in a later call, or in the same one under
-            ``PACKING_OPS_CHECK=1``.
+            ``PACKING_OPS_CHECK=1``. At the end of a forward: several documents of which no attention was told.
+        NotImplementedError: in the forward, an option of attention that is not known (``block_indices``, say).
     """
     taken = [word for word in ("flash", "sdpa", "flex", "eager", "paged", "/") if word in name]
     if taken or not name:
         raise ValueError(f"name: expected one without {taken or 'being empty'}, got {name!r}")
-    masks.NAMES.add(name)
+    _call.NAMES.add(name)
     AttentionInterface.register(name, packing_ops_attention)
     AttentionMaskInterface.register(name, masks.packing_ops_mask)
-    if not masks.carry_position_ids():
-        fallback.warn_once(
+    if not masks.carry_position_ids() or not _call.watch_calls():
+        fallback.tell_once(
             "this transformers prepares masks in another way, packed rows without a mask have no pattern"
         )
 
@@ -71,22 +108,24 @@ def packing_ops_attention(
     batch, _, seqlen, _ = query.shape
     pattern = attention_mask if isinstance(attention_mask, masks.MaskPattern) else None
     cu_seqlens = (cu_seq_lens_q, cu_seq_lens_k)
+    reason = "" if _HARMLESS.issuperset(kwargs) else _option_for_sdpa(kwargs)
     if pattern is not None:
         causal, window = pattern.causal, pattern.window
         if not seqlen == key.shape[2] == pattern.length:
             lengths = f"{seqlen} queries and {key.shape[2]} keys"
             raise ValueError(f"key: expected the {pattern.length} slots that the mask was made for, got {lengths}")
         layout = pattern.layout(query, cu_seqlens, position_ids).on(query.device)
-        reason = _why_not(query, key, value, dropout, kwargs)
+        reason = reason or _why_not(query, key, value, dropout)
     else:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         window = (-1, -1) if sliding_window is None or sliding_window > key.shape[2] else (sliding_window - 1, 0)
-        reason = _why_not_without_pattern(query, key, attention_mask, causal, window)
+        no_layout = _why_not_without_pattern(query, key, attention_mask, causal, window)
         layout = None
-        if reason and (cu_seq_lens_q is not None or cu_seq_lens_k is not None) and kwargs.get("cache") is None:
-            raise ValueError(f"cu_seq_lens_q: expected a row of its own documents, got {reason}")
-        if not reason:
-            reason = _why_not(query, key, value, dropout, kwargs)
+        if no_layout and (cu_seq_lens_q is not None or cu_seq_lens_k is not None) and kwargs.get("cache") is None:
+            raise ValueError(f"cu_seq_lens_q: expected a row of its own documents, got {no_layout}")
+        reason = reason or no_layout or _why_not(query, key, value, dropout)
+        if not no_layout:
+            masks.take(*cu_seqlens, position_ids)
             layer = getattr(module, "layer_idx", None)
             layout = find_layout(query, cu_seqlens, attention_mask, position_ids, layer).on(query.device)
     if not reason and layout.holes and window != (-1, -1):
@@ -157,15 +196,38 @@ def _why_not_without_pattern(query, key, mask, causal, window):
     return ""
 
 
-def _why_not(query, key, value, dropout, kwargs):
+def _option_for_sdpa(kwargs):
+    """Why SDPA must serve these options, or an empty string."""
+    given = sorted(
+        name for name, option in kwargs.items() if name not in _HARMLESS and option is not None and option is not False
+    )
+    for name in given:
+        if name not in _SDPA:
+            raise NotImplementedError(
+                f"{name}: expected no option that packing_ops attention does not know, got {type(kwargs[name]).__name__}; "
+                "leave it out of the model's call or load the model with another attn_implementation"
+            )
+    return f"{given[0]} is not supported" if given else ""
+
+
+_CALL = re.compile(r"\battention_interface\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)")
+
+
+@functools.cache
+def unknown_options(cls: type) -> frozenset[str]:
+    """Options that modules of this class pass to attention by name and packing_ops_attention refuses."""
+    try:
+        calls = _CALL.findall(inspect.getsource(cls.forward))
+    except (OSError, TypeError):  # no source
+        return frozenset()
+    passed = re.findall(r"^\s*(\w+)=", "\n".join(calls), re.M)
+    return frozenset(passed) - _HARMLESS - _SDPA - set(inspect.signature(packing_ops_attention).parameters)
+
+
+def _why_not(query, key, value, dropout):
     """Why varlen_attention cannot serve this call, or an empty string."""
     if dropout:
         return f"dropout {dropout} in attention"
-    if not _UNSERVED.isdisjoint(kwargs):
-        named = _UNSERVED.intersection(kwargs)
-        unserved = [name for name in named if kwargs[name] is not None and kwargs[name] is not False]
-        if unserved:
-            return f"{min(unserved)} is not supported"
     head_dim, cuda = query.shape[-1], query.is_cuda
     if not (cuda or query.is_cpu):
         return f"no kernel for {query.device.type}"

@@ -9,11 +9,15 @@ _told: set[str] = set()
 
 
 @torch.compiler.assume_constant_result
+def tell_once(message: str):
+    """One warning per message, also while compiling."""
+    if message not in _told:
+        _told.add(message)
+        logging.get_logger(__name__).warning(f"packing_ops attention: {message}.")
+
+
 def warn_once(reason: str):
-    """One warning per reason, also while compiling."""
-    if reason not in _told:
-        _told.add(reason)
-        logging.get_logger(__name__).warning(f"packing_ops attention: {reason}; this call runs by SDPA instead.")
+    tell_once(f"{reason}; this call runs by SDPA instead")
 
 
 def mask_of(layout, batch, seqlen, causal, window):
@@ -40,6 +44,10 @@ def attend(module, query, key, value, mask, *, dropout, scaling, softcap, sinks,
     key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = scores.float()
+    if options.get("cache") is not None:
+        raise NotImplementedError("cache: expected None beside softcap or sinks, got a paged one")
+    if options.get("position_bias") is not None:
+        scores = scores + options["position_bias"]
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is None and causal and query.shape[2] > 1:

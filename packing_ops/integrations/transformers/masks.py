@@ -1,18 +1,18 @@
 """What stands in for the mask of a forward: its pattern, found once, which every layer reads.
 
 transformers asks for a mask once per forward and kind of layer. The answer here is a MaskPattern where varlen attention
-can follow it, and transformers' own 4-D mask where it cannot.
+can follow it, and transformers' own 4-D mask where it cannot, or where the model reads masks itself (see _call).
 """
 
 import functools
 import inspect
 
 import torch
+import torch.nn.functional as F
 
+from packing_ops.integrations.transformers import _call, fallback
 from packing_ops.integrations.transformers._host import masking_utils
 from packing_ops.integrations.transformers.layout import as_bool, find_layout
-
-NAMES: set[str] = set()
 
 
 class MaskPattern:
@@ -26,20 +26,48 @@ class MaskPattern:
     def layout(self, query, cu_seqlens, position_ids):
         if self._layout is None or self._given[0] is not cu_seqlens[0] or self._given[1] is not cu_seqlens[1]:
             position_ids = position_ids if self.position_ids is None else self.position_ids
+            take(*cu_seqlens, position_ids)
             self._layout = find_layout(query, cu_seqlens, self.padding, position_ids)
             self._given = cu_seqlens
         return self._layout
+
+    def _refuse(self, *_):
+        raise TypeError(_READ)
+
+    def _has_none(self):
+        raise AttributeError(_READ)
+
+    # No __getattr__: every look-up of the layers would go through it.
+    dtype = shape = ndim = dim = size = to = masked_fill = property(_has_none)
+    __getitem__ = __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __rsub__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, *_):
+        raise TypeError(_READ)
+
+
+_READ = (
+    "attention_mask: expected to reach attention as it is, got read by the model on the way: "
+    "load it with another attn_implementation"
+)
+
+
+def take(*telling):
+    """Documents are told by one of these, where a mask or an attention reads them."""
+    call = _call.current()
+    if call is not None and any(tensor is not None for tensor in telling):
+        call.take()
 
 
 class _Carrier:
     """Goes where transformers hands the 2-D mask on to the mask function, and takes along what that is not told.
 
-    separates: transformers' own masks would separate the documents of position_ids. stock: keys of another sequence, or
-    of a cache of fixed length, whose masks transformers makes ahead and handles as tensors.
+    position_ids: [batch or 1, q_length], or None. mask_form: see _call. stock: keys of another sequence, or of a cache of
+    fixed length, whose masks transformers makes ahead and handles as tensors.
     """
 
-    def __init__(self, padding, position_ids=None, separates=False, stock=False):
-        self.padding, self.position_ids, self.separates, self.stock = padding, position_ids, separates, stock
+    def __init__(self, padding, position_ids=None, mask_form=_call.PATTERN, stock=False):
+        self.padding, self.position_ids, self.mask_form, self.stock = padding, position_ids, mask_form, stock
 
 
 def packing_ops_mask(
@@ -52,23 +80,23 @@ def packing_ops_mask(
     attention_mask=None,
     **kwargs,
 ):
-    """The mask function of AttentionMaskInterface: a MaskPattern, or a 4-D bool mask (None for one query over all)."""
-    carrier = attention_mask
-    if not isinstance(carrier, _Carrier):
+    """The mask function of AttentionMaskInterface: a MaskPattern, or a 4-D mask (None for one query over all)."""
+    carrier = attention_mask if isinstance(attention_mask, _Carrier) else _call.collect(attention_mask)
+    if carrier is None:
         # Nobody said whose keys a bidirectional mask is about.
         carrier = _Carrier(attention_mask, stock="allow_is_bidirectional_skip" in kwargs)
-    pattern = None if carrier.stock else _pattern_of(mask_function, kwargs)
+    free = carrier.mask_form == _call.PATTERN and not carrier.stock
+    pattern = _pattern_of(mask_function, kwargs) if free else None
     start = isinstance(q_offset, int) and q_offset == 0 and isinstance(kv_offset, int) and kv_offset == 0
     if pattern is not None and start and q_length == kv_length:
         return MaskPattern(*pattern, q_length, carrier.padding, carrier.position_ids)
-    if carrier.separates:
-        documents = masking_utils.find_packed_sequence_indices(carrier.position_ids)
-        if documents is not None:
-            mask_function = _each_document_alone(mask_function, carrier.position_ids, documents)
+    if carrier.position_ids is not None and q_length > 1:
+        mask_function = _each_document_alone(mask_function, kwargs, carrier, batch_size, q_offset)
     # Without a mask the layer could not tell causal from full; one query that sees every key is both.
-    skip = kwargs.pop("allow_is_causal_skip", True) and q_length == 1 and not carrier.separates
+    skip = kwargs.pop("allow_is_causal_skip", True) and q_length == 1
     kwargs["allow_is_bidirectional_skip"] = False
-    return masking_utils.sdpa_mask(
+    make = masking_utils.eager_mask if carrier.mask_form == _call.ADDITIVE else masking_utils.sdpa_mask
+    return make(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
@@ -81,14 +109,34 @@ def packing_ops_mask(
     )
 
 
-def _each_document_alone(mask_function, position_ids, documents):
-    """mask_function over positions inside each document, and nothing between documents ([batch, seqlen] each)."""
+def _each_document_alone(mask_function, kwargs, carrier, batch, q_offset):
+    """mask_function and nothing between documents. Keys of a cache belong to what the first query goes on with."""
+    positions = carrier.position_ids.expand(batch, -1)
+    starts = F.pad(positions[:, 1:] <= positions[:, :-1], (1, 0))
+    documents, last = starts.cumsum(1), positions.shape[1] - 1
 
-    def same_document(batch, head, q, k):
-        inside = mask_function(batch, head, position_ids[batch, q], position_ids[batch, k])
-        return inside & (documents[batch, q] == documents[batch, k])
+    def place(slot):
+        return (slot - q_offset).clamp(0, last)
 
-    return same_document
+    def same_document(row, head, q, k):
+        seen = mask_function(row, head, q, k)
+        return seen & (documents[row, place(q)] == documents[row, place(k)])
+
+    chunk = getattr(kwargs.get("config"), "attention_chunk_size", None)
+    plain = getattr(mask_function, "__name__", "") == "and_mask" and not kwargs.get("use_vmap")
+    if chunk is None or kwargs.get("local_size") != chunk or not plain:
+        return same_document
+    # Chunks are counted from where a document starts: the first one after the padding on the left.
+    slots = torch.arange(last + 1, device=positions.device)
+    origins = (slots * starts).cummax(1).values + q_offset
+    left = 0 if carrier.padding is None else (carrier.padding.cumsum(1) == 0).sum(1, keepdim=True)
+    origins = torch.where(documents == 0, left, origins)
+
+    def chunks_of_document(row, head, q, k):
+        chunk_q, chunk_k = ((slot - origins[row, place(slot)]) // chunk for slot in (q, k))
+        return (k <= q) & (chunk_q == chunk_k) & (documents[row, place(q)] == documents[row, place(k)])
+
+    return chunks_of_document
 
 
 def _pattern_of(mask_function, kwargs):
@@ -122,27 +170,45 @@ def carry_position_ids() -> bool:
 
     @functools.wraps(original)
     def prepare(config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx, *rest, **named):
-        chunked = getattr(config, "attention_chunk_size", None) is not None  # reads the 2-D mask itself
-        if config._attn_implementation not in NAMES or chunked:
-            return original(
-                config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx, *rest, **named
-            )
+        def transformers_own(mask, positions):
+            return original(config, inputs_embeds, mask, past_key_values, positions, layer_idx, *rest, **named)
+
+        if config._attn_implementation not in _call.NAMES:
+            return transformers_own(attention_mask, position_ids)
+        if isinstance(attention_mask, MaskPattern):  # an outer model has made it: as a 4-D mask, it stays what it is
+            early, _, *prepared = transformers_own(inputs_embeds.new_empty(1, 1, 1, 1), None)
+            return early, attention_mask, *prepared
         if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
             attention_mask = as_bool(attention_mask, inputs_embeds.device)
-        early, mask, *prepared = original(
-            config, inputs_embeds, attention_mask, past_key_values, None, layer_idx, *rest, **named
-        )
+        early, mask, *prepared = transformers_own(attention_mask, None)
         if early:
             return early, mask, *prepared
-        separates = position_ids is not None and mask is None and past_key_values is None
+        call, slots = _call.current(), list(inputs_embeds.shape[:2])
         cross = (rest[0] if rest else named.get("encoder_hidden_states")) is not None
-        slots = list(inputs_embeds.shape[:2])
-        excess = 0 if mask is None or cross else mask.shape[-1] - slots[1]
+        mask_form = _call.PATTERN if call is None else call.mask_form
+        excess = 0 if mask is None or cross or mask_form != _call.PATTERN else mask.shape[-1] - slots[1]
         if excess < 0 or (excess > 0 and past_key_values is None):  # longer: keys of a cache
             raise ValueError(f"attention_mask: expected {slots} like the batch, got {list(mask.shape)}")
+        if position_ids is None and call is not None:
+            position_ids = call.position_ids
+        if cross or not _about(position_ids, slots[1]) or config.model_type in _call.OTHER_POSITIONS:
+            position_ids = None
+        take(position_ids)
+        if mask_form != _call.PATTERN:
+            fallback.tell_once(f"{call.name} may read its masks, it gets them of every query and key")
+        elif call is None and position_ids is None and not cross:
+            fallback.tell_once("position_ids of a model whose forward is called by itself may not be seen")
         stock = cross or getattr(past_key_values, "is_compileable", False)
-        return early, _Carrier(mask, position_ids, separates, stock), *prepared
+        carrier = _Carrier(mask, position_ids, mask_form, stock)
+        if getattr(config, "attention_chunk_size", None) is None:
+            return early, carrier, *prepared
+        _call.leave(carrier)  # who makes masks in chunks reads the 2-D mask
+        return early, mask, *prepared
 
     prepare.carries_position_ids = True
     masking_utils._preprocess_mask_arguments = prepare
     return True
+
+
+def _about(position_ids, q_length):
+    return isinstance(position_ids, torch.Tensor) and position_ids.dim() == 2 and position_ids.shape[1] == q_length

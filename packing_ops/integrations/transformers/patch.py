@@ -8,10 +8,21 @@ import torch
 
 from packing_ops.integrations.transformers import _rms_norm, _rotary
 from packing_ops.integrations.transformers._host import PreTrainedModel
-from packing_ops.integrations.transformers.attention import register
+from packing_ops.integrations.transformers.attention import register, unknown_options
 
 IMPLEMENTATION = "packing_ops"
-_STATE = "_packing_ops_attn_before"
+_STATE = "_packing_ops_attention"
+
+
+class Applied:
+    """In a model with our attention: what it was before, or None. A process that unpickles the model gets to know ours."""
+
+    def __init__(self, before=None):
+        register()
+        self.before = before
+
+    def __reduce__(self):
+        return Applied, (self.before,)
 
 
 def apply_packing_ops(
@@ -42,6 +53,7 @@ def apply_packing_ops(
     documents there too, as they do in text models.
 
     Apply before torch.compile: a compiled model need not notice. What is off stays as it is, so that calls add up.
+    Copies of the model keep what was applied, and so does a pickled one in the process that loads it.
 
     Returns:
         True, or False with a warning that names the model if any wish cannot be met; then nothing was changed.
@@ -77,7 +89,8 @@ def revert_packing_ops(model: torch.nn.Module | type | None = None) -> None:
     """Undo apply_packing_ops with the same model: an instance, a class, or None for all classes.
 
     What other calls swapped stays. Outputs are those of before to the bit; nothing is left in the modelling module
-    once no model needs it. Reverting what was never applied does nothing.
+    once no model needs it. What register adds to transformers stays for other models under its name, its docstring
+    says what that is. Reverting what was never applied does nothing.
 
     Raises:
         TypeError: model is neither an instance nor a class nor None.
@@ -90,9 +103,10 @@ def revert_packing_ops(model: torch.nn.Module | type | None = None) -> None:
     _rotary.revert_model(model)
     _rms_norm.revert_model(model)
     for host in _hosts(model):
-        before = host.__dict__.pop(_STATE, None)
-        if before is not None:
-            host.set_attn_implementation(before)
+        applied = host.__dict__.get(_STATE)
+        if applied is not None and applied.before is not None:
+            del host.__dict__[_STATE]
+            host.set_attn_implementation(applied.before)
 
 
 def _check_model(model) -> None:
@@ -131,6 +145,9 @@ def _set_attention(model) -> str | None:
     hosts = _hosts(model)
     if not hosts:
         return "there is no transformers model in it to set attn_implementation on (attention=False swaps the rest)"
+    for cls in {type(module) for host in hosts for module in host.modules()}:
+        if options := sorted(unknown_options(cls)):
+            return f"{cls.__name__} has attention with {', '.join(options)} (attention=False swaps the rest)"
     register()
     before = [_attn_implementations(host.config) for host in hosts]
     try:
@@ -144,7 +161,7 @@ def _set_attention(model) -> str | None:
         _restore(hosts, before)
         return f"{', '.join(refused)} cannot change its attn_implementation (attention=False swaps the rest)"
     for host, implementations in zip(hosts, before, strict=True):
-        host.__dict__.setdefault(_STATE, implementations)  # travels with copies of the model
+        host.__dict__.setdefault(_STATE, Applied(implementations))
     return None
 
 
@@ -225,6 +242,8 @@ def _with_our_default(stock):
 
     @functools.wraps(stock)
     def check(self, attn_implementation, *args, **kwargs):
+        if not attn_implementation:
+            self.__dict__.setdefault(_STATE, Applied())
         return stock(self, attn_implementation or IMPLEMENTATION, *args, **kwargs)
 
     return check

@@ -1,0 +1,147 @@
+"""What a model was called with, known while the call runs: many masks are made without being told of position_ids."""
+
+import inspect
+import threading
+
+import torch
+
+from packing_ops.integrations.transformers._host import PreTrainedModel
+
+NAMES: set[str] = set()  # of implementations that are ours
+
+# What a model can be given as its mask. A pattern is for our attention alone. Who declares neither FlashAttention nor
+# FlexAttention reads masks itself, or has an attention of its own: it gets a real one, bool as with SDPA, or additive as
+# with eager attention where it does not know SDPA.
+PATTERN, BOOL, ADDITIVE = "pattern", "bool", "additive"
+_READERS = ("transformers.models.doge.",)  # knows FlexAttention and reads every other mask
+# Tokens see neighbours beside attention there, of whatever document: convolutions, trigrams, compressed keys.
+_MIXERS = frozenset(
+    (
+        "canine",
+        "convbert",
+        "deepseek_v4",
+        "inkling2_text",
+        "inkling_text",
+        "mobilebert",
+        "nystromformer",
+        "sam3_lite_text_text_model",
+    )
+)
+OTHER_POSITIONS = frozenset(("decision_transformer",))  # position_ids of zeros, beside embeddings of the time
+
+
+class Call:
+    """One call of a model under a name of ours, and what tells its documents: position_ids and cu_seq_lens_q."""
+
+    def __init__(self, model, args, kwargs, outer):
+        self.name = type(model).__name__
+        self.mask_form, place = _habits_of(type(model))
+        position_ids = kwargs.get("position_ids")
+        if position_ids is None and place is not None and place < len(args):
+            position_ids = args[place]
+        self.position_ids = None if model.config.model_type in OTHER_POSITIONS else position_ids
+        self.cu_seqlens = kwargs.get("cu_seq_lens_q")
+        self.padding, self.outer = kwargs.get("attention_mask"), outer
+        self.mixes = model.config.model_type in _MIXERS
+        # A mask of every query and key, and a dict of those that an outer model made, tell all that there is.
+        whole = self.padding is not None and not _is_tensor(self.padding, 2)
+        self.taken = whole and not self.mixes
+
+    def take(self):
+        """What tells documents has reached a mask or an attention, if it was told at all: a vision tower's is its own."""
+        call = self
+        while call is not None and not call.taken and not (call.position_ids is None and call.cu_seqlens is None):
+            call.taken = not call.mixes
+            call = call.outer
+
+    def refuse_if_lost(self):
+        """Documents that nobody was told of would see each other."""
+        if self.taken or torch.compiler.is_compiling():
+            return
+        lost = ""
+        if isinstance(self.cu_seqlens, torch.Tensor) and self.cu_seqlens.numel() > 2:
+            lost = "cu_seq_lens_q"
+        elif _tell_documents(self.position_ids, self.padding):
+            lost = "position_ids"
+        if lost:
+            why = "mixes tokens beside its attention" if self.mixes else "tells no attention"
+            raise ValueError(f"{lost}: expected one document in each row, got several, and {self.name} {why}")
+
+
+class _Now(threading.local):
+    call = None
+    chunked = None
+
+
+_now = _Now()
+
+
+def current() -> Call | None:
+    """The innermost call that runs in this thread; None also where somebody called model.forward itself."""
+    return _now.call
+
+
+def leave(carrier) -> None:
+    """For the mask function, where transformers reads the 2-D mask on the way and a carrier cannot take its place."""
+    _now.chunked = carrier
+
+
+def collect(padding):
+    """What was left for the mask function that gets this 2-D mask, or None."""
+    carrier, _now.chunked = _now.chunked, None
+    return carrier if carrier is not None and carrier.padding is padding else None
+
+
+def watch_calls() -> bool:
+    """Calls of models under our names are known while they run. False: transformers has a __call__ of its own."""
+    if hasattr(PreTrainedModel.__call__, "knows_calls"):
+        return True
+    if PreTrainedModel.__call__ is not torch.nn.Module.__call__:
+        return False
+
+    def __call__(self, *args, **kwargs):
+        outer = _now.call
+        if self.config._attn_implementation not in NAMES:
+            if outer is not None and kwargs.get("position_ids") is not None:
+                outer.take()  # by another implementation, which tells documents in its own way
+            return torch.nn.Module.__call__(self, *args, **kwargs)
+        call = _now.call = Call(self, args, kwargs, outer)
+        try:
+            outputs = torch.nn.Module.__call__(self, *args, **kwargs)
+        finally:
+            _now.call = outer
+        call.refuse_if_lost()
+        return outputs
+
+    __call__.knows_calls = True
+    PreTrainedModel.__call__ = __call__
+    return True
+
+
+_habits: dict[type, tuple[str, int | None]] = {}  # torch.compile would look through functools.cache
+
+
+@torch.compiler.assume_constant_result
+def _habits_of(cls):
+    """The form of its masks, and the place of position_ids among its positional arguments."""
+    if cls not in _habits:
+        names = list(inspect.signature(cls.forward).parameters)[1:]
+        place = names.index("position_ids") if "position_ids" in names else None
+        form = BOOL if cls._supports_sdpa else ADDITIVE
+        if cls._supports_flash_attn or cls._supports_flex_attn:
+            form = form if any(base.__module__.startswith(_READERS) for base in cls.__mro__) else PATTERN
+        _habits[cls] = form, place
+    return _habits[cls]
+
+
+def _tell_documents(position_ids, padding) -> bool:
+    if not _is_tensor(position_ids, 2) or position_ids.shape[1] < 2:
+        return False
+    restarts = position_ids[:, 1:] <= position_ids[:, :-1]
+    if _is_tensor(padding, 2) and padding.shape[1] == position_ids.shape[1]:
+        restarts = restarts & (padding[:, 1:] != 0) & (padding[:, :-1] != 0)
+    return bool(restarts.any())
+
+
+def _is_tensor(value, dim) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == dim
