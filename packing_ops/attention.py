@@ -7,7 +7,11 @@ place to ``right`` after it (-1: open; causal: right is 0).
 
 What holds on every device:
     A document's out, lse and gradients are the same to the bit alone or in any pack, and from run to run.
-    NaN or Inf in a document stays in it; inside it, a key reaches only the rows that see it.
+    NaN or Inf in a document stays in it; inside it, a key reaches only the rows that see it, and a row only the keys
+    that it sees. In the half types on a GPU, which adds 0 * NaN for hidden pairs, out and the gradients have the grain of
+    tiles of 64 rows and 64 keys, counted from the document's start: a key may also reach a row in whose tile some row
+    sees some key of its tile, and the other way round (so with a causal mask over as many keys as queries no row before
+    key // 64 * 64); lse is exact.
     Memory grows with the tokens, never with their square.
 """
 
@@ -61,7 +65,8 @@ def varlen_attention(
         Rows past ``cu_seqlens_q[-1]`` and rows that see no key have out 0 and lse -inf (the sink, where there is one
         and the row belongs to a document); their gradients are 0. float32 inside, float64 for float64. No
         synchronisation. Work: 4 * head_dim operations per visible pair of query and key and head, 2.5 times that in
-        backward (3.5 times in documents of more than 4096 keys).
+        backward (3.5 times in documents of more than 4096 keys). torch's FlopCounterMode counts the 4 and the 2.5 times
+        that for the documents that cu_seqlens tells (a synchronisation), of fake tensors for one of all rows.
 
     Example:
         >>> q = k = torch.zeros(3, 1, 2)
@@ -72,7 +77,7 @@ def varlen_attention(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, cu_seqlens that do not start at 0, decrease or end past
             the rows, causal with keys to the right. The message names the argument.
-        NotImplementedError: a device without a kernel.
+        NotImplementedError: a device without a kernel; second derivatives and forward-mode ones (torch.func.jvp).
 
     Method: Dao, FlashAttention-2 (2023): tiles, online softmax, recomputation in backward.
     """
@@ -281,24 +286,10 @@ def _varlen_attention_context(ctx, inputs, output):
 
 
 def _varlen_attention_backward(ctx, dout, dlse):
-    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, sinks, plan = ctx.saved_tensors
+    *inputs, sinks, plan = ctx.saved_tensors
     if dout is None:
-        dout = torch.zeros_like(out)
-    dq, dk, dv, dsinks = past_autograd(
-        _ops.varlen_attention_backward,
-        dout,
-        dlse,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        sinks,
-        *ctx.options,
-        plan,
-    )
+        dout = torch.zeros_like(inputs[3])
+    dq, dk, dv, dsinks = past_autograd(_ops.varlen_attention_backward, dout, dlse, *inputs, sinks, *ctx.options, plan)
     return dq, dk, dv, None, None, None if sinks is None else dsinks, None, None, None, None, None, None
 
 

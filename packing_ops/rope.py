@@ -61,8 +61,8 @@ def apply_rotary_qk(
         values and angles alone: bit-equal in any layout, batch or packing, and deterministic.
 
     Gradients:
-        The transposed rotation (the same pass) of whatever gradient comes, expanded and strided ones too. cos and sin
-        get none, so they must not require one.
+        The transposed rotation (the same pass) of whatever gradient comes, expanded and strided ones too; second ones
+        and forward mode (torch.func.jvp) likewise. cos and sin get none, so they must not require one.
 
     Cost:
         Reads and writes q and k once; tables are read once per token. Nothing synchronises.

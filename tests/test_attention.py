@@ -305,10 +305,17 @@ def test_a_poisoned_document_changes_no_other(device, name, poison):
             assert_same(value, expected[key])
 
 
+# The half types on a GPU: test_attention_cuda.py.
+EXACT = [("cpu", dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)]
+EXACT += [("cuda", torch.float32)] if torch.cuda.is_available() else []
+exact = pytest.mark.parametrize(("device", "dtype"), EXACT, ids=str)
+
+
+@exact
 @pytest.mark.parametrize("poison", [NAN, INF])
 @pytest.mark.parametrize("at", [0, 40, 77, 129])
-def test_a_poisoned_key_reaches_only_rows_that_see_it(device, at, poison):
-    case = Case([130], heads=(3, 1), dim=20, device=device, window_size=(30, 0))
+def test_a_poisoned_key_reaches_only_rows_that_see_it(device, dtype, at, poison):
+    case = Case([130], heads=(3, 1), dim=20, device=device, dtype=dtype, window_size=(30, 0))
     clean = case.ours()
     case.v[at], case.k[at] = poison, poison
     ours = case.ours()
@@ -319,10 +326,11 @@ def test_a_poisoned_key_reaches_only_rows_that_see_it(device, at, poison):
     assert not ours["out"][at].isfinite().any()
 
 
+@exact
 @pytest.mark.parametrize("name", ["q", "dout"])
 @pytest.mark.parametrize("at", [0, 40, 77, 129])
-def test_a_poisoned_row_reaches_only_keys_that_it_sees(device, at, name):
-    case = Case([130], heads=(3, 1), dim=20, device=device, window_size=(30, 0))
+def test_a_poisoned_row_reaches_only_keys_that_it_sees(device, dtype, at, name):
+    case = Case([130], heads=(3, 1), dim=20, device=device, dtype=dtype, window_size=(30, 0))
     clean = case.ours()
     getattr(case, name)[at] = NAN
     ours = case.ours()

@@ -7,6 +7,7 @@ from helpers import assert_error_within, assert_same, cu_seqlens_of, pytest_of_i
 
 import packing_ops as po
 from packing_ops import _recent
+from packing_ops.reference.attention import visible
 
 pytestmark = [
     pytest.mark.gpu,
@@ -185,6 +186,64 @@ def test_too_many_heads_to_a_kv_head():
     q, k, v, _ = packed([5], dim=8, heads=(1025, 1))
     with pytest.raises(ValueError, match="num_heads: expected at most 1024 to a kv head on CUDA, got 1025"):
         po.varlen_attention(q, k, v, cu_seqlens_of([5], "cuda"))
+
+
+# --- NaN and Inf in the half types: a hidden weight is 0, and 0 * NaN is NaN ---
+
+
+def tiles_that_meet(seen):
+    """bool like ``seen``: rows and keys in whose tiles of 64 some row sees some key."""
+    rows, keys = (-(-size // 64) * 64 for size in seen.shape)
+    tiles = torch.nn.functional.pad(seen, (0, keys - seen.shape[1], 0, rows - seen.shape[0]))
+    tiles = tiles.unflatten(1, (-1, 64)).any(2).unflatten(0, (-1, 64)).any(1)
+    return tiles.repeat_interleave(64, 0).repeat_interleave(64, 1)[: seen.shape[0], : seen.shape[1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("lengths", "heads", "options"),
+    [
+        ((100, 100), (2, 2), {}),
+        ((300, 300), (6, 2), {}),
+        ((700, 700), (4, 1), {"window_size": (30, 0)}),
+        ((200, 330), (5, 1), {"causal": False, "window_size": (10, 20)}),
+    ],
+    ids=str,
+)
+def test_a_poisoned_key_reaches_only_tiles_that_see_it(dtype, dim, lengths, heads, options):
+    (num_q, num_k), start = lengths, 70
+    case = Case([start, num_q, 129], [start, num_k, 129], heads=heads, dim=dim, dtype=dtype, device="cuda", **options)
+    clean, rows, keys = case.ours(), slice(start, start + num_q), slice(start, start + num_k)
+    seen = visible(num_q, num_k, options.get("causal", True), options.get("window_size", (-1, -1)), "cuda")
+    reached = tiles_that_meet(seen)
+
+    def changed(name, inside):
+        """Of the rows of the document; none of the others is."""
+        found = (ours[name] != clean[name]).flatten(1).any(1)
+        assert not found[: inside.start].any()
+        assert not found[inside.stop :].any()
+        return found[inside]
+
+    for at in (0, 40, 64, num_k - 1):
+        kept = case.k[start + at].clone(), case.v[start + at].clone()
+        case.k[start + at], case.v[start + at] = float("inf"), float("nan")
+        ours = case.ours()
+        case.k[start + at], case.v[start + at] = kept
+        for name in ("out", "dq"):
+            assert not (changed(name, rows) & ~reached[:, at]).any(), name
+        assert ours["out"][rows][seen[:, at]].isnan().all()
+        assert not ((ours["lse"] != clean["lse"]).any(0)[rows] & ~seen[:, at]).any()
+        if options == {}:  # as the page of packing_ops.attention says it
+            assert ours["out"][start : start + at // 64 * 64].isfinite().all()
+    for at in (0, 40, num_q - 1):
+        for tensor in (case.q, case.dout):
+            kept = tensor[start + at].clone()
+            tensor[start + at] = float("nan")
+            ours = case.ours()
+            tensor[start + at] = kept
+            for name in ("dk", "dv"):
+                assert not (changed(name, keys) & ~reached[at]).any(), name
 
 
 def test_float32_is_not_tf32():
