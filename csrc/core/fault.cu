@@ -1,4 +1,7 @@
 #include "core/fault.h"
+
+#include <stdexcept>
+
 #include "core/launch.cuh"
 
 namespace packing_ops {

@@ -4,8 +4,6 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
-#include <stdexcept>
-#include <string>
 
 #include "core/launch.h"
 
@@ -15,10 +13,11 @@ inline cudaStream_t stream_of(const CudaLaunch& launch) {
   return static_cast<cudaStream_t>(launch.stream);
 }
 
+// Not here: the headers of exceptions and strings would be a fifth of what an instance of attention takes to compile.
+[[noreturn]] void fail_cuda(cudaError_t status, const char* what);
+
 inline void check_cuda(cudaError_t status, const char* what) {
-  if (status != cudaSuccess) {
-    throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
-  }
+  if (status != cudaSuccess) fail_cuda(status, what);
 }
 
 // After every <<<>>>: an invalid configuration is reported where it happened.

@@ -87,7 +87,7 @@ class TileDocuments {
 
   __device__ Span segment(int i) const {
     const int start = clamp(entries_[i]);
-    if (i == documents_.num_documents) return {start, documents_.total};
+    if (i == documents_.num_documents) return {start, static_cast<int>(documents_.total)};
     const int end = clamp(entries_[i + 1]);
     return {start, end < start ? start : end};
   }

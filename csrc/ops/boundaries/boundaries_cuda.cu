@@ -2,7 +2,10 @@
 // here, on the device. segment_sum and the mask are in boundaries_segment_cuda.cu.
 #include <thrust/iterator/counting_iterator.h>
 
-#include <cub/cub.cuh>
+#include <cub/block/block_reduce.cuh>
+#include <cub/block/block_scan.cuh>
+#include <cub/device/device_radix_sort.cuh>
+#include <cub/device/device_select.cuh>
 #include <limits>
 
 #include "core/launch.cuh"

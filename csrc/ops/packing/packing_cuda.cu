@@ -2,7 +2,7 @@
 // First fit itself is sequential, so one warp walks the sorted lengths; a max tree of fanout 32 over the bins' free
 // slots makes each step a few ballots. Everything around it (sorts, grouping by bin) is CUB's and runs on the whole
 // GPU.
-#include <cub/cub.cuh>
+#include <cub/device/device_radix_sort.cuh>
 #include <limits>
 
 #include "core/launch.cuh"

@@ -2,7 +2,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <cub/cub.cuh>
+#include <cub/block/block_reduce.cuh>
+#include <cub/block/block_scan.cuh>
 
 #include "core/launch.cuh"
 #include "ops/padding/padding.h"

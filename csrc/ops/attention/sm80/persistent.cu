@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <stdexcept>
 #include <string>
 
 #include "core/launch.cuh"
@@ -65,11 +66,12 @@ bool has_whole_forward(int padded, int device) {
 void launch_persistent(PersistentKernel& kernel, const Args& args, int64_t units, cudaStream_t stream) {
   int device = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
-  std::atomic<int>& resident = kernel.resident[device % kMaxDevices];
-  if (resident.load(std::memory_order_relaxed) == 0) {
-    resident = resident_blocks(kernel.entry, kernel.threads, kernel.shared, device);
+  int& resident = kernel.resident[device % kMaxDevices];
+  int64_t most = __atomic_load_n(&resident, __ATOMIC_RELAXED);
+  if (most == 0) {
+    most = resident_blocks(kernel.entry, kernel.threads, kernel.shared, device);
+    __atomic_store_n(&resident, static_cast<int>(most), __ATOMIC_RELAXED);
   }
-  const int64_t most = resident.load(std::memory_order_relaxed);
   const unsigned grid = static_cast<unsigned>(units < 1 ? 1 : (units < most ? units : most));
   int major = 0;
   check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");

@@ -2,8 +2,6 @@
 
 #include <cuda_runtime.h>
 
-#include <atomic>
-
 #include "ops/attention/sm80/args.h"
 
 namespace packing_ops::sm80 {
@@ -17,7 +15,7 @@ struct PersistentKernel {
   int shared;
   const char* name;
   bool overlaps = false;  // may start while the kernel before still runs, where the GPU can do that
-  std::atomic<int> resident[kMaxDevices] = {};
+  int resident[kMaxDevices] = {};  // atomic; <atomic> would take long to compile in every instance
 };
 
 // Bytes that a block on the device may take, or PACKING_OPS_SHARED_MEMORY where that is less: what a smaller GPU does
