@@ -13,7 +13,8 @@ export TORCH_CUDA_ARCH_LIST ?= 9.0
 endif
 endif
 
-.PHONY: demo demo-hf demo-megatron demo-data test lint build bench test-gpu bench-gpu profile-gpu readme wheel clean
+.PHONY: demo demo-hf demo-megatron demo-data test lint emulator build bench test-gpu bench-gpu profile-gpu readme \
+	wheel clean
 
 demo: build
 	$(BIN)/python examples/train_packed.py
@@ -28,15 +29,21 @@ demo-data: build
 	$(BIN)/python examples/rl_mini_batches.py
 	$(BIN)/python examples/async_sft.py
 
-# Files go to a process per core; half of the time was spent waiting on one.
-test: lint build
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+# The emulator needs no package: it is compiled while they are installed. A process per core takes tests from the others.
+test:
+	@$(MAKE) --no-print-directory -j3 lint build emulator
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 lint: .venv/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $$(find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
+# Attention's CUDA kernels for the CPU, where CUDA's headers are: tests/emulated.py.
+emulator:
+	@$(PYTHON) tests/emulator/build.py
+
+# The whole output is in build/build.log.
 build: .venv/.ready
 	$(BIN)/python setup.py -q build_ext --inplace
 

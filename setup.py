@@ -3,21 +3,25 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))  # not there where pip runs this file
+
+from tools.build_progress import progress  # noqa: E402
+from tools.find_cuda import cuda_version, find_cuda_home, portable_archs  # noqa: E402
+
+LOG = ROOT / "build" / "build.log"
 VERSION = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]
 NO_TORCH = """packing_ops builds against the torch that you train with, and no torch was found here.
   no torch yet:  install it first, then `pip install .`
   uv:            uv pip install --no-build-isolation .   (uv builds in an environment of its own)"""
 
-# Every architecture the kernels support, for builds where no GPU is visible (containers, CI).
-PORTABLE_ARCHS = "8.0;8.6;8.9;9.0;10.0;12.0+PTX"
 DEFINES = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_CUDA", f'-DPACKING_OPS_VERSION="{VERSION}"']
 CXX_FLAGS = ["-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter"]
 NVCC_FLAGS = ["-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fvisibility=hidden"]
@@ -39,23 +43,6 @@ def import_torch():
         except ImportError:
             sys.exit(NO_TORCH)
     return torch
-
-
-def find_cuda_home():
-    """The toolkit's root: CUDA_HOME, CUDA_PATH, or what nvcc itself says (nvcc on PATH may be a wrapper)."""
-    for name in ("CUDA_HOME", "CUDA_PATH"):
-        if os.environ.get(name):
-            return Path(os.environ[name])
-    if not shutil.which("nvcc"):
-        return None
-    dryrun = subprocess.run(["nvcc", "--dryrun", "x.cu"], capture_output=True, text=True).stderr
-    top = re.search(r"^#\$ TOP=(.+)$", dryrun, re.M)
-    return Path(top[1].strip()).resolve() if top else None
-
-
-def cuda_version(home):
-    nvcc = subprocess.run([str(home / "bin" / "nvcc"), "--version"], capture_output=True, text=True).stdout
-    return re.search(r"release (\d+\.\d+)", nvcc)[1]
 
 
 def cuda_wanted(torch, home):
@@ -83,22 +70,45 @@ def drop_stale_cuda_objects():
                 built.unlink()
 
 
+class CleanBuild(build_py):
+    """Without the modules of builds before, which may be gone since."""
+
+    def run(self):
+        shutil.rmtree(Path(self.build_lib) / "packing_ops", ignore_errors=True)
+        super().run()
+
+
+def with_progress(build_extension):
+    class Build(build_extension):
+        def build_extensions(self):
+            try:
+                with progress(LOG, ROOT / "csrc"):
+                    super().build_extensions()
+            except RuntimeError as error:
+                sys.exit(f"packing_ops: {error}; the whole output is in {LOG}")
+
+    return Build.with_options(no_python_abi_suffix=True)
+
+
 def extension():
     torch = import_torch()
     from torch.utils import cpp_extension
 
+    compiler = shutil.which(os.environ.get("CXX", "c++").split()[0]) or ""
+    if "ccache" in os.path.realpath(compiler):  # a wrapper, which torch takes for an unknown compiler
+        os.environ.setdefault("TORCH_DONT_CHECK_COMPILER_ABI", "1")
     home = find_cuda_home()
     define, libraries, library_dirs, include_dirs = list(DEFINES), [], [], [str(ROOT / "csrc")]
     cxx, nvcc, files = list(CXX_FLAGS), list(NVCC_FLAGS), sources(".cpp")
     if cuda_wanted(torch, home):
         if "TORCH_CUDA_ARCH_LIST" not in os.environ and not torch.cuda.is_available():
-            os.environ["TORCH_CUDA_ARCH_LIST"] = PORTABLE_ARCHS
+            os.environ["TORCH_CUDA_ARCH_LIST"] = portable_archs(home)
         cpp_extension.CUDA_HOME = str(home)  # a CPU build of torch leaves it None
         if torch.version.cuda is None:
             drop_stale_cuda_objects()
         archs = os.environ.get("TORCH_CUDA_ARCH_LIST", "of the visible GPUs").replace(" ", ";")
         define += [f'-DPACKING_OPS_WITH_CUDA="{cuda_version(home)}"', f'-DPACKING_OPS_CUDA_ARCHS="{archs}"']
-        files += sources(".cu")
+        files = sources(".cu") + files  # the long ones first
         include_dirs += [str(home / "include"), str(home / "include" / "cccl")]
         library_dirs = [str(home / d) for d in ("lib64", "lib", "targets/x86_64-linux/lib")]
         libraries = ["cudart_static", "dl", "rt", "pthread"]
@@ -112,12 +122,15 @@ def extension():
         extra_link_args=LINK_FLAGS,
         depends=sources(".h", ".cuh"),
         py_limited_api=True,
-    ), cpp_extension.BuildExtension.with_options(no_python_abi_suffix=True)
+    ), with_progress(cpp_extension.BuildExtension)
 
 
-if __name__ == "__main__":  # also where pip runs it; tests import find_cuda_home
+if __name__ == "__main__":  # also where pip runs it
+    if not sys.platform.startswith("linux"):
+        sys.exit(f"packing_ops: runs on Linux only, and this is {sys.platform}")
     if {"sdist", "egg_info", "dist_info"} & set(sys.argv) and not {"build_ext", "bdist_wheel"} & set(sys.argv):
         setup()
     else:
         module, build_ext = extension()
-        setup(ext_modules=[module], cmdclass={"build_ext": build_ext})
+        commands = {"build_ext": build_ext, "build_py": CleanBuild}
+        setup(ext_modules=[module], cmdclass=commands, options={"bdist_wheel": {"py_limited_api": "cp310"}})

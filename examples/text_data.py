@@ -2,6 +2,8 @@
 
 import ast
 import json
+import os
+import platform
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +37,22 @@ def encode(pieces: list[tuple[str, bool]]) -> Document:
 
 def docstring_pairs(limit: int) -> list[tuple[str, str]]:
     """(signature, docstring) of the installed standard library, parsed and never imported."""
+    # Parsing takes longer than a short training run, and every process of one wants them.
+    kept = Path(__file__).resolve().parent.parent / "build" / f"docstrings-{platform.python_version()}.json"
+    if kept.exists():
+        pairs = [tuple(pair) for pair in json.loads(kept.read_text())]
+    else:
+        pairs = parsed_docstring_pairs()
+        kept.parent.mkdir(exist_ok=True)
+        unfinished = kept.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(json.dumps(pairs))
+        unfinished.replace(kept)
+    # Evenly over the library, so that a smaller limit sees the same mix.
+    step = max(1, len(pairs) // limit)
+    return pairs[::step][:limit]
+
+
+def parsed_docstring_pairs() -> list[tuple[str, str]]:
     pairs = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
         if {"site-packages", "test", "tests", "idlelib", "lib2to3"} & set(path.parts):
@@ -52,9 +70,7 @@ def docstring_pairs(limit: int) -> list[tuple[str, str]]:
             bases = getattr(node, "bases", None)
             inner = ast.unparse(node.args) if bases is None else ", ".join(map(ast.unparse, bases))
             pairs.append((f"{path.stem}.{node.name}({inner})\n", docstring))
-    # Evenly over the library, so that a smaller limit sees the same mix.
-    step = max(1, len(pairs) // limit)
-    return pairs[::step][:limit]
+    return pairs
 
 
 def read_jsonl(path: Path) -> list[list[tuple[str, bool]]]:

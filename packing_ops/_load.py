@@ -1,6 +1,7 @@
 """Loads the compiled library and says what it is."""
 
 import struct
+import sys
 from pathlib import Path
 
 import torch
@@ -11,6 +12,8 @@ BUILD_COMMAND = "pip install .   (in a clone: python setup.py build_ext --inplac
 
 def load_library() -> None:
     """Register ``torch.ops.packing_ops``. Raises ImportError with the path and the build command."""
+    if not sys.platform.startswith("linux"):
+        raise ImportError(f"packing_ops: runs on Linux only, and this is {sys.platform}")
     if not LIBRARY.exists():
         raise ImportError(f"packing_ops: no compiled library at {LIBRARY}; build it with: {BUILD_COMMAND}")
     try:

@@ -1,5 +1,11 @@
 """Fixtures that every test file shares."""
 
+import os
+
+# Before torch: its threads would spin while they wait, and where several processes share the cores that takes most of
+# the time of all of them.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings

@@ -4,11 +4,12 @@ import emulated
 import pytest
 import torch
 from attention_case import Case, document_alone, document_results
+from emulator.build import cuda_headers
 from helpers import assert_same
 
 from packing_ops.attention import _plan_size
 
-HEADERS = emulated.cuda_headers()
+HEADERS = cuda_headers()
 pytestmark = pytest.mark.skipif(HEADERS is None, reason="needs the CUDA toolkit's headers")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

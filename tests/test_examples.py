@@ -1,6 +1,7 @@
 """The examples run, and say the same thing about the same documents however these are laid out."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +17,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 def train(out, *arguments):
     command = [sys.executable, ROOT / "examples" / "train_packed.py", "--out", out, *arguments]
     done = subprocess.run(
-        [str(c) for c in command], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+        [str(c) for c in command], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     return json.loads((out / "demo_cpu.json").read_text())

@@ -175,6 +175,8 @@ def test_ways_to_call_an_encoder(how, device, fresh_compile):
     elif how == "compiled":
         found = torch.compile(model, fullgraph=True, backend="aot_eager")(**inputs)
     elif how == "compiled forward":
+        if torch.__version__ < "2.12":
+            pytest.skip("this torch.compile cannot guard what a call of the model tells, and says so")
         model.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
         found = model(**inputs)
     else:
@@ -260,6 +262,8 @@ def test_forward_called_by_itself_is_told_of(device, caplog):
 
 def test_other_models_are_not_watched(device):
     """Inside a call of ours too; and an error leaves nothing behind."""
+    if device == "cuda":
+        pytest.skip("an index outside of a table ends the process's use of the GPU")
     name, sizes = ENCODERS["distilbert"]
     ours, stock = (tiny(name, how, device=device, **sizes) for how in ("packing_ops", "eager"))
     inputs, seen = packed(device), []

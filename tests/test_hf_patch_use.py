@@ -25,7 +25,7 @@ from packing_ops.integrations.transformers.patch import apply_packing_ops, rever
 
 
 @pytest.mark.parametrize("family", [*NAMED, "qwen3_vl"])
-def test_compile_fullgraph(family, device, fresh_compile, calls):
+def test_compile_fullgraph(family, device, fresh_compile):
     more = {"experts_implementation": "batched_mm"} if family == "gpt_oss" else {}
     model, inputs = tiny(family, device, **more), packed(device)
     wanted, wanted_grads = outputs(model, inputs), gradients(model, inputs)

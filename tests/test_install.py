@@ -1,5 +1,7 @@
 """`pip install .` as a user runs it: build isolation, an environment that has torch, then an import from elsewhere."""
 
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -31,16 +33,37 @@ def sources(tmp_path_factory):
 @pytest.fixture(scope="module")
 def environment():
     """Without the settings that `make test` exports: what a user's shell has."""
-    import os
-
     hidden = {"FORCE_CUDA", "TORCH_CUDA_ARCH_LIST", "PYTHONPATH"}
     return {key: value for key, value in os.environ.items() if key not in hidden}
 
 
 @pytest.fixture(scope="module")
-def wheel(sources, environment, tmp_path_factory):
+def python(tmp_path_factory):
+    """Of an environment that has torch and no packing_ops: links to what is installed here."""
+    folder = tmp_path_factory.mktemp("environment")
+    run(sys.executable, "-m", "venv", folder)
+    site = next(folder.glob("lib/python*/site-packages"))
+    for path in Path(torch.__file__).parent.parent.iterdir():
+        if not (path.suffix == ".pth" or re.match(r"packing_ops|setuptools|ninja|wheel|pip|_", path.name)):
+            (site / path.name).symlink_to(path)
+    return folder / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def installed(sources, environment, python):
+    """Where; with a module that is not there any more when the next wheel is built."""
+    gone = sources / "packing_ops" / "gone.py"
+    gone.touch()
+    run(python, "-m", "pip", "install", "-q", sources, env=environment)
+    gone.unlink()
+    return next(python.parent.parent.glob("lib/python*/site-packages/packing_ops"))
+
+
+@pytest.fixture(scope="module")
+def wheel(sources, environment, python, installed, tmp_path_factory):
+    """From the same folder: nothing is compiled twice."""
     folder = tmp_path_factory.mktemp("wheel")
-    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, sources, env=environment)
+    run(python, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, sources, env=environment)
     return next(folder.glob("*.whl"))
 
 
@@ -48,17 +71,18 @@ def test_isolated_build_gives_one_wheel_for_every_python(wheel):
     assert "-cp310-abi3-" in wheel.name
     names = zipfile.ZipFile(wheel).namelist()
     assert "packing_ops/_C.so" in names
-    assert not [n for n in names if n.startswith(("tests", "benchmarks", "csrc"))]
+    assert not [n for n in names if n.startswith(("tests", "benchmarks", "csrc", "tools"))]
 
 
-def test_installs_into_an_environment_that_has_torch(sources, environment, tmp_path):
-    version = torch.__version__.split("+")[0]
-    run(sys.executable, "-m", "venv", tmp_path / "env")
-    python = tmp_path / "env" / "bin" / "python"
-    run(python, "-m", "pip", "install", "-q", f"torch=={version}", env=environment)
-    run(python, "-m", "pip", "install", "-q", sources, env=environment)
+def test_modules_that_are_gone_are_not_in_the_next_wheel(installed, wheel):
+    assert (installed / "gone.py").exists()
+    modules = {n.removeprefix("packing_ops/") for n in zipfile.ZipFile(wheel).namelist() if n.endswith(".py")}
+    assert modules == {str(p.relative_to(ROOT / "packing_ops")) for p in (ROOT / "packing_ops").rglob("*.py")}
+
+
+def test_installs_into_an_environment_that_has_torch(installed, python, environment, tmp_path):
     output = run(python, "-W", "ignore", "-c", USE, cwd=tmp_path, env=environment)
-    assert str(tmp_path / "env") in output
+    assert str(installed) in output
     assert "[0, 1, 0]" in output
 
 

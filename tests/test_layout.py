@@ -13,7 +13,7 @@ CSRC = ROOT / "csrc"
 FAMILIES = ["attention", "boundaries", "packing", "padding", "rope"]
 NATIVE = sorted(p for p in CSRC.rglob("*") if p.suffix in {".cpp", ".h", ".cu", ".cuh"})
 PYTHON = sorted(
-    p for folder in ("packing_ops", "tests", "benchmarks", "examples") for p in (ROOT / folder).rglob("*.py")
+    p for folder in ("packing_ops", "tests", "benchmarks", "examples", "tools") for p in (ROOT / folder).rglob("*.py")
 )
 
 

@@ -1,5 +1,6 @@
 #include "emulator.h"
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -39,8 +40,10 @@ struct Copy {
 };
 
 struct Fiber {
-  ucontext_t context;
+  ucontext_t start;
+  jmp_buf place;  // where it gave way: swapcontext would ask the system for the signal mask each time
   std::unique_ptr<char[]> stack{new char[kStack]};
+  bool started = false;
   bool done = false;
   std::vector<Copy> copies;
   int groups = 0;
@@ -59,7 +62,7 @@ struct Meeting {
 thread_local std::vector<Fiber> fibers;
 thread_local std::map<std::pair<int, uint32_t>, Meeting> warps;  // by warp and lanes
 thread_local Meeting whole_block;
-thread_local ucontext_t scheduler;
+thread_local jmp_buf scheduler;
 thread_local int current = 0;
 thread_local uint64_t progress = 0;  // of threads that waited for each other
 const std::function<void()>* body = nullptr;
@@ -104,6 +107,14 @@ void begin() {
   give_way();
 }
 
+// Until it gives way.
+[[gnu::noinline]] void resume(Fiber& fiber) {
+  if (_setjmp(scheduler) != 0) return;
+  if (fiber.started) _longjmp(fiber.place, 1);
+  fiber.started = true;
+  setcontext(&fiber.start);
+}
+
 void perform(const Copy& copy) {
   if (copy.barrier != nullptr) {
     barrier_at(copy.barrier).arrive();
@@ -122,12 +133,12 @@ void run_block(std::mt19937& order, unsigned block, Turns& turns) {
   std::vector<std::vector<int>> left;                                     // fibers of each warp
   for (int i = 0; i < static_cast<int>(fibers.size()); ++i) {
     Fiber& fiber = fibers[i];
-    fiber.done = false;
+    fiber.started = fiber.done = false;
     fiber.copies.clear();
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
-    fiber.context.uc_stack.ss_size = kStack;
-    makecontext(&fiber.context, begin, 0);
+    getcontext(&fiber.start);
+    fiber.start.uc_stack.ss_sp = fiber.stack.get();
+    fiber.start.uc_stack.ss_size = kStack;
+    makecontext(&fiber.start, begin, 0);
     if (i % 32 == 0) left.emplace_back();
     left.back().push_back(i);
   }
@@ -142,7 +153,7 @@ void run_block(std::mt19937& order, unsigned block, Turns& turns) {
       for (const int i : lanes) {
         current = i;
         threadIdx = dim3(i);
-        swapcontext(&scheduler, &fibers[i].context);
+        resume(fibers[i]);
       }
       std::erase_if(lanes, [](int i) { return fibers[i].done; });
       if (progress == before || patience == 0) break;
@@ -159,7 +170,7 @@ void run_block(std::mt19937& order, unsigned block, Turns& turns) {
 }  // namespace
 
 void give_way() {
-  swapcontext(&fibers[current].context, &scheduler);
+  if (_setjmp(fibers[current].place) == 0) _longjmp(scheduler, 1);
 }
 
 void run(dim3 grid, dim3 block, const std::function<void()>& thread) {

@@ -54,6 +54,8 @@ _READ = (
 
 def take(*telling):
     """Documents are told by one of these, where a mask or an attention reads them."""
+    if torch.compiler.is_compiling():  # a compiled layer: its model's mask, made outside of it, has told
+        return
     call = _call.current()
     if call is not None and any(tensor is not None for tensor in telling):
         call.take()

@@ -1,0 +1,83 @@
+"""Compiles the CUDA kernels of attention for the CPU: python3 tests/emulator/build.py, with no library but Python's own,
+so that it runs beside the installation of everything else."""
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tools.find_cuda import find_cuda_home
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+BUILD = ROOT / "build" / "emulator"
+# Fibers jump from stack to stack, which a fortified longjmp takes for a mistake.
+FLAGS = ["-x", "c++", "-std=c++20", "-O1", "-w", "-fPIC", "-pthread", "-U_FORTIFY_SOURCE"]
+TOGETHER = 4  # units of instances: each reads CUDA's headers once, which takes as long as compiling one instance
+
+
+def cuda_headers() -> Path | None:
+    """include/ of the toolkit that the library is built with."""
+    home = find_cuda_home()
+    headers = home / "include" if home else None
+    return headers if headers and (headers / "cuda_bf16.h").exists() else None
+
+
+def for_the_emulator(source: str) -> str:
+    """CUDA's own syntax as C++."""
+    source = source.replace("extern __shared__", "extern __thread")
+    return re.sub(r"(\w+(?:<[\w, ]+>)?)<<<(.*?)>>>\(", r"emulator::launch(\1, \2)(", source)
+
+
+def compiled(headers: Path) -> Path:
+    """The shared library, made once for each state of the sources, by whichever process comes first."""
+    sources = sorted(path for folder in ("core", "ops/attention") for path in (ROOT / "csrc" / folder).rglob("*.*"))
+    sources = [path for path in sources if path.suffix in (".h", ".cuh", ".cu")]
+    ours = [path for path in sorted(HERE.iterdir()) if path.is_file()]
+    state = hashlib.sha256(b"".join(path.read_bytes() for path in (*sources, *ours))).hexdigest()
+    library = BUILD / f"attention-{state[:16]}.so"
+    BUILD.parent.mkdir(exist_ok=True)
+    with (BUILD.parent / "emulator.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            shutil.rmtree(BUILD, ignore_errors=True)
+            compile_into(library, sources, headers)
+    return library
+
+
+def compile_into(library: Path, sources: list[Path], headers: Path) -> None:
+    for path in sources:
+        copy = BUILD / path.relative_to(ROOT / "csrc")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(for_the_emulator(path.read_text()))
+    shutil.copy(HERE / "mma.cuh", BUILD / "core" / "ptx" / "mma.cuh")
+    instances = sorted(BUILD.glob("ops/attention/sm80/instances/*.cu"))
+    units = [BUILD / f"instances_{i}.cpp" for i in range(TOGETHER)]
+    for i, unit in enumerate(units):
+        unit.write_text("".join(f'#include "{path.relative_to(BUILD)}"\n' for path in instances[i::TOGETHER]))
+    units += [path for path in BUILD.glob("ops/attention/**/*.cu") if path not in instances]
+    units += [BUILD / "core" / "launch.cu", HERE / "attention.cpp", HERE / "emulator.cpp"]
+    compiler = [*([shutil.which("ccache")] if shutil.which("ccache") else []), os.environ.get("CXX", "c++")]
+
+    def compile_one(unit: Path) -> Path:
+        target = BUILD / f"{unit.stem}.o"
+        includes = ["-include", HERE / "emulator.h", f"-I{BUILD}", f"-I{headers}"]
+        subprocess.run([*compiler, *FLAGS, *includes, "-c", unit, "-o", target], check=True)
+        return target
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_one, units))
+    # Bsymbolic: the CUDA runtime that torch may have loaded has functions of the same names.
+    whole = library.with_suffix(".whole")
+    subprocess.run([*compiler[-1:], "-shared", "-pthread", "-Wl,-Bsymbolic", *objects, "-o", whole], check=True)
+    whole.rename(library)
+
+
+if __name__ == "__main__":
+    found = cuda_headers()
+    if found:
+        compiled(found)

@@ -1,0 +1,1 @@
+"""What setup.py and the tests share. Nothing here is installed."""

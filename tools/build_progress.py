@@ -1,0 +1,55 @@
+"""ninja's output as one line per file, with what compilers say; all of it in a log."""
+
+import contextlib
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+STEP = re.compile(r"(\[\d+/\d+\]) .* -c (\S+) -o ")
+
+
+def shown(lines: Iterable[str], root: Path) -> Iterator[str]:
+    """Of `ninja -v`: the file of each command in place of the command."""
+    command_follows = False
+    for line in lines:
+        step = STEP.match(line)
+        if step:
+            yield f"{step[1]} {os.path.relpath(step[2], root)}\n"
+        elif not command_follows:
+            yield line
+        command_follows = line.startswith("FAILED: ")  # once more, as it came with its step
+
+
+def _copy(pipe: int, terminal: int, log: Path, root: Path) -> None:
+    def logged() -> Iterator[str]:
+        with log.open("w") as file, open(pipe, errors="replace") as lines:
+            for line in lines:
+                file.write(line)
+                file.flush()
+                yield line
+
+    for line in shown(logged(), root):
+        os.write(terminal, line.encode(errors="replace"))
+
+
+@contextlib.contextmanager
+def progress(log: Path, root: Path) -> Iterator[None]:
+    """What is written to file descriptor 1 meanwhile, by other processes too, goes through ``shown`` and to ``log``."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    terminal = os.dup(1)
+    read, write = os.pipe()
+    os.dup2(write, 1)
+    os.close(write)
+    reader = threading.Thread(target=_copy, args=(read, terminal, log, root))
+    reader.start()
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(terminal, 1)
+        reader.join()
+        os.close(terminal)

@@ -1,0 +1,40 @@
+"""The CUDA toolkit: where it is, and what its nvcc knows."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+# Every architecture the kernels support, for builds where no GPU is visible (containers, CI).
+PORTABLE_ARCHS = ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0"]
+
+
+def find_cuda_home() -> Path | None:
+    """The toolkit's root: CUDA_HOME, CUDA_PATH, or what nvcc itself says (nvcc on PATH may be a wrapper)."""
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        if os.environ.get(name):
+            return Path(os.environ[name])
+    if not shutil.which("nvcc"):
+        return None
+    dryrun = subprocess.run(["nvcc", "--dryrun", "x.cu"], capture_output=True, text=True).stderr
+    top = re.search(r"^#\$ TOP=(.+)$", dryrun, re.M)
+    return Path(top[1].strip()).resolve() if top else None
+
+
+def nvcc_says(home: Path, option: str) -> str:
+    return subprocess.run([home / "bin" / "nvcc", option], capture_output=True, text=True, check=True).stdout
+
+
+def cuda_version(home: Path) -> str:
+    return re.search(r"release (\d+\.\d+)", nvcc_says(home, "--version"))[1]
+
+
+def portable_archs(home: Path) -> str:
+    """For TORCH_CUDA_ARCH_LIST: of PORTABLE_ARCHS those that nvcc knows, the newest as PTX too. 10.0 came with 12.8."""
+    known = set(re.findall(r"compute_(\d+)", nvcc_says(home, "--list-gpu-arch")))
+    archs = [arch for arch in PORTABLE_ARCHS if arch.replace(".", "") in known]
+    if not archs:
+        sys.exit(f"{home}/bin/nvcc: expected one that knows any of {', '.join(PORTABLE_ARCHS)}")
+    return ";".join(archs) + "+PTX"
