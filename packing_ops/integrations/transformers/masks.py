@@ -195,7 +195,8 @@ def carry_position_ids() -> bool:
             position_ids = call.position_ids
         if cross or not _about(position_ids, slots[1]) or config.model_type in _call.OTHER_POSITIONS:
             position_ids = None
-        take(position_ids)
+        if call is not None and position_ids is not None:
+            call.take()
         if mask_form != _call.PATTERN:
             fallback.tell_once(f"{call.name} may read its masks, it gets them of every query and key")
         elif call is None and position_ids is None and not cross:
