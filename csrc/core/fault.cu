@@ -1,7 +1,6 @@
-#include "core/fault.h"
-
 #include <stdexcept>
 
+#include "core/fault.h"
 #include "core/launch.cuh"
 
 namespace packing_ops {

@@ -1,7 +1,7 @@
-#include "core/launch.cuh"
-
 #include <stdexcept>
 #include <string>
+
+#include "core/launch.cuh"
 
 namespace packing_ops {
 

@@ -14,7 +14,7 @@ struct PersistentKernel {
   int threads;
   int shared;
   const char* name;
-  bool overlaps = false;  // may start while the kernel before still runs, where the GPU can do that
+  bool overlaps = false;           // may start while the kernel before still runs, where the GPU can do that
   int resident[kMaxDevices] = {};  // atomic; <atomic> would take long to compile in every instance
 };
 
