@@ -74,6 +74,8 @@ ninja: build stopped: subcommand failed.
 
 def test_a_line_per_file_and_what_compilers_say():
     assert "".join(shown(NINJA.splitlines(keepends=True), Path("/p/csrc"))) == SHOWN
+    link = "g++ -O3 -shared /p/temp/schema.o /p/temp/core/fault.o -lrt -o packing_ops/_C.so\n"
+    assert list(shown([link], Path("/p/csrc"))) == ["linking packing_ops/_C.so\n"]
 
 
 def test_output_of_processes_goes_to_the_log(tmp_path, capfd):

@@ -9,15 +9,18 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 STEP = re.compile(r"(\[\d+/\d+\]) .* -c (\S+) -o ")
+LINK = re.compile(r"\S+ .*-shared .* -o (\S+)")
 
 
 def shown(lines: Iterable[str], root: Path) -> Iterator[str]:
-    """Of `ninja -v`: the file of each command in place of the command."""
+    """Of `ninja -v` and what links: the file of each command in place of the command."""
     command_follows = False
     for line in lines:
         step = STEP.match(line)
         if step:
             yield f"{step[1]} {os.path.relpath(step[2], root)}\n"
+        elif link := LINK.match(line):
+            yield f"linking {os.path.relpath(link[1])}\n"
         elif not command_follows:
             yield line
         command_follows = line.startswith("FAILED: ")  # once more, as it came with its step
