@@ -108,7 +108,7 @@ def extension():
             drop_stale_cuda_objects()
         archs = os.environ.get("TORCH_CUDA_ARCH_LIST", "of the visible GPUs").replace(" ", ";")
         define += [f'-DPACKING_OPS_WITH_CUDA="{cuda_version(home)}"', f'-DPACKING_OPS_CUDA_ARCHS="{archs}"']
-        files = sources(".cu") + files  # the long ones first
+        files = sorted(sources(".cu"), key=os.path.getsize, reverse=True) + files  # the long ones first
         include_dirs += [str(home / "include"), str(home / "include" / "cccl")]
         library_dirs = [str(home / d) for d in ("lib64", "lib", "targets/x86_64-linux/lib")]
         libraries = ["cudart_static", "dl", "rt", "pthread"]

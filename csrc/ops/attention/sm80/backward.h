@@ -1,4 +1,4 @@
-// Shapes of the backward, and the instances that exist: one small .cu file each.
+// Shapes of the backward, and the instances that exist: a small .cu file each, for both half types.
 #pragma once
 
 #include <cuda_runtime.h>

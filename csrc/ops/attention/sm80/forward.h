@@ -1,4 +1,4 @@
-// Which tile shape a head_dim gets, and the instances that exist: one small .cu file each.
+// Which tile shape a head_dim gets, and the instances that exist: a small .cu file each, for both half types.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,8 +1,0 @@
-#include "ops/attention/sm80/backward.cuh"
-
-namespace packing_ops::sm80 {
-
-template void run_backward<__half, 64, false, Room::kMedium>(const Args&, cudaStream_t);
-template void run_backward<__half, 64, true, Room::kMedium>(const Args&, cudaStream_t);
-
-}  // namespace packing_ops::sm80

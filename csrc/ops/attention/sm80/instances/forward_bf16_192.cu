@@ -1,8 +1,0 @@
-#include "ops/attention/sm80/forward.cuh"
-
-namespace packing_ops::sm80 {
-
-template void run_forward<__nv_bfloat16, 192, false, false>(const Args&, cudaStream_t);
-template void run_forward<__nv_bfloat16, 192, false, true>(const Args&, cudaStream_t);
-
-}  // namespace packing_ops::sm80
