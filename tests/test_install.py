@@ -31,10 +31,13 @@ def sources(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def environment():
-    """Without the settings that `make test` exports: what a user's shell has."""
+def environment(tmp_path_factory):
+    """Without the settings that `make test` exports: what a user's shell has. Compiled without -O3, in half the time."""
     hidden = {"FORCE_CUDA", "TORCH_CUDA_ARCH_LIST", "PYTHONPATH"}
-    return {key: value for key, value in os.environ.items() if key not in hidden}
+    compiler = tmp_path_factory.mktemp("compiler") / "g++"
+    compiler.write_text(f'#!/bin/bash\nexec {os.environ.get("CXX", "c++")} "${{@/#-O3/-O0}}"\n')
+    compiler.chmod(0o755)
+    return {key: value for key, value in os.environ.items() if key not in hidden} | {"CXX": str(compiler)}
 
 
 @pytest.fixture(scope="module")
