@@ -1,6 +1,7 @@
 """What models get as their masks: overlays, documents that a model does not tell of, models that read masks themselves."""
 
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import masking_utils  # noqa: E402
 
 import packing_ops  # noqa: E402
-from packing_ops.integrations.transformers import attention, fallback, masks, register  # noqa: E402
+from packing_ops.integrations.transformers import _call, attention, fallback, masks, register  # noqa: E402
 from packing_ops.integrations.transformers.patch import apply_packing_ops  # noqa: E402
 
 LENGTHS = [5, 7, 4]
@@ -166,8 +167,16 @@ def test_encoders_that_keep_position_ids_to_themselves(family, beside, device, s
     assert (model(inputs["input_ids"])[0] - wanted).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("how", ["positional", "compiled", "compiled forward", "checkpointed"])
-def test_ways_to_call_an_encoder(how, device, fresh_compile):
+COMPILED = ["compiled", "compiled forward", "compiled in place"]
+
+
+@pytest.mark.parametrize(
+    ("how", "old_torch"),
+    [("positional", False), ("checkpointed", False), *((how, old) for how in COMPILED for old in (False, True))],
+)
+def test_ways_to_call_an_encoder(how, old_torch, device, fresh_compile, monkeypatch):
+    if old_torch:  # whose torch.compile does not know threading.local
+        monkeypatch.setattr(_call, "_traced", _call._Traced())
     name, sizes = ENCODERS["distilbert"]
     inputs = packed(device)
     wanted = alone(tiny(name, "eager", device=device, **sizes), inputs)
@@ -180,6 +189,9 @@ def test_ways_to_call_an_encoder(how, device, fresh_compile):
         if torch.__version__ < "2.12":
             pytest.skip("this torch.compile cannot guard what a call of the model tells, and says so")
         model.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+        found = model(**inputs)
+    elif how == "compiled in place":
+        model.compile(fullgraph=True, backend="aot_eager")
         found = model(**inputs)
     else:
         model.train().gradient_checkpointing_enable()
@@ -269,13 +281,34 @@ def test_other_models_are_not_watched(device):
     name, sizes = ENCODERS["distilbert"]
     ours, stock = (tiny(name, how, device=device, **sizes) for how in ("packing_ops", "eager"))
     inputs, seen = packed(device), []
-    stock.embeddings.register_forward_hook(lambda *_: seen.append(masks._call.current()))
+    stock.embeddings.register_forward_hook(lambda *_: seen.append(_call.current()))
     wanted = stock(**inputs)[0]
     assert seen == [None]
     with pytest.raises(IndexError):
         ours(input_ids=inputs["input_ids"] + 100, position_ids=inputs["position_ids"])
-    assert masks._call.current() is None
+    assert _call.current() is None
     torch.testing.assert_close(stock(**inputs)[0], wanted, rtol=0, atol=0)
+
+
+def test_calls_of_two_threads(device):
+    name, sizes = ENCODERS["distilbert"]
+    both, found = threading.Barrier(2), {}
+
+    def meet(*_):
+        both.wait(30)
+
+    models = [tiny(name, "packing_ops", device=device, **sizes) for _ in range(2)]
+    for model in models:
+        model.embeddings.register_forward_hook(meet)
+    inputs = [packed(device), packed(device, [3, 3, 10])]
+    threads = [threading.Thread(target=lambda i=i: found.update({i: models[i](**inputs[i])[0]})) for i in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    stock = tiny(name, "eager", device=device, **sizes)
+    for i, lengths in enumerate([LENGTHS, [3, 3, 10]]):
+        torch.testing.assert_close(found[i], alone(stock, inputs[i], lengths), **CLOSE)
 
 
 # --- models that read masks ---

@@ -35,14 +35,14 @@ class Call:
 
     def __init__(self, model, args, kwargs, outer):
         self.name = type(model).__name__
-        self.mask_form, place = _habits_of(type(model))
+        self.mask_form, place, model_type = _habits_of(type(model), type(model.config))
         position_ids = kwargs.get("position_ids")
         if position_ids is None and place is not None and place < len(args):
             position_ids = args[place]
-        self.position_ids = None if model.config.model_type in OTHER_POSITIONS else position_ids
+        self.position_ids = None if model_type in OTHER_POSITIONS else position_ids
         self.cu_seqlens = kwargs.get("cu_seq_lens_q")
         self.padding, self.outer = kwargs.get("attention_mask"), outer
-        self.mixes = model.config.model_type in _MIXERS
+        self.mixes = model_type in _MIXERS
         # A mask of every query and key, and a dict of those that an outer model made, tell all that there is.
         whole = self.padding is not None and not _is_tensor(self.padding, 2)
         self.taken = whole and not self.mixes
@@ -73,22 +73,38 @@ class _Now(threading.local):
     chunked = None
 
 
+class _Traced:
+    """For the trace of torch.compile, which takes what the class of a threading.local has for what a thread has set.
+
+    That ended before torch 2.13; up to then two threads that run compiled models at a time may meet here.
+    """
+
+    call = None
+    chunked = None
+
+
 _now = _Now()
+_traced = _now if torch.__version__ >= (2, 13) else _Traced()
+
+
+def _here():
+    return _traced if torch.compiler.is_compiling() else _now
 
 
 def current() -> Call | None:
     """The innermost call that runs in this thread; None also where somebody called model.forward itself."""
-    return _now.call
+    return _here().call
 
 
 def leave(carrier) -> None:
     """For the mask function, where transformers reads the 2-D mask on the way and a carrier cannot take its place."""
-    _now.chunked = carrier
+    _here().chunked = carrier
 
 
 def collect(padding):
     """What was left for the mask function that gets this 2-D mask, or None."""
-    carrier, _now.chunked = _now.chunked, None
+    here = _here()
+    carrier, here.chunked = here.chunked, None
     return carrier if carrier is not None and carrier.padding is padding else None
 
 
@@ -100,16 +116,17 @@ def watch_calls() -> bool:
         return False
 
     def __call__(self, *args, **kwargs):
-        outer = _now.call
         if self.config._attn_implementation not in NAMES:
-            if outer is not None and kwargs.get("position_ids") is not None:
+            if "position_ids" in kwargs and (outer := current()) is not None:
                 outer.take()  # by another implementation, which tells documents in its own way
             return torch.nn.Module.__call__(self, *args, **kwargs)
-        call = _now.call = Call(self, args, kwargs, outer)
+        here = _here()
+        outer = here.call
+        call = here.call = _traced.call = Call(self, args, kwargs, outer)  # what it calls may be compiled
         try:
             outputs = torch.nn.Module.__call__(self, *args, **kwargs)
         finally:
-            _now.call = outer
+            here.call = _traced.call = outer
         call.refuse_if_lost()
         return outputs
 
@@ -118,20 +135,20 @@ def watch_calls() -> bool:
     return True
 
 
-_habits: dict[type, tuple[str, int | None]] = {}  # torch.compile would look through functools.cache
+_habits: dict[tuple, tuple] = {}  # torch.compile would look through functools.cache
 
 
 @torch.compiler.assume_constant_result
-def _habits_of(cls):
-    """The form of its masks, and the place of position_ids among its positional arguments."""
-    if cls not in _habits:
+def _habits_of(cls, config_cls):
+    """The form of its masks, the place of position_ids among its positional arguments, and its model_type."""
+    if (cls, config_cls) not in _habits:
         names = list(inspect.signature(cls.forward).parameters)[1:]
         place = names.index("position_ids") if "position_ids" in names else None
         form = BOOL if cls._supports_sdpa else ADDITIVE
         if cls._supports_flash_attn or cls._supports_flex_attn:
             form = form if any(base.__module__.startswith(_READERS) for base in cls.__mro__) else PATTERN
-        _habits[cls] = form, place
-    return _habits[cls]
+        _habits[cls, config_cls] = form, place, config_cls.model_type
+    return _habits[cls, config_cls]
 
 
 def _tell_documents(position_ids, padding) -> bool:
