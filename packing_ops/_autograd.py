@@ -47,8 +47,14 @@ def has_tangent(tensor: torch.Tensor) -> bool:
 
 
 def past_autograd(op: Callable, *args):
-    """op(*args) without the trip through its autograd where nobody can want a derivative of it: for backward formulas."""
-    if not _OWN or torch.is_grad_enabled() or in_forward_mode() or torch._C._are_functorch_transforms_active():
+    """op(*args) without the trip through its autograd, 6 us of the host's, where nobody can want a derivative of it."""
+    if (
+        not _OWN
+        or torch.compiler.is_compiling()
+        or (torch.is_grad_enabled() and torch._C._any_requires_grad(*args))
+        or in_forward_mode()
+        or torch._C._are_functorch_transforms_active()
+    ):
         return op(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args)

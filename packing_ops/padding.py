@@ -11,7 +11,7 @@ from itertools import accumulate, islice
 import torch
 
 from packing_ops._args import as_tensor, holds, index_tensor, integer
-from packing_ops._autograd import register_autograd
+from packing_ops._autograd import past_autograd, register_autograd
 
 # The overloads themselves: half a microsecond a call less than torch.ops.packing_ops.<name>.
 _unpad_layout = torch.ops.packing_ops.unpad_layout.default
@@ -66,7 +66,9 @@ def unpad_input(
     """
     _check_padded("hidden_states", hidden_states, attention_mask)
     if lengths is None and total is None and not torch.compiler.is_compiling():
-        (packed,), indices, cu_seqlens, seqused, totals = _unpad_rows([hidden_states], attention_mask, unused_mask)
+        (packed,), indices, cu_seqlens, seqused, totals = past_autograd(
+            _unpad_rows, [hidden_states], attention_mask, unused_mask
+        )
         return packed, indices, cu_seqlens, int(totals[1]), seqused
     indices, cu_seqlens, seqused, total, max_seqlen = _layout(attention_mask, unused_mask, lengths, total, max_seqlen)
     packed = _gather_rows(hidden_states, indices, total)
@@ -285,7 +287,9 @@ def _unpad_many(tensors, attention_mask, unused_mask) -> PackedDict:
     """One call for the layout and the first group of tensors, one more where only some of them require grad."""
     first = next(iter(tensors.values())).requires_grad
     now = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad == first}
-    moved, indices, cu_seqlens, seqused, totals = _unpad_rows([*now.values()], attention_mask, unused_mask)
+    moved, indices, cu_seqlens, seqused, totals = past_autograd(
+        _unpad_rows, [*now.values()], attention_mask, unused_mask
+    )
     packed = dict(zip(now, moved, strict=True))
     later = [name for name in tensors if name not in packed]
     if later:
