@@ -412,23 +412,35 @@ def test_bad_input_is_named(device, case):
         call()
 
 
-def test_ahead_of_time_package(tmp_path):
-    """AOTInductor hands an empty list on as None: without sections there is none. A process of its own: it loads code."""
-    code = """
+def run_ahead_of_time(tmp_path, module, arguments):
+    """The module, compiled into a package, loaded and run beside itself. A process of its own: it loads code."""
+    code = f"""
 import sys, torch, packing_ops as po
-class Rotation(torch.nn.Module):
-    def forward(self, q, cos, sin, position_ids, rows):
-        alone, _ = po.apply_rotary_qk(q, None, cos, sin, position_ids)
-        return alone, *po.apply_rotary_qk(q, q[:, :1], cos, sin, rows, sections=[1, 3])
-cos, sin = torch.rand(2, 9, 4)
-arguments = torch.randn(5, 3, 8), cos, sin, torch.arange(5), torch.randint(0, 9, (3, 5))
-package = torch._inductor.aoti_compile_and_package(torch.export.export(Rotation(), arguments), package_path=sys.argv[1])
-for found, wanted in zip(torch._inductor.aoti_load_package(package)(*arguments), Rotation()(*arguments), strict=True):
+{module}
+arguments = {arguments}
+package = torch._inductor.aoti_compile_and_package(torch.export.export(Model(), arguments), package_path=sys.argv[1])
+for found, wanted in zip(torch._inductor.aoti_load_package(package)(*arguments), Model()(*arguments), strict=True):
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 """
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # a package for the CPU
-    command = [sys.executable, "-c", code, str(tmp_path / "rope.pt2")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    command = [sys.executable, "-c", code, str(tmp_path / "model.pt2")]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def test_ahead_of_time_package(tmp_path):
+    """AOTInductor hands an empty list on as None: without sections there is none."""
+    module = """
+class Model(torch.nn.Module):
+    def forward(self, q, cos, sin, position_ids, rows):
+        alone, _ = po.apply_rotary_qk(q, None, cos, sin, position_ids)
+        return alone, *po.apply_rotary_qk(q, q[:, :1], cos, sin, rows, sections=[1, 3])
+"""
+    arguments = "(torch.randn(5, 3, 8), *torch.rand(2, 9, 4), torch.arange(5), torch.randint(0, 9, (3, 5)))"
+    done = run_ahead_of_time(tmp_path, module, arguments)
+    if done.returncode < 0:
+        nothing_of_ours = "class Model(torch.nn.Module):\n    def forward(self, x):\n        return (x + 1,)"
+        if run_ahead_of_time(tmp_path, nothing_of_ours, "(torch.randn(5),)").returncode < 0:
+            pytest.skip("torch's loader of packages crashes here, without an op of ours too")
     assert done.returncode == 0, done.stderr[-3000:]
 
 
