@@ -29,10 +29,11 @@ demo-data: build
 	$(BIN)/python examples/rl_mini_batches.py
 	$(BIN)/python examples/async_sft.py
 
-# The emulator needs no package: it is compiled while they are installed. A process per core takes tests from the others.
+# The emulator needs no package: it is compiled while they are installed. A process more than there are cores, up to 5:
+# some tests wait for processes of their own. Each takes tests from the others.
 test:
 	@$(MAKE) --no-print-directory -j3 lint build emulator
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+	$(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --maxprocesses 5 --dist worksteal
 
 lint: .venv/.ready
 	$(BIN)/ruff check .
@@ -83,8 +84,8 @@ wheel: .venv/.ready
 .venv/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet --group dev
+	$(BIN)/pip install --quiet --no-compile "$(TORCH)"
+	$(BIN)/pip install --quiet --no-compile --group dev
 	touch $@
 
 clean:
