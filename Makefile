@@ -33,7 +33,7 @@ demo-data: build
 # some tests wait for processes of their own. Each takes tests from the others.
 test:
 	@$(MAKE) --no-print-directory -j3 lint build emulator
-	$(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --maxprocesses 5 --dist worksteal
+	$(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --maxprocesses 5 --dist worksteal --durations 20
 
 lint: .venv/.ready
 	$(BIN)/ruff check .

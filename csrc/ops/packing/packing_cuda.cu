@@ -17,7 +17,9 @@ constexpr int kFanout = 32;
 constexpr int kMaxLevels = 6;
 constexpr unsigned kAll = 0xffffffffu;
 
-// Aligned lengths as sort keys. A length that fits no bin is reported and takes a bin of its own: nothing is lost.
+// Aligned lengths, complemented, as sort keys: the longest first in an ascending sort, so that one kind of sort, which
+// takes seconds to compile, serves both. A length that fits no bin is reported and takes a bin of its own: nothing is
+// lost.
 __global__ void sort_keys_kernel(PackFfdParams p, int32_t* keys, int32_t* items, FaultFlag fault) {
   for (int64_t i = thread_id(); i < p.num_sequences; i += thread_count()) {
     const int64_t item = p.ties_last ? p.num_sequences - 1 - i : i;
@@ -30,7 +32,7 @@ __global__ void sort_keys_kernel(PackFfdParams p, int32_t* keys, int32_t* items,
       fault.raise(Fault::kLengthOverCapacity, item);
       aligned = p.capacity;
     }
-    keys[i] = static_cast<int32_t>(aligned);
+    keys[i] = ~static_cast<int32_t>(aligned);
     items[i] = static_cast<int32_t>(item);
   }
 }
@@ -72,7 +74,7 @@ __global__ void __launch_bounds__(kFanout)
   int32_t last = -1;
   for (int64_t base = 0; base < num_sequences; base += kFanout) {
     const int64_t own = base + lane;
-    const int32_t own_length = own < num_sequences ? keys[own] : 0;
+    const int32_t own_length = own < num_sequences ? ~keys[own] : 0;
     int32_t own_bin = 0;
     const int count = static_cast<int>(num_sequences - base < kFanout ? num_sequences - base : kFanout);
     for (int i = 0; i < count; ++i) {
@@ -140,16 +142,11 @@ Scratch scratch_of(int64_t num_sequences, void* memory) {
   s.sorted_items = base + 3 * padded;
   s.tree = free_tree(padded, base + 4 * padded);
   const int64_t used = (4 * padded + ceil_div(s.tree.num_slots, 64) * 64) * static_cast<int64_t>(sizeof(int32_t));
-  size_t down = 0;
-  size_t up = 0;
-  check_cuda(cub::DeviceRadixSort::SortPairsDescending(nullptr, down, s.keys, s.sorted_keys, s.items, s.sorted_items,
-                                                       num_sequences),
-             "cub::DeviceRadixSort::SortPairsDescending");
-  check_cuda(
-      cub::DeviceRadixSort::SortPairs(nullptr, up, s.keys, s.sorted_keys, s.items, s.sorted_items, num_sequences),
-      "cub::DeviceRadixSort::SortPairs");
+  s.cub_bytes = 0;
+  check_cuda(cub::DeviceRadixSort::SortPairs(nullptr, s.cub_bytes, s.keys, s.sorted_keys, s.items, s.sorted_items,
+                                             num_sequences),
+             "cub::DeviceRadixSort::SortPairs");
   s.cub = static_cast<char*>(memory) + used;
-  s.cub_bytes = down > up ? down : up;
   s.bytes = used + static_cast<int64_t>(s.cub_bytes);
   return s;
 }
@@ -186,9 +183,9 @@ void launch_pack_ffd_cuda(const PackFfdParams& p, const CudaLaunch& launch) {
   const unsigned grid = grid_for(p.num_sequences + 1, kThreads);
   sort_keys_kernel<<<grid, kThreads, 0, stream>>>(p, s.keys, s.items, launch.fault);
   check_launch("sort_keys_kernel");
-  check_cuda(cub::DeviceRadixSort::SortPairsDescending(s.cub, s.cub_bytes, s.keys, s.sorted_keys, s.items,
-                                                       s.sorted_items, p.num_sequences, 0, 32, stream),
-             "cub::DeviceRadixSort::SortPairsDescending");
+  check_cuda(cub::DeviceRadixSort::SortPairs(s.cub, s.cub_bytes, s.keys, s.sorted_keys, s.items, s.sorted_items,
+                                             p.num_sequences, 0, 32, stream),
+             "cub::DeviceRadixSort::SortPairs");
   fill_kernel<<<grid_for(s.tree.num_slots, kThreads), kThreads, 0, stream>>>(s.tree.levels[0], s.tree.num_slots,
                                                                              static_cast<int32_t>(p.capacity));
   check_launch("fill_kernel");

@@ -1,6 +1,8 @@
 // A warp, or half of one, rotates every head of q and k of one token: the angles are read once and stay in registers.
 // Same formula as rope_cpu.cpp, with the roundings spelled out, so that every layout, batch and packing gives the same
 // bits.
+#include <type_traits>
+
 #include "core/launch.cuh"
 #include "core/vec.cuh"
 #include "ops/rope/rope.h"
@@ -373,11 +375,11 @@ void launch_rope(const RopeParams& p, const CudaLaunch& launch) {
   const int64_t step = p.interleaved ? kVec : 2 * kVec;  // rotary elements that an item covers
   const bool vector = p.rotary_dim % step == 0 && aligned(p.q, sizeof(T), kVec * sizeof(T)) &&
                       aligned(p.k, sizeof(T), kVec * sizeof(T));
-  if (vector) {
-    p.interleaved ? launch_vectors<T, true>(p, launch) : launch_vectors<T, false>(p, launch);
-  } else {
-    launch_kernel(p.interleaved ? rope_qk_any_kernel<T, 1, true> : rope_qk_any_kernel<T, 1, false>, p, launch);
+  // float64 is for checks: its fast kernels would take as long to compile as any other dtype's.
+  if constexpr (!std::is_same_v<T, double>) {
+    if (vector) return p.interleaved ? launch_vectors<T, true>(p, launch) : launch_vectors<T, false>(p, launch);
   }
+  launch_kernel(p.interleaved ? rope_qk_any_kernel<T, 1, true> : rope_qk_any_kernel<T, 1, false>, p, launch);
 }
 
 }  // namespace
