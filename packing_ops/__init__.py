@@ -14,6 +14,7 @@ from packing_ops.boundaries import (
     mask_boundary_labels,
     mask_boundary_labels_shifted_,
     position_ids_from_cu_seqlens,
+    segment_mean,
     segment_sum,
     seq_idx_from_cu_seqlens,
     shift_labels,

@@ -1,11 +1,20 @@
-"""What public functions accept for one argument: a tensor, an array, or a plain Python sequence."""
+"""What public functions accept for one argument: a tensor, an array, a column, or a plain Python sequence."""
 
 import math
 import operator
+import reprlib
 from array import array
 from collections.abc import Sequence
 
 import torch
+
+
+def plain(value):
+    """Python's own numbers for a column or scalar of NumPy, pandas or pyarrow; anything else as it is."""
+    for name in ("tolist", "to_pylist", "as_py"):
+        if hasattr(value, name):
+            return getattr(value, name)()
+    return value
 
 
 def index_tensor(values: torch.Tensor | Sequence[int], name: str) -> torch.Tensor:
@@ -14,16 +23,20 @@ def index_tensor(values: torch.Tensor | Sequence[int], name: str) -> torch.Tenso
         return values
     try:
         # A list, of bytes too: array would read their memory, and of an iterator nothing would be left to name.
-        numbers = list(values.tolist() if hasattr(values, "tolist") else values)
+        numbers = list(plain(values))
     except TypeError:
         raise TypeError(f"{name}: expected a sequence of integers, got {values!r}") from None
     try:
         return int64_tensor(numbers)
     except TypeError:
-        wrong = next(number for number in numbers if not _is_integer(number))
-        raise TypeError(f"{name}: expected integers, got {wrong!r} ({type(wrong).__name__})") from None
+        pass
     except OverflowError:
         raise ValueError(f"{name}: expected integers that fit int64, got {max(numbers, key=abs)}") from None
+    taken = list(map(plain, numbers))
+    for number, wrong in zip(taken, numbers, strict=True):
+        if not _is_integer(number):
+            raise TypeError(f"{name}: expected integers, got {wrong!r} ({type(wrong).__name__})")
+    return int64_tensor(taken)
 
 
 def _is_integer(number) -> bool:
@@ -45,25 +58,102 @@ def buffer_tensor(buffer: bytearray | array, dtype: torch.dtype) -> torch.Tensor
 
 def as_tensor(value) -> torch.Tensor:
     """A tensor where it is; anything else on the CPU, whatever the default device."""
-    return value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
+    if isinstance(value, torch.Tensor):
+        return value
+    if hasattr(value, "as_py"):  # pyarrow's scalars, of lists too
+        value = value.as_py()
+    elif hasattr(value, "__array__"):  # columns: torch would ask a pandas one for its label 0
+        value = value.__array__()
+        if not value.flags.writeable:  # of pyarrow's memory: torch warns of them
+            return torch.tensor(value, device="cpu")
+    return torch.as_tensor(value, device="cpu")
+
+
+# --- what came, in words ---
+
+
+def wrong_type(name: str, wanted: str, value) -> TypeError:
+    return TypeError(f"{name}: expected {wanted}, got {reprlib.repr(value)} ({type(value).__name__})")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As C++ names it in its errors.
+
+    Example:
+        >>> dtype_name(torch.bfloat16)
+        'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+def described(tensor: torch.Tensor) -> str:
+    """As C++ describes a tensor, but for the device.
+
+    Example:
+        >>> described(torch.zeros(2, 3))
+        'float32 [2, 3]'
+    """
+    return f"{dtype_name(tensor.dtype)} [{', '.join(map(str, tensor.shape))}]"
+
+
+# --- checks ---
+
+
+def check_tensor(value, name: str) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise wrong_type(name, "a tensor", value)
+
+
+def check_real(tensor: torch.Tensor, name: str) -> None:
+    """ValueError where half of the numbers would be lost."""
+    check_tensor(tensor, name)
+    if tensor.is_complex():
+        raise ValueError(f"{name}: expected bool, integer or floating, got {described(tensor)}")
+
+
+def is_set(mask: torch.Tensor, name: str) -> torch.Tensor:
+    """A mask of any kind (bool, integer, floating) as bool: what is not zero."""
+    check_real(mask, name)
+    return mask if mask.dtype == torch.bool else mask != 0
 
 
 def check_cu_seqlens(cu_seqlens: torch.Tensor, name: str = "cu_seqlens") -> None:
     """ValueError where it is no integer ``[num_documents + 1]``; values are not looked at."""
     if not isinstance(cu_seqlens, torch.Tensor):
-        got = cu_seqlens
+        got = reprlib.repr(cu_seqlens)
     elif cu_seqlens.dim() == 1 and cu_seqlens.numel() and cu_seqlens.dtype in (torch.int32, torch.int64):
         return
     else:
-        got = f"{str(cu_seqlens.dtype).removeprefix('torch.')} {list(cu_seqlens.shape)}"
-    raise ValueError(f"{name}: expected int32 [num_documents + 1], got {got}")
+        got = described(cu_seqlens)
+    raise ValueError(f"{name}: expected int32 or int64 [num_documents + 1], got {got}")
+
+
+def one_row(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """``[total]`` of that, or of ``[1, total]``: a view."""
+    check_tensor(tensor, name)
+    if tensor.dim() == 1:
+        return tensor
+    if tensor.dim() != 2 or tensor.shape[0] != 1:
+        raise ValueError(f"{name}: expected [total] or [1, total], got {described(tensor)}")
+    return tensor[0]
+
+
+def window_sides(window_size: tuple[int, int]) -> tuple[int, int]:
+    """(left, right) of an argument ``window_size``."""
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise wrong_type("window_size", "(left, right) keys, -1 for all", window_size) from None
+    return left, right
 
 
 def integer(value, name: str) -> int:
     """``value`` as a Python int that C++ can hold. Fractions are an error, not a cut."""
     try:
-        number = operator.index(value)
+        number = value if isinstance(value, int) else operator.index(value)  # torch.compile's sizes are int
     except TypeError:
+        if hasattr(value, "as_py"):  # a scalar of pyarrow
+            return integer(value.as_py(), name)
         raise TypeError(f"{name}: expected an integer, got {value!r} ({type(value).__name__})") from None
     if not -(2**63) <= number < 2**63:
         raise ValueError(f"{name}: expected an integer that fits int64, got {number}")

@@ -2,7 +2,7 @@
 
 import torch
 
-_ops = torch.ops.packing_ops
+from packing_ops import _ops
 
 
 def check_documents(

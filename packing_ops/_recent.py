@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from packing_ops import _ops
 from packing_ops._checks import check_unchanged
-
-_ops = torch.ops.packing_ops
 
 
 def _keeps(tensor: torch.Tensor) -> bool:
@@ -161,7 +160,7 @@ def forget() -> None:
 
 def plan_for(q, k, cu_seqlens_q, cu_seqlens_k, causal: bool, left: int, right: int) -> torch.Tensor | None:
     """The plan of a call of attention; None on the CPU, and for shapes that the op will refuse by name."""
-    if not q.is_cuda:
+    if not (isinstance(k, torch.Tensor) and q.is_cuda):
         return None
     if q.dim() == k.dim() == 4 and q.shape[0] == k.shape[0] == 1:
         (_, num_heads, total_q, head_dim), (_, num_kv_heads, total_k, _) = q.shape, k.shape

@@ -17,11 +17,12 @@ What holds on every device:
 
 import torch
 
-from packing_ops import _recent
+from packing_ops import _ops, _recent
+from packing_ops._args import check_tensor, described, window_sides
 from packing_ops._autograd import past_autograd, register_autograd, register_no_autograd
 from packing_ops._flops import register_formulas
 
-_ops = torch.ops.packing_ops
+LAYOUTS = ("thd", "bhsd", "bshd")  # of q, k and v: t total, b batch of 1, s seqlen, h num_heads, d head_dim
 
 
 def varlen_attention(
@@ -38,6 +39,7 @@ def varlen_attention(
     sinks: torch.Tensor | None = None,
     plan: torch.Tensor | None = None,
     return_lse: bool = False,
+    layout: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention inside each document of a packed row. Differentiable in q, k, v, sinks and through lse.
 
@@ -45,9 +47,9 @@ def varlen_attention(
         q: ``[total_q, num_q_heads, head_dim]``, float32, float64, bfloat16 or float16, head_dim 1 to 256. Any strides
             with a contiguous last dimension (a view into a fused QKV projection, say), no copy is made. CUDA: no
             float64, head_dim of the half types in multiples of 8, their rows on 16 bytes (else one copy).
-            Or heads first, as models of transformers hold them: ``[1, num_q_heads, total_q, head_dim]``.
-        k, v: ``[total_k, num_kv_heads, head_dim]``, or ``[1, num_kv_heads, total_k, head_dim]`` beside such a q, the
-            dtype of q; num_kv_heads divides num_q_heads (GQA, MQA).
+            Or with a batch of 1, see ``layout``.
+        k, v: ``[total_k, num_kv_heads, head_dim]``, in the layout and the dtype of q; num_kv_heads divides num_q_heads
+            (GQA, MQA).
         cu_seqlens_q: int32 ``[num_documents + 1]``; zero-length documents may stand anywhere.
         cu_seqlens_k: the same for k and v; without it ``cu_seqlens_q``.
         causal: query i sees no key after its own place.
@@ -58,10 +60,15 @@ def varlen_attention(
         plan: what attention_plan made for these lengths and heads; without it one is made, and kept with cu_seqlens,
             so that layers that get the same tensors share it.
         return_lse: also return the log of each denominator, sink included.
+        layout: ``"thd"`` ``[total, num_heads, head_dim]``; ``"bhsd"`` ``[1, num_heads, total, head_dim]``, heads first, as
+            models of transformers hold them; ``"bshd"`` ``[1, total, num_heads, head_dim]``, as flash-attn does. Three
+            dimensions are thd. Four are bhsd where q has more heads than k and as many tokens; elsewhere they may be
+            either, and the layout must be named.
 
     Returns:
         out like q, contiguous, and with ``return_lse`` lse ``[num_q_heads, total_q]``, float32 (float64 for float64).
-        Of heads first out is ``[1, total_q, num_q_heads, head_dim]``, and the gradients lie in memory as out does.
+        Of both layouts with a batch out is ``[1, total_q, num_q_heads, head_dim]``, and the gradients lie in memory as
+        out does.
         Rows past ``cu_seqlens_q[-1]`` and rows that see no key have out 0 and lse -inf (the sink, where there is one
         and the row belongs to a document); their gradients are 0. float32 inside, float64 for float64. No
         synchronisation. Work: 4 * head_dim operations per visible pair of query and key and head, 2.5 times that in
@@ -75,17 +82,22 @@ def varlen_attention(
         [[[1.0, 2.0]], [[3.0, 4.0]], [[7.0, 8.0]]]
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, cu_seqlens that do not start at 0, decrease or end past
-            the rows, causal with keys to the right. The message names the argument.
+        ValueError: shapes, dtypes or devices that do not fit, four dimensions that may be either layout, cu_seqlens that
+            do not start at 0, decrease or end past the rows, causal with keys to the right. The message names the
+            argument.
         NotImplementedError: a device without a kernel; second derivatives and forward-mode ones (torch.func.jvp).
 
     Method: Dao, FlashAttention-2 (2023): tiles, online softmax, recomputation in backward.
     """
-    if sinks is not None and sinks.dtype != torch.float64:
-        sinks = sinks.float()
-    left, right = window_size
+    if sinks is not None:
+        sinks = _wide(sinks)
+    left, right = window_sides(window_size)
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
+    check_tensor(q, "q")
+    tokens_first = (layout or q.dim() == 4) and _layout_of(q, k, layout, cu_seqlens_k is cu_seqlens_q) == "bshd"
+    if tokens_first:
+        q, k, v = (_without_batch(t, name) for name, t in (("q", q), ("k", k), ("v", v)))
     if plan is None:
         plan = _recent.plan_for(q, k, cu_seqlens_q, cu_seqlens_k, causal, left, right)
     try:
@@ -95,7 +107,39 @@ def varlen_attention(
     except ValueError:
         _recent.forget()  # it may be of a plan that was kept while its cu_seqlens changed
         raise
+    out = out[None] if tokens_first else out
     return (out, lse) if return_lse else out
+
+
+def _wide(sinks):
+    """One of another floating dtype as float32; a complex one is the op's to refuse."""
+    check_tensor(sinks, "sinks")
+    return sinks if sinks.dtype == torch.float64 or sinks.is_complex() else sinks.float()
+
+
+def _layout_of(q, k, layout, same_documents: bool) -> str:
+    """The caller's word, or what the shapes leave no doubt of; a wrong one of q is the op's to name."""
+    if layout is not None:
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout: expected 'thd', 'bhsd' or 'bshd', got {layout!r}")
+        if q.dim() != len(layout):
+            raise ValueError(f"q: expected {len(layout)} dimensions in layout {layout!r}, got {described(q)}")
+        return layout
+    check_tensor(k, "k")
+    # Rows of the same documents have as many tokens in q and k: where one size differs it counts heads.
+    if k.dim() != 4 or q.shape[0] != 1 or (same_documents and q.shape[2] == k.shape[2] and q.shape[1] != k.shape[1]):
+        return "bhsd"
+    raise ValueError(
+        "layout: expected 'bhsd' ([1, num_heads, total, head_dim]) or 'bshd' ([1, total, num_heads, head_dim]) for a q "
+        f"that may be either, got None with q {described(q)} and k {described(k)}"
+    )
+
+
+def _without_batch(tensor, name):
+    check_tensor(tensor, name)
+    if tensor.dim() != 4 or tensor.shape[0] != 1:
+        raise ValueError(f"{name}: expected [1, total, num_heads, head_dim] in layout 'bshd', got {described(tensor)}")
+    return tensor[0]
 
 
 def attention_plan(
@@ -140,7 +184,7 @@ def attention_plan(
         num_kv_heads,
         head_dim,
         causal,
-        *window_size,
+        *window_sides(window_size),
     )
 
 
@@ -225,6 +269,7 @@ def flash_attn_func(
         ValueError: as varlen_attention, and for batch * seqlen of 2**31 or more.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_tensor(tensor, name)
         if tensor.dim() != 4:
             raise ValueError(f"{name}: expected [batch, seqlen, num_heads, head_dim], got {list(tensor.shape)}")
     if k.shape[0] != q.shape[0]:
@@ -239,6 +284,7 @@ def flash_attn_func(
 
 
 def refuse_heads_first(q):
+    check_tensor(q, "q")
     if q.dim() != 3:
         raise ValueError(f"q: expected [total_q, num_q_heads, head_dim], got {list(q.shape)}")
 

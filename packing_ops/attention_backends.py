@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from packing_ops import _load
+from packing_ops._args import check_cu_seqlens, dtype_name, window_sides
 from packing_ops.attention import refuse_heads_first, varlen_attention
 
 BACKENDS = ("packing_ops", "torch_varlen", "sdpa")
@@ -110,10 +111,14 @@ def attention(
     options = {"causal": causal, "softmax_scale": softmax_scale, "window_size": window_size}
     if backend == "packing_ops":
         return varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, **options, **wanted)
-    if causal and window_size[1] > 0:
-        raise ValueError(f"window_size: expected nothing to the right with causal=True, got {tuple(window_size)}")
+    sides = window_sides(window_size)
+    if causal and sides[1] > 0:
+        raise ValueError(f"window_size: expected nothing to the right with causal=True, got {sides}")
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    options["window_size"] = [min(side, len(q) + len(k)) for side in window_size]  # to be reckoned with in 32 bits
+    for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        check_cu_seqlens(cu_seqlens, name)
+    cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.int(), cu_seqlens_k.int()
+    options["window_size"] = [min(side, len(q) + len(k)) for side in sides]  # to be reckoned with in 32 bits
     if backend == "sdpa":
         return _sdpa(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
     lengths = (max_seqlen_q or q.shape[0], max_seqlen_k or k.shape[0])
@@ -137,7 +142,7 @@ def _why_not_torch_varlen(q, k, extra) -> str:
     if not q.is_cuda:
         return f"needs a CUDA tensor, got {q.device.type}"
     if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"needs bfloat16 or float16, got {q.dtype}"
+        return f"needs bfloat16 or float16, got {dtype_name(q.dtype)}"
     if q.shape[-1] > 256 or q.shape[-1] % 8:
         return f"needs a head_dim up to 256 in multiples of 8, got {q.shape[-1]}"
     parameters = _torch_varlen_parameters()

@@ -1,17 +1,17 @@
 """Where documents begin and end in a packed row, and what to do with labels there.
 
 cu_seqlens is int32 ``[num_documents + 1]``: document ``i`` owns slots ``cu_seqlens[i] : cu_seqlens[i + 1]``. Slots
-from ``cu_seqlens[-1]`` to ``total`` are padding and count as a segment of their own.
+from ``cu_seqlens[-1]`` to ``total`` are padding and count as a segment of their own. int64 is taken too, and copied.
 """
 
 from collections.abc import Sequence
 
 import torch
 
-from packing_ops._args import exactly_one, index_tensor, integer
+from packing_ops import _ops
+from packing_ops._args import check_cu_seqlens, check_tensor, described, exactly_one, index_tensor, integer, is_set
+from packing_ops._args import one_row, plain
 from packing_ops._autograd import past_autograd, register_autograd
-
-_ops = torch.ops.packing_ops
 
 
 def cu_seqlens_from_lengths(lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
@@ -48,7 +48,7 @@ def position_ids_from_cu_seqlens(cu_seqlens: torch.Tensor, total: int | None = N
         tensor([0, 1, 0, 0, 1, 2])
 
     Raises:
-        ValueError: cu_seqlens not int32, not starting at 0, decreasing or ending past ``total``.
+        ValueError: cu_seqlens not integer, not starting at 0, decreasing or ending past ``total``.
     """
     return _ops.position_ids_from_cu_seqlens(cu_seqlens, _total(cu_seqlens, total))
 
@@ -77,19 +77,22 @@ def cu_seqlens_from_position_ids(position_ids: torch.Tensor, *, padded: bool = F
     """Documents of a packed row, found where position_ids stop growing.
 
     Args:
-        position_ids: int32 or int64, any shape, read as one row; a document starts at slot 0 and wherever a position
+        position_ids: int32 or int64 ``[total]`` or ``[1, total]``; a document starts at slot 0 and wherever a position
             is not larger than the one before it.
-        padded: return all ``numel + 1`` entries, the unused ones repeating ``numel`` (zero-length documents): a fixed
+        padded: return all ``total + 1`` entries, the unused ones repeating ``total`` (zero-length documents): a fixed
             size and no synchronisation. Otherwise the exact size, one synchronisation on CUDA.
 
     Returns:
-        int32 ``[num_documents + 1]``, or ``[numel + 1]`` with ``padded``.
+        int32 ``[num_documents + 1]``, or ``[total + 1]`` with ``padded``.
 
     Example:
         >>> cu_seqlens_from_position_ids(torch.tensor([0, 1, 0, 0, 1, 2]))
         tensor([0, 2, 3, 6], dtype=torch.int32)
+
+    Raises:
+        ValueError: position_ids of another dtype or shape.
     """
-    cu_seqlens, count = _ops.cu_seqlens_from_position_ids(position_ids.reshape(-1))
+    cu_seqlens, count = _ops.cu_seqlens_from_position_ids(one_row(position_ids, "position_ids"))
     return cu_seqlens if padded else cu_seqlens[: int(count) + 1]
 
 
@@ -112,6 +115,7 @@ def compute_prompt_end_indices(uids: torch.Tensor | Sequence) -> torch.Tensor | 
     if isinstance(uids, torch.Tensor):
         ends, count = _ops.prompt_end_indices(uids)
         return ends[: int(count)]
+    uids = plain(uids)
     seen, ends = set(), []
     for i, uid in enumerate(uids):
         if i > 0 and uid == uids[i - 1]:
@@ -177,8 +181,7 @@ def compute_prompt_mini_batch_boundaries(
     if integer(mini_batch_size, "mini_batch_size") < 1:
         raise ValueError(f"mini_batch_size: expected at least 1 prompt, got {mini_batch_size}")
     if train_batch_size is None:
-        ends = prompts.tolist() if isinstance(prompts, torch.Tensor) else prompts
-        ends = [integer(end, "prompt_end_indices") for end in ends]
+        ends = [integer(end, "prompt_end_indices") for end in plain(prompts)]
         if any(end <= start for start, end in zip([0, *ends], ends, strict=False)):
             raise ValueError(f"prompt_end_indices: expected exclusive ends that grow from at least 1, got {ends}")
     else:
@@ -210,7 +213,7 @@ def mask_boundary_labels(
     """Raw (unshifted) labels with the first label of each document masked: nothing before it may predict it.
 
     Args:
-        labels: int64 or int32, any shape, read as one packed row.
+        labels: int64 or int32 ``[total]`` or ``[1, total]``.
         cu_seqlens: int32 ``[num_documents + 1]``; or
         lengths: tokens per document (exactly one of the two).
 
@@ -223,7 +226,8 @@ def mask_boundary_labels(
         tensor([-100,    6, -100,    8,    9])
 
     Raises:
-        ValueError: wrong dtype or device, cu_seqlens past the labels, both or neither of cu_seqlens and lengths.
+        ValueError: labels of another dtype, device or shape (rows of a padded batch are no packed row), cu_seqlens past
+            the labels, both or neither of cu_seqlens and lengths.
     """
     return _ops.mask_boundary_labels(labels, _cu_seqlens(labels, cu_seqlens, lengths), ignore_index)
 
@@ -257,7 +261,7 @@ def shift_labels(labels: torch.Tensor, cu_seqlens: torch.Tensor, *, ignore_index
     """Next-token targets that never cross a document.
 
     Args:
-        labels: raw labels, int64 or int32, any shape, read as one packed row.
+        labels: raw labels, int64 or int32 ``[total]`` or ``[1, total]``.
         cu_seqlens: int32 ``[num_documents + 1]``.
 
     Returns:
@@ -267,6 +271,9 @@ def shift_labels(labels: torch.Tensor, cu_seqlens: torch.Tensor, *, ignore_index
     Example:
         >>> shift_labels(torch.tensor([5, 6, 7, 8, 9]), torch.tensor([0, 2, 5], dtype=torch.int32))
         tensor([   6, -100,    8,    9, -100])
+
+    Raises:
+        ValueError: as mask_boundary_labels.
     """
     return _ops.shift_labels(labels, cu_seqlens, ignore_index)
 
@@ -274,23 +281,51 @@ def shift_labels(labels: torch.Tensor, cu_seqlens: torch.Tensor, *, ignore_index
 def segment_sum(
     values: torch.Tensor, cu_seqlens: torch.Tensor, mask: torch.Tensor | None = None, average: bool = False
 ) -> torch.Tensor:
-    """Sum (or mean) of values per document, for example token log-probs to sequence log-probs. Differentiable.
+    """Sum of values per document: token log-probs to sequence log-probs, hidden states to one vector. Differentiable.
 
     Args:
-        values: float32, float64, bfloat16 or float16, any shape, read as one packed row.
+        values: float32, float64, bfloat16 or float16 ``[total, ...]``; each number of a slot is summed on its own. A
+            packed row ``[1, total]`` is ``values[0]``.
         cu_seqlens: int32 ``[num_documents + 1]``.
-        mask: bool, as many elements as ``values``; False slots are left out, whatever they hold.
-        average: divide by the number of slots kept (0 for a document that keeps none).
+        mask: ``[total]``, bool, integer or floating; slots where it is 0 are left out, whatever they hold.
+        average: divide by the number of slots kept, as segment_mean does.
 
     Returns:
-        ``[num_documents]``, float64 for float64 values, else float32. Deterministic: the order of additions depends
-        on the document's own length alone.
+        ``[num_documents, ...]``, float64 for float64 values, else float32; 0 for a document without slots. Slots after
+        the last document are in none. No synchronisation. Deterministic: the order of additions depends on the
+        document's own length alone, and on whether a slot is one number or several.
 
     Example:
         >>> segment_sum(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 2, 3], dtype=torch.int32))
         tensor([3., 3.])
+        >>> segment_sum(torch.tensor([[1.0, 5.0], [2.0, 6.0], [3.0, 7.0]]), torch.tensor([0, 2, 3])).tolist()
+        [[3.0, 11.0], [3.0, 7.0]]
+
+    Raises:
+        ValueError: values, a mask or cu_seqlens of another dtype, device or shape; cu_seqlens past the values.
     """
-    return _ops.segment_sum(values.reshape(-1), cu_seqlens, None if mask is None else mask.reshape(-1), average)
+    return _ops.segment_sum(values, cu_seqlens, None if mask is None else is_set(mask, "mask"), average)
+
+
+def segment_mean(values: torch.Tensor, cu_seqlens: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Mean of values per document: the pooling of reward and embedding models. Differentiable.
+
+    Args:
+        values, cu_seqlens: as segment_sum.
+        mask: as segment_sum; the mean is over the slots that are kept.
+
+    Returns:
+        As segment_sum; 0 for a document without slots, or with none kept.
+
+    Example:
+        >>> hidden = torch.tensor([[1.0, 5.0], [2.0, 6.0], [3.0, 7.0]])
+        >>> segment_mean(hidden, torch.tensor([0, 2, 2, 3], dtype=torch.int32)).tolist()
+        [[1.5, 5.5], [0.0, 0.0], [3.0, 7.0]]
+
+    Raises:
+        ValueError: as segment_sum.
+    """
+    return segment_sum(values, cu_seqlens, mask, average=True)
 
 
 def count_target_tokens(
@@ -299,7 +334,8 @@ def count_target_tokens(
     """How many next-token targets raw labels hold: what a summed loss is divided by.
 
     Args:
-        labels: raw (unshifted) labels, int64 or int32. Without ``cu_seqlens`` ``[batch, seqlen]``, one document a row.
+        labels: raw (unshifted) labels, int64 or int32 ``[total]`` or ``[1, total]``. Without ``cu_seqlens``
+            ``[batch, seqlen]``, one document a row.
         cu_seqlens: int32 ``[num_documents + 1]``; the first label of each document is no target, padding after the
             last one is not counted.
 
@@ -309,10 +345,17 @@ def count_target_tokens(
     Example:
         >>> count_target_tokens(torch.tensor([5, 6, 7, -100, 9]), torch.tensor([0, 2, 5], dtype=torch.int32))
         tensor(2)
+
+    Raises:
+        ValueError: labels of another dtype, device or shape, cu_seqlens past the labels.
     """
     if cu_seqlens is None:
+        check_tensor(labels, "labels")
+        if labels.dim() != 2:
+            raise ValueError(f"labels: expected [batch, seqlen] without cu_seqlens, got {described(labels)}")
         rows, seqlen = labels.shape
         cu_seqlens = torch.arange(rows + 1, dtype=torch.int32, device=labels.device) * seqlen
+        labels = labels.reshape(-1)
     return _ops.count_target_tokens(labels, cu_seqlens, ignore_index)
 
 
@@ -334,7 +377,7 @@ def block_causal_mask(
         >>> block_causal_mask(torch.tensor([0, 1, 3], dtype=torch.int32), 3).int().tolist()
         [[1, 0, 0], [0, 1, 0], [0, 1, 1]]
     """
-    if window is not None and window < 1:
+    if window is not None and integer(window, "window") < 1:
         raise ValueError(f"window: expected at least 1 visible key (the query itself), got {window}")
     return _ops.block_causal_mask(cu_seqlens, total, dtype, window or 0)
 
@@ -359,18 +402,22 @@ def xformers_bias(lengths: Sequence[int], *, window: int | None = None):
         from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask
     except ImportError as error:
         raise ImportError("xformers_bias needs xformers: pip install xformers") from error
-    bias = BlockDiagonalCausalMask.from_seqlens(list(lengths))
+    bias = BlockDiagonalCausalMask.from_seqlens([integer(length, "lengths") for length in lengths])
     return bias if window is None else bias.make_local_attention(window)
 
 
 def _total(cu_seqlens: torch.Tensor, total: int | None) -> int:
-    return int(cu_seqlens[-1]) if total is None else total
+    if total is not None:
+        return total
+    check_cu_seqlens(cu_seqlens)
+    return int(cu_seqlens[-1])
 
 
 def _cu_seqlens(labels, cu_seqlens, lengths) -> torch.Tensor:
     exactly_one(cu_seqlens=cu_seqlens, lengths=lengths)
     if cu_seqlens is not None:
         return cu_seqlens
+    check_tensor(labels, "labels")
     return cu_seqlens_from_lengths(index_tensor(lengths, "lengths").to(labels.device, non_blocking=True))
 
 
@@ -431,12 +478,12 @@ def _(cu_seqlens, total, dtype, window):
 @torch.library.register_fake("packing_ops::segment_sum")
 def _(values, cu_seqlens, mask, average):
     dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
-    return values.new_empty(cu_seqlens.numel() - 1, dtype=dtype)
+    return values.new_empty((cu_seqlens.numel() - 1, *values.shape[1:]), dtype=dtype)
 
 
 @torch.library.register_fake("packing_ops::segment_sum_backward")
 def _(grad, cu_seqlens, mask, average, total, dtype):
-    return grad.new_empty(total, dtype=dtype)
+    return grad.new_empty((total, *grad.shape[1:]), dtype=dtype)
 
 
 def _segment_sum_context(ctx, inputs, output):

@@ -5,15 +5,14 @@ from dataclasses import dataclass
 
 import torch
 
-from packing_ops._args import index_tensor, integer
+from packing_ops import _ops
+from packing_ops._args import check_cu_seqlens, index_tensor, integer, one_row, window_sides
 from packing_ops._recent import kept_with, plan_of
 from packing_ops.boundaries import (
     cu_seqlens_from_lengths,
     position_ids_from_cu_seqlens,
     seq_idx_from_cu_seqlens,
 )
-
-_ops = torch.ops.packing_ops
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +84,8 @@ class PackedMetadata:
             max_seqlen: longest document, or a bound.
             num_tokens: ``cu_seqlens[-1]``.
         """
+        check_cu_seqlens(cu_seqlens)
+        cu_seqlens = cu_seqlens.int()
         if max_seqlen is None or (total is None and num_tokens is None):
             num_tokens, longest = _end_and_longest(cu_seqlens)
             max_seqlen = longest if max_seqlen is None else integer(max_seqlen, "max_seqlen")
@@ -94,8 +95,8 @@ class PackedMetadata:
 
     @classmethod
     def from_position_ids(cls, position_ids: torch.Tensor) -> "PackedMetadata":
-        """From position_ids of a packed row, any shape; a document starts where they stop growing. CUDA: one sync."""
-        padded, count = _ops.cu_seqlens_from_position_ids(position_ids.reshape(-1))
+        """From position_ids ``[total]`` or ``[1, total]``; a document starts where they stop growing. CUDA: one sync."""
+        padded, count = _ops.cu_seqlens_from_position_ids(one_row(position_ids, "position_ids"))
         num_documents, longest = torch.cat(
             [count, padded.diff().amax(0, keepdim=True) if padded.numel() > 1 else count]
         ).tolist()
@@ -142,7 +143,7 @@ class PackedMetadata:
 
         In the capture of a CUDA graph each call makes its own, which the graph makes again from the lengths of a replay.
         """
-        geometry = (self.total, self.total, num_heads, num_kv_heads, head_dim, causal, *window_size)
+        geometry = (self.total, self.total, num_heads, num_kv_heads, head_dim, causal, *window_sides(window_size))
         return plan_of(self.cu_seqlens, self.cu_seqlens, geometry)
 
     def to_transformers(self) -> dict:

@@ -9,9 +9,8 @@ from numbers import Real
 
 import torch
 
+from packing_ops import _ops
 from packing_ops._args import index_tensor, integer
-
-_ops = torch.ops.packing_ops
 
 # A dense causal decoder does 24 * hidden_size**2 * L + 2 * hidden_size * L**2 operations per layer and sequence.
 _FLOPS = (12.0 * 4096, 1.0)

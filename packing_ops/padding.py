@@ -10,16 +10,9 @@ from itertools import accumulate, islice
 
 import torch
 
-from packing_ops._args import as_tensor, holds, index_tensor, integer
+from packing_ops import _ops
+from packing_ops._args import as_tensor, check_real, check_tensor, described, dtype_name, holds, index_tensor, integer
 from packing_ops._autograd import past_autograd, register_autograd
-
-# The overloads themselves: half a microsecond a call less than torch.ops.packing_ops.<name>.
-_unpad_layout = torch.ops.packing_ops.unpad_layout.default
-_unpad_rows = torch.ops.packing_ops.unpad_rows.default
-_gather_rows = torch.ops.packing_ops.gather_rows.default
-_gather_rows_many = torch.ops.packing_ops.gather_rows_many.default
-_scatter_rows = torch.ops.packing_ops.scatter_rows.default
-_scatter_rows_many = torch.ops.packing_ops.scatter_rows_many.default
 
 Packed = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]
 PackedDict = tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor, int, torch.Tensor]
@@ -67,11 +60,11 @@ def unpad_input(
     _check_padded("hidden_states", hidden_states, attention_mask)
     if lengths is None and total is None and not torch.compiler.is_compiling():
         (packed,), indices, cu_seqlens, seqused, totals = past_autograd(
-            _unpad_rows, [hidden_states], attention_mask, unused_mask
+            _ops.unpad_rows, [hidden_states], attention_mask, unused_mask
         )
         return packed, indices, cu_seqlens, int(totals[1]), seqused
     indices, cu_seqlens, seqused, total, max_seqlen = _layout(attention_mask, unused_mask, lengths, total, max_seqlen)
-    packed = _gather_rows(hidden_states, indices, total)
+    packed = _ops.gather_rows(hidden_states, indices, total)
     return packed, indices[:total], cu_seqlens, max_seqlen, seqused
 
 
@@ -94,7 +87,7 @@ def pad_input(packed: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: i
     Raises:
         ValueError: indices that are not int64 ``[total]``, do not increase or name a row outside the batch.
     """
-    return _scatter_rows(packed, indices, batch, seqlen)
+    return _ops.scatter_rows(packed, indices, batch, seqlen)
 
 
 def unpad_inputs(
@@ -130,7 +123,7 @@ def unpad_inputs(
     if lengths is None and total is None and tensors and not torch.compiler.is_compiling():
         return _unpad_many(tensors, attention_mask, unused_mask)
     indices, cu_seqlens, seqused, total, max_seqlen = _layout(attention_mask, unused_mask, lengths, total, max_seqlen)
-    packed = _many(_gather_rows_many, tensors, indices, total)
+    packed = _many(_ops.gather_rows_many, tensors, indices, total)
     return packed, indices[:total], cu_seqlens, max_seqlen, seqused
 
 
@@ -153,7 +146,7 @@ def pad_inputs(
     Raises:
         ValueError: as pad_input.
     """
-    return _many(_scatter_rows_many, packed, indices, batch, seqlen)
+    return _many(_ops.scatter_rows_many, packed, indices, batch, seqlen)
 
 
 def trim_padding(
@@ -198,8 +191,9 @@ def trim_padding(
     mask = batch.get("attention_mask") if attention_mask is None else attention_mask
     if mask is None:
         raise ValueError("attention_mask: expected one, as an argument or in the batch, got neither")
+    check_real(mask, "attention_mask")
     if mask.dim() != 2:
-        raise ValueError(f"attention_mask: expected [batch, seqlen], got {mask.dtype} {_shape_text(mask.shape)}")
+        raise ValueError(f"attention_mask: expected [batch, seqlen], got {described(mask)}")
     columns = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim() > 1}
     for name, tensor in columns.items():
         _check_padded(name, tensor, mask, same_device=False)
@@ -243,15 +237,12 @@ def iter_microbatches(
     return _microbatches(iter(examples), microbatch_size, pad_values)
 
 
-def _shape_text(shape: Sequence[int]) -> str:
-    return "[" + ", ".join(str(size) for size in shape) + "]"
-
-
 def _check_padded(name: str, tensor: torch.Tensor, mask: torch.Tensor, same_device: bool = True) -> None:
+    check_tensor(tensor, name)
+    check_tensor(mask, "attention_mask")
     if tensor.shape[:2] != mask.shape:
         raise ValueError(
-            f"{name}: expected [batch, seqlen, ...] = {_shape_text(mask.shape)} like attention_mask, "
-            f"got {tensor.dtype} {_shape_text(tensor.shape)}"
+            f"{name}: expected [batch, seqlen, ...] = {list(mask.shape)} like attention_mask, got {described(tensor)}"
         )
     if same_device and tensor.device != mask.device:
         raise ValueError(f"{name}: expected on {mask.device} like attention_mask, got {tensor.device}")
@@ -259,14 +250,14 @@ def _check_padded(name: str, tensor: torch.Tensor, mask: torch.Tensor, same_devi
 
 def _layout(attention_mask, unused_mask, lengths, total, max_seqlen):
     """indices [batch * seqlen] (-1 after total), cu_seqlens, seqused, total, max_seqlen."""
-    indices, cu_seqlens, seqused, totals = _unpad_layout(attention_mask, unused_mask, lengths is None and total is None)
+    indices, cu_seqlens, seqused, totals = _ops.unpad_layout(attention_mask, unused_mask, lengths is None and total is None)
     if lengths is None and total is None:
         total, max_seqlen = totals.tolist()
     elif lengths is not None:
         total, max_seqlen = _totals_of(lengths, cu_seqlens)
     else:
         slots, seqlen = indices.shape[0], attention_mask.shape[1]
-        if not 0 <= total <= slots:
+        if not 0 <= integer(total, "total") <= slots:
             raise ValueError(f"total: expected 0 to batch * seqlen = {slots}, got {total}")
         max_seqlen = seqlen if max_seqlen is None else max_seqlen
         if max_seqlen < seqlen and totals.is_cpu and not torch.compiler.is_compiling() and max_seqlen < totals[1]:
@@ -288,18 +279,20 @@ def _unpad_many(tensors, attention_mask, unused_mask) -> PackedDict:
     first = next(iter(tensors.values())).requires_grad
     now = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad == first}
     moved, indices, cu_seqlens, seqused, totals = past_autograd(
-        _unpad_rows, [*now.values()], attention_mask, unused_mask
+        _ops.unpad_rows, [*now.values()], attention_mask, unused_mask
     )
     packed = dict(zip(now, moved, strict=True))
     later = [name for name in tensors if name not in packed]
     if later:
-        moved = _gather_rows_many([tensors[name] for name in later], indices, indices.shape[0])
+        moved = _ops.gather_rows_many([tensors[name] for name in later], indices, indices.shape[0])
         packed.update(zip(later, moved, strict=True))
     return {name: packed[name] for name in tensors}, indices, cu_seqlens, int(totals[1]), seqused
 
 
 def _many(op, tensors, *arguments) -> dict[str, torch.Tensor]:
     """op over a dict. Outputs of one call require grad together, so tensors without grad go in a call of their own."""
+    for name, tensor in tensors.items():
+        check_tensor(tensor, name)
     moved = {}
     for requires_grad in (False, True):
         names = [name for name, tensor in tensors.items() if tensor.requires_grad == requires_grad]
@@ -356,7 +349,7 @@ def _pad_group(group, first, pad_values) -> dict[str, torch.Tensor | list]:
                 raise ValueError(f"{name}: expected {wanted} values like the rest of example {i}, got {length}")
         value, dtype = pad_values[name], sequences[0].dtype
         if not holds(dtype, value):
-            raise ValueError(f"pad_values: expected a value of {dtype} for {name!r}, got {value}")
+            raise ValueError(f"pad_values: expected a value of {dtype_name(dtype)} for {name!r}, got {value}")
         padded[name] = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=value)
     if "attention_mask" not in names:
         ones = [torch.ones(length, dtype=torch.int64, device=sequences[0].device) for length in lengths]
@@ -376,9 +369,10 @@ def _sequences(name, values, first) -> list[torch.Tensor]:
         if isinstance(values[i], Sequence) and not values[i]:
             tensors[i] = like.new_empty((0, *like.shape[1:]))
         elif (tensor.dtype, tensor.device, tensor.shape[1:]) != (like.dtype, like.device, like.shape[1:]):
+            shape = ", ".join(["length", *map(str, like.shape[1:])])
             raise ValueError(
-                f"{name}: expected {like.dtype} {_shape_text(['length', *like.shape[1:]])} on {like.device} as in the "
-                f"others, got {tensor.dtype} {_shape_text(tensor.shape)} on {tensor.device} in example {first + i}"
+                f"{name}: expected {dtype_name(like.dtype)} [{shape}] on {like.device} as in the others, "
+                f"got {described(tensor)} on {tensor.device} in example {first + i}"
             )
     return tensors
 
@@ -462,23 +456,23 @@ def _scatter_context(ctx, inputs, output):
 
 def _gather_backward(ctx, grad):
     (indices,) = ctx.saved_tensors
-    return None if grad is None else _scatter_rows(grad, indices, ctx.batch, ctx.seqlen), None, None
+    return None if grad is None else _ops.scatter_rows(grad, indices, ctx.batch, ctx.seqlen), None, None
 
 
 def _scatter_backward(ctx, grad):
     (indices,) = ctx.saved_tensors
-    return None if grad is None else _gather_rows(grad, indices, ctx.total), None, None, None
+    return None if grad is None else _ops.gather_rows(grad, indices, ctx.total), None, None, None
 
 
 def _gather_many_backward(ctx, grads, *others):
     """Of gather_rows_many, and of unpad_rows, whose other outputs are integers."""
     (indices,) = ctx.saved_tensors
-    return _needed(ctx, grads, _scatter_rows_many, indices, ctx.batch, ctx.seqlen), None, None
+    return _needed(ctx, grads, _ops.scatter_rows_many, indices, ctx.batch, ctx.seqlen), None, None
 
 
 def _scatter_many_backward(ctx, grads):
     (indices,) = ctx.saved_tensors
-    return _needed(ctx, grads, _gather_rows_many, indices, ctx.total), None, None, None
+    return _needed(ctx, grads, _ops.gather_rows_many, indices, ctx.total), None, None, None
 
 
 def _needed(ctx, grads, op, *arguments):

@@ -9,11 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
+from packing_ops import _ops
 from packing_ops._autograd import has_tangent, in_forward_mode, register_autograd
-
-_ops = torch.ops.packing_ops
-# The overload itself: looking it up again would cost a microsecond a call.
-_rope_qk, _rope_qk_ = _ops.rope_qk.default, _ops.rope_qk_.default
 
 
 def apply_rotary_qk(
@@ -84,11 +81,11 @@ def apply_rotary_qk(
     """
     if inplace:
         _refuse_derivatives(q=q, k=k, cos=cos, sin=sin)
-        _rope_qk_(q, k, cos, sin, position_ids, sections, rotary_dim, interleaved, unsqueeze_dim, False)
+        _ops.rope_qk_(q, k, cos, sin, position_ids, sections, rotary_dim, interleaved, unsqueeze_dim, False)
         if not torch.compiler.is_compiling():  # autograd must notice if it saved q or k elsewhere
             torch.autograd.graph.increment_version([q] if k is None else [q, k])
         return q, k
-    q_out, k_out = _rope_qk(q, k, cos, sin, position_ids, sections, rotary_dim, interleaved, unsqueeze_dim, False)
+    q_out, k_out = _ops.rope_qk(q, k, cos, sin, position_ids, sections, rotary_dim, interleaved, unsqueeze_dim, False)
     return q_out, None if k is None else k_out
 
 
@@ -130,10 +127,10 @@ def _rope_qk_backward(ctx, grad_q, grad_k):
     needed = zip((grad_q, grad_k), ctx.needs_input_grad[:2], strict=True)
     grad_q, grad_k = (_rotatable(grad) if grad is not None and need else None for grad, need in needed)
     if grad_q is not None:
-        grad_q, k_out = _rope_qk(grad_q, grad_k, *tables, *options, not conjugate)
+        grad_q, k_out = _ops.rope_qk(grad_q, grad_k, *tables, *options, not conjugate)
         grad_k = None if grad_k is None else k_out
     elif grad_k is not None:
-        grad_k, _ = _rope_qk(grad_k, None, *tables, *options, not conjugate)
+        grad_k, _ = _ops.rope_qk(grad_k, None, *tables, *options, not conjugate)
     return grad_q, grad_k, *[None] * 8
 
 

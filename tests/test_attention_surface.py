@@ -168,7 +168,7 @@ def bad_calls(device):
         "no head_dim": (call(**dict.fromkeys("qkv", q[..., :0])), "q: expected a head_dim of 1 to 256"),
         "q strided": (call(q=non_contiguous(q)), r"q: expected a contiguous last dimension \(stride 1\), got stride 2"),
         "k strided": (call(k=non_contiguous(k)), "k: expected a contiguous last dimension"),
-        "cu_seqlens_q dtype": (call(cu_q=cu_seqlens.long()), "cu_seqlens_q: expected int32, got int64"),
+        "cu_seqlens_q dtype": (call(cu_q=cu_seqlens.float()), "cu_seqlens_q: expected int32 or int64, got float32"),
         "cu_seqlens_q rank": (call(cu_q=cu_seqlens[None]), "cu_seqlens_q: expected 1 dimensions"),
         "cu_seqlens_q start": (call(cu_q=cu_seqlens + 1), "cu_seqlens_q: expected to start at 0"),
         "cu_seqlens_q end": (call(q=q[:4]), "cu_seqlens_q: expected to end at most at total=4, got 5"),

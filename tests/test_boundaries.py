@@ -69,6 +69,35 @@ def test_many_documents(device):
     )
 
 
+INT64 = {
+    "position_ids_from_cu_seqlens": lambda cu: po.position_ids_from_cu_seqlens(cu, 7),
+    "position_ids_from_cu_seqlens, whole": po.position_ids_from_cu_seqlens,
+    "seq_idx_from_cu_seqlens": lambda cu: po.seq_idx_from_cu_seqlens(cu, 7),
+    "mask_boundary_labels": lambda cu: po.mask_boundary_labels(torch.arange(7, device=cu.device), cu),
+    "mask_boundary_labels_shifted_": lambda cu: po.mask_boundary_labels_shifted_(torch.arange(7, device=cu.device), cu),
+    "shift_labels": lambda cu: po.shift_labels(torch.arange(7, device=cu.device), cu),
+    "segment_sum": lambda cu: po.segment_sum(torch.arange(7.0, device=cu.device), cu),
+    "segment_mean": lambda cu: po.segment_mean(torch.arange(14.0, device=cu.device).view(7, 2), cu),
+    "count_target_tokens": lambda cu: po.count_target_tokens(torch.arange(7, device=cu.device), cu),
+    "block_causal_mask": lambda cu: po.block_causal_mask(cu, 7),
+    "from_cu_seqlens": lambda cu: po.PackedMetadata.from_cu_seqlens(cu, total=7).cu_seqlens,
+    "from_cu_seqlens, positions": lambda cu: po.PackedMetadata.from_cu_seqlens(cu).position_ids,
+}
+
+
+@pytest.mark.parametrize("name", INT64)
+def test_int64_cu_seqlens_are_taken(device, name):
+    cu_seqlens = cu_seqlens_of([2, 0, 3], device)
+    wanted = INT64[name](cu_seqlens)
+    assert_same(INT64[name](cu_seqlens.long()), wanted)
+    assert_same(INT64[name](non_contiguous(cu_seqlens.long())), wanted)
+
+
+def test_int64_cu_seqlens_past_int32_are_named():
+    with pytest.raises(ValueError, match="cu_seqlens: expected numbers that fit int32, got 4294967298 at index 1"):
+        po.position_ids_from_cu_seqlens(torch.tensor([0, 2**32 + 2]), 5)
+
+
 # --- prompts ---
 
 
@@ -331,9 +360,9 @@ def bad_calls(device):
             lambda: po.cu_seqlens_from_lengths(torch.ones(2, 2, dtype=torch.int64, device=device)),
             "lengths: .*1 dim",
         ),
-        "cu_seqlens int64": (
-            lambda: po.position_ids_from_cu_seqlens(cu_seqlens.long(), 5),
-            "cu_seqlens: expected int32, got int64",
+        "cu_seqlens dtype": (
+            lambda: po.position_ids_from_cu_seqlens(cu_seqlens.float(), 5),
+            "cu_seqlens: expected int32 or int64, got float32",
         ),
         "cu_seqlens rank": (lambda: po.seq_idx_from_cu_seqlens(cu_seqlens[None], 5), "cu_seqlens: expected 1 dim"),
         "cu_seqlens nothing": (lambda: po.seq_idx_from_cu_seqlens(cu_seqlens[:0], 5), "cu_seqlens: .*at least one"),
@@ -357,13 +386,43 @@ def bad_calls(device):
         ),
         "labels short": (lambda: po.mask_boundary_labels(labels[:4], cu_seqlens), "cu_seqlens: .*total"),
         "values dtype": (lambda: po.segment_sum(labels, cu_seqlens), "values: expected float32"),
-        "mask dtype": (lambda: po.segment_sum(values, cu_seqlens, labels), "mask: expected bool, got int64"),
+        "labels of rows": (
+            lambda: po.shift_labels(labels.expand(2, 5), cu_seqlens),
+            r"labels: expected \[total\] or \[1, total\], got int64 \[2, 5\]",
+        ),
+        "labels of rows masked": (
+            lambda: po.mask_boundary_labels(labels.expand(2, 5), cu_seqlens),
+            r"labels: expected \[total\] or \[1, total\], got int64 \[2, 5\]",
+        ),
+        "shifted labels of rows": (
+            lambda: po.mask_boundary_labels_shifted_(labels.repeat(2, 1), cu_seqlens),
+            r"labels: expected \[total\] or \[1, total\], got int64 \[2, 5\]",
+        ),
+        "labels of a batch counted": (
+            lambda: po.count_target_tokens(labels.expand(2, 5), cu_seqlens),
+            r"labels: expected \[total\] or \[1, total\], got int64 \[2, 5\]",
+        ),
+        "labels of a row counted": (
+            lambda: po.count_target_tokens(labels),
+            r"labels: expected \[batch, seqlen\] without cu_seqlens, got int64 \[5\]",
+        ),
+        "positions of rows": (
+            lambda: po.cu_seqlens_from_position_ids(labels.expand(2, 5)),
+            r"position_ids: expected \[total\] or \[1, total\], got int64 \[2, 5\]",
+        ),
         "mask shape": (
             lambda: po.segment_sum(values, cu_seqlens, labels[:4] > 0),
             r"mask: expected .*\[5\], got bool \[4\]",
         ),
         "mask window": (lambda: po.block_causal_mask(cu_seqlens, 5, window=0), "window: expected at least 1"),
-        "mask of ints": (lambda: po.block_causal_mask(cu_seqlens, 5, dtype=torch.int32), "dtype: expected bool"),
+        "mask of ints": (
+            lambda: po.block_causal_mask(cu_seqlens, 5, dtype=torch.int32),
+            "dtype: expected bool.*, got int32",
+        ),
+        "mask of complex numbers": (
+            lambda: po.block_causal_mask(cu_seqlens, 5, dtype=torch.complex64),
+            "dtype: expected bool.*, got complex64",
+        ),
         "uids dtype": (
             lambda: po.compute_prompt_end_indices(torch.ones(2, device=device)),
             "uids: expected int32 or int64",

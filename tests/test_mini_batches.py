@@ -357,8 +357,8 @@ def test_only_mask_values_over_0_count():
             "max_seq_len: expected at least 1 token .*, got 0",
         ),
         ({"loss_mask": torch.ones(3, 1)}, r"loss_mask: expected \[3, 2\] on cpu like advantages, got \[3, 1\]"),
-        ({"advantages": torch.ones(3)}, r"advantages: expected floating \[rows, seqlen\], got torch.float32 \[3\]"),
-        ({"advantages": torch.ones(3, 2).long()}, r"advantages: expected floating .*, got torch.int64 \[3, 2\]"),
+        ({"advantages": torch.ones(3)}, r"advantages: expected floating \[rows, seqlen\], got float32 \[3\]"),
+        ({"advantages": torch.ones(3, 2).long()}, r"advantages: expected floating .*, got int64 \[3, 2\]"),
     ],
 )
 def test_errors(changed, message):

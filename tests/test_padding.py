@@ -397,7 +397,7 @@ def bad_calls(device):
         "total": (lambda: po.unpad_input(hidden, mask, total=7), r"total: expected 0 to batch \* seqlen = 6, got 7"),
         "total negative": (lambda: po.unpad_input(hidden, mask, total=-1), "total: expected 0 to .*got -1"),
         "total too small": (lambda: po.unpad_input(hidden, mask, total=3), "indices: expected no more rows than total=3, got row 5 after them"),
-        "one of many": (lambda: po.unpad_inputs({"ids": ids, "labels": ids[:, :2]}, mask), r"labels: expected \[batch, seqlen, ...\] = \[2, 3\] like attention_mask, got torch.int64 \[2, 2\]"),
+        "one of many": (lambda: po.unpad_inputs({"ids": ids, "labels": ids[:, :2]}, mask), r"labels: expected \[batch, seqlen, ...\] = \[2, 3\] like attention_mask, got int64 \[2, 2\]"),
         "many shapes": (lambda: ops.gather_rows_many([ids, ids[:, :2]], indices, 4), r"input: expected the same \[batch, seqlen\] in every tensor, got int64 \[2, 3\] .* and int64 \[2, 2\]"),
         "many totals": (lambda: po.pad_inputs({"a": packed, "b": packed[:3]}, indices, 2, 3), "packed: expected the same total in every tensor"),
         "input rank": (lambda: ops.gather_rows(indices, indices, 4), r"input: expected \[batch, seqlen, ...\], got int64 \[4\]"),

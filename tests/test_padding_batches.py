@@ -147,7 +147,7 @@ def bad_calls(device):
         "multiple_of": (lambda: po.trim_padding(batch, mask, multiple_of=0), "multiple_of: expected at least 1, got 0"),
         "no mask": (lambda: po.trim_padding(batch), "attention_mask: expected one"),
         "mask rank": (lambda: po.trim_padding(batch, mask[0]), r"attention_mask: expected \[batch, seqlen\], got"),
-        "shape": (lambda: po.trim_padding({"ids": ids, "wide": torch.cat([ids, ids], 1)}, mask), r"wide: expected \[batch, seqlen, ...\] = \[2, 3\] like attention_mask, got torch.int64 \[2, 6\]"),
+        "shape": (lambda: po.trim_padding({"ids": ids, "wide": torch.cat([ids, ids], 1)}, mask), r"wide: expected \[batch, seqlen, ...\] = \[2, 3\] like attention_mask, got int64 \[2, 6\]"),
         "microbatch_size": (lambda: po.iter_microbatches([], 0, pad_values={"a": 0}), "microbatch_size: expected at least 1 example, got 0"),
         "no pad_values": (lambda: po.iter_microbatches([], 1, pad_values={}), "pad_values: expected a value"),
         "names differ": (lambda: microbatches([{"a": [1]}, {"b": [1]}], a=0), r"examples: expected the names \['a'\], got \['b'\] in example 1"),
@@ -155,7 +155,7 @@ def bad_calls(device):
         "no pad value": (lambda: microbatches([{"a": [1], "b": [2]}], a=0), "pad_values: expected a value for 'b'"),
         "not a sequence": (lambda: microbatches([{"a": 3}], a=0), "a: expected a sequence .*got 3 in example 0"),
         "lengths differ": (lambda: microbatches(uneven, a=0, b=0), "b: expected 2 values like the rest of example 1, got 1"),
-        "dtypes differ": (lambda: microbatches(fractional, a=0), r"a: expected torch.int64 \[length\] on cpu as in the others, got torch.float32 \[1\] on cpu in example 5"),
+        "dtypes differ": (lambda: microbatches(fractional, a=0), r"a: expected int64 \[length\] on cpu as in the others, got float32 \[1\] on cpu in example 5"),
     }
     # fmt: on
 

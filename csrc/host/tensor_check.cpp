@@ -1,10 +1,13 @@
 #include "host/tensor_check.h"
 
 #include <algorithm>
+#include <limits>
 
 namespace packing_ops {
 
 namespace {
+
+constexpr int64_t kMaxTotal = std::numeric_limits<int32_t>::max();
 
 std::string shape_text(const std::vector<int64_t>& shape) {
   std::string text = "[";
@@ -21,10 +24,62 @@ bool same_device(const Tensor& a, const Tensor& b) {
   return a.is_cpu() == b.is_cpu() && (a.is_cpu() || a.get_device_index() == b.get_device_index());
 }
 
+// int32 of int64, in memory of its own.
+Tensor int32_copy(const Tensor& cu_seqlens, const char* name) {
+  Tensor copy = empty(sizes_of(cu_seqlens), DType::kInt32, cu_seqlens);
+  if (!cu_seqlens.is_cpu()) return torch::stable::copy_(copy, cu_seqlens);
+  const Tensor values = dense(cu_seqlens);
+  const auto* from = static_cast<const int64_t*>(values.data_ptr());
+  auto* to = static_cast<int32_t*>(copy.data_ptr());
+  for (int64_t i = 0; i < values.numel(); ++i) {
+    to[i] = static_cast<int32_t>(from[i]);
+    check(to[i] == from[i], name, ": expected numbers that fit int32, got ", from[i], " at index ", i);
+  }
+  return copy;
+}
+
 }  // namespace
 
+const char* dtype_name(torch::headeronly::ScalarType dtype) {
+  using torch::headeronly::ScalarType;
+  switch (dtype) {
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Char:
+      return "int8";
+    case ScalarType::Short:
+      return "int16";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::UInt16:
+      return "uint16";
+    case ScalarType::UInt32:
+      return "uint32";
+    case ScalarType::UInt64:
+      return "uint64";
+    case ScalarType::ComplexHalf:
+      return "complex32";
+    case ScalarType::ComplexFloat:
+      return "complex64";
+    case ScalarType::ComplexDouble:
+      return "complex128";
+    case ScalarType::Float8_e5m2:
+      return "float8_e5m2";
+    case ScalarType::Float8_e4m3fn:
+      return "float8_e4m3fn";
+    default:
+      return dtype_name(dtype_of(dtype));
+  }
+}
+
 std::string describe(const Tensor& t) {
-  return std::string(dtype_name(dtype_of(t))) + " " + shape_text(sizes_of(t)) + " on " + device_text(t);
+  // A shim's number of a dtype is that of its ScalarType.
+  int32_t dtype = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &dtype));
+  const char* name = dtype_name(static_cast<torch::headeronly::ScalarType>(dtype));
+  return std::string(name) + " " + shape_text(sizes_of(t)) + " on " + device_text(t);
 }
 
 void check_dtype(const Tensor& t, const char* name, std::initializer_list<DType> allowed) {
@@ -67,15 +122,19 @@ void check_last_dim_contiguous(const Tensor& t, const char* name) {
   fail(name, ": expected a contiguous last dimension (stride 1), got stride ", t.stride(last), " in ", describe(t));
 }
 
-void check_cu_seqlens(const Tensor& cu_seqlens, const char* name, int64_t total, const Tensor& other,
-                      const char* other_name) {
-  check_dtype(cu_seqlens, name, {DType::kInt32});
+void check_total(int64_t total, const char* name) {
+  check(total >= 0 && total <= kMaxTotal, name, ": expected 0 to ", kMaxTotal, " slots, got ", total);
+}
+
+void take_cu_seqlens(Tensor& cu_seqlens, const char* name, int64_t total, const Tensor& other, const char* other_name) {
+  check_dtype(cu_seqlens, name, {DType::kInt32, DType::kInt64});
   check_rank(cu_seqlens, name, 1);
   if (cu_seqlens.numel() < 1) {
     fail(name, ": expected [num_documents + 1] with at least one entry, got ", describe(cu_seqlens));
   }
-  check(cu_seqlens.is_contiguous(), name, ": expected contiguous, got stride ", cu_seqlens.stride(0));
   check_same_device(cu_seqlens, name, other, other_name);
+  if (dtype_of(cu_seqlens) == DType::kInt64) cu_seqlens = int32_copy(cu_seqlens, name);
+  check(cu_seqlens.is_contiguous(), name, ": expected contiguous, got stride ", cu_seqlens.stride(0));
   if (!cu_seqlens.is_cpu()) return;
   const auto* values = static_cast<const int32_t*>(cu_seqlens.data_ptr());
   const int64_t count = cu_seqlens.numel();

@@ -9,6 +9,8 @@
 
 namespace packing_ops {
 
+// As Python names it, without "torch.".
+const char* dtype_name(torch::headeronly::ScalarType dtype);
 // "float32 [2, 3] on cpu"
 std::string describe(const Tensor& t);
 
@@ -22,9 +24,12 @@ void check_same_dtype(const Tensor& t, const char* name, const Tensor& other, co
 void check_fits(int64_t value, const char* name, const Tensor& t, const char* t_name);
 void check_last_dim_contiguous(const Tensor& t, const char* name);
 
-// int32 [num_documents + 1] on the device of `other`. On the CPU the values are checked too: they start at 0, never
-// decrease and end at most at `total`; a CUDA kernel that reads them calls flag_cu_seqlens instead.
-void check_cu_seqlens(const Tensor& cu_seqlens, const char* name, int64_t total, const Tensor& other,
-                      const char* other_name);
+// Slots of a packed row: cu_seqlens are int32, so it is never longer than they can tell.
+void check_total(int64_t total, const char* name);
+
+// int32 or int64 [num_documents + 1] on the device of `other`; int64 become int32, so keep the tensor until the launch.
+// On the CPU the values are checked too: they start at 0, never decrease and end at most at `total`; a CUDA kernel that
+// reads them calls flag_cu_seqlens instead.
+void take_cu_seqlens(Tensor& cu_seqlens, const char* name, int64_t total, const Tensor& other, const char* other_name);
 
 }  // namespace packing_ops

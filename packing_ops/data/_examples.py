@@ -7,7 +7,7 @@ from operator import iadd
 
 import torch
 
-from packing_ops._args import as_tensor, buffer_tensor
+from packing_ops._args import as_tensor, buffer_tensor, described
 
 _CODES = {torch.int64: "q", torch.float32: "f"}
 _UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # torch.cat takes them beside no other dtype
@@ -148,7 +148,6 @@ def _error(values: Sequence, name: str, dtype: torch.dtype) -> ValueError:
         except (TypeError, ValueError, OverflowError, RuntimeError):
             return ValueError(f"{name}: expected a 1-D sequence of {wanted}, got {value!r} in example {i}")
         if tensor.dim() != 1 or not _becomes(tensor, dtype):
-            got = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-            return ValueError(f"{name}: expected a 1-D sequence of {wanted}, got {got} in example {i}")
+            return ValueError(f"{name}: expected a 1-D sequence of {wanted}, got {described(tensor)} in example {i}")
     devices = sorted({str(as_tensor(value).device) for value in values})
     return ValueError(f"{name}: expected 1-D sequences of {wanted} on one device, got {devices}")

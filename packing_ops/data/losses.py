@@ -7,7 +7,7 @@ is counted once over the whole batch of the optimizer step, before it is cut, ne
 import torch
 import torch.nn.functional as F
 
-from packing_ops._args import integer
+from packing_ops._args import check_real, described, integer, is_set
 from packing_ops.boundaries import segment_sum, shift_labels
 
 
@@ -45,6 +45,7 @@ def sequence_logps(
         ValueError: labels or attention_mask of another shape, cu_seqlens and attention_mask together, cu_seqlens past
             the labels.
     """
+    _check_floating(logits, "logits")
     if labels.shape != logits.shape[:-1]:
         raise ValueError(f"labels: expected {list(logits.shape[:-1])} like logits, got {list(labels.shape)}")
     if attention_mask is not None:
@@ -54,11 +55,11 @@ def sequence_logps(
             raise ValueError(
                 f"attention_mask: expected {list(labels.shape)} like labels, got {list(attention_mask.shape)}"
             )
-        real = attention_mask != 0
+        real = is_set(attention_mask, "attention_mask")
         labels = labels.masked_fill(~(real & F.pad(real[:, :-1], (1, 0))), ignore_index)
     if cu_seqlens is None:
         cu_seqlens = _one_document_per_row(labels)
-    targets = shift_labels(labels, cu_seqlens, ignore_index=ignore_index).flatten().long()
+    targets = shift_labels(labels.flatten(), cu_seqlens, ignore_index=ignore_index).long()
     logits = _at_least_float32(logits).flatten(0, -2)
     logps = -F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="none")
     return segment_sum(logps, cu_seqlens, targets != ignore_index, average)
@@ -106,6 +107,8 @@ def masked_loss(
         ValueError: a mask of another shape, an unknown reduction, num_items_in_batch below 0, dp_size below 1,
             cu_seqlens past the slots.
     """
+    _check_floating(losses, "losses")
+    check_real(loss_mask, "loss_mask")
     if loss_mask.shape != losses.shape:
         raise ValueError(f"loss_mask: expected {list(losses.shape)} like losses, got {list(loss_mask.shape)}")
     if reduction not in ("token_mean", "sequence_mean"):
@@ -118,8 +121,8 @@ def masked_loss(
         cu_seqlens = _one_document_per_row(losses)
     dtype = torch.float64 if losses.dtype == torch.float64 else torch.float32
     # In float64, so that 1 / (the sum of weights) is a number for all that float32 holds.
-    weights = loss_mask.double()
-    sums = segment_sum(losses.double() * weights, cu_seqlens, loss_mask != 0)
+    weights = loss_mask.double().flatten()
+    sums = segment_sum(losses.double().flatten() * weights, cu_seqlens, loss_mask.flatten())
     if reduction == "sequence_mean":
         totals = segment_sum(weights, cu_seqlens)
         sums = sums / totals.masked_fill(totals == 0, 1)
@@ -129,6 +132,12 @@ def masked_loss(
         count = sums.new_full((), num_items_in_batch)
     share = sums.sum() * torch.where(count > 0, dp_size / count, count * 0)  # NaN stays NaN
     return share.to(dtype)
+
+
+def _check_floating(tensor: torch.Tensor, name: str) -> None:
+    check_real(tensor, name)
+    if not tensor.is_floating_point():
+        raise ValueError(f"{name}: expected a floating dtype, got {described(tensor)}")
 
 
 def _at_least_float32(values: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from packing_ops._args import index_tensor, integer
+from packing_ops._args import described, index_tensor, integer
 from packing_ops.packing import cost_coefficients, pack_sequences
 
 
@@ -64,7 +64,7 @@ def token_budget_microbatches(
     balance = ("flops", *cost_coefficients(cost, "cost"))
     lengths = index_tensor(lengths, "lengths").cpu()
     if lengths.dim() != 1 or lengths.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"lengths: expected int32 or int64 [num_sequences], got {lengths.dtype} {list(lengths.shape)}")
+        raise ValueError(f"lengths: expected int32 or int64 [num_sequences], got {described(lengths)}")
     num_sequences = lengths.numel()
     if not num_sequences:
         return [[] for _ in range(dp_size)]

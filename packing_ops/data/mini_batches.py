@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from packing_ops._args import int64_tensor, integer
+from packing_ops._args import check_real, check_tensor, described, int64_tensor, integer, plain
 from packing_ops.boundaries import segment_sum, seq_idx_from_cu_seqlens
 from packing_ops.data.batches import num_rows, pad_batch_to_multiple, slice_batch
 
@@ -123,10 +123,10 @@ def normalize_advantages(
     Statistics in float64, the product in float32 at least. No synchronisation. The reductions are SkyRL's; there, rows
     without loss tokens count as rows.
     """
+    check_tensor(advantages, "advantages")
     if not advantages.is_floating_point() or advantages.dim() != 2:
-        raise ValueError(
-            f"advantages: expected floating [rows, seqlen], got {advantages.dtype} {list(advantages.shape)}"
-        )
+        raise ValueError(f"advantages: expected floating [rows, seqlen], got {described(advantages)}")
+    check_real(loss_mask, "loss_mask")
     if loss_mask.shape != advantages.shape or loss_mask.device != advantages.device:
         raise ValueError(
             f"loss_mask: expected {list(advantages.shape)} on {advantages.device} like advantages, "
@@ -209,8 +209,7 @@ def _cu_seqlens(ends: list[int], device: torch.device) -> torch.Tensor:
 
 def _row_ends(name: str, boundaries: Boundaries, rows: int) -> list[int]:
     """[0, end, end, ..., rows] of pairs that follow on each other."""
-    pairs = boundaries.tolist() if isinstance(boundaries, torch.Tensor) else boundaries
-    pairs = [(integer(start, name), integer(end, name)) for start, end in pairs]
+    pairs = [(integer(start, name), integer(end, name)) for start, end in plain(boundaries)]
     ends = [0, *(end for _, end in pairs)]
     if ends[-1] != rows or any(
         start != before or end <= start for before, (start, end) in zip(ends, pairs, strict=False)

@@ -72,6 +72,7 @@ def thd_partition_indices(
     Source:
         TransformerEngine's context parallelism (thd_get_partitioned_indices), as megatron-core expects it.
     """
+    cp_size, cp_rank = integer(cp_size, "cp_size"), integer(cp_rank, "cp_rank")
     if cp_size < 1 or not 0 <= cp_rank < cp_size:
         raise ValueError(f"cp_rank: expected 0 to cp_size - 1 = {cp_size - 1}, got {cp_rank}")
     check_cu_seqlens(cu_seqlens)

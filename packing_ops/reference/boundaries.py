@@ -60,13 +60,16 @@ def shift_labels(labels, cu_seqlens, ignore_index=-100):
 
 
 def segment_sum(values, cu_seqlens, mask=None, average=False):
-    flat = values.reshape(-1)
-    keep = torch.ones_like(flat, dtype=torch.bool) if mask is None else mask.reshape(-1)
+    keep = torch.ones(len(values), dtype=torch.bool, device=values.device) if mask is None else mask != 0
     sums = []
     for start, end in documents(cu_seqlens):
-        kept = flat[start:end][keep[start:end]]
-        sums.append(kept.sum() / max(kept.numel(), 1) if average else kept.sum())
-    return torch.stack(sums) if sums else flat.new_zeros(0)
+        kept = values[start:end][keep[start:end]]
+        sums.append(kept.sum(0) / max(len(kept), 1) if average else kept.sum(0))
+    return torch.stack(sums) if sums else values.new_zeros(0, *values.shape[1:])
+
+
+def segment_mean(values, cu_seqlens, mask=None):
+    return segment_sum(values, cu_seqlens, mask, average=True)
 
 
 def count_target_tokens(labels, cu_seqlens, ignore_index=-100):

@@ -69,8 +69,8 @@ struct Options {
 };
 
 template <class Params>
-Params attention_params(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q,
-                        const Tensor& cu_seqlens_k, const std::optional<Tensor>& sinks, const Options& options) {
+Params attention_params(const Tensor& q, const Tensor& k, const Tensor& v, Tensor& cu_seqlens_q, Tensor& cu_seqlens_k,
+                        const std::optional<Tensor>& sinks, const Options& options) {
   check_q(q);
   check_kv(k, "k", q);
   check_kv(v, "v", q);
@@ -81,8 +81,8 @@ Params attention_params(const Tensor& q, const Tensor& k, const Tensor& v, const
   if (sizes_of(v) != sizes_of(k)) {
     fail("v: expected ", kv_layout(q), " like k (", describe(k), "), got ", describe(v));
   }
-  check_cu_seqlens(cu_seqlens_q, "cu_seqlens_q", shape_q.total, q, "q");
-  check_cu_seqlens(cu_seqlens_k, "cu_seqlens_k", shape_k.total, q, "q");
+  take_cu_seqlens(cu_seqlens_q, "cu_seqlens_q", shape_q.total, q, "q");
+  take_cu_seqlens(cu_seqlens_k, "cu_seqlens_k", shape_k.total, q, "q");
   check(cu_seqlens_q.numel() == cu_seqlens_k.numel(), "cu_seqlens_k: expected as many documents as cu_seqlens_q (",
         cu_seqlens_q.numel() - 1, "), got ", cu_seqlens_k.numel() - 1);
   check(options.window_left >= -1 && options.window_right >= -1,
@@ -156,9 +156,8 @@ Tensor backward_scratch(const VarlenAttentionBackwardParams& p, const Tensor& q)
 
 }  // namespace
 
-std::tuple<Tensor, Tensor> varlen_attention(const Tensor& q, const Tensor& k, const Tensor& v,
-                                            const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
-                                            std::optional<Tensor> sinks, bool causal,
+std::tuple<Tensor, Tensor> varlen_attention(const Tensor& q, const Tensor& k, const Tensor& v, Tensor cu_seqlens_q,
+                                            Tensor cu_seqlens_k, std::optional<Tensor> sinks, bool causal,
                                             std::optional<double> softmax_scale, int64_t window_left,
                                             int64_t window_right, double softcap, std::optional<Tensor> plan) {
   auto p = attention_params<VarlenAttentionParams>(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks,
@@ -183,9 +182,9 @@ std::tuple<Tensor, Tensor> varlen_attention(const Tensor& q, const Tensor& k, co
 // The gradient of sinks is empty where there are none.
 std::tuple<Tensor, Tensor, Tensor, Tensor> varlen_attention_backward(
     const Tensor& dout, std::optional<Tensor> dlse, const Tensor& q, const Tensor& k, const Tensor& v,
-    const Tensor& out, const Tensor& lse, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
-    std::optional<Tensor> sinks, bool causal, std::optional<double> softmax_scale, int64_t window_left,
-    int64_t window_right, double softcap, std::optional<Tensor> plan) {
+    const Tensor& out, const Tensor& lse, Tensor cu_seqlens_q, Tensor cu_seqlens_k, std::optional<Tensor> sinks,
+    bool causal, std::optional<double> softmax_scale, int64_t window_left, int64_t window_right, double softcap,
+    std::optional<Tensor> plan) {
   auto p = attention_params<VarlenAttentionBackwardParams>(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks,
                                                            {causal, softmax_scale, window_left, window_right, softcap});
   check_cuda_case(p, q);

@@ -9,8 +9,7 @@ namespace packing_ops {
 // The work-list of p; empty on the CPU, whose kernels need none.
 Tensor made_plan(AttentionPlanParams p, const Tensor& anchor);
 
-Tensor attention_plan(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, int64_t total_q, int64_t total_k,
-                      int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, bool causal, int64_t window_left,
-                      int64_t window_right);
+Tensor attention_plan(Tensor cu_seqlens_q, Tensor cu_seqlens_k, int64_t total_q, int64_t total_k, int64_t num_heads,
+                      int64_t num_kv_heads, int64_t head_dim, bool causal, int64_t window_left, int64_t window_right);
 
 }  // namespace packing_ops

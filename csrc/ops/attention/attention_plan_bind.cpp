@@ -19,12 +19,11 @@ Tensor made_plan(AttentionPlanParams p, const Tensor& anchor) {
 }
 
 // Options as in varlen_attention; good for every call with these lengths, heads, head_dim and window.
-Tensor attention_plan(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, int64_t total_q, int64_t total_k,
-                      int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, bool causal, int64_t window_left,
-                      int64_t window_right) {
+Tensor attention_plan(Tensor cu_seqlens_q, Tensor cu_seqlens_k, int64_t total_q, int64_t total_k, int64_t num_heads,
+                      int64_t num_kv_heads, int64_t head_dim, bool causal, int64_t window_left, int64_t window_right) {
   check(total_q >= 0 && total_k >= 0, "total_q, total_k: expected 0 or more, got ", total_q, " and ", total_k);
-  check_cu_seqlens(cu_seqlens_q, "cu_seqlens_q", total_q, cu_seqlens_q, "cu_seqlens_q");
-  check_cu_seqlens(cu_seqlens_k, "cu_seqlens_k", total_k, cu_seqlens_q, "cu_seqlens_q");
+  take_cu_seqlens(cu_seqlens_q, "cu_seqlens_q", total_q, cu_seqlens_q, "cu_seqlens_q");
+  take_cu_seqlens(cu_seqlens_k, "cu_seqlens_k", total_k, cu_seqlens_q, "cu_seqlens_q");
   check(cu_seqlens_q.numel() == cu_seqlens_k.numel(), "cu_seqlens_k: expected as many documents as cu_seqlens_q (",
         cu_seqlens_q.numel() - 1, "), got ", cu_seqlens_k.numel() - 1);
   check(num_kv_heads >= 1 && num_heads >= 1 && num_heads % num_kv_heads == 0,

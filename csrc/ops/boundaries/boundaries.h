@@ -45,11 +45,12 @@ struct LabelsParams {
 struct SegmentSumParams {
   Documents documents;
   DType dtype = DType::kFloat32;
-  const void* values = nullptr;  // [total]
+  int64_t features = 1;          // numbers of a slot, each summed on its own
+  const void* values = nullptr;  // [total, features]
   const void* mask = nullptr;    // [total] bool, or null
-  void* sums = nullptr;          // [num_documents], float64 for float64 values, else float32
-  const void* grad = nullptr;    // [num_documents], like sums
-  void* grad_values = nullptr;   // [total], like values
+  void* sums = nullptr;          // [num_documents, features], float64 for float64 values, else float32
+  const void* grad = nullptr;    // [num_documents, features], like sums
+  void* grad_values = nullptr;   // [total, features], like values
   bool average = false;
 };
 

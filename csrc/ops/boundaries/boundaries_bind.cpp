@@ -1,5 +1,4 @@
 // Boundaries: check -> allocate -> fill the params -> launch.
-#include <limits>
 #include <tuple>
 
 #include "host/launch.h"
@@ -10,54 +9,32 @@ namespace packing_ops {
 
 namespace {
 
-constexpr int64_t kMaxTotal = std::numeric_limits<int32_t>::max();
-
 void check_index_vector(const Tensor& t, const char* name) {
   check_dtype(t, name, {DType::kInt32, DType::kInt64});
   check_rank(t, name, 1);
 }
 
-// cu_seqlens are int32, so a packed row is never longer.
-void check_total(int64_t total, const char* name) {
-  check(total >= 0 && total <= kMaxTotal, name, ": expected 0 to ", kMaxTotal, " slots, got ", total);
-}
-
-SlotParams slot_params(const Tensor& cu_seqlens, int64_t total) {
+SlotParams slot_params(Tensor& cu_seqlens, int64_t total) {
   check_total(total, "total");
-  check_cu_seqlens(cu_seqlens, "cu_seqlens", total, cu_seqlens, "cu_seqlens");
+  take_cu_seqlens(cu_seqlens, "cu_seqlens", total, cu_seqlens, "cu_seqlens");
   SlotParams p;
   p.documents = documents_view(cu_seqlens, total);
   return p;
 }
 
-// labels may have any shape: it is read as one packed row.
-LabelsParams labels_params(const Tensor& labels, const Tensor& cu_seqlens, int64_t ignore_index) {
+// [total], or with a batch of 1 before it.
+LabelsParams labels_params(const Tensor& labels, Tensor& cu_seqlens, int64_t ignore_index) {
   check_dtype(labels, "labels", {DType::kInt64, DType::kInt32});
+  if (labels.dim() != 1 && (labels.dim() != 2 || labels.size(0) != 1)) {
+    fail("labels: expected [total] or [1, total], got ", describe(labels));
+  }
   check_total(labels.numel(), "labels");
-  check_cu_seqlens(cu_seqlens, "cu_seqlens", labels.numel(), labels, "labels");
+  take_cu_seqlens(cu_seqlens, "cu_seqlens", labels.numel(), labels, "labels");
   check_fits(ignore_index, "ignore_index", labels, "labels");
   LabelsParams p;
   p.documents = documents_view(cu_seqlens, labels.numel());
   p.labels = index_view(labels);
   p.ignore_index = ignore_index;
-  return p;
-}
-
-constexpr auto kFloats = {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64};
-
-SegmentSumParams segment_sum_params(const Tensor& cu_seqlens, const std::optional<Tensor>& mask, bool average,
-                                    int64_t total, DType dtype, const Tensor& anchor, const char* anchor_name) {
-  check_total(total, "values");
-  check_cu_seqlens(cu_seqlens, "cu_seqlens", total, anchor, anchor_name);
-  if (mask) {
-    check_dtype(*mask, "mask", {DType::kBool});
-    check_shape(*mask, "mask", {total}, "[total] like values");
-    check_same_device(*mask, "mask", anchor, anchor_name);
-  }
-  SegmentSumParams p;
-  p.documents = documents_view(cu_seqlens, total);
-  p.dtype = dtype;
-  p.average = average;
   return p;
 }
 
@@ -67,10 +44,6 @@ std::optional<Tensor> runs_scratch(const Tensor& values, RunsParams& p) {
   p.scratch = data_or_null(memory);
   p.scratch_bytes = memory ? memory->numel() : 0;
   return memory;
-}
-
-DType sum_dtype(DType dtype) {
-  return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
 }
 
 }  // namespace
@@ -87,7 +60,7 @@ Tensor cu_seqlens_from_lengths(const Tensor& lengths) {
   return cu_seqlens;
 }
 
-Tensor position_ids_from_cu_seqlens(const Tensor& cu_seqlens, int64_t total) {
+Tensor position_ids_from_cu_seqlens(Tensor cu_seqlens, int64_t total) {
   SlotParams p = slot_params(cu_seqlens, total);
   Tensor position_ids = empty({total}, DType::kInt64, cu_seqlens);
   p.position_ids = static_cast<int64_t*>(position_ids.data_ptr());
@@ -95,7 +68,7 @@ Tensor position_ids_from_cu_seqlens(const Tensor& cu_seqlens, int64_t total) {
   return position_ids;
 }
 
-Tensor seq_idx_from_cu_seqlens(const Tensor& cu_seqlens, int64_t total) {
+Tensor seq_idx_from_cu_seqlens(Tensor cu_seqlens, int64_t total) {
   SlotParams p = slot_params(cu_seqlens, total);
   Tensor seq_idx = empty({total}, DType::kInt32, cu_seqlens);
   p.seq_idx = static_cast<int32_t*>(seq_idx.data_ptr());
@@ -135,7 +108,7 @@ std::tuple<Tensor, Tensor> prompt_end_indices(const Tensor& uids) {
   return {ends, count};
 }
 
-Tensor mask_boundary_labels(const Tensor& labels, const Tensor& cu_seqlens, int64_t ignore_index) {
+Tensor mask_boundary_labels(const Tensor& labels, Tensor cu_seqlens, int64_t ignore_index) {
   const Tensor values = dense(labels);
   LabelsParams p = labels_params(values, cu_seqlens, ignore_index);
   Tensor out = empty_as(sizes_of(labels), labels);
@@ -144,7 +117,7 @@ Tensor mask_boundary_labels(const Tensor& labels, const Tensor& cu_seqlens, int6
   return out;
 }
 
-void mask_boundary_labels_shifted_(Tensor labels, const Tensor& cu_seqlens, int64_t ignore_index) {
+void mask_boundary_labels_shifted_(Tensor labels, Tensor cu_seqlens, int64_t ignore_index) {
   LabelsParams p = labels_params(labels, cu_seqlens, ignore_index);
   if (!labels.is_contiguous()) {
     fail("labels: expected contiguous (it is changed in place), got ", describe(labels), " with other strides");
@@ -154,7 +127,7 @@ void mask_boundary_labels_shifted_(Tensor labels, const Tensor& cu_seqlens, int6
          PACKING_OPS_CUDA(launch_mask_boundary_labels_shifted_cuda));
 }
 
-Tensor shift_labels(const Tensor& labels, const Tensor& cu_seqlens, int64_t ignore_index) {
+Tensor shift_labels(const Tensor& labels, Tensor cu_seqlens, int64_t ignore_index) {
   const Tensor values = dense(labels);
   LabelsParams p = labels_params(values, cu_seqlens, ignore_index);
   Tensor out = empty_as(sizes_of(labels), labels);
@@ -163,7 +136,7 @@ Tensor shift_labels(const Tensor& labels, const Tensor& cu_seqlens, int64_t igno
   return out;
 }
 
-Tensor count_target_tokens(const Tensor& labels, const Tensor& cu_seqlens, int64_t ignore_index) {
+Tensor count_target_tokens(const Tensor& labels, Tensor cu_seqlens, int64_t ignore_index) {
   const Tensor values = dense(labels);
   LabelsParams p = labels_params(values, cu_seqlens, ignore_index);
   Tensor count = empty({}, DType::kInt64, labels);
@@ -172,46 +145,15 @@ Tensor count_target_tokens(const Tensor& labels, const Tensor& cu_seqlens, int64
   return count;
 }
 
-Tensor segment_sum(const Tensor& values, const Tensor& cu_seqlens, std::optional<Tensor> mask, bool average) {
-  check_dtype(values, "values", kFloats);
-  check_rank(values, "values", 1);
-  SegmentSumParams p =
-      segment_sum_params(cu_seqlens, mask, average, values.numel(), dtype_of(values), values, "values");
-  const Tensor dense_values = dense(values);
-  const std::optional<Tensor> dense_mask = dense(mask);
-  Tensor sums = empty({p.documents.num_documents}, sum_dtype(p.dtype), values);
-  p.values = dense_values.data_ptr();
-  p.mask = data_or_null(dense_mask);
-  p.sums = sums.data_ptr();
-  launch(values, p, launch_segment_sum_cpu, PACKING_OPS_CUDA(launch_segment_sum_cuda));
-  return sums;
-}
-
-// total and dtype: those of values.
-Tensor segment_sum_backward(const Tensor& grad, const Tensor& cu_seqlens, std::optional<Tensor> mask, bool average,
-                            int64_t total, torch::headeronly::ScalarType dtype) {
-  const DType values_dtype = dtype_of(dtype);
-  SegmentSumParams p = segment_sum_params(cu_seqlens, mask, average, total, values_dtype, grad, "grad");
-  check_dtype(grad, "grad", {sum_dtype(values_dtype)});
-  check_shape(grad, "grad", {p.documents.num_documents}, "[num_documents]");
-  const Tensor dense_grad = dense(grad);
-  const std::optional<Tensor> dense_mask = dense(mask);
-  Tensor grad_values = empty({total}, values_dtype, grad);
-  p.grad = dense_grad.data_ptr();
-  p.mask = data_or_null(dense_mask);
-  p.grad_values = grad_values.data_ptr();
-  launch(grad, p, launch_segment_sum_backward_cpu, PACKING_OPS_CUDA(launch_segment_sum_backward_cuda));
-  return grad_values;
-}
-
-Tensor block_causal_mask(const Tensor& cu_seqlens, int64_t total, torch::headeronly::ScalarType dtype, int64_t window) {
+Tensor block_causal_mask(Tensor cu_seqlens, int64_t total, torch::headeronly::ScalarType dtype, int64_t window) {
   const SlotParams slots = slot_params(cu_seqlens, total);
   check(window >= 0, "window: expected 0 (all) or the number of visible keys, got ", window);
   BlockCausalMaskParams p;
   p.documents = slots.documents;
   p.window = window;
   p.dtype = dtype_of(dtype);
-  check(p.dtype != DType::kOther, "dtype: expected bool, float32, float64, bfloat16 or float16, got another one");
+  check(p.dtype != DType::kOther, "dtype: expected bool, float32, float64, bfloat16 or float16, got ",
+        dtype_name(dtype));
   Tensor mask = empty({total, total}, p.dtype, cu_seqlens);
   p.mask = mask.data_ptr();
   launch(cu_seqlens, p, launch_block_causal_mask_cpu, PACKING_OPS_CUDA(launch_block_causal_mask_cuda));
@@ -229,8 +171,6 @@ void register_boundaries(torch::stable::detail::StableLibrary& m) {
   m.impl("mask_boundary_labels", TORCH_BOX(&mask_boundary_labels));
   m.impl("mask_boundary_labels_shifted_", TORCH_BOX(&mask_boundary_labels_shifted_));
   m.impl("shift_labels", TORCH_BOX(&shift_labels));
-  m.impl("segment_sum", TORCH_BOX(&segment_sum));
-  m.impl("segment_sum_backward", TORCH_BOX(&segment_sum_backward));
   m.impl("count_target_tokens", TORCH_BOX(&count_target_tokens));
   m.impl("block_causal_mask", TORCH_BOX(&block_causal_mask));
 }

@@ -15,14 +15,19 @@ namespace {
 
 constexpr int64_t kGrain = 16384;  // slots a thread should have before a second one helps
 
-// f(document, segment) for every document, in parallel, threads balanced by documents.
+// f(document, segment) for every document, in parallel, threads balanced by documents of `features` numbers a slot.
 template <class F>
-void for_each_document(const Documents& documents, const F& f) {
-  const int64_t per_document = documents.total / std::max<int64_t>(documents.num_documents, 1) + 1;
+void for_each_document(const Documents& documents, int64_t features, const F& f) {
+  const int64_t per_document = documents.total * features / std::max<int64_t>(documents.num_documents, 1) + 1;
   parallel_for(0, documents.num_documents, std::max<int64_t>(1, kGrain / per_document),
                [&](int64_t begin, int64_t end) {
                  for (int64_t i = begin; i < end; ++i) f(i, documents[i]);
                });
+}
+
+template <class F>
+void for_each_document(const Documents& documents, const F& f) {
+  for_each_document(documents, 1, f);
 }
 
 void copy_labels(const LabelsParams& p) {
@@ -111,26 +116,44 @@ void launch_count_target_tokens_cpu(const LabelsParams& p) {
   *p.count = count;
 }
 
-void launch_segment_sum_cpu(const SegmentSumParams& p) {
+namespace {
+
+// The sums of `width` neighbouring features of a document, at most kWidth. Compensated, so that a document of 100k
+// tokens loses no digits.
+template <int kWidth, class T, class Sum = accumulate_t<T>>
+void sum_features(const SegmentSumParams& p, int64_t i, Segment s, int64_t first, int width) {
   const bool* mask = static_cast<const bool*>(p.mask);
+  const T* values = static_cast<const T*>(p.values) + first;
+  Sum sums[kWidth] = {}, carries[kWidth] = {};
+  int64_t kept = 0;
+  for (int64_t t = s.start; t < s.end; ++t) {
+    if (mask && !mask[t]) continue;
+    ++kept;
+    for (int f = 0; f < width; ++f) {
+      const Sum term = static_cast<Sum>(values[t * p.features + f]);
+      const Sum sum = sums[f], next = sum + term;
+      carries[f] += std::abs(sum) >= std::abs(term) ? (sum - next) + term : (term - next) + sum;
+      sums[f] = next;
+    }
+  }
+  Sum* out = static_cast<Sum*>(p.sums) + i * p.features + first;
+  for (int f = 0; f < width; ++f) {
+    if (std::isfinite(static_cast<double>(sums[f]))) sums[f] += carries[f];
+    out[f] = p.average ? sums[f] / static_cast<Sum>(std::max<int64_t>(kept, 1)) : sums[f];
+  }
+}
+
+}  // namespace
+
+void launch_segment_sum_cpu(const SegmentSumParams& p) {
   dispatch_float(p.dtype, [&](auto element) {
     using T = decltype(element);
-    using Sum = accumulate_t<T>;
-    const T* values = static_cast<const T*>(p.values);
-    for_each_document(p.documents, [&](int64_t i, Segment s) {
-      // Compensated, so that a document of 100k tokens loses no digits.
-      Sum sum = 0, carry = 0;
-      int64_t kept = 0;
-      for (int64_t t = s.start; t < s.end; ++t) {
-        if (mask && !mask[t]) continue;
-        ++kept;
-        const Sum term = static_cast<Sum>(values[t]);
-        const Sum next = sum + term;
-        carry += std::abs(sum) >= std::abs(term) ? (sum - next) + term : (term - next) + sum;
-        sum = next;
+    constexpr int kWidth = 16;
+    for_each_document(p.documents, p.features, [&](int64_t i, Segment s) {
+      if (p.features == 1) return sum_features<1, T>(p, i, s, 0, 1);
+      for (int64_t first = 0; first < p.features; first += kWidth) {
+        sum_features<kWidth, T>(p, i, s, first, static_cast<int>(std::min<int64_t>(kWidth, p.features - first)));
       }
-      if (std::isfinite(static_cast<double>(sum))) sum += carry;
-      static_cast<Sum*>(p.sums)[i] = p.average ? sum / static_cast<Sum>(std::max<int64_t>(kept, 1)) : sum;
     });
   });
 }
@@ -140,15 +163,17 @@ void launch_segment_sum_backward_cpu(const SegmentSumParams& p) {
   dispatch_float(p.dtype, [&](auto element) {
     using T = decltype(element);
     using Sum = accumulate_t<T>;
-    const Sum* grad = static_cast<const Sum*>(p.grad);
     T* out = static_cast<T*>(p.grad_values);
-    for_each_document(p.documents, [&](int64_t i, Segment s) {
+    for_each_document(p.documents, p.features, [&](int64_t i, Segment s) {
       int64_t kept = s.end - s.start;
       if (p.average && mask) kept = std::count(mask + s.start, mask + s.end, true);
-      const Sum share = p.average ? grad[i] / static_cast<Sum>(std::max<int64_t>(kept, 1)) : grad[i];
-      for (int64_t t = s.start; t < s.end; ++t) out[t] = static_cast<T>(mask && !mask[t] ? Sum(0) : share);
+      const Sum count = p.average ? static_cast<Sum>(std::max<int64_t>(kept, 1)) : Sum(1);
+      for (int64_t f = 0; f < p.features; ++f) {
+        const T share = static_cast<T>(static_cast<const Sum*>(p.grad)[i * p.features + f] / count);
+        for (int64_t t = s.start; t < s.end; ++t) out[t * p.features + f] = mask && !mask[t] ? T(Sum(0)) : share;
+      }
     });
-    std::fill(out + p.documents.end(), out + p.documents.total, static_cast<T>(Sum(0)));
+    std::fill(out + p.documents.end() * p.features, out + p.documents.total * p.features, static_cast<T>(Sum(0)));
   });
 }
 

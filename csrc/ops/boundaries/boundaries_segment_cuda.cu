@@ -78,6 +78,97 @@ __global__ void __launch_bounds__(kThreads) segment_sum_backward_kernel(SegmentS
   });
 }
 
+// --- rows of several features: a block of 8 warps for a document and 32 neighbouring features ---
+
+constexpr int kRowThreads = 256;
+constexpr int kRowWarps = kRowThreads / kWarp;
+constexpr int kRowUnroll = 8;  // rows in flight per warp
+
+// Rows of a segment that are kept. Every warp counts all of them, so that none waits for another.
+__device__ int kept_rows(const bool* mask, Segment s) {
+  if (!mask) return static_cast<int>(s.end - s.start);
+  const int lane = static_cast<int>(threadIdx.x % kWarp);
+  int kept = 0;
+  for (int64_t t = s.start + lane; t < s.end; t += kWarp) kept += mask[t];
+  return WarpGroup{lane}.sum(kept);
+}
+
+// body(i, segment, feature) for each document i < count and each feature, the blocks in turn; a warp's lanes have
+// neighbouring features, some of them past the last.
+template <class Body>
+__device__ void for_each_column(const SegmentSumParams& p, int64_t count, const Body& body) {
+  const int64_t tiles = ceil_div(p.features, kWarp);
+  for (int64_t work = blockIdx.x; work < count * tiles; work += gridDim.x) {
+    const int64_t i = work / tiles;
+    body(i, segment_at(p.documents, i), (work % tiles) * kWarp + threadIdx.x % kWarp);
+  }
+}
+
+// A warp takes every 8th row of the document; what the warps found is added in their order.
+template <class T, class Sum>
+__global__ void __launch_bounds__(kRowThreads) segment_sum_rows_kernel(SegmentSumParams p, FaultFlag fault) {
+  __shared__ Sum of_warp[kRowWarps][kWarp];
+  const T* values = static_cast<const T*>(p.values);
+  const bool* mask = static_cast<const bool*>(p.mask);
+  const int warp = static_cast<int>(threadIdx.x / kWarp);
+  const int lane = static_cast<int>(threadIdx.x % kWarp);
+  for_each_column(p, p.documents.num_documents, [&](int64_t i, Segment s, int64_t feature) {
+    const bool exists = feature < p.features;
+    Sum sums[kRowUnroll] = {};
+    for (int64_t t = s.start + warp; t < s.end; t += kRowWarps * kRowUnroll) {
+      T loaded[kRowUnroll];
+      bool keep[kRowUnroll];
+#pragma unroll
+      for (int u = 0; u < kRowUnroll; ++u) {
+        const int64_t at = t + u * kRowWarps;
+        keep[u] = exists && at < s.end && (!mask || mask[at]);
+        if (keep[u]) loaded[u] = values[at * p.features + feature];
+      }
+#pragma unroll
+      for (int u = 0; u < kRowUnroll; ++u) {
+        if (keep[u]) sums[u] += static_cast<Sum>(loaded[u]);
+      }
+    }
+#pragma unroll
+    for (int half = kRowUnroll / 2; half > 0; half /= 2) {
+#pragma unroll
+      for (int u = 0; u < half; ++u) sums[u] += sums[u + half];
+    }
+    of_warp[warp][lane] = sums[0];
+    __syncthreads();
+    if (warp == 0) {
+      Sum sum = of_warp[0][lane];
+      for (int w = 1; w < kRowWarps; ++w) sum += of_warp[w][lane];
+      if (p.average) {
+        const int kept = kept_rows(mask, s);
+        sum /= static_cast<Sum>(kept > 0 ? kept : 1);
+      }
+      if (exists) static_cast<Sum*>(p.sums)[i * p.features + feature] = sum;
+    }
+    __syncthreads();  // before the next document's sums take the memory
+  });
+  flag_cu_seqlens(p.documents, fault);
+}
+
+template <class T, class Sum>
+__global__ void __launch_bounds__(kRowThreads) segment_sum_rows_backward_kernel(SegmentSumParams p, FaultFlag fault) {
+  flag_cu_seqlens(p.documents, fault);
+  T* out = static_cast<T*>(p.grad_values);
+  const bool* mask = static_cast<const bool*>(p.mask);
+  const int warp = static_cast<int>(threadIdx.x / kWarp);
+  // One more than there are documents: the padding after them gets zeros.
+  for_each_column(p, p.documents.num_documents + 1, [&](int64_t i, Segment s, int64_t feature) {
+    const bool padding = i == p.documents.num_documents;
+    const int kept = p.average && !padding ? kept_rows(mask, s) : 1;
+    if (feature >= p.features) return;
+    Sum share = padding ? Sum(0) : static_cast<const Sum*>(p.grad)[i * p.features + feature];
+    share /= static_cast<Sum>(kept > 0 ? kept : 1);
+    for (int64_t t = s.start + warp; t < s.end; t += kRowWarps) {
+      out[t * p.features + feature] = static_cast<T>(mask && !mask[t] ? Sum(0) : share);
+    }
+  });
+}
+
 template <class T>
 __global__ void block_causal_mask_kernel(BlockCausalMaskParams p, T visible, T hidden, FaultFlag fault) {
   flag_cu_seqlens(p.documents, fault);
@@ -112,9 +203,22 @@ dim3 documents_grid(int64_t count) {
   return dim3(grid_for(count, 1), 2);
 }
 
+// As for_each_column wants.
+unsigned columns_grid(const SegmentSumParams& p, int64_t count) {
+  return grid_for(count * ceil_div(p.features, kWarp), 1);
+}
+
 }  // namespace
 
 void launch_segment_sum_cuda(const SegmentSumParams& p, const CudaLaunch& launch) {
+  if (p.features != 1) {
+    const unsigned grid = columns_grid(p, p.documents.num_documents);
+    dispatch_sum(p.dtype, [&](auto element, auto sum) {
+      segment_sum_rows_kernel<decltype(element), decltype(sum)>
+          <<<grid, kRowThreads, 0, stream_of(launch)>>>(p, launch.fault);
+    });
+    return check_launch("segment_sum_rows_kernel");
+  }
   const dim3 grid = documents_grid(p.documents.num_documents);
   dispatch_sum(p.dtype, [&](auto element, auto sum) {
     using T = decltype(element);
@@ -126,6 +230,14 @@ void launch_segment_sum_cuda(const SegmentSumParams& p, const CudaLaunch& launch
 }
 
 void launch_segment_sum_backward_cuda(const SegmentSumParams& p, const CudaLaunch& launch) {
+  if (p.features != 1) {
+    const unsigned grid = columns_grid(p, p.documents.num_documents + 1);
+    dispatch_sum(p.dtype, [&](auto element, auto sum) {
+      segment_sum_rows_backward_kernel<decltype(element), decltype(sum)>
+          <<<grid, kRowThreads, 0, stream_of(launch)>>>(p, launch.fault);
+    });
+    return check_launch("segment_sum_rows_backward_kernel");
+  }
   const dim3 grid = documents_grid(p.documents.num_documents + 1);
   dispatch_sum(p.dtype, [&](auto element, auto sum) {
     segment_sum_backward_kernel<decltype(element), decltype(sum)>

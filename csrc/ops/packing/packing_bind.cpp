@@ -25,7 +25,8 @@ Value choose(const char* argument, const std::string& name, const Choice<Value> 
     if (name == choices[i].name) return choices[i].value;
     wanted += (i == 0 ? "'" : (i + 1 == kCount ? " or '" : ", '")) + std::string(choices[i].name) + "'";
   }
-  fail(argument, ": expected ", wanted, ", got '", name, "'");
+  const bool hyphens = name.find('-') != std::string::npos;
+  fail(argument, ": expected ", wanted, ", got '", name, "'", hyphens ? " (names have underscores)" : "");
 }
 
 constexpr Choice<PackStrategy> kStrategies[] = {{"ffd", PackStrategy::kFirstFitDecreasing},

@@ -7,6 +7,7 @@ import torch
 
 import packing_ops
 from packing_ops import unpad_input
+from packing_ops._args import described
 
 __all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "rearrange", "unpad_input"]
 
@@ -142,5 +143,5 @@ def _split(group: list[str], size: int, given: dict[str, int], pattern: str) -> 
 
 def _int64(indices: torch.Tensor) -> torch.Tensor:
     if indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"indices: expected int32 or int64 [total], got {indices.dtype} {list(indices.shape)}")
+        raise ValueError(f"indices: expected int32 or int64 [total], got {described(indices)}")
     return indices.long()

@@ -22,10 +22,10 @@ fit (rows of millions of tokens). Inside a node it does not.
 import torch
 import torch.distributed as dist
 
+from packing_ops import _ops
 from packing_ops._recent import plan_for
 from packing_ops.integrations.megatron.layout import Layout
 
-_ops = torch.ops.packing_ops
 # torch 2.13 has new names for these.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -6,13 +6,13 @@ from megatron.core import parallel_state
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
 
+from packing_ops import _ops
 from packing_ops._recent import dense_cu_seqlens
 from packing_ops.attention import varlen_attention
 from packing_ops.integrations.megatron.context_parallel import context_parallel_attention
 from packing_ops.integrations.megatron.layout import Documents, documents_of, field_of, layout_of
 from packing_ops.integrations.megatron.masks import causal_and_window, tokens_of, window_of
 
-_ops = torch.ops.packing_ops
 _UNSERVED = ("qk_clip", "log_max_attention_logit", "fp8_dot_product_attention", "fp8_multi_head_attention")
 
 

@@ -6,9 +6,9 @@ from itertools import accumulate
 import torch
 
 import packing_ops as po
+from packing_ops import _ops
 from packing_ops._args import int64_tensor, integer
 
-_ops = torch.ops.packing_ops
 
 
 def document_lengths(attention_mask: torch.Tensor | None, sub_seq_lengths: Sequence[Sequence[int]] | None) -> list[int]:

@@ -6,12 +6,13 @@ import re
 
 import torch
 
+from packing_ops import _ops
+from packing_ops._args import dtype_name
 from packing_ops.attention import varlen_attention
 from packing_ops.integrations.transformers import _call, fallback, masks
 from packing_ops.integrations.transformers._host import AttentionInterface, AttentionMaskInterface
 from packing_ops.integrations.transformers.layout import find_layout
 
-_ops = torch.ops.packing_ops
 # By SDPA, which knows them.
 _SDPA = frozenset(("cache", "output_attentions", "position_bias"))
 # What models hand on to attention that changes nothing about it, seen in the installed ones: TransformersKwargs, what a
@@ -167,6 +168,7 @@ def _varlen(query, key, value, layout, causal, window, scaling, softcap, sinks):
         window_size=window,
         softcap=softcap or 0.0,
         sinks=sinks,
+        layout="bhsd" if one_row else None,
     )
     if one_row:
         return out
@@ -236,7 +238,7 @@ def _why_not(query, key, value, dropout):
     if head_dim > 256:
         return f"head_dim {head_dim}, expected at most 256"
     if cuda and value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"dtype {value.dtype}"
+        return f"dtype {dtype_name(value.dtype)}"
     if cuda and head_dim % 8 and value.dtype != torch.float32:
-        return f"head_dim {head_dim} in {value.dtype}, expected a multiple of 8"
+        return f"head_dim {head_dim} in {dtype_name(value.dtype)}, expected a multiple of 8"
     return ""

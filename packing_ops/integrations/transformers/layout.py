@@ -7,11 +7,11 @@ torch.compile, where sizes are upper bounds instead.
 import torch
 import torch.nn.functional as F
 
+from packing_ops import _ops
 from packing_ops._args import check_cu_seqlens
 from packing_ops._checks import check_documents
 from packing_ops._recent import dense_cu_seqlens, kept_with
 
-_ops = torch.ops.packing_ops
 _FIRST = torch.iinfo(torch.int64).min
 
 

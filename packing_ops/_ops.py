@@ -1,0 +1,83 @@
+"""The gate: every op of the library as this package calls it, so that a mistake has one class and one text everywhere.
+
+``_ops.shift_labels(...)`` is ``torch.ops.packing_ops.shift_labels.default(...)`` with these errors, whatever torch made
+of them (up to 2.13 a std::invalid_argument of C++ is a ValueError, later the stable ABI makes a RuntimeError of it):
+    ValueError: what C++ found wrong. Its text says so: it starts with the arguments' names and ": expected".
+    TypeError: what is no tensor, integer, ... to C++, by name instead of the schema.
+Integers and columns of NumPy, pandas and pyarrow that the dispatcher does not know are taken. All of this costs nothing
+where the op does not raise. Everything else (NotImplementedError, torch.OutOfMemoryError, CUDA's own) is as torch has it.
+"""
+
+import re
+from collections.abc import Callable
+
+import torch
+
+from packing_ops import _load
+from packing_ops._args import integer, plain, wrong_type
+
+_MISTAKE = re.compile(r"[a-z]\w*(, [a-z]\w*)*: expected ")
+_NO_MATCH = re.compile(r"packing_ops::\w+\(\) ")
+
+
+def _gate(op: torch._ops.OpOverload) -> Callable:
+    def call(*args):
+        try:
+            return op(*args)
+        except RuntimeError as error:
+            if type(error) is not RuntimeError:
+                raise
+            if _MISTAKE.match(str(error)):
+                raise ValueError(str(error)) from None
+            taken = _taken(op, args) if _NO_MATCH.match(str(error)) else None
+            if taken is None:
+                raise
+        return op(*taken)
+
+    name = op._schema.name.partition("::")[2]
+    call.__name__ = call.__qualname__ = name
+    call.__code__ = call.__code__.replace(co_name=name)  # of its own: torch.compile counts recompilations by it
+    return call
+
+
+def _taken(op, args) -> list | None:
+    """The arguments as the schema has them; None where they are that already. TypeError names the first that cannot be."""
+    arguments = op._schema.arguments
+    taken = [_as(str(a.real_type), value, a.name) for a, value in zip(arguments, args, strict=True)]
+    return None if all(new is old for new, old in zip(taken, args, strict=True)) else taken
+
+
+def _as(kind: str, value, name: str):
+    """``value`` as the schema's type of that name wants it."""
+    if kind.startswith("Optional["):
+        return None if value is None else _as(kind[len("Optional[") : -1], value, name)
+    if kind.startswith("List["):
+        values = plain(value)
+        if not isinstance(values, (list, tuple)):
+            raise wrong_type(name, "a list", value)
+        inner = kind[len("List[") : -1]
+        taken = [_as(inner, one, name) for one in values]
+        return value if all(new is old for new, old in zip(taken, values, strict=True)) and values is value else taken
+    if kind == "Tensor":
+        if not isinstance(value, torch.Tensor):
+            raise wrong_type(name, "a tensor", value)
+    elif kind in ("int", "SymInt"):
+        return value if isinstance(value, (int, torch.SymInt)) else integer(value, name)
+    elif kind == "float":
+        try:
+            return value if isinstance(value, (float, int)) else float(plain(value))
+        except (TypeError, ValueError):
+            raise wrong_type(name, "a number", value) from None
+    elif kind == "bool":
+        if not isinstance(plain(value), bool):
+            raise wrong_type(name, "True or False", value)
+        return plain(value)
+    elif kind == "str":
+        if not isinstance(value, str):
+            raise wrong_type(name, "a name", value)
+    elif kind == "ScalarType" and not isinstance(value, torch.dtype):
+        raise wrong_type(name, "a torch.dtype", value)
+    return value
+
+
+globals().update({name: _gate(getattr(torch.ops.packing_ops, name).default) for name in _load.op_names()})
