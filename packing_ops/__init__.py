@@ -14,8 +14,6 @@ from packing_ops.boundaries import (
     mask_boundary_labels,
     mask_boundary_labels_shifted_,
     position_ids_from_cu_seqlens,
-    segment_mean,
-    segment_sum,
     seq_idx_from_cu_seqlens,
     shift_labels,
     xformers_bias,
@@ -31,5 +29,6 @@ from packing_ops.padding import (
     unpad_inputs,
 )
 from packing_ops.rope import apply_rotary_qk
+from packing_ops.segments import segment_mean, segment_sum
 
 __version__ = build_info()["version"]

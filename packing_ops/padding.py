@@ -250,7 +250,9 @@ def _check_padded(name: str, tensor: torch.Tensor, mask: torch.Tensor, same_devi
 
 def _layout(attention_mask, unused_mask, lengths, total, max_seqlen):
     """indices [batch * seqlen] (-1 after total), cu_seqlens, seqused, total, max_seqlen."""
-    indices, cu_seqlens, seqused, totals = _ops.unpad_layout(attention_mask, unused_mask, lengths is None and total is None)
+    indices, cu_seqlens, seqused, totals = _ops.unpad_layout(
+        attention_mask, unused_mask, lengths is None and total is None
+    )
     if lengths is None and total is None:
         total, max_seqlen = totals.tolist()
     elif lengths is not None:

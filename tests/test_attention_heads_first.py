@@ -18,7 +18,7 @@ def heads_first(rows):
 
 
 def attend_heads_first(q, k, v, *documents, **options):
-    out, lse = po.varlen_attention(*map(heads_first, (q, k, v)), *documents, return_lse=True, **options)
+    out, lse = po.varlen_attention(*map(heads_first, (q, k, v)), *documents, return_lse=True, layout="bhsd", **options)
     return out[0], lse
 
 
@@ -119,6 +119,61 @@ def test_out_and_gradients_lie_tokens_first(device, total):
         assert grad.shape == leaf.shape
         assert grad.transpose(1, 2).is_contiguous()
         assert grad.stride() == leaf.new_empty(1, total, leaf.shape[1], 16).transpose(1, 2).stride()
+
+
+# --- which layout four dimensions have ---
+
+
+def attend_as(layout, rows, cu_seqlens, **options):
+    given = [t if layout == "thd" else t[None] if layout == "bshd" else heads_first(t) for t in rows]
+    out = po.varlen_attention(*given, cu_seqlens, layout=layout, **options)
+    return out if layout == "thd" else out[0]
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (8, 8), (1, 1)], ids=str)
+def test_layouts_that_are_named(device, heads):
+    """8 tokens of 8 heads could be either."""
+    case = Case([3, 5], heads=heads, dim=16, device=device)
+    rows, cu_seqlens = [case.q, case.k, case.v], case.cu_seqlens[0]
+    wanted = po.varlen_attention(*rows, cu_seqlens)
+    for layout in ("thd", "bhsd", "bshd"):
+        leaves = [t.clone().requires_grad_() for t in rows]
+        out = attend_as(layout, leaves, cu_seqlens)
+        assert_same(out, wanted)
+        expected = [t.clone().requires_grad_() for t in rows]
+        po.varlen_attention(*expected, cu_seqlens).backward(case.dout)
+        out.backward(case.dout)
+        for leaf, other in zip(leaves, expected, strict=True):
+            assert_same(leaf.grad, other.grad)
+
+
+def test_four_dimensions_that_may_be_either_need_the_name(device):
+    q = torch.randn(1, 8, 8, 16, device=device)
+    cu_seqlens = cu_seqlens_of([3, 5], device)
+    either = r"layout: expected 'bhsd' .* or 'bshd' .*got None with q float32 \[1, 8, 8, 16\] and k float32 \[1, 8, "
+    for k in (q, q[:, :, :2]):  # as many heads; fewer, in tokens first
+        with pytest.raises(ValueError, match=either):
+            po.varlen_attention(q, k, k, cu_seqlens)
+    with pytest.raises(ValueError, match=either):  # other documents: as many tokens tell nothing
+        po.varlen_attention(q, q[:, :2].repeat(1, 4, 1, 1), q, cu_seqlens, cu_seqlens.clone())
+    assert_same(po.varlen_attention(q, q[:, :2], q[:, :2], cu_seqlens).shape, torch.Size([1, 8, 8, 16]))
+
+
+def test_layouts_that_are_not_there(device):
+    q = torch.randn(1, 8, 8, 16, device=device)
+    cu_seqlens = cu_seqlens_of([3, 5], device)
+    for layout, rows, message in [
+        ("sbhd", q, "layout: expected 'thd', 'bhsd' or 'bshd', got 'sbhd'"),
+        ("thd", q, r"q: expected 3 dimensions in layout 'thd', got float32 \[1, 8, 8, 16\]"),
+        ("bhsd", q[0], r"q: expected 4 dimensions in layout 'bhsd', got float32 \[8, 8, 16\]"),
+        (
+            "bshd",
+            q.expand(2, 8, 8, 16),
+            r"q: expected \[1, total, num_heads, head_dim\] in layout 'bshd', got float32 \[2, ",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            po.varlen_attention(rows, rows, rows, cu_seqlens, layout=layout)
 
 
 # --- torch.library ---

@@ -104,6 +104,26 @@ def test_other_backends_on_a_gpu():
 # --- what surrounds a call ---
 
 
+@pytest.mark.parametrize("call", ["varlen_attention", "sdpa", "flash_attn", "planned"])
+def test_int64_cu_seqlens_are_taken(device, call):
+    case = Case([9, 0, 4], heads=(4, 2), device=device)
+    rows, cu_seqlens = (case.q, case.k, case.v), case.cu_seqlens[0]
+    geometry = {"total_q": 13, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+    attend = {
+        "varlen_attention": lambda cu: po.varlen_attention(*rows, cu),
+        "sdpa": lambda cu: po.attention(*rows, cu, backend="sdpa"),
+        "flash_attn": lambda cu: po.flash_attn_varlen_func(*rows, cu, cu, 9, 9),
+        "planned": lambda cu: po.varlen_attention(*rows, cu, plan=po.attention_plan(cu, **geometry)),
+    }[call]
+    results = []
+    for cu in (cu_seqlens, cu_seqlens.long()):
+        leaves = rows = [t.clone().requires_grad_() for t in rows]
+        out = attend(cu)
+        results.append([out, *torch.autograd.grad(out, leaves, case.dout)])
+    for actual, wanted in zip(*results, strict=True):
+        assert_same(actual, wanted)
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_activation_checkpointing_changes_no_bit(device, use_reentrant):
     case = Case([70, 0, 33], heads=(4, 2), dim=24, device=device, sinks=True, window_size=(20, 0))
@@ -187,6 +207,10 @@ def bad_calls(device):
         "sinks shape": (
             call(sinks=torch.zeros(2, device=device)),
             r"sinks: expected \[num_q_heads\] = \[4\], got float32 \[2\]",
+        ),
+        "complex sinks": (
+            call(sinks=torch.zeros(4, dtype=torch.complex64, device=device)),
+            r"sinks: expected float32, got complex64 \[4\]",
         ),
         "sinks dtype": (call(sinks=torch.zeros(4, dtype=torch.float64, device=device)), "sinks: expected float32"),
     }

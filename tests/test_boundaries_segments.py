@@ -46,8 +46,6 @@ def test_equals_reference(device, dtype, features, masked):
 @given(lengths=lengths_strategy, features=st.integers(0, 70), tail=st.integers(0, 5), average=st.booleans())
 def test_each_feature_is_summed_on_its_own(device, lengths, features, tail, average):
     """In float64 the order of additions is all that a row and its columns may differ by; nothing else comes in."""
-    if device == "cuda" and features == 0:
-        features = 1
     values = torch.randint(-9, 9, (sum(lengths) + tail, features), device=device).double()
     cu_seqlens = cu_seqlens_of(lengths, device)
     rows = po.segment_sum(values, cu_seqlens, None, average)
@@ -59,9 +57,7 @@ def test_each_feature_is_summed_on_its_own(device, lengths, features, tail, aver
 def test_the_sum_depends_on_the_document_alone(device):
     document = torch.randn(777, 50, device=device)
     alone = po.segment_sum(document, cu_seqlens_of([777], device))
-    packed = torch.cat(
-        [torch.randn(13, 50, device=device), document, torch.full((5, 50), float("nan"), device=device)]
-    )
+    packed = torch.cat([torch.randn(13, 50, device=device), document, torch.full((5, 50), float("nan"), device=device)])
     assert_same(po.segment_sum(packed, cu_seqlens_of([13, 777, 5], device))[1:2], alone)
     assert_same(po.segment_sum(packed, cu_seqlens_of([13, 777], device))[1:2], alone)
     assert_same(po.segment_sum(non_contiguous(document), cu_seqlens_of([777], device)), alone)
@@ -141,7 +137,10 @@ def bad_calls(device):
     cu_seqlens = cu_seqlens_of([2, 3], device)
     values = torch.randn(5, 4, device=device)
     return {
-        "rank": (lambda: po.segment_sum(values[0, 0], cu_seqlens), r"values: expected \[total, ...\], got float32 \[\]"),
+        "rank": (
+            lambda: po.segment_sum(values[0, 0], cu_seqlens),
+            r"values: expected \[total, ...\], got float32 \[\]",
+        ),
         "short": (lambda: po.segment_sum(values[:4], cu_seqlens), "cu_seqlens: expected to end at most at total"),
         "mask per feature": (
             lambda: po.segment_sum(values, cu_seqlens, values > 0),

@@ -1,4 +1,5 @@
-// A user's mistake: thrown as std::invalid_argument, which Python receives as ValueError with this text alone.
+// A user's mistake: "<argument>: expected ..., got ...". By that text packing_ops/_ops.py tells it from other errors and
+// raises ValueError, whatever torch made of std::invalid_argument.
 #pragma once
 
 #include <sstream>

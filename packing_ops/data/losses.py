@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from packing_ops._args import check_real, described, integer, is_set
-from packing_ops.boundaries import segment_sum, shift_labels
+from packing_ops.boundaries import shift_labels
+from packing_ops.segments import segment_sum
 
 
 def sequence_logps(

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from packing_ops._args import check_real, check_tensor, described, int64_tensor, integer, plain
-from packing_ops.boundaries import segment_sum, seq_idx_from_cu_seqlens
+from packing_ops.boundaries import seq_idx_from_cu_seqlens
 from packing_ops.data.batches import num_rows, pad_batch_to_multiple, slice_batch
+from packing_ops.segments import segment_sum
 
 Boundaries = torch.Tensor | Sequence[tuple[int, int]]
 

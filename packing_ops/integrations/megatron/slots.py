@@ -10,7 +10,6 @@ from packing_ops import _ops
 from packing_ops._args import int64_tensor, integer
 
 
-
 def document_lengths(attention_mask: torch.Tensor | None, sub_seq_lengths: Sequence[Sequence[int]] | None) -> list[int]:
     """Tokens of every document: one a row, counted in the mask (a synchronisation on CUDA), or as listed."""
     if sub_seq_lengths is None:
