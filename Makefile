@@ -13,7 +13,7 @@ export TORCH_CUDA_ARCH_LIST ?= 9.0
 endif
 endif
 
-.PHONY: demo demo-hf demo-megatron demo-data test lint emulator build bench test-gpu bench-gpu profile-gpu readme \
+.PHONY: demo demo-hf demo-megatron demo-data test test-newest lint emulator build bench test-gpu bench-gpu profile-gpu readme \
 	wheel clean
 
 demo: build
@@ -34,6 +34,10 @@ demo-data: build
 test:
 	@$(MAKE) --no-print-directory -j3 lint build emulator
 	$(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --maxprocesses 5 --dist worksteal --durations 20
+
+# The library as it is built, in the newest torch (TORCH=torch==2.14.1: in that one): an environment of its own.
+test-newest: build .venv-newest/.ready
+	.venv-newest/bin/python -m pytest -n $$(($$(nproc) + 1)) --maxprocesses 5 --dist worksteal
 
 lint: .venv/.ready
 	$(BIN)/ruff check .
@@ -81,11 +85,12 @@ readme: .venv/.ready
 wheel: .venv/.ready
 	$(BIN)/pip wheel --no-deps --no-build-isolation -w dist .
 
-.venv/.ready: pyproject.toml
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/pip install --quiet --no-compile "$(TORCH)"
-	$(BIN)/pip install --quiet --no-compile --group dev
+.venv-newest/.ready: TORCH = torch
+.venv/.ready .venv-newest/.ready: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --upgrade "pip>=25.1"
+	$(@D)/bin/pip install --quiet --no-compile "$(TORCH)"
+	$(@D)/bin/pip install --quiet --no-compile --group dev
 	touch $@
 
 clean:

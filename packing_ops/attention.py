@@ -50,7 +50,8 @@ def varlen_attention(
             Or with a batch of 1, see ``layout``.
         k, v: ``[total_k, num_kv_heads, head_dim]``, in the layout and the dtype of q; num_kv_heads divides num_q_heads
             (GQA, MQA).
-        cu_seqlens_q: int32 ``[num_documents + 1]``; zero-length documents may stand anywhere.
+        cu_seqlens_q: int32 ``[num_documents + 1]`` (int64 is copied in each call); zero-length documents may stand
+            anywhere.
         cu_seqlens_k: the same for k and v; without it ``cu_seqlens_q``.
         causal: query i sees no key after its own place.
         softmax_scale: without it ``head_dim ** -0.5``.

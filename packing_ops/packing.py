@@ -83,6 +83,7 @@ class Packing:
         Raises:
             ValueError: rank outside 0 to world_size - 1, or bins that do not divide (see ``bins_multiple_of``).
         """
+        rank, world_size = integer(rank, "rank"), integer(world_size, "world_size")
         if world_size < 1:
             raise ValueError(f"world_size: expected at least 1, got {world_size}")
         if not 0 <= rank < world_size:

@@ -3,6 +3,8 @@
 import doctest
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 
@@ -20,6 +22,12 @@ FORMS = {
     "every second of an array": np.array([3, 9, 0, 9, 2, 9])[::2],
     "list of an array's": list(np.array(LENGTHS)),
     "tuple of tensors": tuple(torch.tensor(LENGTHS)),
+    "pandas column": pd.Series(LENGTHS, index=[7, 5, 0]),
+    "pandas column that may lack some": pd.Series(LENGTHS, dtype="Int64"),
+    "pandas index": pd.Index(LENGTHS),
+    "pyarrow column": pa.chunked_array([LENGTHS[:1], LENGTHS[1:]]),
+    "pyarrow array": pa.array(LENGTHS, pa.uint16()),
+    "list of a pyarrow array's": list(pa.array(LENGTHS)),
 }
 MASK = torch.tensor([[1, 1, 1], [0, 0, 0], [1, 1, 0]])
 BATCH = {"ids": torch.arange(3)[:, None], "loss_mask": torch.ones(3, 1)}
@@ -45,6 +53,8 @@ WRONG_LENGTHS = {
     "two dimensions": (np.array([[3, 0, 2]]), r"lengths: expected integers, got \[3, 0, 2\] \(list\)"),
     "text": (["3", "0", "2"], "lengths: expected integers, got '3'"),
     "a number": (3, "lengths: expected a sequence of integers, got 3"),
+    "pyarrow column with a null": (pa.array([3, None, 2]), r"lengths: expected integers, got None \(NoneType\)"),
+    "pandas column with a null": (pd.Series([3, None, 2]), r"lengths: expected integers, got 3\.0 \(float\)"),
     "one number of an array": (np.array(3), "lengths: expected a sequence of integers, got array"),
 }
 
@@ -55,6 +65,30 @@ def test_lengths_that_are_none_are_named(name, case):
     lengths, message = WRONG_LENGTHS[case]
     with pytest.raises(TypeError, match=message):
         TAKES_LENGTHS[name](lengths)
+
+
+COLUMNS = {
+    "pandas": lambda values: pd.Series(values, index=range(9, 9 + len(values))),
+    "pyarrow": pa.array,
+    "pyarrow chunks": lambda values: pa.chunked_array([values]),
+    "pyarrow list": lambda values: pa.array([values])[0],
+    "numpy": np.array,
+    "numpy, read only": lambda values: np.frombuffer(np.array(values).tobytes(), dtype=np.int64),
+}
+
+
+@pytest.mark.parametrize("form", COLUMNS)
+def test_columns_of_examples(form, recwarn):
+    as_column = COLUMNS[form]
+    rows = [[5, 6, 7], [8]]
+    examples = [{"input_ids": as_column(row)} for row in rows]
+    padded = [m["input_ids"].tolist() for m in data.iter_microbatches(examples, 2, pad_values={"input_ids": 0})]
+    assert padded == [[[5, 6, 7], [8, 0, 0]]]
+    packed = data.PaddingFreeCollator()(examples)["input_ids"]
+    assert packed.tolist() == data.PaddingFreeCollator()([{"input_ids": row} for row in rows])["input_ids"].tolist()
+    assert po.compute_prompt_end_indices(as_column([4, 4, 9])) == [2, 3]
+    assert po.compute_prompt_mini_batch_boundaries(as_column([2, 3]), 1) == [(0, 2), (2, 3)]
+    assert not [w for w in recwarn if "writ" in str(w.message)]
 
 
 def pad(value, rows=([1, 2], [1])):

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import packing_ops as po
+from packing_ops import _ops
 
 ops = torch.ops.packing_ops
 
@@ -254,7 +255,7 @@ def bad_calls(device):
     def backward(dout):
         out, lse = ops.varlen_attention(q, k, v, documents, documents, None, True, None, -1, -1, 0.0, None)
         options = documents, documents, None, True, None, -1, -1, 0.0, None
-        return lambda: ops.varlen_attention_backward(dout, None, q, k, v, out, lse, *options)
+        return lambda: _ops.varlen_attention_backward(dout, None, q, k, v, out, lse, *options)
 
     either = r"q: expected \[total_q, num_q_heads, head_dim\] or \[1, num_q_heads, total_q, head_dim\], got float32 "
     of_k = r"expected \[1, num_kv_heads, total_k, head_dim\] like "

@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import cu_seqlens_of
 
+from packing_ops import _ops
 from packing_ops._checks import check_documents
 
 ops = torch.ops.packing_ops
@@ -116,14 +117,14 @@ def test_unchanged_memory_passes_and_one_other_byte_does_not(device, values):
         other = values.clone()
         other.view(-1)[-1] = 0 if values.is_floating_point() else not bool(values.reshape(-1)[-1])
         with pytest.raises(ValueError, match="values: expected a tensor as it was"):
-            ops.check_unchanged(values, other)
+            _ops.check_unchanged(values, other)
 
 
 def test_expected_is_like_values(device):
     with pytest.raises(ValueError, match="expected: expected"):
-        ops.check_unchanged(torch.zeros(3, device=device), torch.zeros(4, device=device))
+        _ops.check_unchanged(torch.zeros(3, device=device), torch.zeros(4, device=device))
     with pytest.raises(ValueError, match="expected: expected"):
-        ops.check_unchanged(torch.zeros(3, device=device), torch.zeros(3, device=device, dtype=torch.float64))
+        _ops.check_unchanged(torch.zeros(3, device=device), torch.zeros(3, device=device, dtype=torch.float64))
 
 
 def test_opcheck(device):

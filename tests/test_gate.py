@@ -199,5 +199,7 @@ def test_integers_of_other_libraries():
     for total in (np.int64(5), np.uint8(5), np.array(5), torch.tensor(5), pa.scalar(5), pa.scalar(5, pa.uint8())):
         assert_same(po.position_ids_from_cu_seqlens(CU_SEQLENS, total), wanted)
         assert_same(po.shift_labels(LABELS, CU_SEQLENS, ignore_index=total)[[1, 4]], torch.tensor([5, 5]))
+        assert po.pack_sequences([3, 4], total).bins == po.pack_sequences([3, 4], 5).bins
+        assert po.pack_ffd(torch.tensor([3, 4]), total)[0].tolist() == po.pack_ffd(torch.tensor([3, 4]), 5)[0].tolist()
     out = po.varlen_attention(*[HEADS] * 3, CU_SEQLENS, window_size=(np.int64(1), pa.scalar(0)), softcap=np.float32(2))
     assert_same(out, po.varlen_attention(*[HEADS] * 3, CU_SEQLENS, window_size=(1, 0), softcap=2.0))

@@ -451,6 +451,11 @@ BAD_CALLS = {
     ),
     "multiple past the sequences": (([8, 8, 8], 8), {"bins_multiple_of": 2}, "got 3 .* 3 bins in multiples of 2"),
     "strategy": (([1], 8), {"strategy": "best"}, "strategy: expected 'ffd', 'bfd', .* or 'balanced', got 'best'"),
+    "hyphens": (
+        ([1], 8),
+        {"strategy": "first-fit"},
+        r"strategy: expected .*, got 'first-fit' \(names have underscores\)",
+    ),
     "overlong": (([1], 8), {"overlong": "cut"}, "overlong: expected 'error', .* or 'drop', got 'cut'"),
     "ties": (([1], 8), {"ties": "none"}, "ties: expected 'first' or 'last', got 'none'"),
     "past int64": (([1, -(2**63) - 1], 8), {}, "lengths: expected integers that fit int64, got -9223372036854775809"),
