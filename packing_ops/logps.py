@@ -345,7 +345,7 @@ def _add_product(total, a, b) -> None:
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda:
-        torch.addmm(total, a, b, total.dtype, out=total)
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:  # no such product on the CPU
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
 

@@ -1,5 +1,6 @@
 // The specification: a row at a time, in pieces that are raised to the type of the sums once.
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
 
@@ -14,8 +15,7 @@ namespace packing_ops {
 namespace {
 
 constexpr int64_t kGrain = 16384;  // logits a thread should have before a second one helps
-constexpr int64_t kPiece = 1024;   // logits raised at once
-constexpr int64_t kLanes = 16;     // sums side by side, so that the compiler can use vectors
+constexpr int64_t kPiece = 1024;   // logits raised at once, a power of two
 
 template <class Real>
 constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
@@ -50,28 +50,33 @@ PACKING_OPS_INLINE void scale_logits(const T* logits, const Real* bias, Real inv
   for (int64_t j = 0; j < count; ++j) z[j] *= inv_temperature;
 }
 
+// Of a power of two of values, which are used up: the second half into the first, again and again, in whole vectors.
+template <class Real, class Operation>
+PACKING_OPS_INLINE Real fold(Real* values, int64_t size, const Operation& operation) {
+  for (int64_t half = size / 2; half > 0; half /= 2) {
+    const Real* second = values + half;
+    for (int64_t j = 0; j < half; ++j) values[j] = operation(values[j], second[j]);
+  }
+  return values[0];
+}
+
+// z and scratch have room for a power of two of values; z is used up.
 template <bool kEntropy, class Real>
-PACKING_OPS_INLINE Sums<Real> sums_of(Real* z, int64_t count) {
-  // Columns that fill the last vector weigh nothing.
-  const int64_t whole = (count + kLanes - 1) / kLanes * kLanes;
-  std::fill(z + count, z + whole, -kInfinity<Real>);
-  Real max[kLanes], sum[kLanes], weighted[kLanes];
-  for (int64_t i = 0; i < kLanes; ++i) max[i] = z[i], sum[i] = 0, weighted[i] = 0;
-  for (int64_t j = 0; j < whole; j += kLanes) {
-    for (int64_t i = 0; i < kLanes; ++i) max[i] = z[j + i] > max[i] ? z[j + i] : max[i];
-  }
+PACKING_OPS_INLINE Sums<Real> sums_of(Real* __restrict z, int64_t count, Real* __restrict scratch) {
+  const auto sum = [](Real a, Real b) { return a + b; };
+  const auto size = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(count)));
+  std::fill(z + count, z + size, -kInfinity<Real>);                                                   // weighs nothing
+  for (int64_t j = 0; j < size; ++j) scratch[j] = z[j] > -kInfinity<Real> ? z[j] : -kInfinity<Real>;  // no NaN
   Sums<Real> sums;
-  for (int64_t i = 0; i < kLanes; ++i) sums.max = max[i] > sums.max ? max[i] : sums.max;
+  sums.max = fold(scratch, size, [](Real a, Real b) { return a > b ? a : b; });
   const Real shift = sums.max == -kInfinity<Real> ? Real(0) : sums.max;
-  for (int64_t j = 0; j < whole; j += kLanes) {
-    for (int64_t i = 0; i < kLanes; ++i) {
-      const Real below = z[j + i] - shift;
-      const Real weight = fast_exp(below);
-      sum[i] += weight;
-      if constexpr (kEntropy) weighted[i] += weight == Real(0) ? Real(0) : weight * below;
-    }
+  for (int64_t j = 0; j < size; ++j) z[j] -= shift;
+  fast_exp(z, size, scratch);
+  if constexpr (kEntropy) {
+    for (int64_t j = 0; j < size; ++j) z[j] = scratch[j] == Real(0) ? Real(0) : scratch[j] * z[j];
+    sums.weighted = fold(z, size, sum);
   }
-  for (int64_t i = 0; i < kLanes; ++i) sums.sum += sum[i], sums.weighted += weighted[i];
+  sums.sum = fold(scratch, size, sum);
   return sums;
 }
 
@@ -79,6 +84,7 @@ template <class T, bool kEntropy>
 PACKING_OPS_MULTIVERSION void sum_rows(const LogpsChunkParams& p, int64_t begin, int64_t end) {
   using Real = accumulate_t<T>;
   alignas(64) Real z[kPiece];
+  alignas(64) Real scratch[kPiece];
   const Real inv_temperature = static_cast<Real>(p.inv_temperature);
   for (int64_t row = begin; row < end; ++row) {
     if (p.targets[row] < 0) continue;
@@ -91,7 +97,7 @@ PACKING_OPS_MULTIVERSION void sum_rows(const LogpsChunkParams& p, int64_t begin,
       const Real* bias = p.bias ? static_cast<const Real*>(p.bias) + from : nullptr;
       scale_logits(logits + from, bias, inv_temperature, count, z);
       if (target >= from && target < from + count) static_cast<Real*>(p.chosen)[row] = z[target - from];
-      sums = sums + sums_of<kEntropy>(z, count);
+      sums = sums + sums_of<kEntropy>(z, count, scratch);
     }
     static_cast<Real*>(p.max)[row] = sums.max;
     static_cast<Real*>(p.sum)[row] = sums.sum;
@@ -104,6 +110,7 @@ template <class T, bool kEntropy>
 PACKING_OPS_MULTIVERSION void grad_rows(const LogpsChunkParams& p, int64_t begin, int64_t end) {
   using Real = accumulate_t<T>;
   alignas(64) Real z[kPiece];
+  alignas(64) Real weights[kPiece];
   const Real inv_temperature = static_cast<Real>(p.inv_temperature);
   for (int64_t row = begin; row < end; ++row) {
     T* logits = static_cast<T*>(p.logits) + row * p.row_stride;
@@ -120,12 +127,15 @@ PACKING_OPS_MULTIVERSION void grad_rows(const LogpsChunkParams& p, int64_t begin
       const int64_t count = std::min(kPiece, p.columns - from);
       const Real* bias = p.bias ? static_cast<const Real*>(p.bias) + from : nullptr;
       scale_logits(logits + from, bias, inv_temperature, count, z);
+      for (int64_t j = 0; j < count; ++j) z[j] -= lse;
+      fast_exp(z, count, weights);
       for (int64_t j = 0; j < count; ++j) {
-        const Real logp = z[j] - lse;
-        const Real weight = fast_exp(logp);
-        Real slope = plain;
-        if constexpr (kEntropy) slope += weight == Real(0) ? Real(0) : grad_entropy * logp;
-        z[j] = -weight * slope;
+        if constexpr (kEntropy) {
+          const Real slope = plain + grad_entropy * z[j];
+          z[j] = weights[j] == Real(0) ? Real(0) : -weights[j] * slope;
+        } else {
+          z[j] = -weights[j] * plain;
+        }
       }
       if (target >= from && target < from + count) z[target - from] += grad;
       for (int64_t j = 0; j < count; ++j) logits[from + j] = static_cast<T>(z[j] * inv_temperature);
