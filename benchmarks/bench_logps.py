@@ -14,7 +14,7 @@ from harness import Case, commit, device_name, run, write_csv
 import packing_ops as po
 
 SIZES = {"cuda": (16_384, 151_936, (1024, 2048, 4096)), "cpu": (256, 16_384, (256,))}
-CHUNKS = (2048, 4096, 8192, 16_384, 32_768)
+CHUNKS = (1024, 2048, 4096, 8192, 16_384, 32_768)  # 1,024: 32 MiB of logits, within the L2 cache
 
 
 def eager_logps(hidden, weight, targets):
@@ -120,11 +120,24 @@ def cases_of_size(device, size):
         both["Liger's fused linear cross entropy"] = gradients_of(lambda: liger(hidden, weight, targets), leaves)
     yield Case("token_logps, forward and backward", shape, dtype, both, runs=11)
 
-    chunks = {"packing_ops": both["packing_ops"]}
-    for chunk in CHUNKS if device == "cuda" else ():
-        function = lambda chunk=chunk: po.token_logps(hidden, weight, labels, metadata, chunk=chunk)  # noqa: E731
-        chunks[f"chunk={chunk}"] = gradients_of(function, leaves, grad)
-    yield Case("token_logps, chunks", shape, dtype, chunks, runs=11)
+    if device != "cuda":
+        return
+    chunked = {
+        f"chunk={chunk}": lambda chunk=chunk: po.token_logps(hidden, weight, labels, metadata, chunk=chunk)
+        for chunk in CHUNKS
+    }
+    chunks = {name: without_gradient(function) for name, function in chunked.items()}
+    yield Case(
+        "token_logps by chunk, forward", shape, dtype, {"packing_ops": forward["packing_ops"], **chunks}, runs=11
+    )
+    chunks = {name: gradients_of(function, leaves, grad) for name, function in chunked.items()}
+    yield Case(
+        "token_logps by chunk, forward and backward",
+        shape,
+        dtype,
+        {"packing_ops": both["packing_ops"], **chunks},
+        runs=11,
+    )
 
 
 memory = []

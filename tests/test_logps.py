@@ -353,6 +353,21 @@ def test_inference_and_no_gradient(device):
             assert_same(po.token_logps(*leaves(hidden, weight), labels, cu_seqlens), expected)
 
 
+def test_products_are_counted(device):
+    """By FlopCounterMode: those that torch would make of the logits, and in backward the logits once more."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    hidden, weight, labels, cu_seqlens, _ = batch(device)
+    product = 2 * hidden.numel() * weight.shape[0]
+    for needed, products in (((True, True), 4), ((True, False), 3), ((False, False), 1)):
+        tensors = [t.requires_grad_(need) for t, need in zip(leaves(hidden, weight), needed, strict=True)]
+        with FlopCounterMode(display=False) as counter:
+            loss = po.token_logps(*tensors, labels, cu_seqlens, chunk=50).sum()
+            if any(needed):
+                loss.backward()
+        assert counter.get_total_flops() == products * product
+
+
 def test_second_derivatives_are_refused(device):
     hidden, weight, labels, cu_seqlens, _ = batch(device)
     (leaf,) = leaves(hidden)
