@@ -1,14 +1,15 @@
 """python benchmarks/bench_logps.py [--device cpu|cuda]
 
-Directions: forward (no gradient), backward (the graph is there already) and both. The floor, "bare matmuls", is cuBLAS alone
-on logits that are there in full: forward one product, backward three (the logits once more, and one for each gradient),
-both four; "bare matmuls, logits kept" has one less in backward, as for an implementation that stores 5 GB of logits.
-The most memory that a call takes beside its arguments, gradients included, is in results/logps_memory_<device>.csv.
+Directions: forward (no gradient), backward (the graph is there already) and both. The floor, "bare matmuls", is cuBLAS
+alone on logits that are there in full: forward one product, backward three (the logits once more, and one for each
+gradient), both four; "bare matmuls, logits kept" has one less in backward, for one who stores 5 GB of logits. The most
+memory that a call takes beside its arguments, gradients included, is in results/logps_memory_<device>.csv.
 """
 
 import torch
 import torch.nn.functional as F
 from bench_boundaries import lengths_of
+from compiled_code import compiled_alone
 from harness import Case, commit, device_name, run, write_csv
 
 import packing_ops as po
@@ -46,6 +47,17 @@ def backward_of(function, leaves, grad=None):
         return torch.autograd.grad(kept[0], leaves, grad, retain_graph=True)
 
     return backward
+
+
+def kept_whole(hidden, weight, targets):
+    """eager_logps compiled such that its backward can run again: it writes over nothing that the forward has kept."""
+    compiled = compiled_alone(eager_logps)
+
+    def call():
+        with torch._functorch.config.patch(donated_buffer=False):
+            return compiled(hidden, weight, targets)
+
+    return call
 
 
 def matmuls(hidden, weight, logits, forward, backward):
@@ -89,7 +101,7 @@ def cases_of_size(device, size):
         "torch eager": lambda: eager_logps(hidden, weight, targets),
     }
     if device == "cuda":
-        compiled = torch.compile(eager_logps)
+        compiled = compiled_alone(eager_logps)
         functions["torch.compile"] = lambda: compiled(hidden, weight, targets)
     with_entropy = "packing_ops, entropy too"
     entropy = lambda: torch.stack(po.token_logps(hidden, weight, labels, metadata, entropy=True)).sum(0)  # noqa: E731
@@ -104,6 +116,8 @@ def cases_of_size(device, size):
     yield Case("token_logps, forward", shape, dtype, forward, runs=11)
 
     backward = {name: backward_of(function, leaves, grad) for name, function in functions.items()}
+    if device == "cuda":
+        backward["torch.compile"] = backward_of(kept_whole(hidden, weight, targets), leaves, grad)
     backward["bare matmuls"] = matmuls(*plain, 1, True)
     backward["bare matmuls, logits kept"] = matmuls(*plain, 0, True)
     backward[with_entropy] = backward_of(entropy, leaves, grad)

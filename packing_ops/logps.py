@@ -1,14 +1,14 @@
-"""Log-probabilities of a packed row's next tokens, from hidden states: the logits of all tokens are never there at once.
+"""Log-probabilities of a packed row's next tokens, from hidden states: the logits of all tokens are never held at once.
 
 logits = (hidden @ weight.T + bias) / temperature is ``[total, vocab]``: 5 GB in bf16 for 16,384 tokens of 151,936
-entries, twice that in float32 and once more for the gradient. Here it is made in chunks ``[total, chunk]``, some entries
-of the vocabulary for all tokens: a product of torch's (cuBLAS), then one kernel that adds each row to its running
-maximum, sum of exponentials, chosen logit and entropy (online softmax). The backward makes each chunk again, turns it in
-place into d(logits), and multiplies it with weight and with hidden.
+entries, twice that in float32 and once more for the gradient. Here it is made in chunks ``[total, chunk]``, some
+entries of the vocabulary for all tokens: a product of torch's (cuBLAS), then one kernel that adds each row to its
+running maximum, sum of exponentials, chosen logit and entropy (online softmax). The backward makes each chunk again,
+turns it in place into d(logits), and multiplies it with weight and with hidden.
 
-Chunks of the vocabulary, not of the tokens: the gradient of weight, much the largest thing around, is then made entry by
-entry, each by one product over all tokens, rounded once and added to nothing. Only hidden's gradient, ``[total, hidden]``,
-is added up from chunk to chunk, in float32.
+Chunks of the vocabulary, not of the tokens: the gradient of weight, much the largest thing around, is then made entry
+by entry, each by one product over all tokens, rounded once and added to nothing. Only the gradient of hidden is added
+up from chunk to chunk, in float32.
 
 What it costs beside the products (forward: one; backward: that one again, and one for each gradient): the logits are
 written by the product and read by the kernel, in backward read and written by the kernel too, and read by two products.
@@ -61,10 +61,11 @@ def token_logps(
             is the whole one on each.
 
     Returns:
-        ``[total]``, float32 (float64 for float64): slot t holds log p(label t + 1). With ``entropy`` also that of slot t,
-        in nats. 0, with gradient 0, at the last slot of each document, where label t + 1 is ``ignore_index``, and in the
-        padding after the documents. Sums are float32. Deterministic, and nothing synchronises. Work: 2 * total * hidden *
-        vocab operations, in backward as many again and for each gradient; torch.utils.flop_counter counts them.
+        ``[total]``, float32 (float64 for float64): slot t holds log p(label t + 1). With ``entropy`` also the entropy
+        at slot t, in nats. 0, with gradient 0, at the last slot of each document, where label t + 1 is
+        ``ignore_index``, and in the padding after the documents. Sums are float32. Deterministic, and nothing
+        synchronises. Work: 2 * total * hidden * vocab operations, in backward as many again and for each gradient;
+        torch.utils.flop_counter counts them.
 
         Logits are rounded to hidden's dtype as a model's own are; gradients have the dtypes of their tensors. Memory
         beside results and gradients: one chunk of logits, four numbers per slot, and in backward a float32 gradient of

@@ -250,6 +250,19 @@ def test_one_chunk_of_logits_in_memory(device):
     assert largest < hidden.shape[0] * 4000 // 10
 
 
+def test_chunk_by_default():
+    """As docstrings tell: 64 MiB of logits on the CPU, equal chunks, at least 512 entries, at most all of them."""
+    from packing_ops.logps import _chunk_of
+
+    def chunk(total, vocab):
+        return _chunk_of(None, torch.empty(total, 1), vocab)
+
+    assert chunk(1024, 151_936) == 15_232  # ten, where 16,384 would fit
+    assert chunk(1024, 1000) == 1000
+    assert 512 <= chunk(1_000_000, 151_936) < 1024
+    assert chunk(0, 151_936) == 151_936
+
+
 @pytest.mark.gpu
 def test_memory_on_the_gpu():
     if not torch.cuda.is_available():

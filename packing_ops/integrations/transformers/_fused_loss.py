@@ -1,7 +1,7 @@
 """The loss of a causal language model from its hidden states: its logits are never there at once.
 
-In training with labels the head hands the hidden states on, the loss function gets them in place of the logits and calls
-chunked_cross_entropy, and the output has no logits (None). Else the model is the stock one.
+In training with labels the head hands the hidden states on, the loss function gets them in place of the logits and
+calls chunked_cross_entropy, and the output has no logits (None). Else the model is the stock one.
 """
 
 import functools
