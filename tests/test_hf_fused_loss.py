@@ -13,7 +13,7 @@ from hf_models import tiny_model
 
 from packing_ops.integrations.transformers import _fused_loss
 
-SERVED = ["llama", "qwen2", "qwen3", "mistral", "gpt_oss"]
+SERVED = ["llama", "qwen2", "qwen3", "mistral", "gemma3", "gpt_oss"]
 
 
 def rows(device, batch=2, seqlen=9):
@@ -83,10 +83,12 @@ def test_stock_where_logits_are_wanted(device):
 
 
 def test_tuples(device):
-    model, inputs = fused(tiny_model("llama", device=device)), rows(device)
-    loss, *rest = model(**inputs, return_dict=False)
+    """Without the logits, wherever they stand."""
+    inputs = {**rows(device), "return_dict": False}
+    (loss,) = fused(tiny_model("llama", device=device))(**inputs)
     assert loss.dim() == 0
-    assert not rest
+    loss, of_experts, _ = fused(tiny_model("gpt_oss", device=device))(**inputs, output_router_logits=True)
+    assert loss.dim() == of_experts.dim() == 0
 
 
 def test_revert(device):
@@ -120,12 +122,14 @@ def test_an_error_leaves_nothing_behind(device):
 
 
 def test_refusals():
-    def reason(family="llama", change=lambda model: None):
-        model = tiny_model(family)
+    def reason(family="llama", change=lambda model: None, **config):
+        model = tiny_model(family, **config)
         change(model)
         return _fused_loss.refusal(model)
 
     assert "changes the logits" in reason("gemma2")
+    assert reason("gemma2", final_logit_softcapping=None) is None
+    assert "changes the logits" in reason("gemma3", final_logit_softcapping=3.0)
     assert "lm_head" in reason(change=lambda model: setattr(model, "lm_head", torch.nn.Identity()))
     assert "loss_function" in reason(change=lambda model: setattr(model, "loss_function", lambda *args, **kwargs: 0))
     assert "wrapped" in reason(change=lambda model: setattr(model, "forward", model.forward))

@@ -16,14 +16,18 @@ from packing_ops.logps import chunked_cross_entropy
 _STATE = "_packing_ops_fused_loss"
 _HEAD = "self.lm_head("
 _LOSS = "self.loss_function("
-_BETWEEN = re.compile(r"^\s*(loss = None|if labels is not None:|)\s*$")
+_BETWEEN = re.compile(r"\s*(loss = None|if labels is not None:|)\s*")
+_CAP = "self.config.final_logit_softcapping"  # Gemma's; None is none
+_CAPPED = re.compile(
+    rf"\s*(if {_CAP} is not None:|logits = logits / {_CAP}|logits = torch.tanh\(logits\)|logits = logits \* {_CAP})\s*"
+)
 
 
 class FusedLoss:
-    """Of one model: whether its head hands hidden states on right now, and the loss function that stood there."""
+    """Of one model: whether its head hands hidden states on right now, and which; whether it had a loss of its own."""
 
     def __init__(self, had_own_loss):
-        self.active, self.had_own_loss = False, had_own_loss
+        self.active, self.hidden, self.had_own_loss = False, None, had_own_loss
 
 
 def refusal(model: PreTrainedModel) -> str | None:
@@ -37,7 +41,7 @@ def refusal(model: PreTrainedModel) -> str | None:
         return "its forward is wrapped already (fused_loss=False swaps the rest)"
     if getattr(model.loss_function, "__name__", None) != "ForCausalLMLoss":
         return "its loss_function is not transformers' ForCausalLMLoss (fused_loss=False swaps the rest)"
-    if not _goes_straight(type(model)):
+    if not _goes_straight(type(model), getattr(model.config, "final_logit_softcapping", None) is not None):
         return "its forward changes the logits before the loss (fused_loss=False swaps the rest)"
     return None
 
@@ -68,8 +72,8 @@ def revert_model(model: PreTrainedModel) -> None:
 
 
 @functools.cache
-def _goes_straight(cls) -> bool:
-    """Nothing stands between the head and the loss in its forward."""
+def _goes_straight(cls, capped) -> bool:
+    """Nothing is done between the head and the loss in its forward."""
     try:
         lines = inspect.getsource(cls.forward).splitlines()
     except (OSError, TypeError):
@@ -78,7 +82,10 @@ def _goes_straight(cls) -> bool:
     losses = [i for i, line in enumerate(lines) if _LOSS in line]
     if len(heads) != 1 or len(losses) != 1 or not lines[heads[0]].strip().startswith(f"logits = {_HEAD}"):
         return False
-    return lines[heads[0]].rstrip().endswith(")") and all(map(_BETWEEN.match, lines[heads[0] + 1 : losses[0]]))
+    between = lines[heads[0] + 1 : losses[0]]
+    if not capped:
+        between = [line for line in between if not _CAPPED.fullmatch(line)]
+    return lines[heads[0]].rstrip().endswith(")") and all(map(_BETWEEN.fullmatch, between))
 
 
 def _is_ours(forward) -> bool:
@@ -93,12 +100,12 @@ def _forward(model, *args, **kwargs):
     state.active = True
     try:
         output = stock(model, *args, **kwargs)
+        if isinstance(output, tuple):
+            return tuple(each for each in output if each is not state.hidden)
+        output.logits = None  # hidden states
+        return output
     finally:
-        state.active = False
-    if isinstance(output, tuple):
-        return output[:1] + output[2:]
-    output.logits = None  # hidden states
-    return output
+        state.active, state.hidden = False, None
 
 
 def _whole(logits_to_keep) -> bool:
@@ -106,7 +113,10 @@ def _whole(logits_to_keep) -> bool:
 
 
 def _head(state, head, hidden):
-    return hidden if state.active else type(head).forward(head, hidden)
+    if not state.active:
+        return type(head).forward(head, hidden)
+    state.hidden = hidden
+    return hidden
 
 
 def _loss(state, head, stock, logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **kwargs):
