@@ -61,7 +61,7 @@ test-gpu:
 	$(GPU_PYTHON) tests/run_gpu.py $(if $(LOGS),--logs $(LOGS)) $(TESTS)
 
 # FAMILIES="attention e2e" for some. One that fails leaves the others theirs.
-FAMILIES ?= boundaries padding packing rope attention megatron e2e
+FAMILIES ?= boundaries padding packing rope attention logps megatron e2e
 bench-gpu:
 	@failed=; \
 	for family in $(FAMILIES); do \
@@ -73,7 +73,7 @@ profile-gpu:
 	$(GPU_PYTHON) benchmarks/profile_gpu.py
 
 bench: build
-	@for family in boundaries padding packing rope attention megatron data; do \
+	@for family in boundaries padding packing rope attention logps megatron data; do \
 		$(BIN)/python benchmarks/bench_$$family.py --device cpu || exit 1; done
 	$(BIN)/python benchmarks/bench_report.py
 	$(BIN)/python examples/train_packed.py --out benchmarks/results

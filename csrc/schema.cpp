@@ -42,4 +42,11 @@ STABLE_TORCH_LIBRARY(packing_ops, m) {
   m.def("attention_plan(Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt total_q, SymInt total_k, SymInt num_heads, SymInt num_kv_heads, SymInt head_dim, bool causal, int window_left, int window_right) -> Tensor");
   m.def("varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? sinks, bool causal, float? softmax_scale, int window_left, int window_right, float softcap, Tensor? plan) -> (Tensor, Tensor)");
   m.def("varlen_attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? sinks, bool causal, float? softmax_scale, int window_left, int window_right, float softcap, Tensor? plan) -> (Tensor, Tensor, Tensor, Tensor)");
+
+  // logps
+  m.def("logps_targets(Tensor labels, Tensor cu_seqlens, int ignore_index, SymInt vocab) -> Tensor");
+  m.def("logps_chunk_(Tensor logits, Tensor? bias, Tensor targets, SymInt first, float inv_temperature, Tensor(a!) state) -> ()");
+  m.def("logps_chunk_backward_(Tensor(a!) logits, Tensor? bias, Tensor targets, SymInt first, float inv_temperature, Tensor lse, Tensor grad_logps, Tensor? entropy, Tensor? grad_entropy) -> ()");
+  m.def("token_logps(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, float inv_temperature, SymInt? chunk, bool entropy, str? group) -> (Tensor, Tensor, Tensor)");
+  m.def("token_logps_backward(Tensor? grad_logps, Tensor? grad_entropy, Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor lse, Tensor entropy, float inv_temperature, SymInt? chunk, str? group, bool need_hidden, bool need_weight, bool need_bias) -> (Tensor, Tensor, Tensor)");
 }

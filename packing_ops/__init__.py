@@ -1,4 +1,4 @@
-"""packing_ops: padding, packing, boundaries, RoPE and varlen attention for packed training."""
+"""packing_ops: padding, packing, boundaries, RoPE, varlen attention and log-probabilities for packed training."""
 
 from packing_ops._load import build_info  # first: it registers torch.ops.packing_ops
 from packing_ops.attention import attention_plan, flash_attn_func, flash_attn_varlen_func, varlen_attention
@@ -18,6 +18,7 @@ from packing_ops.boundaries import (
     shift_labels,
     xformers_bias,
 )
+from packing_ops.logps import chunked_cross_entropy, token_logps
 from packing_ops.metadata import PackedMetadata
 from packing_ops.packing import Packing, pack_ffd, pack_sequences
 from packing_ops.padding import (

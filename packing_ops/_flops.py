@@ -1,4 +1,4 @@
-"""What torch.utils.flop_counter.FlopCounterMode counts for varlen_attention, forward and backward.
+"""What torch.utils.flop_counter.FlopCounterMode counts for varlen_attention and token_logps, forward and backward.
 
 The products alone, as torch counts its own attention: two of 2 * head_dim operations for each query head and each pair
 of a query and a key that it sees, five of them in backward (the scores once more). Documents, causality and the window
@@ -61,10 +61,23 @@ def _backward(
     return 5 * _product(q, k, lse, cu_seqlens_q, cu_seqlens_k, causal, left, right)
 
 
+def _logps_forward(hidden, weight, *rest, out_shape=None, **options):
+    (total, size), (vocab, _) = hidden, weight
+    return 2 * total * size * vocab
+
+
+def _logps_backward(grad_logps, grad_entropy, hidden, weight, *rest, out_shape=None, **options):
+    """The logits once more, and a product for each gradient."""
+    *_, need_hidden, need_weight, _ = rest
+    return _logps_forward(hidden, weight) * (1 + need_hidden + need_weight)
+
+
 def _register() -> None:
     register_flop_formula = sys.modules[_COUNTER].register_flop_formula
     register_flop_formula(torch.ops.packing_ops.varlen_attention, get_raw=True)(_forward)
     register_flop_formula(torch.ops.packing_ops.varlen_attention_backward, get_raw=True)(_backward)
+    register_flop_formula(torch.ops.packing_ops.token_logps)(_logps_forward)
+    register_flop_formula(torch.ops.packing_ops.token_logps_backward)(_logps_backward)
 
 
 class _AfterItsImport(importlib.abc.MetaPathFinder):

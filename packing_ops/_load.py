@@ -65,6 +65,8 @@ def has_cuda_kernel(name: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"packing_ops::{name}", "CUDA")
 
 
+# Loops over other ops and products of torch: logps.py registers them for every device.
+IN_PYTHON = {"token_logps", "token_logps_backward"}
 without_cuda_kernel: set[str] = set()
 _fallbacks = torch.library.Library("packing_ops", "IMPL", "CUDA")
 
@@ -73,7 +75,7 @@ def _explain_missing_cuda_kernels() -> None:
     """An op without a CUDA kernel says so itself, instead of the dispatcher's page of backends."""
     built_for_cuda = bool(build_info()["cuda"])
     for name in op_names():
-        if name == "build_info" or has_cuda_kernel(name):
+        if name == "build_info" or name in IN_PYTHON or has_cuda_kernel(name):
             continue
         without_cuda_kernel.add(name)
         why = "not written yet" if built_for_cuda else f"this library was built without CUDA; {BUILD_COMMAND}"

@@ -25,7 +25,14 @@ GROUPS = {
     "transformers": ["test_hf_*.py"],
     "attention": ["test_attention*.py"],
     "megatron": ["test_megatron_*.py"],
-    "families": ["test_boundaries.py", "test_cuda.py", "test_pack*.py", "test_padding*.py", "test_rope*.py"],
+    "families": [
+        "test_boundaries.py",
+        "test_cuda.py",
+        "test_logps*.py",
+        "test_pack*.py",
+        "test_padding*.py",
+        "test_rope*.py",
+    ],
     "integrations": ["test_flash_attn_*.py", "test_trl.py", "test_unsloth.py", "test_strides.py"],
     "others": ["test_*.py"],
 }

@@ -55,6 +55,11 @@ def step(x):
     indices, layout, seqused, totals = ops.unpad_layout(x["mask"], None, False)
     packed = ops.gather_rows(x["hidden"], indices, 1024)
     q, k = po.apply_rotary_qk(x["q"], x["k"], x["cos"], x["sin"], position_ids)
+    head = x["q"].flatten(1), x["q"][:99].flatten(1), None
+    targets = ops.logps_targets(x["labels"], cu_seqlens, -100, 99)
+    logps, entropy, lse = ops.token_logps(*head, targets, 0.1, 40, True, None)
+    options = targets, lse, entropy, 0.1, 40, None, True, True, False
+    grad_hidden, grad_weight, _ = ops.token_logps_backward(logps, entropy, *head, *options)
     return {
         "cu_seqlens": cu_seqlens,
         "position_ids": position_ids,
@@ -75,6 +80,10 @@ def step(x):
         "bins": ops.pack_ffd(x["lengths"], 1024, 1, False)[0],
         "q": q,
         "k": k,
+        "logps": logps,
+        "entropy": entropy,
+        "grad_hidden": grad_hidden,
+        "grad_weight": grad_weight,
     }
 
 

@@ -145,6 +145,10 @@ CALLS = {
     ],
     "varlen_attention": lambda: attention(lambda q: po.varlen_attention(q, HEADS, HEADS, CU_SEQLENS, causal=True)),
     "flash_attn_func": lambda: attention(lambda q: po.flash_attn_func(q[None], HEADS[None], HEADS[None])),
+    "token_logps": lambda: [
+        *po.token_logps(LOGITS, LOGITS.repeat(3, 1), LABELS, CU_SEQLENS, entropy=True),
+        po.chunked_cross_entropy(LOGITS, LOGITS.repeat(3, 1), LABELS, CU_SEQLENS),
+    ],
     "apply_rotary_qk": lambda: po.apply_rotary_qk(HEADS, None, TABLE, TABLE, LABELS % 8),
     "oracles": lambda: [
         boundaries_oracle.position_ids_from_cu_seqlens(CU_SEQLENS, 16),

@@ -10,7 +10,7 @@ from packing_ops import _load
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
-FAMILIES = ["attention", "boundaries", "packing", "padding", "rope"]
+FAMILIES = ["attention", "boundaries", "logps", "packing", "padding", "rope"]
 NATIVE = sorted(p for p in CSRC.rglob("*") if p.suffix in {".cpp", ".h", ".cu", ".cuh"})
 PYTHON = sorted(
     p for folder in ("packing_ops", "tests", "benchmarks", "examples", "tools") for p in (ROOT / folder).rglob("*.py")

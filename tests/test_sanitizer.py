@@ -10,14 +10,14 @@ from helpers import pytest_of_its_own
 # memcheck runs the suite, and of attention the small cases; the slower tools run every op once (tests/test_cuda.py: step,
 # tests/test_attention_cuda.py: one_pass) and the smallest cases. torch.compile and opcheck would only add torch's own
 # kernels.
-FAMILIES = ["boundaries", "padding", "packing_ffd", "rope", "rope_bits"]
+FAMILIES = ["boundaries", "logps", "padding", "packing_ffd", "rope", "rope_bits"]
 SUITE = "cuda and not cpu and not opcheck and not compile and not 40_000"
 ATTENTION = (
     "one_pass or worked or rows_past or sink_alone or minus_infinity or nothing or strided_views or differ or plan "
     "or unaligned or wrong_cu_seqlens or fused_projection or rows_apart or (one_token and not 65536)"
 )  # graphs need torch's caching allocator
 SMALL = "worked or prompts_of_codes or pack_ffd_of_many or poisoned or side_stream or next_call or one_pass"
-SMALL_TESTS = [f"tests/test_{name}.py" for name in ("boundaries", "packing_ffd", "cuda", "attention_cuda")]
+SMALL_TESTS = [f"tests/test_{name}.py" for name in ("boundaries", "logps", "packing_ffd", "cuda", "attention_cuda")]
 # racecheck and synccheck know of so many barriers in shared memory, 32 of a block.
 MANY_BARRIERS = ["--num-cuda-barriers", "16384"]
 # To synccheck a barrier that warps come to at different instructions, as bar.sync allows, is divergence. The backward

@@ -27,7 +27,8 @@ enum class Fault : uint8_t {
   kPaddingInDocuments,    // attention_mask[index] is 0 beside cu_seq_lens_q
   kNoRestart,             // position_ids never restart, cu_seq_lens_q has several documents to a row
   kRestartInDocument,     // position_ids[index] restarts inside a document of cu_seq_lens_q
-  kKeysOfOtherDocuments   // cu_seq_lens_k[index] differs from cu_seq_lens_q
+  kKeysOfOtherDocuments,  // cu_seq_lens_k[index] differs from cu_seq_lens_q
+  kLabelOutside           // labels[index] is neither in the vocabulary nor ignore_index
 };
 
 // One word: fault in the top byte, index below it. A single store, so a reader never sees half of it.

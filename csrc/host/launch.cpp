@@ -61,6 +61,8 @@ FaultText fault_text(Fault fault) {
       return {"position_ids", "to restart only where cu_seq_lens_q starts a document"};
     case Fault::kKeysOfOtherDocuments:
       return {"cu_seq_lens_k", "the documents of cu_seq_lens_q, whose tokens the keys are"};
+    case Fault::kLabelOutside:
+      return {"labels", "entries of the vocabulary or ignore_index"};
     default:
       return {"argument", "valid values"};
   }

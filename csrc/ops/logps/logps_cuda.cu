@@ -1,0 +1,325 @@
+// A block takes a row of logits, in vectors of 16 bytes, several of them on their way to a thread at once. Same
+// formulas as logps_cpu.cpp; what is added in which order depends on the columns and their alignment alone.
+#include "core/launch.cuh"
+#include "core/segment.cuh"
+#include "core/vec.cuh"
+#include "ops/logps/logps.h"
+
+namespace packing_ops {
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarp;
+constexpr int kUnroll = 4;  // vectors a thread has under way
+constexpr int kPairs = 2;   // pairs of slots per thread
+
+// --- targets ---
+
+template <class Label>
+struct Target {
+  const Label* labels;
+  int num_documents;
+  int total;
+  int64_t ignore_index;
+  int64_t vocab;
+  FaultFlag fault;
+
+  __device__ Label load(int t) const { return t + 1 < total ? labels[t + 1] : Label(0); }
+  __device__ int32_t operator()(int t, Label next, int document, Span s) const {
+    if (t + 1 >= s.end || document >= num_documents || next == ignore_index) return -1;
+    if (next >= 0 && next < vocab) return static_cast<int32_t>(next);
+    fault.raise(Fault::kLabelOutside, t + 1);
+    return -1;
+  }
+};
+
+template <class Label>
+__global__ void __launch_bounds__(kThreads)
+    logps_targets_kernel(Documents documents, int32_t* targets, Target<Label> target, FaultFlag fault) {
+  fill_slots<kThreads, kPairs>(documents, targets, target);
+  flag_cu_seqlens(documents, fault);
+}
+
+// --- logits ---
+
+// The half types round far more than the fast exponential does.
+template <class T>
+__device__ real_t<T> exp_of(real_t<T> x) {
+  if constexpr (sizeof(T) == 2) return __expf(x);
+  if constexpr (sizeof(T) == 4) return expf(x);
+  return exp(x);
+}
+
+template <class Real>
+__device__ constexpr Real infinity() {
+  return static_cast<Real>(__builtin_huge_val());
+}
+
+// What is known of some columns of a row.
+template <class Real>
+struct Sums {
+  Real max, sum, weighted;  // sum of exp(z - max), sum of exp(z - max) * (z - max)
+
+  // The same sums over a larger max. Columns that are all -inf weigh nothing.
+  __device__ Sums with_max(Real larger) const {
+    if (max == larger || sum == Real(0)) return {larger, sum, weighted};
+    const Real scale = exp(max - larger);
+    return {larger, scale * sum, scale == Real(0) ? Real(0) : scale * (weighted + (max - larger) * sum)};
+  }
+  __device__ Sums operator+(const Sums& other) const {
+    const Real larger = max > other.max ? max : other.max;
+    const Sums a = with_max(larger);
+    const Sums b = other.with_max(larger);
+    return {larger, a.sum + b.sum, a.weighted + b.weighted};
+  }
+};
+
+// Where the vectors of a row begin and end; the few elements before and after them go one by one.
+template <class T>
+struct Row {
+  static constexpr int kVec = 16 / sizeof(T);
+  using Vector = Vec<T, kVec>;
+  int before, vectors, columns;
+
+  __device__ Row(const T* row, int columns) : columns(columns) {
+    const int apart = static_cast<int>(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T));
+    before = apart == 0 ? 0 : kVec - apart;
+    if (before > columns) before = columns;
+    vectors = (columns - before) / kVec;
+  }
+  // The column of the i-th element outside of the vectors.
+  __device__ int single(int i) const { return i < before ? i : i + vectors * kVec; }
+  __device__ int singles() const { return columns - vectors * kVec; }
+  __device__ int column(int vector) const { return before + vector * kVec; }
+};
+
+template <class Real, bool kBias>
+struct Scaling {
+  const Real* bias;
+  Real inv_temperature;
+
+  __device__ Real operator()(Real logit, int column) const {
+    return (kBias ? logit + bias[column] : logit) * inv_temperature;
+  }
+};
+
+template <class T, bool kBias>
+__device__ Scaling<real_t<T>, kBias> scaling_of(const LogpsChunkParams& p) {
+  return {static_cast<const real_t<T>*>(p.bias), static_cast<real_t<T>>(p.inv_temperature)};
+}
+
+template <class T, bool kBias, bool kEntropy>
+__global__ void __launch_bounds__(kThreads) logps_chunk_kernel(LogpsChunkParams p) {
+  using Real = real_t<T>;
+  using Vector = typename Row<T>::Vector;
+  constexpr int kVec = Row<T>::kVec;
+  __shared__ Sums<Real> of_warp[kWarps];
+  const int64_t row = blockIdx.x;
+  if (p.targets[row] < 0) return;
+  const T* logits = static_cast<const T*>(p.logits) + row * p.row_stride;
+  const Row<T> layout(logits, static_cast<int>(p.columns));
+  const Scaling<Real, kBias> scaled = scaling_of<T, kBias>(p);
+  Sums<Real> sums{-infinity<Real>(), 0, 0};
+  const auto add = [&](Real z, Real shift) {
+    const Real below = z - shift;
+    const Real weight = exp_of<T>(below);
+    sums.sum += weight;
+    if (kEntropy) sums.weighted += weight == Real(0) ? Real(0) : weight * below;
+  };
+  const auto raise_max = [&](Real best) {
+    if (best > sums.max) sums = sums.with_max(best);
+    return sums.max == -infinity<Real>() ? Real(0) : sums.max;
+  };
+
+  const Vector* vectors = reinterpret_cast<const Vector*>(logits + layout.before);
+  for (int first = static_cast<int>(threadIdx.x); first < layout.vectors; first += kThreads * kUnroll) {
+    Vector loaded[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (first + u * kThreads < layout.vectors) loaded[u] = vectors[first + u * kThreads];
+    }
+    Real best = sums.max;
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (first + u * kThreads >= layout.vectors) continue;
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        const Real z = scaled(loaded[u].get(i), layout.column(first + u * kThreads) + i);
+        best = z > best ? z : best;
+      }
+    }
+    const Real shift = raise_max(best);
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (first + u * kThreads >= layout.vectors) continue;
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        add(scaled(loaded[u].get(i), layout.column(first + u * kThreads) + i), shift);
+      }
+    }
+  }
+  for (int i = static_cast<int>(threadIdx.x); i < layout.singles(); i += kThreads) {
+    const int column = layout.single(i);
+    const Real z = scaled(static_cast<Real>(logits[column]), column);
+    add(z, raise_max(z));
+  }
+
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+    sums = sums + Sums<Real>{__shfl_xor_sync(0xffffffffu, sums.max, offset),
+                             __shfl_xor_sync(0xffffffffu, sums.sum, offset),
+                             __shfl_xor_sync(0xffffffffu, sums.weighted, offset)};
+  }
+  if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = sums;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  Real* max = static_cast<Real*>(p.max) + row;
+  Real* sum = static_cast<Real*>(p.sum) + row;
+  Real* weighted = static_cast<Real*>(p.weighted) + row;
+  sums = {*max, *sum, kEntropy ? *weighted : Real(0)};
+  for (int warp = 0; warp < kWarps; ++warp) sums = sums + of_warp[warp];
+  *max = sums.max;
+  *sum = sums.sum;
+  if (kEntropy) *weighted = sums.weighted;
+  const int64_t target = p.targets[row] - p.first;
+  if (target >= 0 && target < p.columns) {
+    static_cast<Real*>(p.chosen)[row] = scaled(static_cast<Real>(logits[target]), static_cast<int>(target));
+  }
+}
+
+// With P = exp(z - lse) and the entropy H: d(z) = grad_logps * (chosen - P) - grad_entropy * P * (log P + H).
+template <class T, bool kBias, bool kEntropy>
+struct Gradient {
+  using Real = real_t<T>;
+  Scaling<Real, kBias> scaled;
+  Real lse, grad, plain, grad_entropy;
+  int target;  // column of this chunk, or of none
+
+  __device__ Real operator()(Real logit, int column) const {
+    const Real logp = scaled(logit, column) - lse;
+    const Real weight = exp_of<T>(logp);
+    Real slope = plain;
+    if (kEntropy) slope += weight == Real(0) ? Real(0) : grad_entropy * logp;
+    const Real chosen = column == target ? grad : Real(0);
+    return (chosen - weight * slope) * scaled.inv_temperature;
+  }
+};
+
+template <class T, int kVec>
+__device__ void set_zero(Vec<T, kVec>& vector) {
+  vector = {};
+}
+
+template <class T, bool kBias, bool kEntropy>
+__global__ void __launch_bounds__(kThreads) logps_chunk_backward_kernel(LogpsChunkParams p) {
+  using Real = real_t<T>;
+  using Vector = typename Row<T>::Vector;
+  constexpr int kVec = Row<T>::kVec;
+  const int64_t row = blockIdx.x;
+  T* logits = static_cast<T*>(p.logits) + row * p.row_stride;
+  const Row<T> layout(logits, static_cast<int>(p.columns));
+  Vector* vectors = reinterpret_cast<Vector*>(logits + layout.before);
+  const int target = p.targets[row];
+  const Real grad = static_cast<const Real*>(p.grad_logps)[row];
+  const Real grad_entropy = kEntropy ? static_cast<const Real*>(p.grad_entropy)[row] : Real(0);
+  if (target < 0 || (grad == Real(0) && grad_entropy == Real(0))) {
+    for (int v = static_cast<int>(threadIdx.x); v < layout.vectors; v += kThreads) set_zero(vectors[v]);
+    for (int i = static_cast<int>(threadIdx.x); i < layout.singles(); i += kThreads) {
+      logits[layout.single(i)] = static_cast<T>(Real(0));
+    }
+    return;
+  }
+  const int64_t own = target - p.first;
+  const Real entropy = kEntropy ? static_cast<const Real*>(p.entropy)[row] : Real(0);
+  const Gradient<T, kBias, kEntropy> gradient{
+      scaling_of<T, kBias>(p),
+      static_cast<const Real*>(p.lse)[row],
+      grad,
+      grad + grad_entropy * entropy,
+      grad_entropy,
+      own >= 0 && own < p.columns ? static_cast<int>(own) : -1,
+  };
+  for (int first = static_cast<int>(threadIdx.x); first < layout.vectors; first += kThreads * kUnroll) {
+    Vector loaded[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (first + u * kThreads < layout.vectors) loaded[u] = vectors[first + u * kThreads];
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int v = first + u * kThreads;
+      if (v >= layout.vectors) continue;
+      const int column = layout.column(v);
+#pragma unroll
+      for (int i = 0; i < kVec; i += 2) {
+        const Real one = gradient(loaded[u].get(i), column + i);
+        loaded[u].set_pair(i, one, gradient(loaded[u].get(i + 1), column + i + 1));
+      }
+      vectors[v] = loaded[u];
+    }
+  }
+  for (int i = static_cast<int>(threadIdx.x); i < layout.singles(); i += kThreads) {
+    const int column = layout.single(i);
+    logits[column] = static_cast<T>(gradient(static_cast<Real>(logits[column]), column));
+  }
+}
+
+// f(element type) for a floating dtype.
+template <class F>
+void dispatch_logits(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return f(double{});
+    case DType::kBFloat16:
+      return f(__nv_bfloat16{});
+    case DType::kFloat16:
+      return f(__half{});
+    default:
+      return f(float{});
+  }
+}
+
+}  // namespace
+
+void launch_logps_targets_cuda(const LogpsTargetsParams& p, const CudaLaunch& launch) {
+  const unsigned grid = grid_for(ceil_div(p.documents.total, 2 * kPairs), kThreads);
+  const auto run = [&](auto label) {
+    using Label = decltype(label);
+    const Target<Label> target{static_cast<const Label*>(p.labels.data),
+                               static_cast<int>(p.documents.num_documents),
+                               static_cast<int>(p.documents.total),
+                               p.ignore_index,
+                               p.vocab,
+                               launch.fault};
+    logps_targets_kernel<<<grid, kThreads, 0, stream_of(launch)>>>(p.documents, p.targets, target, launch.fault);
+  };
+  p.labels.is_int64 ? run(int64_t{}) : run(int32_t{});
+  check_launch("logps_targets_kernel");
+}
+
+void launch_logps_chunk_cuda(const LogpsChunkParams& p, const CudaLaunch& launch) {
+  if (p.rows == 0 || p.columns == 0) return;
+  dispatch_logits(p.dtype, [&](auto element) {
+    using T = decltype(element);
+    const auto kernel = p.weighted
+                            ? (p.bias ? logps_chunk_kernel<T, true, true> : logps_chunk_kernel<T, false, true>)
+                            : (p.bias ? logps_chunk_kernel<T, true, false> : logps_chunk_kernel<T, false, false>);
+    kernel<<<static_cast<unsigned>(p.rows), kThreads, 0, stream_of(launch)>>>(p);
+  });
+  check_launch("logps_chunk_kernel");
+}
+
+void launch_logps_chunk_backward_cuda(const LogpsChunkParams& p, const CudaLaunch& launch) {
+  if (p.rows == 0 || p.columns == 0) return;
+  dispatch_logits(p.dtype, [&](auto element) {
+    using T = decltype(element);
+    const auto kernel =
+        p.grad_entropy
+            ? (p.bias ? logps_chunk_backward_kernel<T, true, true> : logps_chunk_backward_kernel<T, false, true>)
+            : (p.bias ? logps_chunk_backward_kernel<T, true, false> : logps_chunk_backward_kernel<T, false, false>);
+    kernel<<<static_cast<unsigned>(p.rows), kThreads, 0, stream_of(launch)>>>(p);
+  });
+  check_launch("logps_chunk_backward_kernel");
+}
+
+}  // namespace packing_ops

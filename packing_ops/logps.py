@@ -1,0 +1,414 @@
+"""Log-probabilities of a packed row's next tokens, from hidden states: the logits of all tokens are never held at once.
+
+logits = (hidden @ weight.T + bias) / temperature is ``[total, vocab]``: 5 GB in bf16 for 16,384 tokens of 151,936
+entries, twice that in float32 and once more for the gradient. Here it is made in chunks ``[total, chunk]``, some
+entries of the vocabulary for all tokens: a product of torch's (cuBLAS), then one kernel that adds each row to its
+running maximum, sum of exponentials, chosen logit and entropy (online softmax). The backward makes each chunk again,
+turns it in place into d(logits), and multiplies it with weight and with hidden.
+
+Chunks of the vocabulary, not of the tokens: the gradient of weight, much the largest thing around, is then made entry
+by entry, each by one product over all tokens, rounded once and added to nothing. Only the gradient of hidden is added
+up from chunk to chunk, in float32.
+
+What it costs beside the products (forward: one; backward: that one again, and one for each gradient): the logits are
+written by the product and read by the kernel, in backward read and written by the kernel too, and read by two products.
+At 16,384 tokens, 151,936 entries and bf16 the kernel moves 5 GB in forward and 10 GB in backward, 1.2 ms and 2.4 ms at
+4.2 TB/s, and a product at 650 TFLOP/s takes 7.8 ms for hidden 1,024, 31 ms for 4,096: forward at least 1.15 and 1.04
+times the product, backward 1.10 and 1.03 times its three.
+"""
+
+import torch
+
+from packing_ops._args import integer
+from packing_ops._autograd import past_autograd, register_autograd, register_no_autograd
+from packing_ops.metadata import PackedMetadata
+
+_ops = torch.ops.packing_ops
+
+
+def token_logps(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    metadata: PackedMetadata | torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    entropy: bool = False,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    group: "torch.distributed.ProcessGroup | None" = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of each slot's next token, for policy gradients and the like. Differentiable.
+
+    Args:
+        hidden: ``[total, hidden]`` or ``[1, total, hidden]``, float32, float64, bfloat16 or float16, any strides: what
+            goes into the model's head.
+        weight: ``[vocab, hidden]``, the head's (``lm_head.weight``), the dtype of hidden. Under autocast both, and the
+            bias, are cast as torch.nn.functional.linear casts them.
+        labels: ``[total]`` or ``[1, total]``, int64 or int32, not shifted: label t is the token at t, predicted at
+            t - 1. ``ignore_index`` where nothing counts.
+        metadata: the documents of the row, or their cu_seqlens, int32 ``[num_documents + 1]``.
+        temperature: the logits are divided by it, above 0.
+        chunk: entries of the vocabulary whose logits are in memory at a time, ``total * chunk`` elements of hidden's
+            dtype. By default as many as make 512 MiB (64 MiB on the CPU), at least 512, in equal chunks.
+        entropy: also return the entropy of each slot's prediction.
+        bias: ``[vocab]``, the head's, the dtype of weight.
+        ignore_index: of labels; it may be any number that they hold.
+        group: of torch.distributed, where each rank has a shard of the vocabulary: weight and bias are the rank's own
+            ``[vocab / ranks, ...]``, in the order of the ranks and equal in size; hidden and labels are the same
+            everywhere. Results are the same on every rank. The gradient of hidden is summed over the ranks, so that it
+            is the whole one on each.
+
+    Returns:
+        ``[total]``, float32 (float64 for float64): slot t holds log p(label t + 1). With ``entropy`` also the entropy
+        at slot t, in nats. 0, with gradient 0, at the last slot of each document, where label t + 1 is
+        ``ignore_index``, and in the padding after the documents. Sums are float32. Deterministic, and nothing
+        synchronises. Work: 2 * total * hidden * vocab operations, in backward as many again and for each gradient;
+        torch.utils.flop_counter counts them.
+
+        Logits are rounded to hidden's dtype as a model's own are; gradients have the dtypes of their tensors. Memory
+        beside results and gradients: one chunk of logits, four numbers per slot, and in backward a float32 gradient of
+        hidden where hidden is of a half type: at 16,384 slots in bf16 0.6 GB for hidden 1,024 and 0.8 GB for 4,096.
+
+    Example:
+        >>> hidden = torch.tensor([[0.0], [1.0], [2.0]])
+        >>> weight, labels = torch.tensor([[0.0], [1.0]]), torch.tensor([0, 1, 1])
+        >>> token_logps(hidden, weight, labels, torch.tensor([0, 3], dtype=torch.int32)).exp()
+        tensor([0.5000, 0.7311, 1.0000])
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, temperature or chunk out of range, a label outside of the
+            vocabulary (on CUDA in a later call). The message names the argument.
+        NotImplementedError: a device without a kernel; second derivatives and forward-mode ones (torch.func.jvp).
+
+    Method: Milakov and Gimelshein, online softmax (2018); Wijmans et al., Cut Your Losses (2024), for the chunks.
+    """
+    logps, of_entropy, _ = _logps(
+        hidden, weight, labels, metadata, temperature, chunk, entropy, bias, ignore_index, group
+    )
+    return (logps, of_entropy) if entropy else logps
+
+
+def chunked_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    metadata: PackedMetadata | torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    num_items_in_batch: float | torch.Tensor | None = None,
+    group: "torch.distributed.ProcessGroup | None" = None,
+) -> torch.Tensor:
+    """Cross-entropy of a packed row's next tokens, from hidden states: token_logps, added up.
+
+    Args:
+        reduction: ``"mean"`` over the slots that have a target (0 where there are none), ``"sum"``, or ``"none"``:
+            ``[total]``, 0 where there is no target.
+        num_items_in_batch: what "mean" divides by instead: the targets of all micro-batches of all ranks of the
+            optimizer step (count_target_tokens). A tensor is not read.
+        Others: as token_logps, which also tells memory, gradients and errors.
+
+    Returns:
+        A scalar, or ``[total]``; float32, float64 for float64.
+
+    Example:
+        >>> hidden = torch.tensor([[0.0], [1.0], [2.0]])
+        >>> weight, labels = torch.tensor([[0.0], [1.0]]), torch.tensor([0, 1, 1])
+        >>> chunked_cross_entropy(hidden, weight, labels, torch.tensor([0, 3], dtype=torch.int32))
+        tensor(0.5032)
+
+    Raises:
+        ValueError: as token_logps; an unknown reduction, num_items_in_batch without "mean".
+    """
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
+    if num_items_in_batch is not None and reduction != "mean":
+        raise ValueError(f"num_items_in_batch: expected None with reduction={reduction!r}, got {num_items_in_batch}")
+    logps, _, targets = _logps(hidden, weight, labels, metadata, temperature, chunk, False, bias, ignore_index, group)
+    if reduction == "none":
+        return -logps
+    loss = -logps.sum()
+    if reduction == "sum":
+        return loss
+    if num_items_in_batch is None:
+        num_items_in_batch = (targets >= 0).sum().clamp(min=1)
+    elif isinstance(num_items_in_batch, torch.Tensor):
+        num_items_in_batch = num_items_in_batch.to(loss.device, non_blocking=True)
+    return loss / num_items_in_batch
+
+
+def _logps(hidden, weight, labels, metadata, temperature, chunk, entropy, bias, ignore_index, group):
+    hidden, weight, bias = _as_autocast(hidden, weight, bias)
+    if hidden.dim() == 3 and hidden.shape[0] == 1:
+        hidden = hidden[0]
+    _check_tensors(hidden, weight, bias)
+    total = hidden.shape[0]
+    if labels.shape not in ((total,), (1, total)):
+        raise ValueError(f"labels: expected [total={total}] or [1, total] like hidden, got {_described(labels)}")
+    if labels.device != hidden.device:
+        raise ValueError(f"labels: expected on {hidden.device} like hidden, got {_described(labels)}")
+    cu_seqlens = metadata
+    if isinstance(metadata, PackedMetadata):
+        cu_seqlens = metadata.cu_seqlens
+        if metadata.total != total:
+            raise ValueError(f"metadata: expected total={total} like hidden, got total={metadata.total}")
+    elif not isinstance(metadata, torch.Tensor):
+        raise TypeError(f"metadata: expected PackedMetadata or its cu_seqlens, got {type(metadata).__name__}")
+    if not 0 < temperature < float("inf"):
+        raise ValueError(f"temperature: expected a number above 0, got {temperature}")
+    if chunk is not None and integer(chunk, "chunk") < 1:
+        raise ValueError(f"chunk: expected at least 1 entry of the vocabulary, got {chunk}")
+    ranks = 1 if group is None else group.size()
+    targets = _ops.logps_targets(labels.reshape(-1), cu_seqlens, ignore_index, weight.shape[0] * ranks)
+    name = None if group is None else group.group_name
+    logps, of_entropy, _ = _ops.token_logps(hidden, weight, bias, targets, 1 / temperature, chunk, entropy, name)
+    return logps, of_entropy, targets
+
+
+def _as_autocast(hidden, weight, bias):
+    """What autocast makes of the arguments of a linear layer."""
+    device = hidden.device.type
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return hidden, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t
+        for t in (hidden, weight, bias)
+    )
+
+
+def _check_tensors(hidden, weight, bias) -> None:
+    if hidden.dim() != 2 or hidden.dtype not in _FLOATS:
+        raise ValueError(
+            "hidden: expected float32, float64, bfloat16 or float16 [total, hidden] or [1, total, hidden], "
+            f"got {_described(hidden)}"
+        )
+    size = hidden.shape[1]
+    if weight.dim() != 2 or weight.shape[1] != size:
+        raise ValueError(f"weight: expected [vocab, hidden={size}], got {_described(weight)}")
+    _check_like_hidden("weight", weight, hidden)
+    if bias is None:
+        return
+    if bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias: expected [vocab={weight.shape[0]}] like weight, got {_described(bias)}")
+    _check_like_hidden("bias", bias, hidden)
+
+
+def _check_like_hidden(name, tensor, hidden) -> None:
+    if tensor.dtype != hidden.dtype:
+        wanted = str(hidden.dtype).removeprefix("torch.")
+        raise ValueError(f"{name}: expected {wanted} like hidden, got {_described(tensor)}")
+    if tensor.device != hidden.device:
+        raise ValueError(f"{name}: expected on {hidden.device} like hidden, got {_described(tensor)}")
+
+
+def _described(tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
+
+
+# --- the two ops that loop over chunks ---
+
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_LOGITS_BYTES = {"cuda": 512 << 20, "cpu": 64 << 20}
+_FEWEST = 512  # entries of a chunk: with fewer a product keeps no GPU busy
+_MULTIPLE = 128  # of whole tiles, on addresses that vectors of 16 bytes like
+
+
+def _chunk_of(chunk, hidden, vocab) -> int:
+    if chunk is None:
+        most = _LOGITS_BYTES[hidden.device.type] // max(hidden.shape[0] * hidden.element_size(), 1)
+        count = -(-vocab // max(most, _FEWEST))
+        chunk = _round_up(-(-vocab // count), _MULTIPLE)
+    return min(chunk, vocab)
+
+
+def _round_up(size, multiple):
+    return -(-size // multiple) * multiple
+
+
+def _sum_dtype(dtype):
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class _Chunks:
+    """Iterates over (slice of the vocabulary, first entry of all ranks' vocabulary, its weight, bias and logits)."""
+
+    def __init__(self, hidden, weight, bias, chunk, group):
+        # A product would copy rows of other strides again in each chunk.
+        self.hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
+        self.weight = weight if 1 in weight.stride() else weight.contiguous()
+        self.bias = None if bias is None else bias.to(_sum_dtype(hidden.dtype)).contiguous()
+        self.group = None
+        if group is not None:
+            self.group = torch.distributed.distributed_c10d._resolve_process_group(group)
+        self.chunk = _chunk_of(chunk, hidden, weight.shape[0])
+
+    def __iter__(self):
+        vocab = self.weight.shape[0]
+        offset = 0 if self.group is None else self.group.rank() * vocab
+        # Rows start on 16 bytes, whatever the chunk.
+        memory = self.hidden.new_empty(self.hidden.shape[0], _round_up(self.chunk, 8))
+        for first in range(0, vocab, self.chunk):
+            part = slice(first, min(first + self.chunk, vocab))
+            logits, weight = memory[:, : part.stop - first], self.weight[part]
+            torch.mm(self.hidden, weight.t(), out=logits)
+            yield part, offset + first, weight, None if self.bias is None else self.bias[part], logits
+
+
+def _on_its_own(function):
+    """Products in the dtypes of their tensors, whatever autocast says; nothing is recorded."""
+
+    def op(*args):
+        hidden = next(arg for arg in args if isinstance(arg, torch.Tensor))
+        with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+            return function(*args)
+
+    return op
+
+
+@_on_its_own
+def _token_logps(hidden, weight, bias, targets, inv_temperature, chunk, entropy, group):
+    dtype = _sum_dtype(hidden.dtype)
+    state = hidden.new_zeros(4 if entropy else 3, hidden.shape[0], dtype=dtype)
+    state[0] = -float("inf")
+    chunks = _Chunks(hidden, weight, bias, chunk, group)
+    for _, first, _, part_of_bias, logits in chunks:
+        _ops.logps_chunk_(logits, part_of_bias, targets, first, inv_temperature, state)
+    if chunks.group is not None:
+        _add_up_ranks(state, chunks.group)
+    largest, total, chosen, *weighted = state
+    kept = targets >= 0
+    log_total = total.log()
+    lse = torch.where(kept, largest + log_total, 0)
+    of_entropy = torch.where(kept, log_total - weighted[0] / total, 0) if entropy else state.new_empty(0)
+    return torch.where(kept, chosen - lse, 0), of_entropy, lse
+
+
+def _add_up_ranks(state, group) -> None:
+    """Each rank's sums over the largest logit of all ranks, added."""
+    from torch.distributed import ReduceOp, all_reduce
+
+    own = state[0].clone()
+    all_reduce(state[0], ReduceOp.MAX, group)
+    below = own - state[0]
+    scale = torch.where(state[1] == 0, 0, below.exp())  # a shard that is all -inf weighs nothing
+    for weighted in state[3:]:
+        weighted.copy_(torch.where(scale == 0, 0, scale * (weighted + below * state[1])))
+    state[1] *= scale
+    all_reduce(state[1:], ReduceOp.SUM, group)
+
+
+@_on_its_own
+def _token_logps_backward(
+    grad_logps,
+    grad_entropy,
+    hidden,
+    weight,
+    bias,
+    targets,
+    lse,
+    entropy,
+    inv_temperature,
+    chunk,
+    group,
+    need_hidden,
+    need_weight,
+    need_bias,
+):
+    grad_logps = torch.zeros_like(lse) if grad_logps is None else grad_logps.contiguous()
+    if grad_entropy is not None:
+        grad_entropy = grad_entropy.contiguous()
+    of_entropy = None if grad_entropy is None else entropy
+    chunks = _Chunks(hidden, weight, bias, chunk, group)
+    grad_hidden = hidden.new_zeros(hidden.shape if need_hidden else 0, dtype=lse.dtype)
+    grad_weight = weight.new_empty(weight.shape if need_weight else 0)
+    grad_bias = weight.new_empty(weight.shape[0] if need_bias else 0)
+    for part, first, part_of_weight, part_of_bias, logits in chunks:
+        _ops.logps_chunk_backward_(
+            logits, part_of_bias, targets, first, inv_temperature, lse, grad_logps, of_entropy, grad_entropy
+        )
+        if need_hidden:
+            _add_product(grad_hidden, logits, part_of_weight)
+        if need_weight:
+            torch.mm(logits.t(), chunks.hidden, out=grad_weight[part])
+        if need_bias:
+            grad_bias[part] = logits.sum(0, dtype=lse.dtype)
+    if need_hidden and chunks.group is not None:
+        torch.distributed.all_reduce(grad_hidden, group=chunks.group)
+    return grad_hidden.to(hidden.dtype), grad_weight, grad_bias
+
+
+def _add_product(total, a, b) -> None:
+    """total += a @ b in the dtype of total: rounded to a half type, each chunk would cost another error."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:  # no such product on the CPU
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+# --- registration: shapes for torch.compile, gradients ---
+
+_library = torch.library.Library("packing_ops", "IMPL")
+for _key in ("CPU", "CUDA"):
+    _library.impl("token_logps", _token_logps, _key)
+    _library.impl("token_logps_backward", _token_logps_backward, _key)
+
+
+@torch.library.register_fake("packing_ops::logps_targets")
+def _(labels, cu_seqlens, ignore_index, vocab):
+    return labels.new_empty(labels.numel(), dtype=torch.int32)
+
+
+@torch.library.register_fake("packing_ops::logps_chunk_")
+def _(logits, bias, targets, first, inv_temperature, state):
+    return None
+
+
+@torch.library.register_fake("packing_ops::logps_chunk_backward_")
+def _(logits, bias, targets, first, inv_temperature, lse, grad_logps, entropy, grad_entropy):
+    return None
+
+
+@torch.library.register_fake("packing_ops::token_logps")
+def _(hidden, weight, bias, targets, inv_temperature, chunk, entropy, group):
+    total, dtype = hidden.shape[0], _sum_dtype(hidden.dtype)
+    return tuple(hidden.new_empty(size, dtype=dtype) for size in (total, total if entropy else 0, total))
+
+
+@torch.library.register_fake("packing_ops::token_logps_backward")
+def _(grad_logps, grad_entropy, hidden, weight, bias, targets, lse, entropy, inv_temperature, chunk, group, *needed):
+    shapes = hidden.shape, weight.shape, weight.shape[:1]
+    return tuple(hidden.new_empty(shape if need else 0) for shape, need in zip(shapes, needed, strict=True))
+
+
+def _token_logps_context(ctx, inputs, output):
+    hidden, weight, bias, targets, ctx.inv_temperature, ctx.chunk, _, ctx.group = inputs
+    _, entropy, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
+
+
+def _token_logps_backward_formula(ctx, grad_logps, grad_entropy, _):
+    options = ctx.inv_temperature, ctx.chunk, ctx.group
+    has_entropy = grad_entropy is not None and grad_entropy.numel() > 0
+    needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2]]
+    grads = past_autograd(
+        _ops.token_logps_backward,
+        grad_logps,
+        grad_entropy if has_entropy else None,
+        *ctx.saved_tensors,
+        *options,
+        *needed,
+    )
+    return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), *[None] * 5
+
+
+register_autograd("token_logps", _token_logps_backward_formula, setup_context=_token_logps_context)
+register_no_autograd("token_logps_backward", of="token_logps")
