@@ -98,8 +98,8 @@ def verdict(in_loop: float, ahead: float, collated: float) -> str:
     if collated <= NOISE * in_loop:
         return f"no gain here: collating takes {collated / in_loop:.1%} of a step, there is nothing to hide"
     return (
-        f"no gain here: collating takes {collated / in_loop:.0%} of a step, and what it takes beside the step is taken "
-        "from the step: both need the same cores, or the GIL"
+        f"no gain here: collating takes {collated / in_loop:.0%} of a step, and beside the step it slows that down as "
+        "much: no core is free for the worker, or it holds the GIL"
     )
 
 

@@ -74,8 +74,8 @@ def test_collation_is_hidden_behind_the_step(tmp_path):
         (0.10, 0.05, 0.05, "a gain: a step is 2.00x faster, 100% of collating is hidden"),
         (0.10, 0.08, 0.04, "a gain: a step is 1.25x faster, 50% of collating is hidden"),
         (0.10, 0.05, 0.04, "a gain: a step is 2.00x faster, 100% of collating is hidden"),
-        (0.10, 0.099, 0.04, "no gain here: collating takes 40% of a step, and what it takes beside"),
-        (0.10, 0.12, 0.04, "no gain here: collating takes 40% of a step, and what it takes beside"),
+        (0.10, 0.099, 0.04, "no gain here: collating takes 40% of a step, and beside the step"),
+        (0.10, 0.12, 0.04, "no gain here: collating takes 40% of a step, and beside the step"),
         (0.10, 0.10, 0.001, "no gain here: collating takes 1.0% of a step, there is nothing to hide"),
     ],
 )
