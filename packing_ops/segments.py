@@ -4,9 +4,11 @@ cu_seqlens is int32 or int64 ``[num_documents + 1]``: document ``i`` owns slots 
 A group of documents is the same one level up: the boundaries of prompts among samples, say, over one reward a sample.
 """
 
+from numbers import Real
+
 import torch
 
-from packing_ops._args import check_cu_seqlens, holds
+from packing_ops._args import check_cu_seqlens, holds, integer
 from packing_ops.boundaries import segment_sum, seq_idx_from_cu_seqlens, shift_labels
 
 _ops = torch.ops.packing_ops
@@ -74,12 +76,15 @@ def segment_std(
         tensor([-1.0000,  0.0000,  1.0000,  0.0000,  0.0000])
 
     Raises:
-        ValueError: values or a mask of another shape or dtype, cu_seqlens that are none or end past the values.
+        ValueError: values or a mask of another shape or dtype, cu_seqlens that are none or end past the values, a
+            correction below 0.
     """
     cu_seqlens = _documents(cu_seqlens)
     _check_row("values", values)
     if not values.is_floating_point():
         raise ValueError(f"values: expected a floating dtype, got {_dtype_name(values.dtype)}")
+    if not isinstance(correction, Real) or not correction >= 0:
+        raise ValueError(f"correction: expected a number of at least 0, got {correction!r}")
     flat = values.reshape(-1).double()
     if mask is None:
         left_out, count = None, cu_seqlens.diff().double()
@@ -130,7 +135,8 @@ def segment_broadcast(values: torch.Tensor, cu_seqlens: torch.Tensor, total: int
         raise ValueError(
             f"values: expected [num_documents={num_documents}, ...] like cu_seqlens, got {_described(values)}"
         )
-    total = int(cu_seqlens[-1]) if total is None else total
+    if not isinstance(total, int):
+        total = int(cu_seqlens[-1]) if total is None else integer(total, "total")
     features = values.shape[1:].numel()
     if not values.is_floating_point() or not features:
         padded = torch.cat([values, values.new_zeros(1, *values.shape[1:])])

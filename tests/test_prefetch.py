@@ -138,3 +138,10 @@ def test_steps_may_be_lists_or_tensors():
     wanted = [collate(bin) for bin in bins]
     assert list(prefetch(bins, collate)) == wanted
     assert list(prefetch(map(torch.tensor, bins), lambda indices: collate(indices.tolist()))) == wanted
+
+
+def test_arguments_the_other_way_round_are_named():
+    with pytest.raises(TypeError, match=r"steps: expected an iterable, such as a range, got <function .* \(function\)"):
+        prefetch(lambda step: step, range(3))
+    with pytest.raises(TypeError, match=r"compute: expected a function of a step, got range\(0, 3\) \(range\)"):
+        prefetch(range(3), range(3))

@@ -281,6 +281,11 @@ def bad_calls(device):
             r"mask: expected 5 elements on .* like values, got float32 \[4\]",
         ),
         "std: short": (lambda: po.segment_std(values[:4], cu_seqlens), "cu_seqlens: .*total"),
+        "std: correction": (
+            lambda: po.segment_std(values, cu_seqlens, correction=-1),
+            "correction: expected a number of at least 0, got -1",
+        ),
+        "std: no correction": (lambda: po.segment_std(values, cu_seqlens, correction=None), "correction: .*got None"),
         "broadcast: tokens": (
             lambda: po.segment_broadcast(values, cu_seqlens),
             r"values: expected \[num_documents=2, ...\] like cu_seqlens, got float32 \[5\]",
@@ -303,3 +308,8 @@ def test_bad_input_is_named(device, case):
     call, message = bad_calls(device)[case]
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_fraction_of_slots_is_named():
+    with pytest.raises(TypeError, match=r"total: expected an integer, got 5\.5"):
+        po.segment_broadcast(torch.ones(2), cu_seqlens_of([2, 3]), 5.5)

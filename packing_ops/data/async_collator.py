@@ -184,9 +184,17 @@ def prefetch(
         [12, 12]
 
     Raises:
+        TypeError: steps that are no iterable, a compute that is no function.
         Exception: what ``compute`` raised, where its batch is due, with the worker's traceback.
     """
-    steps = iter(steps)
+    if not isinstance(steps, Iterable) and not hasattr(steps, "__getitem__"):
+        raise TypeError(f"steps: expected an iterable, such as a range, got {steps!r} ({type(steps).__name__})")
+    if not callable(compute):
+        raise TypeError(f"compute: expected a function of a step, got {compute!r} ({type(compute).__name__})")
+    return _prefetched(iter(steps), compute, thread_name_prefix)
+
+
+def _prefetched(steps: Iterator, compute: Callable, thread_name_prefix: str) -> Iterator:
     # In a tuple, so that steps are compared as objects: tensors have no one answer.
     with AsyncBatchCollator(lambda step: compute(*step), thread_name_prefix) as collator:
         _submit_next(collator, steps)

@@ -253,8 +253,8 @@ def _without_tokens(batch: Mapping, shape: tuple[int, ...], padding: int) -> dic
         if not _has_rows(value):
             return value
         if "cu_seq" in name:
-            ends = [0, padding] if padding and "cu_seq_lens" in name else [0]
-            return value.new_tensor(ends)
+            ends = 2 if padding and "cu_seq_lens" in name else 1
+            return torch.arange(ends, dtype=value.dtype, device=value.device) * padding
         if isinstance(value, torch.Tensor):
             axes = (
                 1 if name == "position_ids" and tuple(value.shape[1 : dims + 1]) == shape else 0
