@@ -30,6 +30,6 @@ from packing_ops.padding import (
     unpad_inputs,
 )
 from packing_ops.rope import apply_rotary_qk
-from packing_ops.segments import segment_broadcast, segment_std, shift_values
+from packing_ops.slot_values import segment_broadcast, segment_std, shift_values
 
 __version__ = build_info()["version"]

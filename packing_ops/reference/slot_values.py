@@ -1,4 +1,4 @@
-"""Oracles of packing_ops.segments."""
+"""Oracles of packing_ops.slot_values."""
 
 import torch
 

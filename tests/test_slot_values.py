@@ -1,4 +1,4 @@
-"""packing_ops.segments against packing_ops.reference.segments."""
+"""packing_ops.slot_values against packing_ops.reference.slot_values."""
 
 import doctest
 
@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import packing_ops as po
-from packing_ops import segments
-from packing_ops.reference import segments as oracle
+from packing_ops import slot_values
+from packing_ops.reference import slot_values as oracle
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 EDGES = [[], [0], [1], [1, 1, 1], [0, 3, 0], [0, 0]]
 
 
 def test_examples_of_the_docstrings():
-    assert doctest.testmod(segments) == (0, 10)
+    assert doctest.testmod(slot_values) == (0, 11)
 
 
 # --- shift_values ---
@@ -116,6 +116,12 @@ def test_what_is_left_out_of_the_std_does_not_matter(device):
     std.backward()
     torch.testing.assert_close(values.grad, torch.tensor([0, -(0.5**0.5), 0, 0.5**0.5], device=device))
     assert po.segment_std(values, cu_seqlens_of([3], device)).isnan().all(), "nobody left the NaN out"
+
+
+def test_padding_takes_no_part_in_the_std(device):
+    values = torch.tensor([1.0, 3.0, float("nan"), float("inf")], device=device, requires_grad=True)
+    po.segment_std(values, cu_seqlens_of([2], device)).backward()
+    torch.testing.assert_close(values.grad, torch.tensor([-(0.5**0.5), 0.5**0.5, 0, 0], device=device))
 
 
 def test_std_depends_on_the_document_alone(device):

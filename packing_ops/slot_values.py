@@ -9,7 +9,7 @@ from numbers import Real
 import torch
 
 from packing_ops._args import check_cu_seqlens, holds, integer
-from packing_ops.boundaries import segment_sum, seq_idx_from_cu_seqlens, shift_labels
+from packing_ops.boundaries import seq_idx_from_cu_seqlens, shift_labels
 
 _ops = torch.ops.packing_ops
 
@@ -68,8 +68,9 @@ def segment_std(
     Example:
         Advantages of GRPO: two prompts of three and two samples, whose rewards are compared in their own group.
 
+        >>> import packing_ops as po
         >>> rewards, groups = torch.tensor([1.0, 2.0, 3.0, 5.0, 5.0]), torch.tensor([0, 3, 5], dtype=torch.int32)
-        >>> mean, std = segment_sum(rewards, groups, average=True), segment_std(rewards, groups)
+        >>> mean, std = po.segment_sum(rewards, groups, average=True), segment_std(rewards, groups)
         >>> mean, std
         (tensor([2., 5.]), tensor([1., 0.]))
         >>> (rewards - segment_broadcast(mean, groups)) / (segment_broadcast(std, groups) + 1e-6)
@@ -85,20 +86,18 @@ def segment_std(
         raise ValueError(f"values: expected a floating dtype, got {_dtype_name(values.dtype)}")
     if not isinstance(correction, Real) or not correction >= 0:
         raise ValueError(f"correction: expected a number of at least 0, got {correction!r}")
-    flat = values.reshape(-1).double()
-    if mask is None:
-        left_out, count = None, cu_seqlens.diff().double()
-    else:
-        left_out = _left_out(mask, values)
-        flat = flat.masked_fill(left_out, 0.0)
-        count = segment_sum((~left_out).double(), cu_seqlens)
-    total = flat.numel()
-    mean = segment_sum(flat, cu_seqlens) / count.clamp_min(1)
-    deviations = flat - segment_broadcast(mean, cu_seqlens, total)
-    if left_out is not None:
-        deviations = deviations.masked_fill(left_out, 0.0)
+    total = values.numel()
+    # Of slots after the documents too: a NaN there would be one in the gradient.
+    left_out = segment_broadcast(values.new_ones(cu_seqlens.numel() - 1), cu_seqlens, total) == 0
+    if mask is not None:
+        left_out = left_out | _left_out(mask, values)
+    flat = values.reshape(-1).double().masked_fill(left_out, 0.0)
+    count = _ops.segment_sum((~left_out).double(), cu_seqlens, None, False)
+    mean = _ops.segment_sum(flat, cu_seqlens, None, False) / count.clamp_min(1)
+    deviations = (flat - segment_broadcast(mean, cu_seqlens, total)).masked_fill(left_out, 0.0)
     few = count <= correction
-    variance = segment_sum(deviations.square(), cu_seqlens) / (count - correction).masked_fill(few, 1.0)
+    squares = _ops.segment_sum(deviations.square(), cu_seqlens, None, False)
+    variance = squares / (count - correction).masked_fill(few, 1.0)
     # What rounding leaves of equal values is no spread. A square root has no gradient at 0.
     none = few | (variance <= (1e-14 * mean.detach()).square())
     std = variance.masked_fill(none, 1.0).sqrt().masked_fill(none, 0.0)
