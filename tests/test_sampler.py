@@ -54,13 +54,21 @@ def test_every_rank_has_its_share(lengths, dp_size, seed, strategy, alignment, c
     assert all(step == len(first) - 1 for step in empty)
     assert not empty or all(len(batch) <= 1 for batch in batches)
     assert first.left_out == []
-    # What the ranks wait for each other in all steps is no more than one batch costs.
-    a, b = {"tokens": (1, 0), "flops": (12 * 4096, 1)}.get(cost, (0, 1))
-    aligned = [-(-length // alignment) * alignment for length in lengths]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("cost", "a", "b"), [("tokens", 1, 0), ("flops", 12 * 4096, 1), (("flops", 0.0, 1.0), 0, 1)])
+@pytest.mark.parametrize(("dp_size", "alignment"), [(2, 1), (3, 4), (8, 1)])
+def test_ranks_wait_for_each_other_no_longer_than_a_batch_takes(strategy, cost, a, b, dp_size, alignment):
+    """In all steps of an epoch together."""
+    ranks, first = on_all_ranks(LENGTHS, 120, dp_size, strategy=strategy, cost=cost, alignment=alignment)
+    assert len(first) > 8
+    aligned = [-(-length // alignment) * alignment for length in LENGTHS]
     costs = [[sum(a * aligned[i] + b * aligned[i] ** 2 for i in batch) for batch in own] for own in ranks]
-    if costs[0] and not empty:
-        waited = sum(max(step) - min(step) for step in zip(*costs, strict=True))
-        assert waited <= max(itertools.chain(*costs)) - min(itertools.chain(*costs))
+    waited = sum(max(step) - min(step) for step in zip(*costs, strict=True))
+    assert waited <= max(itertools.chain(*costs)) - min(itertools.chain(*costs))
+    totals = list(map(sum, costs))
+    assert max(totals) - min(totals) <= max(itertools.chain(*costs))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
