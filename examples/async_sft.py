@@ -1,4 +1,4 @@
-"""Trains the same model on the same batches twice: collated in the loop, and one step ahead by AsyncBatchCollator.
+"""Trains the same model on the same batches twice: collated in the loop, and one step ahead by prefetch.
 
     python examples/async_sft.py
     python examples/async_sft.py --data chat.jsonl --device cuda
@@ -6,8 +6,9 @@
 The documents lie tokenised in compressed groups, as in the row groups of a Parquet file: collating a batch of shuffled
 documents decompresses a group for each of them, then packs. In the loop that is added to every step; one step ahead,
 the step hides it, if it leaves a core to the worker: on the CPU torch is given all cores but one, in both runs. What
-holds the GIL in the worker is hidden less well: the step needs it too. The order is shuffled anew in every epoch, so
-the first batch of an epoch is never collated ahead.
+holds the GIL in the worker is hidden less well: the step needs it too. The last line says how much faster a step is, or
+that there is no gain here and why. The order is shuffled anew in every epoch, so the first batch of an epoch is never
+collated ahead.
 """
 
 import argparse
@@ -25,14 +26,15 @@ from text_data import Document, load_documents
 from tiny_llama import Config, TinyLlama
 from train_packed import packed_batch, summed_loss, to_device
 
-from packing_ops.data import AsyncBatchCollator
+from packing_ops.data import prefetch
 
 GROUP = 64
+NOISE = 0.02  # of a step: what the medians of two runs of the same differ by
 
 
 @dataclass
 class Run:
-    """Seconds of every step, waiting for its batch included; what collating took in the worker; losses."""
+    """Seconds of every step, waiting for its batch included; what collating took, in the loop or beside it; losses."""
 
     ahead: bool
     waited: list[float] = field(default_factory=list)
@@ -57,41 +59,48 @@ def train(groups: list[bytes], num_documents: int, ahead: bool, arguments) -> Ru
     steps_per_epoch = num_documents // arguments.batch_size
 
     def collate(step):
-        first = step % steps_per_epoch * arguments.batch_size
-        return packed_batch([read_document(groups, i) for i in order[first : first + arguments.batch_size]])
+        start, first = time.perf_counter(), step % steps_per_epoch * arguments.batch_size
+        batch = packed_batch([read_document(groups, i) for i in order[first : first + arguments.batch_size]])
+        run.collated.append(time.perf_counter() - start)
+        return batch
 
     torch.manual_seed(arguments.seed)
     config = Config(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, max_positions=arguments.max_length)
     model = TinyLlama(config).to(arguments.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate)
-    run, epoch = Run(ahead), None
-    last_step = arguments.epochs * steps_per_epoch - 1
-    with AsyncBatchCollator(collate) as collator:
-        for step in range(last_step + 1):
-            if step // steps_per_epoch != epoch:
-                epoch = step // steps_per_epoch
-                collator.clear()
-                generator = torch.Generator().manual_seed(arguments.seed + epoch)
-                order[:] = torch.randperm(num_documents, generator=generator).tolist()
-            start = time.perf_counter()
-            if collator.has_pending():
-                batch = collator.get(step)
-                run.collated.append(collator.last_compute_seconds)
-            else:
-                batch = collate(step)
+    run = Run(ahead)
+    for epoch in range(arguments.epochs):
+        generator = torch.Generator().manual_seed(arguments.seed + epoch)
+        order[:] = torch.randperm(num_documents, generator=generator).tolist()  # nobody reads it: prefetch has ended
+        steps = range(epoch * steps_per_epoch, (epoch + 1) * steps_per_epoch)
+        batches = prefetch(steps, collate) if ahead else map(collate, steps)
+        start = time.perf_counter()
+        for step, batch in enumerate(batches, start=steps.start):
             waited = time.perf_counter() - start
-            if ahead and step < last_step and (step + 1) // steps_per_epoch == epoch:
-                collator.submit(step + 1)
             batch = to_device(batch, arguments.device)
             loss = summed_loss(model, batch) / batch.num_targets
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             run.losses.append(loss.item())
-            if step % steps_per_epoch:  # an epoch's first batch is collated in the loop either way
+            if step > steps.start:  # nothing trains while the first batch of an epoch is collated
                 run.waited.append(waited)
                 run.step.append(time.perf_counter() - start)
+            start = time.perf_counter()
     return run
+
+
+def verdict(in_loop: float, ahead: float, collated: float) -> str:
+    """What the seconds of a step with its batch collated in the loop and one step ahead, and of collating, come to."""
+    saved = in_loop - ahead
+    if saved > NOISE * in_loop:
+        return f"a gain: a step is {in_loop / ahead:.2f}x faster, {min(saved / collated, 1):.0%} of collating is hidden"
+    if collated <= NOISE * in_loop:
+        return f"no gain here: collating takes {collated / in_loop:.1%} of a step, there is nothing to hide"
+    return (
+        f"no gain here: collating takes {collated / in_loop:.0%} of a step, and beside the step it slows that down as "
+        "much: no core is free for the worker, or it holds the GIL"
+    )
 
 
 def parse_arguments():
@@ -132,13 +141,18 @@ def main():
     for name, run in (("in the loop", in_loop), ("one step ahead", ahead)):
         step, waited = median(run.step) * 1e3, median(run.waited) * 1e3
         print(f"collated {name:14}: step {step:7.2f} ms, {waited:6.2f} ms of it waiting for the batch")
-    print(f"collating in the worker takes {median(ahead.collated) * 1e3:.2f} ms, beside the step")
+    seconds = median(in_loop.step), median(ahead.step), median(in_loop.collated)
+    print(
+        f"collating takes {seconds[2] * 1e3:.2f} ms in the loop, {median(ahead.collated) * 1e3:.2f} ms beside the step"
+    )
+    print(verdict(*seconds))
 
     results = {
         "documents": len(documents),
         "documents_cut": cut,
         "losses_equal": same,
-        "step_seconds": {"in_loop": median(in_loop.step), "ahead": median(ahead.step)},
+        "verdict": verdict(*seconds),
+        "step_seconds": {"in_loop": seconds[0], "ahead": seconds[1]},
         "waited_seconds": {"in_loop": median(in_loop.waited), "ahead": median(ahead.waited)},
         "runs": [asdict(run) for run in runs],
     }

@@ -31,5 +31,6 @@ from packing_ops.padding import (
 )
 from packing_ops.rope import apply_rotary_qk
 from packing_ops.segments import segment_mean, segment_sum
+from packing_ops.slot_values import segment_broadcast, segment_std, shift_values
 
 __version__ = build_info()["version"]

@@ -25,6 +25,7 @@ class PackedMetadata:
         max_seqlen: longest document, a Python int.
         indices: int64 ``[total]``, rows of the padded batch that were kept; only after from_attention_mask.
         num_tokens: of the documents, ``cu_seqlens[-1]`` as a Python int; None where it was not told and not read.
+        seqlen: columns of the padded batch that pad gives and unpad takes; only after from_attention_mask, else max_seqlen.
         position_ids: int64 ``[total]``, made at first use, and anew when cu_seqlens has other values.
         seq_idx: int32 ``[total]``, likewise.
 
@@ -41,6 +42,7 @@ class PackedMetadata:
     max_seqlen: int
     indices: torch.Tensor | None = None
     num_tokens: int | None = None
+    seqlen: int | None = None
 
     @classmethod
     def from_lengths(
@@ -108,7 +110,7 @@ class PackedMetadata:
         """From a padding mask ``[batch, seqlen]`` (left, right, both sides, holes): the layout of unpad_input. CUDA: one sync."""
         indices, cu_seqlens, _, totals = _ops.unpad_layout(attention_mask, None, True)
         total, longest = totals.tolist()
-        return cls(cu_seqlens, total, longest, indices[:total], num_tokens=total)
+        return cls(cu_seqlens, total, longest, indices[:total], num_tokens=total, seqlen=attention_mask.shape[1])
 
     @property
     def num_documents(self) -> int:
@@ -129,6 +131,72 @@ class PackedMetadata:
 
     def _kept(self, make):
         return kept_with((self.cu_seqlens,), (make, self.total), lambda: make(self.cu_seqlens, self.total))
+
+    def unpad(self, x: torch.Tensor) -> torch.Tensor:
+        """The packed row of a padded batch with this layout: unpad_input for one more tensor. Differentiable.
+
+        Args:
+            x: ``[batch, seqlen, ...]``, any dtype: of the mask that the layout is of, or with a row for each document,
+                padded on the right to max_seqlen columns or more.
+
+        Returns:
+            ``[total, ...]``, zeros in the slots after the documents. No synchronisation.
+
+        Example:
+            >>> metadata = PackedMetadata.from_attention_mask(torch.tensor([[1, 1, 0], [0, 1, 0]]))
+            >>> metadata.unpad(torch.tensor([[0.5, 2.0, 9.0], [9.0, 4.0, 9.0]]))
+            tensor([0.5000, 2.0000, 4.0000])
+            >>> PackedMetadata.from_lengths([2, 1]).unpad(torch.tensor([[5, 6], [7, 0]]))
+            tensor([5, 6, 7])
+
+        Raises:
+            ValueError: x is no batch of as many rows and columns, or on another device.
+        """
+        batch, shape = self.num_documents, tuple(x.shape[:2])
+        wide = self.seqlen is None and len(shape) == 2 and shape[0] == batch and shape[1] >= self.max_seqlen
+        if not wide and shape != (batch, self.seqlen):
+            columns = f"at least {self.max_seqlen}" if self.seqlen is None else self.seqlen
+            raise ValueError(f"x: expected [batch={batch}, seqlen={columns}, ...], got {list(x.shape)}")
+        return _ops.gather_rows(x, self._slots(shape[1]), self.total)
+
+    def pad(self, x: torch.Tensor) -> torch.Tensor:
+        """A padded batch of a packed row with this layout: pad_input, which unpad is the inverse of. Differentiable.
+
+        Args:
+            x: ``[total, ...]``, any dtype.
+
+        Returns:
+            ``[batch, seqlen, ...]`` as the mask had it that the layout is of, or a row for each document, padded on the
+            right to max_seqlen. Zeros where there was no token. No synchronisation.
+
+        Example:
+            >>> metadata = PackedMetadata.from_attention_mask(torch.tensor([[1, 1, 0], [0, 1, 0]]))
+            >>> metadata.pad(torch.tensor([5, 6, 7]))
+            tensor([[5, 6, 0],
+                    [0, 7, 0]])
+            >>> PackedMetadata.from_lengths([2, 1], total=4).pad(torch.tensor([5, 6, 7, 99]))
+            tensor([[5, 6],
+                    [7, 0]])
+
+        Raises:
+            ValueError: x has not ``total`` rows, or is on another device.
+        """
+        if x.dim() == 0 or x.shape[0] != self.total:
+            raise ValueError(f"x: expected [total={self.total}, ...], got {list(x.shape)}")
+        seqlen = self.max_seqlen if self.seqlen is None else self.seqlen
+        return _ops.scatter_rows(x, self._slots(seqlen), self.num_documents, seqlen)
+
+    def _slots(self, seqlen: int) -> torch.Tensor:
+        """int64 ``[total]``: where each token is in a padded batch, -1 for what pads the row."""
+        if self.indices is not None:
+            return self.indices
+
+        def make():
+            row = seq_idx_from_cu_seqlens(self.cu_seqlens, self.total)
+            slots = position_ids_from_cu_seqlens(self.cu_seqlens, self.total) + row.long() * seqlen
+            return slots.masked_fill(row == self.num_documents, -1)
+
+        return kept_with((self.cu_seqlens,), ("slots", self.total, seqlen), make)
 
     def attention_plan(
         self,

@@ -67,7 +67,7 @@ class Packing:
 
     @cached_property
     def bins(self) -> list[list[int]]:
-        """Sequence indices per bin; a split sequence is in several."""
+        """Sequence indices per bin; a split sequence is in several. A ``batch_sampler`` for torch's DataLoader as it is."""
         items, offsets = self.item_indices.tolist(), self.bin_offsets.tolist()
         return [items[begin:end] for begin, end in itertools.pairwise(offsets)]
 

@@ -70,6 +70,11 @@ def metadata(made):
     return made, made.position_ids, made.seq_idx, made.lengths, made.to_transformers(), made.to_megatron()
 
 
+def padded_and_back(made):
+    padded = made.pad(torch.arange(made.total, device="cpu"))
+    return padded, made.unpad(padded)
+
+
 def attention(call):
     q = HEADS.detach().requires_grad_()
     out = call(q)
@@ -103,6 +108,18 @@ CALLS = {
         data.sequence_logps(LOGITS, LABELS, CU_SEQLENS),
         data.sequence_logps(LOGITS[None], LABELS[None], attention_mask=torch.ones_like(LABELS[None])),
     ],
+    "model_inputs": lambda: data.PackedCollator(16).model_inputs(data.PackedCollator(16)(EXAMPLES)),
+    "empty_like_batch": lambda: [
+        data.empty_like_batch(data.PaddingFreeCollator()(EXAMPLES)),
+        data.empty_like_batch(
+            {"input_ids": LABELS, "cu_seqlens": CU_SEQLENS, "x": po.PackedMetadata.from_lengths([15])}
+        ),
+        data.empty_like_batch(BATCH),
+    ],
+    "PackedBatchSampler": lambda: list(data.PackedBatchSampler(LENGTHS, 8, 1, 2)),
+    "prefetch": lambda: list(
+        data.prefetch([[0], [1]], lambda bin: data.PaddingFreeCollator()([EXAMPLES[i] for i in bin]))
+    ),
     "masked_loss": lambda: data.masked_loss(VALUES[None], (VALUES > 0)[None], num_items_in_batch=3.0),
     "parallel": lambda: [
         data.thd_inverse_indices(4 * CU_SEQLENS, 2),
@@ -132,6 +149,17 @@ CALLS = {
         po.segment_sum(VALUES, CU_SEQLENS),
         po.count_target_tokens(LABELS[None]),
         po.block_causal_mask(CU_SEQLENS, 16, dtype=torch.float32, window=2),
+    ],
+    "slot_values": lambda: [
+        po.shift_values(VALUES, CU_SEQLENS, fill_value=0.5),
+        po.segment_std(VALUES, CU_SEQLENS, VALUES > 0),
+        po.segment_broadcast(VALUES[:4], CU_SEQLENS),
+        po.segment_broadcast(VALUES[:8].view(4, 2), CU_SEQLENS, 16),
+        po.segment_broadcast(LABELS[:4], CU_SEQLENS, 16),
+    ],
+    "unpad and pad": lambda: [
+        padded_and_back(po.PackedMetadata.from_attention_mask(MASK)),
+        padded_and_back(po.PackedMetadata.from_lengths(LENGTHS, total=17)),
     ],
     "prompts": lambda: [
         po.compute_prompt_boundaries(LABELS // 4),

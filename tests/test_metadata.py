@@ -1,9 +1,12 @@
 """PackedMetadata: one layout, however it is told."""
 
+import doctest
+
 import pytest
 import torch
-from helpers import assert_same, cu_seqlens_of, lengths_strategy
+from helpers import assert_same, cu_seqlens_of, drawn_mask, lengths_strategy, masks
 from hypothesis import given
+from hypothesis import strategies as st
 
 import packing_ops as po
 from packing_ops import PackedMetadata
@@ -151,3 +154,76 @@ def test_total_shorter_than_the_documents_is_named():
 def test_negative_length_is_named():
     with pytest.raises(ValueError, match=r"lengths: .*-1 at index 1"):
         PackedMetadata.from_lengths([3, -1])
+
+
+# --- unpad and pad ---
+
+
+@pytest.mark.parametrize("name", ["unpad", "pad"])
+def test_examples_of_the_docstrings(name):
+    (test,) = doctest.DocTestFinder(recurse=False).find(
+        getattr(PackedMetadata, name), name, globs={"torch": torch, "PackedMetadata": PackedMetadata}
+    )
+    assert doctest.DocTestRunner().run(test) == (0, len(test.examples))
+
+
+@given(drawn=masks, features=st.sampled_from([(), (3,), (2, 2)]))
+def test_unpad_and_pad_are_those_of_the_mask(device, drawn, features):
+    mask = drawn_mask(drawn, device)
+    x = torch.randn(*mask.shape, *features, device=device)
+    metadata = PackedMetadata.from_attention_mask(mask)
+    packed, indices, _, _, _ = po.unpad_input(x, mask)
+    assert_same(metadata.unpad(x), packed)
+    assert_same(metadata.pad(packed), po.pad_input(packed, indices, *mask.shape))
+    assert_same(metadata.unpad(metadata.pad(packed)), packed)
+
+
+@given(lengths=lengths_strategy, tail=st.integers(0, 3), wider=st.integers(0, 2))
+def test_unpad_and_pad_of_lengths(device, lengths, tail, wider):
+    """A row for each document, padded on the right."""
+    total, longest = sum(lengths) + tail, max(lengths, default=0)
+    metadata = PackedMetadata.from_lengths(lengths, total=total, device=device)
+    packed = torch.arange(1, total + 1, device=device)
+    padded = metadata.pad(packed)
+    assert padded.shape == (len(lengths), longest)
+    mask = torch.arange(longest, device=device) < metadata.lengths[:, None]
+    assert_same(padded[mask], packed[: sum(lengths)])
+    assert not padded[~mask].any()
+    wide = torch.nn.functional.pad(padded, (0, wider), value=99)
+    assert_same(metadata.unpad(wide), torch.cat([packed[: sum(lengths)], packed.new_zeros(tail)]))
+
+
+def test_gradients_of_unpad_and_pad(device):
+    for metadata in (
+        PackedMetadata.from_attention_mask(torch.tensor([[0, 1, 1], [1, 0, 0]], device=device)),
+        PackedMetadata.from_lengths([2, 1], total=5, device=device),
+    ):
+        shape = (2, 3 if metadata.indices is not None else 2, 2)
+        padded = torch.randn(shape, dtype=torch.float64, device=device, requires_grad=True)
+        packed = torch.randn(metadata.total, 2, dtype=torch.float64, device=device, requires_grad=True)
+        assert torch.autograd.gradcheck(metadata.unpad, padded)
+        assert torch.autograd.gradcheck(metadata.pad, packed)
+
+
+def test_where_tokens_go_is_worked_out_once(device):
+    metadata = PackedMetadata.from_lengths([2, 1], device=device)
+    assert metadata._slots(2) is metadata._slots(2)
+    assert metadata._slots(3).tolist() == [0, 1, 3]
+
+
+@pytest.mark.parametrize("layout", ["mask", "lengths"])
+def test_batches_of_another_shape_are_named(device, layout):
+    mask = torch.tensor([[1, 1, 0], [0, 1, 0]], device=device)
+    of_mask = layout == "mask"
+    metadata = (
+        PackedMetadata.from_attention_mask(mask) if of_mask else PackedMetadata.from_lengths([3, 1], device=device)
+    )
+    wanted = r"\[batch=2, seqlen=3, \.\.\.\]" if of_mask else r"\[batch=2, seqlen=at least 3, \.\.\.\]"
+    for shape in ((2, 2), (3, 3), (6,), (), (2,), *([(2, 4)] if of_mask else [])):
+        x = torch.ones(shape, device=device)
+        with pytest.raises(ValueError, match=rf"x: expected {wanted}, got \[[\d, ]*\]"):
+            metadata.unpad(x)
+    total = metadata.total
+    for x in (mask, torch.ones((), device=device), torch.ones(total + 1, device=device)):
+        with pytest.raises(ValueError, match=rf"x: expected \[total={total}, \.\.\.\], got"):
+            metadata.pad(x)

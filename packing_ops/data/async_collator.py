@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
@@ -155,6 +155,59 @@ class AsyncBatchCollator:
         finally:  # before the future is done, so it is there when get returns
             error = earlier = None  # the traceback holds this frame
             self._last_compute_seconds = time.perf_counter() - start
+
+
+def prefetch(
+    steps: Iterable, compute: Callable[[Any], Any], *, thread_name_prefix: str = "batch-collate"
+) -> Iterator[Any]:
+    """``map(compute, steps)`` with one batch computed ahead: the next is collated while the current one trains.
+
+    A generator around AsyncBatchCollator. Its worker ends with the loop: after the last batch, a break, or an error of
+    the loop, of ``steps`` or of ``compute``. Where the generator is kept in a variable, an error leaves the worker idle
+    until that is gone: ``with contextlib.closing(prefetch(...)) as batches`` ends it at once.
+
+    Args:
+        steps: what a batch is computed from: a range, or the lists of indices of a batch sampler. Read by the caller's
+            thread, one ahead: PackedBatchSampler.state_dict must be told how many are done. For steps whose order
+            changes between epochs, a prefetch for each epoch.
+        compute: from a step to its batch, in the worker. See AsyncBatchCollator.
+        thread_name_prefix: of the worker's name.
+
+    Yields:
+        The batches, in the order of the steps. It keeps no reference to a batch that it has given.
+
+    Example:
+        >>> for batch in prefetch(range(10, 13), lambda step: [step] * 2):
+        ...     print(batch)
+        [10, 10]
+        [11, 11]
+        [12, 12]
+
+    Raises:
+        TypeError: steps that are no iterable, a compute that is no function.
+        Exception: what ``compute`` raised, where its batch is due, with the worker's traceback.
+    """
+    if not isinstance(steps, Iterable) and not hasattr(steps, "__getitem__"):
+        raise TypeError(f"steps: expected an iterable, such as a range, got {steps!r} ({type(steps).__name__})")
+    if not callable(compute):
+        raise TypeError(f"compute: expected a function of a step, got {compute!r} ({type(compute).__name__})")
+    return _prefetched(iter(steps), compute, thread_name_prefix)
+
+
+def _prefetched(steps: Iterator, compute: Callable, thread_name_prefix: str) -> Iterator:
+    # In a tuple, so that steps are compared as objects: tensors have no one answer.
+    with AsyncBatchCollator(lambda step: compute(*step), thread_name_prefix) as collator:
+        _submit_next(collator, steps)
+        while collator.has_pending():
+            batch = [collator.get(collator.pending_step())]
+            _submit_next(collator, steps)
+            yield batch.pop()
+
+
+def _submit_next(collator: AsyncBatchCollator, steps: Iterator) -> None:
+    for step in steps:
+        collator.submit((step,))
+        return
 
 
 def _cut_before(earlier: TracebackType | None, traceback: TracebackType) -> None:

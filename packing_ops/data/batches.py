@@ -13,6 +13,7 @@ from itertools import chain, islice
 import torch
 
 from packing_ops._args import integer
+from packing_ops.metadata import PackedMetadata
 
 
 def num_rows(batch: Mapping[str, object]) -> int:
@@ -146,6 +147,54 @@ def select_rows(batch: Mapping[str, object], indices: Sequence[int]) -> dict[str
     return _map_rows(batch, lambda _, rows: [rows[i] for i in indices] if isinstance(rows, list) else rows[indices])
 
 
+def empty_like_batch(batch: Mapping[str, object], *, tokens: str = "input_ids", padding: int = 0) -> dict[str, object]:
+    """A batch of no tokens with every field of ``batch``: the step of a rank that has no sequences left.
+
+    Such a rank runs forward and backward like the others, which wait for it: the model gives logits of no token,
+    masked_loss and the sum of sequence_logps are 0 with a gradient graph, and each parameter gets a gradient of zeros. A
+    mean over its tokens would be NaN: divide by what the whole step holds (transformers: ``num_items_in_batch``).
+
+    Args:
+        batch: as the module says; or packed rows, which are told by a field with ``cu_seq`` in its name, or a
+            PackedMetadata: those of PaddingFreeCollator and PackedCollator.model_inputs, or a dict of one's own.
+        tokens: of packed rows, the field whose shape, ``[total]``, ``[1, total]`` or ``[rows, width]``, is that of every
+            field with a value per token. Other tensors and lists have a value per document.
+        padding: of packed rows, slots that belong to no document, for models that run no row of 0 slots. Those of
+            transformers need 1: their reshapes are ambiguous without an element.
+
+    Returns:
+        A new dict. Of packed rows: values per token ``[padding, ...]`` or ``[1, padding, ...]``, zeros, -100 where a name
+        ends in "labels" or "targets"; values per document ``[0, ...]``, no entry in lists; cu_seqlens ``[0]``, longest
+        documents (``max_length*``, ``max_seqlen*``) 0, a PackedMetadata likewise; in ``cu_seq_lens*`` and ``max_length*``,
+        transformers' own, padding is a document, as in to_transformers. Of any other batch: no rows. Dtypes and devices
+        are those of ``batch``, and what belongs to no row is carried as it is.
+
+    Example:
+        >>> row = {"input_ids": torch.tensor([[5, 6, 7]]), "cu_seq_lens_q": torch.tensor([0, 2, 3]), "max_length_q": 2}
+        >>> empty_like_batch(row)
+        {'input_ids': tensor([], size=(1, 0), dtype=torch.int64), 'cu_seq_lens_q': tensor([0]), 'max_length_q': 0}
+        >>> empty_like_batch(row, padding=1)
+        {'input_ids': tensor([[0]]), 'cu_seq_lens_q': tensor([0, 1]), 'max_length_q': 1}
+        >>> empty_like_batch({"ids": torch.tensor([[5, 6], [7, 8]]), "uids": ["a", "b"]})
+        {'ids': tensor([], size=(0, 2), dtype=torch.int64), 'uids': []}
+
+    Raises:
+        ValueError: packed rows without the field ``tokens``; padding below 0, or of a batch that is no packed rows.
+        TypeError: a padding that is no integer.
+    """
+    if integer(padding, "padding") < 0:
+        raise ValueError(f"padding: expected at least 0 slots, got {padding}")
+    if any("cu_seq" in name or isinstance(value, PackedMetadata) for name, value in _fields(batch)):
+        like = batch.get(tokens)
+        if not isinstance(like, torch.Tensor) or not like.dim():
+            got = f"a {type(like).__name__}" if like is not None else f"only {sorted(batch)}"
+            raise ValueError(f"{tokens}: expected a tensor [total], [1, total] or [rows, width], got {got}")
+        return _without_tokens(batch, tuple(like.shape[:2]), padding)
+    if padding:
+        raise ValueError(f"padding: expected 0 for a batch without cu_seqlens, got {padding}")
+    return _map_rows(batch, lambda _, rows: _nothing_of(rows))
+
+
 def _has_rows(value) -> bool:
     return isinstance(value, list) or getattr(value, "ndim", 0) > 0
 
@@ -187,6 +236,42 @@ def _order_by_row(batch: Mapping) -> Mapping:
         raise ValueError(f"order: expected {documents} entries, one per document of sub_seq_lengths, got {len(order)}")
     entries = iter(order)
     return {**batch, "order": [list(islice(entries, len(row))) for row in lengths]}
+
+
+def _without_tokens(batch: Mapping, shape: tuple[int, ...], padding: int) -> dict[str, object]:
+    """``shape``: that of the tokens, in front of any others."""
+    dims, slots = len(shape), (padding,) if len(shape) == 1 else (1, padding)
+
+    def emptied(name, value):
+        if isinstance(value, Mapping):
+            return _without_tokens(value, shape, padding)
+        if isinstance(value, PackedMetadata):
+            return PackedMetadata.from_lengths([], total=padding, device=value.cu_seqlens.device)
+        if name.startswith(("max_length", "max_seqlen")):
+            longest = padding if name.startswith("max_length") else 0
+            return torch.full_like(value, longest) if isinstance(value, torch.Tensor) else longest
+        if not _has_rows(value):
+            return value
+        if "cu_seq" in name:
+            ends = 2 if padding and "cu_seq_lens" in name else 1
+            return torch.arange(ends, dtype=value.dtype, device=value.device) * padding
+        if isinstance(value, torch.Tensor):
+            axes = (
+                1 if name == "position_ids" and tuple(value.shape[1 : dims + 1]) == shape else 0
+            )  # [3, batch, seqlen]
+            if tuple(value.shape[axes : axes + dims]) == shape:
+                fill = -100 if name.endswith(("labels", "targets")) else 0
+                return value.new_full((*value.shape[:axes], *slots, *value.shape[axes + dims :]), fill)
+        return _nothing_of(value)
+
+    return {name: emptied(name, value) for name, value in batch.items()}
+
+
+def _nothing_of(rows):
+    """No view, which would keep the batch."""
+    if isinstance(rows, list):
+        return []
+    return rows.new_empty((0, *rows.shape[1:])) if isinstance(rows, torch.Tensor) else rows[:0].copy()
 
 
 def _clone(row):

@@ -35,8 +35,8 @@ def token_budget_microbatches(
     Returns:
         ``result[rank][step]``, indices into ``lengths``, longest first; each index once, the same number of steps for
         every rank. Where sequences are too few for that, each is a micro-batch of its own and the last step is the
-        empty list for some ranks: they still have to run it, since the others wait for them, with any row whose
-        loss_mask is 0. No lengths: no steps.
+        empty list for some ranks: they still have to run it, since the others wait for them, with what
+        empty_like_batch gives, or any row whose loss_mask is 0. No lengths: no steps.
 
     Example:
         >>> token_budget_microbatches([820, 410, 520, 110, 250, 700, 50], 1024, dp_size=2)

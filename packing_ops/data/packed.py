@@ -145,8 +145,7 @@ class PackedCollator:
         if not 0 <= cp_rank < self.cp_size:
             raise ValueError(f"cp_rank: expected 0 to {self.cp_size - 1} for cp_size={self.cp_size}, got {cp_rank}")
         sequences = batch["sequences"]
-        segments = self._segments(batch["sub_seq_lengths"], *sequences.shape)
-        documents = PackedMetadata.from_lengths(segments, device=sequences.device)
+        documents = self._documents(batch)
         slots = thd_partition_indices(documents.cu_seqlens, self.cp_size, cp_rank, total=documents.total)
         whole = {
             "sequences": sequences,
@@ -157,6 +156,45 @@ class PackedCollator:
         }
         shares = {name: rows.reshape(-1)[slots].view(len(sequences), -1) for name, rows in whole.items()}
         return {**batch, **shares}
+
+    def model_inputs(self, batch: Mapping, *, ignore_index: int = -100) -> dict:
+        """A batch, or some of its rows, as the keyword arguments of a Hugging Face model: ``model(**inputs)``.
+
+        Args:
+            batch: what calling this collator returned, also after select_rows, slice_batch or pad_batch_to_multiple, on
+                any device; at least sequences, loss_mask and sub_seq_lengths.
+            ignore_index: label of what is not trained on.
+
+        Returns:
+            input_ids, position_ids int64 ``[rows, width]``: positions restart in each document.
+            labels int64 ``[rows, width]``, not shifted: the token where its weight in loss_mask is not 0, else
+                ignore_index. For weights other than 0 and 1, take ``reduction="none"`` losses times loss_mask.
+            cu_seq_lens_q, cu_seq_lens_k: one int32 tensor over the rows end to end: what varlen_attention takes for q
+                ``[rows * width, num_heads, head_dim]``. A document ends where its aligned slots do; what is left of a
+                row is a document of its own.
+            max_length_q, max_length_k: the longest, an int.
+
+        Example:
+            >>> collator = PackedCollator(8)
+            >>> examples = [{"input_ids": [1, 2, 3, 4, 5], "num_actions": 3}, {"input_ids": [6, 7], "num_actions": 1}]
+            >>> inputs = collator.model_inputs(collator(examples))
+            >>> inputs["input_ids"].tolist(), inputs["position_ids"].tolist(), inputs["labels"].tolist()
+            ([[1, 2, 3, 4, 5, 6, 7]], [[0, 1, 2, 3, 4, 0, 1]], [[-100, -100, 3, 4, 5, -100, 7]])
+            >>> inputs["cu_seq_lens_q"].tolist(), inputs["max_length_q"]
+            ([0, 5, 7], 5)
+
+        Raises:
+            ValueError: rows that are not this collator's.
+        """
+        sequences = batch["sequences"]
+        documents = self._documents(batch)
+        weights = torch.nn.functional.pad(batch["loss_mask"], (1, 0))  # at the token itself
+        return {
+            "input_ids": sequences,
+            "position_ids": documents.position_ids.view(sequences.shape),
+            "labels": torch.where(weights != 0, sequences, ignore_index),
+            **documents.to_transformers(),
+        }
 
     def _tokens(self, examples) -> tuple[list, list[int]]:
         check_examples(examples, "examples")
@@ -190,6 +228,12 @@ class PackedCollator:
         """Slots of every document."""
         alignment = self.alignment
         return [[aligned(length, alignment) for length in row] for row in sub_seq_lengths]
+
+    def _documents(self, batch) -> PackedMetadata:
+        """Of the rows end to end: aligned documents, and what is left of each row."""
+        sequences = batch["sequences"]
+        segments = self._segments(batch["sub_seq_lengths"], *sequences.shape)
+        return PackedMetadata.from_lengths([slots for slots in segments if slots], device=sequences.device)
 
     def _segments(self, sub_seq_lengths, num_rows: int, width: int) -> list[int]:
         """Slots of every document and of the rest of every row, rows end to end."""

@@ -1,0 +1,212 @@
+"""Which sequences a rank packs into each of its batches, epoch by epoch, and where to go on after a checkpoint."""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+
+import torch
+from torch.utils.data import Sampler
+
+from packing_ops._args import index_tensor, integer
+from packing_ops.packing import cost_coefficients, pack_sequences
+
+
+class PackedBatchSampler(Sampler[list[int]]):
+    """A ``batch_sampler`` for torch's DataLoader: each batch is what one packed row of ``capacity`` tokens holds.
+
+    Every epoch shuffles and packs anew, by the seed and the number of the epoch alone, so every rank knows the batches
+    of all without a word between them. All ranks have the same number of batches, and batch i of all ranks is one step
+    of near-equal cost: bins are sorted by cost before they are dealt, so that what ranks wait for each other in a whole
+    epoch is never more than the costliest batch less the cheapest. Each sequence comes once in an epoch.
+
+    Args:
+        lengths: int32 or int64 ``[num_sequences]``, tokens per sequence of the dataset, or a Python sequence.
+        capacity: tokens of one batch at most, aligned lengths counted.
+        dp_rank, dp_size: this rank, and the number of data-parallel ranks. Context- and tensor-parallel ranks that share
+            a row give the same dp_rank.
+        seed: of all epochs; the same on every rank. None: nothing is shuffled and every epoch is the same.
+        strategy: of pack_sequences. "first_fit" puts other sequences together in each epoch; "ffd" fills rows best,
+            but much the same sequences meet in each epoch. The order of the batches is shuffled with any.
+        cost: what is made equal in a step: ``"tokens"``, ``"flops"`` or ``("flops", a, b)``, as in pack_sequences.
+        alignment: a sequence occupies its length rounded up to a multiple of this.
+        overlong: what happens to a sequence over the capacity: ``"error"``; ``"drop"``; ``"own"``, a batch of its own
+            that is longer; ``"truncate"``, counted as cut, which the collator must do.
+        drop_last: where sequences are so few or so long that they cannot be shared out equally, the last step has an
+            empty batch ``[]`` for some ranks, which still have to take part in it (see empty_like_batch). True: the
+            sequences of such a step are left out of the epoch.
+
+    Attributes:
+        epoch: the epoch that the next iteration is of.
+        left_out: sequences that are in no batch of this epoch on any rank.
+
+    Example:
+        >>> lengths = [820, 410, 520, 110, 250, 700, 50]
+        >>> samplers = [PackedBatchSampler(lengths, 1024, rank, 2, seed=0, strategy="ffd") for rank in range(2)]
+        >>> [len(sampler) for sampler in samplers]
+        [2, 2]
+        >>> sorted(index for sampler in samplers for batch in sampler for index in batch)
+        [0, 1, 2, 3, 4, 5, 6]
+
+        With a DataLoader, and from a checkpoint: batches that workers have fetched ahead are not trained on yet, so the
+        loop says how many are. A resumed epoch gives the batches that were left.
+
+        >>> from torch.utils.data import DataLoader
+        >>> def train(sampler, dataset, epochs, stop_after=None):
+        ...     loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=list)
+        ...     for epoch in range(sampler.epoch, epochs):
+        ...         sampler.set_epoch(epoch)
+        ...         for done, batch in enumerate(loader, start=sampler.batches_done + 1):
+        ...             print(f"epoch {epoch}, batch {done} of {len(sampler)}: {sum(batch)} tokens")
+        ...             if (epoch, done) == stop_after:
+        ...                 return sampler.state_dict(batches_done=done)
+        >>> state = train(PackedBatchSampler(lengths, 1024, seed=1, strategy="ffd"), lengths, 2, stop_after=(0, 2))
+        epoch 0, batch 1 of 3: 950 tokens
+        epoch 0, batch 2 of 3: 930 tokens
+        >>> resumed = PackedBatchSampler(lengths, 1024, seed=1, strategy="ffd")
+        >>> resumed.load_state_dict(state)
+        >>> train(resumed, lengths, 1)
+        epoch 0, batch 3 of 3: 980 tokens
+
+    Raises:
+        ValueError: a length that is negative or over the capacity with ``overlong="error"``; dp_rank outside of dp_size;
+            a capacity, dp_size or alignment below 1; an unknown strategy, cost or policy.
+        TypeError: lengths or sizes that are no integers.
+
+    The number of batches may differ a little from epoch to epoch: ``len`` is that of this one. O(n log n) time in an
+    epoch, O(n) memory.
+    """
+
+    def __init__(
+        self,
+        lengths: torch.Tensor | Sequence[int],
+        capacity: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        seed: int | None = 0,
+        *,
+        strategy: str = "first_fit",
+        cost: str | tuple[str, float, float] = "tokens",
+        alignment: int = 1,
+        overlong: str = "error",
+        drop_last: bool = False,
+    ):
+        self.lengths = index_tensor(lengths, "lengths").cpu()
+        self.capacity, self.alignment = integer(capacity, "capacity"), integer(alignment, "alignment")
+        self.dp_rank, self.dp_size = integer(dp_rank, "dp_rank"), integer(dp_size, "dp_size")
+        if self.dp_size < 1:
+            raise ValueError(f"dp_size: expected at least 1 rank, got {dp_size}")
+        if not 0 <= self.dp_rank < self.dp_size:
+            raise ValueError(f"dp_rank: expected 0 to {dp_size - 1} for dp_size={dp_size}, got {dp_rank}")
+        if overlong not in ("error", "drop", "own", "truncate"):
+            raise ValueError(f"overlong: expected 'error', 'drop', 'own' or 'truncate', got {overlong!r}")
+        self.seed = None if seed is None else integer(seed, "seed")
+        self.strategy, self.overlong, self.drop_last = strategy, overlong, drop_last
+        self._balance = ("flops", *cost_coefficients(cost, "cost"))
+        self.epoch, self._first, self._taken = 0, 0, 0
+        self._batches, self.left_out = self._of_epoch()
+
+    @property
+    def batches_done(self) -> int:
+        """Batches of this epoch that the next iteration leaves out, since they were trained on before a checkpoint."""
+        return self._first
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch of the next iteration, from its first batch on; nothing where it is that epoch already.
+
+        Raises:
+            ValueError: a negative epoch.
+        """
+        if integer(epoch, "epoch") < 0:
+            raise ValueError(f"epoch: expected at least 0, got {epoch}")
+        if epoch != self.epoch:
+            self.epoch, self._first, self._taken = integer(epoch, "epoch"), 0, 0
+            self._batches, self.left_out = self._of_epoch()
+
+    def __len__(self) -> int:
+        """Batches of each rank in this epoch, also of those that are done."""
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first, self._first = self._first, 0  # a second iteration is of the whole epoch
+        batches = self._batches
+        for self._taken in range(first + 1, len(batches) + 1):
+            yield batches[self._taken - 1]
+
+    def state_dict(self, batches_done: int | None = None) -> dict[str, int | str | None]:
+        """Where to go on, as numbers and names. The same for every rank: one checkpoint serves all.
+
+        Args:
+            batches_done: of this epoch, trained on so far. Without it, batches that were handed out, which are more
+                while workers or prefetch fetch ahead.
+
+        Raises:
+            ValueError: batches_done below 0 or over the number of batches.
+        """
+        done = self._taken if batches_done is None else integer(batches_done, "batches_done")
+        if not 0 <= done <= len(self):
+            raise ValueError(f"batches_done: expected 0 to the epoch's {len(self)} batches, got {done}")
+        return {"epoch": self.epoch, "batches_done": done, **self._identity}
+
+    def load_state_dict(self, state_dict: Mapping) -> None:
+        """The next iteration gives the batches that were left of the epoch, in the same order, none for a finished one.
+
+        Raises:
+            ValueError: the state of a sampler whose batches are others: another seed, capacity, dp_size, other lengths;
+                it is named.
+        """
+        for name, ours in self._identity.items():
+            if state_dict.get(name) != ours:
+                raise ValueError(
+                    f"state_dict: expected that of a sampler with {name}={ours}, got {state_dict.get(name)}"
+                )
+        self.set_epoch(state_dict["epoch"])
+        done = integer(state_dict["batches_done"], "batches_done")
+        if not 0 <= done <= len(self):
+            raise ValueError(f"state_dict: expected batches_done of 0 to {len(self)}, got {done}")
+        self._first = self._taken = done
+
+    @cached_property
+    def _identity(self) -> dict[str, int | str | None]:
+        """What the batches of an epoch follow from."""
+        places = torch.arange(1, self.lengths.numel() + 1, device="cpu")
+        return {
+            "seed": self.seed,
+            "capacity": self.capacity,
+            "dp_size": self.dp_size,
+            "strategy": self.strategy,
+            "cost": str(self._balance),
+            "alignment": self.alignment,
+            "overlong": self.overlong,
+            "drop_last": self.drop_last,
+            "num_sequences": self.lengths.numel(),
+            "lengths_checksum": int((self.lengths * places).sum()),
+        }
+
+    def _of_epoch(self) -> tuple[list[list[int]], list[int]]:
+        """This rank's batches, and the sequences that are in nobody's."""
+        draws = None if self.seed is None else random.Random(f"{self.seed}, epoch {self.epoch}")
+        options = {
+            "strategy": self.strategy,
+            "alignment": self.alignment,
+            "overlong": self.overlong,
+            "seed": None if draws is None else draws.getrandbits(63),
+        }
+        packing = pack_sequences(self.lengths, self.capacity, **options)
+        count, equal = packing.item_indices.numel(), -(-packing.num_bins // self.dp_size) * self.dp_size
+        # Equal numbers of bins, or where there are not enough sequences for that a bin for each.
+        multiple, least = (self.dp_size, 1) if equal <= count else (1, max(count, 1))
+        packing = pack_sequences(
+            self.lengths, self.capacity, balance=self._balance, bins_multiple_of=multiple, min_bins=least, **options
+        )
+        whole, rest = divmod(packing.num_bins, self.dp_size)
+        order = list(range(whole))
+        if draws is not None:
+            draws.shuffle(order)
+        batches = [packing.bins[step * self.dp_size + self.dp_rank] for step in order]
+        left_out = packing.dropped.tolist()
+        last = packing.bins[whole * self.dp_size :]
+        if rest and self.drop_last:
+            left_out += [index for bin in last for index in bin]
+        elif rest:
+            batches.append(last[self.dp_rank] if self.dp_rank < rest else [])
+        return batches, left_out
