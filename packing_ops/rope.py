@@ -6,6 +6,7 @@ A head's first ``rotary_dim`` elements are pairs ``(x1, x2)``, each turned by th
 """
 
 from collections.abc import Sequence
+from typing import overload
 
 import torch
 
@@ -16,6 +17,34 @@ _ops = torch.ops.packing_ops
 _rope_qk, _rope_qk_ = _ops.rope_qk.default, _ops.rope_qk_.default
 
 
+@overload
+def apply_rotary_qk(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor | None = None,
+    *,
+    interleaved: bool = False,
+    inplace: bool = False,
+    unsqueeze_dim: int = 1,
+    sections: Sequence[int] | None = None,
+    rotary_dim: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def apply_rotary_qk(
+    q: torch.Tensor,
+    k: None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor | None = None,
+    *,
+    interleaved: bool = False,
+    inplace: bool = False,
+    unsqueeze_dim: int = 1,
+    sections: Sequence[int] | None = None,
+    rotary_dim: int | None = None,
+) -> tuple[torch.Tensor, None]: ...
 def apply_rotary_qk(
     q: torch.Tensor,
     k: torch.Tensor | None,
