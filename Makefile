@@ -5,93 +5,105 @@ BIN := .venv/bin
 CALLERS_PYTHONPATH := $(PYTHONPATH)
 export PYTHONPATH := .
 
-# The CUDA half is compiled wherever nvcc is found: for the visible GPUs, or for one architecture when there is none.
+# The CUDA half is compiled wherever nvcc is found: for the visible GPUs, or for one architecture when there is none. The
+# demos without a GPU go without it, unless a library that has it is there. FORCE_CUDA=0 or 1 decides for all.
+GPU := $(shell nvidia-smi -L 2>/dev/null)
+DEMOS := demo demo-hf demo-megatron demo-data
+ifeq ($(origin FORCE_CUDA),undefined)
 ifneq ($(shell command -v nvcc 2>/dev/null),)
 export FORCE_CUDA := 1
-ifeq ($(shell nvidia-smi -L 2>/dev/null),)
+endif
+ifeq ($(GPU)$(shell grep -ls "\.nv_fatbin" packing_ops/_C.so),)
+$(DEMOS): export FORCE_CUDA := 0
+endif
+endif
+ifneq ($(shell command -v nvcc 2>/dev/null),)
+ifeq ($(GPU),)
 export TORCH_CUDA_ARCH_LIST ?= 9.0
 endif
 endif
 
-.PHONY: demo demo-hf demo-megatron demo-data test test-newest lint emulator build bench test-gpu bench-gpu profile-gpu readme \
-	wheel clean
+.DEFAULT_GOAL := help
+.PHONY: help $(DEMOS) test test-newest lint emulator build bench test-gpu bench-gpu profile-gpu readme wheel clean
 
-demo: build
-	$(BIN)/python examples/train_packed.py
+help:  ## these lines
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-demo-hf: build
-	$(BIN)/python examples/hf_sft.py
+demo: build  ## trains a small model on real text, padded and packed, and compares (a minute on two cores)
+	@$(BIN)/python examples/train_packed.py --device auto
 
-demo-megatron: build
-	$(BIN)/python examples/megatron_sft.py
+demo-hf: build  ## the same with a transformers model and its Trainer
+	@$(BIN)/python examples/hf_sft.py --device auto
 
-demo-data: build
-	$(BIN)/python examples/rl_mini_batches.py
-	$(BIN)/python examples/async_sft.py
+demo-megatron: build  ## the same with a GPTModel of megatron-core
+	@$(BIN)/python examples/megatron_sft.py --device auto
+
+demo-data: build  ## mini-batches for RL, and batches collated one step ahead
+	@$(BIN)/python examples/rl_mini_batches.py
+	@$(BIN)/python examples/async_sft.py --device auto
 
 # The emulator needs no package: it is compiled while they are installed. A process more than there are cores, up to 5:
 # some tests wait for processes of their own. Each takes tests from the others.
-test:
+test:  ## builds, lints, runs every test
 	@$(MAKE) --no-print-directory -j3 lint build emulator
 	$(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --maxprocesses 5 --dist worksteal --durations 20
 
-# The library as it is built, in the newest torch (TORCH=torch==2.14.1: in that one): an environment of its own.
-test-newest: build .venv-newest/.ready
+# TORCH=torch==2.14.1: in that one. An environment of its own.
+test-newest: build .venv-newest/.ready  ## the tests in the newest torch, with the library as it is built
 	.venv-newest/bin/python -m pytest -n $$(($$(nproc) + 1)) --maxprocesses 5 --dist worksteal
 
-lint: .venv/.ready
+lint: .venv/.ready  ## ruff and clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $$(find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 # Attention's CUDA kernels for the CPU, where CUDA's headers are: tests/emulated.py.
-emulator:
+emulator:  ## what the tests of attention's CUDA kernels on the CPU run
 	@$(PYTHON) tests/emulator/build.py
 
-# The whole output is in build/build.log.
-build: .venv/.ready
-	$(BIN)/python setup.py -q build_ext --inplace
+build: .venv/.ready  ## the compiled library, in packing_ops/ (log: build/build.log)
+	@$(BIN)/python setup.py -q build_ext --inplace
 
 # On a GPU machine: a library that is already there is used, so that no compiler is needed, and the caller's PYTHONPATH.
 GPU_PYTHON ?= $(if $(wildcard .venv/.ready),$(BIN)/python,python3)
 test-gpu bench-gpu profile-gpu: export PYTHONPATH := .$(addprefix :,$(CALLERS_PYTHONPATH))
 
 # LOGS=folder for a log per group of tests; TESTS="--only attention -k cuda" for some, and for pytest.
-test-gpu:
+test-gpu:  ## the tests on a GPU machine, in groups (TESTS=..., LOGS=folder)
 	$(GPU_PYTHON) tests/run_gpu.py $(if $(LOGS),--logs $(LOGS)) $(TESTS)
 
 # FAMILIES="attention e2e" for some. One that fails leaves the others theirs.
 FAMILIES ?= boundaries padding packing rope attention logps megatron e2e
-bench-gpu:
+bench-gpu:  ## measures every family on the GPU (FAMILIES="attention e2e" for some)
 	@failed=; \
 	for family in $(FAMILIES); do \
 		$(GPU_PYTHON) benchmarks/bench_$$family.py --device cuda || failed="$$failed $$family"; done; \
 	$(GPU_PYTHON) benchmarks/report.py --device cuda || failed="$$failed report"; \
 	test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
-profile-gpu:
+profile-gpu:  ## what the kernels wait for, by Nsight Compute
 	$(GPU_PYTHON) benchmarks/profile_gpu.py
 
-bench: build
+bench: build  ## measures every family on the CPU
 	@for family in boundaries padding packing rope attention logps megatron data; do \
 		$(BIN)/python benchmarks/bench_$$family.py --device cpu || exit 1; done
 	$(BIN)/python benchmarks/bench_report.py
 	$(BIN)/python examples/train_packed.py --out benchmarks/results
 
-# The tables of README.md, from benchmarks/results.
-readme: .venv/.ready
+readme: .venv/.ready  ## the tables of README.md, from benchmarks/results
 	$(BIN)/python benchmarks/readme.py
 
-wheel: .venv/.ready
+wheel: .venv/.ready  ## a wheel, in dist/
 	$(BIN)/pip wheel --no-deps --no-build-isolation -w dist .
 
 .venv-newest/.ready: TORCH = torch
 .venv/.ready .venv-newest/.ready: pyproject.toml
-	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install --quiet --upgrade "pip>=25.1"
-	$(@D)/bin/pip install --quiet --no-compile "$(TORCH)"
-	$(@D)/bin/pip install --quiet --no-compile --group dev
-	touch $@
+	@echo "$(@D): installing $(TORCH) and the tools of the tests (once; some minutes)"
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/pip install --quiet --upgrade "pip>=25.1"
+	@$(@D)/bin/pip install --quiet --no-compile "$(TORCH)"
+	@$(@D)/bin/pip install --quiet --no-compile --group dev
+	@touch $@
 
-clean:
+clean:  ## removes what was built, .venv aside
 	rm -rf build dist packing_ops/_C.so

@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 from setuptools import setup
@@ -17,7 +18,7 @@ from tools.build_progress import progress  # noqa: E402
 from tools.find_cuda import cuda_version, find_cuda_home, portable_archs  # noqa: E402
 
 LOG = ROOT / "build" / "build.log"
-VERSION = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]
+VERSION = re.search(r'^VERSION = "(.+?)"', (ROOT / "packing_ops" / "_load.py").read_text(), re.M)[1]
 NO_TORCH = """packing_ops builds against the torch that you train with, and no torch was found here.
   no torch yet:  install it first, then `pip install .`
   uv:            uv pip install --no-build-isolation .   (uv builds in an environment of its own)"""
@@ -46,15 +47,16 @@ def import_torch():
 
 
 def cuda_wanted(torch, home):
-    if os.environ.get("FORCE_CUDA") == "1":
-        if home is None:
-            sys.exit("FORCE_CUDA=1: no CUDA toolkit found; set CUDA_HOME or put nvcc on PATH")
-        return True
-    if home is None or torch.version.cuda is None:
-        why = "no CUDA toolkit (nvcc) was found" if torch.version.cuda else "this torch is a CPU build"
-        print(f"packing_ops: building the CPU library only: {why}; FORCE_CUDA=1 overrides", flush=True)
-        return False
-    return True
+    """FORCE_CUDA decides; without it CUDA is built where nvcc is found and torch is a CUDA build."""
+    forced = os.environ.get("FORCE_CUDA")
+    if forced == "1" and home is None:
+        sys.exit("FORCE_CUDA=1: no CUDA toolkit found; set CUDA_HOME or put nvcc on PATH")
+    why = "FORCE_CUDA=0" if forced == "0" else "no nvcc was found" if home is None else ""
+    if not why and torch.version.cuda is None and forced != "1":
+        why = "this torch is a CPU build; FORCE_CUDA=1 overrides"
+    half = f"without CUDA ({why})" if why else f"for CUDA {cuda_version(home)}"
+    print(f"packing_ops: building {half}; the whole output: {os.path.relpath(LOG)}", flush=True)
+    return not why
 
 
 def sources(*suffixes):
@@ -82,8 +84,10 @@ def with_progress(build_extension):
     class Build(build_extension):
         def build_extensions(self):
             try:
+                start = time.monotonic()
                 with progress(LOG, ROOT / "csrc"):
                     super().build_extensions()
+                print(f"packing_ops: built in {time.monotonic() - start:.0f} s", flush=True)
             except RuntimeError as error:
                 sys.exit(f"packing_ops: {error}; the whole output is in {LOG}")
 

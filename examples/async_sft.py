@@ -12,12 +12,34 @@ collated ahead.
 """
 
 import argparse
+from pathlib import Path
+
+from options import add_device, needs
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="JSONL of chats or prompt/completion pairs; default: docstrings")
+    parser.add_argument("--documents", type=int, default=256, help="at most this many documents")
+    parser.add_argument("--batch-size", type=int, default=32, help="documents of a step")
+    parser.add_argument("--max-length", type=int, default=1024, help="longer documents are cut")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each kind, in turn; the quietest is shown")
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    add_device(parser)
+    parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for demo_async_DEVICE.json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    needs("matplotlib", "numpy", "rich", options=parse_arguments)
+
 import lzma
 import os
 import pickle
 import time
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -101,21 +123,6 @@ def verdict(in_loop: float, ahead: float, collated: float) -> str:
         f"no gain here: collating takes {collated / in_loop:.0%} of a step, and beside the step it slows that down as "
         "much: no core is free for the worker, or it holds the GIL"
     )
-
-
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="JSONL of chats or prompt/completion pairs; default: docstrings")
-    parser.add_argument("--documents", type=int, default=256, help="at most this many documents")
-    parser.add_argument("--batch-size", type=int, default=32, help="documents of a step")
-    parser.add_argument("--max-length", type=int, default=1024, help="longer documents are cut")
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each kind, in turn; the quietest is shown")
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for demo_async_DEVICE.json")
-    return parser.parse_args()
 
 
 def main():

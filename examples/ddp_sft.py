@@ -7,12 +7,25 @@ A step takes ``--rows-per-step`` packed rows, dealt to the ranks. ``bins_multipl
 others: no rank waits for one that has no row left, and no row is seen twice to make up for it.
 """
 
+from options import needs, parser_of
+
+
+def parse_arguments():
+    parser = parser_of(__doc__, documents=128, writes="demo_ddp_PROCESSES.json")
+    parser.add_argument("--capacity", type=int, default=1024, help="slots of a packed row")
+    parser.add_argument("--rows-per-step", type=int, default=2, help="a multiple of the number of processes")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    needs("transformers", options=parse_arguments)
+
 import os
 
 import torch
 import torch.distributed as dist
 import transformers
-from hf_setup import documents_for, new_model, one_pass, packed_batch, parser_of, swap
+from hf_setup import documents_for, new_model, one_pass, packed_batch, swap
 from save_results import save_results
 
 import packing_ops as po
@@ -29,13 +42,6 @@ class MeasuredTrainer(transformers.Trainer):
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.row_losses.append(loss.item())
         return loss
-
-
-def parse_arguments():
-    parser = parser_of(__doc__, documents=128, writes="demo_ddp_PROCESSES.json")
-    parser.add_argument("--capacity", type=int, default=1024, help="slots of a packed row")
-    parser.add_argument("--rows-per-step", type=int, default=2, help="a multiple of the number of processes")
-    return parser.parse_args()
 
 
 def main():

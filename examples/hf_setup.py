@@ -1,6 +1,5 @@
 """What the Hugging Face examples share: a model, documents in its tokens, and Trainer batches of them."""
 
-import argparse
 from pathlib import Path
 
 import torch
@@ -12,24 +11,6 @@ import packing_ops as po
 from packing_ops.integrations.transformers import apply_packing_ops
 
 CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}\n{% endfor %}"
-
-
-def parser_of(
-    description: str, *, documents: int, writes: str, data: str = "JSONL of chats or prompt/completion pairs"
-) -> argparse.ArgumentParser:
-    """What every example is told: model, data, how many documents, learning rate, seed, device, where to write."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="folder of a causal LM with its tokenizer; default: a tiny Llama")
-    parser.add_argument("--data", type=Path, help=f"{data}; default: docstrings")
-    parser.add_argument("--documents", type=int, default=documents, help="at most this many documents")
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument(
-        "--stock", action="store_true", help="packed rows, but nothing of packing_ops in model or trainer"
-    )
-    parser.add_argument("--out", type=Path, default=Path("demo_out"), help=f"folder for {writes}")
-    return parser
 
 
 def one_pass(arguments, folder: str, **more) -> TrainingArguments:

@@ -10,6 +10,19 @@ other, as for Gemma 2 and gpt-oss). Packed: rows of 2048 slots filled first-fit-
 apply_packing_ops. Each run has a process of its own, so that peak memory is its own too.
 """
 
+from options import needs, parser_of
+
+
+def parse_arguments():
+    parser = parser_of(__doc__, documents=192, writes="demo_hf_DEVICE.json and .png")
+    parser.add_argument("--capacity", type=int, default=2048, help="slots of a packed row")
+    parser.add_argument("--batch-size", type=int, default=8, help="documents of a padded batch")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    needs("transformers", "matplotlib", "rich", options=parse_arguments)
+
 import multiprocessing
 import tempfile
 import time
@@ -17,7 +30,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 import transformers
-from hf_setup import documents_for, new_model, one_pass, packed_batch, padded_batch, parser_of, swap
+from hf_setup import documents_for, new_model, one_pass, packed_batch, padded_batch, swap
 from report_packed import save_report
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from text_data import Document
@@ -99,13 +112,6 @@ def first_step_losses(documents, arguments) -> dict[str, float]:
             batch = to_device(collate(documents[: arguments.batch_size]), arguments.device)
             losses[name] = model(**batch).loss.item()
     return losses
-
-
-def parse_arguments():
-    parser = parser_of(__doc__, documents=192, writes="demo_hf_DEVICE.json and .png")
-    parser.add_argument("--capacity", type=int, default=2048, help="slots of a packed row")
-    parser.add_argument("--batch-size", type=int, default=8, help="documents of a padded batch")
-    return parser.parse_args()
 
 
 def main():

@@ -12,10 +12,32 @@ the losses are the same for any number of processes.
 """
 
 import argparse
+from pathlib import Path
+
+from options import add_device, needs
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="JSONL of chats or prompt/completion pairs; default: docstrings")
+    parser.add_argument("--documents", type=int, default=512, help="at most this many documents")
+    parser.add_argument("--capacity", type=int, default=2048, help="slots of a packed row")
+    parser.add_argument("--batch-size", type=int, default=8, help="documents of a padded batch")
+    parser.add_argument("--rows-per-step", type=int, default=2, help="packed rows of a step, dealt to the ranks")
+    parser.add_argument("--context-parallel", type=int, default=1, help="processes that share a row")
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    add_device(parser)
+    parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for demo_megatron_DEVICE.json, .png")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    needs("megatron.core", "matplotlib", "rich", options=parse_arguments)
+
 import os
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -194,21 +216,6 @@ def start_processes(arguments) -> None:
             f"got {arguments.context_parallel}"
         )
     parallel_state.initialize_model_parallel(context_parallel_size=arguments.context_parallel)
-
-
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="JSONL of chats or prompt/completion pairs; default: docstrings")
-    parser.add_argument("--documents", type=int, default=512, help="at most this many documents")
-    parser.add_argument("--capacity", type=int, default=2048, help="slots of a packed row")
-    parser.add_argument("--batch-size", type=int, default=8, help="documents of a padded batch")
-    parser.add_argument("--rows-per-step", type=int, default=2, help="packed rows of a step, dealt to the ranks")
-    parser.add_argument("--context-parallel", type=int, default=1, help="processes that share a row")
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for demo_megatron_DEVICE.json, .png")
-    return parser.parse_args()
 
 
 def main():

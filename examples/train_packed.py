@@ -9,17 +9,38 @@ process of its own, so that peak memory is its own too.
 """
 
 import argparse
+from pathlib import Path
+
+from options import add_device, needs
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="JSONL of chats or prompt/completion pairs; default: docstrings")
+    parser.add_argument("--documents", type=int, default=2048, help="at most this many documents")
+    parser.add_argument("--capacity", type=int, default=2048, help="slots of a packed row")
+    parser.add_argument("--batch-size", type=int, default=8, help="documents of a padded batch")
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    add_device(parser)
+    parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for demo_DEVICE.json and .png")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    needs("matplotlib", "rich", options=parse_arguments)
+
 import multiprocessing
 import resource
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from report_packed import save_report
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from save_results import machine
 from text_data import IGNORE, Document, load_documents
 from tiny_llama import Config, TinyLlama
 
@@ -184,24 +205,12 @@ def first_step_losses(documents: list[Document], arguments) -> dict[str, float]:
     return losses
 
 
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="JSONL of chats or prompt/completion pairs; default: docstrings")
-    parser.add_argument("--documents", type=int, default=2048, help="at most this many documents")
-    parser.add_argument("--capacity", type=int, default=2048, help="slots of a packed row")
-    parser.add_argument("--batch-size", type=int, default=8, help="documents of a padded batch")
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for demo_DEVICE.json and .png")
-    return parser.parse_args()
-
-
 def main():
     arguments = parse_arguments()
     documents, cut = load_documents(arguments.data, arguments.documents, arguments.capacity)
     lengths = [len(d) for d in documents]
-    print(f"{len(documents)} documents, {sum(lengths)} tokens, {cut} cut to {arguments.capacity}")
+    told = f"{len(documents)} documents, {sum(lengths)} tokens, {cut} cut to {arguments.capacity}"
+    print(f"{told}; on {machine(arguments.device)['device']}")
     losses = first_step_losses(documents, arguments)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
         runs = [pool.submit(train, mode, arguments).result() for mode in ("padded", "packed")]

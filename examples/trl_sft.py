@@ -6,13 +6,28 @@ python examples/trl_sft.py --model PATH --device cuda
 python examples/trl_sft.py --stock                nothing swapped
 """
 
+from options import needs, parser_of
+
+
+def parse_arguments():
+    parser = parser_of(
+        __doc__, documents=256, writes="demo_trl_DEVICE.json", data="JSONL, all chats or all prompt/completion"
+    )
+    parser.add_argument("--max-length", type=int, default=1024, help="tokens of a packed row")
+    parser.add_argument("--max-steps", type=int, default=-1, help="optimizer steps; default: one pass")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    needs("transformers", "trl", "datasets", options=parse_arguments)
+
 import json
 import time
 from pathlib import Path
 
 import datasets
 import trl
-from hf_setup import byte_tokenizer, new_model, parser_of, swap
+from hf_setup import byte_tokenizer, new_model, swap
 from save_results import save_results
 from text_data import docstring_pairs
 from transformers import AutoTokenizer
@@ -25,15 +40,6 @@ def load_rows(data: Path | None, limit: int) -> datasets.Dataset:
         rows = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines() if line.strip()]
         return datasets.Dataset.from_list(rows[:limit])
     return datasets.Dataset.from_list([{"prompt": p, "completion": c} for p, c in docstring_pairs(limit)])
-
-
-def parse_arguments():
-    parser = parser_of(
-        __doc__, documents=256, writes="demo_trl_DEVICE.json", data="JSONL, all chats or all prompt/completion"
-    )
-    parser.add_argument("--max-length", type=int, default=1024, help="tokens of a packed row")
-    parser.add_argument("--max-steps", type=int, default=-1, help="optimizer steps; default: one pass")
-    return parser.parse_args()
 
 
 def main():

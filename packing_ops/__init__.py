@@ -34,3 +34,38 @@ from packing_ops.segments import segment_mean, segment_sum
 from packing_ops.slot_values import segment_broadcast, segment_std, shift_values
 
 __version__ = build_info()["version"]
+
+__all__ = [
+    "PackedMetadata",
+    "Packing",
+    "apply_rotary_qk",
+    "attention",
+    "attention_plan",
+    "block_causal_mask",
+    "build_info",
+    "compute_prompt_boundaries",
+    "compute_prompt_end_indices",
+    "compute_prompt_mini_batch_boundaries",
+    "count_target_tokens",
+    "cu_seqlens_from_lengths",
+    "cu_seqlens_from_position_ids",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "iter_microbatches",
+    "mask_boundary_labels",
+    "mask_boundary_labels_shifted_",
+    "pack_ffd",
+    "pack_sequences",
+    "pad_input",
+    "pad_inputs",
+    "position_ids_from_cu_seqlens",
+    "segment_sum",
+    "select_attention_backend",
+    "seq_idx_from_cu_seqlens",
+    "shift_labels",
+    "trim_padding",
+    "unpad_input",
+    "unpad_inputs",
+    "varlen_attention",
+    "xformers_bias",
+]

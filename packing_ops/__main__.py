@@ -1,9 +1,10 @@
-"""python -m packing_ops report | info: arguments and exit codes; packing_ops/report does the work."""
+"""python -m packing_ops, or packing-ops, report | info: arguments and exit codes; packing_ops/report does the work."""
 
 import argparse
 import sys
 from pathlib import Path
 
+from packing_ops._load import VERSION
 from packing_ops.report import make_report, save_json
 from packing_ops.report.info import describe_environment
 from packing_ops.report.statistics import OVERLONG
@@ -33,7 +34,9 @@ def writable(text: str) -> Path:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m packing_ops")
+    script = Path(sys.argv[0]).name
+    parser = argparse.ArgumentParser(prog=script if script == "packing-ops" else "python -m packing_ops")
+    parser.add_argument("--version", action="version", version=f"packing_ops {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="build and environment, for bug reports")
     report = commands.add_parser(

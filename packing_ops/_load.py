@@ -1,13 +1,41 @@
-"""Loads the compiled library and says what it is."""
+"""Finds the compiled library, loads it and says what it is."""
 
+import json
 import struct
 import sys
+import warnings
+from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import torch
 
-LIBRARY = Path(__file__).with_name("_C.so")
+VERSION = "0.1.0"  # pyproject.toml and setup.py read it here
+PACKAGE = Path(__file__).parent
 BUILD_COMMAND = "pip install .   (in a clone: python setup.py build_ext --inplace)"
+
+
+def _installed_libraries() -> Iterator[Path]:
+    """Where installed distributions have theirs, in the order of sys.path."""
+    for distribution in metadata.distributions(name="packing_ops"):
+        yield Path(distribution.locate_file("packing_ops/_C.so")).absolute()
+        origin = json.loads(distribution.read_text("direct_url.json") or "{}")
+        if origin.get("dir_info", {}).get("editable"):
+            yield Path(unquote(urlsplit(origin["url"]).path), "packing_ops", "_C.so")
+
+
+def _find_library() -> tuple[Path, str]:
+    """This package's library, or that of the installed one, which a clone hides where Python runs in it; and whose."""
+    own = PACKAGE / "_C.so"
+    if not own.exists():
+        for library in _installed_libraries():
+            if library.exists():
+                return library, f"the installed packing_ops, as {PACKAGE} has none"
+    return own, "this package"
+
+
+LIBRARY, LIBRARY_FROM = _find_library()
 
 
 def load_library() -> None:
@@ -24,6 +52,11 @@ def load_library() -> None:
             f"packing_ops: {LIBRARY} does not load in torch {torch.__version__}: {error}; "
             f"build it again with: {BUILD_COMMAND}"
         ) from error
+    if build_info()["version"] != VERSION:
+        raise ImportError(
+            f"packing_ops: {PACKAGE} is version {VERSION}, and the library that was found for it is version "
+            f"{build_info()['version']}, {LIBRARY}; build it again with: {BUILD_COMMAND}"
+        )
     _explain_missing_cuda_kernels()
 
 
@@ -40,18 +73,19 @@ def _check_whole(library: Path) -> None:
 
 
 def build_info() -> dict:
-    """What the compiled library was built from.
+    """What the compiled library was built from, and where it is.
 
     Returns:
         dict with ``version``, ``built_with_torch``, ``compiler``, ``cuda`` (toolkit version, "" for a CPU-only
-        library), ``cuda_archs``, ``torch`` (the running one) and ``library`` (path).
+        library), ``cuda_archs``, ``torch`` (the running one), ``library`` (path) and ``library_from``: "this package",
+        or the installed one, whose library serves a clone that has none.
 
     Example:
         >>> packing_ops.build_info()["version"]
         '0.1.0'
     """
     info = dict(entry.split("=", 1) for entry in torch.ops.packing_ops.build_info().split("|"))
-    return {**info, "torch": torch.__version__, "library": str(LIBRARY)}
+    return {**info, "torch": torch.__version__, "library": str(LIBRARY), "library_from": LIBRARY_FROM}
 
 
 def op_names() -> list[str]:
@@ -86,4 +120,16 @@ def _explain_missing_cuda_kernels() -> None:
         _fallbacks.impl(name, missing)
 
 
+def warn_without_cuda_kernels() -> None:
+    """Said at the import where torch sees a GPU, before the first op refuses a CUDA tensor."""
+    # device_count asks NVML: CUDA is not started, which a process that is forked later could not use then.
+    if not build_info()["cuda"] and torch.version.cuda and torch.cuda.device_count() > 0:
+        warnings.warn(
+            f"packing_ops: torch sees a GPU, but {LIBRARY} was built without CUDA kernels; where nvcc is installed, "
+            f"build it again with: {BUILD_COMMAND}",
+            stacklevel=4,  # whoever imports packing_ops
+        )
+
+
 load_library()
+warn_without_cuda_kernels()

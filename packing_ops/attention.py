@@ -15,6 +15,8 @@ What holds on every device:
     Memory grows with the tokens, never with their square.
 """
 
+from typing import Literal, overload
+
 import torch
 
 from packing_ops import _ops, _recent
@@ -25,6 +27,38 @@ from packing_ops._flops import register_formulas
 LAYOUTS = ("thd", "bhsd", "bshd")  # of q, k and v: t total, b batch of 1, s seqlen, h num_heads, d head_dim
 
 
+@overload
+def varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    *,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    plan: torch.Tensor | None = None,
+    return_lse: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    *,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    plan: torch.Tensor | None = None,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 def varlen_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -189,6 +223,45 @@ def attention_plan(
     )
 
 
+@overload
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: Literal[False] = False,
+    block_table: torch.Tensor | None = None,
+) -> torch.Tensor: ...
+@overload
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    *,
+    return_attn_probs: Literal[True],
+    block_table: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, None]: ...
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -237,6 +310,35 @@ def flash_attn_varlen_func(
     return (out, lse, None) if return_attn_probs else out
 
 
+@overload
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    *,
+    return_attn_probs: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor, None]: ...
 def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,

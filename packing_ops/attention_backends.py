@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+from typing import Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,26 @@ from packing_ops.attention import refuse_heads_first, varlen_attention
 BACKENDS = ("packing_ops", "torch_varlen", "sdpa")
 
 
+@overload
+def select_attention_backend(
+    q: torch.Tensor,
+    k: torch.Tensor | None = None,
+    *,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    explain: Literal[False] = False,
+) -> str: ...
+@overload
+def select_attention_backend(
+    q: torch.Tensor,
+    k: torch.Tensor | None = None,
+    *,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    explain: Literal[True],
+) -> tuple[str, dict[str, str]]: ...
 def select_attention_backend(
     q: torch.Tensor,
     k: torch.Tensor | None = None,
@@ -60,6 +81,42 @@ def select_attention_backend(
     return (name, reasons) if explain else name
 
 
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    *,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    return_lse: Literal[False] = False,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    backend: str | None = None,
+) -> torch.Tensor: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    *,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    return_lse: Literal[True],
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -5,6 +5,7 @@ from ``cu_seqlens[-1]`` to ``total`` are padding and count as a segment of their
 """
 
 from collections.abc import Sequence
+from typing import overload
 
 import torch
 
@@ -103,6 +104,10 @@ def cu_seqlens_from_position_ids(position_ids: torch.Tensor, *, padded: bool = F
     return cu_seqlens if padded else cu_seqlens[: int(count) + 1]
 
 
+@overload
+def compute_prompt_end_indices(uids: torch.Tensor) -> torch.Tensor: ...
+@overload
+def compute_prompt_end_indices(uids: Sequence) -> list[int]: ...
 def compute_prompt_end_indices(uids: torch.Tensor | Sequence) -> torch.Tensor | list[int]:
     """Exclusive end of each run of equal uids.
 
@@ -135,6 +140,10 @@ def compute_prompt_end_indices(uids: torch.Tensor | Sequence) -> torch.Tensor | 
     return [*ends, len(uids)] if len(uids) else []
 
 
+@overload
+def compute_prompt_boundaries(uids: torch.Tensor) -> torch.Tensor: ...
+@overload
+def compute_prompt_boundaries(uids: Sequence) -> list[tuple[int, int]]: ...
 def compute_prompt_boundaries(uids: torch.Tensor | Sequence) -> torch.Tensor | list[tuple[int, int]]:
     """(start, end) of each run of equal uids.
 

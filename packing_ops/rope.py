@@ -6,6 +6,7 @@ A head's first ``rotary_dim`` elements are pairs ``(x1, x2)``, each turned by th
 """
 
 from collections.abc import Sequence
+from typing import overload
 
 import torch
 
@@ -13,6 +14,34 @@ from packing_ops import _ops
 from packing_ops._autograd import has_tangent, in_forward_mode, register_autograd
 
 
+@overload
+def apply_rotary_qk(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor | None = None,
+    *,
+    interleaved: bool = False,
+    inplace: bool = False,
+    unsqueeze_dim: int = 1,
+    sections: Sequence[int] | None = None,
+    rotary_dim: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def apply_rotary_qk(
+    q: torch.Tensor,
+    k: None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor | None = None,
+    *,
+    interleaved: bool = False,
+    inplace: bool = False,
+    unsqueeze_dim: int = 1,
+    sections: Sequence[int] | None = None,
+    rotary_dim: int | None = None,
+) -> tuple[torch.Tensor, None]: ...
 def apply_rotary_qk(
     q: torch.Tensor,
     k: torch.Tensor | None,

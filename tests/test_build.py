@@ -1,13 +1,16 @@
-"""setup.py and tools/: what is built for which GPUs, what a build prints, and where it refuses."""
+"""setup.py, tools/ and the Makefile: what is built for which GPUs, what a build prints, and where it refuses."""
 
 import re
+import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tools.build_progress import progress, shown
+from tools.build_progress import brief, progress, shown
 from tools.find_cuda import PORTABLE_ARCHS, cuda_version, portable_archs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -84,6 +87,109 @@ def test_output_of_processes_goes_to_the_log(tmp_path, capfd):
     subprocess.run(["echo", "after"], check=True)
     assert (tmp_path / "build" / "log").read_text() == NINJA
     assert capfd.readouterr().out == SHOWN + "after\n"
+
+
+STEPS = [f"[{i}/24] ops/{i}.cpp\n" for i in range(1, 25)]
+
+
+def test_a_line_for_every_quarter():
+    lines = ["building\n", *STEPS[:9], "9.cpp(3): warning: unused\n", *STEPS[9:], "linking _C.so\n"]
+    kept = ["building\n", STEPS[5], lines[10], STEPS[11], STEPS[17], STEPS[23], "linking _C.so\n"]
+    assert list(brief(lines, in_place=False)) == kept
+
+
+def test_a_terminal_has_one_line_that_changes():
+    lines = [*STEPS[:2], "2.cpp(3): warning: unused\n", STEPS[2]]
+    expected = "\r[1/24] ops/1.cpp\x1b[K\r[2/24] ops/2.cpp\x1b[K\n2.cpp(3): warning: unused\n\r[3/24] ops/3.cpp\x1b[K\n"
+    assert "".join(brief(lines, in_place=True)) == expected
+
+
+@pytest.mark.parametrize(
+    ("forced", "nvcc", "torch_cuda", "expected"),
+    [
+        (None, True, "13.0", "for CUDA 12.8"),
+        (None, True, None, "without CUDA (this torch is a CPU build; FORCE_CUDA=1 overrides)"),
+        (None, False, "13.0", "without CUDA (no nvcc was found)"),
+        ("1", True, None, "for CUDA 12.8"),
+        ("0", True, "13.0", "without CUDA (FORCE_CUDA=0)"),
+    ],
+)
+def test_where_the_cuda_half_is_built(toolkit, monkeypatch, capsys, forced, nvcc, torch_cuda, expected):
+    monkeypatch.delenv("FORCE_CUDA", raising=False)
+    if forced:
+        monkeypatch.setenv("FORCE_CUDA", forced)
+    monkeypatch.chdir(ROOT)
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    torch = SimpleNamespace(version=SimpleNamespace(cuda=torch_cuda))
+    home = toolkit("12.8", 90) if nvcc else None
+    assert setup["cuda_wanted"](torch, home) == expected.startswith("for CUDA")
+    assert capsys.readouterr().out == f"packing_ops: building {expected}; the whole output: build/build.log\n"
+
+
+@pytest.fixture
+def make(tmp_path):
+    """(goal, what the machine has, variables) -> the commands of python that make runs, with FORCE_CUDA before each."""
+
+    def run(*goal, gpu=False, nvcc=True, library=b"", **variables):
+        programs, packages = tmp_path / "programs", tmp_path / "packing_ops"
+        python = tmp_path / ".venv" / "bin" / "python"
+        for folder in (programs, packages, python.parent):
+            folder.mkdir(parents=True)
+        for name in ("Makefile", "pyproject.toml"):
+            shutil.copy(ROOT / name, tmp_path)
+        scripts = {python: 'echo "${FORCE_CUDA-unset} $*"', programs / "nvidia-smi": "echo GPU 0" if gpu else "exit 1"}
+        if nvcc:
+            scripts[programs / "nvcc"] = "exit 1"
+        for path, script in scripts.items():
+            path.write_text(f"#!/bin/sh\n{script}\n")
+            path.chmod(0o755)
+        for name in ("sh", "grep", "awk"):
+            (programs / name).symlink_to(shutil.which(name))
+        (tmp_path / ".venv" / ".ready").touch()
+        if library:
+            (packages / "_C.so").write_bytes(library)
+        command = [shutil.which("make"), *goal]
+        done = subprocess.run(
+            command, cwd=tmp_path, env={"PATH": str(programs), **variables}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.splitlines()
+
+    return run
+
+
+DEMO = "examples/train_packed.py --device auto"
+BUILD = "setup.py -q build_ext --inplace"
+
+
+@pytest.mark.parametrize(
+    ("machine", "forced"),
+    [
+        ({}, "0"),
+        ({"nvcc": False}, "0"),
+        ({"gpu": True}, "1"),
+        ({"gpu": True, "nvcc": False}, "unset"),
+        ({"FORCE_CUDA": "1"}, "1"),
+        ({"library": b"\x7fELF .text"}, "0"),
+        ({"library": b"\x7fELF .nv_fatbin"}, "1"),
+    ],
+    ids=str,
+)
+def test_a_demo_compiles_for_a_gpu_that_is_there(make, machine, forced):
+    assert make("demo", **machine) == [f"{forced} {BUILD}", f"{forced} {DEMO}"]
+
+
+@pytest.mark.parametrize(("machine", "forced"), [({}, "1"), ({"nvcc": False}, "unset"), ({"FORCE_CUDA": "0"}, "0")])
+def test_a_build_compiles_for_a_gpu_where_nvcc_is(make, machine, forced):
+    assert make("build", **machine) == [f"{forced} {BUILD}"]
+
+
+def test_make_alone_tells_its_targets(make):
+    lines = make()
+    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)[1]
+    targets = phony.replace("$(DEMOS)", "demo demo-hf demo-megatron demo-data").split()
+    assert sorted(line.split()[1] for line in lines) == sorted(targets)
+    assert all(re.fullmatch(r"make \S+ +\S.{9,100}", line) for line in lines)
 
 
 def test_compilers_have_nothing_to_say():

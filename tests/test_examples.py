@@ -1,5 +1,7 @@
 """The examples run, and say the same thing about the same documents however these are laid out."""
 
+import argparse
+import ast
 import json
 import os
 import re
@@ -9,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+import packing_ops as po
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -38,6 +42,64 @@ def check(result, documents):
 def test_docstrings(tmp_path):
     check(train(tmp_path, "--documents", "96"), 96)
     assert (tmp_path / "demo_cpu.png").stat().st_size > 10_000
+
+
+MODULES = {
+    "async_sft": 'matplotlib and numpy and rich: pip install "packing_ops[data]"',
+    "ddp_sft": 'transformers: pip install "packing_ops[hf]"',
+    "hf_sft": 'transformers and matplotlib and rich: pip install "packing_ops[data,hf]"',
+    "megatron_sft": 'megatron.core and matplotlib and rich: pip install "packing_ops[data,megatron]"',
+    "rl_mini_batches": None,
+    "train_packed": 'matplotlib and rich: pip install "packing_ops[data]"',
+    "trl_sft": 'transformers and trl and datasets: pip install "packing_ops[hf]"',
+}
+# Each example in turn, in a process that has what the base installation brings: torch.
+BASE_ONLY = """
+import contextlib, io, runpy, sys
+for hidden in "datasets matplotlib megatron numpy pyarrow rich tokenizers transformers trl".split():
+    sys.modules[hidden] = None
+for path in sys.argv[1:]:
+    for options in (["--help"], []) if "rl_mini_batches" not in path else (["--help"],):
+        sys.argv, printed = [path, *options], io.StringIO()
+        try:
+            with contextlib.redirect_stdout(printed):
+                runpy.run_path(path, run_name="__main__")
+        except SystemExit as end:
+            print(repr((path, printed.getvalue(), end.code)))
+"""
+
+
+def test_examples_without_the_extras():
+    """--help is told, and a run ends with one sentence that names what is missing and the extra that brings it."""
+    paths = [f"examples/{name}.py" for name in MODULES]
+    assert set(paths) == {f"examples/{p.name}" for p in (ROOT / "examples").glob("*.py") if "__main__" in p.read_text()}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", BASE_ONLY, *paths],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    told = [ast.literal_eval(line) for line in done.stdout.splitlines()]
+    for path, missing in zip(paths, MODULES.values(), strict=True):
+        (_, page, code), *run = [each for each in told if each[0] == path]
+        assert code == 0
+        assert page.startswith("usage: ")
+        assert "--out" in page
+        assert [end for _, _, end in run] == ([f"{path} needs {missing}"] if missing else [])
+
+
+@pytest.mark.parametrize(("gpu", "cuda", "device"), [(True, "13.0", "cuda"), (True, "", "cpu"), (False, "13.0", "cpu")])
+def test_device_auto(monkeypatch, gpu, cuda, device):
+    from options import add_device
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(po, "build_info", lambda: {"cuda": cuda})
+    parser = argparse.ArgumentParser()
+    add_device(parser)
+    assert parser.parse_args(["--device", "auto"]).device == device
+    assert parser.parse_args([]).device == "cpu"
 
 
 @pytest.mark.parametrize("told", ["0123456789ab", ""])

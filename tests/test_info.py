@@ -5,6 +5,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+import pytest
 import torch
 
 import packing_ops as po
@@ -20,6 +21,7 @@ def facts():
 def test_build_and_torch_are_told():
     told, build = facts(), po.build_info()
     assert (told["packing_ops"], told["library"]) == (build["version"], build["library"])
+    assert told["library from"] == build["library_from"]
     assert f"torch {build['built_with_torch']}, compiler {build['compiler']}" in told["built with"]
     assert (build["cuda"] or "no CUDA") in told["built with"]
     assert told["torch"].startswith(torch.__version__)
@@ -73,3 +75,16 @@ def test_as_a_command_and_without_host_libraries():
     assert done.stdout.startswith(f"packing_ops: {po.__version__}\n")
     imported = {line.split("|")[-1].strip().split(".")[0] for line in done.stderr.splitlines()}
     assert not imported & {"transformers", "trl", "datasets", "pyarrow", "matplotlib", "rich"}
+
+
+@pytest.mark.parametrize("name", ["python -m packing_ops", "packing-ops"])
+def test_version_and_the_name_it_was_called_by(name, monkeypatch, capsys):
+    from packing_ops.__main__ import main
+
+    monkeypatch.setattr(sys, "argv", [f"/somewhere/{name}" if name == "packing-ops" else "/somewhere/__main__.py"])
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"packing_ops {po.__version__}\n")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert capsys.readouterr().out.startswith(f"usage: {name} [-h] [--version]")

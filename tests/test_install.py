@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import zipfile
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def installed(sources, environment, python):
     """Where; with a module that is not there any more when the next wheel is built."""
     gone = sources / "packing_ops" / "gone.py"
     gone.touch()
-    run(python, "-m", "pip", "install", "-q", sources, env=environment)
+    run(python, "-m", "pip", "install", "-q", ".", cwd=sources, env=environment)
     gone.unlink()
     return next(python.parent.parent.glob("lib/python*/site-packages/packing_ops"))
 
@@ -87,6 +88,45 @@ def test_installs_into_an_environment_that_has_torch(installed, python, environm
     output = run(python, "-W", "ignore", "-c", USE, cwd=tmp_path, env=environment)
     assert str(installed) in output
     assert "[0, 1, 0]" in output
+
+
+def commands_of_the_readme():
+    """Those that tell what was built."""
+    text = " ".join((ROOT / "README.md").read_text().split())
+    commands = re.findall(r"`(python -[cm] [^`]+)`", text)
+    return [command for command in commands if re.search(r"build_info\(\)|packing_ops info$", command)]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_commands_of_the_readme_find_the_library(inside, installed, sources, python, environment, tmp_path):
+    """The clone that was installed from hides the installed package from a Python that runs inside."""
+    path = os.pathsep.join([str(python.parent), environment["PATH"]])
+    options = {"cwd": sources if inside else tmp_path, "env": environment | {"PATH": path}}
+    commands = commands_of_the_readme()
+    assert len(commands) == 2
+    whose = f"the installed packing_ops, as {sources / 'packing_ops'} has none" if inside else "this package"
+    for command in commands:
+        told = run("bash", "-c", command, **options)
+        assert str(installed / "_C.so") in told
+        assert whose in told
+    if inside:  # a script is not hidden
+        told = run("packing-ops", "info", **options).splitlines()
+        assert told[1:3] == [f"library: {installed / '_C.so'}", "library from: this package"]
+
+
+def test_the_import_warns_where_only_torch_can_use_the_gpu(installed, python, environment, tmp_path):
+    code = """
+        import warnings, torch
+        torch.version.cuda, torch.cuda.device_count = "13.0", lambda: 1
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            import packing_ops
+        messages = [str(w.message) for w in caught if "packing_ops" in str(w.message)]
+        print(len(messages) == (not packing_ops.build_info()["cuda"]), [w.filename for w in caught])
+    """
+    told = run(python, "-c", textwrap.dedent(code), cwd=tmp_path, env=environment)
+    assert told.startswith("True")
+    assert "_load.py" not in told
 
 
 def test_without_torch_the_error_says_what_to_do(sources, environment, tmp_path):

@@ -1,9 +1,12 @@
 """The binary itself: what it links against, how it fails, what it tells."""
 
+import json
+import os
 import re
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 
 import pytest
@@ -39,11 +42,17 @@ def test_build_info():
     assert info["torch"] == torch.__version__
     assert re.fullmatch(r"\d+\.\d+\.\d+", info["built_with_torch"])
     assert Path(info["library"]) == _load.LIBRARY
+    assert info["library_from"] == "this package"
 
 
-def import_error(folder):
-    command = [sys.executable, "-c", "import packing_ops"]
-    done = subprocess.run(command, cwd=folder, env={"PYTHONPATH": str(folder)}, capture_output=True, text=True)
+def imported(code, *folders):
+    path = os.pathsep.join(map(str, folders))
+    command = [sys.executable, "-c", f"import packing_ops; {code}"]
+    return subprocess.run(command, cwd=folders[0], env={"PYTHONPATH": path}, capture_output=True, text=True)
+
+
+def import_error(*folders):
+    done = imported("", *folders)
     assert done.returncode == 1
     return done.stderr.strip().splitlines()[-1]
 
@@ -62,6 +71,66 @@ def test_broken_library_is_named(tmp_path):
     message = import_error(tmp_path)
     assert message.startswith(f"ImportError: packing_ops: {library} does not load in torch {torch.__version__}")
     assert "pip install ." in message
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """Where packing_ops lies without a library, as in a clone that it was installed from."""
+    package = copy_of_package(tmp_path / "clone")
+    (package / "_C.so").unlink()
+    return package.parent
+
+
+def installed(site, editable_in=None):
+    """A distribution in ``site``, or one that is built where it was cloned to; its library."""
+    folder = site / "packing_ops-0.1.0.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: packing_ops\nVersion: 0.1.0\n")
+    if editable_in:
+        (folder / "direct_url.json").write_text(
+            json.dumps({"url": editable_in.as_uri(), "dir_info": {"editable": True}})
+        )
+    library = (editable_in or site) / "packing_ops" / "_C.so"
+    library.parent.mkdir(parents=True)
+    library.symlink_to(_load.LIBRARY)
+    return library
+
+
+@pytest.mark.parametrize("editable", [False, True])
+def test_a_clone_takes_the_library_of_the_installed_package(tmp_path, clone, editable):
+    library = installed(tmp_path / "site", tmp_path / "another clone" if editable else None)
+    info = "packing_ops.build_info()"
+    done = imported(f"print({info}['library'], {info}['library_from'], sep='\\n')", clone, tmp_path / "site")
+    assert done.stdout.splitlines() == [str(library), f"the installed packing_ops, as {clone / 'packing_ops'} has none"]
+
+
+def test_its_own_library_comes_first(tmp_path, clone):
+    installed(tmp_path / "site")
+    own = clone / "packing_ops" / "_C.so"
+    own.symlink_to(_load.LIBRARY)
+    assert imported("print(packing_ops.build_info()['library'])", clone, tmp_path / "site").stdout == f"{own}\n"
+
+
+def test_a_library_of_another_version_is_refused(tmp_path, clone):
+    library = installed(tmp_path / "site")
+    load = clone / "packing_ops" / "_load.py"
+    load.write_text(load.read_text().replace(f'VERSION = "{po.__version__}"', 'VERSION = "7.8.9"'))
+    message = import_error(clone, tmp_path / "site")
+    assert f"{clone / 'packing_ops'} is version 7.8.9" in message
+    assert f"version {po.__version__}, {library}; build it again with: pip install ." in message
+
+
+@pytest.mark.parametrize(("cuda", "gpus", "told"), [("", 1, 1), ("13.0", 1, 0), ("", 0, 0)])
+def test_a_gpu_without_kernels_for_it_is_told(monkeypatch, cuda, gpus, told):
+    monkeypatch.setattr(_load, "build_info", lambda: {"cuda": cuda})
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _load.warn_without_cuda_kernels()
+    expected = "packing_ops: torch sees a GPU, but .* was built without CUDA kernels; .*pip install \\."
+    assert len(caught) == told
+    assert all(re.match(expected, str(w.message)) and w.category is UserWarning for w in caught)
 
 
 def test_two_threads_at_once():
@@ -134,7 +203,7 @@ def test_parts_of_torch_that_own_autograd_needs():
 
 def test_own_autograd_is_for_ops_without_defaults():
     """packing_ops._autograd hands arguments on as they come; the dispatcher leaves out those that equal a default."""
-    sources = [path.read_text() for path in _load.LIBRARY.parent.glob("*.py")]
+    sources = [path.read_text() for path in _load.PACKAGE.glob("*.py")]
     names = [n for text in sources for n in re.findall(r'^register_autograd\(\s*"(\w+)"', text, re.MULTILINE)]
     assert {"varlen_attention", "rope_qk", "segment_sum_backward", "unpad_rows"} <= set(names)
     for name in names:

@@ -41,7 +41,7 @@ def told(call, folder, tests):
 
 @pytest.mark.parametrize("call", CALLS)
 def test_on_the_cpu(call, request):
-    text = told(call, _load.LIBRARY.parent.parent, request.path.parent)
+    text = told(call, _load.PACKAGE.parent, request.path.parent)
     assert text.startswith("RuntimeError")
     assert "DefaultCPUAllocator: can't allocate memory: you tried to allocate" in text
     assert "API call failed" not in text

@@ -1,4 +1,4 @@
-"""ninja's output as one line per file, with what compilers say; all of it in a log."""
+"""ninja's output as its progress and what compilers say; all of it in a log."""
 
 import contextlib
 import os
@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 STEP = re.compile(r"(\[\d+/\d+\]) .* -c (\S+) -o ")
+COUNTED = re.compile(r"\[(\d+)/(\d+)\] ")
 LINK = re.compile(r"\S+ .*-shared .* -o (\S+)")
 
 
@@ -26,6 +27,24 @@ def shown(lines: Iterable[str], root: Path) -> Iterator[str]:
         command_follows = line.startswith("FAILED: ")  # once more, as it came with its step
 
 
+def brief(lines: Iterable[str], in_place: bool) -> Iterator[str]:
+    """Each step's line in place of the one before, as a terminal can; or one line for every quarter of the steps."""
+    quarter, is_open = 0, False
+    for line in lines:
+        step = COUNTED.match(line)
+        if step and in_place:
+            yield f"\r{line.rstrip()}\x1b[K"
+        elif step:
+            before, quarter = quarter, 4 * int(step[1]) // int(step[2])
+            if quarter > before:
+                yield line
+        else:
+            yield f"\n{line}" if is_open else line
+        is_open = in_place and bool(step)
+    if is_open:
+        yield "\n"
+
+
 def _copy(pipe: int, terminal: int, log: Path, root: Path) -> None:
     def logged() -> Iterator[str]:
         with log.open("w") as file, open(pipe, errors="replace") as lines:
@@ -34,13 +53,13 @@ def _copy(pipe: int, terminal: int, log: Path, root: Path) -> None:
                 file.flush()
                 yield line
 
-    for line in shown(logged(), root):
+    for line in brief(shown(logged(), root), in_place=os.isatty(terminal)):
         os.write(terminal, line.encode(errors="replace"))
 
 
 @contextlib.contextmanager
 def progress(log: Path, root: Path) -> Iterator[None]:
-    """What is written to file descriptor 1 meanwhile, by other processes too, goes through ``shown`` and to ``log``."""
+    """What is written to file descriptor 1 meanwhile, by other processes too, goes to ``log``, and in brief on."""
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     terminal = os.dup(1)

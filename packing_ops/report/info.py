@@ -30,6 +30,7 @@ def describe_environment() -> str:
         >>> print(describe_environment())
         packing_ops: 0.1.0
         library: .../packing_ops/_C.so
+        library from: this package
         built with: torch 2.13.0, compiler 13.3.0, no CUDA
         ...
     """
@@ -41,6 +42,7 @@ def _facts():
     cuda = f"CUDA {build['cuda']} for {build['cuda_archs']}" if build["cuda"] else "no CUDA"
     yield "packing_ops", build["version"]
     yield "library", build["library"]
+    yield "library from", build["library_from"]
     yield "built with", f"torch {build['built_with_torch']}, compiler {build['compiler']}, {cuda}"
     yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
     yield "system", platform.platform()

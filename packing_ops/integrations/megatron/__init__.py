@@ -21,6 +21,7 @@ Example:
 """
 
 import importlib
+import importlib.util
 
 from packing_ops.data.parallel import packed_alignment, thd_inverse_indices, thd_partition_indices
 
@@ -47,3 +48,7 @@ def __getattr__(name):
         if (error.name or "").split(".")[0] != "megatron":
             raise
         raise ImportError(f"{name} needs megatron-core: pip install packing_ops[megatron]") from error
+
+
+def __dir__():
+    return sorted({*globals(), *(_HOMES if importlib.util.find_spec("megatron") else ())})

@@ -1,6 +1,7 @@
 """packing_ops in Hugging Face transformers: attention by name, and kernels swapped into a model."""
 
 import importlib
+import importlib.util
 
 _FILES = {"apply_packing_ops": "patch", "register": "attention", "revert_packing_ops": "patch"}
 __all__ = list(_FILES)
@@ -10,3 +11,7 @@ def __getattr__(name):  # transformers is imported by the one who asks for a nam
     if name in _FILES:
         return getattr(importlib.import_module(f"{__name__}.{_FILES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted({*globals(), *(_FILES if importlib.util.find_spec("transformers") else ())})
