@@ -155,9 +155,11 @@ def chosen(wanted: list[str], unwanted: list[str], device: str) -> list[str]:
     return [name for name in names if not wanted or any(part in name for part in wanted)]
 
 
-def rows_of(path: Path) -> dict[str, dict]:
+def rows_of(path: Path, vocabulary: int) -> dict[str, dict]:
+    """Of this vocabulary; what a layer costs the host is of any."""
     with path.open(newline="") as file:
-        return {row["provider"]: {name: row.get(name, "") for name in COLUMNS} for row in csv.DictReader(file)}
+        rows = {row["provider"]: {name: row.get(name, "") for name in COLUMNS} for row in csv.DictReader(file)}
+    return {name: row for name, row in rows.items() if row["vocabulary"] == str(vocabulary) or name in OVERHEADS}
 
 
 def main():
@@ -179,10 +181,7 @@ def main():
     names = chosen(arguments.only, arguments.skip, device)
     if not names:
         parser.error(f"--only: expected parts of {[*PROVIDERS, *OVERHEADS]}, got {arguments.only}")
-    rows = rows_of(path) if (arguments.only or arguments.skip) and path.exists() else {}
-    # Of another vocabulary is of another model; what a layer costs the host is of any.
-    vocabulary = str(shape["vocab_size"])
-    rows = {name: row for name, row in rows.items() if row["vocabulary"] == vocabulary or name in OVERHEADS}
+    rows = rows_of(path, shape["vocab_size"]) if (arguments.only or arguments.skip) and path.exists() else {}
     where = {"device": device_name(device), "torch": torch.__version__, "commit": commit()}
 
     def measured(name: str) -> Iterator[dict]:

@@ -105,8 +105,10 @@ def _draw_rows(padded, packed, results: dict) -> None:
             packed.barh(y, lengths[document], left=left, height=0.86, color=palette[document % len(palette)])
             left += lengths[document]
     (padded_run, packed_run), count = results["runs"], len(lengths)
-    padded.set_title(f"{count} documents, padded: {padded_run['padding_waste']:.0%} of the run is padding", fontsize=10)
-    packed.set_title(f"the same {count}, packed: {packed_run['padding_waste']:.1%} of the run", fontsize=10)
+    padded.set_title(
+        f"Padded batches of {size}: {padded_run['padding_waste']:.0%} of the run is padding (grey)", fontsize=10
+    )
+    packed.set_title(f"The same {count} documents packed: {packed_run['padding_waste']:.1%} of the run", fontsize=10)
     packed.set_xlabel("slots")
     for axis, num_rows in ((padded, count), (packed, max(3, len(shown["rows"])))):
         axis.set(yticks=[], xlim=(0, max(capacity, *lengths)), ylim=(num_rows - 0.5, -0.5))

@@ -54,15 +54,15 @@ def _draw_slots(axis, report: dict) -> None:
     axis.bar_label(bars, [_told(layout) for layout in layouts], padding=3, fontsize=8)
     axis.set_yticks(y, names, fontsize=8)
     axis.invert_yaxis()
-    axis.margins(x=0.35)  # room for what stands at the ends of the bars
+    axis.set_xlim(0, 1.5 * max(layout["slots"] for layout in layouts))  # room for what stands at the ends of the bars
     axis.xaxis.set_major_formatter(EngFormatter())
     axis.set_title("How much of an epoch is padding?", fontsize=10)
     dp = report["settings"]["dp"]
     where = f" on {dp} ranks" if dp > 1 else ""
-    axis.set_xlabel(f"slots; padding; estimated speed{where}, first = 1, by tokens / by flops", fontsize=8)
+    axis.set_xlabel(f"slots; times as fast as the first{where}, estimated", fontsize=9)
     axis.legend(loc="lower right", fontsize=8)
 
 
 def _told(layout: dict) -> str:
-    ratios = layout["epoch_time_ratio"]
-    return f"{1 - layout['fill']:.1%}; {ratios['tokens']:.2f}x / {ratios['flops']:.2f}x"
+    low, high = (f"{ratio:.1f}" for ratio in sorted(layout["epoch_time_ratio"].values()))
+    return f"{1 - layout['fill']:.1%} padding, {low if low == high else f'{low} to {high}'}x"
