@@ -12,7 +12,7 @@ import torch
 
 from packing_ops._args import buffer_tensor
 from packing_ops.report.chats import Unreadable
-from packing_ops.report.examples import KEYS, Example, examples_of
+from packing_ops.report.examples import KEYS, Example, FormReader
 from packing_ops.report.progress import progress
 from packing_ops.report.readers import ROWS, STDIN, records
 from packing_ops.report.tables import printable
@@ -50,8 +50,8 @@ def read_corpus(files: Sequence[Path], tokenizer: str = "bytes", columns: Mappin
     """
     files, columns = [Path(file) for file in files], _checked_columns(columns or {})
     sizes = [_size(file) for file in files]  # every file is there before the first is read
-    names = {columns.get(key, key) for key in KEYS}
     reader = _Reader(token_counter(tokenizer), columns, tokenizer == "bytes")
+    names = reader.forms.keys.keys()
     try:
         with progress(sum(sizes)) as advance:
             for file, size in zip(files, sizes, strict=True):
@@ -74,7 +74,7 @@ class _Reader:
     """Records to lengths."""
 
     def __init__(self, count_tokens, columns: Mapping[str, str], in_bytes: bool):
-        self.count_tokens, self.columns, self.in_bytes = count_tokens, columns, in_bytes
+        self.count_tokens, self.forms, self.in_bytes = count_tokens, FormReader(columns), in_bytes
         self.corpus, self.lengths = Corpus(), array("q")
 
     def add(self, batch: list[tuple[str, object]]) -> None:
@@ -84,7 +84,7 @@ class _Reader:
             try:
                 if isinstance(record, Unreadable):
                     raise record
-                found.append((place, examples_of(record, self.columns)))
+                found.append((place, self.forms.examples_of(record)))
             except Unreadable as error:
                 self._refuse(error, place)
         counts = iter(self.count_tokens([example for _, examples in found for example in examples]))

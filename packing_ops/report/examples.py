@@ -9,7 +9,7 @@ from packing_ops.report.chats import Unreadable, as_json, checked_text, role_of,
 IGNORE = -100
 TARGETS = ("loss_mask", "completion_mask", "assistant_masks")  # 1 where a token is learnt
 PER_TOKEN = ("labels", "attention_mask", *TARGETS, "position_ids", "token_type_ids")  # as long as input_ids
-FORMS = (  # the columns that each needs; the first that is there is read
+FORMS = (  # the one or two columns that each needs; the first that is there is read
     ("input_ids",),
     ("messages",),
     ("conversations",),
@@ -33,28 +33,45 @@ class Example(NamedTuple):
     template_options: Mapping = {}
 
 
-def examples_of(record, columns: Mapping[str, str]) -> list[Example]:
-    """The documents of a record, by the first of FORMS that it has: a preference pair is two, anything else is one.
+class FormReader:
+    """Records to their documents.
 
-    ``columns``: how the file calls what has another name here. Where a column of FORMS is among them, only the forms
-    that it belongs to are looked for.
-
-    Raises:
-        Unreadable: of the kind corrupt, missing keys, wrong type or lists of different length.
+    Args:
+        columns: how the file calls what has another name here. Where a column of FORMS is among them, only the forms
+            that it belongs to are looked for.
     """
-    if not isinstance(record, Mapping):
-        raise Unreadable("corrupt", f"expected an object, got {type(record).__name__}")
-    given = {key: record[name] for key in KEYS if record.get(name := columns.get(key, key)) is not None}
-    wanted = [form for form in FORMS if columns.keys() & form] or FORMS
-    form = next((form for form in wanted if given.keys() >= {*form}), None)
-    if form is None:
-        expected = ", or ".join(" and ".join(columns.get(key, key) for key in form) for form in wanted)
+
+    def __init__(self, columns: Mapping[str, str]):
+        self.forms = [form for form in FORMS if columns.keys() & form] or FORMS
+        self.names = {key: columns.get(key, key) for key in KEYS}
+        own = {name: key for key, name in self.names.items() if key not in columns}
+        self.keys = own | {name: key for key, name in columns.items()}  # by the file's names
+
+    def examples_of(self, record) -> list[Example]:
+        """By the first form that the record has: a preference pair is two documents, anything else is one.
+
+        Raises:
+            Unreadable: of the kind corrupt, missing keys, wrong type or lists of different length.
+        """
+        if not isinstance(record, Mapping):
+            raise Unreadable("corrupt", f"expected an object, got {type(record).__name__}")
+        keys = self.keys
+        given = {keys[name]: value for name, value in record.items() if value is not None and name in keys}
+        for form in self.forms:
+            if form[0] in given and form[-1] in given:
+                return self._read(form, given)
+        expected = ", or ".join(" and ".join(self.names[key] for key in form) for form in self.forms)
         got = ", ".join(map(str, record)) or "nothing"
         raise Unreadable("missing keys", f"expected {expected} (or --columns), got {got}")
-    if form == ("input_ids",):
-        return [_tokenized(given)]
-    found, tools, options = _READ[form](given), _tools(given), _template_options(given)
-    return [_with_tools(example, tools)._replace(template_options=options) for example in found]
+
+    def _read(self, form: tuple[str, ...], given: dict) -> list[Example]:
+        if form == ("input_ids",):
+            return [_tokenized(given)]
+        found = _READ[form](given)
+        if "tools" not in given and "chat_template_kwargs" not in given:
+            return found
+        tools, options = _tools(given), _template_options(given)
+        return [_with_tools(example, tools)._replace(template_options=options) for example in found]
 
 
 def _chat(messages, name: str) -> Example:

@@ -15,9 +15,9 @@ class _Text:
         self.file, self.decoder = file, codecs.getincrementaldecoder("utf-8-sig")()
         self.text, self.at, self.ended = "", 0, False
 
-    def more(self, size: int = CHUNK) -> bool:
+    def more(self, size: int = 0) -> bool:
         """Reads on; False at the end of the file."""
-        data = b"" if self.ended else self.file.read(size)
+        data = b"" if self.ended else self.file.read(size or CHUNK)
         self.ended = not data
         self.text, self.at = self.text[self.at :] + self.decoder.decode(data, final=not data), 0
         return not self.ended
@@ -36,7 +36,7 @@ class _Text:
         """Takes the next character, which is one of ``wanted``."""
         found = self.next()
         if not found or found not in wanted:
-            raise ValueError(f"expected {' or '.join(wanted)}, got {self.text[self.at :][:20] or 'the end'!r}")
+            raise ValueError(f"expected {' or '.join(wanted)}, got {self.text[self.at : self.at + 20] or 'the end'!r}")
         self.at += 1
         return found
 
@@ -63,7 +63,7 @@ def elements(file, longest: int) -> Iterator[object]:
                 break
             text.next()
     if text.next():
-        raise ValueError(f"expected nothing behind the array, got {text.text[text.at :][:20]!r}")
+        raise ValueError(f"expected nothing behind the array, got {text.text[text.at : text.at + 20]!r}")
 
 
 def _element(text: _Text, decode, longest: int):
@@ -74,7 +74,7 @@ def _element(text: _Text, decode, longest: int):
             record, end = decode(text.text, text.at)
             error = None
         except json.JSONDecodeError as failed:
-            error, end = f"{failed.msg}, got {text.text[failed.pos :][:20]!r}", len(text.text)
+            error, end = f"{failed.msg}, got {text.text[failed.pos : failed.pos + 20]!r}", len(text.text)
         if end - text.at > longest:
             raise ValueError(error or f"expected an element of at most {longest:,} characters, got more")
         if error is None and end < len(text.text):
