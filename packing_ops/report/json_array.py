@@ -76,7 +76,9 @@ def _element(text: _Text, decode, longest: int):
         except json.JSONDecodeError as failed:
             error, end = f"{failed.msg}, got {text.text[failed.pos : failed.pos + 20]!r}", len(text.text)
         if end - text.at > longest:
-            raise ValueError(error or f"expected an element of at most {longest:,} characters, got more")
+            raise ValueError(
+                f"expected an element of at most {longest:,} characters, got more ({error or 'it is complete'})"
+            )
         if error is None and end < len(text.text):
             break
         if not text.more(size):
