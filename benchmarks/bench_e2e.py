@@ -22,13 +22,14 @@ from e2e_providers import PROVIDERS, Provider, model_of
 from harness import RESULTS, commit, device_name, write_csv
 
 TOKENS, CAPACITY = 65_536, 8192
+# Qwen3-0.6B's. The logits of a padded batch take the most memory, an estimated 90 GiB in all: --vocabulary for less.
 SHAPE = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32_000}  # fmt: skip
+         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True}  # fmt: skip
 TINY_TOKENS, TINY_CAPACITY = 2048, 512
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256}  # fmt: skip
 OVERHEADS = {f"adapter overhead, {kind}": kind for kind in ("cu_seq_lens", "position_ids")}
-COLUMNS = ("provider", "tokens", "documents", "tokens_per_second", "peak_gib", "loss", "token_loss_difference",
+COLUMNS = ("provider", "vocabulary", "tokens", "documents", "tokens_per_second", "peak_gib", "loss", "token_loss_difference",
            "compiled_calls", "our_kernels_percent", "host_waits_percent", "host_us_per_layer", "device", "torch",
            "commit")  # fmt: skip
 WARM_UP = 3  # batches: the largest, of several lengths, so that what is compiled is compiled for any
@@ -125,6 +126,7 @@ def measure(provider: Provider, documents, shape: dict, capacity: int, device: s
         )
         peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
         found = {
+            "vocabulary": shape["vocab_size"],
             "tokens": tokens,
             "documents": len(documents),
             "tokens_per_second": f"{tokens / times[len(times) // 2]:.0f}",
@@ -153,9 +155,11 @@ def chosen(wanted: list[str], unwanted: list[str], device: str) -> list[str]:
     return [name for name in names if not wanted or any(part in name for part in wanted)]
 
 
-def rows_of(path: Path) -> dict[str, dict]:
+def rows_of(path: Path, vocabulary: int) -> dict[str, dict]:
+    """Of this vocabulary; what a layer costs the host is of any."""
     with path.open(newline="") as file:
-        return {row["provider"]: {name: row.get(name, "") for name in COLUMNS} for row in csv.DictReader(file)}
+        rows = {row["provider"]: {name: row.get(name, "") for name in COLUMNS} for row in csv.DictReader(file)}
+    return {name: row for name, row in rows.items() if row["vocabulary"] == str(vocabulary) or name in OVERHEADS}
 
 
 def main():
@@ -166,16 +170,18 @@ def main():
                         "the others of the CSV stay")  # fmt: skip
     parser.add_argument("--skip", nargs="+", metavar="NAME", default=[], help="not those whose name contains one of "
                         "these; they stay too")  # fmt: skip
+    parser.add_argument("--vocabulary", type=int, metavar="N", help=f"default: {SHAPE['vocab_size']:,}, Qwen3's")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     device = arguments.device
     shape, tokens, capacity = (TINY, TINY_TOKENS, TINY_CAPACITY) if arguments.tiny else (SHAPE, TOKENS, CAPACITY)
+    shape = shape | {"vocab_size": arguments.vocabulary or shape["vocab_size"]}
     documents, reference = documents_of(tokens, capacity, shape["vocab_size"]), []
     path = arguments.out / f"e2e_{device}.csv"
     names = chosen(arguments.only, arguments.skip, device)
     if not names:
         parser.error(f"--only: expected parts of {[*PROVIDERS, *OVERHEADS]}, got {arguments.only}")
-    rows = rows_of(path) if (arguments.only or arguments.skip) and path.exists() else {}
+    rows = rows_of(path, shape["vocab_size"]) if (arguments.only or arguments.skip) and path.exists() else {}
     where = {"device": device_name(device), "torch": torch.__version__, "commit": commit()}
 
     def measured(name: str) -> Iterator[dict]:

@@ -23,6 +23,7 @@ from rich.table import Table
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 
+from result_rows import COPY
 from save_results import commit
 
 RESULTS = Path(__file__).parent / "results"
@@ -72,20 +73,6 @@ def time_cuda(call: Callable, flush: torch.Tensor) -> tuple[float, float]:
     return start.elapsed_time(end) * 1e3, SPIN_CYCLES / (end.elapsed_time(after) * 1e3)
 
 
-def copy_bytes_per_us(device: str, size: int = 1 << 30) -> float:
-    """Bytes read plus bytes written per microsecond of a large copy on this very device."""
-    source = torch.empty(size if device == "cuda" else size >> 3, dtype=torch.uint8, device=device).fill_(1)
-    target = torch.empty_like(source)
-    flush = torch.empty(L2_FLUSH_BYTES if device == "cuda" else 1, dtype=torch.uint8, device=device)
-    timer = (lambda: time_cuda(copy, flush)[0]) if device == "cuda" else (lambda: time_cpu(copy, 1))
-
-    def copy():
-        target.copy_(source)
-
-    timer()
-    return 2 * source.numel() / percentiles([timer() for _ in range(11)])[1]
-
-
 def measure(case: Case, device: str) -> dict[str, tuple[float, float, float, float | None]]:
     """p20, p50, p80 in microseconds and the median clock in MHz per provider; they take turns, so that drift hits them
     alike, and in another order each time, so that none always runs at the clocks that a hotter one leaves it."""
@@ -119,18 +106,17 @@ def copy_provider(total_bytes: int, device: str) -> Callable:
     return lambda: target.copy_(source)
 
 
-def rows_of(case: Case, device: str, copy_rate: float) -> list[dict]:
-    if case.bytes and device == "cuda":
-        case.providers["copy of the same bytes"] = copy_provider(case.bytes, device)
+def rows_of(case: Case, device: str) -> list[dict]:
+    if case.bytes:
+        case.providers[COPY] = copy_provider(case.bytes, device)
     timings = measure(case, device)
     ours = next(iter(timings.values()))[1]
     rows = []
     for provider, (p20, p50, p80, clock) in timings.items():
-        percent = f"{100 * case.bytes / p50 / copy_rate:.1f}" if case.bytes else ""
         rows.append({
             "op": case.op, "shape": case.shape, "dtype": case.dtype, "provider": provider,
             "p20_us": f"{p20:.2f}", "p50_us": f"{p50:.2f}", "p80_us": f"{p80:.2f}",
-            "bytes": case.bytes or "", "copy_rate_percent": percent, "ratio_to_ours": f"{p50 / ours:.3f}",
+            "bytes": case.bytes or "", "ratio_to_ours": f"{p50 / ours:.3f}",
             "sm_mhz": f"{clock:.0f}" if clock else "",
             "device": device_name(device), "threads": torch.get_num_threads() if device == "cpu" else "",
             "torch": torch.__version__, "commit": commit(),
@@ -144,10 +130,9 @@ def run(family: str, cases_of: Callable[[str], Iterable[Case]]) -> argparse.Name
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV")
     arguments = parser.parse_args()
-    copy_rate = copy_bytes_per_us(arguments.device)
     rows, path = [], arguments.out / f"{family}_{arguments.device}.csv"
     for case in track(cases_of(arguments.device), description=f"bench {family} on {arguments.device}"):
-        rows += rows_of(case, arguments.device, copy_rate)
+        rows += rows_of(case, arguments.device)
         write_csv(path, rows, show=False)  # what is measured stays, whatever a later case does
     write_csv(path, rows)
     return arguments

@@ -2,7 +2,7 @@
 
 import json
 
-from result_rows import OURS, RESULTS, cases_of, markdown, origin, prose, rows_of, times
+from result_rows import OURS, RESULTS, cases_of, markdown, origin, percent_of_copy, prose, rows_of, times
 
 # --- examples and the report on a data set ---
 
@@ -27,10 +27,13 @@ def demo() -> str:
 
 def docstrings() -> str:
     layouts = json.loads((RESULTS / "report_docstrings.json").read_text())["layouts"]
-    names = {"padded": "padded, batches of 8", "padding_free": "padding-free, batches of 8",
+    names = {"padded": "padded, batches of 8", "length_grouped": "the same, grouped by length",
+             "padding_free": "padding-free, batches of 8",
              "next_fit": "packed, next_fit", "ffd": "packed, ffd"}  # fmt: skip
     rows = []
     for name, label in names.items():
+        if name not in layouts:
+            continue
         layout, ratios = layouts[name], layouts[name]["epoch_time_ratio"]
         faster = "1 / 1" if name == "padded" else f"{ratios['tokens']:.2f}x / {ratios['flops']:.2f}x faster"
         rows.append([label, f"{layout['rows']:,}", str(layout["steps"]), f"{1 - layout['fill']:.1%}",
@@ -81,7 +84,7 @@ def e2e() -> str:
     for label, name, ours in MODELS:
         if name not in found:
             continue
-        speed, faster = float(found[name]["tokens_per_second"]), ""
+        speed, faster = float(found[name]["tokens_per_second"]), "1" if name == OURS else "–"
         if ours in found:
             faster = f"{float(found[ours]['tokens_per_second']) / speed:.2f}"
             faster += {OURS: "", f"{OURS}, rms_norm=True": " (`rms_norm=True`)"}.get(ours, " (compiled)")
@@ -91,8 +94,9 @@ def e2e() -> str:
     apart = max(losses) - min(losses)
     first = measured[0]
     table = markdown(["", "tokens per second", "memory", "packing_ops is faster by"], rows)
+    vocabulary = f"vocabulary of {int(first['vocabulary']):,}; " if first.get("vocabulary") else ""
     return (
-        f"{table}\n\n{int(first['tokens']):,} tokens in {first['documents']} documents; losses agree to {apart:.4f}. "
+        f"{table}\n\n{int(first['tokens']):,} tokens in {first['documents']} documents; {vocabulary}losses agree to {apart:.4f}. "
         f"{origin(measured)}."
     )
 
@@ -130,7 +134,7 @@ def megatron() -> str:
     return prose(
         f"Megatron-core's seam: the core attention module takes at most {max(slower):.1%} more than `varlen_attention` "
         "called directly, forward and backward together, on batches large enough that the GPU and not the host sets the time. The "
-        f"RoPE hook runs at {float(hook[OURS]['copy_rate_percent']):.0f}% of the copy rate, "
+        f"RoPE hook runs at {percent_of_copy(hook):.0f}% of copy, "
         f"{times(hook['megatron-core unfused']['ratio_to_ours'])}x megatron-core's unfused RoPE ({origin(rows)}). "
         "Context parallel attention on two GPUs, rows of 65,536 tokens, forward and backward together, in percent of ideal by documents "
         f"in the row: {', '.join(shares)} ({origin(parallel)})."

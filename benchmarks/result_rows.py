@@ -6,6 +6,9 @@ from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
 OURS, COPY = "packing_ops", "copy of the same bytes"
+PERCENT_OF_COPY = (
+    "Percent of copy: the time of a copy that reads and writes as many bytes, in the same run, over that of ours."
+)
 
 
 def rows_of(name: str) -> list[dict]:
@@ -19,6 +22,12 @@ def cases_of(rows: list[dict]) -> dict[tuple, dict[str, dict]]:
     for row in rows:
         cases.setdefault((row["op"], row["shape"], row["dtype"]), {})[row["provider"]] = row
     return cases
+
+
+def percent_of_copy(providers: dict[str, dict]) -> float | None:
+    """What PERCENT_OF_COPY says, of a case of ``cases_of``; None where no copy was timed."""
+    ours, *_ = providers.values()
+    return 100 * float(providers[COPY]["p50_us"]) / float(ours["p50_us"]) if COPY in providers else None
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:

@@ -36,8 +36,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from text_data import Document
 from train_packed import Run, groups_of, peak_mib
 
-import packing_ops as po
-
 COLUMNS = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[loss]}"))
 
 
@@ -52,13 +50,14 @@ class MeasuredTrainer(transformers.Trainer):
     def train(self, progress: Progress):
         self.bar = progress.add_task(self.run.mode, total=len(self.train_dataset), loss="")
         self.progress = progress
-        start = time.perf_counter()
+        self.start = time.perf_counter()
         super().train()
-        self.run.seconds = time.perf_counter() - start
+        self.run.seconds = time.perf_counter() - self.start
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.run.losses.append(loss.item())
+        self.run.seconds_seen.append(time.perf_counter() - self.start)
         self.progress.update(self.bar, advance=1, loss=f"loss {self.run.losses[-1]:.3f}")
         return loss
 
@@ -123,10 +122,9 @@ def main():
     tokens = [(d.input_ids.tolist(), d.labels.tolist()) for d in documents]  # a tensor would cost a file descriptor
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
         runs = [pool.submit(train, mode, tokens, arguments).result() for mode in ("padded", "packed")]
-    rows = po.pack_sequences(lengths, arguments.capacity).bins
     stem = arguments.out / f"demo_hf_{arguments.device}"
     save_report(
-        stem, lengths, cut, rows, arguments, runs, losses, stock=arguments.stock, transformers=transformers.__version__
+        stem, lengths, cut, arguments, runs, losses, stock=arguments.stock, transformers=transformers.__version__
     )
 
 

@@ -52,7 +52,6 @@ from rich.progress import track
 from text_data import IGNORE, VOCAB_SIZE, Document, load_documents
 from train_packed import Run, groups_of, peak_mib
 
-import packing_ops as po
 from packing_ops.integrations.megatron.data import next_token_targets, preprocess_packed_seqs
 from packing_ops.integrations.megatron.rope import patch_rope
 from packing_ops.integrations.megatron.spec import use_packing_ops
@@ -178,6 +177,7 @@ def train(mode: str, documents: list[Document], arguments) -> Run:
         run.slots += slots
         run.losses.append(loss)
         run.tokens_seen.append(run.real_tokens)
+        run.seconds_seen.append(time.perf_counter() - start)
     run.seconds = time.perf_counter() - start
     run.peak_mib = peak_mib(arguments.device)
     return run
@@ -229,7 +229,6 @@ def main():
     packed, padded = (train(mode, documents, arguments) for mode in ("packed", "padded"))
     if dist.get_rank() == 0:
         data_parallel = parallel_state.get_data_parallel_world_size()
-        rows = po.pack_sequences(lengths, arguments.capacity).bins
         name = f"demo_megatron_{arguments.device}"
         if dist.get_world_size() > 1:
             name += f"_dp{data_parallel}_cp{arguments.context_parallel}"
@@ -238,7 +237,7 @@ def main():
             "data_parallel": data_parallel,
             "context_parallel": arguments.context_parallel,
         }
-        save_report(arguments.out / name, lengths, cut, rows, arguments, [padded, packed], losses, **more)
+        save_report(arguments.out / name, lengths, cut, arguments, [padded, packed], losses, **more)
         print(f"one document at a time: first-step loss {losses['unpacked']:.6f}")
     dist.destroy_process_group()
 

@@ -71,6 +71,7 @@ class Run:
     peak_mib: float = 0.0
     losses: list[float] = field(default_factory=list)
     tokens_seen: list[int] = field(default_factory=list)
+    seconds_seen: list[float] = field(default_factory=list)
 
     @property
     def tokens_per_second(self) -> float:
@@ -188,6 +189,7 @@ def train(mode: str, arguments) -> Run:
             run.slots += batch.input_ids.numel() if mode == "padded" else max(arguments.capacity, batch.real_tokens)
             run.losses.append(loss.item())
             run.tokens_seen.append(run.real_tokens)
+            run.seconds_seen.append(time.perf_counter() - start)
             progress.update(task, advance=1, loss=f"loss {run.losses[-1]:.3f}")
         run.seconds = time.perf_counter() - start
     run.peak_mib = peak_mib(arguments.device)
@@ -214,9 +216,8 @@ def main():
     losses = first_step_losses(documents, arguments)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
         runs = [pool.submit(train, mode, arguments).result() for mode in ("padded", "packed")]
-    rows = po.pack_sequences(lengths, arguments.capacity).bins
     stem = arguments.out / f"demo_{arguments.device}"
-    save_report(stem, lengths, cut, rows, arguments, runs, losses)
+    save_report(stem, lengths, cut, arguments, runs, losses)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,19 @@ from packing_ops.report.tables import printable, show_report
 EXIT_CODES = """exit codes:
   0  every example was read
   1  some examples could not be read (corrupt, missing keys, wrong types, lists of different length, refused by the
-     tokenizer): named on stderr, counted in the report, and the rest is reported
+     tokenizer): named on stderr, equal errors once, counted in the report, and the rest is reported
   2  no report, or one that was not saved: wrong arguments, a file that cannot be opened or written, a library that is
      not installed"""
+
+
+FORMATS = """an example is the first of these that is there:
+  input_ids                  tokens
+  messages, conversations    a chat: role and content (text, or parts of text), or from and value (ShareGPT);
+                             tools and chat_template_kwargs go to the tokenizer's chat template
+  chosen, rejected           a preference pair, two documents, with or without prompt: text or chats
+  prompt, completion         text, or chats
+  instruction, output        Alpaca, with input, system and history where they are
+  text"""
 
 
 def positive(text: str) -> int:
@@ -23,6 +33,13 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"expected at least 1, got {number}")
     return number
+
+
+def column_names(text: str) -> dict[str, str]:
+    pairs = [pair.partition("=")[::2] for pair in text.split(",")]
+    if not all(key and name for key, name in pairs):
+        raise argparse.ArgumentTypeError(f"expected OURS=YOURS, with commas between, got {text!r}")
+    return dict(pairs)
 
 
 def writable(text: str) -> Path:
@@ -42,7 +59,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     report = commands.add_parser(
         "report",
         help="what packing would save on your data",
-        description="What packing would save on your data: lengths, padding today, rows, steps, balance, time.",
+        description=f"What packing would save on your data: lengths, padding today, rows, steps, balance, time.\n\n{FORMATS}",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -52,9 +69,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         nargs="+",
         type=Path,
         metavar="FILE",
-        help="JSON lines (a pipe too), Parquet, or a folder of save_to_disk",
+        help="JSON lines, a JSON array (both also as a pipe, - for stdin, or .gz), Parquet, or a folder of save_to_disk",
     )
     add("--tokenizer", default="bytes", help="bytes (default: UTF-8 bytes of the text), or a tokenizer's folder")
+    add(
+        "--columns",
+        type=column_names,
+        metavar="OURS=YOURS,...",
+        help="what your columns are called, e.g. prompt=question,completion=answer; then only this form is read",
+    )
     add("--capacity", type=positive, default=4096, help="tokens of a packed row (default: %(default)s)")
     add("--batch-size", type=positive, default=8, help="documents per padded batch and rank (default: %(default)s)")
     add("--dp", type=positive, default=1, help="data-parallel ranks (default: %(default)s)")
@@ -76,6 +99,7 @@ def main(argv: list[str] | None = None) -> int:
         report = make_report(
             arguments.files,
             tokenizer=arguments.tokenizer,
+            columns=arguments.columns,
             capacity=arguments.capacity,
             batch_size=arguments.batch_size,
             dp=arguments.dp,

@@ -211,6 +211,9 @@ def pack_ffd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """First-fit decreasing with results of fixed size on the device of ``lengths``: no synchronisation, capturable.
 
+    On CUDA, for lengths that the host must not wait for, in a CUDA graph above all: first fit is one step after another,
+    and 4,096 to 65,536 lengths take 5.5 to 11 times as long as a copy to the host and pack_sequences (H200).
+
     Args:
         lengths: int32 or int64 ``[num_sequences]``, tokens per sequence.
         capacity, alignment, ties: as pack_sequences; the bins are the same.

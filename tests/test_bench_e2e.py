@@ -64,6 +64,7 @@ def test_providers_have_the_losses_of_the_first(tmp_path, monkeypatch, flash_att
     losses = [float(row["loss"]) for row in rows.values()]
     assert losses == pytest.approx([losses[0]] * len(losses), abs=2e-4)
     assert 5 < losses[0] < 7  # near log(256), which nothing learned
+    assert {row["vocabulary"] for row in rows.values()} == {"256"}
 
 
 def test_wrong_or_failing_providers_are_told_and_leave_the_others_their_rows(tmp_path, monkeypatch, capsys):
@@ -82,6 +83,18 @@ def test_wrong_or_failing_providers_are_told_and_leave_the_others_their_rows(tmp
     assert "'right'" not in status
     assert "'last'" not in status
     assert "missing: failed, ValueError" in capsys.readouterr().out
+
+
+def test_rows_of_another_vocabulary_are_not_kept_beside_these(tmp_path):
+    overhead = next(iter(bench_e2e.OVERHEADS))
+    lines = ["provider,vocabulary,loss", "small,256,5", "large,512,6", f'"{overhead}",,', "old,,7"]
+    (tmp_path / "e2e_cpu.csv").write_text("\n".join(lines))
+    assert [*bench_e2e.rows_of(tmp_path / "e2e_cpu.csv", 256)] == ["small", overhead]
+
+
+def test_the_model_is_qwen3s():
+    assert bench_e2e.SHAPE["vocab_size"] == 151_936
+    assert bench_e2e.SHAPE["tie_word_embeddings"]
 
 
 # --- torch.compile ---

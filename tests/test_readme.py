@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import readme
 import readme_ops
 import readme_training
+import report
 import result_rows
 
 README = readme.README.read_text()
@@ -76,8 +77,40 @@ def test_models_are_compared_with_ours_of_the_same_kind(results):
     ])  # fmt: skip
     rows = [[cell.strip() for cell in line.split("|")] for line in readme_training.e2e().splitlines()[2:6]]
     assert [(row[1], row[4]) for row in rows] == [
-        ("packing_ops, rows of 8,192", ""),
+        ("packing_ops, rows of 8,192", "1"),
         ("packed, torch's FlashAttention-2", "1.50"),
-        ("**each layer under torch.compile:** packing_ops", ""),
+        ("**each layer under torch.compile:** packing_ops", "–"),
         ("packed, torch's FlashAttention-2", "1.10 (compiled)"),
     ]
+
+
+def test_percent_of_copy_is_one_thing_everywhere(results):
+    def case(op, shape, **times):
+        names = {"copy": result_rows.COPY, "host": next(iter(readme_ops.HOST)), "core": "megatron-core unfused"}
+        ratios = {name: time / times["packing_ops"] for name, time in times.items()}
+        # As an old file says it: against the rate of a copy of another size.
+        more = {"op": op, "shape": shape, "copy_rate_percent": 33}
+        return [
+            {**more, "provider": names.get(name, name), "p50_us": time, "ratio_to_ours": ratios[name]}
+            for name, time in times.items()
+        ]
+
+    rope = case("forward", "S=65536 H=32+8 D=128", packing_ops=100, copy=87)
+    hook = case("RoPE hook", "T=65536", packing_ops=100, copy=87, core=1000)
+    seam = case("forward + backward", "T=65536", packing_ops=100, varlen_attention=100)
+    results("rope_cuda", rope)
+    results("megatron_cuda", [*seam, *hook])
+    results("megatron-context-parallel_cuda", [{"ranks": 2, "efficiency": 1, "shape": "docs=1"}])
+    results("packing_cuda", [{**row, "dtype": "int64"} for row in case("pack_ffd", "n=4096", packing_ops=60, host=10)])
+    for name in ("padding_cuda", "boundaries_cuda", "profile_cuda"):
+        results(name, [{"op": "", "shape": "", "provider": ""}])
+    said = readme_ops.ops()
+    assert "| 100.0 us | 87% |" in said
+    assert (
+        "| pack_ffd on the device, 4,096 lengths | 60.0 us | – | copied to the host and packed there: 0.17x |" in said
+    )
+    assert "takes 6.0 to 6.0 times as long as a copy" in " ".join(said.split())
+    assert said.count(result_rows.PERCENT_OF_COPY.split(":")[0]) == 1
+    assert "at 87% of copy" in " ".join(readme_training.megatron().split())
+    assert "| 100.0 us | 87% |" in report.table(rope_rows := result_rows.rows_of("rope_cuda"))
+    assert result_rows.PERCENT_OF_COPY in report.table(rope_rows)

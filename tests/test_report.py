@@ -73,8 +73,13 @@ def test_layouts_are_those_of_plain_loops(lengths, capacity, batch_size, dp, ove
         else:
             pieces += [capacity] * (length // capacity) + [length % capacity] * (length % capacity > 0)
     batches = [pieces[i : i + batch_size] for i in range(0, len(pieces), batch_size)]
+    size = batch_size * dp * max(1, min(50, len(pieces) // (4 * batch_size * dp)))
+    groups = (sorted(pieces[i : i + size], reverse=True) for i in range(0, len(pieces), size))
+    by_length = list(itertools.chain(*groups))
+    alike = [by_length[i : i + batch_size] for i in range(0, len(pieces), batch_size)]
     units = {
         "padded": [(len(b) * max(b), len(b) * flops(max(b), hidden_size)) for b in batches],
+        "length_grouped": [(len(b) * max(b), len(b) * flops(max(b), hidden_size)) for b in alike],
         "padding_free": [(sum(b), sum(flops(length, hidden_size) for length in b)) for b in batches],
     }
     for strategy in STRATEGIES:
@@ -192,6 +197,60 @@ def test_all_dropped_is_told(tmp_path, capsys):
     file = write_lines(tmp_path / "long.jsonl", {"text": "x" * 9})
     assert main(["report", str(file), "--capacity", "8", "--overlong", "drop"]) == 0
     assert "over 8 tokens, dropped; tokens lost: 9" in capsys.readouterr().out
+
+
+# --- what follows ---
+
+
+def shown(capsys, *arguments):
+    assert main(["report", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_sentence_on_top_says_what_packing_would_save(tmp_path, capsys):
+    long, short = ({"text": "x" * length} for length in (100, 10))
+    file = write_lines(tmp_path / "a.jsonl", *[long, *[short] * 9] * 8)
+    found = layouts(
+        torch.tensor([100, *[10] * 9] * 8), capacity=400, batch_size=10, dp=1, overlong="truncate", hidden_size=4096
+    )["layouts"]
+    first, *_ = shown(capsys, file, "--capacity", 400, "--batch-size", 10).splitlines()
+    faster = found["ffd"]["epoch_time_ratio"]["tokens"]
+    assert f"an estimated {faster:.1f} times as fast as in padded batches of 10 and " in first
+    grouped = faster / found["length_grouped"]["epoch_time_ratio"]["tokens"]
+    assert f"{grouped:.1f} times as fast as in such batches grouped by length" in first
+    assert f"{1 - found['ffd']['fill']:.1%} padding, not 81.0% or {1 - found['length_grouped']['fill']:.1%}" in first
+
+
+@pytest.mark.parametrize(
+    ("records", "options", "said"),
+    [
+        (
+            [{"text": "x" * 64}] * 64,
+            ["--capacity", 64],
+            "Packing saves next to nothing: 0.0% of padded batches of 8 is",
+        ),
+        ([{"text": "x" * 9}], ["--capacity", 8, "--overlong", "drop"], "Nothing to pack: every document is over the "),
+        ([], [], "Nothing to pack: no document was read."),
+    ],
+)
+def test_the_sentence_where_there_is_nothing_to_save(tmp_path, capsys, records, options, said):
+    assert shown(capsys, write_lines(tmp_path / "a.jsonl", *records), *options).startswith(said)
+
+
+def test_balance_is_shown_where_there_are_ranks_to_balance(tmp_path, capsys):
+    file = write_lines(tmp_path / "a.jsonl", *RECORDS)
+    alone, two = shown(capsys, file), shown(capsys, file, "--dp", 2)
+    for words in ("FLOP balance", "as packed", "slowest rank"):
+        assert words not in alone
+        assert words in two
+
+
+def test_bytes_are_told_loudly(tmp_path, capsys):
+    text, ids = write_lines(tmp_path / "a.jsonl", *RECORDS), write_lines(tmp_path / "b.jsonl", {"input_ids": [1, 2]})
+    loud = "ARE BYTES, NOT TOKENS, and the capacity of 4,096 is too: --tokenizer FOLDER counts tokens."
+    assert f"LENGTHS {loud}" in shown(capsys, text).splitlines()[1]
+    assert f"LENGTHS OF 3 OF 4 DOCUMENTS {loud}" in shown(capsys, text, ids).splitlines()[1]
+    assert "BYTES" not in shown(capsys, ids)
 
 
 # --- the command ---

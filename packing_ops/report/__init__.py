@@ -1,7 +1,7 @@
 """What packing would save on a user's own data (``python -m packing_ops report``), and what is installed (``info``).
 
-readers.py      JSON lines, Parquet, saved datasets -> records
-examples.py     a record -> the texts or tokens of one example, or why it cannot be read
+readers.py      JSON lines and arrays, Parquet, saved datasets -> records (json_array.py)
+examples.py     a record -> the texts or tokens of its documents, or why it cannot be read (chats.py)
 tokenizers.py   examples -> tokens
 corpus.py       files -> lengths, and what was wrong with which line
 statistics.py   lengths -> histogram, layouts, estimated time
@@ -9,7 +9,7 @@ tables.py, picture.py, progress.py, info.py
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from packing_ops._args import integer
@@ -21,6 +21,7 @@ def make_report(
     files: Sequence[Path],
     *,
     tokenizer: str = "bytes",
+    columns: Mapping[str, str] | None = None,
     capacity: int = 4096,
     batch_size: int = 8,
     dp: int = 1,
@@ -30,8 +31,13 @@ def make_report(
     """Everything that ``python -m packing_ops report`` prints, as plain numbers, strings, lists and dicts.
 
     Args:
-        files: JSON lines (pipes too), Parquet files, or folders written by ``Dataset.save_to_disk``.
-        tokenizer: ``"bytes"``, or the folder of a tokenizer that transformers loads.
+        files: JSON lines or one JSON array (pipes, ``-`` for stdin and gzip too), Parquet files, or folders written by
+            ``Dataset.save_to_disk``. An example is the first that is there of ``input_ids``, ``messages``,
+            ``conversations`` (ShareGPT), ``chosen`` and ``rejected`` (two documents), ``prompt`` and ``completion``,
+            ``instruction`` and ``output`` (Alpaca), ``text``.
+        tokenizer: ``"bytes"``, or the folder of a tokenizer that transformers loads. Its chat template is given the
+            ``tools`` and ``chat_template_kwargs`` of an example.
+        columns: ``{"prompt": "question"}`` where a file calls a column of these otherwise.
         capacity: tokens of a packed row.
         batch_size: documents of a padded batch, per rank.
         dp: data-parallel ranks.
@@ -39,8 +45,9 @@ def make_report(
         hidden_size: of the model whose operations are estimated.
 
     Returns:
-        dict with ``settings``, ``examples`` (how many were read, documents among them), ``unreadable`` and ``noted``
-        (examples by problem, each with ``count`` and the first ``where``), ``lengths``, ``overlong``, ``layouts``.
+        dict with ``settings``, ``examples`` (how many were read, documents among them), ``in_bytes`` (documents whose length
+        is in bytes), ``unreadable`` and ``noted`` (examples by problem, each with ``count`` and the first ``where``, the
+        unreadable ones with ``errors``), ``lengths``, ``overlong``, ``layouts``.
 
     Example:
         >>> Path("two.jsonl").write_text('{"text": "hello"}\\n{"text": "hi"}\\n')
@@ -51,7 +58,7 @@ def make_report(
     Raises:
         ImportError: a library that a file or the tokenizer needs is not installed, with the extra that brings it.
         OSError: a file that cannot be opened.
-        ValueError: a file that is no Parquet or damaged, an option out of range, ``overlong="error"`` and a document over the
+        ValueError: a file that is no Parquet or damaged, a column or option that is none, ``overlong="error"`` and a document over the
             capacity.
     """
     options = {"capacity": capacity, "batch_size": batch_size, "dp": dp, "hidden_size": hidden_size}
@@ -59,10 +66,16 @@ def make_report(
         if integer(value, name) < 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")
     options["overlong"] = overlong
-    corpus = read_corpus(files, tokenizer)
+    corpus = read_corpus(files, tokenizer, columns)
     return {
-        "settings": {"files": [str(f) for f in files], "tokenizer": tokenizer, **options},
+        "settings": {
+            "files": [str(f) for f in files],
+            "tokenizer": tokenizer,
+            "columns": {**(columns or {})},
+            **options,
+        },
         "examples": {"read": corpus.num_read, "documents": corpus.lengths.numel(), "tokens": int(corpus.lengths.sum())},
+        "in_bytes": corpus.num_bytes,
         "unreadable": corpus.unreadable,
         "noted": corpus.noted,
         "lengths": length_statistics(corpus.lengths),

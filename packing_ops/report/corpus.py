@@ -1,22 +1,24 @@
 """Files to lengths, and to what was wrong where."""
 
 import itertools
+import re
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from packing_ops._args import buffer_tensor
-from packing_ops.report.examples import Unreadable, example_of
+from packing_ops.report.chats import Unreadable
+from packing_ops.report.examples import KEYS, Example, FormReader
 from packing_ops.report.progress import progress
-from packing_ops.report.readers import ROWS, records
+from packing_ops.report.readers import ROWS, STDIN, records
 from packing_ops.report.tables import printable
 from packing_ops.report.tokenizers import token_counter
 
-NAMED = 100  # places of one kind that are named; all are counted
+NAMED = 100  # places of one kind, and errors of one kind, that are named; all are counted
 
 
 @dataclass
@@ -26,74 +28,116 @@ class Corpus:
     Attributes:
         lengths: int64 ``[num_documents]``, tokens, none of them 0.
         num_read: examples in the files, the unreadable ones and those without tokens among them.
+        num_bytes: documents whose length is in bytes.
         unreadable: examples that are in no length: corrupt, missing keys, wrong type, lists of different length,
-            refused by the tokenizer.
+            refused by the tokenizer. Each kind has ``errors`` too: those that differ in more than numbers, with
+            ``error``, ``count`` and the ``first`` place.
         noted: "empty" (no token: in no length) and "no target" (every label ignored, or nothing answered: counted).
     """
 
     lengths: torch.Tensor | None = None
     num_read: int = 0
+    num_bytes: int = 0
     unreadable: dict = field(default_factory=dict)
     noted: dict = field(default_factory=dict)
 
 
-def read_corpus(files: Sequence[Path], tokenizer: str = "bytes") -> Corpus:
-    """Reads every file; what cannot be read is named on stderr.
+def read_corpus(files: Sequence[Path], tokenizer: str = "bytes", columns: Mapping[str, str] | None = None) -> Corpus:
+    """Reads every file; what cannot be read is told on stderr in the end, equal errors in one line.
 
     Raises:
         ImportError, OSError, ValueError: as make_report.
     """
-    files = [Path(file) for file in files]
+    files, columns = [Path(file) for file in files], _checked_columns(columns or {})
     sizes = [_size(file) for file in files]  # every file is there before the first is read
-    count_tokens = token_counter(tokenizer)
-    corpus, lengths = Corpus(), array("q")
-    with progress(sum(sizes)) as advance:
-        for file, size in zip(files, sizes, strict=True):
-            for batch in _batches(records(file, lambda part, size=size: advance(part * size))):
-                _add(batch, count_tokens, corpus, lengths)
-    corpus.lengths = buffer_tensor(lengths, torch.int64)
-    return corpus
+    reader = _Reader(token_counter(tokenizer), columns, tokenizer == "bytes")
+    names = reader.forms.keys.keys()
+    try:
+        with progress(sum(sizes)) as advance:
+            for file, size in zip(files, sizes, strict=True):
+                for batch in _batches(records(file, lambda part, size=size: advance(part * size), names)):
+                    reader.add(batch)
+    finally:
+        _tell(reader.corpus.unreadable)
+    reader.corpus.lengths = buffer_tensor(reader.lengths, torch.int64)
+    return reader.corpus
 
 
-def _add(batch: list[tuple[str, object]], count_tokens, corpus: Corpus, lengths: array) -> None:
-    corpus.num_read += len(batch)
-    places, examples = [], []
-    for place, record in batch:
-        try:
-            if isinstance(record, Unreadable):
-                raise record
-            examples.append(example_of(record))
-            places.append(place)
-        except Unreadable as error:
-            _refuse(corpus, error, place)
-    for place, example, tokens in zip(places, examples, count_tokens(examples), strict=True):
-        if isinstance(tokens, Unreadable):
-            _refuse(corpus, tokens, place)
-        elif tokens == 0:
-            _note(corpus.noted, "empty", place)
-        else:
-            lengths.append(tokens)
-            if not example.has_target:
-                _note(corpus.noted, "no target", place)
+def _checked_columns(columns: Mapping[str, str]) -> Mapping[str, str]:
+    unknown = [key for key in columns if key not in KEYS]
+    if unknown:
+        raise ValueError(f"columns: expected {', '.join(KEYS)} to the left of =, got {unknown[0]!r}")
+    return columns
 
 
-def _refuse(corpus: Corpus, error: Unreadable, place: str) -> None:
-    count = _note(corpus.unreadable, error.kind, place)
-    if count <= NAMED:
-        print(f"{printable(place)}: {error.kind}: {printable(str(error), most=500)}", file=sys.stderr)
-    if count == NAMED + 1:
-        print(f"{error.kind}: more of these are counted, not named", file=sys.stderr)
+class _Reader:
+    """Records to lengths."""
+
+    def __init__(self, count_tokens, columns: Mapping[str, str], in_bytes: bool):
+        self.count_tokens, self.forms, self.in_bytes = count_tokens, FormReader(columns), in_bytes
+        self.corpus, self.lengths = Corpus(), array("q")
+
+    def add(self, batch: list[tuple[str, object]]) -> None:
+        self.corpus.num_read += len(batch)
+        found = []
+        for place, record in batch:
+            try:
+                if isinstance(record, Unreadable):
+                    raise record
+                found.append((place, self.forms.examples_of(record)))
+            except Unreadable as error:
+                self._refuse(error, place)
+        counts = iter(self.count_tokens([example for _, examples in found for example in examples]))
+        for place, examples in found:
+            self._add(place, examples, list(itertools.islice(counts, len(examples))))
+
+    def _add(self, place: str, examples: list[Example], counts: list[int | Unreadable]) -> None:
+        """The documents of a record; all of them or none."""
+        for tokens in counts:
+            if isinstance(tokens, Unreadable):
+                self._refuse(tokens, place)
+                return
+        if not all(counts):
+            _note(self.corpus.noted, "empty", place)
+            return
+        self.lengths.extend(counts)
+        self.corpus.num_bytes += sum(self.in_bytes and example.num_tokens is None for example in examples)
+        if not examples[0].has_target:
+            _note(self.corpus.noted, "no target", place)
+
+    def _refuse(self, error: Unreadable, place: str) -> None:
+        problem, text = _note(self.corpus.unreadable, error.kind, place), printable(str(error), most=500)
+        errors = problem.setdefault("errors", {})
+        alike = re.sub(r"\d+", "0", text)
+        if alike in errors:
+            errors[alike]["count"] += 1
+        elif len(errors) < NAMED:
+            errors[alike] = {"error": text, "count": 1, "first": place}
 
 
-def _note(problems: dict, kind: str, place: str) -> int:
+def _note(problems: dict, kind: str, place: str) -> dict:
     problem = problems.setdefault(kind, {"count": 0, "where": []})
     problem["count"] += 1
     if problem["count"] <= NAMED:
         problem["where"].append(place)
-    return problem["count"]
+    return problem
+
+
+def _tell(unreadable: dict) -> None:
+    """One line per error, where it is first; ``errors`` become a list."""
+    for kind, problem in unreadable.items():
+        problem["errors"] = list(problem["errors"].values())
+        for error in problem["errors"]:
+            more = f" ({error['count'] - 1:,} more like this)" if error["count"] > 1 else ""
+            print(f"{printable(error['first'])}: {kind}: {error['error']}{more}", file=sys.stderr)
+        others = problem["count"] - sum(error["count"] for error in problem["errors"])
+        if others:
+            print(f"{kind}: {others:,} others are counted, not named", file=sys.stderr)
 
 
 def _size(path: Path) -> int:
+    if path == STDIN:
+        return 0
     return sum(file.stat().st_size for file in path.rglob("*")) if path.is_dir() else path.stat().st_size
 
 

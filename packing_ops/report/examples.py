@@ -1,97 +1,170 @@
-"""One record of a file as a training example: its texts, or its token ids when it has them."""
+"""One record of a file as training examples: their texts, or their token ids when it has them."""
 
 import json
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from packing_ops.report.chats import Unreadable, as_json, checked_text, role_of, texts_of, without_none
+
 IGNORE = -100
 TARGETS = ("loss_mask", "completion_mask", "assistant_masks")  # 1 where a token is learnt
 PER_TOKEN = ("labels", "attention_mask", *TARGETS, "position_ids", "token_type_ids")  # as long as input_ids
-KEYS = ("input_ids", *PER_TOKEN, "messages", "prompt", "completion", "text")  # all that is ever read
-
-
-class Unreadable(ValueError):
-    """Why a record is no example. ``kind`` is the count that it goes to."""
-
-    def __init__(self, kind: str, why: str):
-        super().__init__(why)
-        self.kind = kind
+FORMS = (  # the one or two columns that each needs; the first that is there is read
+    ("input_ids",),
+    ("messages",),
+    ("conversations",),
+    ("chosen", "rejected"),
+    ("prompt", "completion"),
+    ("instruction", "output"),
+    ("text",),
+)
+BESIDE = (*PER_TOKEN, "prompt", "input", "history", "system", "tools", "chat_template_kwargs")
+KEYS = tuple(dict.fromkeys([*(key for form in FORMS for key in form), *BESIDE]))  # all that is ever read
 
 
 class Example(NamedTuple):
+    """One document, as a trainer would have it."""
+
     texts: list[str]
     has_target: bool
-    messages: list[dict] | None = None  # the same texts as a chat, for a tokenizer with a template
+    messages: list[Mapping] | None = None  # the same texts as a chat, for a tokenizer with a template
     num_tokens: int | None = None  # instead of texts
+    tools: list | None = None  # for the template, as the next
+    template_options: Mapping = {}
 
 
-def example_of(record) -> Example:
-    """Reads the first that is there of ``input_ids``, ``messages``, ``prompt`` and ``completion``, ``text``.
+class FormReader:
+    """Records to their documents.
 
-    Raises:
-        Unreadable: of the kind corrupt, missing keys, wrong type or lists of different length.
+    Args:
+        columns: how the file calls what has another name here. Where a column of FORMS is among them, only the forms
+            that it belongs to are looked for.
     """
-    if not isinstance(record, Mapping):
-        raise Unreadable("corrupt", f"expected an object, got {type(record).__name__}")
-    given = {key: record[key] for key in KEYS if record.get(key) is not None}
-    if "input_ids" in given:
-        return _tokenized(given)
-    if "messages" in given:
-        return _chat(given["messages"], "messages")
-    if "prompt" in given and "completion" in given:
-        return _pair(given["prompt"], given["completion"])
-    if "text" in given:
-        text = _text(given["text"], "text")
-        return Example([text], bool(text))
-    raise Unreadable(
-        "missing keys",
-        f"expected input_ids, messages, prompt and completion, or text, got {', '.join(map(str, record)) or 'nothing'}",
-    )
 
+    def __init__(self, columns: Mapping[str, str]):
+        self.forms = [form for form in FORMS if columns.keys() & form] or FORMS
+        self.names = {key: columns.get(key, key) for key in KEYS}
+        own = {name: key for key, name in self.names.items() if key not in columns}
+        self.keys = own | {name: key for key, name in columns.items()}  # by the file's names
 
-def _text(value, name: str) -> str:
-    if not isinstance(value, str):
-        raise Unreadable("wrong type", f"{name}: expected a string, got {type(value).__name__}")
-    try:
-        value.isascii() or value.encode()
-    except UnicodeEncodeError as error:
-        raise Unreadable("corrupt", f"{name}: {error}") from None
-    return value
+    def examples_of(self, record) -> list[Example]:
+        """By the first form that the record has: a preference pair is two documents, anything else is one.
 
+        Raises:
+            Unreadable: of the kind corrupt, missing keys, wrong type or lists of different length.
+        """
+        if not isinstance(record, Mapping):
+            raise Unreadable("corrupt", f"expected an object, got {type(record).__name__}")
+        keys = self.keys
+        given = {keys[name]: value for name, value in record.items() if value is not None and name in keys}
+        for form in self.forms:
+            if form[0] in given and form[-1] in given:
+                return self._read(form, given)
+        expected = ", or ".join(" and ".join(self.names[key] for key in form) for form in self.forms)
+        got = ", ".join(map(str, record)) or "nothing"
+        raise Unreadable("missing keys", f"expected {expected} (or --columns), got {got}")
 
-def _pair(prompt, completion) -> Example:
-    if isinstance(prompt, list) and isinstance(completion, list):
-        asked, answered = _chat(prompt, "prompt"), _chat(completion, "completion")
-        return Example(asked.texts + answered.texts, any(answered.texts), prompt + completion)
-    texts = [_text(prompt, "prompt"), _text(completion, "completion")]
-    return Example(texts, bool(texts[1]))
+    def _read(self, form: tuple[str, ...], given: dict) -> list[Example]:
+        if form == ("input_ids",):
+            return [_tokenized(given)]
+        found = _READ[form](given)
+        if "tools" not in given and "chat_template_kwargs" not in given:
+            return found
+        tools, options = _tools(given), _template_options(given)
+        return [_with_tools(example, tools)._replace(template_options=options) for example in found]
 
 
 def _chat(messages, name: str) -> Example:
-    if not isinstance(messages, list):
-        raise Unreadable("wrong type", f"{name}: expected a list of messages, got {type(messages).__name__}")
-    texts, has_target = [], False
-    for i, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise Unreadable("wrong type", f"{name}[{i}]: expected an object, got {type(message).__name__}")
-        if message.get("role") is None or not {"content", "tool_calls"} & message.keys():
-            keys = ", ".join(message) or "nothing"
-            raise Unreadable("missing keys", f"{name}[{i}]: expected role and content, got {keys}")
-        text = _message_text(message, f"{name}[{i}]")
-        texts.append(text)
-        has_target = has_target or (message["role"] == "assistant" and bool(text))
+    texts, has_target = texts_of(messages, name)
     return Example(texts, has_target, messages)
 
 
-def _message_text(message: Mapping, name: str) -> str:
-    """Content, whole or in parts, and calls of tools as JSON."""
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-        text = "".join(_text(part, f"{name}.content[{i}].text") for i, part in enumerate(parts))
-    else:
-        text = "" if content is None else _text(content, f"{name}.content")
-    return text + json.dumps(message["tool_calls"]) if message.get("tool_calls") else text
+def _plain(given: dict) -> list[Example]:
+    text = checked_text(given["text"], "text")
+    return [Example([text], bool(text))]
+
+
+def _preference(given: dict) -> list[Example]:
+    """Chats beside a prompt that is text, or none, begin with it themselves."""
+    prompt = given.get("prompt", "")
+    return [
+        _chat(given[key], key)
+        if isinstance(given[key], list) and not isinstance(prompt, list)
+        else _pair(prompt, given[key], key)
+        for key in ("chosen", "rejected")
+    ]
+
+
+def _pair(prompt, completion, name: str) -> Example:
+    if isinstance(prompt, list) and isinstance(completion, list):
+        asked, answered = _chat(prompt, "prompt"), _chat(completion, name)
+        return Example(asked.texts + answered.texts, any(answered.texts), prompt + completion)
+    texts = [checked_text(prompt, "prompt"), checked_text(completion, name)]
+    return Example(texts, bool(texts[1]))
+
+
+def _alpaca(given: dict) -> list[Example]:
+    asked = [checked_text(given.get(key, ""), key) for key in ("instruction", "input")]
+    history = given.get("history", [])
+    if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
+        raise Unreadable("wrong type", f"history: expected [question, answer] in a list, got {type(history).__name__}")
+    turns = [*history, ["\n".join(filter(None, asked)), checked_text(given["output"], "output")]]
+    messages = [
+        {"role": role, "content": text}
+        for turn in turns
+        for role, text in zip(("user", "assistant"), turn, strict=True)
+    ]
+    return [_chat(_with_system(given, messages), "instruction")]
+
+
+def _sharegpt(given: dict) -> list[Example]:
+    return [_chat(_with_system(given, given["conversations"]), "conversations")]
+
+
+def _with_system(given: dict, messages):
+    """``messages`` with the record's ``system`` in front, unless they have one."""
+    system = checked_text(given.get("system", ""), "system")
+    if not system or not isinstance(messages, list):
+        return messages
+    if messages and isinstance(messages[0], Mapping) and role_of(messages[0]) == "system":
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+_READ = {
+    ("messages",): lambda given: [_chat(given["messages"], "messages")],
+    ("conversations",): _sharegpt,
+    ("chosen", "rejected"): _preference,
+    ("prompt", "completion"): lambda given: [_pair(given["prompt"], given["completion"], "completion")],
+    ("instruction", "output"): _alpaca,
+    ("text",): _plain,
+}
+
+
+def _tools(given: dict) -> list | None:
+    tools = given.get("tools")
+    if isinstance(tools, str):  # Parquet has no other column for objects of many kinds
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except (ValueError, RecursionError) as error:
+            raise Unreadable("corrupt", f"tools: {error}") from None
+    if tools is not None and not isinstance(tools, list):
+        raise Unreadable("wrong type", f"tools: expected a list, or a list as JSON, got {type(tools).__name__}")
+    return without_none(tools) or None
+
+
+def _with_tools(example: Example, tools: list | None) -> Example:
+    """Tools of a chat; they are text too, where no template writes them."""
+    if not tools or example.messages is None or not any(example.texts):
+        return example
+    return example._replace(tools=tools, texts=[*example.texts, as_json(tools)])
+
+
+def _template_options(given: dict) -> Mapping:
+    options = given.get("chat_template_kwargs", {})
+    if not isinstance(options, Mapping):
+        raise Unreadable("wrong type", f"chat_template_kwargs: expected an object, got {type(options).__name__}")
+    return without_none(options)
 
 
 def _tokenized(given: dict) -> Example:

@@ -1,78 +1,137 @@
 """Files to records, one after the other, each with the place where it stands."""
 
+import gzip
+import io
 import json
 import os
-from collections.abc import Callable, Iterator
-from io import BufferedReader
+import sys
+import zlib
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from packing_ops.report.examples import KEYS, Unreadable
+from packing_ops.report.chats import Unreadable
+from packing_ops.report.examples import KEYS
+from packing_ops.report.json_array import elements
 
 ROWS = 1024  # read at a time
-LONGEST = 2**26  # bytes of a line: no example has as many
-PARQUET = b"PAR1"
+LONGEST = 2**26  # bytes of a line, characters of an element: no example has as many
+PARQUET, GZIP, BYTE_ORDER_MARK = b"PAR1", b"\x1f\x8b", b"\xef\xbb\xbf"
+STDIN = Path("-")
+
+Advance = Callable[[float], None]
 
 
-def records(path: Path, advance: Callable[[float], None]) -> Iterator[tuple[str, object]]:
+def records(path: Path, advance: Advance, columns: Collection[str] = KEYS) -> Iterator[tuple[str, object]]:
     """(place, record) of every record of a file; an Unreadable in the place of a line that is no JSON.
 
-    ``advance`` is told what part of the file, 0 to 1, was read since it was last called.
+    ``advance`` is told what part of the file, 0 to 1, was read since it was last called. ``columns``: those that are
+    read of files which have columns; the others of their records are None.
     """
-    return _saved_dataset(path, advance) if path.is_dir() else _file(path, advance)
+    if path == STDIN:
+        yield from _opened(path, "stdin", sys.stdin.buffer, advance, columns)
+    elif path.is_dir():
+        yield from _saved_dataset(path, advance, columns)
+    else:
+        with path.open("rb") as file:
+            yield from _opened(path, str(path), file, advance, columns)
 
 
-def _file(path: Path, advance) -> Iterator[tuple[str, object]]:
-    with path.open("rb") as file:
-        is_parquet = path.suffix == ".parquet"
-        if file.seekable():  # what is read of a pipe is gone
-            is_parquet = file.read(len(PARQUET)) == PARQUET or is_parquet
-            file.seek(0)
-        yield from _parquet(path, file, advance) if is_parquet else _json_lines(path, file, advance)
+def _opened(path: Path, name: str, source, advance: Advance, columns) -> Iterator[tuple[str, object]]:
+    head, file = _peeked(source)
+    if head.startswith(PARQUET) or path.suffix == ".parquet":
+        if path == STDIN or not source.seekable():
+            raise ValueError(f"{name}: expected a file for Parquet, which is read from its end, got a pipe")
+        yield from _parquet(path, advance, columns)
+        return
+    told = _progress_of(source, advance)
+    try:
+        if head.startswith(GZIP):
+            head, file = _peeked(gzip.GzipFile(fileobj=file))
+        is_array = head.removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"["
+        yield from (_json_array if is_array else _json_lines)(name, file, told)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{name}: damaged gzip: {error}") from error
+    told()
 
 
-def _json_lines(path: Path, file: BufferedReader, advance) -> Iterator[tuple[str, object]]:
-    size, read = os.fstat(file.fileno()).st_size, 0  # 0 for a pipe: nobody knows which part of it is read
-    for number, (line, length) in enumerate(_lines(file), start=1):
-        read += length
+class _After(io.RawIOBase):
+    """``head``, which was read of ``source`` to see what it is, and the rest: of a pipe it cannot be read again."""
+
+    def __init__(self, head: bytes, source):
+        self.head, self.source = head, source
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        data = self.head[: len(buffer)] or self.source.read1(len(buffer))
+        self.head = self.head[len(data) :]
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def _peeked(source) -> tuple[bytes, io.BufferedReader]:
+    """The first bytes, up to one that is no blank, and a file that has them again."""
+    head = source.read(len(PARQUET))
+    while not head.removeprefix(BYTE_ORDER_MARK).strip() and len(head) < ROWS and (more := source.read(1)):
+        head += more
+    return head, io.BufferedReader(_After(head, source), 1 << 20)
+
+
+def _progress_of(source, advance: Advance) -> Callable[[], None]:
+    """Tells ``advance`` how far ``source`` is; of a pipe nobody knows."""
+    size, before = os.fstat(source.fileno()).st_size if source.seekable() else 0, 0
+
+    def told() -> None:
+        nonlocal before
+        if size:
+            now = source.tell()
+            advance((now - before) / size)
+            before = now
+
+    return told
+
+
+def _json_lines(name: str, file: io.BufferedReader, told) -> Iterator[tuple[str, object]]:
+    for number, line in enumerate(_lines(file), start=1):
         if number % ROWS == 0:
-            advance(read / size if size else 0)
-            read = 0
-        if number == 1 and line is not None and line.startswith(PARQUET):
-            raise _no_pipe(path)
+            told()
         if line is not None and not line.strip():
             continue
         try:
             record = _too_long() if line is None else json.loads(line)
         except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, thousands of brackets
             record = Unreadable("corrupt", str(error))
-        yield f"{path}, line {number}", record
-    advance(read / size if size else 0)
+        yield f"{name}, line {number}", record
 
 
-def _lines(file: BufferedReader) -> Iterator[tuple[bytes | None, int]]:
-    """Every line and how many bytes it was; None for one over LONGEST, of which no more is in memory at once."""
+def _lines(file: io.BufferedReader) -> Iterator[bytes | None]:
+    """Every line; None for one over LONGEST, of which no more is in memory at once."""
     while line := file.readline(LONGEST + 1):
-        length = len(line)
-        if length <= LONGEST or line.endswith(b"\n"):
-            yield line, length
+        if len(line) <= LONGEST or line.endswith(b"\n"):
+            yield line
             continue
         while line and not line.endswith(b"\n"):
             line = file.readline(LONGEST + 1)
-            length += len(line)
-        yield None, length
+        yield None
 
 
 def _too_long() -> Unreadable:
     return Unreadable("corrupt", f"expected a line of at most {LONGEST:,} bytes, got more")
 
 
-def _no_pipe(path: Path) -> ValueError:
-    return ValueError(f"{path}: expected a file for Parquet, which is read from its end, got a pipe")
+def _json_array(name: str, file: io.BufferedReader, told) -> Iterator[tuple[str, object]]:
+    number = 0
+    try:
+        for number, record in enumerate(elements(file, LONGEST), start=1):
+            if number % ROWS == 0:
+                told()
+            yield f"{name}, element {number}", record
+    except (ValueError, RecursionError) as error:  # where the next element begins nobody knows
+        raise ValueError(f"{name}: damaged JSON array after element {number}: {error}") from error
 
 
-def _parquet(path: Path, file: BufferedReader, advance) -> Iterator[tuple[str, object]]:
-    if not file.seekable():
-        raise _no_pipe(path)
+def _parquet(path: Path, advance: Advance, columns) -> Iterator[tuple[str, object]]:
     try:
         import pyarrow as pa
         import pyarrow.parquet
@@ -84,6 +143,7 @@ def _parquet(path: Path, file: BufferedReader, advance) -> Iterator[tuple[str, o
             yield from _rows(
                 str(path),
                 names,
+                [name for name in names if name in columns],
                 num_rows,
                 lambda known: table.iter_batches(batch_size=ROWS, columns=known),
                 lambda rows: advance(rows / num_rows),
@@ -92,7 +152,7 @@ def _parquet(path: Path, file: BufferedReader, advance) -> Iterator[tuple[str, o
         raise ValueError(f"{path}: {error}") from error
 
 
-def _saved_dataset(path: Path, advance) -> Iterator[tuple[str, object]]:
+def _saved_dataset(path: Path, advance: Advance, columns) -> Iterator[tuple[str, object]]:
     try:
         import datasets
     except ImportError as error:
@@ -107,26 +167,28 @@ def _saved_dataset(path: Path, advance) -> Iterator[tuple[str, object]]:
         yield from _rows(
             str(path / split_name),
             split.column_names,
+            [name for name in split.column_names if name in columns],
             split.num_rows,
             lambda known, split=split: split.select_columns(known).with_format("arrow").iter(ROWS),
             lambda rows: advance(rows / num_rows),
         )
 
 
-def _rows(path: str, names: list[str], num_rows: int, read: Callable, advance) -> Iterator[tuple[str, dict]]:
-    """``read(columns)`` gives batches of Arrow columns; the others are never read."""
+def _rows(
+    path: str, names: list[str], known: list[str], num_rows: int, read: Callable, advance
+) -> Iterator[tuple[str, dict]]:
+    """``read(known)`` gives batches of Arrow columns; the others of ``names`` are never read."""
     if not num_rows:
         return
-    known = [name for name in names if name in KEYS]
     if not known:  # batches without columns have no rows
         yield from ((f"{path}, row {row}", dict.fromkeys(names)) for row in range(num_rows))
         advance(num_rows)
         return
-    first = 0
+    first, unread = 0, dict.fromkeys(names)
     for batch in read(known):
         columns = [_values(column) for column in batch.columns]
         for row, values in enumerate(zip(*columns, strict=True), start=first):
-            yield f"{path}, row {row}", dict(zip(batch.schema.names, values, strict=True))
+            yield f"{path}, row {row}", unread | dict(zip(batch.schema.names, values, strict=True))
         first += batch.num_rows
         advance(batch.num_rows)
 

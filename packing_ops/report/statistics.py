@@ -60,7 +60,8 @@ def layouts(lengths: torch.Tensor, *, capacity: int, batch_size: int, dp: int, o
 
     Returns:
         dict with ``model`` (a, b), ``overlong`` (documents over the capacity, tokens that no layout holds) and
-        ``layouts``, by name: ``padded``, ``padding_free`` and every strategy of pack_sequences. Each has
+        ``layouts``, by name: ``padded``, ``length_grouped`` (padded batches of documents of like length, sorted inside
+        of groups of 50 steps), ``padding_free`` and every strategy of pack_sequences. Each has
 
         - ``rows``, ``steps``, ``slots``, ``fill`` (share of the slots that hold tokens)
         - ``flop_balance``: operations of all ranks / (ranks * the slowest one's), step by step; 1 is perfect.
@@ -105,9 +106,12 @@ def layouts(lengths: torch.Tensor, *, capacity: int, batch_size: int, dp: int, o
         return result
 
     batches = _filled_rows(pieces, batch_size)
-    width, real = batches.amax(1, keepdim=True), batches > 0
-    padded = _Units((real * width).sum(1), (real * flops(width)).sum(1))
     padding_free = _Units(batches.sum(1), flops(batches).sum(1))
+
+    def padded_units(documents: torch.Tensor) -> _Units:
+        rows = _filled_rows(documents, batch_size)
+        width, real = rows.amax(1, keepdim=True), rows > 0
+        return _Units((real * width).sum(1), (real * flops(width)).sum(1))
 
     def rows_of(packing: po.Packing) -> _Units:
         """The end of a row attends to itself, like a document."""
@@ -117,8 +121,10 @@ def layouts(lengths: torch.Tensor, *, capacity: int, batch_size: int, dp: int, o
         return _Units(slots, po.segment_sum(flops(packing.lengths.double()), offsets) + flops(slots - tokens))
 
     found, num_tokens = result["layouts"], in_order.num_tokens
+    padded, grouped = padded_units(pieces), padded_units(_grouped_by_length(pieces, batch_size * dp))
     today = _epoch(padded, dp)
     found["padded"] = _layout(pieces.numel(), num_tokens, padded, dp, today)
+    found["length_grouped"] = _layout(pieces.numel(), num_tokens, grouped, dp, today)
     found["padding_free"] = _layout(pieces.numel(), num_tokens, padding_free, dp, today)
     for strategy in STRATEGIES:
         dealt = rows_for_ranks(strategy, balance=("flops", a, b))
@@ -126,6 +132,13 @@ def layouts(lengths: torch.Tensor, *, capacity: int, batch_size: int, dp: int, o
         as_packed = rows_for_ranks(strategy)
         found[strategy]["flop_balance_as_packed"] = _epoch(rows_of(as_packed), dp).balance
     return result
+
+
+def _grouped_by_length(values: torch.Tensor, step: int) -> torch.Tensor:
+    """Sorted inside of groups of up to 50 steps, a quarter of the epoch at most: transformers' ``group_by_length``."""
+    steps = max(1, min(50, values.numel() // (4 * step)))
+    groups = _filled_rows(values, steps * step)
+    return groups.sort(1, descending=True).values.flatten()[: values.numel()]
 
 
 def _filled_rows(values: torch.Tensor, size: int) -> torch.Tensor:

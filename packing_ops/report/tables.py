@@ -3,6 +3,8 @@
 import math
 
 WIDTH = 110  # of a terminal, or a file
+_NOTED = {"empty": "empty, left out", "no target": "without a target (labels all ignored, no answer), kept"}
+_BATCHES = {"padded": "padded", "length_grouped": "padded, like lengths", "padding_free": "padding-free"}
 
 
 def printable(text: str, most: int | None = None) -> str:
@@ -18,8 +20,12 @@ def printable(text: str, most: int | None = None) -> str:
 
 
 def show_report(report: dict) -> None:
-    """Prints every table of a make_report result to stdout."""
+    """Prints a make_report result to stdout: what follows from it, then every table."""
     settings, examples = report["settings"], report["examples"]
+    _heading(conclusion(report), "bold")
+    if report["in_bytes"]:
+        _heading(_warning(report), "bold red")
+    print()
     _table(
         f"Examples: {', '.join(map(printable, settings['files']))}",
         ["", "examples"],
@@ -38,7 +44,48 @@ def show_report(report: dict) -> None:
         _layouts(report)
 
 
-_NOTED = {"empty": "empty, left out", "no target": "without a target (labels all ignored, no answer), kept"}
+def conclusion(report: dict) -> str:
+    """One sentence: what packing would save, or that it would not.
+
+    Example:
+        >>> conclusion({"examples": {"documents": 0}, "layouts": {}})
+        'Nothing to pack: no document was read.'
+    """
+    if not report["layouts"]:
+        left = "every document is over the capacity" if report["examples"]["documents"] else "no document was read"
+        return f"Nothing to pack: {left}."
+    settings, layouts = report["settings"], report["layouts"]
+    packed, padding = layouts["ffd"], {name: f"{1 - layout['fill']:.1%}" for name, layout in layouts.items()}
+    rows = f"packed rows of {settings['capacity']:,} slots (ffd)"
+    if max(_speeds(packed, layouts["padded"])) < 1.05:
+        return (
+            f"Packing saves next to nothing: {padding['padded']} of padded batches of {settings['batch_size']} is "
+            f"padding, and {padding['ffd']} of {rows}."
+        )
+    return (
+        f"In {rows} an epoch is an estimated {_as_fast(packed, layouts['padded'])} as fast as in padded batches of "
+        f"{settings['batch_size']} and {_as_fast(packed, layouts['length_grouped'])} as fast as in such batches grouped by "
+        f"length: {padding['ffd']} padding, not {padding['padded']} or {padding['length_grouped']}."
+    )
+
+
+def _speeds(layout: dict, other: dict) -> list[float]:
+    """Of ``layout``, in epochs of ``other``: by tokens and by flops."""
+    return sorted(layout["epoch_time_ratio"][by] / other["epoch_time_ratio"][by] for by in ("tokens", "flops"))
+
+
+def _as_fast(layout: dict, other: dict) -> str:
+    low, high = (f"{speed:.{1 if speed >= 2 else 2}f}" for speed in _speeds(layout, other))
+    return f"{low} times" if low == high else f"{low} to {high} times"
+
+
+def _warning(report: dict) -> str:
+    documents, in_bytes = report["examples"]["documents"], report["in_bytes"]
+    which = "" if in_bytes == documents else f" OF {in_bytes:,} OF {documents:,} DOCUMENTS"
+    return (
+        f"LENGTHS{which} ARE BYTES, NOT TOKENS, and the capacity of {report['settings']['capacity']:,} is too: "
+        "--tokenizer FOLDER counts tokens."
+    )
 
 
 def _overlong_rows(report: dict) -> list[list[str]]:
@@ -56,7 +103,7 @@ def _lengths(report: dict) -> None:
     most = max(bucket["documents"] for bucket in lengths["histogram"])
     quantiles = ", ".join(f"{name} {lengths[name]:,}" for name in ("p10", "p50", "p90", "p99", "max"))
     _table(
-        f"{length_label(report['settings'])}: {examples['tokens']:,} in all, mean {lengths['mean']:,.1f}, {quantiles}",
+        f"{length_label(report)}: {examples['tokens']:,} in all, mean {lengths['mean']:,.1f}, {quantiles}",
         ["length", "documents", "of the documents", "of the tokens", ""],
         [
             [
@@ -71,36 +118,35 @@ def _lengths(report: dict) -> None:
     )
 
 
-def length_label(settings: dict) -> str:
-    return "Length in tokens" + (" (a byte of text is one)" if settings["tokenizer"] == "bytes" else "")
+def length_label(report: dict) -> str:
+    if not report["in_bytes"]:
+        return "Length in tokens"
+    all_bytes = report["in_bytes"] == report["examples"]["documents"]
+    return "Length in bytes, not tokens" if all_bytes else "Length in tokens or bytes"
 
 
 def layout_label(name: str, settings: dict) -> str:
-    if name in ("padded", "padding_free"):
-        return f"{name.replace('_', '-')}, batches of {settings['batch_size']}"
+    if name in _BATCHES:
+        return f"{_BATCHES[name]}, batches of {settings['batch_size']}"
     return f"packed, {name}"
 
 
 def _layouts(report: dict) -> None:
     settings, model = report["settings"], report["model"]
     named = [(layout_label(name, settings), layout) for name, layout in report["layouts"].items()]
-    _table(
-        f"Layouts: packed rows of {settings['capacity']:,} slots; a step is one batch or one row on each rank, "
-        f"dp = {settings['dp']}",
-        ["", "rows", "steps per epoch", "fill", "padding", "FLOP balance", "as packed"],
-        [
-            [
-                label,
-                f"{layout['rows']:,}",
-                f"{layout['steps']:,}",
-                f"{layout['fill']:.1%}",
-                f"{1 - layout['fill']:.1%}",
-                f"{layout['flop_balance']:.1%}",
-                f"{layout.get('flop_balance_as_packed', layout['flop_balance']):.1%}",
-            ]
-            for label, layout in named
-        ],
-    )
+    parallel = settings["dp"] > 1
+    header = ["", "rows", "steps per epoch", "fill", "padding"]
+    step = "one batch or one row" + (f" on each of {settings['dp']} ranks" if parallel else "")
+    rows = [
+        [label, f"{layout['rows']:,}", f"{layout['steps']:,}", f"{layout['fill']:.1%}", f"{1 - layout['fill']:.1%}"]
+        for label, layout in named
+    ]
+    if parallel:
+        header += ["FLOP balance", "as packed"]
+        for row, (_, layout) in zip(rows, named, strict=True):
+            as_packed = layout.get("flop_balance_as_packed", layout["flop_balance"])
+            row += [f"{layout['flop_balance']:.1%}", f"{as_packed:.1%}"]
+    _table(f"Layouts: packed rows of {settings['capacity']:,} slots; a step is {step}", header, rows)
     _table(
         "Estimated time of the padded batches / of this layout (above 1: faster than padded)",
         ["", "step, by tokens", "step, by flops", "epoch, by tokens", "epoch, by flops"],
@@ -116,12 +162,25 @@ def _layouts(report: dict) -> None:
             for label, layout in named
         ],
     )
+    if parallel:
+        print(
+            'FLOP balance: rows dealt to the ranks with balance="flops"; as packed: without. '
+            "A step takes as long as its slowest rank."
+        )
     print(
-        f'FLOP balance: rows dealt to the ranks with balance="flops"; as packed: without.\n'
+        f"like lengths: sorted inside of groups of 50 steps, as transformers' group_by_length does.\n"
         f"by tokens: time in proportion to the slots; by flops: to a*L + b*L^2 for L slots that attend to each other,\n"
-        f"a = 12 * hidden_size = {model['a']:,.0f}, b = {model['b']:g} (dense causal decoder). "
-        "A step takes as long as its slowest rank."
+        f"a = 12 * hidden_size = {model['a']:,.0f}, b = {model['b']:g} (dense causal decoder)."
     )
+
+
+def _heading(text: str, style: str) -> None:
+    try:
+        from rich.console import Console
+    except ImportError:
+        print(text)
+        return
+    Console(width=WIDTH, markup=False, highlight=False).print(text, style=style, soft_wrap=True)
 
 
 def _table(title: str, header: list[str], rows: list[list[str]]) -> None:

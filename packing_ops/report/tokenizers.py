@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from packing_ops.report.examples import Example, Unreadable
+from packing_ops.report.chats import Unreadable, for_template
+from packing_ops.report.examples import Example
 
 Counter = Callable[[list[Example]], list[int | Unreadable]]
 
@@ -38,6 +39,14 @@ def _pretrained(folder: str) -> Counter:
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     tokenizer.model_max_length = int(1e30)  # it would warn about every long text
 
+    def templated(example: Example) -> str | Unreadable:
+        try:
+            return tokenizer.apply_chat_template(
+                for_template(example.messages), tools=example.tools, tokenize=False, **example.template_options
+            )
+        except Exception as error:  # a template is a program of its author's, and raises what it likes
+            return Unreadable("refused by the tokenizer", f"chat template: {error}")
+
     def count(examples: list[Example]) -> list[int | Unreadable]:
         counts = [example.num_tokens for example in examples]
         plain, chats = {}, {}  # texts by index
@@ -48,11 +57,10 @@ def _pretrained(folder: str) -> Counter:
                 counts[i] = 0  # special tokens alone are no example
             elif not (example.messages and tokenizer.chat_template):
                 plain[i] = "".join(example.texts)
+            elif isinstance(text := templated(example), Unreadable):
+                counts[i] = text
             else:
-                try:
-                    chats[i] = tokenizer.apply_chat_template(example.messages, tokenize=False)
-                except Exception as error:  # a template is a program of its author's, and raises what it likes
-                    counts[i] = Unreadable("refused by the tokenizer", f"chat template: {error}")
+                chats[i] = text
         for texts, special_tokens in ((plain, True), (chats, False)):  # a template writes special tokens itself
             if texts:
                 encoded = tokenizer(list(texts.values()), add_special_tokens=special_tokens)["input_ids"]
