@@ -258,6 +258,18 @@ def test_documents_that_reach_no_attention_are_refused(family, given, device):
         model(**padded, attention_mask=(one["position_ids"] >= 4).long())
 
 
+@pytest.mark.parametrize("family", ["StableLm", "Nemotron"])
+def test_cu_seqlens_that_a_model_keeps_to_itself(family, device):
+    """No layer is given them. The positions that the model counts for itself, in the mask, hide nothing."""
+    build = {"auto": transformers.AutoModelForCausalLM, "device": device, **SIZES, "num_key_value_heads": 2}
+    model, inputs = tiny(f"{family}Config", "packing_ops", **build), packed(device)
+    layout = packing_ops.PackedMetadata.from_lengths(LENGTHS, device=device).to_transformers()
+    with pytest.raises(ValueError, match="position_ids: expected to restart where cu_seq_lens_q starts a document"):
+        model(inputs["input_ids"], **layout, use_cache=False)
+    wanted = alone(tiny(f"{family}Config", "eager", **build), inputs)
+    torch.testing.assert_close(model(**inputs, **layout, use_cache=False).logits, wanted, **CLOSE)
+
+
 def test_a_mask_of_every_query_and_key_tells_all(device):
     inputs = packed(device)
     name, sizes = ENCODERS["distilbert"]

@@ -5,6 +5,8 @@ import threading
 
 import torch
 
+from packing_ops._args import check_cu_seqlens
+from packing_ops._checks import check_documents
 from packing_ops.integrations.transformers._host import PreTrainedModel
 
 NAMES: set[str] = set()  # of implementations that are ours
@@ -53,6 +55,13 @@ class Call:
         while call is not None and not call.taken and not (call.position_ids is None and call.cu_seqlens is None):
             call.taken = not call.mixes
             call = call.outer
+
+    def check_positions(self, position_ids, batch):
+        """ValueError where cu_seq_lens_q, which may reach no layer, tell other documents than a mask's positions."""
+        if isinstance(self.cu_seqlens, torch.Tensor) and position_ids.shape[0] in (1, batch):
+            check_cu_seqlens(self.cu_seqlens, "cu_seq_lens_q")
+            positions = position_ids.to(self.cu_seqlens.device)
+            check_documents(self.cu_seqlens, self.cu_seqlens, None, positions, batch, positions.shape[1])
 
     def refuse_if_lost(self):
         """Documents that nobody was told of would see each other."""
