@@ -8,6 +8,7 @@ import torch
 from packing_ops._args import check_cu_seqlens
 from packing_ops._checks import check_documents
 from packing_ops.integrations.transformers._host import PreTrainedModel
+from packing_ops.integrations.transformers.fallback import tell_once
 
 NAMES: set[str] = set()  # of implementations that are ours
 
@@ -29,6 +30,7 @@ _MIXERS = frozenset(
         "sam3_lite_text_text_model",
     )
 )
+_TELLING = ("position_ids", "attention_mask")
 OTHER_POSITIONS = frozenset(("decision_transformer",))  # position_ids of zeros, beside embeddings of the time
 
 
@@ -37,14 +39,16 @@ class Call:
 
     def __init__(self, model, args, kwargs, outer):
         self.name = type(model).__name__
-        self.mask_form, place, model_type = _habits_of(type(model), type(model.config))
-        position_ids = kwargs.get("position_ids")
-        if position_ids is None and place is not None and place < len(args):
-            position_ids = args[place]
+        self.mask_form, places, model_type = _habits_of(type(model), type(model.config))
+        position_ids, padding = (
+            args[place] if kwargs.get(name) is None and place is not None and place < len(args) else kwargs.get(name)
+            for name, place in zip(_TELLING, places, strict=True)
+        )
         self.position_ids = None if model_type in OTHER_POSITIONS else position_ids
         self.cu_seqlens = kwargs.get("cu_seq_lens_q")
-        self.padding, self.outer = kwargs.get("attention_mask"), outer
-        self.mixes = model_type in _MIXERS
+        self.padding, self.outer = padding, outer
+        # token_dropout of ESM scales a row by how many of all its tokens are masked.
+        self.mixes = model_type in _MIXERS or bool(getattr(model.config, "token_dropout", False))
         # A mask of every query and key, and a dict of those that an outer model made, tell all that there is.
         whole = self.padding is not None and not _is_tensor(self.padding, 2)
         self.taken = whole and not self.mixes
@@ -65,7 +69,11 @@ class Call:
 
     def refuse_if_lost(self):
         """Documents that nobody was told of would see each other."""
-        if self.taken or torch.compiler.is_compiling():
+        if self.taken:
+            return
+        if torch.compiler.is_compiling():  # which may not look at values
+            if _is_tensor(self.position_ids, 2):
+                tell_once(f"{self.name} tells no attention of position_ids, and compiled it refuses no packed rows")
             return
         lost = ""
         if isinstance(self.cu_seqlens, torch.Tensor) and self.cu_seqlens.numel() > 2:
@@ -149,14 +157,14 @@ _habits: dict[tuple, tuple] = {}  # torch.compile would look through functools.c
 
 @torch.compiler.assume_constant_result
 def _habits_of(cls, config_cls):
-    """The form of its masks, the place of position_ids among its positional arguments, and its model_type."""
+    """The form of its masks, the places of _TELLING among its positional arguments, and its model_type."""
     if (cls, config_cls) not in _habits:
         names = list(inspect.signature(cls.forward).parameters)[1:]
-        place = names.index("position_ids") if "position_ids" in names else None
+        places = tuple(names.index(name) if name in names else None for name in _TELLING)
         form = BOOL if cls._supports_sdpa else ADDITIVE
         if cls._supports_flash_attn or cls._supports_flex_attn:
             form = form if any(base.__module__.startswith(_READERS) for base in cls.__mro__) else PATTERN
-        _habits[cls, config_cls] = form, place, config_cls.model_type
+        _habits[cls, config_cls] = form, places, config_cls.model_type
     return _habits[cls, config_cls]
 
 
