@@ -258,6 +258,15 @@ def test_documents_that_reach_no_attention_are_refused(family, given, device):
         model(**padded, attention_mask=(one["position_ids"] >= 4).long())
 
 
+def test_padding_between_documents_hides_none_of_them(device):
+    """As packed collators align them."""
+    model = tiny("DebertaV2Config", "packing_ops", device=device, **SIZES)
+    rows = {"position_ids": [[0, 1, 2, 0, 0, 1, 2, 0]], "attention_mask": [[1, 1, 1, 0, 1, 1, 1, 0]]}
+    inputs = {name: torch.tensor(values, device=device) for name, values in rows.items()}
+    with pytest.raises(ValueError, match="position_ids: expected one document in each row"):
+        model(torch.full((1, 8), 5, device=device), **inputs)
+
+
 @pytest.mark.parametrize("family", ["StableLm", "Nemotron"])
 def test_cu_seqlens_that_a_model_keeps_to_itself(family, device):
     """No layer is given them. The positions that the model counts for itself, in the mask, hide nothing."""

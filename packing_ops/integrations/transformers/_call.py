@@ -169,12 +169,17 @@ def _habits_of(cls, config_cls):
 
 
 def _tell_documents(position_ids, padding) -> bool:
+    """Positions that do not grow from one real token of a row to the next, whatever padding lies between them."""
     if not _is_tensor(position_ids, 2) or position_ids.shape[1] < 2:
         return False
-    restarts = position_ids[:, 1:] <= position_ids[:, :-1]
-    if _is_tensor(padding, 2) and padding.shape[1] == position_ids.shape[1]:
-        restarts = restarts & (padding[:, 1:] != 0) & (padding[:, :-1] != 0)
-    return bool(restarts.any())
+    if not _is_tensor(padding, 2) or padding.shape[1] != position_ids.shape[1]:
+        return bool((position_ids[:, 1:] <= position_ids[:, :-1]).any())
+    real = (padding != 0).to(position_ids.device)
+    slots = torch.arange(real.shape[1], device=real.device)
+    before = torch.where(real, slots, -1).cummax(1).values[:, :-1]  # the last real slot up to the one before
+    positions = position_ids.expand(len(real), -1)
+    grown = positions[:, 1:] > positions.gather(1, before.clamp(min=0))
+    return bool((real[:, 1:] & (before >= 0) & ~grown).any())
 
 
 def _is_tensor(value, dim) -> bool:
