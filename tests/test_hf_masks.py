@@ -258,13 +258,59 @@ def test_documents_that_reach_no_attention_are_refused(family, given, device):
         model(**padded, attention_mask=(one["position_ids"] >= 4).long())
 
 
+def test_padding_between_documents_hides_none_of_them(device):
+    """As packed collators align them."""
+    model = tiny("DebertaV2Config", "packing_ops", device=device, **SIZES)
+    rows = {"position_ids": [[0, 1, 2, 0, 0, 1, 2, 0]], "attention_mask": [[1, 1, 1, 0, 1, 1, 1, 0]]}
+    inputs = {name: torch.tensor(values, device=device) for name, values in rows.items()}
+    with pytest.raises(ValueError, match="position_ids: expected one document in each row"):
+        model(torch.full((1, 8), 5, device=device), **inputs)
+
+
+@pytest.mark.parametrize("family", ["StableLm", "Nemotron"])
+def test_cu_seqlens_that_a_model_keeps_to_itself(family, device):
+    """No layer is given them. The positions that the model counts for itself, in the mask, hide nothing."""
+    build = {"auto": transformers.AutoModelForCausalLM, "device": device, **SIZES, "num_key_value_heads": 2}
+    model, inputs = tiny(f"{family}Config", "packing_ops", **build), packed(device)
+    layout = packing_ops.PackedMetadata.from_lengths(LENGTHS, device=device).to_transformers()
+    with pytest.raises(ValueError, match="position_ids: expected to restart where cu_seq_lens_q starts a document"):
+        model(inputs["input_ids"], **layout, use_cache=False)
+    wanted = alone(tiny(f"{family}Config", "eager", **build), inputs)
+    torch.testing.assert_close(model(**inputs, **layout, use_cache=False).logits, wanted, **CLOSE)
+
+
 def test_a_mask_of_every_query_and_key_tells_all(device):
     inputs = packed(device)
     name, sizes = ENCODERS["distilbert"]
     documents = inputs["position_ids"].eq(0).cumsum(1)
     seen = (documents[:, None, :, None] == documents[:, None, None, :]).expand(1, 1, -1, -1)
-    found = tiny(name, "packing_ops", device=device, **sizes)(**inputs, attention_mask=seen)[0]
-    torch.testing.assert_close(found, alone(tiny(name, "eager", device=device, **sizes), inputs), **CLOSE)
+    model, wanted = (
+        tiny(name, "packing_ops", device=device, **sizes),
+        alone(tiny(name, "eager", device=device, **sizes), inputs),
+    )
+    torch.testing.assert_close(model(**inputs, attention_mask=seen)[0], wanted, **CLOSE)
+    ids, position_ids = inputs.values()
+    bert = tiny("BertConfig", "packing_ops", device=device, **SIZES)
+    by_name = bert(ids, attention_mask=seen, position_ids=position_ids)[0]
+    torch.testing.assert_close(bert(ids, seen, position_ids=position_ids)[0], by_name, rtol=0, atol=0)
+
+
+def test_masked_tokens_that_esm_counts_over_a_row(device):
+    """It scales all of a row by them, those of other documents too."""
+    name, sizes = ENCODERS["esm"]
+    model = tiny(name, "packing_ops", device=device, **sizes, token_dropout=True, mask_token_id=2)
+    inputs = packed(device)
+    with pytest.raises(ValueError, match=r"position_ids: expected one document in each row.* EsmModel mixes tokens"):
+        model(**inputs)
+    model(inputs["input_ids"])
+
+
+def test_compiled_models_that_would_refuse_documents_say_so(device, fresh_compile, caplog):
+    transformers.utils.logging.enable_propagation()
+    for name, sizes in (ENCODERS["distilbert"], ("DebertaV2Config", SIZES)):
+        assert "refuses no packed rows" not in caplog.text
+        torch.compile(tiny(name, "packing_ops", device=device, **sizes), backend="aot_eager")(**packed(device))
+    assert "DebertaV2Model tells no attention of position_ids, and compiled it refuses no packed rows" in caplog.text
 
 
 def test_forward_called_by_itself_is_told_of(device, caplog):

@@ -177,6 +177,7 @@ def test_cu_seq_lens_alone_are_enough(device):
     assert_near(outputs(model, bare), wanted)
     embedded = {**bare, "input_ids": None, "inputs_embeds": model.get_input_embeddings()(bare["input_ids"])}
     assert_near(outputs(model, embedded), wanted)
+    assert_near(outputs(model, {**bare, "cu_seq_lens_q": cu_seqlens.long()}), wanted)
     twice = {**bare, "input_ids": bare["input_ids"].repeat(2, 1)}
     batch = outputs(model, twice)
     revert_packing_ops(model)

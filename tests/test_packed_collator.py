@@ -140,6 +140,12 @@ def test_weights_as_small_as_they_come():
     assert batch["loss_mask"].max() == torch.tensor(1 / 3)
 
 
+def test_weights_whose_sum_is_past_float32():
+    """They were shares of infinity: a batch without a loss."""
+    with pytest.raises(ValueError, match="loss_mask: expected weights whose sum float32 holds, got more"):
+        PackedCollator(8)([example(4, 2, loss_mask=[3e38, 3e38])])
+
+
 # --- every token once, with its label and its mask ---
 
 

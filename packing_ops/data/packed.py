@@ -52,7 +52,7 @@ class PackedCollator:
     Raises:
         ValueError: no examples, fewer than dp_size or than the rows that dp_size asks for; an example without tokens
             or over the capacity; a missing key, in all or some examples; lengths that do not fit each other; padding
-            in an attention_mask; weights that are negative or not finite.
+            in an attention_mask; weights that are negative or not finite, or whose sum float32 does not hold.
         TypeError: a capacity, size or pad_token_id that is no integer (None: a tokenizer without one); examples that
             are no list of dicts.
 
@@ -108,6 +108,8 @@ class PackedCollator:
             weight.masked_scatter_(is_action, _checked_weights(weights, order))
         weight[starts] = 0  # no token stands before these to predict them
         targets = weight.sum().item()
+        if targets == math.inf:
+            raise ValueError("loss_mask: expected weights whose sum float32 holds, got more")
         return {
             "sequences": sequences.cpu().view(size),
             "attention_mask": is_token.long().view(size),

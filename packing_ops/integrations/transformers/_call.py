@@ -5,7 +5,10 @@ import threading
 
 import torch
 
+from packing_ops._args import check_cu_seqlens
+from packing_ops._checks import check_documents
 from packing_ops.integrations.transformers._host import PreTrainedModel
+from packing_ops.integrations.transformers.fallback import tell_once
 
 NAMES: set[str] = set()  # of implementations that are ours
 
@@ -27,6 +30,7 @@ _MIXERS = frozenset(
         "sam3_lite_text_text_model",
     )
 )
+_TELLING = ("position_ids", "attention_mask")
 OTHER_POSITIONS = frozenset(("decision_transformer",))  # position_ids of zeros, beside embeddings of the time
 
 
@@ -35,14 +39,16 @@ class Call:
 
     def __init__(self, model, args, kwargs, outer):
         self.name = type(model).__name__
-        self.mask_form, place, model_type = _habits_of(type(model), type(model.config))
-        position_ids = kwargs.get("position_ids")
-        if position_ids is None and place is not None and place < len(args):
-            position_ids = args[place]
+        self.mask_form, places, model_type = _habits_of(type(model), type(model.config))
+        position_ids, padding = (
+            args[place] if kwargs.get(name) is None and place is not None and place < len(args) else kwargs.get(name)
+            for name, place in zip(_TELLING, places, strict=True)
+        )
         self.position_ids = None if model_type in OTHER_POSITIONS else position_ids
         self.cu_seqlens = kwargs.get("cu_seq_lens_q")
-        self.padding, self.outer = kwargs.get("attention_mask"), outer
-        self.mixes = model_type in _MIXERS
+        self.padding, self.outer = padding, outer
+        # token_dropout of ESM scales a row by how many of all its tokens are masked.
+        self.mixes = model_type in _MIXERS or bool(getattr(model.config, "token_dropout", False))
         # A mask of every query and key, and a dict of those that an outer model made, tell all that there is.
         whole = self.padding is not None and not _is_tensor(self.padding, 2)
         self.taken = whole and not self.mixes
@@ -54,9 +60,20 @@ class Call:
             call.taken = not call.mixes
             call = call.outer
 
+    def check_positions(self, position_ids, batch):
+        """ValueError where cu_seq_lens_q, which may reach no layer, tell other documents than a mask's positions."""
+        if isinstance(self.cu_seqlens, torch.Tensor) and position_ids.shape[0] in (1, batch):
+            check_cu_seqlens(self.cu_seqlens, "cu_seq_lens_q")
+            positions = position_ids.to(self.cu_seqlens.device)
+            check_documents(self.cu_seqlens, self.cu_seqlens, None, positions, batch, positions.shape[1])
+
     def refuse_if_lost(self):
         """Documents that nobody was told of would see each other."""
-        if self.taken or torch.compiler.is_compiling():
+        if self.taken:
+            return
+        if torch.compiler.is_compiling():  # which may not look at values
+            if _is_tensor(self.position_ids, 2):
+                tell_once(f"{self.name} tells no attention of position_ids, and compiled it refuses no packed rows")
             return
         lost = ""
         if isinstance(self.cu_seqlens, torch.Tensor) and self.cu_seqlens.numel() > 2:
@@ -140,24 +157,29 @@ _habits: dict[tuple, tuple] = {}  # torch.compile would look through functools.c
 
 @torch.compiler.assume_constant_result
 def _habits_of(cls, config_cls):
-    """The form of its masks, the place of position_ids among its positional arguments, and its model_type."""
+    """The form of its masks, the places of _TELLING among its positional arguments, and its model_type."""
     if (cls, config_cls) not in _habits:
         names = list(inspect.signature(cls.forward).parameters)[1:]
-        place = names.index("position_ids") if "position_ids" in names else None
+        places = tuple(names.index(name) if name in names else None for name in _TELLING)
         form = BOOL if cls._supports_sdpa else ADDITIVE
         if cls._supports_flash_attn or cls._supports_flex_attn:
             form = form if any(base.__module__.startswith(_READERS) for base in cls.__mro__) else PATTERN
-        _habits[cls, config_cls] = form, place, config_cls.model_type
+        _habits[cls, config_cls] = form, places, config_cls.model_type
     return _habits[cls, config_cls]
 
 
 def _tell_documents(position_ids, padding) -> bool:
+    """Positions that do not grow from one real token of a row to the next, whatever padding lies between them."""
     if not _is_tensor(position_ids, 2) or position_ids.shape[1] < 2:
         return False
-    restarts = position_ids[:, 1:] <= position_ids[:, :-1]
-    if _is_tensor(padding, 2) and padding.shape[1] == position_ids.shape[1]:
-        restarts = restarts & (padding[:, 1:] != 0) & (padding[:, :-1] != 0)
-    return bool(restarts.any())
+    if not _is_tensor(padding, 2) or padding.shape[1] != position_ids.shape[1]:
+        return bool((position_ids[:, 1:] <= position_ids[:, :-1]).any())
+    real = (padding != 0).to(position_ids.device)
+    slots = torch.arange(real.shape[1], device=real.device)
+    before = torch.where(real, slots, -1).cummax(1).values[:, :-1]  # the last real slot up to the one before
+    positions = position_ids.expand(len(real), -1)
+    grown = positions[:, 1:] > positions.gather(1, before.clamp(min=0))
+    return bool((real[:, 1:] & (before >= 0) & ~grown).any())
 
 
 def _is_tensor(value, dim) -> bool:

@@ -196,6 +196,7 @@ def carry_position_ids() -> bool:
         if cross or not _about(position_ids, slots[1]) or config.model_type in _call.OTHER_POSITIONS:
             position_ids = None
         if call is not None and position_ids is not None:
+            call.check_positions(position_ids, slots[0])
             call.take()
         if mask_form != _call.PATTERN:
             fallback.tell_once(f"{call.name} may read its masks, it gets them of every query and key")
