@@ -30,8 +30,7 @@ from packing_ops.padding import (
     unpad_inputs,
 )
 from packing_ops.rope import apply_rotary_qk
-from packing_ops.segments import segment_mean, segment_sum
-from packing_ops.slot_values import segment_broadcast, segment_std, shift_values
+from packing_ops.segments import segment_broadcast, segment_mean, segment_std, segment_sum
 
 __version__ = build_info()["version"]
 
@@ -43,6 +42,7 @@ __all__ = [
     "attention_plan",
     "block_causal_mask",
     "build_info",
+    "chunked_cross_entropy",
     "compute_prompt_boundaries",
     "compute_prompt_end_indices",
     "compute_prompt_mini_batch_boundaries",
@@ -59,10 +59,15 @@ __all__ = [
     "pad_input",
     "pad_inputs",
     "position_ids_from_cu_seqlens",
+    "segment_broadcast",
+    "segment_mean",
+    "segment_std",
     "segment_sum",
     "select_attention_backend",
     "seq_idx_from_cu_seqlens",
     "shift_labels",
+    "shift_values",
+    "token_logps",
     "trim_padding",
     "unpad_input",
     "unpad_inputs",

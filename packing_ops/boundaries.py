@@ -14,7 +14,9 @@ from packing_ops._args import (
     check_cu_seqlens,
     check_tensor,
     described,
+    dtype_name,
     exactly_one,
+    holds,
     index_tensor,
     integer,
     one_row,
@@ -292,6 +294,40 @@ def shift_labels(labels: torch.Tensor, cu_seqlens: torch.Tensor, *, ignore_index
         ValueError: as mask_boundary_labels.
     """
     return _ops.shift_labels(labels, cu_seqlens, ignore_index)
+
+
+def shift_values(values: torch.Tensor, cu_seqlens: torch.Tensor, *, fill_value: float = 0.0) -> torch.Tensor:
+    """shift_labels for everything else that a token has: loss masks, advantages, rewards, old log-probs. Differentiable.
+
+    Args:
+        values: ``[total]`` or ``[1, total]``, any dtype, one for each token, at the token's own slot.
+        cu_seqlens: int32 or int64 ``[num_documents + 1]``.
+        fill_value: what a slot gets that predicts no token.
+
+    Returns:
+        Like ``values``: slot t holds the value of token t + 1, or ``fill_value`` at the last slot of each document and
+        in the padding after them. No synchronisation. The value of a document's first token, which nothing predicts,
+        is in no slot, and its gradient is 0. Any derivative, deterministic.
+
+    Example:
+        >>> cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
+        >>> shift_values(torch.tensor([0.0, 1.0, 0.0, 0.5, 1.0]), cu_seqlens)
+        tensor([1.0000, 0.0000, 0.5000, 1.0000, 0.0000])
+        >>> shift_values(torch.tensor([[5, 6, 7, 8, 9]]), cu_seqlens, fill_value=-1)
+        tensor([[ 6, -1,  8,  9, -1]])
+
+    Raises:
+        ValueError: values of another shape, cu_seqlens that are none or end past the values, a fill_value that the
+            dtype of the values does not hold.
+    """
+    check_tensor(values, "values")
+    one_row(values, "values")
+    if fill_value and not torch.compiler.is_compiling() and not holds(values.dtype, fill_value):
+        raise ValueError(
+            f"fill_value: expected a number that {dtype_name(values.dtype)} holds like values, got {fill_value}"
+        )
+    last = shift_labels(values.new_zeros(values.shape, dtype=torch.int32), cu_seqlens, ignore_index=1) != 0
+    return values.roll(-1, dims=-1).masked_fill(last, fill_value)
 
 
 def count_target_tokens(

@@ -19,11 +19,10 @@ times the product, backward 1.10 and 1.03 times its three.
 
 import torch
 
+from packing_ops import _ops
 from packing_ops._args import integer
 from packing_ops._autograd import past_autograd, register_autograd, register_no_autograd
 from packing_ops.metadata import PackedMetadata
-
-_ops = torch.ops.packing_ops
 
 
 def token_logps(

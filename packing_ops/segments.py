@@ -1,13 +1,17 @@
-"""Numbers per document of a packed row: sums and means of what its slots hold, each feature on its own.
+"""Numbers per document of a packed row: sums, means and deviations of what its slots hold, and the way back to the slots.
 
-cu_seqlens is as in packing_ops.boundaries.
+cu_seqlens is as in packing_ops.boundaries. A group of documents is the same one level up: the boundaries of prompts
+among samples, say, over one reward a sample.
 """
+
+from numbers import Real
 
 import torch
 
 from packing_ops import _ops
-from packing_ops._args import is_set
+from packing_ops._args import check_cu_seqlens, check_tensor, described, dtype_name, integer, is_set, one_row
 from packing_ops._autograd import past_autograd, register_autograd
+from packing_ops.boundaries import seq_idx_from_cu_seqlens
 
 
 def segment_sum(
@@ -58,6 +62,105 @@ def segment_mean(values: torch.Tensor, cu_seqlens: torch.Tensor, mask: torch.Ten
         ValueError: as segment_sum.
     """
     return segment_sum(values, cu_seqlens, mask, average=True)
+
+
+def segment_std(
+    values: torch.Tensor, cu_seqlens: torch.Tensor, mask: torch.Tensor | None = None, *, correction: float = 1
+) -> torch.Tensor:
+    """Standard deviation per document, or of the rewards of each group of samples. Differentiable.
+
+    Args:
+        values: float32, float64, bfloat16 or float16, ``[total]`` or ``[1, total]``.
+        cu_seqlens: int32 or int64 ``[num_documents + 1]``.
+        mask: as many elements as ``values``, 0 = left out, whatever the value is there.
+        correction: the sum of squares is divided by the number of values less this: 1 as torch.std has it, 0 for the
+            population.
+
+    Returns:
+        ``[num_documents]``, float64 for float64 values, else float32. 0 where no more than ``correction`` values are
+        kept (torch.std gives NaN), and where all are equal; the gradient is 0 there too. Computed in float64.
+        No synchronisation. Deterministic: the order of additions depends on the document's own length alone.
+
+    Example:
+        Advantages of GRPO: two prompts of three and two samples, whose rewards are compared in their own group.
+
+        >>> import packing_ops as po
+        >>> rewards, groups = torch.tensor([1.0, 2.0, 3.0, 5.0, 5.0]), torch.tensor([0, 3, 5], dtype=torch.int32)
+        >>> mean, std = po.segment_sum(rewards, groups, average=True), segment_std(rewards, groups)
+        >>> mean, std
+        (tensor([2., 5.]), tensor([1., 0.]))
+        >>> (rewards - segment_broadcast(mean, groups)) / (segment_broadcast(std, groups) + 1e-6)
+        tensor([-1.0000,  0.0000,  1.0000,  0.0000,  0.0000])
+
+    Raises:
+        ValueError: values or a mask of another shape or dtype, cu_seqlens that are none or end past the values, a
+            correction below 0.
+    """
+    check_cu_seqlens(cu_seqlens)
+    check_tensor(values, "values")
+    one_row(values, "values")
+    if not values.is_floating_point():
+        raise ValueError(f"values: expected a floating dtype, got {dtype_name(values.dtype)}")
+    if not isinstance(correction, Real) or not correction >= 0:
+        raise ValueError(f"correction: expected a number of at least 0, got {correction!r}")
+    total = values.numel()
+    # Of slots after the documents too: a NaN there would be one in the gradient.
+    left_out = segment_broadcast(values.new_ones(cu_seqlens.numel() - 1), cu_seqlens, total) == 0
+    if mask is not None:
+        kept = is_set(mask, "mask")
+        if kept.numel() != values.numel():
+            raise ValueError(f"mask: expected {values.numel()} elements like values, got {described(mask)}")
+        left_out = left_out | ~kept.reshape(-1)
+    flat = values.reshape(-1).double().masked_fill(left_out, 0.0)
+    count = _ops.segment_sum((~left_out).double(), cu_seqlens, None, False)
+    mean = _ops.segment_sum(flat, cu_seqlens, None, False) / count.clamp_min(1)
+    deviations = (flat - segment_broadcast(mean, cu_seqlens, total)).masked_fill(left_out, 0.0)
+    few = count <= correction
+    squares = _ops.segment_sum(deviations.square(), cu_seqlens, None, False)
+    variance = squares / (count - correction).masked_fill(few, 1.0)
+    # What rounding leaves of equal values is no spread. A square root has no gradient at 0.
+    none = few | (variance <= (1e-14 * mean.detach()).square())
+    std = variance.masked_fill(none, 1.0).sqrt().masked_fill(none, 0.0)
+    return std if values.dtype == torch.float64 else std.float()
+
+
+def segment_broadcast(values: torch.Tensor, cu_seqlens: torch.Tensor, total: int | None = None) -> torch.Tensor:
+    """One value per document to every slot of the document: the way back from segment_sum. Differentiable.
+
+    Args:
+        values: ``[num_documents, ...]``, any dtype.
+        cu_seqlens: int32 or int64 ``[num_documents + 1]``.
+        total: slots of the row; without it ``cu_seqlens[-1]``, which synchronises on CUDA.
+
+    Returns:
+        ``[total, ...]`` of the same dtype: slot t holds the value of the document of t, zeros (False) in the padding
+        after the last one. Any derivative; the gradient of a document is the sum over its slots, in an order that
+        depends on its own length alone.
+
+    Example:
+        >>> cu_seqlens = torch.tensor([0, 2, 3], dtype=torch.int32)
+        >>> segment_broadcast(torch.tensor([0.5, -1.0]), cu_seqlens, total=4)
+        tensor([ 0.5000,  0.5000, -1.0000,  0.0000])
+        >>> segment_broadcast(torch.tensor([True, False]), cu_seqlens)  # documents to keep, as a mask of tokens
+        tensor([ True,  True, False])
+
+    Raises:
+        ValueError: not one value per document, cu_seqlens that are none or end past ``total``.
+    """
+    check_cu_seqlens(cu_seqlens)
+    check_tensor(values, "values")
+    num_documents = cu_seqlens.numel() - 1
+    if values.dim() == 0 or values.shape[0] != num_documents:
+        raise ValueError(
+            f"values: expected [num_documents={num_documents}, ...] like cu_seqlens, got {described(values)}"
+        )
+    if not isinstance(total, int):
+        total = int(cu_seqlens[-1]) if total is None else integer(total, "total")
+    if not values.is_floating_point():
+        padded = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
+        return padded.index_select(0, seq_idx_from_cu_seqlens(cu_seqlens, total))
+    sums = values if values.dtype == torch.float64 else values.float()  # what segment_sum would have given
+    return _ops.segment_sum_backward(sums, cu_seqlens, None, False, total, values.dtype)
 
 
 # --- registration: shapes for torch.compile, gradients ---

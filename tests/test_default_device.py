@@ -150,7 +150,7 @@ CALLS = {
         po.count_target_tokens(LABELS[None]),
         po.block_causal_mask(CU_SEQLENS, 16, dtype=torch.float32, window=2),
     ],
-    "slot_values": lambda: [
+    "segments": lambda: [
         po.shift_values(VALUES, CU_SEQLENS, fill_value=0.5),
         po.segment_std(VALUES, CU_SEQLENS, VALUES > 0),
         po.segment_broadcast(VALUES[:4], CU_SEQLENS),

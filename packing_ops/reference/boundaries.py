@@ -59,6 +59,14 @@ def shift_labels(labels, cu_seqlens, ignore_index=-100):
     return out.reshape(labels.shape)
 
 
+def shift_values(values, cu_seqlens, fill_value=0.0):
+    flat = values.reshape(-1)
+    out = torch.full_like(flat, fill_value)
+    for start, end in documents(cu_seqlens):
+        out[start : max(end - 1, start)] = flat[start + 1 : end]
+    return out.reshape(values.shape)
+
+
 def segment_sum(values, cu_seqlens, mask=None, average=False):
     keep = torch.ones(len(values), dtype=torch.bool, device=values.device) if mask is None else mask != 0
     sums = []

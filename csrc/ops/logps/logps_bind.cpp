@@ -52,12 +52,12 @@ LogpsChunkParams chunk_params(const Tensor& logits, const std::optional<Tensor>&
 
 }  // namespace
 
-Tensor logps_targets(const Tensor& labels, const Tensor& cu_seqlens, int64_t ignore_index, int64_t vocab) {
+Tensor logps_targets(const Tensor& labels, Tensor cu_seqlens, int64_t ignore_index, int64_t vocab) {
   const Tensor values = dense(labels);
   check_dtype(labels, "labels", {DType::kInt64, DType::kInt32});
   const int64_t total = labels.numel();
   check(total <= kMost, "labels: expected at most ", kMost, " slots, got ", total);
-  check_cu_seqlens(cu_seqlens, "cu_seqlens", total, labels, "labels");
+  take_cu_seqlens(cu_seqlens, "cu_seqlens", total, labels, "labels");
   check_fits(ignore_index, "ignore_index", labels, "labels");
   check(vocab > 0 && vocab <= kMost, "weight: expected 1 to ", kMost, " entries of the vocabulary, got ", vocab);
   Tensor targets = empty({total}, DType::kInt32, labels);

@@ -1,6 +1,5 @@
 // A warp, or half of one, rotates every head of q and k of one token: the angles are read once and stay in registers.
-// Same formula as rope_cpu.cpp, with the roundings spelled out, so that every layout, batch and packing gives the same
-// bits.
+// Same formula as rope_cpu.cpp, with the roundings spelled out: every layout, batch and packing gives the same bits.
 #include <type_traits>
 
 #include "core/launch.cuh"

@@ -1,16 +1,8 @@
-"""Oracles of packing_ops.slot_values."""
+"""Oracles of packing_ops.segments, beside those of boundaries."""
 
 import torch
 
 from packing_ops.reference.boundaries import documents
-
-
-def shift_values(values, cu_seqlens, fill_value=0.0):
-    flat = values.reshape(-1)
-    out = torch.full_like(flat, fill_value)
-    for start, end in documents(cu_seqlens):
-        out[start : max(end - 1, start)] = flat[start + 1 : end]
-    return out.reshape(values.shape)
 
 
 def segment_std(values, cu_seqlens, mask=None, correction=1):

@@ -1,4 +1,4 @@
-"""packing_ops.slot_values against packing_ops.reference.slot_values."""
+"""shift_values, segment_std and segment_broadcast against packing_ops.reference."""
 
 import doctest
 
@@ -9,15 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import packing_ops as po
-from packing_ops import slot_values
-from packing_ops.reference import slot_values as oracle
+import packing_ops.boundaries
+from packing_ops import segments
+from packing_ops.reference import boundaries
+from packing_ops.reference import segments as oracle
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 EDGES = [[], [0], [1], [1, 1, 1], [0, 3, 0], [0, 0]]
 
 
-def test_examples_of_the_docstrings():
-    assert doctest.testmod(slot_values) == (0, 11)
+@pytest.mark.parametrize("module", [segments, packing_ops.boundaries])
+def test_examples_of_the_docstrings(module):
+    assert doctest.testmod(module).failed == 0
 
 
 # --- shift_values ---
@@ -30,7 +33,7 @@ def test_shift_equals_reference(device, lengths, tail, row, fill):
     values = values[None] if row else values
     for dtype in FLOATS:
         shifted = po.shift_values(values.to(dtype), cu_seqlens, fill_value=fill)
-        assert_same(shifted, oracle.shift_values(values.to(dtype), cu_seqlens, fill))
+        assert_same(shifted, boundaries.shift_values(values.to(dtype), cu_seqlens, fill))
         assert_same(po.shift_values(values.to(dtype), cu_seqlens.long(), fill_value=fill), shifted)
 
 

@@ -1,0 +1,16 @@
+"""SFT on packed rows with TRL: python examples/first/sft_trl.py MODEL chats.jsonl"""
+
+import sys
+
+from datasets import load_dataset
+from trl import SFTConfig, SFTTrainer
+
+from packing_ops.integrations import trl as po_trl
+from packing_ops.integrations.transformers import apply_packing_ops
+
+model, data = sys.argv[1:]
+po_trl.patch_pack_dataset()  # fills rows over the whole dataset
+settings = SFTConfig("out", packing=True, max_length=2048, per_device_train_batch_size=1, report_to="none")
+trainer = SFTTrainer(model, settings, train_dataset=load_dataset("json", data_files=data, split="train"))
+print(apply_packing_ops(trainer.model))  # attention that keeps documents apart, and fused RoPE
+trainer.train()
