@@ -411,6 +411,7 @@ def xformers_bias(lengths: Sequence[int], *, window: int | None = None):
 def _total(cu_seqlens: torch.Tensor, total: int | None) -> int:
     if total is not None:
         return total
+    check_tensor(cu_seqlens, "cu_seqlens")
     check_cu_seqlens(cu_seqlens)
     return int(cu_seqlens[-1])
 

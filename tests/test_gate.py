@@ -153,6 +153,7 @@ def test_fake_tensors():
 
 NOT_TAKEN = {
     "list of cu_seqlens": (lambda: po.shift_labels(LABELS, [0, 2, 5]), r"cu_seqlens: expected a tensor, got \[0, 2, 5\] \(list\)"),
+    "list of cu_seqlens alone": (lambda: po.position_ids_from_cu_seqlens([0, 5]), r"cu_seqlens: expected a tensor, got \[0, 5\]"),
     "list of labels": (lambda: po.shift_labels([1, 2], CU_SEQLENS), r"labels: expected a tensor, got \[1, 2\] \(list\)"),
     "list of masked labels": (lambda: po.mask_boundary_labels([1], lengths=[1]), "labels: expected a tensor"),
     "list of values": (lambda: po.segment_sum([1.0, 2.0], CU_SEQLENS), r"values: expected a tensor, got \[1.0, 2.0\] \(list\)"),
