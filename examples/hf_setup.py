@@ -57,8 +57,7 @@ def new_model(path: Path | None, max_positions: int, seed: int):
 
 def swap(model) -> None:
     """packing_ops attention and RoPE in the model; attention alone, after a warning, where its RoPE is not known."""
-    if not apply_packing_ops(model):
-        apply_packing_ops(model, rope=False)
+    apply_packing_ops(model)
 
 
 def documents_for(path: Path | None, data: Path | None, limit: int, max_length: int) -> tuple[list[Document], int]:

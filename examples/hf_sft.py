@@ -7,7 +7,8 @@
 
 Padded: batches of 8, each padded to its longest, by the stock model with sdpa attention (eager where transformers has no
 other, as for Gemma 2 and gpt-oss). Packed: rows of 2048 slots filled first-fit-decreasing, by the model after
-apply_packing_ops. Each run has a process of its own, so that peak memory is its own too.
+apply_packing_ops. Each run has a process of its own, so that peak memory is its own too. Every eighth document is held
+out, and both models are measured on those after the same tokens: losses of steps are means over different documents.
 """
 
 from options import needs, parser_of
@@ -27,16 +28,27 @@ import multiprocessing
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 
 import torch
 import transformers
 from hf_setup import documents_for, new_model, one_pass, packed_batch, padded_batch, swap
 from report_packed import save_report
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from text_data import Document
+from text_data import IGNORE, Document
 from train_packed import Run, groups_of, peak_mib
 
 COLUMNS = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[loss]}"))
+
+
+HELD_OUT = 8  # every so many documents one is
+
+
+@dataclass
+class MeasuredRun(Run):
+    """held_out_loss: per target token of the documents that no step saw, after all the others."""
+
+    held_out_loss: float = 0.0
 
 
 class MeasuredTrainer(transformers.Trainer):
@@ -69,15 +81,30 @@ def model_for(mode: str, arguments):
     return model.to(arguments.device)
 
 
-def train(mode: str, tokens: list[tuple[list[int], list[int]]], arguments) -> Run:
+@torch.no_grad()
+def held_out_loss(model, documents: list[Document], collate, arguments) -> float:
+    """Per target token, in batches as those of training."""
+    total = 0.0
+    for first in range(0, len(documents), arguments.batch_size):
+        batch = to_device(collate(documents[first : first + arguments.batch_size]), arguments.device)
+        total += model(**batch, num_items_in_batch=1).loss.item()  # the sum
+    return total / sum(int((d.labels[1:] != IGNORE).sum()) for d in documents)
+
+
+def split(documents: list) -> tuple[list, list]:
+    """For training, and held out."""
+    return [d for i, d in enumerate(documents) if i % HELD_OUT != HELD_OUT - 1], documents[HELD_OUT - 1 :: HELD_OUT]
+
+
+def train(mode: str, tokens: list[tuple[list[int], list[int]]], arguments) -> MeasuredRun:
     """One pass over the documents, given as (input_ids, labels); runs in a process of its own."""
-    documents = [Document(torch.tensor(ids), torch.tensor(labels)) for ids, labels in tokens]
+    documents, held_out = split([Document(torch.tensor(ids), torch.tensor(labels)) for ids, labels in tokens])
     groups = [[documents[i] for i in group] for group in groups_of(mode, [len(d) for d in documents], arguments)]
     collate = padded_batch if mode == "padded" else packed_batch
     model = model_for(mode, arguments)
     model(**to_device(collate(groups[0]), arguments.device)).loss.backward()  # warm-up
     model.zero_grad()
-    run = Run(mode, steps=len(groups))
+    run = MeasuredRun(mode, steps=len(groups))
     for group in groups:
         run.real_tokens += sum(map(len, group))
         run.tokens_seen.append(run.real_tokens)
@@ -90,6 +117,7 @@ def train(mode: str, tokens: list[tuple[list[int], list[int]]], arguments) -> Ru
         )
         trainer.train(progress)
     run.peak_mib = peak_mib(arguments.device)
+    run.held_out_loss = held_out_loss(model.eval(), held_out, collate, arguments)
     return run
 
 
@@ -116,8 +144,12 @@ def first_step_losses(documents, arguments) -> dict[str, float]:
 def main():
     arguments = parse_arguments()
     documents, cut = documents_for(arguments.model, arguments.data, arguments.documents, arguments.capacity)
-    lengths = [len(d) for d in documents]
-    print(f"{len(documents)} documents, {sum(lengths)} tokens, {cut} cut to {arguments.capacity}")
+    trained, held_out = split(documents)
+    lengths = [len(d) for d in trained]
+    if not held_out:
+        raise SystemExit(f"--documents: expected {HELD_OUT} or more, of which one is held out, got {len(documents)}")
+    kept = f"{len(held_out)} more are held out"
+    print(f"{len(lengths)} documents, {sum(lengths)} tokens, {cut} cut to {arguments.capacity}; {kept}")
     losses = first_step_losses(documents, arguments)
     tokens = [(d.input_ids.tolist(), d.labels.tolist()) for d in documents]  # a tensor would cost a file descriptor
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:

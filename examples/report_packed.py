@@ -29,6 +29,9 @@ def print_table(runs, losses: dict[str, float]) -> None:
         ("peak memory (MiB)", "{:,.0f}", [r.peak_mib for r in runs], True),
         ("last loss (mean of 20 steps)", "{:.3f}", [sum(r.losses[-20:]) / len(r.losses[-20:]) for r in runs], False),
     ]
+    held_out = [getattr(run, "held_out_loss", None) for run in runs]
+    if None not in held_out:  # means over the last steps are over other documents in each run
+        rows[-1] = ("held-out loss, same tokens", "{:.3f}", held_out, False)
     for name, form, (a, b), ratio in rows:
         table.add_row(name, form.format(a), form.format(b), f"{b / a:.2f}x" if ratio else "")
     difference = abs(losses["packed"] - losses["padded"])

@@ -1,5 +1,7 @@
 """Tiny models of the families in Hugging Face transformers that the integration is tested with."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -44,3 +46,13 @@ def tiny_model(family, *, attn_implementation="eager", device="cpu", dtype=torch
         if name.endswith("sinks"):
             torch.nn.init.normal_(parameter)
     return model.to(device, dtype).train()
+
+
+def made_mask(maker, config, embeds, **given):
+    """transformers' own maker of masks, called as versions 4 and 5 want it."""
+    make = getattr(transformers.masking_utils, maker)
+    names = inspect.signature(make).parameters
+    given = {"attention_mask": None, "past_key_values": None, **given}
+    if "cache_position" in names:
+        given["cache_position"] = torch.arange(embeds.shape[1], device=embeds.device)
+    return make(config, embeds, **given)

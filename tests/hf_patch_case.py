@@ -45,7 +45,9 @@ FAMILIES = {  # name: (classes' prefix, suffix of the model, more of the config)
     "qwen3_vl": ("Qwen3VL", "TextModel", {"rope_parameters": {**MROPE, "mrope_section": [4, 2, 2]}}),
     "stablelm": ("StableLm", "ForCausalLM", {}),
 }
+KNOWN = {name.split(".")[2] for name in _rotary.MODULES}
 NAMED = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss"]
+FAMILIES = {family: case for family, case in FAMILIES.items() if family in KNOWN}  # to this transformers
 MULTIMODAL = [name for name in FAMILIES if name.endswith("_vl")]
 LENGTHS = [5, 3, 8]
 

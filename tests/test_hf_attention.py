@@ -11,7 +11,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import FAMILIES, tiny_model  # noqa: E402
+from hf_models import FAMILIES, made_mask, tiny_model  # noqa: E402
 
 import packing_ops  # noqa: E402
 from packing_ops.integrations import transformers as integration  # noqa: E402
@@ -299,6 +299,7 @@ def test_autocast(device):
     assert all(gradient.isfinite().all() for gradient in gradients(model).values())
 
 
+@pytest.mark.skipif(transformers.__version__ < "5", reason="does not read an implementation from config.json")
 def test_save_and_reload(tmp_path, device):
     docs = documents(device)
     model = tiny_model("llama", attn_implementation="packing_ops", device=device)
@@ -357,17 +358,18 @@ def test_four_dimensional_mask_is_honoured(device, warnings):
 
 def test_a_function_mixed_into_the_mask_is_honoured(device):
     config = tiny_model("llama", attn_implementation="packing_ops").config
-    inputs = {"inputs_embeds": torch.zeros(1, 4, 32, device=device), "past_key_values": None}
-    inputs["position_ids"] = torch.tensor([[0, 1, 0, 1]], device=device)
+    inputs = {
+        "embeds": torch.zeros(1, 4, 32, device=device),
+        "position_ids": torch.tensor([[0, 1, 0, 1]], device=device),
+    }
     prefix = {"or_mask_function": lambda batch, head, q, k: k < 1}
-    mask = transformers.masking_utils.create_causal_mask(config, attention_mask=None, **inputs, **prefix)
+    mask = made_mask("create_causal_mask", config, **inputs, **prefix)
     assert mask[0, 0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
     sliding = tiny_model("mistral", attn_implementation="packing_ops").config
     even = {"and_mask_function": lambda batch, head, q, k: k % 2 == 0}
-    create = transformers.masking_utils.create_sliding_window_causal_mask
-    mask = create(sliding, attention_mask=None, **inputs, **even)
+    mask = made_mask("create_sliding_window_causal_mask", sliding, **inputs, **even)
     assert mask[0, 0].int().tolist() == [[1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 1, 0], [0, 0, 1, 0]]
-    plain = transformers.masking_utils.create_causal_mask(config, attention_mask=None, **inputs)
+    plain = made_mask("create_causal_mask", config, **inputs)
     assert isinstance(plain, masks.MaskPattern)
     assert (plain.causal, plain.window) == (True, (-1, -1))
 
@@ -494,7 +496,6 @@ def test_other_implementations_stay_as_they_were(family, device):
     docs = documents(device, [5, 6])
     stock = tiny_model(family, device=device)
     assert transformers.masking_utils._preprocess_mask_arguments.carries_position_ids
-    mask = transformers.masking_utils.create_causal_mask(
-        stock.config, torch.zeros(1, 11, 32), None, None, packed(docs)["position_ids"].cpu()
-    )
+    positions = packed(docs)["position_ids"].cpu()
+    mask = made_mask("create_causal_mask", stock.config, torch.zeros(1, 11, 32), position_ids=positions)
     assert mask.shape == (1, 1, 11, 11)

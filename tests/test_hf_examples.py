@@ -36,6 +36,8 @@ def test_hf_sft(tmp_path):
     assert losses["unpadded"] == pytest.approx(losses["padded"], abs=1e-5)
     padded, packed = result["runs"]
     assert padded["real_tokens"] == packed["real_tokens"] > 0
+    for each in (padded, packed):  # untrained it is log(258)
+        assert 2 < each["held_out_loss"] < 5.3
     assert packed["padding_waste"] < padded["padding_waste"]
     assert all(run["losses"][-1] < run["losses"][0] for run in (padded, packed))
     assert all(len(run["losses"]) == run["steps"] == len(run["tokens_seen"]) for run in (padded, packed))
@@ -53,6 +55,9 @@ def test_packed_models_are_swapped_unless_stock(monkeypatch, stock):
     tokens = [torch.randint(0, 256, (length,)) for length in (31, 7, 50, 2)]
     documents = [hf_sft.Document(ids, ids.clone()) for ids in tokens]
     losses = hf_sft.first_step_losses(documents, arguments)
+    collated = zip(models, (hf_sft.padded_batch, hf_sft.packed_batch), strict=True)
+    held_out = [hf_sft.held_out_loss(model, documents, collate, arguments) for model, collate in collated]
+    assert held_out == pytest.approx([losses["padded"]] * 2, abs=1e-5)  # it is one model, and one batch
     assert losses == pytest.approx(dict.fromkeys(losses, losses["padded"]), abs=1e-5)
 
 

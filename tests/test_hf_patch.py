@@ -5,7 +5,6 @@ import gc
 import pickle
 import subprocess
 import sys
-import warnings
 
 import pytest
 import torch
@@ -50,7 +49,7 @@ def attended(monkeypatch):
 
 
 def test_every_family_is_tested():
-    assert set(FAMILIES) == set(_rotary.FAMILIES)
+    assert {module_of(family).__name__ for family in FAMILIES} == set(_rotary.MODULES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -319,8 +318,9 @@ def test_attention_half_set_is_taken_back(gemma3_with_vision, monkeypatch):
     model = gemma3_with_vision
     with monkeypatch.context() as patch:  # the whole cannot, its parts could
         patch.setattr(type(model), "_can_set_attn_implementation", lambda *self: False)
-        with pytest.warns(UserWarning, match="Gemma3ForConditionalGeneration as it is: .* cannot change"):
-            assert not apply_packing_ops(model)
+        with pytest.warns(UserWarning, match="attention of Gemma3ForConditionalGeneration as it is: .* cannot change"):
+            assert apply_packing_ops(model).attention == 0
+    revert_packing_ops(model)
     assert implementations(model) == ["sdpa", "eager", "sdpa"]
 
     def refuse(self, wanted):
@@ -344,57 +344,6 @@ def test_class_gives_new_models_our_attention():
     assert tiny("qwen3").config._attn_implementation == old.config._attn_implementation == "sdpa"
     revert_packing_ops(type(old))
     assert tiny("llama").config._attn_implementation == "sdpa"
-
-
-# --- what is not served ---
-
-
-def test_unsupported_models_are_left_alone():
-    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=8))
-    before = [dict(vars(module)) for module in gpt2.modules()]
-    with pytest.warns(UserWarning, match="GPT2LMHeadModel as it is: its RoPE"):
-        assert not apply_packing_ops(gpt2)
-    with pytest.warns(UserWarning, match="GPT2LMHeadModel as it is: its module") as warned:
-        assert not apply_packing_ops(type(gpt2))
-    assert warned[0].filename == __file__  # where the caller stands
-    phi = tiny("phi")
-    for target in (phi, type(phi)):
-        with pytest.warns(UserWarning, match="PhiForCausalLM as it is: .* no RMSNorm"):
-            assert not apply_packing_ops(target, rms_norm=True)
-    with pytest.warns(UserWarning, match="Linear as it is: there is no transformers model"):
-        assert not apply_packing_ops(torch.nn.Linear(1, 1), rope=False)
-    assert gpt2.config._attn_implementation == phi.config._attn_implementation == "sdpa"
-    assert [dict(vars(module)) for module in gpt2.modules()] == before
-    with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module.*got str"):
-        apply_packing_ops("llama")
-    revert_packing_ops(gpt2)
-
-
-def test_attention_of_somebody_else_is_not_given_tables():
-    class OwnAttention(module_of("llama").LlamaAttention):
-        def forward(self, *args, **kwargs):
-            return super().forward(*args, **kwargs)
-
-    model = tiny("llama")
-    model.model.layers[0].self_attn.__class__ = OwnAttention
-    with pytest.warns(UserWarning, match="LlamaForCausalLM as it is: its RoPE"):
-        assert not apply_packing_ops(model, attention=False)
-
-
-def test_attention_that_cannot_be_set_leaves_all(monkeypatch):
-    model = tiny("llama")
-    monkeypatch.setattr(type(model), "_can_set_attn_implementation", lambda *self: False)
-    with pytest.warns(UserWarning, match="LlamaForCausalLM as it is: .* cannot change"):
-        assert not apply_packing_ops(model)
-    assert not model.model.rotary_emb._forward_hooks
-
-
-def test_nothing_is_said_of_supported_models():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model = tiny("llama")
-        apply_packing_ops(model, attention=False)
-        revert_packing_ops(model)
 
 
 # --- numerics ---
@@ -423,6 +372,29 @@ def test_rms_norm_rounds_once(family, weights, device):
     assert_same(norm(x), stock)
 
 
+def test_rms_norm_has_a_class_of_its_own(device):
+    """A subclass of the model's with its name, so that whoever looks for that class still finds it."""
+    model, x = tiny("llama", device).bfloat16(), (3 * torch.randn(50, 64, device=device)).bfloat16()
+    norm = model.model.norm
+    stock, expected, attributes = type(norm), norm(x), dict(vars(norm))
+    apply_packing_ops(model, attention=False, rms_norm=True)
+    fused = norm(x)
+    assert not torch.equal(fused, expected)
+    assert isinstance(norm, stock)
+    assert type(norm) is type(model.model.layers[0].input_layernorm) is not stock
+    assert (type(norm).__name__, type(norm).__qualname__) == (stock.__name__, stock.__qualname__)
+    assert dict(vars(norm)) == attributes
+    for twin in (copy.copy(norm), copy.deepcopy(norm), *(pickle.loads(pickle.dumps(norm, p)) for p in range(6))):
+        assert type(twin) is type(norm)
+        assert_same(twin(x), fused)
+        revert_packing_ops(twin)
+        assert type(twin) is stock
+        assert_same(twin(x), expected)
+    assert_same(norm(x), fused)
+    revert_packing_ops(model)
+    assert type(norm) is stock
+
+
 def test_rms_norm_under_a_hook_of_accelerate(device):
     hooks = pytest.importorskip("accelerate.hooks")
     model = tiny("llama", device).bfloat16()
@@ -436,7 +408,11 @@ def test_rms_norm_under_a_hook_of_accelerate(device):
     assert_same(norm(x), fused)
     revert_packing_ops(model)
     assert_same(norm(x), stock)
+    apply_packing_ops(model, attention=False, rms_norm=True)
+    assert_same(norm(x), fused)
     hooks.remove_hook_from_module(norm)
+    assert_same(norm(x), fused)
+    revert_packing_ops(model)
     assert_same(norm(x), stock)
 
 
@@ -462,8 +438,8 @@ def test_rms_norm_of_another_library_stays(monkeypatch):
     model = tiny("llama")
     theirs = lambda self, x: x  # noqa: E731
     monkeypatch.setattr(type(model.model.norm), "forward", theirs)
-    with pytest.warns(UserWarning, match="LlamaForCausalLM as it is: .* no RMSNorm"):
-        assert not apply_packing_ops(model, attention=False, rms_norm=True)
+    with pytest.warns(UserWarning, match="rms_norm of LlamaForCausalLM as it is: .* no RMSNorm"):
+        assert apply_packing_ops(model, attention=False, rms_norm=True).rms_norm == 0
     assert "forward" not in vars(model.model.norm)
     monkeypatch.undo()
     model.model.norm.forward = lambda x: x  # of one module

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from helpers import assert_same, cu_seqlens_of
+from torch._dynamo.testing import CompileCounter
 
 transformers = pytest.importorskip("transformers")
 
@@ -36,6 +37,24 @@ def test_compile_fullgraph(family, device, fresh_compile):
         assert_near(grad, wanted_grads[name.removeprefix("_orig_mod.")])
     revert_packing_ops(model)
     assert_same(outputs(model, inputs), wanted)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("attention", [False, True])
+def test_layers_share_what_is_compiled(family, attention, device, fresh_compile):
+    """More layers than torch.compile's limit of graphs; the first one finds the documents, the others have them."""
+    layers = 10
+    assert layers > torch._dynamo.config.recompile_limit
+    kinds = {"layer_types": ["full_attention"] * layers} if family == "gemma3" else {}
+    model, inputs = tiny(family, device, num_hidden_layers=layers, **kinds), packed(device)
+    wanted = outputs(model, inputs)
+    apply_packing_ops(model, attention=attention, rms_norm=True)
+    counter = CompileCounter()
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, backend=counter)
+    assert_near(outputs(model, inputs), wanted)
+    assert counter.frame_count == 1 + attention
+    revert_packing_ops(model)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

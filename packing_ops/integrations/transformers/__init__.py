@@ -3,7 +3,13 @@
 import importlib
 import importlib.util
 
-_FILES = {"apply_packing_ops": "patch", "register": "attention", "revert_packing_ops": "patch"}
+_FILES = {
+    "Applied": "patch",
+    "apply_packing_ops": "patch",
+    "info": "_info",
+    "register": "attention",
+    "revert_packing_ops": "patch",
+}
 __all__ = list(_FILES)
 
 

@@ -8,6 +8,7 @@ import torch
 from packing_ops._args import check_cu_seqlens
 from packing_ops._checks import check_documents
 from packing_ops.integrations.transformers._host import PreTrainedModel
+from packing_ops.integrations.transformers._keywords import check_keywords
 from packing_ops.integrations.transformers.fallback import tell_once
 
 NAMES: set[str] = set()  # of implementations that are ours
@@ -30,28 +31,24 @@ _MIXERS = frozenset(
         "sam3_lite_text_text_model",
     )
 )
-_TELLING = ("position_ids", "attention_mask")
 OTHER_POSITIONS = frozenset(("decision_transformer",))  # position_ids of zeros, beside embeddings of the time
 
 
 class Call:
-    """One call of a model under a name of ours, and what tells its documents: position_ids and cu_seq_lens_q."""
+    """One call of a model under a name of ours, and what tells its documents: position_ids, cu_seq_lens_q, numbers."""
 
     def __init__(self, model, args, kwargs, outer):
         self.name = type(model).__name__
         self.mask_form, places, model_type = _habits_of(type(model), type(model.config))
-        position_ids, padding = (
-            args[place] if kwargs.get(name) is None and place is not None and place < len(args) else kwargs.get(name)
-            for name, place in zip(_TELLING, places, strict=True)
-        )
-        self.position_ids = None if model_type in OTHER_POSITIONS else position_ids
+        self.position_ids = None if model_type in OTHER_POSITIONS else _given("position_ids", places, args, kwargs)
         self.cu_seqlens = kwargs.get("cu_seq_lens_q")
-        self.padding, self.outer = padding, outer
-        # token_dropout of ESM scales a row by how many of all its tokens are masked.
-        self.mixes = model_type in _MIXERS or bool(getattr(model.config, "token_dropout", False))
+        self.padding, self.outer = _given("attention_mask", places, args, kwargs), outer
+        self.numbers = numbers_of(self.padding)
+        self.mixes = mixes_tokens(model.config)
         # A mask of every query and key, and a dict of those that an outer model made, tell all that there is.
         whole = self.padding is not None and not _is_tensor(self.padding, 2)
         self.taken = whole and not self.mixes
+        self.numbers_taken = self.numbers is None
 
     def take(self):
         """What tells documents has reached a mask or an attention, if it was told at all: a vision tower's is its own."""
@@ -67,22 +64,37 @@ class Call:
             positions = position_ids.to(self.cu_seqlens.device)
             check_documents(self.cu_seqlens, self.cu_seqlens, None, positions, batch, positions.shape[1])
 
+    def take_numbers(self, numbers):
+        """These, of an attention_mask, have reached a mask: of this call, or of one that handed the mask on."""
+        call = self
+        while call is not None and numbers is not None:
+            call.numbers_taken |= call.numbers is numbers and not call.mixes
+            call = call.outer
+
     def refuse_if_lost(self):
         """Documents that nobody was told of would see each other."""
-        if self.taken:
+        if self.taken and self.numbers_taken:
             return
         if torch.compiler.is_compiling():  # which may not look at values
-            if _is_tensor(self.position_ids, 2):
+            if not self.taken and _is_tensor(self.position_ids, 2):
                 tell_once(f"{self.name} tells no attention of position_ids, and compiled it refuses no packed rows")
             return
         lost = ""
-        if isinstance(self.cu_seqlens, torch.Tensor) and self.cu_seqlens.numel() > 2:
+        if not self.taken and isinstance(self.cu_seqlens, torch.Tensor) and self.cu_seqlens.numel() > 2:
             lost = "cu_seq_lens_q"
-        elif _tell_documents(self.position_ids, self.padding):
+        elif not self.taken and _tell_documents(self.position_ids, self.padding):
             lost = "position_ids"
+        elif not self.numbers_taken and bool((self.numbers > 1).any()):
+            lost = "attention_mask"
         if lost:
             why = "mixes tokens beside its attention" if self.mixes else "tells no attention"
             raise ValueError(f"{lost}: expected one document in each row, got several, and {self.name} {why}")
+
+
+def mixes_tokens(config) -> bool:
+    """Beside attention, and past the end of a document."""
+    # token_dropout of ESM scales a row by how many of all its tokens are masked.
+    return config.model_type in _MIXERS or bool(getattr(config, "token_dropout", False))
 
 
 class _Now(threading.local):
@@ -137,6 +149,8 @@ def watch_calls() -> bool:
             if "position_ids" in kwargs and (outer := current()) is not None:
                 outer.take()  # by another implementation, which tells documents in its own way
             return torch.nn.Module.__call__(self, *args, **kwargs)
+        check_keywords(type(self), kwargs)
+        args, kwargs = _with_ones(self, args, kwargs)
         here = _here()
         outer = here.call
         call = here.call = _traced.call = Call(self, args, kwargs, outer)  # what it calls may be compiled
@@ -157,10 +171,10 @@ _habits: dict[tuple, tuple] = {}  # torch.compile would look through functools.c
 
 @torch.compiler.assume_constant_result
 def _habits_of(cls, config_cls):
-    """The form of its masks, the places of _TELLING among its positional arguments, and its model_type."""
+    """The form of its masks, places of position_ids and attention_mask among its positional arguments, its model_type."""
     if (cls, config_cls) not in _habits:
         names = list(inspect.signature(cls.forward).parameters)[1:]
-        places = tuple(names.index(name) if name in names else None for name in _TELLING)
+        places = {name: names.index(name) for name in ("position_ids", "attention_mask") if name in names}
         form = BOOL if cls._supports_sdpa else ADDITIVE
         if cls._supports_flash_attn or cls._supports_flex_attn:
             form = form if any(base.__module__.startswith(_READERS) for base in cls.__mro__) else PATTERN
@@ -184,3 +198,44 @@ def _tell_documents(position_ids, padding) -> bool:
 
 def _is_tensor(value, dim) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == dim
+
+
+def _given(name, places, args, kwargs):
+    if kwargs.get(name) is None and places.get(name, len(args)) < len(args):
+        return args[places[name]]
+    return kwargs.get(name)
+
+
+# --- numbers of documents in a 2-D attention_mask ---
+
+# 1, 1, 1, 2, 2, 0: of the documents, 0 for padding. Models multiply by their mask and count along it, so they get ones in
+# place of the numbers, and those go with them to where masks are made.
+_NUMBERS = "_packing_ops_numbers"
+
+
+def numbers_of(mask) -> torch.Tensor | None:
+    """What a model's 2-D mask numbered, or itself where it came to no call of a model; None for one that cannot number."""
+    if not _is_tensor(mask, 2) or mask.dtype == torch.bool:
+        return None
+    return getattr(mask, _NUMBERS, mask)
+
+
+def numbered(mask):
+    """The 2-D mask that reached an attention, with its numbers."""
+    numbers, call = numbers_of(mask), None if torch.compiler.is_compiling() else current()
+    if call is not None:
+        call.take_numbers(numbers)
+    return mask if numbers is None else numbers
+
+
+def _with_ones(model, args, kwargs):
+    places = _habits_of(type(model), type(model.config))[1]
+    mask = _given("attention_mask", places, args, kwargs)
+    if not _is_tensor(mask, 2) or mask.dtype == torch.bool or hasattr(mask, _NUMBERS):
+        return args, kwargs
+    ones = mask.clamp(max=1)
+    setattr(ones, _NUMBERS, mask)
+    if kwargs.get("attention_mask") is not None:
+        return args, {**kwargs, "attention_mask": ones}
+    place = places["attention_mask"]
+    return (*args[:place], ones, *args[place + 1 :]), kwargs

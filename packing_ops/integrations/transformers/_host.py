@@ -1,12 +1,39 @@
 """What the integration uses of transformers, imported once: torch.compile traces no import inside a forward."""
 
+import re
+import sys
+
+import packing_ops
+
+OLDEST, NEWEST = "4.57", "5.23"  # that the tests have run with
+
+
+def refusal(version: str | None) -> str:
+    """What to say of a transformers that is not served, with its version and ours."""
+    here = f"transformers {version} is here" if version else "there is none"
+    ours = f"packing_ops {packing_ops.__version__} serves {OLDEST} and later (tested to {NEWEST})"
+    return f"transformers: {ours}, {here}: pip install packing_ops[hf]"
+
+
+def check(version: str) -> None:
+    if _numbers(version) < _numbers(OLDEST):
+        raise ImportError(refusal(version))
+
+
+def _numbers(version) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
+
+
 try:
+    import transformers
     import transformers.masking_utils as masking_utils
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.utils import logging
 except ImportError as error:
-    raise ImportError("transformers 5 is needed: pip install packing_ops[hf]") from error
+    raise ImportError(refusal(getattr(sys.modules.get("transformers"), "__version__", None))) from error
+version = transformers.__version__
+check(version)
 
 __all__ = [
     "AttentionInterface",
@@ -14,5 +41,7 @@ __all__ = [
     "PreTrainedModel",
     "logging",
     "masking_utils",
+    "refusal",
     "sdpa_attention_forward",
+    "version",
 ]

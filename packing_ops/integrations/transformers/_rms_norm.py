@@ -8,6 +8,9 @@ import torch.nn.functional as F
 
 from packing_ops.integrations.transformers._rotary import MODULES
 
+# One model's modules get a class of their own, a subclass of theirs: torch.compile guards the class of a module, so all
+# layers share what was compiled for one, which a forward of each module's own would not let them.
+
 
 def _eps(module):
     return module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
@@ -44,35 +47,70 @@ def is_norm(cls: type) -> bool:
 
 def norms(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Those that run the forward of their class, or ours, perhaps inside accelerate's hooks."""
-    return [module for module in model.modules() if is_norm(type(module)) and _place(module) is not None]
+    return [module for module in model.modules() if is_norm(_stock(type(module))) and _place(module) is not None]
+
+
+def fused(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Those that run ours."""
+    return [module for module in norms(model) if _is_ours(module.__dict__.get(_place(module), module.forward))]
 
 
 def forward_of(cls: type):
     """The fused forward, with the name and module of the stock one."""
-    fused = FORWARDS[MODULES[cls.__module__].norm]
+    ours = FORWARDS[MODULES[cls.__module__].norm]
 
     @functools.wraps(cls.forward)
     def forward(self, hidden_states):
-        return fused(self, hidden_states)
+        return ours(self, hidden_states)
 
+    forward.packing_ops = True
     return forward
 
 
-def apply_to_model(model: torch.nn.Module) -> None:
-    for module in norms(model):
-        # A partial, not a bound method: it can be pickled.
-        setattr(module, _place(module), functools.partial(FORWARDS[MODULES[type(module).__module__].norm], module))
+def apply_to_model(model: torch.nn.Module) -> int:
+    """How many run ours from now on."""
+    found = norms(model)
+    for module in found:
+        stock, name = _stock(type(module)), _place(module)
+        if name == "forward" and name not in module.__dict__:
+            module.__class__ = _fused_class(stock)
+        elif not _is_ours(module.__dict__.get(name)):  # a partial, not a bound method: it can be pickled
+            setattr(module, name, functools.partial(FORWARDS[MODULES[stock.__module__].norm], module))
+    return len(found)
 
 
 def revert_model(model: torch.nn.Module) -> None:
     for module in norms(model):
-        name = _place(module)
+        stock, name = _stock(type(module)), _place(module)
+        module.__class__ = stock
         if not _is_ours(module.__dict__.get(name)):
             continue
         if name == "forward":
             del module.forward
         else:
-            setattr(module, name, types.MethodType(type(module).forward, module))
+            setattr(module, name, types.MethodType(stock.forward, module))
+
+
+@functools.cache
+def _fused_class(stock: type) -> type:
+    """A subclass with our forward. A copy or a pickle is made by way of the stock class, which pickle finds by name."""
+
+    def __reduce_ex__(self, protocol):
+        _, _, state, *_ = stock.__reduce_ex__(self, 2)
+        return _new, (stock,), state
+
+    parts = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+    parts |= {"_packing_ops_stock": stock, "__reduce_ex__": __reduce_ex__}
+    return type(stock.__name__, (stock,), {**parts, "forward": FORWARDS[MODULES[stock.__module__].norm]})
+
+
+def _new(stock: type) -> torch.nn.Module:
+    cls = _fused_class(stock)
+    return cls.__new__(cls)
+
+
+def _stock(cls: type) -> type:
+    return vars(cls).get("_packing_ops_stock", cls)
 
 
 def _place(module) -> str | None:
@@ -84,4 +122,6 @@ def _place(module) -> str | None:
 
 
 def _is_ours(forward) -> bool:
-    return getattr(forward, "func", None) in FORWARDS.values()
+    """A partial of this file, or a bound method of a class of ours."""
+    function = getattr(forward, "func", None) or getattr(forward, "__func__", None)
+    return function in FORWARDS.values() or hasattr(function, "packing_ops")

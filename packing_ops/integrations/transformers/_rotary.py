@@ -3,12 +3,14 @@
 import functools
 import importlib
 import weakref
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 
 from packing_ops.boundaries import position_ids_from_cu_seqlens
 from packing_ops.integrations.transformers._call import NAMES
+from packing_ops.integrations.transformers._host import version
 from packing_ops.rope import apply_rotary_qk
 
 # How a swap reaches one model only. Attention looks apply_rotary_pos_emb up in its module, which all models of the
@@ -48,7 +50,12 @@ FAMILIES = {
     "qwen3_vl": Family(multimodal=True),
     "stablelm": Family(),
 }
-MODULES = {f"transformers.models.{name}.modeling_{name}": family for name, family in FAMILIES.items()}
+_AXES = not version.startswith("4.")  # up to 4.57 multimodal models rotate by functions of their own
+MODULES = {  # that this transformers has
+    f"transformers.models.{name}.modeling_{name}": family
+    for name, family in FAMILIES.items()
+    if (_AXES or not family.multimodal) and find_spec(f"transformers.models.{name}")
+}
 FUNCTION = "apply_rotary_pos_emb"
 
 
@@ -140,14 +147,20 @@ def owners(model: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Modul
     return found
 
 
+def attentions(owner) -> list[torch.nn.Module]:
+    return [module for module in owner.modules() if type(module).__name__.endswith("Attention")]
+
+
 def _rotates_with(owner, module_name) -> bool:
     """Somebody's own attention would not find the dispatcher and could not read Tables."""
-    attentions = {type(module) for module in owner.modules() if type(module).__name__.endswith("Attention")}
-    return bool(attentions) and all(cls.forward.__module__ == module_name for cls in attentions)
+    found = {type(module) for module in attentions(owner)}
+    return bool(found) and all(cls.forward.__module__ == module_name for cls in found)
 
 
-def apply_to_model(model: torch.nn.Module, fp32_cos_sin: bool) -> None:
-    for owner, rotary in owners(model):
+def apply_to_model(model: torch.nn.Module, fp32_cos_sin: bool) -> int:
+    """How many attention modules rotate with ours from now on."""
+    found = owners(model)
+    for owner, rotary in found:
         _remove_hooks(owner, rotary)
         use(rotary)
         rotary.register_forward_hook(_tag)
@@ -155,6 +168,13 @@ def apply_to_model(model: torch.nn.Module, fp32_cos_sin: bool) -> None:
             rotary.register_forward_pre_hook(_ask_for_fp32)
         multimodal = MODULES[type(rotary).__module__].multimodal
         owner.register_forward_pre_hook(_give_text_positions if multimodal else _give_position_ids, with_kwargs=True)
+    return len({id(module) for owner, _ in found for module in attentions(owner)})
+
+
+def rotates(rotary: torch.nn.Module) -> bool:
+    """With ours, as one model or as one of all of its class."""
+    swap = swap_of(type(rotary).__module__)
+    return (swap.installed and swap.everywhere) or _tag in rotary._forward_hooks.values()
 
 
 def revert_model(model: torch.nn.Module) -> None:

@@ -9,7 +9,7 @@ import torch
 from packing_ops import _ops
 from packing_ops._args import dtype_name
 from packing_ops.attention import varlen_attention
-from packing_ops.integrations.transformers import _call, fallback, masks
+from packing_ops.integrations.transformers import _call, _preparation, fallback, masks
 from packing_ops.integrations.transformers._host import AttentionInterface, AttentionMaskInterface
 from packing_ops.integrations.transformers.layout import find_layout
 
@@ -79,13 +79,12 @@ def register(name: str = "packing_ops") -> None:
     taken = [word for word in ("flash", "sdpa", "flex", "eager", "paged", "/") if word in name]
     if taken or not name:
         raise ValueError(f"name: expected one without {taken or 'being empty'}, got {name!r}")
+    _preparation.carry()
     _call.NAMES.add(name)
     AttentionInterface.register(name, packing_ops_attention)
-    AttentionMaskInterface.register(name, masks.packing_ops_mask)
-    if not masks.carry_position_ids() or not _call.watch_calls():
-        fallback.tell_once(
-            "this transformers prepares masks in another way, packed rows without a mask have no pattern"
-        )
+    AttentionMaskInterface.register(name, _preparation.mask_function())
+    if not _call.watch_calls():
+        fallback.tell_once("this transformers calls models in another way, what a call alone tells is not seen")
 
 
 def packing_ops_attention(
@@ -128,7 +127,8 @@ def packing_ops_attention(
         if not no_layout:
             masks.take(*cu_seqlens, position_ids)
             layer = getattr(module, "layer_idx", None)
-            layout = find_layout(query, cu_seqlens, attention_mask, position_ids, layer).on(query.device)
+            padding = attention_mask if attention_mask is None else _call.numbered(attention_mask)
+            layout = find_layout(query, cu_seqlens, padding, position_ids, layer).on(query.device)
     if not reason and layout.holes and window != (-1, -1):
         reason = "a sliding window over padding that may lie inside a row"
     if reason:
@@ -223,7 +223,8 @@ def unknown_options(cls: type) -> frozenset[str]:
     except (OSError, TypeError):  # no source
         return frozenset()
     passed = re.findall(r"^\s*(\w+)=", "\n".join(calls), re.M)
-    return frozenset(passed) - _HARMLESS - _SDPA - set(inspect.signature(packing_ops_attention).parameters)
+    known = {"head_mask"}  # None unless somebody asks for one, which is refused then
+    return frozenset(passed) - _HARMLESS - _SDPA - known - set(inspect.signature(packing_ops_attention).parameters)
 
 
 def _why_not(query, key, value, dropout):

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from packing_ops.integrations.transformers._host import logging, sdpa_attention_forward
 
 _told: set[str] = set()
+_BY_SDPA = "; this call runs by SDPA instead"
 
 
 @torch.compiler.assume_constant_result
@@ -17,7 +18,13 @@ def tell_once(message: str):
 
 
 def warn_once(reason: str):
-    tell_once(f"{reason}; this call runs by SDPA instead")
+    tell_once(f"{reason}{_BY_SDPA}")
+
+
+def told() -> list[str]:
+    """Why calls ran by SDPA in this process, as a line of info."""
+    reasons = sorted(message.removesuffix(_BY_SDPA) for message in _told if message.endswith(_BY_SDPA))
+    return [f"by SDPA so far: {'; '.join(reasons)}"] if reasons else []
 
 
 def mask_of(layout, batch, seqlen, causal, window):
@@ -37,6 +44,7 @@ def mask_of(layout, batch, seqlen, causal, window):
 def attend(module, query, key, value, mask, *, dropout, scaling, softcap, sinks, causal, options):
     """SDPA as transformers calls it; softcap and sinks, which it does not have, by the plain formula."""
     if not softcap and sinks is None:
+        causal = causal and mask is None and query.shape[2] > 1  # up to transformers 4.57 it is torch's own option
         return sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=causal, **options
         )

@@ -55,7 +55,7 @@ def find_layout(query, cu_seqlens=(None, None), padding=None, position_ids=None,
 
     Args:
         cu_seqlens: for queries and for keys, int32 or int64 ``[num_documents + 1]``.
-        padding: ``[batch, seqlen]``, not zero = real.
+        padding: ``[batch, seqlen]``, not zero = real; above one, a number for each document.
         position_ids: ``[batch or 1, seqlen]``; a document starts in each row and where they stop growing.
         layer: number of the layer that asks, None for the first of a forward.
     """
@@ -77,7 +77,19 @@ def as_bool(mask, device):
     """The bool form of a 2-D mask: one tensor for all kinds of layers of a forward, so that their layout is one."""
     if mask.dtype == torch.bool and mask.device == device:
         return mask
-    return kept_with([mask], (device,), lambda: mask.to(device=device, dtype=torch.bool))
+    return kept_with([mask], ("bool", device), lambda: mask.to(device=device, dtype=torch.bool))
+
+
+def on_device(mask, device):
+    return mask if mask.device == device else kept_with([mask], (device,), lambda: mask.to(device))
+
+
+def runs_of(numbers):
+    """int64 ``[batch, slots]`` that counts up where a document starts; padding goes with the document before it."""
+    slots = torch.arange(numbers.shape[1], device=numbers.device)
+    last = (slots * (numbers != 0)).cummax(1).values
+    number = numbers.clamp(min=1).gather(1, last)
+    return F.pad(number[:, 1:] != number[:, :-1], (1, 0)).cumsum(1)
 
 
 # --- from padding and positions ---
@@ -91,25 +103,28 @@ def _from_values(batch, seqlen, padding, position_ids):
         if not compiling:
             cu_seqlens = cu_seqlens[: int(count) + 1]
         return Layout(cu_seqlens, cu_seqlens)
-    indices, rows, _, totals = _ops.unpad_layout(padding, None, False)
-    real = padding != 0
+    real, numbered = padding != 0, padding.dtype != torch.bool and seqlen > 0
+    indices, rows, _, totals = _ops.unpad_layout(real, None, False)
     runs = (real[:, 1:] & ~real[:, :-1]).sum(1) + real[:, 0] if seqlen else real.sum(1)
     holes = (runs > 1).any()
     cu_seqlens, count = rows, totals[:1]
-    if position_ids is not None:
+    if position_ids is not None or numbered:
         # Rows of all slots, real ones first; those after the last real one become a document of their own.
         slots = indices.clamp(min=0)
-        positions = position_ids.expand(batch, seqlen).flatten().long()[slots]
-        row = slots // max(seqlen, 1)
+        row, after, every = slots // max(seqlen, 1), indices < 0, torch.arange(batch * seqlen, device=slots.device)
         first = F.pad(row[1:] != row[:-1], (1, 0), value=True)
-        after = indices < 0
-        positions = positions.where(~after, torch.arange(batch * seqlen, device=positions.device))
+        if numbered:
+            run = runs_of(padding).flatten()[slots]
+            first |= F.pad(run[1:] != run[:-1], (1, 0), value=True)
+        positions = every
+        if position_ids is not None:
+            positions = position_ids.expand(batch, seqlen).flatten().long()[slots].where(~after, every)
         first |= after & F.pad(~after[:-1], (1, 0), value=False)
         cu_seqlens, count = _ops.cu_seqlens_from_position_ids(positions.masked_fill(first, _FIRST))
     if compiling:
         return Layout(cu_seqlens, cu_seqlens, indices, holes=True)
     total, count, has_holes = torch.stack([totals[0], count[0], holes.to(totals.dtype)]).tolist()
-    if position_ids is not None:
+    if cu_seqlens is not rows:
         cu_seqlens = cu_seqlens[: count + (total == batch * seqlen)]
     return Layout(cu_seqlens, cu_seqlens, None if total == batch * seqlen else indices[:total], bool(has_holes))
 

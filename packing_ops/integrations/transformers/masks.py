@@ -4,15 +4,12 @@ transformers asks for a mask once per forward and kind of layer. The answer here
 can follow it, and transformers' own 4-D mask where it cannot, or where the model reads masks itself (see _call).
 """
 
-import functools
-import inspect
-
 import torch
 import torch.nn.functional as F
 
-from packing_ops.integrations.transformers import _call, fallback
+from packing_ops.integrations.transformers import _call
 from packing_ops.integrations.transformers._host import masking_utils
-from packing_ops.integrations.transformers.layout import as_bool, find_layout
+from packing_ops.integrations.transformers.layout import find_layout, runs_of
 
 
 class MaskPattern:
@@ -61,15 +58,17 @@ def take(*telling):
         call.take()
 
 
-class _Carrier:
+class Carrier:
     """Goes where transformers hands the 2-D mask on to the mask function, and takes along what that is not told.
 
-    position_ids: [batch or 1, q_length], or None. mask_form: see _call. stock: keys of another sequence, or of a cache of
-    fixed length, whose masks transformers makes ahead and handles as tensors.
+    numbers: [batch, slots] of documents, 0 for padding, or None. position_ids: [batch or 1, q_length], or None.
+    mask_form: see _call. stock: keys of another sequence, or of a cache of fixed length, whose masks transformers makes
+    ahead and handles as tensors.
     """
 
-    def __init__(self, padding, position_ids=None, mask_form=_call.PATTERN, stock=False):
+    def __init__(self, padding, position_ids=None, mask_form=_call.PATTERN, stock=False, numbers=None):
         self.padding, self.position_ids, self.mask_form, self.stock = padding, position_ids, mask_form, stock
+        self.numbers = numbers
 
 
 def packing_ops_mask(
@@ -83,17 +82,20 @@ def packing_ops_mask(
     **kwargs,
 ):
     """The mask function of AttentionMaskInterface: a MaskPattern, or a 4-D mask (None for one query over all)."""
-    carrier = attention_mask if isinstance(attention_mask, _Carrier) else _call.collect(attention_mask)
+    carrier = attention_mask if isinstance(attention_mask, Carrier) else _call.collect(attention_mask)
     if carrier is None:
         # Nobody said whose keys a bidirectional mask is about.
-        carrier = _Carrier(attention_mask, stock="allow_is_bidirectional_skip" in kwargs)
+        carrier = Carrier(attention_mask, stock="allow_is_bidirectional_skip" in kwargs)
     free = carrier.mask_form == _call.PATTERN and not carrier.stock
     pattern = _pattern_of(mask_function, kwargs) if free else None
     start = isinstance(q_offset, int) and q_offset == 0 and isinstance(kv_offset, int) and kv_offset == 0
     if pattern is not None and start and q_length == kv_length:
-        return MaskPattern(*pattern, q_length, carrier.padding, carrier.position_ids)
-    if carrier.position_ids is not None and q_length > 1:
-        mask_function = _each_document_alone(mask_function, kwargs, carrier, batch_size, q_offset)
+        padding = carrier.padding if carrier.numbers is None else carrier.numbers
+        return MaskPattern(*pattern, q_length, padding, carrier.position_ids)
+    if q_length == 1 < kv_length and several(carrier.numbers):
+        raise ValueError("attention_mask: expected 0 and 1 beside a KV cache, got the numbers of several documents")
+    if q_length > 1 and not (carrier.position_ids is None and carrier.numbers is None):
+        mask_function = _each_document_alone(mask_function, kwargs, carrier, batch_size, q_length, q_offset)
     # Without a mask the layer could not tell causal from full; one query that sees every key is both.
     skip = kwargs.pop("allow_is_causal_skip", True) and q_length == 1
     kwargs["allow_is_bidirectional_skip"] = False
@@ -111,32 +113,45 @@ def packing_ops_mask(
     )
 
 
-def _each_document_alone(mask_function, kwargs, carrier, batch, q_offset):
-    """mask_function and nothing between documents. Keys of a cache belong to what the first query goes on with."""
-    positions = carrier.position_ids.expand(batch, -1)
-    starts = F.pad(positions[:, 1:] <= positions[:, :-1], (1, 0))
-    documents, last = starts.cumsum(1), positions.shape[1] - 1
+def _each_document_alone(mask_function, kwargs, carrier, batch, q_length, q_offset):
+    """mask_function and nothing between documents. Keys of a cache that have no numbers go on with the first query."""
+    device = (carrier.numbers if carrier.position_ids is None else carrier.position_ids).device
+    starts, runs, last = torch.zeros(batch, q_length, dtype=torch.bool, device=device), None, q_length - 1
+    if carrier.position_ids is not None:
+        positions = carrier.position_ids.expand(batch, -1)
+        starts = F.pad(positions[:, 1:] <= positions[:, :-1], (1, 0))
+    if carrier.numbers is not None:
+        runs = runs_of(carrier.numbers).to(device).expand(batch, -1)
+        own = runs[:, (torch.arange(q_length, device=device) + q_offset).clamp(max=runs.shape[1] - 1)]
+        starts = starts | F.pad(own[:, 1:] != own[:, :-1], (1, 0))
+    documents = starts.cumsum(1)
 
     def place(slot):
         return (slot - q_offset).clamp(0, last)
 
+    def together(row, q, k):
+        same = documents[row, place(q)] == documents[row, place(k)]
+        if runs is None:
+            return same
+        q, k = (slot.clamp(max=runs.shape[1] - 1) for slot in (q, k))  # a cache of fixed length goes on behind the mask
+        return same & (runs[row, q] == runs[row, k])
+
     def same_document(row, head, q, k):
-        seen = mask_function(row, head, q, k)
-        return seen & (documents[row, place(q)] == documents[row, place(k)])
+        return mask_function(row, head, q, k) & together(row, q, k)
 
     chunk = getattr(kwargs.get("config"), "attention_chunk_size", None)
     plain = getattr(mask_function, "__name__", "") == "and_mask" and not kwargs.get("use_vmap")
     if chunk is None or kwargs.get("local_size") != chunk or not plain:
         return same_document
     # Chunks are counted from where a document starts: the first one after the padding on the left.
-    slots = torch.arange(last + 1, device=positions.device)
+    slots = torch.arange(q_length, device=device)
     origins = (slots * starts).cummax(1).values + q_offset
     left = 0 if carrier.padding is None else (carrier.padding.cumsum(1) == 0).sum(1, keepdim=True)
     origins = torch.where(documents == 0, left, origins)
 
     def chunks_of_document(row, head, q, k):
         chunk_q, chunk_k = ((slot - origins[row, place(slot)]) // chunk for slot in (q, k))
-        return (k <= q) & (chunk_q == chunk_k) & (documents[row, place(q)] == documents[row, place(k)])
+        return (k <= q) & (chunk_q == chunk_k) & together(row, q, k)
 
     return chunks_of_document
 
@@ -157,62 +172,6 @@ def _pattern_of(mask_function, kwargs):
     return (False, (local_size, local_size)) if full else (True, (local_size - 1, 0))
 
 
-# --- position_ids reach the mask function without being read on the host ---
-
-_PARAMETERS = ["config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids", "layer_idx"]
-
-
-def carry_position_ids() -> bool:
-    """Wraps the preparation that every mask goes through, for models under our names only. False: it looks different."""
-    original = getattr(masking_utils, "_preprocess_mask_arguments", None)
-    if hasattr(original, "carries_position_ids"):
-        return True
-    if original is None or list(inspect.signature(original).parameters)[: len(_PARAMETERS)] != _PARAMETERS:
-        return False
-
-    @functools.wraps(original)
-    def prepare(config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx, *rest, **named):
-        def transformers_own(mask, positions):
-            return original(config, inputs_embeds, mask, past_key_values, positions, layer_idx, *rest, **named)
-
-        if config._attn_implementation not in _call.NAMES:
-            return transformers_own(attention_mask, position_ids)
-        if isinstance(attention_mask, MaskPattern):  # an outer model has made it: as a 4-D mask, it stays what it is
-            early, _, *prepared = transformers_own(inputs_embeds.new_empty(1, 1, 1, 1), None)
-            return early, attention_mask, *prepared
-        if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
-            attention_mask = as_bool(attention_mask, inputs_embeds.device)
-        early, mask, *prepared = transformers_own(attention_mask, None)
-        if early:
-            return early, mask, *prepared
-        call, slots = _call.current(), list(inputs_embeds.shape[:2])
-        cross = (rest[0] if rest else named.get("encoder_hidden_states")) is not None
-        mask_form = _call.PATTERN if call is None else call.mask_form
-        excess = 0 if mask is None or cross or mask_form != _call.PATTERN else mask.shape[-1] - slots[1]
-        if excess < 0 or (excess > 0 and past_key_values is None):  # longer: keys of a cache
-            raise ValueError(f"attention_mask: expected {slots} like the batch, got {list(mask.shape)}")
-        if position_ids is None and call is not None:
-            position_ids = call.position_ids
-        if cross or not _about(position_ids, slots[1]) or config.model_type in _call.OTHER_POSITIONS:
-            position_ids = None
-        if call is not None and position_ids is not None:
-            call.check_positions(position_ids, slots[0])
-            call.take()
-        if mask_form != _call.PATTERN:
-            fallback.tell_once(f"{call.name} may read its masks, it gets them of every query and key")
-        elif call is None and position_ids is None and not cross:
-            fallback.tell_once("position_ids of a model whose forward is called by itself may not be seen")
-        stock = cross or getattr(past_key_values, "is_compileable", False)
-        carrier = _Carrier(mask, position_ids, mask_form, stock)
-        if getattr(config, "attention_chunk_size", None) is None:
-            return early, carrier, *prepared
-        _call.leave(carrier)  # who makes masks in chunks reads the 2-D mask
-        return early, mask, *prepared
-
-    prepare.carries_position_ids = True
-    masking_utils._preprocess_mask_arguments = prepare
-    return True
-
-
-def _about(position_ids, q_length):
-    return isinstance(position_ids, torch.Tensor) and position_ids.dim() == 2 and position_ids.shape[1] == q_length
+def several(numbers) -> bool:
+    """Waits for the GPU; a trace does not know."""
+    return numbers is not None and not torch.compiler.is_compiling() and bool((numbers > 1).any())

@@ -3,26 +3,30 @@
 import functools
 import importlib
 import warnings
+from dataclasses import dataclass, field
 
 import torch
 
-from packing_ops.integrations.transformers import _rms_norm, _rotary
+from packing_ops.integrations.transformers import _implementation, _rms_norm, _rotary
 from packing_ops.integrations.transformers._host import PreTrainedModel
-from packing_ops.integrations.transformers.attention import register, unknown_options
-
-IMPLEMENTATION = "packing_ops"
-_STATE = "_packing_ops_attention"
+from packing_ops.integrations.transformers.attention import register
 
 
+@dataclass(frozen=True)
 class Applied:
-    """In a model with our attention: what it was before, or None. A process that unpickles the model gets to know ours."""
+    """What apply_packing_ops swapped, and what it left; False if that is all.
 
-    def __init__(self, before=None):
-        register()
-        self.before = before
+    attention, rope, rms_norm: modules of an instance that run packing_ops' attention, rotate with its RoPE, run the fused
+    RMSNorm; of a class or of all, how many classes. skipped: {what was asked for: why it was left as it is}.
+    """
 
-    def __reduce__(self):
-        return Applied, (self.before,)
+    attention: int = 0
+    rope: int = 0
+    rms_norm: int = 0
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return self.attention + self.rope + self.rms_norm > 0
 
 
 def apply_packing_ops(
@@ -32,7 +36,8 @@ def apply_packing_ops(
     attention: bool = True,
     rms_norm: bool = False,
     fp32_cos_sin: bool = False,
-) -> bool:
+    strict: bool = False,
+) -> Applied:
     """Swap a model's RoPE, attention and, if asked, RMSNorm for fused ones. Applying twice is applying once.
 
     Args:
@@ -46,6 +51,8 @@ def apply_packing_ops(
             and Mistral rounds the normalised value and then its product with the weight; this one rounds once. Gemma
             and gpt-oss round once either way; Gemma's ``1 + weight`` stays in fp32. Dtypes of results are the stock's.
         fp32_cos_sin: keep cos and sin in fp32 where the model casts them to its own dtype.
+        strict: an error, and nothing changed, where one of these cannot be swapped; else what can be is swapped, and a
+            warning names the model and what was left.
 
     RoPE that scales with the length (dynamic NTK, longrope) takes the largest position, so with position_ids that
     restart the longest document counts, not the row. An instance that gets ``cu_seq_lens_q`` alone, batch 1, is given
@@ -54,35 +61,46 @@ def apply_packing_ops(
 
     Apply before torch.compile: a compiled model need not notice. What is off stays as it is, so that calls add up.
     Copies of the model keep what was applied, and so does a pickled one in the process that loads it.
+    ``print(info(model))`` says what runs.
 
     Returns:
-        True, or False with a warning that names the model if any wish cannot be met; then nothing was changed.
+        Applied: how many modules were swapped, and what was left with the reason. True as a bool if anything was.
 
     Raises:
         ImportError: transformers is missing (``pip install packing_ops[hf]``).
         TypeError: model is neither.
+        ValueError: strict, and something was asked for that this model does not have or cannot change.
 
     Example:
-        >>> model = AutoModelForCausalLM.from_config(Qwen3Config())  # doctest: +SKIP
-        >>> apply_packing_ops(model, rms_norm=True)  # doctest: +SKIP
-        True
+        >>> model = AutoModelForCausalLM.from_config(Qwen3Config(num_hidden_layers=28))  # doctest: +SKIP
+        >>> apply_packing_ops(model)  # doctest: +SKIP
+        Applied(attention=28, rope=28, rms_norm=0, skipped={})
 
-    RoPE families: Llama, Mistral, Ministral, Mixtral, Qwen 2, 2.5 and 3 with their MoE, Qwen2-VL, Qwen2.5-VL, Qwen3-VL
-    (text), Gemma 1 to 3, gpt-oss, Phi, Phi-3, GLM, GLM-4, StableLM.
+    RoPE and RMSNorm families: Llama, Mistral, Ministral, Mixtral, Qwen 2, 2.5 and 3 with their MoE, Qwen2-VL, Qwen2.5-VL,
+    Qwen3-VL (text), Gemma 1 to 3, gpt-oss, Phi, Phi-3, GLM, GLM-4, StableLM. Attention: every model that takes
+    attn_implementation.
     """
     if model is None or isinstance(model, type):
-        return _apply_to_classes(model, rope, attention, rms_norm, fp32_cos_sin)
+        return _apply_to_classes(model, rope, attention, rms_norm, fp32_cos_sin, strict)
     _check_model(model)
-    refused = _refusal(model, rope, rms_norm)
-    if refused is None and attention:
-        refused = _set_attention(model)
-    if refused is not None:
-        return _leave_alone(model, refused)
-    if rope:
-        _rotary.apply_to_model(model, fp32_cos_sin)
-    if rms_norm:
-        _rms_norm.apply_to_model(model)
-    return True
+    skipped = {}
+    if attention and (reason := _implementation.why_not(model)):
+        skipped["attention"] = reason
+    if rope and not _rotary.owners(model):
+        skipped["rope"] = f"it is none of {', '.join(_rotary.FAMILIES)}"
+    if rms_norm and not _rms_norm.norms(model):
+        skipped["rms_norm"] = f"it has no RMSNorm of {', '.join(_rotary.FAMILIES)}"
+    _refuse(model, skipped, strict)
+    if attention and "attention" not in skipped and (reason := _implementation.set_ours(model)):
+        skipped["attention"] = reason
+        _refuse(model, skipped, strict)
+    _warn(model, skipped)
+    return Applied(
+        len(_implementation.attentions(model)) if attention and "attention" not in skipped else 0,
+        _rotary.apply_to_model(model, fp32_cos_sin) if rope else 0,
+        _rms_norm.apply_to_model(model) if rms_norm else 0,
+        skipped,
+    )
 
 
 def revert_packing_ops(model: torch.nn.Module | type | None = None) -> None:
@@ -102,11 +120,7 @@ def revert_packing_ops(model: torch.nn.Module | type | None = None) -> None:
     _check_model(model)
     _rotary.revert_model(model)
     _rms_norm.revert_model(model)
-    for host in _hosts(model):
-        applied = host.__dict__.get(_STATE)
-        if applied is not None and applied.before is not None:
-            del host.__dict__[_STATE]
-            host.set_attn_implementation(applied.before)
+    _implementation.revert(model)
 
 
 def _check_model(model) -> None:
@@ -114,71 +128,23 @@ def _check_model(model) -> None:
         raise TypeError(f"model: expected a torch.nn.Module, a model class or None, got {type(model).__name__}")
 
 
-def _leave_alone(model, reason, stacklevel=3) -> bool:
-    name = getattr(model, "__name__", None) or " in ".join(
-        dict.fromkeys([*(type(host).__name__ for host in _hosts(model)), type(model).__name__])
-    )
-    warnings.warn(f"apply_packing_ops leaves {name} as it is: {reason}", stacklevel=stacklevel)
-    return False
+def _name_of(model) -> str:
+    if isinstance(model, type):
+        return model.__name__
+    inside = (type(host).__name__ for host in _implementation.hosts(model))
+    return " in ".join(dict.fromkeys([*inside, type(model).__name__]))
 
 
-# --- an instance ---
+def _refuse(model, skipped, strict) -> None:
+    if strict and skipped:
+        what = "; ".join(f"{option}: {reason} ({option}=False leaves it)" for option, reason in skipped.items())
+        raise ValueError(f"strict: expected to swap all that was asked for, but in {_name_of(model)} {what}")
 
 
-def _hosts(model) -> list[PreTrainedModel]:
-    """The outermost transformers models in it."""
-    if isinstance(model, PreTrainedModel):
-        return [model]
-    return [host for child in model.children() for host in _hosts(child)]
-
-
-def _refusal(model, rope, rms_norm) -> str | None:
-    if rope and not _rotary.owners(model):
-        return f"its RoPE is none of {', '.join(_rotary.FAMILIES)} (rope=False swaps the rest)"
-    if rms_norm and not _rms_norm.norms(model):
-        return f"it has no RMSNorm of {', '.join(_rotary.FAMILIES)} (rms_norm=False swaps the rest)"
-    return None
-
-
-def _set_attention(model) -> str | None:
-    """All hosts or none; the reason if none."""
-    hosts = _hosts(model)
-    if not hosts:
-        return "there is no transformers model in it to set attn_implementation on (attention=False swaps the rest)"
-    for cls in {type(module) for host in hosts for module in host.modules()}:
-        if options := sorted(unknown_options(cls)):
-            return f"{cls.__name__} has attention with {', '.join(options)} (attention=False swaps the rest)"
-    register()
-    before = [_attn_implementations(host.config) for host in hosts]
-    try:
-        for host in hosts:
-            host.set_attn_implementation(IMPLEMENTATION)
-        refused = [type(host).__name__ for host in hosts if host.config._attn_implementation != IMPLEMENTATION]
-    except BaseException:
-        _restore(hosts, before)
-        raise
-    if refused:
-        _restore(hosts, before)
-        return f"{', '.join(refused)} cannot change its attn_implementation (attention=False swaps the rest)"
-    for host, implementations in zip(hosts, before, strict=True):
-        host.__dict__.setdefault(_STATE, Applied(implementations))
-    return None
-
-
-def _restore(hosts, before) -> None:
-    for host, implementations in zip(hosts, before, strict=True):
-        host.set_attn_implementation(implementations)
-
-
-def _attn_implementations(config) -> dict:
-    """What set_attn_implementation takes to bring a model and its sub-models back."""
-    found = {"": config._attn_implementation}
-    for key in config.sub_configs:
-        sub_config = getattr(config, key, None)
-        if sub_config is not None:
-            nested = _attn_implementations(sub_config)
-            found[key] = nested if len(nested) > 1 else nested[""]
-    return found
+def _warn(model, skipped, stacklevel=3) -> None:
+    for option, reason in skipped.items():
+        left = f"{option} of {_name_of(model)} as it is: {reason}"
+        warnings.warn(f"apply_packing_ops leaves {left} ({option}=False says nothing)", stacklevel=stacklevel)
 
 
 # --- classes ---
@@ -186,31 +152,47 @@ def _attn_implementations(config) -> dict:
 _class_swaps: dict[str, dict] = {}  # {modelling module: {(class, attribute): what stood there, or None}}
 
 
-def _apply_to_classes(cls, rope, attention, rms_norm, fp32_cos_sin) -> bool:
-    if cls is not None and cls.__module__ not in _rotary.MODULES:
-        return _leave_alone(cls, f"its module is none of {', '.join(_rotary.FAMILIES)}", stacklevel=4)
-    if cls is not None and rms_norm and not any(_rms_norm.is_norm(value) for value in _classes(cls.__module__)):
-        return _leave_alone(cls, "its module has no RMSNorm (rms_norm=False swaps the rest)", stacklevel=4)
+def _apply_to_classes(cls, rope, attention, rms_norm, fp32_cos_sin, strict) -> Applied:
+    skipped = {}
+    if cls is not None:
+        known, none = cls.__module__ in _rotary.MODULES, f"its module is none of {', '.join(_rotary.FAMILIES)}"
+        if attention and not _bases(cls.__module__):
+            skipped["attention"] = "its module has no model of transformers"
+        if rope and not known:
+            skipped["rope"] = none
+        if rms_norm and not any(_rms_norm.is_norm(value) for value in _classes(cls.__module__)):
+            skipped["rms_norm"] = "its module has no RMSNorm" if known else none
+        _refuse(cls, skipped, strict)
+        _warn(cls, skipped, stacklevel=4)
     if attention:
         register()
+    counts = dict.fromkeys(("attention", "rope", "rms_norm"), 0)
     for name in [cls.__module__] if cls is not None else _rotary.MODULES:
         done = _class_swaps.setdefault(name, {})
-        if rope:
+        if rope and "rope" not in skipped:
             _rotary.swap_of(name).everywhere = True
             _rotary.swap_of(name).install()
+            counts["rope"] += 1
         for value in _classes(name):
             if rope and fp32_cos_sin and _rotary.is_rotary(value):
                 _set(done, value, "forward", _fp32_forward)
             if rms_norm and _rms_norm.is_norm(value):
                 _set(done, value, "forward", lambda _, value=value: _rms_norm.forward_of(value))
-            if attention and issubclass(value, PreTrainedModel) and PreTrainedModel in value.__bases__:
-                _set(done, value, "_check_and_adjust_attn_implementation", _with_our_default)
-    return True
+                counts["rms_norm"] += 1
+        for value in _bases(name) if attention else ():
+            _set(done, value, "_check_and_adjust_attn_implementation", _with_our_default)
+            counts["attention"] += 1
+    return Applied(**counts, skipped=skipped)
 
 
 def _classes(module_name) -> list[type]:
     values = vars(importlib.import_module(module_name)).values()
     return [value for value in values if isinstance(value, type) and value.__module__ == module_name]
+
+
+def _bases(module_name) -> list[type]:
+    found = [value for value in _classes(module_name) if issubclass(value, PreTrainedModel)]
+    return [value for value in found if PreTrainedModel in value.__bases__]
 
 
 def _set(done, cls, attribute, make) -> None:
@@ -225,8 +207,9 @@ def _revert_classes(name) -> None:
             delattr(cls, attribute)
         else:
             setattr(cls, attribute, before)
-    _rotary.swap_of(name).everywhere = False
-    _rotary.swap_of(name).remove_if_unused()
+    if name in _rotary.MODULES:
+        _rotary.swap_of(name).everywhere = False
+        _rotary.swap_of(name).remove_if_unused()
 
 
 def _fp32_forward(stock):
@@ -243,7 +226,7 @@ def _with_our_default(stock):
     @functools.wraps(stock)
     def check(self, attn_implementation, *args, **kwargs):
         if not attn_implementation:
-            self.__dict__.setdefault(_STATE, Applied())
-        return stock(self, attn_implementation or IMPLEMENTATION, *args, **kwargs)
+            self.__dict__.setdefault(_implementation.STATE, _implementation.AttentionBefore())
+        return stock(self, attn_implementation or _implementation.IMPLEMENTATION, *args, **kwargs)
 
     return check

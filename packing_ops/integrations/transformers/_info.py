@@ -1,0 +1,90 @@
+"""info: what runs in a transformers model, in a few lines."""
+
+from collections import Counter
+
+import torch
+import transformers
+
+from packing_ops.integrations.transformers import _call, _implementation, _rms_norm, _rotary, fallback
+
+
+def info(model: torch.nn.Module) -> str:
+    """Whether packing_ops runs in a model: its attention, RoPE and RMSNorm, and how it finds documents.
+
+    Args:
+        model: an instance, or a wrapper around one.
+
+    Returns:
+        A line each; the last one, where there is any, has the reasons for which attention ran by SDPA in this process.
+
+    Example:
+        >>> print(info(model))  # doctest: +SKIP
+        Qwen3ForCausalLM, transformers 5.23.0
+        attention: packing_ops in 28 modules
+        rope: packing_ops in 28 modules
+        rms_norm: stock in 113 modules, swapped by apply_packing_ops(model, rms_norm=True)
+        documents: cu_seq_lens_q, else position_ids that restart and a 2-D attention_mask (0 is padding, above 1 a number
+          of a document)
+
+    Raises:
+        TypeError: model is no torch.nn.Module.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    hosts = _implementation.hosts(model)
+    name = type(hosts[0] if hosts else model).__name__
+    lines = [f"{name}, transformers {transformers.__version__}"]
+    lines += [f"attention: {_attention(model, hosts)}", f"rope: {_rope(model)}", f"rms_norm: {_norm(model)}"]
+    lines += [f"documents: {_documents(hosts)}", *fallback.told()]
+    return "\n".join(lines)
+
+
+def _attention(model, hosts) -> str:
+    found = Counter()
+    for host in hosts:
+        for module in _implementation.attentions(host):
+            found[getattr(module, "config", host.config)._attn_implementation] += 1
+    text = ", ".join(f"{implementation} in {_modules(count)}" for implementation, count in found.items())
+    if found and found.keys() <= _call.NAMES:
+        return text
+    reason = _implementation.why_not(model)
+    return (f"{text}, " if text else "") + (reason or "swapped by apply_packing_ops(model)")
+
+
+def _rope(model) -> str:
+    found = _rotary.owners(model)
+    if not found:
+        return f"stock, none of {', '.join(_rotary.FAMILIES)}"
+    ours = {id(module) for owner, rotary in found if _rotary.rotates(rotary) for module in _rotary.attentions(owner)}
+    every = {id(module) for owner, _ in found for module in _rotary.attentions(owner)}
+    return _parts(len(ours), len(every), "apply_packing_ops(model)")
+
+
+def _norm(model) -> str:
+    every = len(_rms_norm.norms(model))
+    if not every:
+        return f"stock, none of {', '.join(_rotary.FAMILIES)}"
+    return _parts(len(_rms_norm.fused(model)), every, "apply_packing_ops(model, rms_norm=True)")
+
+
+def _parts(ours, every, swap) -> str:
+    parts = [f"packing_ops in {_modules(ours)}"] if ours else []
+    if ours < every:
+        parts.append(f"stock in {_modules(every - ours)}, swapped by {swap}")
+    return ", ".join(parts)
+
+
+def _modules(count) -> str:
+    return f"{count} module{'s' * (count != 1)}"
+
+
+def _documents(hosts) -> str:
+    ours = [host for host in hosts if host.config._attn_implementation in _call.NAMES]
+    if not ours:
+        return "as transformers tells them to the attention above"
+    if any(_call.mixes_tokens(host.config) for host in ours):
+        return "one in each row, as tokens mix beside attention; several are an error"
+    return (
+        "cu_seq_lens_q, else position_ids that restart and a 2-D attention_mask (0 is padding, above 1 a number of a "
+        "document)"
+    )

@@ -1,0 +1,37 @@
+"""Keywords of a model's call that tell documents under a name that transformers' models do not read."""
+
+import inspect
+import re
+
+import torch
+
+_READ = ("cu_seq_lens_q", "cu_seq_lens_k")
+_NEAR = re.compile(
+    r"cu(m|mulative)?_?seq(uence)?s?_?len(gth)?s?(_?(q|k|kv|padded))*"
+    r"|((packed|sub)_?)?(seq|sequence|doc|document)s?_?len(gth)?s(_?(q|k|kv))?"
+)
+_found: dict[tuple, tuple] = {}  # torch.compile would look through functools.cache
+
+
+def check_keywords(cls: type, kwargs: dict) -> None:
+    """TypeError for documents that would be dropped on the way: they would see each other."""
+    for name in _near_misses(cls, tuple(kwargs)):
+        beside = kwargs.get("position_ids") is not None or kwargs.get("cu_seq_lens_q") is not None
+        if kwargs[name] is None or (name == "packed_seq_lengths" and beside):  # Unsloth's collators give both
+            continue
+        raise TypeError(
+            f"{name}: expected cu_seq_lens_q and cu_seq_lens_k, int32 [num_documents + 1], which attention reads "
+            f"(PackedMetadata.from_lengths(lengths).to_transformers() makes them), got {name}, which "
+            f"{cls.__name__} would drop"
+        )
+
+
+@torch.compiler.assume_constant_result
+def _near_misses(cls, names):
+    """Those of a call of a language model that it does not know by name: vision towers know cu_seqlens of their own."""
+    if (cls, names) not in _found:
+        near = [name for name in names if name not in _READ and _NEAR.fullmatch(name.lower())]
+        known = inspect.signature(cls.forward).parameters if near else ()
+        reads_text = "input_ids" in known or "inputs_embeds" in known
+        _found[cls, names] = tuple(name for name in near if reads_text and name not in known)
+    return _found[cls, names]

@@ -1,0 +1,118 @@
+"""What tells documents reaches the mask function: position_ids and the numbers of a mask, without being read on the host.
+
+Every mask goes through one preparation of transformers, which is wrapped here for models under our names. Up to 4.57 it
+and the mask function are told of the queries as cache_position; they are called here as they are from 5 on.
+"""
+
+import functools
+import inspect
+
+import torch
+
+from packing_ops.integrations.transformers import _call, fallback
+from packing_ops.integrations.transformers._host import masking_utils, refusal, version
+from packing_ops.integrations.transformers.layout import as_bool, on_device
+from packing_ops.integrations.transformers.masks import Carrier, MaskPattern, packing_ops_mask, several
+
+_PARAMETERS = ["config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids", "layer_idx"]
+_PARAMETERS_4 = ["config", "input_embeds", "attention_mask", "cache_position", *_PARAMETERS[3:]]
+
+
+def carry() -> None:
+    """Wraps the preparation that every mask goes through, for models under our names only.
+
+    Raises:
+        ImportError: this transformers prepares masks in a way that is not known here; both versions are named.
+    """
+    original = getattr(masking_utils, "_preprocess_mask_arguments", None)
+    if hasattr(original, "carries_position_ids"):
+        return
+    parameters = [] if original is None else list(inspect.signature(original).parameters)
+    if parameters == _PARAMETERS_4:
+
+        def in_order(config, embeds, mask, past, positions, layer, cache_position):
+            return original(config, embeds, mask, cache_position, past, positions, layer)
+
+        wrapped = _wrapped(in_order)
+
+        @functools.wraps(original)
+        def prepare(config, embeds, mask, cache_position, past, positions, layer):
+            return wrapped(config, embeds, mask, past, positions, layer, cache_position=cache_position)
+
+    elif parameters[: len(_PARAMETERS)] == _PARAMETERS:
+        prepare = functools.wraps(original)(_wrapped(original))
+    else:
+        raise ImportError(refusal(version))
+    prepare.carries_position_ids = True
+    masking_utils._preprocess_mask_arguments = prepare
+
+
+def mask_function():
+    """packing_ops_mask as this transformers calls it."""
+    called_with = inspect.signature(masking_utils.sdpa_mask).parameters
+    return packing_ops_mask_4 if "cache_position" in called_with else packing_ops_mask
+
+
+def packing_ops_mask_4(batch_size, cache_position, kv_length, kv_offset=0, **kwargs):
+    """cache_position: int64 ``[q_length]``, where the queries stand among the keys; not read on the host."""
+    q_length = cache_position.shape[0]
+    from_the_start = q_length == kv_length and isinstance(kv_offset, int) and kv_offset == 0
+    # What is mixed into a mask may not be skipped, no more than masks of caches of fixed length.
+    kwargs["use_vmap"] = not kwargs.get("allow_is_causal_skip", True)
+    q_offset = 0 if from_the_start else cache_position[0]
+    return packing_ops_mask(
+        batch_size, q_length, kv_length, q_offset, kv_offset, cache_position=cache_position, **kwargs
+    )
+
+
+def _wrapped(original):
+    def prepare(config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx, *rest, **named):
+        def transformers_own(mask, positions):
+            return original(config, inputs_embeds, mask, past_key_values, positions, layer_idx, *rest, **named)
+
+        if config._attn_implementation not in _call.NAMES:
+            return transformers_own(attention_mask, position_ids)
+        if isinstance(attention_mask, MaskPattern):  # an outer model has made it: as a 4-D mask, it stays what it is
+            early, _, *prepared = transformers_own(inputs_embeds.new_empty(1, 1, 1, 1), None)
+            return early, attention_mask, *prepared
+        numbers = None
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
+            numbers = _call.numbers_of(attention_mask)
+            attention_mask = as_bool(attention_mask, inputs_embeds.device)
+        early, mask, *prepared = transformers_own(attention_mask, None)
+        if early:
+            return early, mask, *prepared
+        call, slots = _call.current(), list(inputs_embeds.shape[:2])
+        cross = (rest[0] if rest else named.get("encoder_hidden_states")) is not None
+        if cross and several(numbers):
+            raise ValueError("attention_mask: expected one document in each row beside another sequence, got several")
+        mask_form = _call.PATTERN if call is None else call.mask_form
+        excess = 0 if mask is None or cross or mask_form != _call.PATTERN else mask.shape[-1] - slots[1]
+        if excess < 0 or (excess > 0 and past_key_values is None):  # longer: keys of a cache
+            raise ValueError(f"attention_mask: expected {slots} like the batch, got {list(mask.shape)}")
+        if position_ids is None and call is not None:
+            position_ids = call.position_ids
+        if cross or not _about(position_ids, slots[1]) or config.model_type in _call.OTHER_POSITIONS:
+            position_ids = None
+        if call is not None:
+            call.take_numbers(numbers)
+            if position_ids is not None:
+                call.check_positions(position_ids, slots[0])
+                call.take()
+        if mask_form != _call.PATTERN:
+            fallback.tell_once(f"{call.name} may read its masks, it gets them of every query and key")
+        elif call is None and position_ids is None and not cross:
+            fallback.tell_once("position_ids of a model whose forward is called by itself may not be seen")
+        stock = cross or getattr(past_key_values, "is_compileable", False)
+        numbers = None if numbers is None or cross else on_device(numbers, mask.device)
+        carrier = Carrier(mask, position_ids, mask_form, stock, numbers)
+        if getattr(config, "attention_chunk_size", None) is None:
+            return early, carrier, *prepared
+        _call.leave(carrier)  # who makes masks in chunks reads the 2-D mask
+        return early, mask, *prepared
+
+    return prepare
+
+
+def _about(position_ids, q_length):
+    return isinstance(position_ids, torch.Tensor) and position_ids.dim() == 2 and position_ids.shape[1] == q_length

@@ -1,0 +1,201 @@
+"""What apply_packing_ops says that it did, what it left and why, and what info says that runs."""
+
+import pickle
+import warnings
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from hf_patch_case import LENGTHS, module_of, outputs, packed, tiny  # noqa: E402
+
+from packing_ops.integrations.transformers import (  # noqa: E402
+    Applied,
+    apply_packing_ops,
+    fallback,
+    info,
+    register,
+    revert_packing_ops,
+)
+
+
+def tiny_gpt2():
+    config = transformers.GPT2Config(n_embd=16, n_layer=3, n_head=2, vocab_size=64)
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def tiny_deberta():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    return transformers.DebertaV2Model(transformers.DebertaV2Config(vocab_size=64, **sizes))
+
+
+def test_counts():
+    model = tiny("qwen3")  # two layers, with norms before attention and mlp, of q and k, and one in the end
+    assert apply_packing_ops(model) == Applied(attention=2, rope=2)
+    assert apply_packing_ops(model, rms_norm=True) == Applied(attention=2, rope=2, rms_norm=2 * 4 + 1)
+    assert apply_packing_ops(model, rope=False, attention=False, rms_norm=True) == Applied(rms_norm=9)
+    assert not apply_packing_ops(model, rope=False, attention=False)
+    revert_packing_ops(model)
+    applied = apply_packing_ops(tiny("llama"))
+    assert repr(applied) == "Applied(attention=2, rope=2, rms_norm=0, skipped={})"
+    assert pickle.loads(pickle.dumps(applied)) == applied
+
+
+def test_classes_are_counted():
+    base = module_of("llama").LlamaPreTrainedModel
+    assert apply_packing_ops(base, rms_norm=True, strict=True) == Applied(attention=1, rope=1, rms_norm=1)
+    revert_packing_ops(base)
+    assert apply_packing_ops(attention=False).rope > 15
+    revert_packing_ops()
+
+
+def test_attention_alone_where_the_rope_is_not_known(device):
+    model, inputs = tiny_gpt2().to(device), packed(device)
+    documents = [ids for ids in inputs["input_ids"].split(LENGTHS, 1)]
+    alone = torch.cat([outputs(model, {"input_ids": ids, "use_cache": False}) for ids in documents], 1)
+    with pytest.warns(UserWarning, match=r"rope of GPT2LMHeadModel as it is: .*\(rope=False says nothing\)") as warned:
+        applied = apply_packing_ops(model)
+    assert warned[0].filename == __file__  # where the caller stands
+    assert applied == Applied(attention=3, skipped={"rope": applied.skipped["rope"]})
+    assert applied.skipped["rope"].startswith("it is none of gemma")
+    torch.testing.assert_close(outputs(model, inputs), alone, rtol=1e-5, atol=1e-5)
+    revert_packing_ops(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_class_with_attention_alone():
+    gpt2 = transformers.GPT2LMHeadModel
+    with pytest.warns(UserWarning, match="rope of GPT2LMHeadModel as it is: its module is none of") as warned:
+        assert apply_packing_ops(gpt2).attention == 1
+    assert warned[0].filename == __file__
+    assert tiny_gpt2().config._attn_implementation == "packing_ops"
+    revert_packing_ops(gpt2)
+    assert tiny_gpt2().config._attn_implementation == "sdpa"
+
+
+def test_what_a_model_does_not_have_is_skipped():
+    phi = tiny("phi")
+    for target in (phi, type(phi)):
+        with pytest.warns(UserWarning, match="rms_norm of PhiForCausalLM as it is: .* no RMSNorm"):
+            applied = apply_packing_ops(target, rms_norm=True)
+        assert applied
+        assert list(applied.skipped) == ["rms_norm"]
+        revert_packing_ops(target)
+    with pytest.warns(UserWarning, match="attention of Linear as it is: there is no transformers model"):
+        assert not apply_packing_ops(torch.nn.Linear(1, 1), rope=False)
+    deberta = tiny_deberta()
+    with pytest.warns(
+        UserWarning, match="attention of DebertaV2Model as it is: DebertaV2Model has an attention of its"
+    ):
+        assert not apply_packing_ops(deberta, rope=False)
+    assert deberta.config._attn_implementation == "eager"
+    with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module.*got str"):
+        apply_packing_ops("llama")
+
+
+def test_strict_changes_nothing(monkeypatch):
+    gpt2, llama = tiny_gpt2(), tiny("llama")
+    before = [dict(vars(module)) for model in (gpt2, llama) for module in model.modules()]
+    with pytest.raises(
+        ValueError, match=r"strict: .* in GPT2LMHeadModel rope: it is none of .*\(rope=False leaves it\)"
+    ):
+        apply_packing_ops(gpt2, strict=True)
+    with pytest.raises(ValueError, match=r"strict: .* GPT2LMHeadModel rope: its module is none"):
+        apply_packing_ops(type(gpt2), strict=True)
+    monkeypatch.setattr(type(llama), "_can_set_attn_implementation", lambda *self: False)
+    with pytest.raises(ValueError, match=r"strict: .* LlamaForCausalLM attention: .* cannot change"):
+        apply_packing_ops(llama, strict=True)
+    assert [dict(vars(module)) for model in (gpt2, llama) for module in model.modules()] == before
+    assert gpt2.config._attn_implementation == llama.config._attn_implementation == "sdpa"
+    assert apply_packing_ops(gpt2, rope=False, strict=True) == Applied(attention=3)
+
+
+def test_attention_of_somebody_else_is_not_given_tables():
+    class OwnAttention(module_of("llama").LlamaAttention):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    model = tiny("llama")
+    model.model.layers[0].self_attn.__class__ = OwnAttention
+    with pytest.warns(UserWarning, match="rope of LlamaForCausalLM as it is"):
+        assert apply_packing_ops(model) == Applied(attention=2, skipped=apply_skipped(model))
+
+
+def apply_skipped(model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return apply_packing_ops(model).skipped
+
+
+def test_attention_that_cannot_be_set_leaves_the_rest(monkeypatch):
+    model = tiny("llama")
+    monkeypatch.setattr(type(model), "_can_set_attn_implementation", lambda *self: False)
+    with pytest.warns(UserWarning, match="attention of LlamaForCausalLM as it is: .* cannot change"):
+        applied = apply_packing_ops(model)
+    assert (applied.attention, applied.rope, list(applied.skipped)) == (0, 2, ["attention"])
+    assert model.config._attn_implementation == "sdpa"
+    revert_packing_ops(model)
+
+
+def test_nothing_is_said_of_supported_models():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = tiny("llama")
+        apply_packing_ops(model, attention=False)
+        revert_packing_ops(model)
+
+
+# --- info ---
+
+STOCK = "stock in {}, swapped by apply_packing_ops(model{})"
+
+
+def test_info_of_a_swapped_model(monkeypatch):
+    monkeypatch.setattr(fallback, "_told", set())
+    model = tiny("qwen3")
+    version = transformers.__version__
+    swapped = "sdpa in 2 modules, swapped by apply_packing_ops(model)"
+    before = [f"Qwen3ForCausalLM, transformers {version}", f"attention: {swapped}"]
+    before += ["rope: " + STOCK.format("2 modules", ""), "rms_norm: " + STOCK.format("9 modules", ", rms_norm=True")]
+    before += ["documents: as transformers tells them to the attention above"]
+    assert info(model).splitlines() == before
+    apply_packing_ops(model)
+    lines = info(model).splitlines()
+    assert lines[1:4] == ["attention: packing_ops in 2 modules", "rope: packing_ops in 2 modules", before[3]]
+    assert lines[4].startswith("documents: cu_seq_lens_q, else position_ids that restart and a 2-D attention_mask")
+    assert len(lines) == 5
+    apply_packing_ops(model, rms_norm=True)
+    assert info(torch.nn.Sequential(model)).splitlines()[3] == "rms_norm: packing_ops in 9 modules"
+    model.config.attention_dropout = 0.1
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    model.train()(**packed("cpu"))
+    assert info(model).splitlines()[5:] == ["by SDPA so far: dropout 0.1 in attention"]
+    revert_packing_ops(model)
+    assert info(model).splitlines()[:5] == before
+
+
+def test_info_of_classes_and_others(monkeypatch):
+    apply_packing_ops(module_of("llama").LlamaPreTrainedModel, rms_norm=True)
+    lines = info(tiny("llama")).splitlines()
+    assert lines[1:4] == [f"{name}: packing_ops in {count} modules" for name, count in zip(
+        ("attention", "rope", "rms_norm"), (2, 2, 5), strict=True)]  # fmt: skip
+    revert_packing_ops(module_of("llama").LlamaPreTrainedModel)
+    lines = info(tiny_gpt2()).splitlines()
+    assert lines[1] == "attention: sdpa in 3 modules, swapped by apply_packing_ops(model)"
+    assert lines[2].startswith("rope: stock, none of gemma")
+    assert "attention of its own" in info(tiny_deberta()).splitlines()[1]
+    assert "no transformers model" in info(torch.nn.Linear(1, 1)).splitlines()[1]
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    register()
+    mixer = transformers.AutoModel.from_config(
+        transformers.MobileBertConfig(vocab_size=64, **sizes), attn_implementation="packing_ops"
+    )
+    assert "documents: one in each row" in info(mixer)
+    with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module, got str"):
+        info("llama")
