@@ -42,7 +42,7 @@ def test_equals_reference_at_any_size(device, lengths, tail, vocab, chunk):
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("chunk", [None, 64, 77])
+@pytest.mark.parametrize("chunk", [None, 77, 4])  # 4: sums over chunks are not rounded to a half type
 def test_values_and_gradients(device, dtype, biased, chunk):
     """Within twice the error of torch in that dtype, of all logits at once."""
     hidden, weight, labels, cu_seqlens, bias = batch(device, 1003, 48, [0, 40, 1, 90, 0, 120], dtype=dtype, scale=0.3)
