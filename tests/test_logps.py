@@ -338,5 +338,9 @@ def test_wrong_types_are_named(device):
     hidden, weight, labels, _, _ = batch(device)
     with pytest.raises(TypeError, match="metadata: expected PackedMetadata or its cu_seqlens, got list"):
         po.token_logps(hidden, weight, labels, [0, 3])
+    for name in ("hidden", "weight", "labels", "bias"):
+        tensors = {"hidden": hidden, "weight": weight, "labels": labels, name: [1.0]}
+        with pytest.raises(TypeError, match=f"{name}: expected a tensor"):
+            po.token_logps(**tensors, metadata=cu_seqlens_of(LENGTHS, device))
     with pytest.raises(TypeError, match="chunk: expected an integer"):
         po.token_logps(hidden, weight, labels, cu_seqlens_of(LENGTHS, device), chunk=1.5)
