@@ -20,7 +20,7 @@ times the product, backward 1.10 and 1.03 times its three.
 import torch
 
 from packing_ops import _ops
-from packing_ops._args import integer
+from packing_ops._args import check_tensor, described, dtype_name, integer
 from packing_ops._autograd import past_autograd, register_autograd, register_no_autograd
 from packing_ops.metadata import PackedMetadata
 
@@ -47,7 +47,7 @@ def token_logps(
             bias, are cast as torch.nn.functional.linear casts them.
         labels: ``[total]`` or ``[1, total]``, int64 or int32, not shifted: label t is the token at t, predicted at
             t - 1. ``ignore_index`` where nothing counts.
-        metadata: the documents of the row, or their cu_seqlens, int32 ``[num_documents + 1]``.
+        metadata: the documents of the row, or their cu_seqlens, int32 or int64 ``[num_documents + 1]``.
         temperature: the logits are divided by it, above 0.
         chunk: entries of the vocabulary whose logits are in memory at a time, ``total * chunk`` elements of hidden's
             dtype. By default as many as make 512 MiB (64 MiB on the CPU), at least 512, in equal chunks.
@@ -142,6 +142,9 @@ def chunked_cross_entropy(
 
 
 def _logps(hidden, weight, labels, metadata, temperature, chunk, entropy, bias, ignore_index, group):
+    for name, tensor in {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias}.items():
+        if tensor is not None or name != "bias":
+            check_tensor(tensor, name)
     hidden, weight, bias = _as_autocast(hidden, weight, bias)
     if hidden.dim() == 3 and hidden.shape[0] == 1:
         hidden = hidden[0]
@@ -200,14 +203,13 @@ def _check_tensors(hidden, weight, bias) -> None:
 
 def _check_like_hidden(name, tensor, hidden) -> None:
     if tensor.dtype != hidden.dtype:
-        wanted = str(hidden.dtype).removeprefix("torch.")
-        raise ValueError(f"{name}: expected {wanted} like hidden, got {_described(tensor)}")
+        raise ValueError(f"{name}: expected {dtype_name(hidden.dtype)} like hidden, got {_described(tensor)}")
     if tensor.device != hidden.device:
         raise ValueError(f"{name}: expected on {hidden.device} like hidden, got {_described(tensor)}")
 
 
 def _described(tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
+    return f"{described(tensor)} on {tensor.device}"
 
 
 # --- the two ops that loop over chunks ---
