@@ -16,6 +16,7 @@ from packing_ops.boundaries import (
     position_ids_from_cu_seqlens,
     seq_idx_from_cu_seqlens,
     shift_labels,
+    shift_values,
     xformers_bias,
 )
 from packing_ops.logps import chunked_cross_entropy, token_logps

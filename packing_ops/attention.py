@@ -42,6 +42,7 @@ def varlen_attention(
     sinks: torch.Tensor | None = None,
     plan: torch.Tensor | None = None,
     return_lse: Literal[False] = False,
+    layout: str | None = None,
 ) -> torch.Tensor: ...
 @overload
 def varlen_attention(
@@ -58,6 +59,7 @@ def varlen_attention(
     sinks: torch.Tensor | None = None,
     plan: torch.Tensor | None = None,
     return_lse: Literal[True],
+    layout: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 def varlen_attention(
     q: torch.Tensor,

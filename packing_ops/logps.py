@@ -17,6 +17,8 @@ At 16,384 tokens, 151,936 entries and bf16 the kernel moves 5 GB in forward and 
 times the product, backward 1.10 and 1.03 times its three.
 """
 
+from typing import Literal, overload
+
 import torch
 
 from packing_ops import _ops
@@ -25,6 +27,34 @@ from packing_ops._autograd import past_autograd, register_autograd, register_no_
 from packing_ops.metadata import PackedMetadata
 
 
+@overload
+def token_logps(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    metadata: PackedMetadata | torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    entropy: Literal[False] = False,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    group: "torch.distributed.ProcessGroup | None" = None,
+) -> torch.Tensor: ...
+@overload
+def token_logps(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    metadata: PackedMetadata | torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    entropy: Literal[True],
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    group: "torch.distributed.ProcessGroup | None" = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 def token_logps(
     hidden: torch.Tensor,
     weight: torch.Tensor,

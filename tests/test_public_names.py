@@ -22,6 +22,7 @@ DEPENDING = {
     "flash_attn_func",
     "flash_attn_varlen_func",
     "select_attention_backend",
+    "token_logps",
     "varlen_attention",
 }
 
