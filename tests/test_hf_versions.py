@@ -1,5 +1,6 @@
 """Versions of transformers: the interfaces of 4.57 beside those of 5, and versions that are refused."""
 
+import ast
 import types
 from pathlib import Path
 
@@ -93,3 +94,12 @@ def test_an_old_version_is_refused(version):
 def test_the_extra_asks_for_what_is_served():
     project = (Path(__file__).parent.parent / "pyproject.toml").read_text()
     assert f'hf = ["transformers>={_host.OLDEST}"' in project
+
+
+@pytest.mark.parametrize("folder", ["transformers", "flash_attn"])
+def test_no_import_inside_a_function(folder):
+    """torch.compile stops at one (torch 2.11: `from transformers import x`, transformers is no plain module)."""
+    for path in Path(_host.__file__).parent.with_name(folder).rglob("*.py"):
+        functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+        inside = {type(node) for function in functions for node in ast.walk(function)}
+        assert not inside & {ast.Import, ast.ImportFrom}, path
