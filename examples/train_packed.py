@@ -90,7 +90,7 @@ def padded_batch(documents: list[Document]) -> Batch:
     )
     rows, seqlen = input_ids.shape
     row_ends = torch.arange(rows + 1, dtype=torch.int32) * seqlen
-    targets = po.shift_labels(labels, row_ends)
+    targets = po.shift_labels(labels.view(-1), row_ends).view(rows, seqlen)
     real = sum(map(len, documents))
     return Batch(input_ids, torch.arange(seqlen)[None], targets, int(po.count_target_tokens(labels)), real)
 

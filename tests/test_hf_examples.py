@@ -29,7 +29,7 @@ def run(out, *command):
 
 
 def test_hf_sft(tmp_path):
-    run(tmp_path, "examples/hf_sft.py", "--documents", 64, "--capacity", 1024)
+    run(tmp_path, "examples/hf_sft.py", "--documents", 40, "--capacity", 1024)
     result = json.loads((tmp_path / "demo_hf_cpu.json").read_text())
     losses = result["first_step_loss"]
     assert losses["packed"] == pytest.approx(losses["padded"], abs=1e-5)

