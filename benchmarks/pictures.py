@@ -13,9 +13,14 @@ from result_rows import COPY, OURS, cases_of, times
 WIDTH, DPI = 10, 130  # inches of a page
 CASE = 0.19  # inches of one
 EVEN = 0.02  # what is no difference
-PARTS = {"torch index_select"}  # of the work: the indices are given that ours finds first
+PARTS = {  # of the work: the indices are given that ours finds first; no softmax
+    "torch index_select",
+    "bare matmuls",
+    "bare matmuls, logits kept",
+}
+OURS_TOO = (OURS, "chunk=", "chunked_cross_entropy")
 PREPARATIONS = ("FlexAttention, its block mask",)  # once for many calls, timed in rows of their own
-NOTES = {"torch index_select": "a part of the work", "varlen_attention": "ours, called directly"}
+NOTES = {**dict.fromkeys(PARTS, "a part of the work"), "varlen_attention": "ours, called directly"}
 COLORS = {  # of a provider the same in every picture
     "torch FlashAttention-2": "tab:orange",
     "FlashAttention-3": "tab:red",
@@ -29,6 +34,8 @@ COLORS = {  # of a provider the same in every picture
     "bert_padding formulas, torch.compile": "tab:purple",
     "torch zeros + index_copy": "tab:green",
     "torch index_select": "tab:gray",
+    "bare matmuls": "tab:gray",
+    "bare matmuls, logits kept": "tab:brown",
 }
 OTHERS = ("tab:orange", "tab:purple", "tab:green", "tab:brown", "tab:olive", "tab:cyan", "tab:pink", "tab:red")
 
@@ -50,7 +57,7 @@ def comparisons(rows: list[dict]) -> list[Comparison]:
         speeds = {
             name: float(providers[name]["ratio_to_ours"])
             for name in others
-            if name != COPY and name not in PREPARATIONS and not name.startswith(OURS)
+            if name != COPY and name not in PREPARATIONS and not name.startswith(OURS_TOO)
         }
         peers = [name for name in speeds if name not in PARTS]
         if peers:

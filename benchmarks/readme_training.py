@@ -2,7 +2,7 @@
 
 import json
 
-from result_rows import OURS, RESULTS, cases_of, markdown, origin, percent_of_copy, prose, rows_of, times
+from result_rows import OURS, RESULTS, cases_of, duration, markdown, origin, percent_of_copy, prose, rows_of, times
 
 # --- examples and the report on a data set ---
 
@@ -141,5 +141,34 @@ def megatron() -> str:
     )
 
 
+LOGPS_PEERS = {"torch eager": "torch eager", "torch.compile": "torch.compile", "bare matmuls": "bare matmuls"}
+
+
+def logps() -> str:
+    """A row for each direction and hidden size; what the others need in memory beside it."""
+    memory = {case: {p: int(row["peak_mib"]) for p, row in providers.items()}
+              for case, providers in cases_of(rows_of("logps_memory_cuda")).items()}  # fmt: skip
+    rows, used = [], []
+    for case, providers in cases_of(rows_of("logps_cuda")).items():
+        op, shape, _ = case
+        if "by chunk" in op:
+            continue
+        others = [times(providers[p]["ratio_to_ours"]) for p in LOGPS_PEERS]
+        peaks = (
+            [f"{memory[case][p] / 1024:.1f}" for p in (OURS, *list(LOGPS_PEERS)[:2])] if case in memory else [""] * 3
+        )
+        label = f"{op.removeprefix('token_logps, ')}, hidden {int(shape.rpartition('=')[2]):,}"
+        rows.append([label, duration(providers[OURS]), *others, *peaks])
+        used.append(providers[OURS])
+    header = ["token_logps, 16,384 tokens, vocabulary of 151,936, bf16", "time", *LOGPS_PEERS.values(),
+              "GiB, ours", "eager", "compiled"]  # fmt: skip
+    note = (
+        "Times of the others are multiples of ours: below 1 the other is faster. Bare matmuls: cuBLAS alone, one product "
+        "forward, three backward (ours makes the logits again; torch keeps them, which is faster where there is memory for "
+        f"it). GiB: beside the arguments, gradients included. {origin(used)}."
+    )
+    return f"{markdown(header, rows)}\n\n{prose(note)}"
+
+
 TABLES = {"demo": demo, "docstrings": docstrings, "report": report_speed, "e2e": e2e, "adapter": adapter,
-          "megatron": megatron}  # fmt: skip
+          "megatron": megatron, "logps": logps}  # fmt: skip

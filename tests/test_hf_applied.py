@@ -42,7 +42,7 @@ def test_counts():
     assert not apply_packing_ops(model, rope=False, attention=False)
     revert_packing_ops(model)
     applied = apply_packing_ops(tiny("llama"))
-    assert repr(applied) == "Applied(attention=2, rope=2, rms_norm=0, skipped={})"
+    assert repr(applied) == "Applied(attention=2, rope=2, rms_norm=0, fused_loss=0, skipped={})"
     assert pickle.loads(pickle.dumps(applied)) == applied
 
 
@@ -162,22 +162,23 @@ def test_info_of_a_swapped_model(monkeypatch):
     swapped = "sdpa in 2 modules, swapped by apply_packing_ops(model)"
     before = [f"Qwen3ForCausalLM, transformers {version}", f"attention: {swapped}"]
     before += ["rope: " + STOCK.format("2 modules", ""), "rms_norm: " + STOCK.format("9 modules", ", rms_norm=True")]
+    before += ["loss: stock, swapped by apply_packing_ops(model, fused_loss=True)"]
     before += ["documents: as transformers tells them to the attention above"]
     assert info(model).splitlines() == before
     apply_packing_ops(model)
     lines = info(model).splitlines()
     assert lines[1:4] == ["attention: packing_ops in 2 modules", "rope: packing_ops in 2 modules", before[3]]
-    assert lines[4].startswith("documents: cu_seq_lens_q, else position_ids that restart and a 2-D attention_mask")
-    assert len(lines) == 5
+    assert lines[5].startswith("documents: cu_seq_lens_q, else position_ids that restart and a 2-D attention_mask")
+    assert len(lines) == 6
     apply_packing_ops(model, rms_norm=True)
     assert info(torch.nn.Sequential(model)).splitlines()[3] == "rms_norm: packing_ops in 9 modules"
     model.config.attention_dropout = 0.1
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1
     model.train()(**packed("cpu"))
-    assert info(model).splitlines()[5:] == ["by SDPA so far: dropout 0.1 in attention"]
+    assert info(model).splitlines()[6:] == ["by SDPA so far: dropout 0.1 in attention"]
     revert_packing_ops(model)
-    assert info(model).splitlines()[:5] == before
+    assert info(model).splitlines()[:6] == before
 
 
 def test_info_of_classes_and_others(monkeypatch):

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 from hf_models import tiny_model
 
-from packing_ops.integrations.transformers import _fused_loss
+from packing_ops.integrations.transformers import _fused_loss, apply_packing_ops, info, revert_packing_ops
 
 SERVED = ["llama", "qwen2", "qwen3", "mistral", "gemma3", "gpt_oss"]
 
@@ -146,3 +146,29 @@ def test_compiles(device, fresh_compile):
     torch.testing.assert_close(output.loss, wanted.loss)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, wanted_grads[name], msg=name)
+
+
+def test_applied_and_reverted_with_the_rest(device):
+    model, inputs = tiny_model("llama", device=device), rows(device)
+    wanted, _ = loss_and_gradients(model, inputs)
+    applied = apply_packing_ops(model, fused_loss=True)
+    assert (applied.attention, applied.rope, applied.fused_loss, applied.skipped) == (2, 2, 1, {})
+    assert "loss: packing_ops" in info(model)
+    output, _ = loss_and_gradients(model, inputs)
+    assert output.logits is None
+    torch.testing.assert_close(output.loss, wanted.loss)
+    revert_packing_ops(model)
+    again, _ = loss_and_gradients(model, inputs)
+    torch.testing.assert_close(again.logits, wanted.logits, rtol=0, atol=0)
+    assert "loss: stock, swapped by" in info(model)
+
+
+def test_what_cannot_have_it_is_told():
+    with pytest.warns(UserWarning, match=r"fused_loss of .* as it is: its forward changes the logits"):
+        applied = apply_packing_ops(tiny_model("gemma2"), fused_loss=True)
+    assert applied.fused_loss == 0
+    assert "changes the logits" in applied.skipped["fused_loss"]
+    with pytest.raises(ValueError, match=r"strict: .*fused_loss: its forward changes the logits"):
+        apply_packing_ops(tiny_model("gemma2"), fused_loss=True, strict=True)
+    with pytest.raises(ValueError, match="fused_loss: expected an instance of a model, got LlamaForCausalLM"):
+        apply_packing_ops(type(tiny_model("llama")), fused_loss=True)

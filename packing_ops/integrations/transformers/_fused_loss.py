@@ -30,9 +30,13 @@ class FusedLoss:
         self.active, self.hidden, self.had_own_loss = False, None, had_own_loss
 
 
+def is_fused(model) -> bool:
+    return _STATE in model.__dict__
+
+
 def refusal(model: PreTrainedModel) -> str | None:
     """Why this model's loss cannot be made from its hidden states; None where it can."""
-    if _STATE in model.__dict__:
+    if is_fused(model):
         return None
     head = getattr(model, "lm_head", None)
     if type(head) is not torch.nn.Linear or "forward" in head.__dict__:
@@ -48,7 +52,7 @@ def refusal(model: PreTrainedModel) -> str | None:
 
 def apply_to_model(model: PreTrainedModel) -> None:
     """For a model that refusal(model) says nothing against. Twice is once. Outputs in training have logits None."""
-    if _STATE in model.__dict__:
+    if is_fused(model):
         return
     state = model.__dict__[_STATE] = FusedLoss("_loss_function" in model.__dict__)
     # Partials, not closures: they can be pickled, and copies of the model get their own.

@@ -5,7 +5,7 @@ from collections import Counter
 import torch
 import transformers
 
-from packing_ops.integrations.transformers import _call, _implementation, _rms_norm, _rotary, fallback
+from packing_ops.integrations.transformers import _call, _fused_loss, _implementation, _rms_norm, _rotary, fallback
 
 
 def info(model: torch.nn.Module) -> str:
@@ -23,6 +23,7 @@ def info(model: torch.nn.Module) -> str:
         attention: packing_ops in 28 modules
         rope: packing_ops in 28 modules
         rms_norm: stock in 113 modules, swapped by apply_packing_ops(model, rms_norm=True)
+        loss: stock, swapped by apply_packing_ops(model, fused_loss=True)
         documents: cu_seq_lens_q, else position_ids that restart and a 2-D attention_mask (0 is padding, above 1 a number
           of a document)
 
@@ -35,6 +36,7 @@ def info(model: torch.nn.Module) -> str:
     name = type(hosts[0] if hosts else model).__name__
     lines = [f"{name}, transformers {transformers.__version__}"]
     lines += [f"attention: {_attention(model, hosts)}", f"rope: {_rope(model)}", f"rms_norm: {_norm(model)}"]
+    lines.append(f"loss: {_loss(hosts)}")
     lines += [f"documents: {_documents(hosts)}", *fallback.told()]
     return "\n".join(lines)
 
@@ -65,6 +67,15 @@ def _norm(model) -> str:
     if not every:
         return f"stock, none of {', '.join(_rotary.FAMILIES)}"
     return _parts(len(_rms_norm.fused(model)), every, "apply_packing_ops(model, rms_norm=True)")
+
+
+def _loss(hosts) -> str:
+    if any(map(_fused_loss.is_fused, hosts)):
+        return "packing_ops, from hidden states, in training with labels"
+    reasons = [_fused_loss.refusal(host) for host in hosts]
+    if None in reasons:
+        return "stock, swapped by apply_packing_ops(model, fused_loss=True)"
+    return f"stock: {reasons[0]}" if reasons else "stock"
 
 
 def _parts(ours, every, swap) -> str:

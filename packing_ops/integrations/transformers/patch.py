@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from packing_ops.integrations.transformers import _implementation, _rms_norm, _rotary
+from packing_ops.integrations.transformers import _fused_loss, _implementation, _rms_norm, _rotary
 from packing_ops.integrations.transformers._host import PreTrainedModel
 from packing_ops.integrations.transformers.attention import register
 
@@ -17,16 +17,18 @@ class Applied:
     """What apply_packing_ops swapped, and what it left; False if that is all.
 
     attention, rope, rms_norm: modules of an instance that run packing_ops' attention, rotate with its RoPE, run the fused
-    RMSNorm; of a class or of all, how many classes. skipped: {what was asked for: why it was left as it is}.
+    RMSNorm; of a class or of all, how many classes. fused_loss: models whose loss is made from hidden states. skipped:
+    {what was asked for: why it was left as it is}.
     """
 
     attention: int = 0
     rope: int = 0
     rms_norm: int = 0
+    fused_loss: int = 0
     skipped: dict[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return self.attention + self.rope + self.rms_norm > 0
+        return self.attention + self.rope + self.rms_norm + self.fused_loss > 0
 
 
 def apply_packing_ops(
@@ -35,6 +37,7 @@ def apply_packing_ops(
     rope: bool = True,
     attention: bool = True,
     rms_norm: bool = False,
+    fused_loss: bool = False,
     fp32_cos_sin: bool = False,
     strict: bool = False,
 ) -> Applied:
@@ -50,6 +53,9 @@ def apply_packing_ops(
         rms_norm: RMSNorm modules call torch.nn.functional.rms_norm. In bf16 and fp16 the stock formula of Llama, Qwen
             and Mistral rounds the normalised value and then its product with the weight; this one rounds once. Gemma
             and gpt-oss round once either way; Gemma's ``1 + weight`` stays in fp32. Dtypes of results are the stock's.
+        fused_loss: of an instance: in training with labels the loss is chunked_cross_entropy of the hidden states. The
+            logits of all tokens are never in memory, and the output's are None: who reads them in training, as TRL's
+            SFTTrainer does for its metrics, cannot have it. Apply before accelerate or others wrap the model's forward.
         fp32_cos_sin: keep cos and sin in fp32 where the model casts them to its own dtype.
         strict: an error, and nothing changed, where one of these cannot be swapped; else what can be is swapped, and a
             warning names the model and what was left.
@@ -69,18 +75,21 @@ def apply_packing_ops(
     Raises:
         ImportError: transformers is missing (``pip install packing_ops[hf]``).
         TypeError: model is neither.
-        ValueError: strict, and something was asked for that this model does not have or cannot change.
+        ValueError: strict, and something was asked for that this model does not have or cannot change; fused_loss of a
+            class.
 
     Example:
         >>> model = AutoModelForCausalLM.from_config(Qwen3Config(num_hidden_layers=28))  # doctest: +SKIP
         >>> apply_packing_ops(model)  # doctest: +SKIP
-        Applied(attention=28, rope=28, rms_norm=0, skipped={})
+        Applied(attention=28, rope=28, rms_norm=0, fused_loss=0, skipped={})
 
     RoPE and RMSNorm families: Llama, Mistral, Ministral, Mixtral, Qwen 2, 2.5 and 3 with their MoE, Qwen2-VL, Qwen2.5-VL,
     Qwen3-VL (text), Gemma 1 to 3, gpt-oss, Phi, Phi-3, GLM, GLM-4, StableLM. Attention: every model that takes
     attn_implementation.
     """
     if model is None or isinstance(model, type):
+        if fused_loss:
+            raise ValueError(f"fused_loss: expected an instance of a model, got {_name_of(model) if model else None}")
         return _apply_to_classes(model, rope, attention, rms_norm, fp32_cos_sin, strict)
     _check_model(model)
     skipped = {}
@@ -90,6 +99,10 @@ def apply_packing_ops(
         skipped["rope"] = f"it is none of {', '.join(_rotary.FAMILIES)}"
     if rms_norm and not _rms_norm.norms(model):
         skipped["rms_norm"] = f"it has no RMSNorm of {', '.join(_rotary.FAMILIES)}"
+    losses = [host for host in _implementation.hosts(model) if fused_loss and _fused_loss.refusal(host) is None]
+    if fused_loss and not losses:
+        reasons = map(_fused_loss.refusal, _implementation.hosts(model))
+        skipped["fused_loss"] = next(reasons, "there is no transformers model in it")
     _refuse(model, skipped, strict)
     if attention and "attention" not in skipped and (reason := _implementation.set_ours(model)):
         skipped["attention"] = reason
@@ -99,6 +112,7 @@ def apply_packing_ops(
         len(_implementation.attentions(model)) if attention and "attention" not in skipped else 0,
         _rotary.apply_to_model(model, fp32_cos_sin) if rope else 0,
         _rms_norm.apply_to_model(model) if rms_norm else 0,
+        len([_fused_loss.apply_to_model(host) for host in losses]),
         skipped,
     )
 
@@ -120,6 +134,8 @@ def revert_packing_ops(model: torch.nn.Module | type | None = None) -> None:
     _check_model(model)
     _rotary.revert_model(model)
     _rms_norm.revert_model(model)
+    for host in _implementation.hosts(model):
+        _fused_loss.revert_model(host)
     _implementation.revert(model)
 
 
