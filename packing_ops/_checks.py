@@ -15,6 +15,9 @@ def check_documents(
 ) -> None:
     """ValueError where explicit cu_seqlens, the padding mask and the positions of a batch contradict each other.
 
+    Positions contradict where a row has several documents and they never restart, or where they restart (0 after a number
+    above 1, and 1 next) inside of a document. Documents of two tokens, and positions that start elsewhere, are let pass.
+
     Args:
         cu_seqlens_q, cu_seqlens_k: int32 or int64 ``[num_documents + 1]`` over the batch's rows, one after the other.
         mask: bool ``[batch, seqlen]``, False is padding, which has no place beside cu_seqlens.
@@ -25,7 +28,7 @@ def check_documents(
 
 
 def check_unchanged(values: torch.Tensor, expected: torch.Tensor) -> None:
-    """ValueError where ``values`` are not, byte for byte, those of ``expected``, of the same shape and dtype."""
+    """ValueError where ``values`` are not, byte for byte, those of ``expected``, a copy that was made of them."""
     _ops.check_unchanged(values, expected)
 
 

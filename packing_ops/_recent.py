@@ -1,6 +1,6 @@
 """What one call keeps for the next: the cu_seqlens of a dense batch, what was worked out from a batch, its plan.
 
-Nothing here is used for values that it was not made from. Torch counts the writes that it sees (``_version``), but not
+Nothing here is used unseen for values that it was not made from. Torch counts the writes that it sees (``_version``), but not
 those of dist.broadcast, recv, ``.data``, NumPy or DLPack, so what is kept is compared with the values before it is used
 again: on the CPU at once, on CUDA by a kernel that reports through the fault flag.
 """
@@ -16,8 +16,9 @@ from packing_ops import _ops
 from packing_ops._checks import check_unchanged
 
 
-def _keeps(tensor: torch.Tensor) -> bool:
-    """Not in a trace, nor of a fake or transformed tensor, nor in a CUDA graph, whose replay may have other lengths."""
+def is_real(tensor: torch.Tensor) -> bool:
+    """Whether the values are there to stay: False in a trace, for fake tensors and those of torch.func, and while a CUDA
+    graph is captured, whose replays may have other lengths."""
     return not (
         torch.compiler.is_compiling()
         or type(tensor) is not torch.Tensor
@@ -34,7 +35,7 @@ def _traced() -> bool:
 
 
 def _stream(tensor: torch.Tensor) -> int:
-    """Another stream would not wait for what this one makes."""
+    """The current stream, 0 on the CPU. What is kept is of one stream: another would not wait for it to be made."""
     return torch._C._cuda_getCurrentRawStream(tensor.get_device()) if tensor.is_cuda else 0
 
 
@@ -46,7 +47,7 @@ def dense_cu_seqlens(tensor: torch.Tensor, name: str) -> torch.Tensor:
     batch, seqlen = tensor.shape[:2]
     if batch * seqlen >= 2**31:
         raise ValueError(f"{name}: expected batch * seqlen below 2**31, got {list(tensor.shape)}")
-    if _keeps(tensor):
+    if is_real(tensor):
         return _kept_cu_seqlens(batch, seqlen, tensor.device, _stream(tensor))
     return _every(seqlen, batch, tensor.device)
 
@@ -79,13 +80,20 @@ class _OfTensor:
 
 
 class _Entry:
-    __slots__ = ("layer", "made", "others", "state", "values")
+    __slots__ = ("layer", "made", "others", "state", "values", "version")
 
     def __init__(self, made, others, state, values):
         self.made, self.others, self.state, self.values, self.layer = made, others, state, values, None
+        self.version = _version(made)
 
     def is_of(self, others, state):
-        return self.state == state and all(map(operator.is_, [reference() for reference in self.others], others))
+        if self.state != state or self.version != _version(self.made):
+            return False
+        return all(map(operator.is_, [reference() for reference in self.others], others))
+
+
+def _version(made) -> int:
+    return made._version if isinstance(made, torch.Tensor) else 0
 
 
 def kept_with(
@@ -96,20 +104,24 @@ def kept_with(
     layer: int | None = None,
     checked_by_kernel: bool = False,
 ) -> object:
-    """``make()``, or what it gave for ``key`` while these very tensors had the values that they have now.
+    """``make()``, or what it gave for ``key`` when these very tensors had the same values.
 
-    It lives as long as ``tensors[0]``, which it must not hold.
+    On the CPU other values are seen at once, and it is made anew. On CUDA nothing waits for the comparison: other values
+    are a fault of a later call, and what this call gives belongs to the old ones.
+
+    What was made is kept as long as ``tensors[0]`` lives, and must hold no reference to that tensor. A tensor that somebody
+    has written into since is made anew.
 
     Args:
-        layer: number of the layer that asks. The layer after the one that asked last is in the same forward, and is
-            spared the comparison of the values.
+        layer: number of the layer that asks. The layer after the one that asked last is taken to be in the same forward,
+            and spared the comparison of the values; whoever runs layers of several batches in turn asks without it.
         checked_by_kernel: whoever uses it compares the values itself, as attention does with its plan.
 
     Raises:
         ValueError: on CUDA, in a later call: values that were changed without torch's notice. What was kept is dropped.
     """
     first, *others = tensors
-    if not _keeps(first):
+    if not is_real(first):
         return make()
     for tensor in tensors:
         if tensor.is_inference():  # no version that would tell a change

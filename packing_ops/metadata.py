@@ -7,7 +7,7 @@ import torch
 
 from packing_ops import _ops
 from packing_ops._args import check_cu_seqlens, index_tensor, integer, one_row, window_sides
-from packing_ops._recent import kept_with, plan_of
+from packing_ops._recent import is_real, kept_with, plan_of
 from packing_ops.boundaries import (
     cu_seqlens_from_lengths,
     position_ids_from_cu_seqlens,
@@ -85,8 +85,14 @@ class PackedMetadata:
                 a GPU and nothing shall wait for it, so that the hosts are told of the padding.
             max_seqlen: longest document, or a bound.
             num_tokens: ``cu_seqlens[-1]``.
+
+        Raises:
+            ValueError: no cu_seqlens; on the CPU also values that do not start at 0 or decrease, and a total, max_seqlen
+                or num_tokens that are not theirs.
         """
         check_cu_seqlens(cu_seqlens)
+        if cu_seqlens.is_cpu and is_real(cu_seqlens):
+            _check_values(cu_seqlens, total, max_seqlen, num_tokens)
         cu_seqlens = cu_seqlens.int()
         if max_seqlen is None or (total is None and num_tokens is None):
             num_tokens, longest = _end_and_longest(cu_seqlens)
@@ -255,6 +261,24 @@ class PackedMetadata:
             return self.cu_seqlens, self.max_seqlen
         end = self.cu_seqlens.new_full((1,), self.total)
         return torch.cat([self.cu_seqlens, end]), max(self.max_seqlen, self.total - num_tokens)
+
+
+def _check_values(cu_seqlens, total, max_seqlen, num_tokens) -> None:
+    """Of cu_seqlens on the CPU, and of what was told of them."""
+    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+    longest = int(cu_seqlens.diff().max()) if cu_seqlens.numel() > 1 else 0
+    if first != 0:
+        raise ValueError(f"cu_seqlens: expected to start at 0, got {first}")
+    if cu_seqlens.numel() > 1 and int(cu_seqlens.diff().min()) < 0:
+        at = int((cu_seqlens.diff() < 0).nonzero()[0]) + 1
+        raise ValueError(
+            f"cu_seqlens: expected never to decrease, got {cu_seqlens[at]} after {cu_seqlens[at - 1]} at index {at}"
+        )
+    _checked_total(total, last)
+    if max_seqlen is not None and integer(max_seqlen, "max_seqlen") < longest:
+        raise ValueError(f"max_seqlen: expected at least {longest}, the longest of cu_seqlens, got {max_seqlen}")
+    if num_tokens is not None and integer(num_tokens, "num_tokens") != last:
+        raise ValueError(f"num_tokens: expected {last}, the last of cu_seqlens, got {num_tokens}")
 
 
 def _end_and_longest(cu_seqlens: torch.Tensor) -> tuple[int, int]:

@@ -227,3 +227,19 @@ def test_batches_of_another_shape_are_named(device, layout):
     for x in (mask, torch.ones((), device=device), torch.ones(total + 1, device=device)):
         with pytest.raises(ValueError, match=rf"x: expected \[total={total}, \.\.\.\], got"):
             metadata.pad(x)
+
+
+@pytest.mark.parametrize(
+    ("values", "told", "message"),
+    [
+        ([2, 5], {}, "cu_seqlens: expected to start at 0, got 2"),
+        ([0, 5, 3], {}, "cu_seqlens: expected never to decrease, got 3 after 5 at index 2"),
+        ([0, 2, 5], {"max_seqlen": 2, "total": 5}, "max_seqlen: expected at least 3, the longest of cu_seqlens, got 2"),
+        ([0, 2, 5], {"max_seqlen": 3, "num_tokens": 4}, "num_tokens: expected 5, the last of cu_seqlens, got 4"),
+        ([0, 2, 5], {"max_seqlen": 3, "total": 4}, "total: .*got 4"),
+    ],
+)
+def test_what_is_told_of_cu_seqlens_on_the_cpu_is_checked(values, told, message):
+    for dtype in (torch.int32, torch.int64):
+        with pytest.raises(ValueError, match=message):
+            PackedMetadata.from_cu_seqlens(torch.tensor(values, dtype=dtype), **told)

@@ -138,3 +138,10 @@ def test_metadata_follows_its_cu_seqlens(device):
         metadata.cu_seqlens[1] = 4
     assert metadata.position_ids.tolist() == [0, 1, 2, 3, 0]
     assert metadata.seq_idx.tolist() == [0, 0, 0, 0, 1]
+
+
+def test_a_table_that_somebody_has_written_into_is_made_anew(device):
+    metadata = po.PackedMetadata.from_lengths([3, 2], device=device)
+    metadata.position_ids.add_(100)
+    assert metadata.position_ids.tolist() == [0, 1, 2, 0, 1]
+    assert metadata.position_ids is metadata.position_ids

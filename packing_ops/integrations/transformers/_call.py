@@ -51,7 +51,10 @@ class Call:
         self.numbers_taken = self.numbers is None
 
     def take(self):
-        """What tells documents has reached a mask or an attention, if it was told at all: a vision tower's is its own."""
+        """The position_ids or cu_seq_lens_q of this call, and of the calls around it, have reached a mask or an attention.
+
+        A call that was given neither, such as a vision tower's, stops nothing and says nothing of those around it.
+        """
         call = self
         while call is not None and not call.taken and not (call.position_ids is None and call.cu_seqlens is None):
             call.taken = not call.mixes
@@ -103,9 +106,10 @@ class _Now(threading.local):
 
 
 class _Traced:
-    """For the trace of torch.compile, which takes what the class of a threading.local has for what a thread has set.
+    """Stands for _now while torch.compile before 2.13 traces.
 
-    That ended before torch 2.13; up to then two threads that run compiled models at a time may meet here.
+    Its trace reads the class attributes of a threading.local in place of what the thread has set. This object is one for
+    all threads: two of them that call compiled models at the same time may see each other's call.
     """
 
     call = None
@@ -126,7 +130,7 @@ def current() -> Call | None:
 
 
 def leave(carrier) -> None:
-    """For the mask function, where transformers reads the 2-D mask on the way and a carrier cannot take its place."""
+    """Hands a carrier to the mask function past transformers' create_chunked_causal_mask, which reads the 2-D mask itself."""
     _here().chunked = carrier
 
 
