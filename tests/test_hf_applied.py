@@ -200,3 +200,7 @@ def test_info_of_classes_and_others(monkeypatch):
     assert "documents: one in each row" in info(mixer)
     with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module, got str"):
         info("llama")
+
+
+def test_counts_of_models_go_on_as_with_a_bool():
+    assert sum([Applied(attention=2), Applied(), Applied(rope=1)]) == 2

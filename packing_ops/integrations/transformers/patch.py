@@ -30,6 +30,9 @@ class Applied:
     def __bool__(self) -> bool:
         return self.attention + self.rope + self.rms_norm + self.fused_loss > 0
 
+    def __radd__(self, count):
+        return count + bool(self)  # as the bool that it was before
+
 
 def apply_packing_ops(
     model: torch.nn.Module | type | None = None,
@@ -75,8 +78,7 @@ def apply_packing_ops(
     Raises:
         ImportError: transformers is missing (``pip install packing_ops[hf]``).
         TypeError: model is neither.
-        ValueError: strict, and something was asked for that this model does not have or cannot change; fused_loss of a
-            class.
+        ValueError: strict, and something cannot be swapped in this model; fused_loss of a class.
 
     Example:
         >>> model = AutoModelForCausalLM.from_config(Qwen3Config(num_hidden_layers=28))  # doctest: +SKIP
