@@ -265,12 +265,12 @@ class PackedMetadata:
 
 def _check_values(cu_seqlens, total, max_seqlen, num_tokens) -> None:
     """Of cu_seqlens on the CPU, and of what was told of them."""
-    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
-    longest = int(cu_seqlens.diff().max()) if cu_seqlens.numel() > 1 else 0
+    first, last, lengths = int(cu_seqlens[0]), int(cu_seqlens[-1]), cu_seqlens.diff()
     if first != 0:
         raise ValueError(f"cu_seqlens: expected to start at 0, got {first}")
-    if cu_seqlens.numel() > 1 and int(cu_seqlens.diff().min()) < 0:
-        at = int((cu_seqlens.diff() < 0).nonzero()[0]) + 1
+    shortest, longest = map(int, lengths.aminmax()) if lengths.numel() else (0, 0)
+    if shortest < 0:
+        at = int((lengths < 0).nonzero()[0]) + 1
         raise ValueError(
             f"cu_seqlens: expected never to decrease, got {cu_seqlens[at]} after {cu_seqlens[at - 1]} at index {at}"
         )
