@@ -32,6 +32,7 @@ def cases():
     """name -> a function that makes the inputs and returns the call to profile."""
     import bench_attention
     import bench_boundaries
+    import bench_logps
     import bench_padding
     import bench_rope
 
@@ -50,12 +51,20 @@ def cases():
         packed, indices, *_ = po.unpad_input(hidden, mask)
         return lambda: po.pad_input(packed, indices, batch, seqlen)
 
+    def logps(size):
+        """One of the ten chunks that the benchmark's vocabulary is taken in."""
+        hidden, weight, labels, metadata = bench_logps.batch("cuda", size)
+        leaves = hidden, weight[:15_232].detach().requires_grad_()
+        labels, grad = labels % 15_232, torch.ones(len(labels), device="cuda")
+        return lambda: torch.autograd.grad(po.token_logps(*leaves, labels, metadata), leaves, grad)
+
     return {
         "segment_sum T=1048576": lambda: boundaries("segment_sum"),
         "seq_idx T=1048576": lambda: boundaries("seq_idx_from_cu_seqlens"),
         "rope T=8192 32+8 D128": lambda: rope(8192, (32, 8, 128)),
         "rope T=65536 14+2 D64": lambda: rope(65536, (14, 2, 64)),
         "pad_input 256x512x1024": lambda: pad(256, 512, 1024),
+        **{f"token_logps T=16384 V=15232 hidden={size}": lambda size=size: logps(size) for size in (1024, 4096)},
         **bench_attention.profiled_calls(),
     }
 
