@@ -43,12 +43,25 @@ __global__ void __launch_bounds__(kThreads)
 
 // --- logits ---
 
-// The half types round far more than the fast exponential does.
+// Weights are powers of kBase: of 2 for the half types, which round far more than the instruction for it does.
 template <class T>
-__device__ real_t<T> exp_of(real_t<T> x) {
-  if constexpr (sizeof(T) == 2) return __expf(x);
-  if constexpr (sizeof(T) == 4) return expf(x);
-  return exp(x);
+constexpr bool kBinary = sizeof(T) == 2;
+
+// log(e) to that base: natural exponents times this are exponents.
+template <class T>
+constexpr real_t<T> kLogE = kBinary<T> ? 1.4426950408889634 : 1;
+
+template <class T>
+__device__ real_t<T> power_of(real_t<T> exponent) {
+  if constexpr (kBinary<T>) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(exponent));
+    return power;
+  } else if constexpr (sizeof(T) == 4) {
+    return expf(exponent);
+  } else {
+    return exp(exponent);
+  }
 }
 
 template <class Real>
@@ -56,24 +69,34 @@ __device__ constexpr Real infinity() {
   return static_cast<Real>(__builtin_huge_val());
 }
 
-// What is known of some columns of a row.
-template <class Real>
+// What is known of some columns of a row: with exponents e = factor * (z - max), in base kBinary<T> says, the sum of
+// the weights power(e), and of power(e) * e.
+template <class T>
 struct Sums {
-  Real max, sum, weighted;  // sum of exp(z - max), sum of exp(z - max) * (z - max)
+  using Real = real_t<T>;
+  Real max, sum, weighted;
 
   // The same sums over a larger max. Columns that are all -inf weigh nothing.
-  __device__ Sums with_max(Real larger) const {
+  __device__ Sums with_max(Real larger, Real factor) const {
     if (max == larger || sum == Real(0)) return {larger, sum, weighted};
-    const Real scale = exp(max - larger);
-    return {larger, scale * sum, scale == Real(0) ? Real(0) : scale * (weighted + (max - larger) * sum)};
+    const Real below = (max - larger) * factor;
+    const Real scale = power_of<T>(below);
+    return {larger, scale * sum, scale == Real(0) ? Real(0) : scale * (weighted + below * sum)};
   }
-  __device__ Sums operator+(const Sums& other) const {
+  __device__ Sums plus(const Sums& other, Real factor) const {
     const Real larger = max > other.max ? max : other.max;
-    const Sums a = with_max(larger);
-    const Sums b = other.with_max(larger);
+    const Sums a = with_max(larger, factor);
+    const Sums b = other.with_max(larger, factor);
     return {larger, a.sum + b.sum, a.weighted + b.weighted};
   }
 };
+
+__device__ inline float max_of(float a, float b) {
+  return fmaxf(a, b);
+}
+__device__ inline double max_of(double a, double b) {
+  return fmax(a, b);
+}
 
 // Where the vectors of a row begin and end; the few elements before and after them go one by one.
 template <class T>
@@ -99,9 +122,8 @@ struct Scaling {
   const Real* bias;
   Real inv_temperature;
 
-  __device__ Real operator()(Real logit, int column) const {
-    return (kBias ? logit + bias[column] : logit) * inv_temperature;
-  }
+  __device__ Real biased(Real logit, int column) const { return kBias ? logit + bias[column] : logit; }
+  __device__ Real operator()(Real logit, int column) const { return biased(logit, column) * inv_temperature; }
 };
 
 template <class T, bool kBias>
@@ -114,21 +136,22 @@ __global__ void __launch_bounds__(kThreads) logps_chunk_kernel(LogpsChunkParams 
   using Real = real_t<T>;
   using Vector = typename Row<T>::Vector;
   constexpr int kVec = Row<T>::kVec;
-  __shared__ Sums<Real> of_warp[kWarps];
+  __shared__ Sums<T> of_warp[kWarps];
   const int64_t row = blockIdx.x;
   if (p.targets[row] < 0) return;
   const T* logits = static_cast<const T*>(p.logits) + row * p.row_stride;
   const Row<T> layout(logits, static_cast<int>(p.columns));
   const Scaling<Real, kBias> scaled = scaling_of<T, kBias>(p);
-  Sums<Real> sums{-infinity<Real>(), 0, 0};
-  const auto add = [&](Real z, Real shift) {
-    const Real below = z - shift;
-    const Real weight = exp_of<T>(below);
+  const Real factor = scaled.inv_temperature * kLogE<T>;  // the temperature is left to the exponents
+  Sums<T> sums{-infinity<Real>(), 0, 0};
+  const auto add = [&](Real value, Real shift) {
+    const Real exponent = (value - shift) * factor;
+    const Real weight = power_of<T>(exponent);
     sums.sum += weight;
-    if (kEntropy) sums.weighted += weight == Real(0) ? Real(0) : weight * below;
+    if (kEntropy) sums.weighted += weight == Real(0) ? Real(0) : weight * exponent;
   };
   const auto raise_max = [&](Real best) {
-    if (best > sums.max) sums = sums.with_max(best);
+    if (best > sums.max) sums = sums.with_max(best, factor);
     return sums.max == -infinity<Real>() ? Real(0) : sums.max;
   };
 
@@ -145,8 +168,7 @@ __global__ void __launch_bounds__(kThreads) logps_chunk_kernel(LogpsChunkParams 
       if (first + u * kThreads >= layout.vectors) continue;
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
-        const Real z = scaled(loaded[u].get(i), layout.column(first + u * kThreads) + i);
-        best = z > best ? z : best;
+        best = max_of(best, scaled.biased(loaded[u].get(i), layout.column(first + u * kThreads) + i));
       }
     }
     const Real shift = raise_max(best);
@@ -155,32 +177,35 @@ __global__ void __launch_bounds__(kThreads) logps_chunk_kernel(LogpsChunkParams 
       if (first + u * kThreads >= layout.vectors) continue;
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
-        add(scaled(loaded[u].get(i), layout.column(first + u * kThreads) + i), shift);
+        add(scaled.biased(loaded[u].get(i), layout.column(first + u * kThreads) + i), shift);
       }
     }
   }
   for (int i = static_cast<int>(threadIdx.x); i < layout.singles(); i += kThreads) {
     const int column = layout.single(i);
-    const Real z = scaled(static_cast<Real>(logits[column]), column);
-    add(z, raise_max(z));
+    const Real value = scaled.biased(static_cast<Real>(logits[column]), column);
+    add(value, raise_max(value));
   }
 
   for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-    sums = sums + Sums<Real>{__shfl_xor_sync(0xffffffffu, sums.max, offset),
-                             __shfl_xor_sync(0xffffffffu, sums.sum, offset),
-                             __shfl_xor_sync(0xffffffffu, sums.weighted, offset)};
+    const Sums<T> other{__shfl_xor_sync(0xffffffffu, sums.max, offset), __shfl_xor_sync(0xffffffffu, sums.sum, offset),
+                        __shfl_xor_sync(0xffffffffu, sums.weighted, offset)};
+    sums = sums.plus(other, factor);
   }
   if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = sums;
   __syncthreads();
   if (threadIdx.x != 0) return;
+  for (int warp = 1; warp < kWarps; ++warp) sums = sums.plus(of_warp[warp], factor);
   Real* max = static_cast<Real*>(p.max) + row;
   Real* sum = static_cast<Real*>(p.sum) + row;
   Real* weighted = static_cast<Real*>(p.weighted) + row;
-  sums = {*max, *sum, kEntropy ? *weighted : Real(0)};
-  for (int warp = 0; warp < kWarps; ++warp) sums = sums + of_warp[warp];
-  *max = sums.max;
-  *sum = sums.sum;
-  if (kEntropy) *weighted = sums.weighted;
+  // Between chunks: logits with their temperature, natural exponents.
+  const Sums<Real> chunk{sums.max * scaled.inv_temperature, sums.sum, sums.weighted / kLogE<T>};
+  const Sums<Real> before{*max, *sum, kEntropy ? *weighted : Real(0)};
+  const Sums<Real> all = before.plus(chunk, Real(1));
+  *max = all.max;
+  *sum = all.sum;
+  if (kEntropy) *weighted = all.weighted;
   const int64_t target = p.targets[row] - p.first;
   if (target >= 0 && target < p.columns) {
     static_cast<Real*>(p.chosen)[row] = scaled(static_cast<Real>(logits[target]), static_cast<int>(target));
@@ -197,7 +222,7 @@ struct Gradient {
 
   __device__ Real operator()(Real logit, int column) const {
     const Real logp = scaled(logit, column) - lse;
-    const Real weight = exp_of<T>(logp);
+    const Real weight = power_of<T>(logp * kLogE<T>);
     Real slope = plain;
     if (kEntropy) slope += weight == Real(0) ? Real(0) : grad_entropy * logp;
     const Real chosen = column == target ? grad : Real(0);
