@@ -141,7 +141,10 @@ def megatron() -> str:
     )
 
 
-LOGPS_PEERS = {"torch eager": "torch eager", "torch.compile": "torch.compile", "bare matmuls": "bare matmuls"}
+LOGPS_PEERS = {"torch eager": "torch eager", "torch.compile": "torch.compile",
+               "Liger's fused linear cross entropy": "Liger", "bare matmuls": "bare matmuls"}  # fmt: skip
+LOGPS_MEMORY = {OURS: "GiB, ours", "torch eager": "eager", "torch.compile": "compiled",
+                "Liger's fused linear cross entropy": "Liger"}  # fmt: skip
 
 
 def logps() -> str:
@@ -153,19 +156,19 @@ def logps() -> str:
         op, shape, _ = case
         if "by chunk" in op:
             continue
-        others = [times(providers[p]["ratio_to_ours"]) for p in LOGPS_PEERS]
-        peaks = (
-            [f"{memory[case][p] / 1024:.1f}" for p in (OURS, *list(LOGPS_PEERS)[:2])] if case in memory else [""] * 3
-        )
+        others = [times(providers[p]["ratio_to_ours"]) if p in providers else "" for p in LOGPS_PEERS]
+        held = memory.get(case, {})
+        peaks = [f"{held[p] / 1024:.1f}" if p in held else "" for p in LOGPS_MEMORY]
         label = f"{op.removeprefix('token_logps, ')}, hidden {int(shape.rpartition('=')[2]):,}"
         rows.append([label, duration(providers[OURS]), *others, *peaks])
         used.append(providers[OURS])
     header = ["token_logps, 16,384 tokens, vocabulary of 151,936, bf16", "time", *LOGPS_PEERS.values(),
-              "GiB, ours", "eager", "compiled"]  # fmt: skip
+              *LOGPS_MEMORY.values()]  # fmt: skip
     note = (
         "Times of the others are multiples of ours: below 1 the other is faster. Bare matmuls: cuBLAS alone, one product "
         "forward, three backward (ours makes the logits again; torch keeps them, which is faster where there is memory for "
-        f"it). GiB: beside the arguments, gradients included. {origin(used)}."
+        "it). Liger's fused linear cross entropy gives the mean of a batch alone, gradients made in its forward. GiB: "
+        f"beside the arguments, gradients included. {origin(used)}."
     )
     return f"{markdown(header, rows)}\n\n{prose(note)}"
 
