@@ -1,6 +1,7 @@
 // A block takes a row of logits, in vectors of 16 bytes, several of them on their way to a thread at once. Same
 // formulas as logps_cpu.cpp; what is added in which order depends on the columns and their alignment alone.
 #include "core/launch.cuh"
+#include "core/ptx/mma.cuh"
 #include "core/segment.cuh"
 #include "core/vec.cuh"
 #include "ops/logps/logps.h"
@@ -54,9 +55,7 @@ constexpr real_t<T> kLogE = kBinary<T> ? 1.4426950408889634 : 1;
 template <class T>
 __device__ real_t<T> power_of(real_t<T> exponent) {
   if constexpr (kBinary<T>) {
-    float power;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(exponent));
-    return power;
+    return ptx::exp2_approx(exponent);
   } else if constexpr (sizeof(T) == 4) {
     return expf(exponent);
   } else {
