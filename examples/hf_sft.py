@@ -152,7 +152,7 @@ def main():
     print(f"{len(lengths)} documents, {sum(lengths)} tokens, {cut} cut to {arguments.capacity}; {kept}")
     losses = first_step_losses(documents, arguments)
     tokens = [(d.input_ids.tolist(), d.labels.tolist()) for d in documents]  # a tensor would cost a file descriptor
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver"), max_tasks_per_child=1) as pool:
         runs = [pool.submit(train, mode, tokens, arguments).result() for mode in ("padded", "packed")]
     stem = arguments.out / f"demo_hf_{arguments.device}"
     save_report(

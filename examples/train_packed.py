@@ -214,7 +214,7 @@ def main():
     told = f"{len(documents)} documents, {sum(lengths)} tokens, {cut} cut to {arguments.capacity}"
     print(f"{told}; on {machine(arguments.device)['device']}")
     losses = first_step_losses(documents, arguments)
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver"), max_tasks_per_child=1) as pool:
         runs = [pool.submit(train, mode, arguments).result() for mode in ("padded", "packed")]
     stem = arguments.out / f"demo_{arguments.device}"
     save_report(stem, lengths, cut, arguments, runs, losses)

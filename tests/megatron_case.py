@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 from unittest import mock
 
+import fresh_process
 import pytest
 import torch
 import torch.multiprocessing
@@ -175,8 +176,7 @@ def tensor_parallel_part(whole, dim, size):
 
 def spawn(worker, world_size, folder):
     """What ``worker()`` returns in each of so many processes of one gloo group, on the CPU; its exception is raised here."""
-    # One process imports what takes seconds; the others are forks of it, before it has any thread.
-    torch.multiprocessing.set_forkserver_preload(["hypothesis", "pytest", GPTModel.__module__, "packing_ops"])
+    fresh_process.start_server()
     arguments = world_size, folder, worker
     torch.multiprocessing.start_processes(_process, arguments, nprocs=world_size, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]

@@ -1,12 +1,11 @@
 """The examples of the data path run, and what they print as equal is equal."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from statistics import median
 
+import fresh_process
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,15 +42,8 @@ def test_collation_is_hidden_behind_the_step(tmp_path):
     file = tmp_path / "pairs.jsonl"
     records = [{"prompt": f"count to {n}: ", "completion": " ".join(map(str, range(n % 40)))} for n in range(192)]
     file.write_text("\n".join(map(json.dumps, records)))
-    # In a process of its own: it sets torch's threads.
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples" / "async_sft.py", "--out", tmp_path, "--data", file, "--rounds", "1"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = "examples/async_sft.py", "--out", tmp_path, "--data", file, "--rounds", "1"
+    printed = fresh_process.run(*command, folder=tmp_path)  # it sets torch's threads
     result = json.loads((tmp_path / "demo_async_cpu.json").read_text())
     in_loop, ahead = result["runs"]
     assert (in_loop["ahead"], ahead["ahead"]) == (False, True)
@@ -65,7 +57,7 @@ def test_collation_is_hidden_behind_the_step(tmp_path):
     assert result["waited_seconds"] == {"in_loop": median(in_loop["waited"]), "ahead": median(ahead["waited"])}
     assert min(ahead["waited"]) < min(in_loop["waited"]), "on a busy machine too, some batch was there"
     assert result["verdict"].startswith(("a gain: a step is ", "no gain here: collating takes "))
-    assert result["verdict"] in done.stdout
+    assert result["verdict"] in printed
 
 
 @pytest.mark.parametrize(

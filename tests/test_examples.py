@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fresh_process
 import pytest
 import torch
 
@@ -20,11 +21,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 
 def train(out, *arguments):
-    command = [sys.executable, ROOT / "examples" / "train_packed.py", "--out", out, *arguments]
-    done = subprocess.run(
-        [str(c) for c in command], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    fresh_process.run("examples/train_packed.py", "--out", out, *arguments, folder=out)
     return json.loads((out / "demo_cpu.json").read_text())
 
 

@@ -1,12 +1,11 @@
 """examples/first: whole scripts of a page, as somebody runs them who has a model in a folder and nothing else of ours."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import fresh_process
 import pytest
 
 pytest.importorskip("transformers")
@@ -39,16 +38,7 @@ def chats(tmp_path_factory):
 
 
 def run(script, *arguments, cwd):
-    done = subprocess.run(
-        [sys.executable, str(FIRST / script), *map(str, arguments)],
-        cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return fresh_process.run(FIRST / script, *arguments, cwd=cwd, folder=cwd)
 
 
 def losses_of(output):

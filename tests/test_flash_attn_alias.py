@@ -1,12 +1,11 @@
 """The alias of flash_attn, in processes of its own where nothing else has looked for it."""
 
 import importlib.util
-import os
-import subprocess
-import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
+import fresh_process
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -17,15 +16,12 @@ transformers_installed = pytest.mark.skipif(
 
 def run(code, *extra_paths):
     """What the code printed; it must end well."""
-    paths = os.pathsep.join(str(path) for path in (*extra_paths, ROOT))
     code = (
         "from packing_ops.integrations.flash_attn import install_flash_attn_alias, remove_flash_attn_alias\n"
         + textwrap.dedent(code)
     )
-    environment = {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    with tempfile.TemporaryDirectory() as folder:
+        return fresh_process.run("-c", code, folder=Path(folder), paths=extra_paths)
 
 
 needs_absence = pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")

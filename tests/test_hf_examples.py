@@ -3,11 +3,9 @@
 import argparse
 import importlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh_process
 import pytest
 import torch
 from hf_models import tiny_model
@@ -15,21 +13,9 @@ from hf_models import tiny_model
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run(out, *command):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *map(str, command), "--out", str(out)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def test_hf_sft(tmp_path):
-    run(tmp_path, "examples/hf_sft.py", "--documents", 40, "--capacity", 1024)
+    command = "examples/hf_sft.py", "--documents", 40, "--capacity", 1024, "--out", tmp_path
+    fresh_process.run(*command, folder=tmp_path)
     result = json.loads((tmp_path / "demo_hf_cpu.json").read_text())
     losses = result["first_step_loss"]
     assert losses["packed"] == pytest.approx(losses["padded"], abs=1e-5)
@@ -78,7 +64,8 @@ def test_hf_sft_of_a_saved_model_on_chats(tmp_path, chats, monkeypatch):
     model = tiny_model("qwen3", vocab_size=258, initializer_range=0.02, max_position_embeddings=512)
     model.save_pretrained(tmp_path / "model")
     importlib.import_module("hf_setup").byte_tokenizer().save_pretrained(tmp_path / "model")
-    run(tmp_path, "examples/hf_sft.py", "--model", tmp_path / "model", "--data", chats, "--capacity", 512)
+    command = "examples/hf_sft.py", "--model", tmp_path / "model", "--data", chats, "--capacity", 512, "--out", tmp_path
+    fresh_process.run(*command, folder=tmp_path)
     result = json.loads((tmp_path / "demo_hf_cpu.json").read_text())
     losses = result["first_step_loss"]
     assert losses == pytest.approx(dict.fromkeys(losses, losses["padded"]), abs=1e-4)
@@ -98,7 +85,8 @@ def test_saved_models_start_with_the_attention_they_have(tmp_path, monkeypatch, 
 
 def test_trl_sft_on_chats(tmp_path, chats):
     pytest.importorskip("trl")
-    run(tmp_path, "examples/trl_sft.py", "--data", chats, "--max-length", 256)
+    command = "examples/trl_sft.py", "--data", chats, "--max-length", 256, "--out", tmp_path
+    fresh_process.run(*command, folder=tmp_path)
     result = json.loads((tmp_path / "demo_trl_cpu.json").read_text())
     assert result["documents"] == 40
     assert result["fill"] > 0.9
@@ -107,9 +95,9 @@ def test_trl_sft_on_chats(tmp_path, chats):
 
 
 def test_two_processes_train_as_one(tmp_path):
-    options = ("examples/ddp_sft.py", "--documents", 37, "--capacity", 768)
-    run(tmp_path, *options)
-    run(tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, *options)
+    command = "examples/ddp_sft.py", "--documents", 37, "--capacity", 768, "--out", tmp_path
+    fresh_process.run(*command, folder=tmp_path)
+    fresh_process.run_ranks(2, *command, folder=tmp_path)
     one, two = (json.loads((tmp_path / f"demo_ddp_{n}.json").read_text()) for n in (1, 2))
     assert one["rows"] == two["rows"]
     assert two["steps_per_rank"] == one["steps_per_rank"] * 2 == [one["rows"] // 2] * 2

@@ -3,9 +3,8 @@
 import copy
 import gc
 import pickle
-import subprocess
-import sys
 
+import fresh_process
 import pytest
 import torch
 from helpers import assert_same
@@ -196,9 +195,7 @@ def test_pickled_into_a_fresh_process(whole, how, tmp_path):
     code += (
         "print((model(**case['inputs']).logits - case['wanted']).abs().max().item(), model.config._attn_implementation)"
     )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    difference, name = done.stdout.split()
+    difference, name = fresh_process.run("-c", code, folder=tmp_path).split()
     assert float(difference) < 1e-5
     assert name == "packing_ops"
 

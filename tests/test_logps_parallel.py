@@ -1,5 +1,6 @@
 """token_logps where each rank has a shard of the vocabulary: results and gradients of the whole."""
 
+import fresh_process
 import pytest
 import torch
 import torch.distributed as dist
@@ -45,6 +46,7 @@ def worker(rank, folder, shut):
 
 @pytest.mark.parametrize("shut", [False, True], ids=["", "a shard that is all -inf"])
 def test_shards_of_the_vocabulary(tmp_path, shut):
+    fresh_process.start_server()
     torch.multiprocessing.start_processes(worker, (tmp_path, shut), nprocs=2, start_method="forkserver")
     expected = results(*batch(shut))
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]

@@ -4,6 +4,7 @@ import doctest
 from contextlib import nullcontext
 from functools import partial
 
+import fresh_process
 import pytest
 import torch
 import torch.distributed
@@ -321,6 +322,7 @@ def data_parallel_loss_and_gradients(model, examples, rank, world_size):
 def test_two_processes_and_distributed_data_parallel(tmp_path):
     # forkserver: its processes end without torch's own teardown, in which a spawned one aborts now and then.
     arguments = 2, f"file://{tmp_path}/store"
+    fresh_process.start_server()
     torch.multiprocessing.start_processes(rank_of, arguments, nprocs=2, start_method="forkserver")
 
 

@@ -1,15 +1,11 @@
 """examples/megatron_sft.py runs, and trains the same way alone, data parallel and context parallel."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
+import fresh_process
 import pytest
 
 pytest.importorskip("megatron.core")
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -22,12 +18,8 @@ def alone(tmp_path_factory):
 
 
 def run(folder, *, processes=1, context_parallel=1):
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes] if processes > 1 else []
     options = ["--data", folder / "chat.jsonl", "--capacity", 256, "--context-parallel", context_parallel]
-    command = [sys.executable, *launch, "examples/megatron_sft.py", *options, "--out", folder]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([str(c) for c in command], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    fresh_process.run_ranks(processes, "examples/megatron_sft.py", *options, "--out", folder, folder=folder)
     shared = f"_dp{processes // context_parallel}_cp{context_parallel}" if processes > 1 else ""
     return json.loads((folder / f"demo_megatron_cpu{shared}.json").read_text())
 
