@@ -45,7 +45,7 @@ def run(*command, folder: Path, **options) -> str:
 
     Args:
         folder: where what it prints is kept.
-        options: cwd, environment and paths (in front of sys.path) of the process.
+        options: cwd and environment of the process, and paths: what is in front of sys.path instead of the repository.
     """
     return run_ranks(1, *command, folder=folder, **options)[0]
 
@@ -87,8 +87,8 @@ def _main(command, printed, options):
         import torch
 
         torch.set_num_threads(1)
-    paths = [str(path) for path in (*options.get("paths", ()), ROOT)]
-    sys.path[:] = [*paths, *(path for path in sys.path if path not in (*paths, str(ROOT / "tests")))]
+    own = {str(ROOT), str(ROOT / "tests"), "", "."}
+    sys.path[:] = [*map(str, options.get("paths", [ROOT])), *(path for path in sys.path if path not in own)]
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # what multiprocessing calls it in processes of its own
     if command[0] == "-c":

@@ -21,7 +21,7 @@ def run(code, *extra_paths):
         + textwrap.dedent(code)
     )
     with tempfile.TemporaryDirectory() as folder:
-        return fresh_process.run("-c", code, folder=Path(folder), paths=extra_paths)
+        return fresh_process.run("-c", code, folder=Path(folder), paths=[*extra_paths, ROOT])
 
 
 needs_absence = pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")

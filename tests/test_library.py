@@ -1,14 +1,13 @@
 """The binary itself: what it links against, how it fails, what it tells."""
 
 import json
-import os
 import re
 import subprocess
-import sys
 import threading
 import warnings
 from pathlib import Path
 
+import fresh_process
 import pytest
 import torch
 from helpers import assert_same, copy_of_package, cu_seqlens_of
@@ -45,19 +44,29 @@ def test_build_info():
     assert info["library_from"] == "this package"
 
 
-def imported(code, *folders):
-    path = os.pathsep.join(map(str, folders))
-    command = [sys.executable, "-c", f"import packing_ops; {code}"]
-    return subprocess.run(command, cwd=folders[0], env={"PYTHONPATH": path}, capture_output=True, text=True)
+@pytest.fixture
+def imported(tmp_path):
+    """What code prints after ``import packing_ops`` in a process that finds it in these folders."""
+
+    def run(code, *folders):
+        return fresh_process.run("-c", f"import packing_ops; {code}", paths=folders, folder=tmp_path)
+
+    return run
 
 
-def import_error(*folders):
-    done = imported("", *folders)
-    assert done.returncode == 1
-    return done.stderr.strip().splitlines()[-1]
+@pytest.fixture
+def import_error(tmp_path):
+    """How ``import packing_ops`` ends there."""
+    code = """
+try:
+    import packing_ops
+except ImportError as error:
+    print("ImportError:", error)
+"""
+    return lambda *folders: fresh_process.run("-c", code, paths=folders, folder=tmp_path).strip()
 
 
-def test_missing_library_is_named(tmp_path):
+def test_missing_library_is_named(tmp_path, import_error):
     library = copy_of_package(tmp_path) / "_C.so"
     library.unlink()
     message = import_error(tmp_path)
@@ -65,7 +74,7 @@ def test_missing_library_is_named(tmp_path):
     assert "pip install ." in message
 
 
-def test_broken_library_is_named(tmp_path):
+def test_broken_library_is_named(tmp_path, import_error):
     library = copy_of_package(tmp_path) / "_C.so"
     library.write_bytes(library.read_bytes()[:4096])
     message = import_error(tmp_path)
@@ -97,21 +106,21 @@ def installed(site, editable_in=None):
 
 
 @pytest.mark.parametrize("editable", [False, True])
-def test_a_clone_takes_the_library_of_the_installed_package(tmp_path, clone, editable):
+def test_a_clone_takes_the_library_of_the_installed_package(tmp_path, clone, imported, editable):
     library = installed(tmp_path / "site", tmp_path / "another clone" if editable else None)
     info = "packing_ops.build_info()"
-    done = imported(f"print({info}['library'], {info}['library_from'], sep='\\n')", clone, tmp_path / "site")
-    assert done.stdout.splitlines() == [str(library), f"the installed packing_ops, as {clone / 'packing_ops'} has none"]
+    printed = imported(f"print({info}['library'], {info}['library_from'], sep='\\n')", clone, tmp_path / "site")
+    assert printed.splitlines() == [str(library), f"the installed packing_ops, as {clone / 'packing_ops'} has none"]
 
 
-def test_its_own_library_comes_first(tmp_path, clone):
+def test_its_own_library_comes_first(tmp_path, clone, imported):
     installed(tmp_path / "site")
     own = clone / "packing_ops" / "_C.so"
     own.symlink_to(_load.LIBRARY)
-    assert imported("print(packing_ops.build_info()['library'])", clone, tmp_path / "site").stdout == f"{own}\n"
+    assert imported("print(packing_ops.build_info()['library'])", clone, tmp_path / "site") == f"{own}\n"
 
 
-def test_a_library_of_another_version_is_refused(tmp_path, clone):
+def test_a_library_of_another_version_is_refused(tmp_path, clone, import_error):
     library = installed(tmp_path / "site")
     load = clone / "packing_ops" / "_load.py"
     load.write_text(load.read_text().replace(f'VERSION = "{po.__version__}"', 'VERSION = "7.8.9"'))

@@ -1,8 +1,6 @@
 """No memory for a result: the error is torch's own, its class and its text, on the CPU and on a GPU."""
 
-import subprocess
-import sys
-
+import fresh_process
 import pytest
 import torch
 from helpers import copy_of_package, cu_seqlens_of
@@ -30,31 +28,33 @@ except BaseException as error:
 """
 
 
-def told(call, folder, tests):
+@pytest.fixture
+def told(tmp_path, request):
     """By a process that may have 1 GiB more, with the package of that folder."""
-    command = [sys.executable, "-c", WITHOUT_MEMORY.format(call=call)]
-    environment = {"PYTHONPATH": str(tests), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+
+    def run(call, folder):
+        paths = [folder, request.path.parent]
+        return fresh_process.run("-c", WITHOUT_MEMORY.format(call=call), paths=paths, folder=tmp_path)
+
+    return run
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_on_the_cpu(call, request):
-    text = told(call, _load.PACKAGE.parent, request.path.parent)
+def test_on_the_cpu(call, told):
+    text = told(call, _load.PACKAGE.parent)
     assert text.startswith("RuntimeError")
     assert "DefaultCPUAllocator: can't allocate memory: you tried to allocate" in text
     assert "API call failed" not in text
 
 
-def test_torch_without_its_function(tmp_path, request):
+def test_torch_without_its_function(tmp_path, told):
     """It tells the text at least (torch 2.13), or we do."""
     torch_function, torch_text = b"_ZN2at4_ops13empty_strided4call", b"torch_exception_get_what_without_backtrace"
     library = copy_of_package(tmp_path) / "_C.so"
     for name, message in ((torch_function, "memory"), (torch_text, "no memory for a tensor [2147483647]")):
         assert name in library.read_bytes()
         library.write_bytes(library.read_bytes().replace(name, name[:-1] + b"_"))
-        text = told("result", tmp_path, request.path.parent)
+        text = told("result", tmp_path)
         assert text.startswith("RuntimeError")
         assert message in text
         assert "API call failed" not in text
