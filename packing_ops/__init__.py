@@ -31,7 +31,7 @@ from packing_ops.padding import (
     unpad_inputs,
 )
 from packing_ops.rope import apply_rotary_qk
-from packing_ops.segments import segment_broadcast, segment_mean, segment_std, segment_sum
+from packing_ops.segments import gae, segment_broadcast, segment_mean, segment_std, segment_sum
 
 __version__ = build_info()["version"]
 
@@ -52,6 +52,7 @@ __all__ = [
     "cu_seqlens_from_position_ids",
     "flash_attn_func",
     "flash_attn_varlen_func",
+    "gae",
     "iter_microbatches",
     "mask_boundary_labels",
     "mask_boundary_labels_shifted_",
