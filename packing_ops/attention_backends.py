@@ -219,6 +219,8 @@ def _why_not_this_gpu(q) -> str:
 
 def _why_not_packing_ops(q) -> str:
     kind = q.device.type
+    if _load.MISSING:
+        return "has no compiled library here"
     if kind not in _DTYPES:
         return f"has no kernel for {kind}"
     if q.is_cuda and "varlen_attention" in _load.without_cuda_kernel:

@@ -254,18 +254,18 @@ def gae(
 # --- registration: shapes for torch.compile, gradients ---
 
 
-@torch.library.register_fake("packing_ops::segment_sum")
+@_ops.register_fake("segment_sum")
 def _(values, cu_seqlens, mask, average):
     dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
     return values.new_empty((cu_seqlens.numel() - 1, *values.shape[1:]), dtype=dtype)
 
 
-@torch.library.register_fake("packing_ops::segment_sum_backward")
+@_ops.register_fake("segment_sum_backward")
 def _(grad, cu_seqlens, mask, average, total, dtype):
     return grad.new_empty((total, *grad.shape[1:]), dtype=dtype)
 
 
-@torch.library.register_fake("packing_ops::gae")
+@_ops.register_fake("gae")
 def _(rewards, values, cu_seqlens, mask, bootstrap, gamma, lam):
     dtype = torch.float64 if rewards.dtype == torch.float64 else torch.float32
     return tuple(rewards.new_empty(rewards.shape[0], dtype=dtype) for _ in range(2))

@@ -5,10 +5,12 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 import threading
 import warnings
 from pathlib import Path
 
+import data_toolkit
 import pytest
 import torch
 from helpers import assert_same, copy_of_package, cu_seqlens_of
@@ -57,12 +59,29 @@ def import_error(*folders):
     return done.stderr.strip().splitlines()[-1]
 
 
-def test_missing_library_is_named(tmp_path):
+def test_without_a_library_data_runs_in_plain_torch_and_ops_name_what_is_missing(tmp_path):
+    """A process of its own: the library is loaded, or not, at the import."""
     library = copy_of_package(tmp_path) / "_C.so"
     library.unlink()
-    message = import_error(tmp_path)
-    assert message.startswith(f"ImportError: packing_ops: no compiled library at {library}")
-    assert "pip install ." in message
+    code = """
+        import json, sys, warnings
+        warnings.simplefilter("always")
+        import packing_ops as po, data_toolkit, torch
+        from packing_ops.report.info import describe_environment
+        json.dump({"found": data_toolkit.found(), "info": describe_environment()}, sys.stdout)
+        q = torch.ones(4, 1, 8)
+        assert po.attention(q, q, q, data_toolkit.CU_SEQLENS).shape == q.shape, "by SDPA"
+        po.varlen_attention(q, q, q, data_toolkit.CU_SEQLENS)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    path = os.pathsep.join(map(str, (tmp_path, Path(__file__).parent)))
+    done = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": path}, capture_output=True, text=True)
+    message = f"packing_ops: no compiled library at {library}; build it with: pip install ."
+    assert done.stderr.splitlines()[-1].startswith(f"ImportError: {message}")
+    assert done.stderr.count(message) == 2, "one warning, and the error"
+    told = json.loads(done.stdout)
+    assert f"library: none ({message}" in told["info"]
+    assert told["found"] == data_toolkit.found()
 
 
 def test_broken_library_is_named(tmp_path):
