@@ -38,11 +38,27 @@ def eager_segment_sum(values, lengths):
     return torch.segment_reduce(values, "sum", lengths=lengths)
 
 
+def padded_gae(rewards, values, mask, gamma, lam):
+    """[batch, seqlen], slot by slot from the right: what PPO trainers have."""
+    next_values = next_advantages = torch.zeros_like(rewards[:, 0])
+    advantages = torch.empty_like(rewards)
+    for t in reversed(range(rewards.shape[1])):
+        delta = rewards[:, t] + gamma * next_values - values[:, t]
+        next_advantages = torch.where(mask[:, t], delta + gamma * lam * next_advantages, next_advantages)
+        next_values = torch.where(mask[:, t], values[:, t], next_values)
+        advantages[:, t] = next_advantages
+    return advantages, advantages + values
+
+
 def cases(device):
     lengths = torch.tensor(lengths_of(TOTAL), device=device)
     cu_seqlens = po.cu_seqlens_from_lengths(lengths)
     labels = torch.randint(0, 32000, (TOTAL,), device=device)
     values = torch.randn(TOTAL, device=device)
+    metadata = po.PackedMetadata.from_cu_seqlens(cu_seqlens)
+    rewards, mask = torch.randn(TOTAL, device=device), torch.rand(TOTAL, device=device) > 0.2
+    padded = [metadata.pad(row) for row in (rewards, values, mask)]
+    long, tokens = (po.cu_seqlens_from_lengths(lengths).to(device) for lengths in ([100_000], [1] * 100_000))
     tiny = po.cu_seqlens_from_lengths([3, 5]).to(device)
 
     def case(op, dtype, ours, eager, bytes_per_slot):
@@ -64,6 +80,13 @@ def cases(device):
         case("segment_sum", "float32",
              lambda: po.segment_sum(values, cu_seqlens),
              lambda: eager_segment_sum(values, lengths), 4),
+        Case("gae", f"T={TOTAL} docs={lengths.numel()} padded to {metadata.max_seqlen}", "float32", {
+            "packing_ops": lambda: po.gae(rewards, values, metadata, gamma=0.99, lam=0.95, mask=mask),
+            "padded loop in torch": lambda: padded_gae(*padded, 0.99, 0.95),
+        }, bytes=17 * TOTAL, runs=5),
+        *(Case("gae", f"T=100000 docs={cu.numel() - 1}", "float32", {
+            "packing_ops": lambda cu=cu: po.gae(rewards[:100_000], values[:100_000], cu, gamma=0.99, lam=0.95),
+        }, bytes=1_600_000) for cu in (long, tokens)),
         Case("position_ids_from_cu_seqlens", "T=8 docs=2 (call overhead)", "int64", {
             "packing_ops": lambda: po.position_ids_from_cu_seqlens(tiny, 8),
         }),

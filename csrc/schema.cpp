@@ -17,6 +17,7 @@ STABLE_TORCH_LIBRARY(packing_ops, m) {
   m.def("shift_labels(Tensor labels, Tensor cu_seqlens, int ignore_index) -> Tensor");
   m.def("segment_sum(Tensor values, Tensor cu_seqlens, Tensor? mask, bool average) -> Tensor");
   m.def("segment_sum_backward(Tensor grad, Tensor cu_seqlens, Tensor? mask, bool average, SymInt total, ScalarType dtype) -> Tensor");
+  m.def("gae(Tensor rewards, Tensor values, Tensor cu_seqlens, Tensor? mask, Tensor? bootstrap, float gamma, float lam) -> (Tensor, Tensor)");
   m.def("count_target_tokens(Tensor labels, Tensor cu_seqlens, int ignore_index) -> Tensor");
   m.def("block_causal_mask(Tensor cu_seqlens, SymInt total, ScalarType dtype, int window) -> Tensor");
   m.def("check_documents(Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? mask, Tensor? position_ids, SymInt batch, SymInt seqlen) -> ()");

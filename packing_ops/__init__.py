@@ -1,6 +1,10 @@
-"""packing_ops: padding, packing, boundaries, RoPE, varlen attention and log-probabilities for packed training."""
+"""packing_ops: padding, packing, boundaries, RoPE, varlen attention and log-probabilities for packed training.
 
-from packing_ops._load import build_info  # first: it registers torch.ops.packing_ops
+Without a compiled library (macOS, a clone that was not built) packing_ops.data and what it needs run in plain torch, slower;
+every other op says what is missing.
+"""
+
+from packing_ops._load import VERSION, build_info  # first: it registers torch.ops.packing_ops
 from packing_ops.attention import attention_plan, flash_attn_func, flash_attn_varlen_func, varlen_attention
 from packing_ops.attention_backends import attention, select_attention_backend
 from packing_ops.boundaries import (
@@ -31,9 +35,9 @@ from packing_ops.padding import (
     unpad_inputs,
 )
 from packing_ops.rope import apply_rotary_qk
-from packing_ops.segments import segment_broadcast, segment_mean, segment_std, segment_sum
+from packing_ops.segments import gae, segment_broadcast, segment_mean, segment_std, segment_sum
 
-__version__ = build_info()["version"]
+__version__ = VERSION  # that of the library, which is checked
 
 __all__ = [
     "PackedMetadata",
@@ -52,6 +56,7 @@ __all__ = [
     "cu_seqlens_from_position_ids",
     "flash_attn_func",
     "flash_attn_varlen_func",
+    "gae",
     "iter_microbatches",
     "mask_boundary_labels",
     "mask_boundary_labels_shifted_",

@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 from torch.autograd import forward_ad
 
+from packing_ops import _load
+
 _library = torch.library.Library("packing_ops", "IMPL")
 # What torch's own registration is made of; a torch that has renamed it gets that one.
 _PARTS = (
@@ -69,6 +71,8 @@ def register_autograd(name: str, backward: Callable, *, setup_context: Callable,
         backward, setup_context: as torch has them; gradients that there are none of come as None.
         linear: leading arguments in which the op is linear: its tangent is the op of theirs. 0: it has none.
     """
+    if _load.MISSING:
+        return None  # plain torch has its own
     if not _OWN:
         return torch.library.register_autograd(f"packing_ops::{name}", backward, setup_context=setup_context)
     op = getattr(torch.ops.packing_ops, name).default

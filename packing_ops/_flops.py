@@ -13,6 +13,8 @@ import sys
 
 import torch
 
+from packing_ops import _load
+
 _COUNTER = "torch.utils.flop_counter"
 
 
@@ -100,6 +102,8 @@ class _AfterItsImport(importlib.abc.MetaPathFinder):
 
 def register_formulas() -> None:
     """Now, or when somebody imports the counter."""
+    if _load.MISSING:
+        return
     if _COUNTER in sys.modules:
         _register()
     else:

@@ -1,4 +1,4 @@
-"""Finds the compiled library, loads it and says what it is."""
+"""Finds the compiled library, loads it and says what it is; or why there is none."""
 
 import json
 import struct
@@ -38,12 +38,17 @@ def _find_library() -> tuple[Path, str]:
 LIBRARY, LIBRARY_FROM = _find_library()
 
 
+def why_missing() -> str:
+    """Why there is no library to load, or an empty string."""
+    if not sys.platform.startswith("linux"):
+        return f"packing_ops: its compiled library runs on Linux only, and this is {sys.platform}"
+    if not LIBRARY.exists():
+        return f"packing_ops: no compiled library at {LIBRARY}; build it with: {BUILD_COMMAND}"
+    return ""
+
+
 def load_library() -> None:
     """Register ``torch.ops.packing_ops``. Raises ImportError with the path and the build command."""
-    if not sys.platform.startswith("linux"):
-        raise ImportError(f"packing_ops: runs on Linux only, and this is {sys.platform}")
-    if not LIBRARY.exists():
-        raise ImportError(f"packing_ops: no compiled library at {LIBRARY}; build it with: {BUILD_COMMAND}")
     try:
         _check_whole(LIBRARY)
         torch.ops.load_library(str(LIBRARY))
@@ -83,7 +88,12 @@ def build_info() -> dict:
     Example:
         >>> packing_ops.build_info()["version"]
         '0.1.0'
+
+    Raises:
+        ImportError: there is no library.
     """
+    if MISSING:
+        raise ImportError(MISSING)
     info = dict(entry.split("=", 1) for entry in torch.ops.packing_ops.build_info().split("|"))
     return {**info, "torch": torch.__version__, "library": str(LIBRARY), "library_from": LIBRARY_FROM}
 
@@ -131,5 +141,9 @@ def warn_without_cuda_kernels() -> None:
         )
 
 
-load_library()
-warn_without_cuda_kernels()
+# Without a library the import goes on: packing_ops.data needs none, and every other op says what is missing (_ops.py). A
+# library that is there and does not load is an error of the import.
+MISSING = why_missing()
+if not MISSING:
+    load_library()
+    warn_without_cuda_kernels()

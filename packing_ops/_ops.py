@@ -6,6 +6,8 @@ of them (up to 2.13 a std::invalid_argument of C++ is a ValueError, later the st
     TypeError: what is no tensor, integer, ... to C++, by name instead of the schema.
 Integers and columns of NumPy, pandas and pyarrow that the dispatcher does not know are taken. All of this costs nothing
 where the op does not raise. Everything else (NotImplementedError, torch.OutOfMemoryError, CUDA's own) is as torch has it.
+
+Without a compiled library ``_ops.shift_labels`` is that of _plain.py, and an op that is not there raises ImportError.
 """
 
 import re
@@ -79,5 +81,15 @@ def _as(kind: str, value, name: str):
         raise wrong_type(name, "a torch.dtype", value)
     return value
 
+
+def register_fake(name: str) -> Callable:
+    """torch.library.register_fake of that op of ours."""
+    if _load.MISSING:
+        return lambda fake: fake
+    return torch.library.register_fake(f"packing_ops::{name}")
+
+
+if _load.MISSING:
+    from packing_ops._plain import op_without_library as __getattr__  # noqa: F401
 
 globals().update({name: _gate(getattr(torch.ops.packing_ops, name).default) for name in _load.op_names()})

@@ -407,7 +407,7 @@ def _plan_size(total_q, total_k, documents, group):
     return 16 + 8 * (cu_seqlens + total_q * group // 32 + total_k // 32 + 6 * documents)
 
 
-@torch.library.register_fake("packing_ops::attention_plan")
+@_ops.register_fake("attention_plan")
 def _(cu_seqlens_q, cu_seqlens_k, total_q, total_k, num_heads, num_kv_heads, head_dim, causal, left, right):
     on_cuda = cu_seqlens_q.device.type == "cuda"
     size = _plan_size(total_q, total_k, cu_seqlens_q.shape[0] - 1, num_heads // num_kv_heads) if on_cuda else 0
@@ -419,13 +419,13 @@ def _tokens_first(rows):
     return rows if rows.dim() == 3 else rows.transpose(1, 2)
 
 
-@torch.library.register_fake("packing_ops::varlen_attention")
+@_ops.register_fake("varlen_attention")
 def _(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *options):
     out = q.new_empty(_tokens_first(q).shape)
     return out, q.new_empty(out.shape[-3:-1][::-1], dtype=_lse_dtype(q.dtype))
 
 
-@torch.library.register_fake("packing_ops::varlen_attention_backward")
+@_ops.register_fake("varlen_attention_backward")
 def _(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, sinks, *options):
     dq, dk, dv = (_tokens_first(t.new_empty(_tokens_first(t).shape)) for t in (q, k, v))
     return dq, dk, dv, q.new_empty(0 if sinks is None else lse.shape[0], dtype=_lse_dtype(q.dtype))

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+import warnings
 from typing import Literal, overload
 
 import torch
@@ -13,6 +14,11 @@ from packing_ops._args import check_cu_seqlens, dtype_name, window_sides
 from packing_ops.attention import refuse_heads_first, varlen_attention
 
 BACKENDS = ("packing_ops", "torch_varlen", "sdpa")
+_DTYPES = {
+    "cpu": (torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    "cuda": (torch.bfloat16, torch.float16, torch.float32),
+}
+_SM80 = (8, 0)
 
 
 @overload
@@ -46,12 +52,13 @@ def select_attention_backend(
 ) -> str | tuple[str, dict[str, str]]:
     """The first backend that can run such a call on this machine.
 
-    In order: ``packing_ops``; ``torch_varlen`` (torch.nn.attention.varlen, CUDA); ``sdpa`` (scaled_dot_product_attention
-    with a mask of total_q * total_k elements, any device). Only packing_ops has softcap, sinks and lse, and only it
-    gives the bits and the containment of NaN that this module's page promises.
+    In order: ``packing_ops`` (on CUDA from sm_80 on, and no float64 there); ``torch_varlen`` (torch.nn.attention.varlen,
+    half types on CUDA from sm_80 on); ``sdpa`` (scaled_dot_product_attention with a mask of total_q * total_k elements,
+    any device). Only packing_ops has softcap, sinks and lse, and only it gives the bits and the containment of NaN that
+    this module's page promises.
 
     Args:
-        q, k: as varlen_attention; only shape, dtype and device are looked at. Without k as many kv heads as q heads.
+        q, k: as varlen_attention; only shape, dtype, device and its GPU are looked at. Without k as many kv heads as q heads.
         softcap, sinks, return_lse: what the call will need.
         explain: also return why.
 
@@ -136,6 +143,8 @@ def attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """varlen_attention by the best backend of this machine, so that one call site serves every machine.
 
+    Where that is not packing_ops, one warning for each reason says which it is, and why.
+
     Args:
         q, k, v: ``[total, num_heads, head_dim]``.
         max_seqlen_q, max_seqlen_k: longest document, or any upper bound; only torch_varlen uses them, and takes the
@@ -158,7 +167,9 @@ def attention(
     refuse_heads_first(q)
     wanted = {"softcap": softcap, "sinks": sinks, "return_lse": return_lse}
     if backend is None:
-        backend = select_attention_backend(q, k, **wanted)
+        backend, reasons = select_attention_backend(q, k, **wanted, explain=True)
+        if backend != "packing_ops":
+            _tell_once(f"packing_ops.attention runs by {backend} here: packing_ops {reasons['packing_ops']}")
     elif backend not in BACKENDS:
         raise ValueError(f"backend: expected {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}, got {backend!r}")
     else:
@@ -185,13 +196,43 @@ def attention(
 # --- the other backends ---
 
 
+@torch.compiler.assume_constant_result
+def _tell_once(message: str) -> None:
+    if message not in _told:
+        _told.add(message)
+        warnings.warn(message, stacklevel=3)
+
+
+_told: set[str] = set()
+
+
+@torch.compiler.assume_constant_result
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _why_not_this_gpu(q) -> str:
+    if q.is_cuda and (capability := _capability(q.device)) < _SM80:
+        return f"needs a GPU of sm_80 or later, got sm_{capability[0]}{capability[1]}"
+    return ""
+
+
 def _why_not_packing_ops(q) -> str:
-    if q.device.type not in ("cpu", "cuda"):
-        return f"has no kernel for {q.device.type}"
+    kind = q.device.type
+    if _load.MISSING:
+        return "has no compiled library here"
+    if kind not in _DTYPES:
+        return f"has no kernel for {kind}"
     if q.is_cuda and "varlen_attention" in _load.without_cuda_kernel:
         return "has no CUDA kernel in this library"
+    if q.dtype not in _DTYPES[kind]:
+        return f"has {', '.join(map(dtype_name, _DTYPES[kind]))} on {kind}, got {dtype_name(q.dtype)}"
+    if reason := _why_not_this_gpu(q):
+        return reason
     if q.shape[-1] > 256:
         return f"has head_dim up to 256, got {q.shape[-1]}"
+    if q.is_cuda and q.shape[-1] % 8 and q.dtype != torch.float32:
+        return f"has head_dim in multiples of 8 for {dtype_name(q.dtype)} on cuda, got {q.shape[-1]}"
     return ""
 
 
@@ -200,6 +241,8 @@ def _why_not_torch_varlen(q, k, extra) -> str:
         return f"needs a CUDA tensor, got {q.device.type}"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"needs bfloat16 or float16, got {dtype_name(q.dtype)}"
+    if reason := _why_not_this_gpu(q):
+        return reason
     if q.shape[-1] > 256 or q.shape[-1] % 8:
         return f"needs a head_dim up to 256 in multiples of 8, got {q.shape[-1]}"
     parameters = _torch_varlen_parameters()

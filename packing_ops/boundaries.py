@@ -427,52 +427,52 @@ def _cu_seqlens(labels, cu_seqlens, lengths) -> torch.Tensor:
 # --- registration: shapes for torch.compile ---
 
 
-@torch.library.register_fake("packing_ops::cu_seqlens_from_lengths")
+@_ops.register_fake("cu_seqlens_from_lengths")
 def _(lengths):
     return lengths.new_empty(lengths.numel() + 1, dtype=torch.int32)
 
 
-@torch.library.register_fake("packing_ops::position_ids_from_cu_seqlens")
+@_ops.register_fake("position_ids_from_cu_seqlens")
 def _(cu_seqlens, total):
     return cu_seqlens.new_empty(total, dtype=torch.int64)
 
 
-@torch.library.register_fake("packing_ops::seq_idx_from_cu_seqlens")
+@_ops.register_fake("seq_idx_from_cu_seqlens")
 def _(cu_seqlens, total):
     return cu_seqlens.new_empty(total, dtype=torch.int32)
 
 
-@torch.library.register_fake("packing_ops::cu_seqlens_from_position_ids")
+@_ops.register_fake("cu_seqlens_from_position_ids")
 def _(position_ids):
     cu_seqlens = position_ids.new_empty(position_ids.numel() + 1, dtype=torch.int32)
     return cu_seqlens, position_ids.new_empty(1, dtype=torch.int64)
 
 
-@torch.library.register_fake("packing_ops::prompt_end_indices")
+@_ops.register_fake("prompt_end_indices")
 def _(uids):
     return uids.new_empty(uids.numel(), dtype=torch.int64), uids.new_empty(1, dtype=torch.int64)
 
 
-@torch.library.register_fake("packing_ops::mask_boundary_labels")
+@_ops.register_fake("mask_boundary_labels")
 def _(labels, cu_seqlens, ignore_index):
     return labels.new_empty(labels.shape)
 
 
-@torch.library.register_fake("packing_ops::mask_boundary_labels_shifted_")
+@_ops.register_fake("mask_boundary_labels_shifted_")
 def _(labels, cu_seqlens, ignore_index):
     return None
 
 
-@torch.library.register_fake("packing_ops::shift_labels")
+@_ops.register_fake("shift_labels")
 def _(labels, cu_seqlens, ignore_index):
     return labels.new_empty(labels.shape)
 
 
-@torch.library.register_fake("packing_ops::count_target_tokens")
+@_ops.register_fake("count_target_tokens")
 def _(labels, cu_seqlens, ignore_index):
     return labels.new_empty((), dtype=torch.int64)
 
 
-@torch.library.register_fake("packing_ops::block_causal_mask")
+@_ops.register_fake("block_causal_mask")
 def _(cu_seqlens, total, dtype, window):
     return cu_seqlens.new_empty((total, total), dtype=dtype)

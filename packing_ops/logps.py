@@ -392,28 +392,28 @@ for _key in ("CPU", "CUDA"):
     _library.impl("token_logps_backward", _token_logps_backward, _key)
 
 
-@torch.library.register_fake("packing_ops::logps_targets")
+@_ops.register_fake("logps_targets")
 def _(labels, cu_seqlens, ignore_index, vocab):
     return labels.new_empty(labels.numel(), dtype=torch.int32)
 
 
-@torch.library.register_fake("packing_ops::logps_chunk_")
+@_ops.register_fake("logps_chunk_")
 def _(logits, bias, targets, first, inv_temperature, state):
     return None
 
 
-@torch.library.register_fake("packing_ops::logps_chunk_backward_")
+@_ops.register_fake("logps_chunk_backward_")
 def _(logits, bias, targets, first, inv_temperature, lse, grad_logps, entropy, grad_entropy):
     return None
 
 
-@torch.library.register_fake("packing_ops::token_logps")
+@_ops.register_fake("token_logps")
 def _(hidden, weight, bias, targets, inv_temperature, chunk, entropy, group):
     total, dtype = hidden.shape[0], _sum_dtype(hidden.dtype)
     return tuple(hidden.new_empty(size, dtype=dtype) for size in (total, total if entropy else 0, total))
 
 
-@torch.library.register_fake("packing_ops::token_logps_backward")
+@_ops.register_fake("token_logps_backward")
 def _(grad_logps, grad_entropy, hidden, weight, bias, targets, lse, entropy, inv_temperature, chunk, group, *needed):
     shapes = hidden.shape, weight.shape, weight.shape[:1]
     return tuple(hidden.new_empty(shape if need else 0) for shape, need in zip(shapes, needed, strict=True))

@@ -260,7 +260,7 @@ def cost_coefficients(cost: str | tuple[str, float, float] | None, name: str) ->
 # --- registration: shapes for torch.compile ---
 
 
-@torch.library.register_fake("packing_ops::pack_sequences")
+@_ops.register_fake("pack_sequences")
 def _(lengths, *options):
     new_size = torch.library.get_ctx().new_dynamic_size
     bins_plus_one, pieces, overlong = new_size(min=1), new_size(), new_size()
@@ -268,7 +268,7 @@ def _(lengths, *options):
     return tuple(torch.empty(size, dtype=torch.int64, device="cpu") for size in sizes)
 
 
-@torch.library.register_fake("packing_ops::pack_ffd")
+@_ops.register_fake("pack_ffd")
 def _(lengths, capacity, alignment, ties_last):
     num_sequences = lengths.numel()
     sizes = (num_sequences + 1, num_sequences, 1)

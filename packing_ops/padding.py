@@ -391,7 +391,7 @@ def _single_values(name, values, first) -> torch.Tensor | list[str]:
 # --- registration: shapes for torch.compile, gradients ---
 
 
-@torch.library.register_fake("packing_ops::unpad_layout")
+@_ops.register_fake("unpad_layout")
 def _(attention_mask, unused_mask, host_totals):
     batch = attention_mask.shape[0]
     return (
@@ -402,7 +402,7 @@ def _(attention_mask, unused_mask, host_totals):
     )
 
 
-@torch.library.register_fake("packing_ops::unpad_rows")
+@_ops.register_fake("unpad_rows")
 def _(inputs, attention_mask, unused_mask):
     total = torch.library.get_ctx().new_dynamic_size()
     batch = attention_mask.shape[0]
@@ -415,22 +415,22 @@ def _(inputs, attention_mask, unused_mask):
     )
 
 
-@torch.library.register_fake("packing_ops::gather_rows")
+@_ops.register_fake("gather_rows")
 def _(input, indices, total):
     return input.new_empty((total, *input.shape[2:]))
 
 
-@torch.library.register_fake("packing_ops::gather_rows_many")
+@_ops.register_fake("gather_rows_many")
 def _(inputs, indices, total):
     return [input.new_empty((total, *input.shape[2:])) for input in inputs]
 
 
-@torch.library.register_fake("packing_ops::scatter_rows")
+@_ops.register_fake("scatter_rows")
 def _(packed, indices, batch, seqlen):
     return packed.new_empty((batch, seqlen, *packed.shape[1:]))
 
 
-@torch.library.register_fake("packing_ops::scatter_rows_many")
+@_ops.register_fake("scatter_rows_many")
 def _(packed, indices, batch, seqlen):
     return [tensor.new_empty((batch, seqlen, *tensor.shape[1:])) for tensor in packed]
 

@@ -132,12 +132,12 @@ def _refuse_derivatives(**tensors) -> None:
 # --- registration: shapes for torch.compile, gradients ---
 
 
-@torch.library.register_fake("packing_ops::rope_qk")
+@_ops.register_fake("rope_qk")
 def _(q, k, cos, sin, position_ids, sections, rotary_dim, interleaved, unsqueeze_dim, conjugate):
     return torch.empty_like(q), q.new_empty(0) if k is None else torch.empty_like(k)
 
 
-@torch.library.register_fake("packing_ops::rope_qk_")
+@_ops.register_fake("rope_qk_")
 def _(q, k, cos, sin, position_ids, sections, rotary_dim, interleaved, unsqueeze_dim, conjugate):
     return None
 

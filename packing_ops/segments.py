@@ -1,4 +1,5 @@
-"""Numbers per document of a packed row: sums, means and deviations of what its slots hold, and the way back to the slots.
+"""Numbers per document of a packed row: sums, means and deviations of what its slots hold, and the way back to the slots;
+advantages and returns, which run through a document's slots from its end.
 
 cu_seqlens is as in packing_ops.boundaries. A group of documents is the same one level up: the boundaries of prompts
 among samples, say, over one reward a sample.
@@ -9,9 +10,21 @@ from numbers import Real
 import torch
 
 from packing_ops import _ops
-from packing_ops._args import check_cu_seqlens, check_tensor, described, dtype_name, integer, is_set, one_row
+from packing_ops._args import (
+    check_cu_seqlens,
+    check_tensor,
+    described,
+    dtype_name,
+    integer,
+    is_set,
+    one_row,
+    wrong_type,
+)
 from packing_ops._autograd import past_autograd, register_autograd
 from packing_ops.boundaries import seq_idx_from_cu_seqlens
+from packing_ops.metadata import PackedMetadata
+
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def segment_sum(
@@ -163,18 +176,99 @@ def segment_broadcast(values: torch.Tensor, cu_seqlens: torch.Tensor, total: int
     return _ops.segment_sum_backward(sums, cu_seqlens, None, False, total, values.dtype)
 
 
+def gae(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    metadata: PackedMetadata | torch.Tensor,
+    *,
+    gamma: float,
+    lam: float,
+    mask: torch.Tensor | None = None,
+    bootstrap: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generalized advantage estimation (Schulman et al. 2016) in every document of a packed row at once, for PPO.
+
+    From the end of a document, ``delta[t] = rewards[t] + gamma * values[t + 1] - values[t]`` and ``advantages[t] =
+    delta[t] + gamma * lam * advantages[t + 1]``; ``returns = advantages + values``. Slots that the mask leaves out (the
+    prompt, what tools and environments said) are passed over: t + 1 is then the next slot that is kept, as in verl's
+    compute_gae_advantage_return. verl and TRL then whiten the advantages over the kept slots; this does not.
+
+    Args:
+        rewards: float32, float64, bfloat16 or float16 ``[total]`` or ``[1, total]``, one a slot; a reward for the whole
+            answer at its last kept slot. Those of slots that are left out count nowhere.
+        values: the critic's, of the same shape, any of these dtypes.
+        metadata: PackedMetadata, or its cu_seqlens int32 ``[num_documents + 1]``.
+        gamma: discount of a step, 0 to 1.
+        lam: 0 (one step ahead) to 1 (the discounted rewards themselves, less the value).
+        mask: of that shape, bool, integer or floating; slots where it is 0 are left out, whatever they hold.
+        bootstrap: ``[num_documents]``, the value after a document's last slot, of those that were cut off. Without it 0.
+
+    Returns:
+        (advantages, returns), shaped like rewards: float64 where rewards or values are, else float32. 0 in slots that are
+        left out (verl has numbers there, which its loss leaves out) and after the last document. No synchronisation, one
+        kernel for any number and length of documents. Deterministic: a document's numbers have the same bits alone and
+        packed. Both are constants to PPO's losses: no gradient, a backward through them raises NotImplementedError.
+
+    Example:
+        >>> rewards = torch.tensor([0.0, 0.0, 1.0, 0.0, 1.0])
+        >>> values = torch.tensor([0.5, 0.5, 0.5, 0.25, 0.5])
+        >>> cu_seqlens = torch.tensor([0, 3, 5], dtype=torch.int32)
+        >>> gae(rewards, values, cu_seqlens, gamma=1.0, lam=0.5)
+        (tensor([0.1250, 0.2500, 0.5000, 0.5000, 0.5000]), tensor([0.6250, 0.7500, 1.0000, 0.7500, 1.0000]))
+        >>> mask = torch.tensor([1, 0, 1, 1, 1])  # a tool's token between two of the model's
+        >>> gae(rewards, values, cu_seqlens, gamma=1.0, lam=0.5, mask=mask)[0]
+        tensor([0.2500, 0.0000, 0.5000, 0.5000, 0.5000])
+
+    Raises:
+        ValueError: rewards, values, a mask or a bootstrap of another dtype, device or shape; gamma or lam outside of 0
+            to 1; metadata of another total, cu_seqlens past the rewards.
+    """
+    for name, tensor in {"rewards": rewards, "values": values, "bootstrap": bootstrap}.items():
+        if tensor is None and name == "bootstrap":
+            continue
+        check_tensor(tensor, name)
+        if tensor.dtype not in _FLOATS:
+            wanted = ", ".join(map(dtype_name, _FLOATS[:-1]))
+            raise ValueError(f"{name}: expected {wanted} or {dtype_name(_FLOATS[-1])}, got {described(tensor)}")
+    row = one_row(rewards, "rewards")
+    cu_seqlens = metadata
+    if isinstance(metadata, PackedMetadata):
+        cu_seqlens = metadata.cu_seqlens
+        if metadata.total != row.shape[0]:
+            raise ValueError(f"metadata: expected total={row.shape[0]} like rewards, got total={metadata.total}")
+    elif not isinstance(metadata, torch.Tensor):
+        raise wrong_type("metadata", "PackedMetadata or its cu_seqlens", metadata)
+    dtype = torch.promote_types(rewards.dtype, values.dtype)
+    advantages, returns = _ops.gae(
+        row.to(dtype),
+        one_row(values, "values").to(dtype),
+        cu_seqlens,
+        None if mask is None else one_row(is_set(mask, "mask"), "mask"),
+        None if bootstrap is None else bootstrap.to(torch.float64 if dtype == torch.float64 else torch.float32),
+        gamma,
+        lam,
+    )
+    return advantages.view(rewards.shape), returns.view(rewards.shape)
+
+
 # --- registration: shapes for torch.compile, gradients ---
 
 
-@torch.library.register_fake("packing_ops::segment_sum")
+@_ops.register_fake("segment_sum")
 def _(values, cu_seqlens, mask, average):
     dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
     return values.new_empty((cu_seqlens.numel() - 1, *values.shape[1:]), dtype=dtype)
 
 
-@torch.library.register_fake("packing_ops::segment_sum_backward")
+@_ops.register_fake("segment_sum_backward")
 def _(grad, cu_seqlens, mask, average, total, dtype):
     return grad.new_empty((total, *grad.shape[1:]), dtype=dtype)
+
+
+@_ops.register_fake("gae")
+def _(rewards, values, cu_seqlens, mask, bootstrap, gamma, lam):
+    dtype = torch.float64 if rewards.dtype == torch.float64 else torch.float32
+    return tuple(rewards.new_empty(rewards.shape[0], dtype=dtype) for _ in range(2))
 
 
 def _segment_sum_context(ctx, inputs, output):
@@ -204,3 +298,16 @@ register_autograd("segment_sum", _segment_sum_backward, setup_context=_segment_s
 register_autograd(
     "segment_sum_backward", _segment_sum_backward_backward, setup_context=_segment_sum_backward_context, linear=1
 )
+
+
+def _gae_context(ctx, inputs, output):
+    pass
+
+
+def _gae_backward(ctx, *grads):
+    raise NotImplementedError(
+        "packing_ops::gae has no gradient: advantages and returns are constants to the loss; detach rewards and values"
+    )
+
+
+register_autograd("gae", _gae_backward, setup_context=_gae_context)

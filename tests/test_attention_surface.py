@@ -1,6 +1,7 @@
 """What callers see of packing_ops.attention: flash-attn's name, the choice of a backend, errors."""
 
 import inspect
+import warnings
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 import packing_ops as po
-from packing_ops import _recent
+from packing_ops import _load, _recent, attention_backends
 from packing_ops.reference import attention as oracle
 
 # --- flash-attn's name and the other backends ---
@@ -70,6 +71,82 @@ def test_backend_selection():
     assert (name, reasons["packing_ops"]) == ("sdpa", "has no kernel for meta")
     with pytest.raises(NotImplementedError, match=r"no attention backend .*meta.*sdpa: has no softcap and lse"):
         po.select_attention_backend(q.to("meta"), softcap=5.0, return_lse=True)
+
+
+class OnCuda(torch.Tensor):
+    """A tensor of the CPU that says it is on a GPU."""
+
+    is_cuda = True
+    device = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def gpu_of(monkeypatch):
+    """The GPU that OnCuda's are on, in a library that has kernels for it."""
+    monkeypatch.setattr(_load, "without_cuda_kernel", set())
+    monkeypatch.setattr(attention_backends, "_told", set())
+
+    def use(major, minor):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))
+
+    return use
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "head_dim", "expected", "why"),
+    [
+        (torch.bfloat16, (8, 0), 64, "packing_ops", ""),
+        (torch.float32, (9, 0), 64, "packing_ops", ""),
+        (torch.float64, (9, 0), 64, "sdpa", "has bfloat16, float16, float32 on cuda, got float64"),
+        (torch.float16, (7, 5), 64, "sdpa", "needs a GPU of sm_80 or later, got sm_75"),
+        (torch.float32, (7, 0), 64, "sdpa", "needs a GPU of sm_80 or later, got sm_70"),
+        (torch.float16, (9, 0), 60, "sdpa", "has head_dim in multiples of 8 for float16 on cuda, got 60"),
+        (torch.float32, (9, 0), 60, "packing_ops", ""),
+    ],
+)
+def test_backend_of_dtype_and_gpu(gpu_of, dtype, capability, head_dim, expected, why):
+    gpu_of(*capability)
+    q = torch.zeros(8, 4, head_dim, dtype=dtype).as_subclass(OnCuda)
+    name, reasons = po.select_attention_backend(q, explain=True)
+    assert (name, reasons["packing_ops"]) == (expected, why)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "why"),
+    [(torch.float64, (9, 0), "has .* got float64"), (torch.float32, (7, 5), "needs .* got sm_75")],
+)
+def test_attention_runs_by_sdpa_where_packing_ops_does_not_and_says_so_once(gpu_of, dtype, capability, why):
+    gpu_of(*capability)
+    case = Case([9, 30, 0, 4], heads=(4, 2), dtype=dtype)
+    rows = case.q, case.k, case.v
+    with pytest.warns(UserWarning, match=f"packing_ops.attention runs by sdpa here: packing_ops {why}"):
+        out = po.attention(*(t.as_subclass(OnCuda) for t in rows), *case.cu_seqlens)
+    torch.testing.assert_close(out.as_subclass(torch.Tensor), po.varlen_attention(*rows, *case.cu_seqlens))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        po.attention(*(t.as_subclass(OnCuda) for t in rows), *case.cu_seqlens)
+        po.attention(*(t.as_subclass(OnCuda) for t in rows), *case.cu_seqlens, backend="sdpa")
+
+
+def test_a_dtype_that_no_backend_of_ours_has():
+    assert po.select_attention_backend(torch.zeros(8, 4, 64, dtype=torch.int32)) == "sdpa"
+
+
+@pytest.mark.parametrize("head_dim", [16, 264])
+def test_attention_compiles_fullgraph(device, head_dim, fresh_compile, monkeypatch):
+    monkeypatch.setattr(attention_backends, "_told", set())
+    case = Case([9, 4], heads=(4, 2), dim=head_dim, device=device)
+
+    def attend(q, k, v, cu_seqlens):
+        return po.attention(q, k, v, cu_seqlens)
+
+    given = case.q, case.k, case.v, case.cu_seqlens[0]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = torch.compile(attend, fullgraph=True, backend="eager")(*given)
+    told = [w for w in caught if "runs by sdpa" in str(w.message)]
+    assert len(told) == (head_dim > 256)
+    assert_same(found, attend(*given))
 
 
 def test_backend_errors():

@@ -70,6 +70,9 @@ def step(x):
         "targets": po.count_target_tokens(x["labels"], cu_seqlens),
         "sums": po.segment_sum(x["values"], cu_seqlens, x["values"] > 0, True),
         "std": po.segment_std(x["values"], cu_seqlens, x["values"] > 0),
+        "advantages": torch.stack(
+            po.gae(x["values"], x["values"], cu_seqlens, gamma=0.9, lam=0.9, mask=x["values"] > 0)
+        ),
         "of_documents": po.segment_broadcast(x["values"][:16], cu_seqlens, 1024),
         "of_features": po.segment_broadcast(x["values"][:32].view(16, 2), cu_seqlens, 1024),
         "of_integers": po.segment_broadcast(x["lengths"], cu_seqlens, 1024),

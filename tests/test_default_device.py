@@ -153,6 +153,7 @@ CALLS = {
     "segments": lambda: [
         po.shift_values(VALUES, CU_SEQLENS, fill_value=0.5),
         po.segment_std(VALUES, CU_SEQLENS, VALUES > 0),
+        po.gae(VALUES, VALUES, CU_SEQLENS, gamma=0.9, lam=0.9, mask=VALUES > 0),
         po.segment_broadcast(VALUES[:4], CU_SEQLENS),
         po.segment_broadcast(VALUES[:8].view(4, 2), CU_SEQLENS, 16),
         po.segment_broadcast(LABELS[:4], CU_SEQLENS, 16),

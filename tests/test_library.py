@@ -7,6 +7,7 @@ import threading
 import warnings
 from pathlib import Path
 
+import data_toolkit
 import fresh_process
 import pytest
 import torch
@@ -66,12 +67,32 @@ except ImportError as error:
     return lambda *folders: fresh_process.run("-c", code, paths=folders, folder=tmp_path).strip()
 
 
-def test_missing_library_is_named(tmp_path, import_error):
+def test_without_a_library_data_runs_in_plain_torch_and_ops_name_what_is_missing(tmp_path):
+    """A process of its own: the library is loaded, or not, at the import."""
     library = copy_of_package(tmp_path) / "_C.so"
     library.unlink()
-    message = import_error(tmp_path)
-    assert message.startswith(f"ImportError: packing_ops: no compiled library at {library}")
-    assert "pip install ." in message
+    code = """
+import json, warnings
+warnings.simplefilter("always")
+import packing_ops as po, data_toolkit, torch
+from packing_ops.report.info import describe_environment
+with open("told.json", "w") as file:
+    json.dump({"found": data_toolkit.found(), "info": describe_environment()}, file)
+q = torch.ones(4, 1, 8)
+assert po.attention(q, q, q, data_toolkit.CU_SEQLENS).shape == q.shape, "by SDPA"
+try:
+    po.varlen_attention(q, q, q, data_toolkit.CU_SEQLENS)
+except ImportError as error:
+    print("ImportError:", error)
+"""
+    paths = [tmp_path, Path(__file__).parent]
+    printed = fresh_process.run("-c", code, paths=paths, cwd=tmp_path, folder=tmp_path)
+    message = f"packing_ops: no compiled library at {library}; build it with: pip install ."
+    assert printed.splitlines()[-1].startswith(f"ImportError: {message}")
+    assert printed.count(message) == 2, "one warning, and the error"
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert f"library: none ({message}" in told["info"]
+    assert told["found"] == data_toolkit.found()
 
 
 def test_broken_library_is_named(tmp_path, import_error):

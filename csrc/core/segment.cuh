@@ -148,6 +148,16 @@ __device__ void fill_slots(const Documents& documents, Out* out, const Value& va
   }
 }
 
+// x -> a * x + b: a step of a recurrence, or several in a row.
+template <class T>
+struct Affine {
+  T a;
+  T b;
+
+  __device__ T operator()(T x) const { return a * x + b; }
+  __device__ Affine then(const Affine& next) const { return {next.a * a, next(b)}; }
+};
+
 // The threads that share one document, and how they add. The order depends on the group's size alone.
 struct WarpGroup {
   static constexpr int kSize = kWarp;
@@ -157,6 +167,19 @@ struct WarpGroup {
   __device__ T sum(T value) const {
     for (int offset = kWarp / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
     return value;
+  }
+
+  // The threads' steps in the order of their ranks: those before this one's into `before`, all of them into `all`.
+  template <class T>
+  __device__ void scan(Affine<T> own, Affine<T>& before, Affine<T>& all) const {
+    constexpr unsigned kAll = 0xffffffffu;
+    for (int offset = 1; offset < kWarp; offset *= 2) {
+      const Affine<T> earlier{__shfl_up_sync(kAll, own.a, offset), __shfl_up_sync(kAll, own.b, offset)};
+      if (rank >= offset) own = earlier.then(own);
+    }
+    before = {__shfl_up_sync(kAll, own.a, 1), __shfl_up_sync(kAll, own.b, 1)};
+    if (rank == 0) before = {T(1), T(0)};
+    all = {__shfl_sync(kAll, own.a, kWarp - 1), __shfl_sync(kAll, own.b, kWarp - 1)};
   }
 };
 
@@ -175,6 +198,21 @@ struct BlockGroup {
     T total = of_warp[0];
     for (int i = 1; i < kThreads / kWarp; ++i) total += of_warp[i];
     return total;
+  }
+
+  template <class T>
+  __device__ void scan(Affine<T> own, Affine<T>& before, Affine<T>& all) const {
+    __shared__ Affine<T> of_warp[kThreads / kWarp];
+    Affine<T> of_own;
+    WarpGroup{rank % kWarp}.scan(own, before, of_own);
+    __syncthreads();
+    if (rank % kWarp == 0) of_warp[rank / kWarp] = of_own;
+    __syncthreads();
+    all = {T(1), T(0)};
+    for (int i = 0; i < kThreads / kWarp; ++i) {
+      if (i == rank / kWarp) before = all.then(before);
+      all = all.then(of_warp[i]);
+    }
   }
 };
 

@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 
 PARTNERS = 16  # cheap rows that a costly one tries to swap with
 STEPS = 65536  # costs are compared to one part in STEPS of what the costliest bin comes to
+MOST_SWAPPED = 65536  # sequences, from which on nothing is swapped
+MOST_WORK = 1 << 18  # pieces looked at in search of swaps, SEARCH more for each search
+SEARCH = 16
 
 
 @dataclass
@@ -69,7 +72,7 @@ def pack_sequences(
 
     rows = [bin.pieces for bin in bins]
     add_missing(rows, wanted_bins(len(rows), min_bins, bins_multiple_of, len(arrivals)))
-    if strategy == "balanced":
+    if strategy == "balanced" and len(arrivals) <= MOST_SWAPPED:
         even(rows, most_units, cost)
     if balance is not None or strategy == "balanced":
         rows = deal(rows, bins_multiple_of, lambda row: sum(cost(piece.units) for piece in row))
@@ -195,14 +198,15 @@ def even(rows, most_units, cost):
     """Pass after pass: from the costliest row down, each swaps with a cheap one the two pieces that even them most."""
     costs = [list(itertools.accumulate(cost(piece.units) for piece in row))[-1] for row in rows]
     room = [most_units - sum(piece.units for piece in row) for row in rows]
-    swapped = True
-    while swapped:
+    swapped, work = True, 0
+    while swapped and work < MOST_WORK:
         swapped = False
         by_cost = sorted((costs[r], r) for r in range(len(rows)) if room[r] >= 0)
-        while len(by_cost) > 1:
+        while len(by_cost) > 1 and work < MOST_WORK:
             _, costly = by_cost.pop()
             for place, (_, cheap) in enumerate(by_cost[:PARTNERS]):
                 half = (costs[costly] - costs[cheap]) / 2
+                work += SEARCH + len(rows[costly]) + len(rows[cheap])
                 swaps = [
                     (abs(cost(x.units) - cost(y.units) - half), i, j)
                     for i, x in enumerate(rows[costly])

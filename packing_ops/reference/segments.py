@@ -18,3 +18,19 @@ def segment_broadcast(values, cu_seqlens, total):
     for value, (start, end) in zip(values, documents(cu_seqlens), strict=True):
         out[start:end] = value
     return out
+
+
+def gae(rewards, values, cu_seqlens, *, gamma, lam, mask=None, bootstrap=None):
+    """In float64: the recurrence as papers write it, over the slots that are kept."""
+    reward, value = (tensor.double().flatten().tolist() for tensor in (rewards, values))
+    keep = [True] * len(reward) if mask is None else (mask.flatten() != 0).tolist()
+    advantages, returns = [0.0] * len(reward), [0.0] * len(reward)
+    for i, (start, end) in enumerate(documents(cu_seqlens)):
+        next_value = 0.0 if bootstrap is None else float(bootstrap[i])
+        next_advantage = 0.0
+        for t in range(end - 1, start - 1, -1):
+            if keep[t]:
+                delta = reward[t] + gamma * next_value - value[t]
+                next_value, next_advantage = value[t], delta + gamma * lam * next_advantage
+                advantages[t], returns[t] = next_advantage, next_advantage + value[t]
+    return tuple(torch.tensor(x, dtype=torch.float64, device=rewards.device) for x in (advantages, returns))

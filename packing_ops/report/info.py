@@ -38,12 +38,15 @@ def describe_environment() -> str:
 
 
 def _facts():
-    build = _load.build_info()
-    cuda = f"CUDA {build['cuda']} for {build['cuda_archs']}" if build["cuda"] else "no CUDA"
-    yield "packing_ops", build["version"]
-    yield "library", build["library"]
-    yield "library from", build["library_from"]
-    yield "built with", f"torch {build['built_with_torch']}, compiler {build['compiler']}, {cuda}"
+    yield "packing_ops", _load.VERSION
+    if _load.MISSING:
+        yield "library", f"none ({_load.MISSING})"
+    else:
+        build = _load.build_info()
+        cuda = f"CUDA {build['cuda']} for {build['cuda_archs']}" if build["cuda"] else "no CUDA"
+        yield "library", build["library"]
+        yield "library from", build["library_from"]
+        yield "built with", f"torch {build['built_with_torch']}, compiler {build['compiler']}, {cuda}"
     yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
     yield "system", platform.platform()
     yield "torch", f"{torch.__version__}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"

@@ -54,6 +54,23 @@ struct SegmentSumParams {
   bool average = false;
 };
 
+// Backwards over the slots of a document that the mask keeps. `next` is the bootstrap value, and from slot to slot
+//   returns = rewards + gamma * next, advantages = returns - values, next = lam * returns + (1 - lam) * values.
+// That is advantages = delta + gamma * lam * advantages[t + 1] with delta = rewards + gamma * values[t + 1] - values,
+// but with one number to hand on instead of two.
+struct GaeParams {
+  Documents documents;
+  DType dtype = DType::kFloat32;
+  double gamma = 1;
+  double lam = 1;
+  const void* rewards = nullptr;    // [total]
+  const void* values = nullptr;     // [total]
+  const void* mask = nullptr;       // [total] bool, or null
+  const void* bootstrap = nullptr;  // [num_documents], like advantages; or null: 0
+  void* advantages = nullptr;       // [total], float64 for float64 values, else float32
+  void* returns = nullptr;          // [total], likewise
+};
+
 struct BlockCausalMaskParams {
   Documents documents;
   DType dtype = DType::kBool;
@@ -118,6 +135,7 @@ void launch_shift_labels_cpu(const LabelsParams& p);
 void launch_count_target_tokens_cpu(const LabelsParams& p);
 void launch_segment_sum_cpu(const SegmentSumParams& p);
 void launch_segment_sum_backward_cpu(const SegmentSumParams& p);
+void launch_gae_cpu(const GaeParams& p);
 void launch_block_causal_mask_cpu(const BlockCausalMaskParams& p);
 
 void launch_check_documents_cuda(const CheckDocumentsParams& p, const CudaLaunch& launch);
@@ -135,6 +153,7 @@ void launch_shift_labels_cuda(const LabelsParams& p, const CudaLaunch& launch);
 void launch_count_target_tokens_cuda(const LabelsParams& p, const CudaLaunch& launch);
 void launch_segment_sum_cuda(const SegmentSumParams& p, const CudaLaunch& launch);
 void launch_segment_sum_backward_cuda(const SegmentSumParams& p, const CudaLaunch& launch);
+void launch_gae_cuda(const GaeParams& p, const CudaLaunch& launch);
 void launch_block_causal_mask_cuda(const BlockCausalMaskParams& p, const CudaLaunch& launch);
 
 }  // namespace packing_ops

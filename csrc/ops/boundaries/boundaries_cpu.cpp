@@ -177,6 +177,37 @@ void launch_segment_sum_backward_cpu(const SegmentSumParams& p) {
   });
 }
 
+void launch_gae_cpu(const GaeParams& p) {
+  const bool* mask = static_cast<const bool*>(p.mask);
+  dispatch_float(p.dtype, [&](auto element) {
+    using T = decltype(element);
+    using Sum = accumulate_t<T>;
+    const T* rewards = static_cast<const T*>(p.rewards);
+    const T* values = static_cast<const T*>(p.values);
+    Sum* advantages = static_cast<Sum*>(p.advantages);
+    Sum* returns = static_cast<Sum*>(p.returns);
+    const auto set = [&](int64_t t, double value, double of_token) {
+      returns[t] = static_cast<Sum>(of_token);
+      advantages[t] = static_cast<Sum>(of_token - value);
+    };
+    for_each_document(p.documents, [&](int64_t i, Segment s) {
+      // In double: 100k steps in a row lose no digits, and take as long.
+      double next = p.bootstrap ? static_cast<const Sum*>(p.bootstrap)[i] : Sum(0);
+      for (int64_t t = s.end; t-- > s.start;) {
+        if (mask && !mask[t]) {
+          set(t, 0, 0);
+          continue;
+        }
+        const double value = static_cast<Sum>(values[t]);
+        const double of_token = static_cast<Sum>(rewards[t]) + p.gamma * next;
+        set(t, value, of_token);
+        next = p.lam * of_token + (1 - p.lam) * value;
+      }
+    });
+    for (int64_t t = p.documents.end(); t < p.documents.total; ++t) set(t, 0, 0);
+  });
+}
+
 void launch_block_causal_mask_cpu(const BlockCausalMaskParams& p) {
   const int64_t total = p.documents.total;
   const auto rows_of = [&](auto visible, auto hidden, auto* mask) {

@@ -1,4 +1,5 @@
-// segment_sum and its gradient: check -> allocate -> fill the params -> launch.
+// segment_sum, its gradient, and gae: check -> allocate -> fill the params -> launch.
+#include <tuple>
 #include <vector>
 
 #include "host/launch.h"
@@ -41,17 +42,22 @@ void check_no_batch(const Tensor& values, const Tensor& cu_seqlens) {
   }
 }
 
-SegmentSumParams segment_sum_params(Tensor& cu_seqlens, const std::optional<Tensor>& mask, bool average, int64_t total,
-                                    DType dtype, const Tensor& anchor, const char* anchor_name) {
-  check_total(total, "values");
+Documents checked_documents(Tensor& cu_seqlens, const std::optional<Tensor>& mask, int64_t total, const Tensor& anchor,
+                            const char* anchor_name) {
+  check_total(total, anchor_name);
   take_cu_seqlens(cu_seqlens, "cu_seqlens", total, anchor, anchor_name);
   if (mask) {
     check_dtype(*mask, "mask", {DType::kBool});
     check_shape(*mask, "mask", {total}, "[total] like values");
     check_same_device(*mask, "mask", anchor, anchor_name);
   }
+  return documents_view(cu_seqlens, total);
+}
+
+SegmentSumParams segment_sum_params(Tensor& cu_seqlens, const std::optional<Tensor>& mask, bool average, int64_t total,
+                                    DType dtype, const Tensor& anchor, const char* anchor_name) {
   SegmentSumParams p;
-  p.documents = documents_view(cu_seqlens, total);
+  p.documents = checked_documents(cu_seqlens, mask, total, anchor, anchor_name);
   p.dtype = dtype;
   p.features = features_of(anchor);
   p.average = average;
@@ -76,6 +82,43 @@ Tensor segment_sum(const Tensor& values, Tensor cu_seqlens, std::optional<Tensor
   return sums;
 }
 
+std::tuple<Tensor, Tensor> gae(const Tensor& rewards, const Tensor& values, Tensor cu_seqlens,
+                               std::optional<Tensor> mask, std::optional<Tensor> bootstrap, double gamma, double lam) {
+  check_dtype(rewards, "rewards", kFloats);
+  check_rank(rewards, "rewards", 1);
+  check_same_dtype(values, "values", rewards, "rewards");
+  check_shape(values, "values", sizes_of(rewards), "[total] like rewards");
+  check_same_device(values, "values", rewards, "rewards");
+  check(gamma >= 0 && gamma <= 1, "gamma: expected 0 to 1, got ", gamma);
+  check(lam >= 0 && lam <= 1, "lam: expected 0 to 1, got ", lam);
+  const int64_t total = rewards.numel();
+  const DType dtype = dtype_of(rewards);
+  GaeParams p;
+  p.documents = checked_documents(cu_seqlens, mask, total, rewards, "rewards");
+  if (bootstrap) {
+    check_dtype(*bootstrap, "bootstrap", {sum_dtype(dtype)});
+    check_shape(*bootstrap, "bootstrap", {p.documents.num_documents}, "[num_documents]");
+    check_same_device(*bootstrap, "bootstrap", rewards, "rewards");
+  }
+  const Tensor dense_rewards = dense(rewards);
+  const Tensor dense_values = dense(values);
+  const std::optional<Tensor> dense_mask = dense(mask);
+  const std::optional<Tensor> dense_bootstrap = dense(bootstrap);
+  Tensor advantages = empty({total}, sum_dtype(dtype), rewards);
+  Tensor returns = empty({total}, sum_dtype(dtype), rewards);
+  p.dtype = dtype;
+  p.gamma = gamma;
+  p.lam = lam;
+  p.rewards = dense_rewards.data_ptr();
+  p.values = dense_values.data_ptr();
+  p.mask = data_or_null(dense_mask);
+  p.bootstrap = data_or_null(dense_bootstrap);
+  p.advantages = advantages.data_ptr();
+  p.returns = returns.data_ptr();
+  launch(rewards, p, launch_gae_cpu, PACKING_OPS_CUDA(launch_gae_cuda));
+  return {advantages, returns};
+}
+
 // total and dtype: those of values.
 Tensor segment_sum_backward(const Tensor& grad, Tensor cu_seqlens, std::optional<Tensor> mask, bool average,
                             int64_t total, torch::headeronly::ScalarType dtype) {
@@ -97,6 +140,7 @@ Tensor segment_sum_backward(const Tensor& grad, Tensor cu_seqlens, std::optional
 static void register_segments(torch::stable::detail::StableLibrary& m) {
   m.impl("segment_sum", TORCH_BOX(&segment_sum));
   m.impl("segment_sum_backward", TORCH_BOX(&segment_sum_backward));
+  m.impl("gae", TORCH_BOX(&gae));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(packing_ops, CPU, m) {

@@ -1,4 +1,4 @@
-// segment_sum, its gradient, and block_causal_mask.
+// segment_sum, its gradient, gae, and block_causal_mask.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -169,6 +169,60 @@ __global__ void __launch_bounds__(kRowThreads) segment_sum_rows_backward_kernel(
   });
 }
 
+// --- gae: a scan from the end of each document, tile by tile, several neighbouring slots a thread ---
+
+template <class T, class Sum>
+__global__ void __launch_bounds__(kThreads) gae_kernel(GaeParams p, FaultFlag fault) {
+  flag_cu_seqlens(p.documents, fault);
+  const T* rewards = static_cast<const T*>(p.rewards);
+  const T* values = static_cast<const T*>(p.values);
+  const bool* mask = static_cast<const bool*>(p.mask);
+  Sum* advantages = static_cast<Sum*>(p.advantages);
+  Sum* returns = static_cast<Sum*>(p.returns);
+  const Sum gamma = static_cast<Sum>(p.gamma);
+  const Sum lam = static_cast<Sum>(p.lam);
+  const Sum rest = static_cast<Sum>(1 - p.lam);
+  // One more than there are documents: the padding after them gets zeros.
+  for_each_document<kThreads>(p.documents, p.documents.num_documents + 1, [&](int64_t i, Segment s, const auto& group) {
+    constexpr int kStep = std::decay_t<decltype(group)>::kSize;
+    constexpr int kSlots = kStep == kWarp ? 4 : 16;
+    const bool padding = i == p.documents.num_documents;
+    Sum after_tile = p.bootstrap && !padding ? static_cast<const Sum*>(p.bootstrap)[i] : Sum(0);
+    for (int64_t tile_end = s.end; tile_end > s.start; tile_end -= kStep * kSlots) {
+      const int64_t end = tile_end - group.rank * kSlots;  // the thread has the slots end - 1, end - 2, ...
+      Sum reward[kSlots];
+      Sum value[kSlots];
+      bool keep[kSlots];
+#pragma unroll
+      for (int u = 0; u < kSlots; ++u) {
+        const int64_t t = end - 1 - u;
+        keep[u] = t >= s.start && !padding && (!mask || mask[t]);
+        reward[u] = keep[u] ? static_cast<Sum>(rewards[t]) : Sum(0);
+        value[u] = keep[u] ? static_cast<Sum>(values[t]) : Sum(0);
+      }
+      Affine<Sum> own{Sum(1), Sum(0)};
+#pragma unroll
+      for (int u = 0; u < kSlots; ++u) {
+        if (keep[u]) own = own.then({gamma * lam, lam * reward[u] + rest * value[u]});
+      }
+      Affine<Sum> before;
+      Affine<Sum> all;
+      group.scan(own, before, all);
+      Sum next = before(after_tile);
+      after_tile = all(after_tile);
+#pragma unroll
+      for (int u = 0; u < kSlots; ++u) {
+        const int64_t t = end - 1 - u;
+        if (t < s.start) break;
+        const Sum of_slot = keep[u] ? reward[u] + gamma * next : Sum(0);
+        returns[t] = of_slot;
+        advantages[t] = of_slot - value[u];
+        if (keep[u]) next = lam * of_slot + rest * value[u];
+      }
+    }
+  });
+}
+
 template <class T>
 __global__ void block_causal_mask_kernel(BlockCausalMaskParams p, T visible, T hidden, FaultFlag fault) {
   flag_cu_seqlens(p.documents, fault);
@@ -244,6 +298,14 @@ void launch_segment_sum_backward_cuda(const SegmentSumParams& p, const CudaLaunc
         <<<grid, kThreads, 0, stream_of(launch)>>>(p, launch.fault);
   });
   check_launch("segment_sum_backward_kernel");
+}
+
+void launch_gae_cuda(const GaeParams& p, const CudaLaunch& launch) {
+  const dim3 grid = documents_grid(p.documents.num_documents + 1);
+  dispatch_sum(p.dtype, [&](auto element, auto sum) {
+    gae_kernel<decltype(element), decltype(sum)><<<grid, kThreads, 0, stream_of(launch)>>>(p, launch.fault);
+  });
+  check_launch("gae_kernel");
 }
 
 void launch_block_causal_mask_cuda(const BlockCausalMaskParams& p, const CudaLaunch& launch) {

@@ -1,0 +1,337 @@
+"""The ops that packing_ops.data needs, in plain torch: what runs where there is no compiled library (macOS, a clone that
+was not built). The same results by way of packing_ops.reference, and slower: pack_sequences looks at every bin for every
+sequence. Any device, and derivatives as torch has them. tests/test_plain.py compares each with its compiled op.
+"""
+
+import functools
+import itertools
+import warnings
+from collections.abc import Callable
+
+import torch
+
+from packing_ops import _load
+from packing_ops._args import check_cu_seqlens, check_tensor, described, is_set, wrong_type
+from packing_ops.reference import boundaries, packing, padding, segments
+
+_INT32_MAX = 2**31 - 1
+_STRATEGIES = ("ffd", "bfd", "next_fit", "first_fit", "balanced")
+_OVERLONG = ("error", "own", "split", "truncate", "drop")
+
+
+def op_without_library(name: str) -> Callable:
+    """``_ops.<name>`` where there is no library: the one of this file, or a function that raises ImportError."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    if name in _OPS:
+        _tell()
+        return _OPS[name]
+
+    def missing(*args):
+        raise ImportError(_load.MISSING)
+
+    return missing
+
+
+@functools.cache
+def _tell() -> None:
+    """Once."""
+    message = f"{_load.MISSING}; without it packing_ops.data runs in plain torch, slower"
+    warnings.warn(message, stacklevel=4)
+
+
+# --- checks ---
+
+
+def _index_vector(tensor, name, dims=(1,)):
+    check_tensor(tensor, name)
+    if tensor.dtype not in (torch.int32, torch.int64) or tensor.dim() not in dims:
+        raise ValueError(f"{name}: expected int32 or int64 of {dims[0]} dimension, got {described(tensor)}")
+    return tensor
+
+
+def _checked(cu_seqlens, total):
+    check_tensor(cu_seqlens, "cu_seqlens")
+    check_cu_seqlens(cu_seqlens)
+    values = cu_seqlens.tolist()
+    if values[0] != 0:
+        raise ValueError(f"cu_seqlens: expected to start at 0, got {values[0]}")
+    for i, (before, value) in enumerate(itertools.pairwise(values), 1):
+        if value < before:
+            raise ValueError(f"cu_seqlens: expected never to decrease, got {value} after {before} at index {i}")
+    if values[-1] > total:
+        raise ValueError(f"cu_seqlens: expected to end at most at total={total}, got {values[-1]}")
+    return cu_seqlens
+
+
+def _labels(labels):
+    _index_vector(labels, "labels", (1, 2))
+    if labels.dim() == 2 and labels.shape[0] != 1:
+        raise ValueError(f"labels: expected [total] or [1, total], got {described(labels)}")
+    return labels
+
+
+def _floats(values, name):
+    check_tensor(values, name)
+    if not values.is_floating_point() or values.dim() < 1:
+        raise ValueError(f"{name}: expected floating [total, ...], got {described(values)}")
+    return values
+
+
+def _sum_dtype(dtype):
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# --- boundaries ---
+
+
+def cu_seqlens_from_lengths(lengths):
+    sums = list(itertools.accumulate(_lengths(lengths)))
+    for i, total in enumerate(sums):
+        if total > _INT32_MAX:
+            raise ValueError(f"lengths: expected a sum that fits int32, got {total} at index {i}")
+    return boundaries.cu_seqlens_from_lengths(lengths)
+
+
+def position_ids_from_cu_seqlens(cu_seqlens, total):
+    return boundaries.position_ids_from_cu_seqlens(_checked(cu_seqlens, total), total)
+
+
+def seq_idx_from_cu_seqlens(cu_seqlens, total):
+    return boundaries.seq_idx_from_cu_seqlens(_checked(cu_seqlens, total), total)
+
+
+def _padded(found, size, count):
+    """``found``, its last entry repeated up to ``size``, and the count [1]."""
+    return torch.cat([found, found[-1:].expand(size - found.numel())]), found.new_tensor([count], dtype=torch.int64)
+
+
+def cu_seqlens_from_position_ids(position_ids):
+    found = boundaries.cu_seqlens_from_position_ids(_index_vector(position_ids, "position_ids"))
+    return _padded(found, position_ids.numel() + 1, found.numel() - 1)
+
+
+def prompt_end_indices(uids):
+    ends = boundaries.prompt_end_indices(_index_vector(uids, "uids"))
+    seen, values = set(), uids.tolist()
+    for start in [0, *ends.tolist()][:-1] if values else ():
+        if values[start] in seen:
+            raise ValueError(
+                f"uids: expected equal uids next to each other, but {values[start]} comes back at index {start}"
+            )
+        seen.add(values[start])
+    return _padded(ends, uids.numel(), ends.numel())
+
+
+def mask_boundary_labels(labels, cu_seqlens, ignore_index):
+    return boundaries.mask_boundary_labels(_labels(labels), _checked(cu_seqlens, labels.numel()), ignore_index)
+
+
+def mask_boundary_labels_shifted_(labels, cu_seqlens, ignore_index):
+    _checked(cu_seqlens, _labels(labels).numel())
+    labels.copy_(boundaries.mask_boundary_labels_shifted(labels, cu_seqlens, ignore_index))
+
+
+def shift_labels(labels, cu_seqlens, ignore_index):
+    return boundaries.shift_labels(_labels(labels), _checked(cu_seqlens, labels.numel()), ignore_index)
+
+
+def count_target_tokens(labels, cu_seqlens, ignore_index):
+    count = boundaries.count_target_tokens(_labels(labels), _checked(cu_seqlens, labels.numel()), ignore_index)
+    return count.to(torch.int64)
+
+
+def block_causal_mask(cu_seqlens, total, dtype, window):
+    return boundaries.block_causal_mask(_checked(cu_seqlens, total), total, dtype=dtype, window=window or None)
+
+
+def check_unchanged(values, expected):
+    if not torch.equal(values, expected):
+        raise ValueError("cu_seqlens: expected the values that they had, got others")
+
+
+# --- segments ---
+
+
+def segment_sum(values, cu_seqlens, mask, average):
+    _checked(cu_seqlens, _floats(values, "values").shape[0])
+    if mask is not None and mask.shape != values.shape[:1]:
+        raise ValueError(f"mask: expected [total] like values = [{values.shape[0]}], got {described(mask)}")
+    sums = boundaries.segment_sum(values.double(), cu_seqlens, mask, average)
+    return sums.to(_sum_dtype(values.dtype))
+
+
+def segment_sum_backward(grad, cu_seqlens, mask, average, total, dtype):
+    """As segment_broadcast calls it: neither a mask nor a mean."""
+    padded = torch.cat([grad, grad.new_zeros(1, *grad.shape[1:])])
+    return padded.index_select(0, seq_idx_from_cu_seqlens(cu_seqlens, total)).to(dtype)
+
+
+def gae(rewards, values, cu_seqlens, mask, bootstrap, gamma, lam):
+    _checked(cu_seqlens, _floats(rewards, "rewards").shape[0])
+    others = {"values": values, "mask": mask, "bootstrap": bootstrap}
+    for name, tensor in others.items():
+        wanted = (cu_seqlens.numel() - 1,) if name == "bootstrap" else rewards.shape
+        if tensor is not None and tensor.shape != wanted:
+            raise ValueError(f"{name}: expected {list(wanted)}, got {described(tensor)}")
+    for name, number in {"gamma": gamma, "lam": lam}.items():
+        if not 0 <= number <= 1:
+            raise ValueError(f"{name}: expected 0 to 1, got {number}")
+    found = segments.gae(rewards, values, cu_seqlens, gamma=gamma, lam=lam, mask=mask, bootstrap=bootstrap)
+    return tuple(x.to(_sum_dtype(rewards.dtype)) for x in found)
+
+
+# --- padding ---
+
+
+def unpad_layout(attention_mask, unused_mask, host_totals):
+    for name, mask in {"attention_mask": attention_mask, "unused_mask": unused_mask}.items():
+        if mask is not None and is_set(mask, name).dim() != 2:
+            raise ValueError(f"{name}: expected [batch, seqlen], got {described(mask)}")
+    indices, cu_seqlens, seqused, *totals = padding.unpad_layout(attention_mask, unused_mask)
+    rest = indices.new_full((attention_mask.numel() - indices.numel(),), -1)
+    totals = torch.tensor(totals, dtype=torch.int64, device="cpu" if host_totals else attention_mask.device)
+    return torch.cat([indices, rest]), cu_seqlens, seqused, totals
+
+
+def unpad_rows(inputs, attention_mask, unused_mask):
+    indices, cu_seqlens, seqused, totals = unpad_layout(attention_mask, unused_mask, True)
+    total = int(totals[0])
+    return gather_rows_many(inputs, indices, total), indices[:total], cu_seqlens, seqused, totals
+
+
+def gather_rows(input, indices, total):
+    return padding.gather_rows(input, indices, total)
+
+
+def gather_rows_many(inputs, indices, total):
+    return [gather_rows(input, indices, total) for input in inputs]
+
+
+def scatter_rows(packed, indices, batch, seqlen):
+    return padding.scatter_rows(packed, indices, batch, seqlen)
+
+
+def scatter_rows_many(packed, indices, batch, seqlen):
+    return [scatter_rows(rows, indices, batch, seqlen) for rows in packed]
+
+
+# --- packing ---
+
+
+def _lengths(lengths):
+    values = _index_vector(lengths, "lengths").tolist()
+    for i, length in enumerate(values):
+        if length < 0:
+            raise ValueError(f"lengths: expected no negative length, got {length} at index {i}")
+    return values
+
+
+def _chosen(name, value, choices):
+    if value not in choices:
+        wanted = ", ".join(map(repr, choices[:-1]))
+        raise ValueError(f"{name}: expected {wanted} or {choices[-1]!r}, got {value!r}")
+
+
+def _check_overlong(values, units, capacity, alignment, overlong):
+    most = capacity // alignment
+    first = next((i for i, unit in enumerate(units) if unit > most), None)
+    if first is None:
+        return
+    if overlong == "error":
+        rounded = "" if values[first] > capacity else f" after rounding up to a multiple of alignment={alignment}"
+        raise ValueError(
+            f"lengths: expected at most capacity={capacity}{rounded}, got {values[first]} at index {first}; "
+            "overlong='own', 'split', 'truncate' or 'drop' accepts it"
+        )
+    if overlong in ("split", "truncate") and most == 0:
+        raise ValueError(
+            f"alignment: expected at most capacity={capacity} to cut lengths[{first}]={values[first]}, got {alignment}"
+        )
+
+
+def pack_sequences(
+    lengths, capacity, strategy, alignment, max_sequences_per_bin, min_bins, bins_multiple_of, overlong, balance,
+    token_cost, square_cost, ties, seed,
+):  # fmt: skip
+    values = _lengths(lengths)
+    most_pieces = len(values) + 1 if max_sequences_per_bin is None else max_sequences_per_bin
+    numbers = {"capacity": capacity, "alignment": alignment, "max_sequences_per_bin": most_pieces}
+    numbers |= {"min_bins": min_bins, "bins_multiple_of": bins_multiple_of}
+    for name, number in numbers.items():
+        if number < 1:
+            raise ValueError(f"{name}: expected at least 1, got {number}")
+    _chosen("strategy", strategy, _STRATEGIES)
+    _chosen("overlong", overlong, _OVERLONG)
+    _chosen("ties", ties, ("first", "last"))
+    units = [-(-length // alignment) for length in values]
+    most_units = capacity // alignment
+    _check_overlong(values, units, capacity, alignment, overlong)
+    try:
+        rows = packing.pack_sequences(
+            values,
+            capacity,
+            strategy=strategy,
+            alignment=alignment,
+            max_sequences_per_bin=max_sequences_per_bin,
+            min_bins=min_bins,
+            bins_multiple_of=bins_multiple_of,
+            overlong=overlong,
+            balance=("flops", token_cost, square_cost) if balance else None,
+            ties=ties,
+            seed=seed,
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"min_bins, bins_multiple_of: expected at most as many bins as sequences, got {error}"
+        ) from None
+    pieces = packing.make_pieces(values, most_units, alignment, overlong, range(len(values)))
+    over = [i for i, unit in enumerate(units) if unit > most_units]
+    own_slots = sum(units[i] * alignment for i in over) if overlong == "own" else 0
+    tokens = sum(piece.length for piece in pieces)
+    counts = tokens, sum(values) - tokens, own_slots, packing.lower_bound(pieces, most_units, most_pieces)
+    placed = [piece for row in rows for piece in row]
+    columns = list(zip(*placed, strict=True)) if placed else [(), (), ()]
+    offsets = [0, *itertools.accumulate(len(row) for row in rows)]
+    return tuple(torch.tensor(x, dtype=torch.int64, device="cpu") for x in (offsets, *columns, over, counts))
+
+
+def pack_ffd(lengths, capacity, alignment, ties_last):
+    if not isinstance(lengths, torch.Tensor):
+        raise wrong_type("lengths", "a tensor", lengths)
+    ties = "last" if ties_last else "first"
+    offsets, items, *_ = pack_sequences(
+        lengths, capacity, "ffd", alignment, None, 1, 1, "error", False, 1.0, 0.0, ties, None
+    )
+    bins, size = offsets.numel() - 1, lengths.numel()
+    offsets = torch.cat([offsets, offsets.new_full((size - bins,), size)])
+    return tuple(x.to(lengths.device) for x in (offsets, items, offsets.new_tensor([bins])))
+
+
+_OPS = {
+    op.__name__: op
+    for op in (
+        block_causal_mask,
+        check_unchanged,
+        count_target_tokens,
+        cu_seqlens_from_lengths,
+        cu_seqlens_from_position_ids,
+        gae,
+        gather_rows,
+        gather_rows_many,
+        mask_boundary_labels,
+        mask_boundary_labels_shifted_,
+        pack_ffd,
+        pack_sequences,
+        position_ids_from_cu_seqlens,
+        prompt_end_indices,
+        scatter_rows,
+        scatter_rows_many,
+        segment_sum,
+        segment_sum_backward,
+        seq_idx_from_cu_seqlens,
+        shift_labels,
+        unpad_layout,
+        unpad_rows,
+    )
+}
