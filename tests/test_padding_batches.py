@@ -1,4 +1,4 @@
-"""trim_padding and iter_microbatches of packing_ops.padding, which make batches before any op sees them."""
+"""trim_padding and iter_microbatches of packing_ops.padding_batches, which make batches before any op sees them."""
 
 import pytest
 import torch

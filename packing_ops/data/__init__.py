@@ -9,7 +9,7 @@ from packing_ops.data.packed import PackedCollator
 from packing_ops.data.padding_free import PaddingFreeCollator, PaddingFreeDPOCollator, count_within_token_budget
 from packing_ops.data.parallel import packed_alignment, thd_inverse_indices, thd_partition_indices
 from packing_ops.data.sampler import PackedBatchSampler
-from packing_ops.padding import iter_microbatches, trim_padding
+from packing_ops.padding_batches import iter_microbatches, trim_padding
 
 __all__ = [
     "AsyncBatchCollator",
