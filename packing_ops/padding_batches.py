@@ -74,8 +74,9 @@ def iter_microbatches(
     """Examples of natural length in groups, each padded on the right and only to its own longest.
 
     Args:
-        examples: dicts with the same names. Names in ``pad_values`` are sequences, a tensor ``[length, ...]`` or a
-            Python list, equally long within an example; others are one value per example. Read as they are needed.
+        examples: dicts with the same names. Names in ``pad_values`` are sequences, equally long within an example: a
+            tensor ``[length]``, a Python list, or ``[1, length]``, which is taken for the row in it; beside one of them
+            in the same example also ``[length, ...]``. Others are one value per example. Read as they are needed.
         microbatch_size: examples per group; the last group may hold fewer.
         pad_values: name to the value that padding gets, for example ``{"input_ids": 0, "labels": -100}``.
 
@@ -87,10 +88,14 @@ def iter_microbatches(
         >>> examples = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}, {"input_ids": [9, 4]}]
         >>> [m["input_ids"].tolist() for m in iter_microbatches(examples, 2, pad_values={"input_ids": 0})]
         [[[5, 6, 7], [8, 0, 0]], [[9, 4]]]
+        >>> rows = [{"input_ids": torch.tensor([[5, 6, 7]])}, {"input_ids": torch.tensor([[8]])}]
+        >>> next(iter_microbatches(rows, 2, pad_values={"input_ids": 0}))["input_ids"].tolist()
+        [[5, 6, 7], [8, 0, 0]]
 
     Raises:
         ValueError: microbatch_size < 1, no pad_values, a name that is missing in an example, a sequence whose name
-            has no pad value, sequences of one example that differ in length, a pad value that their dtype cannot hold.
+            has no pad value, several rows in an example, sequences of one example that differ in length, a pad value
+            that their dtype cannot hold.
     """
     if integer(microbatch_size, "microbatch_size") < 1:
         raise ValueError(f"microbatch_size: expected at least 1 example, got {microbatch_size}")
@@ -145,12 +150,14 @@ def _pad_group(group, first, pad_values) -> dict[str, torch.Tensor | list]:
         )
     pad_values = {"attention_mask": 0, **pad_values}
     padded, lengths = {}, None
+    padded_names = [name for name in names if name in pad_values]
+    rows = [_rows({name: example[name] for name in padded_names}, i) for i, example in enumerate(group, first)]
     for name in names:
         values = [example[name] for example in group]
         if name not in pad_values:
             padded[name] = _single_values(name, values, first)
             continue
-        sequences = _sequences(name, values, first)
+        sequences = _sequences(name, values, [row[name] for row in rows], first)
         found = [len(sequence) for sequence in sequences]
         lengths = lengths or found
         for i, (wanted, length) in enumerate(zip(lengths, found, strict=True), first):
@@ -166,8 +173,24 @@ def _pad_group(group, first, pad_values) -> dict[str, torch.Tensor | list]:
     return padded
 
 
-def _sequences(name, values, first) -> list[torch.Tensor]:
-    tensors = list(map(as_tensor, values))
+def _rows(sequences, index) -> dict[str, torch.Tensor]:
+    """The sequences of one example; of ``[1, length]`` the row, unless one with a single dimension says that it is none."""
+    tensors = {name: as_tensor(value) for name, value in sequences.items()}
+    length = next((len(tensor) for tensor in tensors.values() if tensor.dim() == 1), None)
+    for name, tensor in tensors.items():
+        if tensor.dim() < 2 or len(tensor) == length:
+            continue
+        if len(tensor) == 1:
+            tensors[name] = tensor[0]
+        elif length is None:
+            raise ValueError(
+                f"{name}: expected a 1-D sequence or [1, length], got {described(tensor)} in example {index}; "
+                "[length, ...] needs one of them beside it"
+            )
+    return tensors
+
+
+def _sequences(name, values, tensors, first) -> list[torch.Tensor]:
     # An empty Python list has no dtype of its own.
     like = next((tensor for tensor in tensors if tensor.numel()), tensors[0])
     for i, tensor in enumerate(tensors):
@@ -175,7 +198,7 @@ def _sequences(name, values, first) -> list[torch.Tensor]:
             raise ValueError(
                 f"{name}: expected a sequence (it has a pad value), got {values[i]} in example {first + i}"
             )
-        if isinstance(values[i], Sequence) and not values[i]:
+        if isinstance(values[i], Sequence) and not tensor.numel():
             tensors[i] = like.new_empty((0, *like.shape[1:]))
         elif (tensor.dtype, tensor.device, tensor.shape[1:]) != (like.dtype, like.device, like.shape[1:]):
             shape = ", ".join(["length", *map(str, like.shape[1:])])
