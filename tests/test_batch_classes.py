@@ -225,6 +225,16 @@ def test_boundaries_pass_whole(rows, make):
     assert first["prompt_boundaries"] is boundaries
 
 
+def test_boundaries_on_a_gpu_are_not_read():
+    """The meta device, where a number that is asked for is an error: by their shape, and not where rows have it too."""
+    boundaries = torch.empty(2, 2, dtype=torch.int64, device="meta")
+    batch = {"ids": torch.arange(7), "boundaries": boundaries}
+    assert slice_batch(batch, 1, 3)["boundaries"] is boundaries
+    with pytest.raises(ValueError, match=r"boundaries: expected to be told .* row_keys=\('boundaries',\)"):
+        num_rows(batch | {"ids": torch.arange(2)})
+    assert num_rows({"ids": torch.arange(2), "boundaries": boundaries}, row_keys=["boundaries"]) == 2
+
+
 def test_what_only_ends_in_boundaries_is_rows():
     batch = {"ids": torch.arange(2), "turn_boundaries": [[0, 4, 9], [0, 3]]}
     assert slice_batch(batch, 1, 2)["turn_boundaries"] == [[0, 3]]

@@ -283,6 +283,12 @@ def test_order_goes_with_the_rows_of_its_documents():
     assert documents_of(nested["packing"]) == rows[1:3]
 
 
+def test_order_of_one_row_is_no_boundary():
+    batch = PackedCollator(10)([{"input_ids": [5, 6, 7], "num_actions": 2}, {"input_ids": [8], "num_actions": 1}])
+    assert (batch["order"], batch["sub_seq_lengths"]) == ([0, 1], [[3, 1]])
+    assert slice_batch(batch, 0, 1)["order"] == [0, 1]
+
+
 def test_order_may_be_anything_else():
     batch = {"ids": torch.arange(2), "order": [7, 8], "sub_seq_lengths": [3, 4]}
     assert slice_batch(batch, 1, 2)["order"] == [8]

@@ -2,6 +2,7 @@
 
 from packing_ops.data.async_collator import AsyncBatchCollator, AsyncBatchCollatorMisuse, prefetch
 from packing_ops.data.batches import empty_like_batch, num_rows, pad_batch_to_multiple, select_rows, slice_batch
+from packing_ops.data.counts import TokenCounts, count_tokens
 from packing_ops.data.losses import masked_loss, sequence_logps
 from packing_ops.data.micro_batches import token_budget_microbatches
 from packing_ops.data.mini_batches import normalize_advantages, stage_chunks
@@ -18,6 +19,8 @@ __all__ = [
     "PackedCollator",
     "PaddingFreeCollator",
     "PaddingFreeDPOCollator",
+    "TokenCounts",
+    "count_tokens",
     "count_within_token_budget",
     "empty_like_batch",
     "iter_microbatches",

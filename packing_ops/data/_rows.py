@@ -126,15 +126,14 @@ def _are_boundaries(value) -> bool:
 
 
 def _may_be_either(name: str, value, rows: int) -> bool:
+    """As many pairs as rows: in a list of tuples under any name, or boundaries by their name on a GPU."""
     if isinstance(value, torch.Tensor):
-        return (
-            _says_boundaries(name)
-            and not value.is_cpu
-            and value.dim() > 0
-            and len(value) == rows
-            and _are_boundaries(value)
+        found = _says_boundaries(name) and not value.is_cpu
+    else:
+        found = (
+            not _says_boundaries(name) and isinstance(value, list) and all(isinstance(pair, tuple) for pair in value)
         )
-    return isinstance(value, list) and len(value) == rows and not _says_boundaries(name) and _are_boundaries(value)
+    return found and _are_boundaries(value) and len(value) == rows
 
 
 def _has_metadata(batch: Mapping) -> bool:
