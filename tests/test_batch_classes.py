@@ -243,15 +243,35 @@ def test_what_only_ends_in_boundaries_is_rows():
 
 
 def test_what_may_be_either_is_asked():
-    """A list of (start, end) pairs that follow on each other, as many as rows, under a name that says nothing."""
-    batch = {"ids": torch.arange(2), "spans": [(0, 3), (3, 7)]}
+    """A list of (start, end) pairs that follow on each other to the last row, as many as rows, under another name."""
+    batch = {"ids": torch.arange(2), "spans": [(0, 1), (1, 2)]}
     with pytest.raises(
         ValueError, match=r"spans: expected to be told .* row_keys=\('spans',\) .* batch_keys=\('spans',\)"
     ):
         slice_batch(batch, 0, 1)
-    assert slice_batch(batch, 0, 1, row_keys=("spans",))["spans"] == [(0, 3)]
-    assert slice_batch(batch, 0, 1, batch_keys=("spans",))["spans"] == [(0, 3), (3, 7)]
-    assert slice_batch({"ids": torch.arange(2), "sizes": [(2, 3), (3, 7)]}, 0, 1)["sizes"] == [(2, 3)]
+    assert slice_batch(batch, 0, 1, row_keys=("spans",))["spans"] == [(0, 1)]
+    assert slice_batch(batch, 0, 1, batch_keys=("spans",))["spans"] == [(0, 1), (1, 2)]
+    for rows in ([(2, 3), (3, 7)], [(0, 3), (3, 7)], [[0, 1], [1, 2]]):
+        assert slice_batch({"ids": torch.arange(2), "sizes": rows}, 0, 1)["sizes"] == rows[:1]
+
+
+def test_chunks_are_not_guessed_anew():
+    """What is rows of the whole batch stays so in one row of it, and what is none."""
+    batch = {
+        "ids": torch.arange(3),
+        "loss_mask": torch.ones(3),
+        "spans": [(0, 1), (0, 1), (0, 9)],
+        "turn_boundaries": [[(0, 2)], [(0, 4)], [(0, 9)]],
+        "prompt_boundaries": torch.empty(2, 2, dtype=torch.int64, device="meta"),
+        "none": None,
+        "metadata": {"step": 4},
+    }
+    ((first, second, third),) = stage_chunks(batch, [(0, 3)], 3)
+    assert [chunk["spans"] for chunk in (first, second, third)] == [[(0, 1)], [(0, 1)], [(0, 9)]]
+    assert second["turn_boundaries"] == [[(0, 4)]]
+    assert third["metadata"] == {"step": 4}
+    ((pair, _),) = stage_chunks(batch, [(0, 3)], 2)
+    assert pair["prompt_boundaries"] is batch["prompt_boundaries"]
 
 
 def test_keys_say_what_is_per_row():
@@ -279,16 +299,17 @@ def test_keys_say_what_is_per_row():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"row_keys": ["uid"]}, r"row_keys: expected names in the batch, got 'uid'; it has \['ids', 'metadata', 'uids'\]"),
+        ({"row_keys": ["uid"]}, r"row_keys: expected names in the batch, got 'uid'; it has \['ids', 'metadata', 'scale', 'uids'\]"),
         ({"batch_keys": ["uid"]}, "batch_keys: expected names in the batch, got 'uid'"),
         ({"batch_keys": ["uids"], "row_keys": ["uids"]}, "row_keys, batch_keys: expected a name in one of them, got 'uids' in both"),
         ({"row_keys": ["metadata"]}, "metadata: expected rows, as row_keys says, got dict"),
+        ({"row_keys": ["scale"]}, "scale: expected rows, as row_keys says, got Tensor"),
         ({"batch_keys": "uids"}, "batch_keys: expected a list of names, got 'uids'"),
     ],
 )  # fmt: skip
 def test_keys_that_cannot_be_meant_are_named(keys, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        slice_batch({"ids": torch.arange(2), "metadata": {"uids": ["a", "b"]}}, 0, 1, **keys)
+        slice_batch({"ids": torch.arange(2), "metadata": {"uids": ["a", "b"], "scale": torch.ones(())}}, 0, 1, **keys)
 
 
 # --- rows after the last boundary ---

@@ -33,10 +33,11 @@ class Fields:
                 yield from self._walk(value)
 
     def has_rows(self, name: str, value) -> bool:
-        if name in self.batch_keys:
+        if name in self.batch_keys or value is None:
             return False
         if name in self.row_keys:
-            if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__getitem__"):
+            sliced = hasattr(value, "__getitem__") and getattr(value, "ndim", 1)
+            if isinstance(value, (str, bytes, Mapping)) or not sliced:
                 raise TypeError(f"{name}: expected rows, as row_keys says, got {type(value).__name__}")
             return True
         return _has_length_and_slices(value) and not (_says_boundaries(name) and _are_boundaries(value))
@@ -62,6 +63,12 @@ class Fields:
                     f"row_keys={(name,)} if one belongs to each row, batch_keys={(name,)} if not"
                 )
         return rows
+
+    def decided(self) -> dict[str, set[str]]:
+        """row_keys and batch_keys as they are guessed here, so that no part of the batch is guessed to be otherwise."""
+        names = {name for name, value in self.all if value is not None and not isinstance(value, Mapping)}
+        with_rows = {name for name, _ in self.rows()}
+        return {"row_keys": with_rows, "batch_keys": (names - with_rows) | set(self.batch_keys)}
 
     def map(self, change: Callable):
         """``change(name, rows)`` of all that has rows, which are a list for a nested tensor."""
@@ -126,14 +133,12 @@ def _are_boundaries(value) -> bool:
 
 
 def _may_be_either(name: str, value, rows: int) -> bool:
-    """As many pairs as rows: in a list of tuples under any name, or boundaries by their name on a GPU."""
+    """As many pairs as rows: in a list of tuples that ends with them, or boundaries by their name on a GPU."""
     if isinstance(value, torch.Tensor):
-        found = _says_boundaries(name) and not value.is_cpu
-    else:
-        found = (
-            not _says_boundaries(name) and isinstance(value, list) and all(isinstance(pair, tuple) for pair in value)
-        )
-    return found and _are_boundaries(value) and len(value) == rows
+        return _says_boundaries(name) and not value.is_cpu and _are_boundaries(value) and len(value) == rows
+    if _says_boundaries(name) or not isinstance(value, list) or len(value) != rows or not rows:
+        return False
+    return isinstance(value[0], tuple) and _are_boundaries(value) and value[-1][1] == rows
 
 
 def _has_metadata(batch: Mapping) -> bool:

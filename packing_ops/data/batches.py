@@ -12,7 +12,8 @@ itself go with it, and where it has an attribute ``metadata``, a dict or None, t
 What is guessed: everything with rows is per row, and of another number of rows an error. Only (start, end) pairs under a
 name that ends in "boundaries", one after the other from 0 as compute_prompt_boundaries and
 compute_prompt_mini_batch_boundaries give them, are carried whole; they number the rows of the batch that they were made of.
-A list of such pairs under another name, as many as the rows, is an error. Every function takes both answers:
+A list of such pairs under another name, as many as the rows and ending with them, is an error. Every function takes both
+answers:
 
     row_keys: names, at any depth, of what is per row: such pairs, or a tuple.
     batch_keys: names, at any depth, of what is carried whole, a dict too.

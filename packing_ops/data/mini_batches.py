@@ -13,8 +13,8 @@ import torch
 
 from packing_ops._args import check_real, check_tensor, described, int64_tensor, integer, plain
 from packing_ops.boundaries import seq_idx_from_cu_seqlens
-from packing_ops.data._rows import with_own_memory
-from packing_ops.data.batches import Fill, num_rows, pad_batch_to_multiple, slice_batch
+from packing_ops.data._rows import Fields, with_own_memory
+from packing_ops.data.batches import Fill, pad_batch_to_multiple, slice_batch
 from packing_ops.segments import segment_sum
 
 Boundaries = torch.Tensor | Sequence[tuple[int, int]]
@@ -68,8 +68,9 @@ def stage_chunks(
     """
     if integer(dp_size, "dp_size") < 1:
         raise ValueError(f"dp_size: expected at least 1 rank, got {dp_size}")
-    staged, keys = [], {"row_keys": row_keys, "batch_keys": batch_keys}
-    for start, end in pairwise(_row_ends("boundaries", boundaries, num_rows(batch, **keys))):
+    fields = Fields(batch, row_keys, batch_keys)
+    staged, ends, keys = [], _row_ends("boundaries", boundaries, fields.count()), fields.decided()
+    for start, end in pairwise(ends):
         mini_batch = pad_batch_to_multiple(slice_batch(batch, start, end, **keys), dp_size, fill=fill, **keys)
         size = -(-(end - start) // dp_size)
         chunks = [slice_batch(mini_batch, rank * size, (rank + 1) * size, **keys) for rank in range(dp_size)]
