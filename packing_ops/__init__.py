@@ -26,14 +26,8 @@ from packing_ops.boundaries import (
 from packing_ops.logps import chunked_cross_entropy, token_logps
 from packing_ops.metadata import PackedMetadata
 from packing_ops.packing import Packing, pack_ffd, pack_sequences
-from packing_ops.padding import (
-    iter_microbatches,
-    pad_input,
-    pad_inputs,
-    trim_padding,
-    unpad_input,
-    unpad_inputs,
-)
+from packing_ops.padding import pad_input, pad_inputs, unpad_input, unpad_inputs
+from packing_ops.padding_batches import iter_microbatches, trim_padding
 from packing_ops.rope import apply_rotary_qk
 from packing_ops.segments import gae, segment_broadcast, segment_mean, segment_std, segment_sum
 

@@ -5,14 +5,15 @@ left, right, on both sides or in between. ``indices`` int64 ``[total]`` names th
 ``[0, batch * seqlen)``; packed row ``i`` is padded row ``indices[i]``.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, islice
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import torch
 
 from packing_ops import _ops
-from packing_ops._args import as_tensor, check_real, check_tensor, described, dtype_name, holds, index_tensor, integer
+from packing_ops._args import check_tensor, index_tensor, integer
 from packing_ops._autograd import past_autograd, register_autograd
+from packing_ops.padding_batches import check_padded
 
 Packed = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]
 PackedDict = tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor, int, torch.Tensor]
@@ -57,7 +58,7 @@ def unpad_input(
         ValueError: a mask that is not ``[batch, seqlen]``, shapes or devices that differ, lengths or totals that do
             not fit the mask (on CUDA found in the next call).
     """
-    _check_padded("hidden_states", hidden_states, attention_mask)
+    check_padded("hidden_states", hidden_states, attention_mask)
     if lengths is None and total is None and not torch.compiler.is_compiling():
         (packed,), indices, cu_seqlens, seqused, totals = past_autograd(
             _ops.unpad_rows, [hidden_states], attention_mask, unused_mask
@@ -119,7 +120,7 @@ def unpad_inputs(
         ValueError: as unpad_input, with the tensor's name.
     """
     for name, tensor in tensors.items():
-        _check_padded(name, tensor, attention_mask)
+        check_padded(name, tensor, attention_mask)
     if lengths is None and total is None and tensors and not torch.compiler.is_compiling():
         return _unpad_many(tensors, attention_mask, unused_mask)
     indices, cu_seqlens, seqused, total, max_seqlen = _layout(attention_mask, unused_mask, lengths, total, max_seqlen)
@@ -147,105 +148,6 @@ def pad_inputs(
         ValueError: as pad_input.
     """
     return _many(_ops.scatter_rows_many, packed, indices, batch, seqlen)
-
-
-def trim_padding(
-    batch: Mapping[str, object],
-    attention_mask: torch.Tensor | None = None,
-    *,
-    side: str = "right",
-    min_length: int = 1,
-    multiple_of: int = 1,
-) -> Mapping[str, object]:
-    """A batch without the columns that are padding in every row. Padding is read from the mask, never from token ids.
-
-    Meant for the CPU, before the batch goes to the device; on CUDA it synchronises once.
-
-    Args:
-        batch: name to tensor. Those with two dimensions or more are ``[batch, seqlen, ...]`` and are cut; anything
-            else (numbers, strings, one value per row) is passed on.
-        attention_mask: ``[batch, seqlen]``, not zero = real; ``batch["attention_mask"]`` by default.
-        side: which side to cut, "right", "left" or "both".
-        min_length: columns to keep at least.
-        multiple_of: round the kept columns up to a multiple. Never more columns than there were.
-
-    Returns:
-        A new dict of views, or ``batch`` itself when there is nothing to cut.
-
-    Example:
-        >>> batch = {"input_ids": torch.tensor([[5, 6, 0, 0], [7, 0, 0, 0]])}
-        >>> trim_padding(batch, torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]]))
-        {'input_ids': tensor([[5, 6],
-                [7, 0]])}
-
-    Raises:
-        ValueError: no mask, a mask that is not ``[batch, seqlen]``, a tensor with other first dimensions, an unknown
-            side, min_length < 0 or multiple_of < 1.
-    """
-    if side not in ("right", "left", "both"):
-        raise ValueError(f'side: expected "right", "left" or "both", got {side!r}')
-    if integer(min_length, "min_length") < 0:
-        raise ValueError(f"min_length: expected at least 0, got {min_length}")
-    if integer(multiple_of, "multiple_of") < 1:
-        raise ValueError(f"multiple_of: expected at least 1, got {multiple_of}")
-    mask = batch.get("attention_mask") if attention_mask is None else attention_mask
-    if mask is None:
-        raise ValueError("attention_mask: expected one, as an argument or in the batch, got neither")
-    check_real(mask, "attention_mask")
-    if mask.dim() != 2:
-        raise ValueError(f"attention_mask: expected [batch, seqlen], got {described(mask)}")
-    columns = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim() > 1}
-    for name, tensor in columns.items():
-        _check_padded(name, tensor, mask, same_device=False)
-    start, end = _kept_columns(mask, side, min_length, multiple_of)
-    if end - start == mask.shape[1]:
-        return batch
-    return {name: value[:, start:end] if name in columns else value for name, value in batch.items()}
-
-
-def iter_microbatches(
-    examples: Iterable[Mapping[str, torch.Tensor | Sequence | float]],
-    microbatch_size: int,
-    *,
-    pad_values: Mapping[str, float],
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Examples of natural length in groups, each padded on the right and only to its own longest.
-
-    Args:
-        examples: dicts with the same names. Names in ``pad_values`` are sequences, a tensor ``[length, ...]`` or a
-            Python list, equally long within an example; others are one value per example. Read as they are needed.
-        microbatch_size: examples per group; the last group may hold fewer.
-        pad_values: name to the value that padding gets, for example ``{"input_ids": 0, "labels": -100}``.
-
-    Yields:
-        name to ``[group, longest, ...]``, or ``[group]`` for single values (a list for strings), in the order of the
-        examples; and ``attention_mask`` int64 ``[group, longest]``, 1 = real, unless the examples bring their own.
-
-    Example:
-        >>> examples = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}, {"input_ids": [9, 4]}]
-        >>> [m["input_ids"].tolist() for m in iter_microbatches(examples, 2, pad_values={"input_ids": 0})]
-        [[[5, 6, 7], [8, 0, 0]], [[9, 4]]]
-
-    Raises:
-        ValueError: microbatch_size < 1, no pad_values, a name that is missing in an example, a sequence whose name
-            has no pad value, sequences of one example that differ in length, a pad value that their dtype cannot hold.
-    """
-    if integer(microbatch_size, "microbatch_size") < 1:
-        raise ValueError(f"microbatch_size: expected at least 1 example, got {microbatch_size}")
-    if not pad_values:
-        raise ValueError("pad_values: expected a value for at least one name, got none")
-    return _microbatches(iter(examples), microbatch_size, pad_values)
-
-
-def _check_padded(name: str, tensor: torch.Tensor, mask: torch.Tensor, same_device: bool = True) -> None:
-    check_tensor(tensor, name)
-    check_tensor(mask, "attention_mask")
-    if tensor.shape[:2] != mask.shape:
-        raise ValueError(
-            f"{name}: expected [batch, seqlen, ...] = {list(mask.shape)} like attention_mask, got {described(tensor)}"
-        )
-    if same_device and tensor.device != mask.device:
-        raise ValueError(f"{name}: expected on {mask.device} like attention_mask, got {tensor.device}")
 
 
 def _layout(attention_mask, unused_mask, lengths, total, max_seqlen):
@@ -301,91 +203,6 @@ def _many(op, tensors, *arguments) -> dict[str, torch.Tensor]:
         if names:
             moved.update(zip(names, op([tensors[name] for name in names], *arguments), strict=True))
     return {name: moved[name] for name in tensors}
-
-
-def _kept_columns(mask: torch.Tensor, side: str, min_length: int, multiple_of: int) -> tuple[int, int]:
-    width = mask.shape[1]
-    real = mask.any(dim=0).cpu().nonzero()
-    # Nothing real: an empty span at the side that stays.
-    nothing = (width, width) if side == "left" else (0, 0)
-    first, last = (int(real[0]), int(real[-1]) + 1) if len(real) else nothing
-    start = 0 if side == "right" else first
-    end = width if side == "left" else last
-    kept = max(end - start, min_length)
-    kept = min(-(-kept // multiple_of) * multiple_of, width)
-    # Columns that min_length and multiple_of add come from the side that is cut; with "both" from the right first.
-    end = width if side == "left" else min(start + kept, width)
-    return end - kept, end
-
-
-def _microbatches(examples, microbatch_size, pad_values):
-    first = 0
-    while group := list(islice(examples, microbatch_size)):
-        yield _pad_group(group, first, pad_values)
-        first += len(group)
-
-
-def _pad_group(group, first, pad_values) -> dict[str, torch.Tensor | list]:
-    """One micro-batch; ``first`` is the number of its first example, for messages."""
-    names = group[0].keys()
-    for i, example in enumerate(group, first):
-        if example.keys() != names:
-            raise ValueError(f"examples: expected the names {sorted(names)}, got {sorted(example)} in example {i}")
-    missing = sorted(pad_values.keys() - names - {"attention_mask"})
-    if missing:
-        raise ValueError(
-            f"examples: expected {missing} (they have a pad value), got {sorted(names)} in example {first}"
-        )
-    pad_values = {"attention_mask": 0, **pad_values}
-    padded, lengths = {}, None
-    for name in names:
-        values = [example[name] for example in group]
-        if name not in pad_values:
-            padded[name] = _single_values(name, values, first)
-            continue
-        sequences = _sequences(name, values, first)
-        found = [len(sequence) for sequence in sequences]
-        lengths = lengths or found
-        for i, (wanted, length) in enumerate(zip(lengths, found, strict=True), first):
-            if length != wanted:
-                raise ValueError(f"{name}: expected {wanted} values like the rest of example {i}, got {length}")
-        value, dtype = pad_values[name], sequences[0].dtype
-        if not holds(dtype, value):
-            raise ValueError(f"pad_values: expected a value of {dtype_name(dtype)} for {name!r}, got {value}")
-        padded[name] = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=value)
-    if "attention_mask" not in names:
-        ones = [torch.ones(length, dtype=torch.int64, device=sequences[0].device) for length in lengths]
-        padded["attention_mask"] = torch.nn.utils.rnn.pad_sequence(ones, batch_first=True)
-    return padded
-
-
-def _sequences(name, values, first) -> list[torch.Tensor]:
-    tensors = list(map(as_tensor, values))
-    # An empty Python list has no dtype of its own.
-    like = next((tensor for tensor in tensors if tensor.numel()), tensors[0])
-    for i, tensor in enumerate(tensors):
-        if tensor.dim() == 0:
-            raise ValueError(
-                f"{name}: expected a sequence (it has a pad value), got {values[i]} in example {first + i}"
-            )
-        if isinstance(values[i], Sequence) and not values[i]:
-            tensors[i] = like.new_empty((0, *like.shape[1:]))
-        elif (tensor.dtype, tensor.device, tensor.shape[1:]) != (like.dtype, like.device, like.shape[1:]):
-            shape = ", ".join(["length", *map(str, like.shape[1:])])
-            raise ValueError(
-                f"{name}: expected {dtype_name(like.dtype)} [{shape}] on {like.device} as in the others, "
-                f"got {described(tensor)} on {tensor.device} in example {first + i}"
-            )
-    return tensors
-
-
-def _single_values(name, values, first) -> torch.Tensor | list[str]:
-    if all(isinstance(value, str) for value in values):
-        return values
-    for i, value in enumerate(values, first):
-        if isinstance(value, Sequence) or (isinstance(value, torch.Tensor) and value.dim() > 0):
-            raise ValueError(f"pad_values: expected a value for {name!r}, a sequence in example {i}, got none")
-    return torch.stack(list(map(as_tensor, values)))
 
 
 # --- registration: shapes for torch.compile, gradients ---

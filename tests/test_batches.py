@@ -108,21 +108,96 @@ def test_the_same_object_when_nothing_is_to_do(rows, multiple):
     assert pad_batch_to_multiple(batch, multiple) is batch
 
 
-def test_zero_keys_of_every_kind():
+def test_fills_of_every_kind():
     batch = {
         "ids": torch.tensor([[1], [2]]),
         "mask": [[1.0, 1.0], [1.0]],
         "advantages": [torch.tensor([2.0, 3.0]), torch.tensor([4.0])],
         "weight": [0.5, 2],
-        "metadata": {"valid": torch.tensor([True, True])},
+        "spans": [[(1, 2)], [(3, 4), (5, 6)]],
+        "array": np.array([1.5, 2.5]),
+        "objects": np.array([{"a": 1}, None], dtype=object),
+        "texts": ["a", "b"],
+        "infos": [{"a": 1}, {}],
+        "metadata": {"valid": torch.tensor([True, True]), "last": [False, True]},
+        "nothing": None,
     }
-    padded = pad_batch_to_multiple(batch, 3, zero_keys=("mask", "advantages", "weight", "valid"))
-    assert padded["ids"].tolist() == [[1], [2], [1]]
-    assert padded["mask"] == [[1.0, 1.0], [1.0], [0.0, 0.0]]
-    assert [row.tolist() for row in padded["advantages"]] == [[2.0, 3.0], [4.0], [0.0, 0.0]]
-    assert padded["weight"] == [0.5, 2, 0.0]
-    assert padded["metadata"]["valid"].tolist() == [True, True, False]
-    assert pad_batch_to_multiple({"ids": batch["ids"]}, 3, zero_keys=())["ids"].tolist() == [[1], [2], [1]]
+    zeros = dict.fromkeys(("mask", "advantages", "weight", "valid", "spans", "nothing"), 0)
+    fill = {**zeros, "array": -1, "objects": "none", "texts": "pad", "last": True, "infos": {"b": []}}
+    padded = pad_batch_to_multiple(batch, 4, fill=fill)
+    assert padded["ids"].tolist() == [[1], [2], [1], [1]]
+    assert padded["mask"] == [[1.0, 1.0], [1.0], [0.0, 0.0], [0.0, 0.0]]
+    assert [row.tolist() for row in padded["advantages"]] == [[2.0, 3.0], [4.0], [0.0, 0.0], [0.0, 0.0]]
+    assert padded["weight"] == [0.5, 2, 0.0, 0.0]
+    assert padded["spans"] == [[(1, 2)], [(3, 4), (5, 6)], [(0, 0)], [(0, 0)]]
+    assert padded["array"].tolist() == [1.5, 2.5, -1, -1]
+    assert padded["objects"].tolist() == [{"a": 1}, None, "none", "none"]
+    assert padded["texts"] == ["a", "b", "pad", "pad"]
+    assert padded["infos"] == [{"a": 1}, {}, {"b": []}, {"b": []}]
+    assert padded["infos"][2]["b"] is not padded["infos"][3]["b"]
+    assert padded["metadata"]["valid"].tolist() == [True, True, False, False]
+    assert padded["metadata"]["last"] == [False, True, True, True]
+    assert pad_batch_to_multiple({"ids": batch["ids"]}, 3, fill={})["ids"].tolist() == [[1], [2], [1]]
+
+
+def test_masks_and_labels_need_not_be_told():
+    batch = {
+        "loss_mask": torch.ones(1, 2),
+        "labels": torch.tensor([[5, 6]]),
+        "chosen_labels": [[5, 6]],
+        "metadata": {"critic_loss_mask": [[True, True]], "labels": torch.tensor([3])},
+        "ids": torch.tensor([[5, 6]]),
+    }
+    dummy = slice_batch(pad_batch_to_multiple(batch, 2), 1, 2)
+    assert not dummy["loss_mask"].any()
+    assert (dummy["labels"].tolist(), dummy["chosen_labels"], dummy["ids"].tolist()) == (
+        [[-100] * 2],
+        [[-100] * 2],
+        [[5, 6]],
+    )
+    assert dummy["metadata"]["critic_loss_mask"] == [[False, False]]
+    assert dummy["metadata"]["labels"].tolist() == [-100]
+    assert po.count_target_tokens(dummy["labels"]) == 0
+    told = pad_batch_to_multiple(batch, 2, fill={"labels": lambda rows: rows, "loss_mask": 0.5, "ids": 0})
+    assert (told["labels"][1].tolist(), told["metadata"]["labels"].tolist()) == ([5, 6], [3, 3])
+    assert (told["loss_mask"][1].tolist(), told["ids"][1].tolist()) == ([0.5, 0.5], [0, 0])
+
+
+def test_fills_of_skyrl():
+    """router_padding_mask, expert indices, uids and is_last_step as its pad_training_input_batch has them."""
+    batch = {
+        "loss_mask": torch.ones(4, 5),
+        "rollout_expert_indices": torch.randint(3, 8, (4, 5, 2, 3)),
+        "router_padding_mask": torch.zeros(4, 5, dtype=torch.bool),
+        "metadata": {"uids": [f"u{i}" for i in range(4)], "is_last_step": [False, True, False, True]},
+    }
+    before = copy.deepcopy(batch)
+    fill = {
+        "rollout_expert_indices": lambda rows: torch.arange(rows.shape[-1]).expand_as(rows),
+        "router_padding_mask": True,
+        "uids": lambda uids: [f"pad{i}" for i in range(len(uids))],
+        "is_last_step": True,
+    }
+    padded = pad_batch_to_multiple(batch, 7, fill=fill)
+    assert_same_batch(slice_batch(padded, 0, 4), before)
+    assert_same(padded["rollout_expert_indices"][4:], torch.tensor([0, 1, 2]).expand(3, 5, 2, 3))
+    assert padded["router_padding_mask"][4:].all()
+    assert not padded["loss_mask"][4:].any()
+    assert padded["metadata"]["uids"] == ["u0", "u1", "u2", "u3", "pad0", "pad1", "pad2"]
+    assert padded["metadata"]["is_last_step"] == [False, True, False, True, True, True, True]
+    assert_same_batch(batch, before)
+
+
+def test_a_function_may_write_into_the_copies():
+    def numbered(rows):
+        rows[:, 0] = torch.arange(len(rows))
+        return rows
+
+    batch = {"ids": torch.tensor([[5, 6]]), "array": np.array([[5, 6]])}
+    fill = {"ids": numbered, "array": lambda rows: rows + 1}
+    padded = pad_batch_to_multiple(batch, 3, fill=fill)
+    assert (padded["ids"].tolist(), batch["ids"].tolist()) == ([[5, 6], [0, 6], [1, 6]], [[5, 6]])
+    assert padded["array"].tolist() == [[5, 6], [6, 7], [6, 7]]
 
 
 def test_nested_tensors_are_ragged_rows():
@@ -208,6 +283,12 @@ def test_order_goes_with_the_rows_of_its_documents():
     assert documents_of(nested["packing"]) == rows[1:3]
 
 
+def test_order_of_one_row_is_no_boundary():
+    batch = PackedCollator(10)([{"input_ids": [5, 6, 7], "num_actions": 2}, {"input_ids": [8], "num_actions": 1}])
+    assert (batch["order"], batch["sub_seq_lengths"]) == ([0, 1], [[3, 1]])
+    assert slice_batch(batch, 0, 1)["order"] == [0, 1]
+
+
 def test_order_may_be_anything_else():
     batch = {"ids": torch.arange(2), "order": [7, 8], "sub_seq_lengths": [3, 4]}
     assert slice_batch(batch, 1, 2)["order"] == [8]
@@ -241,8 +322,48 @@ def test_packed_rows_are_staged():
             lambda: slice_batch({**batch_of(3), "metadata": {"uids": ["a"] * 4}}, 0, 1),
             "uids: expected 3 rows like sequences, got 4",
         ),
-        (lambda: pad_batch_to_multiple({"ids": torch.ones(1, 2)}, 2), r"zero_keys: .* got \['loss_mask'\]"),
-        (lambda: pad_batch_to_multiple({**batch_of(1), "loss_mask": None}, 2), r"zero_keys: .* got \['loss_mask'\]"),
+        (
+            lambda: pad_batch_to_multiple({"ids": torch.ones(1, 2)}, 2),
+            r"fill: expected a loss_mask or labels in the batch, got \['ids'\]; fill={name: value} says",
+        ),
+        (lambda: pad_batch_to_multiple({"ids": torch.ones(1), "loss_mask": None}, 2), "fill: expected a loss_mask or"),
+        (
+            lambda: pad_batch_to_multiple(batch_of(2), 2, fill={"los_mask": 0}),
+            "fill: expected names in the batch, got 'los_mask'",
+        ),
+        (
+            lambda: pad_batch_to_multiple(batch_of(1), 2, fill={"split": 0}),
+            "fill: expected a name of rows, got 'split', str",
+        ),
+        (
+            lambda: pad_batch_to_multiple(batch_of(1), 2, fill={"texts": 0}),
+            "fill: expected a value of str for 'texts', .* got 0",
+        ),
+        (
+            lambda: pad_batch_to_multiple(batch_of(1), 2, fill={"sequences": 0.5}),
+            "fill: expected a value of int64 for 'sequences'",
+        ),
+        (
+            lambda: pad_batch_to_multiple({"labels": [True]}, 2),
+            "fill: expected a value of bool for 'labels', .* got -100",
+        ),
+        (lambda: pad_batch_to_multiple({"n": [1]}, 2, fill={"n": 0.5}), "fill: expected a value of int for 'n'"),
+        (
+            lambda: pad_batch_to_multiple({"n": np.ones(1, dtype=np.int8)}, 2, fill={"n": 300}),
+            "a value of int8 for 'n'",
+        ),
+        (
+            lambda: pad_batch_to_multiple(batch_of(1), 2, fill={"sequences": lambda rows: rows.float()}),
+            r"fill: expected int64 \[1, 3\] on cpu for 'sequences', got float32 \[1, 3\] on cpu",
+        ),
+        (
+            lambda: pad_batch_to_multiple(batch_of(1), 3, fill={"texts": lambda rows: ["a"]}),
+            "fill: expected 2 rows for 'texts', got 1",
+        ),
+        (
+            lambda: pad_batch_to_multiple(batch_of(1), 3, fill={"texts": lambda rows: "ab"}),
+            "fill: expected 2 rows for 'texts', got str",
+        ),
         (
             lambda: slice_batch({**packed_batch(), "order": [0, 1]}, 0, 1),
             "order: expected 7 entries, one per document of sub_seq_lengths, got 2",
@@ -276,13 +397,6 @@ def test_indices_may_be_any_integers(indices):
 def test_fractions_are_no_numbers_of_rows(call):
     with pytest.raises(TypeError, match=r"(multiple|indices): expected an integer, got 1\.[05]"):
         call()
-
-
-def test_what_cannot_be_zeroed_is_named():
-    with pytest.raises(
-        TypeError, match=r"texts: expected numbers, tensors or lists of them to zero, got 'row 1' \(str\)"
-    ):
-        pad_batch_to_multiple(batch_of(3), 2, zero_keys=("texts",))
 
 
 def test_examples_of_the_docstrings():

@@ -6,6 +6,7 @@ from helpers import assert_same, cu_seqlens_of
 
 import packing_ops as po
 from packing_ops import PackedMetadata
+from packing_ops.data import count_tokens
 from packing_ops.data.mini_batches import REDUCTIONS, normalize_advantages
 
 pytestmark = [
@@ -141,13 +142,28 @@ def test_metadata_from_cpu_lengths_needs_no_synchronisation(no_sync):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_advantages_need_no_synchronisation(no_sync, reduction):
-    advantages, mask = torch.randn(4, 6, device="cuda"), torch.ones(4, 6, device="cuda")
-    rows = {"prompt_boundaries": [(0, 1), (1, 3), (3, 4)], "max_seq_len": 6}
+    advantages, mask = torch.randn(5, 6, device="cuda"), torch.ones(5, 6, device="cuda")
+    rows = {"prompt_boundaries": [(0, 1), (1, 3), (3, 4)], "max_seq_len": 6, "micro_batch_size": 1}
     torch.cuda.set_sync_debug_mode("error")
     scaled = normalize_advantages(advantages, mask, [(0, 3), (3, 4)], reduction, zscore=True, **rows)
     torch.cuda.set_sync_debug_mode("default")
     expected = normalize_advantages(advantages.cpu(), mask.cpu(), [(0, 3), (3, 4)], reduction, zscore=True, **rows)
     torch.testing.assert_close(scaled.cpu(), expected)
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed", "layout", "documents"])
+def test_counts_need_no_synchronisation(no_sync, kind):
+    ids, mask = torch.arange(10, device="cuda").view(2, 5), torch.ones(2, 5, device="cuda")
+    batch = {
+        "padded": {"input_ids": ids, "attention_mask": mask},
+        "packed": {"input_ids": ids.view(1, 10), "cu_seq_lens_q": cu_seqlens_of([5, 5], "cuda")},
+        "layout": {"input_ids": ids.view(10), "layout": PackedMetadata.from_lengths([5, 5], device="cuda")},
+        "documents": {"input_ids": ids, "sub_seq_lengths": [[5], [5]]},
+    }[kind]
+    torch.cuda.set_sync_debug_mode("error")
+    counts = torch.stack(count_tokens(batch))
+    torch.cuda.set_sync_debug_mode("default")
+    assert counts.tolist() == [10, 0, 2]
 
 
 @pytest.mark.parametrize("source", ["lengths", "cu_seqlens", "position_ids", "attention_mask"])

@@ -132,15 +132,33 @@ def test_put_gets_every_chunk_once_with_memory_of_its_own():
     assert torch.equal(torch.cat([pickle.loads(data)["input_ids"] for data in pickles]), batch["input_ids"])
 
 
+def test_dummy_rows_of_chunks_are_filled():
+    batch = {"labels": torch.arange(6).view(3, 2), "experts": torch.tensor([[5, 3]] * 3), "uids": ["a", "b", "c"]}
+    fill = {
+        "experts": lambda rows: torch.arange(2).expand_as(rows),
+        "uids": lambda rows: [f"pad{i}" for i in range(len(rows))],
+    }
+    (chunks,) = stage_chunks(batch, [(0, 3)], 5, fill=fill)
+    assert [chunk["uids"] for chunk in chunks] == [["a"], ["b"], ["c"], ["pad0"], ["pad1"]]
+    assert [chunk["experts"].tolist() for chunk in chunks] == [[[5, 3]]] * 3 + [[[0, 1]]] * 2
+    assert [chunk["labels"].tolist() for chunk in chunks] == [
+        [[0, 1]],
+        [[2, 3]],
+        [[4, 5]],
+        [[-100, -100]],
+        [[-100, -100]],
+    ]
+
+
 def test_no_mini_batches_of_an_empty_batch():
     assert stage_chunks(batch_of(0), [], 2) == []
 
 
 @pytest.mark.parametrize(
-    "boundaries", [[], [(0, 3)], [(0, 3), (4, 7)], [(0, 4), (3, 7)], [(1, 7)], [(0, 3), (3, 3), (3, 7)], [(0, 8)]]
+    "boundaries", [[], [(0, 3), (4, 7)], [(0, 4), (3, 7)], [(1, 7)], [(0, 3), (3, 3), (3, 7)], [(0, 8)]]
 )
 def test_boundaries_that_lose_or_repeat_rows(boundaries):
-    message = r"boundaries: expected \(start, end\) pairs .* from 0 to 7, got \["
+    message = r"boundaries: expected \(start, end\) pairs .* from 0 to at most 7, got \["
     with pytest.raises(ValueError, match=message):
         stage_chunks(batch_of(7), boundaries, 2)
     with pytest.raises(ValueError, match=message):
@@ -156,6 +174,7 @@ def test_no_ranks():
 
 ADVANTAGES = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
 MASK = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
+REDUCTIONS = ["token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean"]
 
 
 @pytest.mark.parametrize(
@@ -176,6 +195,75 @@ def test_worked_values(reduction, options, value, mask_dtype, device):
     assert scaled.dtype == torch.float32
     assert scaled[0, 2] == 0
     assert torch.equal(advantages.cpu(), ADVANTAGES)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "value", "counted"),
+    [
+        # SkyRL's own cases, then one more row that is masked altogether, and what it makes of that.
+        ("token_mean_legacy", ((2 + 4 + 6) / 3 + (10 + 12 + 14 + 16) / 4) / 2, 17 / 3),
+        ("prompt_mean", (4 + 13) / 2, 17 / 3),
+        ("sequence_mean", (3 + 6 + 11 + 15) / 4, 35 / 6),
+        ("seq_mean_token_sum_norm", (6 + 6 + 22 + 30) / 2 / 4, 32 / 6),
+        ("token_mean", 64 / 7, 64 / 7),
+    ],
+)
+def test_rows_without_loss_tokens_count_where_that_is_asked_for(reduction, value, counted, device):
+    advantages = torch.tensor(
+        [[2.0, 4.0], [6.0, 8.0], [10.0, 12.0], [14.0, 16.0], [1.0, 1.0], [1.0, 1.0]], device=device
+    )
+    mask = torch.tensor([[1, 1], [1, 0], [1, 1], [1, 1], [0, 0], [0, 0]], device=device)
+    options = {"micro_batch_size": 2, "max_seq_len": 2}
+
+    def summed(rows, **count):
+        prompts = [(start, start + 2) for start in range(0, rows, 2)]
+        scaled = normalize_advantages(
+            advantages[:rows], mask[:rows], [(0, rows)], reduction, prompt_boundaries=prompts, **options, **count
+        )
+        return (scaled * mask[:rows]).sum().item()
+
+    assert summed(4) == summed(4, count_masked_rows=True) == pytest.approx(value)
+    assert summed(6) == pytest.approx(value)
+    assert summed(6, count_masked_rows=True) == pytest.approx(counted)
+
+
+def test_one_masked_row_of_eight():
+    """A sample that is masked altogether makes the mean 0.2237 of what is 0.2556 without it."""
+    torch.manual_seed(0)
+    advantages, mask = torch.full((8, 6), 0.2556), (torch.rand(8, 6) < 0.7).float()
+    mask[3] = 0
+    for count, mean in ((False, 0.2556), (True, 0.2237)):
+        scaled = normalize_advantages(advantages, mask, [(0, 8)], "sequence_mean", count_masked_rows=count)
+        assert (scaled * mask).sum().item() == pytest.approx(mean, abs=5e-5)
+
+
+def test_every_micro_batch_has_its_own_mean(device):
+    """token_mean_legacy is what a mean per micro-batch and gradient accumulation give."""
+    advantages, mask = torch.randn(10, 5, device=device), (torch.rand(10, 5, device=device) < 0.5).float()
+    mask[:, 0] = 1
+    scaled = normalize_advantages(advantages, mask, [(0, 4), (4, 10)], "token_mean_legacy", micro_batch_size=2)
+    for start, end in [(0, 4), (4, 10)]:
+        means = [(advantages[i : i + 2] * mask[i : i + 2]).sum() / mask[i : i + 2].sum() for i in range(start, end, 2)]
+        torch.testing.assert_close((scaled * mask)[start:end].sum(), sum(means) / len(means))
+
+
+@pytest.mark.parametrize("zscore", [False, True])
+@pytest.mark.parametrize("reduction", [*REDUCTIONS, "token_mean_legacy"])
+def test_rows_after_the_last_boundary_are_in_no_statistic(reduction, zscore, device):
+    """Boundaries of 7 rows, and then the batch was padded; whatever stands in those rows, and in their mask."""
+    advantages, mask = torch.randn(9, 5, device=device), (torch.rand(9, 5, device=device) < 0.7).float()
+    advantages[7], advantages[8] = torch.nan, 1e30
+    mask[7:] = 1
+    boundaries, prompts = [(0, 3), (3, 7)], [(0, 1), (1, 3), (3, 7)]
+    options = {"max_seq_len": 5, "micro_batch_size": 1, "zscore": zscore, "count_masked_rows": True}
+    wanted = normalize_advantages(advantages[:7], mask[:7], boundaries, reduction, prompt_boundaries=prompts, **options)
+    for more in ([], [(7, 8)], [(7, 9)]):
+        got = normalize_advantages(advantages, mask, boundaries, reduction, prompt_boundaries=prompts + more, **options)
+        assert torch.equal(got[:7], wanted)
+        assert got.shape == (9, 5)
+        assert not got[7:].any()
+    (first, second) = stage_chunks({"ids": torch.arange(9), "loss_mask": mask}, boundaries, 2)
+    assert [chunk["ids"].tolist() for chunk in first + second] == [[0, 1], [2, 0], [3, 4], [5, 6]]
 
 
 def plain_reduction(advantages, mask, reduction, prompts, max_seq_len):
@@ -200,9 +288,6 @@ def plain_reduction(advantages, mask, reduction, prompts, max_seq_len):
         return mean([sum(a * m for a, m in row) / max_seq_len for row in rows if row])
     groups = [list(chain(*rows[start:end])) for start, end in prompts]
     return mean([token_mean(group) for group in groups if group])
-
-
-REDUCTIONS = ["token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean"]
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -349,12 +434,20 @@ def test_only_mask_values_over_0_count():
         ),
         (
             {"reduction": "prompt_mean", "prompt_boundaries": [(0, 2)]},
-            r"prompt_boundaries: expected .* from 0 to 3, got \[\(0, 2\)\]",
+            r"prompt_boundaries: expected .* from 0 to at least 3, the end of boundaries, got \[\(0, 2\)\]",
         ),
         ({"reduction": "seq_mean_token_sum_norm"}, "max_seq_len: expected at least 1 token .*, got None"),
         (
             {"reduction": "seq_mean_token_sum_norm", "max_seq_len": 0},
             "max_seq_len: expected at least 1 token .*, got 0",
+        ),
+        (
+            {"reduction": "token_mean_legacy"},
+            "micro_batch_size: expected at least 1 row for 'token_mean_legacy', got None",
+        ),
+        (
+            {"reduction": "token_mean_legacy", "micro_batch_size": 2},
+            "micro_batch_size: expected to divide the rows of every mini-batch, got 2 for the 3 rows 0 to 3",
         ),
         ({"loss_mask": torch.ones(3, 1)}, r"loss_mask: expected \[3, 2\] on cpu like advantages, got \[3, 1\]"),
         ({"advantages": torch.ones(3)}, r"advantages: expected floating \[rows, seqlen\], got float32 \[3\]"),

@@ -1,4 +1,6 @@
-"""trim_padding and iter_microbatches of packing_ops.padding, which make batches before any op sees them."""
+"""trim_padding and iter_microbatches of packing_ops.padding_batches, which make batches before any op sees them."""
+
+import doctest
 
 import pytest
 import torch
@@ -7,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import packing_ops as po
+from packing_ops import padding_batches
 from packing_ops.reference import padding as oracle
 
 # --- trim_padding ---
@@ -123,6 +126,42 @@ def test_microbatches_are_read_as_needed_and_keep_their_own_mask(device):
         next(microbatches)
 
 
+def test_rows_of_one_are_the_sequences_in_them(device):
+    """[1, length], as tokenizers and OpenPipe ART have one example."""
+    examples = [
+        {
+            "input_ids": torch.arange(1, n + 1, device=device)[None],
+            "attention_mask": torch.ones(1, n, dtype=torch.int64, device=device),
+            "labels": torch.full((1, n), 9, device=device),
+        }
+        for n in (3, 1, 2)
+    ]
+    pad_values = {"input_ids": 0, "labels": -100}
+    flat = [{name: value[0] for name, value in example.items()} for example in examples]
+    for size in (1, 2, 3):
+        found = list(po.iter_microbatches(examples, size, pad_values=pad_values))
+        for ours, theirs in zip(found, po.iter_microbatches(flat, size, pad_values=pad_values), strict=True):
+            assert list(ours) == list(theirs)
+            for name in ours:
+                assert_same(ours[name], theirs[name])
+    assert found[0]["labels"].tolist() == [[9, 9, 9], [9, -100, -100], [9, 9, -100]]
+    (batch,) = po.iter_microbatches([{"ids": [[5, 6]]}, {"ids": [[7]]}], 2, pad_values={"ids": 0})
+    assert (batch["ids"].tolist(), batch["attention_mask"].tolist()) == ([[5, 6], [7, 0]], [[1, 1], [1, 0]])
+
+
+def test_a_sequence_beside_them_tells_how_long_values_of_more_dimensions_are():
+    examples = [{"ids": [1] * n, "hidden": torch.ones(n, 2), "row": torch.ones(1, n)} for n in (3, 1)]
+    (batch,) = po.iter_microbatches(examples[:1], 2, pad_values={"ids": 0, "hidden": 7, "row": 0})
+    assert (batch["hidden"].shape, batch["row"].shape) == ((1, 3, 2), (1, 3))
+    examples = [{name: e[name] for name in ("ids", "hidden")} for e in examples]
+    (batch,) = po.iter_microbatches(examples, 2, pad_values={"ids": 0, "hidden": 7})
+    assert batch["hidden"].tolist() == [[[1, 1]] * 3, [[1, 1], [7, 7], [7, 7]]]
+
+
+def test_examples_of_the_docstrings():
+    assert doctest.testmod(padding_batches, optionflags=doctest.NORMALIZE_WHITESPACE) == (0, 6)
+
+
 def test_no_examples():
     assert list(po.iter_microbatches([], 3, pad_values={"ids": 0})) == []
 
@@ -154,6 +193,9 @@ def bad_calls(device):
         "name missing": (lambda: microbatches([{"a": [1]}], a=0, b=0), r"examples: expected \['b'\] .* in example 0"),
         "no pad value": (lambda: microbatches([{"a": [1], "b": [2]}], a=0), "pad_values: expected a value for 'b'"),
         "not a sequence": (lambda: microbatches([{"a": 3}], a=0), "a: expected a sequence .*got 3 in example 0"),
+        "two rows": (lambda: microbatches([{"a": [[1, 2]]}, {"a": torch.ones(2, 5)}], a=0), r"a: expected a 1-D sequence or \[1, length\], got float32 \[2, 5\] in example 1"),
+        "rows of other lengths": (lambda: microbatches([{"a": [[1, 2]], "b": [[1]]}], a=0, b=0), "b: expected 2 values like the rest of example 0, got 1"),
+        "more dimensions": (lambda: microbatches([{"a": [1, 2], "b": torch.ones(3, 2)}], a=0, b=0), "b: expected 2 values like the rest of example 0, got 3"),
         "lengths differ": (lambda: microbatches(uneven, a=0, b=0), "b: expected 2 values like the rest of example 1, got 1"),
         "dtypes differ": (lambda: microbatches(fractional, a=0), r"a: expected int64 \[length\] on cpu as in the others, got float32 \[1\] on cpu in example 5"),
     }

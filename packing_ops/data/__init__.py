@@ -2,6 +2,7 @@
 
 from packing_ops.data.async_collator import AsyncBatchCollator, AsyncBatchCollatorMisuse, prefetch
 from packing_ops.data.batches import empty_like_batch, num_rows, pad_batch_to_multiple, select_rows, slice_batch
+from packing_ops.data.counts import TokenCounts, count_tokens
 from packing_ops.data.losses import masked_loss, sequence_logps
 from packing_ops.data.micro_batches import token_budget_microbatches
 from packing_ops.data.mini_batches import normalize_advantages, stage_chunks
@@ -9,7 +10,7 @@ from packing_ops.data.packed import PackedCollator
 from packing_ops.data.padding_free import PaddingFreeCollator, PaddingFreeDPOCollator, count_within_token_budget
 from packing_ops.data.parallel import packed_alignment, thd_inverse_indices, thd_partition_indices
 from packing_ops.data.sampler import PackedBatchSampler
-from packing_ops.padding import iter_microbatches, trim_padding
+from packing_ops.padding_batches import iter_microbatches, trim_padding
 
 __all__ = [
     "AsyncBatchCollator",
@@ -18,6 +19,8 @@ __all__ = [
     "PackedCollator",
     "PaddingFreeCollator",
     "PaddingFreeDPOCollator",
+    "TokenCounts",
+    "count_tokens",
     "count_within_token_budget",
     "empty_like_batch",
     "iter_microbatches",

@@ -83,8 +83,9 @@ def masked_loss(
         loss_mask: the same shape, bool, integer or floating weights. The slots must be those of ``losses``: where
             losses belong to the slot that predicts, so does the mask (see shift_labels).
         num_items_in_batch: of all micro-batches of all ranks of this optimizer step: the sum of their loss masks
-            (count_target_tokens) for "token_mean", the sequences with loss tokens for "sequence_mean". 1 for a mask
-            that is already divided by it, as PackedCollator's is. A tensor is not read. 0 gives 0.
+            (count_target_tokens) for "token_mean", the sequences with loss tokens for "sequence_mean", or all of them
+            where those that are masked altogether shall count (normalize_advantages has count_masked_rows for it). 1 for
+            a mask that is already divided by it, as PackedCollator's is. A tensor is not read. 0 gives 0.
         cu_seqlens: int32 ``[num_documents + 1]``: the documents of a packed row, slots after them do not count.
             Without it each row is one document. Only "sequence_mean" depends on it.
         reduction: ``"token_mean"``, every token counts the same; ``"sequence_mean"``, every sequence: the mean of each

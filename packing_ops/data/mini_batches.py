@@ -1,7 +1,8 @@
 """Mini-batches of whole prompts: dealt to the ranks, and their advantages scaled so that a summed loss is a mean.
 
 A mini-batch is a (start, end) pair of rows, from compute_prompt_mini_batch_boundaries: so many prompts, however many
-rows their samples and turns are. The number of optimizer steps depends on the prompts alone.
+rows their samples and turns are. The number of optimizer steps depends on the prompts alone. Rows after the last pair are
+padding, of a batch that was padded after its boundaries were computed: they are in no chunk, count, sum or mean.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,34 +13,41 @@ import torch
 
 from packing_ops._args import check_real, check_tensor, described, int64_tensor, integer, plain
 from packing_ops.boundaries import seq_idx_from_cu_seqlens
-from packing_ops.data.batches import num_rows, pad_batch_to_multiple, slice_batch
+from packing_ops.data._rows import Fields, with_own_memory
+from packing_ops.data.batches import Fill, pad_batch_to_multiple, slice_batch
 from packing_ops.segments import segment_sum
 
 Boundaries = torch.Tensor | Sequence[tuple[int, int]]
 
-REDUCTIONS = ("token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean")
+REDUCTIONS = ("token_mean", "token_mean_legacy", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean")
 
 
 def stage_chunks(
     batch: Mapping[str, Any],
     boundaries: Boundaries,
     dp_size: int,
-    put: Callable[[dict], Any] | None = None,
+    put: Callable[[Mapping[str, Any]], Any] | None = None,
+    *,
+    fill: Fill | None = None,
+    row_keys: Sequence[str] = (),
+    batch_keys: Sequence[str] = (),
 ) -> list[list[Any]]:
     """Every rank's part of every mini-batch, made before the first step: ``chunks[mini_batch][rank]``.
 
     Each mini-batch is padded to a multiple of ``dp_size`` on its own, as pad_batch_to_multiple does it (copies of its
-    first row with ``loss_mask`` 0), and cut into ``dp_size`` runs of rows. Groups of equal size that the ranks divide
-    need no padding, and give the slices of a fixed mini-batch size.
+    first row with ``loss_mask`` 0 and ``labels`` -100), and cut into ``dp_size`` runs of rows. Groups of equal size that
+    the ranks divide need no padding, and give the slices of a fixed mini-batch size.
 
     Args:
-        batch: rows are dim 0 of its tensors and the length of its lists.
+        batch: as packing_ops.data.batches says; chunks are of its class, with their rows of its metadata.
         boundaries: (start, end) rows of each mini-batch, a list or int64 ``[num_mini_batches, 2]``, one after the
-            other and together all rows.
+            other from row 0. Rows after the last one are padding and never staged.
         dp_size: data-parallel ranks.
         put: what becomes of a chunk, for example ``ray.put``; called once per chunk, mini-batch by mini-batch. Its
             chunks hold memory of their own, so that no pickle of one carries the whole batch. Without it chunks are
-            the dicts, views of ``batch`` where nothing was padded.
+            batches, views of ``batch`` where nothing was padded.
+        fill: what dummy rows have in place of the copies, as pad_batch_to_multiple takes it.
+        row_keys, batch_keys: names of what is per row and of what every chunk gets whole, where it is not as guessed.
 
     Returns:
         ``num_mini_batches`` lists of ``dp_size`` chunks. All chunks of a mini-batch have the same number of rows.
@@ -53,19 +61,20 @@ def stage_chunks(
         [1.0, 0.0]
 
     Raises:
-        ValueError: dp_size < 1; boundaries that leave rows out, overlap or are empty; what pad_batch_to_multiple
-            raises.
+        ValueError: dp_size < 1; boundaries that leave rows out between them, overlap or are empty, none for a batch with
+            rows; what pad_batch_to_multiple raises.
 
     Copies the rows of padded mini-batches, all rows with ``put``. The scheme is that of SkyRL's MeshDispatch.
     """
     if integer(dp_size, "dp_size") < 1:
         raise ValueError(f"dp_size: expected at least 1 rank, got {dp_size}")
-    staged = []
-    for start, end in pairwise(_row_ends("boundaries", boundaries, num_rows(batch))):
-        mini_batch = pad_batch_to_multiple(slice_batch(batch, start, end), dp_size)
-        size = num_rows(mini_batch) // dp_size
-        chunks = [slice_batch(mini_batch, rank * size, (rank + 1) * size) for rank in range(dp_size)]
-        staged.append(chunks if put is None else [put(_with_own_memory(chunk)) for chunk in chunks])
+    fields = Fields(batch, row_keys, batch_keys)
+    staged, ends, keys = [], _row_ends("boundaries", boundaries, fields.count()), fields.decided()
+    for start, end in pairwise(ends):
+        mini_batch = pad_batch_to_multiple(slice_batch(batch, start, end, **keys), dp_size, fill=fill, **keys)
+        size = -(-(end - start) // dp_size)
+        chunks = [slice_batch(mini_batch, rank * size, (rank + 1) * size, **keys) for rank in range(dp_size)]
+        staged.append(chunks if put is None else [put(with_own_memory("batch", chunk)) for chunk in chunks])
     return staged
 
 
@@ -77,6 +86,8 @@ def normalize_advantages(
     *,
     prompt_boundaries: Boundaries | None = None,
     max_seq_len: int | None = None,
+    micro_batch_size: int | None = None,
+    count_masked_rows: bool = False,
     zscore: bool = False,
 ) -> torch.Tensor:
     """Advantages scaled so that the sum of ``scaled * loss_mask`` over a mini-batch is its reduction.
@@ -90,22 +101,28 @@ def normalize_advantages(
         ``"sequence_mean"``: the mean over rows of each row's token mean.
         ``"seq_mean_token_sum_norm"``: the mean over rows of sum(a * m) / max_seq_len (Dr. GRPO).
         ``"prompt_mean"``: the mean over prompts of the token mean over all rows of the prompt.
-    A row without loss tokens, and a prompt of such rows, is in no sum, count or mean: padding, and samples that are
-    masked altogether.
+        ``"token_mean_legacy"``: the mean over micro-batches, every ``micro_batch_size`` rows of the mini-batch, of the
+            token mean over all rows of the micro-batch: what a mean per micro-batch and gradient accumulation give.
+    A row without loss tokens, and a prompt or micro-batch of such rows, is in no sum, count or mean, so that dummy rows
+    change nothing however many the ranks need; count_masked_rows is for those who count samples that are masked altogether.
 
     Args:
         advantages: floating ``[rows, seqlen]``.
         loss_mask: ``[rows, seqlen]``, floating, integer or bool; a token counts where it is over 0.
-        boundaries: (start, end) rows of each mini-batch, one after the other and together all rows.
-        reduction: one of the four names.
-        prompt_boundaries: (start, end) rows of each prompt, as compute_prompt_boundaries gives them; needed for
-            ``"prompt_mean"``, every prompt whole in one mini-batch.
+        boundaries: (start, end) rows of each mini-batch, one after the other from row 0. Rows after the last one are
+            padding: in no statistic, whatever their mask is.
+        reduction: one of the five names.
+        prompt_boundaries: (start, end) rows of each prompt, as compute_prompt_boundaries gives them, at least as far as
+            boundaries go; needed for ``"prompt_mean"``, every prompt whole in one mini-batch.
         max_seq_len: tokens; needed for ``"seq_mean_token_sum_norm"``.
+        micro_batch_size: rows; needed for ``"token_mean_legacy"``, which divides the rows of every mini-batch.
+        count_masked_rows: rows, prompts and micro-batches without loss tokens count in what is divided by, as in SkyRL: a
+            sample that is masked altogether then makes the others weigh less. Dummy rows inside of a mini-batch too.
         zscore: first subtract the mean over the loss tokens of all mini-batches and divide by their standard
             deviation (of the population; all 0 where that is 0).
 
     Returns:
-        A new tensor like ``advantages``, 0 where the mask is.
+        A new tensor like ``advantages``, 0 where the mask is, and in rows after the last boundary.
 
     Example:
         >>> advantages = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
@@ -116,13 +133,19 @@ def normalize_advantages(
         >>> scaled = normalize_advantages(advantages, mask, [(0, 2)], "sequence_mean")
         >>> round((scaled * mask).sum().item(), 4)  # (1.5 + 5) / 2
         3.25
+        >>> masked = torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+        >>> for count in (False, True):  # 1.5 / 1, 1.5 / 2
+        ...     scaled = normalize_advantages(advantages, masked, [(0, 2)], "sequence_mean", count_masked_rows=count)
+        ...     print((scaled * masked).sum().item())
+        1.5
+        0.75
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, an unknown reduction, what a reduction needs and did not
-            get, boundaries that leave rows out or overlap, a prompt that is in two mini-batches.
+            get, boundaries that leave rows out between them or overlap, none for a batch with rows, a prompt that is in two
+            mini-batches, rows of a mini-batch that are in no prompt or that micro_batch_size does not divide.
 
-    Statistics in float64, the product in float32 at least. No synchronisation. The reductions are SkyRL's; there, rows
-    without loss tokens count as rows.
+    Statistics in float64, the product in float32 at least. No synchronisation. The reductions are SkyRL's.
     """
     check_tensor(advantages, "advantages")
     if not advantages.is_floating_point() or advantages.dim() != 2:
@@ -135,30 +158,38 @@ def normalize_advantages(
         )
     rows = advantages.shape[0]
     ends = _row_ends("boundaries", boundaries, rows)
+    advantages, loss_mask = advantages[: ends[-1]], loss_mask[: ends[-1]]
     dtype = torch.promote_types(torch.promote_types(advantages.dtype, loss_mask.dtype), torch.float32)
     weights = _weights(loss_mask.to(dtype))
     tokens = _by_rows(lambda w: w.sum(dim=1, dtype=torch.float64), weights)
-    has_tokens = (tokens > 0).double()
+
+    counted = torch.ones_like(tokens) if count_masked_rows else (tokens > 0).double()
+
+    def mean_over(groups: list[int]) -> torch.Tensor:
+        """The denominator of a mean over groups of rows, ``groups[i] : groups[i + 1]``, of their token means."""
+        group_tokens = _sum_over(tokens, groups)
+        first_rows = torch.zeros_like(tokens).index_fill_(0, _cu_seqlens(groups, tokens.device)[:-1].long(), 1)
+        return _sum_over(first_rows if count_masked_rows else first_rows * (group_tokens > 0), ends) * group_tokens
 
     if reduction == "token_mean":
         denominator = _sum_over(tokens, ends)
+    elif reduction == "token_mean_legacy":
+        denominator = mean_over(_micro_ends(ends, micro_batch_size))
     elif reduction == "sequence_mean":
-        denominator = _sum_over(has_tokens, ends) * tokens
+        denominator = _sum_over(counted, ends) * tokens
     elif reduction == "seq_mean_token_sum_norm":
         if max_seq_len is None or max_seq_len < 1:
             raise ValueError(f"max_seq_len: expected at least 1 token for {reduction!r}, got {max_seq_len}")
-        denominator = _sum_over(has_tokens, ends) * max_seq_len
+        denominator = _sum_over(counted, ends) * max_seq_len
     elif reduction == "prompt_mean":
         if prompt_boundaries is None:
             raise ValueError(f"prompt_boundaries: expected the rows of each prompt for {reduction!r}, got None")
-        prompt_ends = _row_ends("prompt_boundaries", prompt_boundaries, rows)
+        prompt_ends = _row_ends("prompt_boundaries", prompt_boundaries, rows, least=ends[-1])
         if cuts := {*ends} - {*prompt_ends}:
             raise ValueError(
                 f"boundaries: expected whole prompts, got a mini-batch that ends inside one, at row {min(cuts)}"
             )
-        prompt_tokens = _sum_over(tokens, prompt_ends)
-        first_rows = torch.zeros_like(tokens).index_fill_(0, _cu_seqlens(prompt_ends, tokens.device)[:-1].long(), 1)
-        denominator = _sum_over(first_rows * (prompt_tokens > 0), ends) * prompt_tokens
+        denominator = mean_over([end for end in prompt_ends if end <= ends[-1]])
     else:
         raise ValueError(f"reduction: expected one of {', '.join(REDUCTIONS)}, got {reduction!r}")
 
@@ -166,7 +197,8 @@ def normalize_advantages(
     if zscore:
         scaled = _where_weighted(_zscored(scaled, weights, tokens.sum()), weights)
     scale = torch.where(tokens > 0, denominator.reciprocal(), 0)
-    return scaled.mul_(scale[:, None].to(dtype)).to(advantages.dtype)
+    scaled = scaled.mul_(scale[:, None].to(dtype)).to(advantages.dtype)
+    return torch.nn.functional.pad(scaled, (0, 0, 0, rows - ends[-1])) if ends[-1] < rows else scaled
 
 
 def _weights(loss_mask: torch.Tensor) -> torch.Tensor:
@@ -208,20 +240,28 @@ def _cu_seqlens(ends: list[int], device: torch.device) -> torch.Tensor:
     return int64_tensor(ends).int().to(device, non_blocking=True)  # a list as an index would wait for the GPU
 
 
-def _row_ends(name: str, boundaries: Boundaries, rows: int) -> list[int]:
-    """[0, end, end, ..., rows] of pairs that follow on each other."""
+def _row_ends(name: str, boundaries: Boundaries, rows: int, least: int | None = None) -> list[int]:
+    """[0, end, end, ...] of pairs that follow on each other, up to ``least`` rows or more: 1 if there are any."""
     pairs = [(integer(start, name), integer(end, name)) for start, end in plain(boundaries)]
     ends = [0, *(end for _, end in pairs)]
-    if ends[-1] != rows or any(
+    least = min(1, rows) if least is None else least
+    if not least <= ends[-1] <= rows or any(
         start != before or end <= start for before, (start, end) in zip(ends, pairs, strict=False)
     ):
+        up_to = f"at least {least}, the end of boundaries" if least > 1 else f"at most {rows}"
         raise ValueError(
-            f"{name}: expected (start, end) pairs of at least one row, one after the other from 0 to {rows}, got {pairs}"
+            f"{name}: expected (start, end) pairs of at least one row, one after the other from 0 to {up_to}, got {pairs}"
         )
     return ends
 
 
-def _with_own_memory(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _with_own_memory(inner) for name, inner in value.items()}
-    return value.clone() if isinstance(value, torch.Tensor) else value
+def _micro_ends(ends: list[int], micro_batch_size: int | None) -> list[int]:
+    if micro_batch_size is None or integer(micro_batch_size, "micro_batch_size") < 1:
+        raise ValueError(f"micro_batch_size: expected at least 1 row for 'token_mean_legacy', got {micro_batch_size}")
+    for start, end in pairwise(ends):
+        if (end - start) % micro_batch_size:
+            raise ValueError(
+                f"micro_batch_size: expected to divide the rows of every mini-batch, got {micro_batch_size} for the "
+                f"{end - start} rows {start} to {end}"
+            )
+    return [*range(0, ends[-1], micro_batch_size), ends[-1]]

@@ -1,0 +1,322 @@
+"""Which fields of a batch are rows, and a batch of the same class with other rows in it: the rules that batches.py states."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from numbers import Number
+
+import torch
+
+from packing_ops._args import described, dtype_name, holds, wrong_type
+
+
+class Fields:
+    """The fields of one batch, of the dicts in it and of its metadata, and which of them are rows."""
+
+    def __init__(self, batch: Mapping, row_keys: Sequence[str] = (), batch_keys: Sequence[str] = ()):
+        self.batch, self.row_keys, self.batch_keys = batch, row_keys, batch_keys
+        for argument, names in (("row_keys", row_keys), ("batch_keys", batch_keys)):
+            if isinstance(names, str):
+                raise wrong_type(argument, "a list of names", names)
+        self.all = list(self._walk(batch))
+        found = {name for name, _ in self.all}
+        for argument, names in (("row_keys", row_keys), ("batch_keys", batch_keys)):
+            check_names(names, argument, found)
+        if both := set(row_keys) & set(batch_keys):
+            raise ValueError(f"row_keys, batch_keys: expected a name in one of them, got {min(both)!r} in both")
+
+    def _walk(self, batch: Mapping) -> Iterator[tuple[str, object]]:
+        fields = chain(_order_by_row(batch).items(), [("metadata", batch.metadata)] if _has_metadata(batch) else [])
+        for name, value in fields:
+            yield name, value
+            if isinstance(value, Mapping) and name not in self.batch_keys:
+                yield from self._walk(value)
+
+    def has_rows(self, name: str, value) -> bool:
+        if name in self.batch_keys or value is None:
+            return False
+        if name in self.row_keys:
+            sliced = hasattr(value, "__getitem__") and getattr(value, "ndim", 1)
+            if isinstance(value, (str, bytes, Mapping)) or not sliced:
+                raise TypeError(f"{name}: expected rows, as row_keys says, got {type(value).__name__}")
+            return True
+        return _has_length_and_slices(value) and not (_says_boundaries(name) and _are_boundaries(value))
+
+    def rows(self) -> list[tuple[str, object]]:
+        return [(name, value) for name, value in self.all if self.has_rows(name, value)]
+
+    def count(self) -> int:
+        """Rows of the batch, after a look that all of it has as many and that no guess is open."""
+        found = self.rows()
+        if not found:
+            raise ValueError(f"batch: expected a tensor or a list to count rows by, got {sorted(self.batch)}")
+        first, like = next((field for field in found if hasattr(field[1], "ndim")), found[0])
+        rows = len(like)
+        for name, value in found:
+            if len(value) != rows:
+                said = "" if name in self.row_keys else f"; batch_keys={(name,)} carries it as it is"
+                raise ValueError(f"{name}: expected {rows} rows like {first}, got {len(value)}{said}")
+        for name, value in self.all:
+            if name not in self.row_keys and name not in self.batch_keys and _may_be_either(name, value, rows):
+                raise ValueError(
+                    f"{name}: expected to be told what it is, as many (start, end) pairs as there are rows: "
+                    f"row_keys={(name,)} if one belongs to each row, batch_keys={(name,)} if not"
+                )
+        return rows
+
+    def decided(self) -> dict[str, set[str]]:
+        """row_keys and batch_keys as they are guessed here, so that no part of the batch is guessed to be otherwise."""
+        names = {name for name, value in self.all if value is not None and not isinstance(value, Mapping)}
+        with_rows = {name for name, _ in self.rows()}
+        return {"row_keys": with_rows, "batch_keys": (names - with_rows) | set(self.batch_keys)}
+
+    def map(self, change: Callable):
+        """``change(name, rows)`` of all that has rows, which are a list for a nested tensor."""
+        return self._mapped(self.batch, change)
+
+    def _mapped(self, batch: Mapping, change: Callable):
+        by_row = _order_by_row(batch)
+
+        def changed(name, value):
+            if isinstance(value, Mapping) and name not in self.batch_keys:
+                return self._mapped(value, change)
+            if not self.has_rows(name, value):
+                return value
+            if isinstance(value, torch.Tensor) and value.is_nested:
+                rows = change(name, list(value.unbind()))
+                return torch.nested.as_nested_tensor(rows, layout=value.layout, device=value.device)
+            rows = change(name, value)
+            return list(chain(*rows)) if name == "order" and by_row is not batch else rows
+
+        return rebuilt(batch, changed, by_row)
+
+
+def check_names(names: Sequence[str], argument: str, found: set[str]) -> None:
+    for name in names:
+        if name not in found:
+            raise ValueError(f"{argument}: expected names in the batch, got {name!r}; it has {sorted(map(str, found))}")
+
+
+# --- what a field is ---
+
+
+def _has_length_and_slices(value) -> bool:
+    if isinstance(value, (str, bytes, tuple, Mapping)):
+        return False
+    if hasattr(value, "ndim"):
+        return value.ndim > 0
+    return hasattr(type(value), "__len__") and hasattr(type(value), "__getitem__")
+
+
+def _says_boundaries(name: str) -> bool:
+    return str(name).endswith("boundaries")
+
+
+def _are_boundaries(value) -> bool:
+    """(start, end) pairs, one after the other from 0; of a tensor on a GPU, which is not read, the shape of such."""
+    if hasattr(value, "ndim"):
+        if value.ndim != 2 or value.shape[1] != 2:
+            return False
+        if isinstance(value, torch.Tensor) and not value.is_cpu:
+            return not value.is_floating_point()
+        value = value.tolist()
+    if not isinstance(value, list) or not value:
+        return False
+    before = 0
+    for pair in value:
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(type(row) is int for row in pair):
+            return False
+        if pair[0] != before or pair[1] <= before:
+            return False
+        before = pair[1]
+    return True
+
+
+def _may_be_either(name: str, value, rows: int) -> bool:
+    """As many pairs as rows: in a list of tuples that ends with them, or boundaries by their name on a GPU."""
+    if isinstance(value, torch.Tensor):
+        return _says_boundaries(name) and not value.is_cpu and _are_boundaries(value) and len(value) == rows
+    if _says_boundaries(name) or not isinstance(value, list) or len(value) != rows or not rows:
+        return False
+    return isinstance(value[0], tuple) and _are_boundaries(value) and value[-1][1] == rows
+
+
+def _has_metadata(batch: Mapping) -> bool:
+    # Not hasattr: a class may give its fields as attributes too.
+    return "metadata" in getattr(batch, "__dict__", ()) or hasattr(type(batch), "metadata")
+
+
+def _order_by_row(batch: Mapping) -> Mapping:
+    """The batch, its ``order`` as one list per row if it is one of PackedCollator's."""
+    order, lengths = batch.get("order"), batch.get("sub_seq_lengths")
+    if not isinstance(order, list) or not isinstance(lengths, list) or not all(isinstance(n, list) for n in lengths):
+        return batch
+    documents = sum(map(len, lengths))
+    if len(order) != documents:
+        raise ValueError(f"order: expected {documents} entries, one per document of sub_seq_lengths, got {len(order)}")
+    entries = iter(order)
+    return {**batch, "order": [list(islice(entries, len(row))) for row in lengths]}
+
+
+# --- a batch, or rows, of the same class ---
+
+
+def rebuilt(batch: Mapping, change: Callable, fields: Mapping | None = None):
+    """A batch like this one of ``change(name, value)`` of every field, and of its metadata."""
+    changed = {name: change(name, value) for name, value in (batch if fields is None else fields).items()}
+    kind = type(batch)
+    if kind.__module__ in ("builtins", "collections"):
+        return changed
+    try:
+        result = kind(changed)
+    except Exception as error:
+        got = f"{type(error).__name__}: {error}"
+        raise TypeError(f"batch: expected a dict or a class made of one, {kind.__name__}(fields), got {got}") from error
+    set_by_class = getattr(result, "__dict__", {})
+    for name, value in getattr(batch, "__dict__", {}).items():
+        if name not in set_by_class and name != "metadata":
+            setattr(result, name, value)
+    if _has_metadata(batch):
+        result.metadata = change("metadata", batch.metadata)
+    return result
+
+
+def cut(name: str, rows, start: int, end: int):
+    """``rows[start:end]``"""
+    try:
+        part = rows[start:end]
+        if len(part) == end - start:
+            return part
+        got = f"{len(part)} of them"
+    except Exception as error:
+        if isinstance(rows, torch.Tensor):
+            raise
+        got = f"{type(error).__name__}: {error}"
+    raise ValueError(
+        f"{name}: expected {type(rows).__name__} to have rows {start} to {end}, got {got}; "
+        f"batch_keys={(name,)} carries it as it is"
+    )
+
+
+def made_of(name: str, like, rows: list):
+    """``rows`` as a list of the class of ``like``."""
+    if type(like) is list:
+        return rows
+    try:
+        made = type(like)(rows)
+        if len(made) == len(rows):
+            return made
+        got = f"{len(made)} of them"
+    except Exception as error:
+        got = f"{type(error).__name__}: {error}"
+    raise ValueError(f"{name}: expected {type(like).__name__} to be made of {len(rows)} rows, got {got}")
+
+
+def taken(name: str, rows, indices: list[int]):
+    """The rows of these numbers; entries of a list are the same objects."""
+    if hasattr(rows, "ndim"):
+        return rows[indices]
+    return made_of(name, rows, [rows[i] for i in indices])
+
+
+def none_of(name: str, rows):
+    """No row, and no view, which would keep the batch."""
+    if isinstance(rows, torch.Tensor):
+        return rows.new_empty((0, *rows.shape[1:]))
+    return rows[:0].copy() if hasattr(rows, "ndim") else made_of(name, rows, [])
+
+
+def with_own_memory(name: str, value):
+    """Copies of tensors; of those in lists only where they are part of something larger."""
+    if isinstance(value, Mapping):
+        return rebuilt(value, with_own_memory)
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if not _has_length_and_slices(value) or hasattr(value, "ndim"):
+        return value
+    rows = [value[i] for i in range(len(value))]
+    if not any(isinstance(row, torch.Tensor) for row in rows):
+        return value
+    return made_of(name, value, [_own(row) if isinstance(row, torch.Tensor) else row for row in rows])
+
+
+def _own(row: torch.Tensor) -> torch.Tensor:
+    return row.clone() if row.untyped_storage().nbytes() > row.numel() * row.element_size() else row
+
+
+# --- dummy rows ---
+
+
+def with_dummies(name: str, rows, missing: int, fill: Mapping):
+    """The rows and after them ``missing`` copies of row 0, or what ``fill`` has under the name."""
+    if isinstance(rows, torch.Tensor):
+        dummies = rows[:1].expand(missing, *rows.shape[1:]).clone()
+        return torch.cat([rows, _filled(name, dummies, fill[name]) if name in fill else dummies])
+    if hasattr(rows, "ndim"):
+        padded = rows[[*range(len(rows)), *[0] * missing]]
+        if name in fill:
+            padded[len(rows) :] = _filled(name, padded[len(rows) :].copy(), fill[name])
+        return padded
+    dummies = [_clone(rows[0]) for _ in range(missing)]
+    dummies = _filled(name, dummies, fill[name]) if name in fill else dummies
+    return made_of(name, rows, [*(rows[i] for i in range(len(rows))), *dummies])
+
+
+def _filled(name: str, dummies, value):
+    if not callable(value):
+        return (
+            [_filled_row(name, row, value) for row in dummies]
+            if isinstance(dummies, list)
+            else _full(name, dummies, value)
+        )
+    made = value(dummies)
+    if isinstance(dummies, torch.Tensor):
+        wanted = f"{described(dummies)} on {dummies.device}"
+        got = f"{described(made)} on {made.device}" if isinstance(made, torch.Tensor) else type(made).__name__
+        if got != wanted:
+            raise ValueError(f"fill: expected {wanted} for {name!r}, got {got}")
+    elif not _has_length_and_slices(made) or len(made) != len(dummies):
+        got = len(made) if _has_length_and_slices(made) else type(made).__name__
+        raise ValueError(f"fill: expected {len(dummies)} rows for {name!r}, got {got}")
+    return made
+
+
+def _full(name: str, like, value):
+    """A tensor or an array like ``like`` of ``value``, which it can hold as it is."""
+    if isinstance(like, torch.Tensor):
+        if isinstance(value, Number) and holds(like.dtype, value):
+            return torch.full_like(like, value)
+        raise _wrong_fill(name, value, dtype_name(like.dtype))
+    full = like.copy()
+    try:
+        full[...] = value
+        if (full == value).all():
+            return full
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise _wrong_fill(name, value, like.dtype)
+
+
+def _filled_row(name: str, row, value):
+    if isinstance(row, (list, tuple)):
+        return type(row)(_filled_row(name, inner, value) for inner in row)
+    if hasattr(row, "ndim") and row.ndim > 0:
+        return _full(name, row, value)
+    if isinstance(row, torch.Tensor):
+        return _full(name, row, value)
+    if isinstance(row, Number) and isinstance(value, Number) and type(row)(value) == value:
+        return type(row)(value)
+    if type(row) is type(value):
+        return copy.deepcopy(value)
+    raise _wrong_fill(name, value, type(row).__name__)
+
+
+def _wrong_fill(name: str, value, wanted) -> ValueError:
+    return ValueError(
+        f"fill: expected a value of {wanted} for {name!r}, or a function of its dummy rows, got {value!r}; "
+        f"fill={{{name!r}: ...}} says what they get"
+    )
+
+
+def _clone(row):
+    return row.clone() if isinstance(row, torch.Tensor) else copy.deepcopy(row)

@@ -1,0 +1,109 @@
+"""What a batch holds: tokens, padding and sequences, for throughput and for what a logged mean is divided by."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from packing_ops._args import check_cu_seqlens, described, integer, is_set, wrong_type
+from packing_ops.metadata import PackedMetadata
+
+
+class TokenCounts(NamedTuple):
+    """int64 scalars on the device of the batch: ``total += torch.stack(count_tokens(batch))`` waits for nothing.
+
+    Attributes:
+        tokens: real ones.
+        padding_tokens: slots that are none; together with the tokens what the model runs over.
+        sequences: documents with at least one token.
+    """
+
+    tokens: torch.Tensor
+    padding_tokens: torch.Tensor
+    sequences: torch.Tensor
+
+
+def count_tokens(batch: Mapping[str, object], *, tokens: str = "input_ids", pad_token_id: int = 0) -> TokenCounts:
+    """Tokens, padding and sequences of a padded or packed batch. No synchronisation.
+
+    Args:
+        batch: any mapping with a tensor ``[total]``, ``[1, total]`` or ``[rows, seqlen]`` under ``tokens``; or several, under
+            names that end so: ``chosen_input_ids`` and ``rejected_input_ids``, each with fields of the same prefix.
+        tokens: the name; "sequences" for what PackedCollator returns.
+        pad_token_id: what PaddingFreeCollator fills a row up with. The filling is a document in its cu_seq_lens, and so are
+            the rests of rows in those of PackedCollator.model_inputs: one of this token alone, without a label, is padding.
+
+    What is a token is told by the first of these that there is:
+        ``sub_seq_lengths``: PackedCollator's, tokens of every document of every row.
+        a PackedMetadata, under any name, or the first field with ``cu_seq`` in its name: slots up to its end, less those
+            where an ``attention_mask`` is 0, less documents of padding.
+        ``attention_mask``: where it is not 0; every row is a sequence, if there is a token in it.
+        neither: every slot is one, every row a sequence.
+
+    Returns:
+        TokenCounts, on the device of the tokens.
+
+    Example:
+        >>> batch = {"input_ids": torch.tensor([[5, 6, 0], [7, 0, 0]]), "attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}
+        >>> count_tokens(batch)
+        TokenCounts(tokens=tensor(3), padding_tokens=tensor(3), sequences=tensor(2))
+        >>> from packing_ops.data import PaddingFreeCollator
+        >>> row = PaddingFreeCollator(max_seq_length=8)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+        >>> torch.stack(count_tokens(row)).tolist()
+        [5, 3, 2]
+
+    Raises:
+        ValueError: no tokens of that name or of another shape, a mask of another shape, cu_seqlens that are none.
+        TypeError: a pad_token_id that is no integer.
+
+    open-instruct's get_num_tokens and get_num_sequences are the first and the last; its get_num_padded_tokens counts
+    tokens and padding together.
+    """
+    names = [name for name in batch if str(name).endswith(tokens)]
+    if not names:
+        raise ValueError(f"{tokens}: expected a tensor [total] or [rows, seqlen], got only {sorted(map(str, batch))}")
+    pad_token_id = integer(pad_token_id, "pad_token_id")
+    branches = [_branch(batch, name.removesuffix(tokens), name, pad_token_id) for name in names]
+    return TokenCounts(*(sum(counts[1:], counts[0]) for counts in zip(*branches, strict=True)))
+
+
+def _branch(batch: Mapping, prefix: str, name: str, pad_token_id: int) -> tuple[torch.Tensor, ...]:
+    ids, labels, mask = batch[name], batch.get(prefix + "labels"), batch.get(prefix + "attention_mask")
+    if not isinstance(ids, torch.Tensor):
+        raise wrong_type(name, "a tensor [total] or [rows, seqlen]", ids)
+    if ids.dim() not in (1, 2):
+        raise ValueError(f"{name}: expected a tensor [total] or [rows, seqlen], got {described(ids)}")
+    if mask is not None and mask.shape != ids.shape:
+        raise ValueError(f"{prefix}attention_mask: expected {list(ids.shape)} like {name}, got {list(mask.shape)}")
+    lengths, cu_seqlens = batch.get(prefix + "sub_seq_lengths"), _cu_seqlens(batch, prefix)
+    if lengths is not None:
+        lengths = [length for row in lengths for length in row]
+        # No copy from the host, which would wait for the GPU.
+        found = [ids.new_full((), count, dtype=torch.int64) for count in (sum(lengths), sum(map(bool, lengths)))]
+    else:
+        real = torch.ones_like(ids, dtype=torch.bool) if mask is None else is_set(mask, prefix + "attention_mask")
+        if cu_seqlens is None:
+            per_document = real.sum(-1, dtype=torch.int64)
+        else:
+            no_padding = ids != pad_token_id
+            if labels is not None and labels.shape == ids.shape:
+                no_padding = no_padding | (labels != -100)
+            per_document = _sums(real, cu_seqlens) * (_sums(no_padding, cu_seqlens) > 0 if mask is None else 1)
+        found = [per_document.sum(), (per_document > 0).sum()]
+    return found[0], ids.numel() - found[0], found[1]
+
+
+def _cu_seqlens(batch: Mapping, prefix: str) -> torch.Tensor | None:
+    for name, value in batch.items():
+        if isinstance(value, PackedMetadata) and not prefix:
+            return value.cu_seqlens
+        if name.startswith(prefix) and "cu_seq" in name[len(prefix) :]:
+            check_cu_seqlens(value, name)
+            return value
+    return None
+
+
+def _sums(slots: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """How many slots of each document are set."""
+    before = torch.nn.functional.pad(slots.flatten().cumsum(0), (1, 0))
+    return before[cu_seqlens.to(before.device, torch.int64)].diff()
