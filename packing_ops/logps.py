@@ -77,7 +77,7 @@ def token_logps(
             bias, are cast as torch.nn.functional.linear casts them.
         labels: ``[total]`` or ``[1, total]``, int64 or int32, not shifted: label t is the token at t, predicted at
             t - 1. ``ignore_index`` where nothing counts.
-        metadata: the documents of the row, or their cu_seqlens, int32 or int64 ``[num_documents + 1]``.
+        metadata: PackedMetadata of the row, or its cu_seqlens, int32 or int64 ``[num_documents + 1]``.
         temperature: the logits are divided by it, above 0.
         chunk: entries of the vocabulary whose logits are in memory at a time, ``total * chunk`` elements of hidden's
             dtype. By default as many as make 512 MiB (64 MiB on the CPU), at least 512, in equal chunks.
@@ -140,7 +140,7 @@ def chunked_cross_entropy(
             ``[total]``, 0 where there is no target.
         num_items_in_batch: what "mean" divides by instead: the targets of all micro-batches of all ranks of the
             optimizer step (count_target_tokens). A tensor is not read.
-        Others: as token_logps, which also tells memory, gradients and errors.
+        Others: as token_logps; see there for memory, gradients and errors too.
 
     Returns:
         A scalar, or ``[total]``; float32, float64 for float64.
@@ -246,8 +246,8 @@ def _described(tensor) -> str:
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _LOGITS_BYTES = {"cuda": 512 << 20, "cpu": 64 << 20}
-_FEWEST = 512  # entries of a chunk: with fewer a product keeps no GPU busy
-_MULTIPLE = 128  # of whole tiles, on addresses that vectors of 16 bytes like
+_FEWEST = 512  # entries of a chunk: smaller products do not fill a GPU
+_MULTIPLE = 128  # whole tiles of the product, rows aligned to 16 bytes
 
 
 def _chunk_of(chunk, hidden, vocab) -> int:
@@ -270,7 +270,7 @@ class _Chunks:
     """Iterates over (slice of the vocabulary, first entry of all ranks' vocabulary, its weight, bias and logits)."""
 
     def __init__(self, hidden, weight, bias, chunk, group):
-        # A product would copy rows of other strides again in each chunk.
+        # Other strides: copied once here, not by the product of every chunk.
         self.hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
         self.weight = weight if 1 in weight.stride() else weight.contiguous()
         self.bias = None if bias is None else bias.to(_sum_dtype(hidden.dtype)).contiguous()
@@ -292,7 +292,7 @@ class _Chunks:
 
 
 def _on_its_own(function):
-    """Products in the dtypes of their tensors, whatever autocast says; nothing is recorded."""
+    """``function`` without autocast and without autograd: its gradient is registered below."""
 
     def op(*args):
         hidden = next(arg for arg in args if isinstance(arg, torch.Tensor))
@@ -321,7 +321,7 @@ def _token_logps(hidden, weight, bias, targets, inv_temperature, chunk, entropy,
 
 
 def _add_up_ranks(state, group) -> None:
-    """Each rank's sums over the largest logit of all ranks, added."""
+    """Online softmax over the ranks: raise every rank's sums to the largest logit of all, then add them."""
     from torch.distributed import ReduceOp, all_reduce
 
     own = state[0].clone()

@@ -14,7 +14,7 @@ _UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # torch.cat takes them b
 
 
 def check_examples(examples: Sequence[Mapping], name: str) -> None:
-    """No iterator, of which nothing would be left for the second key, and no dict of columns."""
+    """TypeError for an iterator, which could be read only once, and for a dict of columns."""
     if isinstance(examples, Mapping) or not hasattr(examples, "__len__"):
         raise TypeError(f"{name}: expected a list of dicts, got {type(examples).__name__}")
 

@@ -13,17 +13,16 @@ class AsyncBatchCollatorMisuse(AssertionError):
 
 
 class AsyncBatchCollator:
-    """Runs ``compute(step)`` in one worker thread, with one slot: a batch is asked for by its step or not at all.
+    """Runs ``compute(step)`` in one worker thread, at most one step ahead. For a plain loop see prefetch.
 
-    The batch of a step is the one that ``compute(step)`` gives in the loop itself, to the byte, as long as a step is
-    submitted only when nothing that ``compute`` reads will change before its ``get``. That is the caller's part, and
-    the example's: it submits no step across a reshuffle.
+    A batch is the same, to the byte, as ``compute(step)`` called in the loop, if nothing that ``compute`` reads changes
+    between ``submit`` and ``get``. The caller sees to that: the example submits no step across a reshuffle.
 
     Args:
         compute: from a step number to its batch. Runs in the worker, so torch's thread-local state (grad mode, default
             device, current CUDA device and stream) is the worker's; random numbers must come from a generator of its
             own, seeded by the step. What it does in torch and packing_ops ops releases the GIL.
-        thread_name_prefix: of the worker's name.
+        thread_name_prefix: of the worker thread's name.
 
     Example:
         A loop over epochs that trains on the same batches with ``ahead`` on or off, and from any step on. A checkpoint

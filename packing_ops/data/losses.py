@@ -1,7 +1,7 @@
 """Losses that do not depend on how a batch was cut: padded or packed, in any micro-batches, on any number of ranks.
 
-Two rules make that so. Sums are per document, so that no token counts for a neighbour; and what the sum is divided by
-is counted once over the whole batch of the optimizer step, before it is cut, never over the part at hand.
+Two rules: sums are per document; and the divisor is counted once over the whole batch of the optimizer step, never over
+one micro-batch.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """Where documents lie under tensor and context parallelism, and which tokens of a row each context-parallel rank holds.
 
 Under context parallelism a document is cut into ``2 * cp_size`` chunks of equal length and rank r holds chunks r and
-``2 * cp_size - 1 - r``, one from either end, so that every rank has as much to do under a causal mask. A rank's own row
-has, for every document in turn, those two chunks.
+``2 * cp_size - 1 - r``, one from either end, so that a causal mask gives all ranks equal work. A rank's row holds those
+two chunks of every document, one document after the other.
 """
 
 import math

@@ -14,10 +14,10 @@ from packing_ops.packing import cost_coefficients, pack_sequences
 class PackedBatchSampler(Sampler[list[int]]):
     """A ``batch_sampler`` for torch's DataLoader: each batch is what one packed row of ``capacity`` tokens holds.
 
-    Every epoch shuffles and packs anew, by the seed and the number of the epoch alone, so every rank knows the batches
-    of all without a word between them. All ranks have the same number of batches, and batch i of all ranks is one step
-    of near-equal cost: bins are sorted by cost before they are dealt, so that what ranks wait for each other in a whole
-    epoch is never more than the costliest batch less the cheapest. Each sequence comes once in an epoch.
+    Every epoch shuffles and packs anew, from the seed and the number of the epoch alone: the ranks agree without
+    communication. All ranks have the same number of batches, and batch i costs nearly the same on each: bins are sorted
+    by cost before they are dealt, so that over a whole epoch ranks wait for each other no longer than the costliest
+    batch takes more than the cheapest. Each sequence comes once in an epoch.
 
     Args:
         lengths: int32 or int64 ``[num_sequences]``, tokens per sequence of the dataset, or a Python sequence.
@@ -30,13 +30,13 @@ class PackedBatchSampler(Sampler[list[int]]):
         cost: what is made equal in a step: ``"tokens"``, ``"flops"`` or ``("flops", a, b)``, as in pack_sequences.
         alignment: a sequence occupies its length rounded up to a multiple of this.
         overlong: what happens to a sequence over the capacity: ``"error"``; ``"drop"``; ``"own"``, a batch of its own
-            that is longer; ``"truncate"``, counted as cut, which the collator must do.
+            that is longer; ``"truncate"``, counted as cut to the capacity: the collator must cut it.
         drop_last: where sequences are so few or so long that they cannot be shared out equally, the last step has an
             empty batch ``[]`` for some ranks, which still have to take part in it (see empty_like_batch). True: the
             sequences of such a step are left out of the epoch.
 
     Attributes:
-        epoch: the epoch that the next iteration is of.
+        epoch: the epoch of the next iteration.
         left_out: sequences that are in no batch of this epoch on any rank.
 
     Example:
@@ -107,11 +107,11 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     @property
     def batches_done(self) -> int:
-        """Batches of this epoch that the next iteration leaves out, since they were trained on before a checkpoint."""
+        """Batches of this epoch that the next iteration skips: they were trained on before the checkpoint."""
         return self._first
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch of the next iteration, from its first batch on; nothing where it is that epoch already.
+        """Start the next iteration at the first batch of ``epoch``; does nothing where it is that epoch already.
 
         Raises:
             ValueError: a negative epoch.
@@ -167,7 +167,7 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     @cached_property
     def _identity(self) -> dict[str, int | str | None]:
-        """What the batches of an epoch follow from."""
+        """All that the batches of an epoch are made from."""
         places = torch.arange(1, self.lengths.numel() + 1, device="cpu")
         return {
             "seed": self.seed,

@@ -29,7 +29,7 @@ int64_t features_of(const Tensor& rows) {
   return features;
 }
 
-// A row [1, total] would be one token of `total` features, and cu_seqlens would then be what is called wrong.
+// Read as [total, features], a row [1, total] is one token, and the error would blame cu_seqlens.
 void check_no_batch(const Tensor& values, const Tensor& cu_seqlens) {
   if (values.dim() < 2 || values.size(0) != 1 || !cu_seqlens.is_cpu() || cu_seqlens.dim() != 1 ||
       cu_seqlens.numel() < 1) {

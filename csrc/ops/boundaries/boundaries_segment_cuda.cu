@@ -15,7 +15,7 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kUnroll = 16;  // independent loads in flight per thread
 
-// Every load of a round is under way before the first is used.
+// All kUnroll loads of a round are issued before the first is used.
 template <class T, class Sum, bool kMasked>
 __global__ void __launch_bounds__(kThreads) segment_sum_kernel(SegmentSumParams p, FaultFlag fault) {
   for_each_document<kThreads>(p.documents, p.documents.num_documents, [&](int64_t i, Segment s, const auto& group) {
@@ -84,7 +84,7 @@ constexpr int kRowThreads = 256;
 constexpr int kRowWarps = kRowThreads / kWarp;
 constexpr int kRowUnroll = 8;  // rows in flight per warp
 
-// Rows of a segment that are kept. Every warp counts all of them, so that none waits for another.
+// Rows of a segment that the mask keeps. Every warp counts all of them: no block synchronisation.
 __device__ int kept_rows(const bool* mask, Segment s) {
   if (!mask) return static_cast<int>(s.end - s.start);
   const int lane = static_cast<int>(threadIdx.x % kWarp);
@@ -104,7 +104,7 @@ __device__ void for_each_column(const SegmentSumParams& p, int64_t count, const 
   }
 }
 
-// A warp takes every 8th row of the document; what the warps found is added in their order.
+// Warp w sums rows w, w + 8, ...; the sums of the warps are added in order of the warps.
 template <class T, class Sum>
 __global__ void __launch_bounds__(kRowThreads) segment_sum_rows_kernel(SegmentSumParams p, FaultFlag fault) {
   __shared__ Sum of_warp[kRowWarps][kWarp];

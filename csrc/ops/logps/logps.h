@@ -29,10 +29,10 @@ struct LogpsChunkParams {
   int64_t row_stride = 0;            // elements from one row to the next
   const void* bias = nullptr;        // [columns], or null
   const int32_t* targets = nullptr;  // [rows]
-  int64_t first = 0;                 // entry of the vocabulary that column 0 is
+  int64_t first = 0;                 // column 0 is this entry of the vocabulary
   double inv_temperature = 1;
 
-  // Forward: what is known of the columns so far, rows of [3 or 4, rows].
+  // Forward: online softmax of the columns so far, the rows of the op's state [3 or 4, rows].
   void* max = nullptr;
   void* sum = nullptr;       // of exp(z - max)
   void* chosen = nullptr;    // z of the target

@@ -1,4 +1,4 @@
-// The specification: a row at a time, in pieces that are raised to the type of the sums once.
+// The specification: row by row, in pieces of kPiece logits converted to the accumulation type.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -14,20 +14,20 @@ namespace packing_ops {
 
 namespace {
 
-constexpr int64_t kGrain = 16384;  // logits a thread should have before a second one helps
-constexpr int64_t kPiece = 1024;   // logits raised at once, a power of two
+constexpr int64_t kGrain = 16384;  // logits per thread below which another thread does not pay
+constexpr int64_t kPiece = 1024;   // a power of two
 
 template <class Real>
 constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
 
-// What is known of some columns of a row.
+// Online softmax: the statistics of some columns of a row.
 template <class Real>
 struct Sums {
   Real max = -kInfinity<Real>;
   Real sum = 0;       // of exp(z - max)
   Real weighted = 0;  // of exp(z - max) * (z - max)
 
-  // The same sums over a larger max. Columns that are all -inf weigh nothing.
+  // The same sums relative to a larger max. Columns that are all -inf add nothing.
   Sums with_max(Real larger) const {
     if (max == larger || sum == Real(0)) return {larger, sum, weighted};
     const Real scale = std::exp(max - larger);
@@ -50,7 +50,7 @@ PACKING_OPS_INLINE void scale_logits(const T* logits, const Real* bias, Real inv
   for (int64_t j = 0; j < count; ++j) z[j] *= inv_temperature;
 }
 
-// Of a power of two of values, which are used up: the second half into the first, again and again, in whole vectors.
+// Tree reduction of 2^n values in place: the second half is folded into the first, in whole vectors.
 template <class Real, class Operation>
 PACKING_OPS_INLINE Real fold(Real* values, int64_t size, const Operation& operation) {
   for (int64_t half = size / 2; half > 0; half /= 2) {
@@ -60,7 +60,7 @@ PACKING_OPS_INLINE Real fold(Real* values, int64_t size, const Operation& operat
   return values[0];
 }
 
-// z and scratch have room for a power of two of values; z is used up.
+// z and scratch hold bit_ceil(count) values; both are overwritten.
 template <bool kEntropy, class Real>
 PACKING_OPS_INLINE Sums<Real> sums_of(Real* __restrict z, int64_t count, Real* __restrict scratch) {
   const auto sum = [](Real a, Real b) { return a + b; };
@@ -105,7 +105,8 @@ PACKING_OPS_MULTIVERSION void sum_rows(const LogpsChunkParams& p, int64_t begin,
   }
 }
 
-// With P = exp(z - lse) and the entropy H: d(z) = grad_logps * (chosen - P) - grad_entropy * P * (log P + H).
+// With P = exp(z - lse), the entropy H, and chosen 1 at the target, else 0:
+// d(z) = grad_logps * (chosen - P) - grad_entropy * P * (log P + H).
 template <class T, bool kEntropy>
 PACKING_OPS_MULTIVERSION void grad_rows(const LogpsChunkParams& p, int64_t begin, int64_t end) {
   using Real = accumulate_t<T>;

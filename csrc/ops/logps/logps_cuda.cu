@@ -1,5 +1,5 @@
-// A block takes a row of logits, in vectors of 16 bytes, several of them on their way to a thread at once. Same
-// formulas as logps_cpu.cpp; what is added in which order depends on the columns and their alignment alone.
+// One block per row of logits, read in 16-byte vectors, kUnroll loads in flight per thread. Formulas as in
+// logps_cpu.cpp; the order of the sums depends on the number of columns and their alignment alone.
 #include "core/launch.cuh"
 #include "core/ptx/mma.cuh"
 #include "core/segment.cuh"
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kUnroll = 4;  // vectors a thread has under way
+constexpr int kUnroll = 4;  // vectors in flight per thread
 constexpr int kPairs = 2;   // pairs of slots per thread
 
 // --- targets ---
@@ -211,13 +211,14 @@ __global__ void __launch_bounds__(kThreads) logps_chunk_kernel(LogpsChunkParams 
   }
 }
 
-// With P = exp(z - lse) and the entropy H: d(z) = grad_logps * (chosen - P) - grad_entropy * P * (log P + H).
+// With P = exp(z - lse), the entropy H, and chosen 1 at the target, else 0:
+// d(z) = grad_logps * (chosen - P) - grad_entropy * P * (log P + H).
 template <class T, bool kBias, bool kEntropy>
 struct Gradient {
   using Real = real_t<T>;
   Scaling<Real, kBias> scaled;
-  Real lse, grad, plain, grad_entropy;
-  int target;  // column of this chunk, or of none
+  Real lse, grad, plain, grad_entropy;  // plain: grad + grad_entropy * H
+  int target;                           // column in this chunk, or -1
 
   __device__ Real operator()(Real logit, int column) const {
     const Real logp = scaled(logit, column) - lse;

@@ -1,4 +1,4 @@
-"""What a model was called with, known while the call runs: many masks are made without being told of position_ids."""
+"""The arguments of the model call that runs: transformers makes many masks without passing position_ids on."""
 
 import inspect
 import threading
@@ -11,14 +11,14 @@ from packing_ops.integrations.transformers._host import PreTrainedModel
 from packing_ops.integrations.transformers._keywords import check_keywords
 from packing_ops.integrations.transformers.fallback import tell_once
 
-NAMES: set[str] = set()  # of implementations that are ours
+NAMES: set[str] = set()  # attn_implementations that register() made
 
-# What a model can be given as its mask. A pattern is for our attention alone. Who declares neither FlashAttention nor
-# FlexAttention reads masks itself, or has an attention of its own: it gets a real one, bool as with SDPA, or additive as
-# with eager attention where it does not know SDPA.
+# The forms of a mask. A MaskPattern is for our attention alone. A model that supports neither FlashAttention nor
+# FlexAttention reads masks itself, or has an attention of its own: it gets a tensor, bool as for SDPA, or additive as for
+# eager attention where it does not support SDPA.
 PATTERN, BOOL, ADDITIVE = "pattern", "bool", "additive"
-_READERS = ("transformers.models.doge.",)  # knows FlexAttention and reads every other mask
-# Tokens see neighbours beside attention there, of whatever document: convolutions, trigrams, compressed keys.
+_READERS = ("transformers.models.doge.",)  # supports FlexAttention, and reads every other mask itself
+# Here tokens of neighbouring documents also mix outside of attention: convolutions, trigrams, compressed keys.
 _MIXERS = frozenset(
     (
         "canine",

@@ -1,4 +1,4 @@
-"""Which modelling modules of transformers we know, and the swap of their ``apply_rotary_pos_emb``."""
+"""The modelling modules of transformers whose ``apply_rotary_pos_emb`` can be swapped, and the swap."""
 
 import functools
 import importlib
@@ -14,9 +14,9 @@ from packing_ops.integrations.transformers._host import version
 from packing_ops.rope import apply_rotary_qk
 
 # How a swap reaches one model only. Attention looks apply_rotary_pos_emb up in its module, which all models of the
-# family share, so a dispatcher stands there while it is needed. The flag travels with the data: a hook on the model's
-# rotary_emb hands its cos on as Tables, and the dispatcher sends all else to the stock function. So there is no global
-# state to set around a forward: recomputation, threads and torch.compile see the same program.
+# family share, so a dispatcher stands there while it is needed. A hook on the model's rotary_emb returns cos as Tables;
+# the dispatcher rotates those by our op and calls the stock function for anything else. No global state is set around a
+# forward, so recomputation, threads and torch.compile see the same program.
 
 
 class Family(NamedTuple):
@@ -172,7 +172,7 @@ def apply_to_model(model: torch.nn.Module, fp32_cos_sin: bool) -> int:
 
 
 def rotates(rotary: torch.nn.Module) -> bool:
-    """With ours, as one model or as one of all of its class."""
+    """Whether ours rotates: swapped in this model, or in all models of its class."""
     swap = swap_of(type(rotary).__module__)
     return (swap.installed and swap.everywhere) or _tag in rotary._forward_hooks.values()
 

@@ -13,10 +13,10 @@ from packing_ops.integrations.transformers import _call, _preparation, fallback,
 from packing_ops.integrations.transformers._host import AttentionInterface, AttentionMaskInterface
 from packing_ops.integrations.transformers.layout import find_layout
 
-# By SDPA, which knows them.
+# Options that SDPA serves.
 _SDPA = frozenset(("cache", "output_attentions", "position_bias"))
-# What models hand on to attention that changes nothing about it, seen in the installed ones: TransformersKwargs, what a
-# call of generate, of a trainer or of an outer model brings along, and deterministic, which our backward always is.
+# Keywords that reach attention and do not change its result, collected from the models of transformers: those of
+# TransformersKwargs, generate, trainers and outer models, and deterministic, which our backward always is.
 _HARMLESS = frozenset(
     (
         "cache_position",
@@ -54,18 +54,21 @@ def register(name: str = "packing_ops") -> None:
     says why: decoding with a KV cache, 4-D masks (images that see ahead, models that read their masks), dropout,
     head_dim over 256. A second call changes nothing.
 
-    What this adds to transformers stays while the process lives: the name in its two tables, and a wrapper each of
-    PreTrainedModel.__call__, which knows position_ids while a model runs that hands them to no mask, and of the
-    preparation of masks. Both hand models under other names through as they are. A process that unpickles a model
-    with this attention calls register first, after apply_packing_ops that is done for it.
+    What this adds to transformers stays until the process ends: the name in its two tables, and wrappers around
+    PreTrainedModel.__call__, which remembers position_ids for models that pass them to no mask, and around the
+    preparation of masks. Both leave models with another attn_implementation alone. A process that unpickles a model
+    with this attention must call register first, unless apply_packing_ops set it.
 
     Args:
         name: of the implementation; without "flash", "sdpa" and "flex", which transformers treats on their own.
 
     Example:
+        >>> from transformers import AutoModelForCausalLM, LlamaConfig
         >>> register()
-        >>> model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="packing_ops")
-        >>> model(input_ids=row, position_ids=torch.tensor([[0, 1, 2, 0, 1]]))  # two documents
+        >>> config = LlamaConfig(vocab_size=16, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+        >>> model = AutoModelForCausalLM.from_config(config, attn_implementation="packing_ops")
+        >>> model(torch.arange(5)[None], position_ids=torch.tensor([[0, 1, 2, 0, 1]])).logits.shape  # two documents
+        torch.Size([1, 5, 16])
 
     Raises:
         ImportError: transformers is not installed, or too old to have the interfaces.
@@ -147,11 +150,11 @@ def packing_ops_attention(
 
 
 def _varlen(query, key, value, layout, causal, window, scaling, softcap, sinks):
-    """Every call counts here: what runs in each layer costs the host as long as a small kernel runs."""
+    """Runs in every layer: keep the host's time below that of a small kernel."""
     query, key, value = _one_dtype(query, key, value)
     batch, _, seqlen, _ = query.shape
     one_row = batch == 1 and layout.indices is None
-    if one_row:  # heads first as it is: autograd would record each view
+    if one_row:  # heads first, without views, each of which autograd would record
         rows = query, key, value
     else:
         rows = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
