@@ -86,7 +86,7 @@ def build_info() -> dict:
         or the installed one, whose library serves a clone that has none.
 
     Example:
-        >>> packing_ops.build_info()["version"]
+        >>> build_info()["version"]
         '0.1.0'
 
     Raises:

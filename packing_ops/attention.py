@@ -294,7 +294,10 @@ def flash_attn_varlen_func(
         out, or with ``return_attn_probs`` (out, lse ``[num_q_heads, total_q]``, None).
 
     Example:
-        >>> flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 512, 512, causal=True)
+        >>> q, k, v = torch.randn(3, 5, 2, 8)
+        >>> cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
+        >>> flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 3, 3, causal=True).shape
+        torch.Size([5, 2, 8])
 
     Raises:
         NotImplementedError: dropout_p > 0, alibi_slopes or block_table.

@@ -157,8 +157,9 @@ def attention(
         memory for total_q * total_k mask elements.
 
     Example:
-        >>> attention(q, k, v, cu_seqlens).shape == q.shape
-        True
+        >>> q, k, v = torch.randn(3, 5, 2, 8)  # 5 tokens, 2 heads of 8, of documents of 2 and 3 tokens
+        >>> attention(q, k, v, torch.tensor([0, 2, 5], dtype=torch.int32)).shape
+        torch.Size([5, 2, 8])
 
     Raises:
         ValueError: an unknown backend, or as varlen_attention.

@@ -163,7 +163,7 @@ def test_info_of_a_swapped_model(monkeypatch):
     before = [f"Qwen3ForCausalLM, transformers {version}", f"attention: {swapped}"]
     before += ["rope: " + STOCK.format("2 modules", ""), "rms_norm: " + STOCK.format("9 modules", ", rms_norm=True")]
     before += ["loss: stock, swapped by apply_packing_ops(model, fused_loss=True)"]
-    before += ["documents: as transformers tells them to the attention above"]
+    before += ["documents: found by transformers, for the attention above"]
     assert info(model).splitlines() == before
     apply_packing_ops(model)
     lines = info(model).splitlines()

@@ -19,6 +19,7 @@ class TensorDataCollatorWithFlattening(PaddingFreeCollator):
             wants), and its position_ids count. Off, cu_seq_lens have the real documents alone, as open-instruct's.
 
     Example:
+        >>> import torch
         >>> batch = TensorDataCollatorWithFlattening()([{"input_ids": torch.tensor(ids)} for ids in ([5, 6], [7, 8])])
         >>> batch["labels"], batch["position_ids"], batch["cu_seq_lens_q"].tolist(), batch["max_length_q"]
         (tensor([[-100,    6, -100,    8]]), tensor([[0, 1, 0, 1]]), [0, 2, 4], 2)
@@ -52,7 +53,7 @@ class TensorDataCollatorWithFlatteningDPO(TensorDataCollatorWithFlattening, Padd
     stay pairs and no log-probability of it is summed. ``index`` int64 ``[num_pairs]`` where the examples have one.
 
     Example:
-        >>> pair = {"chosen_input_ids": torch.tensor([5, 6]), "rejected_input_ids": torch.tensor([5, 7, 8])}
+        >>> pair = {"chosen_input_ids": [5, 6], "rejected_input_ids": [5, 7, 8]}
         >>> batch = TensorDataCollatorWithFlatteningDPO()([pair, pair])
         >>> batch["chosen_cu_seq_lens_q"].tolist(), batch["rejected_cu_seq_lens_q"].tolist()
         ([0, 2, 4], [0, 3, 6])

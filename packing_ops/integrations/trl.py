@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import packing_ops as po
 
-# TRL's strategy: what becomes of sequences over seq_length. Other strategies stay TRL's own.
+# {strategy of TRL: overlong of pack_sequences}. TRL packs by its other strategies itself.
 _OVERLONG = {"bfd": "truncate", "bfd_split": "split"}
 _TRL_CHUNK = 1000  # rows that TRL packs at a time: the default batch_size of Dataset.map
 _PARAMETERS = ["dataset", "seq_length", "strategy", "map_kwargs"]
@@ -25,7 +25,9 @@ def register(name: str = "packing_ops") -> None:
 
     Example:
         >>> register()
-        >>> trainer = SFTTrainer(model, SFTConfig(packing=True, model_init_kwargs={"attn_implementation": "packing_ops"}))
+        >>> from trl import SFTConfig, SFTTrainer
+        >>> options = {"packing": True, "model_init_kwargs": {"attn_implementation": "packing_ops"}}
+        >>> trainer = SFTTrainer(name, SFTConfig(**options), train_dataset=dataset)  # doctest: +SKIP
 
     Raises:
         ImportError: TRL or transformers is not installed.
@@ -56,6 +58,7 @@ def pack_dataset(dataset, seq_length: int, strategy: str = "bfd", map_kwargs: di
         Empty rows are left out. Never more rows than packing every ``batch_size`` (default 1000) rows alone gives.
 
     Example:
+        >>> from datasets import Dataset
         >>> rows = {"input_ids": [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10], [11]]}
         >>> pack_dataset(Dataset.from_dict(rows), seq_length=4)[:]
         {'input_ids': [[1, 2, 3, 4], [8, 9, 10, 11], [6, 7]], 'seq_lengths': [[4], [3, 1], [2]]}

@@ -1,4 +1,4 @@
-"""Unsloth's seams: its packed_seq_lengths in and out, its masks, its rope call, collators that pack.
+"""Adapters for Unsloth: its packed_seq_lengths in and out, its masks, its rope call, collators that pack.
 
 A packed batch is one row ``[1, total]`` without attention_mask; ``packed_seq_lengths`` int32 ``[num_documents]`` says
 where its documents end. Nothing here imports Unsloth.
@@ -85,7 +85,7 @@ def xformers_mask(metadata: PackedMetadata, *, sliding_window: int | None = None
         installed. One synchronisation for cu_seqlens on CUDA.
 
     Example:
-        >>> xformers.ops.memory_efficient_attention(q, k, v, attn_bias=xformers_mask(metadata))
+        >>> xformers.ops.memory_efficient_attention(q, k, v, attn_bias=xformers_mask(metadata))  # doctest: +SKIP
     """
     lengths = metadata.lengths.tolist()
     lengths.append(metadata.total - sum(lengths))  # padding is a segment of its own
@@ -118,7 +118,12 @@ def fast_rope_embedding(
         (Q, K) rotated, new tensors (Unsloth may write into its arguments). Computed in float32. Half-split pairs.
 
     Example:
-        >>> Q, K = fast_rope_embedding(Q, K, cos, sin, rope_embedding_indices=position_ids)
+        >>> Q, K, angles = torch.ones(1, 4, 3, 2), torch.ones(1, 2, 3, 2), torch.arange(8.0)[:, None]
+        >>> Q, K = fast_rope_embedding(Q, K, angles.cos(), angles.sin(), torch.tensor([[0, 1, 0]]))
+        >>> K[0, 0]
+        tensor([[ 1.0000,  1.0000],
+                [-0.3012,  1.3818],
+                [ 1.0000,  1.0000]])
 
     Raises:
         ValueError: shapes that do not fit; a position outside of cos.
@@ -173,9 +178,13 @@ def enable_packing(trainer_or_collator, *, sequence_lengths_key: str = "seq_leng
         switches). Twice is once.
 
     Example:
-        >>> pad = DataCollatorForSeq2Seq(tokenizer)  # of transformers; any collator will do
-        >>> enable_packing(pad)([{"input_ids": [5, 6]}, {"input_ids": [7]}])
-        {'input_ids': tensor([[5, 6, 7]]), 'position_ids': tensor([[0, 1, 0]]), 'packed_seq_lengths': tensor([2, 1], dtype=torch.int32)}
+        >>> def pad(examples):  # any collator will do, such as transformers' DataCollatorForSeq2Seq
+        ...     rows = [torch.tensor(example["input_ids"]) for example in examples]
+        ...     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        ...     return {"input_ids": ids, "attention_mask": ids != 0}
+        >>> batch = enable_packing(pad)([{"input_ids": [5, 6]}, {"input_ids": [7]}])
+        >>> batch["input_ids"], batch["position_ids"], batch["packed_seq_lengths"]
+        (tensor([[5, 6, 7]]), tensor([[0, 1, 0]]), tensor([2, 1], dtype=torch.int32))
 
     Raises:
         TypeError: neither a trainer nor a collator. ValueError (when collating): lengths that do not make the row.

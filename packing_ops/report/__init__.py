@@ -37,7 +37,7 @@ def make_report(
             ``instruction`` and ``output`` (Alpaca), ``text``.
         tokenizer: ``"bytes"``, or the folder of a tokenizer that transformers loads. Its chat template is given the
             ``tools`` and ``chat_template_kwargs`` of an example.
-        columns: ``{"prompt": "question"}`` where a file calls a column of these otherwise.
+        columns: names of the file's columns where they differ from these: ``{"prompt": "question"}``.
         capacity: tokens of a packed row.
         batch_size: documents of a padded batch, per rank.
         dp: data-parallel ranks.
@@ -50,7 +50,7 @@ def make_report(
         unreadable ones with ``errors``), ``lengths``, ``overlong``, ``layouts``.
 
     Example:
-        >>> Path("two.jsonl").write_text('{"text": "hello"}\\n{"text": "hi"}\\n')
+        >>> _ = Path("two.jsonl").write_text('{"text": "hello"}\\n{"text": "hi"}\\n')
         >>> report = make_report([Path("two.jsonl")], capacity=8, batch_size=2)
         >>> report["layouts"]["padded"]["fill"], report["layouts"]["ffd"]["fill"]
         (0.7, 0.875)
@@ -58,8 +58,8 @@ def make_report(
     Raises:
         ImportError: a library that a file or the tokenizer needs is not installed, with the extra that brings it.
         OSError: a file that cannot be opened.
-        ValueError: a file that is no Parquet or damaged, a column or option that is none, ``overlong="error"`` and a document over the
-            capacity.
+        ValueError: a damaged Parquet file, gzip file or JSON array, an unknown column or option, a document over the
+            capacity with ``overlong="error"``.
     """
     options = {"capacity": capacity, "batch_size": batch_size, "dp": dp, "hidden_size": hidden_size}
     for name, value in options.items():

@@ -30,8 +30,8 @@ def describe_environment() -> str:
         >>> print(describe_environment())
         packing_ops: 0.1.0
         library: .../packing_ops/_C.so
-        library from: this package
-        built with: torch 2.13.0, compiler 13.3.0, no CUDA
+        library from: ...
+        built with: torch ..., compiler ...
         ...
     """
     return "\n".join(f"{name}: {value}" for name, value in _facts())

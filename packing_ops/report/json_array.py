@@ -45,6 +45,7 @@ def elements(file, longest: int) -> Iterator[object]:
     """Every element of the array that ``file`` (bytes, UTF-8) is, decoded.
 
     Example:
+        >>> import io
         >>> list(elements(io.BytesIO(b'[{"text": "a"}, 2]'), 100))
         [{'text': 'a'}, 2]
 

@@ -47,6 +47,7 @@ def install_flash_attn_alias() -> bool:
         >>> install_flash_attn_alias()
         True
         >>> from flash_attn.bert_padding import unpad_input
+        >>> remove_flash_attn_alias()
     """
     if _finder in sys.meta_path:
         return True

@@ -59,7 +59,10 @@ def flash_attn_varlen_func(
     """packing_ops.flash_attn_varlen_func. q ``[total_q, num_q_heads, head_dim]``, cu_seqlens int32.
 
     Example:
-        >>> flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 512, 512, causal=True, window_size=(127, 127))
+        >>> q, k, v = torch.randn(3, 5, 2, 8)
+        >>> cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
+        >>> flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 3, 3, causal=True, window_size=(1, 1)).shape
+        torch.Size([5, 2, 8])
 
     Raises:
         NotImplementedError, ValueError: as packing_ops.flash_attn_varlen_func.

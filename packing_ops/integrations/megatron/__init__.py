@@ -12,12 +12,10 @@ A batch:
     slots.py             Which token of the padded rows each slot of the thd row holds.
     packing_ops/data/parallel.py   Alignment and zigzag indices, which need no megatron-core.
 
-Example:
-    >>> from packing_ops.integrations.megatron import patch_rope, use_packing_ops
-    >>> patch_rope()  # before the config: apply_rope_fusion=True works
-    >>> config = TransformerConfig(..., apply_rope_fusion=True)
-    >>> model = GPTModel(config, use_packing_ops(get_gpt_layer_local_spec()), ...)
-    >>> model(input_ids, position_ids, None, labels=labels, packed_seq_params=packed_seq_params)
+Three lines of a training script change; examples/first/megatron_step.py is a whole one:
+    patch_rope()  # before the config: apply_rope_fusion=True works
+    model = GPTModel(config, use_packing_ops(get_gpt_layer_local_spec()), ...)
+    losses = model(input_ids, None, None, labels=targets, packed_seq_params=packed_seq_params)
 """
 
 import importlib

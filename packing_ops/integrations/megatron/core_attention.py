@@ -126,10 +126,7 @@ class PackingDotProductAttention(MegatronModule):
             ``[T, num_heads * head_dim]`` or ``[S, B, num_heads * head_dim]``. No synchronisation per layer; layout.py
             says when there is one per batch.
 
-        Example:
-            >>> params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
-            >>> core_attention(query, key, value, None, packed_seq_params=params).shape  # [16, 4, 8] heads
-            torch.Size([16, 32])
+        Example: a query ``[16, 4, 8]`` with cu_seqlens ``[0, 5, 8, 16]`` (5, 3 and 8 tokens) gives ``[16, 32]``.
 
         Raises:
             NotImplementedError: attn_mask_type arbitrary, another mask, attention_bias; under context parallelism a window

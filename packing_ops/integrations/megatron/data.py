@@ -25,6 +25,7 @@ def packed_seq_params(metadata: po.PackedMetadata) -> PackedSeqParams:
     """megatron-core's description of a packed row, for ``model(..., packed_seq_params=...)``. No synchronisation.
 
     Example:
+        >>> from packing_ops import PackedMetadata
         >>> params = packed_seq_params(PackedMetadata.from_lengths([2, 1, 3]))
         >>> params.qkv_format, params.cu_seqlens_q.tolist(), params.max_seqlen_q
         ('thd', [0, 2, 3, 6], 3)

@@ -30,8 +30,10 @@ def patch_rope() -> None:
     attention, run as before. ``fused_single_qkv_rope`` works too (sbhd): one pass for q and k.
 
     Example:
+        >>> from megatron.core.transformer.transformer_config import TransformerConfig
         >>> patch_rope()
-        >>> config = TransformerConfig(..., apply_rope_fusion=True)
+        >>> config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, apply_rope_fusion=True)
+        >>> unpatch_rope()
 
     Raises:
         AttributeError: a megatron-core without a function that is replaced; names it.

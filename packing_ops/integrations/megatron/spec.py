@@ -18,9 +18,10 @@ def use_packing_ops(spec):
             of Megatron-Bridge's providers.
 
     Returns:
-        The copy; ``spec`` itself is not changed. Of a function one with its signature.
+        The copy; ``spec`` itself is not changed. For a function, a function with its signature.
 
     Example:
+        >>> from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
         >>> spec = use_packing_ops(get_gpt_layer_local_spec())
         >>> spec.submodules.self_attention.submodules.core_attention.__name__
         'PackingDotProductAttention'

@@ -9,23 +9,28 @@ from packing_ops.integrations.transformers import _call, _fused_loss, _implement
 
 
 def info(model: torch.nn.Module) -> str:
-    """Whether packing_ops runs in a model: its attention, RoPE and RMSNorm, and how it finds documents.
+    """Whether packing_ops runs in a model: attention, RoPE, RMSNorm, loss, and how documents are found.
 
     Args:
         model: an instance, or a wrapper around one.
 
     Returns:
-        A line each; the last one, where there is any, has the reasons for which attention ran by SDPA in this process.
+        One line for each; a last line has the reasons why attention ran by SDPA in this process, if it did.
 
     Example:
-        >>> print(info(model))  # doctest: +SKIP
-        Qwen3ForCausalLM, transformers 5.23.0
-        attention: packing_ops in 28 modules
-        rope: packing_ops in 28 modules
-        rms_norm: stock in 113 modules, swapped by apply_packing_ops(model, rms_norm=True)
+        >>> from transformers import AutoModelForCausalLM, Qwen3Config
+        >>> from packing_ops.integrations.transformers import apply_packing_ops
+        >>> sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
+        >>> model = AutoModelForCausalLM.from_config(Qwen3Config(**sizes))
+        >>> applied = apply_packing_ops(model)
+        >>> print(info(model))
+        Qwen3ForCausalLM, transformers ...
+        attention: packing_ops in 2 modules
+        rope: packing_ops in 2 modules
+        rms_norm: stock in 9 modules, swapped by apply_packing_ops(model, rms_norm=True)
         loss: stock, swapped by apply_packing_ops(model, fused_loss=True)
-        documents: cu_seq_lens_q, else position_ids that restart and a 2-D attention_mask (0 is padding, above 1 a number
-          of a document)
+        documents: cu_seq_lens_q, else position_ids that restart and a 2-D attention_mask (0 is padding, above 1 the
+          number of a document)...
 
     Raises:
         TypeError: model is no torch.nn.Module.
@@ -92,10 +97,10 @@ def _modules(count) -> str:
 def _documents(hosts) -> str:
     ours = [host for host in hosts if host.config._attn_implementation in _call.NAMES]
     if not ours:
-        return "as transformers tells them to the attention above"
+        return "found by transformers, for the attention above"
     if any(_call.mixes_tokens(host.config) for host in ours):
         return "one in each row, as tokens mix beside attention; several are an error"
     return (
-        "cu_seq_lens_q, else position_ids that restart and a 2-D attention_mask (0 is padding, above 1 a number of a "
+        "cu_seq_lens_q, else position_ids that restart and a 2-D attention_mask (0 is padding, above 1 the number of a "
         "document)"
     )

@@ -1,4 +1,4 @@
-"""Keywords of a model's call that tell documents under a name that transformers' models do not read."""
+"""Refuses keywords that describe documents under a name that transformers does not read, such as ``cu_seqlens``."""
 
 import inspect
 import re
@@ -10,11 +10,11 @@ _NEAR = re.compile(
     r"cu(m|mulative)?_?seq(uence)?s?_?len(gth)?s?(_?(q|k|kv|padded))*"
     r"|((packed|sub)_?)?(seq|sequence|doc|document)s?_?len(gth)?s(_?(q|k|kv))?"
 )
-_found: dict[tuple, tuple] = {}  # torch.compile would look through functools.cache
+_found: dict[tuple, tuple] = {}  # not functools.cache, which torch.compile ignores
 
 
 def check_keywords(cls: type, kwargs: dict) -> None:
-    """TypeError for documents that would be dropped on the way: they would see each other."""
+    """TypeError for near misses of cu_seq_lens_q: the model would drop them, and the documents would see each other."""
     for name in _near_misses(cls, tuple(kwargs)):
         beside = kwargs.get("position_ids") is not None or kwargs.get("cu_seq_lens_q") is not None
         if kwargs[name] is None or (name == "packed_seq_lengths" and beside):  # Unsloth's collators give both
@@ -28,7 +28,7 @@ def check_keywords(cls: type, kwargs: dict) -> None:
 
 @torch.compiler.assume_constant_result
 def _near_misses(cls, names):
-    """Those of a call of a language model that it does not know by name: vision towers know cu_seqlens of their own."""
+    """Near misses among ``names`` that a language model's forward does not declare."""
     if (cls, names) not in _found:
         near = [name for name in names if name not in _READ and _NEAR.fullmatch(name.lower())]
         known = inspect.signature(cls.forward).parameters if near else ()

@@ -1,7 +1,7 @@
-"""What tells documents reaches the mask function: position_ids and the numbers of a mask, without being read on the host.
+"""Brings position_ids and the document numbers of a mask to the mask function, without reading them on the host.
 
-Every mask goes through one preparation of transformers, which is wrapped here for models under our names. Up to 4.57 it
-and the mask function are told of the queries as cache_position; they are called here as they are from 5 on.
+transformers prepares every mask in one function, which is wrapped here for models with our attention. Up to 4.57 that
+function and the mask function take cache_position for the queries; here both have the signatures of version 5.
 """
 
 import functools
@@ -19,10 +19,10 @@ _PARAMETERS_4 = ["config", "input_embeds", "attention_mask", "cache_position", *
 
 
 def carry() -> None:
-    """Wraps the preparation that every mask goes through, for models under our names only.
+    """Wrap transformers' preparation of masks, for models with our attention only.
 
     Raises:
-        ImportError: this transformers prepares masks in a way that is not known here; both versions are named.
+        ImportError: its parameters are none that are known here; the message has both versions.
     """
     original = getattr(masking_utils, "_preprocess_mask_arguments", None)
     if hasattr(original, "carries_position_ids"):
@@ -57,7 +57,7 @@ def packing_ops_mask_4(batch_size, cache_position, kv_length, kv_offset=0, **kwa
     """cache_position: int64 ``[q_length]``, where the queries stand among the keys; not read on the host."""
     q_length = cache_position.shape[0]
     from_the_start = q_length == kv_length and isinstance(kv_offset, int) and kv_offset == 0
-    # What is mixed into a mask may not be skipped, no more than masks of caches of fixed length.
+    # Masks with a function mixed in, and those of static caches, must not be skipped.
     kwargs["use_vmap"] = not kwargs.get("allow_is_causal_skip", True)
     q_offset = 0 if from_the_start else cache_position[0]
     return packing_ops_mask(
@@ -72,7 +72,7 @@ def _wrapped(original):
 
         if config._attn_implementation not in _call.NAMES:
             return transformers_own(attention_mask, position_ids)
-        if isinstance(attention_mask, MaskPattern):  # an outer model has made it: as a 4-D mask, it stays what it is
+        if isinstance(attention_mask, MaskPattern):  # made by an outer model: passed on, as a 4-D mask would be
             early, _, *prepared = transformers_own(inputs_embeds.new_empty(1, 1, 1, 1), None)
             return early, attention_mask, *prepared
         numbers = None
@@ -88,11 +88,11 @@ def _wrapped(original):
             raise ValueError("attention_mask: expected one document in each row beside another sequence, got several")
         mask_form = _call.PATTERN if call is None else call.mask_form
         excess = 0 if mask is None or cross or mask_form != _call.PATTERN else mask.shape[-1] - slots[1]
-        if excess < 0 or (excess > 0 and past_key_values is None):  # longer: keys of a cache
+        if excess < 0 or (excess > 0 and past_key_values is None):  # a longer mask covers the keys of a cache too
             raise ValueError(f"attention_mask: expected {slots} like the batch, got {list(mask.shape)}")
         if position_ids is None and call is not None:
             position_ids = call.position_ids
-        if cross or not _about(position_ids, slots[1]) or config.model_type in _call.OTHER_POSITIONS:
+        if cross or not _fits(position_ids, slots[1]) or config.model_type in _call.OTHER_POSITIONS:
             position_ids = None
         if call is not None:
             call.take_numbers(numbers)
@@ -108,11 +108,11 @@ def _wrapped(original):
         carrier = Carrier(mask, position_ids, mask_form, stock, numbers)
         if getattr(config, "attention_chunk_size", None) is None:
             return early, carrier, *prepared
-        _call.leave(carrier)  # who makes masks in chunks reads the 2-D mask
+        _call.leave(carrier)  # chunked masks are made by a function that reads the 2-D mask
         return early, mask, *prepared
 
     return prepare
 
 
-def _about(position_ids, q_length):
+def _fits(position_ids, q_length):
     return isinstance(position_ids, torch.Tensor) and position_ids.dim() == 2 and position_ids.shape[1] == q_length

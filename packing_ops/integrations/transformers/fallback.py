@@ -1,4 +1,4 @@
-"""Attention that varlen_attention does not serve: transformers' SDPA with the mask that the layout asks for."""
+"""Calls that varlen_attention does not serve run by transformers' SDPA, with a mask of the same documents."""
 
 import torch
 import torch.nn.functional as F

@@ -14,11 +14,11 @@ from packing_ops.integrations.transformers.attention import register
 
 @dataclass(frozen=True)
 class Applied:
-    """What apply_packing_ops swapped, and what it left; False if that is all.
+    """What apply_packing_ops swapped and what it left. True as a bool if anything was swapped.
 
-    attention, rope, rms_norm: modules of an instance that run packing_ops' attention, rotate with its RoPE, run the fused
-    RMSNorm; of a class or of all, how many classes. fused_loss: models whose loss is made from hidden states. skipped:
-    {what was asked for: why it was left as it is}.
+    attention, rope, rms_norm: how many modules were swapped (classes, if a class or None was given).
+    fused_loss: how many models make their loss from hidden states.
+    skipped: {option: why it was left as it is}.
     """
 
     attention: int = 0
@@ -31,7 +31,7 @@ class Applied:
         return self.attention + self.rope + self.rms_norm + self.fused_loss > 0
 
     def __radd__(self, count):
-        return count + bool(self)  # as the bool that it was before
+        return count + bool(self)  # sum() over several models counts those that were changed
 
 
 def apply_packing_ops(
@@ -44,46 +44,47 @@ def apply_packing_ops(
     fp32_cos_sin: bool = False,
     strict: bool = False,
 ) -> Applied:
-    """Swap a model's RoPE, attention and, if asked, RMSNorm for fused ones. Applying twice is applying once.
+    """Swap a model's attention and RoPE, and on request RMSNorm and loss, for those of packing_ops.
 
     Args:
-        model: an instance (a PEFT or DDP wrapper around one will do): it alone changes, others of its class do not.
-            A model class: all models of its modelling module, those that exist and those to come. None: all models of
-            every known module, which imports them.
-        rope: q and k are rotated by one call of packing_ops.apply_rotary_qk, in fp32 inside and rounded once.
-        attention: registers ``"packing_ops"`` and sets it as attn_implementation of the instance. For a class it is
-            the default of models made from then on.
+        model: an instance, also inside a PEFT or DDP wrapper: no other model changes. A model class: all models of its
+            modelling module, present and future. None: all models of every known module, which imports them.
+        rope: rotate q and k by one call of apply_rotary_qk, which computes in fp32 and rounds once.
+        attention: register ``"packing_ops"`` and set it as attn_implementation of the instance; for a class, make it
+            the default of new models.
         rms_norm: RMSNorm modules call torch.nn.functional.rms_norm. In bf16 and fp16 the stock formula of Llama, Qwen
             and Mistral rounds the normalised value and then its product with the weight; this one rounds once. Gemma
-            and gpt-oss round once either way; Gemma's ``1 + weight`` stays in fp32. Dtypes of results are the stock's.
-        fused_loss: of an instance: in training with labels the loss is chunked_cross_entropy of the hidden states. The
-            logits of all tokens are never in memory, and the output's are None: who reads them in training, as TRL's
-            SFTTrainer does for its metrics, cannot have it. Apply before accelerate or others wrap the model's forward.
+            and gpt-oss round once either way; Gemma's ``1 + weight`` stays in fp32. Dtypes of results do not change.
+        fused_loss: for an instance only. In training with labels the loss is chunked_cross_entropy of hidden states: the
+            logits are never in memory, and the output's are None. Not for trainers that read them, as TRL's SFTTrainer
+            does for its metrics. Apply before accelerate or others wrap the model's forward.
         fp32_cos_sin: keep cos and sin in fp32 where the model casts them to its own dtype.
-        strict: an error, and nothing changed, where one of these cannot be swapped; else what can be is swapped, and a
-            warning names the model and what was left.
+        strict: raise, and change nothing, if any option cannot be applied. Otherwise what can be is swapped, and a
+            warning names what is left.
 
-    RoPE that scales with the length (dynamic NTK, longrope) takes the largest position, so with position_ids that
-    restart the longest document counts, not the row. An instance that gets ``cu_seq_lens_q`` alone, batch 1, is given
-    such position_ids. Multimodal ones are given them with attention swapped; then position_ids ``[batch, seqlen]`` tell
-    documents there too, as they do in text models.
+    Calls add up: an option that is off leaves what an earlier call swapped. Apply before torch.compile, which may miss
+    a later change. Copies and pickles of the model keep what was applied. ``print(info(model))`` shows what runs.
 
-    Apply before torch.compile: a compiled model need not notice. What is off stays as it is, so that calls add up.
-    Copies of the model keep what was applied, and so does a pickled one in the process that loads it.
-    ``print(info(model))`` says what runs.
+    RoPE that scales with the length (dynamic NTK, longrope) takes the largest position: with position_ids that restart
+    that is the longest document, not the row. A model called with ``cu_seq_lens_q`` alone, batch 1, gets position_ids
+    made from it; a multimodal one too, if its attention is swapped: position_ids ``[batch, seqlen]`` then tell its
+    documents as in text models.
 
     Returns:
-        Applied: how many modules were swapped, and what was left with the reason. True as a bool if anything was.
+        Applied.
 
     Raises:
         ImportError: transformers is missing (``pip install packing_ops[hf]``).
-        TypeError: model is neither.
-        ValueError: strict, and something cannot be swapped in this model; fused_loss of a class.
+        TypeError: model is no instance, class or None.
+        ValueError: ``strict`` and something cannot be swapped in this model; fused_loss of a class.
 
     Example:
-        >>> model = AutoModelForCausalLM.from_config(Qwen3Config(num_hidden_layers=28))  # doctest: +SKIP
-        >>> apply_packing_ops(model)  # doctest: +SKIP
-        Applied(attention=28, rope=28, rms_norm=0, fused_loss=0, skipped={})
+        >>> from transformers import AutoModelForCausalLM, Qwen3Config
+        >>> sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
+        >>> model = AutoModelForCausalLM.from_config(Qwen3Config(**sizes))
+        >>> apply_packing_ops(model)
+        Applied(attention=2, rope=2, rms_norm=0, fused_loss=0, skipped={})
+        >>> revert_packing_ops(model)
 
     RoPE and RMSNorm families: Llama, Mistral, Ministral, Mixtral, Qwen 2, 2.5 and 3 with their MoE, Qwen2-VL, Qwen2.5-VL,
     Qwen3-VL (text), Gemma 1 to 3, gpt-oss, Phi, Phi-3, GLM, GLM-4, StableLM. Attention: every model that takes
@@ -122,9 +123,8 @@ def apply_packing_ops(
 def revert_packing_ops(model: torch.nn.Module | type | None = None) -> None:
     """Undo apply_packing_ops with the same model: an instance, a class, or None for all classes.
 
-    What other calls swapped stays. Outputs are those of before to the bit; nothing is left in the modelling module
-    once no model needs it. What register adds to transformers stays for other models under its name, its docstring
-    says what that is. Reverting what was never applied does nothing.
+    Outputs are again those of before, to the bit. The modelling module is restored once no model needs the swap; what
+    register added to transformers stays (see there). Reverting what was never applied does nothing.
 
     Raises:
         TypeError: model is neither an instance nor a class nor None.
@@ -167,7 +167,7 @@ def _warn(model, skipped, stacklevel=3) -> None:
 
 # --- classes ---
 
-_class_swaps: dict[str, dict] = {}  # {modelling module: {(class, attribute): what stood there, or None}}
+_class_swaps: dict[str, dict] = {}  # {modelling module: {(class, attribute): its own value before, or None}}
 
 
 def _apply_to_classes(cls, rope, attention, rms_norm, fp32_cos_sin, strict) -> Applied:
@@ -239,7 +239,7 @@ def _fp32_forward(stock):
 
 
 def _with_our_default(stock):
-    """Where transformers settles the implementation of a new model."""
+    """Wraps the method that picks the attn_implementation of a new model."""
 
     @functools.wraps(stock)
     def check(self, attn_implementation, *args, **kwargs):

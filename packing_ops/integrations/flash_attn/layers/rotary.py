@@ -69,7 +69,10 @@ def apply_rotary(
     """flash_attn.ops.triton.rotary.apply_rotary: apply_rotary_emb, or its inverse with ``conjugate``.
 
     Example:
-        >>> apply_rotary(apply_rotary_emb(x, cos, sin), cos, sin, conjugate=True)  # x
+        >>> x, angle = torch.ones(1, 2, 1, 2), torch.tensor([[0.0], [1.0]])
+        >>> rotated = apply_rotary(x, angle.cos(), angle.sin())
+        >>> apply_rotary(rotated, angle.cos(), angle.sin(), conjugate=True).allclose(x)
+        True
 
     Raises:
         ValueError: as apply_rotary_emb.
