@@ -1,7 +1,8 @@
 """Where documents begin and end in a packed row, and what to do with labels there.
 
-cu_seqlens is int32 ``[num_documents + 1]``: document ``i`` owns slots ``cu_seqlens[i] : cu_seqlens[i + 1]``. Slots
-from ``cu_seqlens[-1]`` to ``total`` are padding and count as a segment of their own. int64 is taken too, and copied.
+cu_seqlens (cumulated lengths) is int32 ``[num_documents + 1]``: document ``i`` owns slots
+``cu_seqlens[i] : cu_seqlens[i + 1]`` of the row. Slots from ``cu_seqlens[-1]`` to ``total`` are padding and count as a
+document of their own. int64 is taken everywhere too, and copied.
 """
 
 from collections.abc import Sequence
@@ -176,13 +177,15 @@ def compute_prompt_mini_batch_boundaries(
     is_stepwise: bool | None = None,
     n_samples_per_prompt: int | None = None,
 ) -> list[tuple[int, int]]:
-    """Rows of each mini-batch, in whole prompts: their number depends on prompts alone, never on turns or samples.
+    """Rows of each mini-batch of whole prompts: their number depends on the prompts alone, not on turns or samples.
 
-    Two call forms:
-        ``(prompt_end_indices, mini_batch_size_in_prompts)``: the last mini-batch may hold fewer prompts.
-        ``(uids, mini_batch_size, train_batch_size, is_stepwise, n_samples_per_prompt)``: also checks that there are
-        ``train_batch_size`` prompts, a multiple of ``mini_batch_size``, and unless ``is_stepwise`` that every prompt
-        has ``n_samples_per_prompt`` rows.
+    Args:
+        prompts: exclusive ends of the prompts' rows (compute_prompt_end_indices); with ``train_batch_size`` the uid of
+            each row instead.
+        mini_batch_size: prompts of a mini-batch; the last may hold fewer.
+        train_batch_size: with uids, the prompts that there must be, a multiple of mini_batch_size.
+        is_stepwise: True: a prompt may have any number of rows (with uids).
+        n_samples_per_prompt: otherwise the rows that every prompt must have.
 
     Returns:
         (start, end) row pairs, one per mini-batch. A tensor on CUDA is read with one synchronisation.
@@ -194,7 +197,7 @@ def compute_prompt_mini_batch_boundaries(
         [(0, 2), (2, 4)]
 
     Raises:
-        ValueError: prompt_end_indices that do not grow, mini_batch_size < 1, or a check of the second form.
+        ValueError: ends that do not grow, mini_batch_size < 1, uids that are not as the arguments say.
     """
     if integer(mini_batch_size, "mini_batch_size") < 1:
         raise ValueError(f"mini_batch_size: expected at least 1 prompt, got {mini_batch_size}")
@@ -228,7 +231,7 @@ def mask_boundary_labels(
     lengths: torch.Tensor | Sequence[int] | None = None,
     ignore_index: int = -100,
 ) -> torch.Tensor:
-    """Raw (unshifted) labels with the first label of each document masked: nothing before it may predict it.
+    """Unshifted labels with the first label of each document masked: no token of another document may predict it.
 
     Args:
         labels: int64 or int32 ``[total]`` or ``[1, total]``.
@@ -259,7 +262,8 @@ def mask_boundary_labels_shifted_(
 ) -> torch.Tensor:
     """Shifted labels (slot t holds the target of t) with the last of each document masked, in place.
 
-    Args, errors: as mask_boundary_labels; ``labels`` must be contiguous.
+    Args:
+        As mask_boundary_labels; ``labels`` must be contiguous.
 
     Returns:
         ``labels`` itself.
@@ -268,6 +272,9 @@ def mask_boundary_labels_shifted_(
         >>> labels = torch.tensor([6, 7, 8, 9, 0])
         >>> mask_boundary_labels_shifted_(labels, lengths=[2, 3])
         tensor([   6, -100,    8,    9, -100])
+
+    Raises:
+        ValueError: as mask_boundary_labels.
     """
     _ops.mask_boundary_labels_shifted_(labels, _cu_seqlens(labels, cu_seqlens, lengths), ignore_index)
     if not torch.compiler.is_compiling():  # autograd must notice if a loss has saved them
@@ -378,6 +385,9 @@ def block_causal_mask(
     Example:
         >>> block_causal_mask(torch.tensor([0, 1, 3], dtype=torch.int32), 3).int().tolist()
         [[1, 0, 0], [0, 1, 0], [0, 1, 1]]
+
+    Raises:
+        ValueError: a window below 1, cu_seqlens past ``total``, a dtype that is neither bool nor floating.
     """
     if window is not None and integer(window, "window") < 1:
         raise ValueError(f"window: expected at least 1 visible key (the query itself), got {window}")

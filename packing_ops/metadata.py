@@ -1,4 +1,4 @@
-"""What every layer wants to know about a packed batch, worked out once."""
+"""PackedMetadata: where the documents of a packed batch lie, computed once and used by every layer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,18 +23,18 @@ class PackedMetadata:
         cu_seqlens: int32 ``[num_documents + 1]``.
         total: slots of the packed row, a Python int; slots from ``cu_seqlens[-1]`` on are padding.
         max_seqlen: longest document, a Python int.
-        indices: int64 ``[total]``, rows of the padded batch that were kept; only after from_attention_mask.
-        num_tokens: of the documents, ``cu_seqlens[-1]`` as a Python int; None where it was not told and not read.
-        seqlen: columns of the padded batch that pad gives and unpad takes; only after from_attention_mask, else max_seqlen.
-        position_ids: int64 ``[total]``, made at first use, and anew when cu_seqlens has other values.
-        seq_idx: int32 ``[total]``, likewise.
+        indices: int64 ``[total]``, slots of the padded batch that were kept; only after from_attention_mask.
+        num_tokens: ``cu_seqlens[-1]`` as a Python int; None if it was neither given nor read.
+        seqlen: columns of the padded batch, for pad and unpad; only after from_attention_mask.
+        position_ids: int64 ``[total]``, restarting in every document; made at first use.
+        seq_idx: int32 ``[total]``, the index of every slot's document; made at first use.
 
     Example:
         >>> metadata = PackedMetadata.from_lengths([2, 1, 3])
         >>> metadata.cu_seqlens.tolist(), metadata.max_seqlen, metadata.position_ids.tolist()
         ([0, 2, 3, 6], 3, [0, 1, 0, 0, 1, 2])
 
-    Two of them are equal if they are one object, since a comparison of what they hold would wait for the GPU.
+    Compared by identity: comparing values would wait for the GPU.
     """
 
     cu_seqlens: torch.Tensor
@@ -56,8 +56,11 @@ class PackedMetadata:
 
         Args:
             lengths: int32 or int64 ``[num_documents]`` or a Python sequence.
-            total: slots of the row when it is longer than the documents.
-            device: where the tensors shall live; that of ``lengths`` by default.
+            total: slots of the row, if it is longer than the documents.
+            device: of the tensors; that of ``lengths`` by default.
+
+        Raises:
+            ValueError: a negative length, or more tokens than ``total``.
         """
         lengths = index_tensor(lengths, "lengths")
         cu_seqlens = cu_seqlens_from_lengths(lengths)
@@ -81,14 +84,14 @@ class PackedMetadata:
 
         Args:
             cu_seqlens: int32 ``[num_documents + 1]``.
-            total: slots of the row when it is longer than the documents. Then give num_tokens too where cu_seqlens are on
-                a GPU and nothing shall wait for it, so that the hosts are told of the padding.
-            max_seqlen: longest document, or a bound.
+            total: slots of the row, if it is longer than the documents. Without a synchronisation the padding is known
+                only if num_tokens is given too.
+            max_seqlen: longest document, or an upper bound.
             num_tokens: ``cu_seqlens[-1]``.
 
         Raises:
-            ValueError: no cu_seqlens; on the CPU also values that do not start at 0 or decrease, and a total, max_seqlen
-                or num_tokens that are not theirs.
+            ValueError: another dtype or shape; on the CPU also values that do not start at 0 or decrease, and a total,
+                max_seqlen or num_tokens that contradict them.
         """
         check_cu_seqlens(cu_seqlens)
         if cu_seqlens.is_cpu and is_real(cu_seqlens):
@@ -103,7 +106,12 @@ class PackedMetadata:
 
     @classmethod
     def from_position_ids(cls, position_ids: torch.Tensor) -> "PackedMetadata":
-        """From position_ids ``[total]`` or ``[1, total]``; a document starts where they stop growing. CUDA: one sync."""
+        """From position_ids ``[total]`` or ``[1, total]``; a document starts where they stop growing. CUDA: one sync.
+
+        Example:
+            >>> PackedMetadata.from_position_ids(torch.tensor([[0, 1, 0, 1, 2]])).cu_seqlens
+            tensor([0, 2, 5], dtype=torch.int32)
+        """
         padded, count = _ops.cu_seqlens_from_position_ids(one_row(position_ids, "position_ids"))
         num_documents, longest = torch.cat(
             [count, padded.diff().amax(0, keepdim=True) if padded.numel() > 1 else count]
@@ -142,8 +150,8 @@ class PackedMetadata:
         """The packed row of a padded batch with this layout: unpad_input for one more tensor. Differentiable.
 
         Args:
-            x: ``[batch, seqlen, ...]``, any dtype: of the mask that the layout is of, or with a row for each document,
-                padded on the right to max_seqlen columns or more.
+            x: ``[batch, seqlen, ...]``, any dtype: shaped as the attention_mask that this was made from, else one row
+                per document, padded on the right to max_seqlen columns or more.
 
         Returns:
             ``[total, ...]``, zeros in the slots after the documents. No synchronisation.
@@ -156,7 +164,7 @@ class PackedMetadata:
             tensor([5, 6, 7])
 
         Raises:
-            ValueError: x is no batch of as many rows and columns, or on another device.
+            ValueError: another shape or device.
         """
         batch, shape = self.num_documents, tuple(x.shape[:2])
         wide = self.seqlen is None and len(shape) == 2 and shape[0] == batch and shape[1] >= self.max_seqlen
@@ -166,14 +174,14 @@ class PackedMetadata:
         return _ops.gather_rows(x, self._slots(shape[1]), self.total)
 
     def pad(self, x: torch.Tensor) -> torch.Tensor:
-        """A padded batch of a packed row with this layout: pad_input, which unpad is the inverse of. Differentiable.
+        """The padded batch of a packed row with this layout, the inverse of unpad: pad_input. Differentiable.
 
         Args:
             x: ``[total, ...]``, any dtype.
 
         Returns:
-            ``[batch, seqlen, ...]`` as the mask had it that the layout is of, or a row for each document, padded on the
-            right to max_seqlen. Zeros where there was no token. No synchronisation.
+            ``[batch, seqlen, ...]``: shaped as the attention_mask that this was made from, else one row per document,
+            padded on the right to max_seqlen. Zeros where there was no token. No synchronisation.
 
         Example:
             >>> metadata = PackedMetadata.from_attention_mask(torch.tensor([[1, 1, 0], [0, 1, 0]]))
@@ -193,7 +201,7 @@ class PackedMetadata:
         return _ops.scatter_rows(x, self._slots(seqlen), self.num_documents, seqlen)
 
     def _slots(self, seqlen: int) -> torch.Tensor:
-        """int64 ``[total]``: where each token is in a padded batch, -1 for what pads the row."""
+        """int64 ``[total]``: each token's slot in the padded batch, -1 for the padding of the row."""
         if self.indices is not None:
             return self.indices
 
@@ -215,7 +223,7 @@ class PackedMetadata:
     ) -> torch.Tensor:
         """The ``plan`` of varlen_attention for this batch: made at first use, the same tensor for every layer after.
 
-        In the capture of a CUDA graph each call makes its own, which the graph makes again from the lengths of a replay.
+        While a CUDA graph is captured, each call makes a plan anew, as the replays then do from their own lengths.
         """
         geometry = (self.total, self.total, num_heads, num_kv_heads, head_dim, causal, *window_sides(window_size))
         return plan_of(self.cu_seqlens, self.cu_seqlens, geometry)
@@ -223,7 +231,7 @@ class PackedMetadata:
     def to_transformers(self) -> dict:
         """Keyword arguments of a Hugging Face forward: ``cu_seq_lens_q/k`` and ``max_length_q/k``.
 
-        Padding after the last document is one more document there, since they must end with the row.
+        Padding after the last document is one more document, since cu_seq_lens must end with the row.
 
         Example:
             >>> PackedMetadata.from_lengths([2, 1], total=5).to_transformers()["cu_seq_lens_q"]
@@ -238,7 +246,7 @@ class PackedMetadata:
         }
 
     def to_unsloth(self) -> dict:
-        """Unsloth's ``packed_seq_lengths``, int32 on the CPU or where cu_seqlens live; padding is none of them."""
+        """Unsloth's ``packed_seq_lengths``: int32 ``[num_documents]`` on the device of cu_seqlens, padding left out."""
         return {"packed_seq_lengths": self.lengths}
 
     def to_megatron(self) -> dict:
@@ -253,7 +261,7 @@ class PackedMetadata:
         }
 
     def _whole_row(self) -> tuple[torch.Tensor, int]:
-        """cu_seqlens and max_seqlen with the padding, as far as the host knows of one. No synchronisation."""
+        """cu_seqlens and max_seqlen with the padding as a document, if num_tokens is known. No synchronisation."""
         num_tokens = self.total if self.num_tokens is None else self.num_tokens
         if type(self.cu_seqlens) is torch.Tensor and self.cu_seqlens.is_cpu and not torch.compiler.is_compiling():
             num_tokens = int(self.cu_seqlens[-1])  # neither fake nor traced: reading it is free
@@ -264,7 +272,7 @@ class PackedMetadata:
 
 
 def _check_values(cu_seqlens, total, max_seqlen, num_tokens) -> None:
-    """Of cu_seqlens on the CPU, and of what was told of them."""
+    """ValueError for wrong cu_seqlens on the CPU, and for arguments that contradict them."""
     first, last, lengths = int(cu_seqlens[0]), int(cu_seqlens[-1]), cu_seqlens.diff()
     if first != 0:
         raise ValueError(f"cu_seqlens: expected to start at 0, got {first}")

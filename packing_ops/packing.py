@@ -21,19 +21,25 @@ _LARGEST = sys.float_info.max
 class Packing:
     """Bins of sequences, as CSR: bin ``b`` holds pieces ``bin_offsets[b] : bin_offsets[b + 1]``.
 
-    A piece is a sequence, or a part of one with ``overlong="split"`` or ``"truncate"``. Inside a bin the pieces are in
-    the order in which they were put there.
+    A bin is a packed row. A piece is a sequence, or a part of one with ``overlong="split"`` or ``"truncate"``; a bin's
+    pieces are in the order in which they were put there.
 
     Attributes:
-        bin_offsets: int64 ``[num_bins + 1]``.
+        bin_offsets: int64 ``[num_bins + 1]``, from 0 to num_pieces.
         item_indices: int64 ``[num_pieces]``, the sequence (index into the lengths) of each piece.
         starts: int64 ``[num_pieces]``, first token of the piece inside its sequence.
         lengths: int64 ``[num_pieces]``, tokens of the piece, not aligned.
-        dropped, split, truncated, own: int64, ascending: sequences over the capacity, by what became of them.
+        dropped, split, truncated, own: int64, ascending: sequences over the capacity, by what was done with them
+            (``own``: given a bin of their own).
         num_tokens: tokens in bins.
         lost_tokens: tokens that are in no bin, from dropped sequences and truncated ends.
         lower_bound: no packing of these pieces has fewer bins.
         capacity, alignment: as given.
+
+    Example:
+        >>> packing = pack_sequences([5, 3, 9, 2], 8, overlong="split")
+        >>> packing.bins, packing.pieces(0), packing.split.tolist()
+        ([[2], [0, 1], [3, 2]], [(2, 0, 8)], [2])
     """
 
     bin_offsets: torch.Tensor
@@ -211,8 +217,8 @@ def pack_ffd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """First-fit decreasing with results of fixed size on the device of ``lengths``: no synchronisation, capturable.
 
-    On CUDA, for lengths that the host must not wait for, in a CUDA graph above all: first fit is one step after another,
-    and 4,096 to 65,536 lengths take 5.5 to 11 times as long as a copy to the host and pack_sequences (H200).
+    For lengths on the GPU that the host must not wait for, above all in a CUDA graph. First fit is sequential: where
+    waiting is allowed, a copy to the host and pack_sequences is several times faster (README, Speed).
 
     Args:
         lengths: int32 or int64 ``[num_sequences]``, tokens per sequence.

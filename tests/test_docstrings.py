@@ -3,11 +3,15 @@
 import ast
 import doctest
 import importlib
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 import torch
+
+import packing_ops
+import packing_ops.data
 
 ROOT = Path(__file__).resolve().parent.parent
 NEEDS = {"transformers": "transformers", "trl": "trl", "megatron": "megatron.core"}  # to import an integration
@@ -33,6 +37,12 @@ def prompts_of_modules():
 
 
 PROMPTS = prompts_of_modules()
+
+
+def test_every_public_function_has_an_example():
+    public = {name: getattr(module, name) for module in (packing_ops, packing_ops.data) for name in module.__all__}
+    called = {n: v for n, v in public.items() if not (inspect.isclass(v) and issubclass(v, Exception))}
+    assert [name for name, value in called.items() if ">>> " not in value.__doc__] == []
 
 
 @pytest.mark.parametrize("name", PROMPTS)

@@ -1,4 +1,4 @@
-"""TRL: its trainers with packing_ops attention, its packing over the whole dataset, log-probs of packed documents."""
+"""For TRL: attention of its trainers, packing over the whole dataset, log-probs of packed documents."""
 
 import inspect
 import sys
@@ -20,8 +20,8 @@ _stock_pack_dataset = None  # TRL's own, while ours stands in its place
 def register(name: str = "packing_ops") -> None:
     """Make ``attn_implementation=name`` work in TRL's trainers, ``packing=True`` and ``padding_free=True`` included.
 
-    Registers the attention with transformers, and tells TRL that it keeps packed documents apart, where the installed
-    TRL holds a list of implementations that do (1.16 holds none and warns of none). Calling it twice is harmless.
+    Registers the attention with transformers and, in older TRL, in its list of implementations that keep packed
+    documents apart (TRL 1.16 has none). A second call does nothing.
 
     Example:
         >>> register()
@@ -89,13 +89,19 @@ def pack_dataset(dataset, seq_length: int, strategy: str = "bfd", map_kwargs: di
 
 
 def patch_pack_dataset() -> bool:
-    """Put pack_dataset in the place of TRL's own, in trl.data_utils and every module of TRL that imported it.
+    """Replace TRL's pack_dataset by ours, in trl.data_utils and every module of TRL that imported it.
 
-    Names that your own modules imported from TRL before stay TRL's. Idempotent; unpatch_pack_dataset reverts exactly.
+    A pack_dataset that your own code imported from TRL before stays TRL's. A second call does nothing;
+    unpatch_pack_dataset undoes it.
 
     Returns:
         True when TRL packs with packing_ops now; False, with a warning, when the installed TRL has a pack_dataset of
         another signature, which is left alone.
+
+    Example:
+        >>> patch_pack_dataset()
+        True
+        >>> unpatch_pack_dataset()
 
     Raises:
         ImportError: TRL is not installed.
@@ -118,7 +124,7 @@ def patch_pack_dataset() -> bool:
 
 
 def unpatch_pack_dataset() -> None:
-    """Give TRL its own pack_dataset back, wherever patch_pack_dataset put ours."""
+    """Undo patch_pack_dataset."""
     global _stock_pack_dataset
     if _stock_pack_dataset is not None:
         _swap(pack_dataset, _stock_pack_dataset)
