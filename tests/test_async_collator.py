@@ -335,12 +335,6 @@ def train_of_the_docstring():
     return names["train"]
 
 
-def test_the_docstring_does_what_it_says():
-    finder = doctest.DocTestFinder(recurse=False)
-    (test,) = finder.find(AsyncBatchCollator, "AsyncBatchCollator", globs={"AsyncBatchCollator": AsyncBatchCollator})
-    assert doctest.DocTestRunner().run(test) == (0, 2)
-
-
 class Epochs:
     """Documents whose order is shuffled in place, and every batch that was trained on."""
 

@@ -1,6 +1,5 @@
 """Loss and gradients do not depend on how the examples were cut: padded, packed, in micro-batches, over ranks."""
 
-import doctest
 from contextlib import nullcontext
 from functools import partial
 
@@ -16,7 +15,6 @@ import packing_ops as po
 from packing_ops.data import (
     PackedCollator,
     iter_microbatches,
-    losses,
     masked_loss,
     pad_batch_to_multiple,
     sequence_logps,
@@ -327,10 +325,6 @@ def test_two_processes_and_distributed_data_parallel(tmp_path):
 
 
 # --- the functions themselves ---
-
-
-def test_examples_of_the_docstrings():
-    assert doctest.testmod(losses).failed == 0
 
 
 def test_sequence_logps_by_hand(device):

@@ -1,7 +1,6 @@
 """Rows to one thd row of megatron-core and back: alignment, zigzag, targets, log-probs."""
 
 import dataclasses
-import doctest
 import math
 
 import pytest
@@ -15,7 +14,6 @@ from helpers import cu_seqlens_of, drawn_mask, masks
 from megatron_case import spawn
 
 import packing_ops as po
-from packing_ops.data import parallel
 from packing_ops.data.parallel import aligned, packed_alignment, thd_inverse_indices, thd_partition_indices
 from packing_ops.integrations.megatron import data
 from packing_ops.integrations.megatron.data import (
@@ -74,10 +72,6 @@ def test_a_document_s_slots(length, alignment):
     slots = aligned(length, alignment)
     assert slots % alignment == 0
     assert length <= slots < length + alignment
-
-
-def test_examples_of_docstrings():
-    assert doctest.testmod(parallel, extraglobs={"torch": torch}).failed == 0
 
 
 def test_lengths_aligned(device):

@@ -1,7 +1,5 @@
 """PackedMetadata: one layout, however it is told."""
 
-import doctest
-
 import pytest
 import torch
 from helpers import assert_same, cu_seqlens_of, drawn_mask, lengths_strategy, masks
@@ -157,14 +155,6 @@ def test_negative_length_is_named():
 
 
 # --- unpad and pad ---
-
-
-@pytest.mark.parametrize("name", ["unpad", "pad"])
-def test_examples_of_the_docstrings(name):
-    (test,) = doctest.DocTestFinder(recurse=False).find(
-        getattr(PackedMetadata, name), name, globs={"torch": torch, "PackedMetadata": PackedMetadata}
-    )
-    assert doctest.DocTestRunner().run(test) == (0, len(test.examples))
 
 
 @given(drawn=masks, features=st.sampled_from([(), (3,), (2, 2)]))

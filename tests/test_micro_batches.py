@@ -1,6 +1,5 @@
 """token_budget_microbatches, and how near to equal the balanced bins under it are beside Karmarkar and Karp's."""
 
-import doctest
 import heapq
 import itertools
 
@@ -10,7 +9,7 @@ from helpers import cpu_seconds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packing_ops.data import micro_batches, token_budget_microbatches
+from packing_ops.data import token_budget_microbatches
 
 COSTS = {"tokens": (1, 0), "flops": (12 * 4096, 1), ("flops", 3.0, 0.5): (3.0, 0.5)}
 
@@ -62,10 +61,6 @@ def holds_to_the_contract(ranks, lengths, max_tokens, dp_size):
 
 
 # --- by hand ---
-
-
-def test_examples_of_the_docstring():
-    assert doctest.testmod(micro_batches).failed == 0
 
 
 def test_by_hand():

@@ -1,6 +1,5 @@
 """Prompt mini-batches: chunks for every rank, and advantages whose masked sum is the reduction."""
 
-import doctest
 import pickle
 from itertools import chain, pairwise
 
@@ -27,14 +26,6 @@ def batch_of(rows, seqlen=3, device="cpu"):
         "loss_mask": torch.ones(rows, seqlen, device=device),
         "uids": [f"row{i}" for i in range(rows)],
     }
-
-
-@pytest.mark.parametrize("function", [stage_chunks, normalize_advantages])
-def test_docstrings_do_what_they_say(function):
-    (test,) = doctest.DocTestFinder().find(function, function.__name__, globs={"torch": torch, **vars(po.data)})
-    results = doctest.DocTestRunner().run(test)
-    assert results.failed == 0
-    assert results.attempted > 0
 
 
 # --- which rows share a step ---

@@ -1,6 +1,5 @@
 """PackedCollator.model_inputs: rows that a Hugging Face model or varlen_attention takes as they are."""
 
-import doctest
 import itertools
 
 import pytest
@@ -11,16 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import packing_ops as po
-from packing_ops.data import PackedCollator, packed, pad_batch_to_multiple, select_rows, slice_batch
+from packing_ops.data import PackedCollator, pad_batch_to_multiple, select_rows, slice_batch
 
 EXAMPLES = [
     {"input_ids": list(range(first, first + length)), "num_actions": actions}
     for first, length, actions in ((3, 7, 4), (11, 5, 5), (20, 9, 1), (31, 2, 0), (35, 6, 6))
 ]
-
-
-def test_examples_of_the_docstrings():
-    assert doctest.testmod(packed, extraglobs={"torch": torch}).failed == 0
 
 
 def on(device, batch):

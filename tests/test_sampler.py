@@ -1,6 +1,5 @@
 """PackedBatchSampler: each sequence once an epoch, equal ranks, and the batches that were left after a checkpoint."""
 
-import doctest
 import itertools
 import json
 import pickle
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import packing_ops as po
-from packing_ops.data import PackedBatchSampler, PaddingFreeCollator, prefetch, sampler
+from packing_ops.data import PackedBatchSampler, PaddingFreeCollator, prefetch
 
 STRATEGIES = ["first_fit", "ffd", "bfd", "next_fit", "balanced"]
 LENGTHS = torch.randint(1, 60, (300,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -24,10 +23,6 @@ def on_all_ranks(lengths, capacity, dp_size, seed=0, epoch=0, **options):
     for each in samplers:
         each.set_epoch(epoch)
     return [list(each) for each in samplers], samplers[0]
-
-
-def test_examples_of_the_docstring():
-    assert doctest.testmod(sampler).failed == 0
 
 
 # --- the batches of an epoch ---
