@@ -44,11 +44,11 @@ __global__ void __launch_bounds__(kThreads)
 
 // --- logits ---
 
-// Weights are powers of kBase: of 2 for the half types, which round far more than the instruction for it does.
+// Half types: powers of 2 by the approximate instruction, whose error is far below their rounding; else powers of e.
 template <class T>
 constexpr bool kBinary = sizeof(T) == 2;
 
-// log(e) to that base: natural exponents times this are exponents.
+// Exponents to base e times this are exponents to the base that power_of takes.
 template <class T>
 constexpr real_t<T> kLogE = kBinary<T> ? 1.4426950408889634 : 1;
 
@@ -68,8 +68,8 @@ __device__ constexpr Real infinity() {
   return static_cast<Real>(__builtin_huge_val());
 }
 
-// What is known of some columns of a row: with exponents e = factor * (z - max), in base kBinary<T> says, the sum of
-// the weights power(e), and of power(e) * e.
+// Online softmax, the statistics of some columns of a row. With exponents e = factor * (z - max):
+// sum of power_of(e), and weighted, the sum of power_of(e) * e.
 template <class T>
 struct Sums {
   using Real = real_t<T>;
