@@ -1,4 +1,4 @@
-"""What public functions accept for one argument: a tensor, an array, a column, or a plain Python sequence."""
+"""Arguments of public functions: conversion of arrays, columns and sequences, checks, and the words of errors."""
 
 import math
 import operator
@@ -10,7 +10,7 @@ import torch
 
 
 def plain(value):
-    """Python's own numbers for a column or scalar of NumPy, pandas or pyarrow; anything else as it is."""
+    """A column or scalar of NumPy, pandas or pyarrow as Python's own numbers; anything else as it is."""
     for name in ("tolist", "to_pylist", "as_py"):
         if hasattr(value, name):
             return getattr(value, name)()
@@ -18,11 +18,11 @@ def plain(value):
 
 
 def index_tensor(values: torch.Tensor | Sequence[int], name: str) -> torch.Tensor:
-    """``values`` as an integer tensor; a sequence or array becomes int64 on the CPU. Fractions are an error, not a cut."""
+    """``values`` as an integer tensor; a sequence or array becomes int64 on the CPU. Fractions are an error."""
     if isinstance(values, torch.Tensor):
         return values
     try:
-        # A list, of bytes too: array would read their memory, and of an iterator nothing would be left to name.
+        # A list: array() would read the memory of bytes, and an iterator could not be read again for the message.
         numbers = list(plain(values))
     except TypeError:
         raise TypeError(f"{name}: expected a sequence of integers, got {values!r}") from None
@@ -52,7 +52,7 @@ def int64_tensor(values: list[int]) -> torch.Tensor:
 
 
 def buffer_tensor(buffer: bytearray | array, dtype: torch.dtype) -> torch.Tensor:
-    """The buffer's own memory, on the CPU; torch.frombuffer takes no empty one, and knows no default device."""
+    """A CPU tensor of the buffer's own memory, which may be empty, unlike torch.frombuffer's."""
     return torch.frombuffer(buffer, dtype=dtype) if buffer else torch.empty(0, dtype=dtype, device="cpu")
 
 
@@ -64,7 +64,7 @@ def as_tensor(value) -> torch.Tensor:
         value = value.as_py()
     elif hasattr(value, "__array__"):  # columns: torch would ask a pandas one for its label 0
         value = value.__array__()
-        if not value.flags.writeable:  # of pyarrow's memory: torch warns of them
+        if not value.flags.writeable:  # pyarrow's memory: torch would warn
             return torch.tensor(value, device="cpu")
     return torch.as_tensor(value, device="cpu")
 
@@ -105,7 +105,7 @@ def check_tensor(value, name: str) -> None:
 
 
 def check_real(tensor: torch.Tensor, name: str) -> None:
-    """ValueError where half of the numbers would be lost."""
+    """ValueError for a complex tensor, whose imaginary parts would be lost."""
     check_tensor(tensor, name)
     if tensor.is_complex():
         raise ValueError(f"{name}: expected bool, integer or floating, got {described(tensor)}")
@@ -118,7 +118,7 @@ def is_set(mask: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def check_cu_seqlens(cu_seqlens: torch.Tensor, name: str = "cu_seqlens") -> None:
-    """ValueError where it is no integer ``[num_documents + 1]``; values are not looked at."""
+    """ValueError for another dtype or shape than an integer ``[num_documents + 1]``; values are not read."""
     if not isinstance(cu_seqlens, torch.Tensor):
         got = reprlib.repr(cu_seqlens)
     elif cu_seqlens.dim() == 1 and cu_seqlens.numel() and cu_seqlens.dtype in (torch.int32, torch.int64):
@@ -129,7 +129,7 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, name: str = "cu_seqlens") -> None
 
 
 def one_row(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """``[total]`` of that, or of ``[1, total]``: a view."""
+    """A view ``[total]`` of ``[total]`` or ``[1, total]``."""
     check_tensor(tensor, name)
     if tensor.dim() == 1:
         return tensor
@@ -148,7 +148,7 @@ def window_sides(window_size: tuple[int, int]) -> tuple[int, int]:
 
 
 def integer(value, name: str) -> int:
-    """``value`` as a Python int that C++ can hold. Fractions are an error, not a cut."""
+    """``value`` as a Python int that fits int64. Fractions are an error."""
     try:
         number = value if isinstance(value, int) else operator.index(value)  # torch.compile's sizes are int
     except TypeError:
@@ -161,7 +161,7 @@ def integer(value, name: str) -> int:
 
 
 def holds(dtype: torch.dtype, value) -> bool:
-    """Whether a tensor of ``dtype`` can have the number ``value`` as it is; a floating one may round it.
+    """Whether a tensor of ``dtype`` can hold the number ``value`` unchanged; a floating one may round it.
 
     Example:
         >>> holds(torch.int64, -100.0), holds(torch.int64, 0.5), holds(torch.uint8, 256), holds(torch.float32, 0.1)

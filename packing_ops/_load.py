@@ -17,7 +17,7 @@ BUILD_COMMAND = "pip install .   (in a clone: python setup.py build_ext --inplac
 
 
 def _installed_libraries() -> Iterator[Path]:
-    """Where installed distributions have theirs, in the order of sys.path."""
+    """Libraries of installed distributions, in the order of sys.path."""
     for distribution in metadata.distributions(name="packing_ops"):
         yield Path(distribution.locate_file("packing_ops/_C.so")).absolute()
         origin = json.loads(distribution.read_text("direct_url.json") or "{}")
@@ -26,7 +26,7 @@ def _installed_libraries() -> Iterator[Path]:
 
 
 def _find_library() -> tuple[Path, str]:
-    """This package's library, or that of the installed one, which a clone hides where Python runs in it; and whose."""
+    """The library and where it is from: inside a clone, which hides the installed package, the installed one's."""
     own = PACKAGE / "_C.so"
     if not own.exists():
         for library in _installed_libraries():
@@ -82,8 +82,8 @@ def build_info() -> dict:
 
     Returns:
         dict with ``version``, ``built_with_torch``, ``compiler``, ``cuda`` (toolkit version, "" for a CPU-only
-        library), ``cuda_archs``, ``torch`` (the running one), ``library`` (path) and ``library_from``: "this package",
-        or the installed one, whose library serves a clone that has none.
+        library), ``cuda_archs``, ``torch`` (the running one), ``library`` (path) and ``library_from``: "this package", or
+        "the installed packing_ops, ..." inside a clone that was not built in place.
 
     Example:
         >>> build_info()["version"]
@@ -109,14 +109,14 @@ def has_cuda_kernel(name: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"packing_ops::{name}", "CUDA")
 
 
-# Loops over other ops and products of torch: logps.py registers them for every device.
+# Python loops over other ops and matmuls; logps.py registers them for every device.
 IN_PYTHON = {"token_logps", "token_logps_backward"}
 without_cuda_kernel: set[str] = set()
 _fallbacks = torch.library.Library("packing_ops", "IMPL", "CUDA")
 
 
 def _explain_missing_cuda_kernels() -> None:
-    """An op without a CUDA kernel says so itself, instead of the dispatcher's page of backends."""
+    """An op without a CUDA kernel raises one sentence instead of the dispatcher's page of backends."""
     built_for_cuda = bool(build_info()["cuda"])
     for name in op_names():
         if name == "build_info" or name in IN_PYTHON or has_cuda_kernel(name):
@@ -131,7 +131,7 @@ def _explain_missing_cuda_kernels() -> None:
 
 
 def warn_without_cuda_kernels() -> None:
-    """Said at the import where torch sees a GPU, before the first op refuses a CUDA tensor."""
+    """At the import, rather than at the first CUDA tensor."""
     # device_count asks NVML: CUDA is not started, which a process that is forked later could not use then.
     if not build_info()["cuda"] and torch.version.cuda and torch.cuda.device_count() > 0:
         warnings.warn(

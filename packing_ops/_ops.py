@@ -1,4 +1,4 @@
-"""The gate: every op of the library as this package calls it, so that a mistake has one class and one text everywhere.
+"""The gate: every op of the library as this package calls it, so that a mistake raises the same class on every torch.
 
 ``_ops.shift_labels(...)`` is ``torch.ops.packing_ops.shift_labels.default(...)`` with these errors, whatever torch made
 of them (up to 2.13 a std::invalid_argument of C++ is a ValueError, later the stable ABI makes a RuntimeError of it):
@@ -38,19 +38,19 @@ def _gate(op: torch._ops.OpOverload) -> Callable:
 
     name = op._schema.name.partition("::")[2]
     call.__name__ = call.__qualname__ = name
-    call.__code__ = call.__code__.replace(co_name=name)  # of its own: torch.compile counts recompilations by it
+    call.__code__ = call.__code__.replace(co_name=name)  # torch.compile counts recompilations by code object
     return call
 
 
 def _taken(op, args) -> list | None:
-    """The arguments as the schema has them; None where they are that already. TypeError names the first that cannot be."""
+    """The arguments converted to the schema's types; None if none had to be. TypeError names the first that cannot be."""
     arguments = op._schema.arguments
     taken = [_as(str(a.real_type), value, a.name) for a, value in zip(arguments, args, strict=True)]
     return None if all(new is old for new, old in zip(taken, args, strict=True)) else taken
 
 
 def _as(kind: str, value, name: str):
-    """``value`` as the schema's type of that name wants it."""
+    """``value`` converted to the schema's type ``kind``."""
     if kind.startswith("Optional["):
         return None if value is None else _as(kind[len("Optional[") : -1], value, name)
     if kind.startswith("List["):

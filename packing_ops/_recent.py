@@ -1,8 +1,8 @@
-"""What one call keeps for the next: the cu_seqlens of a dense batch, what was worked out from a batch, its plan.
+"""The cache of what the layers of a model share about a batch: cu_seqlens of dense rows, layouts, attention plans.
 
-Nothing here is used unseen for values that it was not made from. Torch counts the writes that it sees (``_version``), but not
-those of dist.broadcast, recv, ``.data``, NumPy or DLPack, so what is kept is compared with the values before it is used
-again: on the CPU at once, on CUDA by a kernel that reports through the fault flag.
+An entry is used only for the values that it was made from. Torch counts the writes that it sees (``_version``), but not
+those of dist.broadcast, recv, ``.data``, NumPy or DLPack, so the values are compared before an entry is used again: on
+the CPU at once, on CUDA by a kernel that reports through the fault flag.
 """
 
 import functools
@@ -14,11 +14,12 @@ import torch
 
 from packing_ops import _ops
 from packing_ops._checks import check_unchanged
+from packing_ops.boundaries import cu_seqlens_of_rows
 
 
 def is_real(tensor: torch.Tensor) -> bool:
-    """Whether the values are there to stay: False in a trace, for fake tensors and those of torch.func, and while a CUDA
-    graph is captured, whose replays may have other lengths."""
+    """Whether results may be kept: False in a trace, for fake tensors and those of torch.func, and while a CUDA graph is
+    captured, whose replays may have other values."""
     return not (
         torch.compiler.is_compiling()
         or type(tensor) is not torch.Tensor
@@ -29,13 +30,13 @@ def is_real(tensor: torch.Tensor) -> bool:
 
 
 def _traced() -> bool:
-    """Under a mode whose results are not real tensors; modes that only watch are none of these."""
+    """Whether a dispatch mode makes results fake. Modes that only observe, such as profilers, do not."""
     keys = torch._C._TorchDispatchModeKey
     return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL))
 
 
 def _stream(tensor: torch.Tensor) -> int:
-    """The current stream, 0 on the CPU. What is kept is of one stream: another would not wait for it to be made."""
+    """The current stream, 0 on the CPU. An entry serves one stream: another would not wait until it is made."""
     return torch._C._cuda_getCurrentRawStream(tensor.get_device()) if tensor.is_cuda else 0
 
 
@@ -49,17 +50,13 @@ def dense_cu_seqlens(tensor: torch.Tensor, name: str) -> torch.Tensor:
         raise ValueError(f"{name}: expected batch * seqlen below 2**31, got {list(tensor.shape)}")
     if is_real(tensor):
         return _kept_cu_seqlens(batch, seqlen, tensor.device, _stream(tensor))
-    return _every(seqlen, batch, tensor.device)
+    return cu_seqlens_of_rows(batch, seqlen, tensor.device)
 
 
 @functools.lru_cache(maxsize=16)
 def _kept_cu_seqlens(batch, seqlen, device, stream):
     with torch.inference_mode(False):  # the next call may train
-        return _every(seqlen, batch, device)
-
-
-def _every(seqlen, batch, device):
-    return torch.arange(batch + 1, dtype=torch.int32, device=device) * seqlen
+        return cu_seqlens_of_rows(batch, seqlen, device)
 
 
 # --- what the layers of a model share about a batch ---
@@ -69,13 +66,13 @@ _kept: dict[int, "_OfTensor"] = {}  # by id of the first tensor
 
 
 class _OfTensor:
-    """What was made of a tensor while it had this version, by key, the oldest first."""
+    """The entries of a tensor at this version, by key, the oldest first."""
 
     __slots__ = ("entries", "first", "version")
 
     def __init__(self, first):
-        place = id(first)
-        self.first = weakref.ref(first, lambda _, kept=_kept: kept.pop(place, None))  # the entries go with the tensor
+        key = id(first)
+        self.first = weakref.ref(first, lambda _, kept=_kept: kept.pop(key, None))  # the entries go with the tensor
         self.version, self.entries = first._version, {}
 
 
@@ -104,27 +101,27 @@ def kept_with(
     layer: int | None = None,
     checked_by_kernel: bool = False,
 ) -> object:
-    """``make()``, or what it gave for ``key`` when these very tensors had the same values.
+    """``make()``, or its earlier result for ``key`` if these very tensors still have the same values.
 
-    On the CPU other values are seen at once, and it is made anew. On CUDA nothing waits for the comparison: other values
-    are a fault of a later call, and what this call gives belongs to the old ones.
+    On the CPU changed values are seen at once, and ``make`` is called again. On CUDA nothing waits for the comparison:
+    changed values raise in a later call, and this call returns the result of the old ones.
 
-    What was made is kept as long as ``tensors[0]`` lives, and must hold no reference to that tensor. A tensor that somebody
-    has written into since is made anew.
+    The result is kept as long as ``tensors[0]`` lives, and must hold no reference to that tensor. A result that was
+    written into is made again.
 
     Args:
-        layer: number of the layer that asks. The layer after the one that asked last is taken to be in the same forward,
-            and spared the comparison of the values; whoever runs layers of several batches in turn asks without it.
-        checked_by_kernel: whoever uses it compares the values itself, as attention does with its plan.
+        layer: number of the calling layer. The one after the last caller is taken to be in the same forward, where the
+            values are not compared again. Leave it out where layers of several batches run in turn.
+        checked_by_kernel: the user of the result compares the values itself, as attention does with its plan.
 
     Raises:
-        ValueError: on CUDA, in a later call: values that were changed without torch's notice. What was kept is dropped.
+        ValueError: on CUDA, in a later call: values changed unseen by torch. All entries are dropped.
     """
     first, *others = tensors
     if not is_real(first):
         return make()
     for tensor in tensors:
-        if tensor.is_inference():  # no version that would tell a change
+        if tensor.is_inference():  # it has no version
             return make()
     of_first = _kept.get(id(first))
     if of_first is None or of_first.version != first._version or of_first.first() is not first:
@@ -163,7 +160,7 @@ def _unchanged(tensors, values) -> bool:
 
 
 def forget() -> None:
-    """Drops all that is kept with tensors: after a fault nobody knows which of it is wrong."""
+    """Drop all entries: after a fault it is not known which of them is wrong."""
     _kept.clear()
 
 
@@ -171,7 +168,7 @@ def forget() -> None:
 
 
 def plan_for(q, k, cu_seqlens_q, cu_seqlens_k, causal: bool, left: int, right: int) -> torch.Tensor | None:
-    """The plan of a call of attention; None on the CPU, and for shapes that the op will refuse by name."""
+    """The plan of an attention call; None on the CPU, and for shapes that the op itself refuses with a message."""
     if not (isinstance(k, torch.Tensor) and q.is_cuda):
         return None
     if q.dim() == k.dim() == 4 and q.shape[0] == k.shape[0] == 1:
@@ -187,7 +184,7 @@ def plan_for(q, k, cu_seqlens_q, cu_seqlens_k, causal: bool, left: int, right: i
 
 
 def plan_of(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, geometry: tuple) -> torch.Tensor:
-    """Made by the first layer of a model that has this geometry, kept with cu_seqlens for the others."""
+    """Made for the first layer with this geometry, kept with cu_seqlens for the others."""
     same = cu_seqlens_k is cu_seqlens_q
     tensors = (cu_seqlens_q,) if same else (cu_seqlens_q, cu_seqlens_k)
     return kept_with(

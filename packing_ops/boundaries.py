@@ -362,8 +362,7 @@ def count_target_tokens(
         check_tensor(labels, "labels")
         if labels.dim() != 2:
             raise ValueError(f"labels: expected [batch, seqlen] without cu_seqlens, got {described(labels)}")
-        rows, seqlen = labels.shape
-        cu_seqlens = torch.arange(rows + 1, dtype=torch.int32, device=labels.device) * seqlen
+        cu_seqlens = cu_seqlens_of_rows(*labels.shape, labels.device)
         labels = labels.reshape(-1)
     return _ops.count_target_tokens(labels, cu_seqlens, ignore_index)
 
@@ -416,6 +415,11 @@ def xformers_bias(lengths: Sequence[int], *, window: int | None = None):
         raise ImportError("xformers_bias needs xformers: pip install xformers") from error
     bias = BlockDiagonalCausalMask.from_seqlens([integer(length, "lengths") for length in lengths])
     return bias if window is None else bias.make_local_attention(window)
+
+
+def cu_seqlens_of_rows(rows: int, seqlen: int, device: torch.device) -> torch.Tensor:
+    """int32 ``[rows + 1]``: every row of a dense batch is a document."""
+    return torch.arange(rows + 1, dtype=torch.int32, device=device) * seqlen
 
 
 def _total(cu_seqlens: torch.Tensor, total: int | None) -> int:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from packing_ops._args import check_real, described, integer, is_set
-from packing_ops.boundaries import shift_labels
+from packing_ops.boundaries import cu_seqlens_of_rows, shift_labels
 from packing_ops.segments import segment_sum
 
 
@@ -147,5 +147,4 @@ def _at_least_float32(values: torch.Tensor) -> torch.Tensor:
 
 
 def _one_document_per_row(slots: torch.Tensor) -> torch.Tensor:
-    seqlen = slots.shape[-1]
-    return torch.arange(slots.shape[:-1].numel() + 1, dtype=torch.int32, device=slots.device) * seqlen
+    return cu_seqlens_of_rows(slots.shape[:-1].numel(), slots.shape[-1], slots.device)
