@@ -18,13 +18,13 @@ EXIT_CODES = """exit codes:
      not installed"""
 
 
-FORMATS = """an example is the first of these that is there:
+FORMATS = """An example is read by the first of these keys that it has:
   input_ids                  tokens
-  messages, conversations    a chat: role and content (text, or parts of text), or from and value (ShareGPT);
+  messages, conversations    a chat: role and content (text or parts of it), or from and value (ShareGPT);
                              tools and chat_template_kwargs go to the tokenizer's chat template
   chosen, rejected           a preference pair, two documents, with or without prompt: text or chats
   prompt, completion         text, or chats
-  instruction, output        Alpaca, with input, system and history where they are
+  instruction, output        Alpaca, with input, system and history if present
   text"""
 
 
@@ -38,12 +38,12 @@ def positive(text: str) -> int:
 def column_names(text: str) -> dict[str, str]:
     pairs = [pair.partition("=")[::2] for pair in text.split(",")]
     if not all(key and name for key, name in pairs):
-        raise argparse.ArgumentTypeError(f"expected OURS=YOURS, with commas between, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected KEY=COLUMN, with commas between, got {text!r}")
     return dict(pairs)
 
 
 def writable(text: str) -> Path:
-    """Told before a million documents are read, not after."""
+    """A path whose folder exists: refused before a million documents are read, not after."""
     path = Path(text)
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"no folder {path.parent}")
@@ -75,16 +75,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--columns",
         type=column_names,
-        metavar="OURS=YOURS,...",
-        help="what your columns are called, e.g. prompt=question,completion=answer; then only this form is read",
+        metavar="KEY=COLUMN,...",
+        help="names of your columns, e.g. prompt=question,completion=answer; then only this form is read",
     )
     add("--capacity", type=positive, default=4096, help="tokens of a packed row (default: %(default)s)")
     add("--batch-size", type=positive, default=8, help="documents per padded batch and rank (default: %(default)s)")
     add("--dp", type=positive, default=1, help="data-parallel ranks (default: %(default)s)")
-    add("--overlong", choices=OVERLONG, default="truncate", help="documents over the capacity (default: %(default)s)")
-    add("--hidden-size", type=positive, default=4096, help="of the model, for its operations (default: %(default)s)")
-    add("--plot", type=writable, metavar="PNG", help="draw it")
-    add("--json", type=writable, metavar="JSON", help="every figure")
+    add("--overlong", choices=OVERLONG, default="truncate", help="if over the capacity (default: %(default)s)")
+    add("--hidden-size", type=positive, default=4096, help="of the model, to estimate FLOPs (default: %(default)s)")
+    add("--plot", type=writable, metavar="PNG", help="also draw the report")
+    add("--json", type=writable, metavar="JSON", help="also write every number")
     return parser.parse_args(argv)
 
 

@@ -103,7 +103,7 @@ def test_a_column_beside_leaves_the_form_open(tmp_path):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ("text", "--columns: expected OURS=YOURS, with commas between, got 'text'"),
+        ("text", "--columns: expected KEY=COLUMN, with commas between, got 'text'"),
         ("a=b", "columns: expected input_ids,"),
     ],
 )

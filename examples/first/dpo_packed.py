@@ -15,16 +15,16 @@ apply_packing_ops(policy)
 reference = copy.deepcopy(policy).eval()
 optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-4)
 
-# (prompt, chosen, rejected) in tokens
+# (prompt, chosen, rejected), token ids
 pairs = [([5, 6, 7], [8, 9, 2], [3, 2]), ([4, 4], [9, 2], [8, 8, 8, 2])]
-texts = [(prompt, answer) for prompt, chosen, rejected in pairs for answer in (chosen, rejected)]
-row = po.PackedMetadata.from_lengths([len(prompt) + len(answer) for prompt, answer in texts])
-ids = torch.tensor([token for prompt, answer in texts for token in prompt + answer])
-labels = torch.tensor([token for prompt, answer in texts for token in [-100] * len(prompt) + answer])
+samples = [(prompt, answer) for prompt, chosen, rejected in pairs for answer in (chosen, rejected)]
+row = po.PackedMetadata.from_lengths([len(prompt) + len(answer) for prompt, answer in samples])
+ids = torch.tensor([token for prompt, answer in samples for token in prompt + answer])
+labels = torch.tensor([token for prompt, answer in samples for token in [-100] * len(prompt) + answer])
 
 
 def logps_of(model):
-    """Of each answer, [answers]: the logits of all tokens are never there at once."""
+    """Log-probability of each answer, [len(samples)]. The logits of all tokens are never in memory at once."""
     inputs = {"input_ids": ids[None], "position_ids": row.position_ids[None], **row.to_transformers()}
     hidden = model.model(**inputs).last_hidden_state[0]
     return po.segment_sum(po.token_logps(hidden, model.lm_head.weight, labels, row), row.cu_seqlens)

@@ -11,7 +11,7 @@ from packing_ops.integrations.megatron import next_token_targets, patch_rope, pr
 
 dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
 parallel_state.initialize_model_parallel()
-torch.cuda.current_device = lambda: "cpu"  # megatron-core asks where its tensors shall be; not on a GPU machine
+torch.cuda.current_device = lambda: "cpu"  # megatron-core puts tensors there; leave this out on a GPU machine
 
 patch_rope()  # before the config
 config = TransformerConfig(
@@ -23,7 +23,7 @@ spec = use_packing_ops(get_gpt_layer_local_spec())
 model = GPTModel(config, spec, vocab_size=32, max_sequence_length=16, position_embedding_type="rope")
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-# A padded batch, as data loaders give it.
+# A padded batch, as a data loader makes it: right-padded rows and their mask.
 ids = torch.randint(3, 32, (4, 16), generator=torch.Generator().manual_seed(0))
 mask = torch.arange(16) < torch.tensor([[16], [5], [9], [3]])
 
@@ -42,7 +42,7 @@ def forward_step(batches, model):
 
 
 for _ in range(3):
-    # What get_forward_backward_func() of megatron-core does; its schedules run on GPUs alone.
+    # In a training script get_forward_backward_func() does this; megatron-core's schedules need a GPU.
     losses, loss_of = forward_step(iter([(ids, mask)]), model)
     loss, _ = loss_of(losses)
     loss.backward()

@@ -32,7 +32,7 @@ def make_report(
 
     Args:
         files: JSON lines or one JSON array (pipes, ``-`` for stdin and gzip too), Parquet files, or folders written by
-            ``Dataset.save_to_disk``. An example is the first that is there of ``input_ids``, ``messages``,
+            ``Dataset.save_to_disk``. An example is read by the first key that it has of ``input_ids``, ``messages``,
             ``conversations`` (ShareGPT), ``chosen`` and ``rejected`` (two documents), ``prompt`` and ``completion``,
             ``instruction`` and ``output`` (Alpaca), ``text``.
         tokenizer: ``"bytes"``, or the folder of a tokenizer that transformers loads. Its chat template is given the
@@ -41,13 +41,13 @@ def make_report(
         capacity: tokens of a packed row.
         batch_size: documents of a padded batch, per rank.
         dp: data-parallel ranks.
-        overlong: what becomes of documents over the capacity, as in pack_sequences.
-        hidden_size: of the model whose operations are estimated.
+        overlong: what to do with documents over the capacity, as in pack_sequences.
+        hidden_size: of the model whose FLOPs are estimated.
 
     Returns:
-        dict with ``settings``, ``examples`` (how many were read, documents among them), ``in_bytes`` (documents whose length
-        is in bytes), ``unreadable`` and ``noted`` (examples by problem, each with ``count`` and the first ``where``, the
-        unreadable ones with ``errors``), ``lengths``, ``overlong``, ``layouts``.
+        dict with ``settings``, ``examples`` (how many were read, and their documents), ``in_bytes`` (documents whose
+        length is in bytes), ``unreadable`` and ``noted`` (examples by problem, each with ``count`` and the first
+        ``where``, the unreadable ones with ``errors``), ``lengths``, ``overlong``, ``layouts``.
 
     Example:
         >>> _ = Path("two.jsonl").write_text('{"text": "hello"}\\n{"text": "hi"}\\n')

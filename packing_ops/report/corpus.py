@@ -1,4 +1,4 @@
-"""Files to lengths, and to what was wrong where."""
+"""Lengths of all documents in the files, and which examples were wrong, where and why."""
 
 import itertools
 import re
@@ -18,12 +18,12 @@ from packing_ops.report.readers import ROWS, STDIN, records
 from packing_ops.report.tables import printable
 from packing_ops.report.tokenizers import token_counter
 
-NAMED = 100  # places of one kind, and errors of one kind, that are named; all are counted
+NAMED = 100  # places, and different errors, that are listed per kind; all are counted
 
 
 @dataclass
 class Corpus:
-    """Lengths of documents in the order of the files; ``{kind: {"count", "where"}}`` of what was not as it should be.
+    """Lengths of documents in the order of the files, and ``{kind: {"count", "where"}}`` of examples with problems.
 
     Attributes:
         lengths: int64 ``[num_documents]``, tokens, none of them 0.
@@ -43,7 +43,7 @@ class Corpus:
 
 
 def read_corpus(files: Sequence[Path], tokenizer: str = "bytes", columns: Mapping[str, str] | None = None) -> Corpus:
-    """Reads every file; what cannot be read is told on stderr in the end, equal errors in one line.
+    """Reads every file; what cannot be read is listed on stderr at the end, equal errors in one line.
 
     Raises:
         ImportError, OSError, ValueError: as make_report.
@@ -58,7 +58,7 @@ def read_corpus(files: Sequence[Path], tokenizer: str = "bytes", columns: Mappin
                 for batch in _batches(records(file, lambda part, size=size: advance(part * size), names)):
                     reader.add(batch)
     finally:
-        _tell(reader.corpus.unreadable)
+        _print_errors(reader.corpus.unreadable)
     reader.corpus.lengths = buffer_tensor(reader.lengths, torch.int64)
     return reader.corpus
 
@@ -123,8 +123,8 @@ def _note(problems: dict, kind: str, place: str) -> dict:
     return problem
 
 
-def _tell(unreadable: dict) -> None:
-    """One line per error, where it is first; ``errors`` become a list."""
+def _print_errors(unreadable: dict) -> None:
+    """One line per error, with its first place; turns ``errors`` into a list."""
     for kind, problem in unreadable.items():
         problem["errors"] = list(problem["errors"].values())
         for error in problem["errors"]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from packing_ops.report.chats import Unreadable, as_json, checked_text, role_of, texts_of, without_none
 
 IGNORE = -100
-TARGETS = ("loss_mask", "completion_mask", "assistant_masks")  # 1 where a token is learnt
+TARGETS = ("loss_mask", "completion_mask", "assistant_masks")  # 1 where a token is trained on
 PER_TOKEN = ("labels", "attention_mask", *TARGETS, "position_ids", "token_type_ids")  # as long as input_ids
 FORMS = (  # the one or two columns that each needs; the first that is there is read
     ("input_ids",),
@@ -172,15 +172,15 @@ def _tokenized(given: dict) -> Example:
     lengths = {key: len(column) for key, column in columns.items()}
     num_tokens = lengths["input_ids"]
     if set(lengths.values()) != {num_tokens}:
-        told = ", ".join(f"{key} {length}" for key, length in lengths.items())
-        raise Unreadable("lists of different length", f"expected {num_tokens} like input_ids, got {told}")
-    learnt = columns.get("labels", columns["input_ids"]) != IGNORE
+        found = ", ".join(f"{key} {length}" for key, length in lengths.items())
+        raise Unreadable("lists of different length", f"expected {num_tokens} like input_ids, got {found}")
+    trained = columns.get("labels", columns["input_ids"]) != IGNORE
     for key in TARGETS:
         if key in columns:
-            learnt = learnt & (columns[key] != 0)
+            trained = trained & (columns[key] != 0)
     if "attention_mask" in columns:  # padding that is in the file already
         num_tokens = int((columns["attention_mask"] != 0).sum())
-    return Example([], bool(learnt.any()), num_tokens=num_tokens)
+    return Example([], bool(trained.any()), num_tokens=num_tokens)
 
 
 def _numbers(value, name: str):

@@ -51,10 +51,10 @@ def _draw_slots(axis, report: dict) -> None:
     padding = [layout["slots"] - real for layout, real in zip(layouts, tokens, strict=True)]
     axis.barh(y, tokens, color="tab:blue", label="tokens")
     bars = axis.barh(y, padding, left=tokens, color="lightgray", label="padding")
-    axis.bar_label(bars, [_told(layout) for layout in layouts], padding=3, fontsize=8)
+    axis.bar_label(bars, [_label(layout) for layout in layouts], padding=3, fontsize=8)
     axis.set_yticks(y, names, fontsize=8)
     axis.invert_yaxis()
-    axis.set_xlim(0, 1.5 * max(layout["slots"] for layout in layouts))  # room for what stands at the ends of the bars
+    axis.set_xlim(0, 1.5 * max(layout["slots"] for layout in layouts))  # room for the labels at the ends of the bars
     axis.xaxis.set_major_formatter(EngFormatter())
     axis.set_title("How much of an epoch is padding?", fontsize=10)
     dp = report["settings"]["dp"]
@@ -63,6 +63,6 @@ def _draw_slots(axis, report: dict) -> None:
     axis.legend(loc="lower right", fontsize=8)
 
 
-def _told(layout: dict) -> str:
+def _label(layout: dict) -> str:
     low, high = (f"{ratio:.1f}" for ratio in sorted(layout["epoch_time_ratio"].values()))
     return f"{1 - layout['fill']:.1%} padding, {low if low == high else f'{low} to {high}'}x"

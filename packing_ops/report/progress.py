@@ -1,4 +1,4 @@
-"""How far reading is, on stderr: a bar of rich where rich is installed and somebody looks, otherwise nothing."""
+"""Progress of reading, on stderr: rich's bar where rich is installed and stderr is a terminal, else nothing."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def progress(total: float) -> Iterator[Callable[[float], None]]:
-    """A function to be told how much more of ``total`` is done."""
+    """A function to call with how much more of ``total`` is done."""
     try:
         from rich.console import Console
         from rich.progress import Progress

@@ -1,4 +1,4 @@
-"""Files to records, one after the other, each with the place where it stands."""
+"""The records of a file, one after the other, each with its place (file and line, element or row)."""
 
 import gzip
 import io
@@ -22,10 +22,10 @@ Advance = Callable[[float], None]
 
 
 def records(path: Path, advance: Advance, columns: Collection[str] = KEYS) -> Iterator[tuple[str, object]]:
-    """(place, record) of every record of a file; an Unreadable in the place of a line that is no JSON.
+    """(place, record) of every record of a file; for a line that is no JSON the record is an Unreadable.
 
-    ``advance`` is told what part of the file, 0 to 1, was read since it was last called. ``columns``: those that are
-    read of files which have columns; the others of their records are None.
+    ``advance`` gets the part of the file, 0 to 1, that was read since the last call. ``columns``: the only ones
+    that are read of files which have columns; the others are None in their records.
     """
     if path == STDIN:
         yield from _opened(path, "stdin", sys.stdin.buffer, advance, columns)
@@ -43,19 +43,19 @@ def _opened(path: Path, name: str, source, advance: Advance, columns) -> Iterato
             raise ValueError(f"{name}: expected a file for Parquet, which is read from its end, got a pipe")
         yield from _parquet(path, advance, columns)
         return
-    told = _progress_of(source, advance)
+    tick = _progress_of(source, advance)
     try:
         if head.startswith(GZIP):
             head, file = _peeked(gzip.GzipFile(fileobj=file))
         is_array = head.removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"["
-        yield from (_json_array if is_array else _json_lines)(name, file, told)
+        yield from (_json_array if is_array else _json_lines)(name, file, tick)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{name}: damaged gzip: {error}") from error
-    told()
+    tick()
 
 
 class _After(io.RawIOBase):
-    """``head``, which was read of ``source`` to see what it is, and the rest: of a pipe it cannot be read again."""
+    """``head``, which was read to detect the format, followed by the rest of ``source``: a pipe has no seek."""
 
     def __init__(self, head: bytes, source):
         self.head, self.source = head, source
@@ -71,7 +71,7 @@ class _After(io.RawIOBase):
 
 
 def _peeked(source) -> tuple[bytes, io.BufferedReader]:
-    """The first bytes, up to one that is no blank, and a file that has them again."""
+    """The first bytes, up to one that is not blank, and a file that starts with them again."""
     head = source.read(len(PARQUET))
     while not head.removeprefix(BYTE_ORDER_MARK).strip() and len(head) < ROWS and (more := source.read(1)):
         head += more
@@ -79,23 +79,23 @@ def _peeked(source) -> tuple[bytes, io.BufferedReader]:
 
 
 def _progress_of(source, advance: Advance) -> Callable[[], None]:
-    """Tells ``advance`` how far ``source`` is; of a pipe nobody knows."""
+    """A function that reports to ``advance`` how far ``source`` is read; for a pipe it does nothing."""
     size, before = os.fstat(source.fileno()).st_size if source.seekable() else 0, 0
 
-    def told() -> None:
+    def tick() -> None:
         nonlocal before
         if size:
             now = source.tell()
             advance((now - before) / size)
             before = now
 
-    return told
+    return tick
 
 
-def _json_lines(name: str, file: io.BufferedReader, told) -> Iterator[tuple[str, object]]:
+def _json_lines(name: str, file: io.BufferedReader, tick) -> Iterator[tuple[str, object]]:
     for number, line in enumerate(_lines(file), start=1):
         if number % ROWS == 0:
-            told()
+            tick()
         if line is not None and not line.strip():
             continue
         try:
@@ -120,12 +120,12 @@ def _too_long() -> Unreadable:
     return Unreadable("corrupt", f"expected a line of at most {LONGEST:,} bytes, got more")
 
 
-def _json_array(name: str, file: io.BufferedReader, told) -> Iterator[tuple[str, object]]:
+def _json_array(name: str, file: io.BufferedReader, tick) -> Iterator[tuple[str, object]]:
     number = 0
     try:
         for number, record in enumerate(elements(file, LONGEST), start=1):
             if number % ROWS == 0:
-                told()
+                tick()
             yield f"{name}, element {number}", record
     except (ValueError, RecursionError) as error:  # where the next element begins nobody knows
         raise ValueError(f"{name}: damaged JSON array after element {number}: {error}") from error

@@ -1,4 +1,4 @@
-"""Lengths to what packing would save: the same documents as padded batches, without padding, and as packed rows."""
+"""What packing would save, from lengths: the same documents as padded batches, padding-free and as packed rows."""
 
 from typing import NamedTuple
 
@@ -91,7 +91,7 @@ def layouts(lengths: torch.Tensor, *, capacity: int, batch_size: int, dp: int, o
     def rows_for_ranks(strategy: str, **options) -> po.Packing:
         try:
             return pack(strategy, bins_multiple_of=dp, **options)
-        except ValueError:  # not documents enough for a row on every rank: in the last step some have none
+        except ValueError:  # too few documents for a row on every rank: some ranks have none in the last step
             return pack(strategy, **options)
 
     in_order = pack("next_fit")  # keeps the order of arrival
@@ -114,7 +114,7 @@ def layouts(lengths: torch.Tensor, *, capacity: int, batch_size: int, dp: int, o
         return _Units((real * width).sum(1), (real * flops(width)).sum(1))
 
     def rows_of(packing: po.Packing) -> _Units:
-        """The end of a row attends to itself, like a document."""
+        """The padding at the end of a row attends to itself, like a document."""
         offsets = packing.bin_offsets.int()
         tokens = po.segment_sum(packing.lengths.double(), offsets)
         slots = tokens.clamp(min=capacity)
@@ -142,7 +142,7 @@ def _grouped_by_length(values: torch.Tensor, step: int) -> torch.Tensor:
 
 
 def _filled_rows(values: torch.Tensor, size: int) -> torch.Tensor:
-    """``[rows, size]``, the last one filled with 0; one row of what there is where size is more."""
+    """``[rows, size]``, the last row filled with 0; a single row if there are fewer than ``size`` values."""
     size = min(size, values.numel())
     return torch.nn.functional.pad(values, (0, -values.numel() % size)).view(-1, size)
 

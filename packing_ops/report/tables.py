@@ -4,11 +4,11 @@ import math
 
 WIDTH = 110  # of a terminal, or a file
 _NOTED = {"empty": "empty, left out", "no target": "without a target (labels all ignored, no answer), kept"}
-_BATCHES = {"padded": "padded", "length_grouped": "padded, like lengths", "padding_free": "padding-free"}
+_BATCHES = {"padded": "padded", "length_grouped": "padded, grouped by length", "padding_free": "padding-free"}
 
 
 def printable(text: str, most: int | None = None) -> str:
-    """``text`` of a file on one line: what a terminal would obey is written out, as in Python's strings.
+    """``text`` on one line, with control characters escaped as in Python's strings.
 
     Example:
         >>> print(printable("grün\\x1b[2J\\n"), printable("one hundred", most=3))
@@ -70,7 +70,7 @@ def conclusion(report: dict) -> str:
 
 
 def _speeds(layout: dict, other: dict) -> list[float]:
-    """Of ``layout``, in epochs of ``other``: by tokens and by flops."""
+    """How many times as fast an epoch of ``layout`` is as one of ``other``: by tokens and by flops, ascending."""
     return sorted(layout["epoch_time_ratio"][by] / other["epoch_time_ratio"][by] for by in ("tokens", "flops"))
 
 
@@ -148,7 +148,7 @@ def _layouts(report: dict) -> None:
             row += [f"{layout['flop_balance']:.1%}", f"{as_packed:.1%}"]
     _table(f"Layouts: packed rows of {settings['capacity']:,} slots; a step is {step}", header, rows)
     _table(
-        "Estimated time of the padded batches / of this layout (above 1: faster than padded)",
+        "Estimated speed relative to the padded batches (above 1: faster)",
         ["", "step, by tokens", "step, by flops", "epoch, by tokens", "epoch, by flops"],
         [
             [
@@ -168,7 +168,7 @@ def _layouts(report: dict) -> None:
             "A step takes as long as its slowest rank."
         )
     print(
-        f"like lengths: sorted inside of groups of 50 steps, as transformers' group_by_length does.\n"
+        f"grouped by length: sorted inside groups of 50 steps, as transformers' group_by_length does.\n"
         f"by tokens: time in proportion to the slots; by flops: to a*L + b*L^2 for L slots that attend to each other,\n"
         f"a = 12 * hidden_size = {model['a']:,.0f}, b = {model['b']:g} (dense causal decoder)."
     )
