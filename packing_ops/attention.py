@@ -2,8 +2,8 @@
 
 q is ``[total_q, num_q_heads, head_dim]``, k and v are ``[total_k, num_kv_heads, head_dim]``; document ``i`` owns rows
 ``cu_seqlens[i] : cu_seqlens[i + 1]``. Scores are ``softmax_scale * q.k``, then ``softcap * tanh(score / softcap)``.
-With n queries and m keys in a document, query i stands at key i + m - n and sees the keys from ``left`` before that
-place to ``right`` after it (-1: open; causal: right is 0).
+With n queries and m keys in a document, query i stands at key i + m - n and sees the keys from ``left`` before to
+``right`` after that position (-1: all; causal: right is 0).
 
 What holds on every device:
     A document's out, lse and gradients are the same to the bit alone or in any pack, and from run to run.
@@ -89,13 +89,14 @@ def varlen_attention(
         cu_seqlens_q: int32 ``[num_documents + 1]`` (int64 is copied in each call); zero-length documents may stand
             anywhere.
         cu_seqlens_k: the same for k and v; without it ``cu_seqlens_q``.
-        causal: query i sees no key after its own place.
+        causal: a query sees no key after its own position.
         softmax_scale: without it ``head_dim ** -0.5``.
-        window_size: (left, right) keys seen beside the own place, -1 for all; w keys with itself is ``(w - 1, 0)``.
+        window_size: (left, right), how many keys are seen before and after its own position, -1 for all. A causal
+            window of w keys, its own included, is ``(w - 1, 0)``.
         softcap: bound of the scores, 0 or inf for none.
         sinks: ``[num_q_heads]``, one more score per head that takes part in the denominator only.
-        plan: what attention_plan made for these lengths and heads; without it one is made, and kept with cu_seqlens,
-            so that layers that get the same tensors share it.
+        plan: from attention_plan for these lengths and heads; without it one is made, and kept with cu_seqlens, so that
+            layers called with the same tensors share it.
         return_lse: also return the log of each denominator, sink included.
         layout: ``"thd"`` ``[total, num_heads, head_dim]``; ``"bhsd"`` ``[1, num_heads, total, head_dim]``, heads first, as
             models of transformers hold them; ``"bshd"`` ``[1, total, num_heads, head_dim]``, as flash-attn does. Three
@@ -104,13 +105,12 @@ def varlen_attention(
 
     Returns:
         out like q, contiguous, and with ``return_lse`` lse ``[num_q_heads, total_q]``, float32 (float64 for float64).
-        Of both layouts with a batch out is ``[1, total_q, num_q_heads, head_dim]``, and the gradients lie in memory as
-        out does.
+        In the layouts with a batch out is ``[1, total_q, num_q_heads, head_dim]``, and gradients have its memory order.
         Rows past ``cu_seqlens_q[-1]`` and rows that see no key have out 0 and lse -inf (the sink, where there is one
         and the row belongs to a document); their gradients are 0. float32 inside, float64 for float64. No
         synchronisation. Work: 4 * head_dim operations per visible pair of query and key and head, 2.5 times that in
-        backward (3.5 times in documents of more than 4096 keys). torch's FlopCounterMode counts the 4 and the 2.5 times
-        that for the documents that cu_seqlens tells (a synchronisation), of fake tensors for one of all rows.
+        backward (3.5 times in documents of more than 4096 keys). torch's FlopCounterMode counts 4 and 2.5 times that,
+        document by document, which synchronises; fake tensors count as one document.
 
     Example:
         >>> q = k = torch.zeros(3, 1, 2)
@@ -149,13 +149,13 @@ def varlen_attention(
 
 
 def _wide(sinks):
-    """One of another floating dtype as float32; a complex one is the op's to refuse."""
+    """As float32, unless float64; a complex one is left for the op to refuse."""
     check_tensor(sinks, "sinks")
     return sinks if sinks.dtype == torch.float64 or sinks.is_complex() else sinks.float()
 
 
 def _layout_of(q, k, layout, same_documents: bool) -> str:
-    """The caller's word, or what the shapes leave no doubt of; a wrong one of q is the op's to name."""
+    """``layout``, or the one that the shapes allow; a q of a wrong shape is left for the op to refuse."""
     if layout is not None:
         if layout not in LAYOUTS:
             raise ValueError(f"layout: expected 'thd', 'bhsd' or 'bshd', got {layout!r}")
@@ -191,7 +191,7 @@ def attention_plan(
     causal: bool = True,
     window_size: tuple[int, int] = (-1, -1),
 ) -> torch.Tensor:
-    """The work-list of a packed batch on a GPU: made once, used by every layer's forward and backward.
+    """The work list of a packed batch on a GPU: made once, used by the forward and backward of every layer.
 
     Args:
         cu_seqlens_q, cu_seqlens_k, causal, window_size: as varlen_attention.
@@ -199,10 +199,10 @@ def attention_plan(
         num_heads, num_kv_heads, head_dim: of the calls that will use it.
 
     Returns:
-        int32, its size independent of the lengths; empty on the CPU. One kernel, no synchronisation. A plan is right
-        for the values of cu_seqlens at the time: make it again when they change (inside a CUDA graph, capture this
-        call too). It holds a copy of them; each forward and backward compares, and other values are a ValueError in a
-        later call.
+        int32, its size independent of the lengths; empty on the CPU. One kernel, no synchronisation. A plan is valid
+        only for the values of cu_seqlens that it was made from: make it again when they change (for a CUDA graph,
+        capture this call too). Each forward and backward compares them with its copy; other values are a ValueError in
+        a later call.
 
     Example:
         >>> cu_seqlens = torch.tensor([0, 2, 3], dtype=torch.int32)
@@ -282,7 +282,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
-    """varlen_attention under flash-attn's name and signature, for code that imports it.
+    """varlen_attention under flash-attn's name and signature, for code written for it.
 
     Args:
         q, k, v: ``[total, num_heads, head_dim]``.

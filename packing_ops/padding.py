@@ -1,8 +1,8 @@
-"""Taking padding out of a batch and putting it back.
+"""Take padding out of a batch and put it back.
 
-A slot of a padded batch ``[batch, seqlen]`` is real where attention_mask is not zero, wherever that is: padding may be
-left, right, on both sides or in between. ``indices`` int64 ``[total]`` names the real slots, row by row, as numbers in
-``[0, batch * seqlen)``; packed row ``i`` is padded row ``indices[i]``.
+A slot of a padded batch ``[batch, seqlen]`` is real where attention_mask is not zero: padding may be left, right, on
+both sides or in between. ``indices`` int64 ``[total]`` has the numbers of the real slots, row by row, in
+``[0, batch * seqlen)``: packed slot ``i`` is slot ``indices[i]`` of the padded batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -104,7 +104,7 @@ def unpad_inputs(
 
     Args:
         tensors: name to ``[batch, seqlen, ...]``; dtypes and trailing dimensions may differ.
-        others: as unpad_input.
+        Others: as unpad_input.
 
     Returns:
         As unpad_input, with a dict of ``[total, ...]`` tensors in front. At most one synchronisation on CUDA, none

@@ -73,9 +73,9 @@ def apply_rotary_qk(
         sections: pairs per chunk of frequencies, summing to rotary_dim / 2 (multimodal rope; Qwen2-VL's
             ``mrope_section``). ``position_ids``, or the gathered tables, then have 3 or 4 rows in front
             (``[3, batch, seqlen]``), and chunk i takes its angles from row ``i % rows``.
-        rotary_dim: elements of a head that turn; the rest is copied. By default head_dim if tables have
-            ``head_dim / 2`` entries, else as many as there are entries. Needed where that guess is wrong: full
-            tables of half the head, half tables of less than the head.
+        rotary_dim: elements of a head that are rotated; the rest is copied. By default head_dim if the tables have
+            ``head_dim / 2`` entries, else as many as there are entries. Give it where that guess is wrong: tables of an
+            entry per element for half a head, or of an entry per pair for less than a head.
 
     Tables of rotary_dim / 2 entries have one per pair. Tables of rotary_dim entries have one per element: the first
     element of a pair uses the entry at its own place and the second that at its own, so half-split tables are

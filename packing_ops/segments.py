@@ -1,8 +1,8 @@
 """Numbers per document of a packed row: sums, means and deviations of what its slots hold, and the way back to the slots;
 advantages and returns, which run through a document's slots from its end.
 
-cu_seqlens is as in packing_ops.boundaries. A group of documents is the same one level up: the boundaries of prompts
-among samples, say, over one reward a sample.
+cu_seqlens is as in packing_ops.boundaries. The same functions serve groups of documents: with one reward per sample as
+values and the boundaries of the prompts as cu_seqlens, segment_mean gives the mean reward of each prompt.
 """
 
 from numbers import Real
@@ -35,14 +35,14 @@ def segment_sum(
     Args:
         values: float32, float64, bfloat16 or float16 ``[total, ...]``; each number of a slot is summed on its own. A
             packed row ``[1, total]`` is ``values[0]``.
-        cu_seqlens: int32 ``[num_documents + 1]``.
-        mask: ``[total]``, bool, integer or floating; slots where it is 0 are left out, whatever they hold.
+        cu_seqlens: int32 or int64 ``[num_documents + 1]``.
+        mask: ``[total]``, bool, integer or floating; slots where it is 0 are left out, even NaN.
         average: divide by the number of slots kept, as segment_mean does.
 
     Returns:
-        ``[num_documents, ...]``, float64 for float64 values, else float32; 0 for a document without slots. Slots after
-        the last document are in none. No synchronisation. Deterministic: the order of additions depends on the
-        document's own length alone, and on whether a slot is one number or several.
+        ``[num_documents, ...]``, float64 for float64 values, else float32; 0 for a document without slots. Padding
+        after the last document is left out. No synchronisation. Deterministic: the order of additions depends only on
+        the length of the document and on whether a slot holds one number or several.
 
     Example:
         >>> segment_sum(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 2, 3], dtype=torch.int32))
@@ -85,9 +85,9 @@ def segment_std(
     Args:
         values: float32, float64, bfloat16 or float16, ``[total]`` or ``[1, total]``.
         cu_seqlens: int32 or int64 ``[num_documents + 1]``.
-        mask: as many elements as ``values``, 0 = left out, whatever the value is there.
-        correction: the sum of squares is divided by the number of values less this: 1 as torch.std has it, 0 for the
-            population.
+        mask: as many elements as ``values``; slots where it is 0 are left out, even NaN.
+        correction: the sum of squares is divided by the number of values minus this: 1 as in torch.std, 0 for the
+            deviation of the population.
 
     Returns:
         ``[num_documents]``, float64 for float64 values, else float32. 0 where no more than ``correction`` values are
@@ -106,8 +106,8 @@ def segment_std(
         tensor([-1.0000,  0.0000,  1.0000,  0.0000,  0.0000])
 
     Raises:
-        ValueError: values or a mask of another shape or dtype, cu_seqlens that are none or end past the values, a
-            correction below 0.
+        ValueError: values, a mask or cu_seqlens of another shape or dtype, cu_seqlens past the values, a correction
+            below 0.
     """
     check_cu_seqlens(cu_seqlens)
     check_tensor(values, "values")
@@ -117,7 +117,7 @@ def segment_std(
     if not isinstance(correction, Real) or not correction >= 0:
         raise ValueError(f"correction: expected a number of at least 0, got {correction!r}")
     total = values.numel()
-    # Of slots after the documents too: a NaN there would be one in the gradient.
+    # Padding after the documents too: a NaN there would reach the gradient.
     left_out = segment_broadcast(values.new_ones(cu_seqlens.numel() - 1), cu_seqlens, total) == 0
     if mask is not None:
         kept = is_set(mask, "mask")
@@ -131,7 +131,7 @@ def segment_std(
     few = count <= correction
     squares = _ops.segment_sum(deviations.square(), cu_seqlens, None, False)
     variance = squares / (count - correction).masked_fill(few, 1.0)
-    # What rounding leaves of equal values is no spread. A square root has no gradient at 0.
+    # Equal values may differ from their mean by rounding: their deviation is 0. And sqrt has no gradient at 0.
     none = few | (variance <= (1e-14 * mean.detach()).square())
     std = variance.masked_fill(none, 1.0).sqrt().masked_fill(none, 0.0)
     return std if values.dtype == torch.float64 else std.float()
@@ -158,7 +158,7 @@ def segment_broadcast(values: torch.Tensor, cu_seqlens: torch.Tensor, total: int
         tensor([ True,  True, False])
 
     Raises:
-        ValueError: not one value per document, cu_seqlens that are none or end past ``total``.
+        ValueError: not one value per document, cu_seqlens of another shape or dtype or past ``total``.
     """
     check_cu_seqlens(cu_seqlens)
     check_tensor(values, "values")

@@ -1,1 +1,1 @@
-"""Seams to host libraries, one module per host. Nothing is imported here, and nothing else imports these."""
+"""Adapters for other libraries, a module or folder each. Nothing is imported here; the rest of packing_ops needs none."""
