@@ -384,9 +384,9 @@ def flash_attn_func(
         raise ValueError(f"k: expected a batch of {q.shape[0]} like q, got {list(k.shape)}")
     if v.shape != k.shape:
         raise ValueError(f"v: expected {list(k.shape)} like k, got {list(v.shape)}")
-    places = _recent.dense_cu_seqlens(q, "q"), _recent.dense_cu_seqlens(k, "k"), q.shape[1], k.shape[1]
+    seqlens_args = _recent.dense_cu_seqlens(q, "q"), _recent.dense_cu_seqlens(k, "k"), q.shape[1], k.shape[1]
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, True
-    out, lse, _ = flash_attn_varlen_func(*(t.flatten(0, 1) for t in (q, k, v)), *places, *options)
+    out, lse, _ = flash_attn_varlen_func(*(t.flatten(0, 1) for t in (q, k, v)), *seqlens_args, *options)
     out, lse = out.view(q.shape), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
     return (out, lse, None) if return_attn_probs else out
 

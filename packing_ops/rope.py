@@ -78,7 +78,7 @@ def apply_rotary_qk(
             entry per element for half a head, or of an entry per pair for less than a head.
 
     Tables of rotary_dim / 2 entries have one per pair. Tables of rotary_dim entries have one per element: the first
-    element of a pair uses the entry at its own place and the second that at its own, so half-split tables are
+    element of a pair uses the entry at its own index, the second that at its own, so half-split tables are
     transformers' ``cat(freqs, freqs)`` and interleaved ones repeat entries (``repeat_interleave(freqs, 2)``).
 
     Returns:

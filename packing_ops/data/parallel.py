@@ -94,14 +94,14 @@ def thd_partition_indices(
         raise ValueError(f"total: expected a multiple of 2 * cp_size = {chunks}, got {total}")
     rows, own = total // cp_size, cu_seqlens // cp_size
     document = seq_idx_from_cu_seqlens(own, rows)
-    place = position_ids_from_cu_seqlens(own, rows)
+    position = position_ids_from_cu_seqlens(own, rows)
     # What follows the last document is one more.
     starts = torch.nn.functional.pad(cu_seqlens, (0, 1), value=total).long()
     lengths = starts.diff()
     chunk = (lengths // chunks)[document]
-    # The second chunk's number is 2 * cp_size - 1 - cp_rank, and its first token is `chunk` places on in this rank.
-    skipped = chunk * torch.where(place < chunk, cp_rank, chunks - 2 - cp_rank)
-    index = starts[document] + place + skipped
+    # The second chunk's number is 2 * cp_size - 1 - cp_rank, and its first token is `chunk` slots on in this rank.
+    skipped = chunk * torch.where(position < chunk, cp_rank, chunks - 2 - cp_rank)
+    index = starts[document] + position + skipped
     return index.masked_fill((lengths % chunks != 0)[document], total)
 
 

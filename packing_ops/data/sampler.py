@@ -168,7 +168,7 @@ class PackedBatchSampler(Sampler[list[int]]):
     @cached_property
     def _identity(self) -> dict[str, int | str | None]:
         """All that the batches of an epoch are made from."""
-        places = torch.arange(1, self.lengths.numel() + 1, device="cpu")
+        weights = torch.arange(1, self.lengths.numel() + 1, device="cpu")
         return {
             "seed": self.seed,
             "capacity": self.capacity,
@@ -179,7 +179,7 @@ class PackedBatchSampler(Sampler[list[int]]):
             "overlong": self.overlong,
             "drop_last": self.drop_last,
             "num_sequences": self.lengths.numel(),
-            "lengths_checksum": int((self.lengths * places).sum()),
+            "lengths_checksum": int((self.lengths * weights).sum()),
         }
 
     def _of_epoch(self) -> tuple[list[list[int]], list[int]]:

@@ -14,7 +14,7 @@ _OVERLONG = {"bfd": "truncate", "bfd_split": "split"}
 _TRL_CHUNK = 1000  # rows that TRL packs at a time: the default batch_size of Dataset.map
 _PARAMETERS = ["dataset", "seq_length", "strategy", "map_kwargs"]
 
-_stock_pack_dataset = None  # TRL's own, while ours stands in its place
+_stock_pack_dataset = None  # TRL's own, while patched
 
 
 def register(name: str = "packing_ops") -> None:

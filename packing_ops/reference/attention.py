@@ -29,16 +29,16 @@ def varlen_attention(
 
 def visible(num_q, num_k, causal, window_size, device=None):
     """bool [num_q, num_k]: query i stands at key i + num_k - num_q."""
-    place = torch.arange(num_q, device=device)[:, None] + num_k - num_q
+    key_pos = torch.arange(num_q, device=device)[:, None] + num_k - num_q
     key = torch.arange(num_k, device=device)[None, :]
     left, right = window_size
     seen = torch.ones(num_q, num_k, dtype=torch.bool, device=device)
     if causal:
-        seen &= key <= place
+        seen &= key <= key_pos
     if left >= 0:
-        seen &= key >= place - left
+        seen &= key >= key_pos - left
     if right >= 0:
-        seen &= key <= place + right
+        seen &= key <= key_pos + right
     return seen
 
 

@@ -68,9 +68,9 @@ def flash_attn_varlen_func(
         NotImplementedError, ValueError: as packing_ops.flash_attn_varlen_func.
     """
     window_size = _window(window_size, causal)
-    places = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    seqlens_args = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return packing_ops.flash_attn_varlen_func(q, k, v, *places, *options, block_table)
+    return packing_ops.flash_attn_varlen_func(q, k, v, *seqlens_args, *options, block_table)
 
 
 def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args, **kwargs) -> Attended:
@@ -87,8 +87,8 @@ def flash_attn_varlen_qkvpacked_func(
     qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, *args, **kwargs
 ) -> Attended:
     """flash_attn_varlen_func of ``qkv[:, 0 to 2]``, qkv ``[total, 3, num_heads, head_dim]``. Nothing is copied."""
-    places = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    return flash_attn_varlen_func(*_parts("qkv", qkv, 4, 1, 3), *places, *args, **kwargs)
+    seqlens_args = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    return flash_attn_varlen_func(*_parts("qkv", qkv, 4, 1, 3), *seqlens_args, *args, **kwargs)
 
 
 def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args, **kwargs) -> Attended:

@@ -1,4 +1,4 @@
-"""``PackingDotProductAttention``: varlen attention in the place of megatron-core's core attention."""
+"""``PackingDotProductAttention``: varlen attention as the core attention of megatron-core."""
 
 import torch
 import torch.nn.functional as F

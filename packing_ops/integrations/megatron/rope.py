@@ -18,7 +18,7 @@ from packing_ops import apply_rotary_qk, position_ids_from_cu_seqlens
 from packing_ops._recent import kept_with
 from packing_ops.data.parallel import thd_partition_indices
 
-_stock = {}  # what was there before, by (owner, name), while ours stands in its place
+_stock = {}  # (owner, name): what patch_rope replaced
 
 
 def patch_rope() -> None:
@@ -82,7 +82,7 @@ def fused_apply_rotary_pos_emb(
     *,
     mscale: float = 1.0,
 ) -> torch.Tensor:
-    """Rotate sbhd heads by the angles of their places.
+    """Rotate sbhd heads by the angles of their positions.
 
     Args:
         t: ``[seqlen, batch, num_heads, head_dim]``.
@@ -197,7 +197,7 @@ def _post_init(self):
 
 
 def _rotated(q, k, freqs, interleaved, mscale):
-    """sbhd q and k (or None) by the angles of their places."""
+    """sbhd q and k (or None) by the angles of their positions."""
     seqlen = q.shape[0]
     if freqs.shape[0] < seqlen:
         raise ValueError(f"freqs: expected at least {seqlen} places for sbhd, got {list(freqs.shape)}")

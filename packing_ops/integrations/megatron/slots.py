@@ -1,4 +1,4 @@
-"""Which token of a padded batch every slot of the packed row holds."""
+"""Which slot of a padded batch each slot of the packed row is copied from."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -23,7 +23,7 @@ def source_of_slots(
     attention_mask: torch.Tensor,
     sub_seq_lengths: Sequence[Sequence[int]] | None,
 ) -> torch.Tensor:
-    """int64 ``[total]``: for every slot of the packed row its place in the flattened batch, -1 for padding.
+    """int64 ``[total]``: for every slot of the packed row its slot in the flattened batch, -1 for padding.
 
     Args:
         cu_seqlens: int32 ``[num_documents + 1]``, where the documents' slots begin in the packed row.
@@ -31,14 +31,14 @@ def source_of_slots(
         attention_mask, sub_seq_lengths: of preprocess_packed_seqs. No synchronisation.
     """
     document = po.seq_idx_from_cu_seqlens(cu_seqlens, total)
-    place = po.position_ids_from_cu_seqlens(cu_seqlens, total)
+    position = po.position_ids_from_cu_seqlens(cu_seqlens, total)
     if sub_seq_lengths is None:
         indices, ends, _, _ = _ops.unpad_layout(attention_mask, None, False)
         lengths = ends.diff()
         fits = _fits("attention_mask", lengths, cu_seqlens)[document]
-        real = place < lengths[document]
-        place_in_batch = indices[(ends[document] + place).where(real, 0)]
-        return torch.where(real, place_in_batch.where(fits, attention_mask.numel()), -1)
+        real = position < lengths[document]
+        slot_in_batch = indices[(ends[document] + position).where(real, 0)]
+        return torch.where(real, slot_in_batch.where(fits, attention_mask.numel()), -1)
     batch, seqlen = attention_mask.shape
     if len(sub_seq_lengths) != batch:
         raise ValueError(f"sub_seq_lengths: expected one list per row = {batch}, got {len(sub_seq_lengths)}")
@@ -55,10 +55,10 @@ def source_of_slots(
     fits = _fits("sub_seq_lengths", lengths, cu_seqlens)
     # A row's documents follow each other in the packed row as they do in theirs.
     column = cu_seqlens[:-1] - cu_seqlens[first[row]]
-    place_in_batch = (row * seqlen + column)[document] + place
-    real = place < lengths[document]
+    slot_in_batch = (row * seqlen + column)[document] + position
+    real = position < lengths[document]
     right = (fits & (column + lengths <= seqlen))[document]
-    right = right & (attention_mask.reshape(-1)[place_in_batch.where(real & right, 0)] != 0)
+    right = right & (attention_mask.reshape(-1)[slot_in_batch.where(real & right, 0)] != 0)
     marked = (attention_mask != 0).sum()
     if right.is_cpu and not right[real].all():
         wrong = int(document[real & ~right][0])
@@ -71,12 +71,12 @@ def source_of_slots(
         raise ValueError(
             f"sub_seq_lengths: expected the {int(marked)} tokens that attention_mask marks, got {sum(tokens)}"
         )
-    # What does not agree on a GPU becomes a place past the batch, which the gather and the scatter report.
-    return torch.where(real, place_in_batch.where(right & (marked == sum(tokens)), batch * seqlen), -1)
+    # What does not agree on a GPU becomes a slot past the batch, which the gather and the scatter report.
+    return torch.where(real, slot_in_batch.where(right & (marked == sum(tokens)), batch * seqlen), -1)
 
 
 def _fits(name: str, lengths: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """bool ``[num_documents]``: all of a document's tokens have a slot. Said here on the CPU, by the gather on a GPU."""
+    """bool ``[num_documents]``: the document has enough slots. Raises on the CPU; on a GPU the gather does."""
     if len(lengths) != len(cu_seqlens) - 1:
         raise ValueError(
             f"{name}: expected the {len(cu_seqlens) - 1} documents of packed_seq_params, got {len(lengths)}"
