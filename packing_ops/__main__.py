@@ -81,7 +81,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--capacity", type=positive, default=4096, help="tokens of a packed row (default: %(default)s)")
     add("--batch-size", type=positive, default=8, help="documents per padded batch and rank (default: %(default)s)")
     add("--dp", type=positive, default=1, help="data-parallel ranks (default: %(default)s)")
-    add("--overlong", choices=OVERLONG, default="truncate", help="if over the capacity (default: %(default)s)")
+    add("--overlong", choices=OVERLONG, default="truncate", help="documents over the capacity (default: %(default)s)")
     add("--hidden-size", type=positive, default=4096, help="of the model, to estimate FLOPs (default: %(default)s)")
     add("--plot", type=writable, metavar="PNG", help="also draw the report")
     add("--json", type=writable, metavar="JSON", help="also write every number")

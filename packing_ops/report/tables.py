@@ -4,7 +4,7 @@ import math
 
 WIDTH = 110  # of a terminal, or a file
 _NOTED = {"empty": "empty, left out", "no target": "without a target (labels all ignored, no answer), kept"}
-_BATCHES = {"padded": "padded", "length_grouped": "padded, grouped by length", "padding_free": "padding-free"}
+_BATCHES = {"padded": "padded", "length_grouped": "grouped by length", "padding_free": "padding-free"}
 
 
 def printable(text: str, most: int | None = None) -> str:
