@@ -321,7 +321,7 @@ def _token_logps(hidden, weight, bias, targets, inv_temperature, chunk, entropy,
 
 
 def _add_up_ranks(state, group) -> None:
-    """Online softmax over the ranks: raise every rank's sums to the largest logit of all, then add them."""
+    """Each rank's sums over the largest logit of all ranks, added."""
     from torch.distributed import ReduceOp, all_reduce
 
     own = state[0].clone()

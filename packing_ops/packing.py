@@ -29,8 +29,7 @@ class Packing:
         item_indices: int64 ``[num_pieces]``, the sequence (index into the lengths) of each piece.
         starts: int64 ``[num_pieces]``, first token of the piece inside its sequence.
         lengths: int64 ``[num_pieces]``, tokens of the piece, not aligned.
-        dropped, split, truncated, own: int64, ascending: sequences over the capacity, by what was done with them
-            (``own``: given a bin of their own).
+        dropped, split, truncated, own: int64, ascending: sequences over the capacity, by what became of them.
         num_tokens: tokens in bins.
         lost_tokens: tokens that are in no bin, from dropped sequences and truncated ends.
         lower_bound: no packing of these pieces has fewer bins.

@@ -1,6 +1,7 @@
 """packing_ops.data.batches: dummy rows, slices and choices of rows."""
 
 import copy
+import doctest
 import itertools
 
 import numpy as np

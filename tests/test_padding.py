@@ -1,5 +1,7 @@
 """packing_ops.padding against packing_ops.reference.padding."""
 
+import doctest
+
 import pytest
 import torch
 from helpers import MASK_DTYPES, assert_same, drawn_mask, mask_of, masks, non_contiguous
@@ -7,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import packing_ops as po
-from packing_ops import _ops
+from packing_ops import _ops, padding
 from packing_ops.reference import padding as oracle
 
 ops = torch.ops.packing_ops

@@ -1,14 +1,14 @@
 """Losses that do not depend on how a batch was cut: padded or packed, in any micro-batches, on any number of ranks.
 
-Two rules: sums are per document; and the divisor is counted once over the whole batch of the optimizer step, never over
-one micro-batch.
+Two rules make that so. Sums are per document, so that no token counts for a neighbour; and what the sum is divided by
+is counted once over the whole batch of the optimizer step, before it is cut, never over the part at hand.
 """
 
 import torch
 import torch.nn.functional as F
 
 from packing_ops._args import check_real, described, integer, is_set
-from packing_ops.boundaries import cu_seqlens_of_rows, shift_labels
+from packing_ops.boundaries import shift_labels
 from packing_ops.segments import segment_sum
 
 
@@ -147,4 +147,5 @@ def _at_least_float32(values: torch.Tensor) -> torch.Tensor:
 
 
 def _one_document_per_row(slots: torch.Tensor) -> torch.Tensor:
-    return cu_seqlens_of_rows(slots.shape[:-1].numel(), slots.shape[-1], slots.device)
+    seqlen = slots.shape[-1]
+    return torch.arange(slots.shape[:-1].numel() + 1, dtype=torch.int32, device=slots.device) * seqlen

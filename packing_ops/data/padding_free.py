@@ -22,8 +22,8 @@ class PaddingFreeCollator:
         return_position_ids: give ``position_ids``.
         return_seq_idx: give ``seq_idx``.
         separator_id: label of each document's first token, which nothing predicts.
-        max_seq_length: tokens of the row. A shorter one is padded at its end: input_ids pad_token_id, labels -100. The
-            padding is a document of its own in position_ids, seq_idx and cu_seq_lens, so that no other attends to it.
+        max_seq_length: tokens of the row. A shorter one is filled: input_ids pad_token_id, labels -100. The filling is
+            a segment of its own in position_ids, seq_idx and cu_seq_lens, so that no document attends to it.
         overlong: what happens to examples that are too many for max_seq_length, in their order:
             ``"error"``; ``"truncate"``: the row is cut there; ``"drop"``: examples that do not fit whole are left out.
             What is lost is counted in a warning.

@@ -30,7 +30,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         cost: what is made equal in a step: ``"tokens"``, ``"flops"`` or ``("flops", a, b)``, as in pack_sequences.
         alignment: a sequence occupies its length rounded up to a multiple of this.
         overlong: what happens to a sequence over the capacity: ``"error"``; ``"drop"``; ``"own"``, a batch of its own
-            that is longer; ``"truncate"``, counted as cut to the capacity: the collator must cut it.
+            that is longer; ``"truncate"``, counted as cut, which the collator must do.
         drop_last: where sequences are so few or so long that they cannot be shared out equally, the last step has an
             empty batch ``[]`` for some ranks, which still have to take part in it (see empty_like_batch). True: the
             sequences of such a step are left out of the epoch.
@@ -167,8 +167,8 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     @cached_property
     def _identity(self) -> dict[str, int | str | None]:
-        """All that the batches of an epoch are made from."""
-        weights = torch.arange(1, self.lengths.numel() + 1, device="cpu")
+        """What the batches of an epoch follow from."""
+        places = torch.arange(1, self.lengths.numel() + 1, device="cpu")
         return {
             "seed": self.seed,
             "capacity": self.capacity,
@@ -179,7 +179,7 @@ class PackedBatchSampler(Sampler[list[int]]):
             "overlong": self.overlong,
             "drop_last": self.drop_last,
             "num_sequences": self.lengths.numel(),
-            "lengths_checksum": int((self.lengths * weights).sum()),
+            "lengths_checksum": int((self.lengths * places).sum()),
         }
 
     def _of_epoch(self) -> tuple[list[list[int]], list[int]]:

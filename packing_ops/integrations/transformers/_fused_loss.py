@@ -1,7 +1,7 @@
-"""``fused_loss=True``: the loss of a causal language model from its hidden states, without the logits in memory.
+"""The loss of a causal language model from its hidden states: its logits are never there at once.
 
-In training with labels the head returns its input, the loss function gets these hidden states in place of the logits
-and calls chunked_cross_entropy, and logits of the output are None. In any other call the model is the stock one.
+In training with labels the head hands the hidden states on, the loss function gets them in place of the logits and
+calls chunked_cross_entropy, and the output has no logits (None). Else the model is the stock one.
 """
 
 import functools
@@ -17,17 +17,14 @@ _STATE = "_packing_ops_fused_loss"
 _HEAD = "self.lm_head("
 _LOSS = "self.loss_function("
 _BETWEEN = re.compile(r"\s*(loss = None|if labels is not None:|)\s*")
-_CAP = "self.config.final_logit_softcapping"  # of Gemma; None: no cap
+_CAP = "self.config.final_logit_softcapping"  # Gemma's; None is none
 _CAPPED = re.compile(
     rf"\s*(if {_CAP} is not None:|logits = logits / {_CAP}|logits = torch.tanh\(logits\)|logits = logits \* {_CAP})\s*"
 )
 
 
 class FusedLoss:
-    """State of one model.
-
-    active: a fused forward runs. hidden: what its head was given. had_own_loss: loss_function was set on the instance.
-    """
+    """Of one model: whether its head hands hidden states on right now, and which; whether it had a loss of its own."""
 
     def __init__(self, had_own_loss):
         self.active, self.hidden, self.had_own_loss = False, None, had_own_loss
@@ -48,13 +45,13 @@ def refusal(model: PreTrainedModel) -> str | None:
         return "its forward is wrapped already (fused_loss=False swaps the rest)"
     if getattr(model.loss_function, "__name__", None) != "ForCausalLMLoss":
         return "its loss_function is not transformers' ForCausalLMLoss (fused_loss=False swaps the rest)"
-    if not _logits_go_to_the_loss(type(model), getattr(model.config, "final_logit_softcapping", None) is not None):
+    if not _goes_straight(type(model), getattr(model.config, "final_logit_softcapping", None) is not None):
         return "its forward changes the logits before the loss (fused_loss=False swaps the rest)"
     return None
 
 
 def apply_to_model(model: PreTrainedModel) -> None:
-    """For a model whose ``refusal`` is None. A second call does nothing."""
+    """For a model that refusal(model) says nothing against. Twice is once. Outputs in training have logits None."""
     if is_fused(model):
         return
     state = model.__dict__[_STATE] = FusedLoss("_loss_function" in model.__dict__)
@@ -79,8 +76,8 @@ def revert_model(model: PreTrainedModel) -> None:
 
 
 @functools.cache
-def _logits_go_to_the_loss(cls, capped) -> bool:
-    """Whether the source of its forward passes what the head returns to the loss unchanged."""
+def _goes_straight(cls, capped) -> bool:
+    """Nothing is done between the head and the loss in its forward."""
     try:
         lines = inspect.getsource(cls.forward).splitlines()
     except (OSError, TypeError):
@@ -102,20 +99,20 @@ def _is_ours(forward) -> bool:
 def _forward(model, *args, **kwargs):
     state, stock = model.__dict__.get(_STATE), type(model).forward
     fused = state is not None and model.training and kwargs.get("labels") is not None
-    if not fused or kwargs.get("shift_labels") is not None or not _keeps_all(kwargs.get("logits_to_keep")):
+    if not fused or kwargs.get("shift_labels") is not None or not _whole(kwargs.get("logits_to_keep")):
         return stock(model, *args, **kwargs)
     state.active = True
     try:
         output = stock(model, *args, **kwargs)
         if isinstance(output, tuple):
             return tuple(each for each in output if each is not state.hidden)
-        output.logits = None  # they are the hidden states
+        output.logits = None  # hidden states
         return output
     finally:
         state.active, state.hidden = False, None
 
 
-def _keeps_all(logits_to_keep) -> bool:
+def _whole(logits_to_keep) -> bool:
     return logits_to_keep is None or (isinstance(logits_to_keep, int) and logits_to_keep == 0)
 
 

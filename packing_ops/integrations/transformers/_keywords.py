@@ -10,7 +10,7 @@ _NEAR = re.compile(
     r"cu(m|mulative)?_?seq(uence)?s?_?len(gth)?s?(_?(q|k|kv|padded))*"
     r"|((packed|sub)_?)?(seq|sequence|doc|document)s?_?len(gth)?s(_?(q|k|kv))?"
 )
-_found: dict[tuple, tuple] = {}  # not functools.cache, which torch.compile ignores
+_found: dict[tuple, tuple] = {}  # torch.compile would look through functools.cache
 
 
 def check_keywords(cls: type, kwargs: dict) -> None:

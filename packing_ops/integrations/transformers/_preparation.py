@@ -92,7 +92,7 @@ def _wrapped(original):
             raise ValueError(f"attention_mask: expected {slots} like the batch, got {list(mask.shape)}")
         if position_ids is None and call is not None:
             position_ids = call.position_ids
-        if cross or not _fits(position_ids, slots[1]) or config.model_type in _call.OTHER_POSITIONS:
+        if cross or not _about(position_ids, slots[1]) or config.model_type in _call.OTHER_POSITIONS:
             position_ids = None
         if call is not None:
             call.take_numbers(numbers)
@@ -114,5 +114,5 @@ def _wrapped(original):
     return prepare
 
 
-def _fits(position_ids, q_length):
+def _about(position_ids, q_length):
     return isinstance(position_ids, torch.Tensor) and position_ids.dim() == 2 and position_ids.shape[1] == q_length

@@ -57,7 +57,7 @@ def find_layout(query, cu_seqlens=(None, None), padding=None, position_ids=None,
         cu_seqlens: for queries and for keys, int32 or int64 ``[num_documents + 1]``.
         padding: ``[batch, seqlen]``, 0 is padding; bool, or the number of each token's document from 1 on.
         position_ids: ``[batch or 1, seqlen]``; a document starts in each row and where they stop growing.
-        layer: number of the calling layer; None for the first of a forward.
+        layer: number of the layer that asks, None for the first of a forward.
     """
     batch, _, seqlen, _ = query.shape
     if position_ids is not None and (position_ids.dim() != 2 or position_ids.shape[1] != seqlen):

@@ -54,10 +54,10 @@ def apply_packing_ops(
             the default of new models.
         rms_norm: RMSNorm modules call torch.nn.functional.rms_norm. In bf16 and fp16 the stock formula of Llama, Qwen
             and Mistral rounds the normalised value and then its product with the weight; this one rounds once. Gemma
-            and gpt-oss round once either way; Gemma's ``1 + weight`` stays in fp32. Dtypes of results do not change.
-        fused_loss: for an instance only. In training with labels the loss is chunked_cross_entropy of hidden states: the
-            logits are never in memory, and the output's are None. Not for trainers that read them, as TRL's SFTTrainer
-            does for its metrics. Apply before accelerate or others wrap the model's forward.
+            and gpt-oss round once either way; Gemma's ``1 + weight`` stays in fp32. Dtypes of results are the stock's.
+        fused_loss: of an instance: in training with labels the loss is chunked_cross_entropy of the hidden states. The
+            logits of all tokens are never in memory, and the output's are None: who reads them in training, as TRL's
+            SFTTrainer does for its metrics, cannot have it. Apply before accelerate or others wrap the model's forward.
         fp32_cos_sin: keep cos and sin in fp32 where the model casts them to its own dtype.
         strict: raise, and change nothing, if any option cannot be applied. Otherwise what can be is swapped, and a
             warning names what is left.
