@@ -1,5 +1,13 @@
 """packing_ops: padding, packing, boundaries, RoPE, varlen attention and log-probabilities for packed training.
 
+A packed row is documents end to end. cu_seqlens (cumulated lengths, int32 ``[num_documents + 1]``) tells where they
+are; PackedMetadata holds it with all that is made from it.
+
+Subpackages:
+    data: collators, samplers, mini-batches and losses.
+    integrations: transformers, trl, megatron, unsloth, flash_attn, open_instruct.
+    reference: the ops in plain torch, which the tests compare with.
+
 Without a compiled library (macOS, a clone that was not built) packing_ops.data and what it needs run in plain torch, slower;
 every other op says what is missing.
 """

@@ -1,7 +1,6 @@
 """packing_ops.data.batches: dummy rows, slices and choices of rows."""
 
 import copy
-import doctest
 import itertools
 
 import numpy as np
@@ -397,10 +396,6 @@ def test_indices_may_be_any_integers(indices):
 def test_fractions_are_no_numbers_of_rows(call):
     with pytest.raises(TypeError, match=r"(multiple|indices): expected an integer, got 1\.[05]"):
         call()
-
-
-def test_examples_of_the_docstrings():
-    assert doctest.testmod(batches).failed == 0
 
 
 def test_padding_functions_are_here_too():

@@ -1,7 +1,5 @@
 """packing_ops.padding against packing_ops.reference.padding."""
 
-import doctest
-
 import pytest
 import torch
 from helpers import MASK_DTYPES, assert_same, drawn_mask, mask_of, masks, non_contiguous
@@ -9,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import packing_ops as po
-from packing_ops import _ops, padding
+from packing_ops import _ops
 from packing_ops.reference import padding as oracle
 
 ops = torch.ops.packing_ops
@@ -61,14 +59,6 @@ def test_unused_slots_are_packed_but_not_counted_as_used(device):
     assert packed.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert indices.tolist() == [0, 1, 2, 3, 4]
     assert (cu_seqlens.tolist(), max_seqlen, seqused.tolist()) == ([0, 3, 5], 3, [2, 1])
-
-
-def test_docstring_examples():
-    names = {name: getattr(padding, name) for name in dir(padding)}
-    flags = doctest.NORMALIZE_WHITESPACE
-    result = doctest.testmod(padding, extraglobs={"torch": torch, **names}, optionflags=flags)
-    assert result.attempted >= 4
-    assert result.failed == 0
 
 
 @given(
