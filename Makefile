@@ -42,15 +42,15 @@ demo-data: build  ## mini-batches for RL, and batches collated one step ahead
 	@$(BIN)/python examples/rl_mini_batches.py
 	@$(BIN)/python examples/async_sft.py --device auto
 
-# The emulator needs no package: it is compiled while they are installed. A process more than there are cores, up to 5:
-# some tests wait for processes of their own. Each takes tests from the others.
+# The emulator needs no package: it is compiled while they are installed. Test processes take tests from each other; each
+# imports what takes half a minute, so there are few.
 test:  ## builds, lints, runs every test
 	@$(MAKE) --no-print-directory -j3 lint build emulator
-	$(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --maxprocesses 5 --dist worksteal --durations 20
+	$(BIN)/python -m pytest -n $$(nproc) --maxprocesses 4 --dist worksteal --durations 20
 
 # TORCH=torch==2.14.1: in that one. An environment of its own.
 test-newest: build .venv-newest/.ready  ## the tests in the newest torch, with the library as it is built
-	.venv-newest/bin/python -m pytest -n $$(($$(nproc) + 1)) --maxprocesses 5 --dist worksteal
+	.venv-newest/bin/python -m pytest -n $$(nproc) --maxprocesses 4 --dist worksteal
 
 lint: .venv/.ready  ## ruff and clang-format
 	$(BIN)/ruff check .

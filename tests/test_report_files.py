@@ -5,13 +5,12 @@ import io
 import json
 import os
 import re
-import subprocess
-import sys
 import threading
 import tracemalloc
 from contextlib import suppress
 from pathlib import Path
 
+import fresh_process
 import pytest
 from report_case import CHAT, LENGTHS, RECORDS, write_lines
 
@@ -231,16 +230,29 @@ def test_parquet_in_a_pipe_is_named(tmp_path, capsys):
     assert re.search(r"error: /dev/fd/\d+: expected a file for Parquet, .* got a pipe", capsys.readouterr().err)
 
 
+# What `cat a.gz | python -m packing_ops report FILE` and `... report <(cat a.gz)` run.
+REPORT_OF_A_PIPE = """
+import os, subprocess, sys
+cat = subprocess.Popen(["cat", "a.gz"], stdout=subprocess.PIPE)
+pipe = cat.stdout.fileno()
+file = sys.argv[1]
+if file == "SUBSTITUTION":
+    file = f"/dev/fd/{pipe}"
+else:
+    os.dup2(pipe, 0)
+    sys.stdin = open(0)
+from packing_ops.__main__ import main
+sys.exit(main(["report", "--json", "r.json", file]))
+"""
+
+
 @pytest.mark.parametrize("how", ["-", "/dev/stdin", "substitution", "gzip, -", "gzip, file", "gzip, substitution"])
 def test_stdin_pipes_and_gzip_are_read(tmp_path, how):
     text = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
     data = gzip.compress(text) if how.startswith("gzip") else text
     (tmp_path / "a.gz").write_bytes(data)
-    file = {"substitution": "<(cat a.gz)", "file": "a.gz"}.get(how.removeprefix("gzip, "), how.removeprefix("gzip, "))
-    report = f"{sys.executable} -m packing_ops report --json r.json {file}"
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(["bash", "-c", report], input=data, cwd=tmp_path, env=environment, capture_output=True)
-    assert done.returncode == 0, done.stderr
+    file = {"substitution": "SUBSTITUTION", "file": "a.gz"}.get(how.removeprefix("gzip, "), how.removeprefix("gzip, "))
+    fresh_process.run("-c", REPORT_OF_A_PIPE, file, cwd=tmp_path, folder=tmp_path)
     read = json.loads((tmp_path / "r.json").read_text())["examples"]
     assert read == {"read": 3, "documents": 3, "tokens": sum(LENGTHS)}
 
