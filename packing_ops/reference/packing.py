@@ -14,8 +14,9 @@ SEARCH = 16
 class Piece:
     item: int
     start: int
-    length: int
-    units: int  # of `alignment` tokens
+    length: int  # a list of them where sequences take of several budgets
+    units: int  # of `alignment` tokens, of the longest side
+    sides: tuple[int, ...]  # units of each side
 
 
 @dataclass
@@ -75,7 +76,7 @@ def pack_sequences(
     if strategy == "balanced" and len(arrivals) <= MOST_SWAPPED:
         even(rows, most_units, cost)
     if balance is not None or strategy == "balanced":
-        rows = deal(rows, bins_multiple_of, lambda row: sum(cost(piece.units) for piece in row))
+        rows = deal(rows, bins_multiple_of, lambda row: sum(cost(units) for piece in row for units in piece.sides))
     return [[(piece.item, piece.start, piece.length) for piece in row] for row in rows]
 
 
@@ -95,6 +96,11 @@ def make_pieces(lengths, most_units, alignment, overlong, order):
     pieces, most_tokens = [], most_units * alignment
     for i in order:
         length = lengths[i]
+        if isinstance(length, list):
+            sides = tuple(-(-tokens // alignment) for tokens in length)
+            if max(sides) <= most_units or overlong == "own":
+                pieces.append(Piece(i, 0, length, max(sides), sides))
+            continue
         parts = [(0, length)]
         if length > most_tokens:
             parts = {
@@ -103,7 +109,8 @@ def make_pieces(lengths, most_units, alignment, overlong, order):
                 "truncate": [(0, most_tokens)],
                 "drop": [],
             }[overlong]
-        pieces += [Piece(i, start, tokens, -(-tokens // alignment)) for start, tokens in parts]
+        units = [-(-tokens // alignment) for _, tokens in parts]
+        pieces += [Piece(i, *part, own, (own,)) for part, own in zip(parts, units, strict=True)]
     return pieces
 
 
@@ -111,12 +118,18 @@ def fit(pieces, most_units, most_pieces, choose):
     """Each piece into the bin that ``choose`` picks among those with room, in the order in which they were opened."""
     bins = []
     for piece in pieces:
-        fitting = [bin for bin in bins if bin.room >= piece.units and len(bin.pieces) < most_pieces]
+        fitting = [bin for bin in bins if has_room(bin, piece, most_units) and len(bin.pieces) < most_pieces]
         if piece.units > most_units or not fitting:
             bins.append(Bin(most_units))
             fitting = [bins[-1]]
         put(piece, fitting[choose(fitting)])
     return bins
+
+
+def has_room(bin, piece, most_units):
+    if len(piece.sides) == 1:
+        return bin.room >= piece.units
+    return all(sum(used) <= most_units for used in zip(piece.sides, *(own.sides for own in bin.pieces), strict=True))
 
 
 def put(piece, bin):
@@ -127,7 +140,7 @@ def put(piece, bin):
 def next_fit(pieces, most_units, most_pieces):
     bins = []
     for piece in pieces:
-        if not bins or bins[-1].room < piece.units or len(bins[-1].pieces) >= most_pieces:
+        if not bins or not has_room(bins[-1], piece, most_units) or len(bins[-1].pieces) >= most_pieces:
             bins.append(Bin(most_units))
         put(piece, bins[-1])
     return bins
