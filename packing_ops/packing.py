@@ -188,7 +188,7 @@ def pack_sequences(
     capacity, alignment = integer(capacity, "capacity"), integer(alignment, "alignment")
     token_cost, square_cost = cost_coefficients(balance, "balance")
     bin_offsets, item_indices, starts, piece_lengths, overlong_items, counts = _ops.pack_sequences(
-        _lengths(lengths),
+        lengths_tensor(lengths),
         capacity,
         _name(strategy, "strategy"),
         alignment,
@@ -252,7 +252,7 @@ def pack_ffd(
     return _ops.pack_ffd(lengths, capacity, alignment, ties == "last")
 
 
-def _lengths(lengths) -> torch.Tensor:
+def lengths_tensor(lengths) -> torch.Tensor:
     """``[num_sequences]``, or ``[num_sequences, sides]`` of sequences of sequences."""
     if isinstance(lengths, torch.Tensor):
         return lengths
