@@ -129,7 +129,7 @@ def pack_sequences(
     Args:
         lengths: int32 or int64 ``[num_sequences]``, tokens per sequence, or a Python sequence. 0 is a length. A CUDA
             tensor is copied to the CPU, which synchronises once; pack_ffd leaves it where it is. ``[num_sequences,
-            sides]`` or a list of lists: a sequence takes of several budgets at once, the chosen and the rejected tokens
+            sides]``, at most 8 sides, or a list of lists: a sequence takes of several budgets at once, the chosen and the rejected tokens
             of a preference pair for example. What goes by length goes by its longest side then, costs are summed, and
             the strategy is "next_fit", "first_fit" or "ffd", overlong "error", "own" or "drop".
         capacity: tokens of one row, at least 1; of each side. No row exceeds it, aligned lengths counted;
@@ -257,8 +257,10 @@ def lengths_tensor(lengths) -> torch.Tensor:
     if isinstance(lengths, torch.Tensor):
         return lengths
     rows = plain(lengths)
-    rows = list(rows) if hasattr(rows, "__iter__") else rows  # of an iterator nothing would be left
-    if not isinstance(rows, list) or not rows or not _has_sides(rows[0]):
+    if not hasattr(rows, "__iter__"):
+        return index_tensor(lengths, "lengths")
+    rows = list(rows)  # of an iterator nothing would be left
+    if not rows or not _has_sides(rows[0]):
         return index_tensor(rows, "lengths")
     sides = [index_tensor(row, f"lengths[{i}]").cpu() for i, row in enumerate(rows)]
     for i, row in enumerate(sides):

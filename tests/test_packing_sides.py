@@ -115,8 +115,9 @@ def test_opcheck():
         (PAIRS, {"strategy": "balanced"}, "strategy: expected 'ffd', 'next_fit' or 'first_fit'"),
         (PAIRS, {"overlong": "split"}, "overlong: expected 'error', 'own' or 'drop' for lengths .*, got 'split'"),
         ([[1, 2], [3]], {}, r"lengths\[1\]: expected 2 sides like lengths\[0\], got int64 \[1\]"),
-        (torch.ones(1, 2, 3, dtype=torch.int64), {}, r"lengths: expected \[num_sequences\] or \[num_sequences, sides\]"),
-        (torch.ones(3, 0, dtype=torch.int64), {}, r"lengths: expected \[num_sequences\] or \[num_sequences, sides\]"),
+        (torch.ones(1, 2, 3, dtype=torch.int64), {}, r"lengths: expected \[num_sequences\] or \[num_sequences, 1 to 8 sides\]"),
+        (torch.ones(3, 0, dtype=torch.int64), {}, r"or \[num_sequences, 1 to 8 sides\], got int64 \[3, 0\]"),
+        (torch.ones(1, 9, dtype=torch.int64), {}, r"or \[num_sequences, 1 to 8 sides\], got int64 \[1, 9\]"),
     ],
 )  # fmt: skip
 def test_bad_input_is_named(lengths, options, message):

@@ -189,6 +189,71 @@ def test_batches_become_one_row(collator):
         assert batch["kind"] == "text"
 
 
+class TorchCallAlone:
+    """All that Unsloth asks of a collator."""
+
+    def torch_call(self, examples):
+        return padded(examples)
+
+
+class ByFramework(TorchCallAlone):
+    """transformers' mixin: a call asks the method of the framework."""
+
+    return_tensors = "pt"
+
+    def __call__(self, features, return_tensors=None):
+        assert (return_tensors or self.return_tensors) == "pt"
+        return self.torch_call(features)
+
+    def numpy_call(self, examples):
+        return {name: value.numpy() for name, value in padded(examples).items() if name != "kind"}
+
+
+@pytest.mark.parametrize("collator", [padded, TorchCallAlone(), ByFramework()])
+def test_every_way_into_a_collator_packs(collator):
+    packing = enable_packing(types.SimpleNamespace(data_collator=collator)).data_collator
+    ways = {
+        "call": packing,
+        "torch_call": packing.torch_call,
+        "by keyword": lambda examples: packing(features=examples, return_tensors="pt"),
+        "as transformers' trainers": lambda examples: packing(examples, "pt"),
+        "pickled": pickle.loads(pickle.dumps(packing)).torch_call,
+    }
+    for way, collate in ways.items():
+        batch = collate(EXAMPLES)
+        assert lists(batch) == PACKED, way
+        assert batch["labels"].tolist() == [[-100, 6, 7, -100, -100, 4]], way
+    for framework in ("np", "tf"):
+        with pytest.raises(ValueError, match=f'return_tensors: expected "pt" or None, got {framework!r}'):
+            packing(EXAMPLES, return_tensors=framework)
+    assert not hasattr(packing, "numpy_call"), "arrays would be unpacked"
+    with pytest.raises(AttributeError, match="numpy_call: a collator that packs gives tensors alone"):
+        packing.numpy_call(EXAMPLES)
+
+
+def test_a_collator_of_arrays_is_named():
+    with pytest.raises(TypeError, match=r"input_ids: expected a tensor, got array.* \(ndarray\)"):
+        enable_packing(ByFramework().numpy_call)(EXAMPLES)
+
+
+def test_who_wraps_torch_call_wraps_the_call_too():
+    """As Unsloth does it, on the collator that it finds."""
+    packing = enable_packing(TorchCallAlone())
+    inner = packing.torch_call
+    packing.torch_call = lambda examples: {**inner(examples), "wrapped": True}
+    assert packing(EXAMPLES)["wrapped"]
+    assert packing._unsloth_padding_free_lengths_wrapped, "nothing is left for it to add"
+
+
+def test_what_a_trainer_sets_reaches_the_collator_inside():
+    collator = ByFramework()
+    packing = enable_packing(collator)
+    packing.return_tensors = "np"
+    assert (collator.return_tensors, packing.return_tensors) == ("np", "np")
+    packing.sequence_lengths_key = "documents"
+    assert not hasattr(collator, "sequence_lengths_key")
+
+
 def test_rows_without_padding_and_lengths_of_packed_examples():
     examples = [{"input_ids": [1, 2, 3], "seq_lengths": [1, 2]}, {"input_ids": [4, 5, 6]}]
     batch = enable_packing(padded)(examples)
@@ -208,7 +273,9 @@ def test_twice_is_once_and_pickles():
     assert lists(pickle.loads(pickle.dumps(collator))(EXAMPLES)) == PACKED
     wrapped_by_unsloth = type("Collator", (), {"__call__": one_row, "_unsloth_packing_wrapped": True})()
     assert enable_packing(wrapped_by_unsloth) is wrapped_by_unsloth
-    with pytest.raises(TypeError, match="trainer_or_collator: expected data_collator or a callable, got int"):
+    with pytest.raises(
+        TypeError, match="trainer_or_collator: expected data_collator, or a callable or torch_call, got int"
+    ):
         enable_packing(3)
 
 

@@ -46,6 +46,8 @@ int64_t at_least_one(const char* argument, int64_t value) {
   return value;
 }
 
+constexpr int64_t kMostSides = 8;  // more are a row of lengths, [1, num_sequences], that was not meant
+
 // What is one number for a sequence has no meaning for several: which bin is the fullest, where to cut.
 void check_sides(const PackParams& p, const std::string& strategy, const std::string& overlong) {
   if (p.sides == 1) return;
@@ -79,8 +81,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> pack_sequences(
     std::optional<int64_t> max_sequences_per_bin, int64_t min_bins, int64_t bins_multiple_of, std::string overlong,
     bool balance, double token_cost, double square_cost, std::string ties, std::optional<int64_t> seed) {
   check_dtype(lengths, "lengths", {DType::kInt32, DType::kInt64});
-  check(lengths.dim() == 1 || (lengths.dim() == 2 && lengths.size(1) > 0),
-        "lengths: expected [num_sequences] or [num_sequences, sides], got ", describe(lengths));
+  check(lengths.dim() == 1 || (lengths.dim() == 2 && lengths.size(1) > 0 && lengths.size(1) <= kMostSides),
+        "lengths: expected [num_sequences] or [num_sequences, 1 to ", kMostSides, " sides], got ", describe(lengths));
   const Tensor values = dense(on_host(lengths));
   PackPlan plan;
   PackParams p;
