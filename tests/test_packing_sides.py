@@ -1,5 +1,6 @@
 """pack_sequences of sequences that take of several budgets at once: chosen and rejected tokens of preference pairs."""
 
+import doctest
 import random
 
 import pytest
@@ -9,10 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import packing_ops as po
+import packing_ops.packing
 from packing_ops.reference import packing as oracle
 
 ops = torch.ops.packing_ops
 PAIRS = [[4, 5], [5, 4], [2, 1], [1, 1], [3, 12]]
+
+
+def test_examples_of_the_docstrings():
+    assert doctest.testmod(packing_ops.packing, extraglobs={"torch": torch}).failed == 0
 
 
 def pieces_of(packing):

@@ -7,7 +7,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
-
 _NOT_GIVEN: Any = object()  # None may be a step
 
 
