@@ -1,5 +1,6 @@
 """PackedCollator: rows against a loop that places one document at a time, bad input, threads, context parallel."""
 
+import doctest
 import itertools
 import math
 import random
@@ -12,7 +13,7 @@ from helpers import assert_same
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packing_ops.data import PackedCollator
+from packing_ops.data import PackedCollator, packed
 
 
 def example(length, num_actions, first=1, **more):
@@ -60,6 +61,10 @@ def placed(batch, examples, alignment, pad_token_id):
                     loss_mask[r, slot + p] = mask[p + 1]
             slot += slots
     return {"sequences": sequences, "attention_mask": attention_mask, "loss_mask": loss_mask}
+
+
+def test_examples_of_the_docstrings():
+    assert doctest.testmod(packed).failed == 0
 
 
 # --- worked values ---
