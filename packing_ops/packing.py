@@ -183,7 +183,8 @@ def pack_sequences(
 
     Deterministic. O(n log n) time at most, linear where lengths or capacity are not much larger than n; O(n) memory;
     one core, the GIL released. Johnson 1973 for the fits: ffd needs at most 11/9 of the fewest bins plus 1. With
-    several sides, time of ffd and first_fit grows with the number of bins too, by a 64th of a comparison each.
+    several sides a search may come back from bins that have room on one side alone, which makes ffd and first_fit
+    quadratic at worst: 100,000 pairs took 0.9 s and 0.2 s, next_fit 0.03 s.
     """
     capacity, alignment = integer(capacity, "capacity"), integer(alignment, "alignment")
     token_cost, square_cost = cost_coefficients(balance, "balance")

@@ -7,67 +7,93 @@ namespace packing_ops {
 
 namespace {
 
-// What is left of every budget of every bin, and for each block of bins the most that one of them has left of each: a
-// block where one side is too small is passed as a whole.
+// What is left of every budget of every open bin, and the least of these, under a tree of maxima of each. A node where
+// one of them is too small holds no bin with room. Where all are enough, one bin may have room on one side and another
+// on the other: then the search comes back. The least one tells the many bins that are full on some side.
 class SideRooms {
  public:
-  SideRooms(int64_t sides, int64_t capacity) : sides_(sides), capacity_(capacity) {}
-
-  void open() {
-    if (bins_ % kBlock == 0) most_.insert(most_.end(), sides_, capacity_);
-    rooms_.insert(rooms_.end(), sides_, capacity_);
-    update(bins_++);
+  SideRooms(int64_t most_bins, int64_t sides, int64_t capacity)
+      : sides_(sides), width_(sides + 1), capacity_(capacity) {
+    int64_t nodes = most_bins;
+    do {
+      nodes = (nodes + kFan - 1) / kFan * kFan;
+      levels_.emplace_back(nodes * width_, int64_t{-1});
+      nodes /= kFan;
+    } while (nodes > 1);
   }
 
-  bool fits(int64_t bin, const int64_t* units) const { return all_fit(rooms_.data() + bin * sides_, units); }
+  int64_t bins() const { return bins_; }
+
+  void open() {
+    set(bins_++, [&](int64_t) { return capacity_; });
+  }
+
+  bool fits(int64_t bin, const int64_t* units) const { return passes(0, bin, units, least_of(units)); }
 
   // The first bin with room, or the number of bins.
   int64_t first_bin(const int64_t* units) const {
-    for (int64_t first = 0; first < bins_; first += kBlock) {
-      if (!all_fit(most_.data() + first / kBlock * sides_, units)) continue;
-      const int64_t end = std::min(first + kBlock, bins_);
-      for (int64_t bin = first; bin < end; ++bin) {
-        if (fits(bin, units)) return bin;
-      }
-    }
-    return bins_;
+    const int64_t bin = search(levels_.size() - 1, 0, units, least_of(units));
+    return bin < 0 ? bins_ : bin;
   }
 
   void take(int64_t bin, const int64_t* units) {
-    for (int64_t side = 0; side < sides_; ++side) rooms_[bin * sides_ + side] -= units[side];
-    update(bin);
+    const int64_t* rooms = levels_[0].data() + bin * width_;
+    set(bin, [&](int64_t side) { return rooms[side] - units[side]; });
   }
 
   void close(int64_t bin) {
-    std::fill_n(rooms_.begin() + bin * sides_, sides_, int64_t{-1});
-    update(bin);
+    set(bin, [](int64_t) { return int64_t{-1}; });
   }
 
  private:
-  static constexpr int64_t kBlock = 64;
+  static constexpr int64_t kFan = 16;
 
-  bool all_fit(const int64_t* rooms, const int64_t* units) const {
+  int64_t least_of(const int64_t* values) const { return *std::min_element(values, values + sides_); }
+
+  bool passes(size_t level, int64_t index, const int64_t* units, int64_t least) const {
+    const int64_t* node = levels_[level].data() + index * width_;
+    if (node[sides_] < least) return false;
     for (int64_t side = 0; side < sides_; ++side) {
-      if (rooms[side] < units[side]) return false;
+      if (node[side] < units[side]) return false;
     }
     return true;
   }
 
-  void update(int64_t bin) {
-    const int64_t block = bin / kBlock;
-    const int64_t end = std::min((block + 1) * kBlock, static_cast<int64_t>(rooms_.size()) / sides_);
-    for (int64_t side = 0; side < sides_; ++side) {
-      int64_t most = -1;
-      for (int64_t k = block * kBlock; k < end; ++k) most = std::max(most, rooms_[k * sides_ + side]);
-      most_[block * sides_ + side] = most;
+  // The first bin with room among the children of one node of the level above, -1 where none has.
+  int64_t search(size_t level, int64_t group, const int64_t* units, int64_t least) const {
+    for (int64_t index = group * kFan; index < (group + 1) * kFan; ++index) {
+      if (!passes(level, index, units, least)) continue;
+      const int64_t bin = level == 0 ? index : search(level - 1, index, units, least);
+      if (bin >= 0) return bin;
+    }
+    return -1;
+  }
+
+  template <class RoomOf>
+  void set(int64_t bin, const RoomOf& room_of) {
+    int64_t* rooms = levels_[0].data() + bin * width_;
+    for (int64_t side = 0; side < sides_; ++side) rooms[side] = room_of(side);
+    rooms[sides_] = least_of(rooms);
+    for (size_t level = 1; level < levels_.size(); ++level) {
+      bin /= kFan;
+      const int64_t* children = levels_[level - 1].data() + bin * kFan * width_;
+      int64_t* node = levels_[level].data() + bin * width_;
+      bool changed = false;
+      for (int64_t k = 0; k < width_; ++k) {
+        int64_t most = children[k];
+        for (int64_t child = 1; child < kFan; ++child) most = std::max(most, children[child * width_ + k]);
+        changed |= node[k] != most;
+        node[k] = most;
+      }
+      if (!changed) return;
     }
   }
 
   int64_t sides_;
+  int64_t width_;
   int64_t capacity_;
   int64_t bins_ = 0;
-  std::vector<int64_t> rooms_;  // [bins, sides]
-  std::vector<int64_t> most_;   // [blocks, sides]
+  std::vector<std::vector<int64_t>> levels_;  // bins, then nodes of kFan, of kFan^2, ...: [nodes, sides + 1]
 };
 
 }  // namespace
@@ -129,12 +155,12 @@ int64_t fewest_bins_of_sides(const PackParams& p, const Pieces& pieces) {
 
 // ffd and first_fit: the first bin with room on all sides; next_fit: the last one.
 void fit_sides(const PackParams& p, const Pieces& pieces, const Runs& sorted, Assignment& out) {
-  SideRooms rooms(p.sides, pieces.capacity);
+  SideRooms rooms(pieces.count, p.sides, pieces.capacity);
   for (int64_t position = 0; position < pieces.count; ++position) {
     const int64_t piece = sorted.order.empty() ? position : sorted.order[position];
     const int64_t* units = pieces.side_units.data() + piece * p.sides;
     const bool own = pieces.units[piece] > pieces.capacity;
-    const int64_t bins = static_cast<int64_t>(out.sizes.size());
+    const int64_t bins = rooms.bins();
     int64_t bin = bins;
     if (!own && p.strategy == PackStrategy::kNextFit && bins > 0 && rooms.fits(bins - 1, units)) bin = bins - 1;
     if (!own && p.strategy != PackStrategy::kNextFit) bin = rooms.first_bin(units);
