@@ -401,6 +401,11 @@ def test_bad_examples_are_named(examples, message):
         PaddingFreeCollator()(examples)
 
 
+def test_selection_is_of_what_can_be_collated():
+    with pytest.raises(ValueError, match="input_ids: expected at least 1 token, got 0 in example 1"):
+        PaddingFreeCollator().selection([{"input_ids": [1]}, {"input_ids": []}])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -104,7 +104,7 @@ class PaddingFreeCollator:
         """Which of the examples a batch of them holds, and what becomes of the others; nothing is collated.
 
         Args:
-            features: what the collator is called with; only the lengths of input_ids are looked at.
+            features: what the collator is called with; input_ids and attention_mask are looked at.
 
         Example:
             >>> examples = [{"input_ids": [7] * length} for length in (2, 7, 2)]
@@ -112,12 +112,10 @@ class PaddingFreeCollator:
             BatchSelection(kept=[0, 2], truncated=[], own=[], dropped=[1], carried=[], num_tokens=4, lost_tokens=7, carried_tokens=0)
 
         Raises:
-            ValueError: where the collator raises it for these lengths; features without input_ids.
-            TypeError: features that are no list of dicts.
+            ValueError, TypeError: where the collator raises them for these input_ids.
         """
         _check_arguments(features, None)
-        names = [prefix + "input_ids" for prefix in self._prefixes]
-        lengths = list(zip(*(lengths_of(column(features, name), name) for name in names), strict=True))
+        lengths = list(zip(*(tokens_of(features, prefix)[1] for prefix in self._prefixes), strict=True))
         return BatchSelection.of(lengths, self._kept(lengths), self.overlong, self.max_seq_length)
 
     def _documents(self, features) -> tuple[list[tuple], list[int]]:
@@ -147,7 +145,8 @@ class PaddingFreeCollator:
                 over = f"max_sequences_per_bin: expected at least the {len(lengths)} examples, got {most}"
             raise ValueError(f"{over}; overlong='truncate', 'drop', 'carry' or 'own' accepts them")
         if self.overlong in ("carry", "own"):
-            count = min(_num_fitting(lengths, limit), most) or (self.overlong == "own")
+            least = 1 if self.overlong == "own" else 0
+            count = max(least, min(_num_fitting(lengths, limit), most))
             kept = lengths[:count]
             kept += [(0,) * len(own) for own in lengths[count:]]
         else:
