@@ -15,6 +15,7 @@ from packing_ops._args import check_cu_seqlens, check_tensor, described, is_set,
 from packing_ops.reference import boundaries, packing, padding, segments
 
 _INT32_MAX = 2**31 - 1
+_MOST_SIDES = 8
 _STRATEGIES = ("ffd", "bfd", "next_fit", "first_fit", "balanced")
 _OVERLONG = ("error", "own", "split", "truncate", "drop")
 
@@ -233,20 +234,41 @@ def _chosen(name, value, choices):
         raise ValueError(f"{name}: expected {wanted} or {choices[-1]!r}, got {value!r}")
 
 
-def _check_overlong(values, units, capacity, alignment, overlong):
-    most = capacity // alignment
-    first = next((i for i, unit in enumerate(units) if unit > most), None)
+def _check_sides(lengths, strategy, overlong):
+    if lengths.dim() == 2 and not 1 <= lengths.shape[1] <= _MOST_SIDES:
+        wanted = f"[num_sequences] or [num_sequences, 1 to {_MOST_SIDES} sides]"
+        raise ValueError(f"lengths: expected {wanted}, got {described(lengths)}")
+    if lengths.dim() == 2 and lengths.shape[1] > 1:
+        for name, value, meant in (
+            ("strategy", strategy, "'ffd', 'next_fit' or 'first_fit'"),
+            ("overlong", overlong, "'error', 'own' or 'drop'"),
+        ):
+            if repr(value) not in meant:
+                raise ValueError(
+                    f"{name}: expected {meant} for lengths [num_sequences, {lengths.shape[1]}], got {value!r}"
+                )
+
+
+def _check_overlong(rows, capacity, alignment, overlong):
+    most, sides = capacity // alignment * alignment, len(rows[0]) if rows else 1
+    flat = [length for row in rows for length in row]
+    places = [f"index {i}" if sides == 1 else f"[{i // sides}, {i % sides}]" for i in range(len(flat))]
+    for length, place in zip(flat, places, strict=True):
+        if length < 0:
+            raise ValueError(f"lengths: expected no negative length, got {length} at {place}")
+    first = next((i for i, length in enumerate(flat) if length > most), None)
     if first is None:
         return
     if overlong == "error":
-        rounded = "" if values[first] > capacity else f" after rounding up to a multiple of alignment={alignment}"
+        rounded = "" if flat[first] > capacity else f" after rounding up to a multiple of alignment={alignment}"
+        policies = "'own', 'split', 'truncate' or 'drop'" if sides == 1 else "'own' or 'drop'"
         raise ValueError(
-            f"lengths: expected at most capacity={capacity}{rounded}, got {values[first]} at index {first}; "
-            "overlong='own', 'split', 'truncate' or 'drop' accepts it"
+            f"lengths: expected at most capacity={capacity}{rounded}, got {flat[first]} at {places[first]}, which "
+            f"exceeds bin capacity; overlong={policies} accepts it"
         )
     if overlong in ("split", "truncate") and most == 0:
         raise ValueError(
-            f"alignment: expected at most capacity={capacity} to cut lengths[{first}]={values[first]}, got {alignment}"
+            f"alignment: expected at most capacity={capacity} to cut lengths[{first}]={flat[first]}, got {alignment}"
         )
 
 
@@ -254,8 +276,8 @@ def pack_sequences(
     lengths, capacity, strategy, alignment, max_sequences_per_bin, min_bins, bins_multiple_of, overlong, balance,
     token_cost, square_cost, ties, seed,
 ):  # fmt: skip
-    values = _lengths(lengths)
-    most_pieces = len(values) + 1 if max_sequences_per_bin is None else max_sequences_per_bin
+    _index_vector(lengths, "lengths", (1, 2))
+    most_pieces = len(lengths) + 1 if max_sequences_per_bin is None else max_sequences_per_bin
     numbers = {"capacity": capacity, "alignment": alignment, "max_sequences_per_bin": most_pieces}
     numbers |= {"min_bins": min_bins, "bins_multiple_of": bins_multiple_of}
     for name, number in numbers.items():
@@ -264,9 +286,11 @@ def pack_sequences(
     _chosen("strategy", strategy, _STRATEGIES)
     _chosen("overlong", overlong, _OVERLONG)
     _chosen("ties", ties, ("first", "last"))
-    units = [-(-length // alignment) for length in values]
+    _check_sides(lengths, strategy, overlong)
+    by_side = (lengths[:, None] if lengths.dim() == 1 else lengths).tolist()
+    _check_overlong(by_side, capacity, alignment, overlong)
+    values = [row[0] if len(row) == 1 else row for row in by_side]
     most_units = capacity // alignment
-    _check_overlong(values, units, capacity, alignment, overlong)
     try:
         rows = packing.pack_sequences(
             values,
@@ -283,17 +307,24 @@ def pack_sequences(
         )
     except ValueError as error:
         raise ValueError(
-            f"min_bins, bins_multiple_of: expected at most as many bins as sequences, got {error}"
+            f"min_bins, bins_multiple_of: expected at most as many bins as sequences, got {error}. "
+            "Cannot create bins without a sequence"
         ) from None
     pieces = packing.make_pieces(values, most_units, alignment, overlong, range(len(values)))
-    over = [i for i, unit in enumerate(units) if unit > most_units]
-    own_slots = sum(units[i] * alignment for i in over) if overlong == "own" else 0
-    tokens = sum(piece.length for piece in pieces)
-    counts = tokens, sum(values) - tokens, own_slots, packing.lower_bound(pieces, most_units, most_pieces)
+    aligned = [[-(-length // alignment) * alignment for length in row] for row in by_side]
+    over = [i for i, row in enumerate(aligned) if max(row) > most_units * alignment]
+    own = [aligned[i] for i in over] if overlong == "own" else []
+    own_slots = sum(row[0] if len(row) == 1 else sum(max(capacity, slots) for slots in row) for row in own)
     placed = [piece for row in rows for piece in row]
     columns = list(zip(*placed, strict=True)) if placed else [(), (), ()]
+    columns = [torch.tensor(column, dtype=torch.int64, device="cpu") for column in columns]
+    columns[2] = columns[2].reshape(len(placed), *lengths.shape[1:])
+    tokens = int(columns[2].sum())
+    lost = sum(map(sum, by_side)) - tokens
+    counts = tokens, lost, own_slots, packing.lower_bound(pieces, most_units, most_pieces)
     offsets = [0, *itertools.accumulate(len(row) for row in rows)]
-    return tuple(torch.tensor(x, dtype=torch.int64, device="cpu") for x in (offsets, *columns, over, counts))
+    offsets, over, counts = (torch.tensor(x, dtype=torch.int64, device="cpu") for x in (offsets, over, counts))
+    return offsets, *columns, over, counts
 
 
 def pack_ffd(lengths, capacity, alignment, ties_last):

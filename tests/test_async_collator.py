@@ -99,7 +99,7 @@ def test_misuse_is_an_assertion_error_that_is_raised():
 def test_submit_on_an_occupied_slot():
     with AsyncBatchCollator(lambda step: step) as collator:
         collator.submit(1)
-        with pytest.raises(AsyncBatchCollatorMisuse, match="got step 2 while step 1 is pending"):
+        with pytest.raises(AssertionError, match="submit: slot already occupied by step 1, got step 2"):
             collator.submit(2)
         assert collator.get(1) == 1
 
@@ -107,10 +107,23 @@ def test_submit_on_an_occupied_slot():
 def test_get_of_another_step_leaves_the_pending_one():
     with AsyncBatchCollator(lambda step: step) as collator:
         collator.submit(1)
-        with pytest.raises(AsyncBatchCollatorMisuse, match="expected step 2 to be pending, got step 1"):
+        with pytest.raises(AssertionError, match="get: pending step 1 != expected step 2"):
             collator.get(2)
         assert collator.pending_step() == 1
         assert collator.get(1) == 1
+
+
+def test_get_by_keyword():
+    """SkyRL's class calls it expected_step."""
+    with AsyncBatchCollator(lambda step: step) as collator:
+        for name in ("step", "expected_step"):
+            collator.submit(4)
+            with pytest.raises(AsyncBatchCollatorMisuse, match="!= expected step 5"):
+                collator.get(**{name: 5})
+            assert collator.get(**{name: 4}) == 4
+        for wrong in ({}, {"step": 4, "expected_step": 4}):
+            with pytest.raises(TypeError, match="get: expected exactly one of step and expected_step"):
+                collator.get(**wrong)
 
 
 def test_get_from_an_empty_slot():

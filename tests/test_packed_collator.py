@@ -1,5 +1,6 @@
 """PackedCollator: rows against a loop that places one document at a time, bad input, threads, context parallel."""
 
+import doctest
 import itertools
 import math
 import random
@@ -12,7 +13,7 @@ from helpers import assert_same
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packing_ops.data import PackedCollator
+from packing_ops.data import PackedCollator, packed
 
 
 def example(length, num_actions, first=1, **more):
@@ -60,6 +61,10 @@ def placed(batch, examples, alignment, pad_token_id):
                     loss_mask[r, slot + p] = mask[p + 1]
             slot += slots
     return {"sequences": sequences, "attention_mask": attention_mask, "loss_mask": loss_mask}
+
+
+def test_examples_of_the_docstrings():
+    assert doctest.testmod(packed).failed == 0
 
 
 # --- worked values ---
@@ -144,6 +149,31 @@ def test_weights_whose_sum_is_past_float32():
     """They were shares of infinity: a batch without a loss."""
     with pytest.raises(ValueError, match="loss_mask: expected weights whose sum float32 holds, got more"):
         PackedCollator(8)([example(4, 2, loss_mask=[3e38, 3e38])])
+
+
+def test_overlong_own_keeps_one_whole():
+    collator = PackedCollator(8, tp_size=2, overlong="own", pad_token_id=-1)
+    batch = collator(examples := examples_of([11, 3, 4]))
+    assert (batch["order"], batch["sub_seq_lengths"]) == ([0, 2, 1], [[11], [4, 3]])
+    assert batch["sequences"].shape == (2, 12)
+    for name, value in placed(batch, examples, 2, -1).items():
+        assert_same((batch[name] > 0).float() if name == "loss_mask" else batch[name], value)
+    assert collator.model_inputs(batch)["cu_seq_lens_q"].tolist() == [0, 12, 16, 20, 24]
+    with pytest.raises(ValueError, match="overlong: expected 'error' or 'own', got 'drop'"):
+        PackedCollator(8, overlong="drop")
+
+
+def test_round_capacity():
+    longest = examples_of([30, 2])
+    with pytest.raises(
+        ValueError, match=r"got 32 for 30 tokens .* exceeds bin capacity; round_capacity=True or overlong="
+    ):
+        PackedCollator(30, cp_size=2)(longest)
+    collator = PackedCollator(30, cp_size=2, round_capacity=True)
+    assert collator.capacity == 32
+    assert collator(longest)["sub_seq_lengths"] == [[30], [2]]
+    with pytest.raises(ValueError, match=r"got 36 for 33 tokens .* exceeds bin capacity; overlong='own' accepts it"):
+        collator([example(33, 1)])
 
 
 # --- every token once, with its label and its mask ---
@@ -333,7 +363,9 @@ def test_the_wrong_example_is_named_not_its_place_in_the_row(name):
 def test_fewer_examples_than_ranks_or_rows():
     with pytest.raises(ValueError, match="examples: expected at least dp_size=4, got 3"):
         PackedCollator(8, dp_size=4)(examples_of([1, 2, 3]))
-    with pytest.raises(ValueError, match=r"dp_size=2, strategy='ffd': .* got 3 sequences for at least 3 bins"):
+    with pytest.raises(
+        ValueError, match=r"dp_size=2, strategy='ffd': .* got 3 sequences for at least 3 bins .* Cannot create"
+    ):
         PackedCollator(8, dp_size=2)(examples_of([8, 8, 8]))
     assert len(PackedCollator(8, dp_size=3)(examples_of([1, 2, 3]))["sequences"]) == 3
 

@@ -417,12 +417,12 @@ def test_compiles_fullgraph_with_dynamic_sizes(fresh_compile):
 
 BAD_CALLS = {
     "negative": (([3, -2], 8), {}, "lengths: expected no negative length, got -2 at index 1"),
-    "over capacity": (([3, 9], 8), {}, "lengths: expected at most capacity=8, got 9 at index 1; overlong='own'"),
+    "over capacity": (([3, 9], 8), {}, "capacity=8, got 9 at index 1, which exceeds bin capacity; overlong='own'"),
     "over capacity, shuffled": (([9, 10, 11], 8), {"seed": 0}, "got 9 at index 0"),
     "aligned over capacity": (
         ([3, 9], 10),
         {"alignment": 4},
-        "lengths: expected at most capacity=10 after rounding up to a multiple of alignment=4, got 9 at index 1",
+        "capacity=10 after rounding up to a multiple of alignment=4, got 9 at index 1, which exceeds bin capacity",
     ),
     "alignment over capacity": (([1], 10), {"alignment": 16}, "after rounding up to a multiple of alignment=16, got 1"),
     "nothing to cut to": (
@@ -437,7 +437,7 @@ BAD_CALLS = {
         "at most 2147483646 pieces after splitting, got more at index 1",
     ),
     "fractional tensor": ((torch.ones(2), 8), {}, r"lengths: expected int32 or int64, got float32 \[2\]"),
-    "rank": ((torch.ones(2, 2, dtype=torch.int64), 8), {}, "lengths: expected 1 dimensions"),
+    "rank": ((torch.tensor(1), 8), {}, r"lengths: expected \[num_sequences\] or .* got .*int64 \[\]"),
     "capacity": (([1], 0), {}, "capacity: expected at least 1, got 0"),
     "capacity past int64": (([1], 2**63), {}, "capacity: expected an integer that fits int64"),
     "alignment": (([1], 8), {"alignment": 0}, "alignment: expected at least 1, got 0"),
@@ -447,7 +447,7 @@ BAD_CALLS = {
     "more bins than sequences": (
         ([1, 1, 1], 8),
         {"min_bins": 4},
-        "min_bins, bins_multiple_of: expected at most as many bins as sequences, got 3 sequences for at least 4 bins",
+        r"at most as many bins as sequences, got 3 .* for at least 4 bins in multiples of 1\. Cannot create bins",
     ),
     "multiple past the sequences": (([8, 8, 8], 8), {"bins_multiple_of": 2}, "got 3 .* 3 bins in multiples of 2"),
     "strategy": (([1], 8), {"strategy": "best"}, "strategy: expected 'ffd', 'bfd', .* or 'balanced', got 'best'"),

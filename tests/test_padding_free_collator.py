@@ -1,5 +1,6 @@
 """PaddingFreeCollator: transformers' own collator as the oracle, the row's end, policies, pairs, bad input, threads."""
 
+import doctest
 import itertools
 import random
 import warnings
@@ -11,7 +12,8 @@ from helpers import assert_same
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packing_ops.data import PaddingFreeCollator, PaddingFreeDPOCollator, count_within_token_budget
+import packing_ops as po
+from packing_ops.data import PaddingFreeCollator, PaddingFreeDPOCollator, count_within_token_budget, padding_free
 
 
 def documents(*lengths, **more):
@@ -26,6 +28,10 @@ def plain(batch):
 
 def on(device, examples):
     return [{name: torch.tensor(v, device=device) for name, v in example.items()} for example in examples]
+
+
+def test_examples_of_the_docstrings():
+    assert doctest.testmod(padding_free).failed == 0
 
 
 # --- one row ---
@@ -125,7 +131,7 @@ def test_threads_share_one_collator():
 
 
 def test_overlong_error():
-    message = "max_seq_length: expected at least the 9 tokens of the examples, got 6; overlong='truncate' or 'drop'"
+    message = "max_seq_length: expected at least the 9 tokens of the examples, got 6; overlong='truncate', 'drop', 'carry' or 'own'"
     with pytest.raises(ValueError, match=message):
         PaddingFreeCollator(max_seq_length=6)(documents(2, 7))
 
@@ -163,6 +169,87 @@ def test_what_is_lost_is_counted(lengths, limit, overlong):
     assert [f"{lost} of {sum(lengths)} tokens lost" in str(warning.message) for warning in caught] == [True] * bool(
         lost
     )
+
+
+def test_overlong_carry_keeps_the_first_that_fit():
+    collator, examples = PaddingFreeCollator(max_seq_length=6, overlong="carry"), documents(2, 3, 4, 1)
+    batch = plain(collator(examples))
+    assert (batch["input_ids"], batch["cu_seq_lens_q"]) == ([[1, 2, 3, 4, 5, 0]], [0, 2, 5, 6])
+    chosen = collator.selection(examples)
+    # The last one would fit, but comes after one that does not.
+    assert (chosen.kept, chosen.carried, chosen.carried_tokens, chosen.num_tokens) == ([0, 1], [2, 3], 5, 5)
+    assert (chosen.dropped, chosen.truncated, chosen.own, chosen.lost_tokens) == ([], [], [], 0)
+    assert plain(collator(examples[2:]))["input_ids"] == [[6, 7, 8, 9, 10, 0]]
+    with pytest.raises(
+        ValueError, match="room for the first example of 7 tokens, got 6; overlong='own' keeps it whole"
+    ):
+        collator(documents(7, 1))
+
+
+def test_overlong_own_keeps_one_whole():
+    collator, examples = PaddingFreeCollator(max_seq_length=6, overlong="own"), documents(8, 2, 3)
+    batch = plain(collator(examples))
+    assert (batch["input_ids"], batch["cu_seq_lens_q"]) == ([list(range(1, 9))], [0, 8])
+    assert batch["labels"] == [[-100, *range(2, 9)]]
+    chosen = collator.selection(examples)
+    assert (chosen.kept, chosen.own, chosen.carried, chosen.carried_tokens) == ([0], [0], [1, 2], 5)
+    assert plain(collator(examples[1:]))["input_ids"] == [[9, 10, 11, 12, 13, 0]]
+    assert collator.selection(examples[1:]).own == []
+
+
+@pytest.mark.parametrize(
+    ("overlong", "rest"),
+    [
+        ("carry", {"carried": [2, 3], "carried_tokens": 5}),
+        ("own", {"carried": [2, 3], "carried_tokens": 5}),
+        ("drop", {"dropped": [2, 3], "lost_tokens": 5}),
+        ("truncate", {"dropped": [2, 3], "lost_tokens": 5}),
+    ],
+)
+def test_max_sequences_per_bin(overlong, rest):
+    examples = documents(2, 3, 4, 1)
+    for limit in (None, 10):
+        collator = PaddingFreeCollator(max_seq_length=limit, overlong=overlong, max_sequences_per_bin=2)
+        chosen = collator.selection(examples)
+        assert chosen.kept == [0, 1]
+        assert {name: getattr(chosen, name) for name in rest} == rest
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            row = plain(collator(examples))["input_ids"][0]
+        assert row == [1, 2, 3, 4, 5, *[0] * (len(row) - 5)]
+        told = [str(warning.message) for warning in caught]
+        named = "max_seq_length=10, max_sequences_per_bin=2" if limit else "max_sequences_per_bin=2"
+        assert told == [f"{named}: 2 of 4 examples dropped and 0 cut, 5 of 10 tokens lost"] * ("dropped" in rest)
+    with pytest.raises(ValueError, match="max_sequences_per_bin: expected at least the 4 examples, got 2; overlong="):
+        PaddingFreeCollator(max_sequences_per_bin=2)(examples)
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=9),
+    st.integers(4, 20),
+    st.sampled_from(["truncate", "drop", "carry", "own"]),
+    st.sampled_from([None, 1, 3]),
+)
+def test_selection_counts_what_the_row_holds(lengths, limit, overlong, most):
+    collator = PaddingFreeCollator(max_seq_length=limit, overlong=overlong, max_sequences_per_bin=most, pad_token_id=-1)
+    examples = documents(*lengths)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            row = collator(examples)["input_ids"][0]
+        except ValueError:
+            with pytest.raises(ValueError, match="max_seq_length: expected room for"):
+                collator.selection(examples)
+            return
+    chosen = collator.selection(examples)
+    held = row[row > 0].tolist()
+    assert chosen.num_tokens == len(held)
+    assert chosen.num_tokens + chosen.lost_tokens + chosen.carried_tokens == sum(lengths)
+    assert sorted([*chosen.kept, *chosen.dropped, *chosen.carried]) == list(range(len(lengths)))
+    whole = [token for i in chosen.kept if i not in chosen.truncated for token in examples[i]["input_ids"]]
+    assert set(whole) <= set(held)
+    assert len(chosen.truncated) <= 1
+    assert (held == whole) == (not chosen.truncated)
 
 
 # --- preference pairs ---
@@ -219,6 +306,54 @@ def test_pairs_stay_pairs():
     assert "index" not in PaddingFreeDPOCollator()([{"chosen_input_ids": [1], "rejected_input_ids": [2]}])
 
 
+def loaded(lengths, budget, most):
+    """Pairs of each batch, as open-instruct's loader shares them out: both budgets at once, never an empty batch."""
+    batches, totals = [], None
+    for i, own in enumerate(lengths):
+        with_it = None if totals is None else [total + n for total, n in zip(totals, own, strict=True)]
+        if with_it is None or max(with_it) > budget or len(batches[-1]) == most:
+            batches.append([])
+            with_it = list(own)
+        batches[-1].append(i)
+        totals = with_it
+    return batches
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12),
+    st.integers(1, 30),
+    st.sampled_from([1, 3, 12]),
+    st.booleans(),
+)
+def test_two_budgets_at_once(lengths, budget, most, concatenated):
+    """The collator, the count and the packing of a whole dataset share one rule; every token is trained on once."""
+    queue, kept, options = pairs(*zip(*lengths, strict=True)), [], {"max_sequences_per_bin": most}
+    collator = PaddingFreeDPOCollator(max_seq_length=budget, overlong="own", concatenated=concatenated, **options)
+    while queue:
+        batch = plain(collator(queue))
+        chosen = collator.selection(queue)
+        count = len(batch["index"])
+        assert chosen.kept == list(range(count))
+        assert chosen.carried == list(range(count, len(queue)))
+        assert count == count_within_token_budget(queue, budget, **options)
+        rows = [batch["input_ids"]] if concatenated else [batch["chosen_input_ids"], batch["rejected_input_ids"]]
+        whole = [t for side in ("chosen", "rejected") for pair in queue[:count] for t in pair[f"{side}_input_ids"]]
+        assert [token for (row,) in rows for token in row if token] == whole
+        kept.append([index - 40 for index in batch["index"]])
+        queue = queue[count:]
+    assert kept == loaded(lengths, budget, most)
+    packed = po.pack_sequences(lengths, budget, strategy="next_fit", overlong="own", **options)
+    assert packed.bins == kept
+
+
+def test_a_pair_over_one_budget_has_a_longer_row_on_that_side():
+    batch = plain(PaddingFreeDPOCollator(max_seq_length=4, overlong="own")(pairs([2, 1], [6, 1])))
+    assert (batch["chosen_input_ids"], batch["rejected_input_ids"]) == ([[1, 2, 0, 0]], [[-1, -2, -3, -4, -5, -6]])
+    assert (batch["chosen_cu_seq_lens_q"], batch["rejected_cu_seq_lens_q"]) == ([0, 2, 4], [0, 6])
+    with pytest.raises(ValueError, match="room for the first example of 6 tokens, got 4; overlong='own'"):
+        PaddingFreeDPOCollator(max_seq_length=4, overlong="carry")(pairs([2, 1], [6, 1]))
+
+
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), max_size=8), st.integers(1, 30))
 def test_count_within_token_budget(lengths, budget):
     examples = pairs(*zip(*lengths, strict=True)) if lengths else []
@@ -236,8 +371,12 @@ def test_count_within_token_budget(lengths, budget):
 def test_count_within_token_budget_of_single_documents():
     assert count_within_token_budget(documents(3, 3, 1), 6) == 2
     assert count_within_token_budget(documents(7, 1), 6) == 1
+    assert count_within_token_budget(documents(1, 1, 1), 6, max_sequences_per_bin=2) == 2
+    assert count_within_token_budget(documents(1, 1, 1), None, max_sequences_per_bin=2) == 2
     with pytest.raises(ValueError, match="input_ids: expected in every example"):
         count_within_token_budget([{"text": "?"}], 6)
+    with pytest.raises(ValueError, match="max_sequences_per_bin: expected at least 1 example or None, got 0"):
+        count_within_token_budget(documents(1), 6, max_sequences_per_bin=0)
 
 
 # --- bad input ---
@@ -262,11 +401,17 @@ def test_bad_examples_are_named(examples, message):
         PaddingFreeCollator()(examples)
 
 
+def test_selection_is_of_what_can_be_collated():
+    with pytest.raises(ValueError, match="input_ids: expected at least 1 token, got 0 in example 1"):
+        PaddingFreeCollator().selection([{"input_ids": [1]}, {"input_ids": []}])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"max_seq_length": 0}, "max_seq_length: expected at least 1 token or None, got 0"),
-        ({"overlong": "split"}, "overlong: expected 'error', 'truncate' or 'drop', got 'split'"),
+        ({"max_sequences_per_bin": 0}, "max_sequences_per_bin: expected at least 1 example or None, got 0"),
+        ({"overlong": "split"}, "overlong: expected 'error', 'truncate', 'drop', 'carry' or 'own', got 'split'"),
     ],
 )
 def test_bad_options_are_named(options, message):
@@ -276,7 +421,14 @@ def test_bad_options_are_named(options, message):
         PaddingFreeCollator()(documents(1), return_tensors="np")
 
 
-@pytest.mark.parametrize("collator", [PaddingFreeCollator(), lambda features: count_within_token_budget(features, 4)])
+@pytest.mark.parametrize(
+    "collator",
+    [
+        PaddingFreeCollator(),
+        PaddingFreeCollator().selection,
+        lambda features: count_within_token_budget(features, 4),
+    ],
+)
 @pytest.mark.parametrize("wrong", [lambda features: (f for f in features), lambda features: features[0]])
 def test_features_are_a_list_of_dicts(collator, wrong):
     """Of an iterator nothing would be left when the labels' turn comes."""

@@ -97,6 +97,21 @@ def test_packing(lengths, capacity, strategy, alignment, most, overlong, costs, 
     assert_alike("pack_ffd", lengths.clamp(max=16), capacity, alignment, ties == "last")
 
 
+@given(
+    pairs=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=25),
+    strategy=st.sampled_from(["ffd", "next_fit", "first_fit"]),
+    alignment=st.sampled_from([1, 4]),
+    most=st.sampled_from([None, 2]),
+    overlong=st.sampled_from(["own", "drop"]),
+    seed=st.sampled_from([None, 7]),
+)
+def test_packing_of_pairs(pairs, strategy, alignment, most, overlong, seed):
+    lengths = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
+    options = (alignment, most, 1, 1, overlong, True, 12.0, 1.0, "last", seed)
+    assert_alike("pack_sequences", lengths, 22, strategy, *options)
+    assert_alike("pack_sequences", lengths[:, :1], 22, strategy, *options)
+
+
 def test_bins_are_evened_out_as_long_as_by_the_compiled_one():
     """Which stops when it has looked at so many pieces: without that limit these come out otherwise."""
     lengths = torch.randint(1, 400, (1500,))
@@ -117,6 +132,10 @@ WRONG = {
     "over it when aligned": ("pack_sequences", torch.tensor([3, 7]), 7, "ffd", 2, *PACK[1:]),
     "not to be cut": ("pack_sequences", torch.tensor([3, 9]), 8, "ffd", 16, None, 1, 1, "split", *PACK[5:]),
     "strategy": ("pack_sequences", torch.tensor([3, 9]), 10, "best", *PACK),
+    "pair over the capacity": ("pack_sequences", torch.tensor([[3, 9]]), 8, "ffd", *PACK),
+    "pair of a negative length": ("pack_sequences", torch.tensor([[3, 1], [3, -1]]), 8, "ffd", *PACK),
+    "strategy of pairs": ("pack_sequences", torch.tensor([[3, 9]]), 8, "bfd", *PACK),
+    "policy of pairs": ("pack_sequences", torch.tensor([[3, 9]]), 8, "ffd", *PACK[:4], "split", *PACK[5:]),
     "capacity": ("pack_sequences", torch.tensor([3, 9]), 0, "ffd", *PACK),
 }
 

@@ -51,6 +51,31 @@ def test_every_rank_has_its_share(lengths, dp_size, seed, strategy, alignment, c
     assert first.left_out == []
 
 
+@pytest.mark.parametrize("strategy", ["first_fit", "ffd", "next_fit"])
+def test_preference_pairs_have_two_budgets(strategy):
+    draw = torch.Generator().manual_seed(1)
+    pairs = torch.randint(1, 60, (200, 2), generator=draw).tolist()
+    options = {"strategy": strategy, "max_sequences_per_bin": 4}
+    ranks, first = on_all_ranks(pairs, 100, 3, epoch=1, **options)
+    assert len({len(batches) for batches in ranks}) == 1
+    batches = list(itertools.chain(*ranks))
+    assert sorted(itertools.chain(*batches)) == list(range(200))
+    totals = [[sum(pairs[i][side] for i in batch) for batch in batches] for side in (0, 1)]
+    assert max(map(max, totals)) <= 100
+    assert max(map(len, batches)) == 4
+    # Over one budget, not over the other: a pair is more than its chosen tokens.
+    assert max(sum(own) for own in zip(*totals, strict=True)) > 100
+    resumed = PackedBatchSampler(pairs, 100, 0, 3, **options)
+    resumed.load_state_dict({**first.state_dict(), "batches_done": 5})
+    assert list(resumed) == ranks[0][5:]
+    swapped = PackedBatchSampler([pair[::-1] for pair in pairs], 100, 0, 3, **options)
+    with pytest.raises(ValueError, match="expected that of a sampler with lengths_checksum="):
+        swapped.load_state_dict(first.state_dict())
+    more = PackedBatchSampler(pairs, 100, 0, 3, strategy=strategy)
+    with pytest.raises(ValueError, match="expected that of a sampler with max_sequences_per_bin=None, got 4"):
+        more.load_state_dict(first.state_dict())
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("cost", "a", "b"), [("tokens", 1, 0), ("flops", 12 * 4096, 1), (("flops", 0.0, 1.0), 0, 1)])
 @pytest.mark.parametrize(("dp_size", "alignment"), [(2, 1), (3, 4), (8, 1)])

@@ -1,4 +1,4 @@
-"""Unsloth's and open-instruct's seams: layouts, masks and rope against plain torch, collators of the real hosts."""
+"""Unsloth's seams: layouts, masks and rope against plain torch, collators of the real hosts."""
 
 import importlib.util
 import pickle
@@ -12,10 +12,6 @@ from helpers import assert_same, cu_seqlens_of, lengths_strategy
 from hypothesis import given
 
 from packing_ops import PackedMetadata, varlen_attention
-from packing_ops.integrations.open_instruct import (
-    TensorDataCollatorWithFlattening,
-    TensorDataCollatorWithFlatteningDPO,
-)
 from packing_ops.integrations.unsloth import (
     PackingCollator,
     enable_packing,
@@ -189,6 +185,71 @@ def test_batches_become_one_row(collator):
         assert batch["kind"] == "text"
 
 
+class TorchCallAlone:
+    """All that Unsloth asks of a collator."""
+
+    def torch_call(self, examples):
+        return padded(examples)
+
+
+class ByFramework(TorchCallAlone):
+    """transformers' mixin: a call asks the method of the framework."""
+
+    return_tensors = "pt"
+
+    def __call__(self, features, return_tensors=None):
+        assert (return_tensors or self.return_tensors) == "pt"
+        return self.torch_call(features)
+
+    def numpy_call(self, examples):
+        return {name: value.numpy() for name, value in padded(examples).items() if name != "kind"}
+
+
+@pytest.mark.parametrize("collator", [padded, TorchCallAlone(), ByFramework()])
+def test_every_way_into_a_collator_packs(collator):
+    packing = enable_packing(types.SimpleNamespace(data_collator=collator)).data_collator
+    ways = {
+        "call": packing,
+        "torch_call": packing.torch_call,
+        "by keyword": lambda examples: packing(features=examples, return_tensors="pt"),
+        "as transformers' trainers": lambda examples: packing(examples, "pt"),
+        "pickled": pickle.loads(pickle.dumps(packing)).torch_call,
+    }
+    for way, collate in ways.items():
+        batch = collate(EXAMPLES)
+        assert lists(batch) == PACKED, way
+        assert batch["labels"].tolist() == [[-100, 6, 7, -100, -100, 4]], way
+    for framework in ("np", "tf"):
+        with pytest.raises(ValueError, match=f'return_tensors: expected "pt" or None, got {framework!r}'):
+            packing(EXAMPLES, return_tensors=framework)
+    assert not hasattr(packing, "numpy_call"), "arrays would be unpacked"
+    with pytest.raises(AttributeError, match="numpy_call: a collator that packs gives tensors alone"):
+        packing.numpy_call(EXAMPLES)
+
+
+def test_a_collator_of_arrays_is_named():
+    with pytest.raises(TypeError, match=r"input_ids: expected a tensor, got array.* \(ndarray\)"):
+        enable_packing(ByFramework().numpy_call)(EXAMPLES)
+
+
+def test_who_wraps_torch_call_wraps_the_call_too():
+    """As Unsloth does it, on the collator that it finds."""
+    packing = enable_packing(TorchCallAlone())
+    inner = packing.torch_call
+    packing.torch_call = lambda examples: {**inner(examples), "wrapped": True}
+    assert packing(EXAMPLES)["wrapped"]
+    assert packing._unsloth_padding_free_lengths_wrapped, "nothing is left for it to add"
+
+
+def test_what_a_trainer_sets_reaches_the_collator_inside():
+    collator = ByFramework()
+    packing = enable_packing(collator)
+    packing.return_tensors = "np"
+    assert (collator.return_tensors, packing.return_tensors) == ("np", "np")
+    packing.sequence_lengths_key = "documents"
+    assert not hasattr(collator, "sequence_lengths_key")
+
+
 def test_rows_without_padding_and_lengths_of_packed_examples():
     examples = [{"input_ids": [1, 2, 3], "seq_lengths": [1, 2]}, {"input_ids": [4, 5, 6]}]
     batch = enable_packing(padded)(examples)
@@ -208,7 +269,9 @@ def test_twice_is_once_and_pickles():
     assert lists(pickle.loads(pickle.dumps(collator))(EXAMPLES)) == PACKED
     wrapped_by_unsloth = type("Collator", (), {"__call__": one_row, "_unsloth_packing_wrapped": True})()
     assert enable_packing(wrapped_by_unsloth) is wrapped_by_unsloth
-    with pytest.raises(TypeError, match="trainer_or_collator: expected data_collator or a callable, got int"):
+    with pytest.raises(
+        TypeError, match="trainer_or_collator: expected data_collator, or a callable or torch_call, got int"
+    ):
         enable_packing(3)
 
 
@@ -275,6 +338,10 @@ def test_collator_of_trl(multiple):
     assert "attention_mask" not in batch
 
 
+def plain(batch):
+    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
 @pytest.fixture
 def unsloth_packing():
     """Unsloth's own file; the package around it imports nowhere without a GPU."""
@@ -333,90 +400,3 @@ def test_trainer_and_model_of_transformers(tmp_path):
     stock = padded(EXAMPLES)
     stock.pop("kind")
     torch.testing.assert_close(ours, model(**stock).loss, **CLOSE)
-
-
-# --- open-instruct ---
-
-
-def documents(*lengths, device="cpu", **more):
-    return [{"input_ids": torch.arange(1, n + 1, device=device) + 10 * i, **more} for i, n in enumerate(lengths)]
-
-
-def plain(batch):
-    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-
-
-def test_flattened_examples(device):
-    batch = TensorDataCollatorWithFlattening()(documents(2, 3, device=device))
-    assert plain(batch) == {
-        "input_ids": [[1, 2, 11, 12, 13]],
-        "labels": [[-100, 2, -100, 12, 13]],
-        "position_ids": [[0, 1, 0, 1, 2]],
-        "seq_idx": [[0, 0, 1, 1, 1]],
-        "cu_seq_lens_q": [0, 2, 5],
-        "cu_seq_lens_k": [0, 2, 5],
-        "max_length_q": 3,
-        "max_length_k": 3,
-    }
-    assert {name: value.dtype for name, value in batch.items() if isinstance(value, torch.Tensor)} == {
-        **dict.fromkeys(("input_ids", "labels", "position_ids"), torch.int64),
-        **dict.fromkeys(("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"), torch.int32),
-    }
-    assert batch["input_ids"].device.type == batch["cu_seq_lens_q"].device.type == device
-
-
-def test_options_leave_keys_out_and_own_labels_are_taken():
-    options = {"return_flash_attn_kwargs": False, "return_position_ids": False, "return_seq_idx": False}
-    examples = [{"input_ids": [1, 2, 3], "labels": [7, -100, 9]}]
-    batch = TensorDataCollatorWithFlattening(**options)(examples, separator_id=-1)
-    assert plain(batch) == {"input_ids": [[1, 2, 3]], "labels": [[-1, -100, 9]]}
-
-
-def test_short_rows_are_filled():
-    batch = plain(TensorDataCollatorWithFlattening(max_seq_length=7)(documents(2, 3)))
-    assert batch["input_ids"] == [[1, 2, 11, 12, 13, 0, 0]]
-    assert batch["labels"] == [[-100, 2, -100, 12, 13, -100, -100]]
-    assert batch["position_ids"] == [[0, 1, 0, 1, 2, 0, 0]]
-    assert batch["seq_idx"] == [[0, 0, 1, 1, 1, -1, -1]]
-    assert (batch["cu_seq_lens_q"], batch["max_length_q"]) == ([0, 2, 5], 3)
-    batch = plain(TensorDataCollatorWithFlattening(max_seq_length=9, pad_segment=True)(documents(2, 3)))
-    assert batch["position_ids"] == [[0, 1, 0, 1, 2, 0, 1, 2, 3]]
-    assert (batch["cu_seq_lens_k"], batch["max_length_k"]) == ([0, 2, 5, 9], 4)
-
-
-def test_long_rows_are_cut_and_lost_documents_told():
-    with pytest.warns(UserWarning, match="max_seq_length=4: 0 of 2 examples dropped and 1 cut, 1 of 5 tokens lost"):
-        batch = plain(TensorDataCollatorWithFlattening(max_seq_length=4)(documents(2, 3)))
-    assert batch["input_ids"] == [[1, 2, 11, 12]]
-    assert (batch["cu_seq_lens_q"], batch["max_length_q"]) == ([0, 2, 4], 2)
-    with pytest.warns(UserWarning, match="max_seq_length=2: 2 of 3 examples dropped and 0 cut, 4 of 6 tokens lost"):
-        batch = plain(TensorDataCollatorWithFlattening(max_seq_length=2)(documents(2, 3, 1)))
-    assert (batch["cu_seq_lens_q"], batch["seq_idx"]) == ([0, 2], [[0, 0]])
-
-
-def preference_pairs(chosen, rejected):
-    sides = documents(*chosen), documents(*rejected)
-    return [
-        {"chosen_input_ids": c["input_ids"], "rejected_input_ids": r["input_ids"], "index": i + 40}
-        for i, (c, r) in enumerate(zip(*sides, strict=True))
-    ]
-
-
-def test_preference_pairs_stay_pairs():
-    batch = plain(TensorDataCollatorWithFlatteningDPO()(preference_pairs([2, 3], [4, 1])))
-    assert (batch["chosen_cu_seq_lens_q"], batch["rejected_cu_seq_lens_k"]) == ([0, 2, 5], [0, 4, 5])
-    assert batch["index"] == [40, 41]
-    with pytest.warns(UserWarning, match="1 of 2 examples dropped and 0 cut, 4 of 12 tokens lost"):
-        batch = plain(TensorDataCollatorWithFlatteningDPO(max_seq_length=6)(preference_pairs([2, 3], [6, 1])))
-    assert batch["index"] == [40]
-    assert (batch["chosen_cu_seq_lens_q"], batch["rejected_cu_seq_lens_q"]) == ([0, 2], [0, 6])
-    assert batch["chosen_labels"] == [[-100, 2, -100, -100, -100, -100]]  # nothing of the unpaired one is summed
-
-
-def test_examples_that_do_not_fit_are_named():
-    with pytest.raises(ValueError, match="labels: expected 3 values like input_ids, got 2 in example 0"):
-        TensorDataCollatorWithFlattening()([{"input_ids": [1, 2, 3], "labels": [1, 2]}])
-    with pytest.raises(ValueError, match="features: expected at least one example, got none"):
-        TensorDataCollatorWithFlattening()([])
-    with pytest.raises(ValueError, match="max_seq_length: expected at least 1 token or None, got 0"):
-        TensorDataCollatorWithFlattening(max_seq_length=0)

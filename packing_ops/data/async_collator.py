@@ -7,6 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
+_NOT_GIVEN: Any = object()  # None may be a step
+
 
 class AsyncBatchCollatorMisuse(AssertionError):
     """A step submitted or asked for out of turn. Raised, never asserted: ``python -O`` keeps it."""
@@ -50,8 +52,9 @@ class AsyncBatchCollator:
         3 30
 
     For one calling thread at a time; any number of collators side by side. In a forked child the collator has a worker of
-    the child's own, which computes the pending step anew; the parent's goes on. The names are those of SkyRL's class, which
-    it can stand in for; there ``clear`` and ``shutdown`` raise what the discarded step raised, here they do not.
+    the child's own, which computes the pending step anew; the parent's goes on. The names, the AssertionErrors and their
+    words are those of SkyRL's class, which it can stand in for; there ``clear`` and ``shutdown`` raise what the discarded
+    step raised, here they do not.
     """
 
     def __init__(self, compute: Callable[[int], Any], thread_name_prefix: str = "batch-collate"):
@@ -73,23 +76,32 @@ class AsyncBatchCollator:
             raise AsyncBatchCollatorMisuse(f"submit: expected a collator in use, got step {step} after shutdown")
         if self._pending is not None:
             raise AsyncBatchCollatorMisuse(
-                f"submit: expected an empty slot, got step {step} while step {self._pending[0]} is pending"
+                f"submit: slot already occupied by step {self._pending[0]}, got step {step} before that was taken"
             )
         self._forked()
         self._pending = step, self._executor.submit(self._timed, step)
 
-    def get(self, step: int) -> Any:
+    def get(self, step: int = _NOT_GIVEN, *, expected_step: int = _NOT_GIVEN) -> Any:
         """The batch of the pending step, waited for if need be; the slot is free after it.
+
+        Args:
+            step: the one that must be pending; ``expected_step`` is another name for it.
 
         Raises:
             AsyncBatchCollatorMisuse: nothing is pending, or another step, which stays pending.
             Exception: what ``compute`` raised, with the worker's traceback; the slot is free then too.
+            TypeError: not exactly one of the two names.
         """
+        if (step is _NOT_GIVEN) == (expected_step is _NOT_GIVEN):
+            raise TypeError("get: expected exactly one of step and expected_step")
+        step = expected_step if step is _NOT_GIVEN else step
         if self._pending is None:
             raise AsyncBatchCollatorMisuse(f"get: expected step {step} to be pending, got an empty slot")
         pending_step, future = self._pending
         if pending_step != step:
-            raise AsyncBatchCollatorMisuse(f"get: expected step {step} to be pending, got step {pending_step}")
+            raise AsyncBatchCollatorMisuse(
+                f"get: pending step {pending_step} != expected step {step}; it stays pending"
+            )
         if self._forked():
             self._pending = step, (future := self._executor.submit(self._timed, step))
         future.exception()  # waits; interrupted, it leaves the step pending

@@ -18,6 +18,17 @@ from packing_ops.packing import pack_sequences
 class PackedCollator:
     """Packs examples into rows, every rank getting the same number of them: SkyRL's PackedDataCollator contract.
 
+    What differs from SkyRL's:
+
+    - No row is longer than the capacity: aligned lengths are counted. SkyRL counts raw ones; at alignment 32 it puts 41
+      documents of 33 tokens into one row of 2,624 slots for a capacity of 2,048. Where alignment makes no row too long,
+      the rows and their order are SkyRL's, and so is every byte.
+    - So an example of as many tokens as the capacity fits only where the alignment divides that. The capacity is rounded
+      up by the caller, or with ``round_capacity=True``.
+    - Weights are divided by their sum, which SkyRL cuts to an integer: the same for masks of 0 and 1.
+    - Every batch is packed, and a dict: SkyRL's unpacked batches for evaluation are the caller's. sub_seq_lengths are
+      lists, response_length is an entry, order is new.
+
     Attributes:
         capacity: tokens of a row at most, aligned lengths counted.
         pad_token_id: fills what no document holds.
@@ -25,7 +36,11 @@ class PackedCollator:
         tp_size, cp_size: a document occupies its length rounded up to a multiple of tp_size, or of
             ``2 * tp_size * cp_size`` when cp_size > 1.
         fp8: that multiple is also one of ``16 * cp_size``.
-        strategy: of pack_sequences: "ffd", "bfd", "next_fit", "first_fit" or "balanced".
+        strategy: of pack_sequences: "ffd", "bfd", "next_fit", "first_fit" or "balanced". Where the longest come first, that
+            is by raw length, of equal ones the later example: still decreasing when aligned, and SkyRL's order.
+        overlong: ``"error"``, or ``"own"``: an example over the capacity is kept whole, alone in a row, and all rows are
+            as wide as that one.
+        round_capacity: rounds the capacity up to a multiple of the alignment, for an example of as many tokens.
 
     Called with examples, dicts of ``input_ids`` (a list or 1-D tensor of integers), ``num_actions`` (how many of the
     last tokens are trained on) and where they have one ``loss_mask`` (as many weights; 1 by default) and
@@ -51,13 +66,13 @@ class PackedCollator:
 
     Raises:
         ValueError: no examples, fewer than dp_size or than the rows that dp_size asks for; an example without tokens
-            or over the capacity; a missing key, in all or some examples; lengths that do not fit each other; padding
+            or over the capacity with ``overlong="error"``; another policy; a missing key, in all or some examples; lengths that do not fit each other; padding
             in an attention_mask; weights that are negative or not finite, or whose sum float32 does not hold.
         TypeError: a capacity, size or pad_token_id that is no integer (None: a tokenizer without one); examples that
             are no list of dicts.
 
     A batch without any target has a loss_mask of zeros. Deterministic; no state, so threads may share one. Time and
-    memory linear in the tokens. Ties go to the later example, as in SkyRL.
+    memory linear in the tokens.
     """
 
     capacity: int
@@ -68,12 +83,18 @@ class PackedCollator:
     cp_size: int = 1
     fp8: bool = False
     strategy: str = "ffd"
+    overlong: str = "error"
+    round_capacity: bool = False
 
     def __post_init__(self):
         for name in ("capacity", "dp_size", "tp_size", "cp_size"):
             if integer(getattr(self, name), name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
         self.pad_token_id = integer(self.pad_token_id, "pad_token_id")
+        if self.overlong not in ("error", "own"):
+            raise ValueError(f"overlong: expected 'error' or 'own', got {self.overlong!r}")
+        if self.round_capacity:
+            self.capacity = aligned(self.capacity, self.alignment)
 
     @property
     def alignment(self) -> int:
@@ -204,27 +225,33 @@ class PackedCollator:
             raise ValueError(f"examples: expected at least dp_size={self.dp_size}, got {len(examples)}")
         input_ids, lengths = tokens_of(examples)
         longest = max(lengths)
-        if (slots := aligned(longest, self.alignment)) > self.capacity:
+        if (slots := aligned(longest, self.alignment)) > self.capacity and self.overlong == "error":
+            rounds = longest <= self.capacity
             raise ValueError(
                 f"input_ids: expected at most capacity={self.capacity} slots, got {slots} for {longest} tokens "
-                f"(alignment={self.alignment}) in example {lengths.index(longest)}"
+                f"(alignment={self.alignment}) in example {lengths.index(longest)}, which exceeds bin capacity; "
+                f"{'round_capacity=True or ' if rounds else ''}overlong='own' accepts it"
             )
         return input_ids, lengths
 
     def _rows(self, lengths) -> list[list[int]]:
         """Examples of each row: those of rank 0 first."""
+        index = range(len(lengths))
+        if self.strategy not in ("next_fit", "first_fit"):  # which keep the examples' order
+            index = [i for _, i in sorted(zip(lengths, index, strict=True), reverse=True)]
         try:
             packing = pack_sequences(
-                lengths,
+                [lengths[i] for i in index],
                 self.capacity,
                 strategy=self.strategy,
                 alignment=self.alignment,
                 bins_multiple_of=self.dp_size,
-                ties="last",
+                overlong=self.overlong,
             )
         except ValueError as error:
             raise ValueError(f"dp_size={self.dp_size}, strategy={self.strategy!r}: {error}") from None
-        return [packing.bins[b] for rank in range(self.dp_size) for b in packing.rows_for_rank(rank, self.dp_size)]
+        bins = (packing.bins[b] for rank in range(self.dp_size) for b in packing.rows_for_rank(rank, self.dp_size))
+        return [[index[i] for i in bin] for bin in bins]
 
     def _aligned_rows(self, sub_seq_lengths) -> list[list[int]]:
         """Slots of every document."""

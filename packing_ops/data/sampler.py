@@ -7,8 +7,8 @@ from functools import cached_property
 import torch
 from torch.utils.data import Sampler
 
-from packing_ops._args import index_tensor, integer
-from packing_ops.packing import cost_coefficients, pack_sequences
+from packing_ops._args import integer
+from packing_ops.packing import cost_coefficients, lengths_tensor, pack_sequences
 
 
 class PackedBatchSampler(Sampler[list[int]]):
@@ -20,8 +20,9 @@ class PackedBatchSampler(Sampler[list[int]]):
     batch takes more than the cheapest. Each sequence comes once in an epoch.
 
     Args:
-        lengths: int32 or int64 ``[num_sequences]``, tokens per sequence of the dataset, or a Python sequence.
-        capacity: tokens of one batch at most, aligned lengths counted.
+        lengths: int32 or int64 ``[num_sequences]``, tokens per sequence of the dataset, or a Python sequence. For
+            preference pairs ``[num_pairs, 2]`` or a list of (chosen, rejected): two budgets of ``capacity``.
+        capacity: tokens of one batch at most, aligned lengths counted; of each side.
         dp_rank, dp_size: this rank, and the number of data-parallel ranks. Context- and tensor-parallel ranks that share
             a row give the same dp_rank.
         seed: of all epochs; the same on every rank. None: nothing is shuffled and every epoch is the same.
@@ -30,7 +31,8 @@ class PackedBatchSampler(Sampler[list[int]]):
         cost: what is made equal in a step: ``"tokens"``, ``"flops"`` or ``("flops", a, b)``, as in pack_sequences.
         alignment: a sequence occupies its length rounded up to a multiple of this.
         overlong: what happens to a sequence over the capacity: ``"error"``; ``"drop"``; ``"own"``, a batch of its own
-            that is longer; ``"truncate"``, counted as cut, which the collator must do.
+            that is longer; ``"truncate"``, counted as cut, which the collator must do (not of pairs).
+        max_sequences_per_bin: at most so many sequences in a batch.
         drop_last: where sequences are so few or so long that they cannot be shared out equally, the last step has an
             empty batch ``[]`` for some ranks, which still have to take part in it (see empty_like_batch). True: the
             sequences of such a step are left out of the epoch.
@@ -88,9 +90,10 @@ class PackedBatchSampler(Sampler[list[int]]):
         cost: str | tuple[str, float, float] = "tokens",
         alignment: int = 1,
         overlong: str = "error",
+        max_sequences_per_bin: int | None = None,
         drop_last: bool = False,
     ):
-        self.lengths = index_tensor(lengths, "lengths").cpu()
+        self.lengths = lengths_tensor(lengths).cpu()
         self.capacity, self.alignment = integer(capacity, "capacity"), integer(alignment, "alignment")
         self.dp_rank, self.dp_size = integer(dp_rank, "dp_rank"), integer(dp_size, "dp_size")
         if self.dp_size < 1:
@@ -101,6 +104,8 @@ class PackedBatchSampler(Sampler[list[int]]):
             raise ValueError(f"overlong: expected 'error', 'drop', 'own' or 'truncate', got {overlong!r}")
         self.seed = None if seed is None else integer(seed, "seed")
         self.strategy, self.overlong, self.drop_last = strategy, overlong, drop_last
+        most = max_sequences_per_bin
+        self.max_sequences_per_bin = None if most is None else integer(most, "max_sequences_per_bin")
         self._balance = ("flops", *cost_coefficients(cost, "cost"))
         self.epoch, self._first, self._taken = 0, 0, 0
         self._batches, self.left_out = self._of_epoch()
@@ -168,7 +173,7 @@ class PackedBatchSampler(Sampler[list[int]]):
     @cached_property
     def _identity(self) -> dict[str, int | str | None]:
         """What the batches of an epoch follow from."""
-        places = torch.arange(1, self.lengths.numel() + 1, device="cpu")
+        places = torch.arange(1, self.lengths.numel() + 1, device="cpu").view_as(self.lengths)
         return {
             "seed": self.seed,
             "capacity": self.capacity,
@@ -177,8 +182,9 @@ class PackedBatchSampler(Sampler[list[int]]):
             "cost": str(self._balance),
             "alignment": self.alignment,
             "overlong": self.overlong,
+            "max_sequences_per_bin": self.max_sequences_per_bin,
             "drop_last": self.drop_last,
-            "num_sequences": self.lengths.numel(),
+            "num_sequences": len(self.lengths),
             "lengths_checksum": int((self.lengths * places).sum()),
         }
 
@@ -189,6 +195,7 @@ class PackedBatchSampler(Sampler[list[int]]):
             "strategy": self.strategy,
             "alignment": self.alignment,
             "overlong": self.overlong,
+            "max_sequences_per_bin": self.max_sequences_per_bin,
             "seed": None if draws is None else draws.getrandbits(63),
         }
         packing = pack_sequences(self.lengths, self.capacity, **options)

@@ -5,21 +5,30 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from packing_ops import PackedMetadata, mask_boundary_labels, unpad_inputs
-from packing_ops._args import integer
+from packing_ops._args import check_tensor, integer
 
 
 class PackingCollator:
-    """What unsloth.enable_packing makes of a collator; attributes are those of the collator inside."""
+    """What unsloth.enable_packing makes of a collator; attributes are those of the collator inside.
 
-    _unsloth_packing_wrapped = True  # Unsloth wraps no collator twice
+    Called, or by ``torch_call`` as some trainers do it: both pack. transformers' ways for other frameworks are errors.
+    """
+
+    _unsloth_packing_wrapped = _unsloth_padding_free_lengths_wrapped = True  # Unsloth wraps no collator twice
 
     def __init__(self, collator, sequence_lengths_key: str = "seq_lengths"):
         self.collator = collator
         self.sequence_lengths_key = sequence_lengths_key
 
-    def __call__(self, examples: Sequence[Mapping], **kwargs) -> dict:
+    def __call__(self, features: Sequence[Mapping], return_tensors: str | None = None, **kwargs) -> dict:
+        if return_tensors not in (None, "pt"):
+            raise ValueError(f'return_tensors: expected "pt" or None, got {return_tensors!r}')
+        return self.torch_call(features, **kwargs)
+
+    def torch_call(self, examples: Sequence[Mapping], **kwargs) -> dict:
         lengths = [length for example in examples for length in self._lengths(example)]
-        batch = _one_row(dict(self.collator(examples, **kwargs)))
+        collate = self.collator if callable(self.collator) else self.collator.torch_call
+        batch = _one_row(dict(collate(examples, **kwargs)))
         metadata = self._layout(batch, lengths)
         batch["position_ids"] = metadata.position_ids[None]
         batch.update(metadata.to_unsloth())
@@ -33,7 +42,16 @@ class PackingCollator:
     def __getattr__(self, name):
         if name.startswith("__") or name == "collator":  # before __init__, as pickle asks
             raise AttributeError(name)
+        if name.endswith("_call"):  # into the collator inside, past the packing
+            raise AttributeError(f"{name}: a collator that packs gives tensors alone, by a call or torch_call")
         return getattr(self.collator, name)
+
+    def __setattr__(self, name, value):
+        inside = name not in ("collator", "sequence_lengths_key") and not hasattr(type(self), name)
+        if inside and hasattr(self.collator, name):
+            setattr(self.collator, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def _lengths(self, example: Mapping) -> Sequence[int]:
         lengths = example.get(self.sequence_lengths_key)
@@ -56,6 +74,7 @@ class PackingCollator:
 
 def _one_row(batch: dict) -> dict:
     """Rows end to end as ``[1, total]``, without padding and without attention_mask."""
+    check_tensor(batch.get("input_ids"), "input_ids")
     mask = batch.pop("attention_mask", None)
     shape = batch["input_ids"].shape
     positions = batch.get("position_ids")

@@ -49,12 +49,19 @@ class TensorDataCollatorWithFlattening(PaddingFreeCollator):
 class TensorDataCollatorWithFlatteningDPO(TensorDataCollatorWithFlattening, PaddingFreeDPOCollator):
     """The same for preference pairs: ``chosen_*`` and ``rejected_*`` rows, each with its own layout.
 
-    A document that max_seq_length leaves in only one of the two rows is taken out of that row as well, so that pairs
-    stay pairs and no log-probability of it is summed. ``index`` int64 ``[num_pairs]`` where the examples have one.
+    Over max_seq_length the rule is that by which open-instruct's loader counts (``overlong="own"``): the first pairs of
+    which both sides fit, whole, and at least one, in a longer row if it must be. The others are not lost: the loader
+    carries what ``len(batch["index"])`` leaves, and ``selection(features)`` lists it. Nothing warns of it.
+    ``index`` int64 ``[num_pairs]``, of the pairs in the batch, where the examples have one.
 
     Example:
         >>> pair = {"chosen_input_ids": [5, 6], "rejected_input_ids": [5, 7, 8]}
         >>> batch = TensorDataCollatorWithFlatteningDPO()([pair, pair])
         >>> batch["chosen_cu_seq_lens_q"].tolist(), batch["rejected_cu_seq_lens_q"].tolist()
         ([0, 2, 4], [0, 3, 6])
+        >>> pairs = [{**pair, "index": i} for i in range(3)]
+        >>> TensorDataCollatorWithFlatteningDPO(max_seq_length=6)(pairs)["index"].tolist()
+        [0, 1]
     """
+
+    overlong: str = "own"

@@ -166,16 +166,16 @@ def enable_packing(trainer_or_collator, *, sequence_lengths_key: str = "seq_leng
     no attention_mask. Labels that start a document are -100, since no token of the row predicts them.
 
     Args:
-        trainer_or_collator: a trainer with ``data_collator``, or a collator, called with a list of examples. A
-            collator's own ``padding_free`` and ``return_position_ids`` are switched on where it has them; a trainer's
+        trainer_or_collator: a trainer with ``data_collator``, or a collator: a callable that takes a list of examples,
+            or an object with ``torch_call`` alone, as Unsloth wants it. A collator's own ``padding_free`` and ``return_position_ids`` are switched on where it has them; a trainer's
             ``args.remove_unused_columns`` off, and modules of its model that have ``max_seq_length`` are told
             (``_unsloth_allow_packed_overlength``) that rows may be longer.
         sequence_lengths_key: name of the examples' document lengths, as packing makes it; an example without it is
             one document.
 
     Returns:
-        The trainer, its data_collator replaced; or the collator that packs (the one given stays, but for its
-        switches). Twice is once.
+        The trainer, its data_collator replaced; or the collator that packs, called or by ``torch_call`` (the one given
+        stays, but for its switches). Twice is once.
 
     Example:
         >>> def pad(examples):  # any collator will do, such as transformers' DataCollatorForSeq2Seq
@@ -187,7 +187,8 @@ def enable_packing(trainer_or_collator, *, sequence_lengths_key: str = "seq_leng
         (tensor([[5, 6, 7]]), tensor([[0, 1, 0]]), tensor([2, 1], dtype=torch.int32))
 
     Raises:
-        TypeError: neither a trainer nor a collator. ValueError (when collating): lengths that do not make the row.
+        TypeError: neither a trainer nor a collator. ValueError (when collating): lengths that do not make the row,
+        return_tensors other than "pt".
     """
     if hasattr(trainer_or_collator, "data_collator"):
         trainer = trainer_or_collator
@@ -199,8 +200,10 @@ def enable_packing(trainer_or_collator, *, sequence_lengths_key: str = "seq_leng
                 module._unsloth_allow_packed_overlength = True
         return trainer
     collator = trainer_or_collator
-    if not callable(collator):
-        raise TypeError(f"trainer_or_collator: expected data_collator or a callable, got {type(collator).__name__}")
+    if not callable(collator) and not hasattr(collator, "torch_call"):
+        raise TypeError(
+            f"trainer_or_collator: expected data_collator, or a callable or torch_call, got {type(collator).__name__}"
+        )
     if isinstance(collator, PackingCollator) or getattr(collator, "_unsloth_packing_wrapped", False):
         return collator
     for switch in ("padding_free", "return_position_ids"):

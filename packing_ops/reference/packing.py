@@ -3,19 +3,18 @@
 import itertools
 from dataclasses import dataclass, field
 
-PARTNERS = 16  # cheap rows that a costly one tries to swap with
+from packing_ops.reference.packing_balance import MOST_SWAPPED, deal, even
+
 STEPS = 65536  # costs are compared to one part in STEPS of what the costliest bin comes to
-MOST_SWAPPED = 65536  # sequences, from which on nothing is swapped
-MOST_WORK = 1 << 18  # pieces looked at in search of swaps, SEARCH more for each search
-SEARCH = 16
 
 
 @dataclass
 class Piece:
     item: int
     start: int
-    length: int
-    units: int  # of `alignment` tokens
+    length: int  # a list of them where sequences take of several budgets
+    units: int  # of `alignment` tokens, of the longest side
+    sides: tuple[int, ...]  # units of each side
 
 
 @dataclass
@@ -75,7 +74,7 @@ def pack_sequences(
     if strategy == "balanced" and len(arrivals) <= MOST_SWAPPED:
         even(rows, most_units, cost)
     if balance is not None or strategy == "balanced":
-        rows = deal(rows, bins_multiple_of, lambda row: sum(cost(piece.units) for piece in row))
+        rows = deal(rows, bins_multiple_of, lambda row: sum(cost(units) for piece in row for units in piece.sides))
     return [[(piece.item, piece.start, piece.length) for piece in row] for row in rows]
 
 
@@ -95,6 +94,11 @@ def make_pieces(lengths, most_units, alignment, overlong, order):
     pieces, most_tokens = [], most_units * alignment
     for i in order:
         length = lengths[i]
+        if isinstance(length, list):
+            sides = tuple(-(-tokens // alignment) for tokens in length)
+            if max(sides) <= most_units or overlong == "own":
+                pieces.append(Piece(i, 0, length, max(sides), sides))
+            continue
         parts = [(0, length)]
         if length > most_tokens:
             parts = {
@@ -103,7 +107,8 @@ def make_pieces(lengths, most_units, alignment, overlong, order):
                 "truncate": [(0, most_tokens)],
                 "drop": [],
             }[overlong]
-        pieces += [Piece(i, start, tokens, -(-tokens // alignment)) for start, tokens in parts]
+        units = [-(-tokens // alignment) for _, tokens in parts]
+        pieces += [Piece(i, *part, own, (own,)) for part, own in zip(parts, units, strict=True)]
     return pieces
 
 
@@ -111,12 +116,18 @@ def fit(pieces, most_units, most_pieces, choose):
     """Each piece into the bin that ``choose`` picks among those with room, in the order in which they were opened."""
     bins = []
     for piece in pieces:
-        fitting = [bin for bin in bins if bin.room >= piece.units and len(bin.pieces) < most_pieces]
+        fitting = [bin for bin in bins if has_room(bin, piece, most_units) and len(bin.pieces) < most_pieces]
         if piece.units > most_units or not fitting:
             bins.append(Bin(most_units))
             fitting = [bins[-1]]
         put(piece, fitting[choose(fitting)])
     return bins
+
+
+def has_room(bin, piece, most_units):
+    if len(piece.sides) == 1:
+        return bin.room >= piece.units
+    return all(sum(used) <= most_units for used in zip(piece.sides, *(own.sides for own in bin.pieces), strict=True))
 
 
 def put(piece, bin):
@@ -127,7 +138,7 @@ def put(piece, bin):
 def next_fit(pieces, most_units, most_pieces):
     bins = []
     for piece in pieces:
-        if not bins or bins[-1].room < piece.units or len(bins[-1].pieces) >= most_pieces:
+        if not bins or not has_room(bins[-1], piece, most_units) or len(bins[-1].pieces) >= most_pieces:
             bins.append(Bin(most_units))
         put(piece, bins[-1])
     return bins
@@ -172,10 +183,12 @@ def balanced(by_length, count, most_units, most_pieces, cost):
 
 
 def lower_bound(pieces, most_units, most_pieces):
-    shared = [piece.units for piece in pieces if piece.units <= most_units]
-    by_tokens = -(-sum(shared) // most_units) if most_units else 0
-    over_half = sum(2 * units > most_units for units in shared)
-    return len(pieces) - len(shared) + max(by_tokens, over_half, -(-len(shared) // most_pieces))
+    shared = [piece.sides for piece in pieces if piece.units <= most_units]
+    fewest = -(-len(shared) // most_pieces)
+    for side in zip(*shared, strict=True):
+        by_tokens = -(-sum(side) // most_units) if most_units else 0
+        fewest = max(fewest, by_tokens, sum(2 * units > most_units for units in side))
+    return len(pieces) - len(shared) + fewest
 
 
 def wanted_bins(count, min_bins, multiple, most):
@@ -192,50 +205,3 @@ def add_missing(rows, wanted):
         giver = givers.pop()
         while len(rows) < wanted and len(rows[giver]) > 1:
             rows.append([rows[giver].pop()])
-
-
-def even(rows, most_units, cost):
-    """Pass after pass: from the costliest row down, each swaps with a cheap one the two pieces that even them most."""
-    costs = [list(itertools.accumulate(cost(piece.units) for piece in row))[-1] for row in rows]
-    room = [most_units - sum(piece.units for piece in row) for row in rows]
-    swapped, work = True, 0
-    while swapped and work < MOST_WORK:
-        swapped = False
-        by_cost = sorted((costs[r], r) for r in range(len(rows)) if room[r] >= 0)
-        while len(by_cost) > 1 and work < MOST_WORK:
-            _, costly = by_cost.pop()
-            for place, (_, cheap) in enumerate(by_cost[:PARTNERS]):
-                half = (costs[costly] - costs[cheap]) / 2
-                work += SEARCH + len(rows[costly]) + len(rows[cheap])
-                swaps = [
-                    (abs(cost(x.units) - cost(y.units) - half), i, j)
-                    for i, x in enumerate(rows[costly])
-                    for j, y in enumerate(rows[cheap])
-                    if x.units - y.units <= room[cheap]
-                ]
-                distance, i, j = min(swaps, default=(half, 0, 0))
-                if distance >= half:
-                    continue
-                long, short = rows[costly].pop(i), rows[cheap].pop(j)
-                gain = cost(long.units) - cost(short.units)
-                for row, piece, sign in ((costly, short, -1), (cheap, long, 1)):
-                    rows[row] = sorted([*rows[row], piece], key=lambda piece: -piece.units)
-                    costs[row] += sign * gain
-                    room[row] -= sign * (long.units - short.units)
-                by_cost.pop(place)
-                by_cost = sorted([*by_cost, (costs[costly], costly), (costs[cheap], cheap)])
-                swapped = True
-                break
-
-
-def deal(rows, ranks, cost):
-    """Costly to cheap, ``ranks`` at a time, the costliest to the rank with the least so far."""
-    rows = sorted(rows, key=lambda row: -cost(row))
-    totals, dealt = [0.0] * ranks, []
-    for first in range(0, len(rows), ranks):
-        group = [None] * ranks
-        for row, rank in zip(rows[first : first + ranks], sorted(range(ranks), key=totals.__getitem__), strict=True):
-            group[rank] = row
-        totals = [total + cost(row) for total, row in zip(totals, group, strict=True)]
-        dealt += group
-    return dealt

@@ -35,8 +35,9 @@ struct PackCounts {
 struct PackPlan;
 
 struct PackParams {
-  IndexView lengths;  // [num_sequences]
+  IndexView lengths;  // [num_sequences, sides]
   int64_t num_sequences = 0;
+  int64_t sides = 1;  // budgets of `capacity` that a bin has, and that each sequence takes a length of
   int64_t capacity = 1;
   int64_t alignment = 1;
   int64_t max_sequences_per_bin = 1;
@@ -54,7 +55,7 @@ struct PackParams {
   int64_t* bin_offsets = nullptr;     // [bins + 1]
   int64_t* item_indices = nullptr;    // [pieces], the sequence that each piece belongs to
   int64_t* starts = nullptr;          // [pieces], first token of the piece in its sequence
-  int64_t* piece_lengths = nullptr;   // [pieces], tokens of the piece, without alignment
+  int64_t* piece_lengths = nullptr;   // [pieces, sides], tokens of the piece, without alignment
   int64_t* overlong_items = nullptr;  // [overlong], ascending
   int64_t* counts = nullptr;          // [4]: tokens, lost_tokens, own_slots, lower_bound
 };

@@ -17,6 +17,13 @@ double cost_of(const PackParams& p, int64_t units) {
   return p.cost(static_cast<double>(units) * static_cast<double>(p.alignment));
 }
 
+double cost_of_piece(const PackParams& p, const Pieces& pieces, int64_t i) {
+  if (p.sides == 1) return cost_of(p, pieces.units[i]);
+  double sum = 0.0;
+  for (int64_t side = 0; side < p.sides; ++side) sum += cost_of(p, pieces.side_units[i * p.sides + side]);
+  return sum;
+}
+
 // Costs are compared to one part in kSteps of what the costliest bin comes to; level 0 is an empty bin, so that every
 // bin gets a piece before one gets a second.
 constexpr int64_t kSteps = 65536;
@@ -213,7 +220,7 @@ class RowSwaps {
 
 void check_costs(const PackParams& p, const Pieces& pieces) {
   double sum = 0.0;
-  for (int64_t i = 0; i < pieces.count; ++i) sum += cost_of(p, pieces.units[i]);
+  for (int64_t i = 0; i < pieces.count; ++i) sum += cost_of_piece(p, pieces, i);
   check(std::isfinite(sum),
         "balance: expected costs a * L + b * L**2 that fit a double in sum, got more with a=", p.cost.tokens,
         ", b=", p.cost.squares, " for ", pieces.count, " sequences of at most ", pieces.longest * p.alignment,
@@ -247,7 +254,7 @@ void deal_rows(const PackParams& p, PackPlan& plan) {
   std::vector<double> costs(count, 0.0);
   for (int64_t r = 0; r < count; ++r) {
     for (int64_t k = plan.rows[r].begin; k < plan.rows[r].end; ++k) {
-      costs[r] += cost_of(p, plan.pieces.units[plan.placed[k]]);
+      costs[r] += cost_of_piece(p, plan.pieces, plan.placed[k]);
     }
   }
   std::vector<int64_t> order(count);

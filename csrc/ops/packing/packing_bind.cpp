@@ -46,6 +46,20 @@ int64_t at_least_one(const char* argument, int64_t value) {
   return value;
 }
 
+constexpr int64_t kMostSides = 8;  // more are a row of lengths, [1, num_sequences], that was not meant
+
+// What is one number for a sequence has no meaning for several: which bin is the fullest, where to cut.
+void check_sides(const PackParams& p, const std::string& strategy, const std::string& overlong) {
+  if (p.sides == 1) return;
+  const bool fits = p.strategy == PackStrategy::kFirstFitDecreasing || p.strategy == PackStrategy::kNextFit ||
+                    p.strategy == PackStrategy::kFirstFit;
+  check(fits, "strategy: expected 'ffd', 'next_fit' or 'first_fit' for lengths [num_sequences, ", p.sides, "], got '",
+        strategy, "'");
+  const bool cuts = p.overlong == Overlong::kSplit || p.overlong == Overlong::kTruncate;
+  check(!cuts, "overlong: expected 'error', 'own' or 'drop' for lengths [num_sequences, ", p.sides, "], got '",
+        overlong, "'");
+}
+
 // The bins of a Packing are planned on the CPU, which is faster than a GPU at it; one copy for lengths on CUDA.
 Tensor on_host(const Tensor& t) {
   if (t.is_cpu()) return t;
@@ -67,12 +81,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> pack_sequences(
     std::optional<int64_t> max_sequences_per_bin, int64_t min_bins, int64_t bins_multiple_of, std::string overlong,
     bool balance, double token_cost, double square_cost, std::string ties, std::optional<int64_t> seed) {
   check_dtype(lengths, "lengths", {DType::kInt32, DType::kInt64});
-  check_rank(lengths, "lengths", 1);
+  check(lengths.dim() == 1 || (lengths.dim() == 2 && lengths.size(1) > 0 && lengths.size(1) <= kMostSides),
+        "lengths: expected [num_sequences] or [num_sequences, 1 to ", kMostSides, " sides], got ", describe(lengths));
   const Tensor values = dense(on_host(lengths));
   PackPlan plan;
   PackParams p;
   p.lengths = index_view(values);
-  p.num_sequences = lengths.numel();
+  p.sides = lengths.dim() == 2 ? lengths.size(1) : 1;
+  p.num_sequences = lengths.size(0);
   p.capacity = at_least_one("capacity", capacity);
   p.alignment = at_least_one("alignment", alignment);
   p.max_sequences_per_bin =
@@ -85,6 +101,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> pack_sequences(
   p.shuffle = seed.has_value();
   p.seed = static_cast<uint64_t>(seed.value_or(0));
   p.balance = balance;
+  check_sides(p, strategy, overlong);
   for (const double cost : {token_cost, square_cost}) {
     check(cost >= 0 && std::isfinite(cost), "balance: expected finite costs of at least 0, got ", cost);
   }
@@ -95,7 +112,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> pack_sequences(
   Tensor bin_offsets = empty({plan.counts.bins + 1}, DType::kInt64, values);
   Tensor item_indices = empty({plan.counts.pieces}, DType::kInt64, values);
   Tensor starts = empty({plan.counts.pieces}, DType::kInt64, values);
-  Tensor piece_lengths = empty({plan.counts.pieces}, DType::kInt64, values);
+  std::vector<int64_t> of_pieces = sizes_of(lengths);
+  of_pieces[0] = plan.counts.pieces;
+  Tensor piece_lengths = empty(of_pieces, DType::kInt64, values);
   Tensor overlong_items = empty({plan.counts.overlong}, DType::kInt64, values);
   Tensor counts = empty({4}, DType::kInt64, values);
   p.bin_offsets = outputs(bin_offsets);

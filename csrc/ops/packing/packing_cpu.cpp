@@ -12,6 +12,10 @@ Assignment assign(const PackParams& p, const Pieces& pieces, const Runs& sorted,
   Assignment out;
   out.bin_of.resize(pieces.count);
   out.max_size = p.max_sequences_per_bin;
+  if (p.sides > 1) {
+    fit_sides(p, pieces, sorted, out);
+    return out;
+  }
   switch (p.strategy) {
     case PackStrategy::kFirstFitDecreasing:
       fit_first_decreasing(pieces, sorted, out);
@@ -77,7 +81,8 @@ int64_t bins_wanted(const PackParams& p, int64_t bins, int64_t pieces) {
   int64_t wanted = least;
   const bool over = rest != 0 && __builtin_add_overflow(least, p.bins_multiple_of - rest, &wanted);
   check(!over && wanted <= pieces, "min_bins, bins_multiple_of: expected at most as many bins as sequences, got ",
-        pieces, " sequences for at least ", least, " bins in multiples of ", p.bins_multiple_of);
+        pieces, " sequences for at least ", least, " bins in multiples of ", p.bins_multiple_of,
+        ". Cannot create bins without a sequence");
   return wanted;
 }
 
@@ -104,7 +109,13 @@ void launch_write_bins_cpu(const PackParams& p) {
     for (int64_t from = plan.rows[r].begin; from < plan.rows[r].end; ++from, ++k) {
       const int64_t piece = plan.placed[from];
       p.item_indices[k] = pieces.items.empty() ? piece : pieces.items[piece];
-      p.starts[k] = pieces.items.empty() ? 0 : pieces.starts[piece];
+      p.starts[k] = pieces.starts.empty() ? 0 : pieces.starts[piece];
+      if (p.sides > 1) {
+        for (int64_t side = 0; side < p.sides; ++side) {
+          p.piece_lengths[k * p.sides + side] = p.lengths[pieces.items[piece] * p.sides + side];
+        }
+        continue;
+      }
       p.piece_lengths[k] = pieces.items.empty() ? p.lengths[piece] : pieces.lengths[piece];
     }
     p.bin_offsets[r + 1] = k;

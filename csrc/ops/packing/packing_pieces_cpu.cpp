@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <limits>
 #include <numeric>
+#include <string>
 #include <utility>
 
 #include "core/error.h"
@@ -13,19 +14,21 @@ namespace {
 
 constexpr int64_t kMaxPieces = std::numeric_limits<int32_t>::max() - 1;
 
-int64_t units_of(int64_t length, int64_t alignment) {
-  return alignment == 1 ? length : length / alignment + (length % alignment != 0);
+// Where lengths[i] is, in words: of several sides the sequence and the side.
+std::string place_of(const PackParams& p, int64_t i) {
+  if (p.sides == 1) return "index " + std::to_string(i);
+  return "[" + std::to_string(i / p.sides) + ", " + std::to_string(i % p.sides) + "]";
 }
 
 [[noreturn]] void fail_overlong(const PackParams& p) {
   int64_t i = 0;
   while (units_of(p.lengths[i], p.alignment) <= p.capacity / p.alignment) ++i;
   const int64_t length = p.lengths[i];
-  const char* others = "; overlong='own', 'split', 'truncate' or 'drop' accepts it";
-  check(length <= p.capacity, "lengths: expected at most capacity=", p.capacity, ", got ", length, " at index ", i,
-        others);
-  fail("lengths: expected at most capacity=", p.capacity, " after rounding up to a multiple of alignment=", p.alignment,
-       ", got ", length, " at index ", i, others);
+  const char* policies = p.sides == 1 ? "'own', 'split', 'truncate' or 'drop'" : "'own' or 'drop'";
+  std::string rounded;
+  if (length <= p.capacity) rounded = " after rounding up to a multiple of alignment=" + std::to_string(p.alignment);
+  fail("lengths: expected at most capacity=", p.capacity, rounded, ", got ", length, " at ", place_of(p, i),
+       ", which exceeds bin capacity; overlong=", policies, " accepts it");
 }
 
 struct Scan {
@@ -49,12 +52,12 @@ Scan scan(const Int* lengths, int64_t count) {
 
 // Checks every length. Sums of aligned lengths fit int64 afterwards.
 Scan check_lengths(const PackParams& p) {
-  const int64_t count = p.num_sequences;
-  check(count <= kMaxPieces, "lengths: expected at most ", kMaxPieces, " sequences, got ", count);
+  check(p.num_sequences <= kMaxPieces, "lengths: expected at most ", kMaxPieces, " sequences, got ", p.num_sequences);
+  const int64_t count = p.num_sequences * p.sides;
   const Scan found = p.lengths.is_int64 ? scan(static_cast<const int64_t*>(p.lengths.data), count)
                                         : scan(static_cast<const int32_t*>(p.lengths.data), count);
   for (int64_t i = 0; found.shortest < 0 && i < count; ++i) {
-    check(p.lengths[i] >= 0, "lengths: expected no negative length, got ", p.lengths[i], " at index ", i);
+    check(p.lengths[i] >= 0, "lengths: expected no negative length, got ", p.lengths[i], " at ", place_of(p, i));
   }
   if (p.overlong == Overlong::kError && units_of(found.longest, p.alignment) > p.capacity / p.alignment) {
     fail_overlong(p);
@@ -65,7 +68,7 @@ Scan check_lengths(const PackParams& p) {
     int64_t aligned = 0;
     const bool over = __builtin_mul_overflow(units_of(p.lengths[i], p.alignment), p.alignment, &aligned) ||
                       __builtin_add_overflow(sum, aligned, &sum);
-    check(!over, "lengths: expected a sum that fits int64, got more at index ", i);
+    check(!over, "lengths: expected a sum that fits int64, got more at ", place_of(p, i));
   }
   return found;
 }
@@ -173,12 +176,16 @@ void make_pieces(const PackParams& p, Pieces& pieces, PackCounts& counts) {
   const Scan found = check_lengths(p);
   pieces.capacity = p.capacity / p.alignment;
   const bool fits = units_of(found.longest, p.alignment) <= pieces.capacity;
-  fits && !p.shuffle ? keep_sequences(p, pieces) : cut_sequences(p, pieces, counts);
+  if (p.sides > 1) {
+    make_sides(p, arrival_order(p), pieces, counts);
+  } else {
+    fits && !p.shuffle ? keep_sequences(p, pieces) : cut_sequences(p, pieces, counts);
+  }
   for (int64_t i = 0; i < pieces.count; ++i) pieces.longest = std::max(pieces.longest, pieces.units[i]);
   counts.pieces = pieces.count;
   counts.overlong = static_cast<int64_t>(pieces.overlong_items.size());
   counts.tokens = found.sum - counts.lost_tokens;
-  counts.lower_bound = fewest_bins(p, pieces);
+  counts.lower_bound = p.sides > 1 ? fewest_bins_of_sides(p, pieces) : fewest_bins(p, pieces);
 }
 
 // A table of all lengths sorts in linear time; it is not worth it when it is much longer than the input.

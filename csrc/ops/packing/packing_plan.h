@@ -9,14 +9,19 @@
 
 namespace packing_ops {
 
+inline int64_t units_of(int64_t length, int64_t alignment) {
+  return alignment == 1 ? length : length / alignment + (length % alignment != 0);
+}
+
 // What is packed, in order of arrival: the sequences, or parts of them.
 struct Pieces {
   int64_t count = 0;
   int64_t capacity = 0;            // units of one bin
   int64_t longest = 0;             // units; over the capacity only for pieces that get a bin of their own
-  const int64_t* units = nullptr;  // [count], into the lengths themselves or into `memory`
+  const int64_t* units = nullptr;  // [count], of the longest side; into the lengths themselves or into `memory`
   std::vector<int64_t> memory;
-  // [count], or empty where piece i is just sequence i.
+  std::vector<int64_t> side_units;  // [count, sides], or empty for one side
+  // [count], or empty where piece i is just sequence i. With several sides nothing is cut, and lengths stay empty.
   std::vector<int64_t> items;
   std::vector<int64_t> starts;
   std::vector<int64_t> lengths;
@@ -70,6 +75,11 @@ void fit_next(const Pieces& pieces, Assignment& out);
 void fit_first(const Pieces& pieces, Assignment& out);
 void fit_first_decreasing(const Pieces& pieces, const Runs& sorted, Assignment& out);
 void fit_best_decreasing(const Pieces& pieces, const Runs& sorted, Assignment& out);
+
+// packing_sides_cpu.cpp: sequences that take of several budgets at once, chosen and rejected tokens for example.
+void make_sides(const PackParams& p, const std::vector<int32_t>& arrival, Pieces& pieces, PackCounts& counts);
+int64_t fewest_bins_of_sides(const PackParams& p, const Pieces& pieces);
+void fit_sides(const PackParams& p, const Pieces& pieces, const Runs& sorted, Assignment& out);
 
 // packing_cpu.cpp: `bins` raised to what min_bins and bins_multiple_of ask for.
 int64_t bins_wanted(const PackParams& p, int64_t bins, int64_t pieces);
