@@ -38,7 +38,7 @@ def check(result, documents):
 
 
 def test_docstrings(tmp_path):
-    check(train(tmp_path, "--documents", "96"), 96)
+    check(train(tmp_path, "--documents", "48"), 48)
     assert (tmp_path / "demo_cpu.png").stat().st_size > 10_000
 
 
