@@ -24,7 +24,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help $(DEMOS) test test-newest lint emulator build bench test-gpu bench-gpu profile-gpu readme wheel clean
+.PHONY: help $(DEMOS) test test-newest lint emulator bytecode build bench test-gpu bench-gpu profile-gpu readme wheel clean
 
 help:  ## these lines
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -45,7 +45,7 @@ demo-data: build  ## mini-batches for RL, and batches collated one step ahead
 # The emulator needs no package: it is compiled while they are installed. Test processes take tests from each other; each
 # imports what takes half a minute, so there are few.
 test:  ## builds, lints, runs every test
-	@$(MAKE) --no-print-directory -j3 lint build emulator
+	@$(MAKE) --no-print-directory -j4 lint build emulator bytecode
 	$(BIN)/python -m pytest -n $$(nproc) --maxprocesses 4 --dist worksteal --durations 20
 
 # TORCH=torch==2.14.1: in that one. An environment of its own.
@@ -60,6 +60,10 @@ lint: .venv/.ready  ## ruff and clang-format
 # Attention's CUDA kernels for the CPU, where CUDA's headers are: tests/emulated.py.
 emulator:  ## what the tests of attention's CUDA kernels on the CPU run
 	@$(PYTHON) tests/emulator/build.py
+
+# Once, beside the build, what else every test process would compile for itself: packages are installed without.
+bytecode: .venv/.ready
+	@$(BIN)/python -W ignore tests/fresh_process.py
 
 build: .venv/.ready  ## the compiled library, in packing_ops/ (log: build/build.log)
 	@$(BIN)/python setup.py -q build_ext --inplace

@@ -5,6 +5,7 @@ changed. multiprocessing's start method "forkserver" takes its processes from th
 """
 
 import contextlib
+import importlib
 import multiprocessing
 import os
 import socket
@@ -23,6 +24,7 @@ IMPORTED = [  # what is not installed is left out
     "torch",
     "transformers.models.llama.modeling_llama",
     "transformers.trainer",
+    "trl.trainer.sft_trainer",
 ]
 # What libraries read when they are imported.
 SETTINGS = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
@@ -100,3 +102,9 @@ def _main(command, printed, options):
         sys.argv = [name, *command[1:]]
         sys.path.insert(0, str(Path(name).parent))
     exec(compile(code, name, "exec"), vars(main))
+
+
+if __name__ == "__main__":  # so that their bytecode is there
+    for name in IMPORTED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
