@@ -43,6 +43,9 @@ GPU_OPS = [  # label, file, (op, shape, dtype), others
     ("seq_idx, int32", "boundaries", ("seq_idx_from_cu_seqlens", SLOTS, "int32"), EAGER),
     ("mask_boundary_labels, int64", "boundaries", ("mask_boundary_labels", SLOTS, "int64"), EAGER),
     ("segment_sum, float32", "boundaries", ("segment_sum", SLOTS, "float32"), EAGER),
+    ("gae, 1,048,576 tokens in 2,321 documents, float32", "boundaries", ("gae", f"{SLOTS} padded to 5986", "float32"),
+     {"padded loop in torch": "a loop over padded rows in torch"}),
+    ("gae, one document of 100,000", "boundaries", ("gae", "T=100000 docs=1", "float32"), {}),
     ("pack_ffd on the device, 4,096 lengths", "packing", ("pack_ffd", "n=4096", "int64"), HOST),
     ("pack_ffd on the device, 65,536 lengths", "packing", ("pack_ffd", "n=65536", "int64"), HOST),
 ]  # fmt: skip
