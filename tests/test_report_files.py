@@ -257,6 +257,26 @@ def test_stdin_pipes_and_gzip_are_read(tmp_path, how):
     assert read == {"read": 3, "documents": 3, "tokens": sum(LENGTHS)}
 
 
+def test_a_closed_stdin_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["report", "-"]) == 2
+    assert capsys.readouterr().err == "error: stdin: expected a file or a pipe, got none: it is closed\n"
+
+
+@pytest.mark.parametrize("depth", [600, 900])  # the decoder takes these, but for a little stack
+@pytest.mark.parametrize("key", ["tools", "chat_template_kwargs", "messages"])
+def test_brackets_in_brackets_are_counted(tmp_path, depth, key):
+    deep = "[" * depth + "]" * depth
+    records = {
+        "tools": f'{{"messages": {json.dumps(CHAT)}, "tools": {deep}}}',
+        "chat_template_kwargs": f'{{"messages": {json.dumps(CHAT)}, "chat_template_kwargs": {{"a": {deep}}}}}',
+        "messages": f'{{"messages": [{{"role": "assistant", "content": "a", "tool_calls": {deep}}}]}}',
+    }
+    corpus = read_corpus([write_lines(tmp_path / "a.jsonl", records[key], {"text": "ok"})])
+    assert (corpus.lengths.tolist()[-1], corpus.num_read) == (2, 2)
+    assert counts(corpus.unreadable) in ({"corrupt": 1}, {})
+
+
 @pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: data[:40] + b"\xff" * 40 + data[80:]])
 def test_a_damaged_gzip_file_is_named(tmp_path, capsys, damage):
     file = tmp_path / "a.jsonl.gz"

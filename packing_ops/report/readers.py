@@ -28,6 +28,8 @@ def records(path: Path, advance: Advance, columns: Collection[str] = KEYS) -> It
     that are read of files which have columns; the others are None in their records.
     """
     if path == STDIN:
+        if sys.stdin is None:
+            raise ValueError("stdin: expected a file or a pipe, got none: it is closed")
         yield from _opened(path, "stdin", sys.stdin.buffer, advance, columns)
     elif path.is_dir():
         yield from _saved_dataset(path, advance, columns)
