@@ -32,6 +32,16 @@ def test_every_format_of_jsonl_by_its_bytes(tmp_path):
     assert (corpus.num_read, corpus.unreadable, corpus.noted) == (4, {}, {})
 
 
+def test_a_null_among_tokens_is_its_own_rows_mistake(tmp_path, capsys):
+    pa = pytest.importorskip("pyarrow")
+    rows = pa.array([[1, None], [3, 4], None, [5]])
+    pytest.importorskip("pyarrow.parquet").write_table(pa.table({"input_ids": rows}), tmp_path / "a.parquet")
+    corpus = read_corpus([tmp_path / "a.parquet"])
+    assert corpus.lengths.tolist() == [2, 1]
+    assert counts(corpus.unreadable) == {"wrong type": 1, "missing keys": 1}
+    assert "got input_ids (null)" in capsys.readouterr().err
+
+
 def test_chats_with_parts_tools_and_prompts_that_are_chats(tmp_path):
     call = [{"name": "f"}]
     file = write_lines(
