@@ -85,9 +85,9 @@ def token_logps(
         bias: ``[vocab]``, the head's, the dtype of weight.
         ignore_index: of labels; it may be any number that they hold.
         group: of torch.distributed, where each rank has a shard of the vocabulary: weight and bias are the rank's own
-            ``[vocab / ranks, ...]``, in the order of the ranks and equal in size (else NaN on CUDA); hidden and labels are the same
+            ``[vocab / ranks, ...]``, in the order of the ranks and equal in size; hidden and labels are the same
             everywhere. Results are the same on every rank. The gradient of hidden is summed over the ranks, so that it
-            is the whole one on each.
+            is the whole one on each. Shards of different sizes are an error on the CPU and give NaN on CUDA.
 
     Returns:
         ``[total]``, float32 (float64 for float64): slot t holds log p(label t + 1). With ``entropy`` also the entropy
