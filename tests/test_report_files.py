@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import sys
 import threading
 import tracemalloc
 from contextlib import suppress

@@ -93,8 +93,8 @@ class PackedBatchSampler(Sampler[list[int]]):
         max_sequences_per_bin: int | None = None,
         drop_last: bool = False,
     ):
-        taken = lengths_tensor(lengths)
-        self.lengths = taken.cpu().clone() if taken is lengths else taken  # epochs to come must not see writes into it
+        taken = lengths_tensor(lengths).cpu()
+        self.lengths = taken.clone() if taken is lengths else taken  # epochs to come must not see writes into it
         self.capacity, self.alignment = integer(capacity, "capacity"), integer(alignment, "alignment")
         self.dp_rank, self.dp_size = integer(dp_rank, "dp_rank"), integer(dp_size, "dp_size")
         if self.dp_size < 1:
