@@ -160,6 +160,16 @@ def integer(value, name: str) -> int:
     return number
 
 
+def number(value, name: str) -> float:
+    """``value`` as a Python number: scalars of NumPy, pandas, pyarrow and torch too."""
+    if isinstance(value, (int, float)):
+        return value
+    try:
+        return float(operator.pos(plain(value)))  # no text
+    except (TypeError, ValueError):
+        raise wrong_type(name, "a number", value) from None
+
+
 def holds(dtype: torch.dtype, value) -> bool:
     """Whether a tensor of ``dtype`` can hold the number ``value`` unchanged; a floating one may round it.
 

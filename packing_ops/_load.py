@@ -14,6 +14,18 @@ import torch
 VERSION = "0.1.0"  # pyproject.toml and setup.py read it here
 PACKAGE = Path(__file__).parent
 BUILD_COMMAND = "pip install .   (in a clone: python setup.py build_ext --inplace)"
+# Of csrc/schema.cpp: what this package calls.
+OPS = """
+    build_info
+    cu_seqlens_from_lengths position_ids_from_cu_seqlens seq_idx_from_cu_seqlens cu_seqlens_from_position_ids
+    prompt_end_indices mask_boundary_labels mask_boundary_labels_shifted_ shift_labels segment_sum segment_sum_backward
+    gae count_target_tokens block_causal_mask check_documents check_unchanged
+    unpad_layout unpad_rows gather_rows gather_rows_many scatter_rows scatter_rows_many
+    pack_sequences pack_ffd
+    rope_qk rope_qk_
+    attention_plan varlen_attention varlen_attention_backward
+    logps_targets logps_chunk_ logps_chunk_backward_ token_logps token_logps_backward
+"""
 
 
 def _installed_libraries() -> Iterator[Path]:
@@ -62,7 +74,19 @@ def load_library() -> None:
             f"packing_ops: {PACKAGE} is version {VERSION}, and the library that was found for it is version "
             f"{build_info()['version']}, {LIBRARY}; build it again with: {BUILD_COMMAND}"
         )
+    _check_ops()
     _explain_missing_cuda_kernels()
+
+
+def _check_ops() -> None:
+    """A library of the same version may be of older sources."""
+    found = set(op_names())
+    missing = [name for name in OPS.split() if name not in found]
+    if missing:
+        raise ImportError(
+            f"packing_ops: {LIBRARY} is of other sources than {PACKAGE}, though both are version {VERSION}: it has no "
+            f"{', '.join(missing)}; build it again with: {BUILD_COMMAND}"
+        )
 
 
 def _check_whole(library: Path) -> None:

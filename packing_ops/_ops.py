@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from packing_ops import _load
-from packing_ops._args import integer, plain, wrong_type
+from packing_ops._args import integer, number, plain, wrong_type
 
 _MISTAKE = re.compile(r"[a-z]\w*(, [a-z]\w*)*: expected ")
 _NO_MATCH = re.compile(r"packing_ops::\w+\(\) ")
@@ -66,10 +66,7 @@ def _as(kind: str, value, name: str):
     elif kind in ("int", "SymInt"):
         return value if isinstance(value, (int, torch.SymInt)) else integer(value, name)
     elif kind == "float":
-        try:
-            return value if isinstance(value, (float, int)) else float(plain(value))
-        except (TypeError, ValueError):
-            raise wrong_type(name, "a number", value) from None
+        return number(value, name)
     elif kind == "bool":
         if not isinstance(plain(value), bool):
             raise wrong_type(name, "True or False", value)

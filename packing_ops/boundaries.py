@@ -334,7 +334,8 @@ def shift_values(values: torch.Tensor, cu_seqlens: torch.Tensor, *, fill_value: 
             f"fill_value: expected a number that {dtype_name(values.dtype)} holds like values, got {fill_value}"
         )
     last = shift_labels(values.new_zeros(values.shape, dtype=torch.int32), cu_seqlens, ignore_index=1) != 0
-    return values.roll(-1, dims=-1).masked_fill(last, fill_value)
+    # masked_fill knows fewer dtypes.
+    return torch.where(last, values.new_full((), fill_value), values.roll(-1, dims=-1))
 
 
 def count_target_tokens(

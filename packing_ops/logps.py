@@ -22,7 +22,7 @@ from typing import Literal, overload
 import torch
 
 from packing_ops import _ops
-from packing_ops._args import check_tensor, described, dtype_name, integer
+from packing_ops._args import check_tensor, described, dtype_name, integer, number
 from packing_ops._autograd import past_autograd, register_autograd, register_no_autograd
 from packing_ops.metadata import PackedMetadata
 
@@ -87,7 +87,7 @@ def token_logps(
         group: of torch.distributed, where each rank has a shard of the vocabulary: weight and bias are the rank's own
             ``[vocab / ranks, ...]``, in the order of the ranks and equal in size; hidden and labels are the same
             everywhere. Results are the same on every rank. The gradient of hidden is summed over the ranks, so that it
-            is the whole one on each.
+            is the whole one on each. Shards of different sizes are an error on the CPU and give NaN on CUDA.
 
     Returns:
         ``[total]``, float32 (float64 for float64): slot t holds log p(label t + 1). With ``entropy`` also the entropy
@@ -191,6 +191,7 @@ def _logps(hidden, weight, labels, metadata, temperature, chunk, entropy, bias, 
             raise ValueError(f"metadata: expected total={total} like hidden, got total={metadata.total}")
     elif not isinstance(metadata, torch.Tensor):
         raise TypeError(f"metadata: expected PackedMetadata or its cu_seqlens, got {type(metadata).__name__}")
+    temperature = number(temperature, "temperature")
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature: expected a number above 0, got {temperature}")
     if chunk is not None and integer(chunk, "chunk") < 1:
@@ -311,7 +312,7 @@ def _token_logps(hidden, weight, bias, targets, inv_temperature, chunk, entropy,
     for _, first, _, part_of_bias, logits in chunks:
         _ops.logps_chunk_(logits, part_of_bias, targets, first, inv_temperature, state)
     if chunks.group is not None:
-        _add_up_ranks(state, chunks.group)
+        _add_up_ranks(state, chunks.group, weight.shape[0])
     largest, total, chosen, *weighted = state
     kept = targets >= 0
     log_total = total.log()
@@ -320,12 +321,19 @@ def _token_logps(hidden, weight, bias, targets, inv_temperature, chunk, entropy,
     return torch.where(kept, chosen - lse, 0), of_entropy, lse
 
 
-def _add_up_ranks(state, group) -> None:
-    """Each rank's sums over the largest logit of all ranks, added."""
+def _add_up_ranks(state, group, vocab) -> None:
+    """Each rank's sums over the largest logit of all ranks, added. Shards of other sizes give NaN where nothing waits."""
     from torch.distributed import ReduceOp, all_reduce
 
     own = state[0].clone()
-    all_reduce(state[0], ReduceOp.MAX, group)
+    largest = torch.cat([own, own.new_full((1,), vocab), own.new_full((1,), -vocab)])
+    all_reduce(largest, ReduceOp.MAX, group)
+    if largest.is_cpu and largest[-2] != -largest[-1]:
+        least, most = int(-largest[-1]), int(largest[-2])
+        raise ValueError(
+            f"weight: expected as many entries on every rank of group, got {least} to {most}, here {vocab}"
+        )
+    state[0] = torch.where(largest[-2] == -largest[-1], largest[:-2], torch.nan)
     below = own - state[0]
     scale = torch.where(state[1] == 0, 0, below.exp())  # a shard that is all -inf weighs nothing
     for weighted in state[3:]:

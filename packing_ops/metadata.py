@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from packing_ops import _ops
-from packing_ops._args import check_cu_seqlens, index_tensor, integer, one_row, window_sides
+from packing_ops._args import check_cu_seqlens, check_tensor, index_tensor, integer, one_row, window_sides
 from packing_ops._recent import is_real, kept_with, plan_of
 from packing_ops.boundaries import (
     cu_seqlens_from_lengths,
@@ -166,6 +166,7 @@ class PackedMetadata:
         Raises:
             ValueError: another shape or device.
         """
+        check_tensor(x, "x")
         batch, shape = self.num_documents, tuple(x.shape[:2])
         wide = self.seqlen is None and len(shape) == 2 and shape[0] == batch and shape[1] >= self.max_seqlen
         if not wide and shape != (batch, self.seqlen):
@@ -195,6 +196,7 @@ class PackedMetadata:
         Raises:
             ValueError: x has not ``total`` rows, or is on another device.
         """
+        check_tensor(x, "x")
         if x.dim() == 0 or x.shape[0] != self.total:
             raise ValueError(f"x: expected [total={self.total}, ...], got {list(x.shape)}")
         seqlen = self.max_seqlen if self.seqlen is None else self.seqlen

@@ -169,9 +169,9 @@ def segment_broadcast(values: torch.Tensor, cu_seqlens: torch.Tensor, total: int
         )
     if not isinstance(total, int):
         total = int(cu_seqlens[-1]) if total is None else integer(total, "total")
-    if not values.is_floating_point():
+    if values.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         padded = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
-        return padded.index_select(0, seq_idx_from_cu_seqlens(cu_seqlens, total))
+        return padded[seq_idx_from_cu_seqlens(cu_seqlens, total)]
     sums = values if values.dtype == torch.float64 else values.float()  # what segment_sum would have given
     return _ops.segment_sum_backward(sums, cu_seqlens, None, False, total, values.dtype)
 

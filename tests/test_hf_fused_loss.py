@@ -9,7 +9,7 @@ from helpers import cu_seqlens_of
 
 pytest.importorskip("transformers")
 
-from hf_models import tiny_model
+from hf_models import tiny_model, transformers
 
 from packing_ops.integrations.transformers import _fused_loss, apply_packing_ops, info, revert_packing_ops
 
@@ -133,6 +133,70 @@ def test_refusals():
     assert "lm_head" in reason(change=lambda model: setattr(model, "lm_head", torch.nn.Identity()))
     assert "loss_function" in reason(change=lambda model: setattr(model, "loss_function", lambda *args, **kwargs: 0))
     assert "wrapped" in reason(change=lambda model: setattr(model, "forward", model.forward))
+
+
+def test_logits_that_are_read_for_more_are_refused():
+    """Bamba's z-loss, and Florence-2's labels, which are shifted already."""
+    for cls in (transformers.BambaForCausalLM, transformers.Florence2ForConditionalGeneration):
+        assert not _fused_loss._goes_straight(cls, False)
+
+
+def test_logits_that_are_cast_to_float(device):
+    config = transformers.MambaConfig(vocab_size=61, hidden_size=16, state_size=4, num_hidden_layers=1, use_cache=False)
+    torch.manual_seed(0)
+    model = transformers.MambaForCausalLM(config).to(device, torch.bfloat16).train()
+    inputs = {**rows(device), "return_dict": False}
+    wanted = model(**inputs)[0]
+    (loss,) = fused(model)(**inputs)
+    torch.testing.assert_close(loss, wanted)
+
+
+@pytest.mark.parametrize("vocab", [61, 32], ids=["", "as many entries as hidden"])
+def test_a_head_that_is_another_since(device, vocab):
+    model = fused(tiny_model("llama", device=device, vocab_size=vocab))
+    ids = torch.randint(3, vocab, (2, 9), device=device)
+    stock = tiny_model("llama", device=device, vocab_size=vocab)
+    for each in (model, stock):
+        torch.manual_seed(1)
+        each.lm_head = torch.nn.Linear(32, vocab, bias=False, device=device)
+    wanted = stock(ids, labels=ids)
+    with pytest.warns(UserWarning, match="loss of LlamaForCausalLM is the stock one: its lm_head was swapped after"):
+        output = model(ids, labels=ids)
+    torch.testing.assert_close(output.loss, wanted.loss, rtol=0, atol=0)
+    assert output.logits.shape == (2, 9, vocab)
+    assert "loss: stock: its lm_head was swapped after" in info(model)
+    output = fused(model)(ids, labels=ids)
+    torch.testing.assert_close(output.loss, wanted.loss)
+    assert output.logits is None
+    _fused_loss.revert_model(model)
+    assert "forward" not in vars(model.lm_head)
+
+
+def test_a_cap_that_is_set_since(device):
+    model, inputs = fused(tiny_model("gemma2", device=device, final_logit_softcapping=None)), rows(device)
+    model.config.final_logit_softcapping = 3.0
+    with pytest.warns(UserWarning, match="its final_logit_softcapping was set after"):
+        loss = model(**inputs).loss
+    torch.testing.assert_close(loss, tiny_model("gemma2", device=device, final_logit_softcapping=3.0)(**inputs).loss)
+
+
+def test_a_head_whose_weight_is_there_during_its_call_alone(device):
+    """As FSDP and ZeRO have it."""
+    model, inputs = fused(tiny_model("llama", device=device)), rows(device)
+    whole = model.lm_head.weight.data
+    with torch.no_grad():
+        wanted = model(**inputs).loss
+        model.lm_head.weight.data = whole.new_empty(0)
+        model.lm_head.register_forward_pre_hook(lambda head, _: setattr(head.weight, "data", whole))
+        model.lm_head.register_forward_hook(lambda head, *_: setattr(head.weight, "data", whole.new_empty(0)))
+        torch.testing.assert_close(model(**inputs).loss, wanted, rtol=0, atol=0)
+    assert "hooks" in _fused_loss.refusal(tiny_with_hook())
+
+
+def tiny_with_hook():
+    model = tiny_model("llama")
+    model.lm_head.register_forward_hook(lambda *_: None)
+    return model
 
 
 def test_compiles(device, fresh_compile):

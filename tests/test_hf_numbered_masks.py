@@ -245,6 +245,7 @@ def test_another_sequence_is_refused(device):
 
 NEAR = ["cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seq_lens", "cu_seq_len_q", "cu_seqlens_q_padded", "cu_seqlen"]
 NEAR += ["cum_seq_lens", "packed_seq_lengths", "seq_lens", "seqlens", "seq_lengths", "sequence_lengths", "doc_lens"]
+NEAR += ["seq_idx"]
 
 
 @pytest.mark.parametrize("name", NEAR)
@@ -255,6 +256,7 @@ def test_near_misses_name_the_right_keyword(name, family, device):
     ids, lengths = torch.randint(3, 61, (1, 9), device=device), torch.tensor([4, 5])
     documents = po.PackedMetadata.from_lengths(lengths, device=device)
     given = documents.cu_seqlens if name.startswith("cu") else documents.lengths
+    given = documents.seq_idx[None] if name == "seq_idx" else given
     for call in (model, model.model, torch.compile(model, backend="eager")):
         with pytest.raises(TypeError, match=rf"^{name}: expected cu_seq_lens_q and cu_seq_lens_k, .* got {name}"):
             call(ids, **{name: given})
@@ -262,10 +264,11 @@ def test_near_misses_name_the_right_keyword(name, family, device):
     stock(ids, **{name: given})
 
 
-def test_unsloths_lengths_beside_positions(device):
+def test_keywords_of_collators_beside_positions(device):
     model = tiny_model("llama", attn_implementation="packing_ops", device=device)
     documents = po.PackedMetadata.from_lengths([4, 5], device=device)
     ids = torch.randint(3, 61, (1, 9), device=device)
-    found = model(ids, position_ids=documents.position_ids[None], **documents.to_unsloth()).logits
+    others = {**documents.to_unsloth(), "seq_idx": documents.seq_idx[None]}  # as DataCollatorWithFlattening has it
+    found = model(ids, position_ids=documents.position_ids[None], **others).logits
     expected = model(ids, **documents.to_transformers(), position_ids=documents.position_ids[None]).logits
     torch.testing.assert_close(found, expected, rtol=0, atol=0)

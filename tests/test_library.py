@@ -150,6 +150,14 @@ def test_a_library_of_another_version_is_refused(tmp_path, clone, import_error):
     assert f"version {po.__version__}, {library}; build it again with: pip install ." in message
 
 
+def test_a_library_of_the_same_version_that_lacks_ops_is_refused(monkeypatch):
+    assert sorted(_load.OPS.split()) == _load.op_names()
+    monkeypatch.setattr(_load, "op_names", lambda: sorted({*_load.OPS.split()} - {"shift_labels", "token_logps"}))
+    expected = f"{_load.LIBRARY} is of other sources than .* it has no shift_labels, token_logps; build it again with: "
+    with pytest.raises(ImportError, match=expected):
+        _load._check_ops()
+
+
 @pytest.mark.parametrize(("cuda", "gpus", "told"), [("", 1, 1), ("13.0", 1, 0), ("", 0, 0)])
 def test_a_gpu_without_kernels_for_it_is_told(monkeypatch, cuda, gpus, told):
     monkeypatch.setattr(_load, "build_info", lambda: {"cuda": cuda})

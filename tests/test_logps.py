@@ -342,5 +342,8 @@ def test_wrong_types_are_named(device):
         tensors = {"hidden": hidden, "weight": weight, "labels": labels, name: [1.0]}
         with pytest.raises(TypeError, match=f"{name}: expected a tensor"):
             po.token_logps(**tensors, metadata=cu_seqlens_of(LENGTHS, device))
+    for temperature in (torch.ones(6), "1", None):
+        with pytest.raises(TypeError, match="temperature: expected a number, got "):
+            po.token_logps(hidden, weight, labels, cu_seqlens_of(LENGTHS, device), temperature=temperature)
     with pytest.raises(TypeError, match="chunk: expected an integer"):
         po.token_logps(hidden, weight, labels, cu_seqlens_of(LENGTHS, device), chunk=1.5)

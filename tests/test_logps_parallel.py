@@ -41,6 +41,11 @@ def worker(rank, folder, shut):
         po.token_logps(hidden, weight[shard], labels + VOCAB, cu_seqlens, group=dist.group.WORLD)
     except ValueError as error:
         torch.save(str(error), f"{folder}/{rank}.error.pt")
+    try:
+        shard = slice(14 * rank, 14 + 12 * rank)
+        po.token_logps(hidden, weight[shard], labels.clamp(max=20), cu_seqlens, group=dist.group.WORLD)
+    except ValueError as error:
+        torch.save(str(error), f"{folder}/{rank}.uneven.pt")
     dist.destroy_process_group()
 
 
@@ -55,3 +60,6 @@ def test_shards_of_the_vocabulary(tmp_path, shut):
     for shards, whole in zip(zip(*(rank[4:] for rank in ranks), strict=True), expected[4:], strict=True):
         torch.testing.assert_close(torch.cat(shards), whole)
     assert "labels: expected 0 to 25 or ignore_index=-100" in torch.load(tmp_path / "1.error.pt")
+    for rank, size in enumerate((14, 12)):
+        expected = f"weight: expected as many entries on every rank of group, got 12 to 14, here {size}"
+        assert torch.load(tmp_path / f"{rank}.uneven.pt") == expected

@@ -201,6 +201,13 @@ def test_where_tokens_go_is_worked_out_once(device):
     assert metadata._slots(3).tolist() == [0, 1, 3]
 
 
+@pytest.mark.parametrize("name", ["unpad", "pad"])
+def test_what_is_no_tensor_is_named(name):
+    metadata = PackedMetadata.from_lengths([2, 1])
+    with pytest.raises(TypeError, match=r"x: expected a tensor, got \[1, 2, 3\] \(list\)"):
+        getattr(metadata, name)([1, 2, 3])
+
+
 @pytest.mark.parametrize("layout", ["mask", "lengths"])
 def test_batches_of_another_shape_are_named(device, layout):
     mask = torch.tensor([[1, 1, 0], [0, 1, 0]], device=device)

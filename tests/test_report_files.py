@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import sys
 import threading
 import tracemalloc
 from contextlib import suppress
@@ -30,6 +31,16 @@ def test_every_format_of_jsonl_by_its_bytes(tmp_path):
     corpus = read_corpus([write_lines(tmp_path / "a.jsonl", *RECORDS, ""), write_lines(tmp_path / "b", {"text": "x"})])
     assert corpus.lengths.tolist() == [*LENGTHS, 1]
     assert (corpus.num_read, corpus.unreadable, corpus.noted) == (4, {}, {})
+
+
+def test_a_null_among_tokens_is_its_own_rows_mistake(tmp_path, capsys):
+    pa = pytest.importorskip("pyarrow")
+    rows = pa.array([[1, None], [3, 4], None, [5]])
+    pytest.importorskip("pyarrow.parquet").write_table(pa.table({"input_ids": rows}), tmp_path / "a.parquet")
+    corpus = read_corpus([tmp_path / "a.parquet"])
+    assert corpus.lengths.tolist() == [2, 1]
+    assert counts(corpus.unreadable) == {"wrong type": 1, "missing keys": 1}
+    assert "got input_ids (null)" in capsys.readouterr().err
 
 
 def test_chats_with_parts_tools_and_prompts_that_are_chats(tmp_path):
@@ -255,6 +266,26 @@ def test_stdin_pipes_and_gzip_are_read(tmp_path, how):
     fresh_process.run("-c", REPORT_OF_A_PIPE, file, cwd=tmp_path, folder=tmp_path)
     read = json.loads((tmp_path / "r.json").read_text())["examples"]
     assert read == {"read": 3, "documents": 3, "tokens": sum(LENGTHS)}
+
+
+def test_a_closed_stdin_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["report", "-"]) == 2
+    assert capsys.readouterr().err == "error: stdin: expected a file or a pipe, got none: it is closed\n"
+
+
+@pytest.mark.parametrize("depth", [600, 900])  # the decoder takes these, but for a little stack
+@pytest.mark.parametrize("key", ["tools", "chat_template_kwargs", "messages"])
+def test_brackets_in_brackets_are_counted(tmp_path, depth, key):
+    deep = "[" * depth + "]" * depth
+    records = {
+        "tools": f'{{"messages": {json.dumps(CHAT)}, "tools": {deep}}}',
+        "chat_template_kwargs": f'{{"messages": {json.dumps(CHAT)}, "chat_template_kwargs": {{"a": {deep}}}}}',
+        "messages": f'{{"messages": [{{"role": "assistant", "content": "a", "tool_calls": {deep}}}]}}',
+    }
+    corpus = read_corpus([write_lines(tmp_path / "a.jsonl", records[key], {"text": "ok"})])
+    assert (corpus.lengths.tolist()[-1], corpus.num_read) == (2, 2)
+    assert counts(corpus.unreadable) in ({"corrupt": 1}, {})
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: data[:40] + b"\xff" * 40 + data[80:]])

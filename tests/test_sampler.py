@@ -324,3 +324,15 @@ def test_bad_steps_are_named():
         sampler.state_dict(batches_done=2)
     with pytest.raises(ValueError, match="state_dict: expected batches_done of 0 to 1, got 5"):
         sampler.load_state_dict({**sampler.state_dict(), "batches_done": 5})
+    with pytest.raises(ValueError, match="state_dict: expected that of a sampler, got none of epoch and batches_done"):
+        sampler.load_state_dict({})
+
+
+def test_writes_into_lengths_change_no_epoch():
+    lengths = torch.tensor(LENGTHS)
+    sampler = PackedBatchSampler(lengths, 256)
+    expected = list(sampler)
+    lengths.fill_(1)
+    sampler.set_epoch(1)
+    sampler.set_epoch(0)
+    assert list(sampler) == expected

@@ -53,6 +53,15 @@ def test_gradient_goes_back_to_the_token(device):
     assert values.grad.tolist() == [0, 1, 0, 0, 4, 5, 6, 0, 0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16, torch.uint64, torch.complex64], ids=str)
+def test_shift_and_broadcast_take_any_dtype(dtype):
+    """On the CPU: torch's CUDA half knows fewer."""
+    cu_seqlens, values = cu_seqlens_of([2, 0, 1]), torch.tensor([1, 2, 3]).to(dtype)
+    assert po.shift_values(values, cu_seqlens).real.float().tolist() == [2, 0, 0]
+    slots = po.segment_broadcast(values, cu_seqlens, 4)
+    assert (slots.dtype, slots.real.float().tolist()) == (dtype, [1, 1, 3, 0])
+
+
 # --- segment_std ---
 
 

@@ -93,7 +93,8 @@ class PackedBatchSampler(Sampler[list[int]]):
         max_sequences_per_bin: int | None = None,
         drop_last: bool = False,
     ):
-        self.lengths = lengths_tensor(lengths).cpu()
+        taken = lengths_tensor(lengths).cpu()
+        self.lengths = taken.clone() if taken is lengths else taken  # epochs to come must not see writes into it
         self.capacity, self.alignment = integer(capacity, "capacity"), integer(alignment, "alignment")
         self.dp_rank, self.dp_size = integer(dp_rank, "dp_rank"), integer(dp_size, "dp_size")
         if self.dp_size < 1:
@@ -159,6 +160,8 @@ class PackedBatchSampler(Sampler[list[int]]):
             ValueError: the state of a sampler whose batches are others: another seed, capacity, dp_size, other lengths;
                 it is named.
         """
+        if missing := [name for name in ("epoch", "batches_done") if name not in state_dict]:
+            raise ValueError(f"state_dict: expected that of a sampler, got none of {' and '.join(missing)}")
         for name, ours in self._identity.items():
             if state_dict.get(name) != ours:
                 raise ValueError(

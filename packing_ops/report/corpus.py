@@ -87,6 +87,8 @@ class _Reader:
                 found.append((place, self.forms.examples_of(record)))
             except Unreadable as error:
                 self._refuse(error, place)
+            except RecursionError as error:  # brackets in brackets that the JSON decoder has let pass
+                self._refuse(Unreadable("corrupt", str(error)), place)
         counts = iter(self.count_tokens([example for _, examples in found for example in examples]))
         for place, examples in found:
             self._add(place, examples, list(itertools.islice(counts, len(examples))))

@@ -61,8 +61,8 @@ class FormReader:
             if form[0] in given and form[-1] in given:
                 return self._read(form, given)
         expected = ", or ".join(" and ".join(self.names[key] for key in form) for form in self.forms)
-        got = ", ".join(map(str, record)) or "nothing"
-        raise Unreadable("missing keys", f"expected {expected} (or --columns), got {got}")
+        got = ", ".join(f"{key} (null)" if key in keys and record[key] is None else str(key) for key in record)
+        raise Unreadable("missing keys", f"expected {expected} (or --columns), got {got or 'nothing'}")
 
     def _read(self, form: tuple[str, ...], given: dict) -> list[Example]:
         if form == ("input_ids",):

@@ -28,6 +28,8 @@ def records(path: Path, advance: Advance, columns: Collection[str] = KEYS) -> It
     that are read of files which have columns; the others are None in their records.
     """
     if path == STDIN:
+        if sys.stdin is None:
+            raise ValueError("stdin: expected a file or a pipe, got none: it is closed")
         yield from _opened(path, "stdin", sys.stdin.buffer, advance, columns)
     elif path.is_dir():
         yield from _saved_dataset(path, advance, columns)
@@ -196,8 +198,10 @@ def _rows(
 def _values(column) -> list:
     """Python values; lists of numbers as numpy arrays, which is many times faster."""
     import pyarrow as pa
+    import pyarrow.compute
 
     lists = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
-    if lists and pa.types.is_primitive(column.type.value_type):
+    numbers = lists and pa.types.is_primitive(column.type.value_type)
+    if numbers and not pa.compute.list_flatten(column).null_count:  # one null would make floats of all rows' numbers
         return list(column.to_numpy(zero_copy_only=False))
     return column.to_pylist()

@@ -7,6 +7,7 @@ calls chunked_cross_entropy, and the output has no logits (None). Else the model
 import functools
 import inspect
 import re
+import warnings
 
 import torch
 
@@ -16,18 +17,25 @@ from packing_ops.logps import chunked_cross_entropy
 _STATE = "_packing_ops_fused_loss"
 _HEAD = "self.lm_head("
 _LOSS = "self.loss_function("
+_AFTER_HEAD = ("", ".float()", ".contiguous()")  # what the loss does anyway
 _BETWEEN = re.compile(r"\s*(loss = None|if labels is not None:|)\s*")
 _CAP = "self.config.final_logit_softcapping"  # Gemma's; None is none
 _CAPPED = re.compile(
     rf"\s*(if {_CAP} is not None:|logits = logits / {_CAP}|logits = torch.tanh\(logits\)|logits = logits \* {_CAP})\s*"
 )
+_GIVEN = re.compile(r"\s*(logits=)?logits,\s*(labels=)?labels,(?!.*shift_labels)", re.DOTALL)
+_RETURNED = re.compile(r"\blogits=logits\b|\(logits,\)|#.*")
 
 
 class FusedLoss:
-    """Of one model: whether its head hands hidden states on right now, and which; whether it had a loss of its own."""
+    """Of one model: its head, whether that hands hidden states on right now, which, and in whose place; what stood there."""
 
-    def __init__(self, had_own_loss):
-        self.active, self.hidden, self.had_own_loss = False, None, had_own_loss
+    def __init__(self, model):
+        self.head, self.is_capped, self.had_own_loss = model.lm_head, _is_capped(model), "_loss_function" in vars(model)
+        self.forget()
+
+    def forget(self):
+        self.active, self.hidden, self.logits, self.targets = False, None, None, None
 
 
 def is_fused(model) -> bool:
@@ -36,64 +44,110 @@ def is_fused(model) -> bool:
 
 def refusal(model: PreTrainedModel) -> str | None:
     """Why this model's loss cannot be made from its hidden states; None where it can."""
-    if is_fused(model):
+    if is_fused(model) and not since(model):
         return None
     head = getattr(model, "lm_head", None)
-    if type(head) is not torch.nn.Linear or "forward" in head.__dict__:
+    if type(head) is not torch.nn.Linear or not ("forward" not in head.__dict__ or _is_ours(head, _head)):
         return "its lm_head is no plain torch.nn.Linear (fused_loss=False swaps the rest)"
-    if "forward" in model.__dict__:
+    if head._forward_hooks or head._forward_pre_hooks:
+        return "its lm_head has hooks, which would see hidden states (fused_loss=False swaps the rest)"
+    if "forward" in model.__dict__ and not _is_ours(model, _forward):
         return "its forward is wrapped already (fused_loss=False swaps the rest)"
-    if getattr(model.loss_function, "__name__", None) != "ForCausalLMLoss":
+    if getattr(_stock_loss(model), "__name__", None) != "ForCausalLMLoss":
         return "its loss_function is not transformers' ForCausalLMLoss (fused_loss=False swaps the rest)"
-    if not _goes_straight(type(model), getattr(model.config, "final_logit_softcapping", None) is not None):
-        return "its forward changes the logits before the loss (fused_loss=False swaps the rest)"
+    if not _goes_straight(type(model), _is_capped(model)):
+        return (
+            "its forward changes the logits before the loss, or reads them for more (fused_loss=False swaps the rest)"
+        )
+    return None
+
+
+def since(model: PreTrainedModel) -> str | None:
+    """What has changed in a fused model, whose loss is the stock one until it is applied anew; None: nothing."""
+    state = model.__dict__[_STATE]
+    if model.lm_head is not state.head:
+        return "its lm_head was swapped after apply_packing_ops(model, fused_loss=True)"
+    if _is_capped(model) != state.is_capped:
+        return "its final_logit_softcapping was set after apply_packing_ops(model, fused_loss=True)"
     return None
 
 
 def apply_to_model(model: PreTrainedModel) -> None:
     """For a model that refusal(model) says nothing against. Twice is once. Outputs in training have logits None."""
     if is_fused(model):
-        return
-    state = model.__dict__[_STATE] = FusedLoss("_loss_function" in model.__dict__)
+        if not since(model):
+            return
+        revert_model(model)
+    state = model.__dict__[_STATE] = FusedLoss(model)
     # Partials, not closures: they can be pickled, and copies of the model get their own.
-    model.loss_function = functools.partial(_loss, state, model.lm_head, model.loss_function)
-    model.lm_head.forward = functools.partial(_head, state, model.lm_head)
+    model.loss_function = functools.partial(_loss, state, model.loss_function)
+    model.lm_head.forward = functools.partial(_head, state)
     model.forward = functools.wraps(type(model).forward)(functools.partial(_forward, model))
 
 
 def revert_model(model: PreTrainedModel) -> None:
-    state = model.__dict__.pop(_STATE, None)
+    state = model.__dict__.get(_STATE)
     if state is None:
         return
-    stock = model.loss_function.args[2]
+    stock = _stock_loss(model)
+    del model.__dict__[_STATE]
     if state.had_own_loss:
         model.loss_function = stock
     else:
         del model._loss_function
-    del model.lm_head.forward
-    if _is_ours(model.__dict__.get("forward")):  # another wrapper finds the state gone, and runs the stock forward
+    if _is_ours(state.head, _head):
+        del state.head.forward
+    if _is_ours(model, _forward):  # another wrapper finds the state gone, and runs the stock forward
         del model.forward
 
 
+def _is_capped(model) -> bool:
+    return getattr(model.config, "final_logit_softcapping", None) is not None
+
+
+def _stock_loss(model):
+    return model.loss_function.args[1] if is_fused(model) else model.loss_function
+
+
 @functools.cache
-def _goes_straight(cls, capped) -> bool:
-    """Nothing is done between the head and the loss in its forward."""
+def _goes_straight(cls, is_capped) -> bool:
+    """In its forward the head's logits go to the loss as they are, and then nowhere but out."""
     try:
-        lines = inspect.getsource(cls.forward).splitlines()
+        source = inspect.getsource(cls.forward)
     except (OSError, TypeError):
         return False
-    heads = [i for i, line in enumerate(lines) if _HEAD in line]
-    losses = [i for i, line in enumerate(lines) if _LOSS in line]
-    if len(heads) != 1 or len(losses) != 1 or not lines[heads[0]].strip().startswith(f"logits = {_HEAD}"):
+    if source.count(_HEAD) != 1 or source.count(_LOSS) != 1:
         return False
-    between = lines[heads[0] + 1 : losses[0]]
-    if not capped:
+    before, after_head = source.split(_HEAD)
+    _, changed, between = _call(after_head)
+    between, _, after_loss = (changed + between).partition(_LOSS)
+    given, on_line, after = _call(after_loss)
+    changed, *between = between.splitlines()
+    if between and between[-1].strip() == "loss =":
+        between.pop()
+    if not is_capped:
         between = [line for line in between if not _CAPPED.fullmatch(line)]
-    return lines[heads[0]].rstrip().endswith(")") and all(map(_BETWEEN.fullmatch, between))
+    return (
+        before.endswith(" logits = ")
+        and changed.strip() in _AFTER_HEAD
+        and all(map(_BETWEEN.fullmatch, between))
+        and _GIVEN.match(given) is not None
+        and "logits" not in re.findall(r"\w+", _RETURNED.sub("", on_line + after))
+    )
 
 
-def _is_ours(forward) -> bool:
-    return getattr(forward, "func", None) is _forward
+def _call(text) -> tuple[str, str, str]:
+    """``text`` behind an open bracket: up to the one that closes it, the rest of that line, the other lines."""
+    depth, end = 1, 0
+    while depth and end < len(text):
+        depth += {"(": 1, ")": -1}.get(text[end], 0)
+        end += 1
+    on_line, newline, after = text[end:].partition("\n")
+    return text[: end - 1], on_line + newline, after
+
+
+def _is_ours(module, function) -> bool:
+    return getattr(module.__dict__.get("forward"), "func", None) is function
 
 
 def _forward(model, *args, **kwargs):
@@ -101,44 +155,45 @@ def _forward(model, *args, **kwargs):
     fused = state is not None and model.training and kwargs.get("labels") is not None
     if not fused or kwargs.get("shift_labels") is not None or not _whole(kwargs.get("logits_to_keep")):
         return stock(model, *args, **kwargs)
+    if why := since(model):
+        warnings.warn(f"the loss of {type(model).__name__} is the stock one: {why}", stacklevel=2)
+        return stock(model, *args, **kwargs)
     state.active = True
     try:
         output = stock(model, *args, **kwargs)
         if isinstance(output, tuple):
-            return tuple(each for each in output if each is not state.hidden)
+            return tuple(each for each in output if each is not state.logits)
         output.logits = None  # hidden states
         return output
     finally:
-        state.active, state.hidden = False, None
+        state.forget()
 
 
 def _whole(logits_to_keep) -> bool:
     return logits_to_keep is None or (isinstance(logits_to_keep, int) and logits_to_keep == 0)
 
 
-def _head(state, head, hidden):
+def _head(state, hidden):
     if not state.active:
-        return type(head).forward(head, hidden)
-    state.hidden = hidden
-    return hidden
+        return type(state.head).forward(state.head, hidden)
+    if state.targets is None:
+        state.hidden = hidden
+        return hidden
+    labels, cu_seqlens, options = state.targets
+    return chunked_cross_entropy(
+        hidden.flatten(0, 1), state.head.weight, labels, cu_seqlens, bias=state.head.bias, **options
+    )
 
 
-def _loss(state, head, stock, logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **kwargs):
+def _loss(state, stock, logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **kwargs):
+    options = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
     if not state.active:
-        return stock(
-            logits, labels, vocab_size, num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, **kwargs
-        )
-    hidden, labels = logits.flatten(0, 1), labels.to(logits.device)
+        return stock(logits, labels, vocab_size, **options, **kwargs)
+    state.logits, labels = logits, labels.to(state.hidden.device)
     cu_seqlens = kwargs.get("cu_seq_lens_q")
     if cu_seqlens is None:  # each row is a document
         rows, seqlen = labels.shape
         cu_seqlens = torch.arange(rows + 1, dtype=torch.int32, device=labels.device) * seqlen
-    return chunked_cross_entropy(
-        hidden,
-        head.weight,
-        labels.flatten(),
-        cu_seqlens.to(device=hidden.device, dtype=torch.int32),
-        bias=head.bias,
-        ignore_index=ignore_index,
-        num_items_in_batch=num_items_in_batch,
-    )
+    cu_seqlens = cu_seqlens.to(device=labels.device, dtype=torch.int32)
+    state.targets = labels.flatten(), cu_seqlens, options
+    return state.head(state.hidden)  # where its weight is there: FSDP and ZeRO gather it around the call

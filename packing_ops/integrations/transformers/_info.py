@@ -75,8 +75,11 @@ def _norm(model) -> str:
 
 
 def _loss(hosts) -> str:
-    if any(map(_fused_loss.is_fused, hosts)):
+    changed = [_fused_loss.since(host) for host in hosts if _fused_loss.is_fused(host)]
+    if None in changed:
         return "packing_ops, from hidden states, in training with labels"
+    if changed:
+        return f"stock: {changed[0]}"
     reasons = [_fused_loss.refusal(host) for host in hosts]
     if None in reasons:
         return "stock, swapped by apply_packing_ops(model, fused_loss=True)"

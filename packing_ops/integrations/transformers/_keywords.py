@@ -9,7 +9,9 @@ _READ = ("cu_seq_lens_q", "cu_seq_lens_k")
 _NEAR = re.compile(
     r"cu(m|mulative)?_?seq(uence)?s?_?len(gth)?s?(_?(q|k|kv|padded))*"
     r"|((packed|sub)_?)?(seq|sequence|doc|document)s?_?len(gth)?s(_?(q|k|kv))?"
+    r"|seq_idx"
 )
+_BESIDE = ("packed_seq_lengths", "seq_idx")  # collators give these together with what attention reads
 _found: dict[tuple, tuple] = {}  # torch.compile would look through functools.cache
 
 
@@ -17,7 +19,7 @@ def check_keywords(cls: type, kwargs: dict) -> None:
     """TypeError for near misses of cu_seq_lens_q: the model would drop them, and the documents would see each other."""
     for name in _near_misses(cls, tuple(kwargs)):
         beside = kwargs.get("position_ids") is not None or kwargs.get("cu_seq_lens_q") is not None
-        if kwargs[name] is None or (name == "packed_seq_lengths" and beside):  # Unsloth's collators give both
+        if kwargs[name] is None or (name in _BESIDE and beside):
             continue
         raise TypeError(
             f"{name}: expected cu_seq_lens_q and cu_seq_lens_k, int32 [num_documents + 1], which attention reads "

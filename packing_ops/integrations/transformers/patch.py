@@ -55,9 +55,9 @@ def apply_packing_ops(
         rms_norm: RMSNorm modules call torch.nn.functional.rms_norm. In bf16 and fp16 the stock formula of Llama, Qwen
             and Mistral rounds the normalised value and then its product with the weight; this one rounds once. Gemma
             and gpt-oss round once either way; Gemma's ``1 + weight`` stays in fp32. Dtypes of results are the stock's.
-        fused_loss: of an instance: in training with labels the loss is chunked_cross_entropy of the hidden states. The
-            logits of all tokens are never in memory, and the output's are None: who reads them in training, as TRL's
-            SFTTrainer does for its metrics, cannot have it. Apply before accelerate or others wrap the model's forward.
+        fused_loss: of an instance: in training with labels the loss is chunked_cross_entropy of the hidden states,
+            without the logits, and the output's are None: who reads them, as TRL's SFTTrainer does for its metrics,
+            cannot have it. Apply before others wrap forward. Another lm_head (resized, LoRA): stock, after a warning.
         fp32_cos_sin: keep cos and sin in fp32 where the model casts them to its own dtype.
         strict: raise, and change nothing, if any option cannot be applied. Otherwise what can be is swapped, and a
             warning names what is left.
