@@ -5,7 +5,7 @@ import torch
 from helpers import cu_seqlens_of
 
 from packing_ops import _ops
-from packing_ops._checks import check_documents
+from packing_ops._checks import checked_documents
 
 ops = torch.ops.packing_ops
 
@@ -26,7 +26,7 @@ def check(device, q, positions=None, *, k=None, mask=None, batch=1, dtype=torch.
     if positions is not None:
         positions = positions.to(device).view(-1, sum(q) // batch)
     mask = None if mask is None else mask.to(device)
-    check_documents(cu_q, cu_k, mask, positions, batch, sum(q) // batch)
+    checked_documents(cu_q, cu_k, mask, positions, batch, sum(q) // batch)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -46,7 +46,7 @@ def check(device, q, positions=None, *, k=None, mask=None, batch=1, dtype=torch.
 )
 def test_what_agrees_is_left_alone(device, lengths, given, batch, dtype):
     if not lengths:
-        check_documents(cu_seqlens_of([], device), cu_seqlens_of([], device), None, None, 1, 0)
+        checked_documents(cu_seqlens_of([], device), cu_seqlens_of([], device), None, None, 1, 0)
     else:
         check(
             device, lengths, given, batch=batch, dtype=dtype, mask=torch.ones(batch, sum(lengths) // batch, dtype=bool)
@@ -82,7 +82,7 @@ def test_the_last_restart_of_a_long_row_is_found(device):
     with pytest.raises(ValueError, match=r"restart only where"):
         check(device, [4999, 3001], row)
     with pytest.raises(ValueError, match=r"expected to end at the batch's"):
-        check_documents(*[cu_seqlens_of([5000, 2999], device)] * 2, None, None, 1, 8000)
+        checked_documents(*[cu_seqlens_of([5000, 2999], device)] * 2, None, None, 1, 8000)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_the_last_restart_of_a_long_row_is_found(device):
 )
 def test_shapes_are_checked(arguments, message):
     with pytest.raises(ValueError, match=message):
-        check_documents(*arguments, None, None, 1, 0)
+        checked_documents(*arguments, None, None, 1, 0)
 
 
 VALUES = [
@@ -131,4 +131,6 @@ def test_opcheck(device):
     cu_seqlens = cu_seqlens_of([5, 7], device)
     row = positions(5, 7)[None].to(device)
     torch.library.opcheck(ops.check_documents, (cu_seqlens, cu_seqlens, row >= 0, row, 1, 12))
+    torch.library.opcheck(ops.checked_documents, (cu_seqlens, cu_seqlens, row >= 0, row, 1, 12))
+    torch.library.opcheck(ops.checked_documents, (cu_seqlens.long(), cu_seqlens.long(), None, None, 1, 12))
     torch.library.opcheck(ops.check_unchanged, (row, row.clone()))

@@ -10,6 +10,7 @@ import re
 
 import torch
 
+from packing_ops._args import int32_cu_seqlens
 from packing_ops.integrations.transformers._host import PreTrainedModel
 from packing_ops.logps import chunked_cross_entropy
 
@@ -137,7 +138,7 @@ def _loss(state, head, stock, logits, labels, vocab_size, num_items_in_batch=Non
         hidden,
         head.weight,
         labels.flatten(),
-        cu_seqlens.to(device=hidden.device, dtype=torch.int32),
+        int32_cu_seqlens(cu_seqlens.to(hidden.device)),
         bias=head.bias,
         ignore_index=ignore_index,
         num_items_in_batch=num_items_in_batch,

@@ -13,7 +13,7 @@ def give_position_ids(owner, args, kwargs):
     tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
     if tokens is None or tokens.shape[0] != 1:
         return None
-    return args, {**kwargs, "position_ids": position_ids_from_cu_seqlens(cu_seqlens.int(), tokens.shape[1])[None]}
+    return args, {**kwargs, "position_ids": position_ids_from_cu_seqlens(cu_seqlens, tokens.shape[1])[None]}
 
 
 def give_text_positions(owner, args, kwargs):
