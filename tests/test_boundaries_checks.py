@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import cu_seqlens_of
 
+import packing_ops
 from packing_ops import _ops
 from packing_ops._checks import checked_documents
 
@@ -134,3 +135,42 @@ def test_opcheck(device):
     torch.library.opcheck(ops.checked_documents, (cu_seqlens, cu_seqlens, row >= 0, row, 1, 12))
     torch.library.opcheck(ops.checked_documents, (cu_seqlens.long(), cu_seqlens.long(), None, None, 1, 12))
     torch.library.opcheck(ops.check_unchanged, (row, row.clone()))
+
+
+# --- int64 cu_seqlens that int32 does not hold ---
+
+HEADS = torch.randn(12, 2, 8)
+
+
+def transformers_layout(cu_seqlens):
+    layout = pytest.importorskip("packing_ops.integrations.transformers.layout")
+    found = layout.find_layout(torch.zeros(1, 2, 12, 8, device=cu_seqlens.device), (cu_seqlens, cu_seqlens))
+    ops.position_ids_from_cu_seqlens(found.cu_seqlens_q, 12)
+
+
+def megatron_layout(cu_seqlens):
+    layout = pytest.importorskip("packing_ops.integrations.megatron.layout")
+    documents = layout.Documents(cu_seqlens, cu_seqlens, cu_seqlens, cu_seqlens)
+    ops.position_ids_from_cu_seqlens(layout.layout_of(documents, 12, causal=True).cu_seqlens_q, 12)
+
+
+READERS = {
+    "positions": lambda cu_seqlens: packing_ops.position_ids_from_cu_seqlens(cu_seqlens, 12),
+    "labels": lambda cu_seqlens: packing_ops.shift_labels(torch.arange(12, device=cu_seqlens.device), cu_seqlens),
+    "sums": lambda cu_seqlens: packing_ops.segment_sum(HEADS.to(cu_seqlens.device), cu_seqlens),
+    "attention": lambda cu_seqlens: packing_ops.varlen_attention(*[HEADS.to(cu_seqlens.device)] * 3, cu_seqlens),
+    "metadata": lambda cu_seqlens: (
+        packing_ops.PackedMetadata.from_cu_seqlens(cu_seqlens, total=12, max_seqlen=7, num_tokens=12).position_ids
+    ),
+    "transformers": transformers_layout,
+    "megatron": megatron_layout,
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("wrong", [2**32 + 5, 5 - 2**32])  # in int32 5
+def test_numbers_past_int32_are_named(reader, wrong, device):
+    """Not wrapped: they would tell other documents."""
+    with pytest.raises((ValueError, RuntimeError), match=r"cu_seqlens\w*: expected (numbers that fit int32|never|to )"):
+        READERS[reader](torch.tensor([0, wrong, 12], device=device))
+    READERS[reader](torch.tensor([0, 5, 12], device=device))
