@@ -138,6 +138,13 @@ def int32_cu_seqlens(cu_seqlens: torch.Tensor) -> torch.Tensor:
     return cu_seqlens if cu_seqlens.dtype == torch.int32 else cu_seqlens.clamp(-1, 2**31 - 1).int()
 
 
+def one_number(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """A tensor of one element as a scalar: a view."""
+    if tensor.numel() != 1:
+        raise ValueError(f"{name}: expected one number, got {described(tensor)}")
+    return tensor.reshape(())
+
+
 def one_row(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """A view ``[total]`` of ``[total]`` or ``[1, total]``."""
     check_tensor(tensor, name)
