@@ -89,7 +89,7 @@ def test_what_is_refused_is_named(op):
 
 
 def test_the_gradient_of_what_is_served_may_be_refused():
-    with pytest.raises(NotImplementedError, match="packing_ops::scatter_rows_many .*vmap"):
+    with pytest.raises(NotImplementedError, match=r"packing_ops::scatter_rows_many .*vmap"):
         torch.func.jacrev(lambda x: po.unpad_input(x, MASK)[0])(PADDED[0])
 
 

@@ -9,8 +9,14 @@ from packing_ops._args import check_cu_seqlens
 from packing_ops._checks import checked_documents
 from packing_ops.integrations.transformers._host import PreTrainedModel
 from packing_ops.integrations.transformers._keywords import check_keywords
-from packing_ops.integrations.transformers._told import NUMBERS, given, is_tensor, numbers_of, tell_documents
-from packing_ops.integrations.transformers.fallback import tell_once
+from packing_ops.integrations.transformers._told import (
+    NUMBERS,
+    given,
+    is_tensor,
+    numbers_of,
+    refuse_where,
+    tell_documents,
+)
 
 NAMES: set[str] = set()  # attn_implementations that register() made
 
@@ -43,6 +49,7 @@ class Call:
         self.mask_form, places, model_type = _habits_of(type(model), type(model.config))
         self.position_ids = None if model_type in OTHER_POSITIONS else given("position_ids", places, args, kwargs)
         self.cu_seqlens, self.cu_seqlens_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+        self.cache = None  # that a mask was made beside
         self.checked = None  # positions that cu_seqlens were held against, and what came of it
         self.traced = torch.compiler.is_compiling()  # made inside of a graph
         self.padding, self.outer = given("attention_mask", places, args, kwargs), outer
@@ -88,23 +95,17 @@ class Call:
             call = call.outer
 
     def refuse_if_lost(self):
-        """Documents that nobody was told of would see each other."""
-        if self.taken and self.numbers_taken:
-            return
-        lost = ""
+        """Documents that nobody was told of would see each other. A graph cannot look at values: it asserts on the device."""
         if not self.taken and isinstance(self.cu_seqlens, torch.Tensor) and self.cu_seqlens.numel() > 2:
-            lost = "cu_seq_lens_q"
-        elif torch.compiler.is_compiling():  # which may not look at values
-            if not self.taken and is_tensor(self.position_ids, 2):
-                tell_once(f"{self.name} tells no attention of position_ids, and compiled it refuses no packed rows")
-            return
-        elif not self.taken and tell_documents(self.position_ids, self.padding):
-            lost = "position_ids"
-        elif not self.numbers_taken and bool((self.numbers > 1).any()):
-            lost = "attention_mask"
-        if lost:
-            why = "mixes tokens beside its attention" if self.mixes else "tells no attention"
-            raise ValueError(f"{lost}: expected one document in each row, got several, and {self.name} {why}")
+            raise ValueError(self._refusal("cu_seq_lens_q"))
+        if not self.taken:
+            refuse_where(tell_documents(self.position_ids, self.padding), self._refusal("position_ids"))
+        if not self.numbers_taken:
+            refuse_where((self.numbers > 1).any(), self._refusal("attention_mask"))
+
+    def _refusal(self, lost):
+        why = "mixes tokens beside its attention" if self.mixes else "tells no attention"
+        return f"{lost}: expected one document in each row, got several, and {self.name} {why}"
 
 
 def mixes_tokens(config) -> bool:
@@ -140,6 +141,13 @@ def _here():
 def current() -> Call | None:
     """The innermost call that runs in this thread; None also where somebody called model.forward itself."""
     return _here().call
+
+
+def call_to_tell() -> Call | None:
+    """The call whose documents an attention or a mask takes; None in a compiled layer: its model's mask, made outside of
+    it, has told."""
+    call = current()
+    return None if call is None or (torch.compiler.is_compiling() and not call.traced) else call
 
 
 def leave(carrier) -> None:
@@ -204,7 +212,7 @@ def _habits_of(cls, config_cls):
 
 def numbered(mask):
     """The 2-D mask that reached an attention, with its numbers."""
-    numbers, call = numbers_of(mask), None if torch.compiler.is_compiling() else current()
+    numbers, call = numbers_of(mask), call_to_tell()
     if call is not None:
         call.take_numbers(numbers)
     return mask if numbers is None else numbers

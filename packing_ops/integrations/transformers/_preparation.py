@@ -10,6 +10,7 @@ import inspect
 import torch
 
 from packing_ops.integrations.transformers import _call, fallback
+from packing_ops.integrations.transformers._cache import check_cache
 from packing_ops.integrations.transformers._host import masking_utils, refusal, version
 from packing_ops.integrations.transformers._told import numbers_of
 from packing_ops.integrations.transformers.layout import as_bool, on_device
@@ -106,6 +107,8 @@ def _wrapped(original):
             fallback.tell_once(f"{call.name} may read its masks, it gets them of every query and key")
         elif call is None and position_ids is None and not cross:
             fallback.tell_once("position_ids of a model whose forward is called by itself may not be seen")
+        if past_key_values is not None and not cross:
+            check_cache(past_key_values, call, position_ids, attention_mask, numbers, *slots)
         stock = cross or getattr(past_key_values, "is_compileable", False)
         numbers = None if numbers is None or cross else on_device(numbers, mask.device)
         carrier = Carrier(mask, position_ids, mask_form, stock, numbers, checked)

@@ -51,10 +51,8 @@ _READ = (
 
 def take(*telling):
     """Documents are told by one of these, where a mask or an attention reads them."""
-    call = _call.current()
-    if call is None or (torch.compiler.is_compiling() and not call.traced):
-        return  # a compiled layer: its model's mask, made outside of it, has told
-    if any(tensor is not None for tensor in telling):
+    call = _call.call_to_tell()
+    if call is not None and any(tensor is not None for tensor in telling):
         call.take()
 
 
