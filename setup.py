@@ -8,7 +8,7 @@ import sysconfig
 import time
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
@@ -137,7 +137,10 @@ if __name__ == "__main__":  # also where pip runs it
         )
         setup(cmdclass={"build_py": CleanBuild})
     elif {"sdist", "egg_info", "dist_info"} & set(sys.argv) and not {"build_ext", "bdist_wheel"} & set(sys.argv):
-        setup()
+        headers = [*sources(".h", ".cuh"), *(f"tools/{path.name}" for path in (ROOT / "tools").glob("*.py"))]
+        setup(
+            ext_modules=[Extension("packing_ops._C", sources(".cpp", ".cu"), depends=headers)]
+        )  # files of the archive
     else:
         module, build_ext = extension()
         commands = {"build_ext": build_ext, "build_py": CleanBuild}

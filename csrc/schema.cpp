@@ -21,6 +21,7 @@ STABLE_TORCH_LIBRARY(packing_ops, m) {
   m.def("count_target_tokens(Tensor labels, Tensor cu_seqlens, int ignore_index) -> Tensor");
   m.def("block_causal_mask(Tensor cu_seqlens, SymInt total, ScalarType dtype, int window) -> Tensor");
   m.def("check_documents(Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? mask, Tensor? position_ids, SymInt batch, SymInt seqlen) -> ()");
+  m.def("checked_documents(Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? mask, Tensor? position_ids, SymInt batch, SymInt seqlen) -> (Tensor, Tensor)");
   m.def("check_unchanged(Tensor values, Tensor expected) -> ()");
 
   // padding

@@ -128,6 +128,23 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, name: str = "cu_seqlens") -> None
     raise ValueError(f"{name}: expected int32 or int64 [num_documents + 1], got {got}")
 
 
+def int32_cu_seqlens(cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """int32 ones as they are, int64 ones cast. What int32 does not hold stays wrong for whoever checks: it is not wrapped.
+
+    Example:
+        >>> int32_cu_seqlens(torch.tensor([0, 2**32 + 5, 12]))
+        tensor([         0, 2147483647,         12], dtype=torch.int32)
+    """
+    return cu_seqlens if cu_seqlens.dtype == torch.int32 else cu_seqlens.clamp(-1, 2**31 - 1).int()
+
+
+def one_number(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """A tensor of one element as a scalar: a view."""
+    if tensor.numel() != 1:
+        raise ValueError(f"{name}: expected one number, got {described(tensor)}")
+    return tensor.reshape(())
+
+
 def one_row(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """A view ``[total]`` of ``[total]`` or ``[1, total]``."""
     check_tensor(tensor, name)

@@ -5,26 +5,32 @@ import torch
 from packing_ops import _ops
 
 
-def check_documents(
+def checked_documents(
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     mask: torch.Tensor | None,
     position_ids: torch.Tensor | None,
     batch: int,
     seqlen: int,
-) -> None:
-    """ValueError where explicit cu_seqlens, the padding mask and the positions of a batch contradict each other.
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """cu_seqlens_q and position_ids. ValueError where explicit cu_seqlens, padding mask and positions contradict each other.
 
     Positions contradict where a row has several documents and they never restart, or where they restart (0 after a number
     above 1, and 1 next) inside of a document. Documents of two tokens, and positions that start elsewhere, are let pass.
+
+    A compiled graph drops an op that gives nothing. There they are copies, and checked if what comes out is used.
 
     Args:
         cu_seqlens_q, cu_seqlens_k: int32 or int64 ``[num_documents + 1]`` over the batch's rows, one after the other.
         mask: bool ``[batch, seqlen]``, False is padding, which has no place beside cu_seqlens.
         position_ids: int32 or int64 ``[batch or 1, seqlen]`` of queries and keys.
     """
+    given = cu_seqlens_q, cu_seqlens_k, mask, position_ids, batch, seqlen
     if not torch.compiler.is_compiling():
-        _ops.check_documents(cu_seqlens_q, cu_seqlens_k, mask, position_ids, batch, seqlen)
+        _ops.check_documents(*given)
+        return cu_seqlens_q, position_ids
+    cu_seqlens_q, copied = _ops.checked_documents(*given)
+    return cu_seqlens_q, position_ids if position_ids is None else copied
 
 
 def check_unchanged(values: torch.Tensor, expected: torch.Tensor) -> None:
@@ -35,6 +41,12 @@ def check_unchanged(values: torch.Tensor, expected: torch.Tensor) -> None:
 @_ops.register_fake("check_documents")
 def _(cu_seqlens_q, cu_seqlens_k, mask, position_ids, batch, seqlen):
     return None
+
+
+@_ops.register_fake("checked_documents")
+def _(cu_seqlens_q, cu_seqlens_k, mask, position_ids, batch, seqlen):
+    positions = cu_seqlens_q.new_empty(0, dtype=torch.int64) if position_ids is None else position_ids
+    return cu_seqlens_q.new_empty(cu_seqlens_q.shape), positions.new_empty(positions.shape)
 
 
 @_ops.register_fake("check_unchanged")

@@ -90,3 +90,26 @@ if _load.MISSING:
     from packing_ops._plain import op_without_library as __getattr__  # noqa: F401
 
 globals().update({name: _gate(getattr(torch.ops.packing_ops, name).default) for name in _load.op_names()})
+
+
+# --- torch.func.vmap ---
+
+# torch calls an op that has no batching rule in a loop, which is right. These it cannot: lists of tensors, memory that is
+# written, sizes that depend on values.
+_batched = torch.library.Library("packing_ops", "IMPL", "FuncTorchBatched")
+
+
+def _refuse_vmap(name: str) -> None:
+    op = getattr(torch.ops.packing_ops, name).default
+    lists = any("List[Tensor]" in str(value.type) for value in (*op._schema.arguments, *op._schema.returns))
+    if not (lists or op._schema.is_mutable or name == "pack_sequences"):
+        return
+
+    def refuse(*args):
+        raise NotImplementedError(f"packing_ops::{name} has no batching rule for torch.func.vmap: call it in a loop")
+
+    _batched.impl(name, refuse)
+
+
+for _name in _load.op_names():
+    _refuse_vmap(_name)

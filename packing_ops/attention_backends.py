@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from packing_ops import _load
-from packing_ops._args import check_cu_seqlens, dtype_name, window_sides
+from packing_ops._args import check_cu_seqlens, dtype_name, int32_cu_seqlens, window_sides
 from packing_ops.attention import refuse_heads_first, varlen_attention
 
 BACKENDS = ("packing_ops", "torch_varlen", "sdpa")
@@ -186,7 +186,7 @@ def attention(
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         check_cu_seqlens(cu_seqlens, name)
-    cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.int(), cu_seqlens_k.int()
+    cu_seqlens_q, cu_seqlens_k = int32_cu_seqlens(cu_seqlens_q), int32_cu_seqlens(cu_seqlens_k)
     options["window_size"] = [min(side, len(q) + len(k)) for side in sides]  # to be reckoned with in 32 bits
     if backend == "sdpa":
         return _sdpa(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)

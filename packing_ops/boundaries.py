@@ -5,7 +5,7 @@ cu_seqlens (cumulated lengths) is int32 ``[num_documents + 1]``: document ``i`` 
 document of their own. int64 is taken everywhere too, and copied.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import overload
 
 import torch
@@ -22,6 +22,7 @@ from packing_ops._args import (
     integer,
     one_row,
     plain,
+    wrong_type,
 )
 
 
@@ -126,13 +127,16 @@ def compute_prompt_end_indices(uids: torch.Tensor | Sequence) -> torch.Tensor | 
 
     Raises:
         ValueError: a uid that comes back after another one; names it and its index.
+        TypeError: a uid that is a list, or a tensor of several numbers.
     """
     if isinstance(uids, torch.Tensor):
         ends, count = _ops.prompt_end_indices(uids)
         return ends[: int(count)]
-    uids = plain(uids)
+    uids = [plain(uid) for uid in plain(uids)]  # tensors of one number would be told apart by identity
     seen, ends = set(), []
     for i, uid in enumerate(uids):
+        if not isinstance(uid, Hashable):
+            raise wrong_type("uids", "strings or integers", uid)
         if i > 0 and uid == uids[i - 1]:
             continue
         if uid in seen:

@@ -22,7 +22,7 @@ from typing import Literal, overload
 import torch
 
 from packing_ops import _ops
-from packing_ops._args import check_tensor, described, dtype_name, integer, number
+from packing_ops._args import check_tensor, described, dtype_name, integer, number, one_number
 from packing_ops._autograd import past_autograd, register_autograd, register_no_autograd
 from packing_ops.metadata import PackedMetadata
 
@@ -167,7 +167,7 @@ def chunked_cross_entropy(
     if num_items_in_batch is None:
         num_items_in_batch = (targets >= 0).sum().clamp(min=1)
     elif isinstance(num_items_in_batch, torch.Tensor):
-        num_items_in_batch = num_items_in_batch.to(loss.device, non_blocking=True)
+        num_items_in_batch = one_number(num_items_in_batch, "num_items_in_batch").to(loss.device, non_blocking=True)
     return loss / num_items_in_batch
 
 

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 import torch
 
 from packing_ops import _ops
-from packing_ops._args import check_cu_seqlens, check_tensor, index_tensor, integer, one_row, window_sides
+from packing_ops._args import (
+    check_cu_seqlens,
+    check_tensor,
+    index_tensor,
+    int32_cu_seqlens,
+    integer,
+    one_row,
+    window_sides,
+)
 from packing_ops._recent import is_real, kept_with, plan_of
 from packing_ops.boundaries import (
     cu_seqlens_from_lengths,
@@ -96,7 +104,7 @@ class PackedMetadata:
         check_cu_seqlens(cu_seqlens)
         if cu_seqlens.is_cpu and is_real(cu_seqlens):
             _check_values(cu_seqlens, total, max_seqlen, num_tokens)
-        cu_seqlens = cu_seqlens.int()
+        cu_seqlens = int32_cu_seqlens(cu_seqlens)
         if max_seqlen is None or (total is None and num_tokens is None):
             num_tokens, longest = _end_and_longest(cu_seqlens)
             max_seqlen = longest if max_seqlen is None else integer(max_seqlen, "max_seqlen")

@@ -169,4 +169,4 @@ def test_pad_values_that_the_dtype_does_not_hold():
 
 
 def test_examples_of_the_docstrings():
-    assert doctest.testmod(_args) == (0, 3)
+    assert doctest.testmod(_args) == (0, 4)

@@ -123,6 +123,12 @@ def test_returning_uid_is_named(device):
         po.compute_prompt_end_indices(["a", "b", "a"])
     with pytest.raises(ValueError, match=r"uids: .* at index 2"):
         po.compute_prompt_end_indices(torch.tensor([4, 5, 4], device=device))
+    assert po.compute_prompt_end_indices(list(torch.tensor([4, 4, 5], device=device))) == [2, 3]
+    with pytest.raises(ValueError, match=r"uids: .*4 comes back at index 2"):
+        po.compute_prompt_end_indices(list(torch.tensor([4, 5, 4], device=device)))  # equal, of other identity
+    for wrong in (list(torch.zeros(2, 2)), [["a"], ["a"]]):
+        with pytest.raises(TypeError, match="uids: expected strings or integers, got"):
+            po.compute_prompt_end_indices(wrong)
 
 
 def test_mini_batch_boundaries():

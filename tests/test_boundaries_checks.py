@@ -4,8 +4,9 @@ import pytest
 import torch
 from helpers import cu_seqlens_of
 
+import packing_ops
 from packing_ops import _ops
-from packing_ops._checks import check_documents
+from packing_ops._checks import checked_documents
 
 ops = torch.ops.packing_ops
 
@@ -26,7 +27,7 @@ def check(device, q, positions=None, *, k=None, mask=None, batch=1, dtype=torch.
     if positions is not None:
         positions = positions.to(device).view(-1, sum(q) // batch)
     mask = None if mask is None else mask.to(device)
-    check_documents(cu_q, cu_k, mask, positions, batch, sum(q) // batch)
+    checked_documents(cu_q, cu_k, mask, positions, batch, sum(q) // batch)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -46,7 +47,7 @@ def check(device, q, positions=None, *, k=None, mask=None, batch=1, dtype=torch.
 )
 def test_what_agrees_is_left_alone(device, lengths, given, batch, dtype):
     if not lengths:
-        check_documents(cu_seqlens_of([], device), cu_seqlens_of([], device), None, None, 1, 0)
+        checked_documents(cu_seqlens_of([], device), cu_seqlens_of([], device), None, None, 1, 0)
     else:
         check(
             device, lengths, given, batch=batch, dtype=dtype, mask=torch.ones(batch, sum(lengths) // batch, dtype=bool)
@@ -82,7 +83,7 @@ def test_the_last_restart_of_a_long_row_is_found(device):
     with pytest.raises(ValueError, match=r"restart only where"):
         check(device, [4999, 3001], row)
     with pytest.raises(ValueError, match=r"expected to end at the batch's"):
-        check_documents(*[cu_seqlens_of([5000, 2999], device)] * 2, None, None, 1, 8000)
+        checked_documents(*[cu_seqlens_of([5000, 2999], device)] * 2, None, None, 1, 8000)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_the_last_restart_of_a_long_row_is_found(device):
 )
 def test_shapes_are_checked(arguments, message):
     with pytest.raises(ValueError, match=message):
-        check_documents(*arguments, None, None, 1, 0)
+        checked_documents(*arguments, None, None, 1, 0)
 
 
 VALUES = [
@@ -131,4 +132,45 @@ def test_opcheck(device):
     cu_seqlens = cu_seqlens_of([5, 7], device)
     row = positions(5, 7)[None].to(device)
     torch.library.opcheck(ops.check_documents, (cu_seqlens, cu_seqlens, row >= 0, row, 1, 12))
+    torch.library.opcheck(ops.checked_documents, (cu_seqlens, cu_seqlens, row >= 0, row, 1, 12))
+    torch.library.opcheck(ops.checked_documents, (cu_seqlens.long(), cu_seqlens.long(), None, None, 1, 12))
     torch.library.opcheck(ops.check_unchanged, (row, row.clone()))
+
+
+# --- int64 cu_seqlens that int32 does not hold ---
+
+HEADS = torch.randn(12, 2, 8)
+
+
+def transformers_layout(cu_seqlens):
+    layout = pytest.importorskip("packing_ops.integrations.transformers.layout")
+    found = layout.find_layout(torch.zeros(1, 2, 12, 8, device=cu_seqlens.device), (cu_seqlens, cu_seqlens))
+    ops.position_ids_from_cu_seqlens(found.cu_seqlens_q, 12)
+
+
+def megatron_layout(cu_seqlens):
+    layout = pytest.importorskip("packing_ops.integrations.megatron.layout")
+    documents = layout.Documents(cu_seqlens, cu_seqlens, cu_seqlens, cu_seqlens)
+    ops.position_ids_from_cu_seqlens(layout.layout_of(documents, 12, causal=True).cu_seqlens_q, 12)
+
+
+READERS = {
+    "positions": lambda cu_seqlens: packing_ops.position_ids_from_cu_seqlens(cu_seqlens, 12),
+    "labels": lambda cu_seqlens: packing_ops.shift_labels(torch.arange(12, device=cu_seqlens.device), cu_seqlens),
+    "sums": lambda cu_seqlens: packing_ops.segment_sum(HEADS.to(cu_seqlens.device), cu_seqlens),
+    "attention": lambda cu_seqlens: packing_ops.varlen_attention(*[HEADS.to(cu_seqlens.device)] * 3, cu_seqlens),
+    "metadata": lambda cu_seqlens: (
+        packing_ops.PackedMetadata.from_cu_seqlens(cu_seqlens, total=12, max_seqlen=7, num_tokens=12).position_ids
+    ),
+    "transformers": transformers_layout,
+    "megatron": megatron_layout,
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("wrong", [2**32 + 5, 5 - 2**32])  # in int32 5
+def test_numbers_past_int32_are_named(reader, wrong, device):
+    """Not wrapped: they would tell other documents."""
+    with pytest.raises((ValueError, RuntimeError), match=r"cu_seqlens\w*: expected (numbers that fit int32|never|to )"):
+        READERS[reader](torch.tensor([0, wrong, 12], device=device))
+    READERS[reader](torch.tensor([0, 5, 12], device=device))

@@ -217,3 +217,14 @@ def test_other_systems_than_linux_take_the_package_without_a_library(tmp_path):
         "packing_ops: its compiled library runs on Linux only, and this is darwin",
     ], done.stderr
     assert (tmp_path / "packing_ops" / "data" / "packed.py").exists()
+
+
+def test_a_source_archive_has_all_that_a_build_needs(tmp_path):
+    """In a process: setup.py reads its arguments where it is run."""
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    listed = set((tmp_path / "packing_ops.egg-info" / "SOURCES.txt").read_text().split())
+    folders = [(ROOT / "csrc", (".cpp", ".cu", ".h", ".cuh")), (ROOT / "tools", (".py",))]
+    needed = [str(p.relative_to(ROOT)) for f, kinds in folders for p in f.rglob("*") if p.suffix in kinds]
+    assert len(needed) > 100
+    assert set(needed) <= listed

@@ -1,6 +1,8 @@
 """Swapped models in use: compiled, checkpointed, with adapters, under autocast, in generation, on long contexts."""
 
 import copy
+import gc
+import threading
 
 import pytest
 import torch
@@ -16,12 +18,14 @@ from hf_patch_case import (  # noqa: E402, F401
     calls_of_our_rope,
     gradients,
     models_of_other_tests_are_gone,
+    module_of,
     nothing_left_in_modules,
     outputs,
     packed,
     tiny,
 )
 
+from packing_ops.integrations.transformers import _rotary  # noqa: E402
 from packing_ops.integrations.transformers.patch import apply_packing_ops, revert_packing_ops  # noqa: E402
 
 
@@ -211,6 +215,87 @@ def test_order_of_compile_and_swap(device, fresh_compile, calls):
     for change in (apply_packing_ops, revert_packing_ops):
         change(compiled._orig_mod, **({"attention": False} if change is apply_packing_ops else {}))
         assert_near(outputs(compiled, inputs), wanted)
+
+
+# --- swapped models that go while something is compiled ---
+
+
+@pytest.fixture
+def garbage():
+    """Makes a swapped llama that only the garbage collector ends, which runs where a test says so."""
+
+    def make(device):
+        model = tiny("llama", device)
+        apply_packing_ops(model, attention=False)
+        model.itself = [model]
+
+    gc.disable()
+    yield make
+    gc.enable()
+
+
+def stock_rotates():
+    return not hasattr(vars(module_of("llama"))[_rotary.FUNCTION], "__wrapped__")
+
+
+def test_a_swapped_model_that_goes_in_a_trace(device, fresh_compile, garbage):
+    """Its module stays as the trace has seen it, until a forward that nobody traces."""
+    model, inputs = tiny("llama", device, num_hidden_layers=1), packed(device)
+    wanted = outputs(model, inputs)
+    garbage(device)
+    collected = []
+
+    def backend(graph, _):
+        collected.append(gc.collect())
+        return graph
+
+    assert_near(outputs(torch.compile(model, fullgraph=True, backend=backend), inputs), wanted)
+    assert collected
+    assert not stock_rotates()
+    assert_same(outputs(model, inputs), wanted)
+    assert stock_rotates()
+
+
+@pytest.mark.parametrize("then", ["forward of another family", "apply", "revert", "end of another"])
+def test_what_was_left_is_removed_later(then, device, garbage, monkeypatch):
+    other = tiny("qwen3", device, num_hidden_layers=1)
+    apply_packing_ops(other, attention=False)
+    garbage(device)
+    with monkeypatch.context() as during:
+        during.setattr(_rotary, "_something_compiles", lambda: True)
+        gc.collect()
+        assert not stock_rotates()
+    if then == "forward of another family":
+        outputs(other, packed(device))
+    elif then == "apply":
+        apply_packing_ops(other, attention=False)
+    elif then == "end of another":
+        garbage(device)
+        gc.collect()
+    else:
+        revert_packing_ops(other)
+    assert stock_rotates()
+    revert_packing_ops(other)
+
+
+def test_a_swapped_model_that_goes_while_another_thread_compiles(device, garbage):
+    held, done = threading.Event(), threading.Event()
+
+    def compile_():
+        with torch._dynamo.convert_frame.compile_lock:
+            held.set()
+            done.wait(30)
+
+    garbage(device)
+    thread = threading.Thread(target=compile_)
+    thread.start()
+    held.wait(30)
+    gc.collect()
+    assert not stock_rotates()
+    done.set()
+    thread.join()
+    revert_packing_ops(tiny("llama", device))
+    assert stock_rotates()
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, [3, 14, 5]])

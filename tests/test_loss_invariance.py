@@ -374,6 +374,10 @@ def test_masked_slots_may_hold_anything(device):
 
 def test_a_count_that_is_no_number_is_seen(device):
     values = torch.ones(2, 3, device=device)
+    one = torch.tensor([6], device=device)
+    assert masked_loss(values, values, num_items_in_batch=one).shape == ()
+    with pytest.raises(ValueError, match=r"num_items_in_batch: expected one number, got int64 \[2\]"):
+        masked_loss(values, values, num_items_in_batch=one.expand(2))
     with pytest.raises(ValueError, match="num_items_in_batch: expected at least 0, got nan"):
         masked_loss(values, values, num_items_in_batch=torch.nan)
     assert masked_loss(values, values, num_items_in_batch=torch.tensor(torch.nan, device=device)).isnan()

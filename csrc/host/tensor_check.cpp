@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <limits>
 
+#include "core/narrow.h"
+#include "host/launch.h"
+
 namespace packing_ops {
 
 namespace {
@@ -24,17 +27,28 @@ bool same_device(const Tensor& a, const Tensor& b) {
   return a.is_cpu() == b.is_cpu() && (a.is_cpu() || a.get_device_index() == b.get_device_index());
 }
 
+void narrow_cpu(const NarrowParams& p, const char* name) {
+  for (int64_t i = 0; i < p.count; ++i) {
+    p.to[i] = static_cast<int32_t>(p.from[i]);
+    check(p.to[i] == p.from[i], name, ": expected numbers that fit int32, got ", p.from[i], " at index ", i);
+  }
+}
+
 // int32 of int64, in memory of its own.
 Tensor int32_copy(const Tensor& cu_seqlens, const char* name) {
-  Tensor copy = empty(sizes_of(cu_seqlens), DType::kInt32, cu_seqlens);
-  if (!cu_seqlens.is_cpu()) return torch::stable::copy_(copy, cu_seqlens);
   const Tensor values = dense(cu_seqlens);
-  const auto* from = static_cast<const int64_t*>(values.data_ptr());
-  auto* to = static_cast<int32_t*>(copy.data_ptr());
-  for (int64_t i = 0; i < values.numel(); ++i) {
-    to[i] = static_cast<int32_t>(from[i]);
-    check(to[i] == from[i], name, ": expected numbers that fit int32, got ", from[i], " at index ", i);
+  Tensor copy = empty(sizes_of(cu_seqlens), DType::kInt32, cu_seqlens);
+  const NarrowParams p{static_cast<const int64_t*>(values.data_ptr()), static_cast<int32_t*>(copy.data_ptr()),
+                       values.numel()};
+  if (cu_seqlens.is_cpu()) {
+    narrow_cpu(p, name);
+    return copy;
   }
+  const CudaScope scope(cu_seqlens);
+#ifdef PACKING_OPS_WITH_CUDA
+  launch_narrow_cuda(p, scope.launch());
+#endif
+  scope.finish();
   return copy;
 }
 

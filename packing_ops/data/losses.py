@@ -7,7 +7,7 @@ is counted once over the whole batch of the optimizer step, before it is cut, ne
 import torch
 import torch.nn.functional as F
 
-from packing_ops._args import check_real, described, integer, is_set
+from packing_ops._args import check_real, described, integer, is_set, one_number
 from packing_ops.boundaries import shift_labels
 from packing_ops.segments import segment_sum
 
@@ -106,8 +106,8 @@ def masked_loss(
         tensor(3.2500)
 
     Raises:
-        ValueError: a mask of another shape, an unknown reduction, num_items_in_batch below 0, dp_size below 1,
-            cu_seqlens past the slots.
+        ValueError: a mask of another shape, an unknown reduction, num_items_in_batch below 0 or of several numbers,
+            dp_size below 1, cu_seqlens past the slots.
     """
     _check_floating(losses, "losses")
     check_real(loss_mask, "loss_mask")
@@ -129,7 +129,7 @@ def masked_loss(
         totals = segment_sum(weights, cu_seqlens)
         sums = sums / totals.masked_fill(totals == 0, 1)
     if isinstance(num_items_in_batch, torch.Tensor):
-        count = num_items_in_batch.to(sums, non_blocking=True)
+        count = one_number(num_items_in_batch, "num_items_in_batch").to(sums, non_blocking=True)
     else:
         count = sums.new_full((), num_items_in_batch)
     share = sums.sum() * torch.where(count > 0, dp_size / count, count * 0)  # NaN stays NaN

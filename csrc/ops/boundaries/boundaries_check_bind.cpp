@@ -1,4 +1,6 @@
 // Checks of values: check -> fill the params -> launch.
+#include <tuple>
+
 #include "host/launch.h"
 #include "host/tensor_check.h"
 #include "ops/boundaries/boundaries.h"
@@ -54,6 +56,14 @@ void check_documents(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, std
   launch(cu_seqlens_q, p, launch_check_documents_cpu, PACKING_OPS_CUDA(launch_check_documents_cuda));
 }
 
+// check_documents in a trace, which drops what gives nothing: copies of cu_seqlens_q and of the positions.
+std::tuple<Tensor, Tensor> checked_documents(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
+                                             std::optional<Tensor> mask, std::optional<Tensor> position_ids,
+                                             int64_t batch, int64_t seqlen) {
+  check_documents(cu_seqlens_q, cu_seqlens_k, mask, position_ids, batch, seqlen);
+  return {copy_of(cu_seqlens_q), position_ids ? copy_of(*position_ids) : empty({0}, DType::kInt64, cu_seqlens_q)};
+}
+
 void check_unchanged(const Tensor& values, const Tensor& expected) {
   check_same_device(expected, "expected", values, "values");
   check_shape(expected, "expected", sizes_of(values), "like values");
@@ -72,6 +82,7 @@ namespace {
 
 void register_checks(torch::stable::detail::StableLibrary& m) {
   m.impl("check_documents", TORCH_BOX(&check_documents));
+  m.impl("checked_documents", TORCH_BOX(&checked_documents));
   m.impl("check_unchanged", TORCH_BOX(&check_unchanged));
 }
 

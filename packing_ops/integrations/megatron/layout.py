@@ -16,7 +16,7 @@ import megatron.core
 import torch
 import torch.nn.functional as F
 
-from packing_ops._args import check_cu_seqlens
+from packing_ops._args import check_cu_seqlens, int32_cu_seqlens
 from packing_ops._recent import kept_with
 from packing_ops.data.parallel import thd_inverse_indices, thd_partition_indices
 
@@ -100,8 +100,8 @@ def layout_of(
             return _zigzag(documents, rows, causal, cp_rank, cp_size)
         # detach: the same memory, but not the tensor that this is kept with.
         if unpadded:
-            cu_seqlens_q = documents.q.int().detach()
-            return Layout(cu_seqlens_q, cu_seqlens_q if same else documents.k.int().detach())
+            cu_seqlens_q = int32_cu_seqlens(documents.q).detach()
+            return Layout(cu_seqlens_q, cu_seqlens_q if same else int32_cu_seqlens(documents.k).detach())
         q, k = documents.q.diff(), documents.k.diff()
         none = torch.zeros_like(q)
         return Layout(
@@ -115,7 +115,7 @@ def layout_of(
 def _cumulated(*lengths):
     """cu_seqlens of documents that come in turn: the first of each tensor, the second of each, ..."""
     ends = torch.stack(lengths, dim=1).flatten().cumsum(0)
-    return F.pad(ends, (1, 0)).int()
+    return int32_cu_seqlens(F.pad(ends, (1, 0)))
 
 
 def _zigzag(documents, rows, causal, cp_rank, cp_size):
@@ -136,7 +136,7 @@ def _zigzag(documents, rows, causal, cp_rank, cp_size):
 
     # The key at `capacity` is of no document.
     ends, parts = cu_seqlens_k.long(), 2 * len(seen)
-    total, zigzag = cp_size * rows, (documents.q_slots.int(), cp_size)
+    total, zigzag = cp_size * rows, (int32_cu_seqlens(documents.q_slots), cp_size)
     row_of = torch.cat([thd_partition_indices(*zigzag, rank, total=total) for rank in range(cp_size)])
     gathered_of = thd_inverse_indices(*zigzag, total=total)
     key = torch.arange(capacity + 1, device=row_of.device)

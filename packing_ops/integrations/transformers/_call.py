@@ -6,10 +6,17 @@ import threading
 import torch
 
 from packing_ops._args import check_cu_seqlens
-from packing_ops._checks import check_documents
+from packing_ops._checks import checked_documents
 from packing_ops.integrations.transformers._host import PreTrainedModel
 from packing_ops.integrations.transformers._keywords import check_keywords
-from packing_ops.integrations.transformers.fallback import tell_once
+from packing_ops.integrations.transformers._told import (
+    NUMBERS,
+    given,
+    is_tensor,
+    numbers_of,
+    refuse_where,
+    tell_documents,
+)
 
 NAMES: set[str] = set()  # attn_implementations that register() made
 
@@ -40,13 +47,16 @@ class Call:
     def __init__(self, model, args, kwargs, outer):
         self.name = type(model).__name__
         self.mask_form, places, model_type = _habits_of(type(model), type(model.config))
-        self.position_ids = None if model_type in OTHER_POSITIONS else _given("position_ids", places, args, kwargs)
-        self.cu_seqlens = kwargs.get("cu_seq_lens_q")
-        self.padding, self.outer = _given("attention_mask", places, args, kwargs), outer
+        self.position_ids = None if model_type in OTHER_POSITIONS else given("position_ids", places, args, kwargs)
+        self.cu_seqlens, self.cu_seqlens_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+        self.cache = None  # that a mask was made beside
+        self.checked = None  # positions that cu_seqlens were held against, and what came of it
+        self.traced = torch.compiler.is_compiling()  # made inside of a graph
+        self.padding, self.outer = given("attention_mask", places, args, kwargs), outer
         self.numbers = numbers_of(self.padding)
         self.mixes = mixes_tokens(model.config)
         # A mask of every query and key, and a dict of those that an outer model made, tell all that there is.
-        whole = self.padding is not None and not _is_tensor(self.padding, 2)
+        whole = self.padding is not None and not is_tensor(self.padding, 2)
         self.taken = whole and not self.mixes
         self.numbers_taken = self.numbers is None
 
@@ -61,11 +71,21 @@ class Call:
             call = call.outer
 
     def check_positions(self, position_ids, batch):
-        """ValueError where cu_seq_lens_q, which may reach no layer, tell other documents than a mask's positions."""
-        if isinstance(self.cu_seqlens, torch.Tensor) and position_ids.shape[0] in (1, batch):
-            check_cu_seqlens(self.cu_seqlens, "cu_seq_lens_q")
-            positions = position_ids.to(self.cu_seqlens.device)
-            check_documents(self.cu_seqlens, self.cu_seqlens, None, positions, batch, positions.shape[1])
+        """(position_ids, cu_seq_lens_q) to go on with, None for the latter where there was nothing to check.
+
+        ValueError where cu_seq_lens_q, which may reach no layer, tell other documents than a mask's positions.
+        """
+        cu_q, cu_k = self.cu_seqlens, self.cu_seqlens_k
+        if not isinstance(cu_q, torch.Tensor) or position_ids.shape[0] not in (1, batch):
+            return position_ids, None
+        if self.checked is None or self.checked[0] is not position_ids:  # masks of other layers come with the same ones
+            cu_k = cu_k if isinstance(cu_k, torch.Tensor) else cu_q
+            check_cu_seqlens(cu_q, "cu_seq_lens_q")
+            check_cu_seqlens(cu_k, "cu_seq_lens_k")
+            positions, length = position_ids.to(cu_q.device), position_ids.shape[1]
+            cu_q, positions = checked_documents(cu_q, cu_k.to(cu_q.device), None, positions, batch, length)
+            self.checked = position_ids, (positions.to(position_ids.device), cu_q)
+        return self.checked[1]
 
     def take_numbers(self, numbers):
         """These, of an attention_mask, have reached a mask: of this call, or of one that handed the mask on."""
@@ -75,23 +95,17 @@ class Call:
             call = call.outer
 
     def refuse_if_lost(self):
-        """Documents that nobody was told of would see each other."""
-        if self.taken and self.numbers_taken:
-            return
-        if torch.compiler.is_compiling():  # which may not look at values
-            if not self.taken and _is_tensor(self.position_ids, 2):
-                tell_once(f"{self.name} tells no attention of position_ids, and compiled it refuses no packed rows")
-            return
-        lost = ""
+        """Documents that nobody was told of would see each other. A graph cannot look at values: it asserts on the device."""
         if not self.taken and isinstance(self.cu_seqlens, torch.Tensor) and self.cu_seqlens.numel() > 2:
-            lost = "cu_seq_lens_q"
-        elif not self.taken and _tell_documents(self.position_ids, self.padding):
-            lost = "position_ids"
-        elif not self.numbers_taken and bool((self.numbers > 1).any()):
-            lost = "attention_mask"
-        if lost:
-            why = "mixes tokens beside its attention" if self.mixes else "tells no attention"
-            raise ValueError(f"{lost}: expected one document in each row, got several, and {self.name} {why}")
+            raise ValueError(self._refusal("cu_seq_lens_q"))
+        if not self.taken:
+            refuse_where(tell_documents(self.position_ids, self.padding), self._refusal("position_ids"))
+        if not self.numbers_taken:
+            refuse_where((self.numbers > 1).any(), self._refusal("attention_mask"))
+
+    def _refusal(self, lost):
+        why = "mixes tokens beside its attention" if self.mixes else "tells no attention"
+        return f"{lost}: expected one document in each row, got several, and {self.name} {why}"
 
 
 def mixes_tokens(config) -> bool:
@@ -127,6 +141,13 @@ def _here():
 def current() -> Call | None:
     """The innermost call that runs in this thread; None also where somebody called model.forward itself."""
     return _here().call
+
+
+def call_to_tell() -> Call | None:
+    """The call whose documents an attention or a mask takes; None in a compiled layer: its model's mask, made outside of
+    it, has told."""
+    call = current()
+    return None if call is None or (torch.compiler.is_compiling() and not call.traced) else call
 
 
 def leave(carrier) -> None:
@@ -186,47 +207,12 @@ def _habits_of(cls, config_cls):
     return _habits[cls, config_cls]
 
 
-def _tell_documents(position_ids, padding) -> bool:
-    """Positions that do not grow from one real token of a row to the next, whatever padding lies between them."""
-    if not _is_tensor(position_ids, 2) or position_ids.shape[1] < 2:
-        return False
-    if not _is_tensor(padding, 2) or padding.shape[1] != position_ids.shape[1]:
-        return bool((position_ids[:, 1:] <= position_ids[:, :-1]).any())
-    real = (padding != 0).to(position_ids.device)
-    slots = torch.arange(real.shape[1], device=real.device)
-    before = torch.where(real, slots, -1).cummax(1).values[:, :-1]  # the last real slot up to the one before
-    positions = position_ids.expand(len(real), -1)
-    grown = positions[:, 1:] > positions.gather(1, before.clamp(min=0))
-    return bool((real[:, 1:] & (before >= 0) & ~grown).any())
-
-
-def _is_tensor(value, dim) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == dim
-
-
-def _given(name, places, args, kwargs):
-    if kwargs.get(name) is None and places.get(name, len(args)) < len(args):
-        return args[places[name]]
-    return kwargs.get(name)
-
-
 # --- numbers of documents in a 2-D attention_mask ---
-
-# 1, 1, 1, 2, 2, 0: of the documents, 0 for padding. Models multiply by their mask and count along it, so they get ones in
-# place of the numbers, and those go with them to where masks are made.
-_NUMBERS = "_packing_ops_numbers"
-
-
-def numbers_of(mask) -> torch.Tensor | None:
-    """What a model's 2-D mask numbered, or itself where it came to no call of a model; None for one that cannot number."""
-    if not _is_tensor(mask, 2) or mask.dtype == torch.bool:
-        return None
-    return getattr(mask, _NUMBERS, mask)
 
 
 def numbered(mask):
     """The 2-D mask that reached an attention, with its numbers."""
-    numbers, call = numbers_of(mask), None if torch.compiler.is_compiling() else current()
+    numbers, call = numbers_of(mask), call_to_tell()
     if call is not None:
         call.take_numbers(numbers)
     return mask if numbers is None else numbers
@@ -234,11 +220,11 @@ def numbered(mask):
 
 def _with_ones(model, args, kwargs):
     places = _habits_of(type(model), type(model.config))[1]
-    mask = _given("attention_mask", places, args, kwargs)
-    if not _is_tensor(mask, 2) or mask.dtype == torch.bool or hasattr(mask, _NUMBERS):
+    mask = given("attention_mask", places, args, kwargs)
+    if not is_tensor(mask, 2) or mask.dtype == torch.bool or hasattr(mask, NUMBERS):
         return args, kwargs
     ones = mask.clamp(max=1)
-    setattr(ones, _NUMBERS, mask)
+    setattr(ones, NUMBERS, mask)
     if kwargs.get("attention_mask") is not None:
         return args, {**kwargs, "attention_mask": ones}
     place = places["attention_mask"]

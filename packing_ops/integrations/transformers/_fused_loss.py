@@ -11,6 +11,7 @@ import warnings
 
 import torch
 
+from packing_ops._args import int32_cu_seqlens
 from packing_ops.integrations.transformers._host import PreTrainedModel
 from packing_ops.logps import chunked_cross_entropy
 
@@ -194,6 +195,5 @@ def _loss(state, stock, logits, labels, vocab_size, num_items_in_batch=None, ign
     if cu_seqlens is None:  # each row is a document
         rows, seqlen = labels.shape
         cu_seqlens = torch.arange(rows + 1, dtype=torch.int32, device=labels.device) * seqlen
-    cu_seqlens = cu_seqlens.to(device=labels.device, dtype=torch.int32)
-    state.targets = labels.flatten(), cu_seqlens, options
+    state.targets = labels.flatten(), int32_cu_seqlens(cu_seqlens.to(labels.device)), options
     return state.head(state.hidden)  # where its weight is there: FSDP and ZeRO gather it around the call

@@ -10,7 +10,9 @@ import inspect
 import torch
 
 from packing_ops.integrations.transformers import _call, fallback
+from packing_ops.integrations.transformers._cache import check_cache
 from packing_ops.integrations.transformers._host import masking_utils, refusal, version
+from packing_ops.integrations.transformers._told import numbers_of
 from packing_ops.integrations.transformers.layout import as_bool, on_device
 from packing_ops.integrations.transformers.masks import Carrier, MaskPattern, packing_ops_mask, several
 
@@ -77,7 +79,7 @@ def _wrapped(original):
             return early, attention_mask, *prepared
         numbers = None
         if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
-            numbers = _call.numbers_of(attention_mask)
+            numbers = numbers_of(attention_mask)
             attention_mask = as_bool(attention_mask, inputs_embeds.device)
         early, mask, *prepared = transformers_own(attention_mask, None)
         if early:
@@ -94,18 +96,22 @@ def _wrapped(original):
             position_ids = call.position_ids
         if cross or not _about(position_ids, slots[1]) or config.model_type in _call.OTHER_POSITIONS:
             position_ids = None
+        checked = None
         if call is not None:
             call.take_numbers(numbers)
             if position_ids is not None:
-                call.check_positions(position_ids, slots[0])
+                position_ids, cu_seqlens = call.check_positions(position_ids, slots[0])
+                checked = None if cu_seqlens is None else (call.cu_seqlens, call.cu_seqlens_k, cu_seqlens)
                 call.take()
         if mask_form != _call.PATTERN:
             fallback.tell_once(f"{call.name} may read its masks, it gets them of every query and key")
         elif call is None and position_ids is None and not cross:
             fallback.tell_once("position_ids of a model whose forward is called by itself may not be seen")
+        if past_key_values is not None and not cross:
+            check_cache(past_key_values, call, position_ids, attention_mask, numbers, *slots)
         stock = cross or getattr(past_key_values, "is_compileable", False)
         numbers = None if numbers is None or cross else on_device(numbers, mask.device)
-        carrier = Carrier(mask, position_ids, mask_form, stock, numbers)
+        carrier = Carrier(mask, position_ids, mask_form, stock, numbers, checked)
         if getattr(config, "attention_chunk_size", None) is None:
             return early, carrier, *prepared
         _call.leave(carrier)  # chunked masks are made by a function that reads the 2-D mask

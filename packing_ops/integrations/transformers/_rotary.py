@@ -2,15 +2,15 @@
 
 import functools
 import importlib
+import sys
 import weakref
 from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 
-from packing_ops.boundaries import position_ids_from_cu_seqlens
-from packing_ops.integrations.transformers._call import NAMES
 from packing_ops.integrations.transformers._host import version
+from packing_ops.integrations.transformers._positions import give_position_ids, give_text_positions
 from packing_ops.rope import apply_rotary_qk
 
 # How a swap reaches one model only. Attention looks apply_rotary_pos_emb up in its module, which all models of the
@@ -99,6 +99,7 @@ class Swap:
             if isinstance(cos, Tables):
                 cos, sin = cos
             elif not self.everywhere:
+                _remove_left()
                 return stock(q, k, cos, sin, unsqueeze_dim)
             return self.rotate(q, k, cos, sin, unsqueeze_dim)
 
@@ -120,6 +121,32 @@ class Swap:
 
 
 _swaps: dict[str, Swap] = {}
+_left: list[Swap] = []  # whose last model went where nothing may be removed
+
+
+def _remove_when_gone(swap) -> None:
+    """Whatever starts the garbage collector runs this, the tracer of torch.compile too, whose guards read the module."""
+    _left.append(swap)
+    _remove_left()
+
+
+def _remove_left() -> None:
+    if not torch.compiler.is_compiling() and _left and not _something_compiles():
+        while _left:
+            _left.pop().remove_if_unused()
+
+
+def _something_compiles() -> bool:
+    """In this thread, or in another one."""
+    if torch._guards.CompileContext.try_get() is not None:
+        return True
+    lock = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
+    if lock is None:
+        return False
+    free = lock.acquire(blocking=False)
+    if free:
+        lock.release()
+    return not free
 
 
 def swap_of(module_name: str) -> Swap:
@@ -160,6 +187,7 @@ def _rotates_with(owner, module_name) -> bool:
 def apply_to_model(model: torch.nn.Module, fp32_cos_sin: bool) -> int:
     """How many attention modules rotate with ours from now on."""
     found = owners(model)
+    _remove_left()
     for owner, rotary in found:
         _remove_hooks(owner, rotary)
         use(rotary)
@@ -167,7 +195,7 @@ def apply_to_model(model: torch.nn.Module, fp32_cos_sin: bool) -> int:
         if fp32_cos_sin:
             rotary.register_forward_pre_hook(_ask_for_fp32)
         multimodal = MODULES[type(rotary).__module__].multimodal
-        owner.register_forward_pre_hook(_give_text_positions if multimodal else _give_position_ids, with_kwargs=True)
+        owner.register_forward_pre_hook(give_text_positions if multimodal else give_position_ids, with_kwargs=True)
     return len({id(module) for owner, _ in found for module in attentions(owner)})
 
 
@@ -189,7 +217,7 @@ def use(rotary: torch.nn.Module) -> None:
     swap = swap_of(type(rotary).__module__)
     if rotary not in swap.users:
         swap.users.add(rotary)
-        weakref.finalize(rotary, swap.remove_if_unused).atexit = False
+        weakref.finalize(rotary, _remove_when_gone, swap).atexit = False
     swap.install()
 
 
@@ -201,6 +229,7 @@ def _remove_hooks(owner, rotary) -> None:
 
 
 def _tag(rotary, args, output):
+    _remove_left()
     if not swap_of(type(rotary).__module__).installed:
         use(rotary)  # a copy or an unpickled model brings its hooks without having been applied to
     cos, sin = output
@@ -217,27 +246,4 @@ def in_fp32(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.new_empty((), dtype=torch.float32)
 
 
-def _give_position_ids(owner, args, kwargs):
-    """With cu_seq_lens alone the model would count along the row, and scale long-context RoPE by the row's length."""
-    cu_seqlens = kwargs.get("cu_seq_lens_q")
-    if cu_seqlens is None or len(args) > 2 or kwargs.get("position_ids") is not None:
-        return None
-    tokens = args[0] if args else kwargs.get("input_ids")
-    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
-    if tokens is None or tokens.shape[0] != 1:
-        return None
-    return args, {**kwargs, "position_ids": position_ids_from_cu_seqlens(cu_seqlens.int(), tokens.shape[1])[None]}
-
-
-def _give_text_positions(owner, args, kwargs):
-    """Text alone: its positions for all axes, and in front of them, where the mask of a multimodal model reads them."""
-    if owner.config._attn_implementation not in NAMES:
-        return None  # under another implementation Qwen2-VL lets such documents see each other
-    args, kwargs = _give_position_ids(owner, args, kwargs) or (args, kwargs)
-    position_ids = kwargs.get("position_ids")
-    if position_ids is None or position_ids.dim() != 2:
-        return None
-    return args, {**kwargs, "position_ids": position_ids[None].expand(4, -1, -1)}
-
-
-_HOOKS = (_tag, _ask_for_fp32, _give_position_ids, _give_text_positions)
+_HOOKS = (_tag, _ask_for_fp32, give_position_ids, give_text_positions)

@@ -77,6 +77,8 @@ def register(name: str = "packing_ops") -> None:
             cu_seqlens of several documents or that restart inside of one (0, 1 after more than 1), documents of the
             keys that are not those of the queries. On CUDA these are found in a later call, or in the same one under
             ``PACKING_OPS_CHECK=1``. At the end of a forward: several documents of which no attention was told.
+            At the start of one: past_key_values that were filled with several documents of a row. A compiled graph
+            asserts these two on the device: RuntimeError on the CPU, a device-side assertion on CUDA.
         NotImplementedError: in the forward, an option of attention that is not known (``block_indices``, say).
     """
     taken = [word for word in ("flash", "sdpa", "flex", "eager", "paged", "/") if word in name]

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from packing_ops import _ops
-from packing_ops._args import check_cu_seqlens
-from packing_ops._checks import check_documents
+from packing_ops._args import check_cu_seqlens, int32_cu_seqlens
+from packing_ops._checks import checked_documents
 from packing_ops._recent import dense_cu_seqlens, kept_with
 
 _FIRST = torch.iinfo(torch.int64).min
@@ -50,7 +50,7 @@ class Layout:
         return documents.view(batch, seqlen)
 
 
-def find_layout(query, cu_seqlens=(None, None), padding=None, position_ids=None, layer=None):
+def find_layout(query, cu_seqlens=(None, None), padding=None, position_ids=None, layer=None, checked=None):
     """The layout of query ``[batch, num_heads, seqlen, head_dim]``, by the first of: cu_seqlens, padding and positions.
 
     Args:
@@ -58,6 +58,7 @@ def find_layout(query, cu_seqlens=(None, None), padding=None, position_ids=None,
         padding: ``[batch, seqlen]``, 0 is padding; bool, or the number of each token's document from 1 on.
         position_ids: ``[batch or 1, seqlen]``; a document starts in each row and where they stop growing.
         layer: number of the layer that asks, None for the first of a forward.
+        checked: (cu_seqlens for queries, for keys, the first to go on with): those were held against position_ids.
     """
     batch, _, seqlen, _ = query.shape
     if position_ids is not None and (position_ids.dim() != 2 or position_ids.shape[1] != seqlen):
@@ -65,7 +66,7 @@ def find_layout(query, cu_seqlens=(None, None), padding=None, position_ids=None,
     if padding is not None and padding.shape != (batch, seqlen):
         raise ValueError(f"attention_mask: expected [{batch}, {seqlen}] like the batch, got {list(padding.shape)}")
     if cu_seqlens[0] is not None or cu_seqlens[1] is not None:
-        return _explicit(batch, seqlen, cu_seqlens, padding, position_ids)
+        return _explicit(batch, seqlen, cu_seqlens, padding, position_ids, checked)
     given = [tensor for tensor in (padding, position_ids) if tensor is not None]
     if not given:
         cu_q = dense_cu_seqlens(query.transpose(1, 2), "query")
@@ -137,7 +138,11 @@ def _row_starts(position_ids):
 # --- explicit cu_seqlens ---
 
 
-def _explicit(batch, seqlen, cu_seqlens, padding, position_ids):
+def _explicit(batch, seqlen, cu_seqlens, padding, position_ids, checked):
+    if checked is not None and cu_seqlens[0] is checked[0] and cu_seqlens[1] is checked[1]:
+        cu_seqlens, position_ids = (checked[2], None if cu_seqlens[1] is cu_seqlens[0] else cu_seqlens[1]), None
+    else:
+        checked = None
     cu_q, cu_k = (own if own is not None else other for own, other in (cu_seqlens, cu_seqlens[::-1]))
     for name, tensor in (("cu_seq_lens_q", cu_q), ("cu_seq_lens_k", cu_k)):
         if not isinstance(tensor, torch.Tensor):
@@ -145,8 +150,10 @@ def _explicit(batch, seqlen, cu_seqlens, padding, position_ids):
         check_cu_seqlens(tensor, name)
     if position_ids is not None:
         position_ids = position_ids.to(cu_q.device) if position_ids.shape[0] in (1, batch) else None
-    mask = None if padding is None else (padding != 0).to(cu_q.device)
-    check_documents(cu_q, cu_k.to(cu_q.device), mask, position_ids, batch, seqlen)
+    same = cu_k is cu_q
+    if checked is None or padding is not None:
+        mask = None if padding is None else (padding != 0).to(cu_q.device)
+        cu_q, _ = checked_documents(cu_q, cu_k.to(cu_q.device), mask, position_ids, batch, seqlen)
     # int32 ones are not copied: a plan that is kept with them serves the next forward too.
-    own_q = cu_q.int()
-    return Layout(own_q, own_q if cu_k is cu_q else cu_k.int())
+    own_q = int32_cu_seqlens(cu_q)
+    return Layout(own_q, own_q if same else int32_cu_seqlens(cu_k))

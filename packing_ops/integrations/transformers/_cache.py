@@ -1,0 +1,46 @@
+"""Refuses to go on with a KV cache that was filled with several documents of a row, which would all be seen."""
+
+import torch
+
+from packing_ops.integrations.transformers._told import refuse_where, several_in
+
+_SEVERAL, _READ = "_packing_ops_several", "_packing_ops_read"  # of the cache: a bool tensor, the one found to be False
+_REFUSAL = (
+    "past_key_values: expected a cache of one document in each row to go on with, got one that was filled with several, "
+    "which would all be seen; fill a cache for each document, or number the cached tokens' documents and these in "
+    "attention_mask"
+)
+
+
+def check_cache(cache, call, position_ids, padding, numbers, batch, length):
+    """Called where a mask is made, before the keys of this call are in the cache.
+
+    Raises:
+        ValueError: as said above. A value is read in the first call that goes on with a cache, none in later ones.
+    """
+    if call is not None:
+        if call.cache is cache:  # masks of several kinds in one forward
+            return
+        call.cache = cache
+    several, seen = getattr(cache, _SEVERAL, None), cache.get_seq_length()
+    if several is not None and (isinstance(seen, torch.Tensor) or seen > 0):
+        _refuse(cache, several, seen, numbers)
+    if length > 1:
+        if padding is not None and padding.dim() == 2:  # of the keys; these are the last ones
+            padding = padding[:, -length:]
+        cu_seqlens = None if call is None else call.cu_seqlens
+        setattr(cache, _SEVERAL, several_in(position_ids, padding, cu_seqlens, numbers, batch))
+
+
+def _refuse(cache, several, seen, numbers):
+    compiled = torch.compiler.is_compiling()
+    if not compiled and getattr(cache, _READ, None) is several:
+        return
+    wrong = several
+    if isinstance(seen, torch.Tensor):  # of a cache of fixed length, which may have been reset
+        wrong = wrong & (seen > 0).to(wrong.device)
+    if numbers is not None:  # of all tokens: masks are made by them
+        wrong = wrong & ~(numbers > 1).any().to(wrong.device)
+    refuse_where(wrong, _REFUSAL)
+    if not compiled and numbers is None:
+        setattr(cache, _READ, several)
