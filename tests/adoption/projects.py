@@ -21,6 +21,9 @@ class Project:
 
 _A_VALUE_ERROR = "a wrong argument is a ValueError here, not an AssertionError: python -O keeps it"
 _OWN_WORDS = "the text of the error is this library's: it names the argument, what was wanted and what came"
+_THE_CAPACITY = (
+    "no row is longer than the capacity here: SkyRL's first placement has one of 72 or 84 slots for a capacity of 64"
+)
 
 PROJECTS = {
     "art": Project(
@@ -49,6 +52,7 @@ PROJECTS = {
         ),
         fixes=["pydantic"],
         kept={
+            **{f"test_packed_collator_bit_identical[{seed}-4-1-1-4]": _THE_CAPACITY for seed in (0, 1, 5, 6, 7)},
             "TestComputePromptBoundaries::test_noncontiguous_uids_raise": _A_VALUE_ERROR,
             "TestComputePromptMiniBatchBoundaries::test_noncontiguous_uids_raise": _A_VALUE_ERROR,
             "test_train_batch_size_not_equal_unique_uids_raise": _A_VALUE_ERROR,
@@ -84,6 +88,8 @@ PROJECTS = {
         commit="b178a3cd56f58b2d502255daba591e92833930a7",
         tests=["tests/utils/test_seqlen_balancing.py"],
         stand_ins="tensordict ray hydra omegaconf codetiming torchdata tensorboard wandb pylatexenc",
+        fixes=["transformers4"],
+        only="not distributed_params",  # which starts processes for GPUs
     ),
     "trl": Project(
         repository="huggingface/trl",

@@ -316,6 +316,12 @@ if "pydantic" in os.environ.get("ADOPTION_FIXES", "") and sys.version_info < (3,
     typing.TypedDict = typing_extensions.TypedDict
 
 
+if "transformers4" in os.environ.get("ADOPTION_FIXES", ""):  # a name that version 5 has no more
+    import transformers
+
+    transformers.AutoModelForVision2Seq = transformers.AutoModelForImageTextToText
+
+
 def _version(name, known=importlib.metadata.version):
     try:
         return known(name)
