@@ -52,7 +52,7 @@ test:  ## builds, lints, runs every test
 test-newest: build .venv-newest/.ready  ## the tests in the newest torch, with the library as it is built
 	.venv-newest/bin/python -m pytest -n $$(nproc) --maxprocesses 4 --dist worksteal
 
-# CHECKOUTS: a folder with checkouts of the projects, at the commits that tests/adoption/projects.py names. PROJECTS=skyrl for one.
+# CHECKOUTS: a folder with checkouts of the projects, at the commits of tests/adoption/projects.py. PROJECTS=skyrl for one.
 test-adoption: build  ## the projects of docs/adopt, patched, under their own tests (CHECKOUTS=folder)
 	@$(BIN)/python tests/adoption/run.py $(if $(CHECKOUTS),--checkouts $(CHECKOUTS)) $(PROJECTS)
 

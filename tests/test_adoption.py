@@ -1,6 +1,8 @@
 """docs/adopt says what its patches are and what adoption.json recorded; tests/adoption/run.py makes the record."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ sys.path.insert(0, str(ROOT / "tests" / "adoption"))
 
 import pages  # noqa: E402
 import patches  # noqa: E402
+import run  # noqa: E402
 from projects import PROJECTS  # noqa: E402
 
 BEFORE = "one\ntwo\nthree\nfour\nfive\n"
@@ -79,9 +82,20 @@ def test_record_is_of_this_patch(name):
         assert result["not_run"]
 
 
-def test_without_checkouts_every_project_is_skipped_with_its_reason(monkeypatch, capsys, tmp_path):
-    import run
+@pytest.mark.skipif(not os.environ.get("CHECKOUTS"), reason="no CHECKOUTS given")
+@pytest.mark.parametrize("name", PROJECTS)
+def test_patch_applies(name, tmp_path):
+    checkout = run.checkout_of(name, PROJECTS[name].repository, Path(os.environ["CHECKOUTS"]))
+    if checkout is None:
+        pytest.skip(f"no checkout of {PROJECTS[name].repository}")
+    patch = (pages.DOCS / f"{name}.patch").read_text()
+    for file in patches.files(patch):
+        (tmp_path / file["path"]).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(checkout / file["path"], tmp_path / file["path"])
+    patches.apply(patch, tmp_path)
 
+
+def test_without_checkouts_every_project_is_skipped_with_its_reason(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(run, "RESULTS", tmp_path / "adoption.json")
     monkeypatch.setattr(run.pages, "write", lambda: None)
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("a process was started"))

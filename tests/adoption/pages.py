@@ -14,6 +14,11 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs" / "adopt"
 RESULTS = ROOT / "benchmarks" / "results" / "adoption.json"
 
+FIXES = {
+    "pydantic": "typing.TypedDict is typing_extensions', which pydantic asks for on Python before 3.12",
+    "transformers4": "transformers.AutoModelForVision2Seq, which version 5 has no more, is AutoModelForImageTextToText",
+}
+
 
 def sizes(patch: str) -> str:
     rows = ["| file | lines deleted | lines added |", "| --- | --- | --- |"]
@@ -30,7 +35,8 @@ def outcome(name: str, results: dict) -> str:
     if "passed" not in result:
         return f"Not run yet against {commit}: {result.get('not_run', 'no result')}."
     if not project.tests:
-        return f"{project.repository} has no unit tests at {commit}: the patch applies and what it touches compiles ({result['date']})."
+        applied = f"the patch applies and what it touches compiles ({result['date']})."
+        return f"{project.repository} has no unit tests at {commit}: {applied}"
     lines = [
         f"{project.repository} at {commit}, packing_ops at {result['packing_ops'][:12]}, {result['date']}, Python "
         f"{result['python']} on a CPU: **{result['passed']} passed, {result['failed']} failed, "
@@ -42,6 +48,8 @@ def outcome(name: str, results: dict) -> str:
         lines.append(
             f"Stand-ins (tests/adoption/stand_ins.py) for what was not installed: {', '.join(result['stand_ins'])}."
         )
+    for fix in project.fixes:
+        lines.append(f"To load it here: {FIXES[fix]}.")
     if result["failures"]:
         lines += ["", "| test that fails | why |", "| --- | --- |"]
         lines += [f"| {f['test'].split('/')[-1]} | {_cell(f)} |" for f in result["failures"]]

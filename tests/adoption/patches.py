@@ -1,7 +1,7 @@
 """Patches that hold no line of the project: hunk headers say which of its lines go, the blobs' ids which file is meant.
 
-``complete`` puts the deleted lines in from a checkout, so that git can apply it; git's ids of the files before and after
-hold that it is the patch that was written. To write one, edit a checkout, then:
+``complete`` puts the deleted lines in from a checkout, so that git can apply it; git's ids of the files before and
+after hold that it is the patch that was written. To write one, edit a checkout, then:
 
     python tests/adoption/patches.py CHECKOUT > docs/adopt/NAME.patch
 """
