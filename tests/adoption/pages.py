@@ -42,6 +42,10 @@ def outcome(name: str, results: dict) -> str:
         f"{result['python']} on a CPU: **{result['passed']} passed, {result['failed']} failed, "
         f"{result['skipped']} skipped**, in {', '.join(result['tests'])}."
     ]
+    if result["checkout"] != project.commit:
+        lines.append(
+            f"The checkout was at {result['checkout'][:12]}, where the files that the patch touches are the same."
+        )
     for other, at in result["beside"].items():
         lines.append(f"Beside it {other} at {at[:12]}.")
     if result["stand_ins"]:

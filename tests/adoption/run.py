@@ -11,6 +11,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -90,12 +91,13 @@ def examine(name: str, folder: Path | None) -> dict:
             stock = copy(checkout, Path(scratch) / f"{name}-stock")
             before = run_tests(project, stock, beside, failed)["outcomes"]
     failures = [
-        {"test": test, "why": why(project, test, before), "message": run["outcomes"][test]["message"]}
+        {"test": test, "why": why(project, test, before), "message": clean(run["outcomes"][test]["message"])}
         for test in failed
     ]
     count = [came["outcome"] for came in run["outcomes"].values()].count
     return {
         **told,
+        "checkout": patches.git("rev-parse", "HEAD", cwd=checkout).strip(),
         "date": datetime.date.today().isoformat(),
         "packing_ops": patches.git("rev-parse", "HEAD", cwd=ROOT).strip(),
         "python": platform.python_version(),
@@ -109,9 +111,15 @@ def examine(name: str, folder: Path | None) -> dict:
     }
 
 
+def clean(message: str) -> str:
+    """Without addresses and folders of this machine, and short."""
+    message = re.sub(r" at 0x[0-9a-f]+|/\S*/(?=\w)", "", message)
+    return message if len(message) <= 160 else message[:157] + "..."
+
+
 def why(project, test: str, before: dict) -> str:
     if before.get(test, {}).get("outcome") == "failed":
-        return "fails without the patch too: " + before[test]["message"]
+        return "fails without the patch too: " + clean(before[test]["message"])
     return next((f"kept: {reason}" for end, reason in project.kept.items() if test.endswith(end)), "open")
 
 
