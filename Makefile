@@ -24,7 +24,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help $(DEMOS) test test-newest lint emulator bytecode build bench test-gpu bench-gpu profile-gpu readme wheel clean
+.PHONY: help $(DEMOS) test test-newest test-adoption lint emulator bytecode build bench test-gpu bench-gpu profile-gpu readme wheel clean
 
 help:  ## these lines
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -51,6 +51,10 @@ test:  ## builds, lints, runs every test
 # TORCH=torch==2.14.1: in that one. An environment of its own.
 test-newest: build .venv-newest/.ready  ## the tests in the newest torch, with the library as it is built
 	.venv-newest/bin/python -m pytest -n $$(nproc) --maxprocesses 4 --dist worksteal
+
+# CHECKOUTS: a folder with checkouts of the projects, at the commits of tests/adoption/projects.py. PROJECTS=skyrl for one.
+test-adoption: build  ## the projects of docs/adopt, patched, under their own tests (CHECKOUTS=folder)
+	@$(BIN)/python tests/adoption/run.py $(if $(CHECKOUTS),--checkouts $(CHECKOUTS)) $(PROJECTS)
 
 lint: .venv/.ready  ## ruff and clang-format
 	$(BIN)/ruff check .

@@ -1,0 +1,90 @@
+"""The parts of docs/adopt that come from elsewhere: the patch itself, its counts, and what adoption.json recorded.
+
+python tests/adoption/pages.py writes them again.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import patches
+from projects import PROJECTS
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs" / "adopt"
+RESULTS = ROOT / "benchmarks" / "results" / "adoption.json"
+
+FIXES = {
+    "pydantic": "typing.TypedDict is typing_extensions', which pydantic asks for on Python before 3.12",
+    "transformers4": "transformers.AutoModelForVision2Seq, which version 5 has no more, is AutoModelForImageTextToText",
+}
+
+
+def sizes(patch: str) -> str:
+    rows = ["| file | lines deleted | lines added |", "| --- | --- | --- |"]
+    found = patches.files(patch)
+    rows += [f"| {file['path']} | {file['deleted']} | {file['added']} |" for file in found]
+    total = [sum(file[key] for file in found) for key in ("deleted", "added")]
+    return "\n".join([*rows, f"| together | {total[0]} | {total[1]} |"])
+
+
+def outcome(name: str, results: dict) -> str:
+    result = results.get(name, {})
+    project = PROJECTS[name]
+    commit = f"[{project.commit[:12]}](https://github.com/{project.repository}/tree/{project.commit})"
+    if "passed" not in result:
+        return f"Not run yet against {commit}: {result.get('not_run', 'no result')}."
+    if not project.tests:
+        applied = f"the patch applies and what it touches compiles ({result['date']})."
+        return f"{project.repository} has no unit tests at {commit}: {applied}"
+    lines = [
+        f"{project.repository} at {commit}, packing_ops at {result['packing_ops'][:12]}, {result['date']}, Python "
+        f"{result['python']} on a CPU: **{result['passed']} passed, {result['failed']} failed, "
+        f"{result['skipped']} skipped**, in {', '.join(result['tests'])}."
+    ]
+    if result["checkout"] != project.commit:
+        lines.append(
+            f"The checkout was at {result['checkout'][:12]}, where the files that the patch touches are the same."
+        )
+    for other, at in result["beside"].items():
+        lines.append(f"Beside it {other} at {at[:12]}.")
+    if result["stand_ins"]:
+        lines.append(
+            f"Stand-ins (tests/adoption/stand_ins.py) for what was not installed: {', '.join(result['stand_ins'])}."
+        )
+    for fix in project.fixes:
+        lines.append(f"To load it here: {FIXES[fix]}.")
+    if result["failures"]:
+        lines += ["", "| test that fails | why |", "| --- | --- |"]
+        lines += [f"| {f['test'].split('/')[-1]} | {_cell(f)} |" for f in result["failures"]]
+    return "\n".join(lines)
+
+
+def _cell(failure: dict) -> str:
+    text = failure["why"] if failure["why"] != "open" else f"open: {failure['message']}"
+    return text.replace("|", "\\|")
+
+
+def page(name: str, text: str, results: dict) -> str:
+    patch = (DOCS / f"{name}.patch").read_text()
+    parts = {"sizes": sizes(patch), "outcome": outcome(name, results), "patch": f"```diff\n{patch}```"}
+    for part, made in parts.items():
+        text = re.sub(
+            rf"(<!-- {part} -->\n).*?(<!-- end of {part} -->)",
+            lambda m, made=made: m[1] + made + "\n" + m[2],
+            text,
+            flags=re.S,
+        )
+    return text
+
+
+def write() -> None:
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for name in PROJECTS:
+        path = DOCS / f"{name}.md"
+        if path.exists():
+            path.write_text(page(name, path.read_text(), results))
+
+
+if __name__ == "__main__":
+    write()

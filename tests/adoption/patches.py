@@ -1,0 +1,82 @@
+"""Patches that hold no line of the project: hunk headers say which of its lines go, the blobs' ids which file is meant.
+
+``complete`` puts the deleted lines in from a checkout, so that git can apply it; git's ids of the files before and
+after hold that it is the patch that was written. To write one, edit a checkout, then:
+
+    python tests/adoption/patches.py CHECKOUT > docs/adopt/NAME.patch
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+\d+(?:,\d+)? @@")
+INDEX = re.compile(r"index (\w+)\.\.(\w+)")
+
+
+def git(*args, cwd, **kwargs):
+    return subprocess.run(["git", *args], cwd=cwd, check=True, capture_output=True, text=True, **kwargs).stdout
+
+
+def files(patch: str) -> list[dict]:
+    """path, blob before, blob after, lines deleted and added of every file."""
+    found = []
+    for line in patch.splitlines():
+        if line.startswith("diff --git "):
+            found.append({"path": line.split(" b/")[-1], "deleted": 0, "added": 0})
+        elif match := INDEX.match(line):
+            found[-1]["before"], found[-1]["after"] = match.groups()
+        elif match := HUNK.match(line):
+            found[-1]["deleted"] += int(match[2] or 1)
+        elif line.startswith("+") and not line.startswith("+++ "):
+            found[-1]["added"] += 1
+    return found
+
+
+def changed(patch: str, checkout: Path) -> list[str]:
+    """Files of the checkout that are not those that the patch was written for."""
+    return [file["path"] for file in files(patch) if blob(checkout / file["path"]) != file["before"]]
+
+
+def blob(path: Path) -> str | None:
+    return git("hash-object", "--no-filters", str(path), cwd="/").strip() if path.exists() else None
+
+
+def complete(patch: str, checkout: Path) -> str:
+    """The same with its deleted lines, as git takes it."""
+    lines, old = [], []
+    for line in patch.splitlines():
+        lines.append(line)
+        if line.startswith("--- a/"):
+            old = (checkout / line.removeprefix("--- a/")).read_text().split("\n")
+        elif match := HUNK.match(line):
+            start, count = int(match[1]), int(match[2] or 1)
+            lines += [f"-{text}" for text in old[start - 1 : start - 1 + count]]
+    return "\n".join(lines) + "\n"
+
+
+def apply(patch: str, folder: Path) -> None:
+    """To a copy of the checkout; raises where git refuses or the outcome is another one."""
+    full = complete(patch, folder)
+    git("apply", "--unidiff-zero", "-", cwd=folder, input=full, env={"GIT_CEILING_DIRECTORIES": str(folder.parent)})
+    for file in files(patch):
+        if blob(folder / file["path"]) != file["after"]:
+            raise ValueError(f"{file['path']}: expected blob {file['after']} after the patch, got another")
+
+
+def make(checkout: Path) -> str:
+    """The patch of what was edited in a checkout."""
+    paths = git("diff", "--diff-filter=M", "--name-only", "HEAD", cwd=checkout).split()
+    patch = git("diff", "-U0", "--full-index", "HEAD", "--", *paths, cwd=checkout)
+    kept = []
+    for line in patch.splitlines():
+        if match := HUNK.match(line):
+            kept.append(match[0])
+        elif not line.startswith("-") or line.startswith("--- a/"):
+            kept.append(line)
+    return "\n".join(kept) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(make(Path(sys.argv[1])))

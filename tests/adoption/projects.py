@@ -1,0 +1,100 @@
+"""What is run of which project, and which failures are kept on purpose."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Project:
+    """``kept``: what a test's name ends in, and why it may fail."""
+
+    repository: str
+    commit: str
+    tests: list[str]
+    path: list[str] = field(default_factory=lambda: ["."])
+    stand_ins: str = ""  # with spaces between
+    fixes: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    beside: dict[str, str] = field(default_factory=dict)  # folder of another checkout: its commit
+    only: str = ""  # of pytest's -k
+    kept: dict[str, str] = field(default_factory=dict)
+
+
+_A_VALUE_ERROR = "a wrong argument is a ValueError here, not an AssertionError: python -O keeps it"
+_OWN_WORDS = "the text of the error is this library's: it names the argument, what was wanted and what came"
+_THE_CAPACITY = (
+    "no row is longer than the capacity here: SkyRL's first placement has one of 72 or 84 slots for a capacity of 64"
+)
+
+PROJECTS = {
+    "art": Project(
+        repository="OpenPipe/ART",
+        commit="779559fd0c68ce073cbd041447f88aacf1d9f585",
+        tests=[],  # it has none at this commit: the patch is applied and what it touches compiled
+    ),
+    "skyrl": Project(
+        repository="NovaSky-AI/SkyRL",
+        commit="a9564572eb8e91076be43c1bd5e4615e3de17265",
+        path=[".", "skyrl-gym"],
+        tests=[
+            "tests/train/test_sft_packing_collate.py",
+            "tests/train/test_async_batch_collation.py",
+            "tests/train/test_packing_round_trip.py",
+            "tests/train/test_collation_vectorization_equivalence.py",
+            "tests/train/test_prompt_mini_batch.py",
+            "tests/backends/skyrl_train/test_train_batch.py",
+            "tests/backends/skyrl_train/distributed/test_dispatch.py",
+            "tests/backends/skyrl_train/distributed/test_bin_packing.py",
+            "tests/backends/skyrl_train/utils/test_ppo_utils.py",
+        ],
+        stand_ins=(
+            "zstandard ray loguru cloudpickle omegaconf requests pybase64 httpx orjson jaxtyping tensordict torchdata "
+            "tinker fastapi uvicorn aiohttp hf_transfer cloudpathlib sqlmodel polars func_timeout"
+        ),
+        fixes=["pydantic"],
+        kept={
+            **{f"test_packed_collator_bit_identical[{seed}-4-1-1-4]": _THE_CAPACITY for seed in (0, 1, 5, 6, 7)},
+            "TestComputePromptBoundaries::test_noncontiguous_uids_raise": _A_VALUE_ERROR,
+            "TestComputePromptMiniBatchBoundaries::test_noncontiguous_uids_raise": _A_VALUE_ERROR,
+            "test_train_batch_size_not_equal_unique_uids_raise": _A_VALUE_ERROR,
+            "test_invalid_loss_reduction_raises": _OWN_WORDS,
+        },
+    ),
+    "open_instruct": Project(
+        repository="allenai/open-instruct",
+        commit="e6c3044aa6201c8bfa4573c1b03142af599e730d",
+        tests=["open_instruct/test_padding_free_collator.py"],
+        stand_ins=(
+            "parameterized deepspeed olmo_core wandb ray vllm beaker requests litellm openai nltk tiktoken langdetect "
+            "absl immutabledict docker openenv aiohttp backoff"
+        ),
+    ),
+    "unsloth": Project(
+        repository="unslothai/unsloth",
+        commit="015bdef0d94a241bcd94eec7a405b1700632180d",
+        tests=[
+            "tests/utils/test_packing.py",
+            "tests/utils/test_attention_masks.py",
+            "tests/utils/test_attn_mask_compat.py",
+            "tests/utils/test_varlen_int32_overflow_guard.py",
+        ],
+        beside={"unsloth_zoo": "ce232d6cef9cb8cd34cd3727906131622177436b"},
+        stand_ins=(
+            "triton bitsandbytes hf_transfer cut_cross_entropy msgspec sentencepiece tyro requests protobuf diffusers"
+        ),
+        versions={"unsloth_zoo": "2099.1.1"},
+    ),
+    "verl": Project(
+        repository="volcengine/verl",
+        commit="b178a3cd56f58b2d502255daba591e92833930a7",
+        tests=["tests/utils/test_seqlen_balancing.py"],
+        stand_ins="tensordict ray hydra omegaconf codetiming torchdata tensorboard wandb pylatexenc",
+        fixes=["transformers4"],
+        only="not distributed_params",  # which starts processes for GPUs
+    ),
+    "trl": Project(
+        repository="huggingface/trl",
+        commit="f2cd57710ae345ea6428ae95363267fcf38a3dc8",
+        tests=["tests/test_data_utils.py"],
+        only="PackDataset",  # the others ask the hub for tokenizers, and none of them packs
+    ),
+}
