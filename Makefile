@@ -66,7 +66,7 @@ emulator:  ## what the tests of attention's CUDA kernels on the CPU run
 	@$(PYTHON) tests/emulator/build.py
 
 # Once, beside the build, what else every test process would compile for itself: packages are installed without.
-bytecode: .venv/.ready
+bytecode: .venv/.ready  ## of the packages that the tests import
 	@$(BIN)/python -W ignore tests/fresh_process.py
 
 build: .venv/.ready  ## the compiled library, in packing_ops/ (log: build/build.log)

@@ -1,6 +1,5 @@
 """Fixtures that every test file shares."""
 
-import gc
 import os
 
 # Before torch: its threads would spin while they wait, and where several processes share the cores that takes most of
@@ -43,7 +42,6 @@ def values_checked_in_the_call(monkeypatch):
 
 @pytest.fixture
 def fresh_compile():
-    gc.collect()  # swapped models of tests before take our functions out of transformers' modules when they go: not in a trace
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

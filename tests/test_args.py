@@ -1,7 +1,5 @@
 """Numbers as callers have them: NumPy's are taken like Python's, a fraction is named and never cut."""
 
-import doctest
-
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -9,7 +7,7 @@ import pytest
 import torch
 
 import packing_ops as po
-from packing_ops import _args, data
+from packing_ops import data
 from packing_ops.integrations._packing_collator import PackingCollator
 from packing_ops.report import make_report
 
@@ -166,7 +164,3 @@ def test_pad_values_that_the_dtype_does_not_hold():
     ]:
         with pytest.raises(ValueError, match=message):
             pad(value, rows)
-
-
-def test_examples_of_the_docstrings():
-    assert doctest.testmod(_args) == (0, 4)

@@ -445,6 +445,7 @@ def test_options_that_nobody_knows_are_refused(caplog):
             attend(block_indices=torch.zeros(1), mask=mask)
     assert "SDPA" not in caplog.text
     attend(block_indices=None, head_mask=False, use_cache=True, num_items_in_batch=torch.tensor(3))
+    attend(shift_labels=torch.zeros(1), ignore_index=-100)  # what loss functions of transformers read
     assert "SDPA" not in caplog.text
     torch.manual_seed(1)
     plain = attend()

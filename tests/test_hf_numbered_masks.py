@@ -264,6 +264,15 @@ def test_near_misses_name_the_right_keyword(name, family, device):
     stock(ids, **{name: given})
 
 
+@pytest.mark.parametrize("name", ["cu_seq_lens_q", "cu_seq_lens_k"])
+def test_lists_of_boundaries_are_named(name, device):
+    model = tiny_model("llama", device=device)
+    apply_packing_ops(model)
+    ids = torch.randint(3, 61, (1, 9), device=device)
+    with pytest.raises(ValueError, match=rf"^{name}: expected an int32 tensor \[num_documents \+ 1\], got \[0, 4, 9\]"):
+        model(ids, **{name: [0, 4, 9]})
+
+
 def test_keywords_of_collators_beside_positions(device):
     model = tiny_model("llama", attn_implementation="packing_ops", device=device)
     documents = po.PackedMetadata.from_lengths([4, 5], device=device)

@@ -17,6 +17,9 @@ _found: dict[tuple, tuple] = {}  # torch.compile would look through functools.ca
 
 def check_keywords(cls: type, kwargs: dict) -> None:
     """TypeError for near misses of cu_seq_lens_q: the model would drop them, and the documents would see each other."""
+    for name in _READ:
+        if not isinstance(kwargs.get(name), (torch.Tensor, type(None))):
+            raise ValueError(f"{name}: expected an int32 tensor [num_documents + 1], got {kwargs[name]!r}")
     for name in _near_misses(cls, tuple(kwargs)):
         beside = kwargs.get("position_ids") is not None or kwargs.get("cu_seq_lens_q") is not None
         if kwargs[name] is None or (name in _BESIDE and beside):
