@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import inspect
 import sys
 import weakref
 from importlib.util import find_spec
@@ -94,13 +95,17 @@ class Swap:
             self.stock = self.dispatcher = None
 
     def _dispatcher(self, stock):
+        names = list(inspect.signature(stock).parameters)[4:]  # up to 4.57 position_ids, which are not read, come first
+        place = names.index("unsqueeze_dim") if "unsqueeze_dim" in names else 0
+
         @functools.wraps(stock)
-        def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+        def apply_rotary_pos_emb(q, k, cos, sin, *rest, **named):
             if isinstance(cos, Tables):
                 cos, sin = cos
             elif not self.everywhere:
                 _remove_left()
-                return stock(q, k, cos, sin, unsqueeze_dim)
+                return stock(q, k, cos, sin, *rest, **named)
+            unsqueeze_dim = rest[place] if len(rest) > place else named.get("unsqueeze_dim", 1)
             return self.rotate(q, k, cos, sin, unsqueeze_dim)
 
         return apply_rotary_pos_emb
