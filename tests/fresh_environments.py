@@ -127,7 +127,7 @@ class Environment:
 
 
 def outcomes_of(torch: str, with_oldest: bool, keep: bool) -> list[Outcome]:
-    folder = ROOT / "build" / "fresh" / re.sub(r"[^\w.]", "", torch)
+    folder = ROOT / "build" / "fresh" / re.sub(r"[^\w.]+", "-", torch).strip("-.")
     environment = Environment(folder)
     print(f"{torch}: installing into {folder}", flush=True)
     environment.install(torch)

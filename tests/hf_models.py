@@ -36,6 +36,22 @@ FAMILIES = {
 }
 
 
+def in_its_words(options):
+    """Of a config: up to 4.57 it takes the scaling of RoPE apart from theta, and longrope's length beside it."""
+    if not transformers.__version__.startswith("4.") or "rope_parameters" not in options:
+        return options
+    scaling = dict(options["rope_parameters"])
+    words = {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
+    if scaling["rope_type"] == "longrope":
+        words["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
+    return {**words, **{name: option for name, option in options.items() if name != "rope_parameters"}}
+
+
+def skip_if_it_cannot_compile(family):
+    if family == "gpt_oss" and transformers.__version__.startswith("4."):
+        pytest.skip("up to transformers 4.57 its experts are a loop over values, which no graph holds")
+
+
 def tiny_model(family, *, attn_implementation="eager", device="cpu", dtype=torch.float32, seed=0, **overrides):
     """A causal language model with random weights, the same ones for the same seed, in train mode without cache."""
     config_name, own = FAMILIES[family]

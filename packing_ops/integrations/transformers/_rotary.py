@@ -51,11 +51,12 @@ FAMILIES = {
     "qwen3_vl": Family(multimodal=True),
     "stablelm": Family(),
 }
-_AXES = not version.startswith("4.")  # up to 4.57 multimodal models rotate by functions of their own
+# Up to 4.57 these rotate by functions of their own.
+_NOT_KNOWN = ("qwen2_vl", "qwen2_5_vl") if version.startswith("4.") else ()
 MODULES = {  # that this transformers has
     f"transformers.models.{name}.modeling_{name}": family
     for name, family in FAMILIES.items()
-    if (_AXES or not family.multimodal) and find_spec(f"transformers.models.{name}")
+    if name not in _NOT_KNOWN and find_spec(f"transformers.models.{name}")
 }
 FUNCTION = "apply_rotary_pos_emb"
 
