@@ -10,7 +10,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import skip_if_masks_are_its_own  # noqa: E402
+from hf_models import OLD, skip_if_attention_is_its_own, skip_if_masks_are_its_own  # noqa: E402
 from transformers import masking_utils  # noqa: E402
 
 import packing_ops  # noqa: E402
@@ -50,8 +50,8 @@ def tiny(name, implementation, *, auto=transformers.AutoModel, device="cpu", **s
     if not hasattr(transformers, name):
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
     config = getattr(transformers, name)(**sizes)
-    if transformers.__version__.startswith("4.") and name in {encoder for encoder, _ in ENCODERS.values()}:
-        skip_if_masks_are_its_own(auto.from_config(config, attn_implementation="packing_ops"), packed("cpu"))
+    if OLD and name in {encoder for encoder, _ in ENCODERS.values()}:
+        skip_if_attention_is_its_own(auto, config, packed("cpu"))
     torch.manual_seed(0)
     model = auto.from_config(config, attn_implementation=implementation).eval()
     for parameter in model.parameters():
@@ -279,7 +279,7 @@ def test_padding_between_documents_hides_none_of_them(device):
 @pytest.mark.parametrize("family", ["StableLm", "Nemotron"])
 def test_cu_seqlens_that_a_model_keeps_to_itself(family, device):
     """No layer is given them. The positions that the model counts for itself, in the mask, hide nothing."""
-    if transformers.__version__.startswith("4."):
+    if OLD:
         pytest.skip("up to transformers 4.57 no attn_implementation names their attention")
     build = {"auto": transformers.AutoModelForCausalLM, "device": device, **SIZES, "num_key_value_heads": 2}
     model, inputs = tiny(f"{family}Config", "packing_ops", **build), packed(device)
@@ -414,7 +414,10 @@ def test_masks_that_an_outer_model_has_made(device, served):
     build = {"auto": transformers.AutoModelForImageTextToText, "device": device, **sizes}
     inputs = packed(device)
     wanted = alone(tiny("PaliGemmaConfig", "eager", **build), inputs)
-    torch.testing.assert_close(tiny("PaliGemmaConfig", "packing_ops", **build)(**inputs)[0], wanted, **CLOSE)
+    model = tiny("PaliGemmaConfig", "packing_ops", **build)
+    if OLD:
+        pytest.skip("PaliGemma of transformers 4.57 makes its masks itself")
+    torch.testing.assert_close(model(**inputs)[0], wanted, **CLOSE)
     assert len(served) == 2
 
 
@@ -424,9 +427,12 @@ def test_positions_that_tell_no_documents(device):
     inputs = {"states": torch.randn(1, 6, 5), "actions": torch.randn(1, 6, 3), "returns_to_go": torch.randn(1, 6, 1)}
     inputs |= {"rewards": torch.randn(1, 6, 1), "timesteps": torch.arange(6)[None], "attention_mask": torch.ones(1, 6)}
     inputs = {key: value.to(device) for key, value in inputs.items()}
-    found, wanted = (
-        tiny("DecisionTransformerConfig", how, device=device, **sizes)(**inputs)[0] for how in ("packing_ops", "eager")
+    found, wanted, by_sdpa = (
+        tiny("DecisionTransformerConfig", how, device=device, **sizes)(**inputs)[0]
+        for how in ("packing_ops", "eager", "sdpa")
     )
+    if OLD and not torch.allclose(by_sdpa, wanted, **CLOSE):
+        pytest.skip("SDPA of transformers 4.57 is not causal there, with a mask")
     torch.testing.assert_close(found, wanted, **CLOSE)
 
 
@@ -482,7 +488,8 @@ def test_options_of_the_installed_models():
     known = {"attention_mask", "query", "key", "value", "dropout", "scaling", "is_causal", "sliding_window", "softcap"}
     known |= {"s_aux", "cu_seq_lens_q", "cu_seq_lens_k", "position_ids"} | attention._HARMLESS | attention._SDPA
     assert len(passed) > 10
-    assert passed.keys() - known <= {"block_indices", "indices", "sinks"}
+    refused = {"block_indices", "indices", "sinks", *(["head_mask"] if OLD else [])}
+    assert passed.keys() - known <= refused
 
 
 def test_attention_with_such_options_is_left_alone():
