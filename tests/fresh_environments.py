@@ -21,6 +21,18 @@ ROOT = Path(__file__).resolve().parent.parent
 NOT_SOURCES = shutil.ignore_patterns(".venv*", ".git", "build", "dist", "*.so", "*.egg-info", "__pycache__", ".*_cache")
 TESTS = "tests/test_first_scripts.py"
 EXTRAS = "hf,megatron"
+# In place of tests/fresh_process.py: scripts that have imported nothing before they start.
+PROCESS = """
+import subprocess
+import sys
+
+
+def run(*command, cwd, folder):
+    command = [sys.executable, *map(str, command)]
+    done = subprocess.run(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+"""
 COLUMNS = ["torch", "transformers", "trl", "megatron-core", "packing_ops"]
 
 
@@ -70,7 +82,7 @@ class Environment:
         self.folder, self.python, self.log = folder, folder / "venv" / "bin" / "python", folder / "log"
         hidden = {"PYTHONPATH", "TORCH_CUDA_ARCH_LIST", "LD_LIBRARY_PATH"}
         self.variables = {name: value for name, value in os.environ.items() if name not in hidden}
-        self.variables |= {"FORCE_CUDA": "0", "CUDA_VISIBLE_DEVICES": ""}
+        self.variables |= {"FORCE_CUDA": "0", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
         self.run(sys.executable, "-m", "venv", folder / "venv")
 
     def run(self, *command, cwd: Path | None = None, check=True) -> subprocess.CompletedProcess:
@@ -114,6 +126,7 @@ class Environment:
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(ROOT / "examples", place / "examples", ignore=NOT_SOURCES)
         (place / "tests").mkdir()
+        (place / "tests" / "fresh_process.py").write_text(PROCESS)
         for name in (TESTS, "README.md"):
             shutil.copy(ROOT / name, place / name)
         start = time.monotonic()
