@@ -427,12 +427,11 @@ def test_positions_that_tell_no_documents(device):
     inputs = {"states": torch.randn(1, 6, 5), "actions": torch.randn(1, 6, 3), "returns_to_go": torch.randn(1, 6, 1)}
     inputs |= {"rewards": torch.randn(1, 6, 1), "timesteps": torch.arange(6)[None], "attention_mask": torch.ones(1, 6)}
     inputs = {key: value.to(device) for key, value in inputs.items()}
-    found, wanted, by_sdpa = (
-        tiny("DecisionTransformerConfig", how, device=device, **sizes)(**inputs)[0]
-        for how in ("packing_ops", "eager", "sdpa")
+    if OLD:
+        pytest.skip("DecisionTransformer of transformers 4.57 is causal in its eager attention alone: not served")
+    found, wanted = (
+        tiny("DecisionTransformerConfig", how, device=device, **sizes)(**inputs)[0] for how in ("packing_ops", "eager")
     )
-    if OLD and not torch.allclose(by_sdpa, wanted, **CLOSE):
-        pytest.skip("SDPA of transformers 4.57 is not causal there, with a mask")
     torch.testing.assert_close(found, wanted, **CLOSE)
 
 
