@@ -24,11 +24,8 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-<<<<<<< HEAD
-.PHONY: help $(DEMOS) test test-newest test-adoption lint emulator bytecode build bench test-gpu bench-gpu profile-gpu readme wheel clean
-=======
-.PHONY: help $(DEMOS) test test-newest test-fresh lint emulator bytecode build bench test-gpu bench-gpu profile-gpu readme wheel clean
->>>>>>> 53dac2b (packing_ops builds with torch 2.10: C++20 is asked for, and a macro that its headers lack; Qwen3-VL of transformers 4.57: fused RoPE, and axes of images tell no documents)
+.PHONY: help $(DEMOS) test test-newest test-fresh test-adoption lint emulator bytecode build bench test-gpu bench-gpu
+.PHONY: profile-gpu readme wheel clean
 
 help:  ## these lines
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -56,15 +53,13 @@ test:  ## builds, lints, runs every test
 test-newest: build .venv-newest/.ready  ## the tests in the newest torch, with the library as it is built
 	.venv-newest/bin/python -m pytest -n $$(nproc) --maxprocesses 4 --dist worksteal
 
-<<<<<<< HEAD
 # CHECKOUTS: a folder with checkouts of the projects, at the commits of tests/adoption/projects.py. PROJECTS=skyrl for one.
 test-adoption: build  ## the projects of docs/adopt, patched, under their own tests (CHECKOUTS=folder)
 	@$(BIN)/python tests/adoption/run.py $(if $(CHECKOUTS),--checkouts $(CHECKOUTS)) $(PROJECTS)
-=======
+
 # Some minutes, and 7 GB of downloads. FRESH="torch==2.12.1 --keep": in others, kept.
 test-fresh:  ## the first scripts, installed from nothing with the oldest and with the newest torch
 	$(PYTHON) tests/fresh_environments.py $(FRESH)
->>>>>>> 53dac2b (packing_ops builds with torch 2.10: C++20 is asked for, and a macro that its headers lack; Qwen3-VL of transformers 4.57: fused RoPE, and axes of images tell no documents)
 
 lint: .venv/.ready  ## ruff and clang-format
 	$(BIN)/ruff check .

@@ -115,15 +115,8 @@ class Swap:
         pairs = cos.shape[-1] if self.family.half_tables else cos.shape[-1] // 2
         if self.family.interleaved:  # the model repeats the first half of its tables
             cos, sin = cos[..., :pairs], sin[..., :pairs]
-        return apply_rotary_qk(
-            q,
-            k,
-            cos,
-            sin,
-            interleaved=self.family.interleaved,
-            unsqueeze_dim=unsqueeze_dim,
-            rotary_dim=2 * pairs,
-        )
+        layout = {"interleaved": self.family.interleaved, "unsqueeze_dim": unsqueeze_dim, "rotary_dim": 2 * pairs}
+        return apply_rotary_qk(q, k, cos, sin, **layout)
 
 
 _swaps: dict[str, Swap] = {}
