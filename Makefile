@@ -24,7 +24,8 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help $(DEMOS) test test-newest test-adoption lint emulator bytecode build bench test-gpu bench-gpu profile-gpu readme wheel clean
+.PHONY: help $(DEMOS) test test-newest test-fresh test-adoption lint emulator bytecode build bench test-gpu bench-gpu
+.PHONY: profile-gpu readme wheel clean
 
 help:  ## these lines
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -55,6 +56,10 @@ test-newest: build .venv-newest/.ready  ## the tests in the newest torch, with t
 # CHECKOUTS: a folder with checkouts of the projects, at the commits of tests/adoption/projects.py. PROJECTS=skyrl for one.
 test-adoption: build  ## the projects of docs/adopt, patched, under their own tests (CHECKOUTS=folder)
 	@$(BIN)/python tests/adoption/run.py $(if $(CHECKOUTS),--checkouts $(CHECKOUTS)) $(PROJECTS)
+
+# Some minutes, and 7 GB of downloads. FRESH="torch==2.12.1 --keep": in others, kept.
+test-fresh:  ## the first scripts, installed from nothing with the oldest and with the newest torch
+	$(PYTHON) tests/fresh_environments.py $(FRESH)
 
 lint: .venv/.ready  ## ruff and clang-format
 	$(BIN)/ruff check .

@@ -24,8 +24,8 @@ NO_TORCH = """packing_ops builds against the torch that you train with, and no t
   uv:            uv pip install --no-build-isolation .   (uv builds in an environment of its own)"""
 
 DEFINES = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_CUDA", f'-DPACKING_OPS_VERSION="{VERSION}"']
-CXX_FLAGS = ["-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter"]
-NVCC_FLAGS = ["-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fvisibility=hidden"]
+CXX_FLAGS = ["-O3", "-std=c++20", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter"]
+NVCC_FLAGS = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-Xcompiler=-fvisibility=hidden"]
 # torch turns the half types' own operators off; we include no torch header in .cu files, so we may have them.
 NVCC_FLAGS += [
     f"-U__CUDA_NO_{t}__" for t in ("HALF_OPERATORS", "HALF_CONVERSIONS", "BFLOAT16_CONVERSIONS", "HALF2_OPERATORS")

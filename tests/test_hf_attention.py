@@ -191,6 +191,8 @@ def test_encoder_attends_in_full(side, device, warnings):
     model.set_attn_implementation("eager")
     expected = model(**inputs).last_hidden_state[real]
     model.set_attn_implementation("packing_ops")
+    if model.config._attn_implementation != "packing_ops":
+        pytest.skip(f"no attn_implementation names BERT's attention in transformers {transformers.__version__}")
     torch.testing.assert_close(model(**inputs).last_hidden_state[real], expected, **CLOSE)
     assert not warnings
 

@@ -7,7 +7,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import FAMILIES, tiny_model  # noqa: E402
+from hf_models import FAMILIES, skip_if_masks_are_its_own, tiny_model  # noqa: E402
 
 import packing_ops as po  # noqa: E402
 from packing_ops.integrations.transformers import apply_packing_ops, fallback, register  # noqa: E402
@@ -181,6 +181,7 @@ def test_models_that_count_by_their_mask_get_ones(device):
     expected = model(**inputs | {"attention_mask": torch.ones_like(inputs["input_ids"])}).logits[:, :4]
     model.set_attn_implementation("packing_ops")
     del inputs["position_ids"]
+    skip_if_masks_are_its_own(model, inputs)
     torch.testing.assert_close(model(**inputs).logits[:, :4], expected, **CLOSE)
 
 
@@ -197,6 +198,7 @@ def test_models_that_read_their_masks(name, device):
     stock = copy.deepcopy(model)
     stock.set_attn_implementation("eager")
     inputs = batch_of(ROWS["two rows"], "row", device)
+    skip_if_masks_are_its_own(model, inputs)
     assert_each_alone(model(**inputs, use_cache=False).logits, stock, inputs)
 
 
@@ -206,6 +208,7 @@ def test_an_encoder(device, warnings):
     stock = copy.deepcopy(model)
     model.set_attn_implementation("packing_ops")
     inputs = batch_of(ROWS["two rows"], "documents", device)
+    skip_if_masks_are_its_own(model, inputs)
     assert_each_alone(model(**inputs).last_hidden_state, stock, inputs)
     assert not warnings
 
@@ -238,6 +241,7 @@ def test_another_sequence_is_refused(device):
     model = transformers.BartModel(config).to(device).eval()
     model.set_attn_implementation("packing_ops")
     inputs = batch_of([[1] * 4 + [2] * 6], device=device)
+    skip_if_masks_are_its_own(model, inputs)
     with pytest.raises(ValueError, match="attention_mask: expected one document in each row beside another sequence"):
         model(**inputs)
     model(inputs["input_ids"], attention_mask=inputs["attention_mask"].clamp(max=1))

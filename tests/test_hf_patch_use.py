@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounter
 
 transformers = pytest.importorskip("transformers")
 
+from hf_models import skip_if_it_cannot_compile  # noqa: E402
 from hf_patch_case import (  # noqa: E402, F401
     LENGTHS,
     NAMED,
@@ -22,6 +23,7 @@ from hf_patch_case import (  # noqa: E402, F401
     nothing_left_in_modules,
     outputs,
     packed,
+    skip_if_rope_is_not_known,
     tiny,
 )
 
@@ -31,6 +33,8 @@ from packing_ops.integrations.transformers.patch import apply_packing_ops, rever
 
 @pytest.mark.parametrize("family", [*NAMED, "qwen3_vl"])
 def test_compile_fullgraph(family, device, fresh_compile):
+    skip_if_it_cannot_compile(family)
+    skip_if_rope_is_not_known(family)
     more = {"experts_implementation": "batched_mm"} if family == "gpt_oss" else {}
     model, inputs = tiny(family, device, **more), packed(device)
     wanted, wanted_grads = outputs(model, inputs), gradients(model, inputs)

@@ -9,7 +9,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from packing_ops.integrations.transformers import _host, _preparation, masks, register  # noqa: E402
+from packing_ops.integrations.transformers import _host, _preparation, _rotary, masks, register  # noqa: E402
 
 
 def as_in_4(seen):
@@ -70,6 +70,30 @@ def test_masks_of_4_57(four):
         assert mask[0, 0, :2, :first].all()
         assert not mask[0, 0, 2:, :first].any()
         assert seen.pop()[1] is False
+
+
+def test_rope_functions_of_4_57(monkeypatch):
+    """Positions are the fifth argument there, which nobody reads; some models pass them."""
+    module = _rotary.importlib.import_module("transformers.models.llama.modeling_llama")
+    stock = module.apply_rotary_pos_emb
+
+    def apply_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+        return stock(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+
+    monkeypatch.setattr(module, "apply_rotary_pos_emb", apply_rotary_pos_emb)
+    swap = _rotary.Swap(module.__name__)
+    swap.install()
+    q, k, positions = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 5, 8), torch.arange(5)[None]
+    angles = (positions[..., None] * torch.tensor([1.0, 0.1, 0.01, 0.001])).repeat(1, 1, 2)
+    cos, sin = angles.cos(), angles.sin()
+    tables = _rotary.Tables(cos, sin)
+    turned = [x.transpose(1, 2).contiguous() for x in (q, k)]  # heads after tokens: unsqueeze_dim 2
+    for first in (cos, tables):
+        expected = stock(q, k, cos, sin)
+        torch.testing.assert_close(module.apply_rotary_pos_emb(q, k, first, sin, positions), expected)
+        expected = stock(*turned, cos, sin, unsqueeze_dim=2)
+        torch.testing.assert_close(module.apply_rotary_pos_emb(*turned, first, sin, positions, 2), expected)
+        torch.testing.assert_close(module.apply_rotary_pos_emb(*turned, first, sin, unsqueeze_dim=2), expected)
 
 
 def test_another_way_to_prepare_masks_is_refused(monkeypatch):

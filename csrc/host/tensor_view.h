@@ -15,6 +15,10 @@
 #include "core/view.h"
 #include "host/allocate.h"
 
+#ifndef STABLE_TORCH_ERROR_CODE_CHECK  // torch 2.10
+#define STABLE_TORCH_ERROR_CODE_CHECK(call) TORCH_ERROR_CODE_CHECK(call)
+#endif
+
 namespace packing_ops {
 
 using torch::stable::Tensor;

@@ -92,7 +92,8 @@ def _wrapped(original):
         excess = 0 if mask is None or cross or mask_form != _call.PATTERN else mask.shape[-1] - slots[1]
         if excess < 0 or (excess > 0 and past_key_values is None):  # a longer mask covers the keys of a cache too
             raise ValueError(f"attention_mask: expected {slots} like the batch, got {list(mask.shape)}")
-        if position_ids is None and call is not None:
+        axes = call is not None and _are_axes(call.position_ids)
+        if call is not None and (position_ids is None or axes):
             position_ids = call.position_ids
         if cross or not _about(position_ids, slots[1]) or config.model_type in _call.OTHER_POSITIONS:
             position_ids = None
@@ -111,13 +112,18 @@ def _wrapped(original):
             check_cache(past_key_values, call, position_ids, attention_mask, numbers, *slots)
         stock = cross or getattr(past_key_values, "is_compileable", False)
         numbers = None if numbers is None or cross else on_device(numbers, mask.device)
-        carrier = Carrier(mask, position_ids, mask_form, stock, numbers, checked)
+        carrier = Carrier(mask, position_ids, mask_form, stock, numbers, checked, axes)
         if getattr(config, "attention_chunk_size", None) is None:
             return early, carrier, *prepared
         _call.leave(carrier)  # chunked masks are made by a function that reads the 2-D mask
         return early, mask, *prepared
 
     return prepare
+
+
+def _are_axes(position_ids):
+    """Time, height and width: Qwen3-VL of 4.57 gives mask and layers the time, which stands still within an image."""
+    return isinstance(position_ids, torch.Tensor) and position_ids.dim() == 3 and position_ids.shape[0] == 3
 
 
 def _about(position_ids, q_length):

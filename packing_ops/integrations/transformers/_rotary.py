@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import inspect
 import sys
 import weakref
 from importlib.util import find_spec
@@ -50,11 +51,12 @@ FAMILIES = {
     "qwen3_vl": Family(multimodal=True),
     "stablelm": Family(),
 }
-_AXES = not version.startswith("4.")  # up to 4.57 multimodal models rotate by functions of their own
+# Up to 4.57 these rotate by functions of their own.
+_NOT_KNOWN = ("qwen2_vl", "qwen2_5_vl") if version.startswith("4.") else ()
 MODULES = {  # that this transformers has
     f"transformers.models.{name}.modeling_{name}": family
     for name, family in FAMILIES.items()
-    if (_AXES or not family.multimodal) and find_spec(f"transformers.models.{name}")
+    if name not in _NOT_KNOWN and find_spec(f"transformers.models.{name}")
 }
 FUNCTION = "apply_rotary_pos_emb"
 
@@ -94,13 +96,17 @@ class Swap:
             self.stock = self.dispatcher = None
 
     def _dispatcher(self, stock):
+        names = list(inspect.signature(stock).parameters)[4:]  # up to 4.57 position_ids, which are not read, come first
+        place = names.index("unsqueeze_dim") if "unsqueeze_dim" in names else 0
+
         @functools.wraps(stock)
-        def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+        def apply_rotary_pos_emb(q, k, cos, sin, *rest, **named):
             if isinstance(cos, Tables):
                 cos, sin = cos
             elif not self.everywhere:
                 _remove_left()
-                return stock(q, k, cos, sin, unsqueeze_dim)
+                return stock(q, k, cos, sin, *rest, **named)
+            unsqueeze_dim = rest[place] if len(rest) > place else named.get("unsqueeze_dim", 1)
             return self.rotate(q, k, cos, sin, unsqueeze_dim)
 
         return apply_rotary_pos_emb
@@ -109,15 +115,8 @@ class Swap:
         pairs = cos.shape[-1] if self.family.half_tables else cos.shape[-1] // 2
         if self.family.interleaved:  # the model repeats the first half of its tables
             cos, sin = cos[..., :pairs], sin[..., :pairs]
-        return apply_rotary_qk(
-            q,
-            k,
-            cos,
-            sin,
-            interleaved=self.family.interleaved,
-            unsqueeze_dim=unsqueeze_dim,
-            rotary_dim=2 * pairs,
-        )
+        layout = {"interleaved": self.family.interleaved, "unsqueeze_dim": unsqueeze_dim, "rotary_dim": 2 * pairs}
+        return apply_rotary_qk(q, k, cos, sin, **layout)
 
 
 _swaps: dict[str, Swap] = {}

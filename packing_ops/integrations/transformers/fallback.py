@@ -1,10 +1,13 @@
 """Calls that varlen_attention does not serve run by transformers' SDPA, with a mask of the same documents."""
 
+import inspect
+
 import torch
 import torch.nn.functional as F
 
 from packing_ops.integrations.transformers._host import logging, sdpa_attention_forward
 
+_SDPA_OPTIONS = inspect.signature(sdpa_attention_forward).parameters  # no position_bias up to transformers 4.57
 _told: set[str] = set()
 _BY_SDPA = "; this call runs by SDPA instead"
 
@@ -42,8 +45,9 @@ def mask_of(layout, batch, seqlen, causal, window):
 
 
 def attend(module, query, key, value, mask, *, dropout, scaling, softcap, sinks, causal, options):
-    """SDPA as transformers calls it; softcap and sinks, which it does not have, by the plain formula."""
-    if not softcap and sinks is None:
+    """SDPA as transformers calls it; what it does not have, such as softcap and sinks, by the plain formula."""
+    biased = options.get("position_bias") is not None and "position_bias" not in _SDPA_OPTIONS
+    if not softcap and sinks is None and not biased:
         causal = causal and mask is None and query.shape[2] > 1  # up to transformers 4.57 it is torch's own option
         return sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=causal, **options

@@ -13,16 +13,19 @@ from packing_ops.integrations.transformers.layout import find_layout, runs_of
 
 
 class MaskPattern:
-    """Causal or not, the window, and what tells the documents. Layers share it, and the layout found in it."""
+    """Causal or not, the window, and what tells the documents. Layers share it, and the layout found in it.
 
-    def __init__(self, causal, window, length, padding, position_ids, checked=None):
-        self.causal, self.window, self.length = causal, window, length
+    axes: the position_ids that layers are given are one axis of images, which tells no documents. checked: see find_layout.
+    """
+
+    def __init__(self, causal, window, length, padding, position_ids, checked=None, axes=False):
+        self.causal, self.window, self.length, self.axes = causal, window, length, axes
         self.padding, self.position_ids, self.checked = padding, position_ids, checked
         self._layout = self._given = None
 
     def layout(self, query, cu_seqlens, position_ids):
         if self._layout is None or self._given[0] is not cu_seqlens[0] or self._given[1] is not cu_seqlens[1]:
-            position_ids = position_ids if self.position_ids is None else self.position_ids
+            position_ids = position_ids if self.position_ids is None and not self.axes else self.position_ids
             take(*cu_seqlens, position_ids)
             self._layout = find_layout(query, cu_seqlens, self.padding, position_ids, checked=self.checked)
             self._given = cu_seqlens
@@ -60,13 +63,22 @@ class Carrier:
     """Goes where transformers hands the 2-D mask on to the mask function, and takes along what that is not told.
 
     numbers: [batch, slots] of documents, 0 for padding, or None. position_ids: [batch or 1, q_length], or None.
-    checked: see find_layout. mask_form: see _call. stock: keys of another sequence, or of a cache of fixed length, whose masks transformers makes
-    ahead and handles as tensors.
+    checked: see find_layout. axes: see MaskPattern. mask_form: see _call. stock: keys of another sequence, or of a cache
+    of fixed length, whose masks transformers makes ahead and handles as tensors.
     """
 
-    def __init__(self, padding, position_ids=None, mask_form=_call.PATTERN, stock=False, numbers=None, checked=None):
+    def __init__(
+        self,
+        padding,
+        position_ids=None,
+        mask_form=_call.PATTERN,
+        stock=False,
+        numbers=None,
+        checked=None,
+        axes=False,
+    ):
         self.padding, self.position_ids, self.mask_form, self.stock = padding, position_ids, mask_form, stock
-        self.numbers, self.checked = numbers, checked
+        self.numbers, self.checked, self.axes = numbers, checked, axes
 
 
 def packing_ops_mask(
@@ -89,7 +101,7 @@ def packing_ops_mask(
     start = isinstance(q_offset, int) and q_offset == 0 and isinstance(kv_offset, int) and kv_offset == 0
     if pattern is not None and start and q_length == kv_length:
         padding = carrier.padding if carrier.numbers is None else carrier.numbers
-        return MaskPattern(*pattern, q_length, padding, carrier.position_ids, carrier.checked)
+        return MaskPattern(*pattern, q_length, padding, carrier.position_ids, carrier.checked, carrier.axes)
     if q_length == 1 < kv_length and several(carrier.numbers):
         raise ValueError("attention_mask: expected 0 and 1 beside a KV cache, got the numbers of several documents")
     if q_length > 1 and not (carrier.position_ids is None and carrier.numbers is None):
