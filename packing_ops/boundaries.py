@@ -311,7 +311,7 @@ def shift_values(values: torch.Tensor, cu_seqlens: torch.Tensor, *, fill_value: 
     """shift_labels for everything else that a token has: loss masks, advantages, rewards, old log-probs. Differentiable.
 
     Args:
-        values: ``[total]`` or ``[1, total]``, any dtype, one for each token, at the token's own slot.
+        values: ``[total]`` or ``[1, total]``, any dtype of torch.where, one for each token, at the token's own slot.
         cu_seqlens: int32 or int64 ``[num_documents + 1]``.
         fill_value: what a slot gets that predicts no token.
 

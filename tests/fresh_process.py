@@ -1,4 +1,4 @@
-"""Scripts in processes of their own, which do not import torch and transformers anew: forks of a server that has.
+"""Scripts in processes of their own, on the CPU, which do not import torch and transformers anew: forks of a server that has.
 
 The server starts with the first call, before it has any thread. It has none of packing_ops, and nothing of what tests have
 changed. multiprocessing's start method "forkserver" takes its processes from the same server, in scripts too.
@@ -26,8 +26,8 @@ IMPORTED = [  # what is not installed is left out
     "transformers.trainer",
     "trl.trainer.sft_trainer",
 ]
-# What libraries read when they are imported.
-SETTINGS = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+# What libraries read when they are imported. Some ask for GPUs then, which forks could not use.
+SETTINGS = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 
 def start_server() -> None:
@@ -43,7 +43,7 @@ def start_server() -> None:
 
 
 def run(*command, folder: Path, **options) -> str:
-    """What ``python *command`` printed: a script and its arguments, or "-c" and code. It must end well.
+    """stdout of ``python *command``: a script and its arguments, or "-c" and code. It must end well.
 
     Args:
         folder: where what it prints is kept.
@@ -63,26 +63,27 @@ def run_ranks(world_size: int, *command, folder: Path, **options) -> list[str]:
         told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world_size)}
         told |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
         environment = (told if world_size > 1 else {}) | options.get("environment", {})
-        arguments = [str(c) for c in command], folder / f"printed_{rank}", {**options, "environment": environment}
+        arguments = [str(c) for c in command], rank, folder, {**options, "environment": environment}
         processes.append(context.Process(target=_main, args=arguments))
         processes[-1].start()
     printed = []
-    for rank, process in enumerate(processes):
+    for process in processes:
         process.join(1200)  # a machine may be busy
         if process.is_alive():
             process.kill()
-        printed.append((folder / f"printed_{rank}").read_text())
-    for process, text in zip(processes, printed, strict=True):
-        assert process.exitcode == 0, f"exit code {process.exitcode}\n{text}"
+    for rank, process in enumerate(processes):
+        out, err = ((folder / f"{name}_{rank}").read_text() for name in ("stdout", "stderr"))
+        assert process.exitcode == 0, f"exit code {process.exitcode}\n{out}\n{err}"
+        printed.append(out)
     return printed
 
 
-def _main(command, printed, options):
+def _main(command, rank, folder, options):
     """In the process: becomes what ``python *command`` would be."""
-    with open(printed, "wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        with open(folder / f"{name}_{rank}", "wb") as file:
+            os.dup2(file.fileno(), number)
+        setattr(sys, name, open(number, "w", buffering=1, closefd=False))  # noqa: SIM115
     os.chdir(options.get("cwd", ROOT))
     os.environ.update(options.get("environment", {}))
     with contextlib.suppress(ImportError):

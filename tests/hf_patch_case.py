@@ -111,8 +111,8 @@ def models_of_other_tests_are_gone():
 def nothing_left_in_modules():
     """Whatever a test did: once it has reverted, the modelling modules are the stock ones."""
 
-    def names_of(family):  # less what Python keeps where a module has warned
-        return {name: value for name, value in vars(module_of(family)).items() if name != "__warningregistry__"}
+    def names_of(family):  # less what Python and torch.compile keep there
+        return {name: value for name, value in vars(module_of(family)).items() if not name.startswith("__")}
 
     stock = {family: names_of(family) for family in KNOWN}
     yield

@@ -187,7 +187,7 @@ def test_a_build_compiles_for_a_gpu_where_nvcc_is(make, machine, forced):
 
 def test_make_alone_tells_its_targets(make):
     lines = make()
-    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)[1]
+    phony = " ".join(re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M))
     targets = phony.replace("$(DEMOS)", "demo demo-hf demo-megatron demo-data").split()
     assert sorted(line.split()[1] for line in lines) == sorted(targets)
     assert all(re.fullmatch(r"make \S+ +\S.{9,100}", line) for line in lines)

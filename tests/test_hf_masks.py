@@ -10,7 +10,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import OLD, skip_if_attention_is_its_own, skip_if_masks_are_its_own  # noqa: E402
+from hf_models import OLD, skip_if_attention_is_its_own, skip_if_masks_are_its_own, skip_if_old  # noqa: E402
 from transformers import masking_utils  # noqa: E402
 
 import packing_ops  # noqa: E402
@@ -129,8 +129,7 @@ OVERLAYS = {
 @pytest.mark.parametrize("maker", ["create_causal_mask", "create_sliding_window_causal_mask"])
 def test_overlays_are_those_of_each_document(overlay, maker):
     """The makers through which all families with images go."""
-    if not hasattr(masking_utils, "blockwise_overlay"):
-        pytest.skip(f"transformers {transformers.__version__} has no overlays of blocks")
+    skip_if_old("transformers 4.57 has no overlays of blocks")
     ours, stock = (
         transformers.LlamaConfig(**SIZES, sliding_window=4, attn_implementation=name)
         for name in ("packing_ops", "sdpa")
@@ -279,8 +278,7 @@ def test_padding_between_documents_hides_none_of_them(device):
 @pytest.mark.parametrize("family", ["StableLm", "Nemotron"])
 def test_cu_seqlens_that_a_model_keeps_to_itself(family, device):
     """No layer is given them. The positions that the model counts for itself, in the mask, hide nothing."""
-    if OLD:
-        pytest.skip("up to transformers 4.57 no attn_implementation names their attention")
+    skip_if_old("up to transformers 4.57 no attn_implementation names their attention")
     build = {"auto": transformers.AutoModelForCausalLM, "device": device, **SIZES, "num_key_value_heads": 2}
     model, inputs = tiny(f"{family}Config", "packing_ops", **build), packed(device)
     layout = packing_ops.PackedMetadata.from_lengths(LENGTHS, device=device).to_transformers()
@@ -321,12 +319,11 @@ def test_compiled_models_that_tell_no_attention_refuse_documents(device, fresh_c
         pytest.skip("the assertion of a compiled graph ends the process's use of the GPU")
     model = torch.compile(tiny("DebertaV2Config", "packing_ops", **SIZES), backend="aot_eager")
     inputs = packed(device)
-    with pytest.raises(RuntimeError, match="position_ids: expected one document in each row, got several"):
-        model(**inputs)
+    numbers = torch.repeat_interleave(torch.arange(1, 4), torch.tensor(LENGTHS))[None]
+    for name, documents in {"position_ids": inputs["position_ids"], "attention_mask": numbers}.items():
+        with pytest.raises(RuntimeError, match=f"{name}: expected one document in each row, got several"):
+            model(inputs["input_ids"], **{name: documents})
     model(inputs["input_ids"], position_ids=torch.arange(16)[None])
-    mask = torch.repeat_interleave(torch.arange(1, 4), torch.tensor(LENGTHS))[None]
-    with pytest.raises(RuntimeError, match="attention_mask: expected one document in each row, got several"):
-        model(inputs["input_ids"], attention_mask=mask)
 
 
 def test_forward_called_by_itself_is_told_of(device, caplog):
@@ -415,8 +412,7 @@ def test_masks_that_an_outer_model_has_made(device, served):
     inputs = packed(device)
     wanted = alone(tiny("PaliGemmaConfig", "eager", **build), inputs)
     model = tiny("PaliGemmaConfig", "packing_ops", **build)
-    if OLD:
-        pytest.skip("PaliGemma of transformers 4.57 makes its masks itself")
+    skip_if_old("PaliGemma of transformers 4.57 makes its masks itself")
     torch.testing.assert_close(model(**inputs)[0], wanted, **CLOSE)
     assert len(served) == 2
 
@@ -427,8 +423,7 @@ def test_positions_that_tell_no_documents(device):
     inputs = {"states": torch.randn(1, 6, 5), "actions": torch.randn(1, 6, 3), "returns_to_go": torch.randn(1, 6, 1)}
     inputs |= {"rewards": torch.randn(1, 6, 1), "timesteps": torch.arange(6)[None], "attention_mask": torch.ones(1, 6)}
     inputs = {key: value.to(device) for key, value in inputs.items()}
-    if OLD:
-        pytest.skip("DecisionTransformer of transformers 4.57 is causal in its eager attention alone: not served")
+    skip_if_old("DecisionTransformer of transformers 4.57 is causal in its eager attention alone: not served")
     found, wanted = (
         tiny("DecisionTransformerConfig", how, device=device, **sizes)(**inputs)[0] for how in ("packing_ops", "eager")
     )

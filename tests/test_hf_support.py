@@ -55,7 +55,7 @@ def test_trains_as_document_by_document(family, feature, device, monkeypatch, fr
     if feature == "compile":
         skip_if_it_cannot_compile(family)
     told = []
-    monkeypatch.setattr(fallback, "warn_once", told.append)
+    monkeypatch.setattr(fallback, "warn_once", torch.compiler.assume_constant_result(lambda why: told.append(why)))
     documents = [torch.randint(3, 61, (length,), device=device) for length in LENGTHS]
     num_targets = sum(LENGTHS) - len(LENGTHS)
     stock = prepared(tiny_model(family, device=device), feature)

@@ -72,7 +72,8 @@ def test_without_a_library_data_runs_in_plain_torch_and_ops_name_what_is_missing
     library = copy_of_package(tmp_path) / "_C.so"
     library.unlink()
     code = """
-import json, warnings
+import json, sys, warnings
+sys.stderr = sys.stdout
 warnings.simplefilter("always")
 import packing_ops as po, data_toolkit, torch
 from packing_ops.report.info import describe_environment

@@ -57,6 +57,10 @@ def test_gradient_goes_back_to_the_token(device):
 def test_shift_and_broadcast_take_any_dtype(dtype):
     """On the CPU: torch's CUDA half knows fewer."""
     cu_seqlens, values = cu_seqlens_of([2, 0, 1]), torch.tensor([1, 2, 3]).to(dtype)
+    try:
+        torch.where(values.real == 1, values, values)
+    except NotImplementedError:
+        pytest.skip(f"torch {torch.__version__} has no torch.where of it")
     assert po.shift_values(values, cu_seqlens).real.float().tolist() == [2, 0, 0]
     slots = po.segment_broadcast(values, cu_seqlens, 4)
     assert (slots.dtype, slots.real.float().tolist()) == (dtype, [1, 1, 3, 0])
