@@ -418,9 +418,7 @@ def test_masks_that_an_outer_model_has_made(device, served):
     assert len(served) == 2
 
 
-@pytest.mark.skipif(
-    OLD, reason="DecisionTransformer of transformers 4.57 is causal in eager attention alone: not served"
-)
+@pytest.mark.skipif(OLD, reason="DecisionTransformer of 4.57 is causal in eager attention alone: not served")
 def test_positions_that_tell_no_documents(device):
     sizes = {"state_dim": 5, "act_dim": 3, "hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 1}
     sizes |= {"bos_token_id": 0, "eos_token_id": 0}
