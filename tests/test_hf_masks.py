@@ -136,10 +136,9 @@ def test_overlays_are_those_of_each_document(overlay, maker):
     )
     make, embeds = getattr(masking_utils, maker), torch.zeros(1, 16, 32)
     given = {"attention_mask": None, "past_key_values": None}
+    dense = {"position_ids": None, "allow_is_causal_skip": False}
     of_documents = [
-        make(stock, embeds[:, :n], **given, position_ids=None, allow_is_causal_skip=False, **OVERLAYS[overlay](blocks))[
-            0, 0
-        ]
+        make(stock, embeds[:, :n], **given, **dense, **OVERLAYS[overlay](blocks))[0, 0]
         for n, blocks in zip(LENGTHS, BLOCKS.split(LENGTHS, 1), strict=True)
     ]
     positions = packed("cpu")["position_ids"]
