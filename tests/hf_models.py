@@ -62,11 +62,6 @@ def skip_if_attention_is_its_own(auto, config, inputs):
 _REFUSALS = r"one document in each row, got several|unexpected keyword argument 'position_ids'|^'packing_ops'$"
 
 
-def skip_if_old(why):
-    if OLD:
-        pytest.skip(why)
-
-
 def skip_if_masks_are_its_own(model, inputs):
     """Many models of 4.57 ask nobody for their masks: they refuse several documents, or keep their own attention."""
     source = inspect.getsource(sys.modules[type(model).__module__])

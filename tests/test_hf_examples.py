@@ -8,11 +8,15 @@ from pathlib import Path
 import fresh_process
 import pytest
 import torch
-from hf_models import tiny_model
+from hf_models import OLD, tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
+in_order = pytest.mark.skipif(
+    OLD, reason="the Trainer of transformers 4.57 takes no train_sampling_strategy, it shuffles"
+)
 
 
+@in_order
 def test_hf_sft(tmp_path):
     command = "examples/hf_sft.py", "--documents", 40, "--capacity", 1024, "--out", tmp_path
     fresh_process.run(*command, folder=tmp_path)
@@ -59,6 +63,7 @@ def chats(tmp_path):
     return file
 
 
+@in_order
 def test_hf_sft_of_a_saved_model_on_chats(tmp_path, chats, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")
     model = tiny_model("qwen3", vocab_size=258, initializer_range=0.02, max_position_embeddings=512)
@@ -77,6 +82,8 @@ def test_hf_sft_of_a_saved_model_on_chats(tmp_path, chats, monkeypatch):
 
 @pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("gemma2", "eager"), ("gpt_oss", "eager")])
 def test_saved_models_start_with_the_attention_they_have(tmp_path, monkeypatch, family, attention):
+    if OLD and family == "gemma2":
+        pytest.skip("transformers 4.57 starts it with SDPA")
     monkeypatch.syspath_prepend(ROOT / "examples")
     tiny_model(family).save_pretrained(tmp_path)
     model = importlib.import_module("hf_setup").new_model(tmp_path, 256, 0)
@@ -94,6 +101,7 @@ def test_trl_sft_on_chats(tmp_path, chats):
     assert result["losses"][-1] < result["losses"][0]
 
 
+@in_order
 def test_two_processes_train_as_one(tmp_path):
     command = "examples/ddp_sft.py", "--documents", 37, "--capacity", 768, "--out", tmp_path
     fresh_process.run(*command, folder=tmp_path)

@@ -10,7 +10,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import OLD, skip_if_attention_is_its_own, skip_if_masks_are_its_own, skip_if_old  # noqa: E402
+from hf_models import OLD, skip_if_attention_is_its_own, skip_if_masks_are_its_own  # noqa: E402
 from transformers import masking_utils  # noqa: E402
 
 import packing_ops  # noqa: E402
@@ -125,21 +125,20 @@ OVERLAYS = {
 }
 
 
+@pytest.mark.skipif(OLD, reason="transformers 4.57 has no overlays of blocks")
 @pytest.mark.parametrize("overlay", OVERLAYS)
 @pytest.mark.parametrize("maker", ["create_causal_mask", "create_sliding_window_causal_mask"])
 def test_overlays_are_those_of_each_document(overlay, maker):
     """The makers through which all families with images go."""
-    skip_if_old("transformers 4.57 has no overlays of blocks")
     ours, stock = (
         transformers.LlamaConfig(**SIZES, sliding_window=4, attn_implementation=name)
         for name in ("packing_ops", "sdpa")
     )
     make, embeds = getattr(masking_utils, maker), torch.zeros(1, 16, 32)
     given = {"attention_mask": None, "past_key_values": None}
+    dense = {"position_ids": None, "allow_is_causal_skip": False}
     of_documents = [
-        make(stock, embeds[:, :n], **given, position_ids=None, allow_is_causal_skip=False, **OVERLAYS[overlay](blocks))[
-            0, 0
-        ]
+        make(stock, embeds[:, :n], **given, **dense, **OVERLAYS[overlay](blocks))[0, 0]
         for n, blocks in zip(LENGTHS, BLOCKS.split(LENGTHS, 1), strict=True)
     ]
     positions = packed("cpu")["position_ids"]
@@ -256,8 +255,8 @@ def test_documents_that_reach_no_attention_are_refused(family, given, device):
         layout = packing_ops.PackedMetadata.from_lengths(LENGTHS, device=device).to_transformers()
         inputs = {"input_ids": inputs["input_ids"], **layout}
     error, why = ValueError, f"{given}: expected (one document in each row|a row of its own documents)"
-    if given == "cu_seq_lens_q" and "kwargs" not in inspect.signature(type(model).forward).parameters:
-        error, why = TypeError, "unexpected keyword argument"  # up to transformers 4.57
+    if OLD and "kwargs" not in inspect.signature(type(model).forward).parameters and given == "cu_seq_lens_q":
+        error, why = TypeError, "unexpected keyword argument"
     with pytest.raises(error, match=why):
         model(**inputs)
     model(**one)
@@ -275,10 +274,10 @@ def test_padding_between_documents_hides_none_of_them(device):
         model(torch.full((1, 8), 5, device=device), **inputs)
 
 
+@pytest.mark.skipif(OLD, reason="up to transformers 4.57 no attn_implementation names their attention")
 @pytest.mark.parametrize("family", ["StableLm", "Nemotron"])
 def test_cu_seqlens_that_a_model_keeps_to_itself(family, device):
     """No layer is given them. The positions that the model counts for itself, in the mask, hide nothing."""
-    skip_if_old("up to transformers 4.57 no attn_implementation names their attention")
     build = {"auto": transformers.AutoModelForCausalLM, "device": device, **SIZES, "num_key_value_heads": 2}
     model, inputs = tiny(f"{family}Config", "packing_ops", **build), packed(device)
     layout = packing_ops.PackedMetadata.from_lengths(LENGTHS, device=device).to_transformers()
@@ -404,6 +403,7 @@ def test_readers_get_a_mask(family, kind, device):
     torch.testing.assert_close(model(**inputs)[0][real > 0], stock(**inputs)[0][real > 0], **CLOSE)
 
 
+@pytest.mark.skipif(OLD, reason="PaliGemma of transformers 4.57 makes its masks itself")
 def test_masks_that_an_outer_model_has_made(device, served):
     text = {**GROUPED, "model_type": "gemma"}
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -412,18 +412,17 @@ def test_masks_that_an_outer_model_has_made(device, served):
     inputs = packed(device)
     wanted = alone(tiny("PaliGemmaConfig", "eager", **build), inputs)
     model = tiny("PaliGemmaConfig", "packing_ops", **build)
-    skip_if_old("PaliGemma of transformers 4.57 makes its masks itself")
     torch.testing.assert_close(model(**inputs)[0], wanted, **CLOSE)
     assert len(served) == 2
 
 
+@pytest.mark.skipif(OLD, reason="DecisionTransformer of 4.57 is causal in eager attention alone: not served")
 def test_positions_that_tell_no_documents(device):
     sizes = {"state_dim": 5, "act_dim": 3, "hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 1}
     sizes |= {"bos_token_id": 0, "eos_token_id": 0}
     inputs = {"states": torch.randn(1, 6, 5), "actions": torch.randn(1, 6, 3), "returns_to_go": torch.randn(1, 6, 1)}
     inputs |= {"rewards": torch.randn(1, 6, 1), "timesteps": torch.arange(6)[None], "attention_mask": torch.ones(1, 6)}
     inputs = {key: value.to(device) for key, value in inputs.items()}
-    skip_if_old("DecisionTransformer of transformers 4.57 is causal in its eager attention alone: not served")
     found, wanted = (
         tiny("DecisionTransformerConfig", how, device=device, **sizes)(**inputs)[0] for how in ("packing_ops", "eager")
     )
