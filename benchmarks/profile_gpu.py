@@ -7,6 +7,7 @@ time, how busy DRAM, the tensor cores and the instruction issue were, and the st
 import argparse
 import csv
 import io
+import re
 import shutil
 import subprocess
 import sys
@@ -97,7 +98,8 @@ def profiled(name: str) -> list[dict]:
     rows = []
     for (_, kernel), values in kernels.items():
         number = {metric: float(value.replace(",", "")) for metric, value in values.items() if value[:1].isdigit()}
-        row = {"case": name, "kernel": kernel.replace("(anonymous namespace)::", "").split("(")[0].split("<")[0].split("::")[-1].removeprefix("void ")}
+        kernel = re.split(r"[(<]", kernel.replace("(anonymous namespace)::", ""))[0]
+        row = {"case": name, "kernel": kernel.split("::")[-1].removeprefix("void ")}
         for metric, column in METRICS.items():
             scale = 1e-3 if column == "us" else 1
             row[column] = f"{number[metric] * scale:.1f}" if metric in number else ""
