@@ -62,8 +62,9 @@ def run_ranks(world_size: int, *command, folder: Path, **options) -> list[str]:
     for rank in range(world_size):
         told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world_size)}
         told |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
+        address = forkserver._forkserver._forkserver_address
         environment = (told if world_size > 1 else {}) | options.get("environment", {})
-        arguments = [str(c) for c in command], rank, folder, {**options, "environment": environment}
+        arguments = [str(c) for c in command], rank, folder, address, {**options, "environment": environment}
         processes.append(context.Process(target=_main, args=arguments))
         processes[-1].start()
     printed = []
@@ -78,8 +79,10 @@ def run_ranks(world_size: int, *command, folder: Path, **options) -> list[str]:
     return printed
 
 
-def _main(command, rank, folder, options):
+def _main(command, rank, folder, address, options):
     """In the process: becomes what ``python *command`` would be."""
+    # By itself it would start a server of its own.
+    forkserver._forkserver._forkserver_address, forkserver._forkserver.ensure_running = address, lambda: None
     for number, name in ((1, "stdout"), (2, "stderr")):
         with open(folder / f"{name}_{rank}", "wb") as file:
             os.dup2(file.fileno(), number)
