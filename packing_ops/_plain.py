@@ -1,6 +1,6 @@
 """The ops that packing_ops.data needs, in plain torch: what runs where there is no compiled library (macOS, a clone that
 was not built). The same results by way of packing_ops.reference, and slower: pack_sequences looks at every bin for every
-sequence. Any device, and derivatives as torch has them. tests/test_plain.py compares each with its compiled op.
+sequence. Any device, and derivatives as torch has them. tests/ops/test_plain.py compares each with its compiled op.
 """
 
 import functools
