@@ -46,7 +46,7 @@ def test_schema_lists_every_op():
 def is_torch_free(path):
     parts = path.relative_to(CSRC).parts
     params_header = path.suffix == ".h" and parts[0] == "ops" and path.stem == parts[1]
-    return path.suffix in {".cu", ".cuh"} or parts[0] == "core" or params_header
+    return path.suffix in {".cu", ".cuh"} or parts[0] == "core" or "cuda" in parts or params_header
 
 
 @pytest.mark.parametrize("path", [p for p in NATIVE if is_torch_free(p)], ids=name_of)
@@ -64,6 +64,10 @@ def test_includes_point_one_way(path):
         assert not [i for i in own if i.startswith("ops/")]
     if parts[0] == "ops":
         assert all(i.startswith((f"ops/{parts[1]}/", "core/", "host/")) for i in own)
+    # cpu/, cuda/, cuda/sm80/: its own folder and the floors above it. Only what picks an instance knows the instances.
+    if parts[0] == "ops" and len(parts) > 3 and path.name != "dispatch.cu":
+        floors = {"/".join(parts[:n]) for n in range(2, len(parts))}
+        assert all(i.rpartition("/")[0] in floors for i in own if i.startswith("ops/"))
 
 
 @pytest.mark.parametrize("path", PYTHON, ids=name_of)
@@ -76,7 +80,7 @@ def test_nothing_imports_integrations(path):
 
 @pytest.mark.parametrize("path", [*NATIVE, *PYTHON, ROOT / "setup.py"], ids=name_of)
 def test_length_of_files(path):
-    kernel = path.suffix in {".cu", ".cuh"} or path.stem.endswith("_cpu")
+    kernel = path.suffix in {".cu", ".cuh"} or path.stem.endswith("_cpu") or path.parent.name == "cpu"
     tests = path.is_relative_to(ROOT / "tests")
     public = path.parent in {ROOT / "packing_ops", ROOT / "packing_ops" / "data"}  # docstrings are most of these
     most = 150 if path.name == "setup.py" else 500 if public or tests else 400 if kernel else 250
@@ -102,10 +106,12 @@ def test_assembly_lives_in_ptx():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_has_its_places(family):
+    folder = CSRC / "ops" / family
+    for device, suffix in ("cpu", ".cpp"), ("cuda", ".cu"):
+        assert (folder / f"{family}_{device}{suffix}").exists() or list((folder / device).glob(f"*{suffix}"))
     wanted = [
-        CSRC / "ops" / family / f"{family}.h",
-        CSRC / "ops" / family / f"{family}_bind.cpp",
-        CSRC / "ops" / family / f"{family}_cpu.cpp",
+        folder / f"{family}.h",
+        folder / f"{family}_bind.cpp",
         ROOT / "packing_ops" / f"{family}.py",
         ROOT / "packing_ops" / "reference" / f"{family}.py",
         ROOT / "tests" / "ops" / f"test_{family}.py",
