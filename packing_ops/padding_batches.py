@@ -1,7 +1,4 @@
-"""Padded batches before any op sees them: columns of nothing but padding cut off, examples padded in small groups.
-
-Plain torch, on any device.
-"""
+"""Padded batches: trim the columns that are only padding, pad examples per micro-batch. Plain torch, on any device."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -19,20 +16,20 @@ def trim_padding(
     min_length: int = 1,
     multiple_of: int = 1,
 ) -> Mapping[str, object]:
-    """A batch without the columns that are padding in every row. Padding is read from the mask, never from token ids.
+    """A batch without the columns that are padding in every row. The mask says what is padding, token ids are not read.
 
     Meant for the CPU, before the batch goes to the device; on CUDA it synchronises once.
 
     Args:
-        batch: name to tensor. Those with two dimensions or more are ``[batch, seqlen, ...]`` and are cut; anything
-            else (numbers, strings, one value per row) is passed on.
-        attention_mask: ``[batch, seqlen]``, not zero = real; ``batch["attention_mask"]`` by default.
-        side: which side to cut, "right", "left" or "both".
-        min_length: columns to keep at least.
-        multiple_of: round the kept columns up to a multiple. Never more columns than there were.
+        batch: name to value. Tensors of two dimensions or more are ``[batch, seqlen, ...]`` and are trimmed; other values
+            (numbers, strings, one value per row) are copied over.
+        attention_mask: ``[batch, seqlen]``, nonzero for tokens; ``batch["attention_mask"]`` by default.
+        side: the side to trim, "right", "left" or "both".
+        min_length: minimum number of columns to keep.
+        multiple_of: round the number of columns up to a multiple of this, but not above that of the batch.
 
     Returns:
-        A new dict of views, or ``batch`` itself when there is nothing to cut.
+        A new dict of views, or ``batch`` itself when there is nothing to trim.
 
     Example:
         >>> batch = {"input_ids": torch.tensor([[5, 6, 0, 0], [7, 0, 0, 0]])}
@@ -71,18 +68,19 @@ def iter_microbatches(
     *,
     pad_values: Mapping[str, float],
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Examples of natural length in groups, each padded on the right and only to its own longest.
+    """Micro-batches of examples, in order, each padded on the right to its own longest example.
 
     Args:
-        examples: dicts with the same names. Names in ``pad_values`` are sequences, equally long within an example: a
-            tensor ``[length]``, a Python list, or ``[1, length]``, which is taken for the row in it; beside one of them
-            in the same example also ``[length, ...]``. Others are one value per example. Read as they are needed.
-        microbatch_size: examples per group; the last group may hold fewer.
-        pad_values: name to the value that padding gets, for example ``{"input_ids": 0, "labels": -100}``.
+        examples: iterable of dicts with the same names, read as needed. Names in ``pad_values`` are sequences of the same
+            length within an example: a tensor ``[length]``, a Python list, or ``[1, length]``, whose one row is taken.
+            Beside a 1-D one, ``[length, ...]`` is allowed too. Other names have one value per example.
+        microbatch_size: examples per micro-batch; the last one may have fewer.
+        pad_values: name to its padding value, for example ``{"input_ids": 0, "labels": -100}``.
 
     Yields:
-        name to ``[group, longest, ...]``, or ``[group]`` for single values (a list for strings), in the order of the
-        examples; and ``attention_mask`` int64 ``[group, longest]``, 1 = real, unless the examples bring their own.
+        A dict of ``[group, longest, ...]`` for sequences and ``[group]`` for single values (a list for strings), with
+        group = number of examples; and ``attention_mask`` int64 ``[group, longest]``, 1 for tokens, unless the examples
+        have their own.
 
     Example:
         >>> examples = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}, {"input_ids": [9, 4]}]
@@ -118,7 +116,7 @@ def check_padded(name: str, tensor: torch.Tensor, mask: torch.Tensor, same_devic
 def _kept_columns(mask: torch.Tensor, side: str, min_length: int, multiple_of: int) -> tuple[int, int]:
     width = mask.shape[1]
     real = mask.any(dim=0).cpu().nonzero()
-    # Nothing real: an empty span at the side that stays.
+    # No token at all: an empty range at the end that is not trimmed.
     nothing = (width, width) if side == "left" else (0, 0)
     first, last = (int(real[0]), int(real[-1]) + 1) if len(real) else nothing
     start = 0 if side == "right" else first
@@ -174,7 +172,8 @@ def _pad_group(group, first, pad_values) -> dict[str, torch.Tensor | list]:
 
 
 def _rows(sequences, index) -> dict[str, torch.Tensor]:
-    """The sequences of one example; of ``[1, length]`` the row, unless one with a single dimension says that it is none."""
+    """The sequences of one example. ``[1, length]`` becomes ``[length]``, unless a 1-D sequence beside it has length 1:
+    then it is one token with ``length`` values."""
     tensors = {name: as_tensor(value) for name, value in sequences.items()}
     length = next((len(tensor) for tensor in tensors.values() if tensor.dim() == 1), None)
     for name, tensor in tensors.items():

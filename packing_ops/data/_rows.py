@@ -1,4 +1,4 @@
-"""Which fields of a batch are rows, and a batch of the same class with other rows in it: the rules that batches.py states."""
+"""Which fields of a batch have rows, and how a batch of the same class is made of other rows. The rules: see batches.py."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from packing_ops._args import described, dtype_name, holds, wrong_type
 
 
 class Fields:
-    """The fields of one batch, of the dicts in it and of its metadata, and which of them are rows."""
+    """The fields of a batch, nested dicts and metadata included; ``all`` has them as (name, value)."""
 
     def __init__(self, batch: Mapping, row_keys: Sequence[str] = (), batch_keys: Sequence[str] = ()):
         self.batch, self.row_keys, self.batch_keys = batch, row_keys, batch_keys
@@ -33,6 +33,7 @@ class Fields:
                 yield from self._walk(value)
 
     def has_rows(self, name: str, value) -> bool:
+        """Whether the field is cut with the rows; if not, it is carried whole."""
         if name in self.batch_keys or value is None:
             return False
         if name in self.row_keys:
@@ -43,10 +44,11 @@ class Fields:
         return _has_length_and_slices(value) and not (_says_boundaries(name) and _are_boundaries(value))
 
     def rows(self) -> list[tuple[str, object]]:
+        """The fields that have rows, as (name, value)."""
         return [(name, value) for name, value in self.all if self.has_rows(name, value)]
 
     def count(self) -> int:
-        """Rows of the batch, after a look that all of it has as many and that no guess is open."""
+        """Number of rows. ValueError where fields disagree in it, or where a field may have rows or not."""
         found = self.rows()
         if not found:
             raise ValueError(f"batch: expected a tensor or a list to count rows by, got {sorted(self.batch)}")
@@ -65,13 +67,13 @@ class Fields:
         return rows
 
     def decided(self) -> dict[str, set[str]]:
-        """row_keys and batch_keys as they are guessed here, so that no part of the batch is guessed to be otherwise."""
+        """row_keys and batch_keys with every guess made explicit: for slices of the batch, which might be guessed otherwise."""
         names = {name for name, value in self.all if value is not None and not isinstance(value, Mapping)}
         with_rows = {name for name, _ in self.rows()}
         return {"row_keys": with_rows, "batch_keys": (names - with_rows) | set(self.batch_keys)}
 
     def map(self, change: Callable):
-        """``change(name, rows)`` of all that has rows, which are a list for a nested tensor."""
+        """The batch with ``change(name, rows)`` in place of each field with rows. Rows of a nested tensor are a list."""
         return self._mapped(self.batch, change)
 
     def _mapped(self, batch: Mapping, change: Callable):
@@ -113,7 +115,7 @@ def _says_boundaries(name: str) -> bool:
 
 
 def _are_boundaries(value) -> bool:
-    """(start, end) pairs, one after the other from 0; of a tensor on a GPU, which is not read, the shape of such."""
+    """Contiguous (start, end) pairs from 0 on. Of a GPU tensor only shape and dtype are checked: no synchronisation."""
     if hasattr(value, "ndim"):
         if value.ndim != 2 or value.shape[1] != 2:
             return False
@@ -133,7 +135,10 @@ def _are_boundaries(value) -> bool:
 
 
 def _may_be_either(name: str, value, rows: int) -> bool:
-    """As many pairs as rows: in a list of tuples that ends with them, or boundaries by their name on a GPU."""
+    """Whether a field may be boundaries as well as rows: as many contiguous pairs as rows, up to the last row.
+
+    On a GPU, where values are not read, any field that is called boundaries and has as many pairs as rows.
+    """
     if isinstance(value, torch.Tensor):
         return _says_boundaries(name) and not value.is_cpu and _are_boundaries(value) and len(value) == rows
     if _says_boundaries(name) or not isinstance(value, list) or len(value) != rows or not rows:
@@ -142,12 +147,12 @@ def _may_be_either(name: str, value, rows: int) -> bool:
 
 
 def _has_metadata(batch: Mapping) -> bool:
-    # Not hasattr: a class may give its fields as attributes too.
+    # Not hasattr(batch, ...): a class may expose its fields as attributes.
     return "metadata" in getattr(batch, "__dict__", ()) or hasattr(type(batch), "metadata")
 
 
 def _order_by_row(batch: Mapping) -> Mapping:
-    """The batch, its ``order`` as one list per row if it is one of PackedCollator's."""
+    """The batch; one of PackedCollator's with its ``order``, an entry per document, as a list per row."""
     order, lengths = batch.get("order"), batch.get("sub_seq_lengths")
     if not isinstance(order, list) or not isinstance(lengths, list) or not all(isinstance(n, list) for n in lengths):
         return batch
@@ -162,7 +167,7 @@ def _order_by_row(batch: Mapping) -> Mapping:
 
 
 def rebuilt(batch: Mapping, change: Callable, fields: Mapping | None = None):
-    """A batch like this one of ``change(name, value)`` of every field, and of its metadata."""
+    """A batch of the same class with ``change(name, value)`` for each field and for its metadata."""
     changed = {name: change(name, value) for name, value in (batch if fields is None else fields).items()}
     kind = type(batch)
     if kind.__module__ in ("builtins", "collections"):
@@ -182,7 +187,7 @@ def rebuilt(batch: Mapping, change: Callable, fields: Mapping | None = None):
 
 
 def cut(name: str, rows, start: int, end: int):
-    """``rows[start:end]``"""
+    """``rows[start:end]``, checked to be as many."""
     try:
         part = rows[start:end]
         if len(part) == end - start:
@@ -213,21 +218,21 @@ def made_of(name: str, like, rows: list):
 
 
 def taken(name: str, rows, indices: list[int]):
-    """The rows of these numbers; entries of a list are the same objects."""
+    """``rows[i]`` for each index; entries of a list are the same objects."""
     if hasattr(rows, "ndim"):
         return rows[indices]
     return made_of(name, rows, [rows[i] for i in indices])
 
 
 def none_of(name: str, rows):
-    """No row, and no view, which would keep the batch."""
+    """0 rows, and no view: that would keep the batch's memory alive."""
     if isinstance(rows, torch.Tensor):
         return rows.new_empty((0, *rows.shape[1:]))
     return rows[:0].copy() if hasattr(rows, "ndim") else made_of(name, rows, [])
 
 
 def with_own_memory(name: str, value):
-    """Copies of tensors; of those in lists only where they are part of something larger."""
+    """Copies of tensors; in lists only of those that are views of a larger storage."""
     if isinstance(value, Mapping):
         return rebuilt(value, with_own_memory)
     if isinstance(value, torch.Tensor):
@@ -248,7 +253,7 @@ def _own(row: torch.Tensor) -> torch.Tensor:
 
 
 def with_dummies(name: str, rows, missing: int, fill: Mapping):
-    """The rows and after them ``missing`` copies of row 0, or what ``fill`` has under the name."""
+    """The rows, then ``missing`` dummy rows: ``fill[name]`` where there is one, else copies of row 0."""
     if isinstance(rows, torch.Tensor):
         dummies = rows[:1].expand(missing, *rows.shape[1:]).clone()
         return torch.cat([rows, _filled(name, dummies, fill[name]) if name in fill else dummies])
@@ -282,7 +287,7 @@ def _filled(name: str, dummies, value):
 
 
 def _full(name: str, like, value):
-    """A tensor or an array like ``like`` of ``value``, which it can hold as it is."""
+    """A tensor or an array like ``like``, filled with ``value``, which its dtype must hold unchanged."""
     if isinstance(like, torch.Tensor):
         if isinstance(value, Number) and holds(like.dtype, value):
             return torch.full_like(like, value)
