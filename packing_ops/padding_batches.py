@@ -5,7 +5,7 @@ from itertools import islice
 
 import torch
 
-from packing_ops._args import as_tensor, check_real, check_tensor, described, dtype_name, holds, integer
+from packing_ops._args import as_tensor, at_least, check_real, check_tensor, described, dtype_name, holds
 
 
 def trim_padding(
@@ -43,10 +43,8 @@ def trim_padding(
     """
     if side not in ("right", "left", "both"):
         raise ValueError(f'side: expected "right", "left" or "both", got {side!r}')
-    if integer(min_length, "min_length") < 0:
-        raise ValueError(f"min_length: expected at least 0, got {min_length}")
-    if integer(multiple_of, "multiple_of") < 1:
-        raise ValueError(f"multiple_of: expected at least 1, got {multiple_of}")
+    at_least(min_length, "min_length", 0)
+    at_least(multiple_of, "multiple_of", 1)
     mask = batch.get("attention_mask") if attention_mask is None else attention_mask
     if mask is None:
         raise ValueError("attention_mask: expected one, as an argument or in the batch, got neither")
@@ -95,8 +93,7 @@ def iter_microbatches(
             has no pad value, several rows in an example, sequences of one example that differ in length, a pad value
             that their dtype cannot hold.
     """
-    if integer(microbatch_size, "microbatch_size") < 1:
-        raise ValueError(f"microbatch_size: expected at least 1 example, got {microbatch_size}")
+    at_least(microbatch_size, "microbatch_size", 1, "example")
     if not pad_values:
         raise ValueError("pad_values: expected a value for at least one name, got none")
     return _microbatches(iter(examples), microbatch_size, pad_values)

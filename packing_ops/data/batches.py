@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from packing_ops._args import integer
+from packing_ops._args import at_least, integer
 from packing_ops.data._rows import Fields, check_names, cut, none_of, rebuilt, taken, with_dummies
 from packing_ops.metadata import PackedMetadata
 
@@ -96,8 +96,7 @@ def pad_batch_to_multiple(
             neither a loss mask nor labels nor fill.
         TypeError: a multiple that is no integer.
     """
-    if integer(multiple, "multiple") < 1:
-        raise ValueError(f"multiple: expected at least 1, got {multiple}")
+    at_least(multiple, "multiple", 1)
     fields = Fields(batch, row_keys, batch_keys)
     missing = -fields.count() % multiple
     values = dict(fields.all)
@@ -228,8 +227,7 @@ def empty_like_batch(
             num_rows for such a batch; a list-like that cannot be empty.
         TypeError: a padding that is no integer.
     """
-    if integer(padding, "padding") < 0:
-        raise ValueError(f"padding: expected at least 0 slots, got {padding}")
+    at_least(padding, "padding", 0, "slots")
     fields = Fields(batch, row_keys, batch_keys)
     if any("cu_seq" in str(name) or isinstance(value, PackedMetadata) for name, value in fields.all):
         like = batch.get(tokens)

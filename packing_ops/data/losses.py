@@ -7,7 +7,7 @@ over the whole batch of the optimizer step, before the split; never over one mic
 import torch
 import torch.nn.functional as F
 
-from packing_ops._args import check_real, described, integer, is_set, one_number
+from packing_ops._args import at_least, check_real, described, is_set, one_number
 from packing_ops.boundaries import shift_labels
 from packing_ops.segments import segment_sum
 
@@ -115,8 +115,7 @@ def masked_loss(
         raise ValueError(f"loss_mask: expected {list(losses.shape)} like losses, got {list(loss_mask.shape)}")
     if reduction not in ("token_mean", "sequence_mean"):
         raise ValueError(f"reduction: expected 'token_mean' or 'sequence_mean', got {reduction!r}")
-    if integer(dp_size, "dp_size") < 1:
-        raise ValueError(f"dp_size: expected at least 1 rank, got {dp_size}")
+    at_least(dp_size, "dp_size", 1, "rank")
     if not isinstance(num_items_in_batch, torch.Tensor) and not num_items_in_batch >= 0:
         raise ValueError(f"num_items_in_batch: expected at least 0, got {num_items_in_batch}")
     if cu_seqlens is None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from packing_ops._args import described, index_tensor, integer
+from packing_ops._args import at_least, described, index_tensor
 from packing_ops.packing import cost_coefficients, pack_sequences
 
 
@@ -55,11 +55,7 @@ def token_budget_microbatches(
     costly and a cheap one. Where the cap leaves room, the balance is within 1 part in 5,000 of that of the largest
     differencing method (Karmarkar and Karp 1982), and usually better.
     """
-    max_tokens, dp_size = integer(max_tokens, "max_tokens"), integer(dp_size, "dp_size")
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens: expected at least 1, got {max_tokens}")
-    if dp_size < 1:
-        raise ValueError(f"dp_size: expected at least 1 rank, got {dp_size}")
+    max_tokens, dp_size = at_least(max_tokens, "max_tokens", 1), at_least(dp_size, "dp_size", 1, "rank")
     balance = ("flops", *cost_coefficients(cost, "cost"))
     lengths = index_tensor(lengths, "lengths").cpu()
     if lengths.dim() != 1 or lengths.dtype not in (torch.int32, torch.int64):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from packing_ops._args import check_real, check_tensor, described, int64_tensor, integer, plain
+from packing_ops._args import at_least, check_real, check_tensor, described, int64_tensor, integer, plain
 from packing_ops.boundaries import seq_idx_from_cu_seqlens
 from packing_ops.data._rows import Fields, with_own_memory
 from packing_ops.data.batches import Fill, pad_batch_to_multiple, slice_batch
@@ -66,8 +66,7 @@ def stage_chunks(
 
     Copies the rows of padded mini-batches; with ``put`` all rows. The same chunks as SkyRL's MeshDispatch.stage_chunks.
     """
-    if integer(dp_size, "dp_size") < 1:
-        raise ValueError(f"dp_size: expected at least 1 rank, got {dp_size}")
+    at_least(dp_size, "dp_size", 1, "rank")
     fields = Fields(batch, row_keys, batch_keys)
     staged, ends, keys = [], _row_ends("boundaries", boundaries, fields.count()), fields.decided()
     for start, end in pairwise(ends):

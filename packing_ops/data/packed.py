@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 
 import torch
 
-from packing_ops._args import int64_tensor, integer
+from packing_ops._args import at_least, int64_tensor, integer
 from packing_ops.data._examples import check_examples, column, flattened, optional_column, tokens_of
 from packing_ops.data.parallel import aligned, packed_alignment, thd_partition_indices
 from packing_ops.metadata import PackedMetadata
@@ -89,8 +89,7 @@ class PackedCollator:
 
     def __post_init__(self):
         for name in ("capacity", "dp_size", "tp_size", "cp_size"):
-            if integer(getattr(self, name), name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+            at_least(getattr(self, name), name, 1)
         self.pad_token_id = integer(self.pad_token_id, "pad_token_id")
         if self.overlong not in ("error", "own"):
             raise ValueError(f"overlong: expected 'error' or 'own', got {self.overlong!r}")

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch.utils.data import Sampler
 
-from packing_ops._args import integer
+from packing_ops._args import at_least, integer
 from packing_ops.packing import cost_coefficients, lengths_tensor, pack_sequences
 
 
@@ -96,9 +96,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         taken = lengths_tensor(lengths).cpu()
         self.lengths = taken.clone() if taken is lengths else taken  # later writes by the caller must not change epochs
         self.capacity, self.alignment = integer(capacity, "capacity"), integer(alignment, "alignment")
-        self.dp_rank, self.dp_size = integer(dp_rank, "dp_rank"), integer(dp_size, "dp_size")
-        if self.dp_size < 1:
-            raise ValueError(f"dp_size: expected at least 1 rank, got {dp_size}")
+        self.dp_rank, self.dp_size = integer(dp_rank, "dp_rank"), at_least(dp_size, "dp_size", 1, "rank")
         if not 0 <= self.dp_rank < self.dp_size:
             raise ValueError(f"dp_rank: expected 0 to {dp_size - 1} for dp_size={dp_size}, got {dp_rank}")
         if overlong not in ("error", "drop", "own", "truncate"):
@@ -122,10 +120,9 @@ class PackedBatchSampler(Sampler[list[int]]):
         Raises:
             ValueError: a negative epoch.
         """
-        if integer(epoch, "epoch") < 0:
-            raise ValueError(f"epoch: expected at least 0, got {epoch}")
+        epoch = at_least(epoch, "epoch", 0)
         if epoch != self.epoch:
-            self.epoch, self._first, self._taken = integer(epoch, "epoch"), 0, 0
+            self.epoch, self._first, self._taken = epoch, 0, 0
             self._batches, self.left_out = self._of_epoch()
 
     def __len__(self) -> int:
