@@ -174,7 +174,7 @@ def attention(
     if backend is None:
         backend, reasons = select_attention_backend(q, k, **wanted, explain=True)
         if backend != "packing_ops":
-            _tell_once(f"packing_ops.attention runs by {backend} here: packing_ops {reasons['packing_ops']}")
+            _warn_once(f"packing_ops.attention runs by {backend} here: packing_ops {reasons['packing_ops']}")
     elif backend not in BACKENDS:
         raise ValueError(f"backend: expected {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}, got {backend!r}")
     else:
@@ -202,7 +202,7 @@ def attention(
 
 
 @torch.compiler.assume_constant_result
-def _tell_once(message: str) -> None:
+def _warn_once(message: str) -> None:
     if message not in _told:
         _told.add(message)
         warnings.warn(message, stacklevel=3)

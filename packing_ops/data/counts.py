@@ -64,11 +64,11 @@ def count_tokens(batch: Mapping[str, object], *, tokens: str = "input_ids", pad_
     if not names:
         raise ValueError(f"{tokens}: expected a tensor [total] or [rows, seqlen], got only {sorted(map(str, batch))}")
     pad_token_id = integer(pad_token_id, "pad_token_id")
-    branches = [_branch(batch, name.removesuffix(tokens), name, pad_token_id) for name in names]
-    return TokenCounts(*(sum(counts[1:], counts[0]) for counts in zip(*branches, strict=True)))
+    per_name = [_counts_of(batch, name.removesuffix(tokens), name, pad_token_id) for name in names]
+    return TokenCounts(*(sum(counts[1:], counts[0]) for counts in zip(*per_name, strict=True)))
 
 
-def _branch(batch: Mapping, prefix: str, name: str, pad_token_id: int) -> tuple[torch.Tensor, ...]:
+def _counts_of(batch: Mapping, prefix: str, name: str, pad_token_id: int) -> tuple[torch.Tensor, ...]:
     """(tokens, padding, sequences) of one tensor of tokens, ``prefix + tokens``."""
     ids, labels, mask = batch[name], batch.get(prefix + "labels"), batch.get(prefix + "attention_mask")
     if not isinstance(ids, torch.Tensor):
