@@ -325,3 +325,10 @@ def test_padding_after_the_last_boundary_is_not_staged():
         scaled = normalize_advantages(advantages, batch["loss_mask"], BOUNDARIES, reduction)
         assert torch.equal(scaled[:7], normalize_advantages(advantages[:7], torch.ones(7, 5), BOUNDARIES, reduction))
         assert not scaled[7].any()
+
+
+@pytest.mark.parametrize("mask", [[True, False], torch.tensor([True, False]), np.array([True, False])])
+def test_a_mask_is_no_row_numbers(mask):
+    """True would be row 1."""
+    with pytest.raises(TypeError, match=r"indices: expected row numbers, got .*True.* \(bool"):
+        select_rows({"ids": torch.arange(2)}, mask)

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from packing_ops._args import integer
+from packing_ops._args import integer, plain, wrong_type
 from packing_ops.data._rows import Fields, check_names, cut, none_of, rebuilt, taken, with_dummies
 from packing_ops.metadata import PackedMetadata
 
@@ -168,15 +168,26 @@ def select_rows(
 
     Raises:
         ValueError: a row that the batch does not have; what num_rows raises; a list-like that cannot be made of rows.
-        TypeError: an index that is no integer.
+        TypeError: an index that is no integer, as in a mask: ``mask.nonzero()[:, 0]`` are its rows.
     """
     fields = Fields(batch, row_keys, batch_keys)
     rows = fields.count()
-    indices = [integer(index, "indices") for index in indices]
+    indices = _row_numbers(indices)
     wrong = [index for index in indices if not 0 <= index < rows]
     if wrong:
         raise ValueError(f"indices: expected 0 to {rows - 1} for {rows} rows, got {wrong[0]}")
     return fields.map(lambda name, rows: taken(name, rows, indices))
+
+
+def _row_numbers(indices) -> list[int]:
+    numbers = plain(indices)
+    if not hasattr(numbers, "__iter__"):
+        raise wrong_type("indices", "row numbers", indices)
+    numbers = list(numbers)
+    for index in map(plain, numbers):
+        if isinstance(index, bool):  # of a mask: True is no row 1
+            raise wrong_type("indices", "row numbers", index)
+    return [integer(index, "indices") for index in numbers]
 
 
 def empty_like_batch(
