@@ -332,3 +332,38 @@ def test_a_mask_is_no_row_numbers(mask):
     """True would be row 1."""
     with pytest.raises(TypeError, match=r"indices: expected row numbers, got .*True.* \(bool"):
         select_rows({"ids": torch.arange(2)}, mask)
+
+
+def test_rows_of_a_pandas_column_are_its_places():
+    """Whatever its labels are, as after a shuffle."""
+    pandas = pytest.importorskip("pandas")
+    batch = {
+        "ids": torch.arange(3),
+        "reward": pandas.Series([10, 11, 12], index=[2, 0, 1]),
+        "table": pandas.DataFrame({"a": [10, 11, 12]}, index=[2, 0, 1]),
+    }
+    for part, wanted in (
+        (slice_batch(batch, 1, 3), [11, 12]),
+        (select_rows(batch, [0, 2, 0]), [10, 12, 10]),
+        (pad_batch_to_multiple(batch, 2, fill={}), [10, 11, 12, 10]),
+        (empty_like_batch(batch), []),
+    ):
+        assert part["reward"].tolist() == part["table"]["a"].tolist() == wanted
+    assert pad_batch_to_multiple(batch, 2, fill={"reward": 0})["reward"].tolist() == [10, 11, 12, 0]
+
+
+def test_rows_that_are_objects_in_an_array():
+    """Each is filled as it would be in a list, and dummy rows are copies of their own."""
+    labels = np.empty(2, object)
+    labels[:] = [[1, 2], [3]]
+    tensors = np.empty(2, object)
+    tensors[0], tensors[1] = torch.tensor([1, 2]), torch.tensor([3])
+    uids = np.array(["a", "b"], object)
+    batch = {"labels": labels, "chosen_labels": tensors, "turns": labels, "uids": uids, "ids": torch.arange(2)}
+    padded = pad_batch_to_multiple(batch, 4, fill={"uids": lambda copies: [f"pad{i}" for i in range(len(copies))]})
+    assert padded["labels"].tolist() == [[1, 2], [3], [-100, -100], [-100, -100]]
+    assert [row.tolist() for row in padded["chosen_labels"]] == [[1, 2], [3], [-100, -100], [-100, -100]]
+    assert padded["turns"].tolist() == [[1, 2], [3], [1, 2], [1, 2]]
+    assert padded["turns"][2] is not labels[0]
+    assert padded["turns"][2] is not padded["turns"][3]
+    assert padded["uids"].tolist() == ["a", "b", "pad0", "pad1"]

@@ -184,7 +184,7 @@ def rebuilt(batch: Mapping, change: Callable, fields: Mapping | None = None):
 def cut(name: str, rows, start: int, end: int):
     """``rows[start:end]``"""
     try:
-        part = rows[start:end]
+        part = _by_place(rows)[start:end]
         if len(part) == end - start:
             return part
         got = f"{len(part)} of them"
@@ -215,15 +215,20 @@ def made_of(name: str, like, rows: list):
 def taken(name: str, rows, indices: list[int]):
     """The rows of these numbers; entries of a list are the same objects."""
     if hasattr(rows, "ndim"):
-        return rows[indices]
+        return _by_place(rows)[indices]
     return made_of(name, rows, [rows[i] for i in indices])
+
+
+def _by_place(rows):
+    """What takes places: a pandas column would take them for its labels."""
+    return getattr(rows, "iloc", rows)
 
 
 def none_of(name: str, rows):
     """No row, and no view, which would keep the batch."""
     if isinstance(rows, torch.Tensor):
         return rows.new_empty((0, *rows.shape[1:]))
-    return rows[:0].copy() if hasattr(rows, "ndim") else made_of(name, rows, [])
+    return _by_place(rows)[:0].copy() if hasattr(rows, "ndim") else made_of(name, rows, [])
 
 
 def with_own_memory(name: str, value):
@@ -252,20 +257,32 @@ def with_dummies(name: str, rows, missing: int, fill: Mapping):
     if isinstance(rows, torch.Tensor):
         dummies = rows[:1].expand(missing, *rows.shape[1:]).clone()
         return torch.cat([rows, _filled(name, dummies, fill[name]) if name in fill else dummies])
-    if hasattr(rows, "ndim"):
-        padded = rows[[*range(len(rows)), *[0] * missing]]
+    if hasattr(rows, "ndim") and not _holds_objects(rows):
+        padded = _by_place(rows)[[*range(len(rows)), *[0] * missing]].copy()
         if name in fill:
-            padded[len(rows) :] = _filled(name, padded[len(rows) :].copy(), fill[name])
+            places = _by_place(padded)
+            places[len(rows) :] = _filled(name, places[len(rows) :].copy(), fill[name])
         return padded
-    dummies = [_clone(rows[0]) for _ in range(missing)]
-    dummies = _filled(name, dummies, fill[name]) if name in fill else dummies
+    dummies = [_clone(_by_place(rows)[0]) for _ in range(missing)]
+    filled_row = _filled_object if hasattr(rows, "ndim") else _filled_row
+    dummies = _filled(name, dummies, fill[name], filled_row) if name in fill else dummies
+    if hasattr(rows, "ndim"):
+        padded = _by_place(rows)[[*range(len(rows)), *[0] * missing]].copy()
+        for place, row in enumerate(dummies, len(rows)):
+            _by_place(padded)[place] = row
+        return padded
     return made_of(name, rows, [*(rows[i] for i in range(len(rows))), *dummies])
 
 
-def _filled(name: str, dummies, value):
+def _holds_objects(rows) -> bool:
+    """An array whose entries are rows: lists, tensors or strings."""
+    return rows.ndim == 1 and rows.dtype == object
+
+
+def _filled(name: str, dummies, value, filled_row: Callable | None = None):
     if not callable(value):
         return (
-            [_filled_row(name, row, value) for row in dummies]
+            [filled_row(name, row, value) for row in dummies]
             if isinstance(dummies, list)
             else _full(name, dummies, value)
         )
@@ -289,12 +306,17 @@ def _full(name: str, like, value):
         raise _wrong_fill(name, value, dtype_name(like.dtype))
     full = like.copy()
     try:
-        full[...] = value
+        _by_place(full)[:] = value
         if (full == value).all():
             return full
     except (TypeError, ValueError, OverflowError):
         pass
     raise _wrong_fill(name, value, like.dtype)
+
+
+def _filled_object(name: str, row, value):
+    """An array of objects takes any value; one that has entries of its own has them filled."""
+    return _filled_row(name, row, value) if isinstance(row, (list, tuple)) or hasattr(row, "ndim") else value
 
 
 def _filled_row(name: str, row, value):
