@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
-from numbers import Number
+from numbers import Integral, Number
 
 import torch
 
@@ -14,6 +14,8 @@ class Fields:
     """The fields of one batch, of the dicts in it and of its metadata, and which of them are rows."""
 
     def __init__(self, batch: Mapping, row_keys: Sequence[str] = (), batch_keys: Sequence[str] = ()):
+        if not isinstance(batch, Mapping):
+            raise wrong_type("batch", "a dict or another Mapping", batch)
         self.batch, self.row_keys, self.batch_keys = batch, row_keys, batch_keys
         for argument, names in (("row_keys", row_keys), ("batch_keys", batch_keys)):
             if isinstance(names, str):
@@ -24,8 +26,18 @@ class Fields:
             check_names(names, argument, found)
         if both := set(row_keys) & set(batch_keys):
             raise ValueError(f"row_keys, batch_keys: expected a name in one of them, got {min(both)!r} in both")
+        for name in row_keys:
+            values = [value for found, value in self.all if found == name and value is not None]
+            if values and not any(map(_may_be_rows, values)):
+                raise TypeError(f"{name}: expected rows, as row_keys says, got {type(values[0]).__name__}")
 
     def _walk(self, batch: Mapping) -> Iterator[tuple[str, object]]:
+        if isinstance(getattr(batch, "batch_size", None), torch.Size):
+            # tensordict's, which its fields alone do not make.
+            raise TypeError(
+                f"batch: expected a Mapping without a batch_size of its own, got {type(batch).__name__} of "
+                f"{list(batch.batch_size)}, which has slices itself; a dict of its fields is taken"
+            )
         fields = chain(_order_by_row(batch).items(), [("metadata", batch.metadata)] if _has_metadata(batch) else [])
         for name, value in fields:
             yield name, value
@@ -36,10 +48,7 @@ class Fields:
         if name in self.batch_keys or value is None:
             return False
         if name in self.row_keys:
-            sliced = hasattr(value, "__getitem__") and getattr(value, "ndim", 1)
-            if isinstance(value, (str, bytes, Mapping)) or not sliced:
-                raise TypeError(f"{name}: expected rows, as row_keys says, got {type(value).__name__}")
-            return True
+            return _may_be_rows(value)  # at another depth the name may be of something else
         return _has_length_and_slices(value) and not (_says_boundaries(name) and _are_boundaries(value))
 
     def rows(self) -> list[tuple[str, object]]:
@@ -51,15 +60,18 @@ class Fields:
         if not found:
             raise ValueError(f"batch: expected a tensor or a list to count rows by, got {sorted(self.batch)}")
         first, like = next((field for field in found if hasattr(field[1], "ndim")), found[0])
-        rows = len(like)
+        strided = isinstance(like, torch.Tensor) and like.is_nested and like.layout != torch.jagged
+        rows = like.size(0) if strided else len(like)
         for name, value in found:
+            if isinstance(value, torch.Tensor) and value.is_nested and value.layout != torch.jagged:
+                raise ValueError(f"{name}: expected nested tensors of layout jagged, got strided")
             if len(value) != rows:
                 said = "" if name in self.row_keys else f"; batch_keys={(name,)} carries it as it is"
                 raise ValueError(f"{name}: expected {rows} rows like {first}, got {len(value)}{said}")
         for name, value in self.all:
             if name not in self.row_keys and name not in self.batch_keys and _may_be_either(name, value, rows):
                 raise ValueError(
-                    f"{name}: expected to be told what it is, as many (start, end) pairs as there are rows: "
+                    f"{name}: expected to be told what it is, of as many entries as there are rows: "
                     f"row_keys={(name,)} if one belongs to each row, batch_keys={(name,)} if not"
                 )
         return rows
@@ -84,6 +96,8 @@ class Fields:
                 return value
             if isinstance(value, torch.Tensor) and value.is_nested:
                 rows = change(name, list(value.unbind()))
+                if not len(rows):
+                    return torch.nested.nested_tensor_from_jagged(value.values()[:0], value.offsets()[:1])
                 return torch.nested.as_nested_tensor(rows, layout=value.layout, device=value.device)
             rows = change(name, value)
             return list(chain(*rows)) if name == "order" and by_row is not batch else rows
@@ -108,37 +122,78 @@ def _has_length_and_slices(value) -> bool:
     return hasattr(type(value), "__len__") and hasattr(type(value), "__getitem__")
 
 
+def _may_be_rows(value) -> bool:
+    """Where row_keys says so: a tuple too."""
+    return not isinstance(value, (str, bytes, Mapping)) and hasattr(value, "__getitem__") and bool(_dim(value))
+
+
+def _dim(value) -> int:
+    return getattr(value, "ndim", 1)
+
+
 def _says_boundaries(name: str) -> bool:
     return str(name).endswith("boundaries")
 
 
+def _numbers(value):
+    """Tensors and arrays as lists, but for a GPU's, which are not read."""
+    if isinstance(value, torch.Tensor) and not value.is_cpu:
+        return value
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _is_row_number(value) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _pairs(value) -> list[tuple[int, int]] | None:
+    """Of a list, tensor or array of pairs of integers."""
+    pairs = _numbers(value)
+    if not isinstance(pairs, list) or not pairs:
+        return None
+    pairs = [_numbers(pair) for pair in pairs]
+    for pair in pairs:
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(map(_is_row_number, map(_numbers, pair))):
+            return None
+    return [(int(start), int(end)) for start, end in pairs]
+
+
 def _are_boundaries(value) -> bool:
     """(start, end) pairs, one after the other from 0; of a tensor on a GPU, which is not read, the shape of such."""
-    if hasattr(value, "ndim"):
-        if value.ndim != 2 or value.shape[1] != 2:
-            return False
-        if isinstance(value, torch.Tensor) and not value.is_cpu:
-            return not value.is_floating_point()
-        value = value.tolist()
-    if not isinstance(value, list) or not value:
+    if isinstance(value, torch.Tensor) and not value.is_cpu:
+        return value.ndim == 2 and value.shape[1] == 2 and not value.is_floating_point()
+    pairs = _pairs(value)
+    if pairs is None or any(end <= start for start, end in pairs):
         return False
-    before = 0
-    for pair in value:
-        if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(type(row) is int for row in pair):
-            return False
-        if pair[0] != before or pair[1] <= before:
-            return False
-        before = pair[1]
-    return True
+    return [start for start, _ in pairs] == [0, *(end for _, end in pairs[:-1])]
+
+
+def _are_like_boundaries(value) -> bool:
+    """Of a part of a batch, with gaps between them, or their ends alone."""
+    pairs, numbers = _pairs(value), _numbers(value)
+    if pairs is None:
+        return isinstance(numbers, list) and all(map(_is_row_number, numbers)) and numbers == sorted(numbers)
+    ends = list(chain(*pairs))
+    return ends == sorted(ends)
 
 
 def _may_be_either(name: str, value, rows: int) -> bool:
-    """As many pairs as rows: in a list of tuples that ends with them, or boundaries by their name on a GPU."""
-    if isinstance(value, torch.Tensor):
-        return _says_boundaries(name) and not value.is_cpu and _are_boundaries(value) and len(value) == rows
-    if _says_boundaries(name) or not isinstance(value, list) or len(value) != rows or not rows:
+    """As many entries as rows in what may as well be of the whole batch.
+
+    Those are boundaries by their name, in another form than that which is carried or on a GPU; a list of tuples that ends
+    with the rows, as boundaries do; and a tuple of what rows are made of.
+    """
+    if not hasattr(value, "__len__") or not _dim(value) or not rows or len(value) != rows:
         return False
-    return isinstance(value[0], tuple) and _are_boundaries(value) and value[-1][1] == rows
+    if isinstance(value, torch.Tensor) and not value.is_cpu:
+        return _says_boundaries(name) and _are_boundaries(value)
+    if _says_boundaries(name):
+        return not _are_boundaries(value) and not isinstance(value, tuple) and _are_like_boundaries(value)
+    if isinstance(value, tuple):
+        return all(map(_has_length_and_slices, value))
+    if not isinstance(value, list) or not isinstance(value[0], tuple):
+        return False
+    return _are_boundaries(value) and value[-1][1] == rows
 
 
 def _has_metadata(batch: Mapping) -> bool:
@@ -292,6 +347,11 @@ def _filled(name: str, dummies, value, filled_row: Callable | None = None):
         got = f"{described(made)} on {made.device}" if isinstance(made, torch.Tensor) else type(made).__name__
         if got != wanted:
             raise ValueError(f"fill: expected {wanted} for {name!r}, got {got}")
+    elif hasattr(dummies, "dtype") and hasattr(dummies, "shape"):
+        wanted = f"{dummies.dtype} {dummies.shape}"
+        got = f"{made.dtype} {made.shape}" if type(made) is type(dummies) else type(made).__name__
+        if got != wanted:
+            raise ValueError(f"fill: expected {wanted} for {name!r}, got {got}")
     elif not _has_length_and_slices(made) or len(made) != len(dummies):
         got = len(made) if _has_length_and_slices(made) else type(made).__name__
         raise ValueError(f"fill: expected {len(dummies)} rows for {name!r}, got {got}")
@@ -307,7 +367,7 @@ def _full(name: str, like, value):
     full = like.copy()
     try:
         _by_place(full)[:] = value
-        if (full == value).all():
+        if ((full == value) | ((full != full) & (value != value))).all():  # NaN differs from itself
             return full
     except (TypeError, ValueError, OverflowError):
         pass

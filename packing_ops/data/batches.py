@@ -12,8 +12,9 @@ itself go with it, and where it has an attribute ``metadata``, a dict or None, t
 What is guessed: everything with rows is per row, and of another number of rows an error. Only (start, end) pairs under a
 name that ends in "boundaries", one after the other from 0 as compute_prompt_boundaries and
 compute_prompt_mini_batch_boundaries give them, are carried whole; they number the rows of the batch that they were made of.
-A list of such pairs under another name, as many as the rows and ending with them, is an error. Every function takes both
-answers:
+What has as many entries as there are rows and may be either is an error: a list of such pairs under another name that ends
+with the rows; boundaries by name that start elsewhere, leave gaps or are ends alone; a tuple of tensors or lists. Every
+function takes both answers:
 
     row_keys: names, at any depth, of what is per row: such pairs, or a tuple.
     batch_keys: names, at any depth, of what is carried whole, a dict too.
@@ -49,7 +50,7 @@ def num_rows(batch: Mapping[str, object], *, row_keys: Sequence[str] = (), batch
         ValueError: fields that differ in their number of rows, or none that has rows; a list that may be boundaries of the
             batch as well as rows; an ``order`` of another number of documents than ``sub_seq_lengths``; a name in row_keys
             or batch_keys that the batch does not have, or that is in both.
-        TypeError: a name in row_keys of what has no rows.
+        TypeError: a name in row_keys of what has no rows; a batch that is no Mapping, or of tensordict's classes.
     """
     return Fields(batch, row_keys, batch_keys).count()
 
@@ -92,8 +93,10 @@ def pad_batch_to_multiple(
         ValueError: multiple < 1; what num_rows raises; a name in fill that the batch does not have, or that has no rows; a
             value that its dtype cannot hold, rows of a function that are not as many or of another dtype or shape; neither
             a loss mask nor labels nor fill.
-        TypeError: a multiple that is no integer.
+        TypeError: a multiple that is no integer, a fill that is no dict.
     """
+    if fill is not None and not isinstance(fill, Mapping):
+        raise wrong_type("fill", "a dict of values by name", fill)
     if integer(multiple, "multiple") < 1:
         raise ValueError(f"multiple: expected at least 1, got {multiple}")
     fields = Fields(batch, row_keys, batch_keys)
@@ -254,15 +257,16 @@ def _without_tokens(fields: Fields, shape: tuple[int, ...], padding: int) -> Map
     """``shape``: that of the tokens, in front of any others."""
     dims, slots = len(shape), (padding,) if len(shape) == 1 else (1, padding)
 
-    def emptied(name, value):
-        if isinstance(value, Mapping) and name not in fields.batch_keys:
+    def emptied(key, value):
+        name = str(key)
+        if isinstance(value, Mapping) and key not in fields.batch_keys:
             return rebuilt(value, emptied)
         if isinstance(value, PackedMetadata):
             return PackedMetadata.from_lengths([], total=padding, device=value.cu_seqlens.device)
         if name.startswith(("max_length", "max_seqlen")):
             longest = padding if name.startswith("max_length") else 0
             return torch.full_like(value, longest) if isinstance(value, torch.Tensor) else longest
-        if not fields.has_rows(name, value):
+        if not fields.has_rows(key, value):
             return value
         if "cu_seq" in name:
             ends = 2 if padding and "cu_seq_lens" in name else 1
