@@ -5,7 +5,7 @@ from itertools import islice
 
 import torch
 
-from packing_ops._args import as_tensor, at_least, check_real, check_tensor, described, dtype_name, holds
+from packing_ops._args import as_tensor, at_least, check_real, check_tensor, described, dtype_name, holds, wrong_type
 
 
 def trim_padding(
@@ -21,8 +21,8 @@ def trim_padding(
     Meant for the CPU, before the batch goes to the device; on CUDA it synchronises once.
 
     Args:
-        batch: name to value. Tensors of two dimensions or more are ``[batch, seqlen, ...]`` and are trimmed; other values
-            (numbers, strings, one value per row) are copied over.
+        batch: name to value. Tensors and arrays of two dimensions or more are ``[batch, seqlen, ...]`` and are trimmed; other
+            values (numbers, strings, one value per row) are copied over.
         attention_mask: ``[batch, seqlen]``, nonzero for tokens; ``batch["attention_mask"]`` by default.
         side: the side to trim, "right", "left" or "both".
         min_length: minimum number of columns to keep.
@@ -51,9 +51,9 @@ def trim_padding(
     check_real(mask, "attention_mask")
     if mask.dim() != 2:
         raise ValueError(f"attention_mask: expected [batch, seqlen], got {described(mask)}")
-    columns = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim() > 1}
-    for name, tensor in columns.items():
-        check_padded(name, tensor, mask, same_device=False)
+    columns = {name: value for name, value in batch.items() if getattr(value, "ndim", 0) > 1}
+    for name, rows in columns.items():
+        check_padded(name, as_tensor(rows), mask, same_device=False)
     start, end = _kept_columns(mask, side, min_length, multiple_of)
     if end - start == mask.shape[1]:
         return batch
@@ -96,6 +96,8 @@ def iter_microbatches(
     at_least(microbatch_size, "microbatch_size", 1, "example")
     if not pad_values:
         raise ValueError("pad_values: expected a value for at least one name, got none")
+    if not isinstance(pad_values, Mapping):
+        raise wrong_type("pad_values", "a dict of values by name", pad_values)
     return _microbatches(iter(examples), microbatch_size, pad_values)
 
 
@@ -134,6 +136,9 @@ def _microbatches(examples, microbatch_size, pad_values):
 
 def _pad_group(group, first, pad_values) -> dict[str, torch.Tensor | list]:
     """One micro-batch; ``first`` is the number of its first example, for messages."""
+    for i, example in enumerate(group, first):
+        if not isinstance(example, Mapping):
+            raise TypeError(f"examples: expected dicts, got {type(example).__name__} as example {i}")
     names = group[0].keys()
     for i, example in enumerate(group, first):
         if example.keys() != names:
@@ -171,7 +176,7 @@ def _pad_group(group, first, pad_values) -> dict[str, torch.Tensor | list]:
 def _rows(sequences, index) -> dict[str, torch.Tensor]:
     """The sequences of one example. ``[1, length]`` becomes ``[length]``, unless a 1-D sequence beside it has length 1:
     then it is one token with ``length`` values."""
-    tensors = {name: as_tensor(value) for name, value in sequences.items()}
+    tensors = {name: _tensor(name, value, "a sequence of numbers", index) for name, value in sequences.items()}
     length = next((len(tensor) for tensor in tensors.values() if tensor.dim() == 1), None)
     for name, tensor in tensors.items():
         if tensor.dim() < 2 or len(tensor) == length:
@@ -183,7 +188,20 @@ def _rows(sequences, index) -> dict[str, torch.Tensor]:
                 f"{name}: expected a 1-D sequence or [1, length], got {described(tensor)} in example {index}; "
                 "[length, ...] needs one of them beside it"
             )
+    for name, tensor in tensors.items():
+        if tensor.dim() > 1 and not any(other.dim() == 1 for other in tensors.values()):
+            raise ValueError(
+                f"{name}: expected a 1-D sequence or [1, length], got {described(as_tensor(sequences[name]))} in example "
+                f"{index}; [length, ...] needs one of them beside it"
+            )
     return tensors
+
+
+def _tensor(name, value, wanted, index) -> torch.Tensor:
+    try:
+        return as_tensor(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise ValueError(f"{name}: expected {wanted}, got {value!r} in example {index}") from None
 
 
 def _sequences(name, values, tensors, first) -> list[torch.Tensor]:
@@ -209,6 +227,8 @@ def _single_values(name, values, first) -> torch.Tensor | list[str]:
     if all(isinstance(value, str) for value in values):
         return values
     for i, value in enumerate(values, first):
-        if isinstance(value, Sequence) or (isinstance(value, torch.Tensor) and value.dim() > 0):
+        if isinstance(value, str):
+            raise ValueError(f"{name}: expected a number or a string as in the others, got {value!r} in example {i}")
+        if isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0:
             raise ValueError(f"pad_values: expected a value for {name!r}, a sequence in example {i}, got none")
-    return torch.stack(list(map(as_tensor, values)))
+    return torch.stack([_tensor(name, value, "a number or a string", i) for i, value in enumerate(values, first)])

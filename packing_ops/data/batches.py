@@ -14,8 +14,9 @@ An attribute ``metadata``, a dict or None, is treated like a field of that name.
 
 Boundaries are the exception: (start, end) pairs, contiguous from 0 on, under a name that ends in "boundaries", as
 compute_prompt_boundaries and compute_prompt_mini_batch_boundaries return them. They refer to the rows of the batch that they
-were computed for, and are copied over whole. Under any other name, a list of such pairs with one per row is ambiguous, and
-an error. Every function takes two arguments that overrule these rules:
+were computed for, and are copied over whole. Ambiguous fields with as many entries as rows are an error: a list of such
+pairs under another name that ends at the last row; boundaries that do not start at 0, have gaps, or are ends alone; a tuple
+of tensors or lists. Every function takes two arguments that overrule these rules:
 
     row_keys: names, at any depth, of fields with one entry per row: such pairs, or a tuple.
     batch_keys: names, at any depth, of fields that are copied over whole; a dict too.
@@ -28,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from packing_ops._args import at_least, integer
+from packing_ops._args import at_least, integer, plain, wrong_type
 from packing_ops.data._rows import Fields, check_names, cut, none_of, rebuilt, taken, with_dummies
 from packing_ops.metadata import PackedMetadata
 
@@ -51,7 +52,7 @@ def num_rows(batch: Mapping[str, object], *, row_keys: Sequence[str] = (), batch
         ValueError: fields that differ in their number of rows, or no field with rows; a list that may be boundaries or rows;
             an ``order`` of another number of documents than ``sub_seq_lengths``; a name in row_keys or batch_keys that the
             batch does not have, or that is in both.
-        TypeError: a name in row_keys whose field cannot be sliced.
+        TypeError: a name in row_keys whose field cannot be sliced; a batch that is no Mapping, or of tensordict's classes.
     """
     return Fields(batch, row_keys, batch_keys).count()
 
@@ -94,8 +95,10 @@ def pad_batch_to_multiple(
         ValueError: multiple < 1; as num_rows; a name in fill that the batch does not have, or whose field has no rows; a
             value that the field's dtype cannot hold; a function that returns another number of rows, dtype or shape;
             neither a loss mask nor labels nor fill.
-        TypeError: a multiple that is no integer.
+        TypeError: a multiple that is no integer, a fill that is no dict.
     """
+    if fill is not None and not isinstance(fill, Mapping):
+        raise wrong_type("fill", "a dict of values by name", fill)
     at_least(multiple, "multiple", 1)
     fields = Fields(batch, row_keys, batch_keys)
     missing = -fields.count() % multiple
@@ -169,15 +172,26 @@ def select_rows(
 
     Raises:
         ValueError: a row that the batch does not have; as num_rows; a list-like whose class cannot be called with rows.
-        TypeError: an index that is no integer.
+        TypeError: an index that is no integer; so is a mask: pass ``mask.nonzero()[:, 0]``.
     """
     fields = Fields(batch, row_keys, batch_keys)
     rows = fields.count()
-    indices = [integer(index, "indices") for index in indices]
+    indices = _row_numbers(indices)
     wrong = [index for index in indices if not 0 <= index < rows]
     if wrong:
         raise ValueError(f"indices: expected 0 to {rows - 1} for {rows} rows, got {wrong[0]}")
     return fields.map(lambda name, rows: taken(name, rows, indices))
+
+
+def _row_numbers(indices) -> list[int]:
+    numbers = plain(indices)
+    if not hasattr(numbers, "__iter__"):
+        raise wrong_type("indices", "row numbers", indices)
+    numbers = list(numbers)
+    for index in map(plain, numbers):
+        if isinstance(index, bool):  # of a mask: True is no row 1
+            raise wrong_type("indices", "row numbers", index)
+    return [integer(index, "indices") for index in numbers]
 
 
 def empty_like_batch(
@@ -246,15 +260,16 @@ def _without_tokens(fields: Fields, shape: tuple[int, ...], padding: int) -> Map
     """empty_like_batch of packed rows. ``shape``: the first dimensions of every value per token."""
     dims, slots = len(shape), (padding,) if len(shape) == 1 else (1, padding)
 
-    def emptied(name, value):
-        if isinstance(value, Mapping) and name not in fields.batch_keys:
+    def emptied(key, value):
+        name = str(key)
+        if isinstance(value, Mapping) and key not in fields.batch_keys:
             return rebuilt(value, emptied)
         if isinstance(value, PackedMetadata):
             return PackedMetadata.from_lengths([], total=padding, device=value.cu_seqlens.device)
         if name.startswith(("max_length", "max_seqlen")):
             longest = padding if name.startswith("max_length") else 0
             return torch.full_like(value, longest) if isinstance(value, torch.Tensor) else longest
-        if not fields.has_rows(name, value):
+        if not fields.has_rows(key, value):
             return value
         if "cu_seq" in name:
             ends = 2 if padding and "cu_seq_lens" in name else 1

@@ -7,6 +7,7 @@ import torch
 
 from packing_ops._args import check_cu_seqlens, described, integer, is_set, wrong_type
 from packing_ops.metadata import PackedMetadata
+from packing_ops.segments import segment_sum
 
 
 class TokenCounts(NamedTuple):
@@ -99,6 +100,7 @@ def _cu_seqlens(batch: Mapping, prefix: str) -> torch.Tensor | None:
     for name, value in batch.items():
         if isinstance(value, PackedMetadata) and not prefix:
             return value.cu_seqlens
+        name = str(name)
         if name.startswith(prefix) and "cu_seq" in name[len(prefix) :]:
             check_cu_seqlens(value, name)
             return value
@@ -107,5 +109,4 @@ def _cu_seqlens(batch: Mapping, prefix: str) -> torch.Tensor | None:
 
 def _sums(slots: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
     """int64 ``[num_documents]``: number of true slots in each document."""
-    before = torch.nn.functional.pad(slots.flatten().cumsum(0), (1, 0))
-    return before[cu_seqlens.to(before.device, torch.int64)].diff()
+    return segment_sum(slots.flatten().double(), cu_seqlens.to(slots.device)).long()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from packing_ops._args import at_least, check_real, check_tensor, described, int64_tensor, integer, plain
+from packing_ops._args import at_least, check_real, check_tensor, described, int64_tensor, integer, plain, wrong_type
 from packing_ops.boundaries import seq_idx_from_cu_seqlens
 from packing_ops.data._rows import Fields, with_own_memory
 from packing_ops.data.batches import Fill, pad_batch_to_multiple, slice_batch
@@ -242,7 +242,11 @@ def _cu_seqlens(ends: list[int], device: torch.device) -> torch.Tensor:
 
 def _row_ends(name: str, boundaries: Boundaries, rows: int, least: int | None = None) -> list[int]:
     """[0, end of pair 0, end of pair 1, ...], checked: contiguous pairs that reach row ``least`` (1 if there are rows)."""
-    pairs = [(integer(start, name), integer(end, name)) for start, end in plain(boundaries)]
+    try:
+        pairs = [(start, end) for start, end in plain(boundaries)]
+    except (TypeError, ValueError):
+        raise wrong_type(name, "(start, end) pairs", boundaries) from None
+    pairs = [(integer(start, name), integer(end, name)) for start, end in pairs]
     ends = [0, *(end for _, end in pairs)]
     least = min(1, rows) if least is None else least
     if not least <= ends[-1] <= rows or any(

@@ -165,7 +165,7 @@ class PackedCollator:
         Raises:
             ValueError: cp_rank outside 0 to cp_size - 1; rows that are not this collator's.
         """
-        if not 0 <= cp_rank < self.cp_size:
+        if not 0 <= integer(cp_rank, "cp_rank") < self.cp_size:
             raise ValueError(f"cp_rank: expected 0 to {self.cp_size - 1} for cp_size={self.cp_size}, got {cp_rank}")
         sequences = batch["sequences"]
         documents = self._documents(batch)

@@ -277,16 +277,21 @@ def count_within_token_budget(
         (1, 2, 1)
 
     Raises:
-        ValueError: an example without input_ids, or without one of the first example's; max_sequences_per_bin below 1.
+        ValueError: an example without input_ids, or without one of the first example's; a max_seq_length or
+            max_sequences_per_bin below 1.
         TypeError: features that are no list of dicts.
     """
     check_examples(features, "features")
     most = len(features) if max_sequences_per_bin is None else integer(max_sequences_per_bin, "max_sequences_per_bin")
     if most < 1 and features:
         raise ValueError(f"max_sequences_per_bin: expected at least 1 example or None, got {most}")
+    if max_seq_length is not None and integer(max_seq_length, "max_seq_length") < 1:
+        raise ValueError(f"max_seq_length: expected at least 1 token or None, got {max_seq_length}")
     if max_seq_length is None or not features:
         return min(most, len(features))
-    names = [name for name in features[0] if name.endswith("input_ids")] or ["input_ids"]
+    names = [prefix + "input_ids" for prefix in PaddingFreeDPOCollator._prefixes]
+    if not any(name in features[0] for name in names):
+        names = ["input_ids"]
     lengths = list(zip(*(lengths_of(column(features, name), name) for name in names), strict=True))
     return max(1, min(_num_fitting(lengths, max_seq_length), most))
 

@@ -197,7 +197,10 @@ class PackedBatchSampler(Sampler[list[int]]):
             "max_sequences_per_bin": self.max_sequences_per_bin,
             "seed": None if draws is None else draws.getrandbits(63),
         }
-        packing = pack_sequences(self.lengths, self.capacity, **options)
+        try:
+            packing = pack_sequences(self.lengths, self.capacity, **options)
+        except ValueError as error:
+            raise ValueError(str(error).replace("'split', ", "")) from None  # of a sequence in several batches
         count, equal = packing.item_indices.numel(), -(-packing.num_bins // self.dp_size) * self.dp_size
         # A multiple of dp_size bins; with too few sequences for that, a bin for each sequence.
         multiple, least = (self.dp_size, 1) if equal <= count else (1, max(count, 1))
