@@ -177,6 +177,20 @@ def integer(value, name: str) -> int:
     return number
 
 
+def at_least(value, name: str, least: int, unit: str = "") -> int:
+    """``integer(value, name)``, checked.
+
+    Example:
+        >>> at_least(0, "dp_size", 1, "rank")
+        Traceback (most recent call last):
+        ValueError: dp_size: expected at least 1 rank, got 0
+    """
+    number = integer(value, name)
+    if number < least:
+        raise ValueError(f"{name}: expected at least {f'{least} {unit}'.rstrip()}, got {value}")
+    return number
+
+
 def number(value, name: str) -> float:
     """``value`` as a Python number: scalars of NumPy, pandas, pyarrow and torch too."""
     if isinstance(value, (int, float)):

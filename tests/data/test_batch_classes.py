@@ -325,3 +325,172 @@ def test_padding_after_the_last_boundary_is_not_staged():
         scaled = normalize_advantages(advantages, batch["loss_mask"], BOUNDARIES, reduction)
         assert torch.equal(scaled[:7], normalize_advantages(advantages[:7], torch.ones(7, 5), BOUNDARIES, reduction))
         assert not scaled[7].any()
+
+
+@pytest.mark.parametrize("mask", [[True, False], torch.tensor([True, False]), np.array([True, False])])
+def test_a_mask_is_no_row_numbers(mask):
+    """True would be row 1."""
+    with pytest.raises(TypeError, match=r"indices: expected row numbers, got .*True.* \(bool"):
+        select_rows({"ids": torch.arange(2)}, mask)
+
+
+def test_rows_of_a_pandas_column_are_its_places():
+    """Whatever its labels are, as after a shuffle."""
+    pandas = pytest.importorskip("pandas")
+    batch = {
+        "ids": torch.arange(3),
+        "reward": pandas.Series([10, 11, 12], index=[2, 0, 1]),
+        "table": pandas.DataFrame({"a": [10, 11, 12]}, index=[2, 0, 1]),
+    }
+    for part, wanted in (
+        (slice_batch(batch, 1, 3), [11, 12]),
+        (select_rows(batch, [0, 2, 0]), [10, 12, 10]),
+        (pad_batch_to_multiple(batch, 2, fill={}), [10, 11, 12, 10]),
+        (empty_like_batch(batch), []),
+    ):
+        assert part["reward"].tolist() == part["table"]["a"].tolist() == wanted
+    assert pad_batch_to_multiple(batch, 2, fill={"reward": 0})["reward"].tolist() == [10, 11, 12, 0]
+
+
+def test_rows_that_are_objects_in_an_array():
+    """Each is filled as it would be in a list, and dummy rows are copies of their own."""
+    labels = np.empty(2, object)
+    labels[:] = [[1, 2], [3]]
+    tensors = np.empty(2, object)
+    tensors[0], tensors[1] = torch.tensor([1, 2]), torch.tensor([3])
+    uids = np.array(["a", "b"], object)
+    batch = {"labels": labels, "chosen_labels": tensors, "turns": labels, "uids": uids, "ids": torch.arange(2)}
+    padded = pad_batch_to_multiple(batch, 4, fill={"uids": lambda copies: [f"pad{i}" for i in range(len(copies))]})
+    assert padded["labels"].tolist() == [[1, 2], [3], [-100, -100], [-100, -100]]
+    assert [row.tolist() for row in padded["chosen_labels"]] == [[1, 2], [3], [-100, -100], [-100, -100]]
+    assert padded["turns"].tolist() == [[1, 2], [3], [1, 2], [1, 2]]
+    assert padded["turns"][2] is not labels[0]
+    assert padded["turns"][2] is not padded["turns"][3]
+    assert padded["uids"].tolist() == ["a", "b", "pad0", "pad1"]
+
+
+# --- what is refused, and what is not guessed ---
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        [(3, 5), (5, 7)],
+        [(0, 3), (4, 7)],
+        torch.tensor([[3, 5], [5, 7]]),
+        [0, 3],
+        torch.tensor([0, 3]),
+    ],
+)
+def test_boundaries_of_another_form_are_asked(pairs):
+    """Those of a part of a batch, with gaps, or ends alone: cut with the rows they would be wrong without a word."""
+    batch = {"ids": torch.arange(2), "prompt_boundaries": pairs}
+    with pytest.raises(ValueError, match=r"prompt_boundaries: expected to be told what it is"):
+        slice_batch(batch, 0, 1)
+    assert slice_batch(batch, 0, 1, batch_keys=("prompt_boundaries",))["prompt_boundaries"] is pairs
+    assert len(slice_batch(batch, 0, 1, row_keys=("prompt_boundaries",))["prompt_boundaries"]) == 1
+
+
+@pytest.mark.parametrize("number", [np.int64, torch.tensor])
+def test_boundaries_of_other_integers_pass_whole(number):
+    pairs = [(number(0), number(3)), (number(3), number(7))]
+    assert slice_batch({"ids": torch.arange(2), "boundaries": pairs}, 0, 1)["boundaries"] is pairs
+    pairs = [torch.tensor([0, 3]), torch.tensor([3, 7])]
+    assert slice_batch({"ids": torch.arange(2), "boundaries": pairs}, 0, 1)["boundaries"] is pairs
+
+
+def test_a_tuple_of_as_many_tensors_as_rows_is_asked():
+    pixels = (torch.zeros(1), torch.zeros(3))
+    with pytest.raises(ValueError, match=r"pixel_values: expected to be told .* row_keys=\('pixel_values',\)"):
+        slice_batch({"ids": torch.arange(2), "pixel_values": pixels}, 0, 1)
+    assert slice_batch({"ids": torch.arange(3), "pixel_values": pixels, "size": (2, 2, 2)}, 0, 1)["size"] == (2, 2, 2)
+    part = slice_batch({"ids": torch.arange(2), "pixel_values": pixels}, 0, 1, row_keys=["pixel_values"])
+    assert part["pixel_values"] == pixels[:1]
+
+
+@pytest.mark.parametrize("other", ["preference", 3, {"a": 1}, None])
+def test_a_name_that_has_rows_in_one_place_alone(other):
+    batch = {"labels": torch.arange(4), "metadata": {"labels": other}}
+    ((first, _),) = stage_chunks(batch, [(0, 4)], 2)
+    assert first["labels"].tolist() == [0, 1]
+    assert first["metadata"]["labels"] == other
+    with pytest.raises(TypeError, match="metadata_: expected rows, as row_keys says, got str"):
+        slice_batch(batch | {"metadata_": "x"}, 0, 1, row_keys=["labels", "metadata_"])
+
+
+class Sized(dict):
+    """As tensordict's: a size beside its fields, which a dict of them does not say."""
+
+    batch_size = torch.Size([3])
+
+
+@pytest.mark.parametrize("wrap", [lambda batch: batch, lambda batch: {"batch": batch}])
+def test_a_batch_with_a_size_of_its_own_is_refused(wrap):
+    batch = wrap(Sized(ids=torch.arange(3)))
+    for call in (lambda: slice_batch(batch, 0, 1), lambda: stage_chunks(batch, [(0, 3)], 1), lambda: num_rows(batch)):
+        with pytest.raises(
+            TypeError, match=r"batch: expected a Mapping without a batch_size of its own, got Sized .*\[3\]"
+        ):
+            call()
+    extra = {"ids": torch.arange(3), "batch": Sized(ids=torch.arange(3))}
+    assert slice_batch(extra, 0, 1, batch_keys=["batch"])["batch"] is extra["batch"]
+
+
+@pytest.mark.parametrize("batch", [None, [torch.arange(3)], torch.arange(3)])
+def test_what_is_no_mapping_is_named(batch):
+    for call in (
+        lambda: num_rows(batch),
+        lambda: pad_batch_to_multiple(batch, 2),
+        lambda: empty_like_batch(batch),
+        lambda: stage_chunks(batch, [(0, 3)], 1),
+    ):
+        with pytest.raises(TypeError, match="batch: expected a dict or another Mapping, got"):
+            call()
+
+
+def test_names_may_be_numbers():
+    batch = {0: torch.arange(3), "input_ids": torch.arange(3), "cu_seqlens": torch.tensor([0, 3])}
+    assert empty_like_batch(batch)[0].shape == (0,)
+    assert slice_batch({0: torch.arange(3), "a": [1, 2, 3]}, 0, 1)["a"] == [1]
+
+
+def test_fills_that_are_no_fills():
+    batch = {"ids": torch.arange(3)}
+    for fill in (0, ["ids"], "ids"):
+        with pytest.raises(TypeError, match="fill: expected a dict of values by name, got"):
+            pad_batch_to_multiple(batch, 2, fill=fill)
+    counts = {"counts": np.ones((3, 2), np.int32)}
+    for made, got in (
+        (lambda rows: rows + 0.5, r"float64 \(1, 2\)"),
+        (lambda rows: np.ones(1, np.int32), r"int32 \(1,\)"),
+    ):
+        with pytest.raises(ValueError, match=rf"fill: expected int32 \(1, 2\) for 'counts', got {got}"):
+            pad_batch_to_multiple(counts, 2, fill={"counts": made})
+    nan = pad_batch_to_multiple({"x": np.zeros((1, 2), np.float32)}, 2, fill={"x": float("nan")})["x"]
+    assert np.isnan(nan[1]).all()
+
+
+@pytest.mark.parametrize("boundaries", [None, 3, [0, 3], [(0, 1, 3)], "ab", torch.tensor([0, 3])])
+def test_boundaries_that_are_no_pairs(boundaries):
+    for call in (
+        lambda: stage_chunks({"loss_mask": torch.ones(3)}, boundaries, 1),
+        lambda: normalize_advantages(torch.ones(3, 2), torch.ones(3, 2), boundaries, "token_mean"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=r"boundaries: expected \(start, end\) pairs"):
+            call()
+
+
+def test_no_rows_of_nested_tensors():
+    nested = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
+    batch = {"ids": torch.arange(2), "loss_mask": nested}
+    for part in (slice_batch(batch, 1, 1), select_rows(batch, []), empty_like_batch(batch)):
+        assert len(part["loss_mask"]) == 0
+        assert part["loss_mask"].values().shape == (0, 4)
+        assert num_rows(part) == 0
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_of_the_other_layout_are_named():
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(ValueError, match="x: expected nested tensors of layout jagged, got strided"):
+        slice_batch({"ids": torch.arange(2), "x": nested}, 0, 1)

@@ -137,3 +137,13 @@ def test_a_default_device_is_the_callers():
 def test_bad_input_is_named(batch, message):
     with pytest.raises((ValueError, TypeError), match=message):
         count_tokens(batch)
+
+
+@pytest.mark.parametrize("cu_seqlens", [[0, 2, 9], [-3, 2, 5], [0, 4, 2, 5], [1, 5]])
+def test_cu_seqlens_that_are_none_are_named(cu_seqlens):
+    with pytest.raises(ValueError, match="cu_seqlens: expected"):
+        count_tokens({"input_ids": torch.arange(1, 6), "cu_seqlens": torch.tensor(cu_seqlens)})
+
+
+def test_names_may_be_numbers():
+    assert count_tokens({0: 3, "input_ids": torch.arange(1, 6)}).tokens == 5

@@ -450,3 +450,20 @@ def test_no_pad_token():
 def test_labels_that_are_all_ignored_stay_ignored():
     batch = PaddingFreeCollator()([{"input_ids": [1, 2, 3], "labels": [-100] * 3}])
     assert batch["labels"].tolist() == [[-100] * 3]
+
+
+@pytest.mark.parametrize(("budget", "error"), [(0, ValueError), (-1, ValueError), (5.5, TypeError), ("5", TypeError)])
+def test_a_budget_that_the_collator_refuses_counts_nothing(budget, error):
+    with pytest.raises(error, match="max_seq_length: expected"):
+        PaddingFreeCollator(max_seq_length=budget)
+    with pytest.raises(error, match="max_seq_length: expected"):
+        count_within_token_budget([{"input_ids": [1] * 5}], budget)
+
+
+def test_pairs_are_counted_by_the_sides_that_are_collated():
+    """Whatever other input_ids the examples have."""
+    pair = {"prompt_input_ids": [1] * 9, "chosen_input_ids": [1], "rejected_input_ids": [1, 2], "input_ids": [3] * 9}
+    kept = PaddingFreeDPOCollator(max_seq_length=4, overlong="own").selection([pair] * 3).kept
+    assert count_within_token_budget([pair] * 3, 4) == len(kept) == 2
+    with pytest.raises(TypeError, match="examples: expected dicts, got list as example 0"):
+        count_within_token_budget([[1, 2]], 4)

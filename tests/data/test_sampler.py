@@ -3,6 +3,7 @@
 import itertools
 import json
 import pickle
+import re
 
 import pytest
 import torch
@@ -336,3 +337,12 @@ def test_writes_into_lengths_change_no_epoch():
     sampler.set_epoch(1)
     sampler.set_epoch(0)
     assert list(sampler) == expected
+
+
+def test_policies_that_its_error_offers_are_its_own():
+    with pytest.raises(ValueError, match="capacity=4, got 5 at index 1") as raised:
+        PackedBatchSampler([3, 5], 4)
+    offered = re.findall("'([a-z]+)'", str(raised.value))
+    assert offered
+    for overlong in offered:
+        PackedBatchSampler([3, 5], 4, overlong=overlong)

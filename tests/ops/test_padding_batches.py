@@ -1,7 +1,9 @@
 """trim_padding and iter_microbatches of packing_ops.padding_batches, which make batches before any op sees them."""
 
 import doctest
+from collections import UserList
 
+import numpy as np
 import pytest
 import torch
 from helpers import MASK_DTYPES, assert_same, drawn_mask, mask_of, masks
@@ -207,3 +209,52 @@ def test_bad_input_is_named(device, case):
     call, message = bad_calls(device)[case]
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("values", [np.array([1, 2]), UserList([1, 2])])
+def test_sequences_of_any_kind_need_a_pad_value(values):
+    examples = [{"input_ids": [5, 6], "labels": values}] * 2
+    with pytest.raises(
+        ValueError, match="pad_values: expected a value for 'labels', a sequence in example 0, got none"
+    ):
+        next(po.iter_microbatches(examples, 2, pad_values={"input_ids": 0}))
+
+
+@pytest.mark.parametrize("value", [None, {"a": 1}])
+def test_what_is_no_number_is_named(value):
+    examples = [{"input_ids": [5], "weight": 1.0}, {"input_ids": [5], "weight": value}]
+    with pytest.raises(ValueError, match=r"weight: expected a number or a string, got .* in example 1"):
+        next(po.iter_microbatches(examples, 2, pad_values={"input_ids": 0}))
+    with pytest.raises(ValueError, match=r"input_ids: expected a sequence of numbers, got .* in example 1"):
+        next(po.iter_microbatches([{"input_ids": [5]}, {"input_ids": value}], 2, pad_values={"input_ids": 0}))
+
+
+def test_strings_beside_numbers_are_named():
+    examples = [{"input_ids": [5], "name": "a"}, {"input_ids": [5], "name": 3}]
+    with pytest.raises(ValueError, match="name: expected a number or a string as in the others, got 'a' in example 0"):
+        next(po.iter_microbatches(examples, 2, pad_values={"input_ids": 0}))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 3), (1, 3, 2), (1, 1, 1, 1)])
+def test_more_dimensions_than_a_row_has_are_named(shape):
+    """Nothing beside them says what their length is."""
+    with pytest.raises(ValueError, match=r"input_ids: expected a 1-D sequence or \[1, length\], got"):
+        next(po.iter_microbatches([{"input_ids": torch.ones(shape)}], 1, pad_values={"input_ids": 0}))
+    beside = {"input_ids": torch.ones(1, 3), "logprobs": torch.ones(1, 3, 2)}
+    padded = next(po.iter_microbatches([beside], 1, pad_values={"input_ids": 0, "logprobs": 0}))
+    assert padded["logprobs"].shape == (1, 3, 2)
+
+
+def test_examples_and_pad_values_that_are_no_dicts():
+    with pytest.raises(TypeError, match="pad_values: expected a dict of values by name, got"):
+        po.iter_microbatches([{"input_ids": [1]}], 1, pad_values=["input_ids"])
+    for examples in ([[1, 2]], {"input_ids": [[1]]}):
+        with pytest.raises(TypeError, match=r"examples: expected dicts, got .* as example 0"):
+            next(po.iter_microbatches(examples, 1, pad_values={"input_ids": 0}))
+
+
+def test_arrays_are_trimmed_with_the_tensors():
+    batch = {"attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]]), "labels": np.arange(6).reshape(2, 3)}
+    assert po.trim_padding(batch)["labels"].tolist() == [[0, 1], [3, 4]]
+    with pytest.raises(ValueError, match=r"labels: expected \[batch, seqlen, ...\] = \[2, 3\]"):
+        po.trim_padding(batch | {"labels": np.arange(6).reshape(3, 2)})

@@ -171,7 +171,7 @@ def test_an_op_that_is_not_there_says_what_is_missing(monkeypatch):
         _plain.op_without_library("varlen_attention")(1, 2)
     with pytest.raises(AttributeError):
         _plain.op_without_library("__wrapped__")
-    _plain._tell.cache_clear()
+    _plain._warn_once.cache_clear()
     with pytest.warns(
         UserWarning, match=r"no compiled library at here; without it packing_ops.data runs in plain torch"
     ):

@@ -45,6 +45,17 @@ def test_a_patch_holds_no_line_of_the_project_and_applies(checkout):
     assert (stock / "a.py").read_text() == AFTER
 
 
+def test_a_patch_is_made_and_applied_from_the_command_line(checkout, tmp_path):
+    stock, edited = checkout
+    script = Path(patches.__file__)
+    made = subprocess.run(
+        [sys.executable, script, edited.name], cwd=tmp_path, check=True, capture_output=True, text=True
+    )
+    (tmp_path / "a.patch").write_text(made.stdout)
+    subprocess.run([sys.executable, script, "a.patch", stock.name], cwd=tmp_path, check=True)
+    assert (stock / "a.py").read_text() == AFTER
+
+
 def test_a_patch_refuses_another_file(checkout):
     stock, edited = checkout
     patch = patches.make(edited)

@@ -86,3 +86,14 @@ def test_version_and_the_name_it_was_called_by(name, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     assert capsys.readouterr().out.startswith(f"usage: {name} [-h] [--version]")
+
+
+def test_a_reader_that_leaves_is_no_error():
+    """``packing_ops info | head -1``"""
+    command = [sys.executable, "-c", "import sys; from packing_ops.__main__ import main; sys.exit(main())", "info"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
+        process.stdout.close()
+        told = process.stderr.read()
+    assert "Broken pipe" not in told
+    assert "BrokenPipe" not in told
