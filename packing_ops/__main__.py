@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from packing_ops._load import VERSION
+from packing_ops._library import VERSION
 from packing_ops.report import make_report, save_json
 from packing_ops.report.info import describe_environment
 from packing_ops.report.statistics import OVERLONG

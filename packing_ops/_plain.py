@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from packing_ops import _load
-from packing_ops._args import check_cu_seqlens, check_tensor, described, is_set, wrong_type
+from packing_ops import _library
+from packing_ops._arguments import check_cu_seqlens, check_tensor, described, is_set, wrong_type
 from packing_ops.reference import boundaries, packing, padding, segments
 
 _INT32_MAX = 2**31 - 1
@@ -30,14 +30,14 @@ def op_without_library(name: str) -> Callable:
         return _OPS[name]
 
     def missing(*args):
-        raise ImportError(_load.MISSING)
+        raise ImportError(_library.MISSING)
 
     return missing
 
 
 @functools.cache
 def _warn_once() -> None:
-    message = f"{_load.MISSING}; without it packing_ops.data runs in plain torch, slower"
+    message = f"{_library.MISSING}; without it packing_ops.data runs in plain torch, slower"
     warnings.warn(message, stacklevel=4)
 
 

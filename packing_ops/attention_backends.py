@@ -9,8 +9,8 @@ from typing import Literal, overload
 import torch
 import torch.nn.functional as F
 
-from packing_ops import _load
-from packing_ops._args import check_cu_seqlens, dtype_name, int32_cu_seqlens, window_sides
+from packing_ops import _library
+from packing_ops._arguments import check_cu_seqlens, dtype_name, int32_cu_seqlens, window_sides
 from packing_ops.attention import refuse_heads_first, varlen_attention
 
 BACKENDS = ("packing_ops", "torch_varlen", "sdpa")
@@ -224,11 +224,11 @@ def _why_not_this_gpu(q) -> str:
 
 def _why_not_packing_ops(q) -> str:
     kind = q.device.type
-    if _load.MISSING:
+    if _library.MISSING:
         return "has no compiled library here"
     if kind not in _DTYPES:
         return f"has no kernel for {kind}"
-    if q.is_cuda and "varlen_attention" in _load.without_cuda_kernel:
+    if q.is_cuda and "varlen_attention" in _library.without_cuda_kernel:
         return "has no CUDA kernel in this library"
     if q.dtype not in _DTYPES[kind]:
         return f"has {', '.join(map(dtype_name, _DTYPES[kind]))} on {kind}, got {dtype_name(q.dtype)}"

@@ -5,7 +5,16 @@ from itertools import islice
 
 import torch
 
-from packing_ops._args import as_tensor, at_least, check_real, check_tensor, described, dtype_name, holds, wrong_type
+from packing_ops._arguments import (
+    as_tensor,
+    at_least,
+    check_real,
+    check_tensor,
+    described,
+    dtype_name,
+    holds,
+    wrong_type,
+)
 
 
 def trim_padding(

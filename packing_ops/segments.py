@@ -9,7 +9,7 @@ from numbers import Real
 import torch
 
 from packing_ops import _ops
-from packing_ops._args import (
+from packing_ops._arguments import (
     check_cu_seqlens,
     check_tensor,
     described,

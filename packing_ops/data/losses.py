@@ -7,7 +7,7 @@ over the whole batch of the optimizer step, before the split; never over one mic
 import torch
 import torch.nn.functional as F
 
-from packing_ops._args import at_least, check_real, described, is_set, one_number
+from packing_ops._arguments import at_least, check_real, described, is_set, one_number
 from packing_ops.boundaries import shift_labels
 from packing_ops.segments import segment_sum
 

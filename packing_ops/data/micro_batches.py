@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from packing_ops._args import at_least, described, index_tensor
+from packing_ops._arguments import at_least, described, index_tensor
 from packing_ops.packing import cost_coefficients, pack_sequences
 
 

@@ -11,7 +11,16 @@ from typing import Any
 
 import torch
 
-from packing_ops._args import at_least, check_real, check_tensor, described, int64_tensor, integer, plain, wrong_type
+from packing_ops._arguments import (
+    at_least,
+    check_real,
+    check_tensor,
+    described,
+    int64_tensor,
+    integer,
+    plain,
+    wrong_type,
+)
 from packing_ops.boundaries import seq_idx_from_cu_seqlens
 from packing_ops.data._rows import Fields, with_own_memory
 from packing_ops.data.batches import Fill, pad_batch_to_multiple, slice_batch

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from packing_ops._args import int64_tensor, integer
+from packing_ops._arguments import int64_tensor, integer
 from packing_ops.boundaries import mask_boundary_labels
 from packing_ops.data._examples import check_examples, column, flattened, lengths_of, optional_column, tokens_of
 from packing_ops.metadata import PackedMetadata

@@ -10,7 +10,7 @@ import math
 import torch
 
 from packing_ops import position_ids_from_cu_seqlens, seq_idx_from_cu_seqlens
-from packing_ops._args import at_least, check_cu_seqlens, integer
+from packing_ops._arguments import at_least, check_cu_seqlens, integer
 
 
 def packed_alignment(tp_size: int = 1, cp_size: int = 1, fp8: bool = False) -> int:

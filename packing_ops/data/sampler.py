@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch.utils.data import Sampler
 
-from packing_ops._args import at_least, integer
+from packing_ops._arguments import at_least, integer
 from packing_ops.packing import cost_coefficients, lengths_tensor, pack_sequences
 
 

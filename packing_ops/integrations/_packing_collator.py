@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from packing_ops import PackedMetadata, mask_boundary_labels, unpad_inputs
-from packing_ops._args import check_tensor, integer
+from packing_ops._arguments import check_tensor, integer
 
 
 class PackingCollator:

@@ -6,7 +6,7 @@ from attention_case import Case, assert_close, document_alone, document_results
 from helpers import assert_error_within, assert_same, cu_seqlens_of, pytest_of_its_own
 
 import packing_ops as po
-from packing_ops import _recent
+from packing_ops import _batch_cache
 from packing_ops.reference.attention import visible
 
 pytestmark = [
@@ -79,7 +79,7 @@ def test_a_row_heads_first_shares_the_plan():
     q, k, _, _ = packed([70, 5])
     cu_seqlens = cu_seqlens_of([70, 5], "cuda")
     plans = [
-        _recent.plan_for(*rows, cu_seqlens, cu_seqlens, True, -1, -1)
+        _batch_cache.plan_for(*rows, cu_seqlens, cu_seqlens, True, -1, -1)
         for rows in ((q, k), (q[None].transpose(1, 2), k[None].transpose(1, 2)))
     ]
     assert plans[0] is not None
@@ -114,12 +114,12 @@ def test_a_dense_graph_keeps_nothing_of_its_own():
     with torch.cuda.stream(side):
         expected = po.flash_attn_func(*given, causal=True)
     torch.cuda.current_stream().wait_stream(side)
-    _recent._kept_cu_seqlens.cache_clear()
+    _batch_cache._kept_cu_seqlens.cache_clear()
     graph = torch.cuda.CUDAGraph()
     with pytest.MonkeyPatch.context() as patch, torch.cuda.graph(graph):
         patch.setenv("PACKING_OPS_CHECK", "0")
         captured = po.flash_attn_func(*given, causal=True)
-    assert _recent._kept_cu_seqlens.cache_info().currsize == 0
+    assert _batch_cache._kept_cu_seqlens.cache_info().currsize == 0
     graph.replay()
     assert_same(captured, expected)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 import packing_ops as po
-from packing_ops import _load, _recent, attention_backends
+from packing_ops import _batch_cache, _library, attention_backends
 from packing_ops.reference import attention as oracle
 
 # --- flash-attn's name and the other backends ---
@@ -83,7 +83,7 @@ class OnCuda(torch.Tensor):
 @pytest.fixture
 def gpu_of(monkeypatch):
     """The GPU that OnCuda's are on, in a library that has kernels for it."""
-    monkeypatch.setattr(_load, "without_cuda_kernel", set())
+    monkeypatch.setattr(_library, "without_cuda_kernel", set())
     monkeypatch.setattr(attention_backends, "_told", set())
 
     def use(major, minor):
@@ -233,7 +233,7 @@ def test_inference_mode(device):
         for cu_seqlens in (case.cu_seqlens, made_here):
             out = po.varlen_attention(case.q, case.k, case.v, *cu_seqlens)
             assert_same(out, expected["out"])
-            plan = _recent.plan_of(*cu_seqlens, geometry)
+            plan = _batch_cache.plan_of(*cu_seqlens, geometry)
             assert plan.is_inference() == (cu_seqlens is made_here)
     for name, value in case.ours().items():
         assert_same(value, expected[name])

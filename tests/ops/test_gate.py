@@ -10,7 +10,7 @@ from helpers import ROOT, assert_same, cu_seqlens_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import packing_ops as po
-from packing_ops import _load, _ops
+from packing_ops import _library, _ops
 
 CU_SEQLENS = cu_seqlens_of([2, 3])
 LABELS = torch.arange(5)
@@ -111,14 +111,14 @@ def test_torch_func_and_forward_mode():
 
 def test_only_the_gate_calls_ops():
     """A module that called torch.ops itself would raise what torch makes of a mistake."""
-    allowed = {"_ops.py", "_autograd.py", "_flops.py", "_load.py"}
+    allowed = {"_ops.py", "_autograd.py", "_flops.py", "_library.py"}
     for path in (ROOT / "packing_ops").rglob("*.py"):
         if path.name not in allowed:
             assert not re.search(r"= torch\.ops\.packing_ops|torch\.ops\.packing_ops\.\w+\(", path.read_text()), path
 
 
 def test_every_op_has_a_gate():
-    for name in _load.op_names():
+    for name in _library.op_names():
         assert getattr(_ops, name).__name__ == name
 
 
@@ -138,7 +138,7 @@ def test_compiles_fullgraph_and_exports(fresh_compile):
 
 
 def test_gates_do_not_share_the_recompilations_of_each_other():
-    codes = [getattr(_ops, name).__code__ for name in _load.op_names()]
+    codes = [getattr(_ops, name).__code__ for name in _library.op_names()]
     assert len(set(map(id, codes))) == len(codes)
     assert len({code.co_name for code in codes}) == len(codes)
 

@@ -6,7 +6,7 @@ import torch
 from helpers import copy_of_package, cu_seqlens_of
 
 import packing_ops as po
-from packing_ops import _load
+from packing_ops import _library
 
 # 8 GiB or more each: a result, a copy of an expanded input, a result in the memory order of an expanded one.
 CALLS = {
@@ -41,7 +41,7 @@ def told(tmp_path, request):
 
 @pytest.mark.parametrize("call", CALLS)
 def test_on_the_cpu(call, told):
-    text = told(call, _load.PACKAGE.parent)
+    text = told(call, _library.PACKAGE.parent)
     assert text.startswith("RuntimeError")
     assert "DefaultCPUAllocator: can't allocate memory: you tried to allocate" in text
     assert "API call failed" not in text

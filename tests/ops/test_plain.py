@@ -6,7 +6,7 @@ from helpers import assert_same, cu_seqlens_of, drawn_mask, lengths_strategy, ma
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packing_ops import _load, _ops, _plain
+from packing_ops import _library, _ops, _plain
 
 packed = {"lengths": lengths_strategy, "tail": st.integers(0, 5)}
 
@@ -21,8 +21,8 @@ def assert_alike(name, *args):
 
 
 def test_every_op_that_data_needs_is_there():
-    assert set(_plain._OPS) <= set(_load.op_names())
-    assert {op.partition("_")[0] for op in set(_load.op_names()) - set(_plain._OPS)} == {
+    assert set(_plain._OPS) <= set(_library.op_names())
+    assert {op.partition("_")[0] for op in set(_library.op_names()) - set(_plain._OPS)} == {
         *("attention", "build", "check", "checked", "logps", "rope", "token", "varlen")
     }
 
@@ -166,7 +166,7 @@ def test_other_mistakes_are_named(call, named):
 
 
 def test_an_op_that_is_not_there_says_what_is_missing(monkeypatch):
-    monkeypatch.setattr(_load, "MISSING", "packing_ops: no compiled library at here")
+    monkeypatch.setattr(_library, "MISSING", "packing_ops: no compiled library at here")
     with pytest.raises(ImportError, match="no compiled library at here"):
         _plain.op_without_library("varlen_attention")(1, 2)
     with pytest.raises(AttributeError):

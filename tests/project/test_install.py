@@ -126,7 +126,7 @@ def test_the_import_warns_where_only_torch_can_use_the_gpu(installed, python, en
     """
     told = run(python, "-c", textwrap.dedent(code), cwd=tmp_path, env=environment)
     assert told.startswith("True")
-    assert "_load.py" not in told
+    assert "_library.py" not in told
 
 
 def test_without_torch_the_error_says_what_to_do(sources, environment, tmp_path):

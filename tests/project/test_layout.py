@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import ROOT
 
-from packing_ops import _load
+from packing_ops import _library
 
 CSRC = ROOT / "csrc"
 FAMILIES = ["attention", "boundaries", "logps", "packing", "padding", "rope"]
@@ -40,7 +40,7 @@ OPS = families_of_ops()
 
 
 def test_schema_lists_every_op():
-    assert {*OPS, "build_info"} == set(_load.op_names())
+    assert {*OPS, "build_info"} == set(_library.op_names())
 
 
 def is_torch_free(path):
@@ -127,5 +127,5 @@ def test_op_is_complete(op):
     assert torch._library.simple_registry.singleton.find(qualified).fake_impl.kernel is not None, "fake"
     tests = (path.read_text() for path in (ROOT / "tests" / "ops").glob(f"test_{OPS[op]}*.py"))
     assert any(re.search(rf"ops\.{op}\b", text) for text in tests), "opcheck in its test"
-    if _load.build_info()["cuda"]:
-        assert op not in _load.without_cuda_kernel, "CUDA kernel"
+    if _library.build_info()["cuda"]:
+        assert op not in _library.without_cuda_kernel, "CUDA kernel"

@@ -14,13 +14,13 @@ import torch
 from helpers import ROOT, assert_same, copy_of_package, cu_seqlens_of
 
 import packing_ops as po
-from packing_ops import _load
+from packing_ops import _library
 
 ALLOWED = (ROOT / "tests" / "allowed_symbols.txt").read_text().split()
 
 
 def symbols(*flags):
-    found = subprocess.run(["nm", "-D", *flags, str(_load.LIBRARY)], capture_output=True, text=True, check=True)
+    found = subprocess.run(["nm", "-D", *flags, str(_library.LIBRARY)], capture_output=True, text=True, check=True)
     return [line.split()[-1].split("@")[0] for line in found.stdout.splitlines()]
 
 
@@ -31,7 +31,9 @@ def test_undefined_symbols_are_stable_abi_only():
 
 
 def test_needed_libraries():
-    dynamic = subprocess.run(["readelf", "-d", str(_load.LIBRARY)], capture_output=True, text=True, check=True).stdout
+    dynamic = subprocess.run(
+        ["readelf", "-d", str(_library.LIBRARY)], capture_output=True, text=True, check=True
+    ).stdout
     needed = re.findall(r"NEEDED.*\[(.+?)\]", dynamic)
     assert not [n for n in needed if "python" in n or "cuda" in n]
 
@@ -41,7 +43,7 @@ def test_build_info():
     assert info["version"] == po.__version__
     assert info["torch"] == torch.__version__
     assert re.fullmatch(r"\d+\.\d+\.\d+", info["built_with_torch"])
-    assert Path(info["library"]) == _load.LIBRARY
+    assert Path(info["library"]) == _library.LIBRARY
     assert info["library_from"] == "this package"
 
 
@@ -123,7 +125,7 @@ def installed(site, editable_in=None):
         )
     library = (editable_in or site) / "packing_ops" / "_C.so"
     library.parent.mkdir(parents=True)
-    library.symlink_to(_load.LIBRARY)
+    library.symlink_to(_library.LIBRARY)
     return library
 
 
@@ -138,13 +140,13 @@ def test_a_clone_takes_the_library_of_the_installed_package(tmp_path, clone, imp
 def test_its_own_library_comes_first(tmp_path, clone, imported):
     installed(tmp_path / "site")
     own = clone / "packing_ops" / "_C.so"
-    own.symlink_to(_load.LIBRARY)
+    own.symlink_to(_library.LIBRARY)
     assert imported("print(packing_ops.build_info()['library'])", clone, tmp_path / "site") == f"{own}\n"
 
 
 def test_a_library_of_another_version_is_refused(tmp_path, clone, import_error):
     library = installed(tmp_path / "site")
-    load = clone / "packing_ops" / "_load.py"
+    load = clone / "packing_ops" / "_library.py"
     load.write_text(load.read_text().replace(f'VERSION = "{po.__version__}"', 'VERSION = "7.8.9"'))
     message = import_error(clone, tmp_path / "site")
     assert f"{clone / 'packing_ops'} is version 7.8.9" in message
@@ -152,21 +154,23 @@ def test_a_library_of_another_version_is_refused(tmp_path, clone, import_error):
 
 
 def test_a_library_of_the_same_version_that_lacks_ops_is_refused(monkeypatch):
-    assert sorted(_load.OPS.split()) == _load.op_names()
-    monkeypatch.setattr(_load, "op_names", lambda: sorted({*_load.OPS.split()} - {"shift_labels", "token_logps"}))
-    expected = f"{_load.LIBRARY} is of other sources than .* it has no shift_labels, token_logps; build it again with: "
+    assert sorted(_library.OPS.split()) == _library.op_names()
+    monkeypatch.setattr(_library, "op_names", lambda: sorted({*_library.OPS.split()} - {"shift_labels", "token_logps"}))
+    expected = (
+        f"{_library.LIBRARY} is of other sources than .* it has no shift_labels, token_logps; build it again with: "
+    )
     with pytest.raises(ImportError, match=expected):
-        _load._check_ops()
+        _library._check_ops()
 
 
 @pytest.mark.parametrize(("cuda", "gpus", "told"), [("", 1, 1), ("13.0", 1, 0), ("", 0, 0)])
 def test_a_gpu_without_kernels_for_it_is_told(monkeypatch, cuda, gpus, told):
-    monkeypatch.setattr(_load, "build_info", lambda: {"cuda": cuda})
+    monkeypatch.setattr(_library, "build_info", lambda: {"cuda": cuda})
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        _load.warn_without_cuda_kernels()
+        _library.warn_without_cuda_kernels()
     expected = "packing_ops: torch sees a GPU, but .* was built without CUDA kernels; .*pip install \\."
     assert len(caught) == told
     assert all(re.match(expected, str(w.message)) and w.category is UserWarning for w in caught)
@@ -192,9 +196,9 @@ def test_two_threads_at_once():
 
 
 def test_missing_cuda_kernel_says_so():
-    if not torch.cuda.is_available() or not _load.without_cuda_kernel:
+    if not torch.cuda.is_available() or not _library.without_cuda_kernel:
         pytest.skip("needs a CUDA GPU and an op without a CUDA kernel")
-    for name in _load.without_cuda_kernel:
+    for name in _library.without_cuda_kernel:
         schema = getattr(torch.ops.packing_ops, name).default._schema
         tensor = torch.ones(2, 2, 2, device="cuda")
         samples = {
@@ -242,7 +246,7 @@ def test_parts_of_torch_that_own_autograd_needs():
 
 def test_own_autograd_is_for_ops_without_defaults():
     """packing_ops._autograd hands arguments on as they come; the dispatcher leaves out those that equal a default."""
-    sources = [path.read_text() for path in _load.PACKAGE.glob("*.py")]
+    sources = [path.read_text() for path in _library.PACKAGE.glob("*.py")]
     names = [n for text in sources for n in re.findall(r'^register_autograd\(\s*"(\w+)"', text, re.MULTILINE)]
     assert {"varlen_attention", "rope_qk", "segment_sum_backward", "unpad_rows"} <= set(names)
     for name in names:

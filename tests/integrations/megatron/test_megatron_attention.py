@@ -30,7 +30,7 @@ from megatron_case import (  # noqa: F401
     tiny_gpt,
 )
 
-from packing_ops import _recent
+from packing_ops import _batch_cache
 from packing_ops.integrations.megatron import PackingDotProductAttention, use_packing_ops
 from packing_ops.integrations.megatron import layout as layouts
 from packing_ops.reference.attention import varlen_attention as reference
@@ -338,14 +338,14 @@ def test_layout_is_made_once_per_batch(device, monkeypatch):
 
 @pytest.mark.parametrize("slots", [None, [5, 3, 8]])
 def test_nothing_is_kept_longer_than_its_batch(slots, device):
-    kept = len(_recent._kept)
+    kept = len(_batch_cache._kept)
     params = thd_params([5, 3, 7], device, slots=slots)
     out = module_of(device=device)(*heads_of(16, device=device), None, packed_seq_params=params)
     # A layout where there is one to work out, and on CUDA the plan.
-    assert len(_recent._kept) == kept + (slots is not None) + (device == "cuda")
+    assert len(_batch_cache._kept) == kept + (slots is not None) + (device == "cuda")
     out.sum().backward()
     del params, out
-    assert len(_recent._kept) == kept
+    assert len(_batch_cache._kept) == kept
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ import torch
 from helpers import cu_seqlens_of
 
 import packing_ops as po
-from packing_ops import _recent
+from packing_ops import _batch_cache
 
 
 def geometry(window=-1, total=9):
@@ -18,26 +18,26 @@ def geometry(window=-1, total=9):
 
 def kept():
     gc.collect()
-    return len(_recent._kept)
+    return len(_batch_cache._kept)
 
 
 def test_layers_of_alternating_windows_share_two_plans(device):
     cu_seqlens = cu_seqlens_of([5, 4], device)
-    first, other = (_recent.plan_of(cu_seqlens, cu_seqlens, geometry(window)) for window in (-1, 2))
+    first, other = (_batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry(window)) for window in (-1, 2))
     assert first is not other
     for _ in range(3):
-        assert _recent.plan_of(cu_seqlens, cu_seqlens, geometry()) is first
-        assert _recent.plan_of(cu_seqlens, cu_seqlens, geometry(2)) is other
+        assert _batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry()) is first
+        assert _batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry(2)) is other
 
 
 def test_keys_of_their_own_have_plans_of_their_own(device):
     cu_seqlens, keys = cu_seqlens_of([5, 4], device), cu_seqlens_of([4, 5], device)
-    own, cross = (_recent.plan_of(cu_seqlens, cu_k, geometry()) for cu_k in (cu_seqlens, keys))
-    assert _recent.plan_of(cu_seqlens, cu_seqlens, geometry()) is own
-    assert _recent.plan_of(cu_seqlens, keys, geometry()) is cross
-    assert _recent.plan_of(cu_seqlens, keys.clone(), geometry()) is not cross
+    own, cross = (_batch_cache.plan_of(cu_seqlens, cu_k, geometry()) for cu_k in (cu_seqlens, keys))
+    assert _batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry()) is own
+    assert _batch_cache.plan_of(cu_seqlens, keys, geometry()) is cross
+    assert _batch_cache.plan_of(cu_seqlens, keys.clone(), geometry()) is not cross
     keys[1] = 3
-    assert _recent.plan_of(cu_seqlens, keys, geometry()) is not cross
+    assert _batch_cache.plan_of(cu_seqlens, keys, geometry()) is not cross
 
 
 def test_a_buffer_written_each_step_keeps_one_step(device):
@@ -45,10 +45,10 @@ def test_a_buffer_written_each_step_keeps_one_step(device):
     before = kept()
     for total in range(9, 30):
         cu_seqlens[2] = total
-        plan = _recent.plan_of(cu_seqlens, cu_seqlens, geometry(total=total))
-        assert _recent.plan_of(cu_seqlens, cu_seqlens, geometry(total=total)) is plan
+        plan = _batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry(total=total))
+        assert _batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry(total=total)) is plan
     assert kept() == before + 1
-    assert len(_recent._kept[id(cu_seqlens)].entries) == 1
+    assert len(_batch_cache._kept[id(cu_seqlens)].entries) == 1
     del cu_seqlens
     assert kept() == before
 
@@ -56,9 +56,9 @@ def test_a_buffer_written_each_step_keeps_one_step(device):
 def test_what_was_made_can_be_trained_with(device):
     values = torch.ones(3, device=device)
     with torch.inference_mode(), torch.no_grad():
-        made = _recent.kept_with([values], ("twice",), lambda: values * 2)
+        made = _batch_cache.kept_with([values], ("twice",), lambda: values * 2)
     assert not made.is_inference()
-    assert _recent.kept_with([values], ("twice",), lambda: None) is made
+    assert _batch_cache.kept_with([values], ("twice",), lambda: None) is made
 
 
 # --- writes that torch does not count ---
@@ -77,7 +77,7 @@ def test_uncounted_writes_are_noticed_on_the_cpu(write):
     version = values._version
 
     def twice():
-        return _recent.kept_with([values], ("twice",), lambda: values * 2)
+        return _batch_cache.kept_with([values], ("twice",), lambda: values * 2)
 
     first = twice()
     assert twice() is first
@@ -91,11 +91,13 @@ def test_uncounted_writes_are_noticed_on_the_cpu(write):
 
 def test_what_is_kept_of_a_tensor_is_bounded(device):
     cu_seqlens = cu_seqlens_of([5, 4], device)
-    plans = [_recent.plan_of(cu_seqlens, cu_seqlens, geometry(window)) for window in range(3 * _recent.MOST_KEPT)]
-    assert len(_recent._kept[id(cu_seqlens)].entries) == _recent.MOST_KEPT
-    newest = 3 * _recent.MOST_KEPT - 1
-    assert _recent.plan_of(cu_seqlens, cu_seqlens, geometry(newest)) is plans[newest]
-    assert _recent.plan_of(cu_seqlens, cu_seqlens, geometry(0)) is not plans[0]
+    plans = [
+        _batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry(window)) for window in range(3 * _batch_cache.MOST_KEPT)
+    ]
+    assert len(_batch_cache._kept[id(cu_seqlens)].entries) == _batch_cache.MOST_KEPT
+    newest = 3 * _batch_cache.MOST_KEPT - 1
+    assert _batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry(newest)) is plans[newest]
+    assert _batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry(0)) is not plans[0]
 
 
 def test_nothing_fake_is_kept():
@@ -104,10 +106,10 @@ def test_nothing_fake_is_kept():
     cu_seqlens = cu_seqlens_of([5, 4], "cpu")
     dense = torch.zeros(2, 41, 3)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        _recent.kept_with([cu_seqlens], ("twice",), lambda: cu_seqlens * 2)
-        _recent.dense_cu_seqlens(dense, "q")
-    assert type(_recent.kept_with([cu_seqlens], ("twice",), lambda: cu_seqlens * 2)) is torch.Tensor
-    assert type(_recent.dense_cu_seqlens(dense, "q")) is torch.Tensor
+        _batch_cache.kept_with([cu_seqlens], ("twice",), lambda: cu_seqlens * 2)
+        _batch_cache.dense_cu_seqlens(dense, "q")
+    assert type(_batch_cache.kept_with([cu_seqlens], ("twice",), lambda: cu_seqlens * 2)) is torch.Tensor
+    assert type(_batch_cache.dense_cu_seqlens(dense, "q")) is torch.Tensor
 
 
 def test_layers_in_a_row_share_and_the_next_forward_looks_again():
@@ -115,7 +117,7 @@ def test_layers_in_a_row_share_and_the_next_forward_looks_again():
     made = []
 
     def ask(layer):
-        return _recent.kept_with([values], ("twice",), lambda: made.append(layer) or values * 2, layer=layer)
+        return _batch_cache.kept_with([values], ("twice",), lambda: made.append(layer) or values * 2, layer=layer)
 
     assert ask(3) is ask(4)
     values.numpy()[1] = 7.0  # between two layers of a forward nobody writes, and nobody looks
