@@ -282,13 +282,16 @@ def _torch_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, *, causal, 
 
 
 def _rows_in_documents(tensor, cu_seqlens):
-    return (torch.arange(tensor.shape[0], device=tensor.device) < cu_seqlens[-1])[:, None, None]
+    return (torch.arange(tensor.shape[0], device=cu_seqlens.device) < cu_seqlens[-1])[:, None, None]
 
 
 def _sdpa(q, k, v, cu_seqlens_q, cu_seqlens_k, *, causal, softmax_scale, window_size):
     seen = _block_mask(q.shape[0], k.shape[0], cu_seqlens_q, cu_seqlens_k, causal, window_size)
     # softmax of a fully masked row is NaN: such a row sees all keys instead, and its result is set to 0.
     empty = ~seen.any(1, keepdim=True)
+    # 0 times the NaN that padding may hold would be NaN.
+    in_document_q, in_document_k = _rows_in_documents(q, cu_seqlens_q), _rows_in_documents(k, cu_seqlens_k)
+    q, k, v = q.where(in_document_q, 0), k.where(in_document_k, 0), v.where(in_document_k, 0)
     rows = (t.transpose(0, 1)[None] for t in (q, k, v))
     out = F.scaled_dot_product_attention(
         *rows, attn_mask=seen | empty, scale=softmax_scale, enable_gqa=k.shape[1] != q.shape[1]

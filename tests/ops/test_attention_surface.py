@@ -312,3 +312,17 @@ def test_mixed_devices_are_named():
     case = Case([2], device="cuda")
     with pytest.raises(ValueError, match="k: expected on cuda:0 like q"):
         po.varlen_attention(case.q, case.k.cpu(), case.v, case.cu_seqlens[0])
+
+
+@pytest.mark.parametrize("backend", ["packing_ops", "sdpa"])
+def test_padding_may_hold_anything(backend):
+    """NaN in rows past the last document, as memory that nobody wrote has, reaches no document and no gradient."""
+    case = Case([9, 0, 4], heads=(4, 2), tail=3)
+    rows = [t.detach().clone() for t in (case.q, case.k, case.v)]
+    results = []
+    for fill in (0.0, torch.nan):
+        given = [t.index_fill(0, torch.arange(13, 16), fill).requires_grad_() for t in rows]
+        out = po.attention(*given, *case.cu_seqlens, backend=backend)
+        results.append([out, *torch.autograd.grad(out, given, case.dout)])
+    for clean, filled in zip(*results, strict=True):
+        torch.testing.assert_close(filled, clean, rtol=0, atol=0)

@@ -402,3 +402,15 @@ def test_trainer_and_model_of_transformers(tmp_path):
     stock = padded(EXAMPLES)
     stock.pop("kind")
     torch.testing.assert_close(ours, model(**stock).loss, **CLOSE)
+
+
+def test_padded_rows_without_a_mask_are_no_row_of_documents():
+    """Which slots are padding nobody says: labels that are masked at the end of the last example are not."""
+
+    def pad(examples):
+        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(e["input_ids"]) for e in examples], batch_first=True)
+        labels = torch.tensor([[3, -100, -100], [1, -100, -100]])
+        return {"input_ids": ids, "labels": labels}
+
+    with pytest.raises(ValueError, match="attention_mask: expected beside 2 rows of 3 slots for 4 tokens, got none"):
+        enable_packing(pad)([{"input_ids": [3]}, {"input_ids": [1, 2, 4]}])
