@@ -9,7 +9,7 @@ import torch
 
 from packing_ops._arguments import at_least, int64_tensor, integer
 from packing_ops.data._examples import check_examples, column, flattened, optional_column, tokens_of
-from packing_ops.data.parallel import aligned, packed_alignment, thd_partition_indices
+from packing_ops.data.context_parallel import aligned, packed_alignment, thd_partition_indices
 from packing_ops.metadata import PackedMetadata
 from packing_ops.packing import pack_sequences
 

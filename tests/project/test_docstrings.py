@@ -15,7 +15,7 @@ import packing_ops.data
 
 NEEDS = {"transformers": "transformers", "trl": "trl", "megatron": "megatron.core"}  # to import an integration
 NOT_RUN = {  # lines that say +SKIP
-    "packing_ops.boundaries": 1,  # xformers, which needs a GPU
+    "packing_ops.masks": 1,  # xformers, which needs a GPU
     "packing_ops.integrations.unsloth": 1,  # the same
     "packing_ops.integrations.trl": 1,  # a trainer, which test_trl.py and test_first_scripts.py run
 }

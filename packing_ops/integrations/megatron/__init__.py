@@ -10,7 +10,7 @@ A model:
 A batch:
     data.py              Padded rows as one thd row and back, PackedSeqParams, next-token targets.
     slots.py             Which token of the padded rows each slot of the thd row holds.
-    packing_ops/data/parallel.py   Alignment and zigzag indices, which need no megatron-core.
+    packing_ops/data/context_parallel.py   Alignment and zigzag indices, which need no megatron-core.
 
 Three lines of a training script change; examples/first/megatron_step.py is a whole one:
     patch_rope()  # before the config: apply_rope_fusion=True works
@@ -21,7 +21,7 @@ Three lines of a training script change; examples/first/megatron_step.py is a wh
 import importlib
 import importlib.util
 
-from packing_ops.data.parallel import packed_alignment, thd_inverse_indices, thd_partition_indices
+from packing_ops.data.context_parallel import packed_alignment, thd_inverse_indices, thd_partition_indices
 
 _HOMES = {
     "PackingDotProductAttention": "core_attention",

@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from packing_ops._arguments import at_least, integer, plain, wrong_type
-from packing_ops.data._rows import Fields, check_names, cut, none_of, rebuilt, taken, with_dummies
+from packing_ops.data._batch_fields import Fields, check_names, cut, none_of, rebuilt, taken, with_dummies
 from packing_ops.metadata import PackedMetadata
 
 Fill = Mapping[str, float | str | Callable]
