@@ -7,7 +7,7 @@ import torch
 
 from packing_ops._args import check_cu_seqlens
 from packing_ops._checks import checked_documents
-from packing_ops.integrations.transformers._host import PreTrainedModel
+from packing_ops.integrations.transformers._host import PreTrainedModel, version
 from packing_ops.integrations.transformers._keywords import check_keywords
 from packing_ops.integrations.transformers._told import (
     NUMBERS,
@@ -39,6 +39,13 @@ _MIXERS = frozenset(
     )
 )
 OTHER_POSITIONS = frozenset(("decision_transformer",))  # position_ids of zeros, beside embeddings of the time
+
+
+def not_causal(model) -> str | None:
+    """Why a model would run without its causal mask under every attn_implementation but its eager one."""
+    if version.startswith("4.") and model.config.model_type == "decision_transformer":
+        return f"the attention of {type(model).__name__} in transformers {version} is causal in its eager form alone"
+    return None
 
 
 class Call:
@@ -174,6 +181,10 @@ def watch_calls() -> bool:
             if "position_ids" in kwargs and (outer := current()) is not None:
                 outer.take()  # by another implementation, which tells documents in its own way
             return torch.nn.Module.__call__(self, *args, **kwargs)
+        if why := not_causal(self):
+            raise NotImplementedError(
+                f"attn_implementation: expected 'eager', got {self.config._attn_implementation!r}; {why}"
+            )
         check_keywords(type(self), kwargs)
         args, kwargs = _with_ones(self, args, kwargs)
         here = _here()
