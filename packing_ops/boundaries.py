@@ -266,8 +266,7 @@ def mask_boundary_labels_shifted_(
 ) -> torch.Tensor:
     """Shifted labels (slot t holds the target of t) with the last of each document masked, in place.
 
-    Args:
-        As mask_boundary_labels; ``labels`` must be contiguous.
+    Arguments are those of mask_boundary_labels; ``labels`` must be contiguous.
 
     Returns:
         ``labels`` itself.

@@ -187,8 +187,8 @@ def enable_packing(trainer_or_collator, *, sequence_lengths_key: str = "seq_leng
         (tensor([[5, 6, 7]]), tensor([[0, 1, 0]]), tensor([2, 1], dtype=torch.int32))
 
     Raises:
-        TypeError: neither a trainer nor a collator. ValueError (when collating): lengths that do not make the row,
-        return_tensors other than "pt".
+        TypeError: neither a trainer nor a collator.
+        ValueError: (when collating) lengths that do not make the row, return_tensors other than "pt".
     """
     if hasattr(trainer_or_collator, "data_collator"):
         trainer = trainer_or_collator
