@@ -408,7 +408,7 @@ def xformers_bias(lengths: Sequence[int], *, window: int | None = None):
         ``BlockDiagonalCausalMask``, or its local form with ``window``; it stores the lengths, no matrix.
 
     Example:
-        >>> xformers.ops.memory_efficient_attention(q, k, v, attn_bias=xformers_bias([3, 5]))  # doctest: +SKIP
+        >>> xformers.ops.memory_efficient_attention(q, k, v, xformers_bias([3, 5]))  # needs a GPU # doctest: +SKIP
 
     Raises:
         ImportError: xformers is not installed.

@@ -229,7 +229,7 @@ def pack_ffd(
     """First-fit decreasing with results of fixed size on the device of ``lengths``: no synchronisation, capturable.
 
     For lengths on the GPU that the host must not wait for, above all in a CUDA graph. First fit is sequential: where
-    waiting is allowed, a copy to the host and pack_sequences is several times faster (README, Speed).
+    waiting is allowed, a copy to the host and pack_sequences is several times faster (docs/performance.md).
 
     Args:
         lengths: int32 or int64 ``[num_sequences]``, tokens per sequence.

@@ -85,7 +85,7 @@ def xformers_mask(metadata: PackedMetadata, *, sliding_window: int | None = None
         installed. One synchronisation for cu_seqlens on CUDA.
 
     Example:
-        >>> xformers.ops.memory_efficient_attention(q, k, v, attn_bias=xformers_mask(metadata))  # doctest: +SKIP
+        >>> xformers.ops.memory_efficient_attention(q, k, v, xformers_mask(metadata))  # needs a GPU # doctest: +SKIP
     """
     lengths = metadata.lengths.tolist()
     lengths.append(metadata.total - sum(lengths))  # padding is a segment of its own

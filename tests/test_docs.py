@@ -1,0 +1,104 @@
+"""The pages build, their links lead somewhere, their Python runs, and their figures come from result files."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "csrc/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s#]*)(?:#([^)\s]*))?\)")
+MEASURED = re.compile(r"\d\s?(us|ms|GiB|MiB|GB/s|TFLOPS?|tokens per second)\b|\d\.\d+x\b|\d% (of copy|faster|slower)")
+RUN_BY = {  # pages with blocks of Python
+    "README.md": "test_first_scripts.py",
+    "docs/data.md": "test_examples.py",
+    "docs/megatron.md": "test_examples.py",
+    "docs/ops.md": "test_examples.py",
+}
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
+def prose_of(page):
+    """Without blocks of code and what is quoted."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+    return re.sub(r"`[^`\n]*`", "", text)
+
+
+def anchors_of(page):
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def wrong_links(page, root=ROOT):
+    wrong = []
+    for link, anchor in LINK.findall(prose_of(page)):
+        if link.startswith("https://"):
+            continue
+        target = (page.parent / link).resolve() if link else page
+        there = target.is_file() and target.is_relative_to(root)
+        if not there or (anchor and anchor not in anchors_of(target)):
+            wrong.append(f"{link}#{anchor}")
+    return wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    assert wrong_links(page) == []
+
+
+def test_the_link_check_sees_what_is_missing(tmp_path):
+    (tmp_path / "b.md").write_text("# A heading\n```\n# none\n```\n")
+    page = tmp_path / "a.md"
+    page.write_text("[a](b.md#a-heading) [b](b.md) [e](https://example.org) `[quoted](nowhere)`")
+    assert wrong_links(page, tmp_path) == []
+    page.write_text("[a](c.md) [b](b.md#none) [c](../outside.md) [d](#here)")
+    assert wrong_links(page, tmp_path) == ["c.md#", "b.md#none", "../outside.md#", "#here"]
+
+
+def test_every_page_is_reached_from_the_readme():
+    reached, ahead = set(), [ROOT / "README.md"]
+    while ahead:
+        page = ahead.pop()
+        if page not in reached:
+            reached.add(page)
+            ahead += [
+                (page.parent / link).resolve() for link, _ in LINK.findall(prose_of(page)) if link.endswith(".md")
+            ]
+    assert [name_of(page) for page in PAGES if page not in reached] == []
+
+
+def test_the_readme_is_one_page():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 100
+
+
+def test_python_of_the_pages_is_run():
+    found = {name_of(page) for page in PAGES if "```python" in page.read_text()}
+    assert found == set(RUN_BY)
+    for page, test in RUN_BY.items():
+        assert Path(page).name in (ROOT / "tests" / test).read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_measured_figures_come_from_result_files(page):
+    written = re.sub(r"<!-- results: .*?<!-- end -->", "", page.read_text(), flags=re.S)
+    assert [match[0] for match in MEASURED.finditer(written)] == []
+
+
+def test_the_pages_build_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings_handlers.python")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"]
+    done = subprocess.run([str(c) for c in command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = (tmp_path / "site" / "api" / "packing_ops.html").read_text()
+    assert 'id="packing_ops.varlen_attention"' in text
+    assert "&gt;&gt;&gt;" in text
+    assert (tmp_path / "site" / "repository" / "examples" / "first" / "sft_trl.py").is_file()
