@@ -48,9 +48,7 @@ def python_variables(text):
         key = None
         if isinstance(node, ast.Subscript) and is_environ(node.value):
             key = node.slice
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and is_environ(node.func.value):
-            key = node.args[0]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("getenv"):
+        elif isinstance(node, ast.Call) and re.match(r"(os\.)?(environ\.(get|setdefault|pop)|getenv)\(", ast.unparse(node)):
             key = node.args[0]
         elif isinstance(node, ast.Compare) and is_environ(node.comparators[0]):
             key = node.left
