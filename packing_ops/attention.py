@@ -15,7 +15,7 @@ What holds on every device:
     Memory grows with the tokens, never with their square.
 """
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 
@@ -310,7 +310,12 @@ def flash_attn_varlen_func(
     if block_table is not None:
         raise NotImplementedError("block_table: expected None, paged keys and values are not supported")
     refuse_heads_first(q)
-    options = {"causal": causal, "softmax_scale": softmax_scale, "window_size": window_size, "softcap": softcap}
+    options: dict[str, Any] = {
+        "causal": causal,
+        "softmax_scale": softmax_scale,
+        "window_size": window_size,
+        "softcap": softcap,
+    }
     out, lse = varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, **options, return_lse=True)
     return (out, lse, None) if return_attn_probs else out
 
@@ -386,7 +391,7 @@ def flash_attn_func(
         raise ValueError(f"v: expected {list(k.shape)} like k, got {list(v.shape)}")
     seqlens_args = _recent.dense_cu_seqlens(q, "q"), _recent.dense_cu_seqlens(k, "k"), q.shape[1], k.shape[1]
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, True
-    out, lse, _ = flash_attn_varlen_func(*(t.flatten(0, 1) for t in (q, k, v)), *seqlens_args, *options)
+    out, lse, _ = flash_attn_varlen_func(*(t.flatten(0, 1) for t in (q, k, v)), *seqlens_args, *options)  # type: ignore[call-overload]
     out, lse = out.view(q.shape), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
     return (out, lse, None) if return_attn_probs else out
 

@@ -4,7 +4,7 @@ import functools
 import importlib
 import inspect
 import warnings
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -166,7 +166,7 @@ def attention(
         NotImplementedError: the backend cannot run this call; says why.
     """
     refuse_heads_first(q)
-    wanted = {"softcap": softcap, "sinks": sinks, "return_lse": return_lse}
+    wanted: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "return_lse": return_lse}
     if backend is None:
         backend, reasons = select_attention_backend(q, k, **wanted, explain=True)
         if backend != "packing_ops":
@@ -177,7 +177,7 @@ def attention(
         reason = select_attention_backend(q, k, **wanted, explain=True)[1][backend]
         if reason:
             raise NotImplementedError(f"backend: {backend} {reason}")
-    options = {"causal": causal, "softmax_scale": softmax_scale, "window_size": window_size}
+    options: dict[str, Any] = {"causal": causal, "softmax_scale": softmax_scale, "window_size": window_size}
     if backend == "packing_ops":
         return varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, **options, **wanted)
     sides = window_sides(window_size)
@@ -285,9 +285,9 @@ def _sdpa(q, k, v, cu_seqlens_q, cu_seqlens_k, *, causal, softmax_scale, window_
     seen = _block_mask(q.shape[0], k.shape[0], cu_seqlens_q, cu_seqlens_k, causal, window_size)
     # A row that sees nothing has no softmax: it looks at everything, and its result is dropped.
     empty = ~seen.any(1, keepdim=True)
-    rows = (t.transpose(0, 1)[None] for t in (q, k, v))
+    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
     out = F.scaled_dot_product_attention(
-        *rows, attn_mask=seen | empty, scale=softmax_scale, enable_gqa=k.shape[1] != q.shape[1]
+        q, k, v, attn_mask=seen | empty, scale=softmax_scale, enable_gqa=k.shape[1] != q.shape[1]
     )
     return out[0].transpose(0, 1).masked_fill(empty[..., None], 0.0)
 

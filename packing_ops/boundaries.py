@@ -6,7 +6,7 @@ document of their own. int64 is taken everywhere too, and copied.
 """
 
 from collections.abc import Hashable, Sequence
-from typing import overload
+from typing import Any, overload
 
 import torch
 
@@ -366,7 +366,8 @@ def count_target_tokens(
         check_tensor(labels, "labels")
         if labels.dim() != 2:
             raise ValueError(f"labels: expected [batch, seqlen] without cu_seqlens, got {described(labels)}")
-        cu_seqlens = cu_seqlens_of_rows(*labels.shape, labels.device)
+        batch, seqlen = labels.shape
+        cu_seqlens = cu_seqlens_of_rows(batch, seqlen, labels.device)
         labels = labels.reshape(-1)
     return _ops.count_target_tokens(labels, cu_seqlens, ignore_index)
 
@@ -397,7 +398,7 @@ def block_causal_mask(
     return _ops.block_causal_mask(cu_seqlens, total, dtype, window or 0)
 
 
-def xformers_bias(lengths: Sequence[int], *, window: int | None = None):
+def xformers_bias(lengths: Sequence[int], *, window: int | None = None) -> Any:
     """The same visibility as block_causal_mask, as an xformers attention bias (xformers must be installed).
 
     Args:

@@ -287,7 +287,7 @@ def cost_coefficients(cost: str | tuple[str, float, float] | None, name: str) ->
     if cost == "flops":
         return _FLOPS
     match cost:
-        case ("flops", Real() as a, Real() as b) if 0 <= a <= _LARGEST and 0 <= b <= _LARGEST and (a or b):
+        case ("flops", Real() as a, Real() as b) if 0 <= a <= _LARGEST and 0 <= b <= _LARGEST and (a or b):  # type: ignore[has-type]
             return float(a), float(b)
     raise ValueError(
         f"{name}: expected None, 'tokens', 'flops' or ('flops', a, b) with finite a, b >= 0 and not both 0, "

@@ -7,6 +7,7 @@ import pytest
 from helpers import ROOT
 from public_names import NEEDS, PUBLIC, public_names
 
+READS = re.compile(r"(os\.)?(environ\.(get|setdefault|pop)|getenv)")
 API = {"packing_ops": "packing_ops.md", "packing_ops.data": "data.md"}  # the others: integrations.md
 
 
@@ -48,7 +49,7 @@ def python_variables(text):
         key = None
         if isinstance(node, ast.Subscript) and is_environ(node.value):
             key = node.slice
-        elif isinstance(node, ast.Call) and re.match(r"(os\.)?(environ\.(get|setdefault|pop)|getenv)\(", ast.unparse(node)):
+        elif isinstance(node, ast.Call) and READS.fullmatch(ast.unparse(node.func)):
             key = node.args[0]
         elif isinstance(node, ast.Compare) and is_environ(node.comparators[0]):
             key = node.left

@@ -61,7 +61,7 @@ class AsyncBatchCollator:
         self._compute = compute
         self._thread_name_prefix = thread_name_prefix
         self._start_worker()
-        self._pending: tuple[int, Future] | None = None
+        self._pending: tuple[int, Future[Any]] | None = None
         self._shut_down = False
         self._last_compute_seconds: float | None = None
         self._last_error: BaseException | None = None
@@ -138,7 +138,7 @@ class AsyncBatchCollator:
     def __enter__(self) -> "AsyncBatchCollator":
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         self.shutdown()  # raises nothing of the worker's, so the loop's own error is the one that is seen
 
     def _start_worker(self) -> None:
@@ -169,7 +169,7 @@ class AsyncBatchCollator:
 
 
 def prefetch(
-    steps: Iterable, compute: Callable[[Any], Any], *, thread_name_prefix: str = "batch-collate"
+    steps: Iterable[Any], compute: Callable[[Any], Any], *, thread_name_prefix: str = "batch-collate"
 ) -> Iterator[Any]:
     """``map(compute, steps)`` with one batch computed ahead: the next is collated while the current one trains.
 
@@ -205,23 +205,26 @@ def prefetch(
     return _prefetched(iter(steps), compute, thread_name_prefix)
 
 
-def _prefetched(steps: Iterator, compute: Callable, thread_name_prefix: str) -> Iterator:
-    # In a tuple, so that steps are compared as objects: tensors have no one answer.
-    with AsyncBatchCollator(lambda step: compute(*step), thread_name_prefix) as collator:
+def _prefetched(steps: Iterator[Any], compute: Callable[..., Any], thread_name_prefix: str) -> Iterator[Any]:
+    def run(step: Any) -> Any:  # in a tuple, so that steps are compared as objects: tensors have no one answer
+        return compute(*step)
+
+    with AsyncBatchCollator(run, thread_name_prefix) as collator:
         _submit_next(collator, steps)
         while collator.has_pending():
-            batch = [collator.get(collator.pending_step())]
+            batch = [collator.get(collator.pending_step())]  # type: ignore[arg-type]
             _submit_next(collator, steps)
             yield batch.pop()
 
 
-def _submit_next(collator: AsyncBatchCollator, steps: Iterator) -> None:
+def _submit_next(collator: AsyncBatchCollator, steps: Iterator[Any]) -> None:
     for step in steps:
-        collator.submit((step,))
+        collator.submit((step,))  # type: ignore[arg-type]
         return
 
 
-def _cut_before(earlier: TracebackType | None, traceback: TracebackType) -> None:
+def _cut_before(earlier: TracebackType | None, traceback: TracebackType | None) -> None:
+    assert traceback is not None, "that of a raised error"
     while traceback.tb_next is not None and traceback.tb_next is not earlier:
         traceback = traceback.tb_next
     traceback.tb_next = None

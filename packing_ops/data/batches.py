@@ -23,6 +23,7 @@ entries go where their row goes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -30,7 +31,7 @@ from packing_ops._args import integer
 from packing_ops.data._rows import Fields, check_names, cut, none_of, rebuilt, taken, with_dummies
 from packing_ops.metadata import PackedMetadata
 
-Fill = Mapping[str, float | str | Callable]
+Fill = Mapping[str, float | str | Callable[..., Any]]
 
 
 def num_rows(batch: Mapping[str, object], *, row_keys: Sequence[str] = (), batch_keys: Sequence[str] = ()) -> int:
@@ -99,21 +100,21 @@ def pad_batch_to_multiple(
     fields = Fields(batch, row_keys, batch_keys)
     missing = -fields.count() % multiple
     values = dict(fields.all)
-    check_names(fill or (), "fill", set(values))
+    check_names(tuple(fill or ()), "fill", set(values))
     if not missing:
         return batch
     with_rows = [name for name, _ in fields.rows()]
     for name in fill or ():
         if name not in with_rows and values[name] is not None:
             raise ValueError(f"fill: expected a name of rows, got {name!r}, {type(values[name]).__name__}")
-    fills = {name: 0 for name in with_rows if str(name).endswith("loss_mask")}
+    fills: dict[str, Any] = {name: 0 for name in with_rows if str(name).endswith("loss_mask")}
     fills |= {name: -100 for name in with_rows if str(name).endswith("labels")}
     if fill is None and not fills:
         raise ValueError(
             f"fill: expected a loss_mask or labels in the batch, got {sorted(map(str, values))}; fill={{name: value}} says "
             "what keeps dummy rows out of the loss, fill={} that nothing has to"
         )
-    fills |= fill or {}
+    fills.update(fill or {})
     return fields.map(lambda name, rows: with_dummies(name, rows, missing, fills))
 
 
@@ -243,7 +244,7 @@ def _without_tokens(fields: Fields, shape: tuple[int, ...], padding: int) -> Map
     """``shape``: that of the tokens, in front of any others."""
     dims, slots = len(shape), (padding,) if len(shape) == 1 else (1, padding)
 
-    def emptied(name, value):
+    def emptied(name: str, value: Any) -> Any:
         if isinstance(value, Mapping) and name not in fields.batch_keys:
             return rebuilt(value, emptied)
         if isinstance(value, PackedMetadata):

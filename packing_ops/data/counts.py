@@ -1,7 +1,7 @@
 """What a batch holds: tokens, padding and sequences, for throughput and for what a logged mean is divided by."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -67,7 +67,7 @@ def count_tokens(batch: Mapping[str, object], *, tokens: str = "input_ids", pad_
     return TokenCounts(*(sum(counts[1:], counts[0]) for counts in zip(*branches, strict=True)))
 
 
-def _branch(batch: Mapping, prefix: str, name: str, pad_token_id: int) -> tuple[torch.Tensor, ...]:
+def _branch(batch: Mapping[str, Any], prefix: str, name: str, pad_token_id: int) -> tuple[torch.Tensor, ...]:
     ids, labels, mask = batch[name], batch.get(prefix + "labels"), batch.get(prefix + "attention_mask")
     if not isinstance(ids, torch.Tensor):
         raise wrong_type(name, "a tensor [total] or [rows, seqlen]", ids)
@@ -93,7 +93,7 @@ def _branch(batch: Mapping, prefix: str, name: str, pad_token_id: int) -> tuple[
     return found[0], ids.numel() - found[0], found[1]
 
 
-def _cu_seqlens(batch: Mapping, prefix: str) -> torch.Tensor | None:
+def _cu_seqlens(batch: Mapping[str, Any], prefix: str) -> torch.Tensor | None:
     for name, value in batch.items():
         if isinstance(value, PackedMetadata) and not prefix:
             return value.cu_seqlens

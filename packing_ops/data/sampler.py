@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch.utils.data import Sampler
@@ -153,7 +154,7 @@ class PackedBatchSampler(Sampler[list[int]]):
             raise ValueError(f"batches_done: expected 0 to the epoch's {len(self)} batches, got {done}")
         return {"epoch": self.epoch, "batches_done": done, **self._identity}
 
-    def load_state_dict(self, state_dict: Mapping) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """The next iteration gives the batches that were left of the epoch, in the same order, none for a finished one.
 
         Raises:
@@ -194,7 +195,7 @@ class PackedBatchSampler(Sampler[list[int]]):
     def _of_epoch(self) -> tuple[list[list[int]], list[int]]:
         """This rank's batches, and the sequences that are in nobody's."""
         draws = None if self.seed is None else random.Random(f"{self.seed}, epoch {self.epoch}")
-        options = {
+        options: dict[str, Any] = {
             "strategy": self.strategy,
             "alignment": self.alignment,
             "overlong": self.overlong,

@@ -5,6 +5,7 @@ where its documents end. Nothing here imports Unsloth.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -77,7 +78,7 @@ def sdpa_mask(
     ]
 
 
-def xformers_mask(metadata: PackedMetadata, *, sliding_window: int | None = None):
+def xformers_mask(metadata: PackedMetadata, *, sliding_window: int | None = None) -> Any:
     """The same visibility as sdpa_mask, as an xformers bias that holds lengths instead of a matrix.
 
     Returns:
@@ -157,7 +158,7 @@ def _cache(name: str, table: torch.Tensor) -> torch.Tensor:
 # --- collators ---
 
 
-def enable_packing(trainer_or_collator, *, sequence_lengths_key: str = "seq_lengths"):
+def enable_packing(trainer_or_collator: Any, *, sequence_lengths_key: str = "seq_lengths") -> Any:
     """Make a collator give packed batches with ``packed_seq_lengths``, as Unsloth does for TRL's.
 
     A batch then is one row: the rows that the collator returned, without their padding, end to end (also longer than

@@ -4,6 +4,8 @@ Where flash-attn and packing_ops differ, flash-attn's rule holds here: with ``ca
 whatever was asked for (transformers asks for ``(w - 1, w - 1)``).
 """
 
+from typing import Any, NoReturn
+
 import torch
 
 import packing_ops
@@ -73,7 +75,7 @@ def flash_attn_varlen_func(
     return packing_ops.flash_attn_varlen_func(q, k, v, *seqlens_args, *options, block_table)
 
 
-def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args, **kwargs) -> Attended:
+def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args: Any, **kwargs: Any) -> Attended:
     """flash_attn_func of ``qkv[:, :, 0 to 2]``, qkv ``[batch, seqlen, 3, num_heads, head_dim]``. Nothing is copied.
 
     Example:
@@ -83,7 +85,7 @@ def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args, **kwargs) -> Attended:
     return flash_attn_func(*_parts("qkv", qkv, 5, 2, 3), *args, **kwargs)
 
 
-def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args, **kwargs) -> Attended:
+def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **kwargs: Any) -> Attended:
     """flash_attn_func of q and ``kv[:, :, 0 to 1]``, kv ``[batch, seqlen_k, 2, num_kv_heads, head_dim]``.
 
     Example:
@@ -94,7 +96,7 @@ def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args, **kwargs)
 
 
 def flash_attn_varlen_qkvpacked_func(
-    qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, *args, **kwargs
+    qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, *args: Any, **kwargs: Any
 ) -> Attended:
     """flash_attn_varlen_func of ``qkv[:, 0 to 2]``, qkv ``[total, 3, num_heads, head_dim]``. Nothing is copied.
 
@@ -107,7 +109,7 @@ def flash_attn_varlen_qkvpacked_func(
     return flash_attn_varlen_func(*_parts("qkv", qkv, 4, 1, 3), *seqlens_args, *args, **kwargs)
 
 
-def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args, **kwargs) -> Attended:
+def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **kwargs: Any) -> Attended:
     """flash_attn_varlen_func of q and ``kv[:, 0 to 1]``, kv ``[total_k, 2, num_kv_heads, head_dim]``.
 
     Example:
@@ -125,8 +127,8 @@ def flash_attn_with_kvcache(
     v_cache: torch.Tensor,
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
-    **kwargs,
-):
+    **kwargs: Any,
+) -> NoReturn:
     """There for ``from flash_attn import flash_attn_with_kvcache``; attention that writes a cache is not supported.
 
     Example:
