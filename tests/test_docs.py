@@ -6,7 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import ROOT
+
+import packing_ops as po
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "csrc/README.md")),
@@ -90,6 +93,31 @@ def test_python_of_the_pages_is_run():
 def test_measured_figures_come_from_result_files(page):
     written = re.sub(r"<!-- results: .*?<!-- end -->", "", page.read_text(), flags=re.S)
     assert [match[0] for match in MEASURED.finditer(written)] == []
+
+
+def test_errors_of_the_page_are_raised():
+    labels, cu_seqlens = torch.zeros(5, dtype=torch.int64), torch.tensor([0, 2, 5], dtype=torch.int32)
+    raised = []
+    for call in (
+        lambda: po.shift_labels(labels, torch.tensor([0, 3, 2], dtype=torch.int32)),
+        lambda: po.shift_labels(labels.float(), cu_seqlens),
+        lambda: po.shift_labels(labels, [0, 2, 5]),
+    ):
+        with pytest.raises((ValueError, TypeError)) as caught:
+            call()
+        raised.append(f"{caught.type.__name__}: {caught.value}")
+    page = (ROOT / "docs" / "errors-and-env.md").read_text()
+    assert [f"    {text}\n" in page for text in raised] == [True] * 3, raised
+
+
+def test_what_the_page_says_of_failed_installs_is_what_the_code_says():
+    sources = [ROOT / "setup.py", *sorted((ROOT / "packing_ops").rglob("*.py")), ROOT / "csrc" / "host" / "launch.cpp"]
+    said = re.sub(r'"\s*\n\s*f?"', "", "\n".join(path.read_text() for path in sources))
+    _, table = (ROOT / "docs" / "install.md").read_text().split("## When it fails")
+    quoted = [quote for cell in re.findall(r"^\| (.*?) \|", table, re.M) for quote in re.findall(r"`([^`]+)`", cell)]
+    assert len(quoted) >= 10
+    parts = [part.strip() for quote in quoted for part in re.split(r"\.\.\.", quote)]
+    assert [part for part in parts if part and part not in said] == []
 
 
 def test_the_pages_build_without_a_warning(tmp_path):

@@ -104,6 +104,16 @@ def test_figures_are_those_of_the_result_files(monkeypatch):
     assert {"README.md", "performance.md", "report.md"} <= {*stale}
 
 
+def test_modules_that_mypy_is_told_are_there():
+    tomllib = pytest.importorskip("tomllib")  # of Python 3.11
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
+    checked = [name for part in settings["overrides"] if "ignore_errors" in part for name in part["module"]]
+    paths = [ROOT / name.replace(".", "/") for name in checked]
+    missing = [path for path in paths if not (path.with_suffix(".py").exists() or (path / "__init__.py").exists())]
+    assert missing == []
+    assert {"packing_ops", "packing_ops.data", "packing_ops.metadata"} <= {*checked}
+
+
 def test_versions_are_one():
     from packing_ops._load import VERSION
 
