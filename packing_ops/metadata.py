@@ -111,8 +111,7 @@ class PackedMetadata:
             max_seqlen = longest if max_seqlen is None else integer(max_seqlen, "max_seqlen")
         if num_tokens is not None:
             total = _checked_total(total, num_tokens)
-        assert total is not None
-        return cls(cu_seqlens, total, max_seqlen, num_tokens=num_tokens)
+        return cls(cu_seqlens, total, max_seqlen, num_tokens=num_tokens)  # type: ignore[arg-type]
 
     @classmethod
     def from_position_ids(cls, position_ids: torch.Tensor) -> "PackedMetadata":

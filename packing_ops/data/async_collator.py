@@ -160,7 +160,7 @@ class AsyncBatchCollator:
             return self._compute(step)
         except BaseException as raised:
             if raised is error:  # Python puts this time's frames before those of the last time
-                _cut_before(earlier, raised.__traceback__)
+                _cut_before(earlier, raised.__traceback__)  # type: ignore[arg-type]
             self._last_error = raised
             raise
         finally:  # before the future is done, so it is there when get returns
@@ -223,8 +223,7 @@ def _submit_next(collator: AsyncBatchCollator, steps: Iterator[Any]) -> None:
         return
 
 
-def _cut_before(earlier: TracebackType | None, traceback: TracebackType | None) -> None:
-    assert traceback is not None, "that of a raised error"
+def _cut_before(earlier: TracebackType | None, traceback: TracebackType) -> None:
     while traceback.tb_next is not None and traceback.tb_next is not earlier:
         traceback = traceback.tb_next
     traceback.tb_next = None
