@@ -9,6 +9,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -137,7 +138,7 @@ def kept_with(
     layer: int | None = None,
     checked_by_kernel: bool = False,
     cache: BatchCache | None = None,
-) -> object:
+) -> Any:
     """``make()``, or its earlier result for ``key`` if these very tensors still have the same values.
 
     On the CPU changed values are seen at once, and ``make`` is called again. On CUDA nothing waits for the comparison:

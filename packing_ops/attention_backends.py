@@ -4,7 +4,7 @@ import functools
 import importlib
 import inspect
 import warnings
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -172,7 +172,7 @@ def attention(
         NotImplementedError: the backend cannot run this call; gives the reason.
     """
     refuse_heads_first(q)
-    wanted = {"softcap": softcap, "sinks": sinks, "return_lse": return_lse}
+    wanted: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "return_lse": return_lse}
     if backend is None:
         backend, reasons = select_attention_backend(q, k, **wanted, explain=True)
         if backend != "packing_ops":
@@ -183,7 +183,7 @@ def attention(
         reason = select_attention_backend(q, k, **wanted, explain=True)[1][backend]
         if reason:
             raise NotImplementedError(f"backend: {backend} {reason}")
-    options = {"causal": causal, "softmax_scale": softmax_scale, "window_size": window_size}
+    options: dict[str, Any] = {"causal": causal, "softmax_scale": softmax_scale, "window_size": window_size}
     if backend == "packing_ops":
         return varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, **options, **wanted)
     sides = window_sides(window_size)
@@ -191,14 +191,14 @@ def attention(
         raise ValueError(f"window_size: expected nothing to the right with causal=True, got {sides}")
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     lengths = max_seqlen_q or _longest(cu_seqlens_q, q), max_seqlen_k or _longest(cu_seqlens_k, k)
-    cu_seqlens_q, cu_seqlens_k, _ = without_metadata(q, k, cu_seqlens_q, cu_seqlens_k)
-    for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+    of_q, of_k, _ = without_metadata(q, k, cu_seqlens_q, cu_seqlens_k)
+    for name, cu_seqlens in (("cu_seqlens_q", of_q), ("cu_seqlens_k", of_k)):
         check_cu_seqlens(cu_seqlens, name)
-    cu_seqlens_q, cu_seqlens_k = int32_cu_seqlens(cu_seqlens_q), int32_cu_seqlens(cu_seqlens_k)
+    of_q, of_k = int32_cu_seqlens(of_q), int32_cu_seqlens(of_k)
     options["window_size"] = [min(side, len(q) + len(k)) for side in sides]  # int32 arithmetic must not overflow
     if backend == "sdpa":
-        return _sdpa(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
-    return _torch_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *lengths, **options)
+        return _sdpa(q, k, v, of_q, of_k, **options)
+    return _torch_varlen(q, k, v, of_q, of_k, *lengths, **options)
 
 
 # --- the other backends ---
@@ -299,8 +299,8 @@ def _sdpa(q, k, v, cu_seqlens_q, cu_seqlens_k, *, causal, softmax_scale, window_
     # 0 times the NaN that padding may hold would be NaN.
     in_document_q, in_document_k = _rows_in_documents(q, cu_seqlens_q), _rows_in_documents(k, cu_seqlens_k)
     q, k, v = q.where(in_document_q, 0), k.where(in_document_k, 0), v.where(in_document_k, 0)
-    rows = (t.transpose(0, 1)[None] for t in (q, k, v))
+    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
     out = F.scaled_dot_product_attention(
-        *rows, attn_mask=seen | empty, scale=softmax_scale, enable_gqa=k.shape[1] != q.shape[1]
+        q, k, v, attn_mask=seen | empty, scale=softmax_scale, enable_gqa=k.shape[1] != q.shape[1]
     )
     return out[0].transpose(0, 1).masked_fill(empty[..., None], 0.0)

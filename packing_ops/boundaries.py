@@ -144,8 +144,7 @@ def mask_boundary_labels_shifted_(
 ) -> torch.Tensor:
     """Shifted labels (slot t holds the target of t) with the last of each document masked, in place.
 
-    Args:
-        As mask_boundary_labels; ``labels`` must be contiguous.
+    Arguments are those of mask_boundary_labels; ``labels`` must be contiguous.
 
     Returns:
         ``labels`` itself.
@@ -250,7 +249,8 @@ def count_target_tokens(
         check_tensor(labels, "labels")
         if labels.dim() != 2:
             raise ValueError(f"labels: expected [batch, seqlen] without cu_seqlens, got {described(labels)}")
-        cu_seqlens = cu_seqlens_of_rows(*labels.shape, labels.device)
+        batch, seqlen = labels.shape
+        cu_seqlens = cu_seqlens_of_rows(batch, seqlen, labels.device)
         labels = labels.reshape(-1)
     return _ops.count_target_tokens(labels, _of_row(labels, cu_seqlens, "labels"), ignore_index)
 

@@ -1,6 +1,6 @@
 """flash_attn_func and flash_attn_varlen_func: varlen_attention under flash-attn's names and signatures."""
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 
@@ -94,7 +94,12 @@ def flash_attn_varlen_func(
     if block_table is not None:
         raise NotImplementedError("block_table: expected None, paged keys and values are not supported")
     refuse_heads_first(q)
-    options = {"causal": causal, "softmax_scale": softmax_scale, "window_size": window_size, "softcap": softcap}
+    options: dict[str, Any] = {
+        "causal": causal,
+        "softmax_scale": softmax_scale,
+        "window_size": window_size,
+        "softcap": softcap,
+    }
     out, lse = varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, **options, return_lse=True)
     return (out, lse, None) if return_attn_probs else out
 
@@ -170,6 +175,6 @@ def flash_attn_func(
         raise ValueError(f"v: expected {list(k.shape)} like k, got {list(v.shape)}")
     seqlens_args = _batch_cache.dense_cu_seqlens(q, "q"), _batch_cache.dense_cu_seqlens(k, "k"), q.shape[1], k.shape[1]
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, True
-    out, lse, _ = flash_attn_varlen_func(*(t.flatten(0, 1) for t in (q, k, v)), *seqlens_args, *options)
+    out, lse, _ = flash_attn_varlen_func(*(t.flatten(0, 1) for t in (q, k, v)), *seqlens_args, *options)  # type: ignore[call-overload]
     out, lse = out.view(q.shape), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
     return (out, lse, None) if return_attn_probs else out

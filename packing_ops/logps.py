@@ -194,8 +194,8 @@ def _logps(hidden, weight, labels, metadata, temperature, chunk, entropy, bias, 
         raise ValueError(f"chunk: expected at least 1 entry of the vocabulary, got {chunk}")
     ranks = 1 if group is None else group.size()
     targets = _ops.logps_targets(labels.reshape(-1), cu_seqlens, ignore_index, weight.shape[0] * ranks)
-    name = None if group is None else group.group_name
-    logps, of_entropy, _ = _ops.token_logps(hidden, weight, bias, targets, 1 / temperature, chunk, entropy, name)
+    group_name = None if group is None else group.group_name
+    logps, of_entropy, _ = _ops.token_logps(hidden, weight, bias, targets, 1 / temperature, chunk, entropy, group_name)
     return logps, of_entropy, targets
 
 

@@ -1,6 +1,7 @@
 """Masks of packed documents, for attention that takes one: quadratic in the row, which varlen_attention avoids."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,13 +39,14 @@ def block_causal_mask(
     if window is not None and integer(window, "window") < 1:
         raise ValueError(f"window: expected at least 1 visible key (the query itself), got {window}")
     if isinstance(cu_seqlens, PackedMetadata):
-        cu_seqlens, total = cu_seqlens.cu_seqlens, cu_seqlens.total if total is None else total
+        total = cu_seqlens.total if total is None else total
+        cu_seqlens = cu_seqlens.cu_seqlens
     elif total is None:
         raise TypeError("total: expected the slots of the row beside a tensor of cu_seqlens, got None")
     return _ops.block_causal_mask(cu_seqlens, total, dtype, window or 0)
 
 
-def xformers_bias(lengths: Sequence[int], *, window: int | None = None):
+def xformers_bias(lengths: Sequence[int], *, window: int | None = None) -> Any:
     """The same visibility as block_causal_mask, as an xformers attention bias (xformers must be installed).
 
     Args:
@@ -55,7 +57,7 @@ def xformers_bias(lengths: Sequence[int], *, window: int | None = None):
         ``BlockDiagonalCausalMask``, or its local form with ``window``; it stores the lengths, no matrix.
 
     Example:
-        >>> xformers.ops.memory_efficient_attention(q, k, v, attn_bias=xformers_bias([3, 5]))  # doctest: +SKIP
+        >>> xformers.ops.memory_efficient_attention(q, k, v, xformers_bias([3, 5]))  # needs a GPU # doctest: +SKIP
 
     Raises:
         ImportError: xformers is not installed.

@@ -1,7 +1,8 @@
 """PackedMetadata: where the documents of a packed batch lie, computed once and used by every layer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -111,7 +112,7 @@ class PackedMetadata:
             max_seqlen = longest if max_seqlen is None else integer(max_seqlen, "max_seqlen")
         if num_tokens is not None:
             total = _checked_total(total, num_tokens)
-        return cls(cu_seqlens, total, max_seqlen, num_tokens=num_tokens)
+        return cls(cu_seqlens, total, max_seqlen, num_tokens=num_tokens)  # type: ignore[arg-type]
 
     @classmethod
     def from_position_ids(cls, position_ids: torch.Tensor) -> "PackedMetadata":
@@ -152,7 +153,7 @@ class PackedMetadata:
     def seq_idx(self) -> torch.Tensor:
         return self._kept(_ops.seq_idx_from_cu_seqlens)
 
-    def _kept(self, make):
+    def _kept(self, make: Callable[..., torch.Tensor]) -> torch.Tensor:
         cu_seqlens, total = self.cu_seqlens, self.total
         return kept_with((cu_seqlens,), (make, total), lambda: make(cu_seqlens, total), cache=self._cache)
 
@@ -217,7 +218,7 @@ class PackedMetadata:
         if self.indices is not None:
             return self.indices
 
-        def make():
+        def make() -> torch.Tensor:
             row = _ops.seq_idx_from_cu_seqlens(self.cu_seqlens, self.total)
             slots = _ops.position_ids_from_cu_seqlens(self.cu_seqlens, self.total) + row.long() * seqlen
             return slots.masked_fill(row == self.num_documents, -1)
@@ -240,7 +241,7 @@ class PackedMetadata:
         geometry = (self.total, self.total, num_heads, num_kv_heads, head_dim, causal, *window_sides(window_size))
         return plan_of(self.cu_seqlens, self.cu_seqlens, geometry, self._cache)
 
-    def to_transformers(self) -> dict:
+    def to_transformers(self) -> dict[str, Any]:
         """Keyword arguments of a Hugging Face forward: ``cu_seq_lens_q/k`` and ``max_length_q/k``.
 
         Padding after the last document is one more document, since cu_seq_lens must end with the row.
@@ -257,11 +258,11 @@ class PackedMetadata:
             "max_length_k": max_seqlen,
         }
 
-    def to_unsloth(self) -> dict:
+    def to_unsloth(self) -> dict[str, Any]:
         """Unsloth's ``packed_seq_lengths``: int32 ``[num_documents]`` on the device of cu_seqlens, padding left out."""
         return {"packed_seq_lengths": self.lengths}
 
-    def to_megatron(self) -> dict:
+    def to_megatron(self) -> dict[str, Any]:
         """Fields of Megatron-core's PackedSeqParams; padding after the last document is one more document."""
         cu_seqlens, max_seqlen = self._whole_row()
         return {
@@ -305,7 +306,7 @@ def cu_seqlens_of(
     return documents.cu_seqlens
 
 
-def _check_values(cu_seqlens, total, max_seqlen, num_tokens) -> None:
+def _check_values(cu_seqlens: torch.Tensor, total: int | None, max_seqlen: int | None, num_tokens: int | None) -> None:
     """ValueError for wrong cu_seqlens on the CPU, and for arguments that contradict them."""
     check_cumulated(cu_seqlens)
     last, longest = _end_and_longest(cu_seqlens)

@@ -5,6 +5,7 @@ boundaries of the prompts as cu_seqlens, segment_mean is the mean reward of each
 """
 
 from numbers import Real
+from typing import Any
 
 import torch
 
@@ -244,7 +245,8 @@ def gae(
         ValueError: rewards, values, a mask or a bootstrap of another dtype, device or shape; gamma or lam outside 0 to 1;
             metadata of another total, cu_seqlens past the end of rewards.
     """
-    for name, tensor in {"rewards": rewards, "values": values, "bootstrap": bootstrap}.items():
+    given: dict[str, Any] = {"rewards": rewards, "values": values, "bootstrap": bootstrap}
+    for name, tensor in given.items():
         if tensor is None and name == "bootstrap":
             continue
         check_tensor(tensor, name)

@@ -77,7 +77,8 @@ def stage_chunks(
     """
     at_least(dp_size, "dp_size", 1, "rank")
     fields = Fields(batch, row_keys, batch_keys)
-    staged, ends, keys = [], _row_ends("boundaries", boundaries, fields.count()), fields.decided()
+    staged, ends = [], _row_ends("boundaries", boundaries, fields.count())
+    keys: dict[str, Any] = fields.decided()
     for start, end in pairwise(ends):
         mini_batch = pad_batch_to_multiple(slice_batch(batch, start, end, **keys), dp_size, fill=fill, **keys)
         size = -(-(end - start) // dp_size)
