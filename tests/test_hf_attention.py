@@ -13,7 +13,8 @@ from hf_models import FAMILIES, made_mask, tiny_model  # noqa: E402
 
 import packing_ops  # noqa: E402
 from packing_ops.integrations import transformers as integration  # noqa: E402
-from packing_ops.integrations.transformers import fallback, layout, masks, register  # noqa: E402
+from packing_ops.integrations.transformers import documents as batch_documents  # noqa: E402
+from packing_ops.integrations.transformers import fallback, masks, register  # noqa: E402
 
 LENGTHS = [7, 1, 12, 4]
 SLIDING = ["mistral", "gemma2", "gemma3", "gpt_oss"]
@@ -40,9 +41,9 @@ def warnings(monkeypatch):
 def layouts(monkeypatch):
     """Counts the layouts worked out from values."""
     made = []
-    build, check = layout._from_values, layout._ops.check_documents
-    monkeypatch.setattr(layout, "_from_values", lambda *given: made.append("values") or build(*given))
-    monkeypatch.setattr(layout._ops, "check_documents", lambda *given: made.append("kwargs") or check(*given))
+    build, check = batch_documents._from_values, batch_documents._ops.check_documents
+    monkeypatch.setattr(batch_documents, "_from_values", lambda *given: made.append("values") or build(*given))
+    monkeypatch.setattr(batch_documents._ops, "check_documents", lambda *given: made.append("kwargs") or check(*given))
     return made
 
 

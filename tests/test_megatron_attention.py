@@ -32,7 +32,7 @@ from megatron_case import (  # noqa: F401
 
 from packing_ops import _recent
 from packing_ops.integrations.megatron import PackingDotProductAttention, use_packing_ops
-from packing_ops.integrations.megatron import layout as layouts
+from packing_ops.integrations.megatron import varlen_call as layouts
 from packing_ops.reference.attention import varlen_attention as reference
 
 pytestmark = pytest.mark.usefixtures("megatron")

@@ -34,7 +34,7 @@ from packing_ops.integrations.megatron import (
     thd_partition_indices,
     use_packing_ops,
 )
-from packing_ops.integrations.megatron.layout import Documents, layout_of
+from packing_ops.integrations.megatron.varlen_call import Documents, layout_of
 
 WORLD = 4
 

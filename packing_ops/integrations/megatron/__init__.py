@@ -4,12 +4,12 @@ A model:
     spec.py              use_packing_ops puts the core attention into a layer or block spec.
     core_attention.py    PackingDotProductAttention, the module that every layer calls.
     masks.py             What attn_mask_type, window_size and an attention_mask hide from its queries.
-    layout.py            Where the documents of a batch lie for one varlen call; made once per batch.
+    varlen_call.py       Where the documents of a batch lie for one varlen call; made once per batch.
     context_parallel.py  The same call over the keys of all context-parallel ranks.
     rope.py              patch_rope, the rotation of queries and keys under apply_rope_fusion.
 A batch:
     data.py              Padded rows as one thd row and back, PackedSeqParams, next-token targets.
-    slots.py             Which token of the padded rows each slot of the thd row holds.
+    source_indices.py    Which token of the padded rows each slot of the thd row holds.
     packing_ops/data/parallel.py   Alignment and zigzag indices, which need no megatron-core.
 
 Three lines of a training script change; examples/first/megatron_step.py is a whole one:

@@ -1,7 +1,7 @@
 """Attention over documents whose tokens lie on several ranks: the keys and values of all ranks are gathered.
 
 Rank r of n holds chunks r and 2n-1-r of each document's 2n equal chunks (zigzag), so that every rank has the same
-causal work. Its queries stay; one varlen call runs over them and the gathered keys (layout.py). Saved for backward are
+causal work. Its queries stay; one varlen call runs over them and the gathered keys (varlen_call.py). Saved for backward are
 the rank's own rows: backward gathers again, and the gradients of the keys go back by a reduce-scatter.
 
 Bytes and flops, for T tokens in documents of L, H heads over G key heads of dimension D, e bytes an element, B bytes/s
@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from packing_ops import _ops
 from packing_ops._recent import plan_for
-from packing_ops.integrations.megatron.layout import Layout
+from packing_ops.integrations.megatron.varlen_call import Layout
 
 # torch 2.13 has new names for these.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

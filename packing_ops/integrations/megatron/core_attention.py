@@ -10,8 +10,8 @@ from packing_ops import _ops
 from packing_ops._recent import dense_cu_seqlens
 from packing_ops.attention import varlen_attention
 from packing_ops.integrations.megatron.context_parallel import context_parallel_attention
-from packing_ops.integrations.megatron.layout import Documents, documents_of, field_of, layout_of
 from packing_ops.integrations.megatron.masks import causal_and_window, tokens_of, window_of
+from packing_ops.integrations.megatron.varlen_call import Documents, documents_of, field_of, layout_of
 
 _UNSERVED = ("qk_clip", "log_max_attention_logit", "fp8_dot_product_attention", "fp8_multi_head_attention")
 
@@ -123,7 +123,7 @@ class PackingDotProductAttention(MegatronModule):
                 document's slots are a multiple of ``2 * cp_size``. ``cp_group`` and ``local_cp_size`` are followed.
 
         Returns:
-            ``[T, num_heads * head_dim]`` or ``[S, B, num_heads * head_dim]``. No synchronisation per layer; layout.py
+            ``[T, num_heads * head_dim]`` or ``[S, B, num_heads * head_dim]``. No synchronisation per layer; varlen_call.py
             says when there is one per batch.
 
         Example: a query ``[16, 4, 8]`` with cu_seqlens ``[0, 5, 8, 16]`` (5, 3 and 8 tokens) gives ``[16, 32]``.

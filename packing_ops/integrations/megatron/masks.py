@@ -7,7 +7,7 @@ from megatron.core.transformer import utils
 
 from packing_ops import unpad_input
 from packing_ops._recent import kept_with
-from packing_ops.integrations.megatron.layout import Documents, field_of
+from packing_ops.integrations.megatron.varlen_call import Documents, field_of
 
 # TransformerEngine's names; in thd its two padding types mean documents, in sbhd a mask of padding.
 _IS_CAUSAL = {"causal": True, "padding_causal": True, "causal_bottom_right": True, "no_mask": False, "padding": False}

@@ -6,7 +6,7 @@ import importlib.util
 _FILES = {
     "Applied": "patch",
     "apply_packing_ops": "patch",
-    "info": "_info",
+    "info": "model_info",
     "register": "attention",
     "revert_packing_ops": "patch",
 }

@@ -9,9 +9,9 @@ import torch
 from packing_ops import _ops
 from packing_ops._args import dtype_name
 from packing_ops.attention import varlen_attention
-from packing_ops.integrations.transformers import _call, _preparation, fallback, masks
-from packing_ops.integrations.transformers._host import AttentionInterface, AttentionMaskInterface
-from packing_ops.integrations.transformers.layout import find_layout
+from packing_ops.integrations.transformers import fallback, mask_preparation, masks, model_call
+from packing_ops.integrations.transformers.documents import find_layout
+from packing_ops.integrations.transformers.imports import AttentionInterface, AttentionMaskInterface
 
 # Options that SDPA serves.
 _SDPA = frozenset(("cache", "output_attentions", "position_bias"))
@@ -67,11 +67,11 @@ def register(name: str = "packing_ops") -> None:
     taken = [word for word in ("flash", "sdpa", "flex", "eager", "paged", "/") if word in name]
     if taken or not name:
         raise ValueError(f"name: expected one without {taken or 'being empty'}, got {name!r}")
-    _preparation.carry()
-    _call.NAMES.add(name)
+    mask_preparation.carry()
+    model_call.NAMES.add(name)
     AttentionInterface.register(name, packing_ops_attention)
-    AttentionMaskInterface.register(name, _preparation.mask_function())
-    if not _call.watch_calls():
+    AttentionMaskInterface.register(name, mask_preparation.mask_function())
+    if not model_call.watch_calls():
         fallback.tell_once("this transformers calls models in another way, what a call alone tells is not seen")
 
 
@@ -115,7 +115,7 @@ def packing_ops_attention(
         if not no_layout:
             masks.take(*cu_seqlens, position_ids)
             layer = getattr(module, "layer_idx", None)
-            padding = attention_mask if attention_mask is None else _call.numbered(attention_mask)
+            padding = attention_mask if attention_mask is None else model_call.numbered(attention_mask)
             layout = find_layout(query, cu_seqlens, padding, position_ids, layer).on(query.device)
     if not reason and layout.holes and window != (-1, -1):
         reason = "a sliding window over padding that may lie inside a row"

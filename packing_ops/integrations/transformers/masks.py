@@ -1,15 +1,15 @@
 """What stands in for the mask of a forward: its pattern, found once, which every layer reads.
 
 transformers asks for a mask once per forward and kind of layer. The answer here is a MaskPattern where varlen attention
-can follow it, and transformers' own 4-D mask where it cannot, or where the model reads masks itself (see _call).
+can follow it, and transformers' own 4-D mask where it cannot, or where the model reads masks itself (see model_call).
 """
 
 import torch
 import torch.nn.functional as F
 
-from packing_ops.integrations.transformers import _call
-from packing_ops.integrations.transformers._host import masking_utils
-from packing_ops.integrations.transformers.layout import find_layout, runs_of
+from packing_ops.integrations.transformers import model_call
+from packing_ops.integrations.transformers.documents import find_layout, runs_of
+from packing_ops.integrations.transformers.imports import masking_utils
 
 
 class MaskPattern:
@@ -54,7 +54,7 @@ _READ = (
 
 def take(*telling):
     """Documents are told by one of these, where a mask or an attention reads them."""
-    call = _call.call_to_tell()
+    call = model_call.call_to_tell()
     if call is not None and any(tensor is not None for tensor in telling):
         call.take()
 
@@ -63,7 +63,7 @@ class Carrier:
     """Goes where transformers hands the 2-D mask on to the mask function, and takes along what that is not told.
 
     numbers: [batch, slots] of documents, 0 for padding, or None. position_ids: [batch or 1, q_length], or None.
-    checked: see find_layout. axes: see MaskPattern. mask_form: see _call. stock: keys of another sequence, or of a cache
+    checked: see find_layout. axes: see MaskPattern. mask_form: see model_call. stock: keys of another sequence, or of a cache
     of fixed length, whose masks transformers makes ahead and handles as tensors.
     """
 
@@ -71,7 +71,7 @@ class Carrier:
         self,
         padding,
         position_ids=None,
-        mask_form=_call.PATTERN,
+        mask_form=model_call.PATTERN,
         stock=False,
         numbers=None,
         checked=None,
@@ -92,11 +92,11 @@ def packing_ops_mask(
     **kwargs,
 ):
     """The mask function of AttentionMaskInterface: a MaskPattern, or a 4-D mask (None for one query over all)."""
-    carrier = attention_mask if isinstance(attention_mask, Carrier) else _call.collect(attention_mask)
+    carrier = attention_mask if isinstance(attention_mask, Carrier) else model_call.collect(attention_mask)
     if carrier is None:
         # Nobody said whose keys a bidirectional mask is about.
         carrier = Carrier(attention_mask, stock="allow_is_bidirectional_skip" in kwargs)
-    free = carrier.mask_form == _call.PATTERN and not carrier.stock
+    free = carrier.mask_form == model_call.PATTERN and not carrier.stock
     pattern = _pattern_of(mask_function, kwargs) if free else None
     start = isinstance(q_offset, int) and q_offset == 0 and isinstance(kv_offset, int) and kv_offset == 0
     if pattern is not None and start and q_length == kv_length:
@@ -109,7 +109,7 @@ def packing_ops_mask(
     # Without a mask the layer could not tell causal from full; one query that sees every key is both.
     skip = kwargs.pop("allow_is_causal_skip", True) and q_length == 1
     kwargs["allow_is_bidirectional_skip"] = False
-    make = masking_utils.eager_mask if carrier.mask_form == _call.ADDITIVE else masking_utils.sdpa_mask
+    make = masking_utils.eager_mask if carrier.mask_form == model_call.ADDITIVE else masking_utils.sdpa_mask
     return make(
         batch_size=batch_size,
         q_length=q_length,

@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from packing_ops.integrations.transformers import _fused_loss, _implementation, _rms_norm, _rotary
-from packing_ops.integrations.transformers._host import PreTrainedModel
+from packing_ops.integrations.transformers import attn_implementation
+from packing_ops.integrations.transformers import fused_loss as fused_loss_patch
+from packing_ops.integrations.transformers import rms_norm as rms_norm_patch
+from packing_ops.integrations.transformers import rope as rope_patch
 from packing_ops.integrations.transformers.attention import register
+from packing_ops.integrations.transformers.imports import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -96,26 +99,28 @@ def apply_packing_ops(
         return _apply_to_classes(model, rope, attention, rms_norm, fp32_cos_sin, strict)
     _check_model(model)
     skipped = {}
-    if attention and (reason := _implementation.why_not(model)):
+    if attention and (reason := attn_implementation.why_not(model)):
         skipped["attention"] = reason
-    if rope and not _rotary.owners(model):
-        skipped["rope"] = f"it is none of {', '.join(_rotary.FAMILIES)}"
-    if rms_norm and not _rms_norm.norms(model):
-        skipped["rms_norm"] = f"it has no RMSNorm of {', '.join(_rotary.FAMILIES)}"
-    losses = [host for host in _implementation.hosts(model) if fused_loss and _fused_loss.refusal(host) is None]
+    if rope and not rope_patch.owners(model):
+        skipped["rope"] = f"it is none of {', '.join(rope_patch.FAMILIES)}"
+    if rms_norm and not rms_norm_patch.norms(model):
+        skipped["rms_norm"] = f"it has no RMSNorm of {', '.join(rope_patch.FAMILIES)}"
+    losses = [
+        host for host in attn_implementation.hosts(model) if fused_loss and fused_loss_patch.refusal(host) is None
+    ]
     if fused_loss and not losses:
-        reasons = map(_fused_loss.refusal, _implementation.hosts(model))
+        reasons = map(fused_loss_patch.refusal, attn_implementation.hosts(model))
         skipped["fused_loss"] = next(reasons, "there is no transformers model in it")
     _refuse(model, skipped, strict)
-    if attention and "attention" not in skipped and (reason := _implementation.set_ours(model)):
+    if attention and "attention" not in skipped and (reason := attn_implementation.set_ours(model)):
         skipped["attention"] = reason
         _refuse(model, skipped, strict)
     _warn(model, skipped)
     return Applied(
-        len(_implementation.attentions(model)) if attention and "attention" not in skipped else 0,
-        _rotary.apply_to_model(model, fp32_cos_sin) if rope else 0,
-        _rms_norm.apply_to_model(model) if rms_norm else 0,
-        len([_fused_loss.apply_to_model(host) for host in losses]),
+        len(attn_implementation.attentions(model)) if attention and "attention" not in skipped else 0,
+        rope_patch.apply_to_model(model, fp32_cos_sin) if rope else 0,
+        rms_norm_patch.apply_to_model(model) if rms_norm else 0,
+        len([fused_loss_patch.apply_to_model(host) for host in losses]),
         skipped,
     )
 
@@ -134,11 +139,11 @@ def revert_packing_ops(model: torch.nn.Module | type | None = None) -> None:
             _revert_classes(name)
         return
     _check_model(model)
-    _rotary.revert_model(model)
-    _rms_norm.revert_model(model)
-    for host in _implementation.hosts(model):
-        _fused_loss.revert_model(host)
-    _implementation.revert(model)
+    rope_patch.revert_model(model)
+    rms_norm_patch.revert_model(model)
+    for host in attn_implementation.hosts(model):
+        fused_loss_patch.revert_model(host)
+    attn_implementation.revert(model)
 
 
 def _check_model(model) -> None:
@@ -149,7 +154,7 @@ def _check_model(model) -> None:
 def _name_of(model) -> str:
     if isinstance(model, type):
         return model.__name__
-    inside = (type(host).__name__ for host in _implementation.hosts(model))
+    inside = (type(host).__name__ for host in attn_implementation.hosts(model))
     return " in ".join(dict.fromkeys([*inside, type(model).__name__]))
 
 
@@ -173,29 +178,29 @@ _class_swaps: dict[str, dict] = {}  # {modelling module: {(class, attribute): it
 def _apply_to_classes(cls, rope, attention, rms_norm, fp32_cos_sin, strict) -> Applied:
     skipped = {}
     if cls is not None:
-        known, none = cls.__module__ in _rotary.MODULES, f"its module is none of {', '.join(_rotary.FAMILIES)}"
+        known, none = cls.__module__ in rope_patch.MODULES, f"its module is none of {', '.join(rope_patch.FAMILIES)}"
         if attention and not _bases(cls.__module__):
             skipped["attention"] = "its module has no model of transformers"
         if rope and not known:
             skipped["rope"] = none
-        if rms_norm and not any(_rms_norm.is_norm(value) for value in _classes(cls.__module__)):
+        if rms_norm and not any(rms_norm_patch.is_norm(value) for value in _classes(cls.__module__)):
             skipped["rms_norm"] = "its module has no RMSNorm" if known else none
         _refuse(cls, skipped, strict)
         _warn(cls, skipped, stacklevel=4)
     if attention:
         register()
     counts = dict.fromkeys(("attention", "rope", "rms_norm"), 0)
-    for name in [cls.__module__] if cls is not None else _rotary.MODULES:
+    for name in [cls.__module__] if cls is not None else rope_patch.MODULES:
         done = _class_swaps.setdefault(name, {})
         if rope and "rope" not in skipped:
-            _rotary.swap_of(name).everywhere = True
-            _rotary.swap_of(name).install()
+            rope_patch.swap_of(name).everywhere = True
+            rope_patch.swap_of(name).install()
             counts["rope"] += 1
         for value in _classes(name):
-            if rope and fp32_cos_sin and _rotary.is_rotary(value):
+            if rope and fp32_cos_sin and rope_patch.is_rotary(value):
                 _set(done, value, "forward", _fp32_forward)
-            if rms_norm and _rms_norm.is_norm(value):
-                _set(done, value, "forward", lambda _, value=value: _rms_norm.forward_of(value))
+            if rms_norm and rms_norm_patch.is_norm(value):
+                _set(done, value, "forward", lambda _, value=value: rms_norm_patch.forward_of(value))
                 counts["rms_norm"] += 1
         for value in _bases(name) if attention else ():
             _set(done, value, "_check_and_adjust_attn_implementation", _with_our_default)
@@ -225,15 +230,15 @@ def _revert_classes(name) -> None:
             delattr(cls, attribute)
         else:
             setattr(cls, attribute, before)
-    if name in _rotary.MODULES:
-        _rotary.swap_of(name).everywhere = False
-        _rotary.swap_of(name).remove_if_unused()
+    if name in rope_patch.MODULES:
+        rope_patch.swap_of(name).everywhere = False
+        rope_patch.swap_of(name).remove_if_unused()
 
 
 def _fp32_forward(stock):
     @functools.wraps(stock)
     def forward(self, x, *args, **kwargs):
-        return stock(self, _rotary.in_fp32(x), *args, **kwargs)
+        return stock(self, rope_patch.in_fp32(x), *args, **kwargs)
 
     return forward
 
@@ -244,7 +249,7 @@ def _with_our_default(stock):
     @functools.wraps(stock)
     def check(self, attn_implementation, *args, **kwargs):
         if not attn_implementation:
-            self.__dict__.setdefault(_implementation.STATE, _implementation.AttentionBefore())
-        return stock(self, attn_implementation or _implementation.IMPLEMENTATION, *args, **kwargs)
+            self.__dict__.setdefault(attn_implementation.STATE, attn_implementation.AttentionBefore())
+        return stock(self, attn_implementation or attn_implementation.IMPLEMENTATION, *args, **kwargs)
 
     return check

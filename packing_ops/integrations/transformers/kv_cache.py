@@ -2,7 +2,7 @@
 
 import torch
 
-from packing_ops.integrations.transformers._told import refuse_where, several_in
+from packing_ops.integrations.transformers.document_checks import refuse_where, several_in
 
 _SEVERAL, _READ = "_packing_ops_several", "_packing_ops_read"  # of the cache: a bool tensor, the one found to be False
 _REFUSAL = (

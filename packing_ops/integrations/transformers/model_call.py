@@ -7,9 +7,7 @@ import torch
 
 from packing_ops._args import check_cu_seqlens
 from packing_ops._checks import checked_documents
-from packing_ops.integrations.transformers._host import PreTrainedModel
-from packing_ops.integrations.transformers._keywords import check_keywords
-from packing_ops.integrations.transformers._told import (
+from packing_ops.integrations.transformers.document_checks import (
     NUMBERS,
     given,
     is_tensor,
@@ -17,6 +15,8 @@ from packing_ops.integrations.transformers._told import (
     refuse_where,
     tell_documents,
 )
+from packing_ops.integrations.transformers.imports import PreTrainedModel
+from packing_ops.integrations.transformers.keywords import check_keywords
 
 NAMES: set[str] = set()  # attn_implementations that register() made
 

@@ -5,8 +5,8 @@ import inspect
 
 import torch
 
-from packing_ops.integrations.transformers._host import PreTrainedModel
 from packing_ops.integrations.transformers.attention import register, unknown_options
+from packing_ops.integrations.transformers.imports import PreTrainedModel
 
 IMPLEMENTATION = "packing_ops"
 STATE = "_packing_ops_attention"

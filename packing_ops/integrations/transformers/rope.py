@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from packing_ops.integrations.transformers._host import version
-from packing_ops.integrations.transformers._positions import give_position_ids, give_text_positions
+from packing_ops.integrations.transformers.imports import version
+from packing_ops.integrations.transformers.positions import give_position_ids, give_text_positions
 from packing_ops.rope import apply_rotary_qk
 
 # How a swap reaches one model only. Attention looks apply_rotary_pos_emb up in its module, which all models of the
@@ -26,7 +26,7 @@ class Family(NamedTuple):
     interleaved: bool = False  # pairs are elements 2i and 2i + 1
     half_tables: bool = False  # cos and sin have one entry per pair, not one per element
     multimodal: bool = False  # position_ids have a row per axis
-    norm: str = "weight"  # the RMSNorm formula, a key of _rms_norm.FORWARDS
+    norm: str = "weight"  # the RMSNorm formula, a key of rms_norm.FORWARDS
 
 
 FAMILIES = {

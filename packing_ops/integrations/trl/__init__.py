@@ -187,7 +187,7 @@ def _swap(old, new) -> None:
 def _pack_dataset(dataset, seq_length: int, overlong: str, map_kwargs: dict):
     from datasets.fingerprint import update_fingerprint
 
-    from packing_ops.integrations._arrow import best_fit_bins, packed_table, row_lengths
+    from packing_ops.integrations.trl.arrow import best_fit_bins, packed_table, row_lengths
 
     style = dict(dataset.format)
     style.update(style.pop("format_kwargs"))

@@ -6,7 +6,7 @@ import types
 import torch
 import torch.nn.functional as F
 
-from packing_ops.integrations.transformers._rotary import MODULES
+from packing_ops.integrations.transformers.rope import MODULES
 
 # One model's modules get a class of their own, a subclass of theirs: torch.compile guards the class of a module, so all
 # layers share what was compiled for one, which a forward of each module's own would not let them.

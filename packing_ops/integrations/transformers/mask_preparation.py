@@ -9,11 +9,11 @@ import inspect
 
 import torch
 
-from packing_ops.integrations.transformers import _call, fallback
-from packing_ops.integrations.transformers._cache import check_cache
-from packing_ops.integrations.transformers._host import masking_utils, refusal, version
-from packing_ops.integrations.transformers._told import numbers_of
-from packing_ops.integrations.transformers.layout import as_bool, on_device
+from packing_ops.integrations.transformers import fallback, model_call
+from packing_ops.integrations.transformers.document_checks import numbers_of
+from packing_ops.integrations.transformers.documents import as_bool, on_device
+from packing_ops.integrations.transformers.imports import masking_utils, refusal, version
+from packing_ops.integrations.transformers.kv_cache import check_cache
 from packing_ops.integrations.transformers.masks import Carrier, MaskPattern, packing_ops_mask, several
 
 _PARAMETERS = ["config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids", "layer_idx"]
@@ -72,7 +72,7 @@ def _wrapped(original):
         def transformers_own(mask, positions):
             return original(config, inputs_embeds, mask, past_key_values, positions, layer_idx, *rest, **named)
 
-        if config._attn_implementation not in _call.NAMES:
+        if config._attn_implementation not in model_call.NAMES:
             return transformers_own(attention_mask, position_ids)
         if isinstance(attention_mask, MaskPattern):  # made by an outer model: passed on, as a 4-D mask would be
             early, _, *prepared = transformers_own(inputs_embeds.new_empty(1, 1, 1, 1), None)
@@ -84,18 +84,18 @@ def _wrapped(original):
         early, mask, *prepared = transformers_own(attention_mask, None)
         if early:
             return early, mask, *prepared
-        call, slots = _call.current(), list(inputs_embeds.shape[:2])
+        call, slots = model_call.current(), list(inputs_embeds.shape[:2])
         cross = (rest[0] if rest else named.get("encoder_hidden_states")) is not None
         if cross and several(numbers):
             raise ValueError("attention_mask: expected one document in each row beside another sequence, got several")
-        mask_form = _call.PATTERN if call is None else call.mask_form
-        excess = 0 if mask is None or cross or mask_form != _call.PATTERN else mask.shape[-1] - slots[1]
+        mask_form = model_call.PATTERN if call is None else call.mask_form
+        excess = 0 if mask is None or cross or mask_form != model_call.PATTERN else mask.shape[-1] - slots[1]
         if excess < 0 or (excess > 0 and past_key_values is None):  # a longer mask covers the keys of a cache too
             raise ValueError(f"attention_mask: expected {slots} like the batch, got {list(mask.shape)}")
         axes = call is not None and _are_axes(call.position_ids)
         if call is not None and (position_ids is None or axes):
             position_ids = call.position_ids
-        if cross or not _about(position_ids, slots[1]) or config.model_type in _call.OTHER_POSITIONS:
+        if cross or not _about(position_ids, slots[1]) or config.model_type in model_call.OTHER_POSITIONS:
             position_ids = None
         checked = None
         if call is not None:
@@ -104,7 +104,7 @@ def _wrapped(original):
                 position_ids, cu_seqlens = call.check_positions(position_ids, slots[0])
                 checked = None if cu_seqlens is None else (call.cu_seqlens, call.cu_seqlens_k, cu_seqlens)
                 call.take()
-        if mask_form != _call.PATTERN:
+        if mask_form != model_call.PATTERN:
             fallback.tell_once(f"{call.name} may read its masks, it gets them of every query and key")
         elif call is None and position_ids is None and not cross:
             fallback.tell_once("position_ids of a model whose forward is called by itself may not be seen")
@@ -115,7 +115,7 @@ def _wrapped(original):
         carrier = Carrier(mask, position_ids, mask_form, stock, numbers, checked, axes)
         if getattr(config, "attention_chunk_size", None) is None:
             return early, carrier, *prepared
-        _call.leave(carrier)  # chunked masks are made by a function that reads the 2-D mask
+        model_call.leave(carrier)  # chunked masks are made by a function that reads the 2-D mask
         return early, mask, *prepared
 
     return prepare
