@@ -8,7 +8,7 @@ import torch
 import transformers
 from hf_models import in_its_words
 
-from packing_ops.integrations.transformers import rope
+from packing_ops.integrations.transformers import models, rope
 
 SHAPE = {
     "vocab_size": 64,
@@ -46,7 +46,7 @@ FAMILIES = {  # name: (classes' prefix, suffix of the model, more of the config)
     "qwen3_vl": ("Qwen3VL", "TextModel", {"rope_parameters": {**MROPE, "mrope_section": [4, 2, 2]}}),
     "stablelm": ("StableLm", "ForCausalLM", {}),
 }
-KNOWN = {name.split(".")[2] for name in rope.MODULES}
+KNOWN = {name.split(".")[2] for name in models.MODULES}
 NAMED = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss"]
 MULTIMODAL = [name for name in FAMILIES if name.endswith("_vl")]
 LENGTHS = [5, 3, 8]

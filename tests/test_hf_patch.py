@@ -32,7 +32,7 @@ from hf_patch_case import (  # noqa: E402, F401
 )
 
 import packing_ops as po  # noqa: E402
-from packing_ops.integrations.transformers import attention, rope  # noqa: E402
+from packing_ops.integrations.transformers import attention, models, rope  # noqa: E402
 from packing_ops.integrations.transformers.patch import apply_packing_ops, revert_packing_ops  # noqa: E402
 
 
@@ -50,8 +50,8 @@ def attended(monkeypatch):
 
 
 def test_every_family_is_tested():
-    assert {f"transformers.models.{family}.modeling_{family}" for family in KNOWN} == set(rope.MODULES)
-    assert set(FAMILIES) == set(rope.FAMILIES) >= KNOWN
+    assert {f"transformers.models.{family}.modeling_{family}" for family in KNOWN} == set(models.MODULES)
+    assert set(FAMILIES) == set(models.FAMILIES) >= KNOWN
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -153,13 +153,13 @@ def test_swap_goes_with_the_last_model(device):
     models = {name: tiny("llama", device) for name in "ab"}
     for name in models:
         apply_packing_ops(models[name], attention=False)
-    swap = rope.swap_of(module_of("llama").__name__)
+    patch = rope.patch_of(module_of("llama").__name__)
     del models["a"]
     gc.collect()
-    assert swap.installed
+    assert patch.is_applied
     del models["b"]
     gc.collect()
-    assert not swap.installed
+    assert not patch.is_applied
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])

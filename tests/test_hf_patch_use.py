@@ -27,6 +27,7 @@ from hf_patch_case import (  # noqa: E402, F401
     tiny,
 )
 
+from packing_ops.integrations import _patching  # noqa: E402
 from packing_ops.integrations.transformers import rope  # noqa: E402
 from packing_ops.integrations.transformers.patch import apply_packing_ops, revert_packing_ops  # noqa: E402
 
@@ -266,7 +267,7 @@ def test_what_was_left_is_removed_later(then, device, garbage, monkeypatch):
     apply_packing_ops(other, attention=False)
     garbage(device)
     with monkeypatch.context() as during:
-        during.setattr(rope, "_something_compiles", lambda: True)
+        during.setattr(_patching, "_something_compiles", lambda: True)
         gc.collect()
         assert not stock_rotates()
     if then == "forward of another family":

@@ -48,9 +48,10 @@ def causal_mask_function(row, head, q, k):
 def test_masks_of_4_57(four):
     register()
     fake, seen = four
-    mask_preparation.carry()
+    patch = mask_preparation.patch_of(fake)
+    patch.apply()
     prepared = fake._preprocess_mask_arguments
-    mask_preparation.carry()
+    patch.apply()
     assert fake._preprocess_mask_arguments is prepared
     config = types.SimpleNamespace(_attn_implementation="packing_ops", model_type="llama")
     embeds, positions = torch.zeros(1, 5, 8), torch.tensor([[0, 1, 0, 1, 2]])
@@ -81,8 +82,8 @@ def test_rope_functions_of_4_57(monkeypatch):
         return stock(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
 
     monkeypatch.setattr(module, "apply_rotary_pos_emb", apply_rotary_pos_emb)
-    swap = rope.Swap(module.__name__)
-    swap.install()
+    patch = rope.new_patch(module.__name__)
+    patch.apply()
     q, k, positions = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 5, 8), torch.arange(5)[None]
     angles = (positions[..., None] * torch.tensor([1.0, 0.1, 0.01, 0.001])).repeat(1, 1, 2)
     cos, sin = angles.cos(), angles.sin()
@@ -97,7 +98,7 @@ def test_rope_functions_of_4_57(monkeypatch):
 
 
 def test_another_way_to_prepare_masks_is_refused(monkeypatch):
-    monkeypatch.setattr(mask_preparation, "masking_utils", types.SimpleNamespace())
+    monkeypatch.setattr(mask_preparation, "PATCH", mask_preparation.patch_of(types.SimpleNamespace()))
     with pytest.raises(
         ImportError, match=r"^transformers: packing_ops.* serves 4\.57 and later .*, transformers \d.* is"
     ):

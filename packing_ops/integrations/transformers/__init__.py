@@ -9,6 +9,7 @@ _FILES = {
     "info": "model_info",
     "register": "attention",
     "revert_packing_ops": "patch",
+    "unregister": "attention",
 }
 __all__ = list(_FILES)
 

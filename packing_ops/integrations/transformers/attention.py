@@ -37,7 +37,7 @@ def register(name: str = "packing_ops") -> None:
     says why: decoding with a KV cache, 4-D masks (images that see ahead, models that read their masks), dropout,
     head_dim over 256. A second call changes nothing.
 
-    What this adds to transformers stays until the process ends: the name in its two tables, and wrappers around
+    What this adds to transformers stays until unregister(name): the name in its two tables, and wrappers around
     PreTrainedModel.__call__, which remembers position_ids for models that pass them to no mask, and around the
     preparation of masks. Both leave models with another attn_implementation alone. A process that unpickles a model
     with this attention must call register first, unless apply_packing_ops set it.
@@ -67,12 +67,33 @@ def register(name: str = "packing_ops") -> None:
     taken = [word for word in ("flash", "sdpa", "flex", "eager", "paged", "/") if word in name]
     if taken or not name:
         raise ValueError(f"name: expected one without {taken or 'being empty'}, got {name!r}")
-    mask_preparation.carry()
+    if not mask_preparation.PATCH.pinned:
+        mask_preparation.PATCH.apply()
     model_call.NAMES.add(name)
     AttentionInterface.register(name, packing_ops_attention)
     AttentionMaskInterface.register(name, mask_preparation.mask_function())
     if not model_call.watch_calls():
         fallback.tell_once("this transformers calls models in another way, what a call alone tells is not seen")
+
+
+def unregister(name: str = "packing_ops") -> None:
+    """Undo register(name), and with the last name what it wrapped in transformers.
+
+    Models whose attn_implementation is this name need another one before they are called again. Unregistering what was
+    never registered does nothing.
+
+    Example:
+        >>> register("my_attention")
+        >>> unregister("my_attention")
+    """
+    if name not in model_call.NAMES:
+        return
+    model_call.NAMES.remove(name)
+    for table in (AttentionInterface, AttentionMaskInterface):
+        table._global_mapping.pop(name, None)
+    if not model_call.NAMES:
+        mask_preparation.PATCH.revert()
+        model_call.unwatch_calls()
 
 
 def packing_ops_attention(

@@ -12,6 +12,7 @@ import warnings
 import torch
 
 from packing_ops._args import int32_cu_seqlens
+from packing_ops.integrations._patching import function_of
 from packing_ops.integrations.transformers.imports import PreTrainedModel
 from packing_ops.logps import chunked_cross_entropy
 
@@ -148,7 +149,7 @@ def _call(text) -> tuple[str, str, str]:
 
 
 def _is_ours(module, function) -> bool:
-    return getattr(module.__dict__.get("forward"), "func", None) is function
+    return function_of(module.__dict__.get("forward")) is function
 
 
 def _forward(model, *args, **kwargs):

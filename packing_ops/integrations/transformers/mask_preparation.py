@@ -9,6 +9,7 @@ import inspect
 
 import torch
 
+from packing_ops.integrations._patching import Patch
 from packing_ops.integrations.transformers import fallback, model_call
 from packing_ops.integrations.transformers.document_checks import numbers_of
 from packing_ops.integrations.transformers.documents import as_bool, on_device
@@ -20,33 +21,35 @@ _PARAMETERS = ["config", "inputs_embeds", "attention_mask", "past_key_values", "
 _PARAMETERS_4 = ["config", "input_embeds", "attention_mask", "cache_position", *_PARAMETERS[3:]]
 
 
-def carry() -> None:
-    """Wrap transformers' preparation of masks, for models with our attention only.
+def _carrying(original):
+    """The preparation of masks that takes position_ids along, for models with our attention only.
 
     Raises:
         ImportError: its parameters are none that are known here; the message has both versions.
     """
-    original = getattr(masking_utils, "_preprocess_mask_arguments", None)
-    if hasattr(original, "carries_position_ids"):
-        return
     parameters = [] if original is None else list(inspect.signature(original).parameters)
-    if parameters == _PARAMETERS_4:
-
-        def in_order(config, embeds, mask, past, positions, layer, cache_position):
-            return original(config, embeds, mask, cache_position, past, positions, layer)
-
-        wrapped = _wrapped(in_order)
-
-        @functools.wraps(original)
-        def prepare(config, embeds, mask, cache_position, past, positions, layer):
-            return wrapped(config, embeds, mask, past, positions, layer, cache_position=cache_position)
-
-    elif parameters[: len(_PARAMETERS)] == _PARAMETERS:
-        prepare = functools.wraps(original)(_wrapped(original))
-    else:
+    if parameters[: len(_PARAMETERS)] == _PARAMETERS:
+        return functools.wraps(original)(_wrapped(original))
+    if parameters != _PARAMETERS_4:
         raise ImportError(refusal(version))
-    prepare.carries_position_ids = True
-    masking_utils._preprocess_mask_arguments = prepare
+
+    def in_order(config, embeds, mask, past, positions, layer, cache_position):
+        return original(config, embeds, mask, cache_position, past, positions, layer)
+
+    wrapped = _wrapped(in_order)
+
+    @functools.wraps(original)
+    def prepare(config, embeds, mask, cache_position, past, positions, layer):
+        return wrapped(config, embeds, mask, past, positions, layer, cache_position=cache_position)
+
+    return prepare
+
+
+def patch_of(owner) -> Patch:
+    return Patch(owner, "_preprocess_mask_arguments", _carrying)
+
+
+PATCH = patch_of(masking_utils)
 
 
 def mask_function():

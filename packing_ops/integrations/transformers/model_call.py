@@ -7,6 +7,7 @@ import torch
 
 from packing_ops._args import check_cu_seqlens
 from packing_ops._checks import checked_documents
+from packing_ops.integrations._patching import Patch
 from packing_ops.integrations.transformers.document_checks import (
     NUMBERS,
     given,
@@ -164,31 +165,39 @@ def collect(padding):
 
 def watch_calls() -> bool:
     """Calls of models under our names are known while they run. False: transformers has a __call__ of its own."""
-    if hasattr(PreTrainedModel.__call__, "knows_calls"):
-        return True
-    if PreTrainedModel.__call__ is not torch.nn.Module.__call__:
+    if not _PATCH.pinned and PreTrainedModel.__call__ is not torch.nn.Module.__call__:
         return False
+    if not _PATCH.pinned:
+        _PATCH.apply()
+    return True
 
+
+def unwatch_calls() -> None:
+    _PATCH.revert()
+
+
+def _watched(stock):
     def __call__(self, *args, **kwargs):
         if self.config._attn_implementation not in NAMES:
             if "position_ids" in kwargs and (outer := current()) is not None:
                 outer.take()  # by another implementation, which tells documents in its own way
-            return torch.nn.Module.__call__(self, *args, **kwargs)
+            return stock(self, *args, **kwargs)
         check_keywords(type(self), kwargs)
         args, kwargs = _with_ones(self, args, kwargs)
         here = _here()
         outer = here.call
         call = here.call = _traced.call = Call(self, args, kwargs, outer)  # what it calls may be compiled
         try:
-            outputs = torch.nn.Module.__call__(self, *args, **kwargs)
+            outputs = stock(self, *args, **kwargs)
         finally:
             here.call = _traced.call = outer
         call.refuse_if_lost()
         return outputs
 
-    __call__.knows_calls = True
-    PreTrainedModel.__call__ = __call__
-    return True
+    return __call__
+
+
+_PATCH = Patch(PreTrainedModel, "__call__", _watched)
 
 
 _habits: dict[tuple, tuple] = {}  # torch.compile would look through functools.cache

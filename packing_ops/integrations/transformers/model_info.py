@@ -6,6 +6,7 @@ import torch
 import transformers
 
 from packing_ops.integrations.transformers import attn_implementation, fallback, fused_loss, model_call, rms_norm, rope
+from packing_ops.integrations.transformers.models import FAMILIES
 
 
 def info(model: torch.nn.Module) -> str:
@@ -61,7 +62,7 @@ def _attention(model, hosts) -> str:
 def _rope(model) -> str:
     found = rope.owners(model)
     if not found:
-        return f"stock, none of {', '.join(rope.FAMILIES)}"
+        return f"stock, none of {', '.join(FAMILIES)}"
     ours = {id(module) for owner, rotary in found if rope.rotates(rotary) for module in rope.attentions(owner)}
     every = {id(module) for owner, _ in found for module in rope.attentions(owner)}
     return _parts(len(ours), len(every), "apply_packing_ops(model)")
@@ -70,7 +71,7 @@ def _rope(model) -> str:
 def _norm(model) -> str:
     every = len(rms_norm.norms(model))
     if not every:
-        return f"stock, none of {', '.join(rope.FAMILIES)}"
+        return f"stock, none of {', '.join(FAMILIES)}"
     return _parts(len(rms_norm.fused(model)), every, "apply_packing_ops(model, rms_norm=True)")
 
 

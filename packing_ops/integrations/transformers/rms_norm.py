@@ -6,7 +6,8 @@ import types
 import torch
 import torch.nn.functional as F
 
-from packing_ops.integrations.transformers.rope import MODULES
+from packing_ops.integrations._patching import function_of
+from packing_ops.integrations.transformers.models import MODULES
 
 # One model's modules get a class of their own, a subclass of theirs: torch.compile guards the class of a module, so all
 # layers share what was compiled for one, which a forward of each module's own would not let them.
@@ -123,5 +124,5 @@ def _place(module) -> str | None:
 
 def _is_ours(forward) -> bool:
     """A partial of this file, or a bound method of a class of ours."""
-    function = getattr(forward, "func", None) or getattr(forward, "__func__", None)
+    function = function_of(forward)
     return function in FORWARDS.values() or hasattr(function, "packing_ops")
