@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 NEEDS = {"transformers": "transformers", "trl": "trl", "megatron": "megatron.core"}  # to import an integration
 NOT_RUN = {  # lines that say +SKIP
     "packing_ops.boundaries": 1,  # xformers, which needs a GPU
-    "packing_ops.integrations.unsloth": 1,  # the same
-    "packing_ops.integrations.trl": 1,  # a trainer, which test_trl.py and test_first_scripts.py run
+    "packing_ops.integrations.unsloth.metadata": 1,  # the same
+    "packing_ops.integrations.trl.attention": 1,  # a trainer, which test_trl.py and test_first_scripts.py run
 }
 
 

@@ -1,0 +1,131 @@
+"""TRL's pack_dataset over the whole dataset at once, and the patch that puts it into TRL."""
+
+import inspect
+import warnings
+
+from packing_ops.integrations._patching import Patch
+from packing_ops.integrations.trl.imports import trl_data_utils
+
+# {strategy of TRL: overlong of pack_sequences}. TRL packs by its other strategies itself.
+_OVERLONG = {"bfd": "truncate", "bfd_split": "split"}
+_TRL_CHUNK = 1000  # rows that TRL packs at a time: the default batch_size of Dataset.map
+_PARAMETERS = ["dataset", "seq_length", "strategy", "map_kwargs"]
+
+_applied: list[Patch] = []  # none or one
+
+
+def pack_dataset(dataset, seq_length: int, strategy: str = "bfd", map_kwargs: dict | None = None):
+    """trl.pack_dataset with the same columns, dtypes and format, packed over the whole dataset at once.
+
+    Args:
+        dataset: Dataset or DatasetDict whose columns are all lists, of equal length within a row. Streamed datasets
+            cannot be seen whole: they go to TRL's own, with a warning.
+        seq_length: tokens of a packed row.
+        strategy: ``"bfd"`` cuts sequences to seq_length, ``"bfd_split"`` splits them. Any other goes to TRL's own.
+        map_kwargs: for Dataset.map (num_proc, desc, load_from_cache_file, ...).
+
+    Returns:
+        The same type. Rows are best-fit-decreasing bins; column ``seq_lengths`` lists the tokens of each document.
+        Empty rows are left out. Never more rows than packing every ``batch_size`` (default 1000) rows alone gives.
+
+    Example:
+        >>> from datasets import Dataset
+        >>> rows = {"input_ids": [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10], [11]]}
+        >>> pack_dataset(Dataset.from_dict(rows), seq_length=4)[:]
+        {'input_ids': [[1, 2, 3, 4], [8, 9, 10, 11], [6, 7]], 'seq_lengths': [[4], [3, 1], [2]]}
+
+    Raises:
+        ImportError: TRL is not installed.
+        TypeError: a column that holds no lists.
+        ValueError: columns of different lengths in one row; no tokens at all; seq_length below 1.
+
+    Memory: 40 bytes per row beside the data, which is read in batches. Deterministic.
+    """
+    trl_data_utils()
+    from datasets import Dataset, DatasetDict
+
+    if strategy not in _OVERLONG:
+        return _own_pack_dataset()(dataset, seq_length, strategy, map_kwargs)
+    if isinstance(dataset, DatasetDict):
+        packed = {key: pack_dataset(split, seq_length, strategy, map_kwargs) for key, split in dataset.items()}
+        return DatasetDict(packed)
+    if not isinstance(dataset, Dataset):
+        warnings.warn(
+            f"packing_ops.pack_dataset: {type(dataset).__name__} is streamed and cannot be packed as a whole; "
+            "TRL's own packing takes it",
+            stacklevel=2,
+        )
+        return _own_pack_dataset()(dataset, seq_length, strategy, map_kwargs)
+    return _pack_dataset(dataset, seq_length, _OVERLONG[strategy], dict(map_kwargs or {}))
+
+
+def patch_pack_dataset() -> bool:
+    """Replace TRL's pack_dataset by ours, in trl.data_utils and every module of TRL that imported it.
+
+    A pack_dataset that your own code imported from TRL before stays TRL's. A second call does nothing;
+    unpatch_pack_dataset undoes it.
+
+    Returns:
+        True when TRL packs with packing_ops now; False, with a warning, when the installed TRL has a pack_dataset of
+        another signature, which is left alone.
+
+    Example:
+        >>> patch_pack_dataset()
+        True
+        >>> unpatch_pack_dataset()
+
+    Raises:
+        ImportError: TRL is not installed.
+    """
+    data_utils = trl_data_utils()
+    if data_utils.pack_dataset is pack_dataset:
+        return True
+    found = list(inspect.signature(data_utils.pack_dataset).parameters)
+    if found != _PARAMETERS:
+        warnings.warn(
+            f"packing_ops.patch_pack_dataset: expected trl.pack_dataset({', '.join(_PARAMETERS)}), "
+            f"got ({', '.join(found)}); left alone",
+            stacklevel=2,
+        )
+        return False
+    _applied.append(Patch(data_utils, "pack_dataset", lambda _: pack_dataset, imported_by="trl"))
+    _applied[-1].apply()
+    return True
+
+
+def unpatch_pack_dataset() -> None:
+    """Undo patch_pack_dataset."""
+    while _applied:
+        _applied.pop().revert()
+
+
+def _own_pack_dataset():
+    return _applied[-1].stock if _applied else trl_data_utils().pack_dataset
+
+
+def _pack_dataset(dataset, seq_length: int, overlong: str, map_kwargs: dict):
+    from datasets.fingerprint import update_fingerprint
+
+    from packing_ops.integrations.trl.arrow import best_fit_bins, packed_table, row_lengths
+
+    style = dict(dataset.format)
+    style.update(style.pop("format_kwargs"))
+    style["columns"] = [*style["columns"], "seq_lengths"]
+    dataset = dataset.with_format("arrow")
+    chunk = map_kwargs.get("batch_size", _TRL_CHUNK) or len(dataset)
+    bins = best_fit_bins(row_lengths(dataset), seq_length, overlong, chunk if chunk > 0 else len(dataset))
+    num_rows, num_bins = len(dataset), len(bins[0]) - 1
+    if num_bins == 0:
+        raise ValueError(f"dataset: expected at least one row with tokens, got {num_rows} rows without any")
+
+    def packed_rows(_, indices):
+        # This batch's share of the bins: Dataset.map keeps its batches, processes and cache files to itself.
+        first, last = (-(-i * num_bins // num_rows) for i in (indices[0], indices[-1] + 1))
+        return packed_table(dataset, bins, first, last)
+
+    # The bins follow from these: hashing the closure would hash the data.
+    settings = {"seq_length": seq_length, "overlong": overlong, "chunk": chunk}
+    map_kwargs.setdefault(
+        "new_fingerprint", update_fingerprint(dataset._fingerprint, "packing_ops.pack_dataset", settings)
+    )
+    return dataset.map(packed_rows, batched=True, with_indices=True, **map_kwargs).with_format(**style)
