@@ -18,12 +18,10 @@ Three lines of a training script change; examples/first/megatron_step.py is a wh
     losses = model(input_ids, None, None, labels=targets, packed_seq_params=packed_seq_params)
 """
 
-import importlib
-import importlib.util
-
+from packing_ops._lazy import lazy_names
 from packing_ops.data.parallel import packed_alignment, thd_inverse_indices, thd_partition_indices
 
-_HOMES = {
+_MODULES = {
     "PackingDotProductAttention": "core_attention",
     "use_packing_ops": "spec",
     "context_parallel_attention": "context_parallel",
@@ -34,19 +32,5 @@ _HOMES = {
     "postprocess_packed_seqs": "data",
     "next_token_targets": "data",
 }
-__all__ = [*_HOMES, "packed_alignment", "thd_inverse_indices", "thd_partition_indices"]
-
-
-def __getattr__(name):
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] != "megatron":
-            raise
-        raise ImportError(f"{name} needs megatron-core: pip install packing_ops[megatron]") from error
-
-
-def __dir__():
-    return sorted({*globals(), *(_HOMES if importlib.util.find_spec("megatron") else ())})
+__all__ = [*_MODULES, "packed_alignment", "thd_inverse_indices", "thd_partition_indices"]
+__getattr__, __dir__ = lazy_names(globals(), _MODULES, "megatron", "megatron-core: pip install packing_ops[megatron]")
