@@ -300,11 +300,17 @@ def _block_mask(total_q, total_k, cu_seqlens_q, cu_seqlens_k, causal, window_siz
     document_k = torch.searchsorted(cu_seqlens_k[1:], slot_k, right=True)
     # Bottom-right aligned: the last query of a document stands at its last key.
     ends_q, ends_k = (F.pad(cu[1:], (0, 1)) for cu in (cu_seqlens_q, cu_seqlens_k))
-    place = slot_q + (ends_k - ends_q)[document_q]
-    seen = (document_q[:, None] == document_k[None, :]) & (document_q < cu_seqlens_q.numel() - 1)[:, None]
+    position_q = slot_q + (ends_k - ends_q)[document_q]
+    document_q = document_q.masked_fill(document_q == cu_seqlens_q.numel() - 1, -1)
+    return visible_mask(document_q[:, None], document_k[None], position_q[:, None], slot_k[None], causal, window_size)
+
+
+def visible_mask(document_q, document_k, position_q, position_k, causal, window_size):
+    """bool, True where a query attends to a key: of one document, -1 is none, and inside the window. Broadcasts."""
+    visible = (document_q == document_k) & (document_q >= 0)
     left, right = (window_size[0], 0) if causal else window_size
     if left >= 0:
-        seen &= slot_k[None, :] >= place[:, None] - left
+        visible = visible & (position_k >= position_q - left)
     if right >= 0:
-        seen &= slot_k[None, :] <= place[:, None] + right
-    return seen
+        visible = visible & (position_k <= position_q + right)
+    return visible

@@ -26,7 +26,7 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
     register()
-    monkeypatch.setattr(fallback, "_told", set())
+    monkeypatch.setattr(fallback, "_warned", set())
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ GROUPED = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
     register()
-    monkeypatch.setattr(fallback, "_told", set())
+    monkeypatch.setattr(fallback, "_warned", set())
 
 
 @pytest.fixture

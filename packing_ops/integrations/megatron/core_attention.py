@@ -9,9 +9,10 @@ from megatron.core.transformer.module import MegatronModule
 from packing_ops import _ops
 from packing_ops._recent import dense_cu_seqlens
 from packing_ops.attention import varlen_attention
+from packing_ops.integrations._attention_options import AttentionOptions
 from packing_ops.integrations.megatron.context_parallel import context_parallel_attention
 from packing_ops.integrations.megatron.masks import causal_and_window, tokens_of, window_of
-from packing_ops.integrations.megatron.varlen_call import Documents, documents_of, field_of, layout_of
+from packing_ops.integrations.megatron.varlen_call import DocumentSpans, field_of, spans_of, varlen_call_of
 
 _UNSERVED = ("qk_clip", "log_max_attention_logit", "fp8_dot_product_attention", "fp8_multi_head_attention")
 
@@ -114,7 +115,7 @@ class PackingDotProductAttention(MegatronModule):
             query: ``[T, num_heads, head_dim]`` for thd, ``[S, B, num_heads, head_dim]`` for sbhd: this rank's heads
                 and, under context parallelism, its chunks of each document. float32, bfloat16, float16.
             key, value: the same with this rank's query groups; value may have a smaller head_dim (one copy).
-            attention_mask: not looked at for thd, nor with a window; for sbhd None or, bool with True for unseen, what
+            attention_mask: not looked at for thd, nor with a window; for sbhd None or, bool with True for hidden, what
                 attn_mask_type says and padding (masks.py; looked at once per mask: one synchronisation). Padding has
                 out 0 and takes no gradient.
             packed_seq_params: ``qkv_format``, ``cu_seqlens_q`` and ``cu_seqlens_kv`` of the whole batch, int
@@ -145,8 +146,8 @@ class PackingDotProductAttention(MegatronModule):
         heads = query, key, value
         if packed_seq_params is not None and _format(packed_seq_params) == "thd":
             _expect(heads, "[total, num_heads, head_dim]", 3)
-            documents = documents_of(packed_seq_params)
-            out = self._attend(*heads, documents, causal, window, group, self.softmax_offset)
+            options = AttentionOptions(causal, self.softmax_scale, window, sinks=self.softmax_offset)
+            out = self._attend(*heads, spans_of(packed_seq_params), options, group)
             return _narrowed(out, head_dim).flatten(1)
         _expect(heads, "[seqlen, batch, num_heads, head_dim]", 4)
         if causal and len(query) != len(key):
@@ -154,36 +155,38 @@ class PackingDotProductAttention(MegatronModule):
         if attention_mask is not None and not self.window_size:
             tokens = tokens_of(attention_mask, query, key, mask_type, self.layer_number)
             if tokens is not None:
-                return _narrowed(self._attend_tokens(heads, tokens, causal, window, group), head_dim).flatten(2)
+                options = AttentionOptions(causal, self.softmax_scale, window, sinks=self.softmax_offset)
+                return _narrowed(self._attend_tokens(heads, tokens, options, group), head_dim).flatten(2)
         # The columns of the batch as more heads: no copy, and each query group keeps its queries.
         sinks = None if self.softmax_offset is None else self.softmax_offset.repeat(query.shape[1])
         ranks = 1 if group is None else group.size()
         whole = (tensor.new_empty(1).expand(1, ranks * len(tensor)) for tensor in (query, key))
         cu_seqlens = [dense_cu_seqlens(tensor, name) for tensor, name in zip(whole, ("query", "key"), strict=True)]
-        documents = Documents(*cu_seqlens, *cu_seqlens)
-        out = self._attend(*(t.flatten(1, 2) for t in heads), documents, causal, window, group, sinks)
+        options = AttentionOptions(causal, self.softmax_scale, window, sinks=sinks)
+        out = self._attend(*(t.flatten(1, 2) for t in heads), DocumentSpans(*cu_seqlens, *cu_seqlens), options, group)
         return _narrowed(out.view(query.shape), head_dim).flatten(2)
 
-    def _attend_tokens(self, heads, tokens, causal, window, group):
+    def _attend_tokens(self, heads, tokens, options, group):
         """sbhd with padding in its columns: the tokens packed, and put back."""
         if group is not None:
             raise NotImplementedError("attention_mask: expected no padding in sbhd under context parallelism, got some")
         indices, documents = tokens
         seqlen, batch = heads[0].shape[:2]
         packed = _ops.gather_rows_many([t.transpose(0, 1) for t in heads], indices, indices.numel())
-        out = self._attend(*packed, documents, causal, window, None, self.softmax_offset)
+        out = self._attend(*packed, documents, options, None)
         return _ops.scatter_rows(out, indices, batch, seqlen).transpose(0, 1).contiguous()
 
-    def _attend(self, q, k, v, documents, causal, window, group, sinks):
-        options = {"causal": causal, "softmax_scale": self.softmax_scale, "window_size": window, "sinks": sinks}
+    def _attend(self, q, k, v, documents, options, group):
+        causal, softmax_scale, window, _, sinks = options
+        named = {"causal": causal, "softmax_scale": softmax_scale, "window_size": window, "sinks": sinks}
         if group is None or q.shape[0] == k.shape[0] == 0:
-            layout = layout_of(documents, k.shape[0], causal=causal, layer=self.layer_number)
-            return varlen_attention(q, k, v, layout.cu_seqlens_q, layout.cu_seqlens_k, **options)
+            call = varlen_call_of(documents, k.shape[0], causal=causal, layer=self.layer_number)
+            return varlen_attention(q, k, v, call.cu_seqlens_q, call.cu_seqlens_k, **named)
         if len(q) != len(k):
             raise ValueError(f"key: expected the {len(q)} rows of query under context parallelism, got {len(k)}")
         ranks = {"cp_rank": group.rank(), "cp_size": group.size()}
-        layout = layout_of(documents, k.shape[0], causal=causal, layer=self.layer_number, **ranks)
-        return context_parallel_attention(q, k, v, layout, group, **options)
+        call = varlen_call_of(documents, k.shape[0], causal=causal, layer=self.layer_number, **ranks)
+        return context_parallel_attention(q, k, v, call, group, **named)
 
     def _cp_group(self, packed_seq_params):
         """The ranks that hold the documents; None for this one alone. A batch may bring its own."""

@@ -100,13 +100,13 @@ def fused_apply_rotary_pos_emb_thd(
         ValueError: cu_seqlens that are no multiples of ``2 * cp_size``; a document longer than ``freqs``. On CUDA both
             are positions outside the tables, which apply_rotary_qk reports at the next call.
     """
-    rows, places, rotary_dim = t.shape[0], freqs.shape[0], freqs.shape[-1]
+    rows, positions, rotary_dim = t.shape[0], freqs.shape[0], freqs.shape[-1]
 
     def make():
         cos, sin = _tables(freqs, mscale)
         if cos.shape[1] != 1:
             raise ValueError(f"freqs: expected [max_seqlen, 1, 1, rotary_dim] for thd, got {list(freqs.shape)}")
-        of_tokens = places == rows * cp_size
+        of_tokens = positions == rows * cp_size
         return cos[:, 0], sin[:, 0], _positions(cu_seqlens, rows * cp_size, cp_size, cp_rank, of_tokens)
 
     tables = kept_with((cu_seqlens, freqs), ("thd", rows, cp_size, cp_rank, mscale), make)
@@ -183,7 +183,7 @@ def _rotated(q, k, freqs, interleaved, mscale):
     """sbhd q and k (or None) by the angles of their positions."""
     seqlen = q.shape[0]
     if freqs.shape[0] < seqlen:
-        raise ValueError(f"freqs: expected at least {seqlen} places for sbhd, got {list(freqs.shape)}")
+        raise ValueError(f"freqs: expected at least {seqlen} positions for sbhd, got {list(freqs.shape)}")
 
     def make():
         return [table[:seqlen].transpose(0, 1) for table in _tables(freqs, mscale)]
@@ -195,9 +195,9 @@ def _rotated(q, k, freqs, interleaved, mscale):
 
 
 def _tables(freqs, mscale):
-    """cos and sin float32 ``[places, 1 or batch, rotary_dim]``."""
+    """cos and sin float32 ``[positions, 1 or batch, rotary_dim]``."""
     if freqs.dim() != 4 or freqs.shape[2] != 1:
-        raise ValueError(f"freqs: expected [places, 1 or batch, 1, rotary_dim], got {list(freqs.shape)}")
+        raise ValueError(f"freqs: expected [positions, 1 or batch, 1, rotary_dim], got {list(freqs.shape)}")
 
     def make():
         angles = freqs.float().squeeze(2)

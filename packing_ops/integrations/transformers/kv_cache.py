@@ -1,4 +1,4 @@
-"""Refuses to go on with a KV cache that was filled with several documents of a row, which would all be seen."""
+"""Refuses to go on with a KV cache that was filled with several documents of a row, which a query would all attend to."""
 
 import torch
 
@@ -22,9 +22,9 @@ def check_cache(cache, call, position_ids, padding, numbers, batch, length):
         if call.cache is cache:  # masks of several kinds in one forward
             return
         call.cache = cache
-    several, seen = getattr(cache, _SEVERAL, None), cache.get_seq_length()
-    if several is not None and (isinstance(seen, torch.Tensor) or seen > 0):
-        _refuse(cache, several, seen, numbers)
+    several, cached = getattr(cache, _SEVERAL, None), cache.get_seq_length()
+    if several is not None and (isinstance(cached, torch.Tensor) or cached > 0):
+        _refuse(cache, several, cached, numbers)
     if length > 1:
         if padding is not None and padding.dim() == 2:  # of the keys; these are the last ones
             padding = padding[:, -length:]
@@ -32,13 +32,13 @@ def check_cache(cache, call, position_ids, padding, numbers, batch, length):
         setattr(cache, _SEVERAL, several_in(position_ids, padding, cu_seqlens, numbers, batch))
 
 
-def _refuse(cache, several, seen, numbers):
+def _refuse(cache, several, cached, numbers):
     compiled = torch.compiler.is_compiling()
     if not compiled and getattr(cache, _READ, None) is several:
         return
     wrong = several
-    if isinstance(seen, torch.Tensor):  # of a cache of fixed length, which may have been reset
-        wrong = wrong & (seen > 0).to(wrong.device)
+    if isinstance(cached, torch.Tensor):  # of a cache of fixed length, which may have been reset
+        wrong = wrong & (cached > 0).to(wrong.device)
     if numbers is not None:  # of all tokens: masks are made by them
         wrong = wrong & ~(numbers > 1).any().to(wrong.device)
     refuse_where(wrong, _REFUSAL)

@@ -102,15 +102,15 @@ def _wrapped(original):
             position_ids = None
         checked = None
         if call is not None:
-            call.take_numbers(numbers)
+            call.mark_numbers_used(numbers)
             if position_ids is not None:
                 position_ids, cu_seqlens = call.check_positions(position_ids, slots[0])
                 checked = None if cu_seqlens is None else (call.cu_seqlens, call.cu_seqlens_k, cu_seqlens)
-                call.take()
+                call.mark_used()
         if mask_form != model_call.PATTERN:
-            fallback.tell_once(f"{call.name} may read its masks, it gets them of every query and key")
+            fallback.warn_once(f"{call.name} may read its masks, it gets them of every query and key")
         elif call is None and position_ids is None and not cross:
-            fallback.tell_once("position_ids of a model whose forward is called by itself may not be seen")
+            fallback.warn_once("position_ids of a model whose forward is called by itself may not be found")
         if past_key_values is not None and not cross:
             check_cache(past_key_values, call, position_ids, attention_mask, numbers, *slots)
         stock = cross or getattr(past_key_values, "is_compileable", False)

@@ -8,28 +8,28 @@ import torch
 import torch.nn.functional as F
 
 from packing_ops.integrations.transformers import model_call
-from packing_ops.integrations.transformers.documents import find_layout, runs_of
+from packing_ops.integrations.transformers.documents import find_documents, runs_of
 from packing_ops.integrations.transformers.imports import masking_utils
 
 
 class MaskPattern:
-    """Causal or not, the window, and what tells the documents. Layers share it, and the layout found in it.
+    """Causal or not, the window, and what says where the documents are. Layers share it, and the documents found in it.
 
-    axes: the position_ids that layers are given are one axis of images, which tells no documents. checked: see find_layout.
+    axes: the position_ids that layers are given are one axis of images, which says nothing of documents. checked: see find_documents.
     """
 
     def __init__(self, causal, window, length, padding, position_ids, checked=None, axes=False):
         self.causal, self.window, self.length, self.axes = causal, window, length, axes
         self.padding, self.position_ids, self.checked = padding, position_ids, checked
-        self._layout = self._given = None
+        self._documents = self._given = None
 
-    def layout(self, query, cu_seqlens, position_ids):
-        if self._layout is None or self._given[0] is not cu_seqlens[0] or self._given[1] is not cu_seqlens[1]:
+    def documents(self, query, cu_seqlens, position_ids):
+        if self._documents is None or self._given[0] is not cu_seqlens[0] or self._given[1] is not cu_seqlens[1]:
             position_ids = position_ids if self.position_ids is None and not self.axes else self.position_ids
-            take(*cu_seqlens, position_ids)
-            self._layout = find_layout(query, cu_seqlens, self.padding, position_ids, checked=self.checked)
+            mark_used(*cu_seqlens, position_ids)
+            self._documents = find_documents(query, cu_seqlens, self.padding, position_ids, checked=self.checked)
             self._given = cu_seqlens
-        return self._layout
+        return self._documents
 
     def _refuse(self, *_):
         raise TypeError(_READ)
@@ -52,18 +52,18 @@ _READ = (
 )
 
 
-def take(*telling):
-    """Documents are told by one of these, where a mask or an attention reads them."""
-    call = model_call.call_to_tell()
-    if call is not None and any(tensor is not None for tensor in telling):
-        call.take()
+def mark_used(*tensors):
+    """A mask or an attention reads these, from which documents are known."""
+    call = model_call.call_to_mark()
+    if call is not None and any(tensor is not None for tensor in tensors):
+        call.mark_used()
 
 
 class Carrier:
-    """Goes where transformers hands the 2-D mask on to the mask function, and takes along what that is not told.
+    """Goes where transformers hands the 2-D mask on to the mask function, and takes along what that does not get.
 
     numbers: [batch, slots] of documents, 0 for padding, or None. position_ids: [batch or 1, q_length], or None.
-    checked: see find_layout. axes: see MaskPattern. mask_form: see model_call. stock: keys of another sequence, or of a cache
+    checked: see find_documents. axes: see MaskPattern. mask_form: see model_call. stock: keys of another sequence, or of a cache
     of fixed length, whose masks transformers makes ahead and handles as tensors.
     """
 
@@ -106,7 +106,7 @@ def packing_ops_mask(
         raise ValueError("attention_mask: expected 0 and 1 beside a KV cache, got the numbers of several documents")
     if q_length > 1 and not (carrier.position_ids is None and carrier.numbers is None):
         mask_function = _each_document_alone(mask_function, kwargs, carrier, batch_size, q_length, q_offset)
-    # Without a mask the layer could not tell causal from full; one query that sees every key is both.
+    # Without a mask the layer could not tell causal from full; one query that attends to every key is both.
     skip = kwargs.pop("allow_is_causal_skip", True) and q_length == 1
     kwargs["allow_is_bidirectional_skip"] = False
     make = masking_utils.eager_mask if carrier.mask_form == model_call.ADDITIVE else masking_utils.sdpa_mask
@@ -132,15 +132,15 @@ def _each_document_alone(mask_function, kwargs, carrier, batch, q_length, q_offs
         starts = F.pad(positions[:, 1:] <= positions[:, :-1], (1, 0))
     if carrier.numbers is not None:
         runs = runs_of(carrier.numbers).to(device).expand(batch, -1)
-        own = runs[:, (torch.arange(q_length, device=device) + q_offset).clamp(max=runs.shape[1] - 1)]
-        starts = starts | F.pad(own[:, 1:] != own[:, :-1], (1, 0))
+        runs_of_queries = runs[:, (torch.arange(q_length, device=device) + q_offset).clamp(max=runs.shape[1] - 1)]
+        starts = starts | F.pad(runs_of_queries[:, 1:] != runs_of_queries[:, :-1], (1, 0))
     documents = starts.cumsum(1)
 
-    def place(slot):
+    def query_index(slot):
         return (slot - q_offset).clamp(0, last)
 
     def together(row, q, k):
-        same = documents[row, place(q)] == documents[row, place(k)]
+        same = documents[row, query_index(q)] == documents[row, query_index(k)]
         if runs is None:
             return same
         q, k = (slot.clamp(max=runs.shape[1] - 1) for slot in (q, k))  # a cache of fixed length goes on behind the mask
@@ -160,7 +160,7 @@ def _each_document_alone(mask_function, kwargs, carrier, batch, q_length, q_offs
     origins = torch.where(documents == 0, left, origins)
 
     def chunks_of_document(row, head, q, k):
-        chunk_q, chunk_k = ((slot - origins[row, place(slot)]) // chunk for slot in (q, k))
+        chunk_q, chunk_k = ((slot - origins[row, query_index(slot)]) // chunk for slot in (q, k))
         return (k <= q) & (chunk_q == chunk_k) & together(row, q, k)
 
     return chunks_of_document

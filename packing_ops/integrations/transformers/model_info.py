@@ -43,7 +43,7 @@ def info(model: torch.nn.Module) -> str:
     lines = [f"{name}, transformers {transformers.__version__}"]
     lines += [f"attention: {_attention(model, hosts)}", f"rope: {_rope(model)}", f"rms_norm: {_norm(model)}"]
     lines.append(f"loss: {_loss(hosts)}")
-    lines += [f"documents: {_documents(hosts)}", *fallback.told()]
+    lines += [f"documents: {_documents(hosts)}", *fallback.sdpa_reasons()]
     return "\n".join(lines)
 
 

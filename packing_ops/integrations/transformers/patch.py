@@ -72,7 +72,7 @@ def apply_packing_ops(
 
     RoPE that scales with the length (dynamic NTK, longrope) takes the largest position: with position_ids that restart
     that is the longest document, not the row. A model called with ``cu_seq_lens_q`` alone, batch 1, gets position_ids
-    made from it; a multimodal one too, if its attention is swapped: position_ids ``[batch, seqlen]`` then tell its
+    made from it; a multimodal one too, if its attention is swapped: position_ids ``[batch, seqlen]`` then start its
     documents as in text models.
 
     Returns:

@@ -42,8 +42,8 @@ def _metadata_of(lengths, total, device) -> PackedMetadata:
     device = torch.device(device or lengths.device)
 
     def make():
-        own = lengths.to(device) if lengths.is_cuda else lengths
-        return PackedMetadata.from_lengths(own, total=total, device=device)
+        there = lengths.to(device) if lengths.is_cuda else lengths
+        return PackedMetadata.from_lengths(there, total=total, device=device)
 
     return kept_with([lengths], ("unsloth", total, device), make)
 

@@ -34,9 +34,9 @@ class PackingCollator:
         batch.update(metadata.to_unsloth())
         if "labels" in batch:
             batch["labels"] = mask_boundary_labels(batch["labels"][0], metadata.cu_seqlens)[None]
-        # Collators that tell the layout in transformers' words too must not tell another one.
-        told = {**metadata.to_transformers(), "seq_idx": metadata.seq_idx[None]}
-        batch.update({name: value for name, value in told.items() if name in batch})
+        # A layout in transformers' words that the collator gave too must be this one.
+        layout_keys = {**metadata.to_transformers(), "seq_idx": metadata.seq_idx[None]}
+        batch.update({name: value for name, value in layout_keys.items() if name in batch})
         return batch
 
     def __getattr__(self, name):
