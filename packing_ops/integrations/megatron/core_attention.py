@@ -13,6 +13,7 @@ from packing_ops.integrations._attention_options import AttentionOptions
 from packing_ops.integrations.megatron.context_parallel import context_parallel_attention
 from packing_ops.integrations.megatron.masks import causal_and_window, tokens_of, window_of
 from packing_ops.integrations.megatron.varlen_call import DocumentSpans, field_of, spans_of, varlen_call_of
+from packing_ops.metadata import PackedMetadata
 
 _UNSERVED = ("qk_clip", "log_max_attention_logit", "fp8_dot_product_attention", "fp8_multi_head_attention")
 
@@ -122,6 +123,8 @@ class PackingDotProductAttention(MegatronModule):
                 ``[num_documents + 1]``, and, where the documents lie apart, ``cu_seqlens_q_padded`` and
                 ``cu_seqlens_kv_padded``: padding has out 0 and takes no gradient. Under context parallelism each
                 document's slots are a multiple of ``2 * cp_size``. ``cp_group`` and ``local_cp_size`` are followed.
+                Or PackedMetadata, where this module is called by itself: megatron-core's RoPE reads PackedSeqParams,
+                which ``packed_seq_params(metadata)`` makes.
 
         Returns:
             ``[T, num_heads * head_dim]`` or ``[S, B, num_heads * head_dim]``. No synchronisation per layer; varlen_call.py
@@ -144,10 +147,11 @@ class PackingDotProductAttention(MegatronModule):
         if head_dim < query.shape[-1]:
             value = F.pad(value, (0, query.shape[-1] - head_dim))
         heads = query, key, value
-        if packed_seq_params is not None and _format(packed_seq_params) == "thd":
+        documents = _thd_documents(packed_seq_params)
+        if documents is not None:
             _expect(heads, "[total, num_heads, head_dim]", 3)
             options = AttentionOptions(causal, self.softmax_scale, window, sinks=self.softmax_offset)
-            out = self._attend(*heads, spans_of(packed_seq_params), options, group)
+            out = self._attend(*heads, documents, options, group)
             return _narrowed(out, head_dim).flatten(1)
         _expect(heads, "[seqlen, batch, num_heads, head_dim]", 4)
         if causal and len(query) != len(key):
@@ -200,11 +204,14 @@ class PackingDotProductAttention(MegatronModule):
         return DotProductAttention.sharded_state_dict(self, prefix, sharded_offsets, metadata)
 
 
-def _format(packed_seq_params):
-    name = field_of(packed_seq_params, "qkv_format")
+def _thd_documents(packed_seq_params) -> DocumentSpans | None:
+    """None for sbhd."""
+    if isinstance(packed_seq_params, PackedMetadata):
+        return DocumentSpans(*[packed_seq_params.cu_seqlens] * 4)
+    name = "sbhd" if packed_seq_params is None else field_of(packed_seq_params, "qkv_format")
     if name not in ("thd", "sbhd"):
         raise ValueError(f"packed_seq_params.qkv_format: expected 'thd' or 'sbhd' for all of q, k and v, got {name!r}")
-    return name
+    return spans_of(packed_seq_params) if name == "thd" else None
 
 
 def _expect(heads, shape, dim):

@@ -58,7 +58,7 @@ def field_of(of, name):
 
 
 def spans_of(packed_seq_params) -> DocumentSpans:
-    """What a thd batch says; without ``*_padded`` its documents lie one after the other."""
+    """Of a thd batch; without ``*_padded`` its documents lie one after the other."""
     q, k = field_of(packed_seq_params, "cu_seqlens_q"), field_of(packed_seq_params, "cu_seqlens_kv")
     q_slots = getattr(packed_seq_params, "cu_seqlens_q_padded", None)
     k_slots = getattr(packed_seq_params, "cu_seqlens_kv_padded", None)

@@ -74,7 +74,7 @@ def register(name: str = "packing_ops") -> None:
     AttentionInterface.register(name, packing_ops_attention)
     AttentionMaskInterface.register(name, mask_preparation.mask_function())
     if not model_call.watch_calls():
-        fallback.warn_once("this transformers calls models in another way, what only a call says is not known")
+        fallback.log_once("this transformers calls models in another way, what only a call says is not known")
 
 
 def unregister(name: str = "packing_ops") -> None:
@@ -115,12 +115,12 @@ def packing_ops_attention(
     **kwargs,
 ):
     """query ``[batch, num_heads, seqlen, head_dim]`` -> (``[batch, seqlen, num_heads, head_dim]``, None)."""
-    cu_seqlens = (cu_seq_lens_q, cu_seq_lens_k)
+    seqlen, cu_seqlens = query.shape[2], (cu_seq_lens_q, cu_seq_lens_k)
     reason = "" if _HARMLESS.issuperset(kwargs) else _option_for_sdpa(kwargs)
     if isinstance(attention_mask, masks.MaskPattern):
         causal, window, length = attention_mask.causal, attention_mask.window, attention_mask.length
-        if not query.shape[2] == key.shape[2] == length:
-            lengths = f"{query.shape[2]} queries and {key.shape[2]} keys"
+        if not seqlen == key.shape[2] == length:
+            lengths = f"{seqlen} queries and {key.shape[2]} keys"
             raise ValueError(f"key: expected the {length} slots that the mask was made for, got {lengths}")
         documents = attention_mask.documents(query, cu_seqlens, position_ids).on(query.device)
     else:
@@ -136,10 +136,10 @@ def packing_ops_attention(
     reason = reason or _why_not(query, key, value, dropout)
     if not reason and documents.holes and window != (-1, -1):
         reason = "a sliding window over padding that may lie inside a row"
-    options = AttentionOptions(causal, scaling, window, softcap or 0.0, s_aux)
     if not reason:
-        return _varlen(query, key, value, documents, options), None
-    fallback.warn_of_sdpa(reason)
+        return _varlen((query, key, value), documents, causal, scaling, window, softcap, s_aux), None
+    fallback.warn_once(reason)
+    options = AttentionOptions(causal, scaling, window, softcap, s_aux)
     mask = attention_mask if documents is None else fallback.mask_of(documents, query, options)
     return fallback.attend(module, query, key, value, mask, options, dropout, kwargs)
 
@@ -151,11 +151,12 @@ def _documents_without_pattern(module, query, mask, cu_seqlens, position_ids):
     return find_documents(query, cu_seqlens, padding, position_ids, layer).on(query.device)
 
 
-def _varlen(query, key, value, documents, options):
+def _varlen(heads, documents, causal, scaling, window, softcap, sinks):
     """Host-latency critical: runs in every layer."""
-    query, key, value = _one_dtype(query, key, value)
+    query, key, value = _one_dtype(*heads)
+    batch, _, seqlen, _ = query.shape
     indices = documents.indices
-    one_row = query.shape[0] == 1 and indices is None
+    one_row = batch == 1 and indices is None
     if one_row:  # heads-first, no view: autograd would record each
         rows = query, key, value
     else:
@@ -164,21 +165,19 @@ def _varlen(query, key, value, documents, options):
             rows = [tensor.flatten(0, 1) for tensor in rows]
         else:
             rows = _ops.gather_rows_many(rows, indices, indices.shape[0])
-    causal, scale, window, softcap, sinks = options
     out = varlen_attention(
         *rows,
         documents.cu_seqlens_q,
         documents.cu_seqlens_k,
         causal=causal,
-        softmax_scale=scale,
+        softmax_scale=scaling,
         window_size=window,
-        softcap=softcap,
+        softcap=softcap or 0.0,
         sinks=sinks,
         layout="bhsd" if one_row else None,
     )
     if one_row:
         return out
-    batch, seqlen = query.shape[0], query.shape[2]
     if indices is None:
         return out.unflatten(0, (batch, seqlen))
     return _ops.scatter_rows(out, indices, batch, seqlen)

@@ -26,11 +26,11 @@ class BatchDocuments:
     def __init__(self, cu_seqlens_q, cu_seqlens_k, indices=None, holes=False):
         self.cu_seqlens_q, self.cu_seqlens_k = cu_seqlens_q, cu_seqlens_k
         self.indices, self.holes = indices, holes
-        self.copies = {}
+        self.device, self.copies = cu_seqlens_q.device, {}
 
     def on(self, device):
         """The same where query lies, for models with layers on several devices."""
-        if self.cu_seqlens_q.device == device:
+        if self.device == device:
             return self
         if device not in self.copies:
             moved = [t if t is None else t.to(device) for t in (self.cu_seqlens_q, self.cu_seqlens_k, self.indices)]

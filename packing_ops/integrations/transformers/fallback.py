@@ -14,15 +14,15 @@ _BY_SDPA = "; this call runs by SDPA instead"
 
 
 @torch.compiler.assume_constant_result
-def warn_once(message: str):
+def log_once(message: str):
     """One warning per message, also while compiling."""
     if message not in _warned:
         _warned.add(message)
         logging.get_logger(__name__).warning(f"packing_ops attention: {message}.")
 
 
-def warn_of_sdpa(reason: str):
-    warn_once(f"{reason}{_BY_SDPA}")
+def warn_once(reason: str):
+    log_once(f"{reason}{_BY_SDPA}")
 
 
 def sdpa_reasons() -> list[str]:

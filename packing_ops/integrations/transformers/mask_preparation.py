@@ -108,9 +108,9 @@ def _wrapped(original):
                 checked = None if cu_seqlens is None else (call.cu_seqlens, call.cu_seqlens_k, cu_seqlens)
                 call.mark_used()
         if mask_form != model_call.PATTERN:
-            fallback.warn_once(f"{call.name} may read its masks, it gets them of every query and key")
+            fallback.log_once(f"{call.name} may read its masks, it gets them of every query and key")
         elif call is None and position_ids is None and not cross:
-            fallback.warn_once("position_ids of a model whose forward is called by itself may not be found")
+            fallback.log_once("position_ids of a model whose forward is called by itself may not be found")
         if past_key_values is not None and not cross:
             check_cache(past_key_values, call, position_ids, attention_mask, numbers, *slots)
         stock = cross or getattr(past_key_values, "is_compileable", False)
