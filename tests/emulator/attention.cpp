@@ -6,15 +6,15 @@
 #include <string>
 #include <vector>
 
-#include "ops/attention/sm80/args.h"
+#include "ops/attention/cuda/args.cuh"
 
 using namespace packing_ops;
 
 extern "C" {
 
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void** arguments) {
-  const auto& args = *static_cast<const sm80::Args*>(arguments[0]);
-  emulator::run(config->gridDim, config->blockDim, [&] { reinterpret_cast<void (*)(sm80::Args)>(kernel)(args); });
+  const auto& args = *static_cast<const attention::Args*>(arguments[0]);
+  emulator::run(config->gridDim, config->blockDim, [&] { reinterpret_cast<void (*)(attention::Args)>(kernel)(args); });
   return cudaSuccess;
 }
 

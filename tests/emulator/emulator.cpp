@@ -12,10 +12,8 @@
 #include <thread>
 #include <vector>
 
-// What the kernels' own declarations of dynamic shared memory name.
-namespace packing_ops::sm80 {
-alignas(128) __thread uint8_t shared[256 << 10];
-}
+// Dynamic shared memory of the block that this thread runs.
+alignas(128) static __thread uint8_t shared[256 << 10];
 
 __thread dim3 threadIdx, blockIdx;
 dim3 gridDim, blockDim;
@@ -129,8 +127,8 @@ void run_block(std::mt19937& order, unsigned block, Turns& turns) {
   turns.wait(block);
   blockIdx = dim3(block);
   fibers.resize(blockDim.x);
-  std::memset(shared_memory(), 0xff, sizeof(packing_ops::sm80::shared));  // NaN
-  std::vector<std::vector<int>> left;                                     // fibers of each warp
+  std::memset(shared_memory(), 0xff, sizeof(shared));  // NaN
+  std::vector<std::vector<int>> left;                  // fibers of each warp
   for (int i = 0; i < static_cast<int>(fibers.size()); ++i) {
     Fiber& fiber = fibers[i];
     fiber.started = fiber.done = false;
@@ -221,7 +219,7 @@ int with_block(int value, bool count) {
 }
 
 uint8_t* shared_memory() {
-  return packing_ops::sm80::shared;
+  return shared;
 }
 
 // Addresses are offsets from the dynamic shared memory; static variables lie within 2 GiB of it.

@@ -7,7 +7,7 @@ import re
 import torch
 
 from packing_ops import _ops
-from packing_ops._args import dtype_name
+from packing_ops._arguments import dtype_name
 from packing_ops.attention import varlen_attention
 from packing_ops.integrations._attention_options import AttentionOptions
 from packing_ops.integrations.transformers import fallback, mask_preparation, masks, model_call

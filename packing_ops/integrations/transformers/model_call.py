@@ -5,7 +5,7 @@ import threading
 
 import torch
 
-from packing_ops._args import check_cu_seqlens
+from packing_ops._arguments import check_cu_seqlens
 from packing_ops._checks import checked_documents
 from packing_ops.integrations._patching import Patch
 from packing_ops.integrations.transformers.document_checks import (

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from packing_ops import PackedMetadata, block_causal_mask, xformers_bias
-from packing_ops._recent import kept_with
+from packing_ops._batch_cache import kept_with
 
 
 def packed_metadata(kwargs: Mapping, device: torch.device | str | None = None) -> PackedMetadata | None:
