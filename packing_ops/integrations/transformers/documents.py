@@ -51,7 +51,7 @@ class BatchDocuments:
 
 
 def find_documents(query, cu_seqlens=(None, None), padding=None, position_ids=None, layer=None, checked=None):
-    """The documents of query ``[batch, num_heads, seqlen, head_dim]``, by the first of: cu_seqlens, padding and positions.
+    """The documents of query ``[batch, num_heads, seqlen, head_dim]``: by cu_seqlens, else by padding and positions.
 
     Args:
         cu_seqlens: for queries and for keys, int32 or int64 ``[num_documents + 1]``.

@@ -32,7 +32,7 @@ def sdpa_reasons() -> list[str]:
 
 
 def mask_of(documents, query, options):
-    """bool ``[batch, 1, seqlen, seqlen]``, True where visible. Padding attends to itself, so that its softmax is finite.
+    """bool ``[batch, 1, seqlen, seqlen]``, True where visible. Padding attends to itself: its softmax is finite.
 
     Windows count slots, as transformers' own masks do.
     """

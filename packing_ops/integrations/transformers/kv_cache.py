@@ -1,4 +1,4 @@
-"""Refuses to go on with a KV cache that was filled with several documents of a row, which a query would all attend to."""
+"""Refuses to go on with a KV cache of several documents in a row: queries would attend to all of them."""
 
 import torch
 

@@ -15,7 +15,8 @@ from packing_ops.integrations.transformers.imports import masking_utils
 class MaskPattern:
     """Causal or not, the window, and what says where the documents are. Layers share it, and the documents found in it.
 
-    axes: the position_ids that layers are given are one axis of images, which says nothing of documents. checked: see find_documents.
+    axes: the position_ids that layers are given are one axis of images, which says nothing of documents.
+    checked: see find_documents.
     """
 
     def __init__(self, causal, window, length, padding, position_ids, checked=None, axes=False):
@@ -63,8 +64,8 @@ class Carrier:
     """Goes where transformers hands the 2-D mask on to the mask function, and takes along what that does not get.
 
     numbers: [batch, slots] of documents, 0 for padding, or None. position_ids: [batch or 1, q_length], or None.
-    checked: see find_documents. axes: see MaskPattern. mask_form: see model_call. stock: keys of another sequence, or of a cache
-    of fixed length, whose masks transformers makes ahead and handles as tensors.
+    checked: see find_documents. axes: see MaskPattern. mask_form: see model_call. stock: keys of another sequence, or
+    of a cache of fixed length, whose masks transformers makes ahead and handles as tensors.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ OTHER_POSITIONS = frozenset(("decision_transformer",))  # position_ids of zeros,
 
 
 class ModelCall:
-    """One call of a model under a name of ours, and what says where its documents are: position_ids, cu_seq_lens_q, numbers."""
+    """One call of a model under a name of ours, and what says where its documents are."""
 
     def __init__(self, model, args, kwargs, outer):
         self.name = type(model).__name__
@@ -96,7 +96,10 @@ class ModelCall:
             call = call.outer
 
     def refuse_if_lost(self):
-        """Documents that no attention knows of would attend to each other. A graph cannot look at values: it asserts on the device."""
+        """Documents that no attention knows of would attend to each other.
+
+        A graph cannot look at values: it asserts on the device.
+        """
         if not self.used and isinstance(self.cu_seqlens, torch.Tensor) and self.cu_seqlens.numel() > 2:
             raise ValueError(self._refusal("cu_seq_lens_q"))
         if not self.used:
@@ -205,7 +208,7 @@ _habits: dict[tuple, tuple] = {}  # torch.compile would look through functools.c
 
 @torch.compiler.assume_constant_result
 def _habits_of(cls, config_cls):
-    """The form of its masks, the indices of position_ids and attention_mask among its positional arguments, its model_type."""
+    """The form of its masks, where position_ids and attention_mask are among its arguments, its model_type."""
     if (cls, config_cls) not in _habits:
         names = list(inspect.signature(cls.forward).parameters)[1:]
         indices = {name: names.index(name) for name in ("position_ids", "attention_mask") if name in names}

@@ -129,7 +129,7 @@ def revert_packing_ops(model: torch.nn.Module | type | None = None) -> None:
     """Undo apply_packing_ops with the same model: an instance, a class, or None for all classes.
 
     Outputs are again those of before, to the bit. The modelling module is restored once no model needs the swap; what
-    register added to transformers stays (see there). Reverting what was never applied does nothing.
+    register added to transformers stays until unregister. Reverting what was never applied does nothing.
 
     Raises:
         TypeError: model is neither an instance nor a class nor None.

@@ -112,15 +112,17 @@ def enable_packing(trainer_or_collator, *, sequence_lengths_key: str = "seq_leng
 
     Args:
         trainer_or_collator: a trainer with ``data_collator``, or a collator: a callable that takes a list of examples,
-            or an object with ``torch_call`` alone, as Unsloth wants it. A collator's own ``padding_free`` and ``return_position_ids`` are switched on where it has them; a trainer's
-            ``args.remove_unused_columns`` off, and modules of its model that have ``max_seq_length`` are told
-            (``_unsloth_allow_packed_overlength``) that rows may be longer.
+            or an object with ``torch_call`` alone, as Unsloth wants it. A collator's ``padding_free`` and
+            ``return_position_ids`` are switched on where it has them; a trainer's ``args.remove_unused_columns`` off,
+            and modules of its model that have ``max_seq_length`` get ``_unsloth_allow_packed_overlength``, as rows may
+            be longer.
         sequence_lengths_key: name of the examples' document lengths, as packing makes it; an example without it is
             one document.
 
     Returns:
         The trainer, its data_collator replaced; or the collator that packs, called or by ``torch_call`` (the one given
-        stays, but for its switches). Twice is once.
+        stays, but for its switches). Twice is once. To undo it put the collator back, ``trainer.data_collator.collator``;
+        switches and flags stay as they were set.
 
     Example:
         >>> def pad(examples):  # any collator will do, such as transformers' DataCollatorForSeq2Seq
