@@ -68,8 +68,7 @@ def register(name: str = "packing_ops") -> None:
     taken = [word for word in ("flash", "sdpa", "flex", "eager", "paged", "/") if word in name]
     if taken or not name:
         raise ValueError(f"name: expected one without {taken or 'being empty'}, got {name!r}")
-    if not mask_preparation.PATCH.pinned:
-        mask_preparation.PATCH.apply()
+    mask_preparation.carry()
     model_call.NAMES.add(name)
     AttentionInterface.register(name, packing_ops_attention)
     AttentionMaskInterface.register(name, mask_preparation.mask_function())
@@ -80,18 +79,16 @@ def register(name: str = "packing_ops") -> None:
 def unregister(name: str = "packing_ops") -> None:
     """Undo register(name), and with the last name what it wrapped in transformers.
 
-    Models whose attn_implementation is this name need another one before they are called again. Unregistering what was
-    never registered does nothing.
+    Models with this attn_implementation need another one before they are called again. A second call does nothing.
 
     Example:
         >>> register("my_attention")
         >>> unregister("my_attention")
     """
-    if name not in model_call.NAMES:
-        return
-    model_call.NAMES.remove(name)
-    for table in (AttentionInterface, AttentionMaskInterface):
-        table._global_mapping.pop(name, None)
+    if name in model_call.NAMES:
+        model_call.NAMES.remove(name)
+        for table in (AttentionInterface, AttentionMaskInterface):
+            table._global_mapping.pop(name, None)
     if not model_call.NAMES:
         mask_preparation.PATCH.revert()
         model_call.unwatch_calls()

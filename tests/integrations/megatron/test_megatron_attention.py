@@ -100,7 +100,7 @@ def test_without_boundaries_the_result_differs(device):
 def test_packed_metadata_in_place_of_packed_seq_params(padding, device):
     """For who calls the module by itself."""
     metadata = PackedMetadata.from_lengths(LENGTHS, total=sum(LENGTHS) + padding, device=device)
-    attention = module_of(config_of())
+    attention = module_of(device=device)
     heads = [torch.randn(metadata.total, 4, 8, device=device) for _ in range(3)]
     wanted = attention(*(t[: sum(LENGTHS)] for t in heads), None, packed_seq_params=thd_params(LENGTHS, device))
     found = attention(*heads, None, packed_seq_params=metadata)
