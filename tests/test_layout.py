@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from packing_ops import _load
+from tools import generate_instances
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
@@ -130,3 +131,8 @@ def test_op_is_complete(op):
     assert any(re.search(rf"ops\.{op}\b", text) for text in tests), "opcheck in its test"
     if _load.build_info()["cuda"]:
         assert op not in _load.without_cuda_kernel, "CUDA kernel"
+
+
+def test_instances_are_the_generator_s():
+    files = {path.name: path.read_text() for path in generate_instances.FOLDER.iterdir()}
+    assert files == generate_instances.instances(), "run python3 tools/generate_instances.py"

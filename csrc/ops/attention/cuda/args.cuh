@@ -47,7 +47,8 @@ struct Args {
   Divisor kv_heads;            // by num_kv_heads
   Divisor group_size;          // by group
   int32_t head_dim = 0;
-  int32_t whole_group = 0;  // the group where head_dim is padded and 16 packed rows are whole tokens: simple loads
+  int32_t token_aligned_group =
+      0;  // the group where head_dim is padded and 16 packed rows are whole tokens: simple loads
   float softmax_scale = 0;
   float softcap = 0;
   FaultFlag fault;

@@ -43,7 +43,7 @@ Args forward_args(const VarlenAttentionParams& p, const FaultFlag& fault = {}) {
   a.kv_heads = Divisor(static_cast<uint32_t>(a.num_kv_heads));
   a.group_size = Divisor(static_cast<uint32_t>(a.group));
   a.head_dim = static_cast<int32_t>(p.head_dim);
-  a.whole_group = padded_dim(a.head_dim) == a.head_dim && 16 % a.group == 0 ? a.group : 0;
+  a.token_aligned_group = padded_dim(a.head_dim) == a.head_dim && 16 % a.group == 0 ? a.group : 0;
   a.softmax_scale = static_cast<float>(p.softmax_scale);
   a.softcap = static_cast<float>(p.softcap);
   return a;
@@ -94,14 +94,14 @@ bool transforms(const VarlenAttentionParams& p) {
   return p.softcap > 0 || !(p.softmax_scale > 0);
 }
 
-// f(room), as a constant.
+// f(tier), as a constant.
 template <int kDim, class F>
-void with_room(Room room, F&& f) {
-  if (room == Room::kLarge) return f(std::integral_constant<Room, Room::kLarge>{});
-  if constexpr (has_small_room(kDim)) {
-    if (room == Room::kSmall) return f(std::integral_constant<Room, Room::kSmall>{});
+void with_tier(SmemTier tier, F&& f) {
+  if (tier == SmemTier::k227KB) return f(std::integral_constant<SmemTier, SmemTier::k227KB>{});
+  if constexpr (has_99kb_tier(kDim)) {
+    if (tier == SmemTier::k99KB) return f(std::integral_constant<SmemTier, SmemTier::k99KB>{});
   }
-  return f(std::integral_constant<Room, Room::kMedium>{});
+  return f(std::integral_constant<SmemTier, SmemTier::k163KB>{});
 }
 
 // f(element type, padded head_dim, whether scores are transformed), each as a constant.
@@ -147,8 +147,8 @@ void launch_varlen_attention_cuda(const VarlenAttentionParams& p, const CudaLaun
     sm80::run_forward<T, kDim, false, kTransform>(args, stream);
     if constexpr (has_short_forward(kDim)) {
       const AttentionTiles& tiles = args.plan.tiles;
-      if (tiles.short_most >= 0) sm80::run_forward<T, kDim, true, kTransform>(args, stream);
-      if (tiles.whole_most >= 0) sm80::run_forward_whole<T, kDim, kTransform>(args, stream);
+      if (tiles.short_max_keys >= 0) sm80::run_forward<T, kDim, true, kTransform>(args, stream);
+      if (tiles.resident_max_tokens >= 0) sm80::run_forward_resident<T, kDim, kTransform>(args, stream);
     }
   });
 }
@@ -165,14 +165,14 @@ void launch_varlen_attention_backward_cuda(const VarlenAttentionBackwardParams& 
       constexpr int kDim = decltype(dim)::value;
       constexpr bool kTransform = decltype(transform)::value;
       run_row_stats<T>(args, stream);
-      with_room<kDim>(backward_room(kDim, static_cast<int>(p.device)), [&](auto constant) {
-        constexpr Room kRoom = decltype(constant)::value;
-        constexpr Room kSingleRoom = backward_single_room(kDim, kRoom);
-        constexpr int kSmallKeys = backward_small_keys(kDim, kRoom);
-        sm80::run_backward<T, kDim, kTransform, kRoom>(args, stream);
-        sm80::run_backward_single<T, kDim, backward_keys(kDim, kRoom), kTransform, kSingleRoom>(args, stream);
+      with_tier<kDim>(backward_tier(kDim, static_cast<int>(p.device)), [&](auto constant) {
+        constexpr SmemTier kTier = decltype(constant)::value;
+        constexpr SmemTier kSingleTier = backward_single_tier(kDim, kTier);
+        constexpr int kSmallKeys = backward_small_keys(kDim, kTier);
+        sm80::run_backward<T, kDim, kTransform, kTier>(args, stream);
+        sm80::run_backward_single<T, kDim, backward_keys(kDim, kTier), kTransform, kSingleTier>(args, stream);
         if constexpr (kSmallKeys > 0) {
-          sm80::run_backward_single<T, kDim, kSmallKeys, kTransform, kSingleRoom>(args, stream);
+          sm80::run_backward_single<T, kDim, kSmallKeys, kTransform, kSingleTier>(args, stream);
         }
       });
     });

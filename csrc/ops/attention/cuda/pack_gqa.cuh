@@ -8,7 +8,7 @@
 namespace packing_ops::attention {
 
 // Packed rows of a document and kv head from `first` on: row r is token r / group, head r % group of the group.
-struct GroupRows {
+struct PackedRows {
   int64_t first_token;  // of row 0, in the packed batch
   int32_t token;        // the same, in the document
   int32_t skipped;      // first % group
@@ -18,10 +18,10 @@ struct GroupRows {
   int32_t first_head;
   int64_t left;  // rows from `first` to the document's end
 
-  GroupRows() = default;
+  PackedRows() = default;
   // Row 0 is head `skipped` of the group at `token`, which is packed row `first` of the document.
-  __device__ GroupRows(const Args& args, const DocumentView& d, int32_t kv_head, int32_t token, int32_t skipped,
-                       int64_t first, int rows)
+  __device__ PackedRows(const Args& args, const DocumentView& d, int32_t kv_head, int32_t token, int32_t skipped,
+                        int64_t first, int rows)
       : first_token(d.start_q + token),
         token(token),
         skipped(skipped),
@@ -31,9 +31,9 @@ struct GroupRows {
         left(static_cast<int64_t>(d.tokens) * args.group - first) {
     valid = static_cast<int32_t>(left < rows ? left : rows);
   }
-  __device__ GroupRows(const Args& args, const DocumentView& d, int32_t kv_head, int64_t first, int rows)
-      : GroupRows(args, d, kv_head, static_cast<int32_t>(first / args.group), static_cast<int32_t>(first % args.group),
-                  first, rows) {}
+  __device__ PackedRows(const Args& args, const DocumentView& d, int32_t kv_head, int64_t first, int rows)
+      : PackedRows(args, d, kv_head, static_cast<int32_t>(first / args.group), static_cast<int32_t>(first % args.group),
+                   first, rows) {}
   // A number of rows to go by, back where it is less than 0.
   struct Stride {
     int32_t rows;
@@ -41,11 +41,11 @@ struct GroupRows {
   };
   __device__ Stride stride(int by) const { return {by, by < 0 ? quotient(group - 1 - by) : 0}; }
   // The `rows` rows that start a stride further.
-  __device__ GroupRows moved(const Stride& by, int rows) const {
+  __device__ PackedRows moved(const Stride& by, int rows) const {
     const int32_t row = skipped + by.rows + by.tokens * group;
     const int32_t tokens = quotient(row);
     const int32_t step = tokens - by.tokens;
-    GroupRows there = *this;
+    PackedRows there = *this;
     there.first_token += step;
     there.token += step;
     there.skipped = row - tokens * group;
@@ -53,7 +53,7 @@ struct GroupRows {
     there.valid = static_cast<int32_t>(there.left < rows ? there.left : rows);
     return there;
   }
-  __device__ GroupRows moved(int by, int rows) const { return moved(stride(by), rows); }
+  __device__ PackedRows moved(int by, int rows) const { return moved(stride(by), rows); }
   __device__ int32_t quotient(int x) const { return static_cast<int32_t>((static_cast<uint32_t>(x) * inverse) >> 22); }
   __device__ int32_t token_step(int row) const { return quotient(row + skipped); }
   __device__ int32_t token_of(int row) const { return token + token_step(row); }

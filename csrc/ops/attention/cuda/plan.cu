@@ -27,7 +27,7 @@ struct TileLister {
   PlanView plan;
   int list;
 
-  __device__ bool is_forward() const { return list <= PlanView::kForwardWhole; }
+  __device__ bool is_forward() const { return list <= PlanView::kForwardResident; }
   __device__ int32_t rows() const {
     return list == PlanView::kForwardShort ? plan.tiles.short_rows : plan.tiles.forward_rows;
   }
@@ -35,10 +35,10 @@ struct TileLister {
   __device__ int32_t tiles(const DocumentView& d) const {
     // Keys that nobody sees are listed too: their gradients are zeros that somebody has to write.
     if (is_forward()) {
-      const bool whole = d.keys <= plan.tiles.whole_most && d.tokens <= plan.tiles.whole_most;
-      const bool is_short = !whole && d.keys <= plan.tiles.short_most;
-      if ((list == PlanView::kForwardWhole) != whole || (list == PlanView::kForwardShort) != is_short) return 0;
-      if (whole) return d.tokens > 0;
+      const bool resident = d.keys <= plan.tiles.resident_max_tokens && d.tokens <= plan.tiles.resident_max_tokens;
+      const bool is_short = !resident && d.keys <= plan.tiles.short_max_keys;
+      if ((list == PlanView::kForwardResident) != resident || (list == PlanView::kForwardShort) != is_short) return 0;
+      if (resident) return d.tokens > 0;
       return static_cast<int32_t>(ceil_div(static_cast<int64_t>(d.tokens) * plan.tiles.group, rows()));
     }
     const bool small = d.keys <= plan.tiles.small_keys;
@@ -52,9 +52,9 @@ struct TileLister {
   __device__ int64_t cost(const DocumentView& d, int32_t tile) const {
     const int64_t group = plan.tiles.group;
     if (list == PlanView::kForwardShort) return ceil_div(d.keys, kShortKeys);
-    if (list == PlanView::kForwardWhole) {
+    if (list == PlanView::kForwardResident) {
       constexpr int64_t kFixed = 8;  // what a block of rows costs beside its keys, in blocks of as many keys
-      return ceil_div(d.tokens * group, kWholeRows) * (kFixed + ceil_div(d.keys, kWholeRows));
+      return ceil_div(d.tokens * group, kResidentRowTile) * (kFixed + ceil_div(d.keys, kResidentRowTile));
     }
     if (!is_forward()) {
       const int64_t keys = list == PlanView::kSmall ? plan.tiles.small_keys : plan.tiles.backward_keys;

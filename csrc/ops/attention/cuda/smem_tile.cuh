@@ -52,8 +52,8 @@ __device__ __forceinline__ void load_rows(Tile<kRows, kDim> tile, int first_row,
 // The same without the checks: every row exists, head_dim is kDim, and `from`, the address of this thread's 16 bytes of
 // its first row, grows by `step` elements every kThreads / 8 rows.
 template <int kThreads, int kCount, int kRows, int kDim>
-__device__ __forceinline__ void load_whole_rows(Tile<kRows, kDim> tile, int first_row, int thread, const uint16_t* from,
-                                                int64_t step) {
+__device__ __forceinline__ void load_rows_unchecked(Tile<kRows, kDim> tile, int first_row, int thread,
+                                                    const uint16_t* from, int64_t step) {
   constexpr int kRowsAtOnce = kThreads / 8;
   const int c = thread & 7;
   const int own_row = first_row + (thread >> 3);
@@ -69,14 +69,14 @@ __device__ __forceinline__ void load_whole_rows(Tile<kRows, kDim> tile, int firs
 }
 
 template <int kThreads, int kRows, int kDim>
-__device__ __forceinline__ void load_whole_tile(Tile<kRows, kDim> tile, int thread, const uint16_t* from,
-                                                int64_t step) {
-  load_whole_rows<kThreads, kRows>(tile, 0, thread, from, step);
+__device__ __forceinline__ void load_tile_unchecked(Tile<kRows, kDim> tile, int thread, const uint16_t* from,
+                                                    int64_t step) {
+  load_rows_unchecked<kThreads, kRows>(tile, 0, thread, from, step);
 }
 
 // The same where only `valid` rows exist, or head_dim columns: the others become zeros, but for rows from `rows` on.
 template <int kThreads, int kRows, int kDim>
-__device__ __forceinline__ void load_part_of_tile(Tile<kRows, kDim> tile, int thread, const uint16_t* from,
+__device__ __forceinline__ void load_tile_checked(Tile<kRows, kDim> tile, int thread, const uint16_t* from,
                                                   int64_t step, int32_t valid, int head_dim, const void* anywhere,
                                                   int32_t rows) {
   const int c = thread & 7;
@@ -119,15 +119,15 @@ __device__ __forceinline__ void load_keys(Tile<kRows, kDim> tile, const Attentio
                         (d.start_k + (first_key + (thread >> 3))) * from.token_stride + kv_head * from.head_stride +
                         (thread & 7) * 8;
   if (valid >= kRows && head_dim == kDim) {
-    load_whole_tile<kThreads>(tile, thread, own, step);
+    load_tile_unchecked<kThreads>(tile, thread, own, step);
   } else {
-    load_part_of_tile<kThreads>(tile, thread, own, step, valid, head_dim, from.data, rows);
+    load_tile_checked<kThreads>(tile, thread, own, step, valid, head_dim, from.data, rows);
   }
 }
 
 template <int kThreads, int kRows, int kDim>
-__device__ __forceinline__ void load_group_rows(Tile<kRows, kDim> tile, int thread, const AttentionTensor& from,
-                                                const GroupRows& rows, int head_dim) {
+__device__ __forceinline__ void load_packed_rows(Tile<kRows, kDim> tile, int thread, const AttentionTensor& from,
+                                                 const PackedRows& rows, int head_dim) {
   const uint16_t* data = static_cast<const uint16_t*>(from.data);
   load_rows<kThreads, kRows>(tile, 0, thread, head_dim, data, [&](int row) -> const void* {
     return row < rows.valid ? data + rows.offset(row, from.token_stride, from.head_stride) : nullptr;
@@ -136,11 +136,12 @@ __device__ __forceinline__ void load_group_rows(Tile<kRows, kDim> tile, int thre
 
 // The same for whole tiles of a group that divides the rows of a pass.
 template <int kThreads, int kRows, int kDim>
-__device__ __forceinline__ void load_whole_group_rows(Tile<kRows, kDim> tile, int thread, const AttentionTensor& from,
-                                                      const GroupRows& rows) {
+__device__ __forceinline__ void load_packed_rows_unchecked(Tile<kRows, kDim> tile, int thread,
+                                                           const AttentionTensor& from, const PackedRows& rows) {
   const uint16_t* first =
       static_cast<const uint16_t*>(from.data) + rows.offset(thread >> 3, from.token_stride, from.head_stride);
-  load_whole_tile<kThreads>(tile, thread, first + (thread & 7) * 8, rows.token_step(kThreads / 8) * from.token_stride);
+  load_tile_unchecked<kThreads>(tile, thread, first + (thread & 7) * 8,
+                                rows.token_step(kThreads / 8) * from.token_stride);
 }
 
 }  // namespace packing_ops::attention

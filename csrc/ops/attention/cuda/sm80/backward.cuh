@@ -6,7 +6,7 @@
 // turn it is (sum_ring.cuh). Units are claimed in the plan's order, where key tiles have the same order, so the one
 // that is waited for is always under way.
 //
-// With room for it (kAhead) the scores are a step ahead: between two barriers every warp makes the scores of step i and
+// With tier for it (kAhead) the scores are a step ahead: between two barriers every warp makes the scores of step i and
 // the sums of step i - 1, half of the warps in this order and half in the other, so that one half's exponentials and
 // stores run beside the other half's products. The bits are the same.
 #pragma once
@@ -18,13 +18,13 @@
 
 namespace packing_ops::attention::sm80 {
 
-template <int kDim, Room kRoom>
-using SeveralTilesShape = BackwardShape<kDim, backward_keys(kDim, kRoom), false, kRoom>;
+template <int kDim, SmemTier kTier>
+using SeveralTilesShape = BackwardShape<kDim, backward_keys(kDim, kTier), false, kTier>;
 
-template <class T, int kDim, bool kTransform, Room kRoom>
-__global__ void __launch_bounds__(SeveralTilesShape<kDim, kRoom>::kThreads)
+template <class T, int kDim, bool kTransform, SmemTier kTier>
+__global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier>::kThreads)
     attention_backward_kernel(__grid_constant__ const Args args) {
-  using Shape = SeveralTilesShape<kDim, kRoom>;
+  using Shape = SeveralTilesShape<kDim, kTier>;
   using Unit = BackwardUnit<T, Shape, kTransform>;
   constexpr int kRows = Shape::kRows;
   constexpr int kKeys = Shape::kKeys;
@@ -66,8 +66,8 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kRoom>::kThreads)
     const int32_t forth = down ? -1 : 1;
     const int32_t steps = tiles.end - tiles.first;
     const int32_t start = down && steps > 0 ? tiles.end - 1 : tiles.first;
-    GroupRows rows(args, d, kv_head, static_cast<int64_t>(start) * kRows, kRows);
-    const GroupRows::Stride stride = rows.stride(forth * kRows);
+    PackedRows rows(args, d, kv_head, static_cast<int64_t>(start) * kRows, kRows);
+    const PackedRows::Stride stride = rows.stride(forth * kRows);
     uint32_t sum_place = work.place + start;
     if (steps > 0) u.load_rows(args, rows, 0);
 
@@ -207,10 +207,10 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kRoom>::kThreads)
   }
 }
 
-template <class T, int kDim, bool kTransform, Room kRoom>
+template <class T, int kDim, bool kTransform, SmemTier kTier>
 void run_backward(const Args& args, cudaStream_t stream) {
-  using Shape = SeveralTilesShape<kDim, kRoom>;
-  static PersistentKernel kernel{reinterpret_cast<const void*>(attention_backward_kernel<T, kDim, kTransform, kRoom>),
+  using Shape = SeveralTilesShape<kDim, kTier>;
+  static PersistentKernel kernel{reinterpret_cast<const void*>(attention_backward_kernel<T, kDim, kTransform, kTier>),
                                  Shape::kThreads, Shape::kShared, "attention_backward_kernel"};
   launch_persistent(kernel, args, args.plan.backward_capacity() * args.num_kv_heads, stream);
 }

@@ -11,25 +11,25 @@ namespace packing_ops::attention::sm80 {
 // keys that lie half the tile apart, so that a short document's blocks spread over the warps; of dk and dv the same two
 // blocks and kColumns columns; of dq kQueryRows rows and kQueryColumns columns. kSingle: the tile holds all keys of its
 // document, so that rowsum(dout * out) = rowsum(p * dp) needs no pass over out; where 16 rows a warp make the step
-// (kWholeRows) a warp has all keys of its rows and the sum needs nobody else.
-template <int kDim_, int kKeys_, bool kSingle_, Room kRoom>
+// (kWarpOwnsRow) a warp has all keys of its rows and the sum needs nobody else.
+template <int kDim_, int kKeys_, bool kSingle_, SmemTier kTier>
 struct BackwardShape {
   static constexpr int kDim = kDim_;
   static constexpr int kKeys = kKeys_;
-  static constexpr int kRows = backward_rows(kDim_, kRoom);
-  static constexpr int kWarps = kRoom == Room::kSmall ? 4 : kDim <= 128 ? kKeys / 16 : 8;
+  static constexpr int kRows = backward_rows(kDim_, kTier);
+  static constexpr int kWarps = kTier == SmemTier::k99KB ? 4 : kDim <= 128 ? kKeys / 16 : 8;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kStages = backward_stages(kDim, kRoom);
-  static constexpr int kScoreTiles = backward_score_tiles(kDim, kRoom);
+  static constexpr int kStages = backward_stages(kDim, kTier);
+  static constexpr int kScoreTiles = backward_score_tiles(kDim, kTier);
   static constexpr bool kAhead = kScoreTiles > 1;  // scores are a step ahead of the sums
   static constexpr bool kSingle = kSingle_;
   static constexpr int kKeyWarps = kKeys / 32;
   static constexpr int kParts = kWarps / kKeyWarps;  // warps that share two blocks of keys
-  static constexpr bool kWholeRows = kSingle && 16 * kWarps == kRows;
+  static constexpr bool kWarpOwnsRow = kSingle && 16 * kWarps == kRows;
   // At least 16, and then the last parts have none.
-  static constexpr int kScoreRows = kWholeRows || kRows / kParts < 16 ? 16 : kRows / kParts;
-  static constexpr int kScoreBlocks = kWholeRows ? kKeys / 16 : 2;
-  static constexpr int kScoreApart = kWholeRows ? 1 : kKeyWarps;  // blocks between two of a warp's
+  static constexpr int kScoreRows = kWarpOwnsRow || kRows / kParts < 16 ? 16 : kRows / kParts;
+  static constexpr int kScoreBlocks = kWarpOwnsRow ? kKeys / 16 : 2;
+  static constexpr int kScoreApart = kWarpOwnsRow ? 1 : kKeyWarps;  // blocks between two of a warp's
   static constexpr int kColumns = kDim / kParts;
   static constexpr int kQueryRows = kDim / (kWarps / 2) % 16 == 0 ? 32 : 16;
   static constexpr int kQueryColumns = kDim / (kWarps / (kRows / kQueryRows));
@@ -38,9 +38,9 @@ struct BackwardShape {
   static constexpr int kScoreColumns = kKeys < 64 ? 64 : kKeys;  // whole panels, as store expects
   using TileS = Tile<kRows, kScoreColumns>;
   static constexpr int kStageBytes = 2 * TileQ::kBytes + kRows * 8;
-  static constexpr int kTiles = backward_shared(kDim, kKeys, kRoom);
+  static constexpr int kTiles = backward_shared(kDim, kKeys, kTier);
   static_assert(kTiles == 2 * TileK::kBytes + kStages * kStageBytes + 2 * kScoreTiles * TileS::kBytes);
-  static constexpr int kRowSums = kSingle && !kWholeRows ? kKeyWarps * kRows * 4 : 0;  // [key warps, rows] floats
+  static constexpr int kRowSums = kSingle && !kWarpOwnsRow ? kKeyWarps * kRows * 4 : 0;  // [key warps, rows] floats
   static constexpr int kShared = kTiles + kRowSums;
 };
 

@@ -24,7 +24,7 @@ struct SingleScores {
   // p to where the others read it; dp stays here.
   template <int kCount>
   __device__ __forceinline__ void products(const float2* stats, const Args& args, const DocumentView& d,
-                                           const GroupRows& rows, int i, int first_row, int first_key) {
+                                           const PackedRows& rows, int i, int first_row, int first_key) {
     const int last_key = first_key + 16 * Shape::kScoreApart * (kCount - 1) + 15;
     const bool masked = !d.all_seen(rows.token, rows.last_token(), first_key, last_key);
     u.template product<kCount>(p, u.tile_q(i), first_row, u.tile_k(), first_key);
@@ -51,25 +51,25 @@ struct SingleScores {
   }
 };
 
-template <class T, int kDim, int kKeys, bool kTransform, Room kRoom>
-__global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true, kRoom>::kThreads,
-                                  kKeys == backward_small_keys(kDim, kRoom) ? 2 : 1)
+template <class T, int kDim, int kKeys, bool kTransform, SmemTier kTier>
+__global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true, kTier>::kThreads,
+                                  kKeys == backward_small_keys(kDim, kTier) ? 2 : 1)
     attention_backward_single_kernel(__grid_constant__ const Args args) {
-  using Shape = BackwardShape<kDim, kKeys, true, kRoom>;
+  using Shape = BackwardShape<kDim, kKeys, true, kTier>;
   using Unit = BackwardUnit<T, Shape, kTransform>;
   constexpr int kRows = Shape::kRows;
-  constexpr bool kSmall = kKeys == backward_small_keys(kDim, kRoom);
+  constexpr bool kSmall = kKeys == backward_small_keys(kDim, kTier);
   constexpr int kList = kSmall ? PlanView::kSmall : PlanView::kSingle;
   extern __shared__ __align__(128) uint8_t shared[];
   const Unit u(ptx::shared_address(shared));
   // At p, which nobody needs between units.
   auto* next_unit = reinterpret_cast<volatile int32_t*>(shared + (u.tile_p(0).base - u.base));
-  auto* row_sums = reinterpret_cast<float*>(shared + Shape::kTiles);  // [key warps, rows], unless kWholeRows
+  auto* row_sums = reinterpret_cast<float*>(shared + Shape::kTiles);  // [key warps, rows], unless kWarpOwnsRow
 
   const int warp = threadIdx.x / 32;
   const int key_block = warp % Shape::kKeyWarps;  // and the one kApart further
   const int part = warp / Shape::kKeyWarps;
-  const int first_row = Shape::kWholeRows ? 16 * warp : part * Shape::kScoreRows;
+  const int first_row = Shape::kWarpOwnsRow ? 16 * warp : part * Shape::kScoreRows;
   const int64_t units = static_cast<int64_t>(args.plan.data[kList]) * args.num_kv_heads;
   const PlanEntry* entries = args.plan.entries[kList];
   int32_t* claim = args.order + (kList - PlanView::kBackward);
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true, kRoom>::kThre
     load_keys<Shape::kThreads>(u.tile_k(), args.k, d, kv_head, 0, args.head_dim, threadIdx.x);
     load_keys<Shape::kThreads>(u.tile_v(), args.v, d, kv_head, 0, args.head_dim, threadIdx.x);
     ptx::copy_commit();
-    GroupRows rows(args, d, kv_head, static_cast<int64_t>(tiles.first) * kRows, kRows);
+    PackedRows rows(args, d, kv_head, static_cast<int64_t>(tiles.first) * kRows, kRows);
     if (steps > 0) u.load_rows(args, rows, 0);
 
     typename Unit::Sums dk;
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true, kRoom>::kThre
         claimed = atomicAdd(claim, 1);
       }
       SingleScores<T, Shape, kTransform> scores{u};
-      if constexpr (Shape::kWholeRows) {
+      if constexpr (Shape::kWarpOwnsRow) {
         if (first_row < rows.valid && met.end_block() <= Shape::kScoreBlocks / 2) {
           scores.template products<Shape::kScoreBlocks / 2>(stats, args, d, rows, place, first_row, 0);
           scores.template gradients<Shape::kScoreBlocks / 2>(stats, first_row, 0);
@@ -175,11 +175,11 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true, kRoom>::kThre
   ptx::wait_for_kernel_before();  // so that what comes after the last of these kernels comes after all of them
 }
 
-template <class T, int kDim, int kKeys, bool kTransform, Room kRoom>
+template <class T, int kDim, int kKeys, bool kTransform, SmemTier kTier>
 void run_backward_single(const Args& args, cudaStream_t stream) {
-  using Shape = BackwardShape<kDim, kKeys, true, kRoom>;
+  using Shape = BackwardShape<kDim, kKeys, true, kTier>;
   static PersistentKernel kernel{
-      reinterpret_cast<const void*>(attention_backward_single_kernel<T, kDim, kKeys, kTransform, kRoom>),
+      reinterpret_cast<const void*>(attention_backward_single_kernel<T, kDim, kKeys, kTransform, kTier>),
       Shape::kThreads, Shape::kShared, "attention_backward_single_kernel", true};
   launch_persistent(kernel, args, args.plan.num_documents * args.num_kv_heads, stream);
 }

@@ -51,18 +51,18 @@ struct BackwardUnit {
   __device__ uint32_t stats(int i) const { return stage(i) + 2 * TileQ::kBytes; }
 
   // By 128 threads, of which this is number `thread`.
-  static __device__ __forceinline__ void load_tile(const Args& args, const GroupRows& rows, const AttentionTensor& from,
-                                                   TileQ to, int thread) {
-    if (rows.valid == Shape::kRows && args.whole_group > 0) {
-      load_whole_group_rows<128>(to, thread, from, rows);
+  static __device__ __forceinline__ void load_tile(const Args& args, const PackedRows& rows,
+                                                   const AttentionTensor& from, TileQ to, int thread) {
+    if (rows.valid == Shape::kRows && args.token_aligned_group > 0) {
+      load_packed_rows_unchecked<128>(to, thread, from, rows);
     } else {
-      load_group_rows<128>(to, thread, from, rows, args.head_dim);
+      load_packed_rows<128>(to, thread, from, rows, args.head_dim);
     }
   }
 
   // By four warps without fences to pass, which would wait for these copies.
   static constexpr int kFirstLoader = Shape::kAhead ? 0 : Shape::kThreads - 128;
-  __device__ __forceinline__ void load_rows(const Args& args, const GroupRows& rows, int i) const {
+  __device__ __forceinline__ void load_rows(const Args& args, const PackedRows& rows, int i) const {
     const int thread = static_cast<int>(threadIdx.x) - kFirstLoader;
     if (thread < 0 || thread >= 128) return;
     load_tile(args, rows, args.q, tile_q(i), thread);
@@ -72,7 +72,7 @@ struct BackwardUnit {
   }
 
   // Of a row: lse * log2(e) and rowsum(dout * out) - dlse, or lse and dlse where the unit finds the sum itself.
-  __device__ __forceinline__ void load_row_stats(const Args& args, const GroupRows& rows, int i, int row) const {
+  __device__ __forceinline__ void load_row_stats(const Args& args, const PackedRows& rows, int i, int row) const {
     const bool valid = row < rows.valid;
     const uint32_t to = stats(i) + row * 8;
     if constexpr (Shape::kSingle) {
@@ -136,7 +136,7 @@ struct BackwardUnit {
   // s becomes p (and t the tanh of a soft cap); rows that do not see the key get 0.
   template <int kCount>
   static __device__ __forceinline__ void weights(Scores& s, Scores& t, const float2* stats, const Args& args,
-                                                 const DocumentView& d, const GroupRows& rows, int first_row,
+                                                 const DocumentView& d, const PackedRows& rows, int first_row,
                                                  int32_t first_key, bool masked) {
     const float scale = args.softmax_scale * kLog2e;
     for_each_row([&](int m, int half) {
@@ -210,7 +210,7 @@ struct BackwardUnit {
   // p and ds of this warp's rows and of kCount blocks of keys from tile_key on, to where the others read them.
   template <int kCount>
   __device__ __forceinline__ void scores(const uint8_t* generic, const Args& args, const DocumentView& d,
-                                         const GroupRows& rows, int i, int first_row, int32_t first_key, int tile_key,
+                                         const PackedRows& rows, int i, int first_row, int32_t first_key, int tile_key,
                                          bool masked) const {
     const auto* row_stats = reinterpret_cast<const float2*>(generic + (stats(i) - base));
     Scores p;
@@ -371,7 +371,7 @@ struct BackwardUnit {
     });
   }
 
-  static __device__ __forceinline__ void store_queries(const Args& args, const GroupRows& rows, const Queries& dq) {
+  static __device__ __forceinline__ void store_queries(const Args& args, const PackedRows& rows, const Queries& dq) {
 #pragma unroll
     for (int m = 0; m < kQueryTiles; ++m) {
 #pragma unroll

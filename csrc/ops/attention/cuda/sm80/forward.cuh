@@ -2,7 +2,8 @@
 // other. Each warp owns its rows through the whole unit; K and V come in tiles of kKeys, always from the first visible
 // tile upwards, so a row's sum has one order wherever its document lies. Copies run one tile ahead, over the seam
 // between units too: while a unit ends, the next one's first tiles are already on their way. Short documents have a
-// kernel of smaller units, or the one in forward_whole.cuh; either starts where the other one's blocks run out of work.
+// kernel of smaller units, or the one in forward_resident.cuh; either starts where the other one's blocks run out of
+// work.
 #pragma once
 
 #include "core/launch.cuh"
@@ -15,7 +16,7 @@ namespace packing_ops::attention::sm80 {
 
 struct ForwardWork {
   DocumentView d;
-  GroupRows rows;
+  PackedRows rows;
   int32_t kv_head;
   int32_t first_tile;
   int32_t end_tile;  // at least one tile, also where no key is seen
@@ -23,8 +24,8 @@ struct ForwardWork {
   template <class Shape>
   static __device__ __forceinline__ ForwardWork make(const Args& args, const PlanEntry& entry, int32_t kv_head) {
     const DocumentView d = document_view(entry, args.plan.window);
-    const GroupRows rows(args, d, kv_head, entry.first_token, entry.skipped,
-                         static_cast<int64_t>(entry.tile) * Shape::kRows, Shape::kRows);
+    const PackedRows rows(args, d, kv_head, entry.first_token, entry.skipped,
+                          static_cast<int64_t>(entry.tile) * Shape::kRows, Shape::kRows);
     const Range keys = d.keys_seen(rows.token, rows.last_token());
     const int32_t first = keys.first / Shape::kKeys;
     return {d, rows, kv_head, first, keys.empty() ? first + 1 : (keys.end - 1) / Shape::kKeys + 1};
@@ -32,7 +33,7 @@ struct ForwardWork {
 };
 
 template <class T, int kDim, bool kShort, bool kTransform>
-__global__ void __launch_bounds__(128, ForwardShape<kDim, kShort>::kResident)
+__global__ void __launch_bounds__(128, ForwardShape<kDim, kShort>::kBlocksPerSm)
     attention_forward_kernel(__grid_constant__ const Args args) {
   using Shape = ForwardShape<kDim, kShort>;
   constexpr int kList = kShort ? PlanView::kForwardShort : PlanView::kForward;

@@ -15,12 +15,12 @@ struct ForwardShape {
   static constexpr int kThreads = 128;
   static constexpr int kRows = kShort ? kShortRows : forward_rows(kDim);
   static constexpr int kKeys = kShort ? kShortKeys : forward_keys(kDim);
-  static constexpr int kResident = kShort ? 4 : 2;  // blocks of a multiprocessor
-  static constexpr int kRowBlocks = kRows / 64;     // blocks of 16 rows a warp owns
+  static constexpr int kBlocksPerSm = kShort ? 4 : 2;  // blocks of a multiprocessor
+  static constexpr int kRowBlocks = kRows / 64;        // blocks of 16 rows a warp owns
   static constexpr int kShared = (kRows + 4 * kKeys) * kDim * 2 + 128;
   static constexpr int kWarpRows = 16 * kRowBlocks;
   static constexpr int kLoadsAhead = 0;            // blocks of 16 columns of q and k, at most 1
-  static constexpr bool kFewInstructions = false;  // see forward_whole.cuh
+  static constexpr bool kFewInstructions = false;  // see forward_resident.cuh
   using TileQ = Tile<kRows, kDim>;
   using TileK = Tile<kKeys, kDim>;
 };
@@ -140,7 +140,7 @@ struct ForwardUnit {
 
   // first_row: this thread's first row of the unit.
   template <int kCount>
-  static __device__ __forceinline__ void mask(Scores& s, const DocumentView& d, const GroupRows& rows, int first_row,
+  static __device__ __forceinline__ void mask(Scores& s, const DocumentView& d, const PackedRows& rows, int first_row,
                                               int32_t first_key) {
     const int32_t column = first_key + 2 * (threadIdx.x & 3);
 #pragma unroll
@@ -213,7 +213,7 @@ struct ForwardUnit {
   template <int kCount>
   static __device__ __forceinline__ void step(Sums& o, RowState<kBlocks>& state, const Args& args,
                                               typename Shape::TileQ q, typename Shape::TileK k, typename Shape::TileK v,
-                                              const DocumentView& d, const GroupRows& rows, int warp_row,
+                                              const DocumentView& d, const PackedRows& rows, int warp_row,
                                               int32_t first_key, int32_t end, bool masked, float scale) {
     Scores s;
     scores<kCount>(s, q, k, warp_row);
@@ -233,14 +233,14 @@ struct ForwardUnit {
 
 // q of a warp's rows, which only this warp reads.
 template <class Shape>
-__device__ __forceinline__ void load_warp_rows(const Args& args, const GroupRows& rows, typename Shape::TileQ tile,
+__device__ __forceinline__ void load_warp_rows(const Args& args, const PackedRows& rows, typename Shape::TileQ tile,
                                                int warp_row) {
   const uint16_t* data = static_cast<const uint16_t*>(args.q.data);
   const int lane = threadIdx.x & 31;
   const auto address = [&](int row) { return data + rows.offset(row, args.q.token_stride, args.q.head_stride); };
-  if (warp_row + Shape::kWarpRows <= rows.valid && args.whole_group > 0 && args.whole_group <= 4) {
-    load_whole_rows<32, Shape::kWarpRows>(tile, warp_row, lane, address(warp_row + (lane >> 3)) + (lane & 7) * 8,
-                                          rows.token_step(4) * args.q.token_stride);
+  if (warp_row + Shape::kWarpRows <= rows.valid && args.token_aligned_group > 0 && args.token_aligned_group <= 4) {
+    load_rows_unchecked<32, Shape::kWarpRows>(tile, warp_row, lane, address(warp_row + (lane >> 3)) + (lane & 7) * 8,
+                                              rows.token_step(4) * args.q.token_stride);
     return;
   }
   load_rows<32, Shape::kWarpRows>(tile, warp_row, lane, args.head_dim, data,
@@ -250,7 +250,7 @@ __device__ __forceinline__ void load_warp_rows(const Args& args, const GroupRows
 // The unit's last step: out and lse of this warp's rows. unit: scale without its log2(e). A quad holds 2 kRowBlocks
 // rows; each of its lanes works out lse and the factor of one of them.
 template <class T, class Shape>
-__device__ __forceinline__ void finish(const Args& args, const GroupRows& rows, int first_row,
+__device__ __forceinline__ void finish(const Args& args, const PackedRows& rows, int first_row,
                                        const RowState<Shape::kRowBlocks>& state,
                                        const float (&o)[Shape::kRowBlocks][Shape::kDim / 8][4], float scale,
                                        double unit) {

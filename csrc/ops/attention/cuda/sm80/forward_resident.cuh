@@ -1,5 +1,5 @@
 // Forward of documents whose keys fit in shared memory as a whole. A unit is (document, kv head): its keys are read
-// once, into a ring of tiles, by a warp that does nothing else and runs as far ahead as the ring has room. The other
+// once, into a ring of tiles, by a warp that does nothing else and runs as far ahead as the ring has tier. The other
 // warps take 16 packed rows at a time, whichever is free, and never wait for each other: `full` says that a unit's keys
 // have arrived, `empty` that every warp is past it. A row's sum has the order that it has in forward.cuh.
 //
@@ -14,19 +14,19 @@
 namespace packing_ops::attention::sm80 {
 
 template <int kDim_>
-struct WholeShape {
+struct ResidentShape {
   static constexpr int kDim = kDim_;
-  static constexpr int kRows = kWholeRows;
+  static constexpr int kRows = kResidentRowTile;
   static constexpr int kWarpRows = kRows;
   static constexpr int kRowBlocks = kRows / 16;
   static constexpr int kKeys = kShortKeys;
-  static constexpr int kWarps = kWholeWarps;
+  static constexpr int kWarps = kResidentWarps;
   static constexpr int kThreads = 32 * (kWarps + 1);
-  static constexpr int kTiles = whole_tiles(kDim);
+  static constexpr int kTiles = resident_key_tiles(kDim);
   static constexpr int kLoadsAhead = 1;
   static constexpr bool kFewInstructions = true;
   static constexpr int kUnits = 16;  // whose keys lie in the ring at once
-  static constexpr int kShared = whole_shared(kDim);
+  static constexpr int kShared = resident_shared(kDim);
   using TileQ = Tile<kRows, kDim>;
   using TileK = Tile<kKeys, kDim>;
   struct Tiles {
@@ -35,7 +35,7 @@ struct WholeShape {
   };
 };
 
-struct WholeUnit {
+struct ResidentUnit {
   DocumentView d;
   int32_t kv_head;  // -1: there are no more units
   int32_t first_tile;
@@ -45,8 +45,8 @@ struct WholeUnit {
 
 // What says which tiles hold what. Unit number i of this block of threads is at place i % kUnits.
 template <class Shape>
-struct WholeRing {
-  WholeUnit units[Shape::kUnits];
+struct ResidentRing {
+  ResidentUnit units[Shape::kUnits];
   uint64_t full[Shape::kUnits];
   uint64_t empty[Shape::kUnits];
   int32_t next_block;  // of rows that nobody has taken
@@ -59,13 +59,13 @@ struct WholeRing {
   }
 };
 
-// Of the warp that loads: every unit's keys, as soon as the ring has room for them.
+// Of the warp that loads: every unit's keys, as soon as the ring has tier for them.
 template <class Shape>
-__device__ __forceinline__ void load_units(const Args& args, WholeRing<Shape>& ring, typename Shape::Tiles tile_k,
+__device__ __forceinline__ void load_units(const Args& args, ResidentRing<Shape>& ring, typename Shape::Tiles tile_k,
                                            typename Shape::Tiles tile_v) {
   constexpr int kUnits = Shape::kUnits;
   const int lane = threadIdx.x & 31;
-  const uint32_t units = static_cast<uint32_t>(args.plan.data[PlanView::kForwardWhole]) * args.num_kv_heads;
+  const uint32_t units = static_cast<uint32_t>(args.plan.data[PlanView::kForwardResident]) * args.num_kv_heads;
   int32_t unit = 0;
   int32_t oldest = 0;
   int32_t first_tile = 0;
@@ -78,7 +78,7 @@ __device__ __forceinline__ void load_units(const Args& args, WholeRing<Shape>& r
       used -= __shfl_sync(0xffffffffu, lane_tiles, oldest % kUnits);
     }
   };
-  const auto announce = [&](const WholeUnit& described) {
+  const auto announce = [&](const ResidentUnit& described) {
     if (lane == 0) {
       ring.units[unit % kUnits] = described;
       ptx::barrier_arrive(&ring.full[unit % kUnits]);
@@ -91,7 +91,7 @@ __device__ __forceinline__ void load_units(const Args& args, WholeRing<Shape>& r
     if (unit % 32 == 0 && serpentine(unit + lane) < units) {
       const uint32_t place = args.kv_heads.quotient(serpentine(unit + lane));
       head = static_cast<int32_t>(serpentine(unit + lane) - place * args.kv_heads.value);
-      entry = args.plan.entries[PlanView::kForwardWhole][place];
+      entry = args.plan.entries[PlanView::kForwardResident][place];
     }
     const auto from_lane = [&](int32_t x) { return __shfl_sync(0xffffffffu, x, unit % 32); };
     const int32_t kv_head = from_lane(head);
@@ -100,7 +100,7 @@ __device__ __forceinline__ void load_units(const Args& args, WholeRing<Shape>& r
     const int32_t tiles = (d.keys + Shape::kKeys - 1) / Shape::kKeys;
     make_room(tiles);
     const int32_t end_block = first_block + (d.tokens * args.group + Shape::kRows - 1) / Shape::kRows;
-    const WholeUnit described = {d, kv_head, first_tile, first_block, end_block};
+    const ResidentUnit described = {d, kv_head, first_tile, first_block, end_block};
 #pragma unroll 1
     for (int32_t i = 0; i < tiles; ++i) {
       const int32_t first_key = i * Shape::kKeys;
@@ -116,7 +116,7 @@ __device__ __forceinline__ void load_units(const Args& args, WholeRing<Shape>& r
     first_block = end_block;
   }
   make_room(0);
-  WholeUnit none{};
+  ResidentUnit none{};
   none.kv_head = -1;
   none.end_block = INT32_MAX;
   announce(none);
@@ -126,7 +126,7 @@ __device__ __forceinline__ void load_units(const Args& args, WholeRing<Shape>& r
 
 // Of the other warps: out and lse of the rows that they take.
 template <class T, class Shape, bool kTransform>
-__device__ __forceinline__ void attend(const Args& args, WholeRing<Shape>& ring, typename Shape::TileQ tile_q,
+__device__ __forceinline__ void attend(const Args& args, ResidentRing<Shape>& ring, typename Shape::TileQ tile_q,
                                        typename Shape::Tiles tile_k, typename Shape::Tiles tile_v) {
   using Unit = ForwardUnit<T, Shape, kTransform>;
   const int lane = threadIdx.x & 31;
@@ -138,7 +138,7 @@ __device__ __forceinline__ void attend(const Args& args, WholeRing<Shape>& ring,
   ring.wait_until_full(0);
   RowState<1> state;
   typename Unit::Sums o;
-  GroupRows done;  // whose sums are in o
+  PackedRows done;  // whose sums are in o
   done.valid = 0;
 #pragma unroll 1
   while (true) {
@@ -149,14 +149,14 @@ __device__ __forceinline__ void attend(const Args& args, WholeRing<Shape>& ring,
       ++unit;
       ring.wait_until_full(unit);
     }
-    const WholeUnit& now = ring.units[unit % Shape::kUnits];
+    const ResidentUnit& now = ring.units[unit % Shape::kUnits];
     const DocumentView& d = now.d;
     const bool last = now.kv_head < 0;
-    GroupRows rows;
+    PackedRows rows;
     if (!last) {
       const int32_t first = (block - now.first_block) * Shape::kRows;
       const auto token = static_cast<int32_t>(args.group_size.quotient(first));
-      rows = GroupRows(args, d, now.kv_head, token, first - token * args.group, first, Shape::kRows);
+      rows = PackedRows(args, d, now.kv_head, token, first - token * args.group, first, Shape::kRows);
       load_warp_rows<Shape>(args, rows, tile_q, 0);
       ptx::copy_commit();
       taken = take_block();
@@ -183,11 +183,11 @@ __device__ __forceinline__ void attend(const Args& args, WholeRing<Shape>& ring,
 }
 
 template <class T, int kDim, bool kTransform>
-__global__ void __launch_bounds__(WholeShape<kDim>::kThreads, 1)
-    attention_forward_whole_kernel(__grid_constant__ const Args args) {
-  using Shape = WholeShape<kDim>;
+__global__ void __launch_bounds__(ResidentShape<kDim>::kThreads, 1)
+    attention_forward_resident_kernel(__grid_constant__ const Args args) {
+  using Shape = ResidentShape<kDim>;
   extern __shared__ uint8_t shared[];
-  __shared__ WholeRing<Shape> ring;
+  __shared__ ResidentRing<Shape> ring;
   const uint32_t base = (ptx::shared_address(shared) + 127) & ~127u;
   const typename Shape::Tiles tile_k{base};
   const typename Shape::Tiles tile_v{base + Shape::TileK::kBytes};
@@ -211,11 +211,11 @@ __global__ void __launch_bounds__(WholeShape<kDim>::kThreads, 1)
 }
 
 template <class T, int kDim, bool kTransform>
-void run_forward_whole(const Args& args, cudaStream_t stream) {
-  using Shape = WholeShape<kDim>;
-  static_assert(sizeof(WholeRing<Shape>) <= kWholeRing);
-  static PersistentKernel kernel{reinterpret_cast<const void*>(attention_forward_whole_kernel<T, kDim, kTransform>),
-                                 Shape::kThreads, Shape::kShared, "attention_forward_whole_kernel", true};
+void run_forward_resident(const Args& args, cudaStream_t stream) {
+  using Shape = ResidentShape<kDim>;
+  static_assert(sizeof(ResidentRing<Shape>) <= kResidentRingBytes);
+  static PersistentKernel kernel{reinterpret_cast<const void*>(attention_forward_resident_kernel<T, kDim, kTransform>),
+                                 Shape::kThreads, Shape::kShared, "attention_forward_resident_kernel", true};
   launch_persistent(kernel, args, args.plan.num_documents * args.num_kv_heads, stream);
 }
 
