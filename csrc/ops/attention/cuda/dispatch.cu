@@ -1,5 +1,5 @@
 // From params to the instance that serves them: fp32/ for float32, sm80/ (every GPU from compute capability 8.0 on) for
-// the half types. Kernels that need Hopper's own instructions get a folder sm90/ and a branch in dispatch.
+// the half types. Kernels that need another architecture's instructions get a folder beside sm80/ and a branch here.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -49,19 +49,19 @@ Args forward_args(const VarlenAttentionParams& p, const FaultFlag& fault = {}) {
   return a;
 }
 
-// Scratch of the backward, one part after the other, each on 16 bytes.
-struct Scratch {
+// Scratch of the backward: parts one after the other, each aligned to 16 bytes.
+struct BackwardScratch {
   int64_t row_stats;  // bytes
-  int64_t order;
-  int64_t dq_sum;
+  int64_t counters;
+  int64_t partial_dq;
 
-  explicit Scratch(const Args& a, bool fp32) {
+  explicit BackwardScratch(const Args& a, bool fp32) {
     const int64_t rows = a.documents_q.total * a.num_heads;
     row_stats = (rows * static_cast<int64_t>(sizeof(float2)) + 15) / 16 * 16;
-    order = fp32 ? 0 : (4 * (Args::kClaims + a.plan.sum_tiles) + 15) / 16 * 16;
+    counters = fp32 ? 0 : (4 * (Args::kWorkCounters + a.plan.dq_ring_tiles) + 15) / 16 * 16;
     const int64_t tile_bytes =
         a.plan.tiles.backward_rows * padded_dim(a.head_dim) * static_cast<int64_t>(sizeof(float));
-    dq_sum = fp32 ? 0 : a.plan.sum_tiles * tile_bytes;
+    partial_dq = fp32 ? 0 : a.plan.dq_ring_tiles * tile_bytes;
   }
 };
 
@@ -73,12 +73,12 @@ Args backward_args(const VarlenAttentionBackwardParams& p, const FaultFlag& faul
   a.dv = p.dv;
   a.dlse = static_cast<const float*>(p.dlse);
   a.dsinks = static_cast<float*>(p.dsinks);
-  const Scratch scratch(a, p.dtype == DType::kFloat32);
+  const BackwardScratch scratch(a, p.dtype == DType::kFloat32);
   auto* bytes = static_cast<uint8_t*>(p.scratch);
   a.row_stats = reinterpret_cast<float2*>(bytes);
-  a.order = reinterpret_cast<int32_t*>(bytes + scratch.row_stats);
-  a.order_size = scratch.order / 4;
-  a.dq_sum = reinterpret_cast<float*>(bytes + scratch.row_stats + scratch.order);
+  a.counters = reinterpret_cast<int32_t*>(bytes + scratch.row_stats);
+  a.num_counters = scratch.counters / 4;
+  a.partial_dq = reinterpret_cast<float*>(bytes + scratch.row_stats + scratch.counters);
   a.all_row_stats =
       p.dtype == DType::kFloat32 || a.sinks != nullptr || a.documents_q.cu_seqlens != a.documents_k.cu_seqlens;
   return a;
@@ -89,7 +89,7 @@ struct PaddedDim {
   static constexpr int value = kDim;
 };
 
-// Scores that are not softmax_scale * dot with a positive scale.
+// softcap, or a scale that is not positive: the online softmax then scales scores itself.
 bool transforms(const VarlenAttentionParams& p) {
   return p.softcap > 0 || !(p.softmax_scale > 0);
 }
@@ -132,8 +132,8 @@ void dispatch(const VarlenAttentionParams& p, F&& f) {
 }  // namespace
 
 int64_t attention_backward_scratch_cuda(const VarlenAttentionBackwardParams& p) {
-  const Scratch scratch(forward_args(p), p.dtype == DType::kFloat32);
-  return scratch.row_stats + scratch.order + scratch.dq_sum;
+  const BackwardScratch scratch(forward_args(p), p.dtype == DType::kFloat32);
+  return scratch.row_stats + scratch.counters + scratch.partial_dq;
 }
 
 void launch_varlen_attention_cuda(const VarlenAttentionParams& p, const CudaLaunch& launch) {

@@ -1,10 +1,10 @@
-// Forward of documents whose keys fit in shared memory as a whole. A unit is (document, kv head): its keys are read
-// once, into a ring of tiles, by a warp that does nothing else and runs as far ahead as the ring has tier. The other
-// warps take 16 packed rows at a time, whichever is free, and never wait for each other: `full` says that a unit's keys
-// have arrived, `empty` that every warp is past it. A row's sum has the order that it has in forward.cuh.
+// Forward of resident documents, whose keys all fit in shared memory. A unit of work is (document, kv head). Warp
+// specialised: a producer warp loads every unit's keys, once, into a ring of key tiles, as far ahead as the ring has
+// room; the consumer warps take 16 packed rows at a time from a shared counter and never wait for each other. Barriers:
+// `full` when a unit's keys have arrived, `empty` when every consumer is past it. A row's online softmax has the order
+// that it has in forward.cuh.
 //
-// Warps that go their own ways share the instruction cache only as long as the code fits there, hence one place for
-// each step, kFewInstructions, and no half tiles of keys.
+// Divergent warps thrash the instruction cache: one copy of each step (no half-tile path), and kSmallCode.
 #pragma once
 
 #include "core/launch.cuh"
@@ -24,8 +24,8 @@ struct ResidentShape {
   static constexpr int kThreads = 32 * (kWarps + 1);
   static constexpr int kTiles = resident_key_tiles(kDim);
   static constexpr int kLoadsAhead = 1;
-  static constexpr bool kFewInstructions = true;
-  static constexpr int kUnits = 16;  // whose keys lie in the ring at once
+  static constexpr bool kSmallCode = true;
+  static constexpr int kUnits = 16;  // in the ring at once, at most
   static constexpr int kShared = resident_shared(kDim);
   using TileQ = Tile<kRows, kDim>;
   using TileK = Tile<kKeys, kDim>;
@@ -39,27 +39,27 @@ struct ResidentUnit {
   DocumentView d;
   int32_t kv_head;  // -1: there are no more units
   int32_t first_tile;
-  int32_t first_block;  // blocks of rows, counted through all units of this block of threads
+  int32_t first_block;  // blocks of 16 rows, counted through all units of this thread block
   int32_t end_block;
 };
 
-// What says which tiles hold what. Unit number i of this block of threads is at place i % kUnits.
+// Which key tiles hold which unit. Unit number i of this thread block is in slot i % kUnits.
 template <class Shape>
 struct ResidentRing {
   ResidentUnit units[Shape::kUnits];
   uint64_t full[Shape::kUnits];
   uint64_t empty[Shape::kUnits];
-  int32_t next_block;  // of rows that nobody has taken
+  int32_t next_block;  // of rows, not yet taken by a consumer
 
   __device__ void wait_until_full(int32_t unit) {
-    ptx::barrier_wait(&full[unit % Shape::kUnits], unit / Shape::kUnits & 1);
+    ptx::mbarrier_wait(&full[unit % Shape::kUnits], unit / Shape::kUnits & 1);
   }
   __device__ void wait_until_empty(int32_t unit) {
-    ptx::barrier_wait(&empty[unit % Shape::kUnits], unit / Shape::kUnits & 1);
+    ptx::mbarrier_wait(&empty[unit % Shape::kUnits], unit / Shape::kUnits & 1);
   }
 };
 
-// Of the warp that loads: every unit's keys, as soon as the ring has tier for them.
+// Producer warp: every unit's keys, as soon as the ring has room for them.
 template <class Shape>
 __device__ __forceinline__ void load_units(const Args& args, ResidentRing<Shape>& ring, typename Shape::Tiles tile_k,
                                            typename Shape::Tiles tile_v) {
@@ -71,7 +71,7 @@ __device__ __forceinline__ void load_units(const Args& args, ResidentRing<Shape>
   int32_t first_tile = 0;
   int32_t first_block = 0;
   int32_t used = 0;        // tiles from oldest on
-  int32_t lane_tiles = 0;  // of the unit at place `lane`
+  int32_t lane_tiles = 0;  // key tiles of the unit in slot `lane`
   const auto make_room = [&](int32_t tiles) {
     for (; used + tiles > Shape::kTiles || unit - oldest == kUnits; ++oldest) {
       ring.wait_until_empty(oldest);
@@ -81,17 +81,17 @@ __device__ __forceinline__ void load_units(const Args& args, ResidentRing<Shape>
   const auto announce = [&](const ResidentUnit& described) {
     if (lane == 0) {
       ring.units[unit % kUnits] = described;
-      ptx::barrier_arrive(&ring.full[unit % kUnits]);
+      ptx::mbarrier_arrive(&ring.full[unit % kUnits]);
     }
-    ptx::barrier_arrive_after_copies(&ring.full[unit % kUnits]);
+    ptx::mbarrier_arrive_after_cp_async(&ring.full[unit % kUnits]);
   };
   PlanEntry entry{};  // of the unit that is `lane` after a multiple of 32
   int32_t head = 0;
   for (; serpentine(unit) < units; ++unit) {
     if (unit % 32 == 0 && serpentine(unit + lane) < units) {
-      const uint32_t place = args.kv_heads.quotient(serpentine(unit + lane));
-      head = static_cast<int32_t>(serpentine(unit + lane) - place * args.kv_heads.value);
-      entry = args.plan.entries[PlanView::kForwardResident][place];
+      const uint32_t index = args.kv_heads.quotient(serpentine(unit + lane));
+      head = static_cast<int32_t>(serpentine(unit + lane) - index * args.kv_heads.value);
+      entry = args.plan.entries[PlanView::kForwardResident][index];
     }
     const auto from_lane = [&](int32_t x) { return __shfl_sync(0xffffffffu, x, unit % 32); };
     const int32_t kv_head = from_lane(head);
@@ -105,7 +105,7 @@ __device__ __forceinline__ void load_units(const Args& args, ResidentRing<Shape>
     for (int32_t i = 0; i < tiles; ++i) {
       const int32_t first_key = i * Shape::kKeys;
       const int32_t keys = d.keys - first_key;
-      // What comes after the last key is masked in s, but p = 0 needs a number to multiply.
+      // Keys after the last one are masked in s, but v must be finite there: 0 * NaN is NaN.
       load_keys<32>(tile_k(first_tile), args.k, d, kv_head, first_key, args.head_dim, lane, keys);
       load_keys<32>(tile_v(first_tile), args.v, d, kv_head, first_key, args.head_dim, lane, (keys + 15) & ~15);
       first_tile = first_tile + 1 < Shape::kTiles ? first_tile + 1 : 0;
@@ -120,11 +120,11 @@ __device__ __forceinline__ void load_units(const Args& args, ResidentRing<Shape>
   none.kv_head = -1;
   none.end_block = INT32_MAX;
   announce(none);
-  ptx::copy_commit();
-  ptx::copy_wait<0>();
+  ptx::cp_async_commit();
+  ptx::cp_async_wait<0>();
 }
 
-// Of the other warps: out and lse of the rows that they take.
+// Consumer warps: out and lse of the rows that they take.
 template <class T, class Shape, bool kTransform>
 __device__ __forceinline__ void attend(const Args& args, ResidentRing<Shape>& ring, typename Shape::TileQ tile_q,
                                        typename Shape::Tiles tile_k, typename Shape::Tiles tile_v) {
@@ -138,45 +138,45 @@ __device__ __forceinline__ void attend(const Args& args, ResidentRing<Shape>& ri
   ring.wait_until_full(0);
   RowState<1> state;
   typename Unit::Sums o;
-  PackedRows done;  // whose sums are in o
-  done.valid = 0;
+  PackedRows finished;  // whose sums are in o
+  finished.valid = 0;
 #pragma unroll 1
   while (true) {
-    // To the unit of the next rows, whose q comes while those before are stored.
+    // The unit of the next rows; their q loads while the rows before are stored.
     const int32_t block = __shfl_sync(0xffffffffu, taken, 0);
     while (block >= ring.units[unit % Shape::kUnits].end_block) {
-      if (lane == 0) ptx::barrier_arrive(&ring.empty[unit % Shape::kUnits]);
+      if (lane == 0) ptx::mbarrier_arrive(&ring.empty[unit % Shape::kUnits]);
       ++unit;
       ring.wait_until_full(unit);
     }
-    const ResidentUnit& now = ring.units[unit % Shape::kUnits];
-    const DocumentView& d = now.d;
-    const bool last = now.kv_head < 0;
+    const ResidentUnit& current = ring.units[unit % Shape::kUnits];
+    const DocumentView& d = current.d;
+    const bool last = current.kv_head < 0;
     PackedRows rows;
     if (!last) {
-      const int32_t first = (block - now.first_block) * Shape::kRows;
+      const int32_t first = (block - current.first_block) * Shape::kRows;
       const auto token = static_cast<int32_t>(args.group_size.quotient(first));
-      rows = PackedRows(args, d, now.kv_head, token, first - token * args.group, first, Shape::kRows);
+      rows = PackedRows(args, d, current.kv_head, token, first - token * args.group, first, Shape::kRows);
       load_warp_rows<Shape>(args, rows, tile_q, 0);
-      ptx::copy_commit();
+      ptx::cp_async_commit();
       taken = take_block();
     }
-    if (done.valid > 0) finish<T, Shape>(args, done, lane >> 2, state, o, scale, natural_scale);
+    if (finished.valid > 0) finish<T, Shape>(args, finished, lane >> 2, state, o, scale, natural_scale);
     if (last) break;
-    done = rows;
+    finished = rows;
     Unit::clear(o, state);
-    const Range some = d.keys_seen(rows.token, rows.last_token());
-    const Range all = d.keys_seen_by_all(rows.token, rows.last_token());
-    int32_t tile = some.first / Shape::kKeys;
-    ptx::copy_wait<0>();
+    const Interval<int32_t> visible_any = d.visible_keys(rows.token, rows.last_token());
+    const Interval<int32_t> visible_all = d.keys_visible_to_all(rows.token, rows.last_token());
+    int32_t tile = visible_any.begin / Shape::kKeys;
+    ptx::cp_async_wait<0>();
     __syncwarp();
 #pragma unroll 1
-    for (int32_t first_key = tile * Shape::kKeys; first_key < some.end; first_key += Shape::kKeys, ++tile) {
-      const int32_t i = now.first_tile + tile;
-      const int32_t place = i < Shape::kTiles ? i : i - Shape::kTiles;
-      const bool masked = first_key < all.first || first_key + Shape::kKeys > all.end;
-      Unit::template step<Unit::kKeyBlocks>(o, state, args, tile_q, tile_k(place), tile_v(place), d, rows, 0, first_key,
-                                            some.end - first_key, masked, scale);
+    for (int32_t first_key = tile * Shape::kKeys; first_key < visible_any.end; first_key += Shape::kKeys, ++tile) {
+      const int32_t i = current.first_tile + tile;
+      const int32_t slot = i < Shape::kTiles ? i : i - Shape::kTiles;
+      const bool masked = first_key < visible_all.begin || first_key + Shape::kKeys > visible_all.end;
+      Unit::template step<Unit::kKeyBlocks>(o, state, args, tile_q, tile_k(slot), tile_v(slot), d, rows, 0, first_key,
+                                            visible_any.end - first_key, masked, scale);
     }
     __syncwarp();
   }
@@ -194,10 +194,10 @@ __global__ void __launch_bounds__(ResidentShape<kDim>::kThreads, 1)
   const uint32_t first_q = base + 2 * Shape::kTiles * Shape::TileK::kBytes;
   const int warp = threadIdx.x / 32;
 
-  ptx::let_next_kernel_start();
+  ptx::launch_dependents();
   if (threadIdx.x < Shape::kUnits) {
-    ptx::barrier_init(&ring.full[threadIdx.x], 32 + 1);  // a warp's copies and what one of its lanes writes
-    ptx::barrier_init(&ring.empty[threadIdx.x], Shape::kWarps);
+    ptx::mbarrier_init(&ring.full[threadIdx.x], 32 + 1);  // a warp's copies and what one of its lanes writes
+    ptx::mbarrier_init(&ring.empty[threadIdx.x], Shape::kWarps);
   }
   if (threadIdx.x == 0) ring.next_block = 0;
   __syncthreads();
@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(ResidentShape<kDim>::kThreads, 1)
     const typename Shape::TileQ tile_q{first_q + warp * Shape::TileQ::kBytes};
     attend<T, Shape, kTransform>(args, ring, tile_q, tile_k, tile_v);
   }
-  ptx::wait_for_kernel_before();
+  ptx::wait_for_prerequisite_grids();
 }
 
 template <class T, int kDim, bool kTransform>
