@@ -44,30 +44,37 @@ PACKING_OPS_INLINE void multiply_block(const T* __restrict a, int64_t a_row, int
   }
 }
 
-// The same for a range of columns and 1 to kRowsAtOnce rows.
+// a(i, k) = data[i * row + k * depth]
+template <class T>
+struct Strided {
+  const T* data;
+  int64_t row;
+  int64_t depth;
+};
+
+// The same for an interval of columns and 1 to kRowsAtOnce rows.
 template <bool kAdd, class T>
-PACKING_OPS_INLINE void multiply_rows(int64_t rows, const T* a, int64_t a_row, int64_t a_depth, const T* b,
-                                      int64_t b_row, Interval<int64_t> depth, Interval<int64_t> columns, T* result,
-                                      int64_t result_row) {
+PACKING_OPS_INLINE void multiply_rows(int64_t rows, Strided<T> a, const T* b, int64_t b_row, Interval<int64_t> depth,
+                                      Interval<int64_t> columns, T* result, int64_t result_row) {
   for (int64_t j = columns.begin; j < columns.end; j += kLanes<T>) {
     switch (rows) {
       case 6:
-        multiply_block<6, kAdd>(a, a_row, a_depth, b + j, b_row, depth, result + j, result_row);
+        multiply_block<6, kAdd>(a.data, a.row, a.depth, b + j, b_row, depth, result + j, result_row);
         break;
       case 5:
-        multiply_block<5, kAdd>(a, a_row, a_depth, b + j, b_row, depth, result + j, result_row);
+        multiply_block<5, kAdd>(a.data, a.row, a.depth, b + j, b_row, depth, result + j, result_row);
         break;
       case 4:
-        multiply_block<4, kAdd>(a, a_row, a_depth, b + j, b_row, depth, result + j, result_row);
+        multiply_block<4, kAdd>(a.data, a.row, a.depth, b + j, b_row, depth, result + j, result_row);
         break;
       case 3:
-        multiply_block<3, kAdd>(a, a_row, a_depth, b + j, b_row, depth, result + j, result_row);
+        multiply_block<3, kAdd>(a.data, a.row, a.depth, b + j, b_row, depth, result + j, result_row);
         break;
       case 2:
-        multiply_block<2, kAdd>(a, a_row, a_depth, b + j, b_row, depth, result + j, result_row);
+        multiply_block<2, kAdd>(a.data, a.row, a.depth, b + j, b_row, depth, result + j, result_row);
         break;
       default:
-        multiply_block<1, kAdd>(a, a_row, a_depth, b + j, b_row, depth, result + j, result_row);
+        multiply_block<1, kAdd>(a.data, a.row, a.depth, b + j, b_row, depth, result + j, result_row);
     }
   }
 }
@@ -173,10 +180,10 @@ PACKING_OPS_MULTIVERSION void multiply(const Tile& tile, const T* keys, const T*
     const Interval<int64_t> columns = round_out_to_vectors<T>(tile.band.rows_of({i, i + count}));
     T* to = products + i * tile.row_stride;
     const Interval<int64_t> first{0, std::min(tile.dim, kDepthAtOnce)};
-    multiply_rows<false>(count, keys + i * tile.dim, tile.dim, 1, rows_transposed, tile.row_stride, first, columns, to,
-                         tile.row_stride);
+    multiply_rows<false>(count, {keys + i * tile.dim, tile.dim, 1}, rows_transposed, tile.row_stride, first, columns,
+                         to, tile.row_stride);
     if (first.end == tile.dim) continue;
-    multiply_rows<true>(count, keys + i * tile.dim, tile.dim, 1, rows_transposed, tile.row_stride,
+    multiply_rows<true>(count, {keys + i * tile.dim, tile.dim, 1}, rows_transposed, tile.row_stride,
                         {first.end, tile.dim}, columns, to, tile.row_stride);
   }
 }
@@ -187,7 +194,7 @@ PACKING_OPS_MULTIVERSION void accumulate_rows(const Tile& tile, const T* weights
   const int64_t step = exact ? 1 : kRowsAtOnce;
   for (int64_t i = 0; i < tile.band.rows(); i += step) {
     const int64_t count = std::min(step, tile.band.rows() - i);
-    multiply_rows<true>(count, weights + i, 1, tile.row_stride, values, tile.dim, tile.band.keys_of({i, i + count}),
+    multiply_rows<true>(count, {weights + i, 1, tile.row_stride}, values, tile.dim, tile.band.keys_of({i, i + count}),
                         {0, tile.dim}, sums + i * tile.dim, tile.dim);
   }
 }
@@ -198,7 +205,7 @@ PACKING_OPS_MULTIVERSION void accumulate_keys(const Tile& tile, const T* weights
   const int64_t step = exact ? 1 : kRowsAtOnce;
   for (int64_t i = 0; i < tile.band.keys; i += step) {
     const int64_t count = std::min(step, tile.band.keys - i);
-    multiply_rows<true>(count, weights + i * tile.row_stride, tile.row_stride, 1, values, tile.dim,
+    multiply_rows<true>(count, {weights + i * tile.row_stride, tile.row_stride, 1}, values, tile.dim,
                         tile.band.rows_of({i, i + count}), {0, tile.dim}, sums + i * tile.dim, tile.dim);
   }
 }

@@ -55,6 +55,7 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier>::kThreads)
     const int32_t end_key = first_key + kKeys < d.keys ? first_key + kKeys : d.keys;
     const Interval<int32_t> tiles = row_tiles(d.tokens_attending_to(first_key, end_key - 1), args.group, kRows);
 
+    // Prologue: k and v of the key tile, q and dout of the first row tile
     load_rows<Shape::kThreads, kKeys>(u.tile_k(), 0, threadIdx.x, args.head_dim, args.k.data,
                                       key_rows(args.k, d, kv_head, first_key));
     load_rows<Shape::kThreads, kKeys>(u.tile_v(), 0, threadIdx.x, args.head_dim, args.v.data,
@@ -111,10 +112,11 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier>::kThreads)
         const int tile_key = 16 * (attends_first_block ? key_block : key_block + Unit::kKeyBlockStride);
         const int last_key = 16 * (attends_second_block ? key_block + Unit::kKeyBlockStride : key_block) + 15;
         const bool masked = !d.all_visible(rows.token, last_token, first_key + tile_key, first_key + last_key);
+        const typename Unit::ScoreBlock block{first_row, first_key, tile_key, masked};
         if (attends_first_block && attends_second_block) {
-          u.template scores<2>(shared, args, d, rows, i, first_row, first_key, tile_key, masked);
+          u.template scores<2>(shared, args, d, rows, i, block);
         } else {
-          u.template scores<1>(shared, args, d, rows, i, first_row, first_key, tile_key, masked);
+          u.template scores<1>(shared, args, d, rows, i, block);
         }
       }
       return visit;
@@ -145,6 +147,7 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier>::kThreads)
                                       : visit.ticket.next();
     };
 
+    // Main loop over row tiles
     int slot = 0;
     if constexpr (Shape::kScoresAhead) {
       const bool sums_first = warp >= Shape::kWarps / 2;
@@ -198,13 +201,13 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier>::kThreads)
         }
       }
     }
-    // Claim late: later key tiles of the document spin on this unit's tickets.
+    // Epilogue: dk and dv. Claim late: later key tiles of the document spin on this unit's tickets.
     int32_t next_claimed = 0;
     if (threadIdx.x == 0) next_claimed = atomicAdd(work_counter, 1);
     ptx::cp_async_wait<0>();
     __syncthreads();  // every tile has been read, every partial dq stored
     publish_ticket();
-    u.store_keys(args, d, kv_head, first_key, end_key, key_block, column_part, dk, dv);
+    u.store_keys(args, d, kv_head, {first_key, end_key}, key_block, column_part, dk, dv);
     if (threadIdx.x == 0) *next_unit = next_claimed;
     __syncthreads();
   }

@@ -29,7 +29,7 @@ struct SingleScores {
     const int last_key = first_key + 16 * Shape::kScoreBlockStride * (kCount - 1) + 15;
     const bool masked = !d.all_visible(rows.token, rows.last_token(), first_key, last_key);
     u.template product<kCount>(p, u.tile_q(i), first_row, u.tile_k(), first_key);
-    Unit::template weights<kCount>(p, t, stats, args, d, rows, first_row, first_key, masked);
+    Unit::template weights<kCount>(p, t, stats, args, d, rows, {first_row, 0, first_key, masked});
     Unit::template store<kCount>(u.tile_p(0), p, first_row, first_key);
     u.template product<kCount>(ds, u.tile_do(i), first_row, u.tile_v(), first_key);
     Unit::for_each_row([&](int m, int half) {
@@ -85,6 +85,7 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true, kTier>::kThre
     const Interval<int32_t> tiles = row_tiles(d.tokens_attending_to(0, d.keys - 1), args.group, kRows);
     const int32_t steps = tiles.end - tiles.begin;
 
+    // Prologue: k and v, q and dout of the first row tile
     load_keys<Shape::kThreads>(u.tile_k(), args.k, d, kv_head, 0, args.head_dim, threadIdx.x);
     load_keys<Shape::kThreads>(u.tile_v(), args.v, d, kv_head, 0, args.head_dim, threadIdx.x);
     ptx::cp_async_commit();
@@ -102,6 +103,7 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true, kTier>::kThre
     int32_t next_claimed = 0;
     int slot = 0;
 
+    // Main loop over row tiles
     for (int32_t i = 0; i < steps; ++i) {
       const Interval<int32_t> keys = d.visible_keys(rows.token, rows.last_token());
       const RowTileVisit visit(rows.valid, keys.begin / 16, (keys.end + 15) / 16, DqTicket(), true, true);
@@ -166,11 +168,12 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true, kTier>::kThre
         if (i + 1 < steps) u.load_rows(args, rows, slot);
       }
     }
+    // Epilogue: dk and dv
     if (steps == 0 && threadIdx.x == 0) next_claimed = atomicAdd(work_counter, 1);
     ptx::cp_async_wait<0>();
     __syncthreads();  // every tile has been read
     if (threadIdx.x == 0) *next_unit = next_claimed;
-    u.store_keys(args, d, kv_head, 0, d.keys, key_block, column_part, dk, dv);
+    u.store_keys(args, d, kv_head, {0, d.keys}, key_block, column_part, dk, dv);
     __syncthreads();
   }
   ptx::wait_for_prerequisite_grids();  // so that this kernel's end implies the end of the ones before

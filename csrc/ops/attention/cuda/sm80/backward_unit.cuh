@@ -133,14 +133,22 @@ struct BackwardUnit {
     return first_row + ((threadIdx.x & 31) >> 2) + 16 * m + 8 * half;
   }
 
+  // A warp's part of a step's scores, kCount blocks of keys.
+  struct ScoreBlock {
+    int first_row;      // of the row tile
+    int32_t first_key;  // of the key tile, in the document
+    int tile_key;       // of the block, in the key tile
+    bool masked;        // some of it
+  };
+
   // s becomes p (and t the tanh of softcap); 0 where the key is masked.
   template <int kCount>
   static __device__ __forceinline__ void weights(Scores& s, Scores& t, const float2* stats, const Args& args,
-                                                 const DocumentView& d, const PackedRows& rows, int first_row,
-                                                 int32_t first_key, bool masked) {
+                                                 const DocumentView& d, const PackedRows& rows,
+                                                 const ScoreBlock& block) {
     const float scale = args.softmax_scale * kLog2e;
     for_each_row([&](int m, int half) {
-      float lse = stats[lane_row(first_row, m, half)].x;
+      float lse = stats[lane_row(block.first_row, m, half)].x;
       if constexpr (Shape::kSingle) lse = lse == -INFINITY ? 0.f : lse * kLog2e;
 #pragma unroll
       for (int n = 0; n < 2 * kCount; ++n) {
@@ -157,9 +165,10 @@ struct BackwardUnit {
         }
       }
     });
-    if (!masked) return;
+    if (!block.masked) return;
+    const int32_t first_key = block.first_key + block.tile_key;
     for_each_row([&](int m, int half) {
-      const int32_t token = rows.token_of(lane_row(first_row, m, half));
+      const int32_t token = rows.token_of(lane_row(block.first_row, m, half));
       const Interval<int32_t> visible = d.visible_keys(token, token);
 #pragma unroll
       for (int n = 0; n < 2 * kCount; ++n) {
@@ -191,8 +200,8 @@ struct BackwardUnit {
 
   template <int kCount>
   static __device__ __forceinline__ void store(TileS tile, const Scores& x, int first_row, int first_key) {
-    // Tile::chunk(.., row, first_key / 8) with the row's attends_first_block bits taken from the lane, so that one
-    // address serves all rows; the second half of a block is a chunk further, the next block kScoreBlockStride blocks.
+    // Tile::chunk(.., row, first_key / 8) with the row's low bits taken from the lane, so that one address
+    // serves all rows; the second half of a block is a chunk further, the next block kScoreBlockStride blocks.
     const int lane = threadIdx.x & 31;
     const int row = first_row + (lane >> 2);
     const uint32_t first = tile.chunk(first_key / 64, row, first_key / 8 % 8) + (lane & 3) * 4;
@@ -207,21 +216,21 @@ struct BackwardUnit {
     });
   }
 
-  // p and ds of this warp's rows and of kCount blocks of keys from tile_key on, to shared memory for all warps.
+  // p and ds of one block of scores, to shared memory for all warps.
   template <int kCount>
   __device__ __forceinline__ void scores(const uint8_t* generic, const Args& args, const DocumentView& d,
-                                         const PackedRows& rows, int i, int first_row, int32_t first_key, int tile_key,
-                                         bool masked) const {
+                                         const PackedRows& rows, int i, const ScoreBlock& block) const {
     const auto* row_stats = reinterpret_cast<const float2*>(generic + (stats(i) - base));
     Scores p;
     Scores t;
     Scores ds;
-    product<kCount>(p, tile_q(i), first_row, tile_k(), tile_key);
-    weights<kCount>(p, t, row_stats, args, d, rows, first_row, first_key + tile_key, masked);
-    store<kCount>(tile_p(i), p, first_row, tile_key);
-    product<kCount>(ds, tile_do(i), first_row, tile_v(), tile_key);
+    const int first_row = block.first_row;
+    product<kCount>(p, tile_q(i), first_row, tile_k(), block.tile_key);
+    weights<kCount>(p, t, row_stats, args, d, rows, block);
+    store<kCount>(tile_p(i), p, first_row, block.tile_key);
+    product<kCount>(ds, tile_do(i), first_row, tile_v(), block.tile_key);
     score_gradients<kCount>(ds, p, t, [&](int m, int half) { return row_stats[lane_row(first_row, m, half)].y; });
-    store<kCount>(tile_ds(i), ds, first_row, tile_key);
+    store<kCount>(tile_ds(i), ds, first_row, block.tile_key);
   }
 
   // sums += weights^T rows for this warp's blocks of keys kFirst .. kFirst + kCount - 1.
@@ -276,19 +285,19 @@ struct BackwardUnit {
     }
   }
 
-  // dk and dv of this warp's blocks of keys and columns.
+  // dk and dv of this warp's blocks of keys and columns; `keys`: of the key tile, in the document.
   __device__ __forceinline__ void store_keys(const Args& args, const DocumentView& d, int32_t kv_head,
-                                             int32_t first_key, int32_t end_key, int key_block, int column_part,
-                                             const Sums& dk, const Sums& dv) const {
+                                             Interval<int32_t> keys, int key_block, int column_part, const Sums& dk,
+                                             const Sums& dv) const {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int32_t key = first_key + 16 * (key_block + c * kKeyBlockStride) + ((threadIdx.x & 31) >> 2) + 8 * half;
+        const int32_t key = keys.begin + 16 * (key_block + c * kKeyBlockStride) + ((threadIdx.x & 31) >> 2) + 8 * half;
         const int64_t row = d.start_k + key;
         const auto address = [&](const AttentionTensor& to) {
-          return key < end_key ? static_cast<uint16_t*>(to.data) + row * to.token_stride + kv_head * to.head_stride
-                               : nullptr;
+          return key < keys.end ? static_cast<uint16_t*>(to.data) + row * to.token_stride + kv_head * to.head_stride
+                                : nullptr;
         };
         store_row<T>(address(args.dk), column_part * Shape::kColumns, args.head_dim, dk[c], half, args.softmax_scale);
         store_row<T>(address(args.dv), column_part * Shape::kColumns, args.head_dim, dv[c], half, 1.f);

@@ -134,12 +134,13 @@ __global__ void __launch_bounds__(128, ForwardShape<kDim, kShort>::kBlocksPerSm)
       if (first_key < visible_any.end && end_key > visible_any.begin) {
         const bool masked = first_key < visible_all.begin || end_key > visible_all.end;
         const int32_t end = visible_any.end - first_key;
+        const auto warp_tile = [&]() -> WarpTile<Shape> {  // in each branch: its addresses hold no registers across
+          return {tile_q, tile_k(stage), tile_v(stage), warp_row, first_key, end, masked};
+        };
         if (end <= Shape::kKeys / 2) {
-          Unit::template step<Unit::kKeyBlocks / 2>(o, state, args, tile_q, tile_k(stage), tile_v(stage), work.d,
-                                                    work.rows, warp_row, first_key, end, masked, scale);
+          Unit::template step<Unit::kKeyBlocks / 2>(o, state, args, warp_tile(), work.d, work.rows, scale);
         } else {
-          Unit::template step<Unit::kKeyBlocks>(o, state, args, tile_q, tile_k(stage), tile_v(stage), work.d, work.rows,
-                                                warp_row, first_key, end, masked, scale);
+          Unit::template step<Unit::kKeyBlocks>(o, state, args, warp_tile(), work.d, work.rows, scale);
         }
       }
       // q of the next unit, once this warp has read the last of this one's

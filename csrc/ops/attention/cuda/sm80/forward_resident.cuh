@@ -116,10 +116,7 @@ __device__ __forceinline__ void load_units(const Args& args, ResidentRing<Shape>
     first_block = end_block;
   }
   make_room(0);
-  ResidentUnit none{};
-  none.kv_head = -1;
-  none.end_block = INT32_MAX;
-  announce(none);
+  announce({{}, -1, 0, 0, INT32_MAX});
   ptx::cp_async_commit();
   ptx::cp_async_wait<0>();
 }
@@ -175,8 +172,9 @@ __device__ __forceinline__ void attend(const Args& args, ResidentRing<Shape>& ri
       const int32_t i = current.first_tile + tile;
       const int32_t slot = i < Shape::kTiles ? i : i - Shape::kTiles;
       const bool masked = first_key < visible_all.begin || first_key + Shape::kKeys > visible_all.end;
-      Unit::template step<Unit::kKeyBlocks>(o, state, args, tile_q, tile_k(slot), tile_v(slot), d, rows, 0, first_key,
-                                            visible_any.end - first_key, masked, scale);
+      const WarpTile<Shape> warp_tile{tile_q, tile_k(slot), tile_v(slot), 0, first_key, visible_any.end - first_key,
+                                      masked};
+      Unit::template step<Unit::kKeyBlocks>(o, state, args, warp_tile, d, rows, scale);
     }
     __syncwarp();
   }

@@ -25,6 +25,18 @@ struct ForwardShape {
   using TileK = Tile<kKeys, kDim>;
 };
 
+// What a warp reads in one step: tiles in shared memory, from its first row on, and which of the keys count.
+template <class Shape>
+struct WarpTile {
+  typename Shape::TileQ q;
+  typename Shape::TileK k;
+  typename Shape::TileK v;
+  int warp_row;
+  int32_t first_key;    // in the document
+  int32_t end_visible;  // in the tile: keys from here on are hidden from all rows of the warp
+  bool masked;          // some of the others are hidden from some row
+};
+
 // A thread's rows: 16 b + g and 16 b + g + 8 of its warp, each with its own softmax.
 template <int kBlocks>
 struct RowState {
@@ -209,14 +221,13 @@ struct ForwardUnit {
         for (int i = 0; i < 4; ++i) o[b][d][i] *= factor[b][i / 2];
   }
 
-  // One key tile for this warp's rows; keys from `end` on are hidden from all of them.
+  // One key tile for this warp's rows.
   template <int kCount>
   static __device__ __forceinline__ void step(Sums& o, RowState<kBlocks>& state, const Args& args,
-                                              typename Shape::TileQ q, typename Shape::TileK k, typename Shape::TileK v,
-                                              const DocumentView& d, const PackedRows& rows, int warp_row,
-                                              int32_t first_key, int32_t end, bool masked, float scale) {
+                                              const WarpTile<Shape>& tile, const DocumentView& d,
+                                              const PackedRows& rows, float scale) {
     Scores s;
-    scores<kCount>(s, q, k, warp_row);
+    scores<kCount>(s, tile.q, tile.k, tile.warp_row);
     if constexpr (kTransform) {
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b)
@@ -225,9 +236,9 @@ struct ForwardUnit {
 #pragma unroll
           for (int i = 0; i < 4; ++i) s[b][n][i] = transform_score(s[b][n][i], args) * kLog2e;
     }
-    if (masked) mask<kCount>(s, d, rows, warp_row + ((threadIdx.x & 31) >> 2), first_key);
+    if (tile.masked) mask<kCount>(s, d, rows, tile.warp_row + ((threadIdx.x & 31) >> 2), tile.first_key);
     softmax<kCount>(s, state, o, scale);
-    values<kCount>(o, s, v, end);
+    values<kCount>(o, s, tile.v, tile.end_visible);
   }
 };
 
