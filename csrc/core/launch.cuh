@@ -44,8 +44,8 @@ inline unsigned grid_for(int64_t work, int threads, int blocks_per_sm = 16) {
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   check_cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
   const int64_t blocks = ceil_div(work, threads);
-  const int64_t most = static_cast<int64_t>(sms) * blocks_per_sm;
-  return static_cast<unsigned>(blocks < 1 ? 1 : (blocks < most ? blocks : most));
+  const int64_t max_blocks = static_cast<int64_t>(sms) * blocks_per_sm;
+  return static_cast<unsigned>(blocks < 1 ? 1 : (blocks < max_blocks ? blocks : max_blocks));
 }
 
 }  // namespace packing_ops

@@ -6,11 +6,9 @@
 
 #include <type_traits>
 
-namespace packing_ops {
+#include "core/accumulate.h"
 
-// What an element type is computed in.
-template <class T>
-using real_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
+namespace packing_ops {
 
 __device__ inline float2 unpack(const __nv_bfloat162& pair) {
   return __bfloat1622float2(pair);
@@ -29,9 +27,9 @@ __device__ inline void pack(float2 values, __half2& pair) {
 template <class T, int kVec, bool kPairs = (sizeof(T) == 2 && kVec > 1)>
 struct alignas(sizeof(T) * kVec) Vec {
   T at[kVec];
-  __device__ real_t<T> get(int i) const { return static_cast<real_t<T>>(at[i]); }
-  __device__ void set(int i, real_t<T> value) { at[i] = static_cast<T>(value); }
-  __device__ void set_pair(int i, real_t<T> first, real_t<T> second) {
+  __device__ accumulate_t<T> get(int i) const { return static_cast<accumulate_t<T>>(at[i]); }
+  __device__ void set(int i, accumulate_t<T> value) { at[i] = static_cast<T>(value); }
+  __device__ void set_pair(int i, accumulate_t<T> first, accumulate_t<T> second) {
     set(i, first);
     set(i + 1, second);
   }

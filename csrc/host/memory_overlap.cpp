@@ -20,17 +20,17 @@ struct Distance {
 // stride comes first and what the others can make up for leaves it few steps.
 bool comes_near(int64_t start, const Distance* distance, const Distance* end, int64_t width) {
   if (distance == end) return std::abs(start) < width;
-  int64_t least = 0;
-  int64_t most = 0;
+  int64_t lowest = 0;
+  int64_t highest = 0;
   for (const Distance* d = distance + 1; d < end; ++d) {
-    least += d->first * d->stride;
-    most += d->last * d->stride;
+    lowest += d->first * d->stride;
+    highest += d->last * d->stride;
   }
-  // -width < start + step * stride + (least to most) < width
+  // -width < start + step * stride + (lowest to highest) < width
   const int64_t stride = distance->stride;
   const auto floor_div = [](int64_t a, int64_t b) { return a / b - (a % b < 0); };
-  const int64_t first = std::max(distance->first, floor_div(-width - most - start, stride) + 1);
-  const int64_t last = std::min(distance->last, -floor_div(-width + least + start, stride) - 1);
+  const int64_t first = std::max(distance->first, floor_div(-width - highest - start, stride) + 1);
+  const int64_t last = std::min(distance->last, -floor_div(-width + lowest + start, stride) - 1);
   for (int64_t step = first; step <= last; ++step) {
     if (comes_near(start + step * stride, distance + 1, end, width)) return true;
   }
@@ -70,10 +70,10 @@ void check_no_overlap(const Tensor& t, const char* name) {
   sort(outer);
   // Two different rows: they differ in some dimension, the first one forward, and in those after it as they like.
   for (auto d = outer.begin(); d != outer.end() && !overlap; ++d) {
-    const Distance whole = *d;
-    *d = {whole.stride, 1, whole.last};
+    const Distance full = *d;
+    *d = {full.stride, 1, full.last};
     overlap = comes_near(0, &*d, outer.data() + outer.size(), width);
-    *d = whole;
+    *d = full;
   }
   if (!overlap) return;
   std::string strides;

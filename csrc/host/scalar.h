@@ -4,8 +4,7 @@
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
-#include <type_traits>
-
+#include "core/accumulate.h"
 #include "core/dtype.h"
 #include "core/error.h"
 
@@ -13,9 +12,6 @@ namespace packing_ops {
 
 using BFloat16 = torch::headeronly::BFloat16;
 using Half = torch::headeronly::Half;
-
-template <class T>
-using accumulate_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 // f(T{}) with the C++ type of a floating dtype.
 template <class F>

@@ -10,8 +10,8 @@
 #include <stdexcept>
 #include <vector>
 
+#include "core/documents.h"
 #include "core/dtype.h"
-#include "core/segment.h"
 #include "core/view.h"
 #include "host/allocate.h"
 

@@ -76,43 +76,43 @@ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 inline void store_shared(uint32_t address, uint32_t value) {
   std::memcpy(emulator::shared_memory() + address, &value, sizeof(value));
 }
-inline void copy_16(uint32_t shared, const void* global, bool valid = true) {
+inline void cp_async_16(uint32_t shared, const void* global, bool valid = true) {
   emulator::copy_to_shared(shared, global, 16, valid);
 }
-inline void copy_8(uint32_t shared, const void* global, bool valid) {
+inline void cp_async_8(uint32_t shared, const void* global, bool valid) {
   emulator::copy_to_shared(shared, global, 8, valid);
 }
-inline void copy_4(uint32_t shared, const void* global, bool valid) {
+inline void cp_async_4(uint32_t shared, const void* global, bool valid) {
   emulator::copy_to_shared(shared, global, 4, valid);
 }
-inline void copy_commit() {
+inline void cp_async_commit() {
   emulator::commit_copies();
 }
 template <int kPending>
-void copy_wait() {
+void cp_async_wait() {
   emulator::wait_for_copies(kPending);
 }
 template <int kThreads>
 void sync_block() {
   __syncthreads();
 }
-inline void barrier_init(uint64_t* barrier, int count) {
+inline void mbarrier_init(uint64_t* barrier, int count) {
   emulator::barrier_at(barrier) = {static_cast<uint16_t>(count), static_cast<uint16_t>(count), 0};
 }
-inline void barrier_arrive(uint64_t* barrier) {
+inline void mbarrier_arrive(uint64_t* barrier) {
   emulator::barrier_at(barrier).arrive();
 }
-inline void barrier_arrive_after_copies(uint64_t* barrier) {
+inline void mbarrier_arrive_after_cp_async(uint64_t* barrier) {
   emulator::arrive_after_copies(barrier);
 }
-inline void barrier_wait(uint64_t* barrier, int odd) {
+inline void mbarrier_wait(uint64_t* barrier, int odd) {
   while ((emulator::barrier_at(barrier).phases & 1) == static_cast<uint32_t>(odd)) {
     emulator::give_way();
     emulator::end_some_copies();
   }
 }
-inline void let_next_kernel_start() {}
-inline void wait_for_kernel_before() {}
+inline void launch_dependents() {}
+inline void wait_for_prerequisite_grids() {}
 inline float exp2_approx(float x) {
   return std::exp2(x);
 }
@@ -126,7 +126,7 @@ inline void store_release(int32_t* pointer, int32_t value) {
 inline void store_relaxed(int32_t* pointer, int32_t value) {
   *pointer = value;
 }
-inline void add_4(float4* to, float4 x) {
+inline void red_add_4(float4* to, float4 x) {
   *to = make_float4(to->x + x.x, to->y + x.y, to->z + x.z, to->w + x.w);
 }
 template <class T>

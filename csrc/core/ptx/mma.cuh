@@ -52,61 +52,61 @@ __device__ __forceinline__ void store_shared(uint32_t address, uint32_t value) {
 }
 
 // 16 bytes to shared memory; zeros when not valid (the source is then not read).
-__device__ __forceinline__ void copy_16(uint32_t shared, const void* global, bool valid) {
+__device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0)
                : "memory");
 }
 
-__device__ __forceinline__ void copy_16(uint32_t shared, const void* global) {
+__device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 
-__device__ __forceinline__ void copy_8(uint32_t shared, const void* global, bool valid) {
+__device__ __forceinline__ void cp_async_8(uint32_t shared, const void* global, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared), "l"(global), "r"(valid ? 8 : 0)
                : "memory");
 }
 
-__device__ __forceinline__ void copy_4(uint32_t shared, const void* global, bool valid) {
+__device__ __forceinline__ void cp_async_4(uint32_t shared, const void* global, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(valid ? 4 : 0)
                : "memory");
 }
 
-__device__ __forceinline__ void copy_commit() {
+__device__ __forceinline__ void cp_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits until at most kPending of this thread's groups are still under way.
+// Waits until at most kPending of this thread's groups are in flight.
 template <int kPending>
-__device__ __forceinline__ void copy_wait() {
+__device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// __syncthreads for warps that come to it at different places of the code.
+// __syncthreads for warps that reach it from different code paths.
 template <int kThreads>
 __device__ __forceinline__ void sync_block() {
   asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
 }
 
-// A barrier in shared memory: a phase ends when `count` threads have arrived, and what they did before is then seen by
-// those who waited for its end. Phases are counted from 0; a wait is for the end of the phase that is even or odd.
-__device__ __forceinline__ void barrier_init(uint64_t* barrier, int count) {
+// A barrier in shared memory: a phase completes when `count` threads have arrived, and what they wrote before is then
+// visible to the threads that waited. Phases count from 0; a wait is for the completion of the even or odd phase.
+__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
 }
 
-__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
   asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(barrier))
                : "memory");
 }
 
-// Once this thread's copies have arrived.
-__device__ __forceinline__ void barrier_arrive_after_copies(uint64_t* barrier) {
+// When this thread's cp.async copies have arrived.
+__device__ __forceinline__ void mbarrier_arrive_after_cp_async(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-__device__ __forceinline__ void barrier_wait(uint64_t* barrier, int odd) {
+__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int odd) {
   uint32_t ended = 0;
   while (!ended) {
-#if __CUDA_ARCH__ >= 900  // which sleeps a little before it says no
+#if __CUDA_ARCH__ >= 900  // try_wait suspends the thread for a while
     asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
 #else
     asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
@@ -117,15 +117,15 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, int odd) {
   }
 }
 
-// From compute capability 9.0 on, a kernel launched with programmatic stream serialization may start once every block
-// of the one before has said so, and waits for its end where it needs to. Nothing before 9.0.
-__device__ __forceinline__ void let_next_kernel_start() {
+// Programmatic dependent launch, from compute capability 9.0 on: the next kernel may start once every block has called
+// launch_dependents, and waits for the completion of those before it where it needs to. No-ops before 9.0.
+__device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-__device__ __forceinline__ void wait_for_kernel_before() {
+__device__ __forceinline__ void wait_for_prerequisite_grids() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
@@ -148,13 +148,13 @@ __device__ __forceinline__ void store_release(int32_t* pointer, int32_t value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
 }
 
-// Tells of nothing but itself.
+// Publishes no other write.
 __device__ __forceinline__ void store_relaxed(int32_t* pointer, int32_t value) {
   asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
 }
 
-// Adds without waiting for the old value.
-__device__ __forceinline__ void add_4(float4* to, float4 x) {
+// A reduction: adds without returning the old value.
+__device__ __forceinline__ void red_add_4(float4* to, float4 x) {
   float* pointer = reinterpret_cast<float*>(to);
 #if __CUDA_ARCH__ >= 900
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "f"(x.x), "f"(x.y), "f"(x.z),

@@ -1,22 +1,24 @@
 // Varlen attention: every query row of a document attends to the keys of the same document.
 //
 //   score  s(i, j) = softmax_scale * q_i . k_j, then softcap * tanh(s / softcap) where softcap > 0
-//   place  with n queries and m keys, query i stands at key i' = i + m - n (bottom-right aligned)
-//   sees   keys i' - window_left <= j <= i' + window_right; -1 is open, causal is window_right 0
+//   mask   with n queries and m keys, query i has key position i' = i + m - n (bottom-right aligned) and attends to
+//   keys
+//          i' - window_left <= j <= i' + window_right; -1 is open, causal is window_right 0
 //   lse_i  = log(sum_j exp(s(i, j)) + exp(sink)), out_i = sum_j exp(s(i, j) - lse_i) v_j
 //
-// A row that sees no key has out 0 and lse = sink, or -inf without one.
+// A row without a visible key has out 0 and lse = sink, or -inf without one.
 #pragma once
 
 #include <cstdint>
 
+#include "core/documents.h"
 #include "core/dtype.h"
 #include "core/launch.h"
-#include "core/segment.h"
 
 namespace packing_ops {
 
 constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kMaxGroup = 1024;  // q heads to a kv head on CUDA
 
 // [total, num_heads, head_dim] with any strides, counted in elements; head_dim is contiguous.
 struct AttentionTensor {

@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "host/launch.h"
+#include "host/register.h"
 #include "host/tensor_check.h"
 #include "ops/attention/attention_layout.h"
 
@@ -50,14 +51,14 @@ void check_kv(const Tensor& t, const char* name, const Tensor& q) {
   if (input_rows(t).head_dim != head_dim) fail(name, ": expected head_dim ", head_dim, " like q, got ", describe(t));
 }
 
-// In the type of the scores. A cap beyond its numbers is none.
+// Checked in the type of the scores; a softcap beyond its range is off.
 double softcap_of(double softcap, DType dtype) {
   const bool wide = dtype == DType::kFloat64;
-  const double least = wide ? std::numeric_limits<double>::min() : std::numeric_limits<float>::min();
-  const double most = wide ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
-  check(softcap == 0 || softcap >= least, "softcap: expected 0 (off) or a bound of the scores of at least ", least,
-        ", got ", softcap);
-  return softcap > most ? 0 : softcap;
+  const double min_softcap = wide ? std::numeric_limits<double>::min() : std::numeric_limits<float>::min();
+  const double max_softcap = wide ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
+  check(softcap == 0 || softcap >= min_softcap, "softcap: expected 0 (off) or a bound of the scores of at least ",
+        min_softcap, ", got ", softcap);
+  return softcap > max_softcap ? 0 : softcap;
 }
 
 struct Options {
@@ -121,7 +122,7 @@ void check_cuda_case(const VarlenAttentionParams& p, const Tensor& q) {
          " in float32), got ", describe(q));
   }
   const int64_t group = p.num_q_heads / p.num_kv_heads;
-  check(group <= 1024, "k: expected at most 1024 heads of q for each of its heads, got ", group);
+  check(group <= kMaxGroup, "k: expected at most ", kMaxGroup, " heads of q for each of its heads, got ", group);
 }
 
 AttentionPlanParams plan_params(const VarlenAttentionParams& p) {
@@ -227,23 +228,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> varlen_attention_backward(
   return {dq, dk, dv, dsinks};
 }
 
-namespace {
-
-void register_attention(torch::stable::detail::StableLibrary& m) {
+PACKING_OPS_REGISTER(m) {
   m.impl("attention_plan", TORCH_BOX(&attention_plan));
   m.impl("varlen_attention", TORCH_BOX(&varlen_attention));
   m.impl("varlen_attention_backward", TORCH_BOX(&varlen_attention_backward));
 }
-
-}  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(packing_ops, CPU, m) {
-  register_attention(m);
-}
-#ifdef PACKING_OPS_WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(packing_ops, CUDA, m) {
-  register_attention(m);
-}
-#endif
 
 }  // namespace packing_ops

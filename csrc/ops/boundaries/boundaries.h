@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
+#include "core/documents.h"
 #include "core/launch.h"
-#include "core/segment.h"
 #include "core/view.h"
 
 namespace packing_ops {

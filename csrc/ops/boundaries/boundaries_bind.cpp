@@ -2,6 +2,7 @@
 #include <tuple>
 
 #include "host/launch.h"
+#include "host/register.h"
 #include "host/tensor_check.h"
 #include "ops/boundaries/boundaries.h"
 
@@ -160,9 +161,7 @@ Tensor block_causal_mask(Tensor cu_seqlens, int64_t total, torch::headeronly::Sc
   return mask;
 }
 
-namespace {
-
-void register_boundaries(torch::stable::detail::StableLibrary& m) {
+PACKING_OPS_REGISTER(m) {
   m.impl("cu_seqlens_from_lengths", TORCH_BOX(&cu_seqlens_from_lengths));
   m.impl("position_ids_from_cu_seqlens", TORCH_BOX(&position_ids_from_cu_seqlens));
   m.impl("seq_idx_from_cu_seqlens", TORCH_BOX(&seq_idx_from_cu_seqlens));
@@ -174,16 +173,5 @@ void register_boundaries(torch::stable::detail::StableLibrary& m) {
   m.impl("count_target_tokens", TORCH_BOX(&count_target_tokens));
   m.impl("block_causal_mask", TORCH_BOX(&block_causal_mask));
 }
-
-}  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(packing_ops, CPU, m) {
-  register_boundaries(m);
-}
-#ifdef PACKING_OPS_WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(packing_ops, CUDA, m) {
-  register_boundaries(m);
-}
-#endif
 
 }  // namespace packing_ops

@@ -2,6 +2,7 @@
 #include <tuple>
 
 #include "host/launch.h"
+#include "host/register.h"
 #include "host/tensor_check.h"
 #include "ops/boundaries/boundaries.h"
 
@@ -78,23 +79,10 @@ void check_unchanged(const Tensor& values, const Tensor& expected) {
   launch(values, p, launch_check_unchanged_cpu, PACKING_OPS_CUDA(launch_check_unchanged_cuda));
 }
 
-namespace {
-
-void register_checks(torch::stable::detail::StableLibrary& m) {
+PACKING_OPS_REGISTER(m) {
   m.impl("check_documents", TORCH_BOX(&check_documents));
   m.impl("checked_documents", TORCH_BOX(&checked_documents));
   m.impl("check_unchanged", TORCH_BOX(&check_unchanged));
 }
-
-}  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(packing_ops, CPU, m) {
-  register_checks(m);
-}
-#ifdef PACKING_OPS_WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(packing_ops, CUDA, m) {
-  register_checks(m);
-}
-#endif
 
 }  // namespace packing_ops

@@ -54,12 +54,14 @@ void launch_position_ids_cpu(const SlotParams& p) {
   const auto fill = [&](int64_t start, int64_t end) {
     for (int64_t t = start; t < end; ++t) p.position_ids[t] = t - start;
   };
-  for_each_document(p.documents, [&](int64_t, Segment s) { fill(s.start, s.end); });
+  for_each_document(p.documents, [&](int64_t, Interval<int64_t> s) { fill(s.begin, s.end); });
   fill(p.documents.end(), p.documents.total);
 }
 
 void launch_seq_idx_cpu(const SlotParams& p) {
-  const auto fill = [&](int64_t i, Segment s) { std::fill(p.seq_idx + s.start, p.seq_idx + s.end, int32_t(i)); };
+  const auto fill = [&](int64_t i, Interval<int64_t> s) {
+    std::fill(p.seq_idx + s.begin, p.seq_idx + s.end, int32_t(i));
+  };
   for_each_document(p.documents, fill);
   fill(p.documents.num_documents, {p.documents.end(), p.documents.total});
 }
@@ -89,20 +91,20 @@ void launch_prompt_end_indices_cpu(const RunsParams& p) {
 
 void launch_mask_boundary_labels_cpu(const LabelsParams& p) {
   copy_labels(p);
-  for_each_document(p.documents, [&](int64_t, Segment s) {
-    if (s.start < s.end) p.out.set(s.start, p.ignore_index);
+  for_each_document(p.documents, [&](int64_t, Interval<int64_t> s) {
+    if (s.begin < s.end) p.out.set(s.begin, p.ignore_index);
   });
 }
 
 void launch_mask_boundary_labels_shifted_cpu(const LabelsParams& p) {
-  for_each_document(p.documents, [&](int64_t, Segment s) {
-    if (s.start < s.end) p.out.set(s.end - 1, p.ignore_index);
+  for_each_document(p.documents, [&](int64_t, Interval<int64_t> s) {
+    if (s.begin < s.end) p.out.set(s.end - 1, p.ignore_index);
   });
 }
 
 void launch_shift_labels_cpu(const LabelsParams& p) {
-  for_each_document(p.documents, [&](int64_t, Segment s) {
-    for (int64_t t = s.start; t < s.end; ++t) p.out.set(t, t + 1 < s.end ? p.labels[t + 1] : p.ignore_index);
+  for_each_document(p.documents, [&](int64_t, Interval<int64_t> s) {
+    for (int64_t t = s.begin; t < s.end; ++t) p.out.set(t, t + 1 < s.end ? p.labels[t + 1] : p.ignore_index);
   });
   for (int64_t t = p.documents.end(); t < p.documents.total; ++t) p.out.set(t, p.ignore_index);
 }
@@ -110,8 +112,8 @@ void launch_shift_labels_cpu(const LabelsParams& p) {
 void launch_count_target_tokens_cpu(const LabelsParams& p) {
   int64_t count = 0;
   for (int64_t i = 0; i < p.documents.num_documents; ++i) {
-    const Segment s = p.documents[i];
-    for (int64_t t = s.start + 1; t < s.end; ++t) count += p.labels[t] != p.ignore_index;
+    const Interval<int64_t> s = p.documents[i];
+    for (int64_t t = s.begin + 1; t < s.end; ++t) count += p.labels[t] != p.ignore_index;
   }
   *p.count = count;
 }
@@ -121,12 +123,12 @@ namespace {
 // The sums of `width` neighbouring features of a document, at most kWidth. Compensated, so that a document of 100k
 // tokens loses no digits.
 template <int kWidth, class T, class Sum = accumulate_t<T>>
-void sum_features(const SegmentSumParams& p, int64_t i, Segment s, int64_t first, int width) {
+void sum_features(const SegmentSumParams& p, int64_t i, Interval<int64_t> s, int64_t first, int width) {
   const bool* mask = static_cast<const bool*>(p.mask);
   const T* values = static_cast<const T*>(p.values) + first;
   Sum sums[kWidth] = {}, carries[kWidth] = {};
   int64_t kept = 0;
-  for (int64_t t = s.start; t < s.end; ++t) {
+  for (int64_t t = s.begin; t < s.end; ++t) {
     if (mask && !mask[t]) continue;
     ++kept;
     for (int f = 0; f < width; ++f) {
@@ -149,7 +151,7 @@ void launch_segment_sum_cpu(const SegmentSumParams& p) {
   dispatch_float(p.dtype, [&](auto element) {
     using T = decltype(element);
     constexpr int kWidth = 16;
-    for_each_document(p.documents, p.features, [&](int64_t i, Segment s) {
+    for_each_document(p.documents, p.features, [&](int64_t i, Interval<int64_t> s) {
       if (p.features == 1) return sum_features<1, T>(p, i, s, 0, 1);
       for (int64_t first = 0; first < p.features; first += kWidth) {
         sum_features<kWidth, T>(p, i, s, first, static_cast<int>(std::min<int64_t>(kWidth, p.features - first)));
@@ -164,13 +166,13 @@ void launch_segment_sum_backward_cpu(const SegmentSumParams& p) {
     using T = decltype(element);
     using Sum = accumulate_t<T>;
     T* out = static_cast<T*>(p.grad_values);
-    for_each_document(p.documents, p.features, [&](int64_t i, Segment s) {
-      int64_t kept = s.end - s.start;
-      if (p.average && mask) kept = std::count(mask + s.start, mask + s.end, true);
+    for_each_document(p.documents, p.features, [&](int64_t i, Interval<int64_t> s) {
+      int64_t kept = s.size();
+      if (p.average && mask) kept = std::count(mask + s.begin, mask + s.end, true);
       const Sum count = p.average ? static_cast<Sum>(std::max<int64_t>(kept, 1)) : Sum(1);
       for (int64_t f = 0; f < p.features; ++f) {
         const T share = static_cast<T>(static_cast<const Sum*>(p.grad)[i * p.features + f] / count);
-        for (int64_t t = s.start; t < s.end; ++t) out[t * p.features + f] = mask && !mask[t] ? T(Sum(0)) : share;
+        for (int64_t t = s.begin; t < s.end; ++t) out[t * p.features + f] = mask && !mask[t] ? T(Sum(0)) : share;
       }
     });
     std::fill(out + p.documents.end() * p.features, out + p.documents.total * p.features, static_cast<T>(Sum(0)));
@@ -190,10 +192,10 @@ void launch_gae_cpu(const GaeParams& p) {
       returns[t] = static_cast<Sum>(ret);
       advantages[t] = static_cast<Sum>(ret - value);
     };
-    for_each_document(p.documents, [&](int64_t i, Segment s) {
+    for_each_document(p.documents, [&](int64_t i, Interval<int64_t> s) {
       // double: rounding errors do not add up over 100k steps, and it is as fast.
       double next = p.bootstrap ? static_cast<const Sum*>(p.bootstrap)[i] : Sum(0);
-      for (int64_t t = s.end; t-- > s.start;) {
+      for (int64_t t = s.end; t-- > s.begin;) {
         if (mask && !mask[t]) {
           set(t, 0, 0);
           continue;
@@ -211,14 +213,14 @@ void launch_gae_cpu(const GaeParams& p) {
 void launch_block_causal_mask_cpu(const BlockCausalMaskParams& p) {
   const int64_t total = p.documents.total;
   const auto rows_of = [&](auto visible, auto hidden, auto* mask) {
-    const auto fill = [&](Segment s) {
-      for (int64_t i = s.start; i < s.end; ++i) {
-        const int64_t first = p.window > 0 ? std::max(s.start, i - p.window + 1) : s.start;
+    const auto fill = [&](Interval<int64_t> s) {
+      for (int64_t i = s.begin; i < s.end; ++i) {
+        const int64_t first = p.window > 0 ? std::max(s.begin, i - p.window + 1) : s.begin;
         std::fill_n(mask + i * total, total, hidden);
         std::fill(mask + i * total + first, mask + i * total + i + 1, visible);
       }
     };
-    for_each_document(p.documents, [&](int64_t, Segment s) { fill(s); });
+    for_each_document(p.documents, [&](int64_t, Interval<int64_t> s) { fill(s); });
     fill({p.documents.end(), total});
   };
   if (p.dtype == DType::kBool) return rows_of(true, false, static_cast<bool*>(p.mask));

@@ -8,8 +8,8 @@
 #include <cub/device/device_select.cuh>
 #include <limits>
 
+#include "core/documents.cuh"
 #include "core/launch.cuh"
-#include "core/segment.cuh"
 #include "ops/boundaries/boundaries.h"
 
 namespace packing_ops {
@@ -55,12 +55,12 @@ struct Nothing {};
 
 struct PositionId {
   __device__ Nothing load(int) const { return {}; }
-  __device__ int64_t operator()(int t, Nothing, int, Span s) const { return t < s.start ? 0 : t - s.start; }
+  __device__ int64_t operator()(int t, Nothing, int, Interval<int> s) const { return t < s.begin ? 0 : t - s.begin; }
 };
 
 struct SequenceIndex {
   __device__ Nothing load(int) const { return {}; }
-  __device__ int32_t operator()(int, Nothing, int document, Span) const { return document; }
+  __device__ int32_t operator()(int, Nothing, int document, Interval<int>) const { return document; }
 };
 
 template <class Label>
@@ -70,8 +70,8 @@ struct MaskFirst {
   int total;
   Label ignore_index;
   __device__ Label load(int t) const { return labels[t]; }
-  __device__ Label operator()(int t, Label label, int document, Span s) const {
-    return t == s.start && document < num_documents ? ignore_index : label;
+  __device__ Label operator()(int t, Label label, int document, Interval<int> s) const {
+    return t == s.begin && document < num_documents ? ignore_index : label;
   }
 };
 
@@ -82,7 +82,7 @@ struct ShiftLeft {
   int total;
   Label ignore_index;
   __device__ Label load(int t) const { return t + 1 < total ? labels[t + 1] : ignore_index; }
-  __device__ Label operator()(int t, Label next, int document, Span s) const {
+  __device__ Label operator()(int t, Label next, int document, Interval<int> s) const {
     return t + 1 < s.end && document < num_documents ? next : ignore_index;
   }
 };
@@ -115,8 +115,8 @@ void launch_labels(const LabelsParams& p, const CudaLaunch& launch) {
 __global__ void mask_last_kernel(LabelsParams p, FaultFlag fault) {
   flag_cu_seqlens(p.documents, fault);
   for (int64_t i = thread_id(); i < p.documents.num_documents; i += thread_count()) {
-    const Segment s = p.documents[i];
-    if (s.start < s.end) p.out.set(s.end - 1, p.ignore_index);
+    const Interval<int64_t> s = p.documents[i];
+    if (s.begin < s.end) p.out.set(s.end - 1, p.ignore_index);
   }
 }
 
@@ -129,8 +129,8 @@ __global__ void __launch_bounds__(kThreads) count_target_tokens_kernel(LabelsPar
   const int64_t end = p.documents.end();
   for (int64_t t = thread_id(); t < end; t += thread_count()) count += p.labels[t] != p.ignore_index;
   for (int64_t i = thread_id(); i < p.documents.num_documents; i += thread_count()) {
-    const Segment s = p.documents[i];
-    if (s.start < s.end) count -= p.labels[s.start] != p.ignore_index;
+    const Interval<int64_t> s = p.documents[i];
+    if (s.begin < s.end) count -= p.labels[s.begin] != p.ignore_index;
   }
   count = Reduce(storage).Sum(count);
   // Two's complement: adding the unsigned pattern of a negative count subtracts.

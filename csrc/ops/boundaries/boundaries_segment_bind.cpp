@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "host/launch.h"
+#include "host/register.h"
 #include "host/tensor_check.h"
 #include "ops/boundaries/boundaries.h"
 
@@ -137,19 +138,10 @@ Tensor segment_sum_backward(const Tensor& grad, Tensor cu_seqlens, std::optional
   return grad_values;
 }
 
-static void register_segments(torch::stable::detail::StableLibrary& m) {
+PACKING_OPS_REGISTER(m) {
   m.impl("segment_sum", TORCH_BOX(&segment_sum));
   m.impl("segment_sum_backward", TORCH_BOX(&segment_sum_backward));
   m.impl("gae", TORCH_BOX(&gae));
 }
-
-STABLE_TORCH_LIBRARY_IMPL(packing_ops, CPU, m) {
-  register_segments(m);
-}
-#ifdef PACKING_OPS_WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(packing_ops, CUDA, m) {
-  register_segments(m);
-}
-#endif
 
 }  // namespace packing_ops

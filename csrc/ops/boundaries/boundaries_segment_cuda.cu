@@ -4,8 +4,8 @@
 
 #include <limits>
 
+#include "core/documents.cuh"
 #include "core/launch.cuh"
-#include "core/segment.cuh"
 #include "ops/boundaries/boundaries.h"
 
 namespace packing_ops {
@@ -18,41 +18,42 @@ constexpr int kUnroll = 16;  // independent loads in flight per thread
 // All kUnroll loads of a round are issued before the first is used.
 template <class T, class Sum, bool kMasked>
 __global__ void __launch_bounds__(kThreads) segment_sum_kernel(SegmentSumParams p, FaultFlag fault) {
-  for_each_document<kThreads>(p.documents, p.documents.num_documents, [&](int64_t i, Segment s, const auto& group) {
-    constexpr int kStep = std::decay_t<decltype(group)>::kSize;
-    const T* values = static_cast<const T*>(p.values) + s.start;
-    const bool* mask = kMasked ? static_cast<const bool*>(p.mask) + s.start : nullptr;
-    const int length = static_cast<int>(s.end - s.start);
-    Sum sums[kUnroll] = {};
-    int kept = 0;
-    for (int t = group.rank; t < length; t += kStep * kUnroll) {
-      T loaded[kUnroll];
-      bool keep[kUnroll];
+  for_each_document<kThreads>(p.documents, p.documents.num_documents,
+                              [&](int64_t i, Interval<int64_t> s, const auto& group) {
+                                constexpr int kStep = std::decay_t<decltype(group)>::kSize;
+                                const T* values = static_cast<const T*>(p.values) + s.begin;
+                                const bool* mask = kMasked ? static_cast<const bool*>(p.mask) + s.begin : nullptr;
+                                const int length = static_cast<int>(s.size());
+                                Sum sums[kUnroll] = {};
+                                int kept = 0;
+                                for (int t = group.rank; t < length; t += kStep * kUnroll) {
+                                  T loaded[kUnroll];
+                                  bool keep[kUnroll];
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        const int at = t + u * kStep;
-        keep[u] = at < length;
-        if (keep[u]) loaded[u] = values[at];
-        if (kMasked && keep[u]) keep[u] = mask[at];
-      }
+                                  for (int u = 0; u < kUnroll; ++u) {
+                                    const int at = t + u * kStep;
+                                    keep[u] = at < length;
+                                    if (keep[u]) loaded[u] = values[at];
+                                    if (kMasked && keep[u]) keep[u] = mask[at];
+                                  }
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        kept += keep[u];
-        if (keep[u]) sums[u] += static_cast<Sum>(loaded[u]);
-      }
-    }
+                                  for (int u = 0; u < kUnroll; ++u) {
+                                    kept += keep[u];
+                                    if (keep[u]) sums[u] += static_cast<Sum>(loaded[u]);
+                                  }
+                                }
 #pragma unroll
-    for (int half = kUnroll / 2; half > 0; half /= 2) {
+                                for (int half = kUnroll / 2; half > 0; half /= 2) {
 #pragma unroll
-      for (int u = 0; u < half; ++u) sums[u] += sums[u + half];
-    }
-    Sum sum = group.sum(sums[0]);
-    if (p.average) {
-      kept = group.sum(kept);
-      sum /= static_cast<Sum>(kept > 0 ? kept : 1);
-    }
-    if (group.rank == 0) static_cast<Sum*>(p.sums)[i] = sum;
-  });
+                                  for (int u = 0; u < half; ++u) sums[u] += sums[u + half];
+                                }
+                                Sum sum = group.sum(sums[0]);
+                                if (p.average) {
+                                  kept = group.sum(kept);
+                                  sum /= static_cast<Sum>(kept > 0 ? kept : 1);
+                                }
+                                if (group.rank == 0) static_cast<Sum*>(p.sums)[i] = sum;
+                              });
   flag_cu_seqlens(p.documents, fault);
 }
 
@@ -62,20 +63,22 @@ __global__ void __launch_bounds__(kThreads) segment_sum_backward_kernel(SegmentS
   T* out = static_cast<T*>(p.grad_values);
   const bool* mask = static_cast<const bool*>(p.mask);
   // One more than there are documents: the padding after them gets zeros.
-  for_each_document<kThreads>(p.documents, p.documents.num_documents + 1, [&](int64_t i, Segment s, const auto& group) {
-    constexpr int kStep = std::decay_t<decltype(group)>::kSize;
-    const bool padding = i == p.documents.num_documents;
-    Sum share = padding ? Sum(0) : static_cast<const Sum*>(p.grad)[i];
-    if (p.average && !padding) {
-      int kept = 0;
-      for (int64_t t = s.start + group.rank; t < s.end; t += kStep) kept += !mask || mask[t];
-      kept = group.sum(kept);
-      share /= static_cast<Sum>(kept > 0 ? kept : 1);
-    }
-    for (int64_t t = s.start + group.rank; t < s.end; t += kStep) {
-      out[t] = static_cast<T>(mask && !mask[t] ? Sum(0) : share);
-    }
-  });
+  for_each_document<kThreads>(p.documents, p.documents.num_documents + 1,
+                              [&](int64_t i, Interval<int64_t> s, const auto& group) {
+                                constexpr int kStep = std::decay_t<decltype(group)>::kSize;
+                                const bool padding = i == p.documents.num_documents;
+                                Sum share = padding ? Sum(0) : static_cast<const Sum*>(p.grad)[i];
+                                if (p.average && !padding) {
+                                  int kept = 0;
+                                  for (int64_t t = s.begin + group.rank; t < s.end; t += kStep)
+                                    kept += !mask || mask[t];
+                                  kept = group.sum(kept);
+                                  share /= static_cast<Sum>(kept > 0 ? kept : 1);
+                                }
+                                for (int64_t t = s.begin + group.rank; t < s.end; t += kStep) {
+                                  out[t] = static_cast<T>(mask && !mask[t] ? Sum(0) : share);
+                                }
+                              });
 }
 
 // --- rows of several features: a block of 8 warps for a document and 32 neighbouring features ---
@@ -85,11 +88,11 @@ constexpr int kRowWarps = kRowThreads / kWarp;
 constexpr int kRowUnroll = 8;  // rows in flight per warp
 
 // Rows of a segment that the mask keeps. Every warp counts all of them: no block synchronisation.
-__device__ int kept_rows(const bool* mask, Segment s) {
-  if (!mask) return static_cast<int>(s.end - s.start);
+__device__ int kept_rows(const bool* mask, Interval<int64_t> s) {
+  if (!mask) return static_cast<int>(s.size());
   const int lane = static_cast<int>(threadIdx.x % kWarp);
   int kept = 0;
-  for (int64_t t = s.start + lane; t < s.end; t += kWarp) kept += mask[t];
+  for (int64_t t = s.begin + lane; t < s.end; t += kWarp) kept += mask[t];
   return WarpGroup{lane}.sum(kept);
 }
 
@@ -112,10 +115,10 @@ __global__ void __launch_bounds__(kRowThreads) segment_sum_rows_kernel(SegmentSu
   const bool* mask = static_cast<const bool*>(p.mask);
   const int warp = static_cast<int>(threadIdx.x / kWarp);
   const int lane = static_cast<int>(threadIdx.x % kWarp);
-  for_each_column(p, p.documents.num_documents, [&](int64_t i, Segment s, int64_t feature) {
+  for_each_column(p, p.documents.num_documents, [&](int64_t i, Interval<int64_t> s, int64_t feature) {
     const bool exists = feature < p.features;
     Sum sums[kRowUnroll] = {};
-    for (int64_t t = s.start + warp; t < s.end; t += kRowWarps * kRowUnroll) {
+    for (int64_t t = s.begin + warp; t < s.end; t += kRowWarps * kRowUnroll) {
       T loaded[kRowUnroll];
       bool keep[kRowUnroll];
 #pragma unroll
@@ -157,13 +160,13 @@ __global__ void __launch_bounds__(kRowThreads) segment_sum_rows_backward_kernel(
   const bool* mask = static_cast<const bool*>(p.mask);
   const int warp = static_cast<int>(threadIdx.x / kWarp);
   // One more than there are documents: the padding after them gets zeros.
-  for_each_column(p, p.documents.num_documents + 1, [&](int64_t i, Segment s, int64_t feature) {
+  for_each_column(p, p.documents.num_documents + 1, [&](int64_t i, Interval<int64_t> s, int64_t feature) {
     const bool padding = i == p.documents.num_documents;
     const int kept = p.average && !padding ? kept_rows(mask, s) : 1;
     if (feature >= p.features) return;
     Sum share = padding ? Sum(0) : static_cast<const Sum*>(p.grad)[i * p.features + feature];
     share /= static_cast<Sum>(kept > 0 ? kept : 1);
-    for (int64_t t = s.start + warp; t < s.end; t += kRowWarps) {
+    for (int64_t t = s.begin + warp; t < s.end; t += kRowWarps) {
       out[t * p.features + feature] = static_cast<T>(mask && !mask[t] ? Sum(0) : share);
     }
   });
@@ -184,44 +187,45 @@ __global__ void __launch_bounds__(kThreads) gae_kernel(GaeParams p, FaultFlag fa
   const Sum lam = static_cast<Sum>(p.lam);
   const Sum rest = static_cast<Sum>(1 - p.lam);
   // One more than there are documents: the padding after them gets zeros.
-  for_each_document<kThreads>(p.documents, p.documents.num_documents + 1, [&](int64_t i, Segment s, const auto& group) {
-    constexpr int kStep = std::decay_t<decltype(group)>::kSize;
-    constexpr int kSlots = kStep == kWarp ? 4 : 16;
-    const bool padding = i == p.documents.num_documents;
-    Sum after_tile = p.bootstrap && !padding ? static_cast<const Sum*>(p.bootstrap)[i] : Sum(0);
-    for (int64_t tile_end = s.end; tile_end > s.start; tile_end -= kStep * kSlots) {
-      const int64_t end = tile_end - group.rank * kSlots;  // the thread has the slots end - 1, end - 2, ...
-      Sum reward[kSlots];
-      Sum value[kSlots];
-      bool keep[kSlots];
+  for_each_document<kThreads>(
+      p.documents, p.documents.num_documents + 1, [&](int64_t i, Interval<int64_t> s, const auto& group) {
+        constexpr int kStep = std::decay_t<decltype(group)>::kSize;
+        constexpr int kSlots = kStep == kWarp ? 4 : 16;
+        const bool padding = i == p.documents.num_documents;
+        Sum after_tile = p.bootstrap && !padding ? static_cast<const Sum*>(p.bootstrap)[i] : Sum(0);
+        for (int64_t tile_end = s.end; tile_end > s.begin; tile_end -= kStep * kSlots) {
+          const int64_t end = tile_end - group.rank * kSlots;  // the thread has the slots end - 1, end - 2, ...
+          Sum reward[kSlots];
+          Sum value[kSlots];
+          bool keep[kSlots];
 #pragma unroll
-      for (int u = 0; u < kSlots; ++u) {
-        const int64_t t = end - 1 - u;
-        keep[u] = t >= s.start && !padding && (!mask || mask[t]);
-        reward[u] = keep[u] ? static_cast<Sum>(rewards[t]) : Sum(0);
-        value[u] = keep[u] ? static_cast<Sum>(values[t]) : Sum(0);
-      }
-      Affine<Sum> own{Sum(1), Sum(0)};
+          for (int u = 0; u < kSlots; ++u) {
+            const int64_t t = end - 1 - u;
+            keep[u] = t >= s.begin && !padding && (!mask || mask[t]);
+            reward[u] = keep[u] ? static_cast<Sum>(rewards[t]) : Sum(0);
+            value[u] = keep[u] ? static_cast<Sum>(values[t]) : Sum(0);
+          }
+          Affine<Sum> own{Sum(1), Sum(0)};
 #pragma unroll
-      for (int u = 0; u < kSlots; ++u) {
-        if (keep[u]) own = own.then({gamma * lam, lam * reward[u] + rest * value[u]});
-      }
-      Affine<Sum> before;
-      Affine<Sum> all;
-      group.scan(own, before, all);
-      Sum next = before(after_tile);
-      after_tile = all(after_tile);
+          for (int u = 0; u < kSlots; ++u) {
+            if (keep[u]) own = own.then({gamma * lam, lam * reward[u] + rest * value[u]});
+          }
+          Affine<Sum> before;
+          Affine<Sum> all;
+          group.scan(own, before, all);
+          Sum next = before(after_tile);
+          after_tile = all(after_tile);
 #pragma unroll
-      for (int u = 0; u < kSlots; ++u) {
-        const int64_t t = end - 1 - u;
-        if (t < s.start) break;
-        const Sum ret = keep[u] ? reward[u] + gamma * next : Sum(0);
-        returns[t] = ret;
-        advantages[t] = ret - value[u];
-        if (keep[u]) next = lam * ret + rest * value[u];
-      }
-    }
-  });
+          for (int u = 0; u < kSlots; ++u) {
+            const int64_t t = end - 1 - u;
+            if (t < s.begin) break;
+            const Sum ret = keep[u] ? reward[u] + gamma * next : Sum(0);
+            returns[t] = ret;
+            advantages[t] = ret - value[u];
+            if (keep[u]) next = lam * ret + rest * value[u];
+          }
+        }
+      });
 }
 
 template <class T>
@@ -230,7 +234,7 @@ __global__ void block_causal_mask_kernel(BlockCausalMaskParams p, T visible, T h
   const int64_t total = p.documents.total;
   T* mask = static_cast<T*>(p.mask);
   for (int64_t i = blockIdx.x; i < total; i += gridDim.x) {
-    int64_t first = segment_at(p.documents, p.documents.document_of(i)).start;
+    int64_t first = segment_at(p.documents, p.documents.document_of(i)).begin;
     if (p.window > 0 && i - p.window + 1 > first) first = i - p.window + 1;
     for (int64_t j = threadIdx.x; j < total; j += blockDim.x) {
       mask[i * total + j] = j >= first && j <= i ? visible : hidden;

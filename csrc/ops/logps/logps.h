@@ -4,9 +4,9 @@
 
 #include <cstdint>
 
+#include "core/documents.h"
 #include "core/dtype.h"
 #include "core/launch.h"
-#include "core/segment.h"
 #include "core/view.h"
 
 namespace packing_ops {

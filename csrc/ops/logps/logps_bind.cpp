@@ -2,6 +2,7 @@
 #include <limits>
 
 #include "host/launch.h"
+#include "host/register.h"
 #include "host/tensor_check.h"
 #include "ops/logps/logps.h"
 
@@ -106,19 +107,10 @@ void logps_chunk_backward_(Tensor logits, std::optional<Tensor> bias, const Tens
   launch(logits, p, launch_logps_chunk_backward_cpu, PACKING_OPS_CUDA(launch_logps_chunk_backward_cuda));
 }
 
-static void register_logps(torch::stable::detail::StableLibrary& m) {
+PACKING_OPS_REGISTER(m) {
   m.impl("logps_targets", TORCH_BOX(&logps_targets));
   m.impl("logps_chunk_", TORCH_BOX(&logps_chunk_));
   m.impl("logps_chunk_backward_", TORCH_BOX(&logps_chunk_backward_));
 }
-
-STABLE_TORCH_LIBRARY_IMPL(packing_ops, CPU, m) {
-  register_logps(m);
-}
-#ifdef PACKING_OPS_WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(packing_ops, CUDA, m) {
-  register_logps(m);
-}
-#endif
 
 }  // namespace packing_ops

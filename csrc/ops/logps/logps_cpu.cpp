@@ -154,8 +154,8 @@ void for_rows(const LogpsChunkParams& p, const Rows& rows) {
 void launch_logps_targets_cpu(const LogpsTargetsParams& p) {
   std::fill(p.targets, p.targets + p.documents.total, -1);
   for (int64_t i = 0; i < p.documents.num_documents; ++i) {
-    const Segment s = p.documents[i];
-    for (int64_t t = s.start; t + 1 < s.end; ++t) {
+    const Interval<int64_t> s = p.documents[i];
+    for (int64_t t = s.begin; t + 1 < s.end; ++t) {
       const int64_t label = p.labels[t + 1];
       if (label == p.ignore_index) continue;
       check(label >= 0 && label < p.vocab, "labels: expected 0 to ", p.vocab - 1, " or ignore_index=", p.ignore_index,

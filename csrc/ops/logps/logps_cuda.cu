@@ -1,8 +1,8 @@
 // One block per row of logits, read in 16-byte vectors, kUnroll loads in flight per thread. Formulas as in
 // logps_cpu.cpp; the order of the sums depends on the number of columns and their alignment alone.
+#include "core/documents.cuh"
 #include "core/launch.cuh"
 #include "core/ptx/mma.cuh"
-#include "core/segment.cuh"
 #include "core/vec.cuh"
 #include "ops/logps/logps.h"
 
@@ -27,7 +27,7 @@ struct Target {
   FaultFlag fault;
 
   __device__ Label load(int t) const { return t + 1 < total ? labels[t + 1] : Label(0); }
-  __device__ int32_t operator()(int t, Label next, int document, Span s) const {
+  __device__ int32_t operator()(int t, Label next, int document, Interval<int> s) const {
     if (t + 1 >= s.end || document >= num_documents || next == ignore_index) return -1;
     if (next >= 0 && next < vocab) return static_cast<int32_t>(next);
     fault.raise(Fault::kLabelOutside, t + 1);
@@ -50,10 +50,10 @@ constexpr bool kBinary = sizeof(T) == 2;
 
 // Exponents to base e times this are exponents to the base that power_of takes.
 template <class T>
-constexpr real_t<T> kLogE = kBinary<T> ? 1.4426950408889634 : 1;
+constexpr accumulate_t<T> kLogE = kBinary<T> ? 1.4426950408889634 : 1;
 
 template <class T>
-__device__ real_t<T> power_of(real_t<T> exponent) {
+__device__ accumulate_t<T> power_of(accumulate_t<T> exponent) {
   if constexpr (kBinary<T>) {
     return ptx::exp2_approx(exponent);
   } else if constexpr (sizeof(T) == 4) {
@@ -72,7 +72,7 @@ __device__ constexpr Real infinity() {
 // sum of power_of(e), and weighted, the sum of power_of(e) * e.
 template <class T>
 struct Sums {
-  using Real = real_t<T>;
+  using Real = accumulate_t<T>;
   Real max, sum, weighted;
 
   // The same sums over a larger max. Columns that are all -inf weigh nothing.
@@ -126,13 +126,13 @@ struct Scaling {
 };
 
 template <class T, bool kBias>
-__device__ Scaling<real_t<T>, kBias> scaling_of(const LogpsChunkParams& p) {
-  return {static_cast<const real_t<T>*>(p.bias), static_cast<real_t<T>>(p.inv_temperature)};
+__device__ Scaling<accumulate_t<T>, kBias> scaling_of(const LogpsChunkParams& p) {
+  return {static_cast<const accumulate_t<T>*>(p.bias), static_cast<accumulate_t<T>>(p.inv_temperature)};
 }
 
 template <class T, bool kBias, bool kEntropy>
 __global__ void __launch_bounds__(kThreads) logps_chunk_kernel(LogpsChunkParams p) {
-  using Real = real_t<T>;
+  using Real = accumulate_t<T>;
   using Vector = typename Row<T>::Vector;
   constexpr int kVec = Row<T>::kVec;
   __shared__ Sums<T> of_warp[kWarps];
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(kThreads) logps_chunk_kernel(LogpsChunkParams 
 // d(z) = grad_logps * (chosen - P) - grad_entropy * P * (log P + H).
 template <class T, bool kBias, bool kEntropy>
 struct Gradient {
-  using Real = real_t<T>;
+  using Real = accumulate_t<T>;
   Scaling<Real, kBias> scaled;
   Real lse, grad, plain, grad_entropy;  // plain: grad + grad_entropy * H
   int target;                           // column in this chunk, or -1
@@ -237,7 +237,7 @@ __device__ void set_zero(Vec<T, kVec>& vector) {
 
 template <class T, bool kBias, bool kEntropy>
 __global__ void __launch_bounds__(kThreads) logps_chunk_backward_kernel(LogpsChunkParams p) {
-  using Real = real_t<T>;
+  using Real = accumulate_t<T>;
   using Vector = typename Row<T>::Vector;
   constexpr int kVec = Row<T>::kVec;
   const int64_t row = blockIdx.x;

@@ -28,39 +28,39 @@ double cost_of_piece(const PackParams& p, const Pieces& pieces, int64_t i) {
 // bin gets a piece before one gets a second.
 constexpr int64_t kSteps = 65536;
 
-// What no bin costs more than while the cheapest one has room: the mean and one piece, which came when it was cheapest.
-// However large the capacity is, it says no more.
+// An upper bound of a bin's cost while the cheapest one is not full: the mean and one piece, added when it was
+// cheapest. However large the capacity is, it says no more.
 double costliest_bin(const PackParams& p, const Pieces& pieces, const Runs& sorted, int64_t bins) {
   double total = 0.0;
   double costliest = 0.0;
   for (const Run& run : sorted.runs) {
     if (run.units > pieces.capacity) {
-      bins -= run.end - run.begin;
+      bins -= run.pieces.size();
       continue;
     }
     const double cost = cost_of(p, run.units);
     costliest = std::max(costliest, cost);
-    for (int64_t i = run.begin; i < run.end; ++i) total += cost;
+    for (int64_t i = run.pieces.begin; i < run.pieces.end; ++i) total += cost;
   }
   return std::min(cost_of(p, pieces.capacity), total / static_cast<double>(std::max<int64_t>(bins, 1)) + costliest);
 }
 
 struct OpenBin {
   double cost = 0.0;
-  int64_t room = 0;
+  int64_t free_capacity = 0;
 };
 
 // Longest piece first, each to the cheapest bin that it fits (of equal ones the one that came to that cost last),
 // starting with `bins` empty bins; a new one opens only where none fits.
 void fit_cheapest(const PackParams& p, const Pieces& pieces, const Runs& sorted, int64_t bins, Assignment& out) {
-  const double most = costliest_bin(p, pieces, sorted, bins);
+  const double max_cost = costliest_bin(p, pieces, sorted, bins);
   const auto level_of = [&](double cost) {
-    return 1 + (cost < most ? static_cast<int64_t>(cost / most * kSteps) : most > 0 ? kSteps : 0);
+    return 1 + (cost < max_cost ? static_cast<int64_t>(cost / max_cost * kSteps) : max_cost > 0 ? kSteps : 0);
   };
   out.sizes.clear();
   std::vector<OpenBin> state;
   BinStacks open(kSteps + 2);
-  // Bins without room for the present length, roomiest on top: they come back when lengths have shrunk to their room.
+  // Bins that the present length does not fit, most free capacity on top: they come back when lengths fit again.
   std::priority_queue<std::pair<int64_t, int32_t>> waiting;
   const auto open_bins = [&](int64_t until) {
     const int64_t first = static_cast<int64_t>(out.sizes.size());
@@ -69,32 +69,32 @@ void fit_cheapest(const PackParams& p, const Pieces& pieces, const Runs& sorted,
     for (int64_t bin = until - 1; bin >= first; --bin) open.put({0, static_cast<int32_t>(bin)});
   };
   for (const Run& run : sorted.runs) {
-    int64_t position = run.begin;
-    for (; run.units > pieces.capacity && position < run.end; ++position) {
+    int64_t position = run.pieces.begin;
+    for (; run.units > pieces.capacity && position < run.pieces.end; ++position) {
       out.bin_of[position] = out.open();
       out.sizes.back() = 1;
       state.push_back({});
     }
-    if (position == run.end) continue;
+    if (position == run.pieces.end) continue;
     if (static_cast<int64_t>(out.sizes.size()) < bins) open_bins(bins);
     for (; !waiting.empty() && waiting.top().first >= run.units; waiting.pop()) {
       const int32_t bin = waiting.top().second;
       open.put({level_of(state[bin].cost), bin});
     }
     const double cost = cost_of(p, run.units);
-    while (position < run.end) {
+    while (position < run.pieces.end) {
       const int32_t bin = open.take_lowest().bin;
       if (bin < 0) {
         open_bins(static_cast<int64_t>(out.sizes.size()) + 1);
         continue;
       }
       OpenBin& chosen = state[bin];
-      if (chosen.room < run.units) {
-        waiting.emplace(chosen.room, bin);
+      if (chosen.free_capacity < run.units) {
+        waiting.emplace(chosen.free_capacity, bin);
         continue;
       }
       out.bin_of[position++] = bin;
-      chosen.room -= run.units;
+      chosen.free_capacity -= run.units;
       chosen.cost += cost;
       ++out.sizes[bin];
       if (!out.full(bin)) open.put({level_of(chosen.cost), bin});
@@ -103,30 +103,30 @@ void fit_cheapest(const PackParams& p, const Pieces& pieces, const Runs& sorted,
 }
 
 // Swaps would cost more than the fit itself from there on, and single pieces matter little.
-constexpr int64_t kMostSwapped = 65536;
+constexpr int64_t kMaxSwapped = 65536;
 
 // Swaps between rows: the costliest row and a cheap one trade the two pieces that bring both closest to their mean. The
 // cheap row must have room. The sum of squares falls with every swap.
-class RowSwaps {
+class BinSwaps {
  public:
-  RowSwaps(const PackParams& p, PackPlan& plan) : p_(p), plan_(plan) {
-    for (const Row& row : plan.rows) {
+  BinSwaps(const PackParams& p, PackPlan& plan) : p_(p), plan_(plan) {
+    for (const Interval<int64_t>& row : plan.bins) {
       costs_.push_back(0.0);
-      room_.push_back(plan.pieces.capacity);
+      free_capacity_.push_back(plan.pieces.capacity);
       for (int64_t k = row.begin; k < row.end; ++k) {
         costs_.back() += cost_of(p, units_at(k));
-        room_.back() -= units_at(k);
+        free_capacity_.back() -= units_at(k);
       }
     }
   }
 
   void run() {
-    while (pass() && work_ < kMostWork) continue;
+    while (pass() && work_ < kMaxWork) continue;
   }
 
  private:
   // Pieces looked at, about 2 ms: what is left then is far below one piece per row.
-  static constexpr int64_t kMostWork = 1 << 18;
+  static constexpr int64_t kMaxWork = 1 << 18;
   static constexpr int64_t kPerSearch = 16;  // and what keeping the rows in order costs
   static constexpr int kPartners = 16;
 
@@ -141,10 +141,10 @@ class RowSwaps {
     std::set<std::pair<double, int32_t>> by_cost;
     for (size_t row = 0; row < costs_.size(); ++row) {
       // A piece over the capacity keeps its row for itself.
-      if (room_[row] >= 0) by_cost.insert({costs_[row], static_cast<int32_t>(row)});
+      if (free_capacity_[row] >= 0) by_cost.insert({costs_[row], static_cast<int32_t>(row)});
     }
     bool swapped = false;
-    while (by_cost.size() > 1 && work_ < kMostWork) {
+    while (by_cost.size() > 1 && work_ < kMaxWork) {
       const int32_t costly = by_cost.rbegin()->second;
       by_cost.erase(std::prev(by_cost.end()));
       auto cheap = by_cost.begin();
@@ -167,23 +167,24 @@ class RowSwaps {
 
   // Rows hold longer pieces first, so that for a shorter piece of the costly row the best partner comes no earlier.
   Swap best_swap(int32_t costly, int32_t cheap) {
-    const Row& from = plan_.rows[costly];
-    const Row& to = plan_.rows[cheap];
+    const Interval<int64_t>& from = plan_.bins[costly];
+    const Interval<int64_t>& to = plan_.bins[cheap];
     const double gap = costs_[costly] - costs_[cheap];
     const double half = gap / 2;
-    work_ += kPerSearch + from.end - from.begin + to.end - to.begin;
+    work_ += kPerSearch + from.size() + to.size();
     Swap best{0.0, from.begin, to.begin};
     double distance = half;
     int64_t j = to.begin;
     for (int64_t i = from.begin; i < from.end; ++i) {
       const double cost = cost_of(p_, units_at(i));
-      const auto consider = [&](int64_t place) {
-        const double gain = cost - cost_of(p_, units_at(place));
-        if (units_at(i) - units_at(place) > room_[cheap] || std::abs(gain - half) >= distance) return;
+      const auto consider = [&](int64_t k) {
+        const double gain = cost - cost_of(p_, units_at(k));
+        if (units_at(i) - units_at(k) > free_capacity_[cheap] || std::abs(gain - half) >= distance) return;
         distance = std::abs(gain - half);
-        best = {gain, i, place};
+        best = {gain, i, k};
       };
-      while (j < to.end && cost - cost_of(p_, units_at(j)) < half && units_at(i) - units_at(j) <= room_[cheap]) ++j;
+      while (j < to.end && cost - cost_of(p_, units_at(j)) < half && units_at(i) - units_at(j) <= free_capacity_[cheap])
+        ++j;
       if (j > to.begin) consider(j - 1);
       if (j < to.end) consider(j);
     }
@@ -195,16 +196,16 @@ class RowSwaps {
   void apply(const Swap& swap, int32_t costly, int32_t cheap) {
     const int64_t units = units_at(swap.from) - units_at(swap.to);
     std::swap(plan_.placed[swap.from], plan_.placed[swap.to]);
-    keep_longest_first(plan_.rows[costly], swap.from);
-    keep_longest_first(plan_.rows[cheap], swap.to);
+    keep_longest_first(plan_.bins[costly], swap.from);
+    keep_longest_first(plan_.bins[cheap], swap.to);
     costs_[costly] -= swap.gain;
     costs_[cheap] += swap.gain;
-    room_[costly] += units;
-    room_[cheap] -= units;
+    free_capacity_[costly] += units;
+    free_capacity_[cheap] -= units;
   }
 
-  // The piece at `k` is new in its row: to its place, after those of its length.
-  void keep_longest_first(const Row& row, int64_t k) {
+  // Sorts the piece at `k`, new in its bin, behind those of its length.
+  void keep_longest_first(const Interval<int64_t>& row, int64_t k) {
     for (; k + 1 < row.end && units_at(k + 1) >= units_at(k); ++k) std::swap(plan_.placed[k], plan_.placed[k + 1]);
     for (; k > row.begin && units_at(k - 1) < units_at(k); --k) std::swap(plan_.placed[k], plan_.placed[k - 1]);
   }
@@ -212,7 +213,7 @@ class RowSwaps {
   const PackParams& p_;
   PackPlan& plan_;
   std::vector<double> costs_;
-  std::vector<int64_t> room_;
+  std::vector<int64_t> free_capacity_;
   int64_t work_ = 0;
 };
 
@@ -227,8 +228,8 @@ void check_costs(const PackParams& p, const Pieces& pieces) {
         " tokens");
 }
 
-void even_rows(const PackParams& p, PackPlan& plan) {
-  if (plan.pieces.count <= kMostSwapped) RowSwaps(p, plan).run();
+void even_bins(const PackParams& p, PackPlan& plan) {
+  if (plan.pieces.count <= kMaxSwapped) BinSwaps(p, plan).run();
 }
 
 // With too few bins the last pieces open new ones, which stay emptier than the rest: then again with more.
@@ -248,12 +249,12 @@ void fit_balanced(const PackParams& p, const Pieces& pieces, const Runs& sorted,
 // Costliest first, `bins_multiple_of` rows at a time, one to each rank, the costliest row to the rank with the least
 // so far: rows rank, rank + ranks, rank + 2 * ranks, ... then cost about the same on every rank, the difference never
 // over that between the costliest and the cheapest row.
-void deal_rows(const PackParams& p, PackPlan& plan) {
-  const int64_t count = static_cast<int64_t>(plan.rows.size());
+void deal_bins(const PackParams& p, PackPlan& plan) {
+  const int64_t count = static_cast<int64_t>(plan.bins.size());
   const int64_t ranks = p.bins_multiple_of;
   std::vector<double> costs(count, 0.0);
   for (int64_t r = 0; r < count; ++r) {
-    for (int64_t k = plan.rows[r].begin; k < plan.rows[r].end; ++k) {
+    for (int64_t k = plan.bins[r].begin; k < plan.bins[r].end; ++k) {
       costs[r] += cost_of_piece(p, plan.pieces, plan.placed[k]);
     }
   }
@@ -263,16 +264,16 @@ void deal_rows(const PackParams& p, PackPlan& plan) {
 
   std::vector<double> totals(std::min(ranks, count), 0.0);
   std::vector<int64_t> by_total(totals.size());
-  std::vector<Row> dealt(count);
+  std::vector<Interval<int64_t>> dealt(count);
   for (int64_t first = 0; first < count; first += ranks) {
     std::iota(by_total.begin(), by_total.end(), 0);
     std::stable_sort(by_total.begin(), by_total.end(), [&](int64_t a, int64_t b) { return totals[a] < totals[b]; });
     for (int64_t i = 0; i < ranks; ++i) {
-      dealt[first + by_total[i]] = plan.rows[order[first + i]];
+      dealt[first + by_total[i]] = plan.bins[order[first + i]];
       totals[by_total[i]] += costs[order[first + i]];
     }
   }
-  plan.rows = std::move(dealt);
+  plan.bins = std::move(dealt);
 }
 
 }  // namespace packing_ops

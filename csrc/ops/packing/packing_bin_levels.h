@@ -1,4 +1,4 @@
-// Open bins by a level, which is the room that they have left or what they cost so far: finds the lowest one.
+// Open bins by a level, which is their free capacity or their cost so far: finds the lowest one.
 #pragma once
 
 #include <cstdint>
@@ -65,9 +65,9 @@ class BinLevels {
  public:
   explicit BinLevels(int64_t highest) : used_(highest + 1), roots_(new int32_t[highest + 1]) {}
 
-  // Removes the first bin of the lowest level >= least.
-  LeveledBin take(int64_t least) {
-    const int64_t level = used_.at_or_after(least);
+  // Removes the first bin of the lowest level >= min_level.
+  LeveledBin take(int64_t min_level) {
+    const int64_t level = used_.at_or_after(min_level);
     if (level < 0) return {0, -1};
     const int32_t bin = roots_[level];
     roots_[level] = merge(links_[bin].left, links_[bin].right);
@@ -94,18 +94,18 @@ class BinLevels {
 
   int32_t merge(int32_t a, int32_t b) {
     int32_t root = -1;
-    int32_t* place = &root;
+    int32_t* link = &root;
     while (a >= 0 && b >= 0) {
       if (b < a) std::swap(a, b);
-      // The lower index stays on top; its right side moves to the left and the rest merges into its place.
-      *place = a;
+      // The lower index stays on top; its right side moves to the left and the rest merges there.
+      *link = a;
       Links& links = links_[a];
       const int32_t rest = links.right;
       links.right = links.left;
-      place = &links.left;
+      link = &links.left;
       a = rest;
     }
-    *place = a >= 0 ? a : b;
+    *link = a >= 0 ? a : b;
     return root;
   }
 
@@ -151,8 +151,8 @@ class ManyBinLevels {
  public:
   explicit ManyBinLevels(int64_t) {}
 
-  LeveledBin take(int64_t least) {
-    const auto found = bins_.lower_bound({least, -1});
+  LeveledBin take(int64_t min_level) {
+    const auto found = bins_.lower_bound({min_level, -1});
     if (found == bins_.end()) return {0, -1};
     const LeveledBin taken{found->first, found->second};
     bins_.erase(found);

@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "host/launch.h"
+#include "host/register.h"
 #include "host/tensor_check.h"
 #include "ops/packing/packing_plan.h"
 
@@ -154,22 +155,9 @@ std::tuple<Tensor, Tensor, Tensor> pack_ffd(const Tensor& lengths, int64_t capac
   return {bin_offsets, item_indices, num_bins};
 }
 
-namespace {
-
-void register_packing(torch::stable::detail::StableLibrary& m) {
+PACKING_OPS_REGISTER(m) {
   m.impl("pack_sequences", TORCH_BOX(&pack_sequences));
   m.impl("pack_ffd", TORCH_BOX(&pack_ffd));
 }
-
-}  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(packing_ops, CPU, m) {
-  register_packing(m);
-}
-#ifdef PACKING_OPS_WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(packing_ops, CUDA, m) {
-  register_packing(m);
-}
-#endif
 
 }  // namespace packing_ops

@@ -1,4 +1,4 @@
-// The two steps of packing.h. A strategy says which bin each piece goes to; here bins become rows.
+// The two steps of packing.h. A strategy says which bin each piece goes to; here the pieces of a bin come together.
 #include <algorithm>
 
 #include "core/error.h"
@@ -37,14 +37,14 @@ Assignment assign(const PackParams& p, const Pieces& pieces, const Runs& sorted,
 }
 
 // The pieces of every bin next to each other, in the order in which they were put there.
-void gather_rows(const Assignment& assignment, const Runs& sorted, PackPlan& plan) {
+void group_by_bin(const Assignment& assignment, const Runs& sorted, PackPlan& plan) {
   const int64_t bins = static_cast<int64_t>(assignment.sizes.size());
   std::vector<int64_t> next(bins);
   int64_t begin = 0;
   for (int64_t bin = 0; bin < bins; ++bin) {
     next[bin] = begin;
-    plan.rows.push_back({begin, begin + assignment.sizes[bin]});
-    begin = plan.rows.back().end;
+    plan.bins.push_back({begin, begin + assignment.sizes[bin]});
+    begin = plan.bins.back().end;
   }
   plan.placed.resize(plan.pieces.count);
   const bool arrival = sorted.order.empty();
@@ -55,19 +55,19 @@ void gather_rows(const Assignment& assignment, const Runs& sorted, PackPlan& pla
 
 // While bins are missing, the bin with the most pieces (the later one of equals) gives its last ones, one to each new
 // bin, until it has one left.
-void add_missing_rows(int64_t missing, std::vector<Row>& rows) {
+void add_missing_bins(int64_t missing, std::vector<Interval<int64_t>>& bins) {
   if (missing <= 0) return;
-  const int64_t bins = static_cast<int64_t>(rows.size());
-  std::vector<std::pair<int64_t, int64_t>> givers(bins);
-  for (int64_t bin = 0; bin < bins; ++bin) givers[bin] = {rows[bin].end - rows[bin].begin, bin};
+  const int64_t count = static_cast<int64_t>(bins.size());
+  std::vector<std::pair<int64_t, int64_t>> givers(count);
+  for (int64_t bin = 0; bin < count; ++bin) givers[bin] = {bins[bin].size(), bin};
   std::make_heap(givers.begin(), givers.end());
   while (missing > 0) {
     std::pop_heap(givers.begin(), givers.end());
     const int64_t giver = givers.back().second;
     givers.pop_back();
-    for (; missing > 0 && rows[giver].end - rows[giver].begin > 1; --missing) {
-      const int64_t last = --rows[giver].end;
-      rows.push_back({last, last + 1});
+    for (; missing > 0 && bins[giver].size() > 1; --missing) {
+      const int64_t last = --bins[giver].end;
+      bins.push_back({last, last + 1});
     }
   }
 }
@@ -76,12 +76,12 @@ void add_missing_rows(int64_t missing, std::vector<Row>& rows) {
 
 int64_t bins_wanted(const PackParams& p, int64_t bins, int64_t pieces) {
   if (pieces == 0 && p.min_bins == 1) return 0;
-  const int64_t least = std::max(bins, p.min_bins);
-  const int64_t rest = least % p.bins_multiple_of;
-  int64_t wanted = least;
-  const bool over = rest != 0 && __builtin_add_overflow(least, p.bins_multiple_of - rest, &wanted);
+  const int64_t min_bins = std::max(bins, p.min_bins);
+  const int64_t rest = min_bins % p.bins_multiple_of;
+  int64_t wanted = min_bins;
+  const bool over = rest != 0 && __builtin_add_overflow(min_bins, p.bins_multiple_of - rest, &wanted);
   check(!over && wanted <= pieces, "min_bins, bins_multiple_of: expected at most as many bins as sequences, got ",
-        pieces, " sequences for at least ", least, " bins in multiples of ", p.bins_multiple_of,
+        pieces, " sequences for at least ", min_bins, " bins in multiples of ", p.bins_multiple_of,
         ". Cannot create bins without a sequence");
   return wanted;
 }
@@ -92,12 +92,12 @@ void launch_plan_bins_cpu(const PackParams& p) {
   if (p.balance || p.strategy == PackStrategy::kBalanced) check_costs(p, plan.pieces);
   const bool keeps_order = p.strategy == PackStrategy::kNextFit || p.strategy == PackStrategy::kFirstFit;
   const Runs sorted = keeps_order ? Runs{} : longest_first(plan.pieces, p.higher_index_first);
-  gather_rows(assign(p, plan.pieces, sorted, plan.counts.lower_bound), sorted, plan);
-  const int64_t bins = static_cast<int64_t>(plan.rows.size());
-  add_missing_rows(bins_wanted(p, bins, plan.pieces.count) - bins, plan.rows);
-  if (p.strategy == PackStrategy::kBalanced) even_rows(p, plan);
-  if (p.balance) deal_rows(p, plan);
-  plan.counts.bins = static_cast<int64_t>(plan.rows.size());
+  group_by_bin(assign(p, plan.pieces, sorted, plan.counts.lower_bound), sorted, plan);
+  const int64_t bins = static_cast<int64_t>(plan.bins.size());
+  add_missing_bins(bins_wanted(p, bins, plan.pieces.count) - bins, plan.bins);
+  if (p.strategy == PackStrategy::kBalanced) even_bins(p, plan);
+  if (p.balance) deal_bins(p, plan);
+  plan.counts.bins = static_cast<int64_t>(plan.bins.size());
 }
 
 void launch_write_bins_cpu(const PackParams& p) {
@@ -105,8 +105,8 @@ void launch_write_bins_cpu(const PackParams& p) {
   const Pieces& pieces = plan.pieces;
   int64_t k = 0;
   p.bin_offsets[0] = 0;
-  for (size_t r = 0; r < plan.rows.size(); ++r) {
-    for (int64_t from = plan.rows[r].begin; from < plan.rows[r].end; ++from, ++k) {
+  for (size_t r = 0; r < plan.bins.size(); ++r) {
+    for (int64_t from = plan.bins[r].begin; from < plan.bins[r].end; ++from, ++k) {
       const int64_t piece = plan.placed[from];
       p.item_indices[k] = pieces.items.empty() ? piece : pieces.items[piece];
       p.starts[k] = pieces.starts.empty() ? 0 : pieces.starts[piece];
@@ -140,9 +140,9 @@ void launch_pack_ffd_cpu(const PackFfdParams& p) {
   launch_plan_bins_cpu(all);
   std::fill(p.bin_offsets, p.bin_offsets + p.num_sequences + 1, p.num_sequences);
   int64_t k = 0;
-  for (size_t r = 0; r < plan.rows.size(); ++r) {
+  for (size_t r = 0; r < plan.bins.size(); ++r) {
     p.bin_offsets[r] = k;
-    for (int64_t from = plan.rows[r].begin; from < plan.rows[r].end; ++from) p.item_indices[k++] = plan.placed[from];
+    for (int64_t from = plan.bins[r].begin; from < plan.bins[r].end; ++from) p.item_indices[k++] = plan.placed[from];
   }
   *p.num_bins = plan.counts.bins;
 }

@@ -14,8 +14,8 @@ namespace {
 
 constexpr int64_t kMaxPieces = std::numeric_limits<int32_t>::max() - 1;
 
-// Where lengths[i] is, in words: of several sides the sequence and the side.
-std::string place_of(const PackParams& p, int64_t i) {
+// The index of lengths[i] in an error text: of several sides the sequence and the side.
+std::string index_text(const PackParams& p, int64_t i) {
   if (p.sides == 1) return "index " + std::to_string(i);
   return "[" + std::to_string(i / p.sides) + ", " + std::to_string(i % p.sides) + "]";
 }
@@ -27,7 +27,7 @@ std::string place_of(const PackParams& p, int64_t i) {
   const char* policies = p.sides == 1 ? "'own', 'split', 'truncate' or 'drop'" : "'own' or 'drop'";
   std::string rounded;
   if (length <= p.capacity) rounded = " after rounding up to a multiple of alignment=" + std::to_string(p.alignment);
-  fail("lengths: expected at most capacity=", p.capacity, rounded, ", got ", length, " at ", place_of(p, i),
+  fail("lengths: expected at most capacity=", p.capacity, rounded, ", got ", length, " at ", index_text(p, i),
        ", which exceeds bin capacity; overlong=", policies, " accepts it");
 }
 
@@ -57,7 +57,7 @@ Scan check_lengths(const PackParams& p) {
   const Scan found = p.lengths.is_int64 ? scan(static_cast<const int64_t*>(p.lengths.data), count)
                                         : scan(static_cast<const int32_t*>(p.lengths.data), count);
   for (int64_t i = 0; found.shortest < 0 && i < count; ++i) {
-    check(p.lengths[i] >= 0, "lengths: expected no negative length, got ", p.lengths[i], " at ", place_of(p, i));
+    check(p.lengths[i] >= 0, "lengths: expected no negative length, got ", p.lengths[i], " at ", index_text(p, i));
   }
   if (p.overlong == Overlong::kError && units_of(found.longest, p.alignment) > p.capacity / p.alignment) {
     fail_overlong(p);
@@ -68,7 +68,7 @@ Scan check_lengths(const PackParams& p) {
     int64_t aligned = 0;
     const bool over = __builtin_mul_overflow(units_of(p.lengths[i], p.alignment), p.alignment, &aligned) ||
                       __builtin_add_overflow(sum, aligned, &sum);
-    check(!over, "lengths: expected a sum that fits int64, got more at ", place_of(p, i));
+    check(!over, "lengths: expected a sum that fits int64, got more at ", index_text(p, i));
   }
   return found;
 }
@@ -113,7 +113,7 @@ void cut_sequences(const PackParams& p, Pieces& pieces, PackCounts& counts) {
     pieces.lengths.push_back(length);
     pieces.memory.push_back(units_of(length, p.alignment));
   };
-  const int64_t most_tokens = pieces.capacity * p.alignment;
+  const int64_t max_tokens = pieces.capacity * p.alignment;
   for (const int64_t i : arrival_order(p)) {
     const int64_t length = p.lengths[i];
     if (units_of(length, p.alignment) <= pieces.capacity) {
@@ -122,7 +122,7 @@ void cut_sequences(const PackParams& p, Pieces& pieces, PackCounts& counts) {
     }
     pieces.overlong_items.push_back(i);
     const bool cuts = p.overlong == Overlong::kSplit || p.overlong == Overlong::kTruncate;
-    check(!cuts || most_tokens > 0, "alignment: expected at most capacity=", p.capacity, " to cut lengths[", i,
+    check(!cuts || max_tokens > 0, "alignment: expected at most capacity=", p.capacity, " to cut lengths[", i,
           "]=", length, ", got ", p.alignment);
     switch (p.overlong) {
       case Overlong::kError:  // check_lengths has raised it
@@ -132,15 +132,15 @@ void cut_sequences(const PackParams& p, Pieces& pieces, PackCounts& counts) {
         counts.own_slots += pieces.memory.back() * p.alignment;
         break;
       case Overlong::kSplit:
-        check((length - 1) / most_tokens < kMaxPieces - static_cast<int64_t>(pieces.items.size()),
+        check((length - 1) / max_tokens < kMaxPieces - static_cast<int64_t>(pieces.items.size()),
               "lengths: expected at most ", kMaxPieces, " pieces after splitting, got more at index ", i);
-        for (int64_t start = 0; start < length; start += std::min(most_tokens, length - start)) {
-          add(i, start, std::min(most_tokens, length - start));
+        for (int64_t start = 0; start < length; start += std::min(max_tokens, length - start)) {
+          add(i, start, std::min(max_tokens, length - start));
         }
         break;
       case Overlong::kTruncate:
-        add(i, 0, most_tokens);
-        counts.lost_tokens += length - most_tokens;
+        add(i, 0, max_tokens);
+        counts.lost_tokens += length - max_tokens;
         break;
       case Overlong::kDrop:
         counts.lost_tokens += length;
@@ -154,20 +154,20 @@ void cut_sequences(const PackParams& p, Pieces& pieces, PackCounts& counts) {
 
 // L1 of the bin-packing literature and the pieces of which no two share a bin, whichever says more.
 int64_t fewest_bins(const PackParams& p, const Pieces& pieces) {
-  int64_t own = 0;
+  int64_t num_overlong = 0;
   int64_t sum = 0;
   int64_t over_half = 0;
   for (int64_t i = 0; i < pieces.count; ++i) {
     const int64_t units = pieces.units[i];
     const bool overlong = units > pieces.capacity;
-    own += overlong;
+    num_overlong += overlong;
     sum += overlong ? 0 : units;
     over_half += !overlong && units > pieces.capacity - units;
   }
-  const int64_t shared = pieces.count - own;
+  const int64_t shared = pieces.count - num_overlong;
   const int64_t by_tokens = sum > 0 ? (sum - 1) / pieces.capacity + 1 : 0;
   const int64_t by_count = shared > 0 ? (shared - 1) / p.max_sequences_per_bin + 1 : 0;
-  return own + std::max({by_tokens, by_count, over_half});
+  return num_overlong + std::max({by_tokens, by_count, over_half});
 }
 
 }  // namespace
@@ -198,7 +198,7 @@ Runs longest_first(const Pieces& pieces, bool higher_index_first) {
     int64_t begin = 0;
     for (int64_t units = pieces.longest; units >= 0; --units) {
       const int64_t end = begin + next[units];
-      if (end > begin) sorted.runs.push_back({units, begin, end});
+      if (end > begin) sorted.runs.push_back({units, {begin, end}});
       next[units] = static_cast<int32_t>(begin);
       begin = end;
     }
@@ -213,8 +213,8 @@ Runs longest_first(const Pieces& pieces, bool higher_index_first) {
   std::sort(keys.begin(), keys.end());
   for (int64_t k = 0; k < pieces.count; ++k) {
     sorted.order[k] = static_cast<int32_t>(std::abs(keys[k].second));
-    if (k == 0 || keys[k].first != keys[k - 1].first) sorted.runs.push_back({-keys[k].first, k, k});
-    sorted.runs.back().end = k + 1;
+    if (k == 0 || keys[k].first != keys[k - 1].first) sorted.runs.push_back({-keys[k].first, {k, k}});
+    sorted.runs.back().pieces.end = k + 1;
   }
   return sorted;
 }

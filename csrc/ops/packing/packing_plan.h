@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/interval.h"
 #include "ops/packing/packing.h"
 
 namespace packing_ops {
@@ -31,13 +32,12 @@ struct Pieces {
 // Pieces of equal length next to each other, longest first.
 struct Run {
   int64_t units;
-  int64_t begin;
-  int64_t end;
+  Interval<int64_t> pieces;  // of Runs::order
 };
 
 struct Runs {
   std::vector<int32_t> order;  // [count] pieces
-  std::vector<Run> runs;       // slices of order
+  std::vector<Run> runs;
 };
 
 // What a strategy decides: the bin of the i-th piece that it looked at.
@@ -53,16 +53,10 @@ struct Assignment {
   bool full(int32_t bin) const { return sizes[bin] >= max_size; }
 };
 
-// A bin of the result: placed[begin:end].
-struct Row {
-  int64_t begin;
-  int64_t end;
-};
-
 struct PackPlan {
   Pieces pieces;
-  std::vector<int32_t> placed;  // [count] pieces, bin by bin, in the order in which they were put there
-  std::vector<Row> rows;        // [bins]
+  std::vector<int32_t> placed;          // [count] pieces, bin by bin, in the order in which they were put there
+  std::vector<Interval<int64_t>> bins;  // the pieces of each: placed[begin:end]
   PackCounts counts;
 };
 
@@ -87,7 +81,7 @@ int64_t bins_wanted(const PackParams& p, int64_t bins, int64_t pieces);
 // packing_balance_cpu.cpp: check_costs before the others, so that no sum of costs is infinite.
 void check_costs(const PackParams& p, const Pieces& pieces);
 void fit_balanced(const PackParams& p, const Pieces& pieces, const Runs& sorted, int64_t lower_bound, Assignment& out);
-void even_rows(const PackParams& p, PackPlan& plan);
-void deal_rows(const PackParams& p, PackPlan& plan);
+void even_bins(const PackParams& p, PackPlan& plan);
+void deal_bins(const PackParams& p, PackPlan& plan);
 
 }  // namespace packing_ops

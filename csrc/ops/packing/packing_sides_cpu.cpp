@@ -8,15 +8,15 @@ namespace packing_ops {
 
 namespace {
 
-// The free units of each open bin: per side, and their minimum over the sides. Above them a tree of fan-out kFan, whose
-// nodes have the maximum of each of these numbers. No bin below a node has room if one maximum is too small. If all are
-// large enough, they may still come from different bins, and the search has to go on at the next node. The minimum over
-// the sides prunes nodes in which every bin is full on one side or another.
-class SideRooms {
+// The free capacity of every open bin: per side, and their minimum over the sides. Above them a tree of fan-out kFan,
+// whose nodes have the maximum of each of these numbers. No bin below a node has room if one maximum is too small. If all
+// are large enough, they may still come from different bins, and the search has to go on at the next node. The minimum
+// over the sides prunes nodes in which every bin is full on one side or another.
+class SideCapacityTree {
  public:
-  SideRooms(int64_t most_bins, int64_t sides, int64_t capacity)
+  SideCapacityTree(int64_t max_bins, int64_t sides, int64_t capacity)
       : sides_(sides), width_(sides + 1), capacity_(capacity) {
-    int64_t nodes = most_bins;
+    int64_t nodes = max_bins;
     do {
       nodes = (nodes + kFan - 1) / kFan * kFan;
       levels_.emplace_back(nodes * width_, int64_t{-1});
@@ -30,17 +30,17 @@ class SideRooms {
     set(bins_++, [&](int64_t) { return capacity_; });
   }
 
-  bool fits(int64_t bin, const int64_t* units) const { return passes(0, bin, units, least_of(units)); }
+  bool fits(int64_t bin, const int64_t* units) const { return passes(0, bin, units, min_of(units)); }
 
   // The first bin with room, or the number of bins.
   int64_t first_bin(const int64_t* units) const {
-    const int64_t bin = search(levels_.size() - 1, 0, units, least_of(units));
+    const int64_t bin = search(levels_.size() - 1, 0, units, min_of(units));
     return bin < 0 ? bins_ : bin;
   }
 
   void take(int64_t bin, const int64_t* units) {
-    const int64_t* rooms = levels_[0].data() + bin * width_;
-    set(bin, [&](int64_t side) { return rooms[side] - units[side]; });
+    const int64_t* free_capacity = levels_[0].data() + bin * width_;
+    set(bin, [&](int64_t side) { return free_capacity[side] - units[side]; });
   }
 
   void close(int64_t bin) {
@@ -50,11 +50,11 @@ class SideRooms {
  private:
   static constexpr int64_t kFan = 16;
 
-  int64_t least_of(const int64_t* values) const { return *std::min_element(values, values + sides_); }
+  int64_t min_of(const int64_t* values) const { return *std::min_element(values, values + sides_); }
 
-  bool passes(size_t level, int64_t index, const int64_t* units, int64_t least) const {
+  bool passes(size_t level, int64_t index, const int64_t* units, int64_t min_units) const {
     const int64_t* node = levels_[level].data() + index * width_;
-    if (node[sides_] < least) return false;
+    if (node[sides_] < min_units) return false;
     for (int64_t side = 0; side < sides_; ++side) {
       if (node[side] < units[side]) return false;
     }
@@ -62,30 +62,30 @@ class SideRooms {
   }
 
   // The first bin with room among the children of one node of the level above, -1 where none has.
-  int64_t search(size_t level, int64_t group, const int64_t* units, int64_t least) const {
+  int64_t search(size_t level, int64_t group, const int64_t* units, int64_t min_units) const {
     for (int64_t index = group * kFan; index < (group + 1) * kFan; ++index) {
-      if (!passes(level, index, units, least)) continue;
-      const int64_t bin = level == 0 ? index : search(level - 1, index, units, least);
+      if (!passes(level, index, units, min_units)) continue;
+      const int64_t bin = level == 0 ? index : search(level - 1, index, units, min_units);
       if (bin >= 0) return bin;
     }
     return -1;
   }
 
-  template <class RoomOf>
-  void set(int64_t bin, const RoomOf& room_of) {
-    int64_t* rooms = levels_[0].data() + bin * width_;
-    for (int64_t side = 0; side < sides_; ++side) rooms[side] = room_of(side);
-    rooms[sides_] = least_of(rooms);
+  template <class CapacityOf>
+  void set(int64_t bin, const CapacityOf& capacity_of) {
+    int64_t* free_capacity = levels_[0].data() + bin * width_;
+    for (int64_t side = 0; side < sides_; ++side) free_capacity[side] = capacity_of(side);
+    free_capacity[sides_] = min_of(free_capacity);
     for (size_t level = 1; level < levels_.size(); ++level) {
       bin /= kFan;
       const int64_t* children = levels_[level - 1].data() + bin * kFan * width_;
       int64_t* node = levels_[level].data() + bin * width_;
       bool changed = false;
       for (int64_t k = 0; k < width_; ++k) {
-        int64_t most = children[k];
-        for (int64_t child = 1; child < kFan; ++child) most = std::max(most, children[child * width_ + k]);
-        changed |= node[k] != most;
-        node[k] = most;
+        int64_t largest = children[k];
+        for (int64_t child = 1; child < kFan; ++child) largest = std::max(largest, children[child * width_ + k]);
+        changed |= node[k] != largest;
+        node[k] = largest;
       }
       if (!changed) return;
     }
@@ -106,10 +106,10 @@ void make_sides(const PackParams& p, const std::vector<int32_t>& arrival, Pieces
     int64_t tokens = 0;
     int64_t slots = 0;
     for (int64_t side = 0; side < p.sides; ++side) {
-      const int64_t own = units_of(p.lengths[i * p.sides + side], p.alignment);
-      longest = std::max(longest, own);
+      const int64_t units = units_of(p.lengths[i * p.sides + side], p.alignment);
+      longest = std::max(longest, units);
       tokens += p.lengths[i * p.sides + side];
-      slots += std::max(p.capacity, own * p.alignment);
+      slots += std::max(p.capacity, units * p.alignment);
     }
     if (longest > pieces.capacity) {  // not Overlong::kError: check_lengths has raised
       pieces.overlong_items.push_back(i);
@@ -134,10 +134,10 @@ void make_sides(const PackParams& p, const std::vector<int32_t>& arrival, Pieces
 int64_t fewest_bins_of_sides(const PackParams& p, const Pieces& pieces) {
   std::vector<int64_t> sum(p.sides, 0);
   std::vector<int64_t> over_half(p.sides, 0);
-  int64_t own = 0;
+  int64_t num_overlong = 0;
   for (int64_t i = 0; i < pieces.count; ++i) {
     if (pieces.units[i] > pieces.capacity) {
-      ++own;
+      ++num_overlong;
       continue;
     }
     for (int64_t side = 0; side < p.sides; ++side) {
@@ -146,33 +146,33 @@ int64_t fewest_bins_of_sides(const PackParams& p, const Pieces& pieces) {
       over_half[side] += units > pieces.capacity - units;
     }
   }
-  const int64_t shared = pieces.count - own;
+  const int64_t shared = pieces.count - num_overlong;
   int64_t fewest = shared > 0 ? (shared - 1) / p.max_sequences_per_bin + 1 : 0;
   for (int64_t side = 0; side < p.sides; ++side) {
     const int64_t by_tokens = sum[side] > 0 ? (sum[side] - 1) / pieces.capacity + 1 : 0;
     fewest = std::max({fewest, by_tokens, over_half[side]});
   }
-  return own + fewest;
+  return num_overlong + fewest;
 }
 
 // ffd and first_fit: the first bin with room on all sides; next_fit: the last bin, or a new one.
 void fit_sides(const PackParams& p, const Pieces& pieces, const Runs& sorted, Assignment& out) {
-  SideRooms rooms(pieces.count, p.sides, pieces.capacity);
+  SideCapacityTree tree(pieces.count, p.sides, pieces.capacity);
   for (int64_t position = 0; position < pieces.count; ++position) {
     const int64_t piece = sorted.order.empty() ? position : sorted.order[position];
     const int64_t* units = pieces.side_units.data() + piece * p.sides;
-    const bool own = pieces.units[piece] > pieces.capacity;
-    const int64_t bins = rooms.bins();
+    const bool overlong = pieces.units[piece] > pieces.capacity;
+    const int64_t bins = tree.bins();
     int64_t bin = bins;
-    if (!own && p.strategy == PackStrategy::kNextFit && bins > 0 && rooms.fits(bins - 1, units)) bin = bins - 1;
-    if (!own && p.strategy != PackStrategy::kNextFit) bin = rooms.first_bin(units);
+    if (!overlong && p.strategy == PackStrategy::kNextFit && bins > 0 && tree.fits(bins - 1, units)) bin = bins - 1;
+    if (!overlong && p.strategy != PackStrategy::kNextFit) bin = tree.first_bin(units);
     if (bin == bins) {
       out.open();
-      rooms.open();
+      tree.open();
     }
     out.bin_of[position] = static_cast<int32_t>(bin);
     ++out.sizes[bin];
-    own || out.full(static_cast<int32_t>(bin)) ? rooms.close(bin) : rooms.take(bin, units);
+    overlong || out.full(static_cast<int32_t>(bin)) ? tree.close(bin) : tree.take(bin, units);
   }
 }
 

@@ -2,8 +2,10 @@
 #include "ops/padding/padding_bind.h"
 
 #include <algorithm>
+#include <tuple>
 
 #include "host/launch.h"
+#include "host/register.h"
 #include "host/tensor_check.h"
 
 namespace packing_ops {
@@ -184,25 +186,12 @@ std::vector<Tensor> scatter_rows_many(const std::vector<Tensor>& packed, const T
   return padded;
 }
 
-namespace {
-
-void register_padding(torch::stable::detail::StableLibrary& m) {
+PACKING_OPS_REGISTER(m) {
   m.impl("unpad_rows", TORCH_BOX(&unpad_rows));
   m.impl("gather_rows", TORCH_BOX(&gather_rows));
   m.impl("gather_rows_many", TORCH_BOX(&gather_rows_many));
   m.impl("scatter_rows", TORCH_BOX(&scatter_rows));
   m.impl("scatter_rows_many", TORCH_BOX(&scatter_rows_many));
 }
-
-}  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(packing_ops, CPU, m) {
-  register_padding(m);
-}
-#ifdef PACKING_OPS_WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(packing_ops, CUDA, m) {
-  register_padding(m);
-}
-#endif
 
 }  // namespace packing_ops

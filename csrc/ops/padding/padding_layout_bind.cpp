@@ -1,5 +1,8 @@
 // The layout of a mask: check -> allocate -> fill the params -> launch.
+#include <tuple>
+
 #include "host/launch.h"
+#include "host/register.h"
 #include "host/tensor_check.h"
 #include "ops/padding/padding_bind.h"
 
@@ -18,7 +21,7 @@ void check_mask(const Tensor& mask, const char* name) {
 
 }  // namespace
 
-Layout start_layout(const Tensor& attention_mask, std::optional<Tensor> unused_mask, bool host_totals) {
+UnpadLayout start_layout(const Tensor& attention_mask, std::optional<Tensor> unused_mask, bool host_totals) {
   check_mask(attention_mask, "attention_mask");
   if (unused_mask) {
     check_mask(*unused_mask, "unused_mask");
@@ -54,23 +57,19 @@ Layout start_layout(const Tensor& attention_mask, std::optional<Tensor> unused_m
   return {indices, cu_seqlens, seqused, totals};
 }
 
-Layout unpad_layout(const Tensor& attention_mask, std::optional<Tensor> unused_mask, bool host_totals) {
-  Layout layout = start_layout(attention_mask, unused_mask, host_totals);
+std::tuple<Tensor, Tensor, Tensor, Tensor> unpad_layout(const Tensor& attention_mask, std::optional<Tensor> unused_mask,
+                                                        bool host_totals) {
+  const UnpadLayout layout = start_layout(attention_mask, unused_mask, host_totals);
   if (host_totals) {
-    const auto* totals = static_cast<const int64_t*>(std::get<3>(layout).data_ptr());
+    const auto* totals = static_cast<const int64_t*>(layout.totals.data_ptr());
     wait_for_value(attention_mask, totals);
     wait_for_value(attention_mask, totals + 1);
   }
-  return layout;
+  return {layout.indices, layout.cu_seqlens, layout.seqused, layout.totals};
 }
 
-STABLE_TORCH_LIBRARY_IMPL(packing_ops, CPU, m) {
+PACKING_OPS_REGISTER(m) {
   m.impl("unpad_layout", TORCH_BOX(&unpad_layout));
 }
-#ifdef PACKING_OPS_WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(packing_ops, CUDA, m) {
-  m.impl("unpad_layout", TORCH_BOX(&unpad_layout));
-}
-#endif
 
 }  // namespace packing_ops

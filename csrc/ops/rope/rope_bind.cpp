@@ -4,6 +4,7 @@
 
 #include "host/launch.h"
 #include "host/memory_overlap.h"
+#include "host/register.h"
 #include "host/tensor_check.h"
 #include "ops/rope/rope.h"
 
@@ -228,18 +229,9 @@ void rope_qk_(Tensor q, std::optional<Tensor> k, const Tensor& cos, const Tensor
   launch(q, p, launch_rope_qk_cpu, PACKING_OPS_CUDA(launch_rope_qk_cuda));
 }
 
-static void register_rope(torch::stable::detail::StableLibrary& m) {
+PACKING_OPS_REGISTER(m) {
   m.impl("rope_qk", TORCH_BOX(&rope_qk));
   m.impl("rope_qk_", TORCH_BOX(&rope_qk_));
 }
-
-STABLE_TORCH_LIBRARY_IMPL(packing_ops, CPU, m) {
-  register_rope(m);
-}
-#ifdef PACKING_OPS_WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(packing_ops, CUDA, m) {
-  register_rope(m);
-}
-#endif
 
 }  // namespace packing_ops

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "core/error.h"
+#include "core/interval.h"
 #include "host/parallel.h"
 #include "host/scalar.h"
 #include "ops/rope/rope.h"
@@ -125,17 +126,18 @@ PACKING_OPS_INLINE void rotate(const Angles<Real>& angles, int64_t count, const 
   }
 }
 
-// Pairs begin .. begin + count of every head of token (b, t).
+// These pairs of every head of token (b, t).
 template <class T, int kStep, class Real>
-PACKING_OPS_INLINE void rotate_heads(const RopeParams& p, const RopeHeads& x, int64_t b, int64_t t, int64_t begin,
-                                     int64_t count, const Angles<Real>& angles, Pairs<Real>& in, Pairs<Real>& out) {
+PACKING_OPS_INLINE void rotate_heads(const RopeParams& p, const RopeHeads& x, int64_t b, int64_t t,
+                                     Interval<int64_t> pairs, const Angles<Real>& angles, Pairs<Real>& in,
+                                     Pairs<Real>& out) {
   const int64_t apart = kStep == 2 ? 1 : p.rotary_dim / 2;
-  const T* from = static_cast<const T*>(x.in) + b * x.in_batch + t * x.in_token + begin * kStep;
-  T* to = static_cast<T*>(x.out) + b * x.out_batch + t * x.out_token + begin * kStep;
+  const T* from = static_cast<const T*>(x.in) + b * x.in_batch + t * x.in_token + pairs.begin * kStep;
+  T* to = static_cast<T*>(x.out) + b * x.out_batch + t * x.out_token + pairs.begin * kStep;
   for (int64_t h = 0; h < x.num_heads; ++h) {
-    load_pairs<kStep>(from + h * x.in_head, apart, 0, count, in);
-    rotate(angles, count, in, out);
-    store_pairs<kStep>(out, apart, count, to + h * x.out_head);
+    load_pairs<kStep>(from + h * x.in_head, apart, 0, pairs.size(), in);
+    rotate(angles, pairs.size(), in, out);
+    store_pairs<kStep>(out, apart, pairs.size(), to + h * x.out_head);
   }
 }
 
@@ -163,7 +165,8 @@ PACKING_OPS_MULTIVERSION void rotate_tokens(const RopeParams& p, int64_t first, 
     for (int64_t begin = 0; begin < num_pairs; begin += kPairs) {
       const int64_t count = std::min(kPairs, num_pairs - begin);
       read_angles<kStep>(p, b, t, begin, count, angles);
-      for (const RopeHeads* x : {&p.q, &p.k}) rotate_heads<T, kStep>(p, *x, b, t, begin, count, angles, in, out);
+      for (const RopeHeads* x : {&p.q, &p.k})
+        rotate_heads<T, kStep>(p, *x, b, t, {begin, begin + count}, angles, in, out);
     }
     for (const RopeHeads* x : {&p.q, &p.k}) copy_rest<T>(p, *x, b, t);
   }

@@ -236,18 +236,18 @@ __device__ inline int64_t position_of(const RopeParams& p, Token token) {
 }
 
 template <class T, class Work>
-__device__ void load_item(Work& work, const T* head, int place, int rotary_half) {
+__device__ void load_item(Work& work, const T* head, int item_in_head, int rotary_half) {
 #pragma unroll
   for (int l = 0; l < Work::kLoads; ++l) {
-    work.half[l] = *reinterpret_cast<const typename Work::Vector*>(head + Work::offset(place, l, rotary_half));
+    work.half[l] = *reinterpret_cast<const typename Work::Vector*>(head + Work::offset(item_in_head, l, rotary_half));
   }
 }
 
 template <class T, class Work>
-__device__ void store_item(const Work& work, T* head, int place, int rotary_half) {
+__device__ void store_item(const Work& work, T* head, int item_in_head, int rotary_half) {
 #pragma unroll
   for (int l = 0; l < Work::kLoads; ++l) {
-    *reinterpret_cast<typename Work::Vector*>(head + Work::offset(place, l, rotary_half)) = work.half[l];
+    *reinterpret_cast<typename Work::Vector*>(head + Work::offset(item_in_head, l, rotary_half)) = work.half[l];
   }
 }
 
@@ -262,12 +262,12 @@ __global__ void __launch_bounds__(kThreads, kUnroll <= 2 ? 14 : 10)
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
   const int rotary_half = static_cast<int>(p.rotary_dim / 2);
   const int items_per_head = rotary_half / Work::kPairs;
-  const int place = lane % items_per_head;
+  const int item_in_head = lane % items_per_head;
   const int heads_per_step = kLanes / items_per_head;
   const int q_heads = static_cast<int>(p.q.num_heads);
   const int num_heads = q_heads + static_cast<int>(p.k.num_heads);
   const int64_t position = position_of(p, token);  // on its way while the first heads are loaded
-  Angles<real_t<T>, Work::kPairs, kFull> angles;
+  Angles<accumulate_t<T>, Work::kPairs, kFull> angles;
 
   const int own_first = lane / items_per_head;
   for (int first = own_first; first < num_heads; first += heads_per_step * kUnroll) {
@@ -277,10 +277,10 @@ __global__ void __launch_bounds__(kThreads, kUnroll <= 2 ? 14 : 10)
       const int head = first + u * heads_per_step;
       if (head >= num_heads) continue;
       const T* in = head < q_heads ? head_in<T>(p.q, token, head) : head_in<T>(p.k, token, head - q_heads);
-      load_item(work[u], in, place, rotary_half);
+      load_item(work[u], in, item_in_head, rotary_half);
     }
     if (first == own_first) {
-      load_angles<kInterleaved>(p, token, place * Work::kPairs, position, vector_tables, fault, angles);
+      load_angles<kInterleaved>(p, token, item_in_head * Work::kPairs, position, vector_tables, fault, angles);
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
@@ -288,7 +288,7 @@ __global__ void __launch_bounds__(kThreads, kUnroll <= 2 ? 14 : 10)
       if (head >= num_heads) continue;
       work[u].rotate(angles);
       T* out = head < q_heads ? head_out<T>(p.q, token, head) : head_out<T>(p.k, token, head - q_heads);
-      store_item(work[u], out, place, rotary_half);
+      store_item(work[u], out, item_in_head, rotary_half);
     }
   }
   copy_rest<T, kLanes>(p, p.q, token, lane);
@@ -307,13 +307,13 @@ __global__ void __launch_bounds__(kThreads) rope_qk_any_kernel(RopeParams p, boo
   const int64_t position = position_of(p, token);
   for (const RopeHeads* x : {&p.q, &p.k}) {
     for (int item = lane; item < static_cast<int>(x->num_heads) * items_per_head; item += kWarp) {
-      const int place = item % items_per_head;
+      const int item_in_head = item % items_per_head;
       Work work;
-      Angles<real_t<T>, Work::kPairs, true> angles;
-      load_item(work, head_in<T>(*x, token, item / items_per_head), place, rotary_half);
-      load_angles<kInterleaved>(p, token, place * Work::kPairs, position, vector_tables, fault, angles);
+      Angles<accumulate_t<T>, Work::kPairs, true> angles;
+      load_item(work, head_in<T>(*x, token, item / items_per_head), item_in_head, rotary_half);
+      load_angles<kInterleaved>(p, token, item_in_head * Work::kPairs, position, vector_tables, fault, angles);
       work.rotate(angles);
-      store_item(work, head_out<T>(*x, token, item / items_per_head), place, rotary_half);
+      store_item(work, head_out<T>(*x, token, item / items_per_head), item_in_head, rotary_half);
     }
     copy_rest<T, kWarp>(p, *x, token, lane);
   }

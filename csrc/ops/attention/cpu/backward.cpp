@@ -16,7 +16,7 @@ constexpr int64_t kKeysAtOnce = 4096;
 
 template <class T>
 struct QueryTile {
-  Range tokens;
+  Interval<int64_t> tokens;
   T* q;
   T* q_transposed;
   T* dout;
@@ -27,7 +27,7 @@ struct QueryTile {
 
 template <class T>
 struct KeyTile {
-  Range keys;
+  Interval<int64_t> keys;
   T* k;
   T* v;
 };
@@ -53,7 +53,7 @@ class Backward {
     std::vector<Item> items = plan(keys_held);
     const int64_t rows = g_.row_stride({0, g_.tokens});
     const int64_t scratch = 5 * rows * g_.dim + 2 * rows + 2 * kTile * (g_.dim + rows) + 2 * keys_held * g_.dim;
-    for_each_item<T>(items, scratch, [&](const Item& item, Scratch<T> memory) {
+    for_each_item<T>(items, scratch, [&](const Item& item, ScratchArena<T> memory) {
       if (item.work == Work::kKeyTile) {
         key_tile(item, memory);
       } else {
@@ -114,15 +114,17 @@ class Backward {
           items.push_back({int32_t(i), int32_t(head), int32_t(begin), work, cost * g_.group});
         }
       };
-      const auto add_tiles = [&](Work work, int64_t step, int64_t size, auto seen) {
-        for_each_tile({0, size}, step, size, [&](Range tile) {
-          const Range other = seen(tile);
-          add(work, tile.begin, (tile.end - tile.begin) * (other.end - other.begin));
+      const auto add_tiles = [&](Work work, int64_t step, int64_t size, auto visible_to) {
+        for_each_tile({0, size}, step, size, [&](Interval<int64_t> tile) {
+          const Interval<int64_t> other = visible_to(tile);
+          add(work, tile.begin, (tile.size()) * (other.size()));
         });
       };
       if (num_k > kKeysAtOnce) {
-        add_tiles(Work::kQueryTile, g_.tokens, num_q, [&](Range t) { return document.keys_seen_by(g_, t); });
-        add_tiles(Work::kKeyTile, kTile, num_k, [&](Range t) { return document.tokens_that_see(g_, t); });
+        add_tiles(Work::kQueryTile, g_.tokens, num_q,
+                  [&](Interval<int64_t> t) { return document.visible_keys(g_, t); });
+        add_tiles(Work::kKeyTile, kTile, num_k,
+                  [&](Interval<int64_t> t) { return document.tokens_attending_to(g_, t); });
       } else if (num_q + num_k > 0) {
         add(Work::kDocument, 0, num_q * num_k);
         keys_held = std::max(keys_held, num_k);
@@ -131,7 +133,7 @@ class Backward {
     return items;
   }
 
-  QueryTile<T> take_queries(Scratch<T>& memory) const {
+  QueryTile<T> take_queries(ScratchArena<T>& memory) const {
     const int64_t rows = g_.row_stride({0, g_.tokens});
     QueryTile<T> queries{};
     for (T** matrix : {&queries.q, &queries.q_transposed, &queries.dout, &queries.dout_transposed}) {
@@ -142,13 +144,13 @@ class Backward {
     return queries;
   }
 
-  KeyTile<T> take_keys(Scratch<T>& memory) const {
+  KeyTile<T> take_keys(ScratchArena<T>& memory) const {
     return {{}, memory.take(kTile * g_.dim), memory.take(kTile * g_.dim)};
   }
 
-  void load_queries(const Document& document, int64_t kv_head, Range tokens, QueryTile<T>& queries) const {
-    const int64_t count = tokens.end - tokens.begin, stride = g_.row_stride(tokens);
-    const int64_t first = document.q.start + tokens.begin, first_head = kv_head * g_.group;
+  void load_queries(const Document& document, int64_t kv_head, Interval<int64_t> tokens, QueryTile<T>& queries) const {
+    const int64_t count = tokens.size(), stride = g_.row_stride(tokens);
+    const int64_t first = document.q.begin + tokens.begin, first_head = kv_head * g_.group;
     queries.tokens = tokens;
     load_rows<Element>(p_, p_.q, first, count, first_head, g_.group, g_.dim, queries.q);
     load_rows<Element>(p_, p_.dout, first, count, first_head, g_.group, g_.dim, queries.dout);
@@ -165,14 +167,14 @@ class Backward {
     }
   }
 
-  void load_keys(const Document& document, int64_t kv_head, Range keys, KeyTile<T>& tile) const {
-    const int64_t count = keys.end - keys.begin, first = document.k.start + keys.begin;
+  void load_keys(const Document& document, int64_t kv_head, Interval<int64_t> keys, KeyTile<T>& tile) const {
+    const int64_t count = keys.size(), first = document.k.begin + keys.begin;
     tile.keys = keys;
     load_rows<Element>(p_, p_.k, first, count, kv_head, 1, g_.dim, tile.k);
     load_rows<Element>(p_, p_.v, first, count, kv_head, 1, g_.dim, tile.v);
   }
 
-  void visit(const Document& document, const QueryTile<T>& queries, const KeyTile<T>& keys, Scratch<T> memory,
+  void visit(const Document& document, const QueryTile<T>& queries, const KeyTile<T>& keys, ScratchArena<T> memory,
              const Gradients<T>& gradients) const {
     const Tile tile = document.tile(g_, queries.tokens, keys.keys);
     const Scoring<T> scoring{static_cast<T>(p_.softmax_scale), static_cast<T>(p_.softcap)};
@@ -191,12 +193,12 @@ class Backward {
     }
   }
 
-  // dq of one query tile, or dq, dk and dv of a whole document.
-  void query_tiles(const Item& item, Scratch<T> memory) const {
+  // dq of one query tile, or dq, dk and dv of a document.
+  void query_tiles(const Item& item, ScratchArena<T> memory) const {
     const Document document = document_of(p_, item.document);
-    const bool whole = item.work == Work::kDocument;
-    const Range range{item.begin, whole ? document.num_q() : item.begin + 1};
-    const int64_t held = whole ? document.num_k() * g_.dim : 0;
+    const bool all_tiles = item.work == Work::kDocument;
+    const Interval<int64_t> range{item.begin, all_tiles ? document.num_q() : item.begin + 1};
+    const int64_t held = all_tiles ? document.num_k() * g_.dim : 0;
     QueryTile<T> queries = take_queries(memory);
     KeyTile<T> keys = take_keys(memory);
     T* dq = memory.take(g_.row_stride({0, g_.tokens}) * g_.dim);
@@ -204,41 +206,43 @@ class Backward {
     T* dv = memory.take(held);
     std::fill_n(dk, held, T(0));
     std::fill_n(dv, held, T(0));
-    for_each_tile(range, g_.tokens, document.num_q(), [&](Range tokens) {
-      const int64_t count = tokens.end - tokens.begin;
+    for_each_tile(range, g_.tokens, document.num_q(), [&](Interval<int64_t> tokens) {
+      const int64_t count = tokens.size();
       load_queries(document, item.kv_head, tokens, queries);
       std::fill_n(dq, count * g_.group * g_.dim, T(0));
-      for_each_tile(document.keys_seen_by(g_, tokens), kTile, document.num_k(), [&](Range seen) {
-        load_keys(document, item.kv_head, seen, keys);
-        const int64_t at = seen.begin * g_.dim;
-        visit(document, queries, keys, memory, {dq, whole ? dk + at : nullptr, whole ? dv + at : nullptr});
+      for_each_tile(document.visible_keys(g_, tokens), kTile, document.num_k(), [&](Interval<int64_t> visible) {
+        load_keys(document, item.kv_head, visible, keys);
+        const int64_t offset = visible.begin * g_.dim;
+        visit(document, queries, keys, memory,
+              {dq, all_tiles ? dk + offset : nullptr, all_tiles ? dv + offset : nullptr});
       });
-      store_rows<Element>(p_, p_.dq, document.q.start + tokens.begin, count, item.kv_head * g_.group, g_.group, g_.dim,
+      store_rows<Element>(p_, p_.dq, document.q.begin + tokens.begin, count, item.kv_head * g_.group, g_.group, g_.dim,
                           dq);
     });
-    if (!whole) return;
-    store_rows<Element>(p_, p_.dk, document.k.start, document.num_k(), item.kv_head, 1, g_.dim, dk);
-    store_rows<Element>(p_, p_.dv, document.k.start, document.num_k(), item.kv_head, 1, g_.dim, dv);
+    if (!all_tiles) return;
+    store_rows<Element>(p_, p_.dk, document.k.begin, document.num_k(), item.kv_head, 1, g_.dim, dk);
+    store_rows<Element>(p_, p_.dv, document.k.begin, document.num_k(), item.kv_head, 1, g_.dim, dv);
   }
 
   // dk and dv of one key tile.
-  void key_tile(const Item& item, Scratch<T> memory) const {
+  void key_tile(const Item& item, ScratchArena<T> memory) const {
     const Document document = document_of(p_, item.document);
-    const Range seen{item.begin, std::min(item.begin + kTile, document.num_k())};
-    const int64_t count = seen.end - seen.begin;
+    const Interval<int64_t> visible{item.begin, std::min(item.begin + kTile, document.num_k())};
+    const int64_t count = visible.size();
     QueryTile<T> queries = take_queries(memory);
     KeyTile<T> keys = take_keys(memory);
     T* dk = memory.take(count * g_.dim);
     T* dv = memory.take(count * g_.dim);
     std::fill_n(dk, count * g_.dim, T(0));
     std::fill_n(dv, count * g_.dim, T(0));
-    load_keys(document, item.kv_head, seen, keys);
-    for_each_tile(document.tokens_that_see(g_, seen), g_.tokens, document.num_q(), [&](Range tokens) {
-      load_queries(document, item.kv_head, tokens, queries);
-      visit(document, queries, keys, memory, {nullptr, dk, dv});
-    });
-    store_rows<Element>(p_, p_.dk, document.k.start + seen.begin, count, item.kv_head, 1, g_.dim, dk);
-    store_rows<Element>(p_, p_.dv, document.k.start + seen.begin, count, item.kv_head, 1, g_.dim, dv);
+    load_keys(document, item.kv_head, visible, keys);
+    for_each_tile(document.tokens_attending_to(g_, visible), g_.tokens, document.num_q(),
+                  [&](Interval<int64_t> tokens) {
+                    load_queries(document, item.kv_head, tokens, queries);
+                    visit(document, queries, keys, memory, {nullptr, dk, dv});
+                  });
+    store_rows<Element>(p_, p_.dk, document.k.begin + visible.begin, count, item.kv_head, 1, g_.dim, dk);
+    store_rows<Element>(p_, p_.dv, document.k.begin + visible.begin, count, item.kv_head, 1, g_.dim, dv);
   }
 
   const VarlenAttentionBackwardParams& p_;

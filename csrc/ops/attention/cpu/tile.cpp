@@ -21,7 +21,8 @@ constexpr int kRowsAtOnce = 6;         // times one vector of columns: the sums 
 // result[i][j] (+)= sum over k of a(i, k) * b[k][j], with a(i, k) = a[i * a_row + k * a_depth], j < kLanes.
 template <int kRows, bool kAdd, class T>
 PACKING_OPS_INLINE void multiply_block(const T* __restrict a, int64_t a_row, int64_t a_depth, const T* __restrict b,
-                                       int64_t b_row, Range depth, T* __restrict result, int64_t result_row) {
+                                       int64_t b_row, Interval<int64_t> depth, T* __restrict result,
+                                       int64_t result_row) {
   constexpr int kColumns = kLanes<T>;
   // Kept rolled, the inner loops become one vector each; unrolled early, GCC leaves them scalar.
   T sum[kRows][kColumns];
@@ -43,38 +44,46 @@ PACKING_OPS_INLINE void multiply_block(const T* __restrict a, int64_t a_row, int
   }
 }
 
-// The same for a range of columns and 1 to kRowsAtOnce rows.
+// a(i, k) = data[i * row + k * depth]
+template <class T>
+struct Strided {
+  const T* data;
+  int64_t row;
+  int64_t depth;
+};
+
+// The same for an interval of columns and 1 to kRowsAtOnce rows.
 template <bool kAdd, class T>
-PACKING_OPS_INLINE void multiply_rows(int64_t rows, const T* a, int64_t a_row, int64_t a_depth, const T* b,
-                                      int64_t b_row, Range depth, Range columns, T* result, int64_t result_row) {
+PACKING_OPS_INLINE void multiply_rows(int64_t rows, Strided<T> a, const T* b, int64_t b_row, Interval<int64_t> depth,
+                                      Interval<int64_t> columns, T* result, int64_t result_row) {
   for (int64_t j = columns.begin; j < columns.end; j += kLanes<T>) {
     switch (rows) {
       case 6:
-        multiply_block<6, kAdd>(a, a_row, a_depth, b + j, b_row, depth, result + j, result_row);
+        multiply_block<6, kAdd>(a.data, a.row, a.depth, b + j, b_row, depth, result + j, result_row);
         break;
       case 5:
-        multiply_block<5, kAdd>(a, a_row, a_depth, b + j, b_row, depth, result + j, result_row);
+        multiply_block<5, kAdd>(a.data, a.row, a.depth, b + j, b_row, depth, result + j, result_row);
         break;
       case 4:
-        multiply_block<4, kAdd>(a, a_row, a_depth, b + j, b_row, depth, result + j, result_row);
+        multiply_block<4, kAdd>(a.data, a.row, a.depth, b + j, b_row, depth, result + j, result_row);
         break;
       case 3:
-        multiply_block<3, kAdd>(a, a_row, a_depth, b + j, b_row, depth, result + j, result_row);
+        multiply_block<3, kAdd>(a.data, a.row, a.depth, b + j, b_row, depth, result + j, result_row);
         break;
       case 2:
-        multiply_block<2, kAdd>(a, a_row, a_depth, b + j, b_row, depth, result + j, result_row);
+        multiply_block<2, kAdd>(a.data, a.row, a.depth, b + j, b_row, depth, result + j, result_row);
         break;
       default:
-        multiply_block<1, kAdd>(a, a_row, a_depth, b + j, b_row, depth, result + j, result_row);
+        multiply_block<1, kAdd>(a.data, a.row, a.depth, b + j, b_row, depth, result + j, result_row);
     }
   }
 }
 
 // --- scores ---
 
-// Columns that multiply() has filled for this key: those of the rows that see it, out to whole vectors.
+// Columns that multiply() has filled for this key: those of the rows that attend to it, rounded out to whole vectors.
 template <class T>
-PACKING_OPS_INLINE Range whole_vectors(Range rows) {
+PACKING_OPS_INLINE Interval<int64_t> round_out_to_vectors(Interval<int64_t> rows) {
   if (rows.begin == rows.end) return rows;
   return {rows.begin / kLanes<T> * kLanes<T>, round_up(rows.end, kLanes<T>)};
 }
@@ -114,11 +123,11 @@ PACKING_OPS_INLINE void softmax_step_impl(const Tile& tile, const Scoring<T>& sc
   for (int64_t r = 0; r < stride; ++r) rescale[r] = max[r];
   for (int64_t key = 0; key < tile.band.keys; ++key) {
     T* __restrict row = scores + key * stride;
-    const Range seen = tile.band.rows_of({key, key + 1});
-    const Range computed = whole_vectors<T>(seen);
+    const Interval<int64_t> visible = tile.band.rows_of({key, key + 1});
+    const Interval<int64_t> computed = round_out_to_vectors<T>(visible);
     for (int64_t r = computed.begin; r < computed.end; ++r) row[r] = score_of<kCapped>(scoring, row[r]);
-    std::fill(row + computed.begin, row + seen.begin, -kInfinity<T>);
-    std::fill(row + seen.end, row + computed.end, -kInfinity<T>);
+    std::fill(row + computed.begin, row + visible.begin, -kInfinity<T>);
+    std::fill(row + visible.end, row + computed.end, -kInfinity<T>);
     for (int64_t r = computed.begin; r < computed.end; ++r) max[r] = row[r] > max[r] ? row[r] : max[r];
   }
   for (int64_t r = 0; r < stride; ++r) {
@@ -127,11 +136,11 @@ PACKING_OPS_INLINE void softmax_step_impl(const Tile& tile, const Scoring<T>& sc
   }
   for (int64_t key = 0; key < tile.band.keys; ++key) {
     T* __restrict row = scores + key * stride;
-    const Range computed = whole_vectors<T>(tile.band.rows_of({key, key + 1}));
+    const Interval<int64_t> computed = round_out_to_vectors<T>(tile.band.rows_of({key, key + 1}));
     std::fill(row, row + computed.begin, T(0));
     std::fill(row + computed.end, row + stride, T(0));
     for (int64_t r = computed.begin; r < computed.end; ++r) {
-      // A row that has seen nothing yet keeps max -inf; -inf - 0 gives weight 0, where -inf - -inf would give NaN.
+      // A row without a visible key so far keeps max -inf; -inf - 0 gives weight 0, where -inf - -inf would give NaN.
       row[r] = fast_exp(row[r] - (max[r] == -kInfinity<T> ? T(0) : max[r]));
       tile_sum[r] += row[r];
     }
@@ -146,8 +155,8 @@ PACKING_OPS_INLINE void softmax_gradient_impl(const Tile& tile, const Scoring<T>
   for (int64_t key = 0; key < tile.band.keys; ++key) {
     T* __restrict row = scores + key * stride;
     T* __restrict grad = grads + key * stride;
-    const Range seen = tile.band.rows_of({key, key + 1});
-    const Range computed = whole_vectors<T>(seen);
+    const Interval<int64_t> visible = tile.band.rows_of({key, key + 1});
+    const Interval<int64_t> computed = round_out_to_vectors<T>(visible);
     for (int64_t r = computed.begin; r < computed.end; ++r) {
       const T score = score_of<kCapped>(scoring, row[r]);
       T slope = scoring.scale;
@@ -156,8 +165,8 @@ PACKING_OPS_INLINE void softmax_gradient_impl(const Tile& tile, const Scoring<T>
       grad[r] = row[r] * (grad[r] - delta[r]) * slope;
     }
     for (T* hidden : {row, grad}) {
-      std::fill(hidden, hidden + seen.begin, T(0));
-      std::fill(hidden + seen.end, hidden + stride, T(0));
+      std::fill(hidden, hidden + visible.begin, T(0));
+      std::fill(hidden + visible.end, hidden + stride, T(0));
     }
   }
 }
@@ -168,13 +177,13 @@ template <class T>
 PACKING_OPS_MULTIVERSION void multiply(const Tile& tile, const T* keys, const T* rows_transposed, T* products) {
   for (int64_t i = 0; i < tile.band.keys; i += kRowsAtOnce) {
     const int64_t count = std::min<int64_t>(kRowsAtOnce, tile.band.keys - i);
-    const Range columns = whole_vectors<T>(tile.band.rows_of({i, i + count}));
+    const Interval<int64_t> columns = round_out_to_vectors<T>(tile.band.rows_of({i, i + count}));
     T* to = products + i * tile.row_stride;
-    const Range first{0, std::min(tile.dim, kDepthAtOnce)};
-    multiply_rows<false>(count, keys + i * tile.dim, tile.dim, 1, rows_transposed, tile.row_stride, first, columns, to,
-                         tile.row_stride);
+    const Interval<int64_t> first{0, std::min(tile.dim, kDepthAtOnce)};
+    multiply_rows<false>(count, {keys + i * tile.dim, tile.dim, 1}, rows_transposed, tile.row_stride, first, columns,
+                         to, tile.row_stride);
     if (first.end == tile.dim) continue;
-    multiply_rows<true>(count, keys + i * tile.dim, tile.dim, 1, rows_transposed, tile.row_stride,
+    multiply_rows<true>(count, {keys + i * tile.dim, tile.dim, 1}, rows_transposed, tile.row_stride,
                         {first.end, tile.dim}, columns, to, tile.row_stride);
   }
 }
@@ -185,7 +194,7 @@ PACKING_OPS_MULTIVERSION void accumulate_rows(const Tile& tile, const T* weights
   const int64_t step = exact ? 1 : kRowsAtOnce;
   for (int64_t i = 0; i < tile.band.rows(); i += step) {
     const int64_t count = std::min(step, tile.band.rows() - i);
-    multiply_rows<true>(count, weights + i, 1, tile.row_stride, values, tile.dim, tile.band.keys_of({i, i + count}),
+    multiply_rows<true>(count, {weights + i, 1, tile.row_stride}, values, tile.dim, tile.band.keys_of({i, i + count}),
                         {0, tile.dim}, sums + i * tile.dim, tile.dim);
   }
 }
@@ -196,7 +205,7 @@ PACKING_OPS_MULTIVERSION void accumulate_keys(const Tile& tile, const T* weights
   const int64_t step = exact ? 1 : kRowsAtOnce;
   for (int64_t i = 0; i < tile.band.keys; i += step) {
     const int64_t count = std::min(step, tile.band.keys - i);
-    multiply_rows<true>(count, weights + i * tile.row_stride, tile.row_stride, 1, values, tile.dim,
+    multiply_rows<true>(count, {weights + i * tile.row_stride, tile.row_stride, 1}, values, tile.dim,
                         tile.band.rows_of({i, i + count}), {0, tile.dim}, sums + i * tile.dim, tile.dim);
   }
 }

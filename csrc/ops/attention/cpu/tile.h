@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "core/interval.h"
+
 namespace packing_ops::attention::cpu {
 
 constexpr int64_t kTile = 64;  // keys of a tile, and query rows where the group allows it
@@ -16,12 +18,7 @@ constexpr int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-struct Range {
-  int64_t begin;
-  int64_t end;
-};
-
-// Which keys of the tile each row sees: token t sees keys [t + low, t + high).
+// The mask of a tile: keys [t + low, t + high) are visible to token t.
 struct Band {
   int64_t low;
   int64_t high;
@@ -31,15 +28,15 @@ struct Band {
 
   int64_t rows() const { return tokens * group; }
 
-  // Keys that some row of `rows` sees; exactly what a single row sees.
-  Range keys_of(Range rows) const {
+  // Keys visible to at least one of the rows; exact for a single row.
+  Interval<int64_t> keys_of(Interval<int64_t> rows) const {
     const int64_t begin = std::clamp<int64_t>(rows.begin / group + low, 0, keys);
     return {begin, std::clamp<int64_t>((rows.end - 1) / group + high, begin, keys)};
   }
-  // Rows that see some key of `seen`; exactly those that see a single key.
-  Range rows_of(Range seen) const {
-    const int64_t begin = std::clamp<int64_t>(seen.begin - high + 1, 0, tokens);
-    return {begin * group, std::clamp<int64_t>(seen.end - low, begin, tokens) * group};
+  // Rows that attend to at least one of the keys; exact for a single key.
+  Interval<int64_t> rows_of(Interval<int64_t> tile_keys) const {
+    const int64_t begin = std::clamp<int64_t>(tile_keys.begin - high + 1, 0, tokens);
+    return {begin * group, std::clamp<int64_t>(tile_keys.end - low, begin, tokens) * group};
   }
   bool all_visible() const { return tokens - 1 + low <= 0 && high >= keys; }
 };
@@ -61,16 +58,17 @@ struct Scoring {
 template <class T>
 constexpr int64_t kLanes = 64 / sizeof(T);
 
-// products[key][row] = keys[key] . rows_transposed[.][row]: where a row sees the key, other entries are left undefined.
+// products[key][row] = keys[key] . rows_transposed[.][row]: where the key is visible to the row, other entries are left
+// undefined.
 template <class T>
 void multiply(const Tile& tile, const T* keys, const T* rows_transposed, T* products);
 
-// sums[row] += sum over the keys it sees of weights[key][row] * values[key]. Weights of keys that a row does not see
-// must be 0. They are multiplied too, a few per row, unless `exact`: for values that are NaN or Inf.
+// sums[row] += sum over its visible keys of weights[key][row] * values[key]. Weights of masked keys must be 0. They are
+// multiplied too, a few per row, unless `exact`: for values that are NaN or Inf.
 template <class T>
 void accumulate_rows(const Tile& tile, const T* weights, const T* values, bool exact, T* sums);
 
-// sums[key] += sum over the rows that see it of weights[key][row] * values[row], likewise.
+// sums[key] += sum over the rows that attend to it of weights[key][row] * values[row], likewise.
 template <class T>
 void accumulate_keys(const Tile& tile, const T* weights, const T* values, bool exact, T* sums);
 

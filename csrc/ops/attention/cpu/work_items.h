@@ -29,7 +29,7 @@ struct Geometry {
   int64_t left;    // window; open ends are farther than any document is long
   int64_t right;
 
-  int64_t row_stride(Range tile_tokens) const { return round_up((tile_tokens.end - tile_tokens.begin) * group, lanes); }
+  int64_t row_stride(Interval<int64_t> tile_tokens) const { return round_up((tile_tokens.size()) * group, lanes); }
 };
 
 template <class T>
@@ -47,24 +47,24 @@ Geometry geometry_of(const VarlenAttentionParams& p) {
 
 // One document; token numbers below count from its start.
 struct Document {
-  Segment q;
-  Segment k;
+  Interval<int64_t> q;
+  Interval<int64_t> k;
 
-  int64_t num_q() const { return q.end - q.start; }
-  int64_t num_k() const { return k.end - k.start; }
-  int64_t shift() const { return num_k() - num_q(); }  // query i stands at key i + shift
+  int64_t num_q() const { return q.size(); }
+  int64_t num_k() const { return k.size(); }
+  int64_t shift() const { return num_k() - num_q(); }  // query i has key position i + shift
 
-  Range keys_seen_by(const Geometry& g, Range tokens) const {
+  Interval<int64_t> visible_keys(const Geometry& g, Interval<int64_t> tokens) const {
     const int64_t begin = std::clamp<int64_t>(tokens.begin + shift() - g.left, 0, num_k());
     return {begin, std::clamp<int64_t>(tokens.end + shift() + g.right, begin, num_k())};
   }
-  Range tokens_that_see(const Geometry& g, Range keys) const {
+  Interval<int64_t> tokens_attending_to(const Geometry& g, Interval<int64_t> keys) const {
     const int64_t begin = std::clamp<int64_t>(keys.begin - shift() - g.right, 0, num_q());
     return {begin, std::clamp<int64_t>(keys.end - shift() + g.left, begin, num_q())};
   }
-  Tile tile(const Geometry& g, Range tokens, Range keys) const {
-    const int64_t place = tokens.begin + shift() - keys.begin;
-    const Band band{place - g.left, place + g.right + 1, tokens.end - tokens.begin, keys.end - keys.begin, g.group};
+  Tile tile(const Geometry& g, Interval<int64_t> tokens, Interval<int64_t> keys) const {
+    const int64_t diagonal = tokens.begin + shift() - keys.begin;
+    const Band band{diagonal - g.left, diagonal + g.right + 1, tokens.size(), keys.size(), g.group};
     return {band, g.dim, g.row_stride(tokens)};
   }
 };
@@ -75,9 +75,9 @@ inline Document document_of(const VarlenAttentionParams& p, int64_t i) {
 
 // The tiles of `step` that meet `range`, the last one cut at `size`.
 template <class F>
-void for_each_tile(Range range, int64_t step, int64_t size, const F& f) {
+void for_each_tile(Interval<int64_t> range, int64_t step, int64_t size, const F& f) {
   for (int64_t begin = range.begin / step * step; begin < range.end; begin += step) {
-    f(Range{begin, std::min(begin + step, size)});
+    f(Interval<int64_t>{begin, std::min(begin + step, size)});
   }
 }
 
@@ -85,9 +85,9 @@ void for_each_tile(Range range, int64_t step, int64_t size, const F& f) {
 
 // Aligned arrays of one thread, cut from one allocation made before the threads start.
 template <class T>
-class Scratch {
+class ScratchArena {
  public:
-  explicit Scratch(T* memory = nullptr) : next_(memory) {}
+  explicit ScratchArena(T* memory = nullptr) : next_(memory) {}
 
   T* take(int64_t count) {
     T* taken = next_;
@@ -102,8 +102,8 @@ class Scratch {
 // --- items of work ---
 
 enum class Work : uint8_t {
-  kQueryTile,  // one query tile against all keys that it sees
-  kKeyTile,    // one key tile against all queries that see it
+  kQueryTile,  // one query tile against its visible keys
+  kKeyTile,    // one key tile against the queries that attend to it
   kDocument    // all tiles
 };
 
@@ -121,15 +121,15 @@ template <class T, class F>
 void for_each_item(std::vector<Item>& items, int64_t scratch_count, const F& f) {
   constexpr int64_t kCostPerThread = 4096;  // less is done before a second thread has woken up
   int64_t cost = 0;
-  int64_t dearest = 0;
+  int64_t largest_cost = 0;
   for (const Item& item : items) {
     cost += item.cost;
-    dearest = std::max(dearest, item.cost);
+    largest_cost = std::max(largest_cost, item.cost);
   }
   const int64_t threads = std::min<int64_t>(get_num_threads(), std::max<int64_t>(items.size(), 1));
   const int64_t slots = std::clamp<int64_t>(cost / kCostPerThread, 1, threads);
-  // The dearest first, where one of them, started last, would keep the others waiting.
-  if (slots > 1 && dearest * slots * 16 > cost) {
+  // The costliest first, if one of them, started last, would keep the other threads waiting.
+  if (slots > 1 && largest_cost * slots * 16 > cost) {
     std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
   }
   const int64_t stride = round_up(scratch_count, 4096 / sizeof(T));
@@ -139,8 +139,8 @@ void for_each_item(std::vector<Item>& items, int64_t scratch_count, const F& f) 
   std::atomic<size_t> next{0};
   parallel_for(0, slots, 1, [&](int64_t begin, int64_t end) {
     for (int64_t slot = begin; slot < end; ++slot) {
-      T* own = static_cast<T*>(memory.get()) + slot * stride;
-      for (size_t i = next++; i < items.size(); i = next++) f(items[i], Scratch<T>(own));
+      T* slot_memory = static_cast<T*>(memory.get()) + slot * stride;
+      for (size_t i = next++; i < items.size(); i = next++) f(items[i], ScratchArena<T>(slot_memory));
     }
   });
 }
@@ -176,8 +176,8 @@ void store_rows(const VarlenAttentionParams& p, const AttentionTensor& tensor, i
   }
 }
 
-// Weights of hidden keys are 0, but 0 * NaN is NaN: values that are not finite are kept away from rows that do not
-// see them.
+// Weights of masked keys are 0, but 0 * NaN is NaN: values that are not finite are kept away from rows that they are
+// masked for.
 template <class T>
 bool needs_exact(const Tile& tile, const T* values, int64_t count) {
   return !tile.band.all_visible() && !all_finite(values, count * tile.dim);

@@ -1,17 +1,17 @@
-// What the sm_80 kernels read: attention.h's params with the geometry worked out. Strides count elements.
+// The argument of every attention kernel: attention.h's params with the geometry worked out. Strides count elements.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
+#include "core/documents.h"
 #include "core/fault.h"
-#include "core/segment.h"
 #include "ops/attention/cuda/plan.h"
 
 namespace packing_ops::attention {
 
-// Quotients by a number that only the host divides by.
+// Division by a constant of the call, as a multiplication.
 struct Divisor {
   uint32_t value = 1;
   uint32_t inverse = UINT32_MAX;  // 2^32 / value, rounded down
@@ -19,8 +19,8 @@ struct Divisor {
   Divisor() = default;
   explicit Divisor(uint32_t value) : value(value), inverse(static_cast<uint32_t>(((uint64_t{1} << 32) - 1) / value)) {}
   __device__ uint32_t quotient(uint32_t x) const {
-    const uint32_t least = __umulhi(x, inverse);  // it or one less
-    return x - least * value >= value ? least + 1 : least;
+    const uint32_t low = __umulhi(x, inverse);  // the quotient or one less
+    return x - low * value >= value ? low + 1 : low;
   }
 };
 
@@ -34,11 +34,13 @@ struct Args {
   const float* sinks = nullptr;  // [num_heads] or null
   float* dsinks = nullptr;       // [num_heads] or null
   float2* row_stats = nullptr;   // [total_q, num_heads]: lse * log2(e), rowsum(dout * out) - dlse
-  float* dq_sum = nullptr;       // [plan.sum_tiles, a row tile's sums], partial sums of dq
-  bool all_row_stats = false;    // of every row, not just where a document has several key tiles
-  int32_t* order = nullptr;      // next unit of each backward list, then whose turn it is at each tile of dq_sum
-  static constexpr int kClaims = 4;
-  int64_t order_size = 0;
+  float* partial_dq = nullptr;   // [plan.dq_ring_tiles, rows * head_dim of a tile]
+  bool all_row_stats = false;    // of every row, or only in documents of several key tiles
+  // Zeroed before the backward: the next unit of each backward list (kWorkCounters of them), then the ticket of every
+  // tile of partial_dq.
+  int32_t* counters = nullptr;
+  static constexpr int kWorkCounters = 4;
+  int64_t num_counters = 0;
   PlanView plan;
   int32_t num_heads = 0;
   int32_t num_kv_heads = 0;
@@ -47,7 +49,7 @@ struct Args {
   Divisor kv_heads;            // by num_kv_heads
   Divisor group_size;          // by group
   int32_t head_dim = 0;
-  int32_t whole_group = 0;  // the group where head_dim is padded and 16 packed rows are whole tokens: simple loads
+  int32_t token_aligned_group = 0;  // group, if 16 packed rows are whole tokens and head_dim is an instance's; else 0
   float softmax_scale = 0;
   float softcap = 0;
   FaultFlag fault;

@@ -1,5 +1,5 @@
 // From params to the instance that serves them: fp32/ for float32, sm80/ (every GPU from compute capability 8.0 on) for
-// the half types. Kernels that need Hopper's own instructions get a folder sm90/ and a branch in dispatch.
+// the half types. Kernels that need another architecture's instructions get a folder beside sm80/ and a branch here.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -43,25 +43,25 @@ Args forward_args(const VarlenAttentionParams& p, const FaultFlag& fault = {}) {
   a.kv_heads = Divisor(static_cast<uint32_t>(a.num_kv_heads));
   a.group_size = Divisor(static_cast<uint32_t>(a.group));
   a.head_dim = static_cast<int32_t>(p.head_dim);
-  a.whole_group = padded_dim(a.head_dim) == a.head_dim && 16 % a.group == 0 ? a.group : 0;
+  a.token_aligned_group = padded_dim(a.head_dim) == a.head_dim && 16 % a.group == 0 ? a.group : 0;
   a.softmax_scale = static_cast<float>(p.softmax_scale);
   a.softcap = static_cast<float>(p.softcap);
   return a;
 }
 
-// Scratch of the backward, one part after the other, each on 16 bytes.
-struct Scratch {
+// Scratch of the backward: parts one after the other, each aligned to 16 bytes.
+struct BackwardScratch {
   int64_t row_stats;  // bytes
-  int64_t order;
-  int64_t dq_sum;
+  int64_t counters;
+  int64_t partial_dq;
 
-  explicit Scratch(const Args& a, bool fp32) {
+  explicit BackwardScratch(const Args& a, bool fp32) {
     const int64_t rows = a.documents_q.total * a.num_heads;
     row_stats = (rows * static_cast<int64_t>(sizeof(float2)) + 15) / 16 * 16;
-    order = fp32 ? 0 : (4 * (Args::kClaims + a.plan.sum_tiles) + 15) / 16 * 16;
+    counters = fp32 ? 0 : (4 * (Args::kWorkCounters + a.plan.dq_ring_tiles) + 15) / 16 * 16;
     const int64_t tile_bytes =
         a.plan.tiles.backward_rows * padded_dim(a.head_dim) * static_cast<int64_t>(sizeof(float));
-    dq_sum = fp32 ? 0 : a.plan.sum_tiles * tile_bytes;
+    partial_dq = fp32 ? 0 : a.plan.dq_ring_tiles * tile_bytes;
   }
 };
 
@@ -73,12 +73,12 @@ Args backward_args(const VarlenAttentionBackwardParams& p, const FaultFlag& faul
   a.dv = p.dv;
   a.dlse = static_cast<const float*>(p.dlse);
   a.dsinks = static_cast<float*>(p.dsinks);
-  const Scratch scratch(a, p.dtype == DType::kFloat32);
+  const BackwardScratch scratch(a, p.dtype == DType::kFloat32);
   auto* bytes = static_cast<uint8_t*>(p.scratch);
   a.row_stats = reinterpret_cast<float2*>(bytes);
-  a.order = reinterpret_cast<int32_t*>(bytes + scratch.row_stats);
-  a.order_size = scratch.order / 4;
-  a.dq_sum = reinterpret_cast<float*>(bytes + scratch.row_stats + scratch.order);
+  a.counters = reinterpret_cast<int32_t*>(bytes + scratch.row_stats);
+  a.num_counters = scratch.counters / 4;
+  a.partial_dq = reinterpret_cast<float*>(bytes + scratch.row_stats + scratch.counters);
   a.all_row_stats =
       p.dtype == DType::kFloat32 || a.sinks != nullptr || a.documents_q.cu_seqlens != a.documents_k.cu_seqlens;
   return a;
@@ -89,19 +89,19 @@ struct PaddedDim {
   static constexpr int value = kDim;
 };
 
-// Scores that are not softmax_scale * dot with a positive scale.
+// softcap, or a scale that is not positive: the online softmax then scales scores itself.
 bool transforms(const VarlenAttentionParams& p) {
   return p.softcap > 0 || !(p.softmax_scale > 0);
 }
 
-// f(room), as a constant.
+// f(tier), as a constant.
 template <int kDim, class F>
-void with_room(Room room, F&& f) {
-  if (room == Room::kLarge) return f(std::integral_constant<Room, Room::kLarge>{});
-  if constexpr (has_small_room(kDim)) {
-    if (room == Room::kSmall) return f(std::integral_constant<Room, Room::kSmall>{});
+void with_tier(SmemTier tier, F&& f) {
+  if (tier == SmemTier::k227KB) return f(std::integral_constant<SmemTier, SmemTier::k227KB>{});
+  if constexpr (has_99kb_tier(kDim)) {
+    if (tier == SmemTier::k99KB) return f(std::integral_constant<SmemTier, SmemTier::k99KB>{});
   }
-  return f(std::integral_constant<Room, Room::kMedium>{});
+  return f(std::integral_constant<SmemTier, SmemTier::k163KB>{});
 }
 
 // f(element type, padded head_dim, whether scores are transformed), each as a constant.
@@ -132,8 +132,8 @@ void dispatch(const VarlenAttentionParams& p, F&& f) {
 }  // namespace
 
 int64_t attention_backward_scratch_cuda(const VarlenAttentionBackwardParams& p) {
-  const Scratch scratch(forward_args(p), p.dtype == DType::kFloat32);
-  return scratch.row_stats + scratch.order + scratch.dq_sum;
+  const BackwardScratch scratch(forward_args(p), p.dtype == DType::kFloat32);
+  return scratch.row_stats + scratch.counters + scratch.partial_dq;
 }
 
 void launch_varlen_attention_cuda(const VarlenAttentionParams& p, const CudaLaunch& launch) {
@@ -147,8 +147,8 @@ void launch_varlen_attention_cuda(const VarlenAttentionParams& p, const CudaLaun
     sm80::run_forward<T, kDim, false, kTransform>(args, stream);
     if constexpr (has_short_forward(kDim)) {
       const AttentionTiles& tiles = args.plan.tiles;
-      if (tiles.short_most >= 0) sm80::run_forward<T, kDim, true, kTransform>(args, stream);
-      if (tiles.whole_most >= 0) sm80::run_forward_whole<T, kDim, kTransform>(args, stream);
+      if (tiles.short_max_keys >= 0) sm80::run_forward<T, kDim, true, kTransform>(args, stream);
+      if (tiles.resident_max_tokens >= 0) sm80::run_forward_resident<T, kDim, kTransform>(args, stream);
     }
   });
 }
@@ -165,14 +165,14 @@ void launch_varlen_attention_backward_cuda(const VarlenAttentionBackwardParams& 
       constexpr int kDim = decltype(dim)::value;
       constexpr bool kTransform = decltype(transform)::value;
       run_row_stats<T>(args, stream);
-      with_room<kDim>(backward_room(kDim, static_cast<int>(p.device)), [&](auto constant) {
-        constexpr Room kRoom = decltype(constant)::value;
-        constexpr Room kSingleRoom = backward_single_room(kDim, kRoom);
-        constexpr int kSmallKeys = backward_small_keys(kDim, kRoom);
-        sm80::run_backward<T, kDim, kTransform, kRoom>(args, stream);
-        sm80::run_backward_single<T, kDim, backward_keys(kDim, kRoom), kTransform, kSingleRoom>(args, stream);
+      with_tier<kDim>(backward_tier(kDim, static_cast<int>(p.device)), [&](auto constant) {
+        constexpr SmemTier kTier = decltype(constant)::value;
+        constexpr SmemTier kSingleTier = backward_single_tier(kDim, kTier);
+        constexpr int kSmallKeys = backward_small_keys(kDim, kTier);
+        sm80::run_backward<T, kDim, kTransform, kTier>(args, stream);
+        sm80::run_backward_single<T, kDim, backward_keys(kDim, kTier), kTransform, kSingleTier>(args, stream);
         if constexpr (kSmallKeys > 0) {
-          sm80::run_backward_single<T, kDim, kSmallKeys, kTransform, kSingleRoom>(args, stream);
+          sm80::run_backward_single<T, kDim, kSmallKeys, kTransform, kSingleTier>(args, stream);
         }
       });
     });

@@ -1,7 +1,9 @@
-// The ring of dq's partial sums, PlanView::sum_ring. Units are claimed in the order in which their documents have
-// places there, so a place's memory is taken again when whoever had it is done, and memory is for the documents under
-// way. Each tile of the ring has a counter: the first place of the lap that it is in, and key tiles that have added to
-// the row tile that has it now, which are fewer than the ring's tiles.
+// The ring buffer of partial dq (PlanView::dq_ring) and its ticket lock. In a document of several key tiles, dq of a
+// row tile is a sum over key tiles in a fixed order: each key tile waits until the slot's ticket is its own, adds, and
+// publishes the next ticket. The first one stores instead of adding, the last one writes dq. Units are claimed in the
+// order of their documents' ring indices, so the unit that is waited for always runs, and a slot is used again only
+// when its row tile is done. A ticket is the slot's lap (its first ring index) plus the number of key tiles that have
+// added, which is smaller than the ring.
 #pragma once
 
 #include "core/launch.cuh"
@@ -10,32 +12,34 @@
 
 namespace packing_ops::attention {
 
-// At a place: the tile where it lies, and what that one's counter is when `before` key tiles have added.
-struct Turn {
-  int32_t tile = -1;
-  uint32_t count = 0;
+// A slot of the ring, and its ticket when it is this unit's turn.
+struct DqTicket {
+  int32_t slot = -1;
+  uint32_t ticket = 0;
 
-  __device__ bool first(uint32_t ring) const { return (count & (ring - 1)) == 0; }
-  __device__ Turn next() const { return {tile, count + 1}; }
-  __device__ Turn next_lap(uint32_t ring) const { return {tile, (count | (ring - 1)) + 1}; }
+  __device__ bool is_first(uint32_t ring) const { return (ticket & (ring - 1)) == 0; }
+  __device__ DqTicket next() const { return {slot, ticket + 1}; }
+  __device__ DqTicket next_lap(uint32_t ring) const { return {slot, (ticket | (ring - 1)) + 1}; }
 };
-__device__ inline Turn turn_at(uint32_t place, uint32_t ring, int32_t before) {
-  return {static_cast<int32_t>(place & (ring - 1)), (place & ~(ring - 1)) + before};
+// Of ring index `index`, when `key_tiles` key tiles have added.
+__device__ inline DqTicket dq_ticket(uint32_t index, uint32_t ring, int32_t key_tiles) {
+  return {static_cast<int32_t>(index & (ring - 1)), (index & ~(ring - 1)) + key_tiles};
 }
 
-// A unit of several key tiles. The kv heads of its document go in parts whose sums the ring can hold.
-struct SumUnit {
+// A unit of a document of several key tiles. If the ring cannot hold the partial dq of all kv heads of the document,
+// its heads are processed in parts that it can hold.
+struct BackwardWork {
   PlanEntry entry;
   int32_t kv_head;
-  uint32_t place;  // of the document's row tile 0 (if that had sums), for this head
+  uint32_t ring_index;  // of the document's row tile 0 (as if it had partial dq), for this head
 
-  __device__ SumUnit(const Args& args, const PlanEntry* entries, int32_t unit, int rows, int keys)
+  __device__ BackwardWork(const Args& args, const PlanEntry* entries, int32_t unit, int rows, int keys)
       : entry(entries[unit / args.num_kv_heads]), kv_head(unit % args.num_kv_heads) {
     const DocumentView d = document_view(entry, args.plan.window);
-    const Range with_sums = tiles_with_sums(d, args.group, rows, keys);
-    const uint32_t sums = with_sums.end - with_sums.first;  // of a head
-    int32_t heads = args.num_kv_heads;                      // of a part
-    while (heads > 1 && sums * heads > args.plan.sum_ring) heads = (heads + 1) / 2;
+    const Interval<int32_t> summed = row_tiles_with_partial_dq(d, args.group, rows, keys);
+    const uint32_t sums = summed.size();  // row tiles of a head
+    int32_t heads = args.num_kv_heads;    // of a part
+    while (heads > 1 && sums * heads > args.plan.dq_ring) heads = (heads + 1) / 2;
     if (heads < args.num_kv_heads) {
       const int32_t tiles = static_cast<int32_t>(ceil_div(d.keys, keys));
       const bool ascend = args.plan.tiles.start_at_last_row(d.tokens);
@@ -46,7 +50,7 @@ struct SumUnit {
       entry.tile = ascend ? in_part / heads : tiles - 1 - in_part / heads;
       kv_head = first_head + in_part % heads;
     }
-    place = entry.first_sum + kv_head * sums - with_sums.first;
+    ring_index = entry.first_ring_index + kv_head * sums - summed.begin;
   }
 };
 

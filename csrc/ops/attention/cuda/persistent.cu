@@ -1,4 +1,4 @@
-// Grids that fill the GPU once and loop over the plan's units.
+// Launches persistent kernels: a grid that fills the GPU once, whose blocks loop over the plan's units.
 #include <stdexcept>
 #include <string>
 
@@ -9,7 +9,7 @@ namespace packing_ops::attention {
 
 namespace {
 
-int resident_blocks(const void* kernel, int threads, int shared, int device) {
+int query_resident_blocks(const void* kernel, int threads, int shared, int device) {
   cudaDeviceProp properties{};
   check_cuda(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
   if (properties.major < 8) {
@@ -34,13 +34,13 @@ int resident_blocks(const void* kernel, int threads, int shared, int device) {
 void launch_persistent(PersistentKernel& kernel, const Args& args, int64_t units, cudaStream_t stream) {
   int device = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
-  int& resident = kernel.resident[device % kMaxDevices];
-  int64_t most = __atomic_load_n(&resident, __ATOMIC_RELAXED);
-  if (most == 0) {
-    most = resident_blocks(kernel.entry, kernel.threads, kernel.shared, device);
-    __atomic_store_n(&resident, static_cast<int>(most), __ATOMIC_RELAXED);
+  int& cached = kernel.resident_blocks[device % kMaxDevices];
+  int64_t max_blocks = __atomic_load_n(&cached, __ATOMIC_RELAXED);
+  if (max_blocks == 0) {
+    max_blocks = query_resident_blocks(kernel.entry, kernel.threads, kernel.shared, device);
+    __atomic_store_n(&cached, static_cast<int>(max_blocks), __ATOMIC_RELAXED);
   }
-  const unsigned grid = static_cast<unsigned>(units < 1 ? 1 : (units < most ? units : most));
+  const unsigned grid = static_cast<unsigned>(units < 1 ? 1 : (units < max_blocks ? units : max_blocks));
   int major = 0;
   check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
   cudaLaunchAttribute overlap{};

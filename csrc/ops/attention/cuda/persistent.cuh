@@ -8,23 +8,23 @@ namespace packing_ops::attention {
 
 constexpr int kMaxDevices = 64;
 
-// One per instance: how many of its blocks fit on each device at once, asked for at the first launch.
+// One per instance. resident_blocks: how many of its blocks a device runs at once, queried at the first launch.
 struct PersistentKernel {
   const void* entry;
   int threads;
   int shared;
   const char* name;
-  bool overlaps = false;           // may start while the kernel before still runs, where the GPU can do that
-  int resident[kMaxDevices] = {};  // atomic; <atomic> would take long to compile in every instance
+  bool overlaps = false;                  // programmatic dependent launch: may start while the kernel before still runs
+  int resident_blocks[kMaxDevices] = {};  // atomic; <atomic> would take long to compile in every instance
 };
 
-// At most `units` blocks, at most as many as fit at once.
+// A grid of min(units, resident blocks).
 void launch_persistent(PersistentKernel& kernel, const Args& args, int64_t units, cudaStream_t stream);
 
-// Unit number `round` of this block, in a serpentine so that no block always gets the longer one.
+// The unit of this block in round `round`: in serpentine order, so that no block always gets the costlier one.
 __device__ __forceinline__ uint32_t serpentine(uint32_t round) {
-  const uint32_t at = (round & 1) ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  return round * gridDim.x + at;
+  const uint32_t index = (round & 1) ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  return round * gridDim.x + index;
 }
 
 }  // namespace packing_ops::attention

@@ -1,10 +1,11 @@
-// The work-list of a packed batch: which tiles there are, the costly ones first. Made on the device, read by every
-// layer's forward and backward. Tiles start at each document's start, so they are the same wherever a document lies.
+// The work-list of a packed batch (a tile scheduler's list): every tile, the costliest first. Built on the device once,
+// read by the forward and backward of every layer. Tiles start at each document's start, so a document's tiles are the
+// same wherever it lies in the pack.
 #pragma once
 
 #include <cstdint>
 
-#include "core/segment.h"
+#include "core/documents.h"
 #include "ops/attention/attention.h"
 #include "ops/attention/cuda/tiles.h"
 
@@ -13,13 +14,12 @@ namespace packing_ops::attention {
 // A query at key position p sees keys p - left to p + right; causal is right = 0.
 constexpr int32_t kOpenWindow = 1 << 30;
 constexpr int64_t kMaxTokens = 1 << 29;  // of a packed batch on CUDA
-constexpr int64_t kMaxGroup = 1 << 10;   // q heads to a kv head on CUDA
 struct Window {
   int32_t left;
   int32_t right;
 };
 
-// One unit, with its document's place so that nothing else has to be looked up.
+// One unit of work and where its document lies, so that a kernel looks nothing else up.
 struct alignas(16) PlanEntry {
   int32_t document;
   int32_t tile;
@@ -28,15 +28,14 @@ struct alignas(16) PlanEntry {
   int32_t start_k;
   int32_t keys;
   union {
-    int32_t first_token;  // of a forward unit's rows
-    uint32_t first_sum;   // of a backward unit's document: its first place in PlanView::sum_ring
+    int32_t first_token;        // forward: of the tile's rows
+    uint32_t first_ring_index;  // backward: of the document's row tiles in PlanView::dq_ring
   };
-  int32_t skipped;  // of a forward unit: heads of its group that belong to the unit before
+  int32_t head_offset;  // forward: of the tile's first row in its group
 };
 
-// int32 words: header, the cu_seqlens that it was made for, then lists of entries: the forward's, its short documents',
-// those that are whole units, the backward's of several key tiles, of one, and of small documents; attention_plan_size
-// of them are enough.
+// [attention_plan_size] int32 words: header, the cu_seqlens that it was built from, then a list of entries for each
+// kernel (Header).
 struct PlanView {
   int32_t* data = nullptr;
   int64_t total_q = 0;
@@ -45,36 +44,38 @@ struct PlanView {
   AttentionTiles tiles;
   Window window = {kOpenWindow, kOpenWindow};
   int32_t num_kv_heads = 1;
-  // Partial sums of dq: the row tiles of documents of several key tiles, kv head by kv head, have places in the list's
-  // order. Place i lies at i modulo sum_ring, a power of two; memory has sum_tiles, where places do not get further.
-  uint32_t sum_ring = 1;
-  int64_t sum_tiles = 0;
+  // Ring buffer of partial dq. The row tiles of documents of several key tiles are numbered in the list's order, kv
+  // head by kv head; number i uses slot i % dq_ring (a power of two). Memory has dq_ring_tiles slots: fewer numbers,
+  // fewer slots.
+  uint32_t dq_ring = 1;
+  int64_t dq_ring_tiles = 0;
 
   enum Header {
     kForward,
     kForwardShort,
-    kForwardWhole,
-    kBackward,
-    kSingle,
-    kSmall,
+    kForwardResident,
+    kBackward,        // documents of several key tiles
+    kBackwardSingle,  // of one key tile
+    kBackwardSmall,   // of one smaller key tile
     kLists,
     kEndQ = kLists,
     kEndK,
-    kGeometry,  // geometry() of the plan that it was made for
+    kGeometry,  // geometry() of the plan that it was built as
     kHeaderWords = 16,
     kEntryWords = 8
   };
   PlanEntry* entries[kLists] = {};  // each list's first, in `data`
 
-  // Copies of cu_seqlens, [num_documents + 1] each: a plan is good for these values alone.
-  PACKING_OPS_HOST_DEVICE int32_t* made_for_q() const { return data + kHeaderWords; }
-  PACKING_OPS_HOST_DEVICE int32_t* made_for_k() const { return made_for_q() + num_documents + 1; }
+  // Copies of cu_seqlens, [num_documents + 1] each: a plan is valid only for these values.
+  PACKING_OPS_HOST_DEVICE int32_t* planned_cu_seqlens_q() const { return data + kHeaderWords; }
+  PACKING_OPS_HOST_DEVICE int32_t* planned_cu_seqlens_k() const { return planned_cu_seqlens_q() + num_documents + 1; }
 
-  // A digest of what a plan depends on beside cu_seqlens.
+  // Hash of what a plan depends on beside cu_seqlens.
   PACKING_OPS_HOST_DEVICE int32_t geometry() const {
-    const int32_t words[] = {tiles.group,      tiles.forward_rows, tiles.forward_keys,  tiles.short_rows,
-                             tiles.short_most, tiles.whole_most,   tiles.backward_rows, tiles.backward_keys,
-                             tiles.small_keys, window.left,        window.right,        num_kv_heads};
+    const int32_t words[] = {tiles.group,         tiles.forward_rows,   tiles.forward_keys,
+                             tiles.short_rows,    tiles.short_max_keys, tiles.resident_max_tokens,
+                             tiles.backward_rows, tiles.backward_keys,  tiles.small_keys,
+                             window.left,         window.right,         num_kv_heads};
     uint32_t digest = 2166136261u;  // FNV-1a
     for (const int32_t word : words) digest = (digest ^ static_cast<uint32_t>(word)) * 16777619u;
     return static_cast<int32_t>(digest);
@@ -89,7 +90,7 @@ struct PlanView {
   PACKING_OPS_HOST_DEVICE int64_t backward_capacity() const { return total_k / tiles.backward_keys + num_documents; }
 };
 
-// The plan of the kernels that serve this geometry.
+// The plan's layout in memory, for this geometry.
 PlanView plan_view(const AttentionPlanParams& p);
 
 }  // namespace packing_ops::attention

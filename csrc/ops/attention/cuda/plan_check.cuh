@@ -1,4 +1,4 @@
-// Whether a plan belongs to a call: it may have been kept while cu_seqlens changed, or made for other heads.
+// Whether a plan belongs to a call: it may be older than the values in cu_seqlens, or built for other heads.
 #pragma once
 
 #include "core/fault.h"
@@ -7,15 +7,14 @@
 
 namespace packing_ops::attention {
 
-// The whole grid, each entry once. The call goes on: what it computes is of the plan's documents, and the fault says
-// so.
+// By the whole grid, each entry once. The call goes on with the plan's documents, and the fault reports it.
 __device__ inline void check_plan(const PlanView& plan, const Documents& documents_q, const Documents& documents_k,
                                   const FaultFlag& fault) {
   if (thread_id() == 0 && plan.data[PlanView::kGeometry] != plan.geometry()) fault.raise(Fault::kPlanOfOtherHeads, 0);
-  const int32_t* made_for_q = plan.made_for_q();
-  const int32_t* made_for_k = plan.made_for_k();
+  const int32_t* planned_cu_seqlens_q = plan.planned_cu_seqlens_q();
+  const int32_t* planned_cu_seqlens_k = plan.planned_cu_seqlens_k();
   for (int64_t i = thread_id(); i <= plan.num_documents; i += thread_count()) {
-    if (documents_q.cu_seqlens[i] != made_for_q[i] || documents_k.cu_seqlens[i] != made_for_k[i]) {
+    if (documents_q.cu_seqlens[i] != planned_cu_seqlens_q[i] || documents_k.cu_seqlens[i] != planned_cu_seqlens_k[i]) {
       fault.raise(Fault::kPlanOfOtherDocuments, i);
     }
   }

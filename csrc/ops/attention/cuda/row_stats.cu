@@ -1,4 +1,4 @@
-// What the backward needs of each row before it starts, and the zeros that none of its units writes.
+// The backward's preprocess: lse and rowsum(dout * out) - dlse of each row, and the zeros that no unit writes.
 #include "core/launch.cuh"
 #include "core/ptx/mma.cuh"
 #include "ops/attention/cuda/mask.cuh"
@@ -45,18 +45,17 @@ __device__ T* row_of(const AttentionTensor& rows, int64_t token, int64_t head) {
 
 template <class T>
 __device__ void zero_row(T* row, int head_dim, int lane) {
-  constexpr int kWide = Word<T>::kElements;
-  for (int i = lane * kWide; i < head_dim; i += kLanes * kWide) {
+  constexpr int kStep = Word<T>::kElements;
+  for (int i = lane * kStep; i < head_dim; i += kLanes * kStep) {
     *reinterpret_cast<typename Word<T>::Bits*>(row + i) = typename Word<T>::Bits{};
   }
 }
 
-// Nobody's keys: past the last document, or in a document whose rows all see nothing.
-__device__ bool row_sees_keys(const Args& args, int64_t token) {
+__device__ bool row_attends(const Args& args, int64_t token) {
   const int64_t document = args.documents_q.document_of(token);
   const DocumentView d = document_view(args.documents_q, args.documents_k, document, args.plan.window);
-  const int32_t mine = static_cast<int32_t>(token - d.start_q);
-  return !d.keys_seen(mine, mine).empty();
+  const int32_t position = static_cast<int32_t>(token - d.start_q);
+  return !d.visible_keys(position, position).empty();
 }
 
 struct Row {
@@ -64,7 +63,7 @@ struct Row {
   int32_t head;
 };
 
-// Of the first `count` of these rows, by kLanes lanes together. All loads are under way before the first is waited for.
+// Of the first `count` of these rows, by kLanes lanes. All loads are issued before the first is used.
 template <class T, int kRows>
 __device__ void write_row_stats(const Args& args, const Row (&rows)[kRows], int count, int lane) {
   float sum[kRows] = {};
@@ -72,12 +71,12 @@ __device__ void write_row_stats(const Args& args, const Row (&rows)[kRows], int 
   float dlse[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    const int64_t at = rows[r].head * args.documents_q.total + rows[r].token;
-    lse[r] = lane == 0 && r < count ? args.lse[at] : 0.f;
-    dlse[r] = lane == 0 && r < count && args.dlse != nullptr ? args.dlse[at] : 0.f;
+    const int64_t index = rows[r].head * args.documents_q.total + rows[r].token;
+    lse[r] = lane == 0 && r < count ? args.lse[index] : 0.f;
+    dlse[r] = lane == 0 && r < count && args.dlse != nullptr ? args.dlse[index] : 0.f;
   }
-  constexpr int kWide = Word<T>::kElements;
-  for (int i = lane * kWide; i < args.head_dim; i += kLanes * kWide) {
+  constexpr int kStep = Word<T>::kElements;
+  for (int i = lane * kStep; i < args.head_dim; i += kLanes * kStep) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       if (r < count) {
@@ -107,7 +106,7 @@ __device__ void write_listed_row_stats(const Args& args) {
   const int32_t group = threadIdx.x / kLanes;
   const int32_t tokens = kGroups / args.num_heads;
   const int32_t heads = kGroups % args.num_heads;
-  const auto further = [&](const Row& row) {
+  const auto next = [&](const Row& row) {
     const bool over = row.head + heads >= args.num_heads;
     return Row{row.token + tokens + over, row.head + heads - (over ? args.num_heads : 0)};
   };
@@ -121,9 +120,9 @@ __device__ void write_listed_row_stats(const Args& args) {
     const int64_t end = entry.start_q + entry.tokens * (share + 1) / shares;
     Row row{first + group / args.num_heads, group % args.num_heads};
     while (row.token < end) {
-      const Row rows[2] = {row, further(row)};
+      const Row rows[2] = {row, next(row)};
       write_row_stats<T>(args, rows, rows[1].token < end ? 2 : 1, threadIdx.x % kLanes);
-      row = further(rows[1]);
+      row = next(rows[1]);
     }
   }
 }
@@ -133,17 +132,17 @@ __global__ void __launch_bounds__(kThreads) row_stats_kernel(__grid_constant__ c
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
   const int lane = threadIdx.x % kLanes;
-  for (int64_t i = thread; i < args.order_size; i += threads) args.order[i] = 0;
+  for (int64_t i = thread; i < args.num_counters; i += threads) args.counters[i] = 0;
   check_plan(args.plan, args.documents_q, args.documents_k, args.fault);
 
   const int64_t end_q = args.plan.data[PlanView::kEndQ];
-  const bool all_see = args.documents_q.cu_seqlens == args.documents_k.cu_seqlens;
+  const bool all_attend = args.documents_q.cu_seqlens == args.documents_k.cu_seqlens;
   const int64_t rows = args.documents_q.total * args.num_heads;
   const int64_t first_row = args.all_row_stats ? 0 : end_q * args.num_heads;
   for (int64_t row = first_row + thread / kLanes; row < rows; row += threads / kLanes) {
     const int64_t token = row / args.num_heads;
     const int32_t head = static_cast<int32_t>(row - token * args.num_heads);
-    if (token >= end_q || (!all_see && !row_sees_keys(args, token))) {
+    if (token >= end_q || (!all_attend && !row_attends(args, token))) {
       zero_row(row_of<T>(args.dq, token, head), args.head_dim, lane);
       if (token >= end_q) continue;
     }

@@ -1,4 +1,4 @@
-// Beside the units of the backward, for every kind of kernel.
+// What runs before and after the backward's units, for every kind of kernel.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,11 +7,11 @@
 
 namespace packing_ops::attention {
 
-// Before both: row_stats, zeros where no unit writes, and zeros for args.order.
+// Before them (FlashAttention's backward preprocess): row_stats, zeros where no unit writes, zeros in args.counters.
 template <class T>
 void run_row_stats(const Args& args, cudaStream_t stream);
 
-// After it: dsinks.
+// After run_row_stats: dsinks.
 void run_sinks_backward(const Args& args, cudaStream_t stream);
 
 }  // namespace packing_ops::attention

@@ -1,5 +1,6 @@
 // Tiles in shared memory: [rows, kDim] of 16-bit elements in panels of 64 columns. A panel's row is 128 bytes whose
-// 16-byte chunks are permuted by the row, so that eight rows of one column meet all 32 banks. kDim = 96 ends in a panel
+// 16-byte chunks are swizzled by the row (CUTLASS's Swizzle<3, 3, 3>, TMA's 128B), so that eight rows of one column hit
+// all 32 banks. kDim = 96 ends in a panel
 // of 32 columns.
 #pragma once
 
@@ -44,7 +45,7 @@ __device__ __forceinline__ void load_rows(Tile<kRows, kDim> tile, int first_row,
       if (Tile<kRows, kDim>::kHalfPanel && panel == kDim / 64 && c >= 4) continue;
       const int column = panel * 64 + c * 8;
       const bool valid = from != nullptr && column < head_dim;
-      ptx::copy_16(tile.chunk(panel, row, c), valid ? from + column : anywhere, valid);
+      ptx::cp_async_16(tile.chunk(panel, row, c), valid ? from + column : anywhere, valid);
     }
   }
 }
@@ -52,43 +53,43 @@ __device__ __forceinline__ void load_rows(Tile<kRows, kDim> tile, int first_row,
 // The same without the checks: every row exists, head_dim is kDim, and `from`, the address of this thread's 16 bytes of
 // its first row, grows by `step` elements every kThreads / 8 rows.
 template <int kThreads, int kCount, int kRows, int kDim>
-__device__ __forceinline__ void load_whole_rows(Tile<kRows, kDim> tile, int first_row, int thread, const uint16_t* from,
-                                                int64_t step) {
+__device__ __forceinline__ void load_rows_unchecked(Tile<kRows, kDim> tile, int first_row, int thread,
+                                                    const uint16_t* from, int64_t step) {
   constexpr int kRowsAtOnce = kThreads / 8;
   const int c = thread & 7;
-  const int own_row = first_row + (thread >> 3);
+  const int thread_row = first_row + (thread >> 3);
 #pragma unroll
   for (int pass = 0; pass < kCount / kRowsAtOnce; ++pass, from += step) {
-    const int row = own_row + pass * kRowsAtOnce;
+    const int row = thread_row + pass * kRowsAtOnce;
 #pragma unroll
-    for (int panel = 0; panel < kDim / 64; ++panel) ptx::copy_16(tile.chunk(panel, row, c), from + panel * 64);
+    for (int panel = 0; panel < kDim / 64; ++panel) ptx::cp_async_16(tile.chunk(panel, row, c), from + panel * 64);
     if constexpr (Tile<kRows, kDim>::kHalfPanel) {
-      if (c < 4) ptx::copy_16(tile.chunk(kDim / 64, row, c), from + kDim / 64 * 64);
+      if (c < 4) ptx::cp_async_16(tile.chunk(kDim / 64, row, c), from + kDim / 64 * 64);
     }
   }
 }
 
 template <int kThreads, int kRows, int kDim>
-__device__ __forceinline__ void load_whole_tile(Tile<kRows, kDim> tile, int thread, const uint16_t* from,
-                                                int64_t step) {
-  load_whole_rows<kThreads, kRows>(tile, 0, thread, from, step);
+__device__ __forceinline__ void load_tile_unchecked(Tile<kRows, kDim> tile, int thread, const uint16_t* from,
+                                                    int64_t step) {
+  load_rows_unchecked<kThreads, kRows>(tile, 0, thread, from, step);
 }
 
-// The same where only `valid` rows exist, or head_dim columns: the others become zeros, but for rows from `rows` on.
+// The same with checks: rows from `valid` on and columns from head_dim on become zeros; rows from `rows` on are left.
 template <int kThreads, int kRows, int kDim>
-__device__ __forceinline__ void load_part_of_tile(Tile<kRows, kDim> tile, int thread, const uint16_t* from,
+__device__ __forceinline__ void load_tile_checked(Tile<kRows, kDim> tile, int thread, const uint16_t* from,
                                                   int64_t step, int32_t valid, int head_dim, const void* anywhere,
                                                   int32_t rows) {
   const int c = thread & 7;
 #pragma unroll
   for (int row = 0; row < kRows; row += kThreads / 8, from += step) {
     if (row >= rows) break;
-    const int own_row = row + (thread >> 3);
+    const int thread_row = row + (thread >> 3);
 #pragma unroll
     for (int panel = 0; panel < (kDim + 63) / 64; ++panel) {
       if (Tile<kRows, kDim>::kHalfPanel && panel == kDim / 64 && c >= 4) continue;
-      const bool exists = own_row < valid && panel * 64 + c * 8 < head_dim;
-      ptx::copy_16(tile.chunk(panel, own_row, c), exists ? from + panel * 64 : anywhere, exists);
+      const bool exists = thread_row < valid && panel * 64 + c * 8 < head_dim;
+      ptx::cp_async_16(tile.chunk(panel, thread_row, c), exists ? from + panel * 64 : anywhere, exists);
     }
   }
 }
@@ -108,39 +109,40 @@ __device__ __forceinline__ KeyRows key_rows(const AttentionTensor& rows, const D
           rows.token_stride, d.keys - first_key};
 }
 
-// load_rows of them in fewer instructions and more registers.
+// load_rows of keys, in fewer instructions and more registers.
 template <int kThreads, int kRows, int kDim>
 __device__ __forceinline__ void load_keys(Tile<kRows, kDim> tile, const AttentionTensor& from, const DocumentView& d,
                                           int32_t kv_head, int32_t first_key, int head_dim, int thread,
                                           int32_t rows = kRows) {
   const int32_t valid = d.keys - first_key;
   const int64_t step = kThreads / 8 * from.token_stride;
-  const uint16_t* own = static_cast<const uint16_t*>(from.data) +
-                        (d.start_k + (first_key + (thread >> 3))) * from.token_stride + kv_head * from.head_stride +
-                        (thread & 7) * 8;
+  const uint16_t* thread_source = static_cast<const uint16_t*>(from.data) +
+                                  (d.start_k + (first_key + (thread >> 3))) * from.token_stride +
+                                  kv_head * from.head_stride + (thread & 7) * 8;
   if (valid >= kRows && head_dim == kDim) {
-    load_whole_tile<kThreads>(tile, thread, own, step);
+    load_tile_unchecked<kThreads>(tile, thread, thread_source, step);
   } else {
-    load_part_of_tile<kThreads>(tile, thread, own, step, valid, head_dim, from.data, rows);
+    load_tile_checked<kThreads>(tile, thread, thread_source, step, valid, head_dim, from.data, rows);
   }
 }
 
 template <int kThreads, int kRows, int kDim>
-__device__ __forceinline__ void load_group_rows(Tile<kRows, kDim> tile, int thread, const AttentionTensor& from,
-                                                const GroupRows& rows, int head_dim) {
+__device__ __forceinline__ void load_packed_rows(Tile<kRows, kDim> tile, int thread, const AttentionTensor& from,
+                                                 const PackedRows& rows, int head_dim) {
   const uint16_t* data = static_cast<const uint16_t*>(from.data);
   load_rows<kThreads, kRows>(tile, 0, thread, head_dim, data, [&](int row) -> const void* {
     return row < rows.valid ? data + rows.offset(row, from.token_stride, from.head_stride) : nullptr;
   });
 }
 
-// The same for whole tiles of a group that divides the rows of a pass.
+// The same, unchecked: every row exists and a pass's rows are token-aligned (the group divides them).
 template <int kThreads, int kRows, int kDim>
-__device__ __forceinline__ void load_whole_group_rows(Tile<kRows, kDim> tile, int thread, const AttentionTensor& from,
-                                                      const GroupRows& rows) {
+__device__ __forceinline__ void load_packed_rows_unchecked(Tile<kRows, kDim> tile, int thread,
+                                                           const AttentionTensor& from, const PackedRows& rows) {
   const uint16_t* first =
       static_cast<const uint16_t*>(from.data) + rows.offset(thread >> 3, from.token_stride, from.head_stride);
-  load_whole_tile<kThreads>(tile, thread, first + (thread & 7) * 8, rows.token_step(kThreads / 8) * from.token_stride);
+  load_tile_unchecked<kThreads>(tile, thread, first + (thread & 7) * 8,
+                                rows.token_step(kThreads / 8) * from.token_stride);
 }
 
 }  // namespace packing_ops::attention

@@ -1,4 +1,4 @@
-// The choices of tiles.h that ask the GPU.
+// The heuristics of tiles.h that depend on the GPU.
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -9,31 +9,31 @@
 
 namespace packing_ops::attention {
 
-int64_t shared_memory_of_block(int device) {
+int64_t max_shared_memory(int device) {
   static std::atomic<int64_t> found[kMaxDevices] = {};
   std::atomic<int64_t>& bytes = found[device % kMaxDevices];
   if (bytes.load(std::memory_order_relaxed) == 0) {
-    int most = 0;
-    check_cuda(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+    int limit = 0;
+    check_cuda(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
                "cudaDeviceGetAttribute");
-    const char* limit = std::getenv("PACKING_OPS_SHARED_MEMORY");
-    bytes = limit && *limit ? std::min<int64_t>(most, std::strtoll(limit, nullptr, 10)) : most;
+    const char* wanted = std::getenv("PACKING_OPS_SHARED_MEMORY");
+    bytes = wanted && *wanted ? std::min<int64_t>(limit, std::strtoll(wanted, nullptr, 10)) : limit;
   }
   return bytes.load(std::memory_order_relaxed);
 }
 
-Room backward_room(int padded, int device) {
+SmemTier backward_tier(int padded, int device) {
   constexpr int kRowSums = 1024;  // BackwardShape::kRowSums, at most
-  const int64_t bytes = shared_memory_of_block(device);
-  const auto fits = [&](Room room) {
-    return backward_shared(padded, backward_keys(padded, room), room) + kRowSums <= bytes;
+  const int64_t bytes = max_shared_memory(device);
+  const auto fits = [&](SmemTier tier) {
+    return backward_shared(padded, backward_keys(padded, tier), tier) + kRowSums <= bytes;
   };
-  if (fits(Room::kLarge)) return Room::kLarge;
-  return fits(Room::kMedium) || !has_small_room(padded) ? Room::kMedium : Room::kSmall;
+  if (fits(SmemTier::k227KB)) return SmemTier::k227KB;
+  return fits(SmemTier::k163KB) || !has_99kb_tier(padded) ? SmemTier::k163KB : SmemTier::k99KB;
 }
 
-bool has_whole_forward(int padded, int device) {
-  return has_short_forward(padded) && whole_shared(padded) + kWholeRing <= shared_memory_of_block(device);
+bool has_resident_forward(int padded, int device) {
+  return has_short_forward(padded) && resident_shared(padded) + kResidentRingBytes <= max_shared_memory(device);
 }
 
 AttentionTiles attention_tiles(int64_t group, int64_t head_dim, int device) {
@@ -43,13 +43,13 @@ AttentionTiles attention_tiles(int64_t group, int64_t head_dim, int device) {
   tiles.forward_rows = forward_rows(padded);
   tiles.forward_keys = forward_keys(padded);
   tiles.short_rows = kShortRows;
-  tiles.whole_most = has_whole_forward(padded, device) ? kWholeMost : -1;
-  const int32_t short_most = has_short_forward(padded) ? kShortMost / tiles.group : -1;
-  tiles.short_most = short_most > tiles.whole_most ? short_most : -1;
-  const Room room = backward_room(padded, device);
-  tiles.backward_rows = backward_rows(padded, room);
-  tiles.backward_keys = backward_keys(padded, room);
-  tiles.small_keys = backward_small_keys(padded, room);
+  tiles.resident_max_tokens = has_resident_forward(padded, device) ? kResidentMaxTokens : -1;
+  const int32_t short_max_keys = has_short_forward(padded) ? kShortMaxKeysTimesGroup / tiles.group : -1;
+  tiles.short_max_keys = short_max_keys > tiles.resident_max_tokens ? short_max_keys : -1;
+  const SmemTier tier = backward_tier(padded, device);
+  tiles.backward_rows = backward_rows(padded, tier);
+  tiles.backward_keys = backward_keys(padded, tier);
+  tiles.small_keys = backward_small_keys(padded, tier);
   return tiles;
 }
 

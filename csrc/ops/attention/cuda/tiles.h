@@ -1,4 +1,5 @@
-// Which tiles for this GPU, head_dim and class of document: every choice of the plan and of the kernels.
+// Heuristics: which tile for this GPU, head_dim and class of document. The plan and the kernels ask here and nowhere
+// else.
 #pragma once
 
 #include <cstdint>
@@ -7,27 +8,28 @@
 
 namespace packing_ops::attention {
 
-// Rows are a document's (token, head of the group) pairs: row r is token r / group, head r % group.
+// Tile sizes of one call. Rows are packed GQA rows: row r is token r / group, head r % group of the kv head's group.
 struct AttentionTiles {
   int32_t group = 1;
-  int32_t forward_rows = 128;   // rows of a forward unit
-  int32_t forward_keys = 64;    // keys that it takes at a time
-  int32_t short_rows = 64;      // rows of a short document's unit
-  int32_t short_most = 128;     // keys of a short document, -1: there are none
-  int32_t whole_most = 128;     // keys and tokens of one that is a single unit, -1: there are none
-  int32_t backward_rows = 64;   // rows that a backward unit takes at a time
-  int32_t backward_keys = 128;  // keys of a backward unit
-  int32_t small_keys = 64;      // documents of at most so many keys get smaller backward units; 0 = none
+  int32_t forward_rows = 128;         // rows of a forward tile
+  int32_t forward_keys = 64;          // keys of a forward step
+  int32_t short_rows = 64;            // rows of a short document's tile
+  int32_t short_max_keys = 128;       // most keys of a short document; -1: no such class
+  int32_t resident_max_tokens = 128;  // most keys and tokens of a resident document; -1: no such class
+  int32_t backward_rows = 64;         // rows of a backward step
+  int32_t backward_keys = 128;        // keys of a backward tile
+  int32_t small_keys = 64;            // documents of at most so many keys get smaller backward tiles; 0: no such class
 
-  // The backward's key tiles all start at a long document's last row, the first tile ahead, so that its rows are read
-  // from L2. Of a short one they start where causal attention lets them, the last tile ahead, and nobody waits.
+  // Order of the backward in a document of several key tiles. Long: every key tile walks the row tiles from the last
+  // one down, first key tile first, so that the tiles in flight read the same rows from L2. Short: from the first row
+  // tile that attends to the key tile upwards, last key tile first, so that no tile waits for another's dq.
   PACKING_OPS_HOST_DEVICE bool start_at_last_row(int32_t tokens) const {
     constexpr int64_t kLong = 32;
     return static_cast<int64_t>(tokens) * group > kLong * backward_rows;
   }
 };
 
-// The tiles of the kernels that serve this group and head_dim on this GPU.
+// The tiles for this group and head_dim on this GPU.
 AttentionTiles attention_tiles(int64_t group, int64_t head_dim, int device);
 
 // --- forward, mma.sync ---
@@ -43,74 +45,75 @@ constexpr int forward_keys(int padded) {
   return padded <= 128 ? 64 : 32;
 }
 
-// Documents of at most so many keys times heads of a group get smaller units, four to a multiprocessor.
-constexpr int kShortMost = 512;
+// Short documents (keys * group up to this) get smaller tiles, four blocks to a multiprocessor.
+constexpr int kShortMaxKeysTimesGroup = 512;
 constexpr bool has_short_forward(int padded) {
   return padded <= 128;
 }
 constexpr int kShortRows = 64;
 constexpr int kShortKeys = 32;
 
-// Documents of at most so many keys and tokens are a single unit where a block may take enough shared memory (sm_90,
-// sm_100) for a ring of key tiles, and for 16 rows of q for each of the warps that compute.
-constexpr int kWholeMost = 128;
-constexpr int kWholeRows = 16;
-constexpr int kWholeWarps = 15;
-constexpr int whole_tiles(int padded) {
+// Resident documents (up to so many keys and tokens): all keys lie in shared memory, in a ring of key tiles, beside 16
+// rows of q for each consumer warp. Where a block may have 227 KB.
+constexpr int kResidentMaxTokens = 128;
+constexpr int kResidentRowTile = 16;
+constexpr int kResidentWarps = 15;
+constexpr int resident_key_tiles(int padded) {
   return 10 * 128 / padded;
 }
-constexpr int whole_shared(int padded) {
-  return (2 * whole_tiles(padded) * kShortKeys + kWholeWarps * kWholeRows) * padded * 2 + 128;
+constexpr int resident_shared(int padded) {
+  return (2 * resident_key_tiles(padded) * kShortKeys + kResidentWarps * kResidentRowTile) * padded * 2 + 128;
 }
-constexpr int kWholeRing = 2048;  // bytes beside these, at most
-bool has_whole_forward(int padded, int device);
+constexpr int kResidentRingBytes = 2048;  // at least sizeof(ResidentRing)
+bool has_resident_forward(int padded, int device);
 
 // --- backward, mma.sync ---
 
-// What the shared memory of a block has room for. Up to head_dim 192: kLarge (227 KiB: sm_90, sm_100) three row tiles,
-// and for documents of several key tiles the scores of one of them beside the sums of the one before; kMedium (163 KiB:
-// sm_80) two row tiles; kSmall (99 KiB: sm_86, sm_89, sm_120) one, and narrower tiles of keys. Above 192 two, one, and
-// half of one.
-enum class Room { kSmall, kMedium, kLarge };
-constexpr bool has_small_room(int padded) {
-  return padded > 64;  // which does with kMedium there
+// Shared memory that a block may have, which the backward's stages are chosen for:
+//   k227KB  sm_90, sm_100          3 row tiles in flight; scores one step ahead (documents of several key tiles)
+//   k163KB  sm_80                  2 row tiles
+//   k99KB   sm_86, sm_89, sm_120   1 row tile, key tiles of half the size
+// head_dim 256 has one row tile less, and half a row tile with k99KB.
+enum class SmemTier { k99KB, k163KB, k227KB };
+constexpr bool has_99kb_tier(int padded) {
+  return padded > 64;  // head_dim 64 fits k163KB's tiles into 99 KB
 }
-Room backward_room(int padded, int device);
+SmemTier backward_tier(int padded, int device);
 
-constexpr int backward_rows(int padded, Room room) {
-  return padded == 256 && room == Room::kSmall ? 32 : 64;
+constexpr int backward_rows(int padded, SmemTier tier) {
+  return padded == 256 && tier == SmemTier::k99KB ? 32 : 64;
 }
-constexpr int backward_keys(int padded, Room room) {
-  return (padded <= 128 ? 128 : 64) / (room == Room::kSmall ? 2 : 1);
+constexpr int backward_keys(int padded, SmemTier tier) {
+  return (padded <= 128 ? 128 : 64) / (tier == SmemTier::k99KB ? 2 : 1);
 }
-// Documents of one key tile have a kernel of their own; of at most so many keys with smaller blocks, two to a
-// multiprocessor.
-constexpr int backward_small_keys(int padded, Room room) {
-  return padded <= 128 && room != Room::kSmall ? 64 : 0;
+// Documents of one key tile: of at most so many keys with smaller blocks, two to a multiprocessor.
+constexpr int backward_small_keys(int padded, SmemTier tier) {
+  return padded <= 128 && tier != SmemTier::k99KB ? 64 : 0;
 }
 
-// Row tiles that lie in shared memory at once, and tiles of scores.
-constexpr int backward_stages(int padded, Room room) {
-  const int stages = room == Room::kSmall ? 1 : room == Room::kMedium ? 2 : 3;
+// Row tiles in shared memory at once (pipeline stages), and score tiles (p and ds).
+constexpr int backward_stages(int padded, SmemTier tier) {
+  const int stages = tier == SmemTier::k99KB ? 1 : tier == SmemTier::k163KB ? 2 : 3;
   return padded == 256 && stages > 1 ? stages - 1 : stages;
 }
-constexpr int backward_score_tiles(int padded, Room room) {
-  return padded < 256 && room == Room::kLarge ? 2 : 1;
+constexpr int backward_score_tiles(int padded, SmemTier tier) {
+  return padded < 256 && tier == SmemTier::k227KB ? 2 : 1;
 }
 // Bytes of a block's tiles.
-constexpr int backward_shared(int padded, int keys, Room room) {
-  const int rows = backward_rows(padded, room);
+constexpr int backward_shared(int padded, int keys, SmemTier tier) {
+  const int rows = backward_rows(padded, tier);
   const int scores = 2 * rows * (keys < 64 ? 64 : keys) * 2;
   const int stage = 2 * rows * padded * 2 + rows * 8;
-  return 2 * keys * padded * 2 + backward_score_tiles(padded, room) * scores + backward_stages(padded, room) * stage;
+  return 2 * keys * padded * 2 + backward_score_tiles(padded, tier) * scores + backward_stages(padded, tier) * stage;
 }
-// The room that documents of one key tile take of it: their scores are no step ahead.
-constexpr Room backward_single_room(int padded, Room room) {
-  return backward_score_tiles(padded, room) > 1 ? Room::kMedium : room;
+// The tier of the instances for documents of one key tile: with k227KB they would only differ in scores one step ahead,
+// which they do not need.
+constexpr SmemTier backward_single_tier(int padded, SmemTier tier) {
+  return backward_score_tiles(padded, tier) > 1 ? SmemTier::k163KB : tier;
 }
 
-// Bytes that a block on the device may take, or PACKING_OPS_SHARED_MEMORY where that is less: what a smaller GPU does
-// can be tried on a larger one.
-int64_t shared_memory_of_block(int device);
+// Bytes of shared memory that a block may have on this device, or PACKING_OPS_SHARED_MEMORY where that is less, so that
+// a smaller GPU's kernels can be tried on a larger one. The variable is read at the first call.
+int64_t max_shared_memory(int device);
 
 }  // namespace packing_ops::attention

@@ -1,4 +1,4 @@
-// Rows past the last document: out 0, lse -inf.
+// Rows after the last document are padding: out 0, lse -inf.
 #pragma once
 
 #include "ops/attention/cuda/args.cuh"

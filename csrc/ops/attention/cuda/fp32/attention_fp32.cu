@@ -49,32 +49,32 @@ __device__ float dot(const Row& a, const Row& b) {
   return sum;
 }
 
-// Sums of many terms: every 32 of them are added up by themselves first.
+// A sum of many terms, 32 at a time (pairwise summation of one level).
 constexpr int kTerms = 32;
 struct Sum {
-  Row whole{};
-  Row part{};
+  Row total{};
+  Row partial{};
   int terms = 0;
 
   __device__ void add(const Row& row, float factor) {
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) part.x[i] = fmaf(row.x[i], factor, part.x[i]);
+    for (int i = 0; i < kWords; ++i) partial.x[i] = fmaf(row.x[i], factor, partial.x[i]);
     if (++terms == kTerms) close();
   }
   __device__ const Row& close() {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      whole.x[i] += part.x[i];
-      part.x[i] = 0.f;
+      total.x[i] += partial.x[i];
+      partial.x[i] = 0.f;
     }
     terms = 0;
-    return whole;
+    return total;
   }
   __device__ void scale(float factor) {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      whole.x[i] *= factor;
-      part.x[i] *= factor;
+      total.x[i] *= factor;
+      partial.x[i] *= factor;
     }
   }
 };
@@ -88,13 +88,15 @@ __device__ float score_of(float product, const Args& args, float* slope) {
   return args.softcap * t;
 }
 
-struct Place {
+// Of a token or key; `exists`: not padding.
+struct DocumentPosition {
   DocumentView document;
-  int32_t at;  // in its document
-  bool inside;
+  int32_t index;
+  bool exists;
 };
 
-__device__ Place place_of(const Args& args, const Documents& documents, int64_t end, int64_t token, bool is_key) {
+__device__ DocumentPosition position_of(const Args& args, const Documents& documents, int64_t end, int64_t token,
+                                        bool is_key) {
   if (token >= end) return {{}, 0, false};
   const int64_t i = documents.document_of(token);
   const DocumentView d = document_view(args.documents_q, args.documents_k, i, args.plan.window);
@@ -110,40 +112,41 @@ __global__ void __launch_bounds__(kThreads) forward_fp32_kernel(__grid_constant_
     const int64_t token = i / args.num_heads;
     const int64_t head = i % args.num_heads;
     const int64_t kv_head = head / args.group;
-    const Place place = place_of(args, args.documents_q, end, token, false);
-    const Range keys = place.inside ? place.document.keys_seen(place.at, place.at) : Range{0, 0};
-    float most = place.inside && args.sinks != nullptr ? args.sinks[head] : -INFINITY;
-    float sum = most == -INFINITY ? 0.f : 1.f;
+    const DocumentPosition position = position_of(args, args.documents_q, end, token, false);
+    const Interval<int32_t> keys =
+        position.exists ? position.document.visible_keys(position.index, position.index) : Interval<int32_t>{0, 0};
+    float row_max = position.exists && args.sinks != nullptr ? args.sinks[head] : -INFINITY;
+    float sum = row_max == -INFINITY ? 0.f : 1.f;
     Sum out;
-    float part = 0.f;  // of sum
+    float partial = 0.f;  // of sum
     if (!keys.empty()) {
       const Row q = load(args.q, token, head, args.head_dim);
-      for (int32_t key = keys.first; key < keys.end; ++key) {
-        const int64_t at = place.document.start_k + key;
+      for (int32_t key = keys.begin; key < keys.end; ++key) {
+        const int64_t at = position.document.start_k + key;
         float slope;
         const float score = score_of(dot(q, load(args.k, at, kv_head, args.head_dim)), args, &slope);
-        const float top = fmaxf(most, score);
+        const float top = fmaxf(row_max, score);
         const float base = top == -INFINITY ? 0.f : top;
         const float p = expf(score - base);
-        if (top > most) {
-          const float factor = expf(most - base);
+        if (top > row_max) {
+          const float factor = expf(row_max - base);
           sum *= factor;
-          part *= factor;
+          partial *= factor;
           out.scale(factor);
-          most = top;
+          row_max = top;
         }
-        part += p;
+        partial += p;
         if (out.terms + 1 == kTerms) {
-          sum += part;
-          part = 0.f;
+          sum += partial;
+          partial = 0.f;
         }
         out.add(load(args.v, at, kv_head, args.head_dim), p);
       }
     }
-    sum += part;
+    sum += partial;
     store(args.out, token, head, args.head_dim, out.close(), sum == 0.f ? 0.f : 1.f / sum);
     if ((threadIdx.x & 31) == 0) {
-      args.lse[head * args.documents_q.total + token] = sum == 0.f ? -INFINITY : most + logf(sum);
+      args.lse[head * args.documents_q.total + token] = sum == 0.f ? -INFINITY : row_max + logf(sum);
     }
   }
 }
@@ -165,14 +168,15 @@ __global__ void __launch_bounds__(kThreads) backward_dq_fp32_kernel(__grid_const
     const int64_t token = i / args.num_heads;
     const int64_t head = i % args.num_heads;
     const int64_t kv_head = head / args.group;
-    const Place place = place_of(args, args.documents_q, end, token, false);
-    const Range keys = place.inside ? place.document.keys_seen(place.at, place.at) : Range{0, 0};
+    const DocumentPosition position = position_of(args, args.documents_q, end, token, false);
+    const Interval<int32_t> keys =
+        position.exists ? position.document.visible_keys(position.index, position.index) : Interval<int32_t>{0, 0};
     Sum dq;
     if (!keys.empty()) {
       const Row q = load(args.q, token, head, args.head_dim);
       const Row dout = load(args.dout, token, head, args.head_dim);
-      for (int32_t key = keys.first; key < keys.end; ++key) {
-        const int64_t at = place.document.start_k + key;
+      for (int32_t key = keys.begin; key < keys.end; ++key) {
+        const int64_t at = position.document.start_k + key;
         const Row k = load(args.k, at, kv_head, args.head_dim);
         dq.add(k, gradients(args, token, head, q, dout, k, load(args.v, at, kv_head, args.head_dim)).y);
       }
@@ -188,15 +192,17 @@ __global__ void __launch_bounds__(kThreads) backward_dkv_fp32_kernel(__grid_cons
   for (int64_t i = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / 32; i < rows; i += warps) {
     const int64_t at = i / args.num_kv_heads;
     const int64_t kv_head = i % args.num_kv_heads;
-    const Place place = place_of(args, args.documents_k, end, at, true);
-    const Range tokens = place.inside ? place.document.tokens_seeing(place.at, place.at) : Range{0, 0};
+    const DocumentPosition position = position_of(args, args.documents_k, end, at, true);
+    const Interval<int32_t> tokens = position.exists
+                                         ? position.document.tokens_attending_to(position.index, position.index)
+                                         : Interval<int32_t>{0, 0};
     Sum dk;
     Sum dv;
     if (!tokens.empty()) {
       const Row k = load(args.k, at, kv_head, args.head_dim);
       const Row v = load(args.v, at, kv_head, args.head_dim);
-      for (int32_t t = tokens.first; t < tokens.end; ++t) {
-        const int64_t token = place.document.start_q + t;
+      for (int32_t t = tokens.begin; t < tokens.end; ++t) {
+        const int64_t token = position.document.start_q + t;
         for (int64_t head = kv_head * args.group; head < (kv_head + 1) * args.group; ++head) {
           const Row q = load(args.q, token, head, args.head_dim);
           const Row dout = load(args.dout, token, head, args.head_dim);

@@ -9,11 +9,11 @@
 namespace packing_ops::attention::sm80 {
 
 // Documents of several key tiles.
-template <class T, int kDim, bool kTransform, Room kRoom>
+template <class T, int kDim, bool kTransform, SmemTier kTier>
 void run_backward(const Args& args, cudaStream_t stream);
 
 // Documents of one. kKeys is backward_keys or backward_small_keys.
-template <class T, int kDim, int kKeys, bool kTransform, Room kRoom>
+template <class T, int kDim, int kKeys, bool kTransform, SmemTier kTier>
 void run_backward_single(const Args& args, cudaStream_t stream);
 
 }  // namespace packing_ops::attention::sm80

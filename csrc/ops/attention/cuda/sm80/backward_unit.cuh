@@ -1,4 +1,4 @@
-// The parts of one step of the backward: scores, weights, sums of dk and dv, sums of dq.
+// One step of the backward: s = q k^T and p, dp = dout v^T and ds, dv += p^T dout and dk += ds^T q, dq = ds k.
 #pragma once
 
 #include "ops/attention/cuda/epilogue.cuh"
@@ -16,8 +16,8 @@ struct BackwardUnit {
   using TileQ = typename Shape::TileQ;
   using TileS = typename Shape::TileS;
   static constexpr int kRowTiles = Shape::kScoreRows / 16;
-  static constexpr int kApart = Shape::kKeyWarps;  // blocks between a warp's two blocks of keys
-  static constexpr int kScoreApart = Shape::kScoreApart;
+  static constexpr int kKeyBlockStride = Shape::kKeyWarps;  // blocks between a warp's two blocks of keys
+  static constexpr int kScoreBlockStride = Shape::kScoreBlockStride;
   using Scores = float[kRowTiles][2 * Shape::kScoreBlocks][4];  // [16 rows, 8 keys] each, two for a block of keys
   using Sums = float[2][Shape::kColumns / 8][4];                // [16 keys, 8 columns] each
 
@@ -27,7 +27,7 @@ struct BackwardUnit {
 
   __device__ explicit BackwardUnit(uint32_t base)
       : base(base), rows_first(Lanes::kRowsFirst), columns_first(Lanes::kColumnsFirst) {
-    // Kept rather than worked out again for each of a step's ten views.
+    // Opaque: kept in registers instead of being recomputed for each of a step's ten views.
     rows_first.full = ptx::opaque(rows_first.full);
     columns_first.full = ptx::opaque(columns_first.full);
   }
@@ -35,9 +35,9 @@ struct BackwardUnit {
   __device__ TileK tile_k() const { return {ptx::opaque(base)}; }
   __device__ TileK tile_v() const { return {ptx::opaque(base) + TileK::kBytes}; }
 
-  // i: a number of kPlaces, which go around.
-  static constexpr int kPlaces = Shape::kStages * Shape::kScoreTiles;
-  static __device__ int next_place(int i) { return i + 1 == kPlaces ? 0 : i + 1; }
+  // Slots of the pipeline, used in turn: q, dout and row_stats in slot % kStages, p and ds in slot % kScoreTiles.
+  static constexpr int kSlots = Shape::kStages * Shape::kScoreTiles;
+  static __device__ int next_slot(int i) { return i + 1 == kSlots ? 0 : i + 1; }
   __device__ TileS tile_p(int i) const {
     return {ptx::opaque(base) + 2 * TileK::kBytes + i % Shape::kScoreTiles * 2 * TileS::kBytes};
   }
@@ -51,41 +51,41 @@ struct BackwardUnit {
   __device__ uint32_t stats(int i) const { return stage(i) + 2 * TileQ::kBytes; }
 
   // By 128 threads, of which this is number `thread`.
-  static __device__ __forceinline__ void load_tile(const Args& args, const GroupRows& rows, const AttentionTensor& from,
-                                                   TileQ to, int thread) {
-    if (rows.valid == Shape::kRows && args.whole_group > 0) {
-      load_whole_group_rows<128>(to, thread, from, rows);
+  static __device__ __forceinline__ void load_tile(const Args& args, const PackedRows& rows,
+                                                   const AttentionTensor& from, TileQ to, int thread) {
+    if (rows.valid == Shape::kRows && args.token_aligned_group > 0) {
+      load_packed_rows_unchecked<128>(to, thread, from, rows);
     } else {
-      load_group_rows<128>(to, thread, from, rows, args.head_dim);
+      load_packed_rows<128>(to, thread, from, rows, args.head_dim);
     }
   }
 
-  // By four warps without fences to pass, which would wait for these copies.
-  static constexpr int kFirstLoader = Shape::kAhead ? 0 : Shape::kThreads - 128;
-  __device__ __forceinline__ void load_rows(const Args& args, const GroupRows& rows, int i) const {
+  // By four warps that publish no ticket: a release fence would wait for these copies.
+  static constexpr int kFirstLoader = Shape::kScoresAhead ? 0 : Shape::kThreads - 128;
+  __device__ __forceinline__ void load_rows(const Args& args, const PackedRows& rows, int i) const {
     const int thread = static_cast<int>(threadIdx.x) - kFirstLoader;
     if (thread < 0 || thread >= 128) return;
     load_tile(args, rows, args.q, tile_q(i), thread);
     load_tile(args, rows, args.dout, tile_do(i), thread);
     if (thread < Shape::kRows) load_row_stats(args, rows, i, thread);
-    ptx::copy_commit();
+    ptx::cp_async_commit();
   }
 
-  // Of a row: lse * log2(e) and rowsum(dout * out) - dlse, or lse and dlse where the unit finds the sum itself.
-  __device__ __forceinline__ void load_row_stats(const Args& args, const GroupRows& rows, int i, int row) const {
+  // Of a row: lse * log2(e) and rowsum(dout * out) - dlse; with kSingle lse and dlse, and the unit computes the sum.
+  __device__ __forceinline__ void load_row_stats(const Args& args, const PackedRows& rows, int i, int row) const {
     const bool valid = row < rows.valid;
     const uint32_t to = stats(i) + row * 8;
     if constexpr (Shape::kSingle) {
       const int64_t at = valid ? rows.offset(row, 1, args.documents_q.total) : 0;
       const bool has_dlse = valid && args.dlse != nullptr;
-      ptx::copy_4(to, args.lse + at, valid);
-      ptx::copy_4(to + 4, has_dlse ? args.dlse + at : args.lse, has_dlse);
+      ptx::cp_async_4(to, args.lse + at, valid);
+      ptx::cp_async_4(to + 4, has_dlse ? args.dlse + at : args.lse, has_dlse);
     } else {
-      ptx::copy_8(to, valid ? args.row_stats + rows.offset(row, args.num_heads, 1) : args.row_stats, valid);
+      ptx::cp_async_8(to, valid ? args.row_stats + rows.offset(row, args.num_heads, 1) : args.row_stats, valid);
     }
   }
 
-  // out = rows keys^T for kCount blocks of keys from first_key on, kScoreApart apart.
+  // out = rows keys^T for kCount blocks of keys from first_key on, kScoreBlockStride apart.
   template <int kCount>
   __device__ __forceinline__ void product(Scores& out, TileQ rows, int first_row, TileK keys, int first_key) const {
     const LaneView<Shape::kRows, kDim> a_view(rows, rows_first, first_row);
@@ -96,14 +96,14 @@ struct BackwardUnit {
       for (int n = 0; n < 2 * kCount; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) out[m][n][i] = 0.f;
-    // What the next 16 columns need is on its way while these multiply.
+    // Double-buffered fragments: ldmatrix of the next 16 columns runs beside mma of these.
     uint32_t a[2][kRowTiles][4];
     uint32_t b[2][kCount][4];
     const auto load = [&](int j) {
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) ptx::ldmatrix(a[j & 1][m], a_view.at(16 * m, j));
 #pragma unroll
-      for (int c = 0; c < kCount; ++c) ptx::ldmatrix(b[j & 1][c], b_view.at(16 * kScoreApart * c, j));
+      for (int c = 0; c < kCount; ++c) ptx::ldmatrix(b[j & 1][c], b_view.at(16 * kScoreBlockStride * c, j));
     };
     load(0);
 #pragma unroll
@@ -133,14 +133,22 @@ struct BackwardUnit {
     return first_row + ((threadIdx.x & 31) >> 2) + 16 * m + 8 * half;
   }
 
-  // s becomes p (and t the tanh of a soft cap); rows that do not see the key get 0.
+  // A warp's part of a step's scores, kCount blocks of keys.
+  struct ScoreBlock {
+    int first_row;      // of the row tile
+    int32_t first_key;  // of the key tile, in the document
+    int tile_key;       // of the block, in the key tile
+    bool masked;        // some of it
+  };
+
+  // s becomes p (and t the tanh of softcap); 0 where the key is masked.
   template <int kCount>
   static __device__ __forceinline__ void weights(Scores& s, Scores& t, const float2* stats, const Args& args,
-                                                 const DocumentView& d, const GroupRows& rows, int first_row,
-                                                 int32_t first_key, bool masked) {
+                                                 const DocumentView& d, const PackedRows& rows,
+                                                 const ScoreBlock& block) {
     const float scale = args.softmax_scale * kLog2e;
     for_each_row([&](int m, int half) {
-      float lse = stats[lane_row(first_row, m, half)].x;
+      float lse = stats[lane_row(block.first_row, m, half)].x;
       if constexpr (Shape::kSingle) lse = lse == -INFINITY ? 0.f : lse * kLog2e;
 #pragma unroll
       for (int n = 0; n < 2 * kCount; ++n) {
@@ -157,16 +165,17 @@ struct BackwardUnit {
         }
       }
     });
-    if (!masked) return;
+    if (!block.masked) return;
+    const int32_t first_key = block.first_key + block.tile_key;
     for_each_row([&](int m, int half) {
-      const int32_t token = rows.token_of(lane_row(first_row, m, half));
-      const Range seen = d.keys_seen(token, token);
+      const int32_t token = rows.token_of(lane_row(block.first_row, m, half));
+      const Interval<int32_t> visible = d.visible_keys(token, token);
 #pragma unroll
       for (int n = 0; n < 2 * kCount; ++n) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const int32_t key = first_key + (n / 2) * 16 * kScoreApart + (n % 2) * 8 + 2 * (threadIdx.x & 3) + i;
-          if (key < seen.first || key >= seen.end) s[m][n][2 * half + i] = 0.f;
+          const int32_t key = first_key + (n / 2) * 16 * kScoreBlockStride + (n % 2) * 8 + 2 * (threadIdx.x & 3) + i;
+          if (key < visible.begin || key >= visible.end) s[m][n][2 * half + i] = 0.f;
         }
       }
     });
@@ -191,13 +200,13 @@ struct BackwardUnit {
 
   template <int kCount>
   static __device__ __forceinline__ void store(TileS tile, const Scores& x, int first_row, int first_key) {
-    // Tile::chunk(.., row, first_key / 8) with the row's low bits taken from the lane, so that one address serves all
-    // rows; the second half of a block is a chunk further, the next block kScoreApart blocks.
+    // Tile::chunk(.., row, first_key / 8) with the row's low bits taken from the lane, so that one address
+    // serves all rows; the second half of a block is a chunk further, the next block kScoreBlockStride blocks.
     const int lane = threadIdx.x & 31;
     const int row = first_row + (lane >> 2);
     const uint32_t first = tile.chunk(first_key / 64, row, first_key / 8 % 8) + (lane & 3) * 4;
-    constexpr int kFlip = kScoreApart < 4 ? kScoreApart << 5 : 0;
-    constexpr int kFurther = kScoreApart < 4 ? 0 : kScoreApart / 4 * Shape::kRows * 128;
+    constexpr int kFlip = kScoreBlockStride < 4 ? kScoreBlockStride << 5 : 0;
+    constexpr int kFurther = kScoreBlockStride < 4 ? 0 : kScoreBlockStride / 4 * Shape::kRows * 128;
     for_each_row([&](int m, int half) {
 #pragma unroll
       for (int n = 0; n < 2 * kCount; ++n) {
@@ -207,21 +216,21 @@ struct BackwardUnit {
     });
   }
 
-  // p and ds of this warp's rows and of kCount blocks of keys from tile_key on, to where the others read them.
+  // p and ds of one block of scores, to shared memory for all warps.
   template <int kCount>
   __device__ __forceinline__ void scores(const uint8_t* generic, const Args& args, const DocumentView& d,
-                                         const GroupRows& rows, int i, int first_row, int32_t first_key, int tile_key,
-                                         bool masked) const {
+                                         const PackedRows& rows, int i, const ScoreBlock& block) const {
     const auto* row_stats = reinterpret_cast<const float2*>(generic + (stats(i) - base));
     Scores p;
     Scores t;
     Scores ds;
-    product<kCount>(p, tile_q(i), first_row, tile_k(), tile_key);
-    weights<kCount>(p, t, row_stats, args, d, rows, first_row, first_key + tile_key, masked);
-    store<kCount>(tile_p(i), p, first_row, tile_key);
-    product<kCount>(ds, tile_do(i), first_row, tile_v(), tile_key);
+    const int first_row = block.first_row;
+    product<kCount>(p, tile_q(i), first_row, tile_k(), block.tile_key);
+    weights<kCount>(p, t, row_stats, args, d, rows, block);
+    store<kCount>(tile_p(i), p, first_row, block.tile_key);
+    product<kCount>(ds, tile_do(i), first_row, tile_v(), block.tile_key);
     score_gradients<kCount>(ds, p, t, [&](int m, int half) { return row_stats[lane_row(first_row, m, half)].y; });
-    store<kCount>(tile_ds(i), ds, first_row, tile_key);
+    store<kCount>(tile_ds(i), ds, first_row, block.tile_key);
   }
 
   // sums += weights^T rows for this warp's blocks of keys kFirst .. kFirst + kCount - 1.
@@ -236,7 +245,8 @@ struct BackwardUnit {
     for (int j = 0; j < end; ++j) {
       uint32_t a[kCount][4];
 #pragma unroll
-      for (int c = 0; c < kCount; ++c) ptx::ldmatrix_trans(a[c], a_view.at(16 * j, key_block + kApart * (kFirst + c)));
+      for (int c = 0; c < kCount; ++c)
+        ptx::ldmatrix_trans(a[c], a_view.at(16 * j, key_block + kKeyBlockStride * (kFirst + c)));
 #pragma unroll
       for (int n = 0; n < Shape::kColumns / 16; ++n) {
         uint32_t b[4];
@@ -257,39 +267,40 @@ struct BackwardUnit {
     accumulate<kFirst, kCount, kAllRows>(dk, tile_ds(i), tile_q(i), key_block, first_column, row_blocks);
   }
 
-  // A step's share of dk and dv.
-  __device__ __forceinline__ void add_keys(Sums& dk, Sums& dv, const Met& met, int i, int key_block, int part) const {
-    const int first_column = part * Shape::kColumns;
-    const int row_blocks = (met.rows() + 15) / 16;
-    const bool low = met.sees(key_block);
-    const bool high = met.sees(key_block + kApart);
-    if (low && high && row_blocks == Shape::kRows / 16) {
+  // dk and dv: add this step's products.
+  __device__ __forceinline__ void add_keys(Sums& dk, Sums& dv, const RowTileVisit& visit, int i, int key_block,
+                                           int column_part) const {
+    const int first_column = column_part * Shape::kColumns;
+    const int row_blocks = (visit.rows() + 15) / 16;
+    const bool attends_first_block = visit.attends_to(key_block);
+    const bool attends_second_block = visit.attends_to(key_block + kKeyBlockStride);
+    if (attends_first_block && attends_second_block && row_blocks == Shape::kRows / 16) {
       accumulate_both<0, 2, true>(dk, dv, i, key_block, first_column, row_blocks);
-    } else if (low && high) {
+    } else if (attends_first_block && attends_second_block) {
       accumulate_both<0, 2, false>(dk, dv, i, key_block, first_column, row_blocks);
-    } else if (low) {
+    } else if (attends_first_block) {
       accumulate_both<0, 1, false>(dk, dv, i, key_block, first_column, row_blocks);
-    } else if (high) {
+    } else if (attends_second_block) {
       accumulate_both<1, 1, false>(dk, dv, i, key_block, first_column, row_blocks);
     }
   }
 
-  // dk and dv of this warp's blocks of keys and columns.
+  // dk and dv of this warp's blocks of keys and columns; `keys`: of the key tile, in the document.
   __device__ __forceinline__ void store_keys(const Args& args, const DocumentView& d, int32_t kv_head,
-                                             int32_t first_key, int32_t end_key, int key_block, int part,
-                                             const Sums& dk, const Sums& dv) const {
+                                             Interval<int32_t> keys, int key_block, int column_part, const Sums& dk,
+                                             const Sums& dv) const {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int32_t key = first_key + 16 * (key_block + c * kApart) + ((threadIdx.x & 31) >> 2) + 8 * half;
+        const int32_t key = keys.begin + 16 * (key_block + c * kKeyBlockStride) + ((threadIdx.x & 31) >> 2) + 8 * half;
         const int64_t row = d.start_k + key;
-        const auto place = [&](const AttentionTensor& to) {
-          return key < end_key ? static_cast<uint16_t*>(to.data) + row * to.token_stride + kv_head * to.head_stride
-                               : nullptr;
+        const auto address = [&](const AttentionTensor& to) {
+          return key < keys.end ? static_cast<uint16_t*>(to.data) + row * to.token_stride + kv_head * to.head_stride
+                                : nullptr;
         };
-        store_row<T>(place(args.dk), part * Shape::kColumns, args.head_dim, dk[c], half, args.softmax_scale);
-        store_row<T>(place(args.dv), part * Shape::kColumns, args.head_dim, dv[c], half, 1.f);
+        store_row<T>(address(args.dk), column_part * Shape::kColumns, args.head_dim, dk[c], half, args.softmax_scale);
+        store_row<T>(address(args.dv), column_part * Shape::kColumns, args.head_dim, dv[c], half, 1.f);
       }
     }
   }
@@ -305,7 +316,7 @@ struct BackwardUnit {
     return static_cast<int>(threadIdx.x) / 32 / (Shape::kRows / Shape::kQueryRows) * Shape::kQueryColumns;
   }
 
-  __device__ __forceinline__ void queries(Queries& dq, const Met& met, int i) const {
+  __device__ __forceinline__ void queries(Queries& dq, const RowTileVisit& visit, int i) const {
     const LaneView<Shape::kRows, Shape::kScoreColumns> a_view(tile_ds(i), rows_first, query_row());
     const LaneView<kKeys, kDim> b_view(tile_k(), rows_first, 0);
 #pragma unroll
@@ -329,20 +340,20 @@ struct BackwardUnit {
         }
       }
     };
-    if (met.first_block() == 0 && met.end_block() == kKeys / 16) {
+    if (visit.first_block() == 0 && visit.end_block() == kKeys / 16) {
 #pragma unroll
       for (int j = 0; j < kKeys / 16; ++j) add_block(j);
     } else {
 #pragma unroll 1
-      for (int j = met.first_block(); j < met.end_block(); ++j) add_block(j);
+      for (int j = visit.first_block(); j < visit.end_block(); ++j) add_block(j);
     }
   }
 
-  // Sums of a row tile's dq in memory, in the order in which lanes hold them, so that a warp's access is one block.
-  static constexpr int kSumsInTile = Shape::kRows * kDim;
+  // Partial dq of a row tile in global memory, in fragment order, so that a warp's access is coalesced.
+  static constexpr int kPartialDqFloats = Shape::kRows * kDim;
 
   template <class F>
-  static __device__ __forceinline__ void for_each_sum(float* sums, Queries& dq, const F& f) {
+  static __device__ __forceinline__ void for_each_partial_dq(float* sums, Queries& dq, const F& f) {
     float4* at =
         reinterpret_cast<float4*>(sums) + threadIdx.x / 32 * (kQueryTiles * kQueryBlocks * 32) + (threadIdx.x & 31);
 #pragma unroll
@@ -351,18 +362,18 @@ struct BackwardUnit {
       for (int n = 0; n < kQueryBlocks; ++n) f(at + (m * kQueryBlocks + n) * 32, dq[m][n]);
   }
 
-  // To the sums of the key tiles before, if there are any.
-  static __device__ __forceinline__ void leave_sums(float* sums, Queries& dq, bool first) {
+  // Adds dq to the partial dq of the key tiles before, or stores it if there are none.
+  static __device__ __forceinline__ void accumulate_partial_dq(float* sums, Queries& dq, bool first) {
     const auto vector = [](const float (&x)[4]) { return make_float4(x[0], x[1], x[2], x[3]); };
     if (first) {
-      for_each_sum(sums, dq, [&](float4* to, float (&x)[4]) { *to = vector(x); });
+      for_each_partial_dq(sums, dq, [&](float4* to, float (&x)[4]) { *to = vector(x); });
     } else {
-      for_each_sum(sums, dq, [&](float4* to, float (&x)[4]) { ptx::add_4(to, vector(x)); });
+      for_each_partial_dq(sums, dq, [&](float4* to, float (&x)[4]) { ptx::red_add_4(to, vector(x)); });
     }
   }
 
-  static __device__ __forceinline__ void take_sums(float* sums, Queries& dq) {
-    for_each_sum(sums, dq, [&](const float4* from, float (&x)[4]) {
+  static __device__ __forceinline__ void load_partial_dq(float* sums, Queries& dq) {
+    for_each_partial_dq(sums, dq, [&](const float4* from, float (&x)[4]) {
       const float4 sum = __ldcg(from);
       x[0] += sum.x;
       x[1] += sum.y;
@@ -371,7 +382,7 @@ struct BackwardUnit {
     });
   }
 
-  static __device__ __forceinline__ void store_queries(const Args& args, const GroupRows& rows, const Queries& dq) {
+  static __device__ __forceinline__ void store_queries(const Args& args, const PackedRows& rows, const Queries& dq) {
 #pragma unroll
     for (int m = 0; m < kQueryTiles; ++m) {
 #pragma unroll

@@ -1,8 +1,9 @@
-// Forward on mma.sync. A unit is (document, tile of packed rows, kv head); a block works its units off one after the
-// other. Each warp owns its rows through the whole unit; K and V come in tiles of kKeys, always from the first visible
-// tile upwards, so a row's sum has one order wherever its document lies. Copies run one tile ahead, over the seam
-// between units too: while a unit ends, the next one's first tiles are already on their way. Short documents have a
-// kernel of smaller units, or the one in forward_whole.cuh; either starts where the other one's blocks run out of work.
+// Forward on mma.sync. A unit of work is (document, row tile, kv head); a persistent block takes one after the other.
+// Each warp owns its rows for the whole unit. K and V come in tiles of kKeys in ascending order, from the first visible
+// one on, so that a row's online softmax has one order wherever its document lies in the pack. cp.async runs one tile
+// ahead, across units too: the next unit's first tiles load while this one finishes. Short documents have an instance
+// with smaller tiles (kShort), resident ones the kernel of forward_resident.cuh; each starts (programmatic dependent
+// launch) as the blocks of the one before run out of work.
 #pragma once
 
 #include "core/launch.cuh"
@@ -15,30 +16,30 @@ namespace packing_ops::attention::sm80 {
 
 struct ForwardWork {
   DocumentView d;
-  GroupRows rows;
+  PackedRows rows;
   int32_t kv_head;
   int32_t first_tile;
-  int32_t end_tile;  // at least one tile, also where no key is seen
+  int32_t end_tile;  // at least one tile, even where no key is visible
 
   template <class Shape>
   static __device__ __forceinline__ ForwardWork make(const Args& args, const PlanEntry& entry, int32_t kv_head) {
     const DocumentView d = document_view(entry, args.plan.window);
-    const GroupRows rows(args, d, kv_head, entry.first_token, entry.skipped,
-                         static_cast<int64_t>(entry.tile) * Shape::kRows, Shape::kRows);
-    const Range keys = d.keys_seen(rows.token, rows.last_token());
-    const int32_t first = keys.first / Shape::kKeys;
+    const PackedRows rows(args, d, kv_head, entry.first_token, entry.head_offset,
+                          static_cast<int64_t>(entry.tile) * Shape::kRows, Shape::kRows);
+    const Interval<int32_t> keys = d.visible_keys(rows.token, rows.last_token());
+    const int32_t first = keys.begin / Shape::kKeys;
     return {d, rows, kv_head, first, keys.empty() ? first + 1 : (keys.end - 1) / Shape::kKeys + 1};
   }
 };
 
 template <class T, int kDim, bool kShort, bool kTransform>
-__global__ void __launch_bounds__(128, ForwardShape<kDim, kShort>::kResident)
+__global__ void __launch_bounds__(128, ForwardShape<kDim, kShort>::kBlocksPerSm)
     attention_forward_kernel(__grid_constant__ const Args args) {
   using Shape = ForwardShape<kDim, kShort>;
   constexpr int kList = kShort ? PlanView::kForwardShort : PlanView::kForward;
   using Unit = ForwardUnit<T, Shape, kTransform>;
   extern __shared__ uint8_t shared[];
-  __shared__ PlanEntry entries[3];  // of this unit, the next and the one after
+  __shared__ PlanEntry entries[3];  // of this unit and the next two
   __shared__ ForwardWork works[2];  // this unit and the next
   const uint32_t base = (ptx::shared_address(shared) + 127) & ~127u;
   const typename Shape::TileQ tile_q{base};
@@ -59,8 +60,8 @@ __global__ void __launch_bounds__(128, ForwardShape<kDim, kShort>::kResident)
   const auto load_entry = [&](uint32_t round) {
     if (threadIdx.x < 2 && serpentine(round) < units) {
       const auto* from = args.plan.entries[kList] + args.kv_heads.quotient(serpentine(round));
-      ptx::copy_16(ptx::shared_address(&entries[round % 3]) + threadIdx.x * 16,
-                   reinterpret_cast<const uint8_t*>(from) + threadIdx.x * 16, true);
+      ptx::cp_async_16(ptx::shared_address(&entries[round % 3]) + threadIdx.x * 16,
+                       reinterpret_cast<const uint8_t*>(from) + threadIdx.x * 16, true);
     }
   };
   const auto load_next_keys = [&](const ForwardWork& work, int32_t tile, int stage) {
@@ -68,20 +69,21 @@ __global__ void __launch_bounds__(128, ForwardShape<kDim, kShort>::kResident)
     load_keys<Shape::kThreads>(tile_k(stage), args.k, work.d, work.kv_head, first_key, args.head_dim, threadIdx.x);
     load_keys<Shape::kThreads>(tile_v(stage), args.v, work.d, work.kv_head, first_key, args.head_dim, threadIdx.x);
   };
-  ptx::let_next_kernel_start();
+  // Prologue: q and the first key tile of the first unit
+  ptx::launch_dependents();
   if (serpentine(0) < units) {
     load_entry(0);
     load_entry(1);
-    ptx::copy_commit();
-    ptx::copy_wait<0>();
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
     __syncthreads();
     const ForwardWork work = ForwardWork::make<Shape>(args, entries[0], kv_head_of(0));
     load_warp_rows<Shape>(args, work.rows, tile_q, warp_row);
     load_next_keys(work, work.first_tile, 0);
-    ptx::copy_commit();
+    ptx::cp_async_commit();
     if (threadIdx.x == 0) works[0] = work;
   }
-  if constexpr (!kShort) {  // the kernel that every call launches
+  if constexpr (!kShort) {  // once per call: every call launches this instance
     check_plan(args.plan, args.documents_q, args.documents_k, args.fault);
     zero_padding(args);
   }
@@ -94,61 +96,66 @@ __global__ void __launch_bounds__(128, ForwardShape<kDim, kShort>::kResident)
     typename Unit::Sums o;
     Unit::clear(o, state);
     bool last = false;
-    bool fresh = true;
-    Range some;  // keys that some row of this warp sees
-    Range all;   // keys that all of them see
+    bool is_first_tile = true;
+    Interval<int32_t> visible_any;  // keys visible to at least one row of this warp
+    Interval<int32_t> visible_all;  // keys visible to all of them
     for (int32_t tile = 0; !last; ++tile, stage ^= 1) {
-      ptx::copy_wait<0>();
+      // Wait for this tile, load the next one
+      ptx::cp_async_wait<0>();
       __syncthreads();
-      if (fresh) {
+      if (is_first_tile) {
         tile = work.first_tile;
         load_entry(round + 2);
       }
       last = tile + 1 >= work.end_tile;
-      const bool more = serpentine(round + 1) < units;
+      const bool has_next = serpentine(round + 1) < units;
       if (!last) {
         load_next_keys(work, tile + 1, stage ^ 1);
-      } else if (more) {
+      } else if (has_next) {
         const ForwardWork next = ForwardWork::make<Shape>(args, entries[(round + 1) % 3], kv_head_of(round + 1));
         load_next_keys(next, next.first_tile, stage ^ 1);
         if (threadIdx.x == 0) works[(round + 1) & 1] = next;
       }
-      ptx::copy_commit();
+      ptx::cp_async_commit();
 
       const int32_t first_key = tile * Shape::kKeys;
       const int32_t end_key = first_key + Shape::kKeys;
-      if (fresh) {
-        fresh = false;
+      if (is_first_tile) {
+        is_first_tile = false;
         const int last_row =
             warp_row + Shape::kWarpRows < work.rows.valid ? warp_row + Shape::kWarpRows - 1 : work.rows.valid - 1;
         const int32_t first_token = work.rows.token_of(warp_row);
         const int32_t last_token = work.rows.token_of(last_row);
-        some = warp_row < work.rows.valid ? work.d.keys_seen(first_token, last_token) : Range{0, 0};
-        all = work.d.keys_seen_by_all(first_token, last_token);
+        visible_any =
+            warp_row < work.rows.valid ? work.d.visible_keys(first_token, last_token) : Interval<int32_t>{0, 0};
+        visible_all = work.d.keys_visible_to_all(first_token, last_token);
       }
-      // A tile that no row of this warp sees would change no bit.
-      if (first_key < some.end && end_key > some.first) {
-        const bool masked = first_key < all.first || end_key > all.end;
-        const int32_t end = some.end - first_key;
+      // A tile that is hidden from all rows of this warp would change no bit.
+      if (first_key < visible_any.end && end_key > visible_any.begin) {
+        const bool masked = first_key < visible_all.begin || end_key > visible_all.end;
+        const int32_t end = visible_any.end - first_key;
+        const auto warp_tile = [&]() -> WarpTile<Shape> {  // in each branch: its addresses hold no registers across
+          return {tile_q, tile_k(stage), tile_v(stage), warp_row, first_key, end, masked};
+        };
         if (end <= Shape::kKeys / 2) {
-          Unit::template step<Unit::kKeyBlocks / 2>(o, state, args, tile_q, tile_k(stage), tile_v(stage), work.d,
-                                                    work.rows, warp_row, first_key, end, masked, scale);
+          Unit::template step<Unit::kKeyBlocks / 2>(o, state, args, warp_tile(), work.d, work.rows, scale);
         } else {
-          Unit::template step<Unit::kKeyBlocks>(o, state, args, tile_q, tile_k(stage), tile_v(stage), work.d, work.rows,
-                                                warp_row, first_key, end, masked, scale);
+          Unit::template step<Unit::kKeyBlocks>(o, state, args, warp_tile(), work.d, work.rows, scale);
         }
       }
-      if (last && more) {
+      // q of the next unit, once this warp has read the last of this one's
+      if (last && has_next) {
         __syncwarp();
         load_warp_rows<Shape>(args,
                               ForwardWork::make<Shape>(args, entries[(round + 1) % 3], kv_head_of(round + 1)).rows,
                               tile_q, warp_row);
-        ptx::copy_commit();
+        ptx::cp_async_commit();
       }
     }
+    // Epilogue: out and lse
     if (warp_row < work.rows.valid) finish<T, Shape>(args, work.rows, warp_row + g, state, o, scale, natural_scale);
   }
-  ptx::wait_for_kernel_before();
+  ptx::wait_for_prerequisite_grids();
 }
 
 template <class T, int kDim, bool kShort, bool kTransform>

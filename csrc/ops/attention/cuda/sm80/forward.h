@@ -13,6 +13,6 @@ template <class T, int kDim, bool kShort, bool kTransform>
 void run_forward(const Args& args, cudaStream_t stream);
 
 template <class T, int kDim, bool kTransform>
-void run_forward_whole(const Args& args, cudaStream_t stream);
+void run_forward_resident(const Args& args, cudaStream_t stream);
 
 }  // namespace packing_ops::attention::sm80

@@ -1,4 +1,4 @@
-// The forward's shapes and the parts of one tile of keys: scores, mask, softmax, values.
+// The forward's tile shapes, and one step of it: s = q k^T, mask, online softmax, o += p v.
 #pragma once
 
 #include "ops/attention/cuda/epilogue.cuh"
@@ -15,21 +15,33 @@ struct ForwardShape {
   static constexpr int kThreads = 128;
   static constexpr int kRows = kShort ? kShortRows : forward_rows(kDim);
   static constexpr int kKeys = kShort ? kShortKeys : forward_keys(kDim);
-  static constexpr int kResident = kShort ? 4 : 2;  // blocks of a multiprocessor
-  static constexpr int kRowBlocks = kRows / 64;     // blocks of 16 rows a warp owns
+  static constexpr int kBlocksPerSm = kShort ? 4 : 2;  // blocks of a multiprocessor
+  static constexpr int kRowBlocks = kRows / 64;        // blocks of 16 rows a warp owns
   static constexpr int kShared = (kRows + 4 * kKeys) * kDim * 2 + 128;
   static constexpr int kWarpRows = 16 * kRowBlocks;
-  static constexpr int kLoadsAhead = 0;            // blocks of 16 columns of q and k, at most 1
-  static constexpr bool kFewInstructions = false;  // see forward_whole.cuh
+  static constexpr int kLoadsAhead = 0;      // ldmatrix runs so many blocks of 16 columns ahead of mma, at most 1
+  static constexpr bool kSmallCode = false;  // see forward_resident.cuh
   using TileQ = Tile<kRows, kDim>;
   using TileK = Tile<kKeys, kDim>;
+};
+
+// What a warp reads in one step: tiles in shared memory, from its first row on, and which of the keys count.
+template <class Shape>
+struct WarpTile {
+  typename Shape::TileQ q;
+  typename Shape::TileK k;
+  typename Shape::TileK v;
+  int warp_row;
+  int32_t first_key;    // in the document
+  int32_t end_visible;  // in the tile: keys from here on are hidden from all rows of the warp
+  bool masked;          // some of the others are hidden from some row
 };
 
 // A thread's rows: 16 b + g and 16 b + g + 8 of its warp, each with its own softmax.
 template <int kBlocks>
 struct RowState {
-  float most[kBlocks][2];
-  float sum[kBlocks][2];  // this thread's columns only, until the end
+  float row_max[kBlocks][2];
+  float row_sum[kBlocks][2];  // of this thread's columns only, until the end
 };
 
 template <class T, class Shape, bool kTransform>
@@ -40,7 +52,7 @@ struct ForwardUnit {
   using Scores = float[kBlocks][kKeyBlocks][4];
   using Sums = float[kBlocks][kDimBlocks][4];
 
-  // What a dot product is multiplied by before 2^x, and before e^x.
+  // Of a dot product before 2^x, and before e^x.
   static __device__ __forceinline__ float scale(const Args& args) {
     return kTransform ? 1.f : args.softmax_scale * kLog2e;
   }
@@ -48,14 +60,14 @@ struct ForwardUnit {
     return kTransform ? 0.6931471805599453 : args.softmax_scale;
   }
 
-  // Before a row's first key.
+  // The state before a row's first key.
   static __device__ __forceinline__ void clear(Sums& o, RowState<kBlocks>& rows) {
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        rows.most[b][half] = -INFINITY;
-        rows.sum[b][half] = 0.f;
+        rows.row_max[b][half] = -INFINITY;
+        rows.row_sum[b][half] = 0.f;
       }
 #pragma unroll
       for (int n = 0; n < kDimBlocks; ++n)
@@ -64,7 +76,7 @@ struct ForwardUnit {
     }
   }
 
-  // kCount: blocks of 8 keys, from the tile's first on, that the warp's rows see.
+  // kCount: blocks of 8 keys, from the tile's first on, that are visible to the warp's rows.
 
   // s = q k^T of this warp's rows and one key tile.
   template <int kCount>
@@ -79,14 +91,14 @@ struct ForwardUnit {
 #pragma unroll
         for (int i = 0; i < 4; ++i) s[b][n][i] = 0.f;
     constexpr int kAhead = Shape::kLoadsAhead;
-    constexpr int kPlaces = 1 + kAhead;
-    uint32_t a[kPlaces][kBlocks][4];
-    uint32_t bb[kPlaces][kCount / 2][4];
+    constexpr int kBuffers = 1 + kAhead;
+    uint32_t a[kBuffers][kBlocks][4];
+    uint32_t bb[kBuffers][kCount / 2][4];
     const auto load_rows = [&](int d) {
 #pragma unroll
-      for (int b = 0; b < kBlocks; ++b) ptx::ldmatrix(a[d % kPlaces][b], rows.at(16 * b, d));
+      for (int b = 0; b < kBlocks; ++b) ptx::ldmatrix(a[d % kBuffers][b], rows.at(16 * b, d));
     };
-    const auto load_keys = [&](int d, int n) { ptx::ldmatrix(bb[d % kPlaces][n / 2], keys.at(8 * n, d)); };
+    const auto load_keys = [&](int d, int n) { ptx::ldmatrix(bb[d % kBuffers][n / 2], keys.at(8 * n, d)); };
     const auto load = [&](int d) {
       load_rows(d);
 #pragma unroll
@@ -102,9 +114,9 @@ struct ForwardUnit {
         if (kAhead == 0) load_keys(d, n);
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b) {
-          const auto& right = bb[d % kPlaces][n / 2];
-          ptx::mma<T>(s[b][n], a[d % kPlaces][b], right[0], right[1]);
-          ptx::mma<T>(s[b][n + 1], a[d % kPlaces][b], right[2], right[3]);
+          const auto& right = bb[d % kBuffers][n / 2];
+          ptx::mma<T>(s[b][n], a[d % kBuffers][b], right[0], right[1]);
+          ptx::mma<T>(s[b][n + 1], a[d % kBuffers][b], right[2], right[3]);
         }
       }
     }
@@ -116,7 +128,7 @@ struct ForwardUnit {
     const LaneView<Shape::kKeys, Shape::kDim> keys(v, Lanes::kRowsFirst, 0);
 #pragma unroll
     for (int n = 0; n < kCount; n += 2) {
-      if (Shape::kFewInstructions && n > 0 && 8 * n >= end) break;
+      if (Shape::kSmallCode && n > 0 && 8 * n >= end) break;
       uint32_t a[kBlocks][4];
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
@@ -140,7 +152,7 @@ struct ForwardUnit {
 
   // first_row: this thread's first row of the unit.
   template <int kCount>
-  static __device__ __forceinline__ void mask(Scores& s, const DocumentView& d, const GroupRows& rows, int first_row,
+  static __device__ __forceinline__ void mask(Scores& s, const DocumentView& d, const PackedRows& rows, int first_row,
                                               int32_t first_key) {
     const int32_t column = first_key + 2 * (threadIdx.x & 3);
 #pragma unroll
@@ -148,9 +160,9 @@ struct ForwardUnit {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int32_t token = rows.token_of(first_row + 16 * b + 8 * half);
-        const Range seen = d.keys_seen(token, token);
-        if (Shape::kFewInstructions && d.window.left >= kOpenWindow) {
-          const int32_t end = seen.end - column;
+        const Interval<int32_t> visible = d.visible_keys(token, token);
+        if (Shape::kSmallCode && d.window.left >= kOpenWindow) {
+          const int32_t end = visible.end - column;
 #pragma unroll
           for (int n = 0; n < kCount; ++n) {
             if (8 * n >= end) s[b][n][2 * half] = -INFINITY;
@@ -161,31 +173,31 @@ struct ForwardUnit {
 #pragma unroll
         for (int n = 0; n < kCount; ++n) {
           const int32_t key = column + 8 * n;
-          if (key < seen.first || key >= seen.end) s[b][n][2 * half] = -INFINITY;
-          if (key + 1 < seen.first || key + 1 >= seen.end) s[b][n][2 * half + 1] = -INFINITY;
+          if (key < visible.begin || key >= visible.end) s[b][n][2 * half] = -INFINITY;
+          if (key + 1 < visible.begin || key + 1 >= visible.end) s[b][n][2 * half + 1] = -INFINITY;
         }
       }
     }
   }
 
-  // Scores to weights; o and the sums move to the new maximum. `scale` is softmax_scale * log2(e).
+  // Online softmax: s becomes p, o and row_sum are rescaled to the new row_max. `scale` is softmax_scale * log2(e).
   template <int kCount>
   static __device__ __forceinline__ void softmax(Scores& s, RowState<kBlocks>& rows, Sums& o, float scale) {
     float factor[kBlocks][2];
-    bool moved = false;
+    bool max_grew = false;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float most = rows.most[b][half];
+        float row_max = rows.row_max[b][half];
 #pragma unroll
-        for (int n = 0; n < kCount; ++n) most = fmaxf(most, fmaxf(s[b][n][2 * half], s[b][n][2 * half + 1]));
-        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-        moved |= most != rows.most[b][half] && rows.most[b][half] != -INFINITY;
-        const float base = most == -INFINITY ? 0.f : most * scale;
-        factor[b][half] = ptx::exp2_approx(rows.most[b][half] * scale - base);
-        rows.most[b][half] = most;
+        for (int n = 0; n < kCount; ++n) row_max = fmaxf(row_max, fmaxf(s[b][n][2 * half], s[b][n][2 * half + 1]));
+        row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffffu, row_max, 1));
+        row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffffu, row_max, 2));
+        max_grew |= row_max != rows.row_max[b][half] && rows.row_max[b][half] != -INFINITY;
+        const float base = row_max == -INFINITY ? 0.f : row_max * scale;
+        factor[b][half] = ptx::exp2_approx(rows.row_max[b][half] * scale - base);
+        rows.row_max[b][half] = row_max;
         float sum = 0.f;
 #pragma unroll
         for (int n = 0; n < kCount; ++n) {
@@ -195,12 +207,12 @@ struct ForwardUnit {
             sum += s[b][n][i];
           }
         }
-        rows.sum[b][half] = rows.sum[b][half] * factor[b][half] + sum;
+        rows.row_sum[b][half] = rows.row_sum[b][half] * factor[b][half] + sum;
       }
     }
-    // A maximum that stays is a factor of exactly 1, and a row's first one meets zeros: leaving them out changes no
-    // bit.
-    if (!__any_sync(0xffffffffu, moved)) return;
+    // Skipping the rescale changes no bit: an unchanged maximum has a factor of exactly 1, and a row's first maximum
+    // rescales zeros.
+    if (!__any_sync(0xffffffffu, max_grew)) return;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
@@ -209,14 +221,13 @@ struct ForwardUnit {
         for (int i = 0; i < 4; ++i) o[b][d][i] *= factor[b][i / 2];
   }
 
-  // One tile of keys for this warp's rows, which see none of it from key `end` on.
+  // One key tile for this warp's rows.
   template <int kCount>
   static __device__ __forceinline__ void step(Sums& o, RowState<kBlocks>& state, const Args& args,
-                                              typename Shape::TileQ q, typename Shape::TileK k, typename Shape::TileK v,
-                                              const DocumentView& d, const GroupRows& rows, int warp_row,
-                                              int32_t first_key, int32_t end, bool masked, float scale) {
+                                              const WarpTile<Shape>& tile, const DocumentView& d,
+                                              const PackedRows& rows, float scale) {
     Scores s;
-    scores<kCount>(s, q, k, warp_row);
+    scores<kCount>(s, tile.q, tile.k, tile.warp_row);
     if constexpr (kTransform) {
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b)
@@ -225,60 +236,60 @@ struct ForwardUnit {
 #pragma unroll
           for (int i = 0; i < 4; ++i) s[b][n][i] = transform_score(s[b][n][i], args) * kLog2e;
     }
-    if (masked) mask<kCount>(s, d, rows, warp_row + ((threadIdx.x & 31) >> 2), first_key);
+    if (tile.masked) mask<kCount>(s, d, rows, tile.warp_row + ((threadIdx.x & 31) >> 2), tile.first_key);
     softmax<kCount>(s, state, o, scale);
-    values<kCount>(o, s, v, end);
+    values<kCount>(o, s, tile.v, tile.end_visible);
   }
 };
 
-// q of a warp's rows, which only this warp reads.
+// q of a warp's rows, read by this warp alone.
 template <class Shape>
-__device__ __forceinline__ void load_warp_rows(const Args& args, const GroupRows& rows, typename Shape::TileQ tile,
+__device__ __forceinline__ void load_warp_rows(const Args& args, const PackedRows& rows, typename Shape::TileQ tile,
                                                int warp_row) {
   const uint16_t* data = static_cast<const uint16_t*>(args.q.data);
   const int lane = threadIdx.x & 31;
   const auto address = [&](int row) { return data + rows.offset(row, args.q.token_stride, args.q.head_stride); };
-  if (warp_row + Shape::kWarpRows <= rows.valid && args.whole_group > 0 && args.whole_group <= 4) {
-    load_whole_rows<32, Shape::kWarpRows>(tile, warp_row, lane, address(warp_row + (lane >> 3)) + (lane & 7) * 8,
-                                          rows.token_step(4) * args.q.token_stride);
+  if (warp_row + Shape::kWarpRows <= rows.valid && args.token_aligned_group > 0 && args.token_aligned_group <= 4) {
+    load_rows_unchecked<32, Shape::kWarpRows>(tile, warp_row, lane, address(warp_row + (lane >> 3)) + (lane & 7) * 8,
+                                              rows.token_step(4) * args.q.token_stride);
     return;
   }
   load_rows<32, Shape::kWarpRows>(tile, warp_row, lane, args.head_dim, data,
                                   [&](int row) -> const void* { return row < rows.valid ? address(row) : nullptr; });
 }
 
-// The unit's last step: out and lse of this warp's rows. unit: scale without its log2(e). A quad holds 2 kRowBlocks
-// rows; each of its lanes works out lse and the factor of one of them.
+// Epilogue: out and lse of this warp's rows. unit: scale without its log2(e). A quad of lanes holds 2 kRowBlocks rows,
+// each lane computes lse and 1 / row_sum of one of them.
 template <class T, class Shape>
-__device__ __forceinline__ void finish(const Args& args, const GroupRows& rows, int first_row,
+__device__ __forceinline__ void finish(const Args& args, const PackedRows& rows, int first_row,
                                        const RowState<Shape::kRowBlocks>& state,
                                        const float (&o)[Shape::kRowBlocks][Shape::kDim / 8][4], float scale,
                                        double unit) {
   constexpr int kQuadRows = 2 * Shape::kRowBlocks;
   const int lane = threadIdx.x & 31;
-  const int mine = lane % kQuadRows;
+  const int lane_row = lane % kQuadRows;
   float sum = 0.f;
-  float most = 0.f;
+  float row_max = 0.f;
 #pragma unroll
   for (int i = 0; i < kQuadRows; ++i) {
-    float whole = state.sum[i / 2][i % 2];
-    whole += __shfl_xor_sync(0xffffffffu, whole, 1);
-    whole += __shfl_xor_sync(0xffffffffu, whole, 2);
-    sum = mine == i ? whole : sum;
-    most = mine == i ? state.most[i / 2][i % 2] : most;
+    float row_sum = state.row_sum[i / 2][i % 2];
+    row_sum += __shfl_xor_sync(0xffffffffu, row_sum, 1);
+    row_sum += __shfl_xor_sync(0xffffffffu, row_sum, 2);
+    sum = lane_row == i ? row_sum : sum;
+    row_max = lane_row == i ? state.row_max[i / 2][i % 2] : row_max;
   }
   float inverse = sum == 0.f ? 0.f : 1.f / sum;
-  const int own_row = first_row + 8 * mine;
-  if (own_row < rows.valid && (lane & 3) == mine) {
-    float lse = sum == 0.f ? -INFINITY : log_of_sum(most, scale, unit, sum);
-    const int32_t step = rows.token_step(own_row);
-    const int32_t head = rows.first_head + own_row + rows.skipped - step * rows.group;
+  const int thread_row = first_row + 8 * lane_row;
+  if (thread_row < rows.valid && (lane & 3) == lane_row) {
+    float lse = sum == 0.f ? -INFINITY : log_of_sum(row_max, scale, unit, sum);
+    const int32_t step = rows.token_step(thread_row);
+    const int32_t head = rows.first_head + thread_row + rows.head_offset - step * rows.group;
     if (args.sinks != nullptr) {
       const float sink = args.sinks[head];
       const float top = fmaxf(lse, sink);
-      const float whole = top == -INFINITY ? top : top + log1pf(expf(fminf(lse, sink) - top));
-      inverse = sum == 0.f ? 0.f : inverse * expf(lse - whole);
-      lse = whole;
+      const float lse_with_sink = top == -INFINITY ? top : top + log1pf(expf(fminf(lse, sink) - top));
+      inverse = sum == 0.f ? 0.f : inverse * expf(lse - lse_with_sink);
+      lse = lse_with_sink;
     }
     args.lse[head * args.documents_q.total + rows.first_token + step] = lse;
   }

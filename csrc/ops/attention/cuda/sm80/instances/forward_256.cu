@@ -1,3 +1,5 @@
+// Written by tools/generate_instances.py.
+// clang-format off
 #include "ops/attention/cuda/sm80/forward.cuh"
 
 namespace packing_ops::attention::sm80 {

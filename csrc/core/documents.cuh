@@ -1,10 +1,10 @@
-// Device side of segment.h: walking the slots or the documents of a packed row.
+// Device side of documents.h: walking the slots or the documents of a packed row.
 #pragma once
 
 #include <cstdint>
 
+#include "core/documents.h"
 #include "core/fault.h"
-#include "core/segment.h"
 
 namespace packing_ops {
 
@@ -23,15 +23,9 @@ __device__ inline void flag_cu_seqlens(const Documents& documents, const FaultFl
 }
 
 // The segment of a document index, the padding after the last document included.
-__device__ inline Segment segment_at(const Documents& documents, int64_t i) {
-  return i == documents.num_documents ? Segment{documents.end(), documents.total} : documents[i];
+__device__ inline Interval<int64_t> segment_at(const Documents& documents, int64_t i) {
+  return i == documents.num_documents ? Interval<int64_t>{documents.end(), documents.total} : documents[i];
 }
-
-// A segment in 32 bits: cu_seqlens are int32, and half the registers and instructions matter in a memory-bound kernel.
-struct Span {
-  int start;
-  int end;
-};
 
 // The documents that a block's tile of slots touches. The whole block searches together: two dependent loads for up to
 // 65k documents, and the entries that every slot then needs are in shared memory.
@@ -56,10 +50,10 @@ class TileDocuments {
     for (int i = static_cast<int>(threadIdx.x); i < 2 * kThreads; i += kThreads) {
       window_[i] = low + i < count ? cu_seqlens[low + i] : INT32_MAX;
     }
-    const int own = static_cast<int>(threadIdx.x);
-    const int before = __syncthreads_count(own < range && window_[own] <= first_slot);
-    int inside = __syncthreads_count(window_[own] <= last_slot);
-    inside += __syncthreads_count(window_[own + kThreads] <= last_slot);
+    const int thread = static_cast<int>(threadIdx.x);
+    const int before = __syncthreads_count(thread < range && window_[thread] <= first_slot);
+    int inside = __syncthreads_count(window_[thread] <= last_slot);
+    inside += __syncthreads_count(window_[thread + kThreads] <= last_slot);
     first_ = low + (before > 0 ? before - 1 : 0);
     last_ = low + inside - 1;
     // A tile of more documents than the window holds reads cu_seqlens itself.
@@ -85,7 +79,8 @@ class TileDocuments {
     return first;
   }
 
-  __device__ Span segment(int i) const {
+  // In 32 bits, as cu_seqlens: half the registers and instructions matter in a memory-bound kernel.
+  __device__ Interval<int> segment(int i) const {
     const int start = clamp(entries_[i]);
     if (i == documents_.num_documents) return {start, static_cast<int>(documents_.total)};
     const int end = clamp(entries_[i + 1]);
@@ -132,7 +127,7 @@ __device__ void fill_slots(const Documents& documents, Out* out, const Value& va
       const int t = slot(i);
       if (t >= end) break;
       int document = tile.document_of(t);
-      Span segment = tile.segment(document);
+      Interval<int> segment = tile.segment(document);
       const Out here = value(t, inputs[i][0], document, segment);
       if (t + 1 >= end) {
         out[t] = here;
@@ -171,15 +166,15 @@ struct WarpGroup {
 
   // The threads' steps in the order of their ranks: those before this one's into `before`, all of them into `all`.
   template <class T>
-  __device__ void scan(Affine<T> own, Affine<T>& before, Affine<T>& all) const {
+  __device__ void scan(Affine<T> step, Affine<T>& before, Affine<T>& all) const {
     constexpr unsigned kAll = 0xffffffffu;
     for (int offset = 1; offset < kWarp; offset *= 2) {
-      const Affine<T> earlier{__shfl_up_sync(kAll, own.a, offset), __shfl_up_sync(kAll, own.b, offset)};
-      if (rank >= offset) own = earlier.then(own);
+      const Affine<T> earlier{__shfl_up_sync(kAll, step.a, offset), __shfl_up_sync(kAll, step.b, offset)};
+      if (rank >= offset) step = earlier.then(step);
     }
-    before = {__shfl_up_sync(kAll, own.a, 1), __shfl_up_sync(kAll, own.b, 1)};
+    before = {__shfl_up_sync(kAll, step.a, 1), __shfl_up_sync(kAll, step.b, 1)};
     if (rank == 0) before = {T(1), T(0)};
-    all = {__shfl_sync(kAll, own.a, kWarp - 1), __shfl_sync(kAll, own.b, kWarp - 1)};
+    all = {__shfl_sync(kAll, step.a, kWarp - 1), __shfl_sync(kAll, step.b, kWarp - 1)};
   }
 };
 
@@ -201,12 +196,12 @@ struct BlockGroup {
   }
 
   template <class T>
-  __device__ void scan(Affine<T> own, Affine<T>& before, Affine<T>& all) const {
+  __device__ void scan(Affine<T> step, Affine<T>& before, Affine<T>& all) const {
     __shared__ Affine<T> of_warp[kThreads / kWarp];
-    Affine<T> of_own;
-    WarpGroup{rank % kWarp}.scan(own, before, of_own);
+    Affine<T> warp_steps;
+    WarpGroup{rank % kWarp}.scan(step, before, warp_steps);
     __syncthreads();
-    if (rank % kWarp == 0) of_warp[rank / kWarp] = of_own;
+    if (rank % kWarp == 0) of_warp[rank / kWarp] = warp_steps;
     __syncthreads();
     all = {T(1), T(0)};
     for (int i = 0; i < kThreads / kWarp; ++i) {
@@ -226,13 +221,13 @@ __device__ void for_each_document(const Documents& documents, int64_t count, con
   if (blockIdx.y == 0) {
     const int64_t warp = int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp;
     for (int64_t i = warp; i < count; i += int64_t{gridDim.x} * kWarps) {
-      const Segment segment = segment_at(documents, i);
-      if (segment.end - segment.start <= kLong) body(i, segment, WarpGroup{static_cast<int>(threadIdx.x % kWarp)});
+      const Interval<int64_t> segment = segment_at(documents, i);
+      if (segment.size() <= kLong) body(i, segment, WarpGroup{static_cast<int>(threadIdx.x % kWarp)});
     }
   } else {
     for (int64_t i = blockIdx.x; i < count; i += gridDim.x) {
-      const Segment segment = segment_at(documents, i);
-      if (segment.end - segment.start > kLong) body(i, segment, BlockGroup<kThreads>{static_cast<int>(threadIdx.x)});
+      const Interval<int64_t> segment = segment_at(documents, i);
+      if (segment.size() > kLong) body(i, segment, BlockGroup<kThreads>{static_cast<int>(threadIdx.x)});
     }
   }
 }

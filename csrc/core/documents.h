@@ -3,14 +3,10 @@
 
 #include <cstdint>
 
+#include "core/interval.h"
 #include "core/macros.h"
 
 namespace packing_ops {
-
-struct Segment {
-  int64_t start;
-  int64_t end;
-};
 
 // Documents of a packed row of `total` slots. On a GPU the values cannot be checked before the launch, so every
 // read of them is clamped: a wrong entry yields an empty or shorter document, never an address outside the row.
@@ -23,7 +19,7 @@ struct Documents {
     const int64_t value = cu_seqlens[i];
     return value < 0 ? 0 : (value > total ? total : value);
   }
-  PACKING_OPS_HOST_DEVICE Segment operator[](int64_t i) const {
+  PACKING_OPS_HOST_DEVICE Interval<int64_t> operator[](int64_t i) const {
     const int64_t start = bound(i);
     const int64_t end = bound(i + 1);
     return {start, end < start ? start : end};

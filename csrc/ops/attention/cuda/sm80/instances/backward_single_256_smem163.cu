@@ -1,0 +1,12 @@
+// Written by tools/generate_instances.py.
+// clang-format off
+#include "ops/attention/cuda/sm80/backward_single.cuh"
+
+namespace packing_ops::attention::sm80 {
+
+template void run_backward_single<__nv_bfloat16, 256, backward_keys(256, SmemTier::k163KB), false, SmemTier::k163KB>(const Args&, cudaStream_t);
+template void run_backward_single<__nv_bfloat16, 256, backward_keys(256, SmemTier::k163KB), true, SmemTier::k163KB>(const Args&, cudaStream_t);
+template void run_backward_single<__half, 256, backward_keys(256, SmemTier::k163KB), false, SmemTier::k163KB>(const Args&, cudaStream_t);
+template void run_backward_single<__half, 256, backward_keys(256, SmemTier::k163KB), true, SmemTier::k163KB>(const Args&, cudaStream_t);
+
+}  // namespace packing_ops::attention::sm80

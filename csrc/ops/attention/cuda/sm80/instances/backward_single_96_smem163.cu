@@ -1,0 +1,16 @@
+// Written by tools/generate_instances.py.
+// clang-format off
+#include "ops/attention/cuda/sm80/backward_single.cuh"
+
+namespace packing_ops::attention::sm80 {
+
+template void run_backward_single<__nv_bfloat16, 96, backward_keys(96, SmemTier::k163KB), false, SmemTier::k163KB>(const Args&, cudaStream_t);
+template void run_backward_single<__nv_bfloat16, 96, backward_keys(96, SmemTier::k163KB), true, SmemTier::k163KB>(const Args&, cudaStream_t);
+template void run_backward_single<__nv_bfloat16, 96, backward_small_keys(96, SmemTier::k163KB), false, SmemTier::k163KB>(const Args&, cudaStream_t);
+template void run_backward_single<__nv_bfloat16, 96, backward_small_keys(96, SmemTier::k163KB), true, SmemTier::k163KB>(const Args&, cudaStream_t);
+template void run_backward_single<__half, 96, backward_keys(96, SmemTier::k163KB), false, SmemTier::k163KB>(const Args&, cudaStream_t);
+template void run_backward_single<__half, 96, backward_keys(96, SmemTier::k163KB), true, SmemTier::k163KB>(const Args&, cudaStream_t);
+template void run_backward_single<__half, 96, backward_small_keys(96, SmemTier::k163KB), false, SmemTier::k163KB>(const Args&, cudaStream_t);
+template void run_backward_single<__half, 96, backward_small_keys(96, SmemTier::k163KB), true, SmemTier::k163KB>(const Args&, cudaStream_t);
+
+}  // namespace packing_ops::attention::sm80

@@ -1,0 +1,74 @@
+"""Writes csrc/ops/attention/cuda/sm80/instances: python3 tools/generate_instances.py. A file for each kernel, head_dim and
+tier of shared memory, so that they compile beside each other; in it the kernel for both half types, with and without a
+transform of the scores (softcap)."""
+
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent.parent / "csrc" / "ops" / "attention" / "cuda" / "sm80" / "instances"
+HEAD_DIMS = (64, 96, 128, 192, 256)
+DTYPES = ("__nv_bfloat16", "__half")
+TRANSFORMS = ("false", "true")
+
+
+def instance_file(header, functions):
+    """functions: calls of one dtype and transform, as run_forward<{T}, 64, false, {transform}>."""
+    lines = ["// Written by tools/generate_instances.py.", "// clang-format off"]
+    lines += [f'#include "ops/attention/cuda/sm80/{header}.cuh"', "", "namespace packing_ops::attention::sm80 {", ""]
+    for dtype in DTYPES:
+        for function in functions:
+            for transform in TRANSFORMS:
+                instance = function.format(T=dtype, transform=transform)
+                lines.append(f"template void {instance}(const Args&, cudaStream_t);")
+    return "\n".join([*lines, "", "}  // namespace packing_ops::attention::sm80", ""])
+
+
+def tiers(head_dim):
+    """KB of shared memory that the backward has instances for, as tiles.h says: has_99kb_tier."""
+    return (163, 227) if head_dim == 64 else (99, 163, 227)
+
+
+def single_tiers(head_dim):
+    """Those of documents of one key tile: backward_single_tier."""
+    return [tier for tier in tiers(head_dim) if tier != 227 or head_dim == 256]
+
+
+def instances():
+    """{file name: text}"""
+    files = {}
+    for dim in HEAD_DIMS:
+        short = dim <= 128  # has_short_forward
+        kinds = ("false", "true") if short else ("false",)
+        files[f"forward_{dim}.cu"] = instance_file(
+            "forward", [f"run_forward<{{T}}, {dim}, {kind}, {{transform}}>" for kind in kinds]
+        )
+        if short:
+            files[f"forward_resident_{dim}.cu"] = instance_file(
+                "forward_resident", [f"run_forward_resident<{{T}}, {dim}, {{transform}}>"]
+            )
+        for tier in tiers(dim):
+            name = f"SmemTier::k{tier}KB"
+            files[f"backward_{dim}_smem{tier}.cu"] = instance_file(
+                "backward", [f"run_backward<{{T}}, {dim}, {{transform}}, {name}>"]
+            )
+            if tier not in single_tiers(dim):
+                continue
+            keys = ["backward_keys", "backward_small_keys"] if short and tier != 99 else ["backward_keys"]
+            files[f"backward_single_{dim}_smem{tier}.cu"] = instance_file(
+                "backward_single",
+                [f"run_backward_single<{{T}}, {dim}, {key}({dim}, {name}), {{transform}}, {name}>" for key in keys],
+            )
+    return files
+
+
+def write(folder=FOLDER):
+    folder.mkdir(exist_ok=True)
+    files = instances()
+    for path in folder.glob("*.cu"):
+        if path.name not in files:
+            path.unlink()
+    for name, text in files.items():
+        (folder / name).write_text(text)
+
+
+if __name__ == "__main__":
+    write()
