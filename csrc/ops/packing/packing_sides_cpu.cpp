@@ -9,9 +9,9 @@ namespace packing_ops {
 namespace {
 
 // The free capacity of every open bin: per side, and their minimum over the sides. Above them a tree of fan-out kFan,
-// whose nodes have the maximum of each of these numbers. No bin below a node has room if one maximum is too small. If all
-// are large enough, they may still come from different bins, and the search has to go on at the next node. The minimum
-// over the sides prunes nodes in which every bin is full on one side or another.
+// whose nodes have the maximum of each of these numbers. No bin below a node has room if one maximum is too small. If
+// all are large enough, they may still come from different bins, and the search has to go on at the next node. The
+// minimum over the sides prunes nodes in which every bin is full on one side or another.
 class SideCapacityTree {
  public:
   SideCapacityTree(int64_t max_bins, int64_t sides, int64_t capacity)
