@@ -208,6 +208,11 @@ def holds(dtype: torch.dtype, value) -> bool:
         >>> holds(torch.int64, -100.0), holds(torch.int64, 0.5), holds(torch.uint8, 256), holds(torch.float32, 0.1)
         (True, False, False, True)
     """
+    if torch.compiler.is_compiling():  # a graph cannot read the tensor made below
+        if dtype.is_floating_point or dtype.is_complex:
+            return True
+        low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+        return low <= value <= high and value == int(value)
     try:
         held = torch.full((), value, dtype=dtype, device="cpu").item()
         rounded = dtype.is_floating_point and (math.isfinite(held) or not math.isfinite(value))

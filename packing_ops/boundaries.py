@@ -333,7 +333,7 @@ def shift_values(values: torch.Tensor, cu_seqlens: torch.Tensor, *, fill_value: 
     """
     check_tensor(values, "values")
     one_row(values, "values")
-    if fill_value and not torch.compiler.is_compiling() and not holds(values.dtype, fill_value):
+    if fill_value and not holds(values.dtype, fill_value):
         raise ValueError(
             f"fill_value: expected a number that {dtype_name(values.dtype)} holds like values, got {fill_value}"
         )

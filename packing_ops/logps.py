@@ -159,9 +159,10 @@ def chunked_cross_entropy(
     if num_items_in_batch is not None and reduction != "mean":
         raise ValueError(f"num_items_in_batch: expected None with reduction={reduction!r}, got {num_items_in_batch}")
     logps, _, targets = _logps(hidden, weight, labels, metadata, temperature, chunk, False, bias, ignore_index, group)
+    losses = 0 - logps  # -logps would be -0.0 where there is no target
     if reduction == "none":
-        return -logps
-    loss = -logps.sum()
+        return losses
+    loss = losses.sum()
     if reduction == "sum":
         return loss
     if num_items_in_batch is None:
@@ -194,7 +195,8 @@ def _logps(hidden, weight, labels, metadata, temperature, chunk, entropy, bias, 
     temperature = number(temperature, "temperature")
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature: expected a number above 0, got {temperature}")
-    if chunk is not None and integer(chunk, "chunk") < 1:
+    chunk = None if chunk is None else integer(chunk, "chunk")
+    if chunk is not None and chunk < 1:
         raise ValueError(f"chunk: expected at least 1 entry of the vocabulary, got {chunk}")
     ranks = 1 if group is None else group.size()
     targets = _ops.logps_targets(labels.reshape(-1), cu_seqlens, ignore_index, weight.shape[0] * ranks)

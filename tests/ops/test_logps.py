@@ -277,12 +277,14 @@ def test_cross_entropy_over_the_items_of_the_batch(device):
         torch.testing.assert_close(loss, total / 40)
 
 
-def test_cross_entropy_of_nothing_is_zero(device):
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_cross_entropy_of_nothing_is_zero(device, reduction):
     hidden, weight, labels, cu_seqlens, _ = batch(device)
     (leaf,) = leaves(hidden)
-    loss = po.chunked_cross_entropy(leaf, weight, torch.full_like(labels, -100), cu_seqlens)
-    loss.backward()
-    assert loss == 0
+    loss = po.chunked_cross_entropy(leaf, weight, torch.full_like(labels, -100), cu_seqlens, reduction=reduction)
+    loss.sum().backward()
+    assert not loss.any()
+    assert not loss.signbit().any()
     assert not leaf.grad.any()
 
 

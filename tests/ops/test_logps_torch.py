@@ -1,5 +1,6 @@
 """packing_ops.logps inside torch: compiled, checkpointed, under autocast, counted; its ops themselves."""
 
+import numpy as np
 import pytest
 import torch
 from helpers import assert_same
@@ -28,6 +29,15 @@ def test_compiles_fullgraph_with_dynamic_sizes(device, fresh_compile):
         compiled(*traced, labels, metadata).backward()
         for actual, expected in zip(traced, eager, strict=True):
             torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_compiles_with_an_integer_of_numpy(device, fresh_compile):
+    """Which a trace takes for a tensor."""
+    hidden, weight, labels, cu_seqlens, _ = batch(device)
+    for function in (po.token_logps, po.chunked_cross_entropy):
+        compiled = torch.compile(function, backend="aot_eager")
+        found = compiled(hidden, weight, labels, cu_seqlens, chunk=np.int64(64))
+        torch.testing.assert_close(found, function(hidden, weight, labels, cu_seqlens, chunk=64))
 
 
 def test_checkpointed(device):

@@ -66,6 +66,19 @@ def test_shift_and_broadcast_take_any_dtype(dtype):
     assert (slots.dtype, slots.real.float().tolist()) == (dtype, [1, 1, 3, 0])
 
 
+def test_shift_values_compiled(device, fresh_compile):
+    """A value that does not fit is an error there too."""
+    cu_seqlens, numbers = cu_seqlens_of([2, 3], device), torch.arange(5, device=device)
+    compiled = torch.compile(po.shift_values, fullgraph=True, backend="aot_eager")
+    for values, fill in ((numbers, -1), (numbers, 7), (numbers, 9), (numbers.half(), 0.5), (numbers > 2, True)):
+        expected = po.shift_values(values, cu_seqlens, fill_value=fill)
+        assert_same(compiled(values, cu_seqlens, fill_value=fill), expected)
+    broken = torch.compile(po.shift_values, backend="aot_eager")
+    for values, fill in ((numbers, 0.5), (numbers.byte(), -1), (numbers.byte(), 256), (numbers > 2, 2)):
+        with pytest.raises(ValueError, match="fill_value: expected a number that"):
+            broken(values, cu_seqlens, fill_value=fill)
+
+
 # --- segment_std ---
 
 

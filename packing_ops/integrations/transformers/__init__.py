@@ -3,6 +3,7 @@
 attn_implementation="packing_ops":
     attention.py            register, and the function that every layer calls.
     model_call.py           What the call of a model that runs says of its documents; keywords.py refuses near misses.
+    model_traits.py         What is known of its class: the masks it reads, what mixes tokens beside attention.
     mask_preparation.py     Brings that to where transformers makes masks.
     masks.py                MaskPattern, which stands for the mask of a forward.
     documents.py            Where the documents of a batch lie; document_checks.py: whether a row has several.

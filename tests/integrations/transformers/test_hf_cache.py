@@ -1,6 +1,8 @@
 """A KV cache that was filled with several documents in a row is no prefix of any of them."""
 
 import copy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 from hf_models import OLD, tiny_model  # noqa: E402
 
+import packing_ops  # noqa: E402
 from packing_ops.integrations.transformers import fallback, register  # noqa: E402
 
 LENGTHS = [5, 7, 4]
@@ -110,16 +113,42 @@ def test_masks_of_several_kinds_in_one_forward(device):
         model(ids, past_key_values=kept, **given)
 
 
+@pytest.fixture
+def reads(monkeypatch):
+    """An entry for each value that packing_ops asked a tensor for."""
+    found, read, ours = [], torch.Tensor.__bool__, str(Path(packing_ops.__file__).parent)
+
+    def counted(tensor):
+        if sys._getframe(1).f_code.co_filename.startswith(ours):
+            found.append(tensor)
+        return read(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "__bool__", counted)
+    return found
+
+
 @torch.no_grad()
-def test_the_values_are_read_once(device, monkeypatch):
+def test_the_values_are_read_once(device, reads):
     """Decoding waits for the GPU no more than before."""
-    model, reads = tiny_model("llama", attn_implementation="packing_ops", device=device), []
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device)
     kept = filled(model, "one document", device=device)
-    read = torch.Tensor.__bool__
-    monkeypatch.setattr(torch.Tensor, "__bool__", lambda tensor: reads.append(1) or read(tensor))
+    reads.clear()
     for _ in range(3):
         more(model, kept)
     assert len(reads) <= 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("prompt", [1, 6])
+def test_generate_with_a_mask_reads_them_once(prompt, device, reads):
+    """generate gives every step a mask of 0 and 1, which could number documents: read there, on CUDA in the first step."""
+    model, steps = tiny_model("llama", attn_implementation="packing_ops", device=device), 8
+    ids = torch.randint(3, 60, (2, prompt), generator=torch.Generator().manual_seed(1)).to(device)
+    mask = torch.ones_like(ids)
+    mask[0, : prompt // 3] = 0
+    given = {"attention_mask": mask, "use_cache": True, "do_sample": False}
+    model.generate(ids, **given, min_new_tokens=steps + 1, max_new_tokens=steps + 1)
+    assert len(reads) <= 1 + (1 if device == "cuda" else steps)
 
 
 @torch.no_grad()

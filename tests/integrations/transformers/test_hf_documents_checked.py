@@ -93,6 +93,28 @@ def test_what_each_tells_is_still_checked(device):
             model(ids, **given)
 
 
+@pytest.mark.parametrize("how", ["plain", "dropout", "cache", "compiled"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_numbers_of_a_mask_are_checked_too(how, family, device, fresh_compile):
+    """Of two rows; ones alone number nothing."""
+    ids = torch.randint(3, 60, (2, 6), device=device)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5]], device=device)
+    model = tiny_model(family, attn_implementation="packing_ops", device=device)
+    for module in model.modules() if how == "dropout" else ():
+        module.attention_dropout = 1e-9
+    model.train(how == "dropout")
+    call = compiled(model) if how == "compiled" else model
+    given = {"position_ids": positions, **tell(cu_seqlens_of([3, 3, 6], device)), "use_cache": how == "cache"}
+    wanted = call(ids, **given).logits
+    for rows in ([[1] * 6] * 2, [[1] * 3 + [2] * 3, [1] * 6], [[7] * 3 + [5] * 3, [9] * 6]):
+        mask = torch.tensor(rows, device=device)
+        torch.testing.assert_close(call(ids, attention_mask=mask, **given).logits, wanted, **CLOSE)
+    both = "attention_mask: expected no padding beside cu_seq_lens_q, .* and no numbers of other documents"
+    for rows in ([[1] * 2 + [2] * 4, [1] * 6], [[1] * 6, [1] * 5 + [2]], [[2] * 6] * 2):
+        with pytest.raises((ValueError, RuntimeError), match=both):
+            call(ids, attention_mask=torch.tensor(rows, device=device), **given)
+
+
 # --- compiled ---
 
 

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -112,6 +114,24 @@ def test_copies_and_pickles_keep_it(device):
         torch.testing.assert_close(output.loss, wanted, rtol=0, atol=0)
         with torch.no_grad():
             model.lm_head.weight.mul_(0.5)
+
+
+def test_threads(device, monkeypatch):
+    """Two of them, each with its own rows, inside of the same model at the same time."""
+    model, both = fused(tiny_model("llama", device=device)), threading.Barrier(2, timeout=20)
+    batches = [rows(device, seqlen=seqlen) for seqlen in (9, 12)]
+    wanted = [loss_and_gradients(model, batch) for batch in batches]
+    head = model.lm_head.forward
+    monkeypatch.setattr(model.lm_head, "forward", lambda hidden: (head(hidden), both.wait())[0])
+    with ThreadPoolExecutor(2) as threads:
+        outputs = list(threads.map(lambda batch: model(**batch), batches))
+    for output, (expected, grads) in zip(outputs, wanted, strict=True):
+        assert output.logits is None
+        torch.testing.assert_close(output.loss, expected.loss)
+        model.zero_grad()
+        output.loss.backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, grads[name], msg=name)
 
 
 def test_an_error_leaves_nothing_behind(device):
