@@ -69,6 +69,11 @@ def as_tensor(value) -> torch.Tensor:
     return torch.as_tensor(value, device="cpu")
 
 
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What values of ``dtype`` are summed and returned in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 # --- what came, in words ---
 
 
@@ -126,6 +131,18 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, name: str = "cu_seqlens") -> None
     else:
         got = described(cu_seqlens)
     raise ValueError(f"{name}: expected int32 or int64 [num_documents + 1], got {got}")
+
+
+def check_cumulated(cu_seqlens: torch.Tensor) -> None:
+    """ValueError for values that do not start at 0 or decrease. It reads them: for the CPU."""
+    if cu_seqlens[0] != 0:
+        raise ValueError(f"cu_seqlens: expected to start at 0, got {cu_seqlens[0]}")
+    smaller = (cu_seqlens.diff() < 0).nonzero()
+    if smaller.numel():
+        at = int(smaller[0]) + 1
+        raise ValueError(
+            f"cu_seqlens: expected never to decrease, got {cu_seqlens[at]} after {cu_seqlens[at - 1]} at index {at}"
+        )
 
 
 def int32_cu_seqlens(cu_seqlens: torch.Tensor) -> torch.Tensor:

@@ -9,12 +9,12 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from packing_ops import _ops
 from packing_ops._checks import check_unchanged
-from packing_ops.boundaries import cu_seqlens_of_rows
 
 
 def is_real(tensor: torch.Tensor) -> bool:
@@ -43,6 +43,11 @@ def _stream(tensor: torch.Tensor) -> int:
 # --- cu_seqlens of a dense batch ---
 
 
+def cu_seqlens_of_rows(rows: int, seqlen: int, device: torch.device) -> torch.Tensor:
+    """int32 ``[rows + 1]``: every row of a dense batch is a document."""
+    return torch.arange(rows + 1, dtype=torch.int32, device=device) * seqlen
+
+
 def dense_cu_seqlens(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """int32 ``[batch + 1]`` for ``[batch, seqlen, ...]``: the same tensor in every call, so that layers share a plan."""
     batch, seqlen = tensor.shape[:2]
@@ -62,18 +67,50 @@ def _kept_cu_seqlens(batch, seqlen, device, stream):
 # --- what the layers of a model share about a batch ---
 
 MOST_KEPT = 8  # of one tensor: its plans by geometry, its layouts
-_kept: dict[int, "_OfTensor"] = {}  # by id of the first tensor
 
 
-class _OfTensor:
-    """The entries of a tensor at this version, by key, the oldest first."""
+class BatchCache:
+    """The entries of one cu_seqlens tensor, by key, the oldest first. PackedMetadata holds one.
 
-    __slots__ = ("entries", "first", "version")
+    Copies and pickles of it are empty.
+    """
+
+    __slots__ = ("entries", "state")
+
+    def __init__(self):
+        self.state, self.entries = None, {}
+
+    def __reduce__(self):
+        return BatchCache, ()
+
+    def entries_at(self, version: int) -> dict:
+        """The entries, none of which is older than the last write that torch has seen, or than the last fault."""
+        state = version, _forgotten
+        if self.state != state:
+            self.state, self.entries = state, {}
+        return self.entries
+
+
+class _TensorCache(BatchCache):
+    """Of cu_seqlens that come without a PackedMetadata: it goes with the tensor."""
+
+    __slots__ = ("first",)
 
     def __init__(self, first):
-        key = id(first)
-        self.first = weakref.ref(first, lambda _, kept=_kept: kept.pop(key, None))  # the entries go with the tensor
-        self.version, self.entries = first._version, {}
+        super().__init__()
+        tensor_id = id(first)
+        self.first = weakref.ref(first, lambda _, caches=_tensor_caches: caches.pop(tensor_id, None))
+
+
+_tensor_caches: dict[int, _TensorCache] = {}  # by id
+_forgotten = 0  # calls of forget
+
+
+def _cache_of(first: torch.Tensor) -> BatchCache:
+    cache = _tensor_caches.get(id(first))
+    if cache is None or cache.first() is not first:
+        cache = _tensor_caches[id(first)] = _TensorCache(first)
+    return cache
 
 
 class _Entry:
@@ -100,18 +137,20 @@ def kept_with(
     *,
     layer: int | None = None,
     checked_by_kernel: bool = False,
-) -> object:
+    cache: BatchCache | None = None,
+) -> Any:
     """``make()``, or its earlier result for ``key`` if these very tensors still have the same values.
 
     On the CPU changed values are seen at once, and ``make`` is called again. On CUDA nothing waits for the comparison:
     changed values raise in a later call, and this call returns the result of the old ones.
 
-    The result is kept as long as ``tensors[0]`` lives, and must hold no reference to that tensor. A result that was
-    written into is made again.
+    The result is kept in ``cache``, or without one as long as ``tensors[0]`` lives; it must hold no reference to that
+    tensor. A result that was written into is made again.
 
     Args:
         layer: number of the calling layer. The one after the last caller is taken to be in the same forward, where the
             values are not compared again. Leave it out where layers of several batches run in turn.
+        cache: of the PackedMetadata that ``tensors[0]`` belongs to.
         checked_by_kernel: the user of the result compares the values itself, as attention does with its plan.
 
     Raises:
@@ -123,13 +162,11 @@ def kept_with(
     for tensor in tensors:
         if tensor.is_inference():  # it has no version
             return make()
-    of_first = _kept.get(id(first))
-    if of_first is None or of_first.version != first._version or of_first.first() is not first:
-        of_first = _kept[id(first)] = _OfTensor(first)
+    entries = (_cache_of(first) if cache is None else cache).entries_at(first._version)
     state = [tensor._version for tensor in others]
     if first.is_cuda:
         state.append(_stream(first))
-    entry = of_first.entries.get(key)
+    entry = entries.get(key)
     if entry is not None and entry.is_of(others, state):
         follows = layer is not None and entry.layer is not None and layer == entry.layer + 1
         entry.layer = layer
@@ -138,10 +175,10 @@ def kept_with(
     with torch.inference_mode(False), torch.no_grad():  # the next call may train
         values = None if checked_by_kernel else [tensor.clone() for tensor in tensors]
         made = make()
-    of_first.entries.pop(key, None)
-    while len(of_first.entries) >= MOST_KEPT:
-        of_first.entries.pop(next(iter(of_first.entries)))
-    of_first.entries[key] = entry = _Entry(made, [weakref.ref(tensor) for tensor in others], state, values)
+    entries.pop(key, None)
+    while len(entries) >= MOST_KEPT:
+        entries.pop(next(iter(entries)))
+    entries[key] = entry = _Entry(made, [weakref.ref(tensor) for tensor in others], state, values)
     entry.layer = layer
     return made
 
@@ -161,13 +198,17 @@ def _unchanged(tensors, values) -> bool:
 
 def forget() -> None:
     """Drop all entries: after a fault it is not known which of them is wrong."""
-    _kept.clear()
+    global _forgotten
+    _forgotten += 1  # a PackedMetadata's are dropped when it is used next
+    _tensor_caches.clear()
 
 
 # --- the plan of a batch ---
 
 
-def plan_for(q, k, cu_seqlens_q, cu_seqlens_k, causal: bool, left: int, right: int) -> torch.Tensor | None:
+def plan_for(
+    q, k, cu_seqlens_q, cu_seqlens_k, causal: bool, left: int, right: int, cache: BatchCache | None = None
+) -> torch.Tensor | None:
     """The plan of an attention call; None on the CPU, and for shapes that the op itself refuses with a message."""
     if not (isinstance(k, torch.Tensor) and q.is_cuda):
         return None
@@ -180,10 +221,12 @@ def plan_for(q, k, cu_seqlens_q, cu_seqlens_k, causal: bool, left: int, right: i
     if num_kv_heads == 0 or num_heads % num_kv_heads or not 0 < head_dim <= 256:
         return None
     geometry = (total_q, total_k, num_heads, num_kv_heads, head_dim, causal, left, right)
-    return plan_of(cu_seqlens_q, cu_seqlens_k, geometry)
+    return plan_of(cu_seqlens_q, cu_seqlens_k, geometry, cache)
 
 
-def plan_of(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, geometry: tuple) -> torch.Tensor:
+def plan_of(
+    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, geometry: tuple, cache: BatchCache | None = None
+) -> torch.Tensor:
     """Made for the first layer with this geometry, kept with cu_seqlens for the others."""
     same = cu_seqlens_k is cu_seqlens_q
     tensors = (cu_seqlens_q,) if same else (cu_seqlens_q, cu_seqlens_k)
@@ -192,4 +235,5 @@ def plan_of(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, geometry: tu
         ("plan", same, geometry),
         lambda: _ops.attention_plan(cu_seqlens_q, cu_seqlens_k, *geometry),
         checked_by_kernel=True,
+        cache=cache,
     )

@@ -12,7 +12,15 @@ from collections.abc import Callable
 import torch
 
 from packing_ops import _library
-from packing_ops._arguments import check_cu_seqlens, check_tensor, described, is_set, wrong_type
+from packing_ops._arguments import (
+    check_cu_seqlens,
+    check_cumulated,
+    check_tensor,
+    described,
+    is_set,
+    sum_dtype,
+    wrong_type,
+)
 from packing_ops.reference import boundaries, packing, padding, segments
 
 _INT32_MAX = 2**31 - 1
@@ -54,14 +62,9 @@ def _index_vector(tensor, name, dims=(1,)):
 def _checked(cu_seqlens, total):
     check_tensor(cu_seqlens, "cu_seqlens")
     check_cu_seqlens(cu_seqlens)
-    values = cu_seqlens.tolist()
-    if values[0] != 0:
-        raise ValueError(f"cu_seqlens: expected to start at 0, got {values[0]}")
-    for i, (before, value) in enumerate(itertools.pairwise(values), 1):
-        if value < before:
-            raise ValueError(f"cu_seqlens: expected never to decrease, got {value} after {before} at index {i}")
-    if values[-1] > total:
-        raise ValueError(f"cu_seqlens: expected to end at most at total={total}, got {values[-1]}")
+    check_cumulated(cu_seqlens)
+    if cu_seqlens[-1] > total:
+        raise ValueError(f"cu_seqlens: expected to end at most at total={total}, got {cu_seqlens[-1]}")
     return cu_seqlens
 
 
@@ -77,10 +80,6 @@ def _floats(values, name):
     if not values.is_floating_point() or values.dim() < 1:
         raise ValueError(f"{name}: expected floating [total, ...], got {described(values)}")
     return values
-
-
-def _sum_dtype(dtype):
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 # --- boundaries ---
@@ -159,7 +158,7 @@ def segment_sum(values, cu_seqlens, mask, average):
     if mask is not None and mask.shape != values.shape[:1]:
         raise ValueError(f"mask: expected [total] like values = [{values.shape[0]}], got {described(mask)}")
     sums = boundaries.segment_sum(values.double(), cu_seqlens, mask, average)
-    return sums.to(_sum_dtype(values.dtype))
+    return sums.to(sum_dtype(values.dtype))
 
 
 def segment_sum_backward(grad, cu_seqlens, mask, average, total, dtype):
@@ -179,7 +178,7 @@ def gae(rewards, values, cu_seqlens, mask, bootstrap, gamma, lam):
         if not 0 <= number <= 1:
             raise ValueError(f"{name}: expected 0 to 1, got {number}")
     found = segments.gae(rewards, values, cu_seqlens, gamma=gamma, lam=lam, mask=mask, bootstrap=bootstrap)
-    return tuple(x.to(_sum_dtype(rewards.dtype)) for x in found)
+    return tuple(x.to(sum_dtype(rewards.dtype)) for x in found)
 
 
 # --- padding ---

@@ -4,14 +4,16 @@ import functools
 import importlib
 import inspect
 import warnings
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
 
 from packing_ops import _library
 from packing_ops._arguments import check_cu_seqlens, dtype_name, int32_cu_seqlens, window_sides
-from packing_ops.attention import refuse_heads_first, varlen_attention
+from packing_ops.attention import refuse_heads_first, varlen_attention, without_metadata
+from packing_ops.masks import visible_keys
+from packing_ops.metadata import PackedMetadata
 
 BACKENDS = ("packing_ops", "torch_varlen", "sdpa")
 _DTYPES = {
@@ -97,8 +99,8 @@ def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor | None = None,
+    cu_seqlens_q: PackedMetadata | torch.Tensor,
+    cu_seqlens_k: PackedMetadata | torch.Tensor | None = None,
     *,
     causal: bool = True,
     softmax_scale: float | None = None,
@@ -115,8 +117,8 @@ def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor | None = None,
+    cu_seqlens_q: PackedMetadata | torch.Tensor,
+    cu_seqlens_k: PackedMetadata | torch.Tensor | None = None,
     *,
     causal: bool = True,
     softmax_scale: float | None = None,
@@ -132,8 +134,8 @@ def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor | None = None,
+    cu_seqlens_q: PackedMetadata | torch.Tensor,
+    cu_seqlens_k: PackedMetadata | torch.Tensor | None = None,
     *,
     causal: bool = True,
     softmax_scale: float | None = None,
@@ -170,7 +172,7 @@ def attention(
         NotImplementedError: the backend cannot run this call; gives the reason.
     """
     refuse_heads_first(q)
-    wanted = {"softcap": softcap, "sinks": sinks, "return_lse": return_lse}
+    wanted: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "return_lse": return_lse}
     if backend is None:
         backend, reasons = select_attention_backend(q, k, **wanted, explain=True)
         if backend != "packing_ops":
@@ -181,24 +183,29 @@ def attention(
         reason = select_attention_backend(q, k, **wanted, explain=True)[1][backend]
         if reason:
             raise NotImplementedError(f"backend: {backend} {reason}")
-    options = {"causal": causal, "softmax_scale": softmax_scale, "window_size": window_size}
+    options: dict[str, Any] = {"causal": causal, "softmax_scale": softmax_scale, "window_size": window_size}
     if backend == "packing_ops":
         return varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, **options, **wanted)
     sides = window_sides(window_size)
     if causal and sides[1] > 0:
         raise ValueError(f"window_size: expected nothing to the right with causal=True, got {sides}")
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+    lengths = max_seqlen_q or _longest(cu_seqlens_q, q), max_seqlen_k or _longest(cu_seqlens_k, k)
+    of_q, of_k, _ = without_metadata(q, k, cu_seqlens_q, cu_seqlens_k)
+    for name, cu_seqlens in (("cu_seqlens_q", of_q), ("cu_seqlens_k", of_k)):
         check_cu_seqlens(cu_seqlens, name)
-    cu_seqlens_q, cu_seqlens_k = int32_cu_seqlens(cu_seqlens_q), int32_cu_seqlens(cu_seqlens_k)
+    of_q, of_k = int32_cu_seqlens(of_q), int32_cu_seqlens(of_k)
     options["window_size"] = [min(side, len(q) + len(k)) for side in sides]  # int32 arithmetic must not overflow
     if backend == "sdpa":
-        return _sdpa(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
-    lengths = (max_seqlen_q or q.shape[0], max_seqlen_k or k.shape[0])
-    return _torch_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *lengths, **options)
+        return _sdpa(q, k, v, of_q, of_k, **options)
+    return _torch_varlen(q, k, v, of_q, of_k, *lengths, **options)
 
 
 # --- the other backends ---
+
+
+def _longest(documents, rows) -> int:
+    return documents.max_seqlen if isinstance(documents, PackedMetadata) else rows.shape[0]
 
 
 @torch.compiler.assume_constant_result
@@ -286,38 +293,14 @@ def _rows_in_documents(tensor, cu_seqlens):
 
 
 def _sdpa(q, k, v, cu_seqlens_q, cu_seqlens_k, *, causal, softmax_scale, window_size):
-    seen = _block_mask(q.shape[0], k.shape[0], cu_seqlens_q, cu_seqlens_k, causal, window_size)
+    seen = visible_keys(q.shape[0], k.shape[0], cu_seqlens_q, cu_seqlens_k, causal, window_size)
     # softmax of a fully masked row is NaN: such a row sees all keys instead, and its result is set to 0.
     empty = ~seen.any(1, keepdim=True)
     # 0 times the NaN that padding may hold would be NaN.
     in_document_q, in_document_k = _rows_in_documents(q, cu_seqlens_q), _rows_in_documents(k, cu_seqlens_k)
     q, k, v = q.where(in_document_q, 0), k.where(in_document_k, 0), v.where(in_document_k, 0)
-    rows = (t.transpose(0, 1)[None] for t in (q, k, v))
+    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
     out = F.scaled_dot_product_attention(
-        *rows, attn_mask=seen | empty, scale=softmax_scale, enable_gqa=k.shape[1] != q.shape[1]
+        q, k, v, attn_mask=seen | empty, scale=softmax_scale, enable_gqa=k.shape[1] != q.shape[1]
     )
     return out[0].transpose(0, 1).masked_fill(empty[..., None], 0.0)
-
-
-def _block_mask(total_q, total_k, cu_seqlens_q, cu_seqlens_k, causal, window_size):
-    """bool ``[total_q, total_k]``, True where q row i sees k row j."""
-    slot_q = torch.arange(total_q, device=cu_seqlens_q.device, dtype=torch.int32)
-    slot_k = torch.arange(total_k, device=cu_seqlens_k.device, dtype=torch.int32)
-    document_q = torch.searchsorted(cu_seqlens_q[1:], slot_q, right=True)
-    document_k = torch.searchsorted(cu_seqlens_k[1:], slot_k, right=True)
-    # Bottom-right aligned: the last query of a document is at the position of its last key.
-    ends_q, ends_k = (F.pad(cu[1:], (0, 1)) for cu in (cu_seqlens_q, cu_seqlens_k))
-    position_q = slot_q + (ends_k - ends_q)[document_q]
-    document_q = document_q.masked_fill(document_q == cu_seqlens_q.numel() - 1, -1)
-    return visible_mask(document_q[:, None], document_k[None], position_q[:, None], slot_k[None], causal, window_size)
-
-
-def visible_mask(document_q, document_k, position_q, position_k, causal, window_size):
-    """bool, True where a query attends to a key: of one document, -1 is none, and inside the window. Broadcasts."""
-    visible = (document_q == document_k) & (document_q >= 0)
-    left, right = (window_size[0], 0) if causal else window_size
-    if left >= 0:
-        visible = visible & (position_k >= position_q - left)
-    if right >= 0:
-        visible = visible & (position_k <= position_q + right)
-    return visible

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from typing import Any
 
 import torch
 
@@ -54,23 +55,23 @@ def trim_padding(
         raise ValueError(f'side: expected "right", "left" or "both", got {side!r}')
     at_least(min_length, "min_length", 0)
     at_least(multiple_of, "multiple_of", 1)
-    mask = batch.get("attention_mask") if attention_mask is None else attention_mask
+    mask: Any = batch.get("attention_mask") if attention_mask is None else attention_mask
     if mask is None:
         raise ValueError("attention_mask: expected one, as an argument or in the batch, got neither")
     check_real(mask, "attention_mask")
     if mask.dim() != 2:
         raise ValueError(f"attention_mask: expected [batch, seqlen], got {described(mask)}")
-    columns = {name: value for name, value in batch.items() if getattr(value, "ndim", 0) > 1}
+    columns: dict[str, Any] = {name: value for name, value in batch.items() if getattr(value, "ndim", 0) > 1}
     for name, rows in columns.items():
         check_padded(name, as_tensor(rows), mask, same_device=False)
     start, end = _kept_columns(mask, side, min_length, multiple_of)
     if end - start == mask.shape[1]:
         return batch
-    return {name: value[:, start:end] if name in columns else value for name, value in batch.items()}
+    return {name: columns[name][:, start:end] if name in columns else value for name, value in batch.items()}
 
 
 def iter_microbatches(
-    examples: Iterable[Mapping[str, torch.Tensor | Sequence | float]],
+    examples: Iterable[Mapping[str, torch.Tensor | Sequence[Any] | float]],
     microbatch_size: int,
     *,
     pad_values: Mapping[str, float],
@@ -177,7 +178,7 @@ def _pad_group(group, first, pad_values) -> dict[str, torch.Tensor | list]:
             raise ValueError(f"pad_values: expected a value of {dtype_name(dtype)} for {name!r}, got {value}")
         padded[name] = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=value)
     if "attention_mask" not in names:
-        ones = [torch.ones(length, dtype=torch.int64, device=sequences[0].device) for length in lengths]
+        ones = [torch.ones(length, dtype=torch.int64, device=sequences[0].device) for length in lengths or ()]
         padded["attention_mask"] = torch.nn.utils.rnn.pad_sequence(ones, batch_first=True)
     return padded
 

@@ -5,6 +5,7 @@ boundaries of the prompts as cu_seqlens, segment_mean is the mean reward of each
 """
 
 from numbers import Real
+from typing import Any
 
 import torch
 
@@ -17,24 +18,27 @@ from packing_ops._arguments import (
     integer,
     is_set,
     one_row,
-    wrong_type,
+    sum_dtype,
 )
 from packing_ops._autograd import past_autograd, register_autograd
 from packing_ops.boundaries import seq_idx_from_cu_seqlens
-from packing_ops.metadata import PackedMetadata
+from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def segment_sum(
-    values: torch.Tensor, cu_seqlens: torch.Tensor, mask: torch.Tensor | None = None, average: bool = False
+    values: torch.Tensor,
+    cu_seqlens: PackedMetadata | torch.Tensor,
+    mask: torch.Tensor | None = None,
+    average: bool = False,
 ) -> torch.Tensor:
     """Sum of values per document: token log-probs to sequence log-probs, hidden states to one vector. Differentiable.
 
     Args:
         values: float32, float64, bfloat16 or float16 ``[total, ...]``; summed over dim 0 only. For a packed row
             ``[1, total]`` pass ``values[0]``.
-        cu_seqlens: int32 or int64 ``[num_documents + 1]``.
+        cu_seqlens: int32 or int64 ``[num_documents + 1]``, or the PackedMetadata of the row.
         mask: ``[total]``, bool, integer or floating; slots where it is 0 are excluded, even if they are NaN.
         average: divide by the number of slots that are not excluded, as segment_mean does.
 
@@ -52,10 +56,14 @@ def segment_sum(
     Raises:
         ValueError: values, a mask or cu_seqlens of another dtype, device or shape; cu_seqlens past the values.
     """
+    check_tensor(values, "values")
+    cu_seqlens = cu_seqlens_of(cu_seqlens, values.shape[0] if values.dim() else 1, like="values")
     return _ops.segment_sum(values, cu_seqlens, None if mask is None else is_set(mask, "mask"), average)
 
 
-def segment_mean(values: torch.Tensor, cu_seqlens: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+def segment_mean(
+    values: torch.Tensor, cu_seqlens: PackedMetadata | torch.Tensor, mask: torch.Tensor | None = None
+) -> torch.Tensor:
     """Mean of values per document: the pooling of reward and embedding models. Differentiable.
 
     Args:
@@ -77,13 +85,17 @@ def segment_mean(values: torch.Tensor, cu_seqlens: torch.Tensor, mask: torch.Ten
 
 
 def segment_std(
-    values: torch.Tensor, cu_seqlens: torch.Tensor, mask: torch.Tensor | None = None, *, correction: float = 1
+    values: torch.Tensor,
+    cu_seqlens: PackedMetadata | torch.Tensor,
+    mask: torch.Tensor | None = None,
+    *,
+    correction: float = 1,
 ) -> torch.Tensor:
     """Standard deviation of values per document, or of the rewards per group of samples. Differentiable.
 
     Args:
         values: float32, float64, bfloat16 or float16, ``[total]`` or ``[1, total]``.
-        cu_seqlens: int32 or int64 ``[num_documents + 1]``.
+        cu_seqlens: int32 or int64 ``[num_documents + 1]``, or the PackedMetadata of the row.
         mask: as many elements as ``values``; slots where it is 0 are excluded, even if they are NaN.
         correction: the sum of squares is divided by the number of values minus this: 1 as in torch.std, 0 for the
             deviation of the population.
@@ -108,9 +120,10 @@ def segment_std(
         ValueError: values, a mask or cu_seqlens of another shape or dtype, cu_seqlens past the values, a correction
             below 0.
     """
-    check_cu_seqlens(cu_seqlens)
     check_tensor(values, "values")
     one_row(values, "values")
+    cu_seqlens = cu_seqlens_of(cu_seqlens, values.numel(), like="values")
+    check_cu_seqlens(cu_seqlens)
     if not values.is_floating_point():
         raise ValueError(f"values: expected a floating dtype, got {dtype_name(values.dtype)}")
     if not isinstance(correction, Real) or not correction >= 0:
@@ -133,16 +146,18 @@ def segment_std(
     # Equal values may differ from their mean by rounding error: the deviation is set to 0. And sqrt'(0) is infinite.
     none = few | (variance <= (1e-14 * mean.detach()).square())
     std = variance.masked_fill(none, 1.0).sqrt().masked_fill(none, 0.0)
-    return std if values.dtype == torch.float64 else std.float()
+    return std.to(sum_dtype(values.dtype))
 
 
-def segment_broadcast(values: torch.Tensor, cu_seqlens: torch.Tensor, total: int | None = None) -> torch.Tensor:
+def segment_broadcast(
+    values: torch.Tensor, cu_seqlens: PackedMetadata | torch.Tensor, total: int | None = None
+) -> torch.Tensor:
     """Broadcasts one value per document to all its slots: the transpose of segment_sum. Differentiable.
 
     Args:
         values: ``[num_documents, ...]``, any dtype.
-        cu_seqlens: int32 or int64 ``[num_documents + 1]``.
-        total: slots of the row; without it ``cu_seqlens[-1]``, which synchronises on CUDA.
+        cu_seqlens: int32 or int64 ``[num_documents + 1]``, or the PackedMetadata of the row.
+        total: slots of the row; without it that of the PackedMetadata, or ``cu_seqlens[-1]``, which synchronises on CUDA.
 
     Returns:
         ``[total, ...]`` of the same dtype: slot t has the value of its document; 0 (False) in the padding after the last
@@ -159,6 +174,9 @@ def segment_broadcast(values: torch.Tensor, cu_seqlens: torch.Tensor, total: int
     Raises:
         ValueError: not one value per document, cu_seqlens of another shape or dtype or past ``total``.
     """
+    if isinstance(cu_seqlens, PackedMetadata):
+        total = cu_seqlens.total if total is None else total
+        cu_seqlens = cu_seqlens_of(cu_seqlens, total, like="total")
     check_cu_seqlens(cu_seqlens)
     check_tensor(values, "values")
     num_documents = cu_seqlens.numel() - 1
@@ -171,7 +189,7 @@ def segment_broadcast(values: torch.Tensor, cu_seqlens: torch.Tensor, total: int
     if values.dtype not in _FLOATS:
         padded = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
         return padded[seq_idx_from_cu_seqlens(cu_seqlens, total)]
-    sums = values if values.dtype == torch.float64 else values.float()  # segment_sum's dtype: this is its backward
+    sums = values.to(sum_dtype(values.dtype))  # segment_sum's: this is its backward
     return _ops.segment_sum_backward(sums, cu_seqlens, None, False, total, values.dtype)
 
 
@@ -227,7 +245,8 @@ def gae(
         ValueError: rewards, values, a mask or a bootstrap of another dtype, device or shape; gamma or lam outside 0 to 1;
             metadata of another total, cu_seqlens past the end of rewards.
     """
-    for name, tensor in {"rewards": rewards, "values": values, "bootstrap": bootstrap}.items():
+    given: dict[str, Any] = {"rewards": rewards, "values": values, "bootstrap": bootstrap}
+    for name, tensor in given.items():
         if tensor is None and name == "bootstrap":
             continue
         check_tensor(tensor, name)
@@ -235,20 +254,14 @@ def gae(
             wanted = ", ".join(map(dtype_name, _FLOATS[:-1]))
             raise ValueError(f"{name}: expected {wanted} or {dtype_name(_FLOATS[-1])}, got {described(tensor)}")
     row = one_row(rewards, "rewards")
-    cu_seqlens = metadata
-    if isinstance(metadata, PackedMetadata):
-        cu_seqlens = metadata.cu_seqlens
-        if metadata.total != row.shape[0]:
-            raise ValueError(f"metadata: expected total={row.shape[0]} like rewards, got total={metadata.total}")
-    elif not isinstance(metadata, torch.Tensor):
-        raise wrong_type("metadata", "PackedMetadata or its cu_seqlens", metadata)
+    cu_seqlens = cu_seqlens_of(metadata, row.shape[0], like="rewards", name="metadata")
     dtype = torch.promote_types(rewards.dtype, values.dtype)
     advantages, returns = _ops.gae(
         row.to(dtype),
         one_row(values, "values").to(dtype),
         cu_seqlens,
         None if mask is None else one_row(is_set(mask, "mask"), "mask"),
-        None if bootstrap is None else bootstrap.to(torch.float64 if dtype == torch.float64 else torch.float32),
+        None if bootstrap is None else bootstrap.to(sum_dtype(dtype)),
         gamma,
         lam,
     )
@@ -260,8 +273,7 @@ def gae(
 
 @_ops.register_fake("segment_sum")
 def _(values, cu_seqlens, mask, average):
-    dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
-    return values.new_empty((cu_seqlens.numel() - 1, *values.shape[1:]), dtype=dtype)
+    return values.new_empty((cu_seqlens.numel() - 1, *values.shape[1:]), dtype=sum_dtype(values.dtype))
 
 
 @_ops.register_fake("segment_sum_backward")
@@ -271,8 +283,7 @@ def _(grad, cu_seqlens, mask, average, total, dtype):
 
 @_ops.register_fake("gae")
 def _(rewards, values, cu_seqlens, mask, bootstrap, gamma, lam):
-    dtype = torch.float64 if rewards.dtype == torch.float64 else torch.float32
-    return tuple(rewards.new_empty(rewards.shape[0], dtype=dtype) for _ in range(2))
+    return tuple(rewards.new_empty(rewards.shape[0], dtype=sum_dtype(rewards.dtype)) for _ in range(2))
 
 
 def _segment_sum_context(ctx, inputs, output):

@@ -61,7 +61,7 @@ class AsyncBatchCollator:
         self._compute = compute
         self._thread_name_prefix = thread_name_prefix
         self._start_worker()
-        self._pending: tuple[int, Future] | None = None
+        self._pending: tuple[int, Future[Any]] | None = None
         self._shut_down = False
         self._last_compute_seconds: float | None = None
         self._last_error: BaseException | None = None
@@ -138,7 +138,7 @@ class AsyncBatchCollator:
     def __enter__(self) -> "AsyncBatchCollator":
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         self.shutdown()  # raises no error of the worker, which would hide that of the with block
 
     def _start_worker(self) -> None:
@@ -160,7 +160,7 @@ class AsyncBatchCollator:
             return self._compute(step)
         except BaseException as raised:
             if raised is error:  # raised again: Python has put the new frames before the old ones
-                _cut_before(earlier, raised.__traceback__)
+                _cut_before(earlier, raised.__traceback__)  # type: ignore[arg-type]
             self._last_error = raised
             raise
         finally:  # runs before the future is done, so that last_compute_seconds is set when get returns
@@ -169,7 +169,7 @@ class AsyncBatchCollator:
 
 
 def prefetch(
-    steps: Iterable, compute: Callable[[Any], Any], *, thread_name_prefix: str = "batch-collate"
+    steps: Iterable[Any], compute: Callable[[Any], Any], *, thread_name_prefix: str = "batch-collate"
 ) -> Iterator[Any]:
     """``map(compute, steps)`` one batch ahead: the next batch is collated while the current one trains.
 
@@ -205,19 +205,22 @@ def prefetch(
     return _prefetched(iter(steps), compute, thread_name_prefix)
 
 
-def _prefetched(steps: Iterator, compute: Callable, thread_name_prefix: str) -> Iterator:
+def _prefetched(steps: Iterator[Any], compute: Callable[..., Any], thread_name_prefix: str) -> Iterator[Any]:
     # Steps are wrapped in tuples, which get compares by identity of their items: != of tensors is element-wise.
-    with AsyncBatchCollator(lambda step: compute(*step), thread_name_prefix) as collator:
+    def run(step: Any) -> Any:
+        return compute(*step)
+
+    with AsyncBatchCollator(run, thread_name_prefix) as collator:
         _submit_next(collator, steps)
         while collator.has_pending():
-            batch = [collator.get(collator.pending_step())]
+            batch = [collator.get(collator.pending_step())]  # type: ignore[arg-type]
             _submit_next(collator, steps)
             yield batch.pop()
 
 
-def _submit_next(collator: AsyncBatchCollator, steps: Iterator) -> None:
+def _submit_next(collator: AsyncBatchCollator, steps: Iterator[Any]) -> None:
     for step in steps:
-        collator.submit((step,))
+        collator.submit((step,))  # type: ignore[arg-type]
         return
 
 

@@ -1,7 +1,7 @@
 """Counts of tokens, padding and sequences in a batch: for throughput, and as the denominators of logged means."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -69,7 +69,7 @@ def count_tokens(batch: Mapping[str, object], *, tokens: str = "input_ids", pad_
     return TokenCounts(*(sum(counts[1:], counts[0]) for counts in zip(*per_name, strict=True)))
 
 
-def _counts_of(batch: Mapping, prefix: str, name: str, pad_token_id: int) -> tuple[torch.Tensor, ...]:
+def _counts_of(batch: Mapping[str, Any], prefix: str, name: str, pad_token_id: int) -> tuple[torch.Tensor, ...]:
     """(tokens, padding, sequences) of one tensor of tokens, ``prefix + tokens``."""
     ids, labels, mask = batch[name], batch.get(prefix + "labels"), batch.get(prefix + "attention_mask")
     if not isinstance(ids, torch.Tensor):
@@ -96,7 +96,7 @@ def _counts_of(batch: Mapping, prefix: str, name: str, pad_token_id: int) -> tup
     return found[0], ids.numel() - found[0], found[1]
 
 
-def _cu_seqlens(batch: Mapping, prefix: str) -> torch.Tensor | None:
+def _cu_seqlens(batch: Mapping[str, Any], prefix: str) -> torch.Tensor | None:
     for name, value in batch.items():
         if isinstance(value, PackedMetadata) and not prefix:
             return value.cu_seqlens

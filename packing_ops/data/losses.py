@@ -7,15 +7,17 @@ over the whole batch of the optimizer step, before the split; never over one mic
 import torch
 import torch.nn.functional as F
 
-from packing_ops._arguments import at_least, check_real, described, is_set, one_number
+from packing_ops._arguments import at_least, check_real, described, is_set, one_number, sum_dtype
+from packing_ops._batch_cache import cu_seqlens_of_rows
 from packing_ops.boundaries import shift_labels
+from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 from packing_ops.segments import segment_sum
 
 
 def sequence_logps(
     logits: torch.Tensor,
     labels: torch.Tensor,
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: PackedMetadata | torch.Tensor | None = None,
     *,
     attention_mask: torch.Tensor | None = None,
     average: bool = False,
@@ -27,7 +29,7 @@ def sequence_logps(
         logits: ``[batch, seqlen, vocab]``, or packed ``[1, total, vocab]`` or ``[total, vocab]``; floating.
         labels: int64 or int32, the shape of logits without vocab, not shifted: label t is the token at t, which slot t - 1
             predicts. ``ignore_index`` for the prompt and for padding. The first label of a document is always ignored.
-        cu_seqlens: int32 ``[num_documents + 1]``: the documents of a packed row. Without it each row of
+        cu_seqlens: int32 ``[num_documents + 1]`` or PackedMetadata: the documents of a packed row. Without it each row of
             ``[batch, seqlen]`` is one document.
         attention_mask: ``[batch, seqlen]``, nonzero for tokens; needed with left padding, where the slot before the first
             token is padding.
@@ -59,9 +61,10 @@ def sequence_logps(
         real = is_set(attention_mask, "attention_mask")
         labels = labels.masked_fill(~(real & F.pad(real[:, :-1], (1, 0))), ignore_index)
     if cu_seqlens is None:
-        cu_seqlens = _one_document_per_row(labels)
+        cu_seqlens = cu_seqlens_of_rows(*_rows(labels), labels.device)
+    cu_seqlens = cu_seqlens_of(cu_seqlens, labels.numel(), like="labels")
     targets = shift_labels(labels.flatten(), cu_seqlens, ignore_index=ignore_index).long()
-    logits = _at_least_float32(logits).flatten(0, -2)
+    logits = logits.to(sum_dtype(logits.dtype)).flatten(0, -2)
     logps = -F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="none")
     return segment_sum(logps, cu_seqlens, targets != ignore_index, average)
 
@@ -71,7 +74,7 @@ def masked_loss(
     loss_mask: torch.Tensor,
     *,
     num_items_in_batch: float | torch.Tensor,
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: PackedMetadata | torch.Tensor | None = None,
     reduction: str = "token_mean",
     dp_size: int = 1,
 ) -> torch.Tensor:
@@ -86,7 +89,7 @@ def masked_loss(
             sum of their loss masks (count_target_tokens). "sequence_mean": the number of sequences with loss tokens, or of
             all sequences if fully masked ones should count (count_masked_rows of normalize_advantages). 1 for a mask that
             is already divided by it, such as PackedCollator's. A tensor causes no synchronisation. 0 gives a loss of 0.
-        cu_seqlens: int32 ``[num_documents + 1]``: the documents of a packed row; slots after the last one do not count.
+        cu_seqlens: int32 ``[num_documents + 1]`` or PackedMetadata: the documents of a packed row; slots after the last one do not count.
             Without it each row is one document.
         reduction: ``"token_mean"``: every token weighs the same. ``"sequence_mean"``: every sequence does, the mean over
             sequences of each one's token mean.
@@ -119,8 +122,8 @@ def masked_loss(
     if not isinstance(num_items_in_batch, torch.Tensor) and not num_items_in_batch >= 0:
         raise ValueError(f"num_items_in_batch: expected at least 0, got {num_items_in_batch}")
     if cu_seqlens is None:
-        cu_seqlens = _one_document_per_row(losses)
-    dtype = torch.float64 if losses.dtype == torch.float64 else torch.float32
+        cu_seqlens = cu_seqlens_of_rows(*_rows(losses), losses.device)
+    cu_seqlens = cu_seqlens_of(cu_seqlens, losses.numel(), like="losses")
     # float64: 1 / (sum of weights) is finite for every sum that float32 can hold.
     weights = loss_mask.double().flatten()
     sums = segment_sum(losses.double().flatten() * weights, cu_seqlens, loss_mask.flatten())
@@ -132,7 +135,7 @@ def masked_loss(
     else:
         count = sums.new_full((), num_items_in_batch)
     share = sums.sum() * torch.where(count > 0, dp_size / count, count * 0)  # count * 0: NaN stays NaN
-    return share.to(dtype)
+    return share.to(sum_dtype(losses.dtype))
 
 
 def _check_floating(tensor: torch.Tensor, name: str) -> None:
@@ -141,10 +144,6 @@ def _check_floating(tensor: torch.Tensor, name: str) -> None:
         raise ValueError(f"{name}: expected a floating dtype, got {described(tensor)}")
 
 
-def _at_least_float32(values: torch.Tensor) -> torch.Tensor:
-    return values if values.dtype == torch.float64 else values.float()
-
-
-def _one_document_per_row(slots: torch.Tensor) -> torch.Tensor:
-    seqlen = slots.shape[-1]
-    return torch.arange(slots.shape[:-1].numel() + 1, dtype=torch.int32, device=slots.device) * seqlen
+def _rows(slots: torch.Tensor) -> tuple[int, int]:
+    """How many there are, and their length."""
+    return slots.shape[:-1].numel(), slots.shape[-1]

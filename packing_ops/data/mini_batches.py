@@ -22,8 +22,8 @@ from packing_ops._arguments import (
     wrong_type,
 )
 from packing_ops.boundaries import seq_idx_from_cu_seqlens
-from packing_ops.data._rows import Fields, with_own_memory
-from packing_ops.data.batches import Fill, pad_batch_to_multiple, slice_batch
+from packing_ops.data._batch_fields import Fields, with_own_memory
+from packing_ops.data.rows import Fill, pad_batch_to_multiple, slice_batch
 from packing_ops.segments import segment_sum
 
 Boundaries = torch.Tensor | Sequence[tuple[int, int]]
@@ -48,7 +48,7 @@ def stage_chunks(
     size that ``dp_size`` divides need no padding: their chunks are those of a fixed mini-batch size.
 
     Args:
-        batch: see the docstring of packing_ops.data.batches. Chunks are of its class; its metadata is cut with the rows.
+        batch: see the docstring of packing_ops.data.rows. Chunks are of its class; its metadata is cut with the rows.
         boundaries: (start, end) rows of each mini-batch, a list or int64 ``[num_mini_batches, 2]``, contiguous from row 0
             on. Rows after the last one are padding and in no chunk.
         dp_size: number of data-parallel ranks.
@@ -56,7 +56,7 @@ def stage_chunks(
             the chunks. Chunks then own their memory, so that pickling one does not serialise the whole batch. Without it
             the chunks are returned; they are views of ``batch`` where nothing was padded.
         fill: what dummy rows hold instead of copies, as in pad_batch_to_multiple.
-        row_keys, batch_keys: see the docstring of packing_ops.data.batches. Each chunk gets the fields in batch_keys whole.
+        row_keys, batch_keys: see the docstring of packing_ops.data.rows. Each chunk gets the fields in batch_keys whole.
 
     Returns:
         ``num_mini_batches`` lists of ``dp_size`` chunks. All chunks of a mini-batch have the same number of rows.
@@ -77,7 +77,8 @@ def stage_chunks(
     """
     at_least(dp_size, "dp_size", 1, "rank")
     fields = Fields(batch, row_keys, batch_keys)
-    staged, ends, keys = [], _row_ends("boundaries", boundaries, fields.count()), fields.decided()
+    staged, ends = [], _row_ends("boundaries", boundaries, fields.count())
+    keys: dict[str, Any] = fields.decided()
     for start, end in pairwise(ends):
         mini_batch = pad_batch_to_multiple(slice_batch(batch, start, end, **keys), dp_size, fill=fill, **keys)
         size = -(-(end - start) // dp_size)

@@ -9,7 +9,7 @@ import torch
 
 from packing_ops._arguments import at_least, int64_tensor, integer
 from packing_ops.data._examples import check_examples, column, flattened, optional_column, tokens_of
-from packing_ops.data.parallel import aligned, packed_alignment, thd_partition_indices
+from packing_ops.data.context_parallel import aligned, packed_alignment, thd_partition_indices
 from packing_ops.metadata import PackedMetadata
 from packing_ops.packing import pack_sequences
 
@@ -110,11 +110,11 @@ class PackedCollator:
         sub_seq_lengths = [[lengths[index] for index in row] for row in rows]
 
         # slots: from the start of a document to that of the next one, or to the end of the row.
-        slots = self._aligned_rows(sub_seq_lengths)
-        width = max(map(sum, slots))
-        for row in slots:
+        slots_of_rows = self._aligned_rows(sub_seq_lengths)
+        width = max(map(sum, slots_of_rows))
+        for row in slots_of_rows:
             row[-1] += width - sum(row)
-        slots = int64_tensor([own for row in slots for own in row])
+        slots = int64_tensor([own for row in slots_of_rows for own in row])
         tokens = int64_tensor([lengths[index] for index in order])
         actions = int64_tensor([num_actions[index] for index in order])
         starts = slots.cumsum(0) - slots
@@ -235,7 +235,7 @@ class PackedCollator:
 
     def _rows(self, lengths) -> list[list[int]]:
         """Indices of the examples in each row; the rows of rank 0 come first."""
-        index = range(len(lengths))
+        index: Sequence[int] = range(len(lengths))
         if self.strategy not in ("next_fit", "first_fit"):  # these keep the order of the examples
             index = [i for _, i in sorted(zip(lengths, index, strict=True), reverse=True)]
         try:

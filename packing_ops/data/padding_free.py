@@ -122,17 +122,17 @@ class PaddingFreeCollator:
         lengths = list(zip(*(tokens_of(features, prefix)[1] for prefix in self._prefixes), strict=True))
         return BatchSelection.of(lengths, self._kept(lengths), self.overlong, self.max_seq_length)
 
-    def _documents(self, features) -> tuple[list[tuple], list[int]]:
+    def _documents(self, features) -> tuple[list[tuple[list, list, list[int]]], list[int]]:
         """(input_ids, labels, lengths) of the documents that are kept, for each prefix; and the indices of their examples."""
         sides = []
         for prefix in self._prefixes:
             input_ids, lengths = tokens_of(features, prefix)
             labels = optional_column(features, prefix + "labels", lengths, prefix + "input_ids")
             sides.append((input_ids, input_ids if labels is None else labels, lengths))
-        lengths = list(zip(*(own for _, _, own in sides), strict=True))
-        kept = self._kept(lengths)
-        if kept != lengths:
-            self._warn(BatchSelection.of(lengths, kept, self.overlong, self.max_seq_length), len(lengths))
+        by_example = list(zip(*(own for _, _, own in sides), strict=True))
+        kept = self._kept(by_example)
+        if kept != by_example:
+            self._warn(BatchSelection.of(by_example, kept, self.overlong, self.max_seq_length), len(by_example))
             sides = [_cut(*side, own) for side, own in zip(sides, zip(*kept, strict=True), strict=True)]
         return sides, [index for index, own in enumerate(kept) if all(own)]
 
@@ -165,9 +165,10 @@ class PaddingFreeCollator:
 
     def _taken(self, lengths: list[tuple[int, ...]], limit: float, most: int) -> list[tuple[int, ...]]:
         """_kept for overlong="truncate" and "drop"."""
-        kept, room = [], [limit] * len(lengths[0])
+        kept: list[tuple[int, ...]] = []
+        room = [limit] * len(lengths[0])
         for own in lengths:
-            wanted = tuple(map(min, own, room)) if self.overlong == "truncate" else own
+            wanted: tuple = tuple(map(min, own, room)) if self.overlong == "truncate" else own
             fits = most > 0 and all(0 < n <= free for n, free in zip(wanted, room, strict=True))
             kept.append(wanted if fits else (0,) * len(own))
             room = [free - n for free, n in zip(room, kept[-1], strict=True)]
@@ -243,9 +244,8 @@ class PaddingFreeDPOCollator(PaddingFreeCollator):
         sides, kept = self._documents(features)
         if self.concatenated:
             total = None if self.max_seq_length is None else 2 * self.max_seq_length
-            batch = self._row(
-                *(chosen + rejected for chosen, rejected in zip(*sides, strict=True)), total, separator_id
-            )
+            input_ids, labels, lengths = (chosen + rejected for chosen, rejected in zip(*sides, strict=True))
+            batch = self._row(input_ids, labels, lengths, total, separator_id)
         else:
             batch = {}
             for prefix, side in zip(self._prefixes, sides, strict=True):

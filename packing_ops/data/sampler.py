@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch.utils.data import Sampler
@@ -150,7 +151,7 @@ class PackedBatchSampler(Sampler[list[int]]):
             raise ValueError(f"batches_done: expected 0 to the epoch's {len(self)} batches, got {done}")
         return {"epoch": self.epoch, "batches_done": done, **self._identity}
 
-    def load_state_dict(self, state_dict: Mapping) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Make the next iteration yield the remaining batches of the epoch, in the same order; none if it was finished.
 
         Raises:
@@ -190,7 +191,7 @@ class PackedBatchSampler(Sampler[list[int]]):
     def _of_epoch(self) -> tuple[list[list[int]], list[int]]:
         """This rank's batches of the epoch, and the sequences that are in no rank's."""
         draws = None if self.seed is None else random.Random(f"{self.seed}, epoch {self.epoch}")
-        options = {
+        options: dict[str, Any] = {
             "strategy": self.strategy,
             "alignment": self.alignment,
             "overlong": self.overlong,

@@ -1,6 +1,7 @@
-"""README.md says what the result files say: benchmarks/readme.py."""
+"""benchmarks/readme.py: the tables of README and docs, made of the result files."""
 
 import csv
+import sys
 
 import pytest
 import readme
@@ -9,23 +10,36 @@ import readme_training
 import report
 import result_rows
 
-README = readme.README.read_text()
+REPORT = readme.ROOT / "docs" / "report.md"
 
 
-def test_readme_says_what_the_result_files_say():
-    text, changed = readme.rewritten(README)
-    assert changed == [], "make readme"
-    assert text == README
-
-
-def test_every_table_stands_in_readme_once():
-    assert sorted(match[2] for match in readme.REGION.finditer(README)) == sorted(readme.TABLES)
+def test_every_table_stands_somewhere_once():
+    found = [match[2] for page in readme.PAGES for match in readme.REGION.finditer(page.read_text())]
+    assert sorted(found) == sorted(readme.TABLES)
 
 
 def test_another_figure_is_noticed_and_put_right():
-    wrong = README.replace("| packed, ffd | 816 |", "| packed, ffd | 815 |")
-    assert wrong != README
-    assert readme.rewritten(wrong) == (README, ["docstrings"])
+    right = REPORT.read_text()
+    wrong = right.replace("| packed, ffd | 816 |", "| packed, ffd | 815 |")
+    assert wrong != right
+    assert readme.rewritten(wrong, REPORT) == (right, ["docstrings"])
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_check_changes_nothing_and_fails(check, tmp_path, monkeypatch, capsys):
+    page = tmp_path / "docs" / "report.md"
+    page.parent.mkdir()
+    page.write_text(REPORT.read_text().replace("| packed, ffd | 816 |", "| packed, ffd | 815 |"))
+    monkeypatch.setattr(readme, "ROOT", tmp_path)
+    monkeypatch.setattr(readme, "PAGES", [page])
+    monkeypatch.setattr(sys, "argv", ["readme.py", *(["--check"] if check else [])])
+    if check:
+        with pytest.raises(SystemExit, match=r"docs/report\.md: not what benchmarks/results says: docstrings"):
+            readme.main()
+    else:
+        readme.main()
+        assert capsys.readouterr().out == "docs/report.md: rewritten: docstrings\n"
+    assert ("| packed, ffd | 815 |" in page.read_text()) == check
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""packing_ops.data.batches on batches of other classes than dict and list, and what is per row in them."""
+"""packing_ops.data.rows on batches of other classes than dict and list, and what is per row in them."""
 
 import pickle
 from collections import OrderedDict, UserList, defaultdict, deque

@@ -144,29 +144,30 @@ def test_bad_jsonl_line_is_named(tmp_path):
         read_jsonl(file)
 
 
-def readme_block(number):
-    """Use it, Switch real training over, Megatron-core, Batches."""
-    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[number]
+def block(page):
+    """The Python of a page of docs, which has one."""
+    (text,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.S)
+    return text
 
 
-def test_the_snippet_of_the_readme_runs():
+def test_the_snippet_of_the_ops_runs():
     names = {}
-    exec(readme_block(0), names)
+    exec(block("ops.md"), names)
     assert names["packing"].bins == [[0, 3, 6], [5, 4], [2, 1]]
     assert names["out"].shape == (980, 8, 64)
     assert names["padded"].shape == (2, 5, 16)
 
 
-def test_the_batches_of_the_readme_are_made():
+def test_the_batches_of_the_page_are_made():
     names = {}
-    exec(readme_block(3), names)
+    exec(block("data.md"), names)
     assert (names["batch"]["order"], names["batch"]["sub_seq_lengths"]) == ([1, 0], [[7, 5]])
     assert names["row"]["cu_seq_lens_q"].tolist() == [0, 5, 12]
 
 
-def test_megatron_names_of_the_readme_exist():
+def test_megatron_names_of_the_page_exist():
     pytest.importorskip("megatron.core")
-    imports = [line for line in readme_block(2).splitlines() if line.startswith("from ")]
+    imports = [line for line in block("megatron.md").splitlines() if line.startswith("from ")]
     names = {}
     exec("\n".join(imports), names)
     calls = {"use_packing_ops", "patch_rope", "preprocess_packed_seqs", "next_token_targets", "postprocess_packed_seqs"}
@@ -181,9 +182,9 @@ def test_only_targets_are_learnt():
     assert document.labels.tolist() == [IGNORE, IGNORE, IGNORE, 99, EOS]
 
 
-def test_switches_of_the_readme_exist():
+def test_switches_of_the_page_exist():
     pytest.importorskip("trl")
-    calls = re.findall(r"^\| `(\w+)\.(\w+)\(", (ROOT / "README.md").read_text(), re.M)
+    calls = re.findall(r"^\| `(\w+)\.(\w+)\(", (ROOT / "docs" / "transformers.md").read_text(), re.M)
     assert len(calls) == 6
     for module, name in calls:
         assert callable(getattr(importlib.import_module(f"packing_ops.integrations.{module}"), name))

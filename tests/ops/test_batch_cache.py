@@ -18,7 +18,7 @@ def geometry(window=-1, total=9):
 
 def kept():
     gc.collect()
-    return len(_batch_cache._kept)
+    return len(_batch_cache._tensor_caches)
 
 
 def test_layers_of_alternating_windows_share_two_plans(device):
@@ -48,7 +48,7 @@ def test_a_buffer_written_each_step_keeps_one_step(device):
         plan = _batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry(total=total))
         assert _batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry(total=total)) is plan
     assert kept() == before + 1
-    assert len(_batch_cache._kept[id(cu_seqlens)].entries) == 1
+    assert len(_batch_cache._tensor_caches[id(cu_seqlens)].entries) == 1
     del cu_seqlens
     assert kept() == before
 
@@ -94,7 +94,7 @@ def test_what_is_kept_of_a_tensor_is_bounded(device):
     plans = [
         _batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry(window)) for window in range(3 * _batch_cache.MOST_KEPT)
     ]
-    assert len(_batch_cache._kept[id(cu_seqlens)].entries) == _batch_cache.MOST_KEPT
+    assert len(_batch_cache._tensor_caches[id(cu_seqlens)].entries) == _batch_cache.MOST_KEPT
     newest = 3 * _batch_cache.MOST_KEPT - 1
     assert _batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry(newest)) is plans[newest]
     assert _batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry(0)) is not plans[0]

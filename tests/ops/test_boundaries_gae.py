@@ -204,7 +204,7 @@ def bad_calls(device):
         "padded batch": (call(rewards=rewards.expand(2, 5)), r"rewards: expected \[total\] or \[1, total\], got float32 \[2, 5\]"),
         "short values": (call(values=values[1:]), r"values: expected \[total\] like rewards = \[5\], got float32 \[4\]"),
         "short": (call(rewards[1:], values[1:]), "cu_seqlens: expected to end at most at total"),
-        "metadata": (call(metadata=metadata), "metadata: expected total=5 like rewards, got total=6"),
+        "metadata": (call(metadata=metadata), "metadata: expected total=5 like rewards, got PackedMetadata with total=6"),
         "lengths": (call(metadata=[2, 3]), r"metadata: expected PackedMetadata or its cu_seqlens, got \[2, 3\] \(list\)"),
         "gamma": (call(gamma=1.5), "gamma: expected 0 to 1, got 1.5"),
         "lam": (call(lam=NAN), "lam: expected 0 to 1, got -?nan"),

@@ -339,7 +339,7 @@ def test_bad_input_is_named(device, case):
 
 def test_wrong_types_are_named(device):
     hidden, weight, labels, _, _ = batch(device)
-    with pytest.raises(TypeError, match="metadata: expected PackedMetadata or its cu_seqlens, got list"):
+    with pytest.raises(TypeError, match=r"metadata: expected PackedMetadata or its cu_seqlens, got \[0, 3\]"):
         po.token_logps(hidden, weight, labels, [0, 3])
     for name in ("hidden", "weight", "labels", "bias"):
         tensors = {"hidden": hidden, "weight": weight, "labels": labels, name: [1.0]}

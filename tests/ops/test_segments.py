@@ -293,7 +293,7 @@ def bad_calls(device):
         ),
         "shift: a list of boundaries": (
             lambda: po.shift_values(values, [0, 2, 5]),
-            r"cu_seqlens: expected a tensor, got \[0, 2, 5\]",
+            r"cu_seqlens: expected PackedMetadata or its cu_seqlens, got \[0, 2, 5\]",
         ),
         "std: integers": (
             lambda: po.segment_std(values.long(), cu_seqlens),

@@ -1,4 +1,4 @@
-"""The examples of all docstrings run and give what they say."""
+"""The examples of all docstrings run and give what they say, or say why they do not run."""
 
 import ast
 import doctest
@@ -9,39 +9,38 @@ import re
 import pytest
 import torch
 from helpers import ROOT
+from public_names import NEEDS, PUBLIC, public_names
 
-import packing_ops
-import packing_ops.data
-
-NEEDS = {"transformers": "transformers", "trl": "trl", "megatron": "megatron.core"}  # to import an integration
-NOT_RUN = {  # lines that say +SKIP
-    "packing_ops.boundaries": 1,  # xformers, which needs a GPU
-    "packing_ops.integrations.unsloth.metadata": 1,  # the same
-    "packing_ops.integrations.trl.attention": 1,  # a trainer, which test_trl.py and test_first_scripts.py run
-}
+# Shown in the examples of what they undo.
+UNDO = {"revert_packing_ops", "unpatch_pack_dataset", "unpatch_rope"}
 
 
 def prompts_of_modules():
-    """{module: lines of examples in its docstrings}. From the sources: nothing is imported before a test runs."""
+    """{module: lines of examples in its docstrings, those that say +SKIP}. From the sources: nothing is imported."""
     found = {}
     for path in sorted((ROOT / "packing_ops").rglob("*.py")):
         kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
-        docs = (
-            ast.get_docstring(node) or "" for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)
-        )
-        prompts = sum(len(re.findall(r"^\s*>>> ", doc, re.M)) for doc in docs)
+        nodes = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds))
+        prompts = re.findall(r"^\s*>>> (.*)", "\n".join(ast.get_docstring(node) or "" for node in nodes), re.M)
         if prompts:
-            found[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = prompts
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            found[name] = prompts, [line for line in prompts if "+SKIP" in line]
     return found
 
 
 PROMPTS = prompts_of_modules()
 
 
-def test_every_public_function_has_an_example():
-    public = {name: getattr(module, name) for module in (packing_ops, packing_ops.data) for name in module.__all__}
-    functions = {name: value for name, value in public.items() if inspect.isfunction(value)}
-    assert [name for name, function in functions.items() if ">>> " not in function.__doc__] == []
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_function_has_an_example(name):
+    for host, needed in NEEDS.items():
+        if name.endswith(host):
+            pytest.importorskip(needed)
+    functions = {n: value for n, value in public_names(name).items() if inspect.isfunction(value)}
+    without = [n for n, function in functions.items() if ">>> " not in (function.__doc__ or "")]
+    assert [n for n in without if n not in UNDO] == []
+    calls = [line for prompts, _ in PROMPTS.values() for line in prompts]
+    assert [n for n in without if not any(f"{n}(" in line for line in calls)] == []
 
 
 @pytest.mark.parametrize("name", PROMPTS)
@@ -58,4 +57,11 @@ def test_examples(name, tmp_path, monkeypatch):
         runner.run(test)
     failed, attempted = runner.summarize(verbose=False)
     assert failed == 0
-    assert attempted == PROMPTS[name] - NOT_RUN.get(name, 0)
+    prompts, skipped = PROMPTS[name]
+    assert attempted == len(prompts) - len(skipped)
+
+
+def test_what_is_not_run_says_why():
+    skipped = [line for _, lines in PROMPTS.values() for line in lines]
+    assert len(skipped) == 4
+    assert [line for line in skipped if not re.search(r"# needs \w.* # doctest: \+SKIP$", line)] == []

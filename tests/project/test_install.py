@@ -75,7 +75,8 @@ def test_isolated_build_gives_one_wheel_for_every_python(wheel):
     assert "-cp310-abi3-" in wheel.name
     names = zipfile.ZipFile(wheel).namelist()
     assert "packing_ops/_C.so" in names
-    assert not [n for n in names if n.startswith(("tests", "benchmarks", "csrc", "tools"))]
+    assert "packing_ops/py.typed" in names
+    assert not [n for n in names if n.startswith(("tests", "benchmarks", "csrc", "docs", "tools"))]
 
 
 def test_modules_that_are_gone_are_not_in_the_next_wheel(installed, wheel):
@@ -90,19 +91,19 @@ def test_installs_into_an_environment_that_has_torch(installed, python, environm
     assert "[0, 1, 0]" in output
 
 
-def commands_of_the_readme():
-    """Those that tell what was built."""
-    text = " ".join((ROOT / "README.md").read_text().split())
+def commands_of_the_page():
+    """Those of docs/install.md that tell what was built."""
+    text = " ".join((ROOT / "docs" / "install.md").read_text().split())
     commands = re.findall(r"`(python -[cm] [^`]+)`", text)
-    return [command for command in commands if re.search(r"build_info\(\)|packing_ops info$", command)]
+    return [command for command in dict.fromkeys(commands) if re.search(r"build_info\(\)|packing_ops info$", command)]
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_commands_of_the_readme_find_the_library(inside, installed, sources, python, environment, tmp_path):
+def test_commands_of_the_page_find_the_library(inside, installed, sources, python, environment, tmp_path):
     """The clone that was installed from hides the installed package from a Python that runs inside."""
     path = os.pathsep.join([str(python.parent), environment["PATH"]])
     options = {"cwd": sources if inside else tmp_path, "env": environment | {"PATH": path}}
-    commands = commands_of_the_readme()
+    commands = commands_of_the_page()
     assert len(commands) == 2
     whose = f"the installed packing_ops, as {sources / 'packing_ops'} has none" if inside else "this package"
     for command in commands:

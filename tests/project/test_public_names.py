@@ -8,6 +8,7 @@ import types
 import typing
 
 import pytest
+from public_names import NEEDS, PUBLIC, public_names
 
 import packing_ops as po
 import packing_ops.data
@@ -62,6 +63,26 @@ def test_help_of_lazy_modules_without_their_host(name, monkeypatch):
             monkeypatch.delitem(sys.modules, imported)
     monkeypatch.setitem(sys.modules, LAZY[name], None)
     assert module.__doc__.splitlines()[0] in pydoc.plain(pydoc.render_doc(module))
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_types_are_told(name):
+    """For packing_ops/py.typed: whatever a type checker sees has annotations; mypy holds what is below."""
+    for host, needed in NEEDS.items():
+        if name.endswith(host):
+            pytest.importorskip(needed)
+    untyped = []
+    for public, value in public_names(name).items():
+        if public == "PackingDotProductAttention":  # its signatures are megatron-core's
+            continue
+        methods = {f"{public}.{n}": f for n, f in vars(value).items()} if inspect.isclass(value) else {public: value}
+        for called, function in methods.items():
+            if inspect.isfunction(function) and (not called.partition(".")[2].startswith("_") or "__call__" in called):
+                signature = inspect.signature(function)
+                annotations = [p.annotation for n, p in signature.parameters.items() if n != "self"]
+                if inspect.Signature.empty in [*annotations, signature.return_annotation]:
+                    untyped.append(called)
+    assert untyped == []
 
 
 def kinds(annotation):

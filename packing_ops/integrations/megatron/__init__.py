@@ -10,7 +10,7 @@ A model:
 A batch:
     data.py              Padded rows as one thd row and back, PackedSeqParams, next-token targets.
     source_indices.py    Which token of the padded rows each slot of the thd row holds.
-    packing_ops/data/parallel.py   Alignment and zigzag indices, which need no megatron-core.
+    packing_ops/data/context_parallel.py   Alignment and zigzag indices, which need no megatron-core.
 
 Three lines of a training script change; examples/first/megatron_step.py is a whole one:
     patch_rope()  # before the config: apply_rope_fusion=True works
@@ -18,8 +18,22 @@ Three lines of a training script change; examples/first/megatron_step.py is a wh
     losses = model(input_ids, None, None, labels=targets, packed_seq_params=packed_seq_params)
 """
 
+from typing import TYPE_CHECKING
+
 from packing_ops._lazy import lazy_names
-from packing_ops.data.parallel import packed_alignment, thd_inverse_indices, thd_partition_indices
+from packing_ops.data.context_parallel import packed_alignment, thd_inverse_indices, thd_partition_indices
+
+if TYPE_CHECKING:  # what type checkers and docs/api read
+    from packing_ops.integrations.megatron.context_parallel import context_parallel_attention
+    from packing_ops.integrations.megatron.core_attention import PackingDotProductAttention
+    from packing_ops.integrations.megatron.data import (
+        next_token_targets,
+        packed_seq_params,
+        postprocess_packed_seqs,
+        preprocess_packed_seqs,
+    )
+    from packing_ops.integrations.megatron.rope import patch_rope, unpatch_rope
+    from packing_ops.integrations.megatron.spec import use_packing_ops
 
 _MODULES = {
     "PackingDotProductAttention": "core_attention",
@@ -32,5 +46,18 @@ _MODULES = {
     "postprocess_packed_seqs": "data",
     "next_token_targets": "data",
 }
-__all__ = [*_MODULES, "packed_alignment", "thd_inverse_indices", "thd_partition_indices"]
+__all__ = [
+    "PackingDotProductAttention",
+    "context_parallel_attention",
+    "next_token_targets",
+    "packed_alignment",
+    "packed_seq_params",
+    "patch_rope",
+    "postprocess_packed_seqs",
+    "preprocess_packed_seqs",
+    "thd_inverse_indices",
+    "thd_partition_indices",
+    "unpatch_rope",
+    "use_packing_ops",
+]
 __getattr__, __dir__ = lazy_names(globals(), _MODULES, "megatron", "megatron-core: pip install packing_ops[megatron]")

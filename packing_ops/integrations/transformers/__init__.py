@@ -16,7 +16,14 @@ apply_packing_ops(model):
     rope.py, rms_norm.py, fused_loss.py   One swap each; positions.py gives RoPE the positions of documents.
 """
 
+from typing import TYPE_CHECKING
+
 from packing_ops._lazy import lazy_names
+
+if TYPE_CHECKING:  # what type checkers and docs/api read
+    from packing_ops.integrations.transformers.attention import register, unregister
+    from packing_ops.integrations.transformers.model_info import info
+    from packing_ops.integrations.transformers.patch import Applied, apply_packing_ops, revert_packing_ops
 
 _MODULES = {
     "Applied": "patch",
@@ -26,5 +33,5 @@ _MODULES = {
     "revert_packing_ops": "patch",
     "unregister": "attention",
 }
-__all__ = list(_MODULES)
+__all__ = ["Applied", "apply_packing_ops", "info", "register", "revert_packing_ops", "unregister"]
 __getattr__, __dir__ = lazy_names(globals(), _MODULES, "transformers", "transformers: pip install packing_ops[hf]")

@@ -5,8 +5,8 @@ import inspect
 import torch
 import torch.nn.functional as F
 
-from packing_ops.attention_backends import visible_mask
 from packing_ops.integrations.transformers.imports import logging, sdpa_attention_forward
+from packing_ops.masks import visible_mask
 
 _SDPA_OPTIONS = inspect.signature(sdpa_attention_forward).parameters  # no position_bias up to transformers 4.57
 _warned: set[str] = set()

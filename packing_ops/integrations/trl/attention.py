@@ -14,7 +14,7 @@ def register(name: str = "packing_ops") -> None:
         >>> register()
         >>> from trl import SFTConfig, SFTTrainer
         >>> options = {"packing": True, "model_init_kwargs": {"attn_implementation": "packing_ops"}}
-        >>> trainer = SFTTrainer(name, SFTConfig(**options), train_dataset=dataset)  # doctest: +SKIP
+        >>> trainer = SFTTrainer(name, SFTConfig(**options), train_dataset=dataset)  # needs a model # doctest: +SKIP
 
     Raises:
         ImportError: TRL or transformers is not installed.

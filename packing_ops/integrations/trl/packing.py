@@ -2,6 +2,7 @@
 
 import inspect
 import warnings
+from typing import Any
 
 from packing_ops.integrations._patching import Patch
 from packing_ops.integrations.trl.imports import trl_data_utils
@@ -14,7 +15,7 @@ _PARAMETERS = ["dataset", "seq_length", "strategy", "map_kwargs"]
 _applied: list[Patch] = []  # none or one
 
 
-def pack_dataset(dataset, seq_length: int, strategy: str = "bfd", map_kwargs: dict | None = None):
+def pack_dataset(dataset: Any, seq_length: int, strategy: str = "bfd", map_kwargs: dict | None = None) -> Any:
     """trl.pack_dataset with the same columns, dtypes and format, packed over the whole dataset at once.
 
     Args:

@@ -1,6 +1,7 @@
 """Unsloth's packed_seq_lengths as PackedMetadata, and its attention masks."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -70,7 +71,7 @@ def sdpa_mask(
     ]
 
 
-def xformers_mask(metadata: PackedMetadata, *, sliding_window: int | None = None):
+def xformers_mask(metadata: PackedMetadata, *, sliding_window: int | None = None) -> Any:
     """The same visibility as sdpa_mask, as an xformers bias that holds lengths instead of a matrix.
 
     Returns:
@@ -78,7 +79,7 @@ def xformers_mask(metadata: PackedMetadata, *, sliding_window: int | None = None
         installed. One synchronisation for cu_seqlens on CUDA.
 
     Example:
-        >>> xformers.ops.memory_efficient_attention(q, k, v, attn_bias=xformers_mask(metadata))  # doctest: +SKIP
+        >>> xformers.ops.memory_efficient_attention(q, k, v, xformers_mask(metadata))  # needs a GPU # doctest: +SKIP
     """
     lengths = metadata.lengths.tolist()
     lengths.append(metadata.total - sum(lengths))  # padding is a segment of its own

@@ -1,6 +1,7 @@
 """A collator around a collator: whatever that one returns becomes one packed row."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -102,7 +103,7 @@ def _is_padding(batch: dict, start: int) -> bool:
     return unlabelled and (positions is None or bool((positions[:, start] == 0).all()))
 
 
-def enable_packing(trainer_or_collator, *, sequence_lengths_key: str = "seq_lengths"):
+def enable_packing(trainer_or_collator: Any, *, sequence_lengths_key: str = "seq_lengths") -> Any:
     """Make a collator give packed batches with ``packed_seq_lengths``, as Unsloth does for TRL's.
 
     A batch then is one row: the rows that the collator returned, without their padding, end to end (also longer than
@@ -134,8 +135,8 @@ def enable_packing(trainer_or_collator, *, sequence_lengths_key: str = "seq_leng
         (tensor([[5, 6, 7]]), tensor([[0, 1, 0]]), tensor([2, 1], dtype=torch.int32))
 
     Raises:
-        TypeError: neither a trainer nor a collator. ValueError (when collating): lengths that do not make the row,
-        return_tensors other than "pt".
+        TypeError: neither a trainer nor a collator.
+        ValueError: (when collating) lengths that do not make the row, return_tensors other than "pt".
     """
     if hasattr(trainer_or_collator, "data_collator"):
         trainer = trainer_or_collator

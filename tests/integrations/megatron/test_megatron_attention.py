@@ -350,14 +350,14 @@ def test_layout_is_made_once_per_batch(device, monkeypatch):
 
 @pytest.mark.parametrize("slots", [None, [5, 3, 8]])
 def test_nothing_is_kept_longer_than_its_batch(slots, device):
-    kept = len(_batch_cache._kept)
+    kept = len(_batch_cache._tensor_caches)
     params = thd_params([5, 3, 7], device, slots=slots)
     out = module_of(device=device)(*heads_of(16, device=device), None, packed_seq_params=params)
     # A layout where there is one to work out, and on CUDA the plan.
-    assert len(_batch_cache._kept) == kept + (slots is not None) + (device == "cuda")
+    assert len(_batch_cache._tensor_caches) == kept + (slots is not None) + (device == "cuda")
     out.sum().backward()
     del params, out
-    assert len(_batch_cache._kept) == kept
+    assert len(_batch_cache._tensor_caches) == kept
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from helpers import cu_seqlens_of, drawn_mask, masks
 from megatron_case import spawn
 
 import packing_ops as po
-from packing_ops.data.parallel import aligned, packed_alignment, thd_inverse_indices, thd_partition_indices
+from packing_ops.data.context_parallel import aligned, packed_alignment, thd_inverse_indices, thd_partition_indices
 from packing_ops.integrations.megatron import data
 from packing_ops.integrations.megatron.data import (
     next_token_targets,

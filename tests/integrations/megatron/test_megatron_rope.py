@@ -17,7 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron_case import config_of, one_process, thd_params, tiny_gpt  # noqa: F401
 
 from packing_ops import apply_rotary_qk
-from packing_ops.data.parallel import thd_partition_indices
+from packing_ops.data.context_parallel import thd_partition_indices
 from packing_ops.integrations.megatron import rope
 from packing_ops.integrations.megatron.rope import (
     fused_apply_rotary_pos_emb,

@@ -1,4 +1,4 @@
-"""The support table of README.md: every tick is one of these tests."""
+"""The support table of docs/transformers.md: every tick is one of these tests."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ import packing_ops as po
 from packing_ops.integrations.transformers import apply_packing_ops, fallback, revert_packing_ops
 
 FEATURES = ["packed", "padded", "compile", "checkpointing", "LoRA"]
-ROWS = {  # as README.md writes the families
+ROWS = {  # as docs/transformers.md writes the families
     "llama": "Llama", "qwen2": "Qwen2, Qwen2.5", "qwen3": "Qwen3", "mistral": "Mistral", "gemma2": "Gemma 2",
     "gemma3": "Gemma 3 (text)", "gpt_oss": "gpt-oss",
 }  # fmt: skip
@@ -108,8 +108,8 @@ def test_bf16_is_at_most_twice_as_far_off_as_the_stock_model(family, device):
         assert one_document > 2**2 * stock, name
 
 
-def test_readme_ticks_are_these_tests():
-    lines = (ROOT / "README.md").read_text().splitlines()
+def test_ticks_of_the_page_are_these_tests():
+    lines = (ROOT / "docs" / "transformers.md").read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("| family |"))
     header = [cell.strip() for cell in lines[start].strip("|").split("|")]
     assert header == ["family", *FEATURES]

@@ -1,4 +1,4 @@
-"""packing_ops.data.batches: dummy rows, slices and choices of rows."""
+"""packing_ops.data.rows: dummy rows, slices and choices of rows."""
 
 import copy
 import itertools

@@ -26,14 +26,15 @@ has, and the entries stay with their row.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from packing_ops._arguments import at_least, integer, plain, wrong_type
-from packing_ops.data._rows import Fields, check_names, cut, none_of, rebuilt, taken, with_dummies
+from packing_ops.data._batch_fields import Fields, check_names, cut, none_of, rebuilt, taken, with_dummies
 from packing_ops.metadata import PackedMetadata
 
-Fill = Mapping[str, float | str | Callable]
+Fill = Mapping[str, float | str | Callable[..., Any]]
 
 
 def num_rows(batch: Mapping[str, object], *, row_keys: Sequence[str] = (), batch_keys: Sequence[str] = ()) -> int:
@@ -103,21 +104,21 @@ def pad_batch_to_multiple(
     fields = Fields(batch, row_keys, batch_keys)
     missing = -fields.count() % multiple
     values = dict(fields.all)
-    check_names(fill or (), "fill", set(values))
+    check_names(tuple(fill or ()), "fill", set(values))
     if not missing:
         return batch
     with_rows = [name for name, _ in fields.rows()]
     for name in fill or ():
         if name not in with_rows and values[name] is not None:
             raise ValueError(f"fill: expected a name of rows, got {name!r}, {type(values[name]).__name__}")
-    fills = {name: 0 for name in with_rows if str(name).endswith("loss_mask")}
+    fills: dict[str, Any] = {name: 0 for name in with_rows if str(name).endswith("loss_mask")}
     fills |= {name: -100 for name in with_rows if str(name).endswith("labels")}
     if fill is None and not fills:
         raise ValueError(
             f"fill: expected a loss_mask or labels in the batch, got {sorted(map(str, values))}; fill={{name: value}} says "
             "what keeps dummy rows out of the loss, fill={} that nothing has to"
         )
-    fills |= fill or {}
+    fills.update(fill or {})
     return fields.map(lambda name, rows: with_dummies(name, rows, missing, fills))
 
 
@@ -183,7 +184,7 @@ def select_rows(
     return fields.map(lambda name, rows: taken(name, rows, indices))
 
 
-def _row_numbers(indices) -> list[int]:
+def _row_numbers(indices: Any) -> list[int]:
     numbers = plain(indices)
     if not hasattr(numbers, "__iter__"):
         raise wrong_type("indices", "row numbers", indices)
@@ -260,7 +261,7 @@ def _without_tokens(fields: Fields, shape: tuple[int, ...], padding: int) -> Map
     """empty_like_batch of packed rows. ``shape``: the first dimensions of every value per token."""
     dims, slots = len(shape), (padding,) if len(shape) == 1 else (1, padding)
 
-    def emptied(key, value):
+    def emptied(key: str, value: Any) -> Any:
         name = str(key)
         if isinstance(value, Mapping) and key not in fields.batch_keys:
             return rebuilt(value, emptied)
