@@ -60,4 +60,6 @@ __all__ = [
     "unpatch_rope",
     "use_packing_ops",
 ]
-__getattr__, __dir__ = lazy_names(globals(), _MODULES, "megatron", "megatron-core: pip install packing_ops[megatron]")
+__getattr__, __dir__ = lazy_names(
+    globals(), _MODULES, "megatron", "needs megatron-core: pip install packing_ops[megatron]"
+)

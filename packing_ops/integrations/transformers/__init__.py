@@ -34,4 +34,6 @@ _MODULES = {
     "unregister": "attention",
 }
 __all__ = ["Applied", "apply_packing_ops", "info", "register", "revert_packing_ops", "unregister"]
-__getattr__, __dir__ = lazy_names(globals(), _MODULES, "transformers", "transformers: pip install packing_ops[hf]")
+__getattr__, __dir__ = lazy_names(
+    globals(), _MODULES, "transformers", "needs transformers: pip install packing_ops[hf]"
+)
