@@ -5,14 +5,14 @@ import importlib.util
 from collections.abc import Callable
 
 
-def lazy_names(package: dict, modules: dict[str, str], library: str, missing: str) -> tuple[Callable, Callable]:
+def lazy_names(package: dict, modules: dict[str, str], library: str, needs: str) -> tuple[Callable, Callable]:
     """``__getattr__`` and ``__dir__`` of a package.
 
     Args:
         package: its ``globals()``.
         modules: {name: module of the package that defines it}.
         library: what these modules import; the package lists its names where it is installed.
-        missing: what the error says of a name where it is missing.
+        needs: the end of the error where it is missing.
     """
 
     def __getattr__(name):
@@ -23,7 +23,7 @@ def lazy_names(package: dict, modules: dict[str, str], library: str, missing: st
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] != library:
                 raise
-            raise ImportError(f"{name} {missing}") from error
+            raise ImportError(f"{name} {needs}") from error
 
     def __dir__():
         return sorted({*package, *(modules if importlib.util.find_spec(library) else ())})

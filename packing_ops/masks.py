@@ -99,18 +99,18 @@ def visible_keys(
 def visible_mask(
     document_q: torch.Tensor,
     document_k: torch.Tensor,
-    position_q: torch.Tensor,
-    position_k: torch.Tensor,
+    key_pos_q: torch.Tensor,
+    key_pos_k: torch.Tensor,
     causal: bool,
     window_size: tuple[int, int],
 ) -> torch.Tensor:
-    """bool, True where a query attends to a key: of one document, -1 is none, and inside the window. Broadcasts."""
+    """bool, True where a query attends to a key: of one document (-1 is none) and inside the window. Broadcasts."""
     visible = (document_q == document_k) & (document_q >= 0)
     left, right = (window_size[0], 0) if causal else window_size
     if left >= 0:
-        visible = visible & (position_k >= position_q - left)
+        visible = visible & (key_pos_k >= key_pos_q - left)
     if right >= 0:
-        visible = visible & (position_k <= position_q + right)
+        visible = visible & (key_pos_k <= key_pos_q + right)
     return visible
 
 

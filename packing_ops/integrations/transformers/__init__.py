@@ -2,8 +2,8 @@
 
 attn_implementation="packing_ops":
     attention.py            register, and the function that every layer calls.
-    model_call.py           What the call of a model that runs says of its documents; keywords.py refuses near misses.
-    model_traits.py         What is known of its class: the masks it reads, what mixes tokens beside attention.
+    model_call.py           What the call of a model that runs says of its documents; keywords.py refuses near misses;
+                            running.py: which call runs in this thread.
     mask_preparation.py     Brings that to where transformers makes masks.
     masks.py                MaskPattern, which stands for the mask of a forward.
     documents.py            Where the documents of a batch lie; document_checks.py: whether a row has several.
@@ -18,12 +18,12 @@ apply_packing_ops(model):
 
 from typing import TYPE_CHECKING
 
-from packing_ops._lazy import lazy_names
-
 if TYPE_CHECKING:  # what type checkers and docs/api read
     from packing_ops.integrations.transformers.attention import register, unregister
     from packing_ops.integrations.transformers.model_info import info
     from packing_ops.integrations.transformers.patch import Applied, apply_packing_ops, revert_packing_ops
+
+from packing_ops._lazy import lazy_names
 
 _MODULES = {
     "Applied": "patch",

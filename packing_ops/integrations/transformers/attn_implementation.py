@@ -6,8 +6,7 @@ import inspect
 import torch
 
 from packing_ops.integrations.transformers.attention import register, unknown_options
-from packing_ops.integrations.transformers.imports import PreTrainedModel
-from packing_ops.integrations.transformers.model_traits import not_causal
+from packing_ops.integrations.transformers.imports import PreTrainedModel, not_causal
 
 IMPLEMENTATION = "packing_ops"
 STATE = "_packing_ops_attention"

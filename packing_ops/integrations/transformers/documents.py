@@ -152,14 +152,14 @@ def _explicit(batch, seqlen, cu_seqlens, padding, position_ids, checked):
         position_ids = position_ids.to(cu_q.device) if position_ids.shape[0] in (1, batch) else None
     same = cu_k is cu_q
     if checked is None or padding is not None:
-        mask = None if padding is None else _marked_by_both(padding.to(cu_q.device), cu_q)
+        mask = None if padding is None else _marked_alike(padding.to(cu_q.device), cu_q)
         cu_q, _ = checked_documents(cu_q, cu_k.to(cu_q.device), mask, position_ids, batch, seqlen)
     # int32 ones are not copied: a plan that is kept with them serves the next forward too.
     int32_q = int32_cu_seqlens(cu_q)
     return BatchDocuments(int32_q, int32_q if same else int32_cu_seqlens(cu_k))
 
 
-def _marked_by_both(padding, cu_seqlens):
+def _marked_alike(padding, cu_seqlens):
     """bool ``[batch, seqlen]``: False at padding, and where numbers start a document and cu_seqlens do not, or the reverse.
 
     Ones alone are no numbers. Rows start documents either way.

@@ -14,7 +14,7 @@ import torch
 from packing_ops._arguments import int32_cu_seqlens
 from packing_ops.integrations._patching import function_of
 from packing_ops.integrations.transformers.imports import PreTrainedModel
-from packing_ops.integrations.transformers.model_call import fuse, here
+from packing_ops.integrations.transformers.running import fuse, here
 from packing_ops.logps import chunked_cross_entropy
 
 _STATE = "_packing_ops_fused_loss"

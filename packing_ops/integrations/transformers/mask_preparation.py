@@ -10,7 +10,7 @@ import inspect
 import torch
 
 from packing_ops.integrations._patching import Patch
-from packing_ops.integrations.transformers import fallback, model_call, model_traits
+from packing_ops.integrations.transformers import fallback, model_call
 from packing_ops.integrations.transformers.document_checks import can_read, numbers_of
 from packing_ops.integrations.transformers.documents import as_bool, on_device
 from packing_ops.integrations.transformers.imports import masking_utils, refusal, version
@@ -97,14 +97,14 @@ def _wrapped(original):
         cross = (rest[0] if rest else named.get("encoder_hidden_states")) is not None
         if cross and numbers is not None and can_read(numbers) and bool((numbers > 1).any()):
             raise ValueError("attention_mask: expected one document in each row beside another sequence, got several")
-        mask_form = model_traits.PATTERN if call is None else call.mask_form
-        excess = 0 if mask is None or cross or mask_form != model_traits.PATTERN else mask.shape[-1] - slots[1]
+        mask_form = model_call.PATTERN if call is None else call.mask_form
+        excess = 0 if mask is None or cross or mask_form != model_call.PATTERN else mask.shape[-1] - slots[1]
         if excess < 0 or (excess > 0 and past_key_values is None):  # a longer mask covers the keys of a cache too
             raise ValueError(f"attention_mask: expected {slots} like the batch, got {list(mask.shape)}")
         axes = call is not None and _are_axes(call.position_ids)
         if call is not None and (position_ids is None or axes):
             position_ids = call.position_ids
-        if cross or not _about(position_ids, slots[1]) or config.model_type in model_traits.OTHER_POSITIONS:
+        if cross or not _about(position_ids, slots[1]) or config.model_type in model_call.OTHER_POSITIONS:
             position_ids = None
         checked = None
         if call is not None:
@@ -113,7 +113,7 @@ def _wrapped(original):
                 position_ids, cu_seqlens = call.check_positions(position_ids, slots[0])
                 checked = None if cu_seqlens is None else (call.cu_seqlens, call.cu_seqlens_k, cu_seqlens)
                 call.mark_used()
-        if mask_form != model_traits.PATTERN:
+        if mask_form != model_call.PATTERN:
             fallback.log_once(f"{call.name} may read its masks, it gets them of every query and key")
         elif call is None and position_ids is None and not cross:
             fallback.log_once("position_ids of a model whose forward is called by itself may not be found")

@@ -1,13 +1,13 @@
 """What stands in for the mask of a forward: its pattern, found once, which every layer reads.
 
 transformers asks for a mask once per forward and kind of layer. The answer here is a MaskPattern where varlen attention
-can follow it, and transformers' own 4-D mask where it cannot, or where the model reads masks itself (see model_traits).
+can follow it, and transformers' own 4-D mask where it cannot, or where the model reads masks itself (see model_call).
 """
 
 import torch
 import torch.nn.functional as F
 
-from packing_ops.integrations.transformers import model_call, model_traits
+from packing_ops.integrations.transformers import model_call
 from packing_ops.integrations.transformers.documents import find_documents, runs_of
 from packing_ops.integrations.transformers.imports import masking_utils
 
@@ -64,7 +64,7 @@ class Carrier:
     """Goes where transformers hands the 2-D mask on to the mask function, and takes along what that does not get.
 
     numbers: [batch, slots] of documents, 0 for padding, or None. position_ids: [batch or 1, q_length], or None.
-    checked: see find_documents. axes: see MaskPattern. mask_form: see model_traits. stock: keys of another sequence, or
+    checked: see find_documents. axes: see MaskPattern. mask_form: see model_call. stock: keys of another sequence, or
     of a cache of fixed length, whose masks transformers makes ahead and handles as tensors.
     """
 
@@ -72,7 +72,7 @@ class Carrier:
         self,
         padding,
         position_ids=None,
-        mask_form=model_traits.PATTERN,
+        mask_form=model_call.PATTERN,
         stock=False,
         numbers=None,
         checked=None,
@@ -97,7 +97,7 @@ def packing_ops_mask(
     if carrier is None:
         # Nobody said whose keys a bidirectional mask is about.
         carrier = Carrier(attention_mask, stock="allow_is_bidirectional_skip" in kwargs)
-    free = carrier.mask_form == model_traits.PATTERN and not carrier.stock
+    free = carrier.mask_form == model_call.PATTERN and not carrier.stock
     pattern = _pattern_of(mask_function, kwargs) if free else None
     start = isinstance(q_offset, int) and q_offset == 0 and isinstance(kv_offset, int) and kv_offset == 0
     if pattern is not None and start and q_length == kv_length:
@@ -108,7 +108,7 @@ def packing_ops_mask(
     # Without a mask the layer could not tell causal from full; one query that attends to every key is both.
     skip = kwargs.pop("allow_is_causal_skip", True) and q_length == 1
     kwargs["allow_is_bidirectional_skip"] = False
-    make = masking_utils.eager_mask if carrier.mask_form == model_traits.ADDITIVE else masking_utils.sdpa_mask
+    make = masking_utils.eager_mask if carrier.mask_form == model_call.ADDITIVE else masking_utils.sdpa_mask
     return make(
         batch_size=batch_size,
         q_length=q_length,

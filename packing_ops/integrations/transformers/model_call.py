@@ -1,12 +1,13 @@
 """The arguments of the model call that runs: transformers makes many masks without passing position_ids on."""
 
-import threading
+import inspect
 
 import torch
 
 from packing_ops._arguments import check_cu_seqlens
 from packing_ops._checks import checked_documents
 from packing_ops.integrations._patching import Patch
+from packing_ops.integrations.transformers import running
 from packing_ops.integrations.transformers.document_checks import (
     NUMBERS,
     argument,
@@ -15,11 +16,30 @@ from packing_ops.integrations.transformers.document_checks import (
     positions_restart,
     refuse_where,
 )
-from packing_ops.integrations.transformers.imports import PreTrainedModel
+from packing_ops.integrations.transformers.imports import PreTrainedModel, not_causal
 from packing_ops.integrations.transformers.keywords import check_keywords
-from packing_ops.integrations.transformers.model_traits import OTHER_POSITIONS, mixes_tokens, not_causal, traits_of
 
 NAMES: set[str] = set()  # attn_implementations that register() made
+
+# The forms of a mask. A MaskPattern is for our attention alone. A model that supports neither FlashAttention nor
+# FlexAttention reads masks itself, or has an attention of its own: it gets a tensor, bool as for SDPA, or additive as for
+# eager attention where it does not support SDPA.
+PATTERN, BOOL, ADDITIVE = "pattern", "bool", "additive"
+_READERS = ("transformers.models.doge.",)  # supports FlexAttention, and reads every other mask itself
+# Here tokens of neighbouring documents also mix outside of attention: convolutions, trigrams, compressed keys.
+_MIXERS = frozenset(
+    (
+        "canine",
+        "convbert",
+        "deepseek_v4",
+        "inkling2_text",
+        "inkling_text",
+        "mobilebert",
+        "nystromformer",
+        "sam3_lite_text_text_model",
+    )
+)
+OTHER_POSITIONS = frozenset(("decision_transformer",))  # position_ids of zeros, beside embeddings of the time
 
 
 class ModelCall:
@@ -27,7 +47,7 @@ class ModelCall:
 
     def __init__(self, model, args, kwargs, outer):
         self.name = type(model).__name__
-        self.mask_form, indices, model_type = traits_of(type(model), type(model.config))
+        self.mask_form, indices, model_type = _habits_of(type(model), type(model.config))
         self.position_ids = None if model_type in OTHER_POSITIONS else argument("position_ids", indices, args, kwargs)
         self.cu_seqlens, self.cu_seqlens_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
         self.cache = None  # that a mask was made beside
@@ -92,41 +112,15 @@ class ModelCall:
         return f"{lost}: expected one document in each row, got several, and {self.name} {why}"
 
 
-class _Now(threading.local):
-    call = None
-    chunked = None
-    fused = None  # see fused_loss
-
-
-class _Traced:
-    """Stands for _now while torch.compile before 2.13 traces.
-
-    Its trace reads the class attributes of a threading.local in place of what the thread has set. This object is one for
-    all threads: two of them that call compiled models at the same time may find each other's call.
-    """
-
-    call = None
-    chunked = None
-    fused = None
-
-
-_now = _Now()
-_traced = _now if torch.__version__ >= (2, 13) else _Traced()
-
-
-def here():
-    return _traced if torch.compiler.is_compiling() else _now
-
-
-def fuse(running):
-    """Sets what runs fused in this thread, and in what it calls, which may be compiled; what ran before."""
-    before, here().fused, _traced.fused = here().fused, running, running
-    return before
+def mixes_tokens(config) -> bool:
+    """Beside attention, and past the end of a document."""
+    # token_dropout of ESM scales a row by how many of all its tokens are masked.
+    return config.model_type in _MIXERS or bool(getattr(config, "token_dropout", False))
 
 
 def current() -> ModelCall | None:
     """The innermost call that runs in this thread; None also where somebody called model.forward itself."""
-    return here().call
+    return running.here().call
 
 
 def call_to_mark() -> ModelCall | None:
@@ -138,12 +132,12 @@ def call_to_mark() -> ModelCall | None:
 
 def leave(carrier) -> None:
     """Hands a carrier to the mask function past transformers' create_chunked_causal_mask, which reads the 2-D mask itself."""
-    here().chunked = carrier
+    running.here().chunked = carrier
 
 
 def collect(padding):
     """What was left for the mask function that gets this 2-D mask, or None."""
-    now = here()
+    now = running.here()
     carrier, now.chunked = now.chunked, None
     return carrier if carrier is not None and carrier.padding is padding else None
 
@@ -173,13 +167,13 @@ def _watched(stock):
             )
         check_keywords(type(self), kwargs)
         args, kwargs = _with_ones(self, args, kwargs)
-        now = here()
+        now = running.here()
         outer = now.call
-        call = now.call = _traced.call = ModelCall(self, args, kwargs, outer)  # what it calls may be compiled
+        call = now.call = running.traced.call = ModelCall(self, args, kwargs, outer)  # what it calls may be compiled
         try:
             outputs = stock(self, *args, **kwargs)
         finally:
-            now.call = _traced.call = outer
+            now.call = running.traced.call = outer
         call.refuse_if_lost()
         return outputs
 
@@ -187,6 +181,22 @@ def _watched(stock):
 
 
 _PATCH = Patch(PreTrainedModel, "__call__", _watched)
+
+
+_habits: dict[tuple, tuple] = {}  # torch.compile would look through functools.cache
+
+
+@torch.compiler.assume_constant_result
+def _habits_of(cls, config_cls):
+    """The form of its masks, where position_ids and attention_mask are among its arguments, its model_type."""
+    if (cls, config_cls) not in _habits:
+        names = list(inspect.signature(cls.forward).parameters)[1:]
+        indices = {name: names.index(name) for name in ("position_ids", "attention_mask") if name in names}
+        form = BOOL if cls._supports_sdpa else ADDITIVE
+        if cls._supports_flash_attn or cls._supports_flex_attn:
+            form = form if any(base.__module__.startswith(_READERS) for base in cls.__mro__) else PATTERN
+        _habits[cls, config_cls] = form, indices, config_cls.model_type
+    return _habits[cls, config_cls]
 
 
 # --- numbers of documents in a 2-D attention_mask ---
@@ -201,7 +211,7 @@ def numbered(mask):
 
 
 def _with_ones(model, args, kwargs):
-    indices = traits_of(type(model), type(model.config))[1]
+    indices = _habits_of(type(model), type(model.config))[1]
     mask = argument("attention_mask", indices, args, kwargs)
     if not is_tensor(mask, 2) or mask.dtype == torch.bool or hasattr(mask, NUMBERS):
         return args, kwargs

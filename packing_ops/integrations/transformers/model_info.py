@@ -5,15 +5,7 @@ from collections import Counter
 import torch
 import transformers
 
-from packing_ops.integrations.transformers import (
-    attn_implementation,
-    fallback,
-    fused_loss,
-    model_call,
-    model_traits,
-    rms_norm,
-    rope,
-)
+from packing_ops.integrations.transformers import attn_implementation, fallback, fused_loss, model_call, rms_norm, rope
 from packing_ops.integrations.transformers.models import FAMILIES
 
 
@@ -110,7 +102,7 @@ def _documents(hosts) -> str:
     ours = [host for host in hosts if host.config._attn_implementation in model_call.NAMES]
     if not ours:
         return "found by transformers, for the attention above"
-    if any(model_traits.mixes_tokens(host.config) for host in ours):
+    if any(model_call.mixes_tokens(host.config) for host in ours):
         return "one in each row, as tokens mix beside attention; several are an error"
     return (
         "cu_seq_lens_q, else position_ids that restart and a 2-D attention_mask (0 is padding, above 1 the number of a "

@@ -14,7 +14,7 @@ from hf_models import OLD, skip_if_attention_is_its_own, skip_if_masks_are_its_o
 from transformers import masking_utils  # noqa: E402
 
 import packing_ops  # noqa: E402
-from packing_ops.integrations.transformers import attention, fallback, masks, model_call, register  # noqa: E402
+from packing_ops.integrations.transformers import attention, fallback, masks, model_call, register, running  # noqa: E402
 from packing_ops.integrations.transformers.patch import apply_packing_ops  # noqa: E402
 
 LENGTHS = [5, 7, 4]
@@ -180,7 +180,7 @@ COMPILED = ["compiled", "compiled forward", "compiled in place"]
 )
 def test_ways_to_call_an_encoder(how, old_torch, device, fresh_compile, monkeypatch):
     if old_torch:  # whose torch.compile does not know threading.local
-        monkeypatch.setattr(model_call, "_traced", model_call._Traced())
+        monkeypatch.setattr(running, "traced", running._Traced())
     name, sizes = ENCODERS["distilbert"]
     inputs = packed(device)
     wanted = alone(tiny(name, "eager", device=device, **sizes), inputs)
