@@ -100,9 +100,14 @@ def _revert_when_gone(patch) -> None:
 
 
 def revert_left() -> None:
-    if not torch.compiler.is_compiling() and _left and not _something_compiles():
-        while _left:
-            _left.pop().revert_if_unused()
+    if torch.compiler.is_compiling() or not _left or _something_compiles():
+        return
+    if _lock.acquire(blocking=False):  # the garbage collector waits for nobody
+        try:
+            while _left:
+                _left.pop().revert_if_unused()
+        finally:
+            _lock.release()
 
 
 def _something_compiles() -> bool:
