@@ -25,7 +25,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help $(DEMOS) test test-newest test-fresh test-adoption lint emulator bytecode build bench test-gpu bench-gpu
-.PHONY: profile-gpu readme wheel clean
+.PHONY: profile-gpu readme docs wheel clean
 
 help:  ## these lines
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -61,10 +61,11 @@ test-adoption: build  ## the projects of docs/adopt, patched, under their own te
 test-fresh:  ## the first scripts, installed from nothing with the oldest and with the newest torch
 	$(PYTHON) tests/fresh_environments.py $(FRESH)
 
-lint: .venv/.ready  ## ruff and clang-format
+lint: .venv/.ready  ## ruff, clang-format, mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $$(find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+	$(BIN)/mypy
 
 # Attention's CUDA kernels for the CPU, where CUDA's headers are: tests/emulated.py.
 emulator:  ## what the tests of attention's CUDA kernels on the CPU run
@@ -103,8 +104,11 @@ bench: build  ## measures every family on the CPU
 	$(BIN)/python benchmarks/bench_report.py
 	$(BIN)/python examples/train_packed.py --out benchmarks/results
 
-readme: .venv/.ready  ## the tables of README.md, from benchmarks/results
+readme: .venv/.ready  ## the tables of README.md and docs, from benchmarks/results
 	$(BIN)/python benchmarks/readme.py
+
+docs: .venv/.ready  ## the documentation with the API reference, in build/site/index.html
+	$(BIN)/python -m mkdocs build --strict --quiet
 
 wheel: .venv/.ready  ## a wheel, in dist/
 	$(BIN)/pip wheel --no-deps --no-build-isolation -w dist .

@@ -18,7 +18,7 @@ from tools.build_progress import progress  # noqa: E402
 from tools.find_cuda import cuda_version, find_cuda_home, portable_archs  # noqa: E402
 
 LOG = ROOT / "build" / "build.log"
-VERSION = re.search(r'^VERSION = "(.+?)"', (ROOT / "packing_ops" / "_load.py").read_text(), re.M)[1]
+VERSION = re.search(r'^VERSION = "(.+?)"', (ROOT / "packing_ops" / "_library.py").read_text(), re.M)[1]
 NO_TORCH = """packing_ops builds against the torch that you train with, and no torch was found here.
   no torch yet:  install it first, then `pip install .`
   uv:            uv pip install --no-build-isolation .   (uv builds in an environment of its own)"""

@@ -1,29 +1,52 @@
-"""The figures of README.md, from benchmarks/results: python benchmarks/readme.py [--check]
+"""The figures of README.md and docs/, from benchmarks/results: python benchmarks/readme.py [--check]
 
 Whatever stands between ``<!-- results: NAME -->`` and ``<!-- end -->`` is what a function of readme_ops.py or
 readme_training.py makes of the result files; --check changes nothing and fails where it is something else.
 """
 
 import argparse
+import os
 import re
 import sys
 from pathlib import Path
 
 import readme_ops
 import readme_training
+from result_rows import RESULTS, markdown
 
-TABLES = readme_ops.TABLES | readme_training.TABLES
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 REGION = re.compile(r"(<!-- results: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.S)
 
 
-def rewritten(text: str) -> tuple[str, list[str]]:
-    """The text with today's figures, and the regions that had others."""
-    changed = []
+def files() -> str:
+    """Every result file, by family: its figures and its picture."""
+    families = {}
+    for path in sorted(RESULTS.iterdir()):
+        family, _, device = path.stem.rpartition("_")
+        if path.suffix in (".csv", ".json", ".png") and device in ("cuda", "cpu"):
+            families.setdefault(family, {}).setdefault(device, []).append(path)
+    rows = []
+    for family, found in families.items():
+        links = [
+            ", ".join(f"[{path.suffix[1:]}](benchmarks/results/{path.name})" for path in found.get(device, ()))
+            for device in ("cuda", "cpu")
+        ]
+        rows.append([family, *(link or readme_ops.NOT_MEASURED for link in links)])
+    return markdown(["family", "GPU", "CPU"], rows)
 
-    def replace(match):
+
+TABLES = readme_ops.TABLES | readme_training.TABLES | {"files": files}
+
+
+def rewritten(text: str, page: Path) -> tuple[str, list[str]]:
+    """The text of a page with today's figures, and the regions that had others."""
+    changed = []
+    results = os.path.relpath(ROOT / "benchmarks" / "results", page.parent)
+
+    def replace(match: re.Match) -> str:
         begin, name, before, end = match.groups()
-        after = f"{TABLES[name]()}\n"
+        after = f"{TABLES[name]()}\n".replace("](benchmarks/results/", f"]({results}/")  # as the page reaches them
         if after != before:
             changed.append(name)
         return begin + after + end
@@ -35,12 +58,18 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    text, changed = rewritten(README.read_text())
-    if arguments.check and changed:
-        sys.exit(f"README.md: not what benchmarks/results says: {', '.join(changed)}; python benchmarks/readme.py")
-    if changed:
-        README.write_text(text)
-    print(f"README.md: {'rewritten: ' + ', '.join(changed) if changed else 'is what benchmarks/results says'}")
+    stale = []
+    for page in PAGES:
+        name = page.relative_to(ROOT)
+        text, changed = rewritten(page.read_text(), page)
+        stale += [f"{name}: not what benchmarks/results says: {', '.join(changed)}"] if changed else []
+        if changed and not arguments.check:
+            page.write_text(text)
+            print(f"{name}: rewritten: {', '.join(changed)}")
+    if stale and arguments.check:
+        sys.exit("\n".join([*stale, "make readme writes them again"]))
+    if not stale:
+        print("README.md and docs: are what benchmarks/results says")
 
 
 if __name__ == "__main__":

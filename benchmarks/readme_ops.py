@@ -1,4 +1,4 @@
-"""What README.md says of single ops: a function for each of its regions. What a file does not have is left out."""
+"""What docs/ say of single ops: a function for each region. What a file does not have is left out."""
 
 import json
 import statistics

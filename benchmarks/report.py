@@ -1,7 +1,7 @@
 """Tables and pictures from benchmarks/results: python benchmarks/report.py [--device cpu|cuda] [--family NAME]
 
-Prints a Markdown table per family and writes results/<family>_<device>.png, from the CSV alone. README.md's tables:
-benchmarks/readme.py.
+Prints a Markdown table per family and writes results/<family>_<device>.png, from the CSV alone. Tables of README and
+docs: benchmarks/readme.py.
 """
 
 import argparse

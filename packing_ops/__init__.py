@@ -12,14 +12,10 @@ Without a compiled library (macOS, a clone that was not built) packing_ops.data 
 every other op says what is missing.
 """
 
-from packing_ops._load import VERSION, build_info  # first: it registers torch.ops.packing_ops
-from packing_ops.attention import attention_plan, flash_attn_func, flash_attn_varlen_func, varlen_attention
+from packing_ops._library import VERSION, build_info  # first: it registers torch.ops.packing_ops
+from packing_ops.attention import attention_plan, varlen_attention
 from packing_ops.attention_backends import attention, select_attention_backend
 from packing_ops.boundaries import (
-    block_causal_mask,
-    compute_prompt_boundaries,
-    compute_prompt_end_indices,
-    compute_prompt_mini_batch_boundaries,
     count_target_tokens,
     cu_seqlens_from_lengths,
     cu_seqlens_from_position_ids,
@@ -29,13 +25,19 @@ from packing_ops.boundaries import (
     seq_idx_from_cu_seqlens,
     shift_labels,
     shift_values,
-    xformers_bias,
 )
+from packing_ops.flash_attn import flash_attn_func, flash_attn_varlen_func
 from packing_ops.logps import chunked_cross_entropy, token_logps
+from packing_ops.masks import block_causal_mask, xformers_bias
 from packing_ops.metadata import PackedMetadata
 from packing_ops.packing import Packing, pack_ffd, pack_sequences
 from packing_ops.padding import pad_input, pad_inputs, unpad_input, unpad_inputs
 from packing_ops.padding_batches import iter_microbatches, trim_padding
+from packing_ops.prompts import (
+    compute_prompt_boundaries,
+    compute_prompt_end_indices,
+    compute_prompt_mini_batch_boundaries,
+)
 from packing_ops.rope import apply_rotary_qk
 from packing_ops.segments import gae, segment_broadcast, segment_mean, segment_std, segment_sum
 

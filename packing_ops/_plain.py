@@ -1,6 +1,7 @@
-"""The ops that packing_ops.data needs, in plain torch: what runs where there is no compiled library (macOS, a clone that
-was not built). The same results by way of packing_ops.reference, and slower: pack_sequences looks at every bin for every
-sequence. Any device, and derivatives as torch has them. tests/test_plain.py compares each with its compiled op.
+"""The ops that packing_ops.data needs, in plain torch, for use without the compiled library (macOS, a clone without build).
+
+The results are the same, computed by packing_ops.reference, but slower: pack_sequences checks every bin for every sequence.
+Any device; gradients are autograd's. tests/ops/test_plain.py compares each op with its compiled one.
 """
 
 import functools
@@ -10,8 +11,16 @@ from collections.abc import Callable
 
 import torch
 
-from packing_ops import _load
-from packing_ops._args import check_cu_seqlens, check_tensor, described, is_set, wrong_type
+from packing_ops import _library
+from packing_ops._arguments import (
+    check_cu_seqlens,
+    check_cumulated,
+    check_tensor,
+    described,
+    is_set,
+    sum_dtype,
+    wrong_type,
+)
 from packing_ops.reference import boundaries, packing, padding, segments
 
 _INT32_MAX = 2**31 - 1
@@ -21,23 +30,22 @@ _OVERLONG = ("error", "own", "split", "truncate", "drop")
 
 
 def op_without_library(name: str) -> Callable:
-    """``_ops.<name>`` where there is no library: the one of this file, or a function that raises ImportError."""
+    """``_ops.<name>`` without the library: the function in this file, or one that raises ImportError."""
     if name.startswith("__"):
         raise AttributeError(name)
     if name in _OPS:
-        _tell()
+        _warn_once()
         return _OPS[name]
 
     def missing(*args):
-        raise ImportError(_load.MISSING)
+        raise ImportError(_library.MISSING)
 
     return missing
 
 
 @functools.cache
-def _tell() -> None:
-    """Once."""
-    message = f"{_load.MISSING}; without it packing_ops.data runs in plain torch, slower"
+def _warn_once() -> None:
+    message = f"{_library.MISSING}; without it packing_ops.data runs in plain torch, slower"
     warnings.warn(message, stacklevel=4)
 
 
@@ -54,14 +62,9 @@ def _index_vector(tensor, name, dims=(1,)):
 def _checked(cu_seqlens, total):
     check_tensor(cu_seqlens, "cu_seqlens")
     check_cu_seqlens(cu_seqlens)
-    values = cu_seqlens.tolist()
-    if values[0] != 0:
-        raise ValueError(f"cu_seqlens: expected to start at 0, got {values[0]}")
-    for i, (before, value) in enumerate(itertools.pairwise(values), 1):
-        if value < before:
-            raise ValueError(f"cu_seqlens: expected never to decrease, got {value} after {before} at index {i}")
-    if values[-1] > total:
-        raise ValueError(f"cu_seqlens: expected to end at most at total={total}, got {values[-1]}")
+    check_cumulated(cu_seqlens)
+    if cu_seqlens[-1] > total:
+        raise ValueError(f"cu_seqlens: expected to end at most at total={total}, got {cu_seqlens[-1]}")
     return cu_seqlens
 
 
@@ -77,10 +80,6 @@ def _floats(values, name):
     if not values.is_floating_point() or values.dim() < 1:
         raise ValueError(f"{name}: expected floating [total, ...], got {described(values)}")
     return values
-
-
-def _sum_dtype(dtype):
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 # --- boundaries ---
@@ -103,7 +102,7 @@ def seq_idx_from_cu_seqlens(cu_seqlens, total):
 
 
 def _padded(found, size, count):
-    """``found``, its last entry repeated up to ``size``, and the count [1]."""
+    """What the compiled ops return: ``found`` with its last entry repeated up to ``size``, and the count ``[1]``."""
     return torch.cat([found, found[-1:].expand(size - found.numel())]), found.new_tensor([count], dtype=torch.int64)
 
 
@@ -159,11 +158,11 @@ def segment_sum(values, cu_seqlens, mask, average):
     if mask is not None and mask.shape != values.shape[:1]:
         raise ValueError(f"mask: expected [total] like values = [{values.shape[0]}], got {described(mask)}")
     sums = boundaries.segment_sum(values.double(), cu_seqlens, mask, average)
-    return sums.to(_sum_dtype(values.dtype))
+    return sums.to(sum_dtype(values.dtype))
 
 
 def segment_sum_backward(grad, cu_seqlens, mask, average, total, dtype):
-    """As segment_broadcast calls it: neither a mask nor a mean."""
+    """Only as segment_broadcast calls it: without mask and average."""
     padded = torch.cat([grad, grad.new_zeros(1, *grad.shape[1:])])
     return padded.index_select(0, seq_idx_from_cu_seqlens(cu_seqlens, total)).to(dtype)
 
@@ -179,7 +178,7 @@ def gae(rewards, values, cu_seqlens, mask, bootstrap, gamma, lam):
         if not 0 <= number <= 1:
             raise ValueError(f"{name}: expected 0 to 1, got {number}")
     found = segments.gae(rewards, values, cu_seqlens, gamma=gamma, lam=lam, mask=mask, bootstrap=bootstrap)
-    return tuple(x.to(_sum_dtype(rewards.dtype)) for x in found)
+    return tuple(x.to(sum_dtype(rewards.dtype)) for x in found)
 
 
 # --- padding ---

@@ -19,10 +19,11 @@ from typing import Literal, overload
 
 import torch
 
-from packing_ops import _ops, _recent
-from packing_ops._args import check_tensor, described, window_sides
+from packing_ops import _batch_cache, _ops
+from packing_ops._arguments import check_tensor, described, window_sides
 from packing_ops._autograd import past_autograd, register_autograd, register_no_autograd
 from packing_ops._flops import register_formulas
+from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
 LAYOUTS = ("thd", "bhsd", "bshd")  # of q, k and v: t total, b batch of 1, s seqlen, h num_heads, d head_dim
 
@@ -32,8 +33,8 @@ def varlen_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor | None = None,
+    cu_seqlens_q: PackedMetadata | torch.Tensor,
+    cu_seqlens_k: PackedMetadata | torch.Tensor | None = None,
     *,
     causal: bool = True,
     softmax_scale: float | None = None,
@@ -49,8 +50,8 @@ def varlen_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor | None = None,
+    cu_seqlens_q: PackedMetadata | torch.Tensor,
+    cu_seqlens_k: PackedMetadata | torch.Tensor | None = None,
     *,
     causal: bool = True,
     softmax_scale: float | None = None,
@@ -65,8 +66,8 @@ def varlen_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor | None = None,
+    cu_seqlens_q: PackedMetadata | torch.Tensor,
+    cu_seqlens_k: PackedMetadata | torch.Tensor | None = None,
     *,
     causal: bool = True,
     softmax_scale: float | None = None,
@@ -86,8 +87,8 @@ def varlen_attention(
             Or with a batch of 1, see ``layout``.
         k, v: ``[total_k, num_kv_heads, head_dim]``, in the layout and the dtype of q; num_kv_heads divides num_q_heads
             (GQA, MQA).
-        cu_seqlens_q: int32 ``[num_documents + 1]`` (int64 is copied in each call); zero-length documents may stand
-            anywhere.
+        cu_seqlens_q: PackedMetadata of q's row, or its cu_seqlens, int32 ``[num_documents + 1]`` (int64 is copied in each
+            call); zero-length documents may stand anywhere.
         cu_seqlens_k: the same for k and v; without it ``cu_seqlens_q``.
         causal: a query sees no key after its own position.
         softmax_scale: without it ``head_dim ** -0.5``.
@@ -95,8 +96,8 @@ def varlen_attention(
             window of w keys, its own included, is ``(w - 1, 0)``.
         softcap: bound of the scores, 0 or inf for none.
         sinks: ``[num_q_heads]``, one more score per head that takes part in the denominator only.
-        plan: from attention_plan for these lengths and heads; without it one is made, and kept with cu_seqlens, so that
-            layers called with the same tensors share it.
+        plan: from attention_plan for these lengths and heads; without it one is made, and kept in the PackedMetadata or
+            with cu_seqlens, so that layers called with the same ones share it.
         return_lse: also return the log of each denominator, sink included.
         layout: ``"thd"`` ``[total, num_heads, head_dim]``; ``"bhsd"`` ``[1, num_heads, total, head_dim]``, heads first, as
             models of transformers hold them; ``"bshd"`` ``[1, total, num_heads, head_dim]``, as flash-attn does. Three
@@ -132,17 +133,20 @@ def varlen_attention(
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
     check_tensor(q, "q")
+    cache = None
     tokens_first = (layout or q.dim() == 4) and _layout_of(q, k, layout, cu_seqlens_k is cu_seqlens_q) == "bshd"
     if tokens_first:
         q, k, v = (_without_batch(t, name) for name, t in (("q", q), ("k", k), ("v", v)))
+    if not (isinstance(cu_seqlens_q, torch.Tensor) and isinstance(cu_seqlens_k, torch.Tensor)):
+        cu_seqlens_q, cu_seqlens_k, cache = without_metadata(q, k, cu_seqlens_q, cu_seqlens_k)
     if plan is None:
-        plan = _recent.plan_for(q, k, cu_seqlens_q, cu_seqlens_k, causal, left, right)
+        plan = _batch_cache.plan_for(q, k, cu_seqlens_q, cu_seqlens_k, causal, left, right, cache)
     try:
         out, lse = _ops.varlen_attention(
             q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, softcap, plan
         )
     except ValueError:
-        _recent.forget()  # it may be of a plan that was kept while its cu_seqlens changed
+        _batch_cache.forget()  # it may be of a plan that was kept while its cu_seqlens changed
         raise
     out = out[None] if tokens_first else out
     return (out, lse) if return_lse else out
@@ -152,6 +156,18 @@ def _wide(sinks):
     """As float32, unless float64; a complex one is left for the op to refuse."""
     check_tensor(sinks, "sinks")
     return sinks if sinks.dtype == torch.float64 or sinks.is_complex() else sinks.float()
+
+
+def without_metadata(q, k, documents_q, documents_k) -> tuple:
+    """cu_seqlens of q and of k, and the cache of q's PackedMetadata."""
+    check_tensor(k, "k")
+    total_q, total_k = (rows.shape[2] if rows.dim() == 4 else rows.shape[:1].numel() for rows in (q, k))
+    cu_seqlens_q = cu_seqlens_of(documents_q, total_q, like="q", name="cu_seqlens_q")
+    if documents_k is documents_q and total_k == total_q:
+        cu_seqlens_k = cu_seqlens_q
+    else:
+        cu_seqlens_k = cu_seqlens_of(documents_k, total_k, like="k", name="cu_seqlens_k")
+    return cu_seqlens_q, cu_seqlens_k, documents_q._cache if isinstance(documents_q, PackedMetadata) else None
 
 
 def _layout_of(q, k, layout, same_documents: bool) -> str:
@@ -223,172 +239,6 @@ def attention_plan(
         causal,
         *window_sides(window_size),
     )
-
-
-@overload
-def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: Literal[False] = False,
-    block_table: torch.Tensor | None = None,
-) -> torch.Tensor: ...
-@overload
-def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    *,
-    return_attn_probs: Literal[True],
-    block_table: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, None]: ...
-def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    block_table: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
-    """varlen_attention under flash-attn's name and signature, for code written for it.
-
-    Args:
-        q, k, v: ``[total, num_heads, head_dim]``.
-        max_seqlen_q, max_seqlen_k: not needed, any upper bound will do.
-        deterministic: accepted; the backward always is.
-        Others: as varlen_attention. ``causal`` is False unless given, as in flash-attn.
-
-    Returns:
-        out, or with ``return_attn_probs`` (out, lse ``[num_q_heads, total_q]``, None).
-
-    Example:
-        >>> q, k, v = torch.randn(3, 5, 2, 8)
-        >>> cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
-        >>> flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 3, 3, causal=True).shape
-        torch.Size([5, 2, 8])
-
-    Raises:
-        NotImplementedError: dropout_p > 0, alibi_slopes or block_table.
-        ValueError: as varlen_attention.
-    """
-    if dropout_p > 0:
-        raise NotImplementedError(f"dropout_p: expected 0.0, dropout is not supported, got {dropout_p}")
-    if alibi_slopes is not None:
-        raise NotImplementedError("alibi_slopes: expected None, ALiBi is not supported")
-    if block_table is not None:
-        raise NotImplementedError("block_table: expected None, paged keys and values are not supported")
-    refuse_heads_first(q)
-    options = {"causal": causal, "softmax_scale": softmax_scale, "window_size": window_size, "softcap": softcap}
-    out, lse = varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, **options, return_lse=True)
-    return (out, lse, None) if return_attn_probs else out
-
-
-@overload
-def flash_attn_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: Literal[False] = False,
-) -> torch.Tensor: ...
-@overload
-def flash_attn_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    *,
-    return_attn_probs: Literal[True],
-) -> tuple[torch.Tensor, torch.Tensor, None]: ...
-def flash_attn_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
-    """flash_attn_varlen_func for a dense batch, each row of it a document: the same op, the same bits.
-
-    Args:
-        q: ``[batch, seqlen_q, num_q_heads, head_dim]``. No copy where the rows follow each other in memory
-            (``stride(0) == seqlen_q * stride(1)``), as in a fused QKV projection.
-        k, v: ``[batch, seqlen_k, num_kv_heads, head_dim]``.
-        Others: as flash_attn_varlen_func.
-
-    Returns:
-        out like q, or with ``return_attn_probs`` (out, lse ``[batch, num_q_heads, seqlen_q]``, None).
-
-    Example:
-        >>> flash_attn_func(*torch.zeros(2, 5, 3, 4, 64).unbind(2), causal=True).shape
-        torch.Size([2, 5, 4, 64])
-
-    Raises:
-        NotImplementedError: dropout_p > 0 or alibi_slopes.
-        ValueError: as varlen_attention, and for batch * seqlen of 2**31 or more.
-    """
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_tensor(tensor, name)
-        if tensor.dim() != 4:
-            raise ValueError(f"{name}: expected [batch, seqlen, num_heads, head_dim], got {list(tensor.shape)}")
-    if k.shape[0] != q.shape[0]:
-        raise ValueError(f"k: expected a batch of {q.shape[0]} like q, got {list(k.shape)}")
-    if v.shape != k.shape:
-        raise ValueError(f"v: expected {list(k.shape)} like k, got {list(v.shape)}")
-    seqlens_args = _recent.dense_cu_seqlens(q, "q"), _recent.dense_cu_seqlens(k, "k"), q.shape[1], k.shape[1]
-    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, True
-    out, lse, _ = flash_attn_varlen_func(*(t.flatten(0, 1) for t in (q, k, v)), *seqlens_args, *options)
-    out, lse = out.view(q.shape), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
-    return (out, lse, None) if return_attn_probs else out
 
 
 def refuse_heads_first(q):

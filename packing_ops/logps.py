@@ -22,9 +22,9 @@ from typing import Literal, overload
 import torch
 
 from packing_ops import _ops
-from packing_ops._args import check_tensor, described, dtype_name, integer, number, one_number
+from packing_ops._arguments import check_tensor, described, dtype_name, integer, number, one_number, sum_dtype
 from packing_ops._autograd import past_autograd, register_autograd, register_no_autograd
-from packing_ops.metadata import PackedMetadata
+from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
 
 @overload
@@ -159,9 +159,10 @@ def chunked_cross_entropy(
     if num_items_in_batch is not None and reduction != "mean":
         raise ValueError(f"num_items_in_batch: expected None with reduction={reduction!r}, got {num_items_in_batch}")
     logps, _, targets = _logps(hidden, weight, labels, metadata, temperature, chunk, False, bias, ignore_index, group)
+    losses = 0 - logps  # -logps would be -0.0 where there is no target
     if reduction == "none":
-        return -logps
-    loss = -logps.sum()
+        return losses
+    loss = losses.sum()
     if reduction == "sum":
         return loss
     if num_items_in_batch is None:
@@ -184,22 +185,17 @@ def _logps(hidden, weight, labels, metadata, temperature, chunk, entropy, bias, 
         raise ValueError(f"labels: expected [total={total}] or [1, total] like hidden, got {_described(labels)}")
     if labels.device != hidden.device:
         raise ValueError(f"labels: expected on {hidden.device} like hidden, got {_described(labels)}")
-    cu_seqlens = metadata
-    if isinstance(metadata, PackedMetadata):
-        cu_seqlens = metadata.cu_seqlens
-        if metadata.total != total:
-            raise ValueError(f"metadata: expected total={total} like hidden, got total={metadata.total}")
-    elif not isinstance(metadata, torch.Tensor):
-        raise TypeError(f"metadata: expected PackedMetadata or its cu_seqlens, got {type(metadata).__name__}")
+    cu_seqlens = cu_seqlens_of(metadata, total, like="hidden", name="metadata")
     temperature = number(temperature, "temperature")
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature: expected a number above 0, got {temperature}")
-    if chunk is not None and integer(chunk, "chunk") < 1:
+    chunk = None if chunk is None else integer(chunk, "chunk")
+    if chunk is not None and chunk < 1:
         raise ValueError(f"chunk: expected at least 1 entry of the vocabulary, got {chunk}")
     ranks = 1 if group is None else group.size()
     targets = _ops.logps_targets(labels.reshape(-1), cu_seqlens, ignore_index, weight.shape[0] * ranks)
-    name = None if group is None else group.group_name
-    logps, of_entropy, _ = _ops.token_logps(hidden, weight, bias, targets, 1 / temperature, chunk, entropy, name)
+    group_name = None if group is None else group.group_name
+    logps, of_entropy, _ = _ops.token_logps(hidden, weight, bias, targets, 1 / temperature, chunk, entropy, group_name)
     return logps, of_entropy, targets
 
 
@@ -263,10 +259,6 @@ def _round_up(size, multiple):
     return -(-size // multiple) * multiple
 
 
-def _sum_dtype(dtype):
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 class _Chunks:
     """Iterates over (slice of the vocabulary, first entry of all ranks' vocabulary, its weight, bias and logits)."""
 
@@ -274,7 +266,7 @@ class _Chunks:
         # Other strides: copied once here, not by the product of every chunk.
         self.hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
         self.weight = weight if 1 in weight.stride() else weight.contiguous()
-        self.bias = None if bias is None else bias.to(_sum_dtype(hidden.dtype)).contiguous()
+        self.bias = None if bias is None else bias.to(sum_dtype(hidden.dtype)).contiguous()
         self.group = None
         if group is not None:
             self.group = torch.distributed.distributed_c10d._resolve_process_group(group)
@@ -305,7 +297,7 @@ def _on_its_own(function):
 
 @_on_its_own
 def _token_logps(hidden, weight, bias, targets, inv_temperature, chunk, entropy, group):
-    dtype = _sum_dtype(hidden.dtype)
+    dtype = sum_dtype(hidden.dtype)
     state = hidden.new_zeros(4 if entropy else 3, hidden.shape[0], dtype=dtype)
     state[0] = -float("inf")
     chunks = _Chunks(hidden, weight, bias, chunk, group)
@@ -394,10 +386,10 @@ def _add_product(total, a, b) -> None:
 
 # --- registration: shapes for torch.compile, gradients ---
 
-_library = torch.library.Library("packing_ops", "IMPL")
+_registrations = torch.library.Library("packing_ops", "IMPL")
 for _key in ("CPU", "CUDA"):
-    _library.impl("token_logps", _token_logps, _key)
-    _library.impl("token_logps_backward", _token_logps_backward, _key)
+    _registrations.impl("token_logps", _token_logps, _key)
+    _registrations.impl("token_logps_backward", _token_logps_backward, _key)
 
 
 @_ops.register_fake("logps_targets")
@@ -417,7 +409,7 @@ def _(logits, bias, targets, first, inv_temperature, lse, grad_logps, entropy, g
 
 @_ops.register_fake("token_logps")
 def _(hidden, weight, bias, targets, inv_temperature, chunk, entropy, group):
-    total, dtype = hidden.shape[0], _sum_dtype(hidden.dtype)
+    total, dtype = hidden.shape[0], sum_dtype(hidden.dtype)
     return tuple(hidden.new_empty(size, dtype=dtype) for size in (total, total if entropy else 0, total))
 
 

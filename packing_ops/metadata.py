@@ -1,31 +1,32 @@
 """PackedMetadata: where the documents of a packed batch lie, computed once and used by every layer."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from packing_ops import _ops
-from packing_ops._args import (
+from packing_ops._arguments import (
     check_cu_seqlens,
+    check_cumulated,
     check_tensor,
     index_tensor,
     int32_cu_seqlens,
     integer,
     one_row,
     window_sides,
+    wrong_type,
 )
-from packing_ops._recent import is_real, kept_with, plan_of
-from packing_ops.boundaries import (
-    cu_seqlens_from_lengths,
-    position_ids_from_cu_seqlens,
-    seq_idx_from_cu_seqlens,
-)
+from packing_ops._batch_cache import BatchCache, is_real, kept_with, plan_of
 
 
 @dataclass(frozen=True, eq=False)
 class PackedMetadata:
     """Layout of one packed batch; make it with one of the ``from_*`` functions and hand it to every layer.
+
+    varlen_attention, token_logps, the functions of labels and segments and the losses take it where they take cu_seqlens,
+    apply_rotary_qk takes it for position_ids. What the layers share is kept in it: position_ids, seq_idx, attention plans.
 
     Attributes:
         cu_seqlens: int32 ``[num_documents + 1]``.
@@ -51,6 +52,7 @@ class PackedMetadata:
     indices: torch.Tensor | None = None
     num_tokens: int | None = None
     seqlen: int | None = None
+    _cache: BatchCache = field(default_factory=BatchCache, init=False, repr=False)
 
     @classmethod
     def from_lengths(
@@ -71,7 +73,7 @@ class PackedMetadata:
             ValueError: a negative length, or more tokens than ``total``.
         """
         lengths = index_tensor(lengths, "lengths")
-        cu_seqlens = cu_seqlens_from_lengths(lengths)
+        cu_seqlens = _ops.cu_seqlens_from_lengths(lengths)
         if lengths.is_cpu:
             end, longest = int(cu_seqlens[-1]), int(lengths.max()) if lengths.numel() else 0
             cu_seqlens = cu_seqlens.to(device or "cpu", non_blocking=True)
@@ -110,7 +112,7 @@ class PackedMetadata:
             max_seqlen = longest if max_seqlen is None else integer(max_seqlen, "max_seqlen")
         if num_tokens is not None:
             total = _checked_total(total, num_tokens)
-        return cls(cu_seqlens, total, max_seqlen, num_tokens=num_tokens)
+        return cls(cu_seqlens, total, max_seqlen, num_tokens=num_tokens)  # type: ignore[arg-type]
 
     @classmethod
     def from_position_ids(cls, position_ids: torch.Tensor) -> "PackedMetadata":
@@ -145,14 +147,15 @@ class PackedMetadata:
 
     @property
     def position_ids(self) -> torch.Tensor:
-        return self._kept(position_ids_from_cu_seqlens)
+        return self._kept(_ops.position_ids_from_cu_seqlens)
 
     @property
     def seq_idx(self) -> torch.Tensor:
-        return self._kept(seq_idx_from_cu_seqlens)
+        return self._kept(_ops.seq_idx_from_cu_seqlens)
 
-    def _kept(self, make):
-        return kept_with((self.cu_seqlens,), (make, self.total), lambda: make(self.cu_seqlens, self.total))
+    def _kept(self, make: Callable[..., torch.Tensor]) -> torch.Tensor:
+        cu_seqlens, total = self.cu_seqlens, self.total
+        return kept_with((cu_seqlens,), (make, total), lambda: make(cu_seqlens, total), cache=self._cache)
 
     def unpad(self, x: torch.Tensor) -> torch.Tensor:
         """The packed row of a padded batch with this layout: unpad_input for one more tensor. Differentiable.
@@ -215,12 +218,12 @@ class PackedMetadata:
         if self.indices is not None:
             return self.indices
 
-        def make():
-            row = seq_idx_from_cu_seqlens(self.cu_seqlens, self.total)
-            slots = position_ids_from_cu_seqlens(self.cu_seqlens, self.total) + row.long() * seqlen
+        def make() -> torch.Tensor:
+            row = _ops.seq_idx_from_cu_seqlens(self.cu_seqlens, self.total)
+            slots = _ops.position_ids_from_cu_seqlens(self.cu_seqlens, self.total) + row.long() * seqlen
             return slots.masked_fill(row == self.num_documents, -1)
 
-        return kept_with((self.cu_seqlens,), ("slots", self.total, seqlen), make)
+        return kept_with((self.cu_seqlens,), ("slots", self.total, seqlen), make, cache=self._cache)
 
     def attention_plan(
         self,
@@ -236,9 +239,9 @@ class PackedMetadata:
         While a CUDA graph is captured, each call makes a plan anew, as the replays then do from their own lengths.
         """
         geometry = (self.total, self.total, num_heads, num_kv_heads, head_dim, causal, *window_sides(window_size))
-        return plan_of(self.cu_seqlens, self.cu_seqlens, geometry)
+        return plan_of(self.cu_seqlens, self.cu_seqlens, geometry, self._cache)
 
-    def to_transformers(self) -> dict:
+    def to_transformers(self) -> dict[str, Any]:
         """Keyword arguments of a Hugging Face forward: ``cu_seq_lens_q/k`` and ``max_length_q/k``.
 
         Padding after the last document is one more document, since cu_seq_lens must end with the row.
@@ -255,11 +258,11 @@ class PackedMetadata:
             "max_length_k": max_seqlen,
         }
 
-    def to_unsloth(self) -> dict:
+    def to_unsloth(self) -> dict[str, Any]:
         """Unsloth's ``packed_seq_lengths``: int32 ``[num_documents]`` on the device of cu_seqlens, padding left out."""
         return {"packed_seq_lengths": self.lengths}
 
-    def to_megatron(self) -> dict:
+    def to_megatron(self) -> dict[str, Any]:
         """Fields of Megatron-core's PackedSeqParams; padding after the last document is one more document."""
         cu_seqlens, max_seqlen = self._whole_row()
         return {
@@ -281,17 +284,32 @@ class PackedMetadata:
         return torch.cat([self.cu_seqlens, end]), max(self.max_seqlen, self.total - num_tokens)
 
 
-def _check_values(cu_seqlens, total, max_seqlen, num_tokens) -> None:
+def cu_seqlens_of(
+    documents: PackedMetadata | torch.Tensor, total: int, like: str, name: str = "cu_seqlens"
+) -> torch.Tensor:
+    """The cu_seqlens of an argument ``name`` that may be a PackedMetadata, for a row of ``total`` slots.
+
+    Example:
+        >>> cu_seqlens_of(PackedMetadata.from_lengths([2, 1]), 3, like="labels")
+        tensor([0, 2, 3], dtype=torch.int32)
+
+    Raises:
+        ValueError: a PackedMetadata of another total.
+        TypeError: neither it nor a tensor.
+    """
+    if isinstance(documents, torch.Tensor):
+        return documents
+    if not isinstance(documents, PackedMetadata):
+        raise wrong_type(name, "PackedMetadata or its cu_seqlens", documents)
+    if documents.total != total:
+        raise ValueError(f"{name}: expected total={total} like {like}, got PackedMetadata with total={documents.total}")
+    return documents.cu_seqlens
+
+
+def _check_values(cu_seqlens: torch.Tensor, total: int | None, max_seqlen: int | None, num_tokens: int | None) -> None:
     """ValueError for wrong cu_seqlens on the CPU, and for arguments that contradict them."""
-    first, last, lengths = int(cu_seqlens[0]), int(cu_seqlens[-1]), cu_seqlens.diff()
-    if first != 0:
-        raise ValueError(f"cu_seqlens: expected to start at 0, got {first}")
-    shortest, longest = map(int, lengths.aminmax()) if lengths.numel() else (0, 0)
-    if shortest < 0:
-        at = int((lengths < 0).nonzero()[0]) + 1
-        raise ValueError(
-            f"cu_seqlens: expected never to decrease, got {cu_seqlens[at]} after {cu_seqlens[at - 1]} at index {at}"
-        )
+    check_cumulated(cu_seqlens)
+    last, longest = _end_and_longest(cu_seqlens)
     _checked_total(total, last)
     if max_seqlen is not None and integer(max_seqlen, "max_seqlen") < longest:
         raise ValueError(f"max_seqlen: expected at least {longest}, the longest of cu_seqlens, got {max_seqlen}")

@@ -10,7 +10,7 @@ from numbers import Real
 import torch
 
 from packing_ops import _ops
-from packing_ops._args import described, index_tensor, integer, plain
+from packing_ops._arguments import described, index_tensor, integer, plain
 
 # A dense causal decoder does 24 * hidden_size**2 * L + 2 * hidden_size * L**2 operations per layer and sequence.
 _FLOPS = (12.0 * 4096, 1.0)
@@ -229,7 +229,7 @@ def pack_ffd(
     """First-fit decreasing with results of fixed size on the device of ``lengths``: no synchronisation, capturable.
 
     For lengths on the GPU that the host must not wait for, above all in a CUDA graph. First fit is sequential: where
-    waiting is allowed, a copy to the host and pack_sequences is several times faster (README, Speed).
+    waiting is allowed, a copy to the host and pack_sequences is several times faster (docs/performance.md).
 
     Args:
         lengths: int32 or int64 ``[num_sequences]``, tokens per sequence.
@@ -287,7 +287,7 @@ def cost_coefficients(cost: str | tuple[str, float, float] | None, name: str) ->
     if cost == "flops":
         return _FLOPS
     match cost:
-        case ("flops", Real() as a, Real() as b) if 0 <= a <= _LARGEST and 0 <= b <= _LARGEST and (a or b):
+        case ("flops", Real() as a, Real() as b) if 0 <= a <= _LARGEST and 0 <= b <= _LARGEST and (a or b):  # type: ignore[has-type]
             return float(a), float(b)
     raise ValueError(
         f"{name}: expected None, 'tokens', 'flops' or ('flops', a, b) with finite a, b >= 0 and not both 0, "

@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 
 from packing_ops import _ops
-from packing_ops._args import check_tensor, index_tensor, integer
+from packing_ops._arguments import check_tensor, index_tensor, integer
 from packing_ops._autograd import past_autograd, register_autograd
 from packing_ops.padding_batches import check_padded
 
@@ -197,7 +197,7 @@ def _many(op, tensors, *arguments) -> dict[str, torch.Tensor]:
     """op over a dict. Outputs of one call require grad together, so tensors without grad go in a call of their own."""
     for name, tensor in tensors.items():
         check_tensor(tensor, name)
-    moved = {}
+    moved: dict[str, torch.Tensor] = {}
     for requires_grad in (False, True):
         names = [name for name, tensor in tensors.items() if tensor.requires_grad == requires_grad]
         if names:

@@ -12,6 +12,7 @@ import torch
 
 from packing_ops import _ops
 from packing_ops._autograd import has_tangent, in_forward_mode, register_autograd
+from packing_ops.metadata import PackedMetadata
 
 
 @overload
@@ -20,7 +21,7 @@ def apply_rotary_qk(
     k: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    position_ids: torch.Tensor | None = None,
+    position_ids: PackedMetadata | torch.Tensor | None = None,
     *,
     interleaved: bool = False,
     inplace: bool = False,
@@ -34,7 +35,7 @@ def apply_rotary_qk(
     k: None,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    position_ids: torch.Tensor | None = None,
+    position_ids: PackedMetadata | torch.Tensor | None = None,
     *,
     interleaved: bool = False,
     inplace: bool = False,
@@ -47,7 +48,7 @@ def apply_rotary_qk(
     k: torch.Tensor | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    position_ids: torch.Tensor | None = None,
+    position_ids: PackedMetadata | torch.Tensor | None = None,
     *,
     interleaved: bool = False,
     inplace: bool = False,
@@ -66,7 +67,8 @@ def apply_rotary_qk(
         cos, sin: one of the four dtypes, any strides (copied first only where the last dimension is not contiguous).
             With ``position_ids`` a cache ``[max_positions, entries]``. Without, already gathered:
             ``[seqlen, entries]`` or ``[1 or batch, seqlen, entries]``.
-        position_ids: int32 or int64 ``[seqlen]`` or ``[1 or batch, seqlen]``: rows of the cache.
+        position_ids: int32 or int64 ``[seqlen]`` or ``[1 or batch, seqlen]``: rows of the cache. Or the PackedMetadata of a
+            packed row, whose position_ids are taken.
         interleaved: pairs are elements 2i and 2i + 1 instead of i and i + rotary_dim / 2.
         inplace: write into q and k themselves; for q and k that need no gradient.
         unsqueeze_dim: where the heads are in 4 dimensions, 1 or 2.
@@ -108,6 +110,8 @@ def apply_rotary_qk(
     Source:
         Su et al., RoFormer, arXiv:2104.09864; sections: Wang et al., Qwen2-VL, arXiv:2409.12191.
     """
+    if isinstance(position_ids, PackedMetadata):
+        position_ids = position_ids.position_ids
     if inplace:
         _refuse_derivatives(q=q, k=k, cos=cos, sin=sin)
         _ops.rope_qk_(q, k, cos, sin, position_ids, sections, rotary_dim, interleaved, unsqueeze_dim, False)

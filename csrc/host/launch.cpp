@@ -54,7 +54,9 @@ FaultText fault_text(Fault fault) {
     case Fault::kEndOfKeys:
       return {"cu_seq_lens_k", "to end at the batch's tokens"};
     case Fault::kPaddingInDocuments:
-      return {"attention_mask", "no padding beside cu_seq_lens_q, which gives every slot to a document"};
+      return {
+          "attention_mask",
+          "no padding beside cu_seq_lens_q, which gives every slot to a document, and no numbers of other documents"};
     case Fault::kNoRestart:
       return {"position_ids", "to restart where cu_seq_lens_q starts a document"};
     case Fault::kRestartInDocument:

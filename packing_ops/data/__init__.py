@@ -1,15 +1,15 @@
 """The data path of SFT and RL on top of the ops: collators, mini-batches, balance. Plain dicts of tensors in and out."""
 
 from packing_ops.data.async_collator import AsyncBatchCollator, AsyncBatchCollatorMisuse, prefetch
-from packing_ops.data.batches import empty_like_batch, num_rows, pad_batch_to_multiple, select_rows, slice_batch
+from packing_ops.data.context_parallel import packed_alignment, thd_inverse_indices, thd_partition_indices
 from packing_ops.data.counts import TokenCounts, count_tokens
 from packing_ops.data.losses import masked_loss, sequence_logps
-from packing_ops.data.micro_batches import token_budget_microbatches
 from packing_ops.data.mini_batches import normalize_advantages, stage_chunks
 from packing_ops.data.packed import PackedCollator
 from packing_ops.data.padding_free import PaddingFreeCollator, PaddingFreeDPOCollator, count_within_token_budget
-from packing_ops.data.parallel import packed_alignment, thd_inverse_indices, thd_partition_indices
+from packing_ops.data.rows import empty_like_batch, num_rows, pad_batch_to_multiple, select_rows, slice_batch
 from packing_ops.data.sampler import PackedBatchSampler
+from packing_ops.data.token_budget import token_budget_microbatches
 from packing_ops.padding_batches import iter_microbatches, trim_padding
 
 __all__ = [

@@ -3,6 +3,7 @@
 import inspect
 import sys
 import warnings
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,7 @@ def register(name: str = "packing_ops") -> None:
         >>> register()
         >>> from trl import SFTConfig, SFTTrainer
         >>> options = {"packing": True, "model_init_kwargs": {"attn_implementation": "packing_ops"}}
-        >>> trainer = SFTTrainer(name, SFTConfig(**options), train_dataset=dataset)  # doctest: +SKIP
+        >>> trainer = SFTTrainer(name, SFTConfig(**options), train_dataset=dataset)  # needs a model # doctest: +SKIP
 
     Raises:
         ImportError: TRL or transformers is not installed.
@@ -43,7 +44,7 @@ def register(name: str = "packing_ops") -> None:
         known.add(name)
 
 
-def pack_dataset(dataset, seq_length: int, strategy: str = "bfd", map_kwargs: dict | None = None):
+def pack_dataset(dataset: Any, seq_length: int, strategy: str = "bfd", map_kwargs: dict | None = None) -> Any:
     """trl.pack_dataset with the same columns, dtypes and format, packed over the whole dataset at once.
 
     Args:

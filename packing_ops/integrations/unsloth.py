@@ -5,11 +5,12 @@ where its documents end. Nothing here imports Unsloth.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from packing_ops import PackedMetadata, apply_rotary_qk, block_causal_mask, xformers_bias
-from packing_ops._recent import kept_with
+from packing_ops._batch_cache import kept_with
 from packing_ops.integrations._packing_collator import PackingCollator
 
 # --- metadata and masks ---
@@ -77,7 +78,7 @@ def sdpa_mask(
     ]
 
 
-def xformers_mask(metadata: PackedMetadata, *, sliding_window: int | None = None):
+def xformers_mask(metadata: PackedMetadata, *, sliding_window: int | None = None) -> Any:
     """The same visibility as sdpa_mask, as an xformers bias that holds lengths instead of a matrix.
 
     Returns:
@@ -85,7 +86,7 @@ def xformers_mask(metadata: PackedMetadata, *, sliding_window: int | None = None
         installed. One synchronisation for cu_seqlens on CUDA.
 
     Example:
-        >>> xformers.ops.memory_efficient_attention(q, k, v, attn_bias=xformers_mask(metadata))  # doctest: +SKIP
+        >>> xformers.ops.memory_efficient_attention(q, k, v, xformers_mask(metadata))  # needs a GPU # doctest: +SKIP
     """
     lengths = metadata.lengths.tolist()
     lengths.append(metadata.total - sum(lengths))  # padding is a segment of its own
@@ -157,7 +158,7 @@ def _cache(name: str, table: torch.Tensor) -> torch.Tensor:
 # --- collators ---
 
 
-def enable_packing(trainer_or_collator, *, sequence_lengths_key: str = "seq_lengths"):
+def enable_packing(trainer_or_collator: Any, *, sequence_lengths_key: str = "seq_lengths") -> Any:
     """Make a collator give packed batches with ``packed_seq_lengths``, as Unsloth does for TRL's.
 
     A batch then is one row: the rows that the collator returned, without their padding, end to end (also longer than
@@ -187,8 +188,8 @@ def enable_packing(trainer_or_collator, *, sequence_lengths_key: str = "seq_leng
         (tensor([[5, 6, 7]]), tensor([[0, 1, 0]]), tensor([2, 1], dtype=torch.int32))
 
     Raises:
-        TypeError: neither a trainer nor a collator. ValueError (when collating): lengths that do not make the row,
-        return_tensors other than "pt".
+        TypeError: neither a trainer nor a collator.
+        ValueError: (when collating) lengths that do not make the row, return_tensors other than "pt".
     """
     if hasattr(trainer_or_collator, "data_collator"):
         trainer = trainer_or_collator

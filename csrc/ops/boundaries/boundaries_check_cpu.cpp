@@ -46,7 +46,10 @@ void launch_check_documents_cpu(const CheckDocumentsParams& p) {
   check_end(p, p.cu_seqlens_k, "cu_seq_lens_k");
   for (int64_t t = 0; p.mask && t < p.total(); ++t) {
     check(p.mask[t],
-          "attention_mask: expected no padding beside cu_seq_lens_q, which gives every slot to a document, got zeros");
+          "attention_mask: expected no padding beside cu_seq_lens_q, which gives every slot to a document, and no "
+          "numbers "
+          "of other documents, got one or the other at index ",
+          t);
   }
   if (p.positions) check_positions(p);
 }

@@ -4,6 +4,8 @@ Where flash-attn and packing_ops differ, flash-attn's rule holds here: with ``ca
 whatever was asked for (transformers asks for ``(w - 1, w - 1)``).
 """
 
+from typing import Any, NoReturn
+
 import torch
 
 import packing_ops
@@ -73,26 +75,49 @@ def flash_attn_varlen_func(
     return packing_ops.flash_attn_varlen_func(q, k, v, *seqlens_args, *options, block_table)
 
 
-def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args, **kwargs) -> Attended:
-    """flash_attn_func of ``qkv[:, :, 0 to 2]``, qkv ``[batch, seqlen, 3, num_heads, head_dim]``. Nothing is copied."""
+def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args: Any, **kwargs: Any) -> Attended:
+    """flash_attn_func of ``qkv[:, :, 0 to 2]``, qkv ``[batch, seqlen, 3, num_heads, head_dim]``. Nothing is copied.
+
+    Example:
+        >>> flash_attn_qkvpacked_func(torch.zeros(2, 5, 3, 4, 64), causal=True).shape
+        torch.Size([2, 5, 4, 64])
+    """
     return flash_attn_func(*_parts("qkv", qkv, 5, 2, 3), *args, **kwargs)
 
 
-def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args, **kwargs) -> Attended:
-    """flash_attn_func of q and ``kv[:, :, 0 to 1]``, kv ``[batch, seqlen_k, 2, num_kv_heads, head_dim]``."""
+def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **kwargs: Any) -> Attended:
+    """flash_attn_func of q and ``kv[:, :, 0 to 1]``, kv ``[batch, seqlen_k, 2, num_kv_heads, head_dim]``.
+
+    Example:
+        >>> flash_attn_kvpacked_func(torch.zeros(2, 5, 4, 64), torch.zeros(2, 7, 2, 1, 64)).shape
+        torch.Size([2, 5, 4, 64])
+    """
     return flash_attn_func(q, *_parts("kv", kv, 5, 2, 2), *args, **kwargs)
 
 
 def flash_attn_varlen_qkvpacked_func(
-    qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, *args, **kwargs
+    qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, *args: Any, **kwargs: Any
 ) -> Attended:
-    """flash_attn_varlen_func of ``qkv[:, 0 to 2]``, qkv ``[total, 3, num_heads, head_dim]``. Nothing is copied."""
+    """flash_attn_varlen_func of ``qkv[:, 0 to 2]``, qkv ``[total, 3, num_heads, head_dim]``. Nothing is copied.
+
+    Example:
+        >>> cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
+        >>> flash_attn_varlen_qkvpacked_func(torch.zeros(5, 3, 4, 64), cu_seqlens, 3, causal=True).shape
+        torch.Size([5, 4, 64])
+    """
     seqlens_args = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
     return flash_attn_varlen_func(*_parts("qkv", qkv, 4, 1, 3), *seqlens_args, *args, **kwargs)
 
 
-def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args, **kwargs) -> Attended:
-    """flash_attn_varlen_func of q and ``kv[:, 0 to 1]``, kv ``[total_k, 2, num_kv_heads, head_dim]``."""
+def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **kwargs: Any) -> Attended:
+    """flash_attn_varlen_func of q and ``kv[:, 0 to 1]``, kv ``[total_k, 2, num_kv_heads, head_dim]``.
+
+    Example:
+        >>> cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
+        >>> q, kv = torch.zeros(5, 4, 64), torch.zeros(5, 2, 1, 64)
+        >>> flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens, cu_seqlens, 3, 3).shape
+        torch.Size([5, 4, 64])
+    """
     return flash_attn_varlen_func(q, *_parts("kv", kv, 4, 1, 2), *args, **kwargs)
 
 
@@ -102,9 +127,14 @@ def flash_attn_with_kvcache(
     v_cache: torch.Tensor,
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
-    **kwargs,
-):
+    **kwargs: Any,
+) -> NoReturn:
     """There for ``from flash_attn import flash_attn_with_kvcache``; attention that writes a cache is not supported.
+
+    Example:
+        >>> flash_attn_with_kvcache(*torch.zeros(3, 1, 1, 1, 64))
+        Traceback (most recent call last):
+        NotImplementedError: flash_attn_with_kvcache: attention that updates a key-value cache is not supported ...
 
     Raises:
         NotImplementedError: always. Decode with the host's SDPA, or with flash_attn_func over keys kept by the caller.

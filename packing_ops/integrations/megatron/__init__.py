@@ -10,7 +10,7 @@ A model:
 A batch:
     data.py              Padded rows as one thd row and back, PackedSeqParams, next-token targets.
     slots.py             Which token of the padded rows each slot of the thd row holds.
-    packing_ops/data/parallel.py   Alignment and zigzag indices, which need no megatron-core.
+    packing_ops/data/context_parallel.py   Alignment and zigzag indices, which need no megatron-core.
 
 Three lines of a training script change; examples/first/megatron_step.py is a whole one:
     patch_rope()  # before the config: apply_rope_fusion=True works
@@ -20,8 +20,21 @@ Three lines of a training script change; examples/first/megatron_step.py is a wh
 
 import importlib
 import importlib.util
+from typing import TYPE_CHECKING, Any
 
-from packing_ops.data.parallel import packed_alignment, thd_inverse_indices, thd_partition_indices
+from packing_ops.data.context_parallel import packed_alignment, thd_inverse_indices, thd_partition_indices
+
+if TYPE_CHECKING:  # what type checkers and docs/api read
+    from packing_ops.integrations.megatron.context_parallel import context_parallel_attention
+    from packing_ops.integrations.megatron.core_attention import PackingDotProductAttention
+    from packing_ops.integrations.megatron.data import (
+        next_token_targets,
+        packed_seq_params,
+        postprocess_packed_seqs,
+        preprocess_packed_seqs,
+    )
+    from packing_ops.integrations.megatron.rope import patch_rope, unpatch_rope
+    from packing_ops.integrations.megatron.spec import use_packing_ops
 
 _HOMES = {
     "PackingDotProductAttention": "core_attention",
@@ -34,10 +47,23 @@ _HOMES = {
     "postprocess_packed_seqs": "data",
     "next_token_targets": "data",
 }
-__all__ = [*_HOMES, "packed_alignment", "thd_inverse_indices", "thd_partition_indices"]
+__all__ = [
+    "PackingDotProductAttention",
+    "context_parallel_attention",
+    "next_token_targets",
+    "packed_alignment",
+    "packed_seq_params",
+    "patch_rope",
+    "postprocess_packed_seqs",
+    "preprocess_packed_seqs",
+    "thd_inverse_indices",
+    "thd_partition_indices",
+    "unpatch_rope",
+    "use_packing_ops",
+]
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
@@ -48,5 +74,5 @@ def __getattr__(name):
         raise ImportError(f"{name} needs megatron-core: pip install packing_ops[megatron]") from error
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return sorted({*globals(), *(_HOMES if importlib.util.find_spec("megatron") else ())})

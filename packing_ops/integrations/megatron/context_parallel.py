@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from packing_ops import _ops
-from packing_ops._recent import plan_for
+from packing_ops._batch_cache import plan_for
 from packing_ops.integrations.megatron.layout import Layout
 
 # torch 2.13 has new names for these.
@@ -58,6 +58,8 @@ def context_parallel_attention(
     Example:
         One document of 8 tokens on 2 ranks: rank 0 holds tokens 0, 1, 6, 7 and its query documents see keys 0..1 and
         0..7; rank 1 holds 2, 3, 4, 5, which see 0..3 and 0..5.
+
+        >>> out = context_parallel_attention(q, k, v, layout, group)  # needs two processes # doctest: +SKIP
 
     Raises:
         NotImplementedError: a window without causal.

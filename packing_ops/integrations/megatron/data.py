@@ -14,7 +14,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 import packing_ops as po
 from packing_ops import _ops
-from packing_ops.data.parallel import aligned, packed_alignment, thd_inverse_indices, thd_partition_indices
+from packing_ops.data.context_parallel import aligned, packed_alignment, thd_inverse_indices, thd_partition_indices
 from packing_ops.integrations.megatron.layout import documents_of
 from packing_ops.integrations.megatron.slots import document_lengths, source_of_slots
 

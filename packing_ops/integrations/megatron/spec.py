@@ -3,13 +3,14 @@
 import copy
 import dataclasses
 import functools
+from typing import Any
 
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from packing_ops.integrations.megatron.core_attention import PackingDotProductAttention
 
 
-def use_packing_ops(spec):
+def use_packing_ops(spec: Any) -> Any:
     """A copy of ``spec`` with PackingDotProductAttention for core attention; all else as it was.
 
     Args:

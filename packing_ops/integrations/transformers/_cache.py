@@ -2,9 +2,10 @@
 
 import torch
 
-from packing_ops.integrations.transformers._told import refuse_where, several_in
+from packing_ops.integrations.transformers._told import can_read, refuse_where, several_in
 
-_SEVERAL, _READ = "_packing_ops_several", "_packing_ops_read"  # of the cache: a bool tensor, the one found to be False
+# Of the cache: a bool tensor; the one found to be False; the one beside which a mask was found to number one document.
+_SEVERAL, _READ, _ONE = "_packing_ops_several", "_packing_ops_read", "_packing_ops_one"
 _REFUSAL = (
     "past_key_values: expected a cache of one document in each row to go on with, got one that was filled with several, "
     "which would all be seen; fill a cache for each document, or number the cached tokens' documents and these in "
@@ -23,8 +24,11 @@ def check_cache(cache, call, position_ids, padding, numbers, batch, length):
             return
         call.cache = cache
     several, seen = getattr(cache, _SEVERAL, None), cache.get_seq_length()
-    if several is not None and (isinstance(seen, torch.Tensor) or seen > 0):
-        _refuse(cache, several, seen, numbers)
+    if isinstance(seen, torch.Tensor) or seen > 0:
+        if length == 1 and numbers is not None and can_read(numbers):
+            _refuse_numbers(cache, several, numbers)
+        if several is not None:
+            _refuse(cache, several, seen, numbers)
     if length > 1:
         if padding is not None and padding.dim() == 2:  # of the keys; these are the last ones
             padding = padding[:, -length:]
@@ -32,9 +36,21 @@ def check_cache(cache, call, position_ids, padding, numbers, batch, length):
         setattr(cache, _SEVERAL, several_in(position_ids, padding, cu_seqlens, numbers, batch))
 
 
+def _refuse_numbers(cache, several, numbers):
+    """generate gives every step a mask of integers, and 1 to each new token. On CUDA the first step alone waits for it."""
+    if numbers.is_cuda and getattr(cache, _ONE, False) is several:
+        return
+    if bool((numbers > 1).any()):
+        raise ValueError("attention_mask: expected 0 and 1 beside a KV cache, got the numbers of several documents")
+    setattr(cache, _ONE, several)
+
+
 def _refuse(cache, several, seen, numbers):
     compiled = torch.compiler.is_compiling()
     if not compiled and getattr(cache, _READ, None) is several:
+        return
+    if can_read(several) and not bool(several):
+        setattr(cache, _READ, several)
         return
     wrong = several
     if isinstance(seen, torch.Tensor):  # of a cache of fixed length, which may have been reset

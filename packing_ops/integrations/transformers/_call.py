@@ -5,9 +5,9 @@ import threading
 
 import torch
 
-from packing_ops._args import check_cu_seqlens
+from packing_ops._arguments import check_cu_seqlens
 from packing_ops._checks import checked_documents
-from packing_ops.integrations.transformers._host import PreTrainedModel
+from packing_ops.integrations.transformers._host import PreTrainedModel, version
 from packing_ops.integrations.transformers._keywords import check_keywords
 from packing_ops.integrations.transformers._told import (
     NUMBERS,
@@ -39,6 +39,13 @@ _MIXERS = frozenset(
     )
 )
 OTHER_POSITIONS = frozenset(("decision_transformer",))  # position_ids of zeros, beside embeddings of the time
+
+
+def not_causal(model) -> str | None:
+    """Why a model would run without its causal mask under every attn_implementation but its eager one."""
+    if version.startswith("4.") and model.config.model_type == "decision_transformer":
+        return f"the attention of {type(model).__name__} in transformers {version} is causal in its eager form alone"
+    return None
 
 
 class Call:
@@ -117,6 +124,7 @@ def mixes_tokens(config) -> bool:
 class _Now(threading.local):
     call = None
     chunked = None
+    fused = None  # see _fused_loss
 
 
 class _Traced:
@@ -128,19 +136,26 @@ class _Traced:
 
     call = None
     chunked = None
+    fused = None
 
 
 _now = _Now()
 _traced = _now if torch.__version__ >= (2, 13) else _Traced()
 
 
-def _here():
+def here():
     return _traced if torch.compiler.is_compiling() else _now
+
+
+def fuse(running):
+    """Sets what runs fused in this thread, and in what it calls, which may be compiled; what ran before."""
+    before, here().fused, _traced.fused = here().fused, running, running
+    return before
 
 
 def current() -> Call | None:
     """The innermost call that runs in this thread; None also where somebody called model.forward itself."""
-    return _here().call
+    return here().call
 
 
 def call_to_tell() -> Call | None:
@@ -152,13 +167,13 @@ def call_to_tell() -> Call | None:
 
 def leave(carrier) -> None:
     """Hands a carrier to the mask function past transformers' create_chunked_causal_mask, which reads the 2-D mask itself."""
-    _here().chunked = carrier
+    here().chunked = carrier
 
 
 def collect(padding):
     """What was left for the mask function that gets this 2-D mask, or None."""
-    here = _here()
-    carrier, here.chunked = here.chunked, None
+    now = here()
+    carrier, now.chunked = now.chunked, None
     return carrier if carrier is not None and carrier.padding is padding else None
 
 
@@ -174,15 +189,19 @@ def watch_calls() -> bool:
             if "position_ids" in kwargs and (outer := current()) is not None:
                 outer.take()  # by another implementation, which tells documents in its own way
             return torch.nn.Module.__call__(self, *args, **kwargs)
+        if why := not_causal(self):
+            raise NotImplementedError(
+                f"attn_implementation: expected 'eager', got {self.config._attn_implementation!r}; {why}"
+            )
         check_keywords(type(self), kwargs)
         args, kwargs = _with_ones(self, args, kwargs)
-        here = _here()
-        outer = here.call
-        call = here.call = _traced.call = Call(self, args, kwargs, outer)  # what it calls may be compiled
+        now = here()
+        outer = now.call
+        call = now.call = _traced.call = Call(self, args, kwargs, outer)  # what it calls may be compiled
         try:
             outputs = torch.nn.Module.__call__(self, *args, **kwargs)
         finally:
-            here.call = _traced.call = outer
+            now.call = _traced.call = outer
         call.refuse_if_lost()
         return outputs
 

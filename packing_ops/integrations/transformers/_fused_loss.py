@@ -11,7 +11,8 @@ import warnings
 
 import torch
 
-from packing_ops._args import int32_cu_seqlens
+from packing_ops._arguments import int32_cu_seqlens
+from packing_ops.integrations.transformers._call import fuse, here
 from packing_ops.integrations.transformers._host import PreTrainedModel
 from packing_ops.logps import chunked_cross_entropy
 
@@ -29,14 +30,17 @@ _RETURNED = re.compile(r"\blogits=logits\b|\(logits,\)|#.*")
 
 
 class FusedLoss:
-    """Of one model: its head, whether that hands hidden states on right now, which, and in whose place; what stood there."""
+    """Of one model: its head, and what stood in the place of its loss."""
 
     def __init__(self, model):
         self.head, self.is_capped, self.had_own_loss = model.lm_head, _is_capped(model), "_loss_function" in vars(model)
-        self.forget()
 
-    def forget(self):
-        self.active, self.hidden, self.logits, self.targets = False, None, None, None
+
+class Running:
+    """One forward of a fused model, in one thread: the hidden states that the head handed on, and in whose place."""
+
+    def __init__(self, state):
+        self.state, self.hidden, self.logits, self.targets = state, None, None, None
 
 
 def is_fused(model) -> bool:
@@ -159,15 +163,21 @@ def _forward(model, *args, **kwargs):
     if why := since(model):
         warnings.warn(f"the loss of {type(model).__name__} is the stock one: {why}", stacklevel=2)
         return stock(model, *args, **kwargs)
-    state.active = True
+    running = Running(state)
+    outer = fuse(running)
     try:
         output = stock(model, *args, **kwargs)
         if isinstance(output, tuple):
-            return tuple(each for each in output if each is not state.logits)
+            return tuple(each for each in output if each is not running.logits)
         output.logits = None  # hidden states
         return output
     finally:
-        state.forget()
+        fuse(outer)
+
+
+def _running(state):
+    running = here().fused
+    return running if running is not None and running.state is state else None
 
 
 def _whole(logits_to_keep) -> bool:
@@ -175,25 +185,26 @@ def _whole(logits_to_keep) -> bool:
 
 
 def _head(state, hidden):
-    if not state.active:
+    running = _running(state)
+    if running is None:
         return type(state.head).forward(state.head, hidden)
-    if state.targets is None:
-        state.hidden = hidden
+    if running.targets is None:
+        running.hidden = hidden
         return hidden
-    labels, cu_seqlens, options = state.targets
+    labels, cu_seqlens, options = running.targets
     return chunked_cross_entropy(
         hidden.flatten(0, 1), state.head.weight, labels, cu_seqlens, bias=state.head.bias, **options
     )
 
 
 def _loss(state, stock, logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **kwargs):
-    options = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
-    if not state.active:
+    options, running = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}, _running(state)
+    if running is None:
         return stock(logits, labels, vocab_size, **options, **kwargs)
-    state.logits, labels = logits, labels.to(state.hidden.device)
+    running.logits, labels = logits, labels.to(running.hidden.device)
     cu_seqlens = kwargs.get("cu_seq_lens_q")
     if cu_seqlens is None:  # each row is a document
         rows, seqlen = labels.shape
         cu_seqlens = torch.arange(rows + 1, dtype=torch.int32, device=labels.device) * seqlen
-    state.targets = labels.flatten(), int32_cu_seqlens(cu_seqlens.to(labels.device)), options
-    return state.head(state.hidden)  # where its weight is there: FSDP and ZeRO gather it around the call
+    running.targets = labels.flatten(), int32_cu_seqlens(cu_seqlens.to(labels.device)), options
+    return state.head(running.hidden)  # where its weight is there: FSDP and ZeRO gather it around the call

@@ -5,6 +5,7 @@ import inspect
 
 import torch
 
+from packing_ops.integrations.transformers._call import not_causal
 from packing_ops.integrations.transformers._host import PreTrainedModel
 from packing_ops.integrations.transformers.attention import register, unknown_options
 
@@ -52,9 +53,15 @@ def why_not(model) -> str | None:
     for cls in {type(module) for host in found for module in host.modules()}:
         if options := sorted(unknown_options(cls)):
             return f"{cls.__name__} has attention with {', '.join(options)}"
+    if reasons := [why for host in found for module in host.modules() if (why := _not_causal(module))]:
+        return reasons[0]
     if not any(attentions(host) for host in found):
         return f"{type(found[0]).__name__} has an attention of its own, which no attn_implementation names"
     return None
+
+
+def _not_causal(module):
+    return not_causal(module) if isinstance(module, PreTrainedModel) else None
 
 
 def set_ours(model) -> str | None:

@@ -12,9 +12,9 @@ import torch
 from packing_ops.integrations.transformers import _call, fallback
 from packing_ops.integrations.transformers._cache import check_cache
 from packing_ops.integrations.transformers._host import masking_utils, refusal, version
-from packing_ops.integrations.transformers._told import numbers_of
+from packing_ops.integrations.transformers._told import can_read, numbers_of
 from packing_ops.integrations.transformers.layout import as_bool, on_device
-from packing_ops.integrations.transformers.masks import Carrier, MaskPattern, packing_ops_mask, several
+from packing_ops.integrations.transformers.masks import Carrier, MaskPattern, packing_ops_mask
 
 _PARAMETERS = ["config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids", "layer_idx"]
 _PARAMETERS_4 = ["config", "input_embeds", "attention_mask", "cache_position", *_PARAMETERS[3:]]
@@ -86,7 +86,7 @@ def _wrapped(original):
             return early, mask, *prepared
         call, slots = _call.current(), list(inputs_embeds.shape[:2])
         cross = (rest[0] if rest else named.get("encoder_hidden_states")) is not None
-        if cross and several(numbers):
+        if cross and numbers is not None and can_read(numbers) and bool((numbers > 1).any()):
             raise ValueError("attention_mask: expected one document in each row beside another sequence, got several")
         mask_form = _call.PATTERN if call is None else call.mask_form
         excess = 0 if mask is None or cross or mask_form != _call.PATTERN else mask.shape[-1] - slots[1]

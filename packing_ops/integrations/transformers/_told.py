@@ -47,10 +47,15 @@ def refuse_where(wrong, message) -> None:
     on CUDA the end of this process's use of the GPU."""
     if wrong is None:
         return
-    if torch.compiler.is_compiling() or (wrong.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if not can_read(wrong):
         torch._assert_async(~wrong, message)
     elif bool(wrong):
         raise ValueError(message)
+
+
+def can_read(tensor) -> bool:
+    """Not in a graph, traced or captured."""
+    return not torch.compiler.is_compiling() and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def is_tensor(value, dim) -> bool:

@@ -7,7 +7,7 @@ import re
 import torch
 
 from packing_ops import _ops
-from packing_ops._args import dtype_name
+from packing_ops._arguments import dtype_name
 from packing_ops.attention import varlen_attention
 from packing_ops.integrations.transformers import _call, _preparation, fallback, masks
 from packing_ops.integrations.transformers._host import AttentionInterface, AttentionMaskInterface
@@ -31,8 +31,8 @@ def register(name: str = "packing_ops") -> None:
 
     Documents of a batch are found in this order, once per forward, and shared by all layers:
     ``cu_seq_lens_q`` / ``cu_seq_lens_k`` passed to the model (no host synchronisation); the 2-D attention_mask (left,
-    right, holes) and position_ids, which start a document in each row and where they stop growing (one
-    synchronisation); else each row is one. Causal and full attention, sliding windows, softcap, sinks, grouped heads
+    right, holes; numbers above 1 start a document where they change) and position_ids, which start one in each row and
+    where they stop growing (one synchronisation); else each row is one. Causal and full attention, sliding windows, softcap, sinks, grouped heads
     and scaling follow the model. Everything else runs by SDPA with a mask of the same meaning, after one warning that
     says why: decoding with a KV cache, 4-D masks (images that see ahead, models that read their masks), dropout,
     head_dim over 256. A second call changes nothing.
@@ -56,7 +56,7 @@ def register(name: str = "packing_ops") -> None:
     Raises:
         ImportError: transformers is not installed, or too old to have the interfaces.
         ValueError: a name that transformers would treat as its own. Then, in the forward: cu_seqlens that do not end
-            at the batch's tokens, an attention_mask with padding beside them, position_ids that never restart beside
+            at the batch's tokens, an attention_mask with padding or other documents beside them, position_ids that never restart beside
             cu_seqlens of several documents or that restart inside of one (0, 1 after more than 1), documents of the
             keys that are not those of the queries. On CUDA these are found in a later call, or in the same one under
             ``PACKING_OPS_CHECK=1``. At the end of a forward: several documents of which no attention was told.

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from packing_ops import _ops
-from packing_ops._args import check_cu_seqlens, int32_cu_seqlens
+from packing_ops._arguments import check_cu_seqlens, int32_cu_seqlens
+from packing_ops._batch_cache import dense_cu_seqlens, kept_with
 from packing_ops._checks import checked_documents
-from packing_ops._recent import dense_cu_seqlens, kept_with
 
 _FIRST = torch.iinfo(torch.int64).min
 
@@ -152,8 +152,23 @@ def _explicit(batch, seqlen, cu_seqlens, padding, position_ids, checked):
         position_ids = position_ids.to(cu_q.device) if position_ids.shape[0] in (1, batch) else None
     same = cu_k is cu_q
     if checked is None or padding is not None:
-        mask = None if padding is None else (padding != 0).to(cu_q.device)
+        mask = None if padding is None else _told_by_both(padding.to(cu_q.device), cu_q)
         cu_q, _ = checked_documents(cu_q, cu_k.to(cu_q.device), mask, position_ids, batch, seqlen)
     # int32 ones are not copied: a plan that is kept with them serves the next forward too.
     own_q = int32_cu_seqlens(cu_q)
     return Layout(own_q, own_q if same else int32_cu_seqlens(cu_k))
+
+
+def _told_by_both(padding, cu_seqlens):
+    """bool ``[batch, seqlen]``: False at padding, and where numbers start a document and cu_seqlens do not, or the reverse.
+
+    Ones alone are no numbers. Rows start documents either way.
+    """
+    real = padding != 0
+    if padding.dtype == torch.bool:
+        return real
+    slots = torch.arange(padding.numel(), dtype=cu_seqlens.dtype, device=padding.device)
+    documents = torch.searchsorted(cu_seqlens[1:], slots, right=True).view_as(padding)
+    goes_on, numbered_on = (ids[:, 1:] == ids[:, :-1] for ids in (documents, padding))
+    agree = (goes_on == numbered_on) | ~(padding > 1).any()
+    return real & F.pad(agree, (1, 0), value=True)

@@ -102,8 +102,6 @@ def packing_ops_mask(
     if pattern is not None and start and q_length == kv_length:
         padding = carrier.padding if carrier.numbers is None else carrier.numbers
         return MaskPattern(*pattern, q_length, padding, carrier.position_ids, carrier.checked, carrier.axes)
-    if q_length == 1 < kv_length and several(carrier.numbers):
-        raise ValueError("attention_mask: expected 0 and 1 beside a KV cache, got the numbers of several documents")
     if q_length > 1 and not (carrier.position_ids is None and carrier.numbers is None):
         mask_function = _each_document_alone(mask_function, kwargs, carrier, batch_size, q_length, q_offset)
     # Without a mask the layer could not tell causal from full; one query that sees every key is both.
@@ -180,8 +178,3 @@ def _pattern_of(mask_function, kwargs):
     if name != "and_mask" or not sliding or getattr(config, "attention_chunk_size", None) is not None:
         return None
     return (False, (local_size, local_size)) if full else (True, (local_size - 1, 0))
-
-
-def several(numbers) -> bool:
-    """Waits for the GPU; a trace does not know."""
-    return numbers is not None and not torch.compiler.is_compiling() and bool((numbers > 1).any())

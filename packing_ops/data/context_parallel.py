@@ -1,0 +1,128 @@
+"""Where documents lie under tensor and context parallelism, and which tokens of a row each context-parallel rank holds.
+
+Under context parallelism a document is cut into ``2 * cp_size`` chunks of equal length and rank r holds chunks r and
+``2 * cp_size - 1 - r``, one from either end, so that a causal mask gives all ranks equal work. A rank's row holds those
+two chunks of every document, one document after the other.
+"""
+
+import math
+
+import torch
+
+from packing_ops import position_ids_from_cu_seqlens, seq_idx_from_cu_seqlens
+from packing_ops._arguments import at_least, check_cu_seqlens, integer
+
+
+def packed_alignment(tp_size: int = 1, cp_size: int = 1, fp8: bool = False) -> int:
+    """Slots that a document's length is rounded up to: tp_size, or ``2 * tp_size * cp_size`` under context parallelism.
+
+    With ``fp8`` the least common multiple of that and ``16 * cp_size``: each rank's rows in multiples of 16.
+
+    Example:
+        >>> packed_alignment(4, 1), packed_alignment(1, 2), packed_alignment(4, 1, fp8=True)
+        (4, 4, 16)
+
+    Raises:
+        ValueError: a size below 1.
+        TypeError: a size that is no integer.
+    """
+    for name, size in (("tp_size", tp_size), ("cp_size", cp_size)):
+        at_least(size, name, 1)
+    alignment = 2 * tp_size * cp_size if cp_size > 1 else tp_size
+    return math.lcm(alignment, 16 * cp_size) if fp8 else alignment
+
+
+def aligned(length: int, alignment: int) -> int:
+    """Slots of a document: its length rounded up to a multiple of the alignment.
+
+    Example:
+        >>> aligned(5, 4), aligned(8, 4), aligned(0, 4)
+        (8, 8, 0)
+    """
+    return -(-length // alignment) * alignment
+
+
+def thd_partition_indices(
+    cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int, *, total: int | None = None
+) -> torch.Tensor:
+    """Tokens of the whole row that context-parallel rank ``cp_rank`` holds, in the order in which it holds them.
+
+    Args:
+        cu_seqlens: int32 ``[num_documents + 1]`` of the whole row, multiples of ``2 * cp_size``: the padded ones where
+            documents are padded.
+        cp_size, cp_rank: ranks that share the row, and which of them this is.
+        total: tokens of the whole row, a multiple of ``2 * cp_size``; those after the last document are shared out
+            like a document. Without it ``cu_seqlens[-1]``, which synchronises on CUDA, and checks the lengths there.
+
+    Returns:
+        int64 ``[total / cp_size]``, strictly increasing, on the device of ``cu_seqlens``. With ``total`` given nothing
+        waits for a GPU; a document there that does not divide gets the indices ``total``, which no row has, so that
+        indexing with them fails.
+
+    Example:
+        >>> cu_seqlens = torch.tensor([0, 8], dtype=torch.int32)
+        >>> [thd_partition_indices(cu_seqlens, 2, rank).tolist() for rank in range(2)]
+        [[0, 1, 6, 7], [2, 3, 4, 5]]
+
+    Raises:
+        ValueError: cp_rank outside cp_size; cu_seqlens or total that are no multiples of ``2 * cp_size``; no cu_seqlens,
+            or such as end past ``total``.
+
+    Source:
+        TransformerEngine's context parallelism (thd_get_partitioned_indices), as megatron-core expects it.
+    """
+    cp_size, cp_rank = integer(cp_size, "cp_size"), integer(cp_rank, "cp_rank")
+    if cp_size < 1 or not 0 <= cp_rank < cp_size:
+        raise ValueError(f"cp_rank: expected 0 to cp_size - 1 = {cp_size - 1}, got {cp_rank}")
+    check_cu_seqlens(cu_seqlens)
+    chunks = 2 * cp_size if cp_size > 1 else 1
+    if total is None or (cu_seqlens.is_cpu and not torch.compiler.is_compiling()):
+        wrong = (cu_seqlens % chunks != 0).any()
+        wrong, end = torch.stack([wrong.to(cu_seqlens.dtype), cu_seqlens[-1]]).tolist()
+        if wrong:
+            raise ValueError(
+                f"cu_seqlens: expected multiples of 2 * cp_size = {chunks} under context parallelism, "
+                f"got {cu_seqlens.tolist()}"
+            )
+        total = end if total is None else total
+        if end > total:
+            raise ValueError(f"cu_seqlens: expected to end at most at total={total}, got {end}")
+    if cp_size == 1:
+        return torch.arange(total, device=cu_seqlens.device)
+    if total % chunks:
+        raise ValueError(f"total: expected a multiple of 2 * cp_size = {chunks}, got {total}")
+    rows, own = total // cp_size, cu_seqlens // cp_size
+    document = seq_idx_from_cu_seqlens(own, rows)
+    position = position_ids_from_cu_seqlens(own, rows)
+    # What follows the last document is one more.
+    starts = torch.nn.functional.pad(cu_seqlens, (0, 1), value=total).long()
+    lengths = starts.diff()
+    chunk = (lengths // chunks)[document]
+    # The second chunk's number is 2 * cp_size - 1 - cp_rank, and its first token is `chunk` slots on in this rank.
+    skipped = chunk * torch.where(position < chunk, cp_rank, chunks - 2 - cp_rank)
+    index = starts[document] + position + skipped
+    return index.masked_fill((lengths % chunks != 0)[document], total)
+
+
+def thd_inverse_indices(cu_seqlens: torch.Tensor, cp_size: int, *, total: int | None = None) -> torch.Tensor:
+    """Where each token of the whole row is in the ranks' rows laid end to end, as an all-gather gives them.
+
+    Args:
+        cu_seqlens, cp_size, total: as thd_partition_indices.
+
+    Returns:
+        int64 ``[total]``: ``torch.cat(rows_of_ranks)[thd_inverse_indices(...)]`` is the whole row.
+
+    Example:
+        >>> thd_inverse_indices(torch.tensor([0, 8], dtype=torch.int32), 2).tolist()
+        [0, 1, 4, 5, 6, 7, 2, 3]
+
+    Raises:
+        ValueError: as thd_partition_indices.
+    """
+    check_cu_seqlens(cu_seqlens)
+    if total is None:
+        total = int(cu_seqlens[-1])
+    parts = [thd_partition_indices(cu_seqlens, cp_size, rank, total=total) for rank in range(cp_size)]
+    held = torch.cat(parts)
+    return torch.empty_like(held).scatter_(0, held, torch.arange(total, device=held.device))

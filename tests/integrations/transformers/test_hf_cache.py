@@ -1,0 +1,179 @@
+"""A KV cache that was filled with several documents in a row is no prefix of any of them."""
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import cu_seqlens_of
+
+transformers = pytest.importorskip("transformers")
+
+from hf_models import OLD, tiny_model  # noqa: E402
+
+import packing_ops  # noqa: E402
+from packing_ops.integrations.transformers import fallback, register  # noqa: E402
+
+LENGTHS = [5, 7, 4]
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+REFUSED = "past_key_values: expected a cache of one document in each row"
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    register()
+    monkeypatch.setattr(fallback, "_told", set())
+
+
+def prompts(kind, device):
+    """What fills the cache: a packed row, told in several ways, or rows of one document each."""
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    given = {
+        "positions": {"position_ids": positions},
+        "cu_seqlens": {"position_ids": positions, "cu_seq_lens_q": cu_seqlens_of(LENGTHS)},
+        "numbers": {"attention_mask": torch.repeat_interleave(torch.arange(1, 4), torch.tensor(LENGTHS))[None]},
+        "one document": {"position_ids": torch.arange(16)[None]},
+        "nothing": {},
+        "padding": {"attention_mask": (torch.arange(16) >= 4).long()[None], "position_ids": torch.arange(16)[None] - 4},
+    }[kind]
+    if kind == "padding":
+        given["position_ids"] = given["position_ids"].clamp(min=0)
+    ids = torch.randint(3, 60, (1, 16), generator=torch.Generator().manual_seed(1))
+    return {name: value.to(device) for name, value in {"input_ids": ids, **given}.items()}
+
+
+def filled(model, kind, cache="dynamic", device="cpu"):
+    kept = transformers.DynamicCache(config=model.config)
+    if cache == "static":
+        kept = transformers.StaticCache(config=model.config, max_cache_len=32)
+    model(**prompts(kind, device), past_key_values=kept, use_cache=True)
+    return kept
+
+
+def more(model, kept, kind="positions", length=1, call=None):
+    device = model.device
+    given = {"position_ids": torch.arange(4, 4 + length, device=device)[None]}
+    if kind == "padding":
+        given = {"attention_mask": (torch.arange(16 + length, device=device) >= 4).long()[None]}
+    ids = torch.arange(5, 5 + length, device=device)[None]
+    return (model if call is None else call)(ids, past_key_values=kept, use_cache=True, **given).logits
+
+
+@pytest.mark.parametrize(
+    ("kind", "cache"),
+    [
+        ("positions", "dynamic"),
+        ("cu_seqlens", "dynamic"),
+        ("numbers", "dynamic"),
+        ("positions", "static"),
+        ("numbers", "static"),
+    ],
+)
+@pytest.mark.parametrize("length", [1, 3])
+@torch.no_grad()
+def test_it_is_refused(kind, cache, length, device):
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device)
+    kept = filled(model, kind, cache, device)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=REFUSED):
+            more(model, kept, length=length)
+    with pytest.raises(ValueError, match=REFUSED):
+        more(model, copy.deepcopy(kept), length=length)
+    with pytest.raises(ValueError, match=REFUSED):
+        more(model, kept, length=length, call=model.forward)
+    if OLD and cache == "dynamic":
+        pytest.skip("a DynamicCache of transformers 4.57 that was reset keeps its length; the refusals are tested")
+    kept.reset()
+    if kept.get_seq_length() == 0:  # transformers 5.17 sets the keys of a growing cache to zero, and keeps them
+        more(model, kept, length=4)
+        more(model, kept)
+
+
+@pytest.mark.parametrize("kind", ["one document", "nothing", "padding"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@torch.no_grad()
+def test_one_document_goes_on(kind, family, device):
+    model = tiny_model(family, attn_implementation="packing_ops", device=device)
+    stock = tiny_model(family, device=device)
+    kept, wanted = filled(model, kind, device=device), filled(stock, kind, device=device)
+    for length in (1, 3, 1):
+        torch.testing.assert_close(more(model, kept, kind, length), more(stock, wanted, kind, length), **CLOSE)
+
+
+@torch.no_grad()
+def test_masks_of_several_kinds_in_one_forward(device):
+    """The documents that start beside the cache are asked about in the next forward, not in the second mask of this one."""
+    model = tiny_model("gemma3", attn_implementation="packing_ops", device=device)
+    kept = filled(model, "one document", device=device)
+    ids = torch.arange(3, 9, device=device)[None]
+    given = {"position_ids": torch.tensor([[16, 17, 0, 1, 2, 3]], device=device), "use_cache": True}
+    model(ids, past_key_values=kept, **given)
+    with pytest.raises(ValueError, match=REFUSED):
+        model(ids, past_key_values=kept, **given)
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """An entry for each value that packing_ops asked a tensor for."""
+    found, read, ours = [], torch.Tensor.__bool__, str(Path(packing_ops.__file__).parent)
+
+    def counted(tensor):
+        if sys._getframe(1).f_code.co_filename.startswith(ours):
+            found.append(tensor)
+        return read(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "__bool__", counted)
+    return found
+
+
+@torch.no_grad()
+def test_the_values_are_read_once(device, reads):
+    """Decoding waits for the GPU no more than before."""
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device)
+    kept = filled(model, "one document", device=device)
+    reads.clear()
+    for _ in range(3):
+        more(model, kept)
+    assert len(reads) <= 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("prompt", [1, 6])
+def test_generate_with_a_mask_reads_them_once(prompt, device, reads):
+    """generate gives every step a mask of 0 and 1, which could number documents: read there, on CUDA in the first step."""
+    model, steps = tiny_model("llama", attn_implementation="packing_ops", device=device), 8
+    ids = torch.randint(3, 60, (2, prompt), generator=torch.Generator().manual_seed(1)).to(device)
+    mask = torch.ones_like(ids)
+    mask[0, : prompt // 3] = 0
+    given = {"attention_mask": mask, "use_cache": True, "do_sample": False}
+    model.generate(ids, **given, min_new_tokens=steps + 1, max_new_tokens=steps + 1)
+    assert len(reads) <= 1 + (1 if device == "cuda" else steps)
+
+
+@torch.no_grad()
+def test_a_compiled_model_refuses_it(device, fresh_compile):
+    if device == "cuda":
+        pytest.skip("the assertion of a compiled graph ends the process's use of the GPU")
+    if OLD:
+        pytest.skip("transformers 4.57 counts along a static cache by its values, which no whole graph can")
+    model = tiny_model("llama", attn_implementation="packing_ops", num_hidden_layers=1)
+    step = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for kind in ("one document", "positions"):
+        kept = filled(model, kind, "static")
+        torch._dynamo.mark_static_address(kept.layers[0].keys)
+        if kind == "positions":
+            with pytest.raises(RuntimeError, match=REFUSED):
+                more(model, kept, call=step)
+        else:
+            wanted = more(model, copy.deepcopy(kept))
+            torch.testing.assert_close(more(model, kept, call=step), wanted, **CLOSE)
+
+
+@torch.no_grad()
+def test_a_cache_that_a_compiled_model_made(device, fresh_compile):
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device, num_hidden_layers=1)
+    fill = torch.compile(model, fullgraph=True, backend="aot_eager")
+    kept = fill(**prompts("positions", device), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=REFUSED):
+        more(model, kept)

@@ -1,0 +1,170 @@
+"""cu_seq_lens_q beside the positions of a mask: held against each other once in a forward, compiled or not."""
+
+import pytest
+import torch
+from helpers import cu_seqlens_of
+
+transformers = pytest.importorskip("transformers")
+
+from hf_models import OLD, tiny_model  # noqa: E402
+
+from packing_ops import _ops  # noqa: E402
+from packing_ops.integrations.transformers import fallback, register  # noqa: E402
+
+LENGTHS = [5, 7, 4]
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    register()
+    monkeypatch.setattr(fallback, "_told", set())
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """Counts the calls of the op that checks."""
+    seen, check = [], _ops.check_documents
+    monkeypatch.setattr(_ops, "check_documents", lambda *given: seen.append(given) or check(*given))
+    return seen
+
+
+def packed(device, lengths=LENGTHS):
+    """input_ids, and positions and cu_seqlens of its documents."""
+    positions = torch.cat([torch.arange(n, device=device) for n in lengths])[None]
+    return torch.randint(3, 60, (1, sum(lengths)), device=device), positions, cu_seqlens_of(lengths, device)
+
+
+def tell(cu_seqlens, keys=None):
+    return {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens if keys is None else keys}
+
+
+def tiny(family, device, implementation="packing_ops"):
+    config = getattr(transformers, f"{family}Config")(**SIZES)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model.to(device)
+
+
+# --- once ---
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])  # one mask, and one for each kind of layer
+@pytest.mark.parametrize("keys", ["the same tensor", "another"])
+def test_one_check_for_a_forward(family, keys, device, checks):
+    model = tiny_model(family, attn_implementation="packing_ops", device=device)
+    ids, positions, cu_seqlens = packed(device)
+    told = tell(cu_seqlens, None if keys == "the same tensor" else cu_seqlens.clone())
+    for calls in (1, 2):
+        found = model(ids, position_ids=positions, **told).logits
+        assert len(checks) == calls
+    torch.testing.assert_close(found, model(ids, position_ids=positions).logits, **CLOSE)
+    assert len(checks) == 2
+
+
+def test_what_each_tells_is_still_checked(device):
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device)
+    ids, positions, cu_seqlens = packed(device)
+    told, real = tell(cu_seqlens), torch.ones_like(ids)
+    real[:, 3] = 0
+    for given, message in (
+        ({"position_ids": torch.arange(16, device=device)[None], **told}, "position_ids: expected to restart where"),
+        ({"position_ids": positions, **tell(cu_seqlens_of([16], device))}, "position_ids: expected to restart only"),
+        ({"position_ids": positions, **tell(cu_seqlens[:-1])}, "cu_seq_lens_q: expected to end at the batch's"),
+        (
+            {"position_ids": positions, **tell(cu_seqlens, cu_seqlens_of([5, 4, 7], device))},
+            "cu_seq_lens_k: expected the",
+        ),
+        ({"position_ids": positions, **told, "attention_mask": real}, "attention_mask: expected no padding beside"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(ids, **given)
+
+
+@pytest.mark.parametrize("how", ["plain", "dropout", "cache", "compiled"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_numbers_of_a_mask_are_checked_too(how, family, device, fresh_compile):
+    """Of two rows; ones alone number nothing."""
+    ids = torch.randint(3, 60, (2, 6), device=device)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5]], device=device)
+    model = tiny_model(family, attn_implementation="packing_ops", device=device)
+    for module in model.modules() if how == "dropout" else ():
+        module.attention_dropout = 1e-9
+    model.train(how == "dropout")
+    call = compiled(model) if how == "compiled" else model
+    given = {"position_ids": positions, **tell(cu_seqlens_of([3, 3, 6], device)), "use_cache": how == "cache"}
+    wanted = call(ids, **given).logits
+    for rows in ([[1] * 6] * 2, [[1] * 3 + [2] * 3, [1] * 6], [[7] * 3 + [5] * 3, [9] * 6]):
+        mask = torch.tensor(rows, device=device)
+        torch.testing.assert_close(call(ids, attention_mask=mask, **given).logits, wanted, **CLOSE)
+    both = "attention_mask: expected no padding beside cu_seq_lens_q, .* and no numbers of other documents"
+    for rows in ([[1] * 2 + [2] * 4, [1] * 6], [[1] * 6, [1] * 5 + [2]], [[2] * 6] * 2):
+        with pytest.raises((ValueError, RuntimeError), match=both):
+            call(ids, attention_mask=torch.tensor(rows, device=device), **given)
+
+
+# --- compiled ---
+
+
+def compiled(model):
+    return torch.compile(model, fullgraph=True, backend="aot_eager")
+
+
+@pytest.mark.skipif(OLD, reason="up to transformers 4.57 no attn_implementation names their attention")
+@pytest.mark.parametrize("family", ["StableLm", "Nemotron"])
+def test_compiled_models_whose_layers_are_not_given_them(family, device, fresh_compile):
+    """Counted along the row, the positions in the mask would make one document of all."""
+    ids, positions, cu_seqlens = packed(device)
+    model = compiled(tiny(family, device))
+    with pytest.raises(
+        (ValueError, RuntimeError), match="position_ids: expected to restart where cu_seq_lens_q starts"
+    ):
+        model(ids, **tell(cu_seqlens), use_cache=False)
+    stock = tiny(family, device, "eager")
+    wanted = torch.cat([stock(row).logits for row in ids.split(LENGTHS, 1)], 1)
+    found = model(ids, position_ids=positions, **tell(cu_seqlens), use_cache=False).logits
+    torch.testing.assert_close(found, wanted, **CLOSE)
+
+
+def test_a_compiled_model_refuses_what_contradicts(device, fresh_compile):
+    """Whose layers are given them: what was checked is what they read, in a later call with other values too."""
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device)
+    ids, positions, cu_seqlens = packed(device)
+    wanted = model(ids, position_ids=positions, **tell(cu_seqlens)).logits
+    model = compiled(model)
+    torch.testing.assert_close(model(ids, position_ids=positions, **tell(cu_seqlens)).logits, wanted, **CLOSE)
+    with pytest.raises((ValueError, RuntimeError), match="position_ids: expected to restart where"):
+        model(ids, position_ids=torch.arange(16, device=device)[None], **tell(cu_seqlens))
+    with pytest.raises((ValueError, RuntimeError), match="position_ids: expected to restart only where"):
+        model(ids, position_ids=positions, **tell(cu_seqlens_of([3, 9, 4], device)))
+
+
+@pytest.mark.skipif(OLD, reason="up to transformers 4.57 DeBERTa takes no cu_seq_lens_q")
+def test_a_compiled_model_that_tells_no_attention(device, fresh_compile):
+    config = transformers.DebertaV2Config(**SIZES)
+    model = transformers.AutoModel.from_config(config, attn_implementation="packing_ops").eval().to(device)
+    ids, _, cu_seqlens = packed(device)
+    with pytest.raises(ValueError, match="cu_seq_lens_q: expected one document in each row"):
+        torch.compile(model, backend="eager")(ids, **tell(cu_seqlens))
+    torch.compile(model, backend="eager")(ids, **tell(cu_seqlens[[0, -1]]))
+
+
+@pytest.mark.skipif(OLD, reason="up to transformers 4.57 no attn_implementation names its attention")
+def test_a_compiled_encoder_whose_layers_are_given_them(device, fresh_compile):
+    config = transformers.BertConfig(**SIZES)
+    model = transformers.AutoModel.from_config(config, attn_implementation="packing_ops").eval().to(device)
+    ids, _, cu_seqlens = packed(device)
+    alone = model(ids, **tell(cu_seqlens))[0]
+    torch.testing.assert_close(compiled(model)(ids, **tell(cu_seqlens))[0], alone, **CLOSE)

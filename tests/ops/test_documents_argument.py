@@ -1,0 +1,143 @@
+"""A PackedMetadata where functions take cu_seqlens or position_ids: the same bits, and what is kept in it."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from helpers import assert_same
+
+import packing_ops as po
+from packing_ops import _batch_cache
+from packing_ops.data import masked_loss, sequence_logps
+
+LENGTHS, TOTAL = [3, 0, 4], 9
+
+
+def rows(*shape, device="cpu"):
+    return torch.randn(TOTAL, *shape, device=device)
+
+
+def calls(device):
+    """{function: call with what stands for the documents}"""
+    labels, values = torch.arange(TOTAL, device=device), rows(device=device)
+    q, k, v = (rows(2, 16, device=device) for _ in range(3))
+    hidden, weight = rows(4, device=device), torch.randn(11, 4, device=device)
+    return {
+        "varlen_attention": lambda docs: po.varlen_attention(q, k, v, docs),
+        "varlen_attention, k": lambda docs: po.varlen_attention(q, k, v, docs, docs, causal=False, return_lse=True),
+        "varlen_attention, heads first": lambda docs: po.varlen_attention(
+            *(t.transpose(0, 1)[None] for t in (q, k, v)), docs, layout="bhsd"
+        ),
+        "attention": lambda docs: po.attention(q, k, v, docs),
+        "sdpa": lambda docs: po.attention(q, k, v, docs, backend="sdpa"),
+        "mask_boundary_labels": lambda docs: po.mask_boundary_labels(labels, docs),
+        "mask_boundary_labels_shifted_": lambda docs: po.mask_boundary_labels_shifted_(labels.clone(), docs),
+        "shift_labels": lambda docs: po.shift_labels(labels[None], docs),
+        "shift_values": lambda docs: po.shift_values(values, docs),
+        "count_target_tokens": lambda docs: po.count_target_tokens(labels, docs),
+        "block_causal_mask": lambda docs: po.block_causal_mask(docs, TOTAL),
+        "segment_sum": lambda docs: po.segment_sum(q, docs),
+        "segment_mean": lambda docs: po.segment_mean(values, docs),
+        "segment_std": lambda docs: po.segment_std(values, docs),
+        "segment_broadcast": lambda docs: po.segment_broadcast(values[:3], docs, TOTAL),
+        "gae": lambda docs: po.gae(values, values, docs, gamma=0.9, lam=0.8),
+        "token_logps": lambda docs: po.token_logps(hidden, weight, labels, docs),
+        "chunked_cross_entropy": lambda docs: po.chunked_cross_entropy(hidden, weight, labels, docs),
+        "sequence_logps": lambda docs: sequence_logps(rows(11, device=device).exp(), labels, docs),
+        "masked_loss": lambda docs: masked_loss(values, labels > 3, num_items_in_batch=5, cu_seqlens=docs),
+    }
+
+
+@pytest.mark.parametrize("name", calls("cpu"))
+def test_the_same_bits(device, name):
+    metadata = po.PackedMetadata.from_lengths(LENGTHS, total=TOTAL, device=device)
+    call = calls(device)[name]
+    results = []
+    for documents in (metadata, metadata.cu_seqlens):
+        torch.manual_seed(0)
+        results.append(call(documents))
+    for with_metadata, with_cu_seqlens in zip(*(r if isinstance(r, tuple) else (r,) for r in results), strict=True):
+        assert_same(with_metadata, with_cu_seqlens)
+
+
+@pytest.mark.parametrize("name", [name for name in calls("cpu") if name != "block_causal_mask"])
+def test_another_total_is_named(name):
+    with pytest.raises(ValueError, match=r": expected total=9 like \w+, got PackedMetadata with total=7"):
+        calls("cpu")[name](po.PackedMetadata.from_lengths(LENGTHS))
+
+
+def test_rotary_positions(device):
+    metadata = po.PackedMetadata.from_lengths(LENGTHS, total=TOTAL, device=device)
+    q, k, cos, sin = (rows(*shape, device=device) for shape in ((2, 16), (2, 16), (8,), (8,)))
+    with_metadata = po.apply_rotary_qk(q, k, cos, sin, metadata)
+    for rotated, expected in zip(with_metadata, po.apply_rotary_qk(q, k, cos, sin, metadata.position_ids), strict=True):
+        assert_same(rotated, expected)
+
+
+def test_what_is_neither_is_named():
+    labels = torch.arange(3)
+    for documents in ([0, 3], None, "0 3"):
+        with pytest.raises(TypeError, match="cu_seqlens: expected PackedMetadata or its cu_seqlens, got"):
+            po.shift_labels(labels, documents)
+        with pytest.raises(TypeError, match="cu_seqlens_q: expected PackedMetadata or its cu_seqlens, got"):
+            po.varlen_attention(*torch.ones(3, 3, 1, 8).unbind(0), documents)
+
+
+def test_total_comes_with_the_metadata():
+    metadata = po.PackedMetadata.from_lengths([1, 2], total=4)
+    assert po.block_causal_mask(metadata).shape == (4, 4)
+    assert po.segment_broadcast(torch.tensor([5.0, 7.0]), metadata).tolist() == [5, 7, 7, 0]
+    with pytest.raises(TypeError, match="total: expected the slots of the row"):
+        po.block_causal_mask(metadata.cu_seqlens)
+
+
+def test_kept_in_the_metadata():
+    """And nothing by the tensor, so that a batch's results go with its metadata."""
+    metadata = po.PackedMetadata.from_lengths(LENGTHS)
+    kept = len(_batch_cache._tensor_caches)
+    assert metadata.position_ids is metadata.position_ids
+    assert len(metadata._cache.entries) == 1
+    assert len(_batch_cache._tensor_caches) == kept
+    first = metadata.position_ids
+    metadata.cu_seqlens[2] += 1  # torch counts this write
+    assert metadata.position_ids.tolist() == [0, 1, 2, 0, 0, 1, 2]
+    metadata.cu_seqlens.data[2] -= 1  # and not this one
+    assert_same(metadata.position_ids, first)
+
+
+def test_forgotten_after_a_fault():
+    metadata = po.PackedMetadata.from_lengths(LENGTHS)
+    first = metadata.position_ids
+    _batch_cache.forget()
+    assert metadata.position_ids is not first
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies(copied):
+    metadata = po.PackedMetadata.from_lengths(LENGTHS)
+    positions = metadata.position_ids
+    assert_same(copied(metadata).position_ids, positions)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_plan_of_the_metadata():
+    metadata = po.PackedMetadata.from_lengths([70, 5], device="cuda")
+    q = torch.randn(75, 2, 64, device="cuda", dtype=torch.bfloat16)
+    plan = metadata.attention_plan(num_heads=2, num_kv_heads=2, head_dim=64)
+    kept = len(_batch_cache._tensor_caches)
+    assert_same(po.varlen_attention(q, q, q, metadata), po.varlen_attention(q, q, q, metadata.cu_seqlens, plan=plan))
+    assert [key[0] for key in metadata._cache.entries] == ["plan"]
+    assert len(_batch_cache._tensor_caches) == kept
+
+
+def test_compiles(fresh_compile):
+    metadata = po.PackedMetadata.from_lengths(LENGTHS, total=TOTAL)
+    q = rows(2, 16)
+
+    def layer(q, metadata):
+        q, _ = po.apply_rotary_qk(q, None, q[:, 0, :8], q[:, 1, :8], metadata)
+        return po.varlen_attention(q, q, q, metadata)
+
+    assert_same(torch.compile(layer, fullgraph=True, backend="aot_eager")(q, metadata), layer(q, metadata))

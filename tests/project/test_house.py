@@ -1,0 +1,119 @@
+"""Rules that keep docs and code together: public names, figures, environment variables, examples that are not run."""
+
+import ast
+import re
+
+import pytest
+import readme
+from helpers import ROOT
+from public_names import NEEDS, PUBLIC, public_names
+
+READS = re.compile(r"(os\.)?(environ\.(get|setdefault|pop)|getenv)")
+API = {"packing_ops": "packing_ops.md", "packing_ops.data": "data.md"}  # the others: integrations.md
+
+
+def documented(name):
+    """The names that docs/api shows of a package."""
+    text = (ROOT / "docs" / "api" / API.get(name, "integrations.md")).read_text()
+    shown = re.findall(r"^::: (\S+)\.(\w+)$", text, re.M)
+    return [public for module, public in shown if name in API or module == name]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_all_equals_the_api_pages(name):
+    for host, needed in NEEDS.items():
+        if name.endswith(host):
+            pytest.importorskip(needed)
+    assert sorted(documented(name)) == sorted(public_names(name))
+
+
+def test_the_api_pages_show_nothing_else():
+    (left_out,) = {page.name for page in (ROOT / "docs" / "api").glob("*.md")} - {*API.values()}
+    shown = re.findall(r"^::: (\S+)\.\w+$", (ROOT / "docs" / "api" / left_out).read_text(), re.M)
+    assert {*shown} == {*PUBLIC} - {*API}
+
+
+def python_variables(text):
+    """The environment variables that a module reads: by name, or one after the other from a list in it."""
+    tree = ast.parse(text)
+    lists = {
+        target.id: node.value for node in ast.walk(tree) if isinstance(node, ast.Assign) for target in node.targets
+        if isinstance(target, ast.Name)
+    }  # fmt: skip
+    loops = {
+        node.target.id: lists.get(getattr(node.iter, "id", None), node.iter)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.For) and isinstance(node.target, ast.Name)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        key = None
+        if isinstance(node, ast.Subscript) and is_environ(node.value):
+            key = node.slice
+        elif isinstance(node, ast.Call) and READS.fullmatch(ast.unparse(node.func)):
+            key = node.args[0]
+        elif isinstance(node, ast.Compare) and is_environ(node.comparators[0]):
+            key = node.left
+        if key is not None:
+            source = loops[key.id] if isinstance(key, ast.Name) else key
+            found |= {n.value for n in ast.walk(source) if isinstance(n, ast.Constant)}
+    return found
+
+
+def is_environ(node):
+    return ast.unparse(node) in ("os.environ", "environ")
+
+
+def variables_of_the_code():
+    found = set()
+    for path in (ROOT / "csrc").rglob("*"):
+        if path.suffix in {".cpp", ".cu", ".h", ".cuh"}:
+            found |= set(re.findall(r'getenv\("(\w+)"\)', path.read_text()))
+    folders = ("packing_ops", "tools", "examples", "benchmarks")
+    for path in [ROOT / "setup.py", *(path for folder in folders for path in (ROOT / folder).rglob("*.py"))]:
+        found |= python_variables(path.read_text())
+    return found
+
+
+def test_every_environment_variable_is_documented():
+    _, section = (ROOT / "docs" / "errors-and-env.md").read_text().split("\n## Environment variables\n")
+    named = set(re.findall(r"`([A-Z][A-Z0-9_]+)`", section))
+    read = variables_of_the_code()
+    assert {"PACKING_OPS_CHECK", "PACKING_OPS_SHARED_MEMORY", "FORCE_CUDA", "CUDA_PATH", "OMP_NUM_THREADS"} <= read
+    assert named == read | {"MAX_JOBS"}  # that one is torch's
+
+
+def test_how_a_variable_is_read_does_not_hide_it():
+    text = """
+import os
+NAMES = ("D", "E")
+os.environ["A"], os.environ.get("B", ""), "C" in os.environ, os.getenv("F")
+for name in NAMES:
+    os.environ[name]
+for other in ("G", "H"):
+    os.environ.get(other)
+"""
+    assert python_variables(text) == set("ABCDEFGH")
+
+
+def test_figures_are_those_of_the_result_files():
+    stale = {page.name: changed for page in readme.PAGES for _, changed in [readme.rewritten(page.read_text(), page)]}
+    assert {page: changed for page, changed in stale.items() if changed} == {}, "make readme"
+    assert {"README.md", "performance.md", "report.md"} <= {*stale}
+
+
+def test_modules_that_mypy_is_told_are_there():
+    tomllib = pytest.importorskip("tomllib")  # of Python 3.11
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
+    checked = [name for part in settings["overrides"] if "ignore_errors" in part for name in part["module"]]
+    paths = [ROOT / name.replace(".", "/") for name in checked]
+    missing = [path for path in paths if not (path.with_suffix(".py").exists() or (path / "__init__.py").exists())]
+    assert missing == []
+    assert {"packing_ops", "packing_ops.data", "packing_ops.metadata"} <= {*checked}
+
+
+def test_versions_are_one():
+    from packing_ops._library import VERSION
+
+    versions = re.findall(r"^## \[(\d[^\]]*)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert versions[0] == VERSION

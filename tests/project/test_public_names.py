@@ -1,0 +1,115 @@
+"""What a stranger finds without reading the sources: help(), dir() and the types that an editor shows."""
+
+import importlib
+import inspect
+import pydoc
+import sys
+import types
+import typing
+
+import pytest
+from public_names import NEEDS, PUBLIC, public_names
+
+import packing_ops as po
+import packing_ops.data
+
+LAZY = {"packing_ops.integrations.megatron": "megatron", "packing_ops.integrations.transformers": "transformers"}
+# The types that depend on arguments, for which typing remembers overloads since Python 3.11.
+DEPENDING = {
+    "apply_rotary_qk",
+    "attention",
+    "compute_prompt_boundaries",
+    "compute_prompt_end_indices",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "select_attention_backend",
+    "token_logps",
+    "varlen_attention",
+}
+
+
+def ours(module):
+    """{name: what packing_ops defines and the module shows}."""
+    named = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    return {name: v for name, v in named.items() if getattr(v, "__module__", "").startswith("packing_ops")}
+
+
+def test_help_lists_every_function():
+    page = pydoc.plain(pydoc.render_doc(po))
+    listed = {line.strip().split("(")[0] for line in page.split("\nFUNCTIONS\n")[1].splitlines()}
+    functions = {name for name, value in ours(po).items() if inspect.isfunction(value)}
+    assert {"varlen_attention", "pack_sequences"} <= functions <= listed
+    assert f"VERSION\n    {po.__version__}" in page
+
+
+@pytest.mark.parametrize("module", [po, packing_ops.data], ids=lambda module: module.__name__)
+def test_all_names_what_there_is(module):
+    assert sorted(module.__all__) == sorted(ours(module))
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_lazy_modules_list_their_names(name):
+    pytest.importorskip(LAZY[name])
+    module = importlib.import_module(name)
+    assert set(module.__all__) <= set(dir(module))
+    assert all(f"{public}(" in pydoc.plain(pydoc.render_doc(module)) for public in module.__all__)
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_help_of_lazy_modules_without_their_host(name, monkeypatch):
+    module = importlib.import_module(name)
+    for imported in list(sys.modules):
+        if imported.split(".")[0] == LAZY[name] or imported.startswith(f"{name}."):
+            monkeypatch.delitem(sys.modules, imported)
+    monkeypatch.setitem(sys.modules, LAZY[name], None)
+    assert module.__doc__.splitlines()[0] in pydoc.plain(pydoc.render_doc(module))
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_types_are_told(name):
+    """For packing_ops/py.typed: whatever a type checker sees has annotations; mypy holds what is below."""
+    for host, needed in NEEDS.items():
+        if name.endswith(host):
+            pytest.importorskip(needed)
+    untyped = []
+    for public, value in public_names(name).items():
+        if public == "PackingDotProductAttention":  # its signatures are megatron-core's
+            continue
+        methods = {f"{public}.{n}": f for n, f in vars(value).items()} if inspect.isclass(value) else {public: value}
+        for called, function in methods.items():
+            if inspect.isfunction(function) and (not called.partition(".")[2].startswith("_") or "__call__" in called):
+                signature = inspect.signature(function)
+                annotations = [p.annotation for n, p in signature.parameters.items() if n != "self"]
+                if inspect.Signature.empty in [*annotations, signature.return_annotation]:
+                    untyped.append(called)
+    assert untyped == []
+
+
+def kinds(annotation):
+    """Of a result: the members of a union, in a tuple too."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return set(typing.get_args(annotation))
+    inner = typing.get_args(annotation) if typing.get_origin(annotation) is tuple else ()
+    return {kind for part in inner for kind in kinds(part) if len(kinds(part)) > 1} or {annotation}
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="typing.get_overloads is of Python 3.11")
+def test_results_that_depend_on_arguments_are_overloads():
+    functions = {name: v for module in (po, packing_ops.data) for name, v in ours(module).items()}
+    functions = {name: value for name, value in functions.items() if inspect.isfunction(value)}
+    depending = {name for name, f in functions.items() if len(kinds(typing.get_type_hints(f).get("return"))) > 1}
+    assert depending == DEPENDING
+    for name in depending:
+        one = inspect.signature(functions[name])
+        overloads = typing.get_overloads(functions[name])
+        assert len(overloads) == 2
+        told = set()
+        for overload in overloads:
+            other = inspect.signature(overload)
+            told.add(str(other.return_annotation))
+            assert len(kinds(other.return_annotation)) == 1
+            assert list(other.parameters) == list(one.parameters)
+            given = [p for p in other.parameters.values() if p.annotation == one.parameters[p.name].annotation]
+            assert len(given) == len(one.parameters) - 1, "one argument decides"
+            assert all(p.default == one.parameters[p.name].default for p in given)
+        assert len(told) == 2
