@@ -13,8 +13,8 @@ using namespace packing_ops;
 extern "C" {
 
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void** arguments) {
-  const auto& args = *static_cast<const sm80::Args*>(arguments[0]);
-  emulator::run(config->gridDim, config->blockDim, [&] { reinterpret_cast<void (*)(sm80::Args)>(kernel)(args); });
+  // for_the_emulator makes them references.
+  emulator::run(config->gridDim, config->blockDim, [&] { reinterpret_cast<void (*)(const void*)>(kernel)(arguments[0]); });
   return cudaSuccess;
 }
 
