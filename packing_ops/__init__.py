@@ -12,7 +12,7 @@ Without a compiled library (macOS, a clone that was not built) packing_ops.data 
 every other op says what is missing.
 """
 
-from packing_ops._load import VERSION, build_info  # first: it registers torch.ops.packing_ops
+from packing_ops._library import VERSION, build_info  # first: it registers torch.ops.packing_ops
 from packing_ops.attention import attention_plan, flash_attn_func, flash_attn_varlen_func, varlen_attention
 from packing_ops.attention_backends import attention, select_attention_backend
 from packing_ops.boundaries import (

@@ -1,10 +1,11 @@
 """python -m packing_ops, or packing-ops, report | info: arguments and exit codes; packing_ops/report does the work."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
-from packing_ops._load import VERSION
+from packing_ops._library import VERSION
 from packing_ops.report import make_report, save_json
 from packing_ops.report.info import describe_environment
 from packing_ops.report.statistics import OVERLONG
@@ -89,6 +90,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    try:
+        status = run(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough, as head has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at its end
+        return 1
+    return status
+
+
+def run(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     if arguments.command == "info":
         print(describe_environment())
@@ -111,6 +122,8 @@ def main(argv: list[str] | None = None) -> int:
             save_json(report, arguments.json)
         if arguments.plot:
             save_picture(report, arguments.plot)
+    except BrokenPipeError:
+        raise
     except (ImportError, OSError, ValueError) as error:
         print("error: " + "\n".join(map(printable, str(error).split("\n"))), file=sys.stderr)
         return 2

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 from torch.autograd import forward_ad
 
-from packing_ops import _load
+from packing_ops import _library
 
-_library = torch.library.Library("packing_ops", "IMPL")
+_registrations = torch.library.Library("packing_ops", "IMPL")
 # What torch's own registration is made of; a torch that has renamed it gets that one.
 _PARTS = (
     "torch._C._AutoDispatchBelowAutograd",
@@ -71,7 +71,7 @@ def register_autograd(name: str, backward: Callable, *, setup_context: Callable,
         backward, setup_context: as torch has them; gradients that there are none of come as None.
         linear: leading arguments in which the op is linear: its tangent is the op of theirs. 0: it has none.
     """
-    if _load.MISSING:
+    if _library.MISSING:
         return None  # plain torch has its own
     if not _OWN:
         return torch.library.register_autograd(f"packing_ops::{name}", backward, setup_context=setup_context)
@@ -155,7 +155,7 @@ def register_autograd(name: str, backward: Callable, *, setup_context: Callable,
         return below(keyset, *args)
 
     Recorded.__name__ = Recorded.__qualname__ = f"{name}_backward"
-    _library.impl(name, autograd, "Autograd", with_keyset=True)
+    _registrations.impl(name, autograd, "Autograd", with_keyset=True)
 
 
 def register_no_autograd(name: str, of: str) -> None:

@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from packing_ops import _load
+from packing_ops import _library
 
 _COUNTER = "torch.utils.flop_counter"
 
@@ -102,7 +102,7 @@ class _AfterItsImport(importlib.abc.MetaPathFinder):
 
 def register_formulas() -> None:
     """Now, or when somebody imports the counter."""
-    if _load.MISSING:
+    if _library.MISSING:
         return
     if _COUNTER in sys.modules:
         _register()

@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 import torch
 
-from packing_ops import _load
-from packing_ops._args import integer, number, plain, wrong_type
+from packing_ops import _library
+from packing_ops._arguments import integer, number, plain, wrong_type
 
 _MISTAKE = re.compile(r"[a-z]\w*(, [a-z]\w*)*: expected ")
 _NO_MATCH = re.compile(r"packing_ops::\w+\(\) ")
@@ -81,15 +81,15 @@ def _as(kind: str, value, name: str):
 
 def register_fake(name: str) -> Callable:
     """torch.library.register_fake of that op of ours."""
-    if _load.MISSING:
+    if _library.MISSING:
         return lambda fake: fake
     return torch.library.register_fake(f"packing_ops::{name}")
 
 
-if _load.MISSING:
+if _library.MISSING:
     from packing_ops._plain import op_without_library as __getattr__  # noqa: F401
 
-globals().update({name: _gate(getattr(torch.ops.packing_ops, name).default) for name in _load.op_names()})
+globals().update({name: _gate(getattr(torch.ops.packing_ops, name).default) for name in _library.op_names()})
 
 
 # --- torch.func.vmap ---
@@ -111,5 +111,5 @@ def _refuse_vmap(name: str) -> None:
     _batched.impl(name, refuse)
 
 
-for _name in _load.op_names():
+for _name in _library.op_names():
     _refuse_vmap(_name)

@@ -1,6 +1,7 @@
-"""The ops that packing_ops.data needs, in plain torch: what runs where there is no compiled library (macOS, a clone that
-was not built). The same results by way of packing_ops.reference, and slower: pack_sequences looks at every bin for every
-sequence. Any device, and derivatives as torch has them. tests/test_plain.py compares each with its compiled op.
+"""The ops that packing_ops.data needs, in plain torch, for use without the compiled library (macOS, a clone without build).
+
+The results are the same, computed by packing_ops.reference, but slower: pack_sequences checks every bin for every sequence.
+Any device; gradients are autograd's. tests/ops/test_plain.py compares each op with its compiled one.
 """
 
 import functools
@@ -10,8 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from packing_ops import _load
-from packing_ops._args import check_cu_seqlens, check_tensor, described, is_set, wrong_type
+from packing_ops import _library
+from packing_ops._arguments import check_cu_seqlens, check_tensor, described, is_set, wrong_type
 from packing_ops.reference import boundaries, packing, padding, segments
 
 _INT32_MAX = 2**31 - 1
@@ -21,23 +22,22 @@ _OVERLONG = ("error", "own", "split", "truncate", "drop")
 
 
 def op_without_library(name: str) -> Callable:
-    """``_ops.<name>`` where there is no library: the one of this file, or a function that raises ImportError."""
+    """``_ops.<name>`` without the library: the function in this file, or one that raises ImportError."""
     if name.startswith("__"):
         raise AttributeError(name)
     if name in _OPS:
-        _tell()
+        _warn_once()
         return _OPS[name]
 
     def missing(*args):
-        raise ImportError(_load.MISSING)
+        raise ImportError(_library.MISSING)
 
     return missing
 
 
 @functools.cache
-def _tell() -> None:
-    """Once."""
-    message = f"{_load.MISSING}; without it packing_ops.data runs in plain torch, slower"
+def _warn_once() -> None:
+    message = f"{_library.MISSING}; without it packing_ops.data runs in plain torch, slower"
     warnings.warn(message, stacklevel=4)
 
 
@@ -103,7 +103,7 @@ def seq_idx_from_cu_seqlens(cu_seqlens, total):
 
 
 def _padded(found, size, count):
-    """``found``, its last entry repeated up to ``size``, and the count [1]."""
+    """What the compiled ops return: ``found`` with its last entry repeated up to ``size``, and the count ``[1]``."""
     return torch.cat([found, found[-1:].expand(size - found.numel())]), found.new_tensor([count], dtype=torch.int64)
 
 
@@ -163,7 +163,7 @@ def segment_sum(values, cu_seqlens, mask, average):
 
 
 def segment_sum_backward(grad, cu_seqlens, mask, average, total, dtype):
-    """As segment_broadcast calls it: neither a mask nor a mean."""
+    """Only as segment_broadcast calls it: without mask and average."""
     padded = torch.cat([grad, grad.new_zeros(1, *grad.shape[1:])])
     return padded.index_select(0, seq_idx_from_cu_seqlens(cu_seqlens, total)).to(dtype)
 

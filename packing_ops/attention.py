@@ -19,8 +19,8 @@ from typing import Literal, overload
 
 import torch
 
-from packing_ops import _ops, _recent
-from packing_ops._args import check_tensor, described, window_sides
+from packing_ops import _batch_cache, _ops
+from packing_ops._arguments import check_tensor, described, window_sides
 from packing_ops._autograd import past_autograd, register_autograd, register_no_autograd
 from packing_ops._flops import register_formulas
 
@@ -136,13 +136,13 @@ def varlen_attention(
     if tokens_first:
         q, k, v = (_without_batch(t, name) for name, t in (("q", q), ("k", k), ("v", v)))
     if plan is None:
-        plan = _recent.plan_for(q, k, cu_seqlens_q, cu_seqlens_k, causal, left, right)
+        plan = _batch_cache.plan_for(q, k, cu_seqlens_q, cu_seqlens_k, causal, left, right)
     try:
         out, lse = _ops.varlen_attention(
             q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, softcap, plan
         )
     except ValueError:
-        _recent.forget()  # it may be of a plan that was kept while its cu_seqlens changed
+        _batch_cache.forget()  # it may be of a plan that was kept while its cu_seqlens changed
         raise
     out = out[None] if tokens_first else out
     return (out, lse) if return_lse else out
@@ -384,7 +384,7 @@ def flash_attn_func(
         raise ValueError(f"k: expected a batch of {q.shape[0]} like q, got {list(k.shape)}")
     if v.shape != k.shape:
         raise ValueError(f"v: expected {list(k.shape)} like k, got {list(v.shape)}")
-    seqlens_args = _recent.dense_cu_seqlens(q, "q"), _recent.dense_cu_seqlens(k, "k"), q.shape[1], k.shape[1]
+    seqlens_args = _batch_cache.dense_cu_seqlens(q, "q"), _batch_cache.dense_cu_seqlens(k, "k"), q.shape[1], k.shape[1]
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, True
     out, lse, _ = flash_attn_varlen_func(*(t.flatten(0, 1) for t in (q, k, v)), *seqlens_args, *options)
     out, lse = out.view(q.shape), lse.unflatten(1, q.shape[:2]).transpose(0, 1)

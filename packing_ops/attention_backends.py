@@ -1,4 +1,4 @@
-"""Attention by the backend that serves a call: varlen_attention, torch's varlen_attn, or SDPA with a mask."""
+"""Attention by the first backend that supports the call: varlen_attention, torch's varlen_attn, or SDPA with a mask."""
 
 import functools
 import importlib
@@ -9,8 +9,8 @@ from typing import Literal, overload
 import torch
 import torch.nn.functional as F
 
-from packing_ops import _load
-from packing_ops._args import check_cu_seqlens, dtype_name, int32_cu_seqlens, window_sides
+from packing_ops import _library
+from packing_ops._arguments import check_cu_seqlens, dtype_name, int32_cu_seqlens, window_sides
 from packing_ops.attention import refuse_heads_first, varlen_attention
 
 BACKENDS = ("packing_ops", "torch_varlen", "sdpa")
@@ -50,20 +50,24 @@ def select_attention_backend(
     return_lse: bool = False,
     explain: bool = False,
 ) -> str | tuple[str, dict[str, str]]:
-    """The first backend that can run such a call on this machine.
+    """The name of the first backend that can run a call of ``attention`` on this machine.
 
-    In order: ``packing_ops`` (on CUDA from sm_80 on, and no float64 there); ``torch_varlen`` (torch.nn.attention.varlen,
-    half types on CUDA from sm_80 on); ``sdpa`` (scaled_dot_product_attention with a mask of total_q * total_k elements,
-    any device). Only packing_ops has softcap, sinks and lse, and only it gives the bits and the containment of NaN that
-    this module's page promises.
+    In this order:
+
+    - ``packing_ops``: varlen_attention, on the CPU, and on CUDA from sm_80 on (no float64 there);
+    - ``torch_varlen``: torch.nn.attention.varlen, bfloat16 and float16 on CUDA from sm_80 on;
+    - ``sdpa``: scaled_dot_product_attention on any device, with a mask of total_q * total_k elements.
+
+    Only packing_ops has softcap, sinks and return_lse. Only packing_ops keeps the guarantees in packing_ops.attention's
+    docstring: the same bits for a document alone and packed, and that a NaN stays in its document.
 
     Args:
-        q, k: as varlen_attention; only shape, dtype, device and its GPU are looked at. Without k as many kv heads as q heads.
-        softcap, sinks, return_lse: what the call will need.
-        explain: also return why.
+        q, k: as in varlen_attention; only shape, dtype and device are used. Without k, as many kv heads as q heads.
+        softcap, sinks, return_lse: as the call will pass them.
+        explain: also return the reasons.
 
     Returns:
-        The name; with ``explain`` (name, {backend: why it cannot run, or "" if it can}).
+        The name; with ``explain=True`` (name, {backend: why it cannot run, or "" if it can}).
 
     Example:
         >>> select_attention_backend(torch.zeros(8, 2, 64))
@@ -72,7 +76,7 @@ def select_attention_backend(
         'needs a CUDA tensor, got cpu'
 
     Raises:
-        NotImplementedError: no backend can; says why for each.
+        NotImplementedError: no backend can run the call; gives each one's reason.
     """
     features = {"softcap": softcap > 0, "sinks": sinks is not None, "lse": return_lse}
     extra = " and ".join(name for name, wanted in features.items() if wanted)
@@ -141,20 +145,20 @@ def attention(
     max_seqlen_k: int | None = None,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """varlen_attention by the best backend of this machine, so that one call site serves every machine.
+    """varlen_attention, or the same by another backend where packing_ops cannot run: one call for all machines.
 
-    Where that is not packing_ops, one warning for each reason says which it is, and why.
+    Another backend than packing_ops is announced by a warning with the reason, once per reason.
 
     Args:
-        q, k, v: ``[total, num_heads, head_dim]``.
-        max_seqlen_q, max_seqlen_k: longest document, or any upper bound; only torch_varlen uses them, and takes the
-            number of rows without them.
-        backend: one of ``packing_ops``, ``torch_varlen``, ``sdpa``; without it select_attention_backend chooses.
-        Others: as varlen_attention.
+        q, k, v: ``[total, num_heads, head_dim]``, for k and v ``[total_k, num_kv_heads, head_dim]``.
+        max_seqlen_q, max_seqlen_k: length of the longest document, or an upper bound; used by torch_varlen only. Default:
+            the number of rows of q and of k.
+        backend: ``"packing_ops"``, ``"torch_varlen"`` or ``"sdpa"``; by default what select_attention_backend returns.
+        Others: as in varlen_attention.
 
     Returns:
-        As varlen_attention. Rows past the last document and rows that see no key are 0 in every backend. sdpa uses
-        memory for total_q * total_k mask elements.
+        As varlen_attention. With every backend, rows past the last document and rows without a visible key are 0. sdpa
+        allocates a mask of total_q * total_k elements.
 
     Example:
         >>> q, k, v = torch.randn(3, 5, 2, 8)  # 5 tokens, 2 heads of 8, of documents of 2 and 3 tokens
@@ -163,14 +167,14 @@ def attention(
 
     Raises:
         ValueError: an unknown backend, or as varlen_attention.
-        NotImplementedError: the backend cannot run this call; says why.
+        NotImplementedError: the backend cannot run this call; gives the reason.
     """
     refuse_heads_first(q)
     wanted = {"softcap": softcap, "sinks": sinks, "return_lse": return_lse}
     if backend is None:
         backend, reasons = select_attention_backend(q, k, **wanted, explain=True)
         if backend != "packing_ops":
-            _tell_once(f"packing_ops.attention runs by {backend} here: packing_ops {reasons['packing_ops']}")
+            _warn_once(f"packing_ops.attention runs by {backend} here: packing_ops {reasons['packing_ops']}")
     elif backend not in BACKENDS:
         raise ValueError(f"backend: expected {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}, got {backend!r}")
     else:
@@ -187,7 +191,7 @@ def attention(
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         check_cu_seqlens(cu_seqlens, name)
     cu_seqlens_q, cu_seqlens_k = int32_cu_seqlens(cu_seqlens_q), int32_cu_seqlens(cu_seqlens_k)
-    options["window_size"] = [min(side, len(q) + len(k)) for side in sides]  # to be reckoned with in 32 bits
+    options["window_size"] = [min(side, len(q) + len(k)) for side in sides]  # int32 arithmetic must not overflow
     if backend == "sdpa":
         return _sdpa(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
     lengths = (max_seqlen_q or q.shape[0], max_seqlen_k or k.shape[0])
@@ -198,7 +202,7 @@ def attention(
 
 
 @torch.compiler.assume_constant_result
-def _tell_once(message: str) -> None:
+def _warn_once(message: str) -> None:
     if message not in _told:
         _told.add(message)
         warnings.warn(message, stacklevel=3)
@@ -220,11 +224,11 @@ def _why_not_this_gpu(q) -> str:
 
 def _why_not_packing_ops(q) -> str:
     kind = q.device.type
-    if _load.MISSING:
+    if _library.MISSING:
         return "has no compiled library here"
     if kind not in _DTYPES:
         return f"has no kernel for {kind}"
-    if q.is_cuda and "varlen_attention" in _load.without_cuda_kernel:
+    if q.is_cuda and "varlen_attention" in _library.without_cuda_kernel:
         return "has no CUDA kernel in this library"
     if q.dtype not in _DTYPES[kind]:
         return f"has {', '.join(map(dtype_name, _DTYPES[kind]))} on {kind}, got {dtype_name(q.dtype)}"
@@ -265,7 +269,7 @@ def _torch_varlen_parameters() -> frozenset[str]:
 
 def _torch_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, *, causal, softmax_scale, window_size):
     varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    # It leaves rows past the last document unwritten, in out and in the gradients; the masks turn both into 0.
+    # varlen_attn does not write rows past the last document, in out and in the gradients: where() makes both 0.
     in_document_q = _rows_in_documents(q, cu_seqlens_q)
     in_document_k = _rows_in_documents(k, cu_seqlens_k)
     q, k, v = q.where(in_document_q, 0), k.where(in_document_k, 0), v.where(in_document_k, 0)
@@ -278,13 +282,16 @@ def _torch_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, *, causal, 
 
 
 def _rows_in_documents(tensor, cu_seqlens):
-    return (torch.arange(tensor.shape[0], device=tensor.device) < cu_seqlens[-1])[:, None, None]
+    return (torch.arange(tensor.shape[0], device=cu_seqlens.device) < cu_seqlens[-1])[:, None, None]
 
 
 def _sdpa(q, k, v, cu_seqlens_q, cu_seqlens_k, *, causal, softmax_scale, window_size):
     seen = _block_mask(q.shape[0], k.shape[0], cu_seqlens_q, cu_seqlens_k, causal, window_size)
-    # A row that sees nothing has no softmax: it looks at everything, and its result is dropped.
+    # softmax of a fully masked row is NaN: such a row sees all keys instead, and its result is set to 0.
     empty = ~seen.any(1, keepdim=True)
+    # 0 times the NaN that padding may hold would be NaN.
+    in_document_q, in_document_k = _rows_in_documents(q, cu_seqlens_q), _rows_in_documents(k, cu_seqlens_k)
+    q, k, v = q.where(in_document_q, 0), k.where(in_document_k, 0), v.where(in_document_k, 0)
     rows = (t.transpose(0, 1)[None] for t in (q, k, v))
     out = F.scaled_dot_product_attention(
         *rows, attn_mask=seen | empty, scale=softmax_scale, enable_gqa=k.shape[1] != q.shape[1]
@@ -293,12 +300,12 @@ def _sdpa(q, k, v, cu_seqlens_q, cu_seqlens_k, *, causal, softmax_scale, window_
 
 
 def _block_mask(total_q, total_k, cu_seqlens_q, cu_seqlens_k, causal, window_size):
-    """bool [total_q, total_k], True where visible."""
+    """bool ``[total_q, total_k]``, True where q row i sees k row j."""
     slot_q = torch.arange(total_q, device=cu_seqlens_q.device, dtype=torch.int32)
     slot_k = torch.arange(total_k, device=cu_seqlens_k.device, dtype=torch.int32)
     document_q = torch.searchsorted(cu_seqlens_q[1:], slot_q, right=True)
     document_k = torch.searchsorted(cu_seqlens_k[1:], slot_k, right=True)
-    # Bottom-right aligned: the last query of a document stands at its last key.
+    # Bottom-right aligned: the last query of a document is at the position of its last key.
     ends_q, ends_k = (F.pad(cu[1:], (0, 1)) for cu in (cu_seqlens_q, cu_seqlens_k))
     place = slot_q + (ends_k - ends_q)[document_q]
     seen = (document_q[:, None] == document_k[None, :]) & (document_q < cu_seqlens_q.numel() - 1)[:, None]

@@ -11,7 +11,7 @@ from typing import overload
 import torch
 
 from packing_ops import _ops
-from packing_ops._args import (
+from packing_ops._arguments import (
     check_cu_seqlens,
     check_tensor,
     described,

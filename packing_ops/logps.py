@@ -22,7 +22,7 @@ from typing import Literal, overload
 import torch
 
 from packing_ops import _ops
-from packing_ops._args import check_tensor, described, dtype_name, integer, number, one_number
+from packing_ops._arguments import check_tensor, described, dtype_name, integer, number, one_number
 from packing_ops._autograd import past_autograd, register_autograd, register_no_autograd
 from packing_ops.metadata import PackedMetadata
 
@@ -394,10 +394,10 @@ def _add_product(total, a, b) -> None:
 
 # --- registration: shapes for torch.compile, gradients ---
 
-_library = torch.library.Library("packing_ops", "IMPL")
+_registrations = torch.library.Library("packing_ops", "IMPL")
 for _key in ("CPU", "CUDA"):
-    _library.impl("token_logps", _token_logps, _key)
-    _library.impl("token_logps_backward", _token_logps_backward, _key)
+    _registrations.impl("token_logps", _token_logps, _key)
+    _registrations.impl("token_logps_backward", _token_logps_backward, _key)
 
 
 @_ops.register_fake("logps_targets")

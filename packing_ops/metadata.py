@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from packing_ops import _ops
-from packing_ops._args import (
+from packing_ops._arguments import (
     check_cu_seqlens,
     check_tensor,
     index_tensor,
@@ -15,7 +15,7 @@ from packing_ops._args import (
     one_row,
     window_sides,
 )
-from packing_ops._recent import is_real, kept_with, plan_of
+from packing_ops._batch_cache import is_real, kept_with, plan_of
 from packing_ops.boundaries import (
     cu_seqlens_from_lengths,
     position_ids_from_cu_seqlens,

@@ -10,7 +10,7 @@ from numbers import Real
 import torch
 
 from packing_ops import _ops
-from packing_ops._args import described, index_tensor, integer, plain
+from packing_ops._arguments import described, index_tensor, integer, plain
 
 # A dense causal decoder does 24 * hidden_size**2 * L + 2 * hidden_size * L**2 operations per layer and sequence.
 _FLOPS = (12.0 * 4096, 1.0)

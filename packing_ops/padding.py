@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 
 from packing_ops import _ops
-from packing_ops._args import check_tensor, index_tensor, integer
+from packing_ops._arguments import check_tensor, index_tensor, integer
 from packing_ops._autograd import past_autograd, register_autograd
 from packing_ops.padding_batches import check_padded
 

@@ -1,14 +1,20 @@
-"""Padded batches before any op sees them: columns of nothing but padding cut off, examples padded in small groups.
-
-Plain torch, on any device.
-"""
+"""Padded batches: trim the columns that are only padding, pad examples per micro-batch. Plain torch, on any device."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 import torch
 
-from packing_ops._args import as_tensor, check_real, check_tensor, described, dtype_name, holds, integer
+from packing_ops._arguments import (
+    as_tensor,
+    at_least,
+    check_real,
+    check_tensor,
+    described,
+    dtype_name,
+    holds,
+    wrong_type,
+)
 
 
 def trim_padding(
@@ -19,20 +25,20 @@ def trim_padding(
     min_length: int = 1,
     multiple_of: int = 1,
 ) -> Mapping[str, object]:
-    """A batch without the columns that are padding in every row. Padding is read from the mask, never from token ids.
+    """A batch without the columns that are padding in every row. The mask says what is padding, token ids are not read.
 
     Meant for the CPU, before the batch goes to the device; on CUDA it synchronises once.
 
     Args:
-        batch: name to tensor. Those with two dimensions or more are ``[batch, seqlen, ...]`` and are cut; anything
-            else (numbers, strings, one value per row) is passed on.
-        attention_mask: ``[batch, seqlen]``, not zero = real; ``batch["attention_mask"]`` by default.
-        side: which side to cut, "right", "left" or "both".
-        min_length: columns to keep at least.
-        multiple_of: round the kept columns up to a multiple. Never more columns than there were.
+        batch: name to value. Tensors and arrays of two dimensions or more are ``[batch, seqlen, ...]`` and are trimmed; other
+            values (numbers, strings, one value per row) are copied over.
+        attention_mask: ``[batch, seqlen]``, nonzero for tokens; ``batch["attention_mask"]`` by default.
+        side: the side to trim, "right", "left" or "both".
+        min_length: minimum number of columns to keep.
+        multiple_of: round the number of columns up to a multiple of this, but not above that of the batch.
 
     Returns:
-        A new dict of views, or ``batch`` itself when there is nothing to cut.
+        A new dict of views, or ``batch`` itself when there is nothing to trim.
 
     Example:
         >>> batch = {"input_ids": torch.tensor([[5, 6, 0, 0], [7, 0, 0, 0]])}
@@ -46,19 +52,17 @@ def trim_padding(
     """
     if side not in ("right", "left", "both"):
         raise ValueError(f'side: expected "right", "left" or "both", got {side!r}')
-    if integer(min_length, "min_length") < 0:
-        raise ValueError(f"min_length: expected at least 0, got {min_length}")
-    if integer(multiple_of, "multiple_of") < 1:
-        raise ValueError(f"multiple_of: expected at least 1, got {multiple_of}")
+    at_least(min_length, "min_length", 0)
+    at_least(multiple_of, "multiple_of", 1)
     mask = batch.get("attention_mask") if attention_mask is None else attention_mask
     if mask is None:
         raise ValueError("attention_mask: expected one, as an argument or in the batch, got neither")
     check_real(mask, "attention_mask")
     if mask.dim() != 2:
         raise ValueError(f"attention_mask: expected [batch, seqlen], got {described(mask)}")
-    columns = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim() > 1}
-    for name, tensor in columns.items():
-        check_padded(name, tensor, mask, same_device=False)
+    columns = {name: value for name, value in batch.items() if getattr(value, "ndim", 0) > 1}
+    for name, rows in columns.items():
+        check_padded(name, as_tensor(rows), mask, same_device=False)
     start, end = _kept_columns(mask, side, min_length, multiple_of)
     if end - start == mask.shape[1]:
         return batch
@@ -71,18 +75,19 @@ def iter_microbatches(
     *,
     pad_values: Mapping[str, float],
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Examples of natural length in groups, each padded on the right and only to its own longest.
+    """Micro-batches of examples, in order, each padded on the right to its own longest example.
 
     Args:
-        examples: dicts with the same names. Names in ``pad_values`` are sequences, equally long within an example: a
-            tensor ``[length]``, a Python list, or ``[1, length]``, which is taken for the row in it; beside one of them
-            in the same example also ``[length, ...]``. Others are one value per example. Read as they are needed.
-        microbatch_size: examples per group; the last group may hold fewer.
-        pad_values: name to the value that padding gets, for example ``{"input_ids": 0, "labels": -100}``.
+        examples: iterable of dicts with the same names, read as needed. Names in ``pad_values`` are sequences of the same
+            length within an example: a tensor ``[length]``, a Python list, or ``[1, length]``, whose one row is taken.
+            Beside a 1-D one, ``[length, ...]`` is allowed too. Other names have one value per example.
+        microbatch_size: examples per micro-batch; the last one may have fewer.
+        pad_values: name to its padding value, for example ``{"input_ids": 0, "labels": -100}``.
 
     Yields:
-        name to ``[group, longest, ...]``, or ``[group]`` for single values (a list for strings), in the order of the
-        examples; and ``attention_mask`` int64 ``[group, longest]``, 1 = real, unless the examples bring their own.
+        A dict of ``[group, longest, ...]`` for sequences and ``[group]`` for single values (a list for strings), with
+        group = number of examples; and ``attention_mask`` int64 ``[group, longest]``, 1 for tokens, unless the examples
+        have their own.
 
     Example:
         >>> examples = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}, {"input_ids": [9, 4]}]
@@ -97,10 +102,11 @@ def iter_microbatches(
             has no pad value, several rows in an example, sequences of one example that differ in length, a pad value
             that their dtype cannot hold.
     """
-    if integer(microbatch_size, "microbatch_size") < 1:
-        raise ValueError(f"microbatch_size: expected at least 1 example, got {microbatch_size}")
+    at_least(microbatch_size, "microbatch_size", 1, "example")
     if not pad_values:
         raise ValueError("pad_values: expected a value for at least one name, got none")
+    if not isinstance(pad_values, Mapping):
+        raise wrong_type("pad_values", "a dict of values by name", pad_values)
     return _microbatches(iter(examples), microbatch_size, pad_values)
 
 
@@ -118,7 +124,7 @@ def check_padded(name: str, tensor: torch.Tensor, mask: torch.Tensor, same_devic
 def _kept_columns(mask: torch.Tensor, side: str, min_length: int, multiple_of: int) -> tuple[int, int]:
     width = mask.shape[1]
     real = mask.any(dim=0).cpu().nonzero()
-    # Nothing real: an empty span at the side that stays.
+    # No token at all: an empty range at the end that is not trimmed.
     nothing = (width, width) if side == "left" else (0, 0)
     first, last = (int(real[0]), int(real[-1]) + 1) if len(real) else nothing
     start = 0 if side == "right" else first
@@ -139,6 +145,9 @@ def _microbatches(examples, microbatch_size, pad_values):
 
 def _pad_group(group, first, pad_values) -> dict[str, torch.Tensor | list]:
     """One micro-batch; ``first`` is the number of its first example, for messages."""
+    for i, example in enumerate(group, first):
+        if not isinstance(example, Mapping):
+            raise TypeError(f"examples: expected dicts, got {type(example).__name__} as example {i}")
     names = group[0].keys()
     for i, example in enumerate(group, first):
         if example.keys() != names:
@@ -174,8 +183,9 @@ def _pad_group(group, first, pad_values) -> dict[str, torch.Tensor | list]:
 
 
 def _rows(sequences, index) -> dict[str, torch.Tensor]:
-    """The sequences of one example; of ``[1, length]`` the row, unless one with a single dimension says that it is none."""
-    tensors = {name: as_tensor(value) for name, value in sequences.items()}
+    """The sequences of one example. ``[1, length]`` becomes ``[length]``, unless a 1-D sequence beside it has length 1:
+    then it is one token with ``length`` values."""
+    tensors = {name: _tensor(name, value, "a sequence of numbers", index) for name, value in sequences.items()}
     length = next((len(tensor) for tensor in tensors.values() if tensor.dim() == 1), None)
     for name, tensor in tensors.items():
         if tensor.dim() < 2 or len(tensor) == length:
@@ -187,7 +197,20 @@ def _rows(sequences, index) -> dict[str, torch.Tensor]:
                 f"{name}: expected a 1-D sequence or [1, length], got {described(tensor)} in example {index}; "
                 "[length, ...] needs one of them beside it"
             )
+    for name, tensor in tensors.items():
+        if tensor.dim() > 1 and not any(other.dim() == 1 for other in tensors.values()):
+            raise ValueError(
+                f"{name}: expected a 1-D sequence or [1, length], got {described(as_tensor(sequences[name]))} in example "
+                f"{index}; [length, ...] needs one of them beside it"
+            )
     return tensors
+
+
+def _tensor(name, value, wanted, index) -> torch.Tensor:
+    try:
+        return as_tensor(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise ValueError(f"{name}: expected {wanted}, got {value!r} in example {index}") from None
 
 
 def _sequences(name, values, tensors, first) -> list[torch.Tensor]:
@@ -213,6 +236,8 @@ def _single_values(name, values, first) -> torch.Tensor | list[str]:
     if all(isinstance(value, str) for value in values):
         return values
     for i, value in enumerate(values, first):
-        if isinstance(value, Sequence) or (isinstance(value, torch.Tensor) and value.dim() > 0):
+        if isinstance(value, str):
+            raise ValueError(f"{name}: expected a number or a string as in the others, got {value!r} in example {i}")
+        if isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0:
             raise ValueError(f"pad_values: expected a value for {name!r}, a sequence in example {i}, got none")
-    return torch.stack(list(map(as_tensor, values)))
+    return torch.stack([_tensor(name, value, "a number or a string", i) for i, value in enumerate(values, first)])

@@ -1,8 +1,7 @@
-"""Numbers per document of a packed row: sums, means and deviations of what its slots hold, and the way back to the slots;
-advantages and returns, which run through a document's slots from its end.
+"""Per-document reductions of a packed row (sum, mean, standard deviation), their broadcast back to the slots, and GAE.
 
-cu_seqlens is as in packing_ops.boundaries. The same functions serve groups of documents: with one reward per sample as
-values and the boundaries of the prompts as cu_seqlens, segment_mean gives the mean reward of each prompt.
+cu_seqlens is as in packing_ops.boundaries. A segment need not be a document: with one reward per sample as values and the
+boundaries of the prompts as cu_seqlens, segment_mean is the mean reward of each prompt.
 """
 
 from numbers import Real
@@ -10,7 +9,7 @@ from numbers import Real
 import torch
 
 from packing_ops import _ops
-from packing_ops._args import (
+from packing_ops._arguments import (
     check_cu_seqlens,
     check_tensor,
     described,
@@ -33,16 +32,16 @@ def segment_sum(
     """Sum of values per document: token log-probs to sequence log-probs, hidden states to one vector. Differentiable.
 
     Args:
-        values: float32, float64, bfloat16 or float16 ``[total, ...]``; each number of a slot is summed on its own. A
-            packed row ``[1, total]`` is ``values[0]``.
+        values: float32, float64, bfloat16 or float16 ``[total, ...]``; summed over dim 0 only. For a packed row
+            ``[1, total]`` pass ``values[0]``.
         cu_seqlens: int32 or int64 ``[num_documents + 1]``.
-        mask: ``[total]``, bool, integer or floating; slots where it is 0 are left out, even NaN.
-        average: divide by the number of slots kept, as segment_mean does.
+        mask: ``[total]``, bool, integer or floating; slots where it is 0 are excluded, even if they are NaN.
+        average: divide by the number of slots that are not excluded, as segment_mean does.
 
     Returns:
-        ``[num_documents, ...]``, float64 for float64 values, else float32; 0 for a document without slots. Padding
-        after the last document is left out. No synchronisation. Deterministic: the order of additions depends only on
-        the length of the document and on whether a slot holds one number or several.
+        ``[num_documents, ...]``, float64 for float64 values, else float32; 0 for an empty document. Padding after the
+        last document is excluded. No synchronisation. Deterministic: the order of additions depends only on the length
+        of the document and on whether a slot has one value or several.
 
     Example:
         >>> segment_sum(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 2, 3], dtype=torch.int32))
@@ -61,10 +60,10 @@ def segment_mean(values: torch.Tensor, cu_seqlens: torch.Tensor, mask: torch.Ten
 
     Args:
         values, cu_seqlens: as segment_sum.
-        mask: as segment_sum; the mean is over the slots that are kept.
+        mask: as segment_sum; the mean is over the slots where it is not 0.
 
     Returns:
-        As segment_sum; 0 for a document without slots, or with none kept.
+        As segment_sum; 0 for a document that is empty or fully masked.
 
     Example:
         >>> hidden = torch.tensor([[1.0, 5.0], [2.0, 6.0], [3.0, 7.0]])
@@ -80,22 +79,22 @@ def segment_mean(values: torch.Tensor, cu_seqlens: torch.Tensor, mask: torch.Ten
 def segment_std(
     values: torch.Tensor, cu_seqlens: torch.Tensor, mask: torch.Tensor | None = None, *, correction: float = 1
 ) -> torch.Tensor:
-    """Standard deviation per document, or of the rewards of each group of samples. Differentiable.
+    """Standard deviation of values per document, or of the rewards per group of samples. Differentiable.
 
     Args:
         values: float32, float64, bfloat16 or float16, ``[total]`` or ``[1, total]``.
         cu_seqlens: int32 or int64 ``[num_documents + 1]``.
-        mask: as many elements as ``values``; slots where it is 0 are left out, even NaN.
+        mask: as many elements as ``values``; slots where it is 0 are excluded, even if they are NaN.
         correction: the sum of squares is divided by the number of values minus this: 1 as in torch.std, 0 for the
             deviation of the population.
 
     Returns:
-        ``[num_documents]``, float64 for float64 values, else float32. 0 where no more than ``correction`` values are
-        kept (torch.std gives NaN), and where all are equal; the gradient is 0 there too. Computed in float64.
+        ``[num_documents]``, float64 for float64 values, else float32. 0 where there are no more than ``correction``
+        values (torch.std gives NaN), and where all are equal; the gradient is 0 there too. Computed in float64.
         No synchronisation. Deterministic: the order of additions depends on the document's own length alone.
 
     Example:
-        Advantages of GRPO: two prompts of three and two samples, whose rewards are compared in their own group.
+        Advantages of GRPO, for two prompts of three and two samples: rewards normalized within each prompt's group.
 
         >>> import packing_ops as po
         >>> rewards, groups = torch.tensor([1.0, 2.0, 3.0, 5.0, 5.0]), torch.tensor([0, 3, 5], dtype=torch.int32)
@@ -117,7 +116,7 @@ def segment_std(
     if not isinstance(correction, Real) or not correction >= 0:
         raise ValueError(f"correction: expected a number of at least 0, got {correction!r}")
     total = values.numel()
-    # Padding after the documents too: a NaN there would reach the gradient.
+    # Includes the padding after the documents: a NaN there would reach the gradient.
     left_out = segment_broadcast(values.new_ones(cu_seqlens.numel() - 1), cu_seqlens, total) == 0
     if mask is not None:
         kept = is_set(mask, "mask")
@@ -131,14 +130,14 @@ def segment_std(
     few = count <= correction
     squares = _ops.segment_sum(deviations.square(), cu_seqlens, None, False)
     variance = squares / (count - correction).masked_fill(few, 1.0)
-    # Equal values may differ from their mean by rounding: their deviation is 0. And sqrt has no gradient at 0.
+    # Equal values may differ from their mean by rounding error: the deviation is set to 0. And sqrt'(0) is infinite.
     none = few | (variance <= (1e-14 * mean.detach()).square())
     std = variance.masked_fill(none, 1.0).sqrt().masked_fill(none, 0.0)
     return std if values.dtype == torch.float64 else std.float()
 
 
 def segment_broadcast(values: torch.Tensor, cu_seqlens: torch.Tensor, total: int | None = None) -> torch.Tensor:
-    """One value per document to every slot of the document: the way back from segment_sum. Differentiable.
+    """Broadcasts one value per document to all its slots: the transpose of segment_sum. Differentiable.
 
     Args:
         values: ``[num_documents, ...]``, any dtype.
@@ -146,9 +145,9 @@ def segment_broadcast(values: torch.Tensor, cu_seqlens: torch.Tensor, total: int
         total: slots of the row; without it ``cu_seqlens[-1]``, which synchronises on CUDA.
 
     Returns:
-        ``[total, ...]`` of the same dtype: slot t holds the value of the document of t, zeros (False) in the padding
-        after the last one. Any derivative; the gradient of a document is the sum over its slots, in an order that
-        depends on its own length alone.
+        ``[total, ...]`` of the same dtype: slot t has the value of its document; 0 (False) in the padding after the last
+        one. Differentiable any number of times. A document's gradient is the sum over its slots, in an order that depends
+        on its own length alone.
 
     Example:
         >>> cu_seqlens = torch.tensor([0, 2, 3], dtype=torch.int32)
@@ -169,10 +168,10 @@ def segment_broadcast(values: torch.Tensor, cu_seqlens: torch.Tensor, total: int
         )
     if not isinstance(total, int):
         total = int(cu_seqlens[-1]) if total is None else integer(total, "total")
-    if values.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+    if values.dtype not in _FLOATS:
         padded = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
         return padded[seq_idx_from_cu_seqlens(cu_seqlens, total)]
-    sums = values if values.dtype == torch.float64 else values.float()  # what segment_sum would have given
+    sums = values if values.dtype == torch.float64 else values.float()  # segment_sum's dtype: this is its backward
     return _ops.segment_sum_backward(sums, cu_seqlens, None, False, total, values.dtype)
 
 
@@ -186,28 +185,33 @@ def gae(
     mask: torch.Tensor | None = None,
     bootstrap: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generalized advantage estimation (Schulman et al. 2016) in every document of a packed row at once, for PPO.
+    """Generalized advantage estimation (GAE; Schulman et al. 2016) for each document of a packed row, as PPO needs it.
 
-    From the end of a document, ``delta[t] = rewards[t] + gamma * values[t + 1] - values[t]`` and ``advantages[t] =
-    delta[t] + gamma * lam * advantages[t + 1]``; ``returns = advantages + values``. Slots that the mask leaves out (the
-    prompt, what tools and environments said) are passed over: t + 1 is then the next slot that is kept, as in verl's
-    compute_gae_advantage_return. verl and TRL then whiten the advantages over the kept slots; this does not.
+    Backwards from the end of a document:
+
+        delta[t] = rewards[t] + gamma * values[t + 1] - values[t]
+        advantages[t] = delta[t] + gamma * lam * advantages[t + 1]
+        returns[t] = advantages[t] + values[t]
+
+    Masked slots (the prompt, output of tools and environments) are skipped: t + 1 is then the next slot that is not masked,
+    as in verl's compute_gae_advantage_return. verl and TRL whiten the advantages afterwards; this function does not.
 
     Args:
-        rewards: float32, float64, bfloat16 or float16 ``[total]`` or ``[1, total]``, one a slot; a reward for the whole
-            answer at its last kept slot. Those of slots that are left out count nowhere.
+        rewards: float32, float64, bfloat16 or float16 ``[total]`` or ``[1, total]``, one per slot. Put the reward of a
+            whole response at its last unmasked slot: rewards of masked slots are ignored.
         values: the critic's, of the same shape, any of these dtypes.
         metadata: PackedMetadata, or its cu_seqlens int32 ``[num_documents + 1]``.
-        gamma: discount of a step, 0 to 1.
-        lam: 0 (one step ahead) to 1 (the discounted rewards themselves, less the value).
-        mask: of that shape, bool, integer or floating; slots where it is 0 are left out, whatever they hold.
-        bootstrap: ``[num_documents]``, the value after a document's last slot, of those that were cut off. Without it 0.
+        gamma: discount per step, 0 to 1.
+        lam: 0 (one-step TD error) to 1 (discounted sum of rewards minus the value).
+        mask: of that shape, bool, integer or floating; slots where it is 0 are skipped, even if they are NaN.
+        bootstrap: floating ``[num_documents]``, the value after each document's last slot: not 0 for truncated responses.
+            0 by default.
 
     Returns:
-        (advantages, returns), shaped like rewards: float64 where rewards or values are, else float32. 0 in slots that are
-        left out (verl has numbers there, which its loss leaves out) and after the last document. No synchronisation, one
-        kernel for any number and length of documents. Deterministic: a document's numbers have the same bits alone and
-        packed. Both are constants to PPO's losses: no gradient, a backward through them raises NotImplementedError.
+        (advantages, returns), shaped like rewards; float64 if rewards or values are, else float32. 0 in masked slots (verl
+        has other numbers there, which its loss masks) and after the last document. No synchronisation; one kernel for any
+        number and length of documents. Deterministic: a document gets the same bits alone and packed. Not differentiable,
+        since PPO's losses take both as constants: backward through them raises NotImplementedError.
 
     Example:
         >>> rewards = torch.tensor([0.0, 0.0, 1.0, 0.0, 1.0])
@@ -215,13 +219,13 @@ def gae(
         >>> cu_seqlens = torch.tensor([0, 3, 5], dtype=torch.int32)
         >>> gae(rewards, values, cu_seqlens, gamma=1.0, lam=0.5)
         (tensor([0.1250, 0.2500, 0.5000, 0.5000, 0.5000]), tensor([0.6250, 0.7500, 1.0000, 0.7500, 1.0000]))
-        >>> mask = torch.tensor([1, 0, 1, 1, 1])  # a tool's token between two of the model's
+        >>> mask = torch.tensor([1, 0, 1, 1, 1])  # slot 1: a token of a tool's output
         >>> gae(rewards, values, cu_seqlens, gamma=1.0, lam=0.5, mask=mask)[0]
         tensor([0.2500, 0.0000, 0.5000, 0.5000, 0.5000])
 
     Raises:
-        ValueError: rewards, values, a mask or a bootstrap of another dtype, device or shape; gamma or lam outside of 0
-            to 1; metadata of another total, cu_seqlens past the rewards.
+        ValueError: rewards, values, a mask or a bootstrap of another dtype, device or shape; gamma or lam outside 0 to 1;
+            metadata of another total, cu_seqlens past the end of rewards.
     """
     for name, tensor in {"rewards": rewards, "values": values, "bootstrap": bootstrap}.items():
         if tensor is None and name == "bootstrap":

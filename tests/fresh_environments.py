@@ -3,7 +3,7 @@
 Without arguments in two: the oldest torch that packing_ops takes, and the newest there is. In each, torch as pip gives it,
 packing_ops built there as README says and its extras; then in the first one the oldest libraries that each extra allows,
 one extra after the other: the oldest megatron-core wants a NumPy that is too old for the others.
-What runs is tests/test_first_scripts.py beside a copy of the examples, where no source of packing_ops is in the way.
+What runs is tests/examples/test_first_scripts.py beside a copy of the examples, where no source of packing_ops is in the way.
 
 An environment takes 7 GB, and pip has to fetch half of that once. One that passed is removed, unless --keep.
 """
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_SOURCES = shutil.ignore_patterns(".venv*", ".git", "build", "dist", "*.so", "*.egg-info", "__pycache__", ".*_cache")
-TESTS = "tests/test_first_scripts.py"
+TESTS = "tests/examples/test_first_scripts.py"
 EXTRAS = {"hf": "not megatron", "megatron": "megatron"}  # and the tests of each, as pytest selects them
 # In place of tests/fresh_process.py: scripts that have imported nothing before they start.
 PROCESS = """
@@ -126,8 +126,8 @@ class Environment:
         place = self.folder / "place"
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(ROOT / "examples", place / "examples", ignore=NOT_SOURCES)
-        (place / "tests").mkdir()
-        (place / "tests" / "fresh_process.py").write_text(PROCESS)
+        (place / TESTS).parent.mkdir(parents=True)
+        (place / TESTS).with_name("fresh_process.py").write_text(PROCESS)
         for name in (TESTS, "README.md"):
             shutil.copy(ROOT / name, place / name)
         start = time.monotonic()

@@ -93,7 +93,7 @@ def _main(command, rank, folder, address, options):
         import torch
 
         torch.set_num_threads(1)
-    own = {str(ROOT), str(ROOT / "tests"), "", "."}
+    own = {str(ROOT), *(str(ROOT / name) for name in ("tests", "benchmarks", "examples")), "", "."}
     sys.path[:] = [*map(str, options.get("paths", [ROOT])), *(path for path in sys.path if path not in own)]
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # what multiprocessing calls it in processes of its own

@@ -17,7 +17,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
-MEMCHECK = "tests/test_sanitizer.py::test_no_findings[memcheck]"
+MEMCHECK = "tests/ops/test_sanitizer.py::test_no_findings[memcheck]"
 # The longest first. Each takes what those before it left; the last takes every file that is in no other group.
 GROUPS = {
     "memcheck": [MEMCHECK],
@@ -43,7 +43,7 @@ LINES = 12
 
 def targets() -> dict[str, list[str]]:
     """{group: what pytest is given}."""
-    left = set(TESTS.glob("test_*.py")).difference(*(TESTS.glob(pattern) for pattern in NOT_HERE))
+    left = set(TESTS.rglob("test_*.py")).difference(*(TESTS.rglob(pattern) for pattern in NOT_HERE))
     found = {}
     for name, patterns in GROUPS.items():
         files = sorted(path for path in left if any(path.match(pattern) for pattern in patterns))

@@ -7,7 +7,7 @@ from operator import iadd
 
 import torch
 
-from packing_ops._args import as_tensor, buffer_tensor, described
+from packing_ops._arguments import as_tensor, buffer_tensor, described
 
 _CODES = {torch.int64: "q", torch.float32: "f"}
 _UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # torch.cat takes them beside no other dtype

@@ -1,19 +1,21 @@
-"""Which fields of a batch are rows, and a batch of the same class with other rows in it: the rules that batches.py states."""
+"""Which fields of a batch have rows, and how a batch of the same class is made of other rows. The rules: see batches.py."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
-from numbers import Number
+from numbers import Integral, Number
 
 import torch
 
-from packing_ops._args import described, dtype_name, holds, wrong_type
+from packing_ops._arguments import described, dtype_name, holds, wrong_type
 
 
 class Fields:
-    """The fields of one batch, of the dicts in it and of its metadata, and which of them are rows."""
+    """The fields of a batch, nested dicts and metadata included; ``all`` has them as (name, value)."""
 
     def __init__(self, batch: Mapping, row_keys: Sequence[str] = (), batch_keys: Sequence[str] = ()):
+        if not isinstance(batch, Mapping):
+            raise wrong_type("batch", "a dict or another Mapping", batch)
         self.batch, self.row_keys, self.batch_keys = batch, row_keys, batch_keys
         for argument, names in (("row_keys", row_keys), ("batch_keys", batch_keys)):
             if isinstance(names, str):
@@ -24,8 +26,18 @@ class Fields:
             check_names(names, argument, found)
         if both := set(row_keys) & set(batch_keys):
             raise ValueError(f"row_keys, batch_keys: expected a name in one of them, got {min(both)!r} in both")
+        for name in row_keys:
+            values = [value for found, value in self.all if found == name and value is not None]
+            if values and not any(map(_may_be_rows, values)):
+                raise TypeError(f"{name}: expected rows, as row_keys says, got {type(values[0]).__name__}")
 
     def _walk(self, batch: Mapping) -> Iterator[tuple[str, object]]:
+        if isinstance(getattr(batch, "batch_size", None), torch.Size):
+            # tensordict's, which its fields alone do not make.
+            raise TypeError(
+                f"batch: expected a Mapping without a batch_size of its own, got {type(batch).__name__} of "
+                f"{list(batch.batch_size)}, which has slices itself; a dict of its fields is taken"
+            )
         fields = chain(_order_by_row(batch).items(), [("metadata", batch.metadata)] if _has_metadata(batch) else [])
         for name, value in fields:
             yield name, value
@@ -33,45 +45,47 @@ class Fields:
                 yield from self._walk(value)
 
     def has_rows(self, name: str, value) -> bool:
+        """Whether the field is cut with the rows; if not, it is carried whole."""
         if name in self.batch_keys or value is None:
             return False
         if name in self.row_keys:
-            sliced = hasattr(value, "__getitem__") and getattr(value, "ndim", 1)
-            if isinstance(value, (str, bytes, Mapping)) or not sliced:
-                raise TypeError(f"{name}: expected rows, as row_keys says, got {type(value).__name__}")
-            return True
+            return _may_be_rows(value)  # at another depth the name may be of something else
         return _has_length_and_slices(value) and not (_says_boundaries(name) and _are_boundaries(value))
 
     def rows(self) -> list[tuple[str, object]]:
+        """The fields that have rows, as (name, value)."""
         return [(name, value) for name, value in self.all if self.has_rows(name, value)]
 
     def count(self) -> int:
-        """Rows of the batch, after a look that all of it has as many and that no guess is open."""
+        """Number of rows. ValueError where fields disagree in it, or where a field may have rows or not."""
         found = self.rows()
         if not found:
             raise ValueError(f"batch: expected a tensor or a list to count rows by, got {sorted(self.batch)}")
         first, like = next((field for field in found if hasattr(field[1], "ndim")), found[0])
-        rows = len(like)
+        strided = isinstance(like, torch.Tensor) and like.is_nested and like.layout != torch.jagged
+        rows = like.size(0) if strided else len(like)
         for name, value in found:
+            if isinstance(value, torch.Tensor) and value.is_nested and value.layout != torch.jagged:
+                raise ValueError(f"{name}: expected nested tensors of layout jagged, got strided")
             if len(value) != rows:
                 said = "" if name in self.row_keys else f"; batch_keys={(name,)} carries it as it is"
                 raise ValueError(f"{name}: expected {rows} rows like {first}, got {len(value)}{said}")
         for name, value in self.all:
             if name not in self.row_keys and name not in self.batch_keys and _may_be_either(name, value, rows):
                 raise ValueError(
-                    f"{name}: expected to be told what it is, as many (start, end) pairs as there are rows: "
+                    f"{name}: expected to be told what it is, of as many entries as there are rows: "
                     f"row_keys={(name,)} if one belongs to each row, batch_keys={(name,)} if not"
                 )
         return rows
 
     def decided(self) -> dict[str, set[str]]:
-        """row_keys and batch_keys as they are guessed here, so that no part of the batch is guessed to be otherwise."""
+        """row_keys and batch_keys with every guess made explicit: for slices of the batch, which might be guessed otherwise."""
         names = {name for name, value in self.all if value is not None and not isinstance(value, Mapping)}
         with_rows = {name for name, _ in self.rows()}
         return {"row_keys": with_rows, "batch_keys": (names - with_rows) | set(self.batch_keys)}
 
     def map(self, change: Callable):
-        """``change(name, rows)`` of all that has rows, which are a list for a nested tensor."""
+        """The batch with ``change(name, rows)`` in place of each field with rows. Rows of a nested tensor are a list."""
         return self._mapped(self.batch, change)
 
     def _mapped(self, batch: Mapping, change: Callable):
@@ -84,6 +98,8 @@ class Fields:
                 return value
             if isinstance(value, torch.Tensor) and value.is_nested:
                 rows = change(name, list(value.unbind()))
+                if not len(rows):
+                    return torch.nested.nested_tensor_from_jagged(value.values()[:0], value.offsets()[:1])
                 return torch.nested.as_nested_tensor(rows, layout=value.layout, device=value.device)
             rows = change(name, value)
             return list(chain(*rows)) if name == "order" and by_row is not batch else rows
@@ -108,46 +124,87 @@ def _has_length_and_slices(value) -> bool:
     return hasattr(type(value), "__len__") and hasattr(type(value), "__getitem__")
 
 
+def _may_be_rows(value) -> bool:
+    """Where row_keys says so: a tuple too."""
+    return not isinstance(value, (str, bytes, Mapping)) and hasattr(value, "__getitem__") and bool(_dim(value))
+
+
+def _dim(value) -> int:
+    return getattr(value, "ndim", 1)
+
+
 def _says_boundaries(name: str) -> bool:
     return str(name).endswith("boundaries")
 
 
+def _numbers(value):
+    """Tensors and arrays as lists, but for a GPU's, which are not read."""
+    if isinstance(value, torch.Tensor) and not value.is_cpu:
+        return value
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _is_row_number(value) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _pairs(value) -> list[tuple[int, int]] | None:
+    """Of a list, tensor or array of pairs of integers."""
+    pairs = _numbers(value)
+    if not isinstance(pairs, list) or not pairs:
+        return None
+    pairs = [_numbers(pair) for pair in pairs]
+    for pair in pairs:
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(map(_is_row_number, map(_numbers, pair))):
+            return None
+    return [(int(start), int(end)) for start, end in pairs]
+
+
 def _are_boundaries(value) -> bool:
-    """(start, end) pairs, one after the other from 0; of a tensor on a GPU, which is not read, the shape of such."""
-    if hasattr(value, "ndim"):
-        if value.ndim != 2 or value.shape[1] != 2:
-            return False
-        if isinstance(value, torch.Tensor) and not value.is_cpu:
-            return not value.is_floating_point()
-        value = value.tolist()
-    if not isinstance(value, list) or not value:
+    """Contiguous (start, end) pairs from 0 on. Of a GPU tensor only shape and dtype are checked: no synchronisation."""
+    if isinstance(value, torch.Tensor) and not value.is_cpu:
+        return value.ndim == 2 and value.shape[1] == 2 and not value.is_floating_point()
+    pairs = _pairs(value)
+    if pairs is None or any(end <= start for start, end in pairs):
         return False
-    before = 0
-    for pair in value:
-        if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(type(row) is int for row in pair):
-            return False
-        if pair[0] != before or pair[1] <= before:
-            return False
-        before = pair[1]
-    return True
+    return [start for start, _ in pairs] == [0, *(end for _, end in pairs[:-1])]
+
+
+def _are_like_boundaries(value) -> bool:
+    """Of a part of a batch, with gaps between them, or their ends alone."""
+    pairs, numbers = _pairs(value), _numbers(value)
+    if pairs is None:
+        return isinstance(numbers, list) and all(map(_is_row_number, numbers)) and numbers == sorted(numbers)
+    ends = list(chain(*pairs))
+    return ends == sorted(ends)
 
 
 def _may_be_either(name: str, value, rows: int) -> bool:
-    """As many pairs as rows: in a list of tuples that ends with them, or boundaries by their name on a GPU."""
-    if isinstance(value, torch.Tensor):
-        return _says_boundaries(name) and not value.is_cpu and _are_boundaries(value) and len(value) == rows
-    if _says_boundaries(name) or not isinstance(value, list) or len(value) != rows or not rows:
+    """Whether a field with as many entries as rows may have rows or belong to the whole batch.
+
+    Three kinds: a field called boundaries, on a GPU or in another form than contiguous pairs; a list of contiguous pairs up
+    to the last row under another name; a tuple of tensors or lists.
+    """
+    if not hasattr(value, "__len__") or not _dim(value) or not rows or len(value) != rows:
         return False
-    return isinstance(value[0], tuple) and _are_boundaries(value) and value[-1][1] == rows
+    if isinstance(value, torch.Tensor) and not value.is_cpu:
+        return _says_boundaries(name) and _are_boundaries(value)
+    if _says_boundaries(name):
+        return not _are_boundaries(value) and not isinstance(value, tuple) and _are_like_boundaries(value)
+    if isinstance(value, tuple):
+        return all(map(_has_length_and_slices, value))
+    if not isinstance(value, list) or not isinstance(value[0], tuple):
+        return False
+    return _are_boundaries(value) and value[-1][1] == rows
 
 
 def _has_metadata(batch: Mapping) -> bool:
-    # Not hasattr: a class may give its fields as attributes too.
+    # Not hasattr(batch, ...): a class may expose its fields as attributes.
     return "metadata" in getattr(batch, "__dict__", ()) or hasattr(type(batch), "metadata")
 
 
 def _order_by_row(batch: Mapping) -> Mapping:
-    """The batch, its ``order`` as one list per row if it is one of PackedCollator's."""
+    """The batch; one of PackedCollator's with its ``order``, an entry per document, as a list per row."""
     order, lengths = batch.get("order"), batch.get("sub_seq_lengths")
     if not isinstance(order, list) or not isinstance(lengths, list) or not all(isinstance(n, list) for n in lengths):
         return batch
@@ -162,7 +219,7 @@ def _order_by_row(batch: Mapping) -> Mapping:
 
 
 def rebuilt(batch: Mapping, change: Callable, fields: Mapping | None = None):
-    """A batch like this one of ``change(name, value)`` of every field, and of its metadata."""
+    """A batch of the same class with ``change(name, value)`` for each field and for its metadata."""
     changed = {name: change(name, value) for name, value in (batch if fields is None else fields).items()}
     kind = type(batch)
     if kind.__module__ in ("builtins", "collections"):
@@ -182,9 +239,9 @@ def rebuilt(batch: Mapping, change: Callable, fields: Mapping | None = None):
 
 
 def cut(name: str, rows, start: int, end: int):
-    """``rows[start:end]``"""
+    """``rows[start:end]``, checked to be as many."""
     try:
-        part = rows[start:end]
+        part = _by_place(rows)[start:end]
         if len(part) == end - start:
             return part
         got = f"{len(part)} of them"
@@ -213,21 +270,26 @@ def made_of(name: str, like, rows: list):
 
 
 def taken(name: str, rows, indices: list[int]):
-    """The rows of these numbers; entries of a list are the same objects."""
+    """``rows[i]`` for each index; entries of a list are the same objects."""
     if hasattr(rows, "ndim"):
-        return rows[indices]
+        return _by_place(rows)[indices]
     return made_of(name, rows, [rows[i] for i in indices])
 
 
+def _by_place(rows):
+    """What takes places: a pandas column would take them for its labels."""
+    return getattr(rows, "iloc", rows)
+
+
 def none_of(name: str, rows):
-    """No row, and no view, which would keep the batch."""
+    """0 rows, and no view: that would keep the batch's memory alive."""
     if isinstance(rows, torch.Tensor):
         return rows.new_empty((0, *rows.shape[1:]))
-    return rows[:0].copy() if hasattr(rows, "ndim") else made_of(name, rows, [])
+    return _by_place(rows)[:0].copy() if hasattr(rows, "ndim") else made_of(name, rows, [])
 
 
 def with_own_memory(name: str, value):
-    """Copies of tensors; of those in lists only where they are part of something larger."""
+    """Copies of tensors; in lists only of those that are views of a larger storage."""
     if isinstance(value, Mapping):
         return rebuilt(value, with_own_memory)
     if isinstance(value, torch.Tensor):
@@ -248,24 +310,36 @@ def _own(row: torch.Tensor) -> torch.Tensor:
 
 
 def with_dummies(name: str, rows, missing: int, fill: Mapping):
-    """The rows and after them ``missing`` copies of row 0, or what ``fill`` has under the name."""
+    """The rows, then ``missing`` dummy rows: ``fill[name]`` where there is one, else copies of row 0."""
     if isinstance(rows, torch.Tensor):
         dummies = rows[:1].expand(missing, *rows.shape[1:]).clone()
         return torch.cat([rows, _filled(name, dummies, fill[name]) if name in fill else dummies])
-    if hasattr(rows, "ndim"):
-        padded = rows[[*range(len(rows)), *[0] * missing]]
+    if hasattr(rows, "ndim") and not _holds_objects(rows):
+        padded = _by_place(rows)[[*range(len(rows)), *[0] * missing]].copy()
         if name in fill:
-            padded[len(rows) :] = _filled(name, padded[len(rows) :].copy(), fill[name])
+            places = _by_place(padded)
+            places[len(rows) :] = _filled(name, places[len(rows) :].copy(), fill[name])
         return padded
-    dummies = [_clone(rows[0]) for _ in range(missing)]
-    dummies = _filled(name, dummies, fill[name]) if name in fill else dummies
+    dummies = [_clone(_by_place(rows)[0]) for _ in range(missing)]
+    filled_row = _filled_object if hasattr(rows, "ndim") else _filled_row
+    dummies = _filled(name, dummies, fill[name], filled_row) if name in fill else dummies
+    if hasattr(rows, "ndim"):
+        padded = _by_place(rows)[[*range(len(rows)), *[0] * missing]].copy()
+        for place, row in enumerate(dummies, len(rows)):
+            _by_place(padded)[place] = row
+        return padded
     return made_of(name, rows, [*(rows[i] for i in range(len(rows))), *dummies])
 
 
-def _filled(name: str, dummies, value):
+def _holds_objects(rows) -> bool:
+    """An array whose entries are rows: lists, tensors or strings."""
+    return rows.ndim == 1 and rows.dtype == object
+
+
+def _filled(name: str, dummies, value, filled_row: Callable | None = None):
     if not callable(value):
         return (
-            [_filled_row(name, row, value) for row in dummies]
+            [filled_row(name, row, value) for row in dummies]
             if isinstance(dummies, list)
             else _full(name, dummies, value)
         )
@@ -275,6 +349,11 @@ def _filled(name: str, dummies, value):
         got = f"{described(made)} on {made.device}" if isinstance(made, torch.Tensor) else type(made).__name__
         if got != wanted:
             raise ValueError(f"fill: expected {wanted} for {name!r}, got {got}")
+    elif hasattr(dummies, "dtype") and hasattr(dummies, "shape"):
+        wanted = f"{dummies.dtype} {dummies.shape}"
+        got = f"{made.dtype} {made.shape}" if type(made) is type(dummies) else type(made).__name__
+        if got != wanted:
+            raise ValueError(f"fill: expected {wanted} for {name!r}, got {got}")
     elif not _has_length_and_slices(made) or len(made) != len(dummies):
         got = len(made) if _has_length_and_slices(made) else type(made).__name__
         raise ValueError(f"fill: expected {len(dummies)} rows for {name!r}, got {got}")
@@ -282,19 +361,24 @@ def _filled(name: str, dummies, value):
 
 
 def _full(name: str, like, value):
-    """A tensor or an array like ``like`` of ``value``, which it can hold as it is."""
+    """A tensor or an array like ``like``, filled with ``value``, which its dtype must hold unchanged."""
     if isinstance(like, torch.Tensor):
         if isinstance(value, Number) and holds(like.dtype, value):
             return torch.full_like(like, value)
         raise _wrong_fill(name, value, dtype_name(like.dtype))
     full = like.copy()
     try:
-        full[...] = value
-        if (full == value).all():
+        _by_place(full)[:] = value
+        if ((full == value) | ((full != full) & (value != value))).all():  # NaN differs from itself
             return full
     except (TypeError, ValueError, OverflowError):
         pass
     raise _wrong_fill(name, value, like.dtype)
+
+
+def _filled_object(name: str, row, value):
+    """An array of objects takes any value; one that has entries of its own has them filled."""
+    return _filled_row(name, row, value) if isinstance(row, (list, tuple)) or hasattr(row, "ndim") else value
 
 
 def _filled_row(name: str, row, value):

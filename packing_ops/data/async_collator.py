@@ -1,4 +1,4 @@
-"""Collating the next batch while the current one trains."""
+"""Collate the next batch in a worker thread while the current one trains."""
 
 import os
 import time
@@ -11,23 +11,23 @@ _NOT_GIVEN: Any = object()  # None may be a step
 
 
 class AsyncBatchCollatorMisuse(AssertionError):
-    """A step submitted or asked for out of turn. Raised, never asserted: ``python -O`` keeps it."""
+    """submit or get called out of order. An AssertionError as in SkyRL, but raised, so that ``python -O`` keeps it."""
 
 
 class AsyncBatchCollator:
-    """Runs ``compute(step)`` in one worker thread, at most one step ahead. For a plain loop see prefetch.
+    """Runs ``compute(step)`` in one worker thread, at most one step ahead. For a simple loop, prefetch is shorter.
 
-    A batch is the same, to the byte, as ``compute(step)`` called in the loop, if nothing that ``compute`` reads changes
-    between ``submit`` and ``get``. The caller sees to that: the example submits no step across a reshuffle.
+    A batch is the same, byte for byte, as ``compute(step)`` called in the loop, as long as nothing that ``compute`` reads
+    changes between ``submit`` and ``get``. That is up to the caller: the example submits no step across a reshuffle.
 
     Args:
-        compute: from a step number to its batch. Runs in the worker, so torch's thread-local state (grad mode, default
-            device, current CUDA device and stream) is the worker's; random numbers must come from a generator of its
-            own, seeded by the step. What it does in torch and packing_ops ops releases the GIL.
+        compute: function from a step number to its batch. It runs in the worker, with the worker's torch thread-local state
+            (grad mode, default device, current CUDA device and stream). Random numbers must come from a generator of its
+            own, seeded by the step. Ops of torch and packing_ops release the GIL.
         thread_name_prefix: of the worker thread's name.
 
     Example:
-        A loop over epochs that trains on the same batches with ``ahead`` on or off, and from any step on. A checkpoint
+        A loop over epochs. It trains on the same batches with ``ahead`` True or False, and when resumed: a checkpoint
         written after step N resumes with ``first_step=N + 1``.
 
         >>> def train(first_step, last_step, steps_per_epoch, collate, reshuffle, train_step, ahead=True):
@@ -36,7 +36,7 @@ class AsyncBatchCollator:
         ...         for step in range(first_step, last_step + 1):
         ...             if step // steps_per_epoch != epoch:
         ...                 epoch = step // steps_per_epoch
-        ...                 collator.clear()  # nobody reads the order while it changes
+        ...                 collator.clear()  # waits: nothing reads the order while it changes
         ...                 reshuffle(epoch)
         ...             batch = collator.get(step) if collator.has_pending() else collate(step)
         ...             same_epoch = (step + 1) // steps_per_epoch == epoch
@@ -51,10 +51,10 @@ class AsyncBatchCollator:
         2 20
         3 30
 
-    For one calling thread at a time; any number of collators side by side. In a forked child the collator has a worker of
-    the child's own, which computes the pending step anew; the parent's goes on. The names, the AssertionErrors and their
-    words are those of SkyRL's class, which it can stand in for; there ``clear`` and ``shutdown`` raise what the discarded
-    step raised, here they do not.
+    A collator serves one calling thread at a time; there may be any number of collators. After a fork, the child's copy
+    starts a worker of its own, which computes the pending step again; the parent's is not affected. It can replace SkyRL's
+    class of the same name: same methods, same AssertionErrors with the same words. One difference: ``clear`` and
+    ``shutdown`` do not raise what the discarded step raised.
     """
 
     def __init__(self, compute: Callable[[int], Any], thread_name_prefix: str = "batch-collate"):
@@ -82,14 +82,14 @@ class AsyncBatchCollator:
         self._pending = step, self._executor.submit(self._timed, step)
 
     def get(self, step: int = _NOT_GIVEN, *, expected_step: int = _NOT_GIVEN) -> Any:
-        """The batch of the pending step, waited for if need be; the slot is free after it.
+        """The batch of the pending step; waits until it is computed. Afterwards nothing is pending.
 
         Args:
-            step: the one that must be pending; ``expected_step`` is another name for it.
+            step: the step that must be pending; ``expected_step`` is another name for it.
 
         Raises:
             AsyncBatchCollatorMisuse: nothing is pending, or another step, which stays pending.
-            Exception: what ``compute`` raised, with the worker's traceback; the slot is free then too.
+            Exception: what ``compute`` raised, with the worker's traceback; then nothing is pending either.
             TypeError: not exactly one of the two names.
         """
         if (step is _NOT_GIVEN) == (expected_step is _NOT_GIVEN):
@@ -109,20 +109,20 @@ class AsyncBatchCollator:
         return future.result()
 
     def has_pending(self) -> bool:
-        """Whether a step is submitted and not yet taken, finished or not."""
+        """Whether a step was submitted and not yet fetched by get, finished or not."""
         return self._pending is not None
 
     def pending_step(self) -> int | None:
-        """The step in the slot, None for an empty one."""
+        """The pending step, or None."""
         return None if self._pending is None else self._pending[0]
 
     @property
     def last_compute_seconds(self) -> float | None:
-        """Wall seconds of the last ``compute`` in the worker, failed ones too; None before the first has ended."""
+        """Wall-clock seconds of the last ``compute``, even a failed one; None before the first has ended."""
         return self._last_compute_seconds
 
     def clear(self) -> None:
-        """Wait for the pending step and discard its batch, or its error: nobody asked for either."""
+        """Wait for the pending step, if there is one, and discard its batch or its error."""
         if not self._forked() and self._pending is not None:
             self._pending[1].exception()  # waits, and returns what get would raise
         self._pending = self._last_error = None
@@ -139,14 +139,14 @@ class AsyncBatchCollator:
         return self
 
     def __exit__(self, *error) -> None:
-        self.shutdown()  # raises nothing of the worker's, so the loop's own error is the one that is seen
+        self.shutdown()  # raises no error of the worker, which would hide that of the with block
 
     def _start_worker(self) -> None:
         self._process = os.getpid()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=self._thread_name_prefix)
 
     def _forked(self) -> bool:
-        """Whether the worker is a thread of the parent, which a forked child does not have: it gets one here."""
+        """Whether this process was forked since the worker started. Threads do not survive a fork: starts a new one."""
         if self._process == os.getpid():
             return False
         self._start_worker()
@@ -159,33 +159,33 @@ class AsyncBatchCollator:
         try:
             return self._compute(step)
         except BaseException as raised:
-            if raised is error:  # Python puts this time's frames before those of the last time
+            if raised is error:  # raised again: Python has put the new frames before the old ones
                 _cut_before(earlier, raised.__traceback__)
             self._last_error = raised
             raise
-        finally:  # before the future is done, so it is there when get returns
-            error = earlier = None  # the traceback holds this frame
+        finally:  # runs before the future is done, so that last_compute_seconds is set when get returns
+            error = earlier = None  # no reference cycle: the traceback refers to this frame
             self._last_compute_seconds = time.perf_counter() - start
 
 
 def prefetch(
     steps: Iterable, compute: Callable[[Any], Any], *, thread_name_prefix: str = "batch-collate"
 ) -> Iterator[Any]:
-    """``map(compute, steps)`` with one batch computed ahead: the next is collated while the current one trains.
+    """``map(compute, steps)`` one batch ahead: the next batch is collated while the current one trains.
 
-    A generator around AsyncBatchCollator. Its worker ends with the loop: after the last batch, a break, or an error of
-    the loop, of ``steps`` or of ``compute``. Where the generator is kept in a variable, an error leaves the worker idle
-    until that is gone: ``with contextlib.closing(prefetch(...)) as batches`` ends it at once.
+    A generator around AsyncBatchCollator. Its worker thread ends with the loop: after the last batch, a break, or an error
+    in the loop, in ``steps`` or in ``compute``. If a variable refers to the generator, an error in the loop leaves the
+    worker idle for as long as the variable lives; ``with contextlib.closing(prefetch(...)) as batches`` ends it at once.
 
     Args:
-        steps: what a batch is computed from: a range, or the lists of indices of a batch sampler. Read by the caller's
-            thread, one ahead: PackedBatchSampler.state_dict must be told how many are done. For steps whose order
-            changes between epochs, a prefetch for each epoch.
-        compute: from a step to its batch, in the worker. See AsyncBatchCollator.
-        thread_name_prefix: of the worker's name.
+        steps: iterable of what batches are computed from: a range, or a batch sampler's lists of indices. The calling
+            thread iterates it, one step ahead, so pass ``batches_done`` to PackedBatchSampler.state_dict. If the order
+            changes between epochs, use one prefetch per epoch.
+        compute: function from a step to its batch; runs in the worker, see AsyncBatchCollator.
+        thread_name_prefix: of the worker thread's name.
 
     Yields:
-        The batches, in the order of the steps. It keeps no reference to a batch that it has given.
+        The batches, in the order of the steps. It keeps no reference to a batch that it has yielded.
 
     Example:
         >>> for batch in prefetch(range(10, 13), lambda step: [step] * 2):
@@ -196,7 +196,7 @@ def prefetch(
 
     Raises:
         TypeError: steps that are no iterable, a compute that is no function.
-        Exception: what ``compute`` raised, where its batch is due, with the worker's traceback.
+        Exception: what ``compute`` raised, in place of that batch, with the worker's traceback.
     """
     if not isinstance(steps, Iterable) and not hasattr(steps, "__getitem__"):
         raise TypeError(f"steps: expected an iterable, such as a range, got {steps!r} ({type(steps).__name__})")
@@ -206,7 +206,7 @@ def prefetch(
 
 
 def _prefetched(steps: Iterator, compute: Callable, thread_name_prefix: str) -> Iterator:
-    # In a tuple, so that steps are compared as objects: tensors have no one answer.
+    # Steps are wrapped in tuples, which get compares by identity of their items: != of tensors is element-wise.
     with AsyncBatchCollator(lambda step: compute(*step), thread_name_prefix) as collator:
         _submit_next(collator, steps)
         while collator.has_pending():
@@ -222,6 +222,7 @@ def _submit_next(collator: AsyncBatchCollator, steps: Iterator) -> None:
 
 
 def _cut_before(earlier: TracebackType | None, traceback: TracebackType) -> None:
+    """Ends ``traceback`` before the frames of ``earlier``."""
     while traceback.tb_next is not None and traceback.tb_next is not earlier:
         traceback = traceback.tb_next
     traceback.tb_next = None

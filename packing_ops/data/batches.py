@@ -1,32 +1,35 @@
-"""Rows of a batch: dummy rows up to a multiple, a slice, any choice of rows.
+"""Rows of a batch: pad them to a multiple, slice them, select them.
 
-What a batch is: a dict, or any other Mapping whose class is made of a dict of fields. Its rows are what has a length and
-slices: dim 0 of tensors (nested ones and NumPy arrays too), the entries of lists, which may be ragged, and of list-likes
-(``list_like[start:end]``, and ``type(list_like)(rows)`` where rows are chosen or added). A dict inside it, such as
-``metadata``, holds more of the same. None, numbers, strings, tuples, 0-d tensors and what has no slices belong to no row
-and are carried as they are.
+Input: a dict, or any Mapping whose class can be called with a dict of fields. Fields with a length and slices have one entry
+per row:
 
-What comes back is a dict, or of the class of the batch: ``type(batch)(fields)``; attributes that the class does not set
-itself go with it, and where it has an attribute ``metadata``, a dict or None, that is cut as a field of that name would be.
+- tensors (nested ones too) and NumPy arrays: dim 0;
+- lists, ragged or not, and list-likes: ``list_like[start:end]``, and ``type(list_like)(rows)`` where rows are chosen or added;
+- a dict inside the batch, such as ``metadata``, has fields of its own, under the same rules.
 
-What is guessed: everything with rows is per row, and of another number of rows an error. Only (start, end) pairs under a
-name that ends in "boundaries", one after the other from 0 as compute_prompt_boundaries and
-compute_prompt_mini_batch_boundaries give them, are carried whole; they number the rows of the batch that they were made of.
-A list of such pairs under another name, as many as the rows and ending with them, is an error. Every function takes both
-answers:
+None, numbers, strings, tuples, 0-d tensors and objects without slices belong to no row and are copied over unchanged.
 
-    row_keys: names, at any depth, of what is per row: such pairs, or a tuple.
-    batch_keys: names, at any depth, of what is carried whole, a dict too.
+Output: a dict, or ``type(batch)(fields)`` for another class. Attributes that the class does not set itself are copied over.
+An attribute ``metadata``, a dict or None, is treated like a field of that name.
 
-PackedCollator's ``order`` has an entry per document instead: beside ``sub_seq_lengths``, which says how many a row has, its
-entries go where their row goes.
+Boundaries are the exception: (start, end) pairs, contiguous from 0 on, under a name that ends in "boundaries", as
+compute_prompt_boundaries and compute_prompt_mini_batch_boundaries return them. They refer to the rows of the batch that they
+were computed for, and are copied over whole. Ambiguous fields with as many entries as rows are an error: a list of such
+pairs under another name that ends at the last row; boundaries that do not start at 0, have gaps, or are ends alone; a tuple
+of tensors or lists. Every function takes two arguments that overrule these rules:
+
+    row_keys: names, at any depth, of fields with one entry per row: such pairs, or a tuple.
+    batch_keys: names, at any depth, of fields that are copied over whole; a dict too.
+
+``order`` of a PackedCollator batch has one entry per document. ``sub_seq_lengths`` beside it says how many documents a row
+has, and the entries stay with their row.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from packing_ops._args import integer
+from packing_ops._arguments import at_least, integer, plain, wrong_type
 from packing_ops.data._rows import Fields, check_names, cut, none_of, rebuilt, taken, with_dummies
 from packing_ops.metadata import PackedMetadata
 
@@ -34,10 +37,10 @@ Fill = Mapping[str, float | str | Callable]
 
 
 def num_rows(batch: Mapping[str, object], *, row_keys: Sequence[str] = (), batch_keys: Sequence[str] = ()) -> int:
-    """Rows of a batch, after a look that all of it has as many.
+    """Number of rows of a batch, checked to be the same in all its fields.
 
     Args:
-        batch, row_keys, batch_keys: as the module says.
+        batch, row_keys, batch_keys: see the module's docstring.
 
     Example:
         >>> num_rows({"ids": torch.tensor([[5], [6]]), "metadata": {"uids": ["a", "b"], "step": 3}})
@@ -46,10 +49,10 @@ def num_rows(batch: Mapping[str, object], *, row_keys: Sequence[str] = (), batch
         2
 
     Raises:
-        ValueError: fields that differ in their number of rows, or none that has rows; a list that may be boundaries of the
-            batch as well as rows; an ``order`` of another number of documents than ``sub_seq_lengths``; a name in row_keys
-            or batch_keys that the batch does not have, or that is in both.
-        TypeError: a name in row_keys of what has no rows.
+        ValueError: fields that differ in their number of rows, or no field with rows; a list that may be boundaries or rows;
+            an ``order`` of another number of documents than ``sub_seq_lengths``; a name in row_keys or batch_keys that the
+            batch does not have, or that is in both.
+        TypeError: a name in row_keys whose field cannot be sliced; a batch that is no Mapping, or of tensordict's classes.
     """
     return Fields(batch, row_keys, batch_keys).count()
 
@@ -62,21 +65,21 @@ def pad_batch_to_multiple(
     row_keys: Sequence[str] = (),
     batch_keys: Sequence[str] = (),
 ) -> Mapping[str, object]:
-    """A batch whose number of rows divides: dummy rows at the end are copies of row 0 that count in no loss.
+    """A batch padded to a multiple of rows. The dummy rows, at the end, are copies of row 0 that count in no loss.
 
-    Copies of a real row, because any model runs them: no row without tokens, no attention mask without a one.
+    Copies of a real row, because every model can run them: they have tokens, and ones in their attention mask.
 
     Args:
-        batch, row_keys, batch_keys: as the module says.
+        batch, row_keys, batch_keys: see the module's docstring.
         multiple: the rows of the result are a multiple of this (data-parallel size, micro-batch size).
-        fill: what dummy rows have in place of the copies, by name, at any depth: a number that fills them (a string where
-            rows are strings), or a function that gets the copies, ``[dummies, ...]`` or a list, which are its own, and
-            returns as many rows; tensors and arrays of the same dtype and shape. A name whose value is None is passed over.
-            Names that end in "loss_mask" have 0 without being told, and those that end in "labels" have -100. A batch with
-            neither needs ``fill``: what keeps its dummy rows out of the loss, ``{}`` if nothing has to.
+        fill: field name, at any depth, to what its dummy rows hold instead of copies: a number (a string where rows are
+            strings), or a function from the copies, ``[dummies, ...]`` or a list, to as many rows, of the same dtype and
+            shape for tensors and arrays; it may change its argument. Names of fields that are None are ignored. Defaults: 0
+            for names that end in "loss_mask", -100 for those that end in "labels". A batch with neither needs ``fill``, to
+            keep its dummy rows out of the loss; ``{}`` if nothing has to.
 
     Returns:
-        A new batch; ``batch``, which stays as it was, when there is nothing to do.
+        A new batch; ``batch`` itself when nothing is added. ``batch`` is not changed.
 
     Example:
         >>> batch = {"ids": torch.tensor([[5, 6]]), "loss_mask": torch.tensor([[0.0, 1.0]]), "uids": ["a"]}
@@ -89,13 +92,14 @@ def pad_batch_to_multiple(
         ([[8, 9], [-100, -100]], [[[3, 1], [2, 3]], [[0, 1], [0, 1]]])
 
     Raises:
-        ValueError: multiple < 1; what num_rows raises; a name in fill that the batch does not have, or that has no rows; a
-            value that its dtype cannot hold, rows of a function that are not as many or of another dtype or shape; neither
-            a loss mask nor labels nor fill.
-        TypeError: a multiple that is no integer.
+        ValueError: multiple < 1; as num_rows; a name in fill that the batch does not have, or whose field has no rows; a
+            value that the field's dtype cannot hold; a function that returns another number of rows, dtype or shape;
+            neither a loss mask nor labels nor fill.
+        TypeError: a multiple that is no integer, a fill that is no dict.
     """
-    if integer(multiple, "multiple") < 1:
-        raise ValueError(f"multiple: expected at least 1, got {multiple}")
+    if fill is not None and not isinstance(fill, Mapping):
+        raise wrong_type("fill", "a dict of values by name", fill)
+    at_least(multiple, "multiple", 1)
     fields = Fields(batch, row_keys, batch_keys)
     missing = -fields.count() % multiple
     values = dict(fields.all)
@@ -120,10 +124,10 @@ def pad_batch_to_multiple(
 def slice_batch(
     batch: Mapping[str, object], start: int, end: int, *, row_keys: Sequence[str] = (), batch_keys: Sequence[str] = ()
 ) -> Mapping[str, object]:
-    """Rows ``start`` to ``end`` (exclusive), lists and a nested ``metadata`` dict sliced with the tensors.
+    """Rows ``start`` to ``end`` (exclusive) of every tensor and list, those of a nested ``metadata`` dict too.
 
     Args:
-        batch, row_keys, batch_keys: as the module says.
+        batch, row_keys, batch_keys: see the module's docstring.
         start, end: ``0 <= start <= end <= rows``.
 
     Returns:
@@ -135,7 +139,7 @@ def slice_batch(
                 [7]]), 'metadata': {'uids': ['b', 'c']}}
 
     Raises:
-        ValueError: rows that the batch does not have; what num_rows raises; a list-like that has no slices.
+        ValueError: rows that the batch does not have; as num_rows; a list-like that cannot be sliced.
     """
     fields = Fields(batch, row_keys, batch_keys)
     rows = fields.count()
@@ -152,11 +156,11 @@ def select_rows(
     row_keys: Sequence[str] = (),
     batch_keys: Sequence[str] = (),
 ) -> Mapping[str, object]:
-    """The rows named by ``indices``, in that order: one micro-batch of token_budget_microbatches, say.
+    """The rows at ``indices``, in that order: for example one micro-batch of token_budget_microbatches.
 
     Args:
-        batch, row_keys, batch_keys: as the module says.
-        indices: row numbers, each ``0 <= index < rows``; one may come twice.
+        batch, row_keys, batch_keys: see the module's docstring.
+        indices: each ``0 <= index < rows``; repeats are allowed.
 
     Returns:
         A new batch; tensors are copied, entries of lists are the same objects.
@@ -167,16 +171,27 @@ def select_rows(
                 [5]]), 'uids': ['c', 'a']}
 
     Raises:
-        ValueError: a row that the batch does not have; what num_rows raises; a list-like that cannot be made of rows.
-        TypeError: an index that is no integer.
+        ValueError: a row that the batch does not have; as num_rows; a list-like whose class cannot be called with rows.
+        TypeError: an index that is no integer; so is a mask: pass ``mask.nonzero()[:, 0]``.
     """
     fields = Fields(batch, row_keys, batch_keys)
     rows = fields.count()
-    indices = [integer(index, "indices") for index in indices]
+    indices = _row_numbers(indices)
     wrong = [index for index in indices if not 0 <= index < rows]
     if wrong:
         raise ValueError(f"indices: expected 0 to {rows - 1} for {rows} rows, got {wrong[0]}")
     return fields.map(lambda name, rows: taken(name, rows, indices))
+
+
+def _row_numbers(indices) -> list[int]:
+    numbers = plain(indices)
+    if not hasattr(numbers, "__iter__"):
+        raise wrong_type("indices", "row numbers", indices)
+    numbers = list(numbers)
+    for index in map(plain, numbers):
+        if isinstance(index, bool):  # of a mask: True is no row 1
+            raise wrong_type("indices", "row numbers", index)
+    return [integer(index, "indices") for index in numbers]
 
 
 def empty_like_batch(
@@ -187,27 +202,30 @@ def empty_like_batch(
     row_keys: Sequence[str] = (),
     batch_keys: Sequence[str] = (),
 ) -> Mapping[str, object]:
-    """A batch of no tokens with every field of ``batch``: the step of a rank that has no sequences left.
+    """A batch without tokens that has every field of ``batch``: for a rank that has no sequences left in a step.
 
-    Such a rank runs forward and backward like the others, which wait for it: the model gives logits of no token,
-    masked_loss and the sum of sequence_logps are 0 with a gradient graph, and each parameter gets a gradient of zeros. A
-    mean over its tokens would be NaN: divide by what the whole step holds (transformers: ``num_items_in_batch``).
+    The other ranks wait for its forward and backward (FSDP, expert parallel). On such a batch the model's logits are empty,
+    masked_loss and the sum of sequence_logps are 0 with a gradient graph, and every parameter gets a gradient of zeros. A
+    mean over its tokens would be NaN: divide by the count of the whole step (transformers: ``num_items_in_batch``).
 
     Args:
-        batch: as the module says; or packed rows, which are told by a field with ``cu_seq`` in its name, or a
-            PackedMetadata: those of PaddingFreeCollator and PackedCollator.model_inputs, or a dict of one's own.
-        tokens: of packed rows, the field whose shape, ``[total]``, ``[1, total]`` or ``[rows, width]``, is that of every
-            field with a value per token. Other tensors and lists have a value per document.
-        padding: of packed rows, slots that belong to no document, for models that run no row of 0 slots. Those of
-            transformers need 1: their reshapes are ambiguous without an element.
-        row_keys, batch_keys: as the module says.
+        batch: see the module's docstring; or packed rows: a dict that has a PackedMetadata, or a field with ``cu_seq`` in
+            its name, as PaddingFreeCollator and PackedCollator.model_inputs return it.
+        tokens: packed rows only: the field whose shape, ``[total]``, ``[1, total]`` or ``[rows, width]``, all fields with
+            one value per token share. Other tensors and lists have one value per document.
+        padding: packed rows only: number of slots, which belong to no document, for models that cannot run a row of 0
+            slots. Those of transformers need 1: their reshapes are ambiguous without an element.
+        row_keys, batch_keys: see the module's docstring.
 
     Returns:
-        A new batch. Of packed rows: values per token ``[padding, ...]`` or ``[1, padding, ...]``, zeros, -100 where a name
-        ends in "labels" or "targets"; values per document ``[0, ...]``, no entry in lists; cu_seqlens ``[0]``, longest
-        documents (``max_length*``, ``max_seqlen*``) 0, a PackedMetadata likewise; in ``cu_seq_lens*`` and ``max_length*``,
-        transformers' own, padding is a document, as in to_transformers. Of any other batch: no rows. Dtypes and devices
-        are those of ``batch``, and what belongs to no row is carried as it is.
+        A new batch with the dtypes and devices of ``batch``. Rows are 0, fields without rows are copied over.
+        For packed rows:
+
+        - values per token: ``[padding, ...]`` or ``[1, padding, ...]``, -100 where the name ends in "labels" or "targets",
+          else 0;
+        - values per document: ``[0, ...]``, and empty lists;
+        - cu_seqlens ``[0]``, ``max_length*`` and ``max_seqlen*`` 0, a PackedMetadata of no documents. In transformers' own
+          ``cu_seq_lens*`` and ``max_length*`` the padding is a document, as in PackedMetadata.to_transformers.
 
     Example:
         >>> row = {"input_ids": torch.tensor([[5, 6, 7]]), "cu_seq_lens_q": torch.tensor([0, 2, 3]), "max_length_q": 2}
@@ -219,12 +237,11 @@ def empty_like_batch(
         {'ids': tensor([], size=(0, 2), dtype=torch.int64), 'uids': []}
 
     Raises:
-        ValueError: packed rows without the field ``tokens``; padding below 0, or of a batch that is no packed rows; what
-            num_rows raises of such a batch; a list-like that cannot be empty.
+        ValueError: packed rows without the field ``tokens``; padding below 0, or over 0 for a batch without packed rows; as
+            num_rows for such a batch; a list-like that cannot be empty.
         TypeError: a padding that is no integer.
     """
-    if integer(padding, "padding") < 0:
-        raise ValueError(f"padding: expected at least 0 slots, got {padding}")
+    at_least(padding, "padding", 0, "slots")
     fields = Fields(batch, row_keys, batch_keys)
     if any("cu_seq" in str(name) or isinstance(value, PackedMetadata) for name, value in fields.all):
         like = batch.get(tokens)
@@ -240,26 +257,26 @@ def empty_like_batch(
 
 
 def _without_tokens(fields: Fields, shape: tuple[int, ...], padding: int) -> Mapping[str, object]:
-    """``shape``: that of the tokens, in front of any others."""
+    """empty_like_batch of packed rows. ``shape``: the first dimensions of every value per token."""
     dims, slots = len(shape), (padding,) if len(shape) == 1 else (1, padding)
 
-    def emptied(name, value):
-        if isinstance(value, Mapping) and name not in fields.batch_keys:
+    def emptied(key, value):
+        name = str(key)
+        if isinstance(value, Mapping) and key not in fields.batch_keys:
             return rebuilt(value, emptied)
         if isinstance(value, PackedMetadata):
             return PackedMetadata.from_lengths([], total=padding, device=value.cu_seqlens.device)
         if name.startswith(("max_length", "max_seqlen")):
             longest = padding if name.startswith("max_length") else 0
             return torch.full_like(value, longest) if isinstance(value, torch.Tensor) else longest
-        if not fields.has_rows(name, value):
+        if not fields.has_rows(key, value):
             return value
         if "cu_seq" in name:
             ends = 2 if padding and "cu_seq_lens" in name else 1
             return torch.arange(ends, dtype=value.dtype, device=value.device) * padding
         if isinstance(value, torch.Tensor):
-            axes = (
-                1 if name == "position_ids" and tuple(value.shape[1 : dims + 1]) == shape else 0
-            )  # [3, batch, seqlen]
+            # M-RoPE's position_ids are [3, batch, seqlen].
+            axes = 1 if name == "position_ids" and tuple(value.shape[1 : dims + 1]) == shape else 0
             if tuple(value.shape[axes : axes + dims]) == shape:
                 fill = -100 if name.endswith(("labels", "targets")) else 0
                 return value.new_full((*value.shape[:axes], *slots, *value.shape[axes + dims :]), fill)

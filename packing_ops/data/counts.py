@@ -1,20 +1,21 @@
-"""What a batch holds: tokens, padding and sequences, for throughput and for what a logged mean is divided by."""
+"""Counts of tokens, padding and sequences in a batch: for throughput, and as the denominators of logged means."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
-from packing_ops._args import check_cu_seqlens, described, integer, is_set, wrong_type
+from packing_ops._arguments import check_cu_seqlens, described, integer, is_set, wrong_type
 from packing_ops.metadata import PackedMetadata
+from packing_ops.segments import segment_sum
 
 
 class TokenCounts(NamedTuple):
-    """int64 scalars on the device of the batch: ``total += torch.stack(count_tokens(batch))`` waits for nothing.
+    """int64 scalars on the device of the batch: ``total += torch.stack(count_tokens(batch))`` does not synchronise.
 
     Attributes:
-        tokens: real ones.
-        padding_tokens: slots that are none; together with the tokens what the model runs over.
+        tokens: without padding.
+        padding_tokens: of padding. ``tokens + padding_tokens`` is the size of the model's input.
         sequences: documents with at least one token.
     """
 
@@ -28,17 +29,17 @@ def count_tokens(batch: Mapping[str, object], *, tokens: str = "input_ids", pad_
 
     Args:
         batch: any mapping with a tensor ``[total]``, ``[1, total]`` or ``[rows, seqlen]`` under ``tokens``; or several, under
-            names that end so: ``chosen_input_ids`` and ``rejected_input_ids``, each with fields of the same prefix.
-        tokens: the name; "sequences" for what PackedCollator returns.
-        pad_token_id: what PaddingFreeCollator fills a row up with. The filling is a document in its cu_seq_lens, and so are
-            the rests of rows in those of PackedCollator.model_inputs: one of this token alone, without a label, is padding.
+            names that end in it: ``chosen_input_ids`` and ``rejected_input_ids``, each with fields of the same prefix.
+        tokens: the name; "sequences" for the batches of PackedCollator.
+        pad_token_id: the padding token of PaddingFreeCollator. Its cu_seq_lens, and those of PackedCollator.model_inputs,
+            have the padding of a row as a document: one that holds only this token, and no label, counts as padding.
 
-    What is a token is told by the first of these that there is:
-        ``sub_seq_lengths``: PackedCollator's, tokens of every document of every row.
-        a PackedMetadata, under any name, or the first field with ``cu_seq`` in its name: slots up to its end, less those
-            where an ``attention_mask`` is 0, less documents of padding.
-        ``attention_mask``: where it is not 0; every row is a sequence, if there is a token in it.
-        neither: every slot is one, every row a sequence.
+    The first of these fields that the batch has decides what is a token:
+        ``sub_seq_lengths``: PackedCollator's lengths of the documents of each row.
+        a PackedMetadata, under any name, or the first field with ``cu_seq`` in its name: slots before its end, except
+            those where an ``attention_mask`` is 0, and except documents of padding.
+        ``attention_mask``: slots where it is not 0; each row with a token is a sequence.
+        none of them: every slot is a token, every row a sequence.
 
     Returns:
         TokenCounts, on the device of the tokens.
@@ -53,21 +54,23 @@ def count_tokens(batch: Mapping[str, object], *, tokens: str = "input_ids", pad_
         [5, 3, 2]
 
     Raises:
-        ValueError: no tokens of that name or of another shape, a mask of another shape, cu_seqlens that are none.
+        ValueError: no tensor of that name, or one of another rank; a mask of another shape; cu_seqlens of another dtype or
+            shape.
         TypeError: a pad_token_id that is no integer.
 
-    open-instruct's get_num_tokens and get_num_sequences are the first and the last; its get_num_padded_tokens counts
-    tokens and padding together.
+    open-instruct's get_num_tokens is ``tokens``, its get_num_sequences ``sequences``, its get_num_padded_tokens ``tokens +
+    padding_tokens``.
     """
     names = [name for name in batch if str(name).endswith(tokens)]
     if not names:
         raise ValueError(f"{tokens}: expected a tensor [total] or [rows, seqlen], got only {sorted(map(str, batch))}")
     pad_token_id = integer(pad_token_id, "pad_token_id")
-    branches = [_branch(batch, name.removesuffix(tokens), name, pad_token_id) for name in names]
-    return TokenCounts(*(sum(counts[1:], counts[0]) for counts in zip(*branches, strict=True)))
+    per_name = [_counts_of(batch, name.removesuffix(tokens), name, pad_token_id) for name in names]
+    return TokenCounts(*(sum(counts[1:], counts[0]) for counts in zip(*per_name, strict=True)))
 
 
-def _branch(batch: Mapping, prefix: str, name: str, pad_token_id: int) -> tuple[torch.Tensor, ...]:
+def _counts_of(batch: Mapping, prefix: str, name: str, pad_token_id: int) -> tuple[torch.Tensor, ...]:
+    """(tokens, padding, sequences) of one tensor of tokens, ``prefix + tokens``."""
     ids, labels, mask = batch[name], batch.get(prefix + "labels"), batch.get(prefix + "attention_mask")
     if not isinstance(ids, torch.Tensor):
         raise wrong_type(name, "a tensor [total] or [rows, seqlen]", ids)
@@ -97,6 +100,7 @@ def _cu_seqlens(batch: Mapping, prefix: str) -> torch.Tensor | None:
     for name, value in batch.items():
         if isinstance(value, PackedMetadata) and not prefix:
             return value.cu_seqlens
+        name = str(name)
         if name.startswith(prefix) and "cu_seq" in name[len(prefix) :]:
             check_cu_seqlens(value, name)
             return value
@@ -104,6 +108,5 @@ def _cu_seqlens(batch: Mapping, prefix: str) -> torch.Tensor | None:
 
 
 def _sums(slots: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """How many slots of each document are set."""
-    before = torch.nn.functional.pad(slots.flatten().cumsum(0), (1, 0))
-    return before[cu_seqlens.to(before.device, torch.int64)].diff()
+    """int64 ``[num_documents]``: number of true slots in each document."""
+    return segment_sum(slots.flatten().double(), cu_seqlens.to(slots.device)).long()

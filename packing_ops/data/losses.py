@@ -1,13 +1,13 @@
-"""Losses that do not depend on how a batch was cut: padded or packed, in any micro-batches, on any number of ranks.
+"""Losses that do not depend on how a batch is split: padded or packed, in any micro-batches, on any number of ranks.
 
-Two rules make that so. Sums are per document, so that no token counts for a neighbour; and what the sum is divided by
-is counted once over the whole batch of the optimizer step, before it is cut, never over the part at hand.
+Two rules make that so. Sums are per document, so that neighbours in a row do not mix. And the denominator is counted once,
+over the whole batch of the optimizer step, before the split; never over one micro-batch.
 """
 
 import torch
 import torch.nn.functional as F
 
-from packing_ops._args import check_real, described, integer, is_set, one_number
+from packing_ops._arguments import at_least, check_real, described, is_set, one_number
 from packing_ops.boundaries import shift_labels
 from packing_ops.segments import segment_sum
 
@@ -21,21 +21,21 @@ def sequence_logps(
     average: bool = False,
     ignore_index: int = -100,
 ) -> torch.Tensor:
-    """Log-probability that the model gives to the labels of each document, for DPO and the like. Differentiable.
+    """Log-probability of the labels of each document, for DPO and similar losses. Differentiable.
 
     Args:
         logits: ``[batch, seqlen, vocab]``, or packed ``[1, total, vocab]`` or ``[total, vocab]``; floating.
-        labels: logits' shape without vocab, int64 or int32, not shifted: label t is the token at t, predicted at t - 1.
-            ``ignore_index`` where nothing counts (prompt, padding). The first of a document never counts.
+        labels: int64 or int32, the shape of logits without vocab, not shifted: label t is the token at t, which slot t - 1
+            predicts. ``ignore_index`` for the prompt and for padding. The first label of a document is always ignored.
         cu_seqlens: int32 ``[num_documents + 1]``: the documents of a packed row. Without it each row of
             ``[batch, seqlen]`` is one document.
-        attention_mask: ``[batch, seqlen]``, not zero = real; needed where padding is on the left, since the first real
-            token then has a slot before it.
-        average: mean over the labels that count instead of their sum (0 where there are none).
+        attention_mask: ``[batch, seqlen]``, nonzero for tokens; needed with left padding, where the slot before the first
+            token is padding.
+        average: mean over the labels that are not ignored, instead of the sum; 0 where there are none.
 
     Returns:
-        ``[num_documents]``, float64 for float64, else float32. No synchronisation. Half precision is raised to float32
-        first: ``4 * vocab`` bytes per slot.
+        ``[num_documents]``, float64 for float64 logits, else float32. No synchronisation. Half precision logits are first
+        cast to float32, which takes ``4 * vocab`` bytes per slot.
 
     Example:
         >>> logits = torch.tensor([[0.25, 0.75], [0.5, 0.5], [0.125, 0.875]]).log()
@@ -44,7 +44,7 @@ def sequence_logps(
 
     Raises:
         ValueError: labels or attention_mask of another shape, cu_seqlens and attention_mask together, cu_seqlens past
-            the labels.
+            the end of labels.
     """
     _check_floating(logits, "logits")
     if labels.shape != logits.shape[:-1]:
@@ -75,26 +75,26 @@ def masked_loss(
     reduction: str = "token_mean",
     dp_size: int = 1,
 ) -> torch.Tensor:
-    """This micro-batch's share of the loss of the whole batch: shares add up to it, and their gradients to its own.
+    """This micro-batch's share of the whole batch's loss. The shares, and their gradients, add up to those of the batch.
 
     Args:
-        losses: one per slot, floating: ``[batch, seqlen]``, or packed ``[1, total]`` or ``[total]``; cross-entropy
-            with ``reduction="none"``, a policy loss, a KL term. What stands where the mask is 0 does not matter.
-        loss_mask: the same shape, bool, integer or floating weights. The slots must be those of ``losses``: where
-            losses belong to the slot that predicts, so does the mask (see shift_labels).
-        num_items_in_batch: of all micro-batches of all ranks of this optimizer step: the sum of their loss masks
-            (count_target_tokens) for "token_mean", the sequences with loss tokens for "sequence_mean", or all of them
-            where those that are masked altogether shall count (normalize_advantages has count_masked_rows for it). 1 for
-            a mask that is already divided by it, as PackedCollator's is. A tensor is not read. 0 gives 0.
-        cu_seqlens: int32 ``[num_documents + 1]``: the documents of a packed row, slots after them do not count.
-            Without it each row is one document. Only "sequence_mean" depends on it.
-        reduction: ``"token_mean"``, every token counts the same; ``"sequence_mean"``, every sequence: the mean of each
-            sequence's own mean.
-        dp_size: ranks whose gradients are averaged afterwards, as DistributedDataParallel and FSDP do it: the share is
-            multiplied by it. 1 where gradients are summed.
+        losses: one per slot, floating ``[batch, seqlen]``, or packed ``[1, total]`` or ``[total]``: cross-entropy with
+            ``reduction="none"``, a policy loss, a KL term. Values where the mask is 0 do not matter.
+        loss_mask: bool, integer or floating weights of the same shape. Its slots must be those of ``losses``: if a loss is
+            at the slot that predicts, the mask must be shifted there too (see shift_labels).
+        num_items_in_batch: the denominator, over all micro-batches of all ranks of this optimizer step. "token_mean": the
+            sum of their loss masks (count_target_tokens). "sequence_mean": the number of sequences with loss tokens, or of
+            all sequences if fully masked ones should count (count_masked_rows of normalize_advantages). 1 for a mask that
+            is already divided by it, such as PackedCollator's. A tensor causes no synchronisation. 0 gives a loss of 0.
+        cu_seqlens: int32 ``[num_documents + 1]``: the documents of a packed row; slots after the last one do not count.
+            Without it each row is one document.
+        reduction: ``"token_mean"``: every token weighs the same. ``"sequence_mean"``: every sequence does, the mean over
+            sequences of each one's token mean.
+        dp_size: number of ranks whose gradients are averaged afterwards, as by DistributedDataParallel and FSDP: the loss
+            is multiplied by it. 1 where gradients are summed.
 
     Returns:
-        A scalar, float64 for float64, else float32. No synchronisation.
+        A scalar, float64 for float64 losses, else float32. No synchronisation.
 
     Example:
         >>> losses, mask = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), torch.tensor([[1, 1, 0], [1, 1, 1]])
@@ -106,8 +106,8 @@ def masked_loss(
         tensor(3.2500)
 
     Raises:
-        ValueError: a mask of another shape, an unknown reduction, num_items_in_batch below 0 or of several numbers,
-            dp_size below 1, cu_seqlens past the slots.
+        ValueError: a mask of another shape, an unknown reduction, num_items_in_batch below 0 or with several elements,
+            dp_size below 1, cu_seqlens past the end of losses.
     """
     _check_floating(losses, "losses")
     check_real(loss_mask, "loss_mask")
@@ -115,14 +115,13 @@ def masked_loss(
         raise ValueError(f"loss_mask: expected {list(losses.shape)} like losses, got {list(loss_mask.shape)}")
     if reduction not in ("token_mean", "sequence_mean"):
         raise ValueError(f"reduction: expected 'token_mean' or 'sequence_mean', got {reduction!r}")
-    if integer(dp_size, "dp_size") < 1:
-        raise ValueError(f"dp_size: expected at least 1 rank, got {dp_size}")
+    at_least(dp_size, "dp_size", 1, "rank")
     if not isinstance(num_items_in_batch, torch.Tensor) and not num_items_in_batch >= 0:
         raise ValueError(f"num_items_in_batch: expected at least 0, got {num_items_in_batch}")
     if cu_seqlens is None:
         cu_seqlens = _one_document_per_row(losses)
     dtype = torch.float64 if losses.dtype == torch.float64 else torch.float32
-    # In float64, so that 1 / (the sum of weights) is a number for all that float32 holds.
+    # float64: 1 / (sum of weights) is finite for every sum that float32 can hold.
     weights = loss_mask.double().flatten()
     sums = segment_sum(losses.double().flatten() * weights, cu_seqlens, loss_mask.flatten())
     if reduction == "sequence_mean":
@@ -132,7 +131,7 @@ def masked_loss(
         count = one_number(num_items_in_batch, "num_items_in_batch").to(sums, non_blocking=True)
     else:
         count = sums.new_full((), num_items_in_batch)
-    share = sums.sum() * torch.where(count > 0, dp_size / count, count * 0)  # NaN stays NaN
+    share = sums.sum() * torch.where(count > 0, dp_size / count, count * 0)  # count * 0: NaN stays NaN
     return share.to(dtype)
 
 

@@ -1,8 +1,8 @@
-"""Mini-batches of whole prompts: dealt to the ranks, and their advantages scaled so that a summed loss is a mean.
+"""Mini-batches of whole prompts: split among the ranks, and their advantages scaled so that a summed loss is a mean.
 
-A mini-batch is a (start, end) pair of rows, from compute_prompt_mini_batch_boundaries: so many prompts, however many
-rows their samples and turns are. The number of optimizer steps depends on the prompts alone. Rows after the last pair are
-padding, of a batch that was padded after its boundaries were computed: they are in no chunk, count, sum or mean.
+A mini-batch is a (start, end) pair of rows from compute_prompt_mini_batch_boundaries. It has a fixed number of prompts, and
+as many rows as their samples and turns take, so that the number of optimizer steps depends on the prompts alone. Rows after
+the last pair are padding: the batch was padded after its boundaries were computed. They are in no chunk, sum or mean.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,16 @@ from typing import Any
 
 import torch
 
-from packing_ops._args import check_real, check_tensor, described, int64_tensor, integer, plain
+from packing_ops._arguments import (
+    at_least,
+    check_real,
+    check_tensor,
+    described,
+    int64_tensor,
+    integer,
+    plain,
+    wrong_type,
+)
 from packing_ops.boundaries import seq_idx_from_cu_seqlens
 from packing_ops.data._rows import Fields, with_own_memory
 from packing_ops.data.batches import Fill, pad_batch_to_multiple, slice_batch
@@ -34,20 +43,20 @@ def stage_chunks(
 ) -> list[list[Any]]:
     """Every rank's part of every mini-batch, made before the first step: ``chunks[mini_batch][rank]``.
 
-    Each mini-batch is padded to a multiple of ``dp_size`` on its own, as pad_batch_to_multiple does it (copies of its
-    first row with ``loss_mask`` 0 and ``labels`` -100), and cut into ``dp_size`` runs of rows. Groups of equal size that
-    the ranks divide need no padding, and give the slices of a fixed mini-batch size.
+    Each mini-batch is padded on its own to a multiple of ``dp_size``, by pad_batch_to_multiple (copies of its first row
+    with ``loss_mask`` 0 and ``labels`` -100), and cut into ``dp_size`` chunks of neighbouring rows. Mini-batches of equal
+    size that ``dp_size`` divides need no padding: their chunks are those of a fixed mini-batch size.
 
     Args:
-        batch: as packing_ops.data.batches says; chunks are of its class, with their rows of its metadata.
-        boundaries: (start, end) rows of each mini-batch, a list or int64 ``[num_mini_batches, 2]``, one after the
-            other from row 0. Rows after the last one are padding and never staged.
-        dp_size: data-parallel ranks.
-        put: what becomes of a chunk, for example ``ray.put``; called once per chunk, mini-batch by mini-batch. Its
-            chunks hold memory of their own, so that no pickle of one carries the whole batch. Without it chunks are
-            batches, views of ``batch`` where nothing was padded.
-        fill: what dummy rows have in place of the copies, as pad_batch_to_multiple takes it.
-        row_keys, batch_keys: names of what is per row and of what every chunk gets whole, where it is not as guessed.
+        batch: see the docstring of packing_ops.data.batches. Chunks are of its class; its metadata is cut with the rows.
+        boundaries: (start, end) rows of each mini-batch, a list or int64 ``[num_mini_batches, 2]``, contiguous from row 0
+            on. Rows after the last one are padding and in no chunk.
+        dp_size: number of data-parallel ranks.
+        put: called with each chunk, mini-batch by mini-batch, for example ``ray.put``; its results are returned in place of
+            the chunks. Chunks then own their memory, so that pickling one does not serialise the whole batch. Without it
+            the chunks are returned; they are views of ``batch`` where nothing was padded.
+        fill: what dummy rows hold instead of copies, as in pad_batch_to_multiple.
+        row_keys, batch_keys: see the docstring of packing_ops.data.batches. Each chunk gets the fields in batch_keys whole.
 
     Returns:
         ``num_mini_batches`` lists of ``dp_size`` chunks. All chunks of a mini-batch have the same number of rows.
@@ -61,13 +70,12 @@ def stage_chunks(
         [1.0, 0.0]
 
     Raises:
-        ValueError: dp_size < 1; boundaries that leave rows out between them, overlap or are empty, none for a batch with
-            rows; what pad_batch_to_multiple raises.
+        ValueError: dp_size < 1; boundaries with gaps, overlaps or an empty pair, or none for a batch with rows; as
+            pad_batch_to_multiple.
 
-    Copies the rows of padded mini-batches, all rows with ``put``. The scheme is that of SkyRL's MeshDispatch.
+    Copies the rows of padded mini-batches; with ``put`` all rows. The same chunks as SkyRL's MeshDispatch.stage_chunks.
     """
-    if integer(dp_size, "dp_size") < 1:
-        raise ValueError(f"dp_size: expected at least 1 rank, got {dp_size}")
+    at_least(dp_size, "dp_size", 1, "rank")
     fields = Fields(batch, row_keys, batch_keys)
     staged, ends, keys = [], _row_ends("boundaries", boundaries, fields.count()), fields.decided()
     for start, end in pairwise(ends):
@@ -96,33 +104,33 @@ def normalize_advantages(
     gradient is that of the reduction over the whole mini-batch. Where the gradients of ranks are averaged instead of
     summed, as DistributedDataParallel and FSDP do it, multiply the loss by the number of ranks.
 
-    With a row's loss tokens t and their mask values m_t (1 as a rule):
+    The reductions, with a = the advantages and m = loss_mask (usually 1) of the loss tokens:
         ``"token_mean"``: the mean over all loss tokens of the mini-batch, sum(a * m) / sum(m).
         ``"sequence_mean"``: the mean over rows of each row's token mean.
         ``"seq_mean_token_sum_norm"``: the mean over rows of sum(a * m) / max_seq_len (Dr. GRPO).
         ``"prompt_mean"``: the mean over prompts of the token mean over all rows of the prompt.
-        ``"token_mean_legacy"``: the mean over micro-batches, every ``micro_batch_size`` rows of the mini-batch, of the
+        ``"token_mean_legacy"``: the mean over micro-batches, each ``micro_batch_size`` rows of the mini-batch, of the
             token mean over all rows of the micro-batch: what a mean per micro-batch and gradient accumulation give.
-    A row without loss tokens, and a prompt or micro-batch of such rows, is in no sum, count or mean, so that dummy rows
-    change nothing however many the ranks need; count_masked_rows is for those who count samples that are masked altogether.
+    Rows without loss tokens, and prompts or micro-batches of such rows only, are in no sum and no count. So the number of
+    dummy rows, which depends on the number of ranks, changes nothing. ``count_masked_rows=True`` counts them.
 
     Args:
         advantages: floating ``[rows, seqlen]``.
         loss_mask: ``[rows, seqlen]``, floating, integer or bool; a token counts where it is over 0.
-        boundaries: (start, end) rows of each mini-batch, one after the other from row 0. Rows after the last one are
-            padding: in no statistic, whatever their mask is.
+        boundaries: (start, end) rows of each mini-batch, contiguous from row 0 on. Rows after the last one are padding: in
+            no statistic, whatever their mask is.
         reduction: one of the five names.
-        prompt_boundaries: (start, end) rows of each prompt, as compute_prompt_boundaries gives them, at least as far as
-            boundaries go; needed for ``"prompt_mean"``, every prompt whole in one mini-batch.
+        prompt_boundaries: (start, end) rows of each prompt, from compute_prompt_boundaries; needed for ``"prompt_mean"``.
+            They must reach at least as far as boundaries, with no prompt in two mini-batches.
         max_seq_len: tokens; needed for ``"seq_mean_token_sum_norm"``.
-        micro_batch_size: rows; needed for ``"token_mean_legacy"``, which divides the rows of every mini-batch.
-        count_masked_rows: rows, prompts and micro-batches without loss tokens count in what is divided by, as in SkyRL: a
-            sample that is masked altogether then makes the others weigh less. Dummy rows inside of a mini-batch too.
-        zscore: first subtract the mean over the loss tokens of all mini-batches and divide by their standard
-            deviation (of the population; all 0 where that is 0).
+        micro_batch_size: rows; needed for ``"token_mean_legacy"``. It must divide the rows of each mini-batch.
+        count_masked_rows: count rows, prompts and micro-batches without loss tokens in the denominators, as SkyRL does: a
+            fully masked sample then lowers the weight of the others. It also counts dummy rows inside a mini-batch.
+        zscore: first subtract the mean over the loss tokens of all mini-batches, and divide by their standard deviation
+            (of the population, ``correction=0``; where that is 0, all advantages become 0).
 
     Returns:
-        A new tensor like ``advantages``, 0 where the mask is, and in rows after the last boundary.
+        A new tensor like ``advantages``; 0 where the mask is 0, and in rows after the last boundary.
 
     Example:
         >>> advantages = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
@@ -141,11 +149,11 @@ def normalize_advantages(
         0.75
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, an unknown reduction, what a reduction needs and did not
-            get, boundaries that leave rows out between them or overlap, none for a batch with rows, a prompt that is in two
-            mini-batches, rows of a mini-batch that are in no prompt or that micro_batch_size does not divide.
+        ValueError: shapes, dtypes or devices that do not fit; an unknown reduction, or a missing argument that it needs;
+            boundaries with gaps or overlaps, or none for a batch with rows; a prompt in two mini-batches; rows of a
+            mini-batch that are in no prompt, or that micro_batch_size does not divide.
 
-    Statistics in float64, the product in float32 at least. No synchronisation. The reductions are SkyRL's.
+    Statistics are computed in float64, the product in float32 or more. No synchronisation. The reductions are SkyRL's.
     """
     check_tensor(advantages, "advantages")
     if not advantages.is_floating_point() or advantages.dim() != 2:
@@ -166,7 +174,8 @@ def normalize_advantages(
     counted = torch.ones_like(tokens) if count_masked_rows else (tokens > 0).double()
 
     def mean_over(groups: list[int]) -> torch.Tensor:
-        """The denominator of a mean over groups of rows, ``groups[i] : groups[i + 1]``, of their token means."""
+        """``[rows]``, what divides each row's advantages: for a mean, over the groups ``groups[i] : groups[i + 1]`` of
+        rows, of the groups' token means."""
         group_tokens = _sum_over(tokens, groups)
         first_rows = torch.zeros_like(tokens).index_fill_(0, _cu_seqlens(groups, tokens.device)[:-1].long(), 1)
         return _sum_over(first_rows if count_masked_rows else first_rows * (group_tokens > 0), ends) * group_tokens
@@ -202,15 +211,15 @@ def normalize_advantages(
 
 
 def _weights(loss_mask: torch.Tensor) -> torch.Tensor:
-    """The mask, 0 where it is negative or no number."""
-    # Where a look costs no synchronisation it saves two passes.
+    """The mask, with 0 for negative values and NaN."""
+    # On the CPU reading the minimum does not synchronise, and saves two passes.
     if loss_mask.is_cpu and loss_mask.numel() and loss_mask.amin() >= 0:
         return loss_mask
     return loss_mask.nan_to_num(0.0, posinf=torch.inf).clamp_min_(0)
 
 
 def _where_weighted(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """``torch.where(weights > 0, values, 0)``, infinities and NaN left out too, in one pass a third as long."""
+    """``torch.where(weights > 0, values, 0)`` in one pass, a third of the time. Masked infinities and NaN become 0 too."""
     return torch.ops.aten.threshold_backward(values, weights, 0)
 
 
@@ -218,20 +227,20 @@ def _zscored(values: torch.Tensor, weights: torch.Tensor, total: torch.Tensor) -
     mean = _by_rows(lambda v, w: (v.double() * w).sum(dim=1), values, weights).sum() / total
     squares = _by_rows(lambda v, w: (v.double() - mean).square_().mul_(w).sum(dim=1), values, weights).sum()
     deviation = squares.div(total).sqrt()
-    # What rounding leaves of equal values is no spread.
+    # Equal values may have a deviation that is only rounding error: treated as 0, as inf makes every z-score 0.
     deviation = torch.where(deviation > 1e-14 * mean.abs(), deviation, torch.inf)
     return _by_rows(lambda v: (v.double() - mean).div_(deviation).to(v.dtype), values)
 
 
 def _by_rows(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-    """``function`` of the rows; on a CPU of a few at a time, so that the float64 in between stays in its cache."""
+    """``function`` of the rows; on the CPU of a few rows at a time, so that the float64 temporaries fit the cache."""
     rows, seqlen = tensors[0].shape
     size = max(1, 2**16 // max(1, seqlen) if tensors[0].is_cpu else rows)
     return torch.cat([function(*part) for part in zip(*(tensor.split(size) for tensor in tensors), strict=True)])
 
 
 def _sum_over(values: torch.Tensor, ends: list[int]) -> torch.Tensor:
-    """For every row the sum over all rows of its own segment, ``ends[i] : ends[i + 1]``."""
+    """``[rows]``: for each row the sum over its segment ``ends[i] : ends[i + 1]``."""
     cu_seqlens = _cu_seqlens(ends, values.device)
     return segment_sum(values, cu_seqlens)[seq_idx_from_cu_seqlens(cu_seqlens, values.shape[0])]
 
@@ -241,8 +250,12 @@ def _cu_seqlens(ends: list[int], device: torch.device) -> torch.Tensor:
 
 
 def _row_ends(name: str, boundaries: Boundaries, rows: int, least: int | None = None) -> list[int]:
-    """[0, end, end, ...] of pairs that follow on each other, up to ``least`` rows or more: 1 if there are any."""
-    pairs = [(integer(start, name), integer(end, name)) for start, end in plain(boundaries)]
+    """[0, end of pair 0, end of pair 1, ...], checked: contiguous pairs that reach row ``least`` (1 if there are rows)."""
+    try:
+        pairs = [(start, end) for start, end in plain(boundaries)]
+    except (TypeError, ValueError):
+        raise wrong_type(name, "(start, end) pairs", boundaries) from None
+    pairs = [(integer(start, name), integer(end, name)) for start, end in pairs]
     ends = [0, *(end for _, end in pairs)]
     least = min(1, rows) if least is None else least
     if not least <= ends[-1] <= rows or any(
@@ -256,6 +269,7 @@ def _row_ends(name: str, boundaries: Boundaries, rows: int, least: int | None = 
 
 
 def _micro_ends(ends: list[int], micro_batch_size: int | None) -> list[int]:
+    """[0, end of micro-batch 0, ...], checked: micro_batch_size divides the rows of each mini-batch."""
     if micro_batch_size is None or integer(micro_batch_size, "micro_batch_size") < 1:
         raise ValueError(f"micro_batch_size: expected at least 1 row for 'token_mean_legacy', got {micro_batch_size}")
     for start, end in pairwise(ends):

@@ -1,4 +1,4 @@
-"""Rows of several documents for data, tensor and context parallel training."""
+"""A collator that packs several documents into each row, for data, tensor and context parallel training."""
 
 import math
 import operator
@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 
 import torch
 
-from packing_ops._args import int64_tensor, integer
+from packing_ops._arguments import at_least, int64_tensor, integer
 from packing_ops.data._examples import check_examples, column, flattened, optional_column, tokens_of
 from packing_ops.data.parallel import aligned, packed_alignment, thd_partition_indices
 from packing_ops.metadata import PackedMetadata
@@ -16,41 +16,41 @@ from packing_ops.packing import pack_sequences
 
 @dataclass
 class PackedCollator:
-    """Packs examples into rows, every rank getting the same number of them: SkyRL's PackedDataCollator contract.
+    """Packs examples into rows, the same number for every rank, as SkyRL's PackedDataCollator does.
 
-    What differs from SkyRL's:
+    Differences from SkyRL's:
 
-    - No row is longer than the capacity: aligned lengths are counted. SkyRL counts raw ones; at alignment 32 it puts 41
-      documents of 33 tokens into one row of 2,624 slots for a capacity of 2,048. Where alignment makes no row too long,
-      the rows and their order are SkyRL's, and so is every byte.
-    - So an example of as many tokens as the capacity fits only where the alignment divides that. The capacity is rounded
-      up by the caller, or with ``round_capacity=True``.
-    - Weights are divided by their sum, which SkyRL cuts to an integer: the same for masks of 0 and 1.
-    - Every batch is packed, and a dict: SkyRL's unpacked batches for evaluation are the caller's. sub_seq_lengths are
-      lists, response_length is an entry, order is new.
+    - No row is longer than the capacity, because documents count with their aligned length. SkyRL counts raw lengths: at
+      alignment 32 it puts 41 documents of 33 tokens into one row of 2,624 slots for a capacity of 2,048. Where alignment
+      makes no row too long, the batch is SkyRL's, byte for byte.
+    - So an example as long as the capacity fits only if the alignment divides the capacity. Round it up, or pass
+      ``round_capacity=True``.
+    - Weights are divided by their sum. SkyRL truncates the sum to an integer; for masks of 0 and 1 that is the same.
+    - The batch is a dict and always packed; SkyRL's unpacked batches for evaluation are left to the caller.
+      sub_seq_lengths are lists, response_length is an entry, order is new.
 
     Attributes:
-        capacity: tokens of a row at most, aligned lengths counted.
-        pad_token_id: fills what no document holds.
-        dp_size: data-parallel ranks; rank r's rows are ``sequences.chunk(dp_size)[r]``.
+        capacity: maximum slots of a row, counting aligned lengths.
+        pad_token_id: fills the slots without a document.
+        dp_size: number of data-parallel ranks; the rows of rank r are ``sequences.chunk(dp_size)[r]``.
         tp_size, cp_size: a document occupies its length rounded up to a multiple of tp_size, or of
             ``2 * tp_size * cp_size`` when cp_size > 1.
         fp8: that multiple is also one of ``16 * cp_size``.
-        strategy: of pack_sequences: "ffd", "bfd", "next_fit", "first_fit" or "balanced". Where the longest come first, that
-            is by raw length, of equal ones the later example: still decreasing when aligned, and SkyRL's order.
-        overlong: ``"error"``, or ``"own"``: an example over the capacity is kept whole, alone in a row, and all rows are
+        strategy: of pack_sequences: "ffd", "bfd", "next_fit", "first_fit" or "balanced". The decreasing ones sort by raw
+            length, the later of two equal examples first, which is SkyRL's order and is decreasing in aligned length too.
+        overlong: ``"error"``, or ``"own"``: an example over the capacity is kept whole, alone in a row, and all rows become
             as wide as that one.
-        round_capacity: rounds the capacity up to a multiple of the alignment, for an example of as many tokens.
+        round_capacity: round the capacity up to a multiple of the alignment.
 
-    Called with examples, dicts of ``input_ids`` (a list or 1-D tensor of integers), ``num_actions`` (how many of the
-    last tokens are trained on) and where they have one ``loss_mask`` (as many weights; 1 by default) and
-    ``attention_mask`` (all 1: examples have no padding), it returns on the CPU
+    Called with a list of examples, dicts of ``input_ids`` (a list or 1-D tensor of integers), ``num_actions`` (int: the
+    last so many tokens are trained on), optional ``loss_mask`` (num_actions weights; 1 by default) and optional
+    ``attention_mask`` (must be all 1: examples have no padding), it returns on the CPU
 
-        sequences: int64 ``[rows, width]``; width is that of the fullest row.
+        sequences: int64 ``[rows, width]``; the width is the number of slots in the fullest row.
         attention_mask: int64 ``[rows, width]``, 1 where there is a token.
-        loss_mask: float32 ``[rows, width - 1]``; slot p has the weight of token p + 1, divided by the weights of the
+        loss_mask: float32 ``[rows, width - 1]``; slot p has the weight of token p + 1, divided by the sum of weights of the
             whole batch (1/targets with 0/1 masks), so that a sum over all rows is a mean. 0 at the last token of each
-            document: the first token of a document is nobody's target.
+            document, since the first token of a document is no target.
         sub_seq_lengths: tokens of each document, a list per row, not aligned.
         response_length: width - 1, an int.
         order: index of the example that each document came from, row by row. slice_batch, select_rows,
@@ -65,14 +65,15 @@ class PackedCollator:
         [[0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1]]
 
     Raises:
-        ValueError: no examples, fewer than dp_size or than the rows that dp_size asks for; an example without tokens
-            or over the capacity with ``overlong="error"``; another policy; a missing key, in all or some examples; lengths that do not fit each other; padding
-            in an attention_mask; weights that are negative or not finite, or whose sum float32 does not hold.
+        ValueError: fewer examples than dp_size, or than rows are needed for a multiple of it; an example without tokens, or
+            over the capacity with ``overlong="error"``; an unknown overlong; a key that all or some examples lack; lengths
+            that do not fit each other; padding in an attention_mask; weights that are negative or not finite, or whose sum
+            float32 does not hold.
         TypeError: a capacity, size or pad_token_id that is no integer (None: a tokenizer without one); examples that
             are no list of dicts.
 
-    A batch without any target has a loss_mask of zeros. Deterministic; no state, so threads may share one. Time and
-    memory linear in the tokens.
+    A batch without any target has a loss_mask of zeros. Deterministic; stateless, so threads may share one. Time and
+    memory are linear in the tokens.
     """
 
     capacity: int
@@ -88,8 +89,7 @@ class PackedCollator:
 
     def __post_init__(self):
         for name in ("capacity", "dp_size", "tp_size", "cp_size"):
-            if integer(getattr(self, name), name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+            at_least(getattr(self, name), name, 1)
         self.pad_token_id = integer(self.pad_token_id, "pad_token_id")
         if self.overlong not in ("error", "own"):
             raise ValueError(f"overlong: expected 'error' or 'own', got {self.overlong!r}")
@@ -98,7 +98,7 @@ class PackedCollator:
 
     @property
     def alignment(self) -> int:
-        """Slots that a document's share is a multiple of."""
+        """A document takes a multiple of this many slots."""
         return packed_alignment(self.tp_size, self.cp_size, self.fp8)
 
     def __call__(self, examples: Sequence[Mapping]) -> dict:
@@ -109,7 +109,7 @@ class PackedCollator:
         order = [index for row in rows for index in row]
         sub_seq_lengths = [[lengths[index] for index in row] for row in rows]
 
-        # Every document owns the slots up to the next one, the last of a row those up to its end.
+        # slots: from the start of a document to that of the next one, or to the end of the row.
         slots = self._aligned_rows(sub_seq_lengths)
         width = max(map(sum, slots))
         for row in slots:
@@ -124,10 +124,10 @@ class PackedCollator:
 
         gaps = (slots - tokens).tolist()
         sequences = flattened(input_ids, "input_ids", order=order, gaps=gaps, fill=self.pad_token_id)
-        weight = is_action.byte().float()  # from bool it takes twice as long
+        weight = is_action.byte().float()  # bool.float() takes twice as long
         if weights is not None:
             weight.masked_scatter_(is_action, _checked_weights(weights, order))
-        weight[starts] = 0  # no token stands before these to predict them
+        weight[starts] = 0  # first tokens of documents: nothing predicts them
         targets = weight.sum().item()
         if targets == math.inf:
             raise ValueError("loss_mask: expected weights whose sum float32 holds, got more")
@@ -141,10 +141,10 @@ class PackedCollator:
         }
 
     def context_parallel_split(self, batch: Mapping, cp_rank: int) -> dict:
-        """One context-parallel rank's share of a batch, or of some of its rows: two chunks of every document.
+        """One context-parallel rank's part of a batch, or of some of its rows: two chunks of each document.
 
-        A document's aligned slots are ``2 * cp_size`` chunks; rank r holds chunk r and chunk ``2 * cp_size - 1 - r``
-        (thd zigzag), which gives the ranks of causal attention equal work.
+        A document's aligned slots are split into ``2 * cp_size`` chunks; rank r holds chunks r and ``2 * cp_size - 1 - r``
+        (the zigzag split of Transformer Engine's thd layout), so that causal attention is equal work for all ranks.
 
         Args:
             batch: what calling this collator returned; at least sequences, attention_mask, loss_mask, sub_seq_lengths.
@@ -152,9 +152,9 @@ class PackedCollator:
 
         Returns:
             sequences, attention_mask, position_ids, labels int64 and loss_mask float32, all
-            ``[rows, width / cp_size]``. ``position_ids``: of the slot in its whole document. ``labels`` and
-            ``loss_mask``: the next token and its weight, which may lie on another rank; weight 0 at the row's end.
-            Other entries as they are.
+            ``[rows, width / cp_size]``. ``position_ids`` count from the start of the whole document. ``labels`` and
+            ``loss_mask`` are those of the next token, which may be on another rank; weight 0 at the row's end.
+            Other entries of the batch are copied over.
 
         Example:
             >>> collator = PackedCollator(8, cp_size=2)
@@ -165,7 +165,7 @@ class PackedCollator:
         Raises:
             ValueError: cp_rank outside 0 to cp_size - 1; rows that are not this collator's.
         """
-        if not 0 <= cp_rank < self.cp_size:
+        if not 0 <= integer(cp_rank, "cp_rank") < self.cp_size:
             raise ValueError(f"cp_rank: expected 0 to {self.cp_size - 1} for cp_size={self.cp_size}, got {cp_rank}")
         sequences = batch["sequences"]
         documents = self._documents(batch)
@@ -181,7 +181,7 @@ class PackedCollator:
         return {**batch, **shares}
 
     def model_inputs(self, batch: Mapping, *, ignore_index: int = -100) -> dict:
-        """A batch, or some of its rows, as the keyword arguments of a Hugging Face model: ``model(**inputs)``.
+        """A batch, or some of its rows, as keyword arguments of a Hugging Face model: ``model(**inputs)``.
 
         Args:
             batch: what calling this collator returned, also after select_rows, slice_batch or pad_batch_to_multiple, on
@@ -191,11 +191,10 @@ class PackedCollator:
         Returns:
             input_ids, position_ids int64 ``[rows, width]``: positions restart in each document.
             labels int64 ``[rows, width]``, not shifted: the token where its weight in loss_mask is not 0, else
-                ignore_index. For weights other than 0 and 1, take ``reduction="none"`` losses times loss_mask.
-            cu_seq_lens_q, cu_seq_lens_k: one int32 tensor over the rows end to end: what varlen_attention takes for q
-                ``[rows * width, num_heads, head_dim]``. A document ends where its aligned slots do; what is left of a
-                row is a document of its own.
-            max_length_q, max_length_k: the longest, an int.
+                ignore_index. For weights other than 0 and 1, multiply ``reduction="none"`` losses by loss_mask.
+            cu_seq_lens_q, cu_seq_lens_k: one int32 tensor for the rows flattened to ``[rows * width]``, as
+                varlen_attention takes it. A document spans its aligned slots; the unused end of a row is a document too.
+            max_length_q, max_length_k: the longest of these documents, an int.
 
         Example:
             >>> collator = PackedCollator(8)
@@ -235,9 +234,9 @@ class PackedCollator:
         return input_ids, lengths
 
     def _rows(self, lengths) -> list[list[int]]:
-        """Examples of each row: those of rank 0 first."""
+        """Indices of the examples in each row; the rows of rank 0 come first."""
         index = range(len(lengths))
-        if self.strategy not in ("next_fit", "first_fit"):  # which keep the examples' order
+        if self.strategy not in ("next_fit", "first_fit"):  # these keep the order of the examples
             index = [i for _, i in sorted(zip(lengths, index, strict=True), reverse=True)]
         try:
             packing = pack_sequences(
@@ -254,18 +253,18 @@ class PackedCollator:
         return [[index[i] for i in bin] for bin in bins]
 
     def _aligned_rows(self, sub_seq_lengths) -> list[list[int]]:
-        """Slots of every document."""
+        """The aligned length of each document, a list per row."""
         alignment = self.alignment
         return [[aligned(length, alignment) for length in row] for row in sub_seq_lengths]
 
     def _documents(self, batch) -> PackedMetadata:
-        """Of the rows end to end: aligned documents, and what is left of each row."""
+        """Metadata of the rows flattened into one: aligned documents, and the unused end of each row as one more."""
         sequences = batch["sequences"]
         segments = self._segments(batch["sub_seq_lengths"], *sequences.shape)
         return PackedMetadata.from_lengths([slots for slots in segments if slots], device=sequences.device)
 
     def _segments(self, sub_seq_lengths, num_rows: int, width: int) -> list[int]:
-        """Slots of every document and of the rest of every row, rows end to end."""
+        """Aligned length of each document and, after those of a row, its unused slots (0 or more); all rows in one list."""
         if len(sub_seq_lengths) != num_rows:
             raise ValueError(f"sub_seq_lengths: expected {num_rows} lists, one per row, got {len(sub_seq_lengths)}")
         segments = []
@@ -302,7 +301,7 @@ def _checked_weights(values: list, order: list[int]) -> torch.Tensor:
 
 
 def _covered(starts: torch.Tensor, lengths: torch.Tensor, total: int) -> torch.Tensor:
-    """bool ``[total]``: the ``lengths`` slots from each of ``starts`` on, which do not overlap."""
+    """bool ``[total]``, True in the ranges ``starts[i] : starts[i] + lengths[i]``, which do not overlap."""
     edges, one = starts.new_zeros(total + 1, dtype=torch.int8), torch.ones_like(starts, dtype=torch.int8)
     edges.index_add_(0, starts, one).index_add_(0, starts + lengths, one, alpha=-1)
     return edges[:total].cumsum(0, dtype=torch.int8).view(torch.bool)

@@ -1,4 +1,4 @@
-"""Examples end to end in one row, without padding between them."""
+"""Collators that concatenate the examples of a batch into one row, without padding between them."""
 
 import math
 import warnings
@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from packing_ops._args import int64_tensor, integer
+from packing_ops._arguments import int64_tensor, integer
 from packing_ops.boundaries import mask_boundary_labels
 from packing_ops.data._examples import check_examples, column, flattened, lengths_of, optional_column, tokens_of
 from packing_ops.metadata import PackedMetadata
@@ -17,25 +17,29 @@ from packing_ops.metadata import PackedMetadata
 
 @dataclass
 class PaddingFreeCollator:
-    """Examples end to end in one row, with the options of transformers' DataCollatorWithFlattening.
+    """Concatenates examples into one row, with the options of transformers' DataCollatorWithFlattening.
 
     Attributes:
-        return_flash_attn_kwargs: give ``cu_seq_lens_q/k`` and ``max_length_q/k``.
-        return_position_ids: give ``position_ids``.
-        return_seq_idx: give ``seq_idx``.
+        return_flash_attn_kwargs: return ``cu_seq_lens_q/k`` and ``max_length_q/k``.
+        return_position_ids: return ``position_ids``.
+        return_seq_idx: return ``seq_idx``.
         separator_id: label of each document's first token, which nothing predicts.
-        max_seq_length: tokens of the row. A shorter one is filled: input_ids pad_token_id, labels -100. The filling is
-            a segment of its own in position_ids, seq_idx and cu_seq_lens, so that no document attends to it.
-        overlong: what happens to examples that are too many for max_seq_length or max_sequences_per_bin, in their order:
-            ``"error"``; ``"truncate"``: the row is cut there; ``"drop"``: examples that do not fit whole are left out.
-            What is lost is counted in a warning. ``"carry"``: the first examples that fit, whole; the others are the
-            caller's to put before those of the next batch, ``selection(features).carried`` says which. ``"own"``: the
-            same, and a first example that is longer than max_seq_length is kept whole, alone in a longer row.
+        max_seq_length: tokens of the row, None for as many as there are. A shorter row is padded: input_ids with
+            pad_token_id, labels with -100. The padding is a document of its own in position_ids, seq_idx and cu_seq_lens,
+            so that no other attends to it.
+        overlong: what happens to examples, taken in order, that exceed max_seq_length or max_sequences_per_bin:
+            ``"error"``;
+            ``"truncate"``: the row is cut at the limit;
+            ``"drop"``: an example that does not fit whole is dropped; later ones that fit are kept;
+            ``"carry"``: the first examples that fit are kept. The caller puts the others, ``selection(features).carried``,
+            at the front of the next batch;
+            ``"own"``: like carry, but a first example longer than max_seq_length is kept whole, alone in a longer row.
+            Truncate and drop warn with the number of lost tokens.
         pad_token_id: see max_seq_length.
-        max_sequences_per_bin: examples of the row at most.
+        max_sequences_per_bin: maximum number of examples in the row, or None.
 
-    Called with examples of 1-D ``input_ids`` (lists or tensors) and, in all or in none, ``labels`` (input_ids by
-    default, not shifted) and ``attention_mask`` (all 1: examples have no padding), it returns
+    Called with a list of examples, dicts of 1-D ``input_ids`` (lists or tensors) and, in all of them or in none, ``labels``
+    (input_ids by default, not shifted) and ``attention_mask`` (must be all 1: examples have no padding), it returns
 
         input_ids, labels, position_ids: int64 ``[1, total]``.
         seq_idx: int32 ``[1, total]``, index of each token's document.
@@ -51,7 +55,7 @@ class PaddingFreeCollator:
         >>> batch["position_ids"].tolist(), batch["cu_seq_lens_q"].tolist(), batch["max_length_q"]
         ([[0, 1, 0, 1, 2, 0]], [0, 2, 5, 6], 3)
 
-        Rows one after the other, nothing left out:
+        Row after row, with nothing dropped:
 
         >>> collator, queue = PaddingFreeCollator(max_seq_length=6, overlong="carry"), [{"input_ids": [7] * 4}] * 3
         >>> while queue:
@@ -65,11 +69,11 @@ class PaddingFreeCollator:
     Raises:
         ValueError: no examples; one without tokens; a key that only some examples have; labels of another length than
             input_ids; padding in an attention_mask; more than max_seq_length tokens or max_sequences_per_bin examples
-            with ``overlong="error"``, or nothing that fits; an unknown policy; return_tensors other than "pt".
+            with ``overlong="error"``, or no example that fits; an unknown overlong; return_tensors other than "pt".
         TypeError: a pad_token_id that is no integer (None: a tokenizer without one); examples that are no list of
             dicts.
 
-    Deterministic; no state, so threads may share one. Time and memory linear in the tokens.
+    Deterministic; stateless, so threads may share one. Time and memory are linear in the tokens.
     """
 
     return_flash_attn_kwargs: bool = True
@@ -101,10 +105,10 @@ class PaddingFreeCollator:
         return self._row(*documents, self.max_seq_length, separator_id)
 
     def selection(self, features: Sequence[Mapping]) -> "BatchSelection":
-        """Which of the examples a batch of them holds, and what becomes of the others; nothing is collated.
+        """Which of the examples a batch would keep, cut, drop or carry over. Nothing is collated.
 
         Args:
-            features: what the collator is called with; input_ids and attention_mask are looked at.
+            features: as for the collator; only input_ids and attention_mask are read.
 
         Example:
             >>> examples = [{"input_ids": [7] * length} for length in (2, 7, 2)]
@@ -112,14 +116,14 @@ class PaddingFreeCollator:
             BatchSelection(kept=[0, 2], truncated=[], own=[], dropped=[1], carried=[], num_tokens=4, lost_tokens=7, carried_tokens=0)
 
         Raises:
-            ValueError, TypeError: where the collator raises them for these input_ids.
+            ValueError, TypeError: as the collator for these input_ids and attention_mask.
         """
         _check_arguments(features, None)
         lengths = list(zip(*(tokens_of(features, prefix)[1] for prefix in self._prefixes), strict=True))
         return BatchSelection.of(lengths, self._kept(lengths), self.overlong, self.max_seq_length)
 
     def _documents(self, features) -> tuple[list[tuple], list[int]]:
-        """For each prefix (input_ids, labels, lengths) of the documents that are kept; and the examples they are of."""
+        """(input_ids, labels, lengths) of the documents that are kept, for each prefix; and the indices of their examples."""
         sides = []
         for prefix in self._prefixes:
             input_ids, lengths = tokens_of(features, prefix)
@@ -133,7 +137,7 @@ class PaddingFreeCollator:
         return sides, [index for index, own in enumerate(kept) if all(own)]
 
     def _kept(self, lengths: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """How many tokens of each example the row holds: on all sides some, or on all none."""
+        """How many tokens of each example are kept, per side (chosen, rejected): 0 on one side is 0 on both."""
         limit = math.inf if self.max_seq_length is None else self.max_seq_length
         most = len(lengths) if self.max_sequences_per_bin is None else self.max_sequences_per_bin
         longest = max(map(sum, zip(*lengths, strict=True)))
@@ -160,7 +164,7 @@ class PaddingFreeCollator:
         return kept
 
     def _taken(self, lengths: list[tuple[int, ...]], limit: float, most: int) -> list[tuple[int, ...]]:
-        """_kept with overlong="truncate" or "drop": each example in turn as far as there is room."""
+        """_kept for overlong="truncate" and "drop"."""
         kept, room = [], [limit] * len(lengths[0])
         for own in lengths:
             wanted = tuple(map(min, own, room)) if self.overlong == "truncate" else own
@@ -184,7 +188,7 @@ class PaddingFreeCollator:
         separator_id = self.separator_id if separator_id is None else integer(separator_id, "separator_id")
         tokens = flattened(input_ids, "input_ids")
         targets = tokens if labels is input_ids else flattened(labels, "labels")
-        total = None if total is None else max(total, len(tokens))  # of overlong="own"
+        total = None if total is None else max(total, len(tokens))  # longer with overlong="own"
         metadata = PackedMetadata.from_lengths(lengths, total=total, device=tokens.device)
         targets = mask_boundary_labels(targets, metadata.cu_seqlens, ignore_index=separator_id)
         rest = metadata.total - len(tokens)
@@ -203,20 +207,19 @@ class PaddingFreeCollator:
 
 @dataclass
 class PaddingFreeDPOCollator(PaddingFreeCollator):
-    """The same for preference pairs: examples of ``chosen_*`` and ``rejected_*``, and ``index`` where they have it.
+    """PaddingFreeCollator for preference pairs: examples with ``chosen_*``, ``rejected_*`` and optionally ``index``.
 
-    max_seq_length is the budget of each side, and both must have room: a pair that has none on one side is left out of
-    both, so that pairs stay pairs. With ``overlong="own"`` that is the rule of open-instruct's loader: the first pairs that
-    fit, at least one, whole. selection and count_within_token_budget tell beforehand how many those are; for a whole
-    dataset pack_sequences and PackedBatchSampler take the lengths of both sides.
+    max_seq_length limits each side on its own. A pair without room on one side is left out of both, so that pairs stay
+    pairs. ``overlong="own"`` is the rule of open-instruct's loader: the first pairs that fit, at least one, whole. selection
+    and count_within_token_budget give their number without collating. To batch a whole dataset, pass the lengths of both
+    sides to pack_sequences or PackedBatchSampler.
 
     Attributes:
-        concatenated: off, the keys of PaddingFreeCollator twice, as ``chosen_*`` and ``rejected_*``, each side a row
-            with its own layout. On, once: one row for one forward, all chosen documents and then all rejected ones,
-            whose cu_seq_lens go on where the chosen end. Documents i and i + num_pairs are a pair; the row is filled
-            to ``2 * max_seq_length``, after both.
+        concatenated: False: the entries of PaddingFreeCollator twice, as ``chosen_*`` and ``rejected_*``, a row for each
+            side. True: one row for one forward, all chosen documents and then all rejected ones, with one cu_seq_lens over
+            both. Documents i and i + num_pairs are a pair; padding to ``2 * max_seq_length`` is at the end.
 
-    Returns ``index`` int64 ``[num_pairs]`` too, of the pairs that are kept, where the examples have one.
+    Also returns ``index``, int64 ``[num_pairs]``, of the pairs that are kept, if the examples have one.
 
     Example:
         >>> pair = {"chosen_input_ids": [5, 6], "rejected_input_ids": [5, 7, 8], "index": 3}
@@ -257,16 +260,16 @@ class PaddingFreeDPOCollator(PaddingFreeCollator):
 def count_within_token_budget(
     features: Sequence[Mapping], max_seq_length: int | None, *, max_sequences_per_bin: int | None = None
 ) -> int:
-    """How many examples, from the first on, fit into rows of max_seq_length tokens: the rule of ``overlong="own"``.
+    """How many of the first examples fit into a row of max_seq_length tokens, by the rule of ``overlong="own"``.
 
     Args:
         features: dicts with ``input_ids``, or a preference pair with ``chosen_input_ids`` and ``rejected_input_ids``.
-        max_seq_length: tokens of either side's row; None for no limit.
-        max_sequences_per_bin: examples of a row at most; None for no limit.
+        max_seq_length: tokens of a row, for each side; None for no limit.
+        max_sequences_per_bin: maximum number of examples in a row; None for no limit.
 
     Returns:
-        The number before the first example with which either side would exceed the budget; at least 1 where there is
-        an example. Collate ``features[:count]`` and carry the others over to the next batch.
+        The number of examples before the first with which a side would exceed max_seq_length; at least 1 if there is an
+        example. Collate ``features[:count]`` and carry the others over to the next batch.
 
     Example:
         >>> pairs = [{"chosen_input_ids": [1] * c, "rejected_input_ids": [2] * r} for c, r in ((3, 4), (2, 3), (1, 1))]
@@ -274,33 +277,38 @@ def count_within_token_budget(
         (1, 2, 1)
 
     Raises:
-        ValueError: no input_ids, or a name of them that some examples lack; a max_sequences_per_bin below 1.
+        ValueError: an example without input_ids, or without one of the first example's; a max_seq_length or
+            max_sequences_per_bin below 1.
         TypeError: features that are no list of dicts.
     """
     check_examples(features, "features")
     most = len(features) if max_sequences_per_bin is None else integer(max_sequences_per_bin, "max_sequences_per_bin")
     if most < 1 and features:
         raise ValueError(f"max_sequences_per_bin: expected at least 1 example or None, got {most}")
+    if max_seq_length is not None and integer(max_seq_length, "max_seq_length") < 1:
+        raise ValueError(f"max_seq_length: expected at least 1 token or None, got {max_seq_length}")
     if max_seq_length is None or not features:
         return min(most, len(features))
-    names = [name for name in features[0] if name.endswith("input_ids")] or ["input_ids"]
+    names = [prefix + "input_ids" for prefix in PaddingFreeDPOCollator._prefixes]
+    if not any(name in features[0] for name in names):
+        names = ["input_ids"]
     lengths = list(zip(*(lengths_of(column(features, name), name) for name in names), strict=True))
     return max(1, min(_num_fitting(lengths, max_seq_length), most))
 
 
 @dataclass(frozen=True)
 class BatchSelection:
-    """What becomes of the examples of a batch, as indices of them, and of their tokens, on all sides.
+    """Which examples a batch keeps, as lists of indices, and how many tokens that is, chosen and rejected together.
 
     Attributes:
-        kept: in the batch, whole or cut; in their order.
-        truncated: of these, those that are cut.
-        own: of these, the one that is longer than max_seq_length and has a row of its own.
-        dropped: left out for good.
-        carried: left out for the next batch.
-        num_tokens: in the batch.
-        lost_tokens: of what is dropped and cut.
-        carried_tokens: of what is carried.
+        kept: in the batch, whole or cut.
+        truncated: those of ``kept`` that are cut.
+        own: those of ``kept`` that are longer than max_seq_length (at most one, alone in the row).
+        dropped: lost.
+        carried: not in this batch, for the caller to put into the next one.
+        num_tokens: tokens in the batch.
+        lost_tokens: tokens that were dropped or cut off.
+        carried_tokens: tokens of ``carried``.
     """
 
     kept: list[int]
@@ -314,7 +322,7 @@ class BatchSelection:
 
     @classmethod
     def of(cls, lengths: list[tuple[int, ...]], kept: list[tuple[int, ...]], overlong: str, limit: int | None):
-        """From the tokens that each example has, and those that are kept."""
+        """From the number of tokens that each example has, and that are kept of it, per side."""
         index = range(len(lengths))
         left_out = [i for i in index if not any(kept[i])]
         num_tokens = sum(map(sum, kept))
@@ -332,7 +340,7 @@ class BatchSelection:
 
 
 def _num_fitting(lengths: list[tuple[int, ...]], limit: float) -> int:
-    """Of the first examples, as many as fit together on all sides."""
+    """How many of the first examples fit together, on each side."""
     totals = zip(*map(accumulate, zip(*lengths, strict=True)), strict=True)
     return sum(1 for _ in takewhile(lambda total: max(total) <= limit, totals))
 
@@ -346,7 +354,7 @@ def _check_arguments(features, return_tensors) -> None:
 
 
 def _cut(input_ids: list, labels: list, lengths: list[int], kept: Sequence[int]) -> tuple[list, list, list[int]]:
-    """The first ``kept`` tokens of each document; those of none are left out."""
+    """The first ``kept[i]`` tokens of each document; documents of 0 are left out."""
 
     def cut(values):
         return [value[:n] for value, n in zip(values, kept, strict=True) if n]

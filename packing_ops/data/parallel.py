@@ -10,7 +10,7 @@ import math
 import torch
 
 from packing_ops import position_ids_from_cu_seqlens, seq_idx_from_cu_seqlens
-from packing_ops._args import check_cu_seqlens, integer
+from packing_ops._arguments import at_least, check_cu_seqlens, integer
 
 
 def packed_alignment(tp_size: int = 1, cp_size: int = 1, fp8: bool = False) -> int:
@@ -27,8 +27,7 @@ def packed_alignment(tp_size: int = 1, cp_size: int = 1, fp8: bool = False) -> i
         TypeError: a size that is no integer.
     """
     for name, size in (("tp_size", tp_size), ("cp_size", cp_size)):
-        if integer(size, name) < 1:
-            raise ValueError(f"{name}: expected at least 1, got {size}")
+        at_least(size, name, 1)
     alignment = 2 * tp_size * cp_size if cp_size > 1 else tp_size
     return math.lcm(alignment, 16 * cp_size) if fp8 else alignment
 

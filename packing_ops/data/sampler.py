@@ -1,4 +1,4 @@
-"""Which sequences a rank packs into each of its batches, epoch by epoch, and where to go on after a checkpoint."""
+"""A batch sampler whose batches each fill one packed row; it can be resumed from a checkpoint."""
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,39 +7,39 @@ from functools import cached_property
 import torch
 from torch.utils.data import Sampler
 
-from packing_ops._args import integer
+from packing_ops._arguments import at_least, integer
 from packing_ops.packing import cost_coefficients, lengths_tensor, pack_sequences
 
 
 class PackedBatchSampler(Sampler[list[int]]):
-    """A ``batch_sampler`` for torch's DataLoader: each batch is what one packed row of ``capacity`` tokens holds.
+    """A ``batch_sampler`` for torch's DataLoader: the sequences of a batch fit into one packed row of ``capacity`` tokens.
 
-    Every epoch shuffles and packs anew, from the seed and the number of the epoch alone: the ranks agree without
-    communication. All ranks have the same number of batches, and batch i costs nearly the same on each: bins are sorted
-    by cost before they are dealt, so that over a whole epoch ranks wait for each other no longer than the costliest
-    batch takes more than the cheapest. Each sequence comes once in an epoch.
+    Each epoch is shuffled and packed anew, from the seed and the epoch number alone, so that ranks agree without
+    communication. All ranks have the same number of batches, and batch i costs nearly the same on each of them: the batches
+    are sorted by cost before they are assigned to ranks. Over a whole epoch, the time that ranks wait for each other is at
+    most the difference between the costliest and the cheapest batch. Each sequence occurs once in an epoch.
 
     Args:
         lengths: int32 or int64 ``[num_sequences]``, tokens per sequence of the dataset, or a Python sequence. For
-            preference pairs ``[num_pairs, 2]`` or a list of (chosen, rejected): two budgets of ``capacity``.
-        capacity: tokens of one batch at most, aligned lengths counted; of each side.
+            preference pairs ``[num_pairs, 2]`` or a list of (chosen, rejected): ``capacity`` then limits each side.
+        capacity: maximum tokens of a batch, counting aligned lengths.
         dp_rank, dp_size: this rank, and the number of data-parallel ranks. Context- and tensor-parallel ranks that share
-            a row give the same dp_rank.
-        seed: of all epochs; the same on every rank. None: nothing is shuffled and every epoch is the same.
-        strategy: of pack_sequences. "first_fit" puts other sequences together in each epoch; "ffd" fills rows best,
-            but much the same sequences meet in each epoch. The order of the batches is shuffled with any.
-        cost: what is made equal in a step: ``"tokens"``, ``"flops"`` or ``("flops", a, b)``, as in pack_sequences.
+            a row pass the same dp_rank.
+        seed: the same for all epochs and on every rank. None: nothing is shuffled and every epoch is the same.
+        strategy: of pack_sequences. "first_fit" combines other sequences in each epoch; "ffd" fills rows best, but
+            combines much the same sequences in each epoch. The order of the batches is always shuffled.
+        cost: what is balanced in a step: ``"tokens"``, ``"flops"`` or ``("flops", a, b)``, as in pack_sequences.
         alignment: a sequence occupies its length rounded up to a multiple of this.
-        overlong: what happens to a sequence over the capacity: ``"error"``; ``"drop"``; ``"own"``, a batch of its own
-            that is longer; ``"truncate"``, counted as cut, which the collator must do (not of pairs).
-        max_sequences_per_bin: at most so many sequences in a batch.
-        drop_last: where sequences are so few or so long that they cannot be shared out equally, the last step has an
-            empty batch ``[]`` for some ranks, which still have to take part in it (see empty_like_batch). True: the
-            sequences of such a step are left out of the epoch.
+        overlong: what happens to a sequence over the capacity: ``"error"``; ``"drop"``; ``"own"``: it is a longer batch of
+            its own; ``"truncate"``: it counts as cut, and the collator must cut it (not for pairs).
+        max_sequences_per_bin: maximum number of sequences in a batch.
+        drop_last: where there are too few sequences for a multiple of dp_size batches, some ranks have an empty batch
+            ``[]`` in the last step, which they still have to run (see empty_like_batch). True: the sequences of such a
+            step are left out of the epoch.
 
     Attributes:
         epoch: the epoch of the next iteration.
-        left_out: sequences that are in no batch of this epoch on any rank.
+        left_out: indices of the sequences that are in no batch of this epoch, on any rank.
 
     Example:
         >>> lengths = [820, 410, 520, 110, 250, 700, 50]
@@ -49,8 +49,8 @@ class PackedBatchSampler(Sampler[list[int]]):
         >>> sorted(index for sampler in samplers for batch in sampler for index in batch)
         [0, 1, 2, 3, 4, 5, 6]
 
-        With a DataLoader, and from a checkpoint: batches that workers have fetched ahead are not trained on yet, so the
-        loop says how many are. A resumed epoch gives the batches that were left.
+        With a DataLoader and a checkpoint. Its workers fetch batches that are not trained on yet, so the loop passes the
+        number of those that are. A resumed epoch has the remaining batches.
 
         >>> from torch.utils.data import DataLoader
         >>> def train(sampler, dataset, epochs, stop_after=None):
@@ -71,11 +71,11 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     Raises:
         ValueError: a length that is negative or over the capacity with ``overlong="error"``; dp_rank outside of dp_size;
-            a capacity, dp_size or alignment below 1; an unknown strategy, cost or policy.
+            a capacity, dp_size or alignment below 1; an unknown strategy, cost or overlong.
         TypeError: lengths or sizes that are no integers.
 
-    The number of batches may differ a little from epoch to epoch: ``len`` is that of this one. O(n log n) time in an
-    epoch, O(n) memory.
+    The number of batches may differ slightly between epochs; ``len`` is that of the current one. O(n log n) time per epoch
+    and O(n) memory for n sequences.
     """
 
     def __init__(
@@ -94,11 +94,9 @@ class PackedBatchSampler(Sampler[list[int]]):
         drop_last: bool = False,
     ):
         taken = lengths_tensor(lengths).cpu()
-        self.lengths = taken.clone() if taken is lengths else taken  # epochs to come must not see writes into it
+        self.lengths = taken.clone() if taken is lengths else taken  # later writes by the caller must not change epochs
         self.capacity, self.alignment = integer(capacity, "capacity"), integer(alignment, "alignment")
-        self.dp_rank, self.dp_size = integer(dp_rank, "dp_rank"), integer(dp_size, "dp_size")
-        if self.dp_size < 1:
-            raise ValueError(f"dp_size: expected at least 1 rank, got {dp_size}")
+        self.dp_rank, self.dp_size = integer(dp_rank, "dp_rank"), at_least(dp_size, "dp_size", 1, "rank")
         if not 0 <= self.dp_rank < self.dp_size:
             raise ValueError(f"dp_rank: expected 0 to {dp_size - 1} for dp_size={dp_size}, got {dp_rank}")
         if overlong not in ("error", "drop", "own", "truncate"):
@@ -113,37 +111,36 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     @property
     def batches_done(self) -> int:
-        """Batches of this epoch that the next iteration skips: they were trained on before the checkpoint."""
+        """Number of batches of this epoch that the next iteration skips, because they were trained on before a resume."""
         return self._first
 
     def set_epoch(self, epoch: int) -> None:
-        """Start the next iteration at the first batch of ``epoch``; does nothing where it is that epoch already.
+        """Start the next iteration at the first batch of ``epoch``. No effect if that is the current epoch already.
 
         Raises:
             ValueError: a negative epoch.
         """
-        if integer(epoch, "epoch") < 0:
-            raise ValueError(f"epoch: expected at least 0, got {epoch}")
+        epoch = at_least(epoch, "epoch", 0)
         if epoch != self.epoch:
-            self.epoch, self._first, self._taken = integer(epoch, "epoch"), 0, 0
+            self.epoch, self._first, self._taken = epoch, 0, 0
             self._batches, self.left_out = self._of_epoch()
 
     def __len__(self) -> int:
-        """Batches of each rank in this epoch, also of those that are done."""
+        """Batches of each rank in this epoch, including those already done."""
         return len(self._batches)
 
     def __iter__(self) -> Iterator[list[int]]:
-        first, self._first = self._first, 0  # a second iteration is of the whole epoch
+        first, self._first = self._first, 0  # a second iteration has the whole epoch
         batches = self._batches
         for self._taken in range(first + 1, len(batches) + 1):
             yield batches[self._taken - 1]
 
     def state_dict(self, batches_done: int | None = None) -> dict[str, int | str | None]:
-        """Where to go on, as numbers and names. The same for every rank: one checkpoint serves all.
+        """The position in the epoch, as ints and strings. The same on every rank: one checkpoint serves all.
 
         Args:
-            batches_done: of this epoch, trained on so far. Without it, batches that were handed out, which are more
-                while workers or prefetch fetch ahead.
+            batches_done: batches of this epoch trained on so far. By default the number of batches yielded, which is
+                larger while DataLoader workers or prefetch run ahead.
 
         Raises:
             ValueError: batches_done below 0 or over the number of batches.
@@ -154,11 +151,10 @@ class PackedBatchSampler(Sampler[list[int]]):
         return {"epoch": self.epoch, "batches_done": done, **self._identity}
 
     def load_state_dict(self, state_dict: Mapping) -> None:
-        """The next iteration gives the batches that were left of the epoch, in the same order, none for a finished one.
+        """Make the next iteration yield the remaining batches of the epoch, in the same order; none if it was finished.
 
         Raises:
-            ValueError: the state of a sampler whose batches are others: another seed, capacity, dp_size, other lengths;
-                it is named.
+            ValueError: the state of a sampler with other batches: another seed, capacity, dp_size, lengths, ...; names it.
         """
         if missing := [name for name in ("epoch", "batches_done") if name not in state_dict]:
             raise ValueError(f"state_dict: expected that of a sampler, got none of {' and '.join(missing)}")
@@ -175,7 +171,7 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     @cached_property
     def _identity(self) -> dict[str, int | str | None]:
-        """What the batches of an epoch follow from."""
+        """Everything that determines the batches of an epoch; part of state_dict."""
         places = torch.arange(1, self.lengths.numel() + 1, device="cpu").view_as(self.lengths)
         return {
             "seed": self.seed,
@@ -192,7 +188,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         }
 
     def _of_epoch(self) -> tuple[list[list[int]], list[int]]:
-        """This rank's batches, and the sequences that are in nobody's."""
+        """This rank's batches of the epoch, and the sequences that are in no rank's."""
         draws = None if self.seed is None else random.Random(f"{self.seed}, epoch {self.epoch}")
         options = {
             "strategy": self.strategy,
@@ -201,9 +197,12 @@ class PackedBatchSampler(Sampler[list[int]]):
             "max_sequences_per_bin": self.max_sequences_per_bin,
             "seed": None if draws is None else draws.getrandbits(63),
         }
-        packing = pack_sequences(self.lengths, self.capacity, **options)
+        try:
+            packing = pack_sequences(self.lengths, self.capacity, **options)
+        except ValueError as error:
+            raise ValueError(str(error).replace("'split', ", "")) from None  # of a sequence in several batches
         count, equal = packing.item_indices.numel(), -(-packing.num_bins // self.dp_size) * self.dp_size
-        # Equal numbers of bins, or where there are not enough sequences for that a bin for each.
+        # A multiple of dp_size bins; with too few sequences for that, a bin for each sequence.
         multiple, least = (self.dp_size, 1) if equal <= count else (1, max(count, 1))
         packing = pack_sequences(
             self.lengths, self.capacity, balance=self._balance, bins_multiple_of=multiple, min_bins=least, **options

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from packing_ops import PackedMetadata, mask_boundary_labels, unpad_inputs
-from packing_ops._args import check_tensor, integer
+from packing_ops._arguments import check_tensor, integer
 
 
 class PackingCollator:
@@ -28,7 +28,7 @@ class PackingCollator:
     def torch_call(self, examples: Sequence[Mapping], **kwargs) -> dict:
         lengths = [length for example in examples for length in self._lengths(example)]
         collate = self.collator if callable(self.collator) else self.collator.torch_call
-        batch = _one_row(dict(collate(examples, **kwargs)))
+        batch = _one_row(dict(collate(examples, **kwargs)), sum(lengths))
         metadata = self._layout(batch, lengths)
         batch["position_ids"] = metadata.position_ids[None]
         batch.update(metadata.to_unsloth())
@@ -72,8 +72,8 @@ class PackingCollator:
         return PackedMetadata.from_lengths(lengths, device=batch["input_ids"].device)
 
 
-def _one_row(batch: dict) -> dict:
-    """Rows end to end as ``[1, total]``, without padding and without attention_mask."""
+def _one_row(batch: dict, tokens: int) -> dict:
+    """Rows end to end as ``[1, total]``, without padding and without attention_mask; ``tokens`` are in documents."""
     check_tensor(batch.get("input_ids"), "input_ids")
     mask = batch.pop("attention_mask", None)
     shape = batch["input_ids"].shape
@@ -87,6 +87,10 @@ def _one_row(batch: dict) -> dict:
         packed, *_ = unpad_inputs(rows, mask)
         batch.update({name: tensor[None] for name, tensor in packed.items()})
     elif shape[0] != 1:
+        if mask is None and tokens != shape.numel():  # nothing else says on which side of a row its padding is
+            raise ValueError(
+                f"attention_mask: expected beside {shape[0]} rows of {shape[1]} slots for {tokens} tokens, got none"
+            )
         batch.update({name: tensor.flatten(0, 1)[None] for name, tensor in rows.items()})
     return batch
 

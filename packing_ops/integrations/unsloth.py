@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from packing_ops import PackedMetadata, apply_rotary_qk, block_causal_mask, xformers_bias
-from packing_ops._recent import kept_with
+from packing_ops._batch_cache import kept_with
 from packing_ops.integrations._packing_collator import PackingCollator
 
 # --- metadata and masks ---

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from packing_ops._args import integer
+from packing_ops._arguments import integer
 from packing_ops.report.corpus import read_corpus
 from packing_ops.report.statistics import layouts, length_statistics
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from packing_ops._args import buffer_tensor
+from packing_ops._arguments import buffer_tensor
 from packing_ops.report.chats import Unreadable
 from packing_ops.report.examples import KEYS, Example, FormReader
 from packing_ops.report.progress import progress

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from packing_ops import _load
+from packing_ops import _library
 
 LIBRARIES = ("numpy", "triton", "transformers", "trl", "peft", "accelerate", "datasets", "pyarrow", "deepspeed")
 LIBRARIES += ("unsloth", "megatron-core", "transformer-engine", "flash-attn", "xformers", "vllm", "rich", "matplotlib")
@@ -38,11 +38,11 @@ def describe_environment() -> str:
 
 
 def _facts():
-    yield "packing_ops", _load.VERSION
-    if _load.MISSING:
-        yield "library", f"none ({_load.MISSING})"
+    yield "packing_ops", _library.VERSION
+    if _library.MISSING:
+        yield "library", f"none ({_library.MISSING})"
     else:
-        build = _load.build_info()
+        build = _library.build_info()
         cuda = f"CUDA {build['cuda']} for {build['cuda_archs']}" if build["cuda"] else "no CUDA"
         yield "library", build["library"]
         yield "library from", build["library_from"]

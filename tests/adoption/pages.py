@@ -1,6 +1,6 @@
-"""The parts of docs/adopt that come from elsewhere: the patch itself, its counts, and what adoption.json recorded.
+"""The generated parts of docs/adopt/*.md: the patch, its line counts, and the results in adoption.json.
 
-python tests/adoption/pages.py writes them again.
+python tests/adoption/pages.py  # writes them again
 """
 
 import json
@@ -15,8 +15,8 @@ DOCS = ROOT / "docs" / "adopt"
 RESULTS = ROOT / "benchmarks" / "results" / "adoption.json"
 
 FIXES = {
-    "pydantic": "typing.TypedDict is typing_extensions', which pydantic asks for on Python before 3.12",
-    "transformers4": "transformers.AutoModelForVision2Seq, which version 5 has no more, is AutoModelForImageTextToText",
+    "pydantic": "typing.TypedDict is that of typing_extensions, which pydantic requires before Python 3.12",
+    "transformers4": "transformers.AutoModelForVision2Seq, removed in version 5, is an alias of AutoModelForImageTextToText",
 }
 
 
@@ -47,13 +47,13 @@ def outcome(name: str, results: dict) -> str:
             f"The checkout was at {result['checkout'][:12]}, where the files that the patch touches are the same."
         )
     for other, at in result["beside"].items():
-        lines.append(f"Beside it {other} at {at[:12]}.")
+        lines.append(f"With {other} at {at[:12]}.")
     if result["stand_ins"]:
         lines.append(
-            f"Stand-ins (tests/adoption/stand_ins.py) for what was not installed: {', '.join(result['stand_ins'])}."
+            f"Packages that were not installed, replaced by stand-ins (tests/adoption/stand_ins.py): {', '.join(result['stand_ins'])}."
         )
     for fix in project.fixes:
-        lines.append(f"To load it here: {FIXES[fix]}.")
+        lines.append(f"Changed so that it imports: {FIXES[fix]}.")
     if result["failures"]:
         lines += ["", "| test that fails | why |", "| --- | --- |"]
         lines += [f"| {f['test'].split('/')[-1]} | {_cell(f)} |" for f in result["failures"]]

@@ -1,8 +1,9 @@
-"""Patches that hold no line of the project: hunk headers say which of its lines go, the blobs' ids which file is meant.
+"""Patches without a line of the project: hunk headers say which lines are deleted, git's blob ids of which file.
 
-``complete`` puts the deleted lines in from a checkout, so that git can apply it; git's ids of the files before and
-after hold that it is the patch that was written. To write one, edit a checkout, then:
+``complete`` inserts the deleted lines from a checkout, so that git can apply the patch; the blob ids of the files before
+and after verify the outcome. To apply one, or to write one from an edited checkout:
 
+    python tests/adoption/patches.py docs/adopt/NAME.patch CHECKOUT
     python tests/adoption/patches.py CHECKOUT > docs/adopt/NAME.patch
 """
 
@@ -20,7 +21,7 @@ def git(*args, cwd, **kwargs):
 
 
 def files(patch: str) -> list[dict]:
-    """path, blob before, blob after, lines deleted and added of every file."""
+    """Per file: path, blob ids ``before`` and ``after``, numbers of lines ``deleted`` and ``added``."""
     found = []
     for line in patch.splitlines():
         if line.startswith("diff --git "):
@@ -35,7 +36,7 @@ def files(patch: str) -> list[dict]:
 
 
 def changed(patch: str, checkout: Path) -> list[str]:
-    """Files of the checkout that are not those that the patch was written for."""
+    """Paths whose file in the checkout is not the one that the patch was written for."""
     return [file["path"] for file in files(patch) if blob(checkout / file["path"]) != file["before"]]
 
 
@@ -44,7 +45,7 @@ def blob(path: Path) -> str | None:
 
 
 def complete(patch: str, checkout: Path) -> str:
-    """The same with its deleted lines, as git takes it."""
+    """The patch with its deleted lines, as git takes it."""
     lines, old = [], []
     for line in patch.splitlines():
         lines.append(line)
@@ -57,7 +58,7 @@ def complete(patch: str, checkout: Path) -> str:
 
 
 def apply(patch: str, folder: Path) -> None:
-    """To a copy of the checkout; raises where git refuses or the outcome is another one."""
+    """Changes the files in ``folder``; raises where git refuses or the outcome has another blob id."""
     full = complete(patch, folder)
     git("apply", "--unidiff-zero", "-", cwd=folder, input=full, env={"GIT_CEILING_DIRECTORIES": str(folder.parent)})
     for file in files(patch):
@@ -66,7 +67,7 @@ def apply(patch: str, folder: Path) -> None:
 
 
 def make(checkout: Path) -> str:
-    """The patch of what was edited in a checkout."""
+    """The patch of the uncommitted edits in a checkout, without its deleted lines."""
     paths = git("diff", "--diff-filter=M", "--name-only", "HEAD", cwd=checkout).split()
     patch = git("diff", "-U0", "--full-index", "HEAD", "--", *paths, cwd=checkout)
     kept = []
@@ -79,4 +80,8 @@ def make(checkout: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(make(Path(sys.argv[1])))
+    *patch, checkout = (Path(argument).resolve() for argument in sys.argv[1:])
+    if patch:
+        apply(patch[0].read_text(), checkout)
+    else:
+        sys.stdout.write(make(checkout))

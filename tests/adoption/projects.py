@@ -1,22 +1,20 @@
-"""What is run of which project, and which failures are kept on purpose."""
+"""The projects of docs/adopt: commit, tests to run, what they need, and the failures that are expected."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass
 class Project:
-    """``kept``: what a test's name ends in, and why it may fail."""
-
     repository: str
     commit: str
     tests: list[str]
-    path: list[str] = field(default_factory=lambda: ["."])
-    stand_ins: str = ""  # with spaces between
-    fixes: list[str] = field(default_factory=list)
-    versions: dict[str, str] = field(default_factory=dict)
-    beside: dict[str, str] = field(default_factory=dict)  # folder of another checkout: its commit
-    only: str = ""  # of pytest's -k
-    kept: dict[str, str] = field(default_factory=dict)
+    path: list[str] = field(default_factory=lambda: ["."])  # for PYTHONPATH
+    stand_ins: str = ""  # packages to replace where they are not installed, space-separated
+    fixes: list[str] = field(default_factory=list)  # names in pages.FIXES, which stand_ins.py applies
+    versions: dict[str, str] = field(default_factory=dict)  # package: version for importlib.metadata, if not installed
+    beside: dict[str, str] = field(default_factory=dict)  # folder of another checkout for PYTHONPATH: its commit
+    only: str = ""  # pytest's -k
+    kept: dict[str, str] = field(default_factory=dict)  # end of a test's name: why its failure is intended
 
 
 _A_VALUE_ERROR = "a wrong argument is a ValueError here, not an AssertionError: python -O keeps it"
@@ -29,7 +27,7 @@ PROJECTS = {
     "art": Project(
         repository="OpenPipe/ART",
         commit="779559fd0c68ce073cbd041447f88aacf1d9f585",
-        tests=[],  # it has none at this commit: the patch is applied and what it touches compiled
+        tests=[],  # it has none at this commit: the patch is applied, and the changed file is compiled
     ),
     "skyrl": Project(
         repository="NovaSky-AI/SkyRL",
@@ -89,12 +87,12 @@ PROJECTS = {
         tests=["tests/utils/test_seqlen_balancing.py"],
         stand_ins="tensordict ray hydra omegaconf codetiming torchdata tensorboard wandb pylatexenc",
         fixes=["transformers4"],
-        only="not distributed_params",  # which starts processes for GPUs
+        only="not distributed_params",  # which starts a process per GPU
     ),
     "trl": Project(
         repository="huggingface/trl",
         commit="f2cd57710ae345ea6428ae95363267fcf38a3dc8",
         tests=["tests/test_data_utils.py"],
-        only="PackDataset",  # the others ask the hub for tokenizers, and none of them packs
+        only="PackDataset",  # the other tests download tokenizers, and none of them packs
     ),
 }

@@ -1,4 +1,4 @@
-"""Projects patched to call packing_ops, and their own unit tests on the CPU: benchmarks/results/adoption.json.
+"""Patches the projects of docs/adopt, runs their own unit tests on the CPU, and writes benchmarks/results/adoption.json.
 
     python tests/adoption/run.py --checkouts FOLDER [skyrl unsloth ...]
 
@@ -44,7 +44,7 @@ def copy(checkout: Path, to: Path) -> Path:
 
 
 def run_tests(project, folder: Path, beside: list[Path], tests: list[str]) -> dict:
-    """{outcomes: {test: {outcome, message}}, stand_ins: those used}."""
+    """{"outcomes": {test: {"outcome", "message"}}, "stand_ins": those used}, as stand_ins.py writes it."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         search = [folder / p for p in project.path] + beside + [HERE, ROOT]
         settings = {
@@ -69,15 +69,15 @@ def run_tests(project, folder: Path, beside: list[Path], tests: list[str]) -> di
 def examine(name: str, folder: Path | None) -> dict:
     project = PROJECTS[name]
     patch = (ROOT / "docs" / "adopt" / f"{name}.patch").read_text()
-    told = {"repository": project.repository, "commit": project.commit}
+    record = {"repository": project.repository, "commit": project.commit}
     checkout = checkout_of(name, project.repository, folder)
     if checkout is None:
-        return {**told, "not_run": f"no checkout of {project.repository} in CHECKOUTS"}
+        return {**record, "not_run": f"no checkout of {project.repository} in CHECKOUTS"}
     if wrong := patches.changed(patch, checkout):
-        return {**told, "not_run": f"the checkout is not at {project.commit[:12]}: {', '.join(wrong)} differ"}
+        return {**record, "not_run": f"the checkout is not at {project.commit[:12]}: {', '.join(wrong)} differ"}
     beside = [checkout_of(other, other, folder) for other in project.beside]
     if None in beside:
-        return {**told, "not_run": f"no checkout of {', '.join(project.beside)} in CHECKOUTS"}
+        return {**record, "not_run": f"no checkout of {', '.join(project.beside)} in CHECKOUTS"}
     with tempfile.TemporaryDirectory() as scratch:
         patched = copy(checkout, Path(scratch) / name)
         patches.apply(patch, patched)
@@ -96,7 +96,7 @@ def examine(name: str, folder: Path | None) -> dict:
     ]
     count = [came["outcome"] for came in run["outcomes"].values()].count
     return {
-        **told,
+        **record,
         "checkout": patches.git("rev-parse", "HEAD", cwd=checkout).strip(),
         "date": datetime.date.today().isoformat(),
         "packing_ops": patches.git("rev-parse", "HEAD", cwd=ROOT).strip(),
@@ -112,7 +112,7 @@ def examine(name: str, folder: Path | None) -> dict:
 
 
 def clean(message: str) -> str:
-    """Without addresses and folders of this machine, and short."""
+    """At most 160 characters, without addresses and folders of this machine."""
     message = re.sub(r" at 0x[0-9a-f]+|/\S*/(?=\w)", "", message)
     return message if len(message) <= 160 else message[:157] + "..."
 
@@ -127,12 +127,12 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--checkouts", type=Path)
     parser.add_argument("names", nargs="*", default=[])
-    told = parser.parse_args()
-    folder = told.checkouts.resolve() if told.checkouts and str(told.checkouts) != "." else None
+    args = parser.parse_args()
+    folder = args.checkouts.resolve() if args.checkouts and str(args.checkouts) != "." else None
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     results = {name: results[name] for name in PROJECTS if name in results}
-    opened = []
-    for name in told.names or PROJECTS:
+    open_failures = []
+    for name in args.names or PROJECTS:
         result = examine(name, folder)
         if "not_run" in result:
             print(f"{name}: not run, {result['not_run']}")
@@ -142,10 +142,10 @@ def main() -> int:
         print(f"{name}: {result['passed']} passed, {result['failed']} failed, {result['skipped']} skipped")
         for failure in result["failures"]:
             print(f"  {failure['test']}\n    {failure['why']}\n    {failure['message']}")
-        opened += [failure for failure in result["failures"] if failure["why"] == "open"]
+        open_failures += [failure for failure in result["failures"] if failure["why"] == "open"]
     RESULTS.write_text(json.dumps({name: results[name] for name in PROJECTS if name in results}, indent=1) + "\n")
     pages.write()
-    return 1 if opened else 0
+    return 1 if open_failures else 0
 
 
 if __name__ == "__main__":

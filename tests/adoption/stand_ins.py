@@ -1,8 +1,8 @@
 """A pytest plugin: stand-ins for packages that a project imports and this environment lacks.
 
-ADOPTION_STAND_INS names them (``ray,loguru``). One that is installed is used as it is. A stand-in is there to be
-imported: what a test calls of one has to be written below (ray, cloudpickle, parameterized), everything else is an
-object that can be called, subclassed and asked for anything. What was stood in for is recorded with the results.
+ADOPTION_STAND_INS names them (``ray,loguru``). One that is installed is used as it is. What tests call is implemented
+below (ray, cloudpickle, parameterized, torchdata); any other attribute of a stand-in is ``Anything``: it can be called,
+subclassed and indexed, and computes nothing. The outcomes of the tests and the stand-ins used go to ADOPTION_OUTCOMES.
 """
 
 import functools
@@ -27,12 +27,12 @@ class _Kind(type):
 
 
 def _named(name):
-    """A class for a name like one, a value for any other."""
+    """A class for a name in CamelCase, an instance for any other."""
     return _Kind(name, (Anything,), {}) if name[0].isupper() and not name.isupper() else Anything()
 
 
 class Anything(metaclass=_Kind):
-    """Any class, function or value of a stand-in. As a decorator it leaves the function alone."""
+    """Any class, function or value of a stand-in. As a decorator it returns the function unchanged."""
 
     def __new__(cls, *args, **kwargs):
         if len(args) == 1 and not kwargs and inspect.isfunction(args[0]):
@@ -109,7 +109,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         vars(module).update(_WRITTEN.get(module.__name__, dict)())
 
 
-# --- ray: actors of this process. What is put is pickled, as ray does it ---
+# --- ray: actors in this process. What is put is pickled, as in ray ---
 
 
 class ObjectRef:
@@ -193,7 +193,7 @@ class _Ray:
 
 _ray = _Ray()
 
-# --- cloudpickle: functions by number, all else pickled ---
+# --- cloudpickle: functions and local classes by their index in _functions, all else pickled ---
 
 _functions = []
 
@@ -242,7 +242,7 @@ def _expand(cases, *_, **__):
     return make
 
 
-# --- torchdata: a DataLoader that says how many batches it has given ---
+# --- torchdata: a DataLoader whose state is the number of batches yielded ---
 
 
 def _stateful_dataloader():
@@ -276,7 +276,7 @@ _WRITTEN = {
 }
 
 
-# --- what came out, for run.py ---
+# --- the outcome of each test, for run.py ---
 
 _outcomes = {}
 
@@ -308,7 +308,7 @@ def missing(names):
     return [name for name in names if importlib.util.find_spec(name) is None]
 
 
-if "pydantic" in os.environ.get("ADOPTION_FIXES", "") and sys.version_info < (3, 12):  # it takes no other there
+if "pydantic" in os.environ.get("ADOPTION_FIXES", "") and sys.version_info < (3, 12):  # pydantic refuses typing's
     import typing
 
     import typing_extensions
@@ -316,7 +316,7 @@ if "pydantic" in os.environ.get("ADOPTION_FIXES", "") and sys.version_info < (3,
     typing.TypedDict = typing_extensions.TypedDict
 
 
-if "transformers4" in os.environ.get("ADOPTION_FIXES", ""):  # a name that version 5 has no more
+if "transformers4" in os.environ.get("ADOPTION_FIXES", ""):  # version 5 removed a name
     import transformers
 
     transformers.AutoModelForVision2Seq = transformers.AutoModelForImageTextToText

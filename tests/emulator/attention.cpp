@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "ops/attention/sm80/args.h"
+#include "ops/attention/cuda/args.cuh"
 
 using namespace packing_ops;
 
@@ -14,7 +14,8 @@ extern "C" {
 
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void** arguments) {
   // for_the_emulator makes them references.
-  emulator::run(config->gridDim, config->blockDim, [&] { reinterpret_cast<void (*)(const void*)>(kernel)(arguments[0]); });
+  const auto entry = reinterpret_cast<void (*)(const void*)>(kernel);
+  emulator::run(config->gridDim, config->blockDim, [&] { entry(arguments[0]); });
   return cudaSuccess;
 }
 

@@ -13,12 +13,6 @@ inline void barrier_arrive_expecting(uint64_t* barrier, uint32_t bytes) {
 inline void fence_proxy_async() {
   emulator::fence_written();
 }
-inline void named_barrier_sync(int id, int threads) {
-  emulator::named_barrier_arrive(id, threads, true);
-}
-inline void named_barrier_arrive(int id, int threads) {
-  emulator::named_barrier_arrive(id, threads, false);
-}
 template <int kCount>
 void more_registers() {}
 template <int kCount>

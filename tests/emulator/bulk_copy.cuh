@@ -12,10 +12,11 @@ struct BoxStart {
 };
 
 inline emulator::BoxCopy box_copy(uint32_t shared, const CUtensorMap& map, const BoxStart& box, uint64_t* barrier) {
-  return {reinterpret_cast<const emulator::BoxMap*>(&map), {box.at[0], box.at[1], box.at[2], box.at[3], box.at[4]},
-          shared, barrier};
+  return {reinterpret_cast<const emulator::BoxMap*>(&map),
+          {box.at[0], box.at[1], box.at[2], box.at[3], box.at[4]},
+          shared,
+          barrier};
 }
-inline void prefetch_map(const CUtensorMap&) {}
 inline void load_box(uint32_t shared, const CUtensorMap& map, const BoxStart& box, uint64_t* barrier) {
   emulator::load_box(box_copy(shared, map, box, barrier));
 }

@@ -66,7 +66,6 @@ struct Meeting {
 thread_local std::vector<Fiber> fibers;
 thread_local std::map<std::pair<int, uint32_t>, Meeting> warps;  // by warp and lanes
 thread_local Meeting whole_block;
-thread_local Meeting named[16];
 thread_local std::vector<BoxCopy> loads;  // under way
 thread_local std::vector<bool> unfenced;  // 16 bytes of dynamic shared memory each
 thread_local jmp_buf scheduler;
@@ -265,17 +264,6 @@ void wait_for_products(int pending) {
     if (due) product.second();
     return due;
   });
-}
-
-void named_barrier_arrive(int id, int threads, bool wait) {
-  Meeting& meeting = named[id];
-  const uint64_t time = meeting.times;
-  if (++meeting.arrived == threads) {
-    meeting.arrived = 0;
-    ++meeting.times;
-    ++progress;
-  }
-  while (wait && meeting.times == time) give_way();
 }
 
 void written(uint32_t address) {

@@ -9,8 +9,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <cstdlib>
+#include <cstring>
 #include <functional>
 
 #undef __device__
@@ -55,10 +55,10 @@ void copy_to_shared(uint32_t to, const void* from, int bytes, bool valid);
 void commit_copies();
 void wait_for_copies(int pending);
 struct Barrier {
-  uint64_t left : 12;   // threads that the phase waits for
-  uint64_t count : 12;  // of so many
+  uint64_t left : 12;    // threads that the phase waits for
+  uint64_t count : 12;   // of so many
   uint64_t phases : 16;  // that have ended
-  int64_t bytes : 24;   // of bulk copies that it waits for
+  int64_t bytes : 24;    // of bulk copies that it waits for
   void arrive() {
     if (left == 0) std::abort();
     --left;
@@ -106,13 +106,10 @@ void start_products(std::function<void()> work);
 void commit_products();
 void wait_for_products(int pending);
 
-void named_barrier_arrive(int id, int threads, bool wait);
-
 // Shared memory that a thread wrote may be read by products and bulk stores after that thread's fence.
 void written(uint32_t address);  // 16 bytes
 void fence_written();
 void check_fenced(uint32_t address);
-
 
 template <class To, class From>
 To bits_of(const From& x) {

@@ -1,4 +1,4 @@
-// Inline assembly of sm_90: barriers in shared memory that count bytes, barriers of some warps, proxies, registers.
+// Inline assembly of sm_90: barriers in shared memory that count bytes, proxies, registers.
 // Those without bytes are in mma.cuh.
 #pragma once
 
@@ -20,15 +20,6 @@ __device__ __forceinline__ void barrier_arrive_expecting(uint64_t* barrier, uint
 // What this thread stored to shared memory, for products and bulk stores that start after the next barrier.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-// Barrier `id`, 1 to 15, of `threads` threads: those that wait in it and those that only arrive.
-__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // Registers of each thread of the warpgroup, from here on.

@@ -12,15 +12,12 @@ struct BoxStart {
   int32_t at[5];
 };
 
-__device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-
 // The barrier counts a whole box's bytes, also where the tensor ends inside of it: that part is zeros.
 __device__ __forceinline__ void load_box(uint32_t shared, const CUtensorMap& map, const BoxStart& box,
                                          uint64_t* barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], "
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, "
+      "%6}], "
       "[%7];" ::"r"(shared),
       "l"(&map), "r"(box.at[0]), "r"(box.at[1]), "r"(box.at[2]), "r"(box.at[3]), "r"(box.at[4]),
       "r"(shared_address(barrier))
@@ -29,9 +26,10 @@ __device__ __forceinline__ void load_box(uint32_t shared, const CUtensorMap& map
 
 // What lies outside of the tensor is not stored.
 __device__ __forceinline__ void store_box(const CUtensorMap& map, const BoxStart& box, uint32_t shared) {
-  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4, %5}], [%6];" ::"l"(&map),
-               "r"(box.at[0]), "r"(box.at[1]), "r"(box.at[2]), "r"(box.at[3]), "r"(box.at[4]), "r"(shared)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4, %5}], [%6];" ::"l"(&map),
+      "r"(box.at[0]), "r"(box.at[1]), "r"(box.at[2]), "r"(box.at[3]), "r"(box.at[4]), "r"(shared)
+      : "memory");
 }
 
 __device__ __forceinline__ void commit_stores() {

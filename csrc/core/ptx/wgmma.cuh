@@ -9,8 +9,8 @@
 
 namespace packing_ops::ptx {
 
-// A matrix in shared memory as products read it: panels of 64 columns, a row 128 bytes whose 16-byte chunks are permuted
-// by the row. `panel`: bytes from one panel to the next where the product sums over rows and takes both.
+// A matrix in shared memory as products read it: panels of 64 columns, a row 128 bytes whose 16-byte chunks are
+// permuted by the row. `panel`: bytes from one panel to the next where the product sums over rows and takes both.
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, uint32_t panel = 16) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
   constexpr uint64_t kEightRows = uint64_t{1024 >> 4} << 32;

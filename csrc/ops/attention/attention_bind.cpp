@@ -8,7 +8,7 @@
 
 #include "host/launch.h"
 #include "host/tensor_check.h"
-#include "ops/attention/attention_rows.h"
+#include "ops/attention/attention_layout.h"
 
 namespace packing_ops {
 

@@ -54,10 +54,11 @@ struct SegmentSumParams {
   bool average = false;
 };
 
-// Backwards over the slots of a document that the mask keeps. `next` is the bootstrap value, and from slot to slot
-//   returns = rewards + gamma * next, advantages = returns - values, next = lam * returns + (1 - lam) * values.
-// That is advantages = delta + gamma * lam * advantages[t + 1] with delta = rewards + gamma * values[t + 1] - values,
-// but with one number to hand on instead of two.
+// Generalized advantage estimation, backwards over the unmasked slots of each document, from next = bootstrap:
+//   returns[t] = rewards[t] + gamma * next, advantages[t] = returns[t] - values[t],
+//   next = lam * returns[t] + (1 - lam) * values[t].
+// This equals advantages[t] = delta[t] + gamma * lam * advantages[t + 1] with
+// delta[t] = rewards[t] + gamma * values[t + 1] - values[t], but has one number of state instead of two.
 struct GaeParams {
   Documents documents;
   DType dtype = DType::kFloat32;
@@ -66,7 +67,7 @@ struct GaeParams {
   const void* rewards = nullptr;    // [total]
   const void* values = nullptr;     // [total]
   const void* mask = nullptr;       // [total] bool, or null
-  const void* bootstrap = nullptr;  // [num_documents], like advantages; or null: 0
+  const void* bootstrap = nullptr;  // [num_documents], dtype of advantages; or null: 0
   void* advantages = nullptr;       // [total], float64 for float64 values, else float32
   void* returns = nullptr;          // [total], likewise
 };

@@ -186,12 +186,12 @@ void launch_gae_cpu(const GaeParams& p) {
     const T* values = static_cast<const T*>(p.values);
     Sum* advantages = static_cast<Sum*>(p.advantages);
     Sum* returns = static_cast<Sum*>(p.returns);
-    const auto set = [&](int64_t t, double value, double of_token) {
-      returns[t] = static_cast<Sum>(of_token);
-      advantages[t] = static_cast<Sum>(of_token - value);
+    const auto set = [&](int64_t t, double value, double ret) {
+      returns[t] = static_cast<Sum>(ret);
+      advantages[t] = static_cast<Sum>(ret - value);
     };
     for_each_document(p.documents, [&](int64_t i, Segment s) {
-      // In double: 100k steps in a row lose no digits, and take as long.
+      // double: rounding errors do not add up over 100k steps, and it is as fast.
       double next = p.bootstrap ? static_cast<const Sum*>(p.bootstrap)[i] : Sum(0);
       for (int64_t t = s.end; t-- > s.start;) {
         if (mask && !mask[t]) {
@@ -199,9 +199,9 @@ void launch_gae_cpu(const GaeParams& p) {
           continue;
         }
         const double value = static_cast<Sum>(values[t]);
-        const double of_token = static_cast<Sum>(rewards[t]) + p.gamma * next;
-        set(t, value, of_token);
-        next = p.lam * of_token + (1 - p.lam) * value;
+        const double ret = static_cast<Sum>(rewards[t]) + p.gamma * next;
+        set(t, value, ret);
+        next = p.lam * ret + (1 - p.lam) * value;
       }
     });
     for (int64_t t = p.documents.end(); t < p.documents.total; ++t) set(t, 0, 0);

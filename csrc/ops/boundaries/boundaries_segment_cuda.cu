@@ -169,7 +169,8 @@ __global__ void __launch_bounds__(kRowThreads) segment_sum_rows_backward_kernel(
   });
 }
 
-// --- gae: a scan from the end of each document, tile by tile, several neighbouring slots a thread ---
+// --- gae: `next` of GaeParams is a linear recurrence, a scan of affine maps. Documents are scanned from their end,
+// tile by tile; a thread has kSlots neighbouring slots of a tile ---
 
 template <class T, class Sum>
 __global__ void __launch_bounds__(kThreads) gae_kernel(GaeParams p, FaultFlag fault) {
@@ -214,10 +215,10 @@ __global__ void __launch_bounds__(kThreads) gae_kernel(GaeParams p, FaultFlag fa
       for (int u = 0; u < kSlots; ++u) {
         const int64_t t = end - 1 - u;
         if (t < s.start) break;
-        const Sum of_slot = keep[u] ? reward[u] + gamma * next : Sum(0);
-        returns[t] = of_slot;
-        advantages[t] = of_slot - value[u];
-        if (keep[u]) next = lam * of_slot + rest * value[u];
+        const Sum ret = keep[u] ? reward[u] + gamma * next : Sum(0);
+        returns[t] = ret;
+        advantages[t] = ret - value[u];
+        if (keep[u]) next = lam * ret + rest * value[u];
       }
     }
   });

@@ -76,7 +76,7 @@ void fit_first(const Pieces& pieces, Assignment& out);
 void fit_first_decreasing(const Pieces& pieces, const Runs& sorted, Assignment& out);
 void fit_best_decreasing(const Pieces& pieces, const Runs& sorted, Assignment& out);
 
-// packing_sides_cpu.cpp: sequences that take of several budgets at once, chosen and rejected tokens for example.
+// packing_sides_cpu.cpp: sequences with several lengths (sides), such as chosen and rejected tokens.
 void make_sides(const PackParams& p, const std::vector<int32_t>& arrival, Pieces& pieces, PackCounts& counts);
 int64_t fewest_bins_of_sides(const PackParams& p, const Pieces& pieces);
 void fit_sides(const PackParams& p, const Pieces& pieces, const Runs& sorted, Assignment& out);

@@ -1,4 +1,5 @@
-// Sequences that take of several budgets at once. Their length, where one number is asked for, is their longest side.
+// Sequences with several lengths (sides), such as the chosen and rejected tokens of a preference pair. A bin has the
+// full capacity for each side. Where one length is needed, it is that of the longest side.
 #include <algorithm>
 
 #include "ops/packing/packing_plan.h"
@@ -7,9 +8,10 @@ namespace packing_ops {
 
 namespace {
 
-// What is left of every budget of every open bin, and the least of these, under a tree of maxima of each. A node where
-// one of them is too small holds no bin with room. Where all are enough, one bin may have room on one side and another
-// on the other: then the search comes back. The least one tells the many bins that are full on some side.
+// The free units of each open bin: per side, and their minimum over the sides. Above them a tree of fan-out kFan, whose
+// nodes have the maximum of each of these numbers. No bin below a node has room if one maximum is too small. If all are
+// large enough, they may still come from different bins, and the search has to go on at the next node. The minimum over
+// the sides prunes nodes in which every bin is full on one side or another.
 class SideRooms {
  public:
   SideRooms(int64_t most_bins, int64_t sides, int64_t capacity)
@@ -109,7 +111,7 @@ void make_sides(const PackParams& p, const std::vector<int32_t>& arrival, Pieces
       tokens += p.lengths[i * p.sides + side];
       slots += std::max(p.capacity, own * p.alignment);
     }
-    if (longest > pieces.capacity) {  // check_lengths has raised Overlong::kError
+    if (longest > pieces.capacity) {  // not Overlong::kError: check_lengths has raised
       pieces.overlong_items.push_back(i);
       if (p.overlong == Overlong::kDrop) {
         counts.lost_tokens += tokens;
@@ -128,7 +130,7 @@ void make_sides(const PackParams& p, const std::vector<int32_t>& arrival, Pieces
   pieces.units = pieces.memory.data();
 }
 
-// As for one length, of the budget that asks for most bins.
+// Lower bound on the number of bins, as fewest_bins for one length: that of the side that needs the most.
 int64_t fewest_bins_of_sides(const PackParams& p, const Pieces& pieces) {
   std::vector<int64_t> sum(p.sides, 0);
   std::vector<int64_t> over_half(p.sides, 0);
@@ -153,7 +155,7 @@ int64_t fewest_bins_of_sides(const PackParams& p, const Pieces& pieces) {
   return own + fewest;
 }
 
-// ffd and first_fit: the first bin with room on all sides; next_fit: the last one.
+// ffd and first_fit: the first bin with room on all sides; next_fit: the last bin, or a new one.
 void fit_sides(const PackParams& p, const Pieces& pieces, const Runs& sorted, Assignment& out) {
   SideRooms rooms(pieces.count, p.sides, pieces.capacity);
   for (int64_t position = 0; position < pieces.count; ++position) {

@@ -7,7 +7,7 @@ import torch
 
 import packing_ops
 from packing_ops import unpad_input
-from packing_ops._args import described
+from packing_ops._arguments import described
 
 __all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "rearrange", "unpad_input"]
 

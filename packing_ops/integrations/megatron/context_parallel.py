@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from packing_ops import _ops
-from packing_ops._recent import plan_for
+from packing_ops._batch_cache import plan_for
 from packing_ops.integrations.megatron.layout import Layout
 
 # torch 2.13 has new names for these.

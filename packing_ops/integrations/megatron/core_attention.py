@@ -7,7 +7,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
 
 from packing_ops import _ops
-from packing_ops._recent import dense_cu_seqlens
+from packing_ops._batch_cache import dense_cu_seqlens
 from packing_ops.attention import varlen_attention
 from packing_ops.integrations.megatron.context_parallel import context_parallel_attention
 from packing_ops.integrations.megatron.layout import Documents, documents_of, field_of, layout_of

@@ -16,8 +16,8 @@ import megatron.core
 import torch
 import torch.nn.functional as F
 
-from packing_ops._args import check_cu_seqlens, int32_cu_seqlens
-from packing_ops._recent import kept_with
+from packing_ops._arguments import check_cu_seqlens, int32_cu_seqlens
+from packing_ops._batch_cache import kept_with
 from packing_ops.data.parallel import thd_inverse_indices, thd_partition_indices
 
 _FIELDS = [f"packed_seq_params.cu_seqlens_{name}" for name in ("q", "kv", "q_padded", "kv_padded")]

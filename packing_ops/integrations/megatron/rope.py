@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from packing_ops import apply_rotary_qk, position_ids_from_cu_seqlens
-from packing_ops._recent import kept_with
+from packing_ops._batch_cache import kept_with
 from packing_ops.data.parallel import thd_partition_indices
 
 _stock = {}  # (owner, name): what patch_rope replaced

@@ -7,7 +7,7 @@ import torch
 
 import packing_ops as po
 from packing_ops import _ops
-from packing_ops._args import int64_tensor, integer
+from packing_ops._arguments import int64_tensor, integer
 
 
 def document_lengths(attention_mask: torch.Tensor | None, sub_seq_lengths: Sequence[Sequence[int]] | None) -> list[int]:

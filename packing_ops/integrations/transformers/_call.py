@@ -5,7 +5,7 @@ import threading
 
 import torch
 
-from packing_ops._args import check_cu_seqlens
+from packing_ops._arguments import check_cu_seqlens
 from packing_ops._checks import checked_documents
 from packing_ops.integrations.transformers._host import PreTrainedModel
 from packing_ops.integrations.transformers._keywords import check_keywords

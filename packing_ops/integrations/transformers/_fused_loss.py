@@ -11,7 +11,7 @@ import warnings
 
 import torch
 
-from packing_ops._args import int32_cu_seqlens
+from packing_ops._arguments import int32_cu_seqlens
 from packing_ops.integrations.transformers._host import PreTrainedModel
 from packing_ops.logps import chunked_cross_entropy
 

@@ -7,7 +7,7 @@ import re
 import torch
 
 from packing_ops import _ops
-from packing_ops._args import dtype_name
+from packing_ops._arguments import dtype_name
 from packing_ops.attention import varlen_attention
 from packing_ops.integrations.transformers import _call, _preparation, fallback, masks
 from packing_ops.integrations.transformers._host import AttentionInterface, AttentionMaskInterface

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from packing_ops import _ops
-from packing_ops._args import check_cu_seqlens, int32_cu_seqlens
+from packing_ops._arguments import check_cu_seqlens, int32_cu_seqlens
+from packing_ops._batch_cache import dense_cu_seqlens, kept_with
 from packing_ops._checks import checked_documents
-from packing_ops._recent import dense_cu_seqlens, kept_with
 
 _FIRST = torch.iinfo(torch.int64).min
 

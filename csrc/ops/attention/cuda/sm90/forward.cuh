@@ -1,18 +1,18 @@
-// Forward on wgmma and bulk copies. A unit is (document, two tiles of packed rows, kv head); a block works its units off
-// as one stream of key tiles. The first warpgroup copies, the other two compute a tile of rows each. Key tiles start at
-// multiples of kKeys from the document's start, from the first visible one upwards, so a row's sum has one order wherever
-// its document lies.
+// Forward on wgmma and bulk copies. A unit is (document, two tiles of packed rows, kv head); a block works its units
+// off one after the other. The first warpgroup copies, the other two compute a tile of rows each. Key tiles start at
+// multiples of kKeys from the document's start, from the first visible one upwards, so a row's sum has one order
+// wherever its document lies.
 #pragma once
 
 #include "core/launch.cuh"
-#include "ops/attention/attention_plan_check.cuh"
+#include "ops/attention/cuda/persistent.cuh"
+#include "ops/attention/cuda/plan_check.cuh"
 #include "ops/attention/cuda/sm90/forward_copies.cuh"
 #include "ops/attention/cuda/sm90/forward_rows.cuh"
 #include "ops/attention/cuda/sm90/maps.h"
-#include "ops/attention/sm80/forward.cuh"
-#include "ops/attention/sm80/persistent.h"
+#include "ops/attention/cuda/zero_padding.cuh"
 
-namespace packing_ops::sm90 {
+namespace packing_ops::attention::sm90 {
 
 template <class T, class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
@@ -23,13 +23,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const uint32_t base = (ptx::shared_address(shared) + 1023) & ~1023u;
   const int warp = threadIdx.x / 32;
   ptx::let_next_kernel_start();
-  if (threadIdx.x == 0) {
-    barriers.init();
-    ptx::prefetch_map(args.q);
-    ptx::prefetch_map(args.k);
-    ptx::prefetch_map(args.v);
-    ptx::prefetch_map(args.out);
-  }
+  if (threadIdx.x == 0) barriers.init();
   __syncthreads();
   if (warp < 4) {
     ptx::fewer_registers<40>();
@@ -42,24 +36,20 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     const int64_t thread = blockIdx.x * 256 + threadIdx.x - 128;
     check_plan(args.common.plan, args.common.documents_q, args.common.documents_k, args.common.fault, thread,
                gridDim.x * 256);
-    sm80::zero_padding(args.common, thread, gridDim.x * 256);
+    zero_padding(args.common, thread, gridDim.x * 256);
     attend<T, Shape>(args, barriers, base, warp / 4 - 1);
   }
   ptx::wait_for_kernel_before();
 #endif
 }
 
-template <class T, class Shape>
-void launch_forward(const sm80::Args& args, DType dtype, cudaStream_t stream) {
-  static sm80::PersistentKernel kernel{reinterpret_cast<const void*>(attention_forward_sm90_kernel<T, Shape>),
-                                       Shape::kThreads, Shape::kShared, "attention_forward_sm90_kernel"};
-  const ForwardArgs forward = forward_args(args, dtype);
-  sm80::launch_persistent(kernel, &forward, args.plan.forward_capacity() * args.num_kv_heads, stream);
-}
-
 template <class T, int kDim>
-void run_forward(const sm80::Args& args, DType dtype, cudaStream_t stream) {
-  launch_forward<T, ForwardShape<kDim, kDim == 64 ? 4 : 2>>(args, dtype, stream);
+void run_forward(const Args& args, DType dtype, cudaStream_t stream) {
+  using Shape = ForwardShape<kDim>;
+  static PersistentKernel kernel{reinterpret_cast<const void*>(attention_forward_sm90_kernel<T, Shape>),
+                                 Shape::kThreads, Shape::kShared, "attention_forward_sm90_kernel"};
+  const ForwardArgs forward = forward_args(args, dtype);
+  launch_persistent(kernel, &forward, args.plan.forward_capacity() * args.num_kv_heads, stream);
 }
 
-}  // namespace packing_ops::sm90
+}  // namespace packing_ops::attention::sm90

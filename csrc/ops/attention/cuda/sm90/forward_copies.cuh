@@ -3,7 +3,7 @@
 
 #include "ops/attention/cuda/sm90/forward_shape.cuh"
 
-namespace packing_ops::sm90 {
+namespace packing_ops::attention::sm90 {
 
 // Tokens of a document as coordinates of a map: `before_end` and on reaches the end of its dimension where the document
 // ends, so that a box holds zeros from there on, and nothing of another document. See make_map.
@@ -25,7 +25,8 @@ __device__ __forceinline__ void load_keys_and_values(const ForwardArgs& args, Fo
     ptx::barrier_arrive_expecting(full, Shape::kTileK);
 #pragma unroll
     for (int panel = 0; panel < Shape::kPanels; ++panel) {
-      ptx::load_box(tile + panel * Shape::kPanelK, map, {64 * panel, start.at[1], start.at[2], start.at[3], kMapTokens}, full);
+      ptx::load_box(tile + panel * Shape::kPanelK, map, {64 * panel, start.at[1], start.at[2], start.at[3], kMapTokens},
+                    full);
     }
   };
   ptx::BoxStart values{};  // of the step before: its values are wanted after this step's keys
@@ -100,4 +101,4 @@ __device__ __forceinline__ void store_out(const ForwardArgs& args, ForwardBarrie
   }
 }
 
-}  // namespace packing_ops::sm90
+}  // namespace packing_ops::attention::sm90

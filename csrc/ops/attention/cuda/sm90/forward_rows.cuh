@@ -4,10 +4,11 @@
 #include <cmath>
 
 #include "core/ptx/wgmma.cuh"
+#include "ops/attention/cuda/epilogue.cuh"
 #include "ops/attention/cuda/sm90/forward_shape.cuh"
-#include "ops/attention/sm80/forward_unit.cuh"
+#include "ops/attention/cuda/softmax.cuh"
 
-namespace packing_ops::sm90 {
+namespace packing_ops::attention::sm90 {
 
 // A thread's two rows: g and g + 8 of its warp's 16. Which token of the tile and which head they are never changes.
 struct ThreadRows {
@@ -134,7 +135,7 @@ struct ForwardMath {
 #pragma unroll
     for (int n = 0; n < kKeys / 16; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) p[n][i] = sm80::pack<T>(s[8 * n + 2 * i], s[8 * n + 2 * i + 1]);
+      for (int i = 0; i < 4; ++i) p[n][i] = pack<T>(s[8 * n + 2 * i], s[8 * n + 2 * i + 1]);
     }
   }
 
@@ -158,7 +159,7 @@ struct ForwardMath {
     if (exists && (lane & 3) == mine) {
       const auto& common = args.common;
       const float most = mine == 0 ? state.most[0] : state.most[1];
-      float lse = sum == 0.f ? -INFINITY : sm80::log_of_sum(most, scale, common.softmax_scale, sum);
+      float lse = sum == 0.f ? -INFINITY : log_of_sum(most, scale, common.softmax_scale, sum);
       const int32_t head = unit.kv_head * common.group + (mine == 0 ? rows.head[0] : rows.head[1]);
       if (common.sinks != nullptr) {
         const float sink = common.sinks[head];
@@ -179,7 +180,7 @@ struct ForwardMath {
       uint32_t words[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        words[i] = sm80::pack<T>(o[8 * n + 2 * i] * factor[i % 2], o[8 * n + 2 * i + 1] * factor[i % 2]);
+        words[i] = pack<T>(o[8 * n + 2 * i] * factor[i % 2], o[8 * n + 2 * i + 1] * factor[i % 2]);
       }
       const int chunk = 2 * (n % 4) + (lane >> 4);
       ptx::stmatrix(address + n / 4 * Shape::kPanelQ + ((chunk ^ (row & 7)) << 4), words);
@@ -193,7 +194,7 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
   const ForwardRounds rounds(args);
   if (!rounds.has(0)) return;
   const int lane = threadIdx.x & 31;
-  const float scale = args.common.softmax_scale * sm80::kLog2e;
+  const float scale = args.common.softmax_scale * kLog2e;
   const ThreadRows rows(args, threadIdx.x / 32 & 3, lane);
   const bool from_left = args.common.plan.window.left < kOpenWindow;
   const int32_t skip = w * args.tile_tokens;  // tokens of the unit that are the other warpgroup's
@@ -221,7 +222,9 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
   const auto release = [&](uint64_t* empty) {
     if (lane == 0) ptx::barrier_arrive(empty);
   };
-  const auto start_scores = [&] { Math::start_scores(s, Shape::tile_q(base, q.stage, w), Shape::tile_k(base, k.stage)); };
+  const auto start_scores = [&] {
+    Math::start_scores(s, Shape::tile_q(base, q.stage, w), Shape::tile_k(base, k.stage));
+  };
   const auto end_scores = [&](const VisibleKeys& keys) {
     ptx::products_done(s);
     release(&shared.k_empty[k.stage]);
@@ -244,13 +247,6 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
     __syncwarp();
     release(&shared.out_full[place.stage][w]);
   };
-  const auto take_turn = [&] {
-    if (Shape::kOrdered) ptx::named_barrier_sync(1 + w, 256);
-  };
-  const auto pass_turn = [&] {
-    if (Shape::kOrdered) ptx::named_barrier_arrive(2 - w, 256);
-  };
-  if (w == 1) pass_turn();
 
   VisibleKeys keys = open();
   uint32_t round = 0;
@@ -275,11 +271,9 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
         ++tile;
       }
       ptx::barrier_wait(&shared.k_full[k.stage], k.odd);
-      take_turn();
       start_scores();
       ptx::barrier_wait(&shared.v_full[v.stage], v.odd);
       start_values();
-      pass_turn();
       ptx::products_wait<1>();
       const bool moved = end_scores(keys);
       end_values();
@@ -301,7 +295,6 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
     q.next();
     keys = open();
   }
-  if (w == 0) take_turn();
 }
 
-}  // namespace packing_ops::sm90
+}  // namespace packing_ops::attention::sm90

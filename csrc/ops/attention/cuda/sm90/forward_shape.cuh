@@ -3,21 +3,21 @@
 
 #include "core/ptx/barrier.cuh"
 #include "core/ptx/bulk_copy.cuh"
-#include "ops/attention/attention_window.cuh"
+#include "ops/attention/cuda/mask.cuh"
+#include "ops/attention/cuda/persistent.cuh"
 #include "ops/attention/cuda/sm90/forward.h"
 
-namespace packing_ops::sm90 {
+namespace packing_ops::attention::sm90 {
 
 constexpr int kStagesV = 2;
 
 // Tiles are panels of 64 columns, a row 128 bytes whose 16-byte chunks are permuted by the row: what bulk copies write
 // and products read.
-template <int kDim_, int kStagesK_, bool kStream_ = true, bool kOrdered_ = true>
+template <int kDim_>
 struct ForwardShape {
   static constexpr int kDim = kDim_;
-  static constexpr int kStagesK = kStagesK_;
-  static constexpr bool kStream = kStream_;    // a unit's first scores are worked out beside the last one's last values
-  static constexpr bool kOrdered = kOrdered_;  // the warpgroups take turns in giving products to the tensor cores
+  static constexpr int kStagesK = kDim == 64 ? 4 : 2;
+  static constexpr bool kStream = kDim == 64;  // a unit's first scores are worked out beside the last one's last values
   static constexpr int kThreads = 384;
   static constexpr int kPanels = kDim / 64;
   static constexpr int kPanelQ = kTileRows * 128;
@@ -59,7 +59,7 @@ template <class Shape>
 struct ForwardBarriers {
   ForwardUnit units[2];  // as q_full says
   uint64_t q_full[2];
-  uint64_t q_empty[2];   // out has left it
+  uint64_t q_empty[2];  // out has left it
   uint64_t out_full[2][2];
   uint64_t k_full[Shape::kStagesK];
   uint64_t k_empty[Shape::kStagesK];
@@ -103,16 +103,12 @@ struct ForwardRounds {
 
   __device__ explicit ForwardRounds(const ForwardArgs& args)
       : units(static_cast<uint32_t>(args.common.plan.data[PlanView::kForward]) * args.common.num_kv_heads) {}
-  // In a serpentine, so that no block always gets the longer one.
-  static __device__ __forceinline__ uint32_t at(uint32_t round) {
-    return round * gridDim.x + ((round & 1) ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-  }
-  __device__ __forceinline__ bool has(uint32_t round) const { return at(round) < units; }
+  __device__ __forceinline__ bool has(uint32_t round) const { return serpentine(round) < units; }
   __device__ __forceinline__ ForwardUnit unit(const ForwardArgs& args, uint32_t round) const {
-    const uint32_t place = args.common.kv_heads.quotient(at(round));
+    const uint32_t place = args.common.kv_heads.quotient(serpentine(round));
     return ForwardUnit::make(args, args.common.plan.entries[PlanView::kForward][place],
-                             static_cast<int32_t>(at(round) - place * args.common.kv_heads.value));
+                             static_cast<int32_t>(serpentine(round) - place * args.common.kv_heads.value));
   }
 };
 
-}  // namespace packing_ops::sm90
+}  // namespace packing_ops::attention::sm90

@@ -1,13 +1,10 @@
-#include "ops/attention/cuda/sm90/maps.h"
-
-#include <cstdlib>
 #include <stdexcept>
 #include <string>
 
 #include "core/launch.cuh"
-#include "ops/attention/sm80/persistent.h"
+#include "ops/attention/cuda/sm90/maps.h"
 
-namespace packing_ops::sm90 {
+namespace packing_ops::attention::sm90 {
 
 namespace {
 
@@ -32,6 +29,11 @@ struct Dimension {
   int64_t box;
 };
 
+// Of a tensor that has one token or head, any stride: any but 0 is good.
+int64_t stride_of(int64_t size, int64_t stride, int64_t head_dim) {
+  return size > 1 ? stride : (head_dim + 7) / 8 * 8;
+}
+
 // Token t of a document that starts at token s and has n is at coordinates kMapTokens - n + t, s + n and kMapTokens, by
 // strides that add up to token s + t modulo 2^64. The first is outside of its dimension from t = n on.
 CUtensorMap make_map(const AttentionTensor& tensor, DType dtype, int64_t head_dim, Dimension middle, Dimension outer) {
@@ -55,47 +57,33 @@ CUtensorMap make_map(const AttentionTensor& tensor, DType dtype, int64_t head_di
   return map;
 }
 
-bool switched_off() {
-  const char* value = std::getenv("PACKING_OPS_SM90");
-  return value != nullptr && std::string(value) == "0";
-}
-
 }  // namespace
 
-bool has_forward(int64_t head_dim, int64_t group, int device) {
-#if defined(PACKING_OPS_SM90)
-  static const bool off = switched_off();
-  if (off || head_dim > 128 || group > kMostGroup) return false;
-  int major = 0;
-  int minor = 0;
-  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
-  check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "cudaDeviceGetAttribute");
-  return major == 9 && minor == 0 && sm80::shared_memory_of_block(device) >= 227 << 10;
-#else
-  return false;
-#endif
-}
-
-ForwardArgs forward_args(const sm80::Args& args, DType dtype) {
+ForwardArgs forward_args(const Args& args, DType dtype) {
   const int64_t tokens = tile_tokens(args.group);
   // Rows of q and out: heads of the group, then tokens.
-  const auto rows = [&](const AttentionTensor& t) {
+  const auto rows = [&](AttentionTensor t) {
+    t.token_stride = stride_of(args.documents_q.total, t.token_stride, args.head_dim);
+    t.head_stride = stride_of(args.num_heads, t.head_stride, args.head_dim);
     return make_map(t, dtype, args.head_dim, {args.num_heads, t.head_stride, args.group},
                     {kMapTokens, t.token_stride, tokens});
   };
   const auto keys = [&](AttentionTensor t) {
+    t.token_stride = stride_of(args.documents_k.total, t.token_stride, args.head_dim);
+    t.head_stride = stride_of(args.num_kv_heads, t.head_stride, args.head_dim);
     if (args.documents_k.total == 0) t.data = args.q.data;  // some memory, of which no box reads anything
     return make_map(t, dtype, args.head_dim, {kMapTokens, t.token_stride, kKeys},
                     {args.num_kv_heads, t.head_stride, 1});
   };
   ForwardArgs forward;
+  forward.common = args;
+  forward.tile_tokens = static_cast<int32_t>(tokens);
+  if (args.documents_q.total == 0) return forward;  // nothing is copied
   forward.q = rows(args.q);
   forward.k = keys(args.k);
   forward.v = keys(args.v);
   forward.out = rows(args.out);
-  forward.common = args;
-  forward.tile_tokens = static_cast<int32_t>(tokens);
   return forward;
 }
 
-}  // namespace packing_ops::sm90
+}  // namespace packing_ops::attention::sm90

@@ -3,8 +3,8 @@
 
 #include "ops/attention/cuda/sm90/forward.h"
 
-namespace packing_ops::sm90 {
+namespace packing_ops::attention::sm90 {
 
-ForwardArgs forward_args(const sm80::Args& args, DType dtype);
+ForwardArgs forward_args(const Args& args, DType dtype);
 
-}  // namespace packing_ops::sm90
+}  // namespace packing_ops::attention::sm90

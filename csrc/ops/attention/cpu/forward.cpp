@@ -1,0 +1,113 @@
+// Forward: the online softmax over key tiles, one (document, kv head, query tile) at a time.
+#include "ops/attention/cpu/work_items.h"
+
+namespace packing_ops {
+
+namespace attention::cpu {
+
+namespace {
+
+template <class Element>
+class Forward {
+ public:
+  using T = accumulate_t<Element>;
+
+  explicit Forward(const VarlenAttentionParams& p) : p_(p), g_(geometry_of<T>(p)) {}
+
+  void run() const {
+    std::vector<Item> items = plan();
+    const int64_t rows = g_.row_stride({0, g_.tokens});
+    const int64_t scratch = 3 * rows * g_.dim + 2 * kTile * g_.dim + kTile * rows + 4 * rows;
+    for_each_item<T>(items, scratch, [&](const Item& item, Scratch<T> memory) { query_tile(item, memory); });
+    clear_rows<Element>(p_.out, p_.documents_q, p_.num_q_heads, p_.head_dim);
+    for (int64_t head = 0; head < p_.num_q_heads; ++head) {
+      std::fill(lse_at(head, p_.documents_q.end()), lse_at(head + 1, 0), -std::numeric_limits<T>::infinity());
+    }
+  }
+
+ private:
+  T* lse_at(int64_t head, int64_t token) const { return static_cast<T*>(p_.lse) + head * p_.documents_q.total + token; }
+
+  std::vector<Item> plan() const {
+    std::vector<Item> items;
+    for (int64_t i = 0; i < p_.documents_q.num_documents; ++i) {
+      const Document document = document_of(p_, i);
+      for_each_tile({0, document.num_q()}, g_.tokens, document.num_q(), [&](Range tokens) {
+        const Range seen = document.keys_seen_by(g_, tokens);
+        const int64_t cost = (tokens.end - tokens.begin) * g_.group * (seen.end - seen.begin);
+        for (int64_t head = 0; head < p_.num_kv_heads; ++head) {
+          items.push_back({int32_t(i), int32_t(head), int32_t(tokens.begin), Work::kQueryTile, cost});
+        }
+      });
+    }
+    return items;
+  }
+
+  void query_tile(const Item& item, Scratch<T> memory) const {
+    const Document document = document_of(p_, item.document);
+    const Range tokens{item.begin, std::min(item.begin + g_.tokens, document.num_q())};
+    const int64_t count = tokens.end - tokens.begin;
+    const int64_t first_head = item.kv_head * g_.group;
+    const Scoring<T> scoring{static_cast<T>(p_.softmax_scale), static_cast<T>(p_.softcap)};
+    const int64_t stride = g_.row_stride(tokens);
+
+    T* q = memory.take(stride * g_.dim);
+    T* q_transposed = memory.take(stride * g_.dim);
+    T* sums = memory.take(stride * g_.dim);
+    T* k = memory.take(kTile * g_.dim);
+    T* v = memory.take(kTile * g_.dim);
+    T* scores = memory.take(kTile * stride);
+    const SoftmaxState<T> state{memory.take(stride), memory.take(stride), memory.take(stride), memory.take(stride)};
+
+    load_rows<Element>(p_, p_.q, document.q.start + tokens.begin, count, first_head, g_.group, g_.dim, q);
+    transpose(q, count * g_.group, g_.dim, stride, q_transposed);
+    std::fill_n(sums, stride * g_.dim, T(0));
+    start_softmax(first_head, stride, state);
+
+    for_each_tile(document.keys_seen_by(g_, tokens), kTile, document.num_k(), [&](Range keys) {
+      const Tile tile = document.tile(g_, tokens, keys);
+      load_rows<Element>(p_, p_.k, document.k.start + keys.begin, tile.band.keys, item.kv_head, 1, g_.dim, k);
+      load_rows<Element>(p_, p_.v, document.k.start + keys.begin, tile.band.keys, item.kv_head, 1, g_.dim, v);
+      multiply(tile, k, q_transposed, scores);
+      softmax_step(tile, scoring, scores, state);
+      scale_rows(tile, state.rescale, sums);
+      accumulate_rows(tile, scores, v, needs_exact(tile, v, tile.band.keys), sums);
+    });
+
+    finish(document, tokens, first_head, state, sums);
+    store_rows<Element>(p_, p_.out, document.q.start + tokens.begin, count, first_head, g_.group, g_.dim, sums);
+  }
+
+  // A sink counts as one score that was seen before the first key, with value 0.
+  void start_softmax(int64_t first_head, int64_t stride, const SoftmaxState<T>& state) const {
+    constexpr T kNothing = -std::numeric_limits<T>::infinity();
+    const T* sinks = static_cast<const T*>(p_.sinks);
+    for (int64_t r = 0; r < stride; ++r) {
+      state.max[r] = sinks ? sinks[first_head + r % g_.group] : kNothing;
+      state.sum[r] = state.max[r] == kNothing ? T(0) : T(1);
+    }
+  }
+
+  void finish(const Document& document, Range tokens, int64_t first_head, const SoftmaxState<T>& state, T* sums) const {
+    for (int64_t token = tokens.begin, r = 0; token < tokens.end; ++token) {
+      for (int64_t head = first_head; head < first_head + g_.group; ++head, ++r) {
+        const T share = state.sum[r] == 0 ? T(0) : 1 / state.sum[r];
+        for (int64_t c = 0; c < g_.dim; ++c) sums[r * g_.dim + c] *= share;
+        *lse_at(head, document.q.start + token) = state.max[r] + std::log(state.sum[r]);
+      }
+    }
+  }
+
+  const VarlenAttentionParams& p_;
+  const Geometry g_;
+};
+
+}  // namespace
+
+}  // namespace attention::cpu
+
+void launch_varlen_attention_cpu(const VarlenAttentionParams& p) {
+  dispatch_float(p.dtype, [&](auto element) { attention::cpu::Forward<decltype(element)>(p).run(); });
+}
+
+}  // namespace packing_ops

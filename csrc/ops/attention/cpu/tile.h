@@ -1,0 +1,110 @@
+// Arithmetic on one tile: a block of query rows against a block of keys, in float or double.
+//
+// A tile holds `tokens` query tokens of the `group` query heads that share one kv head: row = token * group + head.
+// Scores lie transposed, [key][row], so that softmax runs along rows of memory: no reduction inside a vector, hence
+// the same bits however wide the vectors are used.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace packing_ops::attention::cpu {
+
+constexpr int64_t kTile = 64;  // keys of a tile, and query rows where the group allows it
+
+constexpr int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+struct Range {
+  int64_t begin;
+  int64_t end;
+};
+
+// Which keys of the tile each row sees: token t sees keys [t + low, t + high).
+struct Band {
+  int64_t low;
+  int64_t high;
+  int64_t tokens;
+  int64_t keys;
+  int64_t group;
+
+  int64_t rows() const { return tokens * group; }
+
+  // Keys that some row of `rows` sees; exactly what a single row sees.
+  Range keys_of(Range rows) const {
+    const int64_t begin = std::clamp<int64_t>(rows.begin / group + low, 0, keys);
+    return {begin, std::clamp<int64_t>((rows.end - 1) / group + high, begin, keys)};
+  }
+  // Rows that see some key of `seen`; exactly those that see a single key.
+  Range rows_of(Range seen) const {
+    const int64_t begin = std::clamp<int64_t>(seen.begin - high + 1, 0, tokens);
+    return {begin * group, std::clamp<int64_t>(seen.end - low, begin, tokens) * group};
+  }
+  bool all_visible() const { return tokens - 1 + low <= 0 && high >= keys; }
+};
+
+struct Tile {
+  Band band;
+  int64_t dim;         // head_dim rounded up; the columns past head_dim are 0
+  int64_t row_stride;  // rows rounded up
+};
+
+// Scores of one kind of element; softcap 0 is off.
+template <class T>
+struct Scoring {
+  T scale;
+  T softcap;
+};
+
+// Lanes that the columns of every scratch matrix are rounded up to.
+template <class T>
+constexpr int64_t kLanes = 64 / sizeof(T);
+
+// products[key][row] = keys[key] . rows_transposed[.][row]: where a row sees the key, other entries are left undefined.
+template <class T>
+void multiply(const Tile& tile, const T* keys, const T* rows_transposed, T* products);
+
+// sums[row] += sum over the keys it sees of weights[key][row] * values[key]. Weights of keys that a row does not see
+// must be 0. They are multiplied too, a few per row, unless `exact`: for values that are NaN or Inf.
+template <class T>
+void accumulate_rows(const Tile& tile, const T* weights, const T* values, bool exact, T* sums);
+
+// sums[key] += sum over the rows that see it of weights[key][row] * values[row], likewise.
+template <class T>
+void accumulate_keys(const Tile& tile, const T* weights, const T* values, bool exact, T* sums);
+
+// What the online softmax knows of each row, [row_stride] each.
+template <class T>
+struct SoftmaxState {
+  T* max;       // of the scores so far
+  T* sum;       // of exp(score - max) so far
+  T* rescale;   // out: factor that brings what was summed before this step to the new max
+  T* tile_sum;  // scratch
+};
+
+// One step of the online softmax. scores: products in, exp(score - max) out, 0 where hidden.
+template <class T>
+void softmax_step(const Tile& tile, const Scoring<T>& scoring, T* scores, const SoftmaxState<T>& state);
+
+// sums[row] *= factors[row]
+template <class T>
+void scale_rows(const Tile& tile, const T* factors, T* sums);
+
+// scores: products in, probabilities out. grads: gradients of the probabilities in, of the products out. 0 where
+// hidden.
+template <class T>
+void softmax_gradient(const Tile& tile, const Scoring<T>& scoring, const T* lse, const T* delta, T* scores, T* grads);
+
+// transposed[c][r] = matrix[r][c]; columns from rows to row_stride become 0.
+template <class T>
+void transpose(const T* matrix, int64_t rows, int64_t dim, int64_t row_stride, T* transposed);
+
+// a . b, size a multiple of kLanes
+template <class T>
+T dot(const T* a, const T* b, int64_t size);
+
+template <class T>
+bool all_finite(const T* values, int64_t count);
+
+}  // namespace packing_ops::attention::cpu

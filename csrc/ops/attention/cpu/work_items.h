@@ -1,0 +1,196 @@
+// How documents are cut into tiles and items of work, and how tiles get into scratch memory.
+//
+// Everything here depends on the document's own lengths, the head geometry and the dtype alone: that is what makes
+// the results of a document the same to the bit in any pack, on any number of threads.
+#pragma once
+
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "host/parallel.h"
+#include "host/scalar.h"
+#include "ops/attention/attention.h"
+#include "ops/attention/cpu/tile.h"
+
+namespace packing_ops::attention::cpu {
+
+// --- geometry ---
+
+struct Geometry {
+  int64_t group;   // query heads per kv head
+  int64_t tokens;  // query tokens of a tile; all heads of the group are in it
+  int64_t dim;     // head_dim rounded up to whole vectors
+  int64_t lanes;   // elements of a whole vector
+  int64_t left;    // window; open ends are farther than any document is long
+  int64_t right;
+
+  int64_t row_stride(Range tile_tokens) const { return round_up((tile_tokens.end - tile_tokens.begin) * group, lanes); }
+};
+
+template <class T>
+Geometry geometry_of(const VarlenAttentionParams& p) {
+  constexpr int64_t kOpen = int64_t(1) << 40;
+  Geometry g;
+  g.group = p.num_q_heads / p.num_kv_heads;
+  g.tokens = std::max<int64_t>(1, kTile / g.group);
+  g.lanes = kLanes<T>;
+  g.dim = round_up(p.head_dim, g.lanes);
+  g.left = p.window_left < 0 ? kOpen : p.window_left;
+  g.right = p.window_right < 0 ? kOpen : p.window_right;
+  return g;
+}
+
+// One document; token numbers below count from its start.
+struct Document {
+  Segment q;
+  Segment k;
+
+  int64_t num_q() const { return q.end - q.start; }
+  int64_t num_k() const { return k.end - k.start; }
+  int64_t shift() const { return num_k() - num_q(); }  // query i stands at key i + shift
+
+  Range keys_seen_by(const Geometry& g, Range tokens) const {
+    const int64_t begin = std::clamp<int64_t>(tokens.begin + shift() - g.left, 0, num_k());
+    return {begin, std::clamp<int64_t>(tokens.end + shift() + g.right, begin, num_k())};
+  }
+  Range tokens_that_see(const Geometry& g, Range keys) const {
+    const int64_t begin = std::clamp<int64_t>(keys.begin - shift() - g.right, 0, num_q());
+    return {begin, std::clamp<int64_t>(keys.end - shift() + g.left, begin, num_q())};
+  }
+  Tile tile(const Geometry& g, Range tokens, Range keys) const {
+    const int64_t place = tokens.begin + shift() - keys.begin;
+    const Band band{place - g.left, place + g.right + 1, tokens.end - tokens.begin, keys.end - keys.begin, g.group};
+    return {band, g.dim, g.row_stride(tokens)};
+  }
+};
+
+inline Document document_of(const VarlenAttentionParams& p, int64_t i) {
+  return {p.documents_q[i], p.documents_k[i]};
+}
+
+// The tiles of `step` that meet `range`, the last one cut at `size`.
+template <class F>
+void for_each_tile(Range range, int64_t step, int64_t size, const F& f) {
+  for (int64_t begin = range.begin / step * step; begin < range.end; begin += step) {
+    f(Range{begin, std::min(begin + step, size)});
+  }
+}
+
+// --- scratch ---
+
+// Aligned arrays of one thread, cut from one allocation made before the threads start.
+template <class T>
+class Scratch {
+ public:
+  explicit Scratch(T* memory = nullptr) : next_(memory) {}
+
+  T* take(int64_t count) {
+    T* taken = next_;
+    next_ += round_up(count, kLanes<T>);
+    return taken;
+  }
+
+ private:
+  T* next_;
+};
+
+// --- items of work ---
+
+enum class Work : uint8_t {
+  kQueryTile,  // one query tile against all keys that it sees
+  kKeyTile,    // one key tile against all queries that see it
+  kDocument    // all tiles
+};
+
+struct Item {
+  int32_t document;
+  int32_t kv_head;
+  int32_t begin;  // first token or key of the tile
+  Work work;
+  int64_t cost;  // products of a row and a key, roughly
+};
+
+// f(item, scratch) for every item. Threads take the next item when they are free, so which thread computes an item,
+// and when, is open; no bit of the item depends on it.
+template <class T, class F>
+void for_each_item(std::vector<Item>& items, int64_t scratch_count, const F& f) {
+  constexpr int64_t kCostPerThread = 4096;  // less is done before a second thread has woken up
+  int64_t cost = 0;
+  int64_t dearest = 0;
+  for (const Item& item : items) {
+    cost += item.cost;
+    dearest = std::max(dearest, item.cost);
+  }
+  const int64_t threads = std::min<int64_t>(get_num_threads(), std::max<int64_t>(items.size(), 1));
+  const int64_t slots = std::clamp<int64_t>(cost / kCostPerThread, 1, threads);
+  // The dearest first, where one of them, started last, would keep the others waiting.
+  if (slots > 1 && dearest * slots * 16 > cost) {
+    std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
+  }
+  const int64_t stride = round_up(scratch_count, 4096 / sizeof(T));
+  const std::unique_ptr<void, decltype(&std::free)> memory(std::aligned_alloc(64, slots * stride * sizeof(T)),
+                                                           &std::free);
+  if (!memory) throw std::bad_alloc();
+  std::atomic<size_t> next{0};
+  parallel_for(0, slots, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t slot = begin; slot < end; ++slot) {
+      T* own = static_cast<T*>(memory.get()) + slot * stride;
+      for (size_t i = next++; i < items.size(); i = next++) f(items[i], Scratch<T>(own));
+    }
+  });
+}
+
+// --- moving tiles ---
+
+template <class Element>
+Element* token_address(const AttentionTensor& tensor, int64_t token, int64_t head) {
+  return static_cast<Element*>(tensor.data) + token * tensor.token_stride + head * tensor.head_stride;
+}
+
+// rows[token * group + head][.] of a tile, in T, the columns from head_dim on 0.
+template <class Element, class T>
+void load_rows(const VarlenAttentionParams& p, const AttentionTensor& tensor, int64_t first_token, int64_t tokens,
+               int64_t first_head, int64_t group, int64_t dim, T* rows) {
+  for (int64_t token = 0; token < tokens; ++token) {
+    for (int64_t head = 0; head < group; ++head, rows += dim) {
+      const Element* from = token_address<const Element>(tensor, first_token + token, first_head + head);
+      for (int64_t c = 0; c < p.head_dim; ++c) rows[c] = static_cast<T>(from[c]);
+      std::fill(rows + p.head_dim, rows + dim, T(0));
+    }
+  }
+}
+
+template <class Element, class T>
+void store_rows(const VarlenAttentionParams& p, const AttentionTensor& tensor, int64_t first_token, int64_t tokens,
+                int64_t first_head, int64_t group, int64_t dim, const T* rows) {
+  for (int64_t token = 0; token < tokens; ++token) {
+    for (int64_t head = 0; head < group; ++head, rows += dim) {
+      Element* to = token_address<Element>(tensor, first_token + token, first_head + head);
+      for (int64_t c = 0; c < p.head_dim; ++c) to[c] = static_cast<Element>(rows[c]);
+    }
+  }
+}
+
+// Weights of hidden keys are 0, but 0 * NaN is NaN: values that are not finite are kept away from rows that do not
+// see them.
+template <class T>
+bool needs_exact(const Tile& tile, const T* values, int64_t count) {
+  return !tile.band.all_visible() && !all_finite(values, count * tile.dim);
+}
+
+// Rows past the last document hold 0.
+template <class Element>
+void clear_rows(const AttentionTensor& tensor, const Documents& documents, int64_t heads, int64_t head_dim) {
+  for (int64_t token = documents.end(); token < documents.total; ++token) {
+    for (int64_t head = 0; head < heads; ++head) {
+      std::fill_n(token_address<Element>(tensor, token, head), head_dim, static_cast<Element>(0.0f));
+    }
+  }
+}
+
+}  // namespace packing_ops::attention::cpu

@@ -1,0 +1,188 @@
+// From params to the instance that serves them: fp32/ for float32, sm80/ (every GPU from compute capability 8.0 on) for
+// the half types. Kernels that need Hopper's own instructions get a folder sm90/ and a branch in dispatch.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
+#include "core/error.h"
+#include "core/launch.cuh"
+#include "ops/attention/cuda/fp32/attention_fp32.h"
+#include "ops/attention/cuda/plan.h"
+#include "ops/attention/cuda/row_stats.h"
+#include "ops/attention/cuda/sm80/backward.h"
+#include "ops/attention/cuda/sm80/forward.h"
+#include "ops/attention/cuda/sm90/forward.h"
+
+namespace packing_ops {
+
+namespace {
+
+using namespace attention;
+
+AttentionPlanParams plan_params(const VarlenAttentionParams& p) {
+  return {p.documents_q, p.documents_k,  p.num_q_heads, p.num_kv_heads, p.head_dim,
+          p.window_left, p.window_right, p.plan,        p.device};
+}
+
+Args forward_args(const VarlenAttentionParams& p, const FaultFlag& fault = {}) {
+  Args a;
+  a.fault = fault;
+  a.q = p.q;
+  a.k = p.k;
+  a.v = p.v;
+  a.out = p.out;
+  a.documents_q = p.documents_q;
+  a.documents_k = p.documents_k;
+  a.lse = static_cast<float*>(p.lse);
+  a.sinks = static_cast<const float*>(p.sinks);
+  a.plan = plan_view(plan_params(p));
+  a.num_heads = static_cast<int32_t>(p.num_q_heads);
+  a.num_kv_heads = static_cast<int32_t>(p.num_kv_heads);
+  a.group = static_cast<int32_t>(p.num_q_heads / p.num_kv_heads);
+  a.group_inverse = static_cast<uint32_t>(((1 << 22) + a.group - 1) / a.group);
+  a.kv_heads = Divisor(static_cast<uint32_t>(a.num_kv_heads));
+  a.group_size = Divisor(static_cast<uint32_t>(a.group));
+  a.head_dim = static_cast<int32_t>(p.head_dim);
+  a.whole_group = padded_dim(a.head_dim) == a.head_dim && 16 % a.group == 0 ? a.group : 0;
+  a.softmax_scale = static_cast<float>(p.softmax_scale);
+  a.softcap = static_cast<float>(p.softcap);
+  return a;
+}
+
+// Scratch of the backward, one part after the other, each on 16 bytes.
+struct Scratch {
+  int64_t row_stats;  // bytes
+  int64_t order;
+  int64_t dq_sum;
+
+  explicit Scratch(const Args& a, bool fp32) {
+    const int64_t rows = a.documents_q.total * a.num_heads;
+    row_stats = (rows * static_cast<int64_t>(sizeof(float2)) + 15) / 16 * 16;
+    order = fp32 ? 0 : (4 * (Args::kClaims + a.plan.sum_tiles) + 15) / 16 * 16;
+    const int64_t tile_bytes =
+        a.plan.tiles.backward_rows * padded_dim(a.head_dim) * static_cast<int64_t>(sizeof(float));
+    dq_sum = fp32 ? 0 : a.plan.sum_tiles * tile_bytes;
+  }
+};
+
+Args backward_args(const VarlenAttentionBackwardParams& p, const FaultFlag& fault) {
+  Args a = forward_args(p, fault);
+  a.dout = p.dout;
+  a.dq = p.dq;
+  a.dk = p.dk;
+  a.dv = p.dv;
+  a.dlse = static_cast<const float*>(p.dlse);
+  a.dsinks = static_cast<float*>(p.dsinks);
+  const Scratch scratch(a, p.dtype == DType::kFloat32);
+  auto* bytes = static_cast<uint8_t*>(p.scratch);
+  a.row_stats = reinterpret_cast<float2*>(bytes);
+  a.order = reinterpret_cast<int32_t*>(bytes + scratch.row_stats);
+  a.order_size = scratch.order / 4;
+  a.dq_sum = reinterpret_cast<float*>(bytes + scratch.row_stats + scratch.order);
+  a.all_row_stats =
+      p.dtype == DType::kFloat32 || a.sinks != nullptr || a.documents_q.cu_seqlens != a.documents_k.cu_seqlens;
+  return a;
+}
+
+template <int kDim>
+struct PaddedDim {
+  static constexpr int value = kDim;
+};
+
+// Scores that are not softmax_scale * dot with a positive scale.
+bool transforms(const VarlenAttentionParams& p) {
+  return p.softcap > 0 || !(p.softmax_scale > 0);
+}
+
+// f(room), as a constant.
+template <int kDim, class F>
+void with_room(Room room, F&& f) {
+  if (room == Room::kLarge) return f(std::integral_constant<Room, Room::kLarge>{});
+  if constexpr (has_small_room(kDim)) {
+    if (room == Room::kSmall) return f(std::integral_constant<Room, Room::kSmall>{});
+  }
+  return f(std::integral_constant<Room, Room::kMedium>{});
+}
+
+// f(element type, padded head_dim, whether scores are transformed), each as a constant.
+template <class F>
+void dispatch(const VarlenAttentionParams& p, F&& f) {
+  const auto with_all = [&](auto element, auto dim) {
+    transforms(p) ? f(element, dim, std::true_type{}) : f(element, dim, std::false_type{});
+  };
+  const auto with_dim = [&](auto element) {
+    switch (padded_dim(p.head_dim)) {
+      case 64:
+        return with_all(element, PaddedDim<64>{});
+      case 96:
+        return with_all(element, PaddedDim<96>{});
+      case 128:
+        return with_all(element, PaddedDim<128>{});
+      case 192:
+        return with_all(element, PaddedDim<192>{});
+      default:
+        return with_all(element, PaddedDim<256>{});
+    }
+  };
+  if (p.dtype == DType::kBFloat16) return with_dim(__nv_bfloat16{});
+  if (p.dtype == DType::kFloat16) return with_dim(__half{});
+  fail("q: expected bfloat16, float16 or float32 on CUDA, got ", dtype_name(p.dtype));
+}
+
+}  // namespace
+
+int64_t attention_backward_scratch_cuda(const VarlenAttentionBackwardParams& p) {
+  const Scratch scratch(forward_args(p), p.dtype == DType::kFloat32);
+  return scratch.row_stats + scratch.order + scratch.dq_sum;
+}
+
+void launch_varlen_attention_cuda(const VarlenAttentionParams& p, const CudaLaunch& launch) {
+  const Args args = forward_args(p, launch.fault);
+  const cudaStream_t stream = stream_of(launch);
+  if (p.dtype == DType::kFloat32) return fp32::run_forward(args, stream);
+  dispatch(p, [&](auto element, auto dim, auto transform) {
+    using T = decltype(element);
+    constexpr int kDim = decltype(dim)::value;
+    constexpr bool kTransform = decltype(transform)::value;
+    const bool wgmma = !kTransform && has_wgmma_forward(args.group, args.head_dim, p.device);
+    if constexpr (kDim <= 128 && !kTransform) {
+      if (wgmma) sm90::run_forward<T, kDim == 64 ? 64 : 128>(args, p.dtype, stream);
+    }
+    if (!wgmma) sm80::run_forward<T, kDim, false, kTransform>(args, stream);
+    if constexpr (has_short_forward(kDim)) {
+      const AttentionTiles& tiles = args.plan.tiles;
+      if (tiles.short_most >= 0) sm80::run_forward<T, kDim, true, kTransform>(args, stream);
+      if (tiles.whole_most >= 0) sm80::run_forward_whole<T, kDim, kTransform>(args, stream);
+    }
+  });
+}
+
+void launch_varlen_attention_backward_cuda(const VarlenAttentionBackwardParams& p, const CudaLaunch& launch) {
+  const Args args = backward_args(p, launch.fault);
+  const cudaStream_t stream = stream_of(launch);
+  if (p.dtype == DType::kFloat32) {
+    run_row_stats<float>(args, stream);
+    fp32::run_backward(args, stream);
+  } else {
+    dispatch(p, [&](auto element, auto dim, auto transform) {
+      using T = decltype(element);
+      constexpr int kDim = decltype(dim)::value;
+      constexpr bool kTransform = decltype(transform)::value;
+      run_row_stats<T>(args, stream);
+      with_room<kDim>(backward_room(kDim, static_cast<int>(p.device)), [&](auto constant) {
+        constexpr Room kRoom = decltype(constant)::value;
+        constexpr Room kSingleRoom = backward_single_room(kDim, kRoom);
+        constexpr int kSmallKeys = backward_small_keys(kDim, kRoom);
+        sm80::run_backward<T, kDim, kTransform, kRoom>(args, stream);
+        sm80::run_backward_single<T, kDim, backward_keys(kDim, kRoom), kTransform, kSingleRoom>(args, stream);
+        if constexpr (kSmallKeys > 0) {
+          sm80::run_backward_single<T, kDim, kSmallKeys, kTransform, kSingleRoom>(args, stream);
+        }
+      });
+    });
+  }
+  if (args.dsinks != nullptr) run_sinks_backward(args, stream);
+}
+
+}  // namespace packing_ops

@@ -1,0 +1,231 @@
+// A warp for each (token, head); a row is spread over the lanes, lane l holds columns l, l + 32, ...
+#include "core/launch.cuh"
+#include "ops/attention/cuda/fp32/attention_fp32.h"
+#include "ops/attention/cuda/mask.cuh"
+#include "ops/attention/cuda/plan_check.cuh"
+
+namespace packing_ops::attention::fp32 {
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWords = 8;  // of a lane: head_dim up to 256
+
+struct Row {
+  float x[kWords];
+};
+
+__device__ const float* address(const AttentionTensor& t, int64_t token, int64_t head) {
+  return static_cast<const float*>(t.data) + token * t.token_stride + head * t.head_stride;
+}
+
+__device__ Row load(const AttentionTensor& t, int64_t token, int64_t head, int head_dim) {
+  const float* from = address(t, token, head);
+  Row row;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    const int column = static_cast<int>(threadIdx.x & 31) + 32 * i;
+    row.x[i] = column < head_dim ? from[column] : 0.f;
+  }
+  return row;
+}
+
+__device__ void store(const AttentionTensor& t, int64_t token, int64_t head, int head_dim, const Row& row,
+                      float scale) {
+  float* to = const_cast<float*>(address(t, token, head));
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    const int column = static_cast<int>(threadIdx.x & 31) + 32 * i;
+    if (column < head_dim) to[column] = row.x[i] * scale;
+  }
+}
+
+__device__ float dot(const Row& a, const Row& b) {
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) sum = fmaf(a.x[i], b.x[i], sum);
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+  return sum;
+}
+
+// Sums of many terms: every 32 of them are added up by themselves first.
+constexpr int kTerms = 32;
+struct Sum {
+  Row whole{};
+  Row part{};
+  int terms = 0;
+
+  __device__ void add(const Row& row, float factor) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) part.x[i] = fmaf(row.x[i], factor, part.x[i]);
+    if (++terms == kTerms) close();
+  }
+  __device__ const Row& close() {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      whole.x[i] += part.x[i];
+      part.x[i] = 0.f;
+    }
+    terms = 0;
+    return whole;
+  }
+  __device__ void scale(float factor) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      whole.x[i] *= factor;
+      part.x[i] *= factor;
+    }
+  }
+};
+
+// The score and its derivative by the dot product.
+__device__ float score_of(float product, const Args& args, float* slope) {
+  *slope = args.softmax_scale;
+  if (!(args.softcap > 0.f)) return product * args.softmax_scale;
+  const float t = tanhf(product * args.softmax_scale / args.softcap);
+  *slope *= 1.f - t * t;
+  return args.softcap * t;
+}
+
+struct Place {
+  DocumentView document;
+  int32_t at;  // in its document
+  bool inside;
+};
+
+__device__ Place place_of(const Args& args, const Documents& documents, int64_t end, int64_t token, bool is_key) {
+  if (token >= end) return {{}, 0, false};
+  const int64_t i = documents.document_of(token);
+  const DocumentView d = document_view(args.documents_q, args.documents_k, i, args.plan.window);
+  return {d, static_cast<int32_t>(token - (is_key ? d.start_k : d.start_q)), true};
+}
+
+__global__ void __launch_bounds__(kThreads) forward_fp32_kernel(__grid_constant__ const Args args) {
+  check_plan(args.plan, args.documents_q, args.documents_k, args.fault);
+  const int64_t warps = static_cast<int64_t>(gridDim.x) * blockDim.x / 32;
+  const int64_t rows = args.documents_q.total * args.num_heads;
+  const int64_t end = args.plan.data[PlanView::kEndQ];
+  for (int64_t i = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / 32; i < rows; i += warps) {
+    const int64_t token = i / args.num_heads;
+    const int64_t head = i % args.num_heads;
+    const int64_t kv_head = head / args.group;
+    const Place place = place_of(args, args.documents_q, end, token, false);
+    const Range keys = place.inside ? place.document.keys_seen(place.at, place.at) : Range{0, 0};
+    float most = place.inside && args.sinks != nullptr ? args.sinks[head] : -INFINITY;
+    float sum = most == -INFINITY ? 0.f : 1.f;
+    Sum out;
+    float part = 0.f;  // of sum
+    if (!keys.empty()) {
+      const Row q = load(args.q, token, head, args.head_dim);
+      for (int32_t key = keys.first; key < keys.end; ++key) {
+        const int64_t at = place.document.start_k + key;
+        float slope;
+        const float score = score_of(dot(q, load(args.k, at, kv_head, args.head_dim)), args, &slope);
+        const float top = fmaxf(most, score);
+        const float base = top == -INFINITY ? 0.f : top;
+        const float p = expf(score - base);
+        if (top > most) {
+          const float factor = expf(most - base);
+          sum *= factor;
+          part *= factor;
+          out.scale(factor);
+          most = top;
+        }
+        part += p;
+        if (out.terms + 1 == kTerms) {
+          sum += part;
+          part = 0.f;
+        }
+        out.add(load(args.v, at, kv_head, args.head_dim), p);
+      }
+    }
+    sum += part;
+    store(args.out, token, head, args.head_dim, out.close(), sum == 0.f ? 0.f : 1.f / sum);
+    if ((threadIdx.x & 31) == 0) {
+      args.lse[head * args.documents_q.total + token] = sum == 0.f ? -INFINITY : most + logf(sum);
+    }
+  }
+}
+
+// p and ds (by the dot product) of one query row and one key.
+__device__ float2 gradients(const Args& args, int64_t token, int64_t head, const Row& q, const Row& dout, const Row& k,
+                            const Row& v) {
+  float slope;
+  const float score = score_of(dot(q, k), args, &slope);
+  const float p = expf(score - args.lse[head * args.documents_q.total + token]);
+  return {p, p * (dot(dout, v) - args.row_stats[token * args.num_heads + head].y) * slope};
+}
+
+__global__ void __launch_bounds__(kThreads) backward_dq_fp32_kernel(__grid_constant__ const Args args) {
+  const int64_t warps = static_cast<int64_t>(gridDim.x) * blockDim.x / 32;
+  const int64_t rows = args.documents_q.total * args.num_heads;
+  const int64_t end = args.plan.data[PlanView::kEndQ];
+  for (int64_t i = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / 32; i < rows; i += warps) {
+    const int64_t token = i / args.num_heads;
+    const int64_t head = i % args.num_heads;
+    const int64_t kv_head = head / args.group;
+    const Place place = place_of(args, args.documents_q, end, token, false);
+    const Range keys = place.inside ? place.document.keys_seen(place.at, place.at) : Range{0, 0};
+    Sum dq;
+    if (!keys.empty()) {
+      const Row q = load(args.q, token, head, args.head_dim);
+      const Row dout = load(args.dout, token, head, args.head_dim);
+      for (int32_t key = keys.first; key < keys.end; ++key) {
+        const int64_t at = place.document.start_k + key;
+        const Row k = load(args.k, at, kv_head, args.head_dim);
+        dq.add(k, gradients(args, token, head, q, dout, k, load(args.v, at, kv_head, args.head_dim)).y);
+      }
+    }
+    store(args.dq, token, head, args.head_dim, dq.close(), 1.f);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) backward_dkv_fp32_kernel(__grid_constant__ const Args args) {
+  const int64_t warps = static_cast<int64_t>(gridDim.x) * blockDim.x / 32;
+  const int64_t rows = args.documents_k.total * args.num_kv_heads;
+  const int64_t end = args.plan.data[PlanView::kEndK];
+  for (int64_t i = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / 32; i < rows; i += warps) {
+    const int64_t at = i / args.num_kv_heads;
+    const int64_t kv_head = i % args.num_kv_heads;
+    const Place place = place_of(args, args.documents_k, end, at, true);
+    const Range tokens = place.inside ? place.document.tokens_seeing(place.at, place.at) : Range{0, 0};
+    Sum dk;
+    Sum dv;
+    if (!tokens.empty()) {
+      const Row k = load(args.k, at, kv_head, args.head_dim);
+      const Row v = load(args.v, at, kv_head, args.head_dim);
+      for (int32_t t = tokens.first; t < tokens.end; ++t) {
+        const int64_t token = place.document.start_q + t;
+        for (int64_t head = kv_head * args.group; head < (kv_head + 1) * args.group; ++head) {
+          const Row q = load(args.q, token, head, args.head_dim);
+          const Row dout = load(args.dout, token, head, args.head_dim);
+          const float2 g = gradients(args, token, head, q, dout, k, v);
+          dk.add(q, g.y);
+          dv.add(dout, g.x);
+        }
+      }
+    }
+    store(args.dk, at, kv_head, args.head_dim, dk.close(), 1.f);
+    store(args.dv, at, kv_head, args.head_dim, dv.close(), 1.f);
+  }
+}
+
+}  // namespace
+
+void run_forward(const Args& args, cudaStream_t stream) {
+  const int64_t rows = args.documents_q.total * args.num_heads;
+  forward_fp32_kernel<<<grid_for(rows * 32, kThreads), kThreads, 0, stream>>>(args);
+  check_launch("forward_fp32_kernel");
+}
+
+void run_backward(const Args& args, cudaStream_t stream) {
+  const int64_t rows = args.documents_q.total * args.num_heads;
+  backward_dq_fp32_kernel<<<grid_for(rows * 32, kThreads), kThreads, 0, stream>>>(args);
+  check_launch("backward_dq_fp32_kernel");
+  const int64_t keys = args.documents_k.total * args.num_kv_heads;
+  backward_dkv_fp32_kernel<<<grid_for(keys * 32, kThreads), kThreads, 0, stream>>>(args);
+  check_launch("backward_dkv_fp32_kernel");
+}
+
+}  // namespace packing_ops::attention::fp32

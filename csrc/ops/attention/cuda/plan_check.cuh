@@ -1,0 +1,25 @@
+// Whether a plan belongs to a call: it may have been kept while cu_seqlens changed, or made for other heads.
+#pragma once
+
+#include "core/fault.h"
+#include "core/launch.cuh"
+#include "ops/attention/cuda/plan.h"
+
+namespace packing_ops::attention {
+
+// By `count` threads of the grid, each entry once. The call goes on: what it computes is of the plan's documents, and
+// the fault says so.
+__device__ inline void check_plan(const PlanView& plan, const Documents& documents_q, const Documents& documents_k,
+                                  const FaultFlag& fault, int64_t thread = thread_id(),
+                                  int64_t count = thread_count()) {
+  if (thread == 0 && plan.data[PlanView::kGeometry] != plan.geometry()) fault.raise(Fault::kPlanOfOtherHeads, 0);
+  const int32_t* made_for_q = plan.made_for_q();
+  const int32_t* made_for_k = plan.made_for_k();
+  for (int64_t i = thread; i <= plan.num_documents; i += count) {
+    if (documents_q.cu_seqlens[i] != made_for_q[i] || documents_k.cu_seqlens[i] != made_for_k[i]) {
+      fault.raise(Fault::kPlanOfOtherDocuments, i);
+    }
+  }
+}
+
+}  // namespace packing_ops::attention

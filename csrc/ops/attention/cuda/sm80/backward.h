@@ -1,0 +1,19 @@
+// The backward's instances that exist: a small .cu file each, for both half types. Their tiles: cuda/tiles.h.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "ops/attention/cuda/args.cuh"
+#include "ops/attention/cuda/tiles.h"
+
+namespace packing_ops::attention::sm80 {
+
+// Documents of several key tiles.
+template <class T, int kDim, bool kTransform, Room kRoom>
+void run_backward(const Args& args, cudaStream_t stream);
+
+// Documents of one. kKeys is backward_keys or backward_small_keys.
+template <class T, int kDim, int kKeys, bool kTransform, Room kRoom>
+void run_backward_single(const Args& args, cudaStream_t stream);
+
+}  // namespace packing_ops::attention::sm80

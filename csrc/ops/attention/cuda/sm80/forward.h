@@ -1,0 +1,18 @@
+// The forward's instances that exist: a small .cu file each, for both half types. Their tiles: cuda/tiles.h.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "ops/attention/cuda/args.cuh"
+#include "ops/attention/cuda/tiles.h"
+
+namespace packing_ops::attention::sm80 {
+
+// kTransform: scores pass through softcap, or softmax_scale is not positive.
+template <class T, int kDim, bool kShort, bool kTransform>
+void run_forward(const Args& args, cudaStream_t stream);
+
+template <class T, int kDim, bool kTransform>
+void run_forward_whole(const Args& args, cudaStream_t stream);
+
+}  // namespace packing_ops::attention::sm80

@@ -1,0 +1,10 @@
+#include "ops/attention/cuda/sm80/forward.cuh"
+
+namespace packing_ops::attention::sm80 {
+
+template void run_forward<__nv_bfloat16, 256, false, false>(const Args&, cudaStream_t);
+template void run_forward<__nv_bfloat16, 256, false, true>(const Args&, cudaStream_t);
+template void run_forward<__half, 256, false, false>(const Args&, cudaStream_t);
+template void run_forward<__half, 256, false, true>(const Args&, cudaStream_t);
+
+}  // namespace packing_ops::attention::sm80

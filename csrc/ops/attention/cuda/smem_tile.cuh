@@ -1,0 +1,146 @@
+// Tiles in shared memory: [rows, kDim] of 16-bit elements in panels of 64 columns. A panel's row is 128 bytes whose
+// 16-byte chunks are permuted by the row, so that eight rows of one column meet all 32 banks. kDim = 96 ends in a panel
+// of 32 columns.
+#pragma once
+
+#include "core/ptx/mma.cuh"
+#include "ops/attention/cuda/mask.cuh"
+#include "ops/attention/cuda/pack_gqa.cuh"
+
+namespace packing_ops::attention {
+
+template <int kRows, int kDim>
+struct Tile {
+  static constexpr int kFullPanels = kDim / 64;
+  static constexpr bool kHalfPanel = kDim % 64 != 0;
+  static constexpr int kBytes = kRows * kDim * 2;
+  static_assert(kDim % 64 == 0 || kDim % 64 == 32);
+
+  uint32_t base;  // shared address, 128-byte aligned
+
+  __device__ uint32_t chunk(int panel, int row, int c) const {
+    if (kHalfPanel && panel == kFullPanels) {
+      return base + kFullPanels * kRows * 128 + row * 64 + ((c ^ ((row >> 1) & 3)) << 4);
+    }
+    return base + panel * kRows * 128 + row * 128 + ((c ^ (row & 7)) << 4);
+  }
+};
+
+// Rows of one head of a [total, heads, head_dim] tensor into a tile. source(row) gives the row's address or null, which
+// becomes zeros; so do the columns from head_dim on.
+// Rows first_row .. first_row + kCount by kThreads threads, of which this is number `thread`.
+template <int kThreads, int kCount, int kRows, int kDim, class Source>
+__device__ __forceinline__ void load_rows(Tile<kRows, kDim> tile, int first_row, int thread, int head_dim,
+                                          const void* anywhere, const Source& source) {
+  const int c = thread & 7;
+  constexpr int kRowsAtOnce = kThreads / 8;
+  static_assert(kCount % kRowsAtOnce == 0);
+#pragma unroll
+  for (int pass = 0; pass < kCount / kRowsAtOnce; ++pass) {
+    const int row = first_row + pass * kRowsAtOnce + (thread >> 3);
+    const uint16_t* from = static_cast<const uint16_t*>(source(row));
+#pragma unroll
+    for (int panel = 0; panel < (kDim + 63) / 64; ++panel) {
+      if (Tile<kRows, kDim>::kHalfPanel && panel == kDim / 64 && c >= 4) continue;
+      const int column = panel * 64 + c * 8;
+      const bool valid = from != nullptr && column < head_dim;
+      ptx::copy_16(tile.chunk(panel, row, c), valid ? from + column : anywhere, valid);
+    }
+  }
+}
+
+// The same without the checks: every row exists, head_dim is kDim, and `from`, the address of this thread's 16 bytes of
+// its first row, grows by `step` elements every kThreads / 8 rows.
+template <int kThreads, int kCount, int kRows, int kDim>
+__device__ __forceinline__ void load_whole_rows(Tile<kRows, kDim> tile, int first_row, int thread, const uint16_t* from,
+                                                int64_t step) {
+  constexpr int kRowsAtOnce = kThreads / 8;
+  const int c = thread & 7;
+  const int own_row = first_row + (thread >> 3);
+#pragma unroll
+  for (int pass = 0; pass < kCount / kRowsAtOnce; ++pass, from += step) {
+    const int row = own_row + pass * kRowsAtOnce;
+#pragma unroll
+    for (int panel = 0; panel < kDim / 64; ++panel) ptx::copy_16(tile.chunk(panel, row, c), from + panel * 64);
+    if constexpr (Tile<kRows, kDim>::kHalfPanel) {
+      if (c < 4) ptx::copy_16(tile.chunk(kDim / 64, row, c), from + kDim / 64 * 64);
+    }
+  }
+}
+
+template <int kThreads, int kRows, int kDim>
+__device__ __forceinline__ void load_whole_tile(Tile<kRows, kDim> tile, int thread, const uint16_t* from,
+                                                int64_t step) {
+  load_whole_rows<kThreads, kRows>(tile, 0, thread, from, step);
+}
+
+// The same where only `valid` rows exist, or head_dim columns: the others become zeros, but for rows from `rows` on.
+template <int kThreads, int kRows, int kDim>
+__device__ __forceinline__ void load_part_of_tile(Tile<kRows, kDim> tile, int thread, const uint16_t* from,
+                                                  int64_t step, int32_t valid, int head_dim, const void* anywhere,
+                                                  int32_t rows) {
+  const int c = thread & 7;
+#pragma unroll
+  for (int row = 0; row < kRows; row += kThreads / 8, from += step) {
+    if (row >= rows) break;
+    const int own_row = row + (thread >> 3);
+#pragma unroll
+    for (int panel = 0; panel < (kDim + 63) / 64; ++panel) {
+      if (Tile<kRows, kDim>::kHalfPanel && panel == kDim / 64 && c >= 4) continue;
+      const bool exists = own_row < valid && panel * 64 + c * 8 < head_dim;
+      ptx::copy_16(tile.chunk(panel, own_row, c), exists ? from + panel * 64 : anywhere, exists);
+    }
+  }
+}
+
+// Keys first_key .. of a document's head: rows that follow each other in memory.
+struct KeyRows {
+  const uint16_t* data;  // row of first_key
+  int64_t token_stride;
+  int32_t valid;
+  __device__ const void* operator()(int row) const { return row < valid ? data + row * token_stride : nullptr; }
+};
+
+__device__ __forceinline__ KeyRows key_rows(const AttentionTensor& rows, const DocumentView& d, int32_t kv_head,
+                                            int32_t first_key) {
+  return {static_cast<const uint16_t*>(rows.data) + (d.start_k + first_key) * rows.token_stride +
+              kv_head * rows.head_stride,
+          rows.token_stride, d.keys - first_key};
+}
+
+// load_rows of them in fewer instructions and more registers.
+template <int kThreads, int kRows, int kDim>
+__device__ __forceinline__ void load_keys(Tile<kRows, kDim> tile, const AttentionTensor& from, const DocumentView& d,
+                                          int32_t kv_head, int32_t first_key, int head_dim, int thread,
+                                          int32_t rows = kRows) {
+  const int32_t valid = d.keys - first_key;
+  const int64_t step = kThreads / 8 * from.token_stride;
+  const uint16_t* own = static_cast<const uint16_t*>(from.data) +
+                        (d.start_k + (first_key + (thread >> 3))) * from.token_stride + kv_head * from.head_stride +
+                        (thread & 7) * 8;
+  if (valid >= kRows && head_dim == kDim) {
+    load_whole_tile<kThreads>(tile, thread, own, step);
+  } else {
+    load_part_of_tile<kThreads>(tile, thread, own, step, valid, head_dim, from.data, rows);
+  }
+}
+
+template <int kThreads, int kRows, int kDim>
+__device__ __forceinline__ void load_group_rows(Tile<kRows, kDim> tile, int thread, const AttentionTensor& from,
+                                                const GroupRows& rows, int head_dim) {
+  const uint16_t* data = static_cast<const uint16_t*>(from.data);
+  load_rows<kThreads, kRows>(tile, 0, thread, head_dim, data, [&](int row) -> const void* {
+    return row < rows.valid ? data + rows.offset(row, from.token_stride, from.head_stride) : nullptr;
+  });
+}
+
+// The same for whole tiles of a group that divides the rows of a pass.
+template <int kThreads, int kRows, int kDim>
+__device__ __forceinline__ void load_whole_group_rows(Tile<kRows, kDim> tile, int thread, const AttentionTensor& from,
+                                                      const GroupRows& rows) {
+  const uint16_t* first =
+      static_cast<const uint16_t*>(from.data) + rows.offset(thread >> 3, from.token_stride, from.head_stride);
+  load_whole_tile<kThreads>(tile, thread, first + (thread & 7) * 8, rows.token_step(kThreads / 8) * from.token_stride);
+}
+
+}  // namespace packing_ops::attention

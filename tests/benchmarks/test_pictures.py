@@ -1,0 +1,94 @@
+"""Pictures of benchmarks and of the demo: who is shown, who loses, and that a page has room for them."""
+
+import itertools
+import json
+import struct
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+
+import harness
+import pictures
+import result_rows
+from report_packed import save_picture, shown_documents
+
+
+def size_of(path):
+    return struct.unpack(">II", path.read_bytes()[16:24])
+
+
+def rows_of(op, **ratios):
+    names = {"copy": result_rows.COPY, "in_place": "packing_ops in place", "part": next(iter(pictures.PARTS))}
+    case = {"op": op, "shape": "T=8", "dtype": "float32", "device": "GPU"}
+    return [
+        {**case, "provider": names.get(name, name), "ratio_to_ours": ratio}
+        for name, ratio in {"packing_ops": 1, **ratios}.items()
+    ]
+
+
+def test_the_fastest_other_is_the_one_compared_with_also_where_it_wins():
+    rows = [
+        *rows_of("wins", eager=3, compiled=1.5, copy=0.5),
+        *rows_of("loses", eager=3, compiled=0.4, in_place=0.1, part=0.2),
+        *rows_of("alone", in_place=0.5, copy=0.9),
+        *rows_of("a part only", part=0.1),
+    ]
+    wins, loses = pictures.comparisons(rows)
+    assert (wins.op, wins.fastest, wins.speeds) == ("wins", "compiled", {"eager": 3, "compiled": 1.5})
+    assert (loses.op, loses.fastest) == ("loses", "compiled")
+    assert pictures._counts([wins, loses]) == "2 cases: ahead in 1, behind in 1"
+
+
+def test_nobody_else_no_picture(tmp_path):
+    assert not pictures.picture(rows_of("alone", copy=0.9), tmp_path / "a_cpu.png")
+    assert not (tmp_path / "a_cpu.png").exists()
+
+
+@pytest.mark.parametrize("name", ["attention_cuda", "padding_cuda"])  # the ones with most cases
+def test_a_page_has_room_for_a_picture(tmp_path, name):
+    assert pictures.picture(result_rows.rows_of(name), tmp_path / f"{name}.png")
+    width, height = size_of(tmp_path / f"{name}.png")
+    assert width <= 1600
+    assert height <= 1600
+
+
+@pytest.mark.parametrize("path", sorted(result_rows.RESULTS.glob("*.csv")), ids=lambda path: path.stem)
+def test_a_colour_is_one_provider(path):
+    rows = result_rows.rows_of(path.stem)
+    if "ratio_to_ours" in rows[0]:
+        colors = pictures.colors_of(pictures.comparisons(rows))
+        assert len({*colors.values()}) == len(colors)
+
+
+def test_a_copy_of_the_same_bytes_is_timed_on_any_device():
+    work = torch.zeros(1 << 20)
+    case = harness.Case("op", "shape", "float32", {"packing_ops": work.sum}, bytes=1 << 20, runs=3)
+    rows = {row["provider"]: row for row in harness.rows_of(case, "cpu")}
+    percent = result_rows.percent_of_copy(rows)
+    assert percent == pytest.approx(100 * float(rows[result_rows.COPY]["ratio_to_ours"]), rel=0.05)
+    assert result_rows.percent_of_copy({"packing_ops": rows["packing_ops"]}) is None
+
+
+def test_the_demo_shows_its_documents_padded_and_packed(tmp_path):
+    lengths = [10 + 37 * i % 200 for i in range(70)]
+    shown = shown_documents(lengths, SimpleNamespace(batch_size=8, capacity=256, seed=0))
+    assert len(shown["lengths"]) == 16
+    assert {*shown["lengths"]} <= {*lengths}
+    assert sorted(itertools.chain(*shown["rows"])) == list(range(16))
+    assert all(sum(shown["lengths"][i] for i in row) <= 256 for row in shown["rows"])
+    runs = [
+        {"mode": mode, "losses": [3.0, 2.0], "seconds_seen": [1.0, 2.0], "padding_waste": 0.5}
+        for mode in ("padded", "packed")
+    ]
+    save_picture(tmp_path / "demo.png", json.loads(json.dumps({"shown": shown, "runs": runs})))
+    width, height = size_of(tmp_path / "demo.png")
+    assert width <= 1600
+    assert height < width
+
+
+def test_few_documents_are_shown_too():
+    shown = shown_documents([5, 3], SimpleNamespace(batch_size=8, capacity=8, seed=0))
+    assert (sorted(shown["lengths"]), shown["rows"]) == ([3, 5], [[0, 1]] if shown["lengths"][0] == 5 else [[1, 0]])

@@ -1,0 +1,111 @@
+"""README.md says what the result files say: benchmarks/readme.py."""
+
+import csv
+
+import pytest
+import readme
+import readme_ops
+import readme_training
+import report
+import result_rows
+
+README = readme.README.read_text()
+
+
+def test_readme_says_what_the_result_files_say():
+    text, changed = readme.rewritten(README)
+    assert changed == [], "make readme"
+    assert text == README
+
+
+def test_every_table_stands_in_readme_once():
+    assert sorted(match[2] for match in readme.REGION.finditer(README)) == sorted(readme.TABLES)
+
+
+def test_another_figure_is_noticed_and_put_right():
+    wrong = README.replace("| packed, ffd | 816 |", "| packed, ffd | 815 |")
+    assert wrong != README
+    assert readme.rewritten(wrong) == (README, ["docstrings"])
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    """An empty folder of results, and what writes a CSV there."""
+    monkeypatch.setattr(result_rows, "RESULTS", tmp_path)
+
+    def write(name, rows):
+        rows = [{"dtype": "bfloat16", "device": "GPU", "torch": "2", "commit": "abcdef012345", **row} for row in rows]
+        with (tmp_path / f"{name}.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, {name: "" for row in rows for name in row})
+            writer.writeheader()
+            writer.writerows(rows)
+
+    return write
+
+
+def test_attention_shows_who_was_measured_and_where_ours_is_behind(results):
+    long16k, large = "long16k: T=65536 docs=4 heads=32/8 D=128 causal", "mid4k: T=65536 docs=16 heads=32/8 D=64 causal"
+    figures = [
+        ("varlen_attention", long16k, {"packing_ops": 1, readme_ops.FLASH_2: 1.03, readme_ops.FLASH_3: 0.56}),
+        ("varlen_attention_backward", long16k, {"packing_ops": 1, readme_ops.FLASH_2: 1.07}),
+        ("varlen_attention", large, {"packing_ops": 1, readme_ops.FLASH_2: 0.96}),
+        ("varlen_attention_backward", large, {"packing_ops": 1}),
+    ]
+    results("attention_cuda", [
+        {"op": op, "shape": shape, "provider": provider, "p50_us": 1000, "ratio_to_ours": ratio, "sm_mhz": 1500 + i}
+        for i, (op, shape, providers) in enumerate(figures) for provider, ratio in providers.items()
+    ])  # fmt: skip
+    table = readme_ops.attention()
+    assert "| long16k: 4 x 16,384 | 1.00 | 1.03 | 0.56 | 1.00 | 1.07 |" in table
+    assert "Flex" not in table
+    assert "commit abcdef0, multiprocessors at 1,500 to 1,501 MHz" in table
+    assert readme_ops.attention_slower().splitlines()[2:] == ["| mid4k, 32/8 heads, D=64 | 1.00 | 0.96 | 1.00 |"]
+
+
+def test_models_are_compared_with_ours_of_the_same_kind(results):
+    ours, flash = "packing_ops", readme_training.FLASH
+    layers = readme_training.LAYERS
+    speeds = {ours: 90, flash: 60, f"{ours}, {layers}": 110, f"{flash}, {layers}": 100}
+    results("e2e_cuda", [
+        {"provider": name, "tokens": 10, "documents": 2, "tokens_per_second": speed, "peak_gib": 1, "loss": 5}
+        for name, speed in speeds.items()
+    ])  # fmt: skip
+    rows = [[cell.strip() for cell in line.split("|")] for line in readme_training.e2e().splitlines()[2:6]]
+    assert [(row[1], row[4]) for row in rows] == [
+        ("packing_ops, rows of 8,192", "1"),
+        ("packed, torch's FlashAttention-2", "1.50"),
+        ("**each layer under torch.compile:** packing_ops", "–"),
+        ("packed, torch's FlashAttention-2", "1.10 (compiled)"),
+    ]
+
+
+def test_percent_of_copy_is_one_thing_everywhere(results):
+    def case(op, shape, **times):
+        names = {"copy": result_rows.COPY, "host": next(iter(readme_ops.HOST)), "core": "megatron-core unfused"}
+        ratios = {name: time / times["packing_ops"] for name, time in times.items()}
+        # As an old file says it: against the rate of a copy of another size.
+        more = {"op": op, "shape": shape, "copy_rate_percent": 33}
+        return [
+            {**more, "provider": names.get(name, name), "p50_us": time, "ratio_to_ours": ratios[name]}
+            for name, time in times.items()
+        ]
+
+    rope = case("forward", "S=65536 H=32+8 D=128", packing_ops=100, copy=87)
+    hook = case("RoPE hook", "T=65536", packing_ops=100, copy=87, core=1000)
+    seam = case("forward + backward", "T=65536", packing_ops=100, varlen_attention=100)
+    results("rope_cuda", rope)
+    results("megatron_cuda", [*seam, *hook])
+    results("megatron-context-parallel_cuda", [{"ranks": 2, "efficiency": 1, "shape": "docs=1"}])
+    results("packing_cuda", [{**row, "dtype": "int64"} for row in case("pack_ffd", "n=4096", packing_ops=60, host=10)])
+    for name in ("padding_cuda", "boundaries_cuda", "profile_cuda"):
+        results(name, [{"op": "", "shape": "", "provider": ""}])
+    said = readme_ops.ops()
+    assert "| 100.0 us | 87% |" in said
+    assert (
+        "| pack_ffd on the device, 4,096 lengths | 60.0 us | – | copied to the host and packed there: 0.17x |" in said
+    )
+    assert "takes 6.0 to 6.0 times as long as a copy" in " ".join(said.split())
+    assert said.count(result_rows.PERCENT_OF_COPY.split(":")[0]) == 1
+    assert "at 87% of copy" in " ".join(readme_training.megatron().split())
+    assert "| 100.0 us | 87% |" in report.table(rope_rows := result_rows.rows_of("rope_cuda"))
+    assert result_rows.PERCENT_OF_COPY in report.table(rope_rows)

@@ -1,0 +1,189 @@
+"""The examples run, and say the same thing about the same documents however these are laid out."""
+
+import argparse
+import ast
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+
+import fresh_process
+import pytest
+import torch
+from helpers import ROOT
+
+import packing_ops as po
+
+
+def train(out, *arguments):
+    fresh_process.run("examples/train_packed.py", "--out", out, *arguments, folder=out)
+    return json.loads((out / "demo_cpu.json").read_text())
+
+
+def check(result, documents):
+    assert "commit" in result
+    losses = result["first_step_loss"]
+    assert losses["packed"] == pytest.approx(losses["padded"], abs=1e-5)
+    assert losses["unpadded"] == pytest.approx(losses["padded"], abs=1e-5)
+    padded, packed = result["runs"]
+    assert padded["real_tokens"] == packed["real_tokens"] > 0
+    assert packed["padding_waste"] < padded["padding_waste"]
+    assert result["documents"] == documents
+    assert all(run["losses"][-1] < run["losses"][0] for run in (padded, packed))
+
+
+def test_docstrings(tmp_path):
+    check(train(tmp_path, "--documents", "48"), 48)
+    assert (tmp_path / "demo_cpu.png").stat().st_size > 10_000
+
+
+MODULES = {
+    "async_sft": 'matplotlib and numpy and rich: pip install "packing_ops[data]"',
+    "ddp_sft": 'transformers: pip install "packing_ops[hf]"',
+    "hf_sft": 'transformers and matplotlib and rich: pip install "packing_ops[data,hf]"',
+    "megatron_sft": 'megatron.core and matplotlib and rich: pip install "packing_ops[data,megatron]"',
+    "rl_mini_batches": None,
+    "train_packed": 'matplotlib and rich: pip install "packing_ops[data]"',
+    "trl_sft": 'transformers and trl and datasets: pip install "packing_ops[hf]"',
+}
+# Each example in turn, in a process that has what the base installation brings: torch.
+BASE_ONLY = """
+import contextlib, io, runpy, sys
+for hidden in "datasets matplotlib megatron numpy pyarrow rich tokenizers transformers trl".split():
+    sys.modules[hidden] = None
+for path in sys.argv[1:]:
+    for options in (["--help"], []) if "rl_mini_batches" not in path else (["--help"],):
+        sys.argv, printed = [path, *options], io.StringIO()
+        try:
+            with contextlib.redirect_stdout(printed):
+                runpy.run_path(path, run_name="__main__")
+        except SystemExit as end:
+            print(repr((path, printed.getvalue(), end.code)))
+"""
+
+
+def test_examples_without_the_extras():
+    """--help is told, and a run ends with one sentence that names what is missing and the extra that brings it."""
+    paths = [f"examples/{name}.py" for name in MODULES]
+    assert set(paths) == {f"examples/{p.name}" for p in (ROOT / "examples").glob("*.py") if "__main__" in p.read_text()}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", BASE_ONLY, *paths],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    told = [ast.literal_eval(line) for line in done.stdout.splitlines()]
+    for path, missing in zip(paths, MODULES.values(), strict=True):
+        (_, page, code), *run = [each for each in told if each[0] == path]
+        assert code == 0
+        assert page.startswith("usage: ")
+        assert "--out" in page
+        assert [end for _, _, end in run] == ([f"{path} needs {missing}"] if missing else [])
+
+
+@pytest.mark.parametrize(("gpu", "cuda", "device"), [(True, "13.0", "cuda"), (True, "", "cpu"), (False, "13.0", "cpu")])
+def test_device_auto(monkeypatch, gpu, cuda, device):
+    from options import add_device
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(po, "build_info", lambda: {"cuda": cuda})
+    parser = argparse.ArgumentParser()
+    add_device(parser)
+    assert parser.parse_args(["--device", "auto"]).device == device
+    assert parser.parse_args([]).device == "cpu"
+
+
+@pytest.mark.parametrize("told", ["0123456789ab", ""])
+def test_results_say_where_they_come_from(tmp_path, monkeypatch, told):
+    from save_results import save_results
+
+    monkeypatch.setenv("PACKING_OPS_COMMIT", told)
+    save_results(tmp_path / "new folder" / "a.json", {"loss": 2.5}, "cpu")
+    results = json.loads((tmp_path / "new folder" / "a.json").read_text())
+    assert results["loss"] == 2.5
+    assert results["torch"] == torch.__version__
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    if told or not head:
+        assert results["commit"] == (told or None)
+    else:
+        assert head.startswith(results["commit"].removesuffix("-dirty"))
+
+
+@pytest.mark.parametrize("missing", ["git", "checkout"])
+def test_commit_is_not_known_everywhere(tmp_path, monkeypatch, missing):
+    import save_results
+
+    monkeypatch.delenv("PACKING_OPS_COMMIT", raising=False)
+    monkeypatch.setattr(save_results, "__file__", str(tmp_path / "examples" / "save_results.py"))
+    if missing == "git":
+        monkeypatch.setenv("PATH", str(tmp_path))
+    assert save_results.commit() is None
+
+
+def test_jsonl_of_both_formats(tmp_path):
+    file = tmp_path / "chat.jsonl"
+    records = []
+    for i in range(40):
+        records.append({"prompt": f"count to {i}: ", "completion": " ".join(map(str, range(i)))})
+        messages = [{"role": "user", "content": f"hello {i}"}, {"role": "assistant", "content": "hi " * i}]
+        records.append({"messages": messages})
+    file.write_text("\n".join(map(json.dumps, records)))
+    check(train(tmp_path, "--data", file, "--capacity", "512"), 80)
+
+
+def test_bad_jsonl_line_is_named(tmp_path):
+    from text_data import read_jsonl
+
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"prompt": "a", "completion": "b"}\n{"text": "c"}\n')
+    with pytest.raises(ValueError, match=r"bad\.jsonl, line 2: expected messages or prompt and completion"):
+        read_jsonl(file)
+
+
+def readme_block(number):
+    """Use it, Switch real training over, Megatron-core, Batches."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[number]
+
+
+def test_the_snippet_of_the_readme_runs():
+    names = {}
+    exec(readme_block(0), names)
+    assert names["packing"].bins == [[0, 3, 6], [5, 4], [2, 1]]
+    assert names["out"].shape == (980, 8, 64)
+    assert names["padded"].shape == (2, 5, 16)
+
+
+def test_the_batches_of_the_readme_are_made():
+    names = {}
+    exec(readme_block(3), names)
+    assert (names["batch"]["order"], names["batch"]["sub_seq_lengths"]) == ([1, 0], [[7, 5]])
+    assert names["row"]["cu_seq_lens_q"].tolist() == [0, 5, 12]
+
+
+def test_megatron_names_of_the_readme_exist():
+    pytest.importorskip("megatron.core")
+    imports = [line for line in readme_block(2).splitlines() if line.startswith("from ")]
+    names = {}
+    exec("\n".join(imports), names)
+    calls = {"use_packing_ops", "patch_rope", "preprocess_packed_seqs", "next_token_targets", "postprocess_packed_seqs"}
+    assert all(callable(names[name]) for name in calls)
+
+
+def test_only_targets_are_learnt():
+    from text_data import BOS, EOS, IGNORE, encode
+
+    document = encode([("ab", False), ("c", True)])
+    assert document.input_ids.tolist() == [BOS, 97, 98, 99, EOS]
+    assert document.labels.tolist() == [IGNORE, IGNORE, IGNORE, 99, EOS]
+
+
+def test_switches_of_the_readme_exist():
+    pytest.importorskip("trl")
+    calls = re.findall(r"^\| `(\w+)\.(\w+)\(", (ROOT / "README.md").read_text(), re.M)
+    assert len(calls) == 6
+    for module, name in calls:
+        assert callable(getattr(importlib.import_module(f"packing_ops.integrations.{module}"), name))

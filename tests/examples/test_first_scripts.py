@@ -1,0 +1,80 @@
+"""examples/first: whole scripts of a page, as somebody runs them who has a model in a folder and nothing else of ours."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import fresh_process
+import pytest
+
+pytest.importorskip("transformers")
+
+ROOT = Path(__file__).resolve().parents[2]  # not that of helpers: it is run beside a copy of the examples too
+FIRST = ROOT / "examples" / "first"
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    sys.path.insert(0, str(ROOT / "examples"))
+    from hf_setup import byte_tokenizer, new_model
+
+    folder = tmp_path_factory.mktemp("model")
+    new_model(None, 2048, seed=0).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "chats.jsonl"
+    asked = [f"What is {i} and {i}?" for i in range(1, 40)]
+    rows = [
+        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": f"{2 * i}"}]}
+        for i, q in enumerate(asked, 1)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run(script, *arguments, cwd):
+    return fresh_process.run(FIRST / script, *arguments, cwd=cwd, folder=cwd)
+
+
+def losses_of(output):
+    return [float(loss) for loss in re.findall(r"loss (-?[\d.]+)", output)]
+
+
+def test_every_script_is_tested():
+    assert {path.name for path in FIRST.glob("*.py")} == {
+        "dpo_packed.py",
+        "grpo_packed.py",
+        "megatron_step.py",
+        "sft_trl.py",
+    }
+
+
+def test_sft(model_folder, chats, tmp_path):
+    pytest.importorskip("trl")
+    output = run("sft_trl.py", model_folder, chats, cwd=tmp_path)
+    assert re.search(r"attention=2.*rope=", output)
+    assert "train_loss" in output
+
+
+@pytest.mark.parametrize("script", ["dpo_packed.py", "grpo_packed.py"])
+def test_rl(script, model_folder, tmp_path):
+    losses = losses_of(run(script, model_folder, cwd=tmp_path))
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+
+
+def test_megatron(tmp_path):
+    pytest.importorskip("megatron.core")
+    losses = losses_of(run("megatron_step.py", cwd=tmp_path))
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+
+
+def test_readme_shows_the_script_that_is_tested():
+    _, script = (FIRST / "sft_trl.py").read_text().split('"""\n\n', 1)
+    assert f"```python\n{script}```" in (ROOT / "README.md").read_text()

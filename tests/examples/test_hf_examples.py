@@ -1,0 +1,113 @@
+"""The Hugging Face examples run, and several processes train as one does."""
+
+import argparse
+import importlib
+import json
+
+import fresh_process
+import pytest
+import torch
+from helpers import ROOT
+from hf_models import OLD, tiny_model
+
+in_order = pytest.mark.skipif(
+    OLD, reason="the Trainer of transformers 4.57 takes no train_sampling_strategy, it shuffles"
+)
+
+
+@in_order
+def test_hf_sft(tmp_path):
+    command = "examples/hf_sft.py", "--documents", 40, "--capacity", 1024, "--out", tmp_path
+    fresh_process.run(*command, folder=tmp_path)
+    result = json.loads((tmp_path / "demo_hf_cpu.json").read_text())
+    losses = result["first_step_loss"]
+    assert losses["packed"] == pytest.approx(losses["padded"], abs=1e-5)
+    assert losses["unpadded"] == pytest.approx(losses["padded"], abs=1e-5)
+    padded, packed = result["runs"]
+    assert padded["real_tokens"] == packed["real_tokens"] > 0
+    for each in (padded, packed):  # untrained it is log(258)
+        assert 2 < each["held_out_loss"] < 5.3
+    assert packed["padding_waste"] < padded["padding_waste"]
+    assert all(run["losses"][-1] < run["losses"][0] for run in (padded, packed))
+    assert all(len(run["losses"]) == run["steps"] == len(run["tokens_seen"]) for run in (padded, packed))
+    assert (tmp_path / "demo_hf_cpu.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_packed_models_are_swapped_unless_stock(monkeypatch, stock):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    hf_sft = importlib.import_module("hf_sft")
+    arguments = argparse.Namespace(model=None, capacity=256, batch_size=4, seed=0, stock=stock, device="cpu")
+    models = [hf_sft.model_for(mode, arguments) for mode in ("padded", "packed")]
+    swapped = [(model.config._attn_implementation, len(model.model.rotary_emb._forward_hooks)) for model in models]
+    assert swapped == [("sdpa", 0), ("sdpa", 0) if stock else ("packing_ops", 1)]
+    tokens = [torch.randint(0, 256, (length,)) for length in (31, 7, 50, 2)]
+    documents = [hf_sft.Document(ids, ids.clone()) for ids in tokens]
+    losses = hf_sft.first_step_losses(documents, arguments)
+    collated = zip(models, (hf_sft.padded_batch, hf_sft.packed_batch), strict=True)
+    held_out = [hf_sft.held_out_loss(model, documents, collate, arguments) for model, collate in collated]
+    assert held_out == pytest.approx([losses["padded"]] * 2, abs=1e-5)  # it is one model, and one batch
+    assert losses == pytest.approx(dict.fromkeys(losses, losses["padded"]), abs=1e-5)
+
+
+@pytest.fixture
+def chats(tmp_path):
+    """A file of 40 conversations."""
+    lines = []
+    for i in range(40):
+        messages = [{"role": "user", "content": f"hello {i}"}, {"role": "assistant", "content": "hi " * (i + 1)}]
+        lines.append(json.dumps({"messages": messages}))
+    file = tmp_path / "chat.jsonl"
+    file.write_text("\n".join(lines))
+    return file
+
+
+@in_order
+def test_hf_sft_of_a_saved_model_on_chats(tmp_path, chats, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    model = tiny_model("qwen3", vocab_size=258, initializer_range=0.02, max_position_embeddings=512)
+    model.save_pretrained(tmp_path / "model")
+    importlib.import_module("hf_setup").byte_tokenizer().save_pretrained(tmp_path / "model")
+    command = "examples/hf_sft.py", "--model", tmp_path / "model", "--data", chats, "--capacity", 512, "--out", tmp_path
+    fresh_process.run(*command, folder=tmp_path)
+    result = json.loads((tmp_path / "demo_hf_cpu.json").read_text())
+    losses = result["first_step_loss"]
+    assert losses == pytest.approx(dict.fromkeys(losses, losses["padded"]), abs=1e-4)
+    padded, packed = result["runs"]
+    assert padded["steps"] == 5
+    assert packed["losses"][-1] < packed["losses"][0]
+    assert padded["real_tokens"] == packed["real_tokens"] > 40 * len("hello 0hi ")
+
+
+@pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("gemma2", "eager"), ("gpt_oss", "eager")])
+def test_saved_models_start_with_the_attention_they_have(tmp_path, monkeypatch, family, attention):
+    if OLD and family == "gemma2":
+        pytest.skip("transformers 4.57 starts it with SDPA")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    tiny_model(family).save_pretrained(tmp_path)
+    model = importlib.import_module("hf_setup").new_model(tmp_path, 256, 0)
+    assert model.config._attn_implementation == attention
+
+
+def test_trl_sft_on_chats(tmp_path, chats):
+    pytest.importorskip("trl")
+    command = "examples/trl_sft.py", "--data", chats, "--max-length", 256, "--out", tmp_path
+    fresh_process.run(*command, folder=tmp_path)
+    result = json.loads((tmp_path / "demo_trl_cpu.json").read_text())
+    assert result["documents"] == 40
+    assert result["fill"] > 0.9
+    assert len(result["losses"]) == result["rows"]
+    assert result["losses"][-1] < result["losses"][0]
+
+
+@in_order
+def test_two_processes_train_as_one(tmp_path):
+    command = "examples/ddp_sft.py", "--documents", 37, "--capacity", 768, "--out", tmp_path
+    fresh_process.run(*command, folder=tmp_path)
+    fresh_process.run_ranks(2, *command, folder=tmp_path)
+    one, two = (json.loads((tmp_path / f"demo_ddp_{n}.json").read_text()) for n in (1, 2))
+    assert one["rows"] == two["rows"]
+    assert two["steps_per_rank"] == one["steps_per_rank"] * 2 == [one["rows"] // 2] * 2
+    assert two["losses"] == pytest.approx(one["losses"], abs=1e-5)
+    assert two["parameter_norm_per_rank"] == pytest.approx(one["parameter_norm_per_rank"] * 2, abs=1e-4)
+    assert two["losses"][-1] < two["losses"][0]

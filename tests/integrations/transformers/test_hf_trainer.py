@@ -1,0 +1,85 @@
+"""transformers' own Trainer: packed and padded steps count the same targets and train to the same weights."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from hf_models import OLD, tiny_model  # noqa: E402
+from hf_setup import byte_tokenizer  # noqa: E402
+
+from packing_ops.data import PaddingFreeCollator  # noqa: E402
+from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops  # noqa: E402
+from packing_ops.integrations.unsloth import enable_packing  # noqa: E402
+
+LENGTHS = [30, 7, 21, 2, 45, 33, 12, 9]
+ROWS, ACCUMULATED = 2, 2  # documents of a batch, batches of a step
+
+
+def padded():
+    return transformers.DataCollatorForSeq2Seq(byte_tokenizer())
+
+
+COLLATORS = {
+    "padded": padded,
+    "transformers' flattening": transformers.DataCollatorWithFlattening,
+    "the same with cu_seq_lens": lambda: transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True),
+    "PaddingFreeCollator": PaddingFreeCollator,
+    "enable_packing": lambda: enable_packing(padded()),
+}
+
+
+def trained(model, collator, folder, device):
+    """num_items_in_batch and loss of every batch, the loss of an evaluation."""
+    counted = []
+
+    class Recorded(transformers.Trainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            loss = super().training_step(model, inputs, num_items_in_batch)
+            counted.append((int(num_items_in_batch), loss.item()))
+            return loss
+
+    torch.manual_seed(0)
+    documents = [torch.randint(3, 61, (length,)).tolist() for length in LENGTHS]
+    examples = [{"input_ids": ids, "labels": ids} for ids in documents]
+    settings = transformers.TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=ROWS,
+        gradient_accumulation_steps=ACCUMULATED,
+        train_sampling_strategy="sequential",
+        learning_rate=1e-2,
+        optim="sgd",
+        num_train_epochs=2,
+        use_cpu=device == "cpu",
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    if device == "cuda":
+        settings._n_gpu = 1  # of several the Trainer would make a DataParallel, which splits batches
+    trainer = Recorded(
+        model=model, args=settings, data_collator=collator, train_dataset=examples, eval_dataset=examples
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    return counted, trainer.evaluate()["eval_loss"]
+
+
+@pytest.mark.parametrize("collator", COLLATORS)
+def test_steps_are_those_of_the_stock_model_on_padded_batches(collator, device, tmp_path):
+    if OLD:
+        pytest.skip("the Trainer of transformers 4.57 takes no train_sampling_strategy, it shuffles")
+    stock = tiny_model("qwen3", device=device, vocab_size=258)
+    wanted, wanted_loss = trained(stock, padded(), tmp_path, device)
+    model = tiny_model("qwen3", device=device, vocab_size=258)
+    assert apply_packing_ops(model)
+    found, loss = trained(model, COLLATORS[collator](), tmp_path, device)
+    revert_packing_ops(model)
+    documents = ROWS * ACCUMULATED
+    steps = [sum(LENGTHS[i : i + documents]) - documents for i in range(0, len(LENGTHS), documents)]
+    assert [count for count, _ in found] == [count for count in steps for _ in range(ACCUMULATED)] * 2
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=1e-5, atol=1e-5)
+    assert loss == pytest.approx(wanted_loss, rel=1e-5)
+    for ours, theirs in zip(model.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,130 @@
+"""Versions of transformers: the interfaces of 4.57 beside those of 5, and versions that are refused."""
+
+import ast
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT
+
+transformers = pytest.importorskip("transformers")
+
+from packing_ops.integrations.transformers import _host, _preparation, _rotary, masks, register  # noqa: E402
+
+
+def as_in_4(seen):
+    """masking_utils of transformers 4.57, as far as it is called; what comes is written down."""
+
+    def _preprocess_mask_arguments(
+        config, input_embeds, attention_mask, cache_position, past_key_values, position_ids, layer_idx
+    ):
+        seen.append((attention_mask, cache_position, past_key_values, position_ids, layer_idx))
+        return False, attention_mask, None, input_embeds.shape[1], 0
+
+    def sdpa_mask(
+        batch_size, cache_position, kv_length, kv_offset=0, mask_function=None, attention_mask=None, **kwargs
+    ):
+        seen.append((cache_position, kwargs["allow_is_causal_skip"]))
+        q, k = cache_position[:, None], torch.arange(kv_length)[None] + kv_offset
+        rows = [mask_function(torch.tensor(row), torch.tensor(0), q, k) for row in range(batch_size)]
+        return torch.stack(rows)[:, None]
+
+    return types.SimpleNamespace(_preprocess_mask_arguments=_preprocess_mask_arguments, sdpa_mask=sdpa_mask)
+
+
+@pytest.fixture
+def four(monkeypatch):
+    seen = []
+    fake = as_in_4(seen)
+    monkeypatch.setattr(_preparation, "masking_utils", fake)
+    monkeypatch.setattr(masks, "masking_utils", fake)
+    return fake, seen
+
+
+def causal_mask_function(row, head, q, k):
+    return k <= q
+
+
+def test_masks_of_4_57(four):
+    register()
+    fake, seen = four
+    _preparation.carry()
+    prepared = fake._preprocess_mask_arguments
+    _preparation.carry()
+    assert fake._preprocess_mask_arguments is prepared
+    config = types.SimpleNamespace(_attn_implementation="packing_ops", model_type="llama")
+    embeds, positions = torch.zeros(1, 5, 8), torch.tensor([[0, 1, 0, 1, 2]])
+    slots = torch.arange(5)
+    early, carrier, _, kv_length, kv_offset = prepared(config, embeds, None, slots, None, positions, 0)
+    assert seen.pop() == (None, slots, None, None, 0)
+    assert (early, carrier.position_ids is positions, kv_length, kv_offset) == (False, True, 5, 0)
+    make = _preparation.mask_function()
+    given = {"batch_size": 1, "mask_function": causal_mask_function, "attention_mask": carrier, "config": config}
+    pattern = make(cache_position=slots, kv_length=5, allow_is_causal_skip=True, **given)
+    assert isinstance(pattern, masks.MaskPattern)
+    assert (pattern.causal, pattern.length, pattern.position_ids is positions) == (True, 5, True)
+    for length, first, skip in ((5, 0, False), (7, 2, True)):  # something is mixed in; keys of a cache
+        mask = make(cache_position=slots + first, kv_length=length, allow_is_causal_skip=skip, **given)
+        apart = torch.block_diag(torch.ones(2, 2), torch.ones(3, 3)).tril().bool()
+        assert torch.equal(mask[0, 0, :, first:], apart)
+        assert mask[0, 0, :2, :first].all()
+        assert not mask[0, 0, 2:, :first].any()
+        assert seen.pop()[1] is False
+
+
+def test_rope_functions_of_4_57(monkeypatch):
+    """Positions are the fifth argument there, which nobody reads; some models pass them."""
+    module = _rotary.importlib.import_module("transformers.models.llama.modeling_llama")
+    stock = module.apply_rotary_pos_emb
+
+    def apply_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+        return stock(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+
+    monkeypatch.setattr(module, "apply_rotary_pos_emb", apply_rotary_pos_emb)
+    swap = _rotary.Swap(module.__name__)
+    swap.install()
+    q, k, positions = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 5, 8), torch.arange(5)[None]
+    angles = (positions[..., None] * torch.tensor([1.0, 0.1, 0.01, 0.001])).repeat(1, 1, 2)
+    cos, sin = angles.cos(), angles.sin()
+    tables = _rotary.Tables(cos, sin)
+    turned = [x.transpose(1, 2).contiguous() for x in (q, k)]  # heads after tokens: unsqueeze_dim 2
+    for first in (cos, tables):
+        expected = stock(q, k, cos, sin)
+        torch.testing.assert_close(module.apply_rotary_pos_emb(q, k, first, sin, positions), expected)
+        expected = stock(*turned, cos, sin, unsqueeze_dim=2)
+        torch.testing.assert_close(module.apply_rotary_pos_emb(*turned, first, sin, positions, 2), expected)
+        torch.testing.assert_close(module.apply_rotary_pos_emb(*turned, first, sin, unsqueeze_dim=2), expected)
+
+
+def test_another_way_to_prepare_masks_is_refused(monkeypatch):
+    monkeypatch.setattr(_preparation, "masking_utils", types.SimpleNamespace())
+    with pytest.raises(
+        ImportError, match=r"^transformers: packing_ops.* serves 4\.57 and later .*, transformers \d.* is"
+    ):
+        register("another_name")
+    assert "another_name" not in _preparation._call.NAMES
+
+
+@pytest.mark.parametrize("version", ["4.56.2", "4.9", "3.0.0.dev0"])
+def test_an_old_version_is_refused(version):
+    with pytest.raises(
+        ImportError, match=rf"serves 4\.57 and later .*transformers {version} is here.*packing_ops\[hf\]"
+    ):
+        _host.check(version)
+    for served in ("4.57.0", "4.60", "5.0.0rc1", transformers.__version__):
+        _host.check(served)
+
+
+def test_the_extra_asks_for_what_is_served():
+    project = (ROOT / "pyproject.toml").read_text()
+    assert f'hf = ["transformers>={_host.OLDEST}"' in project
+
+
+@pytest.mark.parametrize("folder", ["transformers", "flash_attn"])
+def test_no_import_inside_a_function(folder):
+    """torch.compile stops at one (torch 2.11: `from transformers import x`, transformers is no plain module)."""
+    for path in Path(_host.__file__).parent.with_name(folder).rglob("*.py"):
+        functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+        inside = {type(node) for function in functions for node in ast.walk(function)}
+        assert not inside & {ast.Import, ast.ImportFrom}, path

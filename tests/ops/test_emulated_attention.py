@@ -1,0 +1,121 @@
+"""The CUDA kernels of attention where there is no GPU: their own source, run on the CPU by tests/emulator."""
+
+import emulated
+import pytest
+import torch
+from attention_case import Case, document_alone, document_results
+from emulator.build import cuda_headers
+from helpers import assert_same
+
+from packing_ops.attention import _plan_size
+
+HEADERS = cuda_headers()
+pytestmark = pytest.mark.skipif(HEADERS is None, reason="needs the CUDA toolkit's headers")
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+TOLERANCE = {BF16: 3e-3, FP16: 4e-4, FP32: 1e-6}  # root of the mean square, relative
+EDGES = [1, 17, 64, 0, 65, 129]
+CROSS = ([0, 5, 70, 64, 1, 130], [7, 0, 100, 129, 64, 65])
+SCHEDULES = {"early copies": (False, 0), "late copies": (True, 1)}
+
+
+def results(case, gpu, schedule="early copies"):
+    late_copies, seed = SCHEDULES[schedule]
+    return emulated.attention(case, HEADERS, gpu, late_copies=late_copies, seed=seed)
+
+
+CASES = {
+    "64": (EDGES, None, {"heads": (4, 2), "dim": 64, "dtype": BF16}),
+    "72 fp16, one kv head": (EDGES, None, {"heads": (5, 1), "dim": 72, "dtype": FP16, "tail": 3}),
+    "128": (EDGES, None, {"heads": (4, 2), "dim": 128, "dtype": BF16}),
+    "128 full, keys of their own": (*CROSS, {"heads": (3, 3), "dim": 128, "dtype": FP16, "causal": False, "tail": 2}),
+    "128 window, softcap, sinks": (EDGES, None, {"heads": (6, 3), "dim": 128, "dtype": BF16, "window_size": (40, 0), "softcap": 3.0, "sinks": True}),
+    "192": (EDGES[:-1], None, {"heads": (2, 1), "dim": 192, "dtype": BF16}),
+    "256": (EDGES[:-1], None, {"heads": (2, 1), "dim": 256, "dtype": BF16}),
+    "128 many, whole": ([3, 17, 0, 33, 1, 1, 40, 2] * 5 + [128, 96, 1], None, {"heads": (3, 1), "dim": 128, "dtype": BF16}),
+    "64 more tokens than keys": ([140, 3], [70, 9], {"heads": (4, 1), "dim": 64, "dtype": BF16}),
+    "float32": ([17, 0, 33], None, {"heads": (2, 1), "dim": 32, "dtype": FP32, "tail": 3, "sinks": True}),
+    "64, sums go around": ([200, 130, 30], None, {"heads": (7, 7), "dim": 64, "dtype": BF16, "causal": False}),
+    "64, sums go around from the last row": ([300], None, {"heads": (24, 3), "dim": 64, "dtype": FP16, "window_size": (20, 0)}),
+    "96, from the last row": ([260], None, {"heads": (8, 1), "dim": 96, "dtype": BF16}),  # start_at_last_row
+}  # fmt: skip
+# Those where less shared memory takes other kernels.
+ROOMS = ["96, from the last row", "128", "128 full, keys of their own", "128 window, softcap, sinks", "192", "256"]
+LARGE_ROOM = ["64", "128 full, keys of their own", "64 more tokens than keys"]  # which sm_90 has wgmma for
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name"),
+    [
+        *(("sm_90", name) for name in CASES),
+        *((gpu, name) for gpu in ("sm_80", "sm_89") for name in ROOMS),
+        *(("sm_100", name) for name in LARGE_ROOM),
+    ],
+    ids=str,
+)
+def test_error_and_schedules(gpu, name):
+    """Near the oracle, and the same bits whichever thread is ahead and whenever copies arrive."""
+    lengths_q, lengths_k, options = CASES[name]
+    case = Case(lengths_q, lengths_k, **options)
+    found, again, exact = results(case, gpu), results(case, gpu, "late copies"), case.exact()
+    for key, value in found.items():
+        assert_same(again[key], value)
+        visible = exact[key].isfinite()
+        assert_same(value[~visible], exact[key][~visible].to(value.dtype))
+        error = (value[visible].double() - exact[key][visible]).norm() / exact[key][visible].norm()
+        assert error < (TOLERANCE[options["dtype"]] if key != "dsinks" else 0.02), f"{key}: {error:.1e}"
+
+
+@pytest.mark.parametrize("gpu", emulated.GPUS)
+def test_documents_keep_their_bits(gpu):
+    case = Case(EDGES, heads=(4, 1), dim=128, dtype=BF16)
+    whole, start = results(case, gpu), 0
+    for length in EDGES:
+        end = start + length
+        alone = results(document_alone(case, start, end, (start, end)), gpu)
+        found = document_results(whole, start, end, (start, end))
+        for key, value in document_results(alone, 0, length, (0, length)).items():
+            assert_same(found[key], value)
+        start = end
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [
+        ("64", "sm_89"),
+        ("96, from the last row", "sm_80"),
+        ("128 full, keys of their own", "sm_80"),
+        ("192", "sm_80"),
+        ("256", "sm_80"),
+    ],
+)
+def test_scores_ahead_keep_the_bits(name, gpu):
+    """The order of work within a block of much shared memory gives the sums of GPUs with less and the same tiles."""
+    lengths_q, lengths_k, options = CASES[name]
+    case = Case(lengths_q, lengths_k, **options)
+    found = results(case, gpu)
+    for key, value in results(case, "sm_100", "late copies").items():
+        assert_same(value, found[key])
+
+
+@pytest.mark.parametrize("sizes", [(0, 0, 0, 1), (100, 100, 3, 4), (65, 1000, 17, 1), (1, 1, 1, 128)], ids=str)
+def test_python_knows_the_size_of_a_plan(sizes):
+    assert _plan_size(*sizes) == emulated.library(HEADERS).emulated_plan_size(*sizes)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_a_plan_of_other_documents_is_a_fault(dtype):
+    case = Case([5, 9, 3], heads=(2, 1), dim=64, dtype=dtype)
+    options = {"late_copies": False, "seed": 0}
+    emulated.attention(case, HEADERS, "sm_90", planned_for=case.cu_seqlens[0].clone(), **options)
+    with pytest.raises(RuntimeError, match="fault"):
+        emulated.attention(
+            case, HEADERS, "sm_90", planned_for=torch.tensor([0, 5, 13, 17], dtype=torch.int32), **options
+        )
+
+
+def test_wrong_cu_seqlens_give_zeros_and_an_error():
+    case = Case([5, 9], heads=(2, 1), dim=64, dtype=BF16)
+    case.cu_seqlens[0][1] = 20
+    with pytest.raises(RuntimeError, match="fault"):
+        results(case, "sm_90")

@@ -1,0 +1,116 @@
+"""docs/adopt says what its patches are and what adoption.json recorded; tests/adoption/run.py makes the record."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+sys.path.insert(0, str(ROOT / "tests" / "adoption"))
+
+import pages
+import patches
+import run
+from projects import PROJECTS
+
+BEFORE = "one\ntwo\nthree\nfour\nfive\n"
+AFTER = "one\n2\nthree\nfive\nsix\n"
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A repository of one file, and the same with the file edited."""
+    stock, edited = tmp_path / "stock", tmp_path / "edited"
+    for folder, text in ((stock, BEFORE), (edited, AFTER)):
+        folder.mkdir()
+        (folder / "a.py").write_text(BEFORE)
+        patches.git("init", "-q", cwd=folder)
+        patches.git("add", "a.py", cwd=folder)
+        patches.git("-c", "user.name=n", "-c", "user.email=e", "commit", "-qm", "m", cwd=folder)
+        (folder / "a.py").write_text(text)
+    return stock, edited
+
+
+def test_a_patch_holds_no_line_of_the_project_and_applies(checkout):
+    stock, edited = checkout
+    patch = patches.make(edited)
+    assert not {"-two", "-four", " three", " one"} & set(patch.splitlines())
+    assert [(file["deleted"], file["added"]) for file in patches.files(patch)] == [(2, 2)]
+    assert patches.changed(patch, stock) == []
+    patches.apply(patch, stock)
+    assert (stock / "a.py").read_text() == AFTER
+
+
+def test_a_patch_is_made_and_applied_from_the_command_line(checkout, tmp_path):
+    stock, edited = checkout
+    script = Path(patches.__file__)
+    made = subprocess.run(
+        [sys.executable, script, edited.name], cwd=tmp_path, check=True, capture_output=True, text=True
+    )
+    (tmp_path / "a.patch").write_text(made.stdout)
+    subprocess.run([sys.executable, script, "a.patch", stock.name], cwd=tmp_path, check=True)
+    assert (stock / "a.py").read_text() == AFTER
+
+
+def test_a_patch_refuses_another_file(checkout):
+    stock, edited = checkout
+    patch = patches.make(edited)
+    (stock / "a.py").write_text(BEFORE.replace("two", "zwei"))
+    assert patches.changed(patch, stock) == ["a.py"]
+    with pytest.raises(ValueError, match=r"a\.py: expected blob"):
+        patches.apply(patch.replace("\n+six", "\n+seven"), stock)
+
+
+@pytest.mark.parametrize("name", PROJECTS)
+def test_page_is_what_patch_and_record_make(name):
+    text = (pages.DOCS / f"{name}.md").read_text()
+    results = json.loads(pages.RESULTS.read_text())
+    assert pages.page(name, text, results) == text, "python tests/adoption/pages.py writes it again"
+    for part in ("sizes", "outcome", "patch"):
+        assert f"<!-- {part} -->" in text
+
+
+@pytest.mark.parametrize("name", PROJECTS)
+def test_patch_holds_nothing_but_what_comes(name):
+    patch = (pages.DOCS / f"{name}.patch").read_text()
+    starts = ("diff --git ", "index ", "--- a/", "+++ b/", "@@ -", "+")
+    assert [line for line in patch.splitlines() if not line.startswith(starts)] == []
+    assert [line for line in patch.splitlines() if line.startswith("@@") and not line.endswith("@@")] == []
+
+
+@pytest.mark.parametrize("name", PROJECTS)
+def test_record_is_of_this_patch(name):
+    result = json.loads(pages.RESULTS.read_text())[name]
+    assert result["commit"] == PROJECTS[name].commit
+    if "passed" in result:
+        assert result["failed"] == len(result["failures"])
+        assert all(failure["why"] for failure in result["failures"])
+    else:
+        assert result["not_run"]
+
+
+@pytest.mark.skipif(not os.environ.get("CHECKOUTS"), reason="no CHECKOUTS given")
+@pytest.mark.parametrize("name", PROJECTS)
+def test_patch_applies(name, tmp_path):
+    checkout = run.checkout_of(name, PROJECTS[name].repository, Path(os.environ["CHECKOUTS"]))
+    if checkout is None:
+        pytest.skip(f"no checkout of {PROJECTS[name].repository}")
+    patch = (pages.DOCS / f"{name}.patch").read_text()
+    for file in patches.files(patch):
+        (tmp_path / file["path"]).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(checkout / file["path"], tmp_path / file["path"])
+    patches.apply(patch, tmp_path)
+
+
+def test_without_checkouts_every_project_is_skipped_with_its_reason(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(run, "RESULTS", tmp_path / "adoption.json")
+    monkeypatch.setattr(run.pages, "write", lambda: None)
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("a process was started"))
+    monkeypatch.setattr(sys, "argv", ["run.py"])
+    assert run.main() == 0
+    told = capsys.readouterr().out
+    assert [name for name in PROJECTS if f"{name}: not run, no checkout" not in told] == []

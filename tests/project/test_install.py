@@ -1,0 +1,157 @@
+"""`pip install .` as a user runs it: build isolation, an environment that has torch, then an import from elsewhere."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT
+
+NOT_SOURCES = shutil.ignore_patterns(".venv", ".git", "build", "dist", "*.so", "*.egg-info", "__pycache__", ".*_cache")
+USE = "import torch, packing_ops as po; print(po.__file__, po.position_ids_from_cu_seqlens(po.cu_seqlens_from_lengths([2, 1])).tolist())"
+
+
+def run(*command, **options):
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """A copy, so that the build folder of this checkout stays what it is."""
+    folder = tmp_path_factory.mktemp("sources") / "packing_ops"
+    shutil.copytree(ROOT, folder, ignore=NOT_SOURCES)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """Without the settings that `make test` exports: what a user's shell has. Compiled without -O3, in half the time."""
+    hidden = {"FORCE_CUDA", "TORCH_CUDA_ARCH_LIST", "PYTHONPATH"}
+    compiler = tmp_path_factory.mktemp("compiler") / "g++"
+    compiler.write_text(f'#!/bin/bash\nexec {os.environ.get("CXX", "c++")} "${{@/#-O3/-O0}}"\n')
+    compiler.chmod(0o755)
+    return {key: value for key, value in os.environ.items() if key not in hidden} | {"CXX": str(compiler)}
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    """Of an environment that has torch and no packing_ops: links to what is installed here."""
+    folder = tmp_path_factory.mktemp("environment")
+    run(sys.executable, "-m", "venv", folder)
+    site = next(folder.glob("lib/python*/site-packages"))
+    for path in Path(torch.__file__).parent.parent.iterdir():
+        if not (path.suffix == ".pth" or re.match(r"packing_ops|setuptools|ninja|wheel|pip|_", path.name)):
+            (site / path.name).symlink_to(path)
+    return folder / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def installed(sources, environment, python):
+    """Where; with a module that is not there any more when the next wheel is built."""
+    gone = sources / "packing_ops" / "gone.py"
+    gone.touch()
+    run(python, "-m", "pip", "install", "-q", ".", cwd=sources, env=environment)
+    gone.unlink()
+    return next(python.parent.parent.glob("lib/python*/site-packages/packing_ops"))
+
+
+@pytest.fixture(scope="module")
+def wheel(sources, environment, python, installed, tmp_path_factory):
+    """From the same folder: nothing is compiled twice."""
+    folder = tmp_path_factory.mktemp("wheel")
+    run(python, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, sources, env=environment)
+    return next(folder.glob("*.whl"))
+
+
+def test_isolated_build_gives_one_wheel_for_every_python(wheel):
+    assert "-cp310-abi3-" in wheel.name
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "packing_ops/_C.so" in names
+    assert not [n for n in names if n.startswith(("tests", "benchmarks", "csrc", "tools"))]
+
+
+def test_modules_that_are_gone_are_not_in_the_next_wheel(installed, wheel):
+    assert (installed / "gone.py").exists()
+    modules = {n.removeprefix("packing_ops/") for n in zipfile.ZipFile(wheel).namelist() if n.endswith(".py")}
+    assert modules == {str(p.relative_to(ROOT / "packing_ops")) for p in (ROOT / "packing_ops").rglob("*.py")}
+
+
+def test_installs_into_an_environment_that_has_torch(installed, python, environment, tmp_path):
+    output = run(python, "-W", "ignore", "-c", USE, cwd=tmp_path, env=environment)
+    assert str(installed) in output
+    assert "[0, 1, 0]" in output
+
+
+def commands_of_the_readme():
+    """Those that tell what was built."""
+    text = " ".join((ROOT / "README.md").read_text().split())
+    commands = re.findall(r"`(python -[cm] [^`]+)`", text)
+    return [command for command in commands if re.search(r"build_info\(\)|packing_ops info$", command)]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_commands_of_the_readme_find_the_library(inside, installed, sources, python, environment, tmp_path):
+    """The clone that was installed from hides the installed package from a Python that runs inside."""
+    path = os.pathsep.join([str(python.parent), environment["PATH"]])
+    options = {"cwd": sources if inside else tmp_path, "env": environment | {"PATH": path}}
+    commands = commands_of_the_readme()
+    assert len(commands) == 2
+    whose = f"the installed packing_ops, as {sources / 'packing_ops'} has none" if inside else "this package"
+    for command in commands:
+        told = run("bash", "-c", command, **options)
+        assert str(installed / "_C.so") in told
+        assert whose in told
+    if inside:  # a script is not hidden
+        told = run("packing-ops", "info", **options).splitlines()
+        assert told[1:3] == [f"library: {installed / '_C.so'}", "library from: this package"]
+
+
+def test_the_import_warns_where_only_torch_can_use_the_gpu(installed, python, environment, tmp_path):
+    code = """
+        import warnings, torch
+        torch.version.cuda, torch.cuda.device_count = "13.0", lambda: 1
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            import packing_ops
+        messages = [str(w.message) for w in caught if "packing_ops" in str(w.message)]
+        print(len(messages) == (not packing_ops.build_info()["cuda"]), [w.filename for w in caught])
+    """
+    told = run(python, "-c", textwrap.dedent(code), cwd=tmp_path, env=environment)
+    assert told.startswith("True")
+    assert "_library.py" not in told
+
+
+def test_without_torch_the_error_says_what_to_do(sources, environment, tmp_path):
+    run(sys.executable, "-m", "venv", tmp_path / "env")
+    command = [tmp_path / "env" / "bin" / "python", "-m", "pip", "install", "--no-deps", sources]
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, env=environment)
+    assert done.returncode != 0
+    assert "no torch was found" in done.stdout + done.stderr
+    assert "--no-build-isolation" in done.stdout + done.stderr
+
+
+def other_pythons_with_torch():
+    found = []
+    for minor in range(10, 15):
+        python = shutil.which(f"python3.{minor}")
+        if python and minor != sys.version_info.minor:
+            probe = subprocess.run([python, "-c", "import torch"], capture_output=True)
+            found += [python] if probe.returncode == 0 else []
+    return found
+
+
+def test_wheel_loads_under_another_python(wheel, tmp_path):
+    pythons = other_pythons_with_torch()
+    if not pythons:
+        pytest.skip("no other Python with torch is at hand")
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    for python in pythons:
+        assert "[0, 1, 0]" in run(python, "-c", USE, cwd=tmp_path)

@@ -1,0 +1,131 @@
+"""The rules of the house, held by a test: what may include what, how long a file may be, what an op must have."""
+
+import re
+
+import pytest
+import torch
+from helpers import ROOT
+
+from packing_ops import _library
+
+CSRC = ROOT / "csrc"
+FAMILIES = ["attention", "boundaries", "logps", "packing", "padding", "rope"]
+NATIVE = sorted(p for p in CSRC.rglob("*") if p.suffix in {".cpp", ".h", ".cu", ".cuh"})
+PYTHON = sorted(
+    p for folder in ("packing_ops", "tests", "benchmarks", "examples", "tools") for p in (ROOT / folder).rglob("*.py")
+)
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
+def includes(path):
+    return re.findall(r'^#include [<"](.+)[>"]', path.read_text(), re.M)
+
+
+def families_of_ops():
+    """{op: family} as csrc/schema.cpp groups them."""
+    families, family = {}, None
+    for line in (CSRC / "schema.cpp").read_text().splitlines():
+        comment = re.match(r"\s*// (\w+)$", line)
+        family = comment[1] if comment else family
+        schema = re.match(r'\s*m\.def\("(\w+)\(', line)
+        if schema and family in FAMILIES:
+            families[schema[1]] = family
+    return families
+
+
+OPS = families_of_ops()
+
+
+def test_schema_lists_every_op():
+    assert {*OPS, "build_info"} == set(_library.op_names())
+
+
+def is_torch_free(path):
+    parts = path.relative_to(CSRC).parts
+    params_header = path.suffix == ".h" and parts[0] == "ops" and path.stem == parts[1]
+    return path.suffix in {".cu", ".cuh"} or parts[0] == "core" or "cuda" in parts or params_header
+
+
+@pytest.mark.parametrize("path", [p for p in NATIVE if is_torch_free(p)], ids=name_of)
+def test_torch_free(path):
+    assert not [i for i in includes(path) if i.startswith(("torch/", "ATen/", "c10/", "host/"))]
+
+
+@pytest.mark.parametrize("path", NATIVE, ids=name_of)
+def test_includes_point_one_way(path):
+    parts = path.relative_to(CSRC).parts
+    own = [i for i in includes(path) if i.startswith(("core/", "host/", "ops/"))]
+    if parts[0] == "core":
+        assert all(i.startswith("core/") for i in own)
+    if parts[0] == "host":
+        assert not [i for i in own if i.startswith("ops/")]
+    if parts[0] == "ops":
+        assert all(i.startswith((f"ops/{parts[1]}/", "core/", "host/")) for i in own)
+    # cpu/, cuda/, cuda/sm80/: its own folder and the floors above it. Only what picks an instance knows the instances.
+    if parts[0] == "ops" and len(parts) > 3 and path.name != "dispatch.cu":
+        floors = {"/".join(parts[:n]) for n in range(2, len(parts))}
+        assert all(i.rpartition("/")[0] in floors for i in own if i.startswith("ops/"))
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=name_of)
+def test_nothing_imports_integrations(path):
+    if "integrations" in name_of(path) or path.is_relative_to(ROOT / "tests"):
+        return
+    if path.is_relative_to(ROOT / "packing_ops"):
+        assert "packing_ops.integrations" not in path.read_text()
+
+
+@pytest.mark.parametrize("path", [*NATIVE, *PYTHON, ROOT / "setup.py"], ids=name_of)
+def test_length_of_files(path):
+    kernel = path.suffix in {".cu", ".cuh"} or path.stem.endswith("_cpu") or path.parent.name == "cpu"
+    tests = path.is_relative_to(ROOT / "tests")
+    public = path.parent in {ROOT / "packing_ops", ROOT / "packing_ops" / "data"}  # docstrings are most of these
+    most = 150 if path.name == "setup.py" else 500 if public or tests else 400 if kernel else 250
+    assert len(path.read_text().splitlines()) <= most
+
+
+@pytest.mark.parametrize("path", NATIVE, ids=name_of)
+def test_no_exit_and_no_dead_code(path):
+    text = path.read_text()
+    assert not re.search(r"\b(exit|abort)\(", text)
+    assert not re.search(r"^\s*//.*[;{}]\s*$", text, re.M), "commented-out code"
+
+
+def test_object_stems_are_unique():
+    stems = [p.with_suffix("") for p in NATIVE if p.suffix in {".cpp", ".cu"}]
+    assert len(stems) == len(set(stems))
+
+
+def test_assembly_lives_in_ptx():
+    with_asm = [p for p in NATIVE if re.search(r"\basm\s*(volatile)?\s*\(", p.read_text())]
+    assert all("ptx" in p.parts for p in with_asm)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_has_its_places(family):
+    folder = CSRC / "ops" / family
+    for device, suffix in ("cpu", ".cpp"), ("cuda", ".cu"):
+        assert (folder / f"{family}_{device}{suffix}").exists() or list((folder / device).glob(f"*{suffix}"))
+    wanted = [
+        folder / f"{family}.h",
+        folder / f"{family}_bind.cpp",
+        ROOT / "packing_ops" / f"{family}.py",
+        ROOT / "packing_ops" / "reference" / f"{family}.py",
+        ROOT / "tests" / "ops" / f"test_{family}.py",
+        ROOT / "benchmarks" / f"bench_{family}.py",
+    ]
+    assert [name_of(p) for p in wanted if not p.exists()] == []
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_op_is_complete(op):
+    qualified = f"packing_ops::{op}"
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(qualified, "CPU"), "CPU kernel"
+    assert torch._library.simple_registry.singleton.find(qualified).fake_impl.kernel is not None, "fake"
+    tests = (path.read_text() for path in (ROOT / "tests" / "ops").glob(f"test_{OPS[op]}*.py"))
+    assert any(re.search(rf"ops\.{op}\b", text) for text in tests), "opcheck in its test"
+    if _library.build_info()["cuda"]:
+        assert op not in _library.without_cuda_kernel, "CUDA kernel"

@@ -1,0 +1,255 @@
+"""The binary itself: what it links against, how it fails, what it tells."""
+
+import json
+import re
+import subprocess
+import threading
+import warnings
+from pathlib import Path
+
+import data_toolkit
+import fresh_process
+import pytest
+import torch
+from helpers import ROOT, assert_same, copy_of_package, cu_seqlens_of
+
+import packing_ops as po
+from packing_ops import _library
+
+ALLOWED = (ROOT / "tests" / "allowed_symbols.txt").read_text().split()
+
+
+def symbols(*flags):
+    found = subprocess.run(["nm", "-D", *flags, str(_library.LIBRARY)], capture_output=True, text=True, check=True)
+    return [line.split()[-1].split("@")[0] for line in found.stdout.splitlines()]
+
+
+def test_undefined_symbols_are_stable_abi_only():
+    ours = re.compile("|".join(f"(?:{pattern})" for pattern in ALLOWED))
+    foreign = re.compile(r"torch|c10|^at::|_ZN2at|^Py|_Py|cuda|^cu[A-Z]", re.I)
+    assert [s for s in symbols("--undefined-only") if foreign.search(s) and not ours.fullmatch(s)] == []
+
+
+def test_needed_libraries():
+    dynamic = subprocess.run(
+        ["readelf", "-d", str(_library.LIBRARY)], capture_output=True, text=True, check=True
+    ).stdout
+    needed = re.findall(r"NEEDED.*\[(.+?)\]", dynamic)
+    assert not [n for n in needed if "python" in n or "cuda" in n]
+
+
+def test_build_info():
+    info = po.build_info()
+    assert info["version"] == po.__version__
+    assert info["torch"] == torch.__version__
+    assert re.fullmatch(r"\d+\.\d+\.\d+", info["built_with_torch"])
+    assert Path(info["library"]) == _library.LIBRARY
+    assert info["library_from"] == "this package"
+
+
+@pytest.fixture
+def imported(tmp_path):
+    """What code prints after ``import packing_ops`` in a process that finds it in these folders."""
+
+    def run(code, *folders):
+        return fresh_process.run("-c", f"import packing_ops; {code}", paths=folders, folder=tmp_path)
+
+    return run
+
+
+@pytest.fixture
+def import_error(tmp_path):
+    """How ``import packing_ops`` ends there."""
+    code = """
+try:
+    import packing_ops
+except ImportError as error:
+    print("ImportError:", error)
+"""
+    return lambda *folders: fresh_process.run("-c", code, paths=folders, folder=tmp_path).strip()
+
+
+def test_without_a_library_data_runs_in_plain_torch_and_ops_name_what_is_missing(tmp_path):
+    """A process of its own: the library is loaded, or not, at the import."""
+    library = copy_of_package(tmp_path) / "_C.so"
+    library.unlink()
+    code = """
+import json, sys, warnings
+sys.stderr = sys.stdout
+warnings.simplefilter("always")
+import packing_ops as po, data_toolkit, torch
+from packing_ops.report.info import describe_environment
+with open("told.json", "w") as file:
+    json.dump({"found": data_toolkit.found(), "info": describe_environment()}, file)
+q = torch.ones(4, 1, 8)
+assert po.attention(q, q, q, data_toolkit.CU_SEQLENS).shape == q.shape, "by SDPA"
+try:
+    po.varlen_attention(q, q, q, data_toolkit.CU_SEQLENS)
+except ImportError as error:
+    print("ImportError:", error)
+"""
+    paths = [tmp_path, ROOT / "tests"]
+    printed = fresh_process.run("-c", code, paths=paths, cwd=tmp_path, folder=tmp_path)
+    message = f"packing_ops: no compiled library at {library}; build it with: pip install ."
+    assert printed.splitlines()[-1].startswith(f"ImportError: {message}")
+    assert printed.count(message) == 2, "one warning, and the error"
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert f"library: none ({message}" in told["info"]
+    assert told["found"] == data_toolkit.found()
+
+
+def test_broken_library_is_named(tmp_path, import_error):
+    library = copy_of_package(tmp_path) / "_C.so"
+    library.write_bytes(library.read_bytes()[:4096])
+    message = import_error(tmp_path)
+    assert message.startswith(f"ImportError: packing_ops: {library} does not load in torch {torch.__version__}")
+    assert "pip install ." in message
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """Where packing_ops lies without a library, as in a clone that it was installed from."""
+    package = copy_of_package(tmp_path / "clone")
+    (package / "_C.so").unlink()
+    return package.parent
+
+
+def installed(site, editable_in=None):
+    """A distribution in ``site``, or one that is built where it was cloned to; its library."""
+    folder = site / "packing_ops-0.1.0.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: packing_ops\nVersion: 0.1.0\n")
+    if editable_in:
+        (folder / "direct_url.json").write_text(
+            json.dumps({"url": editable_in.as_uri(), "dir_info": {"editable": True}})
+        )
+    library = (editable_in or site) / "packing_ops" / "_C.so"
+    library.parent.mkdir(parents=True)
+    library.symlink_to(_library.LIBRARY)
+    return library
+
+
+@pytest.mark.parametrize("editable", [False, True])
+def test_a_clone_takes_the_library_of_the_installed_package(tmp_path, clone, imported, editable):
+    library = installed(tmp_path / "site", tmp_path / "another clone" if editable else None)
+    info = "packing_ops.build_info()"
+    printed = imported(f"print({info}['library'], {info}['library_from'], sep='\\n')", clone, tmp_path / "site")
+    assert printed.splitlines() == [str(library), f"the installed packing_ops, as {clone / 'packing_ops'} has none"]
+
+
+def test_its_own_library_comes_first(tmp_path, clone, imported):
+    installed(tmp_path / "site")
+    own = clone / "packing_ops" / "_C.so"
+    own.symlink_to(_library.LIBRARY)
+    assert imported("print(packing_ops.build_info()['library'])", clone, tmp_path / "site") == f"{own}\n"
+
+
+def test_a_library_of_another_version_is_refused(tmp_path, clone, import_error):
+    library = installed(tmp_path / "site")
+    load = clone / "packing_ops" / "_library.py"
+    load.write_text(load.read_text().replace(f'VERSION = "{po.__version__}"', 'VERSION = "7.8.9"'))
+    message = import_error(clone, tmp_path / "site")
+    assert f"{clone / 'packing_ops'} is version 7.8.9" in message
+    assert f"version {po.__version__}, {library}; build it again with: pip install ." in message
+
+
+def test_a_library_of_the_same_version_that_lacks_ops_is_refused(monkeypatch):
+    assert sorted(_library.OPS.split()) == _library.op_names()
+    monkeypatch.setattr(_library, "op_names", lambda: sorted({*_library.OPS.split()} - {"shift_labels", "token_logps"}))
+    expected = (
+        f"{_library.LIBRARY} is of other sources than .* it has no shift_labels, token_logps; build it again with: "
+    )
+    with pytest.raises(ImportError, match=expected):
+        _library._check_ops()
+
+
+@pytest.mark.parametrize(("cuda", "gpus", "told"), [("", 1, 1), ("13.0", 1, 0), ("", 0, 0)])
+def test_a_gpu_without_kernels_for_it_is_told(monkeypatch, cuda, gpus, told):
+    monkeypatch.setattr(_library, "build_info", lambda: {"cuda": cuda})
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _library.warn_without_cuda_kernels()
+    expected = "packing_ops: torch sees a GPU, but .* was built without CUDA kernels; .*pip install \\."
+    assert len(caught) == told
+    assert all(re.match(expected, str(w.message)) and w.category is UserWarning for w in caught)
+
+
+def test_two_threads_at_once():
+    lengths = [[3, 5, 2], [1, 1, 700, 40]]
+    expected = [po.position_ids_from_cu_seqlens(cu_seqlens_of(each)) for each in lengths]
+    wrong = []
+
+    def work(i):
+        cu_seqlens = cu_seqlens_of(lengths[i])
+        for _ in range(300):
+            if not torch.equal(po.position_ids_from_cu_seqlens(cu_seqlens), expected[i]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_missing_cuda_kernel_says_so():
+    if not torch.cuda.is_available() or not _library.without_cuda_kernel:
+        pytest.skip("needs a CUDA GPU and an op without a CUDA kernel")
+    for name in _library.without_cuda_kernel:
+        schema = getattr(torch.ops.packing_ops, name).default._schema
+        tensor = torch.ones(2, 2, 2, device="cuda")
+        samples = {
+            "Tensor": tensor,
+            "List[Tensor]": [tensor],
+            "List[int]": [],
+            "int": 1,
+            "float": 1.0,
+            "bool": False,
+            "str": "",
+        }
+        arguments = [samples.get(str(argument.type)) for argument in schema.arguments]
+        with pytest.raises(NotImplementedError, match=f"packing_ops::{name} has no CUDA kernel"):
+            getattr(torch.ops.packing_ops, name)(*arguments)
+
+
+def test_cpu_result_does_not_depend_on_threads():
+    cu_seqlens = cu_seqlens_of([300] * 200)
+    values = torch.randn(60_000)
+    threads = torch.get_num_threads()
+    results = []
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        results.append(po.segment_sum(values, cu_seqlens))
+    torch.set_num_threads(threads)
+    assert_same(*results)
+
+
+def test_torch_without_the_parts_of_own_autograd_gets_its_own(monkeypatch):
+    from packing_ops import _autograd
+
+    registered = []
+    monkeypatch.setattr(torch.library, "register_autograd", lambda *args, **kwargs: registered.append((args, kwargs)))
+    monkeypatch.setattr(_autograd, "_OWN", False)
+    _autograd.register_autograd("rope_qk", "backward", setup_context="context", linear=2)
+    assert registered == [(("packing_ops::rope_qk", "backward"), {"setup_context": "context"})]
+
+
+def test_parts_of_torch_that_own_autograd_needs():
+    from packing_ops import _autograd
+
+    assert all(map(_autograd._found, _autograd._PARTS))
+    assert not _autograd._found("torch._C.a_name_that_torch_has_not")
+
+
+def test_own_autograd_is_for_ops_without_defaults():
+    """packing_ops._autograd hands arguments on as they come; the dispatcher leaves out those that equal a default."""
+    sources = [path.read_text() for path in _library.PACKAGE.glob("*.py")]
+    names = [n for text in sources for n in re.findall(r'^register_autograd\(\s*"(\w+)"', text, re.MULTILINE)]
+    assert {"varlen_attention", "rope_qk", "segment_sum_backward", "unpad_rows"} <= set(names)
+    for name in names:
+        first, *others = getattr(torch.ops.packing_ops, name).default._schema.arguments
+        assert not [a for a in (first, *others) if a.has_default_value() or a.kwarg_only]
+        assert not [a for a in others if "List[Tensor" in str(a.type)]

@@ -1,0 +1,99 @@
+"""python -m packing_ops info: what a bug report needs, found without importing a host library."""
+
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+import torch
+from helpers import ROOT
+
+import packing_ops as po
+from packing_ops.report import info
+
+
+def facts():
+    return dict(line.split(": ", 1) for line in info.describe_environment().splitlines())
+
+
+def test_build_and_torch_are_told():
+    told, build = facts(), po.build_info()
+    assert (told["packing_ops"], told["library"]) == (build["version"], build["library"])
+    assert told["library from"] == build["library_from"]
+    assert f"torch {build['built_with_torch']}, compiler {build['compiler']}" in told["built with"]
+    assert (build["cuda"] or "no CUDA") in told["built with"]
+    assert told["torch"].startswith(torch.__version__)
+    assert told["torch's CUDA"] == (torch.version.cuda or torch.version.hip or "none")
+    assert told["python"].startswith(".".join(map(str, sys.version_info[:3])))
+
+
+def test_every_gpu_is_told(device):
+    told = facts()
+    if device == "cpu" and not torch.cuda.is_available():
+        assert told["GPU"] == "none that torch can use"
+    for i in range(torch.cuda.device_count()):
+        assert torch.cuda.get_device_name(i) in told[f"GPU {i}"]
+
+
+def test_gpus_by_name_capability_and_memory(monkeypatch):
+    class Gpu:
+        name, major, minor, total_memory = "H200", 9, 0, 141 * 2**30
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: Gpu)
+    assert facts()["GPU 0"] == "H200, sm_90, 141.0 GiB"
+
+
+def test_driver(monkeypatch, tmp_path):
+    monkeypatch.setattr(info, "DRIVER", tmp_path / "version")
+    assert facts()["driver"] == "none"
+    info.DRIVER.write_text("NVRM version: 580.1\nGCC version: 13\n")
+    assert facts()["driver"] == "NVRM version: 580.1"
+
+
+def test_versions_of_libraries(monkeypatch):
+    monkeypatch.setattr(info, "LIBRARIES", ("pytest", "no-such-library"))
+    told = facts()
+    assert (told["pytest"], told["no-such-library"]) == (metadata.version("pytest"), "not installed")
+
+
+def test_settings_that_change_what_runs(monkeypatch):
+    monkeypatch.setenv("PACKING_OPS_CHECK", "1")
+    monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
+    told = facts()
+    assert told["PACKING_OPS_CHECK"] == "1"
+    assert "CUDA_LAUNCH_BLOCKING" not in told
+
+
+def test_as_a_command_and_without_host_libraries():
+    command = [sys.executable, "-X", "importtime", "-m", "packing_ops", "info"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"packing_ops: {po.__version__}\n")
+    imported = {line.split("|")[-1].strip().split(".")[0] for line in done.stderr.splitlines()}
+    assert not imported & {"transformers", "trl", "datasets", "pyarrow", "matplotlib", "rich"}
+
+
+@pytest.mark.parametrize("name", ["python -m packing_ops", "packing-ops"])
+def test_version_and_the_name_it_was_called_by(name, monkeypatch, capsys):
+    from packing_ops.__main__ import main
+
+    monkeypatch.setattr(sys, "argv", [f"/somewhere/{name}" if name == "packing-ops" else "/somewhere/__main__.py"])
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"packing_ops {po.__version__}\n")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert capsys.readouterr().out.startswith(f"usage: {name} [-h] [--version]")
+
+
+def test_a_reader_that_leaves_is_no_error():
+    """``packing_ops info | head -1``"""
+    command = [sys.executable, "-c", "import sys; from packing_ops.__main__ import main; sys.exit(main())", "info"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
+        process.stdout.close()
+        told = process.stderr.read()
+    assert "Broken pipe" not in told
+    assert "BrokenPipe" not in told
