@@ -13,8 +13,13 @@ auto encode_function() {
   static const auto found = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult result{};
-    check_cuda(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result),
-               "cudaGetDriverEntryPointByVersion");
+#if CUDART_VERSION >= 12050
+    const cudaError_t status =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
+#else
+    const cudaError_t status = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &result);
+#endif
+    check_cuda(status, "cudaGetDriverEntryPoint");
     if (result != cudaDriverEntryPointSuccess) {
       throw std::runtime_error("varlen_attention: the CUDA driver has no cuTensorMapEncodeTiled");
     }
