@@ -92,12 +92,25 @@ def visible_keys(
     # Bottom-right aligned: the last query of a document is at the position of its last key.
     ends_q, ends_k = (F.pad(cu[1:], (0, 1)) for cu in (cu_seqlens_q, cu_seqlens_k))
     key_pos = slot_q + (ends_k - ends_q)[document_q]
-    visible = (document_q[:, None] == document_k[None, :]) & (document_q < cu_seqlens_q.numel() - 1)[:, None]
+    document_q = document_q.masked_fill(document_q == cu_seqlens_q.numel() - 1, -1)
+    return visible_mask(document_q[:, None], document_k[None], key_pos[:, None], slot_k[None], causal, window_size)
+
+
+def visible_mask(
+    document_q: torch.Tensor,
+    document_k: torch.Tensor,
+    key_pos_q: torch.Tensor,
+    key_pos_k: torch.Tensor,
+    causal: bool,
+    window_size: tuple[int, int],
+) -> torch.Tensor:
+    """bool, True where a query attends to a key: of one document (-1 is none) and inside the window. Broadcasts."""
+    visible = (document_q == document_k) & (document_q >= 0)
     left, right = (window_size[0], 0) if causal else window_size
     if left >= 0:
-        visible &= slot_k[None, :] >= key_pos[:, None] - left
+        visible = visible & (key_pos_k >= key_pos_q - left)
     if right >= 0:
-        visible &= slot_k[None, :] <= key_pos[:, None] + right
+        visible = visible & (key_pos_k <= key_pos_q + right)
     return visible
 
 

@@ -8,7 +8,7 @@ import torch
 import transformers
 from hf_models import in_its_words
 
-from packing_ops.integrations.transformers import _rotary
+from packing_ops.integrations.transformers import models, rope
 
 SHAPE = {
     "vocab_size": 64,
@@ -46,7 +46,7 @@ FAMILIES = {  # name: (classes' prefix, suffix of the model, more of the config)
     "qwen3_vl": ("Qwen3VL", "TextModel", {"rope_parameters": {**MROPE, "mrope_section": [4, 2, 2]}}),
     "stablelm": ("StableLm", "ForCausalLM", {}),
 }
-KNOWN = {name.split(".")[2] for name in _rotary.MODULES}
+KNOWN = {name.split(".")[2] for name in models.MODULES}
 NAMED = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss"]
 MULTIMODAL = [name for name in FAMILIES if name.endswith("_vl")]
 LENGTHS = [5, 3, 8]
@@ -131,6 +131,6 @@ def calls_of_our_rope(monkeypatch):
         count.append(1)
         return rotate(*args, **kwargs)
 
-    rotate = _rotary.apply_rotary_qk
-    monkeypatch.setattr(_rotary, "apply_rotary_qk", counted)
+    rotate = rope.apply_rotary_qk
+    monkeypatch.setattr(rope, "apply_rotary_qk", counted)
     return count

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from packing_ops import PackedMetadata
 from packing_ops.data import PaddingFreeCollator, PaddingFreeDPOCollator
 
+__all__ = ["TensorDataCollatorWithFlattening", "TensorDataCollatorWithFlatteningDPO"]
+
 
 @dataclass
 class TensorDataCollatorWithFlattening(PaddingFreeCollator):
@@ -15,7 +17,7 @@ class TensorDataCollatorWithFlattening(PaddingFreeCollator):
 
     Attributes:
         return_tensors: taken, as transformers' collators have it; always "pt".
-        pad_segment: the filling is a document too: cu_seq_lens end at the row's end (as attention over the whole row
+        pad_segment: the padding is a document too: cu_seq_lens end at the row's end (as attention over the whole row
             wants), and its position_ids count. Off, cu_seq_lens have the real documents alone, as open-instruct's.
 
     Example:
@@ -33,12 +35,12 @@ class TensorDataCollatorWithFlattening(PaddingFreeCollator):
 
     def _row(self, input_ids, labels, lengths, total, separator_id) -> dict:
         batch = super()._row(input_ids, labels, lengths, total, separator_id)
-        filling = slice(sum(lengths), None)
+        padding = slice(sum(lengths), None)
         if self.return_seq_idx:
-            batch["seq_idx"][:, filling] = -1
+            batch["seq_idx"][:, padding] = -1
         if not self.pad_segment:
             if self.return_position_ids:
-                batch["position_ids"][:, filling] = 0
+                batch["position_ids"][:, padding] = 0
             if self.return_flash_attn_kwargs:
                 real = PackedMetadata.from_lengths(lengths, device=batch["input_ids"].device)
                 batch.update(real.to_transformers())

@@ -143,15 +143,15 @@ HEADS = torch.randn(12, 2, 8)
 
 
 def transformers_layout(cu_seqlens):
-    layout = pytest.importorskip("packing_ops.integrations.transformers.layout")
-    found = layout.find_layout(torch.zeros(1, 2, 12, 8, device=cu_seqlens.device), (cu_seqlens, cu_seqlens))
+    layout = pytest.importorskip("packing_ops.integrations.transformers.documents")
+    found = layout.find_documents(torch.zeros(1, 2, 12, 8, device=cu_seqlens.device), (cu_seqlens, cu_seqlens))
     ops.position_ids_from_cu_seqlens(found.cu_seqlens_q, 12)
 
 
 def megatron_layout(cu_seqlens):
-    layout = pytest.importorskip("packing_ops.integrations.megatron.layout")
-    documents = layout.Documents(cu_seqlens, cu_seqlens, cu_seqlens, cu_seqlens)
-    ops.position_ids_from_cu_seqlens(layout.layout_of(documents, 12, causal=True).cu_seqlens_q, 12)
+    layout = pytest.importorskip("packing_ops.integrations.megatron.varlen_call")
+    documents = layout.DocumentSpans(cu_seqlens, cu_seqlens, cu_seqlens, cu_seqlens)
+    ops.position_ids_from_cu_seqlens(layout.varlen_call_of(documents, 12, causal=True).cu_seqlens_q, 12)
 
 
 READERS = {

@@ -94,12 +94,12 @@ def test_attention(device, layout, batch, dtype, grad):
 def test_rms_norm(device, formula, grad):
     """Gemma 3 normalises heads that lie tokens first."""
     pytest.importorskip("transformers")
-    from packing_ops.integrations.transformers import _rms_norm
+    from packing_ops.integrations.transformers import rms_norm
 
     x = torch.randn(2, 5, 4, 8, device=device).transpose(1, 2)
 
     def norm(x, weight):
-        return [_rms_norm.FORWARDS[formula](SimpleNamespace(weight=weight, eps=1e-6), x)]
+        return [rms_norm.FORWARDS[formula](SimpleNamespace(weight=weight, eps=1e-6), x)]
 
     assert_as_announced(norm, [x, torch.randn(8, device=device)], grad)
 

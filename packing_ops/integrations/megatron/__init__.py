@@ -4,12 +4,12 @@ A model:
     spec.py              use_packing_ops puts the core attention into a layer or block spec.
     core_attention.py    PackingDotProductAttention, the module that every layer calls.
     masks.py             What attn_mask_type, window_size and an attention_mask hide from its queries.
-    layout.py            Where the documents of a batch lie for one varlen call; made once per batch.
+    varlen_call.py       Where the documents of a batch lie for one varlen call; made once per batch.
     context_parallel.py  The same call over the keys of all context-parallel ranks.
     rope.py              patch_rope, the rotation of queries and keys under apply_rope_fusion.
 A batch:
     data.py              Padded rows as one thd row and back, PackedSeqParams, next-token targets.
-    slots.py             Which token of the padded rows each slot of the thd row holds.
+    source_indices.py    Which token of the padded rows each slot of the thd row holds.
     packing_ops/data/context_parallel.py   Alignment and zigzag indices, which need no megatron-core.
 
 Three lines of a training script change; examples/first/megatron_step.py is a whole one:
@@ -18,10 +18,9 @@ Three lines of a training script change; examples/first/megatron_step.py is a wh
     losses = model(input_ids, None, None, labels=targets, packed_seq_params=packed_seq_params)
 """
 
-import importlib
-import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from packing_ops._lazy import lazy_names
 from packing_ops.data.context_parallel import packed_alignment, thd_inverse_indices, thd_partition_indices
 
 if TYPE_CHECKING:  # what type checkers and docs/api read
@@ -36,7 +35,7 @@ if TYPE_CHECKING:  # what type checkers and docs/api read
     from packing_ops.integrations.megatron.rope import patch_rope, unpatch_rope
     from packing_ops.integrations.megatron.spec import use_packing_ops
 
-_HOMES = {
+_MODULES = {
     "PackingDotProductAttention": "core_attention",
     "use_packing_ops": "spec",
     "context_parallel_attention": "context_parallel",
@@ -61,18 +60,6 @@ __all__ = [
     "unpatch_rope",
     "use_packing_ops",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] != "megatron":
-            raise
-        raise ImportError(f"{name} needs megatron-core: pip install packing_ops[megatron]") from error
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *(_HOMES if importlib.util.find_spec("megatron") else ())})
+__getattr__, __dir__ = lazy_names(
+    globals(), _MODULES, "megatron", "needs megatron-core: pip install packing_ops[megatron]"
+)

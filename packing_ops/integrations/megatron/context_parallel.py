@@ -1,8 +1,8 @@
 """Attention over documents whose tokens lie on several ranks: the keys and values of all ranks are gathered.
 
 Rank r of n holds chunks r and 2n-1-r of each document's 2n equal chunks (zigzag), so that every rank has the same
-causal work. Its queries stay; one varlen call runs over them and the gathered keys (layout.py). Saved for backward are
-the rank's own rows: backward gathers again, and the gradients of the keys go back by a reduce-scatter.
+causal work. Its queries stay; one varlen call runs over them and the gathered keys (varlen_call.py). Saved for backward are
+the rank's rows: backward gathers again, and the gradients of the keys go back by a reduce-scatter.
 
 Bytes and flops, for T tokens in documents of L, H heads over G key heads of dimension D, e bytes an element, B bytes/s
 into a rank and F flops/s:
@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from packing_ops import _ops
 from packing_ops._batch_cache import plan_for
-from packing_ops.integrations.megatron.layout import Layout
+from packing_ops.integrations.megatron.varlen_call import VarlenCall
 
 # torch 2.13 has new names for these.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -35,7 +35,7 @@ def context_parallel_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    layout: Layout,
+    call: VarlenCall,
     group: dist.ProcessGroup,
     *,
     causal: bool = True,
@@ -48,7 +48,7 @@ def context_parallel_attention(
     Args:
         q: ``[rows, num_heads, head_dim]``, this rank's chunks of each document.
         k, v: ``[rows, num_kv_heads, head_dim]``, of the same tokens.
-        layout: ``layout_of(documents, rows, causal=causal, cp_rank=group.rank(), cp_size=group.size())``.
+        call: ``varlen_call_of(documents, rows, causal=causal, cp_rank=group.rank(), cp_size=group.size())``.
         causal, softmax_scale, window_size, sinks: as varlen_attention; a window needs causal.
 
     Returns:
@@ -56,8 +56,8 @@ def context_parallel_attention(
         parameter.
 
     Example:
-        One document of 8 tokens on 2 ranks: rank 0 holds tokens 0, 1, 6, 7 and its query documents see keys 0..1 and
-        0..7; rank 1 holds 2, 3, 4, 5, which see 0..3 and 0..5.
+        One document of 8 tokens on 2 ranks: rank 0 holds tokens 0, 1, 6, 7 and its query documents attend to keys 0..1 and
+        0..7; rank 1 holds 2, 3, 4, 5, which attend to 0..3 and 0..5.
 
         >>> out = context_parallel_attention(q, k, v, layout, group)  # needs two processes # doctest: +SKIP
 
@@ -72,54 +72,54 @@ def context_parallel_attention(
             f"window_size: expected (-1, -1) without a causal mask under context parallelism, got {window_size}"
         )
     options = (causal, softmax_scale, *window_size, 0.0)
-    return _Attention.apply(q, k, v, None if sinks is None else sinks.float(), layout, group, options)
+    return _Attention.apply(q, k, v, None if sinks is None else sinks.float(), call, group, options)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sinks, layout, group, options):
-        keys, values = _gathered(k, v, layout, group)
-        documents = layout.cu_seqlens_q, layout.cu_seqlens_k
+    def forward(ctx, q, k, v, sinks, call, group, options):
+        keys, values = _gathered(k, v, call, group)
+        documents = call.cu_seqlens_q, call.cu_seqlens_k
         ctx.plan = plan_for(q, keys, *documents, options[0], *options[2:4])
         out, lse = _ops.varlen_attention(q, keys, values, *documents, sinks, *options, ctx.plan)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.layout, ctx.group, ctx.options = layout, group, options
+        ctx.call, ctx.group, ctx.options = call, group, options
         return out
 
     @staticmethod
     def backward(ctx, dout):
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        keys, values = _gathered(k, v, ctx.layout, ctx.group)
-        documents = ctx.layout.cu_seqlens_q, ctx.layout.cu_seqlens_k
+        keys, values = _gathered(k, v, ctx.call, ctx.group)
+        documents = ctx.call.cu_seqlens_q, ctx.call.cu_seqlens_k
         dq, dkeys, dvalues, dsinks = _ops.varlen_attention_backward(
             dout, None, q, keys, values, out, lse, *documents, sinks, *ctx.options, ctx.plan
         )
-        dk, dv = _returned(dkeys, dvalues, ctx.layout, ctx.group)
+        dk, dv = _returned(dkeys, dvalues, ctx.call, ctx.group)
         return dq, dk, dv, None if sinks is None else dsinks, None, None, None
 
 
-def _gathered(k, v, layout, group):
+def _gathered(k, v, call, group):
     """The keys and the values of the call, from all ranks."""
     under_way = []
-    for own in (k, v):
-        rows = own.new_empty(group.size() * own.shape[0], *own.shape[1:])
-        under_way.append((rows, _all_gather(rows, own.contiguous(), group=group, async_op=True)))
+    for local in (k, v):
+        rows = local.new_empty(group.size() * local.shape[0], *local.shape[1:])
+        under_way.append((rows, _all_gather(rows, local.contiguous(), group=group, async_op=True)))
     gathered = []
     for rows, work in under_way:
         work.wait()
-        gathered.append(rows.index_select(0, layout.key_index))
+        gathered.append(rows.index_select(0, call.key_index))
     return gathered
 
 
-def _returned(dkeys, dvalues, layout, group):
-    """Each rank's own rows of the gradients, summed over the ranks. A gathered key is in the call once or twice."""
+def _returned(dkeys, dvalues, call, group):
+    """Each rank's rows of the gradients, summed over the ranks. A gathered key is in the call once or twice."""
     under_way = []
     for gradient in (dkeys, dvalues):
-        rows = gradient.index_select(0, layout.key_places[0])
-        for again in layout.key_places[1:]:
+        rows = gradient.index_select(0, call.key_positions[0])
+        for again in call.key_positions[1:]:
             rows += gradient.index_select(0, again)
-        own = rows.new_empty(rows.shape[0] // group.size(), *rows.shape[1:])
-        under_way.append((own, rows, _reduce_scatter(own, rows, group=group, async_op=True)))
+        local = rows.new_empty(rows.shape[0] // group.size(), *rows.shape[1:])
+        under_way.append((local, rows, _reduce_scatter(local, rows, group=group, async_op=True)))
     for _, _, work in under_way:
         work.wait()
-    return [own for own, _, _ in under_way]
+    return [local for local, _, _ in under_way]

@@ -9,9 +9,11 @@ from megatron.core.transformer.module import MegatronModule
 from packing_ops import _ops
 from packing_ops._batch_cache import dense_cu_seqlens
 from packing_ops.attention import varlen_attention
+from packing_ops.integrations._attention_options import AttentionOptions
 from packing_ops.integrations.megatron.context_parallel import context_parallel_attention
-from packing_ops.integrations.megatron.layout import Documents, documents_of, field_of, layout_of
 from packing_ops.integrations.megatron.masks import causal_and_window, tokens_of, window_of
+from packing_ops.integrations.megatron.varlen_call import DocumentSpans, field_of, spans_of, varlen_call_of
+from packing_ops.metadata import PackedMetadata
 
 _UNSERVED = ("qk_clip", "log_max_attention_logit", "fp8_dot_product_attention", "fp8_multi_head_attention")
 
@@ -114,16 +116,18 @@ class PackingDotProductAttention(MegatronModule):
             query: ``[T, num_heads, head_dim]`` for thd, ``[S, B, num_heads, head_dim]`` for sbhd: this rank's heads
                 and, under context parallelism, its chunks of each document. float32, bfloat16, float16.
             key, value: the same with this rank's query groups; value may have a smaller head_dim (one copy).
-            attention_mask: not looked at for thd, nor with a window; for sbhd None or, bool with True for unseen, what
+            attention_mask: not looked at for thd, nor with a window; for sbhd None or, bool with True for hidden, what
                 attn_mask_type says and padding (masks.py; looked at once per mask: one synchronisation). Padding has
                 out 0 and takes no gradient.
             packed_seq_params: ``qkv_format``, ``cu_seqlens_q`` and ``cu_seqlens_kv`` of the whole batch, int
                 ``[num_documents + 1]``, and, where the documents lie apart, ``cu_seqlens_q_padded`` and
                 ``cu_seqlens_kv_padded``: padding has out 0 and takes no gradient. Under context parallelism each
                 document's slots are a multiple of ``2 * cp_size``. ``cp_group`` and ``local_cp_size`` are followed.
+                Or PackedMetadata, where this module is called by itself: megatron-core's RoPE reads PackedSeqParams,
+                which ``packed_seq_params(metadata)`` makes.
 
         Returns:
-            ``[T, num_heads * head_dim]`` or ``[S, B, num_heads * head_dim]``. No synchronisation per layer; layout.py
+            ``[T, num_heads * head_dim]`` or ``[S, B, num_heads * head_dim]``. No synchronisation per layer; varlen_call.py
             says when there is one per batch.
 
         Example: a query ``[16, 4, 8]`` with cu_seqlens ``[0, 5, 8, 16]`` (5, 3 and 8 tokens) gives ``[16, 32]``.
@@ -143,10 +147,11 @@ class PackingDotProductAttention(MegatronModule):
         if head_dim < query.shape[-1]:
             value = F.pad(value, (0, query.shape[-1] - head_dim))
         heads = query, key, value
-        if packed_seq_params is not None and _format(packed_seq_params) == "thd":
+        documents = _thd_documents(packed_seq_params)
+        if documents is not None:
             _expect(heads, "[total, num_heads, head_dim]", 3)
-            documents = documents_of(packed_seq_params)
-            out = self._attend(*heads, documents, causal, window, group, self.softmax_offset)
+            options = AttentionOptions(causal, self.softmax_scale, window, sinks=self.softmax_offset)
+            out = self._attend(*heads, documents, options, group)
             return _narrowed(out, head_dim).flatten(1)
         _expect(heads, "[seqlen, batch, num_heads, head_dim]", 4)
         if causal and len(query) != len(key):
@@ -154,36 +159,38 @@ class PackingDotProductAttention(MegatronModule):
         if attention_mask is not None and not self.window_size:
             tokens = tokens_of(attention_mask, query, key, mask_type, self.layer_number)
             if tokens is not None:
-                return _narrowed(self._attend_tokens(heads, tokens, causal, window, group), head_dim).flatten(2)
+                options = AttentionOptions(causal, self.softmax_scale, window, sinks=self.softmax_offset)
+                return _narrowed(self._attend_tokens(heads, tokens, options, group), head_dim).flatten(2)
         # The columns of the batch as more heads: no copy, and each query group keeps its queries.
         sinks = None if self.softmax_offset is None else self.softmax_offset.repeat(query.shape[1])
         ranks = 1 if group is None else group.size()
         whole = (tensor.new_empty(1).expand(1, ranks * len(tensor)) for tensor in (query, key))
         cu_seqlens = [dense_cu_seqlens(tensor, name) for tensor, name in zip(whole, ("query", "key"), strict=True)]
-        documents = Documents(*cu_seqlens, *cu_seqlens)
-        out = self._attend(*(t.flatten(1, 2) for t in heads), documents, causal, window, group, sinks)
+        options = AttentionOptions(causal, self.softmax_scale, window, sinks=sinks)
+        out = self._attend(*(t.flatten(1, 2) for t in heads), DocumentSpans(*cu_seqlens, *cu_seqlens), options, group)
         return _narrowed(out.view(query.shape), head_dim).flatten(2)
 
-    def _attend_tokens(self, heads, tokens, causal, window, group):
+    def _attend_tokens(self, heads, tokens, options, group):
         """sbhd with padding in its columns: the tokens packed, and put back."""
         if group is not None:
             raise NotImplementedError("attention_mask: expected no padding in sbhd under context parallelism, got some")
         indices, documents = tokens
         seqlen, batch = heads[0].shape[:2]
         packed = _ops.gather_rows_many([t.transpose(0, 1) for t in heads], indices, indices.numel())
-        out = self._attend(*packed, documents, causal, window, None, self.softmax_offset)
+        out = self._attend(*packed, documents, options, None)
         return _ops.scatter_rows(out, indices, batch, seqlen).transpose(0, 1).contiguous()
 
-    def _attend(self, q, k, v, documents, causal, window, group, sinks):
-        options = {"causal": causal, "softmax_scale": self.softmax_scale, "window_size": window, "sinks": sinks}
+    def _attend(self, q, k, v, documents, options, group):
+        causal, softmax_scale, window, _, sinks = options
+        named = {"causal": causal, "softmax_scale": softmax_scale, "window_size": window, "sinks": sinks}
         if group is None or q.shape[0] == k.shape[0] == 0:
-            layout = layout_of(documents, k.shape[0], causal=causal, layer=self.layer_number)
-            return varlen_attention(q, k, v, layout.cu_seqlens_q, layout.cu_seqlens_k, **options)
+            call = varlen_call_of(documents, k.shape[0], causal=causal, layer=self.layer_number)
+            return varlen_attention(q, k, v, call.cu_seqlens_q, call.cu_seqlens_k, **named)
         if len(q) != len(k):
             raise ValueError(f"key: expected the {len(q)} rows of query under context parallelism, got {len(k)}")
         ranks = {"cp_rank": group.rank(), "cp_size": group.size()}
-        layout = layout_of(documents, k.shape[0], causal=causal, layer=self.layer_number, **ranks)
-        return context_parallel_attention(q, k, v, layout, group, **options)
+        call = varlen_call_of(documents, k.shape[0], causal=causal, layer=self.layer_number, **ranks)
+        return context_parallel_attention(q, k, v, call, group, **named)
 
     def _cp_group(self, packed_seq_params):
         """The ranks that hold the documents; None for this one alone. A batch may bring its own."""
@@ -197,11 +204,14 @@ class PackingDotProductAttention(MegatronModule):
         return DotProductAttention.sharded_state_dict(self, prefix, sharded_offsets, metadata)
 
 
-def _format(packed_seq_params):
-    name = field_of(packed_seq_params, "qkv_format")
+def _thd_documents(packed_seq_params) -> DocumentSpans | None:
+    """None for sbhd."""
+    if isinstance(packed_seq_params, PackedMetadata):
+        return DocumentSpans(*[packed_seq_params.cu_seqlens] * 4)
+    name = "sbhd" if packed_seq_params is None else field_of(packed_seq_params, "qkv_format")
     if name not in ("thd", "sbhd"):
         raise ValueError(f"packed_seq_params.qkv_format: expected 'thd' or 'sbhd' for all of q, k and v, got {name!r}")
-    return name
+    return spans_of(packed_seq_params) if name == "thd" else None
 
 
 def _expect(heads, shape, dim):

@@ -15,8 +15,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 import packing_ops as po
 from packing_ops import _ops
 from packing_ops.data.context_parallel import aligned, packed_alignment, thd_inverse_indices, thd_partition_indices
-from packing_ops.integrations.megatron.layout import documents_of
-from packing_ops.integrations.megatron.slots import document_lengths, source_of_slots
+from packing_ops.integrations.megatron.source_indices import document_lengths, source_of_slots
+from packing_ops.integrations.megatron.varlen_call import spans_of
 
 _NEEDED = ("qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
 
@@ -59,7 +59,7 @@ def preprocess_packed_seqs(
     Returns:
         ids ``[1, total / cp_size, ...]`` with 0 in padded slots, and PackedSeqParams whose ``cu_seqlens_*``, padded or
         not, are the cumulated aligned lengths of all documents (not this rank's part alone), and ``max_seqlen_*`` the
-        longest aligned. Padding is thus the end of its document, which no token sees under a causal mask; without one
+        longest aligned. Padding is thus the end of its document, to which no token attends under a causal mask; without one
         give ``cu_seqlens_q`` and ``cu_seqlens_kv`` the real lengths. On CUDA one synchronisation, none with
         sub_seq_lengths.
 
@@ -125,7 +125,7 @@ def next_token_targets(
         ValueError: as preprocess_packed_seqs; packed_seq_params without cu_seqlens, or of other documents.
     """
     _check_padded("labels", labels, attention_mask)
-    cu_seqlens = documents_of(packed_seq_params).q_slots
+    cu_seqlens = spans_of(packed_seq_params).q_slots
     total = int(cu_seqlens[-1]) if total is None else total
     if cu_seqlens.is_cpu and total != cu_seqlens[-1]:
         raise ValueError(f"total: expected {int(cu_seqlens[-1])} slots as packed, got {total}")
@@ -172,7 +172,7 @@ def postprocess_packed_seqs(
     cp_size = 1 if cp_group is None else cp_group.size()
     if values.dim() < 2 or values.shape[0] != 1:
         raise ValueError(f"values: expected [1, total / cp_size, ...], got {list(values.shape)}")
-    cu_seqlens, total = documents_of(packed_seq_params).q_slots, values.shape[1] * cp_size
+    cu_seqlens, total = spans_of(packed_seq_params).q_slots, values.shape[1] * cp_size
     if cu_seqlens.is_cpu and total != cu_seqlens[-1]:
         raise ValueError(
             f"values: expected [1, {int(cu_seqlens[-1]) // cp_size}, ...] as packed, got {list(values.shape)}"
@@ -188,10 +188,10 @@ class _Gathered(torch.autograd.Function):
     """The ranks' parts end to end; the gradient of a rank's own part."""
 
     @staticmethod
-    def forward(ctx, own, group):
-        ctx.rank, ctx.rows = group.rank(), own.shape[0]
-        parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(group.size())]
-        torch.distributed.all_gather(parts, own.contiguous(), group=group)
+    def forward(ctx, local, group):
+        ctx.rank, ctx.rows = group.rank(), local.shape[0]
+        parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        torch.distributed.all_gather(parts, local.contiguous(), group=group)
         return torch.cat(parts)
 
     @staticmethod

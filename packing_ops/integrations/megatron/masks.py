@@ -7,14 +7,14 @@ from megatron.core.transformer import utils
 
 from packing_ops import unpad_input
 from packing_ops._batch_cache import kept_with
-from packing_ops.integrations.megatron.layout import Documents, field_of
+from packing_ops.integrations.megatron.varlen_call import DocumentSpans, field_of
 
 # TransformerEngine's names; in thd its two padding types mean documents, in sbhd a mask of padding.
 _IS_CAUSAL = {"causal": True, "padding_causal": True, "causal_bottom_right": True, "no_mask": False, "padding": False}
 
 
 def window_of(config, layer_number: int) -> tuple[int, int] | None:
-    """The window of this layer; None where it sees everything."""
+    """The window of this layer; None where it has none."""
     window = field_of(config, "window_size")
     is_windowed = getattr(utils, "is_layer_window_attention", None)  # since 0.15
     if is_windowed is not None and not is_windowed(window, config.window_attn_skip_freq, layer_number):
@@ -40,13 +40,13 @@ def causal_and_window(mask_type: str, window_size: tuple[int, int] | None) -> tu
 
 def tokens_of(
     mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, mask_type: str, layer: int | None = None
-) -> tuple[torch.Tensor, Documents] | None:
+) -> tuple[torch.Tensor, DocumentSpans] | None:
     """Which slots of an sbhd batch hold tokens; None where all do. Looked at once per mask: a synchronisation.
 
     Layers that are recomputed in backward are given a mask of their own, so each looks again.
 
     Args:
-        mask: True for unseen, ``[1 or batch, 1, seqlen, seqlen]``: what mask_type hides and, besides, keys that are
+        mask: True for hidden, ``[1 or batch, 1, seqlen, seqlen]``: what mask_type hides and, besides, keys that are
             padding; of the padding types also ``[batch, 1, 1, seqlen]``, the padding alone. It may stand anywhere.
         query, key: ``[seqlen, batch, num_heads, head_dim]``; padding needs as many keys as queries.
         layer: number of the layer that asks.
@@ -61,17 +61,17 @@ def tokens_of(
     keys = key.shape[0]
 
     def make():
-        unseen, causal = mask.bool(), _IS_CAUSAL[mask_type]
-        hidden = unseen.new_ones(seqlen, keys).triu(1) if causal else unseen.new_zeros(())
-        is_whole = unseen.shape[-2:] == (seqlen, keys)
-        if (is_whole or not causal) and (unseen == hidden).all():
+        hidden, causal = mask.bool(), _IS_CAUSAL[mask_type]
+        expected = hidden.new_ones(seqlen, keys).triu(1) if causal else hidden.new_zeros(())
+        is_whole = hidden.shape[-2:] == (seqlen, keys)
+        if (is_whole or not causal) and (hidden == expected).all():
             return None
-        if unseen.shape[-2] == 1 and mask_type in ("padding", "padding_causal"):
-            padding, agrees = unseen, True
+        if hidden.shape[-2] == 1 and mask_type in ("padding", "padding_causal"):
+            padding, agrees = hidden, True
         else:
-            padding = unseen.all(-2, keepdim=True)
-            # What a query of padding would see says nothing.
-            agrees = is_whole and bool(((unseen == (hidden | padding)) | padding.mT).all())
+            padding = hidden.all(-2, keepdim=True)
+            # Which keys a query of padding attends to does not matter.
+            agrees = is_whole and bool(((hidden == (expected | padding)) | padding.mT).all())
         if not agrees or seqlen != keys or padding.shape not in {(1, 1, 1, seqlen), (batch, 1, 1, seqlen)}:
             kind = "causal mask" if causal else "mask that hides nothing"
             raise NotImplementedError(
@@ -79,6 +79,6 @@ def tokens_of(
             )
         real = ~padding[:, 0, 0].expand(batch, seqlen)
         _, indices, cu_seqlens, _, _ = unpad_input(real, real)
-        return None if real.all() else (indices, Documents(*[cu_seqlens] * 4))
+        return None if real.all() else (indices, DocumentSpans(*[cu_seqlens] * 4))
 
     return kept_with((mask,), ("tokens", mask_type, seqlen, batch, keys), make, layer=layer)

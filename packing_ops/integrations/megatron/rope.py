@@ -6,8 +6,6 @@ megatron-core rotates q, then k, by ``apply_rotary_pos_emb`` with angles ``freqs
 work them out again.
 """
 
-import sys
-
 import megatron.core.models.common.embeddings.rope_utils as rope_utils
 import megatron.core.transformer.attention as attention
 import torch
@@ -17,8 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from packing_ops import apply_rotary_qk, position_ids_from_cu_seqlens
 from packing_ops._batch_cache import kept_with
 from packing_ops.data.context_parallel import thd_partition_indices
-
-_stock = {}  # (owner, name): what patch_rope replaced
+from packing_ops.integrations._patching import Patch
 
 
 def patch_rope() -> None:
@@ -38,40 +35,17 @@ def patch_rope() -> None:
     Raises:
         AttributeError: a megatron-core without a function that is replaced; names it.
     """
-    if _stock:
-        return
-    ours = {
-        (rope_utils, "fused_apply_rotary_pos_emb"): fused_apply_rotary_pos_emb,
-        (rope_utils, "fused_apply_rotary_pos_emb_thd"): fused_apply_rotary_pos_emb_thd,
-        (rope_utils, "apply_rotary_pos_emb"): _apply_rotary_pos_emb,
-        (TransformerConfig, "__post_init__"): _post_init,
-    }
-    if hasattr(attention, "HAVE_FUSED_QKV_ROPE"):  # since 0.15
-        ours[attention, "HAVE_FUSED_QKV_ROPE"] = True
-        vars(attention).setdefault("apply_fused_qkv_rotary_pos_emb", None)  # undefined without TransformerEngine
-        ours[attention, "apply_fused_qkv_rotary_pos_emb"] = _rotate_mixed
-        ours[attention.SelfAttention, "get_query_key_value_tensors"] = _get_query_key_value_tensors
-    _stock.update({(owner, name): getattr(owner, name) for owner, name in ours})
-    for (owner, name), function in ours.items():
-        setattr(owner, name, function)
-    _swap(_stock[rope_utils, "apply_rotary_pos_emb"], _apply_rotary_pos_emb)
+    for patch in _PATCHES:
+        if patch.name not in _MAY_BE_MISSING:
+            getattr(patch.owner, patch.name)
+    for patch in _PATCHES:
+        patch.apply()
 
 
 def unpatch_rope() -> None:
     """Put megatron-core's own functions back."""
-    if not _stock:
-        return
-    for (owner, name), function in _stock.items():
-        setattr(owner, name, function)
-    _swap(_apply_rotary_pos_emb, rope_utils.apply_rotary_pos_emb)
-    _stock.clear()
-
-
-def _swap(old, new):
-    """Modules that imported megatron-core's function hold it by name: its own, and those of models built on it."""
-    for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get("apply_rotary_pos_emb") is old:
-            module.apply_rotary_pos_emb = new
+    for patch in _PATCHES:
+        patch.revert()
 
 
 def fused_apply_rotary_pos_emb(
@@ -126,30 +100,33 @@ def fused_apply_rotary_pos_emb_thd(
         ValueError: cu_seqlens that are no multiples of ``2 * cp_size``; a document longer than ``freqs``. On CUDA both
             are positions outside the tables, which apply_rotary_qk reports at the next call.
     """
-    rows, places, rotary_dim = t.shape[0], freqs.shape[0], freqs.shape[-1]
+    rows, positions, rotary_dim = t.shape[0], freqs.shape[0], freqs.shape[-1]
 
     def make():
         cos, sin = _tables(freqs, mscale)
         if cos.shape[1] != 1:
             raise ValueError(f"freqs: expected [max_seqlen, 1, 1, rotary_dim] for thd, got {list(freqs.shape)}")
-        of_tokens = places == rows * cp_size
+        of_tokens = positions == rows * cp_size
         return cos[:, 0], sin[:, 0], _positions(cu_seqlens, rows * cp_size, cp_size, cp_rank, of_tokens)
 
     tables = kept_with((cu_seqlens, freqs), ("thd", rows, cp_size, cp_rank, mscale), make)
     return apply_rotary_qk(t, None, *tables, interleaved=interleaved, rotary_dim=rotary_dim)[0]
 
 
-def _apply_rotary_pos_emb(t, freqs, config, cu_seqlens=None, mscale=1.0, cp_group=None):
-    """megatron-core's function of this name; its own where the model does not ask for fusion."""
-    if not config.apply_rope_fusion or config.multi_latent_attention:
-        return _stock[rope_utils, "apply_rotary_pos_emb"](t, freqs, config, cu_seqlens, mscale, cp_group)
-    interleaved = config.rotary_interleaved
-    if cu_seqlens is None:
-        return fused_apply_rotary_pos_emb(t, freqs, interleaved=interleaved, mscale=mscale)
-    if cp_group is None:
-        cp_group = parallel_state.get_context_parallel_group()
-    cp = cp_group.size(), cp_group.rank()
-    return fused_apply_rotary_pos_emb_thd(t, cu_seqlens, freqs, *cp, interleaved=interleaved, mscale=mscale)
+def _with_our_fusion(stock):
+    def apply_rotary_pos_emb(t, freqs, config, cu_seqlens=None, mscale=1.0, cp_group=None):
+        """megatron-core's function of this name; its own where the model does not ask for fusion."""
+        if not config.apply_rope_fusion or config.multi_latent_attention:
+            return stock(t, freqs, config, cu_seqlens, mscale, cp_group)
+        interleaved = config.rotary_interleaved
+        if cu_seqlens is None:
+            return fused_apply_rotary_pos_emb(t, freqs, interleaved=interleaved, mscale=mscale)
+        if cp_group is None:
+            cp_group = parallel_state.get_context_parallel_group()
+        cp = cp_group.size(), cp_group.rank()
+        return fused_apply_rotary_pos_emb_thd(t, cu_seqlens, freqs, *cp, interleaved=interleaved, mscale=mscale)
+
+    return apply_rotary_pos_emb
 
 
 def _rotate_mixed(mixed_qkv, q_freqs, k_freqs, split):
@@ -176,31 +153,37 @@ def _rotate_mixed(mixed_qkv, q_freqs, k_freqs, split):
     return *(x.reshape(seqlen, batch, -1, split[1]) for x in (q, k)), v
 
 
-def _get_query_key_value_tensors(self, *args, **kwargs):
-    """megatron-core's; an unsplit projection remembers the config, which the rotation that follows is not told."""
-    result = _stock[attention.SelfAttention, "get_query_key_value_tensors"](self, *args, **kwargs)
-    if kwargs.get("split_qkv") is False:
-        result[0]._packing_ops_config = self.config
-    return result
+def _with_config_on_projection(stock):
+    def get_query_key_value_tensors(self, *args, **kwargs):
+        """megatron-core's; an unsplit projection remembers the config, which the rotation that follows is not given."""
+        result = stock(self, *args, **kwargs)
+        if kwargs.get("split_qkv") is False:
+            result[0]._packing_ops_config = self.config
+        return result
+
+    return get_query_key_value_tensors
 
 
-def _post_init(self):
-    """megatron-core's check of a config; interleaved pairs need no version of TransformerEngine here."""
-    served = self.apply_rope_fusion and self.rotary_interleaved and not self.multi_latent_attention
-    if served:
-        self.rotary_interleaved = False
-    try:
-        _stock[TransformerConfig, "__post_init__"](self)
-    finally:
+def _without_its_version_check(stock):
+    def __post_init__(self):
+        """megatron-core's check of a config; interleaved pairs need no version of TransformerEngine here."""
+        served = self.apply_rope_fusion and self.rotary_interleaved and not self.multi_latent_attention
         if served:
-            self.rotary_interleaved = True
+            self.rotary_interleaved = False
+        try:
+            stock(self)
+        finally:
+            if served:
+                self.rotary_interleaved = True
+
+    return __post_init__
 
 
 def _rotated(q, k, freqs, interleaved, mscale):
     """sbhd q and k (or None) by the angles of their positions."""
     seqlen = q.shape[0]
     if freqs.shape[0] < seqlen:
-        raise ValueError(f"freqs: expected at least {seqlen} places for sbhd, got {list(freqs.shape)}")
+        raise ValueError(f"freqs: expected at least {seqlen} positions for sbhd, got {list(freqs.shape)}")
 
     def make():
         return [table[:seqlen].transpose(0, 1) for table in _tables(freqs, mscale)]
@@ -212,9 +195,9 @@ def _rotated(q, k, freqs, interleaved, mscale):
 
 
 def _tables(freqs, mscale):
-    """cos and sin float32 ``[places, 1 or batch, rotary_dim]``."""
+    """cos and sin float32 ``[positions, 1 or batch, rotary_dim]``."""
     if freqs.dim() != 4 or freqs.shape[2] != 1:
-        raise ValueError(f"freqs: expected [places, 1 or batch, 1, rotary_dim], got {list(freqs.shape)}")
+        raise ValueError(f"freqs: expected [positions, 1 or batch, 1, rotary_dim], got {list(freqs.shape)}")
 
     def make():
         angles = freqs.float().squeeze(2)
@@ -232,3 +215,19 @@ def _positions(cu_seqlens, total, cp_size, cp_rank, of_tokens):
     after = torch.arange(total, device=cu_seqlens.device) >= cu_seqlens[-1]
     # The index `total` says that a document did not divide: outside every table, so that the rotation reports it.
     return torch.nn.functional.pad(positions.masked_fill_(after, 0), (0, 1), value=2**31 - 1)[held]
+
+
+_PATCHES = [
+    Patch(rope_utils, "fused_apply_rotary_pos_emb", lambda _: fused_apply_rotary_pos_emb),
+    Patch(rope_utils, "fused_apply_rotary_pos_emb_thd", lambda _: fused_apply_rotary_pos_emb_thd),
+    # Modules that imported it hold it by name: megatron-core's own, and those of models built on it.
+    Patch(rope_utils, "apply_rotary_pos_emb", _with_our_fusion, imported_by=""),
+    Patch(TransformerConfig, "__post_init__", _without_its_version_check),
+]
+_MAY_BE_MISSING = ("apply_fused_qkv_rotary_pos_emb",)  # without TransformerEngine
+if hasattr(attention, "HAVE_FUSED_QKV_ROPE"):  # since 0.15
+    _PATCHES += [
+        Patch(attention, "HAVE_FUSED_QKV_ROPE", lambda _: True),
+        Patch(attention, "apply_fused_qkv_rotary_pos_emb", lambda _: _rotate_mixed),
+        Patch(attention.SelfAttention, "get_query_key_value_tensors", _with_config_on_projection),
+    ]

@@ -1,29 +1,39 @@
-"""packing_ops in Hugging Face transformers: attention by name, and kernels swapped into a model."""
+"""packing_ops in Hugging Face transformers: attention by name, and kernels swapped into a model.
 
-import importlib
-import importlib.util
-from typing import TYPE_CHECKING, Any
+attn_implementation="packing_ops":
+    attention.py            register, and the function that every layer calls.
+    model_call.py           What the call of a model that runs says of its documents; keywords.py refuses near misses;
+                            running.py: which call runs in this thread.
+    mask_preparation.py     Brings that to where transformers makes masks.
+    masks.py                MaskPattern, which stands for the mask of a forward.
+    documents.py            Where the documents of a batch lie; document_checks.py: whether a row has several.
+    fallback.py             SDPA, for what varlen attention does not serve.
+    kv_cache.py             Refuses a cache of several documents.
+apply_packing_ops(model):
+    patch.py                apply and revert, for a model, a class or all; model_info.py says what runs.
+    attn_implementation.py  A model's attention set and set back.
+    models.py               The families and how each rotates and normalises.
+    rope.py, rms_norm.py, fused_loss.py   One swap each; positions.py gives RoPE the positions of documents.
+"""
+
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # what type checkers and docs/api read
-    from packing_ops.integrations.transformers._info import info
-    from packing_ops.integrations.transformers.attention import register
+    from packing_ops.integrations.transformers.attention import register, unregister
+    from packing_ops.integrations.transformers.model_info import info
     from packing_ops.integrations.transformers.patch import Applied, apply_packing_ops, revert_packing_ops
 
-_FILES = {
+from packing_ops._lazy import lazy_names
+
+_MODULES = {
     "Applied": "patch",
     "apply_packing_ops": "patch",
-    "info": "_info",
+    "info": "model_info",
     "register": "attention",
     "revert_packing_ops": "patch",
+    "unregister": "attention",
 }
-__all__ = ["Applied", "apply_packing_ops", "info", "register", "revert_packing_ops"]
-
-
-def __getattr__(name: str) -> Any:  # transformers is imported by the one who asks for a name
-    if name in _FILES:
-        return getattr(importlib.import_module(f"{__name__}.{_FILES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *(_FILES if importlib.util.find_spec("transformers") else ())})
+__all__ = ["Applied", "apply_packing_ops", "info", "register", "revert_packing_ops", "unregister"]
+__getattr__, __dir__ = lazy_names(
+    globals(), _MODULES, "transformers", "needs transformers: pip install packing_ops[hf]"
+)

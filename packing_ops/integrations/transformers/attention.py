@@ -9,9 +9,10 @@ import torch
 from packing_ops import _ops
 from packing_ops._arguments import dtype_name
 from packing_ops.attention import varlen_attention
-from packing_ops.integrations.transformers import _call, _preparation, fallback, masks
-from packing_ops.integrations.transformers._host import AttentionInterface, AttentionMaskInterface
-from packing_ops.integrations.transformers.layout import find_layout
+from packing_ops.integrations._attention_options import AttentionOptions
+from packing_ops.integrations.transformers import fallback, mask_preparation, masks, model_call
+from packing_ops.integrations.transformers.documents import find_documents
+from packing_ops.integrations.transformers.imports import AttentionInterface, AttentionMaskInterface
 
 # Options that SDPA serves.
 _SDPA = frozenset(("cache", "output_attentions", "position_bias"))
@@ -37,7 +38,7 @@ def register(name: str = "packing_ops") -> None:
     says why: decoding with a KV cache, 4-D masks (images that see ahead, models that read their masks), dropout,
     head_dim over 256. A second call changes nothing.
 
-    What this adds to transformers stays until the process ends: the name in its two tables, and wrappers around
+    What this adds to transformers stays until unregister(name): the name in its two tables, and wrappers around
     PreTrainedModel.__call__, which remembers position_ids for models that pass them to no mask, and around the
     preparation of masks. Both leave models with another attn_implementation alone. A process that unpickles a model
     with this attention must call register first, unless apply_packing_ops set it.
@@ -59,7 +60,7 @@ def register(name: str = "packing_ops") -> None:
             at the batch's tokens, an attention_mask with padding or other documents beside them, position_ids that never restart beside
             cu_seqlens of several documents or that restart inside of one (0, 1 after more than 1), documents of the
             keys that are not those of the queries. On CUDA these are found in a later call, or in the same one under
-            ``PACKING_OPS_CHECK=1``. At the end of a forward: several documents of which no attention was told.
+            ``PACKING_OPS_CHECK=1``. At the end of a forward: several documents that no attention knows of.
             At the start of one: past_key_values that were filled with several documents of a row. A compiled graph
             asserts these two on the device: RuntimeError on the CPU, a device-side assertion on CUDA.
         NotImplementedError: in the forward, an option of attention that is not known (``block_indices``, say).
@@ -67,12 +68,30 @@ def register(name: str = "packing_ops") -> None:
     taken = [word for word in ("flash", "sdpa", "flex", "eager", "paged", "/") if word in name]
     if taken or not name:
         raise ValueError(f"name: expected one without {taken or 'being empty'}, got {name!r}")
-    _preparation.carry()
-    _call.NAMES.add(name)
+    mask_preparation.carry()
+    model_call.NAMES.add(name)
     AttentionInterface.register(name, packing_ops_attention)
-    AttentionMaskInterface.register(name, _preparation.mask_function())
-    if not _call.watch_calls():
-        fallback.tell_once("this transformers calls models in another way, what a call alone tells is not seen")
+    AttentionMaskInterface.register(name, mask_preparation.mask_function())
+    if not model_call.watch_calls():
+        fallback.log_once("this transformers calls models in another way, what only a call says is not known")
+
+
+def unregister(name: str = "packing_ops") -> None:
+    """Undo register(name), and with the last name what it wrapped in transformers.
+
+    Models with this attn_implementation need another one before they are called again. A second call does nothing.
+
+    Example:
+        >>> register("my_attention")
+        >>> unregister("my_attention")
+    """
+    if name in model_call.NAMES:
+        model_call.NAMES.remove(name)
+        for table in (AttentionInterface, AttentionMaskInterface):
+            table._global_mapping.pop(name, None)
+    if not model_call.NAMES:
+        mask_preparation.PATCH.revert()
+        model_call.unwatch_calls()
 
 
 def packing_ops_attention(
@@ -93,64 +112,60 @@ def packing_ops_attention(
     **kwargs,
 ):
     """query ``[batch, num_heads, seqlen, head_dim]`` -> (``[batch, seqlen, num_heads, head_dim]``, None)."""
-    batch, _, seqlen, _ = query.shape
-    pattern = attention_mask if isinstance(attention_mask, masks.MaskPattern) else None
-    cu_seqlens = (cu_seq_lens_q, cu_seq_lens_k)
+    seqlen, cu_seqlens = query.shape[2], (cu_seq_lens_q, cu_seq_lens_k)
     reason = "" if _HARMLESS.issuperset(kwargs) else _option_for_sdpa(kwargs)
-    if pattern is not None:
-        causal, window = pattern.causal, pattern.window
-        if not seqlen == key.shape[2] == pattern.length:
+    if isinstance(attention_mask, masks.MaskPattern):
+        causal, window, length = attention_mask.causal, attention_mask.window, attention_mask.length
+        if not seqlen == key.shape[2] == length:
             lengths = f"{seqlen} queries and {key.shape[2]} keys"
-            raise ValueError(f"key: expected the {pattern.length} slots that the mask was made for, got {lengths}")
-        layout = pattern.layout(query, cu_seqlens, position_ids).on(query.device)
-        reason = reason or _why_not(query, key, value, dropout)
+            raise ValueError(f"key: expected the {length} slots that the mask was made for, got {lengths}")
+        documents = attention_mask.documents(query, cu_seqlens, position_ids).on(query.device)
     else:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         window = (-1, -1) if sliding_window is None or sliding_window > key.shape[2] else (sliding_window - 1, 0)
-        no_layout = _why_not_without_pattern(query, key, attention_mask, causal, window)
-        layout = None
-        if no_layout and (cu_seq_lens_q is not None or cu_seq_lens_k is not None) and kwargs.get("cache") is None:
-            raise ValueError(f"cu_seq_lens_q: expected a row of its own documents, got {no_layout}")
-        reason = reason or no_layout or _why_not(query, key, value, dropout)
-        if not no_layout:
-            masks.take(*cu_seqlens, position_ids)
-            layer = getattr(module, "layer_idx", None)
-            padding = attention_mask if attention_mask is None else _call.numbered(attention_mask)
-            layout = find_layout(query, cu_seqlens, padding, position_ids, layer).on(query.device)
-    if not reason and layout.holes and window != (-1, -1):
-        reason = "a sliding window over padding that may lie inside a row"
-    if reason:
-        fallback.warn_once(reason)
-        mask = attention_mask if layout is None else fallback.mask_of(layout, batch, seqlen, causal, window)
-        return fallback.attend(
-            *(module, query, key, value, mask),
-            dropout=dropout,
-            scaling=scaling,
-            softcap=softcap,
-            sinks=s_aux,
-            causal=causal,
-            options=kwargs,
+        none = _why_no_documents(query, key, attention_mask, causal, window)
+        if none and (cu_seq_lens_q is not None or cu_seq_lens_k is not None) and kwargs.get("cache") is None:
+            raise ValueError(f"cu_seq_lens_q: expected a row of its own documents, got {none}")
+        documents = (
+            None if none else _documents_without_pattern(module, query, attention_mask, cu_seqlens, position_ids)
         )
-    return _varlen(query, key, value, layout, causal, window, scaling, softcap, s_aux), None
+        reason = reason or none
+    reason = reason or _why_not(query, key, value, dropout)
+    if not reason and documents.holes and window != (-1, -1):
+        reason = "a sliding window over padding that may lie inside a row"
+    if not reason:
+        return _varlen((query, key, value), documents, causal, scaling, window, softcap, s_aux), None
+    fallback.warn_once(reason)
+    options = AttentionOptions(causal, scaling, window, softcap, s_aux)
+    mask = attention_mask if documents is None else fallback.mask_of(documents, query, options)
+    return fallback.attend(module, query, key, value, mask, options, dropout, kwargs)
 
 
-def _varlen(query, key, value, layout, causal, window, scaling, softcap, sinks):
-    """Runs in every layer: keep the host's time below that of a small kernel."""
-    query, key, value = _one_dtype(query, key, value)
+def _documents_without_pattern(module, query, mask, cu_seqlens, position_ids):
+    masks.mark_used(*cu_seqlens, position_ids)
+    padding = mask if mask is None else model_call.numbered(mask)
+    layer = getattr(module, "layer_idx", None)
+    return find_documents(query, cu_seqlens, padding, position_ids, layer).on(query.device)
+
+
+def _varlen(heads, documents, causal, scaling, window, softcap, sinks):
+    """Host-latency critical: runs in every layer."""
+    query, key, value = _one_dtype(*heads)
     batch, _, seqlen, _ = query.shape
-    one_row = batch == 1 and layout.indices is None
-    if one_row:  # heads first, without views, each of which autograd would record
+    indices = documents.indices
+    one_row = batch == 1 and indices is None
+    if one_row:  # heads-first, no view: autograd would record each
         rows = query, key, value
     else:
         rows = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        if layout.indices is None:
+        if indices is None:
             rows = [tensor.flatten(0, 1) for tensor in rows]
         else:
-            rows = _ops.gather_rows_many(rows, layout.indices, layout.indices.shape[0])
+            rows = _ops.gather_rows_many(rows, indices, indices.shape[0])
     out = varlen_attention(
         *rows,
-        layout.cu_seqlens_q,
-        layout.cu_seqlens_k,
+        documents.cu_seqlens_q,
+        documents.cu_seqlens_k,
         causal=causal,
         softmax_scale=scaling,
         window_size=window,
@@ -160,9 +175,9 @@ def _varlen(query, key, value, layout, causal, window, scaling, softcap, sinks):
     )
     if one_row:
         return out
-    if layout.indices is None:
+    if indices is None:
         return out.unflatten(0, (batch, seqlen))
-    return _ops.scatter_rows(out, layout.indices, batch, seqlen)
+    return _ops.scatter_rows(out, indices, batch, seqlen)
 
 
 def _one_dtype(query, key, value):
@@ -175,7 +190,7 @@ def _one_dtype(query, key, value):
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
-def _why_not_without_pattern(query, key, mask, causal, window):
+def _why_no_documents(query, key, mask, causal, window):
     if mask is not None and mask.dim() != 2:
         why = "decoding with a KV cache" if query.shape[2] != key.shape[2] else "a mask that is neither causal nor full"
         return f"{why} (mask of {mask.dim()} dimensions)"

@@ -5,61 +5,63 @@ import inspect
 import torch
 import torch.nn.functional as F
 
-from packing_ops.integrations.transformers._host import logging, sdpa_attention_forward
+from packing_ops.integrations.transformers.imports import logging, sdpa_attention_forward
+from packing_ops.masks import visible_mask
 
 _SDPA_OPTIONS = inspect.signature(sdpa_attention_forward).parameters  # no position_bias up to transformers 4.57
-_told: set[str] = set()
+_warned: set[str] = set()
 _BY_SDPA = "; this call runs by SDPA instead"
 
 
 @torch.compiler.assume_constant_result
-def tell_once(message: str):
+def log_once(message: str):
     """One warning per message, also while compiling."""
-    if message not in _told:
-        _told.add(message)
+    if message not in _warned:
+        _warned.add(message)
         logging.get_logger(__name__).warning(f"packing_ops attention: {message}.")
 
 
 def warn_once(reason: str):
-    tell_once(f"{reason}{_BY_SDPA}")
+    log_once(f"{reason}{_BY_SDPA}")
 
 
-def told() -> list[str]:
+def sdpa_reasons() -> list[str]:
     """Why calls ran by SDPA in this process, as a line of info."""
-    reasons = sorted(message.removesuffix(_BY_SDPA) for message in _told if message.endswith(_BY_SDPA))
+    reasons = sorted(message.removesuffix(_BY_SDPA) for message in _warned if message.endswith(_BY_SDPA))
     return [f"by SDPA so far: {'; '.join(reasons)}"] if reasons else []
 
 
-def mask_of(layout, batch, seqlen, causal, window):
-    """bool ``[batch, 1, seqlen, seqlen]``, True where visible; padding sees itself, so that its softmax is finite."""
-    documents = layout.document_ids(batch, seqlen)
-    slots = torch.arange(seqlen, device=documents.device)
-    ahead = slots[None, :] - slots[:, None]  # of the key before the query, in slots
-    seen = (documents[:, :, None] == documents[:, None, :]) & (documents >= 0)[:, :, None]
-    left, right = (window[0], 0) if causal else window
-    if left >= 0:
-        seen = seen & (ahead >= -left)
-    if right >= 0:
-        seen = seen & (ahead <= right)
-    return (seen | (ahead == 0))[:, None]
+def mask_of(documents, query, options):
+    """bool ``[batch, 1, seqlen, seqlen]``, True where visible. Padding attends to itself: its softmax is finite.
+
+    Windows count slots, as transformers' own masks do.
+    """
+    ids = documents.document_ids(query.shape[0], query.shape[2])
+    slots = torch.arange(query.shape[2], device=ids.device)
+    pairs = ids[:, :, None], ids[:, None, :], slots[:, None], slots[None, :]
+    return (visible_mask(*pairs, options.causal, options.window_size) | torch.eq(*pairs[2:]))[:, None]
 
 
-def attend(module, query, key, value, mask, *, dropout, scaling, softcap, sinks, causal, options):
-    """SDPA as transformers calls it; what it does not have, such as softcap and sinks, by the plain formula."""
-    biased = options.get("position_bias") is not None and "position_bias" not in _SDPA_OPTIONS
+def attend(module, query, key, value, mask, options, dropout, given):
+    """SDPA as transformers calls it; what it does not have, such as softcap and sinks, by the plain formula.
+
+    given: other keywords of the layer.
+    """
+    causal, scaling, _, softcap, sinks = options
+    biased = given.get("position_bias") is not None and "position_bias" not in _SDPA_OPTIONS
     if not softcap and sinks is None and not biased:
-        causal = causal and mask is None and query.shape[2] > 1  # up to transformers 4.57 it is torch's own option
+        causal = causal and mask is None and query.shape[2] > 1  # up to transformers 4.57 it is torch's option
         return sdpa_attention_forward(
-            module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=causal, **options
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=causal, **given
         )
     groups = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = scores.float()
-    if options.get("cache") is not None:
+    if given.get("cache") is not None:
         raise NotImplementedError("cache: expected None beside softcap or sinks, got a paged one")
-    if options.get("position_bias") is not None:
-        scores = scores + options["position_bias"]
+    if given.get("position_bias") is not None:
+        scores = scores + given["position_bias"]
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is None and causal and query.shape[2] > 1:

@@ -1,35 +1,36 @@
 """What stands in for the mask of a forward: its pattern, found once, which every layer reads.
 
 transformers asks for a mask once per forward and kind of layer. The answer here is a MaskPattern where varlen attention
-can follow it, and transformers' own 4-D mask where it cannot, or where the model reads masks itself (see _call).
+can follow it, and transformers' own 4-D mask where it cannot, or where the model reads masks itself (see model_call).
 """
 
 import torch
 import torch.nn.functional as F
 
-from packing_ops.integrations.transformers import _call
-from packing_ops.integrations.transformers._host import masking_utils
-from packing_ops.integrations.transformers.layout import find_layout, runs_of
+from packing_ops.integrations.transformers import model_call
+from packing_ops.integrations.transformers.documents import find_documents, runs_of
+from packing_ops.integrations.transformers.imports import masking_utils
 
 
 class MaskPattern:
-    """Causal or not, the window, and what tells the documents. Layers share it, and the layout found in it.
+    """Causal or not, the window, and what says where the documents are. Layers share it, and the documents found in it.
 
-    axes: the position_ids that layers are given are one axis of images, which tells no documents. checked: see find_layout.
+    axes: the position_ids that layers are given are one axis of images, which says nothing of documents.
+    checked: see find_documents.
     """
 
     def __init__(self, causal, window, length, padding, position_ids, checked=None, axes=False):
         self.causal, self.window, self.length, self.axes = causal, window, length, axes
         self.padding, self.position_ids, self.checked = padding, position_ids, checked
-        self._layout = self._given = None
+        self._documents = self._given = None
 
-    def layout(self, query, cu_seqlens, position_ids):
-        if self._layout is None or self._given[0] is not cu_seqlens[0] or self._given[1] is not cu_seqlens[1]:
+    def documents(self, query, cu_seqlens, position_ids):
+        if self._documents is None or self._given[0] is not cu_seqlens[0] or self._given[1] is not cu_seqlens[1]:
             position_ids = position_ids if self.position_ids is None and not self.axes else self.position_ids
-            take(*cu_seqlens, position_ids)
-            self._layout = find_layout(query, cu_seqlens, self.padding, position_ids, checked=self.checked)
+            mark_used(*cu_seqlens, position_ids)
+            self._documents = find_documents(query, cu_seqlens, self.padding, position_ids, checked=self.checked)
             self._given = cu_seqlens
-        return self._layout
+        return self._documents
 
     def _refuse(self, *_):
         raise TypeError(_READ)
@@ -52,26 +53,26 @@ _READ = (
 )
 
 
-def take(*telling):
-    """Documents are told by one of these, where a mask or an attention reads them."""
-    call = _call.call_to_tell()
-    if call is not None and any(tensor is not None for tensor in telling):
-        call.take()
+def mark_used(*tensors):
+    """A mask or an attention reads these, from which documents are known."""
+    call = model_call.call_to_mark()
+    if call is not None and any(tensor is not None for tensor in tensors):
+        call.mark_used()
 
 
 class Carrier:
-    """Goes where transformers hands the 2-D mask on to the mask function, and takes along what that is not told.
+    """Goes where transformers hands the 2-D mask on to the mask function, and takes along what that does not get.
 
     numbers: [batch, slots] of documents, 0 for padding, or None. position_ids: [batch or 1, q_length], or None.
-    checked: see find_layout. axes: see MaskPattern. mask_form: see _call. stock: keys of another sequence, or of a cache
-    of fixed length, whose masks transformers makes ahead and handles as tensors.
+    checked: see find_documents. axes: see MaskPattern. mask_form: see model_call. stock: keys of another sequence, or
+    of a cache of fixed length, whose masks transformers makes ahead and handles as tensors.
     """
 
     def __init__(
         self,
         padding,
         position_ids=None,
-        mask_form=_call.PATTERN,
+        mask_form=model_call.PATTERN,
         stock=False,
         numbers=None,
         checked=None,
@@ -92,11 +93,11 @@ def packing_ops_mask(
     **kwargs,
 ):
     """The mask function of AttentionMaskInterface: a MaskPattern, or a 4-D mask (None for one query over all)."""
-    carrier = attention_mask if isinstance(attention_mask, Carrier) else _call.collect(attention_mask)
+    carrier = attention_mask if isinstance(attention_mask, Carrier) else model_call.collect(attention_mask)
     if carrier is None:
         # Nobody said whose keys a bidirectional mask is about.
         carrier = Carrier(attention_mask, stock="allow_is_bidirectional_skip" in kwargs)
-    free = carrier.mask_form == _call.PATTERN and not carrier.stock
+    free = carrier.mask_form == model_call.PATTERN and not carrier.stock
     pattern = _pattern_of(mask_function, kwargs) if free else None
     start = isinstance(q_offset, int) and q_offset == 0 and isinstance(kv_offset, int) and kv_offset == 0
     if pattern is not None and start and q_length == kv_length:
@@ -104,10 +105,10 @@ def packing_ops_mask(
         return MaskPattern(*pattern, q_length, padding, carrier.position_ids, carrier.checked, carrier.axes)
     if q_length > 1 and not (carrier.position_ids is None and carrier.numbers is None):
         mask_function = _each_document_alone(mask_function, kwargs, carrier, batch_size, q_length, q_offset)
-    # Without a mask the layer could not tell causal from full; one query that sees every key is both.
+    # Without a mask the layer could not tell causal from full; one query that attends to every key is both.
     skip = kwargs.pop("allow_is_causal_skip", True) and q_length == 1
     kwargs["allow_is_bidirectional_skip"] = False
-    make = masking_utils.eager_mask if carrier.mask_form == _call.ADDITIVE else masking_utils.sdpa_mask
+    make = masking_utils.eager_mask if carrier.mask_form == model_call.ADDITIVE else masking_utils.sdpa_mask
     return make(
         batch_size=batch_size,
         q_length=q_length,
@@ -130,15 +131,15 @@ def _each_document_alone(mask_function, kwargs, carrier, batch, q_length, q_offs
         starts = F.pad(positions[:, 1:] <= positions[:, :-1], (1, 0))
     if carrier.numbers is not None:
         runs = runs_of(carrier.numbers).to(device).expand(batch, -1)
-        own = runs[:, (torch.arange(q_length, device=device) + q_offset).clamp(max=runs.shape[1] - 1)]
-        starts = starts | F.pad(own[:, 1:] != own[:, :-1], (1, 0))
+        runs_of_queries = runs[:, (torch.arange(q_length, device=device) + q_offset).clamp(max=runs.shape[1] - 1)]
+        starts = starts | F.pad(runs_of_queries[:, 1:] != runs_of_queries[:, :-1], (1, 0))
     documents = starts.cumsum(1)
 
-    def place(slot):
+    def query_index(slot):
         return (slot - q_offset).clamp(0, last)
 
     def together(row, q, k):
-        same = documents[row, place(q)] == documents[row, place(k)]
+        same = documents[row, query_index(q)] == documents[row, query_index(k)]
         if runs is None:
             return same
         q, k = (slot.clamp(max=runs.shape[1] - 1) for slot in (q, k))  # a cache of fixed length goes on behind the mask
@@ -158,7 +159,7 @@ def _each_document_alone(mask_function, kwargs, carrier, batch, q_length, q_offs
     origins = torch.where(documents == 0, left, origins)
 
     def chunks_of_document(row, head, q, k):
-        chunk_q, chunk_k = ((slot - origins[row, place(slot)]) // chunk for slot in (q, k))
+        chunk_q, chunk_k = ((slot - origins[row, query_index(slot)]) // chunk for slot in (q, k))
         return (k <= q) & (chunk_q == chunk_k) & together(row, q, k)
 
     return chunks_of_document

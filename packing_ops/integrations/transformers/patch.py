@@ -7,9 +7,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from packing_ops.integrations.transformers import _fused_loss, _implementation, _rms_norm, _rotary
-from packing_ops.integrations.transformers._host import PreTrainedModel
+from packing_ops.integrations._patching import Patch
+from packing_ops.integrations.transformers import attn_implementation as attention_patch
+from packing_ops.integrations.transformers import fused_loss as fused_loss_patch
+from packing_ops.integrations.transformers import rms_norm as rms_norm_patch
+from packing_ops.integrations.transformers import rope as rope_patch
 from packing_ops.integrations.transformers.attention import register
+from packing_ops.integrations.transformers.imports import PreTrainedModel
+from packing_ops.integrations.transformers.models import FAMILIES, MODULES
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ def apply_packing_ops(
 
     RoPE that scales with the length (dynamic NTK, longrope) takes the largest position: with position_ids that restart
     that is the longest document, not the row. A model called with ``cu_seq_lens_q`` alone, batch 1, gets position_ids
-    made from it; a multimodal one too, if its attention is swapped: position_ids ``[batch, seqlen]`` then tell its
+    made from it; a multimodal one too, if its attention is swapped: position_ids ``[batch, seqlen]`` then start its
     documents as in text models.
 
     Returns:
@@ -96,26 +101,26 @@ def apply_packing_ops(
         return _apply_to_classes(model, rope, attention, rms_norm, fp32_cos_sin, strict)
     _check_model(model)
     skipped = {}
-    if attention and (reason := _implementation.why_not(model)):
+    if attention and (reason := attention_patch.why_not(model)):
         skipped["attention"] = reason
-    if rope and not _rotary.owners(model):
-        skipped["rope"] = f"it is none of {', '.join(_rotary.FAMILIES)}"
-    if rms_norm and not _rms_norm.norms(model):
-        skipped["rms_norm"] = f"it has no RMSNorm of {', '.join(_rotary.FAMILIES)}"
-    losses = [host for host in _implementation.hosts(model) if fused_loss and _fused_loss.refusal(host) is None]
+    if rope and not rope_patch.owners(model):
+        skipped["rope"] = f"it is none of {', '.join(FAMILIES)}"
+    if rms_norm and not rms_norm_patch.norms(model):
+        skipped["rms_norm"] = f"it has no RMSNorm of {', '.join(FAMILIES)}"
+    losses = [host for host in attention_patch.hosts(model) if fused_loss and fused_loss_patch.refusal(host) is None]
     if fused_loss and not losses:
-        reasons = map(_fused_loss.refusal, _implementation.hosts(model))
+        reasons = map(fused_loss_patch.refusal, attention_patch.hosts(model))
         skipped["fused_loss"] = next(reasons, "there is no transformers model in it")
     _refuse(model, skipped, strict)
-    if attention and "attention" not in skipped and (reason := _implementation.set_ours(model)):
+    if attention and "attention" not in skipped and (reason := attention_patch.set_ours(model)):
         skipped["attention"] = reason
         _refuse(model, skipped, strict)
     _warn(model, skipped)
     return Applied(
-        len(_implementation.attentions(model)) if attention and "attention" not in skipped else 0,
-        _rotary.apply_to_model(model, fp32_cos_sin) if rope else 0,
-        _rms_norm.apply_to_model(model) if rms_norm else 0,
-        len([_fused_loss.apply_to_model(host) for host in losses]),
+        len(attention_patch.attentions(model)) if attention and "attention" not in skipped else 0,
+        rope_patch.apply_to_model(model, fp32_cos_sin) if rope else 0,
+        rms_norm_patch.apply_to_model(model) if rms_norm else 0,
+        len([fused_loss_patch.apply_to_model(host) for host in losses]),
         skipped,
     )
 
@@ -124,21 +129,22 @@ def revert_packing_ops(model: torch.nn.Module | type | None = None) -> None:
     """Undo apply_packing_ops with the same model: an instance, a class, or None for all classes.
 
     Outputs are again those of before, to the bit. The modelling module is restored once no model needs the swap; what
-    register added to transformers stays (see there). Reverting what was never applied does nothing.
+    register added to transformers stays until unregister. Reverting what was never applied does nothing.
 
     Raises:
         TypeError: model is neither an instance nor a class nor None.
     """
     if model is None or isinstance(model, type):
-        for name in [name for name in _class_swaps if model is None or name == model.__module__]:
-            _revert_classes(name)
+        for name in [name for name in _class_patches if model is None or name == model.__module__]:
+            for patch in _class_patches.pop(name).values():
+                patch.revert()
         return
     _check_model(model)
-    _rotary.revert_model(model)
-    _rms_norm.revert_model(model)
-    for host in _implementation.hosts(model):
-        _fused_loss.revert_model(host)
-    _implementation.revert(model)
+    rope_patch.revert_model(model)
+    rms_norm_patch.revert_model(model)
+    for host in attention_patch.hosts(model):
+        fused_loss_patch.revert_model(host)
+    attention_patch.revert(model)
 
 
 def _check_model(model) -> None:
@@ -149,7 +155,7 @@ def _check_model(model) -> None:
 def _name_of(model) -> str:
     if isinstance(model, type):
         return model.__name__
-    inside = (type(host).__name__ for host in _implementation.hosts(model))
+    inside = (type(host).__name__ for host in attention_patch.hosts(model))
     return " in ".join(dict.fromkeys([*inside, type(model).__name__]))
 
 
@@ -167,38 +173,36 @@ def _warn(model, skipped, stacklevel=3) -> None:
 
 # --- classes ---
 
-_class_swaps: dict[str, dict] = {}  # {modelling module: {(class, attribute): its own value before, or None}}
+_class_patches: dict[str, dict] = {}  # {modelling module: {(owner, attribute): Patch}}
 
 
 def _apply_to_classes(cls, rope, attention, rms_norm, fp32_cos_sin, strict) -> Applied:
     skipped = {}
     if cls is not None:
-        known, none = cls.__module__ in _rotary.MODULES, f"its module is none of {', '.join(_rotary.FAMILIES)}"
+        known, none = cls.__module__ in MODULES, f"its module is none of {', '.join(FAMILIES)}"
         if attention and not _bases(cls.__module__):
             skipped["attention"] = "its module has no model of transformers"
         if rope and not known:
             skipped["rope"] = none
-        if rms_norm and not any(_rms_norm.is_norm(value) for value in _classes(cls.__module__)):
+        if rms_norm and not any(rms_norm_patch.is_norm(value) for value in _classes(cls.__module__)):
             skipped["rms_norm"] = "its module has no RMSNorm" if known else none
         _refuse(cls, skipped, strict)
         _warn(cls, skipped, stacklevel=4)
     if attention:
         register()
     counts = dict.fromkeys(("attention", "rope", "rms_norm"), 0)
-    for name in [cls.__module__] if cls is not None else _rotary.MODULES:
-        done = _class_swaps.setdefault(name, {})
+    for name in [cls.__module__] if cls is not None else MODULES:
         if rope and "rope" not in skipped:
-            _rotary.swap_of(name).everywhere = True
-            _rotary.swap_of(name).install()
+            _pin(name, rope_patch.patch_of(name))
             counts["rope"] += 1
         for value in _classes(name):
-            if rope and fp32_cos_sin and _rotary.is_rotary(value):
-                _set(done, value, "forward", _fp32_forward)
-            if rms_norm and _rms_norm.is_norm(value):
-                _set(done, value, "forward", lambda _, value=value: _rms_norm.forward_of(value))
+            if rope and fp32_cos_sin and rope_patch.is_rotary(value):
+                _pin(name, Patch(value, "forward", _fp32_forward))
+            if rms_norm and rms_norm_patch.is_norm(value):
+                _pin(name, Patch(value, "forward", lambda _, value=value: rms_norm_patch.forward_of(value)))
                 counts["rms_norm"] += 1
         for value in _bases(name) if attention else ():
-            _set(done, value, "_check_and_adjust_attn_implementation", _with_our_default)
+            _pin(name, Patch(value, "_check_and_adjust_attn_implementation", _with_our_default))
             counts["attention"] += 1
     return Applied(**counts, skipped=skipped)
 
@@ -213,27 +217,14 @@ def _bases(module_name) -> list[type]:
     return [value for value in found if PreTrainedModel in value.__bases__]
 
 
-def _set(done, cls, attribute, make) -> None:
-    if (cls, attribute) not in done:
-        done[cls, attribute] = vars(cls).get(attribute)
-        setattr(cls, attribute, make(getattr(cls, attribute)))
-
-
-def _revert_classes(name) -> None:
-    for (cls, attribute), before in _class_swaps.pop(name).items():
-        if before is None:
-            delattr(cls, attribute)
-        else:
-            setattr(cls, attribute, before)
-    if name in _rotary.MODULES:
-        _rotary.swap_of(name).everywhere = False
-        _rotary.swap_of(name).remove_if_unused()
+def _pin(module_name, patch) -> None:
+    _class_patches.setdefault(module_name, {}).setdefault((patch.owner, patch.name), patch).apply()
 
 
 def _fp32_forward(stock):
     @functools.wraps(stock)
     def forward(self, x, *args, **kwargs):
-        return stock(self, _rotary.in_fp32(x), *args, **kwargs)
+        return stock(self, rope_patch.in_fp32(x), *args, **kwargs)
 
     return forward
 
@@ -244,7 +235,7 @@ def _with_our_default(stock):
     @functools.wraps(stock)
     def check(self, attn_implementation, *args, **kwargs):
         if not attn_implementation:
-            self.__dict__.setdefault(_implementation.STATE, _implementation.AttentionBefore())
-        return stock(self, attn_implementation or _implementation.IMPLEMENTATION, *args, **kwargs)
+            self.__dict__.setdefault(attention_patch.STATE, attention_patch.AttentionBefore())
+        return stock(self, attn_implementation or attention_patch.IMPLEMENTATION, *args, **kwargs)
 
     return check

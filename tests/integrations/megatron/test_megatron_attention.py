@@ -30,9 +30,9 @@ from megatron_case import (  # noqa: F401
     tiny_gpt,
 )
 
-from packing_ops import _batch_cache
+from packing_ops import PackedMetadata, _batch_cache
 from packing_ops.integrations.megatron import PackingDotProductAttention, use_packing_ops
-from packing_ops.integrations.megatron import layout as layouts
+from packing_ops.integrations.megatron import varlen_call as layouts
 from packing_ops.reference.attention import varlen_attention as reference
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -94,6 +94,18 @@ def test_without_boundaries_the_result_differs(device):
     together = model(**batch_of(ids, thd_params([sum(LENGTHS)], device))[0])[0]
     assert_near(together[: LENGTHS[0]], apart[: LENGTHS[0]])
     assert (together - apart)[LENGTHS[0] :].abs().amax(1).min() > 1e-3
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_packed_metadata_in_place_of_packed_seq_params(padding, device):
+    """For who calls the module by itself."""
+    metadata = PackedMetadata.from_lengths(LENGTHS, total=sum(LENGTHS) + padding, device=device)
+    attention = module_of(device=device)
+    heads = [torch.randn(metadata.total, 4, 8, device=device) for _ in range(3)]
+    wanted = attention(*(t[: sum(LENGTHS)] for t in heads), None, packed_seq_params=thd_params(LENGTHS, device))
+    found = attention(*heads, None, packed_seq_params=metadata)
+    assert_same(found[: sum(LENGTHS)], wanted)
+    assert not found[sum(LENGTHS) :].any()
 
 
 def test_sbhd_equals_dot_product_attention(device):

@@ -34,7 +34,7 @@ from packing_ops.integrations.megatron import (
     thd_partition_indices,
     use_packing_ops,
 )
-from packing_ops.integrations.megatron.layout import Documents, layout_of
+from packing_ops.integrations.megatron.varlen_call import DocumentSpans, varlen_call_of
 
 WORLD = 4
 
@@ -56,7 +56,7 @@ def documents_of(batch, device):
     slots = [2 * cp_size * chunk for chunk, _ in sizes]
     lengths = [size * (100 - percent) // 100 for size, (_, percent) in zip(slots, sizes, strict=True)]
     real, places = (cu_seqlens_of(each, device) for each in (lengths, slots))
-    return Documents(real, real, places, places), sum(slots) // cp_size + 2 * after
+    return DocumentSpans(real, real, places, places), sum(slots) // cp_size + 2 * after
 
 
 @given(batches, st.booleans())
@@ -66,20 +66,20 @@ def test_a_rank_s_layout(device, batch, causal):
     documents, rows = documents_of(batch, device)
     assume(rows)
     q, k, v = (torch.randn(cp_size * rows, heads, 8, device=device).requires_grad_() for heads in (4, 2, 2))
-    whole = layout_of(documents, cp_size * rows, causal=causal)
+    whole = varlen_call_of(documents, cp_size * rows, causal=causal)
     expected = varlen_attention(q, k, v, whole.cu_seqlens_q, whole.cu_seqlens_k, causal=causal)
     parts = [thd_partition_indices(documents.q_slots, cp_size, rank, total=cp_size * rows) for rank in range(cp_size)]
     row_of = torch.cat(parts)
     outs = []
     for rank, own in enumerate(parts):
-        layout = layout_of(documents, rows, causal=causal, cp_rank=rank, cp_size=cp_size)
+        layout = varlen_call_of(documents, rows, causal=causal, cp_rank=rank, cp_size=cp_size)
         keys, values = (each[row_of][layout.key_index] for each in (k, v))
         outs.append(varlen_attention(q[own], keys, values, layout.cu_seqlens_q, layout.cu_seqlens_k, causal=causal))
         gathered = k.detach()[row_of].requires_grad_()
         gradient = torch.randn_like(keys)
         gradient[layout.cu_seqlens_k[-1] :] = 0  # keys of no document
         gathered[layout.key_index].backward(gradient)
-        assert_near(gradient[layout.key_places].sum(0), gathered.grad)
+        assert_near(gradient[layout.key_positions].sum(0), gathered.grad)
     out = torch.cat(outs)
     assert_near(out, expected[row_of])
     weights = torch.randn_like(out)
@@ -93,7 +93,7 @@ def test_bad_lengths_under_context_parallelism():
         real = cu_seqlens_of(lengths)
         keys = real if other is None else cu_seqlens_of(other)
         places = (real, keys) if slots is None else (cu_seqlens_of(slots),) * 2
-        return layout_of(Documents(real, keys, *places), rows, causal=True, cp_rank=0, cp_size=2)
+        return varlen_call_of(DocumentSpans(real, keys, *places), rows, causal=True, cp_rank=0, cp_size=2)
 
     layout([8, 4], 6)
     with pytest.raises(ValueError, match=r"cu_seqlens_q: expected multiples of 2 \* context parallel size 2 = 4, got"):

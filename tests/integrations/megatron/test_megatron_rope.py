@@ -263,7 +263,7 @@ def test_a_version_without_a_function_is_named(monkeypatch):
     with pytest.raises(AttributeError, match=r"rope_utils.*apply_rotary_pos_emb"):
         patch_rope()
     assert rope_utils.fused_apply_rotary_pos_emb_thd is stock
-    assert not rope._stock
+    assert not [patch.name for patch in rope._PATCHES if patch.ours is not None]
 
 
 def test_unpatch_puts_everything_back():
@@ -306,11 +306,11 @@ def test_refuses(device):
     cu_seqlens, t = cu_seqlens_of([6, 6], device), torch.randn(12, 2, 8, device=device)
     with pytest.raises(ValueError, match="position"):
         fused_apply_rotary_pos_emb_thd(t, cu_seqlens, angles(5, 8, device=device))
-    with pytest.raises(ValueError, match=r"freqs: expected \[places, 1 or batch, 1, rotary_dim\], got \[6, 8\]"):
+    with pytest.raises(ValueError, match=r"freqs: expected \[positions, 1 or batch, 1, rotary_dim\], got \[6, 8\]"):
         fused_apply_rotary_pos_emb_thd(t, cu_seqlens, angles(6, 8, device=device)[:, 0, 0])
     with pytest.raises(ValueError, match=r"freqs: expected \[max_seqlen, 1, 1, rotary_dim\] for thd"):
         fused_apply_rotary_pos_emb_thd(t, cu_seqlens, angles(6, 8, batch=2, device=device))
-    with pytest.raises(ValueError, match=r"freqs: expected at least 12 places for sbhd, got \[6, 1, 1, 8\]"):
+    with pytest.raises(ValueError, match=r"freqs: expected at least 12 positions for sbhd, got \[6, 1, 1, 8\]"):
         fused_apply_rotary_pos_emb(t[:, None], angles(6, 8, device=device))
 
 

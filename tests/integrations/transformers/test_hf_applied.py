@@ -156,7 +156,7 @@ STOCK = "stock in {}, swapped by apply_packing_ops(model{})"
 
 
 def test_info_of_a_swapped_model(monkeypatch):
-    monkeypatch.setattr(fallback, "_told", set())
+    monkeypatch.setattr(fallback, "_warned", set())
     model = tiny("qwen3")
     version = transformers.__version__
     swapped = "sdpa in 2 modules, swapped by apply_packing_ops(model)"

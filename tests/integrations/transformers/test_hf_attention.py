@@ -13,7 +13,8 @@ from hf_models import FAMILIES, made_mask, tiny_model  # noqa: E402
 
 import packing_ops  # noqa: E402
 from packing_ops.integrations import transformers as integration  # noqa: E402
-from packing_ops.integrations.transformers import fallback, layout, masks, register  # noqa: E402
+from packing_ops.integrations.transformers import documents as batch_documents  # noqa: E402
+from packing_ops.integrations.transformers import fallback, mask_preparation, masks, register  # noqa: E402
 
 LENGTHS = [7, 1, 12, 4]
 SLIDING = ["mistral", "gemma2", "gemma3", "gpt_oss"]
@@ -25,7 +26,7 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
     register()
-    monkeypatch.setattr(fallback, "_told", set())
+    monkeypatch.setattr(fallback, "_warned", set())
 
 
 @pytest.fixture
@@ -40,9 +41,9 @@ def warnings(monkeypatch):
 def layouts(monkeypatch):
     """Counts the layouts worked out from values."""
     made = []
-    build, check = layout._from_values, layout._ops.check_documents
-    monkeypatch.setattr(layout, "_from_values", lambda *given: made.append("values") or build(*given))
-    monkeypatch.setattr(layout._ops, "check_documents", lambda *given: made.append("kwargs") or check(*given))
+    build, check = batch_documents._from_values, batch_documents._ops.check_documents
+    monkeypatch.setattr(batch_documents, "_from_values", lambda *given: made.append("values") or build(*given))
+    monkeypatch.setattr(batch_documents._ops, "check_documents", lambda *given: made.append("kwargs") or check(*given))
     return made
 
 
@@ -486,7 +487,7 @@ def test_missing_transformers_names_the_extra(name, monkeypatch):
 def test_other_implementations_stay_as_they_were(family, device):
     docs = documents(device, [5, 6])
     stock = tiny_model(family, device=device)
-    assert transformers.masking_utils._preprocess_mask_arguments.carries_position_ids
+    assert mask_preparation.PATCH.is_applied
     positions = packed(docs)["position_ids"].cpu()
     mask = made_mask("create_causal_mask", stock.config, torch.zeros(1, 11, 32), position_ids=positions)
     assert mask.shape == (1, 1, 11, 11)

@@ -23,7 +23,7 @@ REFUSED = "past_key_values: expected a cache of one document in each row"
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
     register()
-    monkeypatch.setattr(fallback, "_told", set())
+    monkeypatch.setattr(fallback, "_warned", set())
 
 
 def prompts(kind, device):

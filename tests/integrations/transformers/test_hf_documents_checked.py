@@ -27,7 +27,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
     register()
-    monkeypatch.setattr(fallback, "_told", set())
+    monkeypatch.setattr(fallback, "_warned", set())
 
 
 @pytest.fixture

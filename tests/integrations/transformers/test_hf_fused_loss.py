@@ -1,4 +1,4 @@
-"""The loss of transformers models from hidden states (_fused_loss.py): the stock loss and gradients."""
+"""The loss of transformers models from hidden states (fused_loss.py): the stock loss and gradients."""
 
 import copy
 import pickle
@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 from hf_models import OLD, tiny_model, transformers
 
-from packing_ops.integrations.transformers import _fused_loss, apply_packing_ops, info, revert_packing_ops
+from packing_ops.integrations.transformers import apply_packing_ops, fused_loss, info, revert_packing_ops
 
 SERVED = ["llama", "qwen2", "qwen3", "mistral", "gemma3", "gpt_oss"]
 
@@ -34,8 +34,8 @@ def loss_and_gradients(model, inputs):
 
 
 def fused(model):
-    assert _fused_loss.refusal(model) is None
-    _fused_loss.apply_to_model(model)
+    assert fused_loss.refusal(model) is None
+    fused_loss.apply_to_model(model)
     return model
 
 
@@ -97,10 +97,10 @@ def test_revert(device):
     model, inputs = tiny_model("llama", device=device), rows(device)
     before = [dict(vars(module)) for module in model.modules()]
     fused(fused(model))
-    _fused_loss.revert_model(model)
+    fused_loss.revert_model(model)
     assert [vars(module) for module in model.modules()] == before
     assert model(**inputs).logits is not None
-    _fused_loss.revert_model(model)
+    fused_loss.revert_model(model)
 
 
 def test_copies_and_pickles_keep_it(device):
@@ -145,7 +145,7 @@ def test_refusals():
     def reason(family="llama", change=lambda model: None, **config):
         model = tiny_model(family, **config)
         change(model)
-        return _fused_loss.refusal(model)
+        return fused_loss.refusal(model)
 
     assert "changes the logits" in reason("gemma2")
     assert reason("gemma2", final_logit_softcapping=None) is None
@@ -157,8 +157,8 @@ def test_refusals():
 
 def test_logits_that_are_read_for_more_are_refused():
     """Bamba's z-loss, and Florence-2's labels, which are shifted already, and which 4.57 shifts once more."""
-    assert not _fused_loss._goes_straight(transformers.BambaForCausalLM, False)
-    assert _fused_loss._goes_straight(transformers.Florence2ForConditionalGeneration, False) == OLD
+    assert not fused_loss._goes_straight(transformers.BambaForCausalLM, False)
+    assert fused_loss._goes_straight(transformers.Florence2ForConditionalGeneration, False) == OLD
 
 
 @pytest.mark.skipif(OLD, reason="up to transformers 4.57 Mamba has a loss of its own: refused")
@@ -189,7 +189,7 @@ def test_a_head_that_is_another_since(device, vocab):
     output = fused(model)(ids, labels=ids)
     torch.testing.assert_close(output.loss, wanted.loss)
     assert output.logits is None
-    _fused_loss.revert_model(model)
+    fused_loss.revert_model(model)
     assert "forward" not in vars(model.lm_head)
 
 
@@ -211,7 +211,7 @@ def test_a_head_whose_weight_is_there_during_its_call_alone(device):
         model.lm_head.register_forward_pre_hook(lambda head, _: setattr(head.weight, "data", whole))
         model.lm_head.register_forward_hook(lambda head, *_: setattr(head.weight, "data", whole.new_empty(0)))
         torch.testing.assert_close(model(**inputs).loss, wanted, rtol=0, atol=0)
-    assert "hooks" in _fused_loss.refusal(tiny_with_hook())
+    assert "hooks" in fused_loss.refusal(tiny_with_hook())
 
 
 def tiny_with_hook():

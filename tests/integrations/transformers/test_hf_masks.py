@@ -14,7 +14,7 @@ from hf_models import OLD, skip_if_attention_is_its_own, skip_if_masks_are_its_o
 from transformers import masking_utils  # noqa: E402
 
 import packing_ops  # noqa: E402
-from packing_ops.integrations.transformers import _call, attention, fallback, masks, register  # noqa: E402
+from packing_ops.integrations.transformers import attention, fallback, masks, model_call, register, running  # noqa: E402
 from packing_ops.integrations.transformers.patch import apply_packing_ops  # noqa: E402
 
 LENGTHS = [5, 7, 4]
@@ -35,7 +35,7 @@ GROUPED = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
     register()
-    monkeypatch.setattr(fallback, "_told", set())
+    monkeypatch.setattr(fallback, "_warned", set())
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ COMPILED = ["compiled", "compiled forward", "compiled in place"]
 )
 def test_ways_to_call_an_encoder(how, old_torch, device, fresh_compile, monkeypatch):
     if old_torch:  # whose torch.compile does not know threading.local
-        monkeypatch.setattr(_call, "_traced", _call._Traced())
+        monkeypatch.setattr(running, "traced", running._Traced())
     name, sizes = ENCODERS["distilbert"]
     inputs = packed(device)
     wanted = alone(tiny(name, "eager", device=device, **sizes), inputs)
@@ -339,12 +339,12 @@ def test_other_models_are_not_watched(device):
     name, sizes = ENCODERS["distilbert"]
     ours, stock = (tiny(name, how, device=device, **sizes) for how in ("packing_ops", "eager"))
     inputs, seen = packed(device), []
-    stock.embeddings.register_forward_hook(lambda *_: seen.append(_call.current()))
+    stock.embeddings.register_forward_hook(lambda *_: seen.append(model_call.current()))
     wanted = stock(**inputs)[0]
     assert seen == [None]
     with pytest.raises(IndexError):
         ours(input_ids=inputs["input_ids"] + 100, position_ids=inputs["position_ids"])
-    assert _call.current() is None
+    assert model_call.current() is None
     torch.testing.assert_close(stock(**inputs)[0], wanted, rtol=0, atol=0)
 
 

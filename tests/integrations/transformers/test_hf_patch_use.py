@@ -27,7 +27,8 @@ from hf_patch_case import (  # noqa: E402, F401
     tiny,
 )
 
-from packing_ops.integrations.transformers import _rotary  # noqa: E402
+from packing_ops.integrations import _patching  # noqa: E402
+from packing_ops.integrations.transformers import rope  # noqa: E402
 from packing_ops.integrations.transformers.patch import apply_packing_ops, revert_packing_ops  # noqa: E402
 
 
@@ -239,7 +240,7 @@ def garbage():
 
 
 def stock_rotates():
-    return not hasattr(vars(module_of("llama"))[_rotary.FUNCTION], "__wrapped__")
+    return not hasattr(vars(module_of("llama"))[rope.FUNCTION], "__wrapped__")
 
 
 def test_a_swapped_model_that_goes_in_a_trace(device, fresh_compile, garbage):
@@ -266,7 +267,7 @@ def test_what_was_left_is_removed_later(then, device, garbage, monkeypatch):
     apply_packing_ops(other, attention=False)
     garbage(device)
     with monkeypatch.context() as during:
-        during.setattr(_rotary, "_something_compiles", lambda: True)
+        during.setattr(_patching, "_something_compiles", lambda: True)
         gc.collect()
         assert not stock_rotates()
     if then == "forward of another family":

@@ -10,7 +10,7 @@ from helpers import ROOT
 
 transformers = pytest.importorskip("transformers")
 
-from packing_ops.integrations.transformers import _host, _preparation, _rotary, masks, register  # noqa: E402
+from packing_ops.integrations.transformers import imports, mask_preparation, masks, register, rope  # noqa: E402
 
 
 def as_in_4(seen):
@@ -37,7 +37,7 @@ def as_in_4(seen):
 def four(monkeypatch):
     seen = []
     fake = as_in_4(seen)
-    monkeypatch.setattr(_preparation, "masking_utils", fake)
+    monkeypatch.setattr(mask_preparation, "masking_utils", fake)
     monkeypatch.setattr(masks, "masking_utils", fake)
     return fake, seen
 
@@ -49,9 +49,10 @@ def causal_mask_function(row, head, q, k):
 def test_masks_of_4_57(four):
     register()
     fake, seen = four
-    _preparation.carry()
+    patch = mask_preparation.patch_of(fake)
+    patch.apply()
     prepared = fake._preprocess_mask_arguments
-    _preparation.carry()
+    patch.apply()
     assert fake._preprocess_mask_arguments is prepared
     config = types.SimpleNamespace(_attn_implementation="packing_ops", model_type="llama")
     embeds, positions = torch.zeros(1, 5, 8), torch.tensor([[0, 1, 0, 1, 2]])
@@ -59,7 +60,7 @@ def test_masks_of_4_57(four):
     early, carrier, _, kv_length, kv_offset = prepared(config, embeds, None, slots, None, positions, 0)
     assert seen.pop() == (None, slots, None, None, 0)
     assert (early, carrier.position_ids is positions, kv_length, kv_offset) == (False, True, 5, 0)
-    make = _preparation.mask_function()
+    make = mask_preparation.mask_function()
     given = {"batch_size": 1, "mask_function": causal_mask_function, "attention_mask": carrier, "config": config}
     pattern = make(cache_position=slots, kv_length=5, allow_is_causal_skip=True, **given)
     assert isinstance(pattern, masks.MaskPattern)
@@ -75,19 +76,19 @@ def test_masks_of_4_57(four):
 
 def test_rope_functions_of_4_57(monkeypatch):
     """Positions are the fifth argument there, which nobody reads; some models pass them."""
-    module = _rotary.importlib.import_module("transformers.models.llama.modeling_llama")
+    module = rope.importlib.import_module("transformers.models.llama.modeling_llama")
     stock = module.apply_rotary_pos_emb
 
     def apply_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
         return stock(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
 
     monkeypatch.setattr(module, "apply_rotary_pos_emb", apply_rotary_pos_emb)
-    swap = _rotary.Swap(module.__name__)
-    swap.install()
+    patch = rope.new_patch(module.__name__)
+    patch.apply()
     q, k, positions = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 5, 8), torch.arange(5)[None]
     angles = (positions[..., None] * torch.tensor([1.0, 0.1, 0.01, 0.001])).repeat(1, 1, 2)
     cos, sin = angles.cos(), angles.sin()
-    tables = _rotary.Tables(cos, sin)
+    tables = rope.Tables(cos, sin)
     turned = [x.transpose(1, 2).contiguous() for x in (q, k)]  # heads after tokens: unsqueeze_dim 2
     for first in (cos, tables):
         expected = stock(q, k, cos, sin)
@@ -98,12 +99,12 @@ def test_rope_functions_of_4_57(monkeypatch):
 
 
 def test_another_way_to_prepare_masks_is_refused(monkeypatch):
-    monkeypatch.setattr(_preparation, "masking_utils", types.SimpleNamespace())
+    monkeypatch.setattr(mask_preparation, "PATCH", mask_preparation.patch_of(types.SimpleNamespace()))
     with pytest.raises(
         ImportError, match=r"^transformers: packing_ops.* serves 4\.57 and later .*, transformers \d.* is"
     ):
         register("another_name")
-    assert "another_name" not in _preparation._call.NAMES
+    assert "another_name" not in mask_preparation.model_call.NAMES
 
 
 @pytest.mark.parametrize("version", ["4.56.2", "4.9", "3.0.0.dev0"])
@@ -111,20 +112,20 @@ def test_an_old_version_is_refused(version):
     with pytest.raises(
         ImportError, match=rf"serves 4\.57 and later .*transformers {version} is here.*packing_ops\[hf\]"
     ):
-        _host.check(version)
+        imports.check(version)
     for served in ("4.57.0", "4.60", "5.0.0rc1", transformers.__version__):
-        _host.check(served)
+        imports.check(served)
 
 
 def test_the_extra_asks_for_what_is_served():
     project = (ROOT / "pyproject.toml").read_text()
-    assert f'hf = ["transformers>={_host.OLDEST}"' in project
+    assert f'hf = ["transformers>={imports.OLDEST}"' in project
 
 
 @pytest.mark.parametrize("folder", ["transformers", "flash_attn"])
 def test_no_import_inside_a_function(folder):
     """torch.compile stops at one (torch 2.11: `from transformers import x`, transformers is no plain module)."""
-    for path in Path(_host.__file__).parent.with_name(folder).rglob("*.py"):
+    for path in Path(imports.__file__).parent.with_name(folder).rglob("*.py"):
         functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
         inside = {type(node) for function in functions for node in ast.walk(function)}
         assert not inside & {ast.Import, ast.ImportFrom}, path

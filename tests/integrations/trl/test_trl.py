@@ -280,6 +280,9 @@ def test_register_enters_the_list_of_implementations_where_trl_has_one(monkeypat
     for _ in range(2):
         integration.register()
     assert {"flash_attention_2", "packing_ops"} == sft_trainer.FLASH_ATTENTION_VARIANTS
+    integration.unregister()
+    assert {"flash_attention_2"} == sft_trainer.FLASH_ATTENTION_VARIANTS
+    integration.register()  # models of other tests have it
 
 
 # --- as TRL's documentation has it: a path, packing=True, packing_strategy="bfd" ---

@@ -5,7 +5,8 @@ from collections import Counter
 import torch
 import transformers
 
-from packing_ops.integrations.transformers import _call, _fused_loss, _implementation, _rms_norm, _rotary, fallback
+from packing_ops.integrations.transformers import attn_implementation, fallback, fused_loss, model_call, rms_norm, rope
+from packing_ops.integrations.transformers.models import FAMILIES
 
 
 def info(model: torch.nn.Module) -> str:
@@ -37,50 +38,50 @@ def info(model: torch.nn.Module) -> str:
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    hosts = _implementation.hosts(model)
+    hosts = attn_implementation.hosts(model)
     name = type(hosts[0] if hosts else model).__name__
     lines = [f"{name}, transformers {transformers.__version__}"]
     lines += [f"attention: {_attention(model, hosts)}", f"rope: {_rope(model)}", f"rms_norm: {_norm(model)}"]
     lines.append(f"loss: {_loss(hosts)}")
-    lines += [f"documents: {_documents(hosts)}", *fallback.told()]
+    lines += [f"documents: {_documents(hosts)}", *fallback.sdpa_reasons()]
     return "\n".join(lines)
 
 
 def _attention(model, hosts) -> str:
     found = Counter()
     for host in hosts:
-        for module in _implementation.attentions(host):
+        for module in attn_implementation.attentions(host):
             found[getattr(module, "config", host.config)._attn_implementation] += 1
     text = ", ".join(f"{implementation} in {_modules(count)}" for implementation, count in found.items())
-    if found and found.keys() <= _call.NAMES:
+    if found and found.keys() <= model_call.NAMES:
         return text
-    reason = _implementation.why_not(model)
+    reason = attn_implementation.why_not(model)
     return (f"{text}, " if text else "") + (reason or "swapped by apply_packing_ops(model)")
 
 
 def _rope(model) -> str:
-    found = _rotary.owners(model)
+    found = rope.owners(model)
     if not found:
-        return f"stock, none of {', '.join(_rotary.FAMILIES)}"
-    ours = {id(module) for owner, rotary in found if _rotary.rotates(rotary) for module in _rotary.attentions(owner)}
-    every = {id(module) for owner, _ in found for module in _rotary.attentions(owner)}
+        return f"stock, none of {', '.join(FAMILIES)}"
+    ours = {id(module) for owner, rotary in found if rope.rotates(rotary) for module in rope.attentions(owner)}
+    every = {id(module) for owner, _ in found for module in rope.attentions(owner)}
     return _parts(len(ours), len(every), "apply_packing_ops(model)")
 
 
 def _norm(model) -> str:
-    every = len(_rms_norm.norms(model))
+    every = len(rms_norm.norms(model))
     if not every:
-        return f"stock, none of {', '.join(_rotary.FAMILIES)}"
-    return _parts(len(_rms_norm.fused(model)), every, "apply_packing_ops(model, rms_norm=True)")
+        return f"stock, none of {', '.join(FAMILIES)}"
+    return _parts(len(rms_norm.fused(model)), every, "apply_packing_ops(model, rms_norm=True)")
 
 
 def _loss(hosts) -> str:
-    changed = [_fused_loss.since(host) for host in hosts if _fused_loss.is_fused(host)]
+    changed = [fused_loss.since(host) for host in hosts if fused_loss.is_fused(host)]
     if None in changed:
         return "packing_ops, from hidden states, in training with labels"
     if changed:
         return f"stock: {changed[0]}"
-    reasons = [_fused_loss.refusal(host) for host in hosts]
+    reasons = [fused_loss.refusal(host) for host in hosts]
     if None in reasons:
         return "stock, swapped by apply_packing_ops(model, fused_loss=True)"
     return f"stock: {reasons[0]}" if reasons else "stock"
@@ -98,10 +99,10 @@ def _modules(count) -> str:
 
 
 def _documents(hosts) -> str:
-    ours = [host for host in hosts if host.config._attn_implementation in _call.NAMES]
+    ours = [host for host in hosts if host.config._attn_implementation in model_call.NAMES]
     if not ours:
         return "found by transformers, for the attention above"
-    if any(_call.mixes_tokens(host.config) for host in ours):
+    if any(model_call.mixes_tokens(host.config) for host in ours):
         return "one in each row, as tokens mix beside attention; several are an error"
     return (
         "cu_seq_lens_q, else position_ids that restart and a 2-D attention_mask (0 is padding, above 1 the number of a "

@@ -1,8 +1,8 @@
-"""Refuses to go on with a KV cache that was filled with several documents of a row, which would all be seen."""
+"""Refuses to go on with a KV cache of several documents in a row: queries would attend to all of them."""
 
 import torch
 
-from packing_ops.integrations.transformers._told import can_read, refuse_where, several_in
+from packing_ops.integrations.transformers.document_checks import can_read, refuse_where, several_in
 
 # Of the cache: a bool tensor; the one found to be False; the one beside which a mask was found to number one document.
 _SEVERAL, _READ, _ONE = "_packing_ops_several", "_packing_ops_read", "_packing_ops_one"
@@ -23,12 +23,12 @@ def check_cache(cache, call, position_ids, padding, numbers, batch, length):
         if call.cache is cache:  # masks of several kinds in one forward
             return
         call.cache = cache
-    several, seen = getattr(cache, _SEVERAL, None), cache.get_seq_length()
-    if isinstance(seen, torch.Tensor) or seen > 0:
+    several, cached = getattr(cache, _SEVERAL, None), cache.get_seq_length()
+    if isinstance(cached, torch.Tensor) or cached > 0:
         if length == 1 and numbers is not None and can_read(numbers):
             _refuse_numbers(cache, several, numbers)
         if several is not None:
-            _refuse(cache, several, seen, numbers)
+            _refuse(cache, several, cached, numbers)
     if length > 1:
         if padding is not None and padding.dim() == 2:  # of the keys; these are the last ones
             padding = padding[:, -length:]
@@ -45,7 +45,7 @@ def _refuse_numbers(cache, several, numbers):
     setattr(cache, _ONE, several)
 
 
-def _refuse(cache, several, seen, numbers):
+def _refuse(cache, several, cached, numbers):
     compiled = torch.compiler.is_compiling()
     if not compiled and getattr(cache, _READ, None) is several:
         return
@@ -53,8 +53,8 @@ def _refuse(cache, several, seen, numbers):
         setattr(cache, _READ, several)
         return
     wrong = several
-    if isinstance(seen, torch.Tensor):  # of a cache of fixed length, which may have been reset
-        wrong = wrong & (seen > 0).to(wrong.device)
+    if isinstance(cached, torch.Tensor):  # of a cache of fixed length, which may have been reset
+        wrong = wrong & (cached > 0).to(wrong.device)
     if numbers is not None:  # of all tokens: masks are made by them
         wrong = wrong & ~(numbers > 1).any().to(wrong.device)
     refuse_where(wrong, _REFUSAL)

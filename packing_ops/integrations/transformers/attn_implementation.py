@@ -5,9 +5,8 @@ import inspect
 
 import torch
 
-from packing_ops.integrations.transformers._call import not_causal
-from packing_ops.integrations.transformers._host import PreTrainedModel
 from packing_ops.integrations.transformers.attention import register, unknown_options
+from packing_ops.integrations.transformers.imports import PreTrainedModel, not_causal
 
 IMPLEMENTATION = "packing_ops"
 STATE = "_packing_ops_attention"

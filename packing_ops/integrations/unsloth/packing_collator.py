@@ -1,6 +1,7 @@
 """A collator around a collator: whatever that one returns becomes one packed row."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -34,9 +35,9 @@ class PackingCollator:
         batch.update(metadata.to_unsloth())
         if "labels" in batch:
             batch["labels"] = mask_boundary_labels(batch["labels"][0], metadata.cu_seqlens)[None]
-        # Collators that tell the layout in transformers' words too must not tell another one.
-        told = {**metadata.to_transformers(), "seq_idx": metadata.seq_idx[None]}
-        batch.update({name: value for name, value in told.items() if name in batch})
+        # A layout in transformers' words that the collator gave too must be this one.
+        layout_keys = {**metadata.to_transformers(), "seq_idx": metadata.seq_idx[None]}
+        batch.update({name: value for name, value in layout_keys.items() if name in batch})
         return batch
 
     def __getattr__(self, name):
@@ -100,3 +101,60 @@ def _is_padding(batch: dict, start: int) -> bool:
     labels, positions = batch.get("labels"), batch.get("position_ids")
     unlabelled = labels is not None and bool((labels[:, start:] == -100).all())
     return unlabelled and (positions is None or bool((positions[:, start] == 0).all()))
+
+
+def enable_packing(trainer_or_collator: Any, *, sequence_lengths_key: str = "seq_lengths") -> Any:
+    """Make a collator give packed batches with ``packed_seq_lengths``, as Unsloth does for TRL's.
+
+    A batch then is one row: the rows that the collator returned, without their padding, end to end (also longer than
+    the model's max_seq_length); ``position_ids`` int64 ``[1, total]`` that restart with each document;
+    ``packed_seq_lengths`` int32 ``[num_documents]``, which end at total: padding after the last document is one more;
+    no attention_mask. Labels that start a document are -100, since no token of the row predicts them.
+
+    Args:
+        trainer_or_collator: a trainer with ``data_collator``, or a collator: a callable that takes a list of examples,
+            or an object with ``torch_call`` alone, as Unsloth wants it. A collator's ``padding_free`` and
+            ``return_position_ids`` are switched on where it has them; a trainer's ``args.remove_unused_columns`` off,
+            and modules of its model that have ``max_seq_length`` get ``_unsloth_allow_packed_overlength``, as rows may
+            be longer.
+        sequence_lengths_key: name of the examples' document lengths, as packing makes it; an example without it is
+            one document.
+
+    Returns:
+        The trainer, its data_collator replaced; or the collator that packs, called or by ``torch_call`` (the one given
+        stays, but for its switches). Twice is once. To undo it put the collator back, ``trainer.data_collator.collator``;
+        switches and flags stay as they were set.
+
+    Example:
+        >>> def pad(examples):  # any collator will do, such as transformers' DataCollatorForSeq2Seq
+        ...     rows = [torch.tensor(example["input_ids"]) for example in examples]
+        ...     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        ...     return {"input_ids": ids, "attention_mask": ids != 0}
+        >>> batch = enable_packing(pad)([{"input_ids": [5, 6]}, {"input_ids": [7]}])
+        >>> batch["input_ids"], batch["position_ids"], batch["packed_seq_lengths"]
+        (tensor([[5, 6, 7]]), tensor([[0, 1, 0]]), tensor([2, 1], dtype=torch.int32))
+
+    Raises:
+        TypeError: neither a trainer nor a collator.
+        ValueError: (when collating) lengths that do not make the row, return_tensors other than "pt".
+    """
+    if hasattr(trainer_or_collator, "data_collator"):
+        trainer = trainer_or_collator
+        trainer.data_collator = enable_packing(trainer.data_collator, sequence_lengths_key=sequence_lengths_key)
+        if hasattr(getattr(trainer, "args", None), "remove_unused_columns"):
+            trainer.args.remove_unused_columns = False  # the lengths are one
+        for module in trainer.model.modules() if isinstance(getattr(trainer, "model", None), torch.nn.Module) else ():
+            if hasattr(module, "max_seq_length"):
+                module._unsloth_allow_packed_overlength = True
+        return trainer
+    collator = trainer_or_collator
+    if not callable(collator) and not hasattr(collator, "torch_call"):
+        raise TypeError(
+            f"trainer_or_collator: expected data_collator, or a callable or torch_call, got {type(collator).__name__}"
+        )
+    if isinstance(collator, PackingCollator) or getattr(collator, "_unsloth_packing_wrapped", False):
+        return collator
+    for switch in ("padding_free", "return_position_ids"):
+        if hasattr(collator, switch):
+            setattr(collator, switch, True)
+    return PackingCollator(collator, sequence_lengths_key)

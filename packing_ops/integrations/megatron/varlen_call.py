@@ -5,7 +5,7 @@ without queries (gradient 0): lengths 3 and 2 in 4 slots each make the query doc
 documents 3, 0, 1, 2, 0, 2.
 
 Under context parallelism of n ranks a document has 2n chunks of equal length and rank r holds chunks r and 2n-1-r. Each
-of the two is a query document of its own, whose keys are the document up to the chunk's end: those 2n+1 chunks are read
+of the two is a query document, whose keys are the document up to the chunk's end: those 2n+1 chunks are read
 from the gathered keys. varlen_attention puts the last query at the last key, which is where the chunk's is.
 """
 
@@ -23,7 +23,7 @@ from packing_ops.data.context_parallel import thd_inverse_indices, thd_partition
 _FIELDS = [f"packed_seq_params.cu_seqlens_{name}" for name in ("q", "kv", "q_padded", "kv_padded")]
 
 
-class Documents(NamedTuple):
+class DocumentSpans(NamedTuple):
     """cu_seqlens of queries and keys, int ``[num_documents + 1]``: real lengths, and the slots that they lie in."""
 
     q: torch.Tensor
@@ -33,19 +33,19 @@ class Documents(NamedTuple):
 
 
 @dataclass
-class Layout:
+class VarlenCall:
     """One varlen call.
 
-    cu_seqlens_q, cu_seqlens_k: int32, of the rows of q and of the keys it sees.
+    cu_seqlens_q, cu_seqlens_k: int32, of the rows of q and of the keys that they attend to.
     key_index: int64, the row of the gathered keys for each key of the call; None where these are the rows of k.
-    key_places: int64 ``[1 or 2, cp_size * rows]``, where a gathered key stands in the call, and where again; the last
-        key of the call, which no document owns, where it does not.
+    key_positions: int64 ``[1 or 2, cp_size * rows]``, where a gathered key stands in the call, and where again; the last
+        key of the call, which no document contains, where it does not.
     """
 
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
     key_index: torch.Tensor | None = None
-    key_places: torch.Tensor | None = None
+    key_positions: torch.Tensor | None = None
 
 
 def field_of(of, name):
@@ -57,12 +57,12 @@ def field_of(of, name):
         raise AttributeError(f"{type(of).__name__}.{name}: needed, megatron-core {version} does not have it") from None
 
 
-def documents_of(packed_seq_params) -> Documents:
-    """What a thd batch says; without ``*_padded`` its documents lie one after the other."""
+def spans_of(packed_seq_params) -> DocumentSpans:
+    """Of a thd batch; without ``*_padded`` its documents lie one after the other."""
     q, k = field_of(packed_seq_params, "cu_seqlens_q"), field_of(packed_seq_params, "cu_seqlens_kv")
     q_slots = getattr(packed_seq_params, "cu_seqlens_q_padded", None)
     k_slots = getattr(packed_seq_params, "cu_seqlens_kv_padded", None)
-    documents = Documents(q, k, q if q_slots is None else q_slots, k if k_slots is None else k_slots)
+    documents = DocumentSpans(q, k, q if q_slots is None else q_slots, k if k_slots is None else k_slots)
     check_cu_seqlens(q, _FIELDS[0])
     if not _is_one_tensor(documents):
         for name, given in zip(_FIELDS[1:], documents[1:], strict=True):
@@ -76,9 +76,9 @@ def _is_one_tensor(documents):
     return q is k is q_slots is k_slots
 
 
-def layout_of(
-    documents: Documents, rows: int, *, causal: bool, layer: int | None = None, cp_rank: int = 0, cp_size: int = 1
-) -> Layout:
+def varlen_call_of(
+    documents: DocumentSpans, rows: int, *, causal: bool, layer: int | None = None, cp_rank: int = 0, cp_size: int = 1
+) -> VarlenCall:
     """The layout of a batch, kept with its cu_seqlens; where these are one int32 tensor it is that tensor.
 
     On CUDA one synchronisation per batch where lengths must agree with something: padding between documents, cu_seqlens
@@ -90,7 +90,7 @@ def layout_of(
         layer: number of the layer that asks.
     """
     if cp_size == 1 and _is_one_tensor(documents) and documents.q.dtype == torch.int32:
-        return Layout(documents.q, documents.q)  # nothing to work out, and no lengths that must agree
+        return VarlenCall(documents.q, documents.q)  # nothing to work out, and no lengths that must agree
     same = documents.k is documents.q and documents.k_slots is documents.q_slots
     unpadded = documents.q_slots is documents.q and documents.k_slots is documents.k
 
@@ -101,10 +101,10 @@ def layout_of(
         # detach: the same memory, but not the tensor that this is kept with.
         if unpadded:
             cu_seqlens_q = int32_cu_seqlens(documents.q).detach()
-            return Layout(cu_seqlens_q, cu_seqlens_q if same else int32_cu_seqlens(documents.k).detach())
+            return VarlenCall(cu_seqlens_q, cu_seqlens_q if same else int32_cu_seqlens(documents.k).detach())
         q, k = documents.q.diff(), documents.k.diff()
         none = torch.zeros_like(q)
-        return Layout(
+        return VarlenCall(
             _cumulated(q, documents.q_slots.diff() - q, none), _cumulated(k, none, documents.k_slots.diff() - k)
         )
 
@@ -121,21 +121,21 @@ def _cumulated(*lengths):
 def _zigzag(documents, rows, causal, cp_rank, cp_size):
     cu_slots = documents.q_slots.long()
     real, chunk = documents.q.diff().long(), cu_slots.diff() // (2 * cp_size)
-    queries, seen = [], []
+    queries, keys = [], []
     for number in (cp_rank, 2 * cp_size - 1 - cp_rank):
-        own = (real - number * chunk).clamp(min=0).minimum(chunk)
-        queries.append(own)
-        seen.append(torch.minimum((number + 1) * chunk, real) * (own > 0))
+        tokens = (real - number * chunk).clamp(min=0).minimum(chunk)
+        queries.append(tokens)
+        keys.append(torch.minimum((number + 1) * chunk, real) * (tokens > 0))
     capacity = (2 * cp_size + 1) * (rows // 2)
-    if not causal:  # both chunks see the same keys; where the first has padding the second is nothing else
+    if not causal:  # both chunks attend to the same keys; where the first has padding the second is nothing else
         queries, chunk, capacity = [queries[0] + queries[1]], 2 * chunk, cp_size * rows
-        seen = [real * (queries[0] > 0)]
+        keys = [real * (queries[0] > 0)]
     none = torch.zeros_like(real)
-    cu_seqlens_q = _cumulated(*(part for own in queries for part in (own, chunk - own)))
-    cu_seqlens_k = _cumulated(*(part for keys in seen for part in (keys, none)))
+    cu_seqlens_q = _cumulated(*(part for tokens in queries for part in (tokens, chunk - tokens)))
+    cu_seqlens_k = _cumulated(*(part for tokens in keys for part in (tokens, none)))
 
-    # The key at `capacity` is of no document.
-    ends, parts = cu_seqlens_k.long(), 2 * len(seen)
+    # No document contains the key at `capacity`.
+    ends, parts = cu_seqlens_k.long(), 2 * len(keys)
     total, zigzag = cp_size * rows, (int32_cu_seqlens(documents.q_slots), cp_size)
     row_of = torch.cat([thd_partition_indices(*zigzag, rank, total=total) for rank in range(cp_size)])
     gathered_of = thd_inverse_indices(*zigzag, total=total)
@@ -144,11 +144,11 @@ def _zigzag(documents, rows, causal, cp_rank, cp_size):
     key_index = gathered_of[(cu_slots[part // parts] + key - ends[part]).where(key < ends[-1], 0)]
 
     document = torch.searchsorted(cu_slots[1:], row_of, right=True)
-    place = row_of - cu_slots[document]
+    position = row_of - cu_slots[document]
     first_key = F.pad(ends[:-1].view(-1, parts)[:, ::2].T, (0, 1))
-    unseen = place >= F.pad(torch.stack(seen), (0, 1))[:, document]
-    key_places = (first_key[:, document] + place).masked_fill(unseen, capacity)
-    return Layout(cu_seqlens_q, cu_seqlens_k, key_index, key_places)
+    outside = position >= F.pad(torch.stack(keys), (0, 1))[:, document]
+    key_positions = (first_key[:, document] + position).masked_fill(outside, capacity)
+    return VarlenCall(cu_seqlens_q, cu_seqlens_k, key_index, key_positions)
 
 
 def _check(documents, rows, causal_between_two, cp_size):

@@ -1,22 +1,23 @@
 """The arguments of the model call that runs: transformers makes many masks without passing position_ids on."""
 
 import inspect
-import threading
 
 import torch
 
 from packing_ops._arguments import check_cu_seqlens
 from packing_ops._checks import checked_documents
-from packing_ops.integrations.transformers._host import PreTrainedModel, version
-from packing_ops.integrations.transformers._keywords import check_keywords
-from packing_ops.integrations.transformers._told import (
+from packing_ops.integrations._patching import Patch
+from packing_ops.integrations.transformers import running
+from packing_ops.integrations.transformers.document_checks import (
     NUMBERS,
-    given,
+    argument,
     is_tensor,
     numbers_of,
+    positions_restart,
     refuse_where,
-    tell_documents,
 )
+from packing_ops.integrations.transformers.imports import PreTrainedModel, not_causal
+from packing_ops.integrations.transformers.keywords import check_keywords
 
 NAMES: set[str] = set()  # attn_implementations that register() made
 
@@ -41,46 +42,39 @@ _MIXERS = frozenset(
 OTHER_POSITIONS = frozenset(("decision_transformer",))  # position_ids of zeros, beside embeddings of the time
 
 
-def not_causal(model) -> str | None:
-    """Why a model would run without its causal mask under every attn_implementation but its eager one."""
-    if version.startswith("4.") and model.config.model_type == "decision_transformer":
-        return f"the attention of {type(model).__name__} in transformers {version} is causal in its eager form alone"
-    return None
-
-
-class Call:
-    """One call of a model under a name of ours, and what tells its documents: position_ids, cu_seq_lens_q, numbers."""
+class ModelCall:
+    """One call of a model under a name of ours, and what says where its documents are."""
 
     def __init__(self, model, args, kwargs, outer):
         self.name = type(model).__name__
-        self.mask_form, places, model_type = _habits_of(type(model), type(model.config))
-        self.position_ids = None if model_type in OTHER_POSITIONS else given("position_ids", places, args, kwargs)
+        self.mask_form, indices, model_type = _habits_of(type(model), type(model.config))
+        self.position_ids = None if model_type in OTHER_POSITIONS else argument("position_ids", indices, args, kwargs)
         self.cu_seqlens, self.cu_seqlens_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
         self.cache = None  # that a mask was made beside
         self.checked = None  # positions that cu_seqlens were held against, and what came of it
         self.traced = torch.compiler.is_compiling()  # made inside of a graph
-        self.padding, self.outer = given("attention_mask", places, args, kwargs), outer
+        self.padding, self.outer = argument("attention_mask", indices, args, kwargs), outer
         self.numbers = numbers_of(self.padding)
         self.mixes = mixes_tokens(model.config)
-        # A mask of every query and key, and a dict of those that an outer model made, tell all that there is.
+        # A mask of every query and key, and a dict of those that an outer model made, say all that there is.
         whole = self.padding is not None and not is_tensor(self.padding, 2)
-        self.taken = whole and not self.mixes
-        self.numbers_taken = self.numbers is None
+        self.used = whole and not self.mixes
+        self.numbers_used = self.numbers is None
 
-    def take(self):
+    def mark_used(self):
         """The position_ids or cu_seq_lens_q of this call, and of the calls around it, have reached a mask or an attention.
 
         A call that was given neither, such as a vision tower's, stops nothing and says nothing of those around it.
         """
         call = self
-        while call is not None and not call.taken and not (call.position_ids is None and call.cu_seqlens is None):
-            call.taken = not call.mixes
+        while call is not None and not call.used and not (call.position_ids is None and call.cu_seqlens is None):
+            call.used = not call.mixes
             call = call.outer
 
     def check_positions(self, position_ids, batch):
         """(position_ids, cu_seq_lens_q) to go on with, None for the latter where there was nothing to check.
 
-        ValueError where cu_seq_lens_q, which may reach no layer, tell other documents than a mask's positions.
+        ValueError where cu_seq_lens_q, which may reach no layer, give other documents than a mask's positions.
         """
         cu_q, cu_k = self.cu_seqlens, self.cu_seqlens_k
         if not isinstance(cu_q, torch.Tensor) or position_ids.shape[0] not in (1, batch):
@@ -94,24 +88,27 @@ class Call:
             self.checked = position_ids, (positions.to(position_ids.device), cu_q)
         return self.checked[1]
 
-    def take_numbers(self, numbers):
+    def mark_numbers_used(self, numbers):
         """These, of an attention_mask, have reached a mask: of this call, or of one that handed the mask on."""
         call = self
         while call is not None and numbers is not None:
-            call.numbers_taken |= call.numbers is numbers and not call.mixes
+            call.numbers_used |= call.numbers is numbers and not call.mixes
             call = call.outer
 
     def refuse_if_lost(self):
-        """Documents that nobody was told of would see each other. A graph cannot look at values: it asserts on the device."""
-        if not self.taken and isinstance(self.cu_seqlens, torch.Tensor) and self.cu_seqlens.numel() > 2:
+        """Documents that no attention knows of would attend to each other.
+
+        A graph cannot look at values: it asserts on the device.
+        """
+        if not self.used and isinstance(self.cu_seqlens, torch.Tensor) and self.cu_seqlens.numel() > 2:
             raise ValueError(self._refusal("cu_seq_lens_q"))
-        if not self.taken:
-            refuse_where(tell_documents(self.position_ids, self.padding), self._refusal("position_ids"))
-        if not self.numbers_taken:
+        if not self.used:
+            refuse_where(positions_restart(self.position_ids, self.padding), self._refusal("position_ids"))
+        if not self.numbers_used:
             refuse_where((self.numbers > 1).any(), self._refusal("attention_mask"))
 
     def _refusal(self, lost):
-        why = "mixes tokens beside its attention" if self.mixes else "tells no attention"
+        why = "mixes tokens beside its attention" if self.mixes else "passes them to no attention"
         return f"{lost}: expected one document in each row, got several, and {self.name} {why}"
 
 
@@ -121,93 +118,69 @@ def mixes_tokens(config) -> bool:
     return config.model_type in _MIXERS or bool(getattr(config, "token_dropout", False))
 
 
-class _Now(threading.local):
-    call = None
-    chunked = None
-    fused = None  # see _fused_loss
-
-
-class _Traced:
-    """Stands for _now while torch.compile before 2.13 traces.
-
-    Its trace reads the class attributes of a threading.local in place of what the thread has set. This object is one for
-    all threads: two of them that call compiled models at the same time may see each other's call.
-    """
-
-    call = None
-    chunked = None
-    fused = None
-
-
-_now = _Now()
-_traced = _now if torch.__version__ >= (2, 13) else _Traced()
-
-
-def here():
-    return _traced if torch.compiler.is_compiling() else _now
-
-
-def fuse(running):
-    """Sets what runs fused in this thread, and in what it calls, which may be compiled; what ran before."""
-    before, here().fused, _traced.fused = here().fused, running, running
-    return before
-
-
-def current() -> Call | None:
+def current() -> ModelCall | None:
     """The innermost call that runs in this thread; None also where somebody called model.forward itself."""
-    return here().call
+    return running.here().call
 
 
-def call_to_tell() -> Call | None:
-    """The call whose documents an attention or a mask takes; None in a compiled layer: its model's mask, made outside of
-    it, has told."""
+def call_to_mark() -> ModelCall | None:
+    """The call whose documents an attention or a mask uses; None in a compiled layer: its model's mask, made outside of
+    it, has marked them."""
     call = current()
     return None if call is None or (torch.compiler.is_compiling() and not call.traced) else call
 
 
 def leave(carrier) -> None:
     """Hands a carrier to the mask function past transformers' create_chunked_causal_mask, which reads the 2-D mask itself."""
-    here().chunked = carrier
+    running.here().chunked = carrier
 
 
 def collect(padding):
     """What was left for the mask function that gets this 2-D mask, or None."""
-    now = here()
+    now = running.here()
     carrier, now.chunked = now.chunked, None
     return carrier if carrier is not None and carrier.padding is padding else None
 
 
 def watch_calls() -> bool:
     """Calls of models under our names are known while they run. False: transformers has a __call__ of its own."""
-    if hasattr(PreTrainedModel.__call__, "knows_calls"):
-        return True
-    if PreTrainedModel.__call__ is not torch.nn.Module.__call__:
+    if not _PATCH.pinned and PreTrainedModel.__call__ is not torch.nn.Module.__call__:
         return False
+    if not _PATCH.pinned:
+        _PATCH.apply()
+    return True
 
+
+def unwatch_calls() -> None:
+    _PATCH.revert()
+
+
+def _watched(stock):
     def __call__(self, *args, **kwargs):
         if self.config._attn_implementation not in NAMES:
             if "position_ids" in kwargs and (outer := current()) is not None:
-                outer.take()  # by another implementation, which tells documents in its own way
-            return torch.nn.Module.__call__(self, *args, **kwargs)
+                outer.mark_used()  # by another implementation, which finds documents in its own way
+            return stock(self, *args, **kwargs)
         if why := not_causal(self):
             raise NotImplementedError(
                 f"attn_implementation: expected 'eager', got {self.config._attn_implementation!r}; {why}"
             )
         check_keywords(type(self), kwargs)
         args, kwargs = _with_ones(self, args, kwargs)
-        now = here()
+        now = running.here()
         outer = now.call
-        call = now.call = _traced.call = Call(self, args, kwargs, outer)  # what it calls may be compiled
+        call = now.call = running.traced.call = ModelCall(self, args, kwargs, outer)  # what it calls may be compiled
         try:
-            outputs = torch.nn.Module.__call__(self, *args, **kwargs)
+            outputs = stock(self, *args, **kwargs)
         finally:
-            now.call = _traced.call = outer
+            now.call = running.traced.call = outer
         call.refuse_if_lost()
         return outputs
 
-    __call__.knows_calls = True
-    PreTrainedModel.__call__ = __call__
-    return True
+    return __call__
+
+
+_PATCH = Patch(PreTrainedModel, "__call__", _watched)
 
 
 _habits: dict[tuple, tuple] = {}  # torch.compile would look through functools.cache
@@ -215,14 +188,14 @@ _habits: dict[tuple, tuple] = {}  # torch.compile would look through functools.c
 
 @torch.compiler.assume_constant_result
 def _habits_of(cls, config_cls):
-    """The form of its masks, places of position_ids and attention_mask among its positional arguments, its model_type."""
+    """The form of its masks, where position_ids and attention_mask are among its arguments, its model_type."""
     if (cls, config_cls) not in _habits:
         names = list(inspect.signature(cls.forward).parameters)[1:]
-        places = {name: names.index(name) for name in ("position_ids", "attention_mask") if name in names}
+        indices = {name: names.index(name) for name in ("position_ids", "attention_mask") if name in names}
         form = BOOL if cls._supports_sdpa else ADDITIVE
         if cls._supports_flash_attn or cls._supports_flex_attn:
             form = form if any(base.__module__.startswith(_READERS) for base in cls.__mro__) else PATTERN
-        _habits[cls, config_cls] = form, places, config_cls.model_type
+        _habits[cls, config_cls] = form, indices, config_cls.model_type
     return _habits[cls, config_cls]
 
 
@@ -231,20 +204,20 @@ def _habits_of(cls, config_cls):
 
 def numbered(mask):
     """The 2-D mask that reached an attention, with its numbers."""
-    numbers, call = numbers_of(mask), call_to_tell()
+    numbers, call = numbers_of(mask), call_to_mark()
     if call is not None:
-        call.take_numbers(numbers)
+        call.mark_numbers_used(numbers)
     return mask if numbers is None else numbers
 
 
 def _with_ones(model, args, kwargs):
-    places = _habits_of(type(model), type(model.config))[1]
-    mask = given("attention_mask", places, args, kwargs)
+    indices = _habits_of(type(model), type(model.config))[1]
+    mask = argument("attention_mask", indices, args, kwargs)
     if not is_tensor(mask, 2) or mask.dtype == torch.bool or hasattr(mask, NUMBERS):
         return args, kwargs
     ones = mask.clamp(max=1)
     setattr(ones, NUMBERS, mask)
     if kwargs.get("attention_mask") is not None:
         return args, {**kwargs, "attention_mask": ones}
-    place = places["attention_mask"]
-    return (*args[:place], ones, *args[place + 1 :]), kwargs
+    index = indices["attention_mask"]
+    return (*args[:index], ones, *args[index + 1 :]), kwargs

@@ -1,7 +1,7 @@
 """The position_ids that the hooks of a swapped model give it where its call does not."""
 
 from packing_ops.boundaries import position_ids_from_cu_seqlens
-from packing_ops.integrations.transformers._call import NAMES
+from packing_ops.integrations.transformers.model_call import NAMES
 
 
 def give_position_ids(owner, args, kwargs):

@@ -53,13 +53,13 @@ def packed_table(dataset, bins, first: int, last: int):
     starts, lengths = starts[pieces], lengths[pieces]
     documents = bin_offsets[first : last + 1] - bin_offsets[first]
     ends = _offsets(lengths)
-    wanted, place = np.unique(rows[pieces], return_inverse=True)
+    wanted, index = np.unique(rows[pieces], return_inverse=True)
     table = dataset[wanted.tolist()].combine_chunks()
     columns = []
     for column in table.columns:
         source = column.chunks[0] if column.num_chunks else pa.array([], column.type)
         offset_type = source.offsets.type.to_pandas_dtype()
-        begins = source.offsets.to_numpy()[place] + starts
+        begins = source.offsets.to_numpy()[index] + starts
         tokens = np.repeat(begins - ends[:-1], lengths) + np.arange(ends[-1])
         columns.append(
             type(source).from_arrays(ends[documents].astype(offset_type), source.values.take(pa.array(tokens)))

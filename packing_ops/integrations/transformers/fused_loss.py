@@ -12,8 +12,9 @@ import warnings
 import torch
 
 from packing_ops._arguments import int32_cu_seqlens
-from packing_ops.integrations.transformers._call import fuse, here
-from packing_ops.integrations.transformers._host import PreTrainedModel
+from packing_ops.integrations._patching import function_of
+from packing_ops.integrations.transformers.imports import PreTrainedModel
+from packing_ops.integrations.transformers.running import fuse, here
 from packing_ops.logps import chunked_cross_entropy
 
 _STATE = "_packing_ops_fused_loss"
@@ -152,7 +153,7 @@ def _call(text) -> tuple[str, str, str]:
 
 
 def _is_ours(module, function) -> bool:
-    return getattr(module.__dict__.get("forward"), "func", None) is function
+    return function_of(module.__dict__.get("forward")) is function
 
 
 def _forward(model, *args, **kwargs):

@@ -9,44 +9,53 @@ import inspect
 
 import torch
 
-from packing_ops.integrations.transformers import _call, fallback
-from packing_ops.integrations.transformers._cache import check_cache
-from packing_ops.integrations.transformers._host import masking_utils, refusal, version
-from packing_ops.integrations.transformers._told import can_read, numbers_of
-from packing_ops.integrations.transformers.layout import as_bool, on_device
+from packing_ops.integrations._patching import Patch
+from packing_ops.integrations.transformers import fallback, model_call
+from packing_ops.integrations.transformers.document_checks import can_read, numbers_of
+from packing_ops.integrations.transformers.documents import as_bool, on_device
+from packing_ops.integrations.transformers.imports import masking_utils, refusal, version
+from packing_ops.integrations.transformers.kv_cache import check_cache
 from packing_ops.integrations.transformers.masks import Carrier, MaskPattern, packing_ops_mask
 
 _PARAMETERS = ["config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids", "layer_idx"]
 _PARAMETERS_4 = ["config", "input_embeds", "attention_mask", "cache_position", *_PARAMETERS[3:]]
 
 
-def carry() -> None:
-    """Wrap transformers' preparation of masks, for models with our attention only.
+def _carrying(original):
+    """The preparation of masks that takes position_ids along, for models with our attention only.
 
     Raises:
         ImportError: its parameters are none that are known here; the message has both versions.
     """
-    original = getattr(masking_utils, "_preprocess_mask_arguments", None)
-    if hasattr(original, "carries_position_ids"):
-        return
     parameters = [] if original is None else list(inspect.signature(original).parameters)
-    if parameters == _PARAMETERS_4:
-
-        def in_order(config, embeds, mask, past, positions, layer, cache_position):
-            return original(config, embeds, mask, cache_position, past, positions, layer)
-
-        wrapped = _wrapped(in_order)
-
-        @functools.wraps(original)
-        def prepare(config, embeds, mask, cache_position, past, positions, layer):
-            return wrapped(config, embeds, mask, past, positions, layer, cache_position=cache_position)
-
-    elif parameters[: len(_PARAMETERS)] == _PARAMETERS:
-        prepare = functools.wraps(original)(_wrapped(original))
-    else:
+    if parameters[: len(_PARAMETERS)] == _PARAMETERS:
+        return functools.wraps(original)(_wrapped(original))
+    if parameters != _PARAMETERS_4:
         raise ImportError(refusal(version))
-    prepare.carries_position_ids = True
-    masking_utils._preprocess_mask_arguments = prepare
+
+    def in_order(config, embeds, mask, past, positions, layer, cache_position):
+        return original(config, embeds, mask, cache_position, past, positions, layer)
+
+    wrapped = _wrapped(in_order)
+
+    @functools.wraps(original)
+    def prepare(config, embeds, mask, cache_position, past, positions, layer):
+        return wrapped(config, embeds, mask, past, positions, layer, cache_position=cache_position)
+
+    return prepare
+
+
+def patch_of(owner) -> Patch:
+    return Patch(owner, "_preprocess_mask_arguments", _carrying)
+
+
+PATCH = patch_of(masking_utils)
+
+
+def carry() -> None:
+    """Once: wrapped twice, the outer one would be handed a Carrier, even where somebody put another wrapper between."""
+    if not PATCH.pinned:
+        PATCH.apply()
 
 
 def mask_function():
@@ -72,7 +81,7 @@ def _wrapped(original):
         def transformers_own(mask, positions):
             return original(config, inputs_embeds, mask, past_key_values, positions, layer_idx, *rest, **named)
 
-        if config._attn_implementation not in _call.NAMES:
+        if config._attn_implementation not in model_call.NAMES:
             return transformers_own(attention_mask, position_ids)
         if isinstance(attention_mask, MaskPattern):  # made by an outer model: passed on, as a 4-D mask would be
             early, _, *prepared = transformers_own(inputs_embeds.new_empty(1, 1, 1, 1), None)
@@ -84,30 +93,30 @@ def _wrapped(original):
         early, mask, *prepared = transformers_own(attention_mask, None)
         if early:
             return early, mask, *prepared
-        call, slots = _call.current(), list(inputs_embeds.shape[:2])
+        call, slots = model_call.current(), list(inputs_embeds.shape[:2])
         cross = (rest[0] if rest else named.get("encoder_hidden_states")) is not None
         if cross and numbers is not None and can_read(numbers) and bool((numbers > 1).any()):
             raise ValueError("attention_mask: expected one document in each row beside another sequence, got several")
-        mask_form = _call.PATTERN if call is None else call.mask_form
-        excess = 0 if mask is None or cross or mask_form != _call.PATTERN else mask.shape[-1] - slots[1]
+        mask_form = model_call.PATTERN if call is None else call.mask_form
+        excess = 0 if mask is None or cross or mask_form != model_call.PATTERN else mask.shape[-1] - slots[1]
         if excess < 0 or (excess > 0 and past_key_values is None):  # a longer mask covers the keys of a cache too
             raise ValueError(f"attention_mask: expected {slots} like the batch, got {list(mask.shape)}")
         axes = call is not None and _are_axes(call.position_ids)
         if call is not None and (position_ids is None or axes):
             position_ids = call.position_ids
-        if cross or not _about(position_ids, slots[1]) or config.model_type in _call.OTHER_POSITIONS:
+        if cross or not _about(position_ids, slots[1]) or config.model_type in model_call.OTHER_POSITIONS:
             position_ids = None
         checked = None
         if call is not None:
-            call.take_numbers(numbers)
+            call.mark_numbers_used(numbers)
             if position_ids is not None:
                 position_ids, cu_seqlens = call.check_positions(position_ids, slots[0])
                 checked = None if cu_seqlens is None else (call.cu_seqlens, call.cu_seqlens_k, cu_seqlens)
-                call.take()
-        if mask_form != _call.PATTERN:
-            fallback.tell_once(f"{call.name} may read its masks, it gets them of every query and key")
+                call.mark_used()
+        if mask_form != model_call.PATTERN:
+            fallback.log_once(f"{call.name} may read its masks, it gets them of every query and key")
         elif call is None and position_ids is None and not cross:
-            fallback.tell_once("position_ids of a model whose forward is called by itself may not be seen")
+            fallback.log_once("position_ids of a model whose forward is called by itself may not be found")
         if past_key_values is not None and not cross:
             check_cache(past_key_values, call, position_ids, attention_mask, numbers, *slots)
         stock = cross or getattr(past_key_values, "is_compileable", False)
@@ -115,7 +124,7 @@ def _wrapped(original):
         carrier = Carrier(mask, position_ids, mask_form, stock, numbers, checked, axes)
         if getattr(config, "attention_chunk_size", None) is None:
             return early, carrier, *prepared
-        _call.leave(carrier)  # chunked masks are made by a function that reads the 2-D mask
+        model_call.leave(carrier)  # chunked masks are made by a function that reads the 2-D mask
         return early, mask, *prepared
 
     return prepare

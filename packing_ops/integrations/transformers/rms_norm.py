@@ -6,7 +6,8 @@ import types
 import torch
 import torch.nn.functional as F
 
-from packing_ops.integrations.transformers._rotary import MODULES
+from packing_ops.integrations._patching import function_of
+from packing_ops.integrations.transformers.models import MODULES
 
 # One model's modules get a class of their own, a subclass of theirs: torch.compile guards the class of a module, so all
 # layers share what was compiled for one, which a forward of each module's own would not let them.
@@ -47,12 +48,16 @@ def is_norm(cls: type) -> bool:
 
 def norms(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Those that run the forward of their class, or ours, perhaps inside accelerate's hooks."""
-    return [module for module in model.modules() if is_norm(_stock(type(module))) and _place(module) is not None]
+    return [
+        module for module in model.modules() if is_norm(_stock(type(module))) and _forward_attribute(module) is not None
+    ]
 
 
 def fused(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Those that run ours."""
-    return [module for module in norms(model) if _is_ours(module.__dict__.get(_place(module), module.forward))]
+    return [
+        module for module in norms(model) if _is_ours(module.__dict__.get(_forward_attribute(module), module.forward))
+    ]
 
 
 def forward_of(cls: type):
@@ -71,7 +76,7 @@ def apply_to_model(model: torch.nn.Module) -> int:
     """How many run ours from now on."""
     found = norms(model)
     for module in found:
-        stock, name = _stock(type(module)), _place(module)
+        stock, name = _stock(type(module)), _forward_attribute(module)
         if name == "forward" and name not in module.__dict__:
             module.__class__ = _fused_class(stock)
         elif not _is_ours(module.__dict__.get(name)):  # a partial, not a bound method: it can be pickled
@@ -81,7 +86,7 @@ def apply_to_model(model: torch.nn.Module) -> int:
 
 def revert_model(model: torch.nn.Module) -> None:
     for module in norms(model):
-        stock, name = _stock(type(module)), _place(module)
+        stock, name = _stock(type(module)), _forward_attribute(module)
         module.__class__ = stock
         if not _is_ours(module.__dict__.get(name)):
             continue
@@ -113,7 +118,7 @@ def _stock(cls: type) -> type:
     return vars(cls).get("_packing_ops_stock", cls)
 
 
-def _place(module) -> str | None:
+def _forward_attribute(module) -> str | None:
     """Where a forward of this module stands; accelerate's hooks move the one that they wrap to ``_old_forward``."""
     name = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
     forward = module.__dict__.get(name)
@@ -123,5 +128,5 @@ def _place(module) -> str | None:
 
 def _is_ours(forward) -> bool:
     """A partial of this file, or a bound method of a class of ours."""
-    function = getattr(forward, "func", None) or getattr(forward, "__func__", None)
+    function = function_of(forward)
     return function in FORWARDS.values() or hasattr(function, "packing_ops")

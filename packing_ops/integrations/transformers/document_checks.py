@@ -1,4 +1,4 @@
-"""What the arguments of a model's call tell of documents: position_ids, and numbers in a 2-D attention_mask."""
+"""What the arguments of a model's call say of documents: position_ids, and numbers in a 2-D attention_mask."""
 
 import torch
 
@@ -14,10 +14,10 @@ def numbers_of(mask) -> torch.Tensor | None:
     return getattr(mask, NUMBERS, mask)
 
 
-def tell_documents(position_ids, padding) -> torch.Tensor | None:
+def positions_restart(position_ids, padding) -> torch.Tensor | None:
     """Whether positions do not grow from one real token of a row to the next, whatever padding lies between: bool ``[]``.
 
-    None where they tell nothing.
+    None where they say nothing.
     """
     if not is_tensor(position_ids, 2) or position_ids.shape[1] < 2:
         return None
@@ -32,14 +32,14 @@ def tell_documents(position_ids, padding) -> torch.Tensor | None:
 
 
 def several_in(position_ids, padding, cu_seqlens, numbers, batch) -> torch.Tensor | None:
-    """Whether a row has several documents: bool ``[]``, None where nothing tells documents. Nothing waits for it."""
-    told = [tell_documents(position_ids, padding)]
-    if told[0] is None and is_tensor(cu_seqlens, 1):  # beside positions they were held against them
-        told.append((cu_seqlens.diff() > 0).sum() > batch)
+    """Whether a row has several documents: bool ``[]``, None where nothing says. Nothing waits for it."""
+    found = [positions_restart(position_ids, padding)]
+    if found[0] is None and is_tensor(cu_seqlens, 1):  # beside positions they were held against them
+        found.append((cu_seqlens.diff() > 0).sum() > batch)
     if numbers is not None:
-        told.append((numbers > 1).any())
-    told = [one for one in told if one is not None]
-    return None if not told else told[0] if len(told) == 1 else told[0] | told[1].to(told[0].device)
+        found.append((numbers > 1).any())
+    found = [each for each in found if each is not None]
+    return None if not found else found[0] if len(found) == 1 else found[0] | found[1].to(found[0].device)
 
 
 def refuse_where(wrong, message) -> None:
@@ -62,7 +62,7 @@ def is_tensor(value, dim) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == dim
 
 
-def given(name, places, args, kwargs):
-    if kwargs.get(name) is None and places.get(name, len(args)) < len(args):
-        return args[places[name]]
+def argument(name, indices, args, kwargs):
+    if kwargs.get(name) is None and indices.get(name, len(args)) < len(args):
+        return args[indices[name]]
     return kwargs.get(name)

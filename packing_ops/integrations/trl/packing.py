@@ -1,47 +1,18 @@
-"""For TRL: attention of its trainers, packing over the whole dataset, log-probs of packed documents."""
+"""TRL's pack_dataset over the whole dataset at once, and the patch that puts it into TRL."""
 
 import inspect
-import sys
 import warnings
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-
-import packing_ops as po
+from packing_ops.integrations._patching import Patch
+from packing_ops.integrations.trl.imports import trl_data_utils
 
 # {strategy of TRL: overlong of pack_sequences}. TRL packs by its other strategies itself.
 _OVERLONG = {"bfd": "truncate", "bfd_split": "split"}
 _TRL_CHUNK = 1000  # rows that TRL packs at a time: the default batch_size of Dataset.map
 _PARAMETERS = ["dataset", "seq_length", "strategy", "map_kwargs"]
 
-_stock_pack_dataset = None  # TRL's own, while patched
-
-
-def register(name: str = "packing_ops") -> None:
-    """Make ``attn_implementation=name`` work in TRL's trainers, ``packing=True`` and ``padding_free=True`` included.
-
-    Registers the attention with transformers and, in older TRL, in its list of implementations that keep packed
-    documents apart (TRL 1.16 has none). A second call does nothing.
-
-    Example:
-        >>> register()
-        >>> from trl import SFTConfig, SFTTrainer
-        >>> options = {"packing": True, "model_init_kwargs": {"attn_implementation": "packing_ops"}}
-        >>> trainer = SFTTrainer(name, SFTConfig(**options), train_dataset=dataset)  # needs a model # doctest: +SKIP
-
-    Raises:
-        ImportError: TRL or transformers is not installed.
-    """
-    _trl()
-    import trl.trainer.sft_trainer as sft_trainer
-
-    from packing_ops.integrations import transformers
-
-    transformers.register(name)
-    known = getattr(sft_trainer, "FLASH_ATTENTION_VARIANTS", None)
-    if isinstance(known, set):
-        known.add(name)
+_applied: list[Patch] = []  # none or one
 
 
 def pack_dataset(dataset: Any, seq_length: int, strategy: str = "bfd", map_kwargs: dict | None = None) -> Any:
@@ -71,7 +42,7 @@ def pack_dataset(dataset: Any, seq_length: int, strategy: str = "bfd", map_kwarg
 
     Memory: 40 bytes per row beside the data, which is read in batches. Deterministic.
     """
-    _trl()
+    trl_data_utils()
     from datasets import Dataset, DatasetDict
 
     if strategy not in _OVERLONG:
@@ -107,8 +78,7 @@ def patch_pack_dataset() -> bool:
     Raises:
         ImportError: TRL is not installed.
     """
-    global _stock_pack_dataset
-    data_utils = _trl()
+    data_utils = trl_data_utils()
     if data_utils.pack_dataset is pack_dataset:
         return True
     found = list(inspect.signature(data_utils.pack_dataset).parameters)
@@ -119,76 +89,25 @@ def patch_pack_dataset() -> bool:
             stacklevel=2,
         )
         return False
-    _stock_pack_dataset = data_utils.pack_dataset
-    _swap(_stock_pack_dataset, pack_dataset)
+    _applied.append(Patch(data_utils, "pack_dataset", lambda _: pack_dataset, imported_by="trl"))
+    _applied[-1].apply()
     return True
 
 
 def unpatch_pack_dataset() -> None:
     """Undo patch_pack_dataset."""
-    global _stock_pack_dataset
-    if _stock_pack_dataset is not None:
-        _swap(pack_dataset, _stock_pack_dataset)
-        _stock_pack_dataset = None
-
-
-def packed_logps(
-    log_probs: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch.Tensor, *, average: bool = False
-) -> torch.Tensor:
-    """Log-probability of each completion in a packed row: what DPO compares, without padding.
-
-    Args:
-        log_probs: ``[total - 1]`` or ``[1, total - 1]``, floating: entry t is log p of token t + 1, as TRL's fused LM
-            head and ``logits[:, :-1]`` give it.
-        mask: ``[total]`` or ``[1, total]``, bool or integer: tokens that count (TRL's completion_mask). The first
-            token of a document never counts: the entry before it stands in another document.
-        cu_seqlens: int32 ``[num_documents + 1]``.
-        average: mean over the tokens that count, as IPO takes it, instead of their sum.
-
-    Returns:
-        ``[num_documents]``, float64 for float64, else float32. Differentiable in log_probs. No synchronisation.
-
-    Example:
-        >>> log_probs = torch.tensor([[-1.0, -2.0, -9.0, -4.0]])
-        >>> packed_logps(log_probs, torch.tensor([[0, 1, 1, 0, 1]]), torch.tensor([0, 3, 5], dtype=torch.int32))
-        tensor([-3., -4.])
-
-    Raises:
-        ValueError: log_probs that are not one shorter than mask.
-    """
-    if log_probs.numel() + 1 != mask.numel():
-        raise ValueError(
-            f"log_probs: expected one entry less than mask={list(mask.shape)}, got {list(log_probs.shape)}"
-        )
-    counts = po.mask_boundary_labels((mask.reshape(-1) != 0).long(), cu_seqlens, ignore_index=0)
-    return po.segment_sum(F.pad(log_probs.reshape(-1), (1, 0)), cu_seqlens, counts.bool(), average)
-
-
-# --- what the above is made of ---
-
-
-def _trl():
-    try:
-        import trl.data_utils
-    except ImportError as error:
-        raise ImportError("packing_ops.integrations.trl needs TRL: pip install packing_ops[hf]") from error
-    return trl.data_utils
+    while _applied:
+        _applied.pop().revert()
 
 
 def _own_pack_dataset():
-    return _stock_pack_dataset or _trl().pack_dataset
-
-
-def _swap(old, new) -> None:
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "trl" and getattr(module, "__dict__", {}).get("pack_dataset") is old:
-            module.pack_dataset = new
+    return _applied[-1].stock if _applied else trl_data_utils().pack_dataset
 
 
 def _pack_dataset(dataset, seq_length: int, overlong: str, map_kwargs: dict):
     from datasets.fingerprint import update_fingerprint
 
-    from packing_ops.integrations._arrow import best_fit_bins, packed_table, row_lengths
+    from packing_ops.integrations.trl.arrow import best_fit_bins, packed_table, row_lengths
 
     style = dict(dataset.format)
     style.update(style.pop("format_kwargs"))

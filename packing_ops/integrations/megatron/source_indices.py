@@ -33,24 +33,31 @@ def source_of_slots(
     document = po.seq_idx_from_cu_seqlens(cu_seqlens, total)
     position = po.position_ids_from_cu_seqlens(cu_seqlens, total)
     if sub_seq_lengths is None:
-        indices, ends, _, _ = _ops.unpad_layout(attention_mask, None, False)
-        lengths = ends.diff()
-        fits = _fits("attention_mask", lengths, cu_seqlens)[document]
-        real = position < lengths[document]
-        slot_in_batch = indices[(ends[document] + position).where(real, 0)]
-        return torch.where(real, slot_in_batch.where(fits, attention_mask.numel()), -1)
+        return _source_by_mask(cu_seqlens, document, position, attention_mask)
+    return _source_by_lengths(cu_seqlens, document, position, attention_mask, sub_seq_lengths)
+
+
+def _source_by_mask(cu_seqlens, document, position, attention_mask):
+    """Each row is a document, whose tokens the mask marks."""
+    indices, ends, _, _ = _ops.unpad_layout(attention_mask, None, False)
+    lengths = ends.diff()
+    fits = _fits("attention_mask", lengths, cu_seqlens)[document]
+    real = position < lengths[document]
+    slot_in_batch = indices[(ends[document] + position).where(real, 0)]
+    return torch.where(real, slot_in_batch.where(fits, attention_mask.numel()), -1)
+
+
+def _source_by_lengths(cu_seqlens, document, position, attention_mask, sub_seq_lengths):
+    """Rows hold several documents, each at the next multiple of the alignment."""
     batch, seqlen = attention_mask.shape
     if len(sub_seq_lengths) != batch:
         raise ValueError(f"sub_seq_lengths: expected one list per row = {batch}, got {len(sub_seq_lengths)}")
     counts = [len(lengths) for lengths in sub_seq_lengths]
     tokens = document_lengths(None, sub_seq_lengths)
+    rows = [row for row, count in enumerate(counts) for _ in range(count)]
     lengths, row, first = (
         int64_tensor(values).to(cu_seqlens.device, non_blocking=True)
-        for values in (
-            tokens,
-            [row for row, count in enumerate(counts) for _ in range(count)],
-            [0, *accumulate(counts)],
-        )
+        for values in (tokens, rows, [0, *accumulate(counts)])
     )
     fits = _fits("sub_seq_lengths", lengths, cu_seqlens)
     # A row's documents follow each other in the packed row as they do in theirs.

@@ -15,7 +15,7 @@ from packing_ops._checks import checked_documents
 _FIRST = torch.iinfo(torch.int64).min
 
 
-class Layout:
+class BatchDocuments:
     """Documents of a ``[batch, seqlen]`` batch.
 
     cu_seqlens_q, cu_seqlens_k: int32 ``[num_documents + 1]`` over the packed rows.
@@ -26,15 +26,15 @@ class Layout:
     def __init__(self, cu_seqlens_q, cu_seqlens_k, indices=None, holes=False):
         self.cu_seqlens_q, self.cu_seqlens_k = cu_seqlens_q, cu_seqlens_k
         self.indices, self.holes = indices, holes
-        self.copies = {}
+        self.device, self.copies = cu_seqlens_q.device, {}
 
     def on(self, device):
         """The same where query lies, for models with layers on several devices."""
-        if self.cu_seqlens_q.device == device:
+        if self.device == device:
             return self
         if device not in self.copies:
             moved = [t if t is None else t.to(device) for t in (self.cu_seqlens_q, self.cu_seqlens_k, self.indices)]
-            self.copies[device] = Layout(*moved, self.holes)
+            self.copies[device] = BatchDocuments(*moved, self.holes)
         return self.copies[device]
 
     def document_ids(self, batch, seqlen):
@@ -50,8 +50,8 @@ class Layout:
         return documents.view(batch, seqlen)
 
 
-def find_layout(query, cu_seqlens=(None, None), padding=None, position_ids=None, layer=None, checked=None):
-    """The layout of query ``[batch, num_heads, seqlen, head_dim]``, by the first of: cu_seqlens, padding and positions.
+def find_documents(query, cu_seqlens=(None, None), padding=None, position_ids=None, layer=None, checked=None):
+    """The documents of query ``[batch, num_heads, seqlen, head_dim]``: by cu_seqlens, else by padding and positions.
 
     Args:
         cu_seqlens: for queries and for keys, int32 or int64 ``[num_documents + 1]``.
@@ -62,7 +62,7 @@ def find_layout(query, cu_seqlens=(None, None), padding=None, position_ids=None,
     """
     batch, _, seqlen, _ = query.shape
     if position_ids is not None and (position_ids.dim() != 2 or position_ids.shape[1] != seqlen):
-        position_ids = None  # of another row, or of several dimensions: they tell nothing about documents
+        position_ids = None  # of another row, or of several dimensions: they say nothing about documents
     if padding is not None and padding.shape != (batch, seqlen):
         raise ValueError(f"attention_mask: expected [{batch}, {seqlen}] like the batch, got {list(padding.shape)}")
     if cu_seqlens[0] is not None or cu_seqlens[1] is not None:
@@ -70,7 +70,7 @@ def find_layout(query, cu_seqlens=(None, None), padding=None, position_ids=None,
     given = [tensor for tensor in (padding, position_ids) if tensor is not None]
     if not given:
         cu_q = dense_cu_seqlens(query.transpose(1, 2), "query")
-        return Layout(cu_q, cu_q)
+        return BatchDocuments(cu_q, cu_q)
     return kept_with(given, (batch, seqlen), lambda: _from_values(batch, seqlen, padding, position_ids), layer=layer)
 
 
@@ -103,7 +103,7 @@ def _from_values(batch, seqlen, padding, position_ids):
         cu_seqlens, count = _ops.cu_seqlens_from_position_ids(starts.flatten())
         if not compiling:
             cu_seqlens = cu_seqlens[: int(count) + 1]
-        return Layout(cu_seqlens, cu_seqlens)
+        return BatchDocuments(cu_seqlens, cu_seqlens)
     real, numbered = padding != 0, padding.dtype != torch.bool and seqlen > 0
     indices, rows, _, totals = _ops.unpad_layout(real, None, False)
     runs = (real[:, 1:] & ~real[:, :-1]).sum(1) + real[:, 0] if seqlen else real.sum(1)
@@ -123,11 +123,11 @@ def _from_values(batch, seqlen, padding, position_ids):
         first |= after & F.pad(~after[:-1], (1, 0), value=False)
         cu_seqlens, count = _ops.cu_seqlens_from_position_ids(positions.masked_fill(first, _FIRST))
     if compiling:
-        return Layout(cu_seqlens, cu_seqlens, indices, holes=True)
+        return BatchDocuments(cu_seqlens, cu_seqlens, indices, holes=True)
     total, count, has_holes = torch.stack([totals[0], count[0], holes.to(totals.dtype)]).tolist()
     if cu_seqlens is not rows:
         cu_seqlens = cu_seqlens[: count + (total == batch * seqlen)]
-    return Layout(cu_seqlens, cu_seqlens, None if total == batch * seqlen else indices[:total], bool(has_holes))
+    return BatchDocuments(cu_seqlens, cu_seqlens, None if total == batch * seqlen else indices[:total], bool(has_holes))
 
 
 def _row_starts(position_ids):
@@ -143,7 +143,7 @@ def _explicit(batch, seqlen, cu_seqlens, padding, position_ids, checked):
         cu_seqlens, position_ids = (checked[2], None if cu_seqlens[1] is cu_seqlens[0] else cu_seqlens[1]), None
     else:
         checked = None
-    cu_q, cu_k = (own if own is not None else other for own, other in (cu_seqlens, cu_seqlens[::-1]))
+    cu_q, cu_k = (given if given is not None else other for given, other in (cu_seqlens, cu_seqlens[::-1]))
     for name, tensor in (("cu_seq_lens_q", cu_q), ("cu_seq_lens_k", cu_k)):
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name}: expected an int32 tensor [num_documents + 1], got {tensor!r}")
@@ -152,14 +152,14 @@ def _explicit(batch, seqlen, cu_seqlens, padding, position_ids, checked):
         position_ids = position_ids.to(cu_q.device) if position_ids.shape[0] in (1, batch) else None
     same = cu_k is cu_q
     if checked is None or padding is not None:
-        mask = None if padding is None else _told_by_both(padding.to(cu_q.device), cu_q)
+        mask = None if padding is None else _marked_alike(padding.to(cu_q.device), cu_q)
         cu_q, _ = checked_documents(cu_q, cu_k.to(cu_q.device), mask, position_ids, batch, seqlen)
     # int32 ones are not copied: a plan that is kept with them serves the next forward too.
-    own_q = int32_cu_seqlens(cu_q)
-    return Layout(own_q, own_q if same else int32_cu_seqlens(cu_k))
+    int32_q = int32_cu_seqlens(cu_q)
+    return BatchDocuments(int32_q, int32_q if same else int32_cu_seqlens(cu_k))
 
 
-def _told_by_both(padding, cu_seqlens):
+def _marked_alike(padding, cu_seqlens):
     """bool ``[batch, seqlen]``: False at padding, and where numbers start a document and cu_seqlens do not, or the reverse.
 
     Ones alone are no numbers. Rows start documents either way.

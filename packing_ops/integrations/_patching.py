@@ -1,0 +1,118 @@
+"""Attributes of another library's modules and classes that are ours while somebody uses them."""
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+
+import torch
+
+_MISSING = object()
+_lock = threading.RLock()
+
+
+class Patch:
+    """``owner.name`` is ``make(stock)`` from the first apply to the last revert.
+
+    Another library may put something over ours: that stays when ours is reverted.
+
+    Args:
+        owner: a module or a class.
+        make: called with what stands there, None if there is nothing; what it returns takes the place.
+        imported_by: a package ("" for any), whose modules hold the same object under that name and get ours too.
+
+    Attributes:
+        stock: what stood there, while applied.
+        pinned: applied for nobody in particular.
+    """
+
+    def __init__(self, owner, name: str, make: Callable, imported_by: str | None = None):
+        self.owner, self.name, self.make, self.imported_by = owner, name, make, imported_by
+        self.users, self.pinned = weakref.WeakSet(), False
+        self.stock, self.ours = _MISSING, None
+
+    @property
+    def is_applied(self) -> bool:
+        return self.ours is not None and vars(self.owner).get(self.name) is self.ours
+
+    def apply(self, user: object = None) -> None:
+        """For as long as ``user`` lives; without one until revert()."""
+        with _lock:
+            if user is None:
+                was_pinned, self.pinned = self.pinned, True
+            elif user not in self.users:
+                self.users.add(user)
+                weakref.finalize(user, _revert_when_gone, self).atexit = False
+            if self.is_applied:
+                return
+            stock = vars(self.owner).get(self.name, _MISSING)
+            try:
+                self.ours = self.make(getattr(self.owner, self.name, None))
+            except BaseException:
+                self.pinned = self.pinned if user is not None else was_pinned
+                raise
+            self.stock = stock
+            setattr(self.owner, self.name, self.ours)
+            self._give_importers(stock, self.ours)
+
+    def revert(self, user: object = None) -> None:
+        with _lock:
+            if user is None:
+                self.pinned = False
+            else:
+                self.users.discard(user)
+            self.revert_if_unused()
+
+    def revert_if_unused(self) -> None:
+        with _lock:
+            if self.ours is None or self.pinned or any(True for _ in self.users):  # len() counts one that is just dying
+                return
+            if self.is_applied and self.stock is _MISSING:
+                delattr(self.owner, self.name)
+            elif self.is_applied:
+                setattr(self.owner, self.name, self.stock)
+            self._give_importers(self.ours, self.stock)
+            self.stock, self.ours = _MISSING, None
+
+    def _give_importers(self, old, new) -> None:
+        for name, module in list(sys.modules.items()) if self.imported_by is not None else ():
+            if (
+                self.imported_by in ("", name.partition(".")[0])
+                and getattr(module, "__dict__", {}).get(self.name) is old
+            ):
+                setattr(module, self.name, new)
+
+
+def function_of(method) -> Callable | None:
+    """What a partial or a bound method calls."""
+    return getattr(method, "func", None) or getattr(method, "__func__", None)
+
+
+# --- users that the garbage collector ends ---
+
+_left: list[Patch] = []  # whose last user went where nothing may be reverted
+
+
+def _revert_when_gone(patch) -> None:
+    """Whatever starts the garbage collector runs this, the tracer of torch.compile too, whose guards read the owner."""
+    _left.append(patch)
+    revert_left()
+
+
+def revert_left() -> None:
+    if not torch.compiler.is_compiling() and _left and not _something_compiles():
+        while _left:
+            _left.pop().revert_if_unused()
+
+
+def _something_compiles() -> bool:
+    """In this thread, or in another one."""
+    if torch._guards.CompileContext.try_get() is not None:
+        return True
+    lock = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
+    if lock is None:
+        return False
+    free = lock.acquire(blocking=False)
+    if free:
+        lock.release()
+    return not free

@@ -1,0 +1,37 @@
+"""What runs in this thread: a model's call, and a model whose loss is fused."""
+
+import threading
+
+import torch
+
+
+class _Now(threading.local):
+    call = None
+    chunked = None
+    fused = None  # see fused_loss
+
+
+class _Traced:
+    """Stands for _now while torch.compile before 2.13 traces.
+
+    Its trace reads the class attributes of a threading.local in place of what the thread has set. This object is one for
+    all threads: two of them that call compiled models at the same time may find each other's call.
+    """
+
+    call = None
+    chunked = None
+    fused = None
+
+
+_now = _Now()
+traced = _now if torch.__version__ >= (2, 13) else _Traced()
+
+
+def here():
+    return traced if torch.compiler.is_compiling() else _now
+
+
+def fuse(running):
+    """Sets what runs fused in this thread, and in what it calls, which may be compiled; what ran before."""
+    before, here().fused, traced.fused = here().fused, running, running
+    return before

@@ -1,0 +1,51 @@
+"""packing_ops attention in TRL's trainers."""
+
+from packing_ops.integrations.trl.imports import trl_data_utils
+
+
+def register(name: str = "packing_ops") -> None:
+    """Make ``attn_implementation=name`` work in TRL's trainers, ``packing=True`` and ``padding_free=True`` included.
+
+    Registers the attention with transformers and, in older TRL, in its list of implementations that keep packed
+    documents apart (TRL 1.16 has none). A second call does nothing; unregister undoes
+    it.
+
+    Example:
+        >>> register()
+        >>> from trl import SFTConfig, SFTTrainer
+        >>> options = {"packing": True, "model_init_kwargs": {"attn_implementation": "packing_ops"}}
+        >>> trainer = SFTTrainer(name, SFTConfig(**options), train_dataset=dataset)  # needs a model # doctest: +SKIP
+
+    Raises:
+        ImportError: TRL or transformers is not installed.
+    """
+    trl_data_utils()
+    import trl.trainer.sft_trainer as sft_trainer
+
+    from packing_ops.integrations import transformers
+
+    transformers.register(name)
+    known = getattr(sft_trainer, "FLASH_ATTENTION_VARIANTS", None)
+    if isinstance(known, set):
+        known.add(name)
+
+
+def unregister(name: str = "packing_ops") -> None:
+    """Undo register(name), in TRL and in transformers; models that have the name need another one first.
+
+    Example:
+        >>> register("my_attention")
+        >>> unregister("my_attention")
+
+    Raises:
+        ImportError: TRL or transformers is not installed.
+    """
+    trl_data_utils()
+    import trl.trainer.sft_trainer as sft_trainer
+
+    from packing_ops.integrations import transformers
+
+    transformers.unregister(name)
+    known = getattr(sft_trainer, "FLASH_ATTENTION_VARIANTS", None)
+    if isinstance(known, set):
+        known.discard(name)

@@ -1,0 +1,9 @@
+"""What the adapters use of TRL, imported when they are called: nothing here needs it before."""
+
+
+def trl_data_utils():
+    try:
+        import trl.data_utils
+    except ImportError as error:
+        raise ImportError("packing_ops.integrations.trl needs TRL: pip install packing_ops[hf]") from error
+    return trl.data_utils

@@ -1,0 +1,11 @@
+"""Adapters for Unsloth: its packed_seq_lengths in and out, its masks, its rope call, collators that pack.
+
+A packed batch is one row ``[1, total]`` without attention_mask; ``packed_seq_lengths`` int32 ``[num_documents]`` says
+where its documents end. Nothing here imports Unsloth.
+"""
+
+from packing_ops.integrations.unsloth.metadata import packed_metadata, sdpa_mask, xformers_mask
+from packing_ops.integrations.unsloth.packing_collator import enable_packing
+from packing_ops.integrations.unsloth.rope import fast_rope_embedding
+
+__all__ = ["enable_packing", "fast_rope_embedding", "packed_metadata", "sdpa_mask", "xformers_mask"]

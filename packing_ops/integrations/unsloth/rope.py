@@ -1,0 +1,61 @@
+"""Unsloth's rotation of queries and keys by apply_rotary_qk."""
+
+import torch
+
+from packing_ops import apply_rotary_qk
+
+
+def fast_rope_embedding(
+    Q: torch.Tensor,
+    K: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    rope_embedding_indices: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """apply_rotary_qk under the name and with the arguments of unsloth.kernels.fast_rope_embedding. Differentiable.
+
+    Args:
+        Q: ``[batch, num_heads, seqlen, head_dim]``, any strides with a contiguous last dimension.
+        K: as Q with its own number of heads.
+        cos, sin: cache ``[max_positions, head_dim or head_dim / 2]``; dimensions of 1 in front are dropped.
+        rope_embedding_indices: int32 or int64 positions, ``[batch, seqlen]`` or anything with as many elements, or
+            ``[seqlen]`` for all rows of the batch. Without them token s of each row stands at s.
+
+    Returns:
+        (Q, K) rotated, new tensors (Unsloth may write into its arguments). Computed in float32. Half-split pairs.
+
+    Example:
+        >>> Q, K, angles = torch.ones(1, 4, 3, 2), torch.ones(1, 2, 3, 2), torch.arange(8.0)[:, None]
+        >>> Q, K = fast_rope_embedding(Q, K, angles.cos(), angles.sin(), torch.tensor([[0, 1, 0]]))
+        >>> K[0, 0]
+        tensor([[ 1.0000,  1.0000],
+                [-0.3012,  1.3818],
+                [ 1.0000,  1.0000]])
+
+    Raises:
+        ValueError: shapes that do not fit; a position outside of cos.
+    """
+    if Q.dim() != 4:
+        raise ValueError(f"Q: expected [batch, num_heads, seqlen, head_dim], got {list(Q.shape)}")
+    batch, seqlen = Q.shape[0], Q.shape[2]
+    cos, sin = _cache("cos", cos), _cache("sin", sin)
+    if rope_embedding_indices is None:
+        if seqlen > cos.shape[0]:
+            raise ValueError(f"cos: expected rows for {seqlen} positions, got {list(cos.shape)}")
+        return apply_rotary_qk(Q, K, cos[:seqlen], sin[:seqlen])
+    positions = rope_embedding_indices.to(Q.device)
+    if positions.numel() == batch * seqlen:
+        positions = positions.reshape(batch, seqlen)
+    elif positions.numel() == seqlen:
+        positions = positions.reshape(seqlen)
+    else:
+        raise ValueError(
+            f"rope_embedding_indices: expected [batch={batch}, seqlen={seqlen}], got {list(positions.shape)}"
+        )
+    return apply_rotary_qk(Q, K, cos, sin, positions)
+
+
+def _cache(name: str, table: torch.Tensor) -> torch.Tensor:
+    if table.dim() < 2 or any(size != 1 for size in table.shape[:-2]):
+        raise ValueError(f"{name}: expected [max_positions, head_dim or head_dim / 2], got {list(table.shape)}")
+    return table.reshape(table.shape[-2:])

@@ -1,0 +1,257 @@
+"""Patches of other libraries: what is applied and reverted leaves no trace in the host."""
+
+import gc
+import sys
+import threading
+import types
+
+import pytest
+
+from packing_ops.integrations import flash_attn
+from packing_ops.integrations._patching import Patch
+
+# --- every host, before and after ---
+
+
+def state_of(host):
+    """{(module or class, name): value} of all modules of a library that are imported, and of the classes in them."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] != host or not isinstance(module, types.ModuleType):
+            continue
+        owners = [module, *(v for v in vars(module).values() if isinstance(v, type) and v.__module__ == name)]
+        for owner in owners:
+            for key, value in vars(owner).items():
+                table = {k: id(v) for k, v in value.items()} if type(value) is dict else None
+                found[owner, key] = value, set(value) if type(value) is set else table
+    return {key: value for key, value in found.items() if key[1] != "__warningregistry__"}
+
+
+def changes(before, after):
+    none = (None, None)
+    pairs = ((key, before.get(key, none), after.get(key, none)) for key in before.keys() | after.keys())
+    return {(owner.__name__, name) for (owner, name), a, b in pairs if a[0] is not b[0] or a[1] != b[1]}
+
+
+def llama():
+    from hf_models import tiny_model
+
+    return tiny_model("llama").train()
+
+
+def registered():
+    from packing_ops.integrations.transformers import register, unregister
+
+    return lambda: register("for_a_test"), lambda: unregister("for_a_test"), {"_preprocess_mask_arguments", "__call__"}
+
+
+def all_of_llama():
+    from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops
+
+    kind, forwards = type(llama()), {"apply_rotary_pos_emb", "forward", "_check_and_adjust_attn_implementation"}
+    options = {"rms_norm": True, "fp32_cos_sin": True}
+    return lambda: apply_packing_ops(kind, **options), lambda: revert_packing_ops(kind), forwards
+
+
+def one_llama(model=None):
+    from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops
+
+    model = model or llama()
+    options = {"rms_norm": True, "fused_loss": True}
+    return lambda: apply_packing_ops(model, **options), lambda: revert_packing_ops(model), {"apply_rotary_pos_emb"}
+
+
+def megatron_rope():
+    from packing_ops.integrations.megatron import patch_rope, unpatch_rope
+
+    names = {"apply_rotary_pos_emb", "fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd", "__post_init__"}
+    return patch_rope, unpatch_rope, names
+
+
+def trl_packing():
+    from packing_ops.integrations.trl import patch_pack_dataset, unpatch_pack_dataset
+
+    return patch_pack_dataset, unpatch_pack_dataset, {"pack_dataset"}
+
+
+@pytest.fixture
+def no_name_registered():
+    pytest.importorskip("transformers")
+    from packing_ops.integrations.transformers import model_call, register, unregister
+
+    names = list(model_call.NAMES)
+    for name in names:
+        unregister(name)
+    yield
+    for name in names:
+        register(name)
+
+
+@pytest.mark.parametrize(
+    ("host", "case"),
+    [
+        ("transformers", registered),
+        ("transformers", all_of_llama),
+        ("transformers", one_llama),
+        ("megatron", megatron_rope),
+        ("trl", trl_packing),
+    ],
+)
+def test_the_host_is_as_before(host, case, no_name_registered):
+    pytest.importorskip({"megatron": "megatron.core"}.get(host, host))
+    gc.collect()  # swapped models of other tests
+    apply, revert, names = case()
+    apply()  # the first time imports what it needs
+    revert()
+    before = state_of(host)
+    apply()
+    changed = {name for _, name in changes(before, state_of(host))}
+    assert names <= changed
+    revert()
+    assert changes(before, state_of(host)) == set()
+
+
+def test_a_model_is_as_before():
+    pytest.importorskip("transformers")
+    model = llama()
+
+    def attributes():
+        return [(type(module), dict(vars(module)), dict(module._forward_pre_hooks)) for module in model.modules()]
+
+    apply, revert, _ = one_llama(model)
+    before = attributes()
+    apply()
+    assert attributes() != before
+    revert()
+    assert attributes() == before
+
+
+def test_imports_are_as_before():
+    finders, modules = list(sys.meta_path), {name for name in sys.modules if name.startswith("flash_attn")}
+    if not flash_attn.install_flash_attn_alias():
+        pytest.skip("flash-attn is installed, and stays in use")
+    assert sys.meta_path != finders
+    flash_attn.remove_flash_attn_alias()
+    assert sys.meta_path == finders
+    assert {name for name in sys.modules if name.startswith("flash_attn")} == modules
+
+
+# --- the patch itself ---
+
+
+class Host:
+    def method(self):
+        return "stock"
+
+
+class Child(Host):
+    """Inherits method."""
+
+
+class User:
+    pass
+
+
+@pytest.fixture(autouse=True)
+def host_is_stock():
+    yield
+    assert Host().method() == Child().method() == "stock"
+    assert "method" not in vars(Child)
+
+
+def ours(stock):
+    return lambda self: f"ours over {stock(self)}"
+
+
+def test_the_last_user_reverts():
+    patch, (first, second) = Patch(Host, "method", ours), (User(), User())
+    for user in (first, second, first):
+        patch.apply(user)
+    assert Host().method() == "ours over stock"
+    patch.revert(first)
+    patch.revert(first)
+    assert patch.is_applied
+    patch.apply()
+    patch.revert(second)
+    assert patch.is_applied
+    patch.revert()
+    assert not patch.is_applied
+
+
+def test_users_that_die_revert():
+    patch, user, kept = Patch(Host, "method", ours), User(), User()
+    patch.apply(user)
+    patch.apply(kept)
+    del user
+    gc.collect()
+    assert patch.is_applied
+    del kept
+    gc.collect()
+    assert not patch.is_applied
+
+
+def test_what_was_inherited_is_deleted():
+    patch = Patch(Child, "method", ours)
+    patch.apply()
+    assert (Host().method(), Child().method()) == ("stock", "ours over stock")
+    patch.revert()
+
+
+def test_what_others_put_over_ours_stays():
+    stock, patch = Host.method, Patch(Host, "method", ours)
+    patch.apply()
+    over = vars(Host)["method"]
+    Host.method = lambda self: f"theirs over {over(self)}"
+    patch.revert()
+    assert Host().method() == "theirs over ours over stock"
+    patch.apply()
+    assert Host().method() == "ours over theirs over ours over stock"
+    patch.revert()
+    assert Host().method() == "theirs over ours over stock"
+    Host.method = stock
+
+
+def test_a_patch_that_cannot_be_made_changes_nothing():
+    def refuse(stock):
+        raise ImportError("another version")
+
+    patch = Patch(Host, "method", refuse)
+    for user in (None, User()):
+        with pytest.raises(ImportError, match="another version"):
+            patch.apply(user)
+        assert not patch.pinned
+    patch.revert()
+
+
+def test_importers_of_one_package(monkeypatch):
+    stock = Host.method
+    inside, outside = (types.SimpleNamespace(method=stock) for _ in range(2))
+    monkeypatch.setitem(sys.modules, "a_host.part", inside)
+    monkeypatch.setitem(sys.modules, "another.part", outside)
+    patch = Patch(Host, "method", ours, imported_by="a_host")
+    patch.apply()
+    assert inside.method is Host.method is not stock
+    assert outside.method is stock
+    patch.revert()
+    assert inside.method is outside.method is Host.method is stock
+
+
+def test_threads():
+    """Each applies and reverts for itself, and finds ours in between."""
+    patch, wrong = Patch(Host, "method", ours), []
+
+    def work():
+        for _ in range(300):
+            user = User()
+            patch.apply(user)
+            if Host().method() != "ours over stock":
+                wrong.append(1)
+            patch.revert(user)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert not patch.is_applied
