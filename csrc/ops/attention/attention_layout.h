@@ -43,8 +43,8 @@ inline Tensor empty_input_rows(const Tensor& t) {
   return empty_as(sizes_of(t), strides, t);
 }
 
-// 16-byte copies, and Hopper's tensor maps: a view that starts or steps off that grid, or steps by 0 or too far, is copied
-// once.
+// 16-byte copies, and Hopper's tensor maps: a view that starts or steps off that grid, or steps by 0 or too far, is
+// copied once.
 inline Tensor aligned_rows(const Tensor& t) {
   if (!t.is_cuda() || dtype_of(t) == DType::kFloat32) return t;
   bool odd = reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 != 0;
