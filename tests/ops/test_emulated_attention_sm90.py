@@ -14,13 +14,11 @@ pytestmark = pytest.mark.skipif(HEADERS is None, reason="needs the CUDA toolkit'
 BF16, FP16 = torch.bfloat16, torch.float16
 TOLERANCE = {BF16: 3e-3, FP16: 4e-4}  # root of the mean square, relative
 SCHEDULES = {"late reads": (False, 0), "late copies": (True, 1), "one block ahead": (False, 3)}
-FORWARD = ("out", "lse")
 
 
 def forward(case, schedule="late reads"):
     late_copies, seed = SCHEDULES[schedule]
-    found = emulated.attention(case, HEADERS, "sm_90", late_copies=late_copies, seed=seed)
-    return {name: found[name] for name in FORWARD}
+    return emulated.attention(case, HEADERS, "sm_90", late_copies=late_copies, seed=seed, backward=False)
 
 
 CASES = {
@@ -72,3 +70,19 @@ def test_documents_keep_their_bits(heads, dim):
     beside_nan = forward(case, "late copies")
     assert_same(beside_nan["out"][~other], whole["out"][~other])
     assert_same(beside_nan["lse"][:, ~other], whole["lse"][:, ~other])
+
+
+@pytest.mark.parametrize(("heads", "length"), [((1, 1), 450), ((3, 1), 400)], ids=str)
+def test_a_poisoned_key_reaches_only_rows_near_those_that_see_it(heads, length):
+    """The grain of packing_ops.attention's page: 128 keys, and less than 128 rows."""
+    case, at = Case([length], heads=heads, dim=64, dtype=BF16, window_size=(20, 0)), 390
+    clean = forward(case)
+    case.k[at], case.v[at] = float("inf"), float("nan")
+    found = forward(case)
+    rows = torch.arange(length)
+    sees = (rows >= at) & (rows <= at + 20)
+    far = rows <= at // 128 * 128 - 128
+    assert found["out"][sees].isnan().all()
+    assert far.any()
+    assert_same(found["out"][far], clean["out"][far])
+    assert_same(found["lse"][:, ~sees], clean["lse"][:, ~sees])
