@@ -20,9 +20,11 @@ inline void products_fence() {}
 inline void products_commit() {
   emulator::commit_products();
 }
+// The warp goes on as one.
 template <int kPending>
 void products_wait() {
   emulator::wait_for_products(kPending);
+  __syncwarp();
 }
 template <int kCount>
 void products_done(float (&)[kCount]) {}
