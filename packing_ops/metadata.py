@@ -1,7 +1,7 @@
 """PackedMetadata: where the documents of a packed batch lie, computed once and used by every layer."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,7 +52,6 @@ class PackedMetadata:
     indices: torch.Tensor | None = None
     num_tokens: int | None = None
     seqlen: int | None = None
-    _cache: BatchCache = field(default_factory=BatchCache, init=False, repr=False)
 
     @classmethod
     def from_lengths(
@@ -152,6 +151,13 @@ class PackedMetadata:
     @property
     def seq_idx(self) -> torch.Tensor:
         return self._kept(_ops.seq_idx_from_cu_seqlens)
+
+    @property
+    def _cache(self) -> BatchCache | None:
+        """No field: hosts make dataclasses anew from all of theirs. None in a trace, where nothing is kept."""
+        if torch.compiler.is_compiling():
+            return None
+        return self.__dict__.get("_batch_cache") or self.__dict__.setdefault("_batch_cache", BatchCache())
 
     def _kept(self, make: Callable[..., torch.Tensor]) -> torch.Tensor:
         cu_seqlens, total = self.cu_seqlens, self.total
