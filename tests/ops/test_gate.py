@@ -204,3 +204,14 @@ def test_integers_of_other_libraries():
         assert po.pack_ffd(torch.tensor([3, 4]), total)[0].tolist() == po.pack_ffd(torch.tensor([3, 4]), 5)[0].tolist()
     out = po.varlen_attention(*[HEADS] * 3, CU_SEQLENS, window_size=(np.int64(1), pa.scalar(0)), softcap=np.float32(2))
     assert_same(out, po.varlen_attention(*[HEADS] * 3, CU_SEQLENS, window_size=(1, 0), softcap=2.0))
+
+
+@pytest.mark.parametrize("on_meta", [0, 1])
+def test_values_and_meta_tensors_together_are_named(on_meta):
+    """torch runs the fake for both, whose result would be memory that nobody wrote."""
+    given = [LABELS, CU_SEQLENS]
+    given[on_meta] = given[on_meta].to("meta")
+    names = ("labels", "cu_seqlens")
+    with pytest.raises(ValueError, match=f"{names[on_meta]}: expected .* device of {names[1 - on_meta]}, got .* meta"):
+        po.shift_labels(*given)
+    assert po.shift_labels(LABELS.to("meta"), CU_SEQLENS.to("meta")).is_meta
