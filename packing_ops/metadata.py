@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -52,6 +52,11 @@ class PackedMetadata:
     indices: torch.Tensor | None = None
     num_tokens: int | None = None
     seqlen: int | None = None
+    _cache: ClassVar[BatchCache | None] = None  # no field: hosts make dataclasses anew from all of theirs
+
+    def __post_init__(self):
+        if not torch.compiler.is_compiling():  # nothing is kept in a trace
+            object.__setattr__(self, "_cache", BatchCache())
 
     @classmethod
     def from_lengths(
@@ -151,13 +156,6 @@ class PackedMetadata:
     @property
     def seq_idx(self) -> torch.Tensor:
         return self._kept(_ops.seq_idx_from_cu_seqlens)
-
-    @property
-    def _cache(self) -> BatchCache | None:
-        """No field: hosts make dataclasses anew from all of theirs. None in a trace, where nothing is kept."""
-        if torch.compiler.is_compiling():
-            return None
-        return self.__dict__.get("_batch_cache") or self.__dict__.setdefault("_batch_cache", BatchCache())
 
     def _kept(self, make: Callable[..., torch.Tensor]) -> torch.Tensor:
         cu_seqlens, total = self.cu_seqlens, self.total
