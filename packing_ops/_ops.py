@@ -10,6 +10,7 @@ where the op does not raise. Everything else (NotImplementedError, torch.OutOfMe
 Without a compiled library ``_ops.shift_labels`` is that of _plain.py, and an op that is not there raises ImportError.
 """
 
+import functools
 import re
 from collections.abc import Callable
 
@@ -83,7 +84,25 @@ def register_fake(name: str) -> Callable:
     """torch.library.register_fake of that op of ours."""
     if _library.MISSING:
         return lambda fake: fake
-    return torch.library.register_fake(f"packing_ops::{name}")
+
+    def register(fake):
+        @functools.wraps(fake)
+        def checked(*args):
+            _check_meta(name, args)
+            return fake(*args)
+
+        return torch.library.register_fake(f"packing_ops::{name}")(checked)
+
+    return register
+
+
+def _check_meta(name: str, args: tuple) -> None:
+    """ValueError for tensors of the meta device among others: torch runs the fake then, whose result holds no values."""
+    on_meta = {i: arg.device.type == "meta" for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
+    if len(set(on_meta.values())) == 2:
+        arguments = getattr(torch.ops.packing_ops, name).default._schema.arguments
+        given, real = (arguments[next(i for i in on_meta if on_meta[i] is kind)].name for kind in (True, False))
+        raise ValueError(f"{given}: expected a tensor on the device of {real}, got one on meta")
 
 
 if _library.MISSING:

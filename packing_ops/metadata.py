@@ -1,8 +1,8 @@
 """PackedMetadata: where the documents of a packed batch lie, computed once and used by every layer."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
@@ -52,7 +52,11 @@ class PackedMetadata:
     indices: torch.Tensor | None = None
     num_tokens: int | None = None
     seqlen: int | None = None
-    _cache: BatchCache = field(default_factory=BatchCache, init=False, repr=False)
+    _cache: ClassVar[BatchCache | None] = None  # no field: hosts make dataclasses anew from all of theirs
+
+    def __post_init__(self):
+        if not torch.compiler.is_compiling():  # nothing is kept in a trace
+            object.__setattr__(self, "_cache", BatchCache())
 
     @classmethod
     def from_lengths(

@@ -30,6 +30,7 @@ class Patch:
         self.owner, self.name, self.make, self.imported_by = owner, name, make, imported_by
         self.users, self.pinned = weakref.WeakSet(), False
         self.stock, self.ours = _MISSING, None
+        self.covered = []  # (ours, stock) that others put something over
 
     @property
     def is_applied(self) -> bool:
@@ -43,15 +44,17 @@ class Patch:
             elif user not in self.users:
                 self.users.add(user)
                 weakref.finalize(user, _revert_when_gone, self).atexit = False
+            self._uncover()
             if self.is_applied:
                 return
             stock = vars(self.owner).get(self.name, _MISSING)
             try:
-                self.ours = self.make(getattr(self.owner, self.name, None))
+                ours = self.make(getattr(self.owner, self.name, None))
             except BaseException:
                 self.pinned = self.pinned if user is not None else was_pinned
                 raise
-            self.stock = stock
+            self._cover()
+            self.stock, self.ours = stock, ours
             setattr(self.owner, self.name, self.ours)
             self._give_importers(stock, self.ours)
 
@@ -65,14 +68,35 @@ class Patch:
 
     def revert_if_unused(self) -> None:
         with _lock:
-            if self.ours is None or self.pinned or any(True for _ in self.users):  # len() counts one that is just dying
+            if self.pinned or any(True for _ in self.users):  # len() counts one that is just dying
                 return
-            if self.is_applied and self.stock is _MISSING:
+            self._uncover()
+            if self.ours is None:
+                return
+            if not self.is_applied:
+                self._cover()
+            elif self.stock is _MISSING:
                 delattr(self.owner, self.name)
-            elif self.is_applied:
+            else:
                 setattr(self.owner, self.name, self.stock)
             self._give_importers(self.ours, self.stock)
             self.stock, self.ours = _MISSING, None
+
+    def _cover(self) -> None:
+        if self.ours is not None and not any(ours is self.ours for ours, _ in self.covered):
+            self.covered.append((self.ours, self.stock))
+
+    def _uncover(self) -> None:
+        """Others may have taken away what they had put over ours: then that one counts, and none that stood above it."""
+        there = vars(self.owner).get(self.name, _MISSING)
+        for index, (ours, stock) in enumerate(self.covered):
+            if ours is there:
+                if self.ours is not None and self.ours is not ours:
+                    self._give_importers(self.ours, stock)
+                self.stock, self.ours = stock, ours
+                del self.covered[index:]
+                self._give_importers(stock, ours)
+                return
 
     def _give_importers(self, old, new) -> None:
         for name, module in list(sys.modules.items()) if self.imported_by is not None else ():

@@ -1,6 +1,7 @@
 """A PackedMetadata where functions take cu_seqlens or position_ids: the same bits, and what is kept in it."""
 
 import copy
+import dataclasses
 import pickle
 
 import pytest
@@ -141,3 +142,29 @@ def test_compiles(fresh_compile):
         return po.varlen_attention(q, q, q, metadata)
 
     assert_same(torch.compile(layer, fullgraph=True, backend="aot_eager")(q, metadata), layer(q, metadata))
+
+
+@pytest.mark.parametrize("kind", ["from_cu_seqlens", "its own fields", "replace"])
+def test_made_inside_a_compiled_function(fresh_compile, kind):
+    q, cu_seqlens = rows(2, 16), po.cu_seqlens_from_lengths(LENGTHS)
+    outside = po.PackedMetadata.from_lengths(LENGTHS, total=TOTAL)
+
+    def layer(q, cu_seqlens):
+        if kind == "from_cu_seqlens":
+            metadata = po.PackedMetadata.from_cu_seqlens(cu_seqlens, total=len(q), max_seqlen=4)
+        elif kind == "replace":
+            metadata = dataclasses.replace(outside, cu_seqlens=cu_seqlens, max_seqlen=4)
+        else:
+            metadata = po.PackedMetadata(cu_seqlens, len(q), 4)
+        return po.varlen_attention(q, q, q, metadata), metadata.position_ids
+
+    assert_same(torch.compile(layer, fullgraph=True, backend="aot_eager")(q, cu_seqlens), layer(q, cu_seqlens))
+
+
+def test_fields_are_those_of_the_constructor():
+    """FullyShardedDataParallel makes dataclasses among a module's arguments anew from all their fields."""
+    metadata = po.PackedMetadata.from_lengths(LENGTHS, total=TOTAL)
+    positions = metadata.position_ids
+    again = dataclasses.replace(metadata, **{f.name: getattr(metadata, f.name) for f in dataclasses.fields(metadata)})
+    assert_same(again.position_ids, positions)
+    assert again.position_ids is not positions

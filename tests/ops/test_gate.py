@@ -152,7 +152,7 @@ def test_fake_tensors():
 # --- what is no tensor or number to the schema ---
 
 NOT_TAKEN = {
-    "list of cu_seqlens": (lambda: po.shift_labels(LABELS, [0, 2, 5]), r"cu_seqlens: expected a tensor, got \[0, 2, 5\] \(list\)"),
+    "list of cu_seqlens": (lambda: po.shift_labels(LABELS, [0, 2, 5]), r"cu_seqlens: expected PackedMetadata or its cu_seqlens, got \[0, 2, 5\] \(list\)"),
     "list of cu_seqlens alone": (lambda: po.position_ids_from_cu_seqlens([0, 5]), r"cu_seqlens: expected a tensor, got \[0, 5\]"),
     "list of labels": (lambda: po.shift_labels([1, 2], CU_SEQLENS), r"labels: expected a tensor, got \[1, 2\] \(list\)"),
     "list of masked labels": (lambda: po.mask_boundary_labels([1], lengths=[1]), "labels: expected a tensor"),
@@ -163,7 +163,7 @@ NOT_TAKEN = {
     "list of k": (lambda: po.varlen_attention(HEADS, [1.0], HEADS, CU_SEQLENS), r"k: expected a tensor, got \[1.0\]"),
     "list of an attention's cu_seqlens": (
         lambda: po.varlen_attention(HEADS, HEADS, HEADS, [0, 5]),
-        r"cu_seqlens_q: expected a tensor, got \[0, 5\]",
+        r"cu_seqlens_q: expected PackedMetadata or its cu_seqlens, got \[0, 5\]",
     ),
     "list of sinks": (lambda: po.varlen_attention(*[HEADS] * 3, CU_SEQLENS, sinks=[0.0]), "sinks: expected a tensor"),
     "list of cos": (lambda: po.apply_rotary_qk(HEADS, None, [1.0], [0.0]), r"cos: expected a tensor, got \[1.0\]"),
@@ -204,3 +204,14 @@ def test_integers_of_other_libraries():
         assert po.pack_ffd(torch.tensor([3, 4]), total)[0].tolist() == po.pack_ffd(torch.tensor([3, 4]), 5)[0].tolist()
     out = po.varlen_attention(*[HEADS] * 3, CU_SEQLENS, window_size=(np.int64(1), pa.scalar(0)), softcap=np.float32(2))
     assert_same(out, po.varlen_attention(*[HEADS] * 3, CU_SEQLENS, window_size=(1, 0), softcap=2.0))
+
+
+@pytest.mark.parametrize("on_meta", [0, 1])
+def test_values_and_meta_tensors_together_are_named(on_meta):
+    """torch runs the fake for both, whose result would be memory that nobody wrote."""
+    given = [LABELS, CU_SEQLENS]
+    given[on_meta] = given[on_meta].to("meta")
+    names = ("labels", "cu_seqlens")
+    with pytest.raises(ValueError, match=f"{names[on_meta]}: expected .* device of {names[1 - on_meta]}, got .* meta"):
+        po.shift_labels(*given)
+    assert po.shift_labels(LABELS.to("meta"), CU_SEQLENS.to("meta")).is_meta

@@ -134,7 +134,7 @@ def _remove_hooks(owner, rotary) -> None:
 def _tag(rotary, args, output):
     revert_left()
     patch = patch_of(type(rotary).__module__)
-    if not patch.is_applied:
+    if not patch.is_applied or not (torch.compiler.is_compiling() or rotary in patch.users):
         patch.apply(rotary)  # a copy or an unpickled model brings its hooks without having been applied to
     cos, sin = output
     return Tables(cos, sin), sin

@@ -12,7 +12,7 @@ _OVERLONG = {"bfd": "truncate", "bfd_split": "split"}
 _TRL_CHUNK = 1000  # rows that TRL packs at a time: the default batch_size of Dataset.map
 _PARAMETERS = ["dataset", "seq_length", "strategy", "map_kwargs"]
 
-_applied: list[Patch] = []  # none or one
+_applied: list[Patch] = []  # the first stands over TRL's own
 
 
 def pack_dataset(dataset: Any, seq_length: int, strategy: str = "bfd", map_kwargs: dict | None = None) -> Any:
@@ -101,7 +101,7 @@ def unpatch_pack_dataset() -> None:
 
 
 def _own_pack_dataset():
-    return _applied[-1].stock if _applied else trl_data_utils().pack_dataset
+    return _applied[0].stock if _applied else trl_data_utils().pack_dataset
 
 
 def _pack_dataset(dataset, seq_length: int, overlong: str, map_kwargs: dict):

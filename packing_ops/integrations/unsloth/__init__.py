@@ -5,7 +5,14 @@ where its documents end. Nothing here imports Unsloth.
 """
 
 from packing_ops.integrations.unsloth.metadata import packed_metadata, sdpa_mask, xformers_mask
-from packing_ops.integrations.unsloth.packing_collator import enable_packing
+from packing_ops.integrations.unsloth.packing_collator import PackingCollator, enable_packing
 from packing_ops.integrations.unsloth.rope import fast_rope_embedding
 
-__all__ = ["enable_packing", "fast_rope_embedding", "packed_metadata", "sdpa_mask", "xformers_mask"]
+__all__ = [
+    "PackingCollator",
+    "enable_packing",
+    "fast_rope_embedding",
+    "packed_metadata",
+    "sdpa_mask",
+    "xformers_mask",
+]

@@ -17,16 +17,16 @@ class PackingCollator:
 
     _unsloth_packing_wrapped = _unsloth_padding_free_lengths_wrapped = True  # Unsloth wraps no collator twice
 
-    def __init__(self, collator, sequence_lengths_key: str = "seq_lengths"):
+    def __init__(self, collator: Any, sequence_lengths_key: str = "seq_lengths"):
         self.collator = collator
         self.sequence_lengths_key = sequence_lengths_key
 
-    def __call__(self, features: Sequence[Mapping], return_tensors: str | None = None, **kwargs) -> dict:
+    def __call__(self, features: Sequence[Mapping], return_tensors: str | None = None, **kwargs: Any) -> dict:
         if return_tensors not in (None, "pt"):
             raise ValueError(f'return_tensors: expected "pt" or None, got {return_tensors!r}')
         return self.torch_call(features, **kwargs)
 
-    def torch_call(self, examples: Sequence[Mapping], **kwargs) -> dict:
+    def torch_call(self, examples: Sequence[Mapping], **kwargs: Any) -> dict:
         lengths = [length for example in examples for length in self._lengths(example)]
         collate = self.collator if callable(self.collator) else self.collator.torch_call
         batch = _one_row(dict(collate(examples, **kwargs)), sum(lengths))

@@ -211,6 +211,36 @@ def test_what_others_put_over_ours_stays():
     Host.method = stock
 
 
+@pytest.mark.parametrize("reverted", [False, True])
+def test_what_others_put_over_ours_and_take_away(reverted):
+    patch, users = Patch(Host, "method", ours), [User(), User()]
+    patch.apply(users[0])
+    under = vars(Host)["method"]
+    for _ in range(2):
+        Host.method = lambda self: f"theirs over {under(self)}"
+        if reverted:
+            patch.revert(users[0])
+        patch.apply(users[1])
+        assert Host().method() == "ours over theirs over ours over stock"
+        Host.method = under
+        patch.apply(users[1])
+        assert vars(Host)["method"] is under
+    for user in users:
+        patch.revert(user)
+    assert Host().method() == "stock"
+
+
+def test_what_others_uncover_after_the_last_revert():
+    patch = Patch(Host, "method", ours)
+    patch.apply()
+    under = vars(Host)["method"]
+    Host.method = lambda self: f"theirs over {under(self)}"
+    patch.revert()
+    Host.method = under
+    patch.revert()
+    assert Host().method() == "stock"
+
+
 def test_a_patch_that_cannot_be_made_changes_nothing():
     def refuse(stock):
         raise ImportError("another version")

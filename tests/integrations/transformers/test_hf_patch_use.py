@@ -318,3 +318,24 @@ def test_yarn_scales_every_length_alike(lengths, device, calls):
     assert_near(outputs(swapped, inputs), wanted)
     revert_packing_ops(swapped)
     assert len(calls) == 2
+
+
+def test_the_original_dies_in_the_forward_of_its_copy(device):
+    """Wherever the garbage collector starts, also between the rotary embedding and the layers."""
+    model, inputs = tiny("qwen3", device), packed(device)
+    apply_packing_ops(model, attention=False)
+    copied, patch = copy.deepcopy(model), rope.patch_of(module_of("qwen3").__name__)
+    wanted = outputs(copied, inputs)
+    originals = [model]
+    del model
+
+    def collect(*_):
+        originals.clear()
+        gc.collect()
+
+    copied.model.layers[0].register_forward_pre_hook(collect)
+    assert_same(outputs(copied, inputs), wanted)
+    assert patch.is_applied
+    del copied
+    gc.collect()
+    assert not patch.is_applied

@@ -1,5 +1,6 @@
 """TRL: its packing contract kept over the whole dataset, its trainers with packing_ops attention, packed log-probs."""
 
+import functools
 import itertools
 import sys
 
@@ -388,3 +389,17 @@ def test_dpo_without_padding_is_dpo_with_it(device, tmp_path):
     torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-5)
     for (name, parameter), stock in zip(model.named_parameters(), trainer.model.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, stock.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_patched_again_over_a_wrapper_of_ours():
+    """TRL's own is what stood there first: the wrapper would call ours, and ours the wrapper."""
+    integration.patch_pack_dataset()
+    ours = data_utils.pack_dataset
+    data_utils.pack_dataset = functools.wraps(ours)(lambda *args, **kwargs: ours(*args, **kwargs))
+    integration.patch_pack_dataset()
+    rows = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3]]})
+    try:
+        assert len(data_utils.pack_dataset(rows, 3, "wrapped")) == 1
+    finally:
+        integration.unpatch_pack_dataset()
+        data_utils.pack_dataset = STOCK

@@ -13,13 +13,13 @@ from hypothesis import given
 
 from packing_ops import PackedMetadata, varlen_attention
 from packing_ops.integrations.unsloth import (
+    PackingCollator,
     enable_packing,
     fast_rope_embedding,
     packed_metadata,
     sdpa_mask,
     xformers_mask,
 )
-from packing_ops.integrations.unsloth.packing_collator import PackingCollator
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 transformers_installed = pytest.mark.skipif(
