@@ -54,7 +54,7 @@ class ModelCall:
         self.mask_form, indices, model_type = _habits_of(type(model), type(model.config))
         self.position_ids = None if model_type in OTHER_POSITIONS else argument("position_ids", indices, args, kwargs)
         self.cu_seqlens, self.cu_seqlens_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
-        self.cache = None  # the KV cache that was given to the function that made a mask
+        self.cache = None  # the KV cache that check_cache has seen in this call
         self.checked = None  # (position_ids that cu_seqlens were compared with, result of check_positions)
         self.traced = torch.compiler.is_compiling()  # this call is inside a graph
         self.padding, self.outer = argument("attention_mask", indices, args, kwargs), outer
