@@ -7,7 +7,8 @@
 
 namespace packing_ops::attention {
 
-// By the whole grid, each entry once. The call goes on with the plan's documents, and the fault reports it.
+// Called by all threads of a grid, which share the entries of cu_seqlens. If the plan is of others, the kernel
+// still runs, with the plan's documents, and the fault flag reports it.
 __device__ inline void check_plan(const PlanView& plan, const Documents& documents_q, const Documents& documents_k,
                                   const FaultFlag& fault) {
   if (thread_id() == 0 && plan.data[PlanView::kGeometry] != plan.geometry()) fault.raise(Fault::kPlanOfOtherHeads, 0);
