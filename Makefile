@@ -61,11 +61,12 @@ test-adoption: build  ## the projects of docs/adopt, patched, under their own te
 test-fresh:  ## the first scripts, installed from nothing with the oldest and with the newest torch
 	$(PYTHON) tests/fresh_environments.py $(FRESH)
 
-lint: .venv/.ready  ## ruff, clang-format, mypy
+lint: .venv/.ready  ## ruff, clang-format, mypy and, where nvcc is, what ptxas says of Hopper's kernels
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $$(find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 	$(BIN)/mypy
+	@$(PYTHON) tools/check_ptxas.py
 
 # Attention's CUDA kernels for the CPU, where CUDA's headers are: tests/emulated.py.
 emulator:  ## what the tests of attention's CUDA kernels on the CPU run

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # not there where pip runs this file
 
 from tools.build_progress import progress  # noqa: E402
-from tools.find_cuda import cuda_version, find_cuda_home, portable_archs  # noqa: E402
+from tools.find_cuda import cuda_version, find_cuda_home, portable_archs, visible_archs, with_hopper_features  # noqa: E402
 
 LOG = ROOT / "build" / "build.log"
 VERSION = re.search(r'^VERSION = "(.+?)"', (ROOT / "packing_ops" / "_library.py").read_text(), re.M)[1]
@@ -105,13 +105,13 @@ def extension():
     define, libraries, library_dirs, include_dirs = list(DEFINES), [], [], [str(ROOT / "csrc")]
     cxx, nvcc, files = list(CXX_FLAGS), list(NVCC_FLAGS), sources(".cpp")
     if cuda_wanted(torch, home):
-        if "TORCH_CUDA_ARCH_LIST" not in os.environ and not torch.cuda.is_available():
-            os.environ["TORCH_CUDA_ARCH_LIST"] = portable_archs(home)
+        archs = os.environ.get("TORCH_CUDA_ARCH_LIST") or visible_archs(torch) or portable_archs(home)
+        archs = os.environ["TORCH_CUDA_ARCH_LIST"] = with_hopper_features(archs)
         cpp_extension.CUDA_HOME = str(home)  # a CPU build of torch leaves it None
         if torch.version.cuda is None:
             drop_stale_cuda_objects()
-        archs = os.environ.get("TORCH_CUDA_ARCH_LIST", "of the visible GPUs").replace(" ", ";")
         define += [f'-DPACKING_OPS_WITH_CUDA="{cuda_version(home)}"', f'-DPACKING_OPS_CUDA_ARCHS="{archs}"']
+        define += ["-DPACKING_OPS_SM90"] if "9.0a" in archs.split(";") else []
         files = sorted(sources(".cu"), key=os.path.getsize, reverse=True) + files  # the long ones first
         include_dirs += [str(home / "include"), str(home / "include" / "cccl")]
         library_dirs = [str(home / d) for d in ("lib64", "lib", "targets/x86_64-linux/lib")]

@@ -8,10 +8,10 @@ With n queries and m keys in a document, query i stands at key i + m - n and see
 What holds on every device:
     A document's out, lse and gradients are the same to the bit alone or in any pack, and from run to run.
     NaN or Inf in a document stays in it; inside it, a key reaches only the rows that see it, and a row only the keys
-    that it sees. In the half types on a GPU, which adds 0 * NaN for hidden pairs, out and the gradients have the grain of
-    tiles of 64 rows and 64 keys, counted from the document's start: a key may also reach a row in whose tile some row
-    sees some key of its tile, and the other way round (so with a causal mask over as many keys as queries no row before
-    key // 64 * 64); lse is exact.
+    that it sees. In the half types on a GPU, which adds 0 * NaN for hidden pairs, out and the gradients have a grain of 128
+    rows and 128 keys: a key may also reach a row less than 128 rows from one that sees some key of its tile of 128,
+    counted from the document's start, and the other way round (so with a causal mask over as many keys as queries no row
+    before key // 128 * 128 - 127); lse is exact.
     Memory grows with the tokens, never with their square.
 """
 

@@ -8,7 +8,7 @@ import torch
 from emulator.build import compiled
 
 DTYPES = {torch.bfloat16: 6, torch.float16: 7, torch.float32: 8}  # csrc/core/dtype.h
-GPUS = ["sm_90", "sm_80", "sm_89"]  # emulator.cpp's: what differs is the shared memory of a block
+GPUS = ["sm_90", "sm_80", "sm_89", "sm_100"]  # emulator.cpp's
 
 
 @functools.cache
@@ -21,11 +21,18 @@ def library(headers: Path) -> ctypes.CDLL:
 
 
 def attention(
-    case, headers: Path, gpu: str, *, late_copies: bool, seed: int, planned_for: torch.Tensor | None = None
+    case,
+    headers: Path,
+    gpu: str,
+    *,
+    late_copies: bool,
+    seed: int,
+    planned_for: torch.Tensor | None = None,
+    backward: bool = True,
 ) -> dict[str, torch.Tensor]:
     """out, lse and every gradient of an attention_case.Case, by the kernels that run on ``gpu``.
 
-    planned_for: other cu_seqlens that the plan is made of.
+    planned_for: other cu_seqlens that the plan is made of. Without ``backward`` out and lse alone.
     """
     window = case.options.get("window_size", (-1, -1))
     causal = case.options.get("causal", True)
@@ -44,7 +51,10 @@ def attention(
         "dv": torch.empty_like(case.v),
         "dsinks": dsinks,
     }
-    inputs = [case.q, case.k.contiguous(), case.v.contiguous(), case.dout, *case.cu_seqlens, case.sinks, case.dlse]
+    if not backward:
+        results.update(dict.fromkeys(("dq", "dk", "dv", "dsinks")))
+    dout = case.dout if backward else None
+    inputs = [case.q, case.k.contiguous(), case.v.contiguous(), dout, *case.cu_seqlens, case.sinks, case.dlse]
     tensors = [*inputs, *results.values(), planned_for]
     pointers = (ctypes.c_void_p * len(tensors))(*(None if t is None else t.data_ptr() for t in tensors))
     code = library(headers)

@@ -38,3 +38,16 @@ def portable_archs(home: Path) -> str:
     if not archs:
         sys.exit(f"{home}/bin/nvcc: expected one that knows any of {', '.join(PORTABLE_ARCHS)}")
     return ";".join(archs) + "+PTX"
+
+
+def with_hopper_features(archs: str) -> str:
+    """TORCH_CUDA_ARCH_LIST with 9.0a for 9.0, which has Hopper's own instructions. Its PTX would serve no later GPU."""
+    names = [name.strip() for name in re.split("[; ]", archs) if name.strip()]
+    replaced = {"9.0": ["9.0a"], "Hopper": ["9.0a"], "9.0+PTX": ["9.0a", "9.0+PTX"], "Hopper+PTX": ["9.0a", "9.0+PTX"]}
+    return ";".join(dict.fromkeys(new for name in names for new in replaced.get(name, [name])))
+
+
+def visible_archs(torch) -> str:
+    """Those of the GPUs that torch sees."""
+    found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    return ";".join(f"{major}.{minor}" for major, minor in sorted(found))

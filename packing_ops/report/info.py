@@ -14,6 +14,7 @@ LIBRARIES += ("unsloth", "megatron-core", "transformer-engine", "flash-attn", "x
 VARIABLES = (
     "PACKING_OPS_CHECK",
     "PACKING_OPS_SHARED_MEMORY",
+    "PACKING_OPS_SM90",
     "CUDA_VISIBLE_DEVICES",
     "CUDA_LAUNCH_BLOCKING",
     "OMP_NUM_THREADS",

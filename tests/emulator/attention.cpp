@@ -13,8 +13,9 @@ using namespace packing_ops;
 extern "C" {
 
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void** arguments) {
-  const auto& args = *static_cast<const attention::Args*>(arguments[0]);
-  emulator::run(config->gridDim, config->blockDim, [&] { reinterpret_cast<void (*)(attention::Args)>(kernel)(args); });
+  // for_the_emulator makes them references.
+  const auto entry = reinterpret_cast<void (*)(const void*)>(kernel);
+  emulator::run(config->gridDim, config->blockDim, [&] { entry(arguments[0]); });
   return cudaSuccess;
 }
 
@@ -27,8 +28,8 @@ int64_t emulated_plan_size(int64_t total_q, int64_t total_k, int64_t documents, 
   return attention_plan_size(p);
 }
 
-// Contiguous tensors; sinks, dlse, dsinks and cu_seqlens of another plan may be null. Returns what went wrong, or an
-// empty string.
+// Contiguous tensors; sinks, dlse, dsinks and cu_seqlens of another plan may be null, and dout: then there is no
+// backward. Returns what went wrong, or an empty string.
 const char* emulated_attention(const int64_t* sizes, const double* options, void* const* tensors) {
   static std::string error;
   const auto [total_q, total_k, documents, heads, kv_heads, head_dim, left, right, dtype, device] =
@@ -71,9 +72,11 @@ const char* emulated_attention(const int64_t* sizes, const double* options, void
     }
     launch_attention_plan_cuda(plan, launch);
     launch_varlen_attention_cuda(p, launch);
-    std::vector<uint8_t> scratch(attention_backward_scratch_cuda(p) + 16, 0xff);
-    p.scratch = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(scratch.data()) + 15) / 16 * 16);
-    launch_varlen_attention_backward_cuda(p, launch);
+    if (p.dout.data != nullptr) {
+      std::vector<uint8_t> scratch(attention_backward_scratch_cuda(p) + 16, 0xff);
+      p.scratch = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(scratch.data()) + 15) / 16 * 16);
+      launch_varlen_attention_backward_cuda(p, launch);
+    }
     error = fault_word == 0 ? "" : "fault " + std::to_string(fault_word >> 56);
   } catch (const std::exception& caught) {
     error = caught.what();

@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 BUILD = ROOT / "build" / "emulator"
 # Fibers jump from stack to stack, which a fortified longjmp takes for a mistake.
-FLAGS = ["-x", "c++", "-std=c++20", "-O1", "-w", "-fPIC", "-pthread", "-U_FORTIFY_SOURCE"]
+FLAGS = ["-x", "c++", "-std=c++20", "-O1", "-w", "-fPIC", "-pthread", "-U_FORTIFY_SOURCE", "-DPACKING_OPS_SM90"]
 TOGETHER = 4  # units of instances: each reads CUDA's headers once, which takes as long as compiling one instance
 
 
@@ -31,6 +31,8 @@ def for_the_emulator(source: str) -> str:
     """CUDA's own syntax as C++."""
     dynamic = "uint8_t* const shared = emulator::shared_memory();"
     source = re.sub(r"extern __shared__ [^;]*\bshared\[\];", dynamic, source)
+    source = re.sub(r"__grid_constant__ const (\w+) ", r"const \1& ", source)
+    source = source.replace("defined(__CUDA_ARCH_FEAT_SM90_ALL)", "1")
     return re.sub(r"(\w+(?:<[\w, ]+>)?)<<<(.*?)>>>\(", r"emulator::launch(\1, \2)(", source)
 
 
@@ -55,7 +57,8 @@ def compile_into(library: Path, sources: list[Path], headers: Path) -> None:
         copy = BUILD / path.relative_to(ROOT / "csrc")
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(for_the_emulator(path.read_text()))
-    shutil.copy(HERE / "mma.cuh", BUILD / "core" / "ptx" / "mma.cuh")
+    for path in HERE.glob("*.cuh"):
+        shutil.copy(path, BUILD / "core" / "ptx" / path.name)
     instances = sorted(BUILD.glob("ops/attention/cuda/*/instances/*.cu"))
     units = [BUILD / f"instances_{i}.cpp" for i in range(TOGETHER)]
     for i, unit in enumerate(units):

@@ -1,5 +1,6 @@
 #include "emulator.h"
 
+#include <cuda.h>
 #include <setjmp.h>
 #include <ucontext.h>
 
@@ -27,6 +28,7 @@ unsigned seed = 0;
 namespace {
 
 constexpr size_t kStack = 256 << 10;
+constexpr uint32_t kSharedBytes = 256 << 10;
 
 struct Copy {
   uint8_t* to;
@@ -45,6 +47,10 @@ struct Fiber {
   bool done = false;
   std::vector<Copy> copies;
   int groups = 0;
+  std::vector<std::pair<int, std::function<void()>>> products;  // with their group
+  int product_groups = 0;
+  std::vector<BoxCopy> stores;
+  std::vector<uint32_t> written;  // 16 bytes each
 };
 
 // Where some threads meet. Two slots: a thread may arrive again before all have taken what they came for.
@@ -60,6 +66,8 @@ struct Meeting {
 thread_local std::vector<Fiber> fibers;
 thread_local std::map<std::pair<int, uint32_t>, Meeting> warps;  // by warp and lanes
 thread_local Meeting whole_block;
+thread_local std::vector<BoxCopy> loads;  // under way
+thread_local std::vector<bool> unfenced;  // 16 bytes of dynamic shared memory each
 thread_local jmp_buf scheduler;
 thread_local int current = 0;
 thread_local uint64_t progress = 0;  // of threads that waited for each other
@@ -101,6 +109,8 @@ class Turns {
 void begin() {
   (*body)();
   wait_for_copies(0);
+  Fiber& fiber = fibers[current];
+  if (!fiber.stores.empty() || !fiber.products.empty()) std::abort();  // nobody waited
   fibers[current].done = true;
   give_way();
 }
@@ -133,6 +143,7 @@ void run_block(std::mt19937& order, unsigned block, Turns& turns) {
     Fiber& fiber = fibers[i];
     fiber.started = fiber.done = false;
     fiber.copies.clear();
+    fiber.written.clear();
     getcontext(&fiber.start);
     fiber.start.uc_stack.ss_sp = fiber.stack.get();
     fiber.start.uc_stack.ss_size = kStack;
@@ -140,6 +151,7 @@ void run_block(std::mt19937& order, unsigned block, Turns& turns) {
     if (i % 32 == 0) left.emplace_back();
     left.back().push_back(i);
   }
+  unfenced.assign(kSharedBytes / 16, false);
   // A warp runs for a while, mostly until it waits for the others: the further apart they are, the more a missing
   // barrier shows.
   while (!left.empty()) {
@@ -162,10 +174,112 @@ void run_block(std::mt19937& order, unsigned block, Turns& turns) {
       turns.wait(block);
     }
   }
+  if (!loads.empty()) std::abort();  // nobody waits for them
   turns.end(block);
 }
 
+// A row's 16-byte chunks are permuted by the row, which the address tells.
+uint32_t swizzled(uint32_t address) {
+  return address ^ (address >> 3 & 0x70);
+}
+
+// f(address in shared memory, element or null outside of the tensor) for each element.
+template <class F>
+void for_each_element(const BoxCopy& copy, F&& f) {
+  const BoxMap& map = *copy.map;
+  if (copy.shared % 128 != 0) std::abort();
+  uint32_t to = copy.shared;
+  uint32_t i[5];
+  for (i[4] = 0; i[4] < map.box[4]; ++i[4])
+    for (i[3] = 0; i[3] < map.box[3]; ++i[3])
+      for (i[2] = 0; i[2] < map.box[2]; ++i[2])
+        for (i[1] = 0; i[1] < map.box[1]; ++i[1])
+          for (i[0] = 0; i[0] < map.box[0]; ++i[0], to += 2) {
+            bool inside = true;
+            uint64_t element = reinterpret_cast<uint64_t>(map.data);
+            for (int d = 0; d < 5; ++d) {
+              const int64_t at = copy.start[d] + static_cast<int64_t>(i[d]);
+              inside &= at >= 0 && at < static_cast<int64_t>(map.sizes[d]);
+              element += static_cast<uint64_t>(at) * map.strides[d];
+            }
+            f(swizzled(to), inside ? reinterpret_cast<uint8_t*>(element) : nullptr);
+          }
+}
+
+void perform_load(const BoxCopy& copy) {
+  int bytes = 0;
+  for_each_element(copy, [&](uint32_t to, const uint8_t* from) {
+    from != nullptr ? std::memcpy(shared_memory() + to, from, 2) : std::memset(shared_memory() + to, 0, 2);
+    bytes += 2;
+  });
+  barrier_at(copy.barrier).received(bytes);
+}
+
+void perform_store(const BoxCopy& copy) {
+  for_each_element(copy, [&](uint32_t from, uint8_t* to) {
+    check_fenced(from);
+    if (to != nullptr) std::memcpy(to, shared_memory() + from, 2);
+  });
+}
+
 }  // namespace
+
+void load_box(const BoxCopy& copy) {
+  late_copies ? loads.push_back(copy) : perform_load(copy);
+}
+
+void load_boxes_of(uint64_t* barrier) {
+  std::erase_if(loads, [&](const BoxCopy& copy) {
+    const bool due = copy.barrier == barrier;
+    if (due) perform_load(copy);
+    return due;
+  });
+}
+
+void store_box(const BoxCopy& copy) {
+  late_copies ? perform_store(copy) : fibers[current].stores.push_back(copy);
+}
+
+void wait_until_stores_have_read() {
+  std::vector<BoxCopy>& stores = fibers[current].stores;
+  for (const BoxCopy& copy : stores) perform_store(copy);
+  stores.clear();
+}
+
+// What reads shared memory is late where what writes it is not.
+void start_products(std::function<void()> work) {
+  Fiber& fiber = fibers[current];
+  if (late_copies) return work();
+  fiber.products.emplace_back(fiber.product_groups, std::move(work));
+}
+
+void commit_products() {
+  ++fibers[current].product_groups;
+}
+
+void wait_for_products(int pending) {
+  Fiber& fiber = fibers[current];
+  std::erase_if(fiber.products, [&](const auto& product) {
+    const bool due = product.first < fiber.product_groups - pending;
+    if (due) product.second();
+    return due;
+  });
+}
+
+void written(uint32_t address) {
+  if (address % 16 != 0 || address >= kSharedBytes) std::abort();
+  unfenced[address / 16] = true;
+  fibers[current].written.push_back(address);
+}
+
+void fence_written() {
+  for (const uint32_t address : fibers[current].written) unfenced[address / 16] = false;
+  fibers[current].written.clear();
+}
+
+void check_fenced(uint32_t address) {
+  if (unfenced[address / 16]) std::abort();
+}
 
 void give_way() {
   if (_setjmp(fibers[current].place) == 0) _longjmp(scheduler, 1);
@@ -260,8 +374,9 @@ void wait_for_copies(int pending) {
 
 extern "C" {
 
-// GPUs of two multiprocessors, one block each: with the shared memory of sm_90, of sm_80 and of sm_89.
-constexpr int kSharedMemory[] = {227 << 10, 163 << 10, 99 << 10};
+// GPUs of two multiprocessors, one block each: what is asked for of sm_90, sm_80, sm_89 and sm_100.
+constexpr int kSharedMemory[] = {227 << 10, 163 << 10, 99 << 10, 227 << 10};
+constexpr int kMajor[] = {9, 8, 8, 10};
 
 cudaError_t cudaGetLastError() {
   return cudaSuccess;
@@ -276,11 +391,12 @@ cudaError_t cudaGetDevice(int* device) {
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   *value = attribute == cudaDevAttrMultiProcessorCount            ? 2
            : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? kSharedMemory[device]
-                                                                  : 9;
+           : attribute == cudaDevAttrComputeCapabilityMajor       ? kMajor[device]
+                                                                  : 0;
   return cudaSuccess;
 }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
-  properties->major = 9;
+  properties->major = kMajor[device];
   properties->multiProcessorCount = 2;
   properties->sharedMemPerBlockOptin = kSharedMemory[device];
   return cudaSuccess;
@@ -290,6 +406,32 @@ cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) {
 }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
   *blocks = 1;
+  return cudaSuccess;
+}
+
+CUresult encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* data,
+                           const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
+                           const cuuint32_t* steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
+                           CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
+  const bool half = type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 || type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  bool good = half && rank == 5 && reinterpret_cast<uintptr_t>(data) % 16 == 0 && box[0] == 64 &&
+              interleave == CU_TENSOR_MAP_INTERLEAVE_NONE && swizzle == CU_TENSOR_MAP_SWIZZLE_128B &&
+              fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE;
+  emulator::BoxMap made{static_cast<uint8_t*>(data)};
+  for (int d = 0; d < 5; ++d) {
+    good &= sizes[d] >= 1 && sizes[d] <= uint64_t{1} << 32 && box[d] >= 1 && box[d] <= 256 && steps[d] == 1;
+    if (d < 4) good &= strides[d] % 16 == 0 && strides[d] > 0 && strides[d] < uint64_t{1} << 40;
+    made.sizes[d] = sizes[d];
+    made.strides[d] = d == 0 ? 2 : strides[d - 1];
+    made.box[d] = box[d];
+  }
+  std::memcpy(map, &made, sizeof(made));
+  return good ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned, unsigned long long,
+                                             cudaDriverEntryPointQueryResult* result) {
+  *function = reinterpret_cast<void*>(encode_tensor_map);
+  *result = cudaDriverEntryPointSuccess;
   return cudaSuccess;
 }
 

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 
@@ -41,7 +42,7 @@ auto launch(Kernel kernel, dim3 grid, dim3 block, size_t = 0, cudaStream_t = nul
 }
 
 struct Words {
-  uint32_t word[10];
+  uint32_t word[16];
 };
 // By the last of the warp's `lanes` that arrives, from what each brings to what each takes away.
 using Together = std::function<void(const Words (&in)[32], Words (&out)[32])>;
@@ -54,11 +55,22 @@ void copy_to_shared(uint32_t to, const void* from, int bytes, bool valid);
 void commit_copies();
 void wait_for_copies(int pending);
 struct Barrier {
-  uint16_t left;    // threads that the phase waits for
-  uint16_t count;   // of so many
-  uint32_t phases;  // that have ended
+  uint64_t left : 12;    // threads that the phase waits for
+  uint64_t count : 12;   // of so many
+  uint64_t phases : 16;  // that have ended
+  int64_t bytes : 24;    // of bulk copies that it waits for
   void arrive() {
-    if (--left > 0) return;
+    if (left == 0) std::abort();
+    --left;
+    end_if_done();
+  }
+  void expect(int count) { bytes += count; }
+  void received(int count) {
+    bytes -= count;
+    end_if_done();
+  }
+  void end_if_done() {
+    if (left > 0 || bytes != 0) return;
     left = count;
     ++phases;
   }
@@ -69,6 +81,35 @@ inline Barrier& barrier_at(uint64_t* barrier) {
 void arrive_after_copies(uint64_t* barrier);
 void end_some_copies();  // up to the first that a barrier is told of
 void give_way();         // to other threads and blocks
+
+// A tensor map: where its boxes lie.
+struct BoxMap {
+  uint8_t* data;
+  uint64_t sizes[5];
+  uint64_t strides[5];  // in bytes
+  uint32_t box[5];
+};
+static_assert(sizeof(BoxMap) <= 128);
+struct BoxCopy {
+  const BoxMap* map;
+  int32_t start[5];
+  uint32_t shared;
+  uint64_t* barrier;  // of a load
+};
+void load_box(const BoxCopy& copy);
+void store_box(const BoxCopy& copy);
+void wait_until_stores_have_read();
+void load_boxes_of(uint64_t* barrier);  // those under way that it waits for
+
+// Products of this thread's rows: begun at once, or when their group is waited for.
+void start_products(std::function<void()> work);
+void commit_products();
+void wait_for_products(int pending);
+
+// Shared memory that a thread wrote may be read by products and bulk stores after that thread's fence.
+void written(uint32_t address);  // 16 bytes
+void fence_written();
+void check_fenced(uint32_t address);
 
 template <class To, class From>
 To bits_of(const From& x) {

@@ -97,7 +97,7 @@ void sync_block() {
   __syncthreads();
 }
 inline void mbarrier_init(uint64_t* barrier, int count) {
-  emulator::barrier_at(barrier) = {static_cast<uint16_t>(count), static_cast<uint16_t>(count), 0};
+  emulator::barrier_at(barrier) = {static_cast<unsigned>(count), static_cast<unsigned>(count), 0, 0};
 }
 inline void mbarrier_arrive(uint64_t* barrier) {
   emulator::barrier_at(barrier).arrive();
@@ -109,6 +109,7 @@ inline void mbarrier_wait(uint64_t* barrier, int odd) {
   while ((emulator::barrier_at(barrier).phases & 1) == static_cast<uint32_t>(odd)) {
     emulator::give_way();
     emulator::end_some_copies();
+    emulator::load_boxes_of(barrier);
   }
 }
 inline void launch_dependents() {}

@@ -13,7 +13,7 @@ import pytest
 from helpers import ROOT
 
 from tools.build_progress import brief, progress, shown
-from tools.find_cuda import PORTABLE_ARCHS, cuda_version, portable_archs
+from tools.find_cuda import PORTABLE_ARCHS, cuda_version, portable_archs, with_hopper_features
 
 LOG = ROOT / "build" / "build.log"
 
@@ -47,6 +47,20 @@ def test_portable_archs_are_those_that_nvcc_knows(toolkit, version, archs, expec
     home = toolkit(version, *archs)
     assert cuda_version(home) == version
     assert portable_archs(home) == expected
+
+
+@pytest.mark.parametrize(
+    ("archs", "expected"),
+    [
+        ("9.0", "9.0a"),
+        ("8.0;8.9;9.0+PTX", "8.0;8.9;9.0a;9.0+PTX"),
+        ("8.0 9.0 9.0a", "8.0;9.0a"),
+        ("Hopper; 12.0+PTX", "9.0a;12.0+PTX"),
+        ("8.0;12.0", "8.0;12.0"),
+    ],
+)
+def test_hopper_is_built_with_its_own_instructions(archs, expected):
+    assert with_hopper_features(archs) == expected
 
 
 def test_nvcc_that_knows_none_of_them_is_named(toolkit):

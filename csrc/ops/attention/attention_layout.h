@@ -43,11 +43,15 @@ inline Tensor empty_input_rows(const Tensor& t) {
   return empty_as(sizes_of(t), strides, t);
 }
 
-// 16-byte copies: a view that starts or steps off that grid is copied once.
+// 16-byte copies, and Hopper's tensor maps: a view that starts or steps off that grid, or steps by 0 or too far, is
+// copied once.
 inline Tensor aligned_rows(const Tensor& t) {
   if (!t.is_cuda() || dtype_of(t) == DType::kFloat32) return t;
   bool odd = reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 != 0;
-  for (int64_t i = 0; i + 1 < t.dim(); ++i) odd = odd || (t.size(i) > 1 && t.stride(i) % 8 != 0);
+  for (int64_t i = 0; i + 1 < t.dim(); ++i) {
+    constexpr int64_t kMost = int64_t{1} << 32;
+    odd = odd || (t.size(i) > 1 && (t.stride(i) % 8 != 0 || t.stride(i) == 0 || t.stride(i) >= kMost));
+  }
   return odd ? copy_of(t) : t;
 }
 

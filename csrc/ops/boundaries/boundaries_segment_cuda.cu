@@ -205,14 +205,14 @@ __global__ void __launch_bounds__(kThreads) gae_kernel(GaeParams p, FaultFlag fa
             reward[u] = keep[u] ? static_cast<Sum>(rewards[t]) : Sum(0);
             value[u] = keep[u] ? static_cast<Sum>(values[t]) : Sum(0);
           }
-          Affine<Sum> own{Sum(1), Sum(0)};
+          Affine<Sum> thread_step{Sum(1), Sum(0)};
 #pragma unroll
           for (int u = 0; u < kSlots; ++u) {
-            if (keep[u]) own = own.then({gamma * lam, lam * reward[u] + rest * value[u]});
+            if (keep[u]) thread_step = thread_step.then({gamma * lam, lam * reward[u] + rest * value[u]});
           }
           Affine<Sum> before;
           Affine<Sum> all;
-          group.scan(own, before, all);
+          group.scan(thread_step, before, all);
           Sum next = before(after_tile);
           after_tile = all(after_tile);
 #pragma unroll

@@ -254,7 +254,7 @@ __global__ void __launch_bounds__(kThreads) logps_chunk_backward_kernel(LogpsChu
     }
     return;
   }
-  const int64_t own = target - p.first;
+  const int64_t chunk_column = target - p.first;
   const Real entropy = kEntropy ? static_cast<const Real*>(p.entropy)[row] : Real(0);
   const Gradient<T, kBias, kEntropy> gradient{
       scaling_of<T, kBias>(p),
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(kThreads) logps_chunk_backward_kernel(LogpsChu
       grad,
       grad + grad_entropy * entropy,
       grad_entropy,
-      own >= 0 && own < p.columns ? static_cast<int>(own) : -1,
+      chunk_column >= 0 && chunk_column < p.columns ? static_cast<int>(chunk_column) : -1,
   };
   for (int first = static_cast<int>(threadIdx.x); first < layout.vectors; first += kThreads * kUnroll) {
     Vector loaded[kUnroll];

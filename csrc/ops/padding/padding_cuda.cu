@@ -28,14 +28,14 @@ __device__ int64_t last_row(const int64_t* indices, int64_t end, int64_t rows) {
   if (threadIdx.x == 0) last = -1;
   __syncthreads();
   for (; end > 0 && last < 0; end -= kThreads * kLoads) {
-    long long own = -1;
+    long long thread_last = -1;
 #pragma unroll
     for (int n = kLoads - 1; n >= 0; --n) {
       const int64_t i = end - 1 - threadIdx.x - n * kThreads;
-      if (i >= 0 && is_row(indices[i], rows)) own = i;
+      if (i >= 0 && is_row(indices[i], rows)) thread_last = i;
     }
     __syncthreads();
-    if (own >= 0) atomicMax(&last, own);
+    if (thread_last >= 0) atomicMax(&last, thread_last);
     __syncthreads();
   }
   return last < 0 ? -1 : indices[last];
@@ -130,7 +130,7 @@ PACKING_OPS_HOST_DEVICE int64_t vector_bytes_of(const RowMove& m) {
 // blockIdx.y picks the tensor.
 template <bool kGather>
 __global__ void __launch_bounds__(kThreads) move_rows_kernel(MoveRowsParams p, int64_t rows, FaultFlag fault) {
-  // Entries after total are all -1 in a layout, so the first of them tells whether rows would be lost.
+  // Entries after total are all -1 in a layout, so the first of them shows whether rows would be lost.
   if (p.num_indices > p.total && thread_id() == 0 && p.indices[p.total] != -1) {
     fault.raise(Fault::kIndexOutside, p.total);
   }

@@ -71,19 +71,19 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t slots = p.batch * p.seqlen;
   const int64_t begin = blockIdx.x * tile;
   const int64_t end = begin + tile < slots ? begin + tile : slots;
-  Counts own{0, 0};
+  Counts tile_counts{0, 0};
   for (int64_t base = begin; base < end; base += kSlots) {
     unsigned packed, used;
     read_slots(p, base + int64_t{threadIdx.x} * kItems, end, packed, used);
-    own = own + Counts{__popc(packed), __popc(used)};
+    tile_counts = tile_counts + Counts{__popc(packed), __popc(used)};
   }
-  own = Reduce(storage).Sum(own);
-  if (threadIdx.x == 0) counts[blockIdx.x] = own;
+  tile_counts = Reduce(storage).Sum(tile_counts);
+  if (threadIdx.x == 0) counts[blockIdx.x] = tile_counts;
   if (blockIdx.x == 0 && threadIdx.x == 0) *blocks_done = 0;
 }
 
 // The host may be waiting for a total, and must not have to wait for the kernel's end.
-__device__ void tell(int64_t* total, int64_t value) {
+__device__ void publish_to_host(int64_t* total, int64_t value) {
   *static_cast<volatile int64_t*>(total) = value;
   __threadfence_system();
 }
@@ -99,7 +99,7 @@ __device__ void finish_layout(const UnpadLayoutParams& p, const int32_t* used_be
     p.seqused[b] = __ldcg(used_before + b + 1) - __ldcg(used_before + b);
   }
   longest = Reduce(storage).Reduce(longest, [](int32_t a, int32_t b) { return a > b ? a : b; });
-  if (threadIdx.x == 0) tell(p.totals + 1, longest);
+  if (threadIdx.x == 0) publish_to_host(p.totals + 1, longest);
 }
 
 // Ranks of the tile's slots: where a real one goes, and at each row's first slot the cumulated counts.
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   before = shared[0];
   all = shared[1];
-  if (blockIdx.x == 0 && threadIdx.x == 0) tell(p.totals, all.packed);
+  if (blockIdx.x == 0 && threadIdx.x == 0) publish_to_host(p.totals, all.packed);
 
   for (int64_t base = begin; base < end; base += kSlots) {
     const int64_t first = base + int64_t{threadIdx.x} * kItems;
@@ -180,7 +180,7 @@ __global__ void empty_layout_kernel(UnpadLayoutParams p) {
     p.cu_seqlens[b] = 0;
     if (b < p.batch) p.seqused[b] = 0;
   }
-  if (thread_id() < 2) tell(p.totals + thread_id(), 0);
+  if (thread_id() < 2) publish_to_host(p.totals + thread_id(), 0);
 }
 
 }  // namespace

@@ -137,10 +137,10 @@ __device__ void load_angles(const RopeParams& p, Token token, int first_pair, in
     for (int i = 0; i < kPairs; ++i) {
       while (section + 1 < p.num_sections && first_pair + i >= p.section_ends[section]) ++section;
       const int64_t row = section % p.rows;
-      const int64_t own = cached ? checked_position(p, read_position(p, row, token), row, token, fault) : 0;
+      const int64_t row_pos = cached ? checked_position(p, read_position(p, row, token), row, token, fault) : 0;
       Angles<Real, 1, true> one;
-      load_run<kInterleaved>(p, table_offset(p.cos, cached, own, row, token),
-                             table_offset(p.sin, cached, own, row, token), first_pair + i, false, one);
+      load_run<kInterleaved>(p, table_offset(p.cos, cached, row_pos, row, token),
+                             table_offset(p.sin, cached, row_pos, row, token), first_pair + i, false, one);
       angles.cos1[i] = one.cos1[0];
       angles.sin1[i] = one.sin1[0];
       if (kFull) angles.cos2[i] = one.cos2[0], angles.sin2[i] = one.sin2[0];

@@ -12,6 +12,7 @@
 #include "ops/attention/cuda/row_stats.h"
 #include "ops/attention/cuda/sm80/backward.h"
 #include "ops/attention/cuda/sm80/forward.h"
+#include "ops/attention/cuda/sm90/forward.h"
 
 namespace packing_ops {
 
@@ -144,7 +145,11 @@ void launch_varlen_attention_cuda(const VarlenAttentionParams& p, const CudaLaun
     using T = decltype(element);
     constexpr int kDim = decltype(dim)::value;
     constexpr bool kTransform = decltype(transform)::value;
-    sm80::run_forward<T, kDim, false, kTransform>(args, stream);
+    const bool wgmma = !kTransform && has_wgmma_forward(args.group, args.head_dim, p.device);
+    if constexpr (kDim <= 128 && !kTransform) {
+      if (wgmma) sm90::run_forward<T, kDim == 64 ? 64 : 128>(args, p.dtype, stream);
+    }
+    if (!wgmma) sm80::run_forward<T, kDim, false, kTransform>(args, stream);
     if constexpr (has_short_forward(kDim)) {
       const AttentionTiles& tiles = args.plan.tiles;
       if (tiles.short_max_keys >= 0) sm80::run_forward<T, kDim, true, kTransform>(args, stream);

@@ -18,8 +18,8 @@ struct PersistentKernel {
   int resident_blocks[kMaxDevices] = {};  // atomic; <atomic> would take long to compile in every instance
 };
 
-// A grid of min(units, resident blocks).
-void launch_persistent(PersistentKernel& kernel, const Args& args, int64_t units, cudaStream_t stream);
+// A grid of min(units, resident blocks). args: the kernel's only parameter.
+void launch_persistent(PersistentKernel& kernel, const void* args, int64_t units, cudaStream_t stream);
 
 // The unit of this block in round `round`: in serpentine order, so that no block always gets the costlier one.
 __device__ __forceinline__ uint32_t serpentine(uint32_t round) {

@@ -7,14 +7,15 @@
 
 namespace packing_ops::attention {
 
-// Called by all threads of a grid, which share the entries of cu_seqlens. If the plan is of others, the kernel
+// Called by `count` threads of the grid, which share the entries of cu_seqlens. If the plan is of others, the kernel
 // still runs, with the plan's documents, and the fault flag reports it.
 __device__ inline void check_plan(const PlanView& plan, const Documents& documents_q, const Documents& documents_k,
-                                  const FaultFlag& fault) {
-  if (thread_id() == 0 && plan.data[PlanView::kGeometry] != plan.geometry()) fault.raise(Fault::kPlanOfOtherHeads, 0);
+                                  const FaultFlag& fault, int64_t thread = thread_id(),
+                                  int64_t count = thread_count()) {
+  if (thread == 0 && plan.data[PlanView::kGeometry] != plan.geometry()) fault.raise(Fault::kPlanOfOtherHeads, 0);
   const int32_t* planned_cu_seqlens_q = plan.planned_cu_seqlens_q();
   const int32_t* planned_cu_seqlens_k = plan.planned_cu_seqlens_k();
-  for (int64_t i = thread_id(); i <= plan.num_documents; i += thread_count()) {
+  for (int64_t i = thread; i <= plan.num_documents; i += count) {
     if (documents_q.cu_seqlens[i] != planned_cu_seqlens_q[i] || documents_k.cu_seqlens[i] != planned_cu_seqlens_k[i]) {
       fault.raise(Fault::kPlanOfOtherDocuments, i);
     }

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <string_view>
 
 #include "core/launch.cuh"
 #include "ops/attention/cuda/persistent.cuh"
@@ -36,15 +37,33 @@ bool has_resident_forward(int padded, int device) {
   return has_short_forward(padded) && resident_shared(padded) + kResidentRingBytes <= max_shared_memory(device);
 }
 
+bool has_wgmma_forward(int64_t group, int64_t head_dim, int device) {
+#if defined(PACKING_OPS_SM90)
+  static const bool off = [] {
+    const char* value = std::getenv("PACKING_OPS_SM90");
+    return value != nullptr && std::string_view(value) == "0";
+  }();
+  if (off || head_dim > 128 || group > kMostTileGroup) return false;
+  int major = 0;
+  int minor = 0;
+  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
+  check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "cudaDeviceGetAttribute");
+  return major == 9 && minor == 0 && max_shared_memory(device) >= 227 << 10;
+#else
+  return false;
+#endif
+}
+
 AttentionTiles attention_tiles(int64_t group, int64_t head_dim, int device) {
   const int padded = padded_dim(head_dim);
   AttentionTiles tiles;
   tiles.group = static_cast<int32_t>(group);
-  tiles.forward_rows = forward_rows(padded);
+  const bool wgmma = has_wgmma_forward(group, head_dim, device);
+  tiles.forward_rows = wgmma ? 2 * tile_tokens(group) * tiles.group : forward_rows(padded);
   tiles.forward_keys = forward_keys(padded);
   tiles.short_rows = kShortRows;
   tiles.resident_max_tokens = has_resident_forward(padded, device) ? kResidentMaxTokens : -1;
-  const int32_t short_max_keys = has_short_forward(padded) ? kShortMaxKeysTimesGroup / tiles.group : -1;
+  const int32_t short_max_keys = has_short_forward(padded) && !wgmma ? kShortMaxKeysTimesGroup / tiles.group : -1;
   tiles.short_max_keys = short_max_keys > tiles.resident_max_tokens ? short_max_keys : -1;
   const SmemTier tier = backward_tier(padded, device);
   tiles.backward_rows = backward_rows(padded, tier);

@@ -67,6 +67,19 @@ constexpr int resident_shared(int padded) {
 constexpr int kResidentRingBytes = 2048;  // at least sizeof(ResidentRing)
 bool has_resident_forward(int padded, int device);
 
+// --- forward, wgmma ---
+
+// A unit is two tiles of packed rows. A tile starts at a whole token, so that it is one box of q.
+constexpr int kTileRows = 64;
+constexpr int kMostTileGroup = kTileRows;
+constexpr int tile_tokens(int64_t group) {
+  return static_cast<int>(kTileRows / group);
+}
+// By geometry and device alone, so that a document's bits do not depend on what it is packed with. The plan of every
+// call with this geometry has these units, also where scores are transformed or the dtype is float32, which mma.sync
+// and fp32/ serve.
+bool has_wgmma_forward(int64_t group, int64_t head_dim, int device);
+
 // --- backward, mma.sync ---
 
 // Shared memory that a block may have, which the backward's stages are chosen for:

@@ -1,16 +1,17 @@
 // Rows after the last document are padding: out 0, lse -inf.
 #pragma once
 
+#include "core/launch.cuh"
 #include "ops/attention/cuda/args.cuh"
 
 namespace packing_ops::attention {
 
-__device__ inline void zero_padding(const Args& args) {
+// By `count` threads of the grid.
+__device__ inline void zero_padding(const Args& args, int64_t thread = thread_id(), int64_t count = thread_count()) {
   const int64_t end = args.plan.data[PlanView::kEndQ];
   const int64_t words = args.head_dim / 8;
   const int64_t rows = (args.documents_q.total - end) * args.num_heads;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < rows * words; i += step) {
+  for (int64_t i = thread; i < rows * words; i += count) {
     const int64_t row = i / words;
     const int64_t token = end + row / args.num_heads;
     const int64_t head = row % args.num_heads;

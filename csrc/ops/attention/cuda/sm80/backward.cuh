@@ -222,7 +222,7 @@ void run_backward(const Args& args, cudaStream_t stream) {
   using Shape = SeveralTilesShape<kDim, kTier>;
   static PersistentKernel kernel{reinterpret_cast<const void*>(attention_backward_kernel<T, kDim, kTransform, kTier>),
                                  Shape::kThreads, Shape::kShared, "attention_backward_kernel"};
-  launch_persistent(kernel, args, args.plan.backward_capacity() * args.num_kv_heads, stream);
+  launch_persistent(kernel, &args, args.plan.backward_capacity() * args.num_kv_heads, stream);
 }
 
 }  // namespace packing_ops::attention::sm80

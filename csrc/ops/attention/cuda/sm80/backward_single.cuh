@@ -185,7 +185,7 @@ void run_backward_single(const Args& args, cudaStream_t stream) {
   static PersistentKernel kernel{
       reinterpret_cast<const void*>(attention_backward_single_kernel<T, kDim, kKeys, kTransform, kTier>),
       Shape::kThreads, Shape::kShared, "attention_backward_single_kernel", true};
-  launch_persistent(kernel, args, args.plan.num_documents * args.num_kv_heads, stream);
+  launch_persistent(kernel, &args, args.plan.num_documents * args.num_kv_heads, stream);
 }
 
 }  // namespace packing_ops::attention::sm80

@@ -24,8 +24,9 @@ struct ForwardWork {
   template <class Shape>
   static __device__ __forceinline__ ForwardWork make(const Args& args, const PlanEntry& entry, int32_t kv_head) {
     const DocumentView d = document_view(entry, args.plan.window);
+    const int32_t max_rows = Shape::kIsShort ? Shape::kRows : args.plan.tiles.forward_rows;  // at most kRows
     const PackedRows rows(args, d, kv_head, entry.first_token, entry.head_offset,
-                          static_cast<int64_t>(entry.tile) * Shape::kRows, Shape::kRows);
+                          static_cast<int64_t>(entry.tile) * max_rows, max_rows);
     const Interval<int32_t> keys = d.visible_keys(rows.token, rows.last_token());
     const int32_t first = keys.begin / Shape::kKeys;
     return {d, rows, kv_head, first, keys.empty() ? first + 1 : (keys.end - 1) / Shape::kKeys + 1};
@@ -164,7 +165,7 @@ void run_forward(const Args& args, cudaStream_t stream) {
   static PersistentKernel kernel{reinterpret_cast<const void*>(attention_forward_kernel<T, kDim, kShort, kTransform>),
                                  Shape::kThreads, Shape::kShared, "attention_forward_kernel", kShort};
   const int64_t entries = kShort ? args.plan.forward_short_capacity() : args.plan.forward_capacity();
-  launch_persistent(kernel, args, entries * args.num_kv_heads, stream);
+  launch_persistent(kernel, &args, entries * args.num_kv_heads, stream);
 }
 
 }  // namespace packing_ops::attention::sm80

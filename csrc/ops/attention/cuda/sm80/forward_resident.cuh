@@ -215,7 +215,7 @@ void run_forward_resident(const Args& args, cudaStream_t stream) {
   static_assert(sizeof(ResidentRing<Shape>) <= kResidentRingBytes);
   static PersistentKernel kernel{reinterpret_cast<const void*>(attention_forward_resident_kernel<T, kDim, kTransform>),
                                  Shape::kThreads, Shape::kShared, "attention_forward_resident_kernel", true};
-  launch_persistent(kernel, args, args.plan.num_documents * args.num_kv_heads, stream);
+  launch_persistent(kernel, &args, args.plan.num_documents * args.num_kv_heads, stream);
 }
 
 }  // namespace packing_ops::attention::sm80

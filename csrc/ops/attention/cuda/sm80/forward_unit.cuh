@@ -12,6 +12,7 @@ namespace packing_ops::attention::sm80 {
 template <int kDim_, bool kShort>
 struct ForwardShape {
   static constexpr int kDim = kDim_;
+  static constexpr bool kIsShort = kShort;
   static constexpr int kThreads = 128;
   static constexpr int kRows = kShort ? kShortRows : forward_rows(kDim);
   static constexpr int kKeys = kShort ? kShortKeys : forward_keys(kDim);

@@ -1,0 +1,43 @@
+// Inline assembly of sm_90: barriers in shared memory that count bytes, proxies, registers.
+// Those without bytes are in mma.cuh.
+#pragma once
+
+#include "core/ptx/mma.cuh"
+
+namespace packing_ops::ptx {
+
+// Once, by the thread that initialised barriers, before the block meets: the copy engine sees them.
+__device__ __forceinline__ void barriers_initialised() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Arrives; the phase then also waits for so many bytes of bulk copies.
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+
+// What this thread stored to shared memory, for products and bulk stores that start after the next barrier.
+__device__ __forceinline__ void fence_proxy_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Registers of each thread of the warpgroup, from here on.
+template <int kCount>
+__device__ __forceinline__ void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
+template <int kCount>
+__device__ __forceinline__ void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
+// Four 8x8 matrices of 16-bit elements, in the layout of ldmatrix.
+__device__ __forceinline__ void stmatrix(uint32_t address, const uint32_t (&in)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(in[0]),
+               "r"(in[1]), "r"(in[2]), "r"(in[3])
+               : "memory");
+}
+
+}  // namespace packing_ops::ptx

@@ -1,0 +1,94 @@
+// Inline assembly of sm_90a: asynchronous products of a warpgroup, d [64, N] += a [64, 16] b [16, N], summed in fp32.
+// Warp w of the four holds rows 16 w to 16 w + 15 of d, in the layout of mma.sync's 16x8 blocks, and so it holds those
+// of an a in registers.
+#pragma once
+
+#include <type_traits>
+
+#include "core/ptx/mma.cuh"
+
+namespace packing_ops::ptx {
+
+// A matrix in shared memory as products read it: panels of 64 columns, a row 128 bytes whose 16-byte chunks are
+// permuted by the row. `panel`: bytes from one panel to the next where the product sums over rows and takes both.
+__device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, uint32_t panel = 16) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
+  constexpr uint64_t kEightRows = uint64_t{1024 >> 4} << 32;
+  return kSwizzle128 | kEightRows | static_cast<uint64_t>(panel >> 4) << 16 | (address & 0x3ffff) >> 4;
+}
+
+// The same matrix so many bytes on.
+__device__ __forceinline__ uint64_t moved_descriptor(uint64_t descriptor, int bytes) {
+  return descriptor + static_cast<uint64_t>(bytes >> 4);
+}
+
+// Before the first product, and after other instructions wrote registers that products use.
+__device__ __forceinline__ void products_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void products_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Until at most kPending of this warp's groups are under way.
+template <int kPending>
+__device__ __forceinline__ void products_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// After that wait: the compiler reads none of these sums before.
+template <int kCount>
+__device__ __forceinline__ void products_done(float (&sums)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
+
+// clang-format off
+#define PACKING_OPS_SUMS_8(i) \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define PACKING_OPS_SUMS_32(i) \
+  PACKING_OPS_SUMS_8(i), PACKING_OPS_SUMS_8(i + 8), PACKING_OPS_SUMS_8(i + 16), PACKING_OPS_SUMS_8(i + 24)
+#define PACKING_OPS_REGISTERS_64 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define PACKING_OPS_SUMS_OF_64 PACKING_OPS_SUMS_32(0)
+#define PACKING_OPS_REGISTERS_128 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define PACKING_OPS_SUMS_OF_128 PACKING_OPS_SUMS_32(0), PACKING_OPS_SUMS_32(32)
+
+// The operands after the sums: whether to add to them, whether b is transposed, then a and b.
+#define PACKING_OPS_PRODUCT(N, TYPE, ADD, OPERANDS, ...) \
+  asm volatile("{ .reg .pred add; setp.ne.b32 add, " ADD ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE \
+               " {" PACKING_OPS_REGISTERS_##N "}, " OPERANDS "; }" : PACKING_OPS_SUMS_OF_##N : __VA_ARGS__)
+#define PACKING_OPS_PRODUCTS(N, T, TYPE, ADD, BOTH_IN_SHARED, A_IN_REGISTERS) \
+  template <class Element, bool kTrans> requires std::is_same_v<Element, T> \
+  __device__ __forceinline__ void product(float (&d)[N / 2], uint64_t a, uint64_t b, bool add) { \
+    PACKING_OPS_PRODUCT(N, TYPE, ADD, BOTH_IN_SHARED, "r"(static_cast<int>(add)), "n"(kTrans), "l"(a), "l"(b)); \
+  } \
+  template <class Element, bool kTrans> requires std::is_same_v<Element, T> \
+  __device__ __forceinline__ void product(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool add) { \
+    PACKING_OPS_PRODUCT(N, TYPE, ADD, A_IN_REGISTERS, "r"(static_cast<int>(add)), "n"(kTrans), "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)); \
+  }
+
+// product<T, kTrans>(d, a, b, add): d += a b, or d = a b. a: a descriptor, of columns that the product sums over, or
+// registers. b: a descriptor, of columns that it sums over, or with kTrans of rows.
+PACKING_OPS_PRODUCTS(64, __nv_bfloat16, "bf16", "%32", "%34, %35, add, 1, 1, 0, %33", "{%34, %35, %36, %37}, %38, add, 1, 1, %33")
+PACKING_OPS_PRODUCTS(64, __half, "f16", "%32", "%34, %35, add, 1, 1, 0, %33", "{%34, %35, %36, %37}, %38, add, 1, 1, %33")
+PACKING_OPS_PRODUCTS(128, __nv_bfloat16, "bf16", "%64", "%66, %67, add, 1, 1, 0, %65", "{%66, %67, %68, %69}, %70, add, 1, 1, %65")
+PACKING_OPS_PRODUCTS(128, __half, "f16", "%64", "%66, %67, add, 1, 1, 0, %65", "{%66, %67, %68, %69}, %70, add, 1, 1, %65")
+// clang-format on
+
+#undef PACKING_OPS_PRODUCTS
+#undef PACKING_OPS_PRODUCT
+#undef PACKING_OPS_SUMS_OF_128
+#undef PACKING_OPS_SUMS_OF_64
+#undef PACKING_OPS_REGISTERS_128
+#undef PACKING_OPS_REGISTERS_64
+#undef PACKING_OPS_SUMS_32
+#undef PACKING_OPS_SUMS_8
+
+}  // namespace packing_ops::ptx

@@ -1,0 +1,27 @@
+// Forward of head_dim up to 128 in the half types on compute capability 9.0: documents of more than one unit's keys.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include "ops/attention/cuda/args.cuh"
+
+namespace packing_ops::attention::sm90 {
+
+constexpr int kKeys = 128;  // of a tile
+
+// A map's dimensions: the columns, heads and tokens (of q and out; of k and v tokens and heads), the tokens again, and
+// one that takes kMapTokens tokens off, for the first of the tokens' dimensions ends at kMapTokens.
+constexpr int32_t kMapTokens = 1 << 30;
+
+struct ForwardArgs {
+  CUtensorMap q, k, v, out;
+  Args common;
+  int32_t tile_tokens = 0;
+};
+
+// Scores that pass through softcap, and a softmax_scale that is not positive, are left to sm80/.
+template <class T, int kDim>
+void run_forward(const Args& args, DType dtype, cudaStream_t stream);
+
+}  // namespace packing_ops::attention::sm90

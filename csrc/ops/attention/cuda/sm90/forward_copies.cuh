@@ -1,0 +1,104 @@
+// What the forward's first warpgroup does: one lane each for keys and values, for q, and for out.
+#pragma once
+
+#include "ops/attention/cuda/sm90/forward_shape.cuh"
+
+namespace packing_ops::attention::sm90 {
+
+// Tokens of a document as coordinates of a map: `before_end` and on reaches the end of its dimension where the document
+// ends, so that a box holds zeros from there on, and nothing of another document. See make_map.
+struct DocumentTokens {
+  int32_t before_end;  // of the document's first token
+  int32_t to_end;
+
+  __device__ __forceinline__ DocumentTokens(int64_t start, int32_t tokens)
+      : before_end(kMapTokens - tokens), to_end(static_cast<int32_t>(start) + tokens) {}
+};
+
+template <class Shape>
+__device__ __forceinline__ void load_keys_and_values(const ForwardArgs& args, ForwardBarriers<Shape>& shared,
+                                                     uint32_t base) {
+  const ForwardRounds rounds(args);
+  RingPlace<Shape::kStagesK> k;
+  RingPlace<kStagesV> v;
+  const auto load = [&](const CUtensorMap& map, uint32_t tile, const ptx::BoxStart& start, uint64_t* full) {
+    ptx::mbarrier_arrive_expect_tx(full, Shape::kTileK);
+#pragma unroll
+    for (int panel = 0; panel < Shape::kPanels; ++panel) {
+      ptx::load_box(tile + panel * Shape::kPanelK, map, {64 * panel, start.at[1], start.at[2], start.at[3], kMapTokens},
+                    full);
+    }
+  };
+  ptx::BoxStart values{};  // of the step before: its values are wanted after this step's keys
+  bool first = true;
+  const auto load_values = [&] {
+    ptx::mbarrier_wait(&shared.v_empty[v.stage], v.odd ^ 1);
+    load(args.v, Shape::tile_v(base, v.stage), values, &shared.v_full[v.stage]);
+    v.next();
+  };
+  for (uint32_t round = 0; rounds.has(round); ++round) {
+    const ForwardUnit unit = rounds.unit(args, round);
+    const DocumentTokens place(unit.d.start_k, unit.d.keys);
+#pragma unroll 1
+    for (int32_t tile = unit.first_tile; tile < unit.end_tile; ++tile) {
+      const ptx::BoxStart keys = {0, place.before_end + tile * kKeys, unit.kv_head, place.to_end, kMapTokens};
+      ptx::mbarrier_wait(&shared.k_empty[k.stage], k.odd ^ 1);
+      load(args.k, Shape::tile_k(base, k.stage), keys, &shared.k_full[k.stage]);
+      k.next();
+      if (!first) load_values();
+      first = false;
+      values = keys;
+    }
+  }
+  if (!first) load_values();
+}
+
+template <class Shape>
+__device__ __forceinline__ void load_queries(const ForwardArgs& args, ForwardBarriers<Shape>& shared, uint32_t base) {
+  const ForwardRounds rounds(args);
+  RingPlace<2> q;
+  for (uint32_t round = 0; rounds.has(round); ++round) {
+    const ForwardUnit unit = rounds.unit(args, round);
+    const DocumentTokens place(unit.d.start_q, unit.d.tokens);
+    ptx::mbarrier_wait(&shared.q_empty[q.stage], q.odd ^ 1);
+    shared.units[q.stage] = unit;
+    ptx::mbarrier_arrive_expect_tx(&shared.q_full[q.stage],
+                                   2 * Shape::kPanels * 128 * args.tile_tokens * args.common.group);
+#pragma unroll
+    for (int w = 0; w < 2; ++w) {
+#pragma unroll
+      for (int panel = 0; panel < Shape::kPanels; ++panel) {
+        const ptx::BoxStart start = {64 * panel, unit.kv_head * args.common.group,
+                                     place.before_end + unit.token + w * args.tile_tokens, place.to_end, kMapTokens};
+        ptx::load_box(Shape::tile_q(base, q.stage, w) + panel * Shape::kPanelQ, args.q, start, &shared.q_full[q.stage]);
+      }
+    }
+    q.next();
+  }
+}
+
+template <class Shape>
+__device__ __forceinline__ void store_out(const ForwardArgs& args, ForwardBarriers<Shape>& shared, uint32_t base) {
+  const ForwardRounds rounds(args);
+  RingPlace<2> q;
+  for (uint32_t round = 0; rounds.has(round); ++round) {
+#pragma unroll 1
+    for (int w = 0; w < 2; ++w) {
+      ptx::mbarrier_wait(&shared.out_full[q.stage][w], q.odd);
+      const ForwardUnit& unit = shared.units[q.stage];
+      const DocumentTokens place(unit.d.start_q, unit.d.tokens);
+#pragma unroll
+      for (int panel = 0; panel < Shape::kPanels; ++panel) {
+        const ptx::BoxStart start = {64 * panel, unit.kv_head * args.common.group,
+                                     place.before_end + unit.token + w * args.tile_tokens, place.to_end, kMapTokens};
+        ptx::store_box(args.out, start, Shape::tile_q(base, q.stage, w) + panel * Shape::kPanelQ);
+      }
+      ptx::commit_stores();
+    }
+    ptx::wait_until_stores_have_read();
+    ptx::mbarrier_arrive(&shared.q_empty[q.stage]);
+    q.next();
+  }
+}
+
+}  // namespace packing_ops::attention::sm90

@@ -1,0 +1,300 @@
+// What the forward's other two warpgroups do: scores, softmax, values and out of 64 rows each.
+#pragma once
+
+#include <cmath>
+
+#include "core/ptx/wgmma.cuh"
+#include "ops/attention/cuda/epilogue.cuh"
+#include "ops/attention/cuda/sm90/forward_shape.cuh"
+#include "ops/attention/cuda/softmax.cuh"
+
+namespace packing_ops::attention::sm90 {
+
+// A thread's two rows: g and g + 8 of its warp's 16. Which token of the tile and which head they are never changes.
+struct ThreadRows {
+  int32_t row[2];    // in the tile
+  int32_t token[2];  // row / group
+  int32_t head[2];   // row % group
+
+  __device__ ThreadRows(const ForwardArgs& args, int warp, int lane) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      row[i] = 16 * warp + 8 * i + lane / 4;
+      token[i] = static_cast<int32_t>(args.common.group_size.quotient(row[i]));
+      head[i] = row[i] - token[i] * args.common.group;
+    }
+  }
+};
+
+// Which keys a warpgroup's rows see of a unit's.
+struct VisibleKeys {
+  Interval<int32_t> all;      // every row
+  Interval<int32_t> seen[2];  // this thread's rows
+
+  __device__ __forceinline__ VisibleKeys(const ForwardUnit& unit, const ThreadRows& rows, int32_t first_token,
+                                         int32_t tokens) {
+    const int32_t end = first_token + tokens < unit.d.tokens ? first_token + tokens : unit.d.tokens;
+    all = unit.d.keys_visible_to_all(first_token, end - 1 > first_token ? end - 1 : first_token);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      seen[i] = unit.d.visible_keys(first_token + rows.token[i], first_token + rows.token[i]);
+    }
+  }
+};
+
+struct RowSums {
+  float most[2] = {-INFINITY, -INFINITY};
+  float sum[2] = {0.f, 0.f};  // of this thread's columns only, until the end
+};
+
+template <class T, class Shape>
+struct ForwardMath {
+  static constexpr int kScores = kKeys / 2;
+  static constexpr int kSums = Shape::kDim / 2;
+  using Scores = float[kScores];
+  using Sums = float[kSums];
+  using Weights = uint32_t[kKeys / 16][4];  // p in T, as products take it
+
+  // s = q k^T.
+  static __device__ __forceinline__ void start_scores(Scores& s, uint32_t tile_q, uint32_t tile_k) {
+    const uint64_t q = ptx::matrix_descriptor(tile_q);
+    const uint64_t k = ptx::matrix_descriptor(tile_k);
+    ptx::products_fence();
+#pragma unroll
+    for (int d = 0; d < Shape::kDim / 16; ++d) {
+      ptx::product<T, false>(s, ptx::moved_descriptor(q, d / 4 * Shape::kPanelQ + d % 4 * 32),
+                             ptx::moved_descriptor(k, d / 4 * Shape::kPanelK + d % 4 * 32), d > 0);
+    }
+    ptx::products_commit();
+  }
+
+  // o = p v, or o += p v.
+  static __device__ __forceinline__ void start_values(Sums& o, const Weights& p, uint32_t tile_v, bool add) {
+    const uint64_t v = ptx::matrix_descriptor(tile_v, Shape::kPanelK);
+    ptx::products_fence();
+#pragma unroll
+    for (int n = 0; n < kKeys / 16; ++n) {
+      ptx::product<T, true>(o, p[n], ptx::moved_descriptor(v, n * 16 * 128), add || n > 0);
+    }
+    ptx::products_commit();
+  }
+
+  static __device__ __forceinline__ void mask(Scores& s, const VisibleKeys& keys, int32_t first_key, bool from_left) {
+    const int32_t column = first_key + 2 * (threadIdx.x & 3);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t end = keys.seen[half].end - column;
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n) {
+        if (8 * n >= end) s[4 * n + 2 * half] = -INFINITY;
+        if (8 * n + 1 >= end) s[4 * n + 2 * half + 1] = -INFINITY;
+      }
+    }
+    if (!from_left) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t first = keys.seen[half].begin - column;
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n) {
+        if (8 * n < first) s[4 * n + 2 * half] = -INFINITY;
+        if (8 * n + 1 < first) s[4 * n + 2 * half + 1] = -INFINITY;
+      }
+    }
+  }
+
+  // Scores to weights. `factor`: what sums of the keys before are multiplied by; false if that is 1 in the whole warp.
+  static __device__ __forceinline__ bool softmax(Scores& s, RowSums& rows, float (&factor)[2], float scale) {
+    bool moved = false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float most = rows.most[half];
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n) most = fmaxf(most, fmaxf(s[4 * n + 2 * half], s[4 * n + 2 * half + 1]));
+      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+      moved |= most != rows.most[half];
+      const float base = most == -INFINITY ? 0.f : most * scale;
+      // Exactly 1 where the maximum stays, so that no row's bits depend on the others of its warp.
+      factor[half] = most == rows.most[half] ? 1.f : ptx::exp2_approx(rows.most[half] * scale - base);
+      rows.most[half] = most;
+      float sum = 0.f;
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+        for (int i = 4 * n + 2 * half; i < 4 * n + 2 * half + 2; ++i) {
+          s[i] = ptx::exp2_approx(fmaf(s[i], scale, -base));
+          sum += s[i];
+        }
+      }
+      rows.sum[half] = rows.sum[half] * factor[half] + sum;
+    }
+    return __any_sync(0xffffffffu, moved);
+  }
+
+  static __device__ __forceinline__ void round(Weights& p, const Scores& s) {
+#pragma unroll
+    for (int n = 0; n < kKeys / 16; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) p[n][i] = pack<T>(s[8 * n + 2 * i], s[8 * n + 2 * i + 1]);
+    }
+  }
+
+  // The unit's last step: lse to memory, out to the tile.
+  static __device__ __forceinline__ void finish(const ForwardArgs& args, const ForwardUnit& unit,
+                                                const ThreadRows& rows, int32_t first_token, const RowSums& state,
+                                                Sums& o, uint32_t tile, float scale) {
+    const int lane = threadIdx.x & 31;
+    const int mine = lane & 1;  // a lane of the quad for each row
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float whole = state.sum[i];
+      whole += __shfl_xor_sync(0xffffffffu, whole, 1);
+      whole += __shfl_xor_sync(0xffffffffu, whole, 2);
+      sum = mine == i ? whole : sum;
+    }
+    const int32_t step = mine == 0 ? rows.token[0] : rows.token[1];
+    float inverse = sum == 0.f ? 0.f : 1.f / sum;
+    const bool exists = step < args.tile_tokens && first_token + step < unit.d.tokens;
+    if (exists && (lane & 3) == mine) {
+      const auto& common = args.common;
+      const float most = mine == 0 ? state.most[0] : state.most[1];
+      float lse = sum == 0.f ? -INFINITY : log_of_sum(most, scale, common.softmax_scale, sum);
+      const int32_t head = unit.kv_head * common.group + (mine == 0 ? rows.head[0] : rows.head[1]);
+      if (common.sinks != nullptr) {
+        const float sink = common.sinks[head];
+        const float top = fmaxf(lse, sink);
+        const float whole = top == -INFINITY ? top : top + log1pf(expf(fminf(lse, sink) - top));
+        inverse = sum == 0.f ? 0.f : inverse * expf(lse - whole);
+        lse = whole;
+      }
+      common.lse[head * common.documents_q.total + unit.d.start_q + first_token + step] = lse;
+    }
+    const float factor[2] = {__shfl_sync(0xffffffffu, inverse, lane & 28),
+                             __shfl_sync(0xffffffffu, inverse, (lane & 28) + 1)};
+    // Matrix i of four: rows 8 (i % 2), columns 8 (i / 2) of a 16x16 block; a row's chunks are permuted by the row.
+    const int row = 16 * (threadIdx.x / 32 & 3) + (lane & 15);
+    const uint32_t address = tile + row * 128;
+#pragma unroll
+    for (int n = 0; n < kSums / 8; ++n) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        words[i] = pack<T>(o[8 * n + 2 * i] * factor[i % 2], o[8 * n + 2 * i + 1] * factor[i % 2]);
+      }
+      const int chunk = 2 * (n % 4) + (lane >> 4);
+      ptx::stmatrix(address + n / 4 * Shape::kPanelQ + ((chunk ^ (row & 7)) << 4), words);
+    }
+  }
+};
+
+template <class T, class Shape>
+__device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<Shape>& shared, uint32_t base, int w) {
+  using Math = ForwardMath<T, Shape>;
+  const ForwardRounds rounds(args);
+  if (!rounds.has(0)) return;
+  const int lane = threadIdx.x & 31;
+  const float scale = args.common.softmax_scale * kLog2e;
+  const ThreadRows rows(args, threadIdx.x / 32 & 3, lane);
+  const bool from_left = args.common.plan.window.left < kOpenWindow;
+  const int32_t skip = w * args.tile_tokens;  // tokens of the unit that are the other warpgroup's
+
+  RingPlace<Shape::kStagesK> k;
+  RingPlace<kStagesV> v;
+  RingPlace<2> q;
+  typename Math::Scores s;
+  typename Math::Sums o;
+  typename Math::Weights p;
+  float factor[2];
+  RowSums state;
+  int32_t tile = 0;
+  int32_t end_tile = 0;
+  bool add = false;  // to values of keys before
+
+  const auto open = [&] {
+    ptx::mbarrier_wait(&shared.q_full[q.stage], q.odd);
+    const ForwardUnit& unit = shared.units[q.stage];
+    tile = unit.first_tile;
+    end_tile = unit.end_tile;
+    state = RowSums{};
+    return VisibleKeys(unit, rows, unit.token + skip, args.tile_tokens);
+  };
+  const auto release = [&](uint64_t* empty) {
+    if (lane == 0) ptx::mbarrier_arrive(empty);
+  };
+  const auto start_scores = [&] {
+    Math::start_scores(s, Shape::tile_q(base, q.stage, w), Shape::tile_k(base, k.stage));
+  };
+  const auto end_scores = [&](const VisibleKeys& keys) {
+    ptx::products_done(s);
+    release(&shared.k_empty[k.stage]);
+    k.next();
+    const int32_t first_key = tile * kKeys;
+    if (first_key < keys.all.begin || first_key + kKeys > keys.all.end) Math::mask(s, keys, first_key, from_left);
+    return Math::softmax(s, state, factor, scale);
+  };
+  const auto start_values = [&] { Math::start_values(o, p, Shape::tile_v(base, v.stage), add); };
+  const auto end_values = [&] {
+    ptx::products_wait<0>();
+    ptx::products_done(o);
+    release(&shared.v_empty[v.stage]);
+    v.next();
+  };
+  const auto close = [&](const RingPlace<2>& place, const RowSums& sums) {
+    const ForwardUnit& unit = shared.units[place.stage];
+    Math::finish(args, unit, rows, unit.token + skip, sums, o, Shape::tile_q(base, place.stage, w), scale);
+    ptx::fence_proxy_async();
+    __syncwarp();
+    release(&shared.out_full[place.stage][w]);
+  };
+
+  VisibleKeys keys = open();
+  uint32_t round = 0;
+  while (true) {
+    // The unit's first scores, with no values beside them: of every unit, or of the stream's first.
+    ptx::mbarrier_wait(&shared.k_full[k.stage], k.odd);
+    start_scores();
+    ptx::products_wait<0>();
+    end_scores(keys);
+    Math::round(p, s);
+    add = false;
+    while (true) {
+      const bool seam = tile + 1 == end_tile;
+      if (seam && !(Shape::kStream && rounds.has(round + 1))) break;
+      const RingPlace<2> before = q;
+      const RowSums sums = state;
+      if (seam) {
+        ++round;
+        q.next();
+        keys = open();
+      } else {
+        ++tile;
+      }
+      ptx::mbarrier_wait(&shared.k_full[k.stage], k.odd);
+      start_scores();
+      ptx::mbarrier_wait(&shared.v_full[v.stage], v.odd);
+      start_values();
+      ptx::products_wait<1>();
+      const bool moved = end_scores(keys);
+      end_values();
+      if (seam) {
+        close(before, sums);
+      } else if (moved) {
+#pragma unroll
+        for (int i = 0; i < Math::kSums; ++i) o[i] *= factor[i / 2 % 2];
+      }
+      add = !seam;
+      Math::round(p, s);
+    }
+    ptx::mbarrier_wait(&shared.v_full[v.stage], v.odd);
+    start_values();
+    end_values();
+    close(q, state);
+    if (Shape::kStream || !rounds.has(round + 1)) break;
+    ++round;
+    q.next();
+    keys = open();
+  }
+}
+
+}  // namespace packing_ops::attention::sm90

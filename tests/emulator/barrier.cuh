@@ -1,0 +1,32 @@
+// csrc/core/ptx/barrier.cuh for the emulator.
+#pragma once
+
+#include "core/ptx/mma.cuh"
+
+namespace packing_ops::ptx {
+
+inline void barriers_initialised() {}
+inline void mbarrier_arrive_expect_tx(uint64_t* barrier, uint32_t bytes) {
+  emulator::barrier_at(barrier).expect(static_cast<int>(bytes));
+  emulator::barrier_at(barrier).arrive();
+}
+inline void fence_proxy_async() {
+  emulator::fence_written();
+}
+template <int kCount>
+void more_registers() {}
+template <int kCount>
+void fewer_registers() {}
+
+// Element (row, 2 t) and the next of matrix m from lane 4 row + t; lane 8 m + row stores the row.
+inline void stmatrix(uint32_t address, const uint32_t (&in)[4]) {
+  const Words got = emulator::with_warp(~0u, {{in[0], in[1], in[2], in[3]}}, [](const Words(&in)[32], Words(&out)[32]) {
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int t = 0; t < 4; ++t) out[lane].word[t] = in[4 * (lane % 8) + t].word[lane / 8];
+    }
+  });
+  emulator::written(address);
+  std::memcpy(emulator::shared_memory() + address, got.word, 16);
+}
+
+}  // namespace packing_ops::ptx

@@ -1,0 +1,88 @@
+"""Attention's kernels for compute capability 9.0 where there is no GPU: tensor maps, barriers and products by
+tests/emulator, which ends the process where a kernel reads what its writer has not fenced off."""
+
+import emulated
+import pytest
+import torch
+from attention_case import Case, document_alone
+from emulator.build import cuda_headers
+from helpers import assert_same
+
+HEADERS = cuda_headers()
+pytestmark = pytest.mark.skipif(HEADERS is None, reason="needs the CUDA toolkit's headers")
+
+BF16, FP16 = torch.bfloat16, torch.float16
+TOLERANCE = {BF16: 3e-3, FP16: 4e-4}  # root of the mean square, relative
+SCHEDULES = {"late reads": (False, 0), "late copies": (True, 1), "one block ahead": (False, 3)}
+
+
+def forward(case, schedule="late reads"):
+    late_copies, seed = SCHEDULES[schedule]
+    return emulated.attention(case, HEADERS, "sm_90", late_copies=late_copies, seed=seed, backward=False)
+
+
+CASES = {
+    "group of 1": ([129, 200], None, {"heads": (2, 2), "dim": 128, "dtype": BF16}),
+    "group of 3, more tokens, sinks": ([200, 3, 300], [150, 9, 200], {"heads": (3, 1), "dim": 128, "dtype": BF16, "sinks": True}),
+    "group of 4, more keys": ([1, 130], [300, 257], {"heads": (4, 1), "dim": 128, "dtype": FP16}),
+    "group of 5, columns, tail": ([140, 129], None, {"heads": (5, 1), "dim": 72, "dtype": FP16, "tail": 3}),
+    "group of 7, window": ([200], None, {"heads": (7, 1), "dim": 64, "dtype": BF16, "causal": False, "window_size": (40, 30)}),
+    "group of 8, left window": ([400], None, {"heads": (8, 1), "dim": 64, "dtype": BF16, "window_size": (100, 0)}),
+    "no keys": ([130, 129], [0, 129], {"heads": (2, 1), "dim": 64, "dtype": BF16, "causal": False, "sinks": True}),
+    "no keys at all": ([130], [0], {"heads": (2, 1), "dim": 64, "dtype": BF16}),
+    "many of one key past a tile": ([129] * 9, None, {"heads": (2, 1), "dim": 64, "dtype": BF16}),
+    "many, drained": ([129] * 7, None, {"heads": (2, 1), "dim": 128, "dtype": BF16}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_error_and_schedules(name):
+    lengths_q, lengths_k, options = CASES[name]
+    case = Case(lengths_q, lengths_k, **options)
+    found, exact = forward(case), case.exact()
+    for schedule in ("late copies", "one block ahead"):
+        for key, value in forward(case, schedule).items():
+            assert_same(found[key], value)
+    for key, value in found.items():
+        visible = exact[key].isfinite()
+        assert_same(value[~visible], exact[key][~visible].to(value.dtype))
+        error = (value[visible].double() - exact[key][visible]).norm()
+        assert error <= exact[key][visible].norm() * TOLERANCE[options["dtype"]], f"{key}: {error:.1e}"
+
+
+@pytest.mark.parametrize(("heads", "dim"), [((4, 1), 128), ((3, 1), 128), ((5, 1), 64)], ids=str)
+def test_documents_keep_their_bits(heads, dim):
+    """Alone, and beside documents that are NaN everywhere."""
+    lengths = [129, 1, 150, 65, 257]
+    case = Case(lengths, heads=heads, dim=dim, dtype=BF16)
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    other = torch.zeros(ends[-1], dtype=torch.bool)
+    for i in (1, 3):
+        other[ends[i] - lengths[i] : ends[i]] = True
+    whole = forward(case)
+    for end, length in zip(ends, lengths, strict=True):
+        start = end - length
+        alone = forward(document_alone(case, start, end, (start, end)))
+        assert_same(alone["out"], whole["out"][start:end])
+        assert_same(alone["lse"], whole["lse"][:, start:end])
+    for tensor in (case.q, case.k, case.v):
+        tensor[other] = float("nan")
+    beside_nan = forward(case, "late copies")
+    assert_same(beside_nan["out"][~other], whole["out"][~other])
+    assert_same(beside_nan["lse"][:, ~other], whole["lse"][:, ~other])
+
+
+@pytest.mark.parametrize(("heads", "length"), [((1, 1), 450), ((3, 1), 400)], ids=str)
+def test_a_poisoned_key_reaches_only_rows_near_those_that_see_it(heads, length):
+    """The grain of packing_ops.attention's page: 128 keys, and less than 128 rows."""
+    case, at = Case([length], heads=heads, dim=64, dtype=BF16, window_size=(20, 0)), 390
+    clean = forward(case)
+    case.k[at], case.v[at] = float("inf"), float("nan")
+    found = forward(case)
+    rows = torch.arange(length)
+    sees = (rows >= at) & (rows <= at + 20)
+    far = rows <= at // 128 * 128 - 128
+    assert found["out"][sees].isnan().all()
+    assert far.any()
+    assert_same(found["out"][far], clean["out"][far])
+    assert_same(found["lse"][:, ~sees], clean["lse"][:, ~sees])
