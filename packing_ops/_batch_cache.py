@@ -1,8 +1,9 @@
 """The cache of what the layers of a model share about a batch: cu_seqlens of dense rows, layouts, attention plans.
 
-An entry is used only for the values that it was made from. Torch counts the writes that it sees (``_version``), but not
-those of dist.broadcast, recv, ``.data``, NumPy or DLPack, so the values are compared before an entry is used again: on
-the CPU at once, on CUDA by a kernel that reports through the fault flag.
+Entries are kept with a cu_seqlens tensor: in its PackedMetadata, or for as long as the tensor lives. An entry is used
+only for the values that it was made from. Torch counts the writes that it sees (``_version``), but not those of
+dist.broadcast, recv, ``.data``, NumPy or DLPack, so the values are compared before an entry is used again: on the CPU
+at once, on CUDA by a kernel that reports through the fault flag.
 """
 
 import functools
@@ -36,7 +37,7 @@ def _traced() -> bool:
 
 
 def _stream(tensor: torch.Tensor) -> int:
-    """The current stream, 0 on the CPU. An entry serves one stream: another would not wait until it is made."""
+    """The current stream, 0 on the CPU. An entry serves one stream: a kernel on another would not wait for it."""
     return torch._C._cuda_getCurrentRawStream(tensor.get_device()) if tensor.is_cuda else 0
 
 
@@ -66,7 +67,7 @@ def _kept_cu_seqlens(batch, seqlen, device, stream):
 
 # --- what the layers of a model share about a batch ---
 
-MOST_KEPT = 8  # of one tensor: its plans by geometry, its layouts
+MOST_KEPT = 8  # entries of one tensor: its plans by geometry, its layouts
 
 
 class BatchCache:
@@ -92,7 +93,7 @@ class BatchCache:
 
 
 class _TensorCache(BatchCache):
-    """Of cu_seqlens that come without a PackedMetadata: it goes with the tensor."""
+    """The entries of cu_seqlens that come without a PackedMetadata; dropped when the tensor is freed."""
 
     __slots__ = ("first",)
 
@@ -102,8 +103,8 @@ class _TensorCache(BatchCache):
         self.first = weakref.ref(first, lambda _, caches=_tensor_caches: caches.pop(tensor_id, None))
 
 
-_tensor_caches: dict[int, _TensorCache] = {}  # by id
-_forgotten = 0  # calls of forget
+_tensor_caches: dict[int, _TensorCache] = {}  # by id of the tensor
+_forgotten = 0  # how often forget() was called
 
 
 def _cache_of(first: torch.Tensor) -> BatchCache:
@@ -148,10 +149,10 @@ def kept_with(
     tensor. A result that was written into is made again.
 
     Args:
-        layer: number of the calling layer. The one after the last caller is taken to be in the same forward, where the
-            values are not compared again. Leave it out where layers of several batches run in turn.
-        cache: of the PackedMetadata that ``tensors[0]`` belongs to.
-        checked_by_kernel: the user of the result compares the values itself, as attention does with its plan.
+        layer: number of the calling layer. A call of layer n + 1 right after one of layer n is taken to be in the same
+            forward, where the values are not compared again. Leave it out where layers of several batches run in turn.
+        checked_by_kernel: the kernel that uses the result compares the values itself, as attention does with its plan.
+        cache: that of the PackedMetadata that ``tensors[0]`` belongs to.
 
     Raises:
         ValueError: on CUDA, in a later call: values changed unseen by torch. All entries are dropped.
@@ -199,7 +200,7 @@ def _unchanged(tensors, values) -> bool:
 def forget() -> None:
     """Drop all entries: after a fault it is not known which of them is wrong."""
     global _forgotten
-    _forgotten += 1  # a PackedMetadata's are dropped when it is used next
+    _forgotten += 1  # entries_at then drops those of each PackedMetadata
     _tensor_caches.clear()
 
 
@@ -227,7 +228,7 @@ def plan_for(
 def plan_of(
     cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, geometry: tuple, cache: BatchCache | None = None
 ) -> torch.Tensor:
-    """Made for the first layer with this geometry, kept with cu_seqlens for the others."""
+    """The plan: made for the first layer with this geometry, kept with cu_seqlens for the others."""
     same = cu_seqlens_k is cu_seqlens_q
     tensors = (cu_seqlens_q,) if same else (cu_seqlens_q, cu_seqlens_k)
     return kept_with(

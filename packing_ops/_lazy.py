@@ -1,4 +1,4 @@
-"""Packages that import what they name when somebody asks for it, so that a missing library stops nobody else."""
+"""Packages that import a public name at its first use, so that they can be imported without the library it needs."""
 
 import importlib
 import importlib.util

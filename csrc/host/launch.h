@@ -40,12 +40,12 @@ void launch(const Tensor& anchor, const Params& params, void (*cpu)(const Params
   scope.finish();
 }
 
-// A result in host memory, set to kUnset before the launch: waits until the kernel on torch's current stream tells it.
+// Waits for a result in host memory, set to kUnset before the launch, until the kernel has written it.
 constexpr int64_t kUnset = -1;
 int64_t wait_for_value(const Tensor& anchor, const int64_t* value);
 
-// Scratch that only the CUDA kernel wants: bytes_of(arguments...) of it, nothing on the CPU. Keep what it returns until
-// after the launch. `bytes_of` is PACKING_OPS_CUDA(...) of a function.
+// Scratch memory of a CUDA kernel, bytes_of(arguments...) bytes; none on the CPU. Keep the tensor until after the
+// launch. `bytes_of` is PACKING_OPS_CUDA(...) of a function.
 template <class BytesOf, class... Arguments>
 std::optional<Tensor> cuda_scratch(const Tensor& anchor, BytesOf bytes_of, const Arguments&... arguments) {
   if constexpr (!std::is_null_pointer_v<BytesOf>) {

@@ -1,4 +1,14 @@
-"""The data path of SFT and RL on top of the ops: collators, mini-batches, balance. Plain dicts of tensors in and out."""
+"""Batches for SFT and RL: collators, samplers, micro-batches, losses. Plain dicts of tensors in and out.
+
+A batch is made in:
+    padding_free.py, packed.py   the collators: one row of any length; rows of one capacity
+    sampler.py, token_budget.py  which examples share a batch; which share a micro-batch
+and used in:
+    rows.py                      select, slice, pad rows of a batch that is there
+    context_parallel.py          the slots of each context-parallel rank
+    mini_batches.py, losses.py, counts.py   RL mini-batches, losses, counts of tokens
+    async_collator.py            collation beside the training step
+"""
 
 from packing_ops.data.async_collator import AsyncBatchCollator, AsyncBatchCollatorMisuse, prefetch
 from packing_ops.data.context_parallel import packed_alignment, thd_inverse_indices, thd_partition_indices

@@ -1,25 +1,25 @@
-"""Rows of a batch: pad them to a multiple, slice them, select them.
+"""Functions of a batch that is there, by rows: pad to a multiple, slice, select. The collators make rows: packed.py.
 
-Input: a dict, or any Mapping whose class can be called with a dict of fields. Fields with a length and slices have one entry
-per row:
+Input: a dict, or any Mapping whose class can be called with a dict of fields. Fields that have a length and can be sliced
+have one entry per row:
 
 - tensors (nested ones too) and NumPy arrays: dim 0;
 - lists, ragged or not, and list-likes: ``list_like[start:end]``, and ``type(list_like)(rows)`` where rows are chosen or added;
 - a dict inside the batch, such as ``metadata``, has fields of its own, under the same rules.
 
-None, numbers, strings, tuples, 0-d tensors and objects without slices belong to no row and are copied over unchanged.
+None, numbers, strings, tuples, 0-d tensors and objects that cannot be sliced belong to no row and are copied unchanged.
 
-Output: a dict, or ``type(batch)(fields)`` for another class. Attributes that the class does not set itself are copied over.
+Output: a dict, or ``type(batch)(fields)`` for another class. Attributes that the class does not set itself are copied.
 An attribute ``metadata``, a dict or None, is treated like a field of that name.
 
 Boundaries are the exception: (start, end) pairs, contiguous from 0 on, under a name that ends in "boundaries", as
 compute_prompt_boundaries and compute_prompt_mini_batch_boundaries return them. They refer to the rows of the batch that they
-were computed for, and are copied over whole. Ambiguous fields with as many entries as rows are an error: a list of such
-pairs under another name that ends at the last row; boundaries that do not start at 0, have gaps, or are ends alone; a tuple
-of tensors or lists. Every function takes two arguments that overrule these rules:
+were computed for, and are copied whole. A field with as many entries as rows is an error where it may be either: a list of
+such pairs under another name that ends at the last row; boundaries that do not start at 0, have gaps, or are ends alone; a
+tuple of tensors or lists. Every function takes two arguments that overrule these rules:
 
     row_keys: names, at any depth, of fields with one entry per row: such pairs, or a tuple.
-    batch_keys: names, at any depth, of fields that are copied over whole; a dict too.
+    batch_keys: names, at any depth, of fields that are copied whole; a dict too.
 
 ``order`` of a PackedCollator batch has one entry per document. ``sub_seq_lengths`` beside it says how many documents a row
 has, and the entries stay with their row.

@@ -1,5 +1,5 @@
-"""Adapters for other libraries, a module or folder each. Nothing is imported here; the rest of packing_ops needs none.
+"""Adapters for other libraries (hosts), a folder or module each. Nothing is imported here.
 
-What a host's module or folder names in ``__all__`` is public, every other module of its folder is private. Modules with
-an underscore serve several hosts.
+Public is what the folder's ``__init__.py`` names in ``__all__``; its other modules are private. Modules with an
+underscore serve several hosts: whatever replaces an attribute of a host's module or class is a Patch of _patching.py.
 """

@@ -1,4 +1,4 @@
-"""Attributes of another library's modules and classes that are ours while somebody uses them."""
+"""Patch: replaces an attribute of a host library's module or class while somebody uses the replacement."""
 
 import sys
 import threading
@@ -14,16 +14,16 @@ _lock = threading.RLock()
 class Patch:
     """``owner.name`` is ``make(stock)`` from the first apply to the last revert.
 
-    Another library may put something over ours: that stays when ours is reverted.
+    If another library replaces ours in its turn, revert leaves that in place.
 
     Args:
         owner: a module or a class.
-        make: called with what stands there, None if there is nothing; what it returns takes the place.
-        imported_by: a package ("" for any), whose modules hold the same object under that name and get ours too.
+        make: called with the present attribute, None if there is none; returns the replacement.
+        imported_by: a package ("" for any). Its modules that imported the attribute by name get the replacement too.
 
     Attributes:
-        stock: what stood there, while applied.
-        pinned: applied for nobody in particular.
+        stock: the attribute that was replaced, while applied.
+        pinned: applied without a user: until revert() without one.
     """
 
     def __init__(self, owner, name: str, make: Callable, imported_by: str | None = None):
@@ -37,7 +37,7 @@ class Patch:
         return self.ours is not None and vars(self.owner).get(self.name) is self.ours
 
     def apply(self, user: object = None) -> None:
-        """For as long as ``user`` lives; without one until revert()."""
+        """Replace the attribute for as long as ``user`` lives; without a user until revert()."""
         with _lock:
             if user is None:
                 was_pinned, self.pinned = self.pinned, True
@@ -112,18 +112,19 @@ def function_of(method) -> Callable | None:
     return getattr(method, "func", None) or getattr(method, "__func__", None)
 
 
-# --- users that the garbage collector ends ---
+# --- users that the garbage collector frees ---
 
-_left: list[Patch] = []  # whose last user went where nothing may be reverted
+_left: list[Patch] = []  # a user of these was freed; they are reverted as soon as nothing compiles
 
 
 def _revert_when_gone(patch) -> None:
-    """Whatever starts the garbage collector runs this, the tracer of torch.compile too, whose guards read the owner."""
+    """The garbage collector may run this anywhere, also inside torch.compile, whose guards read the owner."""
     _left.append(patch)
     revert_left()
 
 
 def revert_left() -> None:
+    """Revert what _revert_when_gone could not."""
     if torch.compiler.is_compiling() or not _left or _something_compiles():
         return
     if _lock.acquire(blocking=False):  # the garbage collector waits for nobody

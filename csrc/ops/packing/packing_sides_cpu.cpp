@@ -8,10 +8,11 @@ namespace packing_ops {
 
 namespace {
 
-// The free capacity of every open bin: per side, and their minimum over the sides. Above them a tree of fan-out kFan,
-// whose nodes have the maximum of each of these numbers. No bin below a node has room if one maximum is too small. If
-// all are large enough, they may still come from different bins, and the search has to go on at the next node. The
-// minimum over the sides prunes nodes in which every bin is full on one side or another.
+// Finds the first bin with room on all sides. Leaves: of every bin its free capacity per side, and the minimum over its
+// sides; -1 of bins that are closed or not open yet. Above them a tree of fan-out kFan, whose nodes hold the maximum of
+// each of these numbers over their children. If one maximum is too small, no bin below the node has room. If all are
+// large enough they may still come from different bins, so the search may fail below a node and go on at the next one.
+// The minimum over the sides skips nodes in which every bin is full on one side or another.
 class SideCapacityTree {
  public:
   SideCapacityTree(int64_t max_bins, int64_t sides, int64_t capacity)
@@ -95,7 +96,7 @@ class SideCapacityTree {
   int64_t width_;
   int64_t capacity_;
   int64_t bins_ = 0;
-  std::vector<std::vector<int64_t>> levels_;  // bins, then nodes of kFan, of kFan^2, ...: [nodes, sides + 1]
+  std::vector<std::vector<int64_t>> levels_;  // [nodes, sides + 1]: bins, then nodes of kFan bins, of kFan^2, ...
 };
 
 }  // namespace
@@ -111,7 +112,7 @@ void make_sides(const PackParams& p, const std::vector<int32_t>& arrival, Pieces
       tokens += p.lengths[i * p.sides + side];
       slots += std::max(p.capacity, units * p.alignment);
     }
-    if (longest > pieces.capacity) {  // not Overlong::kError: check_lengths has raised
+    if (longest > pieces.capacity) {  // dropped, or alone in a bin: check_lengths has refused the others
       pieces.overlong_items.push_back(i);
       if (p.overlong == Overlong::kDrop) {
         counts.lost_tokens += tokens;
@@ -130,7 +131,7 @@ void make_sides(const PackParams& p, const std::vector<int32_t>& arrival, Pieces
   pieces.units = pieces.memory.data();
 }
 
-// Lower bound on the number of bins, as fewest_bins for one length: that of the side that needs the most.
+// Lower bound on the number of bins: fewest_bins of each side, of which the largest counts.
 int64_t fewest_bins_of_sides(const PackParams& p, const Pieces& pieces) {
   std::vector<int64_t> sum(p.sides, 0);
   std::vector<int64_t> over_half(p.sides, 0);

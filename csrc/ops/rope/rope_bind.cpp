@@ -47,7 +47,7 @@ void check_k(const Tensor& k, const Tensor& q, const HeadsLayout& layout) {
   check_last_dim_contiguous(k, "k");
 }
 
-// What is told per token: [seqlen, ...] or [1 or batch, seqlen, ...], with sections [rows, ...] in front.
+// Layout of position_ids, cos and sin: [seqlen, ...] or [1 or batch, seqlen, ...], with sections [rows, ...] in front.
 struct PerToken {
   int64_t rows = 1, batches = 1;          // sizes, 1 where memory repeats
   int64_t row = 0, batch = 0, token = 0;  // strides, 0 where memory repeats

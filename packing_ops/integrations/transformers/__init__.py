@@ -2,18 +2,19 @@
 
 attn_implementation="packing_ops":
     attention.py            register, and the function that every layer calls.
-    model_call.py           What the call of a model that runs says of its documents; keywords.py refuses near misses;
-                            running.py: which call runs in this thread.
-    mask_preparation.py     Brings that to where transformers makes masks.
-    masks.py                MaskPattern, which stands for the mask of a forward.
+    model_call.py           The arguments of a model's call that tell its documents; keywords.py refuses misspelt ones,
+                            running.py knows which call runs in this thread.
+    mask_preparation.py     Brings these arguments to where transformers makes masks.
+    masks.py                MaskPattern, which layers get in place of a mask tensor.
     documents.py            Where the documents of a batch lie; document_checks.py: whether a row has several.
-    fallback.py             SDPA, for what varlen attention does not serve.
-    kv_cache.py             Refuses a cache of several documents.
+    fallback.py             SDPA, for calls that varlen attention does not serve.
+    kv_cache.py             Refuses a KV cache that holds several documents in a row.
 apply_packing_ops(model):
     patch.py                apply and revert, for a model, a class or all; model_info.py says what runs.
-    attn_implementation.py  A model's attention set and set back.
-    models.py               The families and how each rotates and normalises.
-    rope.py, rms_norm.py, fused_loss.py   One swap each; positions.py gives RoPE the positions of documents.
+    attn_implementation.py  Sets a model's attn_implementation, and sets it back.
+    models.py               The model families, and which formula of RoPE and RMSNorm each has.
+    rope.py, rms_norm.py, fused_loss.py   How each of these is put into a model; positions.py gives RoPE positions that
+                            restart with each document.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""What the arguments of a model's call say of documents: position_ids, and numbers in a 2-D attention_mask."""
+"""Whether a model's call has several documents in a row: by its position_ids, or by numbers in a 2-D attention_mask."""
 
 import torch
 

@@ -1,7 +1,7 @@
-"""Where the documents of a batch lie: worked out once per forward of the model and shared by its layers.
+"""Where the documents of a batch lie: computed once per forward of the model and shared by its layers.
 
-At most one host synchronisation; none with explicit cu_seqlens, for batches without padding or positions, and under
-torch.compile, where sizes are upper bounds instead.
+It costs one host synchronisation at most. It costs none with explicit cu_seqlens, for batches without padding or
+positions, and under torch.compile, where sizes are upper bounds instead.
 """
 
 import torch
@@ -20,7 +20,8 @@ class BatchDocuments:
 
     cu_seqlens_q, cu_seqlens_k: int32 ``[num_documents + 1]`` over the packed rows.
     indices: int64 ``[total]``, the real slots; None where every slot is real.
-    holes: padding may lie between real slots of a row, so that distances there are not those of packed rows.
+    holes: padding may lie between real slots of a row; two tokens are then nearer in the packed row than in the batch,
+        and a window would reach too far.
     """
 
     def __init__(self, cu_seqlens_q, cu_seqlens_k, indices=None, holes=False):
@@ -29,7 +30,7 @@ class BatchDocuments:
         self.device, self.copies = cu_seqlens_q.device, {}
 
     def on(self, device):
-        """The same where query lies, for models with layers on several devices."""
+        """The same documents on another device, for models with layers on several."""
         if self.device == device:
             return self
         if device not in self.copies:
@@ -58,11 +59,12 @@ def find_documents(query, cu_seqlens=(None, None), padding=None, position_ids=No
         padding: ``[batch, seqlen]``, 0 is padding; bool, or the number of each token's document from 1 on.
         position_ids: ``[batch or 1, seqlen]``; a document starts in each row and where they stop growing.
         layer: number of the layer that asks, None for the first of a forward.
-        checked: (cu_seqlens for queries, for keys, the first to go on with): those were held against position_ids.
+        checked: (cu_seqlens for queries, for keys, checked cu_seqlens for queries): the first two were compared with
+            position_ids already; if they are those given here, the third is used without another check.
     """
     batch, _, seqlen, _ = query.shape
     if position_ids is not None and (position_ids.dim() != 2 or position_ids.shape[1] != seqlen):
-        position_ids = None  # of another row, or of several dimensions: they say nothing about documents
+        position_ids = None  # of another row, or with an axis of their own (M-RoPE): they do not tell documents
     if padding is not None and padding.shape != (batch, seqlen):
         raise ValueError(f"attention_mask: expected [{batch}, {seqlen}] like the batch, got {list(padding.shape)}")
     if cu_seqlens[0] is not None or cu_seqlens[1] is not None:
@@ -75,7 +77,7 @@ def find_documents(query, cu_seqlens=(None, None), padding=None, position_ids=No
 
 
 def as_bool(mask, device):
-    """The bool form of a 2-D mask: one tensor for all kinds of layers of a forward, so that their layout is one."""
+    """The bool form of a 2-D mask: the same tensor for all layers of a forward, so that they share one layout."""
     if mask.dtype == torch.bool and mask.device == device:
         return mask
     return kept_with([mask], ("bool", device), lambda: mask.to(device=device, dtype=torch.bool))
@@ -86,7 +88,7 @@ def on_device(mask, device):
 
 
 def runs_of(numbers):
-    """int64 ``[batch, slots]`` that counts up where a document starts; padding goes with the document before it."""
+    """int64 ``[batch, slots]``: each row's documents, counted from 0; padding belongs to the document before it."""
     slots = torch.arange(numbers.shape[1], device=numbers.device)
     last = (slots * (numbers != 0)).cummax(1).values
     number = numbers.clamp(min=1).gather(1, last)
@@ -110,7 +112,7 @@ def _from_values(batch, seqlen, padding, position_ids):
     holes = (runs > 1).any()
     cu_seqlens, count = rows, totals[:1]
     if position_ids is not None or numbered:
-        # Rows of all slots, real ones first; those after the last real one become a document of their own.
+        # All slots, the real ones first; those after the last real one become a document of their own.
         slots = indices.clamp(min=0)
         row, after, every = slots // max(seqlen, 1), indices < 0, torch.arange(batch * seqlen, device=slots.device)
         first = F.pad(row[1:] != row[:-1], (1, 0), value=True)

@@ -1,10 +1,11 @@
-"""Refuses to go on with a KV cache of several documents in a row: queries would attend to all of them."""
+"""Refuses a call with a KV cache that holds several documents in a row: its queries would attend to all of them."""
 
 import torch
 
 from packing_ops.integrations.transformers.document_checks import can_read, refuse_where, several_in
 
-# Of the cache: a bool tensor; the one found to be False; the one beside which a mask was found to number one document.
+# Attributes of the cache. SEVERAL: a bool tensor, whether a row has several documents. READ: that tensor, once it was
+# read and is False. ONE: that tensor, once a mask beside it was found to number one document.
 _SEVERAL, _READ, _ONE = "_packing_ops_several", "_packing_ops_read", "_packing_ops_one"
 _REFUSAL = (
     "past_key_values: expected a cache of one document in each row to go on with, got one that was filled with several, "
@@ -17,7 +18,8 @@ def check_cache(cache, call, position_ids, padding, numbers, batch, length):
     """Called where a mask is made, before the keys of this call are in the cache.
 
     Raises:
-        ValueError: as said above. A value is read in the first call that goes on with a cache, none in later ones.
+        ValueError: the cache holds several documents. The first call with a filled cache waits for the GPU, later
+            ones do not.
     """
     if call is not None:
         if call.cache is cache:  # masks of several kinds in one forward

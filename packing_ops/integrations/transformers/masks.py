@@ -1,4 +1,4 @@
-"""What stands in for the mask of a forward: its pattern, found once, which every layer reads.
+"""MaskPattern: what the layers of a forward get in place of a mask tensor.
 
 transformers asks for a mask once per forward and kind of layer. The answer here is a MaskPattern where varlen attention
 can follow it, and transformers' own 4-D mask where it cannot, or where the model reads masks itself (see model_call).
@@ -13,9 +13,9 @@ from packing_ops.integrations.transformers.imports import masking_utils
 
 
 class MaskPattern:
-    """Causal or not, the window, and what says where the documents are. Layers share it, and the documents found in it.
+    """Causal or not, the window, and where the documents are: found by the first layer, read by all.
 
-    axes: the position_ids that layers are given are one axis of images, which says nothing of documents.
+    axes: layers get position_ids of one axis of an image, which do not tell documents.
     checked: see find_documents.
     """
 
@@ -38,7 +38,7 @@ class MaskPattern:
     def _has_none(self):
         raise AttributeError(_READ)
 
-    # No __getattr__: every look-up of the layers would go through it.
+    # What a model may ask of a mask tensor, by name: __getattr__ would slow the look-ups of the layers.
     dtype = shape = ndim = dim = size = to = masked_fill = property(_has_none)
     __getitem__ = __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __rsub__ = _refuse
 
@@ -54,18 +54,19 @@ _READ = (
 
 
 def mark_used(*tensors):
-    """A mask or an attention reads these, from which documents are known."""
+    """A mask or an attention has read these tensors, which say where documents are; None for those not given."""
     call = model_call.call_to_mark()
     if call is not None and any(tensor is not None for tensor in tensors):
         call.mark_used()
 
 
 class Carrier:
-    """Goes where transformers hands the 2-D mask on to the mask function, and takes along what that does not get.
+    """Takes the place of the 2-D mask on its way to the mask function, with what transformers does not pass to that.
 
-    numbers: [batch, slots] of documents, 0 for padding, or None. position_ids: [batch or 1, q_length], or None.
-    checked: see find_documents. axes: see MaskPattern. mask_form: see model_call. stock: keys of another sequence, or
-    of a cache of fixed length, whose masks transformers makes ahead and handles as tensors.
+    numbers: [batch, slots], each token's document from 1 on, 0 for padding; or None.
+    position_ids: [batch or 1, q_length], or None.
+    mask_form: see model_call. checked: see find_documents. axes: see MaskPattern.
+    stock: make transformers' own 4-D mask: keys of another sequence (cross-attention), or of a cache of fixed length.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ def packing_ops_mask(
     """The mask function of AttentionMaskInterface: a MaskPattern, or a 4-D mask (None for one query over all)."""
     carrier = attention_mask if isinstance(attention_mask, Carrier) else model_call.collect(attention_mask)
     if carrier is None:
-        # Nobody said whose keys a bidirectional mask is about.
+        # A bidirectional mask may be one of cross-attention; without a carrier that is not known.
         carrier = Carrier(attention_mask, stock="allow_is_bidirectional_skip" in kwargs)
     free = carrier.mask_form == model_call.PATTERN and not carrier.stock
     pattern = _pattern_of(mask_function, kwargs) if free else None
@@ -123,7 +124,7 @@ def packing_ops_mask(
 
 
 def _each_document_alone(mask_function, kwargs, carrier, batch, q_length, q_offset):
-    """mask_function and nothing between documents. Keys of a cache that have no numbers go on with the first query."""
+    """mask_function within documents. Keys of a cache without numbers belong to the first query's document."""
     device = (carrier.numbers if carrier.position_ids is None else carrier.position_ids).device
     starts, runs, last = torch.zeros(batch, q_length, dtype=torch.bool, device=device), None, q_length - 1
     if carrier.position_ids is not None:
@@ -142,7 +143,7 @@ def _each_document_alone(mask_function, kwargs, carrier, batch, q_length, q_offs
         same = documents[row, query_index(q)] == documents[row, query_index(k)]
         if runs is None:
             return same
-        q, k = (slot.clamp(max=runs.shape[1] - 1) for slot in (q, k))  # a cache of fixed length goes on behind the mask
+        q, k = (slot.clamp(max=runs.shape[1] - 1) for slot in (q, k))  # a cache of fixed length is longer than the mask
         return same & (runs[row, q] == runs[row, k])
 
     def same_document(row, head, q, k):
@@ -166,9 +167,9 @@ def _each_document_alone(mask_function, kwargs, carrier, batch, q_length, q_offs
 
 
 def _pattern_of(mask_function, kwargs):
-    """(causal, window), or None for a pattern that is none of causal, full and their sliding windows."""
+    """(causal, window), or None for a pattern other than causal, full and their sliding windows."""
     name = getattr(mask_function, "__name__", "")
-    if kwargs.get("use_vmap"):  # somebody's function is mixed in
+    if kwargs.get("use_vmap"):  # the model adds a mask function of its own
         return None
     local_size, config = kwargs.get("local_size"), kwargs.get("config")
     full = "allow_is_bidirectional_skip" in kwargs  # only the makers of bidirectional masks pass it

@@ -1,4 +1,7 @@
-"""The arguments of the model call that runs: transformers makes many masks without passing position_ids on."""
+"""The model call that runs in this thread, and its arguments: transformers makes many masks without position_ids.
+
+The call also records whether its documents have reached an attention: if none has, it is refused afterwards.
+"""
 
 import inspect
 
@@ -21,12 +24,12 @@ from packing_ops.integrations.transformers.keywords import check_keywords
 
 NAMES: set[str] = set()  # attn_implementations that register() made
 
-# The forms of a mask. A MaskPattern is for our attention alone. A model that supports neither FlashAttention nor
-# FlexAttention reads masks itself, or has an attention of its own: it gets a tensor, bool as for SDPA, or additive as for
-# eager attention where it does not support SDPA.
+# The forms of a mask. Only our attention reads a MaskPattern. A model that supports neither FlashAttention nor
+# FlexAttention reads masks itself, or has an attention of its own. It gets a tensor: bool, as for SDPA, or additive, as
+# for eager attention, where it does not support SDPA.
 PATTERN, BOOL, ADDITIVE = "pattern", "bool", "additive"
 _READERS = ("transformers.models.doge.",)  # supports FlexAttention, and reads every other mask itself
-# Here tokens of neighbouring documents also mix outside of attention: convolutions, trigrams, compressed keys.
+# Models in which tokens of neighbouring documents also mix outside attention: convolutions, trigrams, compressed keys.
 _MIXERS = frozenset(
     (
         "canine",
@@ -39,7 +42,8 @@ _MIXERS = frozenset(
         "sam3_lite_text_text_model",
     )
 )
-OTHER_POSITIONS = frozenset(("decision_transformer",))  # position_ids of zeros, beside embeddings of the time
+# These give position_ids of zeros, and embed the time step instead.
+OTHER_POSITIONS = frozenset(("decision_transformer",))
 
 
 class ModelCall:
@@ -50,21 +54,21 @@ class ModelCall:
         self.mask_form, indices, model_type = _habits_of(type(model), type(model.config))
         self.position_ids = None if model_type in OTHER_POSITIONS else argument("position_ids", indices, args, kwargs)
         self.cu_seqlens, self.cu_seqlens_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
-        self.cache = None  # that a mask was made beside
-        self.checked = None  # positions that cu_seqlens were held against, and what came of it
-        self.traced = torch.compiler.is_compiling()  # made inside of a graph
+        self.cache = None  # the KV cache that check_cache has seen in this call
+        self.checked = None  # (position_ids that cu_seqlens were compared with, result of check_positions)
+        self.traced = torch.compiler.is_compiling()  # this call is inside a graph
         self.padding, self.outer = argument("attention_mask", indices, args, kwargs), outer
         self.numbers = numbers_of(self.padding)
         self.mixes = mixes_tokens(model.config)
-        # A mask of every query and key, and a dict of those that an outer model made, say all that there is.
+        # A 4-D mask, or a dict of masks made by an outer model, already says which tokens may attend to each other.
         whole = self.padding is not None and not is_tensor(self.padding, 2)
         self.used = whole and not self.mixes
         self.numbers_used = self.numbers is None
 
     def mark_used(self):
-        """The position_ids or cu_seq_lens_q of this call, and of the calls around it, have reached a mask or an attention.
+        """The position_ids or cu_seq_lens_q of this call have reached a mask or an attention; so have the outer calls'.
 
-        A call that was given neither, such as a vision tower's, stops nothing and says nothing of those around it.
+        A call without either, such as a vision tower's, marks neither itself nor the outer calls.
         """
         call = self
         while call is not None and not call.used and not (call.position_ids is None and call.cu_seqlens is None):
@@ -72,9 +76,10 @@ class ModelCall:
             call = call.outer
 
     def check_positions(self, position_ids, batch):
-        """(position_ids, cu_seq_lens_q) to go on with, None for the latter where there was nothing to check.
+        """(position_ids, cu_seq_lens_q), checked; None for the latter where there was nothing to check.
 
-        ValueError where cu_seq_lens_q, which may reach no layer, give other documents than a mask's positions.
+        ValueError where cu_seq_lens_q give other documents than the position_ids of a mask: layers may see the mask
+        alone.
         """
         cu_q, cu_k = self.cu_seqlens, self.cu_seqlens_k
         if not isinstance(cu_q, torch.Tensor) or position_ids.shape[0] not in (1, batch):
@@ -89,16 +94,16 @@ class ModelCall:
         return self.checked[1]
 
     def mark_numbers_used(self, numbers):
-        """These, of an attention_mask, have reached a mask: of this call, or of one that handed the mask on."""
+        """These document numbers have reached a mask: they are this call's, or an outer call's that passed them on."""
         call = self
         while call is not None and numbers is not None:
             call.numbers_used |= call.numbers is numbers and not call.mixes
             call = call.outer
 
     def refuse_if_lost(self):
-        """Documents that no attention knows of would attend to each other.
+        """ValueError if several documents reached no attention: they would have attended to each other.
 
-        A graph cannot look at values: it asserts on the device.
+        A graph cannot read values on the host: it asserts on the device.
         """
         if not self.used and isinstance(self.cu_seqlens, torch.Tensor) and self.cu_seqlens.numel() > 2:
             raise ValueError(self._refusal("cu_seq_lens_q"))
@@ -113,37 +118,37 @@ class ModelCall:
 
 
 def mixes_tokens(config) -> bool:
-    """Beside attention, and past the end of a document."""
+    """Whether tokens of neighbouring documents mix outside attention."""
     # token_dropout of ESM scales a row by how many of all its tokens are masked.
     return config.model_type in _MIXERS or bool(getattr(config, "token_dropout", False))
 
 
 def current() -> ModelCall | None:
-    """The innermost call that runs in this thread; None also where somebody called model.forward itself."""
+    """The innermost call that runs in this thread; None if none does, or if model.forward was called directly."""
     return running.here().call
 
 
 def call_to_mark() -> ModelCall | None:
-    """The call whose documents an attention or a mask uses; None in a compiled layer: its model's mask, made outside of
+    """The call whose documents an attention or a mask uses. None in a layer compiled alone: the mask, made outside of
     it, has marked them."""
     call = current()
     return None if call is None or (torch.compiler.is_compiling() and not call.traced) else call
 
 
 def leave(carrier) -> None:
-    """Hands a carrier to the mask function past transformers' create_chunked_causal_mask, which reads the 2-D mask itself."""
+    """Keeps a carrier for the mask function: create_chunked_causal_mask reads the 2-D mask itself, so it cannot get one."""
     running.here().chunked = carrier
 
 
 def collect(padding):
-    """What was left for the mask function that gets this 2-D mask, or None."""
+    """The carrier that was kept for this 2-D mask, or None."""
     now = running.here()
     carrier, now.chunked = now.chunked, None
     return carrier if carrier is not None and carrier.padding is padding else None
 
 
 def watch_calls() -> bool:
-    """Calls of models under our names are known while they run. False: transformers has a __call__ of its own."""
+    """Wraps PreTrainedModel.__call__, once. False where transformers defines a __call__ itself: it is left alone."""
     if not _PATCH.pinned and PreTrainedModel.__call__ is not torch.nn.Module.__call__:
         return False
     if not _PATCH.pinned:
@@ -188,7 +193,7 @@ _habits: dict[tuple, tuple] = {}  # torch.compile would look through functools.c
 
 @torch.compiler.assume_constant_result
 def _habits_of(cls, config_cls):
-    """The form of its masks, where position_ids and attention_mask are among its arguments, its model_type."""
+    """(form of its masks, indices of position_ids and attention_mask among its arguments, model_type)."""
     if (cls, config_cls) not in _habits:
         names = list(inspect.signature(cls.forward).parameters)[1:]
         indices = {name: names.index(name) for name in ("position_ids", "attention_mask") if name in names}
@@ -203,7 +208,7 @@ def _habits_of(cls, config_cls):
 
 
 def numbered(mask):
-    """The 2-D mask that reached an attention, with its numbers."""
+    """The 2-D mask that reached an attention, with the document numbers that _with_ones took out of it."""
     numbers, call = numbers_of(mask), call_to_mark()
     if call is not None:
         call.mark_numbers_used(numbers)
@@ -211,6 +216,7 @@ def numbered(mask):
 
 
 def _with_ones(model, args, kwargs):
+    """The arguments, document numbers of a 2-D attention_mask replaced by ones: models expect 0 and 1 there."""
     indices = _habits_of(type(model), type(model.config))[1]
     mask = argument("attention_mask", indices, args, kwargs)
     if not is_tensor(mask, 2) or mask.dtype == torch.bool or hasattr(mask, NUMBERS):

@@ -1,4 +1,4 @@
-"""The model families whose RoPE and RMSNorm are known: how each rotates and normalises."""
+"""The model families that are known, and which formula of RoPE and RMSNorm each has: a new family is a line here."""
 
 from importlib.util import find_spec
 from typing import NamedTuple

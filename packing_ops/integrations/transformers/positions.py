@@ -1,11 +1,11 @@
-"""The position_ids that the hooks of a swapped model give it where its call does not."""
+"""Hooks that give a patched model position_ids where its call has cu_seq_lens_q alone."""
 
 from packing_ops.boundaries import position_ids_from_cu_seqlens
 from packing_ops.integrations.transformers.model_call import NAMES
 
 
 def give_position_ids(owner, args, kwargs):
-    """With cu_seq_lens alone the model would count along the row, and scale long-context RoPE by the row's length."""
+    """Without them the model would count positions along the row, and scale long-context RoPE by the row's length."""
     cu_seqlens = kwargs.get("cu_seq_lens_q")
     if cu_seqlens is None or len(args) > 2 or kwargs.get("position_ids") is not None:
         return None

@@ -12,10 +12,10 @@ from packing_ops.integrations.transformers.models import MODULES
 from packing_ops.integrations.transformers.positions import give_position_ids, give_text_positions
 from packing_ops.rope import apply_rotary_qk
 
-# How a patch reaches one model only. Attention looks apply_rotary_pos_emb up in its module, which all models of the
-# family share, so a dispatcher stands there while it is needed. A hook on the model's rotary_emb returns cos as Tables;
-# the dispatcher rotates those by our op and calls the stock function for anything else. No global state is set around a
-# forward, so recomputation, threads and torch.compile see the same program.
+# How one model is patched and not the others of its family. Attention looks apply_rotary_pos_emb up in its module, which
+# all models of the family share, so that function is replaced by a dispatcher. A hook on the patched model's rotary_emb
+# returns cos as Tables; the dispatcher rotates with our op if it gets Tables, else it calls the stock function. No global
+# state is set around a forward, so recomputation, threads and torch.compile see the same program.
 
 FUNCTION = "apply_rotary_pos_emb"
 

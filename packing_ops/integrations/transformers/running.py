@@ -1,4 +1,4 @@
-"""What runs in this thread: a model's call, and a model whose loss is fused."""
+"""State of this thread: the model call that runs, and the model whose loss is fused."""
 
 import threading
 
@@ -32,6 +32,6 @@ def here():
 
 
 def fuse(running):
-    """Sets what runs fused in this thread, and in what it calls, which may be compiled; what ran before."""
+    """Sets the model whose loss is fused in this thread, also for compiled parts that it calls; returns the one before."""
     before, here().fused, traced.fused = here().fused, running, running
     return before

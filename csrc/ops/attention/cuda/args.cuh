@@ -1,4 +1,5 @@
-// The argument of every attention kernel: attention.h's params with the geometry worked out. Strides count elements.
+// The argument of every attention kernel: the parameters of attention.h, and what is computed from them once per call.
+// Strides count elements.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,7 +12,7 @@
 
 namespace packing_ops::attention {
 
-// Division by a constant of the call, as a multiplication.
+// Division by a number that is constant in a call, as a multiplication.
 struct Divisor {
   uint32_t value = 1;
   uint32_t inverse = UINT32_MAX;  // 2^32 / value, rounded down

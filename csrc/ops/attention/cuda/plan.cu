@@ -1,4 +1,5 @@
-// Builds the work-list: one block for each list, a counting sort by cost. A warp takes 32 documents at a time.
+// Builds the plan: one thread block for each kernel's list of tiles, which it sorts by cost (counting sort). A warp
+// takes 32 documents at a time.
 #include <algorithm>
 #include <bit>
 
@@ -15,7 +16,7 @@ namespace {
 constexpr int kPlanThreads = 1024;
 constexpr int kBuckets = 192;
 
-// The bucket of a cost: eight to the octave, the costliest first.
+// The bucket of a cost: eight buckets to each power of two, the costliest first.
 __device__ int cost_bucket(int64_t cost) {
   if (cost < 8) return kBuckets - 1 - static_cast<int>(cost < 0 ? 0 : cost);
   const int octave = 63 - __clzll(cost);
@@ -23,6 +24,7 @@ __device__ int cost_bucket(int64_t cost) {
   return rank < kBuckets ? kBuckets - 1 - rank : 0;
 }
 
+// Which tiles a document has in one of the plan's lists, what they cost, and their entries.
 struct TileLister {
   PlanView plan;
   int list;
@@ -33,7 +35,6 @@ struct TileLister {
   }
 
   __device__ int32_t tiles(const DocumentView& d) const {
-    // Unattended keys are listed too: their gradients are zeros that a unit has to write.
     if (is_forward()) {
       const bool resident = d.keys <= plan.tiles.resident_max_tokens && d.tokens <= plan.tiles.resident_max_tokens;
       const bool is_short = !resident && d.keys <= plan.tiles.short_max_keys;
@@ -41,14 +42,15 @@ struct TileLister {
       if (resident) return d.tokens > 0;
       return static_cast<int32_t>(ceil_div(static_cast<int64_t>(d.tokens) * plan.tiles.group, rows()));
     }
+    // Keys that no query attends to are listed too: a unit has to write the zeros of their gradients.
     const bool small = d.keys <= plan.tiles.small_keys;
     const bool single = !small && d.keys <= plan.tiles.backward_keys;
     if ((list == PlanView::kBackwardSmall) != small || (list == PlanView::kBackwardSingle) != single) return 0;
     return static_cast<int32_t>(ceil_div(d.keys, plan.tiles.backward_keys));
   }
 
-  // One cost for all tiles of a document in the backward and of short documents: its tiles stay neighbours in the list,
-  // run at the same time and read the same rows from L2.
+  // Number of steps of a tile, about. In the backward, and for short documents in the forward, all tiles of a document
+  // have the same cost: they stay next to each other in the list, run at the same time and read the same rows from L2.
   __device__ int64_t cost(const DocumentView& d, int32_t tile) const {
     const int64_t group = plan.tiles.group;
     if (list == PlanView::kForwardShort) return ceil_div(d.keys, kShortKeys);
@@ -70,15 +72,15 @@ struct TileLister {
     return ceil_div(visible.end, keys) - visible.begin / keys;
   }
 
-  // All tiles of a document next to each other: the ring of partial dq needs it.
+  // Whether all tiles of a document must be next to each other in the list: the ring of partial dq needs it.
   __device__ bool contiguous() const { return list == PlanView::kBackward; }
   __device__ uint32_t partial_dq_tiles(const DocumentView& d) const {
     return static_cast<uint32_t>(
         row_tiles_with_partial_dq(d, plan.tiles.group, plan.tiles.backward_rows, plan.tiles.backward_keys).size());
   }
 
-  // The index-th tile of a document. partial dq is summed over key tiles in this order. sums: row tiles with partial dq
-  // of the documents before.
+  // The index-th tile of a document in the list; partial dq is summed over key tiles in this order.
+  // sums: number of row tiles with partial dq in the documents before.
   __device__ PlanEntry entry(int64_t document, const DocumentView& d, int32_t index, uint32_t sums) const {
     const bool ascend = is_forward() || plan.tiles.start_at_last_row(d.tokens);
     const int32_t tile = ascend ? index : tiles(d) - 1 - index;
@@ -101,7 +103,7 @@ struct TileLister {
   }
 };
 
-// Entries of a bucket and their row tiles with partial dq, in one word: one atomic takes both in the same order.
+// Two prefix sums, of entries and of their row tiles with partial dq, in one 64-bit word: one atomicAdd advances both.
 struct ListPosition {
   int32_t entry;
   uint32_t sums;
@@ -114,7 +116,7 @@ __device__ ListPosition position_of(Counter c) {
   return {static_cast<int32_t>(c), static_cast<uint32_t>(c >> 32)};
 }
 
-// Position of this lane's entry in its bucket: one atomic for all `taking` lanes of the same bucket.
+// Position of this lane's entry in the list: one atomicAdd for all lanes in `taking` with the same bucket.
 __device__ int32_t take_position(Counter* counters, int bucket, unsigned taking) {
   const unsigned lane = threadIdx.x & 31;
   const unsigned peers = __match_any_sync(taking, bucket);
@@ -127,8 +129,8 @@ __device__ int32_t take_position(Counter* counters, int bucket, unsigned taking)
   return base + __popc(peers & ((1u << lane) - 1));
 }
 
-// f(document, its view, tile, position) for every tile; positions come from counters[bucket]. The tiles of a warp's 32
-// documents are enumerated by a prefix sum, a lane each.
+// f(document, its view, tile, position) for every tile; positions come from counters[bucket]. A warp takes 32
+// documents, one per lane, numbers their tiles by a prefix sum, and then handles one tile per lane.
 template <class F>
 __device__ void for_each_tile(const TileLister& lister, const Documents& documents_q, const Documents& documents_k,
                               Counter* counters, F&& f) {
@@ -189,7 +191,8 @@ __global__ void __launch_bounds__(kPlanThreads)
   __shared__ Counter counters[kBuckets];
   const int list = blockIdx.x;
   const TileLister lister{plan, list};
-  // With one wrong cu_seqlens entry the whole batch counts as padding: zeros, and no address from a wrong value.
+  // If one entry of cu_seqlens is wrong, the whole batch counts as padding: results are zeros, and no address is
+  // computed from a wrong value.
   const bool wrong = __syncthreads_or(wrong_entries(documents_q) || wrong_entries(documents_k));
   if (list == 0) {
     if (threadIdx.x == 0) {
@@ -210,6 +213,7 @@ __global__ void __launch_bounds__(kPlanThreads)
   }
   for (int i = threadIdx.x; i < kBuckets; i += blockDim.x) counters[i] = 0;
   __syncthreads();
+  // First pass: counts per bucket. Then their prefix sum, and in a second pass the entries.
   for_each_tile(lister, documents_q, documents_k, counters, [](int64_t, const DocumentView&, int32_t, ListPosition) {});
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -229,7 +233,7 @@ __global__ void __launch_bounds__(kPlanThreads)
                 });
 }
 
-// The ring holds the longest document possible, and enough units of any length to keep the GPU busy.
+// Size of the ring: room for the longest document possible, and for enough units to keep the GPU busy.
 void set_dq_ring(PlanView& plan, int32_t device) {
   const AttentionTiles& tiles = plan.tiles;
   const int64_t key_tiles = plan.total_k / tiles.backward_keys;
@@ -240,7 +244,7 @@ void set_dq_ring(PlanView& plan, int32_t device) {
   const int64_t longest = ceil_div(plan.total_q * tiles.group, tiles.backward_rows);
   const int64_t in_flight = 2 * multiprocessors * ceil_div(tiles.backward_keys * tiles.group, tiles.backward_rows);
   const uint64_t min_size = static_cast<uint64_t>(std::max({longest, in_flight, key_tiles + 1}));
-  constexpr uint64_t kMaxSize = uint64_t{1} << 31;  // more than any GPU has memory for
+  constexpr uint64_t kMaxSize = uint64_t{1} << 31;  // row tiles: more than fit in any GPU's memory
   plan.dq_ring = static_cast<uint32_t>(std::min(std::bit_ceil(min_size), kMaxSize));
   const int64_t row_tiles = (longest + std::min(key_tiles, plan.num_documents)) * plan.num_kv_heads;
   plan.dq_ring_tiles = std::min<int64_t>(row_tiles, plan.dq_ring);

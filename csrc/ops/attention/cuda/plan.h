@@ -1,4 +1,4 @@
-// The work-list of a packed batch (a tile scheduler's list): every tile, the costliest first. Built on the device once,
+// The plan of a packed batch: lists of tiles for persistent kernels, the costliest first. Built on the device once,
 // read by the forward and backward of every layer. Tiles start at each document's start, so a document's tiles are the
 // same wherever it lies in the pack.
 #pragma once
@@ -34,8 +34,8 @@ struct alignas(16) PlanEntry {
   int32_t head_offset;  // forward: of the tile's first row in its group
 };
 
-// [attention_plan_size] int32 words: header, the cu_seqlens that it was built from, then a list of entries for each
-// kernel (Header).
+// The plan in memory, int32 words: a header, the cu_seqlens that it was built from, then a list of entries for each
+// kernel. The header's first words are the lengths of the lists.
 struct PlanView {
   int32_t* data = nullptr;
   int64_t total_q = 0;

@@ -1,12 +1,16 @@
-// Backward on mma.sync of documents of several key tiles. A unit of work is (document, key tile, kv head): it loops
-// over the row tiles that attend to its keys and keeps dk and dv in registers for the whole group. A step: s = q k^T
-// and dp = dout v^T, p and ds through shared memory, then dv += p^T dout, dk += ds^T q and dq = ds k. dq of a row tile
-// is summed over key tiles in a fixed order (AttentionTiles::start_at_last_row) behind a ticket lock (dq_ring.cuh), so
-// results are deterministic. The plan's order is the order of the tickets, so the unit that is waited for always runs.
+// Backward with mma.sync, for documents of several key tiles. A unit of work is (document, key tile, kv head): it loops
+// over the row tiles that attend to its keys and keeps dk and dv in registers. A step has two halves:
 //
-// kScoresAhead: p and ds are computed one step ahead. Between two barriers every warp computes the scores of step i and
-// the sums of step i - 1, one half of the warps in this order and the other half in the reverse order, so that one
-// half's exponentials and stores overlap the other half's mma. The bits are the same.
+//   scores  s = q k^T and dp = dout v^T; p and ds go to shared memory
+//   sums    dv += p^T dout, dk += ds^T q, and dq = ds k, this key tile's part of dq
+//
+// dq of a row tile is summed over key tiles in a fixed order (AttentionTiles::start_at_last_row) behind a ticket lock
+// (dq_ring.cuh), so results are deterministic. Units are claimed in the order of their tickets, so a unit waits only
+// for units that already run.
+//
+// kScoresAhead: scores are computed one step ahead. Between two barriers every warp computes the scores of step i and
+// the sums of step i - 1. Half of the warps do the scores first, the other half the sums, so that the exponentials and
+// stores of one half overlap the mma of the other. Results have the same bits either way.
 #pragma once
 
 #include "core/launch.cuh"
@@ -26,8 +30,8 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier>::kThreads)
   using Unit = BackwardUnit<T, Shape, kTransform>;
   constexpr int kRows = Shape::kRows;
   constexpr int kKeys = Shape::kKeys;
-  // Ticket wait and ticket release each stall their warp for an L2 round trip; with kScoresAhead they are on two
-  // different warps that issue no loads.
+  // Waiting for a ticket and releasing one each stall their warp for an L2 round trip. With kScoresAhead two different
+  // warps do them, neither of which issues loads.
   constexpr int kTicketWaitThread = Shape::kScoresAhead ? Shape::kThreads / 2 : 32;
   constexpr int kTicketReleaseThread = Shape::kScoresAhead ? kTicketWaitThread + 32 : 0;
   extern __shared__ __align__(128) uint8_t shared[];
@@ -36,7 +40,7 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier>::kThreads)
   auto* next_unit = reinterpret_cast<volatile int32_t*>(shared + (u.tile_p(0).base - u.base));
 
   const int warp = threadIdx.x / 32;
-  const int key_block = warp % Shape::kKeyWarps;  // and the one kKeyBlockStride on
+  const int key_block = warp % Shape::kKeyWarps;  // this warp's 16 keys; its second block is kKeyBlockStride further on
   const int column_part = warp / Shape::kKeyWarps;
   const int64_t units = static_cast<int64_t>(args.plan.data[PlanView::kBackward]) * args.num_kv_heads;
   const PlanEntry* entries = args.plan.entries[PlanView::kBackward];
@@ -78,21 +82,21 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier>::kThreads)
       for (int n = 0; n < Shape::kColumns / 8; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) dk[c][n][i] = dv[c][n][i] = 0.f;
-    DqTicket next_ticket;  // to publish for the previous step, once its partial dq is stored or loaded
+    DqTicket next_ticket;  // of the previous step, to publish once its partial dq is stored or loaded
     const auto publish_ticket = [&] {
       if (threadIdx.x != kTicketReleaseThread || next_ticket.slot < 0) return;
       if (next_ticket.is_first(args.plan.dq_ring)) {
-        ptx::store_relaxed(tickets + next_ticket.slot, next_ticket.ticket);  // the next lap stores, it loads nothing
+        ptx::store_relaxed(tickets + next_ticket.slot, next_ticket.ticket);  // its next user overwrites the slot
       } else {
         ptx::store_release(tickets + next_ticket.slot, next_ticket.ticket);
       }
     };
 
-    // p and ds of the row tile `rows`, into slot i.
+    // Scores: p and ds of the row tile `rows`, into slot i.
     const auto compute_scores = [&](int i) {
       const int32_t last_token = rows.last_token();
       const Interval<int32_t> keys = d.visible_keys(rows.token, last_token);
-      // Quotients of unsigned numbers, which are shifts.
+      // Unsigned, so that the divisions are shifts.
       const int32_t first_tile = static_cast<uint32_t>(keys.begin) / kKeys;
       const int32_t last_tile = static_cast<uint32_t>(keys.end - 1) / kKeys;
       const uint32_t first_visible = keys.begin <= first_key ? 0 : keys.begin - first_key;
@@ -103,7 +107,7 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier>::kThreads)
           rows.valid, blocks.begin, blocks.end,
           dq_ticket(ring_index, args.plan.dq_ring, descending ? entry.tile - first_tile : last_tile - entry.tile),
           entry.tile == (descending ? last_tile : first_tile), last_tile == 0);
-      // As visit.attends_to, from the unpacked values: the first mma depends on them.
+      // The same as visit.attends_to, without unpacking: the first mma waits for these.
       const bool attends_first_block = key_block >= blocks.begin && key_block < blocks.end;
       const bool attends_second_block =
           key_block + Unit::kKeyBlockStride >= blocks.begin && key_block + Unit::kKeyBlockStride < blocks.end;
@@ -121,16 +125,16 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier>::kThreads)
       }
       return visit;
     };
-    // Spins until this unit's ticket is up; usually it is.
+    // Spins until it is this unit's turn to add to dq; usually it is already.
     const auto wait_for_ticket = [&](const RowTileVisit& visit) {
       if (visit.is_only()) return;
       while (static_cast<uint32_t>(ptx::load_acquire(tickets + visit.ticket.slot)) != visit.ticket.ticket) {
       }
     };
-    // dk, dv and dq from slot i; its row tile starts `back` rows from `rows`.
+    // Sums: dk, dv and dq from slot i, whose row tile starts `back` rows from `rows`.
     const auto add_sums = [&](const RowTileVisit& visit, int i, int back) {
       u.add_keys(dk, dv, visit, i, key_block, column_part);
-      publish_ticket();  // this late, the previous step's stores have long arrived
+      publish_ticket();  // not earlier: the release would wait for the previous step's stores
       if (Unit::query_row() < visit.rows()) {
         typename Unit::Queries dq;
         u.queries(dq, visit, i);
@@ -201,7 +205,7 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier>::kThreads)
         }
       }
     }
-    // Epilogue: dk and dv. Claim late: later key tiles of the document spin on this unit's tickets.
+    // Epilogue: dk and dv. The next unit is claimed only now: others may wait for the tickets of a claimed unit.
     int32_t next_claimed = 0;
     if (threadIdx.x == 0) next_claimed = atomicAdd(work_counter, 1);
     ptx::cp_async_wait<0>();

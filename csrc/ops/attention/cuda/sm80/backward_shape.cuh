@@ -8,11 +8,11 @@
 namespace packing_ops::attention::sm80 {
 
 // A step takes kRows packed rows. A warp's share of
-//   s [rows, keys]: kScoreRows rows and two blocks of 16 keys, half a tile apart, so that a short document's blocks
-//   spread
-//                   over the warps
+//   s [rows, keys]: kScoreRows rows and two blocks of 16 keys
 //   dk, dv:         the same two blocks and kColumns columns
 //   dq:             kQueryRows rows and kQueryColumns columns
+// The two blocks are half a tile apart, so that the keys of a short document are spread over the warps.
+//
 // kSingle: the tile holds all keys of its document, so rowsum(dout * out) = rowsum(p * dp) is computed without reading
 // out. kWarpOwnsRow: a warp has all keys of its 16 rows, so that sum needs no other warp.
 template <int kDim_, int kKeys_, bool kSingle_, SmemTier kTier>
@@ -27,9 +27,9 @@ struct BackwardShape {
   static constexpr bool kScoresAhead = kScoreTiles > 1;  // p and ds are computed one step ahead of dk, dv, dq
   static constexpr bool kSingle = kSingle_;
   static constexpr int kKeyWarps = kKeys / 32;
-  static constexpr int kParts = kWarps / kKeyWarps;  // warps that share two blocks of keys
+  static constexpr int kParts = kWarps / kKeyWarps;  // warps that share the same two blocks of keys
   static constexpr bool kWarpOwnsRow = kSingle && 16 * kWarps == kRows;
-  // At least 16; then the last parts have none.
+  // At least the 16 rows of an mma, even if then the last of these warps have no rows.
   static constexpr int kScoreRows = kWarpOwnsRow || kRows / kParts < 16 ? 16 : kRows / kParts;
   static constexpr int kScoreBlocks = kWarpOwnsRow ? kKeys / 16 : 2;
   static constexpr int kScoreBlockStride = kWarpOwnsRow ? 1 : kKeyWarps;  // blocks between two of a warp's
@@ -47,7 +47,7 @@ struct BackwardShape {
   static constexpr int kShared = kTiles + kRowSums;
 };
 
-// One row tile, as one key tile visits it; in three registers.
+// What a unit keeps of one step (its row tile and this key tile), in three registers.
 struct RowTileVisit {
   uint32_t packed = 0;
   DqTicket ticket;  // of its partial dq

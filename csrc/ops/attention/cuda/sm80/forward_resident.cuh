@@ -1,10 +1,11 @@
 // Forward of resident documents, whose keys all fit in shared memory. A unit of work is (document, kv head). Warp
-// specialised: a producer warp loads every unit's keys, once, into a ring of key tiles, as far ahead as the ring has
+// specialised: a producer warp loads every unit's keys, once, into a ring buffer of key tiles, as far ahead as there is
 // room; the consumer warps take 16 packed rows at a time from a shared counter and never wait for each other. Barriers:
-// `full` when a unit's keys have arrived, `empty` when every consumer is past it. A row's online softmax has the order
-// that it has in forward.cuh.
+// `full` when a unit's keys have arrived, `empty` when every consumer warp is done with the unit. A row's online
+// softmax takes the keys in the same order as in forward.cuh.
 //
-// Divergent warps thrash the instruction cache: one copy of each step (no half-tile path), and kSmallCode.
+// Warps are at different places in the code at the same time, which evicts the instruction cache: each step is compiled
+// once (no path for half tiles), with kSmallCode.
 #pragma once
 
 #include "core/launch.cuh"
@@ -43,13 +44,13 @@ struct ResidentUnit {
   int32_t end_block;
 };
 
-// Which key tiles hold which unit. Unit number i of this thread block is in slot i % kUnits.
+// The units whose keys are in the ring. The i-th unit of this thread block is in slot i % kUnits.
 template <class Shape>
 struct ResidentRing {
   ResidentUnit units[Shape::kUnits];
   uint64_t full[Shape::kUnits];
   uint64_t empty[Shape::kUnits];
-  int32_t next_block;  // of rows, not yet taken by a consumer
+  int32_t next_block;  // the first block of 16 rows that no consumer warp has taken
 
   __device__ void wait_until_full(int32_t unit) {
     ptx::mbarrier_wait(&full[unit % Shape::kUnits], unit / Shape::kUnits & 1);
@@ -59,7 +60,7 @@ struct ResidentRing {
   }
 };
 
-// Producer warp: every unit's keys, as soon as the ring has room for them.
+// Producer warp: loads every unit's keys as soon as the ring has room for them.
 template <class Shape>
 __device__ __forceinline__ void load_units(const Args& args, ResidentRing<Shape>& ring, typename Shape::Tiles tile_k,
                                            typename Shape::Tiles tile_v) {
@@ -67,10 +68,10 @@ __device__ __forceinline__ void load_units(const Args& args, ResidentRing<Shape>
   const int lane = threadIdx.x & 31;
   const uint32_t units = static_cast<uint32_t>(args.plan.data[PlanView::kForwardResident]) * args.num_kv_heads;
   int32_t unit = 0;
-  int32_t oldest = 0;
+  int32_t oldest = 0;  // unit whose tiles are still in the ring
   int32_t first_tile = 0;
   int32_t first_block = 0;
-  int32_t used = 0;        // tiles from oldest on
+  int32_t used = 0;        // tiles of the units from oldest on
   int32_t lane_tiles = 0;  // key tiles of the unit in slot `lane`
   const auto make_room = [&](int32_t tiles) {
     for (; used + tiles > Shape::kTiles || unit - oldest == kUnits; ++oldest) {
@@ -85,7 +86,7 @@ __device__ __forceinline__ void load_units(const Args& args, ResidentRing<Shape>
     }
     ptx::mbarrier_arrive_after_cp_async(&ring.full[unit % kUnits]);
   };
-  PlanEntry entry{};  // of the unit that is `lane` after a multiple of 32
+  PlanEntry entry{};  // each lane reads ahead one of the next 32 units
   int32_t head = 0;
   for (; serpentine(unit) < units; ++unit) {
     if (unit % 32 == 0 && serpentine(unit + lane) < units) {
@@ -105,7 +106,7 @@ __device__ __forceinline__ void load_units(const Args& args, ResidentRing<Shape>
     for (int32_t i = 0; i < tiles; ++i) {
       const int32_t first_key = i * Shape::kKeys;
       const int32_t keys = d.keys - first_key;
-      // Keys after the last one are masked in s, but v must be finite there: 0 * NaN is NaN.
+      // Keys after the last one have p = 0, but v must be finite there: 0 * NaN is NaN.
       load_keys<32>(tile_k(first_tile), args.k, d, kv_head, first_key, args.head_dim, lane, keys);
       load_keys<32>(tile_v(first_tile), args.v, d, kv_head, first_key, args.head_dim, lane, (keys + 15) & ~15);
       first_tile = first_tile + 1 < Shape::kTiles ? first_tile + 1 : 0;
@@ -121,7 +122,7 @@ __device__ __forceinline__ void load_units(const Args& args, ResidentRing<Shape>
   ptx::cp_async_wait<0>();
 }
 
-// Consumer warps: out and lse of the rows that they take.
+// Consumer warps: compute out and lse of the rows that they take.
 template <class T, class Shape, bool kTransform>
 __device__ __forceinline__ void attend(const Args& args, ResidentRing<Shape>& ring, typename Shape::TileQ tile_q,
                                        typename Shape::Tiles tile_k, typename Shape::Tiles tile_v) {
@@ -135,11 +136,11 @@ __device__ __forceinline__ void attend(const Args& args, ResidentRing<Shape>& ri
   ring.wait_until_full(0);
   RowState<1> state;
   typename Unit::Sums o;
-  PackedRows finished;  // whose sums are in o
+  PackedRows finished;  // the rows before, whose sums are in o
   finished.valid = 0;
 #pragma unroll 1
   while (true) {
-    // The unit of the next rows; their q loads while the rows before are stored.
+    // Find the unit of the next rows. Their q is loaded while the rows before are stored.
     const int32_t block = __shfl_sync(0xffffffffu, taken, 0);
     while (block >= ring.units[unit % Shape::kUnits].end_block) {
       if (lane == 0) ptx::mbarrier_arrive(&ring.empty[unit % Shape::kUnits]);
@@ -194,7 +195,7 @@ __global__ void __launch_bounds__(ResidentShape<kDim>::kThreads, 1)
 
   ptx::launch_dependents();
   if (threadIdx.x < Shape::kUnits) {
-    ptx::mbarrier_init(&ring.full[threadIdx.x], 32 + 1);  // a warp's copies and what one of its lanes writes
+    ptx::mbarrier_init(&ring.full[threadIdx.x], 32 + 1);  // 32 lanes' copies, and lane 0's ResidentUnit
     ptx::mbarrier_init(&ring.empty[threadIdx.x], Shape::kWarps);
   }
   if (threadIdx.x == 0) ring.next_block = 0;

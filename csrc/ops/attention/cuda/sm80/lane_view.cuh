@@ -5,8 +5,8 @@
 
 namespace packing_ops::attention::sm80 {
 
-// Which of a fragment's matrices lie side by side: A and transposed B read rows first, B and transposed A columns
-// first.
+// Order of the four 8x8 matrices of ldmatrix.x4 in a 16x16 block: down the rows first, for A and transposed B, or along
+// the columns first, for B and transposed A.
 enum class Lanes { kRowsFirst, kColumnsFirst };
 
 // Where a lane reads in the 16x16 block at the start of a tile.
