@@ -54,7 +54,7 @@ class PackedMetadata:
     seqlen: int | None = None
     _cache: ClassVar[BatchCache | None] = None  # no field: hosts make dataclasses anew from all of theirs
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not torch.compiler.is_compiling():  # nothing is kept in a trace
             object.__setattr__(self, "_cache", BatchCache())
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import packing_ops as po
 from packing_ops.data import (
     PackedCollator,
-    batches,
     iter_microbatches,
+    num_rows,
     pad_batch_to_multiple,
     select_rows,
     slice_batch,
@@ -78,7 +78,7 @@ def test_dummy_rows_repeat_row_0_and_count_in_no_loss(device, rows, multiple):
     batch = batch_of(rows, device)
     before = copy.deepcopy(batch)
     padded = pad_batch_to_multiple(batch, multiple)
-    total = batches.num_rows(padded)
+    total = num_rows(padded)
     assert total % multiple == 0
     assert 0 < total - rows < multiple
     assert_same_batch(slice_batch(padded, 0, rows), batch)
@@ -236,7 +236,7 @@ def test_selected_rows_are_those_rows(rows, data):
     batch = batch_of(rows)
     indices = data.draw(st.lists(st.integers(0, rows - 1), max_size=8))
     selected = select_rows(batch, indices)
-    assert batches.num_rows(selected) == len(indices)
+    assert num_rows(selected) == len(indices)
     for place, index in enumerate(indices):
         assert_same_batch(slice_batch(selected, place, place + 1), slice_batch(batch, index, index + 1))
     assert not storages(selected["sequences"]) & storages(batch["sequences"])
@@ -266,7 +266,7 @@ def test_order_goes_with_the_rows_of_its_documents():
     batch = packed_batch()
     before, rows = copy.deepcopy(batch), documents_of(batch)
     assert len({len(row) for row in rows}) > 1, "rows of different numbers of documents"
-    assert batches.num_rows(batch) == len(rows)
+    assert num_rows(batch) == len(rows)
     for start, end in itertools.combinations(range(len(rows) + 1), 2):
         part = slice_batch(batch, start, end)
         assert documents_of(part) == rows[start:end]
