@@ -49,14 +49,14 @@ def cu_seqlens_of_rows(rows: int, seqlen: int, device: torch.device) -> torch.Te
     return torch.arange(rows + 1, dtype=torch.int32, device=device) * seqlen
 
 
-def dense_cu_seqlens(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """int32 ``[batch + 1]`` for ``[batch, seqlen, ...]``: the same tensor in every call, so that layers share a plan."""
-    batch, seqlen = tensor.shape[:2]
+def dense_cu_seqlens(batch: int, seqlen: int, like: torch.Tensor, name: str) -> torch.Tensor:
+    """int32 ``[batch + 1]`` of equal rows, on the device of ``like``: the same tensor in every call, so that layers share
+    a plan."""
     if batch * seqlen >= 2**31:
-        raise ValueError(f"{name}: expected batch * seqlen below 2**31, got {list(tensor.shape)}")
-    if is_real(tensor):
-        return _kept_cu_seqlens(batch, seqlen, tensor.device, _stream(tensor))
-    return cu_seqlens_of_rows(batch, seqlen, tensor.device)
+        raise ValueError(f"{name}: expected batch * seqlen below 2**31, got batch {batch} and seqlen {seqlen}")
+    if is_real(like):
+        return _kept_cu_seqlens(batch, seqlen, like.device, _stream(like))
+    return cu_seqlens_of_rows(batch, seqlen, like.device)
 
 
 @functools.lru_cache(maxsize=16)

@@ -173,7 +173,8 @@ def flash_attn_func(
         raise ValueError(f"k: expected a batch of {q.shape[0]} like q, got {list(k.shape)}")
     if v.shape != k.shape:
         raise ValueError(f"v: expected {list(k.shape)} like k, got {list(v.shape)}")
-    seqlens_args = _batch_cache.dense_cu_seqlens(q, "q"), _batch_cache.dense_cu_seqlens(k, "k"), q.shape[1], k.shape[1]
+    cu_seqlens = (_batch_cache.dense_cu_seqlens(t.shape[0], t.shape[1], t, name) for t, name in ((q, "q"), (k, "k")))
+    seqlens_args = *cu_seqlens, q.shape[1], k.shape[1]
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, True
     out, lse, _ = flash_attn_varlen_func(*(t.flatten(0, 1) for t in (q, k, v)), *seqlens_args, *options)  # type: ignore[call-overload]
     out, lse = out.view(q.shape), lse.unflatten(1, q.shape[:2]).transpose(0, 1)

@@ -168,7 +168,7 @@ class PackedCollator:
         if not 0 <= integer(cp_rank, "cp_rank") < self.cp_size:
             raise ValueError(f"cp_rank: expected 0 to {self.cp_size - 1} for cp_size={self.cp_size}, got {cp_rank}")
         sequences = batch["sequences"]
-        documents = self._documents(batch)
+        documents = self.packed_metadata(batch)
         slots = thd_partition_indices(documents.cu_seqlens, self.cp_size, cp_rank, total=documents.total)
         whole = {
             "sequences": sequences,
@@ -209,7 +209,7 @@ class PackedCollator:
             ValueError: rows that are not this collator's.
         """
         sequences = batch["sequences"]
-        documents = self._documents(batch)
+        documents = self.packed_metadata(batch)
         weights = torch.nn.functional.pad(batch["loss_mask"], (1, 0))  # at the token itself
         return {
             "input_ids": sequences,
@@ -257,8 +257,21 @@ class PackedCollator:
         alignment = self.alignment
         return [[aligned(length, alignment) for length in row] for row in sub_seq_lengths]
 
-    def _documents(self, batch) -> PackedMetadata:
-        """Metadata of the rows flattened into one: aligned documents, and the unused end of each row as one more."""
+    def packed_metadata(self, batch: Mapping) -> PackedMetadata:
+        """PackedMetadata of the rows flattened into one: aligned documents, and the unused end of each row as one more.
+
+        Args:
+            batch: of this collator, or some rows of it.
+
+        Example:
+            >>> collator = PackedCollator(8)
+            >>> batch = collator([{"input_ids": [1] * n, "num_actions": 1} for n in (5, 2, 6)])
+            >>> collator.packed_metadata(batch).lengths.tolist()
+            [6, 2, 5, 3]
+
+        Raises:
+            ValueError: sub_seq_lengths that do not fit the rows.
+        """
         sequences = batch["sequences"]
         segments = self._segments(batch["sub_seq_lengths"], *sequences.shape)
         return PackedMetadata.from_lengths([slots for slots in segments if slots], device=sequences.device)

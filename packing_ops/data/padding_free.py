@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
 from typing import ClassVar
 
@@ -23,6 +23,8 @@ class PaddingFreeCollator:
         return_flash_attn_kwargs: return ``cu_seq_lens_q/k`` and ``max_length_q/k``.
         return_position_ids: return ``position_ids``.
         return_seq_idx: return ``seq_idx``.
+        return_packed_metadata: return ``packed_metadata``, the PackedMetadata of the row, for code that calls packing_ops
+            itself; models of transformers take none.
         separator_id: label of each document's first token, which nothing predicts.
         max_seq_length: tokens of the row, None for as many as there are. A shorter row is padded: input_ids with
             pad_token_id, labels with -100. The padding is a document of its own in position_ids, seq_idx and cu_seq_lens,
@@ -79,6 +81,7 @@ class PaddingFreeCollator:
     return_flash_attn_kwargs: bool = True
     return_position_ids: bool = True
     return_seq_idx: bool = True
+    return_packed_metadata: bool = field(default=False, kw_only=True)
     separator_id: int = -100
     max_seq_length: int | None = None
     overlong: str = "error"
@@ -193,7 +196,7 @@ class PaddingFreeCollator:
         metadata = PackedMetadata.from_lengths(lengths, total=total, device=tokens.device)
         targets = mask_boundary_labels(targets, metadata.cu_seqlens, ignore_index=separator_id)
         rest = metadata.total - len(tokens)
-        batch = {
+        batch: dict = {
             "input_ids": torch.cat([tokens, tokens.new_full((rest,), self.pad_token_id)])[None],
             "labels": torch.cat([targets, targets.new_full((rest,), -100)])[None],
         }
@@ -203,6 +206,8 @@ class PaddingFreeCollator:
             batch["seq_idx"] = metadata.seq_idx[None]
         if self.return_flash_attn_kwargs:
             batch.update(metadata.to_transformers())
+        if self.return_packed_metadata:
+            batch["packed_metadata"] = metadata
         return batch
 
 

@@ -467,3 +467,12 @@ def test_pairs_are_counted_by_the_sides_that_are_collated():
     assert count_within_token_budget([pair] * 3, 4) == len(kept) == 2
     with pytest.raises(TypeError, match="examples: expected dicts, got list as example 0"):
         count_within_token_budget([[1, 2]], 4)
+
+
+def test_packed_metadata_of_the_row():
+    examples = [{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}]
+    batch = PaddingFreeCollator(max_seq_length=6, return_packed_metadata=True)(examples)
+    metadata = batch["packed_metadata"]
+    assert (metadata.cu_seqlens.tolist(), metadata.total) == ([0, 2, 5], 6)
+    assert metadata.position_ids.tolist() == batch["position_ids"][0].tolist()
+    assert "packed_metadata" not in PaddingFreeCollator()(examples)

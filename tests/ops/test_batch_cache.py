@@ -107,9 +107,9 @@ def test_nothing_fake_is_kept():
     dense = torch.zeros(2, 41, 3)
     with FakeTensorMode(allow_non_fake_inputs=True):
         _batch_cache.kept_with([cu_seqlens], ("twice",), lambda: cu_seqlens * 2)
-        _batch_cache.dense_cu_seqlens(dense, "q")
+        _batch_cache.dense_cu_seqlens(*dense.shape[:2], dense, "q")
     assert type(_batch_cache.kept_with([cu_seqlens], ("twice",), lambda: cu_seqlens * 2)) is torch.Tensor
-    assert type(_batch_cache.dense_cu_seqlens(dense, "q")) is torch.Tensor
+    assert type(_batch_cache.dense_cu_seqlens(*dense.shape[:2], dense, "q")) is torch.Tensor
 
 
 def test_layers_in_a_row_share_and_the_next_forward_looks_again():

@@ -117,3 +117,64 @@ def test_versions_are_one():
 
     versions = re.findall(r"^## \[(\d[^\]]*)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert versions[0] == VERSION
+
+
+# --- state and size of the package ---
+
+# What is filled while a program runs, and by whom it is emptied.
+STATE = {
+    "_batch_cache._tensor_caches",  # goes with its tensors
+    "_library.without_cuda_kernel",  # what this library lacks, found out once
+    "attention_backends._told",  # warnings that were given, here and below
+    "integrations._patching._left",  # patches to take back when nothing is compiled
+    "integrations.transformers.fallback._warned",
+    "integrations.transformers.keywords._found",  # of classes
+    "integrations.transformers.model_call.NAMES",  # register, unregister
+    "integrations.transformers.model_call._habits",  # of classes
+    "integrations.transformers.patch._class_patches",  # apply_packing_ops, revert_packing_ops
+    "integrations.transformers.rope._patches",  # the same
+    "integrations.trl.packing._applied",  # patch_pack_dataset, unpatch_pack_dataset
+}
+COUNTERS = {"_batch_cache._forgotten"}
+LONG = {"_autograd.register_autograd"}  # torch's own, rebuilt: its parts belong together
+# Private functions with the arguments of an op or of another library's function.
+MIRRORS = {"_flops._forward", "_flops._backward", "attention_backends._torch_varlen", "logps._logps"}
+MIRRORS |= {"logps._token_logps_backward"}
+MODULES = {
+    ".".join(path.relative_to(ROOT / "packing_ops").with_suffix("").parts): ast.parse(path.read_text())
+    for path in sorted((ROOT / "packing_ops").rglob("*.py"))
+}
+
+
+def functions():
+    """(module.name, number of statements' lines, number of parameters)"""
+    for module, tree in MODULES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                documented = ast.get_docstring(node, clean=False) is not None and len(node.body) > 1
+                lines = node.end_lineno - node.body[documented].lineno + 1
+                given = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+                yield f"{module}.{node.name}", lines, len(given)
+
+
+def test_state_of_modules_is_on_the_list():
+    empty = {"{}", "[]", "set()", "dict()", "list()"}
+    found, counters = set(), set()
+    for module, tree in MODULES.items():
+        for node in tree.body:
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value and ast.unparse(node.value) in empty:
+                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                found.add(f"{module}.{ast.unparse(target)}")
+        counters |= {f"{module}.{n}" for node in ast.walk(tree) if isinstance(node, ast.Global) for n in node.names}
+    assert found == STATE
+    assert counters == COUNTERS
+
+
+def test_functions_are_short():
+    assert {name for name, lines, _ in functions() if lines > 60} == LONG
+
+
+def test_private_functions_take_few_arguments():
+    """Public ones have the options of their op, fakes (named _) its schema."""
+    many = {name for name, _, count in functions() if count > 8 and re.match(r"_[a-z]", name.rpartition(".")[2])}
+    assert many == MIRRORS

@@ -164,8 +164,8 @@ class PackingDotProductAttention(MegatronModule):
         # The columns of the batch as more heads: no copy, and each query group keeps its queries.
         sinks = None if self.softmax_offset is None else self.softmax_offset.repeat(query.shape[1])
         ranks = 1 if group is None else group.size()
-        whole = (tensor.new_empty(1).expand(1, ranks * len(tensor)) for tensor in (query, key))
-        cu_seqlens = [dense_cu_seqlens(tensor, name) for tensor, name in zip(whole, ("query", "key"), strict=True)]
+        sides = ((query, "query"), (key, "key"))
+        cu_seqlens = [dense_cu_seqlens(1, ranks * len(tensor), tensor, name) for tensor, name in sides]
         options = AttentionOptions(causal, self.softmax_scale, window, sinks=sinks)
         out = self._attend(*(t.flatten(1, 2) for t in heads), DocumentSpans(*cu_seqlens, *cu_seqlens), options, group)
         return _narrowed(out.view(query.shape), head_dim).flatten(2)

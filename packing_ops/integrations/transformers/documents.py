@@ -71,7 +71,7 @@ def find_documents(query, cu_seqlens=(None, None), padding=None, position_ids=No
         return _explicit(batch, seqlen, cu_seqlens, padding, position_ids, checked)
     given = [tensor for tensor in (padding, position_ids) if tensor is not None]
     if not given:
-        cu_q = dense_cu_seqlens(query.transpose(1, 2), "query")
+        cu_q = dense_cu_seqlens(batch, seqlen, query, "query")
         return BatchDocuments(cu_q, cu_q)
     return kept_with(given, (batch, seqlen), lambda: _from_values(batch, seqlen, padding, position_ids), layer=layer)
 
