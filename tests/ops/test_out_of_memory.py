@@ -3,7 +3,7 @@
 import fresh_process
 import pytest
 import torch
-from helpers import copy_of_package, cu_seqlens_of
+from helpers import ROOT, copy_of_package, cu_seqlens_of
 
 import packing_ops as po
 from packing_ops import _library
@@ -33,7 +33,7 @@ def told(tmp_path, request):
     """By a process that may have 1 GiB more, with the package of that folder."""
 
     def run(call, folder):
-        paths = [folder, request.path.parent]
+        paths = [folder, request.path.parent, ROOT / "tests"]
         return fresh_process.run("-c", WITHOUT_MEMORY.format(call=call), paths=paths, folder=tmp_path)
 
     return run
