@@ -111,7 +111,7 @@ def apply_rotary_qk(
         Su et al., RoFormer, arXiv:2104.09864; sections: Wang et al., Qwen2-VL, arXiv:2409.12191.
     """
     if isinstance(position_ids, PackedMetadata):
-        position_ids = position_ids.position_ids
+        position_ids = _positions_of(position_ids, q, unsqueeze_dim, sections)
     if inplace:
         _refuse_derivatives(q=q, k=k, cos=cos, sin=sin)
         _ops.rope_qk_(q, k, cos, sin, position_ids, sections, rotary_dim, interleaved, unsqueeze_dim, False)
@@ -120,6 +120,17 @@ def apply_rotary_qk(
         return q, k
     q_out, k_out = _ops.rope_qk(q, k, cos, sin, position_ids, sections, rotary_dim, interleaved, unsqueeze_dim, False)
     return q_out, None if k is None else k_out
+
+
+def _positions_of(metadata: PackedMetadata, q: torch.Tensor, unsqueeze_dim: int, sections: object) -> torch.Tensor:
+    """The position_ids of a packed row that is as long as q; what else is wrong with q, the op says."""
+    if sections is not None:
+        raise ValueError("position_ids: expected 3 or 4 rows of positions with sections, got PackedMetadata")
+    axes = {3: 0, 4: 2 if unsqueeze_dim == 1 else 1}
+    total = q.shape[axes[q.dim()]] if isinstance(q, torch.Tensor) and q.dim() in axes else metadata.total
+    if metadata.total != total:
+        raise ValueError(f"position_ids: expected total={total} like q, got PackedMetadata with total={metadata.total}")
+    return metadata.position_ids
 
 
 def _refuse_derivatives(**tensors) -> None:
