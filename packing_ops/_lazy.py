@@ -4,9 +4,12 @@ import importlib
 import importlib.util
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 
-def lazy_names(package: dict, modules: dict[str, str], library: str, needs: str) -> tuple[Callable, Callable]:
+def lazy_names(
+    package: dict[str, Any], modules: dict[str, str], library: str, needs: str
+) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """``__getattr__`` and ``__dir__`` of a package.
 
     Args:
@@ -16,7 +19,7 @@ def lazy_names(package: dict, modules: dict[str, str], library: str, needs: str)
         needs: the end of the error where it is missing.
     """
 
-    def __getattr__(name):
+    def __getattr__(name: str) -> object:
         if name not in modules:
             raise AttributeError(f"module {package['__name__']!r} has no attribute {name!r}")
         try:
@@ -26,7 +29,7 @@ def lazy_names(package: dict, modules: dict[str, str], library: str, needs: str)
                 raise
             raise ImportError(f"{name} {needs}") from error
 
-    def __dir__():
+    def __dir__() -> list[str]:
         return sorted({*package, *(modules if importlib.util.find_spec(library) else ())})
 
     return __getattr__, __dir__

@@ -6,7 +6,7 @@ A head's first ``rotary_dim`` elements are pairs ``(x1, x2)``, each turned by th
 """
 
 from collections.abc import Sequence
-from typing import overload
+from typing import Any, overload
 
 import torch
 
@@ -133,7 +133,7 @@ def _positions_of(metadata: PackedMetadata, q: torch.Tensor, unsqueeze_dim: int,
     return metadata.position_ids
 
 
-def _refuse_derivatives(**tensors) -> None:
+def _refuse_derivatives(**tensors: torch.Tensor | None) -> None:
     recorded, forward_mode = torch.is_grad_enabled(), in_forward_mode()
     for name, tensor in tensors.items():
         if tensor is None:
@@ -148,16 +148,38 @@ def _refuse_derivatives(**tensors) -> None:
 
 
 @_ops.register_fake("rope_qk")
-def _(q, k, cos, sin, position_ids, sections, rotary_dim, interleaved, unsqueeze_dim, conjugate):
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    sections: Sequence[int] | None,
+    rotary_dim: int | None,
+    interleaved: bool,
+    unsqueeze_dim: int,
+    conjugate: bool,
+) -> tuple[torch.Tensor, ...]:
     return torch.empty_like(q), q.new_empty(0) if k is None else torch.empty_like(k)
 
 
 @_ops.register_fake("rope_qk_")
-def _(q, k, cos, sin, position_ids, sections, rotary_dim, interleaved, unsqueeze_dim, conjugate):
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    sections: Sequence[int] | None,
+    rotary_dim: int | None,
+    interleaved: bool,
+    unsqueeze_dim: int,
+    conjugate: bool,
+) -> None:
     return None
 
 
-def _rope_qk_context(ctx, inputs, output):
+def _rope_qk_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, _, cos, sin, position_ids, *ctx.options = inputs
     for name, table in (("cos", cos), ("sin", sin)):
         if table.requires_grad:
@@ -165,7 +187,9 @@ def _rope_qk_context(ctx, inputs, output):
     ctx.save_for_backward(cos, sin, position_ids)
 
 
-def _rope_qk_backward(ctx, grad_q, grad_k):
+def _rope_qk_backward(
+    ctx: Any, grad_q: torch.Tensor | None, grad_k: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
     *options, conjugate = ctx.options
     tables = ctx.saved_tensors
     needed = zip((grad_q, grad_k), ctx.needs_input_grad[:2], strict=True)
@@ -178,7 +202,7 @@ def _rope_qk_backward(ctx, grad_q, grad_k):
     return grad_q, grad_k, *[None] * 8
 
 
-def _rotatable(grad):
+def _rotatable(grad: torch.Tensor) -> torch.Tensor:
     """The kernel takes any strides but that of the last dimension."""
     return grad if grad.stride(-1) == 1 or grad.shape[-1] <= 1 else grad.contiguous()
 
