@@ -2,13 +2,14 @@
 
 import gc
 import importlib
+from importlib.util import find_spec
 
 import pytest
 import torch
 import transformers
 from hf_models import in_its_words
 
-from packing_ops.integrations.transformers import models, rope
+from packing_ops.integrations.transformers import rope, rope_trial
 
 SHAPE = {
     "vocab_size": 64,
@@ -46,7 +47,7 @@ FAMILIES = {  # name: (classes' prefix, suffix of the model, more of the config)
     "qwen3_vl": ("Qwen3VL", "TextModel", {"rope_parameters": {**MROPE, "mrope_section": [4, 2, 2]}}),
     "stablelm": ("StableLm", "ForCausalLM", {}),
 }
-KNOWN = {name.split(".")[2] for name in models.MODULES}
+KNOWN = {name for name in FAMILIES if find_spec(f"transformers.models.{name}")}
 NAMED = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss"]
 MULTIMODAL = [name for name in FAMILIES if name.endswith("_vl")]
 LENGTHS = [5, 3, 8]
@@ -131,6 +132,8 @@ def calls_of_our_rope(monkeypatch):
         count.append(1)
         return rotate(*args, **kwargs)
 
-    rotate = rope.apply_rotary_qk
-    monkeypatch.setattr(rope, "apply_rotary_qk", counted)
+    for family in KNOWN:  # tried before anything is counted
+        rope.refusal_of_module(module_of(family).__name__)
+    rotate = rope_trial.apply_rotary_qk
+    monkeypatch.setattr(rope_trial, "apply_rotary_qk", counted)
     return count

@@ -12,9 +12,9 @@ attn_implementation="packing_ops":
 apply_packing_ops(model):
     patch.py                apply and revert, for a model, a class or all; model_info.py says what runs.
     attn_implementation.py  Sets a model's attn_implementation, and sets it back.
-    models.py               The model families, and which formula of RoPE and RMSNorm each has.
     rope.py, rms_norm.py, fused_loss.py   How each of these is put into a model; positions.py gives RoPE positions that
                             restart with each document.
+    rope_trial.py, rms_norm_trial.py      What a module's functions compute: they are run beside ours (trial.py).
 """
 
 from typing import TYPE_CHECKING

@@ -6,7 +6,6 @@ import torch
 import transformers
 
 from packing_ops.integrations.transformers import attn_implementation, fallback, fused_loss, model_call, rms_norm, rope
-from packing_ops.integrations.transformers.models import FAMILIES
 
 
 def info(model: torch.nn.Module) -> str:
@@ -62,16 +61,15 @@ def _attention(model, hosts) -> str:
 def _rope(model) -> str:
     found = rope.owners(model)
     if not found:
-        return f"stock, none of {', '.join(FAMILIES)}"
-    ours = {id(module) for owner, rotary in found if rope.rotates(rotary) for module in rope.attentions(owner)}
-    every = {id(module) for owner, _ in found for module in rope.attentions(owner)}
-    return _parts(len(ours), len(every), "apply_packing_ops(model)")
+        return f"stock, {rope.why_not(model)}"
+    ours = [each for each in found if rope.rotates(each.rotary)]
+    return _parts(rope.count(ours), rope.count(found), "apply_packing_ops(model)")
 
 
 def _norm(model) -> str:
     every = len(rms_norm.norms(model))
     if not every:
-        return f"stock, none of {', '.join(FAMILIES)}"
+        return f"stock, {rms_norm.why_not(model)}"
     return _parts(len(rms_norm.fused(model)), every, "apply_packing_ops(model, rms_norm=True)")
 
 

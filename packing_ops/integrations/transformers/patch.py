@@ -2,8 +2,11 @@
 
 import functools
 import importlib
+import sys
 import warnings
+from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -14,7 +17,6 @@ from packing_ops.integrations.transformers import rms_norm as rms_norm_patch
 from packing_ops.integrations.transformers import rope as rope_patch
 from packing_ops.integrations.transformers.attention import register
 from packing_ops.integrations.transformers.imports import PreTrainedModel
-from packing_ops.integrations.transformers.models import FAMILIES, MODULES
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Applied:
 
     attention, rope, rms_norm: how many modules were swapped (classes, if a class or None was given).
     fused_loss: how many models make their loss from hidden states.
-    skipped: {option: why it was left as it is}.
+    skipped: {option: why it, or a part of it, was left as it is}.
     """
 
     attention: int = 0
@@ -53,7 +55,8 @@ def apply_packing_ops(
 
     Args:
         model: an instance, also inside a PEFT or DDP wrapper: no other model changes. A model class: all models of its
-            modelling module, present and future. None: all models of every known module, which imports them.
+            modelling module, present and future. None: all models of every modelling module, those that are imported
+            by now and those of which a model is made later.
         rope: rotate q and k by one call of apply_rotary_qk, which computes in fp32 and rounds once.
         attention: register ``"packing_ops"`` and set it as attn_implementation of the instance; for a class, make it
             the default of new models.
@@ -91,22 +94,23 @@ def apply_packing_ops(
         Applied(attention=2, rope=2, rms_norm=0, fused_loss=0, skipped={})
         >>> revert_packing_ops(model)
 
-    RoPE and RMSNorm families: Llama, Mistral, Ministral, Mixtral, Qwen 2, 2.5 and 3 with their MoE, Qwen2-VL, Qwen2.5-VL,
-    Qwen3-VL (text), Gemma 1 to 3, gpt-oss, Phi, Phi-3, GLM, GLM-4, StableLM. Attention: every model that takes
+    No list of families is behind RoPE and RMSNorm. What a modelling module has for them is run beside ours once in a
+    process, on small tensors of its own on the CPU, and is swapped where both agree to the last rounding. Attention:
+    every model that takes
     attn_implementation.
     """
     if model is None or isinstance(model, type):
         if fused_loss:
             raise ValueError(f"fused_loss: expected an instance of a model, got {_name_of(model) if model else None}")
-        return _apply_to_classes(model, rope, attention, rms_norm, fp32_cos_sin, strict)
+        return _apply_to_classes(model, _Options(rope, attention, rms_norm, fp32_cos_sin), strict)
     _check_model(model)
     skipped = {}
     if attention and (reason := attention_patch.why_not(model)):
         skipped["attention"] = reason
-    if rope and not rope_patch.owners(model):
-        skipped["rope"] = f"it is none of {', '.join(FAMILIES)}"
-    if rms_norm and not rms_norm_patch.norms(model):
-        skipped["rms_norm"] = f"it has no RMSNorm of {', '.join(FAMILIES)}"
+    if rope and (reason := rope_patch.why_not(model)):
+        skipped["rope"] = reason
+    if rms_norm and (reason := rms_norm_patch.why_not(model)):
+        skipped["rms_norm"] = reason
     losses = [host for host in attention_patch.hosts(model) if fused_loss and fused_loss_patch.refusal(host) is None]
     if fused_loss and not losses:
         reasons = map(fused_loss_patch.refusal, attention_patch.hosts(model))
@@ -135,7 +139,7 @@ def revert_packing_ops(model: torch.nn.Module | type | None = None) -> None:
         TypeError: model is neither an instance nor a class nor None.
     """
     if model is None or isinstance(model, type):
-        for name in [name for name in _class_patches if model is None or name == model.__module__]:
+        for name in [name for name in [*_class_patches] if model is None or name == model.__module__]:
             for patch in _class_patches.pop(name).values():
                 patch.revert()
         return
@@ -173,38 +177,93 @@ def _warn(model, skipped, stacklevel=3) -> None:
 
 # --- classes ---
 
-_class_patches: dict[str, dict] = {}  # {modelling module: {(owner, attribute): Patch}}
+_class_patches: dict[str | None, dict] = {}  # {modelling module, None for all: {(owner, attribute): Patch}}
 
 
-def _apply_to_classes(cls, rope, attention, rms_norm, fp32_cos_sin, strict) -> Applied:
-    skipped = {}
+class _Options(NamedTuple):
+    """What is swapped in all models of a module."""
+
+    rope: bool
+    attention: bool
+    rms_norm: bool
+    fp32_cos_sin: bool
+
+
+def _apply_to_classes(cls, options, strict) -> Applied:
+    if options.attention:
+        register()
     if cls is not None:
-        known, none = cls.__module__ in MODULES, f"its module is none of {', '.join(FAMILIES)}"
-        if attention and not _bases(cls.__module__):
-            skipped["attention"] = "its module has no model of transformers"
-        if rope and not known:
-            skipped["rope"] = none
-        if rms_norm and not any(rms_norm_patch.is_norm(value) for value in _classes(cls.__module__)):
-            skipped["rms_norm"] = "its module has no RMSNorm" if known else none
+        skipped = _why_not_class(cls, options)
         _refuse(cls, skipped, strict)
         _warn(cls, skipped, stacklevel=4)
-    if attention:
-        register()
+        return Applied(**_swap_module(cls.__module__, options, key=cls.__module__), skipped=skipped)
+    counts = Counter(attention=0, rope=0, rms_norm=0)
+    for name in [name for name in sys.modules if _is_modelling(name)]:
+        counts.update(_swap_module(name, options, key=None))
+    _pin(None, Patch(PreTrainedModel, "__init__", functools.partial(_swapping_its_module, options)))
+    return Applied(**counts)
+
+
+def _is_modelling(name) -> bool:
+    return name.startswith(rope_patch.HOSTS) and ".modeling_" in name
+
+
+def _why_not_class(cls, options) -> dict[str, str]:
+    skipped, name = {}, cls.__module__
+    if options.attention and not _bases(name):
+        skipped["attention"] = "its module has no model of transformers"
+    if options.rope and (reason := rope_patch.refusal_of_module(name)):
+        skipped["rope"] = f"its module is not served: {reason}"
+    if options.rms_norm:
+        verdicts = [rms_norm_patch.formula_of_class(value) for value in _norms(name)]
+        if reasons := [reason for formula, reason in verdicts if formula is None]:
+            skipped["rms_norm"] = "; ".join(reasons)
+        elif not verdicts:
+            skipped["rms_norm"] = "its module has no RMSNorm"
+    return skipped
+
+
+def _swap_module(name, options, key) -> dict[str, int]:
+    """How many classes, and 1 for RoPE, are swapped in a modelling module, under ``key`` of _class_patches."""
     counts = dict.fromkeys(("attention", "rope", "rms_norm"), 0)
-    for name in [cls.__module__] if cls is not None else MODULES:
-        if rope and "rope" not in skipped:
-            _pin(name, rope_patch.patch_of(name))
-            counts["rope"] += 1
-        for value in _classes(name):
-            if rope and fp32_cos_sin and rope_patch.is_rotary(value):
-                _pin(name, Patch(value, "forward", _fp32_forward))
-            if rms_norm and rms_norm_patch.is_norm(value):
-                _pin(name, Patch(value, "forward", lambda _, value=value: rms_norm_patch.forward_of(value)))
-                counts["rms_norm"] += 1
-        for value in _bases(name) if attention else ():
-            _pin(name, Patch(value, "_check_and_adjust_attn_implementation", _with_our_default))
-            counts["attention"] += 1
-    return Applied(**counts, skipped=skipped)
+    patches = rope_patch.patches_of(name) if options.rope else {}
+    for patch in patches.values():
+        _pin(key, patch)
+        counts["rope"] = 1
+    for value in _classes(name):
+        if patches and options.fp32_cos_sin and rope_patch.is_rotary(value):
+            _pin(key, Patch(value, "forward", _fp32_forward))
+    for value in _norms(name) if options.rms_norm else ():
+        formula, _ = rms_norm_patch.formula_of_class(value)
+        if formula is not None:
+            make = functools.partial(_fused_forward, value, formula)
+            _pin(key, Patch(value, "forward", make))
+            counts["rms_norm"] += 1
+    for value in _bases(name) if options.attention else ():
+        _pin(key, Patch(value, "_check_and_adjust_attn_implementation", _with_our_default))
+        counts["attention"] += 1
+    return counts
+
+
+def _fused_forward(cls, formula, stock):
+    return rms_norm_patch.forward_of(cls, formula)
+
+
+def _swapping_its_module(options, stock):
+    """Wraps the constructor that all models call: their module is swapped when the first of them is made."""
+
+    @functools.wraps(stock)
+    def __init__(self, *args, **kwargs):
+        name = type(self).__module__
+        if _is_modelling(name):
+            _swap_module(name, options, key=None)
+        return stock(self, *args, **kwargs)
+
+    return __init__
+
+
+def _norms(module_name) -> list[type]:
+    return [value for value in _classes(module_name) if rms_norm_patch.is_norm(value)]
 
 
 def _classes(module_name) -> list[type]:
@@ -217,8 +276,8 @@ def _bases(module_name) -> list[type]:
     return [value for value in found if PreTrainedModel in value.__bases__]
 
 
-def _pin(module_name, patch) -> None:
-    _class_patches.setdefault(module_name, {}).setdefault((patch.owner, patch.name), patch).apply()
+def _pin(key, patch) -> None:
+    _class_patches.setdefault(key, {}).setdefault((patch.owner, patch.name), patch).apply()
 
 
 def _fp32_forward(stock):

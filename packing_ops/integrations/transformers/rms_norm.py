@@ -1,56 +1,54 @@
 """The RMSNorm modules of transformers through torch.nn.functional.rms_norm, each by its model's formula."""
 
 import functools
+import inspect
 import types
 
 import torch
-import torch.nn.functional as F
 
 from packing_ops.integrations._patching import function_of
-from packing_ops.integrations.transformers.models import MODULES
+from packing_ops.integrations.transformers.rms_norm_trial import FORWARDS, formula_of
+from packing_ops.integrations.transformers.rope import HOSTS
 
 # One model's modules get a class of their own, a subclass of theirs: torch.compile guards the class of a module, so all
 # layers share what was compiled for one, which a forward of each module's own would not let them.
 
 
-def _eps(module):
-    return module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
-
-
-def _weight(self, hidden_states):
-    # Stock: the normalised value is rounded to the dtype of the input, then the product with the weight.
-    dtype = torch.promote_types(hidden_states.dtype, self.weight.dtype)
-    return _rms_norm(hidden_states.to(dtype), self.weight.to(dtype), _eps(self))
-
-
-def _weight_in_fp32(self, hidden_states):
-    return _weight(self, hidden_states).to(hidden_states.dtype)  # rounded once in the stock module too
-
-
-def _one_plus_weight(self, x):
-    # In fp32: 1 + weight in a half type would lose most of a small weight.
-    return _rms_norm(x.float(), 1.0 + self.weight.float(), _eps(self)).to(x.dtype)
-
-
-def _rms_norm(x, weight, eps):
-    # As rows: the CUDA kernel copies any other layout to rows too, but to torch.compile torch announces a gradient in
-    # the layout of the one that came, and a compiled model then fails where it makes a view of it.
-    return F.rms_norm(x.reshape(-1, x.shape[-1]), weight.shape, weight, eps).view(x.shape)
-
-
-FORWARDS = {"weight": _weight, "weight_in_fp32": _weight_in_fp32, "one_plus_weight": _one_plus_weight}
-
-
 def is_norm(cls: type) -> bool:
-    """An RMSNorm with the forward of a modelling module that we know."""
-    return cls.__name__.endswith("RMSNorm") and cls.__module__ in MODULES and cls.forward.__module__ == cls.__module__
+    """An RMSNorm by its name, with the forward of its modelling module."""
+    home = cls.__module__
+    return cls.__name__.endswith("RMSNorm") and home.startswith(HOSTS) and cls.forward.__module__ == home
 
 
-def norms(model: torch.nn.Module) -> list[torch.nn.Module]:
+def _candidates(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Those that run the forward of their class, or ours, perhaps inside accelerate's hooks."""
     return [
         module for module in model.modules() if is_norm(_stock(type(module))) and _forward_attribute(module) is not None
     ]
+
+
+def norms(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Those whose formula ours is."""
+    return [module for module in _candidates(model) if _formula_of(module) is not None]
+
+
+def _formula_of(module) -> str | None:
+    """Of one that runs ours, what it runs: its class may have another forward by now."""
+    forward = module.__dict__.get(_forward_attribute(module), module.forward)
+    function = function_of(forward)
+    if function in FORWARDS.values():
+        return next(name for name, ours in FORWARDS.items() if ours is function)
+    return getattr(function, "packing_ops", None) or formula_of(_stock(type(module)), module)[0]
+
+
+def why_not(model: torch.nn.Module) -> str | None:
+    """Why the RMSNorm of this model, or a part of them, stay as they are; None if all are swapped."""
+    found = _candidates(model)
+    left = [module for module in found if _formula_of(module) is None]
+    reasons = dict.fromkeys(formula_of(_stock(type(module)), module)[1] for module in left)
+    if found:
+        return "; ".join(reasons) or None
+    return "it has no RMSNorm that runs the forward of its modelling module"
 
 
 def fused(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -60,16 +58,36 @@ def fused(model: torch.nn.Module) -> list[torch.nn.Module]:
     ]
 
 
-def forward_of(cls: type):
+def forward_of(cls: type, formula: str):
     """The fused forward, with the name and module of the stock one."""
-    ours = FORWARDS[MODULES[cls.__module__].norm]
+    ours, bare = FORWARDS[formula], FORWARDS["no_weight"]
 
     @functools.wraps(cls.forward)
     def forward(self, hidden_states):
-        return ours(self, hidden_states)
+        return (bare if getattr(self, "weight", None) is None else ours)(self, hidden_states)
 
-    forward.packing_ops = True
+    forward.packing_ops = formula
     return forward
+
+
+def formula_of_class(cls: type) -> tuple[str | None, str]:
+    """As formula_of, of every module that the class makes: with each of its flags, on and off."""
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    flags = [parameter for parameter in parameters if isinstance(parameter.default, bool)]
+    sizes = [8 for parameter in parameters if parameter.default is inspect.Parameter.empty and parameter.kind < 2]
+    found = set()
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        for given in ({}, *({flag.name: not flag.default} for flag in flags)):
+            try:
+                found.add(formula_of(cls, cls(*sizes, **given)))
+            except Exception as error:  # whatever another library raises
+                found.add((None, f"{cls.__name__} cannot be made for a trial: {error!r}"))
+    formulas = {formula for formula, _ in found} - {"no_weight"}
+    if len(found) == 1:
+        return found.pop()
+    if len(formulas) == 1 and None not in formulas:
+        return formulas.pop(), ""
+    return None, next((reason for formula, reason in found if formula is None), f"{cls.__name__} has several formulas")
 
 
 def apply_to_model(model: torch.nn.Module) -> int:
@@ -78,14 +96,14 @@ def apply_to_model(model: torch.nn.Module) -> int:
     for module in found:
         stock, name = _stock(type(module)), _forward_attribute(module)
         if name == "forward" and name not in module.__dict__:
-            module.__class__ = _fused_class(stock)
+            module.__class__ = _fused_class(stock, _formula_of(module))
         elif not _is_ours(module.__dict__.get(name)):  # a partial, not a bound method: it can be pickled
-            setattr(module, name, functools.partial(FORWARDS[MODULES[stock.__module__].norm], module))
+            setattr(module, name, functools.partial(FORWARDS[_formula_of(module)], module))
     return len(found)
 
 
 def revert_model(model: torch.nn.Module) -> None:
-    for module in norms(model):
+    for module in _candidates(model):
         stock, name = _stock(type(module)), _forward_attribute(module)
         module.__class__ = stock
         if not _is_ours(module.__dict__.get(name)):
@@ -97,20 +115,20 @@ def revert_model(model: torch.nn.Module) -> None:
 
 
 @functools.cache
-def _fused_class(stock: type) -> type:
+def _fused_class(stock: type, formula: str) -> type:
     """A subclass with our forward. A copy or a pickle is made by way of the stock class, which pickle finds by name."""
 
     def __reduce_ex__(self, protocol):
         _, _, state, *_ = stock.__reduce_ex__(self, 2)
-        return _new, (stock,), state
+        return _new, (stock, formula), state
 
     parts = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
     parts |= {"_packing_ops_stock": stock, "__reduce_ex__": __reduce_ex__}
-    return type(stock.__name__, (stock,), {**parts, "forward": FORWARDS[MODULES[stock.__module__].norm]})
+    return type(stock.__name__, (stock,), {**parts, "forward": FORWARDS[formula]})
 
 
-def _new(stock: type) -> torch.nn.Module:
-    cls = _fused_class(stock)
+def _new(stock: type, formula: str) -> torch.nn.Module:
+    cls = _fused_class(stock, formula)
     return cls.__new__(cls)
 
 

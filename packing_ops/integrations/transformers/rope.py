@@ -1,126 +1,259 @@
-"""apply_rotary_pos_emb of transformers' modelling modules by apply_rotary_qk, for one model or for all."""
+"""The rotary functions of transformers' modelling modules by apply_rotary_qk, for one model or for all."""
 
 import functools
 import importlib
 import inspect
+import re
 from typing import NamedTuple
 
 import torch
 
 from packing_ops.integrations._patching import Patch, revert_left
-from packing_ops.integrations.transformers.models import MODULES
 from packing_ops.integrations.transformers.positions import give_position_ids, give_text_positions
-from packing_ops.rope import apply_rotary_qk
+from packing_ops.integrations.transformers.rope_trial import rotation_of
 
 # How one model is patched and not the others of its family. Attention looks apply_rotary_pos_emb up in its module, which
 # all models of the family share, so that function is replaced by a dispatcher. A hook on the patched model's rotary_emb
 # returns cos as Tables; the dispatcher rotates with our op if it gets Tables, else it calls the stock function. No global
 # state is set around a forward, so recomputation, threads and torch.compile see the same program.
 
-FUNCTION = "apply_rotary_pos_emb"
+_ROTARY = re.compile(r"apply_\w*rot\w*")
+HOSTS = ("transformers.", "transformers_modules.")  # packages whose modelling modules are looked into
 
 
-class Tables(NamedTuple):
-    """cos and sin of a model that rotates with packing_ops."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
+class _Tables(NamedTuple):
+    table: torch.Tensor
 
 
-_patches: dict[str, Patch] = {}  # by modelling module
+class Tables(_Tables):
+    """cos, or cos and sin as one complex table, of a model that rotates with packing_ops.
+
+    Only a dispatcher asks whether it is one. A model that computes with it computes with the tensor.
+    """
+
+    __slots__ = ()
+
+    def __getattr__(self, name):
+        return getattr(self.table, name)
+
+    def __getitem__(self, index):
+        return Tables(self.table[index])
+
+    def to(self, *args, **kwargs):
+        return Tables(self.table.to(*args, **kwargs))
+
+    def __neg__(self):
+        return -self.table
+
+    def __add__(self, other):
+        return self.table + other
+
+    def __mul__(self, other):
+        return self.table * other
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return function(*map(_plain, args), **{name: _plain(value) for name, value in (kwargs or {}).items()})
 
 
-def patch_of(module_name: str) -> Patch:
-    """Pinned while all models of the module rotate with ours; its users are the rotary embeddings of single models."""
+def _plain(value):
+    if isinstance(value, Tables):
+        return value.table
+    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
+
+
+# --- the functions of a module ---
+
+_patches: dict[str, dict[str, Patch]] = {}  # {modelling module: {function: Patch}}
+
+
+def patches_of(module_name: str) -> dict[str, Patch]:
+    """By the name of the function, of all that apply_rotary_qk can serve.
+
+    Pinned while all models of the module rotate with ours; their users are the rotary embeddings of single models.
+    """
     if module_name not in _patches:
-        _patches[module_name] = new_patch(module_name)
+        module = importlib.import_module(module_name)
+        found = {name: new_patch(module, name) for name in _names(module) if not _refusal(module, name)}
+        if not found:
+            return {}
+        _patches[module_name] = found
     return _patches[module_name]
 
 
-def new_patch(module_name: str) -> Patch:
+def new_patch(module, name: str) -> Patch:
+    tried = rotation_of(vars(module)[name])
+
     def make(stock):
-        names = list(inspect.signature(stock).parameters)[4:]  # up to 4.57 position_ids, which are not read, come first
-        index = names.index("unsqueeze_dim") if "unsqueeze_dim" in names else 0
+        # What others put over a function that was tried has its signature, and swapped models keep their rotation.
+        found = rotation_of(stock)
+        rotation = tried if isinstance(found, str) else found
+        index = rotation.parameters.index(rotation.table)
 
         @functools.wraps(stock)
-        def apply_rotary_pos_emb(q, k, cos, sin, *rest, **named):
-            if isinstance(cos, Tables):
-                cos, sin = cos
-            elif not patch.pinned:
-                revert_left()
-                return stock(q, k, cos, sin, *rest, **named)
-            unsqueeze_dim = rest[index] if len(rest) > index else named.get("unsqueeze_dim", 1)
-            return _rotate(family, q, k, cos, sin, unsqueeze_dim)
+        def rotate(*args, **named):
+            table = args[index] if len(args) > index else named.get(rotation.table)
+            if not isinstance(table, Tables):
+                if not patch.pinned:
+                    revert_left()
+                    return stock(*args, **named)
+            elif len(args) > index:
+                args = (*args[:index], table.table, *args[index + 1 :])
+            else:
+                named = {**named, rotation.table: table.table}
+            return rotation.serve(stock, args, named)
 
-        return apply_rotary_pos_emb
+        return rotate
 
-    family = MODULES[module_name]
-    patch = Patch(importlib.import_module(module_name), FUNCTION, make)
+    patch = Patch(module, name, make)
     return patch
 
 
-def _rotate(family, q, k, cos, sin, unsqueeze_dim):
-    pairs = cos.shape[-1] if family.half_tables else cos.shape[-1] // 2
-    if family.interleaved:  # the model repeats the first half of its tables
-        cos, sin = cos[..., :pairs], sin[..., :pairs]
-    layout = {"interleaved": family.interleaved, "unsqueeze_dim": unsqueeze_dim, "rotary_dim": 2 * pairs}
-    return apply_rotary_qk(q, k, cos, sin, **layout)
+def _names(module) -> list[str]:
+    return [name for name, value in vars(module).items() if _ROTARY.fullmatch(name.lstrip("_")) and callable(value)]
 
 
-def is_rotary(cls: type) -> bool:
-    """The rotary embedding of a language model that we know."""
-    name = cls.__name__
-    return cls.__module__ in MODULES and name.endswith("RotaryEmbedding") and "Vision" not in name
+def _refusal(module, name) -> str | None:
+    patch = _patches.get(module.__name__, {}).get(name)
+    verdict = rotation_of(patch.stock if patch is not None and patch.is_applied else vars(module)[name])
+    return f"{name}: {verdict}" if isinstance(verdict, str) else None
+
+
+def refusal_of_module(module_name: str) -> str | None:
+    """Why no function of it can be served; None if one can."""
+    module = importlib.import_module(module_name)
+    refusals = [_refusal(module, name) for name in _names(module)]
+    return None if None in refusals else next(iter(refusals), "it has no function that rotates q and k")
 
 
 # --- one model ---
 
 
-def owners(model: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
-    """(owner, rotary embedding) of every language model inside whose attention calls the function of its module."""
-    found = []
+class Rotating(NamedTuple):
+    """A language model inside, its rotary embedding, and the attention that calls the functions of its module."""
+
+    owner: torch.nn.Module
+    rotary: torch.nn.Module
+    attentions: list[torch.nn.Module]
+
+
+def is_rotary(cls: type) -> bool:
+    """The rotary embedding of a language model: its angles are those of positions, not of an image's patches."""
+    name = cls.__name__
+    return cls.__module__.startswith(HOSTS) and "RotaryEmbedding" in name and "Vision" not in name
+
+
+@functools.cache
+def _called(cls: type) -> tuple[str, ...]:
+    """The rotary functions of its module that the forward of this class calls, by name."""
+    forward = inspect.unwrap(cls.forward)
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    return tuple(name for name in names if _ROTARY.fullmatch(name.lstrip("_")))
+
+
+def attentions(owner, module_name: str) -> list[torch.nn.Module]:
+    """Those that call a function that we serve."""
+    served = patches_of(module_name)
+    return [
+        module
+        for module in owner.modules()
+        if type(module).forward.__module__ == module_name and served.keys() & {*_called(type(module))}
+    ]
+
+
+def find(model: torch.nn.Module) -> tuple[list[Rotating], list[str]]:
+    """All language models inside that can rotate with ours, and why others, or parts of them, cannot."""
+    found, reasons = [], []
     for owner in model.modules():
         for rotary in owner.children():
-            if is_rotary(type(rotary)) and _rotates_with(owner, type(rotary).__module__):
-                found.append((owner, rotary))
-    return found
+            if not is_rotary(type(rotary)):
+                continue
+            module_name = type(rotary).__module__
+            ours = [] if (own := _own_attention(owner)) else attentions(owner, module_name)
+            if ours:
+                found.append(Rotating(owner, rotary, ours))
+            reasons += _reasons(owner, module_name, own)
+    return found, list(dict.fromkeys(reasons))
 
 
-def attentions(owner) -> list[torch.nn.Module]:
-    return [module for module in owner.modules() if type(module).__name__.endswith("Attention")]
+def _own_attention(owner) -> str | None:
+    """Somebody's own attention may do with its angles what it likes."""
+    for cls in dict.fromkeys(type(module) for module in owner.modules()):
+        if cls.__name__.endswith("Attention") and not cls.forward.__module__.startswith(HOSTS):
+            return f"{cls.__name__} has a forward of its own, in {cls.forward.__module__}"
+    return None
 
 
-def _rotates_with(owner, module_name) -> bool:
-    """Somebody's own attention would not find the dispatcher and could not read Tables."""
-    found = {type(module) for module in attentions(owner)}
-    return bool(found) and all(cls.forward.__module__ == module_name for cls in found)
+def _reasons(owner, module_name, own) -> list[str]:
+    if own:
+        return [own]
+    module = importlib.import_module(module_name)
+    called = {name: type(each) for each in owner.modules() for name in _called(type(each))}
+    called = {name: cls for name, cls in called.items() if cls.forward.__module__ == module_name}
+    if not called:
+        return [f"{type(owner).__name__} calls no function of {module_name} that rotates q and k"]
+    return [reason for name in called if name in vars(module) and (reason := _refusal(module, name))]
+
+
+def owners(model: torch.nn.Module) -> list[Rotating]:
+    return find(model)[0]
+
+
+def why_not(model: torch.nn.Module) -> str | None:
+    """Why RoPE of this model, or of a part of it, stays as it is; None if all of it is swapped."""
+    found, reasons = find(model)
+    if found or reasons:
+        return "; ".join(reasons) or None
+    names = [type(module).__name__ for module in model.modules() if "Rotary" in type(module).__name__]
+    return f"{names[0]} is no part of a language model that is known" if names else "it has no rotary embedding"
+
+
+def count(found: list[Rotating]) -> int:
+    return len({id(module) for each in found for module in each.attentions})
 
 
 def apply_to_model(model: torch.nn.Module, fp32_cos_sin: bool) -> int:
     """How many attention modules rotate with ours from now on."""
     found = owners(model)
     revert_left()
-    for owner, rotary in found:
+    for owner, rotary, _ in found:
         _remove_hooks(owner, rotary)
-        patch_of(type(rotary).__module__).apply(rotary)
+        for patch in patches_of(type(rotary).__module__).values():
+            patch.apply(rotary)
         rotary.register_forward_hook(_tag)
         if fp32_cos_sin:
             rotary.register_forward_pre_hook(_ask_for_fp32)
-        multimodal = MODULES[type(rotary).__module__].multimodal
-        owner.register_forward_pre_hook(give_text_positions if multimodal else give_position_ids, with_kwargs=True)
-    return len({id(module) for owner, _ in found for module in attentions(owner)})
+        if "position_ids" in inspect.signature(owner.forward).parameters:
+            hook = give_text_positions if takes_axes(type(owner)) else give_position_ids
+            owner.register_forward_pre_hook(hook, with_kwargs=True)
+    return count(found)
+
+
+@functools.cache
+def takes_axes(cls: type) -> bool:
+    """Whether a model of this class takes position_ids of time, height and width with text positions in front."""
+    try:
+        source = inspect.getsource(inspect.unwrap(cls.forward))
+    except (OSError, TypeError):  # no source
+        return False
+    return re.search(r"position_ids\.(shape\[0\]|size\(0\)) == 4", source) is not None
 
 
 def rotates(rotary: torch.nn.Module) -> bool:
     """Whether ours rotates: swapped in this model, or in all models of its class."""
-    patch = patch_of(type(rotary).__module__)
-    return (patch.is_applied and patch.pinned) or _tag in rotary._forward_hooks.values()
+    patches = patches_of(type(rotary).__module__).values()
+    return any(patch.is_applied and patch.pinned for patch in patches) or _tag in rotary._forward_hooks.values()
 
 
 def revert_model(model: torch.nn.Module) -> None:
-    for owner, rotary in owners(model):
-        _remove_hooks(owner, rotary)
-        patch_of(type(rotary).__module__).revert(rotary)
+    for owner in model.modules():
+        for rotary in owner.children():
+            if is_rotary(type(rotary)):
+                _remove_hooks(owner, rotary)
+                for patch in _patches.get(type(rotary).__module__, {}).values():
+                    patch.revert(rotary)
     revert_left()
 
 
@@ -133,11 +266,13 @@ def _remove_hooks(owner, rotary) -> None:
 
 def _tag(rotary, args, output):
     revert_left()
-    patch = patch_of(type(rotary).__module__)
-    if not patch.is_applied or not (torch.compiler.is_compiling() or rotary in patch.users):
-        patch.apply(rotary)  # a copy or an unpickled model brings its hooks without having been applied to
+    for patch in patches_of(type(rotary).__module__).values():
+        if not patch.is_applied or not (torch.compiler.is_compiling() or rotary in patch.users):
+            patch.apply(rotary)  # a copy or an unpickled model brings its hooks without having been applied to
+    if isinstance(output, torch.Tensor):
+        return Tables(output) if output.is_complex() else output
     cos, sin = output
-    return Tables(cos, sin), sin
+    return Tables(cos), sin
 
 
 def _ask_for_fp32(rotary, args):

@@ -1,8 +1,11 @@
 """What apply_packing_ops says that it did, what it left and why, and what info says that runs."""
 
 import pickle
+import sys
+import textwrap
 import warnings
 
+import fresh_process
 import pytest
 import torch
 
@@ -50,8 +53,31 @@ def test_classes_are_counted():
     base = module_of("llama").LlamaPreTrainedModel
     assert apply_packing_ops(base, rms_norm=True, strict=True) == Applied(attention=1, rope=1, rms_norm=1)
     revert_packing_ops(base)
-    assert apply_packing_ops(attention=False).rope > 15
+    everywhere = apply_packing_ops(attention=False)
+    imported = sum(name.startswith("transformers.models.") and ".modeling_" in name for name in sys.modules)
+    assert 0 < everywhere.rope <= imported
     revert_packing_ops()
+
+
+def test_every_module_is_swapped_when_a_model_of_it_is_made(tmp_path):
+    """Also one that nobody had imported."""
+    code = """
+        import sys
+        import transformers
+        from packing_ops.integrations.transformers import apply_packing_ops, info, revert_packing_ops
+        from packing_ops.integrations.transformers.imports import PreTrainedModel
+        stock = PreTrainedModel.__init__
+        apply_packing_ops(rms_norm=True)
+        assert "transformers.models.olmo.modeling_olmo" not in sys.modules
+        sizes = dict(vocab_size=16, hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+        model = transformers.AutoModelForCausalLM.from_config(transformers.OlmoConfig(**sizes))
+        for line in ("attention: packing_ops in 1 module", "rope: packing_ops in 1 module"):
+            assert line in info(model).splitlines(), info(model)
+        revert_packing_ops()
+        assert PreTrainedModel.__init__ is stock
+        assert "rope: stock in 1 module" in info(model)
+    """
+    fresh_process.run("-c", textwrap.dedent(code), folder=tmp_path)
 
 
 def test_attention_alone_where_the_rope_is_not_known(device):
@@ -62,7 +88,7 @@ def test_attention_alone_where_the_rope_is_not_known(device):
         applied = apply_packing_ops(model)
     assert warned[0].filename == __file__  # where the caller stands
     assert applied == Applied(attention=3, skipped={"rope": applied.skipped["rope"]})
-    assert applied.skipped["rope"].startswith("it is none of gemma")
+    assert applied.skipped["rope"] == "it has no rotary embedding"
     torch.testing.assert_close(outputs(model, inputs), alone, rtol=1e-5, atol=1e-5)
     revert_packing_ops(model)
     assert model.config._attn_implementation == "sdpa"
@@ -70,7 +96,7 @@ def test_attention_alone_where_the_rope_is_not_known(device):
 
 def test_class_with_attention_alone():
     gpt2 = transformers.GPT2LMHeadModel
-    with pytest.warns(UserWarning, match="rope of GPT2LMHeadModel as it is: its module is none of") as warned:
+    with pytest.warns(UserWarning, match="rope of GPT2LMHeadModel as it is: its module is not served") as warned:
         assert apply_packing_ops(gpt2).attention == 1
     assert warned[0].filename == __file__
     assert tiny_gpt2().config._attn_implementation == "packing_ops"
@@ -102,10 +128,10 @@ def test_strict_changes_nothing(monkeypatch):
     gpt2, llama = tiny_gpt2(), tiny("llama")
     before = [dict(vars(module)) for model in (gpt2, llama) for module in model.modules()]
     with pytest.raises(
-        ValueError, match=r"strict: .* in GPT2LMHeadModel rope: it is none of .*\(rope=False leaves it\)"
+        ValueError, match=r"strict: .* in GPT2LMHeadModel rope: it has no rotary embedding .*\(rope=False leaves it\)"
     ):
         apply_packing_ops(gpt2, strict=True)
-    with pytest.raises(ValueError, match=r"strict: .* GPT2LMHeadModel rope: its module is none"):
+    with pytest.raises(ValueError, match=r"strict: .* GPT2LMHeadModel rope: its module is not"):
         apply_packing_ops(type(gpt2), strict=True)
     monkeypatch.setattr(type(llama), "_can_set_attn_implementation", lambda *self: False)
     with pytest.raises(ValueError, match=r"strict: .* LlamaForCausalLM attention: .* cannot change"):
@@ -189,7 +215,7 @@ def test_info_of_classes_and_others(monkeypatch):
     revert_packing_ops(module_of("llama").LlamaPreTrainedModel)
     lines = info(tiny_gpt2()).splitlines()
     assert lines[1] == "attention: sdpa in 3 modules, swapped by apply_packing_ops(model)"
-    assert lines[2].startswith("rope: stock, none of gemma")
+    assert lines[2] == "rope: stock, it has no rotary embedding"
     assert "attention of its own" in info(tiny_deberta()).splitlines()[1]
     assert "no transformers model" in info(torch.nn.Linear(1, 1)).splitlines()[1]
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}

@@ -240,7 +240,7 @@ def garbage():
 
 
 def stock_rotates():
-    return not hasattr(vars(module_of("llama"))[rope.FUNCTION], "__wrapped__")
+    return not hasattr(module_of("llama").apply_rotary_pos_emb, "__wrapped__")
 
 
 def test_a_swapped_model_that_goes_in_a_trace(device, fresh_compile, garbage):
@@ -324,7 +324,7 @@ def test_the_original_dies_in_the_forward_of_its_copy(device):
     """Wherever the garbage collector starts, also between the rotary embedding and the layers."""
     model, inputs = tiny("qwen3", device), packed(device)
     apply_packing_ops(model, attention=False)
-    copied, patch = copy.deepcopy(model), rope.patch_of(module_of("qwen3").__name__)
+    copied, patch = copy.deepcopy(model), rope.patches_of(module_of("qwen3").__name__)["apply_rotary_pos_emb"]
     wanted = outputs(copied, inputs)
     originals = [model]
     del model

@@ -83,12 +83,12 @@ def test_rope_functions_of_4_57(monkeypatch):
         return stock(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
 
     monkeypatch.setattr(module, "apply_rotary_pos_emb", apply_rotary_pos_emb)
-    patch = rope.new_patch(module.__name__)
+    patch = rope.new_patch(module, "apply_rotary_pos_emb")
     patch.apply()
     q, k, positions = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 5, 8), torch.arange(5)[None]
     angles = (positions[..., None] * torch.tensor([1.0, 0.1, 0.01, 0.001])).repeat(1, 1, 2)
     cos, sin = angles.cos(), angles.sin()
-    tables = rope.Tables(cos, sin)
+    tables = rope.Tables(cos)
     turned = [x.transpose(1, 2).contiguous() for x in (q, k)]  # heads after tokens: unsqueeze_dim 2
     for first in (cos, tables):
         expected = stock(q, k, cos, sin)

@@ -1,0 +1,131 @@
+"""Which formula of RMSNorm a module computes: told by its attributes, then tried against torch.nn.functional.rms_norm."""
+
+import functools
+import inspect
+
+import torch
+import torch.nn.functional as F
+
+from packing_ops.integrations.transformers.trial import agree, attempt, numbers, quiet
+
+
+def _eps(module):
+    return module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+
+
+def _weight(self, hidden_states):
+    # Stock: the normalised value is rounded to the dtype of the input, then the product with the weight.
+    dtype = torch.promote_types(hidden_states.dtype, self.weight.dtype)
+    return _rms_norm(hidden_states.to(dtype), self.weight.to(dtype), _eps(self))
+
+
+def _weight_in_fp32(self, hidden_states):
+    return _weight(self, hidden_states).to(hidden_states.dtype)  # rounded once in the stock module too
+
+
+def _one_plus_weight(self, x):
+    # In fp32: 1 + weight in a half type would lose most of a small weight.
+    return _rms_norm(x.float(), 1.0 + self.weight.float(), _eps(self)).to(x.dtype)
+
+
+def _no_weight(self, x):
+    return _rms_norm(x, None, _eps(self))
+
+
+def _rms_norm(x, weight, eps):
+    # As rows: the CUDA kernel copies any other layout to rows too, but to torch.compile torch announces a gradient in
+    # the layout of the one that came, and a compiled model then fails where it makes a view of it.
+    return F.rms_norm(x.reshape(-1, x.shape[-1]), x.shape[-1:], weight, eps).view(x.shape)
+
+
+FORWARDS = {
+    "weight": _weight,
+    "weight_in_fp32": _weight_in_fp32,
+    "one_plus_weight": _one_plus_weight,
+    "no_weight": _no_weight,
+}
+_EPS_NAMES = ("variance_epsilon", "eps")
+_OF_MODULE = frozenset(vars(torch.nn.Module()))  # hooks, buffers, whether it trains: no part of a formula
+_OF_WRAPPERS = frozenset(
+    ("weight", "forward", "_old_forward", "_hf_hook")
+)  # what FSDP and accelerate leave in a module
+_WIDTH = 8
+
+
+def formula_of(stock: type, module: torch.nn.Module) -> tuple[str | None, str]:
+    """(a key of FORWARDS, ""), or (None, why none of them is what this module computes).
+
+    The trial has a module of its own: of this one it takes the attributes, but no weights, hooks or device.
+    """
+    if reason := _not_tried(stock, module):
+        return None, f"{stock.__name__} {reason}"
+    skipped = _OF_MODULE | _OF_WRAPPERS | {*_EPS_NAMES}
+    attributes = {name: value for name, value in vars(module).items() if name not in skipped}
+    if any(not isinstance(value, (int, float, str, tuple, torch.dtype, type(None))) for value in attributes.values()):
+        return None, f"{stock.__name__} has attributes beside numbers"
+    key = tuple((name, type(value), value) for name, value in sorted(attributes.items()))
+    eps_names = tuple(name for name in _EPS_NAMES if hasattr(module, name))
+    formula, reason = _formula(stock, stock.forward, getattr(module, "weight", None) is not None, eps_names, key)
+    return formula, reason and f"{stock.__name__} {reason}"
+
+
+def _not_tried(stock, module) -> str | None:
+    parameters = [
+        name
+        for name, parameter in list(inspect.signature(stock.forward).parameters.items())[1:]
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    if len(parameters) != 1:
+        return f"takes {' and '.join(parameters)}"
+    held = {*module._parameters, *module._buffers, *module._modules}
+    if held - {"weight"} or "weight" in module._buffers:
+        return f"holds {', '.join(sorted(held))}"
+    return None if any(hasattr(module, name) for name in _EPS_NAMES) else "has no eps"
+
+
+@functools.cache
+@torch.compiler.disable
+def _formula(stock, forward, has_weight, eps_names, attributes) -> tuple[str | None, str]:
+    """Kept by the forward and by all that the trial's module is made of."""
+    probe = stock.__new__(stock)
+    torch.nn.Module.__init__(probe)
+    width = next((value for name, _, value in attributes if name in ("hidden_size", "dim")), _WIDTH)
+    for name, _, value in attributes:
+        setattr(probe, name, value)
+    for name, value in zip(eps_names, (0.01, 0.3)):  # noqa: B905  a module with both reads the first, or is refused
+        setattr(probe, name, value)
+    with quiet():
+        for name, ours in FORWARDS.items():
+            if (ours is not _no_weight) == has_weight and all(
+                _agrees(probe, forward, ours, width, *dtypes) for dtypes in _DTYPES
+            ):
+                return name, ""
+        wanted = attempt(forward, probe, numbers(3, width))
+    if isinstance(wanted, Exception):
+        return None, f"raises {wanted!r}"
+    return None, "is none of the formulas of rms_norm"
+
+
+_DTYPES = [  # of the input and of the weight
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.bfloat16),
+]
+
+
+def _agrees(probe, forward, ours, width, dtype, weight_dtype) -> bool:
+    """Rows of ordinary values, and one as small as eps, and one of zeros."""
+    x = numbers(2, 3, width).mul_(torch.tensor([[[3.0], [0.1], [1.0]], [[20.0], [0.0], [0.01]]], device="cpu"))
+    x, weight = x.to(dtype), numbers(width, dtype=weight_dtype, start=5.0)
+    if ours is not _no_weight:
+        probe.weight = torch.nn.Parameter(weight, requires_grad=False)
+    copy = x.clone()
+    wanted = attempt(forward, probe, x)
+    if not torch.equal(x, copy):
+        return False  # it writes into its input
+    found = attempt(ours, probe, x)
+    rounded = torch.bfloat16 in (dtype, weight_dtype)  # up to three times in a stock module
+    if rounded and isinstance(wanted, torch.Tensor) and isinstance(found, torch.Tensor):
+        return found.dtype == wanted.dtype and agree(found.float().bfloat16(), wanted.float().bfloat16(), 4)
+    return agree(found, wanted, 8)
