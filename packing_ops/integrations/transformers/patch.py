@@ -15,6 +15,7 @@ from packing_ops.integrations.transformers import attn_implementation as attenti
 from packing_ops.integrations.transformers import fused_loss as fused_loss_patch
 from packing_ops.integrations.transformers import rms_norm as rms_norm_patch
 from packing_ops.integrations.transformers import rope as rope_patch
+from packing_ops.integrations.transformers import vision as vision_patch
 from packing_ops.integrations.transformers.attention import register
 from packing_ops.integrations.transformers.imports import PreTrainedModel
 
@@ -25,6 +26,7 @@ class Applied:
 
     attention, rope, rms_norm: how many modules were swapped (classes, if a class or None was given).
     fused_loss: how many models make their loss from hidden states.
+    vision: how many attention modules of vision and audio towers attend to all images in one call.
     skipped: {option: why it, or a part of it, was left as it is}.
     """
 
@@ -32,10 +34,11 @@ class Applied:
     rope: int = 0
     rms_norm: int = 0
     fused_loss: int = 0
+    vision: int = 0
     skipped: dict[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return self.attention + self.rope + self.rms_norm + self.fused_loss > 0
+        return self.attention + self.rope + self.rms_norm + self.fused_loss + self.vision > 0
 
     def __radd__(self, count):
         return count + bool(self)  # sum() over several models counts those that were changed
@@ -59,7 +62,8 @@ def apply_packing_ops(
             by now and those of which a model is made later.
         rope: rotate q and k by one call of apply_rotary_qk, which computes in fp32 and rounds once.
         attention: register ``"packing_ops"`` and set it as attn_implementation of the instance; for a class, make it
-            the default of new models.
+            the default of new models. Attention of an instance's vision tower that is given cu_seqlens (Qwen-VL and its
+            like) then takes all images in one call.
         rms_norm: RMSNorm modules call torch.nn.functional.rms_norm. In bf16 and fp16 the stock formula of Llama, Qwen
             and Mistral rounds the normalised value and then its product with the weight; this one rounds once. Gemma
             and gpt-oss round once either way; Gemma's ``1 + weight`` stays in fp32. Dtypes of results are the stock's.
@@ -91,7 +95,7 @@ def apply_packing_ops(
         >>> sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
         >>> model = AutoModelForCausalLM.from_config(Qwen3Config(**sizes))
         >>> apply_packing_ops(model)
-        Applied(attention=2, rope=2, rms_norm=0, fused_loss=0, skipped={})
+        Applied(attention=2, rope=2, rms_norm=0, fused_loss=0, vision=0, skipped={})
         >>> revert_packing_ops(model)
 
     No list of families is behind RoPE and RMSNorm. What a modelling module has for them is run beside ours once in a
@@ -119,12 +123,17 @@ def apply_packing_ops(
     if attention and "attention" not in skipped and (reason := attention_patch.set_ours(model)):
         skipped["attention"] = reason
         _refuse(model, skipped, strict)
+    vision = 0
+    if attention and "attention" not in skipped:
+        vision, reason = vision_patch.apply_to_model(model)
+        skipped |= {"vision": reason} if reason else {}
     _warn(model, skipped)
     return Applied(
         len(attention_patch.attentions(model)) if attention and "attention" not in skipped else 0,
         rope_patch.apply_to_model(model, fp32_cos_sin) if rope else 0,
         rms_norm_patch.apply_to_model(model) if rms_norm else 0,
         len([fused_loss_patch.apply_to_model(host) for host in losses]),
+        vision,
         skipped,
     )
 
@@ -146,6 +155,7 @@ def revert_packing_ops(model: torch.nn.Module | type | None = None) -> None:
     _check_model(model)
     rope_patch.revert_model(model)
     rms_norm_patch.revert_model(model)
+    vision_patch.revert_model(model)
     for host in attention_patch.hosts(model):
         fused_loss_patch.revert_model(host)
     attention_patch.revert(model)

@@ -7,12 +7,9 @@ import types
 import torch
 
 from packing_ops.integrations._patching import function_of
+from packing_ops.integrations.transformers.module_class import stock_of, subclass_of
 from packing_ops.integrations.transformers.rms_norm_trial import FORWARDS, formula_of
 from packing_ops.integrations.transformers.rope import HOSTS
-
-# One model's modules get a class of their own, a subclass of theirs: torch.compile guards the class of a module, so all
-# layers share what was compiled for one, which a forward of each module's own would not let them.
-
 
 def is_norm(cls: type) -> bool:
     """An RMSNorm by its name, with the forward of its modelling module."""
@@ -23,7 +20,7 @@ def is_norm(cls: type) -> bool:
 def _candidates(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Those that run the forward of their class, or ours, perhaps inside accelerate's hooks."""
     return [
-        module for module in model.modules() if is_norm(_stock(type(module))) and _forward_attribute(module) is not None
+        module for module in model.modules() if is_norm(stock_of(type(module))) and _forward_attribute(module) is not None
     ]
 
 
@@ -38,14 +35,14 @@ def _formula_of(module) -> str | None:
     function = function_of(forward)
     if function in FORWARDS.values():
         return next(name for name, ours in FORWARDS.items() if ours is function)
-    return getattr(function, "packing_ops", None) or formula_of(_stock(type(module)), module)[0]
+    return getattr(function, "packing_ops", None) or formula_of(stock_of(type(module)), module)[0]
 
 
 def why_not(model: torch.nn.Module) -> str | None:
     """Why the RMSNorm of this model, or a part of them, stay as they are; None if all are swapped."""
     found = _candidates(model)
     left = [module for module in found if _formula_of(module) is None]
-    reasons = dict.fromkeys(formula_of(_stock(type(module)), module)[1] for module in left)
+    reasons = dict.fromkeys(formula_of(stock_of(type(module)), module)[1] for module in left)
     if found:
         return "; ".join(reasons) or None
     return "it has no RMSNorm that runs the forward of its modelling module"
@@ -94,9 +91,9 @@ def apply_to_model(model: torch.nn.Module) -> int:
     """How many run ours from now on."""
     found = norms(model)
     for module in found:
-        stock, name = _stock(type(module)), _forward_attribute(module)
+        stock, name = stock_of(type(module)), _forward_attribute(module)
         if name == "forward" and name not in module.__dict__:
-            module.__class__ = _fused_class(stock, _formula_of(module))
+            module.__class__ = subclass_of(stock, FORWARDS[_formula_of(module)])
         elif not _is_ours(module.__dict__.get(name)):  # a partial, not a bound method: it can be pickled
             setattr(module, name, functools.partial(FORWARDS[_formula_of(module)], module))
     return len(found)
@@ -104,7 +101,7 @@ def apply_to_model(model: torch.nn.Module) -> int:
 
 def revert_model(model: torch.nn.Module) -> None:
     for module in _candidates(model):
-        stock, name = _stock(type(module)), _forward_attribute(module)
+        stock, name = stock_of(type(module)), _forward_attribute(module)
         module.__class__ = stock
         if not _is_ours(module.__dict__.get(name)):
             continue
@@ -112,28 +109,6 @@ def revert_model(model: torch.nn.Module) -> None:
             del module.forward
         else:
             setattr(module, name, types.MethodType(stock.forward, module))
-
-
-@functools.cache
-def _fused_class(stock: type, formula: str) -> type:
-    """A subclass with our forward. A copy or a pickle is made by way of the stock class, which pickle finds by name."""
-
-    def __reduce_ex__(self, protocol):
-        _, _, state, *_ = stock.__reduce_ex__(self, 2)
-        return _new, (stock, formula), state
-
-    parts = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
-    parts |= {"_packing_ops_stock": stock, "__reduce_ex__": __reduce_ex__}
-    return type(stock.__name__, (stock,), {**parts, "forward": FORWARDS[formula]})
-
-
-def _new(stock: type, formula: str) -> torch.nn.Module:
-    cls = _fused_class(stock, formula)
-    return cls.__new__(cls)
-
-
-def _stock(cls: type) -> type:
-    return vars(cls).get("_packing_ops_stock", cls)
 
 
 def _forward_attribute(module) -> str | None:

@@ -4,6 +4,7 @@ import functools
 import importlib
 import inspect
 import re
+import sys
 from typing import NamedTuple
 
 import torch
@@ -166,22 +167,30 @@ def attentions(owner, module_name: str) -> list[torch.nn.Module]:
 def find(model: torch.nn.Module) -> tuple[list[Rotating], list[str]]:
     """All language models inside that can rotate with ours, and why others, or parts of them, cannot."""
     found, reasons = [], []
-    for owner in model.modules():
-        for rotary in owner.children():
-            if not is_rotary(type(rotary)):
-                continue
-            module_name = type(rotary).__module__
-            ours = [] if (own := _own_attention(owner)) else attentions(owner, module_name)
-            if ours:
-                found.append(Rotating(owner, rotary, ours))
-            reasons += _reasons(owner, module_name, own)
+    for owner, rotary in _pairs(model):
+        module_name = type(rotary).__module__
+        ours = [] if (own := _own_attention(owner)) else attentions(owner, module_name)
+        if ours:
+            found.append(Rotating(owner, rotary, ours))
+        reasons += _reasons(owner, module_name, own)
     return found, list(dict.fromkeys(reasons))
+
+
+def _pairs(model) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
+    """Every rotary embedding with the module that has it, by itself or in a list of one for each base."""
+    lists = torch.nn.ModuleList, torch.nn.ModuleDict
+    found = []
+    for owner in model.modules():
+        children = [] if isinstance(owner, lists) else list(owner.children())
+        inside = [inner for child in children if isinstance(child, lists) for inner in child.children()]
+        found += [(owner, child) for child in children + inside if is_rotary(type(child))]
+    return found
 
 
 def _own_attention(owner) -> str | None:
     """Somebody's own attention may do with its angles what it likes."""
     for cls in dict.fromkeys(type(module) for module in owner.modules()):
-        if cls.__name__.endswith("Attention") and not cls.forward.__module__.startswith(HOSTS):
+        if cls.__name__.endswith("Attention") and not cls.forward.__module__.startswith((*HOSTS, "torch.")):
             return f"{cls.__name__} has a forward of its own, in {cls.forward.__module__}"
     return None
 
@@ -206,8 +215,12 @@ def why_not(model: torch.nn.Module) -> str | None:
     found, reasons = find(model)
     if found or reasons:
         return "; ".join(reasons) or None
-    names = [type(module).__name__ for module in model.modules() if "Rotary" in type(module).__name__]
-    return f"{names[0]} is no part of a language model that is known" if names else "it has no rotary embedding"
+    for cls in dict.fromkeys(type(module) for module in model.modules()):
+        home = sys.modules.get(inspect.unwrap(cls.forward).__module__)
+        for name in _called(cls):
+            if hasattr(home, name):
+                return _refusal(home, name) or f"{cls.__name__} has angles that come from no rotary embedding"
+    return "no rotary embedding was found in it"
 
 
 def count(found: list[Rotating]) -> int:
@@ -220,13 +233,15 @@ def apply_to_model(model: torch.nn.Module, fp32_cos_sin: bool) -> int:
     revert_left()
     for owner, rotary, _ in found:
         _remove_hooks(owner, rotary)
+    for owner, rotary, _ in found:
         for patch in patches_of(type(rotary).__module__).values():
             patch.apply(rotary)
         rotary.register_forward_hook(_tag)
         if fp32_cos_sin:
             rotary.register_forward_pre_hook(_ask_for_fp32)
-        if "position_ids" in inspect.signature(owner.forward).parameters:
-            hook = give_text_positions if takes_axes(type(owner)) else give_position_ids
+        hook = give_text_positions if takes_axes(type(owner)) else give_position_ids
+        takes = "position_ids" in inspect.signature(owner.forward).parameters
+        if takes and hook not in owner._forward_pre_hooks.values():
             owner.register_forward_pre_hook(hook, with_kwargs=True)
     return count(found)
 
@@ -248,12 +263,10 @@ def rotates(rotary: torch.nn.Module) -> bool:
 
 
 def revert_model(model: torch.nn.Module) -> None:
-    for owner in model.modules():
-        for rotary in owner.children():
-            if is_rotary(type(rotary)):
-                _remove_hooks(owner, rotary)
-                for patch in _patches.get(type(rotary).__module__, {}).values():
-                    patch.revert(rotary)
+    for owner, rotary in _pairs(model):
+        _remove_hooks(owner, rotary)
+        for patch in _patches.get(type(rotary).__module__, {}).values():
+            patch.revert(rotary)
     revert_left()
 
 

@@ -45,7 +45,7 @@ def test_counts():
     assert not apply_packing_ops(model, rope=False, attention=False)
     revert_packing_ops(model)
     applied = apply_packing_ops(tiny("llama"))
-    assert repr(applied) == "Applied(attention=2, rope=2, rms_norm=0, fused_loss=0, skipped={})"
+    assert repr(applied) == "Applied(attention=2, rope=2, rms_norm=0, fused_loss=0, vision=0, skipped={})"
     assert pickle.loads(pickle.dumps(applied)) == applied
 
 
@@ -88,7 +88,7 @@ def test_attention_alone_where_the_rope_is_not_known(device):
         applied = apply_packing_ops(model)
     assert warned[0].filename == __file__  # where the caller stands
     assert applied == Applied(attention=3, skipped={"rope": applied.skipped["rope"]})
-    assert applied.skipped["rope"] == "it has no rotary embedding"
+    assert applied.skipped["rope"] == "no rotary embedding was found in it"
     torch.testing.assert_close(outputs(model, inputs), alone, rtol=1e-5, atol=1e-5)
     revert_packing_ops(model)
     assert model.config._attn_implementation == "sdpa"
@@ -128,7 +128,7 @@ def test_strict_changes_nothing(monkeypatch):
     gpt2, llama = tiny_gpt2(), tiny("llama")
     before = [dict(vars(module)) for model in (gpt2, llama) for module in model.modules()]
     with pytest.raises(
-        ValueError, match=r"strict: .* in GPT2LMHeadModel rope: it has no rotary embedding .*\(rope=False leaves it\)"
+        ValueError, match=r"strict: .* in GPT2LMHeadModel rope: no rotary embedding was found in it .*\(rope=False leaves it\)"
     ):
         apply_packing_ops(gpt2, strict=True)
     with pytest.raises(ValueError, match=r"strict: .* GPT2LMHeadModel rope: its module is not"):
@@ -215,7 +215,7 @@ def test_info_of_classes_and_others(monkeypatch):
     revert_packing_ops(module_of("llama").LlamaPreTrainedModel)
     lines = info(tiny_gpt2()).splitlines()
     assert lines[1] == "attention: sdpa in 3 modules, swapped by apply_packing_ops(model)"
-    assert lines[2] == "rope: stock, it has no rotary embedding"
+    assert lines[2] == "rope: stock, no rotary embedding was found in it"
     assert "attention of its own" in info(tiny_deberta()).splitlines()[1]
     assert "no transformers model" in info(torch.nn.Linear(1, 1)).splitlines()[1]
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}

@@ -1,0 +1,143 @@
+"""Attention of vision and audio towers that is given cu_seqlens: one call for all images, not one for each.
+
+transformers calls attention once with cu_seqlens where the name of the implementation has "flash" in it, and otherwise
+in a loop over the images, whose lengths it reads on the host. Here that loop runs once, over a row of all tokens, and
+the images' cu_seqlens go beside it to our attention, by the keywords that the loop passes on.
+"""
+
+import copy
+import functools
+import inspect
+
+import torch
+
+from packing_ops.integrations.transformers import model_call
+from packing_ops.integrations.transformers.module_class import stock_of, subclass_of
+from packing_ops.integrations.transformers.rope import HOSTS
+from packing_ops.integrations.transformers.trial import agree, attempt, numbers, quiet
+
+_LENGTHS = [5, 1, 6]  # of the trial's images
+
+
+def one_call(self, hidden_states, cu_seqlens, *args, **kwargs):
+    stock = stock_of(type(self)).forward
+    if self.config._attn_implementation not in model_call.NAMES:
+        return stock(self, hidden_states, cu_seqlens, *args, **kwargs)
+    row = torch.tensor([0, hidden_states.shape[0]], device="cpu")
+    images = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+    return stock(self, hidden_states, row, *args, **{**kwargs, **images})
+
+
+def _takes_cu_seqlens(module) -> bool:
+    cls = stock_of(type(module))
+    if not cls.__module__.startswith(HOSTS) or "forward" in vars(module) or not hasattr(module, "config"):
+        return False
+    return [*inspect.signature(cls.forward).parameters][1:3] == ["hidden_states", "cu_seqlens"]
+
+
+def _layers(model) -> list[torch.nn.Module]:
+    """Attention, not the blocks around it, which pass cu_seqlens on."""
+    return [module for module in model.modules() if _takes_cu_seqlens(module) and not _passes_on(module)]
+
+
+def _passes_on(module) -> bool:
+    return any(_takes_cu_seqlens(inner) for inner in module.modules() if inner is not module)
+
+
+def apply_to_model(model: torch.nn.Module) -> tuple[int, str | None]:
+    """How many attend in one call from now on, under our attn_implementation, and why others do not."""
+    count, reasons = 0, {}
+    for module in _layers(model):
+        stock = stock_of(type(module))
+        if reason := _refusal(module, stock):
+            reasons[f"{stock.__name__} {reason}"] = None
+            continue
+        module.__class__ = subclass_of(stock, one_call)
+        count += 1
+    return count, "; ".join(reasons) or None
+
+
+def revert_model(model: torch.nn.Module) -> None:
+    for module in model.modules():
+        if type(module).forward is one_call:
+            module.__class__ = stock_of(type(module))
+
+
+# --- the trial ---
+
+
+def _refusal(module, stock) -> str | None:
+    numbers_of_it = {
+        name: value for name, value in sorted(vars(module).items()) if type(value) in (int, float, bool, str)
+    }
+    sizes = tuple((name, type(child), _width(child)) for name, child in module.named_children())
+    return _tried(stock, stock.forward, tuple(numbers_of_it.items()), sizes, type(module.config))
+
+
+def _width(child) -> tuple[int, int] | None:
+    return (child.in_features, child.out_features) if hasattr(child, "in_features") else None
+
+
+@functools.cache
+@torch.compiler.disable
+def _tried(stock, forward, attributes, children, config_class) -> str | None:
+    """Why one call is not the loop, None if it is: outputs for images of several lengths, on the CPU, in float32.
+
+    The trial has a module of its own with projections of its own. Kept by the forward and all that it is made of.
+    """
+    if unknown := [name for name, _, width in children if width is None]:
+        return f"holds {', '.join(unknown)}"
+    probe = subclass_of(stock, one_call).__new__(subclass_of(stock, one_call))
+    torch.nn.Module.__init__(probe)
+    for name, value in attributes:
+        setattr(probe, name, value)
+    for name, _, width in children:
+        setattr(probe, name, _Projection(*width))
+    probe.config = _Config()
+    width = max(in_features for _, _, (in_features, _) in children) if children else 0
+    needed = [
+        name
+        for name, parameter in list(inspect.signature(forward).parameters.items())[3:]
+        if parameter.default is inspect.Parameter.empty and parameter.kind < 2
+    ]
+    with quiet():
+        total, ends = sum(_LENGTHS), torch.tensor([0, *_LENGTHS], device="cpu").cumsum(0, dtype=torch.int32)
+        x = numbers(total, width)
+        given = {}
+        if "position_embeddings" in inspect.signature(forward).parameters:
+            head_dim = getattr(probe, "head_dim", 0)
+            given["position_embeddings"] = numbers(total, head_dim, start=1.0), numbers(total, head_dim, start=2.0)
+        if {*needed} - {*given}:
+            return f"takes {', '.join(needed)}"
+        wanted = attempt(_with(probe, "sdpa").forward, x, ends, **given)
+        found = attempt(_with(probe, "packing_ops").forward, x, ends, **given)
+        mixed = attempt(_with(probe, "sdpa").forward, x, ends[[0, -1]], **given)
+    for name, result in (("stock", wanted), ("ours", found)):
+        if isinstance(result, Exception):
+            return f"raises {result!r} in the trial of {name}"
+    if agree(mixed, wanted, 64):
+        return "does not keep images apart in the trial"
+    return None if agree(found, wanted, 64) else "gives other values in one call"
+
+
+class _Config:
+    _attn_implementation = "sdpa"
+
+
+def _with(probe, implementation):
+    probe = copy.copy(probe)
+    probe.config = _Config()
+    probe.config._attn_implementation = implementation
+    return probe
+
+
+class _Projection(torch.nn.Module):
+    """A linear layer of a trial, without the weights: each output is an input times a number."""
+
+    def __init__(self, in_features, out_features):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+
+    def forward(self, x):
+        repeats = -(-self.out_features // self.in_features)
+        return x.repeat(1, repeats)[:, : self.out_features] * numbers(self.out_features, start=7.0)

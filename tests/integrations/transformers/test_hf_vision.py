@@ -1,0 +1,217 @@
+"""Vision towers under apply_packing_ops: one call of attention for all images of a layer, with the stock loop's results."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from helpers import assert_same
+
+transformers = pytest.importorskip("transformers")
+
+from hf_models import OLD  # noqa: E402
+
+from packing_ops.integrations.transformers import (  # noqa: E402
+    apply_packing_ops,
+    attention,
+    register,
+    revert_packing_ops,
+    vision,
+)
+
+TOKENS = {"image_token_id": 151, "video_token_id": 152, "vision_start_token_id": 153, "vision_end_token_id": 154}
+TEXT = {
+    "vocab_size": 200,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+}
+TOWERS = {  # family: (prefix of its classes, config of the tower)
+    "qwen2_vl": ("Qwen2VL", {"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2}),
+    "qwen2_5_vl": (
+        "Qwen2_5_VL",
+        {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+        | {"window_size": 16, "fullatt_block_indexes": [1]},
+    ),
+    "qwen3_vl": (
+        "Qwen3VL",
+        {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+        | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+    ),
+}
+GRID = [[1, 16, 16], [1, 8, 16], [2, 4, 8]]  # two images and a video of two frames: four rows of patches
+pytestmark = pytest.mark.skipif(OLD, reason="up to 4.57 these configs are of another form")
+
+
+def tiny_tower_model(family):
+    prefix, tower = TOWERS[family]
+    config = getattr(transformers, prefix + "Config")(
+        text_config=TEXT, vision_config={**tower, "patch_size": 4, "temporal_patch_size": 2}, **TOKENS
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, prefix + "ForConditionalGeneration")(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+def images(device, grid=GRID):
+    grid = torch.tensor(grid, device=device)
+    torch.manual_seed(1)
+    return torch.randn(int(grid.prod(1).sum()), 3 * 2 * 4 * 4, device=device), grid
+
+
+@pytest.fixture
+def lengths(monkeypatch):
+    """Tokens of every call of our varlen attention."""
+    seen, ours = [], attention.varlen_attention
+    monkeypatch.setattr(
+        attention, "varlen_attention", lambda q, *rest, **options: seen.append(q.shape[2]) or ours(q, *rest, **options)
+    )
+    return seen
+
+
+def results(tower, pixels, grid):
+    pixels = pixels.clone().requires_grad_()
+    tower.zero_grad()
+    found = tower(pixels, grid_thw=grid).pooler_output
+    found = torch.cat(found) if isinstance(found, (list, tuple)) else found
+    (found * torch.linspace(-1, 1, found.numel(), device=found.device).view_as(found)).sum().backward()
+    gradients = {name: p.grad.clone() for name, p in tower.named_parameters() if p.grad is not None}
+    return found.detach(), {**gradients, "pixels": pixels.grad}
+
+
+def assert_near(found, wanted):
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5 * max(1.0, wanted.abs().max().item()))
+
+
+@pytest.mark.parametrize("family", TOWERS)
+def test_one_call_for_each_layer(family, device, lengths):
+    """Outputs, and gradients of pixels and every weight, equal those of the loop; reverted they are its bits."""
+    model, (pixels, grid) = tiny_tower_model(family).to(device), images(device)
+    tower = model.model.visual
+    wanted, wanted_gradients = results(tower, pixels, grid)
+    classes = [type(module) for module in model.modules()]
+    for _ in range(2):  # twice is once
+        applied = apply_packing_ops(model)
+        assert (applied.vision, applied.skipped) == (2, {})
+    lengths.clear()  # of the trial
+    found, gradients = results(tower, pixels, grid)
+    assert lengths == [pixels.shape[0]] * 2
+    assert_near(found, wanted)
+    assert gradients.keys() == wanted_gradients.keys()
+    for name, gradient in gradients.items():
+        assert_near(gradient, wanted_gradients[name])
+    revert_packing_ops(model)
+    assert [type(module) for module in model.modules()] == classes
+    assert_same(results(tower, pixels, grid)[0], wanted)
+    assert len(lengths) == 2
+
+
+@pytest.mark.parametrize("family", TOWERS)
+def test_images_do_not_see_each_other(family, device):
+    """To the bit: other pixels in one image change no patch of the others."""
+    model, (pixels, grid) = tiny_tower_model(family).to(device), images(device)
+    apply_packing_ops(model)
+    with torch.no_grad():
+        before = model.model.visual(pixels, grid_thw=grid).last_hidden_state
+        pixels[256 : 256 + 128] += 1.0  # the second image
+        after = model.model.visual(pixels, grid_thw=grid).last_hidden_state
+    revert_packing_ops(model)
+    changed = (before != after).any(1)
+    second = slice(256, 384) if changed.numel() == pixels.shape[0] else slice(64, 96)
+    assert changed[second].all()
+    changed[second] = False
+    assert not changed.any()
+
+
+def test_whole_model_with_documents_in_text(device, lengths):
+    """Loss and gradients of the language model over the tower, with the text's own documents beside the images."""
+    model, (pixels, grid) = tiny_tower_model("qwen2_5_vl").to(device), images(device, GRID[:2])
+    ids = torch.tensor([sum(([5, 153] + [151] * int(g.prod() // 4) + [154, 7] for g in grid), [])], device=device)
+    given = {"input_ids": ids, "labels": ids.masked_fill(ids == 151, -100), "pixel_values": pixels, "use_cache": False}
+    given |= {"image_grid_thw": grid, "mm_token_type_ids": (ids == 151).long()}
+
+    def loss():
+        model.zero_grad()
+        found = model(**given).loss
+        found.backward()
+        return found.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    wanted, wanted_gradients = loss()
+    assert apply_packing_ops(model).vision == 2
+    lengths.clear()
+    found, gradients = loss()
+    assert lengths == [384, 384, ids.shape[1]]
+    assert_near(found, wanted)
+    assert len(gradients) == len(wanted_gradients)
+    for gradient, expected in zip(gradients, wanted_gradients, strict=True):
+        assert_near(gradient, expected)
+    revert_packing_ops(model)
+
+
+def test_bf16_is_at_most_twice_as_far_off_as_the_loop(device):
+    model, (pixels, grid) = tiny_tower_model("qwen2_5_vl").to(device), images(device)
+    exact = results(model.model.visual, pixels, grid)[0]
+    model, pixels = model.bfloat16(), pixels.bfloat16()
+    stock = results(model.model.visual, pixels, grid)[0]
+    apply_packing_ops(model)
+    ours = results(model.model.visual, pixels, grid)[0]
+    revert_packing_ops(model)
+    assert (ours.float() - exact).norm() <= 2 * (stock.float() - exact).norm()
+
+
+def test_another_attention_afterwards_is_the_loop(device, lengths):
+    model, (pixels, grid) = tiny_tower_model("qwen2_5_vl").to(device), images(device)
+    wanted = results(model.model.visual, pixels, grid)[0]
+    apply_packing_ops(model)
+    lengths.clear()
+    model.set_attn_implementation("sdpa")
+    assert_same(results(model.model.visual, pixels, grid)[0], wanted)
+    assert not lengths
+
+
+def test_copies_and_pickles_keep_it(device, lengths):
+    model, (pixels, grid) = tiny_tower_model("qwen3_vl").to(device), images(device)
+    apply_packing_ops(model)
+    wanted = results(model.model.visual, pixels, grid)[0]
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        lengths.clear()
+        assert_same(results(other.model.visual, pixels, grid)[0], wanted)
+        assert lengths == [pixels.shape[0]] * 2
+    revert_packing_ops(model)
+
+
+def test_a_forward_that_hands_no_keywords_on_is_left(device):
+    """It would let all images attend to each other."""
+    family = transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
+    stock = family.Qwen2_5_VLVisionAttention
+
+    class Deaf(stock):
+        def forward(self, hidden_states, cu_seqlens, position_embeddings=None, **kwargs):
+            return super().forward(hidden_states, cu_seqlens, position_embeddings=position_embeddings)
+
+    Deaf.__module__ = stock.__module__
+    model, (pixels, grid) = tiny_tower_model("qwen2_5_vl").to(device), images(device)
+    wanted = results(model.model.visual, pixels, grid)[0]
+    for block in model.model.visual.blocks:
+        block.attn.__class__ = Deaf
+    with pytest.warns(UserWarning, match="vision of Qwen2_5_VL.* as it is: Deaf gives other values in one call"):
+        applied = apply_packing_ops(model)
+    assert applied.vision == 0
+    assert_near(results(model.model.visual, pixels, grid)[0], wanted)
+    revert_packing_ops(model)
+
+
+def test_the_trial_takes_no_random_numbers():
+    register()
+    model = tiny_tower_model("qwen2_vl")
+    vision._tried.cache_clear()
+    state = torch.get_rng_state()
+    assert vision.apply_to_model(model) == (2, None)
+    assert torch.equal(torch.get_rng_state(), state)
+    vision.revert_model(model)
