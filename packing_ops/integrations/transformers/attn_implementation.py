@@ -101,7 +101,7 @@ def implementations_of(config) -> dict:
     found = {"": config._attn_implementation}
     for key in config.sub_configs:
         sub_config = getattr(config, key, None)
-        if sub_config is not None:
+        if sub_config is not None and sub_config._attn_implementation is not None:  # some audio parts have none
             nested = implementations_of(sub_config)
             found[key] = nested if len(nested) > 1 else nested[""]
     return found

@@ -11,6 +11,7 @@ from packing_ops.integrations.transformers.module_class import stock_of, subclas
 from packing_ops.integrations.transformers.rms_norm_trial import FORWARDS, formula_of
 from packing_ops.integrations.transformers.rope import HOSTS
 
+
 def is_norm(cls: type) -> bool:
     """An RMSNorm by its name, with the forward of its modelling module."""
     home = cls.__module__
@@ -20,7 +21,9 @@ def is_norm(cls: type) -> bool:
 def _candidates(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Those that run the forward of their class, or ours, perhaps inside accelerate's hooks."""
     return [
-        module for module in model.modules() if is_norm(stock_of(type(module))) and _forward_attribute(module) is not None
+        module
+        for module in model.modules()
+        if is_norm(stock_of(type(module))) and _forward_attribute(module) is not None
     ]
 
 

@@ -128,7 +128,8 @@ def test_strict_changes_nothing(monkeypatch):
     gpt2, llama = tiny_gpt2(), tiny("llama")
     before = [dict(vars(module)) for model in (gpt2, llama) for module in model.modules()]
     with pytest.raises(
-        ValueError, match=r"strict: .* in GPT2LMHeadModel rope: no rotary embedding was found in it .*\(rope=False leaves it\)"
+        ValueError,
+        match=r"strict: .* in GPT2LMHeadModel rope: no rotary embedding was found in it .*\(rope=False leaves it\)",
     ):
         apply_packing_ops(gpt2, strict=True)
     with pytest.raises(ValueError, match=r"strict: .* GPT2LMHeadModel rope: its module is not"):

@@ -1,0 +1,162 @@
+"""Small models of every causal language model and encoder that the installed transformers has, made by one recipe."""
+
+import dataclasses
+import functools
+import inspect
+import warnings
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import transformers
+from transformers.models.auto import modeling_auto
+
+from packing_ops.integrations.transformers import apply_packing_ops, attn_implementation
+
+SIZES = {  # by the names that configs have for them
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "intermediate_size", "intermediate_size_mlp", "ffn_dim"), 32),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "decoder_layers", "encoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads"), 4),
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "num_key_value_heads", "index_n_heads"), 2),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
+    **dict.fromkeys(
+        ("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "rotary_dim", "mamba_d_state"), 8
+    ),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank"), 16),
+    **dict.fromkeys(("index_head_dim", "global_head_dim", "embedding_size", "expert_ffn_hidden_size"), 16),
+    **dict.fromkeys(
+        ("n_group", "topk_group", "first_k_dense_replace", "moe_num_shared_experts", "n_shared_experts"), 1
+    ),
+    **dict.fromkeys(("num_shared_experts", "mamba_n_groups"), 1),
+    **dict.fromkeys(("vocab_size", "max_position_embeddings", "index_topk", "vocab_size_per_layer_input"), 64),
+    **dict.fromkeys(("attention_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
+    **{"sliding_window": 4, "moe_layer_start_index": 0, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "mamba_n_heads": 4, "mamba_d_head": 16},
+}
+_FOUR = {"num_hidden_layers": 4}  # one of them with attention
+MORE = {  # what the recipe does not guess
+    **dict.fromkeys(("bailing_hybrid", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text"), _FOUR),
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "position_embedding_type": "rope"},
+    "lfm3": _FOUR,
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "lfm2_moe": {"layer_types": ["full_attention", "conv"], "num_dense_layers": 1},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "zamba": {"num_hidden_layers": 6},
+}
+KINDS = {"CAUSAL_LM": "Causal language models", "MASKED_LM": "Encoders"}
+LARGE = 1_500_000  # parameters; beyond it a model is made without memory
+
+
+def mappings() -> dict[str, dict]:
+    """{kind: {model_type: (config class, model class)}}."""
+    found = {}
+    for kind in KINDS:
+        for config, model in getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING").items():
+            model = model[0] if isinstance(model, (tuple, list)) else model
+            found.setdefault(kind, {}).setdefault(config.model_type, (config, model))
+    return found
+
+
+def fields(config_class) -> set[str]:
+    if dataclasses.is_dataclass(config_class):
+        return {field.name for field in dataclasses.fields(config_class)}
+    return {*inspect.signature(config_class).parameters}
+
+
+def tiny_config(model_type, config_class):
+    known = fields(config_class)
+    sizes = {name: size for name, size in SIZES.items() if name in known}
+    if "qk_rope_head_dim" in known:  # multi-head latent attention
+        sizes |= {name: value for name, value in (("head_dim", 8), ("num_key_value_heads", 4)) if name in known}
+    return config_class(**{**sizes, **MORE.get(model_type, {})})
+
+
+def short_config(config_class):
+    """The default, with few layers and experts: for a model without memory."""
+    config = config_class()
+    inner = (getattr(config, name, None) for name in config.sub_configs)
+    for part in (config, *(each for each in inner if each is not None)):
+        for name in ("num_hidden_layers", "num_layers", "n_layers", "num_local_experts", "num_experts"):
+            if isinstance(vars(part).get(name), int):
+                setattr(part, name, min(4, vars(part)[name]))
+        for name in [name for name in vars(part) if name.endswith("layer_types")]:
+            if isinstance(kinds := vars(part)[name], list):
+                setattr(part, name, (list(dict.fromkeys(kinds)) * 4)[:4])
+    return config
+
+
+def text_config(config_class):
+    """Of a multimodal model, whose language model alone is made."""
+    config = short_config(config_class)
+    return getattr(config, "decoder", None) or config.get_text_config()
+
+
+def made(model_type, config_class, model_class):
+    """(model, "") with random weights in all parameters, on the meta device if it is large, or (None, why not)."""
+    errors = []
+    for config_of in (functools.partial(tiny_config, model_type), short_config, text_config):
+        try:
+            config = config_of(config_class)
+            with torch.device("meta"):
+                model = model_class._from_config(config)
+            if sum(parameter.numel() for parameter in model.parameters()) > LARGE:
+                return model, ""
+            torch.manual_seed(0)
+            model = model_class._from_config(config).float().eval()
+        except Exception as error:  # of any kind: these are configs of some 200 families
+            errors.append(f"{type(error).__name__}: {error}".splitlines()[0])
+            continue
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+        return model, ""
+    return None, " / ".join(dict.fromkeys(errors))
+
+
+# --- what apply_packing_ops does with them: docs/families.md ---
+
+PAGE, NONE = Path(__file__).parent.parent / "docs" / "families.md", "-"
+
+
+class Row(NamedTuple):
+    """A line of the page: yes, NONE where a model has no such part, or why it is left as it is."""
+
+    attention: str
+    rope: str
+    rms_norm: str
+
+
+def row_of(model) -> Row:
+    """Applies RoPE and RMSNorm on the way."""
+    own = attn_implementation.why_not(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        applied = apply_packing_ops(model, attention=False, rms_norm=True)
+    verdicts = []
+    for option, count in (("rope", applied.rope), ("rms_norm", applied.rms_norm)):
+        reason = applied.skipped.get(option, "")
+        nothing = reason.startswith(("no rotary embedding", "it has no RMSNorm"))
+        verdicts.append(NONE if nothing else (f"yes, but {reason}" if reason else "yes") if count else reason)
+    return Row(own or "yes", *verdicts)
+
+
+def page_of(rows: dict[tuple[str, str], Row | str]) -> str:
+    """The page's table, and the version that it is of."""
+    lines = [f"With transformers {transformers.__version__}:", ""]
+    for kind, title in KINDS.items():
+        lines += [f"## {title}", "", "| model_type | attention | RoPE | RMSNorm |", "|---|---|---|---|"]
+        for (found, model_type), row in rows.items():
+            if found == kind:
+                cells = row if isinstance(row, Row) else (f"not made for the trial: {row}", "", "")
+                lines.append(f"| {model_type} | " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def lines_of_page() -> set[str]:
+    """Its rows, or none if it is of another transformers."""
+    text = PAGE.read_text()
+    return {*text.splitlines()} if f"With transformers {transformers.__version__}:" in text else set()
