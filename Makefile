@@ -25,7 +25,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help $(DEMOS) test test-newest test-fresh test-adoption lint emulator bytecode build bench test-gpu bench-gpu
-.PHONY: profile-gpu readme docs wheel clean
+.PHONY: profile-gpu readme families docs wheel clean
 
 help:  ## these lines
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -88,7 +88,7 @@ test-gpu:  ## the tests on a GPU machine, in groups (TESTS=..., LOGS=folder)
 	$(GPU_PYTHON) tests/run_gpu.py $(if $(LOGS),--logs $(LOGS)) $(TESTS)
 
 # FAMILIES="attention e2e" for some. One that fails leaves the others theirs.
-FAMILIES ?= boundaries padding packing rope attention logps megatron e2e demo
+FAMILIES ?= boundaries padding packing rope attention logps megatron vision e2e demo
 bench-gpu:  ## measures every family on the GPU (FAMILIES="attention e2e" for some)
 	@failed=; \
 	for family in $(FAMILIES); do \
@@ -100,12 +100,15 @@ profile-gpu:  ## what the kernels wait for, by Nsight Compute
 	$(GPU_PYTHON) benchmarks/profile_gpu.py
 
 bench: build  ## measures every family on the CPU
-	@for family in boundaries padding packing rope attention logps megatron data demo; do \
+	@for family in boundaries padding packing rope attention logps megatron data vision demo; do \
 		$(BIN)/python benchmarks/bench_$$family.py --device cpu || exit 1; done
 	$(BIN)/python benchmarks/bench_report.py
 
 readme: .venv/.ready  ## the tables of README.md and docs, from benchmarks/results
 	$(BIN)/python benchmarks/render_pages.py
+
+families: .venv/.ready  ## the tables of docs/families.md, from the transformers that is installed
+	$(BIN)/python tools/families_page.py
 
 docs: .venv/.ready  ## the documentation with the API reference, in build/site/index.html
 	$(BIN)/python -m mkdocs build --strict --quiet

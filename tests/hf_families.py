@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import sys
 import warnings
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +12,7 @@ import torch
 import transformers
 from transformers.models.auto import modeling_auto
 
-from packing_ops.integrations.transformers import apply_packing_ops, attn_implementation
+from packing_ops.integrations.transformers import apply_packing_ops, attn_implementation, rms_norm, rope
 
 SIZES = {  # by the names that configs have for them
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "intermediate_size", "intermediate_size_mlp", "ffn_dim"), 32),
@@ -40,6 +41,7 @@ MORE = {  # what the recipe does not guess
     **dict.fromkeys(("bailing_hybrid", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text"), _FOUR),
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"], "position_embedding_type": "rope"},
+    "esm": {"position_embedding_type": "rotary"},
     "lfm3": _FOUR,
     "falcon_h1": {"mamba_d_ssm": 64},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"], "num_dense_layers": 1},
@@ -143,15 +145,23 @@ def row_of(model) -> Row:
     return Row(own or "yes", *verdicts)
 
 
-def page_of(rows: dict[tuple[str, str], Row | str]) -> str:
+def row_of_module(model_class) -> Row:
+    """Of a family that no recipe makes: what its modelling module has."""
+    name = model_class.__module__
+    classes = [value for value in vars(sys.modules[name]).values() if isinstance(value, type)]
+    norms = [value for value in classes if value.__module__ == name and rms_norm.is_norm(value)]
+    reasons = [reason for formula, reason in map(rms_norm.formula_of_class, norms) if formula is None]
+    return Row("not tried", rope.refusal_of_module(name) or "yes", "; ".join(reasons) or ("yes" if norms else NONE))
+
+
+def page_of(rows: dict[tuple[str, str], Row]) -> str:
     """The page's table, and the version that it is of."""
     lines = [f"With transformers {transformers.__version__}:", ""]
     for kind, title in KINDS.items():
         lines += [f"## {title}", "", "| model_type | attention | RoPE | RMSNorm |", "|---|---|---|---|"]
         for (found, model_type), row in rows.items():
             if found == kind:
-                cells = row if isinstance(row, Row) else (f"not made for the trial: {row}", "", "")
-                lines.append(f"| {model_type} | " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
+                lines.append(f"| {model_type} | " + " | ".join(cell.replace("|", "/") for cell in row) + " |")
         lines.append("")
     return "\n".join(lines)
 

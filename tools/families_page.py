@@ -9,8 +9,8 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent.parent / "tests"), str(Path(__file__).parent.parent)]
 
-import hf_families as families
-import transformers
+import hf_families as families  # noqa: E402
+import transformers  # noqa: E402
 
 START, END = "<!-- families -->\n", "<!-- end -->"
 
@@ -19,8 +19,8 @@ def rewritten() -> str:
     rows = {}
     for kind, found in families.mappings().items():
         for model_type, classes in sorted(found.items()):
-            model, why = families.made(model_type, *classes)
-            rows[kind, model_type] = families.row_of(model) if model is not None else why
+            model, _ = families.made(model_type, *classes)
+            rows[kind, model_type] = families.row_of(model) if model is not None else families.row_of_module(classes[1])
     before, _, rest = families.PAGE.read_text().partition(START)
     return before + START + families.page_of(rows) + END + rest.partition(END)[2]
 

@@ -40,13 +40,20 @@ class MaskPattern:
 
     # What a model may ask of a mask tensor, by name: __getattr__ would slow the look-ups of the layers.
     dtype = shape = ndim = dim = size = to = masked_fill = property(_has_none)
-    __getitem__ = __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __rsub__ = _refuse
+    __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __rsub__ = _refuse
+
+    def __getitem__(self, index):
+        """All of it, which Gemma 4 takes for layers that share keys; no part of it."""
+        if isinstance(index, tuple) and all(isinstance(each, slice) and each in _WHOLE for each in index):
+            return self
+        raise TypeError(_READ)
 
     @classmethod
     def __torch_function__(cls, *_):
         raise TypeError(_READ)
 
 
+_WHOLE = slice(None), slice(0, None)
 _READ = (
     "attention_mask: expected to reach attention as it is, got read by the model on the way: "
     "load it with another attn_implementation"

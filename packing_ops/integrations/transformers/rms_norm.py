@@ -74,6 +74,12 @@ def formula_of_class(cls: type) -> tuple[str | None, str]:
     """As formula_of, of every module that the class makes: with each of its flags, on and off."""
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
     flags = [parameter for parameter in parameters if isinstance(parameter.default, bool)]
+    if others := [
+        parameter.name
+        for parameter in parameters
+        if not isinstance(parameter.default, (bool, float)) and parameter.default is not inspect.Parameter.empty
+    ]:
+        return None, f"{cls.__name__} may have another formula with {', '.join(others)}"
     sizes = [8 for parameter in parameters if parameter.default is inspect.Parameter.empty and parameter.kind < 2]
     found = set()
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):

@@ -65,7 +65,12 @@ def formula_of(stock: type, module: torch.nn.Module) -> tuple[str | None, str]:
         return None, f"{stock.__name__} has attributes beside numbers"
     key = tuple((name, type(value), value) for name, value in sorted(attributes.items()))
     eps_names = tuple(name for name in _EPS_NAMES if hasattr(module, name))
-    formula, reason = _formula(stock, stock.forward, getattr(module, "weight", None) is not None, eps_names, key)
+    weight = getattr(module, "weight", None)
+    # The module's own width: of another one, groups of elements might be the whole. A shard of ZeRO-3 has ds_numel.
+    width = 0 if weight is None else getattr(weight, "ds_numel", weight.numel())
+    if width == 0 and any(type(value) is int for value in attributes.values()):
+        return None, f"{stock.__name__} has numbers, and no weight that tells its width"
+    formula, reason = _formula(stock, stock.forward, weight is not None, width or _WIDTH, eps_names, key)
     return formula, reason and f"{stock.__name__} {reason}"
 
 
@@ -85,11 +90,10 @@ def _not_tried(stock, module) -> str | None:
 
 @functools.cache
 @torch.compiler.disable
-def _formula(stock, forward, has_weight, eps_names, attributes) -> tuple[str | None, str]:
+def _formula(stock, forward, has_weight, width, eps_names, attributes) -> tuple[str | None, str]:
     """Kept by the forward and by all that the trial's module is made of."""
     probe = stock.__new__(stock)
     torch.nn.Module.__init__(probe)
-    width = next((value for name, _, value in attributes if name in ("hidden_size", "dim")), _WIDTH)
     for name, _, value in attributes:
         setattr(probe, name, value)
     for name, value in zip(eps_names, (0.01, 0.3)):  # noqa: B905  a module with both reads the first, or is refused

@@ -216,10 +216,11 @@ def why_not(model: torch.nn.Module) -> str | None:
     if found or reasons:
         return "; ".join(reasons) or None
     for cls in dict.fromkeys(type(module) for module in model.modules()):
-        home = sys.modules.get(inspect.unwrap(cls.forward).__module__)
-        for name in _called(cls):
-            if hasattr(home, name):
-                return _refusal(home, name) or f"{cls.__name__} has angles that come from no rotary embedding"
+        for name in _called(cls) if cls.__module__.startswith(HOSTS) else ():
+            home = sys.modules[inspect.unwrap(cls.forward).__module__]
+            if not hasattr(home, name):
+                return f"{cls.__name__} rotates by a method of its own"
+            return _refusal(home, name) or f"{cls.__name__} has angles that come from no rotary embedding"
     return "no rotary embedding was found in it"
 
 

@@ -1,11 +1,13 @@
 """The trials that tell which rotation and which RMSNorm a function of a modelling module computes."""
 
+import re
+
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
 
-from packing_ops.integrations.transformers import rms_norm_trial, rope  # noqa: E402
+from packing_ops.integrations.transformers import rms_norm, rms_norm_trial, rope  # noqa: E402
 from packing_ops.integrations.transformers.rope_trial import Rotation, rotation_of  # noqa: E402
 
 
@@ -234,6 +236,17 @@ class WithFlag(Norm):
         return ((self.plus + self.weight.float()) * self.normed(x)).to(x.dtype)
 
 
+class Grouped(Norm):
+    """Normalised in groups of elements, of which the trial must have several."""
+
+    def __init__(self, width, group):
+        super().__init__(width)
+        self.group = group
+
+    def normed(self, x):
+        return super().normed(x.unflatten(-1, (-1, self.group))).flatten(-2)
+
+
 class Gated(Norm):
     def forward(self, x, gate=None):
         return super().forward(x)
@@ -268,6 +281,21 @@ def test_modules_of_one_class_are_told_apart_by_their_attributes():
     assert [rms_norm_trial.formula_of(WithFlag, WithFlag(plus))[0] for plus in (0, 1, 2)] == [
         "weight_in_fp32", "one_plus_weight", None,
     ]  # fmt: skip
+
+
+def test_groups_of_elements_are_not_the_whole():
+    for width, group, formula in ((16, 8, None), (8, 8, "weight"), (16, 16, "weight"), (64, 8, None)):
+        assert rms_norm_trial.formula_of(Grouped, Grouped(width, group))[0] == formula
+    unknown = Grouped(16, 8)
+    unknown.weight = torch.nn.Parameter(torch.empty(0))
+    assert "no weight that tells its width" in rms_norm_trial.formula_of(Grouped, unknown)[1]
+
+
+def test_a_class_whose_modules_differ_is_refused():
+    for cls, formula in ((Norm, None), (InFp32, None), (Grouped, None)):  # width=8 and weight=True: not of all modules
+        assert rms_norm.formula_of_class(cls)[0] == formula
+    llama = rope.importlib.import_module("transformers.models.llama.modeling_llama")
+    assert rms_norm.formula_of_class(llama.LlamaRMSNorm) == ("weight", "")
 
 
 def test_the_trial_reads_no_weights():
