@@ -8,7 +8,7 @@ import torch
 
 from packing_ops.integrations._patching import function_of
 from packing_ops.integrations.transformers.module_class import stock_of, subclass_of
-from packing_ops.integrations.transformers.rms_norm_trial import FORWARDS, formula_of
+from packing_ops.integrations.transformers.rms_norm_trial import FORWARDS, WIDTH, formula_of
 from packing_ops.integrations.transformers.rope import HOSTS
 
 
@@ -74,18 +74,15 @@ def formula_of_class(cls: type) -> tuple[str | None, str]:
     """As formula_of, of every module that the class makes: with each of its flags, on and off."""
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
     flags = [parameter for parameter in parameters if isinstance(parameter.default, bool)]
-    if others := [
-        parameter.name
-        for parameter in parameters
-        if not isinstance(parameter.default, (bool, float)) and parameter.default is not inspect.Parameter.empty
-    ]:
-        return None, f"{cls.__name__} may have another formula with {', '.join(others)}"
-    sizes = [8 for parameter in parameters if parameter.default is inspect.Parameter.empty and parameter.kind < 2]
+    sizes = [each for each in parameters if each.default is inspect.Parameter.empty and each.kind < 2]
+    others = [each for each in parameters if each not in sizes[:1] and each.kind != inspect.Parameter.VAR_KEYWORD]
+    if names := [each.name for each in others if not isinstance(each.default, (bool, float))]:
+        return None, f"{cls.__name__} may have another formula with {', '.join(names)}"
     found = set()
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         for given in ({}, *({flag.name: not flag.default} for flag in flags)):
             try:
-                found.add(formula_of(cls, cls(*sizes, **given)))
+                found.add(formula_of(cls, cls(*[WIDTH] * len(sizes), **given)))
             except Exception as error:  # whatever another library raises
                 found.add((None, f"{cls.__name__} cannot be made for a trial: {error!r}"))
     formulas = {formula for formula, _ in found} - {"no_weight"}

@@ -49,7 +49,7 @@ _OF_MODULE = frozenset(vars(torch.nn.Module()))  # hooks, buffers, whether it tr
 _OF_WRAPPERS = frozenset(
     ("weight", "forward", "_old_forward", "_hf_hook")
 )  # what FSDP and accelerate leave in a module
-_WIDTH = 8
+WIDTH = 8
 
 
 def formula_of(stock: type, module: torch.nn.Module) -> tuple[str | None, str]:
@@ -70,7 +70,7 @@ def formula_of(stock: type, module: torch.nn.Module) -> tuple[str | None, str]:
     width = 0 if weight is None else getattr(weight, "ds_numel", weight.numel())
     if width == 0 and any(type(value) is int for value in attributes.values()):
         return None, f"{stock.__name__} has numbers, and no weight that tells its width"
-    formula, reason = _formula(stock, stock.forward, weight is not None, width or _WIDTH, eps_names, key)
+    formula, reason = _formula(stock, stock.forward, weight is not None, width or WIDTH, eps_names, key)
     return formula, reason and f"{stock.__name__} {reason}"
 
 
