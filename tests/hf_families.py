@@ -69,12 +69,12 @@ def fields(config_class) -> set[str]:
     return {*inspect.signature(config_class).parameters}
 
 
-def tiny_config(model_type, config_class):
+def tiny_config(model_type, config_class, **more):
     known = fields(config_class)
     sizes = {name: size for name, size in SIZES.items() if name in known}
     if "qk_rope_head_dim" in known:  # multi-head latent attention
         sizes |= {name: value for name, value in (("head_dim", 8), ("num_key_value_heads", 4)) if name in known}
-    return config_class(**{**sizes, **MORE.get(model_type, {})})
+    return config_class(**{**sizes, **MORE.get(model_type, {}), **more})
 
 
 def short_config(config_class):

@@ -124,11 +124,9 @@ def test_layers_of_gemma_4_that_share_keys_train_packed(device):
     if "gemma4_text" not in FAMILIES["CAUSAL_LM"]:
         pytest.skip("not in this transformers")
     config_class, model_class = FAMILIES["CAUSAL_LM"]["gemma4_text"]
-    config = tiny_config("gemma4_text", config_class)
     kinds = ["sliding_attention", "full_attention"] * 2
-    config = config_class(
-        **{**config.to_dict(), "num_hidden_layers": 4, "layer_types": kinds, "num_kv_shared_layers": 2}
-    )
+    more = {"num_hidden_layers": 4, "layer_types": kinds, "num_kv_shared_layers": 2}
+    config = tiny_config("gemma4_text", config_class, **more)
     torch.manual_seed(0)
     assert_trains_packed(model_class._from_config(config).float(), device)
 
