@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers.models.auto import modeling_auto
 
-from packing_ops.integrations.transformers import apply_packing_ops, attn_implementation, rms_norm, rope
+from packing_ops.integrations.transformers import apply_packing_ops, attn_implementation, rms_norm, rope_functions
 
 SIZES = {  # by the names that configs have for them
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "intermediate_size", "intermediate_size_mlp", "ffn_dim"), 32),
@@ -151,7 +151,9 @@ def row_of_module(model_class) -> Row:
     classes = [value for value in vars(sys.modules[name]).values() if isinstance(value, type)]
     norms = [value for value in classes if value.__module__ == name and rms_norm.is_norm(value)]
     reasons = [reason for formula, reason in map(rms_norm.formula_of_class, norms) if formula is None]
-    return Row("not tried", rope.refusal_of_module(name) or "yes", "; ".join(reasons) or ("yes" if norms else NONE))
+    return Row(
+        "not tried", rope_functions.refusal_of_module(name) or "yes", "; ".join(reasons) or ("yes" if norms else NONE)
+    )
 
 
 def page_of(rows: dict[tuple[str, str], Row]) -> str:

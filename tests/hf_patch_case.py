@@ -9,7 +9,7 @@ import torch
 import transformers
 from hf_models import in_its_words
 
-from packing_ops.integrations.transformers import rope, rope_trial
+from packing_ops.integrations.transformers import rope_functions, rope_trial
 
 SHAPE = {
     "vocab_size": 64,
@@ -133,7 +133,7 @@ def calls_of_our_rope(monkeypatch):
         return rotate(*args, **kwargs)
 
     for family in KNOWN:  # tried before anything is counted
-        rope.refusal_of_module(module_of(family).__name__)
+        rope_functions.refusal_of_module(module_of(family).__name__)
     rotate = rope_trial.apply_rotary_qk
     monkeypatch.setattr(rope_trial, "apply_rotary_qk", counted)
     return count

@@ -135,8 +135,8 @@ STATE = {
     "integrations.transformers.keywords._found",  # of classes
     "integrations.transformers.model_call.NAMES",  # register, unregister
     "integrations.transformers.model_call._habits",  # of classes
-    "integrations.transformers.patch._class_patches",  # apply_packing_ops, revert_packing_ops
-    "integrations.transformers.rope._patches",  # the same
+    "integrations.transformers.class_patch._class_patches",  # apply_packing_ops, revert_packing_ops
+    "integrations.transformers.rope_functions.PATCHES",  # the same
     "integrations.trl.packing._applied",  # patch_pack_dataset, unpatch_pack_dataset
 }
 COUNTERS = {"_batch_cache._forgotten"}

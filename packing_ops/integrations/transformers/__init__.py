@@ -10,24 +10,27 @@ attn_implementation="packing_ops":
     fallback.py             SDPA, for calls that varlen attention does not serve.
     kv_cache.py             Refuses a KV cache that holds several documents in a row.
 apply_packing_ops(model):
-    patch.py                apply and revert, for a model, a class or all; model_info.py says what runs.
+    patch.py                apply and revert; applied.py is what they say, model_info.py says what runs. class_patch.py
+                            does it for a class or for all.
     attn_implementation.py  Sets a model's attn_implementation, and sets it back.
-    rope.py, rms_norm.py, fused_loss.py   How each of these is put into a model; positions.py gives RoPE positions that
-                            restart with each document.
+    rope.py, rms_norm.py, vision.py, fused_loss.py   How each of these is put into a model. rope_functions.py: what
+                            stands in place of a module's functions; module_class.py: in place of a module's class;
+                            positions.py gives RoPE positions that restart with each document.
     rope_trial.py, rms_norm_trial.py      What a module's functions compute: they are run beside ours (trial.py).
 """
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # what type checkers and docs/api read
+    from packing_ops.integrations.transformers.applied import Applied
     from packing_ops.integrations.transformers.attention import register, unregister
     from packing_ops.integrations.transformers.model_info import info
-    from packing_ops.integrations.transformers.patch import Applied, apply_packing_ops, revert_packing_ops
+    from packing_ops.integrations.transformers.patch import apply_packing_ops, revert_packing_ops
 
 from packing_ops._lazy import lazy_names
 
 _MODULES = {
-    "Applied": "patch",
+    "Applied": "applied",
     "apply_packing_ops": "patch",
     "info": "model_info",
     "register": "attention",

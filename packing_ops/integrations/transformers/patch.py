@@ -1,47 +1,14 @@
 """apply_packing_ops and revert_packing_ops: packing_ops inside a transformers model, and out again."""
 
-import functools
-import importlib
-import sys
-import warnings
-from collections import Counter
-from dataclasses import dataclass, field
-from typing import NamedTuple
-
 import torch
 
-from packing_ops.integrations._patching import Patch
 from packing_ops.integrations.transformers import attn_implementation as attention_patch
 from packing_ops.integrations.transformers import fused_loss as fused_loss_patch
 from packing_ops.integrations.transformers import rms_norm as rms_norm_patch
 from packing_ops.integrations.transformers import rope as rope_patch
 from packing_ops.integrations.transformers import vision as vision_patch
-from packing_ops.integrations.transformers.attention import register
-from packing_ops.integrations.transformers.imports import PreTrainedModel
-
-
-@dataclass(frozen=True)
-class Applied:
-    """What apply_packing_ops swapped and what it left. True as a bool if anything was swapped.
-
-    attention, rope, rms_norm: how many modules were swapped (classes, if a class or None was given).
-    fused_loss: how many models make their loss from hidden states.
-    vision: how many attention modules of vision and audio towers attend to all images in one call.
-    skipped: {option: why it, or a part of it, was left as it is}.
-    """
-
-    attention: int = 0
-    rope: int = 0
-    rms_norm: int = 0
-    fused_loss: int = 0
-    vision: int = 0
-    skipped: dict[str, str] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return self.attention + self.rope + self.rms_norm + self.fused_loss + self.vision > 0
-
-    def __radd__(self, count):
-        return count + bool(self)  # sum() over several models counts those that were changed
+from packing_ops.integrations.transformers.applied import Applied, name_of, refuse, warn
+from packing_ops.integrations.transformers.class_patch import Options, apply_to_classes, revert_classes
 
 
 def apply_packing_ops(
@@ -105,8 +72,8 @@ def apply_packing_ops(
     """
     if model is None or isinstance(model, type):
         if fused_loss:
-            raise ValueError(f"fused_loss: expected an instance of a model, got {_name_of(model) if model else None}")
-        return _apply_to_classes(model, _Options(rope, attention, rms_norm, fp32_cos_sin), strict)
+            raise ValueError(f"fused_loss: expected an instance of a model, got {name_of(model) if model else None}")
+        return apply_to_classes(model, Options(rope, attention, rms_norm, fp32_cos_sin), strict)
     _check_model(model)
     skipped = {}
     if attention and (reason := attention_patch.why_not(model)):
@@ -119,15 +86,15 @@ def apply_packing_ops(
     if fused_loss and not losses:
         reasons = map(fused_loss_patch.refusal, attention_patch.hosts(model))
         skipped["fused_loss"] = next(reasons, "there is no transformers model in it")
-    _refuse(model, skipped, strict)
+    refuse(model, skipped, strict)
     if attention and "attention" not in skipped and (reason := attention_patch.set_ours(model)):
         skipped["attention"] = reason
-        _refuse(model, skipped, strict)
+        refuse(model, skipped, strict)
     vision = 0
     if attention and "attention" not in skipped:
         vision, reason = vision_patch.apply_to_model(model)
         skipped |= {"vision": reason} if reason else {}
-    _warn(model, skipped)
+    warn(model, skipped)
     return Applied(
         len(attention_patch.attentions(model)) if attention and "attention" not in skipped else 0,
         rope_patch.apply_to_model(model, fp32_cos_sin) if rope else 0,
@@ -148,9 +115,7 @@ def revert_packing_ops(model: torch.nn.Module | type | None = None) -> None:
         TypeError: model is neither an instance nor a class nor None.
     """
     if model is None or isinstance(model, type):
-        for name in [name for name in [*_class_patches] if model is None or name == model.__module__]:
-            for patch in _class_patches.pop(name).values():
-                patch.revert()
+        revert_classes(model)
         return
     _check_model(model)
     rope_patch.revert_model(model)
@@ -164,147 +129,3 @@ def revert_packing_ops(model: torch.nn.Module | type | None = None) -> None:
 def _check_model(model) -> None:
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, a model class or None, got {type(model).__name__}")
-
-
-def _name_of(model) -> str:
-    if isinstance(model, type):
-        return model.__name__
-    inside = (type(host).__name__ for host in attention_patch.hosts(model))
-    return " in ".join(dict.fromkeys([*inside, type(model).__name__]))
-
-
-def _refuse(model, skipped, strict) -> None:
-    if strict and skipped:
-        what = "; ".join(f"{option}: {reason} ({option}=False leaves it)" for option, reason in skipped.items())
-        raise ValueError(f"strict: expected to swap all that was asked for, but in {_name_of(model)} {what}")
-
-
-def _warn(model, skipped, stacklevel=3) -> None:
-    for option, reason in skipped.items():
-        left = f"{option} of {_name_of(model)} as it is: {reason}"
-        warnings.warn(f"apply_packing_ops leaves {left} ({option}=False says nothing)", stacklevel=stacklevel)
-
-
-# --- classes ---
-
-_class_patches: dict[str | None, dict] = {}  # {modelling module, None for all: {(owner, attribute): Patch}}
-
-
-class _Options(NamedTuple):
-    """What is swapped in all models of a module."""
-
-    rope: bool
-    attention: bool
-    rms_norm: bool
-    fp32_cos_sin: bool
-
-
-def _apply_to_classes(cls, options, strict) -> Applied:
-    if options.attention:
-        register()
-    if cls is not None:
-        skipped = _why_not_class(cls, options)
-        _refuse(cls, skipped, strict)
-        _warn(cls, skipped, stacklevel=4)
-        return Applied(**_swap_module(cls.__module__, options, key=cls.__module__), skipped=skipped)
-    counts = Counter(attention=0, rope=0, rms_norm=0)
-    for name in [name for name in sys.modules if _is_modelling(name)]:
-        counts.update(_swap_module(name, options, key=None))
-    _pin(None, Patch(PreTrainedModel, "__init__", functools.partial(_swapping_its_module, options)))
-    return Applied(**counts)
-
-
-def _is_modelling(name) -> bool:
-    return name.startswith(rope_patch.HOSTS) and ".modeling_" in name
-
-
-def _why_not_class(cls, options) -> dict[str, str]:
-    skipped, name = {}, cls.__module__
-    if options.attention and not _bases(name):
-        skipped["attention"] = "its module has no model of transformers"
-    if options.rope and (reason := rope_patch.refusal_of_module(name)):
-        skipped["rope"] = f"its module is not served: {reason}"
-    if options.rms_norm:
-        verdicts = [rms_norm_patch.formula_of_class(value) for value in _norms(name)]
-        if reasons := [reason for formula, reason in verdicts if formula is None]:
-            skipped["rms_norm"] = "; ".join(reasons)
-        elif not verdicts:
-            skipped["rms_norm"] = "its module has no RMSNorm"
-    return skipped
-
-
-def _swap_module(name, options, key) -> dict[str, int]:
-    """How many classes, and 1 for RoPE, are swapped in a modelling module, under ``key`` of _class_patches."""
-    counts = dict.fromkeys(("attention", "rope", "rms_norm"), 0)
-    patches = rope_patch.patches_of(name) if options.rope else {}
-    for patch in patches.values():
-        _pin(key, patch)
-        counts["rope"] = 1
-    for value in _classes(name):
-        if patches and options.fp32_cos_sin and rope_patch.is_rotary(value):
-            _pin(key, Patch(value, "forward", _fp32_forward))
-    for value in _norms(name) if options.rms_norm else ():
-        formula, _ = rms_norm_patch.formula_of_class(value)
-        if formula is not None:
-            make = functools.partial(_fused_forward, value, formula)
-            _pin(key, Patch(value, "forward", make))
-            counts["rms_norm"] += 1
-    for value in _bases(name) if options.attention else ():
-        _pin(key, Patch(value, "_check_and_adjust_attn_implementation", _with_our_default))
-        counts["attention"] += 1
-    return counts
-
-
-def _fused_forward(cls, formula, stock):
-    return rms_norm_patch.forward_of(cls, formula)
-
-
-def _swapping_its_module(options, stock):
-    """Wraps the constructor that all models call: their module is swapped when the first of them is made."""
-
-    @functools.wraps(stock)
-    def __init__(self, *args, **kwargs):
-        name = type(self).__module__
-        if _is_modelling(name):
-            _swap_module(name, options, key=None)
-        return stock(self, *args, **kwargs)
-
-    return __init__
-
-
-def _norms(module_name) -> list[type]:
-    return [value for value in _classes(module_name) if rms_norm_patch.is_norm(value)]
-
-
-def _classes(module_name) -> list[type]:
-    values = vars(importlib.import_module(module_name)).values()
-    return [value for value in values if isinstance(value, type) and value.__module__ == module_name]
-
-
-def _bases(module_name) -> list[type]:
-    found = [value for value in _classes(module_name) if issubclass(value, PreTrainedModel)]
-    return [value for value in found if PreTrainedModel in value.__bases__]
-
-
-def _pin(key, patch) -> None:
-    _class_patches.setdefault(key, {}).setdefault((patch.owner, patch.name), patch).apply()
-
-
-def _fp32_forward(stock):
-    @functools.wraps(stock)
-    def forward(self, x, *args, **kwargs):
-        return stock(self, rope_patch.in_fp32(x), *args, **kwargs)
-
-    return forward
-
-
-def _with_our_default(stock):
-    """Wraps the method that picks the attn_implementation of a new model."""
-
-    @functools.wraps(stock)
-    def check(self, attn_implementation, *args, **kwargs):
-        if not attn_implementation:
-            self.__dict__.setdefault(attention_patch.STATE, attention_patch.AttentionBefore())
-        return stock(self, attn_implementation or attention_patch.IMPLEMENTATION, *args, **kwargs)
-
-    return check

@@ -9,7 +9,7 @@ import torch
 from packing_ops.integrations._patching import function_of
 from packing_ops.integrations.transformers.module_class import stock_of, subclass_of
 from packing_ops.integrations.transformers.rms_norm_trial import FORWARDS, WIDTH, formula_of
-from packing_ops.integrations.transformers.rope import HOSTS
+from packing_ops.integrations.transformers.rope_functions import HOSTS
 
 
 def is_norm(cls: type) -> bool:

@@ -1,4 +1,4 @@
-"""The rotary functions of transformers' modelling modules by apply_rotary_qk, for one model or for all."""
+"""RoPE of a model by apply_rotary_qk: its rotary embedding is tagged, and the functions of its module see the tag."""
 
 import functools
 import importlib
@@ -9,127 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from packing_ops.integrations._patching import Patch, revert_left
+from packing_ops.integrations._patching import revert_left
 from packing_ops.integrations.transformers.positions import give_position_ids, give_text_positions
-from packing_ops.integrations.transformers.rope_trial import rotation_of
-
-# How one model is patched and not the others of its family. Attention looks apply_rotary_pos_emb up in its module, which
-# all models of the family share, so that function is replaced by a dispatcher. A hook on the patched model's rotary_emb
-# returns cos as Tables; the dispatcher rotates with our op if it gets Tables, else it calls the stock function. No global
-# state is set around a forward, so recomputation, threads and torch.compile see the same program.
-
-_ROTARY = re.compile(r"apply_\w*rot\w*")
-HOSTS = ("transformers.", "transformers_modules.")  # packages whose modelling modules are looked into
-
-
-class _Tables(NamedTuple):
-    table: torch.Tensor
-
-
-class Tables(_Tables):
-    """cos, or cos and sin as one complex table, of a model that rotates with packing_ops.
-
-    Only a dispatcher asks whether it is one. A model that computes with it computes with the tensor.
-    """
-
-    __slots__ = ()
-
-    def __getattr__(self, name):
-        return getattr(self.table, name)
-
-    def __getitem__(self, index):
-        return Tables(self.table[index])
-
-    def to(self, *args, **kwargs):
-        return Tables(self.table.to(*args, **kwargs))
-
-    def __neg__(self):
-        return -self.table
-
-    def __add__(self, other):
-        return self.table + other
-
-    def __mul__(self, other):
-        return self.table * other
-
-    __radd__, __rmul__ = __add__, __mul__
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        return function(*map(_plain, args), **{name: _plain(value) for name, value in (kwargs or {}).items()})
-
-
-def _plain(value):
-    if isinstance(value, Tables):
-        return value.table
-    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
-
-
-# --- the functions of a module ---
-
-_patches: dict[str, dict[str, Patch]] = {}  # {modelling module: {function: Patch}}
-
-
-def patches_of(module_name: str) -> dict[str, Patch]:
-    """By the name of the function, of all that apply_rotary_qk can serve.
-
-    Pinned while all models of the module rotate with ours; their users are the rotary embeddings of single models.
-    """
-    if module_name not in _patches:
-        module = importlib.import_module(module_name)
-        found = {name: new_patch(module, name) for name in _names(module) if not _refusal(module, name)}
-        if not found:
-            return {}
-        _patches[module_name] = found
-    return _patches[module_name]
-
-
-def new_patch(module, name: str) -> Patch:
-    tried = rotation_of(vars(module)[name])
-
-    def make(stock):
-        # What others put over a function that was tried has its signature, and swapped models keep their rotation.
-        found = rotation_of(stock)
-        rotation = tried if isinstance(found, str) else found
-        index = rotation.parameters.index(rotation.table)
-
-        @functools.wraps(stock)
-        def rotate(*args, **named):
-            table = args[index] if len(args) > index else named.get(rotation.table)
-            if not isinstance(table, Tables):
-                if not patch.pinned:
-                    revert_left()
-                    return stock(*args, **named)
-            elif len(args) > index:
-                args = (*args[:index], table.table, *args[index + 1 :])
-            else:
-                named = {**named, rotation.table: table.table}
-            return rotation.serve(stock, args, named)
-
-        return rotate
-
-    patch = Patch(module, name, make)
-    return patch
-
-
-def _names(module) -> list[str]:
-    return [name for name, value in vars(module).items() if _ROTARY.fullmatch(name.lstrip("_")) and callable(value)]
-
-
-def _refusal(module, name) -> str | None:
-    patch = _patches.get(module.__name__, {}).get(name)
-    verdict = rotation_of(patch.stock if patch is not None and patch.is_applied else vars(module)[name])
-    return f"{name}: {verdict}" if isinstance(verdict, str) else None
-
-
-def refusal_of_module(module_name: str) -> str | None:
-    """Why no function of it can be served; None if one can."""
-    module = importlib.import_module(module_name)
-    refusals = [_refusal(module, name) for name in _names(module)]
-    return None if None in refusals else next(iter(refusals), "it has no function that rotates q and k")
-
-
-# --- one model ---
+from packing_ops.integrations.transformers.rope_functions import HOSTS, PATCHES, ROTARY, Tables, patches_of, refusal
 
 
 class Rotating(NamedTuple):
@@ -151,7 +33,7 @@ def _called(cls: type) -> tuple[str, ...]:
     """The rotary functions of its module that the forward of this class calls, by name."""
     forward = inspect.unwrap(cls.forward)
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
-    return tuple(name for name in names if _ROTARY.fullmatch(name.lstrip("_")))
+    return tuple(name for name in names if ROTARY.fullmatch(name.lstrip("_")))
 
 
 def attentions(owner, module_name: str) -> list[torch.nn.Module]:
@@ -203,7 +85,7 @@ def _reasons(owner, module_name, own) -> list[str]:
     called = {name: cls for name, cls in called.items() if cls.forward.__module__ == module_name}
     if not called:
         return [f"{type(owner).__name__} calls no function of {module_name} that rotates q and k"]
-    return [reason for name in called if name in vars(module) and (reason := _refusal(module, name))]
+    return [reason for name in called if name in vars(module) and (reason := refusal(module, name))]
 
 
 def owners(model: torch.nn.Module) -> list[Rotating]:
@@ -220,7 +102,7 @@ def why_not(model: torch.nn.Module) -> str | None:
             home = sys.modules[inspect.unwrap(cls.forward).__module__]
             if not hasattr(home, name):
                 return f"{cls.__name__} rotates by a method of its own"
-            return _refusal(home, name) or f"{cls.__name__} has angles that come from no rotary embedding"
+            return refusal(home, name) or f"{cls.__name__} has angles that come from no rotary embedding"
     return "no rotary embedding was found in it"
 
 
@@ -266,7 +148,7 @@ def rotates(rotary: torch.nn.Module) -> bool:
 def revert_model(model: torch.nn.Module) -> None:
     for owner, rotary in _pairs(model):
         _remove_hooks(owner, rotary)
-        for patch in _patches.get(type(rotary).__module__, {}).values():
+        for patch in PATCHES.get(type(rotary).__module__, {}).values():
             patch.revert(rotary)
     revert_left()
 

@@ -13,7 +13,7 @@ import torch
 
 from packing_ops.integrations.transformers import model_call
 from packing_ops.integrations.transformers.module_class import stock_of, subclass_of
-from packing_ops.integrations.transformers.rope import HOSTS
+from packing_ops.integrations.transformers.rope_functions import HOSTS
 from packing_ops.integrations.transformers.trial import agree, attempt, numbers, quiet
 
 _LENGTHS = [5, 1, 6]  # of the trial's images

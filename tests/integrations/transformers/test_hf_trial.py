@@ -1,5 +1,6 @@
 """The trials that tell which rotation and which RMSNorm a function of a modelling module computes."""
 
+import importlib
 import re
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from packing_ops.integrations.transformers import rms_norm, rms_norm_trial, rope  # noqa: E402
+from packing_ops.integrations.transformers import rms_norm, rms_norm_trial, rope_functions  # noqa: E402
 from packing_ops.integrations.transformers.rope_trial import Rotation, rotation_of  # noqa: E402
 
 
@@ -159,21 +160,21 @@ def test_tables_of_a_width_that_was_not_tried_go_to_the_stock_function():
 
 
 def test_a_function_in_place_of_another_is_tried_anew(monkeypatch):
-    module = rope.importlib.import_module("transformers.models.granite.modeling_granite")
-    assert rope.refusal_of_module(module.__name__) is None
+    module = importlib.import_module("transformers.models.granite.modeling_granite")
+    assert rope_functions.refusal_of_module(module.__name__) is None
     monkeypatch.setattr(module, "apply_rotary_pos_emb", raises)
-    assert "raises KeyError" in rope.refusal_of_module(module.__name__)
+    assert "raises KeyError" in rope_functions.refusal_of_module(module.__name__)
 
 
 def test_tables_are_a_tensor_to_whoever_computes():
     cos = torch.randn(1, 5, 8)
-    tables = rope.Tables(cos)
+    tables = rope_functions.Tables(cos)
     for found in (-tables, tables * 2, 2 * tables, tables + 1, torch.cat([tables, tables]), tables.unsqueeze(1)):
         assert type(found) is torch.Tensor
     torch.testing.assert_close(torch.cat([tables, cos * tables]), torch.cat([cos, cos * cos]))
     assert tables.shape == cos.shape
     for kept in (tables[:, :3], tables.to(torch.float64)):  # still those of a swapped model
-        assert type(kept) is rope.Tables
+        assert type(kept) is rope_functions.Tables
     q, k = torch.randn(2, 1, 2, 5, 8)
     torch.testing.assert_close(of(whole)(q, k, tables, tables), of(whole)(q, k, cos, cos))
 
@@ -294,7 +295,7 @@ def test_groups_of_elements_are_not_the_whole():
 def test_a_class_whose_modules_differ_is_refused():
     for cls, formula in ((Norm, None), (InFp32, None), (Grouped, None)):  # width=8 and weight=True: not of all modules
         assert rms_norm.formula_of_class(cls)[0] == formula
-    llama = rope.importlib.import_module("transformers.models.llama.modeling_llama")
+    llama = importlib.import_module("transformers.models.llama.modeling_llama")
     assert rms_norm.formula_of_class(llama.LlamaRMSNorm) == ("weight", "")
 
 

@@ -1,0 +1,49 @@
+"""Applied: what apply_packing_ops swapped, and what it says of the rest."""
+
+import warnings
+from dataclasses import dataclass, field
+
+from packing_ops.integrations.transformers import attn_implementation
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What apply_packing_ops swapped and what it left. True as a bool if anything was swapped.
+
+    attention, rope, rms_norm: how many modules were swapped (classes, if a class or None was given).
+    fused_loss: how many models make their loss from hidden states.
+    vision: how many attention modules of vision and audio towers attend to all images in one call.
+    skipped: {option: why it, or a part of it, was left as it is}.
+    """
+
+    attention: int = 0
+    rope: int = 0
+    rms_norm: int = 0
+    fused_loss: int = 0
+    vision: int = 0
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return self.attention + self.rope + self.rms_norm + self.fused_loss + self.vision > 0
+
+    def __radd__(self, count):
+        return count + bool(self)  # sum() over several models counts those that were changed
+
+
+def name_of(model) -> str:
+    if isinstance(model, type):
+        return model.__name__
+    inside = (type(host).__name__ for host in attn_implementation.hosts(model))
+    return " in ".join(dict.fromkeys([*inside, type(model).__name__]))
+
+
+def refuse(model, skipped, strict) -> None:
+    if strict and skipped:
+        what = "; ".join(f"{option}: {reason} ({option}=False leaves it)" for option, reason in skipped.items())
+        raise ValueError(f"strict: expected to swap all that was asked for, but in {name_of(model)} {what}")
+
+
+def warn(model, skipped, stacklevel=3) -> None:
+    for option, reason in skipped.items():
+        left = f"{option} of {name_of(model)} as it is: {reason}"
+        warnings.warn(f"apply_packing_ops leaves {left} ({option}=False says nothing)", stacklevel=stacklevel)

@@ -1,0 +1,124 @@
+"""The functions of a modelling module that rotate, and the dispatchers that take their places while somebody needs them."""
+
+import functools
+import importlib
+import re
+from typing import NamedTuple
+
+import torch
+
+from packing_ops.integrations._patching import Patch, revert_left
+from packing_ops.integrations.transformers.rope_trial import rotation_of
+
+# How one model is patched and not the others of its family. Attention looks apply_rotary_pos_emb up in its module, which
+# all models of the family share, so that function is replaced by a dispatcher. A hook on the patched model's rotary_emb
+# returns cos as Tables; the dispatcher rotates with our op if it gets Tables, else it calls the stock function. No global
+# state is set around a forward, so recomputation, threads and torch.compile see the same program.
+
+ROTARY = re.compile(r"apply_\w*rot\w*")
+HOSTS = ("transformers.", "transformers_modules.")  # packages whose modelling modules are looked into
+
+
+class _Tables(NamedTuple):
+    table: torch.Tensor
+
+
+class Tables(_Tables):
+    """cos, or cos and sin as one complex table, of a model that rotates with packing_ops.
+
+    Only a dispatcher asks whether it is one. A model that computes with it computes with the tensor.
+    """
+
+    __slots__ = ()
+
+    def __getattr__(self, name):
+        return getattr(self.table, name)
+
+    def __getitem__(self, index):
+        return Tables(self.table[index])
+
+    def to(self, *args, **kwargs):
+        return Tables(self.table.to(*args, **kwargs))
+
+    def __neg__(self):
+        return -self.table
+
+    def __add__(self, other):
+        return self.table + other
+
+    def __mul__(self, other):
+        return self.table * other
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return function(*map(_plain, args), **{name: _plain(value) for name, value in (kwargs or {}).items()})
+
+
+def _plain(value):
+    if isinstance(value, Tables):
+        return value.table
+    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
+
+
+PATCHES: dict[str, dict[str, Patch]] = {}  # {modelling module: {function: Patch}}
+
+
+def patches_of(module_name: str) -> dict[str, Patch]:
+    """By the name of the function, of all that apply_rotary_qk can serve.
+
+    Pinned while all models of the module rotate with ours; their users are the rotary embeddings of single models.
+    """
+    if module_name not in PATCHES:
+        module = importlib.import_module(module_name)
+        found = {name: new_patch(module, name) for name in _names(module) if not refusal(module, name)}
+        if not found:
+            return {}
+        PATCHES[module_name] = found
+    return PATCHES[module_name]
+
+
+def new_patch(module, name: str) -> Patch:
+    tried = rotation_of(vars(module)[name])
+
+    def make(stock):
+        # What others put over a function that was tried has its signature, and swapped models keep their rotation.
+        found = rotation_of(stock)
+        rotation = tried if isinstance(found, str) else found
+        index = rotation.parameters.index(rotation.table)
+
+        @functools.wraps(stock)
+        def rotate(*args, **named):
+            table = args[index] if len(args) > index else named.get(rotation.table)
+            if not isinstance(table, Tables):
+                if not patch.pinned:
+                    revert_left()
+                    return stock(*args, **named)
+            elif len(args) > index:
+                args = (*args[:index], table.table, *args[index + 1 :])
+            else:
+                named = {**named, rotation.table: table.table}
+            return rotation.serve(stock, args, named)
+
+        return rotate
+
+    patch = Patch(module, name, make)
+    return patch
+
+
+def _names(module) -> list[str]:
+    return [name for name, value in vars(module).items() if ROTARY.fullmatch(name.lstrip("_")) and callable(value)]
+
+
+def refusal(module, name) -> str | None:
+    patch = PATCHES.get(module.__name__, {}).get(name)
+    verdict = rotation_of(patch.stock if patch is not None and patch.is_applied else vars(module)[name])
+    return f"{name}: {verdict}" if isinstance(verdict, str) else None
+
+
+def refusal_of_module(module_name: str) -> str | None:
+    """Why no function of it can be served; None if one can."""
+    module = importlib.import_module(module_name)
+    refusals = [refusal(module, name) for name in _names(module)]
+    return None if None in refusals else next(iter(refusals), "it has no function that rotates q and k")
