@@ -131,8 +131,8 @@ def _with_our_default(stock):
     @functools.wraps(stock)
     def check(self, attn_implementation, *args, **kwargs):
         if not attn_implementation:
-            self.__dict__.setdefault(attn_implementation.STATE, attn_implementation.AttentionBefore())
-        return stock(self, attn_implementation or attn_implementation.IMPLEMENTATION, *args, **kwargs)
+            self.__dict__.setdefault(attention_patch.STATE, attention_patch.AttentionBefore())
+        return stock(self, attn_implementation or attention_patch.IMPLEMENTATION, *args, **kwargs)
 
     return check
 
