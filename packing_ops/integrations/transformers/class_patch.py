@@ -7,6 +7,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from packing_ops.integrations._patching import Patch
+from packing_ops.integrations.transformers import attn_implementation as attention_patch
 from packing_ops.integrations.transformers import rms_norm as rms_norm_patch
 from packing_ops.integrations.transformers import rope as rope_patch
 from packing_ops.integrations.transformers import rope_functions
