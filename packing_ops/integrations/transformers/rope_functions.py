@@ -19,20 +19,13 @@ ROTARY = re.compile(r"apply_\w*rot\w*")
 HOSTS = ("transformers.", "transformers_modules.")  # packages whose modelling modules are looked into
 
 
-class _Tables(NamedTuple):
-    table: torch.Tensor
-
-
-class Tables(_Tables):
+class Tables(NamedTuple):
     """cos, or cos and sin as one complex table, of a model that rotates with packing_ops.
 
     Only a dispatcher asks whether it is one. A model that computes with it computes with the tensor.
     """
 
-    __slots__ = ()
-
-    def __getattr__(self, name):
-        return getattr(self.table, name)
+    table: torch.Tensor
 
     def __getitem__(self, index):
         return Tables(self.table[index])
@@ -54,6 +47,17 @@ class Tables(_Tables):
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         return function(*map(_plain, args), **{name: _plain(value) for name, value in (kwargs or {}).items()})
+
+
+def _of_table(name):
+    return property(lambda self: getattr(self.table, name))
+
+
+# By name: torch.compile takes no NamedTuple with a __getattr__.
+for _name in ("shape", "dtype", "device", "ndim", "dim", "size", "real", "imag", "unsqueeze", "squeeze", "view", "reshape",
+              "expand", "repeat", "repeat_interleave", "transpose", "permute", "chunk", "split", "flatten", "float",
+              "contiguous", "type_as", "__rsub__", "__sub__", "__truediv__"):  # fmt: skip
+    setattr(Tables, _name, _of_table(_name))
 
 
 def _plain(value):
