@@ -35,6 +35,8 @@ class PackedMetadata:
         indices: int64 ``[total]``, slots of the padded batch that were kept; only after from_attention_mask.
         num_tokens: ``cu_seqlens[-1]`` as a Python int; None if it was neither given nor read.
         seqlen: columns of the padded batch, for pad and unpad; only after from_attention_mask.
+        visible_end: int32 ``[total]``, the keys that each query sees, as in varlen_attention, which takes it from here; None
+            where causality or its window tells them. Given by ``dataclasses.replace(metadata, visible_end=...)``.
         position_ids: int64 ``[total]``, restarting in every document; made at first use.
         seq_idx: int32 ``[total]``, the index of every slot's document; made at first use.
 
@@ -52,6 +54,7 @@ class PackedMetadata:
     indices: torch.Tensor | None = None
     num_tokens: int | None = None
     seqlen: int | None = None
+    visible_end: torch.Tensor | None = None
     _cache: ClassVar[BatchCache | None] = None  # no field: hosts make dataclasses anew from all of theirs
 
     def __post_init__(self) -> None:
@@ -243,7 +246,7 @@ class PackedMetadata:
         While a CUDA graph is captured, each call makes a plan anew, as the replays then do from their own lengths.
         """
         geometry = (self.total, self.total, num_heads, num_kv_heads, head_dim, causal, *window_sides(window_size))
-        return plan_of(self.cu_seqlens, self.cu_seqlens, geometry, self._cache)
+        return plan_of(self.cu_seqlens, self.cu_seqlens, geometry, self._cache, visible_end=self.visible_end)
 
     def to_transformers(self) -> dict[str, Any]:
         """Keyword arguments of a Hugging Face forward: ``cu_seq_lens_q/k`` and ``max_length_q/k``.

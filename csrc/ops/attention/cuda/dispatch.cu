@@ -22,7 +22,7 @@ using namespace attention;
 
 AttentionPlanParams plan_params(const VarlenAttentionParams& p) {
   return {p.documents_q, p.documents_k,  p.num_q_heads, p.num_kv_heads, p.head_dim,
-          p.window_left, p.window_right, p.plan,        p.device};
+          p.window_left, p.window_right, p.plan,        p.device,      p.visible_end};
 }
 
 Args forward_args(const VarlenAttentionParams& p, const FaultFlag& fault = {}) {
@@ -47,6 +47,7 @@ Args forward_args(const VarlenAttentionParams& p, const FaultFlag& fault = {}) {
   a.token_aligned_group = padded_dim(a.head_dim) == a.head_dim && 16 % a.group == 0 ? a.group : 0;
   a.softmax_scale = static_cast<float>(p.softmax_scale);
   a.softcap = static_cast<float>(p.softcap);
+  a.visible_end = p.visible_end;
   return a;
 }
 
@@ -145,7 +146,8 @@ void launch_varlen_attention_cuda(const VarlenAttentionParams& p, const CudaLaun
     using T = decltype(element);
     constexpr int kDim = decltype(dim)::value;
     constexpr bool kTransform = decltype(transform)::value;
-    const bool wgmma = !kTransform && has_wgmma_forward(args.group, args.head_dim, p.device);
+    // sm90/ has no visible_end.
+    const bool wgmma = !kTransform && p.visible_end == nullptr && has_wgmma_forward(args.group, args.head_dim, p.device);
     if constexpr (kDim <= 128 && !kTransform) {
       if (wgmma) sm90::run_forward<T, kDim == 64 ? 64 : 128>(args, p.dtype, stream);
     }

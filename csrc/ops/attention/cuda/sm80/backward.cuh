@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier>::kThreads)
     const BackwardWork work(args, entries, unit, kRows, kKeys);
     const PlanEntry& entry = work.entry;
     const int32_t kv_head = work.kv_head;
-    const DocumentView d = document_view(entry, args.plan.window);
+    const DocumentWithEnds d = document_with_ends(entry, args.plan);
     const int32_t first_key = entry.tile * kKeys;
     const int32_t end_key = first_key + kKeys < d.keys ? first_key + kKeys : d.keys;
     const Interval<int32_t> tiles = row_tiles(d.tokens_attending_to(first_key, end_key - 1), args.group, kRows);
