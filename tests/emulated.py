@@ -8,6 +8,7 @@ import torch
 from emulator.build import compiled
 
 DTYPES = {torch.bfloat16: 6, torch.float16: 7, torch.float32: 8}  # csrc/core/dtype.h
+ROOT = Path(__file__).resolve().parent.parent
 GPUS = ["sm_90", "sm_80", "sm_89", "sm_100"]  # emulator.cpp's
 
 

@@ -30,8 +30,8 @@ int64_t emulated_plan_size(int64_t total_q, int64_t total_k, int64_t documents, 
   return attention_plan_size(p);
 }
 
-// Contiguous tensors; sinks, dlse, dsinks, visible_end and what another plan is made of may be null, and dout: then there is no
-// backward. Returns what went wrong, or an empty string.
+// Contiguous tensors; sinks, dlse, dsinks, visible_end and what another plan is made of may be null, and dout: then
+// there is no backward. Returns what went wrong, or an empty string.
 const char* emulated_attention(const int64_t* sizes, const double* options, void* const* tensors) {
   static std::string error;
   const auto [total_q, total_k, documents, heads, kv_heads, head_dim, left, right, dtype, device] =

@@ -193,7 +193,9 @@ def test_what_contradicts_is_refused(device, kind):
     change, options, message = WRONG[kind]
     case = Case([5, 6], heads=(2, 1), dim=8, device=device)
     with pytest.raises(ValueError, match=message):
-        po.varlen_attention(case.q, case.k, case.v, case.cu_seqlens[0], visible_end=change(causal_ends(case)), **options)
+        po.varlen_attention(
+            case.q, case.k, case.v, case.cu_seqlens[0], visible_end=change(causal_ends(case)), **options
+        )
     if kind in ("float", "full", "right"):
         sizes = {"total_q": 11, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
         with pytest.raises(ValueError, match=message):

@@ -39,14 +39,14 @@ struct VarlenAttentionParams {
   double softcap = 0;  // 0 = off
   int64_t window_left = -1;
   int64_t window_right = -1;
-  AttentionTensor q;            // [total_q, num_q_heads, head_dim]
-  AttentionTensor k;            // [total_k, num_kv_heads, head_dim]
-  AttentionTensor v;            // [total_k, num_kv_heads, head_dim]
-  const void* sinks = nullptr;  // [num_q_heads], dtype of lse, or null
-  AttentionTensor out;          // [total_q, num_q_heads, head_dim]
-  void* lse = nullptr;          // [num_q_heads, total_q], float64 for float64 inputs, else float32
-  int32_t* plan = nullptr;      // CUDA: the work-list of AttentionPlanParams
-  int32_t device = 0;           // CUDA: its index
+  AttentionTensor q;                     // [total_q, num_q_heads, head_dim]
+  AttentionTensor k;                     // [total_k, num_kv_heads, head_dim]
+  AttentionTensor v;                     // [total_k, num_kv_heads, head_dim]
+  const void* sinks = nullptr;           // [num_q_heads], dtype of lse, or null
+  AttentionTensor out;                   // [total_q, num_q_heads, head_dim]
+  void* lse = nullptr;                   // [num_q_heads, total_q], float64 for float64 inputs, else float32
+  int32_t* plan = nullptr;               // CUDA: the work-list of AttentionPlanParams
+  int32_t device = 0;                    // CUDA: its index
   const int32_t* visible_end = nullptr;  // [total_q], keys of the document, or null: then window_right is the limit
 };
 

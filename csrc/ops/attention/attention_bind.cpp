@@ -166,8 +166,8 @@ std::tuple<Tensor, Tensor> varlen_attention(const Tensor& q, const Tensor& k, co
   auto p = attention_params<VarlenAttentionParams>(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks,
                                                    {causal, softmax_scale, window_left, window_right, softcap});
   check_cuda_case(p, q);
-  const std::optional<Tensor> ends = taken_visible_end(visible_end, p.documents_q, p.documents_k, causal, window_left,
-                                                       window_right, q, "q");
+  const std::optional<Tensor> ends =
+      taken_visible_end(visible_end, p.documents_q, p.documents_k, causal, window_left, window_right, q, "q");
   p.visible_end = static_cast<const int32_t*>(data_or_null(ends));
   const Tensor rows_q = aligned_rows(q), rows_k = aligned_rows(k), rows_v = aligned_rows(v);
   p.q = input_rows(rows_q).memory;
@@ -194,8 +194,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> varlen_attention_backward(
   auto p = attention_params<VarlenAttentionBackwardParams>(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks,
                                                            {causal, softmax_scale, window_left, window_right, softcap});
   check_cuda_case(p, q);
-  const std::optional<Tensor> ends = taken_visible_end(visible_end, p.documents_q, p.documents_k, causal, window_left,
-                                                       window_right, q, "q");
+  const std::optional<Tensor> ends =
+      taken_visible_end(visible_end, p.documents_q, p.documents_k, causal, window_left, window_right, q, "q");
   p.visible_end = static_cast<const int32_t*>(data_or_null(ends));
   const Tensor rows_q = aligned_rows(q), rows_k = aligned_rows(k), rows_v = aligned_rows(v);
   p.q = input_rows(rows_q).memory;

@@ -16,6 +16,7 @@ from transformers import masking_utils  # noqa: E402
 import packing_ops  # noqa: E402
 from packing_ops.integrations.transformers import attention, fallback, masks, model_call, register, running  # noqa: E402
 from packing_ops.integrations.transformers.patch import apply_packing_ops  # noqa: E402
+from packing_ops.reference import attention as oracle  # noqa: E402
 
 LENGTHS = [5, 7, 4]
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -125,6 +126,18 @@ OVERLAYS = {
 }
 
 
+def dense(pattern, positions):
+    """What a MaskPattern with blocks stands for, as varlen_attention is told."""
+    documents = pattern.documents(torch.zeros(1, 1, pattern.length, 8), (None, None), positions)
+    ends = pattern.visible_end(documents).split(LENGTHS)
+    parts = [oracle.visible(n, n, True, pattern.window, visible_end=end) for n, end in zip(LENGTHS, ends, strict=True)]
+    return torch.block_diag(*parts).bool()[None, None]
+
+
+# A window that blocks reach out of is served by no visible_end.
+SERVED = {("create_causal_mask", overlay) for overlay in OVERLAYS}
+
+
 @pytest.mark.skipif(OLD, reason="transformers 4.57 has no overlays of blocks")
 @pytest.mark.parametrize("overlay", OVERLAYS)
 @pytest.mark.parametrize("maker", ["create_causal_mask", "create_sliding_window_causal_mask"])
@@ -136,13 +149,15 @@ def test_overlays_are_those_of_each_document(overlay, maker):
     )
     make, embeds = getattr(masking_utils, maker), torch.zeros(1, 16, 32)
     given = {"attention_mask": None, "past_key_values": None}
-    dense = {"position_ids": None, "allow_is_causal_skip": False}
+    alone = {"position_ids": None, "allow_is_causal_skip": False}
     of_documents = [
-        make(stock, embeds[:, :n], **given, **dense, **OVERLAYS[overlay](blocks))[0, 0]
+        make(stock, embeds[:, :n], **given, **alone, **OVERLAYS[overlay](blocks))[0, 0]
         for n, blocks in zip(LENGTHS, BLOCKS.split(LENGTHS, 1), strict=True)
     ]
     positions = packed("cpu")["position_ids"]
     mask = make(ours, embeds, **given, position_ids=positions, **OVERLAYS[overlay](BLOCKS))
+    assert isinstance(mask, masks.MaskPattern) == ((maker, overlay) in SERVED)
+    mask = dense(mask, positions) if isinstance(mask, masks.MaskPattern) else mask
     assert torch.equal(mask[0, 0], torch.block_diag(*of_documents).bool())
 
 

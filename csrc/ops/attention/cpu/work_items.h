@@ -67,12 +67,9 @@ struct Document {
   }
   Tile tile(const Geometry& g, Interval<int64_t> tokens, Interval<int64_t> keys) const {
     const int64_t diagonal = tokens.begin + shift() - keys.begin;
-    const Band band{diagonal - g.left,
-                    diagonal + g.right + 1,
-                    tokens.size(),
-                    keys.size(),
-                    g.group,
-                    visible_end ? visible_end + tokens.begin : nullptr,
+    const Band band{diagonal - g.left, diagonal + g.right + 1,
+                    tokens.size(),     keys.size(),
+                    g.group,           visible_end ? visible_end + tokens.begin : nullptr,
                     keys.begin};
     return {band, g.dim, g.row_stride(tokens)};
   }

@@ -22,7 +22,7 @@ using namespace attention;
 
 AttentionPlanParams plan_params(const VarlenAttentionParams& p) {
   return {p.documents_q, p.documents_k,  p.num_q_heads, p.num_kv_heads, p.head_dim,
-          p.window_left, p.window_right, p.plan,        p.device,      p.visible_end};
+          p.window_left, p.window_right, p.plan,        p.device,       p.visible_end};
 }
 
 Args forward_args(const VarlenAttentionParams& p, const FaultFlag& fault = {}) {
@@ -147,7 +147,8 @@ void launch_varlen_attention_cuda(const VarlenAttentionParams& p, const CudaLaun
     constexpr int kDim = decltype(dim)::value;
     constexpr bool kTransform = decltype(transform)::value;
     // sm90/ has no visible_end.
-    const bool wgmma = !kTransform && p.visible_end == nullptr && has_wgmma_forward(args.group, args.head_dim, p.device);
+    const bool wgmma =
+        !kTransform && p.visible_end == nullptr && has_wgmma_forward(args.group, args.head_dim, p.device);
     if constexpr (kDim <= 128 && !kTransform) {
       if (wgmma) sm90::run_forward<T, kDim == 64 ? 64 : 128>(args, p.dtype, stream);
     }

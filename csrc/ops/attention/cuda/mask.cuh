@@ -58,13 +58,12 @@ struct DocumentWithEnds : DocumentView {
     return clamped(last + shift() - window.left, end_of(first), keys);
   }
   PACKING_OPS_HOST_DEVICE Interval<int32_t> tokens_attending_to(int32_t first, int32_t last) const {
-    const int32_t begin =
-        ends.end == nullptr ? first - shift() - window.right : ends.first_token[start_k + first];
+    const int32_t begin = ends.end == nullptr ? first - shift() - window.right : ends.first_token[start_k + first];
     return clamped(begin, last - shift() + window.left + 1, tokens);
   }
-  PACKING_OPS_HOST_DEVICE bool all_visible(int32_t first_token, int32_t last_token, int32_t first_key,
-                                           int32_t last_key) const {
-    return last_key < keys && last_key < end_of(first_token) && first_key >= last_token + shift() - window.left;
+  // `end`: end_of the first token, which a kernel loads beside others.
+  PACKING_OPS_HOST_DEVICE bool all_visible(int32_t end, int32_t last_token, int32_t first_key, int32_t last_key) const {
+    return last_key < keys && last_key < end && first_key >= last_token + shift() - window.left;
   }
 };
 

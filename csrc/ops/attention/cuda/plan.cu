@@ -195,10 +195,10 @@ __device__ void check_end(const int32_t* visible_end, int64_t t, const Documents
   const int64_t keys = documents_k[i].size();
   const int64_t own = t - start + keys - documents_q[i].size();
   const int32_t end = visible_end[t];
-  const Fault found = end <= own                                     ? Fault::kVisibleEndBeforeOwn
-                      : end > keys                                   ? Fault::kVisibleEndPastKeys
-                      : t > start && end < visible_end[t - 1]        ? Fault::kVisibleEndOrder
-                                                                     : Fault::kNone;
+  const Fault found = end <= own                              ? Fault::kVisibleEndBeforeOwn
+                      : end > keys                            ? Fault::kVisibleEndPastKeys
+                      : t > start && end < visible_end[t - 1] ? Fault::kVisibleEndOrder
+                                                              : Fault::kNone;
   if (found == Fault::kNone) return;
   fault.raise(found, t);
   plan.data[PlanView::kWrongEnds] = 1;
@@ -235,8 +235,8 @@ __global__ void __launch_bounds__(kPlanThreads)
   __shared__ Counter counters[kBuckets];
   const int list = blockIdx.x;
   const TileLister lister{plan, list};
-  // If one entry of cu_seqlens or visible_end is wrong, the whole batch counts as padding: results are zeros, and no address is
-  // computed from a wrong value.
+  // If one entry of cu_seqlens or visible_end is wrong, the whole batch counts as padding: results are zeros, and no
+  // address is computed from a wrong value.
   const bool wrong_ends = plan.ends.end != nullptr && plan.data[PlanView::kWrongEnds] != 0;
   const bool wrong = __syncthreads_or(wrong_ends || wrong_entries(documents_q) || wrong_entries(documents_k));
   if (list == 0) {
@@ -259,7 +259,8 @@ __global__ void __launch_bounds__(kPlanThreads)
   for (int i = threadIdx.x; i < kBuckets; i += blockDim.x) counters[i] = 0;
   __syncthreads();
   // First pass: counts per bucket. Then their prefix sum, and in a second pass the entries.
-  for_each_tile(lister, documents_q, documents_k, counters, [](int64_t, const DocumentWithEnds&, int32_t, ListPosition) {});
+  for_each_tile(lister, documents_q, documents_k, counters,
+                [](int64_t, const DocumentWithEnds&, int32_t, ListPosition) {});
   __syncthreads();
   if (threadIdx.x == 0) {
     Counter sum = 0;

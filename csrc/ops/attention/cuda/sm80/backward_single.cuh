@@ -27,7 +27,7 @@ struct SingleScores {
   __device__ __forceinline__ void products(const float2* stats, const Args& args, const DocumentWithEnds& d,
                                            const PackedRows& rows, int i, int first_row, int first_key) {
     const int last_key = first_key + 16 * Shape::kScoreBlockStride * (kCount - 1) + 15;
-    const bool masked = !d.all_visible(rows.token, rows.last_token(), first_key, last_key);
+    const bool masked = !d.all_visible(d.end_of(rows.token), rows.last_token(), first_key, last_key);
     u.template product<kCount>(p, u.tile_q(i), first_row, u.tile_k(), first_key);
     Unit::template weights<kCount>(p, t, stats, args, d, rows, {first_row, 0, first_key, masked});
     Unit::template store<kCount>(u.tile_p(0), p, first_row, first_key);

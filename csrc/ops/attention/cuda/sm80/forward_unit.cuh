@@ -153,8 +153,8 @@ struct ForwardUnit {
 
   // first_row: this thread's first row of the unit.
   template <int kCount>
-  static __device__ __forceinline__ void mask(Scores& s, const DocumentWithEnds& d, const PackedRows& rows, int first_row,
-                                              int32_t first_key) {
+  static __device__ __forceinline__ void mask(Scores& s, const DocumentWithEnds& d, const PackedRows& rows,
+                                              int first_row, int32_t first_key) {
     const int32_t column = first_key + 2 * (threadIdx.x & 3);
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
