@@ -11,6 +11,7 @@ from packing_ops._arguments import (
     check_cu_seqlens,
     check_cumulated,
     check_tensor,
+    described,
     index_tensor,
     int32_cu_seqlens,
     integer,
@@ -256,7 +257,11 @@ class PackedMetadata:
         Example:
             >>> PackedMetadata.from_lengths([2, 1], total=5).to_transformers()["cu_seq_lens_q"]
             tensor([0, 2, 3, 5], dtype=torch.int32)
+
+        Raises:
+            ValueError: there is a visible_end, which these arguments do not tell.
         """
+        check_causal(self)
         cu_seqlens, max_seqlen = self._whole_row()
         return {
             "cu_seq_lens_q": cu_seqlens,
@@ -270,7 +275,12 @@ class PackedMetadata:
         return {"packed_seq_lengths": self.lengths}
 
     def to_megatron(self) -> dict[str, Any]:
-        """Fields of Megatron-core's PackedSeqParams; padding after the last document is one more document."""
+        """Fields of Megatron-core's PackedSeqParams; padding after the last document is one more document.
+
+        Raises:
+            ValueError: there is a visible_end, which these fields do not tell.
+        """
+        check_causal(self)
         cu_seqlens, max_seqlen = self._whole_row()
         return {
             "qkv_format": "thd",
@@ -289,6 +299,19 @@ class PackedMetadata:
             return self.cu_seqlens, self.max_seqlen
         end = self.cu_seqlens.new_full((1,), self.total)
         return torch.cat([self.cu_seqlens, end]), max(self.max_seqlen, self.total - num_tokens)
+
+
+def check_causal(metadata: PackedMetadata) -> None:
+    """ValueError for a visible_end, where a host has no place for it.
+
+    Example:
+        >>> check_causal(PackedMetadata.from_lengths([2, 1]))
+    """
+    if metadata.visible_end is not None:
+        raise ValueError(
+            "visible_end: expected None in a PackedMetadata for models that do not take it (their masks come from their "
+            f"own arguments; dataclasses.replace(metadata, visible_end=None)), got {described(metadata.visible_end)}"
+        )
 
 
 def cu_seqlens_of(

@@ -150,6 +150,14 @@ def test_strided_and_from_metadata(device):
         po.attention(*rows, metadata, backend="sdpa")
 
 
+@pytest.mark.parametrize("host", ["transformers", "megatron"])
+def test_hosts_that_do_not_take_it_say_so(host):
+    metadata = dataclasses.replace(po.PackedMetadata.from_lengths([2]), visible_end=torch.tensor([2, 2]).int())
+    with pytest.raises(ValueError, match=r"visible_end: expected None .* got int32 \[2\]"):
+        getattr(metadata, f"to_{host}")()
+    getattr(dataclasses.replace(metadata, visible_end=None), f"to_{host}")()
+
+
 def test_changed_values_are_seen(device):
     case = Case([40, 9], heads=(2, 1), dim=16, device=device)
     ends = causal_ends(case)
