@@ -61,10 +61,10 @@ def _pairs_before_ends(lengths_q, lengths_k, left, visible_end):
     return pairs
 
 
-def _product(q, k, lse, cu_seqlens_q, cu_seqlens_k, causal, left, right, visible_end):
+def _product(q, k, lse, documents, causal, sides, visible_end):
     """Operations of one of the products."""
-    num_heads, total_q = lse.shape
-    lengths = _lengths(cu_seqlens_q, total_q), _lengths(cu_seqlens_k, k.shape[-2 if k.dim() == 4 else 0])
+    (num_heads, total_q), (left, right) = lse.shape, sides
+    lengths = _lengths(documents[0], total_q), _lengths(documents[1], k.shape[-2 if k.dim() == 4 else 0])
     if visible_end is None:
         pairs = sum(visible_pairs(*sizes, left, 0 if causal else right) for sizes in zip(*lengths, strict=True))
     elif _has_values(visible_end):
@@ -78,14 +78,14 @@ def _forward(
     q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, softcap, plan, visible_end=None, *,
     out_val,
 ):  # fmt: skip
-    return 2 * _product(q, k, out_val[1], cu_seqlens_q, cu_seqlens_k, causal, left, right, visible_end)
+    return 2 * _product(q, k, out_val[1], (cu_seqlens_q, cu_seqlens_k), causal, (left, right), visible_end)
 
 
 def _backward(
     dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, softcap, plan,
     visible_end=None, *, out_val,
 ):  # fmt: skip
-    return 5 * _product(q, k, lse, cu_seqlens_q, cu_seqlens_k, causal, left, right, visible_end)
+    return 5 * _product(q, k, lse, (cu_seqlens_q, cu_seqlens_k), causal, (left, right), visible_end)
 
 
 def _logps_forward(hidden, weight, *rest, out_shape=None, **options):

@@ -72,9 +72,7 @@ FaultText fault_text(Fault fault) {
     case Fault::kVisibleEndOrder:
       return {"visible_end", "never to decrease inside a document"};
     case Fault::kPlanOfOtherVisibleEnd:
-      return {"plan",
-              "one made for this visible_end (kept plans too: it may have been written without torch's notice, by "
-              "dist.broadcast, recv, .data, NumPy or DLPack; give each batch a tensor of its own)"};
+      return {"plan", "one made for this visible_end (kept plans too: give each batch a tensor of its own)"};
     default:
       return {"argument", "valid values"};
   }

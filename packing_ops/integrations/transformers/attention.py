@@ -35,9 +35,7 @@ def register(name: str = "packing_ops") -> None:
     right, holes; numbers above 1 start a document where they change) and position_ids, which start one in each row and
     where they stop growing (one synchronisation); else each row is one. Causal and full attention, sliding windows, softcap, sinks, grouped heads
     and scaling follow the model. Everything else runs by SDPA with a mask of the same meaning, after one warning that
-    says why: decoding with a KV cache, 4-D masks (models that read their masks, images that see ahead in a compiled graph
-    or beyond a window), dropout, head_dim over 256. Images and prefixes whose tokens see each other (Gemma 3, PaliGemma)
-    are served, by visible_end and one more synchronisation for each kind of mask. A second call changes nothing.
+    says why: a KV cache, 4-D masks (models that read theirs), dropout, head_dim over 256. A second call changes nothing.
 
     What this adds to transformers stays until unregister(name): the name in its two tables, and wrappers around
     PreTrainedModel.__call__, which remembers position_ids for models that pass them to no mask, and around the
@@ -114,18 +112,15 @@ def packing_ops_attention(
 ):
     """query ``[batch, num_heads, seqlen, head_dim]`` -> (``[batch, seqlen, num_heads, head_dim]``, None)."""
     seqlen, cu_seqlens = query.shape[2], (cu_seq_lens_q, cu_seq_lens_k)
-    reason = "" if _HARMLESS.issuperset(kwargs) else _option_for_sdpa(kwargs)
-    blocks = visible_end = None
+    reason, visible_end = "" if _HARMLESS.issuperset(kwargs) else _option_for_sdpa(kwargs), None
     if isinstance(attention_mask, masks.MaskPattern):
         causal, window, length = attention_mask.causal, attention_mask.window, attention_mask.length
         if not seqlen == key.shape[2] == length:
             lengths = f"{seqlen} queries and {key.shape[2]} keys"
             raise ValueError(f"key: expected the {length} slots that the mask was made for, got {lengths}")
         documents = attention_mask.documents(query, cu_seqlens, position_ids).on(query.device)
-        blocks = attention_mask.blocks
-        if blocks is not None:
-            visible_end = attention_mask.visible_end(documents)
-            reason = reason or ("" if visible_end is not None else "blocks of a mask that are no runs of neighbours")
+        visible_end, none = attention_mask.visible_end(documents)
+        reason = reason or none
     else:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         window = (-1, -1) if sliding_window is None or sliding_window > key.shape[2] else (sliding_window - 1, 0)
@@ -143,7 +138,7 @@ def packing_ops_attention(
         return _varlen((query, key, value), documents, causal, scaling, window, softcap, s_aux, visible_end), None
     fallback.warn_once(reason)
     options = AttentionOptions(causal, scaling, window, softcap, s_aux)
-    mask = attention_mask if documents is None else fallback.mask_of(documents, query, options, blocks)
+    mask = attention_mask if documents is None else fallback.mask_of(documents, query, options, attention_mask)
     return fallback.attend(module, query, key, value, mask, options, dropout, kwargs)
 
 

@@ -7,12 +7,10 @@ can follow it, and transformers' own 4-D mask where it cannot, or where the mode
 import torch
 import torch.nn.functional as F
 
-from packing_ops import _ops
 from packing_ops.integrations.transformers import model_call
-from packing_ops.integrations.transformers.document_checks import can_read
+from packing_ops.integrations.transformers.blocks import blocks_of, ends_of_blocks
 from packing_ops.integrations.transformers.documents import find_documents, runs_of
 from packing_ops.integrations.transformers.imports import masking_utils
-from packing_ops.visible_ends import visible_end_from_blocks
 
 
 class MaskPattern:
@@ -37,10 +35,13 @@ class MaskPattern:
         return self._documents
 
     def visible_end(self, documents):
-        """That of varlen_attention for the packed rows; None where blocks are no runs of neighbours."""
+        """(that of varlen_attention for the packed rows or None, why it cannot be told or "")."""
+        if self.blocks is None:
+            return None, ""
         if self._ends is None or self._ends[0] is not documents:
             self._ends = documents, ends_of_blocks(documents, self.blocks)
-        return self._ends[1]
+        ends = self._ends[1]
+        return ends, "" if ends is not None else "blocks of a mask that are no runs of neighbours"
 
     def _refuse(self, *_):
         raise TypeError(_READ)
@@ -111,7 +112,7 @@ def packing_ops_mask(
     free = carrier.mask_form == model_call.PATTERN and not carrier.stock
     pattern, blocks = _pattern_of(mask_function, kwargs) if free else None, None
     if free and pattern is None:
-        pattern, blocks = _blocks_of(mask_function, batch_size, q_length)
+        pattern, blocks = blocks_of(mask_function, batch_size, q_length)
     start = isinstance(q_offset, int) and q_offset == 0 and isinstance(kv_offset, int) and kv_offset == 0
     if pattern is not None and start and q_length == kv_length:
         padding = carrier.padding if carrier.numbers is None else carrier.numbers
@@ -192,60 +193,3 @@ def _pattern_of(mask_function, kwargs):
     if name != "and_mask" or not sliding or getattr(config, "attention_chunk_size", None) is not None:
         return None
     return (False, (local_size, local_size)) if full else (True, (local_size - 1, 0))
-
-
-# --- causal masks with blocks: images and prefixes ---
-
-
-def _blocks_of(mask_function, batch, length):
-    """(pattern, blocks) where the mask is causality or a block, and within that a window to the left; else (None, None).
-
-    A window that blocks reach out of is another mask: no keys' end alone tells it. A graph cannot read whether blocks are
-    runs of neighbours.
-    """
-    parts, window = _made_by("and_masks", mask_function), (-1, -1)
-    if parts is not None and len(parts["mask_functions"]) == 2:
-        mask_function, overlay = parts["mask_functions"]
-        sliding = _made_by("sliding_window_overlay", overlay)
-        if sliding is None:
-            return None, None
-        window = (sliding["sliding_window"] - 1, -1)
-    parts = _made_by("or_masks", mask_function)
-    if parts is None or len(parts["mask_functions"]) != 2:
-        return None, None
-    causal, overlay = parts["mask_functions"]
-    overlay = _made_by("blockwise_overlay", overlay)
-    if causal is not masking_utils.causal_mask_function or overlay is None:
-        return None, None
-    blocks = overlay["block_sequence_ids"]
-    return ((True, window), blocks) if blocks.shape == (batch, length) and can_read(blocks) else (None, None)
-
-
-def _made_by(maker, function):
-    """What a function that masking_utils.maker made holds, by name; None for every other function."""
-    if getattr(function, "__qualname__", "").partition(".<locals>.")[0] != maker or not function.__closure__:
-        return None
-    if function.__module__ != masking_utils.__name__:
-        return None
-    cells = (cell.cell_contents for cell in function.__closure__)
-    return dict(zip(function.__code__.co_freevars, cells, strict=True))
-
-
-def ends_of_blocks(documents, blocks):
-    """int32 [total] of the packed rows of ``documents``; None if a number comes back in a document. One synchronisation.
-
-    blocks: [batch, slots], see MaskPattern.
-    """
-    numbers = blocks.to(documents.device).flatten()
-    if documents.indices is not None:
-        numbers = numbers[documents.indices]
-    numbers = numbers.long().clamp(min=-1) + 1
-    ends = visible_end_from_blocks(numbers, documents.cu_seqlens_q)
-    if numbers.numel() < 2:
-        return ends
-    # Numbers that grow from run to run of a document do not come back.
-    of_documents = _ops.seq_idx_from_cu_seqlens(documents.cu_seqlens_q, numbers.shape[0]) * (numbers.max() + 1)
-    keys = of_documents + numbers
-    starts = (keys[1:] != keys[:-1]) & (numbers[1:] != 0)
-    comes_back = starts & (keys[1:] <= keys.cummax(0).values[:-1])
-    return None if bool(comes_back.any()) else ends

@@ -9,6 +9,7 @@ from hf_models import OLD  # noqa: E402
 from transformers import masking_utils  # noqa: E402
 
 from packing_ops.integrations.transformers import attention, fallback, masks, register  # noqa: E402
+from packing_ops.reference import attention as oracle  # noqa: E402
 
 pytestmark = pytest.mark.skipif(OLD, reason="transformers 4.57 makes these masks of functions of the models")
 
@@ -146,7 +147,6 @@ def test_padded_batches(side, device, calls):
 
 def blocks_layer(device, blocks, window=None):
     """Our attention and the stock one, of random heads under a mask with these blocks."""
-    sizes = {"vocab_size": 9, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
     heads = torch.randn(3, 1, 4, blocks.shape[1], 8, device=device)
     given = {"attention_mask": None, "past_key_values": None}
     if window is not None:
@@ -156,7 +156,7 @@ def blocks_layer(device, blocks, window=None):
         given["block_sequence_ids"] = blocks
     results = []
     for name, attend in (("packing_ops", attention.packing_ops_attention), ("sdpa", None)):
-        config = transformers.LlamaConfig(**sizes, attn_implementation=name)
+        config = transformers.LlamaConfig(**LLAMA, attn_implementation=name)
         embeds = torch.zeros(1, blocks.shape[1], 32, device=device)
         mask = masking_utils.create_causal_mask(config, embeds, position_ids=None, **given)
         attend = attend or transformers.AttentionInterface._global_mapping["sdpa"]
@@ -195,3 +195,52 @@ def test_a_compiled_model_gets_the_mask(device, fresh_compile, calls):
     wanted = step(embeds, inputs["position_ids"], blocks)
     found = torch.compile(step, backend="aot_eager")(embeds, inputs["position_ids"], blocks)
     torch.testing.assert_close(found, wanted, **CLOSE)
+
+
+# --- makers of masks ---
+
+LENGTHS, LLAMA = [5, 7, 4], {"vocab_size": 9, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+BLOCKS = torch.tensor([[-1, 0, 0, -1, -1, -1, 1, 1, 1, -1, 2, 2, 2, 2, -1, -1]])  # the middle one goes over a boundary
+OVERLAYS = {
+    "block_sequence_ids": lambda blocks: {"block_sequence_ids": blocks},
+    "or": lambda blocks: {"or_mask_function": masking_utils.blockwise_overlay(blocks)},
+    "or and": lambda blocks: {
+        "or_mask_function": masking_utils.blockwise_overlay(blocks),
+        "and_mask_function": masking_utils.sliding_window_overlay(3),
+    },
+}
+
+
+def dense(pattern, positions):
+    """What a MaskPattern with blocks stands for, as varlen_attention is told."""
+    documents = pattern.documents(torch.zeros(1, 1, pattern.length, 8), (None, None), positions)
+    ends = pattern.visible_end(documents)[0].split(LENGTHS)
+    parts = [oracle.visible(n, n, True, pattern.window, visible_end=end) for n, end in zip(LENGTHS, ends, strict=True)]
+    return torch.block_diag(*parts).bool()[None, None]
+
+
+# A window that blocks reach out of is served by no visible_end.
+SERVED = {("create_causal_mask", overlay) for overlay in OVERLAYS}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("maker", ["create_causal_mask", "create_sliding_window_causal_mask"])
+def test_overlays_are_those_of_each_document(overlay, maker):
+    """The makers through which all families with images go."""
+    register()
+    ours, stock = (
+        transformers.LlamaConfig(**LLAMA, sliding_window=4, attn_implementation=name)
+        for name in ("packing_ops", "sdpa")
+    )
+    make, embeds = getattr(masking_utils, maker), torch.zeros(1, 16, 32)
+    given = {"attention_mask": None, "past_key_values": None}
+    alone = {"position_ids": None, "allow_is_causal_skip": False}
+    of_documents = [
+        make(stock, embeds[:, :n], **given, **alone, **OVERLAYS[overlay](blocks))[0, 0]
+        for n, blocks in zip(LENGTHS, BLOCKS.split(LENGTHS, 1), strict=True)
+    ]
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    mask = make(ours, embeds, **given, position_ids=positions, **OVERLAYS[overlay](BLOCKS))
+    assert isinstance(mask, masks.MaskPattern) == ((maker, overlay) in SERVED)
+    mask = dense(mask, positions) if isinstance(mask, masks.MaskPattern) else mask
+    assert torch.equal(mask[0, 0], torch.block_diag(*of_documents).bool())

@@ -69,8 +69,7 @@ __device__ __forceinline__ void load_units(const Args& args, ResidentRing<Shape>
   const uint32_t units = static_cast<uint32_t>(args.plan.data[PlanView::kForwardResident]) * args.num_kv_heads;
   int32_t unit = 0;
   int32_t oldest = 0;  // unit whose tiles are still in the ring
-  int32_t first_tile = 0;
-  int32_t first_block = 0;
+  int32_t first_tile = 0, first_block = 0;
   int32_t used = 0;        // tiles of the units from oldest on
   int32_t lane_tiles = 0;  // key tiles of the unit in slot `lane`
   const auto make_room = [&](int32_t tiles) {
