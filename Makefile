@@ -88,25 +88,24 @@ test-gpu:  ## the tests on a GPU machine, in groups (TESTS=..., LOGS=folder)
 	$(GPU_PYTHON) tests/run_gpu.py $(if $(LOGS),--logs $(LOGS)) $(TESTS)
 
 # FAMILIES="attention e2e" for some. One that fails leaves the others theirs.
-FAMILIES ?= boundaries padding packing rope attention logps megatron e2e
+FAMILIES ?= boundaries padding packing rope attention logps megatron e2e demo
 bench-gpu:  ## measures every family on the GPU (FAMILIES="attention e2e" for some)
 	@failed=; \
 	for family in $(FAMILIES); do \
 		$(GPU_PYTHON) benchmarks/bench_$$family.py --device cuda || failed="$$failed $$family"; done; \
-	$(GPU_PYTHON) benchmarks/report.py --device cuda || failed="$$failed report"; \
+	$(GPU_PYTHON) benchmarks/render_results.py --device cuda || failed="$$failed render_results"; \
 	test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 profile-gpu:  ## what the kernels wait for, by Nsight Compute
 	$(GPU_PYTHON) benchmarks/profile_gpu.py
 
 bench: build  ## measures every family on the CPU
-	@for family in boundaries padding packing rope attention logps megatron data; do \
+	@for family in boundaries padding packing rope attention logps megatron data demo; do \
 		$(BIN)/python benchmarks/bench_$$family.py --device cpu || exit 1; done
 	$(BIN)/python benchmarks/bench_report.py
-	$(BIN)/python examples/train_packed.py --out benchmarks/results
 
 readme: .venv/.ready  ## the tables of README.md and docs, from benchmarks/results
-	$(BIN)/python benchmarks/readme.py
+	$(BIN)/python benchmarks/render_pages.py
 
 docs: .venv/.ready  ## the documentation with the API reference, in build/site/index.html
 	$(BIN)/python -m mkdocs build --strict --quiet

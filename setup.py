@@ -103,7 +103,7 @@ def extension():
         os.environ.setdefault("TORCH_DONT_CHECK_COMPILER_ABI", "1")
     home = find_cuda_home()
     define, libraries, library_dirs, include_dirs = list(DEFINES), [], [], [str(ROOT / "csrc")]
-    cxx, nvcc, files = list(CXX_FLAGS), list(NVCC_FLAGS), sources(".cpp")
+    cxx, nvcc, files = list(CXX_FLAGS), list(NVCC_FLAGS), sorted(sources(".cpp"), key=os.path.getsize, reverse=True)
     if cuda_wanted(torch, home):
         archs = os.environ.get("TORCH_CUDA_ARCH_LIST") or visible_archs(torch) or portable_archs(home)
         archs = os.environ["TORCH_CUDA_ARCH_LIST"] = with_hopper_features(archs)

@@ -16,10 +16,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from harness import RESULTS, device_name, write_csv
-from save_results import commit, save_results
-from text_data import docstring_pairs
-
-ROOT = Path(__file__).resolve().parent.parent
+from provenance import ROOT, add_commit, commit
 
 
 def write_lines(path, records):
@@ -36,13 +33,12 @@ def report(file: Path, *options) -> float:
 
 
 def docstrings(folder: Path, out: Path) -> None:
-    pairs = docstring_pairs(10**9)
-    write_lines(folder / "docstrings.jsonl", ({"prompt": p, "completion": c} for p, c in pairs))
+    file = folder / "docstrings.jsonl"
+    subprocess.run([sys.executable, str(ROOT / "examples" / "docstrings.py"), "--out", str(file)], check=True)
     name = out.resolve() / "report_docstrings"
     outputs = "--json", f"{name}.json", "--plot", f"{name}.png"
-    report(folder / "docstrings.jsonl", "--capacity", 2048, "--dp", 8, *outputs)
-    written = Path(f"{name}.json")
-    save_results(written, json.loads(written.read_text()), "cpu")
+    report(file, "--capacity", 2048, "--dp", 8, *outputs)
+    add_commit(Path(f"{name}.json"), device=device_name("cpu"), torch=torch.__version__)
 
 
 def generated(form: str, count: int):

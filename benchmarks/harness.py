@@ -10,23 +10,18 @@ import csv
 import platform
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from provenance import commit
+from result_rows import COPY, RESULTS
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-sys.path.append(str(Path(__file__).parent.parent / "examples"))
-
-from result_rows import COPY
-from save_results import commit
-
-RESULTS = Path(__file__).parent / "results"
 L2_FLUSH_BYTES = 256 << 20
 SPIN_CYCLES = 400_000  # 0.2 ms at 2 GHz: what the host may take to enqueue a call before the GPU waits for it
 

@@ -16,9 +16,12 @@ std::string build_info() {
           std::to_string(TORCH_VERSION_PATCH);
   info += "|compiler=" __VERSION__ "|cuda=";
 #ifdef PACKING_OPS_WITH_CUDA
-  info += PACKING_OPS_WITH_CUDA "|cuda_archs=" PACKING_OPS_CUDA_ARCHS;
+  info += PACKING_OPS_WITH_CUDA "|cuda_archs=" PACKING_OPS_CUDA_ARCHS "|attention_kernels=cpu, fp32, sm80";
 #else
-  info += "|cuda_archs=";
+  info += "|cuda_archs=|attention_kernels=cpu";
+#endif
+#ifdef PACKING_OPS_SM90
+  info += ", sm90";
 #endif
   return info;
 }

@@ -5,6 +5,7 @@
 STABLE_TORCH_LIBRARY(packing_ops, m) {
   // library
   m.def("build_info() -> str");
+  m.def("attention_kernels(bool half, int num_heads, int num_kv_heads, int head_dim, float softcap, int device) -> str");
 
   // boundaries
   m.def("cu_seqlens_from_lengths(Tensor lengths) -> Tensor");

@@ -14,7 +14,7 @@ collated ahead.
 import argparse
 from pathlib import Path
 
-from options import add_device, needs
+from common.options import add_device, needs
 
 
 def parse_arguments():
@@ -43,10 +43,10 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 
 import torch
-from save_results import save_results
-from text_data import Document, load_documents
-from tiny_llama import Config, TinyLlama
-from train_packed import packed_batch, summed_loss, to_device
+from common.batches import packed_batch, summed_loss, to_device
+from common.results import save_results
+from common.text_data import Document, load_documents
+from common.tiny_llama import Config, TinyLlama
 
 from packing_ops.data import prefetch
 

@@ -7,7 +7,7 @@ A step takes ``--rows-per-step`` packed rows, dealt to the ranks. ``bins_multipl
 others: no rank waits for one that has no row left, and no row is seen twice to make up for it.
 """
 
-from options import needs, parser_of
+from common.options import needs, parser_of
 
 
 def parse_arguments():
@@ -25,8 +25,8 @@ import os
 import torch
 import torch.distributed as dist
 import transformers
-from hf_setup import documents_for, new_model, one_pass, packed_batch, swap
-from save_results import save_results
+from common.hf_setup import documents_for, new_model, one_pass, packed_inputs, swap
+from common.results import save_results
 
 import packing_ops as po
 
@@ -73,7 +73,7 @@ def main():
         model=model,
         args=settings,
         train_dataset=rows,
-        data_collator=lambda rows: packed_batch(rows[0]),
+        data_collator=lambda rows: packed_inputs(rows[0]),
     )
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()

@@ -11,7 +11,7 @@ apply_packing_ops. Each run has a process of its own, so that peak memory is its
 out, and both models are measured on those after the same tokens: losses of steps are means over different documents.
 """
 
-from options import needs, parser_of
+from common.options import needs, parser_of
 
 
 def parse_arguments():
@@ -32,11 +32,11 @@ from dataclasses import dataclass
 
 import torch
 import transformers
-from hf_setup import documents_for, new_model, one_pass, packed_batch, padded_batch, swap
-from report_packed import save_report
+from common.hf_setup import documents_for, new_model, one_pass, packed_inputs, padded_inputs, swap
+from common.report_packed import save_report
+from common.runs import Run, groups_of, peak_mib
+from common.text_data import IGNORE, Document
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from text_data import IGNORE, Document
-from train_packed import Run, groups_of, peak_mib
 
 COLUMNS = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[loss]}"))
 
@@ -100,7 +100,7 @@ def train(mode: str, tokens: list[tuple[list[int], list[int]]], arguments) -> Me
     """One pass over the documents, given as (input_ids, labels); runs in a process of its own."""
     documents, held_out = split([Document(torch.tensor(ids), torch.tensor(labels)) for ids, labels in tokens])
     groups = [[documents[i] for i in group] for group in groups_of(mode, [len(d) for d in documents], arguments)]
-    collate = padded_batch if mode == "padded" else packed_batch
+    collate = padded_inputs if mode == "padded" else packed_inputs
     model = model_for(mode, arguments)
     model(**to_device(collate(groups[0]), arguments.device)).loss.backward()  # warm-up
     model.zero_grad()
@@ -129,9 +129,9 @@ def first_step_losses(documents, arguments) -> dict[str, float]:
     """The same 8 documents: padded in the stock model, padded and unpadded inside by packing_ops, packed."""
     losses = {}
     cases = [
-        ("padded", "padded", padded_batch),
-        ("unpadded", "packed", padded_batch),
-        ("packed", "packed", packed_batch),
+        ("padded", "padded", padded_inputs),
+        ("unpadded", "packed", padded_inputs),
+        ("packed", "packed", packed_inputs),
     ]
     for name, mode, collate in cases:
         model = model_for(mode, arguments)

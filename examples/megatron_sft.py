@@ -14,7 +14,7 @@ the losses are the same for any number of processes.
 import argparse
 from pathlib import Path
 
-from options import add_device, needs
+from common.options import add_device, needs
 
 
 def parse_arguments():
@@ -41,16 +41,16 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from common.report_packed import save_report
+from common.runs import Run, groups_of, peak_mib
+from common.text_data import IGNORE, VOCAB_SIZE, Document, load_documents
 from megatron.core import __version__ as megatron_version
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
-from report_packed import save_report
 from rich.progress import track
-from text_data import IGNORE, VOCAB_SIZE, Document, load_documents
-from train_packed import Run, groups_of, peak_mib
 
 from packing_ops.integrations.megatron.data import next_token_targets, preprocess_packed_seqs
 from packing_ops.integrations.megatron.rope import patch_rope

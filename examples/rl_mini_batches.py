@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from save_results import save_results
-from text_data import BOS, IGNORE
-from tiny_llama import Config, TinyLlama
+from common.results import save_results
+from common.text_data import BOS, IGNORE
+from common.tiny_llama import Config, TinyLlama
 
 import packing_ops as po
 from packing_ops.data import normalize_advantages, stage_chunks

@@ -11,7 +11,7 @@ process of its own, so that peak memory is its own too.
 import argparse
 from pathlib import Path
 
-from options import add_device, needs
+from common.options import add_device, needs
 
 
 def parse_arguments():
@@ -31,131 +31,22 @@ if __name__ == "__main__":
     needs("matplotlib", "rich", options=parse_arguments)
 
 import multiprocessing
-import resource
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
-from report_packed import save_report
+from common.batches import packed_batch, padded_batch, summed_loss, to_device, unpadded_batch
+from common.report_packed import save_report
+from common.results import machine
+from common.runs import Run, groups_of, peak_mib
+from common.text_data import Document, load_documents
+from common.tiny_llama import Config, TinyLlama
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from save_results import machine
-from text_data import IGNORE, Document, load_documents
-from tiny_llama import Config, TinyLlama
-
-import packing_ops as po
-
-
-@dataclass
-class Batch:
-    """One optimizer step. Padded: tensors are [batch, seqlen], ``cu_seqlens`` None. Packed: tensors are [total]."""
-
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    targets: torch.Tensor
-    num_targets: int
-    real_tokens: int
-    cu_seqlens: torch.Tensor | None = None
-
-
-@dataclass
-class Run:
-    """What one training run measured."""
-
-    mode: str
-    steps: int = 0
-    real_tokens: int = 0
-    slots: int = 0
-    seconds: float = 0.0
-    peak_mib: float = 0.0
-    losses: list[float] = field(default_factory=list)
-    tokens_seen: list[int] = field(default_factory=list)
-    seconds_seen: list[float] = field(default_factory=list)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.real_tokens / self.seconds
-
-    @property
-    def padding_waste(self) -> float:
-        return 1 - self.real_tokens / self.slots
-
-
-def padded_batch(documents: list[Document]) -> Batch:
-    """[batch, seqlen], padded on the right to the longest document."""
-    input_ids, labels = (
-        torch.nn.utils.rnn.pad_sequence([getattr(d, name) for d in documents], True, fill)
-        for name, fill in (("input_ids", 0), ("labels", IGNORE))
-    )
-    rows, seqlen = input_ids.shape
-    row_ends = torch.arange(rows + 1, dtype=torch.int32) * seqlen
-    targets = po.shift_labels(labels.view(-1), row_ends).view(rows, seqlen)
-    real = sum(map(len, documents))
-    return Batch(input_ids, torch.arange(seqlen)[None], targets, int(po.count_target_tokens(labels)), real)
-
-
-def packed_batch(documents: list[Document]) -> Batch:
-    """[total]: the documents one after another, each with positions of its own."""
-    metadata = po.PackedMetadata.from_lengths([len(d) for d in documents])
-    labels = torch.cat([d.labels for d in documents])
-    labels = po.mask_boundary_labels(labels, metadata.cu_seqlens)
-    return Batch(
-        torch.cat([d.input_ids for d in documents]),
-        metadata.position_ids,
-        po.shift_labels(labels, metadata.cu_seqlens),
-        int(po.count_target_tokens(labels, metadata.cu_seqlens)),
-        metadata.total,
-        metadata.cu_seqlens,
-    )
-
-
-def unpadded_batch(documents: list[Document]) -> Batch:
-    """The padded batch with its padding taken out again: what a model does that receives padded input."""
-    padded = padded_batch(documents)
-    lengths = torch.tensor([len(d) for d in documents])
-    mask = torch.arange(padded.input_ids.shape[1])[None] < lengths[:, None]
-    metadata = po.PackedMetadata.from_attention_mask(mask)
-    tensors = {"input_ids": padded.input_ids, "targets": padded.targets}
-    kept = {name: po.unpad_input(tensor, mask)[0] for name, tensor in tensors.items()}
-    return Batch(
-        **kept,
-        position_ids=metadata.position_ids,
-        num_targets=padded.num_targets,
-        real_tokens=metadata.total,
-        cu_seqlens=metadata.cu_seqlens,
-    )
-
-
-def groups_of(mode: str, lengths: list[int], arguments) -> list[list[int]]:
-    """Which documents share a step, in a shuffled order that is the same on every machine."""
-    generator = torch.Generator().manual_seed(arguments.seed)
-    if mode == "padded":
-        order = torch.randperm(len(lengths), generator=generator).tolist()
-        return [order[i : i + arguments.batch_size] for i in range(0, len(order), arguments.batch_size)]
-    bins = po.pack_sequences(lengths, arguments.capacity, strategy="ffd").bins
-    return [bins[i] for i in torch.randperm(len(bins), generator=generator).tolist()]
-
-
-def summed_loss(model: TinyLlama, batch: Batch) -> torch.Tensor:
-    logits = model(batch.input_ids, batch.position_ids, batch.cu_seqlens)
-    return F.cross_entropy(logits.flatten(0, -2), batch.targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 def new_model(arguments) -> TinyLlama:
     torch.manual_seed(arguments.seed)
     return TinyLlama(Config(max_positions=arguments.capacity)).to(arguments.device)
-
-
-def to_device(batch: Batch, device: str) -> Batch:
-    moved = {k: v.to(device, non_blocking=True) for k, v in vars(batch).items() if isinstance(v, torch.Tensor)}
-    return Batch(**{**vars(batch), **moved})
-
-
-def peak_mib(device: str) -> float:
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
 def train(mode: str, arguments) -> Run:

@@ -6,7 +6,7 @@ python examples/trl_sft.py --model PATH --device cuda
 python examples/trl_sft.py --stock                nothing swapped
 """
 
-from options import needs, parser_of
+from common.options import needs, parser_of
 
 
 def parse_arguments():
@@ -27,9 +27,9 @@ from pathlib import Path
 
 import datasets
 import trl
-from hf_setup import byte_tokenizer, new_model, swap
-from save_results import save_results
-from text_data import docstring_pairs
+from common.hf_setup import byte_tokenizer, new_model, swap
+from common.results import save_results
+from common.text_data import docstring_pairs
 from transformers import AutoTokenizer
 
 from packing_ops.integrations.trl import patch_pack_dataset

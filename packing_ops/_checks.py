@@ -39,16 +39,30 @@ def check_unchanged(values: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @_ops.register_fake("check_documents")
-def _(cu_seqlens_q, cu_seqlens_k, mask, position_ids, batch, seqlen):
+def _(
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    batch: int,
+    seqlen: int,
+) -> None:
     return None
 
 
 @_ops.register_fake("checked_documents")
-def _(cu_seqlens_q, cu_seqlens_k, mask, position_ids, batch, seqlen):
+def _(
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    batch: int,
+    seqlen: int,
+) -> tuple[torch.Tensor, ...]:
     positions = cu_seqlens_q.new_empty(0, dtype=torch.int64) if position_ids is None else position_ids
     return cu_seqlens_q.new_empty(cu_seqlens_q.shape), positions.new_empty(positions.shape)
 
 
 @_ops.register_fake("check_unchanged")
-def _(values, expected):
+def _(values: torch.Tensor, expected: torch.Tensor) -> None:
     return None

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import NoReturn
 from urllib.parse import unquote, urlsplit
 
 import torch
@@ -16,7 +17,7 @@ PACKAGE = Path(__file__).parent
 BUILD_COMMAND = "pip install .   (in a clone: python setup.py build_ext --inplace)"
 # Of csrc/schema.cpp: what this package calls.
 OPS = """
-    build_info
+    build_info attention_kernels
     cu_seqlens_from_lengths position_ids_from_cu_seqlens seq_idx_from_cu_seqlens cu_seqlens_from_position_ids
     prompt_end_indices mask_boundary_labels mask_boundary_labels_shifted_ shift_labels segment_sum segment_sum_backward
     gae count_target_tokens block_causal_mask check_documents checked_documents check_unchanged
@@ -31,7 +32,7 @@ OPS = """
 def _installed_libraries() -> Iterator[Path]:
     """Libraries of installed distributions, in the order of sys.path."""
     for distribution in metadata.distributions(name="packing_ops"):
-        yield Path(distribution.locate_file("packing_ops/_C.so")).absolute()
+        yield Path(str(distribution.locate_file("packing_ops/_C.so"))).absolute()
         origin = json.loads(distribution.read_text("direct_url.json") or "{}")
         if origin.get("dir_info", {}).get("editable"):
             yield Path(unquote(urlsplit(origin["url"]).path), "packing_ops", "_C.so")
@@ -101,13 +102,15 @@ def _check_whole(library: Path) -> None:
     raise OSError("not a whole ELF library")
 
 
-def build_info() -> dict:
+def build_info() -> dict[str, str]:
     """What the compiled library was built from, and where it is.
 
     Returns:
         dict with ``version``, ``built_with_torch``, ``compiler``, ``cuda`` (toolkit version, "" for a CPU-only
-        library), ``cuda_archs``, ``torch`` (the running one), ``library`` (path) and ``library_from``: "this package", or
-        "the installed packing_ops, ..." inside a clone that was not built in place.
+        library), ``cuda_archs``, ``attention_kernels`` (those compiled in: "cpu, fp32, sm80, sm90" or fewer;
+        select_attention_backend says which serve a call), ``torch`` (the running one), ``library`` (path) and
+        ``library_from``: "this package", or "the installed packing_ops, ..." inside a clone that was not built in
+        place.
 
     Example:
         >>> build_info()["version"]
@@ -135,6 +138,7 @@ def has_cuda_kernel(name: str) -> bool:
 
 # Python loops over other ops and matmuls; logps.py registers them for every device.
 IN_PYTHON = {"token_logps", "token_logps_backward"}
+WITHOUT_TENSORS = {"build_info", "attention_kernels"}
 without_cuda_kernel: set[str] = set()
 _fallbacks = torch.library.Library("packing_ops", "IMPL", "CUDA")
 
@@ -143,12 +147,12 @@ def _explain_missing_cuda_kernels() -> None:
     """An op without a CUDA kernel raises one sentence instead of the dispatcher's page of backends."""
     built_for_cuda = bool(build_info()["cuda"])
     for name in op_names():
-        if name == "build_info" or name in IN_PYTHON or has_cuda_kernel(name):
+        if name in WITHOUT_TENSORS | IN_PYTHON or has_cuda_kernel(name):
             continue
         without_cuda_kernel.add(name)
         why = "not written yet" if built_for_cuda else f"this library was built without CUDA; {BUILD_COMMAND}"
 
-        def missing(*args, _name=name, _why=why, **kwargs):
+        def missing(*args: object, _name: str = name, _why: str = why, **kwargs: object) -> NoReturn:
             raise NotImplementedError(f"packing_ops::{_name} has no CUDA kernel: {_why}")
 
         _fallbacks.impl(name, missing)

@@ -32,7 +32,8 @@ def _gate(op: torch._ops.OpOverload) -> Callable:
                 raise
             if _MISTAKE.match(str(error)):
                 raise ValueError(str(error)) from None
-            taken = _taken(op, args) if _NO_MATCH.match(str(error)) else None
+            no_match = _NO_MATCH.match(str(error)) or _lacks_a_tensor(op, args)
+            taken = _taken(op, args) if no_match else None
             if taken is None:
                 raise
         return op(*taken)
@@ -41,6 +42,12 @@ def _gate(op: torch._ops.OpOverload) -> Callable:
     call.__name__ = call.__qualname__ = name
     call.__code__ = call.__code__.replace(co_name=name)  # torch.compile counts recompilations by code object
     return call
+
+
+def _lacks_a_tensor(op, args) -> bool:
+    """None for a tensor passes the dispatcher, and fails in the kernel."""
+    pairs = zip(op._schema.arguments, args, strict=True)
+    return any(value is None and str(argument.real_type) == "Tensor" for argument, value in pairs)
 
 
 def _taken(op, args) -> list | None:

@@ -15,7 +15,7 @@ What holds on every device:
     Memory grows with the tokens, never with their square.
 """
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 
@@ -23,9 +23,17 @@ from packing_ops import _batch_cache, _ops
 from packing_ops._arguments import check_tensor, described, window_sides
 from packing_ops._autograd import past_autograd, register_autograd, register_no_autograd
 from packing_ops._flops import register_formulas
+from packing_ops._lazy import moved_names
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
 LAYOUTS = ("thd", "bhsd", "bshd")  # of q, k and v: t total, b batch of 1, s seqlen, h num_heads, d head_dim
+
+# What was here in 0.1.
+_MOVED = [
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+]
+__getattr__ = moved_names(__name__, dict.fromkeys(_MOVED, "packing_ops"))
 
 
 @overload
@@ -174,13 +182,18 @@ def varlen_attention(
     return (out, lse) if return_lse else out
 
 
-def _wide(sinks):
+def _wide(sinks: torch.Tensor) -> torch.Tensor:
     """As float32, unless float64; a complex one is left for the op to refuse."""
     check_tensor(sinks, "sinks")
     return sinks if sinks.dtype == torch.float64 or sinks.is_complex() else sinks.float()
 
 
-def without_metadata(q, k, documents_q, documents_k) -> tuple:
+def without_metadata(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    documents_q: PackedMetadata | torch.Tensor,
+    documents_k: PackedMetadata | torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, _batch_cache.BatchCache | None]:
     """cu_seqlens of q and of k, and the cache of q's PackedMetadata."""
     check_tensor(k, "k")
     total_q, total_k = (rows.shape[2] if rows.dim() == 4 else rows.shape[:1].numel() for rows in (q, k))
@@ -192,7 +205,7 @@ def without_metadata(q, k, documents_q, documents_k) -> tuple:
     return cu_seqlens_q, cu_seqlens_k, documents_q._cache if isinstance(documents_q, PackedMetadata) else None
 
 
-def _layout_of(q, k, layout, same_documents: bool) -> str:
+def _layout_of(q: torch.Tensor, k: torch.Tensor, layout: str | None, same_documents: bool) -> str:
     """``layout``, or the one that the shapes allow; a q of a wrong shape is left for the op to refuse."""
     if layout is not None:
         if layout not in LAYOUTS:
@@ -210,7 +223,7 @@ def _layout_of(q, k, layout, same_documents: bool) -> str:
     )
 
 
-def _without_batch(tensor, name):
+def _without_batch(tensor: torch.Tensor, name: str) -> torch.Tensor:
     check_tensor(tensor, name)
     if tensor.dim() != 4 or tensor.shape[0] != 1:
         raise ValueError(f"{name}: expected [1, total, num_heads, head_dim] in layout 'bshd', got {described(tensor)}")
@@ -265,7 +278,7 @@ def attention_plan(
     )
 
 
-def refuse_heads_first(q):
+def refuse_heads_first(q: torch.Tensor) -> None:
     check_tensor(q, "q")
     if q.dim() != 3:
         raise ValueError(f"q: expected [total_q, num_q_heads, head_dim], got {list(q.shape)}")
@@ -274,11 +287,11 @@ def refuse_heads_first(q):
 # --- registration: shapes for torch.compile, gradients ---
 
 
-def _lse_dtype(dtype):
+def _lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _plan_size(total_q, total_k, documents, group, visible_end=False):
+def _plan_size(total_q: int, total_k: int, documents: int, group: int, visible_end: bool = False) -> int:
     """attention_plan_size of csrc/ops/attention/attention.h."""
     cu_seqlens = (2 * (documents + 1) + 7) // 8
     entries = 8 * (cu_seqlens + total_q * group // 32 + total_k // 32 + 6 * documents)
@@ -287,9 +300,18 @@ def _plan_size(total_q, total_k, documents, group, visible_end=False):
 
 @_ops.register_fake("attention_plan")
 def _(
-    cu_seqlens_q, cu_seqlens_k, total_q, total_k, num_heads, num_kv_heads, head_dim, causal, left, right,
-    visible_end=None,
-):  # fmt: skip
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    total_q: int,
+    total_k: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    causal: bool,
+    left: int,
+    right: int,
+    visible_end: torch.Tensor | None = None,
+) -> torch.Tensor:
     size = 0
     if cu_seqlens_q.device.type == "cuda":
         sizes = total_q, total_k, cu_seqlens_q.shape[0] - 1, num_heads // num_kv_heads
@@ -297,29 +319,51 @@ def _(
     return cu_seqlens_q.new_empty(size, dtype=torch.int32)
 
 
-def _tokens_first(rows):
+def _tokens_first(rows: torch.Tensor) -> torch.Tensor:
     """Of q, k or v; and back."""
     return rows if rows.dim() == 3 else rows.transpose(1, 2)
 
 
 @_ops.register_fake("varlen_attention")
-def _(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *options):
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    sinks: torch.Tensor | None,
+    *options: Any,
+) -> tuple[torch.Tensor, ...]:
     out = q.new_empty(_tokens_first(q).shape)
     return out, q.new_empty(out.shape[-3:-1][::-1], dtype=_lse_dtype(q.dtype))
 
 
 @_ops.register_fake("varlen_attention_backward")
-def _(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, sinks, *options):
+def _(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    sinks: torch.Tensor | None,
+    *options: Any,
+) -> tuple[torch.Tensor, ...]:
     dq, dk, dv = (_tokens_first(t.new_empty(_tokens_first(t).shape)) for t in (q, k, v))
     return dq, dk, dv, q.new_empty(0 if sinks is None else lse.shape[0], dtype=_lse_dtype(q.dtype))
 
 
-def _varlen_attention_context(ctx, inputs, output):
+def _varlen_attention_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *ctx.options, plan, visible_end = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k, sinks, plan, visible_end)
 
 
-def _varlen_attention_backward(ctx, dout, dlse):
+def _varlen_attention_backward(
+    ctx: Any, dout: torch.Tensor, dlse: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
     *inputs, sinks, plan, visible_end = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(inputs[3])

@@ -4,6 +4,7 @@ import functools
 import importlib
 import inspect
 import warnings
+from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -72,30 +73,25 @@ def select_attention_backend(
         explain: also return the reasons.
 
     Returns:
-        The name; with ``explain=True`` (name, {backend: why it cannot run, or "" if it can}).
+        The name; with ``explain=True`` (name, {backend: why it cannot run, or "" if it can}). Where packing_ops can run,
+        the dict also has ``"kernels"``: which of its kernels serve the forward and the backward, "cpu", "fp32" (float32
+        on a GPU), "sm80" (half types, mma.sync) or "sm90" (half types on Hopper, wgmma). The library decides it from
+        shape, dtype, softcap, GPU and ``PACKING_OPS_SM90``, by the rule that the call itself follows.
 
     Example:
         >>> select_attention_backend(torch.zeros(8, 2, 64))
         'packing_ops'
-        >>> select_attention_backend(torch.zeros(8, 2, 64), explain=True)[1]["torch_varlen"]
-        'needs a CUDA tensor, got cpu'
+        >>> name, why = select_attention_backend(torch.zeros(8, 2, 64), explain=True)
+        >>> why["torch_varlen"], why["kernels"]
+        ('needs a CUDA tensor, got cpu', 'forward: cpu, backward: cpu')
 
     Raises:
         NotImplementedError: no backend can run the call; gives each one's reason.
     """
-    features = {"softcap": softcap > 0, "sinks": sinks is not None, "lse": return_lse}
-    features["visible_end"] = visible_end is not None
-    extra = " and ".join(name for name, wanted in features.items() if wanted)
-    reasons = {
-        "packing_ops": _why_not_packing_ops(q),
-        "torch_varlen": _why_not_torch_varlen(q, k, extra),
-        "sdpa": f"has no {extra}" if extra else "",
-    }
-    name = next((name for name in BACKENDS if not reasons[name]), None)
-    if name is None:
-        told = "; ".join(f"{backend}: {reason}" for backend, reason in reasons.items())
-        raise NotImplementedError(f"no attention backend for this call on {q.device}: {told}")
-    return (name, reasons) if explain else name
+    name, reasons = _select(q, k, softcap, sinks, return_lse, visible_end)
+    if not explain:
+        return name
+    return name, reasons if reasons["packing_ops"] else {**reasons, "kernels": _kernels_of(q, k, softcap)}
 
 
 @overload
@@ -185,13 +181,13 @@ def attention(
         "softcap": softcap, "sinks": sinks, "return_lse": return_lse, "visible_end": visible_end
     }  # fmt: skip
     if backend is None:
-        backend, reasons = select_attention_backend(q, k, **wanted, explain=True)
+        backend, reasons = _select(q, k, **wanted)
         if backend != "packing_ops":
             _warn_once(f"packing_ops.attention runs by {backend} here: packing_ops {reasons['packing_ops']}")
     elif backend not in BACKENDS:
         raise ValueError(f"backend: expected {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}, got {backend!r}")
     else:
-        reason = select_attention_backend(q, k, **wanted, explain=True)[1][backend]
+        reason = _select(q, k, **wanted)[1][backend]
         if reason:
             raise NotImplementedError(f"backend: {backend} {reason}")
     options: dict[str, Any] = {"causal": causal, "softmax_scale": softmax_scale, "window_size": window_size}
@@ -215,7 +211,31 @@ def attention(
 # --- the other backends ---
 
 
-def _longest(documents, rows) -> int:
+def _select(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    return_lse: bool,
+    visible_end: torch.Tensor | None = None,
+) -> tuple[str, dict[str, str]]:
+    """(name, {backend: why it cannot run})."""
+    features = {"softcap": softcap > 0, "sinks": sinks is not None, "lse": return_lse}
+    features["visible_end"] = visible_end is not None
+    extra = " and ".join(name for name, wanted in features.items() if wanted)
+    reasons = {
+        "packing_ops": _why_not_packing_ops(q),
+        "torch_varlen": _why_not_torch_varlen(q, k, extra),
+        "sdpa": f"has no {extra}" if extra else "",
+    }
+    name = next((name for name in BACKENDS if not reasons[name]), None)
+    if name is None:
+        told = "; ".join(f"{backend}: {reason}" for backend, reason in reasons.items())
+        raise NotImplementedError(f"no attention backend for this call on {q.device}: {told}")
+    return name, reasons
+
+
+def _longest(documents: PackedMetadata | torch.Tensor, rows: torch.Tensor) -> int:
     return documents.max_seqlen if isinstance(documents, PackedMetadata) else rows.shape[0]
 
 
@@ -234,13 +254,28 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def _why_not_this_gpu(q) -> str:
+def _why_not_this_gpu(q: torch.Tensor) -> str:
     if q.is_cuda and (capability := _capability(q.device)) < _SM80:
         return f"needs a GPU of sm_80 or later, got sm_{capability[0]}{capability[1]}"
     return ""
 
 
-def _why_not_packing_ops(q) -> str:
+def _kernels_of(q: torch.Tensor, k: torch.Tensor | None, softcap: float) -> str:
+    heads = q.shape[1] if q.dim() == 3 else 1
+    kv_heads = heads if k is None or k.dim() != 3 else k.shape[1]
+    device = (torch.cuda.current_device() if q.device.index is None else q.device.index) if q.is_cuda else -1
+    return kernels_of(q.dtype != torch.float32, heads, kv_heads, q.shape[-1], softcap, device)
+
+
+@torch.compiler.assume_constant_result
+def kernels_of(half: bool, num_heads: int, num_kv_heads: int, head_dim: int, softcap: float, device: int) -> str:
+    """Which kernels serve a call of varlen_attention; device -1 is the CPU."""
+    given = (half, num_heads, num_kv_heads, head_dim, softcap, device)
+    forward, _, backward = torch.ops.packing_ops.attention_kernels(*given).partition(", ")
+    return f"forward: {forward}, backward: {backward}"
+
+
+def _why_not_packing_ops(q: torch.Tensor) -> str:
     kind = q.device.type
     if _library.MISSING:
         return "has no compiled library here"
@@ -259,7 +294,7 @@ def _why_not_packing_ops(q) -> str:
     return ""
 
 
-def _why_not_torch_varlen(q, k, extra) -> str:
+def _why_not_torch_varlen(q: torch.Tensor, k: torch.Tensor | None, extra: str) -> str:
     if not q.is_cuda:
         return f"needs a CUDA tensor, got {q.device.type}"
     if q.dtype not in (torch.bfloat16, torch.float16):
@@ -285,7 +320,19 @@ def _torch_varlen_parameters() -> frozenset[str]:
     return frozenset(inspect.signature(module.varlen_attn).parameters)
 
 
-def _torch_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, *, causal, softmax_scale, window_size):
+def _torch_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    causal: bool,
+    softmax_scale: float | None,
+    window_size: Sequence[int],
+) -> torch.Tensor:
     varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     # varlen_attn does not write rows past the last document, in out and in the gradients: where() makes both 0.
     in_document_q = _rows_in_documents(q, cu_seqlens_q)
@@ -299,11 +346,21 @@ def _torch_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, *, causal, 
     return out.where(in_document_q, 0)
 
 
-def _rows_in_documents(tensor, cu_seqlens):
+def _rows_in_documents(tensor: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
     return (torch.arange(tensor.shape[0], device=cu_seqlens.device) < cu_seqlens[-1])[:, None, None]
 
 
-def _sdpa(q, k, v, cu_seqlens_q, cu_seqlens_k, *, causal, softmax_scale, window_size):
+def _sdpa(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    causal: bool,
+    softmax_scale: float | None,
+    window_size: tuple[int, int],
+) -> torch.Tensor:
     seen = visible_keys(q.shape[0], k.shape[0], cu_seqlens_q, cu_seqlens_k, causal, window_size)
     # softmax of a fully masked row is NaN: such a row sees all keys instead, and its result is set to 0.
     empty = ~seen.any(1, keepdim=True)

@@ -21,7 +21,18 @@ from packing_ops._arguments import (
     one_row,
 )
 from packing_ops._batch_cache import cu_seqlens_of_rows
+from packing_ops._lazy import moved_names
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
+
+# What was here in 0.1.
+_MOVED = [
+    "block_causal_mask",
+    "compute_prompt_boundaries",
+    "compute_prompt_end_indices",
+    "compute_prompt_mini_batch_boundaries",
+    "xformers_bias",
+]
+__getattr__ = moved_names(__name__, dict.fromkeys(_MOVED, "packing_ops"))
 
 
 def cu_seqlens_from_lengths(lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
@@ -263,15 +274,17 @@ def _total(cu_seqlens: torch.Tensor, total: int | None) -> int:
     return int(cu_seqlens[-1])
 
 
-def _cu_seqlens(labels, cu_seqlens, lengths) -> torch.Tensor:
+def _cu_seqlens(
+    labels: torch.Tensor, cu_seqlens: PackedMetadata | torch.Tensor | None, lengths: torch.Tensor | Sequence[int] | None
+) -> torch.Tensor:
     exactly_one(cu_seqlens=cu_seqlens, lengths=lengths)
     if cu_seqlens is not None:
         return _of_row(labels, cu_seqlens, "labels")
     check_tensor(labels, "labels")
-    return cu_seqlens_from_lengths(index_tensor(lengths, "lengths").to(labels.device, non_blocking=True))
+    return cu_seqlens_from_lengths(index_tensor(lengths, "lengths").to(labels.device, non_blocking=True))  # type: ignore[arg-type]
 
 
-def _of_row(row, cu_seqlens, name) -> torch.Tensor:
+def _of_row(row: torch.Tensor, cu_seqlens: PackedMetadata | torch.Tensor, name: str) -> torch.Tensor:
     check_tensor(row, name)
     return cu_seqlens_of(cu_seqlens, row.numel(), like=name)
 
@@ -280,41 +293,41 @@ def _of_row(row, cu_seqlens, name) -> torch.Tensor:
 
 
 @_ops.register_fake("cu_seqlens_from_lengths")
-def _(lengths):
+def _(lengths: torch.Tensor) -> torch.Tensor:
     return lengths.new_empty(lengths.numel() + 1, dtype=torch.int32)
 
 
 @_ops.register_fake("position_ids_from_cu_seqlens")
-def _(cu_seqlens, total):
+def _(cu_seqlens: torch.Tensor, total: int) -> torch.Tensor:
     return cu_seqlens.new_empty(total, dtype=torch.int64)
 
 
 @_ops.register_fake("seq_idx_from_cu_seqlens")
-def _(cu_seqlens, total):
+def _(cu_seqlens: torch.Tensor, total: int) -> torch.Tensor:
     return cu_seqlens.new_empty(total, dtype=torch.int32)
 
 
 @_ops.register_fake("cu_seqlens_from_position_ids")
-def _(position_ids):
+def _(position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
     cu_seqlens = position_ids.new_empty(position_ids.numel() + 1, dtype=torch.int32)
     return cu_seqlens, position_ids.new_empty(1, dtype=torch.int64)
 
 
 @_ops.register_fake("mask_boundary_labels")
-def _(labels, cu_seqlens, ignore_index):
+def _(labels: torch.Tensor, cu_seqlens: torch.Tensor, ignore_index: int) -> torch.Tensor:
     return labels.new_empty(labels.shape)
 
 
 @_ops.register_fake("mask_boundary_labels_shifted_")
-def _(labels, cu_seqlens, ignore_index):
+def _(labels: torch.Tensor, cu_seqlens: torch.Tensor, ignore_index: int) -> None:
     return None
 
 
 @_ops.register_fake("shift_labels")
-def _(labels, cu_seqlens, ignore_index):
+def _(labels: torch.Tensor, cu_seqlens: torch.Tensor, ignore_index: int) -> torch.Tensor:
     return labels.new_empty(labels.shape)
 
 
 @_ops.register_fake("count_target_tokens")
-def _(labels, cu_seqlens, ignore_index):
+def _(labels: torch.Tensor, cu_seqlens: torch.Tensor, ignore_index: int) -> torch.Tensor:
     return labels.new_empty((), dtype=torch.int64)

@@ -118,5 +118,5 @@ def visible_mask(
 
 
 @_ops.register_fake("block_causal_mask")
-def _(cu_seqlens, total, dtype, window):
+def _(cu_seqlens: torch.Tensor, total: int, dtype: torch.dtype, window: Sequence[int]) -> torch.Tensor:
     return cu_seqlens.new_empty((total, total), dtype=dtype)

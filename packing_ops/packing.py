@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
+from typing import Any
 
 import torch
 
@@ -253,13 +254,13 @@ def pack_ffd(
     return _ops.pack_ffd(lengths, capacity, alignment, ties == "last")
 
 
-def lengths_tensor(lengths) -> torch.Tensor:
+def lengths_tensor(lengths: object) -> torch.Tensor:
     """``[num_sequences]``, or ``[num_sequences, sides]`` of sequences of sequences."""
     if isinstance(lengths, torch.Tensor):
         return lengths
     rows = plain(lengths)
     if not hasattr(rows, "__iter__"):
-        return index_tensor(lengths, "lengths")
+        return index_tensor(lengths, "lengths")  # type: ignore[arg-type]  # which names what it is
     rows = list(rows)  # of an iterator nothing would be left
     if not rows or not _has_sides(rows[0]):
         return index_tensor(rows, "lengths")
@@ -270,11 +271,11 @@ def lengths_tensor(lengths) -> torch.Tensor:
     return torch.stack(sides)
 
 
-def _has_sides(row) -> bool:
+def _has_sides(row: object) -> bool:
     return hasattr(row, "__len__") and not isinstance(row, str | bytes) and getattr(row, "ndim", 1) > 0
 
 
-def _name(value, name: str) -> str:
+def _name(value: object, name: str) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{name}: expected a name, got {value!r} ({type(value).__name__})")
     return value
@@ -299,7 +300,7 @@ def cost_coefficients(cost: str | tuple[str, float, float] | None, name: str) ->
 
 
 @_ops.register_fake("pack_sequences")
-def _(lengths, *options):
+def _(lengths: torch.Tensor, *options: Any) -> tuple[torch.Tensor, ...]:
     new_size = torch.library.get_ctx().new_dynamic_size
     bins_plus_one, pieces, overlong = new_size(min=1), new_size(), new_size()
     sizes = (bins_plus_one, pieces, pieces, (pieces, *lengths.shape[1:]), overlong, 4)
@@ -307,7 +308,7 @@ def _(lengths, *options):
 
 
 @_ops.register_fake("pack_ffd")
-def _(lengths, capacity, alignment, ties_last):
+def _(lengths: torch.Tensor, capacity: int, alignment: int, ties_last: bool) -> tuple[torch.Tensor, ...]:
     num_sequences = lengths.numel()
     sizes = (num_sequences + 1, num_sequences, 1)
     return tuple(lengths.new_empty(size, dtype=torch.int64) for size in sizes)

@@ -1,7 +1,7 @@
 """The rows of each prompt in a batch of samples, and mini-batches of whole prompts: where RL training cuts a batch."""
 
 from collections.abc import Hashable, Sequence
-from typing import overload
+from typing import Any, overload
 
 import torch
 
@@ -14,10 +14,10 @@ def compute_prompt_end_indices(uids: torch.Tensor) -> torch.Tensor: ...
 
 
 @overload
-def compute_prompt_end_indices(uids: Sequence) -> list[int]: ...
+def compute_prompt_end_indices(uids: Sequence[Any]) -> list[int]: ...
 
 
-def compute_prompt_end_indices(uids: torch.Tensor | Sequence) -> torch.Tensor | list[int]:
+def compute_prompt_end_indices(uids: torch.Tensor | Sequence[Any]) -> torch.Tensor | list[int]:
     """Exclusive end of each run of equal uids.
 
     Args:
@@ -57,10 +57,10 @@ def compute_prompt_boundaries(uids: torch.Tensor) -> torch.Tensor: ...
 
 
 @overload
-def compute_prompt_boundaries(uids: Sequence) -> list[tuple[int, int]]: ...
+def compute_prompt_boundaries(uids: Sequence[Any]) -> list[tuple[int, int]]: ...
 
 
-def compute_prompt_boundaries(uids: torch.Tensor | Sequence) -> torch.Tensor | list[tuple[int, int]]:
+def compute_prompt_boundaries(uids: torch.Tensor | Sequence[Any]) -> torch.Tensor | list[tuple[int, int]]:
     """(start, end) of each run of equal uids.
 
     Args:
@@ -84,7 +84,7 @@ def compute_prompt_boundaries(uids: torch.Tensor | Sequence) -> torch.Tensor | l
 
 
 def compute_prompt_mini_batch_boundaries(
-    prompts: torch.Tensor | Sequence,
+    prompts: torch.Tensor | Sequence[Any],
     mini_batch_size: int,
     train_batch_size: int | None = None,
     is_stepwise: bool | None = None,
@@ -141,5 +141,5 @@ def compute_prompt_mini_batch_boundaries(
 
 
 @_ops.register_fake("prompt_end_indices")
-def _(uids):
+def _(uids: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return uids.new_empty(uids.numel(), dtype=torch.int64), uids.new_empty(1, dtype=torch.int64)

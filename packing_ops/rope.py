@@ -6,7 +6,7 @@ A head's first ``rotary_dim`` elements are pairs ``(x1, x2)``, each turned by th
 """
 
 from collections.abc import Sequence
-from typing import overload
+from typing import Any, overload
 
 import torch
 
@@ -111,7 +111,7 @@ def apply_rotary_qk(
         Su et al., RoFormer, arXiv:2104.09864; sections: Wang et al., Qwen2-VL, arXiv:2409.12191.
     """
     if isinstance(position_ids, PackedMetadata):
-        position_ids = position_ids.position_ids
+        position_ids = _positions_of(position_ids, q, unsqueeze_dim, sections)
     if inplace:
         _refuse_derivatives(q=q, k=k, cos=cos, sin=sin)
         _ops.rope_qk_(q, k, cos, sin, position_ids, sections, rotary_dim, interleaved, unsqueeze_dim, False)
@@ -122,7 +122,18 @@ def apply_rotary_qk(
     return q_out, None if k is None else k_out
 
 
-def _refuse_derivatives(**tensors) -> None:
+def _positions_of(metadata: PackedMetadata, q: torch.Tensor, unsqueeze_dim: int, sections: object) -> torch.Tensor:
+    """The position_ids of a packed row that is as long as q; what else is wrong with q, the op says."""
+    if sections is not None:
+        raise ValueError("position_ids: expected 3 or 4 rows of positions with sections, got PackedMetadata")
+    axes = {3: 0, 4: 2 if unsqueeze_dim == 1 else 1}
+    total = q.shape[axes[q.dim()]] if isinstance(q, torch.Tensor) and q.dim() in axes else metadata.total
+    if metadata.total != total:
+        raise ValueError(f"position_ids: expected total={total} like q, got PackedMetadata with total={metadata.total}")
+    return metadata.position_ids
+
+
+def _refuse_derivatives(**tensors: torch.Tensor | None) -> None:
     recorded, forward_mode = torch.is_grad_enabled(), in_forward_mode()
     for name, tensor in tensors.items():
         if tensor is None:
@@ -137,16 +148,38 @@ def _refuse_derivatives(**tensors) -> None:
 
 
 @_ops.register_fake("rope_qk")
-def _(q, k, cos, sin, position_ids, sections, rotary_dim, interleaved, unsqueeze_dim, conjugate):
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    sections: Sequence[int] | None,
+    rotary_dim: int | None,
+    interleaved: bool,
+    unsqueeze_dim: int,
+    conjugate: bool,
+) -> tuple[torch.Tensor, ...]:
     return torch.empty_like(q), q.new_empty(0) if k is None else torch.empty_like(k)
 
 
 @_ops.register_fake("rope_qk_")
-def _(q, k, cos, sin, position_ids, sections, rotary_dim, interleaved, unsqueeze_dim, conjugate):
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    sections: Sequence[int] | None,
+    rotary_dim: int | None,
+    interleaved: bool,
+    unsqueeze_dim: int,
+    conjugate: bool,
+) -> None:
     return None
 
 
-def _rope_qk_context(ctx, inputs, output):
+def _rope_qk_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, _, cos, sin, position_ids, *ctx.options = inputs
     for name, table in (("cos", cos), ("sin", sin)):
         if table.requires_grad:
@@ -154,7 +187,9 @@ def _rope_qk_context(ctx, inputs, output):
     ctx.save_for_backward(cos, sin, position_ids)
 
 
-def _rope_qk_backward(ctx, grad_q, grad_k):
+def _rope_qk_backward(
+    ctx: Any, grad_q: torch.Tensor | None, grad_k: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
     *options, conjugate = ctx.options
     tables = ctx.saved_tensors
     needed = zip((grad_q, grad_k), ctx.needs_input_grad[:2], strict=True)
@@ -167,7 +202,7 @@ def _rope_qk_backward(ctx, grad_q, grad_k):
     return grad_q, grad_k, *[None] * 8
 
 
-def _rotatable(grad):
+def _rotatable(grad: torch.Tensor) -> torch.Tensor:
     """The kernel takes any strides but that of the last dimension."""
     return grad if grad.stride(-1) == 1 or grad.shape[-1] <= 1 else grad.contiguous()
 

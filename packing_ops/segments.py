@@ -272,39 +272,54 @@ def gae(
 
 
 @_ops.register_fake("segment_sum")
-def _(values, cu_seqlens, mask, average):
+def _(values: torch.Tensor, cu_seqlens: torch.Tensor, mask: torch.Tensor | None, average: bool) -> torch.Tensor:
     return values.new_empty((cu_seqlens.numel() - 1, *values.shape[1:]), dtype=sum_dtype(values.dtype))
 
 
 @_ops.register_fake("segment_sum_backward")
-def _(grad, cu_seqlens, mask, average, total, dtype):
+def _(
+    grad: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    mask: torch.Tensor | None,
+    average: bool,
+    total: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
     return grad.new_empty((total, *grad.shape[1:]), dtype=dtype)
 
 
 @_ops.register_fake("gae")
-def _(rewards, values, cu_seqlens, mask, bootstrap, gamma, lam):
+def _(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    mask: torch.Tensor | None,
+    bootstrap: torch.Tensor | None,
+    gamma: float,
+    lam: float,
+) -> tuple[torch.Tensor, ...]:
     return tuple(rewards.new_empty(rewards.shape[0], dtype=sum_dtype(rewards.dtype)) for _ in range(2))
 
 
-def _segment_sum_context(ctx, inputs, output):
+def _segment_sum_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     values, cu_seqlens, mask, ctx.average = inputs
     ctx.save_for_backward(cu_seqlens, mask)
     ctx.total, ctx.dtype = values.shape[0], values.dtype
 
 
-def _segment_sum_backward(ctx, grad):
+def _segment_sum_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     cu_seqlens, mask = ctx.saved_tensors
     if grad is not None:
         grad = past_autograd(_ops.segment_sum_backward, grad, cu_seqlens, mask, ctx.average, ctx.total, ctx.dtype)
     return grad, None, None, None
 
 
-def _segment_sum_backward_context(ctx, inputs, output):
+def _segment_sum_backward_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, cu_seqlens, mask, ctx.average, _, _ = inputs
     ctx.save_for_backward(cu_seqlens, mask)
 
 
-def _segment_sum_backward_backward(ctx, grad):
+def _segment_sum_backward_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     cu_seqlens, mask = ctx.saved_tensors
     return None if grad is None else _ops.segment_sum(grad, cu_seqlens, mask, ctx.average), *[None] * 5
 
@@ -315,11 +330,11 @@ register_autograd(
 )
 
 
-def _gae_context(ctx, inputs, output):
+def _gae_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     pass
 
 
-def _gae_backward(ctx, *grads):
+def _gae_backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     raise NotImplementedError(
         "packing_ops::gae has no gradient: advantages and returns are constants to the loss; detach rewards and values"
     )

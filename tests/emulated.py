@@ -18,6 +18,8 @@ def library(headers: Path) -> ctypes.CDLL:
     loaded.emulated_attention.restype = ctypes.c_char_p
     loaded.emulated_plan_size.argtypes = [ctypes.c_int64] * 5
     loaded.emulated_plan_size.restype = ctypes.c_int64
+    loaded.emulated_kernels.argtypes = [*[ctypes.c_int64] * 4, ctypes.c_double, ctypes.c_int64]
+    loaded.emulated_kernels.restype = loaded.emulated_launched.restype = ctypes.c_char_p
     return loaded
 
 
@@ -65,3 +67,17 @@ def attention(
     if error:
         raise RuntimeError(error.decode())
     return {name: value for name, value in results.items() if value is not None}
+
+
+def kernels(case, headers: Path, gpu: str) -> str:
+    """ "forward, backward": the folders of the kernels that would serve a case."""
+    (_, heads, dim), kv_heads = case.q.shape, case.k.shape[1]
+    code = library(headers)
+    code.emulator_configure(GPUS.index(gpu), False, 0)
+    softcap = case.options.get("softcap", 0.0)
+    return code.emulated_kernels(DTYPES[case.q.dtype], heads, kv_heads, dim, softcap, GPUS.index(gpu)).decode()
+
+
+def launched(headers: Path) -> str:
+    """The symbols of the kernels that the last call ran, a line each."""
+    return library(headers).emulated_launched().decode()

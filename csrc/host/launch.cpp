@@ -1,10 +1,13 @@
 #include "host/launch.h"
 
+#include <torch/csrc/stable/ops.h>
+
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 
 #include "core/error.h"
+#include "host/parallel.h"
 #include "host/stream.h"
 
 namespace packing_ops {
@@ -123,5 +126,14 @@ CudaScope::CudaScope(const Tensor& anchor) : guard_(anchor.get_device_index()) {
 void CudaScope::finish() const {}
 
 #endif
+
+int64_t get_num_threads() {
+  return torch::stable::get_num_threads();
+}
+
+void parallel_for(int64_t begin, int64_t end, int64_t grain_size, void (*call)(const void* f, int64_t, int64_t),
+                  const void* f) {
+  torch::stable::parallel_for(begin, end, grain_size, [=](int64_t from, int64_t to) { call(f, from, to); });
+}
 
 }  // namespace packing_ops

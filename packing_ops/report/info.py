@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from packing_ops import _library
+from packing_ops.attention_backends import kernels_of
 
 LIBRARIES = ("numpy", "triton", "transformers", "trl", "peft", "accelerate", "datasets", "pyarrow", "deepspeed")
 LIBRARIES += ("unsloth", "megatron-core", "transformer-engine", "flash-attn", "xformers", "vllm", "rich", "matplotlib")
@@ -48,6 +49,7 @@ def _facts():
         yield "library", build["library"]
         yield "library from", build["library_from"]
         yield "built with", f"torch {build['built_with_torch']}, compiler {build['compiler']}, {cuda}"
+        yield "attention kernels", build["attention_kernels"]
     yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
     yield "system", platform.platform()
     yield "torch", f"{torch.__version__}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
@@ -57,6 +59,8 @@ def _facts():
         for i in range(torch.cuda.device_count()):
             gpu = torch.cuda.get_device_properties(i)
             yield f"GPU {i}", f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.1f} GiB"
+            if not _library.MISSING and _library.build_info()["cuda"]:
+                yield f"attention on GPU {i}", _attention_of(i)
     else:
         yield "GPU", "none that torch can use"
     for library in LIBRARIES:
@@ -64,6 +68,12 @@ def _facts():
     for variable in VARIABLES:
         if variable in os.environ:
             yield variable, os.environ[variable]
+
+
+def _attention_of(device: int) -> str:
+    """The kernels of calls with as many kv heads as q heads, without softcap."""
+    calls = {"half types, head_dim 128": (True, 128), "head_dim 256": (True, 256), "float32": (False, 128)}
+    return "; ".join(f"{name}: {kernels_of(half, 1, 1, dim, 0.0, device)}" for name, (half, dim) in calls.items())
 
 
 def _version(library: str) -> str:

@@ -211,7 +211,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, "examples")
-from tiny_llama import Config, TinyLlama
+from common.tiny_llama import Config, TinyLlama
 
 import packing_ops as po
 from packing_ops.data import empty_like_batch, masked_loss

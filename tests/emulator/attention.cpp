@@ -1,19 +1,30 @@
 // varlen_attention's CUDA launchers, from the plan to the gradients, for ctypes.
 #include "ops/attention/attention.h"
 
+#include <dlfcn.h>
+
 #include <array>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "ops/attention/attention_kernels.h"
 #include "ops/attention/cuda/args.cuh"
 
 using namespace packing_ops;
+
+namespace {
+
+std::string launched;  // symbols of the kernels of the last call
+
+}  // namespace
 
 extern "C" {
 
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void** arguments) {
   // for_the_emulator makes them references.
+  Dl_info symbol = {};
+  if (dladdr(kernel, &symbol) != 0 && symbol.dli_sname != nullptr) launched += std::string(symbol.dli_sname) + "\n";
   const auto entry = reinterpret_cast<void (*)(const void*)>(kernel);
   emulator::run(config->gridDim, config->blockDim, [&] { entry(arguments[0]); });
   return cudaSuccess;
@@ -30,6 +41,25 @@ int64_t emulated_plan_size(int64_t total_q, int64_t total_k, int64_t documents, 
   return attention_plan_size(p);
 }
 
+const char* emulated_launched() {
+  return launched.c_str();
+}
+
+// "forward, backward": the folders of the kernels that serve a call.
+const char* emulated_kernels(int64_t dtype, int64_t heads, int64_t kv_heads, int64_t head_dim, double softcap,
+                             int64_t device) {
+  static std::string kernels;
+  VarlenAttentionParams p;
+  p.dtype = static_cast<DType>(dtype);
+  p.num_q_heads = heads;
+  p.num_kv_heads = kv_heads;
+  p.head_dim = head_dim;
+  p.softcap = softcap;
+  p.device = static_cast<int32_t>(device);
+  kernels = std::string(attention_forward_kernels_cuda(p)) + ", " + attention_backward_kernels_cuda(p);
+  return kernels.c_str();
+}
+
 // Contiguous tensors; sinks, dlse, dsinks, visible_end and what another plan is made of may be null, and dout: then
 // there is no backward. Returns what went wrong, or an empty string.
 const char* emulated_attention(const int64_t* sizes, const double* options, void* const* tensors) {
@@ -37,6 +67,7 @@ const char* emulated_attention(const int64_t* sizes, const double* options, void
   const auto [total_q, total_k, documents, heads, kv_heads, head_dim, left, right, dtype, device] =
       reinterpret_cast<const std::array<int64_t, 10>&>(*sizes);
   const auto rows = [&](void* data, int64_t heads) { return AttentionTensor{data, heads * head_dim, head_dim}; };
+  launched.clear();
   unsigned long long fault_word = 0;
   CudaLaunch launch;
   launch.fault.word = &fault_word;

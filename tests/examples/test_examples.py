@@ -23,7 +23,6 @@ def train(out, *arguments):
 
 
 def check(result, documents):
-    assert "commit" in result
     losses = result["first_step_loss"]
     assert losses["packed"] == pytest.approx(losses["padded"], abs=1e-5)
     assert losses["unpadded"] == pytest.approx(losses["padded"], abs=1e-5)
@@ -42,6 +41,7 @@ def test_docstrings(tmp_path):
 MODULES = {
     "async_sft": 'matplotlib and numpy and rich: pip install "packing_ops[data]"',
     "ddp_sft": 'transformers: pip install "packing_ops[hf]"',
+    "docstrings": None,
     "hf_sft": 'transformers and matplotlib and rich: pip install "packing_ops[data,hf]"',
     "megatron_sft": 'megatron.core and matplotlib and rich: pip install "packing_ops[data,megatron]"',
     "rl_mini_batches": None,
@@ -53,8 +53,9 @@ BASE_ONLY = """
 import contextlib, io, runpy, sys
 for hidden in "datasets matplotlib megatron numpy pyarrow rich tokenizers transformers trl".split():
     sys.modules[hidden] = None
+complete = "examples/docstrings.py", "examples/rl_mini_batches.py"  # with torch alone
 for path in sys.argv[1:]:
-    for options in (["--help"], []) if "rl_mini_batches" not in path else (["--help"],):
+    for options in (["--help"],) if path in complete else (["--help"], []):
         sys.argv, printed = [path, *options], io.StringIO()
         try:
             with contextlib.redirect_stdout(printed):
@@ -87,7 +88,7 @@ def test_examples_without_the_extras():
 
 @pytest.mark.parametrize(("gpu", "cuda", "device"), [(True, "13.0", "cuda"), (True, "", "cpu"), (False, "13.0", "cpu")])
 def test_device_auto(monkeypatch, gpu, cuda, device):
-    from options import add_device
+    from common.options import add_device
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(po, "build_info", lambda: {"cuda": cuda})
@@ -97,31 +98,20 @@ def test_device_auto(monkeypatch, gpu, cuda, device):
     assert parser.parse_args([]).device == "cpu"
 
 
-@pytest.mark.parametrize("told", ["0123456789ab", ""])
-def test_results_say_where_they_come_from(tmp_path, monkeypatch, told):
-    from save_results import save_results
+def test_results_say_where_they_come_from(tmp_path):
+    from common.results import save_results
 
-    monkeypatch.setenv("PACKING_OPS_COMMIT", told)
     save_results(tmp_path / "new folder" / "a.json", {"loss": 2.5}, "cpu")
     results = json.loads((tmp_path / "new folder" / "a.json").read_text())
-    assert results["loss"] == 2.5
-    assert results["torch"] == torch.__version__
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    if told or not head:
-        assert results["commit"] == (told or None)
-    else:
-        assert head.startswith(results["commit"].removesuffix("-dirty"))
+    assert results == {"device": f"cpu, {torch.get_num_threads()} threads", "torch": torch.__version__, "loss": 2.5}
 
 
-@pytest.mark.parametrize("missing", ["git", "checkout"])
-def test_commit_is_not_known_everywhere(tmp_path, monkeypatch, missing):
-    import save_results
-
-    monkeypatch.delenv("PACKING_OPS_COMMIT", raising=False)
-    monkeypatch.setattr(save_results, "__file__", str(tmp_path / "examples" / "save_results.py"))
-    if missing == "git":
-        monkeypatch.setenv("PATH", str(tmp_path))
-    assert save_results.commit() is None
+def test_docstrings_are_prompts_and_completions(tmp_path):
+    file = tmp_path / "new folder" / "docstrings.jsonl"
+    fresh_process.run("examples/docstrings.py", "--out", file, "--documents", "30", folder=tmp_path)
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(records) == 30
+    assert all([*record] == ["prompt", "completion"] and all(record.values()) for record in records)
 
 
 def test_jsonl_of_both_formats(tmp_path):
@@ -136,7 +126,7 @@ def test_jsonl_of_both_formats(tmp_path):
 
 
 def test_bad_jsonl_line_is_named(tmp_path):
-    from text_data import read_jsonl
+    from common.text_data import read_jsonl
 
     file = tmp_path / "bad.jsonl"
     file.write_text('{"prompt": "a", "completion": "b"}\n{"text": "c"}\n')
@@ -175,7 +165,7 @@ def test_megatron_names_of_the_page_exist():
 
 
 def test_only_targets_are_learnt():
-    from text_data import BOS, EOS, IGNORE, encode
+    from common.text_data import BOS, EOS, IGNORE, encode
 
     document = encode([("ab", False), ("c", True)])
     assert document.input_ids.tolist() == [BOS, 97, 98, 99, EOS]

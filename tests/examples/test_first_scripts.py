@@ -17,7 +17,7 @@ FIRST = ROOT / "examples" / "first"
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
     sys.path.insert(0, str(ROOT / "examples"))
-    from hf_setup import byte_tokenizer, new_model
+    from common.hf_setup import byte_tokenizer, new_model
 
     folder = tmp_path_factory.mktemp("model")
     new_model(None, 2048, seed=0).save_pretrained(folder)

@@ -44,7 +44,7 @@ def test_packed_models_are_swapped_unless_stock(monkeypatch, stock):
     tokens = [torch.randint(0, 256, (length,)) for length in (31, 7, 50, 2)]
     documents = [hf_sft.Document(ids, ids.clone()) for ids in tokens]
     losses = hf_sft.first_step_losses(documents, arguments)
-    collated = zip(models, (hf_sft.padded_batch, hf_sft.packed_batch), strict=True)
+    collated = zip(models, (hf_sft.padded_inputs, hf_sft.packed_inputs), strict=True)
     held_out = [hf_sft.held_out_loss(model, documents, collate, arguments) for model, collate in collated]
     assert held_out == pytest.approx([losses["padded"]] * 2, abs=1e-5)  # it is one model, and one batch
     assert losses == pytest.approx(dict.fromkeys(losses, losses["padded"]), abs=1e-5)
@@ -67,7 +67,7 @@ def test_hf_sft_of_a_saved_model_on_chats(tmp_path, chats, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")
     model = tiny_model("qwen3", vocab_size=258, initializer_range=0.02, max_position_embeddings=512)
     model.save_pretrained(tmp_path / "model")
-    importlib.import_module("hf_setup").byte_tokenizer().save_pretrained(tmp_path / "model")
+    importlib.import_module("common.hf_setup").byte_tokenizer().save_pretrained(tmp_path / "model")
     command = "examples/hf_sft.py", "--model", tmp_path / "model", "--data", chats, "--capacity", 512, "--out", tmp_path
     fresh_process.run(*command, folder=tmp_path)
     result = json.loads((tmp_path / "demo_hf_cpu.json").read_text())
@@ -85,7 +85,7 @@ def test_saved_models_start_with_the_attention_they_have(tmp_path, monkeypatch, 
         pytest.skip("transformers 4.57 starts it with SDPA")
     monkeypatch.syspath_prepend(ROOT / "examples")
     tiny_model(family).save_pretrained(tmp_path)
-    model = importlib.import_module("hf_setup").new_model(tmp_path, 256, 0)
+    model = importlib.import_module("common.hf_setup").new_model(tmp_path, 256, 0)
     assert model.config._attn_implementation == attention
 
 

@@ -65,12 +65,36 @@ def test_backend_selection():
     assert po.select_attention_backend(q) == "packing_ops"
     name, reasons = po.select_attention_backend(q, explain=True)
     assert name == "packing_ops"
-    assert reasons == {"packing_ops": "", "torch_varlen": "needs a CUDA tensor, got cpu", "sdpa": ""}
+    assert reasons == {
+        "packing_ops": "",
+        "torch_varlen": "needs a CUDA tensor, got cpu",
+        "sdpa": "",
+        "kernels": "forward: cpu, backward: cpu",
+    }
     assert po.select_attention_backend(torch.zeros(8, 4, 512)) == "sdpa"
     name, reasons = po.select_attention_backend(q.to("meta"), explain=True)
     assert (name, reasons["packing_ops"]) == ("sdpa", "has no kernel for meta")
+    assert "kernels" not in reasons
     with pytest.raises(NotImplementedError, match=r"no attention backend .*meta.*sdpa: has no softcap and lse"):
         po.select_attention_backend(q.to("meta"), softcap=5.0, return_lse=True)
+
+
+def test_kernels_are_asked_for_by_heads_that_fit():
+    with pytest.raises(ValueError, match=r"num_kv_heads: expected a number that divides num_heads \(4\), got 3"):
+        po.select_attention_backend(torch.zeros(8, 4, 64), torch.zeros(8, 3, 64), explain=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.bfloat16, 128), (torch.bfloat16, 256), (torch.float32, 64)])
+def test_kernels_of_this_gpu_are_those_that_run(dtype, head_dim):
+    q = torch.randn(129, 2, head_dim, dtype=dtype, device="cuda")
+    kernels = po.select_attention_backend(q, explain=True)[1]["kernels"]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        po.varlen_attention(q, q, q, torch.tensor([0, 129], dtype=torch.int32, device="cuda"))
+        torch.cuda.synchronize()
+    names = " ".join(event.key for event in trace.key_averages())
+    assert ("sm90" in names, "fp32" in names) == ("forward: sm90" in kernels, "forward: fp32" in kernels)
 
 
 class OnCuda(torch.Tensor):
@@ -104,11 +128,16 @@ def gpu_of(monkeypatch):
         (torch.float32, (9, 0), 60, "packing_ops", ""),
     ],
 )
-def test_backend_of_dtype_and_gpu(gpu_of, dtype, capability, head_dim, expected, why):
+def test_backend_of_dtype_and_gpu(gpu_of, monkeypatch, dtype, capability, head_dim, expected, why):
     gpu_of(*capability)
     q = torch.zeros(8, 4, head_dim, dtype=dtype).as_subclass(OnCuda)
-    name, reasons = po.select_attention_backend(q, explain=True)
+    asked = []
+    monkeypatch.setattr(attention_backends, "kernels_of", lambda *call: asked.append(call) or "these")
+    name, reasons = po.select_attention_backend(q, torch.zeros(8, 2, head_dim), explain=True)
     assert (name, reasons["packing_ops"]) == (expected, why)
+    half = dtype != torch.float32
+    assert asked == ([] if why else [(half, 4, 2, head_dim, 0.0, 0)])
+    assert reasons.get("kernels") == (None if why else "these")
 
 
 @pytest.mark.parametrize(

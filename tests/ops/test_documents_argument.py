@@ -76,6 +76,25 @@ def test_rotary_positions(device):
         assert_same(rotated, expected)
 
 
+@pytest.mark.parametrize(
+    ("shape", "unsqueeze_dim"), [((9, 2, 16), 1), ((1, 2, 9, 16), 1), ((1, 9, 2, 16), 2), ((1, 9, 7, 16), 2)]
+)
+def test_rotary_positions_of_another_total_are_named(shape, unsqueeze_dim, device):
+    metadata = po.PackedMetadata.from_lengths([3, 4], device=device)
+    (q,), (table,) = (torch.zeros(1, *size, device=device) for size in (shape, (16, 8)))
+    with pytest.raises(ValueError, match="position_ids: expected total=9 like q, got PackedMetadata with total=7"):
+        po.apply_rotary_qk(q, None, table, table, metadata, unsqueeze_dim=unsqueeze_dim)
+    with pytest.raises(ValueError, match="position_ids: expected 3 or 4 rows of positions with sections, got Packed"):
+        po.apply_rotary_qk(q, None, table, table, metadata, unsqueeze_dim=unsqueeze_dim, sections=[2, 3, 3])
+
+
+@pytest.mark.parametrize("q", [None, torch.zeros(7), torch.zeros(1, 1, 7, 2, 16)])
+def test_what_is_no_q_is_named_before_its_positions(q):
+    table = torch.zeros(16, 8)
+    with pytest.raises((TypeError, ValueError), match=r"^q: expected"):
+        po.apply_rotary_qk(q, None, table, table, po.PackedMetadata.from_lengths([3, 4]))
+
+
 def test_what_is_neither_is_named():
     labels = torch.arange(3)
     for documents in ([0, 3], None, "0 3"):

@@ -86,3 +86,24 @@ def test_a_poisoned_key_reaches_only_rows_near_those_that_see_it(heads, length):
     assert far.any()
     assert_same(found["out"][far], clean["out"][far])
     assert_same(found["lse"][:, ~sees], clean["lse"][:, ~sees])
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "heads", "dim", "softcap", "kernels"),
+    [
+        ("sm_90", BF16, (4, 1), 128, 0.0, "sm90, sm80"),
+        ("sm_90", FP16, (4, 1), 72, 0.0, "sm90, sm80"),
+        ("sm_90", BF16, (4, 1), 136, 0.0, "sm80, sm80"),
+        ("sm_90", BF16, (4, 1), 64, 20.0, "sm80, sm80"),
+        ("sm_90", BF16, (65, 1), 64, 0.0, "sm80, sm80"),
+        ("sm_90", torch.float32, (4, 1), 64, 0.0, "fp32, fp32"),
+        ("sm_80", BF16, (4, 1), 128, 0.0, "sm80, sm80"),
+        ("sm_100", BF16, (4, 1), 128, 0.0, "sm80, sm80"),
+    ],
+)
+def test_the_kernels_that_are_told_are_those_that_run(gpu, dtype, heads, dim, softcap, kernels):
+    case = Case([33], heads=heads, dim=dim, dtype=dtype, softcap=softcap)
+    assert emulated.kernels(case, HEADERS, gpu) == kernels
+    emulated.attention(case, HEADERS, gpu, late_copies=False, seed=0, backward=False)
+    ran = emulated.launched(HEADERS)
+    assert ("sm90" in ran, "attention_forward" in ran) == ("sm90" in kernels, "fp32" not in kernels), ran

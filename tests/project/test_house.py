@@ -4,7 +4,7 @@ import ast
 import re
 
 import pytest
-import readme
+import render_pages
 from helpers import ROOT
 from public_names import NEEDS, PUBLIC, public_names
 
@@ -97,7 +97,11 @@ for other in ("G", "H"):
 
 
 def test_figures_are_those_of_the_result_files():
-    stale = {page.name: changed for page in readme.PAGES for _, changed in [readme.rewritten(page.read_text(), page)]}
+    stale = {
+        page.name: changed
+        for page in render_pages.PAGES
+        for _, changed in [render_pages.rewritten(page.read_text(), page)]
+    }
     assert {page: changed for page, changed in stale.items() if changed} == {}, "make readme"
     assert {"README.md", "performance.md", "report.md"} <= {*stale}
 

@@ -1,5 +1,6 @@
 """The rules of the house, held by a test: what may include what, how long a file may be, what an op must have."""
 
+import ast
 import re
 
 import pytest
@@ -42,7 +43,7 @@ OPS = families_of_ops()
 
 
 def test_schema_lists_every_op():
-    assert {*OPS, "build_info"} == set(_library.op_names())
+    assert {*OPS} | _library.WITHOUT_TENSORS == set(_library.op_names())
 
 
 def is_torch_free(path):
@@ -78,6 +79,32 @@ def test_nothing_imports_integrations(path):
         return
     if path.is_relative_to(ROOT / "packing_ops"):
         assert "packing_ops.integrations" not in path.read_text()
+
+
+def imported(path):
+    """The top-level names of what a Python file imports, at any depth of it."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    return {name.partition(".")[0] for name in names}
+
+
+def test_benchmarks_and_examples_do_not_import_each_other():
+    """A benchmark runs an example as a program; what examples share is in a folder of theirs, which can be copied."""
+    files = {folder: sorted((ROOT / folder).rglob("*.py")) for folder in ("benchmarks", "examples")}
+    modules = {
+        folder: {path.relative_to(ROOT / folder).parts[0].removesuffix(".py") for path in paths}
+        for folder, paths in files.items()
+    }
+    assert {"common", "train_packed"} <= modules["examples"]
+    assert not modules["benchmarks"] & modules["examples"]
+    found = [
+        (name_of(path), name)
+        for folder, other in (("benchmarks", "examples"), ("examples", "benchmarks"))
+        for path in files[folder]
+        for name in imported(path) & {*modules[other], other, "tests", "tools"}
+    ]
+    assert found == []
 
 
 @pytest.mark.parametrize("path", [*NATIVE, *PYTHON, ROOT / "setup.py"], ids=name_of)

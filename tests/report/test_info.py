@@ -22,6 +22,7 @@ def test_build_and_torch_are_told():
     assert told["library from"] == build["library_from"]
     assert f"torch {build['built_with_torch']}, compiler {build['compiler']}" in told["built with"]
     assert (build["cuda"] or "no CUDA") in told["built with"]
+    assert told["attention kernels"] == build["attention_kernels"]
     assert told["torch"].startswith(torch.__version__)
     assert told["torch's CUDA"] == (torch.version.cuda or torch.version.hip or "none")
     assert told["python"].startswith(".".join(map(str, sys.version_info[:3])))
@@ -36,13 +37,23 @@ def test_every_gpu_is_told(device):
 
 
 def test_gpus_by_name_capability_and_memory(monkeypatch):
+    po_build = po.build_info()
+
     class Gpu:
         name, major, minor, total_memory = "H200", 9, 0, 141 * 2**30
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: Gpu)
-    assert facts()["GPU 0"] == "H200, sm_90, 141.0 GiB"
+    monkeypatch.setattr(info._library, "build_info", lambda: {**po_build, "cuda": "13.0"})
+    monkeypatch.setattr(info, "kernels_of", lambda half, q, kv, dim, softcap, device: f"{half} {dim} {device}")
+    told = facts()
+    assert told["GPU 0"] == "H200, sm_90, 141.0 GiB"
+    assert told["attention on GPU 0"].split("; ") == [
+        "half types, head_dim 128: True 128 0",
+        "head_dim 256: True 256 0",
+        "float32: False 128 0",
+    ]
 
 
 def test_driver(monkeypatch, tmp_path):

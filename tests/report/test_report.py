@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -256,7 +257,7 @@ def test_bytes_are_told_loudly(tmp_path, capsys):
 @pytest.fixture(scope="module")
 def docstrings(tmp_path_factory):
     """Every docstring of the standard library as prompt and completion; also their bytes."""
-    from text_data import docstring_pairs
+    from common.text_data import docstring_pairs
 
     pairs = docstring_pairs(10**9)
     records = [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
@@ -291,8 +292,12 @@ def test_the_report_among_the_results_says_its_commit(tmp_path, monkeypatch):
     def report(file, *options):
         assert main(["report", str(file), *map(str, options[:6])]) == 0  # all but the picture
 
+    def run(command, check):
+        """examples/docstrings.py, with fewer of them."""
+        write_lines(Path(command[-1]), *({"prompt": f"{name}()", "completion": "does"} for name in "fg"))
+
     monkeypatch.setattr(bench_report, "report", report)
-    monkeypatch.setattr(bench_report, "docstring_pairs", lambda limit: [("f()", "does"), ("g()", "does not")])
+    monkeypatch.setattr(bench_report.subprocess, "run", run)
     bench_report.docstrings(tmp_path, tmp_path)
     written = json.loads((tmp_path / "report_docstrings.json").read_text())
     assert (written["commit"], written["examples"]["documents"]) == ("0123456789ab", 2)

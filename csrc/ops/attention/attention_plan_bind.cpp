@@ -1,7 +1,10 @@
-// The plan: check -> allocate -> fill the params -> launch.
+// The plan: check -> allocate -> fill the params -> launch. And which kernels serve a call.
+#include <string>
+
 #include "host/launch.h"
 #include "host/tensor_check.h"
 #include "ops/attention/attention_bind.h"
+#include "ops/attention/attention_kernels.h"
 
 namespace packing_ops {
 
@@ -44,6 +47,30 @@ Tensor attention_plan(Tensor cu_seqlens_q, Tensor cu_seqlens_k, int64_t total_q,
                                                        window_right, cu_seqlens_q, "cu_seqlens_q");
   p.visible_end = static_cast<const int32_t*>(data_or_null(ends));
   return made_plan(p, cu_seqlens_q);
+}
+
+// "forward kernels, backward kernels" of a call with scores as they are or softcap; device -1 is the CPU.
+std::string attention_kernels(bool half, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, double softcap,
+                              int64_t device) {
+  check(num_kv_heads >= 1 && num_heads >= 1 && num_heads % num_kv_heads == 0,
+        "num_kv_heads: expected a number that divides num_heads (", num_heads, "), got ", num_kv_heads);
+  if (device < 0) return "cpu, cpu";
+#ifdef PACKING_OPS_WITH_CUDA
+  VarlenAttentionParams p;
+  p.dtype = half ? DType::kBFloat16 : DType::kFloat32;
+  p.num_q_heads = num_heads;
+  p.num_kv_heads = num_kv_heads;
+  p.head_dim = head_dim;
+  p.softcap = softcap;
+  p.device = static_cast<int32_t>(device);
+  return std::string(attention_forward_kernels_cuda(p)) + ", " + attention_backward_kernels_cuda(p);
+#else
+  fail("device: expected -1 (the CPU) without CUDA kernels, got ", device);
+#endif
+}
+
+STABLE_TORCH_LIBRARY_IMPL(packing_ops, CompositeExplicitAutograd, m) {
+  m.impl("attention_kernels", TORCH_BOX(&attention_kernels));
 }
 
 }  // namespace packing_ops

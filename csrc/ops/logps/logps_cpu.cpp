@@ -41,9 +41,34 @@ struct Sums {
   }
 };
 
-template <class T, class Real>
-PACKING_OPS_INLINE void scale_logits(const T* logits, const Real* bias, Real inv_temperature, int64_t count, Real* z) {
-  for (int64_t j = 0; j < count; ++j) z[j] = static_cast<Real>(logits[j]);
+// A piece of a row and the accumulation type: all that knows the dtype of the logits, so that there is one copy of the
+// arithmetic for all of them.
+template <class T>
+PACKING_OPS_MULTIVERSION void load_piece(const void* logits, int64_t first, int64_t count, accumulate_t<T>* z) {
+  const T* from = static_cast<const T*>(logits) + first;
+  for (int64_t j = 0; j < count; ++j) z[j] = static_cast<accumulate_t<T>>(from[j]);
+}
+
+template <class T>
+PACKING_OPS_MULTIVERSION void store_piece(const accumulate_t<T>* z, accumulate_t<T> factor, int64_t first,
+                                          int64_t count, void* logits) {
+  T* to = static_cast<T*>(logits) + first;
+  for (int64_t j = 0; j < count; ++j) to[j] = static_cast<T>(z[j] * factor);
+}
+
+template <class Real>
+struct Logits {
+  void (*load)(const void*, int64_t, int64_t, Real*);
+  void (*store)(const Real*, Real, int64_t, int64_t, void*);
+};
+
+template <class T>
+Logits<accumulate_t<T>> logits_of() {
+  return {load_piece<T>, store_piece<T>};
+}
+
+template <class Real>
+PACKING_OPS_INLINE void scale_logits(const Real* bias, Real inv_temperature, int64_t count, Real* z) {
   if (bias) {
     for (int64_t j = 0; j < count; ++j) z[j] += bias[j];
   }
@@ -80,22 +105,21 @@ PACKING_OPS_INLINE Sums<Real> sums_of(Real* __restrict z, int64_t count, Real* _
   return sums;
 }
 
-template <class T, bool kEntropy>
-PACKING_OPS_MULTIVERSION void sum_rows(const LogpsChunkParams& p, int64_t begin, int64_t end) {
-  using Real = accumulate_t<T>;
+template <bool kEntropy, class Real>
+PACKING_OPS_MULTIVERSION void sum_rows(const LogpsChunkParams& p, const Logits<Real>& piece, int64_t begin,
+                                       int64_t end) {
   alignas(64) Real z[kPiece];
   alignas(64) Real scratch[kPiece];
   const Real inv_temperature = static_cast<Real>(p.inv_temperature);
   for (int64_t row = begin; row < end; ++row) {
     if (p.targets[row] < 0) continue;
-    const T* logits = static_cast<const T*>(p.logits) + row * p.row_stride;
     Sums<Real> sums{static_cast<Real*>(p.max)[row], static_cast<Real*>(p.sum)[row],
                     kEntropy ? static_cast<Real*>(p.weighted)[row] : Real(0)};
     const int64_t target = p.targets[row] - p.first;
     for (int64_t from = 0; from < p.columns; from += kPiece) {
       const int64_t count = std::min(kPiece, p.columns - from);
-      const Real* bias = p.bias ? static_cast<const Real*>(p.bias) + from : nullptr;
-      scale_logits(logits + from, bias, inv_temperature, count, z);
+      piece.load(p.logits, row * p.row_stride + from, count, z);
+      scale_logits(p.bias ? static_cast<const Real*>(p.bias) + from : nullptr, inv_temperature, count, z);
       if (target >= from && target < from + count) static_cast<Real*>(p.chosen)[row] = z[target - from];
       sums = sums + sums_of<kEntropy>(z, count, scratch);
     }
@@ -107,39 +131,42 @@ PACKING_OPS_MULTIVERSION void sum_rows(const LogpsChunkParams& p, int64_t begin,
 
 // With P = exp(z - lse), the entropy H, and chosen 1 at the target, else 0:
 // d(z) = grad_logps * (chosen - P) - grad_entropy * P * (log P + H).
-template <class T, bool kEntropy>
-PACKING_OPS_MULTIVERSION void grad_rows(const LogpsChunkParams& p, int64_t begin, int64_t end) {
-  using Real = accumulate_t<T>;
+template <class Real>
+PACKING_OPS_MULTIVERSION void grad_rows(const LogpsChunkParams& p, const Logits<Real>& piece, int64_t begin,
+                                        int64_t end) {
   alignas(64) Real z[kPiece];
   alignas(64) Real weights[kPiece];
+  const bool entropy = p.grad_entropy;
   const Real inv_temperature = static_cast<Real>(p.inv_temperature);
   for (int64_t row = begin; row < end; ++row) {
-    T* logits = static_cast<T*>(p.logits) + row * p.row_stride;
     const Real grad = static_cast<const Real*>(p.grad_logps)[row];
-    const Real grad_entropy = kEntropy ? static_cast<const Real*>(p.grad_entropy)[row] : Real(0);
-    if (p.targets[row] < 0 || (grad == Real(0) && grad_entropy == Real(0))) {
-      std::fill(logits, logits + p.columns, T(0));
-      continue;
-    }
+    const Real grad_entropy = entropy ? static_cast<const Real*>(p.grad_entropy)[row] : Real(0);
+    const bool zero = p.targets[row] < 0 || (grad == Real(0) && grad_entropy == Real(0));
     const Real lse = static_cast<const Real*>(p.lse)[row];
-    const Real plain = kEntropy ? grad + grad_entropy * static_cast<const Real*>(p.entropy)[row] : grad;
+    const Real plain = entropy ? grad + grad_entropy * static_cast<const Real*>(p.entropy)[row] : grad;
     const int64_t target = p.targets[row] - p.first;
     for (int64_t from = 0; from < p.columns; from += kPiece) {
       const int64_t count = std::min(kPiece, p.columns - from);
-      const Real* bias = p.bias ? static_cast<const Real*>(p.bias) + from : nullptr;
-      scale_logits(logits + from, bias, inv_temperature, count, z);
+      const int64_t first = row * p.row_stride + from;
+      if (zero) {
+        std::fill(z, z + count, Real(0));
+        piece.store(z, Real(1), first, count, p.logits);
+        continue;
+      }
+      piece.load(p.logits, first, count, z);
+      scale_logits(p.bias ? static_cast<const Real*>(p.bias) + from : nullptr, inv_temperature, count, z);
       for (int64_t j = 0; j < count; ++j) z[j] -= lse;
       fast_exp(z, count, weights);
-      for (int64_t j = 0; j < count; ++j) {
-        if constexpr (kEntropy) {
+      if (entropy) {
+        for (int64_t j = 0; j < count; ++j) {
           const Real slope = plain + grad_entropy * z[j];
           z[j] = weights[j] == Real(0) ? Real(0) : -weights[j] * slope;
-        } else {
-          z[j] = -weights[j] * plain;
         }
+      } else {
+        for (int64_t j = 0; j < count; ++j) z[j] = -weights[j] * plain;
       }
       if (target >= from && target < from + count) z[target - from] += grad;
-      for (int64_t j = 0; j < count; ++j) logits[from + j] = static_cast<T>(z[j] * inv_temperature);
+      piece.store(z, inv_temperature, first, count, p.logits);
     }
   }
 }
@@ -167,19 +194,17 @@ void launch_logps_targets_cpu(const LogpsTargetsParams& p) {
 
 void launch_logps_chunk_cpu(const LogpsChunkParams& p) {
   dispatch_float(p.dtype, [&](auto element) {
-    using T = decltype(element);
+    const auto piece = logits_of<decltype(element)>();
     for_rows(p, [&](int64_t begin, int64_t end) {
-      p.weighted ? sum_rows<T, true>(p, begin, end) : sum_rows<T, false>(p, begin, end);
+      p.weighted ? sum_rows<true>(p, piece, begin, end) : sum_rows<false>(p, piece, begin, end);
     });
   });
 }
 
 void launch_logps_chunk_backward_cpu(const LogpsChunkParams& p) {
   dispatch_float(p.dtype, [&](auto element) {
-    using T = decltype(element);
-    for_rows(p, [&](int64_t begin, int64_t end) {
-      p.grad_entropy ? grad_rows<T, true>(p, begin, end) : grad_rows<T, false>(p, begin, end);
-    });
+    const auto piece = logits_of<decltype(element)>();
+    for_rows(p, [&](int64_t begin, int64_t end) { grad_rows(p, piece, begin, end); });
   });
 }
 

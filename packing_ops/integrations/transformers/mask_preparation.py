@@ -10,7 +10,7 @@ import inspect
 import torch
 
 from packing_ops.integrations._patching import Patch
-from packing_ops.integrations.transformers import fallback, model_call
+from packing_ops.integrations.transformers import fallback, model_call, running
 from packing_ops.integrations.transformers.document_checks import can_read, numbers_of
 from packing_ops.integrations.transformers.documents import as_bool, on_device
 from packing_ops.integrations.transformers.imports import masking_utils, refusal, version
@@ -53,7 +53,7 @@ PATCH = patch_of(masking_utils)
 
 
 def carry() -> None:
-    """Once: wrapped twice, the outer one would be handed a Carrier, even where somebody put another wrapper between."""
+    """Once. Another library's wrapper may stand over an earlier one of ours: then the outer one alone acts."""
     if not PATCH.pinned:
         PATCH.apply()
 
@@ -78,10 +78,17 @@ def packing_ops_mask_4(batch_size, cache_position, kv_length, kv_offset=0, **kwa
 
 def _wrapped(original):
     def prepare(config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx, *rest, **named):
-        def transformers_own(mask, positions):
-            return original(config, inputs_embeds, mask, past_key_values, positions, layer_idx, *rest, **named)
+        now = running.here()
+        nested = now.preparing
 
-        if config._attn_implementation not in model_call.NAMES:
+        def transformers_own(mask, positions):
+            now.preparing = True
+            try:
+                return original(config, inputs_embeds, mask, past_key_values, positions, layer_idx, *rest, **named)
+            finally:
+                now.preparing = nested
+
+        if nested or config._attn_implementation not in model_call.NAMES:
             return transformers_own(attention_mask, position_ids)
         if isinstance(attention_mask, MaskPattern):  # made by an outer model: passed on, as a 4-D mask would be
             early, _, *prepared = transformers_own(inputs_embeds.new_empty(1, 1, 1, 1), None)

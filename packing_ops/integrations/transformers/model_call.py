@@ -148,8 +148,12 @@ def collect(padding):
 
 
 def watch_calls() -> bool:
-    """Wraps PreTrainedModel.__call__, once. False where transformers defines a __call__ itself: it is left alone."""
-    if not _PATCH.pinned and PreTrainedModel.__call__ is not torch.nn.Module.__call__:
+    """Wraps PreTrainedModel.__call__, once. False where transformers defines a __call__ itself: it is left alone.
+
+    What another library put over an earlier wrapper of ours is wrapped again.
+    """
+    inherited = PreTrainedModel.__call__ is torch.nn.Module.__call__
+    if not (_PATCH.pinned or _PATCH.covered or inherited):
         return False
     if not _PATCH.pinned:
         _PATCH.apply()

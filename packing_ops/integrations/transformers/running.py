@@ -8,6 +8,7 @@ import torch
 class _Now(threading.local):
     call = None
     chunked = None
+    preparing = False  # masks, see mask_preparation
     fused = None  # see fused_loss
 
 
@@ -20,6 +21,7 @@ class _Traced:
 
     call = None
     chunked = None
+    preparing = False
     fused = None
 
 

@@ -6,8 +6,8 @@ import torch
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from common.hf_setup import byte_tokenizer  # noqa: E402
 from hf_models import OLD, tiny_model  # noqa: E402
-from hf_setup import byte_tokenizer  # noqa: E402
 
 from packing_ops.data import PaddingFreeCollator  # noqa: E402
 from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops  # noqa: E402

@@ -7,6 +7,7 @@
 
 #include "core/error.h"
 #include "core/launch.cuh"
+#include "ops/attention/attention_kernels.h"
 #include "ops/attention/cuda/fp32/attention_fp32.h"
 #include "ops/attention/cuda/plan.h"
 #include "ops/attention/cuda/row_stats.h"
@@ -96,6 +97,11 @@ bool transforms(const VarlenAttentionParams& p) {
   return p.softcap > 0 || !(p.softmax_scale > 0);
 }
 
+bool forward_runs_on_wgmma(const VarlenAttentionParams& p) {
+  if (p.visible_end != nullptr) return false;  // sm90/ has none
+  return !transforms(p) && has_wgmma_forward(p.num_q_heads / p.num_kv_heads, p.head_dim, p.device);
+}
+
 // f(tier), as a constant.
 template <int kDim, class F>
 void with_tier(SmemTier tier, F&& f) {
@@ -133,6 +139,14 @@ void dispatch(const VarlenAttentionParams& p, F&& f) {
 
 }  // namespace
 
+const char* attention_forward_kernels_cuda(const VarlenAttentionParams& p) {
+  return p.dtype == DType::kFloat32 ? "fp32" : forward_runs_on_wgmma(p) ? "sm90" : "sm80";
+}
+
+const char* attention_backward_kernels_cuda(const VarlenAttentionParams& p) {
+  return p.dtype == DType::kFloat32 ? "fp32" : "sm80";
+}
+
 int64_t attention_backward_scratch_cuda(const VarlenAttentionBackwardParams& p) {
   const BackwardScratch scratch(forward_args(p), p.dtype == DType::kFloat32);
   return scratch.row_stats + scratch.counters + scratch.partial_dq;
@@ -146,9 +160,7 @@ void launch_varlen_attention_cuda(const VarlenAttentionParams& p, const CudaLaun
     using T = decltype(element);
     constexpr int kDim = decltype(dim)::value;
     constexpr bool kTransform = decltype(transform)::value;
-    // sm90/ has no visible_end.
-    const bool wgmma =
-        !kTransform && p.visible_end == nullptr && has_wgmma_forward(args.group, args.head_dim, p.device);
+    const bool wgmma = forward_runs_on_wgmma(p);
     if constexpr (kDim <= 128 && !kTransform) {
       if (wgmma) sm90::run_forward<T, kDim == 64 ? 64 : 128>(args, p.dtype, stream);
     }

@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import torch
-from text_data import BOS, EOS, IGNORE, VOCAB_SIZE, Document, load_documents
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, TrainingArguments
 
 import packing_ops as po
 from packing_ops.integrations.transformers import apply_packing_ops
+
+from .text_data import BOS, EOS, IGNORE, VOCAB_SIZE, Document, load_documents
 
 CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}\n{% endfor %}"
 
@@ -88,7 +89,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHAT_TEMPLATE, **special)
 
 
-def padded_batch(documents: list[Document]) -> dict:
+def padded_inputs(documents: list[Document]) -> dict:
     """``[batch, seqlen]``, padded on the right to the longest document."""
     pad = torch.nn.utils.rnn.pad_sequence
     return {
@@ -98,7 +99,7 @@ def padded_batch(documents: list[Document]) -> dict:
     }
 
 
-def packed_batch(documents: list[Document]) -> dict:
+def packed_inputs(documents: list[Document]) -> dict:
     """``[1, total]``: the documents one after another; the model is told where they end."""
     metadata = po.PackedMetadata.from_lengths([len(d) for d in documents])
     labels = po.mask_boundary_labels(torch.cat([d.labels for d in documents]), metadata.cu_seqlens)

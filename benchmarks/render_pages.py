@@ -1,7 +1,7 @@
-"""The figures of README.md and docs/, from benchmarks/results: python benchmarks/readme.py [--check]
+"""The figures of README.md and docs/, from benchmarks/results: python benchmarks/render_pages.py [--check]
 
-Whatever stands between ``<!-- results: NAME -->`` and ``<!-- end -->`` is what a function of readme_ops.py or
-readme_training.py makes of the result files; --check changes nothing and fails where it is something else.
+Whatever stands between ``<!-- results: NAME -->`` and ``<!-- end -->`` is what a function of render_pages_ops.py or
+render_pages_training.py makes of the result files; --check changes nothing and fails where it is something else.
 """
 
 import argparse
@@ -10,8 +10,8 @@ import re
 import sys
 from pathlib import Path
 
-import readme_ops
-import readme_training
+import render_pages_ops
+import render_pages_training
 from result_rows import RESULTS, markdown
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,11 +32,11 @@ def files() -> str:
             ", ".join(f"[{path.suffix[1:]}](benchmarks/results/{path.name})" for path in found.get(device, ()))
             for device in ("cuda", "cpu")
         ]
-        rows.append([family, *(link or readme_ops.NOT_MEASURED for link in links)])
+        rows.append([family, *(link or render_pages_ops.NOT_MEASURED for link in links)])
     return markdown(["family", "GPU", "CPU"], rows)
 
 
-TABLES = readme_ops.TABLES | readme_training.TABLES | {"files": files}
+TABLES = render_pages_ops.TABLES | render_pages_training.TABLES | {"files": files}
 
 
 def rewritten(text: str, page: Path) -> tuple[str, list[str]]:

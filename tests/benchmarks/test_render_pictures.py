@@ -11,9 +11,9 @@ import torch
 pytest.importorskip("matplotlib")
 
 import harness
-import pictures
+import render_pictures
 import result_rows
-from report_packed import save_picture, shown_documents
+from common.report_packed import save_picture, shown_documents
 
 
 def size_of(path):
@@ -21,7 +21,7 @@ def size_of(path):
 
 
 def rows_of(op, **ratios):
-    names = {"copy": result_rows.COPY, "in_place": "packing_ops in place", "part": next(iter(pictures.PARTS))}
+    names = {"copy": result_rows.COPY, "in_place": "packing_ops in place", "part": next(iter(render_pictures.PARTS))}
     case = {"op": op, "shape": "T=8", "dtype": "float32", "device": "GPU"}
     return [
         {**case, "provider": names.get(name, name), "ratio_to_ours": ratio}
@@ -36,20 +36,20 @@ def test_the_fastest_other_is_the_one_compared_with_also_where_it_wins():
         *rows_of("alone", in_place=0.5, copy=0.9),
         *rows_of("a part only", part=0.1),
     ]
-    wins, loses = pictures.comparisons(rows)
+    wins, loses = render_pictures.comparisons(rows)
     assert (wins.op, wins.fastest, wins.speeds) == ("wins", "compiled", {"eager": 3, "compiled": 1.5})
     assert (loses.op, loses.fastest) == ("loses", "compiled")
-    assert pictures._counts([wins, loses]) == "2 cases: ahead in 1, behind in 1"
+    assert render_pictures._counts([wins, loses]) == "2 cases: ahead in 1, behind in 1"
 
 
 def test_nobody_else_no_picture(tmp_path):
-    assert not pictures.picture(rows_of("alone", copy=0.9), tmp_path / "a_cpu.png")
+    assert not render_pictures.picture(rows_of("alone", copy=0.9), tmp_path / "a_cpu.png")
     assert not (tmp_path / "a_cpu.png").exists()
 
 
 @pytest.mark.parametrize("name", ["attention_cuda", "padding_cuda"])  # the ones with most cases
 def test_a_page_has_room_for_a_picture(tmp_path, name):
-    assert pictures.picture(result_rows.rows_of(name), tmp_path / f"{name}.png")
+    assert render_pictures.picture(result_rows.rows_of(name), tmp_path / f"{name}.png")
     width, height = size_of(tmp_path / f"{name}.png")
     assert width <= 1600
     assert height <= 1600
@@ -59,7 +59,7 @@ def test_a_page_has_room_for_a_picture(tmp_path, name):
 def test_a_colour_is_one_provider(path):
     rows = result_rows.rows_of(path.stem)
     if "ratio_to_ours" in rows[0]:
-        colors = pictures.colors_of(pictures.comparisons(rows))
+        colors = render_pictures.colors_of(render_pictures.comparisons(rows))
         assert len({*colors.values()}) == len(colors)
 
 

@@ -10,9 +10,10 @@ import matplotlib.pyplot as plt
 import torch
 from rich.console import Console
 from rich.table import Table
-from save_results import save_results
 
 import packing_ops as po
+
+from .results import save_results
 
 COLORS = {"padded": "tab:gray", "packed": "tab:blue"}
 WASTE = "gainsboro"

@@ -1,28 +1,28 @@
-"""benchmarks/readme.py: the tables of README and docs, made of the result files."""
+"""benchmarks/render_pages.py: the tables of README and docs, made of the result files."""
 
 import csv
 import sys
 
 import pytest
-import readme
-import readme_ops
-import readme_training
-import report
+import render_pages
+import render_pages_ops
+import render_pages_training
+import render_results
 import result_rows
 
-REPORT = readme.ROOT / "docs" / "report.md"
+REPORT = render_pages.ROOT / "docs" / "report.md"
 
 
 def test_every_table_stands_somewhere_once():
-    found = [match[2] for page in readme.PAGES for match in readme.REGION.finditer(page.read_text())]
-    assert sorted(found) == sorted(readme.TABLES)
+    found = [match[2] for page in render_pages.PAGES for match in render_pages.REGION.finditer(page.read_text())]
+    assert sorted(found) == sorted(render_pages.TABLES)
 
 
 def test_another_figure_is_noticed_and_put_right():
     right = REPORT.read_text()
     wrong = right.replace("| packed, ffd | 816 |", "| packed, ffd | 815 |")
     assert wrong != right
-    assert readme.rewritten(wrong, REPORT) == (right, ["docstrings"])
+    assert render_pages.rewritten(wrong, REPORT) == (right, ["docstrings"])
 
 
 @pytest.mark.parametrize("check", [True, False])
@@ -30,14 +30,14 @@ def test_check_changes_nothing_and_fails(check, tmp_path, monkeypatch, capsys):
     page = tmp_path / "docs" / "report.md"
     page.parent.mkdir()
     page.write_text(REPORT.read_text().replace("| packed, ffd | 816 |", "| packed, ffd | 815 |"))
-    monkeypatch.setattr(readme, "ROOT", tmp_path)
-    monkeypatch.setattr(readme, "PAGES", [page])
-    monkeypatch.setattr(sys, "argv", ["readme.py", *(["--check"] if check else [])])
+    monkeypatch.setattr(render_pages, "ROOT", tmp_path)
+    monkeypatch.setattr(render_pages, "PAGES", [page])
+    monkeypatch.setattr(sys, "argv", ["render_pages.py", *(["--check"] if check else [])])
     if check:
         with pytest.raises(SystemExit, match=r"docs/report\.md: not what benchmarks/results says: docstrings"):
-            readme.main()
+            render_pages.main()
     else:
-        readme.main()
+        render_pages.main()
         assert capsys.readouterr().out == "docs/report.md: rewritten: docstrings\n"
     assert ("| packed, ffd | 815 |" in page.read_text()) == check
 
@@ -60,31 +60,35 @@ def results(tmp_path, monkeypatch):
 def test_attention_shows_who_was_measured_and_where_ours_is_behind(results):
     long16k, large = "long16k: T=65536 docs=4 heads=32/8 D=128 causal", "mid4k: T=65536 docs=16 heads=32/8 D=64 causal"
     figures = [
-        ("varlen_attention", long16k, {"packing_ops": 1, readme_ops.FLASH_2: 1.03, readme_ops.FLASH_3: 0.56}),
-        ("varlen_attention_backward", long16k, {"packing_ops": 1, readme_ops.FLASH_2: 1.07}),
-        ("varlen_attention", large, {"packing_ops": 1, readme_ops.FLASH_2: 0.96}),
+        (
+            "varlen_attention",
+            long16k,
+            {"packing_ops": 1, render_pages_ops.FLASH_2: 1.03, render_pages_ops.FLASH_3: 0.56},
+        ),
+        ("varlen_attention_backward", long16k, {"packing_ops": 1, render_pages_ops.FLASH_2: 1.07}),
+        ("varlen_attention", large, {"packing_ops": 1, render_pages_ops.FLASH_2: 0.96}),
         ("varlen_attention_backward", large, {"packing_ops": 1}),
     ]
     results("attention_cuda", [
         {"op": op, "shape": shape, "provider": provider, "p50_us": 1000, "ratio_to_ours": ratio, "sm_mhz": 1500 + i}
         for i, (op, shape, providers) in enumerate(figures) for provider, ratio in providers.items()
     ])  # fmt: skip
-    table = readme_ops.attention()
+    table = render_pages_ops.attention()
     assert "| long16k: 4 x 16,384 | 1.00 | 1.03 | 0.56 | 1.00 | 1.07 |" in table
     assert "Flex" not in table
     assert "commit abcdef0, multiprocessors at 1,500 to 1,501 MHz" in table
-    assert readme_ops.attention_slower().splitlines()[2:] == ["| mid4k, 32/8 heads, D=64 | 1.00 | 0.96 | 1.00 |"]
+    assert render_pages_ops.attention_slower().splitlines()[2:] == ["| mid4k, 32/8 heads, D=64 | 1.00 | 0.96 | 1.00 |"]
 
 
 def test_models_are_compared_with_ours_of_the_same_kind(results):
-    ours, flash = "packing_ops", readme_training.FLASH
-    layers = readme_training.LAYERS
+    ours, flash = "packing_ops", render_pages_training.FLASH
+    layers = render_pages_training.LAYERS
     speeds = {ours: 90, flash: 60, f"{ours}, {layers}": 110, f"{flash}, {layers}": 100}
     results("e2e_cuda", [
         {"provider": name, "tokens": 10, "documents": 2, "tokens_per_second": speed, "peak_gib": 1, "loss": 5}
         for name, speed in speeds.items()
     ])  # fmt: skip
-    rows = [[cell.strip() for cell in line.split("|")] for line in readme_training.e2e().splitlines()[2:6]]
+    rows = [[cell.strip() for cell in line.split("|")] for line in render_pages_training.e2e().splitlines()[2:6]]
     assert [(row[1], row[4]) for row in rows] == [
         ("packing_ops, rows of 8,192", "1"),
         ("packed, torch's FlashAttention-2", "1.50"),
@@ -95,7 +99,7 @@ def test_models_are_compared_with_ours_of_the_same_kind(results):
 
 def test_percent_of_copy_is_one_thing_everywhere(results):
     def case(op, shape, **times):
-        names = {"copy": result_rows.COPY, "host": next(iter(readme_ops.HOST)), "core": "megatron-core unfused"}
+        names = {"copy": result_rows.COPY, "host": next(iter(render_pages_ops.HOST)), "core": "megatron-core unfused"}
         ratios = {name: time / times["packing_ops"] for name, time in times.items()}
         # As an old file says it: against the rate of a copy of another size.
         more = {"op": op, "shape": shape, "copy_rate_percent": 33}
@@ -113,13 +117,13 @@ def test_percent_of_copy_is_one_thing_everywhere(results):
     results("packing_cuda", [{**row, "dtype": "int64"} for row in case("pack_ffd", "n=4096", packing_ops=60, host=10)])
     for name in ("padding_cuda", "boundaries_cuda", "profile_cuda"):
         results(name, [{"op": "", "shape": "", "provider": ""}])
-    said = readme_ops.ops()
+    said = render_pages_ops.ops()
     assert "| 100.0 us | 87% |" in said
     assert (
         "| pack_ffd on the device, 4,096 lengths | 60.0 us | – | copied to the host and packed there: 0.17x |" in said
     )
     assert "takes 6.0 to 6.0 times as long as a copy" in " ".join(said.split())
     assert said.count(result_rows.PERCENT_OF_COPY.split(":")[0]) == 1
-    assert "at 87% of copy" in " ".join(readme_training.megatron().split())
-    assert "| 100.0 us | 87% |" in report.table(rope_rows := result_rows.rows_of("rope_cuda"))
-    assert result_rows.PERCENT_OF_COPY in report.table(rope_rows)
+    assert "at 87% of copy" in " ".join(render_pages_training.megatron().split())
+    assert "| 100.0 us | 87% |" in render_results.table(rope_rows := result_rows.rows_of("rope_cuda"))
+    assert result_rows.PERCENT_OF_COPY in render_results.table(rope_rows)

@@ -38,7 +38,7 @@ def encode(pieces: list[tuple[str, bool]]) -> Document:
 def docstring_pairs(limit: int) -> list[tuple[str, str]]:
     """(signature, docstring) of the installed standard library, parsed and never imported."""
     # Parsing takes longer than a short training run, and every process of one wants them.
-    kept = Path(__file__).resolve().parent.parent / "build" / f"docstrings-{platform.python_version()}.json"
+    kept = Path(__file__).resolve().parents[2] / "build" / f"docstrings-{platform.python_version()}.json"
     if kept.exists():
         pairs = [tuple(pair) for pair in json.loads(kept.read_text())]
     else:

@@ -1,12 +1,12 @@
-"""Tables and pictures from benchmarks/results: python benchmarks/report.py [--device cpu|cuda] [--family NAME]
+"""Tables and pictures from benchmarks/results: python benchmarks/render_results.py [--device cpu|cuda] [--family NAME]
 
 Prints a Markdown table per family and writes results/<family>_<device>.png, from the CSV alone. Tables of README and
-docs: benchmarks/readme.py.
+docs: benchmarks/render_pages.py.
 """
 
 import argparse
 
-from pictures import picture
+from render_pictures import picture
 from result_rows import COPY, PERCENT_OF_COPY, RESULTS, cases_of, markdown, origin, percent_of_copy, rows_of
 
 

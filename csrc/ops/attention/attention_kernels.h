@@ -1,0 +1,13 @@
+// Which kernels serve a call, by its geometry, dtype and device alone.
+#pragma once
+
+#include "ops/attention/attention.h"
+
+namespace packing_ops {
+
+// "fp32", "sm80" or "sm90", the folder of the kernels. Read from p: dtype, heads, head_dim, softmax_scale, softcap,
+// device.
+const char* attention_forward_kernels_cuda(const VarlenAttentionParams& p);
+const char* attention_backward_kernels_cuda(const VarlenAttentionParams& p);
+
+}  // namespace packing_ops
