@@ -20,7 +20,7 @@ _SDPA = frozenset(("cache", "output_attentions", "position_bias"))
 # TransformersKwargs, generate, trainers and outer models, and deterministic, which our backward always is.
 _HARMLESS = frozenset({
     "cache_position", "deterministic", "encoder_attention_mask", "encoder_hidden_states", "ignore_index",
-    "input_ids", "inputs_embeds", "labels", "logits_to_keep", "max_length_k", "max_length_q",
+    "input_ids", "inputs_embeds", "labels", "logits_to_keep", "margin", "max_length_k", "max_length_q",
     "mm_token_type_ids", "num_items_in_batch", "output_hidden_states", "output_router_logits",
     "packed_seq_lengths", "past_key_values", "return_dict", "seq_idx", "shift_labels", "token_type_ids",
     "use_cache",

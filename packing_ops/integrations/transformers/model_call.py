@@ -182,7 +182,7 @@ def _watched(stock):
         outer = now.call
         call = now.call = running.traced.call = ModelCall(self, args, kwargs, outer)  # what it calls may be compiled
         try:
-            kwargs = stateful_layers.give_documents(self, call, args, kwargs)
+            stateful_layers.find_documents_of(self, call, args, kwargs)
             outputs = stock(self, *args, **kwargs)
         finally:
             now.call = running.traced.call = outer

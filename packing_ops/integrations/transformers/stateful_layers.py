@@ -31,10 +31,11 @@ _CACHES = frozenset(("past_key_values", "past_key_value", "cache_params", "cache
 _BOUNDARIES = frozenset(("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))
 # Where models and torch's checkpoint_wrapper keep the function that checkpoints a layer.
 _CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
-_CLOSE = 0.05  # of the norm: rounding is far below, another document's state far above
+_CLOSE = 0.05  # of the norm: rounding is far below, what other tokens do is far above
+_TRIED = 32  # tokens of a layer's first document
 
 _prepared: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()  # modules whose functions are replaced by ours
-_ways: dict[tuple, str] = {}  # {(class, device type): how its documents are kept apart, see _way_of}
+_reasons: dict[tuple, str] = {}  # {(class, device type): why it is refused, empty where it is not}
 
 
 # --- which layers ---
@@ -100,30 +101,27 @@ def calls_interface(cls: type) -> bool:
 # --- which documents ---
 
 
-def give_documents(model, call, args, kwargs):
-    """kwargs of a model's call, seq_idx among them where its rows hold several documents and some layers have a state.
-
-    call: what model_call knows of this call; its ``seq_idx`` is set.
-    """
+def find_documents_of(model, call, args, kwargs) -> None:
+    """Sets ``call.seq_idx`` where rows of a model's call hold several documents and some of its layers have a state."""
     tokens = next((t for t in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]) if t is not None), None)
     if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2 or tokens.shape[1] < 2:
-        return kwargs
+        return
     outer = getattr(call.outer, "seq_idx", None)
     if outer is not None and outer.shape == tokens.shape[:2]:
         call.seq_idx, call.has_attention = outer, call.outer.has_attention
-        return kwargs
+        return
     position_ids = call.position_ids
     if is_tensor(position_ids, 3) and position_ids.shape[0] == 4:  # of text, in front of those of the axes
         position_ids = position_ids[0]
     position_ids = position_ids if is_tensor(position_ids, 2) else None
     if position_ids is None and call.cu_seqlens is None and call.numbers is None:
-        return kwargs
+        return
     if not prepare(model):
-        return kwargs
+        return
     call.seq_idx = _seq_idx(tokens, call, position_ids)
     if call.seq_idx is None:
-        return kwargs
-    call.has_attention = _calls_attention_inside(model)
+        return
+    call.has_attention = _has_attention(model)
     for name in _CACHES & kwargs.keys():
         cached = kwargs[name].get_seq_length() if hasattr(kwargs[name], "get_seq_length") else 0
         if isinstance(cached, int) and cached > 0:
@@ -131,7 +129,6 @@ def give_documents(model, call, args, kwargs):
                 f"{name}: expected an empty cache beside several documents in a row, got {cached} tokens, whose state "
                 f"the layers of {class_name(model)} would go on with"
             )
-    return {**kwargs, "seq_idx": call.seq_idx} if _takes_keywords(type(model)) else kwargs
 
 
 def _seq_idx(tokens, call, position_ids):
@@ -148,8 +145,8 @@ def _seq_idx(tokens, call, position_ids):
 
 
 @torch.compiler.assume_constant_result
-def _takes_keywords(cls) -> bool:
-    return any(each.kind is each.VAR_KEYWORD for each in inspect.signature(cls.forward).parameters.values())
+def _has_attention(model) -> bool:
+    return _calls_attention_inside(model)
 
 
 # --- in a model ---
@@ -163,7 +160,7 @@ def prepare(model) -> bool:
         stock = layer.__dict__.get("forward")
         if getattr(stock, "func", None) is not _forward:
             layer.__dict__["forward"] = functools.partial(_forward, layer, stock)
-            _prepared.add(layer)
+        _prepared.add(layer)
     for module in model.modules() if layers else ():
         for name in _CHECKPOINTS:
             stock = module.__dict__.get(name)
@@ -211,8 +208,7 @@ def _current_seq_idx():
 
 def _forward(layer, stock, *args, **kwargs):
     """In place of the forward of a layer with a state."""
-    seq_idx = kwargs.get("seq_idx")
-    seq_idx = _current_seq_idx() if seq_idx is None else seq_idx
+    seq_idx = _current_seq_idx()
     run = functools.partial(type(layer).forward, layer) if stock is None else stock
     if seq_idx is None:
         return run(*args, **kwargs)
@@ -265,7 +261,7 @@ def _apart(layer, run, seq_idx, args, kwargs):
     documents = kept_with([seq_idx], ("documents of layers with a state",), lambda: Documents(seq_idx))
     if documents.count <= documents.rows:
         return run(*args, **kwargs)
-    _refuse(layer)
+    _refuse(layer, run, named, documents, seq_idx.shape)
     call = running.here().call
     while call is not None and call.seq_idx is not None and not call.has_attention and not call.mixes:
         call.used = call.numbers_used = True
@@ -321,20 +317,45 @@ def _joined(results, documents, shape):
 # --- layers that cannot ---
 
 
-def _refuse(layer):
+def _refuse(layer, run, named, documents, shape):
     """ValueError where documents as rows would not be what the layer computes for each alone."""
-    if why := why_not(layer):
+    key = type(layer), documents.order.device.type
+    if key not in _reasons:
+        named = {name: value for name, value in named.items() if name not in _BOUNDARIES}
+        _reasons[key] = _why_not(layer, run, named, documents, shape)
+    if _reasons[key]:
         raise ValueError(
-            f"position_ids: expected one document in each row, got several, and {class_name(layer)} carries a state along the "
-            f"sequence and {why}; give each document a row of its own (packing off, padding on the right)"
+            f"position_ids: expected one document in each row, got several, and {class_name(layer)} carries a state along "
+            f"the sequence and {_reasons[key]}; give each document a row of its own (no packing, padding on the right)"
         )
 
 
-def why_not(layer) -> str:
-    """Why documents of a row cannot be kept apart in this layer, or an empty string."""
+@torch.no_grad()
+def _why_not(layer, run, named, documents, shape):
+    """Why documents of a row cannot be kept apart in this layer, or an empty string. Tried on the first of them."""
     if _calls_attention_inside(layer):
         return "calls attention inside, whose documents are those of the whole batch"
-    return ""
+    slots = next((each[:1, :_TRIED] for each in documents.batches if each.shape[1] > 1), None)
+    if slots is None:
+        return ""
+    given = {name: _rows_of(name, value, slots, shape) for name, value in named.items()}
+    hidden = next(name for name, value in given.items() if isinstance(value, torch.Tensor))
+    changed = given[hidden].clone()
+    changed[:, -1] = -2 * changed[:, -1] + 1
+    was_training = [each for each in layer.modules() if each.training]
+    try:
+        for each in was_training:
+            each.training = False  # no dropout
+        before, after = (_first_tensor(run(**{**given, hidden: each})) for each in (given[hidden], changed))
+    finally:
+        for each in was_training:
+            each.training = True
+    before, after = before[:, :-1].float(), after[:, :-1].float()
+    return "reads tokens ahead" if (before - after).norm() > _CLOSE * before.norm() else ""
+
+
+def _first_tensor(result):
+    return next((each for each in result if isinstance(each, torch.Tensor)), None) if isinstance(result, tuple) else result
 
 
 def class_name(layer) -> str:

@@ -55,7 +55,7 @@ def reward_model(device):
 def reward_trainer(tmp_path, device, pairs=PAIRS, **more):
     return trl.RewardTrainer(
         model=reward_model(device),
-        args=settings("RewardConfig", tmp_path, device, **more),
+        args=settings("RewardConfig", tmp_path, device, **{"pad_token": "<0x00>", **more}),
         train_dataset=datasets.Dataset.from_list(pairs),
         processing_class=byte_tokenizer(),
     )
@@ -132,9 +132,23 @@ def test_reward(margins, device, tmp_path):
     assert_same(step(padded), step(without_padding(packed)))
 
 
+def test_the_last_token_of_a_document_may_be_the_pad_token(device, tmp_path):
+    """The padded trainer skips it, wherever documents end with it; alone, each is scored by its last token."""
+    trainer = without_padding(reward_trainer(tmp_path, device, pad_token="</s>"))
+    batch = next(iter(trainer.get_train_dataloader()))
+    with torch.no_grad():
+        found = trainer.model(**batch, use_cache=False).logits
+        model = reward_model(device)
+        for ids, mask, score in zip(batch["input_ids"], batch["attention_mask"], found, strict=True):
+            document = ids[mask.bool()]
+            hidden = model.model(document[None]).last_hidden_state
+            assert document[-1] == 257
+            torch.testing.assert_close(score, model.score(hidden[0, -1]), **CLOSE)
+
+
 def test_what_is_refused(device, tmp_path):
     trainer = reward_trainer(tmp_path, device)
-    with pytest.raises(ValueError, match="trainer: expected models with attn_implementation='packing_ops', got 'sdpa'"):
+    with pytest.raises(ValueError, match="trainer: expected models with attn_implementation='packing_ops', got 'eager'"):
         integration.enable_padding_free(trainer)
     with pytest.raises(TypeError, match="trainer: expected DPOTrainer or RewardTrainer of TRL, got object"):
         integration.enable_padding_free(object())
