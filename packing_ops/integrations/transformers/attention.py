@@ -10,7 +10,7 @@ from packing_ops import _ops
 from packing_ops._arguments import dtype_name
 from packing_ops.attention import varlen_attention
 from packing_ops.integrations._attention_options import AttentionOptions
-from packing_ops.integrations.transformers import fallback, mask_preparation, masks, model_call
+from packing_ops.integrations.transformers import fallback, mask_preparation, masks, model_call, stateful_layers
 from packing_ops.integrations.transformers.documents import find_documents
 from packing_ops.integrations.transformers.imports import AttentionInterface, AttentionMaskInterface
 
@@ -92,6 +92,7 @@ def unregister(name: str = "packing_ops") -> None:
     if not model_call.NAMES:
         mask_preparation.PATCH.revert()
         model_call.unwatch_calls()
+        stateful_layers.revert()
 
 
 def packing_ops_attention(

@@ -139,7 +139,7 @@ def _seq_idx(tokens, call, position_ids):
         padding = call.numbers.to(tokens.device) if call.numbers is not None else as_bool(padding, tokens.device)
     like = tokens.reshape(batch, 1, seqlen, -1)
     documents = find_documents(like, (call.cu_seqlens, call.cu_seqlens_k), padding, position_ids).on(tokens.device)
-    if not torch.compiler.is_compiling() and documents.cu_seqlens_q.numel() - 1 <= batch:
+    if documents.indices is None and not torch.compiler.is_compiling() and documents.cu_seqlens_q.numel() - 1 <= batch:
         return None
     return documents.document_ids(batch, seqlen).int()
 
@@ -219,8 +219,9 @@ def _forward(layer, stock, *args, **kwargs):
 
 
 class Documents:
-    """The documents of seq_idx as rows of smaller batches, longest at most twice the shortest in each.
+    """The documents of seq_idx as rows of smaller batches, the longest of each less than twice its shortest.
 
+    several: whether a row has several. padded: whether some slots are in none.
     batches: [int64 ``[documents, length]``, slots of the flat batch; after its end a document repeats its last one].
     order: int64 ``[batch * seqlen]``: where each slot is among the tokens of all batches, one after the other; the
         last place, behind them, is for padding.
@@ -230,10 +231,11 @@ class Documents:
         device, flat = seq_idx.device, seq_idx.flatten().cpu()
         slots = (flat >= 0).nonzero()[:, 0]
         _, lengths = torch.unique_consecutive(flat[slots], return_counts=True)
-        self.rows, self.count = seq_idx.shape[0], len(lengths)
+        rows = slots // max(seq_idx.shape[1], 1)
+        self.several = len(lengths) > len(rows.unique())
         self.padded = len(slots) < len(flat)
         starts, self.batches, total = lengths.cumsum(0) - lengths, [], 0
-        sizes = torch.log2(lengths.double()).floor() if self.count else lengths
+        sizes = torch.log2(lengths.double()).floor()
         order = torch.empty(len(flat) + 1, dtype=torch.int64)
         for size in sizes.unique().tolist():
             chosen = (sizes == size).nonzero()[:, 0]
@@ -259,7 +261,7 @@ def _apart(layer, run, seq_idx, args, kwargs):
         return run(*args, **kwargs)  # another sequence: of images or audio
     seq_idx = seq_idx.to(hidden.device)
     documents = kept_with([seq_idx], ("documents of layers with a state",), lambda: Documents(seq_idx))
-    if documents.count <= documents.rows:
+    if not documents.several:
         return run(*args, **kwargs)
     _refuse(layer, run, named, documents, seq_idx.shape)
     call = running.here().call

@@ -298,7 +298,7 @@ class Ahead(Blur):
 
 def test_layers_that_read_ahead_are_refused(device):
     ids, positions, _ = packed(device)
-    with pytest.raises(ValueError, match="position_ids: .* got several, and Ahead .* reads tokens ahead .*; give each"):
+    with pytest.raises(ValueError, match="position_ids: .* got several, and Ahead carries .* reads tokens ahead; give each"):
         in_llama(Ahead(), device)(ids, position_ids=positions)
     assert in_llama(Ahead(), device)(ids).logits.shape == (1, 16, 61)
 
