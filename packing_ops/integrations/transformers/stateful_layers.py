@@ -9,6 +9,7 @@ Recognised by what a layer is: it holds a convolution along the sequence or a to
 or keeps the state of one in the cache.
 """
 
+import contextlib
 import functools
 import inspect
 import re
@@ -32,10 +33,10 @@ _BOUNDARIES = frozenset(("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_lengt
 # Where models and torch's checkpoint_wrapper keep the function that checkpoints a layer.
 _CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 _CLOSE = 0.05  # of the norm: rounding is far below, what other tokens do is far above
-_TRIED = 32  # tokens of a layer's first document
+_TRIED = 16  # tokens on each side of a boundary between documents
 
 _prepared: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()  # modules whose functions are replaced by ours
-_reasons: dict[tuple, str] = {}  # {(class, device type): why it is refused, empty where it is not}
+_ways: dict[tuple, str] = {}  # {(class, device type): how its documents are kept apart, or why they cannot be}
 
 
 # --- which layers ---
@@ -222,6 +223,8 @@ class Documents:
     """The documents of seq_idx as rows of smaller batches, the longest of each less than twice its shortest.
 
     several: whether a row has several. padded: whether some slots are in none.
+    cu_seqlens: int32 ``[documents + 1]``.
+    around, boundary: int64 ``[1, tokens]``, slots around the first boundary inside a row, and the place of it in them.
     batches: [int64 ``[documents, length]``, slots of the flat batch; after its end a document repeats its last one].
     order: int64 ``[batch * seqlen]``: where each slot is among the tokens of all batches, one after the other; the
         last place, behind them, is for padding.
@@ -234,7 +237,14 @@ class Documents:
         rows = slots // max(seq_idx.shape[1], 1)
         self.several = len(lengths) > len(rows.unique())
         self.padded = len(slots) < len(flat)
-        starts, self.batches, total = lengths.cumsum(0) - lengths, [], 0
+        ends = lengths.cumsum(0)
+        self.cu_seqlens = torch.cat([ends.new_zeros(1), ends]).int().to(device)
+        self.around, self.boundary = None, 0
+        for end in ends[:-1][rows[ends[:-1] - 1] == rows[ends[:-1]]][:1].tolist():
+            first, last = max(end - _TRIED, *(ends[ends < end].tolist()[-1:] or [0])), min(end + _TRIED, len(slots))
+            last = min(last, int(ends[ends > end][0]))
+            self.around, self.boundary = slots[None, first:last].to(device), end - first
+        starts, self.batches, total = ends - lengths, [], 0
         sizes = torch.log2(lengths.double()).floor()
         order = torch.empty(len(flat) + 1, dtype=torch.int64)
         for size in sizes.unique().tolist():
@@ -269,6 +279,8 @@ def _apart(layer, run, seq_idx, args, kwargs):
         call.used = call.numbers_used = True
         call = call.outer
     named = {name: value for name, value in named.items() if name not in _BOUNDARIES}
+    if seq_idx.shape[0] == 1 and not documents.padded and _ways[type(layer), seq_idx.device.type] == _TOLD:
+        return run(**named, **_boundaries(seq_idx, documents.cu_seqlens))
     return _in_rows(run, named, documents, seq_idx.shape)
 
 
@@ -322,42 +334,76 @@ def _joined(results, documents, shape):
 def _refuse(layer, run, named, documents, shape):
     """ValueError where documents as rows would not be what the layer computes for each alone."""
     key = type(layer), documents.order.device.type
-    if key not in _reasons:
+    if key not in _ways:
         named = {name: value for name, value in named.items() if name not in _BOUNDARIES}
-        _reasons[key] = _why_not(layer, run, named, documents, shape)
-    if _reasons[key]:
+        with _without_dropout(layer):
+            _ways[key] = _way_of(layer, run, named, documents, shape)
+    if _ways[key] not in (_AS_ROWS, _TOLD):
         raise ValueError(
             f"position_ids: expected one document in each row, got several, and {class_name(layer)} carries a state along "
-            f"the sequence and {_reasons[key]}; give each document a row of its own (no packing, padding on the right)"
+            f"the sequence and {_ways[key]}; give each document a row of its own (no packing, padding on the right)"
         )
 
 
+_AS_ROWS, _TOLD = "as rows of a batch", "told by seq_idx and cu_seq_lens_q"
+
+
 @torch.no_grad()
-def _why_not(layer, run, named, documents, shape):
-    """Why documents of a row cannot be kept apart in this layer, or an empty string. Tried on the first of them."""
+def _way_of(layer, run, named, documents, shape):
+    """_AS_ROWS; _TOLD where its kernels keep documents apart that they are told of; or why neither is possible.
+
+    Tried on the tokens around a boundary, in place of which others are put.
+    """
     if _calls_attention_inside(layer):
         return "calls attention inside, whose documents are those of the whole batch"
-    slots = next((each[:1, :_TRIED] for each in documents.batches if each.shape[1] > 1), None)
-    if slots is None:
-        return ""
-    given = {name: _rows_of(name, value, slots, shape) for name, value in named.items()}
+    given = {name: _rows_of(name, value, documents.around, shape) for name, value in named.items()}
     hidden = next(name for name, value in given.items() if isinstance(value, torch.Tensor))
-    changed = given[hidden].clone()
-    changed[:, -1] = -2 * changed[:, -1] + 1
-    was_training = [each for each in layer.modules() if each.training]
+    before, after = torch.zeros_like(given[hidden]), torch.zeros_like(given[hidden])
+    before[:, : documents.boundary] = after[:, documents.boundary :] = 1
+    others = [{**given, hidden: given[hidden] + where * (1 - 3 * given[hidden])} for where in (before, after)]
+    if _differ(run(**given), run(**others[1]), before):
+        return "reads tokens ahead"
+    parts = documents.around.split((documents.boundary, documents.around.shape[1] - documents.boundary), 1)
+    wanted = [run(**{name: _rows_of(name, value, slots, shape) for name, value in named.items()}) for slots in parts]
+    seq_idx = after[0, :, 0].int()[None]
+    told = _boundaries(seq_idx, torch.cat([seq_idx.new_zeros(1), (1 - seq_idx).sum(1), seq_idx.new_full((1,), len(seq_idx[0]))]))
     try:
-        for each in was_training:
-            each.training = False  # no dropout
-        before, after = (_first_tensor(run(**{**given, hidden: each})) for each in (given[hidden], changed))
+        results = [run(**each, **told) for each in (given, others[0])]
+    except (TypeError, ValueError, RuntimeError, AssertionError):  # it takes none, or has no kernels that do
+        return _AS_ROWS
+    first, second = map(_first_tensor, results)
+    boundary = documents.boundary
+    close = not _differ(first[:, boundary:], _first_tensor(wanted[1]), after[:, boundary:])
+    return _TOLD if close and torch.equal(first[:, boundary:], second[:, boundary:]) else _AS_ROWS
+
+
+def _boundaries(seq_idx, cu_seqlens):
+    cu_seqlens = cu_seqlens.int()
+    return {"seq_idx": seq_idx, "cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+
+
+def _differ(first, second, where) -> bool:
+    """Whether a token among ``where`` has another result, by more than rounding."""
+    first, second = (_first_tensor(each).float().flatten(2) for each in (first, second))
+    norms = first.norm(dim=-1)
+    far = (first - second).norm(dim=-1) > _CLOSE * torch.maximum(norms, 0.01 * norms.mean())
+    return bool((far & (where[..., 0] > 0)).any())
+
+
+@contextlib.contextmanager
+def _without_dropout(layer):
+    training = [each for each in layer.modules() if each.training]
+    for each in training:
+        each.training = False
+    try:
+        yield
     finally:
-        for each in was_training:
+        for each in training:
             each.training = True
-    before, after = before[:, :-1].float(), after[:, :-1].float()
-    return "reads tokens ahead" if (before - after).norm() > _CLOSE * before.norm() else ""
 
 
 def _first_tensor(result):
-    return next((each for each in result if isinstance(each, torch.Tensor)), None) if isinstance(result, tuple) else result
+    return next(each for each in result if isinstance(each, torch.Tensor)) if isinstance(result, tuple) else result
 
 
 def class_name(layer) -> str:

@@ -324,3 +324,63 @@ def test_attention_alone_is_left_alone(device):
         ids, positions, _ = packed(device)
         logits(model, ids, position_ids=positions)
         assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+# --- kernels that are told of documents ---
+
+CAUSAL_CONV1D = '''
+import torch
+
+calls = []
+
+
+def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, activation=None):
+    """[batch, dim, seqlen], as the package of this name has it."""
+    calls.append(seq_idx)
+    out = 0
+    for back in range(weight.shape[1]):
+        tap = torch.nn.functional.pad(x, (back, 0))[..., : x.shape[-1]] * weight[:, -1 - back, None]
+        if seq_idx is not None:
+            tap = tap * (torch.nn.functional.pad(seq_idx, (back, 0), value=-1)[:, None, : x.shape[-1]] == seq_idx[:, None])
+        out = out + tap
+    out = out if bias is None else out + bias[:, None]
+    return torch.nn.functional.silu(out) if activation == "silu" else out
+
+
+def causal_conv1d_update(*args):
+    raise NotImplementedError
+'''
+WITH_KERNELS = '''
+import causal_conv1d, torch
+import test_hf_stateful as case
+case.register()
+ids, positions, told = case.packed("cpu")
+model = case.stateful_model("lfm2")
+wanted = case.alone(model, ids)
+assert causal_conv1d.calls and all(each is None for each in causal_conv1d.calls)
+case.assert_apart(model, ids, position_ids=positions)
+causal_conv1d.calls.clear()
+stateful_layers, in_rows = case.stateful_layers, case.stateful_layers._in_rows
+stateful_layers._in_rows = None  # one call of the kernel, for all documents
+torch.testing.assert_close(case.logits(model, ids, position_ids=positions), wanted, **case.CLOSE)
+assert [each.tolist() for each in causal_conv1d.calls] == [[[0] * 5 + [1] * 7 + [2] + [3] * 3]]
+stateful_layers._in_rows = in_rows
+found = case.logits(case.stateful_model("jamba"), ids, position_ids=positions)  # its scan takes no boundaries
+torch.testing.assert_close(found, case.alone(case.stateful_model("jamba"), ids), **case.CLOSE)
+'''
+
+
+def test_kernels_that_take_boundaries_get_them(tmp_path):
+    import os
+    import subprocess
+    import sys
+
+    from hf_models import OLD
+
+    if OLD:
+        pytest.skip("up to transformers 4.57 layers hand no boundaries on")
+    (tmp_path / "causal_conv1d.py").write_text(CAUSAL_CONV1D)
+    path = os.pathsep.join([str(tmp_path), *(each for each in sys.path if each)])
+    command = [sys.executable, "-c", WITH_KERNELS]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
