@@ -17,10 +17,11 @@ import weakref
 
 import torch
 
+from packing_ops._arguments import int32_cu_seqlens
 from packing_ops._batch_cache import kept_with
 from packing_ops.integrations.transformers import running
 from packing_ops.integrations.transformers.document_checks import is_tensor
-from packing_ops.integrations.transformers.documents import as_bool, find_documents
+from packing_ops.integrations.transformers.documents import BatchDocuments, as_bool, find_documents
 from packing_ops.integrations.transformers.imports import PreTrainedModel
 
 # In the code of a layer: names of recurrences, and of their states in transformers' caches.
@@ -36,6 +37,7 @@ _CLOSE = 0.05  # of the norm: rounding is far below, what other tokens do is far
 _TRIED = 16  # tokens on each side of a boundary between documents
 
 _prepared: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()  # modules whose functions are replaced by ours
+_learned: "weakref.WeakSet[type]" = weakref.WeakSet()  # classes that were tried, and have a state
 _ways: dict[tuple, str] = {}  # {(class, device type): how its documents are kept apart, or why they cannot be}
 
 
@@ -69,22 +71,50 @@ def _reads_neighbours(module) -> bool:
     return isinstance(module, torch.nn.RNNBase)
 
 
+def _is_stateful(module) -> bool:
+    cls = type(module)
+    return _has_recurrent_code(cls) or cls in _learned or any(map(_reads_neighbours, module._modules.values()))
+
+
 def stateful_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The outermost modules of a model that carry a state along the sequence; empty for attention alone."""
     found = []
     for child in model._modules.values():
         if child is None:
             continue
-        if _has_recurrent_code(type(child)):
+        if _has_recurrent_code(type(child)) or type(child) in _learned:
             inside = stateful_layers(child)
             # A layer that only passes the state of what is inside of it on, as decoder layers do with their cache.
             holds = any(map(_reads_neighbours, child._modules.values())) or not inside
             found += [child] if holds or not _calls_attention_inside(child) else inside
-        elif any(each is not None and _reads_neighbours(each) for each in child._modules.values()):
+        elif _is_stateful(child):
             found.append(child)
         else:
             found += stateful_layers(child)
     return found
+
+
+def _untried(module) -> list[torch.nn.Module]:
+    """The outermost modules of classes whose code says nothing of a state, and which were not tried yet."""
+    found = []
+    for child in module._modules.values():
+        cls = type(child)
+        if child is None or calls_interface(cls) or _is_stateful(child):
+            continue
+        if isinstance(child, PreTrainedModel) or cls.__module__.startswith("torch.") or _parts_it(child):
+            found += _untried(child)
+        elif not any((cls, kind) in _ways for kind in _kinds_of(child)):
+            found.append(child)
+    return found
+
+
+def _parts_it(module) -> bool:
+    """It has attention, or a layer with a state, inside: its own code passes tokens from one to the other."""
+    return any(calls_interface(type(each)) or _is_stateful(each) for each in module.modules())
+
+
+def _kinds_of(module):
+    return {parameter.device.type for parameter in module.parameters()} or {"cpu", "cuda"}
 
 
 def _calls_attention_inside(module) -> bool:
@@ -117,12 +147,12 @@ def find_documents_of(model, call, args, kwargs) -> None:
     position_ids = position_ids if is_tensor(position_ids, 2) else None
     if position_ids is None and call.cu_seqlens is None and call.numbers is None:
         return
-    if not prepare(model):
+    if not prepare(model, torch.compiler.is_compiling()):
         return
+    call.has_attention = _has_attention(model)
     call.seq_idx = _seq_idx(tokens, call, position_ids)
     if call.seq_idx is None:
         return
-    call.has_attention = _has_attention(model)
     for name in _CACHES & kwargs.keys():
         cached = kwargs[name].get_seq_length() if hasattr(kwargs[name], "get_seq_length") else 0
         if isinstance(cached, int) and cached > 0:
@@ -139,7 +169,12 @@ def _seq_idx(tokens, call, position_ids):
     if padding is not None:
         padding = call.numbers.to(tokens.device) if call.numbers is not None else as_bool(padding, tokens.device)
     like = tokens.reshape(batch, 1, seqlen, -1)
-    documents = find_documents(like, (call.cu_seqlens, call.cu_seqlens_k), padding, position_ids).on(tokens.device)
+    if call.cu_seqlens is not None and call.has_attention:  # which checks them
+        cu_seqlens = int32_cu_seqlens(call.cu_seqlens)
+        documents = BatchDocuments(cu_seqlens, cu_seqlens).on(tokens.device)
+    else:
+        cu_seqlens = call.cu_seqlens, call.cu_seqlens_k
+        documents = find_documents(like, cu_seqlens, padding, position_ids).on(tokens.device)
     if documents.indices is None and not torch.compiler.is_compiling() and documents.cu_seqlens_q.numel() - 1 <= batch:
         return None
     return documents.document_ids(batch, seqlen).int()
@@ -154,13 +189,17 @@ def _has_attention(model) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def prepare(model) -> bool:
-    """Whether the model has layers with a state. Their forward is ours from now on, until revert."""
-    layers = stateful_layers(model)
-    for layer in layers:
+def prepare(model, compiling: bool = False) -> bool:
+    """Whether the model has layers with a state, or some that were not tried yet. Their forward is ours from now on,
+    until revert, or until they were tried and have none."""
+    layers = [(_forward, layer) for layer in stateful_layers(model)]
+    layers += [] if compiling else [(_tried, layer) for layer in _untried(model)]
+    for ours, layer in layers:
         stock = layer.__dict__.get("forward")
+        if getattr(stock, "func", None) is _tried:
+            stock = stock.args[1]
         if getattr(stock, "func", None) is not _forward:
-            layer.__dict__["forward"] = functools.partial(_forward, layer, stock)
+            layer.__dict__["forward"] = functools.partial(ours, layer, stock)
         _prepared.add(layer)
     for module in model.modules() if layers else ():
         for name in _CHECKPOINTS:
@@ -174,14 +213,19 @@ def prepare(model) -> bool:
 def revert(model=None) -> None:
     """Put back what prepare replaced, in one model or in all."""
     for module in list(_prepared) if model is None else [each for each in model.modules() if each in _prepared]:
-        for name, ours, index in (("forward", _forward, 1), *((name, _checkpoint, 0) for name in _CHECKPOINTS)):
-            function = module.__dict__.get(name)
-            if getattr(function, "func", None) is ours:
-                if function.args[index] is None:
-                    del module.__dict__[name]
-                else:
-                    module.__dict__[name] = function.args[index]
+        _put_back(module, "forward", (_forward, _tried), 1)
+        for name in _CHECKPOINTS:
+            _put_back(module, name, (_checkpoint,), 0)
         _prepared.discard(module)
+
+
+def _put_back(module, name, ours, index) -> None:
+    function = module.__dict__.get(name)
+    if getattr(function, "func", None) in ours:
+        if function.args[index] is None:
+            del module.__dict__[name]
+        else:
+            module.__dict__[name] = function.args[index]
 
 
 def _checkpoint(stock, function, *args, **kwargs):
@@ -214,6 +258,20 @@ def _forward(layer, stock, *args, **kwargs):
     if seq_idx is None:
         return run(*args, **kwargs)
     return _apart(layer, run, seq_idx, args, kwargs)
+
+
+def _tried(layer, stock, *args, **kwargs):
+    """In place of the forward of a layer that may have a state: the first packed row shows it."""
+    seq_idx = _current_seq_idx()
+    run = functools.partial(type(layer).forward, layer) if stock is None else stock
+    if seq_idx is None or torch.compiler.is_compiling():
+        return run(*args, **kwargs)
+    try:
+        return _apart(layer, run, seq_idx, args, kwargs)
+    finally:
+        _put_back(layer, "forward", (_tried,), 1)
+        if type(layer) in _learned:
+            layer.__dict__["forward"] = functools.partial(_forward, layer, stock)
 
 
 # --- documents as rows ---
@@ -267,19 +325,21 @@ def _apart(layer, run, seq_idx, args, kwargs):
     keywords = next((n for n, p in bound.signature.parameters.items() if p.kind is p.VAR_KEYWORD), None)
     named |= named.pop(keywords, {})
     hidden = next((value for value in named.values() if isinstance(value, torch.Tensor)), None)
-    if hidden is None or hidden.shape[:2] != seq_idx.shape:
+    if hidden is None or hidden.shape[:2] != seq_idx.shape or not hidden.is_floating_point():
         return run(*args, **kwargs)  # another sequence: of images or audio
     seq_idx = seq_idx.to(hidden.device)
     documents = kept_with([seq_idx], ("documents of layers with a state",), lambda: Documents(seq_idx))
     if not documents.several:
         return run(*args, **kwargs)
-    _refuse(layer, run, named, documents, seq_idx.shape)
+    way = _way_of(layer, run, named, documents, seq_idx.shape)
+    if way == _BY_ITSELF:
+        return run(*args, **kwargs)
     call = running.here().call
     while call is not None and call.seq_idx is not None and not call.has_attention and not call.mixes:
         call.used = call.numbers_used = True
         call = call.outer
     named = {name: value for name, value in named.items() if name not in _BOUNDARIES}
-    if seq_idx.shape[0] == 1 and not documents.padded and _ways[type(layer), seq_idx.device.type] == _TOLD:
+    if seq_idx.shape[0] == 1 and not documents.padded and way == _TOLD:
         return run(**named, **_boundaries(seq_idx, documents.cu_seqlens))
     return _in_rows(run, named, documents, seq_idx.shape)
 
@@ -331,50 +391,74 @@ def _joined(results, documents, shape):
 # --- layers that cannot ---
 
 
-def _refuse(layer, run, named, documents, shape):
-    """ValueError where documents as rows would not be what the layer computes for each alone."""
+_AS_ROWS, _TOLD, _BY_ITSELF = "as rows of a batch", "told by seq_idx and cu_seq_lens_q", "each token by itself"
+
+
+def _way_of(layer, run, named, documents, shape):
+    """How documents are kept apart in layers of this class.
+
+    Raises:
+        ValueError: they cannot be.
+    """
     key = type(layer), documents.order.device.type
     if key not in _ways:
         named = {name: value for name, value in named.items() if name not in _BOUNDARIES}
-        with _without_dropout(layer):
-            _ways[key] = _way_of(layer, run, named, documents, shape)
-    if _ways[key] not in (_AS_ROWS, _TOLD):
+        if _is_stateful(layer):
+            with _without_dropout(layer):
+                _ways[key] = _tried_way(layer, run, named, documents, shape)
+        else:
+            with _without_dropout(layer), _without_hooks(layer):
+                _ways[key] = _learned_way(layer, run, named, documents, shape)
+    if _ways[key] not in (_AS_ROWS, _TOLD, _BY_ITSELF):
         raise ValueError(
             f"position_ids: expected one document in each row, got several, and {class_name(layer)} carries a state along "
             f"the sequence and {_ways[key]}; give each document a row of its own (no packing, padding on the right)"
         )
-
-
-_AS_ROWS, _TOLD = "as rows of a batch", "told by seq_idx and cu_seq_lens_q"
+    return _ways[key]
 
 
 @torch.no_grad()
-def _way_of(layer, run, named, documents, shape):
-    """_AS_ROWS; _TOLD where its kernels keep documents apart that they are told of; or why neither is possible.
+def _learned_way(layer, run, named, documents, shape):
+    """Of a layer whose code says nothing: whether other tokens in the first document change the results of the second."""
+    try:
+        given, others, _, after = _around(named, documents, shape)
+        if not _differ(run(**given), run(**others[0]), after):
+            return _BY_ITSELF
+    except (AttributeError, IndexError, RuntimeError, StopIteration, TypeError, ValueError):
+        return _BY_ITSELF  # no layer with one result for each token, or FSDP has its weights elsewhere
+    _learned.add(type(layer))
+    return _tried_way(layer, run, named, documents, shape)
 
-    Tried on the tokens around a boundary, in place of which others are put.
-    """
+
+@torch.no_grad()
+def _tried_way(layer, run, named, documents, shape):
+    """_AS_ROWS; _TOLD where its kernels keep documents apart that they are told of; or why neither is possible."""
     if _calls_attention_inside(layer):
         return "calls attention inside, whose documents are those of the whole batch"
+    given, others, before, after = _around(named, documents, shape)
+    if _differ(run(**given), run(**others[1]), before):
+        return "reads tokens ahead"
+    boundary, length = documents.boundary, documents.around.shape[1]
+    second = {name: _rows_of(name, value, documents.around[:, boundary:], shape) for name, value in named.items()}
+    seq_idx = (torch.arange(length, device=after.device) >= boundary).int()[None]
+    told = _boundaries(seq_idx, seq_idx.new_tensor([0, boundary, length]))
+    try:
+        results = [_first_tensor(run(**each, **told))[:, boundary:] for each in (given, others[0])]
+    except (AssertionError, RuntimeError, TypeError, ValueError):  # it takes none, or has no kernels that do
+        return _AS_ROWS
+    close = not _differ(results[0], run(**second), after[:, boundary:])
+    return _TOLD if close and torch.equal(*results) else _AS_ROWS
+
+
+def _around(named, documents, shape):
+    """A layer's arguments for the tokens around a boundary, the same with other tokens before it and after it, and 1 at
+    the tokens before it and after it."""
     given = {name: _rows_of(name, value, documents.around, shape) for name, value in named.items()}
     hidden = next(name for name, value in given.items() if isinstance(value, torch.Tensor))
     before, after = torch.zeros_like(given[hidden]), torch.zeros_like(given[hidden])
     before[:, : documents.boundary] = after[:, documents.boundary :] = 1
     others = [{**given, hidden: given[hidden] + where * (1 - 3 * given[hidden])} for where in (before, after)]
-    if _differ(run(**given), run(**others[1]), before):
-        return "reads tokens ahead"
-    parts = documents.around.split((documents.boundary, documents.around.shape[1] - documents.boundary), 1)
-    wanted = [run(**{name: _rows_of(name, value, slots, shape) for name, value in named.items()}) for slots in parts]
-    seq_idx = after[0, :, 0].int()[None]
-    told = _boundaries(seq_idx, torch.cat([seq_idx.new_zeros(1), (1 - seq_idx).sum(1), seq_idx.new_full((1,), len(seq_idx[0]))]))
-    try:
-        results = [run(**each, **told) for each in (given, others[0])]
-    except (TypeError, ValueError, RuntimeError, AssertionError):  # it takes none, or has no kernels that do
-        return _AS_ROWS
-    first, second = map(_first_tensor, results)
-    boundary = documents.boundary
-    close = not _differ(first[:, boundary:], _first_tensor(wanted[1]), after[:, boundary:])
-    return _TOLD if close and torch.equal(first[:, boundary:], second[:, boundary:]) else _AS_ROWS
+    return given, others, before, after
 
 
 def _boundaries(seq_idx, cu_seqlens):
@@ -387,7 +471,7 @@ def _differ(first, second, where) -> bool:
     first, second = (_first_tensor(each).float().flatten(2) for each in (first, second))
     norms = first.norm(dim=-1)
     far = (first - second).norm(dim=-1) > _CLOSE * torch.maximum(norms, 0.01 * norms.mean())
-    return bool((far & (where[..., 0] > 0)).any())
+    return bool((far & (where.flatten(2)[..., 0] > 0)).any())
 
 
 @contextlib.contextmanager
@@ -400,6 +484,20 @@ def _without_dropout(layer):
     finally:
         for each in training:
             each.training = True
+
+
+@contextlib.contextmanager
+def _without_hooks(layer):
+    """Who watches the modules inside sees the model's own call of them, and nothing else."""
+    names = "_forward_hooks", "_forward_pre_hooks"
+    hooks = [(each, name, each.__dict__[name]) for each in layer.modules() for name in names]
+    for module, name, kept in hooks:
+        module.__dict__[name] = type(kept)()
+    try:
+        yield
+    finally:
+        for module, name, kept in hooks:
+            module.__dict__[name] = kept
 
 
 def _first_tensor(result):

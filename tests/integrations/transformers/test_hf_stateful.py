@@ -279,7 +279,16 @@ class Remembers(torch.nn.Module):
         return self.cell(x)[0]
 
 
-@pytest.mark.parametrize("layer", [Blur, Remembers])
+class Decays(torch.nn.Module):
+    """A state in nobody's words: its code has none of a recurrence."""
+
+    def forward(self, x):
+        steps = torch.arange(x.shape[1], device=x.device)
+        weights = (0.5 ** (steps[:, None] - steps).clamp(min=0)).tril()
+        return weights.to(x.dtype) @ x
+
+
+@pytest.mark.parametrize("layer", [Blur, Remembers, Decays])
 def test_layers_that_nobody_named(layer, device):
     torch.manual_seed(0)
     model = in_llama(layer(), device)
