@@ -40,7 +40,8 @@ def register(name: str = "packing_ops") -> None:
 
     What this adds to transformers stays until unregister(name): the name in its two tables, and wrappers around
     PreTrainedModel.__call__, which remembers position_ids for models that pass them to no mask, and around the
-    preparation of masks. Both leave models with another attn_implementation alone. A process that unpickles a model
+    preparation of masks; in models, the forward of layers that carry a state along the sequence, which get each document
+    of a packed row by itself. Both wrappers leave models with another attn_implementation alone. A process that unpickles a model
     with this attention must call register first, unless apply_packing_ops set it.
 
     Args:
@@ -56,7 +57,8 @@ def register(name: str = "packing_ops") -> None:
 
     Raises:
         ImportError: transformers is not installed, or too old to have the interfaces.
-        ValueError: a name that transformers would treat as its own. Then, in the forward: cu_seqlens that do not end
+        ValueError: a name that transformers would treat as its own. Then, in the forward: several documents in a row for
+            a layer with a state that reads tokens ahead or calls attention inside; cu_seqlens that do not end
             at the batch's tokens, an attention_mask with padding or other documents beside them, position_ids that never restart beside
             cu_seqlens of several documents or that restart inside of one (0, 1 after more than 1), documents of the
             keys that are not those of the queries. On CUDA these are found in a later call, or in the same one under

@@ -147,13 +147,15 @@ def find_documents_of(model, call, args, kwargs) -> None:
     position_ids = position_ids if is_tensor(position_ids, 2) else None
     if position_ids is None and call.cu_seqlens is None and call.numbers is None:
         return
-    if not prepare(model, torch.compiler.is_compiling()):
+    # Packed rows without padding are enough to try layers by, and are looked at by attention too.
+    stateful = prepare(model, torch.compiler.is_compiling() or call.padding is not None)
+    if stateful is None:
         return
     call.has_attention = _has_attention(model)
     call.seq_idx = _seq_idx(tokens, call, position_ids)
     if call.seq_idx is None:
         return
-    for name in _CACHES & kwargs.keys():
+    for name in _CACHES & kwargs.keys() if stateful else ():
         cached = kwargs[name].get_seq_length() if hasattr(kwargs[name], "get_seq_length") else 0
         if isinstance(cached, int) and cached > 0:
             raise ValueError(
@@ -189,11 +191,15 @@ def _has_attention(model) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def prepare(model, compiling: bool = False) -> bool:
-    """Whether the model has layers with a state, or some that were not tried yet. Their forward is ours from now on,
-    until revert, or until they were tried and have none."""
+def prepare(model, known_alone: bool = False) -> bool | None:
+    """Whether the model has layers with a state; None if it has none, and none that were not tried yet. Their forward is
+    ours from now on, until revert, or until they were tried and have none.
+
+    known_alone: leave those that were not tried yet.
+    """
     layers = [(_forward, layer) for layer in stateful_layers(model)]
-    layers += [] if compiling else [(_tried, layer) for layer in _untried(model)]
+    stateful = bool(layers)
+    layers += [] if known_alone else [(_tried, layer) for layer in _untried(model)]
     for ours, layer in layers:
         stock = layer.__dict__.get("forward")
         if getattr(stock, "func", None) is _tried:
@@ -207,7 +213,7 @@ def prepare(model, compiling: bool = False) -> bool:
             if stock is not None and getattr(stock, "func", None) is not _checkpoint:
                 module.__dict__[name] = functools.partial(_checkpoint, stock)
                 _prepared.add(module)
-    return bool(layers)
+    return stateful if layers else None
 
 
 def revert(model=None) -> None:
@@ -346,7 +352,8 @@ def _apart(layer, run, seq_idx, args, kwargs):
 
 def _in_rows(run, named, documents, shape):
     results = [
-        run(**{name: _rows_of(name, value, slots, shape) for name, value in named.items()}) for slots in documents.batches
+        run(**{name: _rows_of(name, value, slots, shape) for name, value in named.items()})
+        for slots in documents.batches
     ]
     return _joined(results, documents, shape)
 
@@ -366,6 +373,12 @@ def _rows_of(name, value, slots, shape):
         return None if name == "attention_mask" else value
     flat = value.expand(shape[0], *value.shape[1:]).flatten(0, 1)
     return flat.index_select(0, slots.flatten()).unflatten(0, slots.shape)
+
+
+def _is_mask(value):
+    if isinstance(value, dict):
+        return any(map(_is_mask, value.values()))
+    return not _is_plain(value) or (isinstance(value, torch.Tensor) and value.dim() == 4)
 
 
 def _is_plain(value):
@@ -406,6 +419,8 @@ def _way_of(layer, run, named, documents, shape):
         if _is_stateful(layer):
             with _without_dropout(layer):
                 _ways[key] = _tried_way(layer, run, named, documents, shape)
+        elif any(_is_mask(value) for value in named.values()):
+            return _BY_ITSELF  # attention of the model's own, which reads the masks of all documents
         else:
             with _without_dropout(layer), _without_hooks(layer):
                 _ways[key] = _learned_way(layer, run, named, documents, shape)

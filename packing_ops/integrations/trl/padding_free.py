@@ -115,7 +115,9 @@ def _packed(model, stock, _before, *args, **kwargs):
     batch, seqlen = input_ids.shape
     for name, value in kwargs.items():
         if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape != (batch, seqlen):
-            raise ValueError(f"{name}: expected text of shape {[batch, seqlen]} alone, got {list(value.shape)}; {_IMAGES}")
+            raise ValueError(
+                f"{name}: expected text of shape {[batch, seqlen]} alone, got {list(value.shape)}; {_IMAGES}"
+            )
     rows = {name: value for name, value in kwargs.items() if getattr(value, "shape", None) == (batch, seqlen)}
     rows.pop("attention_mask")
     rows.pop("position_ids", None)

@@ -103,7 +103,9 @@ def seen_in(family):
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     try:
         with torch.no_grad():
-            first, second = (model(input_ids=row, position_ids=positions, use_cache=False).logits for row in (ids, other))
+            first, second = (
+                model(input_ids=row, position_ids=positions, use_cache=False).logits for row in (ids, other)
+            )
     except (ValueError, NotImplementedError) as error:
         return f"refused: {str(error).split(':')[0]}"
     except (RuntimeError, TypeError, IndexError, AttributeError) as error:

@@ -52,7 +52,12 @@ FAMILIES = {  # gated delta net, convolution, Mamba 1 beside and without attenti
     "mamba": {"state_size": 8, "use_mambapy": False},
     "rwkv": {"attention_hidden_size": 32},
     "xlstm": {"num_heads": 4, "num_blocks": 2, "chunk_size": 8},
-    "zaya": {"layer_types": ["hybrid", "hybrid_sliding"], "sliding_window": 6, "num_experts": 1, "router_hidden_size": 8},
+    "zaya": {
+        "layer_types": ["hybrid", "hybrid_sliding"],
+        "sliding_window": 6,
+        "num_experts": 1,
+        "router_hidden_size": 8,
+    },
 }
 SERVED = [name for name in FAMILIES if name in transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES]
 

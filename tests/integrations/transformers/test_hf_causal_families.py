@@ -50,9 +50,7 @@ def test_each_family_was_run_and_none_leaks():
     """One that is new, or whose code has changed, is run here: write it down by the command in causal_families.py."""
     register()
     seen = causal_families.results()
-    changed = [
-        name for name in causal_families.NAMES if seen.get(name, [None])[0] != causal_families.digest_of(name)
-    ]
+    changed = [name for name in causal_families.NAMES if seen.get(name, [None])[0] != causal_families.digest_of(name)]
     found = {name: seen[name][1] for name in causal_families.NAMES if name not in changed}
     found |= {name: causal_families.tried(name) for name in changed}
     assert [name for name, what in found.items() if what == "LEAK"] == []

@@ -64,7 +64,10 @@ def alone(model, ids, lengths=LENGTHS):
 
 @pytest.mark.parametrize("family", SERVED)
 def test_documents_are_apart_to_the_bit_and_as_alone(family, device):
-    model, stock = stateful_model(family, device=device), stateful_model(family, attn_implementation="eager", device=device)
+    model, stock = (
+        stateful_model(family, device=device),
+        stateful_model(family, attn_implementation="eager", device=device),
+    )
     ids, positions, told = packed(device)
     wanted = logits(stock, ids[:, : LENGTHS[0]])
     numbers = torch.repeat_interleave(torch.arange(1, 5), torch.tensor(LENGTHS))[None].to(device)
@@ -78,7 +81,10 @@ def test_documents_are_apart_to_the_bit_and_as_alone(family, device):
 def test_loss_and_gradients_are_those_of_each_document_alone(family, checkpointing, device):
     if checkpointing is not None and family not in ("qwen3_next", "jamba", "recurrent_gemma"):
         pytest.skip("one layer that is given keywords, one that is not, and one that gets them by position")
-    model, stock = stateful_model(family, device=device), stateful_model(family, attn_implementation="eager", device=device)
+    model, stock = (
+        stateful_model(family, device=device),
+        stateful_model(family, attn_implementation="eager", device=device),
+    )
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
     ids, positions, _ = packed(device)
@@ -101,7 +107,10 @@ def test_loss_and_gradients_are_those_of_each_document_alone(family, checkpointi
 @pytest.mark.parametrize("family", ["lfm2", "jamba"])
 def test_several_rows_with_padding(family, device):
     """Two documents and padding on both sides, one document, nothing but padding."""
-    model, stock = stateful_model(family, device=device), stateful_model(family, attn_implementation="eager", device=device)
+    model, stock = (
+        stateful_model(family, device=device),
+        stateful_model(family, attn_implementation="eager", device=device),
+    )
     ids = torch.randint(3, 60, (3, 8), generator=torch.Generator().manual_seed(2)).to(device)
     mask = torch.tensor([[0, 1, 1, 1, 2, 2, 0, 0], [1] * 8, [0] * 8], device=device)
     found = logits(model, ids, attention_mask=mask)
@@ -113,7 +122,10 @@ def test_several_rows_with_padding(family, device):
 
 
 def test_one_document_in_each_row_runs_the_stock_layer(device, monkeypatch):
-    model, stock = stateful_model("lfm2", device=device), stateful_model("lfm2", attn_implementation="eager", device=device)
+    model, stock = (
+        stateful_model("lfm2", device=device),
+        stateful_model("lfm2", attn_implementation="eager", device=device),
+    )
     monkeypatch.setattr(stateful_layers, "_in_rows", None)
     ids = torch.randint(3, 60, (2, 6), device=device)
     positions = torch.arange(6, device=device)[None]
@@ -128,13 +140,17 @@ def test_a_cache_goes_on_with_one_document_only(device):
     with pytest.raises(ValueError, match="past_key_values: expected a cache of one document"):
         model(ids[:, :1], past_key_values=cache)
     cache = model(ids[:, :5], use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="past_key_values: expected an empty cache beside several documents .* got 5 tokens"):
+    with pytest.raises(
+        ValueError, match="past_key_values: expected an empty cache beside several documents .* got 5 tokens"
+    ):
         model(ids[:, 5:], position_ids=positions[:, 5:], past_key_values=cache)
 
 
 def test_generation_is_the_stock_models(device):
     ids = torch.randint(3, 60, (2, 6), generator=torch.Generator().manual_seed(3)).to(device)
-    models = [stateful_model("lfm2", attn_implementation=name, device=device).eval() for name in ("packing_ops", "eager")]
+    models = [
+        stateful_model("lfm2", attn_implementation=name, device=device).eval() for name in ("packing_ops", "eager")
+    ]
     ours, stock = (model.generate(ids, max_new_tokens=4, do_sample=False) for model in models)
     assert torch.equal(ours, stock)
 
@@ -307,7 +323,9 @@ class Ahead(Blur):
 
 def test_layers_that_read_ahead_are_refused(device):
     ids, positions, _ = packed(device)
-    with pytest.raises(ValueError, match="position_ids: .* got several, and Ahead carries .* reads tokens ahead; give each"):
+    with pytest.raises(
+        ValueError, match="position_ids: .* got several, and Ahead carries .* reads tokens ahead; give each"
+    ):
         in_llama(Ahead(), device)(ids, position_ids=positions)
     assert in_llama(Ahead(), device)(ids).logits.shape == (1, 16, 61)
 
@@ -317,7 +335,9 @@ def test_attention_with_a_convolution_inside_is_refused(device):
     attention = model.model.layers[1].self_attn
     attention.shift = torch.nn.Conv1d(32, 32, 2, device=device)
     ids, positions, _ = packed(device)
-    message = "got several, and LlamaAttention carries a state along the sequence and calls attention inside, .*; give each"
+    message = (
+        "got several, and LlamaAttention carries a state along the sequence and calls attention inside, .*; give each"
+    )
     with pytest.raises(ValueError, match=message):
         model(ids, position_ids=positions)
     assert model(ids).logits.shape == (1, 16, 61)
@@ -359,7 +379,7 @@ def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, activation=None):
 def causal_conv1d_update(*args):
     raise NotImplementedError
 '''
-WITH_KERNELS = '''
+WITH_KERNELS = """
 import causal_conv1d, torch
 import test_hf_stateful as case
 case.register()
@@ -376,7 +396,7 @@ assert [each.tolist() for each in causal_conv1d.calls] == [[[0] * 5 + [1] * 7 + 
 stateful_layers._in_rows = in_rows
 found = case.logits(case.stateful_model("jamba"), ids, position_ids=positions)  # its scan takes no boundaries
 torch.testing.assert_close(found, case.alone(case.stateful_model("jamba"), ids), **case.CLOSE)
-'''
+"""
 
 
 def test_kernels_that_take_boundaries_get_them(tmp_path):

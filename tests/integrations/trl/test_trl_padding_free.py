@@ -104,7 +104,9 @@ def assert_same(padded, packed):
     ids=["sigmoid", "several losses", "checkpointed, weighted"],
 )
 def test_dpo(more, device, tmp_path):
-    assert_same(step(dpo_trainer(tmp_path, device, **more)), step(without_padding(dpo_trainer(tmp_path, device, **more))))
+    assert_same(
+        step(dpo_trainer(tmp_path, device, **more)), step(without_padding(dpo_trainer(tmp_path, device, **more)))
+    )
 
 
 def test_dpo_reference_of_a_batch_and_a_run(device, tmp_path):
@@ -148,17 +150,19 @@ def test_the_last_token_of_a_document_may_be_the_pad_token(device, tmp_path):
 
 def test_what_is_refused(device, tmp_path):
     trainer = reward_trainer(tmp_path, device)
-    with pytest.raises(ValueError, match="trainer: expected models with attn_implementation='packing_ops', got 'eager'"):
+    with pytest.raises(
+        ValueError, match="trainer: expected models with attn_implementation='packing_ops', got 'eager'"
+    ):
         integration.enable_padding_free(trainer)
     with pytest.raises(TypeError, match="trainer: expected DPOTrainer or RewardTrainer of TRL, got object"):
         integration.enable_padding_free(object())
     without_padding(trainer)
     batch = dict(next(iter(trainer.get_train_dataloader())))
     images = torch.zeros(4, 3, 8, 8, device=device)
-    with pytest.raises(ValueError, match="pixel_values: expected text .* PaddingFreeCollator with position_ids"):
+    with pytest.raises(ValueError, match=r"pixel_values: expected text .* PaddingFreeCollator with position_ids"):
         trainer.compute_loss(trainer.model, {**batch, "pixel_values": images})
     trainer._is_vision_dataset = True
-    with pytest.raises(ValueError, match="trainer: expected text alone, got a dataset with images; .*or leave this"):
+    with pytest.raises(ValueError, match=r"trainer: expected text alone, got a dataset with images; .*or leave this"):
         integration.enable_padding_free(trainer)
 
 
@@ -166,7 +170,7 @@ def test_prompt_tuning_is_refused(device, tmp_path):
     peft = pytest.importorskip("peft")
     model = apply_packing_ops(base := tiny_model("llama", vocab_size=258, device=device)) and base
     model = peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
-    DPOTrainer = type("DPOTrainer", (), {"model": model})  # noqa: N806
+    DPOTrainer = type("DPOTrainer", (), {"model": model})
     with pytest.raises(ValueError, match="trainer: expected a model without prompt tuning, got virtual tokens"):
         integration.enable_padding_free(DPOTrainer())
 
@@ -185,5 +189,3 @@ def test_twice_is_once_and_lora(device, tmp_path):
         trainer.model.add_adapter(peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
         losses.append(trainer.compute_loss(trainer.model, dict(next(iter(trainer.get_train_dataloader())))))
     torch.testing.assert_close(*losses, **CLOSE)
-
-
