@@ -135,7 +135,7 @@ STATE = {
     "integrations.transformers.keywords._found",  # of classes
     "integrations.transformers.model_call.NAMES",  # register, unregister
     "integrations.transformers.model_call._habits",  # of classes
-    "integrations.transformers.stateful_layers._ways",  # of classes
+    "integrations.transformers.stateful_ways._ways",  # of classes
     "integrations.transformers.patch._class_patches",  # apply_packing_ops, revert_packing_ops
     "integrations.transformers.rope._patches",  # the same
     "integrations.trl.packing._applied",  # patch_pack_dataset, unpatch_pack_dataset

@@ -40,8 +40,7 @@ def register(name: str = "packing_ops") -> None:
 
     What this adds to transformers stays until unregister(name): the name in its two tables, and wrappers around
     PreTrainedModel.__call__, which remembers position_ids for models that pass them to no mask, and around the
-    preparation of masks; in models, the forward of layers that carry a state along the sequence, which get each document
-    of a packed row by itself. Both wrappers leave models with another attn_implementation alone. A process that unpickles a model
+    preparation of masks; in models, the forward of layers that carry a state. Both wrappers leave models with another attn_implementation alone. A process that unpickles a model
     with this attention must call register first, unless apply_packing_ops set it.
 
     Args:

@@ -30,9 +30,7 @@ def enable_padding_free(trainer: Any) -> None:
     A second call changes nothing; disable_padding_free undoes it. One synchronisation for each batch of a model.
 
     Example:
-        >>> from trl import DPOConfig, DPOTrainer
-        >>> trainer = DPOTrainer(model, args=DPOConfig(), train_dataset=pairs)  # needs a model # doctest: +SKIP
-        >>> enable_padding_free(trainer)  # doctest: +SKIP
+        >>> enable_padding_free(trainer)  # needs a DPOTrainer # doctest: +SKIP
 
     Raises:
         TypeError: another trainer.
@@ -56,7 +54,7 @@ def disable_padding_free(trainer: Any) -> None:
     """Undo enable_padding_free: the trainer's models are called with padding again. A second call does nothing.
 
     Example:
-        >>> disable_padding_free(trainer)  # needs a trainer # doctest: +SKIP
+        >>> disable_padding_free(trainer)  # needs a DPOTrainer # doctest: +SKIP
     """
     for model in _models_of(trainer):
         host = _hosts(model)[0]

@@ -126,7 +126,7 @@ def test_one_document_in_each_row_runs_the_stock_layer(device, monkeypatch):
         stateful_model("lfm2", device=device),
         stateful_model("lfm2", attn_implementation="eager", device=device),
     )
-    monkeypatch.setattr(stateful_layers, "_in_rows", None)
+    monkeypatch.setattr(stateful_layers, "in_rows", None)
     ids = torch.randint(3, 60, (2, 6), device=device)
     positions = torch.arange(6, device=device)[None]
     for given in ({}, {"position_ids": positions}, {"attention_mask": torch.ones_like(ids)}):
@@ -141,7 +141,7 @@ def test_a_cache_goes_on_with_one_document_only(device):
         model(ids[:, :1], past_key_values=cache)
     cache = model(ids[:, :5], use_cache=True).past_key_values
     with pytest.raises(
-        ValueError, match="past_key_values: expected an empty cache beside several documents .* got 5 tokens"
+        ValueError, match=r"past_key_values: expected an empty cache beside several documents .* got 5 tokens"
     ):
         model(ids[:, 5:], position_ids=positions[:, 5:], past_key_values=cache)
 
@@ -324,7 +324,7 @@ class Ahead(Blur):
 def test_layers_that_read_ahead_are_refused(device):
     ids, positions, _ = packed(device)
     with pytest.raises(
-        ValueError, match="position_ids: .* got several, and Ahead carries .* reads tokens ahead; give each"
+        ValueError, match=r"position_ids: .* got several, and Ahead carries .* reads tokens ahead; give each"
     ):
         in_llama(Ahead(), device)(ids, position_ids=positions)
     assert in_llama(Ahead(), device)(ids).logits.shape == (1, 16, 61)
@@ -389,11 +389,11 @@ wanted = case.alone(model, ids)
 assert causal_conv1d.calls and all(each is None for each in causal_conv1d.calls)
 case.assert_apart(model, ids, position_ids=positions)
 causal_conv1d.calls.clear()
-stateful_layers, in_rows = case.stateful_layers, case.stateful_layers._in_rows
-stateful_layers._in_rows = None  # one call of the kernel, for all documents
+stateful_layers, in_rows = case.stateful_layers, case.stateful_layers.in_rows
+stateful_layers.in_rows = None  # one call of the kernel, for all documents
 torch.testing.assert_close(case.logits(model, ids, position_ids=positions), wanted, **case.CLOSE)
 assert [each.tolist() for each in causal_conv1d.calls] == [[[0] * 5 + [1] * 7 + [2] + [3] * 3]]
-stateful_layers._in_rows = in_rows
+stateful_layers.in_rows = in_rows
 found = case.logits(case.stateful_model("jamba"), ids, position_ids=positions)  # its scan takes no boundaries
 torch.testing.assert_close(found, case.alone(case.stateful_model("jamba"), ids), **case.CLOSE)
 """
