@@ -94,6 +94,37 @@ def seq_idx_from_cu_seqlens(cu_seqlens: torch.Tensor, total: int | None = None) 
     return _ops.seq_idx_from_cu_seqlens(cu_seqlens, _total(cu_seqlens, total))
 
 
+def last_token_indices(cu_seqlens: PackedMetadata | torch.Tensor) -> torch.Tensor:
+    """Slot of each document's last token in a packed row: where a reward model reads its score.
+
+    Args:
+        cu_seqlens: int32 or int64 ``[num_documents + 1]``, or the PackedMetadata of the row.
+
+    Returns:
+        int64 ``[num_documents]``. One synchronisation on CUDA, to see that no document is empty; a compiled or captured
+        graph asserts it on the device.
+
+    Example:
+        >>> scores = torch.tensor([[[0.1], [0.2], [0.3], [0.4], [0.5]]])  # [1, total, 1]
+        >>> indices = last_token_indices(torch.tensor([0, 2, 5], dtype=torch.int32))
+        >>> indices, scores[0, indices, 0]
+        (tensor([1, 4]), tensor([0.2000, 0.5000]))
+
+    Raises:
+        ValueError: a document without tokens, which has no last one; cu_seqlens of another dtype or shape.
+    """
+    cu_seqlens = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, PackedMetadata) else cu_seqlens
+    check_cu_seqlens(cu_seqlens, "cu_seqlens")
+    last, empty = cu_seqlens[1:].long() - 1, cu_seqlens[1:] <= cu_seqlens[:-1]
+    captured = cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()
+    if torch.compiler.is_compiling() or captured:
+        torch._assert_async(~empty.any(), "cu_seqlens: expected documents with tokens, got one without")
+    elif bool(empty.any()):
+        found = empty.nonzero().flatten().tolist()
+        raise ValueError(f"cu_seqlens: expected at least one token in each document, got none in {found}")
+    return last
+
+
 def cu_seqlens_from_position_ids(position_ids: torch.Tensor, *, padded: bool = False) -> torch.Tensor:
     """Documents of a packed row, found where position_ids stop growing.
 

@@ -10,7 +10,7 @@ from packing_ops import _ops
 from packing_ops._arguments import dtype_name
 from packing_ops.attention import varlen_attention
 from packing_ops.integrations._attention_options import AttentionOptions
-from packing_ops.integrations.transformers import fallback, mask_preparation, masks, model_call
+from packing_ops.integrations.transformers import fallback, mask_preparation, masks, model_call, stateful_layers
 from packing_ops.integrations.transformers.documents import find_documents
 from packing_ops.integrations.transformers.imports import AttentionInterface, AttentionMaskInterface
 
@@ -20,7 +20,7 @@ _SDPA = frozenset(("cache", "output_attentions", "position_bias"))
 # TransformersKwargs, generate, trainers and outer models, and deterministic, which our backward always is.
 _HARMLESS = frozenset({
     "cache_position", "deterministic", "encoder_attention_mask", "encoder_hidden_states", "ignore_index",
-    "input_ids", "inputs_embeds", "labels", "logits_to_keep", "max_length_k", "max_length_q",
+    "input_ids", "inputs_embeds", "labels", "logits_to_keep", "margin", "max_length_k", "max_length_q",
     "mm_token_type_ids", "num_items_in_batch", "output_hidden_states", "output_router_logits",
     "packed_seq_lengths", "past_key_values", "return_dict", "seq_idx", "shift_labels", "token_type_ids",
     "use_cache",
@@ -39,7 +39,7 @@ def register(name: str = "packing_ops") -> None:
 
     What this adds to transformers stays until unregister(name): the name in its two tables, and wrappers around
     PreTrainedModel.__call__, which remembers position_ids for models that pass them to no mask, and around the
-    preparation of masks. Both leave models with another attn_implementation alone. A process that unpickles a model
+    preparation of masks; in models, the forward of layers that carry a state. Both wrappers leave models with another attn_implementation alone. A process that unpickles a model
     with this attention must call register first, unless apply_packing_ops set it.
 
     Args:
@@ -55,7 +55,8 @@ def register(name: str = "packing_ops") -> None:
 
     Raises:
         ImportError: transformers is not installed, or too old to have the interfaces.
-        ValueError: a name that transformers would treat as its own. Then, in the forward: cu_seqlens that do not end
+        ValueError: a name that transformers would treat as its own. Then, in the forward: several documents in a row for
+            a layer with a state that reads tokens ahead or calls attention inside; cu_seqlens that do not end
             at the batch's tokens, an attention_mask with padding or other documents beside them, position_ids that never restart beside
             cu_seqlens of several documents or that restart inside of one (0, 1 after more than 1), documents of the
             keys that are not those of the queries. On CUDA these are found in a later call, or in the same one under
@@ -91,6 +92,7 @@ def unregister(name: str = "packing_ops") -> None:
     if not model_call.NAMES:
         mask_preparation.PATCH.revert()
         model_call.unwatch_calls()
+        stateful_layers.revert()
 
 
 def packing_ops_attention(

@@ -5,6 +5,7 @@ import inspect
 
 import torch
 
+from packing_ops.integrations.transformers import stateful_layers
 from packing_ops.integrations.transformers.attention import register, unknown_options
 from packing_ops.integrations.transformers.imports import PreTrainedModel, not_causal
 
@@ -89,6 +90,7 @@ def revert(model) -> None:
         if kept is not None and kept.before is not None:
             del host.__dict__[STATE]
             host.set_attn_implementation(kept.before)
+            stateful_layers.revert(host)
 
 
 def _restore(found, before) -> None:

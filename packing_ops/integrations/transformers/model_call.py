@@ -10,7 +10,7 @@ import torch
 from packing_ops._arguments import check_cu_seqlens
 from packing_ops._checks import checked_documents
 from packing_ops.integrations._patching import Patch
-from packing_ops.integrations.transformers import running
+from packing_ops.integrations.transformers import running, stateful_layers
 from packing_ops.integrations.transformers.document_checks import (
     NUMBERS,
     argument,
@@ -64,6 +64,8 @@ class ModelCall:
         whole = self.padding is not None and not is_tensor(self.padding, 2)
         self.used = whole and not self.mixes
         self.numbers_used = self.numbers is None
+        self.seq_idx = None  # see stateful_layers
+        self.has_attention = True
 
     def mark_used(self):
         """The position_ids or cu_seq_lens_q of this call have reached a mask or an attention; so have the outer calls'.
@@ -180,6 +182,7 @@ def _watched(stock):
         outer = now.call
         call = now.call = running.traced.call = ModelCall(self, args, kwargs, outer)  # what it calls may be compiled
         try:
+            stateful_layers.find_documents_of(self, call, args, kwargs)
             outputs = stock(self, *args, **kwargs)
         finally:
             now.call = running.traced.call = outer

@@ -10,6 +10,7 @@ class _Now(threading.local):
     chunked = None
     preparing = False  # masks, see mask_preparation
     fused = None  # see fused_loss
+    seq_idx = None  # see stateful_layers
 
 
 class _Traced:
@@ -23,6 +24,7 @@ class _Traced:
     chunked = None
     preparing = False
     fused = None
+    seq_idx = None
 
 
 _now = _Now()

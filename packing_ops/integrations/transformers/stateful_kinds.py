@@ -1,0 +1,116 @@
+"""Which layers of a model carry a state along the sequence; see stateful_layers.
+
+Recognised by what a layer is: it holds a convolution along the sequence or a torch RNN, or its code calls a recurrence
+or keeps the state of one in the cache. Other layers are tried, see stateful_ways.
+"""
+
+import functools
+import inspect
+import re
+import weakref
+
+import torch
+
+from packing_ops.integrations.transformers.imports import PreTrainedModel
+
+# In the code of a layer: names of recurrences, and of their states in transformers' caches.
+_STATE = re.compile(
+    r"causal_conv1d|conv_state|ssm_state|recurrent_state|rnn_state|linear_cache|_scan\(|time_shift|linear_attention\("
+    r"|delta_rule|delta_attention|mlstm|wkv"
+)
+# Classes: tried, and with a state; tried, and without; with attention or a state inside of them.
+learned: "weakref.WeakSet[type]" = weakref.WeakSet()
+by_themselves: "weakref.WeakSet[type]" = weakref.WeakSet()
+_parting: "weakref.WeakSet[type]" = weakref.WeakSet()
+
+
+@functools.cache
+def source_of(cls: type) -> str:
+    """The code of a module's class and of those it inherits from, without torch's; empty where there is none."""
+    sources = []
+    for base in cls.__mro__:
+        if issubclass(base, torch.nn.Module) and not base.__module__.startswith("torch."):
+            try:
+                sources.append(inspect.getsource(base))
+            except (OSError, TypeError):
+                continue
+    return "\n".join(sources)
+
+
+@functools.cache
+def _has_recurrent_code(cls) -> bool:
+    if cls.__module__.startswith("torch.") or issubclass(cls, PreTrainedModel):
+        return False
+    return _STATE.search(source_of(cls)) is not None
+
+
+def _reads_neighbours(module) -> bool:
+    """torch's own layers that mix the tokens of a sequence, and are no attention."""
+    if isinstance(module, torch.nn.Conv1d):
+        return module.kernel_size[0] > 1
+    return isinstance(module, torch.nn.RNNBase)
+
+
+def is_stateful(module) -> bool:
+    cls = type(module)
+    return _has_recurrent_code(cls) or cls in learned or any(map(_reads_neighbours, module._modules.values()))
+
+
+def stateful_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The outermost modules of a model that carry a state along the sequence; empty for attention alone."""
+    found = []
+    for child in model._modules.values():
+        if child is None:
+            continue
+        if _has_recurrent_code(type(child)) or type(child) in learned:
+            inside = stateful_layers(child)
+            # A layer that only passes the state of what is inside of it on, as decoder layers do with their cache.
+            holds = any(map(_reads_neighbours, child._modules.values())) or not inside
+            found += [child] if holds or not calls_attention_inside(child) else inside
+        elif is_stateful(child):
+            found.append(child)
+        else:
+            found += stateful_layers(child)
+    return found
+
+
+def untried(module) -> list[torch.nn.Module]:
+    """The outermost modules of classes whose code says nothing of a state, and which were not tried yet."""
+    found = []
+    for child in module._modules.values():
+        cls = type(child)
+        if child is None or calls_interface(cls) or is_stateful(child):
+            continue
+        if cls in by_themselves:
+            continue
+        if cls in _parting or _parts_it(child):
+            _parting.add(cls)
+            found += untried(child)
+        else:
+            found.append(child)
+    return found
+
+
+def _parts_it(module) -> bool:
+    """It has attention, or a layer with a state, inside: its own code passes tokens from one to the other."""
+    if isinstance(module, PreTrainedModel) or type(module).__module__.startswith("torch."):
+        return True
+    return any(calls_interface(type(each)) or is_stateful(each) for each in module.modules())
+
+
+def calls_attention_inside(module) -> bool:
+    return any(calls_interface(type(each)) for each in module.modules())
+
+
+@functools.cache
+def calls_interface(cls: type) -> bool:
+    """Its code calls the attention that attn_implementation names."""
+    return not issubclass(cls, PreTrainedModel) and bool(
+        re.search(r"attention_interface\(|ALL_ATTENTION_FUNCTIONS", source_of(cls))
+    )
+
+
+def class_name(layer) -> str:
+    """Without what FSDP puts in front of it."""
+    cls = type(layer)
+    return cls.__name__ if not cls.__name__.startswith("FSDP") else cls.__mro__[1].__name__

@@ -1,0 +1,213 @@
+"""Layers that carry a state along the sequence, each document from a state of its own.
+
+Attention is told where documents end. Mamba, gated delta nets, linear attention and short convolutions take a row for
+one document, unless kernels that know boundaries run in them. In a call with several documents in a row, such a layer
+gets the documents as rows of a batch, by length and padded on the right, where a causal layer does not look: the
+results are those of each document alone.
+
+stateful_kinds.py finds these layers, stateful_ways.py tries how each keeps documents apart, stateful_rows.py is the rows.
+"""
+
+import functools
+import inspect
+import weakref
+
+import torch
+
+from packing_ops._arguments import int32_cu_seqlens
+from packing_ops._batch_cache import kept_with
+from packing_ops.integrations.transformers import running
+from packing_ops.integrations.transformers.document_checks import is_tensor
+from packing_ops.integrations.transformers.documents import BatchDocuments, as_bool, find_documents
+from packing_ops.integrations.transformers.stateful_kinds import (
+    by_themselves,
+    calls_attention_inside,
+    class_name,
+    learned,
+    stateful_layers,
+    untried,
+)
+from packing_ops.integrations.transformers.stateful_rows import CACHES, Documents, in_rows
+from packing_ops.integrations.transformers.stateful_ways import BOUNDARIES, BY_ITSELF, TOLD, boundaries, way_of
+
+# Where models and torch's checkpoint_wrapper keep the function that checkpoints a layer.
+_CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
+_prepared: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()  # modules whose functions are replaced by ours
+
+
+# --- which documents ---
+
+
+def find_documents_of(model, call, args, kwargs) -> None:
+    """Sets ``call.seq_idx`` where rows of a model's call hold several documents and some of its layers have a state."""
+    tokens = next((t for t in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]) if t is not None), None)
+    if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2 or tokens.shape[1] < 2:
+        return
+    outer = getattr(call.outer, "seq_idx", None)
+    if outer is not None and outer.shape == tokens.shape[:2]:
+        call.seq_idx, call.has_attention = outer, call.outer.has_attention
+        return
+    position_ids = call.position_ids
+    if is_tensor(position_ids, 3) and position_ids.shape[0] == 4:  # of text, in front of those of the axes
+        position_ids = position_ids[0]
+    position_ids = position_ids if is_tensor(position_ids, 2) else None
+    if position_ids is None and call.cu_seqlens is None and call.numbers is None:
+        return
+    # Packed rows without padding are enough to try layers by, and are looked at by attention too.
+    stateful = prepare(model, torch.compiler.is_compiling() or call.padding is not None)
+    if stateful is None:
+        return
+    call.has_attention = _has_attention(model)
+    call.seq_idx = _seq_idx(tokens, call, position_ids)
+    if call.seq_idx is None:
+        return
+    for name in CACHES & kwargs.keys() if stateful else ():
+        cached = kwargs[name].get_seq_length() if hasattr(kwargs[name], "get_seq_length") else 0
+        if isinstance(cached, int) and cached > 0:
+            raise ValueError(
+                f"{name}: expected an empty cache beside several documents in a row, got {cached} tokens, whose state "
+                f"the layers of {class_name(model)} would go on with"
+            )
+
+
+def _seq_idx(tokens, call, position_ids):
+    """int32 ``[batch, seqlen]``: the document of each token, -1 for padding; None where each row is one."""
+    batch, seqlen = tokens.shape[:2]
+    padding = call.padding if is_tensor(call.padding, 2) and call.padding.shape == (batch, seqlen) else None
+    if padding is not None:
+        padding = call.numbers.to(tokens.device) if call.numbers is not None else as_bool(padding, tokens.device)
+    like = tokens.reshape(batch, 1, seqlen, -1)
+    if call.cu_seqlens is not None and call.has_attention:  # which checks them
+        cu_seqlens = int32_cu_seqlens(call.cu_seqlens)
+        documents = BatchDocuments(cu_seqlens, cu_seqlens).on(tokens.device)
+    else:
+        cu_seqlens = call.cu_seqlens, call.cu_seqlens_k
+        documents = find_documents(like, cu_seqlens, padding, position_ids).on(tokens.device)
+    if documents.indices is None and not torch.compiler.is_compiling() and documents.cu_seqlens_q.numel() - 1 <= batch:
+        return None
+    return documents.document_ids(batch, seqlen).int()
+
+
+@torch.compiler.assume_constant_result
+def _has_attention(model) -> bool:
+    return calls_attention_inside(model)
+
+
+# --- in a model ---
+
+
+@torch.compiler.assume_constant_result
+def prepare(model, known_alone: bool = False) -> bool | None:
+    """Whether the model has layers with a state; None if it has none, and none that were not tried yet. Their forward is
+    ours from now on, until revert, or until they were tried and have none.
+
+    known_alone: leave those that were not tried yet.
+    """
+    layers = [(_forward, layer) for layer in stateful_layers(model)]
+    stateful = bool(layers)
+    layers += [] if known_alone else [(_tried, layer) for layer in untried(model)]
+    for ours, layer in layers:
+        stock = layer.__dict__.get("forward")
+        if getattr(stock, "func", None) is _tried:
+            stock = stock.args[1]
+        if getattr(stock, "func", None) is not _forward:
+            layer.__dict__["forward"] = functools.partial(ours, layer, stock)
+        _prepared.add(layer)
+    for module in model.modules() if layers else ():
+        for name in _CHECKPOINTS:
+            stock = module.__dict__.get(name)
+            if stock is not None and getattr(stock, "func", None) is not _checkpoint:
+                module.__dict__[name] = functools.partial(_checkpoint, stock)
+                _prepared.add(module)
+    return stateful if layers else None
+
+
+def revert(model=None) -> None:
+    """Put back what prepare replaced, in one model or in all."""
+    for module in list(_prepared) if model is None else [each for each in model.modules() if each in _prepared]:
+        _put_back(module, "forward", (_forward, _tried), 1)
+        for name in _CHECKPOINTS:
+            _put_back(module, name, (_checkpoint,), 0)
+        _prepared.discard(module)
+
+
+def _put_back(module, name, ours, index) -> None:
+    function = module.__dict__.get(name)
+    if getattr(function, "func", None) in ours:
+        if function.args[index] is None:
+            del module.__dict__[name]
+        else:
+            module.__dict__[name] = function.args[index]
+
+
+def _checkpoint(stock, function, *args, **kwargs):
+    """The layer is run again in backward, when the model's call is over: it takes the documents along."""
+    seq_idx = _current_seq_idx()
+    if seq_idx is None or torch.compiler.is_compiling():
+        return stock(function, *args, **kwargs)
+    return stock(functools.partial(_with_documents, seq_idx, function), *args, **kwargs)
+
+
+def _with_documents(seq_idx, function, *args, **kwargs):
+    now = running.here()
+    before, now.seq_idx = now.seq_idx, seq_idx
+    try:
+        return function(*args, **kwargs)
+    finally:
+        now.seq_idx = before
+
+
+def _current_seq_idx():
+    now = running.here()
+    call = now.call or running.traced.call
+    return now.seq_idx if call is None or now.seq_idx is not None else call.seq_idx
+
+
+def _forward(layer, stock, *args, **kwargs):
+    """In place of the forward of a layer with a state."""
+    seq_idx = _current_seq_idx()
+    run = functools.partial(type(layer).forward, layer) if stock is None else stock
+    if seq_idx is None:
+        return run(*args, **kwargs)
+    return _apart(layer, run, seq_idx, args, kwargs)
+
+
+def _tried(layer, stock, *args, **kwargs):
+    """In place of the forward of a layer that may have a state: the first packed row shows it."""
+    seq_idx = _current_seq_idx()
+    run = functools.partial(type(layer).forward, layer) if stock is None else stock
+    if seq_idx is None or torch.compiler.is_compiling():
+        return run(*args, **kwargs)
+    try:
+        return _apart(layer, run, seq_idx, args, kwargs)
+    finally:
+        _put_back(layer, "forward", (_tried,), 1)
+        if type(layer) in learned:
+            layer.__dict__["forward"] = functools.partial(_forward, layer, stock)
+
+
+@torch.compiler.disable(reason="packing_ops: how many documents a row has is known when the layer runs")
+def _apart(layer, run, seq_idx, args, kwargs):
+    bound = inspect.signature(type(layer).forward).bind(layer, *args, **kwargs)
+    named = {name: value for name, value in bound.arguments.items() if name != "self" and value is not layer}
+    keywords = next((n for n, p in bound.signature.parameters.items() if p.kind is p.VAR_KEYWORD), None)
+    named |= named.pop(keywords, {})
+    hidden = next((value for value in named.values() if isinstance(value, torch.Tensor)), None)
+    if hidden is None or hidden.shape[:2] != seq_idx.shape or not hidden.is_floating_point():
+        return run(*args, **kwargs)  # another sequence: of images or audio
+    seq_idx = seq_idx.to(hidden.device)
+    documents = kept_with([seq_idx], ("documents of layers with a state",), lambda: Documents(seq_idx))
+    if not documents.several:
+        return run(*args, **kwargs)
+    way = way_of(layer, run, named, documents, seq_idx.shape)
+    if way == BY_ITSELF:
+        by_themselves.add(type(layer))
+        return run(*args, **kwargs)
+    call = running.here().call
+    while call is not None and call.seq_idx is not None and not call.has_attention and not call.mixes:
+        call.used = call.numbers_used = True
+        call = call.outer
+    named = {name: value for name, value in named.items() if name not in BOUNDARIES}
+    if seq_idx.shape[0] == 1 and not documents.padded and way == TOLD:
+        return run(**named, **boundaries(seq_idx, documents.cu_seqlens))
+    return in_rows(run, named, documents, seq_idx.shape)

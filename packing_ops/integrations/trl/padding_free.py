@@ -1,0 +1,155 @@
+"""TRL's preference and reward trainers without padding: their models run each padded batch as one packed row.
+
+TRL's collators, losses and metrics stay as they are: they see padded rows of results. Nothing of TRL's modules is
+imported or replaced, so that it does not matter where a version of TRL has them.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import packing_ops as po
+
+_TRAINERS = ("DPOTrainer", "RewardTrainer")
+
+
+def enable_padding_free(trainer: Any) -> None:
+    """Run a DPOTrainer's or RewardTrainer's models without padding, its ref_model too.
+
+    TRL 1.16 has no padding-free form of these trainers (DPOConfig's ``padding_free`` falls back to padding). From this
+    call on a padded batch of the trainer reaches its model as one packed row with cu_seqlens, and per-token results
+    come back in the places that they have in the padded batch. Every loss and metric of TRL is thus that of the
+    padded trainer. A reward model's score is that of each document's last token (last_token_indices); the padded one
+    takes the last token that is not the pad token, which is another one where documents end with the pad token.
+
+    Args:
+        trainer: after it is made, before train(). Its models need packing_ops' attention.
+
+    A second call changes nothing; disable_padding_free undoes it. One synchronisation for each batch of a model.
+
+    Example:
+        >>> enable_padding_free(trainer)  # needs a DPOTrainer # doctest: +SKIP
+
+    Raises:
+        TypeError: another trainer.
+        ValueError: a model with another attention; a dataset with images; prompt tuning, whose virtual tokens come
+            in front of each row. In training: images in a batch.
+    """
+    names = [cls.__name__ for cls in type(trainer).__mro__]
+    if not any(name in names for name in _TRAINERS):
+        raise TypeError(f"trainer: expected {' or '.join(_TRAINERS)} of TRL, got {names[0]}")
+    if getattr(trainer, "_is_vision_dataset", False):
+        raise ValueError(f"trainer: expected text alone, got a dataset with images; {_IMAGES}")
+    models = [_host_of(model, trainer) for model in _models_of(trainer)]
+    for model in models:
+        if not _is_enabled(model):
+            stock = model.forward
+            packed = functools.partial(_packed, model, stock, model.__dict__.get("forward"))
+            model.forward = functools.wraps(stock)(packed)
+
+
+def disable_padding_free(trainer: Any) -> None:
+    """Undo enable_padding_free: the trainer's models are called with padding again. A second call does nothing.
+
+    Example:
+        >>> disable_padding_free(trainer)  # needs a DPOTrainer # doctest: +SKIP
+    """
+    for model in _models_of(trainer):
+        host = _hosts(model)[0]
+        if _is_enabled(host):
+            before = host.__dict__["forward"].args[2]
+            if before is None:
+                del host.forward
+            else:
+                host.forward = before
+
+
+_IMAGES = (
+    "images are rows of their own size, which TRL's batches do not tell apart without padding: train on batches of "
+    "PaddingFreeCollator with position_ids [4, batch, seqlen] or cu_seq_lens_q (docs/transformers.md, Qwen-VL), or leave "
+    "this trainer padded"
+)
+
+
+def _models_of(trainer):
+    return [model for model in (trainer.model, getattr(trainer, "ref_model", None)) if model is not None]
+
+
+def _hosts(model):
+    from packing_ops.integrations.transformers.attn_implementation import hosts
+
+    return hosts(model)
+
+
+def _host_of(model, trainer):
+    from packing_ops.integrations.transformers.model_call import NAMES
+
+    found = _hosts(model)
+    if not found:
+        raise ValueError(f"trainer: expected a model of transformers, got {type(model).__name__}")
+    configs = getattr(model, "peft_config", {})
+    if any(getattr(config, "num_virtual_tokens", None) for config in configs.values()):
+        raise ValueError("trainer: expected a model without prompt tuning, got virtual tokens in front of each row")
+    attention = found[0].config._attn_implementation
+    if attention not in NAMES:
+        raise ValueError(
+            f"trainer: expected models with attn_implementation='packing_ops', got {attention!r} of "
+            f"{type(found[0]).__name__}; call apply_packing_ops(trainer.model), and for trainer.ref_model, first"
+        )
+    return found[0]
+
+
+def _is_enabled(model):
+    return getattr(model.__dict__.get("forward"), "func", None) is _packed
+
+
+def _packed(model, stock, _before, *args, **kwargs):
+    """The forward of a model; padded rows of text go through it as one row."""
+    mask, input_ids = kwargs.get("attention_mask"), kwargs.get("input_ids")
+    if args or input_ids is None or mask is None or mask.shape != input_ids.shape:
+        return stock(*args, **kwargs)
+    batch, seqlen = input_ids.shape
+    for name, value in kwargs.items():
+        if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape != (batch, seqlen):
+            raise ValueError(
+                f"{name}: expected text of shape {[batch, seqlen]} alone, got {list(value.shape)}; {_IMAGES}"
+            )
+    rows = {name: value for name, value in kwargs.items() if getattr(value, "shape", None) == (batch, seqlen)}
+    rows.pop("attention_mask")
+    rows.pop("position_ids", None)
+    metadata = po.PackedMetadata.from_attention_mask(mask)
+    columns, indices, *_ = po.unpad_inputs(rows, mask)
+    if "labels" in columns:
+        columns["labels"] = po.mask_boundary_labels(columns["labels"], metadata.cu_seqlens)
+    columns = {name: value[None] for name, value in columns.items()}
+    rest = {name: value for name, value in kwargs.items() if name not in rows and name != "attention_mask"}
+    options = {**rest, **columns, "position_ids": metadata.position_ids[None], **metadata.to_transformers()}
+    scores = []
+    hook = model.score.register_forward_hook(lambda _, __, out: scores.append(out)) if hasattr(model, "score") else None
+    try:
+        outputs = stock(**options)
+    finally:
+        if hook is not None:
+            hook.remove()
+    total = indices.shape[0]
+    for name, value in list(outputs.items()):
+        if name == "logits" and scores:
+            outputs[name] = scores[-1][0].index_select(0, po.last_token_indices(metadata.cu_seqlens))
+        elif isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[0] == 1:
+            outputs[name] = _padded(value[0], indices, batch, seqlen, total)
+    return outputs
+
+
+def _padded(tokens, indices, batch, seqlen, total):
+    """``[total, ...]`` -> ``[batch, seqlen, ...]``; ``[total - 1, ...]``, of the token after each, -> ``[batch, seqlen - 1,
+    ...]``."""
+    shifted = tokens.shape[0] == total - 1
+    if not shifted and tokens.shape[0] != total:
+        return tokens[None]
+    if shifted:
+        tokens = F.pad(tokens, (0, 0) * (tokens.dim() - 1) + (1, 0))
+    padded = tokens.new_zeros(batch * seqlen, *tokens.shape[1:]).index_put((indices,), tokens)
+    padded = padded.unflatten(0, (batch, seqlen))
+    return padded[:, 1:] if shifted else padded

@@ -1,0 +1,415 @@
+"""Models with layers that carry a state along the sequence: no document of a packed row sees another, or an error says why."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from helpers import cu_seqlens_of
+
+transformers = pytest.importorskip("transformers")
+
+from stateful_models import SERVED, stateful_model  # noqa: E402
+
+from packing_ops.integrations.transformers import (  # noqa: E402
+    apply_packing_ops,
+    register,
+    revert_packing_ops,
+    stateful_layers,
+    unregister,
+)
+
+LENGTHS = [5, 7, 1, 3]
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    register()
+
+
+def packed(device, lengths=LENGTHS):
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 60, (1, sum(lengths)), generator=generator).to(device)
+    positions = torch.cat([torch.arange(n, device=device) for n in lengths])[None]
+    cu_seqlens = cu_seqlens_of(lengths, device)
+    return ids, positions, {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+
+
+def others_of(ids, first):
+    """The same row, other tokens in its first document."""
+    changed = ids.clone()
+    changed[:, :first] = (ids[:, :first] + 11) % 50 + 3
+    return changed
+
+
+def logits(model, ids, **given):
+    with torch.no_grad():
+        return model(ids, use_cache=False, **given).logits
+
+
+def assert_apart(model, ids, first=LENGTHS[0], **given):
+    one, other = (logits(model, each, **given) for each in (ids, others_of(ids, first)))
+    assert not torch.equal(one[:, :first], other[:, :first])
+    assert torch.equal(one[:, first:], other[:, first:])
+    return one
+
+
+def alone(model, ids, lengths=LENGTHS):
+    return torch.cat([model(row, use_cache=False).logits for row in ids.split(lengths, 1)], 1)
+
+
+# --- every kind of layer ---
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_documents_are_apart_to_the_bit_and_as_alone(family, device):
+    model, stock = (
+        stateful_model(family, device=device),
+        stateful_model(family, attn_implementation="eager", device=device),
+    )
+    ids, positions, told = packed(device)
+    wanted = logits(stock, ids[:, : LENGTHS[0]])
+    numbers = torch.repeat_interleave(torch.arange(1, 5), torch.tensor(LENGTHS))[None].to(device)
+    for given in ({"position_ids": positions}, {"position_ids": positions, **told}, {"attention_mask": numbers}):
+        found = assert_apart(model, ids, **given)
+        torch.testing.assert_close(found[:, : LENGTHS[0]], wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["", "checkpointing", "reentrant"])
+@pytest.mark.parametrize("family", SERVED)
+def test_loss_and_gradients_are_those_of_each_document_alone(family, checkpointing, device):
+    if checkpointing is not None and family not in ("qwen3_next", "jamba", "recurrent_gemma"):
+        pytest.skip("one layer that is given keywords, one that is not, and one that gets them by position")
+    model, stock = (
+        stateful_model(family, device=device),
+        stateful_model(family, attn_implementation="eager", device=device),
+    )
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+    ids, positions, _ = packed(device)
+    weights = torch.randn(1, sum(LENGTHS), 61, device=device)
+    found = model(ids, position_ids=positions, use_cache=False).logits
+    wanted = alone(stock, ids)
+    torch.testing.assert_close(found, wanted, **CLOSE)
+    for each in (found, wanted):
+        (each * weights).sum().backward()
+    for (name, ours), theirs in zip(model.named_parameters(), stock.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None), name
+        if ours.grad is not None:
+            scale = theirs.grad.abs().max().item()
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-4 * scale + 1e-7, msg=name)
+
+
+# --- one of them ---
+
+
+@pytest.mark.parametrize("family", ["lfm2", "jamba"])
+def test_several_rows_with_padding(family, device):
+    """Two documents and padding on both sides, one document, nothing but padding."""
+    model, stock = (
+        stateful_model(family, device=device),
+        stateful_model(family, attn_implementation="eager", device=device),
+    )
+    ids = torch.randint(3, 60, (3, 8), generator=torch.Generator().manual_seed(2)).to(device)
+    mask = torch.tensor([[0, 1, 1, 1, 2, 2, 0, 0], [1] * 8, [0] * 8], device=device)
+    found = logits(model, ids, attention_mask=mask)
+    for row, tokens in ((0, slice(1, 4)), (0, slice(4, 6)), (1, slice(0, 8))):
+        torch.testing.assert_close(found[row, tokens], logits(stock, ids[row : row + 1, tokens])[0], **CLOSE)
+    changed = ids.clone()
+    changed[0, 1:4] += 1
+    assert torch.equal(logits(model, changed, attention_mask=mask)[0, 4:6], found[0, 4:6])
+
+
+def test_one_document_in_each_row_runs_the_stock_layer(device, monkeypatch):
+    model, stock = (
+        stateful_model("lfm2", device=device),
+        stateful_model("lfm2", attn_implementation="eager", device=device),
+    )
+    monkeypatch.setattr(stateful_layers, "in_rows", None)
+    ids = torch.randint(3, 60, (2, 6), device=device)
+    positions = torch.arange(6, device=device)[None]
+    for given in ({}, {"position_ids": positions}, {"attention_mask": torch.ones_like(ids)}):
+        torch.testing.assert_close(logits(model, ids, **given), logits(stock, ids, **given), **CLOSE)
+
+
+def test_a_cache_goes_on_with_one_document_only(device):
+    model = stateful_model("lfm2", device=device).eval()
+    ids, positions, _ = packed(device)
+    cache = model(ids, position_ids=positions, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="past_key_values: expected a cache of one document"):
+        model(ids[:, :1], past_key_values=cache)
+    cache = model(ids[:, :5], use_cache=True).past_key_values
+    with pytest.raises(
+        ValueError, match=r"past_key_values: expected an empty cache beside several documents .* got 5 tokens"
+    ):
+        model(ids[:, 5:], position_ids=positions[:, 5:], past_key_values=cache)
+
+
+def test_generation_is_the_stock_models(device):
+    ids = torch.randint(3, 60, (2, 6), generator=torch.Generator().manual_seed(3)).to(device)
+    models = [
+        stateful_model("lfm2", attn_implementation=name, device=device).eval() for name in ("packing_ops", "eager")
+    ]
+    ours, stock = (model.generate(ids, max_new_tokens=4, do_sample=False) for model in models)
+    assert torch.equal(ours, stock)
+
+
+@pytest.mark.parametrize("family", ["lfm2", "jamba"])
+def test_compiled(family, device, fresh_compile):
+    """Also a model that was never called before; how many documents a row has breaks the graph at each of its layers."""
+    ids, positions, _ = packed(device)
+    wanted = logits(stateful_model(family, device=device), ids, position_ids=positions)
+    model = torch.compile(stateful_model(family, device=device), backend="eager")
+    torch.testing.assert_close(assert_apart(model, ids, position_ids=positions), wanted, **CLOSE)
+    one = torch.arange(16, device=device)[None]
+    stock = stateful_model(family, attn_implementation="eager", device=device)
+    torch.testing.assert_close(logits(model, ids, position_ids=one), logits(stock, ids), **CLOSE)
+
+
+def test_compiled_to_one_graph_is_an_error(device, fresh_compile):
+    ids, positions, _ = packed(device)
+    model = torch.compile(stateful_model("lfm2", device=device), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="packing_ops: how many documents a row has"):
+        model(ids, position_ids=positions, use_cache=False)
+    assert model(ids, use_cache=False).logits.shape == (1, 16, 61)  # one document in each row
+
+
+# --- wrapped, copied, reverted ---
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    dist = torch.distributed
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_in_fsdp(checkpointing, device, one_rank):
+    if device != "cpu":
+        pytest.skip("gloo")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    ids, positions, _ = packed(device)
+    model, plain = stateful_model("jamba"), stateful_model("jamba")
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert_apart(model, ids, position_ids=positions)
+    for each in (model, plain):
+        each(ids, position_ids=positions, labels=ids, use_cache=False).loss.backward()
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if theirs.grad is not None:
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_with_torchs_checkpoint_wrapper(device):
+    """As FSDP's recipes apply it, around the layers."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    ids, positions, _ = packed(device)
+    models = [stateful_model("jamba", device=device) for _ in range(2)]
+    for index, layer in enumerate(models[0].model.layers):
+        models[0].model.layers[index] = checkpoint_wrapper(layer)
+    for model in models:
+        model(ids, position_ids=positions, labels=ids, use_cache=False).loss.backward()
+    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_applied_copied_and_reverted(device):
+    model = stateful_model("jamba", attn_implementation="eager", device=device)
+    ids, positions, _ = packed(device)
+    before = logits(model, ids, position_ids=positions)
+    with pytest.warns(UserWarning, match="rope of JambaForCausalLM"):
+        apply_packing_ops(model)
+    wanted = assert_apart(model, ids, position_ids=positions)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(assert_apart(other, ids, position_ids=positions), wanted)
+        other.model.layers[0].mamba.conv1d.weight.data.zero_()  # of its own
+    assert torch.equal(logits(model, ids, position_ids=positions), wanted)
+    revert_packing_ops(model)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert torch.equal(logits(model, ids, position_ids=positions), before)
+
+
+def test_unregister_puts_every_layer_back(device):
+    model = stateful_model("lfm2", attn_implementation="packing_ops", device=device)
+    model.gradient_checkpointing_enable()
+    functions = [module.__dict__.get("_gradient_checkpointing_func") for module in model.modules()]
+    ids, positions, _ = packed(device)
+    logits(model, ids, position_ids=positions)
+    assert any("forward" in module.__dict__ for module in model.modules())
+    unregister()
+    try:
+        assert not any("forward" in module.__dict__ for module in model.modules())
+        assert [module.__dict__.get("_gradient_checkpointing_func") for module in model.modules()] == functions
+    finally:
+        register()
+
+
+# --- found by what they are ---
+
+
+def in_llama(layer, device="cpu"):
+    """A Llama whose first MLP is followed by this layer."""
+    from hf_models import tiny_model
+
+    class Followed(torch.nn.Module):
+        def __init__(self, first, second):
+            super().__init__()
+            self.first, self.second = first, second
+
+        def forward(self, hidden):
+            return self.second(self.first(hidden))
+
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device)
+    first = model.model.layers[0]
+    first.mlp = Followed(first.mlp, layer.to(device))
+    return model
+
+
+class Blur(torch.nn.Module):
+    """Knows nobody's words."""
+
+    def __init__(self):
+        super().__init__()
+        self.taps = torch.nn.Conv1d(32, 32, 3, padding=2, groups=32)
+
+    def forward(self, x):
+        return self.taps(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+
+
+class Remembers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = torch.nn.GRU(32, 32, batch_first=True)
+
+    def forward(self, x):
+        return self.cell(x)[0]
+
+
+class Decays(torch.nn.Module):
+    """A state in nobody's words: its code has none of a recurrence."""
+
+    def forward(self, x):
+        steps = torch.arange(x.shape[1], device=x.device)
+        weights = (0.5 ** (steps[:, None] - steps).clamp(min=0)).tril()
+        return weights.to(x.dtype) @ x
+
+
+@pytest.mark.parametrize("layer", [Blur, Remembers, Decays])
+def test_layers_that_nobody_named(layer, device):
+    torch.manual_seed(0)
+    model = in_llama(layer(), device)
+    ids, positions, _ = packed(device)
+    found = assert_apart(model, ids, position_ids=positions)
+    with torch.no_grad():
+        torch.testing.assert_close(found, alone(model, ids), **CLOSE)
+
+
+class Ahead(Blur):
+    """Reads the next token too: rows of other lengths would see their padding."""
+
+    def forward(self, x):
+        return torch.nn.functional.conv1d(x.transpose(1, 2), self.taps.weight, padding=1, groups=32).transpose(1, 2)
+
+
+def test_layers_that_read_ahead_are_refused(device):
+    ids, positions, _ = packed(device)
+    with pytest.raises(
+        ValueError, match=r"position_ids: .* got several, and Ahead carries .* reads tokens ahead; give each"
+    ):
+        in_llama(Ahead(), device)(ids, position_ids=positions)
+    assert in_llama(Ahead(), device)(ids).logits.shape == (1, 16, 61)
+
+
+def test_attention_with_a_convolution_inside_is_refused(device):
+    model = in_llama(torch.nn.Identity(), device)
+    attention = model.model.layers[1].self_attn
+    attention.shift = torch.nn.Conv1d(32, 32, 2, device=device)
+    ids, positions, _ = packed(device)
+    message = (
+        "got several, and LlamaAttention carries a state along the sequence and calls attention inside, .*; give each"
+    )
+    with pytest.raises(ValueError, match=message):
+        model(ids, position_ids=positions)
+    assert model(ids).logits.shape == (1, 16, 61)
+
+
+def test_attention_alone_is_left_alone(device):
+    """What it looks for is in none of it, and nothing is put in."""
+    from hf_models import tiny_model
+
+    for family in ("llama", "gemma3", "gpt_oss"):
+        model = tiny_model(family, attn_implementation="packing_ops", device=device)
+        assert stateful_layers.stateful_layers(model) == []
+        ids, positions, _ = packed(device)
+        logits(model, ids, position_ids=positions)
+        assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+# --- kernels that are told of documents ---
+
+CAUSAL_CONV1D = '''
+import torch
+
+calls = []
+
+
+def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, activation=None):
+    """[batch, dim, seqlen], as the package of this name has it."""
+    calls.append(seq_idx)
+    out = 0
+    for back in range(weight.shape[1]):
+        tap = torch.nn.functional.pad(x, (back, 0))[..., : x.shape[-1]] * weight[:, -1 - back, None]
+        if seq_idx is not None:
+            tap = tap * (torch.nn.functional.pad(seq_idx, (back, 0), value=-1)[:, None, : x.shape[-1]] == seq_idx[:, None])
+        out = out + tap
+    out = out if bias is None else out + bias[:, None]
+    return torch.nn.functional.silu(out) if activation == "silu" else out
+
+
+def causal_conv1d_update(*args):
+    raise NotImplementedError
+'''
+WITH_KERNELS = """
+import causal_conv1d, torch
+import test_hf_stateful as case
+case.register()
+ids, positions, told = case.packed("cpu")
+model = case.stateful_model("lfm2")
+wanted = case.alone(model, ids)
+assert causal_conv1d.calls and all(each is None for each in causal_conv1d.calls)
+case.assert_apart(model, ids, position_ids=positions)
+causal_conv1d.calls.clear()
+stateful_layers, in_rows = case.stateful_layers, case.stateful_layers.in_rows
+stateful_layers.in_rows = None  # one call of the kernel, for all documents
+torch.testing.assert_close(case.logits(model, ids, position_ids=positions), wanted, **case.CLOSE)
+assert [each.tolist() for each in causal_conv1d.calls] == [[[0] * 5 + [1] * 7 + [2] + [3] * 3]]
+stateful_layers.in_rows = in_rows
+found = case.logits(case.stateful_model("jamba"), ids, position_ids=positions)  # its scan takes no boundaries
+torch.testing.assert_close(found, case.alone(case.stateful_model("jamba"), ids), **case.CLOSE)
+"""
+
+
+def test_kernels_that_take_boundaries_get_them(tmp_path):
+    import os
+    import subprocess
+    import sys
+
+    from hf_models import OLD
+
+    if OLD:
+        pytest.skip("up to transformers 4.57 layers hand no boundaries on")
+    (tmp_path / "causal_conv1d.py").write_text(CAUSAL_CONV1D)
+    path = os.pathsep.join([str(tmp_path), *(each for each in sys.path if each)])
+    command = [sys.executable, "-c", WITH_KERNELS]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,191 @@
+"""TRL's DPO and reward trainers with enable_padding_free: losses, gradients and metrics are those of the padded trainer."""
+
+import copy
+
+import pytest
+import torch
+
+datasets = pytest.importorskip("datasets")
+trl = pytest.importorskip("trl")
+import transformers  # noqa: E402
+from common.hf_setup import byte_tokenizer  # noqa: E402
+from hf_models import tiny_model  # noqa: E402
+
+from packing_ops.integrations import trl as integration  # noqa: E402
+from packing_ops.integrations.transformers import apply_packing_ops  # noqa: E402
+
+datasets.disable_progress_bars()
+PAIRS = [{"prompt": "p" * i, "chosen": "yes" * (5 - i), "rejected": "no" * 3 * i} for i in (1, 2, 3, 4)]
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+def settings(kind, tmp_path, device, **more):
+    return getattr(trl, kind)(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=4,
+        per_device_eval_batch_size=4,
+        bf16=False,
+        use_cpu=device == "cpu",
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        **{"gradient_checkpointing": False, **more},
+    )
+
+
+def dpo_trainer(tmp_path, device, **more):
+    models = [tiny_model("llama", vocab_size=258, device=device, seed=seed) for seed in (0, 1)]
+    rows = datasets.Dataset.from_list(PAIRS)
+    return trl.DPOTrainer(
+        model=models[0],
+        ref_model=models[1],
+        args=settings("DPOConfig", tmp_path, device, **more),
+        train_dataset=rows,
+        processing_class=byte_tokenizer(),
+    )
+
+
+def reward_model(device):
+    config = copy.deepcopy(tiny_model("llama", vocab_size=258).config)
+    config.num_labels = 1
+    torch.manual_seed(0)
+    return transformers.AutoModelForSequenceClassification.from_config(config).to(device)
+
+
+def reward_trainer(tmp_path, device, pairs=PAIRS, **more):
+    return trl.RewardTrainer(
+        model=reward_model(device),
+        args=settings("RewardConfig", tmp_path, device, **{"pad_token": "<0x00>", **more}),
+        train_dataset=datasets.Dataset.from_list(pairs),
+        processing_class=byte_tokenizer(),
+    )
+
+
+def without_padding(trainer):
+    for model in (trainer.model, getattr(trainer, "ref_model", None)):
+        if model is not None:
+            apply_packing_ops(model)
+    integration.enable_padding_free(trainer)
+    return trainer
+
+
+def step(trainer):
+    """Loss, gradients and metrics of the first batch; how many tokens the decoder was given."""
+    batch, tokens = next(iter(trainer.get_train_dataloader())), []
+    assert (batch["attention_mask"] == 0).any()
+    hook = trainer.model.model.register_forward_pre_hook(
+        lambda _, args, kwargs: tokens.append((args[0] if args else kwargs["input_ids"]).numel()), with_kwargs=True
+    )
+    trainer.model.train()
+    loss = trainer.compute_loss(trainer.model, dict(batch))
+    loss.backward()
+    hook.remove()
+    grads = {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
+    return loss.detach(), grads, {name: values[-1] for name, values in trainer._metrics["train"].items()}, tokens, batch
+
+
+def assert_same(padded, packed):
+    loss, grads, metrics, tokens, batch = padded
+    torch.testing.assert_close(packed[0], loss, **CLOSE)
+    for name, grad in grads.items():
+        torch.testing.assert_close(packed[1][name], grad, rtol=1e-4, atol=1e-5, msg=name)
+    assert packed[2] == pytest.approx(metrics, rel=1e-4, abs=1e-4)
+    assert tokens == [batch["input_ids"].numel()]
+    assert packed[3] == [int(batch["attention_mask"].sum())]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"loss_type": ["sigmoid", "sft", "ipo"], "loss_weights": [1.0, 0.5, 0.1], "ld_alpha": 0.5},
+        {"gradient_checkpointing": True, "use_weighting": True},
+    ],
+    ids=["sigmoid", "several losses", "checkpointed, weighted"],
+)
+def test_dpo(more, device, tmp_path):
+    assert_same(
+        step(dpo_trainer(tmp_path, device, **more)), step(without_padding(dpo_trainer(tmp_path, device, **more)))
+    )
+
+
+def test_dpo_reference_of_a_batch_and_a_run(device, tmp_path):
+    options = {"num_train_epochs": 2, "learning_rate": 1e-2, "optim": "sgd", "logging_steps": 1}
+    padded, packed = dpo_trainer(tmp_path, device, **options), without_padding(dpo_trainer(tmp_path, device, **options))
+    batch = next(iter(padded.get_train_dataloader()))
+    wanted, found = (torch.cat(t.compute_ref_log_probs(t.ref_model, batch)) for t in (padded, packed))
+    torch.testing.assert_close(found, wanted, **CLOSE)
+    for trainer in (padded, packed):
+        trainer.train()
+    losses = [[e["loss"] for e in t.state.log_history if "loss" in e] for t in (padded, packed)]
+    assert len(losses[0]) == 2
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    integration.disable_padding_free(packed)
+    again = [torch.cat(t.compute_ref_log_probs(t.ref_model, batch)) for t in (padded, packed)]
+    torch.testing.assert_close(*again, **CLOSE)
+    assert getattr(packed.model.forward, "func", None) is getattr(padded.model.forward, "func", None)
+
+
+@pytest.mark.parametrize("margins", [False, True])
+def test_reward(margins, device, tmp_path):
+    pairs = [{**pair, "margin": 0.1 * i} for i, pair in enumerate(PAIRS)] if margins else PAIRS
+    more = {"center_rewards_coefficient": 0.01}
+    padded, packed = (reward_trainer(tmp_path, device, pairs, **more) for _ in range(2))
+    assert_same(step(padded), step(without_padding(packed)))
+
+
+def test_the_last_token_of_a_document_may_be_the_pad_token(device, tmp_path):
+    """The padded trainer skips it, wherever documents end with it; alone, each is scored by its last token."""
+    trainer = without_padding(reward_trainer(tmp_path, device, pad_token="</s>"))
+    batch = next(iter(trainer.get_train_dataloader()))
+    with torch.no_grad():
+        found = trainer.model(**batch, use_cache=False).logits
+        model = reward_model(device)
+        for ids, mask, score in zip(batch["input_ids"], batch["attention_mask"], found, strict=True):
+            document = ids[mask.bool()]
+            hidden = model.model(document[None]).last_hidden_state
+            assert document[-1] == 257
+            torch.testing.assert_close(score, model.score(hidden[0, -1]), **CLOSE)
+
+
+def test_what_is_refused(device, tmp_path):
+    trainer = reward_trainer(tmp_path, device)
+    with pytest.raises(
+        ValueError, match="trainer: expected models with attn_implementation='packing_ops', got 'eager'"
+    ):
+        integration.enable_padding_free(trainer)
+    with pytest.raises(TypeError, match="trainer: expected DPOTrainer or RewardTrainer of TRL, got object"):
+        integration.enable_padding_free(object())
+    without_padding(trainer)
+    batch = dict(next(iter(trainer.get_train_dataloader())))
+    images = torch.zeros(4, 3, 8, 8, device=device)
+    with pytest.raises(ValueError, match=r"pixel_values: expected text .* PaddingFreeCollator with position_ids"):
+        trainer.compute_loss(trainer.model, {**batch, "pixel_values": images})
+    trainer._is_vision_dataset = True
+    with pytest.raises(ValueError, match=r"trainer: expected text alone, got a dataset with images; .*or leave this"):
+        integration.enable_padding_free(trainer)
+
+
+def test_prompt_tuning_is_refused(device, tmp_path):
+    peft = pytest.importorskip("peft")
+    model = apply_packing_ops(base := tiny_model("llama", vocab_size=258, device=device)) and base
+    model = peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    DPOTrainer = type("DPOTrainer", (), {"model": model})
+    with pytest.raises(ValueError, match="trainer: expected a model without prompt tuning, got virtual tokens"):
+        integration.enable_padding_free(DPOTrainer())
+
+
+def test_twice_is_once_and_lora(device, tmp_path):
+    peft = pytest.importorskip("peft")
+    losses = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        trainer = dpo_trainer(tmp_path, device)
+        if enabled:
+            before = trainer.model.forward
+            without_padding(without_padding(trainer))
+            assert trainer.model.forward.args[1] == before
+        torch.manual_seed(3)
+        trainer.model.add_adapter(peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+        losses.append(trainer.compute_loss(trainer.model, dict(next(iter(trainer.get_train_dataloader())))))
+    torch.testing.assert_close(*losses, **CLOSE)
