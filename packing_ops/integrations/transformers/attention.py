@@ -30,17 +30,18 @@ _HARMLESS = frozenset({
 def register(name: str = "packing_ops") -> None:
     """Makes ``attn_implementation=name`` known to transformers, with ``model.set_attn_implementation(name)``.
 
-    Documents of a batch are found in this order, once per forward, and shared by all layers:
-    ``cu_seq_lens_q`` / ``cu_seq_lens_k`` passed to the model (no host synchronisation); the 2-D attention_mask (left,
-    right, holes; numbers above 1 start a document where they change) and position_ids, which start one in each row and
-    where they stop growing (one synchronisation); else each row is one. Causal and full attention, sliding windows, softcap, sinks, grouped heads
-    and scaling follow the model. Everything else runs by SDPA with a mask of the same meaning, after one warning that
-    says why: a KV cache, 4-D masks (models that read theirs), dropout, head_dim over 256. A second call changes nothing.
+    Documents of a batch are found in this order, once per forward, and shared by all layers: ``cu_seq_lens_q`` /
+    ``cu_seq_lens_k`` passed to the model (no host synchronisation); the 2-D attention_mask (left, right, holes; numbers
+    above 1 start a document where they change) and position_ids, which start one in each row and where they stop growing
+    (one synchronisation); else each row is one. Causal and full attention, sliding windows, softcap, sinks, grouped heads
+    and scaling follow the model. Everything else runs by SDPA with a mask of the same meaning, after one warning that says
+    why: a KV cache, 4-D masks (models that read theirs), dropout, head_dim over 256. A second call changes nothing.
 
     What this adds to transformers stays until unregister(name): the name in its two tables, and wrappers around
-    PreTrainedModel.__call__, which remembers position_ids for models that pass them to no mask, and around the
-    preparation of masks; in models, the forward of layers that carry a state. Both wrappers leave models with another attn_implementation alone. A process that unpickles a model
-    with this attention must call register first, unless apply_packing_ops set it.
+    PreTrainedModel.__call__, which remembers position_ids for models that pass them to no mask, and around the preparation
+    of masks; in models, the forward of layers that carry a state. Both wrappers leave models with another
+    attn_implementation alone. A process that unpickles a model with this attention must call register first, unless
+    apply_packing_ops set it.
 
     Args:
         name: of the implementation; without "flash", "sdpa" and "flex", which transformers treats on their own.
@@ -55,14 +56,14 @@ def register(name: str = "packing_ops") -> None:
 
     Raises:
         ImportError: transformers is not installed, or too old to have the interfaces.
-        ValueError: a name that transformers would treat as its own. Then, in the forward: several documents in a row for
-            a layer with a state that reads tokens ahead or calls attention inside; cu_seqlens that do not end
-            at the batch's tokens, an attention_mask with padding or other documents beside them, position_ids that never restart beside
-            cu_seqlens of several documents or that restart inside of one (0, 1 after more than 1), documents of the
-            keys that are not those of the queries. On CUDA these are found in a later call, or in the same one under
-            ``PACKING_OPS_CHECK=1``. At the end of a forward: several documents that no attention knows of.
-            At the start of one: past_key_values that were filled with several documents of a row. A compiled graph
-            asserts these two on the device: RuntimeError on the CPU, a device-side assertion on CUDA.
+        ValueError: a name that transformers would treat as its own. Then, in the forward: several documents in a row for a
+            layer with a state that reads tokens ahead or calls attention inside; cu_seqlens that do not end at the batch's
+            tokens, an attention_mask with padding or other documents beside them, position_ids that never restart beside
+            cu_seqlens of several documents or that restart inside of one (0, 1 after more than 1), documents of the keys
+            that are not those of the queries. On CUDA these are found in a later call, or in the same one under
+            ``PACKING_OPS_CHECK=1``. At the end of a forward: several documents that no attention knows of. At the start of
+            one: past_key_values that were filled with several documents of a row. A compiled graph asserts these two on the
+            device: RuntimeError on the CPU, a device-side assertion on CUDA.
         NotImplementedError: in the forward, an option of attention that is not known (``block_indices``, say).
     """
     taken = [word for word in ("flash", "sdpa", "flex", "eager", "paged", "/") if word in name]
