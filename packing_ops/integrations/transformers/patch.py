@@ -1,6 +1,5 @@
 """apply_packing_ops and revert_packing_ops: packing_ops inside a transformers model, and out again."""
 
-import functools
 import importlib
 import warnings
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from packing_ops.integrations.transformers import attn_implementation as attenti
 from packing_ops.integrations.transformers import fused_loss as fused_loss_patch
 from packing_ops.integrations.transformers import rms_norm as rms_norm_patch
 from packing_ops.integrations.transformers import rope as rope_patch
+from packing_ops.integrations.transformers import sequence_group as sequence_patch
 from packing_ops.integrations.transformers.attention import register
 from packing_ops.integrations.transformers.imports import PreTrainedModel
 from packing_ops.integrations.transformers.models import FAMILIES, MODULES
@@ -48,6 +48,8 @@ def apply_packing_ops(
     fused_loss: bool = False,
     fp32_cos_sin: bool = False,
     strict: bool = False,
+    sequence_group: torch.distributed.ProcessGroup | None = None,
+    sequence_scheme: str = "contiguous",
 ) -> Applied:
     """Swap a model's attention and RoPE, and on request RMSNorm and loss, for those of packing_ops.
 
@@ -64,6 +66,10 @@ def apply_packing_ops(
             without the logits, and the output's are None: who reads them, as TRL's SFTTrainer does for its metrics,
             cannot have it. Apply before others wrap forward. Another lm_head (resized, LoRA): stock, after a warning.
         fp32_cos_sin: keep cos and sin in fp32 where the model casts them to its own dtype.
+        sequence_group: of an instance: ranks that share each row. The model then takes what
+            packing_ops.parallel.shard_packed gives, and its attention runs over the group (varlen_attention_over); with DDP
+            or FSDP2 around it as around any model. A DeviceMesh of one dimension too.
+        sequence_scheme: the scheme of shard_packed.
         strict: raise, and change nothing, if any option cannot be applied. Otherwise what can be is swapped, and a
             warning names what is left.
 
@@ -81,7 +87,10 @@ def apply_packing_ops(
     Raises:
         ImportError: transformers is missing (``pip install packing_ops[hf]``).
         TypeError: model is no instance, class or None.
-        ValueError: ``strict`` and something cannot be swapped in this model; fused_loss of a class.
+        ValueError: ``strict`` and something cannot be swapped in this model; fused_loss or sequence_group of a class;
+            a sequence_group for a model whose rows cannot lie on several ranks (RoPE scaled by the row's longest position,
+            images), or whose attention cannot be swapped. Then, in the forward: a call that is not what shard_packed
+            gives, or labels without num_items_in_batch, since the mean over one rank's targets is not that of the row.
 
     Example:
         >>> from transformers import AutoModelForCausalLM, Qwen3Config
@@ -98,6 +107,9 @@ def apply_packing_ops(
     if model is None or isinstance(model, type):
         if fused_loss:
             raise ValueError(f"fused_loss: expected an instance of a model, got {_name_of(model) if model else None}")
+        if sequence_group is not None:
+            got = _name_of(model) if model else None
+            raise ValueError(f"sequence_group: expected an instance of a model, got {got}")
         return _apply_to_classes(model, rope, attention, rms_norm, fp32_cos_sin, strict)
     _check_model(model)
     skipped = {}
@@ -111,11 +123,17 @@ def apply_packing_ops(
     if fused_loss and not losses:
         reasons = map(fused_loss_patch.refusal, attention_patch.hosts(model))
         skipped["fused_loss"] = next(reasons, "there is no transformers model in it")
+    if sequence_group is not None:
+        without = skipped.get("attention") or (None if attention else "attention=False")
+        sequence_patch.check(attention_patch.hosts(model), without)
     _refuse(model, skipped, strict)
     if attention and "attention" not in skipped and (reason := attention_patch.set_ours(model)):
         skipped["attention"] = reason
         _refuse(model, skipped, strict)
     _warn(model, skipped)
+    if sequence_group is not None:
+        hosts = attention_patch.hosts(model)
+        sequence_patch.apply_to_model(hosts, attention_patch.attentions(model), sequence_group, sequence_scheme)
     return Applied(
         len(attention_patch.attentions(model)) if attention and "attention" not in skipped else 0,
         rope_patch.apply_to_model(model, fp32_cos_sin) if rope else 0,
@@ -140,6 +158,7 @@ def revert_packing_ops(model: torch.nn.Module | type | None = None) -> None:
                 patch.revert()
         return
     _check_model(model)
+    sequence_patch.revert_model(model)
     rope_patch.revert_model(model)
     rms_norm_patch.revert_model(model)
     for host in attention_patch.hosts(model):
@@ -197,12 +216,12 @@ def _apply_to_classes(cls, rope, attention, rms_norm, fp32_cos_sin, strict) -> A
             counts["rope"] += 1
         for value in _classes(name):
             if rope and fp32_cos_sin and rope_patch.is_rotary(value):
-                _pin(name, Patch(value, "forward", _fp32_forward))
+                _pin(name, Patch(value, "forward", rope_patch.fp32_forward))
             if rms_norm and rms_norm_patch.is_norm(value):
                 _pin(name, Patch(value, "forward", lambda _, value=value: rms_norm_patch.forward_of(value)))
                 counts["rms_norm"] += 1
         for value in _bases(name) if attention else ():
-            _pin(name, Patch(value, "_check_and_adjust_attn_implementation", _with_our_default))
+            _pin(name, Patch(value, "_check_and_adjust_attn_implementation", attention_patch.with_our_default))
             counts["attention"] += 1
     return Applied(**counts, skipped=skipped)
 
@@ -219,23 +238,3 @@ def _bases(module_name) -> list[type]:
 
 def _pin(module_name, patch) -> None:
     _class_patches.setdefault(module_name, {}).setdefault((patch.owner, patch.name), patch).apply()
-
-
-def _fp32_forward(stock):
-    @functools.wraps(stock)
-    def forward(self, x, *args, **kwargs):
-        return stock(self, rope_patch.in_fp32(x), *args, **kwargs)
-
-    return forward
-
-
-def _with_our_default(stock):
-    """Wraps the method that picks the attn_implementation of a new model."""
-
-    @functools.wraps(stock)
-    def check(self, attn_implementation, *args, **kwargs):
-        if not attn_implementation:
-            self.__dict__.setdefault(attention_patch.STATE, attention_patch.AttentionBefore())
-        return stock(self, attn_implementation or attention_patch.IMPLEMENTATION, *args, **kwargs)
-
-    return check
