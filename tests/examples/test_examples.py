@@ -42,6 +42,7 @@ MODULES = {
     "async_sft": 'matplotlib and numpy and rich: pip install "packing_ops[data]"',
     "ddp_sft": 'transformers: pip install "packing_ops[hf]"',
     "docstrings": None,
+    "fsdp2_sft": 'transformers: pip install "packing_ops[hf]"',
     "hf_sft": 'transformers and matplotlib and rich: pip install "packing_ops[data,hf]"',
     "megatron_sft": 'megatron.core and matplotlib and rich: pip install "packing_ops[data,megatron]"',
     "rl_mini_batches": None,

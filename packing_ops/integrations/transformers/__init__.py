@@ -7,14 +7,16 @@ attn_implementation="packing_ops":
     mask_preparation.py     Brings these arguments to where transformers makes masks.
     blocks.py               Image blocks and prefixes of a mask as visible_end.
     masks.py                MaskPattern, which layers get in place of a mask tensor.
+    gathered_rows.py        Under another library's Ulysses, which calls attention with rows of several ranks.
     documents.py            Where the documents of a batch lie; document_checks.py: whether a row has several.
-    fallback.py             SDPA, for calls that varlen attention does not serve.
+    served.py               Which calls varlen attention serves; fallback.py: SDPA, for those that it does not.
     stateful_layers.py      Layers that carry a state along the sequence: each document from a state of its own;
                             stateful_kinds.py: which layers; stateful_ways.py, stateful_rows.py: how.
     kv_cache.py             Refuses a KV cache that holds several documents in a row.
 apply_packing_ops(model):
     patch.py                apply and revert; applied.py is what they say, model_info.py says what runs. class_patch.py
                             does it for a class or for all.
+    sequence_group.py       A model whose rows lie on several ranks, by packing_ops.parallel.
     attn_implementation.py  Sets a model's attn_implementation, and sets it back.
     rope.py, rms_norm.py, vision.py, fused_loss.py   How each of these is put into a model. rope_functions.py: what
                             stands in place of a module's functions; module_class.py: in place of a module's class;

@@ -1,30 +1,22 @@
 """``attn_implementation="packing_ops"``: varlen attention behind transformers' attention and mask interfaces."""
 
-import functools
-import inspect
-import re
-
 import torch
 
 from packing_ops import _ops
-from packing_ops._arguments import dtype_name
 from packing_ops.attention import varlen_attention
 from packing_ops.integrations._attention_options import AttentionOptions
-from packing_ops.integrations.transformers import fallback, mask_preparation, masks, model_call, stateful_layers
+from packing_ops.integrations.transformers import (
+    fallback,
+    mask_preparation,
+    masks,
+    model_call,
+    sequence_group,
+    served,
+    stateful_layers,
+)
 from packing_ops.integrations.transformers.documents import find_documents
+from packing_ops.integrations.transformers.gathered_rows import documents_of_pattern
 from packing_ops.integrations.transformers.imports import AttentionInterface, AttentionMaskInterface
-
-# Options that SDPA serves.
-_SDPA = frozenset(("cache", "output_attentions", "position_bias"))
-# Keywords that reach attention and do not change its result, collected from the models of transformers: those of
-# TransformersKwargs, generate, trainers and outer models, and deterministic, which our backward always is.
-_HARMLESS = frozenset({
-    "cache_position", "deterministic", "encoder_attention_mask", "encoder_hidden_states", "ignore_index",
-    "input_ids", "inputs_embeds", "labels", "logits_to_keep", "margin", "max_length_k", "max_length_q",
-    "mm_token_type_ids", "num_items_in_batch", "output_hidden_states", "output_router_logits",
-    "packed_seq_lengths", "past_key_values", "return_dict", "seq_idx", "shift_labels", "token_type_ids",
-    "use_cache",
-})  # fmt: skip
 
 
 def register(name: str = "packing_ops") -> None:
@@ -114,42 +106,46 @@ def packing_ops_attention(
     **kwargs,
 ):
     """query ``[batch, num_heads, seqlen, head_dim]`` -> (``[batch, seqlen, num_heads, head_dim]``, None)."""
-    seqlen, cu_seqlens = query.shape[2], (cu_seq_lens_q, cu_seq_lens_k)
-    reason, visible_end = "" if _HARMLESS.issuperset(kwargs) else _option_for_sdpa(kwargs), None
-    if isinstance(attention_mask, masks.MaskPattern):
-        causal, window, length = attention_mask.causal, attention_mask.window, attention_mask.length
-        if not seqlen == key.shape[2] == length:
-            lengths = f"{seqlen} queries and {key.shape[2]} keys"
-            raise ValueError(f"key: expected the {length} slots that the mask was made for, got {lengths}")
-        documents = attention_mask.documents(query, cu_seqlens, position_ids).on(query.device)
-        visible_end, none = attention_mask.visible_end(documents)
-        reason = reason or none
+    cu_seqlens, sequence = (cu_seq_lens_q, cu_seq_lens_k), sequence_group.of(module)
+    reason, visible_end = "" if served.HARMLESS.issuperset(kwargs) else served.option_for_sdpa(kwargs), None
+    pattern = attention_mask if isinstance(attention_mask, masks.MaskPattern) else None
+    if pattern is not None:
+        causal, window = pattern.causal, pattern.window
     else:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-        window = (-1, -1) if sliding_window is None or sliding_window > key.shape[2] else (sliding_window - 1, 0)
-        none = _why_no_documents(query, key, attention_mask, causal, window)
+        sees_all = sliding_window is None or (sequence is None and sliding_window > key.shape[2])
+        window = (-1, -1) if sees_all else (sliding_window - 1, 0)
+    options = AttentionOptions(causal, scaling, window, softcap, s_aux)
+    if sequence is not None:
+        reason = reason or served.why_not(query, key, value, dropout)
+        if pattern is not None and pattern.blocks is not None:
+            reason = reason or "a mask with blocks that see ahead"
+        mask = None if pattern is not None else attention_mask
+        return sequence.attend(_one_dtype(query, key, value), mask, cu_seq_lens_q, options, reason), None
+    if pattern is not None:
+        documents = documents_of_pattern(module, pattern, query, key, cu_seqlens, position_ids)
+        visible_end, none = pattern.visible_end(documents)
+        reason = reason or none
+    else:
+        none = served.why_no_documents(query, key, attention_mask, causal, window)
         if none and (cu_seq_lens_q is not None or cu_seq_lens_k is not None) and kwargs.get("cache") is None:
             raise ValueError(f"cu_seq_lens_q: expected a row of its own documents, got {none}")
-        documents = (
-            None if none else _documents_without_pattern(module, query, attention_mask, cu_seqlens, position_ids)
-        )
+        documents = None if none else _without_pattern(module, query, attention_mask, cu_seqlens, position_ids)
         reason = reason or none
-    reason = reason or _why_not(query, key, value, dropout)
+    reason = reason or served.why_not(query, key, value, dropout)
     if not reason and documents.holes and window != (-1, -1):
         reason = "a sliding window over padding that may lie inside a row"
     if not reason:
         return _varlen((query, key, value), documents, causal, scaling, window, softcap, s_aux, visible_end), None
     fallback.warn_once(reason)
-    options = AttentionOptions(causal, scaling, window, softcap, s_aux)
     mask = attention_mask if documents is None else fallback.mask_of(documents, query, options, attention_mask)
     return fallback.attend(module, query, key, value, mask, options, dropout, kwargs)
 
 
-def _documents_without_pattern(module, query, mask, cu_seqlens, position_ids):
+def _without_pattern(module, query, mask, cu_seqlens, position_ids):
     masks.mark_used(*cu_seqlens, position_ids)
     padding = mask if mask is None else model_call.numbered(mask)
-    layer = getattr(module, "layer_idx", None)
-    return find_documents(query, cu_seqlens, padding, position_ids, layer).on(query.device)
+    return find_documents(query, cu_seqlens, padding, position_ids, getattr(module, "layer_idx", None)).on(query.device)
 
 
 def _varlen(heads, documents, causal, scaling, window, softcap, sinks, visible_end=None):
@@ -193,61 +189,3 @@ def _one_dtype(query, key, value):
     if query.dtype == key.dtype == value.dtype == dtype:  # no call of .to, which costs the host half a microsecond
         return query, key, value
     return query.to(dtype), key.to(dtype), value.to(dtype)
-
-
-def _why_no_documents(query, key, mask, causal, window):
-    if mask is not None and mask.dim() != 2:
-        why = "decoding with a KV cache" if query.shape[2] != key.shape[2] else "a mask that is neither causal nor full"
-        return f"{why} (mask of {mask.dim()} dimensions)"
-    if query.shape[2] != key.shape[2]:
-        return "decoding with a KV cache or attention to another sequence"
-    if not causal and window != (-1, -1):
-        return "a sliding window without causality and without its mask"
-    return ""
-
-
-def _option_for_sdpa(kwargs):
-    """Why SDPA must serve these options, or an empty string."""
-    given = sorted(
-        name for name, option in kwargs.items() if name not in _HARMLESS and option is not None and option is not False
-    )
-    for name in given:
-        if name not in _SDPA:
-            raise NotImplementedError(
-                f"{name}: expected no option that packing_ops attention does not know, got {type(kwargs[name]).__name__}; "
-                "leave it out of the model's call or load the model with another attn_implementation"
-            )
-    return f"{given[0]} is not supported" if given else ""
-
-
-_CALL = re.compile(r"\battention_interface\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)")
-
-
-@functools.cache
-def unknown_options(cls: type) -> frozenset[str]:
-    """Options that modules of this class pass to attention by name and packing_ops_attention refuses."""
-    try:
-        calls = _CALL.findall(inspect.getsource(cls.forward))
-    except (OSError, TypeError):  # no source
-        return frozenset()
-    passed = re.findall(r"^\s*(\w+)=", "\n".join(calls), re.M)
-    known = {"head_mask"}  # None unless somebody asks for one, which is refused then
-    return frozenset(passed) - _HARMLESS - _SDPA - known - set(inspect.signature(packing_ops_attention).parameters)
-
-
-def _why_not(query, key, value, dropout):
-    """Why varlen_attention cannot serve this call, or an empty string."""
-    if dropout:
-        return f"dropout {dropout} in attention"
-    head_dim, cuda = query.shape[-1], query.is_cuda
-    if not (cuda or query.is_cpu):
-        return f"no kernel for {query.device.type}"
-    if value.shape[-1] != head_dim:
-        return f"head_dim {head_dim} of query and key, {value.shape[-1]} of value"
-    if head_dim > 256:
-        return f"head_dim {head_dim}, expected at most 256"
-    if cuda and value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"dtype {dtype_name(value.dtype)}"
-    if cuda and head_dim % 8 and value.dtype != torch.float32:
-        return f"head_dim {head_dim} in {dtype_name(value.dtype)}, expected a multiple of 8"
-    return ""

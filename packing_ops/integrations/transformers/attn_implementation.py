@@ -6,8 +6,9 @@ import inspect
 import torch
 
 from packing_ops.integrations.transformers import stateful_layers
-from packing_ops.integrations.transformers.attention import register, unknown_options
+from packing_ops.integrations.transformers.attention import packing_ops_attention, register
 from packing_ops.integrations.transformers.imports import PreTrainedModel, not_causal
+from packing_ops.integrations.transformers.served import unknown_options
 
 IMPLEMENTATION = "packing_ops"
 STATE = "_packing_ops_attention"
@@ -51,7 +52,7 @@ def why_not(model) -> str | None:
     if not found:
         return "there is no transformers model in it to set attn_implementation on"
     for cls in {type(module) for host in found for module in host.modules()}:
-        if options := sorted(unknown_options(cls)):
+        if options := sorted(unknown_options(cls, packing_ops_attention)):
             return f"{cls.__name__} has attention with {', '.join(options)}"
     if reasons := [why for host in found for module in host.modules() if (why := _not_causal(module))]:
         return reasons[0]
@@ -107,3 +108,15 @@ def implementations_of(config) -> dict:
             nested = implementations_of(sub_config)
             found[key] = nested if len(nested) > 1 else nested[""]
     return found
+
+
+def with_our_default(stock):
+    """Wraps the method that picks the attn_implementation of a new model."""
+
+    @functools.wraps(stock)
+    def check(self, attn_implementation, *args, **kwargs):
+        if not attn_implementation:
+            self.__dict__.setdefault(STATE, AttentionBefore())
+        return stock(self, attn_implementation or IMPLEMENTATION, *args, **kwargs)
+
+    return check
