@@ -13,16 +13,9 @@ transformers = pytest.importorskip("transformers")
 from hf_models import OLD, skip_if_attention_is_its_own, skip_if_masks_are_its_own  # noqa: E402
 
 import packing_ops  # noqa: E402
-from packing_ops.integrations.transformers import (  # noqa: E402
-    attention,
-    fallback,
-    masks,
-    model_call,
-    register,
-    running,
-    served,
-)
+from packing_ops.integrations.transformers import attention, fallback, masks, model_call, register, running  # noqa: E402
 from packing_ops.integrations.transformers.patch import apply_packing_ops  # noqa: E402
+from packing_ops.integrations.transformers.served import _CALL, HARMLESS, SDPA  # noqa: E402
 
 LENGTHS = [5, 7, 4]
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -453,10 +446,10 @@ def test_options_of_the_installed_models():
     """One that is new must be looked at: served, harmless or refused."""
     folder, passed = Path(transformers.__file__).parent / "models", {}
     for path in folder.glob("*/modeling_*.py"):
-        for call in served._CALL.findall(path.read_text()):
+        for call in _CALL.findall(path.read_text()):
             passed |= dict.fromkeys(re.findall(r"^\s*(\w+)=", call, re.M), path.parent.name)
     known = {"attention_mask", "query", "key", "value", "dropout", "scaling", "is_causal", "sliding_window", "softcap"}
-    known |= {"s_aux", "cu_seq_lens_q", "cu_seq_lens_k", "position_ids"} | served.HARMLESS | served.SDPA
+    known |= {"s_aux", "cu_seq_lens_q", "cu_seq_lens_k", "position_ids"} | HARMLESS | SDPA
     assert len(passed) > 10
     refused = {"block_indices", "indices", "sinks", *(["head_mask"] if OLD else [])}
     assert passed.keys() - known <= refused
