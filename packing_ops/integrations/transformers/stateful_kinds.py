@@ -75,11 +75,12 @@ def stateful_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def untried(module) -> list[torch.nn.Module]:
-    """The outermost modules of classes whose code says nothing of a state, and which were not tried yet."""
+    """The outermost modules of classes whose code says nothing of a state, and which were not tried yet. Those that are
+    compiled stay as they are: a forward of its own for each layer would be a graph for each."""
     found = []
     for child in module._modules.values():
         cls = type(child)
-        if child is None or calls_interface(cls) or is_stateful(child):
+        if child is None or calls_interface(cls) or is_stateful(child) or child._compiled_call_impl is not None:
             continue
         if cls in by_themselves:
             continue
