@@ -80,6 +80,15 @@ constexpr int tile_tokens(int64_t group) {
 // and fp32/ serve.
 bool has_wgmma_forward(int64_t group, int64_t head_dim, int device);
 
+// --- backward, wgmma ---
+
+// Documents of several key tiles. Row tiles are those of the forward, and so are the plan's where scores are
+// transformed.
+bool has_wgmma_backward(int64_t group, int64_t head_dim, int device);
+constexpr int wgmma_dim(int64_t head_dim) {
+  return head_dim <= 64 ? 64 : 128;
+}
+
 // --- backward, mma.sync ---
 
 // Shared memory that a block may have, which the backward's stages are chosen for:
