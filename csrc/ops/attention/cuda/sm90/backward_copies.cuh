@@ -170,6 +170,8 @@ __device__ __forceinline__ void load_row_stats(const BackwardArgs& args, Backwar
     ptx::mbarrier_arrive_after_cp_async(&shared.q_full[q.stage]);
     q.next();
   });
+  ptx::cp_async_commit();
+  ptx::cp_async_wait<0>();
 }
 
 template <class Shape>
