@@ -201,11 +201,8 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
   const int row_part = Shape::kTiles == 2 ? w : 0;  // of dq: this warpgroup's
   const int column_part = Shape::kTiles == 2 ? 0 : w;
 
-  RingPlace<kUnitsAhead> kv;
-  RingPlace<kRowStages> q;
-  RingPlace<kStepsKnown> step;
-  RingPlace<2> ds_place;
-  int keys_read_odd = 0;
+  uint32_t turn = 0;     // of a unit
+  uint32_t count = 0;    // of steps
   bool leaving = false;  // dk and dv of the unit before
 
   typename Math::KeySums dk;
@@ -219,88 +216,123 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
   const auto arrive = [&](uint64_t* barrier) {
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   };
+  const auto tile_k = [&] { return Shape::tile_k(base, stage_of(turn, kUnitsAhead)); };
+  const auto tile_v = [&] { return Shape::tile_v(base, stage_of(turn, kUnitsAhead)); };
   const auto let_unit_go = [&] {
     if (leaving && first_thread) {
       ptx::wait_until_stores_have_read();
-      ptx::mbarrier_arrive(&shared.kv_empty[kv.stage ^ 1]);
+      ptx::mbarrier_arrive(&shared.kv_empty[stage_of(turn + 1, kUnitsAhead)]);
     }
     leaving = false;
   };
-  const auto wait_for_rows = [&] { ptx::mbarrier_wait(&shared.q_full[q.stage], q.odd); };
-  const auto start_scores = [&] {
+  const auto start_scores = [&](uint32_t number) {
+    const int stage = stage_of(number, kRowStages);
+    ptx::mbarrier_wait(&shared.q_full[stage], odd_of(number, kRowStages));
     ptx::products_fence();
-    Math::multiply(p, Shape::tile_k(base, kv.stage) + w * 64 * 128, Shape::tile_q(base, q.stage));
+    Math::multiply(p, tile_k() + w * 64 * 128, Shape::tile_q(base, stage));
     ptx::products_commit();
   };
   const auto start_gradients = [&] {
     ptx::products_fence();
-    Math::multiply(ds, Shape::tile_v(base, kv.stage) + w * 64 * 128, Shape::tile_dout(base, q.stage));
+    Math::multiply(ds, tile_v() + w * 64 * 128, Shape::tile_dout(base, stage_of(count, kRowStages)));
     ptx::products_commit();
   };
   const auto end_scores = [&] {
     ptx::products_done(p);
-    Math::weights(p, shared.lse[q.stage], scale);
-    const BackwardStep<Shape>& description = shared.steps[step.stage];
-    if (description.masked >> w & 1) Math::mask(args, p, shared.units[kv.stage], description, w);
+    Math::weights(p, shared.lse[stage_of(count, kRowStages)], scale);
+    const BackwardStep<Shape>& step = shared.steps[stage_of(count, kStepsKnown)];
+    if (step.masked >> w & 1) Math::mask(args, p, shared.units[stage_of(turn, kUnitsAhead)], step, w);
   };
   const auto share_ds = [&] {
+    const int stage = stage_of(count, 2);
     ptx::products_done(ds);
-    Math::score_gradients(ds, p, shared.row_sum[q.stage]);
+    Math::score_gradients(ds, p, shared.row_sum[stage_of(count, kRowStages)]);
     Math::round(p_half, p);
     Math::round(ds_half, ds);
-    Math::stage_ds(ds_half, Shape::tile_ds(base, ds_place.stage), w);
+    Math::stage_ds(ds_half, Shape::tile_ds(base, stage), w);
     ptx::fence_proxy_async();
     __syncwarp();
-    arrive(&shared.ds_full[ds_place.stage]);
+    arrive(&shared.ds_full[stage]);
   };
+  // dv and dk, then dq once the other warpgroup has its ds.
   const auto start_sums = [&](bool add) {
+    const int rows = stage_of(count, kRowStages);
     ptx::products_fence();
-    Math::add_keys(dv, p_half, Shape::tile_dout(base, q.stage), add);
-    Math::add_keys(dk, ds_half, Shape::tile_q(base, q.stage), add);
+    Math::add_keys(dv, p_half, Shape::tile_dout(base, rows), add);
+    Math::add_keys(dk, ds_half, Shape::tile_q(base, rows), add);
     ptx::products_commit();
-    ptx::mbarrier_wait(&shared.ds_full[ds_place.stage], ds_place.odd);
+    const int stage = stage_of(count, 2);
+    ptx::mbarrier_wait(&shared.ds_full[stage], odd_of(count, 2));
     ptx::products_fence();
-    Math::multiply_queries(dq, Shape::tile_ds(base, ds_place.stage) + row_part * Shape::kPanelDs,
-                           Shape::tile_k(base, kv.stage) + column_part * Shape::kPanelK);
+    Math::multiply_queries(dq, Shape::tile_ds(base, stage) + row_part * Shape::kPanelDs,
+                           tile_k() + column_part * Shape::kPanelK);
     ptx::products_commit();
-    ds_place.next();
   };
   const auto end_sums = [&] {
     ptx::products_done(dv);
     ptx::products_done(dk);
     __syncwarp();
-    arrive(&shared.q_empty[q.stage]);
-    q.next();
+    arrive(&shared.q_empty[stage_of(count, kRowStages)]);
   };
   const auto send_queries = [&] {
+    const int stage = stage_of(count, kStepsKnown);
     ptx::products_done(dq);
-    ptx::mbarrier_wait(&shared.turn[step.stage], step.odd);
-    const BackwardStep<Shape>& description = shared.steps[step.stage];
-    Math::send(args, dq, description.tiles[row_part], description, column_part);
+    ptx::mbarrier_wait(&shared.turn[stage], odd_of(count, kStepsKnown));
+    Math::send(args, dq, shared.steps[stage].tiles[row_part], shared.steps[stage], column_part);
     __syncwarp();
-    arrive(&shared.sent[step.stage]);
-    step.next();
+    arrive(&shared.sent[stage]);
+    ++count;
   };
 
   while (true) {
-    ptx::mbarrier_wait(&shared.kv_full[kv.stage], kv.odd);
-    const BackwardUnit& unit = shared.units[kv.stage];
-    const int32_t steps = unit.steps;
+    ptx::mbarrier_wait(&shared.kv_full[stage_of(turn, kUnitsAhead)], odd_of(turn, kUnitsAhead));
+    const int32_t steps = shared.units[stage_of(turn, kUnitsAhead)].steps;
     if (steps < 0) break;
-    for (int32_t i = 0; i < steps; ++i) {
-      wait_for_rows();
-      start_scores();
-      start_gradients();
-      ptx::products_wait<1>();
-      end_scores();
-      ptx::products_wait<0>();
-      share_ds();
-      start_sums(i > 0);
-      ptx::products_wait<1>();
-      end_sums();
-      ptx::products_wait<0>();
-      send_queries();
-      if (i == 0) let_unit_go();
+    if constexpr (Shape::kAhead) {
+      if (steps > 0) {
+        start_scores(count);
+        start_gradients();
+        ptx::products_wait<1>();
+        end_scores();
+        ptx::products_wait<0>();
+#pragma unroll 1
+        for (int32_t i = 0; i + 1 < steps; ++i) {
+          share_ds();
+          start_sums(i > 0);
+          ptx::products_wait<1>();
+          end_sums();
+          start_scores(count + 1);
+          ptx::products_wait<1>();
+          send_queries();
+          start_gradients();
+          if (i == 0) let_unit_go();
+          ptx::products_wait<1>();
+          end_scores();
+          ptx::products_wait<0>();
+        }
+        share_ds();
+        start_sums(steps > 1);
+        ptx::products_wait<1>();
+        end_sums();
+        ptx::products_wait<0>();
+        send_queries();
+      }
+    } else {
+#pragma unroll 1
+      for (int32_t i = 0; i < steps; ++i) {
+        start_scores(count);
+        start_gradients();
+        ptx::products_wait<1>();
+        end_scores();
+        ptx::products_wait<0>();
+        share_ds();
+        start_sums(i > 0);
+        ptx::products_wait<1>();
+        end_sums();
+        ptx::products_wait<0>();
+        send_queries();
+        if (i == 0) let_unit_go();
+      }
     }
     let_unit_go();
     if (steps == 0) {
@@ -309,28 +341,28 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
     }
     __syncwarp();
     arrive(&shared.keys_read);
-    ptx::mbarrier_wait(&shared.keys_read, keys_read_odd);
-    Math::stage_keys(dv, Shape::tile_v(base, kv.stage), w, 1.f);
-    Math::stage_keys(dk, Shape::tile_k(base, kv.stage), w, args.common.softmax_scale);
+    ptx::mbarrier_wait(&shared.keys_read, odd_of(turn, 1));
+    Math::stage_keys(dv, tile_v(), w, 1.f);
+    Math::stage_keys(dk, tile_k(), w, args.common.softmax_scale);
     ptx::fence_proxy_async();
     __syncwarp();
     arrive(&shared.staged[w]);
     if (first_thread) {
-      ptx::mbarrier_wait(&shared.staged[w], keys_read_odd);
+      ptx::mbarrier_wait(&shared.staged[w], odd_of(turn, 1));
+      const BackwardUnit& unit = shared.units[stage_of(turn, kUnitsAhead)];
       const DocumentTokens place(unit.d.start_k, unit.d.keys);
 #pragma unroll
       for (int panel = 0; panel < Shape::kPanels; ++panel) {
         const ptx::BoxStart start = {64 * panel, place.before_end + unit.first_key + 64 * w, unit.kv_head, place.to_end,
                                      kMapTokens};
         const int at = panel * Shape::kPanelK + w * 64 * 128;
-        ptx::store_box(args.dv, start, Shape::tile_v(base, kv.stage) + at);
-        ptx::store_box(args.dk, start, Shape::tile_k(base, kv.stage) + at);
+        ptx::store_box(args.dv, start, tile_v() + at);
+        ptx::store_box(args.dk, start, tile_k() + at);
       }
       ptx::commit_stores();
     }
     leaving = true;
-    keys_read_odd ^= 1;
-    kv.next();
+    ++turn;
   }
   let_unit_go();
 }

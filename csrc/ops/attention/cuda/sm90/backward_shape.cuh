@@ -11,8 +11,15 @@ namespace packing_ops::attention::sm90 {
 
 constexpr int kUnitsAhead = 2;  // units whose keys are in shared memory
 constexpr int kRowStages = 2;   // steps whose rows are
-constexpr int kCopyRegisters = 40;
-constexpr int kMathRegisters = 232;
+#ifndef COPYREG
+#define COPYREG 40
+#define MATHREG 232
+#endif
+#ifndef AHEAD
+#define AHEAD true
+#endif
+constexpr int kCopyRegisters = COPYREG;
+constexpr int kMathRegisters = MATHREG;
 constexpr int kStepsKnown = 4;  // steps that are described: until their dq has been told of
 
 // Tiles are panels of 64 columns, a row 128 bytes whose 16-byte chunks are permuted by the row: what bulk copies write
@@ -20,6 +27,7 @@ constexpr int kStepsKnown = 4;  // steps that are described: until their dq has 
 template <int kDim_>
 struct BackwardShape {
   static constexpr int kDim = kDim_;
+  static constexpr bool kAhead = AHEAD;  // scores of a step are begun before dq of the one before leaves
   static constexpr int kThreads = 384;
   static constexpr int kTiles = 128 / kDim;
   static constexpr int kRows = kTiles * kTileRows;
@@ -51,8 +59,18 @@ struct BackwardUnit {
   DocumentView d;
   int32_t kv_head;
   int32_t first_key;
-  int32_t steps;  // -1: there is no such unit, and none after it
+  int32_t steps;            // -1: there is no such unit, and none after it
+  Interval<int32_t> tiles;  // of rows that attend to its keys
+  uint32_t ring_index;      // of row tile 0
 };
+
+// Which of a ring's stages a turn takes, and whether its phase there is an odd one.
+__device__ __forceinline__ int stage_of(uint32_t turn, int stages) {
+  return static_cast<int>(turn % stages);
+}
+__device__ __forceinline__ int odd_of(uint32_t turn, int stages) {
+  return static_cast<int>(turn / stages % 2);
+}
 
 // What becomes of a step's dq of a row tile.
 enum class DqAction : int32_t {
