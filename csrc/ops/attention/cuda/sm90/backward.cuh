@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     if (threadIdx.x == 0) load_units<Shape>(args, barriers, base);
     if (warp == 1) load_row_stats<Shape>(args, barriers);
     if (threadIdx.x == 64) wait_for_turns<Shape>(args, barriers);
-    if (threadIdx.x == 96) tell_of_sums<Shape>(args, barriers);
+    if (threadIdx.x == 96) send_queries<Shape>(args, barriers, base);
   } else {
     ptx::more_registers<kMathRegisters>();
     attend_to_keys<T, Shape>(args, barriers, base, warp / 4 - 1);

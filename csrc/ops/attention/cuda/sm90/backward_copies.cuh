@@ -103,10 +103,8 @@ __device__ __forceinline__ void load_units(const BackwardArgs& args, BackwardBar
   uint32_t turn = 0;   // of a unit
   uint32_t count = 0;  // of steps
   int32_t index = atomicAdd(common.counters, 1);
-  const auto place_for_unit = [&]() -> BackwardUnit& {
-    const int stage = stage_of(turn, kUnitsAhead);
-    ptx::mbarrier_wait(&shared.kv_empty[stage], odd_of(turn, kUnitsAhead) ^ 1);
-    return shared.units[stage];
+  const auto wait_for_keys = [&] {
+    ptx::mbarrier_wait(&shared.kv_empty[stage_of(turn, kUnitsAhead)], odd_of(turn, kUnitsAhead) ^ 1);
   };
   const auto place_for_step = [&]() -> BackwardStep<Shape>& {
     const int stage = stage_of(count, kStepsKnown);
@@ -114,8 +112,9 @@ __device__ __forceinline__ void load_units(const BackwardArgs& args, BackwardBar
     return shared.steps[stage];
   };
   while (index < units) {
-    BackwardUnit& unit = place_for_unit();
+    BackwardUnit& unit = shared.units[stage_of(turn, kUnitsKnown)];
     unit = describe_unit(args, index, Shape::kTiles);
+    wait_for_keys();
     const int stage = stage_of(turn, kUnitsAhead);
     load_keys<Shape>(args, unit, Shape::tile_k(base, stage), &shared.kv_full[stage]);
     ++turn;
@@ -146,7 +145,8 @@ __device__ __forceinline__ void load_units(const BackwardArgs& args, BackwardBar
   }
   place_for_step().exists = false;
   ptx::mbarrier_arrive(&shared.described[stage_of(count, kStepsKnown)]);
-  place_for_unit().steps = -1;
+  wait_for_keys();
+  shared.units[stage_of(turn, kUnitsKnown)].steps = -1;
   ptx::mbarrier_arrive(&shared.kv_full[stage_of(turn, kUnitsAhead)]);
 }
 
@@ -202,11 +202,28 @@ __device__ __forceinline__ void wait_for_turns(const BackwardArgs& args, Backwar
   });
 }
 
+// dq that other key tiles add to: to the ring, in turn. The others know of it once it is there.
 template <class Shape>
-__device__ __forceinline__ void tell_of_sums(const BackwardArgs& args, BackwardBarriers<Shape>& shared) {
+__device__ __forceinline__ void send_queries(const BackwardArgs& args, BackwardBarriers<Shape>& shared, uint32_t base) {
   int32_t* tickets = args.common.counters + Args::kWorkCounters;
   for_each_step(shared, [&](const BackwardStep<Shape>& step, uint32_t count) {
-    ptx::mbarrier_wait(&shared.sent[stage_of(count, kStepsKnown)], odd_of(count, kStepsKnown));
+    const int place = stage_of(count, kStepsKnown);
+    const int stage = stage_of(count, kDqStages);
+    ptx::mbarrier_wait(&shared.turn[place], odd_of(count, kStepsKnown));
+    ptx::mbarrier_wait(&shared.dq_full[stage], odd_of(count, kDqStages));
+    ptx::fence_proxy_async_global();
+#pragma unroll
+    for (int r = 0; r < Shape::kTiles; ++r) {
+      const BackwardTile& tile = step.tiles[r];
+      float* sums = args.common.partial_dq + static_cast<int64_t>(tile.ticket.slot) * Shape::kRingFloats;
+      const uint32_t from = Shape::tile_dq(base, stage) + r * Shape::kRingFloats * 4;
+      if (tile.action == DqAction::kAdd) ptx::add_floats(sums, from, Shape::kRingFloats * 4);
+      if (tile.action == DqAction::kPut) ptx::store_bytes(sums, from, Shape::kRingFloats * 4);
+    }
+    ptx::commit_stores();
+    ptx::wait_until_stores_have_read();
+    ptx::mbarrier_arrive(&shared.dq_empty[stage]);
+    ptx::wait_for_stores();
 #pragma unroll
     for (int r = 0; r < Shape::kTiles; ++r) {
       const BackwardTile& tile = step.tiles[r];
@@ -217,7 +234,7 @@ __device__ __forceinline__ void tell_of_sums(const BackwardArgs& args, BackwardB
         ptx::store_relaxed(tickets + tile.ticket.slot, tile.next_ticket);
       }
     }
-    ptx::mbarrier_arrive(&shared.told[stage_of(count, kStepsKnown)]);
+    ptx::mbarrier_arrive(&shared.told[place]);
   });
 }
 

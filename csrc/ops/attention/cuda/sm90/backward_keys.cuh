@@ -148,45 +148,50 @@ struct BackwardMath {
     }
   }
 
-  // dq of 64 rows and columns to the ring or to memory. In the ring a warp's accesses follow each other.
-  static __device__ __forceinline__ void send(const BackwardArgs& args, Queries& dq, const BackwardTile& tile,
-                                              const BackwardStep<Shape>& step, int column_part) {
+  // This warp's [16, 64] of a row tile's partial dq: its accesses follow each other.
+  static __device__ __forceinline__ int place_in_ring(int column_part) {
+    return (4 * column_part + static_cast<int>(threadIdx.x / 32 & 3)) * 256 + static_cast<int>(threadIdx.x & 31);
+  }
+
+  // For the copying warpgroup to send.
+  static __device__ __forceinline__ void stage_queries(const Queries& dq, uint32_t tile, int column_part) {
+    const uint32_t to = tile + 16 * place_in_ring(column_part);
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      ptx::store_shared_4(to + 512 * n, make_float4(dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]));
+    }
+  }
+
+  // The last sum of a row tile: with that of other key tiles, where there is any, to memory.
+  static __device__ __forceinline__ void finish_queries(const BackwardArgs& args, Queries& dq, const BackwardTile& tile,
+                                                        const BackwardStep<Shape>& step, int column_part) {
+    const Args& common = args.common;
     const int warp = threadIdx.x / 32 & 3;
-    float4* sums = reinterpret_cast<float4*>(args.common.partial_dq) +
-                   static_cast<int64_t>(tile.ticket.slot) * (Shape::kRingFloats / 4) + (4 * column_part + warp) * 256 +
-                   (threadIdx.x & 31);
-    const auto vector = [&](int n) { return make_float4(dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]); };
-    if (tile.action == DqAction::kAdd) {
+    if (tile.action == DqAction::kFinish) {
+      const float4* sums = reinterpret_cast<const float4*>(common.partial_dq) +
+                           static_cast<int64_t>(tile.ticket.slot) * (Shape::kRingFloats / 4) +
+                           place_in_ring(column_part);
 #pragma unroll
-      for (int n = 0; n < 8; ++n) ptx::red_add_4(sums + 32 * n, vector(n));
-    } else if (tile.action == DqAction::kPut) {
-#pragma unroll
-      for (int n = 0; n < 8; ++n) sums[32 * n] = vector(n);
-    } else if (tile.action != DqAction::kNone) {
-      if (tile.action == DqAction::kFinish) {
-#pragma unroll
-        for (int n = 0; n < 8; ++n) {
-          const float4 sum = __ldcg(sums + 32 * n);
-          dq[4 * n] += sum.x;
-          dq[4 * n + 1] += sum.y;
-          dq[4 * n + 2] += sum.z;
-          dq[4 * n + 3] += sum.w;
-        }
+      for (int n = 0; n < 8; ++n) {
+        const float4 sum = __ldcg(sums + 32 * n);
+        dq[4 * n] += sum.x;
+        dq[4 * n + 1] += sum.y;
+        dq[4 * n + 2] += sum.z;
+        dq[4 * n + 3] += sum.w;
       }
-      const Args& common = args.common;
+    }
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int32_t row = 16 * warp + 8 * half + static_cast<int32_t>(threadIdx.x & 31) / 4;
-        const int32_t token = static_cast<int32_t>(common.group_size.quotient(row));
-        uint16_t* to = nullptr;
-        if (row < tile.rows) {
-          to = static_cast<uint16_t*>(common.dq.data) +
-               static_cast<int64_t>(step.start_q + tile.token + token) * common.dq.token_stride +
-               (step.first_head + row - token * common.group) * common.dq.head_stride;
-        }
-        attention::store_row<T>(to, 64 * column_part, common.head_dim, reinterpret_cast<const float(&)[8][4]>(dq), half,
-                                common.softmax_scale);
+    for (int half = 0; half < 2; ++half) {
+      const int32_t row = 16 * warp + 8 * half + static_cast<int32_t>(threadIdx.x & 31) / 4;
+      const int32_t token = static_cast<int32_t>(common.group_size.quotient(row));
+      uint16_t* to = nullptr;
+      if (row < tile.rows) {
+        to = static_cast<uint16_t*>(common.dq.data) +
+             static_cast<int64_t>(step.start_q + tile.token + token) * common.dq.token_stride +
+             (step.first_head + row - token * common.group) * common.dq.head_stride;
       }
+      attention::store_row<T>(to, 64 * column_part, common.head_dim, reinterpret_cast<const float(&)[8][4]>(dq), half,
+                              common.softmax_scale);
     }
   }
 };
@@ -203,7 +208,6 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
 
   uint32_t turn = 0;     // of a unit
   uint32_t count = 0;    // of steps
-  bool leaving = false;  // dk and dv of the unit before
 
   typename Math::KeySums dk;
   typename Math::KeySums dv;
@@ -218,13 +222,6 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
   };
   const auto tile_k = [&] { return Shape::tile_k(base, stage_of(turn, kUnitsAhead)); };
   const auto tile_v = [&] { return Shape::tile_v(base, stage_of(turn, kUnitsAhead)); };
-  const auto let_unit_go = [&] {
-    if (leaving && first_thread) {
-      ptx::wait_until_stores_have_read();
-      ptx::mbarrier_arrive(&shared.kv_empty[stage_of(turn + 1, kUnitsAhead)]);
-    }
-    leaving = false;
-  };
   const auto start_scores = [&](uint32_t number) {
     const int stage = stage_of(number, kRowStages);
     ptx::mbarrier_wait(&shared.q_full[stage], odd_of(number, kRowStages));
@@ -241,7 +238,7 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
     ptx::products_done(p);
     Math::weights(p, shared.lse[stage_of(count, kRowStages)], scale);
     const BackwardStep<Shape>& step = shared.steps[stage_of(count, kStepsKnown)];
-    if (step.masked >> w & 1) Math::mask(args, p, shared.units[stage_of(turn, kUnitsAhead)], step, w);
+    if (step.masked >> w & 1) Math::mask(args, p, shared.units[stage_of(turn, kUnitsKnown)], step, w);
   };
   const auto share_ds = [&] {
     const int stage = stage_of(count, 2);
@@ -254,13 +251,16 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
     __syncwarp();
     arrive(&shared.ds_full[stage]);
   };
-  // dv and dk, then dq once the other warpgroup has its ds.
-  const auto start_sums = [&](bool add) {
-    const int rows = stage_of(count, kRowStages);
+  const auto start_values = [&](bool add) {
     ptx::products_fence();
-    Math::add_keys(dv, p_half, Shape::tile_dout(base, rows), add);
-    Math::add_keys(dk, ds_half, Shape::tile_q(base, rows), add);
+    Math::add_keys(dv, p_half, Shape::tile_dout(base, stage_of(count, kRowStages)), add);
+  };
+  const auto start_keys = [&](bool add) {
+    Math::add_keys(dk, ds_half, Shape::tile_q(base, stage_of(count, kRowStages)), add);
     ptx::products_commit();
+  };
+  // Once the other warpgroup has its ds.
+  const auto start_queries = [&] {
     const int stage = stage_of(count, 2);
     ptx::mbarrier_wait(&shared.ds_full[stage], odd_of(count, 2));
     ptx::products_fence();
@@ -268,25 +268,39 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
                            tile_k() + column_part * Shape::kPanelK);
     ptx::products_commit();
   };
-  const auto end_sums = [&] {
+  const auto start_sums = [&](bool add) {
+    start_values(add);
+    start_keys(add);
+    start_queries();
+  };
+  const auto end_sums = [&](uint32_t number) {
     ptx::products_done(dv);
     ptx::products_done(dk);
     __syncwarp();
-    arrive(&shared.q_empty[stage_of(count, kRowStages)]);
+    arrive(&shared.q_empty[stage_of(number, kRowStages)]);
   };
-  const auto send_queries = [&] {
-    const int stage = stage_of(count, kStepsKnown);
+  const auto end_queries = [&] {
+    const int place = stage_of(count, kStepsKnown);
+    const int stage = stage_of(count, kDqStages);
+    const BackwardStep<Shape>& step = shared.steps[place];
+    const BackwardTile& tile = step.tiles[row_part];
     ptx::products_done(dq);
-    ptx::mbarrier_wait(&shared.turn[stage], odd_of(count, kStepsKnown));
-    Math::send(args, dq, shared.steps[stage].tiles[row_part], shared.steps[stage], column_part);
+    ptx::mbarrier_wait(&shared.dq_empty[stage], odd_of(count, kDqStages) ^ 1);
+    if (tile.action == DqAction::kAdd || tile.action == DqAction::kPut) {
+      Math::stage_queries(dq, Shape::tile_dq(base, stage) + row_part * Shape::kRingFloats * 4, column_part);
+      ptx::fence_proxy_async();
+    } else if (tile.action != DqAction::kNone) {
+      ptx::mbarrier_wait(&shared.turn[place], odd_of(count, kStepsKnown));
+      Math::finish_queries(args, dq, tile, step, column_part);
+    }
     __syncwarp();
-    arrive(&shared.sent[stage]);
+    arrive(&shared.dq_full[stage]);
     ++count;
   };
 
   while (true) {
     ptx::mbarrier_wait(&shared.kv_full[stage_of(turn, kUnitsAhead)], odd_of(turn, kUnitsAhead));
-    const int32_t steps = shared.units[stage_of(turn, kUnitsAhead)].steps;
+    const int32_t steps = shared.units[stage_of(turn, kUnitsKnown)].steps;
     if (steps < 0) break;
     if constexpr (Shape::kAhead) {
       if (steps > 0) {
@@ -298,14 +312,26 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
 #pragma unroll 1
         for (int32_t i = 0; i + 1 < steps; ++i) {
           share_ds();
+#ifdef DQFIRST
+          start_values(i > 0);
+          ptx::products_commit();
+          start_queries();
+          start_keys(i > 0);
+          ptx::products_wait<1>();
+          end_queries();
+          start_scores(count);
+          ptx::products_wait<1>();
+          end_sums(count - 1);
+          start_gradients();
+#else
           start_sums(i > 0);
           ptx::products_wait<1>();
-          end_sums();
+          end_sums(count);
           start_scores(count + 1);
           ptx::products_wait<1>();
-          send_queries();
+          end_queries();
           start_gradients();
-          if (i == 0) let_unit_go();
+#endif
           ptx::products_wait<1>();
           end_scores();
           ptx::products_wait<0>();
@@ -313,9 +339,9 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
         share_ds();
         start_sums(steps > 1);
         ptx::products_wait<1>();
-        end_sums();
+        end_sums(count);
         ptx::products_wait<0>();
-        send_queries();
+        end_queries();
       }
     } else {
 #pragma unroll 1
@@ -328,13 +354,11 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
         share_ds();
         start_sums(i > 0);
         ptx::products_wait<1>();
-        end_sums();
+        end_sums(count);
         ptx::products_wait<0>();
-        send_queries();
-        if (i == 0) let_unit_go();
+        end_queries();
       }
     }
-    let_unit_go();
     if (steps == 0) {
 #pragma unroll
       for (int i = 0; i < Shape::kDim / 2; ++i) dk[i] = dv[i] = 0.f;
@@ -349,7 +373,7 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
     arrive(&shared.staged[w]);
     if (first_thread) {
       ptx::mbarrier_wait(&shared.staged[w], odd_of(turn, 1));
-      const BackwardUnit& unit = shared.units[stage_of(turn, kUnitsAhead)];
+      const BackwardUnit& unit = shared.units[stage_of(turn, kUnitsKnown)];
       const DocumentTokens place(unit.d.start_k, unit.d.keys);
 #pragma unroll
       for (int panel = 0; panel < Shape::kPanels; ++panel) {
@@ -360,11 +384,11 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
         ptx::store_box(args.dk, start, tile_k() + at);
       }
       ptx::commit_stores();
+      ptx::wait_until_stores_have_read();
+      ptx::mbarrier_arrive(&shared.kv_empty[stage_of(turn, kUnitsAhead)]);
     }
-    leaving = true;
     ++turn;
   }
-  let_unit_go();
 }
 
 }  // namespace packing_ops::attention::sm90

@@ -9,8 +9,10 @@
 
 namespace packing_ops::attention::sm90 {
 
-constexpr int kUnitsAhead = 2;  // units whose keys are in shared memory
+constexpr int kUnitsKnown = 4;  // units that are described
+constexpr int kUnitsAhead = 1;  // of them, whose keys are in shared memory
 constexpr int kRowStages = 2;   // steps whose rows are
+constexpr int kDqStages = 2;    // and whose dq is
 #ifndef COPYREG
 #define COPYREG 40
 #define MATHREG 232
@@ -38,8 +40,9 @@ struct BackwardShape {
   static constexpr int kTileK = kPanels * kPanelK;
   static constexpr int kPanelDs = kKeys * 128;  // of a row tile: a key's row has its 64 rows
   static constexpr int kTileDs = kTiles * kPanelDs;
-  static constexpr int kShared = 2 * kUnitsAhead * kTileK + 2 * kRowStages * kTileQ + 2 * kTileDs + 1024;
-  static constexpr int kRingFloats = kTileRows * kDim;  // of a row tile's partial dq
+  static constexpr int kRingFloats = kTileRows * kDim;  // partial dq of a row tile
+  static constexpr int kTileDq = kTiles * kRingFloats * 4;
+  static constexpr int kShared = 2 * kUnitsAhead * kTileK + 2 * kRowStages * kTileQ + 2 * kTileDs + kDqStages * kTileDq + 1024;
 
   static __device__ __forceinline__ uint32_t tile_k(uint32_t base, int stage) { return base + 2 * stage * kTileK; }
   static __device__ __forceinline__ uint32_t tile_v(uint32_t base, int stage) { return tile_k(base, stage) + kTileK; }
@@ -51,6 +54,9 @@ struct BackwardShape {
   }
   static __device__ __forceinline__ uint32_t tile_ds(uint32_t base, int stage) {
     return base + 2 * kUnitsAhead * kTileK + 2 * kRowStages * kTileQ + stage * kTileDs;
+  }
+  static __device__ __forceinline__ uint32_t tile_dq(uint32_t base, int stage) {
+    return tile_ds(base, 2) + stage * kTileDq;
   }
 };
 
@@ -104,7 +110,7 @@ struct BackwardBarriers {
   float lse[kRowStages][Shape::kRows];      // times log2(e)
   float row_sum[kRowStages][Shape::kRows];  // rowsum(dout * out) - dlse
   BackwardStep<Shape> steps[kStepsKnown];
-  BackwardUnit units[kUnitsAhead];  // as kv_full says
+  BackwardUnit units[kUnitsKnown];  // as kv_full says
   uint64_t kv_full[kUnitsAhead];
   uint64_t kv_empty[kUnitsAhead];  // dk and dv have left it
   uint64_t q_full[kRowStages];
@@ -112,8 +118,9 @@ struct BackwardBarriers {
   uint64_t ds_full[2];
   uint64_t described[kStepsKnown];
   uint64_t turn[kStepsKnown];  // dq may be added
-  uint64_t sent[kStepsKnown];  // dq has been
-  uint64_t told[kStepsKnown];  // and other units know
+  uint64_t told[kStepsKnown];  // other units know that it has been
+  uint64_t dq_full[kDqStages];
+  uint64_t dq_empty[kDqStages];
   uint64_t keys_read;          // by the unit's last products
   uint64_t staged[2];          // dk and dv of a warpgroup
 
@@ -129,8 +136,11 @@ struct BackwardBarriers {
     for (int i = 0; i < kStepsKnown; ++i) {
       ptx::mbarrier_init(&described[i], 1);
       ptx::mbarrier_init(&turn[i], 1);
-      ptx::mbarrier_init(&sent[i], 8);
       ptx::mbarrier_init(&told[i], 1);
+    }
+    for (int i = 0; i < kDqStages; ++i) {
+      ptx::mbarrier_init(&dq_full[i], 8);
+      ptx::mbarrier_init(&dq_empty[i], 1);
     }
     for (int i = 0; i < 2; ++i) {
       ptx::mbarrier_init(&ds_full[i], 8);
