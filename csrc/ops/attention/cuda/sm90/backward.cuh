@@ -36,13 +36,13 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   zero_unused_rows<Shape>(args, base);
   __syncthreads();
   if (warp < 4) {
-    ptx::fewer_registers<kCopyRegisters>();
+    ptx::fewer_registers<40>();
     if (threadIdx.x == 0) load_units<Shape>(args, barriers, base);
     if (warp == 1) load_row_stats<Shape>(args, barriers);
     if (threadIdx.x == 64) wait_for_turns<Shape>(args, barriers);
     if (threadIdx.x == 96) send_queries<Shape>(args, barriers, base);
   } else {
-    ptx::more_registers<kMathRegisters>();
+    ptx::more_registers<232>();
     attend_to_keys<T, Shape>(args, barriers, base, warp / 4 - 1);
   }
 #endif
@@ -51,6 +51,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 template <class T, int kDim>
 void run_backward(const Args& args, DType dtype, cudaStream_t stream) {
   using Shape = BackwardShape<kDim>;
+  static_assert(Shape::kShared + sizeof(BackwardBarriers<Shape>) <= 227 << 10);
   static PersistentKernel kernel{reinterpret_cast<const void*>(attention_backward_sm90_kernel<T, Shape>),
                                  Shape::kThreads, Shape::kShared, "attention_backward_sm90_kernel"};
   const BackwardArgs backward = backward_args(args, dtype);

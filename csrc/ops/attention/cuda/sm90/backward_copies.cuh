@@ -208,9 +208,9 @@ __device__ __forceinline__ void send_queries(const BackwardArgs& args, BackwardB
   int32_t* tickets = args.common.counters + Args::kWorkCounters;
   for_each_step(shared, [&](const BackwardStep<Shape>& step, uint32_t count) {
     const int place = stage_of(count, kStepsKnown);
-    const int stage = stage_of(count, kDqStages);
+    const int stage = stage_of(count, Shape::kDqStages);
     ptx::mbarrier_wait(&shared.turn[place], odd_of(count, kStepsKnown));
-    ptx::mbarrier_wait(&shared.dq_full[stage], odd_of(count, kDqStages));
+    ptx::mbarrier_wait(&shared.dq_full[stage], odd_of(count, Shape::kDqStages));
     ptx::fence_proxy_async_global();
 #pragma unroll
     for (int r = 0; r < Shape::kTiles; ++r) {

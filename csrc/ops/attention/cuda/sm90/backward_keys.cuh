@@ -51,12 +51,26 @@ struct BackwardMath {
     }
   }
 
+  // A thread's share of an array of rows: 8 n + 2 (lane % 4) and the next. As many as there are registers for are loaded
+  // while products are under way.
+  struct Pairs {
+    static constexpr int kAhead = kRows == 64 ? 8 : 4;
+    const float2* rest;
+    float2 ahead[kAhead];
+
+    __device__ __forceinline__ explicit Pairs(const float* rows)
+        : rest(reinterpret_cast<const float2*>(rows) + (threadIdx.x & 3)) {
+#pragma unroll
+      for (int n = 0; n < kAhead; ++n) ahead[n] = rest[4 * n];
+    }
+    __device__ __forceinline__ float2 operator[](int n) const { return n < kAhead ? ahead[n] : rest[4 * n]; }
+  };
+
   // p = 2^(s scale - lse). Element 4 n + 2 half + i: key lane / 4 + 8 half of the warp's 16, row 8 n + 2 (lane % 4) + i.
-  static __device__ __forceinline__ void weights(Scores& s, const float* lse, float scale) {
-    const float2* pairs = reinterpret_cast<const float2*>(lse) + (threadIdx.x & 3);
+  static __device__ __forceinline__ void weights(Scores& s, const Pairs& lse, float scale) {
 #pragma unroll
     for (int n = 0; n < kRows / 8; ++n) {
-      const float2 pair = pairs[4 * n];
+      const float2 pair = lse[n];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         s[4 * n + 2 * half] = ptx::exp2_approx(fmaf(s[4 * n + 2 * half], scale, -pair.x));
@@ -98,11 +112,10 @@ struct BackwardMath {
   }
 
   // ds = p (dp - rowsum), in place of dp.
-  static __device__ __forceinline__ void score_gradients(Scores& dp, const Scores& p, const float* row_sum) {
-    const float2* pairs = reinterpret_cast<const float2*>(row_sum) + (threadIdx.x & 3);
+  static __device__ __forceinline__ void score_gradients(Scores& dp, const Scores& p, const Pairs& row_sum) {
 #pragma unroll
     for (int n = 0; n < kRows / 8; ++n) {
-      const float2 pair = pairs[4 * n];
+      const float2 pair = row_sum[n];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int i = 4 * n + 2 * half;
@@ -222,28 +235,25 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
   };
   const auto tile_k = [&] { return Shape::tile_k(base, stage_of(turn, kUnitsAhead)); };
   const auto tile_v = [&] { return Shape::tile_v(base, stage_of(turn, kUnitsAhead)); };
-  const auto start_scores = [&](uint32_t number) {
-    const int stage = stage_of(number, kRowStages);
-    ptx::mbarrier_wait(&shared.q_full[stage], odd_of(number, kRowStages));
+  const auto start_scores = [&] {
+    const int stage = stage_of(count, kRowStages);
+    ptx::mbarrier_wait(&shared.q_full[stage], odd_of(count, kRowStages));
     ptx::products_fence();
     Math::multiply(p, tile_k() + w * 64 * 128, Shape::tile_q(base, stage));
     ptx::products_commit();
-  };
-  const auto start_gradients = [&] {
-    ptx::products_fence();
-    Math::multiply(ds, tile_v() + w * 64 * 128, Shape::tile_dout(base, stage_of(count, kRowStages)));
+    Math::multiply(ds, tile_v() + w * 64 * 128, Shape::tile_dout(base, stage));
     ptx::products_commit();
   };
-  const auto end_scores = [&] {
+  const auto end_scores = [&](const typename Math::Pairs& lse) {
     ptx::products_done(p);
-    Math::weights(p, shared.lse[stage_of(count, kRowStages)], scale);
+    Math::weights(p, lse, scale);
     const BackwardStep<Shape>& step = shared.steps[stage_of(count, kStepsKnown)];
     if (step.masked >> w & 1) Math::mask(args, p, shared.units[stage_of(turn, kUnitsKnown)], step, w);
   };
-  const auto share_ds = [&] {
+  const auto share_ds = [&](const typename Math::Pairs& row_sum) {
     const int stage = stage_of(count, 2);
     ptx::products_done(ds);
-    Math::score_gradients(ds, p, shared.row_sum[stage_of(count, kRowStages)]);
+    Math::score_gradients(ds, p, row_sum);
     Math::round(p_half, p);
     Math::round(ds_half, ds);
     Math::stage_ds(ds_half, Shape::tile_ds(base, stage), w);
@@ -251,41 +261,27 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
     __syncwarp();
     arrive(&shared.ds_full[stage]);
   };
-  const auto start_values = [&](bool add) {
+  const auto start_sums = [&](bool add) {
+    const int rows = stage_of(count, kRowStages);
     ptx::products_fence();
-    Math::add_keys(dv, p_half, Shape::tile_dout(base, stage_of(count, kRowStages)), add);
-  };
-  const auto start_keys = [&](bool add) {
-    Math::add_keys(dk, ds_half, Shape::tile_q(base, stage_of(count, kRowStages)), add);
+    Math::add_keys(dv, p_half, Shape::tile_dout(base, rows), add);
     ptx::products_commit();
-  };
-  // Once the other warpgroup has its ds.
-  const auto start_queries = [&] {
     const int stage = stage_of(count, 2);
-    ptx::mbarrier_wait(&shared.ds_full[stage], odd_of(count, 2));
+    ptx::mbarrier_wait(&shared.ds_full[stage], odd_of(count, 2));  // the other warpgroup's too
     ptx::products_fence();
     Math::multiply_queries(dq, Shape::tile_ds(base, stage) + row_part * Shape::kPanelDs,
                            tile_k() + column_part * Shape::kPanelK);
     ptx::products_commit();
-  };
-  const auto start_sums = [&](bool add) {
-    start_values(add);
-    start_keys(add);
-    start_queries();
-  };
-  const auto end_sums = [&](uint32_t number) {
-    ptx::products_done(dv);
-    ptx::products_done(dk);
-    __syncwarp();
-    arrive(&shared.q_empty[stage_of(number, kRowStages)]);
+    Math::add_keys(dk, ds_half, Shape::tile_q(base, rows), add);
+    ptx::products_commit();
   };
   const auto end_queries = [&] {
     const int place = stage_of(count, kStepsKnown);
-    const int stage = stage_of(count, kDqStages);
+    const int stage = stage_of(count, Shape::kDqStages);
     const BackwardStep<Shape>& step = shared.steps[place];
     const BackwardTile& tile = step.tiles[row_part];
     ptx::products_done(dq);
-    ptx::mbarrier_wait(&shared.dq_empty[stage], odd_of(count, kDqStages) ^ 1);
+    ptx::mbarrier_wait(&shared.dq_empty[stage], odd_of(count, Shape::kDqStages) ^ 1);
     if (tile.action == DqAction::kAdd || tile.action == DqAction::kPut) {
       Math::stage_queries(dq, Shape::tile_dq(base, stage) + row_part * Shape::kRingFloats * 4, column_part);
       ptx::fence_proxy_async();
@@ -295,6 +291,12 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
     }
     __syncwarp();
     arrive(&shared.dq_full[stage]);
+  };
+  const auto end_sums = [&] {
+    ptx::products_done(dv);
+    ptx::products_done(dk);
+    __syncwarp();
+    arrive(&shared.q_empty[stage_of(count, kRowStages)]);
     ++count;
   };
 
@@ -302,62 +304,20 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
     ptx::mbarrier_wait(&shared.kv_full[stage_of(turn, kUnitsAhead)], odd_of(turn, kUnitsAhead));
     const int32_t steps = shared.units[stage_of(turn, kUnitsKnown)].steps;
     if (steps < 0) break;
-    if constexpr (Shape::kAhead) {
-      if (steps > 0) {
-        start_scores(count);
-        start_gradients();
-        ptx::products_wait<1>();
-        end_scores();
-        ptx::products_wait<0>();
 #pragma unroll 1
-        for (int32_t i = 0; i + 1 < steps; ++i) {
-          share_ds();
-#ifdef DQFIRST
-          start_values(i > 0);
-          ptx::products_commit();
-          start_queries();
-          start_keys(i > 0);
-          ptx::products_wait<1>();
-          end_queries();
-          start_scores(count);
-          ptx::products_wait<1>();
-          end_sums(count - 1);
-          start_gradients();
-#else
-          start_sums(i > 0);
-          ptx::products_wait<1>();
-          end_sums(count);
-          start_scores(count + 1);
-          ptx::products_wait<1>();
-          end_queries();
-          start_gradients();
-#endif
-          ptx::products_wait<1>();
-          end_scores();
-          ptx::products_wait<0>();
-        }
-        share_ds();
-        start_sums(steps > 1);
-        ptx::products_wait<1>();
-        end_sums(count);
-        ptx::products_wait<0>();
-        end_queries();
-      }
-    } else {
-#pragma unroll 1
-      for (int32_t i = 0; i < steps; ++i) {
-        start_scores(count);
-        start_gradients();
-        ptx::products_wait<1>();
-        end_scores();
-        ptx::products_wait<0>();
-        share_ds();
-        start_sums(i > 0);
-        ptx::products_wait<1>();
-        end_sums(count);
-        ptx::products_wait<0>();
-        end_queries();
-      }
+    for (int32_t i = 0; i < steps; ++i) {
+      start_scores();
+      typename Math::Pairs lse(shared.lse[stage_of(count, kRowStages)]);
+      ptx::products_wait<1>();
+      end_scores(lse);
+      typename Math::Pairs row_sum(shared.row_sum[stage_of(count, kRowStages)]);
+      ptx::products_wait<0>();
+      share_ds(row_sum);
+      start_sums(i > 0);
+      ptx::products_wait<1>();  // dk's products are still under way
+      end_queries();
+      ptx::products_wait<0>();
+      end_sums();
     }
     if (steps == 0) {
 #pragma unroll

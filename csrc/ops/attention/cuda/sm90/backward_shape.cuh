@@ -12,16 +12,6 @@ namespace packing_ops::attention::sm90 {
 constexpr int kUnitsKnown = 4;  // units that are described
 constexpr int kUnitsAhead = 1;  // of them, whose keys are in shared memory
 constexpr int kRowStages = 2;   // steps whose rows are
-constexpr int kDqStages = 2;    // and whose dq is
-#ifndef COPYREG
-#define COPYREG 40
-#define MATHREG 232
-#endif
-#ifndef AHEAD
-#define AHEAD true
-#endif
-constexpr int kCopyRegisters = COPYREG;
-constexpr int kMathRegisters = MATHREG;
 constexpr int kStepsKnown = 4;  // steps that are described: until their dq has been told of
 
 // Tiles are panels of 64 columns, a row 128 bytes whose 16-byte chunks are permuted by the row: what bulk copies write
@@ -29,11 +19,11 @@ constexpr int kStepsKnown = 4;  // steps that are described: until their dq has 
 template <int kDim_>
 struct BackwardShape {
   static constexpr int kDim = kDim_;
-  static constexpr bool kAhead = AHEAD;  // scores of a step are begun before dq of the one before leaves
   static constexpr int kThreads = 384;
   static constexpr int kTiles = 128 / kDim;
   static constexpr int kRows = kTiles * kTileRows;
   static constexpr int kPanels = kDim / 64;
+  static constexpr int kDqStages = kDim == 64 ? 1 : 2;  // steps whose dq is in shared memory
   static constexpr int kPanelQ = kRows * 128;
   static constexpr int kTileQ = kPanels * kPanelQ;  // bytes
   static constexpr int kPanelK = kKeys * 128;
@@ -119,8 +109,8 @@ struct BackwardBarriers {
   uint64_t described[kStepsKnown];
   uint64_t turn[kStepsKnown];  // dq may be added
   uint64_t told[kStepsKnown];  // other units know that it has been
-  uint64_t dq_full[kDqStages];
-  uint64_t dq_empty[kDqStages];
+  uint64_t dq_full[Shape::kDqStages];
+  uint64_t dq_empty[Shape::kDqStages];
   uint64_t keys_read;          // by the unit's last products
   uint64_t staged[2];          // dk and dv of a warpgroup
 
@@ -138,7 +128,7 @@ struct BackwardBarriers {
       ptx::mbarrier_init(&turn[i], 1);
       ptx::mbarrier_init(&told[i], 1);
     }
-    for (int i = 0; i < kDqStages; ++i) {
+    for (int i = 0; i < Shape::kDqStages; ++i) {
       ptx::mbarrier_init(&dq_full[i], 8);
       ptx::mbarrier_init(&dq_empty[i], 1);
     }
