@@ -70,8 +70,8 @@ AttentionTiles attention_tiles(int64_t group, int64_t head_dim, int device) {
   const int32_t short_max_keys = has_short_forward(padded) && !wgmma ? kShortMaxKeysTimesGroup / tiles.group : -1;
   tiles.short_max_keys = short_max_keys > tiles.resident_max_tokens ? short_max_keys : -1;
   const SmemTier tier = backward_tier(padded, device);
-  tiles.backward_rows = has_wgmma_backward(group, head_dim, device) ? tile_tokens(group) * tiles.group
-                                                                     : backward_rows(padded, tier);
+  tiles.backward_rows =
+      has_wgmma_backward(group, head_dim, device) ? tile_tokens(group) * tiles.group : backward_rows(padded, tier);
   tiles.backward_keys = backward_keys(padded, tier);
   tiles.small_keys = backward_small_keys(padded, tier);
   return tiles;

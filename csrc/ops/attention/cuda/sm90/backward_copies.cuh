@@ -45,8 +45,7 @@ __device__ __forceinline__ BackwardTile describe_tile(const BackwardArgs& args, 
   t.ticket = last == 0 ? DqTicket() : ticket;
   t.next_ticket = (is_last ? ticket.next_lap(ring) : ticket.next()).ticket;
   const bool is_first = last == 0 || ticket.is_first(ring);
-  t.action =
-      is_last ? (is_first ? DqAction::kStore : DqAction::kFinish) : (is_first ? DqAction::kPut : DqAction::kAdd);
+  t.action = is_last ? (is_first ? DqAction::kStore : DqAction::kFinish) : (is_first ? DqAction::kPut : DqAction::kAdd);
   return t;
 }
 

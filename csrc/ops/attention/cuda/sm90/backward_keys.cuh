@@ -51,8 +51,8 @@ struct BackwardMath {
     }
   }
 
-  // A thread's share of an array of rows: 8 n + 2 (lane % 4) and the next. As many as there are registers for are loaded
-  // while products are under way.
+  // A thread's share of an array of rows: 8 n + 2 (lane % 4) and the next. As many as there are registers for are
+  // loaded while products are under way.
   struct Pairs {
     static constexpr int kAhead = kRows == 64 ? 8 : 4;
     const float2* rest;
@@ -66,7 +66,8 @@ struct BackwardMath {
     __device__ __forceinline__ float2 operator[](int n) const { return n < kAhead ? ahead[n] : rest[4 * n]; }
   };
 
-  // p = 2^(s scale - lse). Element 4 n + 2 half + i: key lane / 4 + 8 half of the warp's 16, row 8 n + 2 (lane % 4) + i.
+  // p = 2^(s scale - lse). Element 4 n + 2 half + i: key lane / 4 + 8 half of the warp's 16, row 8 n + 2 (lane % 4) +
+  // i.
   static __device__ __forceinline__ void weights(Scores& s, const Pairs& lse, float scale) {
 #pragma unroll
     for (int n = 0; n < kRows / 8; ++n) {
@@ -203,7 +204,7 @@ struct BackwardMath {
              static_cast<int64_t>(step.start_q + tile.token + token) * common.dq.token_stride +
              (step.first_head + row - token * common.group) * common.dq.head_stride;
       }
-      attention::store_row<T>(to, 64 * column_part, common.head_dim, reinterpret_cast<const float(&)[8][4]>(dq), half,
+      attention::store_row<T>(to, 64 * column_part, common.head_dim, reinterpret_cast<const float (&)[8][4]>(dq), half,
                               common.softmax_scale);
     }
   }
@@ -219,8 +220,8 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
   const int row_part = Shape::kTiles == 2 ? w : 0;  // of dq: this warpgroup's
   const int column_part = Shape::kTiles == 2 ? 0 : w;
 
-  uint32_t turn = 0;     // of a unit
-  uint32_t count = 0;    // of steps
+  uint32_t turn = 0;   // of a unit
+  uint32_t count = 0;  // of steps
 
   typename Math::KeySums dk;
   typename Math::KeySums dv;

@@ -32,7 +32,8 @@ struct BackwardShape {
   static constexpr int kTileDs = kTiles * kPanelDs;
   static constexpr int kRingFloats = kTileRows * kDim;  // partial dq of a row tile
   static constexpr int kTileDq = kTiles * kRingFloats * 4;
-  static constexpr int kShared = 2 * kUnitsAhead * kTileK + 2 * kRowStages * kTileQ + 2 * kTileDs + kDqStages * kTileDq + 1024;
+  static constexpr int kShared =
+      2 * kUnitsAhead * kTileK + 2 * kRowStages * kTileQ + 2 * kTileDs + kDqStages * kTileDq + 1024;
 
   static __device__ __forceinline__ uint32_t tile_k(uint32_t base, int stage) { return base + 2 * stage * kTileK; }
   static __device__ __forceinline__ uint32_t tile_v(uint32_t base, int stage) { return tile_k(base, stage) + kTileK; }
@@ -111,8 +112,8 @@ struct BackwardBarriers {
   uint64_t told[kStepsKnown];  // other units know that it has been
   uint64_t dq_full[Shape::kDqStages];
   uint64_t dq_empty[Shape::kDqStages];
-  uint64_t keys_read;          // by the unit's last products
-  uint64_t staged[2];          // dk and dv of a warpgroup
+  uint64_t keys_read;  // by the unit's last products
+  uint64_t staged[2];  // dk and dv of a warpgroup
 
   __device__ void init() {
     for (int i = 0; i < kUnitsAhead; ++i) {
