@@ -63,7 +63,7 @@ struct BackwardScratch {
     const int64_t rows = a.documents_q.total * a.num_heads;
     row_stats = (rows * static_cast<int64_t>(sizeof(float2)) + 15) / 16 * 16;
     counters = fp32 ? 0 : (4 * (Args::kWorkCounters + a.plan.dq_ring_tiles) + 15) / 16 * 16;
-    const bool wgmma = has_wgmma_backward(a.group, a.head_dim, device);
+    const bool wgmma = has_wgmma(a.group, a.head_dim, device);
     const int64_t tile = wgmma ? kTileRows * wgmma_dim(a.head_dim)  // also where a tile has rows that are not used
                                : a.plan.tiles.backward_rows * padded_dim(a.head_dim);
     const int64_t tile_bytes = tile * static_cast<int64_t>(sizeof(float));
@@ -100,9 +100,9 @@ bool transforms(const VarlenAttentionParams& p) {
   return p.softcap > 0 || !(p.softmax_scale > 0);
 }
 
-bool forward_runs_on_wgmma(const VarlenAttentionParams& p) {
+bool runs_on_wgmma(const VarlenAttentionParams& p) {
   if (p.visible_end != nullptr) return false;  // sm90/ has none
-  return !transforms(p) && has_wgmma_forward(p.num_q_heads / p.num_kv_heads, p.head_dim, p.device);
+  return !transforms(p) && has_wgmma(p.num_q_heads / p.num_kv_heads, p.head_dim, p.device);
 }
 
 // f(tier), as a constant.
@@ -143,11 +143,11 @@ void dispatch(const VarlenAttentionParams& p, F&& f) {
 }  // namespace
 
 const char* attention_forward_kernels_cuda(const VarlenAttentionParams& p) {
-  return p.dtype == DType::kFloat32 ? "fp32" : forward_runs_on_wgmma(p) ? "sm90" : "sm80";
+  return p.dtype == DType::kFloat32 ? "fp32" : runs_on_wgmma(p) ? "sm90" : "sm80";
 }
 
 const char* attention_backward_kernels_cuda(const VarlenAttentionParams& p) {
-  return p.dtype == DType::kFloat32 ? "fp32" : "sm80";
+  return attention_forward_kernels_cuda(p);
 }
 
 int64_t attention_backward_scratch_cuda(const VarlenAttentionBackwardParams& p) {
@@ -163,9 +163,9 @@ void launch_varlen_attention_cuda(const VarlenAttentionParams& p, const CudaLaun
     using T = decltype(element);
     constexpr int kDim = decltype(dim)::value;
     constexpr bool kTransform = decltype(transform)::value;
-    const bool wgmma = forward_runs_on_wgmma(p);
+    const bool wgmma = runs_on_wgmma(p);
     if constexpr (kDim <= 128 && !kTransform) {
-      if (wgmma) sm90::run_forward<T, kDim == 64 ? 64 : 128>(args, p.dtype, stream);
+      if (wgmma) sm90::run_forward<T, wgmma_dim(kDim)>(args, p.dtype, stream);
     }
     if (!wgmma) sm80::run_forward<T, kDim, false, kTransform>(args, stream);
     if constexpr (has_short_forward(kDim)) {
@@ -188,7 +188,7 @@ void launch_varlen_attention_backward_cuda(const VarlenAttentionBackwardParams& 
       constexpr int kDim = decltype(dim)::value;
       constexpr bool kTransform = decltype(transform)::value;
       run_row_stats<T>(args, stream);
-      const bool wgmma = !kTransform && has_wgmma_backward(args.group, args.head_dim, p.device);
+      const bool wgmma = runs_on_wgmma(p);
       if constexpr (kDim <= 128 && !kTransform) {
         if (wgmma) sm90::run_backward<T, wgmma_dim(kDim)>(args, p.dtype, stream);
       }

@@ -1,8 +1,9 @@
 // What the backward's other two warpgroups do: 64 keys each of the unit's 128. A step:
 //
-//   s^T = k q^T, dp^T = v dout^T           keys are rows, so that p^T and ds^T are operands as they stand
-//   dv += p^T dout, dk += ds^T q
-//   dq = ds k                              half of it by each warpgroup, from ds of both
+//   s^T = k q^T, dp^T = v dout^T   keys are rows, so that p^T and ds^T are operands as they stand
+//   dv += p^T dout
+//   dq = ds k                      half of it by each warpgroup, from ds of both; it leaves while dk is summed
+//   dk += ds^T q
 #pragma once
 
 #include "core/ptx/wgmma.cuh"
@@ -66,8 +67,8 @@ struct BackwardMath {
     __device__ __forceinline__ float2 operator[](int n) const { return n < kAhead ? ahead[n] : rest[4 * n]; }
   };
 
-  // p = 2^(s scale - lse). Element 4 n + 2 half + i: key lane / 4 + 8 half of the warp's 16, row 8 n + 2 (lane % 4) +
-  // i.
+  // p = 2^(s scale - lse). Element 4 n + 2 half + i: key lane / 4 + 8 half of the warp's 16 and row 8 n + 2 (lane % 4)
+  // + i.
   static __device__ __forceinline__ void weights(Scores& s, const Pairs& lse, float scale) {
 #pragma unroll
     for (int n = 0; n < kRows / 8; ++n) {
@@ -93,12 +94,11 @@ struct BackwardMath {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int32_t key = first_key + 8 * half;
-      const Interval<int32_t> tokens =
-          key < unit.d.keys ? unit.d.tokens_attending_to(key, key) : Interval<int32_t>{kTileRows, 0};
+      const bool exists = key < unit.d.keys;
+      const Interval<int32_t> tokens = unit.d.tokens_attending_to(key, key);
 #pragma unroll
       for (int r = 0; r < Shape::kTiles; ++r) {
-        const bool none = key >= unit.d.keys;
-        const int32_t begin = none ? kTileRows : row_of(tokens.begin - step.tiles[r].token);
+        const int32_t begin = exists ? row_of(tokens.begin - step.tiles[r].token) : kTileRows;
         const int32_t end = row_of(tokens.end - step.tiles[r].token);
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
@@ -245,11 +245,12 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
     Math::multiply(ds, tile_v() + w * 64 * 128, Shape::tile_dout(base, stage));
     ptx::products_commit();
   };
-  const auto end_scores = [&](const typename Math::Pairs& lse) {
+  const auto end_scores = [&](const typename Math::Pairs& lse, uint32_t masked) {
     ptx::products_done(p);
     Math::weights(p, lse, scale);
-    const BackwardStep<Shape>& step = shared.steps[stage_of(count, kStepsKnown)];
-    if (step.masked >> w & 1) Math::mask(args, p, shared.units[stage_of(turn, kUnitsKnown)], step, w);
+    if (masked >> w & 1) {
+      Math::mask(args, p, shared.units[stage_of(turn, kUnitsKnown)], shared.steps[stage_of(count, kStepsKnown)], w);
+    }
   };
   const auto share_ds = [&](const typename Math::Pairs& row_sum) {
     const int stage = stage_of(count, 2);
@@ -276,19 +277,17 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
     Math::add_keys(dk, ds_half, Shape::tile_q(base, rows), add);
     ptx::products_commit();
   };
-  const auto end_queries = [&] {
-    const int place = stage_of(count, kStepsKnown);
+  const auto end_queries = [&](DqAction action) {
     const int stage = stage_of(count, Shape::kDqStages);
-    const BackwardStep<Shape>& step = shared.steps[place];
-    const BackwardTile& tile = step.tiles[row_part];
     ptx::products_done(dq);
     ptx::mbarrier_wait(&shared.dq_empty[stage], odd_of(count, Shape::kDqStages) ^ 1);
-    if (tile.action == DqAction::kAdd || tile.action == DqAction::kPut) {
+    if (action == DqAction::kAdd || action == DqAction::kPut) {
       Math::stage_queries(dq, Shape::tile_dq(base, stage) + row_part * Shape::kRingFloats * 4, column_part);
       ptx::fence_proxy_async();
-    } else if (tile.action != DqAction::kNone) {
+    } else if (action != DqAction::kNone) {
+      const int place = stage_of(count, kStepsKnown);
       ptx::mbarrier_wait(&shared.turn[place], odd_of(count, kStepsKnown));
-      Math::finish_queries(args, dq, tile, step, column_part);
+      Math::finish_queries(args, dq, shared.steps[place].tiles[row_part], shared.steps[place], column_part);
     }
     __syncwarp();
     arrive(&shared.dq_full[stage]);
@@ -308,15 +307,18 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
 #pragma unroll 1
     for (int32_t i = 0; i < steps; ++i) {
       start_scores();
-      typename Math::Pairs lse(shared.lse[stage_of(count, kRowStages)]);
+      // What the step needs next is loaded before each wait.
+      const uint32_t masked = shared.steps[stage_of(count, kStepsKnown)].masked;
+      const typename Math::Pairs lse(shared.lse[stage_of(count, kRowStages)]);
       ptx::products_wait<1>();
-      end_scores(lse);
-      typename Math::Pairs row_sum(shared.row_sum[stage_of(count, kRowStages)]);
+      end_scores(lse, masked);
+      const typename Math::Pairs row_sum(shared.row_sum[stage_of(count, kRowStages)]);
       ptx::products_wait<0>();
       share_ds(row_sum);
       start_sums(i > 0);
+      const DqAction action = shared.steps[stage_of(count, kStepsKnown)].tiles[row_part].action;
       ptx::products_wait<1>();  // dk's products are still under way
-      end_queries();
+      end_queries(action);
       ptx::products_wait<0>();
       end_sums();
     }
