@@ -49,7 +49,7 @@ def built(folder: Path, archs: str) -> Path:
     """A wheel with the tag of this machine."""
     home = Path(os.environ["CUDA_HOME"]) if os.environ.get("CUDA_HOME") else cuda12(ROOT / "build" / "cuda-12")
     variables = {"CUDA_HOME": str(home), "FORCE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": archs}
-    variables["LDFLAGS"] = "-Wl,--strip-all"
+    variables["LDFLAGS"] = "-Wl,--strip-all -Wl,-z,defs"
     if tuple(map(int, platform.libc_ver()[1].split("."))) > tuple(map(int, GLIBC.split("."))):
         variables["LDFLAGS"] += f" -L{stubs(ROOT / 'build' / f'glibc-{GLIBC}')}"
     print(f"packing_ops: a wheel with CUDA {cuda_version(home)} for {archs}", flush=True)
