@@ -143,7 +143,9 @@ def extension():
 
 
 if __name__ == "__main__":  # also where pip runs it
-    options = {} if BUILD == ROOT / "build" else {"egg_info": {"egg_base": str(BUILD)}, "build": {"build_base": str(BUILD)}}
+    options = (
+        {} if BUILD == ROOT / "build" else {"egg_info": {"egg_base": str(BUILD)}, "build": {"build_base": str(BUILD)}}
+    )
     if not sys.platform.startswith("linux"):
         print(
             f"packing_ops: nothing is compiled for {sys.platform}, where packing_ops.data runs in plain torch",
@@ -157,4 +159,6 @@ if __name__ == "__main__":  # also where pip runs it
         with one_build_at_a_time(BUILD):
             module, build_ext = extension()
             commands = {"build_ext": build_ext, "build_py": CleanBuild}
-            setup(ext_modules=[module], cmdclass=commands, options=options | {"bdist_wheel": {"py_limited_api": "cp310"}})
+            setup(
+                ext_modules=[module], cmdclass=commands, options=options | {"bdist_wheel": {"py_limited_api": "cp310"}}
+            )

@@ -41,7 +41,10 @@ def matrix() -> str:
     rows = rows_of("matrix") if (RESULTS / "matrix.csv").exists() else []
     if not rows:
         return "Not run yet."
-    cells = [[r["torch"], r["python"], r["torch_cuda"], r["gpu"] or "none", r["result"], r["date"], r["commit"][:7]] for r in rows]
+    cells = [
+        [r["torch"], r["python"], r["torch_cuda"], r["gpu"] or "none", r["result"], r["date"], r["commit"][:7]]
+        for r in rows
+    ]
     return markdown(["torch", "Python", "torch's CUDA", "GPU", "tests", "date", "commit"], cells)
 
 

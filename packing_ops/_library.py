@@ -162,7 +162,7 @@ def _explain_missing_cuda_kernels() -> None:
 
 
 def built_as() -> str:
-    """"wheel" and its platform, for one that was made for every machine; "source" for what was built on this one."""
+    """ "wheel" and its platform, for one that was made for every machine; "source" for what was built on this one."""
     for distribution in metadata.distributions(name="packing_ops"):
         if Path(str(distribution.locate_file("packing_ops/_C.so"))).absolute() == LIBRARY:
             tag = re.search(r"^Tag: \S+-(manylinux\S+)$", distribution.read_text("WHEEL") or "", re.M)
@@ -176,9 +176,13 @@ def warn_of_gpu() -> None:
     if not torch.version.cuda or torch.cuda.device_count() == 0:
         return
     toolkit = build_info()["cuda"]
-    told = _driver.misfit(toolkit) if toolkit else (
-        f"packing_ops: torch sees a GPU, but {LIBRARY} was built without CUDA kernels; where nvcc is installed, "
-        f"build it again with: {BUILD_COMMAND}"
+    told = (
+        _driver.misfit(toolkit)
+        if toolkit
+        else (
+            f"packing_ops: torch sees a GPU, but {LIBRARY} was built without CUDA kernels; where nvcc is installed, "
+            f"build it again with: {BUILD_COMMAND}"
+        )
     )
     if told:
         warnings.warn(told, stacklevel=4)  # whoever imports packing_ops

@@ -59,7 +59,9 @@ def pythons() -> dict[str, Path]:
     for version in (f"3.{minor}" for minor in MINORS):
         kept = [path for home in homes for path in sorted(home.glob(f"*{version}.*/bin/python{version}"))]
         paths = [*kept, *filter(None, [shutil.which(f"python{version}")])]
-        works = [path for path in paths if not subprocess.run([path, "-c", "import venv"], capture_output=True).returncode]
+        works = [
+            path for path in paths if not subprocess.run([path, "-c", "import venv"], capture_output=True).returncode
+        ]
         if works:
             found[version] = Path(works[0])
     return found

@@ -44,7 +44,9 @@ def check_torch(torch) -> None:
     found = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2])
     if found < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
-        sys.exit(f"packing_ops: expected torch {oldest} or later, got {torch.__version__} in {Path(torch.__file__).parent}")
+        sys.exit(
+            f"packing_ops: expected torch {oldest} or later, got {torch.__version__} in {Path(torch.__file__).parent}"
+        )
 
 
 def check_compiler() -> None:
@@ -57,7 +59,9 @@ def check_compiler() -> None:
     if probe.returncode:
         version = subprocess.run([*command.split(), "--version"], capture_output=True, text=True).stdout
         said = (version or probe.stderr or command).strip().splitlines()[0]
-        sys.exit(f"packing_ops: expected a compiler of C++20 (GCC 11 or later, Clang 14 or later), got {command}: {said}")
+        sys.exit(
+            f"packing_ops: expected a compiler of C++20 (GCC 11 or later, Clang 14 or later), got {command}: {said}"
+        )
 
 
 def no_room(log: Path) -> str:

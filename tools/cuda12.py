@@ -59,10 +59,14 @@ def run(*command, cwd=None) -> str:
 def debian_package(folder: Path) -> Path:
     """Its files, from the mirror that apt knows, with lists of its own."""
     name, suite = DEBIAN
-    mirrors = [line.split()[0] for line in run("apt-get", "indextargets", "--format", "$(REPO_URI) $(CREATED_BY)").splitlines()]
+    mirrors = [
+        line.split()[0] for line in run("apt-get", "indextargets", "--format", "$(REPO_URI) $(CREATED_BY)").splitlines()
+    ]
     mirror = next((uri for uri in mirrors if uri.rstrip("/").endswith("/debian")), None)
     if mirror is None:
-        sys.exit("tools/cuda12.py: expected a Debian whose apt knows a mirror; elsewhere set CUDA_HOME to a toolkit 12.8 or later")
+        sys.exit(
+            "tools/cuda12.py: expected a Debian whose apt knows a mirror; elsewhere set CUDA_HOME to a toolkit 12.8 or later"
+        )
     for part in ("lists/partial", "cache/archives/partial"):
         (folder / part).mkdir(parents=True)
     keys = "/usr/share/keyrings/debian-archive-keyring.gpg"

@@ -13,7 +13,7 @@ from pathlib import Path
 VERSION = "2.28"
 LIBRARIES = {"m": "libm.so.6", "pthread": "libpthread.so.0", "dl": "libdl.so.2", "rt": "librt.so.1"}
 # libstdc++'s headers of a newer glibc ask whether there is one thread only; "perhaps not" is always right.
-COMPAT = "__attribute__((visibility(\"hidden\"))) char __libc_single_threaded = 0;\n"
+COMPAT = '__attribute__((visibility("hidden"))) char __libc_single_threaded = 0;\n'
 
 
 def run(*command, cwd: Path) -> str:

@@ -33,9 +33,8 @@ bool is_of_the_build(cudaError_t status) {
 void fail_cuda(cudaError_t status, const char* what) {
   std::string text = std::string(what) + ": " + cudaGetErrorString(status);
   if (is_of_the_build(status)) {
-    text +=
-        "; packing_ops was built with CUDA " PACKING_OPS_WITH_CUDA " for " PACKING_OPS_CUDA_ARCHS
-        ", which this driver or this GPU does not run: python -m packing_ops info says what is needed";
+    text += "; packing_ops was built with CUDA " PACKING_OPS_WITH_CUDA " for " PACKING_OPS_CUDA_ARCHS
+            ", which this driver or this GPU does not run: python -m packing_ops info says what is needed";
   }
   throw std::runtime_error(text);
 }

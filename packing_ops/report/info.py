@@ -56,7 +56,10 @@ def _facts():
     yield "driver", _driver.found() or "none"
     if not _library.MISSING and _library.build_info()["cuda"]:
         yield "driver needed", _driver.needed(_library.build_info()["cuda"])
-        yield "driver fits", _driver.misfit(_library.build_info()["cuda"]) or "yes" if _driver.found() else "no GPU driver here"
+        yield (
+            "driver fits",
+            _driver.misfit(_library.build_info()["cuda"]) or "yes" if _driver.found() else "no GPU driver here",
+        )
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             gpu = torch.cuda.get_device_properties(i)

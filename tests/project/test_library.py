@@ -179,7 +179,13 @@ def test_a_gpu_without_kernels_for_it_is_told(monkeypatch, cuda, gpus, told):
 
 @pytest.mark.parametrize(
     ("toolkit", "driver", "fits"),
-    [("12.4", (12, 0), True), ("12.9", (13, 0), True), ("13.0", (12, 8), False), ("12.4", (11, 8), False), ("13.0", None, True)],
+    [
+        ("12.4", (12, 0), True),
+        ("12.9", (13, 0), True),
+        ("13.0", (12, 8), False),
+        ("12.4", (11, 8), False),
+        ("13.0", None, True),
+    ],
 )
 def test_a_driver_that_is_too_old_is_told_at_the_import_and_by_info(monkeypatch, toolkit, driver, fits):
     """Of one line of toolkits every driver runs what every toolkit built; a later line's driver runs it too."""

@@ -211,10 +211,7 @@ with one_build_at_a_time(Path({str(tmp_path)!r})):
 
 
 def test_sources_that_cannot_be_written_are_built_elsewhere(tmp_path):
-    """By another user than root, whom no permission stops."""
-    setpriv = shutil.which("setpriv")
-    if os.getuid() == 0 and not setpriv:
-        pytest.skip("needs setpriv")
+    """No permission stops root, so the process is told that it may not write."""
     sources = tmp_path / "sources"
     sources.mkdir()
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
@@ -222,14 +219,13 @@ def test_sources_that_cannot_be_written_are_built_elsewhere(tmp_path):
     for name in ("tools", "packing_ops"):
         shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     before = sorted(sources.rglob("*"))
-    for path in (sources, *before):
-        path.chmod(0o555)
-    for parent in (tmp_path, *tmp_path.parents):
-        if parent.stat().st_uid == os.getuid() and parent != parent.parent:
-            parent.chmod(parent.stat().st_mode | 0o011)
-    code = "import runpy, sys; sys.argv = ['setup.py', '-q', 'egg_info']; runpy.run_path('setup.py', run_name='__main__')"
-    user = [setpriv, "--reuid=65534", "--regid=65534", "--clear-groups"] if os.getuid() == 0 else []
-    command = [*user, sys.executable, "-B", "-c", code]
-    done = subprocess.run(command, cwd=sources, capture_output=True, text=True, env=os.environ | {"HOME": "/nonexistent"})
-    assert done.returncode == 0, done.stderr
+    code = """
+import os, runpy, sys
+os.access = lambda *_: False
+sys.argv = ["setup.py", "-q", "egg_info"]
+runpy.run_path("setup.py", run_name="__main__")
+"""
+    variables = os.environ | {"TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-B", "-c", code], cwd=sources, env=variables, check=True, capture_output=True)
     assert sorted(sources.rglob("*")) == before
+    assert list(tmp_path.glob("packing_ops-*/packing_ops.egg-info/SOURCES.txt"))
