@@ -113,6 +113,8 @@ def extension():
     home = find_cuda_home()
     define, libraries, library_dirs, include_dirs = list(DEFINES), [], [], [str(ROOT / "csrc")]
     cxx, nvcc, files = list(CXX_FLAGS), list(NVCC_FLAGS), sorted(sources(".cpp"), key=os.path.getsize, reverse=True)
+    if os.environ.get("PACKING_OPS_NAMESPACE"):  # of a Hub kernel; the CUDA half does not know it
+        cxx += [f"-DPACKING_OPS_NAMESPACE={os.environ['PACKING_OPS_NAMESPACE']}"]
     if cuda_wanted(torch, home):
         archs = os.environ.get("TORCH_CUDA_ARCH_LIST") or visible_archs(torch) or portable_archs(home)
         archs = os.environ["TORCH_CUDA_ARCH_LIST"] = with_hopper_features(archs)
