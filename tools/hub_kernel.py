@@ -19,6 +19,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = ("integrations", "report", "reference", "__main__.py")
+# In place of packing_ops.flash_attn's: with flash-attn's rule for the window of a causal call, which transformers relies on.
+FLASH_ATTN = "integrations/flash_attn/flash_attn_interface.py"
+NAMES = "flash_attn_func, flash_attn_varlen_func, flash_attn_qkvpacked_func, flash_attn_varlen_qkvpacked_func"
+EXPORTS = f"\nfrom .flash_attn_interface import {NAMES}  # noqa: E402\n"
 # Each serves the later torch versions, and the later versions of its line of CUDA.
 VARIANTS = {
     "torch-stable-abi210-cpu-x86_64-linux": "cpu",
@@ -29,13 +33,15 @@ OWN = r"packing_ops(?P<path>(?:\.\w+)*)"
 
 
 def relative(path: str, depth: int) -> str:
-    """".data.rows" as a module ``depth`` folders below the package names it."""
+    """ ".data.rows" as a module ``depth`` folders below the package names it."""
     return "." * (depth + 1) + path.removeprefix(".")
 
 
 def as_kernel(source: str, depth: int, namespace: str) -> str:
     """A module of the package with relative imports and that namespace. Texts that a user reads stay as they are."""
-    source = re.sub(rf"^(\s*)from {OWN} import ", lambda m: f"{m[1]}from {relative(m['path'], depth)} import ", source, flags=re.M)
+    source = re.sub(
+        rf"^(\s*)from {OWN} import ", lambda m: f"{m[1]}from {relative(m['path'], depth)} import ", source, flags=re.M
+    )
     source = source.replace("torch.ops.packing_ops", f"torch.ops.{namespace}")
     source = source.replace('Library("packing_ops"', f'Library("{namespace}"')
     source = re.sub(r'register_(fake|autograd)\(f"packing_ops::', rf'register_\1(f"{namespace}::', source)
@@ -49,12 +55,14 @@ def python_files(wheel: zipfile.ZipFile, namespace: str) -> dict[str, bytes]:
     files = {}
     for name in wheel.namelist():
         folder, _, path = name.partition("/")
-        if folder != "packing_ops" or path.startswith(LEFT_OUT):
+        if folder != "packing_ops" or (path.startswith(LEFT_OUT) and path != FLASH_ATTN):
             continue
         content = wheel.read(name)
+        path = Path(path).name if path == FLASH_ATTN else path
         if path.endswith(".py"):
             content = as_kernel(content.decode(), path.count("/"), namespace).encode()
         files[path] = content
+    files["__init__.py"] += EXPORTS.encode()
     return files
 
 
@@ -74,7 +82,9 @@ def write(wheel: Path, namespace: str, folder: Path, version: int) -> None:
     with zipfile.ZipFile(wheel) as archive:
         files = python_files(archive, namespace)
     if namespace == "packing_ops" or f"\0{namespace}\0".encode() not in files["_C.so"]:
-        sys.exit(f"{wheel}: expected a library whose ops are in {namespace}: PACKING_OPS_NAMESPACE={namespace} tools/wheel.py")
+        sys.exit(
+            f"{wheel}: expected a library whose ops are in {namespace}: PACKING_OPS_NAMESPACE={namespace} tools/wheel.py"
+        )
     for variant, backend in VARIANTS.items():
         target = folder / "build" / variant
         shutil.rmtree(target, ignore_errors=True)

@@ -54,6 +54,8 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 rows = q.detach().transpose(0, 1)
 expected = torch.cat([sdpa(*[rows[:, span]] * 3, is_causal=True) for span in (slice(0, 2), slice(2, 5))], 1).transpose(0, 1)
 torch.testing.assert_close(out.detach(), expected)
+windows = [kernel.flash_attn_func(*[q.detach()[None]] * 3, causal=True, window_size=sides, s_aux=torch.zeros(2)) for sides in ((2, 2), (2, 0))]
+assert torch.equal(*windows), "flash-attn's rule"
 assert q.grad is not None
 import importlib
 importlib.import_module(about["id"] + ".data")
