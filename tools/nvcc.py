@@ -37,10 +37,12 @@ def callers(source: str) -> tuple[int, ...]:
 
 
 def wanted(arch: str, source: str) -> bool:
-    """Whether GPUs of this architecture ("90a", "120") call what the file holds."""
+    """Whether GPUs of this architecture ("90a", "120") call what the file holds; PACKING_OPS_EVERY_INSTANCE=1: any may."""
     if Path(source).parts[-3:-1] == ("sm90", "instances"):
         return arch == "90a"
     number = arch.rstrip("af")
+    if os.environ.get("PACKING_OPS_EVERY_INSTANCE") == "1":
+        return True
     return number not in SHARED_MEMORY or SHARED_MEMORY[number] in callers(source)
 
 

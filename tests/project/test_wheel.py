@@ -75,6 +75,14 @@ def test_images_of_a_file(source, asked, known, images, assembled):
     assert (options, others) == (expected, assembled.split())
 
 
+def test_every_instance_can_be_asked_for(monkeypatch):
+    """What make test-gpu runs with PACKING_OPS_SHARED_MEMORY need not be compiled by the driver then."""
+    source = f"{SM80}/backward_128_smem99.cu"
+    assert gencodes([("sm", "90a")], source, set())[0] == ["-gencode=arch=compute_90,code=compute_90"]
+    monkeypatch.setenv("PACKING_OPS_EVERY_INSTANCE", "1")
+    assert gencodes([("sm", "90a")], source, set())[0] == ["-gencode=arch=compute_90,code=sm_90"]
+
+
 def test_every_gpu_has_machine_code_or_ptx_for_every_file():
     """Whatever is asked for, no file is without an image."""
     for path in [*generate_instances.FOLDER.iterdir(), *(ROOT / SM90).iterdir()]:
