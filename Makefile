@@ -110,7 +110,7 @@ readme: .venv/.ready  ## the tables of README.md and docs, from benchmarks/resul
 docs: .venv/.ready  ## the documentation with the API reference, in build/site/index.html
 	$(BIN)/python -m mkdocs build --strict --quiet
 
-# Most of an hour on two cores; CUDA_HOME: a toolkit 12.8 or later, or one is put together from packages.
+# Some times what make build takes. CUDA_HOME: a toolkit 12.8 or later, or one is put together from packages.
 wheel: .venv/.ready  ## the wheel for every machine and the source archive, in dist/
 	@$(BIN)/pip install --quiet --group release
 	@$(BIN)/python tools/wheel.py
