@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import shutil
 import sys
 import tempfile
@@ -15,19 +14,16 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # not there where pip runs this file
 
-from tools.build_checks import (  # noqa: E402
-    HEAD_DIMS,
-    check_compiler,
-    check_python,
-    check_torch,
-    head_dims,
-    import_torch,
-    is_asked,
-    no_room,
-    one_build_at_a_time,
-)
+from tools import build_checks as checks  # noqa: E402
 from tools.build_progress import progress  # noqa: E402
-from tools.find_cuda import cuda_version, find_cuda_home, portable_archs, visible_archs, with_hopper_features  # noqa: E402
+from tools.find_cuda import (  # noqa: E402
+    cuda_version,
+    find_cuda_home,
+    nvcc_of_each_file,
+    portable_archs,
+    visible_archs,
+    with_hopper_features,
+)
 
 # Sources that we may only read are built elsewhere.
 BUILD = ROOT / "build" if os.access(ROOT, os.W_OK) else Path(tempfile.mkdtemp(prefix="packing_ops-"))
@@ -87,24 +83,16 @@ def with_progress(build_extension):
                     super().build_extensions()
                 print(f"packing_ops: built in {time.monotonic() - start:.0f} s", flush=True)
             except RuntimeError as error:
-                sys.exit(f"packing_ops: {no_room(LOG) or error}; the whole output is in {LOG}")
+                sys.exit(f"packing_ops: {checks.no_room(LOG) or error}; the whole output is in {LOG}")
 
     return Build.with_options(no_python_abi_suffix=True)
 
 
-def nvcc_of_each_file(home):
-    """tools/nvcc.py in front of nvcc, or of what stands for nvcc already: each file for the GPUs that call it."""
-    own = shlex.join([sys.executable, str(ROOT / "tools" / "nvcc.py")])
-    if not os.environ.get("PYTORCH_NVCC", "").startswith(own):
-        nvcc = os.environ.get("PYTORCH_NVCC") or shlex.quote(str(home / "bin" / "nvcc"))
-        os.environ["PYTORCH_NVCC"] = f"{own} {nvcc}"
-
-
 def extension():
-    check_python()
-    torch = import_torch()
-    check_torch(torch)
-    check_compiler()
+    checks.check_python()
+    torch = checks.import_torch()
+    checks.check_torch(torch)
+    checks.check_compiler()
     from torch.utils import cpp_extension
 
     compiler = shutil.which(os.environ.get("CXX", "c++").split()[0]) or ""
@@ -124,9 +112,9 @@ def extension():
         define += [f'-DPACKING_OPS_WITH_CUDA="{cuda_version(home)}"', f'-DPACKING_OPS_CUDA_ARCHS="{archs}"']
         define += ["-DPACKING_OPS_SM90"] if "9.0a" in archs.split(";") else []
         nvcc_of_each_file(home)
-        dims = head_dims()
-        define += [f'-DPACKING_OPS_HEAD_DIMS="{" ".join(map(str, dims))}"'] if dims != HEAD_DIMS else []
-        kernels = [file for file in sources(".cu") if is_asked(file, dims)]
+        dims = checks.head_dims()
+        define += [f'-DPACKING_OPS_HEAD_DIMS="{" ".join(map(str, dims))}"'] if dims != checks.HEAD_DIMS else []
+        kernels = [file for file in sources(".cu") if checks.is_asked(file, dims)]
         files = sorted(kernels, key=os.path.getsize, reverse=True) + files  # the long ones first
         include_dirs += [str(home / "include"), str(home / "include" / "cccl")]
         library_dirs = [str(home / d) for d in ("lib64", "lib", "targets/x86_64-linux/lib")]
@@ -145,22 +133,18 @@ def extension():
 
 
 if __name__ == "__main__":  # also where pip runs it
-    options = (
-        {} if BUILD == ROOT / "build" else {"egg_info": {"egg_base": str(BUILD)}, "build": {"build_base": str(BUILD)}}
-    )
+    elsewhere = {"egg_info": {"egg_base": str(BUILD)}, "build": {"build_base": str(BUILD)}}
+    options = {} if BUILD == ROOT / "build" else elsewhere
     if not sys.platform.startswith("linux"):
-        print(
-            f"packing_ops: nothing is compiled for {sys.platform}, where packing_ops.data runs in plain torch",
-            flush=True,
-        )
+        told = f"nothing is compiled for {sys.platform}, where packing_ops.data runs in plain torch"
+        print(f"packing_ops: {told}", flush=True)
         setup(cmdclass={"build_py": CleanBuild}, options=options)
     elif {"sdist", "egg_info", "dist_info"} & set(sys.argv) and not {"build_ext", "bdist_wheel"} & set(sys.argv):
         headers = [*sources(".h", ".cuh"), *(f"tools/{path.name}" for path in (ROOT / "tools").glob("*.py"))]
         setup(ext_modules=[Extension("packing_ops._C", sources(".cpp", ".cu"), depends=headers)], options=options)
     else:
-        with one_build_at_a_time(BUILD):
+        with checks.one_build_at_a_time(BUILD):
             module, build_ext = extension()
             commands = {"build_ext": build_ext, "build_py": CleanBuild}
-            setup(
-                ext_modules=[module], cmdclass=commands, options=options | {"bdist_wheel": {"py_limited_api": "cp310"}}
-            )
+            options["bdist_wheel"] = {"py_limited_api": "cp310"}
+            setup(ext_modules=[module], cmdclass=commands, options=options)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -52,3 +53,11 @@ def visible_archs(torch) -> str:
     """Those of the GPUs that torch sees."""
     found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
     return ";".join(f"{major}.{minor}" for major, minor in sorted(found))
+
+
+def nvcc_of_each_file(home: Path) -> None:
+    """tools/nvcc.py in front of nvcc, or of what stands for nvcc already: each file for the GPUs that call it."""
+    own = shlex.join([sys.executable, str(Path(__file__).with_name("nvcc.py"))])
+    if not os.environ.get("PYTORCH_NVCC", "").startswith(own):
+        nvcc = os.environ.get("PYTORCH_NVCC") or shlex.quote(str(home / "bin" / "nvcc"))
+        os.environ["PYTORCH_NVCC"] = f"{own} {nvcc}"
