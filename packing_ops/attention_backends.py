@@ -32,6 +32,7 @@ def select_attention_backend(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
+    visible_end: torch.Tensor | None = None,
     explain: Literal[False] = False,
 ) -> str: ...
 @overload
@@ -42,6 +43,7 @@ def select_attention_backend(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
+    visible_end: torch.Tensor | None = None,
     explain: Literal[True],
 ) -> tuple[str, dict[str, str]]: ...
 def select_attention_backend(
@@ -51,6 +53,7 @@ def select_attention_backend(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
+    visible_end: torch.Tensor | None = None,
     explain: bool = False,
 ) -> str | tuple[str, dict[str, str]]:
     """The name of the first backend that can run a call of ``attention`` on this machine.
@@ -61,12 +64,12 @@ def select_attention_backend(
     - ``torch_varlen``: torch.nn.attention.varlen, bfloat16 and float16 on CUDA from sm_80 on;
     - ``sdpa``: scaled_dot_product_attention on any device, with a mask of total_q * total_k elements.
 
-    Only packing_ops has softcap, sinks and return_lse. Only packing_ops keeps the guarantees in packing_ops.attention's
+    Only packing_ops has softcap, sinks, return_lse and visible_end. Only packing_ops keeps the guarantees in packing_ops.attention's
     docstring: the same bits for a document alone and packed, and that a NaN stays in its document.
 
     Args:
         q, k: as in varlen_attention; only shape, dtype and device are used. Without k, as many kv heads as q heads.
-        softcap, sinks, return_lse: as the call will pass them.
+        softcap, sinks, return_lse, visible_end: as the call will pass them.
         explain: also return the reasons.
 
     Returns:
@@ -85,7 +88,7 @@ def select_attention_backend(
     Raises:
         NotImplementedError: no backend can run the call; gives each one's reason.
     """
-    name, reasons = _select(q, k, softcap, sinks, return_lse)
+    name, reasons = _select(q, k, softcap, sinks, return_lse, visible_end)
     if not explain:
         return name
     return name, reasons if reasons["packing_ops"] else {**reasons, "kernels": _kernels_of(q, k, softcap)}
@@ -108,6 +111,7 @@ def attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     backend: str | None = None,
+    visible_end: torch.Tensor | None = None,
 ) -> torch.Tensor: ...
 @overload
 def attention(
@@ -126,6 +130,7 @@ def attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     backend: str | None = None,
+    visible_end: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 def attention(
     q: torch.Tensor,
@@ -143,6 +148,7 @@ def attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     backend: str | None = None,
+    visible_end: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """varlen_attention, or the same by another backend where packing_ops cannot run: one call for all machines.
 
@@ -169,7 +175,11 @@ def attention(
         NotImplementedError: the backend cannot run this call; gives the reason.
     """
     refuse_heads_first(q)
-    wanted: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "return_lse": return_lse}
+    if visible_end is None and cu_seqlens_k is None and isinstance(cu_seqlens_q, PackedMetadata):
+        visible_end = cu_seqlens_q.visible_end
+    wanted: dict[str, Any] = {
+        "softcap": softcap, "sinks": sinks, "return_lse": return_lse, "visible_end": visible_end
+    }  # fmt: skip
     if backend is None:
         backend, reasons = _select(q, k, **wanted)
         if backend != "packing_ops":
@@ -202,10 +212,16 @@ def attention(
 
 
 def _select(
-    q: torch.Tensor, k: torch.Tensor | None, softcap: float, sinks: torch.Tensor | None, return_lse: bool
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    return_lse: bool,
+    visible_end: torch.Tensor | None = None,
 ) -> tuple[str, dict[str, str]]:
     """(name, {backend: why it cannot run})."""
     features = {"softcap": softcap > 0, "sinks": sinks is not None, "lse": return_lse}
+    features["visible_end"] = visible_end is not None
     extra = " and ".join(name for name, wanted in features.items() if wanted)
     reasons = {
         "packing_ops": _why_not_packing_ops(q),

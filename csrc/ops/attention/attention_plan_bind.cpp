@@ -21,9 +21,10 @@ Tensor made_plan(AttentionPlanParams p, const Tensor& anchor) {
   return plan;
 }
 
-// Options as in varlen_attention; good for every call with these lengths, heads, head_dim and window.
+// Options as in varlen_attention; good for every call with these lengths, heads, head_dim, window and visible_end.
 Tensor attention_plan(Tensor cu_seqlens_q, Tensor cu_seqlens_k, int64_t total_q, int64_t total_k, int64_t num_heads,
-                      int64_t num_kv_heads, int64_t head_dim, bool causal, int64_t window_left, int64_t window_right) {
+                      int64_t num_kv_heads, int64_t head_dim, bool causal, int64_t window_left, int64_t window_right,
+                      std::optional<Tensor> visible_end) {
   check(total_q >= 0 && total_k >= 0, "total_q, total_k: expected 0 or more, got ", total_q, " and ", total_k);
   take_cu_seqlens(cu_seqlens_q, "cu_seqlens_q", total_q, cu_seqlens_q, "cu_seqlens_q");
   take_cu_seqlens(cu_seqlens_k, "cu_seqlens_k", total_k, cu_seqlens_q, "cu_seqlens_q");
@@ -42,6 +43,9 @@ Tensor attention_plan(Tensor cu_seqlens_q, Tensor cu_seqlens_k, int64_t total_q,
   p.head_dim = head_dim;
   p.window_left = window_left;
   p.window_right = causal ? 0 : window_right;
+  const std::optional<Tensor> ends = taken_visible_end(visible_end, p.documents_q, p.documents_k, causal, window_left,
+                                                       window_right, cu_seqlens_q, "cu_seqlens_q");
+  p.visible_end = static_cast<const int32_t*>(data_or_null(ends));
   return made_plan(p, cu_seqlens_q);
 }
 

@@ -53,6 +53,7 @@ struct Args {
   int32_t token_aligned_group = 0;  // group, if 16 packed rows are whole tokens and head_dim is an instance's; else 0
   float softmax_scale = 0;
   float softcap = 0;
+  const int32_t* visible_end = nullptr;  // the call's; kernels read plan.ends, which was checked
   FaultFlag fault;
 };
 

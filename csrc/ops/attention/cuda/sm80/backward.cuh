@@ -28,8 +28,8 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier>::kThreads)
     attention_backward_kernel(__grid_constant__ const Args args) {
   using Shape = SeveralTilesShape<kDim, kTier>;
   using Unit = BackwardUnit<T, Shape, kTransform>;
-  constexpr int kRows = Shape::kRows;
   constexpr int kKeys = Shape::kKeys;
+  const int row_tile = args.plan.tiles.backward_rows;  // kRows, or as many of them as are whole tokens
   // Waiting for a ticket and releasing one each stall their warp for an L2 round trip. With kScoresAhead two different
   // warps do them, neither of which issues loads.
   constexpr int kTicketWaitThread = Shape::kScoresAhead ? Shape::kThreads / 2 : 32;
@@ -51,13 +51,13 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier>::kThreads)
   if (threadIdx.x == 0) *next_unit = atomicAdd(work_counter, 1);
   __syncthreads();
   for (int32_t unit = *next_unit; unit < units; unit = *next_unit) {
-    const BackwardWork work(args, entries, unit, kRows, kKeys);
+    const BackwardWork work(args, entries, unit, row_tile, kKeys);
     const PlanEntry& entry = work.entry;
     const int32_t kv_head = work.kv_head;
-    const DocumentView d = document_view(entry, args.plan.window);
+    const DocumentWithEnds d = document_with_ends(entry, args.plan);
     const int32_t first_key = entry.tile * kKeys;
     const int32_t end_key = first_key + kKeys < d.keys ? first_key + kKeys : d.keys;
-    const Interval<int32_t> tiles = row_tiles(d.tokens_attending_to(first_key, end_key - 1), args.group, kRows);
+    const Interval<int32_t> tiles = row_tiles(d.tokens_attending_to(first_key, end_key - 1), args.group, row_tile);
 
     // Prologue: k and v of the key tile, q and dout of the first row tile
     load_rows<Shape::kThreads, kKeys>(u.tile_k(), 0, threadIdx.x, args.head_dim, args.k.data,
@@ -69,8 +69,8 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier>::kThreads)
     const int32_t tile_step = descending ? -1 : 1;
     const int32_t steps = tiles.end - tiles.begin;
     const int32_t start = descending && steps > 0 ? tiles.end - 1 : tiles.begin;
-    PackedRows rows(args, d, kv_head, static_cast<int64_t>(start) * kRows, kRows);
-    const PackedRows::Stride stride = rows.stride(tile_step * kRows);
+    PackedRows rows(args, d, kv_head, static_cast<int64_t>(start) * row_tile, row_tile);
+    const PackedRows::Stride stride = rows.stride(tile_step * row_tile);
     uint32_t ring_index = work.ring_index + start;
     if (steps > 0) u.load_rows(args, rows, 0);
 
@@ -96,6 +96,7 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier>::kThreads)
     const auto compute_scores = [&](int i) {
       const int32_t last_token = rows.last_token();
       const Interval<int32_t> keys = d.visible_keys(rows.token, last_token);
+      const int32_t end_for_all = d.end_of(rows.token);
       // Unsigned, so that the divisions are shifts.
       const int32_t first_tile = static_cast<uint32_t>(keys.begin) / kKeys;
       const int32_t last_tile = static_cast<uint32_t>(keys.end - 1) / kKeys;
@@ -115,7 +116,7 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier>::kThreads)
       if (first_row < rows.valid && (attends_first_block || attends_second_block)) {
         const int tile_key = 16 * (attends_first_block ? key_block : key_block + Unit::kKeyBlockStride);
         const int last_key = 16 * (attends_second_block ? key_block + Unit::kKeyBlockStride : key_block) + 15;
-        const bool masked = !d.all_visible(rows.token, last_token, first_key + tile_key, first_key + last_key);
+        const bool masked = !d.all_visible(end_for_all, last_token, first_key + tile_key, first_key + last_key);
         const typename Unit::ScoreBlock block{first_row, first_key, tile_key, masked};
         if (attends_first_block && attends_second_block) {
           u.template scores<2>(shared, args, d, rows, i, block);
@@ -143,7 +144,7 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier>::kThreads)
           Unit::accumulate_partial_dq(partial_dq, dq, visit.ticket.is_first(args.plan.dq_ring));
         } else {
           if (!visit.ticket.is_first(args.plan.dq_ring)) Unit::load_partial_dq(partial_dq, dq);
-          Unit::store_queries(args, rows.moved(back, kRows), dq);
+          Unit::store_queries(args, rows.moved(back, row_tile), dq);
         }
       }
       next_ticket = visit.is_only()   ? DqTicket()
@@ -165,14 +166,14 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier>::kThreads)
       for (int32_t i = 0; i < steps + (steps > 0 && !sums_first); ++i) {
         if (!sums_first) {
           barrier();
-          if (i + 1 < steps) u.load_rows(args, rows.moved(stride, kRows), Unit::next_slot(slot));
+          if (i + 1 < steps) u.load_rows(args, rows.moved(stride, row_tile), Unit::next_slot(slot));
         }
         RowTileVisit visit;
         if (i < steps) {
           visit = compute_scores(slot);
           if (threadIdx.x == kTicketWaitThread) wait_for_ticket(visit);
         }
-        rows = rows.moved(stride, kRows);
+        rows = rows.moved(stride, row_tile);
         ring_index += tile_step;
         slot = Unit::next_slot(slot);
         if (sums_first) {
@@ -180,7 +181,7 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier>::kThreads)
           prev_visit = visit;
         }
         if (sums_first || i > 0) {
-          add_sums(prev_visit, prev_slot, (sums_first ? -kRows : -2 * kRows) * tile_step);
+          add_sums(prev_visit, prev_slot, (sums_first ? -row_tile : -2 * row_tile) * tile_step);
           prev_slot = Unit::next_slot(prev_slot);
         }
         prev_visit = visit;
@@ -190,13 +191,13 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier>::kThreads)
         ptx::cp_async_wait<0>();
         __syncthreads();
         if (Shape::kStages > 1 && i + 1 < steps) {
-          u.load_rows(args, rows.moved(stride, kRows), Unit::next_slot(slot));
+          u.load_rows(args, rows.moved(stride, row_tile), Unit::next_slot(slot));
         }
         const RowTileVisit visit = compute_scores(slot);
         if (threadIdx.x == kTicketWaitThread) wait_for_ticket(visit);
         __syncthreads();
         add_sums(visit, slot, 0);
-        rows = rows.moved(stride, kRows);
+        rows = rows.moved(stride, row_tile);
         ring_index += tile_step;
         slot = Unit::next_slot(slot);
         if constexpr (Shape::kStages == 1) {
