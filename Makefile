@@ -24,8 +24,8 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help $(DEMOS) test test-newest test-fresh test-adoption lint emulator bytecode build bench test-gpu bench-gpu
-.PHONY: profile-gpu readme families docs wheel clean
+.PHONY: help $(DEMOS) test test-newest test-fresh test-adoption test-matrix lint emulator bytecode build bench
+.PHONY: test-gpu bench-gpu profile-gpu readme families docs wheel clean
 
 help:  ## these lines
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -113,8 +113,15 @@ families: .venv/.ready  ## the tables of docs/families.md, from the transformers
 docs: .venv/.ready  ## the documentation with the API reference, in build/site/index.html
 	$(BIN)/python -m mkdocs build --strict --quiet
 
-wheel: .venv/.ready  ## a wheel, in dist/
-	$(BIN)/pip wheel --no-deps --no-build-isolation -w dist .
+# Some times what make build takes. CUDA_HOME: a toolkit 12.8 or later, or one is put together from packages.
+wheel: .venv/.ready  ## the wheel for every machine and the source archive, in dist/
+	@$(BIN)/pip install --quiet --group release
+	@$(BIN)/python tools/wheel.py
+
+# TORCH_VERSIONS="2.10.0 2.15.0" PYTHONS="3.10 3.13" for some. A CUDA build of torch is a download of 3 GB and takes 7 GB.
+WHEEL ?= $(firstword $(wildcard dist/packing_ops-*.whl))
+test-matrix:  ## the wheel in fresh environments, torch by Python (WHEEL=file TORCH_VERSIONS=... PYTHONS=...)
+	$(PYTHON) tests/matrix.py $(WHEEL) $(if $(TORCH_VERSIONS),--torch $(TORCH_VERSIONS)) $(if $(PYTHONS),--python $(PYTHONS))
 
 .venv-newest/.ready: TORCH = torch
 .venv/.ready .venv-newest/.ready: pyproject.toml

@@ -4,7 +4,7 @@ import os
 import re
 import shutil
 import sys
-import sysconfig
+import tempfile
 import time
 from pathlib import Path
 
@@ -14,36 +14,30 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # not there where pip runs this file
 
+from tools import build_checks as checks  # noqa: E402
 from tools.build_progress import progress  # noqa: E402
-from tools.find_cuda import cuda_version, find_cuda_home, portable_archs, visible_archs, with_hopper_features  # noqa: E402
+from tools.find_cuda import (  # noqa: E402
+    cuda_version,
+    find_cuda_home,
+    nvcc_of_each_file,
+    portable_archs,
+    visible_archs,
+    with_hopper_features,
+)
 
-LOG = ROOT / "build" / "build.log"
+# Sources that we may only read are built elsewhere.
+BUILD = ROOT / "build" if os.access(ROOT, os.W_OK) else Path(tempfile.mkdtemp(prefix="packing_ops-"))
+LOG = BUILD / "build.log"
 VERSION = re.search(r'^VERSION = "(.+?)"', (ROOT / "packing_ops" / "_library.py").read_text(), re.M)[1]
-NO_TORCH = """packing_ops builds against the torch that you train with, and no torch was found here.
-  no torch yet:  install it first, then `pip install .`
-  uv:            uv pip install --no-build-isolation .   (uv builds in an environment of its own)"""
-
 DEFINES = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_CUDA", f'-DPACKING_OPS_VERSION="{VERSION}"']
 CXX_FLAGS = ["-O3", "-std=c++20", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter"]
 NVCC_FLAGS = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-Xcompiler=-fvisibility=hidden"]
+NVCC_FLAGS += ["-Xfatbin=-compress-all"]  # a third of the size; every driver expands it
 # torch turns the half types' own operators off; we include no torch header in .cu files, so we may have them.
 NVCC_FLAGS += [
     f"-U__CUDA_NO_{t}__" for t in ("HALF_OPERATORS", "HALF_CONVERSIONS", "BFLOAT16_CONVERSIONS", "HALF2_OPERATORS")
 ]
 LINK_FLAGS = ["-Wl,--as-needed", "-Wl,--exclude-libs,ALL"]
-
-
-def import_torch():
-    """torch of the environment that we are being installed into, also from inside pip's build environment."""
-    try:
-        import torch
-    except ImportError:
-        sys.path.append(sysconfig.get_path("platlib"))
-        try:
-            import torch
-        except ImportError:
-            sys.exit(NO_TORCH)
-    return torch
 
 
 def cuda_wanted(torch, home):
@@ -89,13 +83,16 @@ def with_progress(build_extension):
                     super().build_extensions()
                 print(f"packing_ops: built in {time.monotonic() - start:.0f} s", flush=True)
             except RuntimeError as error:
-                sys.exit(f"packing_ops: {error}; the whole output is in {LOG}")
+                sys.exit(f"packing_ops: {checks.no_room(LOG) or error}; the whole output is in {LOG}")
 
     return Build.with_options(no_python_abi_suffix=True)
 
 
 def extension():
-    torch = import_torch()
+    checks.check_python()
+    torch = checks.import_torch()
+    checks.check_torch(torch)
+    checks.check_compiler()
     from torch.utils import cpp_extension
 
     compiler = shutil.which(os.environ.get("CXX", "c++").split()[0]) or ""
@@ -104,6 +101,8 @@ def extension():
     home = find_cuda_home()
     define, libraries, library_dirs, include_dirs = list(DEFINES), [], [], [str(ROOT / "csrc")]
     cxx, nvcc, files = list(CXX_FLAGS), list(NVCC_FLAGS), sorted(sources(".cpp"), key=os.path.getsize, reverse=True)
+    if os.environ.get("PACKING_OPS_NAMESPACE"):  # of a Hub kernel; the CUDA half does not know it
+        cxx += [f"-DPACKING_OPS_NAMESPACE={os.environ['PACKING_OPS_NAMESPACE']}"]
     if cuda_wanted(torch, home):
         archs = os.environ.get("TORCH_CUDA_ARCH_LIST") or visible_archs(torch) or portable_archs(home)
         archs = os.environ["TORCH_CUDA_ARCH_LIST"] = with_hopper_features(archs)
@@ -112,7 +111,11 @@ def extension():
             drop_stale_cuda_objects()
         define += [f'-DPACKING_OPS_WITH_CUDA="{cuda_version(home)}"', f'-DPACKING_OPS_CUDA_ARCHS="{archs}"']
         define += ["-DPACKING_OPS_SM90"] if "9.0a" in archs.split(";") else []
-        files = sorted(sources(".cu"), key=os.path.getsize, reverse=True) + files  # the long ones first
+        nvcc_of_each_file(home)
+        dims = checks.head_dims()
+        define += [f'-DPACKING_OPS_HEAD_DIMS="{" ".join(map(str, dims))}"'] if dims != checks.HEAD_DIMS else []
+        kernels = [file for file in sources(".cu") if checks.is_asked(file, dims)]
+        files = sorted(kernels, key=os.path.getsize, reverse=True) + files  # the long ones first
         include_dirs += [str(home / "include"), str(home / "include" / "cccl")]
         library_dirs = [str(home / d) for d in ("lib64", "lib", "targets/x86_64-linux/lib")]
         libraries = ["cudart_static", "dl", "rt", "pthread"]
@@ -130,18 +133,18 @@ def extension():
 
 
 if __name__ == "__main__":  # also where pip runs it
+    elsewhere = {"egg_info": {"egg_base": str(BUILD)}, "build": {"build_base": str(BUILD)}}
+    options = {} if BUILD == ROOT / "build" else elsewhere
     if not sys.platform.startswith("linux"):
-        print(
-            f"packing_ops: nothing is compiled for {sys.platform}, where packing_ops.data runs in plain torch",
-            flush=True,
-        )
-        setup(cmdclass={"build_py": CleanBuild})
+        told = f"nothing is compiled for {sys.platform}, where packing_ops.data runs in plain torch"
+        print(f"packing_ops: {told}", flush=True)
+        setup(cmdclass={"build_py": CleanBuild}, options=options)
     elif {"sdist", "egg_info", "dist_info"} & set(sys.argv) and not {"build_ext", "bdist_wheel"} & set(sys.argv):
         headers = [*sources(".h", ".cuh"), *(f"tools/{path.name}" for path in (ROOT / "tools").glob("*.py"))]
-        setup(
-            ext_modules=[Extension("packing_ops._C", sources(".cpp", ".cu"), depends=headers)]
-        )  # files of the archive
+        setup(ext_modules=[Extension("packing_ops._C", sources(".cpp", ".cu"), depends=headers)], options=options)
     else:
-        module, build_ext = extension()
-        commands = {"build_ext": build_ext, "build_py": CleanBuild}
-        setup(ext_modules=[module], cmdclass=commands, options={"bdist_wheel": {"py_limited_api": "cp310"}})
+        with checks.one_build_at_a_time(BUILD):
+            module, build_ext = extension()
+            commands = {"build_ext": build_ext, "build_py": CleanBuild}
+            options["bdist_wheel"] = {"py_limited_api": "cp310"}
+            setup(ext_modules=[module], cmdclass=commands, options=options)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import render_pages_ops
 import render_pages_training
-from result_rows import RESULTS, markdown
+from result_rows import RESULTS, markdown, rows_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -36,7 +36,19 @@ def files() -> str:
     return markdown(["family", "GPU", "CPU"], rows)
 
 
-TABLES = render_pages_ops.TABLES | render_pages_training.TABLES | {"files": files}
+def matrix() -> str:
+    """What tests/matrix.py ran."""
+    rows = rows_of("matrix") if (RESULTS / "matrix.csv").exists() else []
+    if not rows:
+        return "Not run yet."
+    cells = [
+        [r["torch"], r["python"], r["torch_cuda"], r["gpu"] or "none", r["result"], r["date"], r["commit"][:7]]
+        for r in rows
+    ]
+    return markdown(["torch", "Python", "torch's CUDA", "GPU", "tests", "date", "commit"], cells)
+
+
+TABLES = render_pages_ops.TABLES | render_pages_training.TABLES | {"files": files, "matrix": matrix}
 
 
 def rewritten(text: str, page: Path) -> tuple[str, list[str]]:

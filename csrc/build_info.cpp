@@ -1,8 +1,9 @@
 // What this library was built from, for packing_ops.build_info() and bug reports.
-#include <torch/csrc/stable/library.h>
 #include <torch/headeronly/version.h>
 
 #include <string>
+
+#include "host/library.h"
 
 #ifndef PACKING_OPS_CUDA_ARCHS
 #define PACKING_OPS_CUDA_ARCHS ""
@@ -26,7 +27,7 @@ std::string build_info() {
   return info;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(packing_ops, CompositeExplicitAutograd, m) {
+PACKING_OPS_LIBRARY_IMPL(PACKING_OPS_NAMESPACE, CompositeExplicitAutograd, m) {
   m.impl("build_info", TORCH_BOX(&build_info));
 }
 

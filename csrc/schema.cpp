@@ -1,8 +1,8 @@
 // Every schema, one per line, grouped by family.
-#include <torch/csrc/stable/library.h>
+#include "host/library.h"
 
 // clang-format off
-STABLE_TORCH_LIBRARY(packing_ops, m) {
+PACKING_OPS_LIBRARY(PACKING_OPS_NAMESPACE, m) {
   // library
   m.def("build_info() -> str");
   m.def("attention_kernels(bool half, int num_heads, int num_kv_heads, int head_dim, float softcap, int device) -> str");

@@ -1,6 +1,7 @@
 """Finds the compiled library, loads it and says what it is; or why there is none."""
 
 import json
+import re
 import struct
 import sys
 import warnings
@@ -11,6 +12,8 @@ from typing import NoReturn
 from urllib.parse import unquote, urlsplit
 
 import torch
+
+from packing_ops import _driver
 
 VERSION = "0.1.0"  # pyproject.toml and setup.py read it here
 PACKAGE = Path(__file__).parent
@@ -158,15 +161,31 @@ def _explain_missing_cuda_kernels() -> None:
         _fallbacks.impl(name, missing)
 
 
-def warn_without_cuda_kernels() -> None:
+def built_as() -> str:
+    """ "wheel" and its platform, for one that was made for every machine; "source" for what was built on this one."""
+    for distribution in metadata.distributions(name="packing_ops"):
+        if Path(str(distribution.locate_file("packing_ops/_C.so"))).absolute() == LIBRARY:
+            tag = re.search(r"^Tag: \S+-(manylinux\S+)$", distribution.read_text("WHEEL") or "", re.M)
+            return f"wheel, {tag[1]}" if tag else "source"
+    return "source"
+
+
+def warn_of_gpu() -> None:
     """At the import, rather than at the first CUDA tensor."""
     # device_count asks NVML: CUDA is not started, which a process that is forked later could not use then.
-    if not build_info()["cuda"] and torch.version.cuda and torch.cuda.device_count() > 0:
-        warnings.warn(
+    if not torch.version.cuda or torch.cuda.device_count() == 0:
+        return
+    toolkit = build_info()["cuda"]
+    told = (
+        _driver.misfit(toolkit)
+        if toolkit
+        else (
             f"packing_ops: torch sees a GPU, but {LIBRARY} was built without CUDA kernels; where nvcc is installed, "
-            f"build it again with: {BUILD_COMMAND}",
-            stacklevel=4,  # whoever imports packing_ops
+            f"build it again with: {BUILD_COMMAND}"
         )
+    )
+    if told:
+        warnings.warn(told, stacklevel=4)  # whoever imports packing_ops
 
 
 # Without a library the import goes on: packing_ops.data needs none, and every other op says what is missing (_ops.py). A
@@ -174,4 +193,4 @@ def warn_without_cuda_kernels() -> None:
 MISSING = why_missing()
 if not MISSING:
     load_library()
-    warn_without_cuda_kernels()
+    warn_of_gpu()

@@ -27,6 +27,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: Literal[False] = False,
     block_table: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
 ) -> torch.Tensor: ...
 @overload
 def flash_attn_varlen_func(
@@ -47,6 +48,7 @@ def flash_attn_varlen_func(
     *,
     return_attn_probs: Literal[True],
     block_table: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, None]: ...
 def flash_attn_varlen_func(
     q: torch.Tensor,
@@ -65,6 +67,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
     """varlen_attention under flash-attn's name and signature, for code written for it.
 
@@ -72,6 +75,7 @@ def flash_attn_varlen_func(
         q, k, v: ``[total, num_heads, head_dim]``.
         max_seqlen_q, max_seqlen_k: not needed, any upper bound will do.
         deterministic: accepted; the backward always is.
+        s_aux: varlen_attention's ``sinks``, under the name that transformers gives to Hub kernels.
         Others: as varlen_attention. ``causal`` is False unless given, as in flash-attn.
 
     Returns:
@@ -99,6 +103,7 @@ def flash_attn_varlen_func(
         "softmax_scale": softmax_scale,
         "window_size": window_size,
         "softcap": softcap,
+        "sinks": s_aux,
     }
     out, lse = varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, **options, return_lse=True)
     return (out, lse, None) if return_attn_probs else out
@@ -117,6 +122,7 @@ def flash_attn_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: Literal[False] = False,
+    s_aux: torch.Tensor | None = None,
 ) -> torch.Tensor: ...
 @overload
 def flash_attn_func(
@@ -132,6 +138,7 @@ def flash_attn_func(
     deterministic: bool = False,
     *,
     return_attn_probs: Literal[True],
+    s_aux: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, None]: ...
 def flash_attn_func(
     q: torch.Tensor,
@@ -145,6 +152,7 @@ def flash_attn_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    s_aux: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
     """flash_attn_varlen_func for a dense batch, each row of it a document: the same op, the same bits.
 
@@ -175,7 +183,7 @@ def flash_attn_func(
         raise ValueError(f"v: expected {list(k.shape)} like k, got {list(v.shape)}")
     cu_seqlens = (_batch_cache.dense_cu_seqlens(t.shape[0], t.shape[1], t, name) for t, name in ((q, "q"), (k, "k")))
     seqlens_args = *cu_seqlens, q.shape[1], k.shape[1]
-    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, True
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, True, None, s_aux
     out, lse, _ = flash_attn_varlen_func(*(t.flatten(0, 1) for t in (q, k, v)), *seqlens_args, *options)  # type: ignore[call-overload]
     out, lse = out.view(q.shape), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
     return (out, lse, None) if return_attn_probs else out

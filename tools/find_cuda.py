@@ -2,13 +2,15 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-# Every architecture the kernels support, for builds where no GPU is visible (containers, CI).
-PORTABLE_ARCHS = ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0"]
+# For builds where no GPU is visible (containers, CI, the wheel): machine code for every GPU from 8.0 on. That of 8.6 runs on
+# 8.9, for which nvcc makes the same instructions.
+PORTABLE_ARCHS = ["8.0", "8.6", "9.0", "10.0", "12.0"]
 
 
 def find_cuda_home() -> Path | None:
@@ -51,3 +53,11 @@ def visible_archs(torch) -> str:
     """Those of the GPUs that torch sees."""
     found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
     return ";".join(f"{major}.{minor}" for major, minor in sorted(found))
+
+
+def nvcc_of_each_file(home: Path) -> None:
+    """tools/nvcc.py in front of nvcc, or of what stands for nvcc already: each file for the GPUs that call it."""
+    own = shlex.join([sys.executable, str(Path(__file__).with_name("nvcc.py"))])
+    if not os.environ.get("PYTORCH_NVCC", "").startswith(own):
+        nvcc = os.environ.get("PYTORCH_NVCC") or shlex.quote(str(home / "bin" / "nvcc"))
+        os.environ["PYTORCH_NVCC"] = f"{own} {nvcc}"

@@ -1,12 +1,12 @@
 // The last lines of every bind file: its functions, for the CPU and, where the library has the CUDA half, for CUDA.
 #pragma once
 
-#include <torch/csrc/stable/library.h>
+#include "host/library.h"
 
 #ifdef PACKING_OPS_WITH_CUDA
-#define PACKING_OPS_REGISTER_CUDA(register_ops)     \
-  STABLE_TORCH_LIBRARY_IMPL(packing_ops, CUDA, m) { \
-    register_ops(m);                                \
+#define PACKING_OPS_REGISTER_CUDA(register_ops)              \
+  PACKING_OPS_LIBRARY_IMPL(PACKING_OPS_NAMESPACE, CUDA, m) { \
+    register_ops(m);                                         \
   }
 #else
 #define PACKING_OPS_REGISTER_CUDA(register_ops)
@@ -15,7 +15,7 @@
 // The head of a function in namespace packing_ops, whose body has an m.impl("op", TORCH_BOX(&op)) for each op.
 #define PACKING_OPS_REGISTER(m)                                      \
   static void register_ops(torch::stable::detail::StableLibrary& m); \
-  STABLE_TORCH_LIBRARY_IMPL(packing_ops, CPU, library) {             \
+  PACKING_OPS_LIBRARY_IMPL(PACKING_OPS_NAMESPACE, CPU, library) {    \
     register_ops(library);                                           \
   }                                                                  \
   PACKING_OPS_REGISTER_CUDA(register_ops)                            \

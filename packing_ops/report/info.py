@@ -3,11 +3,10 @@
 import os
 import platform
 from importlib import metadata
-from pathlib import Path
 
 import torch
 
-from packing_ops import _library
+from packing_ops import _driver, _library
 from packing_ops.attention_backends import kernels_of
 
 LIBRARIES = ("numpy", "triton", "transformers", "trl", "peft", "accelerate", "datasets", "pyarrow", "deepspeed")
@@ -20,7 +19,6 @@ VARIABLES = (
     "CUDA_LAUNCH_BLOCKING",
     "OMP_NUM_THREADS",
 )
-DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def describe_environment() -> str:
@@ -48,13 +46,20 @@ def _facts():
         cuda = f"CUDA {build['cuda']} for {build['cuda_archs']}" if build["cuda"] else "no CUDA"
         yield "library", build["library"]
         yield "library from", build["library_from"]
+        yield "built as", _library.built_as()
         yield "built with", f"torch {build['built_with_torch']}, compiler {build['compiler']}, {cuda}"
         yield "attention kernels", build["attention_kernels"]
     yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
     yield "system", platform.platform()
     yield "torch", f"{torch.__version__}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
     yield "torch's CUDA", torch.version.cuda or torch.version.hip or "none"
-    yield "driver", DRIVER.read_text().splitlines()[0] if DRIVER.exists() else "none"
+    yield "driver", _driver.found() or "none"
+    if not _library.MISSING and _library.build_info()["cuda"]:
+        yield "driver needed", _driver.needed(_library.build_info()["cuda"])
+        yield (
+            "driver fits",
+            _driver.misfit(_library.build_info()["cuda"]) or "yes" if _driver.found() else "no GPU driver here",
+        )
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             gpu = torch.cuda.get_device_properties(i)

@@ -39,8 +39,8 @@ def toolkit(tmp_path):
 @pytest.mark.parametrize(
     ("version", "archs", "expected"),
     [
-        ("12.4", [50, 75, 80, 86, 87, 89, 90], "8.0;8.6;8.9;9.0+PTX"),
-        ("12.8", [75, 80, 86, 87, 89, 90, 100, 101, 120], "8.0;8.6;8.9;9.0;10.0;12.0+PTX"),
+        ("12.4", [50, 75, 80, 86, 87, 89, 90], "8.0;8.6;9.0+PTX"),
+        ("12.8", [75, 80, 86, 87, 89, 90, 100, 101, 120], "8.0;8.6;9.0;10.0;12.0+PTX"),
     ],
 )
 def test_portable_archs_are_those_that_nvcc_knows(toolkit, version, archs, expected):

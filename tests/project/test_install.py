@@ -13,7 +13,6 @@ import pytest
 import torch
 from helpers import ROOT
 
-NOT_SOURCES = shutil.ignore_patterns(".venv", ".git", "build", "dist", "*.so", "*.egg-info", "__pycache__", ".*_cache")
 USE = "import torch, packing_ops as po; print(po.__file__, po.position_ids_from_cu_seqlens(po.cu_seqlens_from_lengths([2, 1])).tolist())"
 
 
@@ -25,10 +24,13 @@ def run(*command, **options):
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """A copy, so that the build folder of this checkout stays what it is."""
-    folder = tmp_path_factory.mktemp("sources") / "packing_ops"
-    shutil.copytree(ROOT, folder, ignore=NOT_SOURCES)
-    return folder
+    """The source archive, unpacked where names have spaces; the build folder of this checkout stays what it is."""
+    folder = tmp_path_factory.mktemp("a user's sources")
+    made = ["egg_info", "--egg-base", folder, "sdist", "-d", folder]
+    run(sys.executable, "setup.py", "-q", *made, cwd=ROOT)
+    (archive,) = folder.glob("*.tar.gz")
+    shutil.unpack_archive(archive, folder, filter="data")
+    return folder / archive.name.removesuffix(".tar.gz")
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +83,19 @@ def test_isolated_build_gives_one_wheel_for_every_python(wheel):
     assert "packing_ops/_C.so" in names
     assert "packing_ops/py.typed" in names
     assert not [n for n in names if n.startswith(("tests", "benchmarks", "csrc", "docs", "tools"))]
+
+
+# What manylinux_2_28 has, and what a newer glibc gives another version without changing it: tools/glibc.py links the old one.
+MANYLINUX = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0)}
+AGAIN_VERSIONED = re.compile(r"exp|log|pow|expf|logf|powf|pthread_\w+|dl\w+|__libc_single_threaded")
+
+
+def test_the_library_needs_no_newer_system_than_the_released_wheel_names(wheel, tmp_path):
+    library = zipfile.ZipFile(wheel).extract("packing_ops/_C.so", tmp_path)
+    found = re.findall(r"\(?(GLIBC|GLIBCXX|CXXABI|GCC)_([\d.]+)\)? +(\S+)$", run("objdump", "-T", library), re.M)
+    assert len(found) > 20
+    newer = [f for f in found if tuple(map(int, f[1].split("."))) > MANYLINUX[f[0]]]
+    assert [f for f in newer if f[0] != "GLIBC" or not AGAIN_VERSIONED.fullmatch(f[2])] == []
 
 
 def test_modules_that_are_gone_are_not_in_the_next_wheel(installed, wheel):

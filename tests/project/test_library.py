@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import sys
 import threading
 import warnings
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from helpers import ROOT, assert_same, copy_of_package, cu_seqlens_of
 
 import packing_ops as po
-from packing_ops import _library
+from packing_ops import _driver, _library
 
 ALLOWED = (ROOT / "tests" / "allowed_symbols.txt").read_text().split()
 
@@ -170,10 +171,49 @@ def test_a_gpu_without_kernels_for_it_is_told(monkeypatch, cuda, gpus, told):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        _library.warn_without_cuda_kernels()
+        _library.warn_of_gpu()
     expected = "packing_ops: torch sees a GPU, but .* was built without CUDA kernels; .*pip install \\."
     assert len(caught) == told
     assert all(re.match(expected, str(w.message)) and w.category is UserWarning for w in caught)
+
+
+@pytest.mark.parametrize(
+    ("toolkit", "driver", "fits"),
+    [
+        ("12.4", (12, 0), True),
+        ("12.9", (13, 0), True),
+        ("13.0", (12, 8), False),
+        ("12.4", (11, 8), False),
+        ("13.0", None, True),
+    ],
+)
+def test_a_driver_that_is_too_old_is_told_at_the_import_and_by_info(monkeypatch, toolkit, driver, fits):
+    """Of one line of toolkits every driver runs what every toolkit built; a later line's driver runs it too."""
+    from packing_ops.report.info import describe_environment
+
+    monkeypatch.setattr(_driver, "cuda_of_driver", lambda: driver)
+    build = {**po.build_info(), "cuda": toolkit, "cuda_archs": "9.0a"}
+    monkeypatch.setattr(_library, "build_info", lambda: build)
+    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _library.warn_of_gpu()
+    expected = f"packing_ops: its library was built with CUDA {toolkit} and needs driver "
+    assert [str(w.message).startswith(expected) for w in caught] == ([] if fits else [True])
+    told = dict(line.split(": ", 1) for line in describe_environment().splitlines())
+    assert told["driver needed"].startswith(_driver.OLDEST[int(toolkit[:2])])
+    assert told["driver fits"].startswith("yes" if fits and driver else "no GPU driver" if fits else expected)
+
+
+def test_the_platform_of_a_wheel_tells_it_from_a_build_of_this_machine(monkeypatch, tmp_path):
+    library = installed(tmp_path)
+    monkeypatch.setattr(_library, "LIBRARY", library)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    tags = tmp_path / "packing_ops-0.1.0.dist-info" / "WHEEL"
+    for tag, expected in ("manylinux_2_28_x86_64", "wheel, manylinux_2_28_x86_64"), ("linux_x86_64", "source"):
+        tags.write_text(f"Wheel-Version: 1.0\nTag: cp310-abi3-{tag}\n")
+        assert _library.built_as() == expected
 
 
 def test_two_threads_at_once():

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-import packing_ops
+from packing_ops import flash_attn
 
 Attended = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
 
@@ -25,6 +25,7 @@ def flash_attn_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    s_aux: torch.Tensor | None = None,
 ) -> Attended:
     """packing_ops.flash_attn_func. q ``[batch, seqlen_q, num_q_heads, head_dim]``, k and v with seqlen_k and kv heads.
 
@@ -37,7 +38,7 @@ def flash_attn_func(
     """
     window_size = _window(window_size, causal)
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return packing_ops.flash_attn_func(q, k, v, *options)
+    return flash_attn.flash_attn_func(q, k, v, *options, s_aux)
 
 
 def flash_attn_varlen_func(
@@ -57,6 +58,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
 ) -> Attended:
     """packing_ops.flash_attn_varlen_func. q ``[total_q, num_q_heads, head_dim]``, cu_seqlens int32.
 
@@ -72,7 +74,7 @@ def flash_attn_varlen_func(
     window_size = _window(window_size, causal)
     seqlens_args = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return packing_ops.flash_attn_varlen_func(q, k, v, *seqlens_args, *options, block_table)
+    return flash_attn.flash_attn_varlen_func(q, k, v, *seqlens_args, *options, block_table, s_aux)
 
 
 def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args: Any, **kwargs: Any) -> Attended:

@@ -83,6 +83,24 @@ def test_flash_attn_varlen_func_keeps_documents_apart(device):
     assert (lse.shape, nothing) == ((4, 9), None)
 
 
+def test_s_aux_is_sinks(device):
+    """transformers hands a model's sinks to what takes them under this name."""
+    q, k, v = qkv(device, 1, 9)
+    sinks, cu_seqlens = torch.randn(4, device=device), cu_seqlens_of([9], device)
+    rows = [tensor[0] for tensor in (q, k, v)]
+
+    def ours(sinks):
+        return flash_attn.flash_attn_func(q, k, v, causal=True, s_aux=sinks)[0]
+
+    def theirs(sinks):
+        out, _ = oracle.varlen_attention(*(row.double() for row in rows), cu_seqlens, sinks=sinks.double())
+        return out.float()
+
+    assert_close(with_gradients(ours, sinks), with_gradients(theirs, sinks))
+    packed = flash_attn.flash_attn_varlen_func(*rows, cu_seqlens, cu_seqlens, 9, 9, causal=True, s_aux=sinks)
+    assert_same(packed, ours(sinks))
+
+
 def test_packed_projections(device):
     both = torch.randn(2, 7, 3, 2, 8, device=device)
     expected = flash_attn.flash_attn_func(*both.unbind(2), causal=True)

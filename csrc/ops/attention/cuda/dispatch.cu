@@ -3,6 +3,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <string_view>
 #include <type_traits>
 
 #include "core/error.h"
@@ -95,6 +96,21 @@ struct PaddedDim {
   static constexpr int value = kDim;
 };
 
+// The head_dims that were asked for, where not all were: " 64 128 ".
+#if defined(PACKING_OPS_HEAD_DIMS)
+constexpr std::string_view kHeadDims = " " PACKING_OPS_HEAD_DIMS " ";
+#else
+constexpr std::string_view kHeadDims = " 64 96 128 192 256 ";
+#endif
+constexpr bool is_built(int padded) {
+  const std::string_view name = padded == 64    ? " 64 "
+                                : padded == 96  ? " 96 "
+                                : padded == 128 ? " 128 "
+                                : padded == 192 ? " 192 "
+                                                : " 256 ";
+  return kHeadDims.find(name) != std::string_view::npos;
+}
+
 // softcap, or a scale that is not positive: the online softmax then scales scores itself.
 bool transforms(const VarlenAttentionParams& p) {
   return p.softcap > 0 || !(p.softmax_scale > 0);
@@ -119,7 +135,12 @@ void with_tier(SmemTier tier, F&& f) {
 template <class F>
 void dispatch(const VarlenAttentionParams& p, F&& f) {
   const auto with_all = [&](auto element, auto dim) {
-    transforms(p) ? f(element, dim, std::true_type{}) : f(element, dim, std::false_type{});
+    if constexpr (is_built(decltype(dim)::value)) {
+      transforms(p) ? f(element, dim, std::true_type{}) : f(element, dim, std::false_type{});
+    } else {
+      fail("q: expected a head_dim of this library, which was built with PACKING_OPS_HEAD_DIMS =", kHeadDims,
+           "(each serves those from the one before it on), got ", p.head_dim);
+    }
   };
   const auto with_dim = [&](auto element) {
     switch (padded_dim(p.head_dim)) {

@@ -1,0 +1,48 @@
+"""Whether NVIDIA's driver runs a library that a CUDA toolkit built. Asked without starting CUDA."""
+
+import ctypes
+import functools
+import re
+from pathlib import Path
+
+VERSION_FILE = Path("/proc/driver/nvidia/version")
+# The oldest driver of each line of toolkits: all toolkits of a line run on it.
+OLDEST = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
+
+
+@functools.cache
+def cuda_of_driver() -> tuple[int, int] | None:
+    """The newest CUDA that the driver runs; None where there is no driver."""
+    version = ctypes.c_int(0)
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    return None if failed else (version.value // 1000, version.value % 1000 // 10)
+
+
+def found() -> str:
+    """The driver of this machine, or an empty string: "570.124.06, for CUDA 12.8"."""
+    cuda = cuda_of_driver()
+    text = VERSION_FILE.read_text() if VERSION_FILE.exists() else ""
+    number = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
+    parts = [number[0]] if number else []
+    return ", ".join(parts + ([f"for CUDA {cuda[0]}.{cuda[1]}"] if cuda else []))
+
+
+def needed(toolkit: str) -> str:
+    """What a library of this toolkit ("12.4") needs."""
+    major = int(toolkit.partition(".")[0])
+    return f"{OLDEST[major]} or later (CUDA {major})" if major in OLDEST else f"one for CUDA {major}"
+
+
+def misfit(toolkit: str) -> str:
+    """What to do where the driver is too old for the library; an empty string where it is not."""
+    cuda = cuda_of_driver()
+    if cuda is None or cuda[0] >= int(toolkit.partition(".")[0]):
+        return ""
+    return (
+        f"packing_ops: its library was built with CUDA {toolkit} and needs driver {needed(toolkit)}, and this driver is "
+        f"{found()}: install a newer driver, or the wheel built with CUDA {cuda[0]}, or build it here with a CUDA "
+        f"{cuda[0]} toolkit: CUDA_HOME=... pip install --no-binary packing_ops packing_ops"
+    )

@@ -1,0 +1,239 @@
+"""The tools of the released wheel: for which GPUs each file is compiled, the toolkit, what stands in the way of a build."""
+
+import os
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from helpers import ROOT
+
+from tools import build_checks, cuda12, generate_instances
+from tools.nvcc import SHARED_MEMORY, callers, gencodes, wanted
+
+# Every instance that a GPU calls, as tiles.h and tiles.cu choose.
+CALLED = r"""
+#include <cstdio>
+#include <initializer_list>
+#include "ops/attention/cuda/tiles.h"
+using namespace packing_ops::attention;
+int kb(SmemTier tier) { return tier == SmemTier::k227KB ? 227 : tier == SmemTier::k163KB ? 163 : 99; }
+int main() {
+  for (int shared : {99, 163, 227})
+    for (int dim : {64, 96, 128, 192, 256}) {
+      const auto fits = [&](SmemTier t) {
+        return backward_shared(dim, backward_keys(dim, t), t) + 1024 <= (shared << 10);
+      };
+      const SmemTier tier = fits(SmemTier::k227KB) ? SmemTier::k227KB
+                            : fits(SmemTier::k163KB) || !has_99kb_tier(dim) ? SmemTier::k163KB : SmemTier::k99KB;
+      std::printf("%d forward_%d\n%d backward_%d_smem%d\n", shared, dim, shared, dim, kb(tier));
+      std::printf("%d backward_single_%d_smem%d\n", shared, dim, kb(backward_single_tier(dim, tier)));
+      if (has_short_forward(dim) && resident_shared(dim) + kResidentRingBytes <= (shared << 10))
+        std::printf("%d forward_resident_%d\n", shared, dim);
+    }
+}
+"""
+
+
+def test_each_instance_is_compiled_for_the_gpus_that_call_it(tmp_path):
+    (tmp_path / "called.cpp").write_text(CALLED)
+    compiler = os.environ.get("CXX", "c++").split()
+    command = [*compiler, "-std=c++20", f"-I{ROOT / 'csrc'}", "called.cpp", "-o", "called"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    told = subprocess.run([tmp_path / "called"], capture_output=True, text=True, check=True).stdout
+    called = {(int(shared), name) for shared, name in map(str.split, told.splitlines())}
+    folder = generate_instances.FOLDER
+    compiled = {(shared, path.stem) for path in folder.iterdir() for shared in callers(str(path))}
+    assert compiled == called
+
+
+SM80 = "csrc/ops/attention/cuda/sm80/instances"
+SM90 = "csrc/ops/attention/cuda/sm90/instances"
+PORTABLE = [("sm", "80"), ("sm", "86"), ("sm", "90a"), ("sm", "100"), ("sm", "120"), ("compute", "120")]
+NVCC_12_4 = {"80", "86", "89", "90", "90a"}
+
+
+@pytest.mark.parametrize(
+    ("source", "asked", "known", "images", "assembled"),
+    [
+        ("csrc/ops/rope/rope_cuda.cu", PORTABLE, (), "80:sm_80 80:sm_86 90:sm_90 90:sm_100 90:sm_120 90:compute_90", ""),
+        ("csrc/ops/rope/rope_cuda.cu", PORTABLE, NVCC_12_4, "80:sm_80 80:sm_86 90:sm_90 90:compute_90", "100 120"),
+        (f"{SM80}/backward_128_smem99.cu", PORTABLE, NVCC_12_4, "80:sm_86 90:compute_90", "120"),
+        (f"{SM80}/backward_128_smem227.cu", PORTABLE, (), "90:sm_90 90:sm_100 90:compute_90", ""),
+        (f"{SM80}/backward_128_smem227.cu", [("sm", "90a")], (), "90:sm_90", ""),
+        (f"{SM80}/backward_128_smem99.cu", [("sm", "90a")], (), "90:compute_90", ""),
+        (f"{SM80}/backward_128_smem99.cu", [("sm", "80")], (), "80:compute_80", ""),
+        (f"{SM90}/forward_128.cu", PORTABLE, NVCC_12_4, "90a:sm_90a", ""),
+        (f"{SM90}/forward_128.cu", [("sm", "80"), ("sm", "86")], (), "80:compute_80", ""),
+        (f"{SM80}/backward_128_smem99.cu", [("sm", "75")], (), "80:sm_75", ""),
+    ],
+)  # fmt: skip
+def test_images_of_a_file(source, asked, known, images, assembled):
+    options, others = gencodes(asked, source, set(known))
+    expected = ["-gencode=arch=compute_{},code={}".format(*image.split(":")) for image in images.split()]
+    assert (options, others) == (expected, assembled.split())
+
+
+def test_every_instance_can_be_asked_for(monkeypatch):
+    """What make test-gpu runs with PACKING_OPS_SHARED_MEMORY need not be compiled by the driver then."""
+    source = f"{SM80}/backward_128_smem99.cu"
+    assert gencodes([("sm", "90a")], source, set())[0] == ["-gencode=arch=compute_90,code=compute_90"]
+    monkeypatch.setenv("PACKING_OPS_EVERY_INSTANCE", "1")
+    assert gencodes([("sm", "90a")], source, set())[0] == ["-gencode=arch=compute_90,code=sm_90"]
+
+
+def test_every_gpu_has_machine_code_or_ptx_for_every_file():
+    """Whatever is asked for, no file is without an image."""
+    for path in [*generate_instances.FOLDER.iterdir(), *(ROOT / SM90).iterdir()]:
+        for arch in [*SHARED_MEMORY, "90a", "130"]:
+            assert gencodes([("sm", arch)], str(path), set())[0], (path, arch)
+    assert wanted("130", f"{SM80}/backward_128_smem99.cu"), "of a GPU that is not known all is compiled"
+
+
+def test_nvcc_is_called_with_the_options_of_the_file(tmp_path):
+    """ccache in front of it, as torch's PYTORCH_NVCC has it."""
+    for name in ("ccache", "nvcc"):
+        (tmp_path / name).write_text('#!/bin/sh\necho "$PACKING_OPS_ASSEMBLE|$@"\n')
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "architectures").write_text("80 86 90 90a\n")
+    asked = ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_120,code=sm_120"]
+    options = ["-O3", *asked, "-c", "rope_cuda.cu", "-o", "x.o"]
+    command = [sys.executable, ROOT / "tools" / "nvcc.py", tmp_path / "ccache", tmp_path / "nvcc", *options]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    images = "-gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=compute_90"
+    assert told == f"120|{tmp_path / 'nvcc'} {images} -O3 -c rope_cuda.cu -o x.o\n"
+
+
+def test_images_that_nvcc_does_not_know_are_assembled_from_ptx(tmp_path):
+    scripts = {
+        "fatbinary": cuda12.FATBINARY,
+        "fatbinary.12.4": '#!/bin/sh\necho "$@"\n',
+        "ptxas": '#!/bin/sh\necho "$1 $2" > "$4"\n',
+    }
+    for name, script in scripts.items():
+        (tmp_path / name).write_text(script)
+        (tmp_path / name).chmod(0o755)
+    arguments = ["-64", "--image3=kind=elf,sm=80,file=a.cubin", "--image3=kind=ptx,sm=90,file=a.ptx"]
+
+    def made(assemble):
+        variables = os.environ | {"PACKING_OPS_ASSEMBLE": assemble, "TMPDIR": str(tmp_path)}
+        command = [tmp_path / "fatbinary", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, env=variables).stdout.split()
+
+    assert made("") == arguments
+    first, second, *rest = made("100 120")
+    assert rest == arguments
+    assert first.startswith("--image3=kind=elf,sm=100,file=")
+    assert second.startswith("--image3=kind=elf,sm=120,file=")
+    assert not list(tmp_path.glob("tmp.*")), "what was assembled is removed"
+
+
+def refusal(check, *arguments):
+    with pytest.raises(SystemExit) as caught:
+        check(*arguments)
+    message = str(caught.value)
+    assert message.startswith("packing_ops: ")
+    assert "\n" not in message
+    return message
+
+
+def test_an_old_torch_is_refused():
+    def torch(version):
+        return SimpleNamespace(__version__=version, __file__="/site/torch/__init__.py")
+
+    told = refusal(build_checks.check_torch, torch("2.9.1+cu128"))
+    assert told == "packing_ops: expected torch 2.10 or later, got 2.9.1+cu128 in /site/torch"
+    for version in ("2.10.0", "2.15.0+cpu", "3.0.0a0"):
+        build_checks.check_torch(torch(version))
+
+
+def test_a_free_threaded_python_is_refused(monkeypatch):
+    build_checks.check_python()
+    monkeypatch.setattr(build_checks.sysconfig, "get_config_var", lambda name: name == "Py_GIL_DISABLED")
+    assert "expected a Python with the global interpreter lock" in refusal(build_checks.check_python)
+
+
+def test_a_compiler_that_does_not_know_cxx20_is_refused(monkeypatch, tmp_path):
+    build_checks.check_compiler()
+    old = tmp_path / "old g++"
+    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "g++ 9.4.0" && exit 0\necho "no <span>" >&2; exit 1\n')
+    old.chmod(0o755)
+    (tmp_path / "gxx").symlink_to(old)
+    monkeypatch.setenv("CXX", str(tmp_path / "gxx"))
+    told = refusal(build_checks.check_compiler)
+    assert "expected a compiler of C++20" in told
+    assert told.endswith(f"got {tmp_path / 'gxx'}: g++ 9.4.0")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "found no no-such-compiler" in refusal(build_checks.check_compiler)
+
+
+def test_a_full_disk_is_told(tmp_path):
+    log = tmp_path / "build.log"
+    assert build_checks.no_room(log) == ""
+    log.write_text("[3/9] c++ -c a.cpp\n/tmp/cc1.s: fatal error: error writing: No space left on device\n")
+    assert str(tmp_path) in build_checks.no_room(log)
+
+
+def test_head_dims_that_are_asked_for(monkeypatch):
+    assert build_checks.HEAD_DIMS == generate_instances.HEAD_DIMS
+    monkeypatch.setenv("PACKING_OPS_HEAD_DIMS", "128, 64")
+    assert build_checks.head_dims() == (64, 128)
+    for wrong in ("80", "64,x"):
+        monkeypatch.setenv("PACKING_OPS_HEAD_DIMS", wrong)
+        assert "PACKING_OPS_HEAD_DIMS: expected some of 64, 96, 128, 192, 256" in refusal(build_checks.head_dims)
+
+
+@pytest.mark.parametrize(
+    ("source", "dims", "asked"),
+    [
+        (f"{SM80}/backward_single_128_smem99.cu", (64, 128), True),
+        (f"{SM80}/backward_single_96_smem99.cu", (64, 128), False),
+        (f"{SM80}/forward_64.cu", (96,), False),
+        (f"{SM90}/forward_128.cu", (96,), True),
+        (f"{SM90}/forward_64.cu", (96,), False),
+        ("csrc/ops/rope/rope_cuda.cu", (96,), True),
+    ],
+)
+def test_files_of_the_head_dims_that_are_asked_for(source, dims, asked):
+    assert build_checks.is_asked(source, dims) == asked
+
+
+def test_a_second_build_waits_for_the_first(tmp_path):
+    code = f"""
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from pathlib import Path
+from tools.build_checks import one_build_at_a_time
+with one_build_at_a_time(Path({str(tmp_path)!r})):
+    print("in", flush=True)
+    sys.stdin.read()
+"""
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    first = subprocess.Popen([sys.executable, "-c", code], **options)
+    assert first.stdout.readline() == "in\n"
+    second = subprocess.Popen([sys.executable, "-c", code], **options)
+    assert second.stdout.readline() == f"packing_ops: waiting for another build in {tmp_path}\n"
+    first.communicate("")
+    assert second.communicate("")[0] == "in\n"
+
+
+def test_sources_that_cannot_be_written_are_built_elsewhere(tmp_path):
+    """No permission stops root, so the process is told that it may not write."""
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, sources)
+    for name in ("tools", "packing_ops"):
+        shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    before = sorted(sources.rglob("*"))
+    code = """
+import os, runpy, sys
+os.access = lambda *_: False
+sys.argv = ["setup.py", "-q", "egg_info"]
+runpy.run_path("setup.py", run_name="__main__")
+"""
+    variables = os.environ | {"TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-B", "-c", code], cwd=sources, env=variables, check=True, capture_output=True)
+    assert sorted(sources.rglob("*")) == before
+    assert list(tmp_path.glob("packing_ops-*/packing_ops.egg-info/SOURCES.txt"))

@@ -1,0 +1,108 @@
+"""What stands in the way of a build, in one sentence each: found before a compiler runs."""
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+OLDEST_TORCH = (2, 10)
+HEAD_DIMS = (64, 96, 128, 192, 256)
+NO_TORCH = """packing_ops builds against the torch that you train with, and no torch was found here.
+  no torch yet:  install it first, then `pip install .`
+  uv:            uv pip install --no-build-isolation .   (uv builds in an environment of its own)"""
+PROBE = "#include <bit>\n#include <concepts>\n#include <span>\nint main() { return std::popcount(0u); }\n"
+
+
+def import_torch():
+    """torch of the environment that we are being installed into, also from inside pip's build environment."""
+    try:
+        import torch
+    except ImportError:
+        sys.path.append(sysconfig.get_path("platlib"))
+        try:
+            import torch
+        except ImportError:
+            sys.exit(NO_TORCH)
+    return torch
+
+
+def check_python() -> None:
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        sys.exit(
+            f"packing_ops: expected a Python with the global interpreter lock, got a free-threaded {sys.version.split()[0]}, "
+            "which takes no abi3 library"
+        )
+
+
+def check_torch(torch) -> None:
+    found = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2])
+    if found < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        sys.exit(
+            f"packing_ops: expected torch {oldest} or later, got {torch.__version__} in {Path(torch.__file__).parent}"
+        )
+
+
+def check_compiler() -> None:
+    """That it is there, and knows the C++20 that csrc is written in."""
+    command = os.environ.get("CXX", "c++")
+    if not shutil.which(command.split()[0]):
+        sys.exit(f"packing_ops: expected a C++ compiler, found no {command}; install g++, or name yours in CXX")
+    options = [*command.split(), "-std=c++20", "-fsyntax-only", "-x", "c++", "-"]
+    probe = subprocess.run(options, input=PROBE, capture_output=True, text=True)
+    if probe.returncode:
+        version = subprocess.run([*command.split(), "--version"], capture_output=True, text=True).stdout
+        said = (version or probe.stderr or command).strip().splitlines()[0]
+        sys.exit(
+            f"packing_ops: expected a compiler of C++20 (GCC 11 or later, Clang 14 or later), got {command}: {said}"
+        )
+
+
+def no_room(log: Path) -> str:
+    """Of a build that failed: whether the disk was full, and what to do."""
+    said = log.read_text(errors="replace") if log.exists() else ""
+    if "No space left on device" not in said:
+        return ""
+    folder = os.environ.get("TMPDIR", "/tmp")
+    return f"no room is left on the disk of {log.parent} or of {folder}, where compilers keep their files (TMPDIR)"
+
+
+def head_dims() -> tuple[int, ...]:
+    """PACKING_OPS_HEAD_DIMS: those that attention's CUDA kernels are compiled for; all where it is not set."""
+    wanted = os.environ.get("PACKING_OPS_HEAD_DIMS", "").strip()
+    if not wanted:
+        return HEAD_DIMS
+    found = {int(part) if part.isdigit() else 0 for part in re.split(r"[,; ]+", wanted)}
+    if not found <= set(HEAD_DIMS):
+        names = ", ".join(map(str, HEAD_DIMS))
+        sys.exit(f"packing_ops: PACKING_OPS_HEAD_DIMS: expected some of {names}, with commas between, got {wanted!r}")
+    return tuple(sorted(found))
+
+
+def is_asked(source: str, asked: tuple[int, ...]) -> bool:
+    """Whether one of these head_dims calls what the file holds: wgmma's instances of 128 serve 96 as well."""
+    path = Path(source)
+    number = re.search(r"_(\d+)(?:_smem\d+)?$", path.stem) if path.parent.name == "instances" else None
+    if number is None:
+        return True
+    serves = {96, 128} if number[1] == "128" and path.parent.parent.name == "sm90" else {int(number[1])}
+    return bool(serves & set(asked))
+
+
+@contextlib.contextmanager
+def one_build_at_a_time(folder: Path) -> Iterator[None]:
+    """Two builds of the same checkout would write the same objects."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"packing_ops: waiting for another build in {folder}", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,86 @@
+"""In front of nvcc: `python3 tools/nvcc.py nvcc <options>`. The build calls it for each file.
+
+An instance of attention is compiled for the architectures whose GPUs call it (tiles.h chooses by shared memory), and as PTX
+where none does: with PACKING_OPS_SHARED_MEMORY a larger GPU calls it, and its driver compiles the PTX then. What a toolkit's
+nvcc does not know (10.0 and 12.0 before 12.8) its ptxas may: such an image is assembled from PTX, by the toolkit of
+tools/cuda12.py.
+"""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+# Shared memory that a block may have, in KB, by compute capability. An architecture that is not here calls every instance.
+SHARED_MEMORY = {"80": 163, "87": 163, "90": 227, "100": 227, "103": 227, "110": 227}
+SHARED_MEMORY |= {"86": 99, "88": 99, "89": 99, "120": 99, "121": 99}
+ANY = (99, 163, 227)
+GENCODE = re.compile(r"-gencode=arch=compute_\w+,code=(sm|compute)_(\w+)")
+
+
+def callers(source: str) -> tuple[int, ...]:
+    """The sizes of shared memory of the GPUs that call what this file holds, as tiles.h and tiles.cu choose."""
+    path = Path(source)
+    if path.parent.name != "instances" or path.parent.parent.name != "sm80":
+        return ANY
+    name = re.fullmatch(r"(forward|forward_resident|backward|backward_single)_(\d+)(?:_smem(\d+))?", path.stem)
+    if not name or name[1] == "forward":
+        return ANY
+    kind, head_dim, tier = name[1], int(name[2]), int(name[3] or 0)
+    if kind == "forward_resident":
+        return (227,)
+    if head_dim == 64:  # 163 KB hold the tiles of tier 227, and 99 KB those of tier 163
+        return ANY if kind == "backward_single" else (163, 227) if tier == 227 else (99,)
+    if kind == "backward_single" and tier == 163 and head_dim < 256:
+        return (163, 227)
+    return (tier,)
+
+
+def wanted(arch: str, source: str) -> bool:
+    """Whether GPUs of this architecture ("90a", "120") call what the file holds; PACKING_OPS_EVERY_INSTANCE=1: any may."""
+    if Path(source).parts[-3:-1] == ("sm90", "instances"):
+        return arch == "90a"
+    number = arch.rstrip("af")
+    if os.environ.get("PACKING_OPS_EVERY_INSTANCE") == "1":
+        return True
+    return number not in SHARED_MEMORY or SHARED_MEMORY[number] in callers(source)
+
+
+def ptx_of(arch: str) -> str:
+    """The PTX that an image for ``arch`` is made of. What csrc asks of __CUDA_ARCH__ is 900 or not, so that there are two."""
+    return "80" if int(arch.rstrip("af")) < 90 else "90"
+
+
+def gencodes(asked: list[tuple[str, str]], source: str, known: set[str]) -> tuple[list[str], list[str]]:
+    """nvcc's options for a file, and the architectures whose images are to be assembled from its PTX.
+
+    asked: ("sm" or "compute", architecture) of each -gencode. known: the architectures of nvcc; empty: those that are asked.
+    """
+    if Path(source).parts[-3:-1] == ("sm90", "instances") and ("sm", "90a") in asked:
+        return ["-gencode=arch=compute_90a,code=sm_90a"], []
+    machine = [arch.rstrip("af") for kind, arch in asked if kind == "sm" and wanted(arch, source)]
+    ptx = {ptx_of(arch) for kind, arch in asked if kind == "compute"}
+    assembled = [arch for arch in machine if known and arch not in known]
+    if assembled or not (machine or ptx):
+        ptx.add(max(ptx_of(arch) for _, arch in asked))
+    images = [(ptx_of(arch), f"sm_{arch}") for arch in machine if arch not in assembled]
+    images += [(arch, f"compute_{arch}") for arch in sorted(ptx)]
+    return [f"-gencode=arch=compute_{ptx},code={image}" for ptx, image in dict.fromkeys(images)], assembled
+
+
+def main(arguments: list[str]) -> None:
+    first = next((i for i, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
+    compiler, options = arguments[:first], arguments[first:]  # ccache may be in front of nvcc
+    source = next((option for option in options if option.endswith(".cu")), "")
+    asked = [match.groups() for match in map(GENCODE.fullmatch, options) if match]
+    if source and asked:
+        listed = Path(compiler[-1]).parent / "architectures"  # of tools/cuda12.py
+        known = set(listed.read_text().split()) if listed.exists() else set()
+        chosen, assembled = gencodes(asked, source, known)
+        options = [*chosen, *(option for option in options if not GENCODE.fullmatch(option))]
+        os.environ["PACKING_OPS_ASSEMBLE"] = " ".join(assembled)
+    os.execvp(compiler[0], [*compiler, *options])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,23 @@
+"""The section of CHANGELOG.md that a tag releases: python3 tools/release_notes.py v0.2.0. Refuses a tag that is not the
+version of packing_ops/_library.py, or that the changelog does not have with a date."""
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def notes(tag: str, library: str, changelog: str) -> str:
+    version = re.search(r'^VERSION = "(.+?)"', library, re.M)[1]
+    if tag != f"v{version}":
+        sys.exit(f"tools/release_notes.py: expected the tag v{version}, that of packing_ops/_library.py, got {tag}")
+    section = re.search(rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d\n(.*?)(?=^## |\Z)", changelog, re.M | re.S)
+    if section is None:
+        sys.exit(f"tools/release_notes.py: expected a heading '## [{version}] - <date>' in CHANGELOG.md")
+    return section[1].strip() + "\n"
+
+
+if __name__ == "__main__":
+    texts = [(ROOT / name).read_text() for name in ("packing_ops/_library.py", "CHANGELOG.md")]
+    print(notes(sys.argv[1], *texts), end="")

