@@ -1,7 +1,8 @@
 """What torch.utils.flop_counter.FlopCounterMode counts for varlen_attention and token_logps, forward and backward.
 
-The products alone, as torch counts its own attention: two of 2 * head_dim operations for each query head and each pair
-of a query and a key that it sees, five of them in backward (the scores once more). Documents, causality and the window
+The products alone, as torch counts its own attention: q k^T and p v of 2 * head_dim operations each (v's own in the
+second) for each query head and each pair of a query and a key that it sees; in backward q k^T once more, dq and dk, and
+dout v^T and dv with v's head_dim. Documents, causality and the window
 are counted as they are, from the values of cu_seqlens, which synchronises on CUDA. Fake tensors have no values: one
 document of all rows, which has as many pairs as there can be.
 """
@@ -45,22 +46,24 @@ def _lengths(cu_seqlens, total):
     return [end - start for start, end in itertools.pairwise(cu_seqlens.tolist())]
 
 
-def _product(q, k, lse, cu_seqlens_q, cu_seqlens_k, causal, left, right):
-    """Operations of one of the products."""
+def _multiplied(q, k, lse, cu_seqlens_q, cu_seqlens_k, causal, left, right):
+    """Operations of a product for each of its columns."""
     num_heads, total_q = lse.shape
     lengths = _lengths(cu_seqlens_q, total_q), _lengths(cu_seqlens_k, k.shape[-2 if k.dim() == 4 else 0])
     pairs = sum(visible_pairs(*sizes, left, 0 if causal else right) for sizes in zip(*lengths, strict=True))
-    return 2 * q.shape[-1] * num_heads * pairs
+    return 2 * num_heads * pairs
 
 
 def _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, *rest, out_val):
-    return 2 * _product(q, k, out_val[1], cu_seqlens_q, cu_seqlens_k, causal, left, right)
+    pairs = _multiplied(q, k, out_val[1], cu_seqlens_q, cu_seqlens_k, causal, left, right)
+    return (q.shape[-1] + v.shape[-1]) * pairs
 
 
 def _backward(
     dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, *rest, out_val
 ):  # fmt: skip
-    return 5 * _product(q, k, lse, cu_seqlens_q, cu_seqlens_k, causal, left, right)
+    pairs = _multiplied(q, k, lse, cu_seqlens_q, cu_seqlens_k, causal, left, right)
+    return (3 * q.shape[-1] + 2 * v.shape[-1]) * pairs
 
 
 def _logps_forward(hidden, weight, *rest, out_shape=None, **options):

@@ -1,6 +1,8 @@
 // Shared by the attention family's bind files.
 #pragma once
 
+#include <optional>
+
 #include "host/tensor_view.h"
 #include "ops/attention/attention.h"
 
@@ -10,6 +12,7 @@ namespace packing_ops {
 Tensor made_plan(AttentionPlanParams p, const Tensor& anchor);
 
 Tensor attention_plan(Tensor cu_seqlens_q, Tensor cu_seqlens_k, int64_t total_q, int64_t total_k, int64_t num_heads,
-                      int64_t num_kv_heads, int64_t head_dim, bool causal, int64_t window_left, int64_t window_right);
+                      int64_t num_kv_heads, int64_t head_dim, bool causal, int64_t window_left, int64_t window_right,
+                      std::optional<int64_t> head_dim_v);
 
 }  // namespace packing_ops

@@ -80,7 +80,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, sinks, call, group, options):
         keys, values = _gathered(k, v, call, group)
         documents = call.cu_seqlens_q, call.cu_seqlens_k
-        ctx.plan = plan_for(q, keys, *documents, options[0], *options[2:4])
+        ctx.plan = plan_for(q, keys, values, *documents, options[0], *options[2:4])
         out, lse = _ops.varlen_attention(q, keys, values, *documents, sinks, *options, ctx.plan)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.call, ctx.group, ctx.options = call, group, options

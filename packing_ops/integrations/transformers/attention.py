@@ -36,7 +36,7 @@ def register(name: str = "packing_ops") -> None:
     where they stop growing (one synchronisation); else each row is one. Causal and full attention, sliding windows, softcap, sinks, grouped heads
     and scaling follow the model. Everything else runs by SDPA with a mask of the same meaning, after one warning that
     says why: decoding with a KV cache, 4-D masks (images that see ahead, models that read their masks), dropout,
-    head_dim over 256. A second call changes nothing.
+    head_dim over 512. A second call changes nothing.
 
     What this adds to transformers stays until unregister(name): the name in its two tables, and wrappers around
     PreTrainedModel.__call__, which remembers position_ids for models that pass them to no mask, and around the
@@ -234,15 +234,14 @@ def _why_not(query, key, value, dropout):
     """Why varlen_attention cannot serve this call, or an empty string."""
     if dropout:
         return f"dropout {dropout} in attention"
-    head_dim, cuda = query.shape[-1], query.is_cuda
+    cuda = query.is_cuda
     if not (cuda or query.is_cpu):
         return f"no kernel for {query.device.type}"
-    if value.shape[-1] != head_dim:
-        return f"head_dim {head_dim} of query and key, {value.shape[-1]} of value"
-    if head_dim > 256:
-        return f"head_dim {head_dim}, expected at most 256"
     if cuda and value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"dtype {dtype_name(value.dtype)}"
-    if cuda and head_dim % 8 and value.dtype != torch.float32:
-        return f"head_dim {head_dim} in {dtype_name(value.dtype)}, expected a multiple of 8"
+    for head_dim in (query.shape[-1], value.shape[-1]):
+        if head_dim > 512:
+            return f"head_dim {head_dim}, expected at most 512"
+        if cuda and head_dim % 8 and value.dtype != torch.float32:
+            return f"head_dim {head_dim} in {dtype_name(value.dtype)}, expected a multiple of 8"
     return ""
