@@ -17,7 +17,7 @@ def library(headers: Path) -> ctypes.CDLL:
     loaded.emulated_attention.restype = ctypes.c_char_p
     loaded.emulated_plan_size.argtypes = [ctypes.c_int64] * 4
     loaded.emulated_plan_size.restype = ctypes.c_int64
-    loaded.emulated_kernels.argtypes = [*[ctypes.c_int64] * 4, ctypes.c_double, ctypes.c_int64]
+    loaded.emulated_kernels.argtypes = [*[ctypes.c_int64] * 5, ctypes.c_double, ctypes.c_int64]
     loaded.emulated_kernels.restype = loaded.emulated_launched.restype = ctypes.c_char_p
     return loaded
 
