@@ -106,6 +106,33 @@ def op_cases(name, lengths, heads, dim, with_peers=FLASH, device="cuda"):
     yield Case("varlen_attention_backward", shape, "bfloat16", backward, runs=7)
 
 
+def image_cases(name, lengths, heads, dim, device="cuda", block=256):
+    """Every other ``block`` tokens of a document are an image, whose tokens see each other.
+
+    Beside it causal attention, and the same told by visible_end, which on Hopper runs on the same kernels as the images.
+    """
+    q, k, v, dout, cu_seqlens = packed(lengths, heads, dim, device, torch.bfloat16)
+    rows, heads_of = (q.detach(), k.detach(), v.detach()), {"num_heads": heads[0], "num_kv_heads": heads[1]}
+    positions = po.position_ids_from_cu_seqlens(cu_seqlens, sum(lengths))
+    ends = {
+        "packing_ops": po.visible_end_from_blocks(positions // block % 2, cu_seqlens),
+        "packing_ops, causal": None,
+        "packing_ops, causal by visible_end": (positions + 1).int(),
+    }
+    ops, forward, backward = torch.ops.packing_ops, {}, {}
+    for provider, end in ends.items():
+        plan = po.attention_plan(cu_seqlens, total_q=sum(lengths), head_dim=dim, visible_end=end, **heads_of)
+        options = (cu_seqlens, cu_seqlens, None, True, None, -1, -1, 0.0, plan, end)
+        out, lse = ops.varlen_attention(*rows, *options)
+        forward[provider] = lambda options=options: ops.varlen_attention(*rows, *options)
+        backward[provider] = lambda options=options, results=(out, lse): ops.varlen_attention_backward(
+            dout, None, *rows, *results, *options
+        )
+    shape = f"{name}, images of {block}: T={sum(lengths)} docs={len(lengths)} heads={heads[0]}/{heads[1]} D={dim}"
+    yield Case("varlen_attention", shape, "bfloat16", forward, runs=7)
+    yield Case("varlen_attention_backward", shape, "bfloat16", backward, runs=7)
+
+
 def cuda_cases():
     """One workload after the other, so that only one is in memory."""
     for name, lengths in WORKLOADS.items():
@@ -116,6 +143,8 @@ def cuda_cases():
     for heads, dim in (((32, 8), 80), ((32, 8), 96), ((16, 4), 192)):
         for name in ("mid4k", "long16k"):
             yield from op_cases(name, WORKLOADS[name], heads, dim)
+    for name in ("chat", "mid4k", "long16k"):
+        yield from image_cases(name, WORKLOADS[name], (32, 8), 128)
     yield from op_cases("one document", [2048], (32, 8), 128)
     yield from op_cases("tiny", [100, 156, 200, 56], (32, 8), 128, (*FLASH, peers.sdpa_mask))
     # FlashAttention-2 pads its float32 sums to 128 rows per document, which does not fit any GPU here.

@@ -40,6 +40,11 @@ from packing_ops.prompts import (
 )
 from packing_ops.rope import apply_rotary_qk
 from packing_ops.segments import gae, segment_broadcast, segment_mean, segment_std, segment_sum
+from packing_ops.visible_ends import (
+    visible_end_from_blocks,
+    visible_end_from_causal,
+    visible_end_from_prefix_lengths,
+)
 
 __version__ = VERSION  # that of the library, which is checked
 
@@ -82,5 +87,8 @@ __all__ = [
     "unpad_input",
     "unpad_inputs",
     "varlen_attention",
+    "visible_end_from_blocks",
+    "visible_end_from_causal",
+    "visible_end_from_prefix_lengths",
     "xformers_bias",
 ]

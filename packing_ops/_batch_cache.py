@@ -208,8 +208,9 @@ def forget() -> None:
 
 
 def plan_for(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, causal: bool, left: int, right: int, cache: BatchCache | None = None
-) -> torch.Tensor | None:
+    q, k, v, cu_seqlens_q, cu_seqlens_k, causal: bool, left: int, right: int, cache: BatchCache | None = None, *,
+    visible_end: torch.Tensor | None = None,
+) -> torch.Tensor | None:  # fmt: skip
     """The plan of an attention call; None on the CPU, and for shapes that the op itself refuses with a message."""
     if not (isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor) and q.is_cuda):
         return None
@@ -223,19 +224,22 @@ def plan_for(
     if num_kv_heads == 0 or num_heads % num_kv_heads or not (0 < head_dim <= 512 and 0 < head_dim_v <= 512):
         return None
     geometry = (total_q, total_k, num_heads, num_kv_heads, head_dim, causal, left, right, head_dim_v)
-    return plan_of(cu_seqlens_q, cu_seqlens_k, geometry, cache)
+    return plan_of(cu_seqlens_q, cu_seqlens_k, geometry, cache, visible_end=visible_end)
 
 
 def plan_of(
-    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, geometry: tuple, cache: BatchCache | None = None
-) -> torch.Tensor:
+    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, geometry: tuple, cache: BatchCache | None = None, *,
+    visible_end: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """The plan: made for the first layer with this geometry, kept with cu_seqlens for the others."""
     same = cu_seqlens_k is cu_seqlens_q
     tensors = (cu_seqlens_q,) if same else (cu_seqlens_q, cu_seqlens_k)
+    if visible_end is not None:
+        tensors += (visible_end,)
     return kept_with(
         tensors,
-        ("plan", same, geometry),
-        lambda: _ops.attention_plan(cu_seqlens_q, cu_seqlens_k, *geometry),
+        ("plan", same, visible_end is None, geometry),
+        lambda: _ops.attention_plan(cu_seqlens_q, cu_seqlens_k, *geometry, visible_end),
         checked_by_kernel=True,
         cache=cache,
     )

@@ -2,8 +2,8 @@
 
 The products alone, as torch counts its own attention: q k^T and p v of 2 * head_dim operations each (v's own in the
 second) for each query head and each pair of a query and a key that it sees; in backward q k^T once more, dq and dk, and
-dout v^T and dv with v's head_dim. Documents, causality and the window
-are counted as they are, from the values of cu_seqlens, which synchronises on CUDA. Fake tensors have no values: one
+dout v^T and dv with v's head_dim. Documents, causality, the window
+and visible_end are counted as they are, from their values, which synchronises on CUDA. Fake tensors have no values: one
 document of all rows, which has as many pairs as there can be.
 """
 
@@ -37,32 +37,57 @@ def _up_to(last, most):
     return (last * (last + 1) - over * (over + 1)) // 2
 
 
-def _lengths(cu_seqlens, total):
+def _has_values(tensor):
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 
-    if isinstance(cu_seqlens, (FakeTensor, FunctionalTensor)) or cu_seqlens.is_meta:
+    return not (isinstance(tensor, (FakeTensor, FunctionalTensor)) or tensor.is_meta)
+
+
+def _lengths(cu_seqlens, total):
+    if not _has_values(cu_seqlens):
         return [total]
     return [end - start for start, end in itertools.pairwise(cu_seqlens.tolist())]
 
 
-def _multiplied(q, k, lse, cu_seqlens_q, cu_seqlens_k, causal, left, right):
+def _pairs_before_ends(lengths_q, lengths_k, left, visible_end):
+    """visible_pairs of all documents, by the values of visible_end."""
+    pairs = start = 0
+    for num_q, num_k in zip(lengths_q, lengths_k, strict=True):
+        own = range(num_k - num_q, num_k)
+        ends = visible_end[start : start + num_q].tolist()
+        firsts = (max(position - left, 0) if left >= 0 else 0 for position in own)
+        pairs += sum(max(end - first, 0) for first, end in zip(firsts, ends, strict=True))
+        start += num_q
+    return pairs
+
+
+def _multiplied(q, k, lse, documents, causal, sides, visible_end):
     """Operations of a product for each of its columns."""
-    num_heads, total_q = lse.shape
-    lengths = _lengths(cu_seqlens_q, total_q), _lengths(cu_seqlens_k, k.shape[-2 if k.dim() == 4 else 0])
-    pairs = sum(visible_pairs(*sizes, left, 0 if causal else right) for sizes in zip(*lengths, strict=True))
+    (num_heads, total_q), (left, right) = lse.shape, sides
+    lengths = _lengths(documents[0], total_q), _lengths(documents[1], k.shape[-2 if k.dim() == 4 else 0])
+    if visible_end is None:
+        pairs = sum(visible_pairs(*sizes, left, 0 if causal else right) for sizes in zip(*lengths, strict=True))
+    elif _has_values(visible_end):
+        pairs = _pairs_before_ends(*lengths, left, visible_end)
+    else:  # as many as there can be
+        pairs = sum(visible_pairs(*sizes, left, -1) for sizes in zip(*lengths, strict=True))
     return 2 * num_heads * pairs
 
 
-def _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, *rest, out_val):
-    pairs = _multiplied(q, k, out_val[1], cu_seqlens_q, cu_seqlens_k, causal, left, right)
+def _forward(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, softcap, plan, visible_end=None, *,
+    out_val,
+):  # fmt: skip
+    pairs = _multiplied(q, k, out_val[1], (cu_seqlens_q, cu_seqlens_k), causal, (left, right), visible_end)
     return (q.shape[-1] + v.shape[-1]) * pairs
 
 
 def _backward(
-    dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, *rest, out_val
+    dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, softcap, plan,
+    visible_end=None, *, out_val,
 ):  # fmt: skip
-    pairs = _multiplied(q, k, lse, cu_seqlens_q, cu_seqlens_k, causal, left, right)
+    pairs = _multiplied(q, k, lse, (cu_seqlens_q, cu_seqlens_k), causal, (left, right), visible_end)
     return (3 * q.shape[-1] + 2 * v.shape[-1]) * pairs
 
 

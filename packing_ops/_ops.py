@@ -53,7 +53,7 @@ def _lacks_a_tensor(op, args) -> bool:
 def _taken(op, args) -> list | None:
     """The arguments converted to the schema's types; None if none had to be. TypeError names the first that cannot be."""
     arguments = op._schema.arguments
-    taken = [_as(str(a.real_type), value, a.name) for a, value in zip(arguments, args, strict=True)]
+    taken = [_as(str(a.real_type), value, a.name) for a, value in zip(arguments, args, strict=False)]
     return None if all(new is old for new, old in zip(taken, args, strict=True)) else taken
 
 

@@ -50,6 +50,7 @@ def varlen_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     plan: torch.Tensor | None = None,
+    visible_end: torch.Tensor | None = None,
     return_lse: Literal[False] = False,
     layout: str | None = None,
 ) -> torch.Tensor: ...
@@ -67,6 +68,7 @@ def varlen_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     plan: torch.Tensor | None = None,
+    visible_end: torch.Tensor | None = None,
     return_lse: Literal[True],
     layout: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -83,6 +85,7 @@ def varlen_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     plan: torch.Tensor | None = None,
+    visible_end: torch.Tensor | None = None,
     return_lse: bool = False,
     layout: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -108,6 +111,14 @@ def varlen_attention(
         sinks: ``[num_q_heads]``, one more score per head that takes part in the denominator only.
         plan: from attention_plan for these lengths and heads; without it one is made, and kept in the PackedMetadata or
             with cu_seqlens, so that layers called with the same ones share it.
+        visible_end: int32 ``[total_q]``, for each query the end of the keys that it sees, counted in keys of its document:
+            it takes the place of the causal limit. At least one more than the query's own position (key i + m - n, at
+            the top), never decreasing inside a document, at most the document's keys; what stands at padding does not
+            count. The left window cuts as ever; a right one, or ``causal=False``, contradicts it. So one call serves
+            image blocks inside causal text, prefixes, documents that see all of themselves beside causal ones
+            (visible_end_from_blocks, visible_end_from_prefix_lengths, visible_end_from_causal make it). Without it that
+            of the PackedMetadata, where ``cu_seqlens_k`` is left out. In the half types on a GPU these calls run on the
+            kernels of every GPU from sm_80 on, Hopper's too.
         return_lse: also return the log of each denominator, sink included.
         layout: ``"thd"`` ``[total, num_heads, head_dim]``; ``"bhsd"`` ``[1, num_heads, total, head_dim]``, heads first, as
             models of transformers hold them; ``"bshd"`` ``[1, total, num_heads, head_dim]``, as flash-attn does. Three
@@ -131,10 +142,17 @@ def varlen_attention(
         >>> varlen_attention(q, k, v, torch.tensor([0, 2, 3], dtype=torch.int32)).tolist()
         [[[1.0, 2.0]], [[3.0, 4.0]], [[7.0, 8.0]]]
 
+        The first document's tokens see both of each other:
+
+        >>> cu_seqlens, visible_end = torch.tensor([[0, 2, 3, 3], [2, 2, 1, 0]], dtype=torch.int32)
+        >>> varlen_attention(q, k, v, cu_seqlens, visible_end=visible_end[:3]).tolist()
+        [[[3.0, 4.0]], [[3.0, 4.0]], [[7.0, 8.0]]]
+
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, four dimensions that may be either layout, cu_seqlens that
-            do not start at 0, decrease or end past the rows, causal with keys to the right. The message names the
-            argument.
+            do not start at 0, decrease or end past the rows, causal with keys to the right, visible_end beside
+            ``causal=False`` or a right window. The message names the argument. Values of visible_end that are too small,
+            too large or decrease too: on CUDA in a later call, and then the results are zeros.
         NotImplementedError: a device without a kernel; second derivatives and forward-mode ones (torch.func.jvp).
 
     Method: Dao, FlashAttention-2 (2023): tiles, online softmax, recomputation in backward.
@@ -144,6 +162,8 @@ def varlen_attention(
     left, right = window_sides(window_size)
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
+        if visible_end is None and isinstance(cu_seqlens_q, PackedMetadata):
+            visible_end = cu_seqlens_q.visible_end
     check_tensor(q, "q")
     cache = None
     tokens_first = (layout or q.dim() == 4) and _layout_of(q, k, layout, cu_seqlens_k is cu_seqlens_q) == "bshd"
@@ -152,10 +172,12 @@ def varlen_attention(
     if not (isinstance(cu_seqlens_q, torch.Tensor) and isinstance(cu_seqlens_k, torch.Tensor)):
         cu_seqlens_q, cu_seqlens_k, cache = without_metadata(q, k, cu_seqlens_q, cu_seqlens_k)
     if plan is None:
-        plan = _batch_cache.plan_for(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, left, right, cache)
+        plan = _batch_cache.plan_for(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, causal, left, right, cache, visible_end=visible_end
+        )
     try:
         out, lse = _ops.varlen_attention(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, softcap, plan
+            q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, softcap, plan, visible_end
         )
     except ValueError:
         _batch_cache.forget()  # it may be of a plan that was kept while its cu_seqlens changed
@@ -224,20 +246,21 @@ def attention_plan(
     causal: bool = True,
     window_size: tuple[int, int] = (-1, -1),
     head_dim_v: int | None = None,
+    visible_end: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The work list of a packed batch on a GPU: made once, used by the forward and backward of every layer.
 
     Args:
-        cu_seqlens_q, cu_seqlens_k, causal, window_size: as varlen_attention.
+        cu_seqlens_q, cu_seqlens_k, causal, window_size, visible_end: as varlen_attention.
         total_q, total_k: rows of q and of k; without total_k those of q.
         num_heads, num_kv_heads, head_dim: of the calls that will use it.
         head_dim_v: head_dim of their v, where it is another than that of q and k.
 
     Returns:
         int32, its size independent of the lengths; empty on the CPU. One kernel, no synchronisation. A plan is valid
-        only for the values of cu_seqlens that it was made from: make it again when they change (for a CUDA graph,
-        capture this call too). Each forward and backward compares them with its copy; other values are a ValueError in
-        a later call.
+        only for the values of cu_seqlens and visible_end that it was made from: make it again when they change (for a
+        CUDA graph, capture this call too). Each forward and backward compares cu_seqlens with its copy, each forward
+        visible_end; other values are a ValueError in a later call.
 
     Example:
         >>> cu_seqlens = torch.tensor([0, 2, 3], dtype=torch.int32)
@@ -245,7 +268,7 @@ def attention_plan(
         torch.Size([0])
 
     Raises:
-        ValueError: cu_seqlens or heads that do not fit; the message names the argument.
+        ValueError: cu_seqlens, visible_end or heads that do not fit; the message names the argument.
     """
     return _ops.attention_plan(
         cu_seqlens_q,
@@ -258,6 +281,7 @@ def attention_plan(
         causal,
         *window_sides(window_size),
         head_dim_v,
+        visible_end,
     )
 
 
@@ -274,10 +298,11 @@ def _lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _plan_size(total_q: int, total_k: int, documents: int, group: int) -> int:
+def _plan_size(total_q: int, total_k: int, documents: int, group: int, visible_end: bool = False) -> int:
     """attention_plan_size of csrc/ops/attention/attention.h."""
     cu_seqlens = (2 * (documents + 1) + 7) // 8
-    return 16 + 8 * (cu_seqlens + total_q * group // 32 + total_k // 32 + 6 * documents)
+    entries = 8 * (cu_seqlens + total_q * group // 32 + total_k // 32 + 6 * documents)
+    return 16 + entries + (total_q + total_k if visible_end else 0)
 
 
 @_ops.register_fake("attention_plan")
@@ -293,9 +318,12 @@ def _(
     left: int,
     right: int,
     head_dim_v: int | None = None,
+    visible_end: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    on_cuda = cu_seqlens_q.device.type == "cuda"
-    size = _plan_size(total_q, total_k, cu_seqlens_q.shape[0] - 1, num_heads // num_kv_heads) if on_cuda else 0
+    size = 0
+    if cu_seqlens_q.device.type == "cuda":
+        sizes = total_q, total_k, cu_seqlens_q.shape[0] - 1, num_heads // num_kv_heads
+        size = _plan_size(*sizes, visible_end is not None)
     return cu_seqlens_q.new_empty(size, dtype=torch.int32)
 
 
@@ -337,18 +365,20 @@ def _(
 
 
 def _varlen_attention_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *ctx.options, plan = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k, sinks, plan)
+    q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *ctx.options, plan, visible_end = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k, sinks, plan, visible_end)
 
 
 def _varlen_attention_backward(
     ctx: Any, dout: torch.Tensor, dlse: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
-    *inputs, sinks, plan = ctx.saved_tensors
+    *inputs, sinks, plan, visible_end = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(inputs[3])
-    dq, dk, dv, dsinks = past_autograd(_ops.varlen_attention_backward, dout, dlse, *inputs, sinks, *ctx.options, plan)
-    return dq, dk, dv, None, None, None if sinks is None else dsinks, None, None, None, None, None, None
+    dq, dk, dv, dsinks = past_autograd(
+        _ops.varlen_attention_backward, dout, dlse, *inputs, sinks, *ctx.options, plan, visible_end
+    )
+    return dq, dk, dv, None, None, None if sinks is None else dsinks, *(7 * [None])
 
 
 register_autograd("varlen_attention", _varlen_attention_backward, setup_context=_varlen_attention_context)

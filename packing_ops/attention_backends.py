@@ -33,6 +33,7 @@ def select_attention_backend(
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     v: torch.Tensor | None = None,
+    visible_end: torch.Tensor | None = None,
     explain: Literal[False] = False,
 ) -> str: ...
 @overload
@@ -44,6 +45,7 @@ def select_attention_backend(
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     v: torch.Tensor | None = None,
+    visible_end: torch.Tensor | None = None,
     explain: Literal[True],
 ) -> tuple[str, dict[str, str]]: ...
 def select_attention_backend(
@@ -54,6 +56,7 @@ def select_attention_backend(
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     v: torch.Tensor | None = None,
+    visible_end: torch.Tensor | None = None,
     explain: bool = False,
 ) -> str | tuple[str, dict[str, str]]:
     """The name of the first backend that can run a call of ``attention`` on this machine.
@@ -64,12 +67,12 @@ def select_attention_backend(
     - ``torch_varlen``: torch.nn.attention.varlen, bfloat16 and float16 on CUDA from sm_80 on;
     - ``sdpa``: scaled_dot_product_attention on any device, with a mask of total_q * total_k elements.
 
-    Only packing_ops has softcap, sinks and return_lse. Only packing_ops keeps the guarantees in packing_ops.attention's
+    Only packing_ops has softcap, sinks, return_lse and visible_end. Only packing_ops keeps the guarantees in packing_ops.attention's
     docstring: the same bits for a document alone and packed, and that a NaN stays in its document.
 
     Args:
         q, k: as in varlen_attention; only shape, dtype and device are used. Without k, as many kv heads as q heads.
-        softcap, sinks, return_lse: as the call will pass them.
+        softcap, sinks, return_lse, visible_end: as the call will pass them.
         v: as in varlen_attention; without it, q's head_dim.
         explain: also return the reasons.
 
@@ -89,10 +92,12 @@ def select_attention_backend(
     Raises:
         NotImplementedError: no backend can run the call; gives each one's reason.
     """
-    name, reasons = _select(q, k, v, softcap, sinks, return_lse)
+    name, reasons = _select(q, k, v, softcap, sinks, return_lse, visible_end)
     if not explain:
         return name
-    return name, reasons if reasons["packing_ops"] else {**reasons, "kernels": _kernels_of(q, k, v, softcap)}
+    if reasons["packing_ops"]:
+        return name, reasons
+    return name, {**reasons, "kernels": _kernels_of(q, k, v, softcap, visible_end is not None)}
 
 
 @overload
@@ -112,6 +117,7 @@ def attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     backend: str | None = None,
+    visible_end: torch.Tensor | None = None,
 ) -> torch.Tensor: ...
 @overload
 def attention(
@@ -130,6 +136,7 @@ def attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     backend: str | None = None,
+    visible_end: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 def attention(
     q: torch.Tensor,
@@ -147,6 +154,7 @@ def attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     backend: str | None = None,
+    visible_end: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """varlen_attention, or the same by another backend where packing_ops cannot run: one call for all machines.
 
@@ -174,7 +182,11 @@ def attention(
         NotImplementedError: the backend cannot run this call; gives the reason.
     """
     refuse_heads_first(q)
-    wanted: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "return_lse": return_lse}
+    if visible_end is None and cu_seqlens_k is None and isinstance(cu_seqlens_q, PackedMetadata):
+        visible_end = cu_seqlens_q.visible_end
+    wanted: dict[str, Any] = {
+        "softcap": softcap, "sinks": sinks, "return_lse": return_lse, "visible_end": visible_end
+    }  # fmt: skip
     if backend is None:
         backend, reasons = _select(q, k, v, **wanted)
         if backend != "packing_ops":
@@ -213,9 +225,11 @@ def _select(
     softcap: float,
     sinks: torch.Tensor | None,
     return_lse: bool,
+    visible_end: torch.Tensor | None = None,
 ) -> tuple[str, dict[str, str]]:
     """(name, {backend: why it cannot run})."""
     features = {"softcap": softcap > 0, "sinks": sinks is not None, "lse": return_lse}
+    features["visible_end"] = visible_end is not None
     extra = " and ".join(name for name, wanted in features.items() if wanted)
     reasons = {
         "packing_ops": _why_not_packing_ops(q, v),
@@ -254,12 +268,14 @@ def _why_not_this_gpu(q: torch.Tensor) -> str:
     return ""
 
 
-def _kernels_of(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, softcap: float) -> str:
+def _kernels_of(
+    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, softcap: float, visible_end: bool
+) -> str:
     heads = q.shape[1] if q.dim() == 3 else 1
     kv_heads = heads if k is None or k.dim() != 3 else k.shape[1]
     device = (torch.cuda.current_device() if q.device.index is None else q.device.index) if q.is_cuda else -1
     dims = q.shape[-1], q.shape[-1] if v is None else v.shape[-1]
-    return kernels_of(q.dtype != torch.float32, heads, kv_heads, dims[0], softcap, device, dims[1])
+    return kernels_of(q.dtype != torch.float32, heads, kv_heads, dims[0], softcap, device, dims[1], visible_end)
 
 
 @torch.compiler.assume_constant_result
@@ -271,9 +287,10 @@ def kernels_of(
     softcap: float,
     device: int,
     head_dim_v: int | None = None,
+    visible_end: bool = False,
 ) -> str:
     """Which kernels serve a call of varlen_attention; device -1 is the CPU."""
-    given = (half, num_heads, num_kv_heads, head_dim, softcap, device, head_dim_v)
+    given = (half, num_heads, num_kv_heads, head_dim, softcap, device, head_dim_v, visible_end)
     forward, _, backward = torch.ops.packing_ops.attention_kernels(*given).partition(", ")
     return f"forward: {forward}, backward: {backward}"
 

@@ -11,6 +11,7 @@ from packing_ops._arguments import (
     check_cu_seqlens,
     check_cumulated,
     check_tensor,
+    described,
     index_tensor,
     int32_cu_seqlens,
     integer,
@@ -35,6 +36,8 @@ class PackedMetadata:
         indices: int64 ``[total]``, slots of the padded batch that were kept; only after from_attention_mask.
         num_tokens: ``cu_seqlens[-1]`` as a Python int; None if it was neither given nor read.
         seqlen: columns of the padded batch, for pad and unpad; only after from_attention_mask.
+        visible_end: int32 ``[total]``, the keys that each query sees, as in varlen_attention, which takes it from here; None
+            where causality or its window tells them. Given by ``dataclasses.replace(metadata, visible_end=...)``.
         position_ids: int64 ``[total]``, restarting in every document; made at first use.
         seq_idx: int32 ``[total]``, the index of every slot's document; made at first use.
 
@@ -52,6 +55,7 @@ class PackedMetadata:
     indices: torch.Tensor | None = None
     num_tokens: int | None = None
     seqlen: int | None = None
+    visible_end: torch.Tensor | None = None
     _cache: ClassVar[BatchCache | None] = None  # no field: hosts make dataclasses anew from all of theirs
 
     def __post_init__(self) -> None:
@@ -246,7 +250,7 @@ class PackedMetadata:
         sides = window_sides(window_size)
         of_v = head_dim if head_dim_v is None else head_dim_v
         geometry = (self.total, self.total, num_heads, num_kv_heads, head_dim, causal, *sides, of_v)
-        return plan_of(self.cu_seqlens, self.cu_seqlens, geometry, self._cache)
+        return plan_of(self.cu_seqlens, self.cu_seqlens, geometry, self._cache, visible_end=self.visible_end)
 
     def to_transformers(self) -> dict[str, Any]:
         """Keyword arguments of a Hugging Face forward: ``cu_seq_lens_q/k`` and ``max_length_q/k``.
@@ -256,7 +260,11 @@ class PackedMetadata:
         Example:
             >>> PackedMetadata.from_lengths([2, 1], total=5).to_transformers()["cu_seq_lens_q"]
             tensor([0, 2, 3, 5], dtype=torch.int32)
+
+        Raises:
+            ValueError: there is a visible_end, which these arguments do not tell.
         """
+        check_causal(self)
         cu_seqlens, max_seqlen = self._whole_row()
         return {
             "cu_seq_lens_q": cu_seqlens,
@@ -270,7 +278,12 @@ class PackedMetadata:
         return {"packed_seq_lengths": self.lengths}
 
     def to_megatron(self) -> dict[str, Any]:
-        """Fields of Megatron-core's PackedSeqParams; padding after the last document is one more document."""
+        """Fields of Megatron-core's PackedSeqParams; padding after the last document is one more document.
+
+        Raises:
+            ValueError: there is a visible_end, which these fields do not tell.
+        """
+        check_causal(self)
         cu_seqlens, max_seqlen = self._whole_row()
         return {
             "qkv_format": "thd",
@@ -289,6 +302,19 @@ class PackedMetadata:
             return self.cu_seqlens, self.max_seqlen
         end = self.cu_seqlens.new_full((1,), self.total)
         return torch.cat([self.cu_seqlens, end]), max(self.max_seqlen, self.total - num_tokens)
+
+
+def check_causal(metadata: PackedMetadata) -> None:
+    """ValueError for a visible_end, where a host has no place for it.
+
+    Example:
+        >>> check_causal(PackedMetadata.from_lengths([2, 1]))
+    """
+    if metadata.visible_end is not None:
+        raise ValueError(
+            "visible_end: expected None in a PackedMetadata for models that do not take it (their masks come from their "
+            f"own arguments; dataclasses.replace(metadata, visible_end=None)), got {described(metadata.visible_end)}"
+        )
 
 
 def cu_seqlens_of(

@@ -63,6 +63,16 @@ class Case:
         return self.results_of(sdpa_by_document)
 
 
+def drawn_ends(lengths_q, lengths_k=None, *, share=0.3, tail=0, device="cpu"):
+    """visible_end of documents: about ``share`` of the queries see as far ahead as chance has it."""
+    ends = []
+    for tokens, keys in zip(lengths_q, lengths_q if lengths_k is None else lengths_k, strict=True):
+        own = torch.arange(tokens) + keys - tokens + 1
+        ahead = torch.randint(0, keys + 1, (tokens,)).where(torch.rand(tokens) < share, 0)
+        ends.append(torch.maximum(own, ahead).cummax(0).values)
+    return torch.cat([*ends, torch.full((tail,), -7)]).int().to(device)
+
+
 def drawn_case(pairs, cross, *, causal, window, **options):
     """A case of (queries, keys) pairs; without ``cross`` the keys are as many. Causal: nothing to the right."""
     lengths_q = [pair[0] for pair in pairs]
@@ -71,12 +81,13 @@ def drawn_case(pairs, cross, *, causal, window, **options):
     return Case(lengths_q, lengths_k, causal=causal, window_size=window, **options)
 
 
-def sdpa_by_document(q, k, v, cu_q, cu_k, sinks=None, causal=True, window_size=OPEN):
+def sdpa_by_document(q, k, v, cu_q, cu_k, sinks=None, causal=True, window_size=OPEN, visible_end=None):
     outs = []
     for (a, b), (c, d) in zip(itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()), strict=True):
         rows = (t.transpose(0, 1)[None] for t in (q[a:b], k[c:d], v[c:d]))
-        plain = causal and window_size == OPEN and b - a == d - c
-        mask = None if plain else oracle.visible(b - a, d - c, causal, window_size, q.device)
+        plain = causal and window_size == OPEN and b - a == d - c and visible_end is None
+        ends = None if visible_end is None else visible_end[a:b]
+        mask = None if plain else oracle.visible(b - a, d - c, causal, window_size, q.device, visible_end=ends)
         out = F.scaled_dot_product_attention(*rows, attn_mask=mask, is_causal=plain, enable_gqa=True)
         outs.append(out[0].transpose(0, 1))
     out = torch.cat(outs)
@@ -102,6 +113,8 @@ def document_alone(case, start, end, keys=None):
     alone.k, alone.v = case.k[of_keys].clone(), case.v[of_keys].clone()
     alone.dlse = case.dlse[:, start:end].clone()
     alone.cu_seqlens = tuple(cu_seqlens_of([len(t)], case.q.device) for t in (alone.q, alone.k))
+    if "visible_end" in case.options:
+        alone.options = {**case.options, "visible_end": case.options["visible_end"][start:end].clone()}
     return alone
 
 

@@ -8,6 +8,7 @@ import torch
 from emulator.build import compiled
 
 DTYPES = {torch.bfloat16: 6, torch.float16: 7, torch.float32: 8}  # csrc/core/dtype.h
+ROOT = Path(__file__).resolve().parent.parent
 GPUS = ["sm_90", "sm_80", "sm_89", "sm_100"]  # emulator.cpp's
 
 
@@ -15,9 +16,9 @@ GPUS = ["sm_90", "sm_80", "sm_89", "sm_100"]  # emulator.cpp's
 def library(headers: Path) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(compiled(headers)))
     loaded.emulated_attention.restype = ctypes.c_char_p
-    loaded.emulated_plan_size.argtypes = [ctypes.c_int64] * 4
+    loaded.emulated_plan_size.argtypes = [ctypes.c_int64] * 5
     loaded.emulated_plan_size.restype = ctypes.c_int64
-    loaded.emulated_kernels.argtypes = [*[ctypes.c_int64] * 5, ctypes.c_double, ctypes.c_int64]
+    loaded.emulated_kernels.argtypes = [*[ctypes.c_int64] * 5, ctypes.c_double, *[ctypes.c_int64] * 2]
     loaded.emulated_kernels.restype = loaded.emulated_launched.restype = ctypes.c_char_p
     return loaded
 
@@ -30,11 +31,12 @@ def attention(
     late_copies: bool,
     seed: int,
     planned_for: torch.Tensor | None = None,
+    planned_ends: torch.Tensor | None = None,
     backward: bool = True,
 ) -> dict[str, torch.Tensor]:
     """out, lse and every gradient of an attention_case.Case, by the kernels that run on ``gpu``.
 
-    planned_for: other cu_seqlens that the plan is made of. Without ``backward`` out and lse alone.
+    planned_for, planned_ends: other cu_seqlens and visible_end that the plan is made of. Without ``backward`` out and lse alone.
     """
     window = case.options.get("window_size", (-1, -1))
     causal = case.options.get("causal", True)
@@ -57,7 +59,7 @@ def attention(
         results.update(dict.fromkeys(("dq", "dk", "dv", "dsinks")))
     dout = case.dout if backward else None
     inputs = [case.q, case.k.contiguous(), case.v.contiguous(), dout, *case.cu_seqlens, case.sinks, case.dlse]
-    tensors = [*inputs, *results.values(), planned_for]
+    tensors = [*inputs, *results.values(), planned_for, case.options.get("visible_end"), planned_ends]
     pointers = (ctypes.c_void_p * len(tensors))(*(None if t is None else t.data_ptr() for t in tensors))
     code = library(headers)
     code.emulator_configure(GPUS.index(gpu), late_copies, seed)
@@ -74,7 +76,8 @@ def kernels(case, headers: Path, gpu: str) -> str:
     code.emulator_configure(GPUS.index(gpu), False, 0)
     softcap = case.options.get("softcap", 0.0)
     sizes = heads, kv_heads, dim, case.v.shape[-1]
-    return code.emulated_kernels(DTYPES[case.q.dtype], *sizes, softcap, GPUS.index(gpu)).decode()
+    ends = "visible_end" in case.options
+    return code.emulated_kernels(DTYPES[case.q.dtype], *sizes, softcap, GPUS.index(gpu), ends).decode()
 
 
 def launched(headers: Path) -> str:

@@ -28,7 +28,11 @@ enum class Fault : uint8_t {
   kNoRestart,             // position_ids never restart, cu_seq_lens_q has several documents to a row
   kRestartInDocument,     // position_ids[index] restarts inside a document of cu_seq_lens_q
   kKeysOfOtherDocuments,  // cu_seq_lens_k[index] differs from cu_seq_lens_q
-  kLabelOutside           // labels[index] is neither in the vocabulary nor ignore_index
+  kLabelOutside,          // labels[index] is neither in the vocabulary nor ignore_index
+  kVisibleEndBeforeOwn,   // visible_end[index] is not beyond its query's own position
+  kVisibleEndPastKeys,    // visible_end[index] is past the document's keys
+  kVisibleEndOrder,       // visible_end[index] < visible_end[index - 1] in a document
+  kPlanOfOtherVisibleEnd  // the plan was made for another visible_end[index]
 };
 
 // One word: fault in the top byte, index below it. A single store, so a reader never sees half of it.

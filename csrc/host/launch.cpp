@@ -68,6 +68,14 @@ FaultText fault_text(Fault fault) {
       return {"cu_seq_lens_k", "the documents of cu_seq_lens_q, whose tokens the keys are"};
     case Fault::kLabelOutside:
       return {"labels", "entries of the vocabulary or ignore_index"};
+    case Fault::kVisibleEndBeforeOwn:
+      return {"visible_end", "at least one more than the position of its query"};
+    case Fault::kVisibleEndPastKeys:
+      return {"visible_end", "at most the document's keys"};
+    case Fault::kVisibleEndOrder:
+      return {"visible_end", "never to decrease inside a document"};
+    case Fault::kPlanOfOtherVisibleEnd:
+      return {"plan", "one made for this visible_end (kept plans too: give each batch a tensor of its own)"};
     default:
       return {"argument", "valid values"};
   }

@@ -8,7 +8,7 @@ import torch
 
 def varlen_attention(
     q, k, v, cu_seqlens_q, cu_seqlens_k=None, *, causal=True, softmax_scale=None, window_size=(-1, -1), softcap=0.0,
-    sinks=None,
+    sinks=None, visible_end=None,
 ):  # fmt: skip
     """(out, lse) in the dtype of the inputs; give float64 for an oracle."""
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
@@ -16,9 +16,9 @@ def varlen_attention(
     outs, lses = [], []
     spans = [itertools.pairwise(cu.tolist()) for cu in (cu_seqlens_q, cu_seqlens_k)]
     for (q_start, q_end), (k_start, k_end) in zip(*spans, strict=True):
-        out, lse = _document(
-            q[q_start:q_end], k[k_start:k_end], v[k_start:k_end], causal, scale, window_size, softcap, sinks
-        )
+        end = None if visible_end is None else visible_end[q_start:q_end]
+        seen = visible(q_end - q_start, k_end - k_start, causal, window_size, q.device, visible_end=end)
+        out, lse = _document(q[q_start:q_end], k[k_start:k_end], v[k_start:k_end], seen, scale, softcap, sinks)
         outs.append(out)
         lses.append(lse)
     rest = q[int(cu_seqlens_q[-1]) :]
@@ -27,13 +27,15 @@ def varlen_attention(
     return torch.cat(outs), torch.cat(lses, dim=1)
 
 
-def visible(num_q, num_k, causal, window_size, device=None):
-    """bool [num_q, num_k]: query i stands at key i + num_k - num_q."""
+def visible(num_q, num_k, causal, window_size, device=None, *, visible_end=None):
+    """bool [num_q, num_k]: query i stands at key i + num_k - num_q. visible_end [num_q] takes the place of causality."""
     key_pos = torch.arange(num_q, device=device)[:, None] + num_k - num_q
     key = torch.arange(num_k, device=device)[None, :]
     left, right = window_size
     seen = torch.ones(num_q, num_k, dtype=torch.bool, device=device)
-    if causal:
+    if visible_end is not None:
+        seen &= key < visible_end[:, None]
+    elif causal:
         seen &= key <= key_pos
     if left >= 0:
         seen &= key >= key_pos - left
@@ -42,7 +44,7 @@ def visible(num_q, num_k, causal, window_size, device=None):
     return seen
 
 
-def _document(q, k, v, causal, scale, window_size, softcap, sinks):
+def _document(q, k, v, seen, scale, softcap, sinks):
     num_q, num_heads, _ = q.shape
     num_k = k.shape[0]
     group = num_heads // k.shape[1]
@@ -50,7 +52,6 @@ def _document(q, k, v, causal, scale, window_size, softcap, sinks):
     scores = scale * torch.einsum("qhd,khd->hqk", q, keys)
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
-    seen = visible(num_q, num_k, causal, window_size, q.device)
     # One more column: the sink, or nothing at all.
     last = q.new_full((num_heads,), -math.inf) if sinks is None else sinks.to(q.dtype)
     scores = torch.cat([scores.masked_fill(~seen, -math.inf), last[:, None, None].expand(-1, num_q, 1)], dim=-1)
@@ -60,3 +61,31 @@ def _document(q, k, v, causal, scale, window_size, softcap, sinks):
     lse = scores.logsumexp(-1).masked_fill(empty, -math.inf)
     weights = scores.softmax(-1)[..., :num_k].masked_fill(empty[..., None], 0.0)
     return torch.einsum("hqk,khd->qhd", weights, values), lse
+
+
+# --- visible_end: int [tokens] of each document, one after the other, zeros in the padding ---
+
+
+def visible_end_from_blocks(block_ids, cu_seqlens):
+    ids, ends = block_ids.tolist(), [0] * len(block_ids)
+    for start, end in itertools.pairwise(cu_seqlens.tolist()):
+        for t in range(start, end):
+            last = t
+            while ids[t] and last + 1 < end and ids[last + 1] == ids[t]:
+                last += 1
+            ends[t] = last + 1 - start
+    return torch.tensor(ends, dtype=torch.int32, device=block_ids.device)
+
+
+def visible_end_from_prefix_lengths(prefix_lengths, cu_seqlens, total):
+    ends = torch.zeros(total, dtype=torch.int32, device=cu_seqlens.device)
+    documents = zip(itertools.pairwise(cu_seqlens.tolist()), prefix_lengths.tolist(), strict=True)
+    for (start, end), prefix in documents:
+        for t in range(start, end):
+            ends[t] = max(t + 1 - start, min(prefix, end - start))
+    return ends
+
+
+def visible_end_from_causal(causal, cu_seqlens, total):
+    lengths = cu_seqlens.diff().where(~causal, 0)
+    return visible_end_from_prefix_lengths(lengths, cu_seqlens, total)

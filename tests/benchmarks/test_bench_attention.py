@@ -93,3 +93,13 @@ def test_flex_attentions_mask_and_shapes_are_right(monkeypatch):
     ]  # fmt: skip
     for call in found["varlen_attention"].values():
         call()
+
+
+def test_images_beside_causal_attention():
+    cases = {
+        case.op: case.providers for case in bench_attention.image_cases("small", [9, 4], (4, 2), 16, "cpu", block=2)
+    }
+    for providers in cases.values():
+        images, causal, told = (call()[0] for call in providers.values())
+        assert torch.equal(causal, told)
+        assert not torch.equal(images, causal)

@@ -30,12 +30,14 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* ke
   return cudaSuccess;
 }
 
-int64_t emulated_plan_size(int64_t total_q, int64_t total_k, int64_t documents, int64_t group) {
+int64_t emulated_plan_size(int64_t total_q, int64_t total_k, int64_t documents, int64_t group, int64_t visible_end) {
+  static const int32_t kGiven = 0;
   AttentionPlanParams p;
   p.documents_q = {nullptr, documents, total_q};
   p.documents_k = {nullptr, documents, total_k};
   p.num_q_heads = group;
   p.num_kv_heads = 1;
+  p.visible_end = visible_end != 0 ? &kGiven : nullptr;
   return attention_plan_size(p);
 }
 
@@ -45,7 +47,8 @@ const char* emulated_launched() {
 
 // "forward, backward": the folders of the kernels that serve a call.
 const char* emulated_kernels(int64_t dtype, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t head_dim_v,
-                             double softcap, int64_t device) {
+                             double softcap, int64_t device, int64_t visible_end) {
+  static const int32_t kGiven = 0;
   static std::string kernels;
   VarlenAttentionParams p;
   p.dtype = static_cast<DType>(dtype);
@@ -55,12 +58,13 @@ const char* emulated_kernels(int64_t dtype, int64_t heads, int64_t kv_heads, int
   p.head_dim_v = head_dim_v;
   p.softcap = softcap;
   p.device = static_cast<int32_t>(device);
+  p.visible_end = visible_end != 0 ? &kGiven : nullptr;
   kernels = std::string(attention_forward_kernels_cuda(p)) + ", " + attention_backward_kernels_cuda(p);
   return kernels.c_str();
 }
 
-// Contiguous tensors; sinks, dlse, dsinks and cu_seqlens of another plan may be null, and dout: then there is no
-// backward. Returns what went wrong, or an empty string.
+// Contiguous tensors; sinks, dlse, dsinks, visible_end and what another plan is made of may be null, and dout: then
+// there is no backward. Returns what went wrong, or an empty string.
 const char* emulated_attention(const int64_t* sizes, const double* options, void* const* tensors) {
   static std::string error;
   const auto [total_q, total_k, documents, heads, kv_heads, head_dim, head_dim_v, left, right, dtype, device] =
@@ -96,14 +100,16 @@ const char* emulated_attention(const int64_t* sizes, const double* options, void
     p.dk = rows(tensors[11], kv_heads, head_dim);
     p.dv = rows(tensors[12], kv_heads, head_dim_v);
     p.dsinks = tensors[13];
+    p.visible_end = static_cast<const int32_t*>(tensors[15]);
 
-    AttentionPlanParams plan{p.documents_q, p.documents_k, heads, kv_heads, head_dim,
-                             head_dim_v,    left,          right, nullptr,  p.device};
+    AttentionPlanParams plan{p.documents_q, p.documents_k, heads,   kv_heads, head_dim,     head_dim_v,
+                             left,          right,         nullptr, p.device, p.visible_end};
     std::vector<int32_t> words(attention_plan_size(plan) + 4, -1);
     plan.plan = p.plan = reinterpret_cast<int32_t*>((reinterpret_cast<uintptr_t>(words.data()) + 15) / 16 * 16);
     if (tensors[14] != nullptr) {
       plan.documents_q.cu_seqlens = plan.documents_k.cu_seqlens = static_cast<const int32_t*>(tensors[14]);
     }
+    if (tensors[16] != nullptr) plan.visible_end = static_cast<const int32_t*>(tensors[16]);
     launch_attention_plan_cuda(plan, launch);
     launch_varlen_attention_cuda(p, launch);
     if (p.dout.data != nullptr) {

@@ -384,6 +384,10 @@ cudaError_t cudaGetLastError() {
 const char* cudaGetErrorString(cudaError_t) {
   return "";
 }
+cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t) {
+  std::memset(memory, value, bytes);
+  return cudaSuccess;
+}
 cudaError_t cudaGetDevice(int* device) {
   *device = emulator::device;
   return cudaSuccess;

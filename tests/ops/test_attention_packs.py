@@ -4,7 +4,7 @@ import itertools
 import random
 
 import torch
-from attention_case import OPEN, Case, document_alone, document_results
+from attention_case import OPEN, Case, document_alone, document_results, drawn_ends
 
 PACKS = 1000
 LENGTHS = [0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129]  # on both sides of every tile edge
@@ -19,18 +19,23 @@ def random_pack(seed, device):
     count, causal = draw.randint(1, 6), draw.random() < 0.7
     lengths = draw.choices(LENGTHS, k=count)
     left, right = draw.choice([OPEN, OPEN, (0, 0), (16, 0), (70, -1), (5, 20)])
+    lengths_k, tail, ends = draw.choices(LENGTHS, k=count) if draw.random() < 0.3 else None, draw.choice([0, 0, 3]), {}
+    if causal and draw.random() < 0.3:
+        right = -1
+        ends["visible_end"] = drawn_ends(lengths, lengths_k, share=draw.choice([0.02, 0.3]), tail=tail, device=device)
     return Case(
         lengths,
-        draw.choices(LENGTHS, k=count) if draw.random() < 0.3 else None,
+        lengths_k,
         heads=draw.choice(HEADS),
         dim=draw.choice(DIMS),
         dtype=draw.choice(DTYPES),
         device=device,
-        tail=draw.choice([0, 0, 3]),
+        tail=tail,
         sinks=draw.random() < 0.3,
         causal=causal,
         window_size=(left, min(right, 0) if causal else right),
         softcap=draw.choice([0.0, 0.0, 4.0]),
+        **ends,
     )
 
 

@@ -136,7 +136,7 @@ def test_backend_of_dtype_and_gpu(gpu_of, monkeypatch, dtype, capability, head_d
     name, reasons = po.select_attention_backend(q, torch.zeros(8, 2, head_dim), explain=True)
     assert (name, reasons["packing_ops"]) == (expected, why)
     half = dtype != torch.float32
-    assert asked == ([] if why else [(half, 4, 2, head_dim, 0.0, 0, head_dim)])
+    assert asked == ([] if why else [(half, 4, 2, head_dim, 0.0, 0, head_dim, False)])
     assert reasons.get("kernels") == (None if why else "these")
 
 

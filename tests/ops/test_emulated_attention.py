@@ -135,7 +135,9 @@ def test_error_is_at_most_twice_that_of_torch(dims):
         assert_error_within(found[name], theirs[name], exact[name])
 
 
-@pytest.mark.parametrize("sizes", [(0, 0, 0, 1), (100, 100, 3, 4), (65, 1000, 17, 1), (1, 1, 1, 128)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(0, 0, 0, 1, 0), (100, 100, 3, 4, 0), (65, 1000, 17, 1, 1), (1, 1, 1, 128, 1)], ids=str
+)
 def test_python_knows_the_size_of_a_plan(sizes):
     assert _plan_size(*sizes) == emulated.library(HEADERS).emulated_plan_size(*sizes)
 

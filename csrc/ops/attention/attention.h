@@ -4,6 +4,7 @@
 //   mask   with n queries and m keys, query i has key position i' = i + m - n (bottom-right aligned) and attends to
 //   keys
 //          i' - window_left <= j <= i' + window_right; -1 is open, causal is window_right 0
+//          with visible_end: i' - window_left <= j < visible_end_i, which never decreases in a document
 //   lse_i  = log(sum_j exp(s(i, j)) + exp(sink)), out_i = sum_j exp(s(i, j) - lse_i) v_j
 //
 // A row without a visible key has out 0 and lse = sink, or -inf without one.
@@ -39,14 +40,15 @@ struct VarlenAttentionParams {
   double softcap = 0;  // 0 = off
   int64_t window_left = -1;
   int64_t window_right = -1;
-  AttentionTensor q;            // [total_q, num_q_heads, head_dim]
-  AttentionTensor k;            // [total_k, num_kv_heads, head_dim]
-  AttentionTensor v;            // [total_k, num_kv_heads, head_dim_v]
-  const void* sinks = nullptr;  // [num_q_heads], dtype of lse, or null
-  AttentionTensor out;          // [total_q, num_q_heads, head_dim_v]
-  void* lse = nullptr;          // [num_q_heads, total_q], float64 for float64 inputs, else float32
-  int32_t* plan = nullptr;      // CUDA: the work-list of AttentionPlanParams
-  int32_t device = 0;           // CUDA: its index
+  AttentionTensor q;                     // [total_q, num_q_heads, head_dim]
+  AttentionTensor k;                     // [total_k, num_kv_heads, head_dim]
+  AttentionTensor v;                     // [total_k, num_kv_heads, head_dim_v]
+  const void* sinks = nullptr;           // [num_q_heads], dtype of lse, or null
+  AttentionTensor out;                   // [total_q, num_q_heads, head_dim_v]
+  void* lse = nullptr;                   // [num_q_heads, total_q], float64 for float64 inputs, else float32
+  int32_t* plan = nullptr;               // CUDA: the work-list of AttentionPlanParams
+  int32_t device = 0;                    // CUDA: its index
+  const int32_t* visible_end = nullptr;  // [total_q], keys of the document, or null: then window_right is the limit
 };
 
 // out and lse are inputs here.
@@ -61,7 +63,7 @@ struct VarlenAttentionBackwardParams : VarlenAttentionParams {
   void* scratch = nullptr;     // CUDA
 };
 
-// The work-list of a batch on a GPU: good for every call with these lengths, heads, head_dims and window.
+// The work-list of a batch on a GPU: good for every call with these lengths, heads, head_dims, window and visible_end.
 struct AttentionPlanParams {
   Documents documents_q;
   Documents documents_k;
@@ -73,6 +75,7 @@ struct AttentionPlanParams {
   int64_t window_right = -1;
   int32_t* plan = nullptr;  // [attention_plan_size]
   int32_t device = 0;
+  const int32_t* visible_end = nullptr;  // as in VarlenAttentionParams
 };
 
 void launch_varlen_attention_cpu(const VarlenAttentionParams& p);
@@ -83,7 +86,9 @@ constexpr int64_t attention_plan_size(const AttentionPlanParams& p) {
   const int64_t group = p.num_q_heads / p.num_kv_heads;
   const int64_t documents = p.documents_q.num_documents;
   const int64_t cu_seqlens = (2 * (documents + 1) + 7) / 8;  // copies of both
-  return 16 + 8 * (cu_seqlens + p.documents_q.total * group / 32 + p.documents_k.total / 32 + 6 * documents);
+  // A copy of visible_end, and the first token that sees each key.
+  const int64_t visible = p.visible_end == nullptr ? 0 : p.documents_q.total + p.documents_k.total;
+  return 16 + 8 * (cu_seqlens + p.documents_q.total * group / 32 + p.documents_k.total / 32 + 6 * documents) + visible;
 }
 
 // Bytes of VarlenAttentionBackwardParams::scratch.

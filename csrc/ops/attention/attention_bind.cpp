@@ -144,6 +144,7 @@ AttentionPlanParams plan_params(const VarlenAttentionParams& p) {
   plan.head_dim_v = p.head_dim_v;
   plan.window_left = p.window_left;
   plan.window_right = p.window_right;
+  plan.visible_end = p.visible_end;
   return plan;
 }
 
@@ -170,10 +171,14 @@ Tensor backward_scratch(const VarlenAttentionBackwardParams& p, const Tensor& q)
 std::tuple<Tensor, Tensor> varlen_attention(const Tensor& q, const Tensor& k, const Tensor& v, Tensor cu_seqlens_q,
                                             Tensor cu_seqlens_k, std::optional<Tensor> sinks, bool causal,
                                             std::optional<double> softmax_scale, int64_t window_left,
-                                            int64_t window_right, double softcap, std::optional<Tensor> plan) {
+                                            int64_t window_right, double softcap, std::optional<Tensor> plan,
+                                            std::optional<Tensor> visible_end) {
   auto p = attention_params<VarlenAttentionParams>(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks,
                                                    {causal, softmax_scale, window_left, window_right, softcap});
   check_cuda_case(p, q, v);
+  const std::optional<Tensor> ends =
+      taken_visible_end(visible_end, p.documents_q, p.documents_k, causal, window_left, window_right, q, "q");
+  p.visible_end = static_cast<const int32_t*>(data_or_null(ends));
   const Tensor rows_q = aligned_rows(q), rows_k = aligned_rows(k), rows_v = aligned_rows(v);
   p.q = input_rows(rows_q).memory;
   p.k = input_rows(rows_k).memory;
@@ -195,10 +200,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> varlen_attention_backward(
     const Tensor& dout, std::optional<Tensor> dlse, const Tensor& q, const Tensor& k, const Tensor& v,
     const Tensor& out, const Tensor& lse, Tensor cu_seqlens_q, Tensor cu_seqlens_k, std::optional<Tensor> sinks,
     bool causal, std::optional<double> softmax_scale, int64_t window_left, int64_t window_right, double softcap,
-    std::optional<Tensor> plan) {
+    std::optional<Tensor> plan, std::optional<Tensor> visible_end) {
   auto p = attention_params<VarlenAttentionBackwardParams>(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks,
                                                            {causal, softmax_scale, window_left, window_right, softcap});
   check_cuda_case(p, q, v);
+  const std::optional<Tensor> ends =
+      taken_visible_end(visible_end, p.documents_q, p.documents_k, causal, window_left, window_right, q, "q");
+  p.visible_end = static_cast<const int32_t*>(data_or_null(ends));
   const Tensor rows_q = aligned_rows(q), rows_k = aligned_rows(k), rows_v = aligned_rows(v);
   p.q = input_rows(rows_q).memory;
   p.k = input_rows(rows_k).memory;

@@ -12,7 +12,7 @@ from packing_ops.integrations._attention_options import AttentionOptions
 from packing_ops.integrations.megatron.context_parallel import context_parallel_attention
 from packing_ops.integrations.megatron.masks import causal_and_window, tokens_of, window_of
 from packing_ops.integrations.megatron.varlen_call import DocumentSpans, field_of, spans_of, varlen_call_of
-from packing_ops.metadata import PackedMetadata
+from packing_ops.metadata import PackedMetadata, check_causal
 
 _UNSERVED = ("qk_clip", "log_max_attention_logit", "fp8_dot_product_attention", "fp8_multi_head_attention")
 
@@ -204,6 +204,7 @@ class PackingDotProductAttention(MegatronModule):
 def _thd_documents(packed_seq_params) -> DocumentSpans | None:
     """None for sbhd."""
     if isinstance(packed_seq_params, PackedMetadata):
+        check_causal(packed_seq_params)
         return DocumentSpans(*[packed_seq_params.cu_seqlens] * 4)
     name = "sbhd" if packed_seq_params is None else field_of(packed_seq_params, "qkv_format")
     if name not in ("thd", "sbhd"):

@@ -5,6 +5,7 @@ attn_implementation="packing_ops":
     model_call.py           The arguments of a model's call that tell its documents; keywords.py refuses misspelt ones,
                             running.py knows which call runs in this thread.
     mask_preparation.py     Brings these arguments to where transformers makes masks.
+    blocks.py               Image blocks and prefixes of a mask as visible_end.
     masks.py                MaskPattern, which layers get in place of a mask tensor.
     documents.py            Where the documents of a batch lie; document_checks.py: whether a row has several.
     fallback.py             SDPA, for calls that varlen attention does not serve.

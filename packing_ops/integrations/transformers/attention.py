@@ -35,8 +35,7 @@ def register(name: str = "packing_ops") -> None:
     right, holes; numbers above 1 start a document where they change) and position_ids, which start one in each row and
     where they stop growing (one synchronisation); else each row is one. Causal and full attention, sliding windows, softcap, sinks, grouped heads
     and scaling follow the model. Everything else runs by SDPA with a mask of the same meaning, after one warning that
-    says why: decoding with a KV cache, 4-D masks (images that see ahead, models that read their masks), dropout,
-    head_dim over 512. A second call changes nothing.
+    says why: a KV cache, 4-D masks (models that read theirs), dropout, head_dim over 512. A second call changes nothing.
 
     What this adds to transformers stays until unregister(name): the name in its two tables, and wrappers around
     PreTrainedModel.__call__, which remembers position_ids for models that pass them to no mask, and around the
@@ -113,13 +112,15 @@ def packing_ops_attention(
 ):
     """query ``[batch, num_heads, seqlen, head_dim]`` -> (``[batch, seqlen, num_heads, head_dim]``, None)."""
     seqlen, cu_seqlens = query.shape[2], (cu_seq_lens_q, cu_seq_lens_k)
-    reason = "" if _HARMLESS.issuperset(kwargs) else _option_for_sdpa(kwargs)
+    reason, visible_end = "" if _HARMLESS.issuperset(kwargs) else _option_for_sdpa(kwargs), None
     if isinstance(attention_mask, masks.MaskPattern):
         causal, window, length = attention_mask.causal, attention_mask.window, attention_mask.length
         if not seqlen == key.shape[2] == length:
             lengths = f"{seqlen} queries and {key.shape[2]} keys"
             raise ValueError(f"key: expected the {length} slots that the mask was made for, got {lengths}")
         documents = attention_mask.documents(query, cu_seqlens, position_ids).on(query.device)
+        visible_end, none = attention_mask.visible_end(documents)
+        reason = reason or none
     else:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         window = (-1, -1) if sliding_window is None or sliding_window > key.shape[2] else (sliding_window - 1, 0)
@@ -134,10 +135,10 @@ def packing_ops_attention(
     if not reason and documents.holes and window != (-1, -1):
         reason = "a sliding window over padding that may lie inside a row"
     if not reason:
-        return _varlen((query, key, value), documents, causal, scaling, window, softcap, s_aux), None
+        return _varlen((query, key, value), documents, causal, scaling, window, softcap, s_aux, visible_end), None
     fallback.warn_once(reason)
     options = AttentionOptions(causal, scaling, window, softcap, s_aux)
-    mask = attention_mask if documents is None else fallback.mask_of(documents, query, options)
+    mask = attention_mask if documents is None else fallback.mask_of(documents, query, options, attention_mask)
     return fallback.attend(module, query, key, value, mask, options, dropout, kwargs)
 
 
@@ -148,7 +149,7 @@ def _documents_without_pattern(module, query, mask, cu_seqlens, position_ids):
     return find_documents(query, cu_seqlens, padding, position_ids, layer).on(query.device)
 
 
-def _varlen(heads, documents, causal, scaling, window, softcap, sinks):
+def _varlen(heads, documents, causal, scaling, window, softcap, sinks, visible_end=None):
     """Host-latency critical: runs in every layer."""
     query, key, value = _one_dtype(*heads)
     batch, _, seqlen, _ = query.shape
@@ -171,6 +172,7 @@ def _varlen(heads, documents, causal, scaling, window, softcap, sinks):
         window_size=window,
         softcap=softcap or 0.0,
         sinks=sinks,
+        visible_end=visible_end,
         layout="bhsd" if one_row else None,
     )
     if one_row:

@@ -31,15 +31,22 @@ def sdpa_reasons() -> list[str]:
     return [f"by SDPA so far: {'; '.join(reasons)}"] if reasons else []
 
 
-def mask_of(documents, query, options):
+def mask_of(documents, query, options, pattern=None):
     """bool ``[batch, 1, seqlen, seqlen]``, True where visible. Padding attends to itself: its softmax is finite.
 
-    Windows count slots, as transformers' own masks do.
+    Windows count slots, as transformers' own masks do. pattern: a MaskPattern may have blocks.
     """
     ids = documents.document_ids(query.shape[0], query.shape[2])
     slots = torch.arange(query.shape[2], device=ids.device)
     pairs = ids[:, :, None], ids[:, None, :], slots[:, None], slots[None, :]
-    return (visible_mask(*pairs, options.causal, options.window_size) | torch.eq(*pairs[2:]))[:, None]
+    blocks = getattr(pattern, "blocks", None)
+    if blocks is None:
+        visible = visible_mask(*pairs, options.causal, options.window_size)
+    else:
+        blocks = blocks.to(ids.device)
+        together = (blocks[:, :, None] == blocks[:, None, :]) & (blocks[:, :, None] >= 0)
+        visible = visible_mask(*pairs, False, options.window_size) & ((pairs[3] <= pairs[2]) | together)
+    return (visible | torch.eq(*pairs[2:]))[:, None]
 
 
 def attend(module, query, key, value, mask, options, dropout, given):

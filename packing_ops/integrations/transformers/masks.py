@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from packing_ops.integrations.transformers import model_call
+from packing_ops.integrations.transformers.blocks import blocks_of, ends_of_blocks
 from packing_ops.integrations.transformers.documents import find_documents, runs_of
 from packing_ops.integrations.transformers.imports import masking_utils
 
@@ -17,12 +18,13 @@ class MaskPattern:
 
     axes: layers get position_ids of one axis of an image, which do not tell documents.
     checked: see find_documents.
+    blocks: [batch, slots], tokens of one number from 0 on see each other, beside causality; or None.
     """
 
-    def __init__(self, causal, window, length, padding, position_ids, checked=None, axes=False):
+    def __init__(self, causal, window, length, padding, position_ids, checked=None, axes=False, blocks=None):
         self.causal, self.window, self.length, self.axes = causal, window, length, axes
-        self.padding, self.position_ids, self.checked = padding, position_ids, checked
-        self._documents = self._given = None
+        self.padding, self.position_ids, self.checked, self.blocks = padding, position_ids, checked, blocks
+        self._documents = self._given = self._ends = None
 
     def documents(self, query, cu_seqlens, position_ids):
         if self._documents is None or self._given[0] is not cu_seqlens[0] or self._given[1] is not cu_seqlens[1]:
@@ -31,6 +33,15 @@ class MaskPattern:
             self._documents = find_documents(query, cu_seqlens, self.padding, position_ids, checked=self.checked)
             self._given = cu_seqlens
         return self._documents
+
+    def visible_end(self, documents):
+        """(that of varlen_attention for the packed rows or None, why it cannot be told or "")."""
+        if self.blocks is None:
+            return None, ""
+        if self._ends is None or self._ends[0] is not documents:
+            self._ends = documents, ends_of_blocks(documents, self.blocks)
+        ends = self._ends[1]
+        return ends, "" if ends is not None else "blocks of a mask that are no runs of neighbours"
 
     def _refuse(self, *_):
         raise TypeError(_READ)
@@ -99,11 +110,13 @@ def packing_ops_mask(
         # A bidirectional mask may be one of cross-attention; without a carrier that is not known.
         carrier = Carrier(attention_mask, stock="allow_is_bidirectional_skip" in kwargs)
     free = carrier.mask_form == model_call.PATTERN and not carrier.stock
-    pattern = _pattern_of(mask_function, kwargs) if free else None
+    pattern, blocks = _pattern_of(mask_function, kwargs) if free else None, None
+    if free and pattern is None:
+        pattern, blocks = blocks_of(mask_function, batch_size, q_length)
     start = isinstance(q_offset, int) and q_offset == 0 and isinstance(kv_offset, int) and kv_offset == 0
     if pattern is not None and start and q_length == kv_length:
         padding = carrier.padding if carrier.numbers is None else carrier.numbers
-        return MaskPattern(*pattern, q_length, padding, carrier.position_ids, carrier.checked, carrier.axes)
+        return MaskPattern(*pattern, q_length, padding, carrier.position_ids, carrier.checked, carrier.axes, blocks)
     if q_length > 1 and not (carrier.position_ids is None and carrier.numbers is None):
         mask_function = _each_document_alone(mask_function, kwargs, carrier, batch_size, q_length, q_offset)
     # Without a mask the layer could not tell causal from full; one query that attends to every key is both.

@@ -11,7 +11,6 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from hf_models import OLD, skip_if_attention_is_its_own, skip_if_masks_are_its_own  # noqa: E402
-from transformers import masking_utils  # noqa: E402
 
 import packing_ops  # noqa: E402
 from packing_ops.integrations.transformers import attention, fallback, masks, model_call, register, running  # noqa: E402
@@ -112,38 +111,6 @@ def test_packed_documents_with_images_of_gemma3(layers, beside, device):
     if beside == "mask":
         more["attention_mask"] = torch.ones_like(inputs["input_ids"])
     torch.testing.assert_close(model(**inputs, pixel_values=pixels, **more).logits, torch.cat(wanted, 1), **CLOSE)
-
-
-BLOCKS = torch.tensor([[-1, 0, 0, -1, -1, -1, 1, 1, 1, -1, 2, 2, 2, 2, -1, -1]])  # the middle one goes over a boundary
-OVERLAYS = {
-    "block_sequence_ids": lambda blocks: {"block_sequence_ids": blocks},
-    "or": lambda blocks: {"or_mask_function": masking_utils.blockwise_overlay(blocks)},
-    "or and": lambda blocks: {
-        "or_mask_function": masking_utils.blockwise_overlay(blocks),
-        "and_mask_function": masking_utils.sliding_window_overlay(3),
-    },
-}
-
-
-@pytest.mark.skipif(OLD, reason="transformers 4.57 has no overlays of blocks")
-@pytest.mark.parametrize("overlay", OVERLAYS)
-@pytest.mark.parametrize("maker", ["create_causal_mask", "create_sliding_window_causal_mask"])
-def test_overlays_are_those_of_each_document(overlay, maker):
-    """The makers through which all families with images go."""
-    ours, stock = (
-        transformers.LlamaConfig(**SIZES, sliding_window=4, attn_implementation=name)
-        for name in ("packing_ops", "sdpa")
-    )
-    make, embeds = getattr(masking_utils, maker), torch.zeros(1, 16, 32)
-    given = {"attention_mask": None, "past_key_values": None}
-    dense = {"position_ids": None, "allow_is_causal_skip": False}
-    of_documents = [
-        make(stock, embeds[:, :n], **given, **dense, **OVERLAYS[overlay](blocks))[0, 0]
-        for n, blocks in zip(LENGTHS, BLOCKS.split(LENGTHS, 1), strict=True)
-    ]
-    positions = packed("cpu")["position_ids"]
-    mask = make(ours, embeds, **given, position_ids=positions, **OVERLAYS[overlay](BLOCKS))
-    assert torch.equal(mask[0, 0], torch.block_diag(*of_documents).bool())
 
 
 # --- documents that models tell nobody of ---

@@ -18,27 +18,39 @@ constexpr int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// The mask of a tile: keys [t + low, t + high) are visible to token t.
+// The first of `count` tokens whose visible_end lies beyond this key, or `count`.
+inline int64_t first_beyond(const int32_t* visible_end, int64_t count, int64_t key) {
+  return std::upper_bound(visible_end, visible_end + count, key) - visible_end;
+}
+
+// The mask of a tile: keys [t + low, t + high) are visible to token t; with visible_end, the end is
+// visible_end[t] - first_key.
 struct Band {
   int64_t low;
   int64_t high;
   int64_t tokens;
   int64_t keys;
   int64_t group;
+  const int32_t* visible_end;  // [tokens] or null
+  int64_t first_key;           // of the tile, in the document
 
   int64_t rows() const { return tokens * group; }
 
   // Keys visible to at least one of the rows; exact for a single row.
   Interval<int64_t> keys_of(Interval<int64_t> rows) const {
     const int64_t begin = std::clamp<int64_t>(rows.begin / group + low, 0, keys);
-    return {begin, std::clamp<int64_t>((rows.end - 1) / group + high, begin, keys)};
+    const int64_t last = (rows.end - 1) / group;
+    return {begin, std::clamp<int64_t>(visible_end ? visible_end[last] - first_key : last + high, begin, keys)};
   }
   // Rows that attend to at least one of the keys; exact for a single key.
   Interval<int64_t> rows_of(Interval<int64_t> tile_keys) const {
-    const int64_t begin = std::clamp<int64_t>(tile_keys.begin - high + 1, 0, tokens);
+    const int64_t begin = visible_end ? first_beyond(visible_end, tokens, first_key + tile_keys.begin)
+                                      : std::clamp<int64_t>(tile_keys.begin - high + 1, 0, tokens);
     return {begin * group, std::clamp<int64_t>(tile_keys.end - low, begin, tokens) * group};
   }
-  bool all_visible() const { return tokens - 1 + low <= 0 && high >= keys; }
+  bool all_visible() const {
+    return tokens - 1 + low <= 0 && (visible_end ? visible_end[0] - first_key : high) >= keys;
+  }
 };
 
 struct Tile {

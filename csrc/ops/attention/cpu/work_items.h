@@ -51,6 +51,7 @@ Geometry geometry_of(const VarlenAttentionParams& p) {
 struct Document {
   Interval<int64_t> q;
   Interval<int64_t> k;
+  const int32_t* visible_end;  // [num_q] or null: then the window's right side is the limit
 
   int64_t num_q() const { return q.size(); }
   int64_t num_k() const { return k.size(); }
@@ -58,21 +59,27 @@ struct Document {
 
   Interval<int64_t> visible_keys(const Geometry& g, Interval<int64_t> tokens) const {
     const int64_t begin = std::clamp<int64_t>(tokens.begin + shift() - g.left, 0, num_k());
-    return {begin, std::clamp<int64_t>(tokens.end + shift() + g.right, begin, num_k())};
+    const int64_t end = visible_end ? visible_end[tokens.end - 1] : tokens.end + shift() + g.right;
+    return {begin, std::clamp<int64_t>(end, begin, num_k())};
   }
   Interval<int64_t> tokens_attending_to(const Geometry& g, Interval<int64_t> keys) const {
-    const int64_t begin = std::clamp<int64_t>(keys.begin - shift() - g.right, 0, num_q());
+    const int64_t begin = visible_end ? first_beyond(visible_end, num_q(), keys.begin)
+                                      : std::clamp<int64_t>(keys.begin - shift() - g.right, 0, num_q());
     return {begin, std::clamp<int64_t>(keys.end - shift() + g.left, begin, num_q())};
   }
   Tile tile(const Geometry& g, Interval<int64_t> tokens, Interval<int64_t> keys) const {
     const int64_t diagonal = tokens.begin + shift() - keys.begin;
-    const Band band{diagonal - g.left, diagonal + g.right + 1, tokens.size(), keys.size(), g.group};
+    const Band band{diagonal - g.left, diagonal + g.right + 1,
+                    tokens.size(),     keys.size(),
+                    g.group,           visible_end ? visible_end + tokens.begin : nullptr,
+                    keys.begin};
     return {band, g.dim, g.row_stride(tokens)};
   }
 };
 
 inline Document document_of(const VarlenAttentionParams& p, int64_t i) {
-  return {p.documents_q[i], p.documents_k[i]};
+  const Interval<int64_t> q = p.documents_q[i];
+  return {q, p.documents_k[i], p.visible_end ? p.visible_end + q.begin : nullptr};
 }
 
 // The tiles of `step` that meet `range`, the last one cut at `size`.

@@ -55,6 +55,7 @@ struct Args {
   int32_t token_aligned_group = 0;
   float softmax_scale = 0;
   float softcap = 0;
+  const int32_t* visible_end = nullptr;  // the call's; kernels read plan.ends, which was checked
   FaultFlag fault;
 };
 

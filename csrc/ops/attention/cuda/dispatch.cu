@@ -22,8 +22,8 @@ namespace {
 using namespace attention;
 
 AttentionPlanParams plan_params(const VarlenAttentionParams& p) {
-  return {p.documents_q, p.documents_k, p.num_q_heads,  p.num_kv_heads, p.head_dim,
-          p.head_dim_v,  p.window_left, p.window_right, p.plan,         p.device};
+  return {p.documents_q, p.documents_k,  p.num_q_heads, p.num_kv_heads, p.head_dim,   p.head_dim_v,
+          p.window_left, p.window_right, p.plan,        p.device,       p.visible_end};
 }
 
 Args forward_args(const VarlenAttentionParams& p, const FaultFlag& fault = {}) {
@@ -51,6 +51,7 @@ Args forward_args(const VarlenAttentionParams& p, const FaultFlag& fault = {}) {
   a.token_aligned_group = unpadded && 16 % a.group == 0 ? a.group : 0;
   a.softmax_scale = static_cast<float>(p.softmax_scale);
   a.softcap = static_cast<float>(p.softcap);
+  a.visible_end = p.visible_end;
   return a;
 }
 
@@ -101,6 +102,7 @@ bool transforms(const VarlenAttentionParams& p) {
 }
 
 bool forward_runs_on_wgmma(const VarlenAttentionParams& p) {
+  if (p.visible_end != nullptr) return false;  // sm90/ has none
   return !transforms(p) && has_wgmma_forward(p.num_q_heads / p.num_kv_heads, p.head_dim, p.head_dim_v, p.device);
 }
 

@@ -35,7 +35,7 @@ struct BackwardWork {
 
   __device__ BackwardWork(const Args& args, const PlanEntry* entries, int32_t unit, int rows, int keys)
       : entry(entries[unit / args.num_kv_heads]), kv_head(unit % args.num_kv_heads) {
-    const DocumentView d = document_view(entry, args.plan.window);
+    const DocumentWithEnds d = document_with_ends(entry, args.plan);
     const Interval<int32_t> summed = row_tiles_with_partial_dq(d, args.group, rows, keys);
     const uint32_t sums = summed.size();  // row tiles of a head
     int32_t heads = args.num_kv_heads;    // of a part

@@ -43,6 +43,30 @@ struct DocumentView {
   }
 };
 
+// The same where visible_end, if the call has it, is the limit to the right. It never decreases in a document, so a
+// tile of tokens still sees an interval of keys, and a tile of keys is seen by an interval of tokens.
+struct DocumentWithEnds : DocumentView {
+  VisibleEnd ends;
+
+  PACKING_OPS_HOST_DEVICE int32_t end_of(int32_t token) const {
+    return ends.end == nullptr ? token + shift() + window.right + 1 : ends.end[start_q + token];
+  }
+  PACKING_OPS_HOST_DEVICE Interval<int32_t> visible_keys(int32_t first, int32_t last) const {
+    return clamped(first + shift() - window.left, end_of(last), keys);
+  }
+  PACKING_OPS_HOST_DEVICE Interval<int32_t> keys_visible_to_all(int32_t first, int32_t last) const {
+    return clamped(last + shift() - window.left, end_of(first), keys);
+  }
+  PACKING_OPS_HOST_DEVICE Interval<int32_t> tokens_attending_to(int32_t first, int32_t last) const {
+    const int32_t begin = ends.end == nullptr ? first - shift() - window.right : ends.first_token[start_k + first];
+    return clamped(begin, last - shift() + window.left + 1, tokens);
+  }
+  // `end`: end_of the first token, which a kernel loads beside others.
+  PACKING_OPS_HOST_DEVICE bool all_visible(int32_t end, int32_t last_token, int32_t first_key, int32_t last_key) const {
+    return last_key < keys && last_key < end && first_key >= last_token + shift() - window.left;
+  }
+};
+
 // Row tiles, of `rows` packed rows each, that hold a row of these tokens.
 PACKING_OPS_HOST_DEVICE Interval<int32_t> row_tiles(Interval<int32_t> tokens, int32_t group, int32_t rows) {
   const int32_t begin = static_cast<int32_t>(static_cast<int64_t>(tokens.begin) * group / rows);
@@ -51,7 +75,8 @@ PACKING_OPS_HOST_DEVICE Interval<int32_t> row_tiles(Interval<int32_t> tokens, in
 }
 
 // Row tiles whose dq is a sum over several key tiles: those that attend beyond the first `keys` keys.
-PACKING_OPS_HOST_DEVICE Interval<int32_t> row_tiles_with_partial_dq(const DocumentView& d, int32_t group, int32_t rows,
+template <class View>
+PACKING_OPS_HOST_DEVICE Interval<int32_t> row_tiles_with_partial_dq(const View& d, int32_t group, int32_t rows,
                                                                     int32_t keys) {
   return row_tiles(d.tokens_attending_to(keys, d.keys - 1), group, rows);
 }
@@ -65,6 +90,15 @@ PACKING_OPS_HOST_DEVICE DocumentView document_view(const Documents& documents_q,
 
 PACKING_OPS_HOST_DEVICE DocumentView document_view(const PlanEntry& entry, Window window) {
   return {entry.start_q, entry.start_k, entry.tokens, entry.keys, window};
+}
+
+PACKING_OPS_HOST_DEVICE DocumentWithEnds document_with_ends(const Documents& documents_q, const Documents& documents_k,
+                                                            int64_t document, const PlanView& plan) {
+  return {document_view(documents_q, documents_k, document, plan.window), plan.ends};
+}
+
+PACKING_OPS_HOST_DEVICE DocumentWithEnds document_with_ends(const PlanEntry& entry, const PlanView& plan) {
+  return {document_view(entry, plan.window), plan.ends};
 }
 
 }  // namespace packing_ops::attention

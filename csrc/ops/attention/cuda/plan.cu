@@ -14,6 +14,7 @@ namespace packing_ops::attention {
 namespace {
 
 constexpr int kPlanThreads = 1024;
+constexpr int kEndThreads = 256;
 constexpr int kBuckets = 192;
 
 // The bucket of a cost: eight buckets to each power of two, the costliest first.
@@ -34,7 +35,7 @@ struct TileLister {
     return list == PlanView::kForwardShort ? plan.tiles.short_rows : plan.tiles.forward_rows;
   }
 
-  __device__ int32_t tiles(const DocumentView& d) const {
+  __device__ int32_t tiles(const DocumentWithEnds& d) const {
     if (is_forward()) {
       const bool resident = d.keys <= plan.tiles.resident_max_tokens && d.tokens <= plan.tiles.resident_max_tokens;
       const bool is_short = !resident && d.keys <= plan.tiles.short_max_keys;
@@ -51,7 +52,7 @@ struct TileLister {
 
   // Number of steps of a tile, about. In the backward, and for short documents in the forward, all tiles of a document
   // have the same cost: they stay next to each other in the list, run at the same time and read the same rows from L2.
-  __device__ int64_t cost(const DocumentView& d, int32_t tile) const {
+  __device__ int64_t cost(const DocumentWithEnds& d, int32_t tile) const {
     const int64_t group = plan.tiles.group;
     if (list == PlanView::kForwardShort) return ceil_div(d.keys, kShortKeys);
     if (list == PlanView::kForwardResident) {
@@ -74,14 +75,14 @@ struct TileLister {
 
   // Whether all tiles of a document must be next to each other in the list: the ring of partial dq needs it.
   __device__ bool contiguous() const { return list == PlanView::kBackward; }
-  __device__ uint32_t partial_dq_tiles(const DocumentView& d) const {
+  __device__ uint32_t partial_dq_tiles(const DocumentWithEnds& d) const {
     return static_cast<uint32_t>(
         row_tiles_with_partial_dq(d, plan.tiles.group, plan.tiles.backward_rows, plan.tiles.backward_keys).size());
   }
 
   // The index-th tile of a document in the list; partial dq is summed over key tiles in this order.
   // sums: number of row tiles with partial dq in the documents before.
-  __device__ PlanEntry entry(int64_t document, const DocumentView& d, int32_t index, uint32_t sums) const {
+  __device__ PlanEntry entry(int64_t document, const DocumentWithEnds& d, int32_t index, uint32_t sums) const {
     const bool ascend = is_forward() || plan.tiles.start_at_last_row(d.tokens);
     const int32_t tile = ascend ? index : tiles(d) - 1 - index;
     PlanEntry entry{static_cast<int32_t>(document),
@@ -139,7 +140,7 @@ __device__ void for_each_tile(const TileLister& lister, const Documents& documen
     int32_t tiles = 0;
     ListPosition first_entry{};  // of this lane's document, where its tiles are contiguous
     if (base + lane < documents_q.num_documents) {
-      const DocumentView d = document_view(documents_q, documents_k, base + lane, lister.plan.window);
+      const DocumentWithEnds d = document_with_ends(documents_q, documents_k, base + lane, lister.plan);
       tiles = lister.tiles(d);
       if (lister.contiguous() && tiles > 0) {
         first_entry = position_of(
@@ -165,7 +166,7 @@ __device__ void for_each_tile(const TileLister& lister, const Documents& documen
       const bool active = i < count;
       const unsigned taking = __ballot_sync(0xffffffffu, active);
       if (active) {
-        const DocumentView d = document_view(documents_q, documents_k, base + owner, lister.plan.window);
+        const DocumentWithEnds d = document_with_ends(documents_q, documents_k, base + owner, lister.plan);
         if (lister.contiguous()) {
           position.entry += i - first;
         } else {
@@ -186,14 +187,58 @@ __device__ bool wrong_entries(const Documents& documents) {
   return wrong;
 }
 
+// Of the token `t` of the batch.
+__device__ void check_end(const int32_t* visible_end, int64_t t, const Documents& documents_q,
+                          const Documents& documents_k, const PlanView& plan, const FaultFlag& fault) {
+  const int64_t i = documents_q.document_of(t);
+  const int64_t start = documents_q[i].begin;
+  const int64_t keys = documents_k[i].size();
+  const int64_t own = t - start + keys - documents_q[i].size();
+  const int32_t end = visible_end[t];
+  const Fault found = end <= own                              ? Fault::kVisibleEndBeforeOwn
+                      : end > keys                            ? Fault::kVisibleEndPastKeys
+                      : t > start && end < visible_end[t - 1] ? Fault::kVisibleEndOrder
+                                                              : Fault::kNone;
+  if (found == Fault::kNone) return;
+  fault.raise(found, t);
+  plan.data[PlanView::kWrongEnds] = 1;
+}
+
+// Copies visible_end into the plan, checks it, and finds the first token that sees each key.
+__global__ void __launch_bounds__(kEndThreads)
+    visible_end_kernel(PlanView plan, Documents documents_q, Documents documents_k, const int32_t* visible_end,
+                       FaultFlag fault) {
+  for (int64_t t = thread_id(); t < documents_q.total; t += thread_count()) {
+    plan.planned_ends()[t] = visible_end[t];
+    if (t < documents_q.end()) check_end(visible_end, t, documents_q, documents_k, plan, fault);
+  }
+  for (int64_t t = thread_id(); t < documents_k.end(); t += thread_count()) {
+    const int64_t i = documents_k.document_of(t);
+    const Interval<int64_t> tokens = documents_q[i];
+    const int64_t key = t - documents_k[i].begin;
+    int64_t low = tokens.begin;
+    int64_t high = tokens.end;
+    while (low < high) {
+      const int64_t mid = (low + high) / 2;
+      if (visible_end[mid] <= key) {
+        low = mid + 1;
+      } else {
+        high = mid;
+      }
+    }
+    plan.planned_first_tokens()[t] = static_cast<int32_t>(low - tokens.begin);
+  }
+}
+
 __global__ void __launch_bounds__(kPlanThreads)
     attention_plan_kernel(PlanView plan, Documents documents_q, Documents documents_k, FaultFlag fault) {
   __shared__ Counter counters[kBuckets];
   const int list = blockIdx.x;
   const TileLister lister{plan, list};
-  // If one entry of cu_seqlens is wrong, the whole batch counts as padding: results are zeros, and no address is
-  // computed from a wrong value.
-  const bool wrong = __syncthreads_or(wrong_entries(documents_q) || wrong_entries(documents_k));
+  // If one entry of cu_seqlens or visible_end is wrong, the whole batch counts as padding: results are zeros, and no
+  // address is computed from a wrong value.
+  const bool wrong_ends = plan.ends.end != nullptr && plan.data[PlanView::kWrongEnds] != 0;
+  const bool wrong = __syncthreads_or(wrong_ends || wrong_entries(documents_q) || wrong_entries(documents_k));
   if (list == 0) {
     if (threadIdx.x == 0) {
       plan.data[PlanView::kEndQ] = wrong ? 0 : static_cast<int32_t>(documents_q.end());
@@ -214,7 +259,8 @@ __global__ void __launch_bounds__(kPlanThreads)
   for (int i = threadIdx.x; i < kBuckets; i += blockDim.x) counters[i] = 0;
   __syncthreads();
   // First pass: counts per bucket. Then their prefix sum, and in a second pass the entries.
-  for_each_tile(lister, documents_q, documents_k, counters, [](int64_t, const DocumentView&, int32_t, ListPosition) {});
+  for_each_tile(lister, documents_q, documents_k, counters,
+                [](int64_t, const DocumentWithEnds&, int32_t, ListPosition) {});
   __syncthreads();
   if (threadIdx.x == 0) {
     Counter sum = 0;
@@ -228,7 +274,7 @@ __global__ void __launch_bounds__(kPlanThreads)
   __syncthreads();
   PlanEntry* entries = plan.entries[list];
   for_each_tile(lister, documents_q, documents_k, counters,
-                [&](int64_t document, const DocumentView& d, int32_t tile, ListPosition position) {
+                [&](int64_t document, const DocumentWithEnds& d, int32_t tile, ListPosition position) {
                   entries[position.entry] = lister.entry(document, d, tile, position.sums);
                 });
 }
@@ -282,6 +328,10 @@ PlanView plan_view(const AttentionPlanParams& p) {
     plan.entries[list] = entries;
     entries += capacity[list];
   }
+  if (p.visible_end != nullptr) {
+    const auto* ends = reinterpret_cast<const int32_t*>(entries);
+    plan.ends = {ends, ends + plan.total_q};
+  }
   return plan;
 }
 
@@ -291,8 +341,17 @@ namespace packing_ops {
 
 void launch_attention_plan_cuda(const AttentionPlanParams& p, const CudaLaunch& launch) {
   using namespace attention;
-  attention_plan_kernel<<<PlanView::kLists, kPlanThreads, 0, stream_of(launch)>>>(plan_view(p), p.documents_q,
-                                                                                  p.documents_k, launch.fault);
+  const PlanView plan = plan_view(p);
+  const cudaStream_t stream = stream_of(launch);
+  if (p.visible_end != nullptr) {
+    check_cuda(cudaMemsetAsync(plan.data + PlanView::kWrongEnds, 0, sizeof(int32_t), stream), "cudaMemsetAsync");
+    const unsigned grid = grid_for(std::max(plan.total_q, plan.total_k), kEndThreads);
+    visible_end_kernel<<<grid, kEndThreads, 0, stream>>>(plan, p.documents_q, p.documents_k, p.visible_end,
+                                                         launch.fault);
+    check_launch("visible_end_kernel");
+  }
+  attention_plan_kernel<<<PlanView::kLists, kPlanThreads, 0, stream>>>(plan, p.documents_q, p.documents_k,
+                                                                       launch.fault);
   check_launch("attention_plan_kernel");
 }
 

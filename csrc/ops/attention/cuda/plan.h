@@ -19,6 +19,12 @@ struct Window {
   int32_t right;
 };
 
+// visible_end of a call, null without it. Where it is given it is the limit to the right instead of the window's.
+struct VisibleEnd {
+  const int32_t* end;          // [total_q]
+  const int32_t* first_token;  // [total_k]: of the key's document, the first token that sees the key
+};
+
 // One unit of work and where its document lies, so that a kernel looks nothing else up.
 struct alignas(16) PlanEntry {
   int32_t document;
@@ -49,6 +55,7 @@ struct PlanView {
   // fewer slots.
   uint32_t dq_ring = 1;
   int64_t dq_ring_tiles = 0;
+  VisibleEnd ends = {nullptr, nullptr};  // a copy of visible_end and its inverse, in `data` behind the entries
 
   enum Header {
     kForward,
@@ -60,7 +67,8 @@ struct PlanView {
     kLists,
     kEndQ = kLists,
     kEndK,
-    kGeometry,  // geometry() of the plan that it was built as
+    kGeometry,   // geometry() of the plan that it was built as
+    kWrongEnds,  // 1: visible_end has a wrong value, the plan has no tiles
     kHeaderWords = 16,
     kEntryWords = 8
   };
@@ -70,16 +78,23 @@ struct PlanView {
   PACKING_OPS_HOST_DEVICE int32_t* planned_cu_seqlens_q() const { return data + kHeaderWords; }
   PACKING_OPS_HOST_DEVICE int32_t* planned_cu_seqlens_k() const { return planned_cu_seqlens_q() + num_documents + 1; }
 
+  // What attention_plan writes.
+  PACKING_OPS_HOST_DEVICE int32_t* planned_ends() const { return const_cast<int32_t*>(ends.end); }
+  PACKING_OPS_HOST_DEVICE int32_t* planned_first_tokens() const { return const_cast<int32_t*>(ends.first_token); }
+
   // Hash of what a plan depends on beside cu_seqlens.
   PACKING_OPS_HOST_DEVICE int32_t geometry() const {
     const int32_t words[] = {tiles.group,         tiles.forward_rows,   tiles.forward_keys,
                              tiles.short_rows,    tiles.short_max_keys, tiles.resident_max_tokens,
                              tiles.backward_rows, tiles.backward_keys,  tiles.small_keys,
-                             window.left,         window.right,         num_kv_heads};
+                             window.left,         window_right(),       num_kv_heads};
     uint32_t digest = 2166136261u;  // FNV-1a
     for (const int32_t word : words) digest = (digest ^ static_cast<uint32_t>(word)) * 16777619u;
     return static_cast<int32_t>(digest);
   }
+
+  // -1 where visible_end is the limit.
+  PACKING_OPS_HOST_DEVICE int32_t window_right() const { return ends.end == nullptr ? window.right : -1; }
 
   PACKING_OPS_HOST_DEVICE int64_t forward_capacity() const {
     return total_q * tiles.group / tiles.forward_rows + num_documents;

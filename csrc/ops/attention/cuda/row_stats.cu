@@ -53,7 +53,7 @@ __device__ void zero_row(T* row, int head_dim, int lane) {
 
 __device__ bool row_attends(const Args& args, int64_t token) {
   const int64_t document = args.documents_q.document_of(token);
-  const DocumentView d = document_view(args.documents_q, args.documents_k, document, args.plan.window);
+  const DocumentWithEnds d = document_with_ends(args.documents_q, args.documents_k, document, args.plan);
   const int32_t position = static_cast<int32_t>(token - d.start_q);
   return !d.visible_keys(position, position).empty();
 }

@@ -94,7 +94,7 @@ __device__ float score_of(float product, const Args& args, float* slope) {
 
 // Of a token or key; `exists`: not padding.
 struct DocumentPosition {
-  DocumentView document;
+  DocumentWithEnds document;
   int32_t index;
   bool exists;
 };
@@ -103,13 +103,14 @@ __device__ DocumentPosition position_of(const Args& args, const Documents& docum
                                         bool is_key) {
   if (token >= end) return {{}, 0, false};
   const int64_t i = documents.document_of(token);
-  const DocumentView d = document_view(args.documents_q, args.documents_k, i, args.plan.window);
+  const DocumentWithEnds d = document_with_ends(args.documents_q, args.documents_k, i, args.plan);
   return {d, static_cast<int32_t>(token - (is_key ? d.start_k : d.start_q)), true};
 }
 
 template <int kWords>
 __global__ void __launch_bounds__(kThreads) forward_fp32_kernel(__grid_constant__ const Args args) {
   check_plan(args.plan, args.documents_q, args.documents_k, args.fault);
+  check_visible_end(args.plan, args.visible_end, args.fault);
   const int64_t warps = static_cast<int64_t>(gridDim.x) * blockDim.x / 32;
   const int64_t rows = args.documents_q.total * args.num_heads;
   const int64_t end = args.plan.data[PlanView::kEndQ];

@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier, kDimV>::kThread
     const BackwardWork work(args, entries, unit, kRows, kKeys);
     const PlanEntry& entry = work.entry;
     const int32_t kv_head = work.kv_head;
-    const DocumentView d = document_view(entry, args.plan.window);
+    const DocumentWithEnds d = document_with_ends(entry, args.plan);
     const int32_t first_key = entry.tile * kKeys;
     const int32_t end_key = first_key + kKeys < d.keys ? first_key + kKeys : d.keys;
     const Interval<int32_t> tiles = row_tiles(d.tokens_attending_to(first_key, end_key - 1), args.group, kRows);
@@ -93,6 +93,7 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier, kDimV>::kThread
     const auto compute_scores = [&](int i) {
       const int32_t last_token = rows.last_token();
       const Interval<int32_t> keys = d.visible_keys(rows.token, last_token);
+      const int32_t end_for_all = d.end_of(rows.token);
       // Unsigned, so that the divisions are shifts.
       const int32_t first_tile = static_cast<uint32_t>(keys.begin) / kKeys;
       const int32_t last_tile = static_cast<uint32_t>(keys.end - 1) / kKeys;
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier, kDimV>::kThread
       if (first_row < rows.valid && (attends_first_block || attends_second_block)) {
         const int tile_key = 16 * (attends_first_block ? key_block : key_block + Unit::kKeyBlockStride);
         const int last_key = 16 * (attends_second_block ? key_block + Unit::kKeyBlockStride : key_block) + 15;
-        const bool masked = !d.all_visible(rows.token, last_token, first_key + tile_key, first_key + last_key);
+        const bool masked = !d.all_visible(end_for_all, last_token, first_key + tile_key, first_key + last_key);
         const ScoreBlock block{first_row, first_key, tile_key, masked};
         if (attends_first_block && attends_second_block) {
           u.template scores<2>(shared, args, d, rows, i, block);

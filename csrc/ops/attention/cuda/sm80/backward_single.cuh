@@ -24,10 +24,10 @@ struct SingleScores {
 
   // p to shared memory; dp stays in registers.
   template <int kCount>
-  __device__ __forceinline__ void products(const float2* stats, const Args& args, const DocumentView& d,
+  __device__ __forceinline__ void products(const float2* stats, const Args& args, const DocumentWithEnds& d,
                                            const PackedRows& rows, int i, int first_row, int first_key) {
     const int last_key = first_key + 16 * Shape::kScoreBlockStride * (kCount - 1) + 15;
-    const bool masked = !d.all_visible(rows.token, rows.last_token(), first_key, last_key);
+    const bool masked = !d.all_visible(d.end_of(rows.token), rows.last_token(), first_key, last_key);
     u.template product<kCount>(p, u.tile_q(i), first_row, u.tile_k(), first_key);
     Unit::template weights<kCount>(p, t, stats, args, d, rows, {first_row, 0, first_key, masked});
     Unit::template store<kCount>(u.tile_p(0), p, first_row, first_key);
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true, kTier, kDimV>
   for (int32_t unit = *next_unit; unit < units; unit = *next_unit) {
     const PlanEntry entry = entries[unit / args.num_kv_heads];
     const int32_t kv_head = unit % args.num_kv_heads;
-    const DocumentView d = document_view(entry, args.plan.window);
+    const DocumentWithEnds d = document_with_ends(entry, args.plan);
     const Interval<int32_t> tiles = row_tiles(d.tokens_attending_to(0, d.keys - 1), args.group, kRows);
     const int32_t steps = tiles.end - tiles.begin;
 

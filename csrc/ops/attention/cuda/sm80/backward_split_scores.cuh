@@ -9,9 +9,9 @@ namespace packing_ops::attention::sm80 {
 
 // Called by all warps, as BackwardUnit::scores. first_key: of the key tile; blocks: of 16 keys, visible to some row.
 template <class Shape, class Unit>
-__device__ __forceinline__ void split_scores(const Unit& u, uint8_t* shared, const Args& args, const DocumentView& d,
-                                             const PackedRows& rows, int slot, int32_t first_key,
-                                             Interval<int32_t> blocks) {
+__device__ __forceinline__ void split_scores(const Unit& u, uint8_t* shared, const Args& args,
+                                             const DocumentWithEnds& d, const PackedRows& rows, int slot,
+                                             int32_t first_key, Interval<int32_t> blocks) {
   constexpr int kKeyBlocks = Shape::kKeys / 16;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int block = warp % (Shape::kWarps / 2);
@@ -32,7 +32,7 @@ __device__ __forceinline__ void split_scores(const Unit& u, uint8_t* shared, con
   } else if (active) {
     u.template product<1>(p, u.tile_q(slot), first_row, u.tile_k(), tile_key);
     const int32_t first = first_key + tile_key;
-    const bool masked = !d.all_visible(rows.token, rows.last_token(), first, first + 15);
+    const bool masked = !d.all_visible(d.end_of(rows.token), rows.last_token(), first, first + 15);
     Unit::template weights<1>(p, t, stats, args, d, rows, {first_row, first_key, tile_key, masked});
   }
   __syncthreads();

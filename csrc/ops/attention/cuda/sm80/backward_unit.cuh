@@ -142,7 +142,7 @@ struct BackwardUnit {
   // s becomes p (and t the tanh of softcap); 0 where the key is masked.
   template <int kCount>
   static __device__ __forceinline__ void weights(Scores& s, Scores& t, const float2* stats, const Args& args,
-                                                 const DocumentView& d, const PackedRows& rows,
+                                                 const DocumentWithEnds& d, const PackedRows& rows,
                                                  const ScoreBlock& block) {
     const float scale = args.softmax_scale * kLog2e;
     for_each_row([&](int m, int half) {
@@ -218,7 +218,7 @@ struct BackwardUnit {
 
   // p and ds of one block of scores, to shared memory for all warps.
   template <int kCount>
-  __device__ __forceinline__ void scores(const uint8_t* generic, const Args& args, const DocumentView& d,
+  __device__ __forceinline__ void scores(const uint8_t* generic, const Args& args, const DocumentWithEnds& d,
                                          const PackedRows& rows, int i, const ScoreBlock& block) const {
     const auto* row_stats = reinterpret_cast<const float2*>(generic + (stats(i) - base));
     Scores p;

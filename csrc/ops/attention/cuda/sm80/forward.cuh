@@ -15,7 +15,7 @@
 namespace packing_ops::attention::sm80 {
 
 struct ForwardWork {
-  DocumentView d;
+  DocumentWithEnds d;
   PackedRows rows;
   int32_t kv_head;
   int32_t first_tile;
@@ -23,7 +23,7 @@ struct ForwardWork {
 
   template <class Shape>
   static __device__ __forceinline__ ForwardWork make(const Args& args, const PlanEntry& entry, int32_t kv_head) {
-    const DocumentView d = document_view(entry, args.plan.window);
+    const DocumentWithEnds d = document_with_ends(entry, args.plan);
     const int32_t max_rows = Shape::kIsShort ? Shape::kRows : args.plan.tiles.forward_rows;  // at most kRows
     const PackedRows rows(args, d, kv_head, entry.first_token, entry.head_offset,
                           static_cast<int64_t>(entry.tile) * max_rows, max_rows);
@@ -86,6 +86,7 @@ __global__ void __launch_bounds__(128, ForwardShape<kDim, kShort, kDimV>::kBlock
   }
   if constexpr (!kShort) {  // once per call: every call launches this instance
     check_plan(args.plan, args.documents_q, args.documents_k, args.fault);
+    check_visible_end(args.plan, args.visible_end, args.fault);
     zero_padding(args);
   }
   __syncthreads();

@@ -39,7 +39,7 @@ struct ResidentShape {
 };
 
 struct ResidentUnit {
-  DocumentView d;
+  DocumentWithEnds d;
   int32_t kv_head;  // -1: there are no more units
   int32_t first_tile;
   int32_t first_block;  // blocks of 16 rows, counted through all units of this thread block
@@ -71,8 +71,7 @@ __device__ __forceinline__ void load_units(const Args& args, ResidentRing<Shape>
   const uint32_t units = static_cast<uint32_t>(args.plan.data[PlanView::kForwardResident]) * args.num_kv_heads;
   int32_t unit = 0;
   int32_t oldest = 0;  // unit whose tiles are still in the ring
-  int32_t first_tile = 0;
-  int32_t first_block = 0;
+  int32_t first_tile = 0, first_block = 0;
   int32_t used = 0;        // tiles of the units from oldest on
   int32_t lane_tiles = 0;  // key tiles of the unit in slot `lane`
   const auto make_room = [&](int32_t tiles) {
@@ -98,8 +97,9 @@ __device__ __forceinline__ void load_units(const Args& args, ResidentRing<Shape>
     }
     const auto from_lane = [&](int32_t x) { return __shfl_sync(0xffffffffu, x, unit % 32); };
     const int32_t kv_head = from_lane(head);
-    const DocumentView d = {from_lane(entry.start_q), from_lane(entry.start_k), from_lane(entry.tokens),
-                            from_lane(entry.keys), args.plan.window};
+    const DocumentWithEnds d = {{from_lane(entry.start_q), from_lane(entry.start_k), from_lane(entry.tokens),
+                                 from_lane(entry.keys), args.plan.window},
+                                args.plan.ends};
     const int32_t tiles = (d.keys + Shape::kKeys - 1) / Shape::kKeys;
     make_room(tiles);
     const int32_t end_block = first_block + (d.tokens * args.group + Shape::kRows - 1) / Shape::kRows;
@@ -150,7 +150,7 @@ __device__ __forceinline__ void attend(const Args& args, ResidentRing<Shape>& ri
       ring.wait_until_full(unit);
     }
     const ResidentUnit& current = ring.units[unit % Shape::kUnits];
-    const DocumentView& d = current.d;
+    const DocumentWithEnds& d = current.d;
     const bool last = current.kv_head < 0;
     PackedRows rows;
     if (!last) {

@@ -156,8 +156,8 @@ struct ForwardUnit {
 
   // first_row: this thread's first row of the unit.
   template <int kCount>
-  static __device__ __forceinline__ void mask(Scores& s, const DocumentView& d, const PackedRows& rows, int first_row,
-                                              int32_t first_key) {
+  static __device__ __forceinline__ void mask(Scores& s, const DocumentWithEnds& d, const PackedRows& rows,
+                                              int first_row, int32_t first_key) {
     const int32_t column = first_key + 2 * (threadIdx.x & 3);
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
@@ -228,7 +228,7 @@ struct ForwardUnit {
   // s = q k^T becomes p.
   template <int kCount>
   static __device__ __forceinline__ void weights(Scores& s, Sums& o, RowState<kBlocks>& state, const Args& args,
-                                                 const WarpTile<Shape>& tile, const DocumentView& d,
+                                                 const WarpTile<Shape>& tile, const DocumentWithEnds& d,
                                                  const PackedRows& rows, float scale) {
     if constexpr (kTransform) {
 #pragma unroll
@@ -245,7 +245,7 @@ struct ForwardUnit {
   // One key tile for this warp's rows.
   template <int kCount>
   static __device__ __forceinline__ void step(Sums& o, RowState<kBlocks>& state, const Args& args,
-                                              const WarpTile<Shape>& tile, const DocumentView& d,
+                                              const WarpTile<Shape>& tile, const DocumentWithEnds& d,
                                               const PackedRows& rows, float scale) {
     Scores s;
     scores<kCount>(s, tile.q, tile.k, tile.warp_row);

@@ -85,6 +85,7 @@ __global__ void __launch_bounds__(WideShape<kTier>::kThreads, 1)
   };
 
   check_plan(args.plan, args.documents_q, args.documents_k, args.fault);
+  check_visible_end(args.plan, args.visible_end, args.fault);
   zero_padding(args);
   const uint32_t units = static_cast<uint32_t>(args.plan.data[PlanView::kForward]) * args.num_kv_heads;
   for (uint32_t round = 0; serpentine(round) < units; ++round) {

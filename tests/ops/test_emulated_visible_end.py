@@ -1,0 +1,112 @@
+"""visible_end in the CUDA kernels of attention where there is no GPU (tests/emulator)."""
+
+import re
+
+import emulated
+import pytest
+from attention_case import Case, document_alone, document_results
+from emulator.build import cuda_headers
+from helpers import assert_same
+from test_emulated_attention import BF16, CROSS, EDGES, FP16, FP32, TOLERANCE, results
+from test_visible_end import causal_ends, ends_case, with_ends
+
+HEADERS = cuda_headers()
+pytestmark = pytest.mark.skipif(HEADERS is None, reason="needs the CUDA toolkit's headers")
+MORE_TOKENS = [140, 3], [70, 9]
+
+CASES = {
+    "64": (EDGES, None, {"heads": (4, 2), "dim": 64, "dtype": BF16}),
+    "128 window, softcap, sinks": (EDGES, None, {"heads": (6, 3), "dim": 128, "dtype": BF16, "window_size": (40, -1), "softcap": 3.0, "sinks": True}),
+    "128 keys of their own": (*CROSS, {"heads": (3, 3), "dim": 128, "dtype": FP16, "tail": 2}),
+    "64 more tokens than keys": (*MORE_TOKENS, {"heads": (4, 1), "dim": 64, "dtype": BF16}),
+    "96, from the last row": ([260], None, {"heads": (8, 1), "dim": 96, "dtype": BF16}),
+    "64, sums go around": ([200, 130, 30], None, {"heads": (7, 7), "dim": 64, "dtype": BF16, "window_size": (90, -1)}),
+    "192": (EDGES[:-1], None, {"heads": (2, 1), "dim": 192, "dtype": BF16}),
+    "256": (EDGES[:-1], None, {"heads": (2, 1), "dim": 256, "dtype": FP16}),
+    "float32": ([17, 0, 33, 70], None, {"heads": (2, 1), "dim": 32, "dtype": FP32, "tail": 3, "sinks": True}),
+}  # fmt: skip
+GPUS = {"sm_80": CASES, "sm_89": ["128 window, softcap, sinks", "96, from the last row", "192", "256"]}
+GPUS["sm_90"] = GPUS["sm_100"] = ["64", "128 keys of their own", "96, from the last row"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name", "share"),
+    [
+        *((gpu, name, 0.02) for gpu, names in GPUS.items() for name in names),
+        *(("sm_80", name, 0.5) for name in ("64", "128 window, softcap, sinks", "float32")),
+    ],
+    ids=str,
+)
+def test_error_and_schedules(gpu, name, share):
+    lengths_q, lengths_k, options = CASES[name]
+    case = ends_case(lengths_q, lengths_k, share=share, **options)
+    found, again, exact = results(case, gpu), results(case, gpu, "late copies"), case.exact()
+    for key, value in found.items():
+        assert_same(again[key], value)
+        visible = exact[key].isfinite()
+        assert_same(value[~visible], exact[key][~visible].to(value.dtype))
+        error = (value[visible].double() - exact[key][visible]).norm() / exact[key][visible].norm()
+        assert error < (TOLERANCE[options["dtype"]] if key != "dsinks" else 0.02), f"{key}: {error:.1e}"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name"),
+    [("sm_80", "64"), ("sm_80", "128 keys of their own"), ("sm_100", "96, from the last row"), ("sm_100", "float32")],
+)
+@pytest.mark.parametrize("kind", ["causal", "full"])
+def test_the_bits_of_causal_and_of_full_attention(gpu, name, kind):
+    lengths_q, lengths_k, options = CASES[name]
+    case = Case(lengths_q, lengths_k, causal=kind == "causal", **options)
+    ends = causal_ends(case)
+    if kind == "full":
+        lengths = [cu.diff() for cu in case.cu_seqlens]
+        ends[: case.cu_seqlens[0][-1]] = lengths[1].repeat_interleave(lengths[0].long()).int()
+    rest = {key: value for key, value in case.options.items() if key != "causal"}
+    found = results(with_ends(case, ends, **rest), gpu)
+    for key, value in results(case, gpu).items():
+        assert_same(found[key], value)
+
+
+@pytest.mark.parametrize("gpu", ["sm_90", "sm_89"])
+def test_documents_keep_their_bits(gpu):
+    case = ends_case(EDGES, share=0.05, heads=(4, 1), dim=128, dtype=BF16, window_size=(70, -1))
+    whole, start = results(case, gpu), 0
+    for length in EDGES:
+        end = start + length
+        alone = results(document_alone(case, start, end, (start, end)), gpu)
+        found = document_results(whole, start, end, (start, end))
+        for key, value in document_results(alone, 0, length, (0, length)).items():
+            assert_same(found[key], value)
+        start = end
+
+
+def number_of(fault):
+    enum = (emulated.ROOT / "csrc/core/fault.h").read_text().partition("enum class Fault")[2].partition("};")[0]
+    return re.findall(r"^ +(k\w+)", enum, re.M).index(fault)
+
+
+WRONG = {"kVisibleEndBeforeOwn": (8, 3), "kVisibleEndPastKeys": (4, 6), "kVisibleEndOrder": (1, 5)}  # index, value
+
+
+@pytest.mark.parametrize("fault", WRONG)
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_wrong_values_are_a_fault(fault, dtype):
+    index, value = WRONG[fault]
+    case = Case([5, 6], heads=(2, 1), dim=64, dtype=dtype, tail=1)
+    ends = causal_ends(case)
+    ends[index] = value
+    with pytest.raises(RuntimeError, match=f"fault {number_of(fault)}$"):
+        results(with_ends(case, ends), "sm_90")
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_a_plan_of_other_ends_is_a_fault(dtype):
+    case = Case([5, 9, 3], heads=(2, 1), dim=64, dtype=dtype)
+    ends, options = causal_ends(case), {"late_copies": False, "seed": 0}
+    case = with_ends(case, ends)
+    emulated.attention(case, HEADERS, "sm_90", planned_ends=ends.clone(), **options)
+    other = ends.clone()
+    other[0] = 4
+    other[1:4] = 4
+    with pytest.raises(RuntimeError, match=f"fault {number_of('kPlanOfOtherVisibleEnd')}$"):
+        emulated.attention(case, HEADERS, "sm_90", planned_ends=other, **options)
