@@ -13,6 +13,11 @@ inline void mbarrier_arrive_expect_tx(uint64_t* barrier, uint32_t bytes) {
 inline void fence_proxy_async() {
   emulator::fence_written();
 }
+inline void fence_proxy_async_global() {}
+inline void store_shared_4(uint32_t address, float4 x) {
+  emulator::written(address);
+  std::memcpy(emulator::shared_memory() + address, &x, sizeof(x));
+}
 template <int kCount>
 void more_registers() {}
 template <int kCount>

@@ -27,5 +27,14 @@ inline void commit_stores() {}
 inline void wait_until_stores_have_read() {
   emulator::wait_until_stores_have_read();
 }
+inline void wait_for_stores() {
+  emulator::wait_until_stores_have_read();
+}
+inline void store_bytes(void* global, uint32_t shared, int bytes) {
+  emulator::store_words(static_cast<float*>(global), shared, bytes, false);
+}
+inline void add_floats(float* global, uint32_t shared, int bytes) {
+  emulator::store_words(global, shared, bytes, true);
+}
 
 }  // namespace packing_ops::ptx

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <random>
 #include <thread>
+#include <utility>
 #include <vector>
 
 // Dynamic shared memory of the block that this thread runs.
@@ -49,7 +50,7 @@ struct Fiber {
   int groups = 0;
   std::vector<std::pair<int, std::function<void()>>> products;  // with their group
   int product_groups = 0;
-  std::vector<BoxCopy> stores;
+  std::vector<std::function<void()>> stores;
   std::vector<uint32_t> written;  // 16 bytes each
 };
 
@@ -236,14 +237,28 @@ void load_boxes_of(uint64_t* barrier) {
   });
 }
 
+void start_store(std::function<void()> store) {
+  late_copies ? store() : fibers[current].stores.push_back(std::move(store));
+}
+
 void store_box(const BoxCopy& copy) {
-  late_copies ? perform_store(copy) : fibers[current].stores.push_back(copy);
+  start_store([copy] { perform_store(copy); });
+}
+
+void store_words(float* to, uint32_t from, int bytes, bool add) {
+  if (from % 16 != 0 || bytes % 16 != 0 || reinterpret_cast<uintptr_t>(to) % 16 != 0) std::abort();
+  start_store([=] {
+    for (int i = 0; i < bytes / 4; ++i) {
+      check_fenced(from + 4 * i);
+      float word;
+      std::memcpy(&word, shared_memory() + from + 4 * i, 4);
+      to[i] = add ? to[i] + word : word;
+    }
+  });
 }
 
 void wait_until_stores_have_read() {
-  std::vector<BoxCopy>& stores = fibers[current].stores;
-  for (const BoxCopy& copy : stores) perform_store(copy);
-  stores.clear();
+  for (const auto& store : std::exchange(fibers[current].stores, {})) store();
 }
 
 // What reads shared memory is late where what writes it is not.

@@ -98,6 +98,7 @@ struct BoxCopy {
 };
 void load_box(const BoxCopy& copy);
 void store_box(const BoxCopy& copy);
+void store_words(float* to, uint32_t from, int bytes, bool add);  // or adds them
 void wait_until_stores_have_read();
 void load_boxes_of(uint64_t* barrier);  // those under way that it waits for
 

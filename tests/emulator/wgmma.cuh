@@ -63,13 +63,13 @@ void multiply(float (&d)[kCount], const RowsOfA& a, uint64_t b, bool add) {
   }
 }
 
-template <class T, bool kTrans, int kCount>
+template <class T, bool kTrans, bool kTransA = false, int kCount>
 void product(float (&d)[kCount], uint64_t a, uint64_t b, bool add) {
   emulator::start_products([&d, a, b, add] {
     RowsOfA rows;
     for (int i = 0; i < 32; ++i) {
       const int row = 16 * (threadIdx.x / 32 % 4) + emulator::lane() / 4 + i / 16 * 8;
-      rows[i] = matrix_element<T>(a, false, row, i % 16);
+      rows[i] = matrix_element<T>(a, kTransA, row, i % 16);
     }
     multiply<T, kTrans>(d, rows, b, add);
   });

@@ -140,6 +140,16 @@ def test_backend_of_dtype_and_gpu(gpu_of, monkeypatch, dtype, capability, head_d
     assert reasons.get("kernels") == (None if why else "these")
 
 
+def test_kernels_are_asked_for_with_visible_end_and_vs_head_dim(gpu_of, monkeypatch):
+    gpu_of(9, 0)
+    q = torch.zeros(8, 4, 192, dtype=torch.bfloat16).as_subclass(OnCuda)
+    asked = []
+    monkeypatch.setattr(attention_backends, "kernels_of", lambda *call: asked.append(call) or "these")
+    ends = torch.arange(1, 9, dtype=torch.int32)
+    po.select_attention_backend(q, v=q[..., :128], visible_end=ends, explain=True)
+    assert asked == [(True, 4, 4, 192, 0.0, 0, 128, True)]
+
+
 @pytest.mark.parametrize(
     ("dtype", "capability", "why"),
     [(torch.float64, (9, 0), "has .* got float64"), (torch.float32, (7, 5), "needs .* got sm_75")],

@@ -4,7 +4,7 @@ tests/emulator, which ends the process where a kernel reads what its writer has 
 import emulated
 import pytest
 import torch
-from attention_case import Case, document_alone
+from attention_case import Case, document_alone, document_results
 from emulator.build import cuda_headers
 from helpers import assert_same
 
@@ -16,9 +16,13 @@ TOLERANCE = {BF16: 3e-3, FP16: 4e-4}  # root of the mean square, relative
 SCHEDULES = {"late reads": (False, 0), "late copies": (True, 1), "one block ahead": (False, 3)}
 
 
-def forward(case, schedule="late reads"):
+def forward(case, schedule="late reads", *, backward=False):
     late_copies, seed = SCHEDULES[schedule]
-    return emulated.attention(case, HEADERS, "sm_90", late_copies=late_copies, seed=seed, backward=False)
+    return emulated.attention(case, HEADERS, "sm_90", late_copies=late_copies, seed=seed, backward=backward)
+
+
+def with_gradients(case, schedule="late reads"):
+    return forward(case, schedule, backward=True)
 
 
 CASES = {
@@ -35,19 +39,36 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_error_and_schedules(name):
-    lengths_q, lengths_k, options = CASES[name]
+# Documents of several key tiles, whose row tiles are taken from the first or, from 2048 rows on, from the last.
+GRADIENTS = {
+    "group of 1": ([200], None, {"heads": (1, 1), "dim": 128, "dtype": BF16}),
+    "group of 3, keys of their own, sinks": ([200, 3], [150, 9], {"heads": (3, 1), "dim": 128, "dtype": BF16, "sinks": True}),
+    "group of 5, columns, tail": ([140], None, {"heads": (5, 1), "dim": 72, "dtype": FP16, "causal": False, "tail": 3}),
+    "group of 7, window": ([200], None, {"heads": (7, 1), "dim": 64, "dtype": BF16, "causal": False, "window_size": (40, 30)}),
+    "from the last row": ([140], None, {"heads": (16, 1), "dim": 64, "dtype": FP16}),
+    "no tokens, no keys": ([0, 130, 60], [140, 0, 300], {"heads": (2, 1), "dim": 64, "dtype": BF16}),
+    "softcap, tiles of 60 rows": ([140], None, {"heads": (5, 1), "dim": 64, "dtype": BF16, "softcap": 3.0}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("run", "cases", "name"),
+    [*((forward, CASES, name) for name in CASES), *((with_gradients, GRADIENTS, name) for name in GRADIENTS)],
+    ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", ""),
+)
+def test_error_and_schedules(run, cases, name):
+    lengths_q, lengths_k, options = cases[name]
     case = Case(lengths_q, lengths_k, **options)
-    found, exact = forward(case), case.exact()
+    found, exact = run(case), case.exact()
     for schedule in ("late copies", "one block ahead"):
-        for key, value in forward(case, schedule).items():
+        for key, value in run(case, schedule).items():
             assert_same(found[key], value)
     for key, value in found.items():
         visible = exact[key].isfinite()
         assert_same(value[~visible], exact[key][~visible].to(value.dtype))
         error = (value[visible].double() - exact[key][visible]).norm()
-        assert error <= exact[key][visible].norm() * TOLERANCE[options["dtype"]], f"{key}: {error:.1e}"
+        tolerance = 0.02 if key == "dsinks" else TOLERANCE[options["dtype"]]
+        assert error <= exact[key][visible].norm() * tolerance, f"{key}: {error:.1e}"
 
 
 @pytest.mark.parametrize(("heads", "dim"), [((4, 1), 128), ((3, 1), 128), ((5, 1), 64)], ids=str)
@@ -72,6 +93,23 @@ def test_documents_keep_their_bits(heads, dim):
     assert_same(beside_nan["lse"][:, ~other], whole["lse"][:, ~other])
 
 
+@pytest.mark.parametrize(("heads", "dim"), [((3, 1), 128), ((4, 1), 64)], ids=str)
+def test_gradients_keep_their_bits(heads, dim):
+    """Alone, and beside documents that are NaN everywhere."""
+    lengths = [140, 1, 200, 129]
+    case = Case(lengths, heads=heads, dim=dim, dtype=BF16)
+    whole = with_gradients(case)
+    for start, end in ((0, 140), (141, 341)):
+        alone = with_gradients(document_alone(case, start, end))
+        for key, value in document_results(alone, 0, end - start).items():
+            assert_same(document_results(whole, start, end)[key], value)
+    for tensor in (case.q, case.k, case.v, case.dout):
+        tensor[:141] = tensor[341:] = float("nan")
+    beside_nan = with_gradients(case, "late copies")
+    for key, value in document_results(whole, 141, 341).items():
+        assert_same(document_results(beside_nan, 141, 341)[key], value)
+
+
 @pytest.mark.parametrize(("heads", "length"), [((1, 1), 450), ((3, 1), 400)], ids=str)
 def test_a_poisoned_key_reaches_only_rows_near_those_that_see_it(heads, length):
     """The grain of packing_ops.attention's page: 128 keys, and less than 128 rows."""
@@ -91,8 +129,8 @@ def test_a_poisoned_key_reaches_only_rows_near_those_that_see_it(heads, length):
 @pytest.mark.parametrize(
     ("gpu", "dtype", "heads", "dim", "softcap", "kernels"),
     [
-        ("sm_90", BF16, (4, 1), 128, 0.0, "sm90, sm80"),
-        ("sm_90", FP16, (4, 1), 72, 0.0, "sm90, sm80"),
+        ("sm_90", BF16, (4, 1), 128, 0.0, "sm90, sm90"),
+        ("sm_90", FP16, (4, 1), 72, 0.0, "sm90, sm90"),
         ("sm_90", BF16, (4, 1), 136, 0.0, "sm80, sm80"),
         ("sm_90", BF16, (4, 1), 64, 20.0, "sm80, sm80"),
         ("sm_90", BF16, (65, 1), 64, 0.0, "sm80, sm80"),
@@ -102,8 +140,24 @@ def test_a_poisoned_key_reaches_only_rows_near_those_that_see_it(heads, length):
     ],
 )
 def test_the_kernels_that_are_told_are_those_that_run(gpu, dtype, heads, dim, softcap, kernels):
-    case = Case([33], heads=heads, dim=dim, dtype=dtype, softcap=softcap)
+    told_are_those_that_run(Case([33], heads=heads, dim=dim, dtype=dtype, softcap=softcap), gpu, kernels)
+
+
+@pytest.mark.parametrize(("dim", "dim_v"), [(128, 64), (64, 128), (192, 128), (512, 512)], ids=str)
+def test_values_of_another_head_dim_run_on_mma(dim, dim_v):
+    told_are_those_that_run(Case([33], heads=(4, 1), dim=dim, dim_v=dim_v, dtype=BF16), "sm_90", "sm80, sm80")
+
+
+@pytest.mark.parametrize("dim", [64, 512])
+def test_visible_end_runs_on_mma(dim):
+    ends = torch.arange(1, 34, dtype=torch.int32)
+    told_are_those_that_run(Case([33], heads=(4, 1), dim=dim, dtype=BF16, visible_end=ends), "sm_90", "sm80, sm80")
+
+
+def told_are_those_that_run(case, gpu, kernels):
     assert emulated.kernels(case, HEADERS, gpu) == kernels
-    emulated.attention(case, HEADERS, gpu, late_copies=False, seed=0, backward=False)
+    emulated.attention(case, HEADERS, gpu, late_copies=False, seed=0)
     ran = emulated.launched(HEADERS)
-    assert ("sm90" in ran, "attention_forward" in ran) == ("sm90" in kernels, "fp32" not in kernels), ran
+    half = "fp32" not in kernels
+    for direction, folder in zip(("forward", "backward"), kernels.split(", "), strict=True):
+        assert (f"attention_{direction}_sm90" in ran, f"attention_{direction}" in ran) == (folder == "sm90", half), ran

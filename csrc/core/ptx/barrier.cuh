@@ -22,6 +22,17 @@ __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// What other multiprocessors wrote before this thread's last acquire, for bulk copies that it starts from here on.
+__device__ __forceinline__ void fence_proxy_async_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
+// 16 bytes that bulk stores read.
+__device__ __forceinline__ void store_shared_4(uint32_t address, float4 x) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+               : "memory");
+}
+
 // Registers of each thread of the warpgroup, from here on.
 template <int kCount>
 __device__ __forceinline__ void more_registers() {

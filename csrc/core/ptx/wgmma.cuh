@@ -65,21 +65,21 @@ __device__ __forceinline__ void products_done(float (&sums)[kCount]) {
   asm volatile("{ .reg .pred add; setp.ne.b32 add, " ADD ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE \
                " {" PACKING_OPS_REGISTERS_##N "}, " OPERANDS "; }" : PACKING_OPS_SUMS_OF_##N : __VA_ARGS__)
 #define PACKING_OPS_PRODUCTS(N, T, TYPE, ADD, BOTH_IN_SHARED, A_IN_REGISTERS) \
-  template <class Element, bool kTrans> requires std::is_same_v<Element, T> \
+  template <class Element, bool kTrans, bool kTransA = false> requires std::is_same_v<Element, T> \
   __device__ __forceinline__ void product(float (&d)[N / 2], uint64_t a, uint64_t b, bool add) { \
-    PACKING_OPS_PRODUCT(N, TYPE, ADD, BOTH_IN_SHARED, "r"(static_cast<int>(add)), "n"(kTrans), "l"(a), "l"(b)); \
+    PACKING_OPS_PRODUCT(N, TYPE, ADD, BOTH_IN_SHARED, "r"(static_cast<int>(add)), "n"(kTrans), "l"(a), "l"(b), "n"(kTransA)); \
   } \
   template <class Element, bool kTrans> requires std::is_same_v<Element, T> \
   __device__ __forceinline__ void product(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool add) { \
     PACKING_OPS_PRODUCT(N, TYPE, ADD, A_IN_REGISTERS, "r"(static_cast<int>(add)), "n"(kTrans), "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)); \
   }
 
-// product<T, kTrans>(d, a, b, add): d += a b, or d = a b. a: a descriptor, of columns that the product sums over, or
-// registers. b: a descriptor, of columns that it sums over, or with kTrans of rows.
-PACKING_OPS_PRODUCTS(64, __nv_bfloat16, "bf16", "%32", "%34, %35, add, 1, 1, 0, %33", "{%34, %35, %36, %37}, %38, add, 1, 1, %33")
-PACKING_OPS_PRODUCTS(64, __half, "f16", "%32", "%34, %35, add, 1, 1, 0, %33", "{%34, %35, %36, %37}, %38, add, 1, 1, %33")
-PACKING_OPS_PRODUCTS(128, __nv_bfloat16, "bf16", "%64", "%66, %67, add, 1, 1, 0, %65", "{%66, %67, %68, %69}, %70, add, 1, 1, %65")
-PACKING_OPS_PRODUCTS(128, __half, "f16", "%64", "%66, %67, add, 1, 1, 0, %65", "{%66, %67, %68, %69}, %70, add, 1, 1, %65")
+// product<T, kTrans, kTransA>(d, a, b, add): d += a b, or d = a b. a: a descriptor, of columns that the product sums
+// over, or with kTransA of rows; or registers. b: a descriptor, of columns that it sums over, or with kTrans of rows.
+PACKING_OPS_PRODUCTS(64, __nv_bfloat16, "bf16", "%32", "%34, %35, add, 1, 1, %36, %33", "{%34, %35, %36, %37}, %38, add, 1, 1, %33")
+PACKING_OPS_PRODUCTS(64, __half, "f16", "%32", "%34, %35, add, 1, 1, %36, %33", "{%34, %35, %36, %37}, %38, add, 1, 1, %33")
+PACKING_OPS_PRODUCTS(128, __nv_bfloat16, "bf16", "%64", "%66, %67, add, 1, 1, %68, %65", "{%66, %67, %68, %69}, %70, add, 1, 1, %65")
+PACKING_OPS_PRODUCTS(128, __half, "f16", "%64", "%66, %67, add, 1, 1, %68, %65", "{%66, %67, %68, %69}, %70, add, 1, 1, %65")
 // clang-format on
 
 #undef PACKING_OPS_PRODUCTS

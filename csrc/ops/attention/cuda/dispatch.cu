@@ -13,6 +13,7 @@
 #include "ops/attention/cuda/row_stats.h"
 #include "ops/attention/cuda/sm80/backward.h"
 #include "ops/attention/cuda/sm80/forward.h"
+#include "ops/attention/cuda/sm90/backward.h"
 #include "ops/attention/cuda/sm90/forward.h"
 
 namespace packing_ops {
@@ -61,12 +62,14 @@ struct BackwardScratch {
   int64_t counters;
   int64_t partial_dq;
 
-  explicit BackwardScratch(const Args& a, bool fp32) {
+  BackwardScratch(const Args& a, bool fp32, int device) {
     const int64_t rows = a.documents_q.total * a.num_heads;
     row_stats = (rows * static_cast<int64_t>(sizeof(float2)) + 15) / 16 * 16;
     counters = fp32 ? 0 : (4 * (Args::kWorkCounters + a.plan.dq_ring_tiles) + 15) / 16 * 16;
-    const int64_t tile_bytes =
-        a.plan.tiles.backward_rows * padded_dims(a.head_dim, a.head_dim_v).qk * static_cast<int64_t>(sizeof(float));
+    const bool wgmma = has_wgmma(a.group, a.head_dim, a.head_dim_v, device);
+    const int64_t tile = wgmma ? kTileRows * wgmma_dim(a.head_dim)  // also where a tile has rows that are not used
+                               : a.plan.tiles.backward_rows * padded_dims(a.head_dim, a.head_dim_v).qk;
+    const int64_t tile_bytes = tile * static_cast<int64_t>(sizeof(float));
     partial_dq = fp32 ? 0 : a.plan.dq_ring_tiles * tile_bytes;
   }
 };
@@ -79,7 +82,7 @@ Args backward_args(const VarlenAttentionBackwardParams& p, const FaultFlag& faul
   a.dv = p.dv;
   a.dlse = static_cast<const float*>(p.dlse);
   a.dsinks = static_cast<float*>(p.dsinks);
-  const BackwardScratch scratch(a, p.dtype == DType::kFloat32);
+  const BackwardScratch scratch(a, p.dtype == DType::kFloat32, p.device);
   auto* bytes = static_cast<uint8_t*>(p.scratch);
   a.row_stats = reinterpret_cast<float2*>(bytes);
   a.counters = reinterpret_cast<int32_t*>(bytes + scratch.row_stats);
@@ -101,9 +104,9 @@ bool transforms(const VarlenAttentionParams& p) {
   return p.softcap > 0 || !(p.softmax_scale > 0);
 }
 
-bool forward_runs_on_wgmma(const VarlenAttentionParams& p) {
+bool runs_on_wgmma(const VarlenAttentionParams& p) {
   if (p.visible_end != nullptr) return false;  // sm90/ has none
-  return !transforms(p) && has_wgmma_forward(p.num_q_heads / p.num_kv_heads, p.head_dim, p.head_dim_v, p.device);
+  return !transforms(p) && has_wgmma(p.num_q_heads / p.num_kv_heads, p.head_dim, p.head_dim_v, p.device);
 }
 
 // f(tier), as a constant.
@@ -148,15 +151,15 @@ void dispatch(const VarlenAttentionParams& p, F&& f) {
 }  // namespace
 
 const char* attention_forward_kernels_cuda(const VarlenAttentionParams& p) {
-  return p.dtype == DType::kFloat32 ? "fp32" : forward_runs_on_wgmma(p) ? "sm90" : "sm80";
+  return p.dtype == DType::kFloat32 ? "fp32" : runs_on_wgmma(p) ? "sm90" : "sm80";
 }
 
 const char* attention_backward_kernels_cuda(const VarlenAttentionParams& p) {
-  return p.dtype == DType::kFloat32 ? "fp32" : "sm80";
+  return attention_forward_kernels_cuda(p);
 }
 
 int64_t attention_backward_scratch_cuda(const VarlenAttentionBackwardParams& p) {
-  const BackwardScratch scratch(forward_args(p), p.dtype == DType::kFloat32);
+  const BackwardScratch scratch(forward_args(p), p.dtype == DType::kFloat32, p.device);
   return scratch.row_stats + scratch.counters + scratch.partial_dq;
 }
 
@@ -175,9 +178,9 @@ void launch_varlen_attention_cuda(const VarlenAttentionParams& p, const CudaLaun
       }
       return sm80::run_forward_wide<T, SmemTier::k163KB>(args, stream);
     } else {
-      const bool wgmma = forward_runs_on_wgmma(p);
+      const bool wgmma = runs_on_wgmma(p);
       if constexpr (kDim <= 128 && !kTransform) {
-        if (wgmma) sm90::run_forward<T, kDim == 64 ? 64 : 128>(args, p.dtype, stream);
+        if (wgmma) sm90::run_forward<T, wgmma_dim(kDim)>(args, p.dtype, stream);
       }
       if (!wgmma) sm80::run_forward<T, kDim, false, kTransform, kDimV>(args, stream);
       if constexpr (has_short_forward(kDim)) {
@@ -202,11 +205,15 @@ void launch_varlen_attention_backward_cuda(const VarlenAttentionBackwardParams& 
       constexpr int kDimV = decltype(dims)::v;
       constexpr bool kTransform = decltype(transform)::value;
       run_row_stats<T>(args, stream);
+      const bool wgmma = runs_on_wgmma(p);
+      if constexpr (kDim <= 128 && !kTransform) {
+        if (wgmma) sm90::run_backward<T, wgmma_dim(kDim)>(args, p.dtype, stream);
+      }
       with_tier<kDim>(backward_tier(kDim, kDimV, static_cast<int>(p.device)), [&](auto constant) {
         constexpr SmemTier kTier = decltype(constant)::value;
         constexpr SmemTier kSingleTier = backward_single_tier(kDim, kTier);
         constexpr int kSmallKeys = backward_small_keys(kDim, kTier);
-        sm80::run_backward<T, kDim, kTransform, kTier, kDimV>(args, stream);
+        if (!wgmma) sm80::run_backward<T, kDim, kTransform, kTier, kDimV>(args, stream);
         if constexpr (kSmallKeys >= 0) {
           sm80::run_backward_single<T, kDim, backward_keys(kDim, kTier), kTransform, kSingleTier, kDimV>(args, stream);
         }

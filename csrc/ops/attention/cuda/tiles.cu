@@ -37,7 +37,7 @@ bool has_resident_forward(int padded, int device) {
   return has_short_forward(padded) && resident_shared(padded) + kResidentRingBytes <= max_shared_memory(device);
 }
 
-bool has_wgmma_forward(int64_t group, int64_t head_dim, int64_t head_dim_v, int device) {
+bool has_wgmma(int64_t group, int64_t head_dim, int64_t head_dim_v, int device) {
 #if defined(PACKING_OPS_SM90)
   static const bool off = [] {
     const char* value = std::getenv("PACKING_OPS_SM90");
@@ -58,7 +58,7 @@ AttentionTiles attention_tiles(int64_t group, int64_t head_dim, int64_t head_dim
   const auto [padded, padded_v] = padded_dims(head_dim, head_dim_v);
   AttentionTiles tiles;
   tiles.group = static_cast<int32_t>(group);
-  const bool wgmma = has_wgmma_forward(group, head_dim, head_dim_v, device);
+  const bool wgmma = has_wgmma(group, head_dim, head_dim_v, device);
   tiles.forward_rows = wgmma ? 2 * tile_tokens(group) * tiles.group : forward_rows(padded, padded_v);
   tiles.forward_keys = forward_keys(padded);
   tiles.short_rows = kShortRows;
@@ -66,7 +66,7 @@ AttentionTiles attention_tiles(int64_t group, int64_t head_dim, int64_t head_dim
   const int32_t short_max_keys = has_short_forward(padded) && !wgmma ? kShortMaxKeysTimesGroup / tiles.group : -1;
   tiles.short_max_keys = short_max_keys > tiles.resident_max_tokens ? short_max_keys : -1;
   const SmemTier tier = backward_tier(padded, padded_v, device);
-  tiles.backward_rows = backward_rows(padded, tier);
+  tiles.backward_rows = wgmma ? tile_tokens(group) * tiles.group : backward_rows(padded, tier);
   tiles.backward_keys = backward_keys(padded, tier);
   tiles.small_keys = backward_small_keys(padded, tier);
   if (is_wide(padded)) {

@@ -102,18 +102,23 @@ constexpr int wide_forward_keys(SmemTier tier) {
   return tier == SmemTier::k99KB ? 16 : 32;
 }
 
-// --- forward, wgmma ---
+// --- wgmma ---
 
-// A unit is two tiles of packed rows. A tile starts at a whole token, so that it is one box of q.
+// A forward unit is two tiles of packed rows, a backward step one or two. A tile starts at a whole token, so that it is
+// one box of q.
 constexpr int kTileRows = 64;
 constexpr int kMostTileGroup = kTileRows;
 constexpr int tile_tokens(int64_t group) {
   return static_cast<int>(kTileRows / group);
 }
+// The instance for a head_dim.
+constexpr int wgmma_dim(int64_t head_dim) {
+  return head_dim <= 64 ? 64 : 128;
+}
 // By geometry and device alone, so that a document's bits do not depend on what it is packed with. The plan of every
-// call with this geometry has these units, also where scores are transformed or the dtype is float32, which mma.sync
+// call with this geometry has these tiles, also where scores are transformed or the dtype is float32, which mma.sync
 // and fp32/ serve.
-bool has_wgmma_forward(int64_t group, int64_t head_dim, int64_t head_dim_v, int device);
+bool has_wgmma(int64_t group, int64_t head_dim, int64_t head_dim_v, int device);
 
 // --- backward, mma.sync ---
 

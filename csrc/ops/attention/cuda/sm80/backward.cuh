@@ -29,8 +29,8 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier, kDimV>::kThread
     attention_backward_kernel(__grid_constant__ const Args args) {
   using Shape = SeveralTilesShape<kDim, kTier, kDimV>;
   using Unit = BackwardUnit<T, Shape, kTransform>;
-  constexpr int kRows = Shape::kRows;
   constexpr int kKeys = Shape::kKeys;
+  const int row_tile = args.plan.tiles.backward_rows;  // kRows, or as many of them as are whole tokens
   // Waiting for a ticket and releasing one each stall their warp for an L2 round trip. With kScoresAhead two different
   // warps do them, neither of which issues loads.
   constexpr int kTicketWaitThread = Shape::kScoresAhead ? Shape::kThreads / 2 : 32;
@@ -52,13 +52,13 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier, kDimV>::kThread
   if (threadIdx.x == 0) *next_unit = atomicAdd(work_counter, 1);
   __syncthreads();
   for (int32_t unit = *next_unit; unit < units; unit = *next_unit) {
-    const BackwardWork work(args, entries, unit, kRows, kKeys);
+    const BackwardWork work(args, entries, unit, row_tile, kKeys);
     const PlanEntry& entry = work.entry;
     const int32_t kv_head = work.kv_head;
     const DocumentWithEnds d = document_with_ends(entry, args.plan);
     const int32_t first_key = entry.tile * kKeys;
     const int32_t end_key = first_key + kKeys < d.keys ? first_key + kKeys : d.keys;
-    const Interval<int32_t> tiles = row_tiles(d.tokens_attending_to(first_key, end_key - 1), args.group, kRows);
+    const Interval<int32_t> tiles = row_tiles(d.tokens_attending_to(first_key, end_key - 1), args.group, row_tile);
 
     // Prologue: k and v of the key tile, q and dout of the first row tile
     load_rows<Shape::kThreads, kKeys>(u.tile_k(), 0, threadIdx.x, args.head_dim, args.k.data,
@@ -70,8 +70,8 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier, kDimV>::kThread
     const int32_t tile_step = descending ? -1 : 1;
     const int32_t steps = tiles.end - tiles.begin;
     const int32_t start = descending && steps > 0 ? tiles.end - 1 : tiles.begin;
-    PackedRows rows(args, d, kv_head, static_cast<int64_t>(start) * kRows, kRows);
-    const PackedRows::Stride stride = rows.stride(tile_step * kRows);
+    PackedRows rows(args, d, kv_head, static_cast<int64_t>(start) * row_tile, row_tile);
+    const PackedRows::Stride stride = rows.stride(tile_step * row_tile);
     uint32_t ring_index = work.ring_index + start;
     if (steps > 0) u.load_rows(args, rows, 0);
 
@@ -140,12 +140,12 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier, kDimV>::kThread
       if (Unit::query_row() < visit.rows()) {
         typename Unit::Queries dq;
         u.queries(dq, visit, i);
-        float* partial_dq = args.partial_dq + static_cast<int64_t>(visit.ticket.slot) * kRows * Shape::kDim;
+        float* partial_dq = args.partial_dq + static_cast<int64_t>(visit.ticket.slot) * Shape::kRows * Shape::kDim;
         if (!visit.is_last()) {
           accumulate_partial_dq<Unit>(partial_dq, dq, visit.ticket.is_first(args.plan.dq_ring));
         } else {
           if (!visit.ticket.is_first(args.plan.dq_ring)) load_partial_dq<Unit>(partial_dq, dq);
-          Unit::store_queries(args, rows.moved(back, kRows), dq);
+          Unit::store_queries(args, rows.moved(back, row_tile), dq);
         }
       }
       next_ticket = visit.is_only()   ? DqTicket()
@@ -167,14 +167,14 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier, kDimV>::kThread
       for (int32_t i = 0; i < steps + (steps > 0 && !sums_first); ++i) {
         if (!sums_first) {
           barrier();
-          if (i + 1 < steps) u.load_rows(args, rows.moved(stride, kRows), Unit::next_slot(slot));
+          if (i + 1 < steps) u.load_rows(args, rows.moved(stride, row_tile), Unit::next_slot(slot));
         }
         RowTileVisit visit;
         if (i < steps) {
           visit = compute_scores(slot);
           if (threadIdx.x == kTicketWaitThread) wait_for_ticket(visit);
         }
-        rows = rows.moved(stride, kRows);
+        rows = rows.moved(stride, row_tile);
         ring_index += tile_step;
         slot = Unit::next_slot(slot);
         if (sums_first) {
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier, kDimV>::kThread
           prev_visit = visit;
         }
         if (sums_first || i > 0) {
-          add_sums(prev_visit, prev_slot, (sums_first ? -kRows : -2 * kRows) * tile_step);
+          add_sums(prev_visit, prev_slot, (sums_first ? -row_tile : -2 * row_tile) * tile_step);
           prev_slot = Unit::next_slot(prev_slot);
         }
         prev_visit = visit;
@@ -192,13 +192,13 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier, kDimV>::kThread
         ptx::cp_async_wait<0>();
         __syncthreads();
         if (Shape::kStages > 1 && i + 1 < steps) {
-          u.load_rows(args, rows.moved(stride, kRows), Unit::next_slot(slot));
+          u.load_rows(args, rows.moved(stride, row_tile), Unit::next_slot(slot));
         }
         const RowTileVisit visit = compute_scores(slot);
         if (threadIdx.x == kTicketWaitThread) wait_for_ticket(visit);
         __syncthreads();
         add_sums(visit, slot, 0);
-        rows = rows.moved(stride, kRows);
+        rows = rows.moved(stride, row_tile);
         ring_index += tile_step;
         slot = Unit::next_slot(slot);
         if constexpr (Shape::kStages == 1) {

@@ -5,16 +5,6 @@
 
 namespace packing_ops::attention::sm90 {
 
-// Tokens of a document as coordinates of a map: `before_end` and on reaches the end of its dimension where the document
-// ends, so that a box holds zeros from there on, and nothing of another document. See make_map.
-struct DocumentTokens {
-  int32_t before_end;  // of the document's first token
-  int32_t to_end;
-
-  __device__ __forceinline__ DocumentTokens(int64_t start, int32_t tokens)
-      : before_end(kMapTokens - tokens), to_end(static_cast<int32_t>(start) + tokens) {}
-};
-
 template <class Shape>
 __device__ __forceinline__ void load_keys_and_values(const ForwardArgs& args, ForwardBarriers<Shape>& shared,
                                                      uint32_t base) {

@@ -5,6 +5,7 @@
 #include "core/ptx/bulk_copy.cuh"
 #include "ops/attention/cuda/mask.cuh"
 #include "ops/attention/cuda/persistent.cuh"
+#include "ops/attention/cuda/sm90/copies.cuh"
 #include "ops/attention/cuda/sm90/forward.h"
 
 namespace packing_ops::attention::sm90 {
@@ -81,19 +82,6 @@ struct ForwardBarriers {
       ptx::mbarrier_init(&v_empty[i], 8);
     }
     ptx::barriers_initialised();
-  }
-};
-
-// Where one is in a ring of stages: phases of a stage's barriers end in turn even and odd.
-template <int kStages>
-struct RingPlace {
-  int stage = 0;
-  int odd = 0;
-  __device__ __forceinline__ void next() {
-    if (++stage == kStages) {
-      stage = 0;
-      odd ^= 1;
-    }
   }
 };
 

@@ -62,33 +62,50 @@ CUtensorMap make_map(const AttentionTensor& tensor, DType dtype, int64_t head_di
   return map;
 }
 
+// Rows of q, dout and out: heads of the group, then tokens.
+CUtensorMap map_of_rows(const Args& args, DType dtype, AttentionTensor t) {
+  t.token_stride = stride_of(args.documents_q.total, t.token_stride, args.head_dim);
+  t.head_stride = stride_of(args.num_heads, t.head_stride, args.head_dim);
+  return make_map(t, dtype, args.head_dim, {args.num_heads, t.head_stride, args.group},
+                  {kMapTokens, t.token_stride, tile_tokens(args.group)});
+}
+
+CUtensorMap map_of_keys(const Args& args, DType dtype, AttentionTensor t, int keys) {
+  t.token_stride = stride_of(args.documents_k.total, t.token_stride, args.head_dim);
+  t.head_stride = stride_of(args.num_kv_heads, t.head_stride, args.head_dim);
+  if (args.documents_k.total == 0) t.data = args.q.data;  // some memory, of which no box reads anything
+  return make_map(t, dtype, args.head_dim, {kMapTokens, t.token_stride, keys}, {args.num_kv_heads, t.head_stride, 1});
+}
+
 }  // namespace
 
 ForwardArgs forward_args(const Args& args, DType dtype) {
-  const int64_t tokens = tile_tokens(args.group);
-  // Rows of q and out: heads of the group, then tokens.
-  const auto rows = [&](AttentionTensor t) {
-    t.token_stride = stride_of(args.documents_q.total, t.token_stride, args.head_dim);
-    t.head_stride = stride_of(args.num_heads, t.head_stride, args.head_dim);
-    return make_map(t, dtype, args.head_dim, {args.num_heads, t.head_stride, args.group},
-                    {kMapTokens, t.token_stride, tokens});
-  };
-  const auto keys = [&](AttentionTensor t) {
-    t.token_stride = stride_of(args.documents_k.total, t.token_stride, args.head_dim);
-    t.head_stride = stride_of(args.num_kv_heads, t.head_stride, args.head_dim);
-    if (args.documents_k.total == 0) t.data = args.q.data;  // some memory, of which no box reads anything
-    return make_map(t, dtype, args.head_dim, {kMapTokens, t.token_stride, kKeys},
-                    {args.num_kv_heads, t.head_stride, 1});
-  };
   ForwardArgs forward;
   forward.common = args;
-  forward.tile_tokens = static_cast<int32_t>(tokens);
+  forward.tile_tokens = tile_tokens(args.group);
   if (args.documents_q.total == 0) return forward;  // nothing is copied
-  forward.q = rows(args.q);
-  forward.k = keys(args.k);
-  forward.v = keys(args.v);
-  forward.out = rows(args.out);
+  forward.q = map_of_rows(args, dtype, args.q);
+  forward.k = map_of_keys(args, dtype, args.k, kKeys);
+  forward.v = map_of_keys(args, dtype, args.v, kKeys);
+  forward.out = map_of_rows(args, dtype, args.out);
   return forward;
+}
+
+BackwardArgs backward_args(const Args& args, DType dtype) {
+  BackwardArgs backward;
+  backward.common = args;
+  backward.tile_tokens = Divisor(static_cast<uint32_t>(tile_tokens(args.group)));
+  if (args.documents_k.total == 0) return backward;  // nothing is copied
+  AttentionTensor q = args.q;
+  AttentionTensor dout = args.dout;
+  if (args.documents_q.total == 0) q.data = dout.data = args.k.data;
+  backward.q = map_of_rows(args, dtype, q);
+  backward.dout = map_of_rows(args, dtype, dout);
+  backward.k = map_of_keys(args, dtype, args.k, kKeys);
+  backward.v = map_of_keys(args, dtype, args.v, kKeys);
+  backward.dk = map_of_keys(args, dtype, args.dk, kKeys / 2);
+  backward.dv = map_of_keys(args, dtype, args.dv, kKeys / 2);
+  return backward;
 }
 
 }  // namespace packing_ops::attention::sm90

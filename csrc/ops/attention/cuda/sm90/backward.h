@@ -1,0 +1,21 @@
+// Backward of head_dim up to 128 in the half types on compute capability 9.0: documents of several key tiles.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include "ops/attention/cuda/args.cuh"
+
+namespace packing_ops::attention::sm90 {
+
+struct BackwardArgs {
+  CUtensorMap q, dout, k, v, dk, dv;
+  Args common;
+  Divisor tile_tokens;
+};
+
+// Scores that pass through softcap, and a softmax_scale that is not positive, are left to sm80/.
+template <class T, int kDim>
+void run_backward(const Args& args, DType dtype, cudaStream_t stream);
+
+}  // namespace packing_ops::attention::sm90

@@ -1,0 +1,240 @@
+// What the backward's first warpgroup does: a lane loads rows and keys and describes steps, a warp loads row_stats, a
+// lane waits for turns to add to dq, a lane tells of what was added.
+#pragma once
+
+#include "ops/attention/cuda/sm90/backward_shape.cuh"
+
+namespace packing_ops::attention::sm90 {
+
+__device__ __forceinline__ BackwardUnit describe_unit(const BackwardArgs& args, int32_t index, int tiles_a_step) {
+  const Args& common = args.common;
+  const int32_t rows = static_cast<int32_t>(args.tile_tokens.value) * common.group;
+  const BackwardWork work(common, common.plan.entries[PlanView::kBackward], index, rows, kKeys);
+  BackwardUnit unit;
+  unit.d = document_view(work.entry, common.plan.window);
+  unit.kv_head = work.kv_head;
+  unit.first_key = work.entry.tile * kKeys;
+  unit.ring_index = work.ring_index;
+  const int32_t end_key = unit.first_key + kKeys < unit.d.keys ? unit.first_key + kKeys : unit.d.keys;
+  const Interval<int32_t> tokens = unit.d.tokens_attending_to(unit.first_key, end_key - 1);
+  unit.tiles.begin = static_cast<int32_t>(args.tile_tokens.quotient(tokens.begin));
+  unit.tiles.end =
+      tokens.empty() ? unit.tiles.begin : static_cast<int32_t>(args.tile_tokens.quotient(tokens.end - 1)) + 1;
+  unit.steps = (unit.tiles.size() + tiles_a_step - 1) / tiles_a_step;
+  return unit;
+}
+
+// The i-th row tile of a unit. They ascend or descend (AttentionTiles::start_at_last_row).
+__device__ __forceinline__ BackwardTile describe_tile(const BackwardArgs& args, const BackwardUnit& unit, int32_t i) {
+  const DocumentView& d = unit.d;
+  const int32_t tokens = static_cast<int32_t>(args.tile_tokens.value);
+  if (i >= unit.tiles.size()) return {d.tokens, 0, {}, 0, DqAction::kNone};
+  const bool descending = args.common.plan.tiles.start_at_last_row(d.tokens);
+  const int32_t index = descending ? unit.tiles.end - 1 - i : unit.tiles.begin + i;
+  const int32_t key_tile = unit.first_key / kKeys;
+  BackwardTile t;
+  t.token = index * tokens;
+  const int32_t end = t.token + tokens < d.tokens ? t.token + tokens : d.tokens;
+  t.rows = (end - t.token) * args.common.group;
+  const Interval<int32_t> keys = d.visible_keys(t.token, end - 1);
+  const int32_t first = static_cast<uint32_t>(keys.begin) / kKeys;
+  const int32_t last = static_cast<uint32_t>(keys.end - 1) / kKeys;
+  const uint32_t ring = args.common.plan.dq_ring;
+  const DqTicket ticket = dq_ticket(unit.ring_index + index, ring, descending ? key_tile - first : last - key_tile);
+  const bool is_last = key_tile == (descending ? last : first);
+  t.ticket = last == 0 ? DqTicket() : ticket;
+  t.next_ticket = (is_last ? ticket.next_lap(ring) : ticket.next()).ticket;
+  const bool is_first = last == 0 || ticket.is_first(ring);
+  t.action = is_last ? (is_first ? DqAction::kStore : DqAction::kFinish) : (is_first ? DqAction::kPut : DqAction::kAdd);
+  return t;
+}
+
+// Bit w: some row of the tile does not see some key of warpgroup w's.
+__device__ __forceinline__ uint32_t masked(const BackwardArgs& args, const BackwardUnit& unit, int32_t token) {
+  const int32_t next = token + static_cast<int32_t>(args.tile_tokens.value);
+  const int32_t last = (next < unit.d.tokens ? next : unit.d.tokens) - 1;
+  uint32_t bits = 0;
+#pragma unroll
+  for (int w = 0; w < 2; ++w) {
+    const int32_t key = unit.first_key + w * (kKeys / 2);
+    if (!unit.d.all_visible(token, last, key, key + kKeys / 2 - 1)) bits |= 1u << w;
+  }
+  return bits;
+}
+
+template <class Shape>
+__device__ __forceinline__ void load_keys(const BackwardArgs& args, const BackwardUnit& unit, uint32_t tile_k,
+                                          uint64_t* full) {
+  const DocumentTokens place(unit.d.start_k, unit.d.keys);
+  ptx::mbarrier_arrive_expect_tx(full, 2 * Shape::kTileK);
+#pragma unroll
+  for (int panel = 0; panel < Shape::kPanels; ++panel) {
+    const ptx::BoxStart start = {64 * panel, place.before_end + unit.first_key, unit.kv_head, place.to_end, kMapTokens};
+    ptx::load_box(tile_k + panel * Shape::kPanelK, args.k, start, full);
+    ptx::load_box(tile_k + Shape::kTileK + panel * Shape::kPanelK, args.v, start, full);
+  }
+}
+
+template <class Shape>
+__device__ __forceinline__ void load_rows(const BackwardArgs& args, const BackwardUnit& unit,
+                                          const BackwardStep<Shape>& step, uint32_t tile_q, uint64_t* full) {
+  const DocumentTokens place(unit.d.start_q, unit.d.tokens);
+  const int bytes = 2 * Shape::kTiles * Shape::kPanels * 128;
+  ptx::mbarrier_arrive_expect_tx(full, bytes * static_cast<int>(args.tile_tokens.value) * args.common.group);
+#pragma unroll
+  for (int r = 0; r < Shape::kTiles; ++r) {
+#pragma unroll
+    for (int panel = 0; panel < Shape::kPanels; ++panel) {
+      const ptx::BoxStart start = {64 * panel, step.first_head, place.before_end + step.tiles[r].token, place.to_end,
+                                   kMapTokens};
+      const uint32_t to = tile_q + panel * Shape::kPanelQ + r * kTileRows * 128;
+      ptx::load_box(to, args.q, start, full);
+      ptx::load_box(to + Shape::kTileQ, args.dout, start, full);
+    }
+  }
+}
+
+// A unit is read back from shared memory: there are few registers here.
+template <class Shape>
+__device__ __forceinline__ void load_units(const BackwardArgs& args, BackwardBarriers<Shape>& shared, uint32_t base) {
+  const Args& common = args.common;
+  const int32_t units = common.plan.data[PlanView::kBackward] * common.num_kv_heads;
+  uint32_t turn = 0;   // of a unit
+  uint32_t count = 0;  // of steps
+  int32_t index = atomicAdd(common.counters, 1);
+  const auto wait_for_keys = [&] {
+    ptx::mbarrier_wait(&shared.kv_empty[stage_of(turn, kUnitsAhead)], odd_of(turn, kUnitsAhead) ^ 1);
+  };
+  const auto place_for_step = [&]() -> BackwardStep<Shape>& {
+    const int stage = stage_of(count, kStepsKnown);
+    ptx::mbarrier_wait(&shared.told[stage], odd_of(count, kStepsKnown) ^ 1);
+    return shared.steps[stage];
+  };
+  while (index < units) {
+    BackwardUnit& unit = shared.units[stage_of(turn, kUnitsKnown)];
+    unit = describe_unit(args, index, Shape::kTiles);
+    wait_for_keys();
+    const int stage = stage_of(turn, kUnitsAhead);
+    load_keys<Shape>(args, unit, Shape::tile_k(base, stage), &shared.kv_full[stage]);
+    ++turn;
+    // The next unit is claimed with this one's last rows: others may wait for the tickets of a claimed unit.
+    int32_t steps_left = unit.steps;
+    if (steps_left == 0) index = atomicAdd(common.counters, 1);
+#pragma unroll 1
+    for (; steps_left > 0; --steps_left) {
+      if (steps_left == 1) index = atomicAdd(common.counters, 1);
+      BackwardStep<Shape>& step = place_for_step();
+      uint32_t hidden = 0;
+#pragma unroll
+      for (int r = 0; r < Shape::kTiles; ++r) {
+        const BackwardTile tile = describe_tile(args, unit, Shape::kTiles * (unit.steps - steps_left) + r);
+        if (tile.action != DqAction::kNone) hidden |= masked(args, unit, tile.token);
+        step.tiles[r] = tile;
+      }
+      step.start_q = static_cast<int32_t>(unit.d.start_q);
+      step.first_head = unit.kv_head * common.group;
+      step.masked = hidden;
+      step.exists = true;
+      const int row_stage = stage_of(count, kRowStages);
+      ptx::mbarrier_wait(&shared.q_empty[row_stage], odd_of(count, kRowStages) ^ 1);
+      ptx::mbarrier_arrive(&shared.described[stage_of(count, kStepsKnown)]);
+      load_rows<Shape>(args, unit, step, Shape::tile_q(base, row_stage), &shared.q_full[row_stage]);
+      ++count;
+    }
+  }
+  place_for_step().exists = false;
+  ptx::mbarrier_arrive(&shared.described[stage_of(count, kStepsKnown)]);
+  wait_for_keys();
+  shared.units[stage_of(turn, kUnitsKnown)].steps = -1;
+  ptx::mbarrier_arrive(&shared.kv_full[stage_of(turn, kUnitsAhead)]);
+}
+
+// f(step, its number) for each of the block's steps, once it is described.
+template <class Shape, class F>
+__device__ __forceinline__ void for_each_step(BackwardBarriers<Shape>& shared, const F& f) {
+  for (uint32_t count = 0;; ++count) {
+    const int stage = stage_of(count, kStepsKnown);
+    ptx::mbarrier_wait(&shared.described[stage], odd_of(count, kStepsKnown));
+    const BackwardStep<Shape>& step = shared.steps[stage];
+    if (!step.exists) return;
+    f(step, count);
+  }
+}
+
+// By a warp: zeros where there is no row.
+template <class Shape>
+__device__ __forceinline__ void load_row_stats(const BackwardArgs& args, BackwardBarriers<Shape>& shared) {
+  const Args& common = args.common;
+  for_each_step(shared, [&](const BackwardStep<Shape>& step, uint32_t count) {
+    const int stage = stage_of(count, kRowStages);
+#pragma unroll
+    for (int i = 0; i < Shape::kRows / 32; ++i) {
+      const BackwardTile& tile = step.tiles[i / 2];
+      const int32_t row = static_cast<int32_t>(threadIdx.x & 31) + i % 2 * 32;
+      const bool valid = row < tile.rows;
+      const int32_t token = static_cast<int32_t>(common.group_size.quotient(row));
+      const int64_t at = static_cast<int64_t>(step.start_q + tile.token + token) * common.num_heads + step.first_head +
+                         row - token * common.group;
+      const float* from = reinterpret_cast<const float*>(common.row_stats + (valid ? at : 0));
+      const int32_t to = i / 2 * kTileRows + row;
+      ptx::cp_async_4(ptx::shared_address(&shared.lse[stage][to]), from, valid);
+      ptx::cp_async_4(ptx::shared_address(&shared.row_sum[stage][to]), from + 1, valid);
+    }
+    ptx::mbarrier_arrive_after_cp_async(&shared.q_full[stage]);
+  });
+  ptx::cp_async_commit();
+  ptx::cp_async_wait<0>();
+}
+
+template <class Shape>
+__device__ __forceinline__ void wait_for_turns(const BackwardArgs& args, BackwardBarriers<Shape>& shared) {
+  const int32_t* tickets = args.common.counters + Args::kWorkCounters;
+  for_each_step(shared, [&](const BackwardStep<Shape>& step, uint32_t count) {
+#pragma unroll
+    for (int r = 0; r < Shape::kTiles; ++r) {
+      const DqTicket ticket = step.tiles[r].ticket;
+      if (ticket.slot < 0) continue;
+      while (static_cast<uint32_t>(ptx::load_acquire(tickets + ticket.slot)) != ticket.ticket) {
+      }
+    }
+    ptx::mbarrier_arrive(&shared.turn[stage_of(count, kStepsKnown)]);
+  });
+}
+
+// dq that other key tiles add to: to the ring, in turn. The others know of it once it is there.
+template <class Shape>
+__device__ __forceinline__ void send_queries(const BackwardArgs& args, BackwardBarriers<Shape>& shared, uint32_t base) {
+  int32_t* tickets = args.common.counters + Args::kWorkCounters;
+  for_each_step(shared, [&](const BackwardStep<Shape>& step, uint32_t count) {
+    const int place = stage_of(count, kStepsKnown);
+    const int stage = stage_of(count, Shape::kDqStages);
+    ptx::mbarrier_wait(&shared.turn[place], odd_of(count, kStepsKnown));
+    ptx::mbarrier_wait(&shared.dq_full[stage], odd_of(count, Shape::kDqStages));
+    ptx::fence_proxy_async_global();
+#pragma unroll
+    for (int r = 0; r < Shape::kTiles; ++r) {
+      const BackwardTile& tile = step.tiles[r];
+      float* sums = args.common.partial_dq + static_cast<int64_t>(tile.ticket.slot) * Shape::kRingFloats;
+      const uint32_t from = Shape::tile_dq(base, stage) + r * Shape::kRingFloats * 4;
+      if (tile.action == DqAction::kAdd) ptx::add_floats(sums, from, Shape::kRingFloats * 4);
+      if (tile.action == DqAction::kPut) ptx::store_bytes(sums, from, Shape::kRingFloats * 4);
+    }
+    ptx::commit_stores();
+    ptx::wait_until_stores_have_read();
+    ptx::mbarrier_arrive(&shared.dq_empty[stage]);
+    ptx::wait_for_stores();
+#pragma unroll
+    for (int r = 0; r < Shape::kTiles; ++r) {
+      const BackwardTile& tile = step.tiles[r];
+      if (tile.ticket.slot < 0) continue;
+      if (tile.action == DqAction::kPut || tile.action == DqAction::kAdd) {
+        ptx::store_release(tickets + tile.ticket.slot, tile.next_ticket);
+      } else {  // the slot's next user overwrites it
+        ptx::store_relaxed(tickets + tile.ticket.slot, tile.next_ticket);
+      }
+    }
+    ptx::mbarrier_arrive(&shared.told[place]);
+  });
+}
+
+}  // namespace packing_ops::attention::sm90
