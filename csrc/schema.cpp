@@ -5,7 +5,7 @@
 PACKING_OPS_LIBRARY(PACKING_OPS_NAMESPACE, m) {
   // library
   m.def("build_info() -> str");
-  m.def("attention_kernels(bool half, int num_heads, int num_kv_heads, int head_dim, float softcap, int device) -> str");
+  m.def("attention_kernels(bool half, int num_heads, int num_kv_heads, int head_dim, float softcap, int device, int? head_dim_v=None, bool? visible_end=None) -> str");
 
   // boundaries
   m.def("cu_seqlens_from_lengths(Tensor lengths) -> Tensor");
@@ -42,7 +42,7 @@ PACKING_OPS_LIBRARY(PACKING_OPS_NAMESPACE, m) {
   m.def("rope_qk_(Tensor(a!) q, Tensor(b!)? k, Tensor cos, Tensor sin, Tensor? position_ids, int[]? sections, int? rotary_dim, bool interleaved, int unsqueeze_dim, bool conjugate) -> ()");
 
   // attention
-  m.def("attention_plan(Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt total_q, SymInt total_k, SymInt num_heads, SymInt num_kv_heads, SymInt head_dim, bool causal, int window_left, int window_right, Tensor? visible_end=None) -> Tensor");
+  m.def("attention_plan(Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt total_q, SymInt total_k, SymInt num_heads, SymInt num_kv_heads, SymInt head_dim, bool causal, int window_left, int window_right, SymInt? head_dim_v=None, Tensor? visible_end=None) -> Tensor");
   m.def("varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? sinks, bool causal, float? softmax_scale, int window_left, int window_right, float softcap, Tensor? plan, Tensor? visible_end=None) -> (Tensor, Tensor)");
   m.def("varlen_attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? sinks, bool causal, float? softmax_scale, int window_left, int window_right, float softcap, Tensor? plan, Tensor? visible_end=None) -> (Tensor, Tensor, Tensor, Tensor)");
 

@@ -208,11 +208,11 @@ def forget() -> None:
 
 
 def plan_for(
-    q, k, cu_seqlens_q, cu_seqlens_k, causal: bool, left: int, right: int, cache: BatchCache | None = None, *,
+    q, k, v, cu_seqlens_q, cu_seqlens_k, causal: bool, left: int, right: int, cache: BatchCache | None = None, *,
     visible_end: torch.Tensor | None = None,
 ) -> torch.Tensor | None:  # fmt: skip
     """The plan of an attention call; None on the CPU, and for shapes that the op itself refuses with a message."""
-    if not (isinstance(k, torch.Tensor) and q.is_cuda):
+    if not (isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor) and q.is_cuda):
         return None
     if q.dim() == k.dim() == 4 and q.shape[0] == k.shape[0] == 1:
         (_, num_heads, total_q, head_dim), (_, num_kv_heads, total_k, _) = q.shape, k.shape
@@ -220,9 +220,10 @@ def plan_for(
         (total_q, num_heads, head_dim), (total_k, num_kv_heads, _) = q.shape, k.shape
     else:
         return None
-    if num_kv_heads == 0 or num_heads % num_kv_heads or not 0 < head_dim <= 256:
+    head_dim_v = v.shape[-1] if v.dim() else 0
+    if num_kv_heads == 0 or num_heads % num_kv_heads or not (0 < head_dim <= 512 and 0 < head_dim_v <= 512):
         return None
-    geometry = (total_q, total_k, num_heads, num_kv_heads, head_dim, causal, left, right)
+    geometry = (total_q, total_k, num_heads, num_kv_heads, head_dim, causal, left, right, head_dim_v)
     return plan_of(cu_seqlens_q, cu_seqlens_k, geometry, cache, visible_end=visible_end)
 
 

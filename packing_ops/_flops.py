@@ -1,7 +1,8 @@
 """What torch.utils.flop_counter.FlopCounterMode counts for varlen_attention and token_logps, forward and backward.
 
-The products alone, as torch counts its own attention: two of 2 * head_dim operations for each query head and each pair
-of a query and a key that it sees, five of them in backward (the scores once more). Documents, causality, the window
+The products alone, as torch counts its own attention: q k^T and p v of 2 * head_dim operations each (v's own in the
+second) for each query head and each pair of a query and a key that it sees; in backward q k^T once more, dq and dk, and
+dout v^T and dv with v's head_dim. Documents, causality, the window
 and visible_end are counted as they are, from their values, which synchronises on CUDA. Fake tensors have no values: one
 document of all rows, which has as many pairs as there can be.
 """
@@ -61,8 +62,8 @@ def _pairs_before_ends(lengths_q, lengths_k, left, visible_end):
     return pairs
 
 
-def _product(q, k, lse, documents, causal, sides, visible_end):
-    """Operations of one of the products."""
+def _multiplied(q, k, lse, documents, causal, sides, visible_end):
+    """Operations of a product for each of its columns."""
     (num_heads, total_q), (left, right) = lse.shape, sides
     lengths = _lengths(documents[0], total_q), _lengths(documents[1], k.shape[-2 if k.dim() == 4 else 0])
     if visible_end is None:
@@ -71,21 +72,23 @@ def _product(q, k, lse, documents, causal, sides, visible_end):
         pairs = _pairs_before_ends(*lengths, left, visible_end)
     else:  # as many as there can be
         pairs = sum(visible_pairs(*sizes, left, -1) for sizes in zip(*lengths, strict=True))
-    return 2 * q.shape[-1] * num_heads * pairs
+    return 2 * num_heads * pairs
 
 
 def _forward(
     q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, softcap, plan, visible_end=None, *,
     out_val,
 ):  # fmt: skip
-    return 2 * _product(q, k, out_val[1], (cu_seqlens_q, cu_seqlens_k), causal, (left, right), visible_end)
+    pairs = _multiplied(q, k, out_val[1], (cu_seqlens_q, cu_seqlens_k), causal, (left, right), visible_end)
+    return (q.shape[-1] + v.shape[-1]) * pairs
 
 
 def _backward(
     dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, softcap, plan,
     visible_end=None, *, out_val,
 ):  # fmt: skip
-    return 5 * _product(q, k, lse, (cu_seqlens_q, cu_seqlens_k), causal, (left, right), visible_end)
+    pairs = _multiplied(q, k, lse, (cu_seqlens_q, cu_seqlens_k), causal, (left, right), visible_end)
+    return (3 * q.shape[-1] + 2 * v.shape[-1]) * pairs
 
 
 def _logps_forward(hidden, weight, *rest, out_shape=None, **options):

@@ -1,7 +1,7 @@
 """Attention over packed documents: each one attends to itself alone.
 
-q is ``[total_q, num_q_heads, head_dim]``, k and v are ``[total_k, num_kv_heads, head_dim]``; document ``i`` owns rows
-``cu_seqlens[i] : cu_seqlens[i + 1]``. Scores are ``softmax_scale * q.k``, then ``softcap * tanh(score / softcap)``.
+q is ``[total_q, num_q_heads, head_dim]``, k and v are ``[total_k, num_kv_heads, head_dim]``, v and out with a head_dim
+of their own; document ``i`` owns rows ``cu_seqlens[i] : cu_seqlens[i + 1]``. Scores are ``softmax_scale * q.k``, then ``softcap * tanh(score / softcap)``.
 With n queries and m keys in a document, query i stands at key i + m - n and sees the keys from ``left`` before to
 ``right`` after that position (-1: all; causal: right is 0).
 
@@ -92,12 +92,14 @@ def varlen_attention(
     """Softmax attention inside each document of a packed row. Differentiable in q, k, v, sinks and through lse.
 
     Args:
-        q: ``[total_q, num_q_heads, head_dim]``, float32, float64, bfloat16 or float16, head_dim 1 to 256. Any strides
+        q: ``[total_q, num_q_heads, head_dim]``, float32, float64, bfloat16 or float16, head_dim 1 to 512. Any strides
             with a contiguous last dimension (a view into a fused QKV projection, say), no copy is made. CUDA: no
             float64, head_dim of the half types in multiples of 8, their rows on 16 bytes (else one copy).
             Or with a batch of 1, see ``layout``.
-        k, v: ``[total_k, num_kv_heads, head_dim]``, in the layout and the dtype of q; num_kv_heads divides num_q_heads
+        k: ``[total_k, num_kv_heads, head_dim]``, in the layout and the dtype of q; num_kv_heads divides num_q_heads
             (GQA, MQA).
+        v: like k, but its head_dim may be another one, 1 to 512 (192 and 128 in multi-head latent attention). No
+            copy is made for it. CUDA, half types: a multiple of 8.
         cu_seqlens_q: PackedMetadata of q's row, or its cu_seqlens, int32 ``[num_documents + 1]`` (int64 is copied in each
             call); zero-length documents may stand anywhere.
         cu_seqlens_k: the same for k and v; without it ``cu_seqlens_q``.
@@ -124,13 +126,15 @@ def varlen_attention(
             either, and the layout must be named.
 
     Returns:
-        out like q, contiguous, and with ``return_lse`` lse ``[num_q_heads, total_q]``, float32 (float64 for float64).
-        In the layouts with a batch out is ``[1, total_q, num_q_heads, head_dim]``, and gradients have its memory order.
+        out like q with v's head_dim, contiguous, and with ``return_lse`` lse ``[num_q_heads, total_q]``, float32 (float64
+        for float64). In the layouts with a batch out is ``[1, total_q, num_q_heads, head_dim of v]``, and gradients have
+        its memory order.
         Rows past ``cu_seqlens_q[-1]`` and rows that see no key have out 0 and lse -inf (the sink, where there is one
         and the row belongs to a document); their gradients are 0. float32 inside, float64 for float64. No
-        synchronisation. Work: 4 * head_dim operations per visible pair of query and key and head, 2.5 times that in
-        backward (3.5 times in documents of more than 4096 keys). torch's FlopCounterMode counts 4 and 2.5 times that,
-        document by document, which synchronises; fake tensors count as one document.
+        synchronisation. Work: 2 * (head_dim + head_dim of v) operations per visible pair of query and key and head,
+        in backward 6 * head_dim + 4 * head_dim of v (in documents of more than 4096 keys 8 and 6). torch's
+        FlopCounterMode counts these, 6 and 4 in backward, document by document, which synchronises; fake tensors count
+        as one document.
 
     Example:
         >>> q = k = torch.zeros(3, 1, 2)
@@ -169,7 +173,7 @@ def varlen_attention(
         cu_seqlens_q, cu_seqlens_k, cache = without_metadata(q, k, cu_seqlens_q, cu_seqlens_k)
     if plan is None:
         plan = _batch_cache.plan_for(
-            q, k, cu_seqlens_q, cu_seqlens_k, causal, left, right, cache, visible_end=visible_end
+            q, k, v, cu_seqlens_q, cu_seqlens_k, causal, left, right, cache, visible_end=visible_end
         )
     try:
         out, lse = _ops.varlen_attention(
@@ -241,6 +245,7 @@ def attention_plan(
     head_dim: int,
     causal: bool = True,
     window_size: tuple[int, int] = (-1, -1),
+    head_dim_v: int | None = None,
     visible_end: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The work list of a packed batch on a GPU: made once, used by the forward and backward of every layer.
@@ -249,6 +254,7 @@ def attention_plan(
         cu_seqlens_q, cu_seqlens_k, causal, window_size, visible_end: as varlen_attention.
         total_q, total_k: rows of q and of k; without total_k those of q.
         num_heads, num_kv_heads, head_dim: of the calls that will use it.
+        head_dim_v: head_dim of their v, where it is another than that of q and k.
 
     Returns:
         int32, its size independent of the lengths; empty on the CPU. One kernel, no synchronisation. A plan is valid
@@ -274,6 +280,7 @@ def attention_plan(
         head_dim,
         causal,
         *window_sides(window_size),
+        head_dim_v,
         visible_end,
     )
 
@@ -310,6 +317,7 @@ def _(
     causal: bool,
     left: int,
     right: int,
+    head_dim_v: int | None = None,
     visible_end: torch.Tensor | None = None,
 ) -> torch.Tensor:
     size = 0
@@ -334,7 +342,7 @@ def _(
     sinks: torch.Tensor | None,
     *options: Any,
 ) -> tuple[torch.Tensor, ...]:
-    out = q.new_empty(_tokens_first(q).shape)
+    out = q.new_empty((*_tokens_first(q).shape[:-1], v.shape[-1]))
     return out, q.new_empty(out.shape[-3:-1][::-1], dtype=_lse_dtype(q.dtype))
 
 

@@ -32,6 +32,7 @@ def select_attention_backend(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
+    v: torch.Tensor | None = None,
     visible_end: torch.Tensor | None = None,
     explain: Literal[False] = False,
 ) -> str: ...
@@ -43,6 +44,7 @@ def select_attention_backend(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
+    v: torch.Tensor | None = None,
     visible_end: torch.Tensor | None = None,
     explain: Literal[True],
 ) -> tuple[str, dict[str, str]]: ...
@@ -53,6 +55,7 @@ def select_attention_backend(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
+    v: torch.Tensor | None = None,
     visible_end: torch.Tensor | None = None,
     explain: bool = False,
 ) -> str | tuple[str, dict[str, str]]:
@@ -70,6 +73,7 @@ def select_attention_backend(
     Args:
         q, k: as in varlen_attention; only shape, dtype and device are used. Without k, as many kv heads as q heads.
         softcap, sinks, return_lse, visible_end: as the call will pass them.
+        v: as in varlen_attention; without it, q's head_dim.
         explain: also return the reasons.
 
     Returns:
@@ -88,10 +92,12 @@ def select_attention_backend(
     Raises:
         NotImplementedError: no backend can run the call; gives each one's reason.
     """
-    name, reasons = _select(q, k, softcap, sinks, return_lse, visible_end)
+    name, reasons = _select(q, k, v, softcap, sinks, return_lse, visible_end)
     if not explain:
         return name
-    return name, reasons if reasons["packing_ops"] else {**reasons, "kernels": _kernels_of(q, k, softcap)}
+    if reasons["packing_ops"]:
+        return name, reasons
+    return name, {**reasons, "kernels": _kernels_of(q, k, v, softcap, visible_end is not None)}
 
 
 @overload
@@ -155,7 +161,8 @@ def attention(
     Another backend than packing_ops is announced by a warning with the reason, once per reason.
 
     Args:
-        q, k, v: ``[total, num_heads, head_dim]``, for k and v ``[total_k, num_kv_heads, head_dim]``.
+        q, k, v: ``[total, num_heads, head_dim]``, for k and v ``[total_k, num_kv_heads, head_dim]``; v may have another
+            head_dim.
         max_seqlen_q, max_seqlen_k: length of the longest document, or an upper bound; used by torch_varlen only. Default:
             the number of rows of q and of k.
         backend: ``"packing_ops"``, ``"torch_varlen"`` or ``"sdpa"``; by default what select_attention_backend returns.
@@ -181,13 +188,13 @@ def attention(
         "softcap": softcap, "sinks": sinks, "return_lse": return_lse, "visible_end": visible_end
     }  # fmt: skip
     if backend is None:
-        backend, reasons = _select(q, k, **wanted)
+        backend, reasons = _select(q, k, v, **wanted)
         if backend != "packing_ops":
             _warn_once(f"packing_ops.attention runs by {backend} here: packing_ops {reasons['packing_ops']}")
     elif backend not in BACKENDS:
         raise ValueError(f"backend: expected {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}, got {backend!r}")
     else:
-        reason = _select(q, k, **wanted)[1][backend]
+        reason = _select(q, k, v, **wanted)[1][backend]
         if reason:
             raise NotImplementedError(f"backend: {backend} {reason}")
     options: dict[str, Any] = {"causal": causal, "softmax_scale": softmax_scale, "window_size": window_size}
@@ -214,6 +221,7 @@ def attention(
 def _select(
     q: torch.Tensor,
     k: torch.Tensor | None,
+    v: torch.Tensor | None,
     softcap: float,
     sinks: torch.Tensor | None,
     return_lse: bool,
@@ -224,8 +232,8 @@ def _select(
     features["visible_end"] = visible_end is not None
     extra = " and ".join(name for name, wanted in features.items() if wanted)
     reasons = {
-        "packing_ops": _why_not_packing_ops(q),
-        "torch_varlen": _why_not_torch_varlen(q, k, extra),
+        "packing_ops": _why_not_packing_ops(q, v),
+        "torch_varlen": _why_not_torch_varlen(q, k, v, extra),
         "sdpa": f"has no {extra}" if extra else "",
     }
     name = next((name for name in BACKENDS if not reasons[name]), None)
@@ -260,22 +268,34 @@ def _why_not_this_gpu(q: torch.Tensor) -> str:
     return ""
 
 
-def _kernels_of(q: torch.Tensor, k: torch.Tensor | None, softcap: float) -> str:
+def _kernels_of(
+    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, softcap: float, visible_end: bool
+) -> str:
     heads = q.shape[1] if q.dim() == 3 else 1
     kv_heads = heads if k is None or k.dim() != 3 else k.shape[1]
     device = (torch.cuda.current_device() if q.device.index is None else q.device.index) if q.is_cuda else -1
-    return kernels_of(q.dtype != torch.float32, heads, kv_heads, q.shape[-1], softcap, device)
+    dims = q.shape[-1], q.shape[-1] if v is None else v.shape[-1]
+    return kernels_of(q.dtype != torch.float32, heads, kv_heads, dims[0], softcap, device, dims[1], visible_end)
 
 
 @torch.compiler.assume_constant_result
-def kernels_of(half: bool, num_heads: int, num_kv_heads: int, head_dim: int, softcap: float, device: int) -> str:
+def kernels_of(
+    half: bool,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    softcap: float,
+    device: int,
+    head_dim_v: int | None = None,
+    visible_end: bool = False,
+) -> str:
     """Which kernels serve a call of varlen_attention; device -1 is the CPU."""
-    given = (half, num_heads, num_kv_heads, head_dim, softcap, device)
+    given = (half, num_heads, num_kv_heads, head_dim, softcap, device, head_dim_v, visible_end)
     forward, _, backward = torch.ops.packing_ops.attention_kernels(*given).partition(", ")
     return f"forward: {forward}, backward: {backward}"
 
 
-def _why_not_packing_ops(q: torch.Tensor) -> str:
+def _why_not_packing_ops(q: torch.Tensor, v: torch.Tensor | None) -> str:
     kind = q.device.type
     if _library.MISSING:
         return "has no compiled library here"
@@ -287,14 +307,16 @@ def _why_not_packing_ops(q: torch.Tensor) -> str:
         return f"has {', '.join(map(dtype_name, _DTYPES[kind]))} on {kind}, got {dtype_name(q.dtype)}"
     if reason := _why_not_this_gpu(q):
         return reason
-    if q.shape[-1] > 256:
-        return f"has head_dim up to 256, got {q.shape[-1]}"
-    if q.is_cuda and q.shape[-1] % 8 and q.dtype != torch.float32:
-        return f"has head_dim in multiples of 8 for {dtype_name(q.dtype)} on cuda, got {q.shape[-1]}"
+    widths = [q.shape[-1]] if v is None else [q.shape[-1], v.shape[-1]]
+    for width in widths:
+        if width > 512:
+            return f"has head_dim up to 512, got {width}"
+        if q.is_cuda and width % 8 and q.dtype != torch.float32:
+            return f"has head_dim in multiples of 8 for {dtype_name(q.dtype)} on cuda, got {width}"
     return ""
 
 
-def _why_not_torch_varlen(q: torch.Tensor, k: torch.Tensor | None, extra: str) -> str:
+def _why_not_torch_varlen(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, extra: str) -> str:
     if not q.is_cuda:
         return f"needs a CUDA tensor, got {q.device.type}"
     if q.dtype not in (torch.bfloat16, torch.float16):
@@ -303,6 +325,8 @@ def _why_not_torch_varlen(q: torch.Tensor, k: torch.Tensor | None, extra: str) -
         return reason
     if q.shape[-1] > 256 or q.shape[-1] % 8:
         return f"needs a head_dim up to 256 in multiples of 8, got {q.shape[-1]}"
+    if v is not None and v.shape[-1] != q.shape[-1]:
+        return f"needs q's head_dim {q.shape[-1]} in v, got {v.shape[-1]}"
     parameters = _torch_varlen_parameters()
     if "window_size" not in parameters:
         return f"is not in torch {torch.__version__} with window_size"

@@ -72,7 +72,7 @@ def flash_attn_varlen_func(
     """varlen_attention under flash-attn's name and signature, for code written for it.
 
     Args:
-        q, k, v: ``[total, num_heads, head_dim]``.
+        q, k, v: ``[total, num_heads, head_dim]``; v may have another head_dim, which out then has.
         max_seqlen_q, max_seqlen_k: not needed, any upper bound will do.
         deterministic: accepted; the backward always is.
         s_aux: varlen_attention's ``sinks``, under the name that transformers gives to Hub kernels.
@@ -159,7 +159,7 @@ def flash_attn_func(
     Args:
         q: ``[batch, seqlen_q, num_q_heads, head_dim]``. No copy where the rows follow each other in memory
             (``stride(0) == seqlen_q * stride(1)``), as in a fused QKV projection.
-        k, v: ``[batch, seqlen_k, num_kv_heads, head_dim]``.
+        k, v: ``[batch, seqlen_k, num_kv_heads, head_dim]``; v may have another head_dim, which out then has.
         Others: as flash_attn_varlen_func.
 
     Returns:
@@ -179,11 +179,11 @@ def flash_attn_func(
             raise ValueError(f"{name}: expected [batch, seqlen, num_heads, head_dim], got {list(tensor.shape)}")
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"k: expected a batch of {q.shape[0]} like q, got {list(k.shape)}")
-    if v.shape != k.shape:
-        raise ValueError(f"v: expected {list(k.shape)} like k, got {list(v.shape)}")
+    if v.shape[:-1] != k.shape[:-1]:
+        raise ValueError(f"v: expected {list(k.shape)} like k (but for head_dim), got {list(v.shape)}")
     cu_seqlens = (_batch_cache.dense_cu_seqlens(t.shape[0], t.shape[1], t, name) for t, name in ((q, "q"), (k, "k")))
     seqlens_args = *cu_seqlens, q.shape[1], k.shape[1]
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, True, None, s_aux
     out, lse, _ = flash_attn_varlen_func(*(t.flatten(0, 1) for t in (q, k, v)), *seqlens_args, *options)  # type: ignore[call-overload]
-    out, lse = out.view(q.shape), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
+    out, lse = out.view(*q.shape[:3], v.shape[3]), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
     return (out, lse, None) if return_attn_probs else out

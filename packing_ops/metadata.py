@@ -241,12 +241,15 @@ class PackedMetadata:
         head_dim: int,
         causal: bool = True,
         window_size: tuple[int, int] = (-1, -1),
+        head_dim_v: int | None = None,
     ) -> torch.Tensor:
         """The ``plan`` of varlen_attention for this batch: made at first use, the same tensor for every layer after.
 
         While a CUDA graph is captured, each call makes a plan anew, as the replays then do from their own lengths.
         """
-        geometry = (self.total, self.total, num_heads, num_kv_heads, head_dim, causal, *window_sides(window_size))
+        sides = window_sides(window_size)
+        of_v = head_dim if head_dim_v is None else head_dim_v
+        geometry = (self.total, self.total, num_heads, num_kv_heads, head_dim, causal, *sides, of_v)
         return plan_of(self.cu_seqlens, self.cu_seqlens, geometry, self._cache, visible_end=self.visible_end)
 
     def to_transformers(self) -> dict[str, Any]:

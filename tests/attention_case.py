@@ -21,15 +21,17 @@ def lse_dtype(dtype):
 class Case:
     """Inputs, a call and its results: out, lse and every gradient, from ours and from the oracle."""
 
-    def __init__(self, lengths_q, lengths_k=None, *, heads=(2, 1), dim=16, dtype=torch.float32, device="cpu", tail=0,
-                 sinks=False, **options):  # fmt: skip
+    def __init__(self, lengths_q, lengths_k=None, *, heads=(2, 1), dim=16, dim_v=None, dtype=torch.float32, device="cpu",
+                 tail=0, sinks=False, **options):  # fmt: skip
         lengths_k = lengths_q if lengths_k is None else lengths_k
         self.cu_seqlens = cu_seqlens_of(lengths_q, device), cu_seqlens_of(lengths_k, device)
         total_q, total_k = sum(lengths_q) + tail, sum(lengths_k) + tail
         self.q = torch.randn(total_q, heads[0], dim, dtype=dtype, device=device)
         self.k, self.v = torch.randn(2, total_k, heads[1], dim, dtype=dtype, device=device)
+        if dim_v is not None:
+            self.v = torch.randn(total_k, heads[1], dim_v, dtype=dtype, device=device)
         self.sinks = torch.randn(heads[0], dtype=lse_dtype(dtype), device=device) if sinks else None
-        self.dout = torch.randn_like(self.q)
+        self.dout = self.q.new_empty(*self.q.shape[:2], self.v.shape[-1]).normal_()
         self.dlse = torch.randn(heads[0], total_q, dtype=lse_dtype(dtype), device=device)
         self.options = options
 
@@ -119,7 +121,7 @@ def document_alone(case, start, end, keys=None):
 def packed_with(case, before, after):
     """The single document of ``case`` between other documents."""
     packed = Case([*before, case.q.shape[0], *after], heads=(case.q.shape[1], case.k.shape[1]), dim=case.q.shape[2],
-                  dtype=case.q.dtype, device=case.q.device, tail=1, **case.options)  # fmt: skip
+                  dim_v=case.v.shape[2], dtype=case.q.dtype, device=case.q.device, tail=1, **case.options)  # fmt: skip
     start = sum(before)
     here = slice(start, start + case.q.shape[0])
     for name in ("q", "k", "v", "dout"):

@@ -18,7 +18,7 @@ def library(headers: Path) -> ctypes.CDLL:
     loaded.emulated_attention.restype = ctypes.c_char_p
     loaded.emulated_plan_size.argtypes = [ctypes.c_int64] * 5
     loaded.emulated_plan_size.restype = ctypes.c_int64
-    loaded.emulated_kernels.argtypes = [*[ctypes.c_int64] * 4, ctypes.c_double, ctypes.c_int64]
+    loaded.emulated_kernels.argtypes = [*[ctypes.c_int64] * 5, ctypes.c_double, *[ctypes.c_int64] * 2]
     loaded.emulated_kernels.restype = loaded.emulated_launched.restype = ctypes.c_char_p
     return loaded
 
@@ -41,14 +41,14 @@ def attention(
     window = case.options.get("window_size", (-1, -1))
     causal = case.options.get("causal", True)
     (total_q, heads, dim), (total_k, kv_heads, _) = case.q.shape, case.k.shape
-    sizes = [total_q, total_k, len(case.cu_seqlens[0]) - 1, heads, kv_heads, dim]
+    sizes = [total_q, total_k, len(case.cu_seqlens[0]) - 1, heads, kv_heads, dim, case.v.shape[-1]]
     sizes += [window[0], 0 if causal else window[1], DTYPES[case.q.dtype], GPUS.index(gpu)]
     scale = case.options.get("softmax_scale")
     options = [dim**-0.5 if scale is None else scale, case.options.get("softcap", 0.0)]
     lse = torch.empty(heads, total_q)
     dsinks = None if case.sinks is None else torch.empty(heads)
     results = {
-        "out": torch.empty_like(case.q),
+        "out": case.q.new_empty(total_q, heads, case.v.shape[-1]),
         "lse": lse,
         "dq": torch.empty_like(case.q),
         "dk": torch.empty_like(case.k),
@@ -75,7 +75,9 @@ def kernels(case, headers: Path, gpu: str) -> str:
     code = library(headers)
     code.emulator_configure(GPUS.index(gpu), False, 0)
     softcap = case.options.get("softcap", 0.0)
-    return code.emulated_kernels(DTYPES[case.q.dtype], heads, kv_heads, dim, softcap, GPUS.index(gpu)).decode()
+    sizes = heads, kv_heads, dim, case.v.shape[-1]
+    ends = "visible_end" in case.options
+    return code.emulated_kernels(DTYPES[case.q.dtype], *sizes, softcap, GPUS.index(gpu), ends).decode()
 
 
 def launched(headers: Path) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 OLDEST_TORCH = (2, 10)
-HEAD_DIMS = (64, 96, 128, 192, 256)
+HEAD_DIMS = (64, 96, 128, 192, 256, 512)
 NO_TORCH = """packing_ops builds against the torch that you train with, and no torch was found here.
   no torch yet:  install it first, then `pip install .`
   uv:            uv pip install --no-build-isolation .   (uv builds in an environment of its own)"""
@@ -86,9 +86,11 @@ def head_dims() -> tuple[int, ...]:
 
 
 def is_asked(source: str, asked: tuple[int, ...]) -> bool:
-    """Whether one of these head_dims calls what the file holds: wgmma's instances of 128 serve 96 as well."""
+    """Whether one of these head_dims calls what the file holds: wgmma's instances of 128 serve 96 as well, and where v has
+    a head_dim of its own that of q and k counts."""
     path = Path(source)
-    number = re.search(r"_(\d+)(?:_smem\d+)?$", path.stem) if path.parent.name == "instances" else None
+    name = path.stem.replace("_wide", "_512")
+    number = re.search(r"_(\d+)(?:_\d+)?(?:_smem\d+)?$", name) if path.parent.name == "instances" else None
     if number is None:
         return True
     serves = {96, 128} if number[1] == "128" and path.parent.parent.name == "sm90" else {int(number[1])}

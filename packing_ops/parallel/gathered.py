@@ -149,7 +149,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, sinks, layout, group, options):
         keys, values = _received(k, v, layout, group)
         documents = layout.cu_seqlens_q, layout.cu_seqlens_k
-        ctx.plan = plan_for(q, keys, *documents, options[0], *options[2:4])
+        ctx.plan = plan_for(q, keys, values, *documents, options[0], *options[2:4])
         out, lse = _ops.varlen_attention(q, keys, values, *documents, sinks, *options, ctx.plan, None)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.layout, ctx.group, ctx.options = layout, group, options
@@ -195,12 +195,12 @@ def _returned(dkeys, dvalues, k, layout, group):
     received = [wait() for wait in under_way]
     if layout.send_index is None:
         return received
-    return [_summed(parts, k, layout, group.rank()) for parts in received]
+    return [_summed(parts, len(k), layout, group.rank()) for parts in received]
 
 
-def _summed(parts, like, layout, rank):
+def _summed(parts, rows, layout, rank):
     """This rank's own part, and on it those of the others in their order. A rank got a row at most once."""
-    total = parts.new_zeros(like.shape)
+    total = parts.new_zeros(rows, *parts.shape[1:])
     others = list(zip(parts.split(layout.send), layout.send_index.split(layout.send), strict=True))
     own, index = others.pop(rank)
     total.index_copy_(0, index, own)

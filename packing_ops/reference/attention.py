@@ -22,7 +22,7 @@ def varlen_attention(
         outs.append(out)
         lses.append(lse)
     rest = q[int(cu_seqlens_q[-1]) :]
-    outs.append(torch.zeros_like(rest))
+    outs.append(rest.new_zeros(*rest.shape[:2], v.shape[-1]))
     lses.append(torch.full_like(rest[..., 0].T, -math.inf))
     return torch.cat(outs), torch.cat(lses, dim=1)
 

@@ -46,16 +46,19 @@ const char* emulated_launched() {
 }
 
 // "forward, backward": the folders of the kernels that serve a call.
-const char* emulated_kernels(int64_t dtype, int64_t heads, int64_t kv_heads, int64_t head_dim, double softcap,
-                             int64_t device) {
+const char* emulated_kernels(int64_t dtype, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t head_dim_v,
+                             double softcap, int64_t device, int64_t visible_end) {
+  static const int32_t kGiven = 0;
   static std::string kernels;
   VarlenAttentionParams p;
   p.dtype = static_cast<DType>(dtype);
   p.num_q_heads = heads;
   p.num_kv_heads = kv_heads;
   p.head_dim = head_dim;
+  p.head_dim_v = head_dim_v;
   p.softcap = softcap;
   p.device = static_cast<int32_t>(device);
+  p.visible_end = visible_end != 0 ? &kGiven : nullptr;
   kernels = std::string(attention_forward_kernels_cuda(p)) + ", " + attention_backward_kernels_cuda(p);
   return kernels.c_str();
 }
@@ -64,9 +67,9 @@ const char* emulated_kernels(int64_t dtype, int64_t heads, int64_t kv_heads, int
 // there is no backward. Returns what went wrong, or an empty string.
 const char* emulated_attention(const int64_t* sizes, const double* options, void* const* tensors) {
   static std::string error;
-  const auto [total_q, total_k, documents, heads, kv_heads, head_dim, left, right, dtype, device] =
-      reinterpret_cast<const std::array<int64_t, 10>&>(*sizes);
-  const auto rows = [&](void* data, int64_t heads) { return AttentionTensor{data, heads * head_dim, head_dim}; };
+  const auto [total_q, total_k, documents, heads, kv_heads, head_dim, head_dim_v, left, right, dtype, device] =
+      reinterpret_cast<const std::array<int64_t, 11>&>(*sizes);
+  const auto rows = [](void* data, int64_t heads, int64_t dim) { return AttentionTensor{data, heads * dim, dim}; };
   launched.clear();
   unsigned long long fault_word = 0;
   CudaLaunch launch;
@@ -80,26 +83,26 @@ const char* emulated_attention(const int64_t* sizes, const double* options, void
     p.num_q_heads = heads;
     p.num_kv_heads = kv_heads;
     p.head_dim = head_dim;
+    p.head_dim_v = head_dim_v;
     p.softmax_scale = options[0];
     p.softcap = options[1];
     p.window_left = left;
     p.window_right = right;
-    p.q = rows(tensors[0], heads);
-    p.k = rows(tensors[1], kv_heads);
-    p.v = rows(tensors[2], kv_heads);
-    p.dout = rows(tensors[3], heads);
+    p.q = rows(tensors[0], heads, head_dim);
+    p.k = rows(tensors[1], kv_heads, head_dim);
+    p.v = rows(tensors[2], kv_heads, head_dim_v);
+    p.dout = rows(tensors[3], heads, head_dim_v);
     p.sinks = tensors[6];
     p.dlse = tensors[7];
-    p.out = rows(tensors[8], heads);
+    p.out = rows(tensors[8], heads, head_dim_v);
     p.lse = tensors[9];
-    p.dq = rows(tensors[10], heads);
-    p.dk = rows(tensors[11], kv_heads);
-    p.dv = rows(tensors[12], kv_heads);
+    p.dq = rows(tensors[10], heads, head_dim);
+    p.dk = rows(tensors[11], kv_heads, head_dim);
+    p.dv = rows(tensors[12], kv_heads, head_dim_v);
     p.dsinks = tensors[13];
-
     p.visible_end = static_cast<const int32_t*>(tensors[15]);
 
-    AttentionPlanParams plan{p.documents_q, p.documents_k, heads,   kv_heads, head_dim,
+    AttentionPlanParams plan{p.documents_q, p.documents_k, heads,   kv_heads, head_dim,     head_dim_v,
                              left,          right,         nullptr, p.device, p.visible_end};
     std::vector<int32_t> words(attention_plan_size(plan) + 4, -1);
     plan.plan = p.plan = reinterpret_cast<int32_t*>((reinterpret_cast<uintptr_t>(words.data()) + 15) / 16 * 16);

@@ -54,10 +54,10 @@ def test_lengths_of_q_and_k_differ(options, heads):
         assert (ours[name].double() - exact[name].double()).norm() <= 1e-3 * exact[name].double().norm()
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_documents_keep_their_bits(dim):
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256), (512, 512)], ids=str)
+def test_documents_keep_their_bits(dims):
     lengths = [129, 0, 64, 1000, 3, 200, 65]
-    case = Case(lengths, heads=(4, 1), dim=dim, dtype=torch.bfloat16, device="cuda")
+    case = Case(lengths, heads=(4, 1), dim=dims[0], dim_v=dims[1], dtype=torch.bfloat16, device="cuda")
     whole, again = case.ours(), case.ours()
     for name in whole:
         assert_same(again[name], whole[name])
@@ -80,7 +80,7 @@ def test_a_row_heads_first_shares_the_plan():
     cu_seqlens = cu_seqlens_of([70, 5], "cuda")
     plans = [
         _batch_cache.plan_for(*rows, cu_seqlens, cu_seqlens, True, -1, -1)
-        for rows in ((q, k), (q[None].transpose(1, 2), k[None].transpose(1, 2)))
+        for rows in ((q, k, k), [t[None].transpose(1, 2) for t in (q, k, k)])
     ]
     assert plans[0] is not None
     assert plans[1] is plans[0]
@@ -295,13 +295,18 @@ def test_memory_of_the_backward(lengths):
 
 @pytest.mark.parametrize("options", [{}, {"window_size": (40, 0), "softcap": 5.0, "sinks": True}], ids=["plain", "all"])
 @pytest.mark.parametrize(
-    ("dtype", "dim"),
-    [(torch.bfloat16, 64), (torch.bfloat16, 128), (torch.bfloat16, 256), (torch.float32, 64)],
+    ("dtype", "dims"),
+    [
+        *((torch.bfloat16, dims) for dims in ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512))),
+        (torch.float32, (64, 64)),
+        (torch.float32, (24, 264)),
+    ],
     ids=str,
 )
-def test_one_pass_for_the_sanitizer(dtype, dim, options):
+def test_one_pass_for_the_sanitizer(dtype, dims, options):
     """Small enough for tools that slow a kernel down a thousand times; other tests look at the values."""
-    case = Case([3, 0, 64, 65, 130, 1], heads=(4, 2), dim=dim, dtype=dtype, device="cuda", tail=2, **options)
+    sizes = {"heads": (4, 2), "dim": dims[0], "dim_v": dims[1]}
+    case = Case([3, 0, 64, 65, 130, 1], **sizes, dtype=dtype, device="cuda", tail=2, **options)
     for name, value in case.ours().items():
         assert not value.isnan().any(), name
 

@@ -130,7 +130,10 @@ def bad_calls():
         "v rank": ((q, k, k[..., 0]), r"v: expected \[batch, seqlen, num_heads, head_dim\], got \[2, 7, 2\]"),
         "k batch": ((q, k[:1], k[:1]), r"k: expected a batch of 2 like q, got \[1, 7, 2, 16\]"),
         # As many rows in all, so that only the dense call can tell.
-        "v batch": ((q, k, k.view(7, 2, 2, 16)), r"v: expected \[2, 7, 2, 16\] like k, got \[7, 2, 2, 16\]"),
+        "v batch": (
+            (q, k, k.view(7, 2, 2, 16)),
+            r"v: expected \[2, 7, 2, 16\] like k \(but for head_dim\), got \[7, 2, 2, 16\]",
+        ),
         "v heads": ((q, k, k[:, :, :1]), r"v: expected \[2, 7, 2, 16\] like k"),
         "heads": ((q[:, :, :3], k, k), "k: expected a number of heads that divides the 3 heads of q"),
         "k head_dim": ((q, k[..., :8], k[..., :8]), "k: expected head_dim 16 like q"),

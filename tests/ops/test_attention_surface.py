@@ -71,7 +71,7 @@ def test_backend_selection():
         "sdpa": "",
         "kernels": "forward: cpu, backward: cpu",
     }
-    assert po.select_attention_backend(torch.zeros(8, 4, 512)) == "sdpa"
+    assert po.select_attention_backend(torch.zeros(8, 4, 520)) == "sdpa"
     name, reasons = po.select_attention_backend(q.to("meta"), explain=True)
     assert (name, reasons["packing_ops"]) == ("sdpa", "has no kernel for meta")
     assert "kernels" not in reasons
@@ -136,8 +136,18 @@ def test_backend_of_dtype_and_gpu(gpu_of, monkeypatch, dtype, capability, head_d
     name, reasons = po.select_attention_backend(q, torch.zeros(8, 2, head_dim), explain=True)
     assert (name, reasons["packing_ops"]) == (expected, why)
     half = dtype != torch.float32
-    assert asked == ([] if why else [(half, 4, 2, head_dim, 0.0, 0)])
+    assert asked == ([] if why else [(half, 4, 2, head_dim, 0.0, 0, head_dim, False)])
     assert reasons.get("kernels") == (None if why else "these")
+
+
+def test_kernels_are_asked_for_with_visible_end_and_vs_head_dim(gpu_of, monkeypatch):
+    gpu_of(9, 0)
+    q = torch.zeros(8, 4, 192, dtype=torch.bfloat16).as_subclass(OnCuda)
+    asked = []
+    monkeypatch.setattr(attention_backends, "kernels_of", lambda *call: asked.append(call) or "these")
+    ends = torch.arange(1, 9, dtype=torch.int32)
+    po.select_attention_backend(q, v=q[..., :128], visible_end=ends, explain=True)
+    assert asked == [(True, 4, 4, 192, 0.0, 0, 128, True)]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +171,7 @@ def test_a_dtype_that_no_backend_of_ours_has():
     assert po.select_attention_backend(torch.zeros(8, 4, 64, dtype=torch.int32)) == "sdpa"
 
 
-@pytest.mark.parametrize("head_dim", [16, 264])
+@pytest.mark.parametrize("head_dim", [16, 520])
 def test_attention_compiles_fullgraph(device, head_dim, fresh_compile, monkeypatch):
     monkeypatch.setattr(attention_backends, "_told", set())
     case = Case([9, 4], heads=(4, 2), dim=head_dim, device=device)
@@ -174,7 +184,7 @@ def test_attention_compiles_fullgraph(device, head_dim, fresh_compile, monkeypat
         warnings.simplefilter("always")
         found = torch.compile(attend, fullgraph=True, backend="eager")(*given)
     told = [w for w in caught if "runs by sdpa" in str(w.message)]
-    assert len(told) == (head_dim > 256)
+    assert len(told) == (head_dim > 512)
     assert_same(found, attend(*given))
 
 
@@ -286,12 +296,16 @@ def bad_calls(device):
         "v dtype": (call(v=v.half()), "v: expected float32 like q, got float16"),
         "heads": (call(q=q[:, :3]), "k: expected a number of heads that divides the 3 heads of q"),
         "no heads": (call(k=k[:, :0], v=v[:, :0]), "k: expected a number of heads"),
-        "v heads": (call(v=v[:, :1]), r"v: expected \[total_k, .*\] like k \(float32 \[5, 2, 16\]"),
-        "v rows": (call(v=v[:4]), "v: expected .* like k"),
+        "v heads": (
+            call(v=v[:, :1]),
+            r"v: expected \[total_k, .*\] with the rows and heads of k \(float32 \[5, 2, 16\]",
+        ),
+        "v rows": (call(v=v[:4]), "v: expected .* with the rows and heads of k"),
         "k head_dim": (call(k=k[..., :8]), r"k: expected head_dim 16 like q, got float32 \[5, 2, 8\]"),
-        "v head_dim": (call(v=v[..., :8]), "v: expected head_dim 16 like q"),
-        "head_dim": (call(*[], **dict.fromkeys("qkv", q.new_zeros(5, 4, 257))), "q: expected a head_dim of 1 to 256"),
-        "no head_dim": (call(**dict.fromkeys("qkv", q[..., :0])), "q: expected a head_dim of 1 to 256"),
+        "head_dim": (call(*[], **dict.fromkeys("qkv", q.new_zeros(5, 4, 513))), "q: expected a head_dim of 1 to 512"),
+        "no head_dim": (call(**dict.fromkeys("qkv", q[..., :0])), "q: expected a head_dim of 1 to 512"),
+        "v head_dim": (call(v=v.new_zeros(5, 2, 513)), "v: expected a head_dim of 1 to 512, got float32"),
+        "no v head_dim": (call(v=v[..., :0]), "v: expected a head_dim of 1 to 512"),
         "q strided": (call(q=non_contiguous(q)), r"q: expected a contiguous last dimension \(stride 1\), got stride 2"),
         "k strided": (call(k=non_contiguous(k)), "k: expected a contiguous last dimension"),
         "cu_seqlens_q dtype": (call(cu_q=cu_seqlens.float()), "cu_seqlens_q: expected int32 or int64, got float32"),

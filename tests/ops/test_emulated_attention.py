@@ -5,7 +5,7 @@ import pytest
 import torch
 from attention_case import Case, document_alone, document_results
 from emulator.build import cuda_headers
-from helpers import assert_same
+from helpers import assert_error_within, assert_same
 
 from packing_ops.attention import _plan_size
 
@@ -38,9 +38,27 @@ CASES = {
     "64, sums go around": ([200, 130, 30], None, {"heads": (7, 7), "dim": 64, "dtype": BF16, "causal": False}),
     "64, sums go around from the last row": ([300], None, {"heads": (24, 3), "dim": 64, "dtype": FP16, "window_size": (20, 0)}),
     "96, from the last row": ([260], None, {"heads": (8, 1), "dim": 96, "dtype": BF16}),  # start_at_last_row
+    "192, values of 128": (EDGES[:-1], None, {"heads": (2, 1), "dim": 192, "dim_v": 128, "dtype": BF16}),
+    "192, values of 128, features": (*CROSS, {"heads": (2, 2), "dim": 184, "dim_v": 120, "dtype": FP16, "window_size": (40, 0), "softcap": 3.0, "sinks": True, "tail": 2}),
+    "96, values of 64": (EDGES[:-1], None, {"heads": (4, 2), "dim": 96, "dim_v": 64, "dtype": BF16}),
+    "64, values of 128": (EDGES[:-1], None, {"heads": (4, 2), "dim": 64, "dim_v": 128, "dtype": BF16}),
+    "512": ([1, 17, 0, 70], None, {"heads": (2, 1), "dim": 512, "dtype": BF16}),
+    "512 features, values of 264": ([5, 40, 1], [7, 33, 9], {"heads": (3, 1), "dim": 320, "dim_v": 264, "dtype": FP16, "causal": False, "window_size": (20, 3), "softcap": 3.0, "sinks": True, "tail": 2}),
+    "512, from the last row": ([36], None, {"heads": (32, 1), "dim": 512, "dtype": BF16}),  # start_at_last_row
+    "float32, values of their own": ([17, 0, 33], None, {"heads": (2, 1), "dim": 24, "dim_v": 300, "dtype": FP32, "tail": 3, "sinks": True}),
 }  # fmt: skip
 # Those where less shared memory takes other kernels.
-ROOMS = ["96, from the last row", "128", "128 full, keys of their own", "128 window, softcap, sinks", "192", "256"]
+ROOMS = [
+    "512",
+    "512 features, values of 264",
+    "192, values of 128",
+    "96, from the last row",
+    "128",
+    "128 full, keys of their own",
+    "128 window, softcap, sinks",
+    "192",
+    "256",
+]
 LARGE_ROOM = ["64", "128 full, keys of their own", "64 more tokens than keys"]  # which sm_90 has wgmma for
 
 
@@ -66,11 +84,19 @@ def test_error_and_schedules(gpu, name):
         assert error < (TOLERANCE[options["dtype"]] if key != "dsinks" else 0.02), f"{key}: {error:.1e}"
 
 
-@pytest.mark.parametrize("gpu", emulated.GPUS)
-def test_documents_keep_their_bits(gpu):
-    case = Case(EDGES, heads=(4, 1), dim=128, dtype=BF16)
+@pytest.mark.parametrize(
+    ("gpu", "lengths", "sizes"),
+    [
+        *((gpu, EDGES, {"heads": (4, 1), "dim": 128}) for gpu in emulated.GPUS),
+        ("sm_90", EDGES[:-1], {"heads": (2, 1), "dim": 192, "dim_v": 128}),
+        *((gpu, [1, 33, 0, 40], {"heads": (2, 1), "dim": 512}) for gpu in ("sm_90", "sm_89")),
+    ],
+    ids=str,
+)
+def test_documents_keep_their_bits(gpu, lengths, sizes):
+    case = Case(lengths, dtype=BF16, **sizes)
     whole, start = results(case, gpu), 0
-    for length in EDGES:
+    for length in lengths:
         end = start + length
         alone = results(document_alone(case, start, end, (start, end)), gpu)
         found = document_results(whole, start, end, (start, end))
@@ -86,7 +112,9 @@ def test_documents_keep_their_bits(gpu):
         ("96, from the last row", "sm_80"),
         ("128 full, keys of their own", "sm_80"),
         ("192", "sm_80"),
+        ("192, values of 128", "sm_80"),
         ("256", "sm_80"),
+        ("512", "sm_80"),
     ],
 )
 def test_scores_ahead_keep_the_bits(name, gpu):
@@ -96,6 +124,15 @@ def test_scores_ahead_keep_the_bits(name, gpu):
     found = results(case, gpu)
     for key, value in results(case, "sm_100", "late copies").items():
         assert_same(value, found[key])
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (512, 512)], ids=str)
+def test_error_is_at_most_twice_that_of_torch(dims):
+    case = Case([70], heads=(2, 1), dim=dims[0], dim_v=dims[1], dtype=BF16)
+    case.dlse.zero_()
+    found, exact, theirs = results(case, "sm_90"), case.exact(), case.sdpa()
+    for name in ("out", "dq", "dk", "dv"):
+        assert_error_within(found[name], theirs[name], exact[name])
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,21 @@ def test_a_poisoned_key_reaches_only_rows_near_those_that_see_it(heads, length):
     ],
 )
 def test_the_kernels_that_are_told_are_those_that_run(gpu, dtype, heads, dim, softcap, kernels):
-    case = Case([33], heads=heads, dim=dim, dtype=dtype, softcap=softcap)
+    told_are_those_that_run(Case([33], heads=heads, dim=dim, dtype=dtype, softcap=softcap), gpu, kernels)
+
+
+@pytest.mark.parametrize(("dim", "dim_v"), [(128, 64), (64, 128), (192, 128), (512, 512)], ids=str)
+def test_values_of_another_head_dim_run_on_mma(dim, dim_v):
+    told_are_those_that_run(Case([33], heads=(4, 1), dim=dim, dim_v=dim_v, dtype=BF16), "sm_90", "sm80, sm80")
+
+
+@pytest.mark.parametrize("dim", [64, 512])
+def test_visible_end_runs_on_mma(dim):
+    ends = torch.arange(1, 34, dtype=torch.int32)
+    told_are_those_that_run(Case([33], heads=(4, 1), dim=dim, dtype=BF16, visible_end=ends), "sm_90", "sm80, sm80")
+
+
+def told_are_those_that_run(case, gpu, kernels):
     assert emulated.kernels(case, HEADERS, gpu) == kernels
     emulated.attention(case, HEADERS, gpu, late_copies=False, seed=0)
     ran = emulated.launched(HEADERS)

@@ -23,17 +23,26 @@ CASES = {
     "64, sums go around": ([200, 130, 30], None, {"heads": (7, 7), "dim": 64, "dtype": BF16, "window_size": (90, -1)}),
     "192": (EDGES[:-1], None, {"heads": (2, 1), "dim": 192, "dtype": BF16}),
     "256": (EDGES[:-1], None, {"heads": (2, 1), "dim": 256, "dtype": FP16}),
+    "192, values of 128": (EDGES[:-1], None, {"heads": (2, 1), "dim": 192, "dim_v": 128, "dtype": BF16, "window_size": (40, -1)}),
+    "64, values of 128": ([65, 129], None, {"heads": (4, 2), "dim": 64, "dim_v": 128, "dtype": BF16}),
+    "512": ([1, 17, 0, 70], None, {"heads": (2, 1), "dim": 512, "dtype": BF16}),
+    "512 features, values of 264": ([5, 40, 1], [7, 33, 9], {"heads": (3, 1), "dim": 320, "dim_v": 264, "dtype": FP16, "window_size": (20, -1), "softcap": 3.0, "sinks": True, "tail": 2}),
+    "float32, values of their own": ([17, 0, 33], None, {"heads": (2, 1), "dim": 24, "dim_v": 300, "dtype": FP32, "tail": 3}),
     "float32": ([17, 0, 33, 70], None, {"heads": (2, 1), "dim": 32, "dtype": FP32, "tail": 3, "sinks": True}),
 }  # fmt: skip
-GPUS = {"sm_80": CASES, "sm_89": ["128 window, softcap, sinks", "96, from the last row", "192", "256"]}
-GPUS["sm_90"] = GPUS["sm_100"] = ["64", "128 keys of their own", "96, from the last row"]
+GPUS = {
+    "sm_80": CASES,
+    "sm_89": ["128 window, softcap, sinks", "96, from the last row", "192", "256", "192, values of 128", "512"],
+}
+GPUS["sm_90"] = ["64", "128 keys of their own", "96, from the last row", "192, values of 128", "64, values of 128", "512", "512 features, values of 264"]  # fmt: skip
+GPUS["sm_100"] = GPUS["sm_90"][:3]
 
 
 @pytest.mark.parametrize(
     ("gpu", "name", "share"),
     [
         *((gpu, name, 0.02) for gpu, names in GPUS.items() for name in names),
-        *(("sm_80", name, 0.5) for name in ("64", "128 window, softcap, sinks", "float32")),
+        *(("sm_80", name, 0.5) for name in ("64", "128 window, softcap, sinks", "512", "float32")),
     ],
     ids=str,
 )
@@ -51,7 +60,14 @@ def test_error_and_schedules(gpu, name, share):
 
 @pytest.mark.parametrize(
     ("gpu", "name"),
-    [("sm_80", "64"), ("sm_80", "128 keys of their own"), ("sm_100", "96, from the last row"), ("sm_100", "float32")],
+    [
+        ("sm_80", "64"),
+        ("sm_80", "128 keys of their own"),
+        ("sm_100", "96, from the last row"),
+        ("sm_100", "float32"),
+        ("sm_90", "192, values of 128"),
+        ("sm_90", "512"),
+    ],
 )
 @pytest.mark.parametrize("kind", ["causal", "full"])
 def test_the_bits_of_causal_and_of_full_attention(gpu, name, kind):
@@ -99,9 +115,9 @@ def test_wrong_values_are_a_fault(fault, dtype):
         results(with_ends(case, ends), "sm_90")
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_a_plan_of_other_ends_is_a_fault(dtype):
-    case = Case([5, 9, 3], heads=(2, 1), dim=64, dtype=dtype)
+@pytest.mark.parametrize(("dtype", "dim"), [(BF16, 64), (BF16, 512), (FP32, 64)], ids=str)
+def test_a_plan_of_other_ends_is_a_fault(dtype, dim):
+    case = Case([5, 9, 3], heads=(2, 1), dim=dim, dtype=dtype)
     ends, options = causal_ends(case), {"late_copies": False, "seed": 0}
     case = with_ends(case, ends)
     emulated.attention(case, HEADERS, "sm_90", planned_ends=ends.clone(), **options)

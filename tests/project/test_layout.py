@@ -125,6 +125,7 @@ LONG_KERNELS = {
     "attention_backward_kernel",
     "attention_backward_single_kernel",
     "attention_forward_kernel",
+    "attention_forward_wide_kernel",
     "logps_chunk_kernel",
     "write_kernel",
 }

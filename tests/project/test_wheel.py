@@ -176,12 +176,12 @@ def test_a_full_disk_is_told(tmp_path):
 
 
 def test_head_dims_that_are_asked_for(monkeypatch):
-    assert build_checks.HEAD_DIMS == generate_instances.HEAD_DIMS
+    assert build_checks.HEAD_DIMS == (*generate_instances.HEAD_DIMS, generate_instances.WIDE)
     monkeypatch.setenv("PACKING_OPS_HEAD_DIMS", "128, 64")
     assert build_checks.head_dims() == (64, 128)
     for wrong in ("80", "64,x"):
         monkeypatch.setenv("PACKING_OPS_HEAD_DIMS", wrong)
-        assert "PACKING_OPS_HEAD_DIMS: expected some of 64, 96, 128, 192, 256" in refusal(build_checks.head_dims)
+        assert "PACKING_OPS_HEAD_DIMS: expected some of 64, 96, 128, 192, 256, 512" in refusal(build_checks.head_dims)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +190,10 @@ def test_head_dims_that_are_asked_for(monkeypatch):
         (f"{SM80}/backward_single_128_smem99.cu", (64, 128), True),
         (f"{SM80}/backward_single_96_smem99.cu", (64, 128), False),
         (f"{SM80}/forward_64.cu", (96,), False),
+        (f"{SM80}/backward_192_128_smem99.cu", (128,), False),
+        (f"{SM80}/backward_192_128_smem99.cu", (192,), True),
+        (f"{SM80}/forward_wide_smem99.cu", (64,), False),
+        (f"{SM80}/forward_wide_smem99.cu", (512,), True),
         (f"{SM90}/forward_128.cu", (96,), True),
         (f"{SM90}/forward_64.cu", (96,), False),
         ("csrc/ops/rope/rope_cuda.cu", (96,), True),

@@ -18,7 +18,7 @@
 
 namespace packing_ops {
 
-constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kMaxHeadDim = 512;
 constexpr int64_t kMaxGroup = 1024;  // q heads to a kv head on CUDA
 
 // [total, num_heads, head_dim] with any strides, counted in elements; head_dim is contiguous.
@@ -34,16 +34,17 @@ struct VarlenAttentionParams {
   DType dtype = DType::kFloat32;
   int64_t num_q_heads = 0;
   int64_t num_kv_heads = 0;
-  int64_t head_dim = 0;
+  int64_t head_dim = 0;    // of q and k
+  int64_t head_dim_v = 0;  // of v and out
   double softmax_scale = 1;
   double softcap = 0;  // 0 = off
   int64_t window_left = -1;
   int64_t window_right = -1;
   AttentionTensor q;                     // [total_q, num_q_heads, head_dim]
   AttentionTensor k;                     // [total_k, num_kv_heads, head_dim]
-  AttentionTensor v;                     // [total_k, num_kv_heads, head_dim]
+  AttentionTensor v;                     // [total_k, num_kv_heads, head_dim_v]
   const void* sinks = nullptr;           // [num_q_heads], dtype of lse, or null
-  AttentionTensor out;                   // [total_q, num_q_heads, head_dim]
+  AttentionTensor out;                   // [total_q, num_q_heads, head_dim_v]
   void* lse = nullptr;                   // [num_q_heads, total_q], float64 for float64 inputs, else float32
   int32_t* plan = nullptr;               // CUDA: the work-list of AttentionPlanParams
   int32_t device = 0;                    // CUDA: its index
@@ -62,13 +63,14 @@ struct VarlenAttentionBackwardParams : VarlenAttentionParams {
   void* scratch = nullptr;     // CUDA
 };
 
-// The work-list of a batch on a GPU: good for every call with these lengths, heads, head_dim, window and visible_end.
+// The work-list of a batch on a GPU: good for every call with these lengths, heads, head_dims, window and visible_end.
 struct AttentionPlanParams {
   Documents documents_q;
   Documents documents_k;
   int64_t num_q_heads = 0;
   int64_t num_kv_heads = 0;
   int64_t head_dim = 0;
+  int64_t head_dim_v = 0;
   int64_t window_left = -1;
   int64_t window_right = -1;
   int32_t* plan = nullptr;  // [attention_plan_size]

@@ -23,16 +23,20 @@ DType lse_dtype(DType dtype) {
   return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
 }
 
+void check_head_dim(const Tensor& t, const char* name) {
+  const int64_t head_dim = input_rows(t).head_dim;
+  if (head_dim < 1 || head_dim > kMaxHeadDim) {
+    fail(name, ": expected a head_dim of 1 to ", kMaxHeadDim, ", got ", describe(t));
+  }
+}
+
 void check_q(const Tensor& q) {
   check_dtype(q, "q", kFloats);
   if (q.dim() != 3 && (q.dim() != 4 || q.size(0) != 1)) {
     fail("q: expected [total_q, num_q_heads, head_dim] or [1, num_q_heads, total_q, head_dim], got ", describe(q));
   }
   check_last_dim_contiguous(q, "q");
-  const int64_t head_dim = input_rows(q).head_dim;
-  if (head_dim < 1 || head_dim > kMaxHeadDim) {
-    fail("q: expected a head_dim of 1 to ", kMaxHeadDim, ", got ", describe(q));
-  }
+  check_head_dim(q, "q");
 }
 
 // The dimensions of k and v, in the order of those of q.
@@ -47,8 +51,6 @@ void check_kv(const Tensor& t, const char* name, const Tensor& q) {
   check_same_device(t, name, q, "q");
   check_same_dtype(t, name, q, "q");
   check_last_dim_contiguous(t, name);
-  const int64_t head_dim = input_rows(q).head_dim;
-  if (input_rows(t).head_dim != head_dim) fail(name, ": expected head_dim ", head_dim, " like q, got ", describe(t));
 }
 
 // Checked in the type of the scores; a softcap beyond its range is off.
@@ -75,12 +77,16 @@ Params attention_params(const Tensor& q, const Tensor& k, const Tensor& v, Tenso
   check_q(q);
   check_kv(k, "k", q);
   check_kv(v, "v", q);
-  const Rows shape_q = input_rows(q), shape_k = input_rows(k);
+  check_head_dim(v, "v");
+  const Rows shape_q = input_rows(q), shape_k = input_rows(k), shape_v = input_rows(v);
+  if (shape_k.head_dim != shape_q.head_dim) {
+    fail("k: expected head_dim ", shape_q.head_dim, " like q, got ", describe(k));
+  }
   if (shape_k.num_heads < 1 || shape_q.num_heads < 1 || shape_q.num_heads % shape_k.num_heads != 0) {
     fail("k: expected a number of heads that divides the ", shape_q.num_heads, " heads of q, got ", describe(k));
   }
-  if (sizes_of(v) != sizes_of(k)) {
-    fail("v: expected ", kv_layout(q), " like k (", describe(k), "), got ", describe(v));
+  if (shape_v.total != shape_k.total || shape_v.num_heads != shape_k.num_heads) {
+    fail("v: expected ", kv_layout(q), " with the rows and heads of k (", describe(k), "), got ", describe(v));
   }
   take_cu_seqlens(cu_seqlens_q, "cu_seqlens_q", shape_q.total, q, "q");
   take_cu_seqlens(cu_seqlens_k, "cu_seqlens_k", shape_k.total, q, "q");
@@ -99,6 +105,7 @@ Params attention_params(const Tensor& q, const Tensor& k, const Tensor& v, Tenso
   p.num_q_heads = shape_q.num_heads;
   p.num_kv_heads = shape_k.num_heads;
   p.head_dim = shape_q.head_dim;
+  p.head_dim_v = shape_v.head_dim;
   p.softmax_scale = options.softmax_scale.value_or(1 / std::sqrt(static_cast<double>(p.head_dim)));
   p.softcap = softcap_of(options.softcap, p.dtype);
   // A longer window than any document is one of the longest, and the kernels can reckon with it.
@@ -114,12 +121,14 @@ Params attention_params(const Tensor& q, const Tensor& k, const Tensor& v, Tenso
 }
 
 // What the CUDA kernels ask for beyond that.
-void check_cuda_case(const VarlenAttentionParams& p, const Tensor& q) {
+void check_cuda_case(const VarlenAttentionParams& p, const Tensor& q, const Tensor& v) {
   if (!q.is_cuda()) return;
   check_dtype(q, "q", {DType::kBFloat16, DType::kFloat16, DType::kFloat32});
-  if (p.dtype != DType::kFloat32 && p.head_dim % 8 != 0) {
-    fail("q: expected a head_dim of 8 to ", kMaxHeadDim, " in multiples of 8 (any up to ", kMaxHeadDim,
-         " in float32), got ", describe(q));
+  for (const auto& [t, name] : {std::pair(&q, "q"), std::pair(&v, "v")}) {
+    if (p.dtype != DType::kFloat32 && input_rows(*t).head_dim % 8 != 0) {
+      fail(name, ": expected a head_dim of 8 to ", kMaxHeadDim, " in multiples of 8 (any up to ", kMaxHeadDim,
+           " in float32), got ", describe(*t));
+    }
   }
   const int64_t group = p.num_q_heads / p.num_kv_heads;
   check(group <= kMaxGroup, "k: expected at most ", kMaxGroup, " heads of q for each of its heads, got ", group);
@@ -132,6 +141,7 @@ AttentionPlanParams plan_params(const VarlenAttentionParams& p) {
   plan.num_q_heads = p.num_q_heads;
   plan.num_kv_heads = p.num_kv_heads;
   plan.head_dim = p.head_dim;
+  plan.head_dim_v = p.head_dim_v;
   plan.window_left = p.window_left;
   plan.window_right = p.window_right;
   plan.visible_end = p.visible_end;
@@ -165,7 +175,7 @@ std::tuple<Tensor, Tensor> varlen_attention(const Tensor& q, const Tensor& k, co
                                             std::optional<Tensor> visible_end) {
   auto p = attention_params<VarlenAttentionParams>(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks,
                                                    {causal, softmax_scale, window_left, window_right, softcap});
-  check_cuda_case(p, q);
+  check_cuda_case(p, q, v);
   const std::optional<Tensor> ends =
       taken_visible_end(visible_end, p.documents_q, p.documents_k, causal, window_left, window_right, q, "q");
   p.visible_end = static_cast<const int32_t*>(data_or_null(ends));
@@ -176,7 +186,7 @@ std::tuple<Tensor, Tensor> varlen_attention(const Tensor& q, const Tensor& k, co
   const Tensor list = plan_of(plan, p, q);
   p.plan = static_cast<int32_t*>(list.data_ptr());
   const std::optional<Tensor> dense_sinks = dense(sinks);
-  Tensor out = empty(output_sizes(q), p.dtype, q);
+  Tensor out = empty(output_sizes(q, p.head_dim_v), p.dtype, q);
   Tensor lse = empty({p.num_q_heads, p.documents_q.total}, lse_dtype(p.dtype), q);
   p.sinks = data_or_null(dense_sinks);
   p.out = output_rows(out).memory;
@@ -193,7 +203,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> varlen_attention_backward(
     std::optional<Tensor> plan, std::optional<Tensor> visible_end) {
   auto p = attention_params<VarlenAttentionBackwardParams>(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks,
                                                            {causal, softmax_scale, window_left, window_right, softcap});
-  check_cuda_case(p, q);
+  check_cuda_case(p, q, v);
   const std::optional<Tensor> ends =
       taken_visible_end(visible_end, p.documents_q, p.documents_k, causal, window_left, window_right, q, "q");
   p.visible_end = static_cast<const int32_t*>(data_or_null(ends));
@@ -205,11 +215,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> varlen_attention_backward(
   p.plan = static_cast<int32_t*>(list.data_ptr());
   const std::vector<int64_t> rows = {p.num_q_heads, p.documents_q.total};
   const char* tokens_first =
-      q.dim() == 4 ? "[1, total_q, num_q_heads, head_dim]" : "[total_q, num_q_heads, head_dim] like q";
+      q.dim() == 4 ? "[1, total_q, num_q_heads, head_dim of v]" : "[total_q, num_q_heads, head_dim of v]";
   for (const auto& [t, name] : {std::pair(&dout, "dout"), std::pair(&out, "out")}) {
     check_same_device(*t, name, q, "q");
     check_same_dtype(*t, name, q, "q");
-    check_shape(*t, name, output_sizes(q), tokens_first);
+    check_shape(*t, name, output_sizes(q, p.head_dim_v), tokens_first);
   }
   for (const auto& [t, name] : {std::pair(&lse, "lse"), std::pair(dlse ? &*dlse : &lse, "dlse")}) {
     check_same_device(*t, name, q, "q");

@@ -13,7 +13,7 @@ Tensor made_plan(AttentionPlanParams p, const Tensor& anchor);
 
 Tensor attention_plan(Tensor cu_seqlens_q, Tensor cu_seqlens_k, int64_t total_q, int64_t total_k, int64_t num_heads,
                       int64_t num_kv_heads, int64_t head_dim, bool causal, int64_t window_left, int64_t window_right,
-                      std::optional<Tensor> visible_end);
+                      std::optional<int64_t> head_dim_v, std::optional<Tensor> visible_end);
 
 // visible_end, contiguous; keep it until the launch. Its values are checked on the CPU; on a GPU the plan checks them.
 std::optional<Tensor> taken_visible_end(const std::optional<Tensor>& visible_end, const Documents& documents_q,

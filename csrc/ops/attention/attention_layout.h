@@ -31,14 +31,15 @@ inline Rows output_rows(const Tensor& t) {
   return t.dim() == 4 ? rows_of(t, 1, 2) : rows_of(t, 0, 1);
 }
 
-inline std::vector<int64_t> output_sizes(const Tensor& q) {
-  return q.dim() == 4 ? std::vector{q.size(0), q.size(2), q.size(1), q.size(3)} : sizes_of(q);
+inline std::vector<int64_t> output_sizes(const Tensor& q, int64_t head_dim_v) {
+  if (q.dim() == 4) return {q.size(0), q.size(2), q.size(1), head_dim_v};
+  return {q.size(0), q.size(1), head_dim_v};
 }
 
 // A gradient of q, k or v: its dimensions, the tokens first in memory.
 inline Tensor empty_input_rows(const Tensor& t) {
   if (t.dim() == 3) return empty_as(sizes_of(t), t);
-  std::vector<int64_t> strides = detail::contiguous_strides(output_sizes(t));
+  std::vector<int64_t> strides = detail::contiguous_strides(output_sizes(t, t.size(3)));
   std::swap(strides[1], strides[2]);
   return empty_as(sizes_of(t), strides, t);
 }

@@ -21,10 +21,10 @@ Tensor made_plan(AttentionPlanParams p, const Tensor& anchor) {
   return plan;
 }
 
-// Options as in varlen_attention; good for every call with these lengths, heads, head_dim, window and visible_end.
+// Options as in varlen_attention; good for every call with these lengths, heads, head_dims, window and visible_end.
 Tensor attention_plan(Tensor cu_seqlens_q, Tensor cu_seqlens_k, int64_t total_q, int64_t total_k, int64_t num_heads,
                       int64_t num_kv_heads, int64_t head_dim, bool causal, int64_t window_left, int64_t window_right,
-                      std::optional<Tensor> visible_end) {
+                      std::optional<int64_t> head_dim_v, std::optional<Tensor> visible_end) {
   check(total_q >= 0 && total_k >= 0, "total_q, total_k: expected 0 or more, got ", total_q, " and ", total_k);
   take_cu_seqlens(cu_seqlens_q, "cu_seqlens_q", total_q, cu_seqlens_q, "cu_seqlens_q");
   take_cu_seqlens(cu_seqlens_k, "cu_seqlens_k", total_k, cu_seqlens_q, "cu_seqlens_q");
@@ -33,6 +33,8 @@ Tensor attention_plan(Tensor cu_seqlens_q, Tensor cu_seqlens_k, int64_t total_q,
   check(num_kv_heads >= 1 && num_heads >= 1 && num_heads % num_kv_heads == 0,
         "num_kv_heads: expected a number that divides num_heads (", num_heads, "), got ", num_kv_heads);
   check(head_dim >= 1 && head_dim <= kMaxHeadDim, "head_dim: expected 1 to ", kMaxHeadDim, ", got ", head_dim);
+  const int64_t of_v = head_dim_v.value_or(head_dim);
+  check(of_v >= 1 && of_v <= kMaxHeadDim, "head_dim_v: expected 1 to ", kMaxHeadDim, ", got ", of_v);
   check(!causal || window_right <= 0, "window_size: expected nothing to the right with causal=True, got (", window_left,
         ", ", window_right, ")");
   AttentionPlanParams p;
@@ -41,6 +43,7 @@ Tensor attention_plan(Tensor cu_seqlens_q, Tensor cu_seqlens_k, int64_t total_q,
   p.num_q_heads = num_heads;
   p.num_kv_heads = num_kv_heads;
   p.head_dim = head_dim;
+  p.head_dim_v = of_v;
   p.window_left = window_left;
   p.window_right = causal ? 0 : window_right;
   const std::optional<Tensor> ends = taken_visible_end(visible_end, p.documents_q, p.documents_k, causal, window_left,
@@ -51,7 +54,7 @@ Tensor attention_plan(Tensor cu_seqlens_q, Tensor cu_seqlens_k, int64_t total_q,
 
 // "forward kernels, backward kernels" of a call with scores as they are or softcap; device -1 is the CPU.
 std::string attention_kernels(bool half, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, double softcap,
-                              int64_t device) {
+                              int64_t device, std::optional<int64_t> head_dim_v, std::optional<bool> visible_end) {
   check(num_kv_heads >= 1 && num_heads >= 1 && num_heads % num_kv_heads == 0,
         "num_kv_heads: expected a number that divides num_heads (", num_heads, "), got ", num_kv_heads);
   if (device < 0) return "cpu, cpu";
@@ -61,8 +64,11 @@ std::string attention_kernels(bool half, int64_t num_heads, int64_t num_kv_heads
   p.num_q_heads = num_heads;
   p.num_kv_heads = num_kv_heads;
   p.head_dim = head_dim;
+  p.head_dim_v = head_dim_v.value_or(head_dim);
   p.softcap = softcap;
   p.device = static_cast<int32_t>(device);
+  static constexpr int32_t kGiven = 0;  // not read
+  p.visible_end = visible_end.value_or(false) ? &kGiven : nullptr;
   return std::string(attention_forward_kernels_cuda(p)) + ", " + attention_backward_kernels_cuda(p);
 #else
   fail("device: expected -1 (the CPU) without CUDA kernels, got ", device);

@@ -1,7 +1,6 @@
 """``PackingDotProductAttention``: varlen attention as the core attention of megatron-core."""
 
 import torch
-import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
@@ -115,7 +114,8 @@ class PackingDotProductAttention(MegatronModule):
         Args:
             query: ``[T, num_heads, head_dim]`` for thd, ``[S, B, num_heads, head_dim]`` for sbhd: this rank's heads
                 and, under context parallelism, its chunks of each document. float32, bfloat16, float16.
-            key, value: the same with this rank's query groups; value may have a smaller head_dim (one copy).
+            key, value: the same with this rank's query groups; value may have another head_dim (multi-latent
+                attention).
             attention_mask: not looked at for thd, nor with a window; for sbhd None or, bool with True for hidden, what
                 attn_mask_type says and padding (masks.py; looked at once per mask: one synchronisation). Padding has
                 out 0 and takes no gradient.
@@ -127,7 +127,7 @@ class PackingDotProductAttention(MegatronModule):
                 which ``packed_seq_params(metadata)`` makes.
 
         Returns:
-            ``[T, num_heads * head_dim]`` or ``[S, B, num_heads * head_dim]``. No synchronisation per layer; varlen_call.py
+            ``[T, num_heads * head_dim]`` or ``[S, B, num_heads * head_dim]``, value's head_dim. No synchronisation per layer; varlen_call.py
             says when there is one per batch.
 
         Example: a query ``[16, 4, 8]`` with cu_seqlens ``[0, 5, 8, 16]`` (5, 3 and 8 tokens) gives ``[16, 32]``.
@@ -143,16 +143,13 @@ class PackingDotProductAttention(MegatronModule):
         mask_type = (self.attn_mask_type if attn_mask_type is None else attn_mask_type).name
         causal, window = causal_and_window(mask_type, self.window_size)
         group = self._cp_group(packed_seq_params)
-        head_dim = value.shape[-1]
-        if head_dim < query.shape[-1]:
-            value = F.pad(value, (0, query.shape[-1] - head_dim))
         heads = query, key, value
         documents = _thd_documents(packed_seq_params)
         if documents is not None:
             _expect(heads, "[total, num_heads, head_dim]", 3)
             options = AttentionOptions(causal, self.softmax_scale, window, sinks=self.softmax_offset)
             out = self._attend(*heads, documents, options, group)
-            return _narrowed(out, head_dim).flatten(1)
+            return out.flatten(1)
         _expect(heads, "[seqlen, batch, num_heads, head_dim]", 4)
         if causal and len(query) != len(key):
             raise ValueError(f"key: expected the {len(query)} rows of query under a causal mask, got {len(key)}")
@@ -160,7 +157,7 @@ class PackingDotProductAttention(MegatronModule):
             tokens = tokens_of(attention_mask, query, key, mask_type, self.layer_number)
             if tokens is not None:
                 options = AttentionOptions(causal, self.softmax_scale, window, sinks=self.softmax_offset)
-                return _narrowed(self._attend_tokens(heads, tokens, options, group), head_dim).flatten(2)
+                return self._attend_tokens(heads, tokens, options, group).flatten(2)
         # The columns of the batch as more heads: no copy, and each query group keeps its queries.
         sinks = None if self.softmax_offset is None else self.softmax_offset.repeat(query.shape[1])
         ranks = 1 if group is None else group.size()
@@ -168,7 +165,7 @@ class PackingDotProductAttention(MegatronModule):
         cu_seqlens = [dense_cu_seqlens(1, ranks * len(tensor), tensor, name) for tensor, name in sides]
         options = AttentionOptions(causal, self.softmax_scale, window, sinks=sinks)
         out = self._attend(*(t.flatten(1, 2) for t in heads), DocumentSpans(*cu_seqlens, *cu_seqlens), options, group)
-        return _narrowed(out.view(query.shape), head_dim).flatten(2)
+        return out.view(*query.shape[:3], out.shape[-1]).flatten(2)
 
     def _attend_tokens(self, heads, tokens, options, group):
         """sbhd with padding in its columns: the tokens packed, and put back."""
@@ -220,8 +217,3 @@ def _expect(heads, shape, dim):
         if tensor.dim() != dim:
             qkv_format = "thd" if dim == 3 else "sbhd"
             raise ValueError(f"{name}: expected {shape} for qkv_format {qkv_format}, got {list(tensor.shape)}")
-
-
-def _narrowed(out, head_dim):
-    """The head_dim of a narrower value; no view where it is that of query, a view costs every layer microseconds."""
-    return out if out.shape[-1] == head_dim else out[..., :head_dim]

@@ -27,7 +27,7 @@ def register(name: str = "packing_ops") -> None:
     above 1 start a document where they change) and position_ids, which start one in each row and where they stop growing
     (one synchronisation); else each row is one. Causal and full attention, sliding windows, softcap, sinks, grouped heads
     and scaling follow the model. Everything else runs by SDPA with a mask of the same meaning, after one warning that says
-    why: a KV cache, 4-D masks (models that read theirs), dropout, head_dim over 256. A second call changes nothing.
+    why: a KV cache, 4-D masks (models that read theirs), dropout, head_dim over 512. A second call changes nothing.
 
     What this adds to transformers stays until unregister(name): the name in its two tables, and wrappers around
     PreTrainedModel.__call__, which remembers position_ids for models that pass them to no mask, and around the preparation

@@ -67,15 +67,14 @@ def why_not(query, key, value, dropout):
     """Why varlen_attention cannot serve this call, or an empty string."""
     if dropout:
         return f"dropout {dropout} in attention"
-    head_dim, cuda = query.shape[-1], query.is_cuda
+    cuda = query.is_cuda
     if not (cuda or query.is_cpu):
         return f"no kernel for {query.device.type}"
-    if value.shape[-1] != head_dim:
-        return f"head_dim {head_dim} of query and key, {value.shape[-1]} of value"
-    if head_dim > 256:
-        return f"head_dim {head_dim}, expected at most 256"
     if cuda and value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"dtype {dtype_name(value.dtype)}"
-    if cuda and head_dim % 8 and value.dtype != torch.float32:
-        return f"head_dim {head_dim} in {dtype_name(value.dtype)}, expected a multiple of 8"
+    for head_dim in (query.shape[-1], value.shape[-1]):
+        if head_dim > 512:
+            return f"head_dim {head_dim}, expected at most 512"
+        if cuda and head_dim % 8 and value.dtype != torch.float32:
+            return f"head_dim {head_dim} in {dtype_name(value.dtype)}, expected a multiple of 8"
     return ""

@@ -31,7 +31,7 @@ from megatron_case import (  # noqa: F401
 )
 
 from packing_ops import PackedMetadata, _batch_cache
-from packing_ops.integrations.megatron import PackingDotProductAttention, use_packing_ops
+from packing_ops.integrations.megatron import PackingDotProductAttention, core_attention, use_packing_ops
 from packing_ops.integrations.megatron import varlen_call as layouts
 from packing_ops.reference.attention import varlen_attention as reference
 
@@ -316,12 +316,32 @@ def test_empty_batches(device):
     assert not any(tensor.grad.any() for tensor in heads)
 
 
-def test_value_may_be_narrower(device):
-    """As in multi-latent attention: the output has value's head_dim."""
-    q, k, v = heads_of(5, device=device)
-    out = module_of(device=device)(q, k, v[..., :6], None, packed_seq_params=thd_params([5], device))
-    whole = module_of(device=device)(q, k, v, None, packed_seq_params=thd_params([5], device))
-    assert_near(out, whole.unflatten(1, (4, 8))[..., :6].flatten(1))
+@pytest.mark.parametrize("width", [6, 16])
+def test_value_may_have_another_head_dim(device, width, monkeypatch):
+    """As in multi-latent attention: the op gets value as it is, and the output has its head_dim."""
+    widths = []
+    attend = core_attention.varlen_attention
+    monkeypatch.setattr(
+        core_attention,
+        "varlen_attention",
+        lambda *heads, **named: widths.append(heads[2].shape[-1]) or attend(*heads, **named),
+    )
+    q, k, _ = heads_of(8, device=device)
+    v = torch.randn(8, *k.shape[1:2], width, device=device, requires_grad=True)
+    module, results = module_of(device=device), []
+    for split in ([8], [5, 3]):  # 5 and 3 tokens, as thd and each as sbhd
+        given = [t.detach().requires_grad_() for t in (q, k, v)]
+        if len(split) == 1:
+            out = module(*given, None, packed_seq_params=thd_params([5, 3], device))
+        else:
+            rows = zip(*(t.split(split) for t in given), strict=True)
+            out = torch.cat([module(*(t[:, None] for t in row), None)[:, 0] for row in rows])
+        results.append([out, *torch.autograd.grad(out.square().sum(), given)])
+    for one, other in zip(*results, strict=True):
+        assert_near(one, other)
+    expected = reference(q, k, v, cu_seqlens_of([5, 3], device))[0]
+    assert_near(results[0][0], expected.flatten(1))
+    assert set(widths) == {width}
 
 
 # --- once per batch ---

@@ -328,14 +328,14 @@ def test_dropout_falls_back_with_the_packed_mask(family, device, warnings):
 
 
 def test_fallback_warns_once_and_equals_sdpa(device, caplog):
-    model = tiny_model("llama", attn_implementation="packing_ops", device=device, head_dim=264)
-    stock = tiny_model("llama", attn_implementation="sdpa", device=device, head_dim=264)
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device, head_dim=520)
+    stock = tiny_model("llama", attn_implementation="sdpa", device=device, head_dim=520)
     inputs = padded(documents(device), "right")
     real = inputs["attention_mask"].bool()
     transformers.utils.logging.enable_propagation()
     for _ in range(2):
         torch.testing.assert_close(model(**inputs).logits[real], stock(**inputs).logits[real], **CLOSE)
-    assert len([r for r in caplog.records if "head_dim 264" in r.message]) == 1
+    assert len([r for r in caplog.records if "head_dim 520" in r.message]) == 1
 
 
 def test_attention_weights_are_announced_as_missing(device, warnings):

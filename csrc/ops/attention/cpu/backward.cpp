@@ -52,7 +52,9 @@ class Backward {
     int64_t keys_held = kTile;
     std::vector<Item> items = plan(keys_held);
     const int64_t rows = g_.row_stride({0, g_.tokens});
-    const int64_t scratch = 5 * rows * g_.dim + 2 * rows + 2 * kTile * (g_.dim + rows) + 2 * keys_held * g_.dim;
+    const int64_t width = g_.dim + g_.dim_v;
+    const int64_t scratch =
+        2 * rows * width + rows * g_.dim + 2 * rows + kTile * (width + 2 * rows) + keys_held * width;
     for_each_item<T>(items, scratch, [&](const Item& item, ScratchArena<T> memory) {
       if (item.work == Work::kKeyTile) {
         key_tile(item, memory);
@@ -63,7 +65,7 @@ class Backward {
     if (p_.dsinks) compute_dsinks();
     clear_rows<Element>(p_.dq, p_.documents_q, p_.num_q_heads, p_.head_dim);
     clear_rows<Element>(p_.dk, p_.documents_k, p_.num_kv_heads, p_.head_dim);
-    clear_rows<Element>(p_.dv, p_.documents_k, p_.num_kv_heads, p_.head_dim);
+    clear_rows<Element>(p_.dv, p_.documents_k, p_.num_kv_heads, p_.head_dim_v);
   }
 
  private:
@@ -71,21 +73,24 @@ class Backward {
   int64_t row_at(int64_t head, int64_t token) const { return head * p_.documents_q.total + token; }
   T* delta() const { return static_cast<T*>(p_.delta); }
   const T* lse() const { return static_cast<const T*>(p_.lse); }
+  Columns qk() const { return {p_.head_dim, g_.dim}; }
+  Columns of_v() const { return {p_.head_dim_v, g_.dim_v}; }
 
   void compute_delta() const {
     constexpr int64_t kGrain = 16384;  // elements a thread should have
     const T* dlse = static_cast<const T*>(p_.dlse);
-    parallel_for(0, p_.documents_q.end(), kGrain / (p_.num_q_heads * p_.head_dim) + 1, [&](int64_t begin, int64_t end) {
-      T dout[kMaxHeadDim], out[kMaxHeadDim];
-      for (int64_t token = begin; token < end; ++token) {
-        for (int64_t head = 0; head < p_.num_q_heads; ++head) {
-          load_rows<Element>(p_, p_.dout, token, 1, head, 1, g_.dim, dout);
-          load_rows<Element>(p_, p_.out, token, 1, head, 1, g_.dim, out);
-          const int64_t row = row_at(head, token);
-          delta()[row] = dot(dout, out, g_.dim) - (dlse ? dlse[row] : T(0));
-        }
-      }
-    });
+    parallel_for(0, p_.documents_q.end(), kGrain / (p_.num_q_heads * p_.head_dim_v) + 1,
+                 [&](int64_t begin, int64_t end) {
+                   T dout[kMaxHeadDim], out[kMaxHeadDim];
+                   for (int64_t token = begin; token < end; ++token) {
+                     for (int64_t head = 0; head < p_.num_q_heads; ++head) {
+                       load_rows<Element>(p_.dout, token, 1, head, 1, of_v(), dout);
+                       load_rows<Element>(p_.out, token, 1, head, 1, of_v(), out);
+                       const int64_t row = row_at(head, token);
+                       delta()[row] = dot(dout, out, g_.dim_v) - (dlse ? dlse[row] : T(0));
+                     }
+                   }
+                 });
   }
 
   // A sink is a score with value 0: dsink = sum of P_sink * (0 - delta), in token order.
@@ -136,26 +141,25 @@ class Backward {
   QueryTile<T> take_queries(ScratchArena<T>& memory) const {
     const int64_t rows = g_.row_stride({0, g_.tokens});
     QueryTile<T> queries{};
-    for (T** matrix : {&queries.q, &queries.q_transposed, &queries.dout, &queries.dout_transposed}) {
-      *matrix = memory.take(rows * g_.dim);
-    }
+    for (T** matrix : {&queries.q, &queries.q_transposed}) *matrix = memory.take(rows * g_.dim);
+    for (T** matrix : {&queries.dout, &queries.dout_transposed}) *matrix = memory.take(rows * g_.dim_v);
     queries.lse = memory.take(rows);
     queries.delta = memory.take(rows);
     return queries;
   }
 
   KeyTile<T> take_keys(ScratchArena<T>& memory) const {
-    return {{}, memory.take(kTile * g_.dim), memory.take(kTile * g_.dim)};
+    return {{}, memory.take(kTile * g_.dim), memory.take(kTile * g_.dim_v)};
   }
 
   void load_queries(const Document& document, int64_t kv_head, Interval<int64_t> tokens, QueryTile<T>& queries) const {
     const int64_t count = tokens.size(), stride = g_.row_stride(tokens);
     const int64_t first = document.q.begin + tokens.begin, first_head = kv_head * g_.group;
     queries.tokens = tokens;
-    load_rows<Element>(p_, p_.q, first, count, first_head, g_.group, g_.dim, queries.q);
-    load_rows<Element>(p_, p_.dout, first, count, first_head, g_.group, g_.dim, queries.dout);
+    load_rows<Element>(p_.q, first, count, first_head, g_.group, qk(), queries.q);
+    load_rows<Element>(p_.dout, first, count, first_head, g_.group, of_v(), queries.dout);
     transpose(queries.q, count * g_.group, g_.dim, stride, queries.q_transposed);
-    transpose(queries.dout, count * g_.group, g_.dim, stride, queries.dout_transposed);
+    transpose(queries.dout, count * g_.group, g_.dim_v, stride, queries.dout_transposed);
     std::fill_n(queries.lse, stride, T(0));
     std::fill_n(queries.delta, stride, T(0));
     for (int64_t r = 0; r < count * g_.group; ++r) {
@@ -170,25 +174,26 @@ class Backward {
   void load_keys(const Document& document, int64_t kv_head, Interval<int64_t> keys, KeyTile<T>& tile) const {
     const int64_t count = keys.size(), first = document.k.begin + keys.begin;
     tile.keys = keys;
-    load_rows<Element>(p_, p_.k, first, count, kv_head, 1, g_.dim, tile.k);
-    load_rows<Element>(p_, p_.v, first, count, kv_head, 1, g_.dim, tile.v);
+    load_rows<Element>(p_.k, first, count, kv_head, 1, qk(), tile.k);
+    load_rows<Element>(p_.v, first, count, kv_head, 1, of_v(), tile.v);
   }
 
   void visit(const Document& document, const QueryTile<T>& queries, const KeyTile<T>& keys, ScratchArena<T> memory,
              const Gradients<T>& gradients) const {
     const Tile tile = document.tile(g_, queries.tokens, keys.keys);
+    const Tile values = tile.with_dim(g_.dim_v);
     const Scoring<T> scoring{static_cast<T>(p_.softmax_scale), static_cast<T>(p_.softcap)};
     T* scores = memory.take(kTile * tile.row_stride);
     T* grads = memory.take(kTile * tile.row_stride);
     multiply(tile, keys.k, queries.q_transposed, scores);
-    multiply(tile, keys.v, queries.dout_transposed, grads);
+    multiply(values, keys.v, queries.dout_transposed, grads);
     softmax_gradient(tile, scoring, queries.lse, queries.delta, scores, grads);
     if (gradients.dq) {
       accumulate_rows(tile, grads, keys.k, needs_exact(tile, keys.k, tile.band.keys), gradients.dq);
     }
     if (gradients.dk) {
       const int64_t rows = tile.band.rows();
-      accumulate_keys(tile, scores, queries.dout, needs_exact(tile, queries.dout, rows), gradients.dv);
+      accumulate_keys(values, scores, queries.dout, needs_exact(values, queries.dout, rows), gradients.dv);
       accumulate_keys(tile, grads, queries.q, needs_exact(tile, queries.q, rows), gradients.dk);
     }
   }
@@ -198,30 +203,29 @@ class Backward {
     const Document document = document_of(p_, item.document);
     const bool all_tiles = item.work == Work::kDocument;
     const Interval<int64_t> range{item.begin, all_tiles ? document.num_q() : item.begin + 1};
-    const int64_t held = all_tiles ? document.num_k() * g_.dim : 0;
+    const int64_t held = all_tiles ? document.num_k() : 0;
     QueryTile<T> queries = take_queries(memory);
     KeyTile<T> keys = take_keys(memory);
     T* dq = memory.take(g_.row_stride({0, g_.tokens}) * g_.dim);
-    T* dk = memory.take(held);
-    T* dv = memory.take(held);
-    std::fill_n(dk, held, T(0));
-    std::fill_n(dv, held, T(0));
+    T* dk = memory.take(held * g_.dim);
+    T* dv = memory.take(held * g_.dim_v);
+    std::fill_n(dk, held * g_.dim, T(0));
+    std::fill_n(dv, held * g_.dim_v, T(0));
     for_each_tile(range, g_.tokens, document.num_q(), [&](Interval<int64_t> tokens) {
       const int64_t count = tokens.size();
       load_queries(document, item.kv_head, tokens, queries);
       std::fill_n(dq, count * g_.group * g_.dim, T(0));
       for_each_tile(document.visible_keys(g_, tokens), kTile, document.num_k(), [&](Interval<int64_t> visible) {
         load_keys(document, item.kv_head, visible, keys);
-        const int64_t offset = visible.begin * g_.dim;
         visit(document, queries, keys, memory,
-              {dq, all_tiles ? dk + offset : nullptr, all_tiles ? dv + offset : nullptr});
+              {dq, all_tiles ? dk + visible.begin * g_.dim : nullptr,
+               all_tiles ? dv + visible.begin * g_.dim_v : nullptr});
       });
-      store_rows<Element>(p_, p_.dq, document.q.begin + tokens.begin, count, item.kv_head * g_.group, g_.group, g_.dim,
-                          dq);
+      store_rows<Element>(p_.dq, document.q.begin + tokens.begin, count, item.kv_head * g_.group, g_.group, qk(), dq);
     });
     if (!all_tiles) return;
-    store_rows<Element>(p_, p_.dk, document.k.begin, document.num_k(), item.kv_head, 1, g_.dim, dk);
-    store_rows<Element>(p_, p_.dv, document.k.begin, document.num_k(), item.kv_head, 1, g_.dim, dv);
+    store_rows<Element>(p_.dk, document.k.begin, document.num_k(), item.kv_head, 1, qk(), dk);
+    store_rows<Element>(p_.dv, document.k.begin, document.num_k(), item.kv_head, 1, of_v(), dv);
   }
 
   // dk and dv of one key tile.
@@ -232,17 +236,17 @@ class Backward {
     QueryTile<T> queries = take_queries(memory);
     KeyTile<T> keys = take_keys(memory);
     T* dk = memory.take(count * g_.dim);
-    T* dv = memory.take(count * g_.dim);
+    T* dv = memory.take(count * g_.dim_v);
     std::fill_n(dk, count * g_.dim, T(0));
-    std::fill_n(dv, count * g_.dim, T(0));
+    std::fill_n(dv, count * g_.dim_v, T(0));
     load_keys(document, item.kv_head, visible, keys);
     for_each_tile(document.tokens_attending_to(g_, visible), g_.tokens, document.num_q(),
                   [&](Interval<int64_t> tokens) {
                     load_queries(document, item.kv_head, tokens, queries);
                     visit(document, queries, keys, memory, {nullptr, dk, dv});
                   });
-    store_rows<Element>(p_, p_.dk, document.k.begin + visible.begin, count, item.kv_head, 1, g_.dim, dk);
-    store_rows<Element>(p_, p_.dv, document.k.begin + visible.begin, count, item.kv_head, 1, g_.dim, dv);
+    store_rows<Element>(p_.dk, document.k.begin + visible.begin, count, item.kv_head, 1, qk(), dk);
+    store_rows<Element>(p_.dv, document.k.begin + visible.begin, count, item.kv_head, 1, of_v(), dv);
   }
 
   const VarlenAttentionBackwardParams& p_;

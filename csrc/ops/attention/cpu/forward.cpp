@@ -17,9 +17,9 @@ class Forward {
   void run() const {
     std::vector<Item> items = plan();
     const int64_t rows = g_.row_stride({0, g_.tokens});
-    const int64_t scratch = 3 * rows * g_.dim + 2 * kTile * g_.dim + kTile * rows + 4 * rows;
+    const int64_t scratch = (2 * rows + kTile) * g_.dim + (rows + kTile) * g_.dim_v + kTile * rows + 4 * rows;
     for_each_item<T>(items, scratch, [&](const Item& item, ScratchArena<T> memory) { query_tile(item, memory); });
-    clear_rows<Element>(p_.out, p_.documents_q, p_.num_q_heads, p_.head_dim);
+    clear_rows<Element>(p_.out, p_.documents_q, p_.num_q_heads, p_.head_dim_v);
     for (int64_t head = 0; head < p_.num_q_heads; ++head) {
       std::fill(lse_at(head, p_.documents_q.end()), lse_at(head + 1, 0), -std::numeric_limits<T>::infinity());
     }
@@ -50,32 +50,34 @@ class Forward {
     const int64_t first_head = item.kv_head * g_.group;
     const Scoring<T> scoring{static_cast<T>(p_.softmax_scale), static_cast<T>(p_.softcap)};
     const int64_t stride = g_.row_stride(tokens);
+    const Columns qk{p_.head_dim, g_.dim}, of_v{p_.head_dim_v, g_.dim_v};
 
     T* q = memory.take(stride * g_.dim);
     T* q_transposed = memory.take(stride * g_.dim);
-    T* sums = memory.take(stride * g_.dim);
+    T* sums = memory.take(stride * g_.dim_v);
     T* k = memory.take(kTile * g_.dim);
-    T* v = memory.take(kTile * g_.dim);
+    T* v = memory.take(kTile * g_.dim_v);
     T* scores = memory.take(kTile * stride);
     const SoftmaxState<T> state{memory.take(stride), memory.take(stride), memory.take(stride), memory.take(stride)};
 
-    load_rows<Element>(p_, p_.q, document.q.begin + tokens.begin, count, first_head, g_.group, g_.dim, q);
+    load_rows<Element>(p_.q, document.q.begin + tokens.begin, count, first_head, g_.group, qk, q);
     transpose(q, count * g_.group, g_.dim, stride, q_transposed);
-    std::fill_n(sums, stride * g_.dim, T(0));
+    std::fill_n(sums, stride * g_.dim_v, T(0));
     start_softmax(first_head, stride, state);
 
     for_each_tile(document.visible_keys(g_, tokens), kTile, document.num_k(), [&](Interval<int64_t> keys) {
       const Tile tile = document.tile(g_, tokens, keys);
-      load_rows<Element>(p_, p_.k, document.k.begin + keys.begin, tile.band.keys, item.kv_head, 1, g_.dim, k);
-      load_rows<Element>(p_, p_.v, document.k.begin + keys.begin, tile.band.keys, item.kv_head, 1, g_.dim, v);
+      const Tile values = tile.with_dim(g_.dim_v);
+      load_rows<Element>(p_.k, document.k.begin + keys.begin, tile.band.keys, item.kv_head, 1, qk, k);
+      load_rows<Element>(p_.v, document.k.begin + keys.begin, tile.band.keys, item.kv_head, 1, of_v, v);
       multiply(tile, k, q_transposed, scores);
       softmax_step(tile, scoring, scores, state);
-      scale_rows(tile, state.rescale, sums);
-      accumulate_rows(tile, scores, v, needs_exact(tile, v, tile.band.keys), sums);
+      scale_rows(values, state.rescale, sums);
+      accumulate_rows(values, scores, v, needs_exact(values, v, tile.band.keys), sums);
     });
 
     finish(document, tokens, first_head, state, sums);
-    store_rows<Element>(p_, p_.out, document.q.begin + tokens.begin, count, first_head, g_.group, g_.dim, sums);
+    store_rows<Element>(p_.out, document.q.begin + tokens.begin, count, first_head, g_.group, of_v, sums);
   }
 
   // A sink is a score before the first key, with value 0.
@@ -93,7 +95,7 @@ class Forward {
     for (int64_t token = tokens.begin, r = 0; token < tokens.end; ++token) {
       for (int64_t head = first_head; head < first_head + g_.group; ++head, ++r) {
         const T share = state.sum[r] == 0 ? T(0) : 1 / state.sum[r];
-        for (int64_t c = 0; c < g_.dim; ++c) sums[r * g_.dim + c] *= share;
+        for (int64_t c = 0; c < g_.dim_v; ++c) sums[r * g_.dim_v + c] *= share;
         *lse_at(head, document.q.begin + token) = state.max[r] + std::log(state.sum[r]);
       }
     }

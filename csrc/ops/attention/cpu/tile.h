@@ -55,8 +55,10 @@ struct Band {
 
 struct Tile {
   Band band;
-  int64_t dim;         // head_dim rounded up; the columns past head_dim are 0
+  int64_t dim;         // of a product: head_dim of q and k, or of v, rounded up; the columns past head_dim are 0
   int64_t row_stride;  // rows rounded up
+
+  Tile with_dim(int64_t other) const { return {band, other, row_stride}; }
 };
 
 // Scores of one kind of element; softcap 0 is off.

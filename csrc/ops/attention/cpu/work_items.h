@@ -24,7 +24,8 @@ namespace packing_ops::attention::cpu {
 struct Geometry {
   int64_t group;   // query heads per kv head
   int64_t tokens;  // query tokens of a tile; all heads of the group are in it
-  int64_t dim;     // head_dim rounded up to whole vectors
+  int64_t dim;     // head_dim of q and k rounded up to whole vectors
+  int64_t dim_v;   // head_dim of v likewise
   int64_t lanes;   // elements of a whole vector
   int64_t left;    // window; open ends are farther than any document is long
   int64_t right;
@@ -40,6 +41,7 @@ Geometry geometry_of(const VarlenAttentionParams& p) {
   g.tokens = std::max<int64_t>(1, kTile / g.group);
   g.lanes = kLanes<T>;
   g.dim = round_up(p.head_dim, g.lanes);
+  g.dim_v = round_up(p.head_dim_v, g.lanes);
   g.left = p.window_left < 0 ? kOpen : p.window_left;
   g.right = p.window_right < 0 ? kOpen : p.window_right;
   return g;
@@ -159,26 +161,34 @@ Element* token_address(const AttentionTensor& tensor, int64_t token, int64_t hea
   return static_cast<Element*>(tensor.data) + token * tensor.token_stride + head * tensor.head_stride;
 }
 
+// head_dim, and what it is rounded up to.
+struct Columns {
+  int64_t head_dim;
+  int64_t dim;
+};
+
 // rows[token * group + head][.] of a tile, in T, the columns from head_dim on 0.
 template <class Element, class T>
-void load_rows(const VarlenAttentionParams& p, const AttentionTensor& tensor, int64_t first_token, int64_t tokens,
-               int64_t first_head, int64_t group, int64_t dim, T* rows) {
+void load_rows(const AttentionTensor& tensor, int64_t first_token, int64_t tokens, int64_t first_head, int64_t group,
+               Columns columns, T* rows) {
+  const auto [head_dim, dim] = columns;
   for (int64_t token = 0; token < tokens; ++token) {
     for (int64_t head = 0; head < group; ++head, rows += dim) {
       const Element* from = token_address<const Element>(tensor, first_token + token, first_head + head);
-      for (int64_t c = 0; c < p.head_dim; ++c) rows[c] = static_cast<T>(from[c]);
-      std::fill(rows + p.head_dim, rows + dim, T(0));
+      for (int64_t c = 0; c < head_dim; ++c) rows[c] = static_cast<T>(from[c]);
+      std::fill(rows + head_dim, rows + dim, T(0));
     }
   }
 }
 
 template <class Element, class T>
-void store_rows(const VarlenAttentionParams& p, const AttentionTensor& tensor, int64_t first_token, int64_t tokens,
-                int64_t first_head, int64_t group, int64_t dim, const T* rows) {
+void store_rows(const AttentionTensor& tensor, int64_t first_token, int64_t tokens, int64_t first_head, int64_t group,
+                Columns columns, const T* rows) {
+  const auto [head_dim, dim] = columns;
   for (int64_t token = 0; token < tokens; ++token) {
     for (int64_t head = 0; head < group; ++head, rows += dim) {
       Element* to = token_address<Element>(tensor, first_token + token, first_head + head);
-      for (int64_t c = 0; c < p.head_dim; ++c) to[c] = static_cast<Element>(rows[c]);
+      for (int64_t c = 0; c < head_dim; ++c) to[c] = static_cast<Element>(rows[c]);
     }
   }
 }

@@ -49,8 +49,10 @@ struct Args {
   uint32_t group_inverse = 0;  // 2^22 / group, rounded up: times x / 2^22 it is x / group for x < 2^12
   Divisor kv_heads;            // by num_kv_heads
   Divisor group_size;          // by group
-  int32_t head_dim = 0;
-  int32_t token_aligned_group = 0;  // group, if 16 packed rows are whole tokens and head_dim is an instance's; else 0
+  int32_t head_dim = 0;        // of q, k, dq and dk
+  int32_t head_dim_v = 0;      // of v, out, dout and dv
+  // group, if 16 packed rows are whole tokens and both head_dims are an instance's; else 0
+  int32_t token_aligned_group = 0;
   float softmax_scale = 0;
   float softcap = 0;
   const int32_t* visible_end = nullptr;  // the call's; kernels read plan.ends, which was checked

@@ -24,7 +24,7 @@ namespace {
 using namespace attention;
 
 AttentionPlanParams plan_params(const VarlenAttentionParams& p) {
-  return {p.documents_q, p.documents_k,  p.num_q_heads, p.num_kv_heads, p.head_dim,
+  return {p.documents_q, p.documents_k,  p.num_q_heads, p.num_kv_heads, p.head_dim,   p.head_dim_v,
           p.window_left, p.window_right, p.plan,        p.device,       p.visible_end};
 }
 
@@ -47,7 +47,10 @@ Args forward_args(const VarlenAttentionParams& p, const FaultFlag& fault = {}) {
   a.kv_heads = Divisor(static_cast<uint32_t>(a.num_kv_heads));
   a.group_size = Divisor(static_cast<uint32_t>(a.group));
   a.head_dim = static_cast<int32_t>(p.head_dim);
-  a.token_aligned_group = padded_dim(a.head_dim) == a.head_dim && 16 % a.group == 0 ? a.group : 0;
+  a.head_dim_v = static_cast<int32_t>(p.head_dim_v);
+  const PaddedDims dims = padded_dims(a.head_dim, a.head_dim_v);
+  const bool unpadded = dims.qk == a.head_dim && dims.v == a.head_dim_v;
+  a.token_aligned_group = unpadded && 16 % a.group == 0 ? a.group : 0;
   a.softmax_scale = static_cast<float>(p.softmax_scale);
   a.softcap = static_cast<float>(p.softcap);
   a.visible_end = p.visible_end;
@@ -64,9 +67,9 @@ struct BackwardScratch {
     const int64_t rows = a.documents_q.total * a.num_heads;
     row_stats = (rows * static_cast<int64_t>(sizeof(float2)) + 15) / 16 * 16;
     counters = fp32 ? 0 : (4 * (Args::kWorkCounters + a.plan.dq_ring_tiles) + 15) / 16 * 16;
-    const bool wgmma = has_wgmma(a.group, a.head_dim, device);
+    const bool wgmma = has_wgmma_backward(a.group, a.head_dim, a.head_dim_v, device);
     const int64_t tile = wgmma ? kTileRows * wgmma_dim(a.head_dim)  // also where a tile has rows that are not used
-                               : a.plan.tiles.backward_rows * padded_dim(a.head_dim);
+                               : a.plan.tiles.backward_rows * padded_dims(a.head_dim, a.head_dim_v).qk;
     const int64_t tile_bytes = tile * static_cast<int64_t>(sizeof(float));
     partial_dq = fp32 ? 0 : a.plan.dq_ring_tiles * tile_bytes;
   }
@@ -91,23 +94,25 @@ Args backward_args(const VarlenAttentionBackwardParams& p, const FaultFlag& faul
   return a;
 }
 
-template <int kDim>
-struct PaddedDim {
-  static constexpr int value = kDim;
+template <int kDim, int kDimV = kDim>
+struct Dims {
+  static constexpr int qk = kDim;
+  static constexpr int v = kDimV;
 };
 
 // The head_dims that were asked for, where not all were: " 64 128 ".
 #if defined(PACKING_OPS_HEAD_DIMS)
 constexpr std::string_view kHeadDims = " " PACKING_OPS_HEAD_DIMS " ";
 #else
-constexpr std::string_view kHeadDims = " 64 96 128 192 256 ";
+constexpr std::string_view kHeadDims = " 64 96 128 192 256 512 ";
 #endif
 constexpr bool is_built(int padded) {
   const std::string_view name = padded == 64    ? " 64 "
                                 : padded == 96  ? " 96 "
                                 : padded == 128 ? " 128 "
                                 : padded == 192 ? " 192 "
-                                                : " 256 ";
+                                : padded == 256 ? " 256 "
+                                                : " 512 ";
   return kHeadDims.find(name) != std::string_view::npos;
 }
 
@@ -116,9 +121,14 @@ bool transforms(const VarlenAttentionParams& p) {
   return p.softcap > 0 || !(p.softmax_scale > 0);
 }
 
-bool runs_on_wgmma(const VarlenAttentionParams& p) {
-  if (p.visible_end != nullptr) return false;  // sm90/ has none
-  return !transforms(p) && has_wgmma(p.num_q_heads / p.num_kv_heads, p.head_dim, p.device);
+bool forward_runs_on_wgmma(const VarlenAttentionParams& p) {
+  return !transforms(p) && p.visible_end == nullptr &&  // sm90/ has neither
+         has_wgmma(p.num_q_heads / p.num_kv_heads, p.head_dim, p.head_dim_v, p.device);
+}
+
+bool backward_runs_on_wgmma(const VarlenAttentionParams& p) {
+  return forward_runs_on_wgmma(p) &&
+         has_wgmma_backward(p.num_q_heads / p.num_kv_heads, p.head_dim, p.head_dim_v, p.device);
 }
 
 // f(tier), as a constant.
@@ -131,11 +141,14 @@ void with_tier(SmemTier tier, F&& f) {
   return f(std::integral_constant<SmemTier, SmemTier::k163KB>{});
 }
 
-// f(element type, padded head_dim, whether scores are transformed), each as a constant.
+// f(element type, padded head_dims, whether scores are transformed), each as a constant.
 template <class F>
 void dispatch(const VarlenAttentionParams& p, F&& f) {
   const auto with_all = [&](auto element, auto dim) {
-    if constexpr (is_built(decltype(dim)::value)) {
+    constexpr int kDim = decltype(dim)::qk;
+    if constexpr (kDim == 512 && is_built(kDim)) {
+      f(element, dim, std::true_type{});  // one instance for all scores
+    } else if constexpr (is_built(kDim)) {
       transforms(p) ? f(element, dim, std::true_type{}) : f(element, dim, std::false_type{});
     } else {
       fail("q: expected a head_dim of this library, which was built with PACKING_OPS_HEAD_DIMS =", kHeadDims,
@@ -143,17 +156,21 @@ void dispatch(const VarlenAttentionParams& p, F&& f) {
     }
   };
   const auto with_dim = [&](auto element) {
-    switch (padded_dim(p.head_dim)) {
+    const PaddedDims padded = padded_dims(p.head_dim, p.head_dim_v);
+    if (padded.qk != padded.v) return with_all(element, Dims<192, 128>{});
+    switch (padded.qk) {
       case 64:
-        return with_all(element, PaddedDim<64>{});
+        return with_all(element, Dims<64>{});
       case 96:
-        return with_all(element, PaddedDim<96>{});
+        return with_all(element, Dims<96>{});
       case 128:
-        return with_all(element, PaddedDim<128>{});
+        return with_all(element, Dims<128>{});
       case 192:
-        return with_all(element, PaddedDim<192>{});
+        return with_all(element, Dims<192>{});
+      case 256:
+        return with_all(element, Dims<256>{});
       default:
-        return with_all(element, PaddedDim<256>{});
+        return with_all(element, Dims<512>{});
     }
   };
   if (p.dtype == DType::kBFloat16) return with_dim(__nv_bfloat16{});
@@ -168,7 +185,7 @@ const char* attention_forward_kernels_cuda(const VarlenAttentionParams& p) {
 }
 
 const char* attention_backward_kernels_cuda(const VarlenAttentionParams& p) {
-  return attention_forward_kernels_cuda(p);
+  return p.dtype == DType::kFloat32 ? "fp32" : backward_runs_on_wgmma(p) ? "sm90" : "sm80";
 }
 
 int64_t attention_backward_scratch_cuda(const VarlenAttentionBackwardParams& p) {
@@ -180,19 +197,27 @@ void launch_varlen_attention_cuda(const VarlenAttentionParams& p, const CudaLaun
   const Args args = forward_args(p, launch.fault);
   const cudaStream_t stream = stream_of(launch);
   if (p.dtype == DType::kFloat32) return fp32::run_forward(args, stream);
-  dispatch(p, [&](auto element, auto dim, auto transform) {
+  dispatch(p, [&](auto element, auto dims, auto transform) {
     using T = decltype(element);
-    constexpr int kDim = decltype(dim)::value;
+    constexpr int kDim = decltype(dims)::qk;
+    constexpr int kDimV = decltype(dims)::v;
     constexpr bool kTransform = decltype(transform)::value;
-    const bool wgmma = runs_on_wgmma(p);
-    if constexpr (kDim <= 128 && !kTransform) {
-      if (wgmma) sm90::run_forward<T, wgmma_dim(kDim)>(args, p.dtype, stream);
-    }
-    if (!wgmma) sm80::run_forward<T, kDim, false, kTransform>(args, stream);
-    if constexpr (has_short_forward(kDim)) {
-      const AttentionTiles& tiles = args.plan.tiles;
-      if (tiles.short_max_keys >= 0) sm80::run_forward<T, kDim, true, kTransform>(args, stream);
-      if (tiles.resident_max_tokens >= 0) sm80::run_forward_resident<T, kDim, kTransform>(args, stream);
+    if constexpr (is_wide(kDim)) {
+      if (backward_tier(kDim, kDimV, p.device) == SmemTier::k99KB) {
+        return sm80::run_forward_wide<T, SmemTier::k99KB>(args, stream);
+      }
+      return sm80::run_forward_wide<T, SmemTier::k163KB>(args, stream);
+    } else {
+      const bool wgmma = forward_runs_on_wgmma(p);
+      if constexpr (kDim <= 128 && !kTransform) {
+        if (wgmma) sm90::run_forward<T, wgmma_dim(kDim)>(args, p.dtype, stream);
+      }
+      if (!wgmma) sm80::run_forward<T, kDim, false, kTransform, kDimV>(args, stream);
+      if constexpr (has_short_forward(kDim)) {
+        const AttentionTiles& tiles = args.plan.tiles;
+        if (tiles.short_max_keys >= 0) sm80::run_forward<T, kDim, true, kTransform>(args, stream);
+        if (tiles.resident_max_tokens >= 0) sm80::run_forward_resident<T, kDim, kTransform>(args, stream);
+      }
     }
   });
 }
@@ -204,21 +229,24 @@ void launch_varlen_attention_backward_cuda(const VarlenAttentionBackwardParams& 
     run_row_stats<float>(args, stream);
     fp32::run_backward(args, stream);
   } else {
-    dispatch(p, [&](auto element, auto dim, auto transform) {
+    dispatch(p, [&](auto element, auto dims, auto transform) {
       using T = decltype(element);
-      constexpr int kDim = decltype(dim)::value;
+      constexpr int kDim = decltype(dims)::qk;
+      constexpr int kDimV = decltype(dims)::v;
       constexpr bool kTransform = decltype(transform)::value;
       run_row_stats<T>(args, stream);
-      const bool wgmma = runs_on_wgmma(p);
+      const bool wgmma = backward_runs_on_wgmma(p);
       if constexpr (kDim <= 128 && !kTransform) {
         if (wgmma) sm90::run_backward<T, wgmma_dim(kDim)>(args, p.dtype, stream);
       }
-      with_tier<kDim>(backward_tier(kDim, static_cast<int>(p.device)), [&](auto constant) {
+      with_tier<kDim>(backward_tier(kDim, kDimV, static_cast<int>(p.device)), [&](auto constant) {
         constexpr SmemTier kTier = decltype(constant)::value;
         constexpr SmemTier kSingleTier = backward_single_tier(kDim, kTier);
         constexpr int kSmallKeys = backward_small_keys(kDim, kTier);
-        if (!wgmma) sm80::run_backward<T, kDim, kTransform, kTier>(args, stream);
-        sm80::run_backward_single<T, kDim, backward_keys(kDim, kTier), kTransform, kSingleTier>(args, stream);
+        if (!wgmma) sm80::run_backward<T, kDim, kTransform, kTier, kDimV>(args, stream);
+        if constexpr (kSmallKeys >= 0) {
+          sm80::run_backward_single<T, kDim, backward_keys(kDim, kTier), kTransform, kSingleTier, kDimV>(args, stream);
+        }
         if constexpr (kSmallKeys > 0) {
           sm80::run_backward_single<T, kDim, kSmallKeys, kTransform, kSingleTier>(args, stream);
         }

@@ -45,7 +45,7 @@ struct TileLister {
     }
     // Keys that no query attends to are listed too: a unit has to write the zeros of their gradients.
     const bool small = d.keys <= plan.tiles.small_keys;
-    const bool single = !small && d.keys <= plan.tiles.backward_keys;
+    const bool single = !small && plan.tiles.small_keys >= 0 && d.keys <= plan.tiles.backward_keys;
     if ((list == PlanView::kBackwardSmall) != small || (list == PlanView::kBackwardSingle) != single) return 0;
     return static_cast<int32_t>(ceil_div(d.keys, plan.tiles.backward_keys));
   }
@@ -312,7 +312,7 @@ PlanView plan_view(const AttentionPlanParams& p) {
   plan.total_q = p.documents_q.total;
   plan.total_k = p.documents_k.total;
   plan.num_documents = p.documents_q.num_documents;
-  plan.tiles = attention_tiles(group, p.head_dim, p.device);
+  plan.tiles = attention_tiles(group, p.head_dim, p.head_dim_v, p.device);
   const auto side = [](int64_t window) {
     return window < 0 || window > kOpenWindow ? kOpenWindow : static_cast<int32_t>(window);
   };

@@ -100,7 +100,7 @@ struct PlanView {
     return total_q * tiles.group / tiles.forward_rows + num_documents;
   }
   PACKING_OPS_HOST_DEVICE int64_t forward_short_capacity() const {
-    return total_q * tiles.group / tiles.short_rows + num_documents;
+    return tiles.short_max_keys < 0 ? 0 : total_q * tiles.group / tiles.short_rows + num_documents;
   }
   PACKING_OPS_HOST_DEVICE int64_t backward_capacity() const { return total_k / tiles.backward_keys + num_documents; }
 };

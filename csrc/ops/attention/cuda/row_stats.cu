@@ -76,7 +76,7 @@ __device__ void write_row_stats(const Args& args, const Row (&rows)[kRows], int 
     dlse[r] = lane == 0 && r < count && args.dlse != nullptr ? args.dlse[index] : 0.f;
   }
   constexpr int kStep = Word<T>::kElements;
-  for (int i = lane * kStep; i < args.head_dim; i += kLanes * kStep) {
+  for (int i = lane * kStep; i < args.head_dim_v; i += kLanes * kStep) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       if (r < count) {
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kThreads) row_stats_kernel(__grid_constant__ c
   for (int64_t row = thread / kLanes; row < key_rows; row += threads / kLanes) {
     const int64_t token = end_k + row / args.num_kv_heads;
     zero_row(row_of<T>(args.dk, token, row % args.num_kv_heads), args.head_dim, lane);
-    zero_row(row_of<T>(args.dv, token, row % args.num_kv_heads), args.head_dim, lane);
+    zero_row(row_of<T>(args.dv, token, row % args.num_kv_heads), args.head_dim_v, lane);
   }
 }
 

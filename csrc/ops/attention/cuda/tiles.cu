@@ -23,11 +23,11 @@ int64_t max_shared_memory(int device) {
   return bytes.load(std::memory_order_relaxed);
 }
 
-SmemTier backward_tier(int padded, int device) {
-  constexpr int kRowSums = 1024;  // BackwardShape::kRowSums, at most
+SmemTier backward_tier(int padded, int padded_v, int device) {
+  const int row_sums = is_wide(padded) ? 0 : 1024;  // BackwardShape::kRowSums, at most
   const int64_t bytes = max_shared_memory(device);
   const auto fits = [&](SmemTier tier) {
-    return backward_shared(padded, backward_keys(padded, tier), tier) + kRowSums <= bytes;
+    return backward_shared(padded, padded_v, backward_keys(padded, tier), tier) + row_sums <= bytes;
   };
   if (fits(SmemTier::k227KB)) return SmemTier::k227KB;
   return fits(SmemTier::k163KB) || !has_99kb_tier(padded) ? SmemTier::k163KB : SmemTier::k99KB;
@@ -37,13 +37,16 @@ bool has_resident_forward(int padded, int device) {
   return has_short_forward(padded) && resident_shared(padded) + kResidentRingBytes <= max_shared_memory(device);
 }
 
-bool has_wgmma(int64_t group, int64_t head_dim, int device) {
 #if defined(PACKING_OPS_SM90)
-  static const bool off = [] {
-    const char* value = std::getenv("PACKING_OPS_SM90");
-    return value != nullptr && std::string_view(value) == "0";
-  }();
-  if (off || head_dim > 128 || group > kMostTileGroup) return false;
+static std::string_view wgmma_wanted() {
+  static const char* value = std::getenv("PACKING_OPS_SM90");
+  return value == nullptr ? "" : value;
+}
+#endif
+
+bool has_wgmma(int64_t group, int64_t head_dim, int64_t head_dim_v, int device) {
+#if defined(PACKING_OPS_SM90)
+  if (wgmma_wanted() == "0" || head_dim > 128 || head_dim_v != head_dim || group > kMostTileGroup) return false;
   int major = 0;
   int minor = 0;
   check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
@@ -54,21 +57,33 @@ bool has_wgmma(int64_t group, int64_t head_dim, int device) {
 #endif
 }
 
-AttentionTiles attention_tiles(int64_t group, int64_t head_dim, int device) {
-  const int padded = padded_dim(head_dim);
+bool has_wgmma_backward(int64_t group, int64_t head_dim, int64_t head_dim_v, int device) {
+#if defined(PACKING_OPS_SM90)
+  if (head_dim <= 64 && wgmma_wanted() != "all") return false;
+#endif
+  return has_wgmma(group, head_dim, head_dim_v, device);
+}
+
+AttentionTiles attention_tiles(int64_t group, int64_t head_dim, int64_t head_dim_v, int device) {
+  const auto [padded, padded_v] = padded_dims(head_dim, head_dim_v);
   AttentionTiles tiles;
   tiles.group = static_cast<int32_t>(group);
-  const bool wgmma = has_wgmma(group, head_dim, device);
-  tiles.forward_rows = wgmma ? 2 * tile_tokens(group) * tiles.group : forward_rows(padded);
+  const bool wgmma = has_wgmma(group, head_dim, head_dim_v, device);
+  tiles.forward_rows = wgmma ? 2 * tile_tokens(group) * tiles.group : forward_rows(padded, padded_v);
   tiles.forward_keys = forward_keys(padded);
   tiles.short_rows = kShortRows;
   tiles.resident_max_tokens = has_resident_forward(padded, device) ? kResidentMaxTokens : -1;
   const int32_t short_max_keys = has_short_forward(padded) && !wgmma ? kShortMaxKeysTimesGroup / tiles.group : -1;
   tiles.short_max_keys = short_max_keys > tiles.resident_max_tokens ? short_max_keys : -1;
-  const SmemTier tier = backward_tier(padded, device);
-  tiles.backward_rows = wgmma ? tile_tokens(group) * tiles.group : backward_rows(padded, tier);
+  const SmemTier tier = backward_tier(padded, padded_v, device);
+  const bool backward = has_wgmma_backward(group, head_dim, head_dim_v, device);
+  tiles.backward_rows = backward ? tile_tokens(group) * tiles.group : backward_rows(padded, tier);
   tiles.backward_keys = backward_keys(padded, tier);
   tiles.small_keys = backward_small_keys(padded, tier);
+  if (is_wide(padded)) {
+    tiles.forward_rows = wide_forward_rows(tier);
+    tiles.forward_keys = wide_forward_keys(tier);
+  }
   return tiles;
 }
 

@@ -18,7 +18,8 @@ struct AttentionTiles {
   int32_t resident_max_tokens = 128;  // most keys and tokens of a resident document; -1: no such class
   int32_t backward_rows = 64;         // rows of a backward step
   int32_t backward_keys = 128;        // keys of a backward tile
-  int32_t small_keys = 64;            // documents of at most so many keys get smaller backward tiles; 0: no such class
+  int32_t small_keys = 64;            // documents of at most so many keys get smaller backward tiles; 0: no such class;
+                                      // -1: nor one of documents of one key tile
 
   // Order of the backward in a document of several key tiles. Long: every key tile walks the row tiles from the last
   // one down, first key tile first, so that the tiles in flight read the same rows from L2. Short: from the first row
@@ -29,17 +30,43 @@ struct AttentionTiles {
   }
 };
 
-// The tiles for this group and head_dim on this GPU.
-AttentionTiles attention_tiles(int64_t group, int64_t head_dim, int device);
+// The tiles for this group and these head_dims, of q and k and of v, on this GPU.
+AttentionTiles attention_tiles(int64_t group, int64_t head_dim, int64_t head_dim_v, int device);
+
+// Shared memory that a block may have, which the backward's stages are chosen for:
+//   k227KB  sm_90, sm_100          3 row tiles in flight; scores one step ahead (documents of several key tiles)
+//   k163KB  sm_80                  2 row tiles
+//   k99KB   sm_86, sm_89, sm_120   1 row tile, key tiles of half the size
+// head_dim 256 has one row tile less, and half a row tile with k99KB; 512 has smaller tiles everywhere.
+enum class SmemTier { k99KB, k163KB, k227KB };
 
 // --- forward, mma.sync ---
 
-// The instance for a head_dim; columns above head_dim are zeros.
+// The instance for the head_dim of q and k, and that of v; columns above them are zeros. Instances of two widths: 192
+// and 128 (multi-head latent attention). A narrower v elsewhere, or a wider one, takes the instance of the wider of the
+// two.
+struct PaddedDims {
+  int qk;
+  int v;
+};
 constexpr int padded_dim(int64_t head_dim) {
-  return head_dim <= 64 ? 64 : head_dim <= 96 ? 96 : head_dim <= 128 ? 128 : head_dim <= 192 ? 192 : 256;
+  return head_dim <= 64    ? 64
+         : head_dim <= 96  ? 96
+         : head_dim <= 128 ? 128
+         : head_dim <= 192 ? 192
+         : head_dim <= 256 ? 256
+                           : 512;
 }
-constexpr int forward_rows(int padded) {
-  return padded <= 128 ? 128 : 64;
+constexpr PaddedDims padded_dims(int64_t head_dim, int64_t head_dim_v) {
+  const int padded = padded_dim(head_dim > head_dim_v ? head_dim : head_dim_v);
+  return {padded, padded == 192 && head_dim_v <= 128 ? 128 : padded};
+}
+// Rows so wide that several warps share the columns of one.
+constexpr bool is_wide(int padded) {
+  return padded > 256;
+}
+constexpr int forward_rows(int padded, int padded_v) {
+  return padded_v <= 128 ? 128 : 64;
 }
 constexpr int forward_keys(int padded) {
   return padded <= 128 ? 64 : 32;
@@ -67,6 +94,14 @@ constexpr int resident_shared(int padded) {
 constexpr int kResidentRingBytes = 2048;  // at least sizeof(ResidentRing)
 bool has_resident_forward(int padded, int device);
 
+// Wide rows: warps of 16 rows and a share of the columns, as many as fit into a block with k163KB, or with k99KB.
+constexpr int wide_forward_rows(SmemTier tier) {
+  return tier == SmemTier::k99KB ? 32 : 64;
+}
+constexpr int wide_forward_keys(SmemTier tier) {
+  return tier == SmemTier::k99KB ? 16 : 32;
+}
+
 // --- wgmma ---
 
 // A forward unit is two tiles of packed rows, a backward step one or two. A tile starts at a whole token, so that it is
@@ -83,46 +118,51 @@ constexpr int wgmma_dim(int64_t head_dim) {
 // By geometry and device alone, so that a document's bits do not depend on what it is packed with. The plan of every
 // call with this geometry has these tiles, also where scores are transformed or the dtype is float32, which mma.sync
 // and fp32/ serve.
-bool has_wgmma(int64_t group, int64_t head_dim, int device);
+bool has_wgmma(int64_t group, int64_t head_dim, int64_t head_dim_v, int device);
+// head_dims up to 64 have not run on a GPU as they are: PACKING_OPS_SM90=all asks for them.
+bool has_wgmma_backward(int64_t group, int64_t head_dim, int64_t head_dim_v, int device);
 
 // --- backward, mma.sync ---
 
-// Shared memory that a block may have, which the backward's stages are chosen for:
-//   k227KB  sm_90, sm_100          3 row tiles in flight; scores one step ahead (documents of several key tiles)
-//   k163KB  sm_80                  2 row tiles
-//   k99KB   sm_86, sm_89, sm_120   1 row tile, key tiles of half the size
-// head_dim 256 has one row tile less, and half a row tile with k99KB.
-enum class SmemTier { k99KB, k163KB, k227KB };
 constexpr bool has_99kb_tier(int padded) {
   return padded > 64;  // head_dim 64 fits k163KB's tiles into 99 KB
 }
-SmemTier backward_tier(int padded, int device);
+SmemTier backward_tier(int padded, int padded_v, int device);
 
 constexpr int backward_rows(int padded, SmemTier tier) {
+  if (is_wide(padded)) return tier == SmemTier::k99KB ? 16 : 32;
   return padded == 256 && tier == SmemTier::k99KB ? 32 : 64;
 }
 constexpr int backward_keys(int padded, SmemTier tier) {
+  if (is_wide(padded)) return 32;
   return (padded <= 128 ? 128 : 64) / (tier == SmemTier::k99KB ? 2 : 1);
 }
-// Documents of one key tile: of at most so many keys with smaller blocks, two to a multiprocessor.
+// Documents of one key tile: of at most so many keys with smaller blocks, two to a multiprocessor. -1: documents of one
+// key tile are treated like those of several.
 constexpr int backward_small_keys(int padded, SmemTier tier) {
+  if (is_wide(padded)) return -1;
   return padded <= 128 && tier != SmemTier::k99KB ? 64 : 0;
 }
 
 // Row tiles in shared memory at once (pipeline stages), and score tiles (p and ds).
 constexpr int backward_stages(int padded, SmemTier tier) {
   const int stages = tier == SmemTier::k99KB ? 1 : tier == SmemTier::k163KB ? 2 : 3;
-  return padded == 256 && stages > 1 ? stages - 1 : stages;
+  return padded >= 256 && stages > 1 ? stages - 1 : stages;
 }
 constexpr int backward_score_tiles(int padded, SmemTier tier) {
   return padded < 256 && tier == SmemTier::k227KB ? 2 : 1;
 }
+// Columns of a tile of scores: whole panels, except where shared memory is short.
+constexpr int backward_score_columns(int padded, int keys) {
+  return keys < 64 && !is_wide(padded) ? 64 : keys;
+}
 // Bytes of a block's tiles.
-constexpr int backward_shared(int padded, int keys, SmemTier tier) {
+constexpr int backward_shared(int padded, int padded_v, int keys, SmemTier tier) {
   const int rows = backward_rows(padded, tier);
-  const int scores = 2 * rows * (keys < 64 ? 64 : keys) * 2;
-  const int stage = 2 * rows * padded * 2 + rows * 8;
-  return 2 * keys * padded * 2 + backward_score_tiles(padded, tier) * scores + backward_stages(padded, tier) * stage;
+  const int scores = 2 * rows * backward_score_columns(padded, keys) * 2;
+  const int stage = rows * (padded + padded_v) * 2 + rows * 8;
+  return keys * (padded + padded_v) * 2 + backward_score_tiles(padded, tier) * scores +
+         backward_stages(padded, tier) * stage;
 }
 // The tier of the instances for documents of one key tile: with k227KB they would only differ in scores one step ahead,
 // which they do not need.

@@ -9,7 +9,7 @@ namespace packing_ops::attention {
 // By `count` threads of the grid.
 __device__ inline void zero_padding(const Args& args, int64_t thread = thread_id(), int64_t count = thread_count()) {
   const int64_t end = args.plan.data[PlanView::kEndQ];
-  const int64_t words = args.head_dim / 8;
+  const int64_t words = args.head_dim_v / 8;
   const int64_t rows = (args.documents_q.total - end) * args.num_heads;
   for (int64_t i = thread; i < rows * words; i += count) {
     const int64_t row = i / words;

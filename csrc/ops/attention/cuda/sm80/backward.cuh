@@ -16,17 +16,18 @@
 #include "core/launch.cuh"
 #include "ops/attention/cuda/dq_ring.cuh"
 #include "ops/attention/cuda/persistent.cuh"
-#include "ops/attention/cuda/sm80/backward_unit.cuh"
+#include "ops/attention/cuda/sm80/backward_partial_dq.cuh"
+#include "ops/attention/cuda/sm80/backward_split_scores.cuh"
 
 namespace packing_ops::attention::sm80 {
 
-template <int kDim, SmemTier kTier>
-using SeveralTilesShape = BackwardShape<kDim, backward_keys(kDim, kTier), false, kTier>;
+template <int kDim, SmemTier kTier, int kDimV>
+using SeveralTilesShape = BackwardShape<kDim, backward_keys(kDim, kTier), false, kTier, kDimV>;
 
-template <class T, int kDim, bool kTransform, SmemTier kTier>
-__global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier>::kThreads)
+template <class T, int kDim, bool kTransform, SmemTier kTier, int kDimV>
+__global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier, kDimV>::kThreads)
     attention_backward_kernel(__grid_constant__ const Args args) {
-  using Shape = SeveralTilesShape<kDim, kTier>;
+  using Shape = SeveralTilesShape<kDim, kTier, kDimV>;
   using Unit = BackwardUnit<T, Shape, kTransform>;
   constexpr int kKeys = Shape::kKeys;
   const int row_tile = args.plan.tiles.backward_rows;  // kRows, or as many of them as are whole tokens
@@ -62,7 +63,7 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier>::kThreads)
     // Prologue: k and v of the key tile, q and dout of the first row tile
     load_rows<Shape::kThreads, kKeys>(u.tile_k(), 0, threadIdx.x, args.head_dim, args.k.data,
                                       key_rows(args.k, d, kv_head, first_key));
-    load_rows<Shape::kThreads, kKeys>(u.tile_v(), 0, threadIdx.x, args.head_dim, args.v.data,
+    load_rows<Shape::kThreads, kKeys>(u.tile_v(), 0, threadIdx.x, args.head_dim_v, args.v.data,
                                       key_rows(args.v, d, kv_head, first_key));
     ptx::cp_async_commit();
     const bool descending = args.plan.tiles.start_at_last_row(d.tokens);
@@ -74,14 +75,10 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier>::kThreads)
     uint32_t ring_index = work.ring_index + start;
     if (steps > 0) u.load_rows(args, rows, 0);
 
-    typename Unit::Sums dk;
-    typename Unit::Sums dv;
-#pragma unroll
-    for (int c = 0; c < 2; ++c)
-#pragma unroll
-      for (int n = 0; n < Shape::kColumns / 8; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) dk[c][n][i] = dv[c][n][i] = 0.f;
+    typename Unit::SumsK dk;
+    typename Unit::SumsV dv;
+    clear(dk);
+    clear(dv);
     DqTicket next_ticket;  // of the previous step, to publish once its partial dq is stored or loaded
     const auto publish_ticket = [&] {
       if (threadIdx.x != kTicketReleaseThread || next_ticket.slot < 0) return;
@@ -108,6 +105,10 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier>::kThreads)
           rows.valid, blocks.begin, blocks.end,
           dq_ticket(ring_index, args.plan.dq_ring, descending ? entry.tile - first_tile : last_tile - entry.tile),
           entry.tile == (descending ? last_tile : first_tile), last_tile == 0);
+      if constexpr (Shape::kSplitScores) {
+        split_scores<Shape>(u, shared, args, d, rows, i, first_key, blocks);
+        return visit;
+      }
       // The same as visit.attends_to, without unpacking: the first mma waits for these.
       const bool attends_first_block = key_block >= blocks.begin && key_block < blocks.end;
       const bool attends_second_block =
@@ -117,7 +118,7 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier>::kThreads)
         const int tile_key = 16 * (attends_first_block ? key_block : key_block + Unit::kKeyBlockStride);
         const int last_key = 16 * (attends_second_block ? key_block + Unit::kKeyBlockStride : key_block) + 15;
         const bool masked = !d.all_visible(end_for_all, last_token, first_key + tile_key, first_key + last_key);
-        const typename Unit::ScoreBlock block{first_row, first_key, tile_key, masked};
+        const ScoreBlock block{first_row, first_key, tile_key, masked};
         if (attends_first_block && attends_second_block) {
           u.template scores<2>(shared, args, d, rows, i, block);
         } else {
@@ -139,11 +140,11 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier>::kThreads)
       if (Unit::query_row() < visit.rows()) {
         typename Unit::Queries dq;
         u.queries(dq, visit, i);
-        float* partial_dq = args.partial_dq + static_cast<int64_t>(visit.ticket.slot) * Unit::kPartialDqFloats;
+        float* partial_dq = args.partial_dq + static_cast<int64_t>(visit.ticket.slot) * Shape::kRows * Shape::kDim;
         if (!visit.is_last()) {
-          Unit::accumulate_partial_dq(partial_dq, dq, visit.ticket.is_first(args.plan.dq_ring));
+          accumulate_partial_dq<Unit>(partial_dq, dq, visit.ticket.is_first(args.plan.dq_ring));
         } else {
-          if (!visit.ticket.is_first(args.plan.dq_ring)) Unit::load_partial_dq(partial_dq, dq);
+          if (!visit.ticket.is_first(args.plan.dq_ring)) load_partial_dq<Unit>(partial_dq, dq);
           Unit::store_queries(args, rows.moved(back, row_tile), dq);
         }
       }
@@ -218,11 +219,12 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier>::kThreads)
   }
 }
 
-template <class T, int kDim, bool kTransform, SmemTier kTier>
+template <class T, int kDim, bool kTransform, SmemTier kTier, int kDimV>
 void run_backward(const Args& args, cudaStream_t stream) {
-  using Shape = SeveralTilesShape<kDim, kTier>;
-  static PersistentKernel kernel{reinterpret_cast<const void*>(attention_backward_kernel<T, kDim, kTransform, kTier>),
-                                 Shape::kThreads, Shape::kShared, "attention_backward_kernel"};
+  using Shape = SeveralTilesShape<kDim, kTier, kDimV>;
+  static PersistentKernel kernel{
+      reinterpret_cast<const void*>(attention_backward_kernel<T, kDim, kTransform, kTier, kDimV>), Shape::kThreads,
+      Shape::kShared, "attention_backward_kernel"};
   launch_persistent(kernel, &args, args.plan.backward_capacity() * args.num_kv_heads, stream);
 }
 

@@ -8,12 +8,12 @@
 
 namespace packing_ops::attention::sm80 {
 
-// Documents of several key tiles.
-template <class T, int kDim, bool kTransform, SmemTier kTier>
+// Documents of several key tiles. kDimV: of v, out, dout and dv.
+template <class T, int kDim, bool kTransform, SmemTier kTier, int kDimV = kDim>
 void run_backward(const Args& args, cudaStream_t stream);
 
 // Documents of one. kKeys is backward_keys or backward_small_keys.
-template <class T, int kDim, int kKeys, bool kTransform, SmemTier kTier>
+template <class T, int kDim, int kKeys, bool kTransform, SmemTier kTier, int kDimV = kDim>
 void run_backward_single(const Args& args, cudaStream_t stream);
 
 }  // namespace packing_ops::attention::sm80

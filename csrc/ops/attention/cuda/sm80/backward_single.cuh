@@ -52,11 +52,11 @@ struct SingleScores {
   }
 };
 
-template <class T, int kDim, int kKeys, bool kTransform, SmemTier kTier>
-__global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true, kTier>::kThreads,
+template <class T, int kDim, int kKeys, bool kTransform, SmemTier kTier, int kDimV>
+__global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true, kTier, kDimV>::kThreads,
                                   kKeys == backward_small_keys(kDim, kTier) ? 2 : 1)
     attention_backward_single_kernel(__grid_constant__ const Args args) {
-  using Shape = BackwardShape<kDim, kKeys, true, kTier>;
+  using Shape = BackwardShape<kDim, kKeys, true, kTier, kDimV>;
   using Unit = BackwardUnit<T, Shape, kTransform>;
   constexpr int kRows = Shape::kRows;
   constexpr bool kSmall = kKeys == backward_small_keys(kDim, kTier);
@@ -87,19 +87,15 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true, kTier>::kThre
 
     // Prologue: k and v, q and dout of the first row tile
     load_keys<Shape::kThreads>(u.tile_k(), args.k, d, kv_head, 0, args.head_dim, threadIdx.x);
-    load_keys<Shape::kThreads>(u.tile_v(), args.v, d, kv_head, 0, args.head_dim, threadIdx.x);
+    load_keys<Shape::kThreads>(u.tile_v(), args.v, d, kv_head, 0, args.head_dim_v, threadIdx.x);
     ptx::cp_async_commit();
     PackedRows rows(args, d, kv_head, static_cast<int64_t>(tiles.begin) * kRows, kRows);
     if (steps > 0) u.load_rows(args, rows, 0);
 
-    typename Unit::Sums dk;
-    typename Unit::Sums dv;
-#pragma unroll
-    for (int c = 0; c < 2; ++c)
-#pragma unroll
-      for (int n = 0; n < Shape::kColumns / 8; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) dk[c][n][i] = dv[c][n][i] = 0.f;
+    typename Unit::SumsK dk;
+    typename Unit::SumsV dv;
+    clear(dk);
+    clear(dv);
     int32_t next_claimed = 0;
     int slot = 0;
 
@@ -179,11 +175,11 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true, kTier>::kThre
   ptx::wait_for_prerequisite_grids();  // so that this kernel's end implies the end of the ones before
 }
 
-template <class T, int kDim, int kKeys, bool kTransform, SmemTier kTier>
+template <class T, int kDim, int kKeys, bool kTransform, SmemTier kTier, int kDimV>
 void run_backward_single(const Args& args, cudaStream_t stream) {
-  using Shape = BackwardShape<kDim, kKeys, true, kTier>;
+  using Shape = BackwardShape<kDim, kKeys, true, kTier, kDimV>;
   static PersistentKernel kernel{
-      reinterpret_cast<const void*>(attention_backward_single_kernel<T, kDim, kKeys, kTransform, kTier>),
+      reinterpret_cast<const void*>(attention_backward_single_kernel<T, kDim, kKeys, kTransform, kTier, kDimV>),
       Shape::kThreads, Shape::kShared, "attention_backward_single_kernel", true};
   launch_persistent(kernel, &args, args.plan.num_documents * args.num_kv_heads, stream);
 }

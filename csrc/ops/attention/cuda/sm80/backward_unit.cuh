@@ -13,13 +13,16 @@ struct BackwardUnit {
   static constexpr int kDim = Shape::kDim;
   static constexpr int kKeys = Shape::kKeys;
   using TileK = typename Shape::TileK;
+  using TileV = typename Shape::TileV;
   using TileQ = typename Shape::TileQ;
+  using TileDout = typename Shape::TileDout;
   using TileS = typename Shape::TileS;
   static constexpr int kRowTiles = Shape::kScoreRows / 16;
   static constexpr int kKeyBlockStride = Shape::kKeyWarps;  // blocks between a warp's two blocks of keys
   static constexpr int kScoreBlockStride = Shape::kScoreBlockStride;
   using Scores = float[kRowTiles][2 * Shape::kScoreBlocks][4];  // [16 rows, 8 keys] each, two for a block of keys
-  using Sums = float[2][Shape::kColumns / 8][4];                // [16 keys, 8 columns] each
+  using SumsK = float[2][Shape::kColumns / 8][4];               // [16 keys, 8 columns] each
+  using SumsV = float[2][Shape::kColumnsV / 8][4];
 
   uint32_t base;
   LaneOffset rows_first;
@@ -33,30 +36,32 @@ struct BackwardUnit {
   }
 
   __device__ TileK tile_k() const { return {ptx::opaque(base)}; }
-  __device__ TileK tile_v() const { return {ptx::opaque(base) + TileK::kBytes}; }
+  __device__ TileV tile_v() const { return {ptx::opaque(base) + TileK::kBytes}; }
 
   // Slots of the pipeline, used in turn: q, dout and row_stats in slot % kStages, p and ds in slot % kScoreTiles.
   static constexpr int kSlots = Shape::kStages * Shape::kScoreTiles;
   static __device__ int next_slot(int i) { return i + 1 == kSlots ? 0 : i + 1; }
   __device__ TileS tile_p(int i) const {
-    return {ptx::opaque(base) + 2 * TileK::kBytes + i % Shape::kScoreTiles * 2 * TileS::kBytes};
+    return {ptx::opaque(base) + Shape::kKeyBytes + i % Shape::kScoreTiles * 2 * TileS::kBytes};
   }
   __device__ TileS tile_ds(int i) const { return {tile_p(i).base + TileS::kBytes}; }
   __device__ uint32_t stage(int i) const {
     const int lap = i < Shape::kStages ? i : i - Shape::kStages;
-    return ptx::opaque(base) + 2 * TileK::kBytes + 2 * Shape::kScoreTiles * TileS::kBytes + lap * Shape::kStageBytes;
+    return ptx::opaque(base) + Shape::kKeyBytes + 2 * Shape::kScoreTiles * TileS::kBytes + lap * Shape::kStageBytes;
   }
   __device__ TileQ tile_q(int i) const { return {stage(i)}; }
-  __device__ TileQ tile_do(int i) const { return {stage(i) + TileQ::kBytes}; }
-  __device__ uint32_t stats(int i) const { return stage(i) + 2 * TileQ::kBytes; }
+  __device__ TileDout tile_do(int i) const { return {stage(i) + TileQ::kBytes}; }
+  __device__ uint32_t stats(int i) const { return stage(i) + TileQ::kBytes + TileDout::kBytes; }
 
   // By 128 threads, of which this is number `thread`.
+  template <int kWidth>
   static __device__ __forceinline__ void load_tile(const Args& args, const PackedRows& rows,
-                                                   const AttentionTensor& from, TileQ to, int thread) {
+                                                   const AttentionTensor& from, int head_dim,
+                                                   Tile<Shape::kRows, kWidth> to, int thread) {
     if (rows.valid == Shape::kRows && args.token_aligned_group > 0) {
       load_packed_rows_unchecked<128>(to, thread, from, rows);
     } else {
-      load_packed_rows<128>(to, thread, from, rows, args.head_dim);
+      load_packed_rows<128>(to, thread, from, rows, head_dim);
     }
   }
 
@@ -65,8 +70,8 @@ struct BackwardUnit {
   __device__ __forceinline__ void load_rows(const Args& args, const PackedRows& rows, int i) const {
     const int thread = static_cast<int>(threadIdx.x) - kFirstLoader;
     if (thread < 0 || thread >= 128) return;
-    load_tile(args, rows, args.q, tile_q(i), thread);
-    load_tile(args, rows, args.dout, tile_do(i), thread);
+    load_tile(args, rows, args.q, args.head_dim, tile_q(i), thread);
+    load_tile(args, rows, args.dout, args.head_dim_v, tile_do(i), thread);
     if (thread < Shape::kRows) load_row_stats(args, rows, i, thread);
     ptx::cp_async_commit();
   }
@@ -86,10 +91,11 @@ struct BackwardUnit {
   }
 
   // out = rows keys^T for kCount blocks of keys from first_key on, kScoreBlockStride apart.
-  template <int kCount>
-  __device__ __forceinline__ void product(Scores& out, TileQ rows, int first_row, TileK keys, int first_key) const {
-    const LaneView<Shape::kRows, kDim> a_view(rows, rows_first, first_row);
-    const LaneView<kKeys, kDim> b_view(keys, columns_first, first_key);
+  template <int kCount, int kWidth>
+  __device__ __forceinline__ void product(Scores& out, Tile<Shape::kRows, kWidth> rows, int first_row,
+                                          Tile<kKeys, kWidth> keys, int first_key) const {
+    const LaneView<Shape::kRows, kWidth> a_view(rows, rows_first, first_row);
+    const LaneView<kKeys, kWidth> b_view(keys, columns_first, first_key);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
@@ -107,8 +113,8 @@ struct BackwardUnit {
     };
     load(0);
 #pragma unroll
-    for (int j = 0; j < kDim / 16; ++j) {
-      if (j + 1 < kDim / 16) load(j + 1);
+    for (int j = 0; j < kWidth / 16; ++j) {
+      if (j + 1 < kWidth / 16) load(j + 1);
 #pragma unroll
       for (int c = 0; c < kCount; ++c) {
 #pragma unroll
@@ -132,14 +138,6 @@ struct BackwardUnit {
   static __device__ __forceinline__ int lane_row(int first_row, int m, int half) {
     return first_row + ((threadIdx.x & 31) >> 2) + 16 * m + 8 * half;
   }
-
-  // A warp's part of a step's scores, kCount blocks of keys.
-  struct ScoreBlock {
-    int first_row;      // of the row tile
-    int32_t first_key;  // of the key tile, in the document
-    int tile_key;       // of the block, in the key tile
-    bool masked;        // some of it
-  };
 
   // s becomes p (and t the tanh of softcap); 0 where the key is masked.
   template <int kCount>
@@ -205,12 +203,14 @@ struct BackwardUnit {
     const int lane = threadIdx.x & 31;
     const int row = first_row + (lane >> 2);
     const uint32_t first = tile.chunk(first_key / 64, row, first_key / 8 % 8) + (lane & 3) * 4;
+    constexpr int kRowBytes = Shape::kScoreColumns % 64 == 0 ? 128 : 64;
     constexpr int kFlip = kScoreBlockStride < 4 ? kScoreBlockStride << 5 : 0;
     constexpr int kFurther = kScoreBlockStride < 4 ? 0 : kScoreBlockStride / 4 * Shape::kRows * 128;
     for_each_row([&](int m, int half) {
 #pragma unroll
       for (int n = 0; n < 2 * kCount; ++n) {
-        const uint32_t at = (first ^ (n / 2 * kFlip) ^ (n % 2 << 4)) + n / 2 * kFurther + (16 * m + 8 * half) * 128;
+        const uint32_t at =
+            (first ^ (n / 2 * kFlip) ^ (n % 2 << 4)) + n / 2 * kFurther + (16 * m + 8 * half) * kRowBytes;
         ptx::store_shared(at, pack<T>(x[m][n][2 * half], x[m][n][2 * half + 1]));
       }
     });
@@ -234,11 +234,12 @@ struct BackwardUnit {
   }
 
   // sums += weights^T rows for this warp's blocks of keys kFirst .. kFirst + kCount - 1.
-  template <int kFirst, int kCount, bool kAllRows>
-  __device__ __forceinline__ void accumulate(Sums& sums, TileS weights, TileQ rows, int key_block, int first_column,
+  template <int kFirst, int kCount, bool kAllRows, int kWidth, int kBlocks>
+  __device__ __forceinline__ void accumulate(float (&sums)[2][kBlocks][4], TileS weights,
+                                             Tile<Shape::kRows, kWidth> rows, int key_block, int first_column,
                                              int row_blocks) const {
     const LaneView<Shape::kRows, Shape::kScoreColumns> a_view(weights, columns_first, 0);
-    const LaneView<Shape::kRows, kDim> b_view(rows, rows_first, 0);
+    const LaneView<Shape::kRows, kWidth> b_view(rows, rows_first, 0);
     constexpr int kUnroll = kAllRows ? Shape::kRows / 16 : 1;
     const int end = kAllRows ? Shape::kRows / 16 : row_blocks;
 #pragma unroll kUnroll
@@ -248,7 +249,7 @@ struct BackwardUnit {
       for (int c = 0; c < kCount; ++c)
         ptx::ldmatrix_trans(a[c], a_view.at(16 * j, key_block + kKeyBlockStride * (kFirst + c)));
 #pragma unroll
-      for (int n = 0; n < Shape::kColumns / 16; ++n) {
+      for (int n = 0; n < kBlocks / 2; ++n) {
         uint32_t b[4];
         ptx::ldmatrix_trans(b, b_view.at(16 * j, first_column / 16 + n));
 #pragma unroll
@@ -261,34 +262,35 @@ struct BackwardUnit {
   }
 
   template <int kFirst, int kCount, bool kAllRows>
-  __device__ __forceinline__ void accumulate_both(Sums& dk, Sums& dv, int i, int key_block, int first_column,
+  __device__ __forceinline__ void accumulate_both(SumsK& dk, SumsV& dv, int i, int key_block, int column_part,
                                                   int row_blocks) const {
-    accumulate<kFirst, kCount, kAllRows>(dv, tile_p(i), tile_do(i), key_block, first_column, row_blocks);
-    accumulate<kFirst, kCount, kAllRows>(dk, tile_ds(i), tile_q(i), key_block, first_column, row_blocks);
+    accumulate<kFirst, kCount, kAllRows>(dv, tile_p(i), tile_do(i), key_block, column_part * Shape::kColumnsV,
+                                         row_blocks);
+    accumulate<kFirst, kCount, kAllRows>(dk, tile_ds(i), tile_q(i), key_block, column_part * Shape::kColumns,
+                                         row_blocks);
   }
 
   // dk and dv: add this step's products.
-  __device__ __forceinline__ void add_keys(Sums& dk, Sums& dv, const RowTileVisit& visit, int i, int key_block,
+  __device__ __forceinline__ void add_keys(SumsK& dk, SumsV& dv, const RowTileVisit& visit, int i, int key_block,
                                            int column_part) const {
-    const int first_column = column_part * Shape::kColumns;
     const int row_blocks = (visit.rows() + 15) / 16;
     const bool attends_first_block = visit.attends_to(key_block);
     const bool attends_second_block = visit.attends_to(key_block + kKeyBlockStride);
     if (attends_first_block && attends_second_block && row_blocks == Shape::kRows / 16) {
-      accumulate_both<0, 2, true>(dk, dv, i, key_block, first_column, row_blocks);
+      accumulate_both<0, 2, true>(dk, dv, i, key_block, column_part, row_blocks);
     } else if (attends_first_block && attends_second_block) {
-      accumulate_both<0, 2, false>(dk, dv, i, key_block, first_column, row_blocks);
+      accumulate_both<0, 2, false>(dk, dv, i, key_block, column_part, row_blocks);
     } else if (attends_first_block) {
-      accumulate_both<0, 1, false>(dk, dv, i, key_block, first_column, row_blocks);
+      accumulate_both<0, 1, false>(dk, dv, i, key_block, column_part, row_blocks);
     } else if (attends_second_block) {
-      accumulate_both<1, 1, false>(dk, dv, i, key_block, first_column, row_blocks);
+      accumulate_both<1, 1, false>(dk, dv, i, key_block, column_part, row_blocks);
     }
   }
 
   // dk and dv of this warp's blocks of keys and columns; `keys`: of the key tile, in the document.
   __device__ __forceinline__ void store_keys(const Args& args, const DocumentView& d, int32_t kv_head,
-                                             Interval<int32_t> keys, int key_block, int column_part, const Sums& dk,
-                                             const Sums& dv) const {
+                                             Interval<int32_t> keys, int key_block, int column_part, const SumsK& dk,
+                                             const SumsV& dv) const {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
 #pragma unroll
@@ -300,7 +302,7 @@ struct BackwardUnit {
                                 : nullptr;
         };
         store_row<T>(address(args.dk), column_part * Shape::kColumns, args.head_dim, dk[c], half, args.softmax_scale);
-        store_row<T>(address(args.dv), column_part * Shape::kColumns, args.head_dim, dv[c], half, 1.f);
+        store_row<T>(address(args.dv), column_part * Shape::kColumnsV, args.head_dim_v, dv[c], half, 1.f);
       }
     }
   }
@@ -347,39 +349,6 @@ struct BackwardUnit {
 #pragma unroll 1
       for (int j = visit.first_block(); j < visit.end_block(); ++j) add_block(j);
     }
-  }
-
-  // Partial dq of a row tile in global memory, in fragment order, so that a warp's access is coalesced.
-  static constexpr int kPartialDqFloats = Shape::kRows * kDim;
-
-  template <class F>
-  static __device__ __forceinline__ void for_each_partial_dq(float* sums, Queries& dq, const F& f) {
-    float4* at =
-        reinterpret_cast<float4*>(sums) + threadIdx.x / 32 * (kQueryTiles * kQueryBlocks * 32) + (threadIdx.x & 31);
-#pragma unroll
-    for (int m = 0; m < kQueryTiles; ++m)
-#pragma unroll
-      for (int n = 0; n < kQueryBlocks; ++n) f(at + (m * kQueryBlocks + n) * 32, dq[m][n]);
-  }
-
-  // Adds dq to the partial dq of the key tiles before, or stores it if there are none.
-  static __device__ __forceinline__ void accumulate_partial_dq(float* sums, Queries& dq, bool first) {
-    const auto vector = [](const float (&x)[4]) { return make_float4(x[0], x[1], x[2], x[3]); };
-    if (first) {
-      for_each_partial_dq(sums, dq, [&](float4* to, float (&x)[4]) { *to = vector(x); });
-    } else {
-      for_each_partial_dq(sums, dq, [&](float4* to, float (&x)[4]) { ptx::red_add_4(to, vector(x)); });
-    }
-  }
-
-  static __device__ __forceinline__ void load_partial_dq(float* sums, Queries& dq) {
-    for_each_partial_dq(sums, dq, [&](const float4* from, float (&x)[4]) {
-      const float4 sum = __ldcg(from);
-      x[0] += sum.x;
-      x[1] += sum.y;
-      x[2] += sum.z;
-      x[3] += sum.w;
-    });
   }
 
   static __device__ __forceinline__ void store_queries(const Args& args, const PackedRows& rows, const Queries& dq) {

@@ -33,10 +33,10 @@ struct ForwardWork {
   }
 };
 
-template <class T, int kDim, bool kShort, bool kTransform>
-__global__ void __launch_bounds__(128, ForwardShape<kDim, kShort>::kBlocksPerSm)
+template <class T, int kDim, bool kShort, bool kTransform, int kDimV>
+__global__ void __launch_bounds__(128, ForwardShape<kDim, kShort, kDimV>::kBlocksPerSm)
     attention_forward_kernel(__grid_constant__ const Args args) {
-  using Shape = ForwardShape<kDim, kShort>;
+  using Shape = ForwardShape<kDim, kShort, kDimV>;
   constexpr int kList = kShort ? PlanView::kForwardShort : PlanView::kForward;
   using Unit = ForwardUnit<T, Shape, kTransform>;
   extern __shared__ uint8_t shared[];
@@ -45,9 +45,9 @@ __global__ void __launch_bounds__(128, ForwardShape<kDim, kShort>::kBlocksPerSm)
   const uint32_t base = (ptx::shared_address(shared) + 127) & ~127u;
   const typename Shape::TileQ tile_q{base};
   const auto tile_k = [&](int stage) {
-    return typename Shape::TileK{ptx::opaque(base) + Shape::TileQ::kBytes + stage * 2 * Shape::TileK::kBytes};
+    return typename Shape::TileK{ptx::opaque(base) + Shape::TileQ::kBytes + stage * Shape::kStageBytes};
   };
-  const auto tile_v = [&](int stage) { return typename Shape::TileK{tile_k(stage).base + Shape::TileK::kBytes}; };
+  const auto tile_v = [&](int stage) { return typename Shape::TileV{tile_k(stage).base + Shape::TileK::kBytes}; };
 
   const int warp_row = (threadIdx.x / 32) * Shape::kWarpRows;
   const int g = (threadIdx.x & 31) >> 2;
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(128, ForwardShape<kDim, kShort>::kBlocksPerSm)
   const auto load_next_keys = [&](const ForwardWork& work, int32_t tile, int stage) {
     const int32_t first_key = tile * Shape::kKeys;
     load_keys<Shape::kThreads>(tile_k(stage), args.k, work.d, work.kv_head, first_key, args.head_dim, threadIdx.x);
-    load_keys<Shape::kThreads>(tile_v(stage), args.v, work.d, work.kv_head, first_key, args.head_dim, threadIdx.x);
+    load_keys<Shape::kThreads>(tile_v(stage), args.v, work.d, work.kv_head, first_key, args.head_dim_v, threadIdx.x);
   };
   // Prologue: q and the first key tile of the first unit
   ptx::launch_dependents();
@@ -160,11 +160,12 @@ __global__ void __launch_bounds__(128, ForwardShape<kDim, kShort>::kBlocksPerSm)
   ptx::wait_for_prerequisite_grids();
 }
 
-template <class T, int kDim, bool kShort, bool kTransform>
+template <class T, int kDim, bool kShort, bool kTransform, int kDimV>
 void run_forward(const Args& args, cudaStream_t stream) {
-  using Shape = ForwardShape<kDim, kShort>;
-  static PersistentKernel kernel{reinterpret_cast<const void*>(attention_forward_kernel<T, kDim, kShort, kTransform>),
-                                 Shape::kThreads, Shape::kShared, "attention_forward_kernel", kShort};
+  using Shape = ForwardShape<kDim, kShort, kDimV>;
+  static PersistentKernel kernel{
+      reinterpret_cast<const void*>(attention_forward_kernel<T, kDim, kShort, kTransform, kDimV>), Shape::kThreads,
+      Shape::kShared, "attention_forward_kernel", kShort};
   const int64_t entries = kShort ? args.plan.forward_short_capacity() : args.plan.forward_capacity();
   launch_persistent(kernel, &args, entries * args.num_kv_heads, stream);
 }

@@ -8,11 +8,15 @@
 
 namespace packing_ops::attention::sm80 {
 
-// kTransform: scores pass through softcap, or softmax_scale is not positive.
-template <class T, int kDim, bool kShort, bool kTransform>
+// kTransform: scores pass through softcap, or softmax_scale is not positive. kDimV: of v and out.
+template <class T, int kDim, bool kShort, bool kTransform, int kDimV = kDim>
 void run_forward(const Args& args, cudaStream_t stream);
 
 template <class T, int kDim, bool kTransform>
 void run_forward_resident(const Args& args, cudaStream_t stream);
+
+// head_dim 512.
+template <class T, SmemTier kTier>
+void run_forward_wide(const Args& args, cudaStream_t stream);
 
 }  // namespace packing_ops::attention::sm80

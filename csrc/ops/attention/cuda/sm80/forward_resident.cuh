@@ -17,6 +17,7 @@ namespace packing_ops::attention::sm80 {
 template <int kDim_>
 struct ResidentShape {
   static constexpr int kDim = kDim_;
+  static constexpr int kDimV = kDim;
   static constexpr int kRows = kResidentRowTile;
   static constexpr int kWarpRows = kRows;
   static constexpr int kRowBlocks = kRows / 16;
@@ -30,6 +31,7 @@ struct ResidentShape {
   static constexpr int kShared = resident_shared(kDim);
   using TileQ = Tile<kRows, kDim>;
   using TileK = Tile<kKeys, kDim>;
+  using TileV = TileK;
   struct Tiles {
     uint32_t base;
     __device__ TileK operator()(int32_t i) const { return {base + 2 * i * TileK::kBytes}; }
@@ -108,7 +110,7 @@ __device__ __forceinline__ void load_units(const Args& args, ResidentRing<Shape>
       const int32_t keys = d.keys - first_key;
       // Keys after the last one have p = 0, but v must be finite there: 0 * NaN is NaN.
       load_keys<32>(tile_k(first_tile), args.k, d, kv_head, first_key, args.head_dim, lane, keys);
-      load_keys<32>(tile_v(first_tile), args.v, d, kv_head, first_key, args.head_dim, lane, (keys + 15) & ~15);
+      load_keys<32>(tile_v(first_tile), args.v, d, kv_head, first_key, args.head_dim_v, lane, (keys + 15) & ~15);
       first_tile = first_tile + 1 < Shape::kTiles ? first_tile + 1 : 0;
     }
     announce(described);

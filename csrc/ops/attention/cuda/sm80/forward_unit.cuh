@@ -9,21 +9,24 @@
 
 namespace packing_ops::attention::sm80 {
 
-template <int kDim_, bool kShort>
+template <int kDim_, bool kShort, int kDimV_ = kDim_>
 struct ForwardShape {
   static constexpr int kDim = kDim_;
+  static constexpr int kDimV = kDimV_;
   static constexpr bool kIsShort = kShort;
   static constexpr int kThreads = 128;
-  static constexpr int kRows = kShort ? kShortRows : forward_rows(kDim);
+  static constexpr int kRows = kShort ? kShortRows : forward_rows(kDim, kDimV);
   static constexpr int kKeys = kShort ? kShortKeys : forward_keys(kDim);
   static constexpr int kBlocksPerSm = kShort ? 4 : 2;  // blocks of a multiprocessor
   static constexpr int kRowBlocks = kRows / 64;        // blocks of 16 rows a warp owns
-  static constexpr int kShared = (kRows + 4 * kKeys) * kDim * 2 + 128;
+  static constexpr int kStageBytes = kKeys * (kDim + kDimV) * 2;
+  static constexpr int kShared = kRows * kDim * 2 + 2 * kStageBytes + 128;
   static constexpr int kWarpRows = 16 * kRowBlocks;
   static constexpr int kLoadsAhead = 0;      // ldmatrix runs so many blocks of 16 columns ahead of mma, at most 1
   static constexpr bool kSmallCode = false;  // see forward_resident.cuh
   using TileQ = Tile<kRows, kDim>;
   using TileK = Tile<kKeys, kDim>;
+  using TileV = Tile<kKeys, kDimV>;
 };
 
 // What a warp reads in one step: tiles in shared memory, from its first row on, and which of the keys count.
@@ -31,7 +34,7 @@ template <class Shape>
 struct WarpTile {
   typename Shape::TileQ q;
   typename Shape::TileK k;
-  typename Shape::TileK v;
+  typename Shape::TileV v;
   int warp_row;
   int32_t first_key;    // in the document
   int32_t end_visible;  // in the tile: keys from here on are hidden from all rows of the warp
@@ -49,7 +52,7 @@ template <class T, class Shape, bool kTransform>
 struct ForwardUnit {
   static constexpr int kBlocks = Shape::kRowBlocks;
   static constexpr int kKeyBlocks = Shape::kKeys / 8;
-  static constexpr int kDimBlocks = Shape::kDim / 8;
+  static constexpr int kDimBlocks = Shape::kDimV / 8;  // of v and o
   using Scores = float[kBlocks][kKeyBlocks][4];
   using Sums = float[kBlocks][kDimBlocks][4];
 
@@ -125,8 +128,8 @@ struct ForwardUnit {
 
   // o += p v, p rounded to T; `end`: keys of the tile, as in step.
   template <int kCount>
-  static __device__ __forceinline__ void values(Sums& o, const Scores& p, typename Shape::TileK v, int32_t end) {
-    const LaneView<Shape::kKeys, Shape::kDim> keys(v, Lanes::kRowsFirst, 0);
+  static __device__ __forceinline__ void values(Sums& o, const Scores& p, typename Shape::TileV v, int32_t end) {
+    const LaneView<Shape::kKeys, Shape::kDimV> keys(v, Lanes::kRowsFirst, 0);
 #pragma unroll
     for (int n = 0; n < kCount; n += 2) {
       if (Shape::kSmallCode && n > 0 && 8 * n >= end) break;
@@ -222,13 +225,11 @@ struct ForwardUnit {
         for (int i = 0; i < 4; ++i) o[b][d][i] *= factor[b][i / 2];
   }
 
-  // One key tile for this warp's rows.
+  // s = q k^T becomes p.
   template <int kCount>
-  static __device__ __forceinline__ void step(Sums& o, RowState<kBlocks>& state, const Args& args,
-                                              const WarpTile<Shape>& tile, const DocumentWithEnds& d,
-                                              const PackedRows& rows, float scale) {
-    Scores s;
-    scores<kCount>(s, tile.q, tile.k, tile.warp_row);
+  static __device__ __forceinline__ void weights(Scores& s, Sums& o, RowState<kBlocks>& state, const Args& args,
+                                                 const WarpTile<Shape>& tile, const DocumentWithEnds& d,
+                                                 const PackedRows& rows, float scale) {
     if constexpr (kTransform) {
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b)
@@ -239,6 +240,16 @@ struct ForwardUnit {
     }
     if (tile.masked) mask<kCount>(s, d, rows, tile.warp_row + ((threadIdx.x & 31) >> 2), tile.first_key);
     softmax<kCount>(s, state, o, scale);
+  }
+
+  // One key tile for this warp's rows.
+  template <int kCount>
+  static __device__ __forceinline__ void step(Sums& o, RowState<kBlocks>& state, const Args& args,
+                                              const WarpTile<Shape>& tile, const DocumentWithEnds& d,
+                                              const PackedRows& rows, float scale) {
+    Scores s;
+    scores<kCount>(s, tile.q, tile.k, tile.warp_row);
+    weights<kCount>(s, o, state, args, tile, d, rows, scale);
     values<kCount>(o, s, tile.v, tile.end_visible);
   }
 };
@@ -260,12 +271,12 @@ __device__ __forceinline__ void load_warp_rows(const Args& args, const PackedRow
 }
 
 // Epilogue: out and lse of this warp's rows. unit: scale without its log2(e). A quad of lanes holds 2 kRowBlocks rows,
-// each lane computes lse and 1 / row_sum of one of them.
+// each lane computes lse and 1 / row_sum of one of them. first_column: of o, which may be a share of the columns.
 template <class T, class Shape>
 __device__ __forceinline__ void finish(const Args& args, const PackedRows& rows, int first_row,
                                        const RowState<Shape::kRowBlocks>& state,
-                                       const float (&o)[Shape::kRowBlocks][Shape::kDim / 8][4], float scale,
-                                       double unit) {
+                                       const float (&o)[Shape::kRowBlocks][Shape::kDimV / 8][4], float scale,
+                                       double unit, int first_column = 0) {
   constexpr int kQuadRows = 2 * Shape::kRowBlocks;
   const int lane = threadIdx.x & 31;
   const int lane_row = lane % kQuadRows;
@@ -292,7 +303,7 @@ __device__ __forceinline__ void finish(const Args& args, const PackedRows& rows,
       inverse = sum == 0.f ? 0.f : inverse * expf(lse - lse_with_sink);
       lse = lse_with_sink;
     }
-    args.lse[head * args.documents_q.total + rows.first_token + step] = lse;
+    if (first_column == 0) args.lse[head * args.documents_q.total + rows.first_token + step] = lse;
   }
 #pragma unroll
   for (int i = 0; i < kQuadRows; ++i) {
@@ -301,7 +312,7 @@ __device__ __forceinline__ void finish(const Args& args, const PackedRows& rows,
                                            rows.offset(row, args.out.token_stride, args.out.head_stride)
                                      : nullptr;
     const float factor = __shfl_sync(0xffffffffu, inverse, (lane & 28) + i);
-    store_row<T>(out, 0, args.head_dim, o[i / 2], i % 2, factor);
+    store_row<T>(out, first_column, args.head_dim_v, o[i / 2], i % 2, factor);
   }
 }
 

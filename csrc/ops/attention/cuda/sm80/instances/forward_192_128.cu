@@ -1,0 +1,12 @@
+// Written by tools/generate_instances.py.
+// clang-format off
+#include "ops/attention/cuda/sm80/forward.cuh"
+
+namespace packing_ops::attention::sm80 {
+
+template void run_forward<__nv_bfloat16, 192, false, false, 128>(const Args&, cudaStream_t);
+template void run_forward<__nv_bfloat16, 192, false, true, 128>(const Args&, cudaStream_t);
+template void run_forward<__half, 192, false, false, 128>(const Args&, cudaStream_t);
+template void run_forward<__half, 192, false, true, 128>(const Args&, cudaStream_t);
+
+}  // namespace packing_ops::attention::sm80
