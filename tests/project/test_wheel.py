@@ -176,7 +176,7 @@ def test_a_full_disk_is_told(tmp_path):
 
 
 def test_head_dims_that_are_asked_for(monkeypatch):
-    assert build_checks.HEAD_DIMS == (*generate_instances.HEAD_DIMS, generate_instances.WIDE)
+    assert (*generate_instances.HEAD_DIMS, generate_instances.WIDE) == build_checks.HEAD_DIMS
     monkeypatch.setenv("PACKING_OPS_HEAD_DIMS", "128, 64")
     assert build_checks.head_dims() == (64, 128)
     for wrong in ("80", "64,x"):
