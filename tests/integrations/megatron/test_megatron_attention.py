@@ -350,8 +350,8 @@ def test_value_may_have_another_head_dim(device, width, monkeypatch):
 def test_layout_is_made_once_per_batch(device, monkeypatch):
     """Two layers, two forwards and a backward: one layout; changed lengths make another."""
     made = []
-    cumulated = layouts._cumulated
-    monkeypatch.setattr(layouts, "_cumulated", lambda *lengths: made.append(1) or cumulated(*lengths))
+    cumulated = layouts.cumulated
+    monkeypatch.setattr(layouts, "cumulated", lambda *lengths: made.append(1) or cumulated(*lengths))
     model = tiny_gpt(packing_spec(), device)
     params = thd_params([5, 3, 7], device, slots=[5, 3, 8])
     ids = torch.cat(documents_of([16], device), 1)

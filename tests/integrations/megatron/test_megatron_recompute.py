@@ -33,8 +33,8 @@ def test_recomputed_layers(megatron, device, name, qkv_format, fused, monkeypatc
         patch_rope()
     try:
         made = []
-        cumulated = layouts._cumulated
-        monkeypatch.setattr(layouts, "_cumulated", lambda *lengths: made.append(1) or cumulated(*lengths))
+        cumulated = layouts.cumulated
+        monkeypatch.setattr(layouts, "cumulated", lambda *lengths: made.append(1) or cumulated(*lengths))
         if qkv_format == "thd":
             ids = torch.randint(0, VOCABULARY, (1, 18), device=device)
             batch = {"attention_mask": None, "packed_seq_params": thd_params([5, 3, 7], device, slots=[6, 4, 8])}

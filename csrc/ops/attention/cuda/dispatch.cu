@@ -181,7 +181,7 @@ void dispatch(const VarlenAttentionParams& p, F&& f) {
 }  // namespace
 
 const char* attention_forward_kernels_cuda(const VarlenAttentionParams& p) {
-  return p.dtype == DType::kFloat32 ? "fp32" : runs_on_wgmma(p) ? "sm90" : "sm80";
+  return p.dtype == DType::kFloat32 ? "fp32" : forward_runs_on_wgmma(p) ? "sm90" : "sm80";
 }
 
 const char* attention_backward_kernels_cuda(const VarlenAttentionParams& p) {
