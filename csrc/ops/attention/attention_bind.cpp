@@ -134,20 +134,6 @@ void check_cuda_case(const VarlenAttentionParams& p, const Tensor& q, const Tens
   check(group <= kMaxGroup, "k: expected at most ", kMaxGroup, " heads of q for each of its heads, got ", group);
 }
 
-AttentionPlanParams plan_params(const VarlenAttentionParams& p) {
-  AttentionPlanParams plan;
-  plan.documents_q = p.documents_q;
-  plan.documents_k = p.documents_k;
-  plan.num_q_heads = p.num_q_heads;
-  plan.num_kv_heads = p.num_kv_heads;
-  plan.head_dim = p.head_dim;
-  plan.head_dim_v = p.head_dim_v;
-  plan.window_left = p.window_left;
-  plan.window_right = p.window_right;
-  plan.visible_end = p.visible_end;
-  return plan;
-}
-
 // The caller's plan, checked as far as its size tells, or one made for this call.
 Tensor plan_of(const std::optional<Tensor>& plan, const VarlenAttentionParams& p, const Tensor& q) {
   if (!plan) return made_plan(plan_params(p), q);
