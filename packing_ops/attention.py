@@ -128,7 +128,7 @@ def varlen_attention(
     Method: Dao, FlashAttention-2 (2023): tiles, online softmax, recomputation in backward.
     """
     if sinks is not None:
-        sinks = _wide(sinks)
+        sinks = wide_sinks(sinks)
     left, right = window_sides(window_size)
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
@@ -152,7 +152,7 @@ def varlen_attention(
     return (out, lse) if return_lse else out
 
 
-def _wide(sinks):
+def wide_sinks(sinks):
     """As float32, unless float64; a complex one is left for the op to refuse."""
     check_tensor(sinks, "sinks")
     return sinks if sinks.dtype == torch.float64 or sinks.is_complex() else sinks.float()

@@ -1,16 +1,17 @@
-"""Where documents lie under tensor and context parallelism, and which tokens of a row each context-parallel rank holds.
+"""Where documents lie under tensor and context parallelism, and which tokens of a row each rank of a group holds.
 
-Under context parallelism a document is cut into ``2 * cp_size`` chunks of equal length and rank r holds chunks r and
-``2 * cp_size - 1 - r``, one from either end, so that a causal mask gives all ranks equal work. A rank's row holds those
-two chunks of every document, one document after the other.
+Zigzag: a document is cut into ``2 * ranks`` chunks and rank r holds chunks r and ``2 * ranks - 1 - r``, one from either
+end, so that a causal mask gives all ranks equal work. A rank's row holds those two chunks of every document, one document
+after the other. Contiguous: rank r holds the r-th of ``ranks`` equal parts of the row.
 """
 
 import math
 
 import torch
 
-from packing_ops import position_ids_from_cu_seqlens, seq_idx_from_cu_seqlens
 from packing_ops._arguments import at_least, check_cu_seqlens, integer
+
+SCHEMES = ("contiguous", "zigzag")
 
 
 def packed_alignment(tp_size: int = 1, cp_size: int = 1, fp8: bool = False) -> int:
@@ -91,17 +92,60 @@ def thd_partition_indices(
         return torch.arange(total, device=cu_seqlens.device)
     if total % chunks:
         raise ValueError(f"total: expected a multiple of 2 * cp_size = {chunks}, got {total}")
-    rows, own = total // cp_size, cu_seqlens // cp_size
-    document = seq_idx_from_cu_seqlens(own, rows)
-    position = position_ids_from_cu_seqlens(own, rows)
     # What follows the last document is one more.
     starts = torch.nn.functional.pad(cu_seqlens, (0, 1), value=total).long()
-    lengths = starts.diff()
-    chunk = (lengths // chunks)[document]
-    # The second chunk's number is 2 * cp_size - 1 - cp_rank, and its first token is `chunk` slots on in this rank.
-    skipped = chunk * torch.where(position < chunk, cp_rank, chunks - 2 - cp_rank)
-    index = starts[document] + position + skipped
-    return index.masked_fill((lengths % chunks != 0)[document], total)
+    begin, end = (chunk[cp_rank] for chunk in chunks_of_ranks(starts, total // cp_size, cp_size, "zigzag"))
+    index, document = slots_of_chunks(starts, begin, end, total // cp_size)
+    return index.masked_fill((starts.diff() % chunks != 0)[document], total)
+
+
+def chunks_of_ranks(starts: torch.Tensor, rows: int, ranks: int, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the chunks of each document begin and end that each rank holds, for documents of any lengths.
+
+    Zigzag chunks have equal lengths where a document's length is a multiple of ``2 * ranks``. Else they differ by a slot
+    or two: a rank takes as many slots of a document as there are numbers t between its two ends with
+    ``t % ranks == rank``. So all ranks hold equally many slots of the row, without any padding inside of it.
+
+    Args:
+        starts: int64 ``[num_documents + 1]``, ends with the row: its padding is the last document.
+        rows: slots of each rank, ``starts[-1] / ranks``.
+        scheme: ``"contiguous"`` or ``"zigzag"``.
+
+    Returns:
+        Two int64 ``[ranks, chunks, num_documents]``, counted from the document's first slot; chunks: 1 or 2.
+
+    Example:
+        >>> begin, end = chunks_of_ranks(torch.tensor([0, 5, 6]), 3, 2, "zigzag")  # 5 slots and 1 of padding
+        >>> torch.stack([begin, end], -1)[:, :, 0].tolist()  # of the first document
+        [[[0, 2], [4, 5]], [[2, 3], [3, 4]]]
+    """
+    rank = torch.arange(ranks, device=starts.device)[:, None]
+    if scheme == "contiguous":
+        edges = [(edge * rows - starts[:-1]).clamp(min=0).minimum(starts.diff()) for edge in (rank, rank + 1)]
+        return edges[0][:, None], edges[1][:, None]
+    slots = ((starts + ranks - 1 - rank) // ranks).diff(dim=1)
+    first, second = (slots + 1) // 2, slots // 2
+    begin = torch.stack([
+        first.cumsum(0) - first,
+        first.sum(0) + second.flip(0).cumsum(0).flip(0) - second,
+    ], dim=1)  # fmt: skip
+    return begin, begin + torch.stack([first, second], dim=1)
+
+
+def slots_of_chunks(
+    starts: torch.Tensor, begin: torch.Tensor, end: torch.Tensor, rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The row's slot of each of a rank's ``rows`` slots, and its document; both int64 ``[rows]``.
+
+    Args:
+        starts, begin, end: as chunks_of_ranks, of one rank: ``[chunks, num_documents]``.
+    """
+    lengths = (end - begin).T.flatten()
+    ends = lengths.cumsum(0)
+    slot = torch.arange(rows, device=starts.device)
+    chunk = torch.searchsorted(ends, slot, right=True).clamp(max=len(ends) - 1)
+    document = chunk // len(begin)
+    return starts[document] + begin.T.flatten()[chunk] + slot - (ends - lengths)[chunk], document
 
 
 def thd_inverse_indices(cu_seqlens: torch.Tensor, cp_size: int, *, total: int | None = None) -> torch.Tensor:

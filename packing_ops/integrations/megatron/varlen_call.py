@@ -4,21 +4,18 @@ Padding between documents costs no copy. Its queries get a document without keys
 without queries (gradient 0): lengths 3 and 2 in 4 slots each make the query documents 3, 1, 0, 2, 2, 0 and the key
 documents 3, 0, 1, 2, 0, 2.
 
-Under context parallelism of n ranks a document has 2n chunks of equal length and rank r holds chunks r and 2n-1-r. Each
-of the two is a query document, whose keys are the document up to the chunk's end: those 2n+1 chunks are read
-from the gathered keys. varlen_attention puts the last query at the last key, which is where the chunk's is.
+Under context parallelism it is a KeyLayout of packing_ops.parallel: rank r of n holds chunks r and 2n-1-r of a document's
+2n equal chunks.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import megatron.core
 import torch
-import torch.nn.functional as F
 
 from packing_ops._arguments import check_cu_seqlens, int32_cu_seqlens
 from packing_ops._batch_cache import kept_with
-from packing_ops.data.context_parallel import thd_inverse_indices, thd_partition_indices
+from packing_ops.parallel.key_layout import KeyLayout, RowSpans, cumulated, key_layout
 
 _FIELDS = [f"packed_seq_params.cu_seqlens_{name}" for name in ("q", "kv", "q_padded", "kv_padded")]
 
@@ -32,20 +29,11 @@ class DocumentSpans(NamedTuple):
     k_slots: torch.Tensor
 
 
-@dataclass
-class VarlenCall:
-    """One varlen call.
-
-    cu_seqlens_q, cu_seqlens_k: int32, of the rows of q and of the keys that they attend to.
-    key_index: int64, the row of the gathered keys for each key of the call; None where these are the rows of k.
-    key_positions: int64 ``[1 or 2, cp_size * rows]``, where a gathered key stands in the call, and where again; the last
-        key of the call, which no document contains, where it does not.
-    """
+class VarlenCall(NamedTuple):
+    """cu_seqlens of one varlen call, int32: of the rows of q and of those of k."""
 
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
-    key_index: torch.Tensor | None = None
-    key_positions: torch.Tensor | None = None
 
 
 def field_of(of, name):
@@ -78,7 +66,7 @@ def _is_one_tensor(documents):
 
 def varlen_call_of(
     documents: DocumentSpans, rows: int, *, causal: bool, layer: int | None = None, cp_rank: int = 0, cp_size: int = 1
-) -> VarlenCall:
+) -> VarlenCall | KeyLayout:
     """The layout of a batch, kept with its cu_seqlens; where these are one int32 tensor it is that tensor.
 
     On CUDA one synchronisation per batch where lengths must agree with something: padding between documents, cu_seqlens
@@ -97,7 +85,8 @@ def varlen_call_of(
     def make():
         _check(documents, rows * cp_size, causal and not same, cp_size)
         if cp_size > 1:
-            return _zigzag(documents, rows, causal, cp_rank, cp_size)
+            spans = RowSpans.of(documents.q, documents.q_slots, rows, cp_size, "zigzag")
+            return key_layout(spans, cp_rank, causal=causal, exchange=False)
         # detach: the same memory, but not the tensor that this is kept with.
         if unpadded:
             cu_seqlens_q = int32_cu_seqlens(documents.q).detach()
@@ -105,50 +94,11 @@ def varlen_call_of(
         q, k = documents.q.diff(), documents.k.diff()
         none = torch.zeros_like(q)
         return VarlenCall(
-            _cumulated(q, documents.q_slots.diff() - q, none), _cumulated(k, none, documents.k_slots.diff() - k)
+            cumulated(q, documents.q_slots.diff() - q, none), cumulated(k, none, documents.k_slots.diff() - k)
         )
 
     tensors = documents[:1] if same and unpadded else documents
     return kept_with(tensors, ("layout", rows, causal, cp_rank, cp_size), make, layer=layer)
-
-
-def _cumulated(*lengths):
-    """cu_seqlens of documents that come in turn: the first of each tensor, the second of each, ..."""
-    ends = torch.stack(lengths, dim=1).flatten().cumsum(0)
-    return int32_cu_seqlens(F.pad(ends, (1, 0)))
-
-
-def _zigzag(documents, rows, causal, cp_rank, cp_size):
-    cu_slots = documents.q_slots.long()
-    real, chunk = documents.q.diff().long(), cu_slots.diff() // (2 * cp_size)
-    queries, keys = [], []
-    for number in (cp_rank, 2 * cp_size - 1 - cp_rank):
-        tokens = (real - number * chunk).clamp(min=0).minimum(chunk)
-        queries.append(tokens)
-        keys.append(torch.minimum((number + 1) * chunk, real) * (tokens > 0))
-    capacity = (2 * cp_size + 1) * (rows // 2)
-    if not causal:  # both chunks attend to the same keys; where the first has padding the second is nothing else
-        queries, chunk, capacity = [queries[0] + queries[1]], 2 * chunk, cp_size * rows
-        keys = [real * (queries[0] > 0)]
-    none = torch.zeros_like(real)
-    cu_seqlens_q = _cumulated(*(part for tokens in queries for part in (tokens, chunk - tokens)))
-    cu_seqlens_k = _cumulated(*(part for tokens in keys for part in (tokens, none)))
-
-    # No document contains the key at `capacity`.
-    ends, parts = cu_seqlens_k.long(), 2 * len(keys)
-    total, zigzag = cp_size * rows, (int32_cu_seqlens(documents.q_slots), cp_size)
-    row_of = torch.cat([thd_partition_indices(*zigzag, rank, total=total) for rank in range(cp_size)])
-    gathered_of = thd_inverse_indices(*zigzag, total=total)
-    key = torch.arange(capacity + 1, device=row_of.device)
-    part = torch.searchsorted(ends[1:], key, right=True)
-    key_index = gathered_of[(cu_slots[part // parts] + key - ends[part]).where(key < ends[-1], 0)]
-
-    document = torch.searchsorted(cu_slots[1:], row_of, right=True)
-    position = row_of - cu_slots[document]
-    first_key = F.pad(ends[:-1].view(-1, parts)[:, ::2].T, (0, 1))
-    outside = position >= F.pad(torch.stack(keys), (0, 1))[:, document]
-    key_positions = (first_key[:, document] + position).masked_fill(outside, capacity)
-    return VarlenCall(cu_seqlens_q, cu_seqlens_k, key_index, key_positions)
 
 
 def _check(documents, rows, causal_between_two, cp_size):

@@ -1,0 +1,24 @@
+"""Attention over packed rows that lie on several ranks of a torch.distributed group.
+
+sharding.py     A packed row over the ranks, and back; the loss over all ranks' targets.
+ulysses.py      All-to-all to whole documents with a part of the heads: the bits of one GPU.
+gathered.py     Queries stay, the keys that they need come: any number of heads. key_layout.py says which keys.
+choose.py       Which of the two, by heads, ranks and lengths, and why.
+agreement.py    Ranks that call with other options or lengths are named before anything is mixed up.
+collectives.py  The collectives of torch.distributed that these are made of.
+"""
+
+from packing_ops.parallel.gathered import gathered_attention
+from packing_ops.parallel.sharding import count_targets, shard_indices, shard_of, shard_packed, sharded_loss, unshard
+from packing_ops.parallel.ulysses import ulysses_attention
+
+__all__ = [
+    "count_targets",
+    "gathered_attention",
+    "shard_indices",
+    "shard_of",
+    "shard_packed",
+    "sharded_loss",
+    "ulysses_attention",
+    "unshard",
+]

@@ -1,0 +1,85 @@
+"""Collectives of a sequence group: started at once, waited for where the result is needed. In a compiled graph torch's
+functional ones, which start and wait by themselves."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+
+from packing_ops._arguments import wrong_type
+
+# torch 2.13 has new names for these.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_all_to_all = getattr(dist, "all_to_all_single", None)
+
+Received = Callable[[], torch.Tensor]
+
+
+def process_group(group) -> dist.ProcessGroup:
+    """A process group, the one of a DeviceMesh of one dimension, or for None that of all processes."""
+    if group is None:
+        group = dist.group.WORLD
+        if group is None:
+            raise ValueError("group: expected a process group, got None before torch.distributed.init_process_group")
+    if hasattr(group, "get_group"):
+        group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise wrong_type("group", "a torch.distributed process group or a DeviceMesh of one dimension", group)
+    return group
+
+
+def start_all_to_all(
+    rows: torch.Tensor,
+    group: dist.ProcessGroup,
+    receive: Sequence[int] | None = None,
+    send: Sequence[int] | None = None,
+) -> Received:
+    """Rows ``[sum(send), ...]`` to the ranks, in their order; equal parts without ``receive`` and ``send``."""
+    rows = rows.contiguous()
+    if torch.compiler.is_compiling():
+        return _wait(functional.all_to_all_single(rows, receive, send, group))
+    size = rows.shape[0] if receive is None else sum(receive)
+    received = rows.new_empty(size, *rows.shape[1:])
+    work = _all_to_all(
+        received, rows, None if receive is None else list(receive), None if send is None else list(send), group=group,
+        async_op=True,
+    )  # fmt: skip
+    return _finish(work, received, rows)
+
+
+def start_all_gather(rows: torch.Tensor, group: dist.ProcessGroup) -> Received:
+    """The rows of all ranks, in their order: ``[ranks * rows, ...]``."""
+    rows = rows.contiguous()
+    if torch.compiler.is_compiling():
+        return _wait(functional.all_gather_tensor(rows, 0, group))
+    gathered = rows.new_empty(group.size() * rows.shape[0], *rows.shape[1:])
+    return _finish(_all_gather(gathered, rows, group=group, async_op=True), gathered, rows)
+
+
+def start_sum_of_parts(rows: torch.Tensor, group: dist.ProcessGroup) -> Received:
+    """This rank's part of ``[ranks * rows, ...]``, summed over the ranks in their order, in float32 inside.
+
+    A reduce-scatter would round to the dtype after each addition, in an order that the library picks.
+    """
+    received = start_all_to_all(rows, group)
+
+    def total():
+        parts = received()
+        return parts.view(group.size(), -1, *parts.shape[1:]).sum(0)
+
+    return total
+
+
+def _wait(tensor):
+    return lambda: functional.wait_tensor(tensor)
+
+
+def _finish(work, received, _sent):
+    """``_sent`` is held until the work is done."""
+
+    def wait():
+        work.wait()
+        return received
+
+    return wait

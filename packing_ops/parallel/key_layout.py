@@ -1,0 +1,176 @@
+"""Which keys a rank's documents need and where they are, for one varlen call over the queries of this rank.
+
+A rank holds one or two chunks of a document. Each is a document of queries, whose keys are those of the whole document
+that it sees: under a causal mask up to the chunk's end, from the window's first on. varlen_attention puts the last query
+at the last key, which is where the chunk's is. Without a mask both chunks see the same keys, and are one document.
+
+Slots between documents that hold no token cost no copy: their queries get a document without keys (out 0, gradient 0).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from packing_ops._arguments import int32_cu_seqlens
+from packing_ops.data.context_parallel import chunks_of_ranks, slots_of_chunks
+
+# Of the rows of other ranks, how many the neediest rank must do without for the exchange to pay over an all-gather,
+# which moves whole parts without an index.
+WORTH_CHOOSING = 0.25
+
+
+@dataclass
+class KeyLayout:
+    """Of one rank's varlen call.
+
+    cu_seqlens_q, cu_seqlens_k: int32, of the rows of q and of the keys that they attend to.
+    key_index: int64, the received row of each key of the call.
+    key_positions: int64 ``[1 or 2, received rows]``, where a received key stands in the call, and where again; the last
+        key of the call, which no document contains, where it does not.
+    send_index: int64, this rank's rows for rank 0, for rank 1, ..; None where every rank gets all of them.
+    send, receive: how many rows go to each rank, and come from it; None with send_index None.
+    """
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    key_index: torch.Tensor
+    key_positions: torch.Tensor
+    send_index: torch.Tensor | None = None
+    send: tuple[int, ...] | None = None
+    receive: tuple[int, ...] | None = None
+
+
+@dataclass
+class RowSpans:
+    """A row whose documents lie over ranks: what every layout of it is made from.
+
+    starts: int64 ``[num_documents + 1]``, the first slot of each document; the last one is the row's padding.
+    lengths: int64 ``[num_documents]``, tokens of each document, at most its slots.
+    rows, ranks, scheme: slots of a rank, and how the row was split.
+    """
+
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    rows: int
+    ranks: int
+    scheme: str
+
+    @classmethod
+    def of(cls, cu_tokens, cu_slots, rows: int, ranks: int, scheme: str) -> "RowSpans":
+        """cu_tokens, cu_slots: cu_seqlens of the tokens, and of the slots that they lie in."""
+        starts = F.pad(cu_slots.long(), (0, 1), value=ranks * rows)
+        return cls(starts, F.pad(cu_tokens.long().diff(), (0, 1)), rows, ranks, scheme)
+
+    def queries(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(first, last, slots) ``[ranks, chunks, num_documents]``: the tokens first:last of a chunk, and its slots."""
+        begin, end = chunks_of_ranks(self.starts, self.rows, self.ranks, self.scheme)
+        last = end.minimum(self.lengths)
+        return begin.minimum(last), last, end - begin
+
+    def keys(self, causal: bool, left: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(first, last) ``[ranks, chunks, num_documents]`` of the keys that each chunk sees; both 0 for none."""
+        first, last, _ = self.queries()
+        if not causal:  # both chunks together
+            any_query = (last > first).any(1, keepdim=True)
+            return torch.zeros_like(first[:, :1]), self.lengths * any_query
+        seen = first - left if left >= 0 else torch.zeros_like(first)
+        return seen.clamp(min=0) * (last > first), last * (last > first)
+
+
+def key_layout(spans: RowSpans, rank: int, *, causal: bool, left: int = -1, exchange: bool = True) -> KeyLayout:
+    """The layout of ``rank``.
+
+    Args:
+        spans: of the row.
+        causal, left: of the mask; a window needs causal.
+        exchange: send only rows that are needed, where that pays. It waits for the GPU, once per batch. Without it the
+            layout has the largest size that its lengths could need, and nothing waits.
+    """
+    first, last, slots = (each[rank] for each in spans.queries())
+    of_ranks = spans.keys(causal, left)
+    key_first, key_last = (each[rank] for each in of_ranks)
+    tokens = last - first
+    if not causal:  # where the first chunk has padding the second is nothing else
+        tokens, slots = tokens.sum(0, keepdim=True), slots.sum(0, keepdim=True)
+    # The row's padding is no document of the call: rows past the last one have out 0.
+    cu_seqlens_q = cumulated(*(part[:-1] for t, s in zip(tokens, slots, strict=True) for part in (t, s - t)))
+    cu_seqlens_k = cumulated(*(part[:-1] for keys in key_last - key_first for part in (keys, torch.zeros_like(keys))))
+
+    gathered = _gathered_slots(spans)
+    needed = gathered_of = None
+    count = _most_keys(spans, len(key_first))
+    if exchange:
+        needed, counts, count = _needed(spans, gathered, *of_ranks, cu_seqlens_k)
+    slot_of_received, sent = gathered, {}
+    if needed is not None:
+        own = needed[:, rank * spans.rows : (rank + 1) * spans.rows]
+        sent = {
+            "send_index": own.nonzero()[:, 1],
+            "send": tuple(counts[rank]),
+            "receive": tuple(of_rank[rank] for of_rank in counts),
+        }
+        slot_of_received = gathered[needed[rank]]
+    gathered_of = slot_of_received.new_zeros(spans.ranks * spans.rows)
+    gathered_of[slot_of_received] = torch.arange(len(slot_of_received), device=gathered.device)
+
+    # No document contains the key at `count`.
+    chunks, ends = len(key_first), cu_seqlens_k.long()
+    key = torch.arange(count + 1, device=gathered.device)
+    part = torch.searchsorted(ends[1:], key, right=True).clamp(max=max(len(ends) - 2, 0))
+    document, chunk = part // (2 * chunks), part % (2 * chunks) // 2
+    slot = spans.starts[document] + key_first[chunk, document] + key - ends[part]
+    key_index = gathered_of[slot.where(key < ends[-1], 0)]
+    if not len(slot_of_received):
+        key_index = key_index[:0]
+
+    document = _document_of(spans, slot_of_received)
+    position = slot_of_received - spans.starts[document]
+    first_key = F.pad(ends[:-1].view(-1, 2 * chunks)[:, ::2].T, (0, 1))
+    first, last = key_first[:, document], key_last[:, document]
+    outside = (position < first) | (position >= last)
+    key_positions = (first_key[:, document] + position - first).masked_fill(outside, count)
+    return KeyLayout(cu_seqlens_q, cu_seqlens_k, key_index, key_positions, **sent)
+
+
+def needed_rows(spans: RowSpans, key_first, key_last, slots) -> torch.Tensor:
+    """bool ``[ranks, slots]``: which of these slots of the row each rank's queries see."""
+    document = _document_of(spans, slots)
+    position = slots - spans.starts[document]
+    return ((position >= key_first[:, :, document]) & (position < key_last[:, :, document])).any(1)
+
+
+def _needed(spans, gathered, key_first, key_last, cu_seqlens_k):
+    """(needed_rows, None where all should go to all; rows from each rank to each rank; keys of the call)."""
+    ranks, rows = spans.ranks, spans.rows
+    needed = needed_rows(spans, key_first, key_last, gathered)
+    counts = needed.view(ranks, ranks, rows).sum(2).T  # [from, to]
+    *counts, count = torch.cat([counts.flatten(), cu_seqlens_k[-1:].long()]).tolist()
+    counts = [counts[source * ranks : (source + 1) * ranks] for source in range(ranks)]
+    most = max(sum(counts[s][r] for s in range(ranks) if s != r) for r in range(ranks))
+    if most > (1 - WORTH_CHOOSING) * (ranks - 1) * rows:
+        return None, None, count
+    return needed, counts, count
+
+
+def _most_keys(spans, chunks) -> int:
+    """Of a call: every token once, and those of the first chunk, at most half a rank's, again; or a slot more of each."""
+    total = spans.ranks * spans.rows
+    return total if chunks == 1 else total + spans.rows // 2
+
+
+def _gathered_slots(spans) -> torch.Tensor:
+    """int64 ``[ranks * rows]``: the row's slot of each row that an all-gather gives."""
+    begin, end = chunks_of_ranks(spans.starts, spans.rows, spans.ranks, spans.scheme)
+    parts = (slots_of_chunks(spans.starts, begin[r], end[r], spans.rows)[0] for r in range(spans.ranks))
+    return torch.cat(list(parts))
+
+
+def _document_of(spans, slots) -> torch.Tensor:
+    return torch.searchsorted(spans.starts[1:], slots, right=True).clamp(max=len(spans.lengths) - 1)
+
+
+def cumulated(*lengths) -> torch.Tensor:
+    """cu_seqlens of documents that come in turn: the first of each tensor, the second of each, ..."""
+    ends = torch.stack(lengths, dim=1).flatten().cumsum(0)
+    return int32_cu_seqlens(F.pad(ends, (1, 0)))

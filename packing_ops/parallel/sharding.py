@@ -1,0 +1,340 @@
+"""A packed row over the ranks of a group, and back: every rank gets equally many slots, whatever the documents' lengths."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from packing_ops._arguments import at_least, check_cu_seqlens, check_tensor, described, int32_cu_seqlens, wrong_type
+from packing_ops.boundaries import shift_labels
+from packing_ops.data.context_parallel import SCHEMES, chunks_of_ranks, slots_of_chunks
+from packing_ops.data.losses import masked_loss
+from packing_ops.metadata import PackedMetadata, cu_seqlens_of
+from packing_ops.parallel.collectives import process_group, start_all_gather, start_sum_of_parts
+
+_DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k")
+
+
+def shard_packed(
+    batch: Mapping[str, Any],
+    group: dist.ProcessGroup | None = None,
+    *,
+    scheme: str = "contiguous",
+    pad_token_id: int = 0,
+    ignore_index: int = -100,
+) -> dict[str, Any]:
+    """This rank's slots of a packed row. Every rank of the group calls it with the same batch; nothing is sent.
+
+    The row is padded at its end to a multiple of the ranks, by at most ``ranks - 1`` slots; documents are not padded.
+    Labels are shifted before the split, so that no target is lost where ranks meet.
+
+    Args:
+        batch: tensors of one packed row, ``[total]``, ``[1, total]`` or ``[1, total, ...]``, and where its documents lie: a
+            PackedMetadata under any name, or ``cu_seq_lens_q`` as in transformers (or ``cu_seqlens``), or ``position_ids``
+            that restart with each document (which synchronises on CUDA).
+        group: a process group, a DeviceMesh of one dimension, or None for all processes.
+        scheme: ``"contiguous"``: rank r holds the r-th part of the row; for ulysses_attention, and for documents shorter
+            than a part. ``"zigzag"``: two chunks of every document, one from either end; for gathered_attention under a
+            causal mask over long documents, whose work it spreads evenly.
+        pad_token_id, ignore_index: of input_ids and labels in the slots that pad the row.
+
+    Returns:
+        The batch with each tensor of the row cut to ``[rows]``, ``[1, rows]`` or ``[1, rows, ...]``, where ``rows`` is
+        ``ceil(total / ranks)``. ``labels`` become next-token targets, also under ``shift_labels``, so that models of
+        transformers do not shift them again; a batch with ``shift_labels`` keeps those. ``position_ids`` are made where
+        there are none: counted from the document's start. What tells documents stays that of the whole row: PackedMetadata
+        under its name with the padded total, or under ``metadata``; ``cu_seq_lens_q`` and the like.
+        Everything else is passed on.
+
+    Example:
+        The second of two ranks; the row's fifth slot is padding.
+
+        >>> metadata = PackedMetadata.from_lengths([2, 3])
+        >>> batch = {"input_ids": torch.tensor([5, 6, 7, 8, 9]), "metadata": metadata}
+        >>> batch["labels"] = batch["input_ids"]
+        >>> shard_of(batch, ranks=2, rank=1)["shift_labels"]
+        tensor([   9, -100, -100])
+
+    Raises:
+        ValueError: no documents, tensors of other lengths, an unknown scheme.
+    """
+    group = process_group(group)
+    return shard_of(
+        batch,
+        ranks=group.size(),
+        rank=group.rank(),
+        scheme=scheme,
+        pad_token_id=pad_token_id,
+        ignore_index=ignore_index,
+    )
+
+
+def shard_of(
+    batch: Mapping[str, Any],
+    *,
+    ranks: int,
+    rank: int,
+    scheme: str = "contiguous",
+    pad_token_id: int = 0,
+    ignore_index: int = -100,
+) -> dict[str, Any]:
+    """shard_packed for a rank that is named, without a process group.
+
+    Example:
+        >>> batch = {"input_ids": torch.arange(6), "metadata": PackedMetadata.from_lengths([6])}
+        >>> [shard_of(batch, ranks=3, rank=r, scheme="zigzag")["input_ids"].tolist() for r in range(3)]
+        [[0, 5], [1, 4], [2, 3]]
+
+    Raises:
+        ValueError: as shard_packed; a rank outside of ``ranks``.
+    """
+    check_scheme(scheme)
+    if not 0 <= rank < at_least(ranks, "ranks", 1):
+        raise ValueError(f"rank: expected 0 to ranks - 1 = {ranks - 1}, got {rank}")
+    total = _total_of(batch)
+    documents = _documents_of(batch, total)
+    padded = -(-total // ranks) * ranks
+    whole = PackedMetadata(
+        documents.cu_seqlens, padded, documents.max_seqlen, num_tokens=documents.num_tokens, seqlen=documents.seqlen
+    )
+    own = shard_indices(whole, ranks, rank, scheme=scheme)
+    row = {name: value for name, value in batch.items() if _is_of_row(value, total)}
+    if "labels" in row and "shift_labels" not in row:
+        row["shift_labels"] = shift_labels(row["labels"], documents.cu_seqlens, ignore_index=ignore_index)
+    if "shift_labels" in row:
+        row["labels"] = row["shift_labels"]
+    fill = {"input_ids": pad_token_id, "labels": ignore_index, "shift_labels": ignore_index}
+    fill["seq_idx"] = documents.num_documents
+    shard = dict(batch)
+    for name, value in row.items():
+        shard[name] = _cut(value, padded - total, own, fill.get(name, 0))
+    if "position_ids" not in row:
+        flat = all(value.dim() == 1 for value in row.values())
+        shard["position_ids"] = whole.position_ids[own] if flat else whole.position_ids[own][None]
+    named = [name for name, value in batch.items() if isinstance(value, PackedMetadata)]
+    for name in named or ([] if _named_documents(batch) else ["metadata"]):
+        shard[name] = whole
+    return shard
+
+
+def shard_indices(
+    documents: PackedMetadata | torch.Tensor,
+    ranks: int,
+    rank: int,
+    *,
+    scheme: str = "contiguous",
+    total: int | None = None,
+) -> torch.Tensor:
+    """The slots of the whole row that one rank holds, in its order.
+
+    Args:
+        documents: PackedMetadata of the row, or its cu_seqlens, int32 ``[num_documents + 1]``.
+        ranks, rank: of the group.
+        scheme: as shard_packed.
+        total: slots of the row, a multiple of ``ranks``; without it that of the PackedMetadata.
+
+    Returns:
+        int64 ``[total / ranks]``, on the device of the documents. No synchronisation.
+
+    Example:
+        >>> metadata = PackedMetadata.from_lengths([5, 1])
+        >>> [shard_indices(metadata, 2, rank, scheme="zigzag").tolist() for rank in range(2)]
+        [[0, 1, 4], [2, 3, 5]]
+
+    Raises:
+        ValueError: a total that the ranks do not divide, an unknown scheme.
+    """
+    check_scheme(scheme)
+    if total is None:
+        if not isinstance(documents, PackedMetadata):
+            raise ValueError("total: expected the slots of the row beside cu_seqlens, got None")
+        total = documents.total
+    if total % ranks:
+        raise ValueError(f"total: expected a multiple of the {ranks} ranks, got {total}")
+    cu_seqlens = cu_seqlens_of(documents, total, like="total", name="documents")
+    check_cu_seqlens(cu_seqlens, "documents")
+    rows = total // ranks
+    if scheme == "contiguous":
+        return torch.arange(rank * rows, (rank + 1) * rows, device=cu_seqlens.device)
+    starts = F.pad(cu_seqlens, (0, 1), value=total).long()
+    begin, end = chunks_of_ranks(starts, rows, ranks, scheme)
+    return slots_of_chunks(starts, begin[rank], end[rank], rows)[0]
+
+
+def unshard(
+    rows: torch.Tensor,
+    documents: PackedMetadata | torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    scheme: str = "contiguous",
+    total: int | None = None,
+) -> torch.Tensor:
+    """The whole row of what each rank has for its slots. Every rank of the group calls it. Differentiable.
+
+    Args:
+        rows: ``[rows, ...]`` of this rank, any dtype; ``[1, rows, ...]`` must be given without its first dimension.
+        documents: the PackedMetadata that shard_packed returned, or cu_seqlens.
+        group, scheme: as shard_packed.
+        total: slots of the row that are kept; without it all, the padding included.
+
+    Returns:
+        ``[total, ...]``, the same on every rank. Gradients of all ranks are summed, in their order.
+
+    Example:
+        >>> logits = unshard(logits, metadata, group)  # needs several processes # doctest: +SKIP
+
+    Raises:
+        ValueError: documents of another row.
+    """
+    group = process_group(group)
+    check_tensor(rows, "rows")
+    ranks, slots = group.size(), group.size() * rows.shape[0]
+    indices = [shard_indices(documents, ranks, rank, scheme=scheme, total=slots) for rank in range(ranks)]
+    row_of = torch.cat(indices).to(rows.device)
+    gathered = _Gather.apply(rows, group)
+    whole = gathered[torch.empty_like(row_of).scatter_(0, row_of, torch.arange(slots, device=rows.device))]
+    return whole if total is None else whole[:total]
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, group):
+        ctx.group = group
+        return start_all_gather(rows, group)()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return start_sum_of_parts(gradient, ctx.group)(), None
+
+
+# --- the loss ---
+
+
+def count_targets(
+    shift_labels: torch.Tensor, group: dist.ProcessGroup | None = None, *, ignore_index: int = -100
+) -> torch.Tensor:
+    """Targets of all ranks of the group: what the loss is divided by. Every rank of the group calls it.
+
+    Args:
+        shift_labels: any shape, of this rank: next-token targets, ``ignore_index`` for none.
+        group: those that hold other rows: the ranks of all sequence groups, or of this one.
+
+    Returns:
+        int64 scalar on the device of ``shift_labels``. No synchronisation.
+
+    Example:
+        >>> count_targets(batch["shift_labels"], group)  # needs several processes # doctest: +SKIP
+    """
+    count = (shift_labels != ignore_index).sum()
+    dist.all_reduce(count, group=process_group(group))
+    return count
+
+
+def sharded_loss(
+    losses: torch.Tensor,
+    shift_labels: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    num_items_in_batch: float | torch.Tensor | None = None,
+    dp_size: int = 1,
+    ignore_index: int = -100,
+) -> torch.Tensor:
+    """This rank's share of the loss: its sum over its targets, divided by the targets of all ranks.
+
+    Args:
+        losses: one per slot of this rank, floating: cross-entropy with ``reduction="none"``, -log p.
+        shift_labels: of the same shape, as shard_packed gives them; slots with ``ignore_index`` do not count.
+        group: the ranks whose targets are counted, by an all-reduce.
+        num_items_in_batch: the targets of all micro-batches of all ranks, where they were counted before; then nothing is
+            sent.
+        dp_size: ranks whose gradients are averaged afterwards, as DistributedDataParallel and FSDP do, those of the
+            sequence groups included: the loss is multiplied by it. 1 where gradients are summed.
+
+    Returns:
+        A scalar as masked_loss gives it. The shares of all ranks add up to the loss of the whole row, times dp_size.
+
+    Example:
+        >>> losses, targets = torch.tensor([1.0, 2.0, 9.0]), torch.tensor([5, 6, -100])
+        >>> sharded_loss(losses, targets, num_items_in_batch=4)
+        tensor(0.7500)
+
+    Raises:
+        ValueError: as masked_loss.
+    """
+    if num_items_in_batch is None:
+        num_items_in_batch = count_targets(shift_labels, group, ignore_index=ignore_index)
+    mask = shift_labels != ignore_index
+    return masked_loss(losses, mask, num_items_in_batch=num_items_in_batch, dp_size=dp_size)
+
+
+# --- what every attention over a group is given ---
+
+
+def check_scheme(scheme: str) -> str:
+    if scheme not in SCHEMES:
+        raise ValueError(f"scheme: expected 'contiguous' or 'zigzag', got {scheme!r}")
+    return scheme
+
+
+def whole_row(q, k, v, documents, ranks: int) -> tuple[PackedMetadata | torch.Tensor, torch.Tensor]:
+    """The documents, and their int32 cu_seqlens, for rows of which each rank has as many as q."""
+    for tensor, name in ((q, "q"), (k, "k"), (v, "v")):
+        check_tensor(tensor, name)
+        if tensor.dim() != 3 or tensor.shape[0] != q.shape[0]:
+            rows = "rows" if tensor is q else f"rows={q.shape[0]}"
+            raise ValueError(f"{name}: expected [{rows}, num_heads, head_dim], got {described(tensor)}")
+    cu_seqlens = cu_seqlens_of(documents, ranks * q.shape[0], like=f"the rows of {ranks} ranks", name="documents")
+    check_cu_seqlens(cu_seqlens, "documents")
+    return documents, int32_cu_seqlens(cu_seqlens)
+
+
+# --- parts of shard_of ---
+
+
+def _is_of_row(value, total) -> bool:
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return False
+    return value.shape[:1] == (total,) if value.dim() == 1 else value.shape[:2] == (1, total)
+
+
+def _total_of(batch) -> int:
+    for name in ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids"):
+        value = batch.get(name)
+        if isinstance(value, torch.Tensor):
+            if value.dim() > 1 and value.shape[0] != 1:
+                raise ValueError(f"{name}: expected one packed row [total] or [1, total], got {described(value)}")
+            return value.shape[0] if value.dim() == 1 else value.shape[1]
+    raise ValueError(f"batch: expected input_ids, inputs_embeds, labels or position_ids, got {sorted(map(str, batch))}")
+
+
+def _named_documents(batch) -> list[str]:
+    return [name for name in _DOCUMENTS if batch.get(name) is not None]
+
+
+def _documents_of(batch, total) -> PackedMetadata:
+    for name, value in batch.items():
+        if isinstance(value, PackedMetadata):
+            cu_seqlens_of(value, total, like="the row", name=str(name))
+            return value
+    for name in _named_documents(batch):
+        if not isinstance(batch[name], torch.Tensor):
+            raise wrong_type(name, "an int32 tensor [num_documents + 1]", batch[name])
+        longest = batch.get("max_length_q")
+        return PackedMetadata.from_cu_seqlens(batch[name], total=total, max_seqlen=longest)
+    positions = batch.get("position_ids")
+    if positions is None:
+        raise ValueError("batch: expected a PackedMetadata, cu_seq_lens_q or position_ids, got none of them")
+    return PackedMetadata.from_position_ids(positions)
+
+
+def _cut(value, padding, own, fill):
+    """This rank's slots of a tensor of the row, which is padded only where it must be."""
+    own = own.to(value.device)
+    dim = 0 if value.dim() == 1 else 1
+    if padding:
+        shape = list(value.shape)
+        shape[dim] = padding
+        value = torch.cat([value, value.new_full(shape, fill)], dim)
+    return value.index_select(dim, own)
