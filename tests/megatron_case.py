@@ -2,12 +2,12 @@
 
 import contextlib
 import dataclasses
+import functools
 from unittest import mock
 
-import fresh_process
+import processes
 import pytest
 import torch
-import torch.multiprocessing
 from torch.overrides import TorchFunctionMode
 
 pytest.importorskip("megatron.core")
@@ -175,16 +175,10 @@ def tensor_parallel_part(whole, dim, size):
 
 
 def spawn(worker, world_size, folder):
-    """What ``worker()`` returns in each of so many processes of one gloo group, on the CPU; its exception is raised here."""
-    fresh_process.start_server()
-    arguments = world_size, folder, worker
-    torch.multiprocessing.start_processes(_process, arguments, nprocs=world_size, start_method="forkserver")
-    return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
+    """processes.spawn, with CUDA answered for the CPU."""
+    return processes.spawn(functools.partial(_on_cpu, worker), world_size, folder)
 
 
-def _process(rank, world_size, folder, worker):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world_size)
+def _on_cpu(worker):
     with answers_of("cpu"):
-        torch.save(worker(), folder / f"{rank}.pt")
-    torch.distributed.destroy_process_group()
+        return worker()

@@ -8,11 +8,14 @@ agreement.py    Ranks that call with other options or lengths are named before a
 collectives.py  The collectives of torch.distributed that these are made of.
 """
 
+from packing_ops.parallel.choose import Choice, choose_attention, varlen_attention_over
 from packing_ops.parallel.gathered import gathered_attention
 from packing_ops.parallel.sharding import count_targets, shard_indices, shard_of, shard_packed, sharded_loss, unshard
 from packing_ops.parallel.ulysses import ulysses_attention
 
 __all__ = [
+    "Choice",
+    "choose_attention",
     "count_targets",
     "gathered_attention",
     "shard_indices",
@@ -21,4 +24,5 @@ __all__ = [
     "sharded_loss",
     "ulysses_attention",
     "unshard",
+    "varlen_attention_over",
 ]

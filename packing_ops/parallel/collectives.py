@@ -22,11 +22,11 @@ def process_group(group) -> dist.ProcessGroup:
         group = dist.group.WORLD
         if group is None:
             raise ValueError("group: expected a process group, got None before torch.distributed.init_process_group")
+    if isinstance(group, dist.ProcessGroup):
+        return group
     if hasattr(group, "get_group"):
-        group = group.get_group()
-    if not isinstance(group, dist.ProcessGroup):
-        raise wrong_type("group", "a torch.distributed process group or a DeviceMesh of one dimension", group)
-    return group
+        return group.get_group()
+    raise wrong_type("group", "a torch.distributed process group or a DeviceMesh of one dimension", group)
 
 
 def start_all_to_all(

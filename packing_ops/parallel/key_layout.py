@@ -97,7 +97,7 @@ def key_layout(spans: RowSpans, rank: int, *, causal: bool, left: int = -1, exch
     cu_seqlens_q = cumulated(*(part[:-1] for t, s in zip(tokens, slots, strict=True) for part in (t, s - t)))
     cu_seqlens_k = cumulated(*(part[:-1] for keys in key_last - key_first for part in (keys, torch.zeros_like(keys))))
 
-    gathered = _gathered_slots(spans)
+    gathered = gathered_slots(spans)
     needed = gathered_of = None
     count = _most_keys(spans, len(key_first))
     if exchange:
@@ -159,7 +159,7 @@ def _most_keys(spans, chunks) -> int:
     return total if chunks == 1 else total + spans.rows // 2
 
 
-def _gathered_slots(spans) -> torch.Tensor:
+def gathered_slots(spans) -> torch.Tensor:
     """int64 ``[ranks * rows]``: the row's slot of each row that an all-gather gives."""
     begin, end = chunks_of_ranks(spans.starts, spans.rows, spans.ranks, spans.scheme)
     parts = (slots_of_chunks(spans.starts, begin[r], end[r], spans.rows)[0] for r in range(spans.ranks))

@@ -1,0 +1,171 @@
+"""Which attention over a group: by heads, ranks and the lengths of the documents."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from packing_ops._arguments import window_sides
+from packing_ops._batch_cache import kept_with
+from packing_ops.metadata import PackedMetadata
+from packing_ops.parallel.collectives import process_group
+from packing_ops.parallel.gathered import gathered_attention
+from packing_ops.parallel.key_layout import RowSpans, gathered_slots, needed_rows
+from packing_ops.parallel.sharding import check_scheme, whole_row
+from packing_ops.parallel.ulysses import head_refusal, ulysses_attention
+
+# What the estimates stand on: one node of Hopper GPUs, half types.
+FLOPS_PER_SECOND = 600e12
+BYTES_PER_SECOND = 300e9  # into a rank
+PASSES = 3.5  # of attention's arithmetic in forward and backward, of which forward is 1
+
+
+class Choice(NamedTuple):
+    """Of varlen_attention_over.
+
+    name: ``"ulysses"`` or ``"gathered"``.
+    why: in words.
+    seconds: the estimate for each, forward and backward; inf for one that cannot serve the call.
+    """
+
+    name: str
+    why: str
+    seconds: dict[str, float]
+
+
+def choose_attention(
+    documents: PackedMetadata | torch.Tensor,
+    *,
+    ranks: int,
+    rows: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int = 128,
+    scheme: str = "contiguous",
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    element_size: int = 2,
+) -> Choice:
+    """The attention that should be faster for these heads, ranks and documents, and why.
+
+    Estimated for one node of Hopper GPUs from operations and bytes of the slowest rank: Ulysses divides the work evenly,
+    and moves q, k, v and out; gathered attention moves the keys that each rank lacks, three times, and waits for the rank
+    with the most work. The same on every rank, since it looks at the whole row.
+
+    Args:
+        documents: PackedMetadata of the whole row, or its cu_seqlens.
+        ranks, rows: of the group, and slots of the row on each.
+        num_heads, num_kv_heads, head_dim, element_size: of q, of k, and bytes of an element.
+        scheme, causal, window_size: as ulysses_attention.
+
+    Returns:
+        Choice. One synchronisation where the documents are on a GPU.
+
+    Example:
+        >>> heads = {"num_heads": 32, "num_kv_heads": 8}
+        >>> choose_attention(PackedMetadata.from_lengths([65_536]), ranks=4, rows=16_384, **heads).name
+        'ulysses'
+        >>> choose_attention(PackedMetadata.from_lengths([128] * 512), ranks=4, rows=16_384, **heads).name
+        'gathered'
+        >>> print(choose_attention(PackedMetadata.from_lengths([8]), ranks=2, rows=4, num_heads=3, num_kv_heads=3).why)
+        num_q_heads: expected a multiple of the 2 ranks, got 3
+
+    Raises:
+        ValueError: an unknown scheme; heads and a window that neither can serve.
+    """
+    check_scheme(scheme)
+    refused = head_refusal(num_heads, num_kv_heads, ranks)
+    not_gathered = not causal and tuple(window_size) != (-1, -1)
+    if refused and not_gathered:
+        raise ValueError(f"{refused}, and window_size: expected (-1, -1) without a causal mask for gathered keys")
+    cu_seqlens = documents.cu_seqlens if isinstance(documents, PackedMetadata) else documents
+    spans = RowSpans.of(cu_seqlens, cu_seqlens, rows, ranks, scheme)
+    pairs, moved = _work_of_ranks(spans, causal, window_sides(window_size)[0])
+    per_pair = PASSES * 4 * head_dim * num_heads / FLOPS_PER_SECOND
+    per_row = head_dim * element_size / BYTES_PER_SECOND
+    heads = 2 * num_heads + 2 * max(num_kv_heads, ranks)
+    seconds = {
+        "ulysses": sum(pairs) / ranks * per_pair + 2 * rows * (ranks - 1) / ranks * heads * per_row,
+        "gathered": max(pairs) * per_pair + 3 * max(moved) * 2 * num_kv_heads * per_row,
+    }
+    if refused:
+        return Choice("gathered", refused, {**seconds, "ulysses": float("inf")})
+    if not_gathered:
+        why = "window_size: one without a causal mask, which gathered attention does not serve"
+        return Choice("ulysses", why, {**seconds, "gathered": float("inf")})
+    name = "ulysses" if seconds["ulysses"] <= seconds["gathered"] else "gathered"
+    share = max(pairs) * ranks / max(sum(pairs), 1)
+    why = (
+        f"estimated {1e3 * seconds[name]:.3g} ms against {1e3 * max(seconds.values()):.3g} ms: with gathered keys the busiest "
+        f"rank has {share:.2f} times the mean work and receives {max(moved)} of {(ranks - 1) * rows} rows of keys"
+    )
+    return Choice(name, why, seconds)
+
+
+def varlen_attention_over(
+    group: dist.ProcessGroup | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    documents: PackedMetadata | torch.Tensor,
+    *,
+    scheme: str = "contiguous",
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    explain: bool = False,
+    **options: Any,
+) -> Any:
+    """ulysses_attention or gathered_attention, as choose_attention picks; kept with the documents for all layers.
+
+    Args:
+        group, q, k, v, documents, scheme, causal, window_size: as ulysses_attention.
+        explain: return also why.
+        options: softmax_scale, softcap, sinks, return_lse.
+
+    Returns:
+        As ulysses_attention, and with ``explain`` (that, Choice).
+
+    Example:
+        >>> out, choice = varlen_attention_over(group, q, k, v, metadata, explain=True)  # two processes # doctest: +SKIP
+        >>> print(choice.why)  # doctest: +SKIP
+
+    Raises:
+        ValueError: as the one that it picks.
+    """
+    group = process_group(group)
+    documents, cu_seqlens = whole_row(q, k, v, documents, group.size())
+    shape = {"rows": q.shape[0], "num_heads": q.shape[1], "num_kv_heads": k.shape[1], "head_dim": q.shape[2]}
+    mask = {"scheme": scheme, "causal": causal, "window_size": tuple(window_size)}
+    given = {"ranks": group.size(), **shape, **mask, "element_size": q.element_size()}
+
+    def make():
+        return choose_attention(cu_seqlens, **given)
+
+    cache = documents._cache if isinstance(documents, PackedMetadata) else None
+    choice = kept_with((cu_seqlens,), ("choice", *given.values()), make, cache=cache)
+    attention = ulysses_attention if choice.name == "ulysses" else gathered_attention
+    out = attention(q, k, v, documents, group, **mask, **options)
+    return (out, choice) if explain else out
+
+
+def _work_of_ranks(spans: RowSpans, causal: bool, left: int) -> tuple[list[float], list[int]]:
+    """With gathered keys: the pairs of query and key, and the rows that come from other ranks, of each rank."""
+    first, last, _ = spans.queries()
+    if not causal:
+        pairs = (last - first) * spans.lengths
+    elif left < 0:
+        pairs = (last * (last + 1) - first * (first + 1)) // 2
+    else:  # min(position, left) + 1 keys for each query
+        pairs = _keys_before(last, left) - _keys_before(first, left)
+    keys = spans.keys(causal, left)
+    slots = gathered_slots(spans)
+    needed = needed_rows(spans, *keys, slots).view(spans.ranks, spans.ranks, spans.rows).sum(2)
+    moved = needed.sum(1) - needed.diagonal()
+    both = torch.cat([pairs.sum((1, 2)), moved]).tolist()
+    return both[: spans.ranks], both[spans.ranks :]
+
+
+def _keys_before(queries, left):
+    """Pairs of the first so many queries of a document under a window of ``left`` keys before its own."""
+    grown = queries.clamp(max=left + 1)
+    return grown * (grown + 1) // 2 + (queries - grown) * (left + 1)
