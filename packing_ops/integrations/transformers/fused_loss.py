@@ -13,6 +13,7 @@ import torch
 
 from packing_ops._arguments import int32_cu_seqlens
 from packing_ops.integrations._patching import function_of
+from packing_ops.integrations.transformers import sequence_group
 from packing_ops.integrations.transformers.imports import PreTrainedModel
 from packing_ops.integrations.transformers.running import fuse, here
 from packing_ops.logps import chunked_cross_entropy
@@ -159,7 +160,7 @@ def _is_ours(module, function) -> bool:
 def _forward(model, *args, **kwargs):
     state, stock = model.__dict__.get(_STATE), type(model).forward
     fused = state is not None and model.training and kwargs.get("labels") is not None
-    if not fused or kwargs.get("shift_labels") is not None or not _whole(kwargs.get("logits_to_keep")):
+    if not fused or _other_targets(model, kwargs) or not _whole(kwargs.get("logits_to_keep")):
         return stock(model, *args, **kwargs)
     if why := since(model):
         warnings.warn(f"the loss of {type(model).__name__} is the stock one: {why}", stacklevel=2)
@@ -181,6 +182,10 @@ def _running(state):
     return running if running is not None and running.state is state else None
 
 
+def _other_targets(model, kwargs) -> bool:
+    return kwargs.get("shift_labels") is not None and sequence_group.of(model) is None
+
+
 def _whole(logits_to_keep) -> bool:
     return logits_to_keep is None or (isinstance(logits_to_keep, int) and logits_to_keep == 0)
 
@@ -193,9 +198,10 @@ def _head(state, hidden):
         running.hidden = hidden
         return hidden
     labels, cu_seqlens, options = running.targets
-    return chunked_cross_entropy(
-        hidden.flatten(0, 1), state.head.weight, labels, cu_seqlens, bias=state.head.bias, **options
-    )
+    hidden = hidden.flatten(0, 1)
+    if len(labels) > len(hidden):  # the labels of shift_labels: a slot more, which nothing predicts from
+        hidden = torch.nn.functional.pad(hidden, (0, 0, 0, 1))
+    return chunked_cross_entropy(hidden, state.head.weight, labels, cu_seqlens, bias=state.head.bias, **options)
 
 
 def _loss(state, stock, logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **kwargs):
@@ -203,7 +209,10 @@ def _loss(state, stock, logits, labels, vocab_size, num_items_in_batch=None, ign
     if running is None:
         return stock(logits, labels, vocab_size, **options, **kwargs)
     running.logits, labels = logits, labels.to(running.hidden.device)
-    cu_seqlens = kwargs.get("cu_seq_lens_q")
+    cu_seqlens, targets = kwargs.get("cu_seq_lens_q"), kwargs.get("shift_labels")
+    if targets is not None:  # slot t is to predict label t, as if it were that of slot t + 1 of one document
+        labels = torch.nn.functional.pad(targets.to(labels.device).flatten(), (1, 0), value=ignore_index)
+        cu_seqlens = torch.arange(2, dtype=torch.int32, device=labels.device) * len(labels)
     if cu_seqlens is None:  # each row is a document
         rows, seqlen = labels.shape
         cu_seqlens = torch.arange(rows + 1, dtype=torch.int32, device=labels.device) * seqlen

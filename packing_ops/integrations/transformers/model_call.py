@@ -10,7 +10,7 @@ import torch
 from packing_ops._arguments import check_cu_seqlens
 from packing_ops._checks import checked_documents
 from packing_ops.integrations._patching import Patch
-from packing_ops.integrations.transformers import running
+from packing_ops.integrations.transformers import running, sequence_group
 from packing_ops.integrations.transformers.document_checks import (
     NUMBERS,
     argument,
@@ -54,6 +54,10 @@ class ModelCall:
         self.mask_form, indices, model_type = _habits_of(type(model), type(model.config))
         self.position_ids = None if model_type in OTHER_POSITIONS else argument("position_ids", indices, args, kwargs)
         self.cu_seqlens, self.cu_seqlens_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+        sequence = sequence_group.of(model)
+        if sequence is not None:  # cu_seqlens are of a row of which this rank has a part
+            sequence.check_call(self.name, indices, args, kwargs)
+            self.cu_seqlens = self.cu_seqlens_k = None
         self.cache = None  # the KV cache that check_cache has seen in this call
         self.checked = None  # (position_ids that cu_seqlens were compared with, result of check_positions)
         self.traced = torch.compiler.is_compiling()  # this call is inside a graph

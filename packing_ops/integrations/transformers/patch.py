@@ -12,6 +12,7 @@ from packing_ops.integrations.transformers import attn_implementation as attenti
 from packing_ops.integrations.transformers import fused_loss as fused_loss_patch
 from packing_ops.integrations.transformers import rms_norm as rms_norm_patch
 from packing_ops.integrations.transformers import rope as rope_patch
+from packing_ops.integrations.transformers import sequence_group as sequence_patch
 from packing_ops.integrations.transformers.attention import register
 from packing_ops.integrations.transformers.imports import PreTrainedModel
 from packing_ops.integrations.transformers.models import FAMILIES, MODULES
@@ -48,6 +49,8 @@ def apply_packing_ops(
     fused_loss: bool = False,
     fp32_cos_sin: bool = False,
     strict: bool = False,
+    sequence_group: torch.distributed.ProcessGroup | None = None,
+    sequence_scheme: str = "contiguous",
 ) -> Applied:
     """Swap a model's attention and RoPE, and on request RMSNorm and loss, for those of packing_ops.
 
@@ -64,6 +67,10 @@ def apply_packing_ops(
             without the logits, and the output's are None: who reads them, as TRL's SFTTrainer does for its metrics,
             cannot have it. Apply before others wrap forward. Another lm_head (resized, LoRA): stock, after a warning.
         fp32_cos_sin: keep cos and sin in fp32 where the model casts them to its own dtype.
+        sequence_group: of an instance: ranks that share each row. The model then takes what
+            packing_ops.parallel.shard_packed gives, and its attention runs over the group (varlen_attention_over); with DDP
+            or FSDP2 around it as around any model. A DeviceMesh of one dimension too.
+        sequence_scheme: the scheme of shard_packed.
         strict: raise, and change nothing, if any option cannot be applied. Otherwise what can be is swapped, and a
             warning names what is left.
 
@@ -81,7 +88,10 @@ def apply_packing_ops(
     Raises:
         ImportError: transformers is missing (``pip install packing_ops[hf]``).
         TypeError: model is no instance, class or None.
-        ValueError: ``strict`` and something cannot be swapped in this model; fused_loss of a class.
+        ValueError: ``strict`` and something cannot be swapped in this model; fused_loss or sequence_group of a class;
+            a sequence_group for a model whose rows cannot lie on several ranks (RoPE scaled by the row's longest position,
+            images), or whose attention cannot be swapped. Then, in the forward: a call that is not what shard_packed
+            gives, or labels without num_items_in_batch, since the mean over one rank's targets is not that of the row.
 
     Example:
         >>> from transformers import AutoModelForCausalLM, Qwen3Config
@@ -98,6 +108,9 @@ def apply_packing_ops(
     if model is None or isinstance(model, type):
         if fused_loss:
             raise ValueError(f"fused_loss: expected an instance of a model, got {_name_of(model) if model else None}")
+        if sequence_group is not None:
+            got = _name_of(model) if model else None
+            raise ValueError(f"sequence_group: expected an instance of a model, got {got}")
         return _apply_to_classes(model, rope, attention, rms_norm, fp32_cos_sin, strict)
     _check_model(model)
     skipped = {}
@@ -111,11 +124,15 @@ def apply_packing_ops(
     if fused_loss and not losses:
         reasons = map(fused_loss_patch.refusal, attention_patch.hosts(model))
         skipped["fused_loss"] = next(reasons, "there is no transformers model in it")
+    if sequence_group is not None:
+        _check_sequence(model, attention, skipped)
     _refuse(model, skipped, strict)
     if attention and "attention" not in skipped and (reason := attention_patch.set_ours(model)):
         skipped["attention"] = reason
         _refuse(model, skipped, strict)
     _warn(model, skipped)
+    if sequence_group is not None:
+        sequence_patch.apply_to_model(model, sequence_group, sequence_scheme)
     return Applied(
         len(attention_patch.attentions(model)) if attention and "attention" not in skipped else 0,
         rope_patch.apply_to_model(model, fp32_cos_sin) if rope else 0,
@@ -140,6 +157,7 @@ def revert_packing_ops(model: torch.nn.Module | type | None = None) -> None:
                 patch.revert()
         return
     _check_model(model)
+    sequence_patch.revert_model(model)
     rope_patch.revert_model(model)
     rms_norm_patch.revert_model(model)
     for host in attention_patch.hosts(model):
@@ -150,6 +168,13 @@ def revert_packing_ops(model: torch.nn.Module | type | None = None) -> None:
 def _check_model(model) -> None:
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, a model class or None, got {type(model).__name__}")
+
+
+def _check_sequence(model, attention, skipped) -> None:
+    """Rows on several ranks with an attention of one rank would be silently wrong: all or nothing."""
+    reason = skipped.get("attention") or (None if attention else "attention=False") or sequence_patch.refusal(model)
+    if reason:
+        raise ValueError(f"sequence_group: expected a model whose attention runs over several ranks, got {reason}")
 
 
 def _name_of(model) -> str:

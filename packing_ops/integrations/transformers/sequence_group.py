@@ -1,0 +1,121 @@
+"""A model whose rows lie on several ranks: its attention runs over the group, everything else on this rank's slots."""
+
+import torch
+
+from packing_ops.integrations.transformers import attn_implementation
+from packing_ops.integrations.transformers.document_checks import argument
+from packing_ops.integrations.transformers.imports import PreTrainedModel
+from packing_ops.parallel import varlen_attention_over
+from packing_ops.parallel.collectives import process_group
+from packing_ops.parallel.sharding import check_scheme
+
+STATE = "_packing_ops_sequence_group"
+_LONG_ROPE = ("dynamic", "longrope")
+
+
+class SequenceGroup:
+    """Of a model, its sub-models and its attention modules: the ranks that share a row. Copies of the model share it."""
+
+    def __init__(self, group, scheme: str):
+        self.group, self.scheme = process_group(group), check_scheme(scheme)
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce__(self):
+        raise TypeError(
+            "sequence_group: expected a model without one to be pickled, got one with it; call "
+            "revert_packing_ops(model) first, or save its state_dict()"
+        )
+
+    def check_call(self, name: str, indices: dict, args: tuple, kwargs: dict) -> None:
+        """ValueError for a call of the model ``name`` that is not what shard_packed gives."""
+        cu_seqlens = kwargs.get("cu_seq_lens_q")
+        if not isinstance(cu_seqlens, torch.Tensor):
+            raise ValueError(
+                f"cu_seq_lens_q: expected int32 [num_documents + 1] of the whole row in a call of {name} with a "
+                "sequence_group (shard_packed keeps it), got None"
+            )
+        positions = argument("position_ids", indices, args, kwargs)
+        if not isinstance(positions, torch.Tensor) or positions.dim() != 2 or positions.shape[0] != 1:
+            got = "None" if positions is None else str(list(getattr(positions, "shape", [])))
+            raise ValueError(
+                f"position_ids: expected [1, rows] of this rank's slots in a call of {name} with a sequence_group "
+                f"(shard_packed gives them), got {got}"
+            )
+        if argument("attention_mask", indices, args, kwargs) is not None:
+            raise ValueError("attention_mask: expected None with a sequence_group, cu_seq_lens_q tells the documents")
+        if kwargs.get("labels") is None:
+            return
+        for given in ("shift_labels", "num_items_in_batch"):
+            if kwargs.get(given) is None:
+                what = (
+                    "shard_packed gives them" if given == "shift_labels" else "count_targets counts them on all ranks"
+                )
+                raise ValueError(f"{given}: expected beside labels with a sequence_group, {what}, got None")
+
+    def attend(self, heads, mask, cu_seqlens, options):
+        """``[1, rows, num_heads, head_dim]`` of heads-first query, key and value of this rank."""
+        if mask is not None:
+            raise NotImplementedError(
+                f"attention_mask: expected causal or full attention or their sliding windows with a sequence_group, "
+                f"got a mask of {mask.dim()} dimensions: the model reads its masks, or adds to them"
+            )
+        query, key, _ = heads
+        if query.shape[0] != 1 or key.shape[2] != query.shape[2]:
+            raise ValueError(
+                f"query: expected one row of as many keys with a sequence_group, got {list(query.shape)} and "
+                f"{list(key.shape)}"
+            )
+        if not isinstance(cu_seqlens, torch.Tensor):
+            raise ValueError("cu_seq_lens_q: expected to reach attention with a sequence_group, the model drops it")
+        causal, scaling, window, softcap, sinks = options
+        rows = (tensor[0].transpose(0, 1) for tensor in heads)
+        out = varlen_attention_over(
+            self.group,
+            *rows,
+            cu_seqlens,
+            scheme=self.scheme,
+            causal=causal,
+            softmax_scale=scaling,
+            window_size=window,
+            softcap=softcap or 0.0,
+            sinks=sinks,
+        )
+        return out[None]
+
+
+def of(module) -> SequenceGroup | None:
+    return module.__dict__.get(STATE)
+
+
+def refusal(model) -> str | None:
+    """Why the rows of this model cannot lie on several ranks."""
+    for host in attn_implementation.hosts(model):
+        for module in host.modules():
+            config = getattr(module, "config", None)
+            if config is None or not isinstance(module, PreTrainedModel):
+                continue
+            rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+            kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+            for kind in kinds:
+                if kind.get("rope_type", kind.get("type")) in _LONG_ROPE:
+                    return (
+                        f"{type(module).__name__} scales RoPE by the longest position, which every rank has another of"
+                    )
+            if getattr(config, "vision_config", None) is not None:
+                return f"{type(module).__name__} puts images among its tokens"
+    return None
+
+
+def apply_to_model(model, group, scheme: str) -> None:
+    sequence = SequenceGroup(group, scheme)
+    for host in attn_implementation.hosts(model):
+        owners = [module for module in host.modules() if isinstance(module, PreTrainedModel)]
+        for module in (*owners, *attn_implementation.attentions(host)):
+            module.__dict__[STATE] = sequence
+
+
+def revert_model(model) -> None:
+    for module in model.modules():
+        module.__dict__.pop(STATE, None)

@@ -1,0 +1,246 @@
+"""A transformers model whose rows lie on several ranks: loss and gradients of one process, by itself, in DDP and FSDP2."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as collectives
+import torch.nn.functional as F
+from hf_models import OLD, tiny_model
+from processes import spawn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import packing_ops as po
+from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops
+from packing_ops.parallel import count_targets, shard_packed, sharded_loss
+
+WORLDS = (2, 4)
+LENGTHS = [9, 1, 22, 6]  # 38 slots: padded for 4 ranks
+MODELS = ["llama", "gemma3", "gemma2", "gpt_oss"]  # plain; windows; softcap; sinks
+
+
+def batch_of(lengths=LENGTHS):
+    generator = torch.Generator().manual_seed(1)
+    metadata = po.PackedMetadata.from_lengths(lengths)
+    ids = torch.randint(3, 61, (1, sum(lengths)), generator=generator)
+    return {
+        "input_ids": ids,
+        "labels": ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.2, -100),
+        "position_ids": metadata.position_ids[None],
+        **metadata.to_transformers(),
+    }
+
+
+def model_of(family, dtype=torch.float64, **options):
+    """Key heads enough for every rank of 4 in llama alone: the others repeat theirs."""
+    heads = {"num_key_value_heads": 4} if family == "llama" else {}
+    model = tiny_model(family, dtype=dtype, **heads)
+    apply_packing_ops(model, **options)
+    return model
+
+
+def loss_of(model, batch, group=None):
+    """The whole loss, and in a group this rank's share of it times the ranks, as DDP and FSDP average gradients."""
+    inputs = {name: value for name, value in batch.items() if "labels" not in name}
+    logits = model(**inputs).logits[0]
+    if group is None:
+        targets = po.shift_labels(batch["labels"], batch["cu_seq_lens_q"])[0]
+        return F.cross_entropy(logits, targets)
+    targets = batch["shift_labels"][0]
+    losses = F.cross_entropy(logits, targets, reduction="none")
+    return sharded_loss(losses, targets, group, dp_size=group.size())
+
+
+def gradients_of(model):
+    return {
+        name.removeprefix("module."): p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+
+
+def difference(found, wanted):
+    assert found.keys() == wanted.keys() and len(wanted) > 8
+    return max((found[name] - wanted[name]).abs().max().item() for name in wanted)
+
+
+def trained(family, *, scheme="contiguous", around="nothing", checkpointing=False):
+    """(difference of the loss, of the gradients) from one process."""
+    group = dist.group.WORLD
+    one = model_of(family)
+    expected = loss_of(one, batch_of())
+    expected.backward()
+    model = model_of(family, sequence_group=group, sequence_scheme=scheme)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if around == "ddp":
+        model = DistributedDataParallel(model, find_unused_parameters=False)
+    elif around == "fsdp2":
+        mesh = init_device_mesh("cpu", (group.size(),))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    loss = loss_of(model, shard_packed(batch_of(), group, scheme=scheme), group)
+    loss.backward()
+    gradients = gradients_of(model)
+    if around == "nothing":
+        for gradient in gradients.values():
+            dist.all_reduce(gradient, op=dist.ReduceOp.SUM)
+            gradient /= group.size()
+    loss = loss.detach().clone()
+    dist.all_reduce(loss)
+    return (loss / group.size() - expected).abs().item(), difference(gradients, gradients_of(one))
+
+
+def own_loss(fused):
+    """transformers' own loss of shift_labels, and the one from hidden states."""
+    one, group = model_of("llama", torch.float32), dist.group.WORLD
+    batch = batch_of()
+    batch["labels"] = po.mask_boundary_labels(batch["labels"], batch["cu_seq_lens_q"])
+    expected = one(**batch)
+    expected.loss.backward()
+    model = model_of("llama", torch.float32, sequence_group=group, fused_loss=fused)
+    shard = shard_packed(batch, group)
+    output = model(**shard, num_items_in_batch=count_targets(shard["shift_labels"], group))
+    assert (output.logits is None) == fused
+    output.loss.backward()
+    gradients = gradients_of(model)
+    loss = output.loss.detach().clone()
+    for each in (loss, *gradients.values()):
+        dist.all_reduce(each)
+    return (loss - expected.loss).abs().item(), difference(gradients, gradients_of(one))
+
+
+def message_of(call):
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def refusals():
+    group, batch = dist.group.WORLD, batch_of()
+    model = model_of("llama", sequence_group=group)
+    shard = shard_packed(batch, group)
+    without = {name: [key for key in shard if key != name] for name in shard}
+    unlabelled = {name: value for name, value in shard.items() if "labels" not in name}
+    found = {
+        name: message_of(lambda name=name: model(**{key: shard[key] for key in without[name]}))
+        for name in ("cu_seq_lens_q", "position_ids", "shift_labels")
+    }
+    found["num_items_in_batch"] = message_of(lambda: model(**shard))
+    found["attention_mask"] = message_of(
+        lambda: model(**unlabelled, attention_mask=torch.ones_like(shard["input_ids"]))
+    )
+    revert_packing_ops(model)
+    apply_packing_ops(model)
+    found["reverted"] = message_of(lambda: model(**batch))
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    scaled = tiny_model("llama", **({"rope_scaling": dynamic} if OLD else {"rope_parameters": dynamic}))
+    found["rope"] = message_of(lambda: apply_packing_ops(scaled, sequence_group=group))
+    return found
+
+
+@contextlib.contextmanager
+def another_library_s_ulysses():
+    """As DeepSpeed and accelerate wrap an attention: it is called with gathered rows of a part of the heads."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as TABLE
+
+    stock, rank, ranks = TABLE["packing_ops"], dist.get_rank(), dist.get_world_size()
+
+    def gathered(heads):
+        whole = torch.cat(collectives.all_gather(heads.contiguous()), 2)
+        count = whole.shape[1] // ranks
+        return whole[:, rank * count : (rank + 1) * count]
+
+    def wrapped(module, query, key, value, attention_mask, *args, position_ids=None, **kwargs):
+        every = [torch.empty_like(position_ids) for _ in range(ranks)]
+        dist.all_gather(every, position_ids.contiguous())
+        heads = map(gathered, (query, key, value))
+        out, _ = stock(module, *heads, attention_mask, *args, position_ids=torch.cat(every, 1), **kwargs)
+        whole = torch.cat(collectives.all_gather(out.contiguous()), 2)
+        return whole.chunk(ranks, 1)[rank], None
+
+    TABLE.register("packing_ops", wrapped)
+    try:
+        yield
+    finally:
+        TABLE.register("packing_ops", stock)
+
+
+def under_another_library(mask=None):
+    ranks = dist.get_world_size()
+    batch = batch_of([9, 1, 20, 6])
+    model = tiny_model("llama", dtype=torch.float64, num_key_value_heads=4)
+    apply_packing_ops(model)
+    expected = model(**batch).logits.chunk(ranks, 1)[dist.get_rank()]
+    own = {name: batch[name].chunk(ranks, 1)[dist.get_rank()] for name in ("input_ids", "position_ids")}
+    if mask is not None:
+        own["attention_mask"] = mask(own["input_ids"])
+    with another_library_s_ulysses():
+        return (model(**own).logits - expected).abs().max().item()
+
+
+def every_case():
+    found = {}
+    for family in MODELS:
+        found[family] = trained(family)
+    found["zigzag"] = trained("gemma3", scheme="zigzag")
+    found["ddp"] = trained("llama", around="ddp")
+    found["fsdp2"] = trained("gpt_oss", around="fsdp2")
+    found["checkpointing"] = trained("gemma3", checkpointing=True, around="fsdp2")
+    found["own loss"], found["fused loss"] = own_loss(False), own_loss(True)
+    found["another library"] = under_another_library()
+    found["another library, ones"] = under_another_library(torch.ones_like)
+    found["another library, padding"] = message_of(lambda: under_another_library(lambda ids: ids.ne(ids[0, 0]).long()))
+    found["refusals"] = refusals()
+    return found
+
+
+@pytest.fixture(scope="module", params=WORLDS)
+def by_rank(request, tmp_path_factory):
+    return spawn(every_case, request.param, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("case", [*MODELS, "zigzag", "ddp", "fsdp2", "checkpointing"])
+def test_sharded_rows_train_as_whole_ones(case, by_rank):
+    """Loss and the gradient of every parameter, in float64; Gemma's norms are float32 inside."""
+    for found in by_rank:
+        loss, gradients = found[case]
+        assert loss <= 1e-12
+        assert gradients <= (1e-6 if case.startswith("gemma") or case in ("zigzag", "checkpointing") else 1e-12)
+
+
+@pytest.mark.parametrize("case", ["own loss", "fused loss"])
+def test_the_model_s_own_loss(case, by_rank):
+    for found in by_rank:
+        assert max(found[case]) <= 1e-5
+
+
+def test_attention_under_another_library_s_ulysses(by_rank):
+    """The documents of gathered rows are found by their position_ids; padding, which is not gathered, is refused."""
+    for found in by_rank:
+        assert found["another library"] <= 1e-12
+        assert found["another library, ones"] <= 1e-12
+        assert "attention_mask: expected None or all ones where rows of" in found["another library, padding"]
+
+
+WORDS = {
+    "cu_seq_lens_q": "cu_seq_lens_q: expected int32 [num_documents + 1] of the whole row",
+    "position_ids": "position_ids: expected [1, rows] of this rank's slots",
+    "shift_labels": "shift_labels: expected beside labels with a sequence_group",
+    "num_items_in_batch": "num_items_in_batch: expected beside labels with a sequence_group, count_targets counts",
+    "attention_mask": "attention_mask: expected None with a sequence_group",
+    "rope": "sequence_group: expected a model whose attention runs over several ranks, got LlamaForCausalLM scales RoPE",
+}
+
+
+@pytest.mark.parametrize("case", WORDS)
+def test_calls_that_would_be_wrong_are_refused(case, by_rank):
+    for found in by_rank:
+        assert found["refusals"][case].startswith(f"ValueError: {WORDS[case]}")
+        assert found["refusals"]["reverted"] == "no error"
