@@ -282,5 +282,5 @@ def test_without_processes():
     q = torch.randn(4, 2, 8)
     with pytest.raises(ValueError, match="group: expected a process group, got None before"):
         ulysses_attention(q, q, q, cu_seqlens_of([4]))
-    with pytest.raises(TypeError, match="group: expected a torch\.distributed process group"):
+    with pytest.raises(TypeError, match=r"group: expected a torch\.distributed process group"):
         ulysses_attention(q, q, q, cu_seqlens_of([4]), 3)

@@ -1,0 +1,103 @@
+"""transformers' "flash_attention_2" over a group, as ring_flash_attn substitutes it.
+
+apply_packing_ops(model, sequence_group=group) does the same for one model, with every option of its attention, and without
+state of the process; these functions are for code that is written for ring_flash_attn.
+"""
+
+import torch
+import torch.distributed as dist
+
+from packing_ops.integrations.ring_flash_attn.llama3 import (
+    llama3_flash_attn_prepare_cu_seqlens,
+    llama3_flash_attn_varlen_func,
+)
+
+_NAME = "flash_attention_2"
+_substituted: dict = {}  # {"stock": what transformers had, "group": ...}; emptied by restore_hf_flash_attn
+_row: dict = {}  # the documents of the row that the models run on
+
+
+def update_ring_flash_attn_params(cu_seqlens: torch.Tensor, process_group: dist.ProcessGroup) -> None:
+    """Tell the documents of the next row, before each forward; they stay until the next call, for recomputation too.
+
+    Args:
+        cu_seqlens: int32 ``[num_documents + 1]`` of the whole row, whose end is a multiple of the ranks.
+        process_group: the ranks, each of which holds the part of the row that its rank counts.
+
+    Example:
+        >>> update_ring_flash_attn_params(cu_seqlens, group)  # needs several processes # doctest: +SKIP
+
+    Raises:
+        ValueError: as llama3_flash_attn_prepare_cu_seqlens.
+    """
+    prepared = llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, True, process_group.rank(), process_group.size())
+    _row.update(prepared=prepared, group=process_group)
+
+
+def substitute_hf_flash_attn(process_group: dist.ProcessGroup, heads_k_stride: int = 1) -> None:
+    """Let every model with attn_implementation "flash_attention_2" attend over the group. Undone by restore_hf_flash_attn.
+
+    Models must be able to choose "flash_attention_2": where flash-attn is not installed, install_flash_attn_alias first.
+
+    Args:
+        process_group: the ranks that share each row.
+        heads_k_stride: not needed; all heads are gathered at once.
+
+    Example:
+        >>> substitute_hf_flash_attn(group, heads_k_stride=1)  # needs several processes # doctest: +SKIP
+
+    Raises:
+        ImportError: transformers is missing.
+        ValueError: in the forward, without update_ring_flash_attn_params before it; rows of a batch above 1.
+        NotImplementedError: in the forward: attention that is not causal, dropout.
+    """
+    table = _table()
+    _substituted.setdefault("stock", table._global_mapping.get(_NAME))
+    _substituted["group"] = process_group
+    table.register(_NAME, _attention)
+
+
+def restore_hf_flash_attn() -> None:
+    """Undo substitute_hf_flash_attn, and forget the row. A second call does nothing.
+
+    Example:
+        >>> restore_hf_flash_attn()
+    """
+    if _substituted:
+        table, stock = _table(), _substituted.pop("stock")
+        if table._global_mapping.get(_NAME) is _attention:
+            table._global_mapping.pop(_NAME)
+            if stock is not None:
+                table.register(_NAME, stock)
+    _substituted.clear()
+    _row.clear()
+
+
+def _table():
+    try:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    except ImportError as error:
+        raise ImportError("substitute_hf_flash_attn needs transformers: pip install packing_ops[hf]") from error
+    return ALL_ATTENTION_FUNCTIONS
+
+
+def _attention(
+    module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, softcap=None,
+    s_aux=None, is_causal=None, **kwargs,
+):  # fmt: skip
+    """query ``[1, num_heads, rows, head_dim]`` -> (``[1, rows, num_heads, head_dim]``, None)."""
+    if "prepared" not in _row:
+        raise ValueError("cu_seqlens: expected update_ring_flash_attn_params before the forward, got none")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if not causal:
+        raise NotImplementedError("is_causal: expected True under substitute_hf_flash_attn, got False")
+    if query.shape[0] != 1:
+        raise ValueError(f"query: expected one packed row, got a batch of {query.shape[0]}")
+    heads = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    cu_q, cu_k, max_q, max_k, keys = _row["prepared"]
+    out = llama3_flash_attn_varlen_func(
+        *heads, cu_q, cu_k, max_q, max_k, 1, keys, dropout, scaling, True,
+        (-1, -1) if sliding_window is None else (sliding_window - 1, 0),
+        group=_row["group"], softcap=softcap or 0.0, sinks=s_aux,
+    )  # fmt: skip
+    return out[None], None
