@@ -1,4 +1,6 @@
-"""A function in several processes of one gloo group, on the CPU."""
+"""A function in several processes of one group: gloo on the CPU, NCCL on GPUs."""
+
+import datetime
 
 import fresh_process
 import torch
@@ -12,6 +14,22 @@ def spawn(worker, world_size, folder):
     arguments = world_size, folder, worker
     torch.multiprocessing.start_processes(_process, arguments, nprocs=world_size, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
+
+
+def spawn_on_gpus(worker, world_size, folder):
+    """The same over NCCL, a GPU for each process; not forks, which could not use them."""
+    arguments = world_size, folder, worker
+    torch.multiprocessing.start_processes(_gpu_process, arguments, nprocs=world_size, start_method="spawn")
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
+
+
+def _gpu_process(rank, world_size, folder, worker):
+    torch.cuda.set_device(rank)
+    store = f"file://{folder}/store"
+    timeout = datetime.timedelta(seconds=60)
+    torch.distributed.init_process_group("nccl", store, timeout=timeout, rank=rank, world_size=world_size)
+    torch.save(worker(), folder / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
 
 
 def _process(rank, world_size, folder, worker):

@@ -59,12 +59,12 @@ def results_of(attention, tensors, options, *, wrapped=lambda f, *a: f(*a)):
     return [out.detach(), lse.detach(), *gradients]
 
 
-def compared(name, scheme, heads, options, *, lengths=LENGTHS, dtype=torch.float64, seed=0, wrapped=None):
+def compared(name, scheme, heads, options, *, lengths=LENGTHS, dtype=torch.float64, seed=0, wrapped=None, device="cpu"):
     """(largest difference, whether all bits are equal) of this rank's rows from those of one process."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     total = -(-sum(lengths) // ranks) * ranks
-    metadata = po.PackedMetadata.from_lengths(lengths, total=total)
-    tensors = whole_tensors(total, heads, dtype, seed)
+    metadata = po.PackedMetadata.from_lengths(lengths, total=total, device=device)
+    tensors = [t.to(device) for t in whole_tensors(total, heads, dtype, seed)]
     one = functools.partial(po.varlen_attention, cu_seqlens_q=metadata)
     expected = results_of(one, tensors, options)
     own = shard_indices(metadata, ranks, rank, scheme=scheme)

@@ -132,7 +132,8 @@ def apply_packing_ops(
         _refuse(model, skipped, strict)
     _warn(model, skipped)
     if sequence_group is not None:
-        sequence_patch.apply_to_model(model, sequence_group, sequence_scheme)
+        hosts = attention_patch.hosts(model)
+        sequence_patch.apply_to_model(hosts, attention_patch.attentions(model), sequence_group, sequence_scheme)
     return Applied(
         len(attention_patch.attentions(model)) if attention and "attention" not in skipped else 0,
         rope_patch.apply_to_model(model, fp32_cos_sin) if rope else 0,
@@ -172,7 +173,8 @@ def _check_model(model) -> None:
 
 def _check_sequence(model, attention, skipped) -> None:
     """Rows on several ranks with an attention of one rank would be silently wrong: all or nothing."""
-    reason = skipped.get("attention") or (None if attention else "attention=False") or sequence_patch.refusal(model)
+    reason = skipped.get("attention") or (None if attention else "attention=False")
+    reason = reason or sequence_patch.refusal(attention_patch.hosts(model))
     if reason:
         raise ValueError(f"sequence_group: expected a model whose attention runs over several ranks, got {reason}")
 

@@ -2,7 +2,6 @@
 
 import torch
 
-from packing_ops.integrations.transformers import attn_implementation
 from packing_ops.integrations.transformers.document_checks import argument
 from packing_ops.integrations.transformers.imports import PreTrainedModel
 from packing_ops.parallel import varlen_attention_over
@@ -89,9 +88,9 @@ def of(module) -> SequenceGroup | None:
     return module.__dict__.get(STATE)
 
 
-def refusal(model) -> str | None:
-    """Why the rows of this model cannot lie on several ranks."""
-    for host in attn_implementation.hosts(model):
+def refusal(hosts) -> str | None:
+    """Why the rows of these models cannot lie on several ranks."""
+    for host in hosts:
         for module in host.modules():
             config = getattr(module, "config", None)
             if config is None or not isinstance(module, PreTrainedModel):
@@ -108,12 +107,12 @@ def refusal(model) -> str | None:
     return None
 
 
-def apply_to_model(model, group, scheme: str) -> None:
+def apply_to_model(hosts, attentions, group, scheme: str) -> None:
+    """To the models, what is in them, and their attention modules."""
     sequence = SequenceGroup(group, scheme)
-    for host in attn_implementation.hosts(model):
-        owners = [module for module in host.modules() if isinstance(module, PreTrainedModel)]
-        for module in (*owners, *attn_implementation.attentions(host)):
-            module.__dict__[STATE] = sequence
+    models = [module for host in hosts for module in host.modules() if isinstance(module, PreTrainedModel)]
+    for module in (*models, *attentions):
+        module.__dict__[STATE] = sequence
 
 
 def revert_model(model) -> None:
