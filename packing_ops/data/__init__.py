@@ -19,12 +19,13 @@ from packing_ops.data.packed import PackedCollator
 from packing_ops.data.padding_free import PaddingFreeCollator, PaddingFreeDPOCollator, count_within_token_budget
 from packing_ops.data.rows import empty_like_batch, num_rows, pad_batch_to_multiple, select_rows, slice_batch
 from packing_ops.data.sampler import PackedBatchSampler
-from packing_ops.data.token_budget import token_budget_microbatches
+from packing_ops.data.token_budget import MicrobatchStatistics, token_budget_microbatches
 from packing_ops.padding_batches import iter_microbatches, trim_padding
 
 __all__ = [
     "AsyncBatchCollator",
     "AsyncBatchCollatorMisuse",
+    "MicrobatchStatistics",
     "PackedBatchSampler",
     "PackedCollator",
     "PaddingFreeCollator",

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from typing import Literal, NamedTuple, overload
 
 import torch
 
@@ -9,13 +10,50 @@ from packing_ops._arguments import at_least, described, index_tensor
 from packing_ops.packing import cost_coefficients, pack_sequences
 
 
+class MicrobatchStatistics(NamedTuple):
+    """Of token_budget_microbatches, in units of its ``cost``: tokens or operations, proportional to time.
+
+    shared_steps: the first so many steps are micro-batches of whole sequence groups; their ranks have the same list.
+    cost_per_rank: what each rank runs, a shared micro-batch divided by the ranks of its group.
+    cost_of_steps: the slowest rank of each step, which the others wait for where they synchronise in every step (FSDP).
+    balance: mean of cost_per_rank over their largest; 1 is even.
+    """
+
+    shared_steps: int
+    cost_per_rank: list[float]
+    cost_of_steps: list[float]
+    balance: float
+
+
+@overload
 def token_budget_microbatches(
     lengths: torch.Tensor | Sequence[int],
     max_tokens: int,
     *,
     dp_size: int,
     cost: str | tuple[str, float, float] = "tokens",
-) -> list[list[list[int]]]:
+    sp_size: int = 1,
+    return_statistics: Literal[False] = False,
+) -> list[list[list[int]]]: ...
+@overload
+def token_budget_microbatches(
+    lengths: torch.Tensor | Sequence[int],
+    max_tokens: int,
+    *,
+    dp_size: int,
+    cost: str | tuple[str, float, float] = "tokens",
+    sp_size: int = 1,
+    return_statistics: Literal[True],
+) -> tuple[list[list[list[int]]], MicrobatchStatistics]: ...
+def token_budget_microbatches(
+    lengths: torch.Tensor | Sequence[int],
+    max_tokens: int,
+    *,
+    dp_size: int,
+    cost: str | tuple[str, float, float] = "tokens",
+    sp_size: int = 1,
+    return_statistics: bool = False,
+) -> list[list[list[int]]] | tuple[list[list[list[int]]], MicrobatchStatistics]:
     """Which sequences each rank runs in each of its micro-batches, none of which has more than ``max_tokens``.
 
     The number of micro-batches is about the fewest that the budget allows, rounded up to a multiple of ``dp_size``. They
@@ -27,15 +65,21 @@ def token_budget_microbatches(
     Args:
         lengths: int32 or int64 ``[num_sequences]``, tokens per sequence, or a Python sequence.
         max_tokens: per micro-batch, a hard cap. Padding is not counted: micro-batches are meant to be packed.
-        dp_size: number of data-parallel ranks.
+        dp_size: number of data-parallel ranks; with ``sp_size`` that of sequence groups.
         cost: what is balanced: ``"tokens"``, ``"flops"`` or ``("flops", a, b)``: a * L + b * L**2 for a sequence of L
             tokens (a = 12 * hidden_size, b = 1 for a dense causal decoder; "flops" assumes hidden_size 4096).
+        sp_size: ranks of a sequence group (packing_ops.parallel). Sequences over max_tokens, up to ``sp_size *
+            max_tokens``, go to a group: its ranks run such a micro-batch together. The others go to single ranks, which
+            run them without the group's collectives.
+        return_statistics: return also MicrobatchStatistics.
 
     Returns:
         ``result[rank][step]``, a list of indices into ``lengths``, longest first. Each index occurs once; all ranks have
         the same number of steps. With too few sequences for that, each one is a micro-batch of its own, and some ranks
         have an empty list in the last step. They must run that step too, since the other ranks wait for them: with
-        empty_like_batch, or with any row whose loss_mask is 0. Without lengths there are no steps.
+        empty_like_batch, or with any row whose loss_mask is 0. Without lengths there are no steps. With ``sp_size`` there
+        are ``dp_size * sp_size`` ranks, those of group g from ``g * sp_size`` on, and the shared steps come first.
+        With ``return_statistics`` (that, MicrobatchStatistics).
 
     Example:
         >>> token_budget_microbatches([820, 410, 520, 110, 250, 700, 50], 1024, dp_size=2)
@@ -45,8 +89,18 @@ def token_budget_microbatches(
         >>> token_budget_microbatches([600], 1024, dp_size=2)
         [[[0]], [[]]]
 
+        Two groups of two ranks; the document of 1900 tokens is shared by the first, that of 1500 by the second.
+
+        >>> ranks, statistics = token_budget_microbatches(
+        ...     [1900, 410, 520, 1500, 900, 700], 1024, dp_size=2, sp_size=2, return_statistics=True
+        ... )
+        >>> ranks
+        [[[0], [1]], [[0], [2]], [[3], [5]], [[3], [4]]]
+        >>> statistics.shared_steps, statistics.cost_per_rank
+        (1, [1360.0, 1470.0, 1450.0, 1650.0])
+
     Raises:
-        ValueError: a length that is negative or over max_tokens (it is named), max_tokens or dp_size below 1, an
+        ValueError: a length that is negative or over ``sp_size * max_tokens`` (it is named), a size below 1, an
             unknown cost, costs whose sum is past a double.
         TypeError: lengths that are not integers.
 
@@ -56,23 +110,49 @@ def token_budget_microbatches(
     differencing method (Karmarkar and Karp 1982), and usually better.
     """
     max_tokens, dp_size = at_least(max_tokens, "max_tokens", 1), at_least(dp_size, "dp_size", 1, "rank")
-    balance = ("flops", *cost_coefficients(cost, "cost"))
+    sp_size = at_least(sp_size, "sp_size", 1, "rank")
+    per_token, per_pair = cost_coefficients(cost, "cost")
     lengths = index_tensor(lengths, "lengths").cpu()
     if lengths.dim() != 1 or lengths.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"lengths: expected int32 or int64 [num_sequences], got {described(lengths)}")
-    num_sequences = lengths.numel()
-    if not num_sequences:
-        return [[] for _ in range(dp_size)]
-    longest = int(lengths.argmax())
-    if lengths[longest] > max_tokens:
-        raise ValueError(
-            f"lengths: expected at most max_tokens={max_tokens}, got {int(lengths[longest])} at index {longest}"
-        )
-    # Empty sequences: with them there are enough for a multiple of dp_size. They are removed from the result.
-    lengths = torch.cat([lengths, lengths.new_zeros(dp_size - 1)])
+    if lengths.numel() and int(lengths.max()) > sp_size * max_tokens:
+        longest, most = int(lengths.argmax()), f"max_tokens={max_tokens}"
+        most = most if sp_size == 1 else f"sp_size * max_tokens = {sp_size * max_tokens}"
+        raise ValueError(f"lengths: expected at most {most}, got {int(lengths[longest])} at index {longest}")
+    balance = ("flops", per_token, per_pair)
+    long = lengths > max_tokens
+    of_groups = _dealt(lengths, long.nonzero()[:, 0], sp_size * max_tokens, dp_size, balance)
+    of_ranks = _dealt(lengths, (~long).nonzero()[:, 0], max_tokens, dp_size * sp_size, balance)
+    costs, shared = (per_token * lengths.double() + per_pair * lengths.double() ** 2).tolist(), len(of_groups[0])
+    if shared:  # the costliest alone to those whose group has the cheapest together
+        by_cost = sorted(range(len(of_ranks)), key=lambda rank: -_cost(costs, of_groups[rank // sp_size]))
+        of_ranks = dict(zip(by_cost, sorted(of_ranks, key=lambda steps: _cost(costs, steps)), strict=True))
+    result = [of_groups[rank // sp_size] + of_ranks[rank] for rank in range(dp_size * sp_size)]
+    if not return_statistics:
+        return result
+    of_steps = [
+        [sum(costs[i] for i in step) / (sp_size if number < shared else 1) for number, step in enumerate(steps)]
+        for steps in result
+    ]
+    per_rank = [sum(steps) for steps in of_steps]
+    even = sum(per_rank) / len(per_rank) / max(per_rank) if max(per_rank) else 1.0
+    return result, MicrobatchStatistics(shared, per_rank, [max(step) for step in zip(*of_steps, strict=True)], even)
+
+
+def _cost(costs, steps) -> float:
+    return sum(costs[index] for step in steps for index in step)
+
+
+def _dealt(lengths, indices, max_tokens: int, ranks: int, balance) -> list[list[list[int]]]:
+    """The sequences at these indices as micro-batches of each rank."""
+    if not indices.numel():
+        return [[] for _ in range(ranks)]
+    # Empty sequences: with them there are enough for a multiple of the ranks. They are removed from the result.
+    lengths = torch.cat([lengths[indices], lengths.new_zeros(ranks - 1)])
     try:
-        packing = pack_sequences(lengths, max_tokens, strategy="balanced", balance=balance, bins_multiple_of=dp_size)
+        packing = pack_sequences(lengths, max_tokens, strategy="balanced", balance=balance, bins_multiple_of=ranks)
     except ValueError as error:
         raise ValueError(re.sub("^balance:", "cost:", str(error))) from None
-    bins = [[index for index in bin if index < num_sequences] for bin in packing.bins]
-    return [bins[rank::dp_size] for rank in range(dp_size)]
+    index_of = indices.tolist()
+    bins = [[index_of[index] for index in bin if index < len(index_of)] for bin in packing.bins]
+    return [bins[rank::ranks] for rank in range(ranks)]

@@ -11,7 +11,6 @@ from packing_ops._arguments import wrong_type
 
 # torch 2.13 has new names for these.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_all_to_all = getattr(dist, "all_to_all_single", None)
 
 Received = Callable[[], torch.Tensor]
 
@@ -41,11 +40,31 @@ def start_all_to_all(
         return _wait(functional.all_to_all_single(rows, receive, send, group))
     size = rows.shape[0] if receive is None else sum(receive)
     received = rows.new_empty(size, *rows.shape[1:])
-    work = _all_to_all(
-        received, rows, None if receive is None else list(receive), None if send is None else list(send), group=group,
-        async_op=True,
-    )  # fmt: skip
+    if rows.is_cuda:
+        work = _exchange_with_others(received, rows, group, receive, send)
+    else:
+        counts = (None if each is None else list(each) for each in (receive, send))
+        work = dist.all_to_all_single(received, rows, *counts, group=group, async_op=True)
     return _finish(work, received, rows)
+
+
+def _exchange_with_others(received, rows, group, receive, send):
+    """NCCL would send this rank's own part to itself, at the speed of a link and in the time of the others."""
+    ranks, own = group.size(), group.rank()
+    to, of = (
+        list(
+            tensor.split(tensor.shape[0] // ranks if counts is None else list(counts))
+            if len(tensor)
+            else [tensor] * ranks
+        )
+        for tensor, counts in ((rows, send), (received, receive))
+    )
+    nothing = rows.new_empty(0)
+    of_own, to_own = of[own], to[own]
+    of[own] = to[own] = nothing
+    work = dist.all_to_all(of, to, group=group, async_op=True)
+    of_own.copy_(to_own)  # while the others are under way
+    return work
 
 
 def start_all_gather(rows: torch.Tensor, group: dist.ProcessGroup) -> Received:

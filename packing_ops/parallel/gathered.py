@@ -195,13 +195,16 @@ def _returned(dkeys, dvalues, k, layout, group):
     received = [wait() for wait in under_way]
     if layout.send_index is None:
         return received
-    return [_summed(parts, k, layout) for parts in received]
+    return [_summed(parts, k, layout, group.rank()) for parts in received]
 
 
-def _summed(parts, like, layout):
-    """Each rank's part added to the rows it was sent, one rank after the other: a rank got a row at most once."""
-    wide = torch.promote_types(parts.dtype, torch.float32)
-    total = torch.zeros(like.shape, dtype=wide, device=parts.device)
-    for part, index in zip(parts.split(layout.send), layout.send_index.split(layout.send), strict=True):
-        total.index_add_(0, index, part.to(wide))
-    return total.to(parts.dtype)
+def _summed(parts, like, layout, rank):
+    """This rank's own part, and on it those of the others in their order. A rank got a row at most once."""
+    total = parts.new_zeros(like.shape)
+    others = list(zip(parts.split(layout.send), layout.send_index.split(layout.send), strict=True))
+    own, index = others.pop(rank)
+    total.index_copy_(0, index, own)
+    wide = total.index_select(0, layout.shared).to(torch.promote_types(parts.dtype, torch.float32))
+    for (part, _), index in zip(others, layout.shared_index.split([len(part) for part, _ in others]), strict=True):
+        wide.index_add_(0, index, part.to(wide.dtype))
+    return total.index_copy_(0, layout.shared, wide.to(total.dtype))

@@ -30,6 +30,8 @@ class KeyLayout:
         key of the call, which no document contains, where it does not.
     send_index: int64, this rank's rows for rank 0, for rank 1, ..; None where every rank gets all of them.
     send, receive: how many rows go to each rank, and come from it; None with send_index None.
+    shared: int64, this rank's rows that others get; shared_index: int64, which of them each row of send_index is, but for
+        those that stay here. None with send_index None.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -39,6 +41,8 @@ class KeyLayout:
     send_index: torch.Tensor | None = None
     send: tuple[int, ...] | None = None
     receive: tuple[int, ...] | None = None
+    shared: torch.Tensor | None = None
+    shared_index: torch.Tensor | None = None
 
 
 @dataclass
@@ -105,11 +109,7 @@ def key_layout(spans: RowSpans, rank: int, *, causal: bool, left: int = -1, exch
     slot_of_received, sent = gathered, {}
     if needed is not None:
         own = needed[:, rank * spans.rows : (rank + 1) * spans.rows]
-        sent = {
-            "send_index": own.nonzero()[:, 1],
-            "send": tuple(counts[rank]),
-            "receive": tuple(of_rank[rank] for of_rank in counts),
-        }
+        sent = _sent(own, rank) | {"send": tuple(counts[rank]), "receive": tuple(of_rank[rank] for of_rank in counts)}
         slot_of_received = gathered[needed[rank]]
     gathered_of = slot_of_received.new_zeros(spans.ranks * spans.rows)
     gathered_of[slot_of_received] = torch.arange(len(slot_of_received), device=gathered.device)
@@ -151,6 +151,13 @@ def _needed(spans, gathered, key_first, key_last, cu_seqlens_k):
     if most > (1 - WORTH_CHOOSING) * (ranks - 1) * rows:
         return None, None, count
     return needed, counts, count
+
+
+def _sent(own, rank) -> dict:
+    """Of a rank's own rows, which each rank needs: bool ``[ranks, rows]``."""
+    to, row = own.nonzero().T
+    shared, shared_index = row[to != rank].unique(return_inverse=True)
+    return {"send_index": row, "shared": shared, "shared_index": shared_index}
 
 
 def _most_keys(spans, chunks) -> int:

@@ -187,3 +187,44 @@ def test_more_sequences_than_swaps_are_for():
 def test_bad_input_is_named(arguments, options, error, message):
     with pytest.raises(error, match=message):
         token_budget_microbatches(*arguments, **{"dp_size": 1, **options})
+
+
+# --- sequence groups ---
+
+
+@given(st.lists(st.integers(0, 300), max_size=40), st.integers(1, 3), st.integers(1, 3))
+def test_sequence_groups(lengths, dp_size, sp_size):
+    """Every sequence once; long ones by all ranks of one group, in the shared steps; costs as the lists say."""
+    max_tokens = -(-max([1, *lengths]) // sp_size)
+    ranks, statistics = token_budget_microbatches(
+        lengths, max_tokens, dp_size=dp_size, sp_size=sp_size, return_statistics=True
+    )
+    assert len(ranks) == dp_size * sp_size
+    assert len({len(steps) for steps in ranks}) == 1
+    seen, shared = [], statistics.shared_steps
+    for rank, steps in enumerate(ranks):
+        assert steps[:shared] == ranks[rank // sp_size * sp_size][:shared]
+        for number, step in enumerate(steps):
+            together = number < shared
+            assert sum(lengths[i] for i in step) <= max_tokens * (sp_size if together else 1)
+            assert all((lengths[i] > max_tokens) == together for i in step)
+            if not together or rank % sp_size == 0:
+                seen += step
+    assert sorted(seen) == list(range(len(lengths)))
+    assert sum(statistics.cost_per_rank) == pytest.approx(sum(lengths))
+    assert len(statistics.cost_of_steps) == len(ranks[0])
+    assert 0 < statistics.balance <= 1
+
+
+def test_groups_change_nothing_without_long_sequences():
+    lengths = [500, 400, 300, 200, 100]
+    of_ranks, statistics = token_budget_microbatches(lengths, 512, dp_size=2, sp_size=2, return_statistics=True)
+    assert of_ranks == token_budget_microbatches(lengths, 512, dp_size=4)
+    assert statistics.shared_steps == 0
+
+
+def test_longer_than_a_group():
+    with pytest.raises(ValueError, match=r"lengths: expected at most sp_size \* max_tokens = 200, got 201 at index 1"):
+        token_budget_microbatches([200, 201], 100, dp_size=1, sp_size=2)
+    with pytest.raises(ValueError, match="sp_size: expected at least 1 rank, got 0"):
+        token_budget_microbatches([200], 100, dp_size=1, sp_size=0)
