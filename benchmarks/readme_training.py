@@ -156,6 +156,27 @@ def megatron() -> str:
     )
 
 
+# --- several GPUs ---
+
+
+def parallel() -> str:
+    """A row for each way to use them; what one GPU takes is measured in the same run."""
+    rows = rows_of("parallel_cuda")
+    table = [
+        [
+            row["op"], row["shape"], row["ranks"], f"{float(row['p50_us']) / 1000:.1f}",
+            f"{float(row['efficiency']):.2f}" if row["efficiency"] else "", f"{int(row['tokens_per_second']):,}",
+            row["peak_gib"],
+        ]
+        for row in rows
+    ]  # fmt: skip
+    header = ["what", "shape", "GPUs", "ms", "of ideal", "tokens/s", "GiB a GPU"]
+    return markdown(header, table) + "\n\n" + prose(
+        "Of ideal: the time of one GPU in the same run over GPUs times theirs. bfloat16, GPU clocks, the slowest rank "
+        f"({origin(rows)})."
+    )  # fmt: skip
+
+
 LOGPS_PEERS = {"torch eager": "torch eager", "torch.compile": "torch.compile",
                "Liger's fused linear cross entropy": "Liger", "bare matmuls": "bare matmuls"}  # fmt: skip
 LOGPS_MEMORY = {OURS: "GiB, ours", "torch eager": "eager", "torch.compile": "compiled",
@@ -189,4 +210,4 @@ def logps() -> str:
 
 
 TABLES = {"demo": demo, "headline": headline, "docstrings": docstrings, "report": report_speed, "e2e": e2e, "adapter": adapter,
-          "megatron": megatron, "logps": logps}  # fmt: skip
+          "megatron": megatron, "parallel": parallel, "logps": logps}  # fmt: skip

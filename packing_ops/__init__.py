@@ -5,7 +5,8 @@ are; PackedMetadata holds it with all that is made from it.
 
 Subpackages:
     data: collators, samplers, mini-batches and losses.
-    integrations: transformers, trl, megatron, unsloth, flash_attn, open_instruct.
+    parallel: rows that lie on several ranks, and attention over them.
+    integrations: transformers, trl, megatron, unsloth, flash_attn, ring_flash_attn, open_instruct.
     reference: the ops in plain torch, which the tests compare with.
 
 Without a compiled library (macOS, a clone that was not built) packing_ops.data and what it needs run in plain torch, slower;

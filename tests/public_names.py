@@ -3,8 +3,13 @@
 import importlib
 
 NEEDS = {"transformers": "transformers", "trl": "trl", "megatron": "megatron.core"}  # to import an integration
-HOSTS = ["transformers", "trl", "megatron", "unsloth", "flash_attn", "open_instruct"]
-PUBLIC = ["packing_ops", "packing_ops.data", *(f"packing_ops.integrations.{host}" for host in HOSTS)]
+HOSTS = ["transformers", "trl", "megatron", "unsloth", "flash_attn", "ring_flash_attn", "open_instruct"]
+PUBLIC = [
+    "packing_ops",
+    "packing_ops.data",
+    "packing_ops.parallel",
+    *(f"packing_ops.integrations.{host}" for host in HOSTS),
+]
 
 
 def public_names(name: str) -> dict:

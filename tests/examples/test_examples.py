@@ -42,6 +42,7 @@ def test_docstrings(tmp_path):
 MODULES = {
     "async_sft": 'matplotlib and numpy and rich: pip install "packing_ops[data]"',
     "ddp_sft": 'transformers: pip install "packing_ops[hf]"',
+    "fsdp2_sft": 'transformers: pip install "packing_ops[hf]"',
     "hf_sft": 'transformers and matplotlib and rich: pip install "packing_ops[data,hf]"',
     "megatron_sft": 'megatron.core and matplotlib and rich: pip install "packing_ops[data,megatron]"',
     "rl_mini_batches": None,

@@ -111,3 +111,18 @@ def test_two_processes_train_as_one(tmp_path):
     assert two["losses"] == pytest.approx(one["losses"], abs=1e-5)
     assert two["parameter_norm_per_rank"] == pytest.approx(one["parameter_norm_per_rank"] * 2, abs=1e-4)
     assert two["losses"][-1] < two["losses"][0]
+
+
+def test_fsdp2_processes_train_to_the_losses_of_one(tmp_path):
+    """Rows dealt to ranks, and rows that lie on two ranks each."""
+    command = "examples/fsdp2_sft.py", "--documents", 48, "--out", tmp_path
+    results = {}
+    for processes, shared in ((1, 1), (2, 1), (4, 2)):
+        fresh_process.run_ranks(processes, *command, "--sequence-parallel", shared, folder=tmp_path)
+        results[processes] = json.loads((tmp_path / f"demo_fsdp2_{processes}_{shared}.json").read_text())
+    one = results[1]
+    assert len(one["losses"]) == 3
+    assert one["losses"][-1] < one["losses"][0]
+    for many in results.values():
+        assert many["losses"] == pytest.approx(one["losses"], rel=1e-5)
+        assert many["parameter_norm"] == pytest.approx(one["parameter_norm"], rel=1e-5)

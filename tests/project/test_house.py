@@ -9,7 +9,11 @@ from helpers import ROOT
 from public_names import NEEDS, PUBLIC, public_names
 
 READS = re.compile(r"(os\.)?(environ\.(get|setdefault|pop)|getenv)")
-API = {"packing_ops": "packing_ops.md", "packing_ops.data": "data.md"}  # the others: integrations.md
+API = {
+    "packing_ops": "packing_ops.md",
+    "packing_ops.data": "data.md",
+    "packing_ops.parallel": "parallel.md",
+}  # the others: integrations.md
 
 
 def documented(name):
@@ -123,10 +127,13 @@ def test_versions_are_one():
 
 # What is filled while a program runs, and by whom it is emptied.
 STATE = {
+    # parallel.agreement._agreed, a WeakKeyDictionary, goes with its groups
     "_batch_cache._tensor_caches",  # goes with its tensors
     "_library.without_cuda_kernel",  # what this library lacks, found out once
     "attention_backends._told",  # warnings that were given, here and below
     "integrations._patching._left",  # patches to take back when nothing is compiled
+    "integrations.ring_flash_attn.hf._row",  # update_ring_flash_attn_params, restore_hf_flash_attn
+    "integrations.ring_flash_attn.hf._substituted",  # the same
     "integrations.transformers.fallback._warned",
     "integrations.transformers.keywords._found",  # of classes
     "integrations.transformers.model_call.NAMES",  # register, unregister
