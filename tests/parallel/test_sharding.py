@@ -1,0 +1,159 @@
+"""A packed row over ranks, without processes: every slot once, equally many on each rank, targets that cross ranks."""
+
+import pytest
+import torch
+from helpers import cu_seqlens_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+import packing_ops as po
+from packing_ops.data import thd_partition_indices
+from packing_ops.parallel import choose_attention, count_targets, shard_indices, shard_of, sharded_loss
+from packing_ops.parallel.key_layout import RowSpans, key_layout
+
+SCHEMES = ("contiguous", "zigzag")
+rows = st.lists(st.integers(0, 40), min_size=1, max_size=8)
+
+
+@given(rows, st.integers(1, 5), st.sampled_from(SCHEMES))
+def test_every_slot_is_on_one_rank(lengths, ranks, scheme):
+    total = -(-sum(lengths) // ranks) * ranks
+    parts = [shard_indices(cu_seqlens_of(lengths), ranks, r, scheme=scheme, total=total) for r in range(ranks)]
+    assert {len(part) for part in parts} == {total // ranks}
+    assert torch.equal(torch.cat(parts).sort().values, torch.arange(total))
+    assert all(torch.equal(part, part.sort().values) for part in parts)
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.integers(2, 4))
+def test_zigzag_is_megatron_s_where_that_divides(chunks, ranks):
+    lengths = [2 * ranks * chunk for chunk in chunks]
+    for rank in range(ranks):
+        own = shard_indices(cu_seqlens_of(lengths), ranks, rank, scheme="zigzag", total=sum(lengths))
+        expected, start = [], 0
+        for chunk in chunks:
+            for number in (rank, 2 * ranks - 1 - rank):
+                expected += range(start + number * chunk, start + (number + 1) * chunk)
+            start += 2 * ranks * chunk
+        assert own.tolist() == expected
+        assert torch.equal(own, thd_partition_indices(cu_seqlens_of(lengths), ranks, rank, total=sum(lengths)))
+
+
+@given(rows, st.integers(2, 4))
+def test_zigzag_spreads_causal_work(lengths, ranks):
+    """The most that a rank attends to is within a query a document and rank of an even part."""
+    total = -(-sum(lengths) // ranks) * ranks
+    metadata = po.PackedMetadata.from_lengths(lengths, total=total)
+    work = [
+        int((metadata.position_ids[own] + 1)[own < sum(lengths)].sum())
+        for own in (shard_indices(metadata, ranks, r, scheme="zigzag") for r in range(ranks))
+    ]
+    assert max(work) - min(work) <= sum(2 * length + ranks for length in lengths) + ranks
+
+
+@given(rows, st.integers(2, 4), st.sampled_from(SCHEMES), st.booleans(), st.sampled_from([-1, 0, 5]))
+def test_only_keys_that_are_seen_are_moved(lengths, ranks, scheme, causal, left):
+    """The rows that a rank receives are those that one of its queries sees, and each key of its call is the right one."""
+    left = left if causal else -1
+    total = -(-sum(lengths) // ranks) * ranks
+    metadata = po.PackedMetadata.from_lengths(lengths, total=total)
+    cu_seqlens, position, document = metadata.cu_seqlens, metadata.position_ids, metadata.seq_idx
+    spans = RowSpans.of(cu_seqlens, cu_seqlens, total // ranks, ranks, scheme)
+    layouts = [key_layout(spans, r, causal=causal, left=left) for r in range(ranks)] if total else []
+    own = [shard_indices(metadata, ranks, r, scheme=scheme) for r in range(ranks)]
+    for rank, layout in enumerate(layouts):
+        q, k = own[rank][:, None], torch.arange(total)
+        seen = (document[q] == document[k]) & (document[k] < len(lengths))
+        if causal:
+            seen &= position[k] <= position[q]
+        if left >= 0:
+            seen &= position[k] >= position[q] - left
+        needed = seen.any(0).nonzero()[:, 0].tolist()
+        if layout.send_index is None:
+            received = torch.cat(own)
+        else:
+            parts = [sender.send_index.split(sender.send)[rank] for sender in layouts]
+            assert [len(part) for part in parts] == list(layout.receive)
+            received = torch.cat([own[r][part] for r, part in enumerate(parts)])
+            assert sorted(received.tolist()) == needed
+        count = int(layout.cu_seqlens_k[-1])
+        assert set(needed) <= set(received[layout.key_index[:count]].tolist())
+        places = layout.key_positions.T
+        for row, slot in enumerate(received.tolist()):
+            for place in places[row].tolist():
+                assert place == len(layout.key_index) - 1 or received[layout.key_index[place]] == slot
+
+
+def batch_of(lengths, form):
+    total = sum(lengths)
+    metadata = po.PackedMetadata.from_lengths(lengths)
+    batch = {"input_ids": torch.arange(total) + 5, "labels": torch.arange(total) + 5}
+    if form == "metadata":
+        return {**batch, "documents": metadata, "name": "kept"}
+    batch = {name: value[None] for name, value in batch.items()}
+    if form == "transformers":
+        return {**batch, "position_ids": metadata.position_ids[None], **metadata.to_transformers()}
+    return {**batch, "position_ids": metadata.position_ids[None]}
+
+
+@pytest.mark.parametrize("form", ["metadata", "transformers", "positions"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_shards_of_a_batch(form, scheme):
+    lengths, ranks = [5, 1, 7], 4  # three slots of padding
+    batch = batch_of(lengths, form)
+    shards = [shard_of(batch, ranks=ranks, rank=r, scheme=scheme, pad_token_id=2) for r in range(ranks)]
+    order = torch.cat([shard_indices(cu_seqlens_of(lengths), ranks, r, scheme=scheme, total=16) for r in range(ranks)])
+
+    def whole(name):
+        return torch.cat([shard[name].flatten() for shard in shards])[order.argsort()].tolist()
+
+    targets = po.shift_labels(batch["labels"].flatten(), cu_seqlens_of(lengths)).tolist()
+    assert whole("input_ids") == [*range(5, 18), 2, 2, 2]
+    assert whole("shift_labels") == whole("labels") == [*targets, -100, -100, -100]
+    assert whole("position_ids")[:13] == [*range(5), 0, *range(7)]
+    assert shards[0]["input_ids"].shape == ((4,) if form == "metadata" else (1, 4))
+    if form == "transformers":
+        assert shards[1]["cu_seq_lens_q"].tolist() == [0, 5, 6, 13]
+    else:
+        (metadata,) = [value for value in shards[1].values() if isinstance(value, po.PackedMetadata)]
+        assert (metadata.total, metadata.num_tokens) == (16, 13)
+    assert shards[0].get("name", "kept") == "kept"
+
+
+def test_bad_batches():
+    with pytest.raises(ValueError, match="batch: expected a PackedMetadata, cu_seq_lens_q or position_ids, got none"):
+        shard_of({"input_ids": torch.arange(4)}, ranks=2, rank=0)
+    with pytest.raises(ValueError, match=r"input_ids: expected one packed row \[total\] or \[1, total\]"):
+        shard_of({"input_ids": torch.zeros(2, 4)}, ranks=2, rank=0)
+    with pytest.raises(ValueError, match="batch: expected input_ids, inputs_embeds, labels or position_ids, got"):
+        shard_of({}, ranks=2, rank=0)
+    with pytest.raises(ValueError, match="scheme: expected 'contiguous' or 'zigzag', got 'ring'"):
+        shard_of(batch_of([4], "metadata"), ranks=2, rank=0, scheme="ring")
+    with pytest.raises(ValueError, match="rank: expected 0 to ranks - 1 = 1, got 2"):
+        shard_of(batch_of([4], "metadata"), ranks=2, rank=2)
+    with pytest.raises(ValueError, match="total: expected a multiple of the 2 ranks, got 5"):
+        shard_indices(cu_seqlens_of([5]), 2, 0, total=5)
+
+
+def test_loss_of_shards():
+    losses, labels = torch.rand(6, dtype=torch.float64), torch.tensor([3, -100, 4, 5, -100, 6])
+    shares = [sharded_loss(losses[s], labels[s], num_items_in_batch=4) for s in (slice(0, 2), slice(2, 6))]
+    torch.testing.assert_close(sum(shares), losses[labels != -100].mean())
+    with pytest.raises(ValueError, match="group: expected a process group, got None before"):
+        count_targets(labels)
+
+
+def test_choice():
+    heads = {"num_heads": 32, "num_kv_heads": 8, "ranks": 4, "rows": 16_384}
+    long, short = (po.PackedMetadata.from_lengths(lengths) for lengths in ([65_536], [64] * 1024))
+    chosen = choose_attention(short, **heads)
+    assert chosen.name == "gathered"
+    assert "receives 0 of 49152 rows" in chosen.why
+    assert choose_attention(long, **heads).name == "ulysses"  # contiguous: the last rank has most of the work
+    assert (
+        choose_attention(long, **heads).seconds["gathered"] > 1.5 * choose_attention(long, **heads).seconds["ulysses"]
+    )
+    both_sides = choose_attention(short, **heads, causal=False, window_size=(3, 3))
+    assert both_sides.name == "ulysses"
+    assert "window_size" in both_sides.why
+    with pytest.raises(ValueError, match="num_q_heads: expected a multiple of the 4 ranks, got 30, and window_size"):
+        choose_attention(short, **{**heads, "num_heads": 30, "num_kv_heads": 30}, causal=False, window_size=(3, 3))
