@@ -126,8 +126,7 @@ def varlen_attention_over(
         As ulysses_attention, and with ``explain`` (that, Choice).
 
     Example:
-        >>> out, choice = varlen_attention_over(group, q, k, v, metadata, explain=True)  # two processes # doctest: +SKIP
-        >>> print(choice.why)  # doctest: +SKIP
+        >>> out, choice = varlen_attention_over(group, q, k, v, documents, explain=True)  # needs processes # doctest: +SKIP
 
     Raises:
         ValueError: as the one that it picks.

@@ -96,11 +96,9 @@ def llama3_flash_attn_varlen_func(
         out like q.
 
     Example:
-        >>> prepared = llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, True, group.rank(), group.size())  # doctest: +SKIP
-        >>> cu_q, cu_k, max_q, max_k, keys = prepared  # it needs several processes # doctest: +SKIP
-        >>> out = llama3_flash_attn_varlen_func(
-        ...     q, k, v, cu_q, cu_k, max_q, max_k, 1, keys, causal=True, group=group
-        ... )  # doctest: +SKIP
+        ``documents`` are the five that llama3_flash_attn_prepare_cu_seqlens gives, heads_k_stride in front of the last.
+
+        >>> out = llama3_flash_attn_varlen_func(q, k, v, *documents, causal=True)  # needs processes # doctest: +SKIP
 
     Raises:
         NotImplementedError: dropout, ALiBi, a window without a causal mask.

@@ -74,6 +74,12 @@ def trl_packing():
     return patch_pack_dataset, unpatch_pack_dataset, {"pack_dataset"}
 
 
+def ring_substitution():
+    from packing_ops.integrations.ring_flash_attn import restore_hf_flash_attn, substitute_hf_flash_attn
+
+    return lambda: substitute_hf_flash_attn(None), restore_hf_flash_attn, {"_global_mapping"}
+
+
 @pytest.fixture
 def no_name_registered():
     pytest.importorskip("transformers")
@@ -95,6 +101,7 @@ def no_name_registered():
         ("transformers", one_llama),
         ("megatron", megatron_rope),
         ("trl", trl_packing),
+        ("transformers", ring_substitution),
     ],
 )
 def test_the_host_is_as_before(host, case, no_name_registered):
