@@ -19,13 +19,17 @@ import torch.distributed as dist
 from bench_e2e import SHAPE, TINY
 from e2e_providers import COMPILE
 from harness import RESULTS, commit, device_name, percentiles, time_cpu, write_csv
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import packing_ops as po
+from packing_ops.integrations.transformers import apply_packing_ops
 from packing_ops.parallel import choose_attention, gathered_attention, ulysses_attention
 
 HEADS, TINY_HEADS = (32, 8, 128), (8, 4, 16)
 SPIN_CYCLES = 20_000_000  # 10 ms at 2 GHz, in which the host enqueues a call
-OPTIMIZER = {"lr": 1e-5, "fused": True}
 
 
 # --- timing ---
@@ -149,20 +153,15 @@ def long_rows(results, device, tiny):
 # --- a whole model ---
 
 
-def model_for(device, tiny, compiled):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from packing_ops.integrations.transformers import apply_packing_ops
-
+def model_for(device, tiny):
     torch.manual_seed(0)
     config = Qwen3Config(**(TINY if tiny else SHAPE), max_position_embeddings=40_960, use_cache=False)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     with torch.device(device):
         model = Qwen3ForCausalLM._from_config(config, attn_implementation="sdpa", dtype=dtype).train()
     apply_packing_ops(model, rms_norm=True, fused_loss=True)
-    if compiled:
-        for layer in model.model.layers:
-            layer.compile(**COMPILE)
+    for layer in model.model.layers:
+        layer.compile(**COMPILE)
     return model
 
 
@@ -190,8 +189,6 @@ def training_step(model, optimizer, batches):
 
 
 def wrapped_by_ddp(model, device):
-    from torch.nn.parallel import DistributedDataParallel
-
     ids = [torch.cuda.current_device()] if device == "cuda" else None
     return DistributedDataParallel(
         model, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True, static_graph=True
@@ -199,9 +196,6 @@ def wrapped_by_ddp(model, device):
 
 
 def wrapped_by_fsdp2(model, device):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     mesh, layers = init_device_mesh(device, (dist.get_world_size(),)), model.model.layers
     for layer in layers:
         fully_shard(layer, mesh=mesh)
@@ -212,28 +206,25 @@ def wrapped_by_fsdp2(model, device):
     return model
 
 
-def train_rows(results, device, tiny, compiled=True):
+def train_rows(results, device, tiny):
     tokens, capacity = (2048, 512) if tiny else (131_072, 16_384)
-    vocabulary = (TINY if tiny else SHAPE)["vocab_size"]
-    batches = rows_of_rank(tokens, capacity, device, vocabulary)
-    runs, one = 3, 0.0
+    batches, one = rows_of_rank(tokens, capacity, device, (TINY if tiny else SHAPE)["vocab_size"]), 0.0
     wrappers = {"one rank": lambda model, _: model, "DDP": wrapped_by_ddp, "FSDP2": wrapped_by_fsdp2}
     for name, wrap in wrappers.items():
         torch._dynamo.reset()
-        model = wrap(model_for(device, tiny, compiled), device)
-        optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER)
+        model = wrap(model_for(device, tiny), device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
         step = functools.partial(training_step, model, optimizer, batches)
-        us = timed_together(step, device, runs)
+        us = timed_together(step, device, 3)
         shape = f"{'tiny' if tiny else 'Qwen3-0.6B'}: {len(batches)} rows of {capacity} a rank, sft lengths"
-        shape += ", rms_norm, fused_loss" + ", layers compiled" * compiled
+        shape += ", rms_norm, fused_loss, layers compiled"
         if name == "one rank":
             one = us * dist.get_world_size()  # what all ranks do together takes one so long
             results.add("training, one rank", shape, 0.0, us, tokens=len(batches) * capacity, ranks=1)
         else:
             results.add(f"training, {name}", shape, one, us, tokens=len(batches) * capacity * dist.get_world_size())
         del model, optimizer, step
-        if device == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
 
 FAMILIES = {"attention": attention_rows, "long": long_rows, "train": train_rows}
@@ -243,16 +234,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--only", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
-    parser.add_argument("--tiny", action="store_true", help="sizes for the CPU, into the folder of --out alone")
+    parser.add_argument("--tiny", action="store_true", help="sizes for the CPU")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV")
     arguments = parser.parse_args()
-    tiny = arguments.tiny or arguments.device == "cpu"
     if arguments.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo", timeout=datetime.timedelta(seconds=120))
     results = Results(arguments.out / f"parallel_{arguments.device}.csv", arguments.device)
     for family in arguments.only:
-        FAMILIES[family](results, arguments.device, tiny)
+        FAMILIES[family](results, arguments.device, arguments.tiny or arguments.device == "cpu")
     dist.destroy_process_group()
 
 

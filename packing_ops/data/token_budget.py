@@ -126,7 +126,8 @@ def token_budget_microbatches(
     costs, shared = (per_token * lengths.double() + per_pair * lengths.double() ** 2).tolist(), len(of_groups[0])
     if shared:  # the costliest alone to those whose group has the cheapest together
         by_cost = sorted(range(len(of_ranks)), key=lambda rank: -_cost(costs, of_groups[rank // sp_size]))
-        of_ranks = dict(zip(by_cost, sorted(of_ranks, key=lambda steps: _cost(costs, steps)), strict=True))
+        cheapest = dict(zip(by_cost, sorted(of_ranks, key=lambda steps: _cost(costs, steps)), strict=True))
+        of_ranks = [cheapest[rank] for rank in range(len(of_ranks))]
     result = [of_groups[rank // sp_size] + of_ranks[rank] for rank in range(dp_size * sp_size)]
     if not return_statistics:
         return result
@@ -139,11 +140,13 @@ def token_budget_microbatches(
     return result, MicrobatchStatistics(shared, per_rank, [max(step) for step in zip(*of_steps, strict=True)], even)
 
 
-def _cost(costs, steps) -> float:
+def _cost(costs: list[float], steps: list[list[int]]) -> float:
     return sum(costs[index] for step in steps for index in step)
 
 
-def _dealt(lengths, indices, max_tokens: int, ranks: int, balance) -> list[list[list[int]]]:
+def _dealt(
+    lengths: torch.Tensor, indices: torch.Tensor, max_tokens: int, ranks: int, balance: tuple[str, float, float]
+) -> list[list[list[int]]]:
     """The sequences at these indices as micro-batches of each rank."""
     if not indices.numel():
         return [[] for _ in range(ranks)]

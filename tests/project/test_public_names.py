@@ -23,6 +23,7 @@ DEPENDING = {
     "flash_attn_func",
     "flash_attn_varlen_func",
     "select_attention_backend",
+    "token_budget_microbatches",
     "token_logps",
     "varlen_attention",
 }

@@ -54,7 +54,7 @@ def substitute_hf_flash_attn(process_group: dist.ProcessGroup, heads_k_stride: i
     table = _table()
     _substituted.setdefault("stock", table._global_mapping.get(_NAME))
     _substituted["group"] = process_group
-    table.register(_NAME, _attention)
+    table.register(_NAME, flash_attention_forward)
 
 
 def restore_hf_flash_attn() -> None:
@@ -65,7 +65,7 @@ def restore_hf_flash_attn() -> None:
     """
     if _substituted:
         table, stock = _table(), _substituted.pop("stock")
-        if table._global_mapping.get(_NAME) is _attention:
+        if table._global_mapping.get(_NAME) is flash_attention_forward:
             table._global_mapping.pop(_NAME)
             if stock is not None:
                 table.register(_NAME, stock)
@@ -81,7 +81,7 @@ def _table():
     return ALL_ATTENTION_FUNCTIONS
 
 
-def _attention(
+def flash_attention_forward(
     module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, softcap=None,
     s_aux=None, is_causal=None, **kwargs,
 ):  # fmt: skip

@@ -6,11 +6,13 @@ attn_implementation="packing_ops":
                             running.py knows which call runs in this thread.
     mask_preparation.py     Brings these arguments to where transformers makes masks.
     masks.py                MaskPattern, which layers get in place of a mask tensor.
+    gathered_rows.py        Under another library's Ulysses, which calls attention with rows of several ranks.
     documents.py            Where the documents of a batch lie; document_checks.py: whether a row has several.
     fallback.py             SDPA, for calls that varlen attention does not serve.
     kv_cache.py             Refuses a KV cache that holds several documents in a row.
 apply_packing_ops(model):
     patch.py                apply and revert, for a model, a class or all; model_info.py says what runs.
+    sequence_group.py       A model whose rows lie on several ranks, by packing_ops.parallel.
     attn_implementation.py  Sets a model's attn_implementation, and sets it back.
     models.py               The model families, and which formula of RoPE and RMSNorm each has.
     rope.py, rms_norm.py, fused_loss.py   How each of these is put into a model; positions.py gives RoPE positions that

@@ -12,6 +12,7 @@ from packing_ops.attention import varlen_attention
 from packing_ops.integrations._attention_options import AttentionOptions
 from packing_ops.integrations.transformers import fallback, mask_preparation, masks, model_call, sequence_group
 from packing_ops.integrations.transformers.documents import find_documents
+from packing_ops.integrations.transformers.gathered_rows import documents_of_pattern
 from packing_ops.integrations.transformers.imports import AttentionInterface, AttentionMaskInterface
 
 # Options that SDPA serves.
@@ -112,9 +113,8 @@ def packing_ops_attention(
     **kwargs,
 ):
     """query ``[batch, num_heads, seqlen, head_dim]`` -> (``[batch, seqlen, num_heads, head_dim]``, None)."""
-    cu_seqlens = cu_seq_lens_q, cu_seq_lens_k
+    cu_seqlens, sequence = (cu_seq_lens_q, cu_seq_lens_k), sequence_group.of(module)
     reason = "" if _HARMLESS.issuperset(kwargs) else _option_for_sdpa(kwargs)
-    sequence = sequence_group.of(module)
     pattern = attention_mask if isinstance(attention_mask, masks.MaskPattern) else None
     if pattern is not None:
         causal, window = pattern.causal, pattern.window
@@ -124,19 +124,15 @@ def packing_ops_attention(
         window = (-1, -1) if sees_all else (sliding_window - 1, 0)
     options = AttentionOptions(causal, scaling, window, softcap, s_aux)
     if sequence is not None:
-        if reason := reason or _why_not(query, key, value, dropout):
-            raise NotImplementedError(f"sequence_group: expected attention that runs over several ranks, got {reason}")
-        mask = None if pattern is not None else attention_mask
-        return sequence.attend(_one_dtype(query, key, value), mask, cu_seq_lens_q, options), None
+        reason, mask = reason or _why_not(query, key, value, dropout), None if pattern else attention_mask
+        return sequence.attend(_one_dtype(query, key, value), mask, cu_seq_lens_q, options, reason), None
     if pattern is not None:
-        documents = _documents_of_pattern(module, query, key, pattern, cu_seqlens, position_ids)
+        documents = documents_of_pattern(module, pattern, query, key, cu_seqlens, position_ids)
     else:
         none = _why_no_documents(query, key, attention_mask, causal, window)
         if none and (cu_seq_lens_q is not None or cu_seq_lens_k is not None) and kwargs.get("cache") is None:
             raise ValueError(f"cu_seq_lens_q: expected a row of its own documents, got {none}")
-        documents = (
-            None if none else _documents_without_pattern(module, query, attention_mask, cu_seqlens, position_ids)
-        )
+        documents = None if none else _without_pattern(module, query, attention_mask, cu_seqlens, position_ids)
         reason = reason or none
     reason = reason or _why_not(query, key, value, dropout)
     if not reason and documents.holes and window != (-1, -1):
@@ -148,34 +144,10 @@ def packing_ops_attention(
     return fallback.attend(module, query, key, value, mask, options, dropout, kwargs)
 
 
-def _documents_of_pattern(module, query, key, pattern, cu_seqlens, position_ids):
-    seqlen, length = query.shape[2], pattern.length
-    if seqlen == key.shape[2] == length:
-        return pattern.documents(query, cu_seqlens, position_ids).on(query.device)
-    # Ulysses of other libraries: the mask was made for this rank's slots, position_ids are gathered as the heads are.
-    gathered = seqlen == key.shape[2] and length > 0 and seqlen % length == 0
-    if not gathered or position_ids is None or tuple(position_ids.shape) != (query.shape[0], seqlen):
-        lengths = f"{seqlen} queries and {key.shape[2]} keys"
-        raise ValueError(f"key: expected the {length} slots that the mask was made for, got {lengths}")
-    if cu_seqlens != (None, None):
-        raise ValueError(
-            f"cu_seq_lens_q: expected None where rows of {length} slots are gathered to {seqlen}, whose position_ids tell "
-            "the documents"
-        )
-    if pattern.padding is not None and not bool((pattern.padding == 1).all()):
-        raise ValueError(
-            f"attention_mask: expected None or all ones where rows of {length} slots are gathered to {seqlen}, got padding "
-            "or document numbers: let position_ids restart with each document"
-        )
-    masks.mark_used(position_ids)
-    return find_documents(query, (None, None), None, position_ids, getattr(module, "layer_idx", None)).on(query.device)
-
-
-def _documents_without_pattern(module, query, mask, cu_seqlens, position_ids):
+def _without_pattern(module, query, mask, cu_seqlens, position_ids):
     masks.mark_used(*cu_seqlens, position_ids)
     padding = mask if mask is None else model_call.numbered(mask)
-    layer = getattr(module, "layer_idx", None)
-    return find_documents(query, cu_seqlens, padding, position_ids, layer).on(query.device)
+    return find_documents(query, cu_seqlens, padding, position_ids, getattr(module, "layer_idx", None)).on(query.device)
 
 
 def _varlen(heads, documents, causal, scaling, window, softcap, sinks):

@@ -1,6 +1,5 @@
 """apply_packing_ops and revert_packing_ops: packing_ops inside a transformers model, and out again."""
 
-import functools
 import importlib
 import warnings
 from dataclasses import dataclass, field
@@ -125,7 +124,8 @@ def apply_packing_ops(
         reasons = map(fused_loss_patch.refusal, attention_patch.hosts(model))
         skipped["fused_loss"] = next(reasons, "there is no transformers model in it")
     if sequence_group is not None:
-        _check_sequence(model, attention, skipped)
+        without = skipped.get("attention") or (None if attention else "attention=False")
+        sequence_patch.check(attention_patch.hosts(model), without)
     _refuse(model, skipped, strict)
     if attention and "attention" not in skipped and (reason := attention_patch.set_ours(model)):
         skipped["attention"] = reason
@@ -169,14 +169,6 @@ def revert_packing_ops(model: torch.nn.Module | type | None = None) -> None:
 def _check_model(model) -> None:
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, a model class or None, got {type(model).__name__}")
-
-
-def _check_sequence(model, attention, skipped) -> None:
-    """Rows on several ranks with an attention of one rank would be silently wrong: all or nothing."""
-    reason = skipped.get("attention") or (None if attention else "attention=False")
-    reason = reason or sequence_patch.refusal(attention_patch.hosts(model))
-    if reason:
-        raise ValueError(f"sequence_group: expected a model whose attention runs over several ranks, got {reason}")
 
 
 def _name_of(model) -> str:
@@ -224,12 +216,12 @@ def _apply_to_classes(cls, rope, attention, rms_norm, fp32_cos_sin, strict) -> A
             counts["rope"] += 1
         for value in _classes(name):
             if rope and fp32_cos_sin and rope_patch.is_rotary(value):
-                _pin(name, Patch(value, "forward", _fp32_forward))
+                _pin(name, Patch(value, "forward", rope_patch.fp32_forward))
             if rms_norm and rms_norm_patch.is_norm(value):
                 _pin(name, Patch(value, "forward", lambda _, value=value: rms_norm_patch.forward_of(value)))
                 counts["rms_norm"] += 1
         for value in _bases(name) if attention else ():
-            _pin(name, Patch(value, "_check_and_adjust_attn_implementation", _with_our_default))
+            _pin(name, Patch(value, "_check_and_adjust_attn_implementation", attention_patch.with_our_default))
             counts["attention"] += 1
     return Applied(**counts, skipped=skipped)
 
@@ -246,23 +238,3 @@ def _bases(module_name) -> list[type]:
 
 def _pin(module_name, patch) -> None:
     _class_patches.setdefault(module_name, {}).setdefault((patch.owner, patch.name), patch).apply()
-
-
-def _fp32_forward(stock):
-    @functools.wraps(stock)
-    def forward(self, x, *args, **kwargs):
-        return stock(self, rope_patch.in_fp32(x), *args, **kwargs)
-
-    return forward
-
-
-def _with_our_default(stock):
-    """Wraps the method that picks the attn_implementation of a new model."""
-
-    @functools.wraps(stock)
-    def check(self, attn_implementation, *args, **kwargs):
-        if not attn_implementation:
-            self.__dict__.setdefault(attention_patch.STATE, attention_patch.AttentionBefore())
-        return stock(self, attn_implementation or attention_patch.IMPLEMENTATION, *args, **kwargs)
-
-    return check

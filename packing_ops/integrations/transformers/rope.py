@@ -151,3 +151,13 @@ def in_fp32(x: torch.Tensor) -> torch.Tensor:
 
 
 _HOOKS = (_tag, _ask_for_fp32, give_position_ids, give_text_positions)
+
+
+def fp32_forward(stock):
+    """Wraps the forward of a rotary module."""
+
+    @functools.wraps(stock)
+    def forward(self, x, *args, **kwargs):
+        return stock(self, in_fp32(x), *args, **kwargs)
+
+    return forward

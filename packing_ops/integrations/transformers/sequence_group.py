@@ -53,8 +53,10 @@ class SequenceGroup:
                 )
                 raise ValueError(f"{given}: expected beside labels with a sequence_group, {what}, got None")
 
-    def attend(self, heads, mask, cu_seqlens, options):
+    def attend(self, heads, mask, cu_seqlens, options, refused=""):
         """``[1, rows, num_heads, head_dim]`` of heads-first query, key and value of this rank."""
+        if refused:
+            raise NotImplementedError(f"sequence_group: expected attention that runs over several ranks, got {refused}")
         if mask is not None:
             raise NotImplementedError(
                 f"attention_mask: expected causal or full attention or their sliding windows with a sequence_group, "
@@ -82,6 +84,12 @@ class SequenceGroup:
             sinks=sinks,
         )
         return out[None]
+
+
+def check(hosts, without: str | None) -> None:
+    """Rows on several ranks with an attention of one rank would be silently wrong: all or nothing."""
+    if reason := without or refusal(hosts):
+        raise ValueError(f"sequence_group: expected a model whose attention runs over several ranks, got {reason}")
 
 
 def of(module) -> SequenceGroup | None:
