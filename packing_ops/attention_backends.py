@@ -10,7 +10,7 @@ from typing import Any, Literal, overload
 import torch
 import torch.nn.functional as F
 
-from packing_ops import _library
+from packing_ops import _library, _ops
 from packing_ops._arguments import check_cu_seqlens, dtype_name, int32_cu_seqlens, window_sides
 from packing_ops.attention import refuse_heads_first, varlen_attention, without_metadata
 from packing_ops.masks import visible_keys
@@ -291,7 +291,7 @@ def kernels_of(
 ) -> str:
     """Which kernels serve a call of varlen_attention; device -1 is the CPU."""
     given = (half, num_heads, num_kv_heads, head_dim, softcap, device, head_dim_v, visible_end)
-    forward, _, backward = torch.ops.packing_ops.attention_kernels(*given).partition(", ")
+    forward, _, backward = _ops.attention_kernels(*given).partition(", ")
     return f"forward: {forward}, backward: {backward}"
 
 

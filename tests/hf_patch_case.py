@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import sys
 from importlib.util import find_spec
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import transformers
 from hf_models import in_its_words
 
-from packing_ops.integrations.transformers import rope_functions, rope_trial
+from packing_ops.integrations.transformers import class_patch, rope_functions, rope_trial
 
 SHAPE = {
     "vocab_size": 64,
@@ -132,8 +133,10 @@ def calls_of_our_rope(monkeypatch):
         count.append(1)
         return rotate(*args, **kwargs)
 
-    for family in KNOWN:  # tried before anything is counted
-        rope_functions.refusal_of_module(module_of(family).__name__)
+    for family in KNOWN:
+        module_of(family)  # imported
+    for name in [name for name in sys.modules if class_patch._is_modelling(name)]:  # tried before anything is counted
+        rope_functions.refusal_of_module(name)
     rotate = rope_trial.apply_rotary_qk
     monkeypatch.setattr(rope_trial, "apply_rotary_qk", counted)
     return count

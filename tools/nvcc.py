@@ -23,7 +23,9 @@ def callers(source: str) -> tuple[int, ...]:
     path = Path(source)
     if path.parent.name != "instances" or path.parent.parent.name != "sm80":
         return ANY
-    name = re.fullmatch(r"(forward|forward_resident|backward|backward_single)_(\d+)(?:_smem(\d+))?", path.stem)
+    if wide := re.fullmatch(r"forward_wide_smem(\d+)", path.stem):
+        return (99,) if wide[1] == "99" else (163, 227)
+    name = re.fullmatch(r"(forward|forward_resident|backward|backward_single)_(\d+)(?:_\d+)?(?:_smem(\d+))?", path.stem)
     if not name or name[1] == "forward":
         return ANY
     kind, head_dim, tier = name[1], int(name[2]), int(name[3] or 0)

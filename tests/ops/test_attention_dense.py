@@ -170,6 +170,7 @@ def test_signature_is_that_of_flash_attn():
         ("alibi_slopes", None),
         ("deterministic", False),
         ("return_attn_probs", False),
+        ("s_aux", None),
     ]
     q = torch.randn(2, 9, 2, 16)
     options = {"softmax_scale": 0.3, "window_size": (4, 0), "softcap": 2.0, "causal": True}

@@ -259,6 +259,7 @@ def bad_calls(device):
 
     either = r"q: expected \[total_q, num_q_heads, head_dim\] or \[1, num_q_heads, total_q, head_dim\], got float32 "
     of_k = r"expected \[1, num_kv_heads, total_k, head_dim\] like "
+    of_rows = of_k.replace("like", "with the rows and heads of")
     return {
         "q rank": (call(q=q[None]), either + r"\[1, 1, 4, 5, 16\]"),
         "q batch": (call(q=q.repeat(2, 1, 1, 1)), either + r"\[2, 4, 5, 16\]"),
@@ -267,11 +268,11 @@ def bad_calls(device):
         "v rank": (call(v=case.v), f"v: {of_k}q"),
         "k heads first alone": (call(q=case.q), r"k: expected \[total_k, num_kv_heads, head_dim\] like q, got .*\[1, 2"),
         "k batch": (call(k=k.repeat(2, 1, 1, 1)), f"k: {of_k}q, got float32 " + r"\[2, 2, 5, 16\]"),
-        "v heads": (call(v=v[:, :1]), f"v: {of_k}k " + r"\(float32 \[1, 2, 5, 16\] on .*\), got float32 \[1, 1, 5, 16\]"),
+        "v heads": (call(v=v[:, :1]), f"v: {of_rows}k " + r"\(float32 \[1, 2, 5, 16\] on .*\), got float32 \[1, 1, 5, 16\]"),
         "heads": (call(q=q[:, :3]), "k: expected a number of heads that divides the 3 heads of q"),
         "head_dim": (call(k=k[..., :8]), "k: expected head_dim 16 like q"),
         "strided": (call(q=non_contiguous(q)), "q: expected a contiguous last dimension"),
-        "dout": (backward(torch.randn_like(q)), r"dout: expected \[1, total_q, num_q_heads, head_dim\] = \[1, 5, 4, 16\]"),
+        "dout": (backward(torch.randn_like(q)), r"dout: expected \[1, total_q, num_q_heads, head_dim of v\] = \[1, 5, 4, 16\]"),
         # Where rows of a batch of one have the tokens first, a row heads first would be read as one of them.
         "attention": (call(attend=po.attention), r"q: expected \[total_q, num_q_heads, head_dim\], got \[1, 4, 5, 16\]"),
         "flash_attn_varlen_func": (

@@ -16,19 +16,28 @@ from tools.nvcc import SHARED_MEMORY, callers, gencodes, wanted
 CALLED = r"""
 #include <cstdio>
 #include <initializer_list>
+#include <string>
 #include "ops/attention/cuda/tiles.h"
 using namespace packing_ops::attention;
 int kb(SmemTier tier) { return tier == SmemTier::k227KB ? 227 : tier == SmemTier::k163KB ? 163 : 99; }
 int main() {
   for (int shared : {99, 163, 227})
-    for (int dim : {64, 96, 128, 192, 256}) {
+    for (const auto [dim, dim_v] : {PaddedDims{64, 64}, {96, 96}, {128, 128}, {192, 192}, {192, 128}, {256, 256}, {512, 512}}) {
+      const int row_sums = is_wide(dim) ? 0 : 1024;
       const auto fits = [&](SmemTier t) {
-        return backward_shared(dim, backward_keys(dim, t), t) + 1024 <= (shared << 10);
+        return backward_shared(dim, dim_v, backward_keys(dim, t), t) + row_sums <= (shared << 10);
       };
       const SmemTier tier = fits(SmemTier::k227KB) ? SmemTier::k227KB
                             : fits(SmemTier::k163KB) || !has_99kb_tier(dim) ? SmemTier::k163KB : SmemTier::k99KB;
-      std::printf("%d forward_%d\n%d backward_%d_smem%d\n", shared, dim, shared, dim, kb(tier));
-      std::printf("%d backward_single_%d_smem%d\n", shared, dim, kb(backward_single_tier(dim, tier)));
+      std::string name = std::to_string(dim);
+      if (dim != dim_v) name += "_" + std::to_string(dim_v);
+      std::printf("%d backward_%s_smem%d\n", shared, name.c_str(), kb(tier));
+      if (is_wide(dim)) {
+        std::printf("%d forward_wide_smem%d\n", shared, tier == SmemTier::k99KB ? 99 : 163);
+        continue;
+      }
+      std::printf("%d forward_%s\n", shared, name.c_str());
+      std::printf("%d backward_single_%s_smem%d\n", shared, name.c_str(), kb(backward_single_tier(dim, tier)));
       if (has_short_forward(dim) && resident_shared(dim) + kResidentRingBytes <= (shared << 10))
         std::printf("%d forward_resident_%d\n", shared, dim);
     }

@@ -49,7 +49,8 @@ def llama3_flash_attn_prepare_cu_seqlens(
     queries = [min(end, last) - max(start, first) for start, end in mine]
     keys = [(min(end, last) if causal else end) - start for start, end in mine]
     cumulated = [
-        torch.tensor([0, *each], dtype=torch.int32).cumsum(0).int().to(cu_seqlens.device) for each in (queries, keys)
+        torch.tensor([0, *each], dtype=torch.int32, device="cpu").cumsum(0).int().to(cu_seqlens.device)
+        for each in (queries, keys)
     ]
     begin = mine[0][0] if mine else first
     return *cumulated, max(queries, default=0), max(keys, default=0), slice(begin, begin + sum(keys))

@@ -53,6 +53,7 @@ class Rotation(NamedTuple):
             cos, sin = cos[..., : entries // 2], sin[..., : entries // 2]
         layout = {"interleaved": self.interleaved, "rotary_dim": rotary_dim, "sections": sections}
         layout["unsqueeze_dim"] = self.unsqueeze_dim if unsqueeze_dim is None else unsqueeze_dim
+        q, k = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (q, k))
         q, k = apply_rotary_qk(q, k, cos, sin, **layout)
         return (_to_halves(q, rotary_dim), _to_halves(k, rotary_dim)) if self.to_halves else (q, k)
 

@@ -33,11 +33,11 @@ class Documents:
             self.around, self.boundary = slots[None, first:last].to(device), end - first
         starts, self.batches, total = ends - lengths, [], 0
         sizes = torch.log2(lengths.double()).floor()
-        order = torch.empty(len(flat) + 1, dtype=torch.int64)
+        order = torch.empty(len(flat) + 1, dtype=torch.int64, device="cpu")
         for size in sizes.unique().tolist():
             chosen = (sizes == size).nonzero()[:, 0]
             longest = int(lengths[chosen].max())
-            steps = torch.arange(longest)
+            steps = torch.arange(longest, device="cpu")
             inside = steps < lengths[chosen][:, None]
             tokens = slots[starts[chosen][:, None] + steps.minimum(lengths[chosen][:, None] - 1)]
             self.batches.append(tokens.to(device))

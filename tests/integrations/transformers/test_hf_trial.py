@@ -159,6 +159,15 @@ def test_tables_of_a_width_that_was_not_tried_go_to_the_stock_function():
     assert len(seen) == 1
 
 
+def test_rows_of_other_strides_are_rotated():
+    """Zaya's queries come out of a convolution with their tokens last."""
+    stock = importlib.import_module("transformers.models.llama.modeling_llama").apply_rotary_pos_emb
+    q, k = (torch.randn(1, heads, 8, 5).transpose(2, 3) for heads in (4, 2))
+    cos, sin = torch.randn(2, 1, 5, 8)
+    for found, wanted in zip(rotation_of(stock).serve(stock, (q, k, cos, sin), {}), stock(q, k, cos, sin), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
 def test_a_function_in_place_of_another_is_tried_anew(monkeypatch):
     module = importlib.import_module("transformers.models.granite.modeling_granite")
     assert rope_functions.refusal_of_module(module.__name__) is None
