@@ -135,7 +135,7 @@ def calls_of_our_rope(monkeypatch):
 
     for family in KNOWN:
         module_of(family)  # imported
-    for name in [name for name in sys.modules if class_patch._is_modelling(name)]:  # tried before anything is counted
+    for name in [name for name in sys.modules if class_patch.is_modelling(name)]:  # tried before anything is counted
         rope_functions.refusal_of_module(name)
     rotate = rope_trial.apply_rotary_qk
     monkeypatch.setattr(rope_trial, "apply_rotary_qk", counted)

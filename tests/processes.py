@@ -37,3 +37,12 @@ def _process(rank, world_size, folder, worker):
     torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world_size)
     torch.save(worker(), folder / f"{rank}.pt")
     torch.distributed.destroy_process_group()
+
+
+def message_of(call):
+    """Of the exception that it must raise."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import cu_seqlens_of
-from processes import spawn
+from processes import message_of, spawn
 from torch.utils.checkpoint import checkpoint
 
 import packing_ops as po
@@ -83,15 +83,6 @@ def compared(name, scheme, heads, options, *, lengths=LENGTHS, dtype=torch.float
 
 def random_lengths(rng):
     return [rng.choice([0, 1, 2, rng.randint(1, 12), rng.randint(1, 60)]) for _ in range(rng.randint(1, 7))]
-
-
-def message_of(call):
-    """Of the exception that it must raise."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def on_rank_1(changed, otherwise):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional as collectives
 import torch.nn.functional as F
 from hf_models import OLD, tiny_model
-from processes import spawn
+from processes import message_of, spawn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -113,14 +113,6 @@ def own_loss(fused):
     for each in (loss, *gradients.values()):
         dist.all_reduce(each)
     return (loss - expected.loss).abs().item(), difference(gradients, gradients_of(one))
-
-
-def message_of(call):
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def refusals():

@@ -78,6 +78,12 @@ struct AttentionPlanParams {
   const int32_t* visible_end = nullptr;  // as in VarlenAttentionParams
 };
 
+// What the plan of a call is made from.
+inline AttentionPlanParams plan_params(const VarlenAttentionParams& p) {
+  return {p.documents_q, p.documents_k,  p.num_q_heads, p.num_kv_heads, p.head_dim,   p.head_dim_v,
+          p.window_left, p.window_right, p.plan,        p.device,       p.visible_end};
+}
+
 void launch_varlen_attention_cpu(const VarlenAttentionParams& p);
 void launch_varlen_attention_backward_cpu(const VarlenAttentionBackwardParams& p);
 

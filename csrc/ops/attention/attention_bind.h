@@ -8,9 +8,6 @@
 
 namespace packing_ops {
 
-// What the plan of a call is made from.
-AttentionPlanParams plan_params(const VarlenAttentionParams& p);
-
 // The work-list of p; empty on the CPU, whose kernels need none.
 Tensor made_plan(AttentionPlanParams p, const Tensor& anchor);
 

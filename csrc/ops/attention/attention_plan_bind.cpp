@@ -8,20 +8,6 @@
 
 namespace packing_ops {
 
-AttentionPlanParams plan_params(const VarlenAttentionParams& p) {
-  AttentionPlanParams plan;
-  plan.documents_q = p.documents_q;
-  plan.documents_k = p.documents_k;
-  plan.num_q_heads = p.num_q_heads;
-  plan.num_kv_heads = p.num_kv_heads;
-  plan.head_dim = p.head_dim;
-  plan.head_dim_v = p.head_dim_v;
-  plan.window_left = p.window_left;
-  plan.window_right = p.window_right;
-  plan.visible_end = p.visible_end;
-  return plan;
-}
-
 Tensor made_plan(AttentionPlanParams p, const Tensor& anchor) {
   Tensor plan = empty({anchor.is_cuda() ? attention_plan_size(p) : 0}, DType::kInt32, anchor);
   if (!anchor.is_cuda()) return plan;

@@ -36,13 +36,13 @@ def apply_to_classes(cls, options, strict) -> Applied:
         warn(cls, skipped, stacklevel=4)
         return Applied(**_swap_module(cls.__module__, options, key=cls.__module__), skipped=skipped)
     counts = Counter(attention=0, rope=0, rms_norm=0)
-    for name in [name for name in sys.modules if _is_modelling(name)]:
+    for name in [name for name in sys.modules if is_modelling(name)]:
         counts.update(_swap_module(name, options, key=None))
     _pin(None, Patch(PreTrainedModel, "__init__", functools.partial(_swapping_its_module, options)))
     return Applied(**counts)
 
 
-def _is_modelling(name) -> bool:
+def is_modelling(name) -> bool:
     return name.startswith(rope_functions.HOSTS) and ".modeling_" in name
 
 
@@ -93,7 +93,7 @@ def _swapping_its_module(options, stock):
     @functools.wraps(stock)
     def __init__(self, *args, **kwargs):
         name = type(self).__module__
-        if _is_modelling(name):
+        if is_modelling(name):
             _swap_module(name, options, key=None)
         return stock(self, *args, **kwargs)
 

@@ -23,11 +23,6 @@ namespace {
 
 using namespace attention;
 
-AttentionPlanParams plan_params(const VarlenAttentionParams& p) {
-  return {p.documents_q, p.documents_k,  p.num_q_heads, p.num_kv_heads, p.head_dim,   p.head_dim_v,
-          p.window_left, p.window_right, p.plan,        p.device,       p.visible_end};
-}
-
 Args forward_args(const VarlenAttentionParams& p, const FaultFlag& fault = {}) {
   Args a;
   a.fault = fault;
