@@ -116,8 +116,8 @@ def last_token_indices(cu_seqlens: PackedMetadata | torch.Tensor) -> torch.Tenso
     cu_seqlens = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, PackedMetadata) else cu_seqlens
     check_cu_seqlens(cu_seqlens, "cu_seqlens")
     last, empty = cu_seqlens[1:].long() - 1, cu_seqlens[1:] <= cu_seqlens[:-1]
-    captured = cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()
-    if torch.compiler.is_compiling() or captured:
+    # In this order: torch.compile before 2.13 does not trace the second.
+    if torch.compiler.is_compiling() or (cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()):
         torch._assert_async(~empty.any(), "cu_seqlens: expected documents with tokens, got one without")
     elif bool(empty.any()):
         found = empty.nonzero().flatten().tolist()

@@ -187,11 +187,12 @@ def test_a_gpu_without_kernels_for_it_is_told(monkeypatch, cuda, gpus, told):
         ("13.0", None, True),
     ],
 )
-def test_a_driver_that_is_too_old_is_told_at_the_import_and_by_info(monkeypatch, toolkit, driver, fits):
+def test_a_driver_that_is_too_old_is_told_at_the_import_and_by_info(monkeypatch, tmp_path, toolkit, driver, fits):
     """Of one line of toolkits every driver runs what every toolkit built; a later line's driver runs it too."""
     from packing_ops.report.info import describe_environment
 
     monkeypatch.setattr(_driver, "cuda_of_driver", lambda: driver)
+    monkeypatch.setattr(_driver, "VERSION_FILE", tmp_path / "none")  # this machine's
     build = {**po.build_info(), "cuda": toolkit, "cuda_archs": "9.0a"}
     monkeypatch.setattr(_library, "build_info", lambda: build)
     monkeypatch.setattr(torch.version, "cuda", "12.6")

@@ -9,6 +9,7 @@ stateful_kinds.py finds these layers, stateful_ways.py tries how each keeps docu
 """
 
 import functools
+import gc
 import inspect
 import weakref
 
@@ -54,14 +55,14 @@ def find_documents_of(model, call, args, kwargs) -> None:
     if position_ids is None and call.cu_seqlens is None and call.numbers is None:
         return
     # Packed rows without padding are enough to try layers by, and are looked at by attention too.
-    stateful = prepare(model, torch.compiler.is_compiling() or call.padding is not None)
+    stateful = _prepared_call(model, torch.compiler.is_compiling() or call.padding is not None)
     if stateful is None:
         return
     call.has_attention = _has_attention(model)
     call.seq_idx = _seq_idx(tokens, call, position_ids)
     if call.seq_idx is None:
         return
-    for name in CACHES & kwargs.keys() if stateful else ():
+    for name in [name for name in CACHES if name in kwargs] if stateful else ():
         cached = kwargs[name].get_seq_length() if hasattr(kwargs[name], "get_seq_length") else 0
         if isinstance(cached, int) and cached > 0:
             raise ValueError(
@@ -88,15 +89,33 @@ def _seq_idx(tokens, call, position_ids):
     return documents.document_ids(batch, seqlen).int()
 
 
-@torch.compiler.assume_constant_result
 def _has_attention(model) -> bool:
-    return calls_attention_inside(model)
+    return _traced_has_attention(id(model)) if torch.compiler.is_compiling() else calls_attention_inside(model)
+
+
+def _prepared_call(model, known_alone):
+    return _traced_prepare(id(model), known_alone) if torch.compiler.is_compiling() else prepare(model, known_alone)
+
+
+# torch.compile before 2.13 takes a module for no constant, but its id.
+@torch.compiler.assume_constant_result
+def _traced_has_attention(model_id) -> bool:
+    return calls_attention_inside(_module_of(model_id))
+
+
+@torch.compiler.assume_constant_result
+def _traced_prepare(model_id, known_alone) -> bool | None:
+    return prepare(_module_of(model_id), known_alone)
+
+
+def _module_of(model_id):
+    """Looked for once, while torch.compile traces the model's call."""
+    return next(each for each in gc.get_objects() if id(each) == model_id)
 
 
 # --- in a model ---
 
 
-@torch.compiler.assume_constant_result
 def prepare(model, known_alone: bool = False) -> bool | None:
     """Whether the model has layers with a state; None if it has none, and none that were not tried yet. Their forward is
     ours from now on, until revert, or until they were tried and have none.
@@ -209,5 +228,5 @@ def _apart(layer, run, seq_idx, args, kwargs):
         call = call.outer
     named = {name: value for name, value in named.items() if name not in BOUNDARIES}
     if seq_idx.shape[0] == 1 and not documents.padded and way == TOLD:
-        return run(**named, **boundaries(seq_idx, documents.cu_seqlens))
+        return run(**named, **boundaries(layer, seq_idx, documents.cu_seqlens))
     return in_rows(run, named, documents, seq_idx.shape)

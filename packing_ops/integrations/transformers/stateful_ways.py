@@ -1,6 +1,7 @@
 """How a layer that carries a state keeps documents apart, tried once for its class; see stateful_layers."""
 
 import contextlib
+import inspect
 
 import torch
 
@@ -69,7 +70,7 @@ def _tried_way(layer, run, named, documents, shape):
     boundary, length = documents.boundary, documents.around.shape[1]
     second = {name: rows_of(name, value, documents.around[:, boundary:], shape) for name, value in named.items()}
     seq_idx = (torch.arange(length, device=after.device) >= boundary).int()[None]
-    told = boundaries(seq_idx, seq_idx.new_tensor([0, boundary, length]))
+    told = boundaries(layer, seq_idx, seq_idx.new_tensor([0, boundary, length]))
     try:
         results = [_first_tensor(run(**each, **told))[:, boundary:] for each in (given, others[0])]
     except (AssertionError, RuntimeError, TypeError, ValueError):  # it takes none, or has no kernels that do
@@ -89,9 +90,14 @@ def _around(named, documents, shape):
     return given, others, before, after
 
 
-def boundaries(seq_idx, cu_seqlens):
+def boundaries(layer, seq_idx, cu_seqlens):
+    """Of these the ones that the layer has names for, or all where it hands on what it is given."""
     cu_seqlens = cu_seqlens.int()
-    return {"seq_idx": seq_idx, "cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+    told = {"seq_idx": seq_idx, "cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+    taken = inspect.signature(type(layer).forward).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values()):
+        return told
+    return {name: value for name, value in told.items() if name in taken}
 
 
 def _differ(first, second, where) -> bool:
