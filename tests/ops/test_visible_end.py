@@ -79,7 +79,9 @@ def test_error_is_at_most_twice_that_of_torch(device, dtype, dims):
     case.dlse.zero_()
     ours, exact, theirs = case.ours(), case.exact(), case.sdpa()
     for name in ("out", "dq", "dk", "dv"):
-        assert_error_within(ours[name], theirs[name], exact[name])
+        # Either may be rounded to the other side of the exact value, which of a few largest elements decides the error.
+        step = torch.finfo(dtype).eps * exact[name].abs().max().item() / 2
+        assert_error_within(ours[name], theirs[name], exact[name], floor=step)
 
 
 BITS = {"plain": {}, "features": {"softcap": 3.0, "sinks": True}, "window": {"window_size": (40, -1)}}
@@ -221,9 +223,10 @@ def test_wrong_values_are_refused(device, kind, dtype, monkeypatch):
         po.varlen_attention(case.q, case.k, case.v, case.cu_seqlens[0], visible_end=ends)
 
 
-def test_wrong_values_give_zeros_and_an_error_later(device):
+def test_wrong_values_give_zeros_and_an_error_later(device, monkeypatch):
     if device == "cpu":
         pytest.skip("the CPU raises at once")
+    monkeypatch.setenv("PACKING_OPS_CHECK", "0")
     for dtype in DTYPES:
         case = Case([5, 6], heads=(2, 1), dim=8, device=device, dtype=dtype)
         ends = torch.full((11,), 99, dtype=torch.int32, device=device)
@@ -234,10 +237,11 @@ def test_wrong_values_give_zeros_and_an_error_later(device):
             po.varlen_attention(case.q, case.k, case.v, case.cu_seqlens[0])
 
 
-def test_a_plan_of_other_ends(device):
+def test_a_plan_of_other_ends(device, monkeypatch):
     """The plan's values count, and the next call says that they are others."""
     if device == "cpu":
         pytest.skip("the CPU needs no plan")
+    monkeypatch.setenv("PACKING_OPS_CHECK", "0")
     case = Case([5, 6], heads=(2, 1), dim=8, device=device, dtype=torch.bfloat16)
     ends, rows = causal_ends(case), (case.q, case.k, case.v)
     sizes = {"total_q": 11, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
