@@ -35,6 +35,13 @@ CASES = {
     "no keys": ([130, 129], [0, 129], {"heads": (2, 1), "dim": 64, "dtype": BF16, "causal": False, "sinks": True}),
     "no keys at all": ([130], [0], {"heads": (2, 1), "dim": 64, "dtype": BF16}),
     "many of one key past a tile": ([129] * 9, None, {"heads": (2, 1), "dim": 64, "dtype": BF16}),
+    "head_dim 192, group of 3": ([129, 70], [200, 140], {"heads": (3, 1), "dim": 192, "dtype": BF16, "sinks": True}),
+    "head_dim 256, window": ([150], None, {"heads": (4, 1), "dim": 256, "dtype": FP16, "window_size": (70, 0)}),
+    "192 and 128 columns": ([140, 20], [260, 20], {"heads": (2, 2), "dim": 192, "dim_v": 128, "dtype": BF16}),
+    "200 and 72 columns": ([129], None, {"heads": (2, 1), "dim": 200, "dim_v": 72, "dtype": BF16}),
+    "56 and 96 columns": ([129], None, {"heads": (4, 1), "dim": 56, "dim_v": 96, "dtype": BF16}),
+    "many of head_dim 256": ([129] * 5, None, {"heads": (1, 1), "dim": 256, "dtype": BF16}),
+    "softcap, head_dim 256, half a unit": ([70, 150], [135, 150], {"heads": (5, 1), "dim": 256, "dtype": BF16, "softcap": 3.0}),
     "many, drained": ([129] * 7, None, {"heads": (2, 1), "dim": 128, "dtype": BF16}),
 }  # fmt: skip
 
@@ -47,6 +54,8 @@ GRADIENTS = {
     "group of 7, window": ([200], None, {"heads": (7, 1), "dim": 64, "dtype": BF16, "causal": False, "window_size": (40, 30)}),
     "from the last row": ([140], None, {"heads": (16, 1), "dim": 64, "dtype": FP16}),
     "no tokens, no keys": ([0, 130, 60], [140, 0, 300], {"heads": (2, 1), "dim": 64, "dtype": BF16}),
+    "96 and 64 columns": ([140], [200], {"heads": (3, 1), "dim": 96, "dim_v": 64, "dtype": BF16}),
+    "40 and 64 columns": ([140], None, {"heads": (4, 1), "dim": 40, "dim_v": 64, "dtype": FP16}),
     "softcap, tiles of 60 rows": ([140], None, {"heads": (5, 1), "dim": 64, "dtype": BF16, "softcap": 3.0}),
 }  # fmt: skip
 
@@ -71,7 +80,7 @@ def test_error_and_schedules(run, cases, name):
         assert error <= exact[key][visible].norm() * tolerance, f"{key}: {error:.1e}"
 
 
-@pytest.mark.parametrize(("heads", "dim"), [((4, 1), 128), ((3, 1), 128), ((5, 1), 64)], ids=str)
+@pytest.mark.parametrize(("heads", "dim"), [((4, 1), 128), ((3, 1), 128), ((5, 1), 64), ((3, 1), 192)], ids=str)
 def test_documents_keep_their_bits(heads, dim):
     """Alone, and beside documents that are NaN everywhere."""
     lengths = [129, 1, 150, 65, 257]
@@ -131,7 +140,9 @@ def test_a_poisoned_key_reaches_only_rows_near_those_that_see_it(heads, length):
     [
         ("sm_90", BF16, (4, 1), 128, 0.0, "sm90, sm90"),
         ("sm_90", FP16, (4, 1), 72, 0.0, "sm90, sm90"),
-        ("sm_90", BF16, (4, 1), 136, 0.0, "sm80, sm80"),
+        ("sm_90", BF16, (4, 1), 136, 0.0, "sm90, sm80"),
+        ("sm_90", BF16, (4, 1), 256, 20.0, "sm80, sm80"),
+        ("sm_90", BF16, (4, 1), 264, 0.0, "sm80, sm80"),
         ("sm_90", BF16, (4, 1), 64, 20.0, "sm80, sm80"),
         ("sm_90", BF16, (65, 1), 64, 0.0, "sm80, sm80"),
         ("sm_90", torch.float32, (4, 1), 64, 0.0, "fp32, fp32"),
@@ -143,9 +154,13 @@ def test_the_kernels_that_are_told_are_those_that_run(gpu, dtype, heads, dim, so
     told_are_those_that_run(Case([33], heads=heads, dim=dim, dtype=dtype, softcap=softcap), gpu, kernels)
 
 
-@pytest.mark.parametrize(("dim", "dim_v"), [(128, 64), (64, 128), (192, 128), (512, 512)], ids=str)
-def test_values_of_another_head_dim_run_on_mma(dim, dim_v):
-    told_are_those_that_run(Case([33], heads=(4, 1), dim=dim, dim_v=dim_v, dtype=BF16), "sm_90", "sm80, sm80")
+@pytest.mark.parametrize(
+    ("dim", "dim_v", "kernels"),
+    [(128, 64, "sm90, sm90"), (64, 128, "sm90, sm90"), (192, 128, "sm90, sm80"), (64, 512, "sm80, sm80")],
+    ids=str,
+)
+def test_kernels_of_values_of_another_head_dim(dim, dim_v, kernels):
+    told_are_those_that_run(Case([33], heads=(4, 1), dim=dim, dim_v=dim_v, dtype=BF16), "sm_90", kernels)
 
 
 @pytest.mark.parametrize("dim", [64, 512])

@@ -59,6 +59,24 @@ __device__ __forceinline__ void products_done(float (&sums)[kCount]) {
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define PACKING_OPS_SUMS_OF_128 PACKING_OPS_SUMS_32(0), PACKING_OPS_SUMS_32(32)
+#define PACKING_OPS_REGISTERS_192 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, " \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define PACKING_OPS_SUMS_OF_192 PACKING_OPS_SUMS_OF_128, PACKING_OPS_SUMS_32(64)
+#define PACKING_OPS_REGISTERS_256 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, " \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define PACKING_OPS_SUMS_OF_256 PACKING_OPS_SUMS_OF_128, PACKING_OPS_SUMS_32(64), PACKING_OPS_SUMS_32(96)
 
 // The operands after the sums: whether to add to them, whether b is transposed, then a and b.
 #define PACKING_OPS_PRODUCT(N, TYPE, ADD, OPERANDS, ...) \
@@ -80,12 +98,20 @@ PACKING_OPS_PRODUCTS(64, __nv_bfloat16, "bf16", "%32", "%34, %35, add, 1, 1, %36
 PACKING_OPS_PRODUCTS(64, __half, "f16", "%32", "%34, %35, add, 1, 1, %36, %33", "{%34, %35, %36, %37}, %38, add, 1, 1, %33")
 PACKING_OPS_PRODUCTS(128, __nv_bfloat16, "bf16", "%64", "%66, %67, add, 1, 1, %68, %65", "{%66, %67, %68, %69}, %70, add, 1, 1, %65")
 PACKING_OPS_PRODUCTS(128, __half, "f16", "%64", "%66, %67, add, 1, 1, %68, %65", "{%66, %67, %68, %69}, %70, add, 1, 1, %65")
+PACKING_OPS_PRODUCTS(192, __nv_bfloat16, "bf16", "%96", "%98, %99, add, 1, 1, %100, %97", "{%98, %99, %100, %101}, %102, add, 1, 1, %97")
+PACKING_OPS_PRODUCTS(192, __half, "f16", "%96", "%98, %99, add, 1, 1, %100, %97", "{%98, %99, %100, %101}, %102, add, 1, 1, %97")
+PACKING_OPS_PRODUCTS(256, __nv_bfloat16, "bf16", "%128", "%130, %131, add, 1, 1, %132, %129", "{%130, %131, %132, %133}, %134, add, 1, 1, %129")
+PACKING_OPS_PRODUCTS(256, __half, "f16", "%128", "%130, %131, add, 1, 1, %132, %129", "{%130, %131, %132, %133}, %134, add, 1, 1, %129")
 // clang-format on
 
 #undef PACKING_OPS_PRODUCTS
 #undef PACKING_OPS_PRODUCT
+#undef PACKING_OPS_SUMS_OF_256
+#undef PACKING_OPS_SUMS_OF_192
 #undef PACKING_OPS_SUMS_OF_128
 #undef PACKING_OPS_SUMS_OF_64
+#undef PACKING_OPS_REGISTERS_256
+#undef PACKING_OPS_REGISTERS_192
 #undef PACKING_OPS_REGISTERS_128
 #undef PACKING_OPS_REGISTERS_64
 #undef PACKING_OPS_SUMS_32

@@ -3,6 +3,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
 #include <string_view>
 #include <type_traits>
 
@@ -63,8 +64,10 @@ struct BackwardScratch {
     row_stats = (rows * static_cast<int64_t>(sizeof(float2)) + 15) / 16 * 16;
     counters = fp32 ? 0 : (4 * (Args::kWorkCounters + a.plan.dq_ring_tiles) + 15) / 16 * 16;
     const bool wgmma = has_wgmma_backward(a.group, a.head_dim, a.head_dim_v, device);
-    const int64_t tile = wgmma ? kTileRows * wgmma_dim(a.head_dim)  // also where a tile has rows that are not used
-                               : a.plan.tiles.backward_rows * padded_dims(a.head_dim, a.head_dim_v).qk;
+    const int64_t tile =
+        wgmma
+            ? kTileRows * wgmma_dim(std::max(a.head_dim, a.head_dim_v))  // also where a tile has rows that are not used
+            : a.plan.tiles.backward_rows * padded_dims(a.head_dim, a.head_dim_v).qk;
     const int64_t tile_bytes = tile * static_cast<int64_t>(sizeof(float));
     partial_dq = fp32 ? 0 : a.plan.dq_ring_tiles * tile_bytes;
   }
@@ -118,7 +121,7 @@ bool transforms(const VarlenAttentionParams& p) {
 
 bool forward_runs_on_wgmma(const VarlenAttentionParams& p) {
   return !transforms(p) && p.visible_end == nullptr &&  // sm90/ has neither
-         has_wgmma(p.num_q_heads / p.num_kv_heads, p.head_dim, p.head_dim_v, p.device);
+         has_wgmma_forward(p.num_q_heads / p.num_kv_heads, p.head_dim, p.head_dim_v, p.device);
 }
 
 bool backward_runs_on_wgmma(const VarlenAttentionParams& p) {
@@ -204,8 +207,8 @@ void launch_varlen_attention_cuda(const VarlenAttentionParams& p, const CudaLaun
       return sm80::run_forward_wide<T, SmemTier::k163KB>(args, stream);
     } else {
       const bool wgmma = forward_runs_on_wgmma(p);
-      if constexpr (kDim <= 128 && !kTransform) {
-        if (wgmma) sm90::run_forward<T, wgmma_dim(kDim)>(args, p.dtype, stream);
+      if constexpr (!kTransform) {
+        if (wgmma) sm90::run_forward<T, wgmma_dim(kDim), wgmma_dim(kDimV)>(args, p.dtype, stream);
       }
       if (!wgmma) sm80::run_forward<T, kDim, false, kTransform, kDimV>(args, stream);
       if constexpr (has_short_forward(kDim)) {

@@ -37,16 +37,11 @@ bool has_resident_forward(int padded, int device) {
   return has_short_forward(padded) && resident_shared(padded) + kResidentRingBytes <= max_shared_memory(device);
 }
 
+static bool has_wgmma(int64_t group, int device) {
 #if defined(PACKING_OPS_SM90)
-static std::string_view wgmma_wanted() {
   static const char* value = std::getenv("PACKING_OPS_SM90");
-  return value == nullptr ? "" : value;
-}
-#endif
-
-bool has_wgmma(int64_t group, int64_t head_dim, int64_t head_dim_v, int device) {
-#if defined(PACKING_OPS_SM90)
-  if (wgmma_wanted() == "0" || head_dim > 128 || head_dim_v != head_dim || group > kMostTileGroup) return false;
+  static const bool wanted = value == nullptr || std::string_view(value) != "0";
+  if (!wanted || group > kMostTileGroup) return false;
   int major = 0;
   int minor = 0;
   check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
@@ -57,18 +52,19 @@ bool has_wgmma(int64_t group, int64_t head_dim, int64_t head_dim_v, int device) 
 #endif
 }
 
+bool has_wgmma_forward(int64_t group, int64_t head_dim, int64_t head_dim_v, int device) {
+  return std::max(head_dim, head_dim_v) <= 256 && has_wgmma(group, device);
+}
+
 bool has_wgmma_backward(int64_t group, int64_t head_dim, int64_t head_dim_v, int device) {
-#if defined(PACKING_OPS_SM90)
-  if (head_dim <= 64 && wgmma_wanted() != "all") return false;
-#endif
-  return has_wgmma(group, head_dim, head_dim_v, device);
+  return std::max(head_dim, head_dim_v) <= 128 && has_wgmma(group, device);
 }
 
 AttentionTiles attention_tiles(int64_t group, int64_t head_dim, int64_t head_dim_v, int device) {
   const auto [padded, padded_v] = padded_dims(head_dim, head_dim_v);
   AttentionTiles tiles;
   tiles.group = static_cast<int32_t>(group);
-  const bool wgmma = has_wgmma(group, head_dim, head_dim_v, device);
+  const bool wgmma = has_wgmma_forward(group, head_dim, head_dim_v, device);
   tiles.forward_rows = wgmma ? 2 * tile_tokens(group) * tiles.group : forward_rows(padded, padded_v);
   tiles.forward_keys = forward_keys(padded);
   tiles.short_rows = kShortRows;

@@ -113,13 +113,12 @@ constexpr int tile_tokens(int64_t group) {
 }
 // The instance for a head_dim.
 constexpr int wgmma_dim(int64_t head_dim) {
-  return head_dim <= 64 ? 64 : 128;
+  return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : head_dim <= 192 ? 192 : 256;
 }
 // By geometry and device alone, so that a document's bits do not depend on what it is packed with. The plan of every
 // call with this geometry has these tiles, also where scores are transformed or the dtype is float32, which mma.sync
 // and fp32/ serve.
-bool has_wgmma(int64_t group, int64_t head_dim, int64_t head_dim_v, int device);
-// head_dims up to 64 have not run on a GPU as they are: PACKING_OPS_SM90=all asks for them.
+bool has_wgmma_forward(int64_t group, int64_t head_dim, int64_t head_dim_v, int device);
 bool has_wgmma_backward(int64_t group, int64_t head_dim, int64_t head_dim_v, int device);
 
 // --- backward, mma.sync ---

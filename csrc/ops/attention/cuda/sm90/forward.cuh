@@ -1,6 +1,6 @@
 // Forward on wgmma and bulk copies. A unit is (document, two tiles of packed rows, kv head); a block works its units
 // off one after the other. The first warpgroup copies, the other two compute a tile of rows each. Key tiles start at
-// multiples of kKeys from the document's start, from the first visible one upwards, so a row's sum has one order
+// multiples of their size from the document's start, from the first visible one upwards, so a row's sum has one order
 // wherever its document lies.
 #pragma once
 
@@ -29,7 +29,9 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     ptx::fewer_registers<40>();
     if (threadIdx.x == 0) load_keys_and_values<Shape>(args, barriers, base);
     if (threadIdx.x == 32) load_queries<Shape>(args, barriers, base);
-    if (threadIdx.x == 96) store_out<Shape>(args, barriers, base);
+    if constexpr (Shape::kOutThroughQ) {
+      if (threadIdx.x == 96) store_out<Shape>(args, barriers, base);
+    }
   } else {
     ptx::more_registers<232>();
     // While the first tiles come.
@@ -43,12 +45,12 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 #endif
 }
 
-template <class T, int kDim>
+template <class T, int kDim, int kDimV>
 void run_forward(const Args& args, DType dtype, cudaStream_t stream) {
-  using Shape = ForwardShape<kDim>;
+  using Shape = ForwardShape<kDim, kDimV>;
   static PersistentKernel kernel{reinterpret_cast<const void*>(attention_forward_sm90_kernel<T, Shape>),
                                  Shape::kThreads, Shape::kShared, "attention_forward_sm90_kernel"};
-  const ForwardArgs forward = forward_args(args, dtype);
+  const ForwardArgs forward = forward_args(args, dtype, Shape::kKeys);
   launch_persistent(kernel, &forward, args.plan.forward_capacity() * args.num_kv_heads, stream);
 }
 

@@ -1,4 +1,4 @@
-// Forward of head_dim up to 128 in the half types on compute capability 9.0: documents of more than one unit's keys.
+// Forward of head_dim up to 256 in the half types on compute capability 9.0: documents of more than one unit's keys.
 #pragma once
 
 #include <cuda.h>
@@ -9,6 +9,10 @@
 namespace packing_ops::attention::sm90 {
 
 constexpr int kKeys = 128;  // of a tile
+// Keys of a forward step, a divisor of a tile's: registers hold out and a step's scores.
+constexpr int forward_step_keys(int dim_v) {
+  return dim_v <= 128 ? kKeys : kKeys / 2;
+}
 
 // A map's dimensions: the columns, heads and tokens (of q and out; of k and v tokens and heads), the tokens again, and
 // one that takes kMapTokens tokens off, for the first of the tokens' dimensions ends at kMapTokens.
@@ -21,7 +25,7 @@ struct ForwardArgs {
 };
 
 // Scores that pass through softcap, and a softmax_scale that is not positive, are left to sm80/.
-template <class T, int kDim>
+template <class T, int kDim, int kDimV>
 void run_forward(const Args& args, DType dtype, cudaStream_t stream);
 
 }  // namespace packing_ops::attention::sm90

@@ -1,4 +1,4 @@
-// What the forward's first warpgroup does: one lane each for keys and values, for q, and for out.
+// What the forward's first warpgroup does: one lane each for keys and values, for q, and for out (kOutThroughQ).
 #pragma once
 
 #include "ops/attention/cuda/sm90/forward_shape.cuh"
@@ -8,13 +8,13 @@ namespace packing_ops::attention::sm90 {
 template <class Shape>
 __device__ __forceinline__ void load_keys_and_values(const ForwardArgs& args, ForwardBarriers<Shape>& shared,
                                                      uint32_t base) {
-  const ForwardRounds rounds(args);
+  const ForwardRounds<Shape> rounds(args);
   RingPlace<Shape::kStagesK> k;
-  RingPlace<kStagesV> v;
-  const auto load = [&](const CUtensorMap& map, uint32_t tile, const ptx::BoxStart& start, uint64_t* full) {
-    ptx::mbarrier_arrive_expect_tx(full, Shape::kTileK);
+  RingPlace<Shape::kStagesV> v;
+  const auto load = [&](const CUtensorMap& map, uint32_t tile, int panels, const ptx::BoxStart& start, uint64_t* full) {
+    ptx::mbarrier_arrive_expect_tx(full, panels * Shape::kPanelK);
 #pragma unroll
-    for (int panel = 0; panel < Shape::kPanels; ++panel) {
+    for (int panel = 0; panel < panels; ++panel) {
       ptx::load_box(tile + panel * Shape::kPanelK, map, {64 * panel, start.at[1], start.at[2], start.at[3], kMapTokens},
                     full);
     }
@@ -23,7 +23,7 @@ __device__ __forceinline__ void load_keys_and_values(const ForwardArgs& args, Fo
   bool first = true;
   const auto load_values = [&] {
     ptx::mbarrier_wait(&shared.v_empty[v.stage], v.odd ^ 1);
-    load(args.v, Shape::tile_v(base, v.stage), values, &shared.v_full[v.stage]);
+    load(args.v, Shape::tile_v(base, v.stage), Shape::kPanelsV, values, &shared.v_full[v.stage]);
     v.next();
   };
   for (uint32_t round = 0; rounds.has(round); ++round) {
@@ -31,9 +31,9 @@ __device__ __forceinline__ void load_keys_and_values(const ForwardArgs& args, Fo
     const DocumentTokens place(unit.d.start_k, unit.d.keys);
 #pragma unroll 1
     for (int32_t tile = unit.first_tile; tile < unit.end_tile; ++tile) {
-      const ptx::BoxStart keys = {0, place.before_end + tile * kKeys, unit.kv_head, place.to_end, kMapTokens};
+      const ptx::BoxStart keys = {0, place.before_end + tile * Shape::kKeys, unit.kv_head, place.to_end, kMapTokens};
       ptx::mbarrier_wait(&shared.k_empty[k.stage], k.odd ^ 1);
-      load(args.k, Shape::tile_k(base, k.stage), keys, &shared.k_full[k.stage]);
+      load(args.k, Shape::tile_k(base, k.stage), Shape::kPanelsK, keys, &shared.k_full[k.stage]);
       k.next();
       if (!first) load_values();
       first = false;
@@ -45,19 +45,19 @@ __device__ __forceinline__ void load_keys_and_values(const ForwardArgs& args, Fo
 
 template <class Shape>
 __device__ __forceinline__ void load_queries(const ForwardArgs& args, ForwardBarriers<Shape>& shared, uint32_t base) {
-  const ForwardRounds rounds(args);
-  RingPlace<2> q;
+  const ForwardRounds<Shape> rounds(args);
+  RingPlace<Shape::kStagesQ> q;
   for (uint32_t round = 0; rounds.has(round); ++round) {
     const ForwardUnit unit = rounds.unit(args, round);
     const DocumentTokens place(unit.d.start_q, unit.d.tokens);
     ptx::mbarrier_wait(&shared.q_empty[q.stage], q.odd ^ 1);
-    shared.units[q.stage] = unit;
+    shared.units[round & 1] = unit;
     ptx::mbarrier_arrive_expect_tx(&shared.q_full[q.stage],
-                                   2 * Shape::kPanels * 128 * args.tile_tokens * args.common.group);
+                                   2 * Shape::kPanelsK * 128 * args.tile_tokens * args.common.group);
 #pragma unroll
     for (int w = 0; w < 2; ++w) {
 #pragma unroll
-      for (int panel = 0; panel < Shape::kPanels; ++panel) {
+      for (int panel = 0; panel < Shape::kPanelsK; ++panel) {
         const ptx::BoxStart start = {64 * panel, unit.kv_head * args.common.group,
                                      place.before_end + unit.token + w * args.tile_tokens, place.to_end, kMapTokens};
         ptx::load_box(Shape::tile_q(base, q.stage, w) + panel * Shape::kPanelQ, args.q, start, &shared.q_full[q.stage]);
@@ -69,16 +69,16 @@ __device__ __forceinline__ void load_queries(const ForwardArgs& args, ForwardBar
 
 template <class Shape>
 __device__ __forceinline__ void store_out(const ForwardArgs& args, ForwardBarriers<Shape>& shared, uint32_t base) {
-  const ForwardRounds rounds(args);
-  RingPlace<2> q;
+  const ForwardRounds<Shape> rounds(args);
+  RingPlace<Shape::kStagesQ> q;
   for (uint32_t round = 0; rounds.has(round); ++round) {
 #pragma unroll 1
     for (int w = 0; w < 2; ++w) {
       ptx::mbarrier_wait(&shared.out_full[q.stage][w], q.odd);
-      const ForwardUnit& unit = shared.units[q.stage];
+      const ForwardUnit& unit = shared.units[round & 1];
       const DocumentTokens place(unit.d.start_q, unit.d.tokens);
 #pragma unroll
-      for (int panel = 0; panel < Shape::kPanels; ++panel) {
+      for (int panel = 0; panel < Shape::kPanelsK; ++panel) {
         const ptx::BoxStart start = {64 * panel, unit.kv_head * args.common.group,
                                      place.before_end + unit.token + w * args.tile_tokens, place.to_end, kMapTokens};
         ptx::store_box(args.out, start, Shape::tile_q(base, q.stage, w) + panel * Shape::kPanelQ);

@@ -49,8 +49,9 @@ struct RowSums {
 
 template <class T, class Shape>
 struct ForwardMath {
+  static constexpr int kKeys = Shape::kKeys;
   static constexpr int kScores = kKeys / 2;
-  static constexpr int kSums = Shape::kDim / 2;
+  static constexpr int kSums = Shape::kDimV / 2;
   using Scores = float[kScores];
   using Sums = float[kSums];
   using Weights = uint32_t[kKeys / 16][4];  // p in T, as products take it
@@ -172,6 +173,15 @@ struct ForwardMath {
     }
     const float factor[2] = {__shfl_sync(0xffffffffu, inverse, lane & 28),
                              __shfl_sync(0xffffffffu, inverse, (lane & 28) + 1)};
+    if constexpr (Shape::kOutThroughQ) {
+      stage_out(o, tile, factor);
+    } else {
+      store_out(args, unit, rows, first_token, o, factor);
+    }
+  }
+
+  static __device__ __forceinline__ void stage_out(const Sums& o, uint32_t tile, const float (&factor)[2]) {
+    const int lane = threadIdx.x & 31;
     // Matrix i of four: rows 8 (i % 2), columns 8 (i / 2) of a 16x16 block; a row's chunks are permuted by the row.
     const int row = 16 * (threadIdx.x / 32 & 3) + (lane & 15);
     const uint32_t address = tile + row * 128;
@@ -186,12 +196,30 @@ struct ForwardMath {
       ptx::stmatrix(address + n / 4 * Shape::kPanelQ + ((chunk ^ (row & 7)) << 4), words);
     }
   }
+
+  static __device__ __forceinline__ void store_out(const ForwardArgs& args, const ForwardUnit& unit,
+                                                   const ThreadRows& rows, int32_t first_token, const Sums& o,
+                                                   const float (&factor)[2]) {
+    const auto& common = args.common;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t step = rows.token[half];
+      uint16_t* to = nullptr;
+      if (step < args.tile_tokens && first_token + step < unit.d.tokens) {
+        to = static_cast<uint16_t*>(common.out.data) +
+             static_cast<int64_t>(unit.d.start_q + first_token + step) * common.out.token_stride +
+             (unit.kv_head * common.group + rows.head[half]) * common.out.head_stride;
+      }
+      attention::store_row<T>(to, 0, common.head_dim_v, reinterpret_cast<const float (&)[kSums / 4][4]>(o), half,
+                              factor[half]);
+    }
+  }
 };
 
 template <class T, class Shape>
 __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<Shape>& shared, uint32_t base, int w) {
   using Math = ForwardMath<T, Shape>;
-  const ForwardRounds rounds(args);
+  const ForwardRounds<Shape> rounds(args);
   if (!rounds.has(0)) return;
   const int lane = threadIdx.x & 31;
   const float scale = args.common.softmax_scale * kLog2e;
@@ -200,8 +228,8 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
   const int32_t skip = w * args.tile_tokens;  // tokens of the unit that are the other warpgroup's
 
   RingPlace<Shape::kStagesK> k;
-  RingPlace<kStagesV> v;
-  RingPlace<2> q;
+  RingPlace<Shape::kStagesV> v;
+  RingPlace<Shape::kStagesQ> q;
   typename Math::Scores s;
   typename Math::Sums o;
   typename Math::Weights p;
@@ -210,10 +238,11 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
   int32_t tile = 0;
   int32_t end_tile = 0;
   bool add = false;  // to values of keys before
+  uint32_t round = 0;
 
   const auto open = [&] {
     ptx::mbarrier_wait(&shared.q_full[q.stage], q.odd);
-    const ForwardUnit& unit = shared.units[q.stage];
+    const ForwardUnit& unit = shared.units[round & 1];
     tile = unit.first_tile;
     end_tile = unit.end_tile;
     state = RowSums{};
@@ -229,8 +258,10 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
     ptx::products_done(s);
     release(&shared.k_empty[k.stage]);
     k.next();
-    const int32_t first_key = tile * kKeys;
-    if (first_key < keys.all.begin || first_key + kKeys > keys.all.end) Math::mask(s, keys, first_key, from_left);
+    if (!Shape::kOutThroughQ && tile + 1 == end_tile) release(&shared.q_empty[q.stage]);
+    const int32_t first_key = tile * Shape::kKeys;
+    if (first_key < keys.all.begin || first_key + Shape::kKeys > keys.all.end)
+      Math::mask(s, keys, first_key, from_left);
     return Math::softmax(s, state, factor, scale);
   };
   const auto start_values = [&] { Math::start_values(o, p, Shape::tile_v(base, v.stage), add); };
@@ -240,16 +271,16 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
     release(&shared.v_empty[v.stage]);
     v.next();
   };
-  const auto close = [&](const RingPlace<2>& place, const RowSums& sums) {
-    const ForwardUnit& unit = shared.units[place.stage];
-    Math::finish(args, unit, rows, unit.token + skip, sums, o, Shape::tile_q(base, place.stage, w), scale);
+  const auto close = [&](uint32_t closed, int stage, const RowSums& sums) {
+    const ForwardUnit& unit = shared.units[closed & 1];
+    Math::finish(args, unit, rows, unit.token + skip, sums, o, Shape::tile_q(base, stage, w), scale);
+    if (!Shape::kOutThroughQ) return;
     ptx::fence_proxy_async();
     __syncwarp();
-    release(&shared.out_full[place.stage][w]);
+    release(&shared.out_full[stage][w]);
   };
 
   VisibleKeys keys = open();
-  uint32_t round = 0;
   while (true) {
     // The unit's first scores, with no values beside them: of every unit, or of the stream's first.
     ptx::mbarrier_wait(&shared.k_full[k.stage], k.odd);
@@ -261,7 +292,7 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
     while (true) {
       const bool seam = tile + 1 == end_tile;
       if (seam && !(Shape::kStream && rounds.has(round + 1))) break;
-      const RingPlace<2> before = q;
+      const int stage_before = q.stage;
       const RowSums sums = state;
       if (seam) {
         ++round;
@@ -278,7 +309,7 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
       const bool moved = end_scores(keys);
       end_values();
       if (seam) {
-        close(before, sums);
+        close(round - 1, stage_before, sums);
       } else if (moved) {
 #pragma unroll
         for (int i = 0; i < Math::kSums; ++i) o[i] *= factor[i / 2 % 2];
@@ -289,7 +320,7 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
     ptx::mbarrier_wait(&shared.v_full[v.stage], v.odd);
     start_values();
     end_values();
-    close(q, state);
+    close(round, q.stage, state);
     if (Shape::kStream || !rounds.has(round + 1)) break;
     ++round;
     q.next();

@@ -63,31 +63,31 @@ CUtensorMap make_map(const AttentionTensor& tensor, DType dtype, int64_t head_di
 }
 
 // Rows of q, dout and out: heads of the group, then tokens.
-CUtensorMap map_of_rows(const Args& args, DType dtype, AttentionTensor t) {
-  t.token_stride = stride_of(args.documents_q.total, t.token_stride, args.head_dim);
-  t.head_stride = stride_of(args.num_heads, t.head_stride, args.head_dim);
-  return make_map(t, dtype, args.head_dim, {args.num_heads, t.head_stride, args.group},
+CUtensorMap map_of_rows(const Args& args, DType dtype, AttentionTensor t, int64_t head_dim) {
+  t.token_stride = stride_of(args.documents_q.total, t.token_stride, head_dim);
+  t.head_stride = stride_of(args.num_heads, t.head_stride, head_dim);
+  return make_map(t, dtype, head_dim, {args.num_heads, t.head_stride, args.group},
                   {kMapTokens, t.token_stride, tile_tokens(args.group)});
 }
 
-CUtensorMap map_of_keys(const Args& args, DType dtype, AttentionTensor t, int keys) {
-  t.token_stride = stride_of(args.documents_k.total, t.token_stride, args.head_dim);
-  t.head_stride = stride_of(args.num_kv_heads, t.head_stride, args.head_dim);
+CUtensorMap map_of_keys(const Args& args, DType dtype, AttentionTensor t, int64_t head_dim, int keys) {
+  t.token_stride = stride_of(args.documents_k.total, t.token_stride, head_dim);
+  t.head_stride = stride_of(args.num_kv_heads, t.head_stride, head_dim);
   if (args.documents_k.total == 0) t.data = args.q.data;  // some memory, of which no box reads anything
-  return make_map(t, dtype, args.head_dim, {kMapTokens, t.token_stride, keys}, {args.num_kv_heads, t.head_stride, 1});
+  return make_map(t, dtype, head_dim, {kMapTokens, t.token_stride, keys}, {args.num_kv_heads, t.head_stride, 1});
 }
 
 }  // namespace
 
-ForwardArgs forward_args(const Args& args, DType dtype) {
+ForwardArgs forward_args(const Args& args, DType dtype, int step_keys) {
   ForwardArgs forward;
   forward.common = args;
   forward.tile_tokens = tile_tokens(args.group);
   if (args.documents_q.total == 0) return forward;  // nothing is copied
-  forward.q = map_of_rows(args, dtype, args.q);
-  forward.k = map_of_keys(args, dtype, args.k, kKeys);
-  forward.v = map_of_keys(args, dtype, args.v, kKeys);
-  forward.out = map_of_rows(args, dtype, args.out);
+  forward.q = map_of_rows(args, dtype, args.q, args.head_dim);
+  forward.k = map_of_keys(args, dtype, args.k, args.head_dim, step_keys);
+  forward.v = map_of_keys(args, dtype, args.v, args.head_dim_v, step_keys);
+  forward.out = map_of_rows(args, dtype, args.out, args.head_dim_v);
   return forward;
 }
 
@@ -99,12 +99,12 @@ BackwardArgs backward_args(const Args& args, DType dtype) {
   AttentionTensor q = args.q;
   AttentionTensor dout = args.dout;
   if (args.documents_q.total == 0) q.data = dout.data = args.k.data;
-  backward.q = map_of_rows(args, dtype, q);
-  backward.dout = map_of_rows(args, dtype, dout);
-  backward.k = map_of_keys(args, dtype, args.k, kKeys);
-  backward.v = map_of_keys(args, dtype, args.v, kKeys);
-  backward.dk = map_of_keys(args, dtype, args.dk, kKeys / 2);
-  backward.dv = map_of_keys(args, dtype, args.dv, kKeys / 2);
+  backward.q = map_of_rows(args, dtype, q, args.head_dim);
+  backward.dout = map_of_rows(args, dtype, dout, args.head_dim_v);
+  backward.k = map_of_keys(args, dtype, args.k, args.head_dim, kKeys);
+  backward.v = map_of_keys(args, dtype, args.v, args.head_dim_v, kKeys);
+  backward.dk = map_of_keys(args, dtype, args.dk, args.head_dim, kKeys / 2);
+  backward.dv = map_of_keys(args, dtype, args.dv, args.head_dim_v, kKeys / 2);
   return backward;
 }
 

@@ -6,7 +6,7 @@
 
 namespace packing_ops::attention::sm90 {
 
-ForwardArgs forward_args(const Args& args, DType dtype);
+ForwardArgs forward_args(const Args& args, DType dtype, int step_keys);
 BackwardArgs backward_args(const Args& args, DType dtype);
 
 }  // namespace packing_ops::attention::sm90
