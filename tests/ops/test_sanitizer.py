@@ -23,6 +23,9 @@ MANY_BARRIERS = ["--num-cuda-barriers", "16384"]
 # To synccheck a barrier that warps come to at different instructions, as bar.sync allows, is divergence. The backward
 # with room for it has one; the kernel that GPUs with less shared memory take is checked in its place.
 NOT_THE_BACKWARD = ["--kernel-regex-exclude", "kns=attention_backward_kernel"]
+# racecheck does not see that cp.async arrives at an mbarrier (lse and rowsum, that consumers then read), nor that a lane
+# arrives for its warp after __syncwarp (a step's description, which is written anew after all have read it).
+NOT_HOPPERS_BACKWARD = ["--kernel-regex-exclude", "kns=attention_backward_sm90"]
 LESS_MEMORY = {"PACKING_OPS_SHARED_MEMORY": str(99 << 10)}
 # name: tool, tests, which of them, options, environment
 RUNS = {
@@ -34,7 +37,7 @@ RUNS = {
         [],
         {},
     ),
-    "racecheck": ("racecheck", SMALL_TESTS, SMALL, MANY_BARRIERS, {}),
+    "racecheck": ("racecheck", SMALL_TESTS, SMALL, [*MANY_BARRIERS, *NOT_HOPPERS_BACKWARD], {}),
     "synccheck": ("synccheck", SMALL_TESTS, SMALL, [*MANY_BARRIERS, *NOT_THE_BACKWARD], {}),
     "synccheck-less-memory": ("synccheck", SMALL_TESTS[-1:], "one_pass", [], LESS_MEMORY),
     "initcheck": ("initcheck", SMALL_TESTS, SMALL, [], {}),

@@ -101,7 +101,7 @@ __device__ void write_row_stats(const Args& args, const Row (&rows)[kRows], int 
 // kShares parts so that there are enough for the whole GPU.
 template <class T>
 __device__ void write_listed_row_stats(const Args& args) {
-  constexpr int kShares = 8;
+  constexpr int kShares = 32;
   constexpr int kGroups = kThreads / kLanes;
   const int32_t group = threadIdx.x / kLanes;
   const int32_t tokens = kGroups / args.num_heads;
