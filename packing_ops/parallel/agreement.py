@@ -2,17 +2,23 @@
 
 import os
 import weakref
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from packing_ops.parallel.collectives import start_all_gather
 
-_agreed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # {group: the calls on which its ranks agreed}
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[object, ...]]] = (
+    weakref.WeakKeyDictionary()
+)  # {group: the calls on which its ranks agreed}
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def check_agreement(q, k, cu_seqlens, group: dist.ProcessGroup, options: dict[str, object]) -> None:
+def check_agreement(
+    q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor, group: dist.ProcessGroup, options: Mapping[str, Any]
+) -> None:
     """ValueError on every rank where one of them has other options, heads, dtypes, rows or documents; it is named.
 
     It waits for the GPU, so it is done in the first call with these options; with PACKING_OPS_CHECK=1 in every call.
@@ -42,7 +48,7 @@ def check_agreement(q, k, cu_seqlens, group: dist.ProcessGroup, options: dict[st
     agreed.add(call)
 
 
-def _told(q, k, cu_seqlens, options) -> dict[str, float]:
+def _told(q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor, options: Mapping[str, Any]) -> dict[str, float]:
     """Numbers, in the same order and under the same names on every rank."""
     told = {}
     for name, value in options.items():
@@ -62,7 +68,7 @@ def _told(q, k, cu_seqlens, options) -> dict[str, float]:
     return told
 
 
-def _in_words(name, number) -> str:
+def _in_words(name: str, number: float) -> str:
     if name.endswith(".dtype"):
         return str(_DTYPES[int(number)]).removeprefix("torch.") if number >= 0 else "another dtype"
     if number != number:

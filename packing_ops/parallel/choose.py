@@ -134,10 +134,10 @@ def varlen_attention_over(
     group = process_group(group)
     documents, cu_seqlens = whole_row(q, k, v, documents, group.size())
     shape = {"rows": q.shape[0], "num_heads": q.shape[1], "num_kv_heads": k.shape[1], "head_dim": q.shape[2]}
-    mask = {"scheme": scheme, "causal": causal, "window_size": tuple(window_size)}
-    given = {"ranks": group.size(), **shape, **mask, "element_size": q.element_size()}
+    mask: dict[str, Any] = {"scheme": scheme, "causal": causal, "window_size": tuple(window_size)}
+    given: dict[str, Any] = {"ranks": group.size(), **shape, **mask, "element_size": q.element_size()}
 
-    def make():
+    def make() -> Choice:
         return choose_attention(cu_seqlens, **given)
 
     cache = documents._cache if isinstance(documents, PackedMetadata) else None
@@ -164,7 +164,7 @@ def _work_of_ranks(spans: RowSpans, causal: bool, left: int) -> tuple[list[float
     return both[: spans.ranks], both[spans.ranks :]
 
 
-def _keys_before(queries, left):
+def _keys_before(queries: torch.Tensor, left: int) -> torch.Tensor:
     """Pairs of the first so many queries of a document under a window of ``left`` keys before its own."""
     grown = queries.clamp(max=left + 1)
     return grown * (grown + 1) // 2 + (queries - grown) * (left + 1)

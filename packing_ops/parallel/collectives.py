@@ -15,7 +15,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 Received = Callable[[], torch.Tensor]
 
 
-def process_group(group) -> dist.ProcessGroup:
+def process_group(group: object) -> dist.ProcessGroup:
     """A process group, the one of a DeviceMesh of one dimension, or for None that of all processes."""
     if group is None:
         group = dist.group.WORLD
@@ -36,19 +36,25 @@ def start_all_to_all(
 ) -> Received:
     """Rows ``[sum(send), ...]`` to the ranks, in their order; equal parts without ``receive`` and ``send``."""
     rows = rows.contiguous()
+    of_ranks, to_ranks = (None if each is None else list(each) for each in (receive, send))
     if torch.compiler.is_compiling():
-        return _wait(functional.all_to_all_single(rows, receive, send, group))
+        return _wait(functional.all_to_all_single(rows, of_ranks, to_ranks, group))
     size = rows.shape[0] if receive is None else sum(receive)
     received = rows.new_empty(size, *rows.shape[1:])
     if rows.is_cuda:
         work = _exchange_with_others(received, rows, group, receive, send)
     else:
-        counts = (None if each is None else list(each) for each in (receive, send))
-        work = dist.all_to_all_single(received, rows, *counts, group=group, async_op=True)
+        work = dist.all_to_all_single(received, rows, of_ranks, to_ranks, group=group, async_op=True)
     return _finish(work, received, rows)
 
 
-def _exchange_with_others(received, rows, group, receive, send):
+def _exchange_with_others(
+    received: torch.Tensor,
+    rows: torch.Tensor,
+    group: dist.ProcessGroup,
+    receive: Sequence[int] | None,
+    send: Sequence[int] | None,
+) -> dist.Work:
     """NCCL would send this rank's own part to itself, at the speed of a link and in the time of the others."""
     ranks, own = group.size(), group.rank()
     to, of = (
@@ -83,21 +89,21 @@ def start_sum_of_parts(rows: torch.Tensor, group: dist.ProcessGroup) -> Received
     """
     received = start_all_to_all(rows, group)
 
-    def total():
+    def total() -> torch.Tensor:
         parts = received()
         return parts.view(group.size(), -1, *parts.shape[1:]).sum(0)
 
     return total
 
 
-def _wait(tensor):
+def _wait(tensor: torch.Tensor) -> Received:
     return lambda: functional.wait_tensor(tensor)
 
 
-def _finish(work, received, _sent):
+def _finish(work: dist.Work, received: torch.Tensor, _sent: torch.Tensor) -> Received:
     """``_sent`` is held until the work is done."""
 
-    def wait():
+    def wait() -> torch.Tensor:
         work.wait()
         return received
 

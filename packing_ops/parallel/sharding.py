@@ -200,12 +200,12 @@ def unshard(
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, group):
+    def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         return start_all_gather(rows, group)()
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return start_sum_of_parts(gradient, ctx.group)(), None
 
 
@@ -278,7 +278,9 @@ def check_scheme(scheme: str) -> str:
     return scheme
 
 
-def whole_row(q, k, v, documents, ranks: int) -> tuple[PackedMetadata | torch.Tensor, torch.Tensor]:
+def whole_row(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: PackedMetadata | torch.Tensor, ranks: int
+) -> tuple[PackedMetadata | torch.Tensor, torch.Tensor]:
     """The documents, and their int32 cu_seqlens, for rows of which each rank has as many as q."""
     for tensor, name in ((q, "q"), (k, "k"), (v, "v")):
         check_tensor(tensor, name)
@@ -293,13 +295,13 @@ def whole_row(q, k, v, documents, ranks: int) -> tuple[PackedMetadata | torch.Te
 # --- parts of shard_of ---
 
 
-def _is_of_row(value, total) -> bool:
+def _is_of_row(value: object, total: int) -> bool:
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return False
     return value.shape[:1] == (total,) if value.dim() == 1 else value.shape[:2] == (1, total)
 
 
-def _total_of(batch) -> int:
+def _total_of(batch: Mapping[str, Any]) -> int:
     for name in ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids"):
         value = batch.get(name)
         if isinstance(value, torch.Tensor):
@@ -309,11 +311,11 @@ def _total_of(batch) -> int:
     raise ValueError(f"batch: expected input_ids, inputs_embeds, labels or position_ids, got {sorted(map(str, batch))}")
 
 
-def _named_documents(batch) -> list[str]:
+def _named_documents(batch: Mapping[str, Any]) -> list[str]:
     return [name for name in _DOCUMENTS if batch.get(name) is not None]
 
 
-def _documents_of(batch, total) -> PackedMetadata:
+def _documents_of(batch: Mapping[str, Any], total: int) -> PackedMetadata:
     for name, value in batch.items():
         if isinstance(value, PackedMetadata):
             cu_seqlens_of(value, total, like="the row", name=str(name))
@@ -329,7 +331,7 @@ def _documents_of(batch, total) -> PackedMetadata:
     return PackedMetadata.from_position_ids(positions)
 
 
-def _cut(value, padding, own, fill):
+def _cut(value: torch.Tensor, padding: int, own: torch.Tensor, fill: int) -> torch.Tensor:
     """This rank's slots of a tensor of the row, which is padded only where it must be."""
     own = own.to(value.device)
     dim = 0 if value.dim() == 1 else 1

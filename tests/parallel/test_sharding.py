@@ -68,11 +68,11 @@ def test_only_keys_that_are_seen_are_moved(lengths, ranks, scheme, causal, left)
         if left >= 0:
             seen &= position[k] >= position[q] - left
         needed = seen.any(0).nonzero()[:, 0].tolist()
-        if layout.send_index is None:
+        if layout.exchange is None:
             received = torch.cat(own)
         else:
-            parts = [sender.send_index.split(sender.send)[rank] for sender in layouts]
-            assert [len(part) for part in parts] == list(layout.receive)
+            parts = [sender.exchange.index.split(sender.exchange.send)[rank] for sender in layouts]
+            assert [len(part) for part in parts] == layout.exchange.receive
             received = torch.cat([own[r][part] for r, part in enumerate(parts)])
             assert sorted(received.tolist()) == needed
         count = int(layout.cu_seqlens_k[-1])
