@@ -1,5 +1,6 @@
 """A packed row over the ranks of a group, and back: every rank gets equally many slots, whatever the documents' lengths."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,19 @@ from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 from packing_ops.parallel.collectives import process_group, start_all_gather, start_sum_of_parts
 
 _DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k")
+
+# Never cut: there may be as many documents as slots.
+_OF_DOCUMENTS = (*_DOCUMENTS, "max_length_q", "max_length_k", "packed_seq_lengths", "num_items_in_batch")
+_PER_SLOT = (
+    "input_ids",
+    "inputs_embeds",
+    "labels",
+    "shift_labels",
+    "position_ids",
+    "seq_idx",
+    "attention_mask",
+    "loss_mask",
+)
 
 
 def shard_packed(
@@ -58,7 +72,8 @@ def shard_packed(
         tensor([   9, -100, -100])
 
     Raises:
-        ValueError: no documents, tensors of other lengths, an unknown scheme.
+        ValueError: no documents; input_ids, inputs_embeds, labels, shift_labels, position_ids, seq_idx, attention_mask or
+            loss_mask of another shape; an unknown scheme.
     """
     group = process_group(group)
     return shard_of(
@@ -96,11 +111,9 @@ def shard_of(
     total = _total_of(batch)
     documents = _documents_of(batch, total)
     padded = -(-total // ranks) * ranks
-    whole = PackedMetadata(
-        documents.cu_seqlens, padded, documents.max_seqlen, num_tokens=documents.num_tokens, seqlen=documents.seqlen
-    )
+    whole = _padded(documents, padded)
     own = shard_indices(whole, ranks, rank, scheme=scheme)
-    row = {name: value for name, value in batch.items() if _is_of_row(value, total)}
+    row = _of_row(batch, total)
     if "labels" in row and "shift_labels" not in row:
         row["shift_labels"] = shift_labels(row["labels"], documents.cu_seqlens, ignore_index=ignore_index)
     if "shift_labels" in row:
@@ -295,10 +308,28 @@ def whole_row(
 # --- parts of shard_of ---
 
 
-def _is_of_row(value: object, total: int) -> bool:
-    if not isinstance(value, torch.Tensor) or value.dim() == 0:
-        return False
-    return value.shape[:1] == (total,) if value.dim() == 1 else value.shape[:2] == (1, total)
+def _of_row(batch: Mapping[str, Any], total: int) -> dict[str, torch.Tensor]:
+    """The tensors with a value for each slot."""
+    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    row = {name: tensor for name, tensor in tensors.items() if name not in _OF_DOCUMENTS and _is_of_row(tensor, total)}
+    for name in _PER_SLOT:
+        if name in tensors and name not in row:
+            raise ValueError(
+                f"{name}: expected [total={total}] or [1, total] of the row, got {described(tensors[name])}"
+            )
+    return row
+
+
+def _is_of_row(value: torch.Tensor, total: int) -> bool:
+    return value.shape == (total,) or value.shape[:2] == (1, total)
+
+
+def _padded(documents: PackedMetadata, total: int) -> PackedMetadata:
+    """The same documents in a row of ``total`` slots, or more than it had."""
+    visible_end = documents.visible_end
+    if visible_end is not None:
+        visible_end = F.pad(visible_end, (0, total - documents.total))
+    return dataclasses.replace(documents, total=total, indices=None, visible_end=visible_end)
 
 
 def _total_of(batch: Mapping[str, Any]) -> int:

@@ -1,5 +1,7 @@
 """A packed row over ranks, without processes: every slot once, equally many on each rank, targets that cross ranks."""
 
+import dataclasses
+
 import pytest
 import torch
 from helpers import cu_seqlens_of
@@ -117,6 +119,42 @@ def test_shards_of_a_batch(form, scheme):
         (metadata,) = [value for value in shards[1].values() if isinstance(value, po.PackedMetadata)]
         assert (metadata.total, metadata.num_tokens) == (16, 13)
     assert shards[0].get("name", "kept") == "kept"
+
+
+@pytest.mark.parametrize("lengths", [[1, 2], [1, 1, 1, 2], [1, 1, 1], [1]])
+def test_short_documents(lengths):
+    """There may be as many documents as slots, or slots as cu_seqlens: what tells documents is never cut."""
+    metadata = po.PackedMetadata.from_lengths(lengths)
+    beside = {"packed_seq_lengths": metadata.lengths, "num_items_in_batch": torch.tensor([sum(lengths)])}
+    batch = batch_of(lengths, "transformers") | {"cu_seqlens": metadata.cu_seqlens.long(), **beside}
+    for rank in range(2):
+        shard = shard_of(batch, ranks=2, rank=rank)
+        assert shard["input_ids"].shape == (1, -(-sum(lengths) // 2))
+        for name in ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", *beside):
+            assert torch.equal(shard[name], batch[name])
+
+
+def test_visible_end_of_a_padded_row():
+    visible_end = torch.tensor([2, 2, 3, 3, 3], dtype=torch.int32)
+    metadata = dataclasses.replace(po.PackedMetadata.from_lengths([2, 3]), visible_end=visible_end)
+    shard = shard_of({"input_ids": torch.arange(5), "metadata": metadata}, ranks=2, rank=1)
+    assert shard["metadata"].visible_end.tolist() == [2, 2, 3, 3, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("labels", (1, 7)),
+        ("shift_labels", (7,)),
+        ("position_ids", (3, 1, 8)),  # of multimodal RoPE
+        ("attention_mask", (1, 1, 8, 8)),
+        ("loss_mask", (1, 7)),
+    ],
+)
+def test_tensors_that_do_not_have_the_row_s_slots(name, shape):
+    batch = {"input_ids": torch.arange(8)[None], "documents": po.PackedMetadata.from_lengths([5, 3])}
+    with pytest.raises(ValueError, match=rf"^{name}: expected \[total=8\] or \[1, total\] of the row, got"):
+        shard_of(batch | {name: torch.ones(shape, dtype=torch.int64)}, ranks=2, rank=0)
 
 
 def test_bad_batches():
