@@ -3,12 +3,11 @@
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from packing_ops._arguments import window_sides
 from packing_ops._batch_cache import kept_with
 from packing_ops.metadata import PackedMetadata
-from packing_ops.parallel.collectives import process_group
+from packing_ops.parallel.collectives import Group, process_group
 from packing_ops.parallel.gathered import gathered_attention
 from packing_ops.parallel.key_layout import RowSpans, gathered_slots, needed_rows
 from packing_ops.parallel.sharding import check_scheme, whole_row
@@ -103,7 +102,7 @@ def choose_attention(
 
 
 def varlen_attention_over(
-    group: dist.ProcessGroup | None,
+    group: Group | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,

@@ -1,17 +1,21 @@
 """Collectives of a sequence group: started at once, waited for where the result is needed. In a compiled graph torch's
 functional ones, which start and wait by themselves."""
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import DeviceMesh
 
 from packing_ops._arguments import wrong_type
 
 # torch 2.13 has new names for these.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+Group = dist.ProcessGroup | DeviceMesh  # a DeviceMesh of one dimension
 Received = Callable[[], torch.Tensor]
 
 
@@ -23,8 +27,13 @@ def process_group(group: object) -> dist.ProcessGroup:
             raise ValueError("group: expected a process group, got None before torch.distributed.init_process_group")
     if isinstance(group, dist.ProcessGroup):
         return group
-    if hasattr(group, "get_group"):
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            named = f"{group.ndim} dimensions {group.mesh_dim_names or ''}".rstrip()
+            raise ValueError(f"group: expected a DeviceMesh of one dimension, as mesh[name] gives it, got {named}")
         return group.get_group()
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group: expected a group that this process is in, got one of other processes")
     raise wrong_type("group", "a torch.distributed process group or a DeviceMesh of one dimension", group)
 
 
@@ -94,6 +103,42 @@ def start_sum_of_parts(rows: torch.Tensor, group: dist.ProcessGroup) -> Received
         return parts.view(group.size(), -1, *parts.shape[1:]).sum(0)
 
     return total
+
+
+def no_second_derivative(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For the backward of an autograd.Function of collectives: torch cannot differentiate them, and would take the
+    gradients for constants without a word.
+
+    Args:
+        name: of the public function.
+    """
+
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def first_alone(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+            with torch.no_grad():
+                found = backward(ctx, *gradients)
+            wanted = [each for each in gradients if each is not None and each.requires_grad]
+            if not torch.is_grad_enabled() or not wanted:
+                return found
+            return tuple(None if each is None else _Refusal.apply(each, wanted[0], name) for each in found)
+
+        return first_alone
+
+    return decorate
+
+
+class _Refusal(torch.autograd.Function):
+    """A gradient that raises when it is differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, _wanted: torch.Tensor, name: str) -> torch.Tensor:
+        ctx.name = name
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise NotImplementedError(f"packing_ops.parallel.{ctx.name} has no second derivative")
 
 
 def _wait(tensor: torch.Tensor) -> Received:

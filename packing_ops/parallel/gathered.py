@@ -30,7 +30,14 @@ from packing_ops._batch_cache import kept_with, plan_for
 from packing_ops.attention import varlen_attention, wide_sinks
 from packing_ops.metadata import PackedMetadata
 from packing_ops.parallel.agreement import check_agreement
-from packing_ops.parallel.collectives import process_group, start_all_gather, start_all_to_all, start_sum_of_parts
+from packing_ops.parallel.collectives import (
+    Group,
+    no_second_derivative,
+    process_group,
+    start_all_gather,
+    start_all_to_all,
+    start_sum_of_parts,
+)
 from packing_ops.parallel.key_layout import Exchange, KeyLayout, RowSpans, key_layout
 from packing_ops.parallel.sharding import check_scheme, whole_row
 
@@ -40,7 +47,7 @@ def gathered_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     documents: PackedMetadata | torch.Tensor,
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = None,
     *,
     scheme: str = "contiguous",
     causal: bool = True,
@@ -78,7 +85,7 @@ def gathered_attention(
         >>> out = gathered_attention(q, k, v, metadata, group, scheme="zigzag")  # needs two processes # doctest: +SKIP
 
     Raises:
-        NotImplementedError: a window without causal.
+        NotImplementedError: a window without causal; a second derivative.
         ValueError: documents of another row, ranks that disagree on options, heads, dtypes, rows or documents (found in the
             first call with these options), and as varlen_attention.
 
@@ -182,6 +189,7 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @no_second_derivative("gathered_attention")
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         keys, values = _received(k, v, ctx.layout, ctx.group)

@@ -8,12 +8,26 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from packing_ops._arguments import at_least, check_cu_seqlens, check_tensor, described, int32_cu_seqlens, wrong_type
+from packing_ops._arguments import (
+    at_least,
+    check_cu_seqlens,
+    check_tensor,
+    described,
+    int32_cu_seqlens,
+    integer,
+    wrong_type,
+)
 from packing_ops.boundaries import shift_labels
 from packing_ops.data.context_parallel import SCHEMES, chunks_of_ranks, slots_of_chunks
 from packing_ops.data.losses import masked_loss
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
-from packing_ops.parallel.collectives import process_group, start_all_gather, start_sum_of_parts
+from packing_ops.parallel.collectives import (
+    Group,
+    no_second_derivative,
+    process_group,
+    start_all_gather,
+    start_sum_of_parts,
+)
 
 _DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k")
 
@@ -33,7 +47,7 @@ _PER_SLOT = (
 
 def shard_packed(
     batch: Mapping[str, Any],
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = None,
     *,
     scheme: str = "contiguous",
     pad_token_id: int = 0,
@@ -179,7 +193,7 @@ def shard_indices(
 def unshard(
     rows: torch.Tensor,
     documents: PackedMetadata | torch.Tensor,
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = None,
     *,
     scheme: str = "contiguous",
     total: int | None = None,
@@ -199,12 +213,17 @@ def unshard(
         >>> logits = unshard(logits, metadata, group)  # needs several processes # doctest: +SKIP
 
     Raises:
-        ValueError: documents of another row.
+        ValueError: documents of another row, a total above it.
     """
     group = process_group(group)
     check_tensor(rows, "rows")
+    if not rows.dim():
+        raise ValueError(f"rows: expected [rows, ...], got {described(rows)}")
     ranks, slots = group.size(), group.size() * rows.shape[0]
-    indices = [shard_indices(documents, ranks, rank, scheme=scheme, total=slots) for rank in range(ranks)]
+    if total is not None and not 0 <= integer(total, "total") <= slots:
+        raise ValueError(f"total: expected 0 to the {slots} rows of {ranks} ranks, got {total}")
+    cu_seqlens = cu_seqlens_of(documents, slots, like=f"the rows of {ranks} ranks", name="documents")
+    indices = [shard_indices(cu_seqlens, ranks, rank, scheme=scheme, total=slots) for rank in range(ranks)]
     row_of = torch.cat(indices).to(rows.device)
     gathered = _Gather.apply(rows, group)
     whole = gathered[torch.empty_like(row_of).scatter_(0, row_of, torch.arange(slots, device=rows.device))]
@@ -218,6 +237,7 @@ class _Gather(torch.autograd.Function):
         return start_all_gather(rows, group)()
 
     @staticmethod
+    @no_second_derivative("unshard")
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return start_sum_of_parts(gradient, ctx.group)(), None
 
@@ -225,9 +245,7 @@ class _Gather(torch.autograd.Function):
 # --- the loss ---
 
 
-def count_targets(
-    shift_labels: torch.Tensor, group: dist.ProcessGroup | None = None, *, ignore_index: int = -100
-) -> torch.Tensor:
+def count_targets(shift_labels: torch.Tensor, group: Group | None = None, *, ignore_index: int = -100) -> torch.Tensor:
     """Targets of all ranks of the group: what the loss is divided by. Every rank of the group calls it.
 
     Args:
@@ -248,7 +266,7 @@ def count_targets(
 def sharded_loss(
     losses: torch.Tensor,
     shift_labels: torch.Tensor,
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = None,
     *,
     num_items_in_batch: float | torch.Tensor | None = None,
     dp_size: int = 1,

@@ -19,7 +19,7 @@ from packing_ops.attention import varlen_attention
 from packing_ops.data.context_parallel import chunks_of_ranks, slots_of_chunks
 from packing_ops.metadata import PackedMetadata
 from packing_ops.parallel.agreement import check_agreement
-from packing_ops.parallel.collectives import process_group, start_all_to_all
+from packing_ops.parallel.collectives import Group, no_second_derivative, process_group, start_all_to_all
 from packing_ops.parallel.sharding import check_scheme, whole_row
 
 Order = tuple[torch.Tensor, torch.Tensor]  # of a zigzag row: _order
@@ -30,7 +30,7 @@ def ulysses_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     documents: PackedMetadata | torch.Tensor,
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = None,
     *,
     scheme: str = "contiguous",
     causal: bool = True,
@@ -67,6 +67,7 @@ def ulysses_attention(
         >>> out = ulysses_attention(q, k, v, metadata, group)  # needs two processes # doctest: +SKIP
 
     Raises:
+        NotImplementedError: a second derivative.
         ValueError: heads that the ranks do not divide, documents of another row, ranks that disagree on options, heads,
             dtypes, rows or documents (found in the first call with these options), and as varlen_attention.
     """
@@ -144,6 +145,7 @@ class _ToHeads(torch.autograd.Function):
         return tuple(_in_row_order(received().flatten(0, 1), order) for received in under_way)
 
     @staticmethod
+    @no_second_derivative("ulysses_attention")
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         group, order = ctx.group, ctx.order
         under_way = [start_all_to_all(_by_rank(gradient, group.size(), order), group) for gradient in gradients]
@@ -170,6 +172,7 @@ class _ToRows(torch.autograd.Function):
         return out, None if lse is None else _heads_together(under_way[1](), heads).T.contiguous()
 
     @staticmethod
+    @no_second_derivative("ulysses_attention")
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         size, under_way = ctx.group.size(), []
         for gradient in (dout, None if dlse is None else dlse.T):

@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 from helpers import cu_seqlens_of
 from processes import message_of, spawn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import packing_ops as po
 from packing_ops.parallel import gathered_attention, shard_indices, ulysses_attention, unshard
+from packing_ops.parallel.collectives import process_group
 
 WORLDS = (2, 4)
 ATTENTION = {"ulysses": ulysses_attention, "gathered": gathered_attention}
@@ -146,6 +148,29 @@ def edge_cases():
     return found
 
 
+def refused():
+    """What would be wrong without a word, or is of no use."""
+    ranks, found = dist.get_world_size(), {}
+    metadata = po.PackedMetadata.from_lengths([4 * ranks])
+    q, k, v = (torch.randn(4, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (8, 4, 4))
+    for name, attention in ATTENTION.items():
+        (dq,) = torch.autograd.grad(attention(q, k, v, metadata).square().sum(), q, create_graph=True)
+        found[name, "second derivative"] = message_of(lambda d=dq: torch.autograd.grad(d.square().sum(), q))
+    x = torch.randn(3, 2, requires_grad=True)
+    row = po.PackedMetadata.from_lengths([3 * ranks])
+    (dx,) = torch.autograd.grad(unshard(x, row).pow(3).sum(), x, create_graph=True)
+    found["second derivative of unshard"] = message_of(lambda: torch.autograd.grad(dx.square().sum(), x))
+    found["unshard, total"] = message_of(lambda: unshard(x, row, total=3 * ranks + 1))
+    found["unshard, rows"] = message_of(lambda: unshard(x[None], row))
+    found["unshard, scalar"] = message_of(lambda: unshard(x.sum(), row))
+    mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("rows", "sequence"))
+    found["mesh"] = message_of(lambda: gathered_attention(q, k, v, metadata, mesh))
+    found["mesh of one dimension"] = message_of(lambda: gathered_attention(q, k, v, metadata, mesh["sequence"]))
+    of_rank_0 = dist.new_group([0])
+    found["not in the group"] = message_of(lambda: on_rank_1(process_group, str)(of_rank_0))
+    return found
+
+
 def compiled():
     if dist.get_world_size() > 2:  # tracing costs seconds
         return True
@@ -190,6 +215,7 @@ def every_case():
     for dtype in (torch.float32, torch.bfloat16):
         found["bits", str(dtype)] = compared("ulysses", "zigzag", (8, 4), {"sinks": True}, dtype=dtype)
     found["disagreements"], found["edges"], found["compiled"] = disagreements(), edge_cases(), compiled()
+    found["refused"] = refused()
     found["left alone"] = left_alone()
     return found
 
@@ -256,6 +282,26 @@ def test_edges(by_rank):
     for found in by_rank:
         for case, result in found["edges"].items():
             assert result[0] <= 1e-12 if isinstance(result, tuple) else result is True, case
+
+
+def test_refusals(by_rank):
+    ranks = len(by_rank)
+    named = "expected a DeviceMesh of one dimension, as mesh[name] gives it, got 2 dimensions ('rows', 'sequence')"
+    for rank, found in enumerate(by_rank):
+        refused = found["refused"]
+        for name in ATTENTION:
+            what = f"packing_ops.parallel.{name}_attention has no second derivative"
+            assert refused[name, "second derivative"] == f"NotImplementedError: {what}"
+        assert "packing_ops.parallel.unshard has no second derivative" in refused["second derivative of unshard"]
+        assert refused["unshard, total"] == (
+            f"ValueError: total: expected 0 to the {3 * ranks} rows of {ranks} ranks, got {3 * ranks + 1}"
+        )
+        assert f"documents: expected total={ranks} like the rows of {ranks} ranks" in refused["unshard, rows"]
+        assert refused["unshard, scalar"] == "ValueError: rows: expected [rows, ...], got float32 []"
+        assert refused["mesh"] == f"ValueError: group: {named}"
+        assert refused["mesh of one dimension"] == "no error"
+        if rank == 1:
+            assert "group: expected a group that this process is in" in refused["not in the group"]
 
 
 def test_compiled(by_rank):
