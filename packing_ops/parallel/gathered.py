@@ -39,7 +39,7 @@ from packing_ops.parallel.collectives import (
     start_sum_of_parts,
 )
 from packing_ops.parallel.key_layout import Exchange, KeyLayout, RowSpans, key_layout
-from packing_ops.parallel.sharding import check_scheme, whole_row
+from packing_ops.parallel.sharding import check_rows, check_scheme, whole_row
 
 
 def gathered_attention(
@@ -85,7 +85,7 @@ def gathered_attention(
         >>> out = gathered_attention(q, k, v, metadata, group, scheme="zigzag")  # needs two processes # doctest: +SKIP
 
     Raises:
-        NotImplementedError: a window without causal; a second derivative.
+        NotImplementedError: a window without causal, documents with a visible_end; a second derivative.
         ValueError: documents of another row, ranks that disagree on options, heads, dtypes, rows or documents (found in the
             first call with these options), and as varlen_attention.
 
@@ -101,13 +101,18 @@ def gathered_attention(
         "window_size": tuple(window_size),
         "softcap": softcap,
     }
-    refuse_window(causal, window_size)
-    documents, cu_seqlens = whole_row(q, k, v, documents, group.size())
-    if group.size() == 1 or len(q) == 0:
+    documents = check_rows(q, k, v, documents)
+    if group.size() == 1:
         out, lse = varlen_attention(q, k, v, documents, sinks=sinks, return_lse=True, **options)
         return (out, lse) if return_lse else out
-    told = {"attention": 1, "scheme": scheme == "zigzag", "sinks": sinks is not None, **options}
-    check_agreement(q, k, cu_seqlens, group, told)
+    told = {"attention": "gathered_attention", "scheme": scheme, **options}
+    check_agreement(q, k, v, documents, group, told, sinks)
+    refuse_window(causal, window_size)
+    _refuse_visible_end(documents)
+    cu_seqlens = whole_row(documents, len(q), group.size())
+    if len(q) == 0:
+        out, lse = varlen_attention(q, k, v, documents, sinks=sinks, return_lse=True, **options)
+        return (out, lse) if return_lse else out
     layout = layout_of(documents, cu_seqlens, len(q), group, scheme, causal, window_sides(window_size)[0])
     out, lse = attention_over_keys(q, k, v, layout, group, sinks=sinks, **options)
     return (out, lse) if return_lse else out
@@ -118,6 +123,14 @@ def refuse_window(causal: bool, window_size: tuple[int, int]) -> None:
         raise NotImplementedError(
             f"window_size: expected (-1, -1) without a causal mask under context parallelism, got {tuple(window_size)} "
             "(ulysses_attention takes it)"
+        )
+
+
+def _refuse_visible_end(documents: PackedMetadata | torch.Tensor) -> None:
+    if isinstance(documents, PackedMetadata) and documents.visible_end is not None:
+        raise NotImplementedError(
+            "documents: expected no visible_end with gathered keys, got a PackedMetadata that has one (ulysses_attention "
+            "takes it)"
         )
 
 

@@ -17,6 +17,7 @@ from packing_ops._arguments import (
     integer,
     wrong_type,
 )
+from packing_ops._batch_cache import kept_with
 from packing_ops.boundaries import shift_labels
 from packing_ops.data.context_parallel import SCHEMES, chunks_of_ranks, slots_of_chunks
 from packing_ops.data.losses import masked_loss
@@ -30,7 +31,6 @@ from packing_ops.parallel.collectives import (
 )
 
 _DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k")
-
 # Never cut: there may be as many documents as slots.
 _OF_DOCUMENTS = (*_DOCUMENTS, "max_length_q", "max_length_k", "packed_seq_lengths", "num_items_in_batch")
 _PER_SLOT = (
@@ -222,7 +222,7 @@ def unshard(
     ranks, slots = group.size(), group.size() * rows.shape[0]
     if total is not None and not 0 <= integer(total, "total") <= slots:
         raise ValueError(f"total: expected 0 to the {slots} rows of {ranks} ranks, got {total}")
-    cu_seqlens = cu_seqlens_of(documents, slots, like=f"the rows of {ranks} ranks", name="documents")
+    cu_seqlens = whole_row(documents, rows.shape[0], ranks)
     indices = [shard_indices(cu_seqlens, ranks, rank, scheme=scheme, total=slots) for rank in range(ranks)]
     row_of = torch.cat(indices).to(rows.device)
     gathered = _Gather.apply(rows, group)
@@ -309,18 +309,29 @@ def check_scheme(scheme: str) -> str:
     return scheme
 
 
-def whole_row(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: PackedMetadata | torch.Tensor, ranks: int
-) -> tuple[PackedMetadata | torch.Tensor, torch.Tensor]:
-    """The documents, and their int32 cu_seqlens, for rows of which each rank has as many as q."""
+def check_rows(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: PackedMetadata | torch.Tensor
+) -> PackedMetadata | torch.Tensor:
+    """The documents. ValueError for tensors of which no rank could tell the others what they are."""
     for tensor, name in ((q, "q"), (k, "k"), (v, "v")):
         check_tensor(tensor, name)
         if tensor.dim() != 3 or tensor.shape[0] != q.shape[0]:
             rows = "rows" if tensor is q else f"rows={q.shape[0]}"
             raise ValueError(f"{name}: expected [{rows}, num_heads, head_dim], got {described(tensor)}")
-    cu_seqlens = cu_seqlens_of(documents, ranks * q.shape[0], like=f"the rows of {ranks} ranks", name="documents")
+    if not isinstance(documents, PackedMetadata):
+        check_cu_seqlens(cu_seqlens_of(documents, len(q), like="q", name="documents"), "documents")
+    return documents
+
+
+def whole_row(documents: PackedMetadata | torch.Tensor, rows: int, ranks: int) -> torch.Tensor:
+    """int32 cu_seqlens of a row of which each rank has so many slots."""
+    cu_seqlens = cu_seqlens_of(documents, ranks * rows, like=f"the rows of {ranks} ranks", name="documents")
     check_cu_seqlens(cu_seqlens, "documents")
-    return documents, int32_cu_seqlens(cu_seqlens)
+    if cu_seqlens.dtype == torch.int32:
+        return cu_seqlens
+    # The same tensor in every layer: what is made of it is kept with it.
+    kept: torch.Tensor = kept_with((cu_seqlens,), ("int32",), lambda: int32_cu_seqlens(cu_seqlens))
+    return kept
 
 
 # --- parts of shard_of ---

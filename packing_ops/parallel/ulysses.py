@@ -20,7 +20,7 @@ from packing_ops.data.context_parallel import chunks_of_ranks, slots_of_chunks
 from packing_ops.metadata import PackedMetadata
 from packing_ops.parallel.agreement import check_agreement
 from packing_ops.parallel.collectives import Group, no_second_derivative, process_group, start_all_to_all
-from packing_ops.parallel.sharding import check_scheme, whole_row
+from packing_ops.parallel.sharding import check_rows, check_scheme, whole_row
 
 Order = tuple[torch.Tensor, torch.Tensor]  # of a zigzag row: _order
 
@@ -79,13 +79,14 @@ def ulysses_attention(
         "window_size": tuple(window_size),
         "softcap": softcap,
     }
-    documents, cu_seqlens = whole_row(q, k, v, documents, group.size())
+    documents = check_rows(q, k, v, documents)
     ranks, rows = group.size(), q.shape[0]
     if ranks == 1:
         out, lse = varlen_attention(q, k, v, documents, sinks=sinks, return_lse=True, **options)
         return (out, lse) if return_lse else out
-    told = {"attention": 0, "scheme": scheme == "zigzag", "sinks": sinks is not None, **options}
-    check_agreement(q, k, cu_seqlens, group, told)
+    told = {"attention": "ulysses_attention", "scheme": scheme, **options}
+    check_agreement(q, k, v, documents, group, told, sinks)
+    cu_seqlens = whole_row(documents, rows, ranks)
     _check_heads(q, k, v, ranks)
     if sinks is not None:
         check_tensor(sinks, "sinks")

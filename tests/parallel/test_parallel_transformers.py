@@ -233,8 +233,8 @@ WORDS = {
     "num_items_in_batch": "num_items_in_batch: expected beside labels with a sequence_group, count_targets counts",
     "attention_mask": "attention_mask: expected None with a sequence_group",
     "rope": "sequence_group: expected a model whose attention runs over several ranks, got LlamaForCausalLM scales RoPE",
-    "cu_seq_lens_q of a row that is not sharded": "cu_seq_lens_q: expected to end with the row that ",
-    "cu_seq_lens_q of the part": "cu_seq_lens_q: expected to end with the row that ",
+    "cu_seq_lens_q of a row that is not sharded": "cu_seq_lens_q: expected to end at ",
+    "cu_seq_lens_q of the part": "cu_seq_lens_q: expected to end at ",
 }
 
 

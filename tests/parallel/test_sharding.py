@@ -12,6 +12,7 @@ import packing_ops as po
 from packing_ops.data import thd_partition_indices
 from packing_ops.parallel import choose_attention, count_targets, shard_indices, shard_of, sharded_loss
 from packing_ops.parallel.key_layout import RowSpans, key_layout
+from packing_ops.parallel.sharding import whole_row
 
 SCHEMES = ("contiguous", "zigzag")
 rows = st.lists(st.integers(0, 40), min_size=1, max_size=8)
@@ -172,6 +173,13 @@ def test_bad_batches():
         shard_indices(cu_seqlens_of([5]), 2, 0, total=5)
 
 
+def test_int64_documents_are_cast_once():
+    """Layouts are kept with the int32 tensor: a new one in each layer would be a synchronisation in each."""
+    cu_seqlens = torch.tensor([0, 3, 8])
+    assert whole_row(cu_seqlens, 4, 2).dtype == torch.int32
+    assert whole_row(cu_seqlens, 4, 2) is whole_row(cu_seqlens, 4, 2)
+
+
 def test_loss_of_shards():
     losses, labels = torch.rand(6, dtype=torch.float64), torch.tensor([3, -100, 4, 5, -100, 6])
     shares = [sharded_loss(losses[s], labels[s], num_items_in_batch=4) for s in (slice(0, 2), slice(2, 6))]
@@ -195,3 +203,12 @@ def test_choice():
     assert "window_size" in both_sides.why
     with pytest.raises(ValueError, match="num_q_heads: expected a multiple of the 4 ranks, got 30, and window_size"):
         choose_attention(short, **{**heads, "num_heads": 30, "num_kv_heads": 30}, causal=False, window_size=(3, 3))
+
+
+def test_choice_for_a_visible_end():
+    metadata = dataclasses.replace(po.PackedMetadata.from_lengths([64]), visible_end=torch.full((64,), 64).int())
+    heads = {"num_kv_heads": 4, "ranks": 4, "rows": 16}
+    chosen = choose_attention(metadata, num_heads=8, **heads)
+    assert (chosen.name, chosen.why) == ("ulysses", "documents: expected no visible_end for gathered keys")
+    with pytest.raises(ValueError, match="num_q_heads: expected a multiple of the 4 ranks, got 6, and documents:"):
+        choose_attention(metadata, num_heads=6, **heads)

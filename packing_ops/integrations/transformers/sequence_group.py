@@ -61,16 +61,17 @@ class SequenceGroup:
         """ValueError for documents of another row: the batch that was not sharded, or cu_seqlens of a rank's own part."""
         check_cu_seqlens(cu_seqlens, "cu_seq_lens_q")
         ranks = self.group.size()
+        total = ranks * rows
         message = (
-            f"cu_seq_lens_q: expected to end with the row that {ranks} ranks share, {rows} slots each, of which at most "
-            f"{ranks - 1} pad it (shard_packed gives such rows)"
+            f"cu_seq_lens_q: expected to end at {max(total - ranks + 1, 0)} to {total}, the row of {rows} slots on each of "
+            f"{ranks} ranks (shard_packed gives it)"
         )
         if not can_read(cu_seqlens):
             end = cu_seqlens[-1]
-            refuse_where((end > ranks * rows) | (end <= ranks * (rows - 1)), message)
+            refuse_where((end > total) | (end <= total - ranks), message)
             return
         end = kept_with((cu_seqlens,), ("end",), lambda: int(cu_seqlens[-1]))
-        if not 0 <= ranks * rows - end < ranks:
+        if not 0 <= total - end < ranks:
             raise ValueError(f"{message}, got {end}")
 
     def attend(self, heads, mask, cu_seqlens, options, refused=""):
