@@ -118,8 +118,8 @@ def llama3_flash_attn_varlen_func(
     total = group.size() * len(k)
     documents = cu_seqlens_q, cu_seqlens_k
     layout = kept_with(
-        documents, ("keys of a slice", local_k_slice.start, local_k_slice.stop, total),
-        lambda: _layout(*documents, local_k_slice, total),
+        documents, ("keys of a slice", local_k_slice.start, local_k_slice.stop, len(q), total),
+        lambda: _layout(*documents, local_k_slice, len(q), total),
     )  # fmt: skip
     options: dict[str, Any] = {
         "causal": causal,
@@ -131,12 +131,16 @@ def llama3_flash_attn_varlen_func(
     return (out, lse, None) if return_attn_probs else out
 
 
-def _layout(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, keys: slice, total: int) -> KeyLayout:
+def _layout(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, keys: slice, rows: int, total: int) -> KeyLayout:
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         check_cu_seqlens(cu_seqlens, name)
     count = keys.stop - keys.start
     if not 0 <= keys.start <= keys.stop <= total:
         raise ValueError(f"local_k_slice: expected slots of the {total} of all ranks, got {keys.start}:{keys.stop}")
+    if cu_seqlens_q[-1] != rows:  # of the whole row, say, on every rank
+        raise ValueError(
+            f"cu_seqlens_q: expected to end at the {rows} rows of q, a rank's part, got {cu_seqlens_q[-1]}"
+        )
     if cu_seqlens_k[-1] != count:
         raise ValueError(f"cu_seqlens_k: expected to end at the {count} keys of local_k_slice, got {cu_seqlens_k[-1]}")
     slots = torch.arange(total, device=cu_seqlens_k.device)
