@@ -17,7 +17,8 @@ At 16,384 tokens, 151,936 entries and bf16 the kernel moves 5 GB in forward and 
 times the product, backward 1.10 and 1.03 times its three.
 """
 
-from typing import Literal, overload
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, overload
 
 import torch
 
@@ -172,7 +173,18 @@ def chunked_cross_entropy(
     return loss / num_items_in_batch
 
 
-def _logps(hidden, weight, labels, metadata, temperature, chunk, entropy, bias, ignore_index, group):
+def _logps(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    metadata: PackedMetadata | torch.Tensor,
+    temperature: float,
+    chunk: int | None,
+    entropy: bool,
+    bias: torch.Tensor | None,
+    ignore_index: int,
+    group: "torch.distributed.ProcessGroup | None",
+) -> tuple[torch.Tensor, ...]:
     for name, tensor in {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias}.items():
         if tensor is not None or name != "bias":
             check_tensor(tensor, name)
@@ -199,19 +211,22 @@ def _logps(hidden, weight, labels, metadata, temperature, chunk, entropy, bias, 
     return logps, of_entropy, targets
 
 
-def _as_autocast(hidden, weight, bias):
+def _as_autocast(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """What autocast makes of the arguments of a linear layer."""
     device = hidden.device.type
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return hidden, weight, bias
     dtype = torch.get_autocast_dtype(device)
-    return tuple(
-        t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t
-        for t in (hidden, weight, bias)
-    )
+
+    def cast(t: torch.Tensor) -> torch.Tensor:
+        return t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
+
+    return cast(hidden), cast(weight), None if bias is None else cast(bias)
 
 
-def _check_tensors(hidden, weight, bias) -> None:
+def _check_tensors(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     if hidden.dim() != 2 or hidden.dtype not in _FLOATS:
         raise ValueError(
             "hidden: expected float32, float64, bfloat16 or float16 [total, hidden] or [1, total, hidden], "
@@ -228,14 +243,14 @@ def _check_tensors(hidden, weight, bias) -> None:
     _check_like_hidden("bias", bias, hidden)
 
 
-def _check_like_hidden(name, tensor, hidden) -> None:
+def _check_like_hidden(name: str, tensor: torch.Tensor, hidden: torch.Tensor) -> None:
     if tensor.dtype != hidden.dtype:
         raise ValueError(f"{name}: expected {dtype_name(hidden.dtype)} like hidden, got {_described(tensor)}")
     if tensor.device != hidden.device:
         raise ValueError(f"{name}: expected on {hidden.device} like hidden, got {_described(tensor)}")
 
 
-def _described(tensor) -> str:
+def _described(tensor: torch.Tensor) -> str:
     return f"{described(tensor)} on {tensor.device}"
 
 
@@ -247,7 +262,7 @@ _FEWEST = 512  # entries of a chunk: smaller products do not fill a GPU
 _MULTIPLE = 128  # whole tiles of the product, rows aligned to 16 bytes
 
 
-def _chunk_of(chunk, hidden, vocab) -> int:
+def _chunk_of(chunk: int | None, hidden: torch.Tensor, vocab: int) -> int:
     if chunk is None:
         most = _LOGITS_BYTES[hidden.device.type] // max(hidden.shape[0] * hidden.element_size(), 1)
         count = -(-vocab // max(most, _FEWEST))
@@ -255,24 +270,32 @@ def _chunk_of(chunk, hidden, vocab) -> int:
     return min(chunk, vocab)
 
 
-def _round_up(size, multiple):
+def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
 class _Chunks:
     """Iterates over (slice of the vocabulary, first entry of all ranks' vocabulary, its weight, bias and logits)."""
 
-    def __init__(self, hidden, weight, bias, chunk, group):
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        chunk: int | None,
+        group: str | None,
+    ) -> None:
         # Other strides: copied once here, not by the product of every chunk.
         self.hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
         self.weight = weight if 1 in weight.stride() else weight.contiguous()
         self.bias = None if bias is None else bias.to(sum_dtype(hidden.dtype)).contiguous()
         self.group = None
         if group is not None:
-            self.group = torch.distributed.distributed_c10d._resolve_process_group(group)
+            # The op's schema has a str, which torch 2.13 gives a type of its own.
+            self.group = torch.distributed.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
         self.chunk = _chunk_of(chunk, hidden, weight.shape[0])
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[tuple[slice, int, torch.Tensor, torch.Tensor | None, torch.Tensor]]:
         vocab = self.weight.shape[0]
         offset = 0 if self.group is None else self.group.rank() * vocab
         # Rows start on 16 bytes, whatever the chunk.
@@ -284,10 +307,10 @@ class _Chunks:
             yield part, offset + first, weight, None if self.bias is None else self.bias[part], logits
 
 
-def _on_its_own(function):
+def _on_its_own(function: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., tuple[torch.Tensor, ...]]:
     """``function`` without autocast and without autograd: its gradient is registered below."""
 
-    def op(*args):
+    def op(*args: Any) -> tuple[torch.Tensor, ...]:
         hidden = next(arg for arg in args if isinstance(arg, torch.Tensor))
         with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
             return function(*args)
@@ -296,7 +319,16 @@ def _on_its_own(function):
 
 
 @_on_its_own
-def _token_logps(hidden, weight, bias, targets, inv_temperature, chunk, entropy, group):
+def _token_logps(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    inv_temperature: float,
+    chunk: int | None,
+    entropy: bool,
+    group: str | None,
+) -> tuple[torch.Tensor, ...]:
     dtype = sum_dtype(hidden.dtype)
     state = hidden.new_zeros(4 if entropy else 3, hidden.shape[0], dtype=dtype)
     state[0] = -float("inf")
@@ -313,7 +345,7 @@ def _token_logps(hidden, weight, bias, targets, inv_temperature, chunk, entropy,
     return torch.where(kept, chosen - lse, 0), of_entropy, lse
 
 
-def _add_up_ranks(state, group, vocab) -> None:
+def _add_up_ranks(state: torch.Tensor, group: "torch.distributed.ProcessGroup", vocab: int) -> None:
     """Each rank's sums over the largest logit of all ranks, added. Shards of other sizes give NaN where nothing waits."""
     from torch.distributed import ReduceOp, all_reduce
 
@@ -336,21 +368,21 @@ def _add_up_ranks(state, group, vocab) -> None:
 
 @_on_its_own
 def _token_logps_backward(
-    grad_logps,
-    grad_entropy,
-    hidden,
-    weight,
-    bias,
-    targets,
-    lse,
-    entropy,
-    inv_temperature,
-    chunk,
-    group,
-    need_hidden,
-    need_weight,
-    need_bias,
-):
+    grad_logps: torch.Tensor | None,
+    grad_entropy: torch.Tensor | None,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    lse: torch.Tensor,
+    entropy: torch.Tensor,
+    inv_temperature: float,
+    chunk: int | None,
+    group: str | None,
+    need_hidden: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[torch.Tensor, ...]:
     grad_logps = torch.zeros_like(lse) if grad_logps is None else grad_logps.contiguous()
     if grad_entropy is not None:
         grad_entropy = grad_entropy.contiguous()
@@ -374,7 +406,7 @@ def _token_logps_backward(
     return grad_hidden.to(hidden.dtype), grad_weight, grad_bias
 
 
-def _add_product(total, a, b) -> None:
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """total += a @ b in the dtype of total: rounded to a half type, each chunk would cost another error."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
@@ -393,40 +425,57 @@ for _key in ("CPU", "CUDA"):
 
 
 @_ops.register_fake("logps_targets")
-def _(labels, cu_seqlens, ignore_index, vocab):
+def _(labels: torch.Tensor, cu_seqlens: torch.Tensor, ignore_index: int, vocab: int) -> torch.Tensor:
     return labels.new_empty(labels.numel(), dtype=torch.int32)
 
 
 @_ops.register_fake("logps_chunk_")
-def _(logits, bias, targets, first, inv_temperature, state):
+def _(logits: torch.Tensor, *others: Any) -> None:
     return None
 
 
 @_ops.register_fake("logps_chunk_backward_")
-def _(logits, bias, targets, first, inv_temperature, lse, grad_logps, entropy, grad_entropy):
+def _(logits: torch.Tensor, *others: Any) -> None:
     return None
 
 
 @_ops.register_fake("token_logps")
-def _(hidden, weight, bias, targets, inv_temperature, chunk, entropy, group):
+def _(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    inv_temperature: float,
+    chunk: int | None,
+    entropy: bool,
+    group: str | None,
+) -> tuple[torch.Tensor, ...]:
     total, dtype = hidden.shape[0], sum_dtype(hidden.dtype)
     return tuple(hidden.new_empty(size, dtype=dtype) for size in (total, total if entropy else 0, total))
 
 
 @_ops.register_fake("token_logps_backward")
-def _(grad_logps, grad_entropy, hidden, weight, bias, targets, lse, entropy, inv_temperature, chunk, group, *needed):
-    shapes = hidden.shape, weight.shape, weight.shape[:1]
+def _(
+    grad_logps: torch.Tensor | None,
+    grad_entropy: torch.Tensor | None,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    *others: Any,
+) -> tuple[torch.Tensor, ...]:
+    shapes, needed = (hidden.shape, weight.shape, weight.shape[:1]), others[-3:]
     return tuple(hidden.new_empty(shape if need else 0) for shape, need in zip(shapes, needed, strict=True))
 
 
-def _token_logps_context(ctx, inputs, output):
+def _token_logps_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     hidden, weight, bias, targets, ctx.inv_temperature, ctx.chunk, _, ctx.group = inputs
     _, entropy, lse = output
     ctx.mark_non_differentiable(lse)
     ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
 
 
-def _token_logps_backward_formula(ctx, grad_logps, grad_entropy, _):
+def _token_logps_backward_formula(
+    ctx: Any, grad_logps: torch.Tensor | None, grad_entropy: torch.Tensor | None, _: None
+) -> tuple[torch.Tensor | None, ...]:
     options = ctx.inv_temperature, ctx.chunk, ctx.group
     has_entropy = grad_entropy is not None and grad_entropy.numel() > 0
     needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2]]

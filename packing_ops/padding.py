@@ -5,8 +5,9 @@ both sides or in between. ``indices`` int64 ``[total]`` has the numbers of the r
 ``[0, batch * seqlen)``: packed slot ``i`` is slot ``indices[i]`` of the padded batch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from packing_ops._autograd import past_autograd, register_autograd
 from packing_ops.padding_batches import check_padded
 
 Packed = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]
+Layout = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]
 PackedDict = tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor, int, torch.Tensor]
 
 
@@ -150,15 +152,21 @@ def pad_inputs(
     return _many(_ops.scatter_rows_many, packed, indices, batch, seqlen)
 
 
-def _layout(attention_mask, unused_mask, lengths, total, max_seqlen):
+def _layout(
+    attention_mask: torch.Tensor,
+    unused_mask: torch.Tensor | None,
+    lengths: torch.Tensor | Sequence[int] | None,
+    total: int | None,
+    max_seqlen: int | None,
+) -> Layout:
     """indices [batch * seqlen] (-1 after total), cu_seqlens, seqused, total, max_seqlen."""
     indices, cu_seqlens, seqused, totals = _ops.unpad_layout(
         attention_mask, unused_mask, lengths is None and total is None
     )
-    if lengths is None and total is None:
-        total, max_seqlen = totals.tolist()
-    elif lengths is not None:
+    if lengths is not None:
         total, max_seqlen = _totals_of(lengths, cu_seqlens)
+    elif total is None:
+        total, max_seqlen = totals.tolist()
     else:
         slots, seqlen = indices.shape[0], attention_mask.shape[1]
         if not 0 <= integer(total, "total") <= slots:
@@ -169,7 +177,7 @@ def _layout(attention_mask, unused_mask, lengths, total, max_seqlen):
     return indices, cu_seqlens, seqused, total, max_seqlen
 
 
-def _totals_of(lengths, cu_seqlens) -> tuple[int, int]:
+def _totals_of(lengths: torch.Tensor | Sequence[int], cu_seqlens: torch.Tensor) -> tuple[int, int]:
     values = index_tensor(lengths, "lengths").tolist()
     if len(values) != cu_seqlens.shape[0] - 1:
         raise ValueError(f"lengths: expected one per batch row = {cu_seqlens.shape[0] - 1}, got {len(values)}")
@@ -178,7 +186,9 @@ def _totals_of(lengths, cu_seqlens) -> tuple[int, int]:
     return sum(values), max(values, default=0)
 
 
-def _unpad_many(tensors, attention_mask, unused_mask) -> PackedDict:
+def _unpad_many(
+    tensors: Mapping[str, torch.Tensor], attention_mask: torch.Tensor, unused_mask: torch.Tensor | None
+) -> PackedDict:
     """One call for the layout and the first group of tensors, one more where only some of them require grad."""
     first = next(iter(tensors.values())).requires_grad
     now = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad == first}
@@ -193,7 +203,9 @@ def _unpad_many(tensors, attention_mask, unused_mask) -> PackedDict:
     return {name: packed[name] for name in tensors}, indices, cu_seqlens, int(totals[1]), seqused
 
 
-def _many(op, tensors, *arguments) -> dict[str, torch.Tensor]:
+def _many(
+    op: Callable[..., Sequence[torch.Tensor]], tensors: Mapping[str, torch.Tensor], *arguments: Any
+) -> dict[str, torch.Tensor]:
     """op over a dict. Outputs of one call require grad together, so tensors without grad go in a call of their own."""
     for name, tensor in tensors.items():
         check_tensor(tensor, name)
@@ -209,7 +221,7 @@ def _many(op, tensors, *arguments) -> dict[str, torch.Tensor]:
 
 
 @_ops.register_fake("unpad_layout")
-def _(attention_mask, unused_mask, host_totals):
+def _(attention_mask: torch.Tensor, unused_mask: torch.Tensor | None, host_totals: bool) -> tuple[torch.Tensor, ...]:
     batch = attention_mask.shape[0]
     return (
         attention_mask.new_empty(attention_mask.numel(), dtype=torch.int64),
@@ -220,7 +232,9 @@ def _(attention_mask, unused_mask, host_totals):
 
 
 @_ops.register_fake("unpad_rows")
-def _(inputs, attention_mask, unused_mask):
+def _(
+    inputs: list[torch.Tensor], attention_mask: torch.Tensor, unused_mask: torch.Tensor | None
+) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     total = torch.library.get_ctx().new_dynamic_size()
     batch = attention_mask.shape[0]
     return (
@@ -233,68 +247,74 @@ def _(inputs, attention_mask, unused_mask):
 
 
 @_ops.register_fake("gather_rows")
-def _(input, indices, total):
+def _(input: torch.Tensor, indices: torch.Tensor, total: int) -> torch.Tensor:
     return input.new_empty((total, *input.shape[2:]))
 
 
 @_ops.register_fake("gather_rows_many")
-def _(inputs, indices, total):
+def _(inputs: list[torch.Tensor], indices: torch.Tensor, total: int) -> list[torch.Tensor]:
     return [input.new_empty((total, *input.shape[2:])) for input in inputs]
 
 
 @_ops.register_fake("scatter_rows")
-def _(packed, indices, batch, seqlen):
+def _(packed: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
     return packed.new_empty((batch, seqlen, *packed.shape[1:]))
 
 
 @_ops.register_fake("scatter_rows_many")
-def _(packed, indices, batch, seqlen):
+def _(packed: list[torch.Tensor], indices: torch.Tensor, batch: int, seqlen: int) -> list[torch.Tensor]:
     return [tensor.new_empty((batch, seqlen, *tensor.shape[1:])) for tensor in packed]
 
 
-def _first(tensors):
+def _first(tensors: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
     return tensors[0] if isinstance(tensors, Sequence) else tensors
 
 
-def _gather_context(ctx, inputs, output):
+def _gather_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     tensors, indices, _ = inputs
     ctx.save_for_backward(indices)
     ctx.batch, ctx.seqlen = _first(tensors).shape[:2]
 
 
-def _unpad_context(ctx, inputs, output):
+def _unpad_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(output[1])
     ctx.batch, ctx.seqlen = inputs[0][0].shape[:2]
 
 
-def _scatter_context(ctx, inputs, output):
+def _scatter_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     tensors, indices, _, _ = inputs
     ctx.save_for_backward(indices)
     ctx.total = _first(tensors).shape[0]
 
 
-def _gather_backward(ctx, grad):
+def _gather_backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     (indices,) = ctx.saved_tensors
     return None if grad is None else _ops.scatter_rows(grad, indices, ctx.batch, ctx.seqlen), None, None
 
 
-def _scatter_backward(ctx, grad):
+def _scatter_backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     (indices,) = ctx.saved_tensors
     return None if grad is None else _ops.gather_rows(grad, indices, ctx.total), None, None, None
 
 
-def _gather_many_backward(ctx, grads, *others):
+def _gather_many_backward(
+    ctx: Any, grads: Sequence[torch.Tensor | None], *others: torch.Tensor | None
+) -> tuple[list[torch.Tensor | None], None, None]:
     """Of gather_rows_many, and of unpad_rows, whose other outputs are integers."""
     (indices,) = ctx.saved_tensors
     return _needed(ctx, grads, _ops.scatter_rows_many, indices, ctx.batch, ctx.seqlen), None, None
 
 
-def _scatter_many_backward(ctx, grads):
+def _scatter_many_backward(
+    ctx: Any, grads: Sequence[torch.Tensor | None]
+) -> tuple[list[torch.Tensor | None], None, None, None]:
     (indices,) = ctx.saved_tensors
     return _needed(ctx, grads, _ops.gather_rows_many, indices, ctx.total), None, None, None
 
 
-def _needed(ctx, grads, op, *arguments):
+def _needed(
+    ctx: Any, grads: Sequence[torch.Tensor | None], op: Callable[..., list[torch.Tensor]], *arguments: Any
+) -> list[torch.Tensor | None]:
     """op over the grads that someone asks for, None for the others (integer tensors, constants)."""
     needed = [need and grad is not None for grad, need in zip(grads, ctx.needs_input_grad[0], strict=True)]
     moved = iter(op([grad for grad, need in zip(grads, needed, strict=True) if need], *arguments))

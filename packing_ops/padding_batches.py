@@ -75,7 +75,7 @@ def iter_microbatches(
     microbatch_size: int,
     *,
     pad_values: Mapping[str, float],
-) -> Iterator[dict[str, torch.Tensor]]:
+) -> Iterator[dict[str, Any]]:
     """Micro-batches of examples, in order, each padded on the right to its own longest example.
 
     Args:
@@ -137,14 +137,18 @@ def _kept_columns(mask: torch.Tensor, side: str, min_length: int, multiple_of: i
     return end - kept, end
 
 
-def _microbatches(examples, microbatch_size, pad_values):
+def _microbatches(
+    examples: Iterator[Mapping[str, Any]], microbatch_size: int, pad_values: Mapping[str, float]
+) -> Iterator[dict[str, torch.Tensor | list[str]]]:
     first = 0
     while group := list(islice(examples, microbatch_size)):
         yield _pad_group(group, first, pad_values)
         first += len(group)
 
 
-def _pad_group(group, first, pad_values) -> dict[str, torch.Tensor | list]:
+def _pad_group(
+    group: Sequence[Mapping[str, Any]], first: int, pad_values: Mapping[str, float]
+) -> dict[str, torch.Tensor | list[str]]:
     """One micro-batch; ``first`` is the number of its first example, for messages."""
     for i, example in enumerate(group, first):
         if not isinstance(example, Mapping):
@@ -183,7 +187,7 @@ def _pad_group(group, first, pad_values) -> dict[str, torch.Tensor | list]:
     return padded
 
 
-def _rows(sequences, index) -> dict[str, torch.Tensor]:
+def _rows(sequences: Mapping[str, Any], index: int) -> dict[str, torch.Tensor]:
     """The sequences of one example. ``[1, length]`` becomes ``[length]``, unless a 1-D sequence beside it has length 1:
     then it is one token with ``length`` values."""
     tensors = {name: _tensor(name, value, "a sequence of numbers", index) for name, value in sequences.items()}
@@ -207,14 +211,14 @@ def _rows(sequences, index) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _tensor(name, value, wanted, index) -> torch.Tensor:
+def _tensor(name: str, value: Any, wanted: str, index: int) -> torch.Tensor:
     try:
         return as_tensor(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise ValueError(f"{name}: expected {wanted}, got {value!r} in example {index}") from None
 
 
-def _sequences(name, values, tensors, first) -> list[torch.Tensor]:
+def _sequences(name: str, values: list[Any], tensors: list[torch.Tensor], first: int) -> list[torch.Tensor]:
     # An empty Python list has no dtype of its own.
     like = next((tensor for tensor in tensors if tensor.numel()), tensors[0])
     for i, tensor in enumerate(tensors):
@@ -233,7 +237,7 @@ def _sequences(name, values, tensors, first) -> list[torch.Tensor]:
     return tensors
 
 
-def _single_values(name, values, first) -> torch.Tensor | list[str]:
+def _single_values(name: str, values: list[Any], first: int) -> torch.Tensor | list[str]:
     if all(isinstance(value, str) for value in values):
         return values
     for i, value in enumerate(values, first):

@@ -109,7 +109,9 @@ def visible_end_from_causal(
     return torch.where(sees_back, positions + 1, lengths[document]).int()
 
 
-def _slots(documents, total=None, like="total"):
+def _slots(
+    documents: PackedMetadata | torch.Tensor, total: int | None = None, like: str = "total"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of each slot its position and its document, int64 ``[total]``; and the documents' lengths, the padding's last."""
     if isinstance(documents, PackedMetadata):
         cu_seqlens = cu_seqlens_of(documents, documents.total if total is None else total, like)

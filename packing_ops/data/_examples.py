@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import iadd
+from typing import Any
 
 import torch
 
@@ -13,13 +14,13 @@ _CODES = {torch.int64: "q", torch.float32: "f"}
 _UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # torch.cat takes them beside no other dtype
 
 
-def check_examples(examples: Sequence[Mapping], name: str) -> None:
+def check_examples(examples: Sequence[Mapping[str, Any]], name: str) -> None:
     """TypeError for an iterator, which could be read only once, and for a dict of columns."""
     if isinstance(examples, Mapping) or not hasattr(examples, "__len__"):
         raise TypeError(f"{name}: expected a list of dicts, got {type(examples).__name__}")
 
 
-def column(examples: Sequence[Mapping], name: str) -> list:
+def column(examples: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
     """What every example has under ``name``."""
     try:
         return [example[name] for example in examples]
@@ -34,7 +35,9 @@ def column(examples: Sequence[Mapping], name: str) -> list:
         raise
 
 
-def optional_column(examples: Sequence[Mapping], name: str, lengths: Sequence[int], like: str) -> list | None:
+def optional_column(
+    examples: Sequence[Mapping[str, Any]], name: str, lengths: Sequence[int], like: str
+) -> list[Any] | None:
     """The same, checked to be as long as ``like``; None where no example has it."""
     if not any(name in example for example in examples):
         return None
@@ -45,7 +48,7 @@ def optional_column(examples: Sequence[Mapping], name: str, lengths: Sequence[in
     return values
 
 
-def lengths_of(values: Sequence, name: str) -> list[int]:
+def lengths_of(values: Sequence[Any], name: str) -> list[int]:
     try:
         if torch.Tensor in set(map(type, values)):  # len() of one takes several times as long as its size
             return [value.size(0) if isinstance(value, torch.Tensor) else len(value) for value in values]
@@ -55,7 +58,7 @@ def lengths_of(values: Sequence, name: str) -> list[int]:
         raise ValueError(f"{name}: expected a 1-D sequence, got {values[index]!r} in example {index}") from None
 
 
-def tokens_of(examples: Sequence[Mapping], prefix: str = "") -> tuple[list, list[int]]:
+def tokens_of(examples: Sequence[Mapping[str, Any]], prefix: str = "") -> tuple[list[Any], list[int]]:
     """``input_ids`` and their lengths, at least 1; an ``attention_mask`` beside them must hold no padding."""
     name = prefix + "input_ids"
     input_ids = column(examples, name)
@@ -69,7 +72,7 @@ def tokens_of(examples: Sequence[Mapping], prefix: str = "") -> tuple[list, list
 
 
 def flattened(
-    values: Sequence,
+    values: Sequence[Any],
     name: str,
     dtype: torch.dtype = torch.int64,
     *,
@@ -105,7 +108,7 @@ def flattened(
     return flat.to(dtype)
 
 
-def _from_lists(values: Sequence[Sequence], dtype: torch.dtype, gaps: Sequence[int], fill: int) -> torch.Tensor:
+def _from_lists(values: Sequence[Sequence[Any]], dtype: torch.dtype, gaps: Sequence[int], fill: int) -> torch.Tensor:
     # torch.tensor() takes ten times as long for a list as array, and that twice as long as bytearray.
     if dtype.is_floating_point and not any(gaps):
         try:
@@ -127,7 +130,7 @@ def _becomes(values: torch.Tensor, dtype: torch.dtype) -> bool:
     return not values.is_complex() and (dtype.is_floating_point or not values.is_floating_point())
 
 
-def _check_no_padding(masks: Sequence, name: str) -> None:
+def _check_no_padding(masks: Sequence[Any], name: str) -> None:
     if all(isinstance(mask, list) and mask.count(1) == len(mask) for mask in masks):
         return
     if any(edge != 1 for edge in flattened(masks, name).aminmax()):
@@ -135,11 +138,11 @@ def _check_no_padding(masks: Sequence, name: str) -> None:
         raise ValueError(f"{name}: expected no padding, got other values than 1 in example {index}")
 
 
-def _dim(value) -> int:
+def _dim(value: Any) -> int:
     return value.dim() if isinstance(value, torch.Tensor) else getattr(value, "ndim", 1)
 
 
-def _error(values: Sequence, name: str, dtype: torch.dtype) -> ValueError:
+def _error(values: Sequence[Any], name: str, dtype: torch.dtype) -> ValueError:
     """Names the first value that is no 1-D sequence of the kind, or that is not like the first one."""
     wanted = "numbers" if dtype.is_floating_point else "integers"
     for i, value in enumerate(values):

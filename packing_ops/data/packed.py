@@ -4,6 +4,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 
@@ -87,7 +88,7 @@ class PackedCollator:
     overlong: str = "error"
     round_capacity: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("capacity", "dp_size", "tp_size", "cp_size"):
             at_least(getattr(self, name), name, 1)
         self.pad_token_id = integer(self.pad_token_id, "pad_token_id")
@@ -101,7 +102,7 @@ class PackedCollator:
         """A document takes a multiple of this many slots."""
         return packed_alignment(self.tp_size, self.cp_size, self.fp8)
 
-    def __call__(self, examples: Sequence[Mapping]) -> dict:
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         input_ids, lengths = self._tokens(examples)
         num_actions = _num_actions(examples, lengths)
         weights = optional_column(examples, "loss_mask", num_actions, "num_actions")
@@ -140,7 +141,7 @@ class PackedCollator:
             "order": order,
         }
 
-    def context_parallel_split(self, batch: Mapping, cp_rank: int) -> dict:
+    def context_parallel_split(self, batch: Mapping[str, Any], cp_rank: int) -> dict[str, Any]:
         """One context-parallel rank's part of a batch, or of some of its rows: two chunks of each document.
 
         A document's aligned slots are split into ``2 * cp_size`` chunks; rank r holds chunks r and ``2 * cp_size - 1 - r``
@@ -180,7 +181,7 @@ class PackedCollator:
         shares = {name: rows.reshape(-1)[slots].view(len(sequences), -1) for name, rows in whole.items()}
         return {**batch, **shares}
 
-    def model_inputs(self, batch: Mapping, *, ignore_index: int = -100) -> dict:
+    def model_inputs(self, batch: Mapping[str, Any], *, ignore_index: int = -100) -> dict[str, Any]:
         """A batch, or some of its rows, as keyword arguments of a Hugging Face model: ``model(**inputs)``.
 
         Args:
@@ -218,7 +219,7 @@ class PackedCollator:
             **documents.to_transformers(),
         }
 
-    def _tokens(self, examples) -> tuple[list, list[int]]:
+    def _tokens(self, examples: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[int]]:
         check_examples(examples, "examples")
         if len(examples) < self.dp_size:
             raise ValueError(f"examples: expected at least dp_size={self.dp_size}, got {len(examples)}")
@@ -233,7 +234,7 @@ class PackedCollator:
             )
         return input_ids, lengths
 
-    def _rows(self, lengths) -> list[list[int]]:
+    def _rows(self, lengths: Sequence[int]) -> list[list[int]]:
         """Indices of the examples in each row; the rows of rank 0 come first."""
         index: Sequence[int] = range(len(lengths))
         if self.strategy not in ("next_fit", "first_fit"):  # these keep the order of the examples
@@ -252,12 +253,12 @@ class PackedCollator:
         bins = (packing.bins[b] for rank in range(self.dp_size) for b in packing.rows_for_rank(rank, self.dp_size))
         return [[index[i] for i in bin] for bin in bins]
 
-    def _aligned_rows(self, sub_seq_lengths) -> list[list[int]]:
+    def _aligned_rows(self, sub_seq_lengths: Sequence[Sequence[int]]) -> list[list[int]]:
         """The aligned length of each document, a list per row."""
         alignment = self.alignment
         return [[aligned(length, alignment) for length in row] for row in sub_seq_lengths]
 
-    def packed_metadata(self, batch: Mapping) -> PackedMetadata:
+    def packed_metadata(self, batch: Mapping[str, Any]) -> PackedMetadata:
         """PackedMetadata of the rows flattened into one: aligned documents, and the unused end of each row as one more.
 
         Args:
@@ -276,7 +277,7 @@ class PackedCollator:
         segments = self._segments(batch["sub_seq_lengths"], *sequences.shape)
         return PackedMetadata.from_lengths([slots for slots in segments if slots], device=sequences.device)
 
-    def _segments(self, sub_seq_lengths, num_rows: int, width: int) -> list[int]:
+    def _segments(self, sub_seq_lengths: Sequence[Sequence[int]], num_rows: int, width: int) -> list[int]:
         """Aligned length of each document and, after those of a row, its unused slots (0 or more); all rows in one list."""
         if len(sub_seq_lengths) != num_rows:
             raise ValueError(f"sub_seq_lengths: expected {num_rows} lists, one per row, got {len(sub_seq_lengths)}")
@@ -292,7 +293,7 @@ class PackedCollator:
         return segments
 
 
-def _num_actions(examples, lengths) -> list[int]:
+def _num_actions(examples: Sequence[Mapping[str, Any]], lengths: Sequence[int]) -> list[int]:
     counts = column(examples, "num_actions")
     for i, (count, length) in enumerate(zip(counts, lengths, strict=True)):
         try:
@@ -305,7 +306,7 @@ def _num_actions(examples, lengths) -> list[int]:
     return counts
 
 
-def _checked_weights(values: list, order: list[int]) -> torch.Tensor:
+def _checked_weights(values: list[Any], order: list[int]) -> torch.Tensor:
     weights = flattened(values, "loss_mask", torch.float32, order=order).cpu()
     least, most = weights.aminmax() if weights.numel() else (0, 0)
     if not 0 <= least <= most < math.inf:

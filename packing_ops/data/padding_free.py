@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -90,7 +90,7 @@ class PaddingFreeCollator:
 
     _prefixes: ClassVar[tuple[str, ...]] = ("",)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, unit in (("max_seq_length", "token"), ("max_sequences_per_bin", "example")):
             most = getattr(self, name)
             if most is not None and integer(most, name) < 1:
@@ -101,13 +101,13 @@ class PaddingFreeCollator:
         self.separator_id = integer(self.separator_id, "separator_id")
 
     def __call__(
-        self, features: Sequence[Mapping], return_tensors: str | None = None, separator_id: int | None = None
-    ) -> dict:
+        self, features: Sequence[Mapping[str, Any]], return_tensors: str | None = None, separator_id: int | None = None
+    ) -> dict[str, Any]:
         _check_arguments(features, return_tensors)
         (documents,), _ = self._documents(features)
         return self._row(*documents, self.max_seq_length, separator_id)
 
-    def selection(self, features: Sequence[Mapping]) -> "BatchSelection":
+    def selection(self, features: Sequence[Mapping[str, Any]]) -> "BatchSelection":
         """Which of the examples a batch would keep, cut, drop or carry over. Nothing is collated.
 
         Args:
@@ -125,7 +125,9 @@ class PaddingFreeCollator:
         lengths = list(zip(*(tokens_of(features, prefix)[1] for prefix in self._prefixes), strict=True))
         return BatchSelection.of(lengths, self._kept(lengths), self.overlong, self.max_seq_length)
 
-    def _documents(self, features) -> tuple[list[tuple[list, list, list[int]]], list[int]]:
+    def _documents(
+        self, features: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[tuple[list[Any], list[Any], list[int]]], list[int]]:
         """(input_ids, labels, lengths) of the documents that are kept, for each prefix; and the indices of their examples."""
         sides = []
         for prefix in self._prefixes:
@@ -171,7 +173,9 @@ class PaddingFreeCollator:
         kept: list[tuple[int, ...]] = []
         room = [limit] * len(lengths[0])
         for own in lengths:
-            wanted: tuple = tuple(map(min, own, room)) if self.overlong == "truncate" else own
+            wanted = own
+            if self.overlong == "truncate":
+                wanted = tuple(int(min(n, free)) for n, free in zip(own, room, strict=True))
             fits = most > 0 and all(0 < n <= free for n, free in zip(wanted, room, strict=True))
             kept.append(wanted if fits else (0,) * len(own))
             room = [free - n for free, n in zip(room, kept[-1], strict=True)]
@@ -188,7 +192,9 @@ class PaddingFreeCollator:
                 stacklevel=4,
             )
 
-    def _row(self, input_ids: list, labels: list, lengths: list[int], total: int | None, separator_id: int | None):
+    def _row(
+        self, input_ids: list[Any], labels: list[Any], lengths: list[int], total: int | None, separator_id: int | None
+    ) -> dict[str, Any]:
         separator_id = self.separator_id if separator_id is None else integer(separator_id, "separator_id")
         tokens = flattened(input_ids, "input_ids")
         targets = tokens if labels is input_ids else flattened(labels, "labels")
@@ -196,7 +202,7 @@ class PaddingFreeCollator:
         metadata = PackedMetadata.from_lengths(lengths, total=total, device=tokens.device)
         targets = mask_boundary_labels(targets, metadata.cu_seqlens, ignore_index=separator_id)
         rest = metadata.total - len(tokens)
-        batch: dict = {
+        batch: dict[str, Any] = {
             "input_ids": torch.cat([tokens, tokens.new_full((rest,), self.pad_token_id)])[None],
             "labels": torch.cat([targets, targets.new_full((rest,), -100)])[None],
         }
@@ -243,8 +249,8 @@ class PaddingFreeDPOCollator(PaddingFreeCollator):
     _prefixes: ClassVar[tuple[str, ...]] = ("chosen_", "rejected_")
 
     def __call__(
-        self, features: Sequence[Mapping], return_tensors: str | None = None, separator_id: int | None = None
-    ) -> dict:
+        self, features: Sequence[Mapping[str, Any]], return_tensors: str | None = None, separator_id: int | None = None
+    ) -> dict[str, Any]:
         _check_arguments(features, return_tensors)
         sides, kept = self._documents(features)
         if self.concatenated:
@@ -263,7 +269,7 @@ class PaddingFreeDPOCollator(PaddingFreeCollator):
 
 
 def count_within_token_budget(
-    features: Sequence[Mapping], max_seq_length: int | None, *, max_sequences_per_bin: int | None = None
+    features: Sequence[Mapping[str, Any]], max_seq_length: int | None, *, max_sequences_per_bin: int | None = None
 ) -> int:
     """How many of the first examples fit into a row of max_seq_length tokens, by the rule of ``overlong="own"``.
 
@@ -326,7 +332,9 @@ class BatchSelection:
     carried_tokens: int
 
     @classmethod
-    def of(cls, lengths: list[tuple[int, ...]], kept: list[tuple[int, ...]], overlong: str, limit: int | None):
+    def of(
+        cls, lengths: list[tuple[int, ...]], kept: list[tuple[int, ...]], overlong: str, limit: int | None
+    ) -> "BatchSelection":
         """From the number of tokens that each example has, and that are kept of it, per side."""
         index = range(len(lengths))
         left_out = [i for i in index if not any(kept[i])]
@@ -350,7 +358,7 @@ def _num_fitting(lengths: list[tuple[int, ...]], limit: float) -> int:
     return sum(1 for _ in takewhile(lambda total: max(total) <= limit, totals))
 
 
-def _check_arguments(features, return_tensors) -> None:
+def _check_arguments(features: Sequence[Mapping[str, Any]], return_tensors: str | None) -> None:
     if return_tensors not in (None, "pt"):
         raise ValueError(f'return_tensors: expected "pt" or None, got {return_tensors!r}')
     check_examples(features, "features")
@@ -358,10 +366,12 @@ def _check_arguments(features, return_tensors) -> None:
         raise ValueError("features: expected at least one example, got none")
 
 
-def _cut(input_ids: list, labels: list, lengths: list[int], kept: Sequence[int]) -> tuple[list, list, list[int]]:
+def _cut(
+    input_ids: list[Any], labels: list[Any], lengths: list[int], kept: Sequence[int]
+) -> tuple[list[Any], list[Any], list[int]]:
     """The first ``kept[i]`` tokens of each document; documents of 0 are left out."""
 
-    def cut(values):
+    def cut(values: list[Any]) -> list[Any]:
         return [value[:n] for value, n in zip(values, kept, strict=True) if n]
 
     own = cut(input_ids)

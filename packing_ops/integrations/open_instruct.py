@@ -1,6 +1,7 @@
 """open-instruct's padding-free collator contract. Nothing here imports open-instruct or transformers."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from packing_ops import PackedMetadata
 from packing_ops.data import PaddingFreeCollator, PaddingFreeDPOCollator
@@ -33,7 +34,9 @@ class TensorDataCollatorWithFlattening(PaddingFreeCollator):
     return_tensors: str = "pt"
     pad_segment: bool = False
 
-    def _row(self, input_ids, labels, lengths, total, separator_id) -> dict:
+    def _row(
+        self, input_ids: list[Any], labels: list[Any], lengths: list[int], total: int | None, separator_id: int | None
+    ) -> dict[str, Any]:
         batch = super()._row(input_ids, labels, lengths, total, separator_id)
         padding = slice(sum(lengths), None)
         if self.return_seq_idx:

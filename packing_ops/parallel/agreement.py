@@ -2,33 +2,58 @@
 
 import os
 import weakref
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from packing_ops.metadata import PackedMetadata
 from packing_ops.parallel.collectives import start_all_gather
 
-_agreed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # {group: the calls on which its ranks agreed}
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[object, ...]]] = (
+    weakref.WeakKeyDictionary()
+)  # {group: the calls on which its ranks agreed}
+_WORDS = {
+    "attention": ("ulysses_attention", "gathered_attention", "varlen_attention_over"),
+    "scheme": ("contiguous", "zigzag"),
+}
+_GRADIENTS = ("q, k or v requires_grad", "sinks requires_grad")
+_FLAGS = ("causal", "sinks", "visible_end", *_GRADIENTS)
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def check_agreement(q, k, cu_seqlens, group: dist.ProcessGroup, options: dict[str, object]) -> None:
+def check_agreement(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    documents: PackedMetadata | torch.Tensor,
+    group: dist.ProcessGroup,
+    options: Mapping[str, Any],
+    sinks: torch.Tensor | None,
+) -> None:
     """ValueError on every rank where one of them has other options, heads, dtypes, rows or documents; it is named.
 
-    It waits for the GPU, so it is done in the first call with these options; with PACKING_OPS_CHECK=1 in every call.
+    It waits for the GPU, so it is done in the first call with these options; with PACKING_OPS_CHECK=1 in every call. It
+    comes before the checks of one rank's own arguments: a rank that raises alone leaves the others waiting.
 
     Args:
-        q, k: ``[rows, num_heads, head_dim]`` of this rank.
-        cu_seqlens: of the whole row.
-        options: of the attention, by name: numbers, None, bools, and tuples of numbers.
+        q, k, v: ``[rows, num_heads, head_dim]`` of this rank.
+        documents: of the whole row.
+        options: of the attention, by name, always the same ones: numbers, None, bools, tuples of numbers, words of _WORDS.
     """
     if torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     agreed = _agreed.setdefault(group, set())
-    call = (*options.items(), *q.shape[1:], *k.shape[1:], q.dtype, k.dtype, torch.is_grad_enabled())
+    # Backward is a collective too.
+    recorded, of_sinks = torch.is_grad_enabled(), sinks is not None and sinks.requires_grad
+    gradients = recorded and (q.requires_grad or k.requires_grad or v.requires_grad), recorded and of_sinks
+    shapes = (q.shape[1:], k.shape[1:], v.shape[1:], q.dtype, k.dtype, v.dtype)
+    call = (*options.values(), sinks is None, *gradients, *shapes)
     if call in agreed and os.environ.get("PACKING_OPS_CHECK") != "1":
         return
-    told = _told(q, k, cu_seqlens, options)
+    given = {**options, "sinks": sinks is not None, **dict(zip(_GRADIENTS, gradients, strict=True))}
+    told = _told(q, k, v, documents, given)
     numbers = torch.tensor(list(told.values()), dtype=torch.float64, device=q.device)
     of_ranks = start_all_gather(numbers[None], group)().tolist()
     for index, name in enumerate(told):
@@ -42,27 +67,46 @@ def check_agreement(q, k, cu_seqlens, group: dist.ProcessGroup, options: dict[st
     agreed.add(call)
 
 
-def _told(q, k, cu_seqlens, options) -> dict[str, float]:
+def _told(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    documents: PackedMetadata | torch.Tensor,
+    given: Mapping[str, Any],
+) -> dict[str, float]:
     """Numbers, in the same order and under the same names on every rank."""
-    told = {}
-    for name, value in options.items():
+    told: dict[str, float] = {}
+    for name, value in given.items():
         values = value if isinstance(value, tuple) else (value,)
-        for index, number in enumerate(values):
+        for index, each in enumerate(values):
             key = name if len(values) == 1 else f"{name}[{index}]"
+            number = _WORDS[name].index(each) if name in _WORDS else each
             told[key] = float("nan") if number is None else float(number)
-    for name, tensor in (("q", q), ("k", k)):
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
         told[f"{name}.dtype"] = float(_DTYPES.index(tensor.dtype) if tensor.dtype in _DTYPES else -1)
         for dimension, size in zip(("rows", "heads", "head_dim"), tensor.shape, strict=True):
             told[f"{name} {dimension}"] = float(size)
-    ends = cu_seqlens.long()
+    metadata = documents if isinstance(documents, PackedMetadata) else None
+    ends = documents.cu_seqlens if isinstance(documents, PackedMetadata) else documents
     told["cu_seqlens (documents)"] = float(len(ends) - 1)
-    # Weighed by their index, so that ends in another order are told apart; float64 holds 2**53.
-    weights = torch.arange(1, len(ends) + 1, device=ends.device) * 2_654_435_761 % 1_000_003
-    told["cu_seqlens (checksum)"] = float((ends * weights).sum().remainder(2**52))
+    told["cu_seqlens (checksum)"] = _checksum(ends)
+    told["visible_end"] = told["visible_end (checksum)"] = 0.0
+    if metadata is not None and metadata.visible_end is not None:
+        told["visible_end"], told["visible_end (checksum)"] = 1.0, _checksum(metadata.visible_end)
     return told
 
 
-def _in_words(name, number) -> str:
+def _checksum(numbers: torch.Tensor) -> float:
+    """Weighed by their index, so that numbers in another order are told apart; float64 holds 2**53."""
+    weights = torch.arange(1, len(numbers) + 1, device=numbers.device) * 2_654_435_761 % 1_000_003
+    return float((numbers.long() * weights).sum().remainder(2**52))
+
+
+def _in_words(name: str, number: float) -> str:
+    if name in _WORDS:
+        return _WORDS[name][int(number)]
+    if name in _FLAGS:
+        return str(bool(number))
     if name.endswith(".dtype"):
         return str(_DTYPES[int(number)]).removeprefix("torch.") if number >= 0 else "another dtype"
     if number != number:

@@ -3,15 +3,15 @@
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from packing_ops._arguments import window_sides
 from packing_ops._batch_cache import kept_with
 from packing_ops.metadata import PackedMetadata
-from packing_ops.parallel.collectives import process_group
+from packing_ops.parallel.agreement import check_agreement
+from packing_ops.parallel.collectives import Group, process_group
 from packing_ops.parallel.gathered import gathered_attention
 from packing_ops.parallel.key_layout import RowSpans, gathered_slots, needed_rows
-from packing_ops.parallel.sharding import check_scheme, whole_row
+from packing_ops.parallel.sharding import check_rows, check_scheme, whole_row
 from packing_ops.parallel.ulysses import head_refusal, ulysses_attention
 
 # What the estimates stand on: one node of Hopper GPUs, half types.
@@ -75,9 +75,9 @@ def choose_attention(
     """
     check_scheme(scheme)
     refused = head_refusal(num_heads, num_kv_heads, ranks)
-    not_gathered = not causal and tuple(window_size) != (-1, -1)
+    not_gathered = _not_gathered(documents, causal, window_size)
     if refused and not_gathered:
-        raise ValueError(f"{refused}, and window_size: expected (-1, -1) without a causal mask for gathered keys")
+        raise ValueError(f"{refused}, and {not_gathered}")
     cu_seqlens = documents.cu_seqlens if isinstance(documents, PackedMetadata) else documents
     spans = RowSpans.of(cu_seqlens, cu_seqlens, rows, ranks, scheme)
     pairs, moved = _work_of_ranks(spans, causal, window_sides(window_size)[0])
@@ -91,8 +91,7 @@ def choose_attention(
     if refused:
         return Choice("gathered", refused, {**seconds, "ulysses": float("inf")})
     if not_gathered:
-        why = "window_size: one without a causal mask, which gathered attention does not serve"
-        return Choice("ulysses", why, {**seconds, "gathered": float("inf")})
+        return Choice("ulysses", not_gathered, {**seconds, "gathered": float("inf")})
     name = "ulysses" if seconds["ulysses"] <= seconds["gathered"] else "gathered"
     share = max(pairs) * ranks / max(sum(pairs), 1)
     why = (
@@ -102,8 +101,17 @@ def choose_attention(
     return Choice(name, why, seconds)
 
 
+def _not_gathered(documents: PackedMetadata | torch.Tensor, causal: bool, window_size: tuple[int, int]) -> str:
+    """Why gathered_attention cannot serve these; empty where it can."""
+    if isinstance(documents, PackedMetadata) and documents.visible_end is not None:
+        return "documents: expected no visible_end for gathered keys"
+    if not causal and tuple(window_size) != (-1, -1):
+        return "window_size: expected (-1, -1) without a causal mask for gathered keys"
+    return ""
+
+
 def varlen_attention_over(
-    group: dist.ProcessGroup | None,
+    group: Group | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -132,13 +140,17 @@ def varlen_attention_over(
         ValueError: as the one that it picks.
     """
     group = process_group(group)
-    documents, cu_seqlens = whole_row(q, k, v, documents, group.size())
+    documents = check_rows(q, k, v, documents)
+    mask: dict[str, Any] = {"scheme": check_scheme(scheme), "causal": causal, "window_size": tuple(window_size)}
+    if group.size() > 1:  # else ranks could choose differently
+        told = {"attention": "varlen_attention_over", **mask}
+        check_agreement(q, k, v, documents, group, told, options.get("sinks"))
+    cu_seqlens = whole_row(documents, q.shape[0], group.size())
     shape = {"rows": q.shape[0], "num_heads": q.shape[1], "num_kv_heads": k.shape[1], "head_dim": q.shape[2]}
-    mask = {"scheme": scheme, "causal": causal, "window_size": tuple(window_size)}
-    given = {"ranks": group.size(), **shape, **mask, "element_size": q.element_size()}
+    given: dict[str, Any] = {"ranks": group.size(), **shape, **mask, "element_size": q.element_size()}
 
-    def make():
-        return choose_attention(cu_seqlens, **given)
+    def make() -> Choice:
+        return choose_attention(documents, **given)
 
     cache = documents._cache if isinstance(documents, PackedMetadata) else None
     choice = kept_with((cu_seqlens,), ("choice", *given.values()), make, cache=cache)
@@ -164,7 +176,7 @@ def _work_of_ranks(spans: RowSpans, causal: bool, left: int) -> tuple[list[float
     return both[: spans.ranks], both[spans.ranks :]
 
 
-def _keys_before(queries, left):
+def _keys_before(queries: torch.Tensor, left: int) -> torch.Tensor:
     """Pairs of the first so many queries of a document under a window of ``left`` keys before its own."""
     grown = queries.clamp(max=left + 1)
     return grown * (grown + 1) // 2 + (queries - grown) * (left + 1)

@@ -1,21 +1,25 @@
 """Collectives of a sequence group: started at once, waited for where the result is needed. In a compiled graph torch's
 functional ones, which start and wait by themselves."""
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import DeviceMesh
 
 from packing_ops._arguments import wrong_type
 
 # torch 2.13 has new names for these.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+Group = dist.ProcessGroup | DeviceMesh  # a DeviceMesh of one dimension
 Received = Callable[[], torch.Tensor]
 
 
-def process_group(group) -> dist.ProcessGroup:
+def process_group(group: object) -> dist.ProcessGroup:
     """A process group, the one of a DeviceMesh of one dimension, or for None that of all processes."""
     if group is None:
         group = dist.group.WORLD
@@ -23,8 +27,13 @@ def process_group(group) -> dist.ProcessGroup:
             raise ValueError("group: expected a process group, got None before torch.distributed.init_process_group")
     if isinstance(group, dist.ProcessGroup):
         return group
-    if hasattr(group, "get_group"):
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            named = f"{group.ndim} dimensions {group.mesh_dim_names or ''}".rstrip()
+            raise ValueError(f"group: expected a DeviceMesh of one dimension, as mesh[name] gives it, got {named}")
         return group.get_group()
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group: expected a group that this process is in, got one of other processes")
     raise wrong_type("group", "a torch.distributed process group or a DeviceMesh of one dimension", group)
 
 
@@ -36,19 +45,25 @@ def start_all_to_all(
 ) -> Received:
     """Rows ``[sum(send), ...]`` to the ranks, in their order; equal parts without ``receive`` and ``send``."""
     rows = rows.contiguous()
+    of_ranks, to_ranks = (None if each is None else list(each) for each in (receive, send))
     if torch.compiler.is_compiling():
-        return _wait(functional.all_to_all_single(rows, receive, send, group))
+        return _wait(functional.all_to_all_single(rows, of_ranks, to_ranks, group))
     size = rows.shape[0] if receive is None else sum(receive)
     received = rows.new_empty(size, *rows.shape[1:])
     if rows.is_cuda:
         work = _exchange_with_others(received, rows, group, receive, send)
     else:
-        counts = (None if each is None else list(each) for each in (receive, send))
-        work = dist.all_to_all_single(received, rows, *counts, group=group, async_op=True)
+        work = dist.all_to_all_single(received, rows, of_ranks, to_ranks, group=group, async_op=True)
     return _finish(work, received, rows)
 
 
-def _exchange_with_others(received, rows, group, receive, send):
+def _exchange_with_others(
+    received: torch.Tensor,
+    rows: torch.Tensor,
+    group: dist.ProcessGroup,
+    receive: Sequence[int] | None,
+    send: Sequence[int] | None,
+) -> dist.Work:
     """NCCL would send this rank's own part to itself, at the speed of a link and in the time of the others."""
     ranks, own = group.size(), group.rank()
     to, of = (
@@ -83,21 +98,57 @@ def start_sum_of_parts(rows: torch.Tensor, group: dist.ProcessGroup) -> Received
     """
     received = start_all_to_all(rows, group)
 
-    def total():
+    def total() -> torch.Tensor:
         parts = received()
         return parts.view(group.size(), -1, *parts.shape[1:]).sum(0)
 
     return total
 
 
-def _wait(tensor):
+def no_second_derivative(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For the backward of an autograd.Function of collectives: torch cannot differentiate them, and would take the
+    gradients for constants without a word.
+
+    Args:
+        name: of the public function.
+    """
+
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def first_alone(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+            with torch.no_grad():
+                found = backward(ctx, *gradients)
+            wanted = [each for each in gradients if each is not None and each.requires_grad]
+            if not torch.is_grad_enabled() or not wanted:
+                return found
+            return tuple(None if each is None else _Refusal.apply(each, wanted[0], name) for each in found)
+
+        return first_alone
+
+    return decorate
+
+
+class _Refusal(torch.autograd.Function):
+    """A gradient that raises when it is differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, _wanted: torch.Tensor, name: str) -> torch.Tensor:
+        ctx.name = name
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise NotImplementedError(f"packing_ops.parallel.{ctx.name} has no second derivative")
+
+
+def _wait(tensor: torch.Tensor) -> Received:
     return lambda: functional.wait_tensor(tensor)
 
 
-def _finish(work, received, _sent):
+def _finish(work: dist.Work, received: torch.Tensor, _sent: torch.Tensor) -> Received:
     """``_sent`` is held until the work is done."""
 
-    def wait():
+    def wait() -> torch.Tensor:
         work.wait()
         return received
 

@@ -19,6 +19,8 @@ longer small (between nodes, short documents on many ranks: at most the share is
 fit (rows of millions of tokens). Inside a node it does not.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -28,9 +30,16 @@ from packing_ops._batch_cache import kept_with, plan_for
 from packing_ops.attention import varlen_attention, wide_sinks
 from packing_ops.metadata import PackedMetadata
 from packing_ops.parallel.agreement import check_agreement
-from packing_ops.parallel.collectives import process_group, start_all_gather, start_all_to_all, start_sum_of_parts
-from packing_ops.parallel.key_layout import KeyLayout, RowSpans, key_layout
-from packing_ops.parallel.sharding import check_scheme, whole_row
+from packing_ops.parallel.collectives import (
+    Group,
+    no_second_derivative,
+    process_group,
+    start_all_gather,
+    start_all_to_all,
+    start_sum_of_parts,
+)
+from packing_ops.parallel.key_layout import Exchange, KeyLayout, RowSpans, key_layout
+from packing_ops.parallel.sharding import check_rows, check_scheme, whole_row
 
 
 def gathered_attention(
@@ -38,7 +47,7 @@ def gathered_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     documents: PackedMetadata | torch.Tensor,
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = None,
     *,
     scheme: str = "contiguous",
     causal: bool = True,
@@ -76,7 +85,7 @@ def gathered_attention(
         >>> out = gathered_attention(q, k, v, metadata, group, scheme="zigzag")  # needs two processes # doctest: +SKIP
 
     Raises:
-        NotImplementedError: a window without causal.
+        NotImplementedError: a window without causal, documents with a visible_end; a second derivative.
         ValueError: documents of another row, ranks that disagree on options, heads, dtypes, rows or documents (found in the
             first call with these options), and as varlen_attention.
 
@@ -86,13 +95,24 @@ def gathered_attention(
     """
     group = process_group(group)
     scheme = check_scheme(scheme)
-    options = {"causal": causal, "softmax_scale": softmax_scale, "window_size": tuple(window_size), "softcap": softcap}
+    options: dict[str, Any] = {
+        "causal": causal,
+        "softmax_scale": softmax_scale,
+        "window_size": tuple(window_size),
+        "softcap": softcap,
+    }
+    documents = check_rows(q, k, v, documents)
+    if group.size() == 1:
+        out, lse = varlen_attention(q, k, v, documents, sinks=sinks, return_lse=True, **options)
+        return (out, lse) if return_lse else out
+    told = {"attention": "gathered_attention", "scheme": scheme, **options}
+    check_agreement(q, k, v, documents, group, told, sinks)
     refuse_window(causal, window_size)
-    documents, cu_seqlens = whole_row(q, k, v, documents, group.size())
-    if group.size() == 1 or len(q) == 0:
-        return varlen_attention(q, k, v, documents, sinks=sinks, return_lse=return_lse, **options)
-    told = {"attention": 1, "scheme": scheme == "zigzag", "sinks": sinks is not None, **options}
-    check_agreement(q, k, cu_seqlens, group, told)
+    _refuse_visible_end(documents)
+    cu_seqlens = whole_row(documents, len(q), group.size())
+    if len(q) == 0:
+        out, lse = varlen_attention(q, k, v, documents, sinks=sinks, return_lse=True, **options)
+        return (out, lse) if return_lse else out
     layout = layout_of(documents, cu_seqlens, len(q), group, scheme, causal, window_sides(window_size)[0])
     out, lse = attention_over_keys(q, k, v, layout, group, sinks=sinks, **options)
     return (out, lse) if return_lse else out
@@ -106,12 +126,28 @@ def refuse_window(causal: bool, window_size: tuple[int, int]) -> None:
         )
 
 
-def layout_of(documents, cu_seqlens, rows, group, scheme, causal, left) -> KeyLayout:
+def _refuse_visible_end(documents: PackedMetadata | torch.Tensor) -> None:
+    if isinstance(documents, PackedMetadata) and documents.visible_end is not None:
+        raise NotImplementedError(
+            "documents: expected no visible_end with gathered keys, got a PackedMetadata that has one (ulysses_attention "
+            "takes it)"
+        )
+
+
+def layout_of(
+    documents: PackedMetadata | torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    rows: int,
+    group: dist.ProcessGroup,
+    scheme: str,
+    causal: bool,
+    left: int,
+) -> KeyLayout:
     """Kept with the documents for all layers."""
     ranks, rank = group.size(), group.rank()
     cache = documents._cache if isinstance(documents, PackedMetadata) else None
 
-    def make():
+    def make() -> KeyLayout:
         wrong = (cu_seqlens[0] != 0) | (cu_seqlens.diff() < 0).any() | (cu_seqlens[-1] > ranks * rows)
         if wrong:
             raise ValueError(
@@ -146,7 +182,16 @@ def attention_over_keys(
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sinks, layout, group, options):
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        layout: KeyLayout,
+        group: dist.ProcessGroup,
+        options: tuple[Any, ...],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = _received(k, v, layout, group)
         documents = layout.cu_seqlens_q, layout.cu_seqlens_k
         ctx.plan = plan_for(q, keys, values, *documents, options[0], *options[2:4])
@@ -157,7 +202,8 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx, dout, dlse):
+    @no_second_derivative("gathered_attention")
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         keys, values = _received(k, v, ctx.layout, ctx.group)
         documents = ctx.layout.cu_seqlens_q, ctx.layout.cu_seqlens_k
@@ -169,42 +215,44 @@ class _Attention(torch.autograd.Function):
         return dq, dk, dv, None if sinks is None else dsinks, None, None, None
 
 
-def _received(k, v, layout, group):
+def _received(k: torch.Tensor, v: torch.Tensor, layout: KeyLayout, group: dist.ProcessGroup) -> list[torch.Tensor]:
     """The keys and the values of the call, from all ranks."""
-    under_way = []
+    under_way, exchange = [], layout.exchange
     for local in (k, v):
-        if layout.send_index is None:
+        if exchange is None:
             under_way.append(start_all_gather(local, group))
         else:
-            rows = local.index_select(0, layout.send_index)
-            under_way.append(start_all_to_all(rows, group, layout.receive, layout.send))
+            rows = local.index_select(0, exchange.index)
+            under_way.append(start_all_to_all(rows, group, exchange.receive, exchange.send))
     return [received().index_select(0, layout.key_index) for received in under_way]
 
 
-def _returned(dkeys, dvalues, k, layout, group):
+def _returned(
+    dkeys: torch.Tensor, dvalues: torch.Tensor, k: torch.Tensor, layout: KeyLayout, group: dist.ProcessGroup
+) -> list[torch.Tensor]:
     """The gradients of this rank's rows, summed over the ranks. A received key is in the call once or twice."""
-    under_way = []
+    under_way, exchange = [], layout.exchange
     for gradient in (dkeys, dvalues):
         rows = gradient.index_select(0, layout.key_positions[0])
         for again in layout.key_positions[1:]:
             rows += gradient.index_select(0, again)
-        if layout.send_index is None:
+        if exchange is None:
             under_way.append(start_sum_of_parts(rows, group))
         else:
-            under_way.append(start_all_to_all(rows, group, layout.send, layout.receive))
+            under_way.append(start_all_to_all(rows, group, exchange.send, exchange.receive))
     received = [wait() for wait in under_way]
-    if layout.send_index is None:
+    if exchange is None:
         return received
-    return [_summed(parts, len(k), layout, group.rank()) for parts in received]
+    return [_summed(parts, len(k), exchange, group.rank()) for parts in received]
 
 
-def _summed(parts, rows, layout, rank):
+def _summed(parts: torch.Tensor, rows: int, exchange: Exchange, rank: int) -> torch.Tensor:
     """This rank's own part, and on it those of the others in their order. A rank got a row at most once."""
     total = parts.new_zeros(rows, *parts.shape[1:])
-    others = list(zip(parts.split(layout.send), layout.send_index.split(layout.send), strict=True))
+    others = list(zip(parts.split(exchange.send), exchange.index.split(exchange.send), strict=True))
     own, index = others.pop(rank)
     total.index_copy_(0, index, own)
-    wide = total.index_select(0, layout.shared).to(torch.promote_types(parts.dtype, torch.float32))
-    for (part, _), index in zip(others, layout.shared_index.split([len(part) for part, _ in others]), strict=True):
+    wide = total.index_select(0, exchange.shared).to(torch.promote_types(parts.dtype, torch.float32))
+    for (part, _), index in zip(others, exchange.shared_index.split([len(part) for part, _ in others]), strict=True):
         wide.index_add_(0, index, part.to(wide.dtype))
-    return total.index_copy_(0, layout.shared, wide.to(total.dtype))
+    return total.index_copy_(0, exchange.shared, wide.to(total.dtype))

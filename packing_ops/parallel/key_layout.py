@@ -21,6 +21,23 @@ WORTH_CHOOSING = 0.25
 
 
 @dataclass
+class Exchange:
+    """Which of a rank's rows go where, where not every rank gets all of them.
+
+    index: int64, this rank's rows for rank 0, for rank 1, ..
+    send, receive: how many rows go to each rank, and come from it.
+    shared: int64, this rank's rows that others get.
+    shared_index: int64, which of ``shared`` each row of ``index`` is, but for those that stay here.
+    """
+
+    index: torch.Tensor
+    send: list[int]
+    receive: list[int]
+    shared: torch.Tensor
+    shared_index: torch.Tensor
+
+
+@dataclass
 class KeyLayout:
     """Of one rank's varlen call.
 
@@ -28,21 +45,14 @@ class KeyLayout:
     key_index: int64, the received row of each key of the call.
     key_positions: int64 ``[1 or 2, received rows]``, where a received key stands in the call, and where again; the last
         key of the call, which no document contains, where it does not.
-    send_index: int64, this rank's rows for rank 0, for rank 1, ..; None where every rank gets all of them.
-    send, receive: how many rows go to each rank, and come from it; None with send_index None.
-    shared: int64, this rank's rows that others get; shared_index: int64, which of them each row of send_index is, but for
-        those that stay here. None with send_index None.
+    exchange: which rows go to which rank; None where every rank gets all of them.
     """
 
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
     key_index: torch.Tensor
     key_positions: torch.Tensor
-    send_index: torch.Tensor | None = None
-    send: tuple[int, ...] | None = None
-    receive: tuple[int, ...] | None = None
-    shared: torch.Tensor | None = None
-    shared_index: torch.Tensor | None = None
+    exchange: Exchange | None = None
 
 
 @dataclass
@@ -61,7 +71,7 @@ class RowSpans:
     scheme: str
 
     @classmethod
-    def of(cls, cu_tokens, cu_slots, rows: int, ranks: int, scheme: str) -> "RowSpans":
+    def of(cls, cu_tokens: torch.Tensor, cu_slots: torch.Tensor, rows: int, ranks: int, scheme: str) -> "RowSpans":
         """cu_tokens, cu_slots: cu_seqlens of the tokens, and of the slots that they lie in."""
         starts = F.pad(cu_slots.long(), (0, 1), value=ranks * rows)
         return cls(starts, F.pad(cu_tokens.long().diff(), (0, 1)), rows, ranks, scheme)
@@ -102,14 +112,13 @@ def key_layout(spans: RowSpans, rank: int, *, causal: bool, left: int = -1, exch
     cu_seqlens_k = cumulated(*(part[:-1] for keys in key_last - key_first for part in (keys, torch.zeros_like(keys))))
 
     gathered = gathered_slots(spans)
-    needed = gathered_of = None
-    count = _most_keys(spans, len(key_first))
+    chosen, count = None, _most_keys(spans, len(key_first))
     if exchange:
-        needed, counts, count = _needed(spans, gathered, *of_ranks, cu_seqlens_k)
-    slot_of_received, sent = gathered, {}
-    if needed is not None:
-        own = needed[:, rank * spans.rows : (rank + 1) * spans.rows]
-        sent = _sent(own, rank) | {"send": tuple(counts[rank]), "receive": tuple(of_rank[rank] for of_rank in counts)}
+        chosen, count = _chosen_rows(spans, gathered, *of_ranks, cu_seqlens_k)
+    slot_of_received, sent = gathered, None
+    if chosen is not None:
+        needed, counts = chosen
+        sent = _exchange(needed[:, rank * spans.rows : (rank + 1) * spans.rows], counts, rank)
         slot_of_received = gathered[needed[rank]]
     gathered_of = slot_of_received.new_zeros(spans.ranks * spans.rows)
     gathered_of[slot_of_received] = torch.arange(len(slot_of_received), device=gathered.device)
@@ -130,54 +139,56 @@ def key_layout(spans: RowSpans, rank: int, *, causal: bool, left: int = -1, exch
     first, last = key_first[:, document], key_last[:, document]
     outside = (position < first) | (position >= last)
     key_positions = (first_key[:, document] + position - first).masked_fill(outside, count)
-    return KeyLayout(cu_seqlens_q, cu_seqlens_k, key_index, key_positions, **sent)
+    return KeyLayout(cu_seqlens_q, cu_seqlens_k, key_index, key_positions, sent)
 
 
-def needed_rows(spans: RowSpans, key_first, key_last, slots) -> torch.Tensor:
+def needed_rows(spans: RowSpans, key_first: torch.Tensor, key_last: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """bool ``[ranks, slots]``: which of these slots of the row each rank's queries see."""
     document = _document_of(spans, slots)
     position = slots - spans.starts[document]
     return ((position >= key_first[:, :, document]) & (position < key_last[:, :, document])).any(1)
 
 
-def _needed(spans, gathered, key_first, key_last, cu_seqlens_k):
-    """(needed_rows, None where all should go to all; rows from each rank to each rank; keys of the call)."""
+def _chosen_rows(
+    spans: RowSpans, gathered: torch.Tensor, key_first: torch.Tensor, key_last: torch.Tensor, cu_seqlens_k: torch.Tensor
+) -> tuple[tuple[torch.Tensor, list[list[int]]] | None, int]:
+    """(needed_rows and how many go from each rank to each, or None where all should go to all; keys of the call)."""
     ranks, rows = spans.ranks, spans.rows
     needed = needed_rows(spans, key_first, key_last, gathered)
-    counts = needed.view(ranks, ranks, rows).sum(2).T  # [from, to]
-    *counts, count = torch.cat([counts.flatten(), cu_seqlens_k[-1:].long()]).tolist()
-    counts = [counts[source * ranks : (source + 1) * ranks] for source in range(ranks)]
+    from_to = needed.view(ranks, ranks, rows).sum(2).T
+    *flat, count = torch.cat([from_to.flatten(), cu_seqlens_k[-1:].long()]).tolist()
+    counts = [flat[source * ranks : (source + 1) * ranks] for source in range(ranks)]
     most = max(sum(counts[s][r] for s in range(ranks) if s != r) for r in range(ranks))
     if most > (1 - WORTH_CHOOSING) * (ranks - 1) * rows:
-        return None, None, count
-    return needed, counts, count
+        return None, count
+    return (needed, counts), count
 
 
-def _sent(own, rank) -> dict:
-    """Of a rank's own rows, which each rank needs: bool ``[ranks, rows]``."""
+def _exchange(own: torch.Tensor, counts: list[list[int]], rank: int) -> Exchange:
+    """own: bool ``[ranks, rows]``, which of this rank's rows each rank needs; counts: from each rank to each."""
     to, row = own.nonzero().T
     shared, shared_index = row[to != rank].unique(return_inverse=True)
-    return {"send_index": row, "shared": shared, "shared_index": shared_index}
+    return Exchange(row, counts[rank], [of_rank[rank] for of_rank in counts], shared, shared_index)
 
 
-def _most_keys(spans, chunks) -> int:
+def _most_keys(spans: RowSpans, chunks: int) -> int:
     """Of a call: every token once, and those of the first chunk, at most half a rank's, again; or a slot more of each."""
     total = spans.ranks * spans.rows
     return total if chunks == 1 else total + spans.rows // 2
 
 
-def gathered_slots(spans) -> torch.Tensor:
+def gathered_slots(spans: RowSpans) -> torch.Tensor:
     """int64 ``[ranks * rows]``: the row's slot of each row that an all-gather gives."""
     begin, end = chunks_of_ranks(spans.starts, spans.rows, spans.ranks, spans.scheme)
     parts = (slots_of_chunks(spans.starts, begin[r], end[r], spans.rows)[0] for r in range(spans.ranks))
     return torch.cat(list(parts))
 
 
-def _document_of(spans, slots) -> torch.Tensor:
+def _document_of(spans: RowSpans, slots: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(spans.starts[1:], slots, right=True).clamp(max=len(spans.lengths) - 1)
 
 
-def cumulated(*lengths) -> torch.Tensor:
+def cumulated(*lengths: torch.Tensor) -> torch.Tensor:
     """cu_seqlens of documents that come in turn: the first of each tensor, the second of each, ..."""
     ends = torch.stack(lengths, dim=1).flatten().cumsum(0)
     return int32_cu_seqlens(F.pad(ends, (1, 0)))

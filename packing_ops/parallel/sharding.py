@@ -1,5 +1,6 @@
 """A packed row over the ranks of a group, and back: every rank gets equally many slots, whatever the documents' lengths."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,19 +8,46 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from packing_ops._arguments import at_least, check_cu_seqlens, check_tensor, described, int32_cu_seqlens, wrong_type
+from packing_ops._arguments import (
+    at_least,
+    check_cu_seqlens,
+    check_tensor,
+    described,
+    int32_cu_seqlens,
+    integer,
+    wrong_type,
+)
+from packing_ops._batch_cache import kept_with
 from packing_ops.boundaries import shift_labels
 from packing_ops.data.context_parallel import SCHEMES, chunks_of_ranks, slots_of_chunks
 from packing_ops.data.losses import masked_loss
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
-from packing_ops.parallel.collectives import process_group, start_all_gather, start_sum_of_parts
+from packing_ops.parallel.collectives import (
+    Group,
+    no_second_derivative,
+    process_group,
+    start_all_gather,
+    start_sum_of_parts,
+)
 
 _DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k")
+# Never cut: there may be as many documents as slots.
+_OF_DOCUMENTS = (*_DOCUMENTS, "max_length_q", "max_length_k", "packed_seq_lengths", "num_items_in_batch")
+_PER_SLOT = (
+    "input_ids",
+    "inputs_embeds",
+    "labels",
+    "shift_labels",
+    "position_ids",
+    "seq_idx",
+    "attention_mask",
+    "loss_mask",
+)
 
 
 def shard_packed(
     batch: Mapping[str, Any],
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = None,
     *,
     scheme: str = "contiguous",
     pad_token_id: int = 0,
@@ -58,7 +86,8 @@ def shard_packed(
         tensor([   9, -100, -100])
 
     Raises:
-        ValueError: no documents, tensors of other lengths, an unknown scheme.
+        ValueError: no documents; input_ids, inputs_embeds, labels, shift_labels, position_ids, seq_idx, attention_mask or
+            loss_mask of another shape; an unknown scheme.
     """
     group = process_group(group)
     return shard_of(
@@ -96,11 +125,9 @@ def shard_of(
     total = _total_of(batch)
     documents = _documents_of(batch, total)
     padded = -(-total // ranks) * ranks
-    whole = PackedMetadata(
-        documents.cu_seqlens, padded, documents.max_seqlen, num_tokens=documents.num_tokens, seqlen=documents.seqlen
-    )
+    whole = _padded(documents, padded)
     own = shard_indices(whole, ranks, rank, scheme=scheme)
-    row = {name: value for name, value in batch.items() if _is_of_row(value, total)}
+    row = _of_row(batch, total)
     if "labels" in row and "shift_labels" not in row:
         row["shift_labels"] = shift_labels(row["labels"], documents.cu_seqlens, ignore_index=ignore_index)
     if "shift_labels" in row:
@@ -166,7 +193,7 @@ def shard_indices(
 def unshard(
     rows: torch.Tensor,
     documents: PackedMetadata | torch.Tensor,
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = None,
     *,
     scheme: str = "contiguous",
     total: int | None = None,
@@ -186,12 +213,17 @@ def unshard(
         >>> logits = unshard(logits, metadata, group)  # needs several processes # doctest: +SKIP
 
     Raises:
-        ValueError: documents of another row.
+        ValueError: documents of another row, a total above it.
     """
     group = process_group(group)
     check_tensor(rows, "rows")
+    if not rows.dim():
+        raise ValueError(f"rows: expected [rows, ...], got {described(rows)}")
     ranks, slots = group.size(), group.size() * rows.shape[0]
-    indices = [shard_indices(documents, ranks, rank, scheme=scheme, total=slots) for rank in range(ranks)]
+    if total is not None and not 0 <= integer(total, "total") <= slots:
+        raise ValueError(f"total: expected 0 to the {slots} rows of {ranks} ranks, got {total}")
+    cu_seqlens = whole_row(documents, rows.shape[0], ranks)
+    indices = [shard_indices(cu_seqlens, ranks, rank, scheme=scheme, total=slots) for rank in range(ranks)]
     row_of = torch.cat(indices).to(rows.device)
     gathered = _Gather.apply(rows, group)
     whole = gathered[torch.empty_like(row_of).scatter_(0, row_of, torch.arange(slots, device=rows.device))]
@@ -200,21 +232,20 @@ def unshard(
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, group):
+    def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         return start_all_gather(rows, group)()
 
     @staticmethod
-    def backward(ctx, gradient):
+    @no_second_derivative("unshard")
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return start_sum_of_parts(gradient, ctx.group)(), None
 
 
 # --- the loss ---
 
 
-def count_targets(
-    shift_labels: torch.Tensor, group: dist.ProcessGroup | None = None, *, ignore_index: int = -100
-) -> torch.Tensor:
+def count_targets(shift_labels: torch.Tensor, group: Group | None = None, *, ignore_index: int = -100) -> torch.Tensor:
     """Targets of all ranks of the group: what the loss is divided by. Every rank of the group calls it.
 
     Args:
@@ -235,7 +266,7 @@ def count_targets(
 def sharded_loss(
     losses: torch.Tensor,
     shift_labels: torch.Tensor,
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = None,
     *,
     num_items_in_batch: float | torch.Tensor | None = None,
     dp_size: int = 1,
@@ -278,28 +309,59 @@ def check_scheme(scheme: str) -> str:
     return scheme
 
 
-def whole_row(q, k, v, documents, ranks: int) -> tuple[PackedMetadata | torch.Tensor, torch.Tensor]:
-    """The documents, and their int32 cu_seqlens, for rows of which each rank has as many as q."""
+def check_rows(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: PackedMetadata | torch.Tensor
+) -> PackedMetadata | torch.Tensor:
+    """The documents. ValueError for tensors of which no rank could tell the others what they are."""
     for tensor, name in ((q, "q"), (k, "k"), (v, "v")):
         check_tensor(tensor, name)
         if tensor.dim() != 3 or tensor.shape[0] != q.shape[0]:
             rows = "rows" if tensor is q else f"rows={q.shape[0]}"
             raise ValueError(f"{name}: expected [{rows}, num_heads, head_dim], got {described(tensor)}")
-    cu_seqlens = cu_seqlens_of(documents, ranks * q.shape[0], like=f"the rows of {ranks} ranks", name="documents")
+    if not isinstance(documents, PackedMetadata):
+        check_cu_seqlens(cu_seqlens_of(documents, len(q), like="q", name="documents"), "documents")
+    return documents
+
+
+def whole_row(documents: PackedMetadata | torch.Tensor, rows: int, ranks: int) -> torch.Tensor:
+    """int32 cu_seqlens of a row of which each rank has so many slots."""
+    cu_seqlens = cu_seqlens_of(documents, ranks * rows, like=f"the rows of {ranks} ranks", name="documents")
     check_cu_seqlens(cu_seqlens, "documents")
-    return documents, int32_cu_seqlens(cu_seqlens)
+    if cu_seqlens.dtype == torch.int32:
+        return cu_seqlens
+    # The same tensor in every layer: what is made of it is kept with it.
+    kept: torch.Tensor = kept_with((cu_seqlens,), ("int32",), lambda: int32_cu_seqlens(cu_seqlens))
+    return kept
 
 
 # --- parts of shard_of ---
 
 
-def _is_of_row(value, total) -> bool:
-    if not isinstance(value, torch.Tensor) or value.dim() == 0:
-        return False
-    return value.shape[:1] == (total,) if value.dim() == 1 else value.shape[:2] == (1, total)
+def _of_row(batch: Mapping[str, Any], total: int) -> dict[str, torch.Tensor]:
+    """The tensors with a value for each slot."""
+    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    row = {name: tensor for name, tensor in tensors.items() if name not in _OF_DOCUMENTS and _is_of_row(tensor, total)}
+    for name in _PER_SLOT:
+        if name in tensors and name not in row:
+            raise ValueError(
+                f"{name}: expected [total={total}] or [1, total] of the row, got {described(tensors[name])}"
+            )
+    return row
 
 
-def _total_of(batch) -> int:
+def _is_of_row(value: torch.Tensor, total: int) -> bool:
+    return value.shape == (total,) or value.shape[:2] == (1, total)
+
+
+def _padded(documents: PackedMetadata, total: int) -> PackedMetadata:
+    """The same documents in a row of ``total`` slots, or more than it had."""
+    visible_end = documents.visible_end
+    if visible_end is not None:
+        visible_end = F.pad(visible_end, (0, total - documents.total))
+    return dataclasses.replace(documents, total=total, indices=None, visible_end=visible_end)
+
+
+def _total_of(batch: Mapping[str, Any]) -> int:
     for name in ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids"):
         value = batch.get(name)
         if isinstance(value, torch.Tensor):
@@ -309,11 +371,11 @@ def _total_of(batch) -> int:
     raise ValueError(f"batch: expected input_ids, inputs_embeds, labels or position_ids, got {sorted(map(str, batch))}")
 
 
-def _named_documents(batch) -> list[str]:
+def _named_documents(batch: Mapping[str, Any]) -> list[str]:
     return [name for name in _DOCUMENTS if batch.get(name) is not None]
 
 
-def _documents_of(batch, total) -> PackedMetadata:
+def _documents_of(batch: Mapping[str, Any], total: int) -> PackedMetadata:
     for name, value in batch.items():
         if isinstance(value, PackedMetadata):
             cu_seqlens_of(value, total, like="the row", name=str(name))
@@ -329,7 +391,7 @@ def _documents_of(batch, total) -> PackedMetadata:
     return PackedMetadata.from_position_ids(positions)
 
 
-def _cut(value, padding, own, fill):
+def _cut(value: torch.Tensor, padding: int, own: torch.Tensor, fill: int) -> torch.Tensor:
     """This rank's slots of a tensor of the row, which is padded only where it must be."""
     own = own.to(value.device)
     dim = 0 if value.dim() == 1 else 1

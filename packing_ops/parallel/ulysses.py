@@ -8,6 +8,8 @@ A rank receives, for n ranks, H heads over G key heads of dimension D and e byte
 ``(n-1)/n * rows * D * e * (2*H + 2*max(G, n))`` bytes in forward (q, k, v, out), and as many in backward.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -17,8 +19,10 @@ from packing_ops.attention import varlen_attention
 from packing_ops.data.context_parallel import chunks_of_ranks, slots_of_chunks
 from packing_ops.metadata import PackedMetadata
 from packing_ops.parallel.agreement import check_agreement
-from packing_ops.parallel.collectives import process_group, start_all_to_all
-from packing_ops.parallel.sharding import check_scheme, whole_row
+from packing_ops.parallel.collectives import Group, no_second_derivative, process_group, start_all_to_all
+from packing_ops.parallel.sharding import check_rows, check_scheme, whole_row
+
+Order = tuple[torch.Tensor, torch.Tensor]  # of a zigzag row: _order
 
 
 def ulysses_attention(
@@ -26,7 +30,7 @@ def ulysses_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     documents: PackedMetadata | torch.Tensor,
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = None,
     *,
     scheme: str = "contiguous",
     causal: bool = True,
@@ -63,18 +67,26 @@ def ulysses_attention(
         >>> out = ulysses_attention(q, k, v, metadata, group)  # needs two processes # doctest: +SKIP
 
     Raises:
+        NotImplementedError: a second derivative.
         ValueError: heads that the ranks do not divide, documents of another row, ranks that disagree on options, heads,
             dtypes, rows or documents (found in the first call with these options), and as varlen_attention.
     """
     group = process_group(group)
     scheme = check_scheme(scheme)
-    options = {"causal": causal, "softmax_scale": softmax_scale, "window_size": tuple(window_size), "softcap": softcap}
-    documents, cu_seqlens = whole_row(q, k, v, documents, group.size())
+    options: dict[str, Any] = {
+        "causal": causal,
+        "softmax_scale": softmax_scale,
+        "window_size": tuple(window_size),
+        "softcap": softcap,
+    }
+    documents = check_rows(q, k, v, documents)
     ranks, rows = group.size(), q.shape[0]
     if ranks == 1:
-        return varlen_attention(q, k, v, documents, sinks=sinks, return_lse=return_lse, **options)
-    told = {"attention": 0, "scheme": scheme == "zigzag", "sinks": sinks is not None, **options}
-    check_agreement(q, k, cu_seqlens, group, told)
+        out, lse = varlen_attention(q, k, v, documents, sinks=sinks, return_lse=True, **options)
+        return (out, lse) if return_lse else out
+    told = {"attention": "ulysses_attention", "scheme": scheme, **options}
+    check_agreement(q, k, v, documents, group, told, sinks)
+    cu_seqlens = whole_row(documents, rows, ranks)
     _check_heads(q, k, v, ranks)
     if sinks is not None:
         check_tensor(sinks, "sinks")
@@ -98,18 +110,18 @@ def head_refusal(num_heads: int, num_kv_heads: int, ranks: int) -> str:
     return ""
 
 
-def _check_heads(q, k, v, ranks):
+def _check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: int) -> None:
     if why := head_refusal(q.shape[1], k.shape[1], ranks):
         raise ValueError(f"{why} (gathered_attention takes any)")
     if q.shape[1] % max(k.shape[1], 1):
         raise ValueError(f"k: expected num_kv_heads that divide num_q_heads={q.shape[1]}, got {k.shape[1]}")
 
 
-def _order(cu_seqlens, rows, ranks, documents):
+def _order(cu_seqlens: torch.Tensor, rows: int, ranks: int, documents: PackedMetadata | torch.Tensor) -> Order:
     """(row_of, gathered_of): the row's slot of each row that an all-gather gives, and the other way round."""
     cache = documents._cache if isinstance(documents, PackedMetadata) else None
 
-    def make():
+    def make() -> Order:
         starts = torch.nn.functional.pad(cu_seqlens, (0, 1), value=ranks * rows).long()
         begin, end = chunks_of_ranks(starts, rows, ranks, "zigzag")
         row_of = torch.cat([slots_of_chunks(starts, begin[r], end[r], rows)[0] for r in range(ranks)])
@@ -126,13 +138,16 @@ class _ToHeads(torch.autograd.Function):
     """k, v, q in that order: attention needs all keys before its first tile, and q is the largest."""
 
     @staticmethod
-    def forward(ctx, k, v, q, group, order):
+    def forward(
+        ctx: Any, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, group: dist.ProcessGroup, order: Order | None
+    ) -> tuple[torch.Tensor, ...]:
         ctx.group, ctx.order, ctx.num_heads = group, order, [t.shape[1] for t in (k, v, q)]
         under_way = [start_all_to_all(_by_head(tensor, group.size()), group) for tensor in (k, v, q)]
         return tuple(_in_row_order(received().flatten(0, 1), order) for received in under_way)
 
     @staticmethod
-    def backward(ctx, *gradients):
+    @no_second_derivative("ulysses_attention")
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         group, order = ctx.group, ctx.order
         under_way = [start_all_to_all(_by_rank(gradient, group.size(), order), group) for gradient in gradients]
         given = zip(under_way, ctx.num_heads, strict=True)
@@ -143,7 +158,9 @@ class _ToRows(torch.autograd.Function):
     """out ``[total, heads, head_dim]`` and lse ``[heads, total]`` or None."""
 
     @staticmethod
-    def forward(ctx, out, lse, group, order):
+    def forward(
+        ctx: Any, out: torch.Tensor, lse: torch.Tensor | None, group: dist.ProcessGroup, order: Order | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.group, ctx.order = group, order
         ctx.set_materialize_grads(False)
         size, under_way = group.size(), []
@@ -156,7 +173,8 @@ class _ToRows(torch.autograd.Function):
         return out, None if lse is None else _heads_together(under_way[1](), heads).T.contiguous()
 
     @staticmethod
-    def backward(ctx, dout, dlse):
+    @no_second_derivative("ulysses_attention")
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         size, under_way = ctx.group.size(), []
         for gradient in (dout, None if dlse is None else dlse.T):
             under_way.append(None if gradient is None else start_all_to_all(_by_head(gradient, size), ctx.group))
@@ -166,7 +184,7 @@ class _ToRows(torch.autograd.Function):
         return dout, None if dlse is None else dlse.T, None, None
 
 
-def _by_head(rows, ranks):
+def _by_head(rows: torch.Tensor, ranks: int) -> torch.Tensor:
     """``[ranks, rows, heads of that rank, ...]`` of ``[rows, heads, ...]``; too few heads are repeated."""
     heads = rows.shape[1]
     if heads < ranks:
@@ -174,18 +192,18 @@ def _by_head(rows, ranks):
     return rows.unflatten(1, (ranks, heads // ranks)).transpose(0, 1)
 
 
-def _by_rank(rows, ranks, order):
+def _by_rank(rows: torch.Tensor, ranks: int, order: Order | None) -> torch.Tensor:
     """``[ranks, rows of that rank, heads, ...]`` of all rows."""
     if order is not None:
         rows = rows.index_select(0, order[0])
     return rows.unflatten(0, (ranks, rows.shape[0] // ranks))
 
 
-def _in_row_order(gathered, order):
+def _in_row_order(gathered: torch.Tensor, order: Order | None) -> torch.Tensor:
     return gathered if order is None else gathered.index_select(0, order[1])
 
 
-def _heads_together(received, heads):
+def _heads_together(received: torch.Tensor, heads: int) -> torch.Tensor:
     """``[rows, heads, ...]`` of ``[ranks, rows, heads of that rank, ...]``; gradients of repeated heads are summed."""
     ranks = received.shape[0]
     if heads < ranks:

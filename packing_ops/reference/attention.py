@@ -7,9 +7,19 @@ import torch
 
 
 def varlen_attention(
-    q, k, v, cu_seqlens_q, cu_seqlens_k=None, *, causal=True, softmax_scale=None, window_size=(-1, -1), softcap=0.0,
-    sinks=None, visible_end=None,
-):  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    *,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    visible_end: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) in the dtype of the inputs; give float64 for an oracle."""
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
@@ -27,7 +37,15 @@ def varlen_attention(
     return torch.cat(outs), torch.cat(lses, dim=1)
 
 
-def visible(num_q, num_k, causal, window_size, device=None, *, visible_end=None):
+def visible(
+    num_q: int,
+    num_k: int,
+    causal: bool,
+    window_size: tuple[int, int],
+    device: torch.device | str | None = None,
+    *,
+    visible_end: torch.Tensor | None = None,
+) -> torch.Tensor:
     """bool [num_q, num_k]: query i stands at key i + num_k - num_q. visible_end [num_q] takes the place of causality."""
     key_pos = torch.arange(num_q, device=device)[:, None] + num_k - num_q
     key = torch.arange(num_k, device=device)[None, :]
@@ -44,7 +62,15 @@ def visible(num_q, num_k, causal, window_size, device=None, *, visible_end=None)
     return seen
 
 
-def _document(q, k, v, seen, scale, softcap, sinks):
+def _document(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     num_q, num_heads, _ = q.shape
     num_k = k.shape[0]
     group = num_heads // k.shape[1]
@@ -66,7 +92,7 @@ def _document(q, k, v, seen, scale, softcap, sinks):
 # --- visible_end: int [tokens] of each document, one after the other, zeros in the padding ---
 
 
-def visible_end_from_blocks(block_ids, cu_seqlens):
+def visible_end_from_blocks(block_ids: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
     ids, ends = block_ids.tolist(), [0] * len(block_ids)
     for start, end in itertools.pairwise(cu_seqlens.tolist()):
         for t in range(start, end):
@@ -77,7 +103,7 @@ def visible_end_from_blocks(block_ids, cu_seqlens):
     return torch.tensor(ends, dtype=torch.int32, device=block_ids.device)
 
 
-def visible_end_from_prefix_lengths(prefix_lengths, cu_seqlens, total):
+def visible_end_from_prefix_lengths(prefix_lengths: torch.Tensor, cu_seqlens: torch.Tensor, total: int) -> torch.Tensor:
     ends = torch.zeros(total, dtype=torch.int32, device=cu_seqlens.device)
     documents = zip(itertools.pairwise(cu_seqlens.tolist()), prefix_lengths.tolist(), strict=True)
     for (start, end), prefix in documents:
@@ -86,6 +112,6 @@ def visible_end_from_prefix_lengths(prefix_lengths, cu_seqlens, total):
     return ends
 
 
-def visible_end_from_causal(causal, cu_seqlens, total):
+def visible_end_from_causal(causal: torch.Tensor, cu_seqlens: torch.Tensor, total: int) -> torch.Tensor:
     lengths = cu_seqlens.diff().where(~causal, 0)
     return visible_end_from_prefix_lengths(lengths, cu_seqlens, total)

@@ -5,7 +5,16 @@ import torch
 from packing_ops.reference.boundaries import shift_labels
 
 
-def token_logps(hidden, weight, labels, cu_seqlens, *, temperature=1.0, bias=None, ignore_index=-100):
+def token_logps(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(log-probabilities, entropies), both [total]; of half types as a model has them: logits in their dtype."""
     logits = torch.nn.functional.linear(hidden, weight, bias)
     logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature

@@ -1,10 +1,12 @@
 """Oracle of packing_ops.packing: every strategy as its definition says it, in plain Python, quadratic where it is."""
 
 import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from packing_ops.reference.packing_balance import MOST_SWAPPED, deal, even
 
+COSTS = {None: (1.0, 0.0), "tokens": (1.0, 0.0), "flops": (12.0 * 4096, 1.0)}
 STEPS = 65536  # costs are compared to one part in STEPS of what the costliest bin comes to
 
 
@@ -12,7 +14,7 @@ STEPS = 65536  # costs are compared to one part in STEPS of what the costliest b
 class Piece:
     item: int
     start: int
-    length: int  # a list of them where sequences take of several budgets
+    length: int | list[int]  # a list where sequences take of several budgets
     units: int  # of `alignment` tokens, of the longest side
     sides: tuple[int, ...]  # units of each side
 
@@ -27,24 +29,24 @@ class Bin:
 
 
 def pack_sequences(
-    lengths,
-    capacity,
+    lengths: Sequence[int | list[int]],
+    capacity: int,
     *,
-    strategy="ffd",
-    alignment=1,
-    max_sequences_per_bin=None,
-    min_bins=1,
-    bins_multiple_of=1,
-    overlong="error",
-    balance=None,
-    ties="first",
-    seed=None,
-):
+    strategy: str = "ffd",
+    alignment: int = 1,
+    max_sequences_per_bin: int | None = None,
+    min_bins: int = 1,
+    bins_multiple_of: int = 1,
+    overlong: str = "error",
+    balance: str | tuple[str, float, float] | None = None,
+    ties: str = "first",
+    seed: int | None = None,
+) -> list[list[tuple[int, int, int | list[int]]]]:
     """Bins of (item, start, length)."""
     most_units, most_pieces = capacity // alignment, max_sequences_per_bin or len(lengths) + 1
-    a, b = {None: (1.0, 0.0), "tokens": (1.0, 0.0), "flops": (12.0 * 4096, 1.0)}.get(balance) or balance[1:]
+    a, b = balance[1:] if isinstance(balance, tuple) else COSTS[balance]
 
-    def cost(units):
+    def cost(units: int) -> float:
         return (a + b * float(units * alignment)) * float(units * alignment)
 
     arrivals = make_pieces(lengths, most_units, alignment, overlong, shuffled(len(lengths), seed))
@@ -78,9 +80,9 @@ def pack_sequences(
     return [[(piece.item, piece.start, piece.length) for piece in row] for row in rows]
 
 
-def shuffled(count, seed):
+def shuffled(count: int, seed: int | None) -> list[int]:
     """Fisher-Yates with splitmix64."""
-    order, state, mask = list(range(count)), seed, 2**64 - 1
+    order, state, mask = list(range(count)), seed or 0, 2**64 - 1
     for i in range(count, 1, -1) if seed is not None else ():
         state = (state + 0x9E3779B97F4A7C15) & mask
         z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -90,7 +92,9 @@ def shuffled(count, seed):
     return order
 
 
-def make_pieces(lengths, most_units, alignment, overlong, order):
+def make_pieces(
+    lengths: Sequence[int | list[int]], most_units: int, alignment: int, overlong: str, order: Sequence[int]
+) -> list[Piece]:
     pieces, most_tokens = [], most_units * alignment
     for i in order:
         length = lengths[i]
@@ -112,9 +116,9 @@ def make_pieces(lengths, most_units, alignment, overlong, order):
     return pieces
 
 
-def fit(pieces, most_units, most_pieces, choose):
+def fit(pieces: list[Piece], most_units: int, most_pieces: int, choose: Callable[[list[Bin]], int]) -> list[Bin]:
     """Each piece into the bin that ``choose`` picks among those with room, in the order in which they were opened."""
-    bins = []
+    bins: list[Bin] = []
     for piece in pieces:
         fitting = [bin for bin in bins if has_room(bin, piece, most_units) and len(bin.pieces) < most_pieces]
         if piece.units > most_units or not fitting:
@@ -124,19 +128,19 @@ def fit(pieces, most_units, most_pieces, choose):
     return bins
 
 
-def has_room(bin, piece, most_units):
+def has_room(bin: Bin, piece: Piece, most_units: int) -> bool:
     if len(piece.sides) == 1:
         return bin.room >= piece.units
     return all(sum(used) <= most_units for used in zip(piece.sides, *(own.sides for own in bin.pieces), strict=True))
 
 
-def put(piece, bin):
+def put(piece: Piece, bin: Bin) -> None:
     bin.pieces.append(piece)
     bin.room -= piece.units
 
 
-def next_fit(pieces, most_units, most_pieces):
-    bins = []
+def next_fit(pieces: list[Piece], most_units: int, most_pieces: int) -> list[Bin]:
+    bins: list[Bin] = []
     for piece in pieces:
         if not bins or not has_room(bins[-1], piece, most_units) or len(bins[-1].pieces) >= most_pieces:
             bins.append(Bin(most_units))
@@ -144,7 +148,9 @@ def next_fit(pieces, most_units, most_pieces):
     return bins
 
 
-def balanced(by_length, count, most_units, most_pieces, cost):
+def balanced(
+    by_length: list[Piece], count: int, most_units: int, most_pieces: int, cost: Callable[[int], float]
+) -> list[Bin]:
     """Each piece into the cheapest bin; of equal ones the one that came to that cost last.
 
     A bin without room for it is set aside until lengths have shrunk to its room, and then counts as just arrived.
@@ -154,7 +160,8 @@ def balanced(by_length, count, most_units, most_pieces, cost):
     total = [0.0, *itertools.accumulate(each)][-1]
     most = min(cost(most_units), total / max(count - len(bins), 1) + max(each, default=0.0))
     open_bins = [Bin(most_units, stamp=-i) for i in range(count - len(bins))]
-    aside, clock = [], 1
+    aside: list[Bin] = []
+    clock = 1
     bins += open_bins
     for piece in by_length[sum(piece.units > most_units for piece in by_length) :]:
         returning = [bin for bin in aside if bin.room >= piece.units]
@@ -182,7 +189,7 @@ def balanced(by_length, count, most_units, most_pieces, cost):
     return bins
 
 
-def lower_bound(pieces, most_units, most_pieces):
+def lower_bound(pieces: list[Piece], most_units: int, most_pieces: int) -> int:
     shared = [piece.sides for piece in pieces if piece.units <= most_units]
     fewest = -(-len(shared) // most_pieces)
     for side in zip(*shared, strict=True):
@@ -191,14 +198,14 @@ def lower_bound(pieces, most_units, most_pieces):
     return len(pieces) - len(shared) + fewest
 
 
-def wanted_bins(count, min_bins, multiple, most):
+def wanted_bins(count: int, min_bins: int, multiple: int, most: int) -> int:
     wanted = -(-max(count, min_bins) // multiple) * multiple
     if wanted > most:
         raise ValueError(f"{wanted} bins for {most} sequences")
     return wanted
 
 
-def add_missing(rows, wanted):
+def add_missing(rows: list[list[Piece]], wanted: int) -> None:
     """The row with the most pieces (the later of equals) gives its last ones until it has one left."""
     givers = sorted(range(len(rows)), key=lambda i: (len(rows[i]), i))
     while len(rows) < wanted:

@@ -1,6 +1,13 @@
 """Oracle of packing_ops.packing, the part that evens rows and deals them to ranks."""
 
 import itertools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from packing_ops.reference.packing import Piece
+
+Row = TypeVar("Row")
 
 PARTNERS = 16  # cheap rows that a costly one tries to swap with
 MOST_SWAPPED = 65536  # sequences, from which on nothing is swapped
@@ -8,7 +15,7 @@ MOST_WORK = 1 << 18  # pieces looked at in search of swaps, SEARCH more for each
 SEARCH = 16
 
 
-def even(rows, most_units, cost):
+def even(rows: "list[list[Piece]]", most_units: int, cost: Callable[[int], float]) -> None:
     """Pass after pass: from the costliest row down, each swaps with a cheap one the two pieces that even them most."""
     costs = [list(itertools.accumulate(cost(piece.units) for piece in row))[-1] for row in rows]
     room = [most_units - sum(piece.units for piece in row) for row in rows]
@@ -42,14 +49,15 @@ def even(rows, most_units, cost):
                 break
 
 
-def deal(rows, ranks, cost):
+def deal(rows: list[Row], ranks: int, cost: Callable[[Row], float]) -> list[Row]:
     """Costly to cheap, ``ranks`` at a time, the costliest to the rank with the least so far."""
     rows = sorted(rows, key=lambda row: -cost(row))
-    totals, dealt = [0.0] * ranks, []
+    totals = [0.0] * ranks
+    dealt: list[Row] = []
     for first in range(0, len(rows), ranks):
-        group = [None] * ranks
+        group: dict[int, Row] = {}
         for row, rank in zip(rows[first : first + ranks], sorted(range(ranks), key=totals.__getitem__), strict=True):
             group[rank] = row
-        totals = [total + cost(row) for total, row in zip(totals, group, strict=True)]
-        dealt += group
+        totals = [total + cost(group[rank]) for rank, total in enumerate(totals)]
+        dealt += [group[rank] for rank in range(ranks)]
     return dealt

@@ -1,9 +1,13 @@
 """Oracles of packing_ops.padding."""
 
+from collections.abc import Iterator, Mapping, Sequence
+
 import torch
 
 
-def unpad_layout(attention_mask, unused_mask=None):
+def unpad_layout(
+    attention_mask: torch.Tensor, unused_mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
     """indices, cu_seqlens, seqused, total, max_seqlen."""
     attended = attention_mask != 0
     real = attended if unused_mask is None else attended | (unused_mask != 0)
@@ -14,7 +18,7 @@ def unpad_layout(attention_mask, unused_mask=None):
     return indices, cu_seqlens, attended.sum(dim=1).to(torch.int32), indices.numel(), max_seqlen
 
 
-def gather_rows(input, indices, total):
+def gather_rows(input: torch.Tensor, indices: torch.Tensor, total: int) -> torch.Tensor:
     rows = input.flatten(0, 1)
     packed = rows.new_zeros((total, *rows.shape[1:]))
     kept = indices[:total] >= 0
@@ -22,23 +26,27 @@ def gather_rows(input, indices, total):
     return packed
 
 
-def scatter_rows(packed, indices, batch, seqlen):
+def scatter_rows(packed: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
     rows = packed.new_zeros((batch * seqlen, *packed.shape[1:]))
     kept = indices[: packed.shape[0]] >= 0
     rows[indices[: packed.shape[0]][kept]] = packed[kept]
     return rows.unflatten(0, (batch, seqlen))
 
 
-def unpad_input(hidden_states, attention_mask, unused_mask=None):
+def unpad_input(
+    hidden_states: torch.Tensor, attention_mask: torch.Tensor, unused_mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]:
     indices, cu_seqlens, seqused, total, max_seqlen = unpad_layout(attention_mask, unused_mask)
     return gather_rows(hidden_states, indices, total), indices, cu_seqlens, max_seqlen, seqused
 
 
-def pad_input(packed, indices, batch, seqlen):
+def pad_input(packed: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
     return scatter_rows(packed, indices, batch, seqlen)
 
 
-def kept_columns(attention_mask, side="right", min_length=1, multiple_of=1):
+def kept_columns(
+    attention_mask: torch.Tensor, side: str = "right", min_length: int = 1, multiple_of: int = 1
+) -> tuple[int, int]:
     """The narrowest allowed span of columns that holds every real slot, found by trying all."""
     width = attention_mask.shape[1]
     real = [column for column in range(width) if (attention_mask[:, column] != 0).any()]
@@ -52,7 +60,9 @@ def kept_columns(attention_mask, side="right", min_length=1, multiple_of=1):
     raise AssertionError("the full width always fits")
 
 
-def iter_microbatches(examples, microbatch_size, pad_values):
+def iter_microbatches(
+    examples: Sequence[Mapping[str, Sequence[int]]], microbatch_size: int, pad_values: Mapping[str, int]
+) -> Iterator[dict[str, torch.Tensor]]:
     for first in range(0, len(examples), microbatch_size):
         group = examples[first : first + microbatch_size]
         longest = max(len(next(iter(example.values()))) for example in group)

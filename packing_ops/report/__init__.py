@@ -11,6 +11,7 @@ tables.py, picture.py, progress.py, info.py
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from packing_ops._arguments import integer
 from packing_ops.report.corpus import read_corpus
@@ -27,7 +28,7 @@ def make_report(
     dp: int = 1,
     overlong: str = "truncate",
     hidden_size: int = 4096,
-) -> dict:
+) -> dict[str, Any]:
     """Everything that ``python -m packing_ops report`` prints, as plain numbers, strings, lists and dicts.
 
     Args:
@@ -61,11 +62,11 @@ def make_report(
         ValueError: a damaged Parquet file, gzip file or JSON array, an unknown column or option, a document over the
             capacity with ``overlong="error"``.
     """
-    options = {"capacity": capacity, "batch_size": batch_size, "dp": dp, "hidden_size": hidden_size}
-    for name, value in options.items():
+    sizes = {"capacity": capacity, "batch_size": batch_size, "dp": dp, "hidden_size": hidden_size}
+    for name, value in sizes.items():
         if integer(value, name) < 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")
-    options["overlong"] = overlong
+    options: dict[str, Any] = {**sizes, "overlong": overlong}
     corpus = read_corpus(files, tokenizer, columns)
     return {
         "settings": {
@@ -83,5 +84,5 @@ def make_report(
     }
 
 
-def save_json(report: dict, path: Path) -> None:
+def save_json(report: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(report, indent=1) + "\n")

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}  # of ShareGPT
 
@@ -9,12 +10,12 @@ ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "obs
 class Unreadable(ValueError):
     """Why a record is no example. ``kind`` is the count that it goes to."""
 
-    def __init__(self, kind: str, why: str):
+    def __init__(self, kind: str, why: str) -> None:
         super().__init__(why)
         self.kind = kind
 
 
-def checked_text(value, name: str) -> str:
+def checked_text(value: object, name: str) -> str:
     if not isinstance(value, str):
         raise Unreadable("wrong type", f"{name}: expected a string, got {type(value).__name__}")
     try:
@@ -24,7 +25,7 @@ def checked_text(value, name: str) -> str:
     return value
 
 
-def texts_of(messages, name: str) -> tuple[list[str], bool]:
+def texts_of(messages: object, name: str) -> tuple[list[str], bool]:
     """The text of every message, and whether the assistant says anything.
 
     Raises:
@@ -45,7 +46,7 @@ def texts_of(messages, name: str) -> tuple[list[str], bool]:
     return texts, has_target
 
 
-def role_of(message: Mapping):
+def role_of(message: Mapping[str, Any]) -> Any:
     """None where it has none; what ShareGPT calls human is user."""
     if message.get("role") is not None:
         return message["role"]
@@ -53,11 +54,11 @@ def role_of(message: Mapping):
     return ROLES.get(given, given) if isinstance(given, str) else given
 
 
-def _content(message: Mapping):
+def _content(message: Mapping[str, Any]) -> Any:
     return message.get("value") if message.get("content") is None else message["content"]
 
 
-def _text_of(message: Mapping, name: str) -> str:
+def _text_of(message: Mapping[str, Any], name: str) -> str:
     """Content, whole or in parts, and calls of tools as JSON."""
     content = _content(message)
     if isinstance(content, list):
@@ -67,12 +68,12 @@ def _text_of(message: Mapping, name: str) -> str:
     return text + as_json(message["tool_calls"]) if message.get("tool_calls") else text
 
 
-def _part(part):
+def _part(part: Any) -> Any:
     """Text of {"type": "text", "text": ...}; None of a picture."""
     return part.get("text") if isinstance(part, Mapping) else part
 
 
-def for_template(messages: list[Mapping]) -> list[dict]:
+def for_template(messages: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages that ``texts_of`` has read, with role and content; parts are joined, which templates of text expect."""
     found = []
     for message in messages:
@@ -84,11 +85,11 @@ def for_template(messages: list[Mapping]) -> list[dict]:
     return found
 
 
-def as_json(value) -> str:
+def as_json(value: object) -> str:
     return json.dumps(without_none(value), default=str)  # a column of Parquet may hold times
 
 
-def without_none(value):
+def without_none(value: Any) -> Any:
     """Objects of one column of Parquet all have the same keys, None where a row had no such key."""
     if isinstance(value, Mapping):
         return {key: without_none(each) for key, each in value.items() if each is not None}

@@ -1,12 +1,14 @@
 """Lengths of all documents in the files, and which examples were wrong, where and why."""
 
+import functools
 import itertools
 import re
 import sys
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,9 +18,12 @@ from packing_ops.report.examples import KEYS, Example, FormReader
 from packing_ops.report.progress import progress
 from packing_ops.report.readers import ROWS, STDIN, records
 from packing_ops.report.tables import printable
-from packing_ops.report.tokenizers import token_counter
+from packing_ops.report.tokenizers import Counter, token_counter
 
 NAMED = 100  # places, and different errors, that are listed per kind; all are counted
+
+Problems = dict[str, dict[str, Any]]  # by kind
+Item = TypeVar("Item")
 
 
 @dataclass
@@ -35,11 +40,11 @@ class Corpus:
         noted: "empty" (no token: in no length) and "no target" (every label ignored, or nothing answered: counted).
     """
 
-    lengths: torch.Tensor | None = None
+    lengths: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     num_read: int = 0
     num_bytes: int = 0
-    unreadable: dict = field(default_factory=dict)
-    noted: dict = field(default_factory=dict)
+    unreadable: Problems = field(default_factory=dict)
+    noted: Problems = field(default_factory=dict)
 
 
 def read_corpus(files: Sequence[Path], tokenizer: str = "bytes", columns: Mapping[str, str] | None = None) -> Corpus:
@@ -55,7 +60,8 @@ def read_corpus(files: Sequence[Path], tokenizer: str = "bytes", columns: Mappin
     try:
         with progress(sum(sizes)) as advance:
             for file, size in zip(files, sizes, strict=True):
-                for batch in _batches(records(file, lambda part, size=size: advance(part * size), names)):
+                read = functools.partial(_advance_by, advance, size)
+                for batch in _batches(records(file, read, names)):
                     reader.add(batch)
     finally:
         _print_errors(reader.corpus.unreadable)
@@ -73,7 +79,7 @@ def _checked_columns(columns: Mapping[str, str]) -> Mapping[str, str]:
 class _Reader:
     """Records to lengths."""
 
-    def __init__(self, count_tokens, columns: Mapping[str, str], in_bytes: bool):
+    def __init__(self, count_tokens: Counter, columns: Mapping[str, str], in_bytes: bool) -> None:
         self.count_tokens, self.forms, self.in_bytes = count_tokens, FormReader(columns), in_bytes
         self.corpus, self.lengths = Corpus(), array("q")
 
@@ -95,14 +101,16 @@ class _Reader:
 
     def _add(self, place: str, examples: list[Example], counts: list[int | Unreadable]) -> None:
         """The documents of a record; all of them or none."""
+        lengths = []
         for tokens in counts:
             if isinstance(tokens, Unreadable):
                 self._refuse(tokens, place)
                 return
-        if not all(counts):
+            lengths.append(tokens)
+        if not all(lengths):
             _note(self.corpus.noted, "empty", place)
             return
-        self.lengths.extend(counts)
+        self.lengths.extend(lengths)
         self.corpus.num_bytes += sum(self.in_bytes and example.num_tokens is None for example in examples)
         if not examples[0].has_target:
             _note(self.corpus.noted, "no target", place)
@@ -117,7 +125,7 @@ class _Reader:
             errors[alike] = {"error": text, "count": 1, "first": place}
 
 
-def _note(problems: dict, kind: str, place: str) -> dict:
+def _note(problems: Problems, kind: str, place: str) -> dict[str, Any]:
     problem = problems.setdefault(kind, {"count": 0, "where": []})
     problem["count"] += 1
     if problem["count"] <= NAMED:
@@ -125,7 +133,7 @@ def _note(problems: dict, kind: str, place: str) -> dict:
     return problem
 
 
-def _print_errors(unreadable: dict) -> None:
+def _print_errors(unreadable: Problems) -> None:
     """One line per error, with its first place; turns ``errors`` into a list."""
     for kind, problem in unreadable.items():
         problem["errors"] = list(problem["errors"].values())
@@ -137,12 +145,16 @@ def _print_errors(unreadable: dict) -> None:
             print(f"{kind}: {others:,} others are counted, not named", file=sys.stderr)
 
 
+def _advance_by(advance: Callable[[float], None], size: int, part: float) -> None:
+    advance(part * size)
+
+
 def _size(path: Path) -> int:
     if path == STDIN:
         return 0
     return sum(file.stat().st_size for file in path.rglob("*")) if path.is_dir() else path.stat().st_size
 
 
-def _batches(items: Iterator) -> Iterator[list]:
+def _batches(items: Iterator[Item]) -> Iterator[list[Item]]:
     while batch := list(itertools.islice(items, ROWS)):
         yield batch

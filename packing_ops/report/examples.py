@@ -2,7 +2,10 @@
 
 import json
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
 
 from packing_ops.report.chats import Unreadable, as_json, checked_text, role_of, texts_of, without_none
 
@@ -21,16 +24,18 @@ FORMS = (  # the one or two columns that each needs; the first that is there is 
 BESIDE = (*PER_TOKEN, "prompt", "input", "history", "system", "tools", "chat_template_kwargs")
 KEYS = tuple(dict.fromkeys([*(key for form in FORMS for key in form), *BESIDE]))  # all that is ever read
 
+Record = dict[str, Any]  # by our names for its columns
+
 
 class Example(NamedTuple):
     """One document, as a trainer would have it."""
 
     texts: list[str]
     has_target: bool
-    messages: list[Mapping] | None = None  # the same texts as a chat, for a tokenizer with a template
+    messages: list[Mapping[str, Any]] | None = None  # the same texts as a chat, for a tokenizer with a template
     num_tokens: int | None = None  # instead of texts
-    tools: list | None = None  # for the template, as the next
-    template_options: Mapping = {}
+    tools: list[Any] | None = None  # for the template, as the next
+    template_options: Mapping[str, Any] = {}
 
 
 class FormReader:
@@ -41,13 +46,13 @@ class FormReader:
             that it belongs to are looked for.
     """
 
-    def __init__(self, columns: Mapping[str, str]):
+    def __init__(self, columns: Mapping[str, str]) -> None:
         self.forms = [form for form in FORMS if columns.keys() & form] or FORMS
         self.names = {key: columns.get(key, key) for key in KEYS}
         own = {name: key for key, name in self.names.items() if key not in columns}
         self.keys = own | {name: key for key, name in columns.items()}  # by the file's names
 
-    def examples_of(self, record) -> list[Example]:
+    def examples_of(self, record: object) -> list[Example]:
         """By the first form that the record has: a preference pair is two documents, anything else is one.
 
         Raises:
@@ -64,7 +69,7 @@ class FormReader:
         got = ", ".join(f"{key} (null)" if key in keys and record[key] is None else str(key) for key in record)
         raise Unreadable("missing keys", f"expected {expected} (or --columns), got {got or 'nothing'}")
 
-    def _read(self, form: tuple[str, ...], given: dict) -> list[Example]:
+    def _read(self, form: tuple[str, ...], given: Record) -> list[Example]:
         if form == ("input_ids",):
             return [_tokenized(given)]
         found = _READ[form](given)
@@ -74,17 +79,17 @@ class FormReader:
         return [_with_tools(example, tools)._replace(template_options=options) for example in found]
 
 
-def _chat(messages, name: str) -> Example:
+def _chat(messages: Any, name: str) -> Example:
     texts, has_target = texts_of(messages, name)
     return Example(texts, has_target, messages)
 
 
-def _plain(given: dict) -> list[Example]:
+def _plain(given: Record) -> list[Example]:
     text = checked_text(given["text"], "text")
     return [Example([text], bool(text))]
 
 
-def _preference(given: dict) -> list[Example]:
+def _preference(given: Record) -> list[Example]:
     """Chats beside a prompt that is text, or none, begin with it themselves."""
     prompt = given.get("prompt", "")
     return [
@@ -95,7 +100,7 @@ def _preference(given: dict) -> list[Example]:
     ]
 
 
-def _pair(prompt, completion, name: str) -> Example:
+def _pair(prompt: object, completion: object, name: str) -> Example:
     if isinstance(prompt, list) and isinstance(completion, list):
         asked, answered = _chat(prompt, "prompt"), _chat(completion, name)
         return Example(asked.texts + answered.texts, any(answered.texts), prompt + completion)
@@ -103,7 +108,7 @@ def _pair(prompt, completion, name: str) -> Example:
     return Example(texts, bool(texts[1]))
 
 
-def _alpaca(given: dict) -> list[Example]:
+def _alpaca(given: Record) -> list[Example]:
     asked = [checked_text(given.get(key, ""), key) for key in ("instruction", "input")]
     history = given.get("history", [])
     if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
@@ -117,11 +122,11 @@ def _alpaca(given: dict) -> list[Example]:
     return [_chat(_with_system(given, messages), "instruction")]
 
 
-def _sharegpt(given: dict) -> list[Example]:
+def _sharegpt(given: Record) -> list[Example]:
     return [_chat(_with_system(given, given["conversations"]), "conversations")]
 
 
-def _with_system(given: dict, messages):
+def _with_system(given: Record, messages: Any) -> Any:
     """``messages`` with the record's ``system`` in front, unless they have one."""
     system = checked_text(given.get("system", ""), "system")
     if not system or not isinstance(messages, list):
@@ -141,7 +146,7 @@ _READ = {
 }
 
 
-def _tools(given: dict) -> list | None:
+def _tools(given: Record) -> list[Any] | None:
     tools = given.get("tools")
     if isinstance(tools, str):  # Parquet has no other column for objects of many kinds
         try:
@@ -153,21 +158,21 @@ def _tools(given: dict) -> list | None:
     return without_none(tools) or None
 
 
-def _with_tools(example: Example, tools: list | None) -> Example:
+def _with_tools(example: Example, tools: list[Any] | None) -> Example:
     """Tools of a chat; they are text too, where no template writes them."""
     if not tools or example.messages is None or not any(example.texts):
         return example
     return example._replace(tools=tools, texts=[*example.texts, as_json(tools)])
 
 
-def _template_options(given: dict) -> Mapping:
+def _template_options(given: Record) -> Mapping[str, Any]:
     options = given.get("chat_template_kwargs", {})
     if not isinstance(options, Mapping):
         raise Unreadable("wrong type", f"chat_template_kwargs: expected an object, got {type(options).__name__}")
     return without_none(options)
 
 
-def _tokenized(given: dict) -> Example:
+def _tokenized(given: Record) -> Example:
     columns = {key: _numbers(given[key], key) for key in ("input_ids", *PER_TOKEN) if key in given}
     lengths = {key: len(column) for key, column in columns.items()}
     num_tokens = lengths["input_ids"]
@@ -183,7 +188,7 @@ def _tokenized(given: dict) -> Example:
     return Example([], bool(trained.any()), num_tokens=num_tokens)
 
 
-def _numbers(value, name: str):
+def _numbers(value: object, name: str) -> "np.ndarray[Any, Any]":
     """A list, or an array of a file that has arrays, as an array."""
     try:
         import numpy as np

@@ -2,6 +2,7 @@
 
 import os
 import platform
+from collections.abc import Iterator
 from importlib import metadata
 
 import torch
@@ -9,8 +10,10 @@ import torch
 from packing_ops import _driver, _library
 from packing_ops.attention_backends import kernels_of
 
-LIBRARIES = ("numpy", "triton", "transformers", "trl", "peft", "accelerate", "datasets", "pyarrow", "deepspeed")
-LIBRARIES += ("unsloth", "megatron-core", "transformer-engine", "flash-attn", "xformers", "vllm", "rich", "matplotlib")
+LIBRARIES = (
+    "numpy", "triton", "transformers", "trl", "peft", "accelerate", "datasets", "pyarrow", "deepspeed",
+    "unsloth", "megatron-core", "transformer-engine", "flash-attn", "xformers", "vllm", "rich", "matplotlib",
+)  # fmt: skip
 VARIABLES = (
     "PACKING_OPS_CHECK",
     "PACKING_OPS_SHARED_MEMORY",
@@ -37,7 +40,7 @@ def describe_environment() -> str:
     return "\n".join(f"{name}: {value}" for name, value in _facts())
 
 
-def _facts():
+def _facts() -> Iterator[tuple[str, str]]:
     yield "packing_ops", _library.VERSION
     if _library.MISSING:
         yield "library", f"none ({_library.MISSING})"

@@ -2,7 +2,8 @@
 
 import codecs
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import BinaryIO
 
 CHUNK = 1 << 20  # bytes read at a time, at first
 BLANK = " \t\r\n"
@@ -11,7 +12,7 @@ BLANK = " \t\r\n"
 class _Text:
     """What is read of a file and not yet used: ``text[at:]``."""
 
-    def __init__(self, file):
+    def __init__(self, file: BinaryIO) -> None:
         self.file, self.decoder = file, codecs.getincrementaldecoder("utf-8-sig")()
         self.text, self.at, self.ended = "", 0, False
 
@@ -41,7 +42,7 @@ class _Text:
         return found
 
 
-def elements(file, longest: int) -> Iterator[object]:
+def elements(file: BinaryIO, longest: int) -> Iterator[object]:
     """Every element of the array that ``file`` (bytes, UTF-8) is, decoded.
 
     Example:
@@ -67,7 +68,7 @@ def elements(file, longest: int) -> Iterator[object]:
         raise ValueError(f"expected nothing behind the array, got {text.text[text.at : text.at + 20]!r}")
 
 
-def _element(text: _Text, decode, longest: int):
+def _element(text: _Text, decode: Callable[[str, int], tuple[object, int]], longest: int) -> object:
     """Read on until it can be decoded and something follows: 12 may be the beginning of 123."""
     size = CHUNK
     while True:

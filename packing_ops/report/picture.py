@@ -1,10 +1,12 @@
 """The report as a picture: where the slots of an epoch go in every layout, and how long the documents are."""
 
 from pathlib import Path
+from typing import Any
 
 from packing_ops.report.tables import layout_label, length_label
 
 try:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure  # not pyplot: no window, no state to leave behind
     from matplotlib.ticker import EngFormatter
 except ImportError as error:
@@ -13,7 +15,7 @@ except ImportError as error:
 WIDTH, DPI = 10, 160  # inches of a page
 
 
-def save_picture(report: dict, path: Path) -> None:
+def save_picture(report: dict[str, Any], path: Path) -> None:
     """Draws a make_report result to ``path``, in the format of its suffix.
 
     Raises:
@@ -28,7 +30,7 @@ def save_picture(report: dict, path: Path) -> None:
     figure.savefig(path, dpi=DPI)
 
 
-def _draw_lengths(axis, report: dict) -> None:
+def _draw_lengths(axis: Axes, report: dict[str, Any]) -> None:
     buckets, capacity = report["lengths"]["histogram"], report["settings"]["capacity"]
     edges = [bucket["from"] for bucket in buckets]
     counts = [bucket["documents"] for bucket in buckets]
@@ -43,7 +45,7 @@ def _draw_lengths(axis, report: dict) -> None:
     axis.legend(framealpha=1, fontsize=8)
 
 
-def _draw_slots(axis, report: dict) -> None:
+def _draw_slots(axis: Axes, report: dict[str, Any]) -> None:
     """A bar per layout, its padding grey, and how much faster its epoch is."""
     names = [layout_label(name, report["settings"]) for name in report["layouts"]]
     layouts, y = report["layouts"].values(), range(len(names))
@@ -63,6 +65,6 @@ def _draw_slots(axis, report: dict) -> None:
     axis.legend(loc="lower right", fontsize=8)
 
 
-def _label(layout: dict) -> str:
+def _label(layout: dict[str, Any]) -> str:
     low, high = (f"{ratio:.1f}" for ratio in sorted(layout["epoch_time_ratio"].values()))
     return f"{1 - layout['fill']:.1%} padding, {low if low == high else f'{low} to {high}'}x"

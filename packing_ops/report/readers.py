@@ -1,5 +1,6 @@
 """The records of a file, one after the other, each with its place (file and line, element or row)."""
 
+import functools
 import gzip
 import io
 import json
@@ -8,6 +9,7 @@ import sys
 import zlib
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from packing_ops.report.chats import Unreadable
 from packing_ops.report.examples import KEYS
@@ -38,7 +40,9 @@ def records(path: Path, advance: Advance, columns: Collection[str] = KEYS) -> It
             yield from _opened(path, str(path), file, advance, columns)
 
 
-def _opened(path: Path, name: str, source, advance: Advance, columns) -> Iterator[tuple[str, object]]:
+def _opened(
+    path: Path, name: str, source: BinaryIO, advance: Advance, columns: Collection[str]
+) -> Iterator[tuple[str, object]]:
     head, file = _peeked(source)
     if head.startswith(PARQUET) or path.suffix == ".parquet":
         if path == STDIN or not source.seekable():
@@ -59,20 +63,20 @@ def _opened(path: Path, name: str, source, advance: Advance, columns) -> Iterato
 class _After(io.RawIOBase):
     """``head``, which was read to detect the format, followed by the rest of ``source``: a pipe has no seek."""
 
-    def __init__(self, head: bytes, source):
+    def __init__(self, head: bytes, source: Any) -> None:  # anything with read1
         self.head, self.source = head, source
 
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer) -> int:
+    def readinto(self, buffer: Any) -> int:
         data = self.head[: len(buffer)] or self.source.read1(len(buffer))
         self.head = self.head[len(data) :]
         buffer[: len(data)] = data
         return len(data)
 
 
-def _peeked(source) -> tuple[bytes, io.BufferedReader]:
+def _peeked(source: BinaryIO | gzip.GzipFile) -> tuple[bytes, io.BufferedReader]:
     """The first bytes, up to one that is not blank, and a file that starts with them again."""
     head = source.read(len(PARQUET))
     while not head.removeprefix(BYTE_ORDER_MARK).strip() and len(head) < ROWS and (more := source.read(1)):
@@ -80,7 +84,7 @@ def _peeked(source) -> tuple[bytes, io.BufferedReader]:
     return head, io.BufferedReader(_After(head, source), 1 << 20)
 
 
-def _progress_of(source, advance: Advance) -> Callable[[], None]:
+def _progress_of(source: BinaryIO, advance: Advance) -> Callable[[], None]:
     """A function that reports to ``advance`` how far ``source`` is read; for a pipe it does nothing."""
     size, before = os.fstat(source.fileno()).st_size if source.seekable() else 0, 0
 
@@ -94,7 +98,7 @@ def _progress_of(source, advance: Advance) -> Callable[[], None]:
     return tick
 
 
-def _json_lines(name: str, file: io.BufferedReader, tick) -> Iterator[tuple[str, object]]:
+def _json_lines(name: str, file: io.BufferedReader, tick: Callable[[], None]) -> Iterator[tuple[str, object]]:
     for number, line in enumerate(_lines(file), start=1):
         if number % ROWS == 0:
             tick()
@@ -122,7 +126,7 @@ def _too_long() -> Unreadable:
     return Unreadable("corrupt", f"expected a line of at most {LONGEST:,} bytes, got more")
 
 
-def _json_array(name: str, file: io.BufferedReader, tick) -> Iterator[tuple[str, object]]:
+def _json_array(name: str, file: io.BufferedReader, tick: Callable[[], None]) -> Iterator[tuple[str, object]]:
     number = 0
     try:
         for number, record in enumerate(elements(file, LONGEST), start=1):
@@ -133,7 +137,7 @@ def _json_array(name: str, file: io.BufferedReader, tick) -> Iterator[tuple[str,
         raise ValueError(f"{name}: damaged JSON array after element {number}: {error}") from error
 
 
-def _parquet(path: Path, advance: Advance, columns) -> Iterator[tuple[str, object]]:
+def _parquet(path: Path, advance: Advance, columns: Collection[str]) -> Iterator[tuple[str, object]]:
     try:
         import pyarrow as pa
         import pyarrow.parquet
@@ -154,7 +158,7 @@ def _parquet(path: Path, advance: Advance, columns) -> Iterator[tuple[str, objec
         raise ValueError(f"{path}: {error}") from error
 
 
-def _saved_dataset(path: Path, advance: Advance, columns) -> Iterator[tuple[str, object]]:
+def _saved_dataset(path: Path, advance: Advance, columns: Collection[str]) -> Iterator[tuple[str, object]]:
     try:
         import datasets
     except ImportError as error:
@@ -171,14 +175,18 @@ def _saved_dataset(path: Path, advance: Advance, columns) -> Iterator[tuple[str,
             split.column_names,
             [name for name in split.column_names if name in columns],
             split.num_rows,
-            lambda known, split=split: split.select_columns(known).with_format("arrow").iter(ROWS),
+            functools.partial(_arrow_batches, split),
             lambda rows: advance(rows / num_rows),
         )
 
 
+def _arrow_batches(split: Any, known: list[str]) -> Any:
+    return split.select_columns(known).with_format("arrow").iter(ROWS)
+
+
 def _rows(
-    path: str, names: list[str], known: list[str], num_rows: int, read: Callable, advance
-) -> Iterator[tuple[str, dict]]:
+    path: str, names: list[str], known: list[str], num_rows: int, read: Callable[[list[str]], Any], advance: Advance
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """``read(known)`` gives batches of Arrow columns; the others of ``names`` are never read."""
     if not num_rows:
         return
@@ -195,7 +203,7 @@ def _rows(
         advance(batch.num_rows)
 
 
-def _values(column) -> list:
+def _values(column: Any) -> list[Any]:
     """Python values; lists of numbers as numpy arrays, which is many times faster."""
     import pyarrow as pa
     import pyarrow.compute

@@ -1,6 +1,6 @@
 """What packing would save, from lengths: the same documents as padded batches, padding-free and as packed rows."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,7 +17,7 @@ class _Units(NamedTuple):
     flops: torch.Tensor
 
 
-def length_statistics(lengths: torch.Tensor) -> dict:
+def length_statistics(lengths: torch.Tensor) -> dict[str, Any]:
     """Mean, quantiles and a histogram over powers of two.
 
     Example:
@@ -45,7 +45,9 @@ def length_statistics(lengths: torch.Tensor) -> dict:
     }
 
 
-def layouts(lengths: torch.Tensor, *, capacity: int, batch_size: int, dp: int, overlong: str, hidden_size: int) -> dict:
+def layouts(
+    lengths: torch.Tensor, *, capacity: int, batch_size: int, dp: int, overlong: str, hidden_size: int
+) -> dict[str, Any]:
     """The same documents laid out in every way, and the time of an epoch of each.
 
     A step is, on each of ``dp`` ranks, one batch of ``batch_size`` documents in the order of arrival, or one packed
@@ -85,10 +87,10 @@ def layouts(lengths: torch.Tensor, *, capacity: int, batch_size: int, dp: int, o
     def flops(slots: torch.Tensor) -> torch.Tensor:
         return a * slots + b * slots**2
 
-    def pack(strategy: str, **options) -> po.Packing:
+    def pack(strategy: str, **options: Any) -> po.Packing:
         return po.pack_sequences(lengths, capacity, strategy=strategy, overlong=overlong, **options)
 
-    def rows_for_ranks(strategy: str, **options) -> po.Packing:
+    def rows_for_ranks(strategy: str, **options: Any) -> po.Packing:
         try:
             return pack(strategy, bins_multiple_of=dp, **options)
         except ValueError:  # too few documents for a row on every rank: some ranks have none in the last step
@@ -161,7 +163,7 @@ def _epoch(units: _Units, dp: int) -> _Epoch:
     return _Epoch(slots.shape[0], float(slots.amax(1).sum()), slowest, float(flops.sum()) / (dp * slowest))
 
 
-def _layout(rows: int, num_tokens: int, units: _Units, dp: int, today: _Epoch) -> dict:
+def _layout(rows: int, num_tokens: int, units: _Units, dp: int, today: _Epoch) -> dict[str, Any]:
     epoch, slots = _epoch(units, dp), int(units.slots.sum())
     ratios = {name: getattr(today, name) / getattr(epoch, name) for name in ("tokens", "flops")}
     return {

@@ -1,6 +1,7 @@
 """The report as tables: drawn by rich where rich is installed, otherwise plain."""
 
 import math
+from typing import Any
 
 WIDTH = 110  # of a terminal, or a file
 _NOTED = {"empty": "empty, left out", "no target": "without a target (labels all ignored, no answer), kept"}
@@ -19,7 +20,7 @@ def printable(text: str, most: int | None = None) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def show_report(report: dict) -> None:
+def show_report(report: dict[str, Any]) -> None:
     """Prints a make_report result to stdout: what follows from it, then every table."""
     settings, examples = report["settings"], report["examples"]
     _heading(conclusion(report), "bold")
@@ -44,7 +45,7 @@ def show_report(report: dict) -> None:
         _layouts(report)
 
 
-def conclusion(report: dict) -> str:
+def conclusion(report: dict[str, Any]) -> str:
     """One sentence: what packing would save, or that it would not.
 
     Example:
@@ -69,17 +70,17 @@ def conclusion(report: dict) -> str:
     )
 
 
-def _speeds(layout: dict, other: dict) -> list[float]:
+def _speeds(layout: dict[str, Any], other: dict[str, Any]) -> list[float]:
     """How many times as fast an epoch of ``layout`` is as one of ``other``: by tokens and by flops, ascending."""
     return sorted(layout["epoch_time_ratio"][by] / other["epoch_time_ratio"][by] for by in ("tokens", "flops"))
 
 
-def _as_fast(layout: dict, other: dict) -> str:
+def _as_fast(layout: dict[str, Any], other: dict[str, Any]) -> str:
     low, high = (f"{speed:.{1 if speed >= 2 else 2}f}" for speed in _speeds(layout, other))
     return f"{low} times" if low == high else f"{low} to {high} times"
 
 
-def _warning(report: dict) -> str:
+def _warning(report: dict[str, Any]) -> str:
     documents, in_bytes = report["examples"]["documents"], report["in_bytes"]
     which = "" if in_bytes == documents else f" OF {in_bytes:,} OF {documents:,} DOCUMENTS"
     return (
@@ -88,7 +89,7 @@ def _warning(report: dict) -> str:
     )
 
 
-def _overlong_rows(report: dict) -> list[list[str]]:
+def _overlong_rows(report: dict[str, Any]) -> list[list[str]]:
     overlong, capacity = report["overlong"], report["settings"]["capacity"]
     if not overlong["documents"]:
         return []
@@ -98,7 +99,7 @@ def _overlong_rows(report: dict) -> list[list[str]]:
     return [[f"over {capacity:,} tokens, {fate}{lost}", f"{overlong['documents']:,}"]]
 
 
-def _lengths(report: dict) -> None:
+def _lengths(report: dict[str, Any]) -> None:
     lengths, examples = report["lengths"], report["examples"]
     most = max(bucket["documents"] for bucket in lengths["histogram"])
     quantiles = ", ".join(f"{name} {lengths[name]:,}" for name in ("p10", "p50", "p90", "p99", "max"))
@@ -118,20 +119,20 @@ def _lengths(report: dict) -> None:
     )
 
 
-def length_label(report: dict) -> str:
+def length_label(report: dict[str, Any]) -> str:
     if not report["in_bytes"]:
         return "Length in tokens"
     all_bytes = report["in_bytes"] == report["examples"]["documents"]
     return "Length in bytes, not tokens" if all_bytes else "Length in tokens or bytes"
 
 
-def layout_label(name: str, settings: dict) -> str:
+def layout_label(name: str, settings: dict[str, Any]) -> str:
     if name in _BATCHES:
         return f"{_BATCHES[name]}, batches of {settings['batch_size']}"
     return f"packed, {name}"
 
 
-def _layouts(report: dict) -> None:
+def _layouts(report: dict[str, Any]) -> None:
     settings, model = report["settings"], report["model"]
     named = [(layout_label(name, settings), layout) for name, layout in report["layouts"].items()]
     parallel = settings["dp"] > 1

@@ -1,12 +1,12 @@
 """Examples to tokens: how many each has, or why the tokenizer refused it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from packing_ops.report.chats import Unreadable, for_template
 from packing_ops.report.examples import Example
 
-Counter = Callable[[list[Example]], list[int | Unreadable]]
+Counter = Callable[[list[Example]], Sequence[int | Unreadable]]
 
 
 def token_counter(tokenizer: str) -> Counter:
@@ -42,19 +42,20 @@ def _pretrained(folder: str) -> Counter:
     def templated(example: Example) -> str | Unreadable:
         try:
             return tokenizer.apply_chat_template(
-                for_template(example.messages), tools=example.tools, tokenize=False, **example.template_options
+                for_template(example.messages or []), tools=example.tools, tokenize=False, **example.template_options
             )
         except Exception as error:  # a template is a program of its author's, and raises what it likes
             return Unreadable("refused by the tokenizer", f"chat template: {error}")
 
     def count(examples: list[Example]) -> list[int | Unreadable]:
-        counts = [example.num_tokens for example in examples]
-        plain, chats = {}, {}  # texts by index
+        counts: list[int | Unreadable] = [0] * len(examples)
+        plain: dict[int, str] = {}  # texts by index
+        chats: dict[int, str] = {}
         for i, example in enumerate(examples):
-            if counts[i] is not None:
-                continue
-            if not any(example.texts):
-                counts[i] = 0  # special tokens alone are no example
+            if example.num_tokens is not None:
+                counts[i] = example.num_tokens
+            elif not any(example.texts):
+                continue  # special tokens alone are no example
             elif not (example.messages and tokenizer.chat_template):
                 plain[i] = "".join(example.texts)
             elif isinstance(text := templated(example), Unreadable):

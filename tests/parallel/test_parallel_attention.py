@@ -1,5 +1,6 @@
 """Attention over a group: out and gradients of one process, to the bit where that is promised."""
 
+import dataclasses
 import datetime
 import functools
 import random
@@ -9,10 +10,18 @@ import torch
 import torch.distributed as dist
 from helpers import cu_seqlens_of
 from processes import message_of, spawn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import packing_ops as po
-from packing_ops.parallel import gathered_attention, shard_indices, ulysses_attention, unshard
+from packing_ops.parallel import (
+    gathered_attention,
+    shard_indices,
+    ulysses_attention,
+    unshard,
+    varlen_attention_over,
+)
+from packing_ops.parallel.collectives import process_group
 
 WORLDS = (2, 4)
 ATTENTION = {"ulysses": ulysses_attention, "gathered": gathered_attention}
@@ -111,6 +120,22 @@ def disagreements():
         dtype = on_rank_1(torch.bfloat16, torch.float32)
         mixed = [t.to(dtype) for t in (q, k, v)]
         found[name, "dtype"] = message_of(lambda a=attention, m=mixed: a(*m, metadata, softcap=7.0))
+        found[name, "v.dtype"] = message_of(lambda a=attention, d=dtype: a(q, k, v.to(d), metadata, softcap=9.0))
+        wide = torch.randn(4, 4, on_rank_1(16, 8))
+        found[name, "v head_dim"] = message_of(lambda a=attention, w=wide: a(q, k, w, metadata, softcap=10.0))
+        wanted = q.clone().requires_grad_(on_rank_1(False, True))
+        found[name, "requires_grad"] = message_of(lambda a=attention, w=wanted: a(w, k, v, metadata, softcap=11.0))
+        fewer = [t[: on_rank_1(3, 4)] for t in (q, k, v)]
+        found[name, "rows of one row"] = message_of(lambda a=attention, t=fewer: a(*t, metadata, softcap=12.0))
+        limits = {"causal": bool(on_rank_1(False, True)), "window_size": (2, 0), "softcap": 13.0}
+        found[name, "causal, of a window"] = message_of(lambda a=attention, o=limits: a(q, k, v, metadata, **o))
+        other = on_rank_1(*ATTENTION.values()) if name == "gathered" else on_rank_1(*[*ATTENTION.values()][::-1])
+        found[name, "attention"] = message_of(lambda a=other: a(q, k, v, metadata, softcap=14.0))
+        ends = torch.full((4 * ranks,), on_rank_1(2, 3), dtype=torch.int32)
+        seen = dataclasses.replace(metadata, visible_end=ends)
+        found[name, "visible_end"] = message_of(lambda a=attention, m=seen: a(q, k, v, m, softcap=15.0))
+        over = functools.partial(varlen_attention_over, None, q, k, v, metadata)
+        found[name, "over"] = message_of(lambda o=over: o(window_size=on_rank_1((2, 0), (3, 0)), softcap=16.0))
         half = q, k.bfloat16(), v
         found[name, "mixed dtypes"] = message_of(lambda a=attention, h=half: a(*h, metadata, softcap=8.0))
     uneven = torch.randn(4, 9, 8), torch.randn(4, 3, 8), torch.randn(4, 3, 8)
@@ -144,6 +169,45 @@ def edge_cases():
     own = shard_indices(row, ranks, dist.get_rank(), scheme="zigzag")
     found["unshard"] = torch.equal(x.grad, weights[own] * sum(range(1, ranks + 1)))
     return found
+
+
+def refused():
+    """What would be wrong without a word, or is of no use."""
+    ranks, found = dist.get_world_size(), {}
+    metadata = po.PackedMetadata.from_lengths([4 * ranks])
+    q, k, v = (torch.randn(4, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (8, 4, 4))
+    for name, attention in ATTENTION.items():
+        (dq,) = torch.autograd.grad(attention(q, k, v, metadata).square().sum(), q, create_graph=True)
+        found[name, "second derivative"] = message_of(lambda d=dq: torch.autograd.grad(d.square().sum(), q))
+    x = torch.randn(3, 2, requires_grad=True)
+    row = po.PackedMetadata.from_lengths([3 * ranks])
+    (dx,) = torch.autograd.grad(unshard(x, row).pow(3).sum(), x, create_graph=True)
+    found["second derivative of unshard"] = message_of(lambda: torch.autograd.grad(dx.square().sum(), x))
+    found["unshard, total"] = message_of(lambda: unshard(x, row, total=3 * ranks + 1))
+    found["unshard, rows"] = message_of(lambda: unshard(x[None], row))
+    found["unshard, scalar"] = message_of(lambda: unshard(x.sum(), row))
+    mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("rows", "sequence"))
+    found["mesh"] = message_of(lambda: gathered_attention(q, k, v, metadata, mesh))
+    found["mesh of one dimension"] = message_of(lambda: gathered_attention(q, k, v, metadata, mesh["sequence"]))
+    of_rank_0 = dist.new_group([0])
+    found["not in the group"] = message_of(lambda: on_rank_1(process_group, str)(of_rank_0))
+    return found
+
+
+def with_visible_end():
+    """(difference of Ulysses from one process, what it is called for, the refusal of gathered keys)."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    q, k, v, *_ = whole_tensors(4 * ranks, (8, 4), torch.float64)
+    metadata = po.PackedMetadata.from_lengths([3, 4 * ranks - 3])
+    visible_end = po.visible_end_from_prefix_lengths(torch.tensor([2, 3]), metadata)
+    metadata = dataclasses.replace(metadata, visible_end=visible_end)
+    expected = po.varlen_attention(q, k, v, metadata)
+    difference = expected - po.varlen_attention(q, k, v, metadata.cu_seqlens)
+    own = shard_indices(metadata, ranks, rank, scheme="zigzag")
+    mine = [t[own] for t in (q, k, v)]
+    out, choice = varlen_attention_over(None, *mine, metadata, scheme="zigzag", explain=True)
+    refusal = message_of(lambda: gathered_attention(*mine, metadata, scheme="zigzag"))
+    return difference.abs().max().item(), torch.equal(out, expected[own]), choice.name, refusal
 
 
 def compiled():
@@ -190,6 +254,7 @@ def every_case():
     for dtype in (torch.float32, torch.bfloat16):
         found["bits", str(dtype)] = compared("ulysses", "zigzag", (8, 4), {"sinks": True}, dtype=dtype)
     found["disagreements"], found["edges"], found["compiled"] = disagreements(), edge_cases(), compiled()
+    found["refused"], found["visible_end"] = refused(), with_visible_end()
     found["left alone"] = left_alone()
     return found
 
@@ -225,11 +290,19 @@ def test_bits_in_other_dtypes(dtype, by_rank):
 WORDS = {
     "window": "window_size[0]: expected 3 on all {ranks} ranks as on rank 0, got 2 on rank 1",
     "scale": "softmax_scale: expected None on all {ranks} ranks as on rank 0, got 0.5 on rank 1",
-    "causal": "causal: expected 1 on all {ranks} ranks as on rank 0, got 0 on rank 1",
+    "causal": "causal: expected True on all {ranks} ranks as on rank 0, got False on rank 1",
     "rows": "q rows: expected 4 on all {ranks} ranks as on rank 0, got 3 on rank 1",
     "documents": "cu_seqlens (checksum): expected ",
     "dtype": "q.dtype: expected float32 on all {ranks} ranks as on rank 0, got bfloat16 on rank 1",
     "mixed dtypes": "k: expected float32",
+    "v.dtype": "v.dtype: expected float32 on all {ranks} ranks as on rank 0, got bfloat16 on rank 1",
+    "v head_dim": "v head_dim: expected 8 on all {ranks} ranks as on rank 0, got 16 on rank 1",
+    "requires_grad": "q, k or v requires_grad: expected True on all {ranks} ranks as on rank 0, got False on rank 1",
+    "rows of one row": "q rows: expected 4 on all {ranks} ranks as on rank 0, got 3 on rank 1",
+    "causal, of a window": "causal: expected True on all {ranks} ranks as on rank 0, got False on rank 1",
+    "attention": "attention: expected {name}_attention on all {ranks} ranks as on rank 0, got ",
+    "visible_end": "visible_end (checksum): expected ",
+    "over": "window_size[0]: expected 3 on all {ranks} ranks as on rank 0, got 2 on rank 1",
 }
 
 
@@ -238,7 +311,7 @@ WORDS = {
 def test_ranks_that_disagree_are_named(name, case, by_rank):
     for found in by_rank:
         message = found["disagreements"][name, case]
-        assert WORDS[case].format(ranks=len(by_rank)) in message
+        assert WORDS[case].format(ranks=len(by_rank), name=name) in message
         assert message.startswith("ValueError: ")
         assert "rank 1" in message or case == "mixed dtypes"
 
@@ -256,6 +329,34 @@ def test_edges(by_rank):
     for found in by_rank:
         for case, result in found["edges"].items():
             assert result[0] <= 1e-12 if isinstance(result, tuple) else result is True, case
+
+
+def test_refusals(by_rank):
+    ranks = len(by_rank)
+    named = "expected a DeviceMesh of one dimension, as mesh[name] gives it, got 2 dimensions ('rows', 'sequence')"
+    for rank, found in enumerate(by_rank):
+        refused = found["refused"]
+        for name in ATTENTION:
+            what = f"packing_ops.parallel.{name}_attention has no second derivative"
+            assert refused[name, "second derivative"] == f"NotImplementedError: {what}"
+        assert "packing_ops.parallel.unshard has no second derivative" in refused["second derivative of unshard"]
+        assert refused["unshard, total"] == (
+            f"ValueError: total: expected 0 to the {3 * ranks} rows of {ranks} ranks, got {3 * ranks + 1}"
+        )
+        assert f"documents: expected total={ranks} like the rows of {ranks} ranks" in refused["unshard, rows"]
+        assert refused["unshard, scalar"] == "ValueError: rows: expected [rows, ...], got float32 []"
+        assert refused["mesh"] == f"ValueError: group: {named}"
+        assert refused["mesh of one dimension"] == "no error"
+        if rank == 1:
+            assert "group: expected a group that this process is in" in refused["not in the group"]
+
+
+def test_visible_end(by_rank):
+    for found in by_rank:
+        difference, same_bits, name, refusal = found["visible_end"]
+        assert difference > 0.1
+        assert (same_bits, name) == (True, "ulysses")
+        assert refusal.startswith("NotImplementedError: documents: expected no visible_end with gathered keys, got a")
 
 
 def test_compiled(by_rank):

@@ -126,6 +126,10 @@ def refusals():
         for name in ("cu_seq_lens_q", "position_ids", "shift_labels")
     }
     found["num_items_in_batch"] = message_of(lambda: model(**shard))
+    whole = {name: value for name, value in batch.items() if name != "labels"}
+    found["cu_seq_lens_q of a row that is not sharded"] = message_of(lambda: model(**whole))
+    own = torch.tensor([0, shard["input_ids"].shape[1]], dtype=torch.int32)
+    found["cu_seq_lens_q of the part"] = message_of(lambda: model(**unlabelled | {"cu_seq_lens_q": own}))
     found["attention_mask"] = message_of(
         lambda: model(**unlabelled, attention_mask=torch.ones_like(shard["input_ids"]))
     )
@@ -229,6 +233,8 @@ WORDS = {
     "num_items_in_batch": "num_items_in_batch: expected beside labels with a sequence_group, count_targets counts",
     "attention_mask": "attention_mask: expected None with a sequence_group",
     "rope": "sequence_group: expected a model whose attention runs over several ranks, got LlamaForCausalLM scales RoPE",
+    "cu_seq_lens_q of a row that is not sharded": "cu_seq_lens_q: expected to end at ",
+    "cu_seq_lens_q of the part": "cu_seq_lens_q: expected to end at ",
 }
 
 

@@ -1,5 +1,7 @@
 """A packed row over ranks, without processes: every slot once, equally many on each rank, targets that cross ranks."""
 
+import dataclasses
+
 import pytest
 import torch
 from helpers import cu_seqlens_of
@@ -10,6 +12,7 @@ import packing_ops as po
 from packing_ops.data import thd_partition_indices
 from packing_ops.parallel import choose_attention, count_targets, shard_indices, shard_of, sharded_loss
 from packing_ops.parallel.key_layout import RowSpans, key_layout
+from packing_ops.parallel.sharding import whole_row
 
 SCHEMES = ("contiguous", "zigzag")
 rows = st.lists(st.integers(0, 40), min_size=1, max_size=8)
@@ -68,11 +71,11 @@ def test_only_keys_that_are_seen_are_moved(lengths, ranks, scheme, causal, left)
         if left >= 0:
             seen &= position[k] >= position[q] - left
         needed = seen.any(0).nonzero()[:, 0].tolist()
-        if layout.send_index is None:
+        if layout.exchange is None:
             received = torch.cat(own)
         else:
-            parts = [sender.send_index.split(sender.send)[rank] for sender in layouts]
-            assert [len(part) for part in parts] == list(layout.receive)
+            parts = [sender.exchange.index.split(sender.exchange.send)[rank] for sender in layouts]
+            assert [len(part) for part in parts] == layout.exchange.receive
             received = torch.cat([own[r][part] for r, part in enumerate(parts)])
             assert sorted(received.tolist()) == needed
         count = int(layout.cu_seqlens_k[-1])
@@ -119,6 +122,42 @@ def test_shards_of_a_batch(form, scheme):
     assert shards[0].get("name", "kept") == "kept"
 
 
+@pytest.mark.parametrize("lengths", [[1, 2], [1, 1, 1, 2], [1, 1, 1], [1]])
+def test_short_documents(lengths):
+    """There may be as many documents as slots, or slots as cu_seqlens: what tells documents is never cut."""
+    metadata = po.PackedMetadata.from_lengths(lengths)
+    beside = {"packed_seq_lengths": metadata.lengths, "num_items_in_batch": torch.tensor([sum(lengths)])}
+    batch = batch_of(lengths, "transformers") | {"cu_seqlens": metadata.cu_seqlens.long(), **beside}
+    for rank in range(2):
+        shard = shard_of(batch, ranks=2, rank=rank)
+        assert shard["input_ids"].shape == (1, -(-sum(lengths) // 2))
+        for name in ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", *beside):
+            assert torch.equal(shard[name], batch[name])
+
+
+def test_visible_end_of_a_padded_row():
+    visible_end = torch.tensor([2, 2, 3, 3, 3], dtype=torch.int32)
+    metadata = dataclasses.replace(po.PackedMetadata.from_lengths([2, 3]), visible_end=visible_end)
+    shard = shard_of({"input_ids": torch.arange(5), "metadata": metadata}, ranks=2, rank=1)
+    assert shard["metadata"].visible_end.tolist() == [2, 2, 3, 3, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("labels", (1, 7)),
+        ("shift_labels", (7,)),
+        ("position_ids", (3, 1, 8)),  # of multimodal RoPE
+        ("attention_mask", (1, 1, 8, 8)),
+        ("loss_mask", (1, 7)),
+    ],
+)
+def test_tensors_that_do_not_have_the_row_s_slots(name, shape):
+    batch = {"input_ids": torch.arange(8)[None], "documents": po.PackedMetadata.from_lengths([5, 3])}
+    with pytest.raises(ValueError, match=rf"^{name}: expected \[total=8\] or \[1, total\] of the row, got"):
+        shard_of(batch | {name: torch.ones(shape, dtype=torch.int64)}, ranks=2, rank=0)
+
+
 def test_bad_batches():
     with pytest.raises(ValueError, match="batch: expected a PackedMetadata, cu_seq_lens_q or position_ids, got none"):
         shard_of({"input_ids": torch.arange(4)}, ranks=2, rank=0)
@@ -132,6 +171,13 @@ def test_bad_batches():
         shard_of(batch_of([4], "metadata"), ranks=2, rank=2)
     with pytest.raises(ValueError, match="total: expected a multiple of the 2 ranks, got 5"):
         shard_indices(cu_seqlens_of([5]), 2, 0, total=5)
+
+
+def test_int64_documents_are_cast_once():
+    """Layouts are kept with the int32 tensor: a new one in each layer would be a synchronisation in each."""
+    cu_seqlens = torch.tensor([0, 3, 8])
+    assert whole_row(cu_seqlens, 4, 2).dtype == torch.int32
+    assert whole_row(cu_seqlens, 4, 2) is whole_row(cu_seqlens, 4, 2)
 
 
 def test_loss_of_shards():
@@ -157,3 +203,12 @@ def test_choice():
     assert "window_size" in both_sides.why
     with pytest.raises(ValueError, match="num_q_heads: expected a multiple of the 4 ranks, got 30, and window_size"):
         choose_attention(short, **{**heads, "num_heads": 30, "num_kv_heads": 30}, causal=False, window_size=(3, 3))
+
+
+def test_choice_for_a_visible_end():
+    metadata = dataclasses.replace(po.PackedMetadata.from_lengths([64]), visible_end=torch.full((64,), 64).int())
+    heads = {"num_kv_heads": 4, "ranks": 4, "rows": 16}
+    chosen = choose_attention(metadata, num_heads=8, **heads)
+    assert (chosen.name, chosen.why) == ("ulysses", "documents: expected no visible_end for gathered keys")
+    with pytest.raises(ValueError, match="num_q_heads: expected a multiple of the 4 ranks, got 6, and documents:"):
+        choose_attention(metadata, num_heads=6, **heads)

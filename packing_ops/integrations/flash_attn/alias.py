@@ -7,11 +7,15 @@ transformers asks for the distribution "flash-attn" and its version before it us
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import re
 import sys
 import warnings
+from collections.abc import Iterator, Sequence
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 # The interface that is served; the local part says by whom, as flash-attn's own wheels say what they were built for.
 VERSION = "2.8.3+packing.ops"
@@ -82,20 +86,21 @@ class _AliasSpec(ModuleSpec):
     """A spec whose modules remove_flash_attn_alias may take away."""
 
 
-class _Loader:
-    def create_module(self, spec):
+class _Loader(Loader):
+    def create_module(self, spec: ModuleSpec) -> None:
         return None
 
-    def exec_module(self, module):
+    def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
-        if _MODULES[name] is not None:
-            source = importlib.import_module(_MODULES[name])
+        path = _MODULES[name]
+        if path is not None:
+            source = importlib.import_module(path)
             module.__file__ = source.__file__
             module.__doc__ = source.__doc__
             public = getattr(source, "__all__", None) or [n for n in vars(source) if n.startswith("flash_attn_")]
             module.__dict__.update({n: getattr(source, n) for n in public})
         if name == "flash_attn":
-            module.__version__ = VERSION
+            module.__dict__["__version__"] = VERSION
 
 
 _METADATA = {
@@ -108,15 +113,20 @@ _METADATA = {
 class _Distribution(importlib.metadata.Distribution):
     """The metadata of a flash-attn that nobody installed; its summary says what it is."""
 
-    def read_text(self, filename):
+    def read_text(self, filename: str) -> str | None:
         return _METADATA.get(str(filename))
 
-    def locate_file(self, path):
+    def locate_file(self, path: str | os.PathLike[str]) -> Path:
         return Path(__file__).parent / path
 
 
+_Context = importlib.metadata.DistributionFinder.Context
+
+
 class _Finder(importlib.metadata.DistributionFinder):
-    def find_spec(self, fullname, path=None, target=None):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if fullname in _MODULES:
             return _AliasSpec(fullname, _Loader(), origin=_HERE, is_package=fullname in _PACKAGES)
         if fullname.startswith("flash_attn."):
@@ -127,7 +137,7 @@ class _Finder(importlib.metadata.DistributionFinder):
             )
         return None
 
-    def find_distributions(self, context=importlib.metadata.DistributionFinder.Context()):  # noqa: B008
+    def find_distributions(self, context: _Context = _Context()) -> Iterator[importlib.metadata.Distribution]:  # noqa: B008
         if context.name is None or re.sub(r"[-_.]+", "-", context.name).lower() == "flash-attn":
             yield _Distribution()
 

@@ -37,8 +37,17 @@ def flash_attn_func(
         NotImplementedError, ValueError: as packing_ops.flash_attn_func.
     """
     window_size = _window(window_size, causal)
-    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return flash_attn.flash_attn_func(q, k, v, *options, s_aux)
+    options: tuple[Any, ...] = (
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+    return flash_attn.flash_attn_func(q, k, v, *options, s_aux)  # type: ignore[call-overload]
 
 
 def flash_attn_varlen_func(
@@ -73,8 +82,17 @@ def flash_attn_varlen_func(
     """
     window_size = _window(window_size, causal)
     seqlens_args = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return flash_attn.flash_attn_varlen_func(q, k, v, *seqlens_args, *options, block_table, s_aux)
+    options: tuple[Any, ...] = (
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+    return flash_attn.flash_attn_varlen_func(q, k, v, *seqlens_args, *options, block_table, s_aux)  # type: ignore[call-overload]
 
 
 def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args: Any, **kwargs: Any) -> Attended:
@@ -84,7 +102,8 @@ def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args: Any, **kwargs: Any) -> A
         >>> flash_attn_qkvpacked_func(torch.zeros(2, 5, 3, 4, 64), causal=True).shape
         torch.Size([2, 5, 4, 64])
     """
-    return flash_attn_func(*_parts("qkv", qkv, 5, 2, 3), *args, **kwargs)
+    q, k, v = _parts("qkv", qkv, 5, 2, 3)
+    return flash_attn_func(q, k, v, *args, **kwargs)
 
 
 def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **kwargs: Any) -> Attended:
@@ -94,7 +113,8 @@ def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **kw
         >>> flash_attn_kvpacked_func(torch.zeros(2, 5, 4, 64), torch.zeros(2, 7, 2, 1, 64)).shape
         torch.Size([2, 5, 4, 64])
     """
-    return flash_attn_func(q, *_parts("kv", kv, 5, 2, 2), *args, **kwargs)
+    k, v = _parts("kv", kv, 5, 2, 2)
+    return flash_attn_func(q, k, v, *args, **kwargs)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -107,8 +127,8 @@ def flash_attn_varlen_qkvpacked_func(
         >>> flash_attn_varlen_qkvpacked_func(torch.zeros(5, 3, 4, 64), cu_seqlens, 3, causal=True).shape
         torch.Size([5, 4, 64])
     """
-    seqlens_args = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    return flash_attn_varlen_func(*_parts("qkv", qkv, 4, 1, 3), *seqlens_args, *args, **kwargs)
+    q, k, v = _parts("qkv", qkv, 4, 1, 3)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **kwargs)
 
 
 def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **kwargs: Any) -> Attended:
@@ -120,7 +140,8 @@ def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: An
         >>> flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens, cu_seqlens, 3, 3).shape
         torch.Size([5, 4, 64])
     """
-    return flash_attn_varlen_func(q, *_parts("kv", kv, 4, 1, 2), *args, **kwargs)
+    k, v = _parts("kv", kv, 4, 1, 2)
+    return flash_attn_varlen_func(q, k, v, *args, **kwargs)
 
 
 def flash_attn_with_kvcache(
@@ -147,7 +168,7 @@ def flash_attn_with_kvcache(
     )
 
 
-def _window(window_size, causal: bool) -> tuple[int, int]:
+def _window(window_size: tuple[int, int], causal: bool) -> tuple[int, int]:
     left, right = window_size
     return (left, 0) if causal else (left, right)
 

@@ -8,6 +8,7 @@ of the alignment in their row too, as packed collators lay them out.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -188,18 +189,18 @@ class _Gathered(torch.autograd.Function):
     """The ranks' parts end to end; the gradient of a rank's own part."""
 
     @staticmethod
-    def forward(ctx, local, group):
+    def forward(ctx: Any, local: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
         ctx.rank, ctx.rows = group.rank(), local.shape[0]
         parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(group.size())]
         torch.distributed.all_gather(parts, local.contiguous(), group=group)
         return torch.cat(parts)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad.narrow(0, ctx.rank * ctx.rows, ctx.rows), None
 
 
-def _params(**fields) -> PackedSeqParams:
+def _params(**fields: Any) -> PackedSeqParams:
     """PackedSeqParams of those fields that the installed megatron-core has."""
     known = {field.name for field in dataclasses.fields(PackedSeqParams)}
     missing = [name for name in _NEEDED if name not in known]

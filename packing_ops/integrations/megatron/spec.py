@@ -33,14 +33,14 @@ def use_packing_ops(spec: Any) -> Any:
     """
     if callable(spec) and not isinstance(spec, (ModuleSpec, type)):
         return functools.wraps(spec)(lambda *args, **kwargs: use_packing_ops(spec(*args, **kwargs)))
-    replaced = []
+    replaced: list[Any] = []
     copied = _copied(spec, replaced)
     if not replaced:
         raise ValueError(f"spec: expected a layer or block spec with core_attention in it, got {spec!r:.200}")
     return copied
 
 
-def _copied(part, replaced):
+def _copied(part: Any, replaced: list[Any]) -> Any:
     """Containers anew, what they hold in the end (classes, functions, numbers) as it is."""
     if isinstance(part, dict):
         return {key: _copied(value, replaced) for key, value in part.items()}
@@ -59,7 +59,7 @@ def _copied(part, replaced):
     return new
 
 
-def _core_attention(old):
+def _core_attention(old: Any) -> Any:
     if isinstance(old, functools.partial):
         return functools.partial(PackingDotProductAttention, *old.args, **old.keywords)
     if not isinstance(old, ModuleSpec):

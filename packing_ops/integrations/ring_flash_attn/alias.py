@@ -3,8 +3,10 @@
 import importlib.util
 import sys
 import warnings
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 from packing_ops.integrations.ring_flash_attn import hf, llama3
 
@@ -70,8 +72,8 @@ def remove_ring_flash_attn_alias() -> None:
             del sys.modules[name]
 
 
-def _not_served(module_name):
-    def __getattr__(name):
+def _not_served(module_name: str) -> Callable[[str], Any]:
+    def __getattr__(name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         served = ", ".join(public for _, names in _MODULES[module_name] for public in names)

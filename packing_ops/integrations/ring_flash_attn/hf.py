@@ -4,6 +4,8 @@ apply_packing_ops(model, sequence_group=group) does the same for one model, with
 state of the process; these functions are for code that is written for ring_flash_attn.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -13,8 +15,8 @@ from packing_ops.integrations.ring_flash_attn.llama3 import (
 )
 
 _NAME = "flash_attention_2"
-_substituted: dict = {}  # {"stock": what transformers had, "group": ...}; emptied by restore_hf_flash_attn
-_row: dict = {}  # the documents of the row that the models run on
+_substituted: dict[str, Any] = {}  # {"stock": what transformers had, "group": ...}; emptied by restore_hf_flash_attn
+_row: dict[str, Any] = {}  # the documents of the row that the models run on
 
 
 def update_ring_flash_attn_params(cu_seqlens: torch.Tensor, process_group: dist.ProcessGroup) -> None:
@@ -73,7 +75,7 @@ def restore_hf_flash_attn() -> None:
     _row.clear()
 
 
-def _table():
+def _table() -> Any:
     try:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     except ImportError as error:
@@ -82,9 +84,19 @@ def _table():
 
 
 def flash_attention_forward(
-    module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, softcap=None,
-    s_aux=None, is_causal=None, **kwargs,
-):  # fmt: skip
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
     """query ``[1, num_heads, rows, head_dim]`` -> (``[1, rows, num_heads, head_dim]``, None)."""
     if "prepared" not in _row:
         raise ValueError("cu_seqlens: expected update_ring_flash_attn_params before the forward, got none")
@@ -93,10 +105,10 @@ def flash_attention_forward(
         raise NotImplementedError("is_causal: expected True under substitute_hf_flash_attn, got False")
     if query.shape[0] != 1:
         raise ValueError(f"query: expected one packed row, got a batch of {query.shape[0]}")
-    heads = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     cu_q, cu_k, max_q, max_k, keys = _row["prepared"]
     out = llama3_flash_attn_varlen_func(
-        *heads, cu_q, cu_k, max_q, max_k, 1, keys, dropout, scaling, True,
+        q, k, v, cu_q, cu_k, max_q, max_k, 1, keys, dropout, scaling, True,
         (-1, -1) if sliding_window is None else (sliding_window - 1, 0),
         group=_row["group"], softcap=softcap or 0.0, sinks=s_aux,
     )  # fmt: skip

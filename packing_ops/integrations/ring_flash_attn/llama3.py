@@ -1,5 +1,6 @@
 """ring_flash_attn's llama3 functions: contiguous rows on the ranks of a group, keys gathered."""
 
+import itertools
 from typing import Any
 
 import torch
@@ -44,16 +45,17 @@ def llama3_flash_attn_prepare_cu_seqlens(
             "document of its own"
         )
     first, last = rank * total // world_size, (rank + 1) * total // world_size
-    starts, ends = ends[:-1].tolist(), ends[1:].tolist()
-    mine = [(start, end) for start, end in zip(starts, ends, strict=True) if start < last and end > first]
+    spans = itertools.pairwise(ends.tolist())
+    mine = [(start, end) for start, end in spans if start < last and end > first]
     queries = [min(end, last) - max(start, first) for start, end in mine]
     keys = [(min(end, last) if causal else end) - start for start, end in mine]
-    cumulated = [
+    of_queries, of_keys = (
         torch.tensor([0, *each], dtype=torch.int32, device="cpu").cumsum(0).int().to(cu_seqlens.device)
         for each in (queries, keys)
-    ]
+    )
     begin = mine[0][0] if mine else first
-    return *cumulated, max(queries, default=0), max(keys, default=0), slice(begin, begin + sum(keys))
+    longest = max(queries, default=0), max(keys, default=0)
+    return of_queries, of_keys, *longest, slice(begin, begin + sum(keys))
 
 
 def llama3_flash_attn_varlen_func(
@@ -116,20 +118,29 @@ def llama3_flash_attn_varlen_func(
     total = group.size() * len(k)
     documents = cu_seqlens_q, cu_seqlens_k
     layout = kept_with(
-        documents, ("keys of a slice", local_k_slice.start, local_k_slice.stop, total),
-        lambda: _layout(*documents, local_k_slice, total),
+        documents, ("keys of a slice", local_k_slice.start, local_k_slice.stop, len(q), total),
+        lambda: _layout(*documents, local_k_slice, len(q), total),
     )  # fmt: skip
-    options = {"causal": causal, "softmax_scale": softmax_scale, "window_size": window, "softcap": softcap}
+    options: dict[str, Any] = {
+        "causal": causal,
+        "softmax_scale": softmax_scale,
+        "window_size": window,
+        "softcap": softcap,
+    }
     out, lse = attention_over_keys(q, k, v, layout, group, sinks=sinks, **options)
     return (out, lse, None) if return_attn_probs else out
 
 
-def _layout(cu_seqlens_q, cu_seqlens_k, keys: slice, total: int) -> KeyLayout:
+def _layout(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, keys: slice, rows: int, total: int) -> KeyLayout:
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         check_cu_seqlens(cu_seqlens, name)
     count = keys.stop - keys.start
     if not 0 <= keys.start <= keys.stop <= total:
         raise ValueError(f"local_k_slice: expected slots of the {total} of all ranks, got {keys.start}:{keys.stop}")
+    if cu_seqlens_q[-1] != rows:  # of the whole row, say, on every rank
+        raise ValueError(
+            f"cu_seqlens_q: expected to end at the {rows} rows of q, a rank's part, got {cu_seqlens_q[-1]}"
+        )
     if cu_seqlens_k[-1] != count:
         raise ValueError(f"cu_seqlens_k: expected to end at the {count} keys of local_k_slice, got {cu_seqlens_k[-1]}")
     slots = torch.arange(total, device=cu_seqlens_k.device)

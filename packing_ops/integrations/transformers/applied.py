@@ -1,7 +1,10 @@
 """Applied: what apply_packing_ops swapped, and what it says of the rest."""
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+import torch
 
 from packing_ops.integrations.transformers import attn_implementation
 
@@ -26,24 +29,24 @@ class Applied:
     def __bool__(self) -> bool:
         return self.attention + self.rope + self.rms_norm + self.fused_loss + self.vision > 0
 
-    def __radd__(self, count):
+    def __radd__(self, count: int) -> int:
         return count + bool(self)  # sum() over several models counts those that were changed
 
 
-def name_of(model) -> str:
+def name_of(model: torch.nn.Module | type) -> str:
     if isinstance(model, type):
         return model.__name__
     inside = (type(host).__name__ for host in attn_implementation.hosts(model))
     return " in ".join(dict.fromkeys([*inside, type(model).__name__]))
 
 
-def refuse(model, skipped, strict) -> None:
+def refuse(model: torch.nn.Module | type, skipped: Mapping[str, str], strict: bool) -> None:
     if strict and skipped:
         what = "; ".join(f"{option}: {reason} ({option}=False leaves it)" for option, reason in skipped.items())
         raise ValueError(f"strict: expected to swap all that was asked for, but in {name_of(model)} {what}")
 
 
-def warn(model, skipped, stacklevel=3) -> None:
+def warn(model: torch.nn.Module | type, skipped: Mapping[str, str], stacklevel: int = 3) -> None:
     for option, reason in skipped.items():
         left = f"{option} of {name_of(model)} as it is: {reason}"
         warnings.warn(f"apply_packing_ops leaves {left} ({option}=False says nothing)", stacklevel=stacklevel)

@@ -1,6 +1,7 @@
 """info: what runs in a transformers model, in a few lines."""
 
 from collections import Counter
+from typing import Any
 
 import torch
 import transformers
@@ -46,8 +47,8 @@ def info(model: torch.nn.Module) -> str:
     return "\n".join(lines)
 
 
-def _attention(model, hosts) -> str:
-    found = Counter()
+def _attention(model: Any, hosts: list[Any]) -> str:
+    found: Counter[str] = Counter()
     for host in hosts:
         for module in attn_implementation.attentions(host):
             found[getattr(module, "config", host.config)._attn_implementation] += 1
@@ -58,7 +59,7 @@ def _attention(model, hosts) -> str:
     return (f"{text}, " if text else "") + (reason or "swapped by apply_packing_ops(model)")
 
 
-def _rope(model) -> str:
+def _rope(model: Any) -> str:
     found = rope.owners(model)
     if not found:
         return f"stock, {rope.why_not(model)}"
@@ -66,14 +67,14 @@ def _rope(model) -> str:
     return _parts(rope.count(ours), rope.count(found), "apply_packing_ops(model)")
 
 
-def _norm(model) -> str:
+def _norm(model: Any) -> str:
     every = len(rms_norm.norms(model))
     if not every:
         return f"stock, {rms_norm.why_not(model)}"
     return _parts(len(rms_norm.fused(model)), every, "apply_packing_ops(model, rms_norm=True)")
 
 
-def _loss(hosts) -> str:
+def _loss(hosts: list[Any]) -> str:
     changed = [fused_loss.since(host) for host in hosts if fused_loss.is_fused(host)]
     if None in changed:
         return "packing_ops, from hidden states, in training with labels"
@@ -85,18 +86,18 @@ def _loss(hosts) -> str:
     return f"stock: {reasons[0]}" if reasons else "stock"
 
 
-def _parts(ours, every, swap) -> str:
+def _parts(ours: int, every: int, swap: str) -> str:
     parts = [f"packing_ops in {_modules(ours)}"] if ours else []
     if ours < every:
         parts.append(f"stock in {_modules(every - ours)}, swapped by {swap}")
     return ", ".join(parts)
 
 
-def _modules(count) -> str:
+def _modules(count: int) -> str:
     return f"{count} module{'s' * (count != 1)}"
 
 
-def _documents(hosts) -> str:
+def _documents(hosts: list[Any]) -> str:
     ours = [host for host in hosts if host.config._attn_implementation in model_call.NAMES]
     if not ours:
         return "found by transformers, for the attention above"

@@ -21,7 +21,7 @@ def apply_packing_ops(
     fused_loss: bool = False,
     fp32_cos_sin: bool = False,
     strict: bool = False,
-    sequence_group: torch.distributed.ProcessGroup | None = None,
+    sequence_group: "torch.distributed.ProcessGroup | torch.distributed.DeviceMesh | None" = None,
     sequence_scheme: str = "contiguous",
 ) -> Applied:
     """Swap a model's attention and RoPE, and on request RMSNorm and loss, for those of packing_ops.
@@ -97,14 +97,14 @@ def apply_packing_ops(
         skipped["rms_norm"] = reason
     losses = [host for host in attention_patch.hosts(model) if fused_loss and fused_loss_patch.refusal(host) is None]
     if fused_loss and not losses:
-        reasons = map(fused_loss_patch.refusal, attention_patch.hosts(model))
-        skipped["fused_loss"] = next(reasons, "there is no transformers model in it")
+        reasons = [str(fused_loss_patch.refusal(host)) for host in attention_patch.hosts(model)]
+        skipped["fused_loss"] = reasons[0] if reasons else "there is no transformers model in it"
     if sequence_group is not None:
         without = skipped.get("attention") or (None if attention else "attention=False")
         sequence_patch.check(attention_patch.hosts(model), without)
     refuse(model, skipped, strict)
-    if attention and "attention" not in skipped and (reason := attention_patch.set_ours(model)):
-        skipped["attention"] = reason
+    if attention and "attention" not in skipped and (left := attention_patch.set_ours(model)):
+        skipped["attention"] = left
         refuse(model, skipped, strict)
     vision = 0
     if attention and "attention" not in skipped:
@@ -114,11 +114,15 @@ def apply_packing_ops(
     if sequence_group is not None:
         hosts = attention_patch.hosts(model)
         sequence_patch.apply_to_model(hosts, attention_patch.attentions(model), sequence_group, sequence_scheme)
+    rotated = rope_patch.apply_to_model(model, fp32_cos_sin) if rope else 0
+    normed = rms_norm_patch.apply_to_model(model) if rms_norm else 0
+    for host in losses:
+        fused_loss_patch.apply_to_model(host)
     return Applied(
         len(attention_patch.attentions(model)) if attention and "attention" not in skipped else 0,
-        rope_patch.apply_to_model(model, fp32_cos_sin) if rope else 0,
-        rms_norm_patch.apply_to_model(model) if rms_norm else 0,
-        len([fused_loss_patch.apply_to_model(host) for host in losses]),
+        rotated,
+        normed,
+        len(losses),
         vision,
         skipped,
     )
@@ -146,6 +150,6 @@ def revert_packing_ops(model: torch.nn.Module | type | None = None) -> None:
     attention_patch.revert(model)
 
 
-def _check_model(model) -> None:
+def _check_model(model: object) -> None:
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, a model class or None, got {type(model).__name__}")

@@ -2,7 +2,9 @@
 
 import torch
 
-from packing_ops.integrations.transformers.document_checks import argument
+from packing_ops._arguments import check_cu_seqlens
+from packing_ops._batch_cache import kept_with
+from packing_ops.integrations.transformers.document_checks import argument, can_read, refuse_where
 from packing_ops.integrations.transformers.imports import PreTrainedModel
 from packing_ops.integrations.transformers.stateful_kinds import class_name, stateful_layers
 from packing_ops.parallel import varlen_attention_over
@@ -43,6 +45,7 @@ class SequenceGroup:
                 f"position_ids: expected [1, rows] of this rank's slots in a call of {name} with a sequence_group "
                 f"(shard_packed gives them), got {got}"
             )
+        self._check_end(cu_seqlens, positions.shape[1])
         if argument("attention_mask", indices, args, kwargs) is not None:
             raise ValueError("attention_mask: expected None with a sequence_group, cu_seq_lens_q tells the documents")
         if kwargs.get("labels") is None:
@@ -53,6 +56,23 @@ class SequenceGroup:
                     "shard_packed gives them" if given == "shift_labels" else "count_targets counts them on all ranks"
                 )
                 raise ValueError(f"{given}: expected beside labels with a sequence_group, {what}, got None")
+
+    def _check_end(self, cu_seqlens: torch.Tensor, rows: int) -> None:
+        """ValueError for documents of another row: the batch that was not sharded, or cu_seqlens of a rank's own part."""
+        check_cu_seqlens(cu_seqlens, "cu_seq_lens_q")
+        ranks = self.group.size()
+        total = ranks * rows
+        message = (
+            f"cu_seq_lens_q: expected to end at {max(total - ranks + 1, 0)} to {total}, the row of {rows} slots on each of "
+            f"{ranks} ranks (shard_packed gives it)"
+        )
+        if not can_read(cu_seqlens):
+            end = cu_seqlens[-1]
+            refuse_where((end > total) | (end <= total - ranks), message)
+            return
+        end = kept_with((cu_seqlens,), ("end",), lambda: int(cu_seqlens[-1]))
+        if not 0 <= total - end < ranks:
+            raise ValueError(f"{message}, got {end}")
 
     def attend(self, heads, mask, cu_seqlens, options, refused=""):
         """``[1, rows, num_heads, head_dim]`` of heads-first query, key and value of this rank."""

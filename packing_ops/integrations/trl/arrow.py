@@ -1,5 +1,7 @@
 """Rows of lists in an Arrow table, put together into packed rows; needs numpy and pyarrow."""
 
+from typing import Any
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -8,9 +10,9 @@ import torch
 import packing_ops as po
 
 
-def row_lengths(dataset) -> np.ndarray:
+def row_lengths(dataset: Any) -> np.ndarray[Any, Any]:
     """int64 ``[num_rows]``; null rows count 0."""
-    lengths = [np.zeros(0, np.int64)]
+    lengths: list[np.ndarray[Any, Any]] = [np.zeros(0, np.int64)]
     for table in dataset.iter(batch_size=10_000):
         counts = []
         for name, column in zip(table.column_names, table.columns, strict=True):
@@ -26,10 +28,12 @@ def row_lengths(dataset) -> np.ndarray:
     return np.concatenate(lengths)
 
 
-def best_fit_bins(lengths: np.ndarray, seq_length: int, overlong: str, chunk: int) -> tuple[np.ndarray, ...]:
+def best_fit_bins(
+    lengths: np.ndarray[Any, Any], seq_length: int, overlong: str, chunk: int
+) -> tuple[np.ndarray[Any, Any], ...]:
     """bin_offsets, and row, start, length of every piece."""
 
-    def pack(rows: np.ndarray) -> po.Packing:
+    def pack(rows: np.ndarray[Any, Any]) -> po.Packing:
         return po.pack_sequences(torch.from_numpy(lengths[rows]), seq_length, strategy="bfd", overlong=overlong)
 
     rows = np.flatnonzero(lengths)
@@ -46,7 +50,7 @@ def best_fit_bins(lengths: np.ndarray, seq_length: int, overlong: str, chunk: in
     return _offsets(sizes), *map(np.concatenate, (pieces, starts, piece_lengths))
 
 
-def packed_table(dataset, bins, first: int, last: int):
+def packed_table(dataset: Any, bins: tuple[np.ndarray[Any, Any], ...], first: int, last: int) -> pa.Table:
     """Bins ``first : last`` as an arrow table, one row each."""
     bin_offsets, rows, starts, lengths = bins
     pieces = slice(bin_offsets[first], bin_offsets[last])
@@ -69,5 +73,5 @@ def packed_table(dataset, bins, first: int, last: int):
     return pa.Table.from_arrays(columns, names=[*table.column_names, "seq_lengths"])
 
 
-def _offsets(counts: np.ndarray) -> np.ndarray:
+def _offsets(counts: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)

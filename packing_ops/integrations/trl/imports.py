@@ -1,7 +1,9 @@
 """What the adapters use of TRL, imported when they are called: nothing here needs it before."""
 
+from types import ModuleType
 
-def trl_data_utils():
+
+def trl_data_utils() -> ModuleType:
     try:
         import trl.data_utils
     except ImportError as error:

@@ -15,7 +15,7 @@ _PARAMETERS = ["dataset", "seq_length", "strategy", "map_kwargs"]
 _applied: list[Patch] = []  # the first stands over TRL's own
 
 
-def pack_dataset(dataset: Any, seq_length: int, strategy: str = "bfd", map_kwargs: dict | None = None) -> Any:
+def pack_dataset(dataset: Any, seq_length: int, strategy: str = "bfd", map_kwargs: dict[str, Any] | None = None) -> Any:
     """trl.pack_dataset with the same columns, dtypes and format, packed over the whole dataset at once.
 
     Args:
@@ -100,11 +100,12 @@ def unpatch_pack_dataset() -> None:
         _applied.pop().revert()
 
 
-def _own_pack_dataset():
-    return _applied[0].stock if _applied else trl_data_utils().pack_dataset
+def _own_pack_dataset() -> Any:
+    own: Any = _applied[0].stock if _applied else trl_data_utils().pack_dataset
+    return own
 
 
-def _pack_dataset(dataset, seq_length: int, overlong: str, map_kwargs: dict):
+def _pack_dataset(dataset: Any, seq_length: int, overlong: str, map_kwargs: dict[str, Any]) -> Any:
     from datasets.fingerprint import update_fingerprint
 
     from packing_ops.integrations.trl.arrow import best_fit_bins, packed_table, row_lengths
@@ -119,7 +120,7 @@ def _pack_dataset(dataset, seq_length: int, overlong: str, map_kwargs: dict):
     if num_bins == 0:
         raise ValueError(f"dataset: expected at least one row with tokens, got {num_rows} rows without any")
 
-    def packed_rows(_, indices):
+    def packed_rows(_: object, indices: list[int]) -> Any:
         # This batch's share of the bins: Dataset.map keeps its batches, processes and cache files to itself.
         first, last = (-(-i * num_bins // num_rows) for i in (indices[0], indices[-1] + 1))
         return packed_table(dataset, bins, first, last)

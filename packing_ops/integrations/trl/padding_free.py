@@ -5,6 +5,7 @@ imported or replaced, so that it does not matter where a version of TRL has them
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,17 +74,17 @@ _IMAGES = (
 )
 
 
-def _models_of(trainer):
+def _models_of(trainer: Any) -> list[Any]:
     return [model for model in (trainer.model, getattr(trainer, "ref_model", None)) if model is not None]
 
 
-def _hosts(model):
+def _hosts(model: Any) -> list[Any]:
     from packing_ops.integrations.transformers.attn_implementation import hosts
 
     return hosts(model)
 
 
-def _host_of(model, trainer):
+def _host_of(model: Any, trainer: Any) -> Any:
     from packing_ops.integrations.transformers.model_call import NAMES
 
     found = _hosts(model)
@@ -101,11 +102,11 @@ def _host_of(model, trainer):
     return found[0]
 
 
-def _is_enabled(model):
+def _is_enabled(model: Any) -> bool:
     return getattr(model.__dict__.get("forward"), "func", None) is _packed
 
 
-def _packed(model, stock, _before, *args, **kwargs):
+def _packed(model: Any, stock: Callable[..., Any], _before: object, *args: Any, **kwargs: Any) -> Any:
     """The forward of a model; padded rows of text go through it as one row."""
     mask, input_ids = kwargs.get("attention_mask"), kwargs.get("input_ids")
     if args or input_ids is None or mask is None or mask.shape != input_ids.shape:
@@ -142,7 +143,7 @@ def _packed(model, stock, _before, *args, **kwargs):
     return outputs
 
 
-def _padded(tokens, indices, batch, seqlen, total):
+def _padded(tokens: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int, total: int) -> torch.Tensor:
     """``[total, ...]`` -> ``[batch, seqlen, ...]``; ``[total - 1, ...]``, of the token after each, -> ``[batch, seqlen - 1,
     ...]``."""
     shifted = tokens.shape[0] == total - 1

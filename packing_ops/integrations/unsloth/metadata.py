@@ -9,7 +9,7 @@ from packing_ops import PackedMetadata, block_causal_mask, xformers_bias
 from packing_ops._batch_cache import kept_with
 
 
-def packed_metadata(kwargs: Mapping, device: torch.device | str | None = None) -> PackedMetadata | None:
+def packed_metadata(kwargs: Mapping[str, Any], device: torch.device | str | None = None) -> PackedMetadata | None:
     """The layout that ``packed_seq_lengths`` describes: the same object for every layer that asks with that tensor.
 
     Args:
@@ -39,10 +39,10 @@ def packed_metadata(kwargs: Mapping, device: torch.device | str | None = None) -
     return _metadata_of(lengths.reshape(-1) if lengths.dim() != 1 else lengths, total, device)
 
 
-def _metadata_of(lengths, total, device) -> PackedMetadata:
+def _metadata_of(lengths: torch.Tensor, total: int | None, device: torch.device | str | None) -> PackedMetadata:
     device = torch.device(device or lengths.device)
 
-    def make():
+    def make() -> PackedMetadata:
         there = lengths.to(device) if lengths.is_cuda else lengths
         return PackedMetadata.from_lengths(there, total=total, device=device)
 

@@ -17,16 +17,18 @@ class PackingCollator:
 
     _unsloth_packing_wrapped = _unsloth_padding_free_lengths_wrapped = True  # Unsloth wraps no collator twice
 
-    def __init__(self, collator: Any, sequence_lengths_key: str = "seq_lengths"):
+    def __init__(self, collator: Any, sequence_lengths_key: str = "seq_lengths") -> None:
         self.collator = collator
         self.sequence_lengths_key = sequence_lengths_key
 
-    def __call__(self, features: Sequence[Mapping], return_tensors: str | None = None, **kwargs: Any) -> dict:
+    def __call__(
+        self, features: Sequence[Mapping[str, Any]], return_tensors: str | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
         if return_tensors not in (None, "pt"):
             raise ValueError(f'return_tensors: expected "pt" or None, got {return_tensors!r}')
         return self.torch_call(features, **kwargs)
 
-    def torch_call(self, examples: Sequence[Mapping], **kwargs: Any) -> dict:
+    def torch_call(self, examples: Sequence[Mapping[str, Any]], **kwargs: Any) -> dict[str, Any]:
         lengths = [length for example in examples for length in self._lengths(example)]
         collate = self.collator if callable(self.collator) else self.collator.torch_call
         batch = _one_row(dict(collate(examples, **kwargs)), sum(lengths))
@@ -40,27 +42,27 @@ class PackingCollator:
         batch.update({name: value for name, value in layout_keys.items() if name in batch})
         return batch
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "collator":  # before __init__, as pickle asks
             raise AttributeError(name)
         if name.endswith("_call"):  # into the collator inside, past the packing
             raise AttributeError(f"{name}: a collator that packs gives tensors alone, by a call or torch_call")
         return getattr(self.collator, name)
 
-    def __setattr__(self, name, value):
+    def __setattr__(self, name: str, value: object) -> None:
         inside = name not in ("collator", "sequence_lengths_key") and not hasattr(type(self), name)
         if inside and hasattr(self.collator, name):
             setattr(self.collator, name, value)
         else:
             super().__setattr__(name, value)
 
-    def _lengths(self, example: Mapping) -> Sequence[int]:
+    def _lengths(self, example: Mapping[str, Any]) -> Sequence[int]:
         lengths = example.get(self.sequence_lengths_key)
         if lengths is None:
             return [len(example["input_ids"])]
         return [integer(length, self.sequence_lengths_key) for length in lengths]
 
-    def _layout(self, batch: dict, lengths: list[int]) -> PackedMetadata:
+    def _layout(self, batch: dict[str, Any], lengths: list[int]) -> PackedMetadata:
         """Documents of the row, which end with it."""
         total, documents = batch["input_ids"].shape[1], sum(lengths)
         if documents < total and _is_padding(batch, documents):
@@ -73,7 +75,7 @@ class PackingCollator:
         return PackedMetadata.from_lengths(lengths, device=batch["input_ids"].device)
 
 
-def _one_row(batch: dict, tokens: int) -> dict:
+def _one_row(batch: dict[str, Any], tokens: int) -> dict[str, Any]:
     """Rows end to end as ``[1, total]``, without padding and without attention_mask; ``tokens`` are in documents."""
     check_tensor(batch.get("input_ids"), "input_ids")
     mask = batch.pop("attention_mask", None)
@@ -96,7 +98,7 @@ def _one_row(batch: dict, tokens: int) -> dict:
     return batch
 
 
-def _is_padding(batch: dict, start: int) -> bool:
+def _is_padding(batch: dict[str, Any], start: int) -> bool:
     """Slots that no loss counts and where no document goes on."""
     labels, positions = batch.get("labels"), batch.get("position_ids")
     unlabelled = labels is not None and bool((labels[:, start:] == -100).all())

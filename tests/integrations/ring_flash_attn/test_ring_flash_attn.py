@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import cu_seqlens_of
-from processes import spawn
+from processes import message_of, spawn
 
 from packing_ops.integrations.ring_flash_attn import (
     install_ring_flash_attn_alias,
@@ -93,10 +93,19 @@ def in_transformers():
     return (logits - expected).abs().max().item()
 
 
+def not_sharded():
+    """The whole row's tensors on every rank, beside the documents of a rank's part."""
+    q = torch.randn(sum(LENGTHS), 2, 8)
+    cu_q, cu_k, *longest, keys = llama3_flash_attn_prepare_cu_seqlens(
+        cu_seqlens_of(LENGTHS), True, dist.get_rank(), RANKS
+    )
+    return message_of(lambda: llama3_flash_attn_varlen_func(q, q, q, cu_q, cu_k, *longest, 1, keys, causal=True))
+
+
 def every_case():
     found = {name: case(options) for name, options in OPTIONS.items()}
     found |= {packed: case({"causal": True}, packed) for packed in ("kv", "qkv")}
-    found["transformers"] = in_transformers()
+    found["transformers"], found["not sharded"] = in_transformers(), not_sharded()
     return found
 
 
@@ -109,6 +118,14 @@ def by_rank(tmp_path_factory):
 @pytest.mark.parametrize("name", [*OPTIONS, "kv", "qkv", "transformers"])
 def test_against_a_loop_over_documents(name, by_rank):
     assert all(found[name] <= (1e-6 if name == "transformers" else 1e-12) for found in by_rank)
+
+
+def test_a_row_that_is_not_sharded(by_rank):
+    """Its slots past the part would attend to nothing."""
+    for found in by_rank:
+        assert found["not sharded"] == (
+            "ValueError: cu_seqlens_q: expected to end at the 33 rows of q, a rank's part, got 11"
+        )
 
 
 def test_alias():
