@@ -37,6 +37,17 @@ def process_group(group: object) -> dist.ProcessGroup:
     raise wrong_type("group", "a torch.distributed process group or a DeviceMesh of one dimension", group)
 
 
+def dense(rows: torch.Tensor) -> torch.Tensor:
+    """contiguous(), by 16 bytes at a time where it can be: torch copies whole elements, those of 2 bytes at a third of the
+    speed."""
+    if torch.compiler.is_compiling() or rows.is_contiguous() or rows.stride(-1) != 1:
+        return rows.contiguous()
+    step = 16 // rows.element_size()
+    if any(each % step for each in (*rows.stride()[:-1], rows.storage_offset(), rows.shape[-1])):
+        return rows.contiguous()
+    return rows.view(torch.complex128).contiguous().view(rows.dtype)
+
+
 def start_all_to_all(
     rows: torch.Tensor,
     group: dist.ProcessGroup,
@@ -44,7 +55,7 @@ def start_all_to_all(
     send: Sequence[int] | None = None,
 ) -> Received:
     """Rows ``[sum(send), ...]`` to the ranks, in their order; equal parts without ``receive`` and ``send``."""
-    rows = rows.contiguous()
+    rows = dense(rows)
     of_ranks, to_ranks = (None if each is None else list(each) for each in (receive, send))
     if torch.compiler.is_compiling():
         return _wait(functional.all_to_all_single(rows, of_ranks, to_ranks, group))

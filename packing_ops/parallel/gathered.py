@@ -19,10 +19,12 @@ longer small (between nodes, short documents on many ranks: at most the share is
 fit (rows of millions of tokens). Inside a node it does not.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from packing_ops import _ops
 from packing_ops._arguments import window_sides
@@ -192,7 +194,7 @@ class _Attention(torch.autograd.Function):
         group: dist.ProcessGroup,
         options: tuple[Any, ...],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = _received(k, v, layout, group)
+        keys, values = _keys_and_values(k, v, layout, group)
         documents = layout.cu_seqlens_q, layout.cu_seqlens_k
         ctx.plan = plan_for(q, keys, values, *documents, options[0], *options[2:4])
         out, lse = _ops.varlen_attention(q, keys, values, *documents, sinks, *options, ctx.plan, None)
@@ -205,19 +207,29 @@ class _Attention(torch.autograd.Function):
     @no_second_derivative("gathered_attention")
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        keys, values = _received(k, v, ctx.layout, ctx.group)
+        keys, values = _keys_and_values(k, v, ctx.layout, ctx.group)
         documents = ctx.layout.cu_seqlens_q, ctx.layout.cu_seqlens_k
         dout = torch.zeros_like(out) if dout is None else dout
         dq, dkeys, dvalues, dsinks = _ops.varlen_attention_backward(
             dout, dlse, q, keys, values, out, lse, *documents, sinks, *ctx.options, ctx.plan, None
         )
-        dk, dv = _returned(dkeys, dvalues, k, ctx.layout, ctx.group)
+        dk, dv = _gradients_of_rows(dkeys, dvalues, k, ctx.layout, ctx.group)
         return dq, dk, dv, None if sinks is None else dsinks, None, None, None
 
 
-def _received(k: torch.Tensor, v: torch.Tensor, layout: KeyLayout, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """The keys and the values of the call, from all ranks."""
+def _keys_and_values(
+    k: torch.Tensor, v: torch.Tensor, layout: KeyLayout, group: dist.ProcessGroup
+) -> list[torch.Tensor]:
+    """Of the call, from all ranks."""
     under_way, exchange = [], layout.exchange
+    if exchange is not None and exchange.to_others is not None:
+        own, send, receive = _without_own(exchange, group.rank())
+        for local in (k, v):
+            rows = local.index_select(0, exchange.to_others)
+            under_way.append(start_all_to_all(rows, group, receive, send))
+        lower = sum(receive[: group.rank()])
+        pairs = ((local, received()) for local, received in zip((k, v), under_way, strict=True))
+        return [torch.cat([others[:lower], local[:own], others[lower:]]) for local, others in pairs]
     for local in (k, v):
         if exchange is None:
             under_way.append(start_all_gather(local, group))
@@ -227,11 +239,14 @@ def _received(k: torch.Tensor, v: torch.Tensor, layout: KeyLayout, group: dist.P
     return [received().index_select(0, layout.key_index) for received in under_way]
 
 
-def _returned(
+def _gradients_of_rows(
     dkeys: torch.Tensor, dvalues: torch.Tensor, k: torch.Tensor, layout: KeyLayout, group: dist.ProcessGroup
 ) -> list[torch.Tensor]:
     """The gradients of this rank's rows, summed over the ranks. A received key is in the call once or twice."""
-    under_way, exchange = [], layout.exchange
+    exchange = layout.exchange
+    if exchange is not None and exchange.to_others is not None:
+        return _gradients_in_order((dkeys, dvalues), len(k), exchange, group)
+    under_way = []
     for gradient in (dkeys, dvalues):
         rows = gradient.index_select(0, layout.key_positions[0])
         for again in layout.key_positions[1:]:
@@ -243,16 +258,43 @@ def _returned(
     received = [wait() for wait in under_way]
     if exchange is None:
         return received
-    return [_summed(parts, len(k), exchange, group.rank()) for parts in received]
+    sums, own = [], group.rank()
+    for parts in received:
+        of_ranks, rows_of_ranks = list(parts.split(exchange.send)), exchange.index.split(exchange.send)
+        total = parts.new_zeros(len(k), *parts.shape[1:])
+        total.index_copy_(0, rows_of_ranks[own], of_ranks.pop(own))
+        sums.append(_with_others(total, of_ranks, exchange))
+    return sums
 
 
-def _summed(parts: torch.Tensor, rows: int, exchange: Exchange, rank: int) -> torch.Tensor:
-    """This rank's own part, and on it those of the others in their order. A rank got a row at most once."""
-    total = parts.new_zeros(rows, *parts.shape[1:])
-    others = list(zip(parts.split(exchange.send), exchange.index.split(exchange.send), strict=True))
-    own, index = others.pop(rank)
-    total.index_copy_(0, index, own)
-    wide = total.index_select(0, exchange.shared).to(torch.promote_types(parts.dtype, torch.float32))
-    for (part, _), index in zip(others, exchange.shared_index.split([len(part) for part, _ in others]), strict=True):
+def _gradients_in_order(
+    gradients: tuple[torch.Tensor, torch.Tensor], rows: int, exchange: Exchange, group: dist.ProcessGroup
+) -> list[torch.Tensor]:
+    """_gradients_of_rows where the keys lie as the ranks have them: this rank's are a part of the gradients."""
+    own, send, receive = _without_own(exchange, group.rank())
+    lower, under_way, sums = sum(receive[: group.rank()]), [], []
+    for gradient in gradients:
+        of_others = torch.cat([gradient[:lower], gradient[lower + own :]])
+        under_way.append(start_all_to_all(of_others, group, send, receive))
+    for gradient, received in zip(gradients, under_way, strict=True):
+        total = gradient[lower : lower + own]
+        if own < rows:
+            total = F.pad(total, (0, 0, 0, 0, 0, rows - own))
+        sums.append(_with_others(total, received().split(send), exchange))
+    return sums
+
+
+def _without_own(exchange: Exchange, rank: int) -> tuple[int, list[int], list[int]]:
+    """(rows that stay here, send, receive) where to_others is sent."""
+    send, receive = list(exchange.send), list(exchange.receive)
+    own, send[rank], receive[rank] = send[rank], 0, 0
+    return own, send, receive
+
+
+def _with_others(total: torch.Tensor, parts: Iterable[torch.Tensor], exchange: Exchange) -> torch.Tensor:
+    """This rank's own part, in place, and on it those of the others in their order. A rank got a row at most once."""
+    parts = list(parts)
+    wide = total.index_select(0, exchange.shared).to(torch.promote_types(total.dtype, torch.float32))
+    for part, index in zip(parts, exchange.shared_index.split([len(part) for part in parts]), strict=True):
         wide.index_add_(0, index, part.to(wide.dtype))
     return total.index_copy_(0, exchange.shared, wide.to(total.dtype))

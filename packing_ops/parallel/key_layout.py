@@ -28,6 +28,8 @@ class Exchange:
     send, receive: how many rows go to each rank, and come from it.
     shared: int64, this rank's rows that others get.
     shared_index: int64, which of ``shared`` each row of ``index`` is, but for those that stay here.
+    to_others: ``index`` but for the rows that stay here, where the call's keys are the rows of the ranks in their order,
+        this rank's first rows among them, so that only what others send is moved; else None.
     """
 
     index: torch.Tensor
@@ -35,6 +37,7 @@ class Exchange:
     receive: list[int]
     shared: torch.Tensor
     shared_index: torch.Tensor
+    to_others: torch.Tensor | None = None
 
 
 @dataclass
@@ -139,6 +142,8 @@ def key_layout(spans: RowSpans, rank: int, *, causal: bool, left: int = -1, exch
     first, last = key_first[:, document], key_last[:, document]
     outside = (position < first) | (position >= last)
     key_positions = (first_key[:, document] + position - first).masked_fill(outside, count)
+    if sent is not None and count == len(slot_of_received):
+        _mark_order(sent, key_index[:-1], rank)
     return KeyLayout(cu_seqlens_q, cu_seqlens_k, key_index, key_positions, sent)
 
 
@@ -169,6 +174,14 @@ def _exchange(own: torch.Tensor, counts: list[list[int]], rank: int) -> Exchange
     to, row = own.nonzero().T
     shared, shared_index = row[to != rank].unique(return_inverse=True)
     return Exchange(row, counts[rank], [of_rank[rank] for of_rank in counts], shared, shared_index)
+
+
+def _mark_order(exchange: Exchange, key_index: torch.Tensor, rank: int) -> None:
+    parts = list(exchange.index.split(exchange.send))
+    own = parts.pop(rank)
+    places = torch.cat([key_index, own])
+    if torch.equal(places, torch.cat([torch.arange(len(each), device=own.device) for each in (key_index, own)])):
+        exchange.to_others = torch.cat([*parts, own[:0]])
 
 
 def _most_keys(spans: RowSpans, chunks: int) -> int:

@@ -19,7 +19,7 @@ from packing_ops.attention import varlen_attention
 from packing_ops.data.context_parallel import chunks_of_ranks, slots_of_chunks
 from packing_ops.metadata import PackedMetadata
 from packing_ops.parallel.agreement import check_agreement
-from packing_ops.parallel.collectives import Group, no_second_derivative, process_group, start_all_to_all
+from packing_ops.parallel.collectives import Group, dense, no_second_derivative, process_group, start_all_to_all
 from packing_ops.parallel.sharding import check_rows, check_scheme, whole_row
 
 Order = tuple[torch.Tensor, torch.Tensor]  # of a zigzag row: _order
@@ -208,4 +208,4 @@ def _heads_together(received: torch.Tensor, heads: int) -> torch.Tensor:
     ranks = received.shape[0]
     if heads < ranks:
         received = received.unflatten(0, (heads, ranks // heads)).sum(1)
-    return received.transpose(0, 1).flatten(1, 2)
+    return dense(received.transpose(0, 1)).flatten(1, 2)

@@ -78,6 +78,9 @@ def test_only_keys_that_are_seen_are_moved(lengths, ranks, scheme, causal, left)
             assert [len(part) for part in parts] == layout.exchange.receive
             received = torch.cat([own[r][part] for r, part in enumerate(parts)])
             assert sorted(received.tolist()) == needed
+            in_order = received.tolist() == received[layout.key_index[:-1]].tolist()
+            first = parts[rank].tolist() == list(range(len(parts[rank])))
+            assert (layout.exchange.to_others is not None) == (in_order and first)
         count = int(layout.cu_seqlens_k[-1])
         assert set(needed) <= set(received[layout.key_index[:count]].tolist())
         places = layout.key_positions.T
