@@ -47,7 +47,7 @@ struct ForwardUnit {
   int32_t end_tile;    // at least one tile, also where no key is seen
 
   static __device__ __forceinline__ ForwardUnit make(const ForwardArgs& args, const PlanEntry& entry, int32_t kv_head) {
-    const DocumentView d = document_view(entry, args.common.plan.window);
+    const DocumentWithEnds d = document_with_ends(entry, args.common.plan);
     const int32_t end_token = entry.first_token + 2 * args.tile_tokens;
     const Interval<int32_t> keys = d.visible_keys(entry.first_token, (end_token < d.tokens ? end_token : d.tokens) - 1);
     const int32_t first = keys.begin / kKeys;
@@ -58,7 +58,8 @@ struct ForwardUnit {
 // full: the copy engine has written it. empty: all that read it are done.
 template <class Shape>
 struct ForwardBarriers {
-  ForwardUnit units[2];  // as q_full says
+  ForwardUnit units[2];            // as q_full says
+  int32_t ends[2][2 * kTileRows];  // DocumentWithEnds::end_of their tokens
   uint64_t q_full[2];
   uint64_t q_empty[2];  // out has left it
   uint64_t out_full[2][2];
