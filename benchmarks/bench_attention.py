@@ -109,7 +109,7 @@ def op_cases(name, lengths, heads, dim, with_peers=FLASH, device="cuda"):
 def image_cases(name, lengths, heads, dim, device="cuda", block=256):
     """Every other ``block`` tokens of a document are an image, whose tokens see each other.
 
-    Beside it causal attention, and the same told by visible_end, which on Hopper runs on the same kernels as the images.
+    Beside it causal attention, and the same told by visible_end.
     """
     q, k, v, dout, cu_seqlens = packed(lengths, heads, dim, device, torch.bfloat16)
     rows, heads_of = (q.detach(), k.detach(), v.detach()), {"num_heads": heads[0], "num_kv_heads": heads[1]}

@@ -4,7 +4,7 @@ tests/emulator, which ends the process where a kernel reads what its writer has 
 import emulated
 import pytest
 import torch
-from attention_case import Case, document_alone, document_results
+from attention_case import Case, document_alone, document_results, drawn_ends
 from emulator.build import cuda_headers
 from helpers import assert_same
 
@@ -102,11 +102,16 @@ def test_documents_keep_their_bits(heads, dim):
     assert_same(beside_nan["lse"][:, ~other], whole["lse"][:, ~other])
 
 
-@pytest.mark.parametrize(("heads", "dim"), [((3, 1), 128), ((4, 1), 64)], ids=str)
-def test_gradients_keep_their_bits(heads, dim):
-    """Alone, and beside documents that are NaN everywhere."""
+@pytest.mark.parametrize(
+    ("heads", "dim", "ahead"),
+    [((3, 1), 128, None), ((4, 1), 64, None), ((3, 1), 64, 0.05), ((5, 1), 128, 0.05)],
+    ids=str,
+)
+def test_gradients_keep_their_bits(heads, dim, ahead):
+    """Alone, and beside documents that are NaN everywhere; ``ahead``: the share of queries that visible_end lets look ahead."""
     lengths = [140, 1, 200, 129]
-    case = Case(lengths, heads=heads, dim=dim, dtype=BF16)
+    options = {} if ahead is None else {"visible_end": drawn_ends(lengths, share=ahead)}
+    case = Case(lengths, heads=heads, dim=dim, dtype=BF16, **options)
     whole = with_gradients(case)
     for start, end in ((0, 140), (141, 341)):
         alone = with_gradients(document_alone(case, start, end))
@@ -163,10 +168,10 @@ def test_kernels_of_values_of_another_head_dim(dim, dim_v, kernels):
     told_are_those_that_run(Case([33], heads=(4, 1), dim=dim, dim_v=dim_v, dtype=BF16), "sm_90", kernels)
 
 
-@pytest.mark.parametrize("dim", [64, 512])
-def test_visible_end_runs_on_mma(dim):
+@pytest.mark.parametrize(("dim", "kernels"), [(64, "sm90, sm90"), (128, "sm90, sm90"), (512, "sm80, sm80")])
+def test_visible_end_runs_where_causal_attention_does(dim, kernels):
     ends = torch.arange(1, 34, dtype=torch.int32)
-    told_are_those_that_run(Case([33], heads=(4, 1), dim=dim, dtype=BF16, visible_end=ends), "sm_90", "sm80, sm80")
+    told_are_those_that_run(Case([33], heads=(4, 1), dim=dim, dtype=BF16, visible_end=ends), "sm_90", kernels)
 
 
 def told_are_those_that_run(case, gpu, kernels):

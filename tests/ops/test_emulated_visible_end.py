@@ -34,8 +34,19 @@ GPUS = {
     "sm_80": CASES,
     "sm_89": ["128 window, softcap, sinks", "96, from the last row", "192", "256", "192, values of 128", "512"],
 }
-GPUS["sm_90"] = ["64", "128 keys of their own", "96, from the last row", "192, values of 128", "64, values of 128", "512", "512 features, values of 264"]  # fmt: skip
-GPUS["sm_100"] = GPUS["sm_90"][:3]
+GPUS["sm_90"] = ["128 window, softcap, sinks", "192, values of 128", "64, values of 128", "512", "512 features, values of 264"]  # fmt: skip
+GPUS["sm_100"] = ["64", "128 keys of their own", "96, from the last row"]
+
+# Documents of several key tiles: wgmma on sm_90. `ahead`: spans of packed rows that see each other, beside the share.
+HOPPER = {
+    "128, images across tiles and units": ([200, 1, 140], None, {"heads": (4, 1), "dim": 128, "dtype": BF16}, [(20, 190), (210, 340)]),
+    "64, images across tiles and units": ([260, 1, 140], None, {"heads": (2, 1), "dim": 64, "dtype": BF16}, [(120, 250), (270, 391)]),
+    "128, group of 3, window, sinks": ([200, 140], None, {"heads": (3, 1), "dim": 128, "dtype": BF16, "window_size": (60, -1), "sinks": True}, [(100, 164)]),
+    "64, group of 5, window": ([260], None, {"heads": (5, 1), "dim": 64, "dtype": FP16, "window_size": (100, -1)}, [(130, 250)]),
+    "72 columns, group of 7, fewer queries than keys": ([40, 0, 20], [270, 140, 129], {"heads": (7, 1), "dim": 72, "dtype": FP16, "tail": 3}, []),
+    "64, more queries than keys": ([150, 3], [140, 9], {"heads": (6, 1), "dim": 64, "dtype": BF16, "tail": 1}, []),
+    "64, from the last row": ([140], None, {"heads": (16, 1), "dim": 64, "dtype": FP16}, [(3, 135)]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -61,11 +72,15 @@ def test_error_and_schedules(gpu, name, share):
         ("sm_100", "float32"),
         ("sm_90", "192, values of 128"),
         ("sm_90", "512"),
+        ("sm_90", "128, group of 3, window, sinks"),
+        ("sm_90", "72 columns, group of 7, fewer queries than keys"),
+        ("sm_90", "64, more queries than keys"),
+        ("sm_90", "64, from the last row"),
     ],
 )
 @pytest.mark.parametrize("kind", ["causal", "full"])
 def test_the_bits_of_causal_and_of_full_attention(gpu, name, kind):
-    lengths_q, lengths_k, options = CASES[name]
+    lengths_q, lengths_k, options = (CASES[name] if name in CASES else HOPPER[name])[:3]
     case = Case(lengths_q, lengths_k, causal=kind == "causal", **options)
     ends = causal_ends(case)
     if kind == "full":
@@ -88,6 +103,24 @@ def test_documents_keep_their_bits(gpu):
         for key, value in document_results(alone, 0, length, (0, length)).items():
             assert_same(found[key], value)
         start = end
+
+
+def hopper_case(name, share=0.02):
+    lengths_q, lengths_k, options, ahead = HOPPER[name]
+    case = ends_case(lengths_q, lengths_k, share=share, **options)
+    ends = case.options["visible_end"]
+    for first, last in ahead:
+        ends[first:last] = ends[first:last].clamp(min=causal_ends(case)[last - 1].item())
+    return case
+
+
+@pytest.mark.parametrize("name", HOPPER)
+def test_error_and_schedules_on_wgmma(name):
+    assert_near_on_every_schedule(hopper_case(name), "sm_90")
+    ran = emulated.launched(HEADERS)
+    assert all(f"attention_{direction}_sm90" in ran for direction in ("forward", "backward")), ran
+    assert "attention_forward_kernel" not in ran
+    assert "attention_backward_kernel" not in ran
 
 
 def number_of(fault):

@@ -108,16 +108,54 @@ def test_whole_ends_have_the_bits_of_full_attention(device, lengths_k, dtype):
         assert_same(found[name], value)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 64), (torch.bfloat16, 64), (torch.bfloat16, 128)], ids=str)
 @pytest.mark.parametrize("window", [OPEN, (50, -1)])
-def test_documents_keep_their_bits(device, dtype, window):
+def test_documents_keep_their_bits(device, dtype, dim, window):
     lengths, keys = [3, 0, 129, 64, 300, 1], [5, 2, 129, 30, 300, 0]
-    case = ends_case(lengths, keys, share=0.02, heads=(6, 2), dim=64, dtype=dtype, device=device, window_size=window)
+    case = ends_case(lengths, keys, share=0.02, heads=(6, 2), dim=dim, dtype=dtype, device=device, window_size=window)
     whole = case.ours()
     for (a, b), (c, d) in zip(*(itertools.pairwise(cu.tolist()) for cu in case.cu_seqlens), strict=True):
         alone = document_results(document_alone(case, a, b, (c, d)).ours(), 0, b - a, (0, d - c))
         for name, value in document_results(whole, a, b, (c, d)).items():
             assert_same(value, alone[name])
+
+
+# Documents of several tiles of 128 keys: on Hopper these are the kernels of wgmma. Groups of 3 leave a row of each tile.
+LONG = [700, 1, 513, 129]
+SHAPES = [((4, 1), 64), ((4, 1), 128), ((3, 1), 128), ((5, 1), 72)]
+
+
+@pytest.mark.parametrize("window", [OPEN, (200, -1)], ids=str)
+@pytest.mark.parametrize(("heads", "dim"), SHAPES, ids=str)
+def test_images_across_tiles(device, heads, dim, window):
+    case = Case(LONG, heads=heads, dim=dim, dtype=torch.bfloat16, device=device, window_size=window)
+    case.dlse.zero_()
+    positions = po.position_ids_from_cu_seqlens(case.cu_seqlens[0], case.q.shape[0])
+    ends = po.visible_end_from_blocks((positions + 60) // 256 % 2, case.cu_seqlens[0])
+    case = with_ends(case, ends, **case.options)
+    ours, again, exact, theirs = case.ours(), case.ours(), case.exact(), case.sdpa()
+    for name in ("out", "dq", "dk", "dv"):
+        assert_same(again[name], ours[name])
+        assert_error_within(ours[name], theirs[name], exact[name])
+
+
+@pytest.mark.parametrize("lengths_k", [None, [650, 3, 900, 140]], ids=["own keys", "other keys"])
+@pytest.mark.parametrize(("heads", "dim"), SHAPES, ids=str)
+def test_long_documents_have_the_bits_of_causal(device, heads, dim, lengths_k):
+    case = Case(LONG, lengths_k, heads=heads, dim=dim, dtype=torch.bfloat16, device=device, tail=2)
+    found = with_ends(case, causal_ends(case), **case.options).ours()
+    for name, value in case.ours().items():
+        assert_same(found[name], value)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_the_kernels_are_those_of_causal_attention(device, dim):
+    if device == "cpu":
+        pytest.skip("the CPU has one folder of kernels")
+    q, k = torch.zeros(2, 200, 4, dim, dtype=torch.bfloat16, device=device)
+    ends = torch.arange(1, 201, dtype=torch.int32, device=device)
+    told = [po.select_attention_backend(q, k, visible_end=e, explain=True)[1]["kernels"] for e in (None, ends)]
+    assert told[0] == told[1]
 
 
 def test_nothing_before_the_end_leaks(device):

@@ -119,9 +119,9 @@ bool transforms(const VarlenAttentionParams& p) {
   return p.softcap > 0 || !(p.softmax_scale > 0);
 }
 
+// sm90/ does not transform scores.
 bool forward_runs_on_wgmma(const VarlenAttentionParams& p) {
-  return !transforms(p) && p.visible_end == nullptr &&  // sm90/ has neither
-         has_wgmma_forward(p.num_q_heads / p.num_kv_heads, p.head_dim, p.head_dim_v, p.device);
+  return !transforms(p) && has_wgmma_forward(p.num_q_heads / p.num_kv_heads, p.head_dim, p.head_dim_v, p.device);
 }
 
 bool backward_runs_on_wgmma(const VarlenAttentionParams& p) {

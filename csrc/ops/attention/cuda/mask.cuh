@@ -23,47 +23,40 @@ struct DocumentView {
   Window window;
 
   PACKING_OPS_HOST_DEVICE int32_t shift() const { return keys - tokens; }
-  // Keys visible to at least one of the tokens first .. last. Both ends grow with both.
-  PACKING_OPS_HOST_DEVICE Interval<int32_t> visible_keys(int32_t first, int32_t last) const {
-    return clamped(first + shift() - window.left, last + shift() + window.right + 1, keys);
+  // Keys from the first that `token` sees to `end`.
+  PACKING_OPS_HOST_DEVICE Interval<int32_t> keys_before(int32_t end, int32_t token) const {
+    return clamped(token + shift() - window.left, end, keys);
   }
-  // Keys visible to all of them.
-  PACKING_OPS_HOST_DEVICE Interval<int32_t> keys_visible_to_all(int32_t first, int32_t last) const {
-    return clamped(last + shift() - window.left, first + shift() + window.right + 1, keys);
+  // Tokens from `begin` to the last that sees `key`.
+  PACKING_OPS_HOST_DEVICE Interval<int32_t> tokens_from(int32_t begin, int32_t key) const {
+    return clamped(begin, key - shift() + window.left + 1, tokens);
   }
-  // Tokens that attend to at least one of the keys first .. last.
-  PACKING_OPS_HOST_DEVICE Interval<int32_t> tokens_attending_to(int32_t first, int32_t last) const {
-    return clamped(first - shift() - window.right, last - shift() + window.left + 1, tokens);
-  }
-  // No (token, key) of these is masked.
-  PACKING_OPS_HOST_DEVICE bool all_visible(int32_t first_token, int32_t last_token, int32_t first_key,
-                                           int32_t last_key) const {
-    return last_key < keys && last_key <= first_token + shift() + window.right &&
-           first_key >= last_token + shift() - window.left;
+  // No (token, key) of these is masked. `end`: where the first token's keys end.
+  PACKING_OPS_HOST_DEVICE bool all_visible(int32_t end, int32_t last_token, int32_t first_key, int32_t last_key) const {
+    return last_key < keys && last_key < end && first_key >= last_token + shift() - window.left;
   }
 };
 
-// The same where visible_end, if the call has it, is the limit to the right. It never decreases in a document, so a
-// tile of tokens still sees an interval of keys, and a tile of keys is seen by an interval of tokens.
+// The same with its limit to the right: visible_end, if the call has it, or the window's. It never decreases in a
+// document, so a tile of tokens sees an interval of keys, and a tile of keys is seen by an interval of tokens.
 struct DocumentWithEnds : DocumentView {
   VisibleEnd ends;
 
+  // Where the keys end that a token sees; it may be past the document's keys, or before them.
   PACKING_OPS_HOST_DEVICE int32_t end_of(int32_t token) const {
     return ends.end == nullptr ? token + shift() + window.right + 1 : ends.end[start_q + token];
   }
+  // Keys visible to at least one of the tokens first .. last. Both ends grow with both.
   PACKING_OPS_HOST_DEVICE Interval<int32_t> visible_keys(int32_t first, int32_t last) const {
-    return clamped(first + shift() - window.left, end_of(last), keys);
+    return keys_before(end_of(last), first);
   }
+  // Keys visible to all of them.
   PACKING_OPS_HOST_DEVICE Interval<int32_t> keys_visible_to_all(int32_t first, int32_t last) const {
-    return clamped(last + shift() - window.left, end_of(first), keys);
+    return keys_before(end_of(first), last);
   }
+  // Tokens that attend to at least one of the keys first .. last.
   PACKING_OPS_HOST_DEVICE Interval<int32_t> tokens_attending_to(int32_t first, int32_t last) const {
-    const int32_t begin = ends.end == nullptr ? first - shift() - window.right : ends.first_token[start_k + first];
-    return clamped(begin, last - shift() + window.left + 1, tokens);
-  }
-  // `end`: end_of the first token, which a kernel loads beside others.
-  PACKING_OPS_HOST_DEVICE bool all_visible(int32_t end, int32_t last_token, int32_t first_key, int32_t last_key) const {
-    return last_key < keys && last_key < end && first_key >= last_token + shift() - window.left;
+    return tokens_from(ends.end == nullptr ? first - shift() - window.right : ends.first_token[start_k + first], last);
   }
 };
 

@@ -23,10 +23,11 @@ __device__ inline void check_plan(const PlanView& plan, const Documents& documen
 }
 
 // The same for visible_end, by its values.
-__device__ inline void check_visible_end(const PlanView& plan, const int32_t* visible_end, const FaultFlag& fault) {
+__device__ inline void check_visible_end(const PlanView& plan, const int32_t* visible_end, const FaultFlag& fault,
+                                         int64_t thread = thread_id(), int64_t count = thread_count()) {
   if (visible_end == nullptr) return;
   const int32_t end = plan.data[PlanView::kEndQ];
-  for (int64_t i = thread_id(); i < end; i += thread_count()) {
+  for (int64_t i = thread; i < end; i += count) {
     if (visible_end[i] != plan.ends.end[i]) fault.raise(Fault::kPlanOfOtherVisibleEnd, i);
   }
 }

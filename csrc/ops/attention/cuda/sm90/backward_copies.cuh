@@ -11,12 +11,13 @@ __device__ __forceinline__ BackwardUnit describe_unit(const BackwardArgs& args, 
   const int32_t rows = static_cast<int32_t>(args.tile_tokens.value) * common.group;
   const BackwardWork work(common, common.plan.entries[PlanView::kBackward], index, rows, kKeys);
   BackwardUnit unit;
-  unit.d = document_view(work.entry, common.plan.window);
+  const DocumentWithEnds d = document_with_ends(work.entry, common.plan);
+  unit.d = d;
   unit.kv_head = work.kv_head;
   unit.first_key = work.entry.tile * kKeys;
   unit.ring_index = work.ring_index;
   const int32_t end_key = unit.first_key + kKeys < unit.d.keys ? unit.first_key + kKeys : unit.d.keys;
-  const Interval<int32_t> tokens = unit.d.tokens_attending_to(unit.first_key, end_key - 1);
+  const Interval<int32_t> tokens = d.tokens_attending_to(unit.first_key, end_key - 1);
   unit.tiles.begin = static_cast<int32_t>(args.tile_tokens.quotient(tokens.begin));
   unit.tiles.end =
       tokens.empty() ? unit.tiles.begin : static_cast<int32_t>(args.tile_tokens.quotient(tokens.end - 1)) + 1;
@@ -25,18 +26,37 @@ __device__ __forceinline__ BackwardUnit describe_unit(const BackwardArgs& args, 
 }
 
 // The i-th row tile of a unit. They ascend or descend (AttentionTiles::start_at_last_row).
-__device__ __forceinline__ BackwardTile describe_tile(const BackwardArgs& args, const BackwardUnit& unit, int32_t i) {
+__device__ __forceinline__ int32_t tile_index(const BackwardUnit& unit, int32_t i, bool descending) {
+  return descending ? unit.tiles.end - 1 - i : unit.tiles.begin + i;
+}
+
+// DocumentWithEnds::end_of a row tile's first and last token.
+struct TileEnds {
+  int32_t first = 0;
+  int32_t last = 0;
+};
+
+__device__ __forceinline__ TileEnds load_ends(const BackwardArgs& args, const BackwardUnit& unit, int32_t i) {
+  if (i >= unit.tiles.size()) return {};
+  const DocumentWithEnds d{unit.d, args.common.plan.ends};
+  const int32_t tokens = static_cast<int32_t>(args.tile_tokens.value);
+  const int32_t first = tile_index(unit, i, args.common.plan.tiles.start_at_last_row(d.tokens)) * tokens;
+  return {d.end_of(first), d.end_of((first + tokens < d.tokens ? first + tokens : d.tokens) - 1)};
+}
+
+__device__ __forceinline__ BackwardTile describe_tile(const BackwardArgs& args, const BackwardUnit& unit, int32_t i,
+                                                      const TileEnds& ends) {
   const DocumentView& d = unit.d;
   const int32_t tokens = static_cast<int32_t>(args.tile_tokens.value);
   if (i >= unit.tiles.size()) return {d.tokens, 0, {}, 0, DqAction::kNone};
   const bool descending = args.common.plan.tiles.start_at_last_row(d.tokens);
-  const int32_t index = descending ? unit.tiles.end - 1 - i : unit.tiles.begin + i;
+  const int32_t index = tile_index(unit, i, descending);
   const int32_t key_tile = unit.first_key / kKeys;
   BackwardTile t;
   t.token = index * tokens;
   const int32_t end = t.token + tokens < d.tokens ? t.token + tokens : d.tokens;
   t.rows = (end - t.token) * args.common.group;
-  const Interval<int32_t> keys = d.visible_keys(t.token, end - 1);
+  const Interval<int32_t> keys = d.keys_before(ends.last, t.token);
   const int32_t first = static_cast<uint32_t>(keys.begin) / kKeys;
   const int32_t last = static_cast<uint32_t>(keys.end - 1) / kKeys;
   const uint32_t ring = args.common.plan.dq_ring;
@@ -50,14 +70,15 @@ __device__ __forceinline__ BackwardTile describe_tile(const BackwardArgs& args, 
 }
 
 // Bit w: some row of the tile does not see some key of warpgroup w's.
-__device__ __forceinline__ uint32_t masked(const BackwardArgs& args, const BackwardUnit& unit, int32_t token) {
+__device__ __forceinline__ uint32_t masked(const BackwardArgs& args, const BackwardUnit& unit, int32_t token,
+                                           const TileEnds& ends) {
   const int32_t next = token + static_cast<int32_t>(args.tile_tokens.value);
   const int32_t last = (next < unit.d.tokens ? next : unit.d.tokens) - 1;
   uint32_t bits = 0;
 #pragma unroll
   for (int w = 0; w < 2; ++w) {
     const int32_t key = unit.first_key + w * (kKeys / 2);
-    if (!unit.d.all_visible(token, last, key, key + kKeys / 2 - 1)) bits |= 1u << w;
+    if (!unit.d.all_visible(ends.first, last, key, key + kKeys / 2 - 1)) bits |= 1u << w;
   }
   return bits;
 }
@@ -123,16 +144,22 @@ __device__ __forceinline__ void load_units(const BackwardArgs& args, BackwardBar
 #pragma unroll 1
     for (; steps_left > 0; --steps_left) {
       if (steps_left == 1) index = atomicAdd(common.counters, 1);
+      TileEnds ends[Shape::kTiles];  // loaded while the place is taken
+#pragma unroll
+      for (int r = 0; r < Shape::kTiles; ++r) {
+        ends[r] = load_ends(args, unit, Shape::kTiles * (unit.steps - steps_left) + r);
+      }
       BackwardStep<Shape>& step = place_for_step();
       uint32_t hidden = 0;
 #pragma unroll
       for (int r = 0; r < Shape::kTiles; ++r) {
-        const BackwardTile tile = describe_tile(args, unit, Shape::kTiles * (unit.steps - steps_left) + r);
-        if (tile.action != DqAction::kNone) hidden |= masked(args, unit, tile.token);
+        const BackwardTile tile = describe_tile(args, unit, Shape::kTiles * (unit.steps - steps_left) + r, ends[r]);
+        if (tile.action != DqAction::kNone) hidden |= masked(args, unit, tile.token, ends[r]);
         step.tiles[r] = tile;
       }
       step.start_q = static_cast<int32_t>(unit.d.start_q);
       step.first_head = unit.kv_head * common.group;
+      step.opens = steps_left == unit.steps ? stage_of(turn - 1, kUnitsKnown) : -1;
       step.masked = hidden;
       step.exists = true;
       const int row_stage = stage_of(count, kRowStages);
@@ -161,12 +188,28 @@ __device__ __forceinline__ void for_each_step(BackwardBarriers<Shape>& shared, c
   }
 }
 
+// By a warp. The units before have left `first_tokens`, as they have left their keys.
+__device__ __forceinline__ void load_first_tokens(const VisibleEnd& ends, const BackwardUnit& unit,
+                                                  int32_t (&first_tokens)[kKeys]) {
+  static_assert(kUnitsAhead == 1);
+#pragma unroll
+  for (int i = threadIdx.x & 31; i < kKeys; i += 32) {
+    const int32_t key = unit.first_key + i;
+    const bool exists = key < unit.d.keys;
+    const int32_t* from = ends.first_token + (exists ? unit.d.start_k + key : 0);
+    ptx::cp_async_4(ptx::shared_address(&first_tokens[i]), from, exists);
+  }
+}
+
 // By a warp: zeros where there is no row.
 template <class Shape>
 __device__ __forceinline__ void load_row_stats(const BackwardArgs& args, BackwardBarriers<Shape>& shared) {
   const Args& common = args.common;
   for_each_step(shared, [&](const BackwardStep<Shape>& step, uint32_t count) {
     const int stage = stage_of(count, kRowStages);
+    if (step.opens >= 0 && common.plan.ends.first_token != nullptr) {
+      load_first_tokens(common.plan.ends, shared.units[step.opens], shared.first_tokens);
+    }
 #pragma unroll
     for (int i = 0; i < Shape::kRows / 32; ++i) {
       const BackwardTile& tile = step.tiles[i / 2];

@@ -81,21 +81,27 @@ struct BackwardMath {
     }
   }
 
-  // p = 0 where a row does not see a key.
+  // p = 0 where a row does not see a key. `first_tokens`: the unit's.
   static __device__ __forceinline__ void mask(const BackwardArgs& args, Scores& p, const BackwardUnit& unit,
-                                              const BackwardStep<Shape>& step, int w) {
+                                              const BackwardStep<Shape>& step, const int32_t* first_tokens, int w) {
     const int32_t group = args.common.group;
     const int32_t lane_row = 2 * (static_cast<int32_t>(threadIdx.x) & 3);
-    const int32_t first_key =
-        unit.first_key + w * (kKeys / 2) + static_cast<int32_t>(threadIdx.x / 32 & 3) * 16 + (threadIdx.x & 31) / 4;
+    const int32_t tile_key = w * (kKeys / 2) + static_cast<int32_t>(threadIdx.x / 32 & 3) * 16 + (threadIdx.x & 31) / 4;
+    const int32_t first_key = unit.first_key + tile_key;
     const auto row_of = [&](int32_t token) {  // of the tile's 64, where there is such a row
       return (token < 0 ? 0 : token > kTileRows ? kTileRows : token) * group - lane_row;
     };
+    const int32_t by_window = first_key - unit.d.shift() - unit.d.window.right;
+    int32_t first_token[2] = {by_window, by_window + 8};
+    if (args.common.plan.ends.first_token != nullptr) {
+      first_token[0] = first_tokens[tile_key];
+      first_token[1] = first_tokens[tile_key + 8];
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int32_t key = first_key + 8 * half;
       const bool exists = key < unit.d.keys;
-      const Interval<int32_t> tokens = unit.d.tokens_attending_to(key, key);
+      const Interval<int32_t> tokens = unit.d.tokens_from(first_token[half], key);
 #pragma unroll
       for (int r = 0; r < Shape::kTiles; ++r) {
         const int32_t begin = exists ? row_of(tokens.begin - step.tiles[r].token) : kTileRows;
@@ -249,7 +255,8 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
     ptx::products_done(p);
     Math::weights(p, lse, scale);
     if (masked >> w & 1) {
-      Math::mask(args, p, shared.units[stage_of(turn, kUnitsKnown)], shared.steps[stage_of(count, kStepsKnown)], w);
+      Math::mask(args, p, shared.units[stage_of(turn, kUnitsKnown)], shared.steps[stage_of(count, kStepsKnown)],
+                 shared.first_tokens, w);
     }
   };
   const auto share_ds = [&](const typename Math::Pairs& row_sum) {

@@ -9,7 +9,7 @@
 
 namespace packing_ops::attention::sm90 {
 
-constexpr int kUnitsKnown = 4;  // units that are described
+constexpr int kUnitsKnown = 2;  // units that are described: those before them have left their keys
 constexpr int kUnitsAhead = 1;  // of them, whose keys are in shared memory
 constexpr int kRowStages = 2;   // steps whose rows are
 constexpr int kStepsKnown = 4;  // steps that are described: until their dq has been told of
@@ -91,6 +91,7 @@ struct BackwardStep {
   BackwardTile tiles[Shape::kTiles];
   int32_t start_q;  // of the document
   int32_t first_head;
+  int32_t opens;    // the unit that it is the first step of, as a place in `units`; -1: no unit's
   uint32_t masked;  // bit w: some pair of rows and warpgroup w's keys is
   bool exists;      // if not, none after it does
 };
@@ -102,6 +103,7 @@ struct BackwardBarriers {
   float row_sum[kRowStages][Shape::kRows];  // rowsum(dout * out) - dlse
   BackwardStep<Shape> steps[kStepsKnown];
   BackwardUnit units[kUnitsKnown];  // as kv_full says
+  int32_t first_tokens[kKeys];      // that see the unit's keys, as q_full of its steps says: where there is visible_end
   uint64_t kv_full[kUnitsAhead];
   uint64_t kv_empty[kUnitsAhead];  // dk and dv have left it
   uint64_t q_full[kRowStages];

@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   if (warp < 4) {
     ptx::fewer_registers<40>();
     if (threadIdx.x == 0) load_keys_and_values<Shape>(args, barriers, base);
-    if (threadIdx.x == 32) load_queries<Shape>(args, barriers, base);
+    if (warp == 1) load_queries<Shape>(args, barriers, base);
     if constexpr (Shape::kOutThroughQ) {
       if (threadIdx.x == 96) store_out<Shape>(args, barriers, base);
     }
@@ -38,6 +38,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     const int64_t thread = blockIdx.x * 256 + threadIdx.x - 128;
     check_plan(args.common.plan, args.common.documents_q, args.common.documents_k, args.common.fault, thread,
                gridDim.x * 256);
+    check_visible_end(args.common.plan, args.common.visible_end, args.common.fault, thread, gridDim.x * 256);
     zero_padding(args.common, thread, gridDim.x * 256);
     attend<T, Shape>(args, barriers, base, warp / 4 - 1);
   }

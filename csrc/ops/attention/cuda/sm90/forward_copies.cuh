@@ -43,14 +43,37 @@ __device__ __forceinline__ void load_keys_and_values(const ForwardArgs& args, Fo
   if (!first) load_values();
 }
 
+// By a warp: end_of the unit's tokens, and of the document's last for those beyond it. Loaded while the place is taken.
+struct UnitEnds {
+  static constexpr int kCount = 2 * kTileRows / 32;  // of a lane
+  int32_t of[kCount];
+
+  __device__ __forceinline__ UnitEnds(const ForwardArgs& args, const ForwardUnit& unit) {
+    const DocumentWithEnds d{unit.d, args.common.plan.ends};
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int32_t token = unit.token + 32 * i + static_cast<int32_t>(threadIdx.x & 31);
+      of[i] = d.end_of(token < d.tokens ? token : d.tokens - 1);
+    }
+  }
+  __device__ __forceinline__ void store(int32_t (&to)[2 * kTileRows]) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) to[32 * i + (threadIdx.x & 31)] = of[i];
+    __syncwarp();
+  }
+};
+
 template <class Shape>
 __device__ __forceinline__ void load_queries(const ForwardArgs& args, ForwardBarriers<Shape>& shared, uint32_t base) {
   const ForwardRounds<Shape> rounds(args);
   RingPlace<Shape::kStagesQ> q;
-  for (uint32_t round = 0; rounds.has(round); ++round) {
+  for (uint32_t round = 0; rounds.has(round); ++round, q.next()) {
     const ForwardUnit unit = rounds.unit(args, round);
+    const UnitEnds ends(args, unit);
     const DocumentTokens place(unit.d.start_q, unit.d.tokens);
     ptx::mbarrier_wait(&shared.q_empty[q.stage], q.odd ^ 1);
+    ends.store(shared.ends[round & 1]);
+    if ((threadIdx.x & 31) != 0) continue;
     shared.units[round & 1] = unit;
     ptx::mbarrier_arrive_expect_tx(&shared.q_full[q.stage],
                                    2 * Shape::kPanelsK * 128 * args.tile_tokens * args.common.group);
@@ -63,7 +86,6 @@ __device__ __forceinline__ void load_queries(const ForwardArgs& args, ForwardBar
         ptx::load_box(Shape::tile_q(base, q.stage, w) + panel * Shape::kPanelQ, args.q, start, &shared.q_full[q.stage]);
       }
     }
-    q.next();
   }
 }
 

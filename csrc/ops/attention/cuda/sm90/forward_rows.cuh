@@ -26,18 +26,18 @@ struct ThreadRows {
   }
 };
 
-// Which keys a warpgroup's rows see of a unit's.
+// Which keys a warpgroup's rows see of a unit's. `ends`: end_of its tokens.
 struct VisibleKeys {
   Interval<int32_t> all;      // every row
   Interval<int32_t> seen[2];  // this thread's rows
 
-  __device__ __forceinline__ VisibleKeys(const ForwardUnit& unit, const ThreadRows& rows, int32_t first_token,
-                                         int32_t tokens) {
+  __device__ __forceinline__ VisibleKeys(const ForwardUnit& unit, const ThreadRows& rows, const int32_t* ends,
+                                         int32_t first_token, int32_t tokens) {
     const int32_t end = first_token + tokens < unit.d.tokens ? first_token + tokens : unit.d.tokens;
-    all = unit.d.keys_visible_to_all(first_token, end - 1 > first_token ? end - 1 : first_token);
+    all = unit.d.keys_before(ends[0], end - 1 > first_token ? end - 1 : first_token);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      seen[i] = unit.d.visible_keys(first_token + rows.token[i], first_token + rows.token[i]);
+      seen[i] = unit.d.keys_before(ends[rows.token[i]], first_token + rows.token[i]);
     }
   }
 };
@@ -246,7 +246,7 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
     tile = unit.first_tile;
     end_tile = unit.end_tile;
     state = RowSums{};
-    return VisibleKeys(unit, rows, unit.token + skip, args.tile_tokens);
+    return VisibleKeys(unit, rows, shared.ends[round & 1] + skip, unit.token + skip, args.tile_tokens);
   };
   const auto release = [&](uint64_t* empty) {
     if (lane == 0) ptx::mbarrier_arrive(empty);

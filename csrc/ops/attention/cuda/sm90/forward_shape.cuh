@@ -54,7 +54,7 @@ struct ForwardUnit {
 
   static __device__ __forceinline__ ForwardUnit make(const ForwardArgs& args, const PlanEntry& entry, int32_t kv_head,
                                                      int32_t step_keys) {
-    const DocumentView d = document_view(entry, args.common.plan.window);
+    const DocumentWithEnds d = document_with_ends(entry, args.common.plan);
     const int32_t end_token = entry.first_token + 2 * args.tile_tokens;
     const Interval<int32_t> keys = d.visible_keys(entry.first_token, (end_token < d.tokens ? end_token : d.tokens) - 1);
     const int32_t first = keys.begin / step_keys;
@@ -65,7 +65,8 @@ struct ForwardUnit {
 // full: the copy engine has written it. empty: all that read it are done.
 template <class Shape>
 struct ForwardBarriers {
-  ForwardUnit units[2];  // this round's and the next, as q_full says
+  ForwardUnit units[2];            // this round's and the next, as q_full says
+  int32_t ends[2][2 * kTileRows];  // DocumentWithEnds::end_of their tokens
   uint64_t q_full[Shape::kStagesQ];
   uint64_t q_empty[Shape::kStagesQ];      // of out too
   uint64_t out_full[Shape::kStagesQ][2];  // where out goes through q's tile
