@@ -1,5 +1,7 @@
-"""Patch: replaces an attribute of a host library's module or class while somebody uses the replacement."""
+"""Patch: replaces an attribute of a host library's module or class while somebody uses the replacement. WeakPartial: what
+stands in place of a method in an instance."""
 
+import copy
 import sys
 import threading
 import weakref
@@ -110,6 +112,33 @@ class Patch:
 def function_of(method) -> Callable | None:
     """What a partial or a bound method calls."""
     return getattr(method, "func", None) or getattr(method, "__func__", None)
+
+
+class WeakPartial:
+    """functools.partial(func, owner, *args), to be an attribute of the owner: it holds the owner weakly, whose memory
+    would otherwise wait for the garbage collector. A copy or a pickle of the owner has one of its own.
+
+    args: without the owner.
+    """
+
+    __slots__ = ("__dict__", "_owner", "args", "func")  # functools.wraps copies the __dict__ of another one
+
+    def __init__(self, func, owner, *args):
+        self.func, self.args, self._owner = func, args, weakref.ref(owner)
+
+    def __call__(self, *args, **kwargs):
+        owner = self._owner()
+        if owner is None:
+            raise ReferenceError("forward: expected a model that is still there, got one that nothing else held")
+        return self.func(owner, *self.args, *args, **kwargs)
+
+    def __deepcopy__(self, memo):
+        made = type(self)(self.func, copy.deepcopy(self._owner(), memo), *copy.deepcopy(self.args, memo))
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
+    def __reduce__(self):
+        return type(self), (self.func, self._owner(), *self.args), vars(self)
 
 
 # --- users that the garbage collector frees ---

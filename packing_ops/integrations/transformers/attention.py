@@ -124,11 +124,12 @@ def packing_ops_attention(
         return sequence.attend(_one_dtype(query, key, value), mask, cu_seq_lens_q, options, reason), None
     if pattern is not None:
         documents = documents_of_pattern(module, pattern, query, key, cu_seqlens, position_ids)
-        visible_end, none = pattern.visible_end(documents)
+        visible_end, none = (None, "the last queries of a row") if pattern.last else pattern.visible_end(documents)
         reason = reason or none
     else:
         none = served.why_no_documents(query, key, attention_mask, causal, window)
-        if none and (cu_seq_lens_q is not None or cu_seq_lens_k is not None) and kwargs.get("cache") is None:
+        told = cu_seq_lens_q is not None or cu_seq_lens_k is not None
+        if none and told and kwargs.get("cache") is None and not model_call.has_masked(cu_seq_lens_q):
             raise ValueError(f"cu_seq_lens_q: expected a row of its own documents, got {none}")
         documents = None if none else _without_pattern(module, query, attention_mask, cu_seqlens, position_ids)
         reason = reason or none

@@ -34,17 +34,18 @@ def sdpa_reasons() -> list[str]:
 def mask_of(documents, query, options, pattern=None):
     """bool ``[batch, 1, seqlen, seqlen]``, True where visible. Padding attends to itself: its softmax is finite.
 
-    Windows count slots, as transformers' own masks do. pattern: a MaskPattern may have blocks.
+    Windows count slots, as transformers' own masks do. pattern: a MaskPattern may have blocks, and fewer queries than keys.
     """
-    ids = documents.document_ids(query.shape[0], query.shape[2])
-    slots = torch.arange(query.shape[2], device=ids.device)
-    pairs = ids[:, :, None], ids[:, None, :], slots[:, None], slots[None, :]
+    length = query.shape[2] if getattr(pattern, "last", None) is None else pattern.length
+    ids, queries = documents.document_ids(query.shape[0], length), slice(length - query.shape[2], None)
+    slots = torch.arange(length, device=ids.device)
+    pairs = ids[:, queries, None], ids[:, None, :], slots[queries, None], slots[None, :]
     blocks = getattr(pattern, "blocks", None)
     if blocks is None:
         visible = visible_mask(*pairs, options.causal, options.window_size)
     else:
         blocks = blocks.to(ids.device)
-        together = (blocks[:, :, None] == blocks[:, None, :]) & (blocks[:, :, None] >= 0)
+        together = (blocks[:, queries, None] == blocks[:, None, :]) & (blocks[:, None, :] >= 0)
         visible = visible_mask(*pairs, False, options.window_size) & ((pairs[3] <= pairs[2]) | together)
     return (visible | torch.eq(*pairs[2:]))[:, None]
 

@@ -12,13 +12,13 @@ import warnings
 import torch
 
 from packing_ops._arguments import int32_cu_seqlens
-from packing_ops.integrations._patching import function_of
+from packing_ops.integrations._patching import WeakPartial, function_of
 from packing_ops.integrations.transformers import sequence_group
 from packing_ops.integrations.transformers.imports import PreTrainedModel
 from packing_ops.integrations.transformers.running import fuse, here
 from packing_ops.logps import chunked_cross_entropy
 
-_STATE = "_packing_ops_fused_loss"
+_STATE, _HEAD_OF = "_packing_ops_fused_loss", "_packing_ops_head_of"
 _HEAD = "self.lm_head("
 _LOSS = "self.loss_function("
 _AFTER_HEAD = ("", ".float()", ".contiguous()")  # what the loss does anyway
@@ -32,17 +32,17 @@ _RETURNED = re.compile(r"\blogits=logits\b|\(logits,\)|#.*")
 
 
 class FusedLoss:
-    """Of one model: its head, and what stood in the place of its loss."""
+    """Of one model: what it was. The head that was swapped has it too, under _HEAD_OF."""
 
     def __init__(self, model):
-        self.head, self.is_capped, self.had_own_loss = model.lm_head, _is_capped(model), "_loss_function" in vars(model)
+        self.is_capped, self.had_own_loss = _is_capped(model), "_loss_function" in vars(model)
 
 
 class Running:
     """One forward of a fused model, in one thread: the hidden states that the head handed on, and in whose place."""
 
-    def __init__(self, state):
-        self.state, self.hidden, self.logits, self.targets = state, None, None, None
+    def __init__(self, state, head):
+        self.state, self.head, self.hidden, self.logits, self.targets = state, head, None, None, None
 
 
 def is_fused(model) -> bool:
@@ -72,7 +72,7 @@ def refusal(model: PreTrainedModel) -> str | None:
 def since(model: PreTrainedModel) -> str | None:
     """What has changed in a fused model, whose loss is the stock one until it is applied anew; None: nothing."""
     state = model.__dict__[_STATE]
-    if model.lm_head is not state.head:
+    if model.lm_head.__dict__.get(_HEAD_OF) is not state:
         return "its lm_head was swapped after apply_packing_ops(model, fused_loss=True)"
     if _is_capped(model) != state.is_capped:
         return "its final_logit_softcapping was set after apply_packing_ops(model, fused_loss=True)"
@@ -88,8 +88,9 @@ def apply_to_model(model: PreTrainedModel) -> None:
     state = model.__dict__[_STATE] = FusedLoss(model)
     # Partials, not closures: they can be pickled, and copies of the model get their own.
     model.loss_function = functools.partial(_loss, state, model.loss_function)
-    model.lm_head.forward = functools.partial(_head, state)
-    model.forward = functools.wraps(type(model).forward)(functools.partial(_forward, model))
+    model.lm_head.__dict__[_HEAD_OF] = state
+    model.lm_head.forward = WeakPartial(_head, model.lm_head, state)
+    model.forward = functools.wraps(type(model).forward)(WeakPartial(_forward, model))
 
 
 def revert_model(model: PreTrainedModel) -> None:
@@ -102,8 +103,10 @@ def revert_model(model: PreTrainedModel) -> None:
         model.loss_function = stock
     else:
         del model._loss_function
-    if _is_ours(state.head, _head):
-        del state.head.forward
+    for head in [each for each in model.modules() if each.__dict__.get(_HEAD_OF) is state]:  # or inside of LoRA's
+        del head.__dict__[_HEAD_OF]
+        if _is_ours(head, _head):
+            del head.forward
     if _is_ours(model, _forward):  # another wrapper finds the state gone, and runs the stock forward
         del model.forward
 
@@ -165,7 +168,7 @@ def _forward(model, *args, **kwargs):
     if why := since(model):
         warnings.warn(f"the loss of {type(model).__name__} is the stock one: {why}", stacklevel=2)
         return stock(model, *args, **kwargs)
-    running = Running(state)
+    running = Running(state, model.lm_head)
     outer = fuse(running)
     try:
         output = stock(model, *args, **kwargs)
@@ -190,10 +193,10 @@ def _whole(logits_to_keep) -> bool:
     return logits_to_keep is None or (isinstance(logits_to_keep, int) and logits_to_keep == 0)
 
 
-def _head(state, hidden):
+def _head(head, state, hidden):
     running = _running(state)
     if running is None:
-        return type(state.head).forward(state.head, hidden)
+        return type(head).forward(head, hidden)
     if running.targets is None:
         running.hidden = hidden
         return hidden
@@ -201,7 +204,7 @@ def _head(state, hidden):
     hidden = hidden.flatten(0, 1)
     if len(labels) > len(hidden):  # the labels of shift_labels: a slot more, which nothing predicts from
         hidden = torch.nn.functional.pad(hidden, (0, 0, 0, 1))
-    return chunked_cross_entropy(hidden, state.head.weight, labels, cu_seqlens, bias=state.head.bias, **options)
+    return chunked_cross_entropy(hidden, head.weight, labels, cu_seqlens, bias=head.bias, **options)
 
 
 def _loss(state, stock, logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **kwargs):
@@ -217,4 +220,4 @@ def _loss(state, stock, logits, labels, vocab_size, num_items_in_batch=None, ign
         rows, seqlen = labels.shape
         cu_seqlens = torch.arange(rows + 1, dtype=torch.int32, device=labels.device) * seqlen
     running.targets = labels.flatten(), int32_cu_seqlens(cu_seqlens.to(labels.device)), options
-    return state.head(running.hidden)  # where its weight is there: FSDP and ZeRO gather it around the call
+    return running.head(running.hidden)  # where its weight is there: FSDP and ZeRO gather it around the call

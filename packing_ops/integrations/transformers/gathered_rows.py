@@ -5,10 +5,10 @@ from packing_ops.integrations.transformers.masks import mark_used
 
 
 def documents_of_pattern(module, pattern, query, key, cu_seqlens, position_ids):
-    """The documents of query ``[batch, num_heads, seqlen, head_dim]`` under a MaskPattern."""
+    """The documents of query ``[batch, num_heads, seqlen, head_dim]`` under a MaskPattern; of key, for the last queries."""
     seqlen, length = query.shape[2], pattern.length
-    if seqlen == key.shape[2] == length:
-        return pattern.documents(query, cu_seqlens, position_ids).on(query.device)
+    if key.shape[2] == length and seqlen == (length if pattern.last is None else pattern.last):
+        return pattern.documents(key, cu_seqlens, position_ids).on(query.device)
     # Ulysses of other libraries: the mask was made for this rank's slots, position_ids are gathered as the heads are.
     gathered = seqlen == key.shape[2] and length > 0 and seqlen % length == 0
     if not gathered or position_ids is None or tuple(position_ids.shape) != (query.shape[0], seqlen):

@@ -4,6 +4,8 @@ transformers asks for a mask once per forward and kind of layer. The answer here
 can follow it, and transformers' own 4-D mask where it cannot, or where the model reads masks itself (see model_call).
 """
 
+import copy
+
 import torch
 import torch.nn.functional as F
 
@@ -19,12 +21,21 @@ class MaskPattern:
     axes: layers get position_ids of one axis of an image, which do not tell documents.
     checked: see find_documents.
     blocks: [batch, slots], tokens of one number from 0 on see each other, beside causality; or None.
+    last: how many queries there are, the last ones of the row; None for all.
+    shape: that of the 4-D mask. Its values are in no tensor, but models look whether it is one of two dimensions.
     """
 
-    def __init__(self, causal, window, length, padding, position_ids, checked=None, axes=False, blocks=None):
+    def __init__(self, causal, window, length, padding, position_ids, checked=None, axes=False, blocks=None, batch=1):
         self.causal, self.window, self.length, self.axes = causal, window, length, axes
         self.padding, self.position_ids, self.checked, self.blocks = padding, position_ids, checked, blocks
+        self.shape, self.ndim, self.last = torch.Size((batch, 1, length, length)), 4, None
         self._documents = self._given = self._ends = None
+
+    def dim(self):
+        return self.ndim
+
+    def size(self, dim=None):
+        return self.shape if dim is None else self.shape[dim]
 
     def documents(self, query, cu_seqlens, position_ids):
         if self._documents is None or self._given[0] is not cu_seqlens[0] or self._given[1] is not cu_seqlens[1]:
@@ -50,14 +61,24 @@ class MaskPattern:
         raise AttributeError(_READ)
 
     # What a model may ask of a mask tensor, by name: __getattr__ would slow the look-ups of the layers.
-    dtype = shape = ndim = dim = size = to = masked_fill = property(_has_none)
+    dtype = to = masked_fill = property(_has_none)
     __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __rsub__ = _refuse
 
     def __getitem__(self, index):
-        """All of it, which Gemma 4 takes for layers that share keys; no part of it."""
-        if isinstance(index, tuple) and all(isinstance(each, slice) and each in _WHOLE for each in index):
-            return self
+        """All of it or its last queries, which Gemma 4 takes for layers that share keys; no other part of it."""
+        if isinstance(index, tuple) and all(isinstance(each, slice) for each in index):
+            queries = index[2] if len(index) > 2 else slice(None)
+            if all(each in _WHOLE for each in (*index[:2], *index[3:])) and queries.step is queries.stop is None:
+                first = queries.start or 0
+                return self if first == 0 or first <= -self.shape[2] else self._ending(-first)
         raise TypeError(_READ)
+
+    def _ending(self, queries):
+        if queries < 0:
+            raise TypeError(_READ)
+        part = copy.copy(self)
+        part.last, part.shape = queries, torch.Size((*self.shape[:2], queries, self.length))
+        return part
 
     @classmethod
     def __torch_function__(cls, *_):
@@ -123,7 +144,8 @@ def packing_ops_mask(
     start = isinstance(q_offset, int) and q_offset == 0 and isinstance(kv_offset, int) and kv_offset == 0
     if pattern is not None and start and q_length == kv_length:
         padding = carrier.padding if carrier.numbers is None else carrier.numbers
-        return MaskPattern(*pattern, q_length, padding, carrier.position_ids, carrier.checked, carrier.axes, blocks)
+        told = padding, carrier.position_ids, carrier.checked, carrier.axes, blocks
+        return MaskPattern(*pattern, q_length, *told, batch=batch_size)
     if q_length > 1 and not (carrier.position_ids is None and carrier.numbers is None):
         mask_function = _each_document_alone(mask_function, kwargs, carrier, batch_size, q_length, q_offset)
     # Without a mask the layer could not tell causal from full; one query that attends to every key is both.

@@ -141,6 +141,12 @@ def call_to_mark() -> ModelCall | None:
     return None if call is None or (torch.compiler.is_compiling() and not call.traced) else call
 
 
+def has_masked(cu_seqlens) -> bool:
+    """Whether the model got masks of this call's documents as tensors, by position_ids that agree with cu_seqlens."""
+    call = current()
+    return call is not None and call.mask_form != PATTERN and call.checked is not None and call.cu_seqlens is cu_seqlens
+
+
 def leave(carrier) -> None:
     """Keeps a carrier for the mask function: create_chunked_causal_mask reads the 2-D mask itself, so it cannot get one."""
     running.here().chunked = carrier
@@ -207,7 +213,9 @@ def _habits_of(cls, config_cls):
     """(form of its masks, indices of position_ids and attention_mask among its arguments, model_type)."""
     if (cls, config_cls) not in _habits:
         names = list(inspect.signature(cls.forward).parameters)[1:]
-        indices = {name: names.index(name) for name in ("position_ids", "attention_mask") if name in names}
+        # Behind all others where it is none: torch.compile has no empty dict from here.
+        names += ["position_ids", "attention_mask"]
+        indices = {name: names.index(name) for name in ("position_ids", "attention_mask")}
         form = BOOL if cls._supports_sdpa else ADDITIVE
         if cls._supports_flash_attn or cls._supports_flex_attn:
             form = form if any(base.__module__.startswith(_READERS) for base in cls.__mro__) else PATTERN

@@ -6,7 +6,7 @@ import types
 
 import torch
 
-from packing_ops.integrations._patching import function_of
+from packing_ops.integrations._patching import WeakPartial, function_of
 from packing_ops.integrations.transformers.module_class import stock_of, subclass_of
 from packing_ops.integrations.transformers.rms_norm_trial import FORWARDS, WIDTH, formula_of
 from packing_ops.integrations.transformers.rope_functions import HOSTS
@@ -100,8 +100,8 @@ def apply_to_model(model: torch.nn.Module) -> int:
         stock, name = stock_of(type(module)), _forward_attribute(module)
         if name == "forward" and name not in module.__dict__:
             module.__class__ = subclass_of(stock, FORWARDS[_formula_of(module)])
-        elif not _is_ours(module.__dict__.get(name)):  # a partial, not a bound method: it can be pickled
-            setattr(module, name, functools.partial(FORWARDS[_formula_of(module)], module))
+        elif not _is_ours(module.__dict__.get(name)):
+            setattr(module, name, WeakPartial(FORWARDS[_formula_of(module)], module))
     return len(found)
 
 

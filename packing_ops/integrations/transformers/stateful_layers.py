@@ -17,6 +17,7 @@ import torch
 
 from packing_ops._arguments import int32_cu_seqlens
 from packing_ops._batch_cache import kept_with
+from packing_ops.integrations._patching import WeakPartial
 from packing_ops.integrations.transformers import running
 from packing_ops.integrations.transformers.document_checks import is_tensor
 from packing_ops.integrations.transformers.documents import BatchDocuments, as_bool, find_documents
@@ -128,9 +129,9 @@ def prepare(model, known_alone: bool = False) -> bool | None:
     for ours, layer in layers:
         stock = layer.__dict__.get("forward")
         if getattr(stock, "func", None) is _tried:
-            stock = stock.args[1]
+            stock = stock.args[0]
         if getattr(stock, "func", None) is not _forward:
-            layer.__dict__["forward"] = functools.partial(ours, layer, stock)
+            layer.__dict__["forward"] = WeakPartial(ours, layer, stock)
         _prepared.add(layer)
     for module in model.modules() if layers else ():
         for name in _CHECKPOINTS:
@@ -144,19 +145,20 @@ def prepare(model, known_alone: bool = False) -> bool | None:
 def revert(model=None) -> None:
     """Put back what prepare replaced, in one model or in all."""
     for module in list(_prepared) if model is None else [each for each in model.modules() if each in _prepared]:
-        _put_back(module, "forward", (_forward, _tried), 1)
+        _put_back(module, "forward", (_forward, _tried))
         for name in _CHECKPOINTS:
-            _put_back(module, name, (_checkpoint,), 0)
+            _put_back(module, name, (_checkpoint,))
         _prepared.discard(module)
 
 
-def _put_back(module, name, ours, index) -> None:
+def _put_back(module, name, ours) -> None:
     function = module.__dict__.get(name)
     if getattr(function, "func", None) in ours:
-        if function.args[index] is None:
+        stock = function.args[0]
+        if stock is None:
             del module.__dict__[name]
         else:
-            module.__dict__[name] = function.args[index]
+            module.__dict__[name] = stock
 
 
 def _checkpoint(stock, function, *args, **kwargs):
@@ -200,9 +202,9 @@ def _tried(layer, stock, *args, **kwargs):
     try:
         return _apart(layer, run, seq_idx, args, kwargs)
     finally:
-        _put_back(layer, "forward", (_tried,), 1)
+        _put_back(layer, "forward", (_tried,))
         if type(layer) in learned:
-            layer.__dict__["forward"] = functools.partial(_forward, layer, stock)
+            layer.__dict__["forward"] = WeakPartial(_forward, layer, stock)
 
 
 @torch.compiler.disable(reason="packing_ops: how many documents a row has is known when the layer runs")

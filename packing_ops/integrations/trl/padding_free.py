@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import packing_ops as po
+from packing_ops.integrations._patching import WeakPartial
 
 _TRAINERS = ("DPOTrainer", "RewardTrainer")
 
@@ -47,8 +48,8 @@ def enable_padding_free(trainer: Any) -> None:
     for model in models:
         if not _is_enabled(model):
             stock = model.forward
-            packed = functools.partial(_packed, model, stock, model.__dict__.get("forward"))
-            model.forward = functools.wraps(stock)(packed)
+            packed = WeakPartial(_packed, model, model.__dict__.get("forward"))
+            model.forward = functools.wraps(getattr(stock, "__func__", stock))(packed)
 
 
 def disable_padding_free(trainer: Any) -> None:
@@ -60,7 +61,7 @@ def disable_padding_free(trainer: Any) -> None:
     for model in _models_of(trainer):
         host = _hosts(model)[0]
         if _is_enabled(host):
-            before = host.__dict__["forward"].args[2]
+            before = host.__dict__["forward"].args[0]
             if before is None:
                 del host.forward
             else:
@@ -106,8 +107,9 @@ def _is_enabled(model: Any) -> bool:
     return getattr(model.__dict__.get("forward"), "func", None) is _packed
 
 
-def _packed(model: Any, stock: Callable[..., Any], _before: object, *args: Any, **kwargs: Any) -> Any:
+def _packed(model: Any, before: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
     """The forward of a model; padded rows of text go through it as one row."""
+    stock = before or functools.partial(type(model).forward, model)
     mask, input_ids = kwargs.get("attention_mask"), kwargs.get("input_ids")
     if args or input_ids is None or mask is None or mask.shape != input_ids.shape:
         return stock(*args, **kwargs)

@@ -177,3 +177,42 @@ def test_a_cache_that_a_compiled_model_made(device, fresh_compile):
     kept = fill(**prompts("positions", device), use_cache=True).past_key_values
     with pytest.raises(ValueError, match=REFUSED):
         more(model, kept)
+
+
+# --- layers that share the keys of others ---
+
+
+def sharing(implementation, device):
+    """Gemma 4: in a prefill, layers with the keys of others run for the last tokens alone, and take a part of the mask."""
+    if not hasattr(transformers, "Gemma4TextConfig"):
+        pytest.skip(f"transformers {transformers.__version__} has no Gemma 4")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+    heads = {"num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16, "sliding_window": 5}
+    sizes |= {"vocab_size": 61, "vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 8, "pad_token_id": 0}
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
+    config = transformers.Gemma4TextConfig(**sizes, **heads, **kinds, initializer_range=0.3)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+    return model.to(device).eval()
+
+
+@torch.no_grad()
+def test_generation_with_shared_keys_is_the_stock_models(device):
+    models = [sharing(name, device) for name in ("packing_ops", "eager")]
+    ids = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(3)).to(device)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    given = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    for options in ({}, {"attention_mask": mask}):
+        ours, stock = (model.generate(ids, **options, **given) for model in models)
+        assert torch.equal(ours.sequences, stock.sequences)
+        torch.testing.assert_close(torch.stack(ours.logits), torch.stack(stock.logits), **CLOSE)
+
+
+@pytest.mark.parametrize("keep", [1, 6, 16, 20])
+@torch.no_grad()
+def test_the_last_logits_of_a_packed_row_with_shared_keys(keep, device):
+    """Also those of more than one document: the last one has four tokens, and the window five."""
+    model, given = sharing("packing_ops", device), prompts("positions", device)
+    wanted = model(**given, use_cache=False).logits[:, -keep:]
+    torch.testing.assert_close(model(**given, use_cache=False, logits_to_keep=keep).logits, wanted, **CLOSE)

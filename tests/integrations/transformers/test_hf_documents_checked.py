@@ -168,3 +168,22 @@ def test_a_compiled_encoder_whose_layers_are_given_them(device, fresh_compile):
     ids, _, cu_seqlens = packed(device)
     alone = model(ids, **tell(cu_seqlens))[0]
     torch.testing.assert_close(compiled(model)(ids, **tell(cu_seqlens))[0], alone, **CLOSE)
+
+
+class ReadsMasks(transformers.LlamaModel):
+    """transformers makes it 4-D masks, of the positions of its call."""
+
+    _supports_flash_attn = _supports_flex_attn = False
+
+
+def test_cu_seqlens_beside_a_tensor_of_the_same_documents(device):
+    torch.manual_seed(0)
+    model = ReadsMasks._from_config(transformers.LlamaConfig(**SIZES), attn_implementation="packing_ops").to(device)
+    ids, positions, cu_seqlens = packed(device)
+    wanted = torch.cat([model(row)[0] for row in ids.split(LENGTHS, 1)], 1)
+    told = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+    torch.testing.assert_close(model(ids, position_ids=positions, **told)[0], wanted, **CLOSE)
+    with pytest.raises(
+        ValueError, match=r"cu_seq_lens_q: expected a row of its own documents|position_ids: .* restart"
+    ):
+        model(ids, **told)

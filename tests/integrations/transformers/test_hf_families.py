@@ -8,6 +8,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from hf_families import KINDS, NONE, PAGE, lines_of_page, made, mappings, page_of, row_of, row_of_module, tiny_config  # noqa: E402
+from hf_models import OLD, skip_if_masks_are_its_own  # noqa: E402
 
 import packing_ops as po  # noqa: E402
 from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops, rms_norm, rope  # noqa: E402
@@ -24,6 +25,8 @@ PACKED = [
 ]  # fmt: skip
 
 NOT_RUN = {"xlstm"}  # the recipe's sizes do not fit each other
+if OLD:  # Mamba asks for kernels of a GPU; a state that stays in the model, with its graph
+    NOT_RUN |= {"jamba", "zamba", "recurrent_gemma"}
 
 
 def loss_and_gradients(model, batches):
@@ -99,6 +102,8 @@ def test_trains_packed_as_document_by_document(model_type, device):
 
 def assert_trains_packed(model, device):
     model = model.to(device)
+    if getattr(model.config, "attn_logit_softcapping", None) is not None:
+        model.set_attn_implementation("eager")  # SDPA leaves it out
     torch.manual_seed(1)
     documents = [torch.randint(3, 60, (length,), device=device) for length in LENGTHS]
     alone = [{"input_ids": ids[None], "labels": ids[None], "use_cache": False} for ids in documents]
@@ -111,12 +116,26 @@ def assert_trains_packed(model, device):
         "use_cache": False,
     }
     row["position_ids"] = metadata.position_ids[None]
+    skip_what_4_57_has_otherwise(model, row)
     applied = apply_packing_ops(model)
     assert applied.rope
     assert applied.attention
     found = loss_and_gradients(model, [row])
     revert_packing_ops(model)
     assert_same_training(found, wanted)
+
+
+def skip_what_4_57_has_otherwise(model, row=None, **options):
+    """What it leaves as it is has a reason; models that make their masks themselves refuse several documents."""
+    if not OLD:
+        return
+    try:
+        apply_packing_ops(model, strict=True, **options)
+    except ValueError as error:
+        pytest.skip(f"transformers {transformers.__version__}: {error}")
+    if row is not None:
+        skip_if_masks_are_its_own(model, row)
+    revert_packing_ops(model)
 
 
 def test_layers_of_gemma_4_that_share_keys_train_packed(device):
@@ -152,7 +171,9 @@ def test_encoders_train_packed(model_type, device):
     wanted = trained([{"input_ids": ids[None]} for ids in documents])
     positions = po.PackedMetadata.from_lengths(LENGTHS, device=device).position_ids
     offset = 1 if model_type == "roberta" else 0  # it counts from the padding's index on
-    applied = apply_packing_ops(model, rope="modern" in model_type or model_type == "eurobert", rms_norm=False)
+    options = {"rope": "modern" in model_type or model_type == "eurobert", "rms_norm": False}
+    skip_what_4_57_has_otherwise(model, **options)
+    applied = apply_packing_ops(model, **options)
     assert applied.attention == 2
     found = trained([{"input_ids": torch.cat(documents)[None], "position_ids": positions[None] + offset}])
     revert_packing_ops(model)

@@ -398,13 +398,28 @@ def test_positions_that_tell_no_documents(device):
         torch.testing.assert_close(model(**inputs)[0], stock(**inputs)[0], **CLOSE)
 
 
+def test_a_pattern_has_the_shape_of_its_mask(device):
+    """Layers beside attention ask whether they got a mask of two dimensions: transformers 4.57, LFM2."""
+    pattern = masks.packing_ops_mask(2, 8, 8, mask_function=transformers.masking_utils.causal_mask_function)
+    assert pattern.shape == pattern.size() == (2, 1, 8, 8)
+    assert (pattern.dim(), pattern.ndim, pattern.size(-1)) == (4, 4, 8)
+    assert pattern[:, :, :, :] is pattern[:, :, -8:] is pattern
+    assert pattern[:, :, -3:, :].shape == (2, 1, 3, 8)
+
+
 @pytest.mark.parametrize(
     "read",
-    [lambda mask: mask[:, :, :, :1], lambda mask: torch.zeros(2) + mask, lambda mask: torch.where(mask, 0, 1)],
-    ids=["slice", "sum", "function"],
+    [
+        lambda mask: mask[:, :, :, :1],
+        lambda mask: mask[:, :, :2],
+        lambda mask: mask.dtype,
+        lambda mask: torch.zeros(2) + mask,
+        lambda mask: torch.where(mask, 0, 1),
+    ],
+    ids=["keys", "first queries", "dtype", "sum", "function"],
 )
 def test_a_pattern_says_who_may_read_it(read):
-    with pytest.raises(TypeError, match="attention_mask: expected to reach attention as it is"):
+    with pytest.raises((AttributeError, TypeError), match="attention_mask: expected to reach attention as it is"):
         read(masks.MaskPattern(True, (-1, -1), 8, None, None))
 
 

@@ -9,7 +9,8 @@ from helpers import cu_seqlens_of
 
 transformers = pytest.importorskip("transformers")
 
-from stateful_models import SERVED, stateful_model  # noqa: E402
+from hf_models import OLD  # noqa: E402
+from stateful_models import COMMON, FAMILIES, SERVED, stateful_model  # noqa: E402
 
 from packing_ops.integrations.transformers import (  # noqa: E402
     apply_packing_ops,
@@ -100,6 +101,20 @@ def test_loss_and_gradients_are_those_of_each_document_alone(family, checkpointi
         if ours.grad is not None:
             scale = theirs.grad.abs().max().item()
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-4 * scale + 1e-7, msg=name)
+
+
+@pytest.mark.skipif(not OLD, reason="transformers 4 alone")
+@pytest.mark.parametrize("family", ["bamba", "jamba"])
+def test_what_4_57_does_not_serve_is_refused(family, device):
+    ids, positions, _ = packed(device)
+    config = transformers.AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family]})
+
+    def call():
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="packing_ops")
+        model(ids, position_ids=positions)
+
+    with pytest.raises((KeyError, ValueError), match=r"^'packing_ops'$|got several, and Bamba.* passes them to no att"):
+        call()
 
 
 # --- one of them ---
@@ -405,8 +420,6 @@ def test_kernels_that_take_boundaries_get_them(tmp_path):
     import os
     import subprocess
     import sys
-
-    from hf_models import OLD
 
     if OLD:
         pytest.skip("up to transformers 4.57 layers hand no boundaries on")

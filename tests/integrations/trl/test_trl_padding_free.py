@@ -1,6 +1,8 @@
 """TRL's DPO and reward trainers with enable_padding_free: losses, gradients and metrics are those of the padded trainer."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from common.hf_setup import byte_tokenizer  # noqa: E402
 from hf_models import tiny_model  # noqa: E402
 
 from packing_ops.integrations import trl as integration  # noqa: E402
-from packing_ops.integrations.transformers import apply_packing_ops  # noqa: E402
+from packing_ops.integrations.transformers import apply_packing_ops, register  # noqa: E402
 
 datasets.disable_progress_bars()
 PAIRS = [{"prompt": "p" * i, "chosen": "yes" * (5 - i), "rejected": "no" * 3 * i} for i in (1, 2, 3, 4)]
@@ -182,10 +184,28 @@ def test_twice_is_once_and_lora(device, tmp_path):
         torch.manual_seed(0)
         trainer = dpo_trainer(tmp_path, device)
         if enabled:
-            before = trainer.model.forward
-            without_padding(without_padding(trainer))
-            assert trainer.model.forward.args[1] == before
+            once = without_padding(trainer).model.forward
+            assert without_padding(trainer).model.forward is once
         torch.manual_seed(3)
         trainer.model.add_adapter(peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
         losses.append(trainer.compute_loss(trainer.model, dict(next(iter(trainer.get_train_dataloader())))))
     torch.testing.assert_close(*losses, **CLOSE)
+
+
+def test_models_are_freed_when_their_trainer_is_gone():
+    class DPOTrainer:
+        def __init__(self):
+            self.model, self.ref_model = tiny_model("llama", attn_implementation="packing_ops"), None
+
+    register()
+    trainer = DPOTrainer()
+    integration.enable_padding_free(trainer)
+    ids = torch.randint(3, 60, (2, 4))
+    trainer.model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    part = weakref.ref(trainer.model.lm_head)
+    gc.disable()
+    try:
+        del trainer
+        assert part() is None
+    finally:
+        gc.enable()

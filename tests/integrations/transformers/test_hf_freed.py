@@ -1,0 +1,55 @@
+"""What is put into a model does not keep it alive: its memory is free when its last name goes, not when gc runs."""
+
+import gc
+import weakref
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from hf_models import tiny_model
+from stateful_models import stateful_model
+from test_hf_stateful import Decays, in_llama, packed
+
+from packing_ops.integrations.transformers import apply_packing_ops, register
+
+
+@pytest.fixture
+def without_gc():
+    register()
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def checkpointed():
+    model = stateful_model("jamba")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def applied():
+    model = tiny_model("llama")
+    apply_packing_ops(model, rms_norm=True, fused_loss=True)
+    return model
+
+
+MAKERS = {
+    "attention alone": lambda: tiny_model("llama", attn_implementation="packing_ops"),
+    "convolutions": lambda: stateful_model("lfm2"),
+    "mamba, checkpointing": checkpointed,
+    "learned by a trial": lambda: in_llama(Decays()),
+    "all of apply_packing_ops": applied,
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_model_is_freed_with_its_last_name(kind, without_gc):
+    model = MAKERS[kind]()
+    ids, positions, _ = packed("cpu")
+    for _ in range(2):
+        model(ids, position_ids=positions, labels=ids, use_cache=False).loss.backward()
+    parts = {name: weakref.ref(module) for name, module in model.named_modules()}
+    del model
+    assert [name for name, part in parts.items() if part() is not None] == []
