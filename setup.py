@@ -99,7 +99,8 @@ def extension():
     if "ccache" in os.path.realpath(compiler):  # a wrapper, which torch takes for an unknown compiler
         os.environ.setdefault("TORCH_DONT_CHECK_COMPILER_ABI", "1")
     home = find_cuda_home()
-    define, libraries, library_dirs, include_dirs = [], [], [], [str(ROOT / "csrc")]
+    define, library_dirs, include_dirs = [], [], [str(ROOT / "csrc")]
+    libraries = ["dl"]  # of libc itself from glibc 2.34 on
     cxx, nvcc, files = list(CXX_FLAGS), list(NVCC_FLAGS), sorted(sources(".cpp"), key=os.path.getsize, reverse=True)
     if os.environ.get("PACKING_OPS_NAMESPACE"):  # of a Hub kernel; the CUDA half does not know it
         cxx += [f"-DPACKING_OPS_NAMESPACE={os.environ['PACKING_OPS_NAMESPACE']}"]
@@ -118,7 +119,7 @@ def extension():
         files = sorted(kernels, key=os.path.getsize, reverse=True) + files  # the long ones first
         include_dirs += [str(home / "include"), str(home / "include" / "cccl")]
         library_dirs = [str(home / d) for d in ("lib64", "lib", "targets/x86_64-linux/lib")]
-        libraries = ["cudart_static", "dl", "rt", "pthread"]
+        libraries = ["cudart_static", *libraries, "rt", "pthread"]
     return cpp_extension.CppExtension(
         "packing_ops._C",
         files,
