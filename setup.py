@@ -29,8 +29,9 @@ from tools.find_cuda import (  # noqa: E402
 BUILD = ROOT / "build" if os.access(ROOT, os.W_OK) else Path(tempfile.mkdtemp(prefix="packing_ops-"))
 LOG = BUILD / "build.log"
 VERSION = re.search(r'^VERSION = "(.+?)"', (ROOT / "packing_ops" / "_library.py").read_text(), re.M)[1]
-DEFINES = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_CUDA", f'-DPACKING_OPS_VERSION="{VERSION}"']
-CXX_FLAGS = ["-O3", "-std=c++20", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter"]
+# Of C++ alone: a new version compiles no .cu file again.
+CXX_FLAGS = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_CUDA", f'-DPACKING_OPS_VERSION="{VERSION}"']
+CXX_FLAGS += ["-O3", "-std=c++20", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter"]
 NVCC_FLAGS = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-Xcompiler=-fvisibility=hidden"]
 NVCC_FLAGS += ["-Xfatbin=-compress-all"]  # a third of the size; every driver expands it
 # torch turns the half types' own operators off; we include no torch header in .cu files, so we may have them.
@@ -58,11 +59,10 @@ def sources(*suffixes):
 
 
 def drop_stale_cuda_objects():
-    """A CPU build of torch writes ninja rules that do not see the headers of .cu files."""
-    newest = max((ROOT / header).stat().st_mtime for header in sources(".h", ".cuh"))
-    for source in sources(".cu"):
-        for built in ROOT.glob(f"build/temp.*/{Path(source).with_suffix('.o')}"):
-            if built.stat().st_mtime < newest:
+    """A CPU build of torch writes ninja rules that do not see the headers of .cu files: tools/nvcc.py lists them."""
+    for folder in ROOT.glob("build/temp.*"):
+        for built in (folder / Path(source).with_suffix(".o") for source in sources(".cu")):
+            if built.exists() and checks.is_older_than_its_headers(built, folder):
                 built.unlink()
 
 
@@ -99,7 +99,8 @@ def extension():
     if "ccache" in os.path.realpath(compiler):  # a wrapper, which torch takes for an unknown compiler
         os.environ.setdefault("TORCH_DONT_CHECK_COMPILER_ABI", "1")
     home = find_cuda_home()
-    define, libraries, library_dirs, include_dirs = list(DEFINES), [], [], [str(ROOT / "csrc")]
+    define, library_dirs, include_dirs = [], [], [str(ROOT / "csrc")]
+    libraries = ["dl"]  # of libc itself from glibc 2.34 on
     cxx, nvcc, files = list(CXX_FLAGS), list(NVCC_FLAGS), sorted(sources(".cpp"), key=os.path.getsize, reverse=True)
     if os.environ.get("PACKING_OPS_NAMESPACE"):  # of a Hub kernel; the CUDA half does not know it
         cxx += [f"-DPACKING_OPS_NAMESPACE={os.environ['PACKING_OPS_NAMESPACE']}"]
@@ -118,7 +119,7 @@ def extension():
         files = sorted(kernels, key=os.path.getsize, reverse=True) + files  # the long ones first
         include_dirs += [str(home / "include"), str(home / "include" / "cccl")]
         library_dirs = [str(home / d) for d in ("lib64", "lib", "targets/x86_64-linux/lib")]
-        libraries = ["cudart_static", "dl", "rt", "pthread"]
+        libraries = ["cudart_static", *libraries, "rt", "pthread"]
     return cpp_extension.CppExtension(
         "packing_ops._C",
         files,

@@ -15,7 +15,7 @@ import torch
 
 from packing_ops import _driver
 
-VERSION = "0.1.0"  # pyproject.toml and setup.py read it here
+VERSION = "0.2.0"  # pyproject.toml and setup.py read it here
 PACKAGE = Path(__file__).parent
 BUILD_COMMAND = "pip install .   (in a clone: python setup.py build_ext --inplace)"
 # Of csrc/schema.cpp: what this package calls.
@@ -117,7 +117,7 @@ def build_info() -> dict[str, str]:
 
     Example:
         >>> build_info()["version"]
-        '0.1.0'
+        '0.2.0'
 
     Raises:
         ImportError: there is no library.

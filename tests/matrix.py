@@ -100,8 +100,12 @@ def tried(python: Path, torch: str, wheel: Path, folder: Path) -> tuple[dict[str
 
 
 def commit() -> str:
+    """Containers without git name it in PACKING_OPS_COMMIT."""
+    told = os.environ.get("PACKING_OPS_COMMIT", "unknown")
+    if not shutil.which("git"):
+        return told[:12]
     done = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() or os.environ.get("PACKING_OPS_COMMIT", "unknown")
+    return done.stdout.strip() or told[:12]
 
 
 def key(row: dict[str, str]) -> tuple:

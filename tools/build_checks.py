@@ -97,6 +97,16 @@ def is_asked(source: str, asked: tuple[int, ...]) -> bool:
     return bool(serves & set(asked))
 
 
+def is_older_than_its_headers(built: Path, folder: Path) -> bool:
+    """By the list beside an object, as compilers write it; paths may be relative to the folder that it was compiled in."""
+    listed = built.with_name(f"{built.name}.d")
+    if not listed.exists():
+        return True
+    names = re.split(r"(?:\\\n|(?<!\\)\s)+", listed.read_text().partition(":")[2].strip())
+    headers = [folder / name.replace("\\ ", " ") for name in names]
+    return not all(header.exists() and header.stat().st_mtime <= built.stat().st_mtime for header in headers)
+
+
 @contextlib.contextmanager
 def one_build_at_a_time(folder: Path) -> Iterator[None]:
     """Two builds of the same checkout would write the same objects."""

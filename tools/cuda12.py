@@ -28,24 +28,26 @@ PATH += $(TOP)/nvvm/bin:$(_HERE_):
 INCLUDES += "-I$(TOP)/include" $(_SPACE_)
 LIBRARIES =+ $(_SPACE_) "-L$(TOP)/lib64"
 """
-# nvcc calls it: images of PACKING_OPS_ASSEMBLE, from the newest PTX that it was given, go in beside the others.
+# nvcc calls it: with --assemble=120 an image for 12.0, from the newest PTX that it was given, goes in beside the others.
 FATBINARY = """\
 #!/bin/bash
 set -e
 here=$(dirname "$0")
 made=$(mktemp -d)
 trap 'rm -rf "$made"' EXIT
-images=()
-if [ -n "$PACKING_OPS_ASSEMBLE" ]; then
-    for argument in "$@"; do
-        case $argument in *kind=ptx,*) ptx=${argument##*file=} ;; esac
-    done
-    for arch in $PACKING_OPS_ASSEMBLE; do
-        "$here/ptxas" -arch="sm_$arch" "$ptx" -o "$made/$arch.cubin"
-        images+=("--image3=kind=elf,sm=$arch,file=$made/$arch.cubin")
-    done
-fi
-"$here/fatbinary.12.4" "${images[@]}" "$@"
+others=() archs=() images=()
+for argument in "$@"; do
+    case $argument in
+        --assemble=*) archs+=("${argument#*=}"); continue ;;
+        *kind=ptx,*) ptx=${argument##*file=} ;;
+    esac
+    others+=("$argument")
+done
+for arch in "${archs[@]}"; do
+    "$here/ptxas" -arch="sm_$arch" "$ptx" -o "$made/$arch.cubin"
+    images+=("--image3=kind=elf,sm=$arch,file=$made/$arch.cubin")
+done
+"$here/fatbinary.12.4" "${images[@]}" "${others[@]}"
 """
 
 

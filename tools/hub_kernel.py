@@ -10,6 +10,8 @@ ABI and links CUDA's runtime statically: one file for every torch, copied to eac
 """
 
 import argparse
+import base64
+import hashlib
 import json
 import re
 import shutil
@@ -30,68 +32,86 @@ VARIANTS = {
     "torch-stable-abi210-cu130-x86_64-linux": "cuda",
 }
 OWN = r"packing_ops(?P<path>(?:\.\w+)*)"
+NAMESPACE = "_namespace"  # the module that names the ops' namespace
+RENAMED = {"_ops": "_gate"}  # kernel-builder writes an _ops.py of its own
 
 
 def relative(path: str, depth: int) -> str:
     """ ".data.rows" as a module ``depth`` folders below the package names it."""
-    return "." * (depth + 1) + path.removeprefix(".")
+    return "." * (depth + 1) + RENAMED.get(path.removeprefix("."), path.removeprefix("."))
 
 
-def as_kernel(source: str, depth: int, namespace: str) -> str:
-    """A module of the package with relative imports and that namespace. Texts that a user reads stay as they are."""
-    source = re.sub(
-        rf"^(\s*)from {OWN} import ", lambda m: f"{m[1]}from {relative(m['path'], depth)} import ", source, flags=re.M
+def import_line(match: re.Match, depth: int) -> str:
+    names = match["names"]
+    for ours, theirs in RENAMED.items():
+        names = re.sub(rf"\b{ours}\b", f"{theirs} as {ours}", names) if not match["path"] else names
+    return f"{match['indent']}from {relative(match['path'], depth)} import {names}"
+
+
+def as_kernel(source: str, depth: int) -> str:
+    """A module of the package with relative imports and the namespace of _namespace.py. Texts that a user reads stay as they
+    are."""
+    before = source = re.sub(
+        rf"^(?P<indent>\s*)from {OWN} import (?P<names>.*)", lambda m: import_line(m, depth), source, flags=re.M
     )
-    source = source.replace("torch.ops.packing_ops", f"torch.ops.{namespace}")
-    source = source.replace('Library("packing_ops"', f'Library("{namespace}"')
-    source = re.sub(r'register_(fake|autograd)\(f"packing_ops::', rf'register_\1(f"{namespace}::', source)
-    source = re.sub(r'_dispatch_key\(f"packing_ops::', f'_dispatch_key(f"{namespace}::', source)
-    source = source.replace('prefix = "packing_ops::"', f'prefix = "{namespace}::"')
-    return source.replace(r're.compile(r"packing_ops::', rf're.compile(r"{namespace}::')
+    source = source.replace("torch.ops.packing_ops", "getattr(torch.ops, NAMESPACE)")
+    source = source.replace('Library("packing_ops"', "Library(NAMESPACE")
+    source = re.sub(r'(register_fake|register_autograd|_dispatch_key)\(f"packing_ops::', r'\1(f"{NAMESPACE}::', source)
+    source = source.replace('prefix = "packing_ops::"', 'prefix = f"{NAMESPACE}::"')
+    source = source.replace('re.compile(r"packing_ops::', 're.compile(NAMESPACE + r"::')
+    if source != before:
+        named = f"import torch\n\nfrom {'.' * (depth + 1)}{NAMESPACE} import NAMESPACE\n"
+        source = source.replace("import torch\n", named, 1)
+    return source
 
 
-def python_files(wheel: zipfile.ZipFile, namespace: str) -> dict[str, bytes]:
-    """{path in the kernel: content}"""
+def kernel_files(package: dict[str, bytes]) -> dict[str, bytes]:
+    """{path in the kernel: content} of the package's files by their path; without _namespace.py."""
     files = {}
-    for name in wheel.namelist():
-        folder, _, path = name.partition("/")
-        if folder != "packing_ops" or (path.startswith(LEFT_OUT) and path != FLASH_ATTN):
+    for name, content in package.items():
+        if name.startswith(LEFT_OUT) and name != FLASH_ATTN:
             continue
-        content = wheel.read(name)
-        path = Path(path).name if path == FLASH_ATTN else path
-        if path.endswith(".py"):
-            content = as_kernel(content.decode(), path.count("/"), namespace).encode()
-        files[path] = content
+        path = Path(name if name != FLASH_ATTN else Path(name).name)
+        if path.suffix == ".py":
+            content = as_kernel(content.decode(), len(path.parents) - 1).encode()
+        files[str(path.with_stem(RENAMED.get(path.stem, path.stem)))] = content
     files["__init__.py"] += EXPORTS.encode()
     return files
 
 
-def metadata(namespace: str, version: int, backend: str) -> str:
+def metadata(namespace: str, version: int, backend: str, files: dict[str, bytes]) -> str:
+    """metadata.json: the ops are in torch.ops.<id>, as kernels asks, and every file has its digest."""
+    archs = re.search(rb"\|cuda_archs=([^|]+)\|", files["_C.so"])
+    of_cuda = {"archs": archs[1].decode().split(";")} if backend == "cuda" and archs else {}
+    digests = {path: base64.b64encode(hashlib.sha256(content).digest()).decode() for path, content in files.items()}
     about = {
-        "id": f"{namespace}_{backend}",
+        "id": namespace,
         "name": "packing-ops",
         "version": version,
         "license": "Apache-2.0",
         "python-depends": [],
-        "backend": {"type": backend},
+        "backend": {"type": backend} | of_cuda,
+        "digest": {"algorithm": "sha256", "files": dict(sorted(digests.items()))},
     }
     return json.dumps(about, indent=2) + "\n"
 
 
 def write(wheel: Path, namespace: str, folder: Path, version: int) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        files = python_files(archive, namespace)
+        names = [name for name in archive.namelist() if name.startswith("packing_ops/")]
+        files = kernel_files({name.partition("/")[2]: archive.read(name) for name in names})
     if namespace == "packing_ops" or f"\0{namespace}\0".encode() not in files["_C.so"]:
         sys.exit(
             f"{wheel}: expected a library whose ops are in {namespace}: PACKING_OPS_NAMESPACE={namespace} tools/wheel.py"
         )
+    files[f"{NAMESPACE}.py"] = f'NAMESPACE = "{namespace}"\n'.encode()
     for variant, backend in VARIANTS.items():
         target = folder / "build" / variant
         shutil.rmtree(target, ignore_errors=True)
         for path, content in files.items():
             (target / path).parent.mkdir(parents=True, exist_ok=True)
             (target / path).write_bytes(content)
-        (target / "metadata.json").write_text(metadata(namespace, version, backend))
+        (target / "metadata.json").write_text(metadata(namespace, version, backend, files))
     shutil.copy(ROOT / "LICENSE", folder)
 
 

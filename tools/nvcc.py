@@ -79,8 +79,12 @@ def main(arguments: list[str]) -> None:
         listed = Path(compiler[-1]).parent / "architectures"  # of tools/cuda12.py
         known = set(listed.read_text().split()) if listed.exists() else set()
         chosen, assembled = gencodes(asked, source, known)
+        chosen += [f"-Xfatbin=--assemble={arch}" for arch in assembled]
         options = [*chosen, *(option for option in options if not GENCODE.fullmatch(option))]
-        os.environ["PACKING_OPS_ASSEMBLE"] = " ".join(assembled)
+        if "-o" in options and not any(option.startswith(("-M", "--generate-dep")) for option in options):
+            options += ["-MMD", "-MF", f"{options[options.index('-o') + 1]}.d"]  # torch without CUDA asks for no list
+    if Path(compiler[0]).name == "ccache":  # what it would preprocess itself has nothing of what __CUDA_ARCH__ guards
+        os.environ.setdefault("CCACHE_DEPEND", "1")
     os.execvp(compiler[0], [*compiler, *options])
 
 

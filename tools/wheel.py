@@ -8,6 +8,7 @@ What it is built from is the source archive, unpacked in build/wheel: a second r
 import argparse
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -49,6 +50,7 @@ def built(folder: Path, archs: str) -> Path:
     """A wheel with the tag of this machine."""
     home = Path(os.environ["CUDA_HOME"]) if os.environ.get("CUDA_HOME") else cuda12(ROOT / "build" / "cuda-12")
     variables = {"CUDA_HOME": str(home), "FORCE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": archs}
+    variables["PYTORCH_NVCC"] = f"{shutil.which('ccache') or ''} {shlex.quote(str(home / 'bin' / 'nvcc'))}".strip()
     variables["LDFLAGS"] = "-Wl,--strip-all -Wl,-z,defs"
     if tuple(map(int, platform.libc_ver()[1].split("."))) > tuple(map(int, GLIBC.split("."))):
         variables["LDFLAGS"] += f" -L{stubs(ROOT / 'build' / f'glibc-{GLIBC}')}"

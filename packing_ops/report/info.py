@@ -31,7 +31,7 @@ def describe_environment() -> str:
 
     Example:
         >>> print(describe_environment())
-        packing_ops: 0.1.0
+        packing_ops: 0.2.0
         library: .../packing_ops/_C.so
         library from: ...
         built with: torch ..., compiler ...

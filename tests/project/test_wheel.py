@@ -100,18 +100,24 @@ def test_every_gpu_has_machine_code_or_ptx_for_every_file():
     assert wanted("130", f"{SM80}/backward_128_smem99.cu"), "of a GPU that is not known all is compiled"
 
 
-def test_nvcc_is_called_with_the_options_of_the_file(tmp_path):
-    """ccache in front of it, as torch's PYTORCH_NVCC has it."""
+@pytest.mark.parametrize(
+    ("asked", "added"),
+    [([], "-MMD -MF x.o.d"), (["--generate-dependencies-with-compile", "--dependency-output", "x.o.d"], "")],
+    ids=["torch without CUDA", "torch with CUDA"],
+)
+def test_nvcc_is_called_with_the_options_of_the_file(tmp_path, asked, added):
+    """ccache in front of it, as torch's PYTORCH_NVCC has it, and a list of the headers, for which torch asks or not."""
     for name in ("ccache", "nvcc"):
-        (tmp_path / name).write_text('#!/bin/sh\necho "$PACKING_OPS_ASSEMBLE|$@"\n')
+        (tmp_path / name).write_text('#!/bin/sh\necho "$CCACHE_DEPEND $@"\n')
         (tmp_path / name).chmod(0o755)
     (tmp_path / "architectures").write_text("80 86 90 90a\n")
-    asked = ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_120,code=sm_120"]
-    options = ["-O3", *asked, "-c", "rope_cuda.cu", "-o", "x.o"]
+    gencode = ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_120,code=sm_120"]
+    options = [*asked, "-O3", *gencode, "-c", "rope_cuda.cu", "-o", "x.o"]
     command = [sys.executable, ROOT / "tools" / "nvcc.py", tmp_path / "ccache", tmp_path / "nvcc", *options]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    images = "-gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=compute_90"
-    assert told == f"120|{tmp_path / 'nvcc'} {images} -O3 -c rope_cuda.cu -o x.o\n"
+    images = "-gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=compute_90 -Xfatbin=--assemble=120"
+    expected = f"1 {tmp_path / 'nvcc'} {images} {' '.join(asked)} -O3 -c rope_cuda.cu -o x.o {added}"
+    assert told.split() == expected.split()
 
 
 def test_images_that_nvcc_does_not_know_are_assembled_from_ptx(tmp_path):
@@ -125,17 +131,34 @@ def test_images_that_nvcc_does_not_know_are_assembled_from_ptx(tmp_path):
         (tmp_path / name).chmod(0o755)
     arguments = ["-64", "--image3=kind=elf,sm=80,file=a.cubin", "--image3=kind=ptx,sm=90,file=a.ptx"]
 
-    def made(assemble):
-        variables = os.environ | {"PACKING_OPS_ASSEMBLE": assemble, "TMPDIR": str(tmp_path)}
-        command = [tmp_path / "fatbinary", *arguments]
+    def made(*assembled):
+        command = [tmp_path / "fatbinary", *assembled, *arguments]
+        variables = os.environ | {"TMPDIR": str(tmp_path)}
         return subprocess.run(command, capture_output=True, text=True, check=True, env=variables).stdout.split()
 
-    assert made("") == arguments
-    first, second, *rest = made("100 120")
+    assert made() == arguments
+    first, second, *rest = made("--assemble=100", "--assemble=120")
     assert rest == arguments
     assert first.startswith("--image3=kind=elf,sm=100,file=")
     assert second.startswith("--image3=kind=elf,sm=120,file=")
     assert not list(tmp_path.glob("tmp.*")), "what was assembled is removed"
+
+
+def test_an_object_is_as_old_as_its_newest_header(tmp_path):
+    """What a compiler lists: its own paths, and those that ccache makes relative; spaces and line ends behind backslashes."""
+    folder, header, source, other = (tmp_path / name for name in ("temp", "a header.h", "x.cu", "other.h"))
+    folder.mkdir()
+    for time, path in enumerate((header, source, folder / "x.o", other)):
+        path.touch()
+        os.utime(path, (time, time))
+    older = build_checks.is_older_than_its_headers
+    assert older(folder / "x.o", folder), "no list"
+    (folder / "x.o.d").write_text(f"x.o : ../x.cu \\\n    {tmp_path}/a\\ header.h\n")
+    assert not older(folder / "x.o", folder)
+    os.utime(header, (5, 5))
+    assert older(folder / "x.o", folder)
+    (folder / "x.o.d").write_text("x.o : ../x.cu ../gone.h\n")
+    assert older(folder / "x.o", folder)
 
 
 def refusal(check, *arguments):
