@@ -24,7 +24,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help $(DEMOS) test test-newest test-fresh test-adoption test-matrix lint emulator bytecode build bench
+.PHONY: help $(DEMOS) test test-newest test-fresh test-adoption test-matrix lint emulator bytecode build bench jitter
 .PHONY: test-gpu bench-gpu profile-gpu readme families docs wheel clean
 
 help:  ## these lines
@@ -95,6 +95,10 @@ bench-gpu:  ## measures every family on the GPU (FAMILIES="attention e2e" for so
 		$(GPU_PYTHON) benchmarks/bench_$$family.py --device cuda || failed="$$failed $$family"; done; \
 	$(GPU_PYTHON) benchmarks/render_results.py --device cuda || failed="$$failed render_results"; \
 	test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
+
+# Some minutes. tests/ops/test_attention_jitter.py compares its results with those of the library itself.
+jitter: .venv/.ready  ## a library in which Hopper's kernels wait at random, in build/jitter/
+	@NVCC_APPEND_FLAGS=-DPACKING_OPS_JITTER $(BIN)/python setup.py -q build_ext --build-temp build/jitter/temp --build-lib build/jitter
 
 profile-gpu:  ## what the kernels wait for, by Nsight Compute
 	$(GPU_PYTHON) benchmarks/profile_gpu.py

@@ -103,7 +103,11 @@ __device__ __forceinline__ void mbarrier_arrive_after_cp_async(uint64_t* barrier
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
+// PACKING_OPS_JITTER: a build in which every wait begins up to a microsecond late, at random, for tests of races.
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int odd) {
+#if defined(PACKING_OPS_JITTER)
+  __nanosleep((static_cast<uint32_t>(clock64()) + threadIdx.x) * 2654435761u >> 22);
+#endif
   uint32_t ended = 0;
   while (!ended) {
 #if __CUDA_ARCH__ >= 900  // try_wait suspends the thread for a while

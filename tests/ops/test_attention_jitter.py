@@ -1,0 +1,49 @@
+"""Hopper's kernels with every wait begun late at random: the same bits. `make jitter` builds that library."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT, copy_of_package
+
+LIBRARY = Path(os.environ.get("PACKING_OPS_JITTER_LIBRARY", ROOT / "build" / "jitter" / "packing_ops" / "_C.so"))
+CASES = """
+import hashlib, torch
+from attention_case import Case, drawn_ends
+torch.manual_seed(0)
+for dim, dim_v in ((64, 64), (128, 128), (96, 64), (192, 128), (256, 256)):
+    for heads in ((4, 1), (3, 1), (2, 2)):
+        for options in ({}, {"window_size": (100, 0)}, {"causal": False}, {"visible_end": 0.05}):
+            lengths = [700, 129, 257, 1, 1100]
+            if "visible_end" in options:
+                options = {"visible_end": drawn_ends(lengths, share=options["visible_end"], device="cuda")}
+            case = Case(lengths, heads=heads, dim=dim, dim_v=dim_v, dtype=torch.bfloat16, device="cuda", **options)
+            for _ in range(3):
+                results = case.ours()
+                bits = b"".join(results[name].cpu().view(torch.uint8).numpy().tobytes() for name in sorted(results))
+                print(dim, dim_v, heads, sorted(options), hashlib.sha256(bits).hexdigest())
+"""
+
+
+def printed_by(package: Path) -> list[str]:
+    path = os.pathsep.join([str(package.parent), *(each for each in sys.path if each and Path(each) != ROOT)])
+    command = [sys.executable, "-P", "-c", CASES]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, cwd=package.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+def test_other_timing_has_the_same_bits(tmp_path):
+    if not LIBRARY.exists():
+        pytest.skip("needs the library of make jitter")
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    plain, late = (copy_of_package(tmp_path / name) for name in ("plain", "late"))
+    shutil.copy(LIBRARY, late / "_C.so")
+    wanted = printed_by(plain)
+    assert len(set(wanted)) == len(wanted) // 3  # the same in each of three calls
+    assert printed_by(late) == wanted
