@@ -32,7 +32,9 @@ for dim, dim_v in ((64, 64), (128, 128), (96, 64), (192, 128), (256, 256)):
 def printed_by(package: Path) -> list[str]:
     path = os.pathsep.join([str(package.parent), *(each for each in sys.path if each and Path(each) != ROOT)])
     command = [sys.executable, "-P", "-c", CASES]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, cwd=package.parent, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, cwd=package.parent, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()
 

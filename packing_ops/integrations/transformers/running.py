@@ -6,11 +6,12 @@ import torch
 
 
 class _Now(threading.local):
-    call = None
-    chunked = None
-    preparing = False  # masks, see mask_preparation
-    fused = None  # see fused_loss
-    seq_idx = None  # see stateful_layers
+    def __init__(self):  # not of the class: a graph that looks for them in the object would hold until one is set
+        self.call = None
+        self.chunked = None
+        self.preparing = False  # masks, see mask_preparation
+        self.fused = None  # see fused_loss
+        self.seq_idx = None  # see stateful_layers
 
 
 class _Traced:

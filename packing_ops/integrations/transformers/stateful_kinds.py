@@ -18,9 +18,10 @@ _STATE = re.compile(
     r"causal_conv1d|conv_state|ssm_state|recurrent_state|rnn_state|linear_cache|_scan\(|time_shift|linear_attention\("
     r"|delta_rule|delta_attention|mlstm|wkv"
 )
-# Classes: tried, and with a state; tried, and without; with attention or a state inside of them.
+# Classes: tried, and with a state; tried, and without; not to be tried alone; with attention or a state inside of them.
 learned: "weakref.WeakSet[type]" = weakref.WeakSet()
 by_themselves: "weakref.WeakSet[type]" = weakref.WeakSet()
+not_settled: "weakref.WeakSet[type]" = weakref.WeakSet()
 _parting: "weakref.WeakSet[type]" = weakref.WeakSet()
 
 
@@ -74,22 +75,28 @@ def stateful_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     return found
 
 
-def untried(module) -> list[torch.nn.Module]:
-    """The outermost modules of classes whose code says nothing of a state, and which were not tried yet. Those that are
-    compiled stay as they are: a forward of its own for each layer would be a graph for each."""
+def untried(module, of_text: bool = True) -> list[tuple[torch.nn.Module, bool]]:
+    """The outermost modules of classes whose code says nothing of a state, and which were not tried yet; each with whether
+    it stands beside attention in a model of text, and not around an image."""
     found = []
+    if isinstance(module, PreTrainedModel):
+        of_text = _reads_text(type(module))
+    beside = of_text and not isinstance(module, PreTrainedModel) and not type(module).__module__.startswith("torch.")
     for child in module._modules.values():
         cls = type(child)
-        if child is None or calls_interface(cls) or is_stateful(child) or child._compiled_call_impl is not None:
-            continue
-        if cls in by_themselves:
+        if child is None or calls_interface(cls) or is_stateful(child) or cls in by_themselves:
             continue
         if cls in _parting or _parts_it(child):
             _parting.add(cls)
-            found += untried(child)
+            found += untried(child, of_text)
         else:
-            found.append(child)
+            found.append((child, beside))
     return found
+
+
+@functools.cache
+def _reads_text(cls) -> bool:
+    return not {"input_ids", "inputs_embeds"}.isdisjoint(inspect.signature(cls.forward).parameters)
 
 
 def _parts_it(module) -> bool:

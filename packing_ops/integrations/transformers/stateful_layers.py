@@ -19,7 +19,7 @@ from packing_ops._arguments import int32_cu_seqlens
 from packing_ops._batch_cache import kept_with
 from packing_ops.integrations._patching import WeakPartial
 from packing_ops.integrations.transformers import running
-from packing_ops.integrations.transformers.document_checks import is_tensor
+from packing_ops.integrations.transformers.document_checks import is_tensor, refuse_where, several_in
 from packing_ops.integrations.transformers.documents import BatchDocuments, as_bool, find_documents
 from packing_ops.integrations.transformers.stateful_kinds import (
     by_themselves,
@@ -29,6 +29,7 @@ from packing_ops.integrations.transformers.stateful_kinds import (
     stateful_layers,
     untried,
 )
+from packing_ops.integrations.transformers.stateful_probe import settle
 from packing_ops.integrations.transformers.stateful_rows import CACHES, Documents, in_rows
 from packing_ops.integrations.transformers.stateful_ways import BOUNDARIES, BY_ITSELF, TOLD, boundaries, way_of
 
@@ -55,8 +56,10 @@ def find_documents_of(model, call, args, kwargs) -> None:
     position_ids = position_ids if is_tensor(position_ids, 2) else None
     if position_ids is None and call.cu_seqlens is None and call.numbers is None:
         return
-    # Packed rows without padding are enough to try layers by, and are looked at by attention too.
-    stateful = _prepared_call(model, torch.compiler.is_compiling() or call.padding is not None)
+    stateful, unknown = _prepared_call(model, call.padding is not None)
+    if unknown:
+        several = several_in(position_ids, call.padding, call.cu_seqlens, call.numbers, tokens.shape[0])
+        refuse_where(several, _unknown(unknown))
     if stateful is None:
         return
     call.has_attention = _has_attention(model)
@@ -70,6 +73,14 @@ def find_documents_of(model, call, args, kwargs) -> None:
                 f"{name}: expected an empty cache beside several documents in a row, got {cached} tokens, whose state "
                 f"the layers of {class_name(model)} would go on with"
             )
+
+
+def _unknown(name) -> str:
+    return (
+        f"position_ids: expected one document in each row, got several, and whether {name} carries a state along the "
+        "sequence cannot be tried in a compiled graph; call the model once with a packed row before it is compiled, or "
+        "give each document a row of its own"
+    )
 
 
 def _seq_idx(tokens, call, position_ids):
@@ -94,8 +105,8 @@ def _has_attention(model) -> bool:
     return _traced_has_attention(id(model)) if torch.compiler.is_compiling() else calls_attention_inside(model)
 
 
-def _prepared_call(model, known_alone):
-    return _traced_prepare(id(model), known_alone) if torch.compiler.is_compiling() else prepare(model, known_alone)
+def _prepared_call(model, padded):
+    return _traced_prepare(id(model), padded) if torch.compiler.is_compiling() else prepare(model, padded=padded)
 
 
 # torch.compile before 2.13 takes a module for no constant, but its id.
@@ -105,8 +116,8 @@ def _traced_has_attention(model_id) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _traced_prepare(model_id, known_alone) -> bool | None:
-    return prepare(_module_of(model_id), known_alone)
+def _traced_prepare(model_id, padded) -> tuple[bool | None, str]:
+    return prepare(_module_of(model_id), True, padded)
 
 
 def _module_of(model_id):
@@ -117,15 +128,23 @@ def _module_of(model_id):
 # --- in a model ---
 
 
-def prepare(model, known_alone: bool = False) -> bool | None:
-    """Whether the model has layers with a state; None if it has none, and none that were not tried yet. Their forward is
-    ours from now on, until revert, or until they were tried and have none.
+def prepare(model, in_graph: bool = False, padded: bool = False) -> tuple[bool | None, str]:
+    """(whether the model has layers with a state; None if it has none, and none that were not tried yet. The class of a
+    layer that cannot be tried here, or nothing).
 
-    known_alone: leave those that were not tried yet.
+    Their forward is ours from now on, until revert, or until they were tried and have none. Rows without padding are
+    enough to try layers by, and are looked at by attention too; else they are called by themselves first.
     """
-    layers = [(_forward, layer) for layer in stateful_layers(model)]
-    stateful = bool(layers)
-    layers += [] if known_alone else [(_tried, layer) for layer in untried(model)]
+    unknown, tried = "", untried(model)
+    for layer, beside in tried:
+        alone = in_graph or layer._compiled_call_impl is not None
+        if not (alone or padded) or type(layer).__module__.startswith("transformers."):
+            continue  # those of transformers are all tried by the tests
+        if not settle(layer, getattr(model.config, "hidden_size", None)) and alone and beside:
+            unknown = class_name(layer)
+    stateful = stateful_layers(model)
+    layers = [(_forward, layer) for layer in stateful]
+    layers += [(_tried, layer) for layer, _ in tried if not in_graph and _can_be_tried(layer, padded)]
     for ours, layer in layers:
         stock = layer.__dict__.get("forward")
         if getattr(stock, "func", None) is _tried:
@@ -139,7 +158,14 @@ def prepare(model, known_alone: bool = False) -> bool | None:
             if stock is not None and getattr(stock, "func", None) is not _checkpoint:
                 module.__dict__[name] = functools.partial(_checkpoint, stock)
                 _prepared.add(module)
-    return stateful if layers else None
+    return (bool(stateful) if layers else None), unknown
+
+
+def _can_be_tried(layer, padded) -> bool:
+    """On what its model gets. Those that are compiled are not: a forward of its own for each would be a graph for each."""
+    cls = type(layer)
+    known = cls in by_themselves or cls in learned or (padded and cls.__module__.startswith("transformers."))
+    return not known and layer._compiled_call_impl is None
 
 
 def revert(model=None) -> None:

@@ -11,6 +11,7 @@ from packing_ops.integrations.transformers.stateful_kinds import (
     is_stateful,
     learned,
 )
+from packing_ops.integrations.transformers.stateful_probe import settle
 from packing_ops.integrations.transformers.stateful_rows import is_mask, rows_of
 
 BOUNDARIES = frozenset(("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))
@@ -18,6 +19,7 @@ _CLOSE = 0.05  # of the norm: rounding is far below, what other tokens do is far
 _ways: dict[tuple, str] = {}  # {(class, device type): how its documents are kept apart, or why they cannot be}
 
 
+_STATEFUL = "carries a state along the sequence and"
 _AS_ROWS, TOLD, BY_ITSELF = "as rows of a batch", "told by seq_idx and cu_seq_lens_q", "each token by itself"
 
 
@@ -36,37 +38,54 @@ def way_of(layer, run, named, documents, shape):
         elif any(is_mask(value) for value in named.values()):
             return BY_ITSELF  # attention of the model's own, which reads the masks of all documents
         else:
-            with _without_dropout(layer), _without_hooks(layer):
-                _ways[key] = _learned_way(layer, run, named, documents, shape)
+            _ways[key] = _learned_way(layer, run, named, documents, shape)
     if _ways[key] not in (_AS_ROWS, TOLD, BY_ITSELF):
         raise ValueError(
-            f"position_ids: expected one document in each row, got several, and {class_name(layer)} carries a state along "
-            f"the sequence and {_ways[key]}; give each document a row of its own (no packing, padding on the right)"
+            f"position_ids: expected one document in each row, got several, and {class_name(layer)} {_ways[key]}; give each "
+            "document a row of its own (no packing, padding on the right)"
         )
     return _ways[key]
 
 
-@torch.no_grad()
 def _learned_way(layer, run, named, documents, shape):
-    """Of a layer whose code says nothing: whether other tokens in the first document change the results of the second."""
+    """Of a layer whose code says nothing."""
+    with _without_dropout(layer), _without_hooks(layer):
+        mixes = _mixes(layer, run, named, documents, shape)
+        if mixes:
+            learned.add(type(layer))
+            return _tried_way(layer, run, named, documents, shape)
+    if mixes is None and _is_sharded(layer):
+        if not settle(layer, None):
+            return "cannot be tried where its weights are on other ranks"
+        if type(layer) in learned:
+            with _without_dropout(layer):
+                return _tried_way(layer, run, named, documents, shape)
+    return BY_ITSELF
+
+
+@torch.no_grad()
+def _mixes(layer, run, named, documents, shape) -> bool | None:
+    """Whether other tokens in the first document change the results of the second; None where it cannot be told."""
     try:
         given, others, _, after = _around(named, documents, shape)
-        if not _differ(run(**given), run(**others[0]), after):
-            return BY_ITSELF
+        return _differ(run(**given), run(**others[0]), after)
     except (AttributeError, IndexError, RuntimeError, StopIteration, TypeError, ValueError):
-        return BY_ITSELF  # no layer with one result for each token, or FSDP has its weights elsewhere
-    learned.add(type(layer))
-    return _tried_way(layer, run, named, documents, shape)
+        return None  # no layer with one result for each token, or FSDP has its weights elsewhere
+
+
+def _is_sharded(layer) -> bool:
+    """Of FSDP, or of ZeRO-3."""
+    return any(hasattr(each, "placements") or hasattr(each, "ds_shape") for each in layer.parameters())
 
 
 @torch.no_grad()
 def _tried_way(layer, run, named, documents, shape):
     """_AS_ROWS; TOLD where its kernels keep documents apart that they are told of; or why neither is possible."""
     if calls_attention_inside(layer):
-        return "calls attention inside, whose documents are those of the whole batch"
+        return f"{_STATEFUL} calls attention inside, whose documents are those of the whole batch"
     given, others, before, after = _around(named, documents, shape)
     if _differ(run(**given), run(**others[1]), before):
-        return "reads tokens ahead"
+        return f"{_STATEFUL} reads tokens ahead"
     boundary, length = documents.boundary, documents.around.shape[1]
     second = {name: rows_of(name, value, documents.around[:, boundary:], shape) for name, value in named.items()}
     seq_idx = (torch.arange(length, device=after.device) >= boundary).int()[None]
