@@ -11,7 +11,8 @@ attn_implementation="packing_ops":
     documents.py            Where the documents of a batch lie; document_checks.py: whether a row has several.
     served.py               Which calls varlen attention serves; fallback.py: SDPA, for those that it does not.
     stateful_layers.py      Layers that carry a state along the sequence: each document from a state of its own;
-                            stateful_kinds.py: which layers; stateful_ways.py, stateful_rows.py: how.
+                            stateful_kinds.py: which layers; stateful_ways.py, stateful_rows.py: how; stateful_probe.py: layers
+                            that the call of their model cannot show.
     kv_cache.py             Refuses a KV cache that holds several documents in a row.
 apply_packing_ops(model):
     patch.py                apply and revert; applied.py is what they say, model_info.py says what runs. class_patch.py
