@@ -75,9 +75,9 @@ def stateful_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     return found
 
 
-def untried(module, of_text: bool = True) -> list[tuple[torch.nn.Module, bool]]:
+def untried(module, of_text: bool = True, compiled: bool = False) -> list[tuple[torch.nn.Module, bool, bool]]:
     """The outermost modules of classes whose code says nothing of a state, and which were not tried yet; each with whether
-    it stands beside attention in a model of text, and not around an image."""
+    it stands beside attention in a model of text, and not around an image, and whether it or one around it is compiled."""
     found = []
     if isinstance(module, PreTrainedModel):
         of_text = _reads_text(type(module))
@@ -88,9 +88,9 @@ def untried(module, of_text: bool = True) -> list[tuple[torch.nn.Module, bool]]:
             continue
         if cls in _parting or _parts_it(child):
             _parting.add(cls)
-            found += untried(child, of_text)
+            found += untried(child, of_text, compiled or child._compiled_call_impl is not None)
         else:
-            found.append((child, beside))
+            found.append((child, beside, compiled or child._compiled_call_impl is not None))
     return found
 
 

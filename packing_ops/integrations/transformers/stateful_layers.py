@@ -136,15 +136,17 @@ def prepare(model, in_graph: bool = False, padded: bool = False) -> tuple[bool |
     enough to try layers by, and are looked at by attention too; else they are called by themselves first.
     """
     unknown, tried = "", untried(model)
-    for layer, beside in tried:
-        alone = in_graph or layer._compiled_call_impl is not None
+    for layer, beside, compiled in tried:
+        alone = in_graph or compiled
         if not (alone or padded) or type(layer).__module__.startswith("transformers."):
             continue  # those of transformers are all tried by the tests
         if not settle(layer, getattr(model.config, "hidden_size", None)) and alone and beside:
             unknown = class_name(layer)
     stateful = stateful_layers(model)
     layers = [(_forward, layer) for layer in stateful]
-    layers += [(_tried, layer) for layer, _ in tried if not in_graph and _can_be_tried(layer, padded)]
+    layers += [
+        (_tried, layer) for layer, _, compiled in tried if not (in_graph or compiled) and _can_be_tried(layer, padded)
+    ]
     for ours, layer in layers:
         stock = layer.__dict__.get("forward")
         if getattr(stock, "func", None) is _tried:
@@ -164,8 +166,7 @@ def prepare(model, in_graph: bool = False, padded: bool = False) -> tuple[bool |
 def _can_be_tried(layer, padded) -> bool:
     """On what its model gets. Those that are compiled are not: a forward of its own for each would be a graph for each."""
     cls = type(layer)
-    known = cls in by_themselves or cls in learned or (padded and cls.__module__.startswith("transformers."))
-    return not known and layer._compiled_call_impl is None
+    return not (cls in by_themselves or cls in learned or (padded and cls.__module__.startswith("transformers.")))
 
 
 def revert(model=None) -> None:
