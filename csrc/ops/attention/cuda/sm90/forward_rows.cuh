@@ -258,7 +258,10 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
     ptx::products_done(s);
     release(&shared.k_empty[k.stage]);
     k.next();
-    if (!Shape::kOutThroughQ && tile + 1 == end_tile) release(&shared.q_empty[q.stage]);
+    if (!Shape::kOutThroughQ && tile + 1 == end_tile) {
+      __syncwarp();
+      release(&shared.q_empty[q.stage]);
+    }
     const int32_t first_key = tile * Shape::kKeys;
     if (first_key < keys.all.begin || first_key + Shape::kKeys > keys.all.end)
       Math::mask(s, keys, first_key, from_left);
