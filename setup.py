@@ -29,7 +29,6 @@ from tools.find_cuda import (  # noqa: E402
 BUILD = ROOT / "build" if os.access(ROOT, os.W_OK) else Path(tempfile.mkdtemp(prefix="packing_ops-"))
 LOG = BUILD / "build.log"
 VERSION = re.search(r'^VERSION = "(.+?)"', (ROOT / "packing_ops" / "_library.py").read_text(), re.M)[1]
-# Of C++ alone: a new version compiles no .cu file again.
 CXX_FLAGS = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_CUDA", f'-DPACKING_OPS_VERSION="{VERSION}"']
 CXX_FLAGS += ["-O3", "-std=c++20", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter"]
 NVCC_FLAGS = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-Xcompiler=-fvisibility=hidden"]

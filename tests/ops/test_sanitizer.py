@@ -23,9 +23,12 @@ MANY_BARRIERS = ["--num-cuda-barriers", "16384"]
 # To synccheck a barrier that warps come to at different instructions, as bar.sync allows, is divergence. The backward
 # with room for it has one; the kernel that GPUs with less shared memory take is checked in its place.
 NOT_THE_BACKWARD = ["--kernel-regex-exclude", "kns=attention_backward_kernel"]
-# racecheck does not see that cp.async arrives at an mbarrier (lse and rowsum, that consumers then read), nor that a lane
-# arrives for its warp after __syncwarp (a step's description, which is written anew after all have read it).
-NOT_HOPPERS_BACKWARD = ["--kernel-regex-exclude", "kns=attention_backward_sm90"]
+# What racecheck reports of Hopper's kernels: lse and rowsum, for whose mbarrier cp.async arrives, and descriptions of units
+# and steps, which are written anew once lane 0 of each of 8 warps has arrived, after __syncwarp; it seems to order what
+# follows behind the last arrival alone. The emulator's schedules and test_attention_jitter.py stand for it.
+NOT_HOPPERS = ["--kernel-regex-exclude", "kns=_sm90_kernel"]
+# initcheck does not see what bulk tensor copies write, as out, dk and dv on Hopper.
+NO_BULK_STORES = {"PACKING_OPS_SM90": "0"}
 LESS_MEMORY = {"PACKING_OPS_SHARED_MEMORY": str(99 << 10)}
 # name: tool, tests, which of them, options, environment
 RUNS = {
@@ -37,10 +40,10 @@ RUNS = {
         [],
         {},
     ),
-    "racecheck": ("racecheck", SMALL_TESTS, SMALL, [*MANY_BARRIERS, *NOT_HOPPERS_BACKWARD], {}),
+    "racecheck": ("racecheck", SMALL_TESTS, SMALL, [*MANY_BARRIERS, *NOT_HOPPERS], {}),
     "synccheck": ("synccheck", SMALL_TESTS, SMALL, [*MANY_BARRIERS, *NOT_THE_BACKWARD], {}),
     "synccheck-less-memory": ("synccheck", SMALL_TESTS[-1:], "one_pass", [], LESS_MEMORY),
-    "initcheck": ("initcheck", SMALL_TESTS, SMALL, [], {}),
+    "initcheck": ("initcheck", SMALL_TESTS, SMALL, [], NO_BULK_STORES),
 }
 
 

@@ -9,7 +9,6 @@ stateful_kinds.py finds these layers, stateful_ways.py tries how each keeps docu
 """
 
 import functools
-import gc
 import inspect
 import weakref
 
@@ -26,6 +25,7 @@ from packing_ops.integrations.transformers.stateful_kinds import (
     calls_attention_inside,
     class_name,
     learned,
+    module_of,
     stateful_layers,
     untried,
 )
@@ -56,13 +56,14 @@ def find_documents_of(model, call, args, kwargs) -> None:
     position_ids = position_ids if is_tensor(position_ids, 2) else None
     if position_ids is None and call.cu_seqlens is None and call.numbers is None:
         return
-    stateful, unknown = _prepared_call(model, call.padding is not None)
+    traced, padded = torch.compiler.is_compiling(), call.padding is not None
+    stateful, unknown = _traced_prepare(id(model), padded) if traced else prepare(model, padded=padded)
     if unknown:
         several = several_in(position_ids, call.padding, call.cu_seqlens, call.numbers, tokens.shape[0])
         refuse_where(several, _unknown(unknown))
     if stateful is None:
         return
-    call.has_attention = _has_attention(model)
+    call.has_attention = _traced_has_attention(id(model)) if traced else calls_attention_inside(model)
     call.seq_idx = _seq_idx(tokens, call, position_ids)
     if call.seq_idx is None:
         return
@@ -101,28 +102,15 @@ def _seq_idx(tokens, call, position_ids):
     return documents.document_ids(batch, seqlen).int()
 
 
-def _has_attention(model) -> bool:
-    return _traced_has_attention(id(model)) if torch.compiler.is_compiling() else calls_attention_inside(model)
-
-
-def _prepared_call(model, padded):
-    return _traced_prepare(id(model), padded) if torch.compiler.is_compiling() else prepare(model, padded=padded)
-
-
 # torch.compile before 2.13 takes a module for no constant, but its id.
 @torch.compiler.assume_constant_result
 def _traced_has_attention(model_id) -> bool:
-    return calls_attention_inside(_module_of(model_id))
+    return calls_attention_inside(module_of(model_id))
 
 
 @torch.compiler.assume_constant_result
 def _traced_prepare(model_id, padded) -> tuple[bool | None, str]:
-    return prepare(_module_of(model_id), True, padded)
-
-
-def _module_of(model_id):
-    """Looked for once, while torch.compile traces the model's call."""
-    return next(each for each in gc.get_objects() if id(each) == model_id)
+    return prepare(module_of(model_id), True, padded)
 
 
 # --- in a model ---
@@ -144,9 +132,9 @@ def prepare(model, in_graph: bool = False, padded: bool = False) -> tuple[bool |
             unknown = class_name(layer)
     stateful = stateful_layers(model)
     layers = [(_forward, layer) for layer in stateful]
-    layers += [
-        (_tried, layer) for layer, _, compiled in tried if not (in_graph or compiled) and _can_be_tried(layer, padded)
-    ]
+    # A forward of its own for each layer inside what is compiled would be a graph for each.
+    of_model = [layer for layer, _, compiled in tried if not (in_graph or compiled)]
+    layers += [(_tried, layer) for layer in of_model if _is_to_be_tried(type(layer), padded)]
     for ours, layer in layers:
         stock = layer.__dict__.get("forward")
         if getattr(stock, "func", None) is _tried:
@@ -163,9 +151,7 @@ def prepare(model, in_graph: bool = False, padded: bool = False) -> tuple[bool |
     return (bool(stateful) if layers else None), unknown
 
 
-def _can_be_tried(layer, padded) -> bool:
-    """On what its model gets. Those that are compiled are not: a forward of its own for each would be a graph for each."""
-    cls = type(layer)
+def _is_to_be_tried(cls, padded) -> bool:
     return not (cls in by_themselves or cls in learned or (padded and cls.__module__.startswith("transformers.")))
 
 
