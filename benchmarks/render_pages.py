@@ -1,7 +1,7 @@
 """The figures of README.md and docs/, from benchmarks/results: python benchmarks/render_pages.py [--check]
 
-Whatever stands between ``<!-- results: NAME -->`` and ``<!-- end -->`` is what a function of render_pages_ops.py or
-render_pages_training.py makes of the result files; --check changes nothing and fails where it is something else.
+Whatever stands between ``<!-- results: NAME -->`` and ``<!-- end -->`` is what a function of render_pages_attention.py,
+render_pages_ops.py or render_pages_training.py makes of the result files; --check changes nothing and fails where it is something else.
 """
 
 import argparse
@@ -10,6 +10,7 @@ import re
 import sys
 from pathlib import Path
 
+import render_pages_attention
 import render_pages_ops
 import render_pages_training
 from result_rows import RESULTS, markdown, rows_of
@@ -48,7 +49,12 @@ def matrix() -> str:
     return markdown(["torch", "Python", "torch's CUDA", "GPU", "tests", "date", "commit"], cells)
 
 
-TABLES = render_pages_ops.TABLES | render_pages_training.TABLES | {"files": files, "matrix": matrix}
+TABLES = (
+    render_pages_attention.TABLES
+    | render_pages_ops.TABLES
+    | render_pages_training.TABLES
+    | {"files": files, "matrix": matrix}
+)
 
 
 def rewritten(text: str, page: Path) -> tuple[str, list[str]]:

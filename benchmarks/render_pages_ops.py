@@ -1,12 +1,8 @@
 """What docs/ say of single ops: a function for each region. What a file does not have is left out."""
 
-import json
-import statistics
-
 from result_rows import (
     OURS,
     PERCENT_OF_COPY,
-    RESULTS,
     cases_of,
     commits,
     duration,
@@ -18,9 +14,7 @@ from result_rows import (
     times,
 )
 
-FLASH_2, FLASH_3, FLEX = "torch FlashAttention-2", "FlashAttention-3", "FlexAttention"
-PEERS = {FLASH_2: "FA2", FLEX: "Flex", FLASH_3: "FA3", f"{FLASH_3}, deterministic": "FA3, deterministic"}
-NOTHING, NOT_MEASURED = {"ratio_to_ours": 1}, "–"
+NOT_MEASURED = "–"
 
 FORMULA = {"transformers formula": "transformers formula", "transformers formula, torch.compile": "under torch.compile"}
 BERT = {"bert_padding formulas": "bert_padding formulas", "bert_padding formulas, torch.compile": "under torch.compile"}
@@ -76,108 +70,6 @@ def ops() -> str:
             "lengths that the host must not wait for, in a CUDA graph above all."
         )
     return f"{markdown(header, rows)}\n\n{prose(note)}"
-
-
-# --- attention ---
-
-
-def attention_cases() -> dict[str, dict[str, dict[str, dict]]]:
-    """{shape: {"forward" or "backward": {provider: row}}}"""
-    found = {}
-    for (op, shape, _), providers in cases_of(rows_of("attention_cuda")).items():
-        found.setdefault(shape, {})["backward" if "backward" in op else "forward"] = providers
-    return found
-
-
-def lengths_of(name: str) -> list[int]:
-    return json.loads((RESULTS.parent / "workloads.json").read_text())["workloads"].get(name, [])
-
-
-def label(shape: str) -> str:
-    """Of "name: T=65536 docs=16 heads=32/8 D=128 causal"."""
-    name, _, rest = shape.partition(": ")
-    fields = dict(part.split("=") for part in rest.split() if "=" in part)
-    tokens = "" if name in ("long16k", "mid4k", "mid1k", "sft", "short") else f", {int(fields['T']):,} tokens"
-    return f"{name}{tokens}, {fields['heads']} heads, D={fields['D']}"
-
-
-def workload(shape: str) -> str:
-    name = shape.partition(":")[0]
-    lengths = lengths_of(name)
-    if len({*lengths}) == 1:
-        return f"{name}: {len(lengths)} x {lengths[0]:,}"
-    return f"{name}: {len(lengths)}, median {statistics.median(lengths):.0f}, longest {max(lengths):,}"
-
-
-def attention_table(cases: dict, first: str, label) -> str:
-    """Ours in ms, the others as multiples of it."""
-    columns = [
-        (direction, peer)
-        for direction in ("forward", "backward")
-        for peer in PEERS
-        if any(peer in case[direction] for case in cases.values())
-    ]
-    header, rows = [first], []
-    for direction in ("forward", "backward"):
-        header += [f"{direction}, ms", *(PEERS[peer] for where, peer in columns if where == direction)]
-    for shape, case in cases.items():
-        row = [label(shape)]
-        for direction in ("forward", "backward"):
-            row.append(f"{float(case[direction][OURS]['p50_us']) / 1000:.2f}")
-            for where, peer in columns:
-                if where == direction:
-                    row.append(
-                        times(case[direction][peer]["ratio_to_ours"]) if peer in case[direction] else NOT_MEASURED
-                    )
-        rows.append(row)
-    return markdown(header, rows)
-
-
-def is_main(shape: str) -> bool:
-    return bool(lengths_of(shape.partition(":")[0])) and "heads=32/8 D=128" in shape
-
-
-LEGEND = {
-    FLASH_2: "FA2: torch's built-in FlashAttention-2, whose instructions (mma.sync, cp.async) ours uses too.",
-    FLEX: "Flex: FlexAttention, compiled, its mask of documents made before.",
-    FLASH_3: "FA3: FlashAttention-3, a library of its own, for Hopper alone (wgmma, TMA).",
-    f"{FLASH_3}, deterministic": "Deterministic: sums of the backward in one order, as ours always are.",
-}
-
-
-def attention() -> str:
-    cases = {shape: case for shape, case in attention_cases().items() if is_main(shape)}
-    used = [row for case in cases.values() for providers in case.values() for row in providers.values()]
-    clocks = [int(row["sm_mhz"]) for row in used if row.get("sm_mhz")]
-    legend = [text for peer, text in LEGEND.items() if any(row["provider"] == peer for row in used)]
-    at = f", multiprocessors at {min(clocks):,} to {max(clocks):,} MHz" if clocks else ""
-    table = attention_table(cases, "documents (65,536 tokens, 32/8 heads, D=128)", workload)
-    return f"{table}\n\n{prose(' '.join([*legend, f'{origin(used)}{at}.']))}"
-
-
-def attention_slower() -> str:
-    """Of the other cases those where FlashAttention-2 is ahead."""
-    cases = {
-        shape: case
-        for shape, case in attention_cases().items()
-        if not is_main(shape)
-        and any(float(providers.get(FLASH_2, NOTHING)["ratio_to_ours"]) < 1 for providers in case.values())
-    }
-    return attention_table(cases, "where torch's FlashAttention-2 is ahead", label)
-
-
-def attention_memory() -> str:
-    extra = {OURS: [], FLASH_2: []}
-    for row in rows_of("attention-memory_cuda"):
-        if row["op"] == "varlen_attention_backward":
-            extra[row["provider"]].append(float(row["extra_bytes_per_q_element"]))
-    ours, theirs = extra[OURS], extra[FLASH_2]
-    return prose(
-        f"Beyond outputs and gradients the backward takes at most {max(ours):.2f} bytes per element of q in each of these "
-        f"batches, torch's FlashAttention-2 {min(theirs):.0f} to {max(theirs):.0f} "
-        "([attention-memory_cuda.csv](benchmarks/results/attention-memory_cuda.csv); "
-        f"{origin(rows_of('attention-memory_cuda'))})."
-    )
 
 
 # --- on the CPU ---
@@ -239,5 +131,4 @@ def cpu() -> str:
     return f"{markdown(['on two CPU cores', 'time', 'compared with', 'times ours'], rows)}\n\n{prose(origin(used))}."
 
 
-TABLES = {"ops": ops, "attention": attention, "attention-slower": attention_slower,
-          "attention-memory": attention_memory, "cpu": cpu}  # fmt: skip
+TABLES = {"ops": ops, "cpu": cpu}

@@ -117,8 +117,7 @@ def varlen_attention(
             count. The left window cuts as ever; a right one, or ``causal=False``, contradicts it. So one call serves
             image blocks inside causal text, prefixes, documents that see all of themselves beside causal ones
             (visible_end_from_blocks, visible_end_from_prefix_lengths, visible_end_from_causal make it). Without it that
-            of the PackedMetadata, where ``cu_seqlens_k`` is left out. In the half types on a GPU these calls run on the
-            kernels of every GPU from sm_80 on, Hopper's too.
+            of the PackedMetadata, where ``cu_seqlens_k`` is left out.
         return_lse: also return the log of each denominator, sink included.
         layout: ``"thd"`` ``[total, num_heads, head_dim]``; ``"bhsd"`` ``[1, num_heads, total, head_dim]``, heads first, as
             models of transformers hold them; ``"bshd"`` ``[1, total, num_heads, head_dim]``, as flash-attn does. Three

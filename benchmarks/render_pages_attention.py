@@ -1,0 +1,167 @@
+"""What docs/ say of attention: a function for each region. What a file does not have is left out."""
+
+import json
+import statistics
+
+from result_rows import OURS, RESULTS, cases_of, markdown, origin, prose, rows_of, times
+
+FLASH_2, FLASH_3, FLEX = "torch FlashAttention-2", "FlashAttention-3", "FlexAttention"
+PEERS = {FLASH_2: "FA2", FLEX: "Flex", FLASH_3: "FA3", f"{FLASH_3}, deterministic": "FA3, deterministic"}
+NOTHING, NOT_MEASURED = {"ratio_to_ours": 1}, "–"
+IMAGES, PADDED = ", images of ", "packing_ops, v padded"
+MASK, LOOP = "torch SDPA block mask", "transformers, SDPA in a loop"
+
+
+def attention_cases() -> dict[str, dict[str, dict[str, dict]]]:
+    """{shape: {"forward" or "backward": {provider: row}}}"""
+    found = {}
+    for (op, shape, _), providers in cases_of(rows_of("attention_cuda")).items():
+        found.setdefault(shape, {})["backward" if "backward" in op else "forward"] = providers
+    return found
+
+
+def lengths_of(name: str) -> list[int]:
+    return json.loads((RESULTS.parent / "workloads.json").read_text())["workloads"].get(name, [])
+
+
+def label(shape: str) -> str:
+    """Of "name: T=65536 docs=16 heads=32/8 D=128 causal"."""
+    name, _, rest = shape.partition(": ")
+    fields = dict(part.split("=") for part in rest.split() if "=" in part)
+    tokens = "" if name in ("long16k", "mid4k", "mid1k", "sft", "short") else f", {int(fields['T']):,} tokens"
+    return f"{name}{tokens}, {fields['heads']} heads, D={fields['D']}"
+
+
+def workload(shape: str) -> str:
+    name = shape.partition(":")[0]
+    lengths = lengths_of(name)
+    if len({*lengths}) == 1:
+        return f"{name}: {len(lengths)} x {lengths[0]:,}"
+    return f"{name}: {len(lengths)}, median {statistics.median(lengths):.0f}, longest {max(lengths):,}"
+
+
+def attention_table(cases: dict, first: str, label) -> str:
+    """Ours in ms, the others as multiples of it."""
+    columns = [
+        (direction, peer)
+        for direction in ("forward", "backward")
+        for peer in PEERS
+        if any(peer in case[direction] for case in cases.values())
+    ]
+    header, rows = [first], []
+    for direction in ("forward", "backward"):
+        header += [f"{direction}, ms", *(PEERS[peer] for where, peer in columns if where == direction)]
+    for shape, case in cases.items():
+        row = [label(shape)]
+        for direction in ("forward", "backward"):
+            row.append(f"{float(case[direction][OURS]['p50_us']) / 1000:.2f}")
+            for where, peer in columns:
+                if where == direction:
+                    row.append(
+                        times(case[direction][peer]["ratio_to_ours"]) if peer in case[direction] else NOT_MEASURED
+                    )
+        rows.append(row)
+    return markdown(header, rows)
+
+
+def is_main(shape: str) -> bool:
+    return bool(lengths_of(shape.partition(":")[0])) and "heads=32/8 D=128" in shape
+
+
+LEGEND = {
+    FLASH_2: "FA2: torch's built-in FlashAttention-2 (mma.sync, cp.async). Ours uses wgmma and bulk tensor copies on Hopper.",
+    FLEX: "Flex: FlexAttention, compiled, its mask of documents made before.",
+    FLASH_3: "FA3: FlashAttention-3, a library of its own, for Hopper alone (wgmma, TMA).",
+    f"{FLASH_3}, deterministic": "Deterministic: sums of the backward in one order, as ours always are.",
+}
+
+
+def attention() -> str:
+    cases = {shape: case for shape, case in attention_cases().items() if is_main(shape)}
+    used = [row for case in cases.values() for providers in case.values() for row in providers.values()]
+    clocks = [int(row["sm_mhz"]) for row in used if row.get("sm_mhz")]
+    legend = [text for peer, text in LEGEND.items() if any(row["provider"] == peer for row in used)]
+    at = f", multiprocessors at {min(clocks):,} to {max(clocks):,} MHz" if clocks else ""
+    table = attention_table(cases, "documents (65,536 tokens, 32/8 heads, D=128)", workload)
+    return f"{table}\n\n{prose(' '.join([*legend, f'{origin(used)}{at}.']))}"
+
+
+def attention_slower() -> str:
+    """Of the other cases those where FlashAttention-2 is ahead."""
+    cases = {
+        shape: case
+        for shape, case in attention_cases().items()
+        if not is_main(shape)
+        and any(float(providers.get(FLASH_2, NOTHING)["ratio_to_ours"]) < 1 for providers in case.values())
+    }
+    return attention_table(cases, "where torch's FlashAttention-2 is ahead", label)
+
+
+def attention_memory() -> str:
+    extra = {OURS: [], FLASH_2: []}
+    for row in rows_of("attention-memory_cuda"):
+        if row["op"] == "varlen_attention_backward":
+            extra[row["provider"]].append(float(row["extra_bytes_per_q_element"]))
+    ours, theirs = extra[OURS], extra[FLASH_2]
+    return prose(
+        f"Beyond outputs and gradients the backward takes at most {max(ours):.2f} bytes per element of q in each of these "
+        f"batches, torch's FlashAttention-2 {min(theirs):.0f} to {max(theirs):.0f} "
+        "([attention-memory_cuda.csv](benchmarks/results/attention-memory_cuda.csv); "
+        f"{origin(rows_of('attention-memory_cuda'))})."
+    )
+
+
+def attention_dims() -> str:
+    """Long documents of other head_dims, and values of another width."""
+    cases = {
+        shape: case
+        for shape, case in attention_cases().items()
+        if shape.startswith(("mid4k:", "long16k:")) and not is_main(shape)
+    }
+    table = attention_table(cases, "other heads and head_dims", label)
+    found, rows = {}, rows_of("attention_widths_cuda")
+    for (op, shape, _), providers in cases_of(rows).items():
+        found.setdefault(shape, {})["backward" if "backward" in op else "forward"] = providers
+    lines = []
+    for shape, case in found.items():
+        line = [label(shape)]
+        for direction in ("forward", "backward"):
+            providers = case[direction]
+            line.append(f"{float(providers[OURS]['p50_us']) / 1000:.2f}")
+            line += [
+                times(providers[peer]["ratio_to_ours"]) if peer in providers else NOT_MEASURED
+                for peer in (PADDED, FLEX, MASK)
+            ]
+        lines.append(line)
+    names = ["v padded", "Flex", "SDPA, mask"]
+    header = ["head_dim of q and k / of v", "forward, ms", *names, "backward, ms", *names]
+    told = f"v padded: the same call with v padded to the head_dim of q and k, and out cut. {origin(rows)}."
+    return f"{table}\n\n{markdown(header, lines)}\n\n{prose(told)}"
+
+
+def attention_images() -> str:
+    """Text with blocks of images, whose tokens see each other, over causal attention."""
+    shares = []
+    for shape, case in attention_cases().items():
+        for providers in case.values():
+            if IMAGES in shape:
+                shares.append(1 / float(providers["packing_ops, causal"]["ratio_to_ours"]))
+    return prose(
+        f"Image blocks of 256 tokens in every other place (`visible_end`) take {min(shares):.2f} to {max(shares):.2f} times "
+        "what causal attention over the same text does, forward or backward, by workload."
+    )
+
+
+def vision() -> str:
+    rows = rows_of("vision_cuda")
+    lines = [
+        [op, shape, f"{float(providers[OURS]['p50_us']) / 1000:.1f}", times(providers[LOOP]["ratio_to_ours"])]
+        for (op, shape, _), providers in cases_of(rows).items()
+    ]
+    told = f"Forward and backward of Qwen2.5-VL's vision tower on images of mixed size, bfloat16, {origin(rows)}."
+    table = markdown(["vision tower", "shape", "ms", "a call of SDPA for each image or window"], lines)
+    return f"{table}\n\n{prose(told)}"
+
+
+TABLES = {"attention": attention, "attention-slower": attention_slower, "attention-memory": attention_memory,
+          "attention-dims": attention_dims, "attention-images": attention_images, "vision": vision}  # fmt: skip
