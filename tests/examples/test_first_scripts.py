@@ -37,6 +37,26 @@ def chats(tmp_path_factory):
     return path
 
 
+# Every torch traces what we do in a model's call in its own way, and the suite runs in one of them.
+COMPILED = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM
+from packing_ops.integrations.transformers import register
+
+register()
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], attn_implementation="packing_ops").eval()
+ids, positions = torch.arange(40)[None], torch.cat([torch.arange(25), torch.arange(15)])[None]
+call = {"position_ids": positions, "use_cache": False}
+with torch.no_grad():
+    wanted = model(ids, **call).logits
+    found = torch.compile(model, fullgraph=True, backend="eager")(ids, **call).logits
+    other = model(torch.cat([ids[:, :25].flip(1), ids[:, 25:]], 1), **call).logits
+torch.testing.assert_close(found, wanted)
+assert torch.equal(other[:, 25:], wanted[:, 25:])  # the second document does not see the first
+"""
+
+
 def run(script, *arguments, cwd):
     return fresh_process.run(FIRST / script, *arguments, cwd=cwd, folder=cwd)
 
@@ -59,6 +79,12 @@ def test_sft(model_folder, chats, tmp_path):
     output = run("sft_trl.py", model_folder, chats, cwd=tmp_path)
     assert re.search(r"attention=2.*rope=", output)
     assert "train_loss" in output
+
+
+def test_a_compiled_model(model_folder, tmp_path):
+    script = tmp_path / "compiled.py"
+    script.write_text(COMPILED)
+    run(script, model_folder, cwd=tmp_path)
 
 
 @pytest.mark.parametrize("script", ["dpo_packed.py", "grpo_packed.py"])
