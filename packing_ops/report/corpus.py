@@ -40,7 +40,7 @@ class Corpus:
         noted: "empty" (no token: in no length) and "no target" (every label ignored, or nothing answered: counted).
     """
 
-    lengths: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    lengths: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64, device="cpu"))
     num_read: int = 0
     num_bytes: int = 0
     unreadable: Problems = field(default_factory=dict)

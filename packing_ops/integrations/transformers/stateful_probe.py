@@ -49,7 +49,7 @@ def _mixes(layer, width) -> bool | None:
     with quiet(), _in_evaluation(layer), _reparametrize_module(layer, _tensors_of(layer, device)):
         x = numbers(1, TOKENS, width)
         other = torch.cat([numbers(1, BOUNDARY, width, start=3.0), x[:, BOUNDARY:]], 1)
-        more = [torch.arange(TOKENS)[None] if name == "position_ids" else x for name in needed[1:]]
+        more = [torch.arange(TOKENS, device="cpu")[None] if name == "position_ids" else x for name in needed[1:]]
         more = [each.to(device) for each in more]
         found = [_first(attempt(run, layer, each.to(device), *more)) for each in (x, other)]
     if not all(each is not None and each.shape[:2] == (1, TOKENS) and bool(each.isfinite().all()) for each in found):
