@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import packing_ops as po
+from packing_ops.integrations import unsloth
 from packing_ops.reference import attention as oracle
 
 ops = torch.ops.packing_ops
@@ -190,12 +191,20 @@ def test_strided_and_from_metadata(device):
         po.attention(*rows, metadata, backend="sdpa")
 
 
-@pytest.mark.parametrize("host", ["transformers", "megatron"])
+@pytest.mark.parametrize("host", ["transformers", "megatron", "unsloth"])
 def test_hosts_that_do_not_take_it_say_so(host):
     metadata = dataclasses.replace(po.PackedMetadata.from_lengths([2]), visible_end=torch.tensor([2, 2]).int())
     with pytest.raises(ValueError, match=r"visible_end: expected None .* got int32 \[2\]"):
         getattr(metadata, f"to_{host}")()
     getattr(dataclasses.replace(metadata, visible_end=None), f"to_{host}")()
+
+
+@pytest.mark.parametrize("make", [po.block_causal_mask, unsloth.sdpa_mask, unsloth.xformers_mask])
+def test_causal_masks_are_not_made_of_it(make):
+    metadata = dataclasses.replace(po.PackedMetadata.from_lengths([2]), visible_end=torch.tensor([2, 2]).int())
+    with pytest.raises(ValueError, match=r"visible_end: expected None .* got int32 \[2\]"):
+        make(metadata)
+    make(dataclasses.replace(metadata, visible_end=None))
 
 
 def test_changed_values_are_seen(device):
