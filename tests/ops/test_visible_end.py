@@ -187,6 +187,9 @@ def test_strided_and_from_metadata(device):
     other = torch.full_like(ends, 1).cumsum(0).int()
     other[9:] -= 9
     assert_same(po.varlen_attention(*rows, metadata, visible_end=other), po.varlen_attention(*rows, case.cu_seqlens[0]))
+    for call in (po.varlen_attention, po.attention):
+        assert_same(call(*rows, metadata, metadata), wanted)  # the same documents, named twice
+    assert_same(po.flash_attn_varlen_func(*rows, metadata, metadata, 20, 20, causal=True), wanted)
     with pytest.raises(NotImplementedError, match="sdpa has no visible_end"):
         po.attention(*rows, metadata, backend="sdpa")
 
