@@ -117,7 +117,7 @@ def varlen_attention(
             count. The left window cuts as ever; a right one, or ``causal=False``, contradicts it. So one call serves
             image blocks inside causal text, prefixes, documents that see all of themselves beside causal ones
             (visible_end_from_blocks, visible_end_from_prefix_lengths, visible_end_from_causal make it). Without it that
-            of the PackedMetadata, where ``cu_seqlens_k`` is left out.
+            of the PackedMetadata, where ``cu_seqlens_k`` is left out or is the same one.
         return_lse: also return the log of each denominator, sink included.
         layout: ``"thd"`` ``[total, num_heads, head_dim]``; ``"bhsd"`` ``[1, num_heads, total, head_dim]``, heads first, as
             models of transformers hold them; ``"bshd"`` ``[1, total, num_heads, head_dim]``, as flash-attn does. Three
@@ -161,8 +161,8 @@ def varlen_attention(
     left, right = window_sides(window_size)
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
-        if visible_end is None and isinstance(cu_seqlens_q, PackedMetadata):
-            visible_end = cu_seqlens_q.visible_end
+    if visible_end is None and cu_seqlens_k is cu_seqlens_q and isinstance(cu_seqlens_q, PackedMetadata):
+        visible_end = cu_seqlens_q.visible_end
     check_tensor(q, "q")
     cache = None
     tokens_first = (layout or q.dim() == 4) and _layout_of(q, k, layout, cu_seqlens_k is cu_seqlens_q) == "bshd"

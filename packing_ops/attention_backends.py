@@ -182,7 +182,8 @@ def attention(
         NotImplementedError: the backend cannot run this call; gives the reason.
     """
     refuse_heads_first(q)
-    if visible_end is None and cu_seqlens_k is None and isinstance(cu_seqlens_q, PackedMetadata):
+    same_documents = cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q
+    if visible_end is None and same_documents and isinstance(cu_seqlens_q, PackedMetadata):
         visible_end = cu_seqlens_q.visible_end
     wanted: dict[str, Any] = {
         "softcap": softcap, "sinks": sinks, "return_lse": return_lse, "visible_end": visible_end

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from packing_ops import _ops
 from packing_ops._arguments import integer
-from packing_ops.metadata import PackedMetadata
+from packing_ops.metadata import PackedMetadata, check_causal
 
 
 def block_causal_mask(
@@ -34,11 +34,13 @@ def block_causal_mask(
         [[1, 0, 0], [0, 1, 0], [0, 1, 1]]
 
     Raises:
-        ValueError: a window below 1, cu_seqlens past ``total``, a dtype that is neither bool nor floating.
+        ValueError: a window below 1, cu_seqlens past ``total``, a dtype that is neither bool nor floating, a
+            PackedMetadata with a visible_end.
     """
     if window is not None and integer(window, "window") < 1:
         raise ValueError(f"window: expected at least 1 visible key (the query itself), got {window}")
     if isinstance(cu_seqlens, PackedMetadata):
+        check_causal(cu_seqlens)
         total = cu_seqlens.total if total is None else total
         cu_seqlens = cu_seqlens.cu_seqlens
     elif total is None:

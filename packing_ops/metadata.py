@@ -274,7 +274,12 @@ class PackedMetadata:
         }
 
     def to_unsloth(self) -> dict[str, Any]:
-        """Unsloth's ``packed_seq_lengths``: int32 ``[num_documents]`` on the device of cu_seqlens, padding left out."""
+        """Unsloth's ``packed_seq_lengths``: int32 ``[num_documents]`` on the device of cu_seqlens, padding left out.
+
+        Raises:
+            ValueError: there is a visible_end, which lengths do not tell.
+        """
+        check_causal(self)
         return {"packed_seq_lengths": self.lengths}
 
     def to_megatron(self) -> dict[str, Any]:
@@ -305,15 +310,16 @@ class PackedMetadata:
 
 
 def check_causal(metadata: PackedMetadata) -> None:
-    """ValueError for a visible_end, where a host has no place for it.
+    """ValueError for a visible_end, where a host or a mask has no place for it.
 
     Example:
         >>> check_causal(PackedMetadata.from_lengths([2, 1]))
     """
     if metadata.visible_end is not None:
         raise ValueError(
-            "visible_end: expected None in a PackedMetadata for models that do not take it (their masks come from their "
-            f"own arguments; dataclasses.replace(metadata, visible_end=None)), got {described(metadata.visible_end)}"
+            "visible_end: expected None in a PackedMetadata for models and masks that do not take it (models make masks "
+            "of their own arguments; dataclasses.replace(metadata, visible_end=None)), got "
+            f"{described(metadata.visible_end)}"
         )
 
 

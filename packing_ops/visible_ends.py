@@ -50,8 +50,8 @@ def visible_end_from_prefix_lengths(
     """Prefix language models: the first tokens of a document see each other, the others see back.
 
     Args:
-        prefix_lengths: int32 or int64 ``[num_documents]``; 0 is a causal document, and a longer prefix than its document is
-            all of it.
+        prefix_lengths: int32 or int64 ``[num_documents]``; 0 or less is a causal document, and a longer prefix than its
+            document is all of it.
         cu_seqlens: int32 ``[num_documents + 1]``, or the PackedMetadata of the row.
         total: slots of the row, needed beside a tensor.
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import packing_ops as po
+from packing_ops.integrations import unsloth
 from packing_ops.reference import attention as oracle
 
 ops = torch.ops.packing_ops
@@ -186,16 +187,27 @@ def test_strided_and_from_metadata(device):
     other = torch.full_like(ends, 1).cumsum(0).int()
     other[9:] -= 9
     assert_same(po.varlen_attention(*rows, metadata, visible_end=other), po.varlen_attention(*rows, case.cu_seqlens[0]))
+    for call in (po.varlen_attention, po.attention):
+        assert_same(call(*rows, metadata, metadata), wanted)  # the same documents, named twice
+    assert_same(po.flash_attn_varlen_func(*rows, metadata, metadata, 20, 20, causal=True), wanted)
     with pytest.raises(NotImplementedError, match="sdpa has no visible_end"):
         po.attention(*rows, metadata, backend="sdpa")
 
 
-@pytest.mark.parametrize("host", ["transformers", "megatron"])
+@pytest.mark.parametrize("host", ["transformers", "megatron", "unsloth"])
 def test_hosts_that_do_not_take_it_say_so(host):
     metadata = dataclasses.replace(po.PackedMetadata.from_lengths([2]), visible_end=torch.tensor([2, 2]).int())
     with pytest.raises(ValueError, match=r"visible_end: expected None .* got int32 \[2\]"):
         getattr(metadata, f"to_{host}")()
     getattr(dataclasses.replace(metadata, visible_end=None), f"to_{host}")()
+
+
+@pytest.mark.parametrize("make", [po.block_causal_mask, unsloth.sdpa_mask, unsloth.xformers_mask])
+def test_causal_masks_are_not_made_of_it(make):
+    metadata = dataclasses.replace(po.PackedMetadata.from_lengths([2]), visible_end=torch.tensor([2, 2]).int())
+    with pytest.raises(ValueError, match=r"visible_end: expected None .* got int32 \[2\]"):
+        make(metadata)
+    make(dataclasses.replace(metadata, visible_end=None))
 
 
 def test_changed_values_are_seen(device):

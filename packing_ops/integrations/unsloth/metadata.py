@@ -7,6 +7,7 @@ import torch
 
 from packing_ops import PackedMetadata, block_causal_mask, xformers_bias
 from packing_ops._batch_cache import kept_with
+from packing_ops.metadata import check_causal
 
 
 def packed_metadata(kwargs: Mapping[str, Any], device: torch.device | str | None = None) -> PackedMetadata | None:
@@ -65,10 +66,11 @@ def sdpa_mask(
     Example:
         >>> sdpa_mask(PackedMetadata.from_lengths([1, 2])).int().tolist()
         [[[[1, 0, 0], [0, 1, 0], [0, 1, 1]]]]
+
+    Raises:
+        ValueError: there is a visible_end.
     """
-    return block_causal_mask(metadata.cu_seqlens, metadata.total, dtype=dtype, window=sliding_window or None)[
-        None, None
-    ]
+    return block_causal_mask(metadata, dtype=dtype, window=sliding_window or None)[None, None]
 
 
 def xformers_mask(metadata: PackedMetadata, *, sliding_window: int | None = None) -> Any:
@@ -80,7 +82,11 @@ def xformers_mask(metadata: PackedMetadata, *, sliding_window: int | None = None
 
     Example:
         >>> xformers.ops.memory_efficient_attention(q, k, v, xformers_mask(metadata))  # needs a GPU # doctest: +SKIP
+
+    Raises:
+        ValueError: there is a visible_end.
     """
+    check_causal(metadata)
     lengths = metadata.lengths.tolist()
     lengths.append(metadata.total - sum(lengths))  # padding is a segment of its own
     try:
