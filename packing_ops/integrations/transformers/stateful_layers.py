@@ -9,7 +9,6 @@ stateful_kinds.py finds these layers, stateful_ways.py tries how each keeps docu
 """
 
 import functools
-import inspect
 import weakref
 
 import torch
@@ -30,7 +29,7 @@ from packing_ops.integrations.transformers.stateful_kinds import (
     untried,
 )
 from packing_ops.integrations.transformers.stateful_probe import settle
-from packing_ops.integrations.transformers.stateful_rows import CACHES, Documents, in_rows
+from packing_ops.integrations.transformers.stateful_rows import CACHES, Documents, by_name, hidden_of, in_rows
 from packing_ops.integrations.transformers.stateful_ways import BOUNDARIES, BY_ITSELF, TOLD, boundaries, way_of
 
 # Where models and torch's checkpoint_wrapper keep the function that checkpoints a layer.
@@ -222,21 +221,18 @@ def _tried(layer, stock, *args, **kwargs):
 
 @torch.compiler.disable(reason="packing_ops: how many documents a row has is known when the layer runs")
 def _apart(layer, run, seq_idx, args, kwargs):
-    bound = inspect.signature(type(layer).forward).bind(layer, *args, **kwargs)
-    named = {name: value for name, value in bound.arguments.items() if name != "self" and value is not layer}
-    keywords = next((n for n, p in bound.signature.parameters.items() if p.kind is p.VAR_KEYWORD), None)
-    named |= named.pop(keywords, {})
-    hidden = next((value for value in named.values() if isinstance(value, torch.Tensor)), None)
-    if hidden is None or hidden.shape[:2] != seq_idx.shape or not hidden.is_floating_point():
-        return run(*args, **kwargs)  # another sequence: of images or audio
+    run, named = by_name(layer, run, args, kwargs)
+    hidden = hidden_of(named.values())
+    if hidden is None or hidden.shape[:2] != seq_idx.shape:
+        return run(**named)  # another sequence: of images or audio
     seq_idx = seq_idx.to(hidden.device)
     documents = kept_with([seq_idx], ("documents of layers with a state",), lambda: Documents(seq_idx))
     if not documents.several:
-        return run(*args, **kwargs)
+        return run(**named)
     way = way_of(layer, run, named, documents, seq_idx.shape)
     if way == BY_ITSELF:
         by_themselves.add(type(layer))
-        return run(*args, **kwargs)
+        return run(**named)
     call = running.here().call
     while call is not None and call.seq_idx is not None and not call.has_attention and not call.mixes:
         call.used = call.numbers_used = True

@@ -1,5 +1,8 @@
 """The documents of a batch as rows of smaller batches, for layers that carry a state; see stateful_layers."""
 
+import functools
+import inspect
+
 import torch
 
 CACHES = frozenset(("past_key_values", "past_key_value", "cache_params", "cache", "state"))
@@ -45,6 +48,35 @@ class Documents:
             total += tokens.numel()
         order[:-1][flat < 0] = total
         self.order = order[:-1].to(device)
+
+
+def by_name(layer, run, args, kwargs):
+    """(run, its arguments by name): those that a forward has no names for, as *args, are called by their places."""
+    bound = inspect.signature(type(layer).forward).bind(layer, *args, **kwargs)
+    parameters, named, order = bound.signature.parameters, {}, []
+    star = any(each.kind is each.VAR_POSITIONAL for each in parameters.values()) and len(args) > 0
+    for name, value in bound.arguments.items():
+        kind = parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            named |= value
+        elif kind is inspect.Parameter.VAR_POSITIONAL:
+            places = {f"*{place}": each for place, each in enumerate(value) if each is not layer}
+            named, order = named | places, [*order, *places]
+        elif name != "self" and value is not layer:
+            named[name] = value
+            if kind is inspect.Parameter.POSITIONAL_ONLY or (star and kind is not inspect.Parameter.KEYWORD_ONLY):
+                order.append(name)
+    return functools.partial(_in_order, run, order) if order else run, named
+
+
+def _in_order(run, order, **named):
+    places = [named.pop(name) for name in order if name in named]
+    return run(*places, **named)
+
+
+def hidden_of(values):
+    """The first of a layer's arguments that may be hidden states."""
+    return next((each for each in values if isinstance(each, torch.Tensor) and each.is_floating_point()), None)
 
 
 def in_rows(run, named, documents, shape):

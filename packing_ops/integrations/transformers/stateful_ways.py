@@ -12,7 +12,7 @@ from packing_ops.integrations.transformers.stateful_kinds import (
     learned,
 )
 from packing_ops.integrations.transformers.stateful_probe import settle
-from packing_ops.integrations.transformers.stateful_rows import is_mask, rows_of
+from packing_ops.integrations.transformers.stateful_rows import hidden_of, is_mask, rows_of
 
 BOUNDARIES = frozenset(("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))
 _CLOSE = 0.05  # of the norm: rounding is far below, what other tokens do is far above
@@ -102,7 +102,7 @@ def _around(named, documents, shape):
     """A layer's arguments for the tokens around a boundary, the same with other tokens before it and after it, and 1 at
     the tokens before it and after it."""
     given = {name: rows_of(name, value, documents.around, shape) for name, value in named.items()}
-    hidden = next(name for name, value in given.items() if isinstance(value, torch.Tensor))
+    hidden = next(name for name, value in given.items() if value is not None and value is hidden_of(given.values()))
     before, after = torch.zeros_like(given[hidden]), torch.zeros_like(given[hidden])
     before[:, : documents.boundary] = after[:, documents.boundary :] = 1
     others = [{**given, hidden: given[hidden] + where * (1 - 3 * given[hidden])} for where in (before, after)]

@@ -321,10 +321,44 @@ class Decays(torch.nn.Module):
         return weights.to(x.dtype) @ x
 
 
-@pytest.mark.parametrize("layer", [Blur, Remembers, Decays])
+class ByPlace(Blur):
+    """Its hidden states have no name."""
+
+    def forward(self, *args):
+        return super().forward(*args)
+
+
+class OnlyByPlace(Decays):
+    def forward(self, x, /):
+        return super().forward(x)
+
+
+class NumbersFirst(Blur):
+    """Hidden states are not the first of its tensors."""
+
+    def forward(self, numbers, x):
+        return super().forward(x) * numbers[..., None]
+
+
+def given_numbers(hidden):
+    return torch.ones(hidden.shape[:2], dtype=torch.int64, device=hidden.device), hidden
+
+
+@pytest.mark.parametrize("layer", [Blur, Remembers, Decays, ByPlace, OnlyByPlace])
 def test_layers_that_nobody_named(layer, device):
     torch.manual_seed(0)
     model = in_llama(layer(), device)
+    ids, positions, _ = packed(device)
+    found = assert_apart(model, ids, position_ids=positions)
+    with torch.no_grad():
+        torch.testing.assert_close(found, alone(model, ids), **CLOSE)
+
+
+def test_hidden_states_behind_other_tensors(device):
+    torch.manual_seed(0)
+    model = in_llama(NumbersFirst(), device)
+    followed = model.model.layers[0].mlp
+    followed.forward = lambda hidden: followed.second(*given_numbers(followed.first(hidden)))
     ids, positions, _ = packed(device)
     found = assert_apart(model, ids, position_ids=positions)
     with torch.no_grad():
