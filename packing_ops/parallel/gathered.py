@@ -91,7 +91,7 @@ def gathered_attention(
         ValueError: documents of another row, ranks that disagree on options, heads, dtypes, rows or documents (found in the
             first call with these options), and as varlen_attention.
 
-    One synchronisation per batch on a GPU, in the first layer. Not traced by torch.compile: a graph breaks here.
+    Synchronises a few times per batch on a GPU, in the first layer. Not traced by torch.compile: a graph breaks here.
 
     Method: Llama Team, The Llama 3 Herd of Models (2024): gathered keys and values, 2 * ranks chunks.
     """
@@ -114,9 +114,9 @@ def gathered_attention(
     cu_seqlens = whole_row(documents, len(q), group.size())
     if len(q) == 0:
         out, lse = varlen_attention(q, k, v, documents, sinks=sinks, return_lse=True, **options)
-        return (out, lse) if return_lse else out
-    layout = layout_of(documents, cu_seqlens, len(q), group, scheme, causal, window_sides(window_size)[0])
-    out, lse = attention_over_keys(q, k, v, layout, group, sinks=sinks, **options)
+    else:
+        layout = layout_of(documents, cu_seqlens, len(q), group, scheme, causal, window_sides(window_size)[0])
+        out, lse = attention_over_keys(q, k, v, layout, group, sinks=sinks, **options)
     return (out, lse) if return_lse else out
 
 

@@ -101,7 +101,7 @@ def key_layout(spans: RowSpans, rank: int, *, causal: bool, left: int = -1, exch
     Args:
         spans: of the row.
         causal, left: of the mask; a window needs causal.
-        exchange: send only rows that are needed, where that pays. It waits for the GPU, once per batch. Without it the
+        exchange: send only rows that are needed, where that pays. It waits for the GPU, in the first layer of a batch. Without it the
             layout has the largest size that its lengths could need, and nothing waits.
     """
     first, last, slots = (each[rank] for each in spans.queries())

@@ -23,8 +23,10 @@ struct ForwardWork {
 
   // Row tiles of a plan's entry: two where the plan's tiles are wgmma's, of whole tokens, and this instance has half.
   template <class Shape>
+  static constexpr int kMostTilesOfEntry = Shape::kIsShort || Shape::kRows == 2 * kTileRows ? 1 : 2;
+  template <class Shape>
   static __device__ __forceinline__ int32_t tiles_of_entry(const Args& args) {
-    if constexpr (Shape::kIsShort || Shape::kRows == 2 * kTileRows) return 1;
+    if constexpr (kMostTilesOfEntry<Shape> == 1) return 1;
     return args.plan.tiles.forward_rows > Shape::kRows ? 2 : 1;
   }
 
@@ -187,8 +189,7 @@ void run_forward(const Args& args, cudaStream_t stream) {
       reinterpret_cast<const void*>(attention_forward_kernel<T, kDim, kShort, kTransform, kDimV>), Shape::kThreads,
       Shape::kShared, "attention_forward_kernel", kShort};
   const int64_t entries = kShort ? args.plan.forward_short_capacity() : args.plan.forward_capacity();
-  const int64_t most_parts = Shape::kIsShort || Shape::kRows == 2 * kTileRows ? 1 : 2;
-  launch_persistent(kernel, &args, entries * args.num_kv_heads * most_parts, stream);
+  launch_persistent(kernel, &args, entries * args.num_kv_heads * ForwardWork::kMostTilesOfEntry<Shape>, stream);
 }
 
 }  // namespace packing_ops::attention::sm80
