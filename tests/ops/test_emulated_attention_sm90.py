@@ -56,6 +56,11 @@ GRADIENTS = {
     "no tokens, no keys": ([0, 130, 60], [140, 0, 300], {"heads": (2, 1), "dim": 64, "dtype": BF16}),
     "96 and 64 columns": ([140], [200], {"heads": (3, 1), "dim": 96, "dim_v": 64, "dtype": BF16}),
     "40 and 64 columns": ([140], None, {"heads": (4, 1), "dim": 40, "dim_v": 64, "dtype": FP16}),
+    "head_dim 256, group of 3, sinks": ([200, 3], [150, 9], {"heads": (3, 1), "dim": 256, "dtype": BF16, "sinks": True}),
+    "head_dim 256, window, tail": ([150, 64], None, {"heads": (2, 1), "dim": 256, "dtype": FP16, "window_size": (70, 10), "tail": 3}),
+    "head_dim 256, from the last row": ([140], None, {"heads": (16, 1), "dim": 256, "dtype": BF16}),
+    "200 and 72 columns": ([130, 0], [200, 70], {"heads": (2, 2), "dim": 200, "dim_v": 72, "dtype": BF16}),
+    "softcap, head_dim 256, tiles of 60 rows": ([140], None, {"heads": (5, 1), "dim": 256, "dtype": BF16, "softcap": 3.0}),
     "softcap, tiles of 60 rows": ([140], None, {"heads": (5, 1), "dim": 64, "dtype": BF16, "softcap": 3.0}),
 }  # fmt: skip
 
@@ -104,7 +109,7 @@ def test_documents_keep_their_bits(heads, dim):
 
 @pytest.mark.parametrize(
     ("heads", "dim", "ahead"),
-    [((3, 1), 128, None), ((4, 1), 64, None), ((3, 1), 64, 0.05), ((5, 1), 128, 0.05)],
+    [((3, 1), 128, None), ((4, 1), 64, None), ((3, 1), 64, 0.05), ((5, 1), 128, 0.05), ((5, 1), 256, 0.05)],
     ids=str,
 )
 def test_gradients_keep_their_bits(heads, dim, ahead):
@@ -146,6 +151,7 @@ def test_a_poisoned_key_reaches_only_rows_near_those_that_see_it(heads, length):
         ("sm_90", BF16, (4, 1), 128, 0.0, "sm90, sm90"),
         ("sm_90", FP16, (4, 1), 72, 0.0, "sm90, sm90"),
         ("sm_90", BF16, (4, 1), 136, 0.0, "sm90, sm80"),
+        ("sm_90", BF16, (4, 1), 200, 0.0, "sm90, sm90"),
         ("sm_90", BF16, (4, 1), 256, 20.0, "sm80, sm80"),
         ("sm_90", BF16, (4, 1), 264, 0.0, "sm80, sm80"),
         ("sm_90", BF16, (4, 1), 64, 20.0, "sm80, sm80"),

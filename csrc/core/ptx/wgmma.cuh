@@ -49,9 +49,11 @@ __device__ __forceinline__ void products_done(float (&sums)[kCount]) {
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define PACKING_OPS_SUMS_32(i) \
   PACKING_OPS_SUMS_8(i), PACKING_OPS_SUMS_8(i + 8), PACKING_OPS_SUMS_8(i + 16), PACKING_OPS_SUMS_8(i + 24)
-#define PACKING_OPS_REGISTERS_64 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define PACKING_OPS_SUMS_OF_32 PACKING_OPS_SUMS_8(0), PACKING_OPS_SUMS_8(8)
+#define PACKING_OPS_REGISTERS_32 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define PACKING_OPS_REGISTERS_64 PACKING_OPS_REGISTERS_32 \
+  ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define PACKING_OPS_SUMS_OF_64 PACKING_OPS_SUMS_32(0)
 #define PACKING_OPS_REGISTERS_128 PACKING_OPS_REGISTERS_64 \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
@@ -82,6 +84,8 @@ __device__ __forceinline__ void products_done(float (&sums)[kCount]) {
 
 // product<T, kTrans, kTransA>(d, a, b, add): d += a b, or d = a b. a: a descriptor, of columns that the product sums
 // over, or with kTransA of rows; or registers. b: a descriptor, of columns that it sums over, or with kTrans of rows.
+PACKING_OPS_PRODUCTS(32, __nv_bfloat16, "bf16", "%16", "%18, %19, add, 1, 1, %20, %17", "{%18, %19, %20, %21}, %22, add, 1, 1, %17")
+PACKING_OPS_PRODUCTS(32, __half, "f16", "%16", "%18, %19, add, 1, 1, %20, %17", "{%18, %19, %20, %21}, %22, add, 1, 1, %17")
 PACKING_OPS_PRODUCTS(64, __nv_bfloat16, "bf16", "%32", "%34, %35, add, 1, 1, %36, %33", "{%34, %35, %36, %37}, %38, add, 1, 1, %33")
 PACKING_OPS_PRODUCTS(64, __half, "f16", "%32", "%34, %35, add, 1, 1, %36, %33", "{%34, %35, %36, %37}, %38, add, 1, 1, %33")
 PACKING_OPS_PRODUCTS(128, __nv_bfloat16, "bf16", "%64", "%66, %67, add, 1, 1, %68, %65", "{%66, %67, %68, %69}, %70, add, 1, 1, %65")
@@ -98,10 +102,12 @@ PACKING_OPS_PRODUCTS(256, __half, "f16", "%128", "%130, %131, add, 1, 1, %132, %
 #undef PACKING_OPS_SUMS_OF_192
 #undef PACKING_OPS_SUMS_OF_128
 #undef PACKING_OPS_SUMS_OF_64
+#undef PACKING_OPS_SUMS_OF_32
 #undef PACKING_OPS_REGISTERS_256
 #undef PACKING_OPS_REGISTERS_192
 #undef PACKING_OPS_REGISTERS_128
 #undef PACKING_OPS_REGISTERS_64
+#undef PACKING_OPS_REGISTERS_32
 #undef PACKING_OPS_SUMS_32
 #undef PACKING_OPS_SUMS_8
 

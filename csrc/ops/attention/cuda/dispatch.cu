@@ -234,7 +234,7 @@ void launch_varlen_attention_backward_cuda(const VarlenAttentionBackwardParams& 
       constexpr bool kTransform = decltype(transform)::value;
       run_row_stats<T>(args, stream);
       const bool wgmma = backward_runs_on_wgmma(p);
-      if constexpr (kDim <= 128 && !kTransform) {
+      if constexpr (has_wgmma_backward_of(kDim) && !kTransform) {
         if (wgmma) sm90::run_backward<T, wgmma_dim(kDim)>(args, p.dtype, stream);
       }
       with_tier<kDim>(backward_tier(kDim, kDimV, static_cast<int>(p.device)), [&](auto constant) {

@@ -57,7 +57,7 @@ bool has_wgmma_forward(int64_t group, int64_t head_dim, int64_t head_dim_v, int 
 }
 
 bool has_wgmma_backward(int64_t group, int64_t head_dim, int64_t head_dim_v, int device) {
-  return std::max(head_dim, head_dim_v) <= 128 && has_wgmma(group, device);
+  return has_wgmma_backward_of(std::max(head_dim, head_dim_v)) && has_wgmma(group, device);
 }
 
 AttentionTiles attention_tiles(int64_t group, int64_t head_dim, int64_t head_dim_v, int device) {

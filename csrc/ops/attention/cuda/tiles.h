@@ -115,6 +115,10 @@ constexpr int tile_tokens(int64_t group) {
 constexpr int wgmma_dim(int64_t head_dim) {
   return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : head_dim <= 192 ? 192 : 256;
 }
+// dk and dv of 192 columns do not divide into panels for two warpgroups: sm80's kernel is faster than 256 columns are.
+constexpr bool has_wgmma_backward_of(int64_t head_dim) {
+  return head_dim <= 128 || (head_dim > 192 && head_dim <= 256);
+}
 // By geometry and device alone, so that a document's bits do not depend on what it is packed with. The plan of every
 // call with this geometry has these tiles, also where scores are transformed or the dtype is float32, which mma.sync
 // and fp32/ serve.

@@ -1,27 +1,17 @@
-// Backward on wgmma and bulk copies, for documents of several key tiles. A unit is (document, 128 keys, kv head): its
-// dk and dv stay in registers over all rows that attend to its keys. dq of a row tile is summed over key tiles in the
-// fixed order of dq_ring.cuh, which makes it deterministic. The first warpgroup copies and keeps that order, the other
-// two compute.
+// Backward on wgmma and bulk copies, for documents of several key tiles. A unit is (document, 128 keys, kv head), above
+// 128 columns 64 keys: its dk and dv stay in registers over all rows that attend to its keys. dq of a row tile is
+// summed over key tiles in the fixed order of dq_ring.cuh, which makes it deterministic. The first warpgroup copies and
+// keeps that order, the other two compute.
 #pragma once
 
 #include "core/launch.cuh"
 #include "ops/attention/cuda/persistent.cuh"
+#include "ops/attention/cuda/sm90/backward_columns.cuh"
 #include "ops/attention/cuda/sm90/backward_copies.cuh"
 #include "ops/attention/cuda/sm90/backward_keys.cuh"
 #include "ops/attention/cuda/sm90/maps.h"
 
 namespace packing_ops::attention::sm90 {
-
-// Rows of a stage that no box writes: zeros, which add nothing.
-template <class Shape>
-__device__ __forceinline__ void zero_unused_rows(const BackwardArgs& args, uint32_t base) {
-  const int used = static_cast<int>(args.tile_tokens.value) * args.common.group;
-  constexpr int kPanelRows = 2 * kRowStages * Shape::kPanels * Shape::kRows;
-  for (int row = threadIdx.x / 32; row < kPanelRows; row += Shape::kThreads / 32) {
-    if (row % kTileRows >= used) ptx::store_shared(Shape::tile_q(base, 0) + row * 128 + (threadIdx.x & 31) * 4, 0u);
-  }
-  ptx::fence_proxy_async();
-}
 
 template <class T, class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
@@ -33,17 +23,22 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const int warp = threadIdx.x / 32;
   ptx::launch_dependents();  // documents of one key tile do not depend on this kernel
   if (threadIdx.x == 0) barriers.init();
-  zero_unused_rows<Shape>(args, base);
+  constexpr int kPanelTiles = 2 * kRowStages * Shape::kPanels * Shape::kTiles;
+  zero_unused_rows(args, Shape::tile_q(base, 0), kPanelTiles, warp, Shape::kThreads / 32);
   __syncthreads();
   if (warp < 4) {
     ptx::fewer_registers<40>();
     if (threadIdx.x == 0) load_units<Shape>(args, barriers, base);
     if (warp == 1) load_row_stats<Shape>(args, barriers);
     if (threadIdx.x == 64) wait_for_turns<Shape>(args, barriers);
-    if (threadIdx.x == 96) send_queries<Shape>(args, barriers, base);
+    if (Shape::kByColumns ? warp == 3 : threadIdx.x == 96) send_queries<Shape>(args, barriers, base);
   } else {
     ptx::more_registers<232>();
-    attend_to_keys<T, Shape>(args, barriers, base, warp / 4 - 1);
+    if constexpr (Shape::kByColumns) {
+      attend_by_columns<T, Shape>(args, barriers, base, warp / 4 - 1);
+    } else {
+      attend_to_keys<T, Shape>(args, barriers, base, warp / 4 - 1);
+    }
   }
 #endif
 }
@@ -54,7 +49,7 @@ void run_backward(const Args& args, DType dtype, cudaStream_t stream) {
   static_assert(Shape::kShared + sizeof(BackwardBarriers<Shape>) <= 227 << 10);
   static PersistentKernel kernel{reinterpret_cast<const void*>(attention_backward_sm90_kernel<T, Shape>),
                                  Shape::kThreads, Shape::kShared, "attention_backward_sm90_kernel"};
-  const BackwardArgs backward = backward_args(args, dtype);
+  const BackwardArgs backward = backward_args(args, dtype, Shape::kUnitKeys);
   launch_persistent(kernel, &backward, args.plan.backward_capacity() * args.num_kv_heads, stream);
 }
 

@@ -6,22 +6,24 @@
 
 namespace packing_ops::attention::sm90 {
 
-__device__ __forceinline__ BackwardUnit describe_unit(const BackwardArgs& args, int32_t index, int tiles_a_step) {
+template <class Shape>
+__device__ __forceinline__ BackwardUnit describe_unit(const BackwardArgs& args, int32_t index) {
   const Args& common = args.common;
   const int32_t rows = static_cast<int32_t>(args.tile_tokens.value) * common.group;
-  const BackwardWork work(common, common.plan.entries[PlanView::kBackward], index, rows, kKeys);
+  const BackwardWork work(common, common.plan.entries[PlanView::kBackward], index, rows, Shape::kUnitKeys);
   BackwardUnit unit;
   const DocumentWithEnds d = document_with_ends(work.entry, common.plan);
   unit.d = d;
   unit.kv_head = work.kv_head;
-  unit.first_key = work.entry.tile * kKeys;
+  unit.first_key = work.entry.tile * Shape::kUnitKeys;
   unit.ring_index = work.ring_index;
-  const int32_t end_key = unit.first_key + kKeys < unit.d.keys ? unit.first_key + kKeys : unit.d.keys;
+  const int32_t last_key = unit.first_key + Shape::kUnitKeys;
+  const int32_t end_key = last_key < unit.d.keys ? last_key : unit.d.keys;
   const Interval<int32_t> tokens = d.tokens_attending_to(unit.first_key, end_key - 1);
   unit.tiles.begin = static_cast<int32_t>(args.tile_tokens.quotient(tokens.begin));
   unit.tiles.end =
       tokens.empty() ? unit.tiles.begin : static_cast<int32_t>(args.tile_tokens.quotient(tokens.end - 1)) + 1;
-  unit.steps = (unit.tiles.size() + tiles_a_step - 1) / tiles_a_step;
+  unit.steps = (unit.tiles.size() + Shape::kTiles - 1) / Shape::kTiles;
   return unit;
 }
 
@@ -44,6 +46,7 @@ __device__ __forceinline__ TileEnds load_ends(const BackwardArgs& args, const Ba
   return {d.end_of(first), d.end_of((first + tokens < d.tokens ? first + tokens : d.tokens) - 1)};
 }
 
+template <class Shape>
 __device__ __forceinline__ BackwardTile describe_tile(const BackwardArgs& args, const BackwardUnit& unit, int32_t i,
                                                       const TileEnds& ends) {
   const DocumentView& d = unit.d;
@@ -51,14 +54,14 @@ __device__ __forceinline__ BackwardTile describe_tile(const BackwardArgs& args, 
   if (i >= unit.tiles.size()) return {d.tokens, 0, {}, 0, DqAction::kNone};
   const bool descending = args.common.plan.tiles.start_at_last_row(d.tokens);
   const int32_t index = tile_index(unit, i, descending);
-  const int32_t key_tile = unit.first_key / kKeys;
+  const int32_t key_tile = unit.first_key / Shape::kUnitKeys;
   BackwardTile t;
   t.token = index * tokens;
   const int32_t end = t.token + tokens < d.tokens ? t.token + tokens : d.tokens;
   t.rows = (end - t.token) * args.common.group;
   const Interval<int32_t> keys = d.keys_before(ends.last, t.token);
-  const int32_t first = static_cast<uint32_t>(keys.begin) / kKeys;
-  const int32_t last = static_cast<uint32_t>(keys.end - 1) / kKeys;
+  const int32_t first = static_cast<uint32_t>(keys.begin) / Shape::kUnitKeys;
+  const int32_t last = static_cast<uint32_t>(keys.end - 1) / Shape::kUnitKeys;
   const uint32_t ring = args.common.plan.dq_ring;
   const DqTicket ticket = dq_ticket(unit.ring_index + index, ring, descending ? key_tile - first : last - key_tile);
   const bool is_last = key_tile == (descending ? last : first);
@@ -69,16 +72,17 @@ __device__ __forceinline__ BackwardTile describe_tile(const BackwardArgs& args, 
   return t;
 }
 
-// Bit w: some row of the tile does not see some key of warpgroup w's.
+// Bit w: some row of the tile does not see some of the unit's w-th 64 keys.
+template <class Shape>
 __device__ __forceinline__ uint32_t masked(const BackwardArgs& args, const BackwardUnit& unit, int32_t token,
                                            const TileEnds& ends) {
   const int32_t next = token + static_cast<int32_t>(args.tile_tokens.value);
   const int32_t last = (next < unit.d.tokens ? next : unit.d.tokens) - 1;
   uint32_t bits = 0;
 #pragma unroll
-  for (int w = 0; w < 2; ++w) {
-    const int32_t key = unit.first_key + w * (kKeys / 2);
-    if (!unit.d.all_visible(ends.first, last, key, key + kKeys / 2 - 1)) bits |= 1u << w;
+  for (int w = 0; w < Shape::kUnitKeys / 64; ++w) {
+    const int32_t key = unit.first_key + w * 64;
+    if (!unit.d.all_visible(ends.first, last, key, key + 63)) bits |= 1u << w;
   }
   return bits;
 }
@@ -133,7 +137,7 @@ __device__ __forceinline__ void load_units(const BackwardArgs& args, BackwardBar
   };
   while (index < units) {
     BackwardUnit& unit = shared.units[stage_of(turn, kUnitsKnown)];
-    unit = describe_unit(args, index, Shape::kTiles);
+    unit = describe_unit<Shape>(args, index);
     wait_for_keys();
     const int stage = stage_of(turn, kUnitsAhead);
     load_keys<Shape>(args, unit, Shape::tile_k(base, stage), &shared.kv_full[stage]);
@@ -153,8 +157,9 @@ __device__ __forceinline__ void load_units(const BackwardArgs& args, BackwardBar
       uint32_t hidden = 0;
 #pragma unroll
       for (int r = 0; r < Shape::kTiles; ++r) {
-        const BackwardTile tile = describe_tile(args, unit, Shape::kTiles * (unit.steps - steps_left) + r, ends[r]);
-        if (tile.action != DqAction::kNone) hidden |= masked(args, unit, tile.token, ends[r]);
+        const BackwardTile tile =
+            describe_tile<Shape>(args, unit, Shape::kTiles * (unit.steps - steps_left) + r, ends[r]);
+        if (tile.action != DqAction::kNone) hidden |= masked<Shape>(args, unit, tile.token, ends[r]);
         step.tiles[r] = tile;
       }
       step.start_q = static_cast<int32_t>(unit.d.start_q);
@@ -189,11 +194,12 @@ __device__ __forceinline__ void for_each_step(BackwardBarriers<Shape>& shared, c
 }
 
 // By a warp. The units before have left `first_tokens`, as they have left their keys.
+template <int kUnitKeys>
 __device__ __forceinline__ void load_first_tokens(const VisibleEnd& ends, const BackwardUnit& unit,
-                                                  int32_t (&first_tokens)[kKeys]) {
+                                                  int32_t (&first_tokens)[kUnitKeys]) {
   static_assert(kUnitsAhead == 1);
 #pragma unroll
-  for (int i = threadIdx.x & 31; i < kKeys; i += 32) {
+  for (int i = threadIdx.x & 31; i < kUnitKeys; i += 32) {
     const int32_t key = unit.first_key + i;
     const bool exists = key < unit.d.keys;
     const int32_t* from = ends.first_token + (exists ? unit.d.start_k + key : 0);
@@ -244,39 +250,65 @@ __device__ __forceinline__ void wait_for_turns(const BackwardArgs& args, Backwar
   });
 }
 
-// dq that other key tiles add to: to the ring, in turn. The others know of it once it is there.
+// Rows of q and dout that no box writes: zeros, which add nothing. By warps `first`, `first + step` and so on, of tiles
+// of 64 rows and columns.
+__device__ __forceinline__ void zero_unused_rows(const BackwardArgs& args, uint32_t tile_q, int tiles, int first,
+                                                 int step) {
+  const int used = static_cast<int>(args.tile_tokens.value) * args.common.group;
+  if (used == kTileRows) return;
+  for (int tile = first; tile < tiles; tile += step) {
+    for (int row = used; row < kTileRows; ++row) {
+      ptx::store_shared(tile_q + (tile * kTileRows + row) * 128 + (threadIdx.x & 31) * 4, 0u);
+    }
+  }
+  ptx::fence_proxy_async();
+}
+
+// dq that other key tiles add to: to the ring, in turn. The others know of it once it is there. By a lane, or
+// where it writes zeros too by a warp.
 template <class Shape>
 __device__ __forceinline__ void send_queries(const BackwardArgs& args, BackwardBarriers<Shape>& shared, uint32_t base) {
   int32_t* tickets = args.common.counters + Args::kWorkCounters;
+  const bool sends = (threadIdx.x & 31) == 0;
   for_each_step(shared, [&](const BackwardStep<Shape>& step, uint32_t count) {
     const int place = stage_of(count, kStepsKnown);
     const int stage = stage_of(count, Shape::kDqStages);
     ptx::mbarrier_wait(&shared.turn[place], odd_of(count, kStepsKnown));
     ptx::mbarrier_wait(&shared.dq_full[stage], odd_of(count, Shape::kDqStages));
-    ptx::fence_proxy_async_global();
+    if (sends) {
+      ptx::fence_proxy_async_global();
 #pragma unroll
-    for (int r = 0; r < Shape::kTiles; ++r) {
-      const BackwardTile& tile = step.tiles[r];
-      float* sums = args.common.partial_dq + static_cast<int64_t>(tile.ticket.slot) * Shape::kRingFloats;
-      const uint32_t from = Shape::tile_dq(base, stage) + r * Shape::kRingFloats * 4;
-      if (tile.action == DqAction::kAdd) ptx::add_floats(sums, from, Shape::kRingFloats * 4);
-      if (tile.action == DqAction::kPut) ptx::store_bytes(sums, from, Shape::kRingFloats * 4);
+      for (int r = 0; r < Shape::kTiles; ++r) {
+        const BackwardTile& tile = step.tiles[r];
+        float* sums = args.common.partial_dq + static_cast<int64_t>(tile.ticket.slot) * Shape::kRingFloats;
+        const uint32_t from = Shape::tile_dq(base, stage) + r * Shape::kRingFloats * 4;
+        if (tile.action == DqAction::kAdd) ptx::add_floats(sums, from, Shape::kRingFloats * 4);
+        if (tile.action == DqAction::kPut) ptx::store_bytes(sums, from, Shape::kRingFloats * 4);
+      }
+      ptx::commit_stores();
+      ptx::wait_until_stores_have_read();
     }
-    ptx::commit_stores();
-    ptx::wait_until_stores_have_read();
-    ptx::mbarrier_arrive(&shared.dq_empty[stage]);
-    ptx::wait_for_stores();
+    if constexpr (Shape::kByColumns) {
+      __syncwarp();
+      zero_unused_rows(args, Shape::tile_q(base, stage), 2 * Shape::kPanels, 0, 1);
+      __syncwarp();
+    }
+    if (sends) {
+      ptx::mbarrier_arrive(Shape::kByColumns ? &shared.q_empty[stage] : &shared.dq_empty[stage]);
+      ptx::wait_for_stores();
 #pragma unroll
-    for (int r = 0; r < Shape::kTiles; ++r) {
-      const BackwardTile& tile = step.tiles[r];
-      if (tile.ticket.slot < 0) continue;
-      if (tile.action == DqAction::kPut || tile.action == DqAction::kAdd) {
-        ptx::store_release(tickets + tile.ticket.slot, tile.next_ticket);
-      } else {  // the slot's next user overwrites it
-        ptx::store_relaxed(tickets + tile.ticket.slot, tile.next_ticket);
+      for (int r = 0; r < Shape::kTiles; ++r) {
+        const BackwardTile& tile = step.tiles[r];
+        if (tile.ticket.slot < 0) continue;
+        if (tile.action == DqAction::kPut || tile.action == DqAction::kAdd) {
+          ptx::store_release(tickets + tile.ticket.slot, tile.next_ticket);
+        } else {  // the slot's next user overwrites it
+          ptx::store_relaxed(tickets + tile.ticket.slot, tile.next_ticket);
+        }
       }
     }
-    ptx::mbarrier_arrive(&shared.told[place]);
+    if constexpr (Shape::kByColumns) __syncwarp();  // all have read the step's description
+    if (sends) ptx::mbarrier_arrive(&shared.told[place]);
   });
 }
 

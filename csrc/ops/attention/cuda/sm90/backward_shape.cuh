@@ -15,25 +15,34 @@ constexpr int kRowStages = 2;   // steps whose rows are
 constexpr int kStepsKnown = 4;  // steps that are described: until their dq has been told of
 
 // Tiles are panels of 64 columns, a row 128 bytes whose 16-byte chunks are permuted by the row: what bulk copies write
-// and products read. A step takes kTiles row tiles of the plan.
+// and products read. A step takes kTiles row tiles of the plan. The two computing warpgroups divide a unit's keys, or
+// where dk and dv of 64 keys fill the registers of both (above 128 columns), the rows of scores and the columns of
+// sums.
 template <int kDim_>
 struct BackwardShape {
   static constexpr int kDim = kDim_;
   static constexpr int kThreads = 384;
-  static constexpr int kTiles = 128 / kDim;
+  static constexpr bool kByColumns = kDim > 128;
+  static constexpr int kUnitKeys = kByColumns ? kKeys / 2 : kKeys;
+  static constexpr int kTiles = kByColumns ? 1 : 128 / kDim;
   static constexpr int kRows = kTiles * kTileRows;
+  static constexpr int kScoreRows = kByColumns ? kRows / 2 : kRows;  // of a warpgroup
+  static constexpr int kSumColumns = kByColumns ? kDim / 2 : kDim;
   static constexpr int kPanels = kDim / 64;
-  static constexpr int kDqStages = kDim == 64 ? 1 : 2;  // steps whose dq is in shared memory
   static constexpr int kPanelQ = kRows * 128;
   static constexpr int kTileQ = kPanels * kPanelQ;  // bytes
-  static constexpr int kPanelK = kKeys * 128;
+  static constexpr int kPanelK = kUnitKeys * 128;
   static constexpr int kTileK = kPanels * kPanelK;
-  static constexpr int kPanelDs = kKeys * 128;  // of a row tile: a key's row has its 64 rows
+  static constexpr int kPanelDs = kUnitKeys * 128;  // of a row tile: a key's row has its 64 rows. By columns, p's too
   static constexpr int kTileDs = kTiles * kPanelDs;
   static constexpr int kRingFloats = kTileRows * kDim;  // partial dq of a row tile
   static constexpr int kTileDq = kTiles * kRingFloats * 4;
+  // Steps whose dq is in shared memory. By columns it takes the place of its step's q and dout.
+  static constexpr int kDqStages = kByColumns ? kRowStages : kDim == 64 ? 1 : 2;
   static constexpr int kShared =
-      2 * kUnitsAhead * kTileK + 2 * kRowStages * kTileQ + 2 * kTileDs + kDqStages * kTileDq + 1024;
+      2 * kUnitsAhead * kTileK + 2 * kRowStages * kTileQ + 2 * kTileDs + (kByColumns ? 0 : kDqStages * kTileDq) + 1024;
+  static_assert(kKeys % kUnitKeys == 0);
+  static_assert(!kByColumns || kTileDq == 2 * kTileQ);
 
   static __device__ __forceinline__ uint32_t tile_k(uint32_t base, int stage) { return base + 2 * stage * kTileK; }
   static __device__ __forceinline__ uint32_t tile_v(uint32_t base, int stage) { return tile_k(base, stage) + kTileK; }
@@ -46,8 +55,9 @@ struct BackwardShape {
   static __device__ __forceinline__ uint32_t tile_ds(uint32_t base, int stage) {
     return base + 2 * kUnitsAhead * kTileK + 2 * kRowStages * kTileQ + stage * kTileDs;
   }
+  static __device__ __forceinline__ uint32_t tile_p(uint32_t base) { return tile_ds(base, 1); }  // by columns
   static __device__ __forceinline__ uint32_t tile_dq(uint32_t base, int stage) {
-    return tile_ds(base, 2) + stage * kTileDq;
+    return kByColumns ? tile_q(base, stage) : tile_ds(base, 2) + stage * kTileDq;
   }
 };
 
@@ -92,7 +102,7 @@ struct BackwardStep {
   int32_t start_q;  // of the document
   int32_t first_head;
   int32_t opens;    // the unit that it is the first step of, as a place in `units`; -1: no unit's
-  uint32_t masked;  // bit w: some pair of rows and warpgroup w's keys is
+  uint32_t masked;  // bit w: some pair of rows and the unit's w-th 64 keys is
   bool exists;      // if not, none after it does
 };
 
@@ -102,8 +112,9 @@ struct BackwardBarriers {
   float lse[kRowStages][Shape::kRows];      // times log2(e)
   float row_sum[kRowStages][Shape::kRows];  // rowsum(dout * out) - dlse
   BackwardStep<Shape> steps[kStepsKnown];
-  BackwardUnit units[kUnitsKnown];  // as kv_full says
-  int32_t first_tokens[kKeys];      // that see the unit's keys, as q_full of its steps says: where there is visible_end
+  BackwardUnit units[kUnitsKnown];         // as kv_full says
+  int32_t first_tokens[Shape::kUnitKeys];  // that see the unit's keys, as q_full of its steps says: where there is
+                                           // visible_end
   uint64_t kv_full[kUnitsAhead];
   uint64_t kv_empty[kUnitsAhead];  // dk and dv have left it
   uint64_t q_full[kRowStages];
@@ -114,6 +125,7 @@ struct BackwardBarriers {
   uint64_t told[kStepsKnown];  // other units know that it has been
   uint64_t dq_full[Shape::kDqStages];
   uint64_t dq_empty[Shape::kDqStages];
+  uint64_t rows_read;  // by the step's products: by columns, before dq takes their place
   uint64_t keys_read;  // by the unit's last products
   uint64_t staged[2];  // dk and dv of a warpgroup
 
@@ -124,7 +136,7 @@ struct BackwardBarriers {
     }
     for (int i = 0; i < kRowStages; ++i) {
       ptx::mbarrier_init(&q_full[i], 1 + 32);  // q and dout, and each lane's lse and row_sum
-      ptx::mbarrier_init(&q_empty[i], 8);
+      ptx::mbarrier_init(&q_empty[i], Shape::kByColumns ? 1 : 8);
     }
     for (int i = 0; i < kStepsKnown; ++i) {
       ptx::mbarrier_init(&described[i], 1);
@@ -139,6 +151,7 @@ struct BackwardBarriers {
       ptx::mbarrier_init(&ds_full[i], 8);
       ptx::mbarrier_init(&staged[i], 4);
     }
+    ptx::mbarrier_init(&rows_read, 8);
     ptx::mbarrier_init(&keys_read, 8);
     ptx::barriers_initialised();
   }

@@ -70,6 +70,8 @@ CUtensorMap map_of_rows(const Args& args, DType dtype, AttentionTensor t, int64_
                   {kMapTokens, t.token_stride, tile_tokens(args.group)});
 }
 
+constexpr int kStoredKeys = 64;  // rows of dk and dv that a warpgroup stores at once
+
 CUtensorMap map_of_keys(const Args& args, DType dtype, AttentionTensor t, int64_t head_dim, int keys) {
   t.token_stride = stride_of(args.documents_k.total, t.token_stride, head_dim);
   t.head_stride = stride_of(args.num_kv_heads, t.head_stride, head_dim);
@@ -91,7 +93,7 @@ ForwardArgs forward_args(const Args& args, DType dtype, int step_keys) {
   return forward;
 }
 
-BackwardArgs backward_args(const Args& args, DType dtype) {
+BackwardArgs backward_args(const Args& args, DType dtype, int unit_keys) {
   BackwardArgs backward;
   backward.common = args;
   backward.tile_tokens = Divisor(static_cast<uint32_t>(tile_tokens(args.group)));
@@ -101,10 +103,10 @@ BackwardArgs backward_args(const Args& args, DType dtype) {
   if (args.documents_q.total == 0) q.data = dout.data = args.k.data;
   backward.q = map_of_rows(args, dtype, q, args.head_dim);
   backward.dout = map_of_rows(args, dtype, dout, args.head_dim_v);
-  backward.k = map_of_keys(args, dtype, args.k, args.head_dim, kKeys);
-  backward.v = map_of_keys(args, dtype, args.v, args.head_dim_v, kKeys);
-  backward.dk = map_of_keys(args, dtype, args.dk, args.head_dim, kKeys / 2);
-  backward.dv = map_of_keys(args, dtype, args.dv, args.head_dim_v, kKeys / 2);
+  backward.k = map_of_keys(args, dtype, args.k, args.head_dim, unit_keys);
+  backward.v = map_of_keys(args, dtype, args.v, args.head_dim_v, unit_keys);
+  backward.dk = map_of_keys(args, dtype, args.dk, args.head_dim, kStoredKeys);
+  backward.dv = map_of_keys(args, dtype, args.dv, args.head_dim_v, kStoredKeys);
   return backward;
 }
 

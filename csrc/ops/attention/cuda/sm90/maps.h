@@ -7,6 +7,6 @@
 namespace packing_ops::attention::sm90 {
 
 ForwardArgs forward_args(const Args& args, DType dtype, int step_keys);
-BackwardArgs backward_args(const Args& args, DType dtype);
+BackwardArgs backward_args(const Args& args, DType dtype, int unit_keys);
 
 }  // namespace packing_ops::attention::sm90
