@@ -136,7 +136,8 @@ def token_budget_microbatches(
         for steps in result
     ]
     per_rank = [sum(steps) for steps in of_steps]
-    even = sum(per_rank) / len(per_rank) / max(per_rank) if max(per_rank) else 1.0
+    mean, most = sum(per_rank) / len(per_rank), max(per_rank)
+    even = min(mean / most, 1.0) if most else 1.0  # a mean of equal costs may round up
     return result, MicrobatchStatistics(shared, per_rank, [max(step) for step in zip(*of_steps, strict=True)], even)
 
 

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 from helpers import cpu_seconds
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from packing_ops.data import token_budget_microbatches
@@ -193,6 +193,7 @@ def test_bad_input_is_named(arguments, options, error, message):
 
 
 @given(st.lists(st.integers(0, 300), max_size=40), st.integers(1, 3), st.integers(1, 3))
+@example([29, 36], 1, 3)
 def test_sequence_groups(lengths, dp_size, sp_size):
     """Every sequence once; long ones by all ranks of one group, in the shared steps; costs as the lists say."""
     max_tokens = -(-max([1, *lengths]) // sp_size)

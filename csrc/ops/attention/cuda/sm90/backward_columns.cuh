@@ -11,71 +11,78 @@
 namespace packing_ops::attention::sm90 {
 
 template <class T, class Shape>
-__device__ __forceinline__ void attend_by_columns(const BackwardArgs& args, BackwardBarriers<Shape>& shared,
-                                                  uint32_t base, int w) {
+struct BackwardColumns {
   using Math = BackwardMath<T, Shape>;
-  const int lane = threadIdx.x & 31;
-  const bool first_thread = threadIdx.x % 128 == 0;
-  const float scale = args.common.softmax_scale * kLog2e;
-  const int first_row = w * Shape::kScoreRows;
-  const int first_panel = w * (Shape::kPanels / 2);
-  const uint32_t tile_k = Shape::tile_k(base, 0);
-  const uint32_t tile_v = Shape::tile_v(base, 0);
-  const uint32_t tile_p = Shape::tile_p(base);
-  const uint32_t tile_ds = Shape::tile_ds(base, 0);
   static_assert(kUnitsAhead == 1);
 
+  const BackwardArgs& args;
+  BackwardBarriers<Shape>& shared;
+  const uint32_t base;
+  const int w;
+  const float scale;   // of scores, times log2(e)
   uint32_t turn = 0;   // of a unit
   uint32_t count = 0;  // of steps
-
   typename Math::KeySums dk;
   typename Math::KeySums dv;
 
-  const auto arrive = [&](uint64_t* barrier) {
-    if (lane == 0) ptx::mbarrier_arrive(barrier);
-  };
-  // p and ds of this warpgroup's rows, in shared memory.
-  const auto share_scores = [&] {
+  __device__ __forceinline__ BackwardColumns(const BackwardArgs& args, BackwardBarriers<Shape>& shared, uint32_t base,
+                                             int w)
+      : args(args), shared(shared), base(base), w(w), scale(args.common.softmax_scale * kLog2e) {}
+
+  __device__ __forceinline__ int first_row() const { return w * Shape::kScoreRows; }
+  __device__ __forceinline__ int first_panel() const { return w * (Shape::kPanels / 2); }
+  __device__ __forceinline__ uint32_t tile_k() const { return Shape::tile_k(base, 0); }
+  __device__ __forceinline__ uint32_t tile_v() const { return Shape::tile_v(base, 0); }
+  __device__ __forceinline__ uint32_t tile_p() const { return Shape::tile_p(base); }
+  __device__ __forceinline__ uint32_t tile_ds() const { return Shape::tile_ds(base, 0); }
+
+  static __device__ __forceinline__ void arrive(uint64_t* barrier) {
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) ptx::mbarrier_arrive(barrier);
+  }
+
+  // p and ds of this warpgroup's rows to shared memory, and those of the other.
+  __device__ __forceinline__ void share_scores() {
     const int stage = stage_of(count, kRowStages);
+    const BackwardStep<Shape>& step = shared.steps[stage_of(count, kStepsKnown)];
     typename Math::Scores p;
     typename Math::Scores ds;
     typename Math::Weights rounded;
     ptx::mbarrier_wait(&shared.q_full[stage], odd_of(count, kRowStages));
     ptx::products_fence();
-    Math::multiply(p, tile_k, Shape::tile_q(base, stage) + first_row * 128);
+    Math::multiply(p, tile_k(), Shape::tile_q(base, stage) + first_row() * 128);
     ptx::products_commit();
-    Math::multiply(ds, tile_v, Shape::tile_dout(base, stage) + first_row * 128);
+    Math::multiply(ds, tile_v(), Shape::tile_dout(base, stage) + first_row() * 128);
     ptx::products_commit();
     // What the step needs next is loaded before each wait.
-    const uint32_t masked = shared.steps[stage_of(count, kStepsKnown)].masked;
-    const typename Math::Pairs lse(shared.lse[stage] + first_row);
-    const typename Math::Pairs row_sum(shared.row_sum[stage] + first_row);
+    const uint32_t masked = step.masked;
+    const typename Math::Pairs lse(shared.lse[stage] + first_row());
+    const typename Math::Pairs row_sum(shared.row_sum[stage] + first_row());
     ptx::products_wait<1>();
     ptx::products_done(p);
     Math::weights(p, lse, scale);
     if (masked != 0) {
-      Math::mask(args, p, shared.units[stage_of(turn, kUnitsKnown)], shared.steps[stage_of(count, kStepsKnown)],
-                 shared.first_tokens, 0, first_row);
+      Math::mask(args, p, shared.units[stage_of(turn, kUnitsKnown)], step, shared.first_tokens, 0, first_row());
     }
     Math::round(rounded, p);
-    Math::stage_scores(rounded, tile_p, 0, first_row);
+    Math::stage_scores(rounded, tile_p(), 0, first_row());
     ptx::products_wait<0>();
     ptx::products_done(ds);
     Math::score_gradients(ds, p, row_sum);
     Math::round(rounded, ds);
-    Math::stage_scores(rounded, tile_ds, 0, first_row);
+    Math::stage_scores(rounded, tile_ds(), 0, first_row());
     ptx::fence_proxy_async();
-    __syncwarp();
     arrive(&shared.ds_full[0]);
-    ptx::mbarrier_wait(&shared.ds_full[0], odd_of(count, 1));  // the other warpgroup's too
-  };
-  const auto add_sums = [&](bool add) {
+    ptx::mbarrier_wait(&shared.ds_full[0], odd_of(count, 1));
+  }
+
+  __device__ __forceinline__ void add_sums(bool add) {
     const int stage = stage_of(count, kRowStages);
     typename Math::Queries dq;
     ptx::products_fence();
-    Math::add_keys(dv, tile_p, Shape::tile_dout(base, stage) + first_panel * Shape::kPanelQ, add);
-    Math::add_keys(dk, tile_ds, Shape::tile_q(base, stage) + first_panel * Shape::kPanelQ, add);
-    Math::multiply_queries(dq, tile_ds, tile_k + first_panel * Shape::kPanelK);
+    Math::add_keys(dv, tile_p(), Shape::tile_dout(base, stage) + first_panel() * Shape::kPanelQ, add);
+    Math::add_keys(dk, tile_ds(), Shape::tile_q(base, stage) + first_panel() * Shape::kPanelQ, add);
+    Math::multiply_queries(dq, tile_ds(), tile_k() + first_panel() * Shape::kPanelK);
     ptx::products_commit();
     const int place = stage_of(count, kStepsKnown);
     const DqAction action = shared.steps[place].tiles[0].action;
@@ -83,48 +90,54 @@ __device__ __forceinline__ void attend_by_columns(const BackwardArgs& args, Back
     ptx::products_done(dv);
     ptx::products_done(dk);
     ptx::products_done(dq);
-    __syncwarp();
     arrive(&shared.rows_read);
-    ptx::mbarrier_wait(&shared.rows_read, odd_of(count, 1));  // by the other warpgroup too, and p and ds
+    ptx::mbarrier_wait(&shared.rows_read, odd_of(count, 1));  // by both warpgroups, and p and ds
     if (action == DqAction::kAdd || action == DqAction::kPut) {
-      Math::stage_queries(dq, Shape::tile_dq(base, stage), first_panel);
+      Math::stage_queries(dq, Shape::tile_dq(base, stage), first_panel());
       ptx::fence_proxy_async();
     } else {
       ptx::mbarrier_wait(&shared.turn[place], odd_of(count, kStepsKnown));
-      Math::finish_queries(args, dq, shared.steps[place].tiles[0], shared.steps[place], first_panel);
+      Math::finish_queries(args, dq, shared.steps[place].tiles[0], shared.steps[place], first_panel());
     }
-    __syncwarp();
     arrive(&shared.dq_full[stage]);
     ++count;
-  };
+  }
 
-  while (true) {
-    ptx::mbarrier_wait(&shared.kv_full[0], odd_of(turn, 1));
-    const int32_t steps = shared.units[stage_of(turn, kUnitsKnown)].steps;
-    if (steps < 0) break;
-#pragma unroll 1
-    for (int32_t i = 0; i < steps; ++i) {
-      share_scores();
-      add_sums(i > 0);
-    }
-    if (steps == 0) {
-#pragma unroll
-      for (int i = 0; i < Shape::kSumColumns / 2; ++i) dk[i] = dv[i] = 0.f;
-    }
-    __syncwarp();
+  // dk and dv, over k and v, to memory.
+  __device__ __forceinline__ void finish_keys() {
     arrive(&shared.keys_read);
     ptx::mbarrier_wait(&shared.keys_read, odd_of(turn, 1));
-    Math::stage_keys(dv, tile_v + first_panel * Shape::kPanelK, 0, 1.f);
-    Math::stage_keys(dk, tile_k + first_panel * Shape::kPanelK, 0, args.common.softmax_scale);
+    Math::stage_keys(dv, tile_v() + first_panel() * Shape::kPanelK, 0, 1.f);
+    Math::stage_keys(dk, tile_k() + first_panel() * Shape::kPanelK, 0, args.common.softmax_scale);
     ptx::fence_proxy_async();
-    __syncwarp();
     arrive(&shared.staged[w]);
-    if (first_thread) {
+    if (threadIdx.x % 128 == 0) {
       ptx::mbarrier_wait(&shared.staged[w], odd_of(turn, 1));
-      Math::store_keys(args, shared.units[stage_of(turn, kUnitsKnown)], tile_k, tile_v, 0, first_panel);
+      Math::store_keys(args, shared.units[stage_of(turn, kUnitsKnown)], tile_k(), tile_v(), 0, first_panel());
       ptx::mbarrier_arrive(&shared.kv_empty[0]);
     }
     ++turn;
+  }
+};
+
+template <class T, class Shape>
+__device__ __forceinline__ void attend_by_columns(const BackwardArgs& args, BackwardBarriers<Shape>& shared,
+                                                  uint32_t base, int w) {
+  BackwardColumns<T, Shape> columns(args, shared, base, w);
+  while (true) {
+    ptx::mbarrier_wait(&shared.kv_full[0], odd_of(columns.turn, 1));
+    const int32_t steps = shared.units[stage_of(columns.turn, kUnitsKnown)].steps;
+    if (steps < 0) return;
+#pragma unroll 1
+    for (int32_t i = 0; i < steps; ++i) {
+      columns.share_scores();
+      columns.add_sums(i > 0);
+    }
+    if (steps == 0) {
+#pragma unroll
+      for (int i = 0; i < Shape::kSumColumns / 2; ++i) columns.dk[i] = columns.dv[i] = 0.f;
+    }
+    columns.finish_keys();
   }
 }
 
