@@ -243,7 +243,10 @@ void launch_varlen_attention_backward_cuda(const VarlenAttentionBackwardParams& 
         constexpr int kSmallKeys = backward_small_keys(kDim, kTier);
         if (!wgmma) sm80::run_backward<T, kDim, kTransform, kTier, kDimV>(args, stream);
         if constexpr (kSmallKeys >= 0) {
-          sm80::run_backward_single<T, kDim, backward_keys(kDim, kTier), kTransform, kSingleTier, kDimV>(args, stream);
+          constexpr int kKeys = backward_keys(kDim, kTier);
+          if (args.plan.tiles.single_keys > 0) {
+            sm80::run_backward_single<T, kDim, kKeys, kTransform, kSingleTier, kDimV>(args, stream);
+          }
         }
         if constexpr (kSmallKeys > 0) {
           sm80::run_backward_single<T, kDim, kSmallKeys, kTransform, kSingleTier>(args, stream);

@@ -71,6 +71,7 @@ PACKING_OPS_HOST_DEVICE Interval<int32_t> row_tiles(Interval<int32_t> tokens, in
 template <class View>
 PACKING_OPS_HOST_DEVICE Interval<int32_t> row_tiles_with_partial_dq(const View& d, int32_t group, int32_t rows,
                                                                     int32_t keys) {
+  if (d.keys <= keys) return {0, 0};
   return row_tiles(d.tokens_attending_to(keys, d.keys - 1), group, rows);
 }
 

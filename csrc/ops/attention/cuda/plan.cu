@@ -45,7 +45,7 @@ struct TileLister {
     }
     // Keys that no query attends to are listed too: a unit has to write the zeros of their gradients.
     const bool small = d.keys <= plan.tiles.small_keys;
-    const bool single = !small && plan.tiles.small_keys >= 0 && d.keys <= plan.tiles.backward_keys;
+    const bool single = !small && d.keys <= plan.tiles.single_keys;
     if ((list == PlanView::kBackwardSmall) != small || (list == PlanView::kBackwardSingle) != single) return 0;
     return static_cast<int32_t>(ceil_div(d.keys, plan.tiles.backward_keys));
   }

@@ -87,7 +87,8 @@ struct PlanView {
     const int32_t words[] = {tiles.group,         tiles.forward_rows,   tiles.forward_keys,
                              tiles.short_rows,    tiles.short_max_keys, tiles.resident_max_tokens,
                              tiles.backward_rows, tiles.backward_keys,  tiles.small_keys,
-                             window.left,         window_right(),       num_kv_heads};
+                             tiles.single_keys,   window.left,          window_right(),
+                             num_kv_heads};
     uint32_t digest = 2166136261u;  // FNV-1a
     for (const int32_t word : words) digest = (digest ^ static_cast<uint32_t>(word)) * 16777619u;
     return static_cast<int32_t>(digest);

@@ -75,7 +75,10 @@ AttentionTiles attention_tiles(int64_t group, int64_t head_dim, int64_t head_dim
   const bool backward = has_wgmma_backward(group, head_dim, head_dim_v, device);
   tiles.backward_rows = backward ? tile_tokens(group) * tiles.group : backward_rows(padded, tier);
   tiles.backward_keys = backward_keys(padded, tier);
-  tiles.small_keys = backward_small_keys(padded, tier);
+  const int small_keys = backward_small_keys(padded, tier);
+  tiles.small_keys = std::max(small_keys, 0);
+  const bool wgmma_from_small = backward && small_keys > 0;
+  tiles.single_keys = small_keys >= 0 && !wgmma_from_small ? tiles.backward_keys : 0;
   if (is_wide(padded)) {
     tiles.forward_rows = wide_forward_rows(tier);
     tiles.forward_keys = wide_forward_keys(tier);

@@ -18,8 +18,9 @@ struct AttentionTiles {
   int32_t resident_max_tokens = 128;  // most keys and tokens of a resident document; -1: no such class
   int32_t backward_rows = 64;         // rows of a backward step
   int32_t backward_keys = 128;        // keys of a backward tile
-  int32_t small_keys = 64;            // documents of at most so many keys get smaller backward tiles; 0: no such class;
-                                      // -1: nor one of documents of one key tile
+  int32_t small_keys = 64;            // documents of at most so many keys get smaller backward tiles; 0: no such class
+  int32_t single_keys = 128;          // other documents of at most so many keys, one tile, get the backward without
+                                      // partial dq; 0: no such class
 
   // Order of the backward in a document of several key tiles. Long: every key tile walks the row tiles from the last
   // one down, first key tile first, so that the tiles in flight read the same rows from L2. Short: from the first row
@@ -140,8 +141,8 @@ constexpr int backward_keys(int padded, SmemTier tier) {
   if (is_wide(padded)) return 32;
   return (padded <= 128 ? 128 : 64) / (tier == SmemTier::k99KB ? 2 : 1);
 }
-// Documents of one key tile: of at most so many keys with smaller blocks, two to a multiprocessor. -1: documents of one
-// key tile are treated like those of several.
+// Documents of one key tile: of at most so many keys with smaller blocks, two to a multiprocessor; 0: there are none of
+// these. -1: documents of one key tile are treated like those of several, as wgmma treats those of more than 64 keys.
 constexpr int backward_small_keys(int padded, SmemTier tier) {
   if (is_wide(padded)) return -1;
   return padded <= 128 && tier != SmemTier::k99KB ? 64 : 0;
