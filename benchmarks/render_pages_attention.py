@@ -94,6 +94,8 @@ def attention_slower() -> str:
         if not is_main(shape)
         and any(float(providers.get(FLASH_2, NOTHING)["ratio_to_ours"]) < 1 for providers in case.values())
     }
+    if not cases:
+        return prose("In none of the other cases measured is torch's FlashAttention-2 ahead.")
     return attention_table(cases, "where torch's FlashAttention-2 is ahead", label)
 
 
