@@ -213,7 +213,7 @@ class _Attention(torch.autograd.Function):
         outs, lses = zip(*found, strict=True)
         out, lse = together(outs, 1), together(lses, 0)
         if keep_keys is None:
-            keep_keys = keeps_keys(layout.received, *q.shape[:2], k.shape[1])
+            keep_keys = keeps_keys(layout.received, q.shape[0], q.shape[1], k.shape[1])
         ctx.save_for_backward(q, sinks, out, lse, *(kept if keep_keys else (k, v)))
         ctx.parts, ctx.keep_keys, ctx.layout, ctx.group, ctx.options = parts, keep_keys, layout, group, options
         ctx.set_materialize_grads(False)

@@ -2,7 +2,8 @@
 
 Jacobs et al., DeepSpeed Ulysses (2023). A rank with ``rows`` slots of the row gets all ``ranks * rows`` slots of
 ``num_heads / ranks`` heads, calls varlen_attention over the whole row, and sends the rows of others back. Every head is
-computed as on one GPU, in the same order: out and gradients have the same bits.
+computed as on one GPU, in the same order: out and gradients have the same bits. The heads of a rank come and go in parts
+(overlap.py).
 
 A rank receives, for n ranks, H heads over G key heads of dimension D and e bytes an element,
 ``(n-1)/n * rows * D * e * (2*H + 2*max(G, n))`` bytes in forward (q, k, v, out), and as many in backward.
@@ -175,6 +176,7 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         """out, and with return_lse lse, whose rows come first here."""
         size, documents = group.size(), (cu_seqlens, cu_seqlens)
+        causal, _, left, right, _ = options
         # k and v before q: attention needs all keys before its first tile, and q is the largest.
         coming = [
             [start_all_to_all(_by_head(tensor, size, part, parts), group) for tensor in (k, v, q)]
@@ -183,7 +185,9 @@ class _Attention(torch.autograd.Function):
         leaving, saved = [], []
         for sink in _of_parts(sinks, parts):
             key, value, query = (_in_row_order(received().flatten(0, 1), order) for received in coming.pop(0))
-            plan = plan_for(query, key, value, *documents, options[0], *options[2:4], cache, visible_end=visible_end)
+            plan = plan_for(
+                query, key, value, cu_seqlens, cu_seqlens, causal, left, right, cache, visible_end=visible_end
+            )
             out, lse = _ops.varlen_attention(query, key, value, *documents, sink, *options, plan, visible_end)
             rows = (out, lse.T) if return_lse else (out,)
             leaving.append([start_all_to_all(_by_rank(each, size, order), group) for each in rows])
