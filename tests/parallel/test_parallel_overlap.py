@@ -14,6 +14,7 @@ from test_parallel_attention import ATTENTION, OPTIONS, on_rank_1, results_of, w
 from torch.utils.checkpoint import checkpoint
 
 import packing_ops as po
+from packing_ops import _ops
 from packing_ops.integrations.ring_flash_attn import (
     llama3_flash_attn_prepare_cu_seqlens,
     llama3_flash_attn_varlen_func,
@@ -105,6 +106,20 @@ def sent(scheme, lengths, keep_keys):
     with counted() as calls:
         results_of(call, mine, {})
     return calls
+
+
+def order_of_calls(name):
+    """What is started when: "sent", "attention", "backward"."""
+    call, mine = call_of(name, "zigzag", **({"keep_keys": True} if name == "gathered" else {}))
+    forward, backward = _ops.varlen_attention, _ops.varlen_attention_backward
+    with in_parts(), counted() as calls:
+        _ops.varlen_attention = lambda *args: calls.append(("attention", 0)) or forward(*args)
+        _ops.varlen_attention_backward = lambda *args: calls.append(("backward", 0)) or backward(*args)
+        try:
+            results_of(call, mine, {})
+        finally:
+            _ops.varlen_attention, _ops.varlen_attention_backward = forward, backward
+    return ["sent" if kind in ("gather", "exchange") else kind for kind, _ in calls]
 
 
 def wrapped():
@@ -201,6 +216,7 @@ def every_case():
         for scheme in ("contiguous", "zigzag"):
             for keep_keys in (True, False, None):
                 found["sent", scheme, str(lengths), keep_keys] = sent(scheme, lengths, keep_keys)
+    found["order"] = {name: order_of_calls(name) for name in ATTENTION}
     found["wrapped"], found["layouts"], found["disagreements"] = wrapped(), layouts(), disagreements()
     return found
 
@@ -223,6 +239,17 @@ def test_parts_have_the_bits_of_the_whole(case, by_rank):
             assert (calls["once"], calls[None]) == (10, parts * 10)
         else:  # k, v; both again; dk, dv
             assert (calls["once"], calls[False], calls[True]) == (6, parts * 6, parts * 4)
+
+
+def test_parts_are_under_way_while_attention_runs(by_rank):
+    """All that comes sets out before the first part is computed; what a part gives leaves before the next is."""
+    for found in by_rank:
+        order = 8 * ["sent"] + 4 * ["attention"] + 4 * ["backward", "sent", "sent"]
+        assert found["order"]["gathered"] == order
+        parts = 8 // len(by_rank)
+        order = 3 * parts * ["sent"] + parts * ["attention", "sent", "sent"]
+        order += 2 * parts * ["sent"] + parts * ["backward", "sent", "sent", "sent"]
+        assert found["order"]["ulysses"] == order
 
 
 def needed_of_others(lengths, ranks, scheme):
