@@ -12,6 +12,7 @@ import functools
 import itertools
 import json
 import os
+import time
 from pathlib import Path
 
 import torch
@@ -19,9 +20,7 @@ import torch.distributed as dist
 from bench_e2e import SHAPE, TINY
 from e2e_providers import COMPILE
 from harness import RESULTS, commit, device_name, percentiles, time_cpu, write_csv
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from parallel_wrappers import WRAPPERS
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import packing_ops as po
@@ -188,34 +187,29 @@ def training_step(model, optimizer, batches):
         optimizer.zero_grad(set_to_none=True)
 
 
-def wrapped_by_ddp(model, device):
-    ids = [torch.cuda.current_device()] if device == "cuda" else None
-    return DistributedDataParallel(
-        model, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True, static_graph=True
-    )
-
-
-def wrapped_by_fsdp2(model, device):
-    mesh, layers = init_device_mesh(device, (dist.get_world_size(),)), model.model.layers
-    for layer in layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    for layer, following in itertools.pairwise(layers):
-        layer.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([layer])
-    return model
+def host_milliseconds(step, device: str) -> float:
+    """Until the host has enqueued it all: where that is as long as the step, the GPU waits for the host."""
+    synchronize = torch.cuda.synchronize if device == "cuda" else dist.barrier
+    synchronize()
+    start = time.perf_counter()
+    step()
+    elapsed = time.perf_counter() - start
+    synchronize()
+    return elapsed * 1e3
 
 
 def train_rows(results, device, tiny):
     tokens, capacity = (2048, 512) if tiny else (131_072, 16_384)
     batches, one = rows_of_rank(tokens, capacity, device, (TINY if tiny else SHAPE)["vocab_size"]), 0.0
-    wrappers = {"one rank": lambda model, _: model, "DDP": wrapped_by_ddp, "FSDP2": wrapped_by_fsdp2}
-    for name, wrap in wrappers.items():
+    for name, wrap in WRAPPERS.items():
         torch._dynamo.reset()
         model = wrap(model_for(device, tiny), device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
         step = functools.partial(training_step, model, optimizer, batches)
         us = timed_together(step, device, 3)
+        host = host_milliseconds(step, device)
+        if dist.get_rank() == 0:
+            print(f"training, {name}: host={host:.0f} ms of {us / 1e3:.0f} ms", flush=True)
         shape = f"{'tiny' if tiny else 'Qwen3-0.6B'}: {len(batches)} rows of {capacity} a rank, sft lengths"
         shape += ", rms_norm, fused_loss, layers compiled"
         if name == "one rank":

@@ -15,11 +15,16 @@ _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[object, ...]]] =
     weakref.WeakKeyDictionary()
 )  # {group: the calls on which its ranks agreed}
 _WORDS = {
-    "attention": ("ulysses_attention", "gathered_attention", "varlen_attention_over"),
+    "attention": (
+        "ulysses_attention",
+        "gathered_attention",
+        "varlen_attention_over",
+        "llama3_flash_attn_varlen_func",
+    ),
     "scheme": ("contiguous", "zigzag"),
 }
 _GRADIENTS = ("q, k or v requires_grad", "sinks requires_grad")
-_FLAGS = ("causal", "sinks", "visible_end", *_GRADIENTS)
+_FLAGS = ("causal", "keep_keys", "sinks", "visible_end", *_GRADIENTS)
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -27,7 +32,7 @@ def check_agreement(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    documents: PackedMetadata | torch.Tensor,
+    documents: PackedMetadata | torch.Tensor | None,
     group: dist.ProcessGroup,
     options: Mapping[str, Any],
     sinks: torch.Tensor | None,
@@ -39,7 +44,7 @@ def check_agreement(
 
     Args:
         q, k, v: ``[rows, num_heads, head_dim]`` of this rank.
-        documents: of the whole row.
+        documents: of the whole row; None where each rank is given its own.
         options: of the attention, by name, always the same ones: numbers, None, bools, tuples of numbers, words of _WORDS.
     """
     if torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -52,7 +57,7 @@ def check_agreement(
     call = (*options.values(), sinks is None, *gradients, *shapes)
     if call in agreed and os.environ.get("PACKING_OPS_CHECK") != "1":
         return
-    given = {**options, "sinks": sinks is not None, **dict(zip(_GRADIENTS, gradients, strict=True))}
+    given = {"keep_keys": None, **options, "sinks": sinks is not None, **dict(zip(_GRADIENTS, gradients, strict=True))}
     told = _told(q, k, v, documents, given)
     numbers = torch.tensor(list(told.values()), dtype=torch.float64, device=q.device)
     of_ranks = start_all_gather(numbers[None], group)().tolist()
@@ -71,7 +76,7 @@ def _told(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    documents: PackedMetadata | torch.Tensor,
+    documents: PackedMetadata | torch.Tensor | None,
     given: Mapping[str, Any],
 ) -> dict[str, float]:
     """Numbers, in the same order and under the same names on every rank."""
@@ -88,8 +93,8 @@ def _told(
             told[f"{name} {dimension}"] = float(size)
     metadata = documents if isinstance(documents, PackedMetadata) else None
     ends = documents.cu_seqlens if isinstance(documents, PackedMetadata) else documents
-    told["cu_seqlens (documents)"] = float(len(ends) - 1)
-    told["cu_seqlens (checksum)"] = _checksum(ends)
+    told["cu_seqlens (documents)"] = float("nan") if ends is None else float(len(ends) - 1)
+    told["cu_seqlens (checksum)"] = float("nan") if ends is None else _checksum(ends)
     told["visible_end"] = told["visible_end (checksum)"] = 0.0
     if metadata is not None and metadata.visible_end is not None:
         told["visible_end"], told["visible_end (checksum)"] = 1.0, _checksum(metadata.visible_end)
@@ -105,10 +110,10 @@ def _checksum(numbers: torch.Tensor) -> float:
 def _in_words(name: str, number: float) -> str:
     if name in _WORDS:
         return _WORDS[name][int(number)]
+    if number != number:
+        return "None"
     if name in _FLAGS:
         return str(bool(number))
     if name.endswith(".dtype"):
         return str(_DTYPES[int(number)]).removeprefix("torch.") if number >= 0 else "another dtype"
-    if number != number:
-        return "None"
     return str(int(number) if number == int(number) else number) if abs(number) < 2**53 else str(number)

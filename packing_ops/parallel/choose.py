@@ -11,6 +11,7 @@ from packing_ops.parallel.agreement import check_agreement
 from packing_ops.parallel.collectives import Group, process_group
 from packing_ops.parallel.gathered import gathered_attention
 from packing_ops.parallel.key_layout import RowSpans, gathered_slots, needed_rows
+from packing_ops.parallel.overlap import keeps_keys
 from packing_ops.parallel.sharding import check_rows, check_scheme, whole_row
 from packing_ops.parallel.ulysses import head_refusal, ulysses_attention
 
@@ -49,8 +50,8 @@ def choose_attention(
     """The attention that should be faster for these heads, ranks and documents, and why.
 
     Estimated for one node of Hopper GPUs from operations and bytes of the slowest rank: Ulysses divides the work evenly,
-    and moves q, k, v and out; gathered attention moves the keys that each rank lacks, three times, and waits for the rank
-    with the most work. The same on every rank, since it looks at the whole row.
+    and moves q, k, v and out; gathered attention moves the keys that each rank lacks, twice or (where they are not kept)
+    three times, and waits for the rank with the most work. What runs beside attention is counted as if it did not. The same on every rank, since it looks at the whole row.
 
     Args:
         documents: PackedMetadata of the whole row, or its cu_seqlens.
@@ -84,9 +85,10 @@ def choose_attention(
     per_pair = PASSES * 4 * head_dim * num_heads / FLOPS_PER_SECOND
     per_row = head_dim * element_size / BYTES_PER_SECOND
     heads = 2 * num_heads + 2 * max(num_kv_heads, ranks)
+    times = 2 if keeps_keys(max(moved), rows, num_heads, num_kv_heads) else 3
     seconds = {
         "ulysses": sum(pairs) / ranks * per_pair + 2 * rows * (ranks - 1) / ranks * heads * per_row,
-        "gathered": max(pairs) * per_pair + 3 * max(moved) * 2 * num_kv_heads * per_row,
+        "gathered": max(pairs) * per_pair + times * max(moved) * 2 * num_kv_heads * per_row,
     }
     if refused:
         return Choice("gathered", refused, {**seconds, "ulysses": float("inf")})

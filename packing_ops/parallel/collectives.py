@@ -37,15 +37,25 @@ def process_group(group: object) -> dist.ProcessGroup:
     raise wrong_type("group", "a torch.distributed process group or a DeviceMesh of one dimension", group)
 
 
-def dense(rows: torch.Tensor) -> torch.Tensor:
-    """contiguous(), by 16 bytes at a time where it can be: torch copies whole elements, those of 2 bytes at a third of the
-    speed."""
-    if torch.compiler.is_compiling() or rows.is_contiguous() or rows.stride(-1) != 1:
-        return rows.contiguous()
+def wide(rows: torch.Tensor) -> torch.Tensor:
+    """The same memory in elements of 16 bytes, where it can be: torch copies whole elements, those of 2 bytes at a third of
+    the speed."""
+    if torch.compiler.is_compiling() or rows.stride(-1) != 1:
+        return rows
     step = 16 // rows.element_size()
     if any(each % step for each in (*rows.stride()[:-1], rows.storage_offset(), rows.shape[-1])):
-        return rows.contiguous()
-    return rows.view(torch.complex128).contiguous().view(rows.dtype)
+        return rows
+    return rows.view(torch.complex128)
+
+
+def dense(rows: torch.Tensor) -> torch.Tensor:
+    """contiguous()"""
+    return rows if rows.is_contiguous() else wide(rows).contiguous().view(rows.dtype)
+
+
+def rows_at(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """index_select(0, index)"""
+    return wide(rows).index_select(0, index).view(rows.dtype)
 
 
 def start_all_to_all(
@@ -65,7 +75,7 @@ def start_all_to_all(
         work = _exchange_with_others(received, rows, group, receive, send)
     else:
         work = dist.all_to_all_single(received, rows, of_ranks, to_ranks, group=group, async_op=True)
-    return _finish(work, received, rows)
+    return _finish(work, received)
 
 
 def _exchange_with_others(
@@ -94,12 +104,15 @@ def _exchange_with_others(
 
 
 def start_all_gather(rows: torch.Tensor, group: dist.ProcessGroup) -> Received:
-    """The rows of all ranks, in their order: ``[ranks * rows, ...]``."""
-    rows = rows.contiguous()
+    """The rows of all ranks, in their order: ``[ranks * rows, ...]``. This rank's are copied here, not by the collective."""
     if torch.compiler.is_compiling():
-        return _wait(functional.all_gather_tensor(rows, 0, group))
-    gathered = rows.new_empty(group.size() * rows.shape[0], *rows.shape[1:])
-    return _finish(_all_gather(gathered, rows, group=group, async_op=True), gathered, rows)
+        return _wait(functional.all_gather_tensor(rows.contiguous(), 0, group))
+    size = rows.shape[0]
+    gathered = rows.new_empty(group.size() * size, *rows.shape[1:])
+    own = gathered.narrow(0, group.rank() * size, size)
+    to, of = wide(own), wide(rows)
+    to.copy_(of) if to.dtype == of.dtype else own.copy_(rows)
+    return _finish(_all_gather(gathered, own, group=group, async_op=True), gathered)
 
 
 def start_sum_of_parts(rows: torch.Tensor, group: dist.ProcessGroup) -> Received:
@@ -156,8 +169,8 @@ def _wait(tensor: torch.Tensor) -> Received:
     return lambda: functional.wait_tensor(tensor)
 
 
-def _finish(work: dist.Work, received: torch.Tensor, _sent: torch.Tensor) -> Received:
-    """``_sent`` is held until the work is done."""
+def _finish(work: dist.Work, received: torch.Tensor) -> Received:
+    """torch holds what is sent and received until ``work`` is done; wait() lets the current stream wait, not the host."""
 
     def wait() -> torch.Tensor:
         work.wait()

@@ -1,17 +1,20 @@
 """Attention over a group by keys: queries stay, the keys and values that a rank's documents need come from the others.
 
-One varlen call runs over this rank's queries and the keys received (key_layout.py). Saved for backward are the rank's
-rows: backward receives the keys again, and their gradients go back to be summed at their rank, in the order of the ranks.
+A varlen call runs over this rank's queries and the keys received (key_layout.py), or one for each part of the heads
+(overlap.py). Backward receives the keys again unless they were kept, and their gradients go back to be summed at their rank,
+in the order of the ranks.
 
 Bytes and flops, for T tokens in documents of L, H heads over G key heads of dimension D, e bytes an element, B bytes/s
 into a rank and F flops/s:
-    Where every rank needs every key, a rank receives 2*G*D*e*T*(n-1)/n bytes in forward, the same in backward, and there
-    sends as many of gradients. It computes 2*H*D*T*L/n flops in forward, 2.5 times that in backward.
+    Where every rank needs every key, a rank receives 2*G*D*e*T*(n-1)/n bytes in forward, as many of gradients in backward,
+    and before these the keys again where they were not kept. It computes 2*H*D*T*L/n flops in forward, 2.5 times that in
+    backward.
     Forward spends (n-1)*(G/H)*e*F / (L*B) as long on the wire as it computes. With H = 4*G, bfloat16, F = 600e12 and
     B = 400e9 (one node) that is (n-1)*750/L: 1% for n = 2 and L = 65,536. With B = 50e9 (between nodes) it is
-    (n-1)*6000/L: 64% for n = 8 and the same L.
+    (n-1)*6000/L: 64% for n = 8 and the same L. In p parts, attention waits for one p-th of it in front, and backward for one
+    p-th of the gradients at its end.
     A layer holds 2*G*D*e*T bytes of received keys and values while it runs, 268 MB for 8 heads of 128 at 65,536 tokens,
-    and (2n+1)/(2n) times that of them in document order.
+    and (2n+1)/(2n) times that of them in document order, which is what is kept.
     Where documents are shorter than a rank's part of a contiguous row, a rank receives the keys of one document at most.
 A ring moves the same bytes, one neighbour's keys at a time, each hidden behind the attention over the last ones; it pays
 with n calls of the kernel, of 1/n the work each, and with merging their outputs. It pays where the share above is no
@@ -19,7 +22,7 @@ longer small (between nodes, short documents on many ranks: at most the share is
 fit (rows of millions of tokens). Inside a node it does not.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -36,11 +39,13 @@ from packing_ops.parallel.collectives import (
     Group,
     no_second_derivative,
     process_group,
+    rows_at,
     start_all_gather,
     start_all_to_all,
     start_sum_of_parts,
 )
 from packing_ops.parallel.key_layout import Exchange, KeyLayout, RowSpans, key_layout
+from packing_ops.parallel.overlap import head_parts, keeps_keys, slices, together
 from packing_ops.parallel.sharding import check_rows, check_scheme, whole_row
 
 
@@ -58,6 +63,7 @@ def gathered_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
+    keep_keys: bool | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """varlen_attention over documents whose rows lie on all ranks of ``group``, each rank with its own queries.
 
@@ -73,6 +79,8 @@ def gathered_attention(
             long documents; "contiguous" moves the fewest keys of short ones.
         causal, softmax_scale, softcap, sinks, return_lse: as varlen_attention; sinks of all heads.
         window_size: as varlen_attention; one that looks ahead, or has no causal mask, is refused.
+        keep_keys: whether what was received is kept for backward, which receives it again otherwise. Without it: where it
+            takes no more memory than q and out do. Under gradient checkpointing it costs the memory of one layer.
 
     Returns:
         out ``[rows, num_q_heads, head_dim]``, and with ``return_lse`` lse ``[num_q_heads, rows]``; slots of no document
@@ -91,7 +99,7 @@ def gathered_attention(
         ValueError: documents of another row, ranks that disagree on options, heads, dtypes, rows or documents (found in the
             first call with these options), and as varlen_attention.
 
-    Synchronises a few times per batch on a GPU, in the first layer. Not traced by torch.compile: a graph breaks here.
+    Synchronises once per batch on a GPU, in the first layer. Not traced by torch.compile: a graph breaks here.
 
     Method: Llama Team, The Llama 3 Herd of Models (2024): gathered keys and values, 2 * ranks chunks.
     """
@@ -107,7 +115,7 @@ def gathered_attention(
     if group.size() == 1:
         out, lse = varlen_attention(q, k, v, documents, sinks=sinks, return_lse=True, **options)
         return (out, lse) if return_lse else out
-    told = {"attention": "gathered_attention", "scheme": scheme, **options}
+    told = {"attention": "gathered_attention", "scheme": scheme, "keep_keys": keep_keys, **options}
     check_agreement(q, k, v, documents, group, told, sinks)
     refuse_window(causal, window_size)
     _refuse_visible_end(documents)
@@ -116,7 +124,7 @@ def gathered_attention(
         out, lse = varlen_attention(q, k, v, documents, sinks=sinks, return_lse=True, **options)
     else:
         layout = layout_of(documents, cu_seqlens, len(q), group, scheme, causal, window_sides(window_size)[0])
-        out, lse = attention_over_keys(q, k, v, layout, group, sinks=sinks, **options)
+        out, lse = attention_over_keys(q, k, v, layout, group, sinks=sinks, keep_keys=keep_keys, **options)
     return (out, lse) if return_lse else out
 
 
@@ -150,12 +158,6 @@ def layout_of(
     cache = documents._cache if isinstance(documents, PackedMetadata) else None
 
     def make() -> KeyLayout:
-        wrong = (cu_seqlens[0] != 0) | (cu_seqlens.diff() < 0).any() | (cu_seqlens[-1] > ranks * rows)
-        if wrong:
-            raise ValueError(
-                f"documents: expected cu_seqlens from 0 that never decrease, to at most the {ranks * rows} rows of "
-                f"{ranks} ranks, got {cu_seqlens.tolist()}"
-            )
         spans = RowSpans.of(cu_seqlens, cu_seqlens, rows, ranks, scheme)
         return key_layout(spans, rank, causal=causal, left=left)
 
@@ -176,13 +178,17 @@ def attention_over_keys(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    keep_keys: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of this rank's queries over the keys of a layout, which come from the ranks of ``group``."""
     options = (causal, softmax_scale, *window_sides(window_size), softcap)
-    return _Attention.apply(q, k, v, None if sinks is None else wide_sinks(sinks), layout, group, options)
+    return _Attention.apply(q, k, v, None if sinks is None else wide_sinks(sinks), layout, group, options, keep_keys)
 
 
 class _Attention(torch.autograd.Function):
+    """Keys and values of all parts of the heads (overlap.py) set out at once, and gradients of a part as they are there:
+    attention over one part runs while those of the next are under way."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -193,94 +199,135 @@ class _Attention(torch.autograd.Function):
         layout: KeyLayout,
         group: dist.ProcessGroup,
         options: tuple[Any, ...],
+        keep_keys: bool | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = _keys_and_values(k, v, layout, group)
-        documents = layout.cu_seqlens_q, layout.cu_seqlens_k
-        ctx.plan = plan_for(q, keys, values, *documents, options[0], *options[2:4])
-        out, lse = _ops.varlen_attention(q, keys, values, *documents, sinks, *options, ctx.plan, None)
-        ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.layout, ctx.group, ctx.options = layout, group, options
+        parts = _parts(q, k, v, layout)
+        under_way = [_start_keys(k[:, of_k], v[:, of_k], layout, group) for _, of_k in parts]
+        documents, kept, found = (layout.cu_seqlens_q, layout.cu_seqlens_k), [], []
+        for of_q, _ in parts:
+            keys, values = under_way.pop(0)()
+            ctx.plan = plan_for(q[:, of_q], keys, values, *documents, options[0], *options[2:4])
+            sink = None if sinks is None else sinks[of_q]
+            found.append(_ops.varlen_attention(q[:, of_q], keys, values, *documents, sink, *options, ctx.plan, None))
+            kept += [keys, values]
+        outs, lses = zip(*found, strict=True)
+        out, lse = together(outs, 1), together(lses, 0)
+        if keep_keys is None:
+            keep_keys = keeps_keys(layout.received, q.shape[0], q.shape[1], k.shape[1])
+        ctx.save_for_backward(q, sinks, out, lse, *(kept if keep_keys else (k, v)))
+        ctx.parts, ctx.keep_keys, ctx.layout, ctx.group, ctx.options = parts, keep_keys, layout, group, options
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @no_second_derivative("gathered_attention")
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, sinks, out, lse = ctx.saved_tensors
-        keys, values = _keys_and_values(k, v, ctx.layout, ctx.group)
-        documents = ctx.layout.cu_seqlens_q, ctx.layout.cu_seqlens_k
+        q, sinks, out, lse, *kept = ctx.saved_tensors
+        layout, group, under_way = ctx.layout, ctx.group, []
+        if not ctx.keep_keys:
+            k, v = kept
+            under_way = [_start_keys(k[:, of_k], v[:, of_k], layout, group) for _, of_k in ctx.parts]
+        documents = layout.cu_seqlens_q, layout.cu_seqlens_k
         dout = torch.zeros_like(out) if dout is None else dout
-        dq, dkeys, dvalues, dsinks = _ops.varlen_attention_backward(
-            dout, dlse, q, keys, values, out, lse, *documents, sinks, *ctx.options, ctx.plan, None
-        )
-        dk, dv = _gradients_of_rows(dkeys, dvalues, k, ctx.layout, ctx.group)
-        return dq, dk, dv, None if sinks is None else dsinks, None, None, None
+        dqs, dsinks, returning = [], [], []
+        for part, (of_q, _) in enumerate(ctx.parts):
+            keys, values = kept[2 * part : 2 * part + 2] if ctx.keep_keys else under_way.pop(0)()
+            mine = (None if each is None else each[of_q] for each in (dlse, lse, sinks))
+            dlse_of, lse_of, sinks_of = mine
+            dq, dkeys, dvalues, dsink = _ops.varlen_attention_backward(
+                dout[:, of_q], dlse_of, q[:, of_q], keys, values, out[:, of_q], lse_of, *documents, sinks_of,
+                *ctx.options, ctx.plan, None,
+            )  # fmt: skip
+            returning.append(_start_gradients(dkeys, dvalues, len(q), layout, group))
+            dqs.append(dq)
+            dsinks.append(dsink)
+        dks, dvs = zip(*(received() for received in returning), strict=True)
+        dk, dv = together(dks, 1), together(dvs, 1)
+        return together(dqs, 1), dk, dv, None if sinks is None else together(dsinks, 0), None, None, None, None
 
 
-def _keys_and_values(
+def _parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: KeyLayout) -> list[tuple[slice, slice]]:
+    """The heads of q and of k of each part."""
+    wide = q.element_size() * (k.shape[2] + v.shape[2])
+    merged = q.element_size() * v.shape[2] * q.shape[0] * q.shape[1]
+    parts = head_parts(k.shape[1], layout.received * k.shape[1] * wide, merged=merged)
+    return list(zip(slices(q.shape[1], parts), slices(k.shape[1], parts), strict=True))
+
+
+def _start_keys(
     k: torch.Tensor, v: torch.Tensor, layout: KeyLayout, group: dist.ProcessGroup
-) -> list[torch.Tensor]:
+) -> Callable[[], list[torch.Tensor]]:
     """Of the call, from all ranks."""
-    under_way, exchange = [], layout.exchange
-    if exchange is not None and exchange.to_others is not None:
-        own, send, receive = _without_own(exchange, group.rank())
-        for local in (k, v):
-            rows = local.index_select(0, exchange.to_others)
-            under_way.append(start_all_to_all(rows, group, receive, send))
-        lower = sum(receive[: group.rank()])
+    exchange = layout.exchange
+    if exchange is None:
+        under_way = [start_all_gather(local, group) for local in (k, v)]
+        return lambda: [rows_at(received(), layout.key_index) for received in under_way]
+    if exchange.to_others is None:
+        send, receive = exchange.send, exchange.receive
+        under_way = [start_all_to_all(rows_at(local, exchange.index), group, receive, send) for local in (k, v)]
+        return lambda: [rows_at(received(), layout.key_index) for received in under_way]
+    own, send, receive = _without_own(exchange, group.rank())
+    if not layout.received:
+        return lambda: [k[:own], v[:own]]
+    under_way = [start_all_to_all(rows_at(local, exchange.to_others), group, receive, send) for local in (k, v)]
+    lower = sum(receive[: group.rank()])
+
+    def keys() -> list[torch.Tensor]:
         pairs = ((local, received()) for local, received in zip((k, v), under_way, strict=True))
         return [torch.cat([others[:lower], local[:own], others[lower:]]) for local, others in pairs]
-    for local in (k, v):
-        if exchange is None:
-            under_way.append(start_all_gather(local, group))
-        else:
-            rows = local.index_select(0, exchange.index)
-            under_way.append(start_all_to_all(rows, group, exchange.receive, exchange.send))
-    return [received().index_select(0, layout.key_index) for received in under_way]
+
+    return keys
 
 
-def _gradients_of_rows(
-    dkeys: torch.Tensor, dvalues: torch.Tensor, k: torch.Tensor, layout: KeyLayout, group: dist.ProcessGroup
-) -> list[torch.Tensor]:
+def _start_gradients(
+    dkeys: torch.Tensor, dvalues: torch.Tensor, rows: int, layout: KeyLayout, group: dist.ProcessGroup
+) -> Callable[[], list[torch.Tensor]]:
     """The gradients of this rank's rows, summed over the ranks. A received key is in the call once or twice."""
-    exchange = layout.exchange
+    exchange, under_way = layout.exchange, []
     if exchange is not None and exchange.to_others is not None:
-        return _gradients_in_order((dkeys, dvalues), len(k), exchange, group)
-    under_way = []
+        return _start_gradients_in_order((dkeys, dvalues), rows, layout.received, exchange, group)
     for gradient in (dkeys, dvalues):
-        rows = gradient.index_select(0, layout.key_positions[0])
+        of_rows = rows_at(gradient, layout.key_positions[0])
         for again in layout.key_positions[1:]:
-            rows += gradient.index_select(0, again)
+            of_rows += rows_at(gradient, again)
         if exchange is None:
-            under_way.append(start_sum_of_parts(rows, group))
+            under_way.append(start_sum_of_parts(of_rows, group))
         else:
-            under_way.append(start_all_to_all(rows, group, exchange.send, exchange.receive))
-    received = [wait() for wait in under_way]
+            under_way.append(start_all_to_all(of_rows, group, exchange.send, exchange.receive))
     if exchange is None:
-        return received
-    sums, own = [], group.rank()
-    for parts in received:
-        of_ranks, rows_of_ranks = list(parts.split(exchange.send)), exchange.index.split(exchange.send)
-        total = parts.new_zeros(len(k), *parts.shape[1:])
-        total.index_copy_(0, rows_of_ranks[own], of_ranks.pop(own))
-        sums.append(_with_others(total, of_ranks, exchange))
+        return lambda: [received() for received in under_way]
+
+    def sums(own: int = group.rank()) -> list[torch.Tensor]:
+        found, rows_of_ranks = [], exchange.index.split(exchange.send)
+        for received in under_way:
+            parts = received()
+            of_ranks = list(parts.split(exchange.send))
+            total = parts.new_zeros(rows, *parts.shape[1:])
+            total.index_copy_(0, rows_of_ranks[own], of_ranks.pop(own))
+            found.append(_with_others(total, of_ranks, exchange))
+        return found
+
     return sums
 
 
-def _gradients_in_order(
-    gradients: tuple[torch.Tensor, torch.Tensor], rows: int, exchange: Exchange, group: dist.ProcessGroup
-) -> list[torch.Tensor]:
-    """_gradients_of_rows where the keys lie as the ranks have them: this rank's are a part of the gradients."""
+def _start_gradients_in_order(
+    gradients: tuple[torch.Tensor, torch.Tensor], rows: int, received: int, exchange: Exchange, group: dist.ProcessGroup
+) -> Callable[[], list[torch.Tensor]]:
+    """_start_gradients where the keys lie as the ranks have them: this rank's are a part of the gradients."""
     own, send, receive = _without_own(exchange, group.rank())
-    lower, under_way, sums = sum(receive[: group.rank()]), [], []
-    for gradient in gradients:
-        of_others = torch.cat([gradient[:lower], gradient[lower + own :]])
-        under_way.append(start_all_to_all(of_others, group, send, receive))
-    for gradient, received in zip(gradients, under_way, strict=True):
-        total = gradient[lower : lower + own]
+    lower, under_way = sum(receive[: group.rank()]), []
+    if received:
+        of_others = [torch.cat([each[:lower], each[lower + own :]]) for each in gradients]
+        under_way = [start_all_to_all(each, group, send, receive) for each in of_others]
+
+    def sums() -> list[torch.Tensor]:
+        found = [each[lower : lower + own] for each in gradients]
         if own < rows:
-            total = F.pad(total, (0, 0, 0, 0, 0, rows - own))
-        sums.append(_with_others(total, received().split(send), exchange))
+            found = [F.pad(each, (0, 0, 0, 0, 0, rows - own)) for each in found]
+        for total, each in zip(found, under_way, strict=False):  # none are under way where no rank has any
+            _with_others(total, each().split(send), exchange)
+        return found
+
     return sums
 
 

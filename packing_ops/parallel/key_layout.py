@@ -8,6 +8,7 @@ Slots between documents that hold no token cost no copy: their queries get a doc
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +49,7 @@ class KeyLayout:
     key_index: int64, the received row of each key of the call.
     key_positions: int64 ``[1 or 2, received rows]``, where a received key stands in the call, and where again; the last
         key of the call, which no document contains, where it does not.
+    received: how many rows of others the rank that needs most receives: the same number on every rank.
     exchange: which rows go to which rank; None where every rank gets all of them.
     """
 
@@ -55,6 +57,7 @@ class KeyLayout:
     cu_seqlens_k: torch.Tensor
     key_index: torch.Tensor
     key_positions: torch.Tensor
+    received: int
     exchange: Exchange | None = None
 
 
@@ -101,8 +104,11 @@ def key_layout(spans: RowSpans, rank: int, *, causal: bool, left: int = -1, exch
     Args:
         spans: of the row.
         causal, left: of the mask; a window needs causal.
-        exchange: send only rows that are needed, where that pays. It waits for the GPU, in the first layer of a batch. Without it the
-            layout has the largest size that its lengths could need, and nothing waits.
+        exchange: send only rows that are needed, where that pays. It waits for the GPU once, in the first layer of a batch.
+            Without it the layout has the largest size that its lengths could need, and nothing waits.
+
+    Raises:
+        ValueError: with ``exchange``, documents of another row.
     """
     first, last, slots = (each[rank] for each in spans.queries())
     of_ranks = spans.keys(causal, left)
@@ -115,14 +121,16 @@ def key_layout(spans: RowSpans, rank: int, *, causal: bool, left: int = -1, exch
     cu_seqlens_k = cumulated(*(part[:-1] for keys in key_last - key_first for part in (keys, torch.zeros_like(keys))))
 
     gathered = gathered_slots(spans)
-    chosen, count = None, _most_keys(spans, len(key_first))
+    slot_of_received, sent, received = gathered, None, (spans.ranks - 1) * spans.rows
+    count = _most_keys(spans, len(key_first))
     if exchange:
-        chosen, count = _chosen_rows(spans, gathered, *of_ranks, cu_seqlens_k)
-    slot_of_received, sent = gathered, None
-    if chosen is not None:
-        needed, counts = chosen
-        sent = _exchange(needed[:, rank * spans.rows : (rank + 1) * spans.rows], counts, rank)
-        slot_of_received = gathered[needed[rank]]
+        needed = needed_rows(spans, *of_ranks, gathered)
+        counts = _counts(spans, needed, cu_seqlens_k, rank)
+        count = counts.keys
+        most = max(sum(counts.from_to[s][r] for s in range(spans.ranks) if s != r) for r in range(spans.ranks))
+        if most <= (1 - WORTH_CHOOSING) * received:
+            received, sent = most, _exchange(spans, needed, counts, rank)
+            slot_of_received = gathered[_where(needed[rank], sum(sent.receive))]
     gathered_of = slot_of_received.new_zeros(spans.ranks * spans.rows)
     gathered_of[slot_of_received] = torch.arange(len(slot_of_received), device=gathered.device)
 
@@ -142,9 +150,7 @@ def key_layout(spans: RowSpans, rank: int, *, causal: bool, left: int = -1, exch
     first, last = key_first[:, document], key_last[:, document]
     outside = (position < first) | (position >= last)
     key_positions = (first_key[:, document] + position - first).masked_fill(outside, count)
-    if sent is not None and count == len(slot_of_received):
-        _mark_order(sent, key_index[:-1], rank)
-    return KeyLayout(cu_seqlens_q, cu_seqlens_k, key_index, key_positions, sent)
+    return KeyLayout(cu_seqlens_q, cu_seqlens_k, key_index, key_positions, received, sent)
 
 
 def needed_rows(spans: RowSpans, key_first: torch.Tensor, key_last: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -154,34 +160,60 @@ def needed_rows(spans: RowSpans, key_first: torch.Tensor, key_last: torch.Tensor
     return ((position >= key_first[:, :, document]) & (position < key_last[:, :, document])).any(1)
 
 
-def _chosen_rows(
-    spans: RowSpans, gathered: torch.Tensor, key_first: torch.Tensor, key_last: torch.Tensor, cu_seqlens_k: torch.Tensor
-) -> tuple[tuple[torch.Tensor, list[list[int]]] | None, int]:
-    """(needed_rows and how many go from each rank to each, or None where all should go to all; keys of the call)."""
-    ranks, rows = spans.ranks, spans.rows
-    needed = needed_rows(spans, key_first, key_last, gathered)
+class _Counts(NamedTuple):
+    """What the sizes of a layout depend on.
+
+    from_to: rows that go from each rank to each, its own among them.
+    keys: of this rank's call.
+    shared: rows of this rank that others get.
+    in_order: the keys of a call are the rows of the ranks in their order, of each its first ones.
+    """
+
+    from_to: list[list[int]]
+    keys: int
+    shared: int
+    in_order: bool
+
+
+def _counts(spans: RowSpans, needed: torch.Tensor, cu_seqlens_k: torch.Tensor, rank: int) -> _Counts:
+    """All that waits for the GPU, at once. Before it nothing is used as an index that the documents could make wrong."""
+    starts, ranks, rows = spans.starts, spans.ranks, spans.rows
     from_to = needed.view(ranks, ranks, rows).sum(2).T
-    *flat, count = torch.cat([from_to.flatten(), cu_seqlens_k[-1:].long()]).tolist()
-    counts = [flat[source * ranks : (source + 1) * ranks] for source in range(ranks)]
-    most = max(sum(counts[s][r] for s in range(ranks) if s != r) for r in range(ranks))
-    if most > (1 - WORTH_CHOOSING) * (ranks - 1) * rows:
-        return None, count
-    return (needed, counts), count
+    shared = _needed_by_others(spans, needed, rank).sum()
+    unpadded = (spans.lengths[:-1] == starts.diff()[:-1]).all()
+    wrong = (starts[0] != 0) | (starts.diff() < 0).any()
+    single = torch.stack([cu_seqlens_k[-1].long(), shared, unpadded.long(), wrong.long()])
+    *flat, keys, others, is_unpadded, is_wrong = torch.cat([from_to.flatten(), single]).tolist()
+    if is_wrong:
+        raise ValueError(
+            f"documents: expected cu_seqlens from 0 that never decrease, to at most the {ranks * rows} rows of "
+            f"{ranks} ranks, got {starts[:-1].tolist()}"
+        )
+    by_rank = [flat[source * ranks : (source + 1) * ranks] for source in range(ranks)]
+    return _Counts(by_rank, keys, others, bool(is_unpadded) and spans.scheme == "contiguous")
 
 
-def _exchange(own: torch.Tensor, counts: list[list[int]], rank: int) -> Exchange:
-    """own: bool ``[ranks, rows]``, which of this rank's rows each rank needs; counts: from each rank to each."""
-    to, row = own.nonzero().T
-    shared, shared_index = row[to != rank].unique(return_inverse=True)
-    return Exchange(row, counts[rank], [of_rank[rank] for of_rank in counts], shared, shared_index)
+def _needed_by_others(spans: RowSpans, needed: torch.Tensor, rank: int) -> torch.Tensor:
+    """bool ``[rows]``, of this rank's rows."""
+    mine = needed[:, rank * spans.rows : (rank + 1) * spans.rows]
+    return torch.cat([mine[:rank], mine[rank + 1 :]]).any(0)
 
 
-def _mark_order(exchange: Exchange, key_index: torch.Tensor, rank: int) -> None:
-    parts = list(exchange.index.split(exchange.send))
-    own = parts.pop(rank)
-    places = torch.cat([key_index, own])
-    if torch.equal(places, torch.cat([torch.arange(len(each), device=own.device) for each in (key_index, own)])):
-        exchange.to_others = torch.cat([*parts, own[:0]])
+def _exchange(spans: RowSpans, needed: torch.Tensor, counts: _Counts, rank: int) -> Exchange:
+    send, receive = counts.from_to[rank], [of_rank[rank] for of_rank in counts.from_to]
+    of_ranks = needed[:, rank * spans.rows : (rank + 1) * spans.rows]
+    index = _where(of_ranks.flatten(), sum(send)) % spans.rows
+    parts = list(index.split(send))
+    del parts[rank]
+    to_others, by_others = torch.cat(parts), _needed_by_others(spans, needed, rank)
+    shared, shared_index = _where(by_others, counts.shared), (by_others.cumsum(0) - 1)[to_others]
+    return Exchange(index, send, receive, shared, shared_index, to_others if counts.in_order else None)
+
+
+def _where(flags: torch.Tensor, count: int) -> torch.Tensor:
+    """nonzero() of a vector with so many, which does not wait for the GPU to know how many."""
+    place = torch.where(flags, flags.cumsum(0) - 1, count)
+    return place.new_zeros(count + 1).scatter_(0, place, torch.arange(len(flags), device=flags.device))[:count]
 
 
 def _most_keys(spans: RowSpans, chunks: int) -> int:

@@ -2,24 +2,36 @@
 
 Jacobs et al., DeepSpeed Ulysses (2023). A rank with ``rows`` slots of the row gets all ``ranks * rows`` slots of
 ``num_heads / ranks`` heads, calls varlen_attention over the whole row, and sends the rows of others back. Every head is
-computed as on one GPU, in the same order: out and gradients have the same bits.
+computed as on one GPU, in the same order: out and gradients have the same bits. The heads of a rank come and go in parts
+(overlap.py).
 
 A rank receives, for n ranks, H heads over G key heads of dimension D and e bytes an element,
 ``(n-1)/n * rows * D * e * (2*H + 2*max(G, n))`` bytes in forward (q, k, v, out), and as many in backward.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from packing_ops._arguments import check_tensor, described
-from packing_ops._batch_cache import kept_with
-from packing_ops.attention import varlen_attention
+from packing_ops import _ops
+from packing_ops._arguments import check_tensor, described, window_sides
+from packing_ops._batch_cache import BatchCache, forget, kept_with, plan_for
+from packing_ops.attention import varlen_attention, wide_sinks
 from packing_ops.data.context_parallel import chunks_of_ranks, slots_of_chunks
 from packing_ops.metadata import PackedMetadata
 from packing_ops.parallel.agreement import check_agreement
-from packing_ops.parallel.collectives import Group, dense, no_second_derivative, process_group, start_all_to_all
+from packing_ops.parallel.collectives import (
+    Group,
+    Received,
+    no_second_derivative,
+    process_group,
+    rows_at,
+    start_all_to_all,
+    wide,
+)
+from packing_ops.parallel.overlap import head_parts, together
 from packing_ops.parallel.sharding import check_rows, check_scheme, whole_row
 
 Order = tuple[torch.Tensor, torch.Tensor]  # of a zigzag row: _order
@@ -93,12 +105,20 @@ def ulysses_attention(
         if sinks.shape != (q.shape[1],):
             raise ValueError(f"sinks: expected [num_q_heads={q.shape[1]}], got {described(sinks)}")
         own = q.shape[1] // ranks
-        sinks = sinks[own * group.rank() : own * (group.rank() + 1)]
+        sinks = wide_sinks(sinks)[own * group.rank() : own * (group.rank() + 1)]
     order = _order(cu_seqlens, rows, ranks, documents) if scheme == "zigzag" else None
-    k, v, q = _ToHeads.apply(k, v, q, group, order)
-    out, lse = varlen_attention(q, k, v, documents, sinks=sinks, return_lse=True, **options)
-    out, lse = _ToRows.apply(out, lse if return_lse else None, group, order)
-    return (out, lse) if return_lse else out
+    visible_end, cache = None, None
+    if isinstance(documents, PackedMetadata):
+        visible_end, cache = documents.visible_end, documents._cache
+    past = causal, softmax_scale, *window_sides(window_size), softcap
+    parts = 1 if torch.compiler.is_compiling() else _number_of_parts(q, k, v, ranks)
+    try:
+        given = q, k, v, sinks, cu_seqlens, visible_end, order, group, cache, past, return_lse, parts
+        out, *lse = _Attention.apply(*given)
+    except ValueError:
+        forget()  # as varlen_attention
+        raise
+    return (out, lse[0].T.contiguous()) if return_lse else out
 
 
 def head_refusal(num_heads: int, num_kv_heads: int, ranks: int) -> str:
@@ -134,78 +154,122 @@ def _order(cu_seqlens: torch.Tensor, rows: int, ranks: int, documents: PackedMet
 # --- rows of this rank with all heads <-> all rows with this rank's heads ---
 
 
-class _ToHeads(torch.autograd.Function):
-    """k, v, q in that order: attention needs all keys before its first tile, and q is the largest."""
+class _Attention(torch.autograd.Function):
+    """All parts of the heads (overlap.py) set out at once, and what attention gives of a part goes back as it is there:
+    attention over one part runs while the next comes and the last one leaves."""
 
     @staticmethod
     def forward(
-        ctx: Any, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, group: dist.ProcessGroup, order: Order | None
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        cu_seqlens: torch.Tensor,
+        visible_end: torch.Tensor | None,
+        order: Order | None,
+        group: dist.ProcessGroup,
+        cache: BatchCache | None,
+        options: tuple[Any, ...],
+        return_lse: bool,
+        parts: int,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.group, ctx.order, ctx.num_heads = group, order, [t.shape[1] for t in (k, v, q)]
-        under_way = [start_all_to_all(_by_head(tensor, group.size()), group) for tensor in (k, v, q)]
-        return tuple(_in_row_order(received().flatten(0, 1), order) for received in under_way)
-
-    @staticmethod
-    @no_second_derivative("ulysses_attention")
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        group, order = ctx.group, ctx.order
-        under_way = [start_all_to_all(_by_rank(gradient, group.size(), order), group) for gradient in gradients]
-        given = zip(under_way, ctx.num_heads, strict=True)
-        return *(_heads_together(received(), num_heads) for received, num_heads in given), None, None
-
-
-class _ToRows(torch.autograd.Function):
-    """out ``[total, heads, head_dim]`` and lse ``[heads, total]`` or None."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, out: torch.Tensor, lse: torch.Tensor | None, group: dist.ProcessGroup, order: Order | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        ctx.group, ctx.order = group, order
+        """out, and with return_lse lse, whose rows come first here."""
+        size, documents = group.size(), (cu_seqlens, cu_seqlens)
+        causal, _, left, right, _ = options
+        # k and v before q: attention needs all keys before its first tile, and q is the largest.
+        coming = [
+            [start_all_to_all(_by_head(tensor, size, part, parts), group) for tensor in (k, v, q)]
+            for part in range(parts)
+        ]
+        leaving, saved = [], []
+        for sink in _of_parts(sinks, parts):
+            key, value, query = (_in_row_order(received().flatten(0, 1), order) for received in coming.pop(0))
+            plan = plan_for(
+                query, key, value, cu_seqlens, cu_seqlens, causal, left, right, cache, visible_end=visible_end
+            )
+            out, lse = _ops.varlen_attention(query, key, value, *documents, sink, *options, plan, visible_end)
+            rows = (out, lse.T) if return_lse else (out,)
+            leaving.append([start_all_to_all(_by_rank(each, size, order), group) for each in rows])
+            saved += [query, key, value, out, lse]
+        ctx.save_for_backward(sinks, cu_seqlens, visible_end, plan, *saved)
+        ctx.group, ctx.order, ctx.options = group, order, options
+        ctx.num_heads = [tensor.shape[1] for tensor in (q, k, v)]
         ctx.set_materialize_grads(False)
-        size, under_way = group.size(), []
-        for tensor in (out, lse):
-            if tensor is not None:
-                rows = tensor if tensor is out else tensor.T
-                under_way.append(start_all_to_all(_by_rank(rows, size, order), group))
-        heads = out.shape[1] * size
-        out = _heads_together(under_way[0](), heads)
-        return out, None if lse is None else _heads_together(under_way[1](), heads).T.contiguous()
+        return tuple(_whole(leaving, [q.shape[1]] * len(rows)))
 
     @staticmethod
     @no_second_derivative("ulysses_attention")
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        size, under_way = ctx.group.size(), []
-        for gradient in (dout, None if dlse is None else dlse.T):
-            under_way.append(None if gradient is None else start_all_to_all(_by_head(gradient, size), ctx.group))
-        dout, dlse = (
-            None if received is None else _in_row_order(received().flatten(0, 1), ctx.order) for received in under_way
-        )
-        return dout, None if dlse is None else dlse.T, None, None
+    def backward(ctx: Any, *of_rows: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        sinks, cu_seqlens, visible_end, plan, *saved = ctx.saved_tensors
+        size, group, order, documents = ctx.group.size(), ctx.group, ctx.order, (cu_seqlens, cu_seqlens)
+        parts, rows, heads = len(saved) // 5, len(saved[0]) // ctx.group.size(), ctx.num_heads[0]
+        # Every rank sends the same tensors, also those that its own loss does not use.
+        shapes = (rows, heads, saved[3].shape[2]), (rows, heads)
+        given = [
+            like.new_zeros(shape) if each is None else each
+            for each, like, shape in zip(of_rows, saved[3:5], shapes, strict=False)
+        ]
+        coming = [
+            [start_all_to_all(_by_head(each, size, part, parts), group) for each in given] for part in range(parts)
+        ]
+        leaving, dsinks = [], []
+        for part, sink in enumerate(_of_parts(sinks, parts)):
+            of_part = saved[5 * part : 5 * part + 5]
+            do, *dl = (_in_row_order(received().flatten(0, 1), order) for received in coming.pop(0))
+            gradients = _ops.varlen_attention_backward(
+                do, dl[0].T if dl else None, *of_part, *documents, sink, *ctx.options, plan, visible_end
+            )
+            # dq last: the largest, as it came.
+            leaving.append([start_all_to_all(_by_rank(gradients[i], size, order), group) for i in (0, 1, 2)])
+            dsinks.append(gradients[3])
+        dsink = None if sinks is None else together(dsinks, 0)
+        return *_whole(leaving, ctx.num_heads), dsink, *(8 * [None])
 
 
-def _by_head(rows: torch.Tensor, ranks: int) -> torch.Tensor:
-    """``[ranks, rows, heads of that rank, ...]`` of ``[rows, heads, ...]``; too few heads are repeated."""
+def _number_of_parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: int) -> int:
+    """Of the key heads of a rank."""
+    elements = sum(max(tensor[0].numel(), ranks * tensor.shape[2]) for tensor in (q, k, v)) if len(q) else 0
+    received = (ranks - 1) * len(q) * elements * q.element_size() // ranks
+    return head_parts(max(k.shape[1] // ranks, 1), received)
+
+
+def _of_parts(sinks: torch.Tensor | None, parts: int) -> Sequence[torch.Tensor | None]:
+    return parts * [None] if sinks is None else sinks.chunk(parts)
+
+
+def _by_head(rows: torch.Tensor, ranks: int, part: int, parts: int) -> torch.Tensor:
+    """``[ranks, rows, heads of that rank, ...]`` of ``[rows, heads, ...]``, of one of their parts; too few heads are
+    repeated."""
     heads = rows.shape[1]
     if heads < ranks:
         return rows.transpose(0, 1).repeat_interleave(ranks // heads, 0)[:, :, None]
-    return rows.unflatten(1, (ranks, heads // ranks)).transpose(0, 1)
+    return rows.unflatten(1, (ranks, parts, heads // ranks // parts))[:, :, part].transpose(0, 1)
 
 
 def _by_rank(rows: torch.Tensor, ranks: int, order: Order | None) -> torch.Tensor:
     """``[ranks, rows of that rank, heads, ...]`` of all rows."""
     if order is not None:
-        rows = rows.index_select(0, order[0])
+        rows = rows_at(rows, order[0])
     return rows.unflatten(0, (ranks, rows.shape[0] // ranks))
 
 
 def _in_row_order(gathered: torch.Tensor, order: Order | None) -> torch.Tensor:
-    return gathered if order is None else gathered.index_select(0, order[1])
+    return gathered if order is None else rows_at(gathered, order[1])
 
 
-def _heads_together(received: torch.Tensor, heads: int) -> torch.Tensor:
+def _whole(parts: Sequence[Sequence[Received]], num_heads: Sequence[int]) -> list[torch.Tensor]:
+    """What the ranks gave for all parts of so many tensors."""
+    return [
+        _heads_together([received() for received in of_tensor], heads)
+        for of_tensor, heads in zip(zip(*parts, strict=True), num_heads, strict=True)
+    ]
+
+
+def _heads_together(parts: Sequence[torch.Tensor], heads: int) -> torch.Tensor:
     """``[rows, heads, ...]`` of ``[ranks, rows, heads of that rank, ...]``; gradients of repeated heads are summed."""
-    ranks = received.shape[0]
+    ranks, received = parts[0].shape[0], parts
     if heads < ranks:
-        received = received.unflatten(0, (heads, ranks // heads)).sum(1)
-    return dense(received.transpose(0, 1)).flatten(1, 2)
+        received = [part.unflatten(0, (heads, ranks // heads)).sum(1) for part in parts]
+    by_row = torch.stack([wide(part).transpose(0, 1) for part in received], 2)
+    return by_row.view(parts[0].dtype).flatten(1, 3)

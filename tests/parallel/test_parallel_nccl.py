@@ -1,9 +1,12 @@
 """The same on GPUs over NCCL: to the bit where that is promised, in float32 as near as sums in another order are."""
 
+import contextlib
+
 import pytest
 import torch
 from processes import spawn_on_gpus
 from test_parallel_attention import ATTENTION, OPTIONS, compared
+from test_parallel_overlap import in_parts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -11,19 +14,21 @@ pytestmark = [
 ]
 LENGTHS = [700, 0, 2500, 1, 30, 1800]
 CASES = [
-    (name, scheme, options, dtype)
+    (name, scheme, options, dtype, parts)
     for name in ATTENTION
     for scheme in ("contiguous", "zigzag")
     for options in ("causal", "full", "window", "sinks")
     for dtype in (torch.float32, torch.bfloat16)
+    for parts in (1, 4)
 ]
 
 
 def every_case():
     found = {}
-    for name, scheme, options, dtype in CASES:
+    for name, scheme, options, dtype, parts in CASES:
         given = {"lengths": LENGTHS, "dtype": dtype, "device": "cuda"}
-        found[name, scheme, options, dtype] = compared(name, scheme, (16, 8), OPTIONS[options], **given)
+        with contextlib.nullcontext() if parts == 1 else in_parts():
+            found[name, scheme, options, dtype, parts] = compared(name, scheme, (16, 8), OPTIONS[options], **given)
     return found
 
 
@@ -34,7 +39,7 @@ def by_rank(tmp_path_factory):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_attention_over_gpus(case, by_rank):
-    name, _, _, dtype = case
+    name, _, _, dtype, _ = case
     for found in by_rank:
         difference, same_bits = found[case]
         if name == "ulysses":

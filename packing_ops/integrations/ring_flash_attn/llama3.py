@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from packing_ops._arguments import check_cu_seqlens, check_cumulated, int32_cu_seqlens, window_sides
 from packing_ops._batch_cache import kept_with
+from packing_ops.parallel.agreement import check_agreement
 from packing_ops.parallel.collectives import process_group
 from packing_ops.parallel.gathered import attention_over_keys, refuse_window
 from packing_ops.parallel.key_layout import KeyLayout
@@ -115,18 +116,21 @@ def llama3_flash_attn_varlen_func(
     window = (left, 0 if causal and left >= 0 else -1 if causal else right)
     refuse_window(causal, window)
     group = process_group(group)
-    total = group.size() * len(k)
-    documents = cu_seqlens_q, cu_seqlens_k
-    layout = kept_with(
-        documents, ("keys of a slice", local_k_slice.start, local_k_slice.stop, len(q), total),
-        lambda: _layout(*documents, local_k_slice, len(q), total),
-    )  # fmt: skip
     options: dict[str, Any] = {
         "causal": causal,
         "softmax_scale": softmax_scale,
         "window_size": window,
         "softcap": softcap,
     }
+    if group.size() > 1:
+        told = {"attention": "llama3_flash_attn_varlen_func", "scheme": "contiguous", **options}
+        check_agreement(q, k, v, None, group, told, sinks)
+    total = group.size() * len(k)
+    documents = cu_seqlens_q, cu_seqlens_k
+    layout = kept_with(
+        documents, ("keys of a slice", local_k_slice.start, local_k_slice.stop, len(q), total),
+        lambda: _layout(*documents, local_k_slice, len(q), total),
+    )  # fmt: skip
     out, lse = attention_over_keys(q, k, v, layout, group, sinks=sinks, **options)
     return (out, lse, None) if return_attn_probs else out
 
@@ -149,7 +153,7 @@ def _layout(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, keys: slice,
     positions = (slots - keys.start).where(inside, count)
     key_index = torch.cat([slots[keys], slots[:1]])
     q, k = (int32_cu_seqlens(each).detach() for each in (cu_seqlens_q, cu_seqlens_k))
-    return KeyLayout(q, k, key_index, positions[None])
+    return KeyLayout(q, k, key_index, positions[None], total - rows)
 
 
 def llama3_flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,45 @@
+"""How many parts the heads travel in, one behind the other: attention over a part runs while the next is under way.
+
+Heads are independent of each other, so that parts leave every bit as it is; keys are not, since one call sums over all keys
+of a document in their order. All ranks count the same parts, from numbers that are the same on all of them.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+MOST_PARTS = 4
+LEAST_BYTES = (
+    8 << 20
+)  # of a part: what a link takes as long for (28 us at 300 GB/s) as a collective and a call to start
+# Parts of out are put together by one more copy of it. Memory is some thirteen times as fast as a link and a copy reads
+# and writes, so that hiding three quarters of what comes pays from a fifth of out's bytes on.
+LEAST_SHARE = 0.2
+
+
+def head_parts(heads: int, received: int, *, merged: int = 0) -> int:
+    """The parts of ``heads`` key heads.
+
+    Args:
+        heads: what is divided, evenly.
+        received: bytes that the neediest rank receives before attention can run over all heads.
+        merged: bytes of out, where its parts are put together by a copy.
+    """
+    if received < LEAST_SHARE * merged:
+        return 1
+    most = max(1, min(MOST_PARTS, heads, received // max(LEAST_BYTES, 1)))
+    return max(parts for parts in range(1, most + 1) if heads % parts == 0)
+
+
+def keeps_keys(received: int, rows: int, num_heads: int, num_kv_heads: int) -> bool:
+    """Whether so many received rows of k and v take no more memory than q and out of a rank, which backward needs anyway."""
+    return received * num_kv_heads <= rows * num_heads
+
+
+def slices(heads: int, parts: int) -> list[slice]:
+    size = heads // parts
+    return [slice(part * size, (part + 1) * size) for part in range(parts)]
+
+
+def together(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
