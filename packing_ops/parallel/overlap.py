@@ -9,9 +9,8 @@ from collections.abc import Sequence
 import torch
 
 MOST_PARTS = 4
-LEAST_BYTES = (
-    8 << 20
-)  # of a part: what a link takes as long for (28 us at 300 GB/s) as a collective and a call to start
+# Of a part: what a link takes as long for (28 us at 300 GB/s) as a collective and a call to start.
+LEAST_BYTES = 8 << 20
 # Parts of out are put together by one more copy of it. Memory is some thirteen times as fast as a link and a copy reads
 # and writes, so that hiding three quarters of what comes pays from a fifth of out's bytes on.
 LEAST_SHARE = 0.2
