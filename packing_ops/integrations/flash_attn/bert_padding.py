@@ -120,6 +120,7 @@ def rearrange(tensor: torch.Tensor, pattern: str, **axes_lengths: int) -> torch.
     return apart.reshape([size for group in joined for size in group])
 
 
+@torch.compiler.assume_constant_result  # regular expressions are not traced by every torch
 def _sides(pattern: str) -> list[list[list[str]]]:
     """Both sides of a pattern as groups of names."""
     sides = pattern.split("->")
