@@ -84,10 +84,9 @@ struct PlanView {
 
   // Hash of what a plan depends on beside cu_seqlens.
   PACKING_OPS_HOST_DEVICE int32_t geometry() const {
-    const int32_t words[] = {tiles.group,         tiles.forward_rows,   tiles.forward_keys,
-                             tiles.short_rows,    tiles.short_max_keys, tiles.resident_max_tokens,
-                             tiles.backward_rows, tiles.backward_keys,  tiles.small_keys,
-                             tiles.single_keys,   window.left,          window_right(),
+    const int32_t words[] = {tiles.group,          tiles.forward_rows,        tiles.forward_keys,  tiles.short_rows,
+                             tiles.short_max_keys, tiles.resident_max_tokens, tiles.backward_rows, tiles.backward_keys,
+                             tiles.small_keys,     tiles.single_keys,         window.left,         window_right(),
                              num_kv_heads};
     uint32_t digest = 2166136261u;  // FNV-1a
     for (const int32_t word : words) digest = (digest ^ static_cast<uint32_t>(word)) * 16777619u;
