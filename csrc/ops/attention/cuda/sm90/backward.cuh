@@ -1,4 +1,4 @@
-// Backward on wgmma and bulk copies, for documents of several key tiles. A unit is (document, 128 keys, kv head), above
+// Backward on wgmma and bulk copies, for documents of more than 64 keys. A unit is (document, 128 keys, kv head), above
 // 128 columns 64 keys: its dk and dv stay in registers over all rows that attend to its keys. dq of a row tile is
 // summed over key tiles in the fixed order of dq_ring.cuh, which makes it deterministic. The first warpgroup copies and
 // keeps that order, the other two compute.
