@@ -1,5 +1,5 @@
-// Backward of head_dim up to 128, and from 193 to 256, in the half types on compute capability 9.0: documents of
-// several key tiles.
+// Backward of head_dim up to 128, and from 193 to 256, in the half types on compute capability 9.0: documents of more
+// than 64 keys.
 #pragma once
 
 #include <cuda.h>
