@@ -107,6 +107,14 @@ def is_older_than_its_headers(built: Path, folder: Path) -> bool:
     return not all(header.exists() and header.stat().st_mtime <= built.stat().st_mtime for header in headers)
 
 
+def drop_stale_cuda_objects(root: Path, sources: list[str]) -> None:
+    """A CPU build of torch writes ninja rules that do not see the headers of .cu files: tools/nvcc.py lists them."""
+    for folder in root.glob("build/temp.*"):
+        for built in (folder / Path(source).with_suffix(".o") for source in sources):
+            if built.exists() and is_older_than_its_headers(built, folder):
+                built.unlink()
+
+
 @contextlib.contextmanager
 def one_build_at_a_time(folder: Path) -> Iterator[None]:
     """Two builds of the same checkout would write the same objects."""
