@@ -1,7 +1,6 @@
 """The tools of the released wheel: for which GPUs each file is compiled, the toolkit, what stands in the way of a build."""
 
 import os
-import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -252,24 +251,3 @@ with one_build_at_a_time(Path({str(tmp_path)!r})):
     assert second.stdout.readline() == f"packing_ops: waiting for another build in {tmp_path}\n"
     first.communicate("")
     assert second.communicate("")[0] == "in\n"
-
-
-def test_sources_that_cannot_be_written_are_built_elsewhere(tmp_path):
-    """No permission stops root, so the process is told that it may not write."""
-    sources = tmp_path / "sources"
-    sources.mkdir()
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, sources)
-    for name in ("tools", "packing_ops"):
-        shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    before = sorted(sources.rglob("*"))
-    code = """
-import os, runpy, sys
-os.access = lambda *_: False
-sys.argv = ["setup.py", "-q", "egg_info"]
-runpy.run_path("setup.py", run_name="__main__")
-"""
-    variables = os.environ | {"TMPDIR": str(tmp_path)}
-    subprocess.run([sys.executable, "-B", "-c", code], cwd=sources, env=variables, check=True, capture_output=True)
-    assert sorted(sources.rglob("*")) == before
-    assert list(tmp_path.glob("packing_ops-*/packing_ops.egg-info/SOURCES.txt"))
