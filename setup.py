@@ -8,6 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
 
@@ -129,6 +130,7 @@ def extension():
 
 
 if __name__ == "__main__":  # also where pip runs it
+    checks.check_setuptools(setuptools.__version__)
     elsewhere = {"egg_info": {"egg_base": str(BUILD)}, "build": {"build_base": str(BUILD)}}
     options = {} if BUILD == ROOT / "build" else elsewhere
     if not sys.platform.startswith("linux"):

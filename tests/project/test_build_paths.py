@@ -128,11 +128,15 @@ def test_without_ninja_the_same_files_are_compiled(sources, variables, tmp_path)
             "expected a C++ compiler, found no no-such-compiler",
         ),
         (
+            {"sitecustomize.py": "import setuptools\nsetuptools.__version__ = '65.5.1'"},
+            'expected setuptools 77 or later, got 65.5.1; pip install "setuptools>=77"',
+        ),
+        (
             {"sitecustomize.py": "import sysconfig\nsysconfig.get_config_var = lambda name: name == 'Py_GIL_DISABLED'"},
             "expected a Python with the global interpreter lock",
         ),
     ],
-    ids=["old torch", "no torch", "no compiler", "free-threaded"],
+    ids=["old torch", "no torch", "no compiler", "old setuptools", "free-threaded"],
 )
 def test_a_build_refuses_before_it_compiles(sources, variables, tmp_path, given, message):
     site = tmp_path / "site"
