@@ -3,12 +3,13 @@
 import os
 import subprocess
 import sys
+import tarfile
 from types import SimpleNamespace
 
 import pytest
 from helpers import ROOT
 
-from tools import build_checks, cuda12, generate_instances
+from tools import build_checks, cuda12, generate_instances, wheel
 from tools.nvcc import SHARED_MEMORY, callers, gencodes, wanted
 
 # Every instance that a GPU calls, as tiles.h and tiles.cu choose.
@@ -141,6 +142,24 @@ def test_images_that_nvcc_does_not_know_are_assembled_from_ptx(tmp_path):
     assert first.startswith("--image3=kind=elf,sm=100,file=")
     assert second.startswith("--image3=kind=elf,sm=120,file=")
     assert not list(tmp_path.glob("tmp.*")), "what was assembled is removed"
+
+
+def test_a_second_wheel_has_no_file_that_is_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(wheel, "BUILD", tmp_path)
+    folder = tmp_path / "packing_ops-1"
+
+    def unpack(*names):
+        with tarfile.open(tmp_path / "packing_ops-1.tar.gz", "w:gz") as file:
+            for name in names:
+                file.addfile(tarfile.TarInfo(f"packing_ops-1/{name}"))
+        assert wheel.unpacked(tmp_path / "packing_ops-1.tar.gz") == folder
+
+    unpack("setup.py", "csrc/core/fault.cu", "csrc/ops/gone.cu", "packing_ops/gone.py")
+    (folder / "build" / "temp").mkdir(parents=True)
+    (folder / "build" / "temp" / "fault.o").touch()
+    unpack("setup.py", "csrc/core/fault.cu")
+    found = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    assert found == ["build/temp/fault.o", "csrc/core/fault.cu", "setup.py"]
 
 
 def test_an_object_is_as_old_as_its_newest_header(tmp_path):
