@@ -8,6 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
 
@@ -24,6 +25,7 @@ from tools.find_cuda import (  # noqa: E402
     visible_archs,
     with_hopper_features,
 )
+from tools.units import longest_first, units  # noqa: E402
 
 # Sources that we may only read are built elsewhere.
 BUILD = ROOT / "build" if os.access(ROOT, os.W_OK) else Path(tempfile.mkdtemp(prefix="packing_ops-"))
@@ -57,14 +59,6 @@ def sources(*suffixes):
     return sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*") if p.suffix in suffixes)
 
 
-def drop_stale_cuda_objects():
-    """A CPU build of torch writes ninja rules that do not see the headers of .cu files: tools/nvcc.py lists them."""
-    for folder in ROOT.glob("build/temp.*"):
-        for built in (folder / Path(source).with_suffix(".o") for source in sources(".cu")):
-            if built.exists() and checks.is_older_than_its_headers(built, folder):
-                built.unlink()
-
-
 class CleanBuild(build_py):
     """Without the modules of builds before, which may be gone since."""
 
@@ -75,6 +69,10 @@ class CleanBuild(build_py):
 
 def with_progress(build_extension):
     class Build(build_extension):
+        def swig_sources(self, files, module):
+            """setuptools has sorted them by name. Here, so that a source archive lists the files themselves."""
+            return longest_first(units(files, ROOT, BUILD / "units"), ROOT)
+
         def build_extensions(self):
             try:
                 start = time.monotonic()
@@ -100,7 +98,7 @@ def extension():
     home = find_cuda_home()
     define, library_dirs, include_dirs = [], [], [str(ROOT / "csrc")]
     libraries = ["dl"]  # of libc itself from glibc 2.34 on
-    cxx, nvcc, files = list(CXX_FLAGS), list(NVCC_FLAGS), sorted(sources(".cpp"), key=os.path.getsize, reverse=True)
+    cxx, nvcc, files = list(CXX_FLAGS), list(NVCC_FLAGS), sources(".cpp")
     if os.environ.get("PACKING_OPS_NAMESPACE"):  # of a Hub kernel; the CUDA half does not know it
         cxx += [f"-DPACKING_OPS_NAMESPACE={os.environ['PACKING_OPS_NAMESPACE']}"]
     if cuda_wanted(torch, home):
@@ -108,14 +106,13 @@ def extension():
         archs = os.environ["TORCH_CUDA_ARCH_LIST"] = with_hopper_features(archs)
         cpp_extension.CUDA_HOME = str(home)  # a CPU build of torch leaves it None
         if torch.version.cuda is None:
-            drop_stale_cuda_objects()
+            checks.drop_stale_cuda_objects(ROOT, sources(".cu"))
         define += [f'-DPACKING_OPS_WITH_CUDA="{cuda_version(home)}"', f'-DPACKING_OPS_CUDA_ARCHS="{archs}"']
         define += ["-DPACKING_OPS_SM90"] if "9.0a" in archs.split(";") else []
         nvcc_of_each_file(home)
         dims = checks.head_dims()
         define += [f'-DPACKING_OPS_HEAD_DIMS="{" ".join(map(str, dims))}"'] if dims != checks.HEAD_DIMS else []
-        kernels = [file for file in sources(".cu") if checks.is_asked(file, dims)]
-        files = sorted(kernels, key=os.path.getsize, reverse=True) + files  # the long ones first
+        files += [file for file in sources(".cu") if checks.is_asked(file, dims)]
         include_dirs += [str(home / "include"), str(home / "include" / "cccl")]
         library_dirs = [str(home / d) for d in ("lib64", "lib", "targets/x86_64-linux/lib")]
         libraries = ["cudart_static", *libraries, "rt", "pthread"]
@@ -133,6 +130,7 @@ def extension():
 
 
 if __name__ == "__main__":  # also where pip runs it
+    checks.check_setuptools(setuptools.__version__)
     elsewhere = {"egg_info": {"egg_base": str(BUILD)}, "build": {"build_base": str(BUILD)}}
     options = {} if BUILD == ROOT / "build" else elsewhere
     if not sys.platform.startswith("linux"):

@@ -15,7 +15,8 @@ OLDEST_TORCH = (2, 10)
 HEAD_DIMS = (64, 96, 128, 192, 256, 512)
 NO_TORCH = """packing_ops builds against the torch that you train with, and no torch was found here.
   no torch yet:  install it first, then `pip install .`
-  uv:            uv pip install --no-build-isolation .   (uv builds in an environment of its own)"""
+  uv:            uv pip install "setuptools>=77" ninja, then uv pip install --no-build-isolation .
+                 (without the option uv builds in an environment of its own, which has no torch)"""
 PROBE = "#include <bit>\n#include <concepts>\n#include <span>\nint main() { return std::popcount(0u); }\n"
 
 
@@ -38,6 +39,12 @@ def check_python() -> None:
             f"packing_ops: expected a Python with the global interpreter lock, got a free-threaded {sys.version.split()[0]}, "
             "which takes no abi3 library"
         )
+
+
+def check_setuptools(version: str) -> None:
+    """Without build isolation it is the environment's own; an older one does not know the licence as pyproject.toml has it."""
+    if int(version.partition(".")[0]) < 77:
+        sys.exit(f'packing_ops: expected setuptools 77 or later, got {version}; pip install "setuptools>=77"')
 
 
 def check_torch(torch) -> None:
@@ -105,6 +112,14 @@ def is_older_than_its_headers(built: Path, folder: Path) -> bool:
     names = re.split(r"(?:\\\n|(?<!\\)\s)+", listed.read_text().partition(":")[2].strip())
     headers = [folder / name.replace("\\ ", " ") for name in names]
     return not all(header.exists() and header.stat().st_mtime <= built.stat().st_mtime for header in headers)
+
+
+def drop_stale_cuda_objects(root: Path, sources: list[str]) -> None:
+    """A CPU build of torch writes ninja rules that do not see the headers of .cu files: tools/nvcc.py lists them."""
+    for folder in root.glob("build/temp.*"):
+        for built in (folder / Path(source).with_suffix(".o") for source in sources):
+            if built.exists() and is_older_than_its_headers(built, folder):
+                built.unlink()
 
 
 @contextlib.contextmanager

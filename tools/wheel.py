@@ -34,6 +34,18 @@ def run(*command, cwd: Path = ROOT, **variables) -> None:
         sys.exit(f"tools/wheel.py: {' '.join(map(str, command))}: exit code {done.returncode}")
 
 
+def unpacked(archive: Path) -> Path:
+    """In BUILD, without the files of an archive before, which setup.py would find; what was built stays."""
+    folder = BUILD / archive.name.removesuffix(".tar.gz")
+    with tarfile.open(archive) as file:
+        file.extractall(BUILD, filter="data")
+        held = {BUILD / name for name in file.getnames()}
+    for path in folder.rglob("*"):
+        if path.is_file() and path not in held and path.relative_to(folder).parts[0] != "build":
+            path.unlink()
+    return folder
+
+
 def sources() -> Path:
     """The source archive, made and unpacked; files that have not changed keep their times."""
     BUILD.mkdir(parents=True, exist_ok=True)
@@ -41,9 +53,7 @@ def sources() -> Path:
         old.unlink()
     run(sys.executable, "setup.py", "-q", "sdist", "-d", BUILD)
     (archive,) = BUILD.glob("*.tar.gz")
-    with tarfile.open(archive) as file:
-        file.extractall(BUILD, filter="data")
-    return BUILD / archive.name.removesuffix(".tar.gz")
+    return unpacked(archive)
 
 
 def built(folder: Path, archs: str) -> Path:

@@ -12,8 +12,10 @@
 #define PACKING_OPS_REGISTER_CUDA(register_ops)
 #endif
 
-// The head of a function in namespace packing_ops, whose body has an m.impl("op", TORCH_BOX(&op)) for each op.
-#define PACKING_OPS_REGISTER(m)                                      \
+// The head of a function in namespace packing_ops, whose body has an m.impl("op", TORCH_BOX(&op)) for each op. Its name
+// has a number: several bind files may be compiled as one (tools/units.py).
+#define PACKING_OPS_REGISTER(m) PACKING_OPS_REGISTER_BY(C10_CONCATENATE(register_ops_, C10_UID), m)
+#define PACKING_OPS_REGISTER_BY(register_ops, m)                     \
   static void register_ops(torch::stable::detail::StableLibrary& m); \
   PACKING_OPS_LIBRARY_IMPL(PACKING_OPS_NAMESPACE, CPU, library) {    \
     register_ops(library);                                           \

@@ -1,15 +1,15 @@
 """The tools of the released wheel: for which GPUs each file is compiled, the toolkit, what stands in the way of a build."""
 
 import os
-import shutil
 import subprocess
 import sys
+import tarfile
 from types import SimpleNamespace
 
 import pytest
 from helpers import ROOT
 
-from tools import build_checks, cuda12, generate_instances
+from tools import build_checks, cuda12, generate_instances, wheel
 from tools.nvcc import SHARED_MEMORY, callers, gencodes, wanted
 
 # Every instance that a GPU calls, as tiles.h and tiles.cu choose.
@@ -144,6 +144,24 @@ def test_images_that_nvcc_does_not_know_are_assembled_from_ptx(tmp_path):
     assert not list(tmp_path.glob("tmp.*")), "what was assembled is removed"
 
 
+def test_a_second_wheel_has_no_file_that_is_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(wheel, "BUILD", tmp_path)
+    folder = tmp_path / "packing_ops-1"
+
+    def unpack(*names):
+        with tarfile.open(tmp_path / "packing_ops-1.tar.gz", "w:gz") as file:
+            for name in names:
+                file.addfile(tarfile.TarInfo(f"packing_ops-1/{name}"))
+        assert wheel.unpacked(tmp_path / "packing_ops-1.tar.gz") == folder
+
+    unpack("setup.py", "csrc/core/fault.cu", "csrc/ops/gone.cu", "packing_ops/gone.py")
+    (folder / "build" / "temp").mkdir(parents=True)
+    (folder / "build" / "temp" / "fault.o").touch()
+    unpack("setup.py", "csrc/core/fault.cu")
+    found = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    assert found == ["build/temp/fault.o", "csrc/core/fault.cu", "setup.py"]
+
+
 def test_an_object_is_as_old_as_its_newest_header(tmp_path):
     """What a compiler lists: its own paths, and those that ccache makes relative; spaces and line ends behind backslashes."""
     folder, header, source, other = (tmp_path / name for name in ("temp", "a header.h", "x.cu", "other.h"))
@@ -252,24 +270,3 @@ with one_build_at_a_time(Path({str(tmp_path)!r})):
     assert second.stdout.readline() == f"packing_ops: waiting for another build in {tmp_path}\n"
     first.communicate("")
     assert second.communicate("")[0] == "in\n"
-
-
-def test_sources_that_cannot_be_written_are_built_elsewhere(tmp_path):
-    """No permission stops root, so the process is told that it may not write."""
-    sources = tmp_path / "sources"
-    sources.mkdir()
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, sources)
-    for name in ("tools", "packing_ops"):
-        shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    before = sorted(sources.rglob("*"))
-    code = """
-import os, runpy, sys
-os.access = lambda *_: False
-sys.argv = ["setup.py", "-q", "egg_info"]
-runpy.run_path("setup.py", run_name="__main__")
-"""
-    variables = os.environ | {"TMPDIR": str(tmp_path)}
-    subprocess.run([sys.executable, "-B", "-c", code], cwd=sources, env=variables, check=True, capture_output=True)
-    assert sorted(sources.rglob("*")) == before
-    assert list(tmp_path.glob("packing_ops-*/packing_ops.egg-info/SOURCES.txt"))
