@@ -112,7 +112,7 @@ def test_documents_keep_their_bits(heads, dim):
 
 @pytest.mark.parametrize(
     ("heads", "dim", "ahead"),
-    [((3, 1), 128, None), ((4, 1), 64, None), ((3, 1), 64, 0.05), ((5, 1), 128, 0.05), ((5, 1), 256, 0.05)],
+    [((3, 1), 128, None), ((4, 1), 64, None), ((3, 1), 64, 0.05), ((5, 1), 128, 0.05), ((3, 1), 256, 0.05)],
     ids=str,
 )
 def test_gradients_keep_their_bits(heads, dim, ahead):
