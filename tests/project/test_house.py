@@ -153,7 +153,6 @@ STATE = {
     "integrations.transformers.model_call._habits",  # of classes
     "integrations.transformers.class_patch._class_patches",  # apply_packing_ops, revert_packing_ops
     "integrations.transformers.rope_functions.PATCHES",  # the same
-    "integrations.transformers.stateful_ways._ways",  # of classes
     "integrations.trl.packing._applied",  # patch_pack_dataset, unpatch_pack_dataset
 }
 COUNTERS = {"_batch_cache._forgotten"}

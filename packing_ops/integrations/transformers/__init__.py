@@ -12,7 +12,8 @@ attn_implementation="packing_ops":
     served.py               Which calls varlen attention serves; fallback.py: SDPA, for those that it does not.
     stateful_layers.py      Layers that carry a state along the sequence: each document from a state of its own;
                             stateful_kinds.py: which layers; stateful_ways.py, stateful_rows.py: how; stateful_probe.py: layers
-                            that the call of their model cannot show.
+                            that the call of their model cannot show; stateful_forwards.py: in place of their forward;
+                            stateful_arguments.py: what they are given and return.
     kv_cache.py             Refuses a KV cache that holds several documents in a row.
 apply_packing_ops(model):
     patch.py                apply and revert; applied.py is what they say, model_info.py says what runs. class_patch.py

@@ -12,7 +12,7 @@ from packing_ops._arguments import check_cu_seqlens, int32_cu_seqlens
 from packing_ops._batch_cache import dense_cu_seqlens, kept_with
 from packing_ops._checks import checked_documents
 
-_FIRST = torch.iinfo(torch.int64).min
+_APART = 2**40  # more than positions differ, and times the slots of a batch an int64
 
 
 class BatchDocuments:
@@ -123,7 +123,7 @@ def _from_values(batch, seqlen, padding, position_ids):
         if position_ids is not None:
             positions = position_ids.expand(batch, seqlen).flatten().long()[slots].where(~after, every)
         first |= after & F.pad(~after[:-1], (1, 0), value=False)
-        cu_seqlens, count = _ops.cu_seqlens_from_position_ids(positions.masked_fill(first, _FIRST))
+        cu_seqlens, count = _ops.cu_seqlens_from_position_ids(positions - first.cumsum(0) * _APART)
     if compiling:
         return BatchDocuments(cu_seqlens, cu_seqlens, indices, holes=True)
     total, count, has_holes = torch.stack([totals[0], count[0], holes.to(totals.dtype)]).tolist()
@@ -133,8 +133,9 @@ def _from_values(batch, seqlen, padding, position_ids):
 
 
 def _row_starts(position_ids):
-    """position_ids with the first of each row so small that a document starts there."""
-    return torch.cat([torch.full_like(position_ids[:, :1], _FIRST, dtype=torch.int64), position_ids[:, 1:].long()], 1)
+    """position_ids, those of each row so much smaller than the row's before that a document starts there."""
+    rows = torch.arange(position_ids.shape[0], device=position_ids.device)
+    return position_ids.long() - rows[:, None] * _APART
 
 
 # --- explicit cu_seqlens ---

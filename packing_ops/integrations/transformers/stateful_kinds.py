@@ -19,11 +19,12 @@ _STATE = re.compile(
     r"causal_conv1d|conv_state|ssm_state|recurrent_state|rnn_state|linear_cache|_scan\(|time_shift|linear_attention\("
     r"|delta_rule|delta_attention|mlstm|wkv"
 )
-# Classes: tried, and with a state; tried, and without; not to be tried alone; with attention or a state inside of them.
-learned: "weakref.WeakSet[type]" = weakref.WeakSet()
-by_themselves: "weakref.WeakSet[type]" = weakref.WeakSet()
-not_settled: "weakref.WeakSet[type]" = weakref.WeakSet()
-_parting: "weakref.WeakSet[type]" = weakref.WeakSet()
+# Layers: tried, and with a state; tried, and without; not to be tried alone; with attention or a state inside. Not
+# classes: of two layers of one, a flag may give a state to the second.
+learned: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()
+by_themselves: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()
+not_settled: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()
+_parting: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()
 
 
 @functools.cache
@@ -55,7 +56,7 @@ def _reads_neighbours(module) -> bool:
 
 def is_stateful(module) -> bool:
     cls = type(module)
-    return _has_recurrent_code(cls) or cls in learned or any(map(_reads_neighbours, module._modules.values()))
+    return _has_recurrent_code(cls) or module in learned or any(map(_reads_neighbours, module._modules.values()))
 
 
 def stateful_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -64,7 +65,7 @@ def stateful_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     for child in model._modules.values():
         if child is None:
             continue
-        if _has_recurrent_code(type(child)) or type(child) in learned:
+        if _has_recurrent_code(type(child)) or child in learned:
             inside = stateful_layers(child)
             # A layer that only passes the state of what is inside of it on, as decoder layers do with their cache.
             holds = any(map(_reads_neighbours, child._modules.values())) or not inside
@@ -77,7 +78,7 @@ def stateful_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def untried(module, of_text: bool = True, compiled: bool = False) -> list[tuple[torch.nn.Module, bool, bool]]:
-    """The outermost modules of classes whose code says nothing of a state, and which were not tried yet; each with whether
+    """The outermost modules whose code says nothing of a state, and which were not tried yet; each with whether
     it stands beside attention in a model of text, and not around an image, and whether it or one around it is compiled."""
     found = []
     if isinstance(module, PreTrainedModel):
@@ -85,10 +86,10 @@ def untried(module, of_text: bool = True, compiled: bool = False) -> list[tuple[
     beside = of_text and not isinstance(module, PreTrainedModel) and not type(module).__module__.startswith("torch.")
     for child in module._modules.values():
         cls = type(child)
-        if child is None or calls_interface(cls) or is_stateful(child) or cls in by_themselves:
+        if child is None or child in by_themselves or calls_interface(cls) or is_stateful(child):
             continue
-        if cls in _parting or _parts_it(child):
-            _parting.add(cls)
+        if child in _parting or _parts_it(child):
+            _parting.add(child)
             found += untried(child, of_text, compiled or child._compiled_call_impl is not None)
         else:
             found.append((child, beside, compiled or child._compiled_call_impl is not None))
@@ -117,6 +118,11 @@ def calls_interface(cls: type) -> bool:
     return not issubclass(cls, PreTrainedModel) and bool(
         re.search(r"attention_interface\(|ALL_ATTENTION_FUNCTIONS", source_of(cls))
     )
+
+
+def of_transformers(layer) -> bool:
+    """Its class is tried by the tests."""
+    return type(layer).__module__.startswith("transformers.")
 
 
 def class_name(layer) -> str:

@@ -14,23 +14,22 @@ import weakref
 import torch
 
 from packing_ops._arguments import int32_cu_seqlens
-from packing_ops._batch_cache import kept_with
 from packing_ops.integrations._patching import WeakPartial
-from packing_ops.integrations.transformers import running
 from packing_ops.integrations.transformers.document_checks import is_tensor, refuse_where, several_in
 from packing_ops.integrations.transformers.documents import BatchDocuments, as_bool, find_documents
+from packing_ops.integrations.transformers.stateful_forwards import checkpoint, forward, put_back, tried
 from packing_ops.integrations.transformers.stateful_kinds import (
     by_themselves,
     calls_attention_inside,
     class_name,
     learned,
     module_of,
+    of_transformers,
     stateful_layers,
     untried,
 )
 from packing_ops.integrations.transformers.stateful_probe import settle
-from packing_ops.integrations.transformers.stateful_rows import CACHES, Documents, by_name, hidden_of, in_rows
-from packing_ops.integrations.transformers.stateful_ways import BOUNDARIES, BY_ITSELF, TOLD, boundaries, way_of
+from packing_ops.integrations.transformers.stateful_rows import CACHES
 
 # Where models and torch's checkpoint_wrapper keep the function that checkpoints a layer.
 _CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
@@ -122,122 +121,42 @@ def prepare(model, in_graph: bool = False, padded: bool = False) -> tuple[bool |
     Their forward is ours from now on, until revert, or until they were tried and have none. Rows without padding are
     enough to try layers by, and are looked at by attention too; else they are called by themselves first.
     """
-    unknown, tried = "", untried(model)
-    for layer, beside, compiled in tried:
+    unknown, unknown_layers = "", untried(model)
+    for layer, beside, compiled in unknown_layers:
         alone = in_graph or compiled
-        if not (alone or padded) or type(layer).__module__.startswith("transformers."):
-            continue  # those of transformers are all tried by the tests
+        if not (alone or padded) or of_transformers(layer):
+            continue
         if not settle(layer, getattr(model.config, "hidden_size", None)) and alone and beside:
             unknown = class_name(layer)
     stateful = stateful_layers(model)
-    layers = [(_forward, layer) for layer in stateful]
+    layers = [(forward, layer) for layer in stateful]
     # A forward of its own for each layer inside what is compiled would be a graph for each.
-    of_model = [layer for layer, _, compiled in tried if not (in_graph or compiled)]
-    layers += [(_tried, layer) for layer in of_model if _is_to_be_tried(type(layer), padded)]
+    of_model = [layer for layer, _, compiled in unknown_layers if not (in_graph or compiled)]
+    layers += [(tried, layer) for layer in of_model if _is_to_be_tried(layer, padded)]
     for ours, layer in layers:
         stock = layer.__dict__.get("forward")
-        if getattr(stock, "func", None) is _tried:
+        if getattr(stock, "func", None) is tried:
             stock = stock.args[0]
-        if getattr(stock, "func", None) is not _forward:
+        if getattr(stock, "func", None) is not forward:
             layer.__dict__["forward"] = WeakPartial(ours, layer, stock)
         _prepared.add(layer)
     for module in model.modules() if layers else ():
         for name in _CHECKPOINTS:
             stock = module.__dict__.get(name)
-            if stock is not None and getattr(stock, "func", None) is not _checkpoint:
-                module.__dict__[name] = functools.partial(_checkpoint, stock)
+            if stock is not None and getattr(stock, "func", None) is not checkpoint:
+                module.__dict__[name] = functools.partial(checkpoint, stock)
                 _prepared.add(module)
     return (bool(stateful) if layers else None), unknown
 
 
-def _is_to_be_tried(cls, padded) -> bool:
-    return not (cls in by_themselves or cls in learned or (padded and cls.__module__.startswith("transformers.")))
+def _is_to_be_tried(layer, padded) -> bool:
+    return not (layer in by_themselves or layer in learned or (padded and of_transformers(layer)))
 
 
 def revert(model=None) -> None:
     """Put back what prepare replaced, in one model or in all."""
     for module in list(_prepared) if model is None else [each for each in model.modules() if each in _prepared]:
-        _put_back(module, "forward", (_forward, _tried))
+        put_back(module, "forward", (forward, tried))
         for name in _CHECKPOINTS:
-            _put_back(module, name, (_checkpoint,))
+            put_back(module, name, (checkpoint,))
         _prepared.discard(module)
-
-
-def _put_back(module, name, ours) -> None:
-    function = module.__dict__.get(name)
-    if getattr(function, "func", None) in ours:
-        stock = function.args[0]
-        if stock is None:
-            del module.__dict__[name]
-        else:
-            module.__dict__[name] = stock
-
-
-def _checkpoint(stock, function, *args, **kwargs):
-    """The layer is run again in backward, when the model's call is over: it takes the documents along."""
-    seq_idx = _current_seq_idx()
-    if seq_idx is None or torch.compiler.is_compiling():
-        return stock(function, *args, **kwargs)
-    return stock(functools.partial(_with_documents, seq_idx, function), *args, **kwargs)
-
-
-def _with_documents(seq_idx, function, *args, **kwargs):
-    now = running.here()
-    before, now.seq_idx = now.seq_idx, seq_idx
-    try:
-        return function(*args, **kwargs)
-    finally:
-        now.seq_idx = before
-
-
-def _current_seq_idx():
-    now = running.here()
-    call = now.call or running.traced.call
-    return now.seq_idx if call is None or now.seq_idx is not None else call.seq_idx
-
-
-def _forward(layer, stock, *args, **kwargs):
-    """In place of the forward of a layer with a state."""
-    seq_idx = _current_seq_idx()
-    run = functools.partial(type(layer).forward, layer) if stock is None else stock
-    if seq_idx is None:
-        return run(*args, **kwargs)
-    return _apart(layer, run, seq_idx, args, kwargs)
-
-
-def _tried(layer, stock, *args, **kwargs):
-    """In place of the forward of a layer that may have a state: the first packed row shows it."""
-    seq_idx = _current_seq_idx()
-    run = functools.partial(type(layer).forward, layer) if stock is None else stock
-    if seq_idx is None or torch.compiler.is_compiling():
-        return run(*args, **kwargs)
-    try:
-        return _apart(layer, run, seq_idx, args, kwargs)
-    finally:
-        _put_back(layer, "forward", (_tried,))
-        if type(layer) in learned:
-            layer.__dict__["forward"] = WeakPartial(_forward, layer, stock)
-
-
-@torch.compiler.disable(reason="packing_ops: how many documents a row has is known when the layer runs")
-def _apart(layer, run, seq_idx, args, kwargs):
-    run, named = by_name(layer, run, args, kwargs)
-    hidden = hidden_of(named.values())
-    if hidden is None or hidden.shape[:2] != seq_idx.shape:
-        return run(**named)  # another sequence: of images or audio
-    seq_idx = seq_idx.to(hidden.device)
-    documents = kept_with([seq_idx], ("documents of layers with a state",), lambda: Documents(seq_idx))
-    if not documents.several:
-        return run(**named)
-    way = way_of(layer, run, named, documents, seq_idx.shape)
-    if way == BY_ITSELF:
-        by_themselves.add(type(layer))
-        return run(**named)
-    call = running.here().call
-    while call is not None and call.seq_idx is not None and not call.has_attention and not call.mixes:
-        call.used = call.numbers_used = True
-        call = call.outer
-    named = {name: value for name, value in named.items() if name not in BOUNDARIES}
-    if seq_idx.shape[0] == 1 and not documents.padded and way == TOLD:
-        return run(**named, **boundaries(layer, seq_idx, documents.cu_seqlens))
-    return in_rows(run, named, documents, seq_idx.shape)

@@ -5,11 +5,14 @@ numbers, with weights that are numbers too: none of the layer's are read, gather
 """
 
 import contextlib
+import functools
 import inspect
 
 import torch
 from torch.nn.utils.stateless import _reparametrize_module
 
+from packing_ops.integrations._patching import WeakPartial
+from packing_ops.integrations.transformers.stateful_arguments import ROWS, differ, token_tensors
 from packing_ops.integrations.transformers.stateful_kinds import by_themselves, learned, not_settled
 from packing_ops.integrations.transformers.trial import attempt, numbers, quiet
 
@@ -19,51 +22,50 @@ _CLOSE = 1e-3  # of the norm, in float32
 
 @torch.compiler.disable
 def settle(layer: torch.nn.Module, hidden_size: int | None) -> bool:
-    """Puts the class of a layer among ``learned`` or ``by_themselves``; False where the call cannot be made: it takes more
+    """Puts a layer among ``learned`` or ``by_themselves``; False where the call cannot be made: it takes more
     than hidden states and position_ids, or a mask."""
-    cls = type(layer)
-    if cls in learned or cls in by_themselves or cls in not_settled:
-        return cls not in not_settled
+    if layer in learned or layer in by_themselves or layer in not_settled:
+        return layer not in not_settled
     widths = [hidden_size, *(each.shape[-1] for each in layer.parameters() if each.dim())]
     for width in [each for each in dict.fromkeys(widths) if each][:4]:
         mixes = _mixes(layer, width)
         if mixes is not None:
-            (learned if mixes else by_themselves).add(cls)
+            (learned if mixes else by_themselves).add(layer)
             return True
-    not_settled.add(cls)
+    not_settled.add(layer)
     return False
 
 
 def _mixes(layer, width) -> bool | None:
     """Whether other tokens change the results of those after them; None where it does not run."""
-    needed = [
-        name
-        for name, each in inspect.signature(type(layer).forward).parameters.items()
-        if each.default is inspect.Parameter.empty and each.kind < 2
-    ][1:]
-    if not needed or any("mask" in name for name in inspect.signature(type(layer).forward).parameters):
+    run = _forward_of(layer)
+    parameters = list(inspect.signature(run).parameters.values())
+    needed = [each.name for each in parameters if each.default is inspect.Parameter.empty and each.kind < 2]
+    if any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters):
+        needed = needed or ["*"]
+    if not needed or any("mask" in each.name for each in parameters):
         return None  # attention of its own, which reads the masks of all documents
     device = next((each.device for each in (*layer.parameters(), *layer.buffers())), torch.device("cpu"))
     device = torch.device("cpu") if device.type == "meta" else device
-    run = type(layer).forward
     with quiet(), _in_evaluation(layer), _reparametrize_module(layer, _tensors_of(layer, device)):
-        x = numbers(1, TOKENS, width)
-        other = torch.cat([numbers(1, BOUNDARY, width, start=3.0), x[:, BOUNDARY:]], 1)
-        more = [torch.arange(TOKENS, device="cpu")[None] if name == "position_ids" else x for name in needed[1:]]
-        more = [each.to(device) for each in more]
-        found = [_first(attempt(run, layer, each.to(device), *more)) for each in (x, other)]
-    if not all(each is not None and each.shape[:2] == (1, TOKENS) and bool(each.isfinite().all()) for each in found):
-        return None
-    first, second = (each[0, BOUNDARY:].float().flatten(1) for each in found)
-    norms = first.norm(dim=-1)
-    return bool(((first - second).norm(dim=-1) > _CLOSE * torch.maximum(norms, 0.01 * norms.mean())).any())
+        positions = torch.arange(TOKENS, device="cpu")[None]
+        given = [numbers(1, TOKENS, width, start=float(place)) for place in range(len(needed))]
+        others = [torch.cat([numbers(1, BOUNDARY, width, start=3.5), each[:, BOUNDARY:]], 1) for each in given]
+        calls = [
+            [(positions if name == "position_ids" else x).to(device) for name, x in zip(needed, each, strict=True)]
+            for each in (given, others)
+        ]
+        found = [token_tensors(attempt(run, *each), (1, TOKENS), ROWS) for each in calls]
+        if not all(bool(each.isfinite().all()) for tensors in found for each in tensors):
+            return None
+        return differ(*found, positions >= BOUNDARY, _CLOSE)
 
 
-def _first(result) -> torch.Tensor | None:
-    result = result[0] if isinstance(result, tuple | list) and result else result
-    if not isinstance(result, torch.Tensor) or result.dim() < 2:
-        return None
-    return torch.view_as_real(result) if result.is_complex() else result
+def _forward_of(layer):
+    """The stock one, also of an instance that has one of its own: below ours, and below accelerate's hooks."""
+    forward = vars(layer).get("_old_forward", vars(layer).get("forward"))
+    forward = forward.args[0] if isinstance(forward, WeakPartial) else forward
+    return functools.partial(type(layer).forward, layer) if forward is None else forward
 
 
 def _tensors_of(layer, device) -> dict[str, torch.Tensor]:

@@ -5,8 +5,10 @@ import inspect
 
 import torch
 
+from packing_ops.integrations.transformers.stateful_arguments import leaves, mapped, of_result, of_tokens
+
 CACHES = frozenset(("past_key_values", "past_key_value", "cache_params", "cache", "state"))
-TRIED = 16  # tokens on each side of a boundary between documents
+TRIED = 64  # tokens on each side of a boundary between documents
 
 
 class Documents:
@@ -14,6 +16,7 @@ class Documents:
 
     several: whether a row has several. padded: whether some slots are in none.
     cu_seqlens: int32 ``[documents + 1]``.
+    in_turn: two bool ``[batch, seqlen]``, of the tokens of every second document, and of the others.
     around, boundary: int64 ``[1, tokens]``, slots around the first boundary inside a row, and the place of it in them.
     batches: [int64 ``[documents, length]``, slots of the flat batch; after its end a document repeats its last one].
     order: int64 ``[batch * seqlen]``: where each slot is among the tokens of all batches, one after the other; the
@@ -27,6 +30,7 @@ class Documents:
         rows = slots // max(seq_idx.shape[1], 1)
         self.several = len(lengths) > len(rows.unique())
         self.padded = len(slots) < len(flat)
+        self.in_turn = seq_idx % 2 == 1, (seq_idx >= 0) & (seq_idx % 2 == 0)
         ends = lengths.cumsum(0)
         self.cu_seqlens = torch.cat([ends.new_zeros(1), ends]).int().to(device)
         self.around, self.boundary = None, 0
@@ -74,57 +78,56 @@ def _in_order(run, order, **named):
     return run(*places, **named)
 
 
-def hidden_of(values):
-    """The first of a layer's arguments that may be hidden states."""
-    return next((each for each in values if isinstance(each, torch.Tensor) and each.is_floating_point()), None)
-
-
-def in_rows(run, named, documents, shape):
-    results = [
-        run(**{name: rows_of(name, value, slots, shape) for name, value in named.items()})
-        for slots in documents.batches
-    ]
-    return _joined(results, documents, shape)
-
-
-def rows_of(name, value, slots, shape):
-    """An argument of a layer for one batch of documents."""
-    if name in CACHES:
-        return None
-    if name == "use_cache":
-        return False
-    if isinstance(value, tuple | list):
-        parts = [rows_of("", each, slots, shape) for each in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if not isinstance(value, torch.Tensor):
-        return value if _is_plain(value) else None
-    if value.dim() < 2 or value.shape[1] != shape[1] or value.shape[0] not in (1, shape[0]):
-        return None if name == "attention_mask" else value
-    flat = value.expand(shape[0], *value.shape[1:]).flatten(0, 1)
-    return flat.index_select(0, slots.flatten()).unflatten(0, slots.shape)
-
-
-def is_mask(value):
-    if isinstance(value, dict):
-        return any(map(is_mask, value.values()))
-    return not _is_plain(value) or (isinstance(value, torch.Tensor) and value.dim() == 4)
-
-
-def _is_plain(value):
-    """Not a mask of all documents, which the rows do not have."""
-    return value is None or isinstance(value, bool | int | float | str | dict | torch.Tensor)
-
-
-def _joined(results, documents, shape):
-    first = results[0]
-    if isinstance(first, tuple | list):
-        return type(first)(_joined(list(parts), documents, shape) for parts in zip(*results, strict=True))
+def in_rows(run, named, documents, shape, layout):
     batches = documents.batches
-    if not isinstance(first, torch.Tensor) or any(
-        each.shape[:2] != slots.shape for each, slots in zip(results, batches, strict=True)
-    ):
+    if not layout.of_rows:  # one document in each
+        batches = [row for batch in batches for row in batch.split(1)]
+    results = [run(**rows_of(named, slots, shape, layout)) for slots in batches]
+    joined = iter(
+        [_joined(parts, batches, documents, shape, layout) for parts in zip(*map(leaves, results), strict=True)]
+    )
+    return mapped(lambda *_: next(joined), results[0])
+
+
+def rows_of(named, slots, shape, layout):
+    """A layer's arguments for one batch of documents."""
+
+    def rows(name, value):
+        if name == "use_cache":
+            return False
+        found = of_tokens(value, shape, layout)
+        if found is None:
+            return None if _is_of_all_documents(name, value) else value
+        tokens = found.tokens(value, *shape).flatten(0, 1)
+        return found.back(tokens.index_select(0, slots.flatten()).unflatten(0, slots.shape))
+
+    return {name: None if name in CACHES else mapped(rows, value, name) for name, value in named.items()}
+
+
+def has_masks(named) -> bool:
+    """Whether it is given masks of all documents, or a cache, which the rows do not have."""
+    found = []
+    mapped(lambda name, leaf: found.append(_is_of_all_documents(name, leaf)) or leaf, named)
+    return any(found)
+
+
+def _is_of_all_documents(name, value) -> bool:
+    """A mask, or a cache."""
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 4 or (name == "attention_mask" and value.dim() > 2)
+    return hasattr(value, "get_seq_length") or type(value).__module__.startswith(
+        ("packing_ops.", "torch.nn.attention.")
+    )
+
+
+def _joined(parts, batches, documents, shape, layout):
+    layouts = [of_result(each, slots.shape, layout) for each, slots in zip(parts, batches, strict=True)]
+    if None in layouts:
         return None  # a state
-    tokens = [each.flatten(0, 1) for each in results]
+    tokens = [
+        found.tokens(each, *slots.shape).flatten(0, 1)
+        for each, slots, found in zip(parts, batches, layouts, strict=True)
+    ]
     if documents.padded:
         tokens.append(tokens[0].new_zeros(1, *tokens[0].shape[1:]))
-    return torch.cat(tokens).index_select(0, documents.order).unflatten(0, shape)
+    return layouts[0].back(torch.cat(tokens).index_select(0, documents.order).unflatten(0, shape))

@@ -1,76 +1,101 @@
-"""How a layer that carries a state keeps documents apart, tried once for its class; see stateful_layers."""
+"""How a layer that carries a state keeps documents apart, tried once; see stateful_layers."""
 
 import contextlib
 import inspect
+import weakref
 
 import torch
 
+from packing_ops.integrations.transformers import running
+from packing_ops.integrations.transformers.stateful_arguments import (
+    copied,
+    differ,
+    token_tensors,
+    width_of,
+    with_others,
+)
 from packing_ops.integrations.transformers.stateful_kinds import (
     calls_attention_inside,
     class_name,
     is_stateful,
     learned,
+    of_transformers,
 )
 from packing_ops.integrations.transformers.stateful_probe import settle
-from packing_ops.integrations.transformers.stateful_rows import hidden_of, is_mask, rows_of
+from packing_ops.integrations.transformers.stateful_rows import has_masks, rows_of
 
 BOUNDARIES = frozenset(("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))
 _CLOSE = 0.05  # of the norm: rounding is far below, what other tokens do is far above
-_ways: dict[tuple, str] = {}  # {(class, device type): how its documents are kept apart, or why they cannot be}
+# {layer: {device type: how its documents are kept apart, or why they cannot be}}
+_ways: "weakref.WeakKeyDictionary[torch.nn.Module, dict[str, str]]" = weakref.WeakKeyDictionary()
 
 
 _STATEFUL = "carries a state along the sequence and"
 _AS_ROWS, TOLD, BY_ITSELF = "as rows of a batch", "told by seq_idx and cu_seq_lens_q", "each token by itself"
 
 
-def way_of(layer, run, named, documents, shape):
-    """How documents are kept apart in layers of this class.
+def way_of(layer, run, named, documents, shape, layout):
+    """How documents are kept apart in this layer.
 
     Raises:
         ValueError: they cannot be.
     """
-    key = type(layer), documents.order.device.type
-    if key not in _ways:
+    ways, device = _ways.setdefault(layer, {}), documents.order.device.type
+    if device not in ways:
         named = {name: value for name, value in named.items() if name not in BOUNDARIES}
-        if is_stateful(layer):
-            with _without_dropout(layer):
-                _ways[key] = _tried_way(layer, run, named, documents, shape)
-        elif any(is_mask(value) for value in named.values()):
-            return BY_ITSELF  # attention of the model's own, which reads the masks of all documents
-        else:
-            _ways[key] = _learned_way(layer, run, named, documents, shape)
-    if _ways[key] not in (_AS_ROWS, TOLD, BY_ITSELF):
+        with _without_dropout(layer):
+            reason = None if is_stateful(layer) else _learn(layer, run, named, documents, shape, layout)
+            if reason is None and is_stateful(layer):
+                reason = _tried_way(layer, run, named, documents, shape, layout)
+        ways[device] = reason or BY_ITSELF
+    if ways[device] not in (_AS_ROWS, TOLD, BY_ITSELF):
         raise ValueError(
-            f"position_ids: expected one document in each row, got several, and {class_name(layer)} {_ways[key]}; give each "
+            f"{_told_by()}: expected one document in each row, got several, and {class_name(layer)} {ways[device]}; give each "
             "document a row of its own (no packing, padding on the right)"
         )
-    return _ways[key]
+    return ways[device]
 
 
-def _learned_way(layer, run, named, documents, shape):
-    """Of a layer whose code says nothing."""
-    with _without_dropout(layer), _without_hooks(layer):
-        mixes = _mixes(layer, run, named, documents, shape)
-        if mixes:
-            learned.add(type(layer))
-            return _tried_way(layer, run, named, documents, shape)
-    if mixes is None and _is_sharded(layer):
-        if not settle(layer, None):
-            return "cannot be tried where its weights are on other ranks"
-        if type(layer) in learned:
-            with _without_dropout(layer):
-                return _tried_way(layer, run, named, documents, shape)
-    return BY_ITSELF
+def _learn(layer, run, named, documents, shape, layout) -> str | None:
+    """Puts a layer whose code says nothing among ``learned`` if it has a state; why it cannot be tried."""
+    with _without_hooks(layer):
+        mixes = _mixes(run, named, documents, shape, layout)
+    if mixes:
+        learned.add(layer)
+    elif of_transformers(layer) and not _is_sharded(layer):
+        return None  # by tests, with other weights: those here may let nothing through yet
+    elif not settle(layer, width_of(named, shape, layout)) and mixes is None and _is_sharded(layer):
+        return "cannot be tried where its weights are on other ranks"
+    return None
 
 
 @torch.no_grad()
-def _mixes(layer, run, named, documents, shape) -> bool | None:
-    """Whether other tokens in the first document change the results of the second; None where it cannot be told."""
-    try:
-        given, others, _, after = _around(named, documents, shape)
-        return _differ(run(**given), run(**others[0]), after)
-    except (AttributeError, IndexError, RuntimeError, StopIteration, TypeError, ValueError):
-        return None  # no layer with one result for each token, or FSDP has its weights elsewhere
+def _mixes(run, named, documents, shape, layout) -> bool | None:
+    """Whether tokens of one document change the results of another; None where it cannot be told.
+
+    By the tokens around a boundary, or in a call as the model's own, with masks, where they are not enough.
+    """
+    for whole in (has_masks(named), True):
+        try:
+            if whole:
+                given, size, (where, after) = named, shape, documents.in_turn
+            else:
+                given, size, where, after = _around(named, documents, shape, layout)
+            others = with_others(given, size, layout, where)
+            found = [token_tensors(run(**copied(each, size, layout)), size, layout) for each in (others, given)]
+            if (differs := differ(*found, after, _CLOSE)) is not None:
+                return differs
+        except (AssertionError, AttributeError, LookupError, RuntimeError, StopIteration, TypeError, ValueError):
+            continue  # no layer with a result for each token, or FSDP has its weights elsewhere
+    return None
+
+
+def _told_by() -> str:
+    """The argument of the model's call that says where its documents are."""
+    call = running.here().call
+    if call is None or call.position_ids is not None:
+        return "position_ids"
+    return "attention_mask" if call.cu_seqlens is None else "cu_seq_lens_q"
 
 
 def _is_sharded(layer) -> bool:
@@ -79,34 +104,39 @@ def _is_sharded(layer) -> bool:
 
 
 @torch.no_grad()
-def _tried_way(layer, run, named, documents, shape):
+def _tried_way(layer, run, named, documents, shape, layout):
     """_AS_ROWS; TOLD where its kernels keep documents apart that they are told of; or why neither is possible."""
     if calls_attention_inside(layer):
         return f"{_STATEFUL} calls attention inside, whose documents are those of the whole batch"
-    given, others, before, after = _around(named, documents, shape)
-    if _differ(run(**given), run(**others[1]), before):
+    given, size, before, after = _around(named, documents, shape, layout)
+
+    def results(arguments, size, **told):
+        return token_tensors(run(**arguments, **told), size, layout)
+
+    wanted = results(given, size)
+    if differ(wanted, results(with_others(given, size, layout, after), size), before, _CLOSE):
         return f"{_STATEFUL} reads tokens ahead"
-    boundary, length = documents.boundary, documents.around.shape[1]
-    second = {name: rows_of(name, value, documents.around[:, boundary:], shape) for name, value in named.items()}
-    seq_idx = (torch.arange(length, device=after.device) >= boundary).int()[None]
+    others = with_others(given, size, layout, before)
+    if not differ(wanted, results(others, size), after, _CLOSE):
+        return _AS_ROWS  # nothing comes through yet that being told could keep back
+    boundary, (_, length) = documents.boundary, size
+    seq_idx = after.int()
     told = boundaries(layer, seq_idx, seq_idx.new_tensor([0, boundary, length]))
     try:
-        results = [_first_tensor(run(**each, **told))[:, boundary:] for each in (given, others[0])]
+        found = [results(each, size, **told) for each in (given, others)]
     except (AssertionError, RuntimeError, TypeError, ValueError):  # it takes none, or has no kernels that do
         return _AS_ROWS
-    close = not _differ(results[0], run(**second), after[:, boundary:])
-    return TOLD if close and torch.equal(*results) else _AS_ROWS
+    first, other = ([each[:, boundary:] for each in tensors] for tensors in found)
+    alone = results(rows_of(named, documents.around[:, boundary:], shape, layout), (1, length - boundary))
+    close = differ(first, alone, after[:, boundary:], _CLOSE) is False
+    return TOLD if close and all(map(torch.equal, first, other)) else _AS_ROWS
 
 
-def _around(named, documents, shape):
-    """A layer's arguments for the tokens around a boundary, the same with other tokens before it and after it, and 1 at
-    the tokens before it and after it."""
-    given = {name: rows_of(name, value, documents.around, shape) for name, value in named.items()}
-    hidden = next(name for name, value in given.items() if value is not None and value is hidden_of(given.values()))
-    before, after = torch.zeros_like(given[hidden]), torch.zeros_like(given[hidden])
-    before[:, : documents.boundary] = after[:, documents.boundary :] = 1
-    others = [{**given, hidden: given[hidden] + where * (1 - 3 * given[hidden])} for where in (before, after)]
-    return given, others, before, after
+def _around(named, documents, shape, layout):
+    """A layer's arguments for the tokens around a boundary, their batch and length, and which are before it and after it."""
+    given = rows_of(named, documents.around, shape, layout)
+    before = (torch.arange(documents.around.shape[1], device=documents.around.device) < documents.boundary)[None]
+    return given, tuple(before.shape), before, ~before
 
 
 def boundaries(layer, seq_idx, cu_seqlens):
@@ -117,14 +147,6 @@ def boundaries(layer, seq_idx, cu_seqlens):
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values()):
         return told
     return {name: value for name, value in told.items() if name in taken}
-
-
-def _differ(first, second, where) -> bool:
-    """Whether a token among ``where`` has another result, by more than rounding."""
-    first, second = (_first_tensor(each).float().flatten(2) for each in (first, second))
-    norms = first.norm(dim=-1)
-    far = (first - second).norm(dim=-1) > _CLOSE * torch.maximum(norms, 0.01 * norms.mean())
-    return bool((far & (where.flatten(2)[..., 0] > 0)).any())
 
 
 @contextlib.contextmanager
@@ -151,7 +173,3 @@ def _without_hooks(layer):
     finally:
         for module, name, kept in hooks:
             module.__dict__[name] = kept
-
-
-def _first_tensor(result):
-    return next(each for each in result if isinstance(each, torch.Tensor)) if isinstance(result, tuple) else result

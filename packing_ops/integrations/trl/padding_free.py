@@ -127,30 +127,43 @@ def _packed(model: Any, before: Callable[..., Any] | None, *args: Any, **kwargs:
     if "labels" in columns:
         columns["labels"] = po.mask_boundary_labels(columns["labels"], metadata.cu_seqlens)
     columns = {name: value[None] for name, value in columns.items()}
-    rest = {name: value for name, value in kwargs.items() if name not in rows and name != "attention_mask"}
+    scored = hasattr(model, "score")
+    if scored and kwargs.get("labels") is not None:
+        raise ValueError("labels: expected None, got labels of whole documents, whose loss TRL's trainer computes")
+    # The last tokens of each padded row, which are picked from its results.
+    rest = {name: value for name, value in kwargs.items() if name not in {*rows, "attention_mask", *_OF_ROWS}}
     options = {**rest, **columns, "position_ids": metadata.position_ids[None], **metadata.to_transformers()}
     scores = []
-    hook = model.score.register_forward_hook(lambda _, __, out: scores.append(out)) if hasattr(model, "score") else None
+    hook = model.score.register_forward_hook(lambda _, __, out: scores.append(out)) if scored else None
     try:
         outputs = stock(**options)
     finally:
         if hook is not None:
             hook.remove()
-    total = indices.shape[0]
     for name, value in list(outputs.items()):
         if name == "logits" and scores:
             outputs[name] = scores[-1][0].index_select(0, po.last_token_indices(metadata.cu_seqlens))
-        elif isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[0] == 1:
-            outputs[name] = _padded(value[0], indices, batch, seqlen, total)
-    return outputs
+            continue
+        layers = [_padded(each, indices, batch, seqlen) for each in (value if isinstance(value, tuple) else (value,))]
+        outputs[name] = tuple(layers) if isinstance(value, tuple) else layers[0]
+    keep = kwargs.get("logits_to_keep", 0)
+    if not scored and not (isinstance(keep, int) and keep == 0):
+        outputs["logits"] = outputs["logits"][:, slice(-keep, None) if isinstance(keep, int) else keep]
+    return outputs.to_tuple() if kwargs.get("return_dict") is False else outputs
 
 
-def _padded(tokens: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int, total: int) -> torch.Tensor:
-    """``[total, ...]`` -> ``[batch, seqlen, ...]``; ``[total - 1, ...]``, of the token after each, -> ``[batch, seqlen - 1,
-    ...]``."""
+_OF_ROWS = ("logits_to_keep", "return_dict")
+
+
+def _padded(value: Any, indices: torch.Tensor, batch: int, seqlen: int) -> Any:
+    """``[1, total, ...]`` -> ``[batch, seqlen, ...]``; ``[1, total - 1, ...]``, of the token after each, -> ``[batch,
+    seqlen - 1, ...]``. Anything else as it is."""
+    if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[0] != 1:
+        return value
+    tokens, total = value[0], indices.shape[0]
     shifted = tokens.shape[0] == total - 1
     if not shifted and tokens.shape[0] != total:
-        return tokens[None]
+        return value
     if shifted:
         tokens = F.pad(tokens, (0, 0) * (tokens.dim() - 1) + (1, 0))
     padded = tokens.new_zeros(batch * seqlen, *tokens.shape[1:]).index_put((indices,), tokens)

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 transformers = pytest.importorskip("transformers")
 
@@ -125,12 +126,16 @@ def test_loss_and_every_gradient_equal_the_unpacked_batch(family, device):
         torch.testing.assert_close(ours[name], gradient, rtol=1e-5, atol=1e-5 * gradient.abs().max().item() + 1e-6)
 
 
-def test_packed_rows_of_a_larger_batch(device):
-    docs = documents(device, [5, 3, 2, 6])
+@pytest.mark.parametrize("beside", ["nothing", "ones", "padding in front"])
+@pytest.mark.parametrize("rows", [[[5, 3], [2, 6]], [[1, 7], [7, 1]], [[1, 1, 6]], [[1] * 4, [1, 3]]], ids=str)
+def test_packed_rows_of_a_larger_batch(rows, beside, device):
+    """A single token at the start of a row has the position of the next document's first token: 0."""
+    docs, pads = documents(device, [n for row in rows for n in row]), 3 if beside == "padding in front" else 0
     model = tiny_model("llama", attn_implementation="packing_ops", device=device)
-    rows = [packed(docs[:2]), packed(docs[2:])]
-    inputs = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
-    torch.testing.assert_close(model(**inputs).logits.flatten(0, 1), alone(model, docs), **CLOSE)
+    inputs = {name: F.pad(value.view(len(rows), -1), (pads, 0)) for name, value in packed(docs).items()}
+    if beside != "nothing":
+        inputs["attention_mask"] = F.pad(torch.ones_like(inputs["input_ids"][:, pads:]), (pads, 0))
+    torch.testing.assert_close(model(**inputs).logits[:, pads:].flatten(0, 1), alone(model, docs), **CLOSE)
 
 
 @pytest.mark.parametrize("use_cache", [False, True])

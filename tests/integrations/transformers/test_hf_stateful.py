@@ -17,6 +17,7 @@ from packing_ops.integrations.transformers import (  # noqa: E402
     model_call,
     register,
     revert_packing_ops,
+    stateful_forwards,
     stateful_layers,
     unregister,
 )
@@ -142,7 +143,7 @@ def test_one_document_in_each_row_runs_the_stock_layer(device, monkeypatch):
         stateful_model("lfm2", device=device),
         stateful_model("lfm2", attn_implementation="eager", device=device),
     )
-    monkeypatch.setattr(stateful_layers, "in_rows", None)
+    monkeypatch.setattr(stateful_forwards, "in_rows", None)
     ids = torch.randint(3, 60, (2, 6), device=device)
     positions = torch.arange(6, device=device)[None]
     for given in ({}, {"position_ids": positions}, {"attention_mask": torch.ones_like(ids)}):
@@ -440,7 +441,8 @@ wanted = case.alone(model, ids)
 assert causal_conv1d.calls and all(each is None for each in causal_conv1d.calls)
 case.assert_apart(model, ids, position_ids=positions)
 causal_conv1d.calls.clear()
-stateful_layers, in_rows = case.stateful_layers, case.stateful_layers.in_rows
+from packing_ops.integrations.transformers import stateful_forwards as stateful_layers
+in_rows = stateful_layers.in_rows
 stateful_layers.in_rows = None  # one call of the kernel, for all documents
 torch.testing.assert_close(case.logits(model, ids, position_ids=positions), wanted, **case.CLOSE)
 assert [each.tolist() for each in causal_conv1d.calls] == [[[0] * 5 + [1] * 7 + [2] + [3] * 3]]

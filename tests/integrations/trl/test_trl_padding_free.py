@@ -24,14 +24,12 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 def settings(kind, tmp_path, device, **more):
     return getattr(trl, kind)(
         output_dir=str(tmp_path),
-        per_device_train_batch_size=4,
-        per_device_eval_batch_size=4,
         bf16=False,
         use_cpu=device == "cpu",
         report_to="none",
         save_strategy="no",
         disable_tqdm=True,
-        **{"gradient_checkpointing": False, **more},
+        **{"gradient_checkpointing": False, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, **more},
     )
 
 
@@ -150,6 +148,56 @@ def test_the_last_token_of_a_document_may_be_the_pad_token(device, tmp_path):
             torch.testing.assert_close(score, model.score(hidden[0, -1]), **CLOSE)
 
 
+def both(model, kind):
+    """The model, padded, and a copy that runs without padding."""
+    packed = copy.deepcopy(model)
+    without_padding(type(kind, (), {"model": packed, "ref_model": None})())
+    return model.eval(), packed.eval()
+
+
+ROWS = torch.tensor([[1] * 7, [1, 1, 1, 0, 0, 0, 0], [1] + [0] * 6])
+
+
+@pytest.mark.parametrize("mask", [ROWS, ROWS.flip(1), ROWS[:1], ROWS[1:2], ROWS * 0 + ROWS[2:], ROWS[[0, 0]]])
+@pytest.mark.parametrize("kind", ["DPOTrainer", "RewardTrainer"])
+@torch.no_grad()
+def test_rows_of_any_form(kind, mask, device):
+    """Padding on either side, one row, single tokens, nothing to pad; hidden states come back in their places too."""
+    model = tiny_model("llama", vocab_size=258, device=device) if kind == "DPOTrainer" else reward_model(device)
+    mask = mask.to(device)
+    given = {"input_ids": torch.arange(9, 9 + mask.numel(), device=device).view(mask.shape) * mask}
+    given |= {"attention_mask": mask, "output_hidden_states": True}
+    wanted, found = (each(**given) for each in both(model, kind))
+    for ours, theirs in zip((found.logits, *found.hidden_states), (wanted.logits, *wanted.hidden_states), strict=True):
+        at = mask.bool() if theirs.dim() == 3 else slice(None)
+        torch.testing.assert_close(ours[at], theirs[at], **CLOSE)
+
+
+@pytest.mark.parametrize("keep", [1, 3, 7, torch.tensor([2, 4])], ids=str)
+@torch.no_grad()
+def test_the_last_tokens_of_each_row(keep, device):
+    mask = ROWS.flip(1).to(device)
+    given = {"input_ids": torch.arange(9, 30, device=device).view(3, 7) * mask, "attention_mask": mask}
+    models = both(tiny_model("llama", vocab_size=258, device=device), "DPOTrainer")
+    wanted, found = (each(**given, logits_to_keep=keep, return_dict=False)[0] for each in models)
+    at = (mask[:, -keep:] if isinstance(keep, int) else mask[:, keep]).bool()
+    torch.testing.assert_close(found[at], wanted[at], **CLOSE)
+
+
+def test_an_evaluation_and_gradients_that_accumulate(device, tmp_path):
+    """Rows of odd lengths, one of each batch left over."""
+    options = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 3}
+    options |= {"num_train_epochs": 1, "learning_rate": 1e-2, "optim": "sgd", "logging_steps": 1}
+    losses = []
+    for padded in (True, False):
+        trainer = dpo_trainer(tmp_path, device, **options)
+        trainer = trainer if padded else without_padding(trainer)
+        evaluated = trainer.evaluate(trainer.train_dataset)["eval_loss"]
+        trainer.train()
+        losses.append([evaluated, *(e["loss"] for e in trainer.state.log_history if "loss" in e)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
 def test_what_is_refused(device, tmp_path):
     trainer = reward_trainer(tmp_path, device)
     with pytest.raises(
@@ -163,6 +211,8 @@ def test_what_is_refused(device, tmp_path):
     images = torch.zeros(4, 3, 8, 8, device=device)
     with pytest.raises(ValueError, match=r"pixel_values: expected text .* PaddingFreeCollator with position_ids"):
         trainer.compute_loss(trainer.model, {**batch, "pixel_values": images})
+    with pytest.raises(ValueError, match="labels: expected None, got labels of whole documents"):
+        trainer.model(**{name: batch[name] for name in ("input_ids", "attention_mask")}, labels=torch.zeros(8))
     trainer._is_vision_dataset = True
     with pytest.raises(ValueError, match=r"trainer: expected text alone, got a dataset with images; .*or leave this"):
         integration.enable_padding_free(trainer)
