@@ -58,7 +58,7 @@ def _mixes(layer, width) -> bool | None:
         found = [token_tensors(attempt(run, *each), (1, TOKENS), ROWS) for each in calls]
         if not all(bool(each.isfinite().all()) for tensors in found for each in tensors):
             return None
-        return differ(*found, positions >= BOUNDARY, _CLOSE)
+        return differ(*found, positions.to(device) >= BOUNDARY, _CLOSE)
 
 
 def _forward_of(layer):
