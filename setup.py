@@ -70,7 +70,7 @@ class CleanBuild(build_py):
 def with_progress(build_extension):
     class Build(build_extension):
         def swig_sources(self, files, module):
-            """setuptools has sorted them by name. Here, so that a source archive lists the files themselves."""
+            """build_ext calls this before it compiles; a source archive still lists the files themselves."""
             return longest_first(units(files, ROOT, BUILD / "units"), ROOT)
 
         def build_extensions(self):

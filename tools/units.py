@@ -21,8 +21,8 @@ def parts_of(files: list[str], sizes: list[int], count: int) -> list[list[str]]:
 
 
 def units(sources: list[str], root: Path, folder: Path) -> list[str]:
-    """``sources``, paths in ``root``, with the files that include torch in a few, in ``folder``: torch's headers take longer to
-    compile than what such a file holds.
+    """``sources``, paths in ``root``, with the files that include torch replaced by a few in ``folder`` that #include them:
+    torch's headers take longer to compile than what such a file holds.
 
     Not beside CUDA kernels: there it would save little, and each file shows that it includes what it needs.
     """
@@ -45,7 +45,7 @@ def longest_first(sources: list[str], root: Path) -> list[str]:
 
     def rank(source: str) -> tuple:
         text = (root / source).read_text()
-        unit = text.count(".cpp") > 1
+        unit = text.count(".cpp") > 1  # made by units(): its text is short, what it includes is not
         return source.endswith(".cu"), "PACKING_OPS_MULTIVERSION" in text, unit, len(text)
 
     return sorted(sources, key=rank, reverse=True)

@@ -45,7 +45,8 @@ def check_agreement(
     Args:
         q, k, v: ``[rows, num_heads, head_dim]`` of this rank.
         documents: of the whole row; None where each rank is given its own.
-        options: of the attention, by name, always the same ones: numbers, None, bools, tuples of numbers, words of _WORDS.
+        options: of the attention, by name, the same names in every call of one attention: numbers, None, bools, tuples of
+            numbers, words of _WORDS.
     """
     if torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
@@ -57,6 +58,7 @@ def check_agreement(
     call = (*options.values(), sinks is None, *gradients, *shapes)
     if call in agreed and os.environ.get("PACKING_OPS_CHECK") != "1":
         return
+    # All ranks tell the same names, whichever attention they call: those without keep_keys tell None.
     given = {"keep_keys": None, **options, "sinks": sinks is not None, **dict(zip(_GRADIENTS, gradients, strict=True))}
     told = _told(q, k, v, documents, given)
     numbers = torch.tensor(list(told.values()), dtype=torch.float64, device=q.device)

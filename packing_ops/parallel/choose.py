@@ -51,7 +51,8 @@ def choose_attention(
 
     Estimated for one node of Hopper GPUs from operations and bytes of the slowest rank: Ulysses divides the work evenly,
     and moves q, k, v and out; gathered attention moves the keys that each rank lacks, twice or (where they are not kept)
-    three times, and waits for the rank with the most work. What runs beside attention is counted as if it did not. The same on every rank, since it looks at the whole row.
+    three times, and waits for the rank with the most work. That communication runs beside attention is not counted. The
+    same on every rank, since it looks at the whole row.
 
     Args:
         documents: PackedMetadata of the whole row, or its cu_seqlens.

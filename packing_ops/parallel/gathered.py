@@ -232,8 +232,7 @@ class _Attention(torch.autograd.Function):
         dqs, dsinks, returning = [], [], []
         for part, (of_q, _) in enumerate(ctx.parts):
             keys, values = kept[2 * part : 2 * part + 2] if ctx.keep_keys else under_way.pop(0)()
-            mine = (None if each is None else each[of_q] for each in (dlse, lse, sinks))
-            dlse_of, lse_of, sinks_of = mine
+            dlse_of, lse_of, sinks_of = (None if each is None else each[of_q] for each in (dlse, lse, sinks))
             dq, dkeys, dvalues, dsink = _ops.varlen_attention_backward(
                 dout[:, of_q], dlse_of, q[:, of_q], keys, values, out[:, of_q], lse_of, *documents, sinks_of,
                 *ctx.options, ctx.plan, None,
@@ -248,9 +247,9 @@ class _Attention(torch.autograd.Function):
 
 def _parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: KeyLayout) -> list[tuple[slice, slice]]:
     """The heads of q and of k of each part."""
-    wide = q.element_size() * (k.shape[2] + v.shape[2])
+    bytes_per_head = q.element_size() * (k.shape[2] + v.shape[2])
     merged = q.element_size() * v.shape[2] * q.shape[0] * q.shape[1]
-    parts = head_parts(k.shape[1], layout.received * k.shape[1] * wide, merged=merged)
+    parts = head_parts(k.shape[1], layout.received * k.shape[1] * bytes_per_head, merged=merged)
     return list(zip(slices(q.shape[1], parts), slices(k.shape[1], parts), strict=True))
 
 

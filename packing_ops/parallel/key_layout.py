@@ -130,7 +130,7 @@ def key_layout(spans: RowSpans, rank: int, *, causal: bool, left: int = -1, exch
         most = max(sum(counts.from_to[s][r] for s in range(spans.ranks) if s != r) for r in range(spans.ranks))
         if most <= (1 - WORTH_CHOOSING) * received:
             received, sent = most, _exchange(spans, needed, counts, rank)
-            slot_of_received = gathered[_where(needed[rank], sum(sent.receive))]
+            slot_of_received = gathered[_nonzero(needed[rank], sum(sent.receive))]
     gathered_of = slot_of_received.new_zeros(spans.ranks * spans.rows)
     gathered_of[slot_of_received] = torch.arange(len(slot_of_received), device=gathered.device)
 
@@ -202,16 +202,16 @@ def _needed_by_others(spans: RowSpans, needed: torch.Tensor, rank: int) -> torch
 def _exchange(spans: RowSpans, needed: torch.Tensor, counts: _Counts, rank: int) -> Exchange:
     send, receive = counts.from_to[rank], [of_rank[rank] for of_rank in counts.from_to]
     of_ranks = needed[:, rank * spans.rows : (rank + 1) * spans.rows]
-    index = _where(of_ranks.flatten(), sum(send)) % spans.rows
+    index = _nonzero(of_ranks.flatten(), sum(send)) % spans.rows
     parts = list(index.split(send))
     del parts[rank]
     to_others, by_others = torch.cat(parts), _needed_by_others(spans, needed, rank)
-    shared, shared_index = _where(by_others, counts.shared), (by_others.cumsum(0) - 1)[to_others]
+    shared, shared_index = _nonzero(by_others, counts.shared), (by_others.cumsum(0) - 1)[to_others]
     return Exchange(index, send, receive, shared, shared_index, to_others if counts.in_order else None)
 
 
-def _where(flags: torch.Tensor, count: int) -> torch.Tensor:
-    """nonzero() of a vector with so many, which does not wait for the GPU to know how many."""
+def _nonzero(flags: torch.Tensor, count: int) -> torch.Tensor:
+    """flags.nonzero()[:, 0] for ``count`` true flags: with the count given, the host does not wait for the GPU."""
     place = torch.where(flags, flags.cumsum(0) - 1, count)
     return place.new_zeros(count + 1).scatter_(0, place, torch.arange(len(flags), device=flags.device))[:count]
 

@@ -25,11 +25,11 @@ from packing_ops.parallel.agreement import check_agreement
 from packing_ops.parallel.collectives import (
     Group,
     Received,
+    as_16_byte_elements,
     no_second_derivative,
     process_group,
     rows_at,
     start_all_to_all,
-    wide,
 )
 from packing_ops.parallel.overlap import head_parts, together
 from packing_ops.parallel.sharding import check_rows, check_scheme, whole_row
@@ -220,8 +220,7 @@ class _Attention(torch.autograd.Function):
             gradients = _ops.varlen_attention_backward(
                 do, dl[0].T if dl else None, *of_part, *documents, sink, *ctx.options, plan, visible_end
             )
-            # dq last: the largest, as it came.
-            leaving.append([start_all_to_all(_by_rank(gradients[i], size, order), group) for i in (0, 1, 2)])
+            leaving.append([start_all_to_all(_by_rank(each, size, order), group) for each in gradients[:3]])
             dsinks.append(gradients[3])
         dsink = None if sinks is None else together(dsinks, 0)
         return *_whole(leaving, ctx.num_heads), dsink, *(8 * [None])
@@ -271,5 +270,5 @@ def _heads_together(parts: Sequence[torch.Tensor], heads: int) -> torch.Tensor:
     ranks, received = parts[0].shape[0], parts
     if heads < ranks:
         received = [part.unflatten(0, (heads, ranks // heads)).sum(1) for part in parts]
-    by_row = torch.stack([wide(part).transpose(0, 1) for part in received], 2)
+    by_row = torch.stack([as_16_byte_elements(part).transpose(0, 1) for part in received], 2)
     return by_row.view(parts[0].dtype).flatten(1, 3)

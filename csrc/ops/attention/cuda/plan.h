@@ -62,8 +62,8 @@ struct PlanView {
     kForwardShort,
     kForwardResident,
     kBackward,        // documents of several key tiles
-    kBackwardSingle,  // of one key tile
-    kBackwardSmall,   // of one smaller key tile
+    kBackwardSingle,  // up to tiles.single_keys keys: one key tile, no partial dq
+    kBackwardSmall,   // up to tiles.small_keys keys: one smaller key tile
     kLists,
     kEndQ = kLists,
     kEndK,

@@ -116,7 +116,7 @@ constexpr int tile_tokens(int64_t group) {
 constexpr int wgmma_dim(int64_t head_dim) {
   return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : head_dim <= 192 ? 192 : 256;
 }
-// dk and dv of 192 columns do not divide into panels for two warpgroups: sm80's kernel is faster than 256 columns are.
+// Not from 129 to 192: three panels of 64 do not divide between two warpgroups (sm90/README.md).
 constexpr bool has_wgmma_backward_of(int64_t head_dim) {
   return head_dim <= 128 || (head_dim > 192 && head_dim <= 256);
 }

@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   __shared__ BackwardBarriers<Shape> barriers;
   const uint32_t base = (ptx::shared_address(shared) + 1023) & ~1023u;
   const int warp = threadIdx.x / 32;
-  ptx::launch_dependents();  // documents of one key tile do not depend on this kernel
+  ptx::launch_dependents();  // backward_single.cuh does not depend on this kernel
   if (threadIdx.x == 0) barriers.init();
   constexpr int kPanelTiles = 2 * kRowStages * Shape::kPanels * Shape::kTiles;
   zero_unused_rows(args, Shape::tile_q(base, 0), kPanelTiles, warp, Shape::kThreads / 32);

@@ -1,5 +1,5 @@
 // What the backward's first warpgroup does: a lane loads rows and keys and describes steps, a warp loads row_stats, a
-// lane waits for turns to add to dq, a lane tells of what was added.
+// lane waits for turns to add to dq, and a lane (by columns a warp) adds dq to the ring and tells of it.
 #pragma once
 
 #include "ops/attention/cuda/sm90/backward_shape.cuh"
@@ -264,8 +264,8 @@ __device__ __forceinline__ void zero_unused_rows(const BackwardArgs& args, uint3
   ptx::fence_proxy_async();
 }
 
-// dq that other key tiles add to: to the ring, in turn. The others know of it once it is there. By a lane, or
-// where it writes zeros too by a warp.
+// dq that other key tiles add to: to the ring, in turn. The others know of it once it is there. By one lane; by columns
+// by a warp, which also zeroes the rows of q and dout that dq has overwritten.
 template <class Shape>
 __device__ __forceinline__ void send_queries(const BackwardArgs& args, BackwardBarriers<Shape>& shared, uint32_t base) {
   int32_t* tickets = args.common.counters + Args::kWorkCounters;

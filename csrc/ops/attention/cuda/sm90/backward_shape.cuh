@@ -124,10 +124,10 @@ struct BackwardBarriers {
   uint64_t turn[kStepsKnown];  // dq may be added
   uint64_t told[kStepsKnown];  // other units know that it has been
   uint64_t dq_full[Shape::kDqStages];
-  uint64_t dq_empty[Shape::kDqStages];
-  uint64_t rows_read;  // by the step's products: by columns, before dq takes their place
-  uint64_t keys_read;  // by the unit's last products
-  uint64_t staged[2];  // dk and dv of a warpgroup
+  uint64_t dq_empty[Shape::kDqStages];  // by columns q_empty says it
+  uint64_t rows_read;                   // by the step's products: by columns, before dq takes their place
+  uint64_t keys_read;                   // by the unit's last products
+  uint64_t staged[2];                   // dk and dv of a warpgroup
 
   __device__ void init() {
     for (int i = 0; i < kUnitsAhead; ++i) {
