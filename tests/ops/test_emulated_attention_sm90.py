@@ -61,7 +61,7 @@ GRADIENTS = {
     "softcap, one tile": ([100, 65], None, {"heads": (5, 1), "dim": 128, "dtype": BF16, "softcap": 3.0}),
     "head_dim 256, group of 3, sinks": ([200, 3], [150, 9], {"heads": (3, 1), "dim": 256, "dtype": BF16, "sinks": True}),
     "head_dim 256, window, tail": ([150, 64], None, {"heads": (2, 1), "dim": 256, "dtype": FP16, "window_size": (70, 10), "tail": 3}),
-    "head_dim 256, from the last row": ([140], None, {"heads": (16, 1), "dim": 256, "dtype": BF16}),
+    "head_dim 256, from the last row": ([70], None, {"heads": (32, 1), "dim": 256, "dtype": BF16}),
     "200 and 72 columns": ([130, 0], [200, 70], {"heads": (2, 2), "dim": 200, "dim_v": 72, "dtype": BF16}),
     "softcap, head_dim 256, tiles of 60 rows": ([140], None, {"heads": (5, 1), "dim": 256, "dtype": BF16, "softcap": 3.0}),
     "softcap, tiles of 60 rows": ([140], None, {"heads": (5, 1), "dim": 64, "dtype": BF16, "softcap": 3.0}),
