@@ -26,7 +26,7 @@ def head_parts(heads: int, received: int, *, merged: int = 0) -> int:
     """
     if received < LEAST_SHARE * merged:
         return 1
-    most = max(1, min(MOST_PARTS, heads, received // max(LEAST_BYTES, 1)))
+    most = max(1, min(MOST_PARTS, heads, received // LEAST_BYTES))
     return max(parts for parts in range(1, most + 1) if heads % parts == 0)
 
 

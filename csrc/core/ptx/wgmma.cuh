@@ -44,7 +44,7 @@ __device__ __forceinline__ void products_done(float (&sums)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
-// clang-format off
+// clang-format off: SUMS_OF_N lists a thread's sums of N columns as operands, REGISTERS_N names them in the instruction.
 #define PACKING_OPS_SUMS_8(i) \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define PACKING_OPS_SUMS_32(i) \

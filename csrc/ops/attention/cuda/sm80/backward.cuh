@@ -4,7 +4,7 @@
 //   scores  s = q k^T and dp = dout v^T; p and ds go to shared memory
 //   sums    dv += p^T dout, dk += ds^T q, and dq = ds k, this key tile's part of dq
 //
-// dq of a row tile is summed over key tiles in a fixed order (AttentionTiles::start_at_last_row) behind a ticket lock
+// dq of a row tile is summed over key tiles in a fixed order (AttentionTiles::start_at_last_row) by a ticket lock
 // (dq_ring.cuh), so results are deterministic. Units are claimed in the order of their tickets, so a unit waits only
 // for units that already run.
 //

@@ -1,4 +1,4 @@
-// The backward's instances that exist: a small .cu file each, for both half types. Their tiles: cuda/tiles.h.
+// The backward's instances, each in a .cu file of its own for fp16 and bf16. Their tiles are in cuda/tiles.h.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,7 +12,7 @@ namespace packing_ops::attention::sm80 {
 template <class T, int kDim, bool kTransform, SmemTier kTier, int kDimV = kDim>
 void run_backward(const Args& args, cudaStream_t stream);
 
-// Documents of one. kKeys is backward_keys or backward_small_keys.
+// Documents of one key tile. kKeys is backward_keys or backward_small_keys.
 template <class T, int kDim, int kKeys, bool kTransform, SmemTier kTier, int kDimV = kDim>
 void run_backward_single(const Args& args, cudaStream_t stream);
 
