@@ -57,6 +57,7 @@ PROVIDERS = {
     "packed, flex_attention": Provider("flex_attention", explicit=False, cuda_only=True),
     "packing_ops, rows of twice the capacity": ours(capacities=2),
     "packing_ops, gradient checkpointing": ours(checkpointing=True),
+    f"{FLASH}, gradient checkpointing": Provider("torch_fa2", checkpointing=True, cuda_only=True),
     "packed, sdpa mask": Provider("sdpa", explicit=False, runs=1),
     f"packing_ops, {EACH_LAYER}": ours(compiled="layers"),
     f"{FLASH}, {EACH_LAYER}": Provider("torch_fa2", compiled="layers", cuda_only=True),
