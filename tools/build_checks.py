@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import importlib.util
 import os
 import re
 import shutil
@@ -22,14 +23,14 @@ PROBE = "#include <bit>\n#include <concepts>\n#include <span>\nint main() { retu
 
 def import_torch():
     """torch of the environment that we are being installed into, also from inside pip's build environment."""
+    if importlib.util.find_spec("torch") is None:
+        sys.path.append(sysconfig.get_path("platlib"))
+        if importlib.util.find_spec("torch") is None:
+            sys.exit(NO_TORCH)
     try:
         import torch
-    except ImportError:
-        sys.path.append(sysconfig.get_path("platlib"))
-        try:
-            import torch
-        except ImportError:
-            sys.exit(NO_TORCH)
+    except (ImportError, OSError) as error:  # a library of CUDA that is not there, for one
+        sys.exit(f"packing_ops: the torch of this environment does not import: {in_brief(error)}")
     return torch
 
 
@@ -56,28 +57,45 @@ def check_torch(torch) -> None:
         )
 
 
+def compiler() -> list[str]:
+    """The words of CXX; c++ where it is not set, or blank."""
+    return os.environ.get("CXX", "").split() or ["c++"]
+
+
 def check_compiler() -> None:
     """That it is there, and knows the C++20 that csrc is written in."""
-    command = os.environ.get("CXX", "c++")
-    if not shutil.which(command.split()[0]):
-        sys.exit(f"packing_ops: expected a C++ compiler, found no {command}; install g++, or name yours in CXX")
-    options = [*command.split(), "-std=c++20", "-fsyntax-only", "-x", "c++", "-"]
+    if not os.environ.get("CXX", "c++").strip():
+        del os.environ["CXX"]  # torch would call it
+    command = compiler()
+    name = " ".join(command)
+    if not shutil.which(command[0]):
+        sys.exit(f"packing_ops: expected a C++ compiler, found no {name}; install g++, or name yours in CXX")
+    options = [*command, "-std=c++20", "-fsyntax-only", "-x", "c++", "-"]
     probe = subprocess.run(options, input=PROBE, capture_output=True, text=True)
     if probe.returncode:
-        version = subprocess.run([*command.split(), "--version"], capture_output=True, text=True).stdout
-        said = (version or probe.stderr or command).strip().splitlines()[0]
+        version = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
+        said = [text.strip().splitlines()[0] for text in (version, probe.stderr) if text.strip()]
         sys.exit(
-            f"packing_ops: expected a compiler of C++20 (GCC 11 or later, Clang 14 or later), got {command}: {said}"
+            "packing_ops: expected a compiler of C++20 (GCC 11 or later, Clang 14 or later), "
+            f"got {': '.join([name, *said])}"
         )
 
 
 def no_room(log: Path) -> str:
     """Of a build that failed: whether the disk was full, and what to do."""
-    said = log.read_text(errors="replace") if log.exists() else ""
-    if "No space left on device" not in said:
-        return ""
     folder = os.environ.get("TMPDIR", "/tmp")
+    said = log.read_text(errors="replace") if log.exists() else ""
+    existing = [path for path in (log.parent, Path(folder)) if path.exists()]
+    full = any(shutil.disk_usage(path).free < 2**20 for path in existing)  # the log may be cut short then
+    if not full and "No space left on device" not in said:
+        return ""
     return f"no room is left on the disk of {log.parent} or of {folder}, where compilers keep their files (TMPDIR)"
+
+
+def in_brief(error: Exception) -> str:
+    """One line: distutils' errors hold the whole command."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else f"{text[:100]} ... {text[-100:]}"
 
 
 def head_dims() -> tuple[int, ...]:
@@ -85,7 +103,7 @@ def head_dims() -> tuple[int, ...]:
     wanted = os.environ.get("PACKING_OPS_HEAD_DIMS", "").strip()
     if not wanted:
         return HEAD_DIMS
-    found = {int(part) if part.isdigit() else 0 for part in re.split(r"[,; ]+", wanted)}
+    found = {int(part) if part.isdecimal() else 0 for part in re.split(r"[,; ]+", wanted)}
     if not found <= set(HEAD_DIMS):
         names = ", ".join(map(str, HEAD_DIMS))
         sys.exit(f"packing_ops: PACKING_OPS_HEAD_DIMS: expected some of {names}, with commas between, got {wanted!r}")

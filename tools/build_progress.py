@@ -49,8 +49,9 @@ def _copy(pipe: int, terminal: int, log: Path, root: Path) -> None:
     def logged() -> Iterator[str]:
         with log.open("w") as file, open(pipe, errors="replace") as lines:
             for line in lines:
-                file.write(line)
-                file.flush()
+                with contextlib.suppress(OSError):  # no room: compilers, which wait for us, say so themselves
+                    file.write(line)
+                    file.flush()
                 yield line
 
     for line in brief(shown(logged(), root), in_place=os.isatty(terminal)):

@@ -19,5 +19,7 @@ def notes(tag: str, library: str, changelog: str) -> str:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python3 tools/release_notes.py v<version>")
     texts = [(ROOT / name).read_text() for name in ("packing_ops/_library.py", "CHANGELOG.md")]
     print(notes(sys.argv[1], *texts), end="")
