@@ -1,4 +1,4 @@
-"""Builds packing_ops/_C.so: C++ always, CUDA where it can run (or where FORCE_CUDA=1 asks for it)."""
+"""Builds packing_ops/_C.so: the CPU kernels, and the CUDA kernels if cuda_wanted says so."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from setuptools.command.build_py import build_py
 from setuptools.errors import CCompilerError
 
 ROOT = Path(__file__).resolve().parent
-sys.path.insert(0, str(ROOT))  # not there where pip runs this file
+sys.path.insert(0, str(ROOT))  # pip runs this file without its folder on sys.path
 
 from tools import build_checks as checks  # noqa: E402
 from tools.build_progress import progress  # noqa: E402
@@ -26,7 +26,7 @@ from tools.find_cuda import (  # noqa: E402
 )
 from tools.units import longest_first, units  # noqa: E402
 
-# Sources that we may only read are built elsewhere.
+# A read-only source tree is built in a temporary folder.
 BUILD = ROOT / "build" if os.access(ROOT, os.W_OK) else Path(tempfile.mkdtemp(prefix="packing_ops-"))
 LOG = BUILD / "build.log"
 VERSION = re.search(r'^VERSION = "(.+?)"', (ROOT / "packing_ops" / "_library.py").read_text(), re.M)[1]
@@ -61,7 +61,7 @@ def sources(*suffixes):
 
 
 class CleanBuild(build_py):
-    """Without the modules of builds before, which may be gone since."""
+    """Starts with an empty package: an earlier build may have copied modules that are deleted since."""
 
     def run(self):
         shutil.rmtree(Path(self.build_lib) / "packing_ops", ignore_errors=True)
@@ -71,7 +71,7 @@ class CleanBuild(build_py):
 def with_progress(build_extension):
     class Build(build_extension):
         def swig_sources(self, files, module):
-            """build_ext calls this before it compiles; a source archive still lists the files themselves."""
+            """build_ext calls this before it compiles; sdist does not, so the archive lists the files themselves."""
             return longest_first(units(files, ROOT, BUILD / "units"), ROOT)
 
         def build_extensions(self):
@@ -106,8 +106,7 @@ def extension():
         archs = os.environ["TORCH_CUDA_ARCH_LIST"] = archs_to_build(torch, home)
         print(f"packing_ops: for GPUs of compute capability {archs.replace(';', ', ')}", flush=True)
         cpp_extension.CUDA_HOME = str(home)  # a CPU build of torch leaves it None
-        # Of libraries that share torch's CUDA runtime the toolkit must be of torch's line. We link our own.
-        cpp_extension._check_cuda_version = lambda *_: None
+        cpp_extension._check_cuda_version = lambda *_: None  # that it is torch's: we link a runtime of our own
         if torch.version.cuda is None:
             checks.drop_stale_cuda_objects(ROOT, sources(".cu"))
         define += [f'-DPACKING_OPS_WITH_CUDA="{cuda_version(home)}"', f'-DPACKING_OPS_CUDA_ARCHS="{archs}"']

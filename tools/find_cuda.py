@@ -94,23 +94,24 @@ def visible_archs(torch) -> str:
 
 def checked_archs(archs: str, given_by: str, home: Path) -> str:
     """Without those that are too old for the kernels; an error where none is left, or nvcc does not know one."""
-    names = [part for name in re.split("[;, ]+", archs) for part in GENERATIONS.get(name, name).split(";") if part]
+    names = [part for arch in re.split("[;, ]+", archs) for part in GENERATIONS.get(arch, arch).split(";") if part]
     numbers = {}
-    for name in names:
-        found = re.fullmatch(r"(\d+)\.(\d)[af]?(?:\+PTX)?", "9.0" if name.startswith("Hopper") else name)
+    for arch in names:
+        found = re.fullmatch(r"(\d+)\.(\d)[af]?(?:\+PTX)?", "9.0" if arch.startswith("Hopper") else arch)
         if found is None:
             sys.exit(f'packing_ops: {given_by}: expected numbers such as "8.0;9.0;12.0+PTX", got {archs!r}')
-        numbers[name] = tuple(map(int, found.groups()))
-    new_enough = [name for name in names if numbers[name] >= OLDEST_ARCH]
+        numbers[arch] = tuple(map(int, found.groups()))
+    new_enough = [arch for arch in names if numbers[arch] >= OLDEST_ARCH]
     if not new_enough:
         told = "set TORCH_CUDA_ARCH_LIST, or FORCE_CUDA=0 to build without CUDA"
         sys.exit(f"packing_ops: {given_by}: expected compute capability 8.0 or later, got {archs!r}: {told}")
-    if left_out := [name for name in names if name not in new_enough]:
+    if left_out := [arch for arch in names if arch not in new_enough]:
         print(f"packing_ops: not built for {', '.join(left_out)}: kernels need 8.0 or later", flush=True)
     known = [] if (home / "bin" / "architectures").exists() else known_archs(home)  # tools/cuda12.py: ptxas knows more
-    unknown = [name for name in new_enough if known and "{}.{}".format(*numbers[name]) not in known]
+    unknown = [arch for arch in new_enough if known and "{}.{}".format(*numbers[arch]) not in known]
     if unknown:
-        told = f"set CUDA_HOME to a newer toolkit, or TORCH_CUDA_ARCH_LIST={known[-1]}+PTX"
+        older = [arch for arch in known if tuple(map(int, arch.split("."))) < numbers[unknown[0]]]
+        told = f"set CUDA_HOME to a newer toolkit, or TORCH_CUDA_ARCH_LIST={(older or known)[-1]}+PTX"
         sys.exit(f"packing_ops: {given_by}: {home}/bin/nvcc does not know {', '.join(unknown)}: {told}")
     return with_hopper_features(";".join(new_enough))
 

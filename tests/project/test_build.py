@@ -143,9 +143,11 @@ def test_a_line_per_file_and_what_compilers_say():
 def test_output_of_processes_goes_to_the_log(tmp_path, capfd):
     with progress(tmp_path / "build" / "log", Path("/p/csrc")):
         subprocess.run(["printf", "%s", NINJA], check=True)
-    subprocess.run(["echo", "after"], check=True)
-    assert (tmp_path / "build" / "log").read_text() == NINJA
-    assert capfd.readouterr().out == SHOWN + "after\n"
+        subprocess.run(["sh", "-c", "echo 'ld: No space left on device' >&2"], check=True)
+    subprocess.run(["sh", "-c", "echo after; echo error >&2"], check=True)
+    full = "ld: No space left on device\n"
+    assert (tmp_path / "build" / "log").read_text() == NINJA + full
+    assert capfd.readouterr() == (SHOWN + full + "after\n", "error\n")
 
 
 STEPS = [f"[{i}/24] ops/{i}.cpp\n" for i in range(1, 25)]

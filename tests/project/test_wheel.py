@@ -1,5 +1,6 @@
 """The tools of the released wheel: for which GPUs each file is compiled, the toolkit, what stands in the way of a build."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -259,6 +260,21 @@ def test_head_dims_that_are_asked_for(monkeypatch):
 )
 def test_files_of_the_head_dims_that_are_asked_for(source, dims, asked):
     assert build_checks.is_asked(source, dims) == asked
+
+
+def test_a_build_folder_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "build").touch()
+    told = refusal(build_checks.one_build_at_a_time(tmp_path / "build").__enter__)
+    assert told.endswith(f"a build writes into {tmp_path / 'build'}: remove it, or make it yours")
+
+
+def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, capsys):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(build_checks.fcntl, "flock", flock)
+    with build_checks.one_build_at_a_time(tmp_path):
+        assert "(No locks available): run one build at a time" in capsys.readouterr().out
 
 
 def test_a_second_build_waits_for_the_first(tmp_path):
