@@ -1,4 +1,4 @@
-"""Builds packing_ops/_C.so: C++ always, CUDA where it can run (or where FORCE_CUDA=1 asks for it)."""
+"""Builds packing_ops/_C.so: the CPU kernels, and the CUDA kernels if cuda_wanted says so."""
 
 import os
 import re
@@ -11,23 +11,22 @@ from pathlib import Path
 import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
+from setuptools.errors import CCompilerError
 
 ROOT = Path(__file__).resolve().parent
-sys.path.insert(0, str(ROOT))  # not there where pip runs this file
+sys.path.insert(0, str(ROOT))  # pip runs this file without its folder on sys.path
 
 from tools import build_checks as checks  # noqa: E402
 from tools.build_progress import progress  # noqa: E402
 from tools.find_cuda import (  # noqa: E402
+    archs_to_build,
     cuda_version,
     find_cuda_home,
     nvcc_of_each_file,
-    portable_archs,
-    visible_archs,
-    with_hopper_features,
 )
 from tools.units import longest_first, units  # noqa: E402
 
-# Sources that we may only read are built elsewhere.
+# A read-only source tree is built in a temporary folder.
 BUILD = ROOT / "build" if os.access(ROOT, os.W_OK) else Path(tempfile.mkdtemp(prefix="packing_ops-"))
 LOG = BUILD / "build.log"
 VERSION = re.search(r'^VERSION = "(.+?)"', (ROOT / "packing_ops" / "_library.py").read_text(), re.M)[1]
@@ -44,9 +43,11 @@ LINK_FLAGS = ["-Wl,--as-needed", "-Wl,--exclude-libs,ALL"]
 
 def cuda_wanted(torch, home):
     """FORCE_CUDA decides; without it CUDA is built where nvcc is found and torch is a CUDA build."""
-    forced = os.environ.get("FORCE_CUDA")
+    forced = os.environ.get("FORCE_CUDA", "").strip()
+    if forced not in ("", "0", "1"):
+        sys.exit(f"packing_ops: FORCE_CUDA: expected 0 or 1, got {forced!r}")
     if forced == "1" and home is None:
-        sys.exit("FORCE_CUDA=1: no CUDA toolkit found; set CUDA_HOME or put nvcc on PATH")
+        sys.exit("packing_ops: FORCE_CUDA=1: no CUDA toolkit found; set CUDA_HOME or put nvcc on PATH")
     why = "FORCE_CUDA=0" if forced == "0" else "no nvcc was found" if home is None else ""
     if not why and torch.version.cuda is None and forced != "1":
         why = "this torch is a CPU build; FORCE_CUDA=1 overrides"
@@ -60,7 +61,7 @@ def sources(*suffixes):
 
 
 class CleanBuild(build_py):
-    """Without the modules of builds before, which may be gone since."""
+    """Starts with an empty package: an earlier build may have copied modules that are deleted since."""
 
     def run(self):
         shutil.rmtree(Path(self.build_lib) / "packing_ops", ignore_errors=True)
@@ -70,7 +71,7 @@ class CleanBuild(build_py):
 def with_progress(build_extension):
     class Build(build_extension):
         def swig_sources(self, files, module):
-            """build_ext calls this before it compiles; a source archive still lists the files themselves."""
+            """build_ext calls this before it compiles; sdist does not, so the archive lists the files themselves."""
             return longest_first(units(files, ROOT, BUILD / "units"), ROOT)
 
         def build_extensions(self):
@@ -79,8 +80,8 @@ def with_progress(build_extension):
                 with progress(LOG, ROOT / "csrc"):
                     super().build_extensions()
                 print(f"packing_ops: built in {time.monotonic() - start:.0f} s", flush=True)
-            except RuntimeError as error:
-                sys.exit(f"packing_ops: {checks.no_room(LOG) or error}; the whole output is in {LOG}")
+            except (RuntimeError, ValueError, OSError, CCompilerError) as error:
+                sys.exit(f"packing_ops: {checks.no_room(LOG) or checks.in_brief(error)}; the whole output is in {LOG}")
 
     return Build.with_options(no_python_abi_suffix=True)
 
@@ -92,7 +93,7 @@ def extension():
     checks.check_compiler()
     from torch.utils import cpp_extension
 
-    compiler = shutil.which(os.environ.get("CXX", "c++").split()[0]) or ""
+    compiler = shutil.which(checks.compiler()[0]) or ""
     if "ccache" in os.path.realpath(compiler):  # a wrapper, which torch takes for an unknown compiler
         os.environ.setdefault("TORCH_DONT_CHECK_COMPILER_ABI", "1")
     home = find_cuda_home()
@@ -102,9 +103,10 @@ def extension():
     if os.environ.get("PACKING_OPS_NAMESPACE"):  # of a Hub kernel; the CUDA half does not know it
         cxx += [f"-DPACKING_OPS_NAMESPACE={os.environ['PACKING_OPS_NAMESPACE']}"]
     if cuda_wanted(torch, home):
-        archs = os.environ.get("TORCH_CUDA_ARCH_LIST") or visible_archs(torch) or portable_archs(home)
-        archs = os.environ["TORCH_CUDA_ARCH_LIST"] = with_hopper_features(archs)
+        archs = os.environ["TORCH_CUDA_ARCH_LIST"] = archs_to_build(torch, home)
+        print(f"packing_ops: for GPUs of compute capability {archs.replace(';', ', ')}", flush=True)
         cpp_extension.CUDA_HOME = str(home)  # a CPU build of torch leaves it None
+        cpp_extension._check_cuda_version = lambda *_: None  # that it is torch's: we link a runtime of our own
         if torch.version.cuda is None:
             checks.drop_stale_cuda_objects(ROOT, sources(".cu"))
         define += [f'-DPACKING_OPS_WITH_CUDA="{cuda_version(home)}"', f'-DPACKING_OPS_CUDA_ARCHS="{archs}"']

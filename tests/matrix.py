@@ -136,6 +136,8 @@ def main() -> None:
     if missing:
         sys.exit(f"tests/matrix.py: no Python {', '.join(missing)} here; found {', '.join(found) or 'none'}")
     wheel, rows = arguments.wheel.resolve(), []
+    if not wheel.is_file():  # before a row of the results is replaced by a failure
+        sys.exit(f"tests/matrix.py: expected a wheel, found no {wheel}: make wheel")
     for torch in arguments.torch or torches():
         for version in wanted:
             folder = ROOT / "build" / "matrix" / f"torch-{torch}-python-{version}"

@@ -1,1 +1,1 @@
-"""What setup.py and the tests share. Nothing here is installed."""
+"""Scripts for building and releasing, and helpers that setup.py and the tests import. Not installed."""

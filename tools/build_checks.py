@@ -1,7 +1,8 @@
-"""What stands in the way of a build, in one sentence each: found before a compiler runs."""
+"""Checks that setup.py makes before it compiles. Each ends the build with an error that says what to do."""
 
 import contextlib
 import fcntl
+import importlib.util
 import os
 import re
 import shutil
@@ -22,14 +23,14 @@ PROBE = "#include <bit>\n#include <concepts>\n#include <span>\nint main() { retu
 
 def import_torch():
     """torch of the environment that we are being installed into, also from inside pip's build environment."""
+    if importlib.util.find_spec("torch") is None:
+        sys.path.append(sysconfig.get_path("platlib"))
+        if importlib.util.find_spec("torch") is None:
+            sys.exit(NO_TORCH)
     try:
         import torch
-    except ImportError:
-        sys.path.append(sysconfig.get_path("platlib"))
-        try:
-            import torch
-        except ImportError:
-            sys.exit(NO_TORCH)
+    except (ImportError, OSError) as error:  # a library of CUDA that is not there, for one
+        sys.exit(f"packing_ops: the torch of this environment does not import: {in_brief(error)}")
     return torch
 
 
@@ -42,7 +43,7 @@ def check_python() -> None:
 
 
 def check_setuptools(version: str) -> None:
-    """Without build isolation it is the environment's own; an older one does not know the licence as pyproject.toml has it."""
+    """Builds without isolation use the installed setuptools; before 77 it does not read the licence in pyproject.toml."""
     if int(version.partition(".")[0]) < 77:
         sys.exit(f'packing_ops: expected setuptools 77 or later, got {version}; pip install "setuptools>=77"')
 
@@ -56,36 +57,53 @@ def check_torch(torch) -> None:
         )
 
 
+def compiler() -> list[str]:
+    """The words of CXX; c++ where it is not set, or blank."""
+    return os.environ.get("CXX", "").split() or ["c++"]
+
+
 def check_compiler() -> None:
-    """That it is there, and knows the C++20 that csrc is written in."""
-    command = os.environ.get("CXX", "c++")
-    if not shutil.which(command.split()[0]):
-        sys.exit(f"packing_ops: expected a C++ compiler, found no {command}; install g++, or name yours in CXX")
-    options = [*command.split(), "-std=c++20", "-fsyntax-only", "-x", "c++", "-"]
+    """That there is one, and that it compiles C++20."""
+    if not os.environ.get("CXX", "c++").strip():
+        del os.environ["CXX"]  # torch would call it
+    command = compiler()
+    name = " ".join(command)
+    if not shutil.which(command[0]):
+        sys.exit(f"packing_ops: expected a C++ compiler, found no {name}; install g++, or name yours in CXX")
+    options = [*command, "-std=c++20", "-fsyntax-only", "-x", "c++", "-"]
     probe = subprocess.run(options, input=PROBE, capture_output=True, text=True)
     if probe.returncode:
-        version = subprocess.run([*command.split(), "--version"], capture_output=True, text=True).stdout
-        said = (version or probe.stderr or command).strip().splitlines()[0]
+        version = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
+        said = [text.strip().splitlines()[0] for text in (version, probe.stderr) if text.strip()]
         sys.exit(
-            f"packing_ops: expected a compiler of C++20 (GCC 11 or later, Clang 14 or later), got {command}: {said}"
+            "packing_ops: expected a compiler of C++20 (GCC 11 or later, Clang 14 or later), "
+            f"got {': '.join([name, *said])}"
         )
 
 
 def no_room(log: Path) -> str:
-    """Of a build that failed: whether the disk was full, and what to do."""
-    said = log.read_text(errors="replace") if log.exists() else ""
-    if "No space left on device" not in said:
-        return ""
+    """After a failed build: an error message if the disk is full, otherwise an empty string."""
     folder = os.environ.get("TMPDIR", "/tmp")
+    said = log.read_text(errors="replace") if log.exists() else ""
+    existing = [path for path in (log.parent, Path(folder)) if path.exists()]
+    full = any(shutil.disk_usage(path).free < 2**20 for path in existing)  # the log may be cut short then
+    if not full and "No space left on device" not in said:
+        return ""
     return f"no room is left on the disk of {log.parent} or of {folder}, where compilers keep their files (TMPDIR)"
 
 
+def in_brief(error: Exception) -> str:
+    """One line: distutils' errors hold the whole command."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else f"{text[:100]} ... {text[-100:]}"
+
+
 def head_dims() -> tuple[int, ...]:
-    """PACKING_OPS_HEAD_DIMS: those that attention's CUDA kernels are compiled for; all where it is not set."""
+    """PACKING_OPS_HEAD_DIMS: the head_dims that attention's CUDA kernels are compiled for (default: all)."""
     wanted = os.environ.get("PACKING_OPS_HEAD_DIMS", "").strip()
     if not wanted:
         return HEAD_DIMS
-    found = {int(part) if part.isdigit() else 0 for part in re.split(r"[,; ]+", wanted)}
+    found = {int(part) if part.isdecimal() else 0 for part in re.split(r"[,; ]+", wanted)}
     if not found <= set(HEAD_DIMS):
         names = ", ".join(map(str, HEAD_DIMS))
         sys.exit(f"packing_ops: PACKING_OPS_HEAD_DIMS: expected some of {names}, with commas between, got {wanted!r}")
@@ -93,8 +111,8 @@ def head_dims() -> tuple[int, ...]:
 
 
 def is_asked(source: str, asked: tuple[int, ...]) -> bool:
-    """Whether one of these head_dims calls what the file holds: wgmma's instances of 128 serve 96 as well, and where v has
-    a head_dim of its own that of q and k counts."""
+    """Whether a source file is needed for one of the head_dims in ``asked``. The wgmma kernels of 128 serve 96 as well;
+    where v has another head_dim, that of q and k counts."""
     path = Path(source)
     name = path.stem.replace("_wide", "_512")
     number = re.search(r"_(\d+)(?:_\d+)?(?:_smem\d+)?$", name) if path.parent.name == "instances" else None
@@ -105,7 +123,7 @@ def is_asked(source: str, asked: tuple[int, ...]) -> bool:
 
 
 def is_older_than_its_headers(built: Path, folder: Path) -> bool:
-    """By the list beside an object, as compilers write it; paths may be relative to the folder that it was compiled in."""
+    """Reads the dependency file (.d) beside an object; its paths may be relative to ``folder``, where it was compiled."""
     listed = built.with_name(f"{built.name}.d")
     if not listed.exists():
         return True
@@ -115,7 +133,8 @@ def is_older_than_its_headers(built: Path, folder: Path) -> bool:
 
 
 def drop_stale_cuda_objects(root: Path, sources: list[str]) -> None:
-    """A CPU build of torch writes ninja rules that do not see the headers of .cu files: tools/nvcc.py lists them."""
+    """Removes objects of .cu files whose headers changed: with a CPU build of torch ninja does not track those headers, so
+    tools/nvcc.py writes the dependency files."""
     for folder in root.glob("build/temp.*"):
         for built in (folder / Path(source).with_suffix(".o") for source in sources):
             if built.exists() and is_older_than_its_headers(built, folder):
@@ -124,12 +143,20 @@ def drop_stale_cuda_objects(root: Path, sources: list[str]) -> None:
 
 @contextlib.contextmanager
 def one_build_at_a_time(folder: Path) -> Iterator[None]:
-    """Two builds of the same checkout would write the same objects."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
+    """A lock: two builds of the same checkout would write the same objects."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "lock").open("w")
+    except OSError as error:  # made by another user, for one
+        sys.exit(
+            f"packing_ops: {error.strerror}: {error.filename}; a build writes into {folder}: remove it, or make it yours"
+        )
+    with file as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             print(f"packing_ops: waiting for another build in {folder}", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:  # some network file systems
+            print(f"packing_ops: no lock in {folder} ({error.strerror}): run one build at a time", flush=True)
         yield

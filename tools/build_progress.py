@@ -1,4 +1,4 @@
-"""ninja's output as its progress and what compilers say; all of it in a log."""
+"""Shortens the output of a build to progress and compiler messages; all of it goes to a log file."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ LINK = re.compile(r"\S+ .*-shared .* -o (\S+)")
 
 
 def shown(lines: Iterable[str], root: Path) -> Iterator[str]:
-    """Of `ninja -v` and what links: the file of each command in place of the command."""
+    """The lines of `ninja -v` and of the linker, with each command replaced by the file that it compiles or links."""
     command_follows = False
     for line in lines:
         step = STEP.match(line)
@@ -24,11 +24,11 @@ def shown(lines: Iterable[str], root: Path) -> Iterator[str]:
             yield f"linking {os.path.relpath(link[1])}\n"
         elif not command_follows:
             yield line
-        command_follows = line.startswith("FAILED: ")  # once more, as it came with its step
+        command_follows = line.startswith("FAILED: ")  # ninja repeats the command of a step that failed
 
 
 def brief(lines: Iterable[str], in_place: bool) -> Iterator[str]:
-    """Each step's line in place of the one before, as a terminal can; or one line for every quarter of the steps."""
+    """On a terminal each step's line overwrites the one before; elsewhere there is one line for every quarter of the steps."""
     quarter, is_open = 0, False
     for line in lines:
         step = COUNTED.match(line)
@@ -49,8 +49,9 @@ def _copy(pipe: int, terminal: int, log: Path, root: Path) -> None:
     def logged() -> Iterator[str]:
         with log.open("w") as file, open(pipe, errors="replace") as lines:
             for line in lines:
-                file.write(line)
-                file.flush()
+                with contextlib.suppress(OSError):  # no room: compilers, which wait for us, say so themselves
+                    file.write(line)
+                    file.flush()
                 yield line
 
     for line in brief(shown(logged(), root), in_place=os.isatty(terminal)):
@@ -59,12 +60,15 @@ def _copy(pipe: int, terminal: int, log: Path, root: Path) -> None:
 
 @contextlib.contextmanager
 def progress(log: Path, root: Path) -> Iterator[None]:
-    """What is written to file descriptor 1 meanwhile, by other processes too, goes to ``log``, and in brief on."""
+    """Redirects stdout and stderr, of child processes too, to ``log``, and prints a short form on stdout. The linker writes
+    its errors to stderr."""
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
-    terminal = os.dup(1)
+    sys.stderr.flush()
+    terminal, errors = os.dup(1), os.dup(2)
     read, write = os.pipe()
     os.dup2(write, 1)
+    os.dup2(write, 2)
     os.close(write)
     reader = threading.Thread(target=_copy, args=(read, terminal, log, root))
     reader.start()
@@ -72,6 +76,9 @@ def progress(log: Path, root: Path) -> Iterator[None]:
         yield
     finally:
         sys.stdout.flush()
+        sys.stderr.flush()
         os.dup2(terminal, 1)
+        os.dup2(errors, 2)
         reader.join()
         os.close(terminal)
+        os.close(errors)

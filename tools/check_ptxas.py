@@ -1,5 +1,5 @@
-"""What ptxas says of attention's kernels for Hopper: python3 tools/check_ptxas.py fails where products are serialised
-(warnings C75xx) or registers are spilled. Nothing is checked where there is no nvcc."""
+"""Compiles attention's Hopper kernels and fails if ptxas serialises wgmma instructions (warnings C75xx) or spills registers:
+python3 tools/check_ptxas.py. Without nvcc it checks nothing."""
 
 import re
 import subprocess

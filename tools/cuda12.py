@@ -1,5 +1,5 @@
-"""A CUDA 12 toolkit from package registries, on Debian: python3 tools/cuda12.py <folder>. What it built runs on every driver
-of the CUDA 12 and 13 lines, a CUDA 13 toolkit's only on 580 and later.
+"""Puts a CUDA 12 toolkit together from package registries, on Debian: python3 tools/cuda12.py <folder>. Libraries built with
+it run on drivers from 525 on; those built with CUDA 13 need driver 580 or later.
 
 nvcc, cudafe++, cicc and fatbinary are those of Debian's nvidia-cuda-toolkit 12.4 (non-free); headers, ptxas and the static
 runtime are Python packages. ptxas is 12.9's, which knows 10.0 and 12.0: it assembles their machine code from PTX of 9.0, as
@@ -19,7 +19,7 @@ PACKAGES = {
     "nvidia-cuda-runtime-cu12": ("12.4.127", "12.9.79"),
     "nvidia-cuda-cccl-cu12": ("12.9.27",),
 }
-# Which nvcc knows; fatbinary puts images of others into a file as well.
+# Those that nvcc 12.4 compiles for; fatbinary adds images of others.
 ARCHITECTURES = "50 52 53 60 61 62 70 72 75 80 86 87 89 90 90a"
 PROFILE = """\
 TOP = $(_HERE_)/..
@@ -28,7 +28,7 @@ PATH += $(TOP)/nvvm/bin:$(_HERE_):
 INCLUDES += "-I$(TOP)/include" $(_SPACE_)
 LIBRARIES =+ $(_SPACE_) "-L$(TOP)/lib64"
 """
-# nvcc calls it: with --assemble=120 an image for 12.0, from the newest PTX that it was given, goes in beside the others.
+# Stands in for fatbinary, which nvcc calls. --assemble=120 adds an image for 12.0, assembled from the newest PTX given.
 FATBINARY = """\
 #!/bin/bash
 set -e
@@ -59,7 +59,7 @@ def run(*command, cwd=None) -> str:
 
 
 def debian_package(folder: Path) -> Path:
-    """Its files, from the mirror that apt knows, with lists of its own."""
+    """Downloads and unpacks the package from apt's mirror. apt's own lists are not touched."""
     name, suite = DEBIAN
     mirrors = [
         line.split()[0] for line in run("apt-get", "indextargets", "--format", "$(REPO_URI) $(CREATED_BY)").splitlines()

@@ -1,9 +1,8 @@
-"""For mkdocs: links to the repository's other files, and docstrings as mkdocstrings reads them.
+"""For mkdocs: adds the files outside docs/ that pages link to, and prepares docstrings for mkdocstrings.
 
-What pages link to outside docs/ becomes part of the site, under repository/.
-
-So a link such as ``../examples/first/sft_trl.py`` works both in the repository and on the site, which is built offline and
-knows no address of the repository. Markdown files become pages, everything else is copied.
+A file outside docs/ that a page links to becomes part of the site, under repository/: a link such as
+``../examples/first/sft_trl.py`` then works both in the repository and on the site, which is built offline and knows no
+address of the repository. Markdown files become pages; other files are copied.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The folder of a Hub kernel, as Hugging Face's `kernels` loads it, from a wheel whose ops have a namespace of their own:
+"""Makes a Hub kernel, the folder that Hugging Face's `kernels` loads, from a wheel built with an op namespace of its own:
 
     PACKING_OPS_NAMESPACE=packing_ops_hub_1 python tools/wheel.py --out build/hub
     python tools/hub_kernel.py build/hub/packing_ops-*.whl packing_ops_hub_1 build/hub/kernel
@@ -49,8 +49,8 @@ def import_line(match: re.Match, depth: int) -> str:
 
 
 def as_kernel(source: str, depth: int) -> str:
-    """A module of the package with relative imports and the namespace of _namespace.py. Texts that a user reads stay as they
-    are."""
+    """A module of the package with relative imports and the namespace of _namespace.py. Messages to the
+    user stay as they are."""
     before = source = re.sub(
         rf"^(?P<indent>\s*)from {OWN} import (?P<names>.*)", lambda m: import_line(m, depth), source, flags=re.M
     )

@@ -1,9 +1,9 @@
-"""The sources of a Hub kernel, laid out for Hugging Face's kernel-builder, which compiles them for each torch and CUDA:
+"""Lays the sources of a Hub kernel out for Hugging Face's kernel-builder, which compiles them for each torch and CUDA:
 
     python tools/hub_project.py build/hub-project --repo-id somebody/packing-ops
 
-What tools/hub_kernel.py says of a kernel holds here too; its namespace is made by kernel-builder. build.toml names every file
-of csrc, in the order of their paths.
+See tools/hub_kernel.py for what a kernel contains. Here kernel-builder chooses the op namespace. build.toml lists every file
+of csrc, sorted by path.
 """
 
 import argparse

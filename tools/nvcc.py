@@ -1,9 +1,9 @@
-"""In front of nvcc: `python3 tools/nvcc.py nvcc <options>`. The build calls it for each file.
+"""A wrapper of nvcc that chooses the architectures of each file: `python3 tools/nvcc.py nvcc <options>`.
 
-An instance of attention is compiled for the architectures whose GPUs call it (tiles.h chooses by shared memory), and as PTX
-where none does: with PACKING_OPS_SHARED_MEMORY a larger GPU calls it, and its driver compiles the PTX then. What a toolkit's
-nvcc does not know (10.0 and 12.0 before 12.8) its ptxas may: such an image is assembled from PTX, by the toolkit of
-tools/cuda12.py.
+A kernel instance of attention is compiled only for the architectures whose GPUs call it (tiles.h chooses by the size of
+shared memory). If no asked architecture calls it, it is compiled to PTX: with PACKING_OPS_SHARED_MEMORY a larger GPU may call
+it, and the driver compiles the PTX. Architectures that nvcc does not know (10.0 and 12.0 before CUDA 12.8) are assembled from
+PTX by the newer ptxas of tools/cuda12.py.
 """
 
 import os

@@ -1,5 +1,5 @@
-"""The section of CHANGELOG.md that a tag releases: python3 tools/release_notes.py v0.2.0. Refuses a tag that is not the
-version of packing_ops/_library.py, or that the changelog does not have with a date."""
+"""Prints the section of CHANGELOG.md for a tag: python3 tools/release_notes.py v0.2.0. Fails if the tag is not the version in
+packing_ops/_library.py, or if the changelog has no dated section for it."""
 
 import re
 import sys
@@ -19,5 +19,7 @@ def notes(tag: str, library: str, changelog: str) -> str:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python3 tools/release_notes.py v<version>")
     texts = [(ROOT / name).read_text() for name in ("packing_ops/_library.py", "CHANGELOG.md")]
     print(notes(sys.argv[1], *texts), end="")

@@ -1,8 +1,8 @@
-"""What is compiled as one file, and in which order."""
+"""Groups sources that include torch into a few compilation units, and orders what is compiled."""
 
 from pathlib import Path
 
-UNITS = 5  # an edit compiles a unit again, which takes no longer than the longest kernel
+UNITS = 5  # each compiles no longer than the slowest kernel, so that an edit stays cheap
 
 
 def includes_torch(source: str) -> bool:
@@ -12,7 +12,7 @@ def includes_torch(source: str) -> bool:
 
 
 def parts_of(files: list[str], sizes: list[int], count: int) -> list[list[str]]:
-    """Neighbours, of about the same size together."""
+    """Splits ``files`` into ``count`` runs of about the same total size."""
     parts, before, total = [[] for _ in range(count)], 0, sum(sizes)
     for file, size in zip(files, sizes, strict=True):
         parts[(before + size // 2) * count // total].append(file)
@@ -41,7 +41,7 @@ def units(sources: list[str], root: Path, folder: Path) -> list[str]:
 
 
 def longest_first(sources: list[str], root: Path) -> list[str]:
-    """So that the last files are short, and no processor waits for one of them."""
+    """Slow files first: a slow one at the end would keep the other cores idle."""
 
     def rank(source: str) -> tuple:
         text = (root / source).read_text()

@@ -1,8 +1,9 @@
-"""The wheel that is released: python tools/wheel.py [--out dist] [--archs "8.0;9.0"].
+"""Builds the wheel for a release: python tools/wheel.py [--out dist] [--archs "8.0;9.0"].
 
-One file for every Python and torch that packing_ops takes: machine code for the GPUs of tools/find_cuda.py and PTX for later
-ones, CPU kernels, against glibc 2.28. The toolkit is that of CUDA_HOME, or one of CUDA 12 from packages (tools/cuda12.py).
-What it is built from is the source archive, unpacked in build/wheel: a second run compiles what has changed.
+One wheel serves every supported Python and torch. It holds the CPU kernels, machine code for the architectures of
+PORTABLE_ARCHS in tools/find_cuda.py, and PTX for later ones, and is linked against glibc 2.28. CUDA_HOME names the toolkit;
+without it tools/cuda12.py puts one of CUDA 12 together. The source archive is unpacked and built in build/wheel, so that a
+second run compiles only what has changed.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from tools.glibc import stubs  # noqa: E402
 
 PLATFORM = f"manylinux_{GLIBC.replace('.', '_')}_x86_64"
 BUILD = ROOT / "build" / "wheel"
-TORCH = ("libtorch.so", "libtorch_cpu.so", "libc10.so")  # the environment's: no wheel holds them
+TORCH = ("libtorch.so", "libtorch_cpu.so", "libc10.so")  # from the installed torch, not bundled
 
 
 def run(*command, cwd: Path = ROOT, **variables) -> None:
@@ -35,7 +36,7 @@ def run(*command, cwd: Path = ROOT, **variables) -> None:
 
 
 def unpacked(archive: Path) -> Path:
-    """In BUILD, without the files of an archive before, which setup.py would find; what was built stays."""
+    """Unpacks into BUILD and removes files of an earlier archive, which setup.py would compile; objects stay."""
     folder = BUILD / archive.name.removesuffix(".tar.gz")
     with tarfile.open(archive) as file:
         file.extractall(BUILD, filter="data")
@@ -57,7 +58,7 @@ def sources() -> Path:
 
 
 def built(folder: Path, archs: str) -> Path:
-    """A wheel with the tag of this machine."""
+    """Builds a wheel that still has this machine's platform tag."""
     home = Path(os.environ["CUDA_HOME"]) if os.environ.get("CUDA_HOME") else cuda12(ROOT / "build" / "cuda-12")
     variables = {"CUDA_HOME": str(home), "FORCE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": archs}
     variables["PYTORCH_NVCC"] = f"{shutil.which('ccache') or ''} {shlex.quote(str(home / 'bin' / 'nvcc'))}".strip()

@@ -13,7 +13,7 @@ import pytest
 from helpers import ROOT
 
 from tools.build_progress import brief, progress, shown
-from tools.find_cuda import PORTABLE_ARCHS, cuda_version, portable_archs, with_hopper_features
+from tools.find_cuda import PORTABLE_ARCHS, archs_to_build, cuda_version, portable_archs, with_hopper_features
 
 LOG = ROOT / "build" / "build.log"
 
@@ -69,6 +69,50 @@ def test_nvcc_that_knows_none_of_them_is_named(toolkit):
         portable_archs(home)
 
 
+@pytest.mark.parametrize(
+    ("version", "got"), [("11.8", "11.8"), ("unknown", "an nvcc that tells no version"), (None, "No such file")]
+)
+def test_what_is_no_cuda_12_toolkit_is_refused(toolkit, tmp_path, version, got):
+    home = toolkit(version, 80) if version else tmp_path
+    with pytest.raises(SystemExit, match=rf"^packing_ops: expected a CUDA toolkit 12.0 or later in {home}, got {got}"):
+        cuda_version(home)
+
+
+def torch_with(*gpus, driver_is_new=True):
+    def capability(i):
+        if not driver_is_new:
+            raise RuntimeError("The NVIDIA driver on your system is too old\nPlease update")
+        return gpus[i]
+
+    return SimpleNamespace(cuda=SimpleNamespace(device_count=lambda: len(gpus), get_device_capability=capability))
+
+
+@pytest.mark.parametrize(
+    ("asked", "torch", "expected"),
+    [
+        (" ", torch_with(), "8.0;8.6;9.0a;9.0+PTX"),
+        ("", torch_with((8, 6)), "8.6"),
+        ("native", torch_with((9, 0), (7, 5)), "9.0a"),
+        ("", torch_with((9, 0), driver_is_new=False), "8.0;8.6;9.0a;9.0+PTX"),
+        ("7.5 8.0, 9.0+PTX", torch_with(), "8.0;9.0a;9.0+PTX"),
+        ("Ampere;9.0;", torch_with(), "8.0;8.6+PTX;9.0a"),
+        ("sm_90", torch_with(), "TORCH_CUDA_ARCH_LIST: expected numbers such as \"8.0;9.0;12.0.PTX\", got 'sm_90'"),
+        (";", torch_with(), "TORCH_CUDA_ARCH_LIST: expected compute capability 8.0 or later, got ';'"),
+        ("", torch_with((7, 5)), "the GPUs of this machine: expected compute capability 8.0 or later, got '7.5'"),
+        ("9.0 12.0", torch_with(), "nvcc does not know 12.0: set CUDA_HOME to a newer toolkit, or .*=9.0.PTX$"),
+        ("", torch_with((12, 0)), "the GPUs of this machine: .*nvcc does not know 12.0"),
+    ],
+)
+def test_architectures_that_are_built(toolkit, monkeypatch, asked, torch, expected):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", asked)
+    home = toolkit("12.4", 75, 80, 86, 89, 90)
+    if expected[0].isdigit():
+        assert archs_to_build(torch, home) == expected
+    else:
+        with pytest.raises(SystemExit, match=f"^packing_ops: .*{expected}"):
+            archs_to_build(torch, home)
+
+
 NINJA = """\
 [1/3] ccache c++ -MMD -MF /p/temp/csrc/schema.o.d -I/p/csrc -c -c /p/csrc/schema.cpp -o /p/temp/csrc/schema.o -O3
 [2/3] nvcc -I/p/csrc -c -c /p/csrc/ops/rope/rope_cuda.cu -o /p/temp/csrc/ops/rope/rope_cuda.o -O3
@@ -99,9 +143,11 @@ def test_a_line_per_file_and_what_compilers_say():
 def test_output_of_processes_goes_to_the_log(tmp_path, capfd):
     with progress(tmp_path / "build" / "log", Path("/p/csrc")):
         subprocess.run(["printf", "%s", NINJA], check=True)
-    subprocess.run(["echo", "after"], check=True)
-    assert (tmp_path / "build" / "log").read_text() == NINJA
-    assert capfd.readouterr().out == SHOWN + "after\n"
+        subprocess.run(["sh", "-c", "echo 'ld: No space left on device' >&2"], check=True)
+    subprocess.run(["sh", "-c", "echo after; echo error >&2"], check=True)
+    full = "ld: No space left on device\n"
+    assert (tmp_path / "build" / "log").read_text() == NINJA + full
+    assert capfd.readouterr() == (SHOWN + full + "after\n", "error\n")
 
 
 STEPS = [f"[{i}/24] ops/{i}.cpp\n" for i in range(1, 25)]
@@ -139,6 +185,29 @@ def test_where_the_cuda_half_is_built(toolkit, monkeypatch, capsys, forced, nvcc
     home = toolkit("12.8", 90) if nvcc else None
     assert setup["cuda_wanted"](torch, home) == expected.startswith("for CUDA")
     assert capsys.readouterr().out == f"packing_ops: building {expected}; the whole output: build/build.log\n"
+
+
+def test_force_cuda_is_0_or_1(monkeypatch):
+    monkeypatch.setenv("FORCE_CUDA", "true")
+    with pytest.raises(SystemExit, match=r"^packing_ops: FORCE_CUDA: expected 0 or 1, got 'true'$"):
+        runpy.run_path(str(ROOT / "setup.py"))["cuda_wanted"](None, None)
+
+
+def test_a_toolkit_of_another_line_than_torch_s_builds_too(toolkit, monkeypatch):
+    """torch refuses it for what shares its CUDA runtime."""
+    from torch.utils import cpp_extension
+
+    home = toolkit("12.8", 80, 90)
+    for name, value in {"CUDA_HOME": str(home), "TORCH_CUDA_ARCH_LIST": "9.0", "FORCE_CUDA": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("PYTORCH_NVCC", "PACKING_OPS_HEAD_DIMS"):
+        monkeypatch.setenv(name, "")
+    for name in ("CUDA_HOME", "_check_cuda_version"):
+        monkeypatch.setattr(cpp_extension, name, getattr(cpp_extension, name))
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    extension, _ = runpy.run_path(str(ROOT / "setup.py"))["extension"]()
+    assert "cudart_static" in extension.libraries
+    cpp_extension._check_cuda_version("g++", "12")
 
 
 @pytest.fixture

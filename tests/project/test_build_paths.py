@@ -78,6 +78,10 @@ def hook(name, folder, before=""):
     ]
 
 
+NO_TORCH = """import importlib.util as u
+find = u.find_spec
+u.find_spec = lambda name, *rest: None if name == "torch" else find(name, *rest)
+"""
 BUILD = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
 
 
@@ -122,7 +126,11 @@ def test_without_ninja_the_same_files_are_compiled(sources, variables, tmp_path)
     ("given", "message"),
     [
         ({"torch/__init__.py": "__version__ = '2.9.1'"}, "expected torch 2.10 or later, got 2.9.1 in "),
-        ({"torch/__init__.py": "raise ImportError"}, "no torch was found here"),
+        ({"sitecustomize.py": NO_TORCH}, "no torch was found here"),
+        (
+            {"torch/__init__.py": "raise OSError('libcudart.so.13: cannot open')"},
+            "the torch of this environment does not import: libcudart.so.13: cannot open",
+        ),
         (
             {"torch/__init__.py": "__version__ = '2.13.0'", "CXX": "no-such-compiler"},
             "expected a C++ compiler, found no no-such-compiler",
@@ -136,7 +144,7 @@ def test_without_ninja_the_same_files_are_compiled(sources, variables, tmp_path)
             "expected a Python with the global interpreter lock",
         ),
     ],
-    ids=["old torch", "no torch", "no compiler", "old setuptools", "free-threaded"],
+    ids=["old torch", "no torch", "broken torch", "no compiler", "old setuptools", "free-threaded"],
 )
 def test_a_build_refuses_before_it_compiles(sources, variables, tmp_path, given, message):
     site = tmp_path / "site"

@@ -23,6 +23,15 @@ def test_the_commit_where_there_is_no_git(monkeypatch, tmp_path):
     assert matrix.commit() == "0123456789ab"
 
 
+def test_a_wheel_that_is_not_there_is_refused_before_a_row_is_replaced(monkeypatch, tmp_path):
+    monkeypatch.setattr(matrix, "pythons", dict)
+    monkeypatch.setattr(matrix, "torches", lambda: [])
+    monkeypatch.setattr(matrix, "save", None)
+    monkeypatch.setattr("sys.argv", ["matrix.py", str(tmp_path / "gone.whl")])
+    with pytest.raises(SystemExit, match=r"expected a wheel, found no .*gone\.whl: make wheel"):
+        matrix.main()
+
+
 @pytest.mark.parametrize(
     ("failing", "result"),
     [

@@ -1,5 +1,6 @@
 """The tools of the released wheel: for which GPUs each file is compiled, the toolkit, what stands in the way of a build."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -213,9 +214,12 @@ def test_a_compiler_that_does_not_know_cxx20_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", str(tmp_path / "gxx"))
     told = refusal(build_checks.check_compiler)
     assert "expected a compiler of C++20" in told
-    assert told.endswith(f"got {tmp_path / 'gxx'}: g++ 9.4.0")
+    assert told.endswith(f"got {tmp_path / 'gxx'}: g++ 9.4.0: no <span>")
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "found no no-such-compiler" in refusal(build_checks.check_compiler)
+    monkeypatch.setenv("CXX", " ")
+    build_checks.check_compiler()
+    assert "CXX" not in os.environ, "torch would call it"
 
 
 def test_a_full_disk_is_told(tmp_path):
@@ -225,11 +229,16 @@ def test_a_full_disk_is_told(tmp_path):
     assert str(tmp_path) in build_checks.no_room(log)
 
 
+def test_a_full_disk_is_told_where_it_cut_the_log_short(tmp_path, monkeypatch):
+    monkeypatch.setattr(build_checks.shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
+    assert str(tmp_path) in build_checks.no_room(tmp_path / "build.log")
+
+
 def test_head_dims_that_are_asked_for(monkeypatch):
     assert (*generate_instances.HEAD_DIMS, generate_instances.WIDE) == build_checks.HEAD_DIMS
     monkeypatch.setenv("PACKING_OPS_HEAD_DIMS", "128, 64")
     assert build_checks.head_dims() == (64, 128)
-    for wrong in ("80", "64,x"):
+    for wrong in ("80", "64,x", "²"):
         monkeypatch.setenv("PACKING_OPS_HEAD_DIMS", wrong)
         assert "PACKING_OPS_HEAD_DIMS: expected some of 64, 96, 128, 192, 256, 512" in refusal(build_checks.head_dims)
 
@@ -251,6 +260,21 @@ def test_head_dims_that_are_asked_for(monkeypatch):
 )
 def test_files_of_the_head_dims_that_are_asked_for(source, dims, asked):
     assert build_checks.is_asked(source, dims) == asked
+
+
+def test_a_build_folder_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "build").touch()
+    told = refusal(build_checks.one_build_at_a_time(tmp_path / "build").__enter__)
+    assert told.endswith(f"a build writes into {tmp_path / 'build'}: remove it, or make it yours")
+
+
+def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, capsys):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(build_checks.fcntl, "flock", flock)
+    with build_checks.one_build_at_a_time(tmp_path):
+        assert "(No locks available): run one build at a time" in capsys.readouterr().out
 
 
 def test_a_second_build_waits_for_the_first(tmp_path):
