@@ -165,7 +165,9 @@ def varlen_attention_over(
     cache = documents._cache if isinstance(documents, PackedMetadata) else None
     if is_captured(q):
         refused = head_refusal(q.shape[1], k.shape[1], group.size())
-        choice = Choice("gathered" if refused else "ulysses", refused or "a CUDA graph, whose lengths are not known", {})
+        choice = Choice(
+            "gathered" if refused else "ulysses", refused or "a CUDA graph, whose lengths are not known", {}
+        )
     else:
         choice = kept_with((cu_seqlens,), ("choice", *given.values()), make, cache=cache)
     attention = ulysses_attention if choice.name == "ulysses" else gathered_attention

@@ -249,7 +249,7 @@ class _Attention(torch.autograd.Function):
 
 def _parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: KeyLayout) -> list[tuple[slice, slice]]:
     """The heads of q and of k of each part."""
-    heads = [tuple(tensor.shape[1:]) for tensor in (q, k, v)]
+    heads = [(tensor.shape[1], tensor.shape[2]) for tensor in (q, k, v)]
     parts = parts_of_keys(layout.received, q.shape[0], heads, q.element_size())
     return list(zip(slices(q.shape[1], parts), slices(k.shape[1], parts), strict=True))
 

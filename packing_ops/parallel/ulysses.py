@@ -111,7 +111,7 @@ def ulysses_attention(
     if isinstance(documents, PackedMetadata):
         visible_end, cache = documents.visible_end, documents._cache
     past = causal, softmax_scale, *window_sides(window_size), softcap
-    heads = [tuple(tensor.shape[1:]) for tensor in (q, k, v)]
+    heads = [(tensor.shape[1], tensor.shape[2]) for tensor in (q, k, v)]
     parts = 1 if torch.compiler.is_compiling() else parts_of_heads(ranks, rows, heads, q.element_size())
     try:
         given = q, k, v, sinks, cu_seqlens, visible_end, order, group, cache, past, return_lse, parts

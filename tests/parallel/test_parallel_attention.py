@@ -415,7 +415,9 @@ def test_a_fork_has_no_collectives(by_rank):
         *here, shard = found["forked"].pop("here"), found["forked"].pop("shard")
         assert (here, shard) == ([["no error"] * 6], "no error")
         for message in found["forked"].values():
-            assert message.startswith("RuntimeError: group: expected a process group that this process has made, got one")
+            assert message.startswith(
+                "RuntimeError: group: expected a process group that this process has made, got one"
+            )
         assert len(found["forked"]) == 5
 
 
