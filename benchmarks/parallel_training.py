@@ -80,8 +80,12 @@ def busy_microseconds(step) -> float:
         step()
         torch.cuda.synchronize()
     busy, until = 0.0, 0.0
-    on_gpu = (each.time_range for each in profile.events() if each.device_type == torch.autograd.DeviceType.CUDA)
-    for start, end in sorted((each.start, each.end) for each in on_gpu):
+    kernels = [
+        each.time_range
+        for each in profile.events()
+        if each.device_type == torch.autograd.DeviceType.CUDA and not each.is_user_annotation
+    ]
+    for start, end in sorted((each.start, each.end) for each in kernels):
         busy += max(0.0, end - max(start, until))
         until = max(until, end)
     return busy
