@@ -4,57 +4,30 @@ torchrun --nproc-per-node 2 benchmarks/bench_parallel.py [--device cuda] [--only
 Every row has the time of one rank that does all (each rank does, at the same time, so that clocks are alike), and of all
 ranks together; efficiency is the first over ranks times the second. GPU clocks, the host ahead of them, the slowest rank,
 the median of the runs. Writes results/parallel_<device>.csv after every row.
+
+python benchmarks/bench_parallel.py --fake-ranks 4 [--only eager compiled]: training on one GPU, as one rank of four whose
+collectives (torch's fake process group) wait for nobody and send nothing; a gather copies this rank's part for each of the
+others. What is lost against one rank alone is of the host and of kernels, so that efficiency is what no link can exceed.
+Writes results/parallel-host_<device>.csv; rows of the same commit, which this run does not measure, stay.
 """
 
 import argparse
+import csv
 import datetime
 import functools
-import itertools
-import json
 import os
-import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_e2e import SHAPE, TINY
-from e2e_providers import COMPILE
-from harness import RESULTS, commit, device_name, percentiles, time_cpu, write_csv
-from parallel_wrappers import WRAPPERS
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from harness import RESULTS, commit, device_name, write_csv
+from parallel_timing import sft_lengths, timed_together
+from parallel_training import host_rows, train_rows
 
 import packing_ops as po
-from packing_ops.integrations.transformers import apply_packing_ops
 from packing_ops.parallel import choose_attention, gathered_attention, ulysses_attention
 
 HEADS, TINY_HEADS = (32, 8, 128), (8, 4, 16)
-SPIN_CYCLES = 20_000_000  # 10 ms at 2 GHz, in which the host enqueues a call
-
-
-# --- timing ---
-
-
-def microseconds(call, device: str, spin: int) -> float:
-    if device == "cpu":
-        return time_cpu(call, 1)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(spin)
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3
-
-
-def timed_together(call, device: str, runs: int, spin: int = SPIN_CYCLES, warm_up: int = 2) -> float:
-    """Median microseconds of the slowest rank."""
-    samples = []
-    for _ in range(warm_up + runs):
-        dist.barrier()
-        slowest = torch.tensor(microseconds(call, device, spin), device=device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        samples.append(slowest.item())
-    return percentiles(samples[warm_up:])[1]
 
 
 class Results:
@@ -72,11 +45,27 @@ class Results:
             "tokens_per_second": f"{tokens / us * 1e6:.0f}", "peak_gib": f"{memory:.2f}",
             "device": device_name(self.device), "torch": torch.__version__, "commit": commit(),
         }  # fmt: skip
+        self.write(row)
+
+    def write(self, row: dict) -> None:
         self.rows.append(row)
         if dist.get_rank() == 0:
             print(" ".join(f"{name}={value}" for name, value in row.items() if name not in ("device", "torch", "commit")),
                   flush=True)  # fmt: skip
             write_csv(self.path, self.rows, show=False)
+
+
+class HostResults(Results):
+    """Of one GPU: what a run before measured in another case, at the same commit, stays."""
+
+    def add_case(self, case: dict, figures: dict) -> None:
+        where = {"device": device_name(self.device), "torch": torch.__version__, "commit": commit()}
+        if not self.rows and self.path.exists():
+            with self.path.open(newline="") as file:
+                self.rows = [row for row in csv.DictReader(file) if where.items() <= row.items()]
+        case = {name: str(value) for name, value in case.items()}
+        self.rows = [row for row in self.rows if not case.items() <= row.items()]
+        self.write({**case, **figures, **where})
 
 
 # --- attention ---
@@ -87,15 +76,6 @@ def heads_of(rows, heads, device):
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     q, k, v = (torch.randn(rows, h, heads[2], device=device, dtype=dtype) for h in (heads[0], heads[1], heads[1]))
     return [t.requires_grad_() for t in (q, k, v)], torch.randn_like(q)
-
-
-def sft_lengths(tokens):
-    """Of the workload, over again, the last one cut."""
-    workload, lengths = json.loads((Path(__file__).parent / "workloads.json").read_text())["workloads"]["sft"], []
-    for length in itertools.cycle(workload):
-        lengths.append(min(length, tokens - sum(lengths)))
-        if sum(lengths) == tokens:
-            return lengths
 
 
 def attention_cases(tokens):
@@ -149,94 +129,35 @@ def long_rows(results, device, tiny):
         results.add(f"{op}, forward + backward", shape, 0.0, together, tokens=tokens)
 
 
-# --- a whole model ---
-
-
-def model_for(device, tiny):
-    torch.manual_seed(0)
-    config = Qwen3Config(**(TINY if tiny else SHAPE), max_position_embeddings=40_960, use_cache=False)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    with torch.device(device):
-        model = Qwen3ForCausalLM._from_config(config, attn_implementation="sdpa", dtype=dtype).train()
-    apply_packing_ops(model, rms_norm=True, fused_loss=True)
-    for layer in model.model.layers:
-        layer.compile(**COMPILE)
-    return model
-
-
-def rows_of_rank(tokens, capacity, device, vocabulary):
-    """Full rows of ``capacity`` slots with sft lengths, other documents on each rank."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    lengths = [min(length, capacity) for length in sft_lengths(tokens * ranks)]
-    packing = po.pack_sequences(lengths, capacity, bins_multiple_of=ranks)
-    batches = []
-    for row in packing.bins[rank::ranks]:
-        metadata = po.PackedMetadata.from_lengths([lengths[i] for i in row], total=capacity)
-        generator = torch.Generator().manual_seed(len(batches) + 1000 * rank)
-        ids = torch.randint(vocabulary, (1, capacity), generator=generator)
-        batch = {"input_ids": ids, "labels": ids, "position_ids": metadata.position_ids[None]}
-        batch |= {**metadata.to_transformers(), "num_items_in_batch": capacity}
-        batches.append({n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in batch.items()})
-    return batches
-
-
-def training_step(model, optimizer, batches):
-    for batch in batches:
-        model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-
-def host_milliseconds(step, device: str) -> float:
-    """Until the host has enqueued it all: where that is as long as the step, the GPU waits for the host."""
-    synchronize = torch.cuda.synchronize if device == "cuda" else dist.barrier
-    synchronize()
-    start = time.perf_counter()
-    step()
-    elapsed = time.perf_counter() - start
-    synchronize()
-    return elapsed * 1e3
-
-
-def train_rows(results, device, tiny):
-    tokens, capacity = (2048, 512) if tiny else (131_072, 16_384)
-    batches, one = rows_of_rank(tokens, capacity, device, (TINY if tiny else SHAPE)["vocab_size"]), 0.0
-    for name, wrap in WRAPPERS.items():
-        torch._dynamo.reset()
-        model = wrap(model_for(device, tiny), device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-        step = functools.partial(training_step, model, optimizer, batches)
-        us = timed_together(step, device, 3)
-        host = host_milliseconds(step, device)
-        if dist.get_rank() == 0:
-            print(f"training, {name}: host={host:.0f} ms of {us / 1e3:.0f} ms", flush=True)
-        shape = f"{'tiny' if tiny else 'Qwen3-0.6B'}: {len(batches)} rows of {capacity} a rank, sft lengths"
-        shape += ", rms_norm, fused_loss, layers compiled"
-        if name == "one rank":
-            one = us * dist.get_world_size()  # what all ranks do together takes one so long
-            results.add("training, one rank", shape, 0.0, us, tokens=len(batches) * capacity, ranks=1)
-        else:
-            results.add(f"training, {name}", shape, one, us, tokens=len(batches) * capacity * dist.get_world_size())
-        del model, optimizer, step
-        torch.cuda.empty_cache()
-
-
 FAMILIES = {"attention": attention_rows, "long": long_rows, "train": train_rows}
+LAYERS = ("eager", "compiled")  # with --fake-ranks
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--only", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
+    parser.add_argument("--only", nargs="+", choices=[*FAMILIES, *LAYERS])
     parser.add_argument("--tiny", action="store_true", help="sizes for the CPU")
+    parser.add_argument("--fake-ranks", type=int, metavar="N", help="one process, as rank 0 of so many")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV")
     arguments = parser.parse_args()
-    if arguments.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo", timeout=datetime.timedelta(seconds=120))
-    results = Results(arguments.out / f"parallel_{arguments.device}.csv", arguments.device)
-    for family in arguments.only:
-        FAMILIES[family](results, arguments.device, arguments.tiny or arguments.device == "cpu")
+    families = LAYERS if arguments.fake_ranks else FAMILIES
+    only, device = arguments.only or list(families), arguments.device
+    if wrong := set(only) - set(families):
+        parser.error(f"--only: expected {', '.join(families)}, got {', '.join(sorted(wrong))}")
+    tiny = arguments.tiny or device == "cpu"
+    if arguments.fake_ranks:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=arguments.fake_ranks)
+        host_rows(HostResults(arguments.out / f"parallel-host_{device}.csv", device), device, tiny, only)
+    else:
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(seconds=120))
+        results = Results(arguments.out / f"parallel_{device}.csv", device)
+        for family in only:
+            FAMILIES[family](results, device, tiny)
     dist.destroy_process_group()
 
 

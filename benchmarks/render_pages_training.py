@@ -2,7 +2,19 @@
 
 import json
 
-from result_rows import OURS, RESULTS, cases_of, duration, markdown, origin, percent_of_copy, prose, rows_of, times
+from result_rows import (
+    OURS,
+    RESULTS,
+    cases_of,
+    duration,
+    is_measured,
+    markdown,
+    origin,
+    percent_of_copy,
+    prose,
+    rows_of,
+    times,
+)
 
 # --- examples and the report on a data set ---
 
@@ -180,6 +192,29 @@ def parallel() -> str:
     )  # fmt: skip
 
 
+def parallel_host() -> str:
+    """A row for each way to train; what one rank alone takes is measured in the same run."""
+    rows = rows_of("parallel-host_cuda") if is_measured("parallel-host_cuda") else []
+    if not rows:
+        return "Not measured yet."
+    table = []
+    for row in rows:
+        alone = row["fake_ranks"] == "1"
+        milliseconds = [f"{float(row[name]) / 1000:.0f}" for name in ("p50_us", "host_us", "gpu_busy_us")]
+        bound = "" if alone else f"{float(row['efficiency']):.2f}"
+        table.append(
+            [row["provider"], row["layers"], row["rows"], *milliseconds, f"{int(row['tokens_per_second']):,}", bound]
+        )
+    header = ["training", "layers", "rows", "ms", "host, ms", "GPU busy, ms", "tokens/s a GPU", "at most of ideal"]
+    ranks = max(int(row["fake_ranks"]) for row in rows)
+    return markdown(header, table) + "\n\n" + prose(
+        f"One GPU; all but one rank alone as rank 0 of {ranks} that are not there: collectives send nothing, wait for nobody, and "
+        "a gather copies this rank's part for each of the others. At most of ideal: the time of one rank alone over theirs, which "
+        "no link can exceed. Host: until all of a step is enqueued; GPU busy: while any kernel or copy runs. "
+        f"{rows[0]['model']}, bfloat16, rms_norm, fused_loss ({origin(rows)})."
+    )  # fmt: skip
+
+
 LOGPS_PEERS = {"torch eager": "torch eager", "torch.compile": "torch.compile",
                "Liger's fused linear cross entropy": "Liger", "bare matmuls": "bare matmuls"}  # fmt: skip
 LOGPS_MEMORY = {OURS: "GiB, ours", "torch eager": "eager", "torch.compile": "compiled",
@@ -213,4 +248,5 @@ def logps() -> str:
 
 
 TABLES = {"demo": demo, "headline": headline, "docstrings": docstrings, "report": report_speed, "e2e": e2e, "adapter": adapter,
-          "megatron": megatron, "parallel": parallel, "logps": logps}  # fmt: skip
+          "megatron": megatron, "parallel": parallel, "parallel_host": parallel_host,
+          "logps": logps}  # fmt: skip

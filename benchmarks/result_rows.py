@@ -16,6 +16,10 @@ def rows_of(name: str) -> list[dict]:
         return list(csv.DictReader(file))
 
 
+def is_measured(name: str) -> bool:
+    return (RESULTS / f"{name}.csv").exists()
+
+
 def cases_of(rows: list[dict]) -> dict[tuple, dict[str, dict]]:
     """{(op, shape, dtype): {provider: row}}, ours first."""
     cases = {}

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from packing_ops.metadata import PackedMetadata
-from packing_ops.parallel.collectives import start_all_gather
+from packing_ops.parallel.collectives import is_captured, start_all_gather
 
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[object, ...]]] = (
     weakref.WeakKeyDictionary()
@@ -48,7 +48,7 @@ def check_agreement(
         options: of the attention, by name, the same names in every call of one attention: numbers, None, bools, tuples of
             numbers, words of _WORDS.
     """
-    if torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if torch.compiler.is_compiling() or is_captured(q):
         return
     agreed = _agreed.setdefault(group, set())
     # Backward is a collective too.

@@ -8,17 +8,17 @@ from packing_ops._arguments import window_sides
 from packing_ops._batch_cache import kept_with
 from packing_ops.metadata import PackedMetadata
 from packing_ops.parallel.agreement import check_agreement
-from packing_ops.parallel.collectives import Group, process_group
+from packing_ops.parallel.collectives import Group, is_captured, process_group
 from packing_ops.parallel.gathered import gathered_attention
-from packing_ops.parallel.key_layout import RowSpans, gathered_slots, needed_rows
-from packing_ops.parallel.overlap import keeps_keys
+from packing_ops.parallel.key_layout import RowSpans, gathered_slots, needed_rows, rows_received
+from packing_ops.parallel.overlap import keeps_keys, parts_of_heads, parts_of_keys, pipelined
 from packing_ops.parallel.sharding import check_rows, check_scheme, whole_row
 from packing_ops.parallel.ulysses import head_refusal, ulysses_attention
 
 # What the estimates stand on: one node of Hopper GPUs, half types.
 FLOPS_PER_SECOND = 600e12
 BYTES_PER_SECOND = 300e9  # into a rank
-PASSES = 3.5  # of attention's arithmetic in forward and backward, of which forward is 1
+BACKWARD = 2.5  # of the arithmetic of forward
 
 
 class Choice(NamedTuple):
@@ -51,8 +51,8 @@ def choose_attention(
 
     Estimated for one node of Hopper GPUs from operations and bytes of the slowest rank: Ulysses divides the work evenly,
     and moves q, k, v and out; gathered attention moves the keys that each rank lacks, twice or (where they are not kept)
-    three times, and waits for the rank with the most work. That communication runs beside attention is not counted. The
-    same on every rank, since it looks at the whole row.
+    three times, and waits for the rank with the most work. Attention over a part of the heads runs beside the
+    communication of the others. The same on every rank, since it looks at the whole row.
 
     Args:
         documents: PackedMetadata of the whole row, or its cu_seqlens.
@@ -83,13 +83,19 @@ def choose_attention(
     cu_seqlens = documents.cu_seqlens if isinstance(documents, PackedMetadata) else documents
     spans = RowSpans.of(cu_seqlens, cu_seqlens, rows, ranks, scheme)
     pairs, moved = _work_of_ranks(spans, causal, window_sides(window_size)[0])
-    per_pair = PASSES * 4 * head_dim * num_heads / FLOPS_PER_SECOND
-    per_row = head_dim * element_size / BYTES_PER_SECOND
-    heads = 2 * num_heads + 2 * max(num_kv_heads, ranks)
-    times = 2 if keeps_keys(max(moved), rows, num_heads, num_kv_heads) else 3
+    others = (ranks - 1) * rows
+    heads, received = ((num_heads, head_dim), *2 * ((num_kv_heads, head_dim),)), rows_received(max(moved), others)
+    forward = 4 * head_dim * num_heads / FLOPS_PER_SECOND  # of a pair
+    per_head = head_dim * element_size / BYTES_PER_SECOND  # of a row
+    of_q, of_kv = (others / ranks * each * per_head for each in (num_heads, 2 * max(num_kv_heads, ranks)))
+    keys = received * 2 * num_kv_heads * per_head
+    again = 0.0 if keeps_keys(received, rows, num_heads, num_kv_heads) else keys
+    parts = parts_of_heads(ranks, rows, heads, element_size), parts_of_keys(received, rows, heads, element_size)
+    even, busiest = sum(pairs) / ranks * forward, max(pairs) * forward
     seconds = {
-        "ulysses": sum(pairs) / ranks * per_pair + 2 * rows * (ranks - 1) / ranks * heads * per_row,
-        "gathered": max(pairs) * per_pair + times * max(moved) * 2 * num_kv_heads * per_row,
+        "ulysses": pipelined(of_q + of_kv, even, of_q, parts[0])
+        + pipelined(of_q, BACKWARD * even, of_q + of_kv, parts[0]),
+        "gathered": pipelined(keys, busiest, 0.0, parts[1]) + pipelined(again, BACKWARD * busiest, keys, parts[1]),
     }
     if refused:
         return Choice("gathered", refused, {**seconds, "ulysses": float("inf")})
@@ -99,7 +105,7 @@ def choose_attention(
     share = max(pairs) * ranks / max(sum(pairs), 1)
     why = (
         f"estimated {1e3 * seconds[name]:.3g} ms against {1e3 * max(seconds.values()):.3g} ms: with gathered keys the busiest "
-        f"rank has {share:.2f} times the mean work and receives {max(moved)} of {(ranks - 1) * rows} rows of keys"
+        f"rank has {share:.2f} times the mean work and receives {received} of {others} rows of keys"
     )
     return Choice(name, why, seconds)
 
@@ -126,7 +132,8 @@ def varlen_attention_over(
     explain: bool = False,
     **options: Any,
 ) -> Any:
-    """ulysses_attention or gathered_attention, as choose_attention picks; kept with the documents for all layers.
+    """ulysses_attention or gathered_attention, as choose_attention picks; kept with the documents for all layers. In a CUDA
+    graph, whose replays may have other documents: ulysses_attention, where it takes the heads.
 
     Args:
         group, q, k, v, documents, scheme, causal, window_size: as ulysses_attention.
@@ -156,7 +163,13 @@ def varlen_attention_over(
         return choose_attention(documents, **given)
 
     cache = documents._cache if isinstance(documents, PackedMetadata) else None
-    choice = kept_with((cu_seqlens,), ("choice", *given.values()), make, cache=cache)
+    if is_captured(q):
+        refused = head_refusal(q.shape[1], k.shape[1], group.size())
+        choice = Choice(
+            "gathered" if refused else "ulysses", refused or "a CUDA graph, whose lengths are not known", {}
+        )
+    else:
+        choice = kept_with((cu_seqlens,), ("choice", *given.values()), make, cache=cache)
     attention = ulysses_attention if choice.name == "ulysses" else gathered_attention
     out = attention(q, k, v, documents, group, **mask, **options)
     return (out, choice) if explain else out

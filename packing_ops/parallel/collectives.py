@@ -2,6 +2,8 @@
 functional ones, which start and wait by themselves."""
 
 import functools
+import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +19,30 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 Group = dist.ProcessGroup | DeviceMesh  # a DeviceMesh of one dimension
 Received = Callable[[], torch.Tensor]
+
+_of_parent: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups of the process that this one is a fork of
+
+
+def _after_fork() -> None:
+    _of_parent.update(dist.distributed_c10d._world.pg_map)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def check_process(group: dist.ProcessGroup) -> None:
+    """Threads and connections of a group do not survive a fork: a collective would wait for ever, past its timeout."""
+    if not torch.compiler.is_compiling() and _of_parent and group in _of_parent:
+        raise RuntimeError(
+            "group: expected a process group that this process has made, got one of the process that it is a fork of, "
+            "which has no collectives here (shard_packed and shard_indices send nothing)"
+        )
+
+
+def is_captured(tensor: torch.Tensor) -> bool:
+    """Whether a CUDA graph is captured, in which the host can read no values."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def process_group(group: object) -> dist.ProcessGroup:
@@ -69,6 +95,7 @@ def start_all_to_all(
     of_ranks, to_ranks = (None if each is None else list(each) for each in (receive, send))
     if torch.compiler.is_compiling():
         return _wait(functional.all_to_all_single(rows, of_ranks, to_ranks, group))
+    check_process(group)
     size = rows.shape[0] if receive is None else sum(receive)
     received = rows.new_empty(size, *rows.shape[1:])
     if rows.is_cuda:
@@ -107,6 +134,7 @@ def start_all_gather(rows: torch.Tensor, group: dist.ProcessGroup) -> Received:
     """The rows of all ranks, in their order: ``[ranks * rows, ...]``. This rank's are copied here, not by the collective."""
     if torch.compiler.is_compiling():
         return _wait(functional.all_gather_tensor(rows.contiguous(), 0, group))
+    check_process(group)
     size = rows.shape[0]
     gathered = rows.new_empty(group.size() * size, *rows.shape[1:])
     own = gathered.narrow(0, group.rank() * size, size)

@@ -37,6 +37,7 @@ from packing_ops.metadata import PackedMetadata
 from packing_ops.parallel.agreement import check_agreement
 from packing_ops.parallel.collectives import (
     Group,
+    is_captured,
     no_second_derivative,
     process_group,
     rows_at,
@@ -45,7 +46,7 @@ from packing_ops.parallel.collectives import (
     start_sum_of_parts,
 )
 from packing_ops.parallel.key_layout import Exchange, KeyLayout, RowSpans, key_layout
-from packing_ops.parallel.overlap import head_parts, keeps_keys, slices, together
+from packing_ops.parallel.overlap import keeps_keys, parts_of_keys, slices, together
 from packing_ops.parallel.sharding import check_rows, check_scheme, whole_row
 
 
@@ -99,7 +100,8 @@ def gathered_attention(
         ValueError: documents of another row, ranks that disagree on options, heads, dtypes, rows or documents (found in the
             first call with these options), and as varlen_attention.
 
-    Synchronises once per batch on a GPU, in the first layer. Not traced by torch.compile: a graph breaks here.
+    Synchronises once per batch on a GPU, in the first layer; in a CUDA graph never, and all keys are gathered. Not traced by
+    torch.compile: a graph breaks here.
 
     Method: Llama Team, The Llama 3 Herd of Models (2024): gathered keys and values, 2 * ranks chunks.
     """
@@ -153,13 +155,13 @@ def layout_of(
     causal: bool,
     left: int,
 ) -> KeyLayout:
-    """Kept with the documents for all layers."""
+    """Kept with the documents for all layers. In a CUDA graph all keys are gathered, and each replay makes it anew."""
     ranks, rank = group.size(), group.rank()
     cache = documents._cache if isinstance(documents, PackedMetadata) else None
 
     def make() -> KeyLayout:
         spans = RowSpans.of(cu_seqlens, cu_seqlens, rows, ranks, scheme)
-        return key_layout(spans, rank, causal=causal, left=left)
+        return key_layout(spans, rank, causal=causal, left=left, exchange=not is_captured(cu_seqlens))
 
     key = ("keys of ranks", rows, ranks, rank, scheme, causal, left)
     return kept_with((cu_seqlens,), key, make, cache=cache)
@@ -247,9 +249,8 @@ class _Attention(torch.autograd.Function):
 
 def _parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: KeyLayout) -> list[tuple[slice, slice]]:
     """The heads of q and of k of each part."""
-    bytes_per_head = q.element_size() * (k.shape[2] + v.shape[2])
-    merged = q.element_size() * v.shape[2] * q.shape[0] * q.shape[1]
-    parts = head_parts(k.shape[1], layout.received * k.shape[1] * bytes_per_head, merged=merged)
+    heads = [(tensor.shape[1], tensor.shape[2]) for tensor in (q, k, v)]
+    parts = parts_of_keys(layout.received, q.shape[0], heads, q.element_size())
     return list(zip(slices(q.shape[1], parts), slices(k.shape[1], parts), strict=True))
 
 

@@ -122,13 +122,13 @@ def key_layout(spans: RowSpans, rank: int, *, causal: bool, left: int = -1, exch
 
     gathered = gathered_slots(spans)
     slot_of_received, sent, received = gathered, None, (spans.ranks - 1) * spans.rows
-    count = _most_keys(spans, len(key_first))
+    count = _most_keys(spans, len(key_first), rank)
     if exchange:
         needed = needed_rows(spans, *of_ranks, gathered)
         counts = _counts(spans, needed, cu_seqlens_k, rank)
         count = counts.keys
         most = max(sum(counts.from_to[s][r] for s in range(spans.ranks) if s != r) for r in range(spans.ranks))
-        if most <= (1 - WORTH_CHOOSING) * received:
+        if rows_received(most, received) < received:
             received, sent = most, _exchange(spans, needed, counts, rank)
             slot_of_received = gathered[_nonzero(needed[rank], sum(sent.receive))]
     gathered_of = slot_of_received.new_zeros(spans.ranks * spans.rows)
@@ -151,6 +151,11 @@ def key_layout(spans: RowSpans, rank: int, *, causal: bool, left: int = -1, exch
     outside = (position < first) | (position >= last)
     key_positions = (first_key[:, document] + position - first).masked_fill(outside, count)
     return KeyLayout(cu_seqlens_q, cu_seqlens_k, key_index, key_positions, received, sent)
+
+
+def rows_received(most: int, others: int) -> int:
+    """By the neediest rank, which needs ``most`` of the ``others`` that it does not hold."""
+    return most if most <= (1 - WORTH_CHOOSING) * others else others
 
 
 def needed_rows(spans: RowSpans, key_first: torch.Tensor, key_last: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -216,10 +221,11 @@ def _nonzero(flags: torch.Tensor, count: int) -> torch.Tensor:
     return place.new_zeros(count + 1).scatter_(0, place, torch.arange(len(flags), device=flags.device))[:count]
 
 
-def _most_keys(spans: RowSpans, chunks: int) -> int:
-    """Of a call: every token once, and those of the first chunk, at most half a rank's, again; or a slot more of each."""
+def _most_keys(spans: RowSpans, chunks: int, rank: int) -> int:
+    """Of a call: every token once, and again those up to the end of the first chunk that the second does not lack: half a
+    rank's, and where a document is no multiple of the chunks a slot more for each rank before, and half a one."""
     total = spans.ranks * spans.rows
-    return total if chunks == 1 else total + spans.rows // 2
+    return total if chunks == 1 else total + (spans.rows + (2 * rank + 1) * (len(spans.lengths) - 1)) // 2
 
 
 def gathered_slots(spans: RowSpans) -> torch.Tensor:

@@ -30,6 +30,33 @@ def head_parts(heads: int, received: int, *, merged: int = 0) -> int:
     return max(parts for parts in range(1, most + 1) if heads % parts == 0)
 
 
+def parts_of_heads(ranks: int, rows: int, heads: Sequence[tuple[int, int]], element_size: int) -> int:
+    """In which Ulysses attention sends what comes.
+
+    Args:
+        heads: (number, head_dim) of q, k and v.
+    """
+    elements = sum(max(number, ranks) * head_dim for number, head_dim in heads)
+    received = (ranks - 1) * rows * elements * element_size // ranks
+    return head_parts(max(heads[1][0] // ranks, 1), received)
+
+
+def parts_of_keys(received: int, rows: int, heads: Sequence[tuple[int, int]], element_size: int) -> int:
+    """In which gathered attention sends keys, of which the neediest rank receives so many rows."""
+    (num_heads, _), (num_kv_heads, head_dim), (_, head_dim_v) = heads
+    keys = received * num_kv_heads * (head_dim + head_dim_v) * element_size
+    return head_parts(num_kv_heads, keys, merged=rows * num_heads * head_dim_v * element_size)
+
+
+def pipelined(coming: float, computing: float, leaving: float, parts: int) -> float:
+    """When the last part has left: each is computed once it is there, and leaves once all have come and it is computed."""
+    computed, left = 0.0, coming  # one collective at a time
+    for part in range(1, parts + 1):
+        computed = max(computed, coming * part / parts) + computing / parts
+        left = max(left, computed) + leaving / parts
+    return left
+
+
 def keeps_keys(received: int, rows: int, num_heads: int, num_kv_heads: int) -> bool:
     """Whether so many received rows of k and v take no more memory than q and out of a rank, which backward needs anyway."""
     return received * num_kv_heads <= rows * num_heads

@@ -24,6 +24,7 @@ from packing_ops.data.losses import masked_loss
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 from packing_ops.parallel.collectives import (
     Group,
+    check_process,
     no_second_derivative,
     process_group,
     start_all_gather,
@@ -258,8 +259,10 @@ def count_targets(shift_labels: torch.Tensor, group: Group | None = None, *, ign
     Example:
         >>> count_targets(batch["shift_labels"], group)  # needs several processes # doctest: +SKIP
     """
+    group = process_group(group)
+    check_process(group)
     count = (shift_labels != ignore_index).sum()
-    dist.all_reduce(count, group=process_group(group))
+    dist.all_reduce(count, group=group)
     return count
 
 

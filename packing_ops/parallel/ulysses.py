@@ -31,7 +31,7 @@ from packing_ops.parallel.collectives import (
     rows_at,
     start_all_to_all,
 )
-from packing_ops.parallel.overlap import head_parts, together
+from packing_ops.parallel.overlap import parts_of_heads, together
 from packing_ops.parallel.sharding import check_rows, check_scheme, whole_row
 
 Order = tuple[torch.Tensor, torch.Tensor]  # of a zigzag row: _order
@@ -111,7 +111,8 @@ def ulysses_attention(
     if isinstance(documents, PackedMetadata):
         visible_end, cache = documents.visible_end, documents._cache
     past = causal, softmax_scale, *window_sides(window_size), softcap
-    parts = 1 if torch.compiler.is_compiling() else _number_of_parts(q, k, v, ranks)
+    heads = [(tensor.shape[1], tensor.shape[2]) for tensor in (q, k, v)]
+    parts = 1 if torch.compiler.is_compiling() else parts_of_heads(ranks, rows, heads, q.element_size())
     try:
         given = q, k, v, sinks, cu_seqlens, visible_end, order, group, cache, past, return_lse, parts
         out, *lse = _Attention.apply(*given)
@@ -224,13 +225,6 @@ class _Attention(torch.autograd.Function):
             dsinks.append(gradients[3])
         dsink = None if sinks is None else together(dsinks, 0)
         return *_whole(leaving, ctx.num_heads), dsink, *(8 * [None])
-
-
-def _number_of_parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: int) -> int:
-    """Of the key heads of a rank."""
-    elements = sum(max(tensor[0].numel(), ranks * tensor.shape[2]) for tensor in (q, k, v)) if len(q) else 0
-    received = (ranks - 1) * len(q) * elements * q.element_size() // ranks
-    return head_parts(max(k.shape[1] // ranks, 1), received)
 
 
 def _of_parts(sinks: torch.Tensor | None, parts: int) -> Sequence[torch.Tensor | None]:

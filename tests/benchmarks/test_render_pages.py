@@ -130,3 +130,17 @@ def test_percent_of_copy_is_one_thing_everywhere(results):
     assert "at 87% of copy" in " ".join(render_pages_training.megatron().split())
     assert "| 100.0 us | 87% |" in render_results.table(rope_rows := result_rows.rows_of("rope_cuda"))
     assert result_rows.PERCENT_OF_COPY in render_results.table(rope_rows)
+
+
+def test_training_without_a_link(results):
+    assert render_pages_training.parallel_host() == "Not measured yet."
+    times = {"one rank": (100_000, 60_000), "FSDP2": (125_000, 124_000)}
+    results("parallel-host_cuda", [
+        {"provider": name, "layers": "eager", "rows": "4 x 16384", "fake_ranks": 1 if name == "one rank" else 4, "p50_us": us,
+         "host_us": host, "gpu_busy_us": 99_000, "efficiency": 100_000 / us, "tokens_per_second": 5000, "model": "tiny"}
+        for name, (us, host) in times.items()
+    ])  # fmt: skip
+    table = render_pages_training.parallel_host()
+    assert "| one rank | eager | 4 x 16384 | 100 | 60 | 99 | 5,000 |  |" in table
+    assert "| FSDP2 | eager | 4 x 16384 | 125 | 124 | 99 | 5,000 | 0.80 |" in table
+    assert "rank 0 of 4 that are not there" in " ".join(table.split())

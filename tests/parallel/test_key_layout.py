@@ -81,6 +81,21 @@ def test_one_wait(scheme, monkeypatch):
     assert (waits.found, len(read)) == ([], 1)
 
 
+@pytest.mark.parametrize("scheme", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_without_a_wait_there_is_room_for_every_key(scheme, causal):
+    """As in a CUDA graph. Documents of an odd length have more of them in the first chunk."""
+    for ranks in (2, 3, 4):
+        for seed in range(8):
+            spans = spans_of([*lengths_of(seed), 7, 7, 3], ranks, scheme)
+            for rank in range(ranks):
+                asked, given = (key_layout(spans, rank, causal=causal, exchange=each) for each in (True, False))
+                keys = int(asked.cu_seqlens_k[-1])
+                assert torch.equal(asked.cu_seqlens_k, given.cu_seqlens_k)
+                assert len(given.key_index) > keys
+                assert (given.key_positions.max(0).values <= len(given.key_index) - 1).all()
+
+
 def test_documents_of_another_row():
     ends = torch.tensor([0, 9], dtype=torch.int32)
     for wrong in (ends, ends[[1, 0]], ends.clamp(min=1)):

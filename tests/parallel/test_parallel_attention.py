@@ -3,6 +3,8 @@
 import dataclasses
 import datetime
 import functools
+import os
+import pickle
 import random
 
 import pytest
@@ -15,8 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 import packing_ops as po
 from packing_ops.parallel import (
+    count_targets,
     gathered_attention,
     shard_indices,
+    shard_packed,
     ulysses_attention,
     unshard,
     varlen_attention_over,
@@ -45,10 +49,12 @@ CASES = [
 ]
 
 
-def whole_tensors(total, heads, dtype, seed=0):
+@functools.cache
+def whole_tensors(total, heads, dtype, seed=0, head_dim=8):
     """q, k, v, sinks and the gradients of out and lse, the same in every process."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(total, heads[0], 8), *[(total, heads[1], 8)] * 2, (heads[0],), (total, heads[0], 8), (heads[0], total)]
+    of_q, of_k = ((total, each, head_dim) for each in heads)
+    shapes = [of_q, of_k, of_k, (heads[0],), of_q, (heads[0], total)]
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
@@ -68,26 +74,41 @@ def results_of(attention, tensors, options, *, wrapped=lambda f, *a: f(*a)):
     return [out.detach(), lse.detach(), *gradients]
 
 
-def compared(name, scheme, heads, options, *, lengths=LENGTHS, dtype=torch.float64, seed=0, wrapped=None, device="cpu"):
-    """(largest difference, whether all bits are equal) of this rank's rows from those of one process."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
+def compared(
+    name,
+    scheme,
+    heads,
+    options,
+    *,
+    lengths=LENGTHS,
+    dtype=torch.float64,
+    seed=0,
+    head_dim=8,
+    wrapped=None,
+    device="cpu",
+    group=None,
+    **only,
+):
+    """(largest difference, whether all bits are equal) of this rank's rows from those of one process. ``only``: options that
+    the attention over a group alone has."""
+    group = group or dist.group.WORLD
+    ranks, rank = group.size(), group.rank()
     total = -(-sum(lengths) // ranks) * ranks
     metadata = po.PackedMetadata.from_lengths(lengths, total=total, device=device)
-    tensors = [t.to(device) for t in whole_tensors(total, heads, dtype, seed)]
+    tensors = [t.to(device) for t in whole_tensors(total, heads, dtype, seed, head_dim)]
     one = functools.partial(po.varlen_attention, cu_seqlens_q=metadata)
     expected = results_of(one, tensors, options)
     own = shard_indices(metadata, ranks, rank, scheme=scheme)
     mine = [*(t[own] for t in tensors[:3]), tensors[3], tensors[4][own], tensors[5][:, own]]
-    over = functools.partial(ATTENTION[name], documents=metadata, scheme=scheme)
+    over = functools.partial(ATTENTION[name], documents=metadata, group=group, scheme=scheme, **only)
     found = results_of(over, mine, options, **({} if wrapped is None else {"wrapped": wrapped}))
     if len(found) == 6:
-        dist.all_reduce(found[5])
+        dist.all_reduce(found[5], group=group)
     wanted = [expected[0][own], expected[1][:, own], *(t[own] for t in expected[2:5]), *expected[5:]]
     pairs = list(zip(found, wanted, strict=True))
     assert expected[0].abs().max() > 0.1
-    return max((a - b).abs().max().item() if a.numel() else 0.0 for a, b in pairs), all(
-        torch.equal(a, b) for a, b in pairs
-    )
+    differences = torch.stack([(a - b).abs().max().double() for a, b in pairs if a.numel()])
+    return differences.max().item(), all(torch.equal(a, b) for a, b in pairs)  # NaN where one is
 
 
 def random_lengths(rng):
@@ -228,6 +249,31 @@ def compiled():
     )
 
 
+def forked():
+    """{call: message} of a fork, which has the groups and none of their threads: a collective would hang there."""
+    ranks, unused = dist.get_world_size(), dist.new_group()
+    metadata = po.PackedMetadata.from_lengths([4 * ranks])
+    q, k, v = (torch.randn(4, heads, 8) for heads in (8, 4, 4))
+    calls = {name: functools.partial(attention, q, k, v, metadata) for name, attention in ATTENTION.items()}
+    for call in calls.values():
+        call()
+    calls["unused group"] = functools.partial(gathered_attention, q, k, v, metadata, unused)
+    calls["unshard"] = functools.partial(unshard, q, metadata)
+    calls["targets"] = functools.partial(count_targets, torch.ones(3, dtype=torch.int64))
+    calls["shard"] = functools.partial(shard_packed, {"input_ids": torch.arange(4 * ranks), "metadata": metadata})
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(writing, pickle.dumps({name: message_of(call) for name, call in calls.items()}))
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as told:
+        found = pickle.loads(told.read())
+    os.waitpid(child, 0)
+    found["here"] = [message_of(call) for call in calls.values()]
+    return found
+
+
 def left_alone():
     """One rank raises, the others call: an error within the group's timeout, and no hang."""
     group = dist.new_group(timeout=datetime.timedelta(seconds=3))
@@ -255,7 +301,7 @@ def every_case():
         found["bits", str(dtype)] = compared("ulysses", "zigzag", (8, 4), {"sinks": True}, dtype=dtype)
     found["disagreements"], found["edges"], found["compiled"] = disagreements(), edge_cases(), compiled()
     found["refused"], found["visible_end"] = refused(), with_visible_end()
-    found["left alone"] = left_alone()
+    found["forked"], found["left alone"] = forked(), left_alone()
     return found
 
 
@@ -362,6 +408,17 @@ def test_visible_end(by_rank):
 def test_compiled(by_rank):
     """Ulysses in one graph; at gathered attention it breaks."""
     assert [found["compiled"] for found in by_rank] == [True] * len(by_rank)
+
+
+def test_a_fork_has_no_collectives(by_rank):
+    for found in by_rank:
+        *here, shard = found["forked"].pop("here"), found["forked"].pop("shard")
+        assert (here, shard) == ([["no error"] * 6], "no error")
+        for message in found["forked"].values():
+            assert message.startswith(
+                "RuntimeError: group: expected a process group that this process has made, got one"
+            )
+        assert len(found["forked"]) == 5
 
 
 def test_a_rank_that_raises_leaves_no_rank_waiting(by_rank):

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 import packing_ops as po
 from packing_ops.data import thd_partition_indices
-from packing_ops.parallel import choose_attention, count_targets, shard_indices, shard_of, sharded_loss
+from packing_ops.parallel import (
+    choose,
+    choose_attention,
+    count_targets,
+    overlap,
+    shard_indices,
+    shard_of,
+    sharded_loss,
+)
 from packing_ops.parallel.key_layout import RowSpans, key_layout
 from packing_ops.parallel.sharding import whole_row
 
@@ -206,6 +214,28 @@ def test_choice():
     assert "window_size" in both_sides.why
     with pytest.raises(ValueError, match="num_q_heads: expected a multiple of the 4 ranks, got 30, and window_size"):
         choose_attention(short, **{**heads, "num_heads": 30, "num_kv_heads": 30}, causal=False, window_size=(3, 3))
+
+
+def test_choice_counts_what_runs_beside_attention():
+    """Against a link alone: by one part that is not hidden at either end, with whole documents on each rank by none."""
+    assert overlap.pipelined(2.0, 3.0, 1.0, 1) == 6.0
+    assert overlap.pipelined(4.0, 100.0, 8.0, 4) == 1 + 100 + 2  # the first comes, the last leaves
+    assert overlap.pipelined(8.0, 0.0, 8.0, 4) == 16.0  # one collective at a time
+    assert overlap.pipelined(8.0, 4.0, 0.0, 4) == 8 + 1  # attention over the last part
+    assert overlap.pipelined(0.0, 4.0, 0.0, 4) == 4.0
+    heads = {"num_heads": 32, "num_kv_heads": 8, "ranks": 2, "rows": 32_768}
+    long = po.PackedMetadata.from_lengths([65_536])
+    found = choose_attention(long, **heads, scheme="zigzag").seconds
+    computed = 3.5 * 4 * 128 * 32 * (65_536 * 65_537 // 2) / 2 / choose.FLOPS_PER_SECOND
+    row = 128 * 2 / choose.BYTES_PER_SECOND
+    for name, sent in (("ulysses", 16_384 * 2 * (2 * 32 + 2 * 8) * row), ("gathered", 2 * 32_768 * 2 * 8 * row)):
+        assert found[name] < computed + sent / 3, name
+        assert found[name] > computed, name
+    few = choose_attention(long, **{**heads, "num_kv_heads": 2}, scheme="zigzag").seconds["ulysses"]
+    one_part = computed + 16_384 * 2 * (2 * 32 + 2 * 2) * row
+    assert few == pytest.approx(one_part)  # a key head each travels in one part
+    half = choose_attention(po.PackedMetadata.from_lengths([32_768] * 2), **heads).seconds["gathered"]
+    assert half == pytest.approx(computed / 2, rel=1e-3)
 
 
 def test_choice_for_a_visible_end():
