@@ -317,4 +317,5 @@ def test_compiles_whole(device, fresh_compile):
         return bert_padding.rearrange(out, "(b s) h d -> b s (h d)", b=3)
 
     x = torch.randn(9, 2, 8, device=device)
-    assert_close(with_gradients(torch.compile(layer, fullgraph=True), x), with_gradients(layer, x))
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert_close(with_gradients(compiled, x), with_gradients(layer, x))

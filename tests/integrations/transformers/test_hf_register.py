@@ -54,8 +54,10 @@ def above_theirs_above_ours(monkeypatch):
     assert not names or mask_preparation.PATCH.is_applied
 
 
-@pytest.mark.parametrize(("family", "compiled"), [("gemma2", False), ("llama", True)])
-@pytest.mark.parametrize("told_by", ["position_ids", "attention_mask"])
+@pytest.mark.parametrize(
+    ("family", "compiled", "told_by"),
+    [("gemma2", False, "position_ids"), ("gemma2", False, "attention_mask"), ("llama", True, "attention_mask")],
+)
 def test_registered_again_over_the_wrappers_of_others(
     family, told_by, compiled, device, fresh_compile, above_theirs_above_ours
 ):

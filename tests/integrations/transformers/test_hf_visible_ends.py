@@ -1,5 +1,7 @@
 """Images and prefixes whose tokens see each other: served by visible_end, beside the stock model one document at a time."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -85,11 +87,13 @@ def loss_of(logits, labels):
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
 @pytest.mark.parametrize(
-    "family",
-    [gemma3, lambda: gemma3(window=3), paligemma],
-    ids=["gemma3", "gemma3, a window in the images", "paligemma"],
+    ("family", "compiled"),
+    [(gemma3, False), *itertools.product((lambda: gemma3(window=3), paligemma), (False, True))],
+    ids=[
+        "gemma3",
+        *(f"{name}{how}" for name in ("gemma3, a window in the images", "paligemma") for how in ("", ", compiled")),
+    ],
 )
 def test_loss_and_gradients_are_those_of_documents_alone(family, compiled, device, calls, fresh_compile):
     """By visible_end; by a mask of the documents' images and SDPA in a graph, and with transformers 4.57."""
