@@ -4,6 +4,8 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 CALLERS_PYTHONPATH := $(PYTHONPATH)
 export PYTHONPATH := .
+# Container images often set it: every process of the tests would compile torch and transformers from their sources again.
+unexport PYTHONDONTWRITEBYTECODE
 
 # The CUDA half is compiled wherever nvcc is found: for the visible GPUs, or for one architecture when there is none. The
 # demos without a GPU go without it, unless a library that has it is there. FORCE_CUDA=0 or 1 decides for all.
