@@ -3,13 +3,13 @@
 import functools
 import importlib
 import inspect
-import re
 import sys
 from typing import NamedTuple
 
 import torch
 
 from packing_ops.integrations._patching import revert_left
+from packing_ops.integrations.transformers.axes import takes_axes
 from packing_ops.integrations.transformers.positions import give_position_ids, give_text_positions
 from packing_ops.integrations.transformers.rope_functions import HOSTS, PATCHES, ROTARY, Tables, patches_of, refusal
 
@@ -127,16 +127,6 @@ def apply_to_model(model: torch.nn.Module, fp32_cos_sin: bool) -> int:
         if takes and hook not in owner._forward_pre_hooks.values():
             owner.register_forward_pre_hook(hook, with_kwargs=True)
     return count(found)
-
-
-@functools.cache
-def takes_axes(cls: type) -> bool:
-    """Whether a model of this class takes position_ids of time, height and width with text positions in front."""
-    try:
-        source = inspect.getsource(inspect.unwrap(cls.forward))
-    except (OSError, TypeError):  # no source
-        return False
-    return re.search(r"position_ids\.(shape\[0\]|size\(0\)) == 4", source) is not None
 
 
 def rotates(rotary: torch.nn.Module) -> bool:
