@@ -157,6 +157,8 @@ def _tag(rotary, args, output):
             patch.apply(rotary)  # a copy or an unpickled model brings its hooks without having been applied to
     if isinstance(output, torch.Tensor):
         return Tables(output) if output.is_complex() else output
+    if not isinstance(output, tuple) or len(output) != 2:
+        return output  # of another form: the functions of its module get what they know
     cos, sin = output
     return Tables(cos), sin
 
@@ -167,8 +169,8 @@ def _ask_for_fp32(rotary, args):
 
 
 def in_fp32(x: torch.Tensor) -> torch.Tensor:
-    """Rotary embeddings compute in fp32 and read nothing of x but its device and the dtype to cast down to."""
-    return x if x.dtype in (torch.float32, torch.float64) else x.new_empty((), dtype=torch.float32)
+    """Rotary embeddings compute in fp32 and read nothing of x but its device, its shape and the dtype to cast down to."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.new_empty((), dtype=torch.float32).expand(x.shape)
 
 
 _HOOKS = (_tag, _ask_for_fp32, give_position_ids, give_text_positions)

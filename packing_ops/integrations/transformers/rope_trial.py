@@ -105,7 +105,9 @@ def rotation_of(stock) -> Rotation | str:
                 for dim in (1, 2) if default is None else (default,):
                     rotation = Rotation(names, kind, *pairs, False, dim)
                     if all(rotation_agrees(stock, rotation, errors=errors, **case) for case in _cases(rotation)):
-                        return _tried_on_parts(stock, rotation)
+                        if _in_a_model(stock, rotation):
+                            return _tried_on_parts(stock, rotation)
+                        return "it rotates otherwise in long rows, wide heads or float16, or has another gradient"
     return f"it raises {errors[0]!r}" if errors else "it rotates by none of the formulas of apply_rotary_qk"
 
 
@@ -122,35 +124,69 @@ def _cases(rotation) -> list[dict]:
     if "unsqueeze_dim" in rotation.parameters:
         cases += [{"unsqueeze_dim": 1}, {"unsqueeze_dim": 2}]
     if "position_ids" in rotation.parameters:
-        cases.append({"position_ids": torch.arange(5, device="cpu").flip(0)[None]})
+        cases.append({"position_ids": torch.arange(5, device="cpu").flip(0).expand(2, 5)})
     return cases
 
 
 def rotation_agrees(stock, rotation, head_dim=8, batch=1, dtype=torch.float32, errors=None, any_error=False, **options):
     """Whether both give the same for a batch of 2, 5 tokens, 4 heads of q and 2 of k, and tables of ``batch`` rows."""
-    dim = options.get("unsqueeze_dim", rotation.unsqueeze_dim)
-    shapes = [(2, heads, 5, head_dim) if dim == 1 else (2, 5, heads, head_dim) for heads in (4, 2)]
-    q, k = (numbers(*shape, dtype=dtype, start=i) for i, shape in enumerate(shapes))
-    entries = 8 if rotation.tables in ("elements", "first half") else 4
-    axes = (3,) if _MROPE in rotation.parameters else ()
-    cos, sin = (numbers(*axes, batch, 5, entries, dtype=dtype, start=start) for start in (2.0, 3.0))
-    if axes:
-        options[_MROPE] = _SECTIONS
-    if rotation.leading is _COMPLEX:
-        args = (q, k, torch.complex(cos.float(), sin.float()))
-    else:
-        args = (q, cos, sin) if rotation.leading is _ONE else (q, k, cos, sin)
+    args, more = _arguments(rotation, head_dim, batch, dtype, dim=options.get("unsqueeze_dim"))
+    options |= more
     copies = [each.clone() for each in args]
     wanted = attempt(stock, *args, **options)
     if isinstance(wanted, Exception) and (any_error or not isinstance(wanted, (RuntimeError, ValueError))):
         errors.append(wanted)  # those two are of shapes: another form may be the right one
     if not all(torch.equal(each, copy) for each, copy in zip(args, copies, strict=True)):
         return False  # it writes into its arguments
-    found = attempt(rotation.serve, _refuse, args, options)
+    return _same(rotation, attempt(rotation.serve, _refuse, args, options), wanted)
+
+
+def _arguments(rotation, head_dim, batch, dtype, dim=None, *, rows=2, tokens=5, heads=(4, 2), width=8):
+    """(q, k and the tables of ``width`` elements, or what this rotation takes of them; other arguments)."""
+    dim = rotation.unsqueeze_dim if dim is None else dim
+    shapes = [(rows, count, tokens, head_dim) if dim == 1 else (rows, tokens, count, head_dim) for count in heads]
+    q, k = (numbers(*shape, dtype=dtype, start=i) for i, shape in enumerate(shapes))
+    entries = width if rotation.tables in ("elements", "first half") else width // 2
+    axes = (3,) if _MROPE in rotation.parameters else ()
+    cos, sin = (numbers(*axes, batch, tokens, entries, dtype=dtype, start=start) for start in (2.0, 3.0))
+    options = {_MROPE: [each * width // 8 for each in _SECTIONS]} if axes else {}
+    if rotation.leading is _COMPLEX:
+        return (q, k, torch.complex(cos.float(), sin.float())), options
+    return ((q, cos, sin) if rotation.leading is _ONE else (q, k, cos, sin)), options
+
+
+def _same(rotation, found, wanted, terms=4) -> bool:
     if rotation.leading is _ONE:
-        return agree(found, wanted, 4)
-    pairs = isinstance(found, tuple) and isinstance(wanted, tuple) and len(wanted) == 2
-    return pairs and all(agree(ours, theirs, 4) for ours, theirs in zip(found, wanted, strict=True))
+        return agree(found, wanted, terms)
+    pairs = type(found) is type(wanted) is tuple and len(wanted) == 2
+    return pairs and all(agree(ours, theirs, terms) for ours, theirs in zip(found, wanted, strict=True))
+
+
+_IN_MODELS = [(torch.float32, 1, 300, 64), (torch.float16, 3, 3, 128), (torch.float32, 3, 2, 16)]
+
+
+def _in_a_model(stock, rotation) -> bool:
+    """As models call it: a long row, a larger batch, wide heads, large values, in float16, and with gradients."""
+    one = rotation.leading is _ONE
+    for dtype, rows, tokens, width in _IN_MODELS:
+        sizes = {"rows": rows, "tokens": tokens, "heads": (2, 2), "width": width}
+        (*heads, last), options = _arguments(rotation, width, rows, dtype, **sizes)
+        tables = [last] if rotation.leading is _COMPLEX else [heads.pop(), last]
+        results = []
+        for function in (lambda args, named: stock(*args, **named), functools.partial(rotation.serve, _refuse)):
+            with torch.enable_grad():
+                given = [(100.0 * x).requires_grad_() for x in heads]
+                out = attempt(function, (*given, *tables), options)
+                outs = [out] if one else list(out) if type(out) is tuple else []
+                if len(outs) != len(given) or not all(isinstance(each, torch.Tensor) for each in outs):
+                    return False
+                loss = sum((each * numbers(*each.shape, start=4.0)).sum() for each in outs)
+                if attempt(loss.backward) is not None or any(x.grad is None for x in given):
+                    return False
+            results.append([*(each.detach() for each in outs), *(x.grad for x in given)])
+        if not all(agree(found, wanted, 8) for wanted, found in zip(*results, strict=True)):
+            return False
+    return True
 
 
 def _refuse(*_, **__):
