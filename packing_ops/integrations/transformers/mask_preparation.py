@@ -11,6 +11,7 @@ import torch
 
 from packing_ops.integrations._patching import Patch
 from packing_ops.integrations.transformers import fallback, model_call, running
+from packing_ops.integrations.transformers.axes import text_positions
 from packing_ops.integrations.transformers.document_checks import can_read, numbers_of
 from packing_ops.integrations.transformers.documents import as_bool, on_device
 from packing_ops.integrations.transformers.imports import masking_utils, refusal, version
@@ -110,7 +111,7 @@ def _wrapped(original):
             raise ValueError(f"attention_mask: expected {slots} like the batch, got {list(mask.shape)}")
         axes = call is not None and _are_axes(call.position_ids)
         if call is not None and (position_ids is None or axes):
-            position_ids = call.position_ids
+            position_ids = text_positions(call, slots) if axes else call.position_ids
         if cross or not _about(position_ids, slots[1]) or config.model_type in model_call.OTHER_POSITIONS:
             position_ids = None
         checked = None

@@ -78,16 +78,16 @@ def formula_of_class(cls: type) -> tuple[str | None, str]:
     others = [each for each in parameters if each not in sizes[:1] and each.kind != inspect.Parameter.VAR_KEYWORD]
     if names := [each.name for each in others if not isinstance(each.default, (bool, float))]:
         return None, f"{cls.__name__} may have another formula with {', '.join(names)}"
-    found = set()
+    found: dict[tuple[str | None, str], None] = {}
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         for given in ({}, *({flag.name: not flag.default} for flag in flags)):
             try:
-                found.add(formula_of(cls, cls(*[WIDTH] * len(sizes), **given)))
+                found[formula_of(cls, cls(*[WIDTH] * len(sizes), **given))] = None
             except Exception as error:  # whatever another library raises
-                found.add((None, f"{cls.__name__} cannot be made for a trial: {error!r}"))
+                found[None, f"{cls.__name__} cannot be made for a trial: {error!r}"] = None
     formulas = {formula for formula, _ in found} - {"no_weight"}
     if len(found) == 1:
-        return found.pop()
+        return next(iter(found))
     if len(formulas) == 1 and None not in formulas:
         return formulas.pop(), ""
     return None, next((reason for formula, reason in found if formula is None), f"{cls.__name__} has several formulas")

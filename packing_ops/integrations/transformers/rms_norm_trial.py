@@ -76,15 +76,18 @@ def formula_of(stock: type, module: torch.nn.Module) -> tuple[str | None, str]:
 
 def _not_tried(stock, module) -> str | None:
     parameters = [
-        name
+        name if parameter.kind is not inspect.Parameter.VAR_KEYWORD else f"**{name}"
         for name, parameter in list(inspect.signature(stock.forward).parameters.items())[1:]
-        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
     ]
     if len(parameters) != 1:
         return f"takes {' and '.join(parameters)}"
     held = {*module._parameters, *module._buffers, *module._modules}
     if held - {"weight"} or "weight" in module._buffers:
         return f"holds {', '.join(sorted(held))}"
+    weight = getattr(module, "weight", None)
+    shape = getattr(weight, "ds_shape", getattr(weight, "shape", (WIDTH,)))  # a shard of ZeRO-3 has ds_shape
+    if len(shape) != 1 or shape[0] == 1:  # of each head, or one number for all elements
+        return f"has a weight of shape {list(shape)}"
     return None if any(hasattr(module, name) for name in _EPS_NAMES) else "has no eps"
 
 
@@ -113,23 +116,59 @@ def _formula(stock, forward, has_weight, width, eps_names, attributes) -> tuple[
 _DTYPES = [  # of the input and of the weight
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
     (torch.bfloat16, torch.float32),
     (torch.float32, torch.bfloat16),
 ]
+# Of inputs beside [2, 3, width]: modules may do with heads, long rows and larger batches what they like.
+_SHAPES = [(3,), (1, 300)]
 
 
 def _agrees(probe, forward, ours, width, dtype, weight_dtype) -> bool:
-    """Rows of ordinary values, and one as small as eps, and one of zeros."""
-    x = numbers(2, 3, width).mul_(torch.tensor([[[3.0], [0.1], [1.0]], [[20.0], [0.0], [0.01]]], device="cpu"))
-    x, weight = x.to(dtype), numbers(width, dtype=weight_dtype, start=5.0)
+    """Rows of ordinary values, large ones, one as small as eps, and one of zeros."""
+    scales = torch.tensor([[[3.0], [0.1], [1.0]], [[2e4], [0.0], [0.01]]], device="cpu")
+    x = (numbers(2, 3, width) * scales).to(dtype)
     if ours is not _no_weight:
-        probe.weight = torch.nn.Parameter(weight, requires_grad=False)
+        probe.weight = torch.nn.Parameter((3.0 * numbers(width, start=5.0)).to(weight_dtype))
+    probe.train(dtype != torch.float16)
     copy = x.clone()
     wanted = attempt(forward, probe, x)
     if not torch.equal(x, copy):
         return False  # it writes into its input
     found = attempt(ours, probe, x)
-    rounded = torch.bfloat16 in (dtype, weight_dtype)  # up to three times in a stock module
+    rounded = {dtype, weight_dtype} & _HALF  # up to three times in a stock module
     if rounded and isinstance(wanted, torch.Tensor) and isinstance(found, torch.Tensor):
-        return found.dtype == wanted.dtype and agree(found.float().bfloat16(), wanted.float().bfloat16(), 4)
-    return agree(found, wanted, 8)
+        half = min(rounded, key=lambda each: -torch.finfo(each).eps)
+        return found.dtype == wanted.dtype and agree(found.float().to(half), wanted.float().to(half), 4)
+    return (
+        agree(found, wanted, 8)
+        and all(_agrees_at(probe, forward, ours, numbers(*shape, width, start=2.0)) for shape in _SHAPES)
+        and _trains_alike(probe, forward, ours, numbers(5, 2, 3, width, start=2.0))
+    )
+
+
+def _agrees_at(probe, forward, ours, x) -> bool:
+    probe.eval()
+    return agree(attempt(ours, probe, x), attempt(forward, probe, x), 8)
+
+
+_HALF = frozenset((torch.bfloat16, torch.float16))
+
+
+def _trains_alike(probe, forward, ours, x) -> bool:
+    """Equal results, and gradients of the input and of the weight."""
+    probe.train()
+    results = []
+    for each in (forward, ours):
+        probe.zero_grad()
+        given = x.clone().requires_grad_()
+        with torch.enable_grad():
+            out = attempt(each, probe, given)
+            if not isinstance(out, torch.Tensor):
+                return False
+            error = attempt((out * numbers(*out.shape, start=4.0)).sum().backward)
+        weights = [parameter.grad for parameter in probe.parameters()]
+        if error is not None or None in (given.grad, *weights):
+            return False
+        results.append((out.detach(), given.grad, *weights))
+    return all(agree(found, wanted, 64) for wanted, found in zip(*results, strict=True))

@@ -3,13 +3,13 @@
 import functools
 import importlib
 import inspect
-import re
 import sys
 from typing import NamedTuple
 
 import torch
 
 from packing_ops.integrations._patching import revert_left
+from packing_ops.integrations.transformers.axes import takes_axes
 from packing_ops.integrations.transformers.positions import give_position_ids, give_text_positions
 from packing_ops.integrations.transformers.rope_functions import HOSTS, PATCHES, ROTARY, Tables, patches_of, refusal
 
@@ -129,16 +129,6 @@ def apply_to_model(model: torch.nn.Module, fp32_cos_sin: bool) -> int:
     return count(found)
 
 
-@functools.cache
-def takes_axes(cls: type) -> bool:
-    """Whether a model of this class takes position_ids of time, height and width with text positions in front."""
-    try:
-        source = inspect.getsource(inspect.unwrap(cls.forward))
-    except (OSError, TypeError):  # no source
-        return False
-    return re.search(r"position_ids\.(shape\[0\]|size\(0\)) == 4", source) is not None
-
-
 def rotates(rotary: torch.nn.Module) -> bool:
     """Whether ours rotates: swapped in this model, or in all models of its class."""
     patches = patches_of(type(rotary).__module__).values()
@@ -167,6 +157,8 @@ def _tag(rotary, args, output):
             patch.apply(rotary)  # a copy or an unpickled model brings its hooks without having been applied to
     if isinstance(output, torch.Tensor):
         return Tables(output) if output.is_complex() else output
+    if not isinstance(output, tuple) or len(output) != 2:
+        return output  # of another form: the functions of its module get what they know
     cos, sin = output
     return Tables(cos), sin
 
@@ -177,8 +169,8 @@ def _ask_for_fp32(rotary, args):
 
 
 def in_fp32(x: torch.Tensor) -> torch.Tensor:
-    """Rotary embeddings compute in fp32 and read nothing of x but its device and the dtype to cast down to."""
-    return x if x.dtype in (torch.float32, torch.float64) else x.new_empty((), dtype=torch.float32)
+    """Rotary embeddings compute in fp32 and read nothing of x but its device, its shape and the dtype to cast down to."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.new_empty((), dtype=torch.float32).expand(x.shape)
 
 
 _HOOKS = (_tag, _ask_for_fp32, give_position_ids, give_text_positions)

@@ -105,7 +105,9 @@ def rotation_of(stock) -> Rotation | str:
                 for dim in (1, 2) if default is None else (default,):
                     rotation = Rotation(names, kind, *pairs, False, dim)
                     if all(rotation_agrees(stock, rotation, errors=errors, **case) for case in _cases(rotation)):
-                        return _tried_on_parts(stock, rotation)
+                        if _in_a_model(stock, rotation):
+                            return _tried_on_parts(stock, rotation)
+                        return "it rotates otherwise in long rows, wide heads or float16, or has another gradient"
     return f"it raises {errors[0]!r}" if errors else "it rotates by none of the formulas of apply_rotary_qk"
 
 
@@ -122,35 +124,90 @@ def _cases(rotation) -> list[dict]:
     if "unsqueeze_dim" in rotation.parameters:
         cases += [{"unsqueeze_dim": 1}, {"unsqueeze_dim": 2}]
     if "position_ids" in rotation.parameters:
-        cases.append({"position_ids": torch.arange(5, device="cpu").flip(0)[None]})
+        cases.append({"position_ids": torch.arange(5, device="cpu").flip(0).expand(2, 5)})
     return cases
 
 
 def rotation_agrees(stock, rotation, head_dim=8, batch=1, dtype=torch.float32, errors=None, any_error=False, **options):
     """Whether both give the same for a batch of 2, 5 tokens, 4 heads of q and 2 of k, and tables of ``batch`` rows."""
     dim = options.get("unsqueeze_dim", rotation.unsqueeze_dim)
-    shapes = [(2, heads, 5, head_dim) if dim == 1 else (2, 5, heads, head_dim) for heads in (4, 2)]
-    q, k = (numbers(*shape, dtype=dtype, start=i) for i, shape in enumerate(shapes))
-    entries = 8 if rotation.tables in ("elements", "first half") else 4
-    axes = (3,) if _MROPE in rotation.parameters else ()
-    cos, sin = (numbers(*axes, batch, 5, entries, dtype=dtype, start=start) for start in (2.0, 3.0))
-    if axes:
-        options[_MROPE] = _SECTIONS
-    if rotation.leading is _COMPLEX:
-        args = (q, k, torch.complex(cos.float(), sin.float()))
-    else:
-        args = (q, cos, sin) if rotation.leading is _ONE else (q, k, cos, sin)
+    args, more = _arguments(rotation, _Sizes(head_dim=head_dim, batch=batch), dtype, dim)
+    options |= more
     copies = [each.clone() for each in args]
     wanted = attempt(stock, *args, **options)
     if isinstance(wanted, Exception) and (any_error or not isinstance(wanted, (RuntimeError, ValueError))):
         errors.append(wanted)  # those two are of shapes: another form may be the right one
     if not all(torch.equal(each, copy) for each, copy in zip(args, copies, strict=True)):
         return False  # it writes into its arguments
-    found = attempt(rotation.serve, _refuse, args, options)
-    if rotation.leading is _ONE:
-        return agree(found, wanted, 4)
-    pairs = isinstance(found, tuple) and isinstance(wanted, tuple) and len(wanted) == 2
-    return pairs and all(agree(ours, theirs, 4) for ours, theirs in zip(found, wanted, strict=True))
+    wanted, found = _rotated(wanted), _rotated(attempt(rotation.serve, _refuse, args, options))
+    return len(wanted) == len(found) > 0 and all(agree(*pair, 4) for pair in zip(found, wanted, strict=True))
+
+
+class _Sizes(NamedTuple):
+    """Of a trial. batch: of the tables; width: what they rotate of a head; heads: of q and of k."""
+
+    head_dim: int = 8
+    batch: int = 1
+    rows: int = 2
+    tokens: int = 5
+    width: int = 8
+    heads: tuple[int, int] = (4, 2)
+
+
+def _arguments(rotation, sizes, dtype, dim):
+    """(q, k and the tables, or what this rotation takes of them; its other arguments)."""
+    rows, tokens = sizes.rows, sizes.tokens
+    shapes = [(rows, heads, tokens) if dim == 1 else (rows, tokens, heads) for heads in sizes.heads]
+    q, k = (numbers(*shape, sizes.head_dim, dtype=dtype, start=i) for i, shape in enumerate(shapes))
+    entries = sizes.width if rotation.tables in ("elements", "first half") else sizes.width // 2
+    axes = (3,) if _MROPE in rotation.parameters else ()
+    cos, sin = (numbers(*axes, sizes.batch, tokens, entries, dtype=dtype, start=start) for start in (2.0, 3.0))
+    options = {_MROPE: [each * sizes.width // 8 for each in _SECTIONS]} if axes else {}
+    if rotation.leading is _COMPLEX:
+        return (q, k, torch.complex(cos.float(), sin.float())), options
+    return ((q, cos, sin) if rotation.leading is _ONE else (q, k, cos, sin)), options
+
+
+def _rotated(result) -> list[torch.Tensor]:
+    """q, or q and k, of what a function that rotates returned; none for anything else."""
+    found = [result] if isinstance(result, torch.Tensor) else list(result) if type(result) is tuple else []
+    return found if len(found) <= 2 and all(isinstance(each, torch.Tensor) for each in found) else []
+
+
+_IN_MODELS = [  # a long row; a larger batch and wide heads; as many heads of q as of k
+    (torch.float32, _Sizes(head_dim=64, width=64, rows=1, tokens=300)),
+    (torch.float16, _Sizes(head_dim=128, width=128, rows=3, batch=3, tokens=3)),
+    (torch.float32, _Sizes(head_dim=16, width=16, rows=3, batch=3, tokens=2, heads=(2, 2))),
+]
+
+
+def _in_a_model(stock, rotation) -> bool:
+    """As models call it: of larger sizes and values, in float16, and with gradients."""
+
+    def call(args, named):
+        return stock(*args, **named)
+
+    for dtype, sizes in _IN_MODELS:
+        args, options = _arguments(rotation, sizes, dtype, rotation.unsqueeze_dim)
+        wanted = _with_gradients(call, rotation, args, options)
+        found = _with_gradients(functools.partial(rotation.serve, _refuse), rotation, args, options)
+        if not wanted or len(found) != len(wanted):
+            return False
+        if not all(agree(*pair, 8) for pair in zip(found, wanted, strict=True)):
+            return False
+    return True
+
+
+def _with_gradients(function, rotation, args, options) -> list[torch.Tensor]:
+    """What it returns, and the gradients of q and k; nothing where there are none."""
+    heads = len(args) - (1 if rotation.leading is _COMPLEX else 2)
+    with torch.enable_grad():
+        given = [(100.0 * x).requires_grad_() for x in args[:heads]]
+        out = _rotated(attempt(function, (*given, *args[heads:]), options))
+        loss = sum((each * numbers(*each.shape, start=4.0)).sum() for each in out)
+        if len(out) != heads or attempt(loss.backward) is not None or any(x.grad is None for x in given):
+            return []
+    return [*(each.detach() for each in out), *(x.grad for x in given)]
 
 
 def _refuse(*_, **__):

@@ -16,10 +16,11 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32, start: float = 0.0)
 
 @contextlib.contextmanager
 def quiet():
-    """On real CPU tensors, whatever the caller runs under: no gradients, autocast, fake tensors or default device."""
+    """On real CPU tensors without gradients, whatever the caller runs under: autocast, inference mode, fake tensors, devices."""
     with (
         _disable_current_modes(),
         torch.device("cpu"),
+        torch.inference_mode(False),
         torch.no_grad(),
         torch.autocast("cpu", enabled=False),
         warnings.catch_warnings(),

@@ -16,16 +16,22 @@ from packing_ops.integrations.transformers.module_class import stock_of, subclas
 from packing_ops.integrations.transformers.rope_functions import HOSTS
 from packing_ops.integrations.transformers.trial import agree, attempt, numbers, quiet
 
-_LENGTHS = [5, 1, 6]  # of the trial's images
+_LENGTHS = [5, 1, 6, 2, 40, 1, 3, 1, 4]  # of the trial's images
 
 
 def one_call(self, hidden_states, cu_seqlens, *args, **kwargs):
     stock = stock_of(type(self)).forward
-    if self.config._attn_implementation not in model_call.NAMES:
+    if self.config._attn_implementation not in model_call.NAMES or not _is_served(self, hidden_states):
         return stock(self, hidden_states, cu_seqlens, *args, **kwargs)
-    row = torch.tensor([0, hidden_states.shape[0]], device="cpu")
+    row = torch.tensor([0, hidden_states.shape[-2]], device="cpu")
     images = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
     return stock(self, hidden_states, row, *args, **{**kwargs, **images})
+
+
+def _is_served(module, x) -> bool:
+    """One row, which no SDPA would serve with a mask of every patch of every image."""
+    one_row = x.dim() == 2 or (x.dim() == 3 and x.shape[0] == 1)
+    return one_row and (x.is_cpu or (x.is_cuda and getattr(module, "head_dim", 8) % 8 == 0))
 
 
 def _takes_cu_seqlens(module) -> bool:
@@ -75,7 +81,10 @@ def _refusal(module, stock) -> str | None:
 
 
 def _width(child) -> tuple[int, int] | None:
-    return (child.in_features, child.out_features) if hasattr(child, "in_features") else None
+    """(0, 0) of a norm, which is of each token or head by itself."""
+    if hasattr(child, "in_features"):
+        return child.in_features, child.out_features
+    return (0, 0) if type(child).__name__.endswith(("RMSNorm", "LayerNorm")) else None
 
 
 @functools.cache
@@ -92,7 +101,7 @@ def _tried(stock, forward, attributes, children, config_class) -> str | None:
     for name, value in attributes:
         setattr(probe, name, value)
     for name, _, width in children:
-        setattr(probe, name, _Projection(*width))
+        setattr(probe, name, _Projection(*width) if width[0] else torch.nn.Identity())
     probe.config = _Config()
     width = max(in_features for _, _, (in_features, _) in children) if children else 0
     needed = [
@@ -103,21 +112,33 @@ def _tried(stock, forward, attributes, children, config_class) -> str | None:
     with quiet():
         total, ends = sum(_LENGTHS), torch.tensor([0, *_LENGTHS], device="cpu").cumsum(0, dtype=torch.int32)
         x = numbers(total, width)
-        given = {}
+        given = {"max_seqlen": max(_LENGTHS)} if "max_seqlen" in needed else {}
         if "position_embeddings" in inspect.signature(forward).parameters:
             head_dim = getattr(probe, "head_dim", 0)
             given["position_embeddings"] = numbers(total, head_dim, start=1.0), numbers(total, head_dim, start=2.0)
         if {*needed} - {*given}:
             return f"takes {', '.join(needed)}"
         wanted = attempt(_with(probe, "sdpa").forward, x, ends, **given)
+        if isinstance(wanted, (ValueError, IndexError, RuntimeError)):  # it may take rows of a batch of one
+            x = x[None]
+            wanted = attempt(_with(probe, "sdpa").forward, x, ends, **given)
         found = attempt(_with(probe, "packing_ops").forward, x, ends, **given)
         mixed = attempt(_with(probe, "sdpa").forward, x, ends[[0, -1]], **given)
     for name, result in (("stock", wanted), ("ours", found)):
         if isinstance(result, Exception):
             return f"raises {result!r} in the trial of {name}"
+    wanted, found, mixed = map(_hidden_states, (wanted, found, mixed))
     if agree(mixed, wanted, 64):
         return "does not keep images apart in the trial"
     return None if agree(found, wanted, 64) else "gives other values in one call"
+
+
+def _hidden_states(result):
+    """Of (hidden states, weights) where there are no weights: SDPA has none, and neither has ours."""
+    if isinstance(result, tuple) and len(result) == 2:
+        weights = result[1] if isinstance(result[1], (list, tuple)) else [result[1]]
+        return result[0] if all(each is None for each in weights) else None
+    return result
 
 
 class _Config:
@@ -140,4 +161,4 @@ class _Projection(torch.nn.Module):
 
     def forward(self, x):
         repeats = -(-self.out_features // self.in_features)
-        return x.repeat(1, repeats)[:, : self.out_features] * numbers(self.out_features, start=7.0)
+        return torch.cat([x] * repeats, -1)[..., : self.out_features] * numbers(self.out_features, start=7.0)

@@ -37,7 +37,8 @@ def enable_padding_free(trainer: Any) -> None:
     Raises:
         TypeError: another trainer.
         ValueError: a model with another attention; a dataset with images; prompt tuning, whose virtual tokens come
-            in front of each row. In training: images in a batch.
+            in front of each row. In training: images in a batch; a row of padding alone that is to be scored; a batch
+            without tokens.
     """
     names = [cls.__name__ for cls in type(trainer).__mro__]
     if not any(name in names for name in _TRAINERS):
@@ -122,12 +123,19 @@ def _packed(model: Any, before: Callable[..., Any] | None, *args: Any, **kwargs:
     rows = {name: value for name, value in kwargs.items() if getattr(value, "shape", None) == (batch, seqlen)}
     rows.pop("attention_mask")
     rows.pop("position_ids", None)
+    if input_ids.numel() == 0:
+        raise ValueError(f"input_ids: expected at least one token, got {list(input_ids.shape)}")
     metadata = po.PackedMetadata.from_attention_mask(mask)
+    scored = hasattr(model, "score")
+    last = _last_tokens(mask, metadata.cu_seqlens) if scored else None
     columns, indices, *_ = po.unpad_inputs(rows, mask)
+    if indices.numel() == 0:
+        # Of padding alone no row is left. What the padded model makes of it counts nowhere, and other ranks may wait for
+        # its gradients.
+        return stock(*args, **kwargs)
     if "labels" in columns:
         columns["labels"] = po.mask_boundary_labels(columns["labels"], metadata.cu_seqlens)
     columns = {name: value[None] for name, value in columns.items()}
-    scored = hasattr(model, "score")
     if scored and kwargs.get("labels") is not None:
         raise ValueError("labels: expected None, got labels of whole documents, whose loss TRL's trainer computes")
     # The last tokens of each padded row, which are picked from its results.
@@ -142,7 +150,7 @@ def _packed(model: Any, before: Callable[..., Any] | None, *args: Any, **kwargs:
             hook.remove()
     for name, value in list(outputs.items()):
         if name == "logits" and scores:
-            outputs[name] = scores[-1][0].index_select(0, po.last_token_indices(metadata.cu_seqlens))
+            outputs[name] = scores[-1][0].index_select(0, last)
             continue
         layers = [_padded(each, indices, batch, seqlen) for each in (value if isinstance(value, tuple) else (value,))]
         outputs[name] = tuple(layers) if isinstance(value, tuple) else layers[0]
@@ -150,6 +158,16 @@ def _packed(model: Any, before: Callable[..., Any] | None, *args: Any, **kwargs:
     if not scored and not (isinstance(keep, int) and keep == 0):
         outputs["logits"] = outputs["logits"][:, slice(-keep, None) if isinstance(keep, int) else keep]
     return outputs.to_tuple() if kwargs.get("return_dict") is False else outputs
+
+
+def _last_tokens(mask: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    try:
+        return po.last_token_indices(cu_seqlens)
+    except ValueError:
+        empty = (mask == 0).all(1).nonzero().flatten().tolist()
+        raise ValueError(
+            f"attention_mask: expected a token in each row, whose last one is scored, got rows {empty} of padding alone"
+        ) from None
 
 
 _OF_ROWS = ("logits_to_keep", "return_dict")

@@ -8,7 +8,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from packing_ops.integrations.transformers import rms_norm, rms_norm_trial, rope_functions  # noqa: E402
+from packing_ops.integrations.transformers import rms_norm, rms_norm_trial, rope, rope_functions  # noqa: E402
 from packing_ops.integrations.transformers.rope_trial import Rotation, rotation_of  # noqa: E402
 
 
@@ -127,7 +127,25 @@ def writes(q, k, cos, sin, unsqueeze_dim=1):
     return q.copy_(found[0]), k.copy_(found[1])
 
 
+def but(change):
+    """The usual rotation, and what ``change`` makes of its q."""
+
+    def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+        found = of(whole)(q, k, cos, sin, unsqueeze_dim)
+        return change(found[0]), found[1]
+
+    return apply_rotary_pos_emb
+
+
+OTHERWISE = "otherwise in long rows"
 REFUSED = {
+    "half the gradient": (but(lambda x: x.detach() + 0.5 * (x - x.detach())), OTHERWISE),
+    "with gradients": (but(lambda x: 2 * x if torch.is_grad_enabled() else x), OTHERWISE),
+    "behind 100 tokens": (but(lambda x: torch.cat((x[:, :, :100], 0 * x[:, :, 100:]), 2)), OTHERWISE),
+    "wide heads": (but(lambda x: 2 * x if x.shape[-1] > 24 else x), OTHERWISE),
+    "larger batches": (but(lambda x: 2 * x if len(x) > 2 else x), OTHERWISE),
+    "float16": (but(lambda x: 2 * x if x.dtype == torch.float16 else x), OTHERWISE),
+    "bounds": (but(lambda x: x.clamp(-9, 9)), OTHERWISE),
     "the other way round": (of(lambda x, c, s: whole(x, c, -s)), "none of the formulas"),
     "a little longer": (of(lambda x, c, s: 1.0001 * whole(x, c, s)), "none of the formulas"),
     "in float32": (of(lambda x, c, s: whole(x.float(), c.float(), s.float())), "none of the formulas"),
@@ -186,6 +204,13 @@ def test_tables_are_a_tensor_to_whoever_computes():
         assert type(kept) is rope_functions.Tables
     q, k = torch.randn(2, 1, 2, 5, 8)
     torch.testing.assert_close(of(whole)(q, k, tables, tables), of(whole)(q, k, cos, cos))
+
+
+def test_a_rotary_embedding_of_another_form_is_left():
+    """Its tables are in a dict; with fp32_cos_sin it still finds the row's length in what it is given."""
+    outputs = {"full": torch.ones(2)}
+    assert rope._tag(torch.nn.Linear(1, 1), (), outputs) is outputs
+    assert rope.in_fp32(torch.zeros(2, 5, 8, dtype=torch.bfloat16)).shape == (2, 5, 8)
 
 
 # --- RMSNorm ---
@@ -268,6 +293,42 @@ class Biased(Norm):
         self.bias = torch.nn.Parameter(torch.zeros(8))
 
 
+def but_norm(change):
+    """The usual norm, and what ``change`` makes of it and its results."""
+
+    class Other(Norm):
+        def forward(self, x):
+            return change(self, super().forward(x))
+
+    return Other
+
+
+class OfHeads(Norm):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4, 8))
+
+
+class OneNumber(Norm):
+    def __init__(self):
+        super().__init__(1)
+
+
+class Detached(Norm):
+    def normed(self, x):
+        return x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.variance_epsilon).detach()
+
+
+class BoundedWeight(Norm):
+    def forward(self, x):
+        return self.weight.clamp(-1.5, 1.5) * self.normed(x).to(x.dtype)
+
+
+class TakesMore(Norm):
+    def forward(self, x, **more):
+        return super().forward(x)
+
+
 FORMULAS = {Norm: "weight", InFp32: "weight_in_fp32", OnePlus: "one_plus_weight", Bare: "no_weight"}
 
 
@@ -278,7 +339,16 @@ def test_each_formula_is_told(cls):
 
 @pytest.mark.parametrize(
     ("cls", "why"),
-    [(Centred, "none of the formulas"), (OtherEps, "none of the formulas"), (Gated, "takes x and gate"), (Biased, "holds bias")],
+    [
+        (but_norm(lambda _, y: 2 * y if y.requires_grad else y), "none of the"),
+        (but_norm(lambda self, y: y if self.training else 2 * y), "none of the"),
+        (but_norm(lambda _, y: 2 * y if y.shape[-2] > 100 else y), "none of the"),
+        (but_norm(lambda _, y: 2 * y if y.dim() != 3 else y), "none of the"),
+        (but_norm(lambda _, y: 2 * y if y.dtype == torch.float16 else y), "none of the"),
+        (Detached, "none of the"), (BoundedWeight, "none of the"), (TakesMore, "takes x and **more"),
+        (OfHeads, "a weight of shape [4, 8]"), (OneNumber, "a weight of shape [1]"),
+        (Centred, "none of the formulas"), (OtherEps, "none of the formulas"), (Gated, "takes x and gate"), (Biased, "holds bias"),
+    ],
 )  # fmt: skip
 def test_other_norms_are_refused(cls, why):
     formula, reason = rms_norm_trial.formula_of(cls, cls())

@@ -1,6 +1,7 @@
 """Vision towers under apply_packing_ops: one call of attention for all images of a layer, with the stock loop's results."""
 
 import copy
+import importlib
 import pickle
 
 import pytest
@@ -206,6 +207,46 @@ def test_a_forward_that_hands_no_keywords_on_is_left(device):
     assert applied.vision == 0
     assert_near(results(model.model.visual, pixels, grid)[0], wanted)
     revert_packing_ops(model)
+
+
+@pytest.mark.parametrize("name", ["GlmOcrVision", "PaddleOCRVision", "MiniCPMV4_6Vision"])
+def test_attention_of_other_forms(name, device, lengths):
+    """With norms of heads, results beside the weights, rows of a batch of one and a max_seqlen."""
+    homes = {"GlmOcrVision": "glm_ocr", "PaddleOCRVision": "paddleocr_vl", "MiniCPMV4_6Vision": "minicpmv4_6"}
+    module = f"transformers.models.{homes[name]}"
+    if importlib.util.find_spec(module) is None:
+        pytest.skip("not in this transformers")
+    register()
+    modeling = importlib.import_module(f"{module}.modeling_{homes[name]}")
+    config = getattr(importlib.import_module(f"{module}.configuration_{homes[name]}"), f"{name}Config")()
+    for size in ("hidden_size", "num_heads", "num_attention_heads"):
+        if hasattr(config, size):
+            setattr(config, size, 16 if size == "hidden_size" else 2)
+    torch.manual_seed(0)
+    layer = getattr(modeling, f"{name}Attention")(config).to(device)
+    x = torch.randn(1, 12, 16, device=device) if name.startswith("MiniCPM") else torch.randn(12, 16, device=device)
+    x.requires_grad_()
+    given = {"cu_seqlens": torch.tensor([0, 5, 6, 12], dtype=torch.int32, device=device), "max_seqlen": 6}
+    if not name.startswith("MiniCPM"):
+        given["position_embeddings"] = torch.randn(2, 12, 8, device=device).unbind()
+    results = []
+    for implementation in ("sdpa", "packing_ops"):
+        layer.config._attn_implementation = implementation
+        assert vision.apply_to_model(torch.nn.ModuleList([layer])) == (1, None)
+        lengths.clear()  # of the trial
+        out = layer(x, **given)
+        out = out[0] if isinstance(out, tuple) else out
+        grads = torch.autograd.grad((out * torch.linspace(-1, 1, 16, device=device)).sum(), [x, *layer.parameters()])
+        results.append([out, *grads])
+    assert lengths == [12]
+    for found, wanted in zip(results[1], results[0], strict=True):
+        assert_near(found, wanted)
+
+
+def test_a_batch_of_rows_is_the_loop(device):
+    """The cu_seqlens of one row are those of each, which a call of packed documents cannot say."""
+    family = transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
+    assert not vision._is_served(family.Qwen2_5_VLVisionAttention, torch.zeros(2, 3, 8, device=device))
 
 
 def test_the_trial_takes_no_random_numbers():

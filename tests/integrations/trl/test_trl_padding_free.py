@@ -198,6 +198,26 @@ def test_an_evaluation_and_gradients_that_accumulate(device, tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
+def test_batches_of_padding_alone_and_without_targets(device, tmp_path):
+    """Loss and gradients are those of the padded trainer; a row of padding alone has no last token to score."""
+    trainers = dpo_trainer(tmp_path, device), without_padding(dpo_trainer(tmp_path, device))
+    batch = dict(next(iter(trainers[0].get_train_dataloader())))
+    zeros = torch.zeros_like(batch["completion_mask"])
+    for more in ({"completion_mask": zeros}, {"completion_mask": zeros, "attention_mask": zeros}):
+        for trainer in trainers:
+            trainer.compute_loss(trainer.model, {**batch, **more}).backward()
+        padded, packed = ([p.grad for p in trainer.model.parameters()] for trainer in trainers)
+        for ours, theirs in zip(packed, padded, strict=True):
+            torch.testing.assert_close(ours, theirs)
+    mask = ROWS.to(device)
+    ids, packed = torch.full_like(mask, 9), both(reward_model(device), "RewardTrainer")[1]
+    mask[1] = 0
+    with pytest.raises(ValueError, match=r"attention_mask: expected a token in each row, .* got rows \[1\] of padding"):
+        packed(input_ids=ids, attention_mask=mask)
+    with pytest.raises(ValueError, match=r"input_ids: expected at least one token, got \[0, 7\]"):
+        packed(input_ids=ids[:0], attention_mask=mask[:0])
+
+
 def test_what_is_refused(device, tmp_path):
     trainer = reward_trainer(tmp_path, device)
     with pytest.raises(
