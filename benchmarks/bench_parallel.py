@@ -123,8 +123,6 @@ def long_rows(results, device, tiny):
         "Ulysses attention": functools.partial(ulysses_attention, documents=metadata),
         "gathered attention, zigzag": functools.partial(gathered_attention, documents=metadata, scheme="zigzag"),
     }.items():
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
         together = timed_together(functools.partial(forward_backward, call, tensors, dout), device, 2, warm_up=1)
         results.add(f"{op}, forward + backward", shape, 0.0, together, tokens=tokens)
 

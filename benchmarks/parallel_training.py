@@ -1,8 +1,10 @@
 """A whole model in training on several GPUs: what bench_parallel.py measures of it, also on one GPU with ranks that are
 made up."""
 
+import contextlib
 import functools
 import itertools
+import statistics
 import time
 
 import torch
@@ -12,7 +14,9 @@ from e2e_providers import COMPILE
 from parallel_timing import sft_lengths, timed_together
 from parallel_wrappers import WRAPPERS
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import packing_ops as po
@@ -48,12 +52,20 @@ def rows_of_rank(tokens, capacity, device, vocabulary):
 
 
 def training_step(model, optimizer, batches, made_up=False):
-    for batch in batches:
-        model(**batch).loss.backward()
-        if made_up:
-            zero_what_nobody_sent(model)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+    """Of all rows. Gradients are reduced once, behind the last."""
+    for number, batch in enumerate(batches, 1):
+        with reduced(model, number == len(batches)):
+            model(**batch).loss.backward()
+    if made_up:
+        zero_what_nobody_sent(model)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def reduced(model, last):
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+    return model.no_sync() if isinstance(model, DistributedDataParallel) and not last else contextlib.nullcontext()
 
 
 def zero_what_nobody_sent(model):
@@ -63,15 +75,16 @@ def zero_what_nobody_sent(model):
         torch._foreach_zero_([each.to_local() for each in gradients])
 
 
-def host_milliseconds(step, device: str) -> float:
-    """Until the host has enqueued it all: where that is as long as the step, the GPU waits for the host."""
-    synchronize = torch.cuda.synchronize if device == "cuda" else dist.barrier
+def host_milliseconds(step, device: str, runs: int = 3) -> float:
+    """Median until the host has enqueued it all: where that is as long as the step, the GPU waits for the host."""
+    synchronize, samples = torch.cuda.synchronize if device == "cuda" else dist.barrier, []
+    for _ in range(runs):
+        synchronize()
+        start = time.perf_counter()
+        step()
+        samples.append((time.perf_counter() - start) * 1e3)
     synchronize()
-    start = time.perf_counter()
-    step()
-    elapsed = time.perf_counter() - start
-    synchronize()
-    return elapsed * 1e3
+    return statistics.median(samples)
 
 
 def busy_microseconds(step) -> float:

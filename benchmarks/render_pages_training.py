@@ -101,8 +101,7 @@ def e2e() -> str:
             continue
         speed, faster = float(found[name]["tokens_per_second"]), "1" if name == OURS else "–"
         if ours in found:
-            faster = f"{float(found[ours]['tokens_per_second']) / speed:.2f}"
-            faster += AGAINST.get(ours, " (compiled)")
+            faster = f"{float(found[ours]['tokens_per_second']) / speed:.2f}{AGAINST.get(ours, ' (compiled)')}"
         rows.append([label, f"{speed / 1000:.1f}k", f"{float(found[name]['peak_gib']):.1f} GiB", faster])
     measured = [row for row in found.values() if row["loss"]]
     losses = [float(row["loss"]) for row in measured]
@@ -181,11 +180,10 @@ def parallel() -> str:
         [
             row["op"], row["shape"], row["ranks"], f"{float(row['p50_us']) / 1000:.1f}",
             f"{float(row['efficiency']):.2f}" if row["efficiency"] else "", f"{int(row['tokens_per_second']):,}",
-            row["peak_gib"],
         ]
         for row in rows
     ]  # fmt: skip
-    header = ["what", "shape", "GPUs", "ms", "of ideal", "tokens/s", "GiB a GPU"]
+    header = ["what", "shape", "GPUs", "ms", "of ideal", "tokens/s"]
     return markdown(header, table) + "\n\n" + prose(
         "Of ideal: the time of one GPU in the same run over GPUs times theirs. bfloat16, GPU clocks, the slowest rank "
         f"({origin(rows)})."
@@ -209,8 +207,8 @@ def parallel_host() -> str:
     ranks = max(int(row["fake_ranks"]) for row in rows)
     return markdown(header, table) + "\n\n" + prose(
         f"One GPU; all but one rank alone as rank 0 of {ranks} that are not there: collectives send nothing, wait for nobody, and "
-        "a gather copies this rank's part for each of the others. At most of ideal: the time of one rank alone over theirs, which "
-        "no link can exceed. Host: until all of a step is enqueued; GPU busy: while any kernel or copy runs. "
+        "a gather copies this rank's part for each of the others; DDP's reduction is left out. One optimizer step for all rows. At "
+        "most of ideal: the time of one rank alone over theirs, which no link can exceed. Host: until all of a step is enqueued. "
         f"{rows[0]['model']}, bfloat16, rms_norm, fused_loss ({origin(rows)})."
     )  # fmt: skip
 

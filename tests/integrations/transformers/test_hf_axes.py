@@ -24,7 +24,7 @@ def batch(ids, grids, **more):
     given = {"input_ids": ids, "labels": ids.masked_fill(ids > 150, -100), "use_cache": False, **more}
     if grids:
         grid = torch.tensor(grids, device=ids.device)
-        pixels = torch.linspace(-3, 3, int(grid[:, 0] @ (grid[:, 1] * grid[:, 2])) * 96, device=ids.device).sin()
+        pixels = torch.linspace(-3, 3, int(grid.prod(1).sum()) * 96, device=ids.device).sin()
         given |= {"pixel_values": pixels.view(-1, 96), "image_grid_thw": grid}
         given["mm_token_type_ids"] = (ids == 151).long()
     return given

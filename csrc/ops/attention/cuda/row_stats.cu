@@ -97,8 +97,8 @@ __device__ void write_row_stats(const Args& args, const Row (&rows)[kRows], int 
   }
 }
 
-// Rows of documents of several key tiles. The plan has one entry for each of their key tiles; an entry takes an equal share
-// of its document's tokens, cut into kShares units so that few documents occupy the whole GPU.
+// Rows of documents of several key tiles. The plan has one entry for each of their key tiles; an entry takes an equal
+// share of its document's tokens, cut into kShares units so that few documents occupy the whole GPU.
 template <class T>
 __device__ void write_listed_row_stats(const Args& args) {
   constexpr int kShares = 32;
