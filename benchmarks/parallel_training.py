@@ -1,7 +1,6 @@
 """A whole model in training on several GPUs: what bench_parallel.py measures of it, also on one GPU with ranks that are
 made up."""
 
-import contextlib
 import functools
 import itertools
 import statistics
@@ -14,9 +13,7 @@ from e2e_providers import COMPILE
 from parallel_timing import sft_lengths, timed_together
 from parallel_wrappers import WRAPPERS
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import packing_ops as po
@@ -52,20 +49,13 @@ def rows_of_rank(tokens, capacity, device, vocabulary):
 
 
 def training_step(model, optimizer, batches, made_up=False):
-    """Of all rows. Gradients are reduced once, behind the last."""
-    for number, batch in enumerate(batches, 1):
-        with reduced(model, number == len(batches)):
-            model(**batch).loss.backward()
-    if made_up:
-        zero_what_nobody_sent(model)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-
-
-def reduced(model, last):
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last)
-    return model.no_sync() if isinstance(model, DistributedDataParallel) and not last else contextlib.nullcontext()
+    """Of each row: gradients are reduced and the optimizer steps after every one."""
+    for batch in batches:
+        model(**batch).loss.backward()
+        if made_up:
+            zero_what_nobody_sent(model)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
 
 def zero_what_nobody_sent(model):

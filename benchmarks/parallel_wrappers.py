@@ -12,7 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 def wrapped_by_ddp(model, device):
     ids = [torch.cuda.current_device()] if device == "cuda" else None
-    return DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True)
+    return DistributedDataParallel(
+        model, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True, static_graph=True
+    )
 
 
 def wrapped_by_fsdp2(model, device, reshard=True):

@@ -198,17 +198,17 @@ def parallel_host() -> str:
     table = []
     for row in rows:
         alone = row["fake_ranks"] == "1"
-        milliseconds = [f"{float(row[name]) / 1000:.0f}" for name in ("p50_us", "host_us", "gpu_busy_us")]
+        milliseconds = [f"{float(row[name]) / 1000:.0f}" for name in ("p50_us", "gpu_busy_us")]
         bound = "" if alone else f"{float(row['efficiency']):.2f}"
         table.append(
             [row["provider"], row["layers"], row["rows"], *milliseconds, f"{int(row['tokens_per_second']):,}", bound]
         )
-    header = ["training", "layers", "rows", "ms", "host, ms", "GPU busy, ms", "tokens/s a GPU", "at most of ideal"]
+    header = ["training", "layers", "rows", "ms", "GPU busy, ms", "tokens/s a GPU", "at most of ideal"]
     ranks = max(int(row["fake_ranks"]) for row in rows)
     return markdown(header, table) + "\n\n" + prose(
         f"One GPU; all but one rank alone as rank 0 of {ranks} that are not there: collectives send nothing, wait for nobody, and "
-        "a gather copies this rank's part for each of the others; DDP's reduction is left out. One optimizer step for all rows. At "
-        "most of ideal: the time of one rank alone over theirs, which no link can exceed. Host: until all of a step is enqueued. "
+        "a gather copies this rank's part for each of the others; DDP's reduction is left out. An optimizer step after every row. At "
+        "most of ideal: the time of one rank alone over theirs, which no link can exceed. "
         f"{rows[0]['model']}, bfloat16, rms_norm, fused_loss ({origin(rows)})."
     )  # fmt: skip
 
