@@ -69,7 +69,7 @@ def load_library() -> None:
         _check_whole(LIBRARY)
         torch.ops.load_library(str(LIBRARY))
     except OSError as error:
-        why = error.__cause__ or error  # the loader's own words; torch's name the file only
+        why = error.__cause__ or error  # the loader's message; since 2.13 torch's own names the file alone
         raise ImportError(
             f"packing_ops: {LIBRARY} does not load in torch {torch.__version__}: {why}; "
             f"build it again with: {BUILD_COMMAND}"

@@ -130,7 +130,7 @@ def ranks_in_threads(worker, ranks, device="cpu"):
     return found
 
 
-def rank_among_its_likes(ranks):
+def rank_of_identical_ranks(ranks):
     """Rank 0 of so many that all send what it sends them, without threads: a CUDA graph is of one thread."""
 
     def all_of(_, brought):

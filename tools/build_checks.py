@@ -63,7 +63,7 @@ def compiler() -> list[str]:
 
 
 def check_compiler() -> None:
-    """That there is one, and that it compiles C++20."""
+    """That there is one, and that it compiles C++20. A blank CXX is removed."""
     if not os.environ.get("CXX", "c++").strip():
         del os.environ["CXX"]  # torch would call it
     command = compiler()

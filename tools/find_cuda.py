@@ -12,7 +12,15 @@ from typing import NoReturn
 OLDEST_TOOLKIT = (12, 0)  # the first whose nvcc knows C++20
 OLDEST_ARCH = (8, 0)
 # Names that TORCH_CUDA_ARCH_LIST may hold, as torch reads them.
-GENERATIONS = {"Ampere": "8.0;8.6+PTX", "Ampere+Tegra": "8.7", "Ada": "8.9+PTX", "Blackwell+Tegra": "11.0"}
+GENERATIONS = {
+    "Pascal": "6.0",
+    "Volta": "7.0",
+    "Turing": "7.5",
+    "Ampere": "8.0;8.6+PTX",
+    "Ampere+Tegra": "8.7",
+    "Ada": "8.9+PTX",
+    "Blackwell+Tegra": "11.0",
+}
 GENERATIONS |= {"Blackwell": "10.0;10.3;12.0;12.1+PTX"}
 # For builds where no GPU is visible (containers, CI, the wheel): machine code for every GPU from 8.0 on. That of 8.6 runs on
 # 8.9, for which nvcc makes the same instructions.

@@ -11,7 +11,7 @@ from packing_ops.parallel.agreement import check_agreement
 from packing_ops.parallel.collectives import Group, is_captured, process_group
 from packing_ops.parallel.gathered import gathered_attention
 from packing_ops.parallel.key_layout import RowSpans, gathered_slots, needed_rows, rows_received
-from packing_ops.parallel.overlap import keeps_keys, parts_of_heads, parts_of_keys, pipelined
+from packing_ops.parallel.overlap import gathered_parts, keeps_keys, pipelined, ulysses_parts
 from packing_ops.parallel.sharding import check_rows, check_scheme, whole_row
 from packing_ops.parallel.ulysses import head_refusal, ulysses_attention
 
@@ -26,7 +26,8 @@ class Choice(NamedTuple):
 
     name: ``"ulysses"`` or ``"gathered"``.
     why: in words.
-    seconds: the estimate for each, forward and backward; inf for one that cannot serve the call.
+    seconds: the estimate for each, forward and backward; inf for one that cannot serve the call. Empty in a CUDA graph,
+        where lengths are not read.
     """
 
     name: str
@@ -84,13 +85,15 @@ def choose_attention(
     spans = RowSpans.of(cu_seqlens, cu_seqlens, rows, ranks, scheme)
     pairs, moved = _work_of_ranks(spans, causal, window_sides(window_size)[0])
     others = (ranks - 1) * rows
-    heads, received = ((num_heads, head_dim), *2 * ((num_kv_heads, head_dim),)), rows_received(max(moved), others)
+    heads = (num_heads, head_dim), (num_kv_heads, head_dim), (num_kv_heads, head_dim)
+    received = rows_received(max(moved), others)
     forward = 4 * head_dim * num_heads / FLOPS_PER_SECOND  # of a pair
     per_head = head_dim * element_size / BYTES_PER_SECOND  # of a row
     of_q, of_kv = (others / ranks * each * per_head for each in (num_heads, 2 * max(num_kv_heads, ranks)))
     keys = received * 2 * num_kv_heads * per_head
     again = 0.0 if keeps_keys(received, rows, num_heads, num_kv_heads) else keys
-    parts = parts_of_heads(ranks, rows, heads, element_size), parts_of_keys(received, rows, heads, element_size)
+    parts = ulysses_parts(ranks, rows, heads, element_size), gathered_parts(received, rows, heads, element_size)
+    # All of these are seconds.
     even, busiest = sum(pairs) / ranks * forward, max(pairs) * forward
     seconds = {
         "ulysses": pipelined(of_q + of_kv, even, of_q, parts[0])
@@ -166,7 +169,7 @@ def varlen_attention_over(
     if is_captured(q):
         refused = head_refusal(q.shape[1], k.shape[1], group.size())
         choice = Choice(
-            "gathered" if refused else "ulysses", refused or "a CUDA graph, whose lengths are not known", {}
+            "gathered" if refused else "ulysses", refused or "a CUDA graph, in which lengths are not read", {}
         )
     else:
         choice = kept_with((cu_seqlens,), ("choice", *given.values()), make, cache=cache)

@@ -24,7 +24,7 @@ _of_parent: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups of 
 
 
 def _after_fork() -> None:
-    _of_parent.update(dist.distributed_c10d._world.pg_map)
+    _of_parent.update(dist.distributed_c10d._world.pg_map)  # torch has no public list of all groups
 
 
 if hasattr(os, "register_at_fork"):

@@ -46,7 +46,7 @@ from packing_ops.parallel.collectives import (
     start_sum_of_parts,
 )
 from packing_ops.parallel.key_layout import Exchange, KeyLayout, RowSpans, key_layout
-from packing_ops.parallel.overlap import keeps_keys, parts_of_keys, slices, together
+from packing_ops.parallel.overlap import gathered_parts, keeps_keys, slices, together
 from packing_ops.parallel.sharding import check_rows, check_scheme, whole_row
 
 
@@ -250,7 +250,7 @@ class _Attention(torch.autograd.Function):
 def _parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: KeyLayout) -> list[tuple[slice, slice]]:
     """The heads of q and of k of each part."""
     heads = [(tensor.shape[1], tensor.shape[2]) for tensor in (q, k, v)]
-    parts = parts_of_keys(layout.received, q.shape[0], heads, q.element_size())
+    parts = gathered_parts(layout.received, q.shape[0], heads, q.element_size())
     return list(zip(slices(q.shape[1], parts), slices(k.shape[1], parts), strict=True))
 
 

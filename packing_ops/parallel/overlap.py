@@ -30,8 +30,8 @@ def head_parts(heads: int, received: int, *, merged: int = 0) -> int:
     return max(parts for parts in range(1, most + 1) if heads % parts == 0)
 
 
-def parts_of_heads(ranks: int, rows: int, heads: Sequence[tuple[int, int]], element_size: int) -> int:
-    """In which Ulysses attention sends what comes.
+def ulysses_parts(ranks: int, rows: int, heads: Sequence[tuple[int, int]], element_size: int) -> int:
+    """How many parts ulysses_attention sends the heads in.
 
     Args:
         heads: (number, head_dim) of q, k and v.
@@ -41,8 +41,8 @@ def parts_of_heads(ranks: int, rows: int, heads: Sequence[tuple[int, int]], elem
     return head_parts(max(heads[1][0] // ranks, 1), received)
 
 
-def parts_of_keys(received: int, rows: int, heads: Sequence[tuple[int, int]], element_size: int) -> int:
-    """In which gathered attention sends keys, of which the neediest rank receives so many rows."""
+def gathered_parts(received: int, rows: int, heads: Sequence[tuple[int, int]], element_size: int) -> int:
+    """How many parts gathered_attention sends the key heads in; the neediest rank receives so many rows of keys."""
     (num_heads, _), (num_kv_heads, head_dim), (_, head_dim_v) = heads
     keys = received * num_kv_heads * (head_dim + head_dim_v) * element_size
     return head_parts(num_kv_heads, keys, merged=rows * num_heads * head_dim_v * element_size)

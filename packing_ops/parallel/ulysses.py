@@ -31,7 +31,7 @@ from packing_ops.parallel.collectives import (
     rows_at,
     start_all_to_all,
 )
-from packing_ops.parallel.overlap import parts_of_heads, together
+from packing_ops.parallel.overlap import together, ulysses_parts
 from packing_ops.parallel.sharding import check_rows, check_scheme, whole_row
 
 Order = tuple[torch.Tensor, torch.Tensor]  # of a zigzag row: _order
@@ -112,7 +112,7 @@ def ulysses_attention(
         visible_end, cache = documents.visible_end, documents._cache
     past = causal, softmax_scale, *window_sides(window_size), softcap
     heads = [(tensor.shape[1], tensor.shape[2]) for tensor in (q, k, v)]
-    parts = 1 if torch.compiler.is_compiling() else parts_of_heads(ranks, rows, heads, q.element_size())
+    parts = 1 if torch.compiler.is_compiling() else ulysses_parts(ranks, rows, heads, q.element_size())
     try:
         given = q, k, v, sinks, cu_seqlens, visible_end, order, group, cache, past, return_lse, parts
         out, *lse = _Attention.apply(*given)

@@ -60,7 +60,7 @@ ROOMS = [
     "256",
 ]
 LARGE_ROOM = ["64", "128 full, keys of their own", "64 more tokens than keys"]  # which sm_90 has wgmma for
-# Whose kernels on sm_90 are those of test_emulated_attention_sm90.py: here those of the other GPUs.
+# On sm_90 these run wgmma kernels, which test_emulated_attention_sm90.py covers; here they run as on sm_80.
 BY_WGMMA = [
     "64",
     "128 many, whole",

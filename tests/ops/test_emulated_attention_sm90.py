@@ -78,7 +78,8 @@ def test_error_and_schedules(run, cases, name):
     lengths_q, lengths_k, options = cases[name]
     case = Case(lengths_q, lengths_k, **options)
     found, exact = run(case), case.exact()
-    for schedule in ("late copies", "one block ahead"):
+    # One block of a forward waits for no other.
+    for schedule in ("late copies", "one block ahead") if run is with_gradients else ("late copies",):
         for key, value in run(case, schedule).items():
             assert_same(found[key], value)
     for key, value in found.items():

@@ -280,7 +280,7 @@ def test_wrong_values_give_zeros_and_an_error_later(device, monkeypatch):
     for dtype in DTYPES:
         case = Case([5, 6], heads=(2, 1), dim=8, device=device, dtype=dtype)
         ends = torch.full((11,), 99, dtype=torch.int32, device=device)
-        torch.cuda._sleep(100_000_000)  # the attention kernel's launch would raise what the plan's kernel has already found
+        torch.cuda._sleep(100_000_000)  # else the call may see what the kernel of its plan has found
         out = po.varlen_attention(case.q, case.k, case.v, case.cu_seqlens[0], visible_end=ends)
         torch.cuda.synchronize()
         assert (out == 0).all()

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import message_of, spawn_on_gpus
-from ranks_as_threads import rank_among_its_likes, ranks_in_threads
+from ranks_as_threads import rank_of_identical_ranks, ranks_in_threads
 from test_parallel_attention import ATTENTION, OPTIONS, compared
 from test_parallel_nccl import CASES, within
 from test_parallel_overlap import checkpointed, in_parts, same, two_branches
@@ -151,6 +151,7 @@ def by_rank(request):
         if request.param != ("cpu", 4):
             with in_parts():
                 found.append(run(functools.partial(nccl_cases, 4, device)))
+    assert all(each for of_ranks in found for each in of_ranks)
     return [{case: result for each in of_rank for case, result in each.items()} for of_rank in zip(*found, strict=True)]
 
 
@@ -249,7 +250,7 @@ def graph_of(call, device):
 def test_a_graph_replays_with_other_lengths(device, name, scheme, monkeypatch):
     """Forward and backward, with collectives on a stream of their own; all ranks send what this one does."""
     monkeypatch.setattr(key_layout, "WORTH_CHOOSING", 2.0)  # the others are like this one where all keys are gathered
-    group, lengths = rank_among_its_likes(2), [170, 0, 5, 81]
+    group, lengths = rank_of_identical_ranks(2), [170, 0, 5, 81]
     given = {"scheme": scheme, "group": group}
     q, k, v, dout = (torch.randn(128, h, 64, device=device, dtype=torch.bfloat16) for h in (8, 4, 4, 8))
     leaves = [each.requires_grad_() for each in (q, k, v)]

@@ -1,4 +1,4 @@
-"""position_ids of time, height and width: which models take them, and which documents they tell."""
+"""position_ids of three axes, time, height and width (M-RoPE): which models take them, and which documents they tell."""
 
 import functools
 import inspect

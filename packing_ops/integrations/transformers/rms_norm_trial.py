@@ -124,13 +124,16 @@ _DTYPES = [  # of the input and of the weight
 _SHAPES = [(3,), (1, 300)]
 
 
+_HALF = frozenset((torch.bfloat16, torch.float16))
+
+
 def _agrees(probe, forward, ours, width, dtype, weight_dtype) -> bool:
     """Rows of ordinary values, large ones, one as small as eps, and one of zeros."""
     scales = torch.tensor([[[3.0], [0.1], [1.0]], [[2e4], [0.0], [0.01]]], device="cpu")
     x = (numbers(2, 3, width) * scales).to(dtype)
     if ours is not _no_weight:
         probe.weight = torch.nn.Parameter((3.0 * numbers(width, start=5.0)).to(weight_dtype))
-    probe.train(dtype != torch.float16)
+    probe.train(dtype != torch.float16)  # one of the dtypes in evaluation
     copy = x.clone()
     wanted = attempt(forward, probe, x)
     if not torch.equal(x, copy):
@@ -138,7 +141,7 @@ def _agrees(probe, forward, ours, width, dtype, weight_dtype) -> bool:
     found = attempt(ours, probe, x)
     rounded = {dtype, weight_dtype} & _HALF  # up to three times in a stock module
     if rounded and isinstance(wanted, torch.Tensor) and isinstance(found, torch.Tensor):
-        half = min(rounded, key=lambda each: -torch.finfo(each).eps)
+        half = max(rounded, key=lambda each: torch.finfo(each).eps)
         return found.dtype == wanted.dtype and agree(found.float().to(half), wanted.float().to(half), 4)
     return (
         agree(found, wanted, 8)
@@ -150,9 +153,6 @@ def _agrees(probe, forward, ours, width, dtype, weight_dtype) -> bool:
 def _agrees_at(probe, forward, ours, x) -> bool:
     probe.eval()
     return agree(attempt(ours, probe, x), attempt(forward, probe, x), 8)
-
-
-_HALF = frozenset((torch.bfloat16, torch.float16))
 
 
 def _trains_alike(probe, forward, ours, x) -> bool:

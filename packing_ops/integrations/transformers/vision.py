@@ -21,15 +21,15 @@ _LENGTHS = [5, 1, 6, 2, 40, 1, 3, 1, 4]  # of the trial's images
 
 def one_call(self, hidden_states, cu_seqlens, *args, **kwargs):
     stock = stock_of(type(self)).forward
-    if self.config._attn_implementation not in model_call.NAMES or not _is_served(self, hidden_states):
+    if self.config._attn_implementation not in model_call.NAMES or not _fits_one_call(self, hidden_states):
         return stock(self, hidden_states, cu_seqlens, *args, **kwargs)
     row = torch.tensor([0, hidden_states.shape[-2]], device="cpu")
     images = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
     return stock(self, hidden_states, row, *args, **{**kwargs, **images})
 
 
-def _is_served(module, x) -> bool:
-    """One row, which no SDPA would serve with a mask of every patch of every image."""
+def _fits_one_call(module, x) -> bool:
+    """Whether x is one row that our kernels take. Else one call would be SDPA's, with a mask of all patches by all patches."""
     one_row = x.dim() == 2 or (x.dim() == 3 and x.shape[0] == 1)
     return one_row and (x.is_cpu or (x.is_cuda and getattr(module, "head_dim", 8) % 8 == 0))
 

@@ -178,15 +178,6 @@ def test_an_embedding_of_neighbours(device):
 # --- in a graph, where layers are called by themselves ---
 
 
-class Second(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = averaging()
-
-    def forward(self, gate, x):
-        return self.layer(x) * gate
-
-
 class Star(torch.nn.Module):
     def __init__(self, layer):
         super().__init__()
@@ -208,11 +199,10 @@ class InDict(torch.nn.Module):
 @pytest.mark.parametrize(
     ("layer", "call"),
     [
-        (Second, lambda layer, x: layer(torch.ones_like(x), x)),
         (lambda: Star(averaging()), lambda layer, x: layer(x)),
         (InDict, lambda layer, x: layer(x)["out"]),
     ],
-    ids=["state of the second", "without names", "returned in a dict"],
+    ids=["without names", "returned in a dict"],
 )
 def test_in_a_graph(layer, call, device, fresh_compile):
     model = behind_attention(layer(), call, device)

@@ -1,7 +1,5 @@
 """Images and prefixes whose tokens see each other: served by visible_end, beside the stock model one document at a time."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -89,11 +87,8 @@ def loss_of(logits, labels):
 
 @pytest.mark.parametrize(
     ("family", "compiled"),
-    [(gemma3, False), *itertools.product((lambda: gemma3(window=3), paligemma), (False, True))],
-    ids=[
-        "gemma3",
-        *(f"{name}{how}" for name in ("gemma3, a window in the images", "paligemma") for how in ("", ", compiled")),
-    ],
+    [(gemma3, False), (lambda: gemma3(window=3), False), (lambda: gemma3(window=3), True), (paligemma, False)],
+    ids=["gemma3", "gemma3, a window in the images", "the same, compiled", "paligemma"],
 )
 def test_loss_and_gradients_are_those_of_documents_alone(family, compiled, device, calls, fresh_compile):
     """By visible_end; by a mask of the documents' images and SDPA in a graph, and with transformers 4.57."""

@@ -246,7 +246,7 @@ def test_attention_of_other_forms(name, device, lengths):
 def test_a_batch_of_rows_is_the_loop(device):
     """The cu_seqlens of one row are those of each, which a call of packed documents cannot say."""
     family = transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
-    assert not vision._is_served(family.Qwen2_5_VLVisionAttention, torch.zeros(2, 3, 8, device=device))
+    assert not vision._fits_one_call(family.Qwen2_5_VLVisionAttention, torch.zeros(2, 3, 8, device=device))
 
 
 def test_the_trial_takes_no_random_numbers():
