@@ -418,7 +418,8 @@ def run_ahead_of_time(tmp_path, module, arguments):
 import sys, torch, packing_ops as po
 {module}
 arguments = {arguments}
-package = torch._inductor.aoti_compile_and_package(torch.export.export(Model(), arguments), package_path=sys.argv[1])
+exported, quick = torch.export.export(Model(), arguments), {{"aot_inductor.compile_wrapper_opt_level": "O0"}}
+package = torch._inductor.aoti_compile_and_package(exported, package_path=sys.argv[1], inductor_configs=quick)
 for found, wanted in zip(torch._inductor.aoti_load_package(package)(*arguments), Model()(*arguments), strict=True):
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 """
