@@ -46,10 +46,10 @@ demo-data: build  ## mini-batches for RL, and batches collated one step ahead
 	@$(BIN)/python examples/async_sft.py --device auto
 
 # The emulator needs no package: it is compiled while they are installed. Test processes take tests from each other; each
-# imports what takes half a minute, so there are few: one more than cores, since some tests wait for processes of their own.
+# imports what takes half a minute, so there are few.
 test:  ## builds, lints, runs every test
 	@$(MAKE) --no-print-directory -j4 lint build emulator bytecode
-	$(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --maxprocesses 4 --dist worksteal --durations 20
+	$(BIN)/python -m pytest -n $$(nproc) --maxprocesses 4 --dist worksteal --durations 20
 
 # TORCH=torch==2.14.1: in that one. An environment of its own.
 test-newest: build .venv-newest/.ready  ## the tests in the newest torch, with the library as it is built

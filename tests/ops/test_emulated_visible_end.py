@@ -53,7 +53,7 @@ HOPPER = {
     ("gpu", "name", "share"),
     [
         *((gpu, name, 0.02) for gpu, names in GPUS.items() for name in names),
-        *(("sm_80", name, 0.5) for name in ("64", "128 window, softcap, sinks", "512", "float32")),
+        *(("sm_80", name, 0.5) for name in ("128 window, softcap, sinks", "float32")),
     ],
     ids=str,
 )
