@@ -42,10 +42,12 @@ class Results:
         row = {
             "op": op, "shape": shape, "ranks": ranks, "one_rank_us": f"{one_us:.1f}" if one_us else "",
             "p50_us": f"{us:.1f}", "efficiency": f"{one_us / (ranks * us):.3f}" if one_us else "",
-            "tokens_per_second": f"{tokens / us * 1e6:.0f}", "peak_gib": f"{memory:.2f}",
-            "device": device_name(self.device), "torch": torch.__version__, "commit": commit(),
+            "tokens_per_second": f"{tokens / us * 1e6:.0f}", "peak_gib": f"{memory:.2f}", **self.where(),
         }  # fmt: skip
         self.write(row)
+
+    def where(self) -> dict:
+        return {"device": device_name(self.device), "torch": torch.__version__, "commit": commit()}
 
     def write(self, row: dict) -> None:
         self.rows.append(row)
@@ -59,7 +61,7 @@ class HostResults(Results):
     """Of one GPU: what a run before measured in another case, at the same commit, stays."""
 
     def add_case(self, case: dict, figures: dict) -> None:
-        where = {"device": device_name(self.device), "torch": torch.__version__, "commit": commit()}
+        where = self.where()
         if not self.rows and self.path.exists():
             with self.path.open(newline="") as file:
                 self.rows = [row for row in csv.DictReader(file) if where.items() <= row.items()]

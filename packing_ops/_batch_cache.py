@@ -26,8 +26,13 @@ def is_real(tensor: torch.Tensor) -> bool:
         or type(tensor) is not torch.Tensor
         or (torch._C._len_torch_dispatch_stack() and _traced())
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+        or is_captured(tensor)
     )
+
+
+def is_captured(tensor: torch.Tensor) -> bool:
+    """Whether a CUDA graph is captured, in which the host can read no values."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _traced() -> bool:

@@ -20,7 +20,7 @@ from packing_ops._arguments import (
     index_tensor,
     one_row,
 )
-from packing_ops._batch_cache import cu_seqlens_of_rows
+from packing_ops._batch_cache import cu_seqlens_of_rows, is_captured
 from packing_ops._lazy import moved_names
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
@@ -117,7 +117,7 @@ def last_token_indices(cu_seqlens: PackedMetadata | torch.Tensor) -> torch.Tenso
     check_cu_seqlens(cu_seqlens, "cu_seqlens")
     last, empty = cu_seqlens[1:].long() - 1, cu_seqlens[1:] <= cu_seqlens[:-1]
     # In this order: torch.compile before 2.13 does not trace the second.
-    if torch.compiler.is_compiling() or (cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if torch.compiler.is_compiling() or is_captured(cu_seqlens):
         torch._assert_async(~empty.any(), "cu_seqlens: expected documents with tokens, got one without")
     elif bool(empty.any()):
         found = empty.nonzero().flatten().tolist()

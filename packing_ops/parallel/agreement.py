@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from packing_ops._batch_cache import is_captured
 from packing_ops.metadata import PackedMetadata
-from packing_ops.parallel.collectives import is_captured, start_all_gather
+from packing_ops.parallel.collectives import start_all_gather
 
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[object, ...]]] = (
     weakref.WeakKeyDictionary()

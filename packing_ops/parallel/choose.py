@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 import torch
 
 from packing_ops._arguments import window_sides
-from packing_ops._batch_cache import kept_with
+from packing_ops._batch_cache import is_captured, kept_with
 from packing_ops.metadata import PackedMetadata
 from packing_ops.parallel.agreement import check_agreement
-from packing_ops.parallel.collectives import Group, is_captured, process_group
+from packing_ops.parallel.collectives import Group, process_group
 from packing_ops.parallel.gathered import gathered_attention
 from packing_ops.parallel.key_layout import RowSpans, gathered_slots, needed_rows, rows_received
 from packing_ops.parallel.overlap import gathered_parts, keeps_keys, pipelined, ulysses_parts

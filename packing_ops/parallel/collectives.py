@@ -40,11 +40,6 @@ def check_process(group: dist.ProcessGroup) -> None:
         )
 
 
-def is_captured(tensor: torch.Tensor) -> bool:
-    """Whether a CUDA graph is captured, in which the host can read no values."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 def process_group(group: object) -> dist.ProcessGroup:
     """A process group, the one of a DeviceMesh of one dimension, or for None that of all processes."""
     if group is None:

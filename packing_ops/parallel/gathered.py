@@ -31,13 +31,12 @@ import torch.nn.functional as F
 
 from packing_ops import _ops
 from packing_ops._arguments import window_sides
-from packing_ops._batch_cache import kept_with, plan_for
+from packing_ops._batch_cache import is_captured, kept_with, plan_for
 from packing_ops.attention import varlen_attention, wide_sinks
 from packing_ops.metadata import PackedMetadata
 from packing_ops.parallel.agreement import check_agreement
 from packing_ops.parallel.collectives import (
     Group,
-    is_captured,
     no_second_derivative,
     process_group,
     rows_at,

@@ -14,7 +14,7 @@ import megatron.core
 import torch
 
 from packing_ops._arguments import check_cu_seqlens, int32_cu_seqlens
-from packing_ops._batch_cache import kept_with
+from packing_ops._batch_cache import is_captured, kept_with
 from packing_ops.parallel.key_layout import KeyLayout, RowSpans, cumulated, key_layout
 
 _FIELDS = [f"packed_seq_params.cu_seqlens_{name}" for name in ("q", "kv", "q_padded", "kv_padded")]
@@ -130,8 +130,7 @@ def _check(documents, rows, causal_between_two, cp_size):
             q_slots % (2 * cp_size) != 0
         ).any()
         wrong[f"{name}: expected at most the {rows} rows of {cp_size} ranks"] = q_slots[-1] > rows
-    capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
-    if not wrong or capturing or torch.compiler.is_compiling():
+    if not wrong or torch.compiler.is_compiling() or is_captured(q):
         return
     for message, is_wrong in zip(wrong, torch.stack(list(wrong.values())).tolist(), strict=True):
         if is_wrong:

@@ -2,6 +2,8 @@
 
 import torch
 
+from packing_ops._batch_cache import is_captured
+
 # 1, 1, 1, 2, 2, 0: of the documents, 0 for padding. Models multiply by their mask and count along it, so they get ones in
 # place of the numbers, and those go with them to where masks are made.
 NUMBERS = "_packing_ops_numbers"
@@ -55,7 +57,7 @@ def refuse_where(wrong, message) -> None:
 
 def can_read(tensor) -> bool:
     """Not in a graph, traced or captured."""
-    return not torch.compiler.is_compiling() and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    return not torch.compiler.is_compiling() and not is_captured(tensor)
 
 
 def is_tensor(value, dim) -> bool:

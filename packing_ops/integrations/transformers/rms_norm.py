@@ -78,7 +78,7 @@ def formula_of_class(cls: type) -> tuple[str | None, str]:
     others = [each for each in parameters if each not in sizes[:1] and each.kind != inspect.Parameter.VAR_KEYWORD]
     if names := [each.name for each in others if not isinstance(each.default, (bool, float))]:
         return None, f"{cls.__name__} may have another formula with {', '.join(names)}"
-    found: dict[tuple[str | None, str], None] = {}
+    found: dict[tuple[str | None, str], None] = {}  # ordered, unlike a set: the first reason is told
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         for given in ({}, *({flag.name: not flag.default} for flag in flags)):
             try:
