@@ -16,7 +16,7 @@ inline void fence_proxy_async() {
 inline void fence_proxy_async_global() {}
 inline void store_shared_4(uint32_t address, float4 x) {
   emulator::written(address);
-  std::memcpy(emulator::shared_memory() + address, &x, sizeof(x));
+  std::memcpy(emulator::shared + address, &x, sizeof(x));
 }
 template <int kCount>
 void more_registers() {}
@@ -31,7 +31,7 @@ inline void stmatrix(uint32_t address, const uint32_t (&in)[4]) {
     }
   });
   emulator::written(address);
-  std::memcpy(emulator::shared_memory() + address, got.word, 16);
+  std::memcpy(emulator::shared + address, got.word, 16);
 }
 
 }  // namespace packing_ops::ptx

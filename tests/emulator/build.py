@@ -29,8 +29,10 @@ def cuda_headers() -> Path | None:
 
 def for_the_emulator(source: str) -> str:
     """CUDA's own syntax as C++."""
-    dynamic = "uint8_t* const shared = emulator::shared_memory();"
+    dynamic = "uint8_t* const shared = emulator::shared;"
     source = re.sub(r"extern __shared__ [^;]*\bshared\[\];", dynamic, source)
+    static = r"static const emulator::SharedVariable<\1\3> \2_of_blocks; auto& \2 = \2_of_blocks.here();"
+    source = re.sub(r"__shared__ ([^;]+?) (\w+)((?:\[[^\]]*\])*);", static, source)
     source = re.sub(r"__grid_constant__ const (\w+) ", r"const \1& ", source)
     source = source.replace("defined(__CUDA_ARCH_FEAT_SM90_ALL)", "1")
     return re.sub(r"(\w+(?:<[\w, ]+>)?)<<<(.*?)>>>\(", r"emulator::launch(\1, \2)(", source)

@@ -5,23 +5,18 @@
 #include <ucontext.h>
 
 #include <algorithm>
-#include <condition_variable>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <random>
-#include <thread>
 #include <utility>
 #include <vector>
 
-// Dynamic shared memory of the block that this thread runs.
-alignas(128) static __thread uint8_t shared[256 << 10];
-
-__thread dim3 threadIdx, blockIdx;
-dim3 gridDim, blockDim;
+dim3 threadIdx, blockIdx, gridDim, blockDim;
 
 namespace emulator {
 
+uint8_t* shared = nullptr;
+uint8_t* unfenced = nullptr;
 int late_copies = 0;
 int device = 0;
 unsigned seed = 0;
@@ -29,7 +24,7 @@ unsigned seed = 0;
 namespace {
 
 constexpr size_t kStack = 256 << 10;
-constexpr uint32_t kSharedBytes = 256 << 10;
+constexpr size_t kStaticShared = 256 << 10;  // of all kernels together, each at a place of its own
 
 struct Copy {
   uint8_t* to;
@@ -63,56 +58,38 @@ struct Meeting {
   int sum[2] = {0, 0};
 };
 
-// Of a block.
-thread_local std::vector<Fiber> fibers;
-thread_local std::map<std::pair<int, uint32_t>, Meeting> warps;  // by warp and lanes
-thread_local Meeting whole_block;
-thread_local std::vector<BoxCopy> loads;  // under way
-thread_local std::vector<bool> unfenced;  // 16 bytes of dynamic shared memory each
-thread_local jmp_buf scheduler;
-thread_local int current = 0;
-thread_local uint64_t progress = 0;  // of threads that waited for each other
+struct SharedMemory {
+  alignas(1024) uint8_t bytes[kSharedBytes + kStaticShared];
+  uint8_t unfenced[kSharedBytes / 16];
+};
+
+struct Block {
+  unsigned index;
+  std::vector<Fiber> fibers;           // they keep their stacks from block to block
+  std::vector<std::vector<int>> left;  // fibers of each warp that are not done
+  std::vector<Meeting> warps;
+  std::map<std::pair<int, uint32_t>, Meeting> some_lanes;  // by warp and lanes
+  Meeting whole;
+  std::vector<BoxCopy> loads;  // under way
+  std::unique_ptr<SharedMemory> memory{new SharedMemory};
+};
+
+Block* here = nullptr;  // whose fiber runs
+int current = 0;        // that fiber
+jmp_buf scheduler;
+uint64_t progress = 0;  // of threads that waited for each other
 const std::function<void()>* body = nullptr;
 
-// One of the blocks that run at once has the word; whose turn it is next is drawn.
-class Turns {
- public:
-  Turns(std::mt19937& order, std::vector<unsigned> blocks) : order_(order), running_(std::move(blocks)) { draw(); }
-  void wait(unsigned block) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [&] { return at_ == block; });
-  }
-  void pass() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    draw();
-    changed_.notify_all();
-  }
-  void end(unsigned block) {
-    std::erase(running_, block);
-    pass();
-  }
-
- private:
-  // Under odd seeds mostly the same again, so that one block gets far ahead of the other.
-  void draw() {
-    const bool same = seed % 2 == 1 && order_() % 256 > 0;
-    if (same && std::find(running_.begin(), running_.end(), at_) != running_.end()) return;
-    if (!running_.empty()) at_ = running_[order_() % running_.size()];
-  }
-
-  std::mt19937& order_;
-  std::vector<unsigned> running_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  unsigned at_ = UINT32_MAX;
-};
+Fiber& this_fiber() {
+  return here->fibers[current];
+}
 
 void begin() {
   (*body)();
   wait_for_copies(0);
-  Fiber& fiber = fibers[current];
+  Fiber& fiber = this_fiber();
   if (!fiber.stores.empty() || !fiber.products.empty()) std::abort();  // nobody waited
-  fibers[current].done = true;
+  fiber.done = true;
   give_way();
 }
 
@@ -134,14 +111,17 @@ void perform(const Copy& copy) {
   }
 }
 
-void run_block(std::mt19937& order, unsigned block, Turns& turns) {
-  turns.wait(block);
-  blockIdx = dim3(block);
-  fibers.resize(blockDim.x);
-  std::memset(shared_memory(), 0xff, sizeof(shared));  // NaN
-  std::vector<std::vector<int>> left;                  // fibers of each warp
-  for (int i = 0; i < static_cast<int>(fibers.size()); ++i) {
-    Fiber& fiber = fibers[i];
+void start_block(Block& block, unsigned index) {
+  block.index = index;
+  block.fibers.resize(blockDim.x);
+  block.left.clear();
+  block.warps.assign(blockDim.x / 32, {});
+  block.some_lanes.clear();
+  block.whole = {};
+  std::memset(block.memory.get(), 0xff, sizeof(SharedMemory));  // NaN
+  std::memset(block.memory->unfenced, 0, sizeof(block.memory->unfenced));
+  for (int i = 0; i < static_cast<int>(blockDim.x); ++i) {
+    Fiber& fiber = block.fibers[i];
     fiber.started = fiber.done = false;
     fiber.copies.clear();
     fiber.written.clear();
@@ -149,34 +129,33 @@ void run_block(std::mt19937& order, unsigned block, Turns& turns) {
     fiber.start.uc_stack.ss_sp = fiber.stack.get();
     fiber.start.uc_stack.ss_size = kStack;
     makecontext(&fiber.start, begin, 0);
-    if (i % 32 == 0) left.emplace_back();
-    left.back().push_back(i);
+    if (i % 32 == 0) block.left.emplace_back();
+    block.left.back().push_back(i);
   }
-  unfenced.assign(kSharedBytes / 16, false);
-  // A warp runs for a while, mostly until it waits for the others: the further apart they are, the more a missing
-  // barrier shows.
-  while (!left.empty()) {
-    const size_t warp = order() % left.size();
-    std::vector<int>& lanes = left[warp];
-    for (unsigned patience = order() % 1024; !lanes.empty(); --patience) {
-      const uint64_t before = progress;
-      std::shuffle(lanes.begin(), lanes.end(), order);
-      for (const int i : lanes) {
-        current = i;
-        threadIdx = dim3(i);
-        resume(fibers[i]);
-      }
-      std::erase_if(lanes, [](int i) { return fibers[i].done; });
-      if (progress == before || patience == 0) break;
+}
+
+// A warp runs for a while, mostly until it waits for the others: the further apart they are, the more a missing barrier
+// shows.
+void run_some_warp(Block& block, std::mt19937& order) {
+  here = &block;
+  shared = block.memory->bytes;
+  unfenced = block.memory->unfenced;
+  blockIdx = dim3(block.index);
+  const size_t warp = order() % block.left.size();
+  std::vector<int>& lanes = block.left[warp];
+  for (unsigned patience = order() % 1024; !lanes.empty(); --patience) {
+    const uint64_t before = progress;
+    std::shuffle(lanes.begin(), lanes.end(), order);
+    for (const int i : lanes) {
+      current = i;
+      threadIdx = dim3(i);
+      resume(block.fibers[i]);
     }
-    if (lanes.empty()) left.erase(left.begin() + static_cast<std::ptrdiff_t>(warp));
-    if (order() % 4 == 0) {
-      turns.pass();
-      turns.wait(block);
-    }
+    std::erase_if(lanes, [&](int i) { return block.fibers[i].done; });
+    if (progress == before || patience == 0) break;
   }
-  if (!loads.empty()) std::abort();  // nobody waits for them
-  turns.end(block);
+  if (lanes.empty()) block.left.erase(block.left.begin() + static_cast<std::ptrdiff_t>(warp));
+  if (block.left.empty() && !block.loads.empty()) std::abort();  // nobody waits for them
 }
 
 // A row's 16-byte chunks are permuted by the row, which the address tells.
@@ -210,7 +189,7 @@ void for_each_element(const BoxCopy& copy, F&& f) {
 void perform_load(const BoxCopy& copy) {
   int bytes = 0;
   for_each_element(copy, [&](uint32_t to, const uint8_t* from) {
-    from != nullptr ? std::memcpy(shared_memory() + to, from, 2) : std::memset(shared_memory() + to, 0, 2);
+    from != nullptr ? std::memcpy(shared + to, from, 2) : std::memset(shared + to, 0, 2);
     bytes += 2;
   });
   barrier_at(copy.barrier).received(bytes);
@@ -219,18 +198,18 @@ void perform_load(const BoxCopy& copy) {
 void perform_store(const BoxCopy& copy) {
   for_each_element(copy, [&](uint32_t from, uint8_t* to) {
     check_fenced(from);
-    if (to != nullptr) std::memcpy(to, shared_memory() + from, 2);
+    if (to != nullptr) std::memcpy(to, shared + from, 2);
   });
 }
 
 }  // namespace
 
 void load_box(const BoxCopy& copy) {
-  late_copies ? loads.push_back(copy) : perform_load(copy);
+  late_copies ? here->loads.push_back(copy) : perform_load(copy);
 }
 
 void load_boxes_of(uint64_t* barrier) {
-  std::erase_if(loads, [&](const BoxCopy& copy) {
+  std::erase_if(here->loads, [&](const BoxCopy& copy) {
     const bool due = copy.barrier == barrier;
     if (due) perform_load(copy);
     return due;
@@ -238,7 +217,7 @@ void load_boxes_of(uint64_t* barrier) {
 }
 
 void start_store(std::function<void()> store) {
-  late_copies ? store() : fibers[current].stores.push_back(std::move(store));
+  late_copies ? store() : this_fiber().stores.push_back(std::move(store));
 }
 
 void store_box(const BoxCopy& copy) {
@@ -251,29 +230,29 @@ void store_words(float* to, uint32_t from, int bytes, bool add) {
     for (int i = 0; i < bytes / 4; ++i) {
       check_fenced(from + 4 * i);
       float word;
-      std::memcpy(&word, shared_memory() + from + 4 * i, 4);
+      std::memcpy(&word, shared + from + 4 * i, 4);
       to[i] = add ? to[i] + word : word;
     }
   });
 }
 
 void wait_until_stores_have_read() {
-  for (const auto& store : std::exchange(fibers[current].stores, {})) store();
+  for (const auto& store : std::exchange(this_fiber().stores, {})) store();
 }
 
 // What reads shared memory is late where what writes it is not.
 void start_products(std::function<void()> work) {
-  Fiber& fiber = fibers[current];
+  Fiber& fiber = this_fiber();
   if (late_copies) return work();
   fiber.products.emplace_back(fiber.product_groups, std::move(work));
 }
 
 void commit_products() {
-  ++fibers[current].product_groups;
+  ++this_fiber().product_groups;
 }
 
 void wait_for_products(int pending) {
-  Fiber& fiber = fibers[current];
+  Fiber& fiber = this_fiber();
   std::erase_if(fiber.products, [&](const auto& product) {
     const bool due = product.first < fiber.product_groups - pending;
     if (due) product.second();
@@ -283,41 +262,52 @@ void wait_for_products(int pending) {
 
 void written(uint32_t address) {
   if (address % 16 != 0 || address >= kSharedBytes) std::abort();
-  unfenced[address / 16] = true;
-  fibers[current].written.push_back(address);
+  unfenced[address / 16] = 1;
+  this_fiber().written.push_back(address);
 }
 
 void fence_written() {
-  for (const uint32_t address : fibers[current].written) unfenced[address / 16] = false;
-  fibers[current].written.clear();
+  for (const uint32_t address : this_fiber().written) unfenced[address / 16] = 0;
+  this_fiber().written.clear();
 }
 
-void check_fenced(uint32_t address) {
-  if (unfenced[address / 16]) std::abort();
+uint32_t place_in_static_shared(size_t bytes, size_t alignment) {
+  static size_t used = 0;
+  const size_t place = (used + alignment - 1) / alignment * alignment;
+  used = place + bytes;
+  if (used > kStaticShared) std::abort();
+  return static_cast<uint32_t>(kSharedBytes + place);
 }
 
 void give_way() {
-  if (_setjmp(fibers[current].place) == 0) _longjmp(scheduler, 1);
+  if (_setjmp(this_fiber().place) == 0) _longjmp(scheduler, 1);
 }
 
 void run(dim3 grid, dim3 block, const std::function<void()>& thread) {
-  constexpr unsigned kAtOnce = 2;  // multiprocessors
+  static Block multiprocessors[2];  // each runs one block
   std::mt19937 order(seed);
   gridDim = grid;
   blockDim = block;
   body = &thread;
-  for (unsigned first = 0; first < grid.x; first += kAtOnce) {
-    std::vector<unsigned> blocks;
-    for (unsigned i = first; i < std::min(first + kAtOnce, grid.x); ++i) blocks.push_back(i);
-    Turns turns(order, blocks);
-    std::vector<std::thread> running;
-    for (const unsigned i : blocks) running.emplace_back([&, i] { run_block(order, i, turns); });
-    for (std::thread& thread : running) thread.join();
+  for (unsigned first = 0; first < grid.x; first += 2) {
+    std::vector<Block*> running;
+    for (unsigned i = first; i < std::min(first + 2, grid.x); ++i) {
+      running.push_back(&multiprocessors[i - first]);
+      start_block(*running.back(), i);
+    }
+    // Whose turn it is next is drawn. Under odd seeds mostly the same again: one block gets far ahead of the other.
+    Block* next = nullptr;
+    while (!running.empty()) {
+      if (next == nullptr || (order() % 4 == 0 && (seed % 2 == 0 || order() % 256 == 0)))
+        next = running[order() % running.size()];
+      run_some_warp(*next, order);
+      if (next->left.empty()) std::erase(running, std::exchange(next, nullptr));
+    }
   }
 }
 
 Words with_warp(uint32_t lanes, const Words& in, const Together& together) {
-  Meeting& meeting = warps[{current / 32, lanes}];
+  Meeting& meeting = lanes == ~0u ? here->warps[current / 32] : here->some_lanes[{current / 32, lanes}];
   const uint64_t time = meeting.times;
   const int slot = time & 1;
   const int lane = current & 31;
@@ -334,37 +324,33 @@ Words with_warp(uint32_t lanes, const Words& in, const Together& together) {
 }
 
 int with_block(int value, bool count) {
-  const uint64_t time = whole_block.times;
+  Meeting& whole = here->whole;
+  const uint64_t time = whole.times;
   const int slot = time & 1;
-  if (whole_block.arrived == 0) whole_block.sum[slot] = 0;
-  whole_block.sum[slot] += value != 0;
-  if (++whole_block.arrived == static_cast<int>(fibers.size())) {
-    whole_block.arrived = 0;
-    ++whole_block.times;
+  if (whole.arrived == 0) whole.sum[slot] = 0;
+  whole.sum[slot] += value != 0;
+  if (++whole.arrived == static_cast<int>(blockDim.x)) {
+    whole.arrived = 0;
+    ++whole.times;
     ++progress;
   }
-  while (whole_block.times == time) give_way();
-  return count ? whole_block.sum[slot] : whole_block.sum[slot] > 0;
+  while (whole.times == time) give_way();
+  return count ? whole.sum[slot] : whole.sum[slot] > 0;
 }
 
-uint8_t* shared_memory() {
-  return shared;
-}
-
-// Addresses are offsets from the dynamic shared memory; static variables lie within 2 GiB of it.
 void copy_to_shared(uint32_t to, const void* from, int bytes, bool valid) {
   if (to % bytes != 0 || (valid && reinterpret_cast<uintptr_t>(from) % bytes != 0)) std::abort();
-  const Copy copy{shared_memory() + static_cast<int32_t>(to), from, bytes, valid, fibers[current].groups};
-  late_copies ? fibers[current].copies.push_back(copy) : perform(copy);
+  const Copy copy{shared + to, from, bytes, valid, this_fiber().groups};
+  late_copies ? this_fiber().copies.push_back(copy) : perform(copy);
 }
 
 void arrive_after_copies(uint64_t* barrier) {
-  const Copy copy{nullptr, nullptr, 0, false, fibers[current].groups, barrier};
-  late_copies ? fibers[current].copies.push_back(copy) : perform(copy);
+  const Copy copy{nullptr, nullptr, 0, false, this_fiber().groups, barrier};
+  late_copies ? this_fiber().copies.push_back(copy) : perform(copy);
 }
 
 void end_some_copies() {
-  std::vector<Copy>& copies = fibers[current].copies;
+  std::vector<Copy>& copies = this_fiber().copies;
   const auto told =
       std::find_if(copies.begin(), copies.end(), [](const Copy& copy) { return copy.barrier != nullptr; });
   if (told == copies.end()) return;
@@ -373,11 +359,11 @@ void end_some_copies() {
 }
 
 void commit_copies() {
-  ++fibers[current].groups;
+  ++this_fiber().groups;
 }
 
 void wait_for_copies(int pending) {
-  Fiber& fiber = fibers[current];
+  Fiber& fiber = this_fiber();
   std::erase_if(fiber.copies, [&](const Copy& copy) {
     const bool due = copy.group < fiber.groups - pending;
     if (due) perform(copy);

@@ -22,14 +22,12 @@
 #undef __grid_constant__
 #define __device__
 #define __global__
-#define __shared__ static thread_local  // a block has a thread of the CPU
 #define __forceinline__ inline
 #define __align__(bytes)
 #define __launch_bounds__(...)
 #define __grid_constant__
 
-extern __thread dim3 threadIdx, blockIdx;
-extern dim3 gridDim, blockDim;
+extern dim3 threadIdx, blockIdx, gridDim, blockDim;
 
 namespace emulator {
 
@@ -50,7 +48,18 @@ Words with_warp(uint32_t lanes, const Words& in, const Together& together);
 
 int with_block(int value, bool count);  // how many threads have a value, or whether any has
 
-uint8_t* shared_memory();
+// Of the block that runs: dynamic shared memory, then the static variables of kernels. Addresses are offsets.
+constexpr uint32_t kSharedBytes = 256 << 10;
+extern uint8_t* shared;
+extern uint8_t* unfenced;  // a flag for 16 bytes of it: written since the thread's last fence
+uint32_t place_in_static_shared(size_t bytes, size_t alignment);
+// What __shared__ T name; becomes.
+template <class T>
+struct SharedVariable {
+  uint32_t place = place_in_static_shared(sizeof(T), alignof(T));
+  T& here() const { return *reinterpret_cast<T*>(shared + place); }
+};
+
 void copy_to_shared(uint32_t to, const void* from, int bytes, bool valid);
 void commit_copies();
 void wait_for_copies(int pending);
@@ -110,7 +119,9 @@ void wait_for_products(int pending);
 // Shared memory that a thread wrote may be read by products and bulk stores after that thread's fence.
 void written(uint32_t address);  // 16 bytes
 void fence_written();
-void check_fenced(uint32_t address);
+inline void check_fenced(uint32_t address) {
+  if (unfenced[address / 16]) std::abort();
+}
 
 template <class To, class From>
 To bits_of(const From& x) {

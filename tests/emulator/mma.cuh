@@ -14,7 +14,7 @@ namespace packing_ops::ptx {
 using emulator::Words;
 
 inline uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(static_cast<const uint8_t*>(pointer) - emulator::shared_memory());
+  return static_cast<uint32_t>(static_cast<const uint8_t*>(pointer) - emulator::shared);
 }
 
 // Element (row, 2 t) and the next of matrix m to lane 4 row + t, or of its transpose.
@@ -28,7 +28,7 @@ inline void load_matrices(uint32_t (&out)[4], uint32_t address, bool transposed)
           int row = lane / 4;
           int column = 2 * (lane % 4) + i;
           if (transposed) std::swap(row, column);
-          std::memcpy(&pair[i], emulator::shared_memory() + in[8 * m + row].word[0] + 2 * column, 2);
+          std::memcpy(&pair[i], emulator::shared + in[8 * m + row].word[0] + 2 * column, 2);
         }
         std::memcpy(&out[lane].word[m], pair, 4);
       }
@@ -74,7 +74,7 @@ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 }
 
 inline void store_shared(uint32_t address, uint32_t value) {
-  std::memcpy(emulator::shared_memory() + address, &value, sizeof(value));
+  std::memcpy(emulator::shared + address, &value, sizeof(value));
 }
 inline void cp_async_16(uint32_t shared, const void* global, bool valid = true) {
   emulator::copy_to_shared(shared, global, 16, valid);

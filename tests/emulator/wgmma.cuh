@@ -29,35 +29,40 @@ void products_wait() {
 template <int kCount>
 void products_done(float (&)[kCount]) {}
 
-// Element `sum` of those that the product sums over, in row or column `other`.
+// The 16 elements that the product sums over, in row or column `other`.
 template <class T>
-float matrix_element(uint64_t descriptor, bool trans, int other, int sum) {
+void matrix_elements(uint64_t descriptor, bool trans, int other, float* out) {
   const uint32_t start = (descriptor & 0x3fff) << 4;
   const uint32_t panel = (descriptor >> 16 & 0x3fff) << 4;
   const uint32_t eight_rows = (descriptor >> 32 & 0x3fff) << 4;
-  const int row = trans ? sum : other;
-  const int column = trans ? other : sum;
-  uint32_t address = start + row / 8 * eight_rows + row % 8 * 128 + column / 64 * panel + column % 64 * 2;
-  address ^= address >> 3 & 0x70;
-  emulator::check_fenced(address);
-  T element;
-  std::memcpy(&element, emulator::shared_memory() + address, 2);
-  return static_cast<float>(element);
+  const int together = trans ? 1 : 8;  // elements beside each other: a chunk of 16 bytes
+  for (int first = 0; first < 16; first += together) {
+    const int row = trans ? first : other;
+    const int column = trans ? other : first;
+    uint32_t address = start + row / 8 * eight_rows + row % 8 * 128 + column / 64 * panel + column % 64 * 2;
+    address ^= address >> 3 & 0x70;
+    emulator::check_fenced(address);
+    T elements[8];
+    std::memcpy(elements, emulator::shared + address, together * sizeof(T));
+    for (int i = 0; i < together; ++i) out[first + i] = static_cast<float>(elements[i]);
+  }
 }
 
-using RowsOfA = std::array<float, 32>;  // 16 elements of this thread's first row, then of its second
+struct RowsOfA {
+  float elements[2][16];  // of this thread's two rows
+};
 
 template <class T, bool kTrans, int kCount>
 void multiply(float (&d)[kCount], const RowsOfA& a, uint64_t b, bool add) {
+  const int quad_lane = emulator::lane() % 4;
   for (int block = 0; block < kCount / 4; ++block) {
     for (int i = 0; i < 2; ++i) {
-      const int column = 8 * block + 2 * (emulator::lane() % 4) + i;
       float right[16];
-      for (int k = 0; k < 16; ++k) right[k] = matrix_element<T>(b, kTrans, column, k);
+      matrix_elements<T>(b, kTrans, 8 * block + 2 * quad_lane + i, right);
       for (int half = 0; half < 2; ++half) {
-        float& sum = d[4 * block + 2 * half + i];
-        if (!add) sum = 0;
-        for (int k = 0; k < 16; ++k) sum += a[16 * half + k] * right[k];
+        float sum = add ? d[4 * block + 2 * half + i] : 0;
+        for (int k = 0; k < 16; ++k) sum += a.elements[half][k] * right[k];
+        d[4 * block + 2 * half + i] = sum;
       }
     }
   }
@@ -67,10 +72,8 @@ template <class T, bool kTrans, bool kTransA = false, int kCount>
 void product(float (&d)[kCount], uint64_t a, uint64_t b, bool add) {
   emulator::start_products([&d, a, b, add] {
     RowsOfA rows;
-    for (int i = 0; i < 32; ++i) {
-      const int row = 16 * (threadIdx.x / 32 % 4) + emulator::lane() / 4 + i / 16 * 8;
-      rows[i] = matrix_element<T>(a, kTransA, row, i % 16);
-    }
+    const int row = 16 * (threadIdx.x / 32 % 4) + emulator::lane() / 4;
+    for (int half = 0; half < 2; ++half) matrix_elements<T>(a, kTransA, row + 8 * half, rows.elements[half]);
     multiply<T, kTrans>(d, rows, b, add);
   });
 }
@@ -85,7 +88,7 @@ void product(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, bool add) {
   });
   RowsOfA rows;  // word 4 m + t of matrix m: row 8 (m % 2), columns 8 (m / 2) + 2 t
   for (int i = 0; i < 16; ++i) {
-    for (int j = 0; j < 2; ++j) rows[i / 4 % 2 * 16 + i / 8 * 8 + 2 * (i % 4) + j] = element<T>(got.word[i], j);
+    for (int j = 0; j < 2; ++j) rows.elements[i / 4 % 2][i / 8 * 8 + 2 * (i % 4) + j] = element<T>(got.word[i], j);
   }
   const std::array<uint32_t, 4> before = {a[0], a[1], a[2], a[3]};
   emulator::start_products([&d, &a, rows, before, b, add] {
