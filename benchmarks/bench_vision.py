@@ -1,7 +1,8 @@
 """python benchmarks/bench_vision.py [--device cpu|cuda]
 
-The vision tower of Qwen2.5-VL on images of mixed size, forward and backward: one call of attention in each layer, under
-apply_packing_ops, against transformers' loop of one SDPA call for each image, and for each window in windowed layers.
+The vision tower of Qwen2.5-VL on images of mixed size, forward and backward: one call of attention and one of RoPE in
+each layer, under apply_packing_ops, against transformers' loop of one SDPA call for each image, and for each window in
+windowed layers.
 Cases are one attention layer of either kind (its projections and its rotary embedding too), and four blocks, one of
 which attends to whole images. Before anything is timed, outputs and gradients of both are compared.
 """
@@ -39,7 +40,8 @@ def towers(device: str) -> dict[str, torch.nn.Module]:
     stock = Qwen2_5_VisionTransformerPretrainedModel(config).to(device, dtype)
     ours = Qwen2_5_VisionTransformerPretrainedModel(config).to(device, dtype)
     ours.load_state_dict(stock.state_dict())
-    assert apply_packing_ops(ours, rope=False).vision == 4
+    applied = apply_packing_ops(ours)
+    assert applied.vision == applied.rope == 4
     return {"packing_ops": ours, "transformers, SDPA in a loop": stock}
 
 

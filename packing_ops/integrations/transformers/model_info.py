@@ -6,7 +6,15 @@ from typing import Any
 import torch
 import transformers
 
-from packing_ops.integrations.transformers import attn_implementation, fallback, fused_loss, model_call, rms_norm, rope
+from packing_ops.integrations.transformers import (
+    attn_implementation,
+    fallback,
+    fused_loss,
+    model_call,
+    rms_norm,
+    rope,
+    vision_rope,
+)
 
 
 def info(model: torch.nn.Module) -> str:
@@ -60,11 +68,11 @@ def _attention(model: Any, hosts: list[Any]) -> str:
 
 
 def _rope(model: Any) -> str:
-    found = rope.owners(model)
-    if not found:
+    found, towers = rope.owners(model), vision_rope.attentions(model)
+    if not found and not towers:
         return f"stock, {rope.why_not(model)}"
-    ours = [each for each in found if rope.rotates(each.rotary)]
-    return _parts(rope.count(ours), rope.count(found), "apply_packing_ops(model)")
+    ours = rope.count([each for each in found if rope.rotates(each.rotary)]) + sum(map(vision_rope.rotates, towers))
+    return _parts(ours, rope.count(found) + len(towers), "apply_packing_ops(model)")
 
 
 def _norm(model: Any) -> str:

@@ -30,7 +30,8 @@ def apply_packing_ops(
         model: an instance, also inside a PEFT or DDP wrapper: no other model changes. A model class: all models of its
             modelling module, present and future. None: all models of every modelling module, those that are imported
             by now and those of which a model is made later.
-        rope: rotate q and k by one call of apply_rotary_qk, which computes in fp32 and rounds once.
+        rope: rotate q and k by one call of apply_rotary_qk, which computes in fp32 and rounds once; in the attention of
+            vision towers that is given cu_seqlens too.
         attention: register ``"packing_ops"`` and set it as attn_implementation of the instance; for a class, make it
             the default of new models. Attention of an instance's vision tower that is given cu_seqlens (Qwen-VL and its
             like) then takes all images in one call.

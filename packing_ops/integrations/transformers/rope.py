@@ -9,9 +9,18 @@ from typing import NamedTuple
 import torch
 
 from packing_ops.integrations._patching import revert_left
+from packing_ops.integrations.transformers import vision_rope
 from packing_ops.integrations.transformers.axes import takes_axes
 from packing_ops.integrations.transformers.positions import give_position_ids, give_text_positions
-from packing_ops.integrations.transformers.rope_functions import HOSTS, PATCHES, ROTARY, Tables, patches_of, refusal
+from packing_ops.integrations.transformers.rope_functions import (
+    HOSTS,
+    PATCHES,
+    Tables,
+    dispatch_for,
+    functions_called,
+    patches_of,
+    refusal,
+)
 
 
 class Rotating(NamedTuple):
@@ -28,21 +37,13 @@ def is_rotary(cls: type) -> bool:
     return cls.__module__.startswith(HOSTS) and "RotaryEmbedding" in name and "Vision" not in name
 
 
-@functools.cache
-def _called(cls: type) -> tuple[str, ...]:
-    """The rotary functions of its module that the forward of this class calls, by name."""
-    forward = inspect.unwrap(cls.forward)
-    names = getattr(getattr(forward, "__code__", None), "co_names", ())
-    return tuple(name for name in names if ROTARY.fullmatch(name.lstrip("_")))
-
-
 def attentions(owner, module_name: str) -> list[torch.nn.Module]:
     """Those that call a function that we serve."""
     served = patches_of(module_name)
     return [
         module
         for module in owner.modules()
-        if type(module).forward.__module__ == module_name and served.keys() & {*_called(type(module))}
+        if type(module).forward.__module__ == module_name and served.keys() & {*functions_called(type(module))}
     ]
 
 
@@ -81,7 +82,7 @@ def _reasons(owner, module_name, own) -> list[str]:
     if own:
         return [own]
     module = importlib.import_module(module_name)
-    called = {name: type(each) for each in owner.modules() for name in _called(type(each))}
+    called = {name: type(each) for each in owner.modules() for name in functions_called(type(each))}
     called = {name: cls for name, cls in called.items() if cls.forward.__module__ == module_name}
     if not called:
         return [f"{type(owner).__name__} calls no function of {module_name} that rotates q and k"]
@@ -95,10 +96,11 @@ def owners(model: torch.nn.Module) -> list[Rotating]:
 def why_not(model: torch.nn.Module) -> str | None:
     """Why RoPE of this model, or of a part of it, stays as it is; None if all of it is swapped."""
     found, reasons = find(model)
-    if found or reasons:
+    towers = vision_rope.attentions(model)
+    if found or reasons or towers:
         return "; ".join(reasons) or None
     for cls in dict.fromkeys(type(module) for module in model.modules()):
-        for name in _called(cls) if cls.__module__.startswith(HOSTS) else ():
+        for name in functions_called(cls) if cls.__module__.startswith(HOSTS) else ():
             home = sys.modules[inspect.unwrap(cls.forward).__module__]
             if not hasattr(home, name):
                 return f"{cls.__name__} rotates by a method of its own"
@@ -117,8 +119,7 @@ def apply_to_model(model: torch.nn.Module, fp32_cos_sin: bool) -> int:
     for owner, rotary, _ in found:
         _remove_hooks(owner, rotary)
     for owner, rotary, _ in found:
-        for patch in patches_of(type(rotary).__module__).values():
-            patch.apply(rotary)
+        dispatch_for(rotary, type(rotary).__module__)
         rotary.register_forward_hook(_tag)
         if fp32_cos_sin:
             rotary.register_forward_pre_hook(_ask_for_fp32)
@@ -126,7 +127,7 @@ def apply_to_model(model: torch.nn.Module, fp32_cos_sin: bool) -> int:
         takes = "position_ids" in inspect.signature(owner.forward).parameters
         if takes and hook not in owner._forward_pre_hooks.values():
             owner.register_forward_pre_hook(hook, with_kwargs=True)
-    return count(found)
+    return count(found) + vision_rope.apply_to_model(model)
 
 
 def rotates(rotary: torch.nn.Module) -> bool:
@@ -136,6 +137,7 @@ def rotates(rotary: torch.nn.Module) -> bool:
 
 
 def revert_model(model: torch.nn.Module) -> None:
+    vision_rope.revert_model(model)
     for owner, rotary in _pairs(model):
         _remove_hooks(owner, rotary)
         for patch in PATCHES.get(type(rotary).__module__, {}).values():
@@ -152,9 +154,7 @@ def _remove_hooks(owner, rotary) -> None:
 
 def _tag(rotary, args, output):
     revert_left()
-    for patch in patches_of(type(rotary).__module__).values():
-        if not patch.is_applied or not (torch.compiler.is_compiling() or rotary in patch.users):
-            patch.apply(rotary)  # a copy or an unpickled model brings its hooks without having been applied to
+    dispatch_for(rotary, type(rotary).__module__)  # a copy or an unpickled model brings its hooks alone
     if isinstance(output, torch.Tensor):
         return Tables(output) if output.is_complex() else output
     if not isinstance(output, tuple) or len(output) != 2:

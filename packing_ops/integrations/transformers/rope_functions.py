@@ -2,13 +2,14 @@
 
 import functools
 import importlib
+import inspect
 import re
 from typing import NamedTuple
 
 import torch
 
 from packing_ops.integrations._patching import Patch, revert_left
-from packing_ops.integrations.transformers.rope_trial import rotation_of
+from packing_ops.integrations.transformers.rope_trial import Rotation, rotation_of
 
 # How one model is patched and not the others of its family. Attention looks apply_rotary_pos_emb up in its module, which
 # all models of the family share, so that function is replaced by a dispatcher. A hook on the patched model's rotary_emb
@@ -83,6 +84,13 @@ def patches_of(module_name: str) -> dict[str, Patch]:
     return PATCHES[module_name]
 
 
+def dispatch_for(user: torch.nn.Module, module_name: str) -> None:
+    """For as long as user lives, or until the patches are reverted for it."""
+    for patch in patches_of(module_name).values():
+        if not patch.is_applied or not (torch.compiler.is_compiling() or user in patch.users):
+            patch.apply(user)
+
+
 def new_patch(module, name: str) -> Patch:
     tried = rotation_of(vars(module)[name])
 
@@ -111,14 +119,27 @@ def new_patch(module, name: str) -> Patch:
     return patch
 
 
+@functools.cache
+def functions_called(cls: type) -> tuple[str, ...]:
+    """The rotary functions of its module that the forward of this class calls, by name."""
+    forward = inspect.unwrap(cls.forward)
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    return tuple(name for name in names if ROTARY.fullmatch(name.lstrip("_")))
+
+
 def _names(module) -> list[str]:
     return [name for name, value in vars(module).items() if ROTARY.fullmatch(name.lstrip("_")) and callable(value)]
 
 
 def refusal(module, name) -> str | None:
     patch = PATCHES.get(module.__name__, {}).get(name)
-    verdict = rotation_of(patch.stock if patch is not None and patch.is_applied else vars(module)[name])
+    verdict = rotation_of(vars(module)[name]) if patch is None else rotation_in(patch)
     return f"{name}: {verdict}" if isinstance(verdict, str) else None
+
+
+def rotation_in(patch: Patch) -> Rotation | str:
+    """Of the function that it replaces, now or later."""
+    return rotation_of(patch.stock if patch.is_applied else vars(patch.owner)[patch.name])
 
 
 def refusal_of_module(module_name: str) -> str | None:

@@ -26,6 +26,7 @@ class Rotation(NamedTuple):
     to_halves: interleaved pairs that come out as elements i and i + rotary_dim / 2.
     partial: tables for a part of the head rotate its first elements; otherwise they are none of ours.
     unsqueeze_dim: where the heads are, if the caller does not say.
+    tokens: without a batch too, as vision towers call it: q ``[tokens, heads, head_dim]``, tables ``[tokens, entries]``.
     """
 
     parameters: tuple[str, ...]
@@ -34,6 +35,7 @@ class Rotation(NamedTuple):
     to_halves: bool
     partial: bool
     unsqueeze_dim: int
+    tokens: bool = False
 
     @property
     def leading(self) -> tuple[str, ...]:
@@ -44,7 +46,9 @@ class Rotation(NamedTuple):
         return "freqs_cis" if self.leading is _COMPLEX else "cos"
 
     def __call__(self, q, k, cos, sin, unsqueeze_dim=None, sections=None):
-        """(q, k) rotated; NotImplemented for tables of a width that was not tried."""
+        """(q, k) rotated; NotImplemented for what was not tried."""
+        if q.dim() == 3 and not self.tokens:
+            return NotImplemented
         entries, head_dim = cos.shape[-1], q.shape[-1]
         rotary_dim = entries * 2 if self.tables in ("pairs", "complex") else entries
         if rotary_dim != head_dim and not (self.partial and rotary_dim < head_dim):
@@ -106,7 +110,7 @@ def rotation_of(stock) -> Rotation | str:
                     rotation = Rotation(names, kind, *pairs, False, dim)
                     if all(rotation_agrees(stock, rotation, errors=errors, **case) for case in _cases(rotation)):
                         if _in_a_model(stock, rotation):
-                            return _tried_on_parts(stock, rotation)
+                            return _tried_on_parts(stock, rotation._replace(tokens=_without_batch(stock, rotation)))
                         return "it rotates otherwise in long rows, wide heads or float16, or has another gradient"
     return f"it raises {errors[0]!r}" if errors else "it rotates by none of the formulas of apply_rotary_qk"
 
@@ -117,6 +121,17 @@ def _tried_on_parts(stock, rotation) -> Rotation | str:
     if all(rotation_agrees(stock, partial, 24, errors=errors, any_error=True, **case) for case in _cases(rotation)):
         return partial
     return rotation if errors else "it rotates another part of the head than its first elements"
+
+
+def _without_batch(stock, rotation) -> bool:
+    for dtype in (torch.float32, torch.bfloat16):
+        args, options = _arguments(rotation, _Sizes(rows=1), dtype, dim=2)
+        args = tuple(each.squeeze(0) for each in args)
+        wanted = _rotated(attempt(stock, *args, **options))
+        found = _rotated(attempt(rotation._replace(tokens=True).serve, _refuse, args, options))
+        if len(wanted) != len(found) or not all(agree(*pair, 4) for pair in zip(found, wanted, strict=True)):
+            return False
+    return len(wanted) > 0
 
 
 def _cases(rotation) -> list[dict]:

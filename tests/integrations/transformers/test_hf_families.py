@@ -56,7 +56,7 @@ def left_in_silence(model, row):
     silent = set()
     for module in model.modules():
         cls = stock_of(type(module))
-        rotary = ("RotaryEmbedding" in cls.__name__ and "Vision" not in cls.__name__) or rope._called(cls)
+        rotary = ("RotaryEmbedding" in cls.__name__ and "Vision" not in cls.__name__) or rope.functions_called(cls)
         verdict = row.rope if rotary else row.rms_norm if cls.__name__.endswith("RMSNorm") else None
         if cls.__module__.startswith("transformers.") and verdict in ("yes", NONE) and id(module) not in swapped:
             silent.add(cls.__name__)

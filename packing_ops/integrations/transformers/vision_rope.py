@@ -1,0 +1,71 @@
+"""RoPE of the attention of vision and audio towers: its tables come with each call, as position_embeddings."""
+
+import functools
+import inspect
+
+import torch
+
+from packing_ops.integrations._patching import revert_left
+from packing_ops.integrations.transformers.module_class import stock_of
+from packing_ops.integrations.transformers.rope_functions import (
+    HOSTS,
+    Tables,
+    dispatch_for,
+    functions_called,
+    patches_of,
+    rotation_in,
+)
+
+
+def attentions(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Those that rotate all tokens ``[total, num_heads, head_dim]`` by functions that we serve."""
+    return [module for module in model.modules() if "forward" not in vars(module) and _served(stock_of(type(module)))]
+
+
+@functools.cache
+def _served(cls: type) -> bool:
+    parameters, name = [*inspect.signature(cls.forward).parameters], cls.__module__
+    if not name.startswith(HOSTS) or cls.forward.__module__ != name:
+        return False
+    if parameters[1:3] != ["hidden_states", "cu_seqlens"] or "position_embeddings" not in parameters:
+        return False
+    patches, called = patches_of(name), functions_called(cls)
+    return bool(called) and all(each in patches and rotation_in(patches[each]).tokens for each in called)
+
+
+def apply_to_model(model: torch.nn.Module) -> int:
+    """How many rotate with ours from now on."""
+    found = attentions(model)
+    for module in found:
+        dispatch_for(module, type(module).__module__)
+        if not _is_tagged(module):
+            module.register_forward_pre_hook(_tag, with_kwargs=True)
+    return len(found)
+
+
+def rotates(module: torch.nn.Module) -> bool:
+    """Whether ours rotates: swapped in this model, or in all models of its class."""
+    patches = patches_of(type(module).__module__).values()
+    return _is_tagged(module) or any(patch.is_applied and patch.pinned for patch in patches)
+
+
+def revert_model(model: torch.nn.Module) -> None:
+    for module in filter(_is_tagged, model.modules()):
+        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _tag]:
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+        for patch in patches_of(type(module).__module__).values():
+            patch.revert(module)
+
+
+def _is_tagged(module) -> bool:
+    return _tag in module._forward_pre_hooks.values()
+
+
+def _tag(module, args, kwargs):
+    revert_left()
+    dispatch_for(module, type(module).__module__)  # a copy or an unpickled model brings its hooks alone
+    given = kwargs.get("position_embeddings")
+    if not isinstance(given, tuple) or len(given) != 2 or isinstance(given[0], Tables):
+        return args, kwargs
+    return args, {**kwargs, "position_embeddings": (Tables(given[0]), given[1])}
