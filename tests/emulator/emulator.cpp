@@ -5,6 +5,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <map>
 #include <memory>
 #include <random>
@@ -17,6 +18,7 @@ namespace emulator {
 
 uint8_t* shared = nullptr;
 uint8_t* unfenced = nullptr;
+uint64_t progress = 0;
 int late_copies = 0;
 int device = 0;
 unsigned seed = 0;
@@ -24,6 +26,7 @@ unsigned seed = 0;
 namespace {
 
 constexpr size_t kStack = 256 << 10;
+constexpr int kDeadlock = 200'000;           // turns of warps in which none got ahead
 constexpr size_t kStaticShared = 256 << 10;  // of all kernels together, each at a place of its own
 
 struct Copy {
@@ -77,7 +80,6 @@ struct Block {
 Block* here = nullptr;  // whose fiber runs
 int current = 0;        // that fiber
 jmp_buf scheduler;
-uint64_t progress = 0;  // of threads that waited for each other
 const std::function<void()>* body = nullptr;
 
 Fiber& this_fiber() {
@@ -90,6 +92,7 @@ void begin() {
   Fiber& fiber = this_fiber();
   if (!fiber.stores.empty() || !fiber.products.empty()) std::abort();  // nobody waited
   fiber.done = true;
+  ++progress;
   give_way();
 }
 
@@ -297,7 +300,13 @@ void run(dim3 grid, dim3 block, const std::function<void()>& thread) {
     }
     // Whose turn it is next is drawn. Under odd seeds mostly the same again: one block gets far ahead of the other.
     Block* next = nullptr;
-    while (!running.empty()) {
+    uint64_t before = progress;
+    for (int idle = 0; !running.empty(); idle = progress == before ? idle + 1 : 0) {
+      if (idle > kDeadlock) {
+        std::fputs("emulator: every thread waits for another\n", stderr);
+        std::abort();
+      }
+      before = progress;
       if (next == nullptr || (order() % 4 == 0 && (seed % 2 == 0 || order() % 256 == 0)))
         next = running[order() % running.size()];
       run_some_warp(*next, order);

@@ -63,6 +63,7 @@ struct SharedVariable {
 void copy_to_shared(uint32_t to, const void* from, int bytes, bool valid);
 void commit_copies();
 void wait_for_copies(int pending);
+extern uint64_t progress;  // of threads that waited for each other
 struct Barrier {
   uint64_t left : 12;    // threads that the phase waits for
   uint64_t count : 12;   // of so many
@@ -82,6 +83,7 @@ struct Barrier {
     if (left > 0 || bytes != 0) return;
     left = count;
     ++phases;
+    ++progress;
   }
 };
 inline Barrier& barrier_at(uint64_t* barrier) {
