@@ -9,6 +9,7 @@ from packing_ops.reference import rope as reference
 
 LARGE = (32, 8, 128)  # q heads, kv heads, head_dim
 SMALL = (14, 2, 64)
+ODD = (32, 32, 96)  # no power of two, as Phi-3's; vision towers have 72 and 80
 MAX_POSITIONS = 8192
 DOCUMENT = 300  # tokens of the packed documents that position_ids count through
 
@@ -96,6 +97,8 @@ def cases(device):
         found += [
             forward_case(device, seqlen, torch.bfloat16, SMALL),
             backward_case(device, seqlen, torch.bfloat16, SMALL),
+            forward_case(device, seqlen, torch.bfloat16, ODD),
+            backward_case(device, seqlen, torch.bfloat16, ODD),
             forward_case(device, 8192, torch.bfloat16),
             backward_case(device, 8192, torch.bfloat16),
         ]

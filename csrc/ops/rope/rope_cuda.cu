@@ -251,8 +251,8 @@ __device__ void store_item(const Work& work, T* head, int item_in_head, int rota
   }
 }
 
-// The usual case: kLanes is a multiple of the items per head, so a lane meets the same pairs in every head of q and k
-// and keeps their angles in registers. kUnroll: heads whose loads a lane has under way together.
+// The usual case: a head has no more items than lanes. A lane meets the same pairs in every head of q and k and has
+// their angles in registers; lanes left over are idle. kUnroll: heads whose loads a lane has under way together.
 template <class T, int kVec, bool kInterleaved, bool kFull, int kUnroll, int kLanes>
 __global__ void __launch_bounds__(kThreads, kUnroll <= 2 ? 14 : 10)
     rope_qk_kernel(RopeParams p, bool vector_tables, FaultFlag fault) {
@@ -270,7 +270,8 @@ __global__ void __launch_bounds__(kThreads, kUnroll <= 2 ? 14 : 10)
   Angles<accumulate_t<T>, Work::kPairs, kFull> angles;
 
   const int own_first = lane / items_per_head;
-  for (int first = own_first; first < num_heads; first += heads_per_step * kUnroll) {
+  const int end = own_first < heads_per_step ? num_heads : 0;
+  for (int first = own_first; first < end; first += heads_per_step * kUnroll) {
     Work work[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
@@ -351,12 +352,11 @@ template <class T, bool kInterleaved>
 void launch_vectors(const RopeParams& p, const CudaLaunch& launch) {
   constexpr int kVec = 16 / sizeof(T);
   const int64_t items_per_head = p.rotary_dim / 2 / Item<T, kVec, kInterleaved>::kPairs;
-  if (items_per_head == 0 || kWarp % items_per_head != 0) {
-    return launch_kernel(rope_qk_any_kernel<T, kVec, kInterleaved>, p, launch);
-  }
+  const bool usual = items_per_head >= 1 && items_per_head <= kWarp;
+  if (!usual) return launch_kernel(rope_qk_any_kernel<T, kVec, kInterleaved>, p, launch);
   // Few heads: two tokens share a warp, so that the chain from position to angles is paid for twice the bytes.
   constexpr int kHalf = kWarp / 2;
-  const bool few = kHalf % items_per_head == 0 && (p.q.num_heads + p.k.num_heads) * items_per_head <= 4 * kHalf;
+  const bool few = items_per_head <= kHalf && (p.q.num_heads + p.k.num_heads) * items_per_head <= 4 * kHalf;
   if (few) {
     launch_kernel(p.full_table ? rope_qk_kernel<T, kVec, kInterleaved, true, 2, kHalf>
                                : rope_qk_kernel<T, kVec, kInterleaved, false, 2, kHalf>,
