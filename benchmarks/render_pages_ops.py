@@ -27,6 +27,7 @@ GPU_OPS = [  # label, file, (op, shape, dtype), others
     ("the same, [B, H, S, D] in memory", "rope", ("forward", "S=65536 H=32+8 D=128 heads first", "bfloat16"), FORMULA),
     ("rope backward", "rope", ("backward", "S=65536 H=32+8 D=128", "bfloat16"), FORMULA),
     ("rope, 14+2 heads, D=64", "rope", ("forward", "S=65536 H=14+2 D=64", "bfloat16"), FORMULA),
+    ("rope, 32+32 heads, D=96", "rope", ("forward", "S=65536 H=32+32 D=96", "bfloat16"), FORMULA),
     ("rope, T=8,192, 32+8 heads, D=128", "rope", ("forward", "S=8192 H=32+8 D=128", "bfloat16"), FORMULA),
     ("unpad_input, 64 x 2,048 x 4,096, 33% kept, layout and wait included", "padding",
      ("unpad_input", FIRST, "bfloat16"), BERT),
