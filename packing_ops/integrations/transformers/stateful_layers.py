@@ -15,7 +15,7 @@ import torch
 
 from packing_ops._arguments import int32_cu_seqlens
 from packing_ops.integrations._patching import WeakPartial
-from packing_ops.integrations.transformers.axes import text_positions
+from packing_ops.integrations.transformers.axes import positions_of_axes
 from packing_ops.integrations.transformers.document_checks import is_tensor, refuse_where, several_in
 from packing_ops.integrations.transformers.documents import BatchDocuments, as_bool, find_documents
 from packing_ops.integrations.transformers.stateful_forwards import checkpoint, forward, put_back, tried
@@ -50,10 +50,10 @@ def find_documents_of(model, call, args, kwargs) -> None:
         call.seq_idx, call.has_attention = outer, call.outer.has_attention
         return
     position_ids = call.position_ids
-    if is_tensor(position_ids, 3) and position_ids.shape[0] == 4:  # of text, in front of those of the axes
+    if is_tensor(position_ids, 3) and position_ids.shape[0] == 4:  # of text or a sequence, in front of other axes
         position_ids = position_ids[0]
     if not is_tensor(position_ids, 2):
-        position_ids = text_positions(call, tokens.shape[:2])
+        position_ids = positions_of_axes(call, tokens.shape[:2])
     if position_ids is None and call.cu_seqlens is None and call.numbers is None:
         return
     traced, padded = torch.compiler.is_compiling(), call.padding is not None
