@@ -57,13 +57,13 @@ def find_documents_of(model, call, args, kwargs) -> None:
     if position_ids is None and call.cu_seqlens is None and call.numbers is None:
         return
     traced, padded = torch.compiler.is_compiling(), call.padding is not None
-    stateful, unknown = _traced_prepare(id(model), padded) if traced else prepare(model, padded=padded)
+    stateful, unknown = _traced_prepare(id(model), padded) if traced else _prepare(model, padded=padded)
     if unknown:
         several = several_in(position_ids, call.padding, call.cu_seqlens, call.numbers, tokens.shape[0])
         refuse_where(several, _unknown(unknown))
     if stateful is None:
         return
-    call.has_attention = _traced_has_attention(id(model)) if traced else calls_attention_inside(model)
+    call.has_attention = _traced_has_attention(id(model)) if traced else _has_attention(model)
     call.seq_idx = _seq_idx(tokens, call, position_ids)
     if call.seq_idx is None:
         return
@@ -111,6 +111,17 @@ def _traced_has_attention(model_id) -> bool:
 @torch.compiler.assume_constant_result
 def _traced_prepare(model_id, padded) -> tuple[bool | None, str]:
     return prepare(module_of(model_id), True, padded)
+
+
+# A frame that Dynamo left to Python, behind a break of the graph: it would trace every function that is called from there.
+@torch.compiler.disable
+def _has_attention(model) -> bool:
+    return calls_attention_inside(model)
+
+
+@torch.compiler.disable
+def _prepare(model, padded) -> tuple[bool | None, str]:
+    return prepare(model, padded=padded)
 
 
 # --- in a model ---
