@@ -11,7 +11,7 @@ import torch
 
 from packing_ops.integrations._patching import Patch
 from packing_ops.integrations.transformers import fallback, model_call, running
-from packing_ops.integrations.transformers.axes import text_positions
+from packing_ops.integrations.transformers.axes import are_axes, positions_of_axes
 from packing_ops.integrations.transformers.document_checks import can_read, numbers_of
 from packing_ops.integrations.transformers.documents import as_bool, on_device
 from packing_ops.integrations.transformers.imports import masking_utils, refusal, version
@@ -109,9 +109,9 @@ def _wrapped(original):
         excess = 0 if mask is None or cross or mask_form != model_call.PATTERN else mask.shape[-1] - slots[1]
         if excess < 0 or (excess > 0 and past_key_values is None):  # a longer mask covers the keys of a cache too
             raise ValueError(f"attention_mask: expected {slots} like the batch, got {list(mask.shape)}")
-        axes = call is not None and _are_axes(call.position_ids)
+        axes = call is not None and are_axes(call.position_ids, call.first_axis)
         if call is not None and (position_ids is None or axes):
-            position_ids = text_positions(call, slots) if axes else call.position_ids
+            position_ids = positions_of_axes(call, slots) if axes else call.position_ids
         if cross or not _about(position_ids, slots[1]) or config.model_type in model_call.OTHER_POSITIONS:
             position_ids = None
         checked = None
@@ -136,11 +136,6 @@ def _wrapped(original):
         return early, mask, *prepared
 
     return prepare
-
-
-def _are_axes(position_ids):
-    """Time, height and width: Qwen3-VL of 4.57 gives mask and layers the time, which stands still within an image."""
-    return isinstance(position_ids, torch.Tensor) and position_ids.dim() == 3 and position_ids.shape[0] == 3
 
 
 def _about(position_ids, q_length):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from packing_ops.integrations.transformers import model_call
 from packing_ops.integrations.transformers.blocks import blocks_of, ends_of_blocks
+from packing_ops.integrations.transformers.document_checks import is_tensor
 from packing_ops.integrations.transformers.documents import find_documents, runs_of
 from packing_ops.integrations.transformers.imports import masking_utils
 
@@ -170,8 +171,13 @@ def _each_document_alone(mask_function, kwargs, carrier, batch, q_length, q_offs
     device = (carrier.numbers if carrier.position_ids is None else carrier.position_ids).device
     starts, runs, last = torch.zeros(batch, q_length, dtype=torch.bool, device=device), None, q_length - 1
     if carrier.position_ids is not None:
-        positions = carrier.position_ids.expand(batch, -1)
-        starts = F.pad(positions[:, 1:] <= positions[:, :-1], (1, 0))
+        positions, slots = carrier.position_ids.expand(batch, -1), torch.arange(q_length, device=device)
+        if is_tensor(carrier.padding, 2):  # has any positions: here those of the last token before it
+            real = carrier.padding.to(device)[:, (slots + q_offset).clamp(max=carrier.padding.shape[1] - 1)] != 0
+            positions = positions.gather(1, (slots * real).cummax(1).values)
+            starts = F.pad((positions[:, 1:] <= positions[:, :-1]) & real[:, 1:], (1, 0))
+        else:
+            starts = F.pad(positions[:, 1:] <= positions[:, :-1], (1, 0))
     if carrier.numbers is not None:
         runs = runs_of(carrier.numbers).to(device).expand(batch, -1)
         runs_of_queries = runs[:, (torch.arange(q_length, device=device) + q_offset).clamp(max=runs.shape[1] - 1)]

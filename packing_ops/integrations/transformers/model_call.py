@@ -11,7 +11,7 @@ from packing_ops._arguments import check_cu_seqlens
 from packing_ops._checks import checked_documents
 from packing_ops.integrations._patching import Patch
 from packing_ops.integrations.transformers import running, sequence_group, stateful_layers
-from packing_ops.integrations.transformers.axes import takes_axes
+from packing_ops.integrations.transformers.axes import first_axis
 from packing_ops.integrations.transformers.document_checks import (
     NUMBERS,
     argument,
@@ -52,7 +52,7 @@ class ModelCall:
 
     def __init__(self, model, args, kwargs, outer):
         self.name = type(model).__name__
-        self.mask_form, indices, model_type, self.takes_axes = _habits_of(type(model), type(model.config))
+        self.mask_form, indices, model_type, self.first_axis = _habits_of(type(model), type(model.config))
         self.position_ids = None if model_type in OTHER_POSITIONS else argument("position_ids", indices, args, kwargs)
         self.cu_seqlens, self.cu_seqlens_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
         sequence = sequence_group.of(model)
@@ -60,7 +60,7 @@ class ModelCall:
             sequence.check_call(self.name, indices, args, kwargs)
             self.cu_seqlens = self.cu_seqlens_k = None
         self.cache = None  # the KV cache that check_cache has seen in this call
-        self.text_positions = None  # see axes
+        self.positions_of_axes = None  # see axes
         self.checked = None  # (position_ids that cu_seqlens were compared with, result of check_positions)
         self.traced = torch.compiler.is_compiling()  # this call is inside a graph
         self.padding, self.outer = argument("attention_mask", indices, args, kwargs), outer
@@ -212,7 +212,7 @@ _habits: dict[tuple, tuple] = {}  # torch.compile would look through functools.c
 
 @torch.compiler.assume_constant_result
 def _habits_of(cls, config_cls):
-    """(form of its masks, indices of position_ids and attention_mask among its arguments, model_type, takes_axes)."""
+    """(form of its masks, indices of position_ids and attention_mask among its arguments, model_type, first_axis)."""
     if (cls, config_cls) not in _habits:
         names = list(inspect.signature(cls.forward).parameters)[1:]
         # Behind all others where it is none: torch.compile has no empty dict from here.
@@ -221,7 +221,7 @@ def _habits_of(cls, config_cls):
         form = BOOL if cls._supports_sdpa else ADDITIVE
         if cls._supports_flash_attn or cls._supports_flex_attn:
             form = form if any(base.__module__.startswith(_READERS) for base in cls.__mro__) else PATTERN
-        _habits[cls, config_cls] = form, indices, config_cls.model_type, takes_axes(cls)
+        _habits[cls, config_cls] = form, indices, config_cls.model_type, first_axis(cls)
     return _habits[cls, config_cls]
 
 

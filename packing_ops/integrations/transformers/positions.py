@@ -16,7 +16,7 @@ def give_position_ids(owner, args, kwargs):
     return args, {**kwargs, "position_ids": position_ids_from_cu_seqlens(cu_seqlens, tokens.shape[1])[None]}
 
 
-def give_text_positions(owner, args, kwargs):
+def give_axes(owner, args, kwargs):
     """Text alone: its positions for all axes, and in front of them, where the mask of a multimodal model reads them."""
     if owner.config._attn_implementation not in NAMES:
         return None  # under another implementation Qwen2-VL lets such documents see each other

@@ -10,8 +10,8 @@ import torch
 
 from packing_ops.integrations._patching import revert_left
 from packing_ops.integrations.transformers import vision_rope
-from packing_ops.integrations.transformers.axes import takes_axes
-from packing_ops.integrations.transformers.positions import give_position_ids, give_text_positions
+from packing_ops.integrations.transformers.axes import TIME, first_axis
+from packing_ops.integrations.transformers.positions import give_axes, give_position_ids
 from packing_ops.integrations.transformers.rope_functions import (
     HOSTS,
     PATCHES,
@@ -123,7 +123,7 @@ def apply_to_model(model: torch.nn.Module, fp32_cos_sin: bool) -> int:
         rotary.register_forward_hook(_tag)
         if fp32_cos_sin:
             rotary.register_forward_pre_hook(_ask_for_fp32)
-        hook = give_text_positions if takes_axes(type(owner)) else give_position_ids
+        hook = give_axes if first_axis(type(owner)) == TIME else give_position_ids
         takes = "position_ids" in inspect.signature(owner.forward).parameters
         if takes and hook not in owner._forward_pre_hooks.values():
             owner.register_forward_pre_hook(hook, with_kwargs=True)
@@ -173,7 +173,7 @@ def in_fp32(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.new_empty((), dtype=torch.float32).expand(x.shape)
 
 
-_HOOKS = (_tag, _ask_for_fp32, give_position_ids, give_text_positions)
+_HOOKS = (_tag, _ask_for_fp32, give_position_ids, give_axes)
 
 
 def fp32_forward(stock):

@@ -15,7 +15,7 @@ import torch
 
 from packing_ops._arguments import int32_cu_seqlens
 from packing_ops.integrations._patching import WeakPartial
-from packing_ops.integrations.transformers.axes import text_positions
+from packing_ops.integrations.transformers.axes import positions_of_axes
 from packing_ops.integrations.transformers.document_checks import is_tensor, refuse_where, several_in
 from packing_ops.integrations.transformers.documents import BatchDocuments, as_bool, find_documents
 from packing_ops.integrations.transformers.stateful_forwards import checkpoint, forward, put_back, tried
@@ -50,20 +50,20 @@ def find_documents_of(model, call, args, kwargs) -> None:
         call.seq_idx, call.has_attention = outer, call.outer.has_attention
         return
     position_ids = call.position_ids
-    if is_tensor(position_ids, 3) and position_ids.shape[0] == 4:  # of text, in front of those of the axes
+    if is_tensor(position_ids, 3) and position_ids.shape[0] == 4:  # of text or a sequence, in front of other axes
         position_ids = position_ids[0]
     if not is_tensor(position_ids, 2):
-        position_ids = text_positions(call, tokens.shape[:2])
+        position_ids = positions_of_axes(call, tokens.shape[:2])
     if position_ids is None and call.cu_seqlens is None and call.numbers is None:
         return
     traced, padded = torch.compiler.is_compiling(), call.padding is not None
-    stateful, unknown = _traced_prepare(id(model), padded) if traced else prepare(model, padded=padded)
+    stateful, unknown = _traced_prepare(id(model), padded) if traced else _prepare(model, padded=padded)
     if unknown:
         several = several_in(position_ids, call.padding, call.cu_seqlens, call.numbers, tokens.shape[0])
         refuse_where(several, _unknown(unknown))
     if stateful is None:
         return
-    call.has_attention = _traced_has_attention(id(model)) if traced else calls_attention_inside(model)
+    call.has_attention = _traced_has_attention(id(model)) if traced else _has_attention(model)
     call.seq_idx = _seq_idx(tokens, call, position_ids)
     if call.seq_idx is None:
         return
@@ -111,6 +111,17 @@ def _traced_has_attention(model_id) -> bool:
 @torch.compiler.assume_constant_result
 def _traced_prepare(model_id, padded) -> tuple[bool | None, str]:
     return prepare(module_of(model_id), True, padded)
+
+
+# A frame that Dynamo left to Python, behind a break of the graph: it would trace every function that is called from there.
+@torch.compiler.disable
+def _has_attention(model) -> bool:
+    return calls_attention_inside(model)
+
+
+@torch.compiler.disable
+def _prepare(model, padded) -> tuple[bool | None, str]:
+    return prepare(model, padded=padded)
 
 
 # --- in a model ---

@@ -21,15 +21,36 @@ _LENGTHS = [5, 1, 6, 2, 40, 1, 3, 1, 4]  # of the trial's images
 
 def one_call(self, hidden_states, cu_seqlens, *args, **kwargs):
     stock = stock_of(type(self)).forward
-    if self.config._attn_implementation not in model_call.NAMES or not _fits_one_call(self, hidden_states):
+    if not _fits_one_call(self, hidden_states, kwargs.get("attention_mask")):
         return stock(self, hidden_states, cu_seqlens, *args, **kwargs)
-    row = torch.tensor([0, hidden_states.shape[-2]], device="cpu")
-    images = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+    row, images = _as_images(hidden_states, cu_seqlens)
     return stock(self, hidden_states, row, *args, **{**kwargs, **images})
 
 
-def _fits_one_call(module, x) -> bool:
-    """Whether x is one row that our kernels take. Else one call would be SDPA's, with a mask of all patches by all patches."""
+def one_call_behind_mask(self, hidden_states, attention_mask=None, cu_seqlens=None, **kwargs):
+    """Of attention that has cu_seqlens where there are several images, and may have a mask otherwise."""
+    stock = stock_of(type(self)).forward
+    if cu_seqlens is None or not _fits_one_call(self, hidden_states, attention_mask):
+        return stock(self, hidden_states, attention_mask, cu_seqlens, **kwargs)
+    row, images = _as_images(hidden_states, cu_seqlens)
+    return stock(self, hidden_states, None, row, **{**kwargs, **images})
+
+
+_FORWARDS = {("hidden_states", "cu_seqlens"): one_call, ("hidden_states", "attention_mask"): one_call_behind_mask}
+
+
+def _as_images(x, cu_seqlens):
+    row = torch.tensor([0, x.shape[-2]], device="cpu")
+    return row, {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+
+
+def _fits_one_call(module, x, mask=None) -> bool:
+    """Whether x is one row that our kernels take. Else one call would be SDPA's, with a mask of all patches by all patches.
+
+    mask: of one image; the loop hands it to each.
+    """
+    if module.config._attn_implementation not in model_call.NAMES or mask is not None:
+        return False
     one_row = x.dim() == 2 or (x.dim() == 3 and x.shape[0] == 1)
     return one_row and (x.is_cpu or (x.is_cuda and getattr(module, "head_dim", 8) % 8 == 0))
 
@@ -38,7 +59,13 @@ def _takes_cu_seqlens(module) -> bool:
     cls = stock_of(type(module))
     if not cls.__module__.startswith(HOSTS) or "forward" in vars(module) or not hasattr(module, "config"):
         return False
-    return [*inspect.signature(cls.forward).parameters][1:3] == ["hidden_states", "cu_seqlens"]
+    return _forward_for(cls) is not None
+
+
+def _forward_for(cls):
+    """Ours in place of cls.forward, None where that takes no cu_seqlens."""
+    names = [*inspect.signature(cls.forward).parameters][1:4]
+    return _FORWARDS.get(tuple(names[:2])) if "cu_seqlens" in names else None
 
 
 def _layers(model) -> list[torch.nn.Module]:
@@ -58,14 +85,14 @@ def apply_to_model(model: torch.nn.Module) -> tuple[int, str | None]:
         if reason := _refusal(module, stock):
             reasons[f"{stock.__name__} {reason}"] = None
             continue
-        module.__class__ = subclass_of(stock, one_call)
+        module.__class__ = subclass_of(stock, _forward_for(stock))
         count += 1
     return count, "; ".join(reasons) or None
 
 
 def revert_model(model: torch.nn.Module) -> None:
     for module in model.modules():
-        if type(module).forward is one_call:
+        if type(module).forward in _FORWARDS.values():
             module.__class__ = stock_of(type(module))
 
 
@@ -96,7 +123,8 @@ def _tried(stock, forward, attributes, children, config_class) -> str | None:
     """
     if unknown := [name for name, _, width in children if width is None]:
         return f"holds {', '.join(unknown)}"
-    probe = subclass_of(stock, one_call).__new__(subclass_of(stock, one_call))
+    ours = subclass_of(stock, _forward_for(stock))
+    probe = ours.__new__(ours)
     torch.nn.Module.__init__(probe)
     for name, value in attributes:
         setattr(probe, name, value)
@@ -116,14 +144,14 @@ def _tried(stock, forward, attributes, children, config_class) -> str | None:
         if "position_embeddings" in inspect.signature(forward).parameters:
             head_dim = getattr(probe, "head_dim", 0)
             given["position_embeddings"] = numbers(total, head_dim, start=1.0), numbers(total, head_dim, start=2.0)
-        if {*needed} - {*given}:
-            return f"takes {', '.join(needed)}"
-        wanted = attempt(_with(probe, "sdpa").forward, x, ends, **given)
-        if isinstance(wanted, (ValueError, IndexError, RuntimeError)):  # it may take rows of a batch of one
-            x = x[None]
-            wanted = attempt(_with(probe, "sdpa").forward, x, ends, **given)
-        found = attempt(_with(probe, "packing_ops").forward, x, ends, **given)
-        mixed = attempt(_with(probe, "sdpa").forward, x, ends[[0, -1]], **given)
+        if unknown := [name for name in needed if name not in ("cu_seqlens", *given)]:
+            return f"takes {', '.join(unknown)}"
+        for rows, more in ((x, {}), (x[None], {}), (x, {"attention_mask": None}), (x[None], {"attention_mask": None})):
+            wanted = attempt(_with(probe, "sdpa").forward, rows, cu_seqlens=ends, **given, **more)
+            if not isinstance(wanted, Exception):
+                break
+        found = attempt(_with(probe, "packing_ops").forward, rows, cu_seqlens=ends, **given, **more)
+        mixed = attempt(_with(probe, "sdpa").forward, rows, cu_seqlens=ends[[0, -1]], **given, **more)
     for name, result in (("stock", wanted), ("ours", found)):
         if isinstance(result, Exception):
             return f"raises {result!r} in the trial of {name}"

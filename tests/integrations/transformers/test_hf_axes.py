@@ -1,15 +1,21 @@
 """Rows of text and images, whose position_ids have three axes: which documents they tell, and the training they give."""
 
+import importlib
+import pathlib
+import re
+import types
+
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
 
+from causal_families import OWN, SMALL  # noqa: E402
 from hf_models import OLD  # noqa: E402
 from test_hf_vision import assert_near, tiny_tower_model  # noqa: E402
 
 import packing_ops as po  # noqa: E402
-from packing_ops.integrations.transformers import apply_packing_ops  # noqa: E402
+from packing_ops.integrations.transformers import apply_packing_ops, axes, register  # noqa: E402
 
 GRIDS = [[[1, 4, 6]], [], [[1, 2, 2], [2, 4, 4]]]  # of the images of each document
 pytestmark = pytest.mark.skipif(OLD, reason="up to 4.57 these configs are of another form")
@@ -98,6 +104,122 @@ def test_padded_rows_with_images_in_one_of_them(side, device):
         model.model.rope_deltas = None
         wanted = [model(**each).logits[0] for each in alone]
     assert_near(torch.cat([found[0], found[1, slots]]), torch.cat([wanted[0], wanted[2], wanted[1]]))
+
+
+# --- the language models of all families ---
+
+
+def text_models():
+    """(module, class) of every model in transformers that takes position_ids of several axes, by its source."""
+    takes = re.compile(
+        r"^class (\w+Model)\((?:(?!class ).*\n)*?.*position_ids\.shape\[0\] == (?:4|num_mrope_axes \+ 1)", re.M
+    )
+    files = sorted(pathlib.Path(transformers.__file__).parent.glob("models/*/modeling_*.py"))
+    return [
+        pytest.param(f"transformers.models.{file.parent.name}.{file.stem}", name, id=name)
+        for file in files
+        if "position_ids.shape[0] ==" in (source := file.read_text())
+        for name in takes.findall(source)
+    ]
+
+
+def rope(*sections):
+    return {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [*sections], "partial_rotary_factor": 1.0}
+
+
+CONFIGS = {
+    "CohereCompassTextModel": {
+        "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), rope(2, 1, 1))
+    },
+    "Ernie4_5_VLMoeTextModel": {"rope_parameters": rope(1, 1, 2), "moe_intermediate_size": [16, 16]},
+    "HunYuanVLTextModel": {"rope_parameters": rope(1, 1, 1, 1)},
+    **dict.fromkeys(("Qwen3_5TextModel", "Qwen3_5MoeTextModel"), OWN["qwen3_next"]),
+}
+DOCUMENTS = [[3, (1, 2, 3), 2], [4], [(1, 2, 2), 1, (2, 2, 1), 2]]  # tokens of text, and grids of images and videos
+STARTS = [2, 5, 0]  # the first two go on with documents of other rows
+
+
+def grown_axes(parts, start=0):
+    """[3, tokens], as get_rope_index counts: text behind the largest of what is before it."""
+    found = []
+    for part in parts:
+        grid = (
+            torch.cartesian_prod(*map(torch.arange, part)).T
+            if isinstance(part, tuple)
+            else torch.arange(part).expand(3, -1)
+        )
+        found.append(grid + start)
+        start = int(found[-1].max()) + 1
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize(("module", "name"), text_models())
+def test_documents_in_every_model_are_as_each_alone(module, name, device):
+    """Hidden states, and gradients of embeddings and every weight; axes alone tell where documents start."""
+    register()
+    cls = getattr(importlib.import_module(module), name)
+    torch.manual_seed(0)
+    config = cls.config_class(**{**SMALL, "rope_parameters": rope(2, 1, 1), **CONFIGS.get(name, {})})
+    config._attn_implementation = "sdpa"
+    model = cls._from_config(config).to(device).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.15)
+    documents = [grown_axes(*each) for each in zip(DOCUMENTS, STARTS, strict=True)]
+    lengths = [each.shape[1] for each in documents]
+    if name.startswith("HunYuan"):  # the tokens of a document in front
+        sequences = [torch.arange(each.shape[1]) + start for each, start in zip(documents, STARTS, strict=True)]
+        documents = [torch.cat([first[None], each]) for first, each in zip(sequences, documents, strict=True)]
+    documents = [each[:, None].to(device) for each in documents]
+    x = torch.randn(1, sum(lengths), config.hidden_size, device=device, requires_grad=True)
+
+    def results(rows):
+        hidden = torch.cat([model(inputs_embeds=e, position_ids=a, use_cache=False)[0] for e, a in rows], 1)
+        weights = torch.linspace(-1, 1, hidden.numel(), device=device).view_as(hidden)
+        used = [x, *(p for p in model.parameters() if p.requires_grad)]
+        return hidden, *torch.autograd.grad((hidden * weights).sum(), used, allow_unused=True)
+
+    wanted = results(zip(x.split(lengths, 1), documents, strict=True))
+    model.set_attn_implementation("packing_ops")
+    for found, expected in zip(results([(x, torch.cat(documents, 2))]), wanted, strict=True):
+        assert (found is None) == (expected is None)
+        if found is not None:
+            assert_near(found, expected)
+
+
+def positions_of(row, padding=None):
+    call = types.SimpleNamespace(position_ids=row, padding=padding, cu_seqlens=None, first_axis=axes.TIME)
+    call.positions_of_axes = None
+    return axes.positions_of_axes(call, (row.shape[1], row.shape[2]))
+
+
+def test_time_falls_within_a_document_with_audio():
+    """Qwen2.5-Omni: the frames of two seconds of a video, then their audio, then the next frames."""
+    video = [torch.cartesian_prod(torch.tensor([t, t + 25]), torch.arange(2), torch.arange(2)).T for t in (0, 50)]
+    video = [each + 4 for each in video]
+    audio = [torch.arange(t, t + 50).expand(3, -1) + 4 for t in (0, 50)]
+    parts = [
+        torch.arange(4).expand(3, -1),
+        video[0],
+        audio[0],
+        video[1],
+        audio[1],
+        torch.arange(104, 107).expand(3, -1),
+    ]
+    whole = torch.cat(parts, 1)
+    assert torch.equal(positions_of(whole[:, None])[0], torch.arange(whole.shape[1]))
+    both = positions_of(torch.cat([whole + 3, whole], 1)[:, None])[0]
+    assert torch.equal(both, torch.arange(whole.shape[1]).repeat(2))
+
+
+@pytest.mark.parametrize("hole", [0, 1])
+def test_padding_between_real_tokens_starts_no_document(hole):
+    row = torch.cat([grown_axes([3], 5), torch.full((3, 2), hole), grown_axes([2], 8), grown_axes([(1, 2, 2)], 6)], 1)
+    mask = torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1, 1, 1, 1]])
+    found = positions_of(row[:, None], mask)[0][mask[0] == 1]
+    assert (found.diff() <= 0).tolist() == [False] * 4 + [True] + [False] * 3
+
+
+# --- masks made around the language model ---
 
 
 def test_cu_seqlens_reach_a_model_that_makes_its_masks_around_the_images(device):

@@ -1,6 +1,7 @@
 """Models with layers that carry a state along the sequence: no document of a packed row sees another, or an error says why."""
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -223,6 +224,37 @@ def test_in_fsdp(checkpointing, device, one_rank):
     for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         if theirs.grad is not None:
             torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def in_fsdp1(model):
+    from torch.distributed.fsdp import FullyShardedDataParallel, wrap
+
+    layers = {type(layer) for layer in model.model.layers}
+    policy = functools.partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls=layers)
+    one = {"use_orig_params": True, "device_id": torch.device("cpu")}
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, **one)
+
+
+WRAPPERS = {
+    "FSDP1": in_fsdp1,
+    "DDP": torch.nn.parallel.DistributedDataParallel,
+    "DataParallel": torch.nn.DataParallel,
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.filterwarnings("ignore:.*Fully ?Sharded ?Data ?Parallel:FutureWarning")
+def test_in_a_wrapper(wrapper, device, one_rank):
+    if device != "cpu":
+        pytest.skip("gloo")
+    ids, positions, _ = packed(device)
+    model, plain = stateful_model("lfm2"), stateful_model("lfm2")
+    wrapped = WRAPPERS[wrapper](model)
+    assert_apart(wrapped, ids, position_ids=positions)
+    for each in (wrapped, plain):
+        each(ids, position_ids=positions, labels=ids, use_cache=False).loss.backward()
+    for (name, theirs), ours in zip(plain.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-5, msg=name)
 
 
 def test_with_torchs_checkpoint_wrapper(device):

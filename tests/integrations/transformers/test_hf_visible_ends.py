@@ -252,3 +252,23 @@ def test_overlays_are_those_of_each_document(overlay, maker):
     assert isinstance(mask, masks.MaskPattern) == ((maker, overlay) in SERVED)
     mask = dense(mask, positions) if isinstance(mask, masks.MaskPattern) else mask
     assert torch.equal(mask[0, 0], torch.block_diag(*of_documents).bool())
+
+
+@served
+@pytest.mark.parametrize("filler", [0, 1])
+def test_padding_inside_a_document_starts_none(filler):
+    """Whatever positions it has, in masks that transformers makes."""
+    register()
+    ours, stock = (
+        transformers.LlamaConfig(**LLAMA, sliding_window=4, attn_implementation=name)
+        for name in ("packing_ops", "sdpa")
+    )
+    real = torch.tensor([[1, 1, 0, 1, 0, 0, 1, 1], [0, 1, 1, 1, 1, 0, 0, 1]])
+    positions = (real.cumsum(1) - 1).masked_fill(real == 0, filler)
+    given = {"attention_mask": real, "past_key_values": None, **OVERLAYS["block_sequence_ids"](real.clone() - 1)}
+    masks_of = [
+        masking_utils.create_sliding_window_causal_mask(config, torch.zeros(2, 8, 32), position_ids=positions, **given)
+        for config in (ours, stock)
+    ]
+    seen, expected = (mask.expand(2, 1, 8, 8)[:, 0][real == 1] for mask in masks_of)
+    assert torch.equal(seen, expected)

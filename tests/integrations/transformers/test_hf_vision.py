@@ -2,7 +2,10 @@
 
 import copy
 import importlib
+import inspect
+import pathlib
 import pickle
+import re
 
 import pytest
 import torch
@@ -209,44 +212,86 @@ def test_a_forward_that_hands_no_keywords_on_is_left(device):
     revert_packing_ops(model)
 
 
-@pytest.mark.parametrize("name", ["GlmOcrVision", "PaddleOCRVision", "MiniCPMV4_6Vision"])
-def test_attention_of_other_forms(name, device, lengths):
-    """With norms of heads, results beside the weights, rows of a batch of one and a max_seqlen."""
-    homes = {"GlmOcrVision": "glm_ocr", "PaddleOCRVision": "paddleocr_vl", "MiniCPMV4_6Vision": "minicpmv4_6"}
-    module = f"transformers.models.{homes[name]}"
-    if importlib.util.find_spec(module) is None:
-        pytest.skip("not in this transformers")
-    register()
-    modeling = importlib.import_module(f"{module}.modeling_{homes[name]}")
-    config = getattr(importlib.import_module(f"{module}.configuration_{homes[name]}"), f"{name}Config")()
-    for size in ("hidden_size", "num_heads", "num_attention_heads"):
+def attention_classes():
+    """(module, class) of every attention in transformers whose forward takes cu_seqlens, by its source: imports are slow."""
+    takes = re.compile(
+        r"^class (\w+Attention)\(.*\n(?:(?!class ).*\n)*?    def forward\(((?:(?!\n    def |\n\S)[\s\S])*?)\)(?: ->.*)?:\n",
+        re.M,
+    )
+    files = sorted(pathlib.Path(transformers.__file__).parent.glob("models/*/modeling_*.py"))
+    return [
+        pytest.param(f"transformers.models.{file.parent.name}.{file.stem}", name, id=name)
+        for file in files
+        if "cu_seqlens" in (source := file.read_text())
+        for name, arguments in takes.findall(source)
+        if re.search(r"\bcu_seqlens\b", arguments)
+    ]
+
+
+# class: why apply_packing_ops leaves it with the loop
+REFUSED: dict[str, str] = {}
+SIZES = {"hidden_size": 16, "d_model": 16, "embed_dim": 16, "head_dim": 8, "num_key_value_heads": 2} | dict.fromkeys(
+    ("num_heads", "num_attention_heads", "attention_heads", "encoder_attention_heads"), 2
+)
+
+
+def tiny_layer(module, name):
+    module = importlib.import_module(module)
+    stock = getattr(module, name)
+    config, *others = list(inspect.signature(stock.__init__).parameters.values())[1:]
+    tower = re.match("(.*?)(Vision|Audio|Attention)", name)
+    config = config.annotation
+    if config is inspect.Parameter.empty:
+        configs = importlib.import_module(module.__name__.replace("modeling", "configuration"))
+        named = [tower[0] + "Config", tower[0] + "EncoderConfig", tower[1] + "EncoderConfig"]
+        config = next(getattr(configs, each) for each in named if hasattr(configs, each))
+    config = config()
+    for size, number in SIZES.items():
         if hasattr(config, size):
-            setattr(config, size, 16 if size == "hidden_size" else 2)
+            setattr(config, size, number)
     torch.manual_seed(0)
-    layer = getattr(modeling, f"{name}Attention")(config).to(device)
-    x = torch.randn(1, 12, 16, device=device) if name.startswith("MiniCPM") else torch.randn(12, 16, device=device)
-    x.requires_grad_()
-    given = {"cu_seqlens": torch.tensor([0, 5, 6, 12], dtype=torch.int32, device=device), "max_seqlen": 6}
-    if not name.startswith("MiniCPM"):
-        given["position_embeddings"] = torch.randn(2, 12, 8, device=device).unbind()
+    return stock(config, **{each.name: 0 for each in others if each.name == "layer_idx"})
+
+
+@pytest.mark.parametrize(("module", "name"), attention_classes())
+def test_every_attention_is_one_call_or_refused(module, name, device, lengths):
+    """Outputs, and gradients of the input and every weight, equal those of the loop over images of mixed lengths."""
+    register()
+    layer, cu_seqlens = tiny_layer(module, name).to(device), [0, 5, 6, 12, 31, 33, 34]
+    served, why = vision.apply_to_model(torch.nn.ModuleList([layer]))
+    assert (served, why) == ((0, REFUSED[name]) if name in REFUSED else (1, None))
+    takes = inspect.signature(vision.stock_of(type(layer)).forward).parameters
+    x = torch.randn(1, 34, 16, device=device, requires_grad=True)
+    given = {"cu_seqlens": torch.tensor(cu_seqlens, dtype=torch.int32, device=device)}
+    given |= {"max_seqlen": 19} if "max_seqlen" in takes else {}
+    if "position_embeddings" in takes:
+        given["position_embeddings"] = torch.randn(2, 34, 8, device=device).unbind()
+    in_a_batch = name.startswith(("MiniCPM", "HunYuan", "Radio"))
+    given |= {"attention_mask": None} if in_a_batch else {}
     results = []
     for implementation in ("sdpa", "packing_ops"):
         layer.config._attn_implementation = implementation
-        assert vision.apply_to_model(torch.nn.ModuleList([layer])) == (1, None)
         lengths.clear()  # of the trial
-        out = layer(x, **given)
+        out = layer(x if in_a_batch else x[0], **given)
         out = out[0] if isinstance(out, tuple) else out
-        grads = torch.autograd.grad((out * torch.linspace(-1, 1, 16, device=device)).sum(), [x, *layer.parameters()])
-        results.append([out, *grads])
-    assert lengths == [12]
+        assert out.shape[-2:] == (34, 16)
+        weight = torch.linspace(-1, 1, 16 * 34, device=device).view(34, 16)
+        results.append([out, *torch.autograd.grad((out * weight).sum(), [x, *layer.parameters()])])
+    assert lengths == [34]
     for found, wanted in zip(results[1], results[0], strict=True):
         assert_near(found, wanted)
 
 
-def test_a_batch_of_rows_is_the_loop(device):
-    """The cu_seqlens of one row are those of each, which a call of packed documents cannot say."""
-    family = transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
-    assert not vision._fits_one_call(family.Qwen2_5_VLVisionAttention, torch.zeros(2, 3, 8, device=device))
+@pytest.mark.parametrize(
+    ("rows", "mask"), [(2, None), (1, torch.zeros(1, 1, 3, 3, device="cpu"))], ids=["rows", "mask"]
+)
+def test_other_input_is_the_loop(rows, mask, device):
+    """Rows whose cu_seqlens are those of each, which a call of packed documents cannot say, and a mask for each image."""
+    layer = tiny_layer("transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "Qwen2_5_VLVisionAttention")
+    layer.config._attn_implementation = "packing_ops"
+    x = torch.zeros(1, 3, 8, device=device)
+    assert vision._fits_one_call(layer, x)
+    assert not vision._fits_one_call(layer, x.expand(rows, 3, 8), mask)
 
 
 def test_the_trial_takes_no_random_numbers():
