@@ -72,7 +72,7 @@ def _tensors_of(layer, device) -> dict[str, torch.Tensor]:
     """Numbers in place of all floating-point weights and buffers. Each is a view of a vector: element i + j of it is at
     row i and column j, so that the weights of many experts take no memory."""
     found = {}
-    for name, each in (*layer.named_parameters(), *layer.named_buffers()):
+    for name, each in (*layer.named_parameters(), *layer.named_buffers(), *_views_of(layer)):
         shape = getattr(each, "ds_shape", each.shape)  # of a shard of ZeRO-3; that of FSDP2's has the whole shape
         if each.is_floating_point():
             vector = numbers(sum(shape) + 1, start=float(len(found))).to(device)
@@ -81,6 +81,14 @@ def _tensors_of(layer, device) -> dict[str, torch.Tensor]:
         elif each.is_meta:
             found[name] = torch.zeros(tuple(shape), dtype=each.dtype, device=device)
     return found
+
+
+def _views_of(layer):
+    """Tensors that are attributes alone: what FSDP1 has in place of weights, views of one flat parameter."""
+    for path, module in layer.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{path}.{name}".lstrip("."), value
 
 
 @contextlib.contextmanager
