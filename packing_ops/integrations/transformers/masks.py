@@ -145,7 +145,9 @@ def packing_ops_mask(
     if pattern is not None and start and q_length == kv_length:
         padding = carrier.padding if carrier.numbers is None else carrier.numbers
         told = padding, carrier.position_ids, carrier.checked, carrier.axes, blocks
+        model_call.note_mask(None if blocks is not None else pattern)
         return MaskPattern(*pattern, q_length, *told, batch=batch_size)
+    model_call.note_mask(None)
     if q_length > 1 and not (carrier.position_ids is None and carrier.numbers is None):
         mask_function = _each_document_alone(mask_function, kwargs, carrier, batch_size, q_length, q_offset)
     # Without a mask the layer could not tell causal from full; one query that attends to every key is both.
