@@ -31,9 +31,9 @@ def refuse_dropped_mask(query, cu_seqlens, position_ids, causal, window):
     length = own.shape[1]
     if not 0 < length < seqlen or seqlen % length:
         return
-    if not call.told_for_gathered:  # once for all layers
+    if not call.looked_at_parts:  # once for all layers
         _refuse_parts(length, seqlen, cu_seqlens, call.padding if call.numbers is None else call.numbers)
-        call.told_for_gathered = True
+        call.looked_at_parts = True
     masks = {mask if mask is None or mask[1][0] < seqlen - 1 else (mask[0], (-1, -1)) for mask in call.masks}
     if masks and (causal, window) not in masks - {None}:
         raise ValueError(

@@ -71,9 +71,7 @@ class ModelCall:
         self.used = whole and not self.mixes
         self.numbers_used = self.numbers is None
         self.seq_idx = None  # see stateful_layers
-        self.has_attention = True
-        self.masks = set()  # see note_mask
-        self.told_for_gathered = False  # see gathered_rows
+        self.has_attention, self.masks, self.looked_at_parts = True, set(), False  # see masks.note, gathered_rows
 
     def mark_used(self):
         """The position_ids or cu_seq_lens_q of this call have reached a mask or an attention; so have the outer calls'.
@@ -136,13 +134,6 @@ def mixes_tokens(config) -> bool:
 def current() -> ModelCall | None:
     """The innermost call that runs in this thread; None if none does, or if model.forward was called directly."""
     return running.here().call
-
-
-def note_mask(causal_and_window) -> None:
-    """What a mask of this call says, for layers that another library keeps it from; None for more than can be told so."""
-    call = current()
-    if call is not None:
-        call.masks.add(causal_and_window)
 
 
 def call_to_mark() -> ModelCall | None:
