@@ -247,5 +247,4 @@ def logps() -> str:
 
 
 TABLES = {"demo": demo, "headline": headline, "docstrings": docstrings, "report": report_speed, "e2e": e2e, "adapter": adapter,
-          "megatron": megatron, "parallel": parallel, "parallel_host": parallel_host,
-          "logps": logps}  # fmt: skip
+          "megatron": megatron, "parallel": parallel, "parallel_host": parallel_host, "logps": logps}  # fmt: skip

@@ -17,6 +17,7 @@ from result_rows import (
     origin,
     percent_of_copy,
     rows_of,
+    without_overlap,
 )
 
 

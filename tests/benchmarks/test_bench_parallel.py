@@ -7,8 +7,11 @@ import bench_parallel_host
 import parallel_training
 import pytest
 import result_rows
+import torch
 import torch.distributed as dist
 from parallel_wrappers import WRAPPERS
+
+import packing_ops as po
 
 
 def test_host_time_of_ranks_that_are_not_there(monkeypatch, tmp_path):
@@ -18,10 +21,10 @@ def test_host_time_of_ranks_that_are_not_there(monkeypatch, tmp_path):
         parallel_training, "timed_together", lambda step, *given, **options: step() or 2.0 + dist.get_rank()
     )
     monkeypatch.setattr(parallel_training, "host_milliseconds", lambda step, device: 3.0)
-    stock = parallel_training.rows_of_rank
-    monkeypatch.setattr(
-        parallel_training, "rows_of_rank", lambda tokens, capacity, *where: stock(2048, 128, *where)[:1]
-    )
+    metadata = po.PackedMetadata.from_lengths([40, 24])
+    ids = {"input_ids": torch.arange(64)[None], "labels": torch.arange(64)[None], "num_items_in_batch": 64}
+    batch = {**ids, "position_ids": metadata.position_ids[None], **metadata.to_transformers()}
+    monkeypatch.setattr(parallel_training, "rows_of_rank", lambda *given: [batch])
     for ranks in ("2", "4"):
         bench_parallel_host.main(["--device", "cpu", "--only", "eager", "--fake-ranks", ranks, "--out", str(tmp_path)])
         assert not dist.is_initialized()
