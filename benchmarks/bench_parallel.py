@@ -5,14 +5,10 @@ Every row has the time of one rank that does all (each rank does, at the same ti
 ranks together; efficiency is the first over ranks times the second. GPU clocks, the host ahead of them, the slowest rank,
 the median of the runs. Writes results/parallel_<device>.csv after every row.
 
-python benchmarks/bench_parallel.py --fake-ranks 4 [--only eager compiled]: training on one GPU, as one rank of four whose
-collectives (torch's fake process group) wait for nobody and send nothing; a gather copies this rank's part for each of the
-others. What is lost against one rank alone is of the host and of kernels, so that efficiency is what no link can exceed.
-Writes results/parallel-host_<device>.csv; rows of the same commit, which this run does not measure, stay.
+bench_parallel_host.py measures on one GPU what host and kernels take of it.
 """
 
 import argparse
-import csv
 import datetime
 import functools
 import os
@@ -22,7 +18,7 @@ import torch
 import torch.distributed as dist
 from harness import RESULTS, commit, device_name, write_csv
 from parallel_timing import sft_lengths, timed_together
-from parallel_training import host_rows, train_rows
+from parallel_training import train_rows
 
 import packing_ops as po
 from packing_ops.parallel import choose_attention, gathered_attention, ulysses_attention
@@ -55,19 +51,6 @@ class Results:
             print(" ".join(f"{name}={value}" for name, value in row.items() if name not in ("device", "torch", "commit")),
                   flush=True)  # fmt: skip
             write_csv(self.path, self.rows, show=False)
-
-
-class HostResults(Results):
-    """Of one GPU: what a run before measured in another case, at the same commit, stays."""
-
-    def add_case(self, case: dict, figures: dict) -> None:
-        where = self.where()
-        if not self.rows and self.path.exists():
-            with self.path.open(newline="") as file:
-                self.rows = [row for row in csv.DictReader(file) if where.items() <= row.items()]
-        case = {name: str(value) for name, value in case.items()}
-        self.rows = [row for row in self.rows if not case.items() <= row.items()]
-        self.write({**case, **figures, **where})
 
 
 # --- attention ---
@@ -130,34 +113,22 @@ def long_rows(results, device, tiny):
 
 
 FAMILIES = {"attention": attention_rows, "long": long_rows, "train": train_rows}
-LAYERS = ("eager", "compiled")  # with --fake-ranks
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--only", nargs="+", choices=[*FAMILIES, *LAYERS])
+    parser.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--tiny", action="store_true", help="sizes for the CPU")
-    parser.add_argument("--fake-ranks", type=int, metavar="N", help="one process, as rank 0 of so many")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV")
     arguments = parser.parse_args()
-    families = LAYERS if arguments.fake_ranks else FAMILIES
-    only, device = arguments.only or list(families), arguments.device
-    if wrong := set(only) - set(families):
-        parser.error(f"--only: expected {', '.join(families)}, got {', '.join(sorted(wrong))}")
-    tiny = arguments.tiny or device == "cpu"
-    if arguments.fake_ranks:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=arguments.fake_ranks)
-        host_rows(HostResults(arguments.out / f"parallel-host_{device}.csv", device), device, tiny, only)
-    else:
-        if device == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(seconds=120))
-        results = Results(arguments.out / f"parallel_{device}.csv", device)
-        for family in only:
-            FAMILIES[family](results, device, tiny)
+    device = arguments.device
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(seconds=120))
+    results = Results(arguments.out / f"parallel_{device}.csv", device)
+    for family in arguments.only:
+        FAMILIES[family](results, device, arguments.tiny or device == "cpu")
     dist.destroy_process_group()
 
 

@@ -1,5 +1,5 @@
-"""A whole model in training on several GPUs: what bench_parallel.py measures of it, also on one GPU with ranks that are
-made up."""
+"""A whole model in training on several GPUs: what bench_parallel.py measures of it, and bench_parallel_host.py
+on one GPU with ranks that are made up."""
 
 import functools
 import itertools

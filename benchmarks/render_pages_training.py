@@ -14,6 +14,7 @@ from result_rows import (
     prose,
     rows_of,
     times,
+    without_overlap,
 )
 
 # --- examples and the report on a data set ---
@@ -186,8 +187,8 @@ def parallel() -> str:
     header = ["what", "shape", "GPUs", "ms", "of ideal", "tokens/s"]
     return markdown(header, table) + "\n\n" + prose(
         "Of ideal: the time of one GPU in the same run over GPUs times theirs. bfloat16, GPU clocks, the slowest rank "
-        f"({origin(rows)})."
-    )  # fmt: skip
+        f"({origin(rows)}).{without_overlap(rows)}"
+    ) + "\n\n![of ideal, by case](../benchmarks/results/parallel_cuda.png)"  # fmt: skip
 
 
 def parallel_host() -> str:
@@ -246,5 +247,4 @@ def logps() -> str:
 
 
 TABLES = {"demo": demo, "headline": headline, "docstrings": docstrings, "report": report_speed, "e2e": e2e, "adapter": adapter,
-          "megatron": megatron, "parallel": parallel, "parallel_host": parallel_host,
-          "logps": logps}  # fmt: skip
+          "megatron": megatron, "parallel": parallel, "parallel_host": parallel_host, "logps": logps}  # fmt: skip

@@ -6,8 +6,19 @@ docs: benchmarks/render_pages.py.
 
 import argparse
 
+from render_picture_efficiency import picture_of_efficiency
 from render_pictures import picture
-from result_rows import COPY, PERCENT_OF_COPY, RESULTS, cases_of, markdown, origin, percent_of_copy, rows_of
+from result_rows import (
+    COPY,
+    PERCENT_OF_COPY,
+    RESULTS,
+    cases_of,
+    markdown,
+    origin,
+    percent_of_copy,
+    rows_of,
+    without_overlap,
+)
 
 
 def table(rows: list[dict]) -> str:
@@ -40,6 +51,9 @@ def main():
         rows = rows_of(path.stem)
         if "ratio_to_ours" not in rows[0]:
             print(f"\n### {path.stem}\n\n{plain_table(rows)}")
+            if path.stem.startswith("parallel_"):
+                note = "attention without overlap of what it sends" if without_overlap(rows) else ""
+                picture_of_efficiency(rows, path.with_suffix(".png"), note)
             continue
         print(f"\n### {path.stem}\n\n{table(rows)}")
         if not picture(rows, path.with_suffix(".png")):

@@ -5,6 +5,7 @@ import textwrap
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
+BEFORE_OVERLAP = ("163c9ab",)  # commits of results/parallel_cuda.csv in which attention waited for all that it sends
 OURS, COPY = "packing_ops", "copy of the same bytes"
 PERCENT_OF_COPY = (
     "Percent of copy: the time of a copy that reads and writes as many bytes, in the same run, over that of ours."
@@ -14,6 +15,16 @@ PERCENT_OF_COPY = (
 def rows_of(name: str) -> list[dict]:
     with (RESULTS / f"{name}.csv").open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def without_overlap(rows: list[dict]) -> str:
+    """What a page says of rows of BEFORE_OVERLAP."""
+    if not any(row["commit"] in BEFORE_OVERLAP for row in rows):
+        return ""
+    return (
+        " Attention is of a commit in which it waited for all that it sends: since then the heads travel in parts beside it, "
+        "which is not measured on several GPUs yet."
+    )
 
 
 def is_measured(name: str) -> bool:

@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from packing_ops._library import VERSION
+from packing_ops._library import NOT_LOADED, VERSION
 from packing_ops.report import make_report, save_json
 from packing_ops.report.info import describe_environment
 from packing_ops.report.statistics import OVERLONG
@@ -56,7 +56,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=script if script == "packing-ops" else "python -m packing_ops")
     parser.add_argument("--version", action="version", version=f"packing_ops {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="build and environment, for bug reports")
+    commands.add_parser(
+        "info", help="build and environment, for bug reports; exit code 1 where the library does not load"
+    )
     report = commands.add_parser(
         "report",
         help="what packing would save on your data",
@@ -103,7 +105,7 @@ def run(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     if arguments.command == "info":
         print(describe_environment())
-        return 0
+        return 1 if NOT_LOADED else 0
     try:
         if arguments.plot:
             from packing_ops.report.picture import save_picture

@@ -194,9 +194,23 @@ def warn_of_gpu() -> None:
         warnings.warn(told, stacklevel=4)  # whoever imports packing_ops
 
 
+def _asks_for_info() -> bool:
+    """This process is ``python -m packing_ops info`` or ``packing-ops info``, which tells what is wrong with a library."""
+    script = Path(sys.argv[0]).name if sys.argv else ""
+    return sys.argv[1:2] == ["info"] and (
+        script == "packing-ops" or (script == "-m" and "packing_ops" in sys.orig_argv)
+    )
+
+
 # Without a library the import goes on: packing_ops.data needs none, and every other op says what is missing (_ops.py). A
 # library that is there and does not load is an error of the import.
-MISSING = why_missing()
+MISSING, NOT_LOADED = why_missing(), False
 if not MISSING:
-    load_library()
-    warn_of_gpu()
+    try:
+        load_library()
+    except ImportError as error:
+        if not _asks_for_info():
+            raise
+        MISSING, NOT_LOADED = " ".join(str(error).split()), True
+    else:
+        warn_of_gpu()

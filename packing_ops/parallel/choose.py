@@ -12,7 +12,7 @@ from packing_ops.parallel.collectives import Group, process_group
 from packing_ops.parallel.gathered import gathered_attention
 from packing_ops.parallel.key_layout import RowSpans, gathered_slots, needed_rows, rows_received
 from packing_ops.parallel.overlap import gathered_parts, keeps_keys, pipelined, ulysses_parts
-from packing_ops.parallel.sharding import check_rows, check_scheme, whole_row
+from packing_ops.parallel.sharding import check_rows, check_scheme, check_window, whole_row
 from packing_ops.parallel.ulysses import head_refusal, ulysses_attention
 
 # What the estimates stand on: one node of Hopper GPUs, half types.
@@ -154,7 +154,7 @@ def varlen_attention_over(
     """
     group = process_group(group)
     documents = check_rows(q, k, v, documents)
-    mask: dict[str, Any] = {"scheme": check_scheme(scheme), "causal": causal, "window_size": tuple(window_size)}
+    mask: dict[str, Any] = {"scheme": check_scheme(scheme), "causal": causal, "window_size": check_window(window_size)}
     if group.size() > 1:  # else ranks could choose differently
         told = {"attention": "varlen_attention_over", **mask}
         check_agreement(q, k, v, documents, group, told, options.get("sinks"))

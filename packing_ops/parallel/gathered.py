@@ -46,7 +46,7 @@ from packing_ops.parallel.collectives import (
 )
 from packing_ops.parallel.key_layout import Exchange, KeyLayout, RowSpans, key_layout
 from packing_ops.parallel.overlap import gathered_parts, keeps_keys, slices, together
-from packing_ops.parallel.sharding import check_rows, check_scheme, whole_row
+from packing_ops.parallel.sharding import check_rows, check_scheme, check_window, whole_row
 
 
 def gathered_attention(
@@ -109,7 +109,7 @@ def gathered_attention(
     options: dict[str, Any] = {
         "causal": causal,
         "softmax_scale": softmax_scale,
-        "window_size": tuple(window_size),
+        "window_size": check_window(window_size),
         "softcap": softcap,
     }
     documents = check_rows(q, k, v, documents)

@@ -15,6 +15,7 @@ from packing_ops._arguments import (
     described,
     int32_cu_seqlens,
     integer,
+    window_sides,
     wrong_type,
 )
 from packing_ops._batch_cache import kept_with
@@ -310,6 +311,12 @@ def check_scheme(scheme: str) -> str:
     if scheme not in SCHEMES:
         raise ValueError(f"scheme: expected 'contiguous' or 'zigzag', got {scheme!r}")
     return scheme
+
+
+def check_window(window_size: tuple[int, int]) -> tuple[int, int]:
+    """Before ranks compare it."""
+    left, right = window_sides(window_size)
+    return integer(left, "window_size[0]"), integer(right, "window_size[1]")
 
 
 def check_rows(

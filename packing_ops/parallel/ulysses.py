@@ -32,7 +32,7 @@ from packing_ops.parallel.collectives import (
     start_all_to_all,
 )
 from packing_ops.parallel.overlap import together, ulysses_parts
-from packing_ops.parallel.sharding import check_rows, check_scheme, whole_row
+from packing_ops.parallel.sharding import check_rows, check_scheme, check_window, whole_row
 
 Order = tuple[torch.Tensor, torch.Tensor]  # of a zigzag row: _order
 
@@ -88,7 +88,7 @@ def ulysses_attention(
     options: dict[str, Any] = {
         "causal": causal,
         "softmax_scale": softmax_scale,
-        "window_size": tuple(window_size),
+        "window_size": check_window(window_size),
         "softcap": softcap,
     }
     documents = check_rows(q, k, v, documents)

@@ -200,6 +200,10 @@ def refused():
     for name, attention in ATTENTION.items():
         (dq,) = torch.autograd.grad(attention(q, k, v, metadata).square().sum(), q, create_graph=True)
         found[name, "second derivative"] = message_of(lambda d=dq: torch.autograd.grad(d.square().sum(), q))
+        for window in (None, (1.5, 0), "ab"):
+            found[name, window] = message_of(lambda a=attention, w=window: a(q, k, v, metadata, window_size=w))
+            over = functools.partial(varlen_attention_over, None, q, k, v, metadata)
+            found["over", window] = message_of(lambda o=over, w=window: o(window_size=w))
     x = torch.randn(3, 2, requires_grad=True)
     row = po.PackedMetadata.from_lengths([3 * ranks])
     (dx,) = torch.autograd.grad(unshard(x, row).pow(3).sum(), x, create_graph=True)
@@ -385,6 +389,13 @@ def test_refusals(by_rank):
         for name in ATTENTION:
             what = f"packing_ops.parallel.{name}_attention has no second derivative"
             assert refused[name, "second derivative"] == f"NotImplementedError: {what}"
+        for name in (*ATTENTION, "over"):
+            assert (
+                refused[name, None]
+                == "TypeError: window_size: expected (left, right) keys, -1 for all, got None (NoneType)"
+            )
+            assert refused[name, (1.5, 0)] == "TypeError: window_size[0]: expected an integer, got 1.5 (float)"
+            assert refused[name, "ab"] == "TypeError: window_size[0]: expected an integer, got 'a' (str)"
         assert "packing_ops.parallel.unshard has no second derivative" in refused["second derivative of unshard"]
         assert refused["unshard, total"] == (
             f"ValueError: total: expected 0 to the {3 * ranks} rows of {ranks} ranks, got {3 * ranks + 1}"

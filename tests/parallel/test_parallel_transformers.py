@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as collectives
 import torch.nn.functional as F
+import transformers
 from hf_models import OLD, tiny_model
 from processes import message_of, spawn
 from torch.distributed.device_mesh import init_device_mesh
@@ -143,8 +144,11 @@ def refusals():
 
 
 @contextlib.contextmanager
-def another_library_s_ulysses():
-    """As DeepSpeed and accelerate wrap an attention: it is called with gathered rows of a part of the heads."""
+def another_library_s_ulysses(drops_mask=False):
+    """As DeepSpeed and accelerate wrap an attention: it is called with gathered rows of a part of the heads.
+
+    DeepSpeed's UlyssesSPAttentionHF passes no mask on.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as TABLE
 
     stock, rank, ranks = TABLE["packing_ops"], dist.get_rank(), dist.get_world_size()
@@ -158,6 +162,7 @@ def another_library_s_ulysses():
         every = [torch.empty_like(position_ids) for _ in range(ranks)]
         dist.all_gather(every, position_ids.contiguous())
         heads = map(gathered, (query, key, value))
+        attention_mask = None if drops_mask else attention_mask
         out, _ = stock(module, *heads, attention_mask, *args, position_ids=torch.cat(every, 1), **kwargs)
         whole = torch.cat(collectives.all_gather(out.contiguous()), 2)
         return whole.chunk(ranks, 1)[rank], None
@@ -169,17 +174,49 @@ def another_library_s_ulysses():
         TABLE.register("packing_ops", stock)
 
 
-def under_another_library(mask=None):
+def under_another_library(mask=None, *, family="llama", drops_mask=False, cu_seqlens=False):
     ranks = dist.get_world_size()
     batch = batch_of([9, 1, 20, 6])
-    model = tiny_model("llama", dtype=torch.float64, num_key_value_heads=4)
+    model = tiny_model(family, dtype=torch.float64, num_key_value_heads=4)
     apply_packing_ops(model)
     expected = model(**batch).logits.chunk(ranks, 1)[dist.get_rank()]
     own = {name: batch[name].chunk(ranks, 1)[dist.get_rank()] for name in ("input_ids", "position_ids")}
     if mask is not None:
         own["attention_mask"] = mask(own["input_ids"])
-    with another_library_s_ulysses():
+    if cu_seqlens:  # of the rank's part, with whose positions they agree
+        own |= po.PackedMetadata.from_position_ids(own["position_ids"]).to_transformers()
+    with another_library_s_ulysses(drops_mask):
         return (model(**own).logits - expected).abs().max().item()
+
+
+def phimoe_under_another_library(sliding_window):
+    """It passes its window to the mask alone."""
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 2}
+    config = transformers.PhimoeConfig(**sizes, **heads, sliding_window=sliding_window)
+    model = transformers.PhimoeForCausalLM(config)
+    apply_packing_ops(model)
+    with another_library_s_ulysses(drops_mask=True):
+        model(torch.arange(9)[None], position_ids=9 * dist.get_rank() + torch.arange(9)[None])
+
+
+def without_masks():
+    """What comes of calls whose masks say something, where the other library drops them."""
+
+    def dropped(mask=None, **given):
+        return message_of(lambda: under_another_library(mask, drops_mask=True, **given))
+
+    return {
+        "window": under_another_library(family="gemma3", drops_mask=True),
+        "ones": under_another_library(torch.ones_like, drops_mask=True),
+        "padding": dropped(lambda ids: ids.ne(ids[0, 0]).long()),
+        "bool padding": dropped(lambda ids: ids.ne(ids[0, 0])),
+        "numbers": dropped(lambda ids: 1 + torch.arange(ids.shape[1])[None] // 3),
+        "4-D": dropped(lambda ids: torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool)),
+        "cu_seq_lens_q": dropped(cu_seqlens=True),
+        "no window": message_of(lambda: phimoe_under_another_library(None)),
+        "window of the mask": message_of(lambda: phimoe_under_another_library(5)),
+    }
 
 
 def every_case():
@@ -194,7 +231,7 @@ def every_case():
     found["another library"] = under_another_library()
     found["another library, ones"] = under_another_library(torch.ones_like)
     found["another library, padding"] = message_of(lambda: under_another_library(lambda ids: ids.ne(ids[0, 0]).long()))
-    found["refusals"] = refusals()
+    found["refusals"], found["without masks"] = refusals(), without_masks()
     return found
 
 
@@ -224,6 +261,18 @@ def test_attention_under_another_library_s_ulysses(by_rank):
         assert found["another library"] <= 1e-12
         assert found["another library, ones"] <= 1e-12
         assert "attention_mask: expected None or all ones where rows of" in found["another library, padding"]
+
+
+def test_masks_that_another_library_drops(by_rank):
+    """DeepSpeed's wrapper passes none on: what they say is found by the call of the model, or refused."""
+    for found in by_rank:
+        told = found["without masks"]
+        assert max(told["window"], told["ones"]) <= 1e-12
+        assert told["no window"] == "no error"
+        for case in ("padding", "bool padding", "numbers", "4-D"):
+            assert "attention_mask: expected None or all ones where rows of" in told[case], case
+        assert "cu_seq_lens_q: expected None where rows of" in told["cu_seq_lens_q"]
+        assert "attention_mask: expected to reach attention" in told["window of the mask"]
 
 
 WORDS = {

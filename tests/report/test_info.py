@@ -112,3 +112,21 @@ def test_a_reader_that_leaves_is_no_error():
         told = process.stderr.read()
     assert "Broken pipe" not in told
     assert "BrokenPipe" not in told
+
+
+def test_a_library_that_does_not_load_is_told(tmp_path):
+    """With the versions of everything else; every other command ends at the import."""
+    package = tmp_path / "packing_ops"
+    package.mkdir()
+    for path in (ROOT / "packing_ops").iterdir():
+        if path.suffix != ".so":
+            (package / path.name).symlink_to(path)
+    (package / "_C.so").write_bytes(b"\x7fELF")
+    command = [sys.executable, "-m", "packing_ops", "info"]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stderr) == (1, "")
+    told = dict(line.split(": ", 1) for line in found.stdout.splitlines())
+    assert told["library"].startswith(f"none (packing_ops: {package}/_C.so does not load in torch")
+    assert "build it again with" in told["library"]
+    assert told["torch"].startswith(torch.__version__)
+    assert "numpy" in told

@@ -15,7 +15,7 @@ from packing_ops.integrations.transformers import (
     stateful_layers,
 )
 from packing_ops.integrations.transformers.documents import find_documents
-from packing_ops.integrations.transformers.gathered_rows import documents_of_pattern
+from packing_ops.integrations.transformers.gathered_rows import documents_of_pattern, refuse_dropped_mask
 from packing_ops.integrations.transformers.imports import AttentionInterface, AttentionMaskInterface
 
 
@@ -127,6 +127,8 @@ def packing_ops_attention(
         visible_end, none = (None, "the last queries of a row") if pattern.last else pattern.visible_end(documents)
         reason = reason or none
     else:
+        if attention_mask is None and position_ids is not None:
+            refuse_dropped_mask(query, cu_seqlens, position_ids, causal, window)
         none = served.why_no_documents(query, key, attention_mask, causal, window)
         told = cu_seq_lens_q is not None or cu_seq_lens_k is not None
         if none and told and kwargs.get("cache") is None and not model_call.has_masked(cu_seq_lens_q):

@@ -100,6 +100,13 @@ def mark_used(*tensors):
         call.mark_used()
 
 
+def note(causal_and_window):
+    """What a mask of this call says, for layers that another library keeps it from; None for more than these."""
+    call = model_call.current()
+    if call is not None:
+        call.masks.add(causal_and_window)
+
+
 class Carrier:
     """Takes the place of the 2-D mask on its way to the mask function, with what transformers does not pass to that.
 
@@ -146,7 +153,9 @@ def packing_ops_mask(
     if pattern is not None and start and q_length == kv_length:
         padding = carrier.padding if carrier.numbers is None else carrier.numbers
         told = padding, carrier.position_ids, carrier.checked, carrier.axes, blocks
+        note(None if blocks is not None else pattern)
         return MaskPattern(*pattern, q_length, *told, batch=batch_size)
+    note(None)
     if q_length > 1 and not (carrier.position_ids is None and carrier.numbers is None):
         mask_function = _each_document_alone(mask_function, kwargs, carrier, batch_size, q_length, q_offset)
     # Without a mask the layer could not tell causal from full; one query that attends to every key is both.

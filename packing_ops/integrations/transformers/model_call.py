@@ -71,7 +71,7 @@ class ModelCall:
         self.used = whole and not self.mixes
         self.numbers_used = self.numbers is None
         self.seq_idx = None  # see stateful_layers
-        self.has_attention = True
+        self.has_attention, self.masks, self.looked_at_parts = True, set(), False  # see masks.note, gathered_rows
 
     def mark_used(self):
         """The position_ids or cu_seq_lens_q of this call have reached a mask or an attention; so have the outer calls'.

@@ -1,0 +1,54 @@
+"""Sharded training on one GPU, as one rank of several that are not there: what host and kernels take of it.
+python benchmarks/bench_parallel_host.py [--fake-ranks 4] [--device cuda] [--only eager compiled] [--tiny]
+
+Collectives of torch's fake process group wait for nobody and send nothing; a gather copies this rank's part for each of
+the others. What is lost against one rank alone is of the host and of kernels, so that efficiency is what no link can
+exceed. Writes results/parallel-host_<device>.csv; rows of the same commit, which this run does not measure, stay.
+"""
+
+import argparse
+import csv
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from bench_parallel import Results
+from harness import RESULTS
+from parallel_training import host_rows
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+LAYERS = ("eager", "compiled")
+
+
+class HostResults(Results):
+    """What a run before measured in another case, at the same commit, stays."""
+
+    def add_case(self, case: dict, figures: dict) -> None:
+        where = self.where()
+        if not self.rows and self.path.exists():
+            with self.path.open(newline="") as file:
+                self.rows = [row for row in csv.DictReader(file) if where.items() <= row.items()]
+        case = {name: str(value) for name, value in case.items()}
+        self.rows = [row for row in self.rows if not case.items() <= row.items()]
+        self.write({**case, **figures, **where})
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--only", nargs="+", choices=LAYERS, default=LAYERS)
+    parser.add_argument("--tiny", action="store_true", help="sizes for the CPU")
+    parser.add_argument("--fake-ranks", type=int, metavar="N", default=4, help="this process is rank 0 of so many")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV")
+    arguments = parser.parse_args(argv)
+    device = arguments.device
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=arguments.fake_ranks)
+    try:
+        results = HostResults(arguments.out / f"parallel-host_{device}.csv", device)
+        host_rows(results, device, arguments.tiny or device == "cpu", arguments.only)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Benchmarks of several GPUs: the path of the one for the host, over torch's fake group; the picture of what is ideal."""
+
+import csv
+import struct
+
+import bench_parallel_host
+import parallel_training
+import pytest
+import result_rows
+import torch
+import torch.distributed as dist
+from parallel_wrappers import WRAPPERS
+
+import packing_ops as po
+
+
+def test_host_time_of_ranks_that_are_not_there(monkeypatch, tmp_path):
+    """A step of each; a second run keeps what the first one measured in other cases."""
+    monkeypatch.setattr(parallel_training, "WRAPPERS", {name: WRAPPERS[name] for name in ("one rank", "FSDP2")})
+    monkeypatch.setattr(
+        parallel_training, "timed_together", lambda step, *given, **options: step() or 2.0 + dist.get_rank()
+    )
+    monkeypatch.setattr(parallel_training, "host_milliseconds", lambda step, device: 3.0)
+    metadata = po.PackedMetadata.from_lengths([40, 24])
+    ids = {"input_ids": torch.arange(64)[None], "labels": torch.arange(64)[None], "num_items_in_batch": 64}
+    batch = {**ids, "position_ids": metadata.position_ids[None], **metadata.to_transformers()}
+    monkeypatch.setattr(parallel_training, "rows_of_rank", lambda *given: [batch])
+    for ranks in ("2", "4"):
+        bench_parallel_host.main(["--device", "cpu", "--only", "eager", "--fake-ranks", ranks, "--out", str(tmp_path)])
+        assert not dist.is_initialized()
+    with (tmp_path / "parallel-host_cpu.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = [(row["rows"], row["provider"], row["fake_ranks"], row["efficiency"], row["host_us"]) for row in rows]
+    each = [("FSDP2", "2"), ("one rank", "1"), ("FSDP2", "4")]
+    assert sorted(found) == sorted(("1 x 1024", *one, "1.000", "3000.0") for one in each) + sorted(
+        ("1 x 2048", *one, "1.000", "3000.0") for one in each
+    )
+
+
+def test_a_picture_of_what_several_gpus_reach(tmp_path):
+    pytest.importorskip("matplotlib")
+    from render_picture_efficiency import picture_of_efficiency
+
+    rows, path = result_rows.rows_of("parallel_cuda"), tmp_path / "parallel_cuda.png"
+    alone = [row for row in rows if row["ranks"] == "1" or not row["efficiency"]]
+    assert alone
+    assert not picture_of_efficiency(alone, path)
+    assert picture_of_efficiency(rows, path, "a note")
+    assert max(struct.unpack(">II", path.read_bytes()[16:24])) <= 1600
