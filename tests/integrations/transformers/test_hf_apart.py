@@ -20,9 +20,9 @@ def registered():
 
 
 def behind_attention(layer, call, device):
-    """A Llama whose first layer ends with call(layer, hidden states)."""
+    """A Llama of one block, which ends with call(layer, hidden states)."""
     torch.manual_seed(0)
-    model = tiny_model("llama", attn_implementation="packing_ops", device=device)
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device, num_hidden_layers=1)
     first = model.model.layers[0]
 
     class Own(type(first)):

@@ -307,7 +307,7 @@ def test_unregister_puts_every_layer_back(device, monkeypatch):
 
 
 def in_llama(layer, device="cpu"):
-    """A Llama whose first MLP is followed by this layer."""
+    """A Llama of one block, whose MLP is followed by this layer."""
     from hf_models import tiny_model
 
     class Followed(torch.nn.Module):
@@ -318,7 +318,7 @@ def in_llama(layer, device="cpu"):
         def forward(self, hidden):
             return self.second(self.first(hidden))
 
-    model = tiny_model("llama", attn_implementation="packing_ops", device=device)
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device, num_hidden_layers=1)
     first = model.model.layers[0]
     first.mlp = Followed(first.mlp, layer.to(device))
     return model
@@ -415,7 +415,7 @@ def test_layers_that_read_ahead_are_refused(device):
 
 def test_attention_with_a_convolution_inside_is_refused(device):
     model = in_llama(torch.nn.Identity(), device)
-    attention = model.model.layers[1].self_attn
+    attention = model.model.layers[0].self_attn
     attention.shift = torch.nn.Conv1d(32, 32, 2, device=device)
     ids, positions, _ = packed(device)
     message = (
