@@ -36,18 +36,58 @@ SIZES = {  # by the names that configs have for them
     **{"sliding_window": 4, "moe_layer_start_index": 0, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "mamba_n_heads": 4, "mamba_d_head": 16},
 }
+OF_PARTS = {  # vision and audio
+    **dict.fromkeys(("num_heads", "num_attention_heads"), 4),
+    **dict.fromkeys(("depth", "num_layers", "encoder_layers", "decoder_layers", "num_global_layers"), 2),
+    **{"num_codebooks": 1, "adapter_out_dim": 32},
+}
 _FOUR = {"num_hidden_layers": 4}  # one of them with attention
+_DBRX = {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8}, "ffn_config": {"ffn_hidden_size": 32}}
+_SPEECH = {"decoder_attention_heads": 4, "encoder_attention_heads": 4, "decoder_ffn_dim": 32, "encoder_ffn_dim": 32}
+_QWEN4 = {  # attention to chosen blocks, and words of three tokens
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+    "ngram_vocab_size_base": 64,
+    "heads_per_ngram": 2,
+}
 MORE = {  # what the recipe does not guess
     **dict.fromkeys(("bailing_hybrid", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text"), _FOUR),
+    **dict.fromkeys(("plbart", "whisper"), _SPEECH),
     "bamba": {"attn_layer_indices": [1]},
+    "blt": {"encoder_hash_byte_group_vocab": 64},
+    "blt_local_encoder": {"hidden_size_global": 32},
+    "blt_local_decoder": {"hidden_size_global": 32},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "dbrx": _DBRX,
+    "dots3_note_vision_encoder": {"mlp_layer_types": ["dense", "dense"], "adapter_in_dim": 32},
+    "dots3_note_audio_encoder": {"adapter_input_size": 32},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"], "position_embedding_type": "rope"},
+    "esmc": {"num_key_value_heads": 4},
+    "luke": {"entity_vocab_size": 64},
+    "squeezebert": {"embedding_size": 32},
     "esm": {"position_embedding_type": "rotary"},
     "lfm3": _FOUR,
     "falcon_h1": {"mamba_d_ssm": 64},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"], "num_dense_layers": 1},
+    "longcat_flash": {"num_layers": 2, "ffn_hidden_size": 32, "zero_expert_num": 2, "moe_topk": 2},
     "mamba2": {"num_heads": 8, "head_dim": 8},
+    "phi4_multimodal_audio": {"num_blocks": 1, "nemo_conv_channels": 32, "ext_pw_out_channel": 32},
+    "qwen4_exp_text": {**_FOUR, **_QWEN4},
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
-    "zamba": {"num_hidden_layers": 6},
+    "roc_bert": {"pronunciation_embed_dim": 16, "shape_embed_dim": 16, "shape_vocab_size": 64},
+    "flaubert": {"emb_dim": 32},
+    "xlm": {"emb_dim": 32},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "zamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 0, "num_key_value_heads": 4},
+    "zamba2": {
+        **{"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"], "hybrid_layer_ids": [1]},
+        **{"n_mamba_heads": 8, "mamba_headdim": 8, "mamba_ngroups": 1, "num_key_value_heads": 4},
+        **{"attention_hidden_size": 64, "attention_head_dim": 16},
+    },
+    "zaya": {"num_experts_per_tok": 1},
 }
 KINDS = {"CAUSAL_LM": "Causal language models", "MASKED_LM": "Encoders"}
 LARGE = 1_500_000  # parameters; beyond it a model is made without memory
@@ -69,12 +109,32 @@ def fields(config_class) -> set[str]:
     return {*inspect.signature(config_class).parameters}
 
 
-def tiny_config(model_type, config_class, **more):
+def tiny_config(model_type, config_class, part=False, **more):
+    """Small, and so are its parts: the text and the vision of a multimodal model."""
     known = fields(config_class)
-    sizes = {name: size for name, size in SIZES.items() if name in known}
+    sizes = {name: size for name, size in {**SIZES, **(OF_PARTS if part else {})}.items() if name in known}
+    for name, inner in parts_of(config_class).items():
+        sizes[name] = tiny_config(inner.model_type, type(inner), part=True)
     if "qk_rope_head_dim" in known:  # multi-head latent attention
         sizes |= {name: value for name, value in (("head_dim", 8), ("num_key_value_heads", 4)) if name in known}
     return config_class(**{**sizes, **MORE.get(model_type, {}), **more})
+
+
+def parts_of(config_class) -> dict[str, transformers.PretrainedConfig]:
+    """The default ones."""
+    try:
+        parts = vars(config_class()) if config_class.sub_configs else {}
+    except Exception:  # a draft model has none
+        return {}
+    found = {name: parts.get(name) for name in config_class.sub_configs}
+    return {name: inner for name, inner in found.items() if isinstance(inner, transformers.PretrainedConfig)}
+
+
+def config_of_language_model(config, model_class):
+    """Of a multimodal model whose language model alone is made, the text's; else itself."""
+    if isinstance(config, model_class.config_class):
+        return config
+    return getattr(config, "decoder", None) or config.get_text_config()
 
 
 def short_config(config_class):
@@ -91,18 +151,16 @@ def short_config(config_class):
     return config
 
 
-def text_config(config_class):
-    """Of a multimodal model, whose language model alone is made."""
-    config = short_config(config_class)
-    return getattr(config, "decoder", None) or config.get_text_config()
+def tiny_config_of(model_type, config_class, model_class):
+    return config_of_language_model(tiny_config(model_type, config_class), model_class)
 
 
 def made(model_type, config_class, model_class):
     """(model, "") with random weights in all parameters, on the meta device if it is large, or (None, why not)."""
     errors = []
-    for config_of in (functools.partial(tiny_config, model_type), short_config, text_config):
+    for config_of in (functools.partial(tiny_config, model_type), short_config):
         try:
-            config = config_of(config_class)
+            config = config_of_language_model(config_of(config_class), model_class)
             with torch.device("meta"):
                 model = model_class._from_config(config)
             if sum(parameter.numel() for parameter in model.parameters()) > LARGE:

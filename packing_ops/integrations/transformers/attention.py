@@ -10,6 +10,7 @@ from packing_ops.integrations.transformers import (
     mask_preparation,
     masks,
     model_call,
+    own_attention,
     sequence_group,
     served,
     stateful_layers,
@@ -63,6 +64,8 @@ def register(name: str = "packing_ops") -> None:
         raise ValueError(f"name: expected one without {taken or 'being empty'}, got {name!r}")
     mask_preparation.carry()
     model_call.NAMES.add(name)
+    if not own_attention.PATCH.pinned:
+        own_attention.PATCH.apply()
     AttentionInterface.register(name, packing_ops_attention)
     AttentionMaskInterface.register(name, mask_preparation.mask_function())
     if not model_call.watch_calls():
@@ -84,6 +87,7 @@ def unregister(name: str = "packing_ops") -> None:
             table._global_mapping.pop(name, None)
     if not model_call.NAMES:
         mask_preparation.PATCH.revert()
+        own_attention.PATCH.revert()
         model_call.unwatch_calls()
         stateful_layers.revert()
 
@@ -131,7 +135,8 @@ def packing_ops_attention(
             refuse_dropped_mask(query, cu_seqlens, position_ids, causal, window)
         none = served.why_no_documents(query, key, attention_mask, causal, window)
         told = cu_seq_lens_q is not None or cu_seq_lens_k is not None
-        if none and told and kwargs.get("cache") is None and not model_call.has_masked(cu_seq_lens_q):
+        masked = model_call.has_masked(cu_seq_lens_q) or masks.has_documents_of(cu_seq_lens_q, attention_mask)
+        if none and told and kwargs.get("cache") is None and not masked:
             raise ValueError(f"cu_seq_lens_q: expected a row of its own documents, got {none}")
         documents = None if none else _without_pattern(module, query, attention_mask, cu_seqlens, position_ids)
         reason = reason or none

@@ -86,6 +86,7 @@ class MaskPattern:
         raise TypeError(_READ)
 
 
+_MADE_FOR = "_packing_ops_cu_seqlens"
 _WHOLE = slice(None), slice(0, None)
 _READ = (
     "attention_mask: expected to reach attention as it is, got read by the model on the way: "
@@ -156,13 +157,14 @@ def packing_ops_mask(
         note(None if blocks is not None else pattern)
         return MaskPattern(*pattern, q_length, *told, batch=batch_size)
     note(None)
-    if q_length > 1 and not (carrier.position_ids is None and carrier.numbers is None):
+    apart = q_length > 1 and not (carrier.position_ids is None and carrier.numbers is None)
+    if apart:
         mask_function = _each_document_alone(mask_function, kwargs, carrier, batch_size, q_length, q_offset)
     # Without a mask the layer could not tell causal from full; one query that attends to every key is both.
     skip = kwargs.pop("allow_is_causal_skip", True) and q_length == 1
     kwargs["allow_is_bidirectional_skip"] = False
     make = masking_utils.eager_mask if carrier.mask_form == model_call.ADDITIVE else masking_utils.sdpa_mask
-    return make(
+    mask = make(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
@@ -173,6 +175,14 @@ def packing_ops_mask(
         allow_is_causal_skip=skip,
         **kwargs,
     )
+    if apart and carrier.checked is not None and mask is not None:
+        setattr(mask, _MADE_FOR, carrier.checked[0])
+    return mask
+
+
+def has_documents_of(cu_seqlens, mask) -> bool:
+    """Whether this tensor was made by position_ids that were found to agree with these cu_seqlens."""
+    return cu_seqlens is not None and getattr(mask, _MADE_FOR, None) is cu_seqlens
 
 
 def _each_document_alone(mask_function, kwargs, carrier, batch, q_length, q_offset):

@@ -30,19 +30,12 @@ NAMES: set[str] = set()  # attn_implementations that register() made
 # for eager attention, where it does not support SDPA.
 PATTERN, BOOL, ADDITIVE = "pattern", "bool", "additive"
 _READERS = ("transformers.models.doge.",)  # supports FlexAttention, and reads every other mask itself
-# Models in which tokens of neighbouring documents also mix outside attention: convolutions, trigrams, compressed keys.
-_MIXERS = frozenset(
-    (
-        "canine",
-        "convbert",
-        "deepseek_v4",
-        "inkling2_text",
-        "inkling_text",
-        "mobilebert",
-        "nystromformer",
-        "sam3_lite_text_text_model",
-    )
-)
+# Models in which tokens of neighbouring documents also mix outside attention: convolutions, trigrams, compressed keys,
+# patches of bytes.
+_MIXERS = frozenset({
+    "blt", "canine", "convbert", "deepseek_v4", "inkling2_text", "inkling_text", "mobilebert", "nystromformer",
+    "sam3_lite_text_text_model",
+})  # fmt: skip
 # These give position_ids of zeros, and embed the time step instead.
 OTHER_POSITIONS = frozenset(("decision_transformer",))
 
@@ -122,7 +115,10 @@ class ModelCall:
 
     def _refusal(self, lost):
         why = "mixes tokens beside its attention" if self.mixes else "passes them to no attention"
-        return f"{lost}: expected one document in each row, got several, and {self.name} {why}"
+        return (
+            f"{lost}: expected one document in each row, got several, and {self.name} {why}; give each document a row of "
+            "its own (no packing, padding on the right)"
+        )
 
 
 def mixes_tokens(config) -> bool:

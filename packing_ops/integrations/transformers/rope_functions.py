@@ -57,7 +57,8 @@ def _of_table(name):
 # By name: torch.compile takes no NamedTuple with a __getattr__.
 for _name in ("shape", "dtype", "device", "ndim", "dim", "size", "real", "imag", "unsqueeze", "squeeze", "view", "reshape",
               "expand", "repeat", "repeat_interleave", "transpose", "permute", "chunk", "split", "flatten", "float",
-              "contiguous", "type_as", "__rsub__", "__sub__", "__truediv__"):  # fmt: skip
+              "contiguous", "type_as", "index_select", "gather", "narrow", "select", "clone", "detach", "__rsub__", "__sub__",
+              "__truediv__"):  # fmt: skip
     setattr(Tables, _name, _of_table(_name))
 
 

@@ -4,10 +4,12 @@ Recognised by what a layer is: it holds a convolution along the sequence or a to
 or keeps the state of one in the cache. Other layers are tried, see stateful_ways.
 """
 
+import ast
 import functools
 import gc
 import inspect
 import re
+import sys
 import weakref
 
 import torch
@@ -34,10 +36,21 @@ def source_of(cls: type) -> str:
     for base in cls.__mro__:
         if issubclass(base, torch.nn.Module) and not base.__module__.startswith("torch."):
             try:
-                sources.append(inspect.getsource(base))
+                source = _classes_in(base.__module__).get(base.__qualname__)
+                sources.append(inspect.getsource(base) if source is None else source)
             except (OSError, TypeError):
                 continue
     return "\n".join(sources)
+
+
+@functools.cache
+def _classes_in(module: str) -> dict[str, str]:
+    """The code of transformers' classes by name: inspect.getsource would parse the module's file for each of them."""
+    if not module.startswith("transformers."):
+        return {}  # code from the Hub may be loaded again under its name
+    source = inspect.getsource(sys.modules[module])
+    lines, classes = source.splitlines(), [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    return {node.name: "\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in classes}
 
 
 @functools.cache
@@ -82,7 +95,7 @@ def untried(module, of_text: bool = True, compiled: bool = False) -> list[tuple[
     it stands beside attention in a model of text, and not around an image, and whether it or one around it is compiled."""
     found = []
     if isinstance(module, PreTrainedModel):
-        of_text = _reads_text(type(module))
+        of_text = reads_text(type(module))
     beside = of_text and not isinstance(module, PreTrainedModel) and not type(module).__module__.startswith("torch.")
     for child in module._modules.values():
         cls = type(child)
@@ -97,7 +110,7 @@ def untried(module, of_text: bool = True, compiled: bool = False) -> list[tuple[
 
 
 @functools.cache
-def _reads_text(cls) -> bool:
+def reads_text(cls) -> bool:
     return not {"input_ids", "inputs_embeds"}.isdisjoint(inspect.signature(cls.forward).parameters)
 
 

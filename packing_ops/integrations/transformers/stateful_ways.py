@@ -30,7 +30,8 @@ _CLOSE = 0.05  # of the norm: rounding is far below, what other tokens do is far
 _ways: "weakref.WeakKeyDictionary[torch.nn.Module, dict[str, str]]" = weakref.WeakKeyDictionary()
 
 
-_STATEFUL = "carries a state along the sequence and"
+_STATEFUL, _MIXING = "carries a state along the sequence and", "mixes tokens by code of its own, which"
+_NOT_RUN = AssertionError, AttributeError, LookupError, RuntimeError, StopIteration, TypeError, ValueError
 _AS_ROWS, TOLD, BY_ITSELF = "as rows of a batch", "told by seq_idx and cu_seq_lens_q", "each token by itself"
 
 
@@ -85,17 +86,20 @@ def _mixes(run, named, documents, shape, layout) -> bool | None:
             found = [token_tensors(run(**copied(each, size, layout)), size, layout) for each in (others, given)]
             if (differs := differ(*found, after, _CLOSE)) is not None:
                 return differs
-        except (AssertionError, AttributeError, LookupError, RuntimeError, StopIteration, TypeError, ValueError):
+        except _NOT_RUN:
             continue  # no layer with a result for each token, or FSDP has its weights elsewhere
     return None
 
 
 def _told_by() -> str:
     """The argument of the model's call that says where its documents are."""
-    call = running.here().call
-    if call is None or call.position_ids is not None:
-        return "position_ids"
-    return "attention_mask" if call.cu_seqlens is None else "cu_seq_lens_q"
+    call, told = running.here().call, None
+    while call is not None:  # the outer ones: what they pass on to an inner model may be less
+        told = call if call.position_ids is not None or call.cu_seqlens is not None else told
+        call = call.outer
+    if told is None:
+        return "position_ids" if running.here().call is None else "attention_mask"
+    return "cu_seq_lens_q" if told.position_ids is None else "position_ids"
 
 
 def _is_sharded(layer) -> bool:
@@ -106,16 +110,23 @@ def _is_sharded(layer) -> bool:
 @torch.no_grad()
 def _tried_way(layer, run, named, documents, shape, layout):
     """_AS_ROWS; TOLD where its kernels keep documents apart that they are told of; or why neither is possible."""
+    does = _MIXING if layer in learned else _STATEFUL
     if calls_attention_inside(layer):
-        return f"{_STATEFUL} calls attention inside, whose documents are those of the whole batch"
+        return f"{does} calls attention inside, whose documents are those of the whole batch"
     given, size, before, after = _around(named, documents, shape, layout)
 
     def results(arguments, size, **told):
         return token_tensors(run(**arguments, **told), size, layout)
 
-    wanted = results(given, size)
-    if differ(wanted, results(with_others(given, size, layout, after), size), before, _CLOSE):
-        return f"{_STATEFUL} reads tokens ahead"
+    try:
+        wanted = results(given, size)
+        ahead = differ(wanted, results(with_others(given, size, layout, after), size), before, _CLOSE)
+    except _NOT_RUN as error:
+        if layer not in learned:
+            raise
+        return f"{does} cannot run for a part of the row ({type(error).__name__})"
+    if ahead:
+        return f"{does} reads tokens ahead"
     others = with_others(given, size, layout, before)
     if not differ(wanted, results(others, size), after, _CLOSE):
         return _AS_ROWS  # nothing comes through yet that being told could keep back

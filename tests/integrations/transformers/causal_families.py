@@ -1,6 +1,8 @@
-"""Every causal language model that the installed transformers has, tiny: does a packed document see another?
+"""Every causal language model that the installed transformers has, tiny: its packed documents are apart and right, or refused.
 
-python tests/integrations/transformers/causal_families.py   # runs those that have changed, and writes causal_families.json
+python tests/integrations/transformers/causal_families.py [family ...]   # runs these, or those that have changed
+
+It writes causal_families.json. Sizes that a family needs beyond the recipe are in MORE of tests/hf_families.py.
 """
 
 import hashlib
@@ -10,49 +12,24 @@ import json
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script
+
+import hf_families
 import torch
 import transformers
-from stateful_models import COMMON, FAMILIES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import packing_ops as po
 
 RESULTS = Path(__file__).with_suffix(".json")  # {family: [sha256 of its modelling module, what was seen]}
 NAMES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 LENGTHS = [5, 7, 4]
 MOST = 5_000_000  # parameters of a model that is run
-SMALL = {
-    **COMMON,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "n_embd": 32,
-    "n_head": 4,
-    "n_layer": 2,
-    "d_model": 32,
-    "ffn_dim": 48,
-    "word_embed_proj_dim": 32,
-}
-OWN = {
-    **FAMILIES,
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_d_head": 16},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1},
-    "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1},
-    "reformer": {"is_decoder": True},
-    "zamba2": {
-        "num_hidden_layers": 3,
-        "layers_block_type": ["mamba", "hybrid", "mamba"],
-        "hybrid_layer_ids": [1],
-        "mamba_d_state": 8,
-        "n_mamba_heads": 4,
-        "mamba_headdim": 16,
-        "attention_hidden_size": 64,
-        "attention_head_dim": 16,
-        "num_key_value_heads": 4,
-        "mamba_ngroups": 1,
-    },
+APART, REFUSED = "apart", "refused: "
+NOT_PACKED = {  # neither served nor refused, and why that is no leak
+    "gemma3n": "transformers makes its vision tower by timm, which is not installed; gemma3n_text is its language model",
+    "gemma4_assistant": "drafts a token at a time from the keys of another model",
+    "gemma4_unified_assistant": "drafts a token at a time from the keys of another model",
 }
 
 
@@ -67,51 +44,73 @@ def digest_of(family):
 
 
 def config_of(family):
-    """A small config, or the default one where transformers refuses the small."""
-    cls = type(transformers.AutoConfig.for_model(family))
-    for options in ({**SMALL, **OWN.get(family, {})}, {"num_hidden_layers": 4}, {}):
-        try:
-            config = cls(**options)
-            with torch.device("meta"):
-                model = transformers.AutoModelForCausalLM.from_config(config)
-            return config, model
-        except Exception as error:  # the config classes of transformers raise what they like
-            last = error
-    raise last
+    config_class = transformers.models.auto.configuration_auto.CONFIG_MAPPING[family]
+    return hf_families.tiny_config_of(config_class.model_type, config_class, class_of(family))
 
 
 def model_on_meta(family):
-    return config_of(family)[1]
+    with torch.device("meta"):
+        return class_of(family)._from_config(config_of(family))
 
 
-def seen_in(family):
-    """'apart', 'LEAK', 'refused: why', or why no tiny model of it can be run."""
-    config, on_meta = config_of(family)
-    size = sum(parameter.numel() for parameter in on_meta.parameters())
+def model_of(family, attn_implementation):
+    size = sum(parameter.numel() for parameter in model_on_meta(family).parameters())
     if size > MOST:
-        return "not run: no small config"
+        raise MemoryError(f"{size} parameters with this config")
     torch.manual_seed(0)
-    try:
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="packing_ops").eval()
-    except (KeyError, ValueError, ImportError) as error:
-        return f"refused: {type(error).__name__}"
+    config = config_of(family)  # anew: a model writes into its config
+    model = class_of(family)._from_config(config, attn_implementation=attn_implementation).float().eval()
+    numbers = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.15)
+            torch.nn.init.normal_(parameter, std=0.15, generator=numbers)
+    return model
+
+
+@torch.no_grad()
+def seen_in(family):
+    """'apart', 'refused: why', which of them by position_ids and which beside cu_seq_lens_q, or what is wrong.
+
+    Apart: tokens of one document change nothing in the others, and logits are those of the stock model, one document at a
+    time.
+    """
+    stock = model_of(family, "eager")
+    takes = "position_ids" in inspect.signature(stock.forward).parameters
     ids = torch.randint(3, 50, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(0))
-    other = torch.cat([(ids[:, : LENGTHS[0]] + 7) % 50 + 3, ids[:, LENGTHS[0] :]], 1)
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    alone = [
+        stock(
+            input_ids=document,
+            use_cache=False,
+            **({"position_ids": torch.arange(document.shape[1])[None]} if takes else {}),
+        ).logits
+        for document in ids.split(LENGTHS, 1)
+    ]
+    told = po.PackedMetadata.from_lengths(LENGTHS)
+    positions = {"position_ids": told.position_ids[None]}
     try:
-        with torch.no_grad():
-            first, second = (
-                model(input_ids=row, position_ids=positions, use_cache=False).logits for row in (ids, other)
-            )
+        model = model_of(family, "packing_ops")
+    except ValueError as error:
+        return f"{REFUSED}{error}"
+    model.load_state_dict(stock.state_dict())  # a few are made from random numbers
+    found = [
+        seen_by(model, ids, torch.cat(alone, 1), arguments)
+        for arguments in (positions, {**(positions if takes else {}), **told.to_transformers()})
+    ]
+    # Two refusals differ in the argument that they name.
+    same = found[0] == found[1] or all(each.startswith(REFUSED) for each in found)
+    return found[0] if same else f"{found[0]}; beside cu_seq_lens_q {found[1]}"
+
+
+def seen_by(model, ids, alone, arguments):
+    other = torch.cat([(ids[:, : LENGTHS[0]] + 7) % 50 + 3, ids[:, LENGTHS[0] :]], 1)
+    try:
+        first, second = (model(input_ids=row, use_cache=False, **arguments).logits for row in (ids, other))
     except (ValueError, NotImplementedError) as error:
-        return f"refused: {str(error).split(':')[0]}"
-    except (RuntimeError, TypeError, IndexError, AttributeError) as error:
-        return f"not run: {type(error).__name__} with a small config"
+        return f"{REFUSED}{error}"
     far = (first - second)[:, LENGTHS[0] :].abs().max().item()  # experts' matrices have other shapes: not to the bit
-    return "apart" if far <= 1e-4 else "LEAK"
+    if far > 1e-4:
+        return "LEAK"
+    return APART if (first - alone).abs().max() <= 1e-4 * alone.abs().max().clamp(min=1) else "DIFFERS from alone"
 
 
 def tried(family):
@@ -119,7 +118,14 @@ def tried(family):
     try:
         return seen_in(family)
     except Exception as error:
-        return f"not made: {type(error).__name__}"
+        lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+        return f"not run: {type(error).__name__}: {lines[-1].strip()[:200]}"
+
+
+def is_told(what):
+    """Whether documents are apart, or else an error names the argument and what was expected of it."""
+    each = what.split("; beside cu_seq_lens_q ")
+    return all(part == APART or (part.startswith(REFUSED) and ": expected " in part) for part in each)
 
 
 def results():
@@ -137,8 +143,8 @@ def main():
         if sys.argv[1:] or found.get(family, [None])[0] != digest:
             found[family] = [digest, tried(family)]
         print(family, found[family][1], flush=True)
-        lines = [f"  {json.dumps(name)}: {json.dumps(found[name])}" for name in sorted(found)]
-        RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    lines = [f"  {json.dumps(name)}: {json.dumps(found[name])}" for name in NAMES if name in found]
+    RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 if __name__ == "__main__":

@@ -241,17 +241,16 @@ def test_generation_is_refused(device):
 
 
 def test_another_sequence_is_refused(device):
-    config = transformers.BartConfig(
-        vocab_size=61, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=64,
-    )  # fmt: skip
-    model = transformers.BartModel(config).to(device).eval()
+    config = transformers.T5Config(vocab_size=61, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4)
+    model = transformers.T5Model(config).to(device).eval()
     model.set_attn_implementation("packing_ops")
     inputs = batch_of([[1] * 4 + [2] * 6], device=device)
+    inputs["decoder_input_ids"] = inputs["input_ids"]
     skip_if_masks_are_its_own(model, inputs)
     with pytest.raises(ValueError, match="attention_mask: expected one document in each row beside another sequence"):
         model(**inputs)
-    model(inputs["input_ids"], attention_mask=inputs["attention_mask"].clamp(max=1))
+    inputs["attention_mask"] = inputs["attention_mask"].clamp(max=1)
+    model(**inputs)
 
 
 NEAR = ["cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seq_lens", "cu_seq_len_q", "cu_seqlens_q_padded", "cu_seqlen"]

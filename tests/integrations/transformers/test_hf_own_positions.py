@@ -1,0 +1,89 @@
+"""Models whose packed documents would get wrong positions or no boundaries in silence: each is an error that says why."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from hf_models import OLD  # noqa: E402
+
+import packing_ops as po  # noqa: E402
+from packing_ops.integrations.transformers import register, unregister  # noqa: E402
+
+TOLD = po.PackedMetadata.from_lengths([5, 7, 4])
+COUNTS = r"got several, and {} counts positions along the row and takes none; give each document a row of its own"
+COUNTING = {"bart": "BartDecoder", "pegasus": "PegasusDecoder", "roformer": "RoFormerEncoder"}
+
+if OLD:
+    pytest.skip("models of 4.57 that make their masks themselves refuse several documents", allow_module_level=True)
+
+
+from causal_families import class_of, config_of  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    register()
+
+
+def model_of(family):
+    torch.manual_seed(0)
+    return class_of(family)._from_config(config_of(family), attn_implementation="packing_ops").eval()
+
+
+def ids():
+    return torch.randint(3, 60, (1, 16), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("family", COUNTING)
+def test_positions_that_a_model_counts_are_refused_in_packed_rows(family):
+    model, positions, refused = (
+        model_of(family),
+        {"position_ids": TOLD.position_ids[None]},
+        COUNTS.format(COUNTING[family]),
+    )
+    with pytest.raises(ValueError, match="position_ids: .* " + refused):
+        model(ids(), use_cache=False, **positions)
+    with pytest.raises(ValueError, match="cu_seq_lens_q: .* " + refused):
+        model(ids(), use_cache=False, **TOLD.to_transformers())
+    numbers = torch.repeat_interleave(torch.arange(1, 4), torch.tensor([5, 7, 4]))[None]
+    with pytest.raises(ValueError, match="attention_mask: .* " + refused):
+        model(ids(), use_cache=False, attention_mask=numbers)
+    assert model(ids(), use_cache=False, attention_mask=numbers.clamp(max=1)).logits.shape == (1, 16, 64)
+
+
+def test_in_a_graph(fresh_compile):
+    model = torch.compile(model_of("bart").model.decoder, backend="eager")
+    with pytest.raises((ValueError, RuntimeError), match="BartDecoder counts positions"):
+        model(ids(), use_cache=False, position_ids=TOLD.position_ids[None])
+
+
+def test_patches_of_bytes_are_refused_in_packed_rows():
+    model = model_of("blt")
+    with pytest.raises(ValueError, match=r"position_ids: .* BltModel mixes tokens beside its attention; give each"):
+        model(ids(), use_cache=False, position_ids=TOLD.position_ids[None])
+    assert model(ids(), use_cache=False).logits.shape == (1, 16, 64)
+
+
+def test_a_model_with_a_table_of_attention_classes_is_refused_before_it_is_made():
+    with pytest.raises(
+        ValueError, match=r"attn_implementation: expected one of eager, .*sdpa for FalconForC.* got 'packing_ops'"
+    ):
+        model_of("falcon")
+    unregister()
+    with pytest.raises((KeyError, ValueError), match="packing_ops"):  # transformers' own
+        model_of("falcon")
+
+
+def test_a_mask_that_positions_have_made_is_taken_beside_cu_seqlens():
+    """Chunks of Llama 4, which are no window: attention gets transformers' mask, of the documents that cu_seqlens tell."""
+    model = model_of("llama4_text")
+    positions = {"position_ids": TOLD.position_ids[None]}
+    wanted = model(ids(), use_cache=False, **positions).logits
+    assert torch.equal(model(ids(), use_cache=False, **positions, **TOLD.to_transformers()).logits, wanted)
+    other = {"position_ids": po.PackedMetadata.from_lengths([6, 6, 4]).position_ids[None]}
+    with pytest.raises(ValueError, match=r"position_ids"):
+        model(ids(), use_cache=False, **other, **TOLD.to_transformers())
+    whole = torch.ones(1, 1, 16, 16, dtype=torch.bool).tril()
+    with pytest.raises(ValueError, match="cu_seq_lens_q: expected a row of its own documents, got a mask"):
+        model(ids(), use_cache=False, attention_mask=whole, **positions, **TOLD.to_transformers())
