@@ -10,8 +10,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from causal_families import OWN, SMALL  # noqa: E402
 from hf_models import OLD  # noqa: E402
+from stateful_models import COMMON, FAMILIES  # noqa: E402
 from test_hf_vision import assert_near, tiny_tower_model  # noqa: E402
 
 import packing_ops as po  # noqa: E402
@@ -127,13 +127,19 @@ def rope(*sections):
     return {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [*sections], "partial_rotary_factor": 1.0}
 
 
+SMALL = {
+    **COMMON,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+    "num_experts_per_tok": 2,
+}
 CONFIGS = {
     "CohereCompassTextModel": {
         "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), rope(2, 1, 1))
     },
     "Ernie4_5_VLMoeTextModel": {"rope_parameters": rope(1, 1, 2), "moe_intermediate_size": [16, 16]},
     "HunYuanVLTextModel": {"rope_parameters": rope(1, 1, 1, 1)},
-    **dict.fromkeys(("Qwen3_5TextModel", "Qwen3_5MoeTextModel"), OWN["qwen3_next"]),
+    **dict.fromkeys(("Qwen3_5TextModel", "Qwen3_5MoeTextModel"), FAMILIES["qwen3_next"]),
 }
 DOCUMENTS = [[3, (1, 2, 3), 2], [4], [(1, 2, 2), 1, (2, 2, 1), 2]]  # tokens of text, and grids of images and videos
 STARTS = [2, 5, 0]  # the first two go on with documents of other rows

@@ -249,6 +249,8 @@ WRAPPERS = {
 def test_in_a_wrapper(wrapper, device, one_rank):
     if device != "cpu":
         pytest.skip("gloo")
+    if wrapper == "DataParallel" and torch.cuda.is_available():
+        pytest.skip("it takes the GPUs")
     ids, positions, _ = packed(device)
     model, plain = stateful_model("lfm2"), stateful_model("lfm2")
     wrapped = WRAPPERS[wrapper](model)
