@@ -10,6 +10,7 @@ import torch
 import transformers
 from hf_models import in_its_words
 
+from packing_ops.integrations import _patching
 from packing_ops.integrations.transformers import class_patch, rope_functions, rope_trial
 
 SHAPE = {
@@ -116,6 +117,7 @@ def nothing_left_in_modules():
     def names_of(family):  # less what Python and torch.compile keep there
         return {name: value for name, value in vars(module_of(family)).items() if not name.startswith("__")}
 
+    _patching.revert_left()  # of models of other tests that went while something compiled
     stock = {family: names_of(family) for family in KNOWN}
     yield
     for family, names in stock.items():

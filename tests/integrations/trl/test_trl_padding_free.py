@@ -209,7 +209,7 @@ def test_batches_of_padding_alone_and_without_targets(device, tmp_path):
         padded, packed = ([p.grad for p in trainer.model.parameters()] for trainer in trainers)
         for ours, theirs in zip(packed, padded, strict=True):
             torch.testing.assert_close(ours, theirs)
-    mask = ROWS.to(device)
+    mask = ROWS.clone().to(device)
     ids, packed = torch.full_like(mask, 9), both(reward_model(device), "RewardTrainer")[1]
     mask[1] = 0
     with pytest.raises(ValueError, match=r"attention_mask: expected a token in each row, .* got rows \[1\] of padding"):
