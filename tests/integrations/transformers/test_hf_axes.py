@@ -139,6 +139,7 @@ CONFIGS = {
     },
     "Ernie4_5_VLMoeTextModel": {"rope_parameters": rope(1, 1, 2), "moe_intermediate_size": [16, 16]},
     "HunYuanVLTextModel": {"rope_parameters": rope(1, 1, 1, 1)},
+    "PaddleOCRTextModel": {"pad_token_id": 0},  # which 5.17 looks for in the config of the whole model
     **dict.fromkeys(("Qwen3_5TextModel", "Qwen3_5MoeTextModel"), FAMILIES["qwen3_next"]),
 }
 DOCUMENTS = [[3, (1, 2, 3), 2], [4], [(1, 2, 2), 1, (2, 2, 1), 2]]  # tokens of text, and grids of images and videos
