@@ -132,7 +132,7 @@ def packing_ops_attention(
         reason = reason or none
     else:
         if attention_mask is None and position_ids is not None:
-            refuse_dropped_mask(query, cu_seqlens, position_ids, causal, window)
+            refuse_dropped_mask(module, query, cu_seqlens, position_ids, causal, window)
         none = served.why_no_documents(query, key, attention_mask, causal, window)
         told = cu_seq_lens_q is not None or cu_seq_lens_k is not None
         masked = model_call.has_masked(cu_seq_lens_q) or masks.has_documents_of(cu_seq_lens_q, attention_mask)

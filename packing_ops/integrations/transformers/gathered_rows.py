@@ -1,4 +1,5 @@
-"""Documents of a forward's attention: of the mask's slots, or of rows that another library's Ulysses gathered from its ranks."""
+"""Documents of a forward's attention: of the mask's slots, or of rows that another library's Ulysses gathered from its
+ranks; and what is refused where such a library drops the mask."""
 
 from packing_ops.integrations.transformers import model_call
 from packing_ops.integrations.transformers.document_checks import can_read, is_tensor
@@ -22,7 +23,7 @@ def documents_of_pattern(module, pattern, query, key, cu_seqlens, position_ids):
     return find_documents(query, (None, None), None, position_ids, layer).on(query.device)
 
 
-def refuse_dropped_mask(query, cu_seqlens, position_ids, causal, window):
+def refuse_dropped_mask(module, query, cu_seqlens, position_ids, causal, window):
     """Where rows are gathered, and the wrapper of another library passes no mask on: ValueError for what only that said."""
     call, seqlen = model_call.current(), query.shape[2]
     own = None if call is None else call.position_ids
@@ -34,12 +35,25 @@ def refuse_dropped_mask(query, cu_seqlens, position_ids, causal, window):
     if not call.looked_at_parts:  # once for all layers
         _refuse_parts(length, seqlen, cu_seqlens, call.padding if call.numbers is None else call.numbers)
         call.looked_at_parts = True
-    masks = {mask if mask is None or mask[1][0] < seqlen - 1 else (mask[0], (-1, -1)) for mask in call.masks}
-    if masks and (causal, window) not in masks - {None}:
+    masks = {mask and (mask[0], _narrow(mask[1], seqlen)) for mask in call.masks}
+    told = causal, _narrow(window, seqlen)
+    # Of several masks, a layer that tells no window may have had one that does.
+    unclear = len(masks) > 1 and told[1] == (-1, -1) and not _is_full_attention(module)
+    if masks and (None in masks or told not in masks or unclear):
         raise ValueError(
             f"attention_mask: expected to reach attention, got dropped where rows of {length} slots are gathered to {seqlen}: "
             f"it had more than causal={causal} and window_size={window}, which the layer tells"
         )
+
+
+def _narrow(window, seqlen):
+    """The window, or that of all keys where it reaches over a row of seqlen slots."""
+    return (-1, -1) if window[0] >= seqlen - 1 else window
+
+
+def _is_full_attention(module) -> bool:
+    types, index = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
+    return bool(types) and isinstance(index, int) and types[index] == "full_attention"
 
 
 def _refuse_parts(length, seqlen, cu_seqlens, padding):

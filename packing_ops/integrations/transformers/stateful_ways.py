@@ -86,6 +86,8 @@ def _mixes(run, named, documents, shape, layout) -> bool | None:
             found = [token_tensors(run(**copied(each, size, layout)), size, layout) for each in (others, given)]
             if (differs := differ(*found, after, _CLOSE)) is not None:
                 return differs
+        except torch.OutOfMemoryError:  # which says nothing of the layer
+            raise
         except _NOT_RUN:
             continue  # no layer with a result for each token, or FSDP has its weights elsewhere
     return None
@@ -121,6 +123,8 @@ def _tried_way(layer, run, named, documents, shape, layout):
     try:
         wanted = results(given, size)
         ahead = differ(wanted, results(with_others(given, size, layout, after), size), before, _CLOSE)
+    except torch.OutOfMemoryError:
+        raise
     except _NOT_RUN as error:
         if layer not in learned:
             raise
@@ -135,6 +139,8 @@ def _tried_way(layer, run, named, documents, shape, layout):
     told = boundaries(layer, seq_idx, seq_idx.new_tensor([0, boundary, length]))
     try:
         found = [results(each, size, **told) for each in (given, others)]
+    except torch.OutOfMemoryError:
+        raise
     except (AssertionError, RuntimeError, TypeError, ValueError):  # it takes none, or has no kernels that do
         return _AS_ROWS
     first, other = ([each[:, boundary:] for each in tensors] for tensors in found)

@@ -21,7 +21,7 @@ _LENGTHS = [5, 1, 6, 2, 40, 1, 3, 1, 4]  # of the trial's images
 
 def one_call(self, hidden_states, cu_seqlens, *args, **kwargs):
     stock = stock_of(type(self)).forward
-    if not _fits_one_call(self, hidden_states, kwargs.get("attention_mask")):
+    if args or not _fits_one_call(self, hidden_states, kwargs.get("attention_mask")):  # by name, as in transformers
         return stock(self, hidden_states, cu_seqlens, *args, **kwargs)
     row, images = _as_images(hidden_states, cu_seqlens)
     return stock(self, hidden_states, row, *args, **{**kwargs, **images})

@@ -22,15 +22,20 @@ def attentions(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [module for module in model.modules() if "forward" not in vars(module) and _served(stock_of(type(module)))]
 
 
-@functools.cache
 def _served(cls: type) -> bool:
-    parameters, name = [*inspect.signature(cls.forward).parameters], cls.__module__
-    if not name.startswith(HOSTS) or cls.forward.__module__ != name:
+    if not _takes_tables(cls, cls.forward):
         return False
-    if parameters[1:3] != ["hidden_states", "cu_seqlens"] or "position_embeddings" not in parameters:
+    patches = patches_of(cls.__module__)
+    rotations = [rotation_in(patches[name]) if name in patches else None for name in functions_called(cls)]
+    return bool(rotations) and all(getattr(rotation, "tokens", False) for rotation in rotations)
+
+
+@functools.cache
+def _takes_tables(cls: type, forward) -> bool:
+    if not cls.__module__.startswith(HOSTS) or forward.__module__ != cls.__module__:
         return False
-    patches, called = patches_of(name), functions_called(cls)
-    return bool(called) and all(each in patches and rotation_in(patches[each]).tokens for each in called)
+    parameters = [*inspect.signature(forward).parameters]
+    return parameters[1:3] == ["hidden_states", "cu_seqlens"] and "position_embeddings" in parameters
 
 
 def apply_to_model(model: torch.nn.Module) -> int:

@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 _OF_ROWS = ("input_ids", "labels", "position_ids")
+_BESIDE = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")  # what position_ids tell too
 
 
 def enable_sequence_parallel(trainer: Any) -> None:
@@ -70,4 +71,9 @@ def _is_enabled(trainer: Any) -> bool:
 
 def _without_cu_seqlens(stock: Any, before: str | None, examples: list[Any]) -> dict[str, Any]:
     batch = stock(examples)
+    if "position_ids" not in batch or not {*batch} <= {*_OF_ROWS, *_BESIDE}:
+        raise ValueError(
+            f"data_collator: expected input_ids, labels and position_ids of packed rows, got {', '.join(batch)}; set "
+            "packing=True or padding_free=True, and give rows without images"
+        )
     return {name: batch[name] for name in _OF_ROWS if name in batch}

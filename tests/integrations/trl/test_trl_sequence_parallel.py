@@ -56,6 +56,18 @@ def test_refusals():
             enable_sequence_parallel(trainer_of(**sizes))
 
 
+def test_batches_that_are_not_of_packed_rows_are_refused():
+    """Else padding, or images, would be left out in silence."""
+    trainer = trainer_of(sp_size=2)
+    trainer.data_collator = DataCollatorForLanguageModeling(pad_token_id=0)
+    apply_packing_ops(trainer.model)
+    enable_sequence_parallel(trainer)
+    with pytest.raises(
+        ValueError, match=r"data_collator: expected .* of packed rows, got .*attention_mask.*packing=True"
+    ):
+        trainer.data_collator([{"input_ids": [5, 6, 7]}, {"input_ids": [5, 6]}])
+
+
 def test_deepspeed_takes_the_batches():
     """DeepSpeed's own loader, on one rank; TRL's batches end it in an IndexError."""
     ulysses = pytest.importorskip("deepspeed.runtime.sequence_parallel.ulysses_sp")
