@@ -26,7 +26,7 @@ unsigned seed = 0;
 namespace {
 
 constexpr size_t kStack = 256 << 10;
-constexpr int kDeadlock = 200'000;           // turns of warps in which none got ahead
+constexpr int kDeadlock = 200'000;           // turns of warps without a meeting, a barrier or an end
 constexpr size_t kStaticShared = 256 << 10;  // of all kernels together, each at a place of its own
 
 struct Copy {

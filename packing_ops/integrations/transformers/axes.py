@@ -9,15 +9,15 @@ import torch.nn.functional as F
 
 from packing_ops.integrations.transformers.document_checks import is_tensor
 
-# The first axis of a model's position_ids. TIME of [3, batch, seqlen], before height and width: text has the same number
-# on all three, which goes on behind the largest of an image. SEQUENCE of [4, batch, seqlen], before an image's width,
+# The first axis of a model's position_ids. TIME of [3, batch, seqlen], before height and width: text has one number on all
+# three, and behind an image it goes on from the image's largest. SEQUENCE of [4, batch, seqlen], before an image's width,
 # height and number (HunYuan-VL): it counts the tokens of a document, as positions of text do.
 TIME, SEQUENCE = "time", "sequence"
 _CODE = {
     TIME: r"position_ids\.(shape\[0\]|size\(0\)) == 4",
     SEQUENCE: r"position_ids\.shape\[0\] == num_mrope_axes \+ 1",
 }
-_MANY = 2**31  # more than positions, and times the slots of a row an int64
+_MANY = 2**31  # above any position; times the slots of a row it still fits an int64
 
 
 @functools.cache

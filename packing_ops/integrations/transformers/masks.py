@@ -102,7 +102,7 @@ def mark_used(*tensors):
 
 
 def note(causal_and_window):
-    """What a mask of this call says, for layers that another library keeps it from; None for more than these."""
+    """Keeps what a mask of this call says, for refuse_dropped_mask; None: more than (causal, window) can say."""
     call = model_call.current()
     if call is not None:
         call.masks.add(causal_and_window)

@@ -86,7 +86,7 @@ def patches_of(module_name: str) -> dict[str, Patch]:
 
 
 def dispatch_for(user: torch.nn.Module, module_name: str) -> None:
-    """For as long as user lives, or until the patches are reverted for it."""
+    """Puts dispatchers in the places of the module's functions, for as long as user lives or until it is reverted."""
     for patch in patches_of(module_name).values():
         if not patch.is_applied or not (torch.compiler.is_compiling() or user in patch.users):
             patch.apply(user)

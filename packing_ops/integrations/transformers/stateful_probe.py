@@ -69,7 +69,7 @@ def _forward_of(layer):
 
 
 def _tensors_of(layer, device) -> dict[str, torch.Tensor]:
-    """Numbers in place of all floating-point weights and buffers. Each is a view of a vector: element i + j of it is at
+    """Numbers in place of all floating-point weights, buffers and other tensors of its modules. Each is a view of a vector: element i + j of it is at
     row i and column j, so that the weights of many experts take no memory."""
     found = {}
     for name, each in (*layer.named_parameters(), *layer.named_buffers(), *_views_of(layer)):
