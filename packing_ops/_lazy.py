@@ -1,8 +1,7 @@
-"""Names that a module gives at their first use: those that need another library, and those that have moved."""
+"""Names that a package imports at their first use, because they need another library."""
 
 import importlib
 import importlib.util
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -33,16 +32,3 @@ def lazy_names(
         return sorted({*package, *(modules if importlib.util.find_spec(library) else ())})
 
     return __getattr__, __dir__
-
-
-def moved_names(module: str, homes: dict[str, str]) -> Callable[[str], object]:
-    """``__getattr__`` of a module that names have moved away from, for one minor version: {name: package that has it}."""
-
-    def __getattr__(name: str) -> object:
-        if name not in homes:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        warning = f"{module}.{name} goes with the next minor version: import {name} from {homes[name]}"
-        warnings.warn(warning, DeprecationWarning, stacklevel=2)
-        return getattr(importlib.import_module(homes[name]), name)
-
-    return __getattr__

@@ -23,17 +23,9 @@ from packing_ops import _batch_cache, _ops
 from packing_ops._arguments import check_tensor, described, window_sides
 from packing_ops._autograd import past_autograd, register_autograd, register_no_autograd
 from packing_ops._flops import register_formulas
-from packing_ops._lazy import moved_names
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
 LAYOUTS = ("thd", "bhsd", "bshd")  # of q, k and v: t total, b batch of 1, s seqlen, h num_heads, d head_dim
-
-# What was here in 0.1.
-_MOVED = [
-    "flash_attn_func",
-    "flash_attn_varlen_func",
-]
-__getattr__ = moved_names(__name__, dict.fromkeys(_MOVED, "packing_ops"))
 
 
 @overload

@@ -21,18 +21,7 @@ from packing_ops._arguments import (
     one_row,
 )
 from packing_ops._batch_cache import cu_seqlens_of_rows, is_captured
-from packing_ops._lazy import moved_names
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
-
-# What was here in 0.1.
-_MOVED = [
-    "block_causal_mask",
-    "compute_prompt_boundaries",
-    "compute_prompt_end_indices",
-    "compute_prompt_mini_batch_boundaries",
-    "xformers_bias",
-]
-__getattr__ = moved_names(__name__, dict.fromkeys(_MOVED, "packing_ops"))
 
 
 def cu_seqlens_from_lengths(lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:

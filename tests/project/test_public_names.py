@@ -86,45 +86,6 @@ def test_types_are_told(name):
     assert untyped == []
 
 
-# Where names were in 0.1: they work for one minor version more.
-MOVED = {
-    "packing_ops.attention": ["flash_attn_func", "flash_attn_varlen_func"],
-    "packing_ops.boundaries": [
-        "block_causal_mask",
-        "compute_prompt_boundaries",
-        "compute_prompt_end_indices",
-        "compute_prompt_mini_batch_boundaries",
-        "xformers_bias",
-    ],
-    "packing_ops.data.batches": [
-        "empty_like_batch",
-        "num_rows",
-        "pad_batch_to_multiple",
-        "select_rows",
-        "slice_batch",
-    ],
-    "packing_ops.data.micro_batches": ["token_budget_microbatches"],
-    "packing_ops.data.parallel": ["packed_alignment", "thd_inverse_indices", "thd_partition_indices"],
-}
-
-
-@pytest.mark.parametrize(("old", "name"), [(old, name) for old, names in MOVED.items() for name in names])
-def test_a_name_that_moved_is_found_where_it_was(old, name):
-    home = "packing_ops.data" if ".data" in old else "packing_ops"
-    text = f"{old}.{name} goes with the next minor version: import {name} from {home}$"
-    names = {}
-    with pytest.warns(DeprecationWarning, match=text) as warned:
-        exec(f"from {old} import {name}", names)
-    assert names[name] is getattr(importlib.import_module(home), name)
-    assert [warning.filename for warning in warned] == ["<string>"], "the line that asks"
-
-
-@pytest.mark.parametrize("old", MOVED)
-def test_a_name_that_never_was_is_an_attribute_error(old):
-    with pytest.raises(AttributeError, match=f"module '{old}' has no attribute 'varlen'"):
-        importlib.import_module(old).varlen  # noqa: B018
-
-
 def kinds(annotation):
     """Of a result: the members of a union, in a tuple too."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):

@@ -51,6 +51,26 @@ def test_alias_serves_what_hosts_import():
 
 
 @needs_absence
+@pytest.mark.parametrize("installed", [True, False])
+def test_rearrange_is_that_of_einops(installed):
+    """Its name is there without einops too, for hosts that import it beside others; only a call needs einops."""
+    run(
+        f"""
+        import sys, types
+        theirs = types.ModuleType("einops")
+        theirs.rearrange = lambda tensor, pattern: (tensor, pattern)
+        sys.modules["einops"] = theirs if {installed} else None
+        install_flash_attn_alias()
+        from flash_attn.bert_padding import rearrange, unpad_input
+        try:
+            assert rearrange(1, "b s -> (b s)") == (1, "b s -> (b s)") and {installed}
+        except ImportError as error:
+            assert "pip install einops" in str(error) and not {installed}
+        """
+    )
+
+
+@needs_absence
 def test_code_of_reinforcement_learning_hosts():
     """Padding out as verl and SkyRL write it, attention over the rows, padding back: each row as it is alone."""
     run(
@@ -58,13 +78,13 @@ def test_code_of_reinforcement_learning_hosts():
         import torch
         install_flash_attn_alias()
         from flash_attn import flash_attn_varlen_func
-        from flash_attn.bert_padding import index_first_axis, pad_input, rearrange, unpad_input
+        from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
         torch.manual_seed(0)
         mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
         ids, positions = torch.randint(1, 50, (3, 5)), (mask.cumsum(1) - 1).clamp(min=0)
         ids_rmpad, indices, cu_seqlens, max_seqlen, *_ = unpad_input(ids.unsqueeze(-1), mask)
         ids_rmpad = ids_rmpad.transpose(0, 1)  # [1, total]
-        flat = rearrange(positions.unsqueeze(-1), "b s ... -> (b s) ...")
+        flat = positions.unsqueeze(-1).flatten(0, 1)
         positions_rmpad = index_first_axis(flat, indices).transpose(0, 1)
         assert ids_rmpad.tolist() == [ids[mask.bool()].tolist()]
         assert positions_rmpad.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 0]]

@@ -194,35 +194,6 @@ def test_index_put_first_axis(device):
         bert_padding.index_first_axis(values, indices.float())
 
 
-def test_rearrange_equals_reshape_and_permute(device):
-    x = torch.randn(2, 3, 4, 5, device=device)
-    rearrange = bert_padding.rearrange
-    assert_same(rearrange(x, "b s ... -> (b s) ..."), x.flatten(0, 1))
-    assert_same(rearrange(x, "c b s d -> (b s) c d"), x.permute(1, 2, 0, 3).flatten(0, 1))
-    assert_same(rearrange(x.flatten(0, 1), "(b s) ... -> b s ...", b=2), x)
-    assert_same(rearrange(x, "b s ... -> (b s ...)"), x.flatten())
-    assert_same(rearrange(x, "b s (two h) d -> two b h s d", two=2), x.unflatten(2, (2, 2)).permute(2, 0, 3, 1, 4))
-    assert_same(rearrange(x[:0], "b s ... -> (b s) ..."), x[:0].flatten(0, 1))
-    assert_same(rearrange(x, "b ... d -> ... d b"), x.permute(1, 2, 3, 0))
-
-
-@pytest.mark.parametrize(
-    ("pattern", "lengths", "message"),
-    [
-        ("b s -> b", {}, "pattern: expected the same names once on both sides"),
-        ("b s 1 d -> b s d", {}, "pattern: expected 'names -> names'"),
-        ("b s d -> b s d", {}, r"tensor: expected the dimensions of 'b s d -> b s d', got \[2, 3, 4, 5\]"),
-        ("b s (h e) d -> b s h e d", {}, r"axes_lengths: expected lengths of \['h', 'e'\] that make 4"),
-        ("b s (h e) d -> b s h e d", {"h": 3}, r"axes_lengths: expected lengths of \['h', 'e'\] that make 4"),
-        ("b s h d -> h b s d", {"h": 3}, r"axes_lengths: expected lengths of \['h'\] that make 4"),
-        ("(b ...) d -> b ... d", {}, r"pattern: expected '\.\.\.' outside of parentheses"),
-    ],
-)
-def test_rearrange_names_what_it_cannot_do(pattern, lengths, message):
-    with pytest.raises(ValueError, match=message):
-        bert_padding.rearrange(torch.zeros(2, 3, 4, 5), pattern, **lengths)
-
-
 # --- rotary ---
 
 
@@ -314,7 +285,7 @@ def test_compiles_whole(device, fresh_compile):
         out = flash_attn.flash_attn_varlen_func(q, k, x, cu_seqlens, cu_seqlens, 5, 5, **options)
         out = flash_attn.flash_attn_func(out[None], k[None], x[None])[0]
         out = bert_padding.index_put_first_axis(bert_padding.index_first_axis(out, order), order, 12)
-        return bert_padding.rearrange(out, "(b s) h d -> b s (h d)", b=3)
+        return out.reshape(3, 4, 16)
 
     x = torch.randn(9, 2, 8, device=device)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
