@@ -3,7 +3,7 @@
 A packed row is documents end to end. cu_seqlens (cumulated lengths, int32 ``[num_documents + 1]``) tells where they
 are; PackedMetadata holds it with all that is made from it.
 
-Subpackages:
+Subpackages, imported at their first use:
     data: collators, samplers, mini-batches and losses.
     parallel: rows that lie on several ranks, and attention over them.
     integrations: transformers, trl, megatron, unsloth, flash_attn, ring_flash_attn, open_instruct.
@@ -13,6 +13,7 @@ Without a compiled library (macOS, a clone that was not built) packing_ops.data 
 every other op says what is missing.
 """
 
+from packing_ops import _lazy
 from packing_ops._library import VERSION, build_info  # first: it registers torch.ops.packing_ops
 from packing_ops.attention import attention_plan, varlen_attention
 from packing_ops.attention_backends import attention, select_attention_backend
@@ -49,6 +50,9 @@ from packing_ops.visible_ends import (
 )
 
 __version__ = VERSION  # that of the library, which is checked
+__getattr__, __dir__ = _lazy.lazy_modules(
+    globals(), dict.fromkeys(("data", "integrations", "parallel", "reference"), "torch")
+)
 
 __all__ = [
     "PackedMetadata",

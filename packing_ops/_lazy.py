@@ -1,4 +1,4 @@
-"""Names that a package imports at their first use, because they need another library."""
+"""Names that a package imports at their first use: subpackages, and what needs another library."""
 
 import importlib
 import importlib.util
@@ -30,5 +30,27 @@ def lazy_names(
 
     def __dir__() -> list[str]:
         return sorted({*package, *(modules if importlib.util.find_spec(library) else ())})
+
+    return __getattr__, __dir__
+
+
+def lazy_modules(
+    package: dict[str, Any], libraries: dict[str, str]
+) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """``__getattr__`` and ``__dir__`` of a package that imports its subpackages at their first use.
+
+    Args:
+        package: its ``globals()``.
+        libraries: {subpackage: what it imports}; the package lists a subpackage where that is installed.
+    """
+
+    def __getattr__(name: str) -> object:
+        if name not in libraries:
+            raise AttributeError(f"module {package['__name__']!r} has no attribute {name!r}")
+        return importlib.import_module(f"{package['__name__']}.{name}")
+
+    def __dir__() -> list[str]:
+        installed = (name for name, library in libraries.items() if importlib.util.find_spec(library))
+        return sorted({*package, *installed})
 
     return __getattr__, __dir__

@@ -1,17 +1,20 @@
 """What a stranger finds without reading the sources: help(), dir() and the types that an editor shows."""
 
 import importlib
+import importlib.util
 import inspect
 import pydoc
 import sys
 import types
 import typing
 
+import fresh_process
 import pytest
-from public_names import NEEDS, PUBLIC, public_names
+from public_names import HOSTS, NEEDS, PUBLIC, public_names
 
 import packing_ops as po
 import packing_ops.data
+from packing_ops._lazy import lazy_modules
 
 LAZY = {"packing_ops.integrations.megatron": "megatron", "packing_ops.integrations.transformers": "transformers"}
 # The types that depend on arguments, for which typing remembers overloads since Python 3.11.
@@ -64,6 +67,41 @@ def test_help_of_lazy_modules_without_their_host(name, monkeypatch):
             monkeypatch.delitem(sys.modules, imported)
     monkeypatch.setitem(sys.modules, LAZY[name], None)
     assert module.__doc__.splitlines()[0] in pydoc.plain(pydoc.render_doc(module))
+
+
+SUBPACKAGES = """
+import sys
+import packing_ops
+
+names = [f"packing_ops.{name}" for name in ("data", "integrations", "parallel", "reference")]
+assert not {*names} & {*sys.modules}, "at their first use"
+assert {name.removeprefix("packing_ops.") for name in names} <= {*dir(packing_ops)}
+for name in names:
+    assert getattr(packing_ops, name.removeprefix("packing_ops.")) is sys.modules[name]
+integrations = packing_ops.integrations
+hosts = sys.argv[1:]
+assert not {f"packing_ops.integrations.{host}" for host in hosts} & {*sys.modules}
+assert {*hosts} <= {*dir(integrations)}
+for host in hosts:
+    assert getattr(integrations, host) is sys.modules[f"packing_ops.integrations.{host}"]
+for package in (packing_ops, integrations):
+    try:
+        package.nothing
+    except AttributeError as error:
+        assert str(error) == f"module {package.__name__!r} has no attribute 'nothing'"
+"""
+
+
+def test_subpackages_are_imported_at_their_first_use(tmp_path):
+    """As pages write them: packing_ops.integrations.trl.enable_padding_free, after ``import packing_ops`` alone."""
+    there = [host for host in HOSTS if importlib.util.find_spec(NEEDS.get(host, "torch").partition(".")[0])]
+    assert {"flash_attn", "unsloth"} <= {*there}
+    fresh_process.run("-c", SUBPACKAGES, *there, folder=tmp_path)
+
+
+def test_hosts_that_are_not_installed_are_not_listed():
+    _, listed = lazy_modules({"__name__": "package"}, {"first": "torch", "second": "no_such_library"})
+    assert listed() == ["__name__", "first"]
 
 
 @pytest.mark.parametrize("name", PUBLIC)

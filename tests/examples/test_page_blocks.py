@@ -1,0 +1,141 @@
+"""The indented Python of the pages runs as it is written, in a program that has what the text around it names."""
+
+import ast
+import re
+import textwrap
+
+import processes
+import pytest
+import torch
+from helpers import ROOT
+
+import packing_ops
+
+PAGES = ["README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md")))]
+
+
+def is_python(text):
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:  # a command, an error
+        return False
+    return any(isinstance(node, (ast.Call, ast.Import, ast.ImportFrom)) for node in ast.walk(tree))
+
+
+def blocks_of(page):
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.S | re.M)
+    found = re.findall(r"(?:^    .*\n(?:^ *\n(?=    ))*)+", text, re.M)
+    return [block for block in map(textwrap.dedent, found) if is_python(block)]
+
+
+def tiny_llama(attention="sdpa"):
+    from hf_models import tiny_model
+
+    return tiny_model("llama", vocab_size=258, attn_implementation=attention)
+
+
+def run_apply(block):
+    names = {"model": tiny_llama()}
+    exec(block, names)
+    assert names["model"].config._attn_implementation == "packing_ops"
+
+
+def run_dpo(block, folder):
+    datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
+    from common.hf_setup import byte_tokenizer
+
+    from packing_ops.integrations.transformers import apply_packing_ops
+
+    datasets.disable_progress_bars()
+    pairs = datasets.Dataset.from_list([{"prompt": "p" * i, "chosen": "yes" * i, "rejected": "no"} for i in (1, 2, 3)])
+    options = {"max_steps": 1, "per_device_train_batch_size": 3, "use_cpu": True, "bf16": False}
+    options |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    names = {
+        "trl": type("trl", (), {"DPOTrainer": lambda *args, **more: trl.DPOTrainer(*args, **more, **tokens)}),
+        "model": tiny_llama(),
+        "ref_model": tiny_llama(),
+        "args": trl.DPOConfig(str(folder), **options),
+        "pairs": pairs,
+        "packing_ops": packing_ops,
+        "apply_packing_ops": apply_packing_ops,
+    }
+    tokens = {"processing_class": byte_tokenizer()}
+    exec(block, names)
+    trainer, tokens_seen = names["trainer"], []
+    trainer.model.model.register_forward_pre_hook(
+        lambda _, __, kwargs: tokens_seen.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    trainer.train()
+    assert [shape[0] for shape in tokens_seen] == [1], "one packed row"
+
+
+def packed_row():
+    torch.manual_seed(1)
+    lengths = [5, 7, 4]
+    metadata = packing_ops.PackedMetadata.from_lengths(lengths)
+    ids = torch.randint(3, 250, (1, 16))
+    labels = packing_ops.mask_boundary_labels(ids, metadata)
+    return {
+        "input_ids": ids,
+        "labels": labels,
+        "position_ids": metadata.position_ids[None],
+        **metadata.to_transformers(),
+    }
+
+
+def loss_of_a_rank():
+    from torch.distributed.fsdp import fully_shard
+
+    (block, _) = blocks_of("docs/parallel.md")
+    names = {"dp": 1, "sp": 2, "model": tiny_llama(), "rows": [packed_row()], "fully_shard": fully_shard}
+    exec(block.replace('"cuda"', '"cpu"'), names)
+    return names["loss"].item()
+
+
+def test_model_on_two_ranks(tmp_path):
+    losses = processes.spawn(loss_of_a_rank, 2, tmp_path)
+    whole = tiny_llama("eager")
+    row, alone = packed_row(), []
+    for start, end in ((0, 5), (5, 12), (12, 16)):
+        ids = row["input_ids"][:, start:end]
+        alone.append(whole(ids, labels=ids).loss.item() * (end - start - 1))
+    assert sum(losses) / 2 == pytest.approx(sum(alone) / 13, rel=1e-5)
+
+
+def attention_of_a_rank():
+    from packing_ops.parallel import shard_packed, sharded_loss, ulysses_attention
+
+    torch.manual_seed(torch.distributed.get_rank())
+    q, k, v = (torch.randn(8, 2, 8, requires_grad=True) for _ in range(3))
+    row = packed_row()
+    names = {"shard_packed": shard_packed, "sharded_loss": sharded_loss, "ulysses_attention": ulysses_attention}
+    names |= {"ids": row["input_ids"][0], "labels": row["labels"][0], "q": q, "k": k, "v": v, "world_size": 2}
+    names |= {"metadata": packing_ops.PackedMetadata.from_lengths([5, 7, 4]), "losses": torch.ones(8)}
+    names["group"] = torch.distributed.group.WORLD
+    (_, block) = blocks_of("docs/parallel.md")
+    exec(block, names)
+    return [each.detach() for each in (q, k, v, names["out"], names["loss"])]
+
+
+def test_attention_on_two_ranks(tmp_path):
+    ranks = processes.spawn(attention_of_a_rank, 2, tmp_path)
+    q, k, v, out = (torch.cat(parts) for parts in list(zip(*ranks, strict=True))[:4])
+    metadata = packing_ops.PackedMetadata.from_lengths([5, 7, 4])
+    torch.testing.assert_close(out, packing_ops.varlen_attention(q, k, v, metadata, causal=True))
+    assert sum(loss.item() for *_, loss in ranks) / 2 == pytest.approx(1)
+
+
+def test_a_model_that_is_there():
+    pytest.importorskip("transformers")
+    for page in ("README.md", "docs/transformers.md"):
+        run_apply(blocks_of(page)[0])
+
+
+def test_dpo_of_the_page(tmp_path):
+    run_dpo(blocks_of("docs/transformers.md")[1], tmp_path)
+
+
+def test_every_block_is_run():
+    """A page with a new block needs a test above."""
+    found = {page: len(blocks) for page in PAGES if (blocks := blocks_of(page))}
+    assert found == {"README.md": 1, "docs/parallel.md": 2, "docs/transformers.md": 2}
