@@ -40,13 +40,21 @@ def name_of(model: torch.nn.Module | type) -> str:
     return " in ".join(dict.fromkeys([*inside, type(model).__name__]))
 
 
+_PARAMETERS = {"vision": "attention"}  # of what has no parameter of its own
+
+
 def refuse(model: torch.nn.Module | type, skipped: Mapping[str, str], strict: bool) -> None:
     if strict and skipped:
-        what = "; ".join(f"{option}: {reason} ({option}=False leaves it)" for option, reason in skipped.items())
+        what = "; ".join(f"{part}: {reason} (or pass {_parameter(part)}=False)" for part, reason in skipped.items())
         raise ValueError(f"strict: expected to swap all that was asked for, but in {name_of(model)} {what}")
 
 
 def warn(model: torch.nn.Module | type, skipped: Mapping[str, str], stacklevel: int = 3) -> None:
-    for option, reason in skipped.items():
-        left = f"{option} of {name_of(model)} as it is: {reason}"
-        warnings.warn(f"apply_packing_ops leaves {left} ({option}=False says nothing)", stacklevel=stacklevel)
+    for part, reason in skipped.items():
+        left = f"{part} of {name_of(model)} was not swapped: {reason}"
+        remedy = f"Pass {_parameter(part)}=False to silence this"
+        warnings.warn(f"apply_packing_ops: {left}. {remedy}", stacklevel=stacklevel)
+
+
+def _parameter(part: str) -> str:
+    return _PARAMETERS.get(part, part)

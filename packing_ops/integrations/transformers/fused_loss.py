@@ -55,18 +55,26 @@ def refusal(model: PreTrainedModel) -> str | None:
         return None
     head = getattr(model, "lm_head", None)
     if type(head) is not torch.nn.Linear or not ("forward" not in head.__dict__ or _is_ours(head, _head)):
-        return "its lm_head is no plain torch.nn.Linear (fused_loss=False swaps the rest)"
+        return "its lm_head is no plain torch.nn.Linear"
     if head._forward_hooks or head._forward_pre_hooks:
-        return "its lm_head has hooks, which would see hidden states (fused_loss=False swaps the rest)"
+        return "its lm_head has hooks, which would see hidden states"
     if "forward" in model.__dict__ and not _is_ours(model, _forward):
-        return "its forward is wrapped already (fused_loss=False swaps the rest)"
+        return "its forward is wrapped already"
     if getattr(_stock_loss(model), "__name__", None) != "ForCausalLMLoss":
-        return "its loss_function is not transformers' ForCausalLMLoss (fused_loss=False swaps the rest)"
+        return "its loss_function is not transformers' ForCausalLMLoss"
     if not _goes_straight(type(model), _is_capped(model)):
-        return (
-            "its forward changes the logits before the loss, or reads them for more (fused_loss=False swaps the rest)"
-        )
+        return "its forward changes the logits before the loss, or reads them for more"
     return None
+
+
+def why_not(models: list[PreTrainedModel]) -> str | None:
+    """Why the loss of some of these models stays as it is; None where none does."""
+    if not models:
+        return "there is no transformers model in it"
+    reasons = {type(model).__name__: reason for model in models if (reason := refusal(model))}
+    if len(models) == 1:
+        return next(iter(reasons.values()), None)
+    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or None
 
 
 def since(model: PreTrainedModel) -> str | None:

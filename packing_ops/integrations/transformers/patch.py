@@ -89,44 +89,41 @@ def apply_packing_ops(
             raise ValueError(f"sequence_group: expected an instance of a model, got {got}")
         return apply_to_classes(model, Options(rope, attention, rms_norm, fp32_cos_sin), strict)
     _check_model(model)
-    skipped = {}
+    # What cannot be swapped: nothing has changed until all of it is known.
+    hosts, skipped = attention_patch.hosts(model), {}
     if attention and (reason := attention_patch.why_not(model)):
         skipped["attention"] = reason
+    if attention and not skipped and (reason := vision_patch.why_not(model)):
+        skipped["vision"] = reason
     if rope and (reason := rope_patch.why_not(model)):
         skipped["rope"] = reason
     if rms_norm and (reason := rms_norm_patch.why_not(model)):
         skipped["rms_norm"] = reason
-    losses = [host for host in attention_patch.hosts(model) if fused_loss and fused_loss_patch.refusal(host) is None]
-    if fused_loss and not losses:
-        reasons = [str(fused_loss_patch.refusal(host)) for host in attention_patch.hosts(model)]
-        skipped["fused_loss"] = reasons[0] if reasons else "there is no transformers model in it"
+    losses = [host for host in hosts if fused_loss and fused_loss_patch.refusal(host) is None]
+    if fused_loss and (reason := fused_loss_patch.why_not(hosts)):
+        skipped["fused_loss"] = reason
     if sequence_group is not None:
-        without = skipped.get("attention") or (None if attention else "attention=False")
-        sequence_patch.check(attention_patch.hosts(model), without)
+        sequence_patch.check(hosts, skipped.get("attention") or (None if attention else "attention=False"))
     refuse(model, skipped, strict)
+    # Attention, which a model may still refuse
     if attention and "attention" not in skipped and (left := attention_patch.set_ours(model)):
+        if sequence_group is not None:
+            sequence_patch.check(hosts, left)
+        skipped.pop("vision", None)
         skipped["attention"] = left
         refuse(model, skipped, strict)
-    vision = 0
-    if attention and "attention" not in skipped:
-        vision, reason = vision_patch.apply_to_model(model)
-        skipped |= {"vision": reason} if reason else {}
-    warn(model, skipped)
+    attends = attention and "attention" not in skipped
+    vision = vision_patch.apply_to_model(model) if attends else 0
     if sequence_group is not None:
-        hosts = attention_patch.hosts(model)
         sequence_patch.apply_to_model(hosts, attention_patch.attentions(model), sequence_group, sequence_scheme)
+    # The rest
     rotated = rope_patch.apply_to_model(model, fp32_cos_sin) if rope else 0
     normed = rms_norm_patch.apply_to_model(model) if rms_norm else 0
     for host in losses:
         fused_loss_patch.apply_to_model(host)
-    return Applied(
-        len(attention_patch.attentions(model)) if attention and "attention" not in skipped else 0,
-        rotated,
-        normed,
-        len(losses),
-        vision,
-        skipped,
-    )
+    warn(model, skipped)
+    attending = len(attention_patch.attentions(model)) if attends else 0
+    return Applied(attending, rotated, normed, len(losses), vision, skipped)
 
 
 def revert_packing_ops(model: torch.nn.Module | type | None = None) -> None:

@@ -7,9 +7,6 @@ from packing_ops._batch_cache import kept_with
 from packing_ops.integrations.transformers.document_checks import argument, can_read, refuse_where
 from packing_ops.integrations.transformers.imports import PreTrainedModel
 from packing_ops.integrations.transformers.stateful_kinds import class_name, stateful_layers
-from packing_ops.parallel import varlen_attention_over
-from packing_ops.parallel.collectives import process_group
-from packing_ops.parallel.sharding import check_scheme
 
 STATE = "_packing_ops_sequence_group"
 _LONG_ROPE = ("dynamic", "longrope")
@@ -19,7 +16,14 @@ class SequenceGroup:
     """Of a model, its sub-models and its attention modules: the ranks that share a row. Copies of the model share it."""
 
     def __init__(self, group, scheme: str):
+        # Here, since a torch without torch.distributed has none of this; and not in attend, since torch.compile traces no
+        # import inside a forward.
+        from packing_ops.parallel import varlen_attention_over
+        from packing_ops.parallel.collectives import process_group
+        from packing_ops.parallel.sharding import check_scheme
+
         self.group, self.scheme = process_group(group), check_scheme(scheme)
+        self.varlen_attention_over = varlen_attention_over
 
     def __deepcopy__(self, memo):
         return self
@@ -93,7 +97,7 @@ class SequenceGroup:
             raise ValueError("cu_seq_lens_q: expected to reach attention with a sequence_group, the model drops it")
         causal, scaling, window, softcap, sinks = options
         rows = (tensor[0].transpose(0, 1) for tensor in heads)
-        out = varlen_attention_over(
+        out = self.varlen_attention_over(
             self.group,
             *rows,
             cu_seqlens,

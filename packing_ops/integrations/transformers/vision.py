@@ -12,6 +12,7 @@ import inspect
 import torch
 
 from packing_ops.integrations.transformers import model_call
+from packing_ops.integrations.transformers.attention import register
 from packing_ops.integrations.transformers.module_class import stock_of, subclass_of
 from packing_ops.integrations.transformers.rope_functions import HOSTS
 from packing_ops.integrations.transformers.trial import agree, attempt, numbers, quiet
@@ -77,17 +78,19 @@ def _passes_on(module) -> bool:
     return any(_takes_cu_seqlens(inner) for inner in module.modules() if inner is not module)
 
 
-def apply_to_model(model: torch.nn.Module) -> tuple[int, str | None]:
-    """How many attend in one call from now on, under our attn_implementation, and why others do not."""
-    count, reasons = 0, {}
-    for module in _layers(model):
+def why_not(model: torch.nn.Module) -> str | None:
+    """Why some of these modules keep their loop over the images; None if none does."""
+    reasons = {(type(module), reason): None for module in _layers(model) if (reason := _refusal(module))}
+    return "; ".join(f"{stock_of(cls).__name__} {reason}" for cls, reason in reasons) or None
+
+
+def apply_to_model(model: torch.nn.Module) -> int:
+    """How many attend in one call from now on, under our attn_implementation."""
+    found = [module for module in _layers(model) if not _refusal(module)]
+    for module in found:
         stock = stock_of(type(module))
-        if reason := _refusal(module, stock):
-            reasons[f"{stock.__name__} {reason}"] = None
-            continue
         module.__class__ = subclass_of(stock, _forward_for(stock))
-        count += 1
-    return count, "; ".join(reasons) or None
+    return len(found)
 
 
 def revert_model(model: torch.nn.Module) -> None:
@@ -99,7 +102,8 @@ def revert_model(model: torch.nn.Module) -> None:
 # --- the trial ---
 
 
-def _refusal(module, stock) -> str | None:
+def _refusal(module) -> str | None:
+    stock = stock_of(type(module))
     numbers_of_it = {
         name: value for name, value in sorted(vars(module).items()) if type(value) in (int, float, bool, str)
     }
@@ -123,6 +127,7 @@ def _tried(stock, forward, attributes, children, config_class) -> str | None:
     """
     if unknown := [name for name, _, width in children if width is None]:
         return f"holds {', '.join(unknown)}"
+    register()  # the trial calls our attention by its name
     ours = subclass_of(stock, _forward_for(stock))
     probe = ours.__new__(ours)
     torch.nn.Module.__init__(probe)

@@ -84,7 +84,9 @@ def test_attention_alone_where_the_rope_is_not_known(device):
     model, inputs = tiny_gpt2().to(device), packed(device)
     documents = [ids for ids in inputs["input_ids"].split(LENGTHS, 1)]
     alone = torch.cat([outputs(model, {"input_ids": ids, "use_cache": False}) for ids in documents], 1)
-    with pytest.warns(UserWarning, match=r"rope of GPT2LMHeadModel as it is: .*\(rope=False says nothing\)") as warned:
+    with pytest.warns(
+        UserWarning, match=r"rope of GPT2LMHeadModel was not swapped: .*\. Pass rope=False to silence this"
+    ) as warned:
         applied = apply_packing_ops(model)
     assert warned[0].filename == __file__  # where the caller stands
     assert applied == Applied(attention=3, skipped={"rope": applied.skipped["rope"]})
@@ -96,7 +98,7 @@ def test_attention_alone_where_the_rope_is_not_known(device):
 
 def test_class_with_attention_alone():
     gpt2 = transformers.GPT2LMHeadModel
-    with pytest.warns(UserWarning, match="rope of GPT2LMHeadModel as it is: its module is not served") as warned:
+    with pytest.warns(UserWarning, match="rope of GPT2LMHeadModel was not swapped: its module is not served") as warned:
         assert apply_packing_ops(gpt2).attention == 1
     assert warned[0].filename == __file__
     assert tiny_gpt2().config._attn_implementation == "packing_ops"
@@ -107,16 +109,16 @@ def test_class_with_attention_alone():
 def test_what_a_model_does_not_have_is_skipped():
     phi = tiny("phi")
     for target in (phi, type(phi)):
-        with pytest.warns(UserWarning, match="rms_norm of PhiForCausalLM as it is: .* no RMSNorm"):
+        with pytest.warns(UserWarning, match="rms_norm of PhiForCausalLM was not swapped: .* no RMSNorm"):
             applied = apply_packing_ops(target, rms_norm=True)
         assert applied
         assert list(applied.skipped) == ["rms_norm"]
         revert_packing_ops(target)
-    with pytest.warns(UserWarning, match="attention of Linear as it is: there is no transformers model"):
+    with pytest.warns(UserWarning, match="attention of Linear was not swapped: there is no transformers model"):
         assert not apply_packing_ops(torch.nn.Linear(1, 1), rope=False)
     deberta = tiny_deberta()
     with pytest.warns(
-        UserWarning, match="attention of DebertaV2Model as it is: DebertaV2Model has an attention of its"
+        UserWarning, match="attention of DebertaV2Model was not swapped: DebertaV2Model has an attention of its"
     ):
         assert not apply_packing_ops(deberta, rope=False)
     assert deberta.config._attn_implementation == "eager"
@@ -129,7 +131,7 @@ def test_strict_changes_nothing(monkeypatch):
     before = [dict(vars(module)) for model in (gpt2, llama) for module in model.modules()]
     with pytest.raises(
         ValueError,
-        match=r"strict: .* in GPT2LMHeadModel rope: no rotary embedding was found in it .*\(rope=False leaves it\)",
+        match=r"strict: .* in GPT2LMHeadModel rope: no rotary embedding was found in it .*\(or pass rope=False\)",
     ):
         apply_packing_ops(gpt2, strict=True)
     with pytest.raises(ValueError, match=r"strict: .* GPT2LMHeadModel rope: its module is not"):
@@ -149,7 +151,7 @@ def test_attention_of_somebody_else_is_not_given_tables():
 
     model = tiny("llama")
     model.model.layers[0].self_attn.__class__ = OwnAttention
-    with pytest.warns(UserWarning, match="rope of LlamaForCausalLM as it is"):
+    with pytest.warns(UserWarning, match="rope of LlamaForCausalLM was not swapped"):
         assert apply_packing_ops(model) == Applied(attention=2, skipped=apply_skipped(model))
 
 
@@ -162,7 +164,7 @@ def apply_skipped(model):
 def test_attention_that_cannot_be_set_leaves_the_rest(monkeypatch):
     model = tiny("llama")
     monkeypatch.setattr(type(model), "_can_set_attn_implementation", lambda *self: False)
-    with pytest.warns(UserWarning, match="attention of LlamaForCausalLM as it is: .* cannot change"):
+    with pytest.warns(UserWarning, match="attention of LlamaForCausalLM was not swapped: .* cannot change"):
         applied = apply_packing_ops(model)
     assert (applied.attention, applied.rope, list(applied.skipped)) == (0, 2, ["attention"])
     assert model.config._attn_implementation == "sdpa"

@@ -475,7 +475,7 @@ def test_attention_with_such_options_is_left_alone():
     sizes = {**GROUPED, **sparse, "index_head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 2}
     sizes |= {"layer_types": ["minimax_m3_sparse"] * 2, "mlp_layer_types": ["dense"] * 2}
     model = tiny("MiniMaxM3VLTextConfig", "eager", auto=transformers.AutoModelForCausalLM, **sizes)
-    with pytest.warns(UserWarning, match="as it is: MiniMaxM3VLAttention has attention with block_indices"):
+    with pytest.warns(UserWarning, match="was not swapped: MiniMaxM3VLAttention has attention with block_indices"):
         assert not apply_packing_ops(model, rope=False)
     assert model.config._attn_implementation == "eager"
     model.set_attn_implementation("packing_ops")

@@ -331,7 +331,9 @@ def test_attention_half_set_is_taken_back(gemma3_with_vision, monkeypatch):
     model = gemma3_with_vision
     with monkeypatch.context() as patch:  # the whole cannot, its parts could
         patch.setattr(type(model), "_can_set_attn_implementation", lambda *self: False)
-        with pytest.warns(UserWarning, match="attention of Gemma3ForConditionalGeneration as it is: .* cannot change"):
+        with pytest.warns(
+            UserWarning, match="attention of Gemma3ForConditionalGeneration was not swapped: .* cannot change"
+        ):
             assert apply_packing_ops(model).attention == 0
     revert_packing_ops(model)
     assert implementations(model) == ["sdpa", "eager", "sdpa"]
@@ -451,7 +453,7 @@ def test_rms_norm_of_another_library_stays(monkeypatch):
     model = tiny("llama")
     theirs = lambda self, x: x  # noqa: E731
     monkeypatch.setattr(type(model.model.norm), "forward", theirs)
-    with pytest.warns(UserWarning, match="rms_norm of LlamaForCausalLM as it is: .* no RMSNorm"):
+    with pytest.warns(UserWarning, match="rms_norm of LlamaForCausalLM was not swapped: .* no RMSNorm"):
         assert apply_packing_ops(model, attention=False, rms_norm=True).rms_norm == 0
     assert "forward" not in vars(model.model.norm)
     monkeypatch.undo()

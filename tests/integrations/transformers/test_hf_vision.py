@@ -205,7 +205,7 @@ def test_a_forward_that_hands_no_keywords_on_is_left(device):
     wanted = results(model.model.visual, pixels, grid)[0]
     for block in model.model.visual.blocks:
         block.attn.__class__ = Deaf
-    with pytest.warns(UserWarning, match="vision of Qwen2_5_VL.* as it is: Deaf gives other values in one call"):
+    with pytest.warns(UserWarning, match="vision of Qwen2_5_VL.* was not swapped: Deaf gives other values in one call"):
         applied = apply_packing_ops(model)
     assert applied.vision == 0
     assert_near(results(model.model.visual, pixels, grid)[0], wanted)
@@ -258,7 +258,8 @@ def test_every_attention_is_one_call_or_refused(module, name, device, lengths):
     """Outputs, and gradients of the input and every weight, equal those of the loop over images of mixed lengths."""
     register()
     layer, cu_seqlens = tiny_layer(module, name).to(device), [0, 5, 6, 12, 31, 33, 34]
-    served, why = vision.apply_to_model(torch.nn.ModuleList([layer]))
+    alone = torch.nn.ModuleList([layer])
+    why, served = vision.why_not(alone), vision.apply_to_model(alone)
     assert (served, why) == ((0, REFUSED[name]) if name in REFUSED else (1, None))
     takes = inspect.signature(vision.stock_of(type(layer)).forward).parameters
     x = torch.randn(1, 34, 16, device=device, requires_grad=True)
@@ -299,6 +300,7 @@ def test_the_trial_takes_no_random_numbers():
     model = tiny_tower_model("qwen2_vl")
     vision._tried.cache_clear()
     state = torch.get_rng_state()
-    assert vision.apply_to_model(model) == (2, None)
+    assert vision.why_not(model) is None
+    assert vision.apply_to_model(model) == 2
     assert torch.equal(torch.get_rng_state(), state)
     vision.revert_model(model)

@@ -1,0 +1,136 @@
+"""What apply_packing_ops cannot swap: nothing half done, strict changes nothing, and the warning has a remedy that works."""
+
+import re
+import subprocess
+import sys
+import textwrap
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import ROOT
+
+transformers = pytest.importorskip("transformers")
+
+from hf_models import tiny_model  # noqa: E402
+from hf_patch_case import tiny  # noqa: E402
+from test_hf_applied import tiny_gpt2  # noqa: E402
+from test_hf_vision import tiny_tower_model  # noqa: E402
+
+from packing_ops.integrations.transformers import Applied, apply_packing_ops, revert_packing_ops  # noqa: E402
+
+
+@pytest.fixture
+def world(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def state(model):
+    """Of every module: its class, and all that is in it."""
+    attributes = [
+        {name: dict(value) if isinstance(value, dict) else value for name, value in vars(module).items()}
+        for module in model.modules()
+    ]
+    return [type(module) for module in model.modules()], attributes
+
+
+def tower_with_projections_inside():
+    """Attention of its vision tower that no trial has a module for."""
+    model = tiny_tower_model("qwen2_vl")
+    for block in model.model.visual.blocks:
+        block.attn.qkv = torch.nn.Sequential(block.attn.qkv)
+    return model
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_no_sequence_group_where_attention_does_not_take(world, strict, monkeypatch):
+    """Each rank would attend to its own slots alone."""
+    model = tiny("llama")
+    monkeypatch.setattr(type(model), "set_attn_implementation", lambda self, name: None)
+    before = state(model)
+    with pytest.raises(ValueError, match=r"sequence_group: expected a model whose attention .* cannot change its attn"):
+        apply_packing_ops(model, sequence_group=world, strict=strict)
+    assert state(model) == before
+
+
+def test_strict_refuses_a_vision_tower_that_is_left():
+    model = tower_with_projections_inside()
+    before, implementation = state(model), model.config._attn_implementation
+    with pytest.raises(ValueError, match=r"strict: .* vision: \w+ holds qkv \(or pass attention=False\)"):
+        apply_packing_ops(model, strict=True)
+    assert state(model) == before
+    assert model.config._attn_implementation == implementation
+
+
+def models_left_in_part():
+    return {
+        "attention": (torch.nn.Linear(1, 1), {"rope": False}),
+        "vision": (tower_with_projections_inside(), {}),
+        "rope": (tiny_gpt2(), {}),
+        "rms_norm": (tiny("phi"), {"rms_norm": True}),
+        "fused_loss": (tiny_model("gemma2"), {"fused_loss": True}),
+    }
+
+
+@pytest.mark.parametrize("part", ["attention", "vision", "rope", "rms_norm", "fused_loss"])
+def test_the_advice_of_the_warning_silences_it(part):
+    model, options = models_left_in_part()[part]
+    with pytest.warns(UserWarning, match=f"{part} of .* was not swapped: .* to silence this$") as warned:
+        applied = apply_packing_ops(model, **options)
+    assert list(applied.skipped) == [part]
+    (advice,) = re.findall(r"Pass (\w+)=False", str(warned[0].message))
+    revert_packing_ops(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert apply_packing_ops(model, **{**options, advice: False}).skipped == {}
+    revert_packing_ops(model)
+
+
+def test_fused_loss_of_one_of_two_models():
+    pair = torch.nn.ModuleList([tiny_model("llama"), tiny_model("gemma2")])
+    before = state(pair)
+    with pytest.raises(ValueError, match="fused_loss: Gemma2ForCausalLM: its forward changes the logits"):
+        apply_packing_ops(pair, fused_loss=True, strict=True)
+    assert state(pair) == before
+    with pytest.warns(UserWarning, match="fused_loss of .* was not swapped: Gemma2ForCausalLM"):
+        applied = apply_packing_ops(pair, fused_loss=True)
+    assert (applied.fused_loss, list(applied.skipped)) == (1, ["fused_loss"])
+    revert_packing_ops(pair)
+
+
+def test_a_torch_without_distributed_registers_and_applies():
+    """As torch is where it was built with USE_DISTRIBUTED=0: the types of its C library are not there."""
+    code = """
+        import sys
+
+        class WithoutDistributed:
+            def find_spec(self, name, path=None, target=None):
+                if name == "torch.distributed":
+                    for each in ("_c10d_init", "_rpc_init", "_dist_autograd_init", "_faulty_agent_init"):
+                        if hasattr(sys.modules["torch._C"], each):
+                            delattr(sys.modules["torch._C"], each)
+                    sys.modules["torch._C._distributed_c10d"] = None
+
+        sys.meta_path.insert(0, WithoutDistributed())
+        import torch
+        assert not torch.distributed.is_available()
+        import transformers
+        from packing_ops.integrations.transformers import apply_packing_ops, register
+        register()
+        sizes = dict(vocab_size=16, hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+        apply_packing_ops(model, strict=True)
+        model(torch.ones(1, 4, dtype=torch.long), position_ids=torch.tensor([[0, 1, 0, 1]]))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    found = subprocess.run(
+        command, cwd=ROOT, env={"PYTHONPATH": ".", "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stderr
+
+
+def test_applied_names_what_was_swapped():
+    assert apply_packing_ops(tiny("llama"), strict=True) == Applied(attention=2, rope=2)
