@@ -14,7 +14,8 @@ every other op says what is missing.
 """
 
 from packing_ops import _lazy
-from packing_ops._library import VERSION, build_info  # first: it registers torch.ops.packing_ops
+from packing_ops._flops import register_flop_formulas
+from packing_ops._library import VERSION, build_info
 from packing_ops.attention import attention_plan, varlen_attention
 from packing_ops.attention_backends import attention, select_attention_backend
 from packing_ops.boundaries import (
@@ -81,6 +82,7 @@ __all__ = [
     "pad_input",
     "pad_inputs",
     "position_ids_from_cu_seqlens",
+    "register_flop_formulas",
     "segment_broadcast",
     "segment_mean",
     "segment_std",

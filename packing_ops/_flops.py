@@ -7,8 +7,7 @@ and visible_end are counted as they are, from their values, which synchronises o
 document of all rows, which has as many pairs as there can be.
 """
 
-import importlib.abc
-import importlib.machinery
+import importlib
 import itertools
 import sys
 
@@ -102,37 +101,32 @@ def _logps_backward(grad_logps, grad_entropy, hidden, weight, *rest, out_shape=N
     return _logps_forward(hidden, weight) * (1 + need_hidden + need_weight)
 
 
-def _register() -> None:
-    register_flop_formula = sys.modules[_COUNTER].register_flop_formula
-    register_flop_formula(torch.ops.packing_ops.varlen_attention, get_raw=True)(_forward)
-    register_flop_formula(torch.ops.packing_ops.varlen_attention_backward, get_raw=True)(_backward)
-    register_flop_formula(torch.ops.packing_ops.token_logps)(_logps_forward)
-    register_flop_formula(torch.ops.packing_ops.token_logps_backward)(_logps_backward)
+def register_flop_formulas() -> None:
+    """Let torch's FlopCounterMode count varlen_attention and token_logps, forward and backward.
 
+    Call it before the counter is used. A program that imports torch.utils.flop_counter before packing_ops need not call it.
+    A second call does nothing.
 
-class _AfterItsImport(importlib.abc.MetaPathFinder):
-    """The counter imports triton, where there is one, which takes longer than all of packing_ops: not for its sake."""
-
-    def find_spec(self, name, path, target=None):
-        if name != _COUNTER:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        run = spec.loader.exec_module
-
-        def run_and_register(module):
-            sys.meta_path.remove(self)
-            run(module)
-            _register()
-
-        spec.loader.exec_module = run_and_register
-        return spec
-
-
-def register_formulas() -> None:
-    """Now, or when somebody imports the counter."""
-    if _library.MISSING:
+    Example:
+        >>> from packing_ops import varlen_attention
+        >>> from torch.utils.flop_counter import FlopCounterMode
+        >>> register_flop_formulas()
+        >>> q = k = v = torch.zeros(3, 1, 8)
+        >>> with FlopCounterMode(display=False) as counter:
+        ...     out = varlen_attention(q, k, v, torch.tensor([0, 3], dtype=torch.int32))
+        >>> counter.get_total_flops()  # 6 visible pairs, 2 products of 2 * 8 operations
+        192
+    """
+    # Not at the top of this file: where triton is installed, this import takes longer than all of packing_ops.
+    counter = importlib.import_module(_COUNTER)
+    ops = torch.ops.packing_ops
+    if _library.MISSING or ops.varlen_attention in counter.flop_registry:
         return
-    if _COUNTER in sys.modules:
-        _register()
-    else:
-        sys.meta_path.insert(0, _AfterItsImport())
+    counter.register_flop_formula(ops.varlen_attention, get_raw=True)(_forward)
+    counter.register_flop_formula(ops.varlen_attention_backward, get_raw=True)(_backward)
+    counter.register_flop_formula(ops.token_logps)(_logps_forward)
+    counter.register_flop_formula(ops.token_logps_backward)(_logps_backward)
+
+
+if _COUNTER in sys.modules:
+    register_flop_formulas()

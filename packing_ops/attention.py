@@ -22,7 +22,6 @@ import torch
 from packing_ops import _batch_cache, _ops
 from packing_ops._arguments import check_tensor, described, window_sides
 from packing_ops._autograd import past_autograd, register_autograd, register_no_autograd
-from packing_ops._flops import register_formulas
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
 LAYOUTS = ("thd", "bhsd", "bshd")  # of q, k and v: t total, b batch of 1, s seqlen, h num_heads, d head_dim
@@ -123,9 +122,9 @@ def varlen_attention(
         Rows past ``cu_seqlens_q[-1]`` and rows that see no key have out 0 and lse -inf (the sink, where there is one
         and the row belongs to a document); their gradients are 0. float32 inside, float64 for float64. No
         synchronisation. Work: 2 * (head_dim + head_dim of v) operations per visible pair of query and key and head,
-        in backward 6 * head_dim + 4 * head_dim of v (in documents of more than 4096 keys 8 and 6). torch's
-        FlopCounterMode counts these, 6 and 4 in backward, document by document, which synchronises; fake tensors count
-        as one document.
+        in backward 6 * head_dim + 4 * head_dim of v (in documents of more than 4096 keys 8 and 6).
+        register_flop_formulas lets torch's FlopCounterMode count these, 6 and 4 in backward, document by document, which
+        synchronises; fake tensors count as one document.
 
     Example:
         >>> q = k = torch.zeros(3, 1, 2)
@@ -374,4 +373,3 @@ def _varlen_attention_backward(
 
 register_autograd("varlen_attention", _varlen_attention_backward, setup_context=_varlen_attention_context)
 register_no_autograd("varlen_attention_backward", of="varlen_attention")
-register_formulas()

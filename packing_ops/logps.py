@@ -95,7 +95,7 @@ def token_logps(
         at slot t, in nats. 0, with gradient 0, at the last slot of each document, where label t + 1 is
         ``ignore_index``, and in the padding after the documents. Sums are float32. Deterministic, and nothing
         synchronises. Work: 2 * total * hidden * vocab operations, in backward as many again and for each gradient;
-        torch.utils.flop_counter counts them.
+        FlopCounterMode counts them after register_flop_formulas.
 
         Logits are rounded to hidden's dtype as a model's own are; gradients have the dtypes of their tensors. Memory
         beside results and gradients: one chunk of logits, four numbers per slot, and in backward a float32 gradient of

@@ -20,6 +20,7 @@ WINDOWS = [OPEN, (0, 0), (5, 0), (70, -1), (-1, 0), (3, 9), (-1, 20), (sys.maxsi
 
 
 def counted(call):
+    po.register_flop_formulas()
     with FlopCounterMode(display=False) as counter:
         call()
     return {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
@@ -88,17 +89,22 @@ def test_sizes_that_are_not_known_yet():
     assert graph(torch.ones(100))[0] == visible_pairs(100, 100, 30, 0)
 
 
-@pytest.mark.parametrize("first", ["import packing_ops", "import torch.utils.flop_counter"])
-def test_import_order(first):
-    """packing_ops does not import the counter, which registers the formulas whenever it comes."""
+@pytest.mark.parametrize("counter_first", [True, False])
+def test_import_order(counter_first):
+    """Beside a counter that is imported already the formulas are registered; else packing_ops leaves it alone until asked."""
     lines = [
         "import sys",
-        first,
-        "assert ('torch.utils.flop_counter' in sys.modules) == ('packing_ops' not in sys.modules)",
-        "import packing_ops, torch",
-        "from torch.utils.flop_counter import FlopCounterMode, flop_registry",
-        "assert torch.ops.packing_ops.varlen_attention in flop_registry",
-        "assert torch.ops.packing_ops.varlen_attention_backward in flop_registry",
-        "assert not [finder for finder in sys.meta_path if 'packing_ops' in type(finder).__module__]",
+        "import torch",
+        "import torch.utils.flop_counter" if counter_first else "",
+        "import packing_ops",
+        f"assert ('torch.utils.flop_counter' in sys.modules) == {counter_first}",
+        "assert not [each for each in sys.meta_path if 'packing_ops' in type(each).__module__]",
+        "from torch.utils.flop_counter import flop_registry",
+        "ops = torch.ops.packing_ops",
+        "ours = ops.varlen_attention, ops.varlen_attention_backward, ops.token_logps, ops.token_logps_backward",
+        f"assert [op in flop_registry for op in ours] == 4 * [{counter_first}]",
+        "packing_ops.register_flop_formulas()",
+        "packing_ops.register_flop_formulas()",
+        "assert all(op in flop_registry for op in ours)",
     ]
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)

@@ -196,6 +196,7 @@ def test_products_are_counted(device):
     case = Case([3], heads=(2, 1), dim=24, dim_v=16, device=device)
     leaves = [t.requires_grad_() for t in (case.q, case.k, case.v)]
     pairs = 2 * (1 + 2 + 3)
+    po.register_flop_formulas()
     with FlopCounterMode(display=False) as counter:
         out = po.varlen_attention(*leaves, case.cu_seqlens[0])
     assert counter.get_total_flops() == 2 * pairs * (24 + 16)

@@ -78,6 +78,7 @@ def test_products_are_counted(device):
 
     hidden, weight, labels, cu_seqlens, _ = batch(device)
     product = 2 * hidden.numel() * weight.shape[0]
+    po.register_flop_formulas()
     for needed, products in (((True, True), 4), ((True, False), 3), ((False, False), 1)):
         tensors = [t.requires_grad_(need) for t, need in zip(leaves(hidden, weight), needed, strict=True)]
         with FlopCounterMode(display=False) as counter:

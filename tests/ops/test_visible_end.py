@@ -226,6 +226,7 @@ def test_flops_count_the_visible_pairs(device):
     spans = zip(*(itertools.pairwise(cu.tolist()) for cu in case.cu_seqlens), strict=True)
     pairs = sum(int(oracle.visible(b - a, d - c, True, (3, -1), device, visible_end=ends[a:b]).sum())
                 for (a, b), (c, d) in spans)  # fmt: skip
+    po.register_flop_formulas()
     with FlopCounterMode(display=False) as counter:
         case.ours()
     assert counter.get_total_flops() == 2 * 4 * pairs * (8 + 24 + 3 * 8 + 2 * 24)
