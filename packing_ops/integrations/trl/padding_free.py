@@ -29,7 +29,7 @@ def enable_padding_free(trainer: Any) -> None:
     Args:
         trainer: after it is made, before train(). Its models need packing_ops' attention.
 
-    A second call changes nothing; disable_padding_free undoes it. One synchronisation for each batch of a model.
+    A second call changes nothing; disable_padding_free undoes it. Each forward of a model waits for the GPU once.
 
     Example:
         >>> enable_padding_free(trainer)  # needs a DPOTrainer # doctest: +SKIP
@@ -120,39 +120,49 @@ def _packed(model: Any, before: Callable[..., Any] | None, *args: Any, **kwargs:
             raise ValueError(
                 f"{name}: expected text of shape {[batch, seqlen]} alone, got {list(value.shape)}; {_IMAGES}"
             )
-    rows = {name: value for name, value in kwargs.items() if getattr(value, "shape", None) == (batch, seqlen)}
-    rows.pop("attention_mask")
-    rows.pop("position_ids", None)
     if input_ids.numel() == 0:
         raise ValueError(f"input_ids: expected at least one token, got {list(input_ids.shape)}")
-    metadata = po.PackedMetadata.from_attention_mask(mask)
     scored = hasattr(model, "score")
-    last = _last_tokens(mask, metadata.cu_seqlens) if scored else None
-    columns, indices, *_ = po.unpad_inputs(rows, mask)
-    if indices.numel() == 0:
+    if scored and kwargs.get("labels") is not None:
+        raise ValueError("labels: expected None, got labels of whole documents, whose loss TRL's trainer computes")
+
+    # The layout: the only wait for the GPU. The empty rows arrive before it, in the order of the stream.
+    empty = (mask == 0).all(1).to("cpu", non_blocking=True) if scored else None
+    metadata = po.PackedMetadata.from_attention_mask(mask)
+    if empty is not None and empty.any():
+        raise ValueError(
+            "attention_mask: expected a token in each row, whose last one is scored, got rows "
+            f"{empty.nonzero().flatten().tolist()} of padding alone"
+        )
+    if metadata.total == 0:
         # Of padding alone no row is left. What the padded model makes of it counts nowhere, and other ranks may wait for
         # its gradients.
         return stock(*args, **kwargs)
+
+    # The packed row, in place of the padded ones.
+    rows = {name: value for name, value in kwargs.items() if getattr(value, "shape", None) == (batch, seqlen)}
+    columns = {name: metadata.unpad(value) for name, value in rows.items() if name not in _MADE_HERE}
     if "labels" in columns:
-        columns["labels"] = po.mask_boundary_labels(columns["labels"], metadata.cu_seqlens)
-    columns = {name: value[None] for name, value in columns.items()}
-    if scored and kwargs.get("labels") is not None:
-        raise ValueError("labels: expected None, got labels of whole documents, whose loss TRL's trainer computes")
-    # The last tokens of each padded row, which are picked from its results.
-    rest = {name: value for name, value in kwargs.items() if name not in {*rows, "attention_mask", *_OF_ROWS}}
-    options = {**rest, **columns, "position_ids": metadata.position_ids[None], **metadata.to_transformers()}
-    scores = []
+        columns["labels"] = po.mask_boundary_labels(columns["labels"], metadata)
+    columns["position_ids"] = metadata.position_ids
+    options = {name: value for name, value in kwargs.items() if name not in {*rows, *_OF_ROWS}}
+    options |= {name: value[None] for name, value in columns.items()} | metadata.to_transformers()
+
+    # The call. A reward model's score of each token, of which it returns one for the whole row.
+    scores: list[torch.Tensor] = []
     hook = model.score.register_forward_hook(lambda _, __, out: scores.append(out)) if scored else None
     try:
         outputs = stock(**options)
     finally:
         if hook is not None:
             hook.remove()
+
+    # Its results, in their places of the padded batch.
     for name, value in list(outputs.items()):
         if name == "logits" and scores:
-            outputs[name] = scores[-1][0].index_select(0, last)
+            outputs[name] = scores[-1][0].index_select(0, metadata.cu_seqlens[1:].long() - 1)
             continue
-        layers = [_padded(each, indices, batch, seqlen) for each in (value if isinstance(value, tuple) else (value,))]
+        layers = [_padded(each, metadata) for each in (value if isinstance(value, tuple) else (value,))]
         outputs[name] = tuple(layers) if isinstance(value, tuple) else layers[0]
     keep = kwargs.get("logits_to_keep", 0)
     if not scored and not (isinstance(keep, int) and keep == 0):
@@ -160,30 +170,21 @@ def _packed(model: Any, before: Callable[..., Any] | None, *args: Any, **kwargs:
     return outputs.to_tuple() if kwargs.get("return_dict") is False else outputs
 
 
-def _last_tokens(mask: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    try:
-        return po.last_token_indices(cu_seqlens)
-    except ValueError:
-        empty = (mask == 0).all(1).nonzero().flatten().tolist()
-        raise ValueError(
-            f"attention_mask: expected a token in each row, whose last one is scored, got rows {empty} of padding alone"
-        ) from None
-
-
+_MADE_HERE = ("attention_mask", "position_ids")
+# What picks from the results of padded rows.
 _OF_ROWS = ("logits_to_keep", "return_dict")
 
 
-def _padded(value: Any, indices: torch.Tensor, batch: int, seqlen: int) -> Any:
+def _padded(value: Any, metadata: po.PackedMetadata) -> Any:
     """``[1, total, ...]`` -> ``[batch, seqlen, ...]``; ``[1, total - 1, ...]``, of the token after each, -> ``[batch,
     seqlen - 1, ...]``. Anything else as it is."""
     if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[0] != 1:
         return value
-    tokens, total = value[0], indices.shape[0]
-    shifted = tokens.shape[0] == total - 1
-    if not shifted and tokens.shape[0] != total:
+    tokens = value[0]
+    shifted = tokens.shape[0] == metadata.total - 1
+    if not shifted and tokens.shape[0] != metadata.total:
         return value
     if shifted:
         tokens = F.pad(tokens, (0, 0) * (tokens.dim() - 1) + (1, 0))
-    padded = tokens.new_zeros(batch * seqlen, *tokens.shape[1:]).index_put((indices,), tokens)
-    padded = padded.unflatten(0, (batch, seqlen))
+    padded = metadata.pad(tokens)
     return padded[:, 1:] if shifted else padded

@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
@@ -153,6 +154,47 @@ def both(model, kind):
     packed = copy.deepcopy(model)
     without_padding(type(kind, (), {"model": packed, "ref_model": None})())
     return model.eval(), packed.eval()
+
+
+class OpsCalled(TorchDispatchMode):
+    """The names of the ops of packing_ops that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.names += [op._opname] if op.namespace == "packing_ops" else []
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["DPOTrainer", "RewardTrainer"])
+@torch.no_grad()
+def test_a_forward_makes_its_layout_once(kind, device):
+    """On a GPU the forward waits for the totals of each layout."""
+    model = tiny_model("llama", vocab_size=258, device=device) if kind == "DPOTrainer" else reward_model(device)
+    _, packed = both(model, kind)
+    mask = ROWS.to(device)
+    with OpsCalled() as called:
+        packed(input_ids=mask * 9, attention_mask=mask)
+    assert [name for name in called.names if name in ("unpad_layout", "unpad_rows")] == ["unpad_layout"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: the CPU waits for nothing")
+@torch.no_grad()
+def test_the_empty_rows_of_a_reward_model_are_not_waited_for(monkeypatch):
+    monkeypatch.setenv("PACKING_OPS_CHECK", "0")  # as for a user
+    _, packed = both(reward_model("cuda"), "RewardTrainer")
+    mask = ROWS.cuda()
+    packed(input_ids=mask * 9, attention_mask=mask)
+    torch.cuda.synchronize()
+    monkeypatch.setattr(type(packed), "forward", lambda *_, **__: {})  # what transformers waits for does not count
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        packed(input_ids=mask * 9, attention_mask=mask)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 ROWS = torch.tensor([[1] * 7, [1, 1, 1, 0, 0, 0, 0], [1] + [0] * 6])
