@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import inspect
 import sys
 import warnings
@@ -12,7 +13,13 @@ import torch
 import transformers
 from transformers.models.auto import modeling_auto
 
-from packing_ops.integrations.transformers import apply_packing_ops, attn_implementation, rms_norm, rope_functions
+from packing_ops.integrations.transformers import (
+    apply_packing_ops,
+    attn_implementation,
+    rms_norm,
+    rms_norm_trial,
+    rope_functions,
+)
 
 SIZES = {  # by the names that configs have for them
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "intermediate_size", "intermediate_size_mlp", "ffn_dim"), 32),
@@ -203,15 +210,43 @@ def row_of(model) -> Row:
     return Row(own or "yes", *verdicts)
 
 
+def formula_of_class(cls: type) -> tuple[str | None, str]:
+    """As formula_of, of every module that the class makes: with each of its flags, on and off."""
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    flags = [parameter for parameter in parameters if isinstance(parameter.default, bool)]
+    sizes = [each for each in parameters if each.default is inspect.Parameter.empty and each.kind < 2]
+    others = [each for each in parameters if each not in sizes[:1] and each.kind != inspect.Parameter.VAR_KEYWORD]
+    if names := [each.name for each in others if not isinstance(each.default, (bool, float))]:
+        return None, f"{cls.__name__} may have another formula with {', '.join(names)}"
+    found: dict[tuple[str | None, str], None] = {}  # ordered, unlike a set: the first reason is told
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        for given in ({}, *({flag.name: not flag.default} for flag in flags)):
+            try:
+                found[rms_norm_trial.formula_of(cls, cls(*[rms_norm_trial.WIDTH] * len(sizes), **given))] = None
+            except Exception as error:  # whatever another library raises
+                found[None, f"{cls.__name__} cannot be made for a trial: {error!r}"] = None
+    formulas = {formula for formula, _ in found} - {"no_weight"}
+    if len(found) == 1:
+        return next(iter(found))
+    if len(formulas) == 1 and None not in formulas:
+        return formulas.pop(), ""
+    return None, next((reason for formula, reason in found if formula is None), f"{cls.__name__} has several formulas")
+
+
+def refusal_of_module(module_name: str) -> str | None:
+    """Why no function of it can be served; None if one can."""
+    module = importlib.import_module(module_name)
+    refusals = [rope_functions.refusal(module, name) for name in rope_functions._names(module)]
+    return None if None in refusals else next(iter(refusals), "it has no function that rotates q and k")
+
+
 def row_of_module(model_class) -> Row:
     """Of a family that no recipe makes: what its modelling module has."""
     name = model_class.__module__
     classes = [value for value in vars(sys.modules[name]).values() if isinstance(value, type)]
     norms = [value for value in classes if value.__module__ == name and rms_norm.is_norm(value)]
-    reasons = [reason for formula, reason in map(rms_norm.formula_of_class, norms) if formula is None]
-    return Row(
-        "not tried", rope_functions.refusal_of_module(name) or "yes", "; ".join(reasons) or ("yes" if norms else NONE)
-    )
+    reasons = [reason for formula, reason in map(formula_of_class, norms) if formula is None]
+    return Row("not tried", refusal_of_module(name) or "yes", "; ".join(reasons) or ("yes" if norms else NONE))
 
 
 def page_of(rows: dict[tuple[str, str], Row]) -> str:

@@ -16,8 +16,7 @@ attn_implementation="packing_ops":
                             stateful_arguments.py: what they are given and return.
     kv_cache.py             Refuses a KV cache that holds several documents in a row.
 apply_packing_ops(model):
-    patch.py                apply and revert; applied.py is what they say, model_info.py says what runs. class_patch.py
-                            does it for a class or for all.
+    patch.py                apply and revert; applied.py is what they say, model_info.py says what runs.
     sequence_group.py       A model whose rows lie on several ranks, by packing_ops.parallel.
     attn_implementation.py  Sets a model's attn_implementation, and sets it back.
     rope.py, rms_norm.py, vision.py, fused_loss.py   How each of these is put into a model. rope_functions.py: what

@@ -108,15 +108,3 @@ def implementations_of(config) -> dict:
             nested = implementations_of(sub_config)
             found[key] = nested if len(nested) > 1 else nested[""]
     return found
-
-
-def with_our_default(stock):
-    """Wraps the method that picks the attn_implementation of a new model."""
-
-    @functools.wraps(stock)
-    def check(self, attn_implementation, *args, **kwargs):
-        if not attn_implementation:
-            self.__dict__.setdefault(STATE, AttentionBefore())
-        return stock(self, attn_implementation or IMPLEMENTATION, *args, **kwargs)
-
-    return check

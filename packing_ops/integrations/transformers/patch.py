@@ -8,12 +8,11 @@ from packing_ops.integrations.transformers import rms_norm as rms_norm_patch
 from packing_ops.integrations.transformers import rope as rope_patch
 from packing_ops.integrations.transformers import sequence_group as sequence_patch
 from packing_ops.integrations.transformers import vision as vision_patch
-from packing_ops.integrations.transformers.applied import Applied, name_of, refuse, warn
-from packing_ops.integrations.transformers.class_patch import Options, apply_to_classes, revert_classes
+from packing_ops.integrations.transformers.applied import Applied, refuse, warn
 
 
 def apply_packing_ops(
-    model: torch.nn.Module | type | None = None,
+    model: torch.nn.Module,
     *,
     rope: bool = True,
     attention: bool = True,
@@ -27,22 +26,19 @@ def apply_packing_ops(
     """Swap a model's attention and RoPE, and on request RMSNorm and loss, for those of packing_ops.
 
     Args:
-        model: an instance, also inside a PEFT or DDP wrapper: no other model changes. A model class: all models of its
-            modelling module, present and future. None: all models of every modelling module, those that are imported
-            by now and those of which a model is made later.
+        model: an instance, also inside a PEFT or DDP wrapper. No other model changes.
         rope: rotate q and k by one call of apply_rotary_qk, which computes in fp32 and rounds once; in the attention of
             vision towers that is given cu_seqlens too.
-        attention: register ``"packing_ops"`` and set it as attn_implementation of the instance; for a class, make it
-            the default of new models. Attention of an instance's vision tower that is given cu_seqlens (Qwen-VL and its
-            like) then takes all images in one call.
+        attention: register ``"packing_ops"`` and set it as attn_implementation. Attention of a vision tower that is given
+            cu_seqlens (Qwen-VL and its like) then takes all images in one call.
         rms_norm: RMSNorm modules call torch.nn.functional.rms_norm. In bf16 and fp16 the stock formula of Llama, Qwen
             and Mistral rounds the normalised value and then its product with the weight; this one rounds once. Gemma
             and gpt-oss round once either way; Gemma's ``1 + weight`` stays in fp32. Dtypes of results are the stock's.
-        fused_loss: of an instance: in training with labels the loss is chunked_cross_entropy of the hidden states,
+        fused_loss: in training with labels the loss is chunked_cross_entropy of the hidden states,
             without the logits, and the output's are None: who reads them, as TRL's SFTTrainer does for its metrics,
             cannot have it. Apply before others wrap forward. Another lm_head (resized, LoRA): stock, after a warning.
         fp32_cos_sin: keep cos and sin in fp32 where the model casts them to its own dtype.
-        sequence_group: of an instance: ranks that share each row. The model then takes what
+        sequence_group: ranks that share each row. The model then takes what
             packing_ops.parallel.shard_packed gives, and its attention runs over the group (varlen_attention_over); with DDP
             or FSDP2 around it as around any model. A DeviceMesh of one dimension too.
         sequence_scheme: the scheme of shard_packed.
@@ -62,9 +58,8 @@ def apply_packing_ops(
 
     Raises:
         ImportError: transformers is missing (``pip install packing_ops[hf]``).
-        TypeError: model is no instance, class or None.
-        ValueError: ``strict`` and something cannot be swapped in this model; fused_loss or sequence_group of a class;
-            a sequence_group for a model whose rows cannot lie on several ranks (RoPE scaled by the row's longest position,
+        TypeError: model is no instance of torch.nn.Module: a class, for example.
+        ValueError: ``strict`` and something cannot be swapped in this model; a sequence_group for a model whose rows cannot lie on several ranks (RoPE scaled by the row's longest position,
             images), or whose attention cannot be swapped. Then, in the forward: a call that is not what shard_packed
             gives, or labels without num_items_in_batch, since the mean over one rank's targets is not that of the row.
 
@@ -81,13 +76,6 @@ def apply_packing_ops(
     every model that takes
     attn_implementation.
     """
-    if model is None or isinstance(model, type):
-        if fused_loss:
-            raise ValueError(f"fused_loss: expected an instance of a model, got {name_of(model) if model else None}")
-        if sequence_group is not None:
-            got = name_of(model) if model else None
-            raise ValueError(f"sequence_group: expected an instance of a model, got {got}")
-        return apply_to_classes(model, Options(rope, attention, rms_norm, fp32_cos_sin), strict)
     _check_model(model)
     # What cannot be swapped: nothing has changed until all of it is known.
     hosts, skipped = attention_patch.hosts(model), {}
@@ -126,18 +114,15 @@ def apply_packing_ops(
     return Applied(attending, rotated, normed, len(losses), vision, skipped)
 
 
-def revert_packing_ops(model: torch.nn.Module | type | None = None) -> None:
-    """Undo apply_packing_ops with the same model: an instance, a class, or None for all classes.
+def revert_packing_ops(model: torch.nn.Module) -> None:
+    """Undo apply_packing_ops in a model.
 
     Outputs are again those of before, to the bit. The modelling module is restored once no model needs the swap; what
     register added to transformers stays until unregister. Reverting what was never applied does nothing.
 
     Raises:
-        TypeError: model is neither an instance nor a class nor None.
+        TypeError: model is no instance of torch.nn.Module.
     """
-    if model is None or isinstance(model, type):
-        revert_classes(model)
-        return
     _check_model(model)
     sequence_patch.revert_model(model)
     rope_patch.revert_model(model)
@@ -149,5 +134,9 @@ def revert_packing_ops(model: torch.nn.Module | type | None = None) -> None:
 
 
 def _check_model(model: object) -> None:
+    if isinstance(model, type):
+        raise TypeError(
+            f"model: expected a torch.nn.Module, got the class {model.__name__}: pass each model made of it"
+        )
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, a model class or None, got {type(model).__name__}")
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}: pass the model itself")

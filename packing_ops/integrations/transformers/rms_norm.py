@@ -1,14 +1,12 @@
 """The RMSNorm modules of transformers through torch.nn.functional.rms_norm, each by its model's formula."""
 
-import functools
-import inspect
 import types
 
 import torch
 
 from packing_ops.integrations._patching import WeakPartial, function_of
 from packing_ops.integrations.transformers.module_class import stock_of, subclass_of
-from packing_ops.integrations.transformers.rms_norm_trial import FORWARDS, WIDTH, formula_of
+from packing_ops.integrations.transformers.rms_norm_trial import FORWARDS, formula_of
 from packing_ops.integrations.transformers.rope_functions import HOSTS
 
 
@@ -38,7 +36,7 @@ def _formula_of(module) -> str | None:
     function = function_of(forward)
     if function in FORWARDS.values():
         return next(name for name, ours in FORWARDS.items() if ours is function)
-    return getattr(function, "packing_ops", None) or formula_of(stock_of(type(module)), module)[0]
+    return formula_of(stock_of(type(module)), module)[0]
 
 
 def why_not(model: torch.nn.Module) -> str | None:
@@ -56,41 +54,6 @@ def fused(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [
         module for module in norms(model) if _is_ours(module.__dict__.get(_forward_attribute(module), module.forward))
     ]
-
-
-def forward_of(cls: type, formula: str):
-    """The fused forward, with the name and module of the stock one."""
-    ours, bare = FORWARDS[formula], FORWARDS["no_weight"]
-
-    @functools.wraps(cls.forward)
-    def forward(self, hidden_states):
-        return (bare if getattr(self, "weight", None) is None else ours)(self, hidden_states)
-
-    forward.packing_ops = formula
-    return forward
-
-
-def formula_of_class(cls: type) -> tuple[str | None, str]:
-    """As formula_of, of every module that the class makes: with each of its flags, on and off."""
-    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
-    flags = [parameter for parameter in parameters if isinstance(parameter.default, bool)]
-    sizes = [each for each in parameters if each.default is inspect.Parameter.empty and each.kind < 2]
-    others = [each for each in parameters if each not in sizes[:1] and each.kind != inspect.Parameter.VAR_KEYWORD]
-    if names := [each.name for each in others if not isinstance(each.default, (bool, float))]:
-        return None, f"{cls.__name__} may have another formula with {', '.join(names)}"
-    found: dict[tuple[str | None, str], None] = {}  # ordered, unlike a set: the first reason is told
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        for given in ({}, *({flag.name: not flag.default} for flag in flags)):
-            try:
-                found[formula_of(cls, cls(*[WIDTH] * len(sizes), **given))] = None
-            except Exception as error:  # whatever another library raises
-                found[None, f"{cls.__name__} cannot be made for a trial: {error!r}"] = None
-    formulas = {formula for formula, _ in found} - {"no_weight"}
-    if len(found) == 1:
-        return next(iter(found))
-    if len(formulas) == 1 and None not in formulas:
-        return formulas.pop(), ""
-    return None, next((reason for formula, reason in found if formula is None), f"{cls.__name__} has several formulas")
 
 
 def apply_to_model(model: torch.nn.Module) -> int:
@@ -127,5 +90,4 @@ def _forward_attribute(module) -> str | None:
 
 def _is_ours(forward) -> bool:
     """A partial of this file, or a bound method of a class of ours."""
-    function = function_of(forward)
-    return function in FORWARDS.values() or hasattr(function, "packing_ops")
+    return function_of(forward) in FORWARDS.values()

@@ -1,6 +1,5 @@
 """RoPE of a model by apply_rotary_qk: its rotary embedding is tagged, and the functions of its module see the tag."""
 
-import functools
 import importlib
 import inspect
 import sys
@@ -131,9 +130,8 @@ def apply_to_model(model: torch.nn.Module, fp32_cos_sin: bool) -> int:
 
 
 def rotates(rotary: torch.nn.Module) -> bool:
-    """Whether ours rotates: swapped in this model, or in all models of its class."""
-    patches = patches_of(type(rotary).__module__).values()
-    return any(patch.is_applied and patch.pinned for patch in patches) or _tag in rotary._forward_hooks.values()
+    """Whether ours rotates."""
+    return _tag in rotary._forward_hooks.values()
 
 
 def revert_model(model: torch.nn.Module) -> None:
@@ -165,22 +163,12 @@ def _tag(rotary, args, output):
 
 def _ask_for_fp32(rotary, args):
     x, *others = args
-    return (in_fp32(x), *others)
+    return (_in_fp32(x), *others)
 
 
-def in_fp32(x: torch.Tensor) -> torch.Tensor:
+def _in_fp32(x: torch.Tensor) -> torch.Tensor:
     """Rotary embeddings compute in fp32 and read nothing of x but its device, its shape and the dtype to cast down to."""
     return x if x.dtype in (torch.float32, torch.float64) else x.new_empty((), dtype=torch.float32).expand(x.shape)
 
 
 _HOOKS = (_tag, _ask_for_fp32, give_position_ids, give_axes)
-
-
-def fp32_forward(stock):
-    """Wraps the forward of a rotary module."""
-
-    @functools.wraps(stock)
-    def forward(self, x, *args, **kwargs):
-        return stock(self, in_fp32(x), *args, **kwargs)
-
-    return forward

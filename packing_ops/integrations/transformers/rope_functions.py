@@ -72,10 +72,7 @@ PATCHES: dict[str, dict[str, Patch]] = {}  # {modelling module: {function: Patch
 
 
 def patches_of(module_name: str) -> dict[str, Patch]:
-    """By the name of the function, of all that apply_rotary_qk can serve.
-
-    Pinned while all models of the module rotate with ours; their users are the rotary embeddings of single models.
-    """
+    """By the name of the function, of all that apply_rotary_qk can serve. Their users are rotary embeddings of models."""
     if module_name not in PATCHES:
         module = importlib.import_module(module_name)
         found = {name: new_patch(module, name) for name in _names(module) if not refusal(module, name)}
@@ -105,10 +102,9 @@ def new_patch(module, name: str) -> Patch:
         def rotate(*args, **named):
             table = args[index] if len(args) > index else named.get(rotation.table)
             if not isinstance(table, Tables):
-                if not patch.pinned:
-                    revert_left()
-                    return stock(*args, **named)
-            elif len(args) > index:
+                revert_left()
+                return stock(*args, **named)
+            if len(args) > index:
                 args = (*args[:index], table.table, *args[index + 1 :])
             else:
                 named = {**named, rotation.table: table.table}
@@ -116,8 +112,7 @@ def new_patch(module, name: str) -> Patch:
 
         return rotate
 
-    patch = Patch(module, name, make)
-    return patch
+    return Patch(module, name, make)
 
 
 @functools.cache
@@ -141,10 +136,3 @@ def refusal(module, name) -> str | None:
 def rotation_in(patch: Patch) -> Rotation | str:
     """Of the function that it replaces, now or later."""
     return rotation_of(patch.stock if patch.is_applied else vars(patch.owner)[patch.name])
-
-
-def refusal_of_module(module_name: str) -> str | None:
-    """Why no function of it can be served; None if one can."""
-    module = importlib.import_module(module_name)
-    refusals = [refusal(module, name) for name in _names(module)]
-    return None if None in refusals else next(iter(refusals), "it has no function that rotates q and k")

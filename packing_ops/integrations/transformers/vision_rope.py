@@ -49,9 +49,8 @@ def apply_to_model(model: torch.nn.Module) -> int:
 
 
 def rotates(module: torch.nn.Module) -> bool:
-    """Whether ours rotates: swapped in this model, or in all models of its class."""
-    patches = patches_of(type(module).__module__).values()
-    return _is_tagged(module) or any(patch.is_applied and patch.pinned for patch in patches)
+    """Whether ours rotates."""
+    return _is_tagged(module)
 
 
 def revert_model(model: torch.nn.Module) -> None:

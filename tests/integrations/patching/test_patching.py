@@ -45,14 +45,6 @@ def registered():
     return lambda: register("for_a_test"), lambda: unregister("for_a_test"), {"_preprocess_mask_arguments", "__call__"}
 
 
-def all_of_llama():
-    from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops
-
-    kind, forwards = type(llama()), {"apply_rotary_pos_emb", "forward", "_check_and_adjust_attn_implementation"}
-    options = {"rms_norm": True, "fp32_cos_sin": True}
-    return lambda: apply_packing_ops(kind, **options), lambda: revert_packing_ops(kind), forwards
-
-
 def one_llama(model=None):
     from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops
 
@@ -97,7 +89,6 @@ def no_name_registered():
     ("host", "case"),
     [
         ("transformers", registered),
-        ("transformers", all_of_llama),
         ("transformers", one_llama),
         ("megatron", megatron_rope),
         ("trl", trl_packing),

@@ -1,11 +1,8 @@
 """What apply_packing_ops says that it did, what it left and why, and what info says that runs."""
 
 import pickle
-import sys
-import textwrap
 import warnings
 
-import fresh_process
 import pytest
 import torch
 
@@ -49,37 +46,6 @@ def test_counts():
     assert pickle.loads(pickle.dumps(applied)) == applied
 
 
-def test_classes_are_counted():
-    base = module_of("llama").LlamaPreTrainedModel
-    assert apply_packing_ops(base, rms_norm=True, strict=True) == Applied(attention=1, rope=1, rms_norm=1)
-    revert_packing_ops(base)
-    everywhere = apply_packing_ops(attention=False)
-    imported = sum(name.startswith("transformers.models.") and ".modeling_" in name for name in sys.modules)
-    assert 0 < everywhere.rope <= imported
-    revert_packing_ops()
-
-
-def test_every_module_is_swapped_when_a_model_of_it_is_made(tmp_path):
-    """Also one that nobody had imported."""
-    code = """
-        import sys
-        import transformers
-        from packing_ops.integrations.transformers import apply_packing_ops, info, revert_packing_ops
-        from packing_ops.integrations.transformers.imports import PreTrainedModel
-        stock = PreTrainedModel.__init__
-        apply_packing_ops(rms_norm=True)
-        assert "transformers.models.olmo.modeling_olmo" not in sys.modules
-        sizes = dict(vocab_size=16, hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-        model = transformers.AutoModelForCausalLM.from_config(transformers.OlmoConfig(**sizes))
-        for line in ("attention: packing_ops in 1 module", "rope: packing_ops in 1 module"):
-            assert line in info(model).splitlines(), info(model)
-        revert_packing_ops()
-        assert PreTrainedModel.__init__ is stock
-        assert "rope: stock in 1 module" in info(model)
-    """
-    fresh_process.run("-c", textwrap.dedent(code), folder=tmp_path)
-
-
 def test_attention_alone_where_the_rope_is_not_known(device):
     model, inputs = tiny_gpt2().to(device), packed(device)
     documents = [ids for ids in inputs["input_ids"].split(LENGTHS, 1)]
@@ -96,24 +62,13 @@ def test_attention_alone_where_the_rope_is_not_known(device):
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_class_with_attention_alone():
-    gpt2 = transformers.GPT2LMHeadModel
-    with pytest.warns(UserWarning, match="rope of GPT2LMHeadModel was not swapped: its module is not served") as warned:
-        assert apply_packing_ops(gpt2).attention == 1
-    assert warned[0].filename == __file__
-    assert tiny_gpt2().config._attn_implementation == "packing_ops"
-    revert_packing_ops(gpt2)
-    assert tiny_gpt2().config._attn_implementation == "sdpa"
-
-
 def test_what_a_model_does_not_have_is_skipped():
     phi = tiny("phi")
-    for target in (phi, type(phi)):
-        with pytest.warns(UserWarning, match="rms_norm of PhiForCausalLM was not swapped: .* no RMSNorm"):
-            applied = apply_packing_ops(target, rms_norm=True)
-        assert applied
-        assert list(applied.skipped) == ["rms_norm"]
-        revert_packing_ops(target)
+    with pytest.warns(UserWarning, match=r"rms_norm of PhiForCausalLM was not swapped: .* no RMSNorm"):
+        applied = apply_packing_ops(phi, rms_norm=True)
+    assert applied
+    assert list(applied.skipped) == ["rms_norm"]
+    revert_packing_ops(phi)
     with pytest.warns(UserWarning, match="attention of Linear was not swapped: there is no transformers model"):
         assert not apply_packing_ops(torch.nn.Linear(1, 1), rope=False)
     deberta = tiny_deberta()
@@ -122,8 +77,23 @@ def test_what_a_model_does_not_have_is_skipped():
     ):
         assert not apply_packing_ops(deberta, rope=False)
     assert deberta.config._attn_implementation == "eager"
-    with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module.*got str"):
-        apply_packing_ops("llama")
+
+
+@pytest.mark.parametrize("function", [apply_packing_ops, revert_packing_ops])
+def test_anything_but_a_model_is_an_error(function):
+    """A class too: its models would share what one of them undoes."""
+    cls = module_of("llama").LlamaForCausalLM
+    with pytest.raises(
+        TypeError, match=r"model: expected a torch\.nn\.Module, got the class LlamaForCausalLM: pass each"
+    ):
+        function(cls)
+    for other in ("llama", None):
+        with pytest.raises(
+            TypeError, match=rf"model: expected a torch\.nn\.Module, got {type(other).__name__}: pass the"
+        ):
+            function(other)
+    with pytest.raises(TypeError, match="model"):
+        function()
 
 
 def test_strict_changes_nothing(monkeypatch):
@@ -134,8 +104,6 @@ def test_strict_changes_nothing(monkeypatch):
         match=r"strict: .* in GPT2LMHeadModel rope: no rotary embedding was found in it .*\(or pass rope=False\)",
     ):
         apply_packing_ops(gpt2, strict=True)
-    with pytest.raises(ValueError, match=r"strict: .* GPT2LMHeadModel rope: its module is not"):
-        apply_packing_ops(type(gpt2), strict=True)
     monkeypatch.setattr(type(llama), "_can_set_attn_implementation", lambda *self: False)
     with pytest.raises(ValueError, match=r"strict: .* LlamaForCausalLM attention: .* cannot change"):
         apply_packing_ops(llama, strict=True)
@@ -210,12 +178,7 @@ def test_info_of_a_swapped_model(monkeypatch):
     assert info(model).splitlines()[:6] == before
 
 
-def test_info_of_classes_and_others(monkeypatch):
-    apply_packing_ops(module_of("llama").LlamaPreTrainedModel, rms_norm=True)
-    lines = info(tiny("llama")).splitlines()
-    assert lines[1:4] == [f"{name}: packing_ops in {count} modules" for name, count in zip(
-        ("attention", "rope", "rms_norm"), (2, 2, 5), strict=True)]  # fmt: skip
-    revert_packing_ops(module_of("llama").LlamaPreTrainedModel)
+def test_info_of_others():
     lines = info(tiny_gpt2()).splitlines()
     assert lines[1] == "attention: sdpa in 3 modules, swapped by apply_packing_ops(model)"
     assert lines[2] == "rope: stock, no rotary embedding was found in it"
@@ -229,7 +192,3 @@ def test_info_of_classes_and_others(monkeypatch):
     assert "documents: one in each row" in info(mixer)
     with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module, got str"):
         info("llama")
-
-
-def test_counts_of_models_go_on_as_with_a_bool():
-    assert sum([Applied(attention=2), Applied(), Applied(rope=1)]) == 2

@@ -8,7 +8,9 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from packing_ops.integrations.transformers import rms_norm, rms_norm_trial, rope, rope_functions  # noqa: E402
+from hf_families import formula_of_class  # noqa: E402
+
+from packing_ops.integrations.transformers import rms_norm_trial, rope, rope_functions  # noqa: E402
 from packing_ops.integrations.transformers.rope_trial import Rotation, rotation_of  # noqa: E402
 
 
@@ -188,9 +190,9 @@ def test_rows_of_other_strides_are_rotated():
 
 def test_a_function_in_place_of_another_is_tried_anew(monkeypatch):
     module = importlib.import_module("transformers.models.granite.modeling_granite")
-    assert rope_functions.refusal_of_module(module.__name__) is None
+    assert rope_functions.refusal(module, "apply_rotary_pos_emb") is None
     monkeypatch.setattr(module, "apply_rotary_pos_emb", raises)
-    assert "raises KeyError" in rope_functions.refusal_of_module(module.__name__)
+    assert "raises KeyError" in rope_functions.refusal(module, "apply_rotary_pos_emb")
 
 
 def test_tables_are_a_tensor_to_whoever_computes():
@@ -210,7 +212,7 @@ def test_a_rotary_embedding_of_another_form_is_left():
     """Its tables are in a dict; with fp32_cos_sin it still finds the row's length in what it is given."""
     outputs = {"full": torch.ones(2)}
     assert rope._tag(torch.nn.Linear(1, 1), (), outputs) is outputs
-    assert rope.in_fp32(torch.zeros(2, 5, 8, dtype=torch.bfloat16)).shape == (2, 5, 8)
+    assert rope._in_fp32(torch.zeros(2, 5, 8, dtype=torch.bfloat16)).shape == (2, 5, 8)
 
 
 # --- RMSNorm ---
@@ -373,9 +375,9 @@ def test_groups_of_elements_are_not_the_whole():
 
 def test_a_class_whose_modules_differ_is_refused():
     for cls, formula in ((Norm, None), (InFp32, None), (Grouped, None)):  # width=8 and weight=True: not of all modules
-        assert rms_norm.formula_of_class(cls)[0] == formula
+        assert formula_of_class(cls)[0] == formula
     llama = importlib.import_module("transformers.models.llama.modeling_llama")
-    assert rms_norm.formula_of_class(llama.LlamaRMSNorm) == ("weight", "")
+    assert formula_of_class(llama.LlamaRMSNorm) == ("weight", "")
 
 
 def test_the_trial_reads_no_weights():
