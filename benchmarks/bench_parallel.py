@@ -21,7 +21,7 @@ from parallel_timing import sft_lengths, timed_together
 from parallel_training import train_rows
 
 import packing_ops as po
-from packing_ops.parallel import choose_attention, gathered_attention, ulysses_attention
+from packing_ops.parallel import gathered_attention, ulysses_attention
 
 HEADS, TINY_HEADS = (32, 8, 128), (8, 4, 16)
 
@@ -92,9 +92,6 @@ def attention_rows(results, device, tiny):
         for op, call in calls.items():
             together = timed_together(functools.partial(forward_backward, call, tensors, dout), device, runs)
             results.add(f"{op}, forward + backward", shape, one, together, tokens=sum(lengths))
-        if dist.get_rank() == 0:
-            sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": heads[2], "scheme": scheme}
-            print(choose_attention(metadata, ranks=ranks, rows=total // ranks, **sizes), flush=True)
 
 
 def long_rows(results, device, tiny):

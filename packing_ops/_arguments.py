@@ -2,11 +2,14 @@
 
 import math
 import operator
+import os
 import reprlib
 from array import array
 from collections.abc import Sequence
 
 import torch
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # that the ops take on the CPU
 
 
 def plain(value):
@@ -102,6 +105,11 @@ def described(tensor: torch.Tensor) -> str:
 
 
 # --- checks ---
+
+
+def checks_each_call() -> bool:
+    """PACKING_OPS_CHECK, read as check_each_call of csrc/host/launch.cpp reads it: on for anything but empty and 0."""
+    return os.environ.get("PACKING_OPS_CHECK", "") not in ("", "0")
 
 
 def check_tensor(value, name: str) -> None:

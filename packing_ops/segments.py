@@ -11,6 +11,7 @@ import torch
 
 from packing_ops import _ops
 from packing_ops._arguments import (
+    FLOATS,
     check_cu_seqlens,
     check_tensor,
     described,
@@ -23,8 +24,6 @@ from packing_ops._arguments import (
 from packing_ops._autograd import past_autograd, register_autograd
 from packing_ops.boundaries import seq_idx_from_cu_seqlens
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
-
-_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def segment_sum(
@@ -186,7 +185,7 @@ def segment_broadcast(
         )
     if not isinstance(total, int):
         total = int(cu_seqlens[-1]) if total is None else integer(total, "total")
-    if values.dtype not in _FLOATS:
+    if values.dtype not in FLOATS:
         padded = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
         return padded[seq_idx_from_cu_seqlens(cu_seqlens, total)]
     sums = values.to(sum_dtype(values.dtype))  # segment_sum's: this is its backward
@@ -250,9 +249,9 @@ def gae(
         if tensor is None and name == "bootstrap":
             continue
         check_tensor(tensor, name)
-        if tensor.dtype not in _FLOATS:
-            wanted = ", ".join(map(dtype_name, _FLOATS[:-1]))
-            raise ValueError(f"{name}: expected {wanted} or {dtype_name(_FLOATS[-1])}, got {described(tensor)}")
+        if tensor.dtype not in FLOATS:
+            wanted = ", ".join(map(dtype_name, FLOATS[:-1]))
+            raise ValueError(f"{name}: expected {wanted} or {dtype_name(FLOATS[-1])}, got {described(tensor)}")
     row = one_row(rewards, "rewards")
     cu_seqlens = cu_seqlens_of(metadata, row.shape[0], like="rewards", name="metadata")
     dtype = torch.promote_types(rewards.dtype, values.dtype)

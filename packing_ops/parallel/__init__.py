@@ -4,8 +4,8 @@ sharding.py     A packed row over the ranks, and back; the loss over all ranks' 
 ulysses.py      All-to-all to whole documents with a part of the heads: the bits of one GPU.
 gathered.py     Queries stay, the keys that they need come: any number of heads. key_layout.py says which keys.
 overlap.py      How many parts the heads travel in, and whether received keys are kept.
-choose.py       Which of the two, by heads, ranks and lengths, and why.
-agreement.py    Ranks that call with other options or lengths are named before anything is mixed up.
+choose.py       Which of the two, by heads and ranks, and why.
+agreement.py    Under PACKING_OPS_CHECK, ranks that call with other options or lengths are named.
 collectives.py  The collectives of torch.distributed that these are made of.
 """
 

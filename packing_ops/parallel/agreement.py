@@ -1,20 +1,21 @@
-"""Whether all ranks of a group call the same attention over the same documents: else they would hang, or mix rows."""
+"""Under PACKING_OPS_CHECK: whether all ranks of a group call the same attention over the same documents.
 
-import os
-import weakref
+Ranks that differ hang, or exchange rows of different heads and keys. The check is a collective of its own, so all ranks
+make it or none does: the environment decides, not what one rank has called before.
+"""
+
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from packing_ops._arguments import FLOATS, checks_each_call
 from packing_ops._batch_cache import is_captured
 from packing_ops.metadata import PackedMetadata
 from packing_ops.parallel.collectives import start_all_gather
 
-_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[object, ...]]] = (
-    weakref.WeakKeyDictionary()
-)  # {group: the calls on which its ranks agreed}
+# Words are sent as their index.
 _WORDS = {
     "attention": (
         "ulysses_attention",
@@ -26,7 +27,6 @@ _WORDS = {
 }
 _GRADIENTS = ("q, k or v requires_grad", "sinks requires_grad")
 _FLAGS = ("causal", "keep_keys", "sinks", "visible_end", *_GRADIENTS)
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def check_agreement(
@@ -38,10 +38,10 @@ def check_agreement(
     options: Mapping[str, Any],
     sinks: torch.Tensor | None,
 ) -> None:
-    """ValueError on every rank where one of them has other options, heads, dtypes, rows or documents; it is named.
+    """Under PACKING_OPS_CHECK, ValueError on every rank where one has other options, heads, dtypes, rows or documents.
 
-    It waits for the GPU, so it is done in the first call with these options; with PACKING_OPS_CHECK=1 in every call. It
-    comes before the checks of one rank's own arguments: a rank that raises alone leaves the others waiting.
+    It names what differs. It comes before the checks of one rank's own arguments: a rank that raises alone leaves the
+    others waiting. It waits for the GPU.
 
     Args:
         q, k, v: ``[rows, num_heads, head_dim]`` of this rank.
@@ -49,63 +49,60 @@ def check_agreement(
         options: of the attention, by name, the same names in every call of one attention: numbers, None, bools, tuples of
             numbers, words of _WORDS.
     """
-    if torch.compiler.is_compiling() or is_captured(q):
+    if torch.compiler.is_compiling() or not checks_each_call() or is_captured(q):
         return
-    agreed = _agreed.setdefault(group, set())
     # Backward is a collective too.
     recorded, of_sinks = torch.is_grad_enabled(), sinks is not None and sinks.requires_grad
     gradients = recorded and (q.requires_grad or k.requires_grad or v.requires_grad), recorded and of_sinks
-    shapes = (q.shape[1:], k.shape[1:], v.shape[1:], q.dtype, k.dtype, v.dtype)
-    call = (*options.values(), sinks is None, *gradients, *shapes)
-    if call in agreed and os.environ.get("PACKING_OPS_CHECK") != "1":
-        return
-    # All ranks tell the same names, whichever attention they call: those without keep_keys tell None.
+    # All ranks send the same names, whichever attention they call: those without keep_keys send None.
     given = {"keep_keys": None, **options, "sinks": sinks is not None, **dict(zip(_GRADIENTS, gradients, strict=True))}
-    told = _told(q, k, v, documents, given)
-    numbers = torch.tensor(list(told.values()), dtype=torch.float64, device=q.device)
-    of_ranks = start_all_gather(numbers[None], group)().tolist()
-    for index, name in enumerate(told):
+    numbers = _numbers(q, k, v, documents, given)
+    sent = torch.tensor(list(numbers.values()), dtype=torch.float64, device=q.device)
+    of_ranks = start_all_gather(sent[None], group)().tolist()
+    for index, name in enumerate(numbers):
         for rank, found in enumerate(of_ranks):
-            if repr(found[index]) != repr(of_ranks[0][index]):
+            if repr(found[index]) != repr(of_ranks[0][index]):  # repr: NaN stands for None
                 first, other = (_in_words(name, each[index]) for each in (of_ranks[0], found))
                 raise ValueError(
                     f"{name}: expected {first} on all {len(of_ranks)} ranks as on rank 0, got {other} on rank {rank} "
                     "of the group"
                 )
-    agreed.add(call)
 
 
-def _told(
+def _numbers(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     documents: PackedMetadata | torch.Tensor | None,
     given: Mapping[str, Any],
 ) -> dict[str, float]:
-    """Numbers, in the same order and under the same names on every rank."""
-    told: dict[str, float] = {}
+    """The call as numbers, in the same order and under the same names on every rank."""
+    numbers: dict[str, float] = {}
+    # options
     for name, value in given.items():
         values = value if isinstance(value, tuple) else (value,)
         for index, each in enumerate(values):
             key = name if len(values) == 1 else f"{name}[{index}]"
             number = _WORDS[name].index(each) if name in _WORDS else each
-            told[key] = float("nan") if number is None else float(number)
+            numbers[key] = float("nan") if number is None else float(number)
+    # tensors
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        told[f"{name}.dtype"] = float(_DTYPES.index(tensor.dtype) if tensor.dtype in _DTYPES else -1)
+        numbers[f"{name}.dtype"] = float(FLOATS.index(tensor.dtype) if tensor.dtype in FLOATS else -1)
         for dimension, size in zip(("rows", "heads", "head_dim"), tensor.shape, strict=True):
-            told[f"{name} {dimension}"] = float(size)
+            numbers[f"{name} {dimension}"] = float(size)
+    # documents
     metadata = documents if isinstance(documents, PackedMetadata) else None
     ends = documents.cu_seqlens if isinstance(documents, PackedMetadata) else documents
-    told["cu_seqlens (documents)"] = float("nan") if ends is None else float(len(ends) - 1)
-    told["cu_seqlens (checksum)"] = float("nan") if ends is None else _checksum(ends)
-    told["visible_end"] = told["visible_end (checksum)"] = 0.0
+    numbers["cu_seqlens (documents)"] = float("nan") if ends is None else float(len(ends) - 1)
+    numbers["cu_seqlens (checksum)"] = float("nan") if ends is None else _checksum(ends)
+    numbers["visible_end"] = numbers["visible_end (checksum)"] = 0.0
     if metadata is not None and metadata.visible_end is not None:
-        told["visible_end"], told["visible_end (checksum)"] = 1.0, _checksum(metadata.visible_end)
-    return told
+        numbers["visible_end"], numbers["visible_end (checksum)"] = 1.0, _checksum(metadata.visible_end)
+    return numbers
 
 
 def _checksum(numbers: torch.Tensor) -> float:
-    """Weighed by their index, so that numbers in another order are told apart; float64 holds 2**53."""
+    """Weighted by index, so that the order counts; below 2**53, which float64 holds exactly."""
     weights = torch.arange(1, len(numbers) + 1, device=numbers.device) * 2_654_435_761 % 1_000_003
     return float((numbers.long() * weights).sum().remainder(2**52))
 
@@ -118,5 +115,5 @@ def _in_words(name: str, number: float) -> str:
     if name in _FLAGS:
         return str(bool(number))
     if name.endswith(".dtype"):
-        return str(_DTYPES[int(number)]).removeprefix("torch.") if number >= 0 else "another dtype"
+        return str(FLOATS[int(number)]).removeprefix("torch.") if number >= 0 else "another dtype"
     return str(int(number) if number == int(number) else number) if abs(number) < 2**53 else str(number)

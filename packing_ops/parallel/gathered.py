@@ -96,8 +96,8 @@ def gathered_attention(
 
     Raises:
         NotImplementedError: a window without causal, documents with a visible_end; a second derivative.
-        ValueError: documents of another row, ranks that disagree on options, heads, dtypes, rows or documents (found in the
-            first call with these options), and as varlen_attention.
+        ValueError: documents of another row, and as varlen_attention. Under PACKING_OPS_CHECK also ranks that disagree on
+            options, heads, dtypes, rows or documents.
 
     Synchronises once per batch on a GPU, in the first layer; in a CUDA graph never, and all keys are gathered. Not traced by
     torch.compile: a graph breaks here.

@@ -48,15 +48,6 @@ def gathered_parts(received: int, rows: int, heads: Sequence[tuple[int, int]], e
     return head_parts(num_kv_heads, keys, merged=rows * num_heads * head_dim_v * element_size)
 
 
-def pipelined(coming: float, computing: float, leaving: float, parts: int) -> float:
-    """When the last part has left: each is computed once it is there, and leaves once all have come and it is computed."""
-    computed, left = 0.0, coming  # one collective at a time
-    for part in range(1, parts + 1):
-        computed = max(computed, coming * part / parts) + computing / parts
-        left = max(left, computed) + leaving / parts
-    return left
-
-
 def keeps_keys(received: int, rows: int, num_heads: int, num_kv_heads: int) -> bool:
     """Whether so many received rows of k and v take no more memory than q and out of a rank, which backward needs anyway."""
     return received * num_kv_heads <= rows * num_heads

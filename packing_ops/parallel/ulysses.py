@@ -80,8 +80,8 @@ def ulysses_attention(
 
     Raises:
         NotImplementedError: a second derivative.
-        ValueError: heads that the ranks do not divide, documents of another row, ranks that disagree on options, heads,
-            dtypes, rows or documents (found in the first call with these options), and as varlen_attention.
+        ValueError: heads that the ranks do not divide, documents of another row, and as varlen_attention. Under
+            PACKING_OPS_CHECK also ranks that disagree on options, heads, dtypes, rows or documents.
     """
     group = process_group(group)
     scheme = check_scheme(scheme)

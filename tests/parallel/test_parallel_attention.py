@@ -303,7 +303,10 @@ def every_case():
                     found[key] = compared(name, scheme, (8, 4), options, lengths=lengths, seed=number)
     for dtype in (torch.float32, torch.bfloat16):
         found["bits", str(dtype)] = compared("ulysses", "zigzag", (8, 4), {"sinks": True}, dtype=dtype)
-    found["disagreements"], found["edges"], found["compiled"] = disagreements(), edge_cases(), compiled()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PACKING_OPS_CHECK", "1")  # on all ranks
+        found["disagreements"] = disagreements()
+    found["edges"], found["compiled"] = edge_cases(), compiled()
     found["refused"], found["visible_end"] = refused(), with_visible_end()
     found["forked"], found["left alone"] = forked(), left_alone()
     return found

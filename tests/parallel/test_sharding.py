@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 import packing_ops as po
 from packing_ops.data import thd_partition_indices
 from packing_ops.parallel import (
-    choose,
     choose_attention,
     count_targets,
-    overlap,
     shard_indices,
     shard_of,
     sharded_loss,
@@ -200,42 +198,23 @@ def test_loss_of_shards():
 
 
 def test_choice():
+    """Ulysses where the ranks divide the heads, whatever the lengths; and the one that serves the mask."""
     heads = {"num_heads": 32, "num_kv_heads": 8, "ranks": 4, "rows": 16_384}
-    long, short = (po.PackedMetadata.from_lengths(lengths) for lengths in ([65_536], [64] * 1024))
-    chosen = choose_attention(short, **heads)
-    assert chosen.name == "gathered"
-    assert "receives 0 of 49152 rows" in chosen.why
-    assert choose_attention(long, **heads).name == "ulysses"  # contiguous: the last rank has most of the work
-    assert (
-        choose_attention(long, **heads).seconds["gathered"] > 1.5 * choose_attention(long, **heads).seconds["ulysses"]
-    )
-    both_sides = choose_attention(short, **heads, causal=False, window_size=(3, 3))
-    assert both_sides.name == "ulysses"
-    assert "window_size" in both_sides.why
+    uneven = {**heads, "num_heads": 30, "num_kv_heads": 30}
+    both_sides = {"causal": False, "window_size": (3, 3)}
+    for lengths in ([65_536], [64] * 1024):
+        documents = po.PackedMetadata.from_lengths(lengths)
+        chosen = choose_attention(documents, **heads)
+        assert chosen == ("ulysses", "the 4 ranks divide 32 and 8 heads", {})
+        assert choose_attention(documents.cu_seqlens, **heads, scheme="zigzag") == chosen
+        refused = choose_attention(documents, **uneven)
+        assert refused == ("gathered", "num_q_heads: expected a multiple of the 4 ranks, got 30", {})
+        chosen = choose_attention(documents, **heads, **both_sides)
+        assert (chosen.name, chosen.why.split(":")[0]) == ("ulysses", "window_size")
     with pytest.raises(ValueError, match="num_q_heads: expected a multiple of the 4 ranks, got 30, and window_size"):
-        choose_attention(short, **{**heads, "num_heads": 30, "num_kv_heads": 30}, causal=False, window_size=(3, 3))
-
-
-def test_choice_counts_what_runs_beside_attention():
-    """Against a link alone: by one part that is not hidden at either end, with whole documents on each rank by none."""
-    assert overlap.pipelined(2.0, 3.0, 1.0, 1) == 6.0
-    assert overlap.pipelined(4.0, 100.0, 8.0, 4) == 1 + 100 + 2  # the first comes, the last leaves
-    assert overlap.pipelined(8.0, 0.0, 8.0, 4) == 16.0  # one collective at a time
-    assert overlap.pipelined(8.0, 4.0, 0.0, 4) == 8 + 1  # attention over the last part
-    assert overlap.pipelined(0.0, 4.0, 0.0, 4) == 4.0
-    heads = {"num_heads": 32, "num_kv_heads": 8, "ranks": 2, "rows": 32_768}
-    long = po.PackedMetadata.from_lengths([65_536])
-    found = choose_attention(long, **heads, scheme="zigzag").seconds
-    computed = 3.5 * 4 * 128 * 32 * (65_536 * 65_537 // 2) / 2 / choose.FLOPS_PER_SECOND
-    row = 128 * 2 / choose.BYTES_PER_SECOND
-    for name, sent in (("ulysses", 16_384 * 2 * (2 * 32 + 2 * 8) * row), ("gathered", 2 * 32_768 * 2 * 8 * row)):
-        assert found[name] < computed + sent / 3, name
-        assert found[name] > computed, name
-    few = choose_attention(long, **{**heads, "num_kv_heads": 2}, scheme="zigzag").seconds["ulysses"]
-    one_part = computed + 16_384 * 2 * (2 * 32 + 2 * 2) * row
-    assert few == pytest.approx(one_part)  # a key head each travels in one part
-    half = choose_attention(po.PackedMetadata.from_lengths([32_768] * 2), **heads).seconds["gathered"]
-    assert half == pytest.approx(computed / 2, rel=1e-3)
+        choose_attention(documents, **uneven, **both_sides)
+    with pytest.raises(ValueError, match="scheme: expected"):
+        choose_attention(documents, **heads, scheme="ring")
 
 
 def test_choice_for_a_visible_end():

@@ -159,8 +159,7 @@ STATE = {
     "integrations.transformers.stateful_layers._prepared",
     "integrations.transformers.stateful_ways._ways",
     "integrations.trl.packing._applied",  # patch_pack_dataset, unpatch_pack_dataset
-    "parallel.agreement._agreed",  # goes with its groups
-    "parallel.collectives._of_parent",  # the same; filled by a fork, os.register_at_fork
+    "parallel.collectives._of_parent",  # goes with its groups; filled by a fork, os.register_at_fork
 }
 COUNTERS = {"_batch_cache._forgotten"}
 LONG = {"_autograd.register_autograd"}  # torch's own, rebuilt: its parts belong together

@@ -1,0 +1,49 @@
+"""Ranks that call with other options: named under PACKING_OPS_CHECK, and without it no collective more than attention's."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import message_of, spawn
+
+import packing_ops as po
+from packing_ops._arguments import checks_each_call
+from packing_ops.parallel import ulysses_attention
+
+VALUES = {None: False, "": False, "0": False, "1": True, "true": True, "2": True, "no": True}
+
+
+def ranks_that_differ():
+    """{PACKING_OPS_CHECK: messages of two calls with causal on all ranks, and on rank 0 alone}"""
+    metadata = po.PackedMetadata.from_lengths([4 * dist.get_world_size()])
+    q, k, v = (torch.randn(4, heads, 8) for heads in (8, 4, 4))
+    found = {}
+    for value in VALUES:
+        os.environ.pop("PACKING_OPS_CHECK", None)
+        if value is not None:
+            os.environ["PACKING_OPS_CHECK"] = value
+        calls = (True, True), (True, dist.get_rank() == 0)
+        found[value] = [
+            message_of(lambda c=causal: ulysses_attention(q, k, v, metadata, causal=c)) for _, causal in calls
+        ]
+    return found
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_it_is_on_where_the_library_s_own_check_is(value, monkeypatch):
+    """As check_each_call of csrc/host/launch.cpp: anything but empty and 0."""
+    monkeypatch.delenv("PACKING_OPS_CHECK", raising=False)
+    if value is not None:
+        monkeypatch.setenv("PACKING_OPS_CHECK", value)
+    assert checks_each_call() == VALUES[value]
+
+
+def test_ranks_that_differ_after_they_agreed(tmp_path):
+    """Without the check every rank makes attention's exchanges, and no other: a check on one rank would meet these."""
+    for found in spawn(ranks_that_differ, 2, tmp_path):
+        for value, checked in VALUES.items():
+            same, other = found[value]
+            assert same == "no error"
+            wanted = "ValueError: causal: expected True on all 2 ranks as on rank 0, got False on rank 1 of the group"
+            assert other == (wanted if checked else "no error"), value
