@@ -60,9 +60,17 @@ _QWEN4 = {  # attention to chosen blocks, and words of three tokens
     "ngram_vocab_size_base": 64,
     "heads_per_ngram": 2,
 }
+_INKLING2 = {"unpadded_vocab_size": 64, "swa_head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2}
 MORE = {  # what the recipe does not guess
     **dict.fromkeys(("bailing_hybrid", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text"), _FOUR),
     **dict.fromkeys(("plbart", "whisper"), _SPEECH),
+    "inkling2_loop_text": {
+        **_INKLING2,
+        "n_layers_per_attn_res_block": 1,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 2,
+    },
+    "inkling2_text": _INKLING2,
     "bamba": {"attn_layer_indices": [1]},
     "blt": {"encoder_hash_byte_group_vocab": 64},
     "blt_local_encoder": {"hidden_size_global": 32},

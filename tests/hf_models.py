@@ -7,7 +7,10 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
+masking_utils = pytest.importorskip("transformers.masking_utils")
 OLD = transformers.__version__.startswith("4.")  # 4.57, the oldest that is served
+# The keyword of a KV cache, and the attribute of outputs: renamed in 5.24.
+CACHE = "cache" if "cache" in inspect.signature(masking_utils.create_causal_mask).parameters else "past_key_values"
 
 _COMMON = {
     "vocab_size": 61,
@@ -94,7 +97,7 @@ def made_mask(maker, config, embeds, **given):
     """transformers' own maker of masks, called as versions 4 and 5 want it."""
     make = getattr(transformers.masking_utils, maker)
     names = inspect.signature(make).parameters
-    given = {"attention_mask": None, "past_key_values": None, **given}
+    given = {"attention_mask": None, CACHE: None, **given}
     if "cache_position" in names:
         given["cache_position"] = torch.arange(embeds.shape[1], device=embeds.device)
     return make(config, embeds, **given)

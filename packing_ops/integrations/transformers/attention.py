@@ -17,7 +17,7 @@ from packing_ops.integrations.transformers import (
 )
 from packing_ops.integrations.transformers.documents import find_documents
 from packing_ops.integrations.transformers.gathered_rows import documents_of_pattern, refuse_dropped_mask
-from packing_ops.integrations.transformers.imports import AttentionInterface, AttentionMaskInterface
+from packing_ops.integrations.transformers.imports import PAGED, AttentionInterface, AttentionMaskInterface
 
 
 def register(name: str = "packing_ops") -> None:
@@ -55,8 +55,8 @@ def register(name: str = "packing_ops") -> None:
             cu_seqlens of several documents or that restart inside of one (0, 1 after more than 1), documents of the keys
             that are not those of the queries. On CUDA these are found in a later call, or in the same one under
             ``PACKING_OPS_CHECK=1``. At the end of a forward: several documents that no attention knows of. At the start of
-            one: past_key_values that were filled with several documents of a row. A compiled graph asserts these two on the
-            device: RuntimeError on the CPU, a device-side assertion on CUDA.
+            one: past_key_values (5.24: cache) that were filled with several documents of a row. A compiled graph asserts
+            these two on the device: RuntimeError on the CPU, a device-side assertion on CUDA.
         NotImplementedError: in the forward, an option of attention that is not known (``block_indices``, say).
     """
     taken = [word for word in ("flash", "sdpa", "flex", "eager", "paged", "/") if word in name]
@@ -136,7 +136,7 @@ def packing_ops_attention(
         none = served.why_no_documents(query, key, attention_mask, causal, window)
         told = cu_seq_lens_q is not None or cu_seq_lens_k is not None
         masked = model_call.has_masked(cu_seq_lens_q) or masks.has_documents_of(cu_seq_lens_q, attention_mask)
-        if none and told and kwargs.get("cache") is None and not masked:
+        if none and told and kwargs.get(PAGED) is None and not masked:
             raise ValueError(f"cu_seq_lens_q: expected a row of its own documents, got {none}")
         documents = None if none else _without_pattern(module, query, attention_mask, cu_seqlens, position_ids)
         reason = reason or none

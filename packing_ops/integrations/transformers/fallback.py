@@ -5,7 +5,7 @@ import inspect
 import torch
 import torch.nn.functional as F
 
-from packing_ops.integrations.transformers.imports import logging, sdpa_attention_forward
+from packing_ops.integrations.transformers.imports import PAGED, logging, sdpa_attention_forward
 from packing_ops.masks import visible_mask
 
 _SDPA_OPTIONS = inspect.signature(sdpa_attention_forward).parameters  # no position_bias up to transformers 4.57
@@ -66,7 +66,7 @@ def attend(module, query, key, value, mask, options, dropout, given):
     key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = scores.float()
-    if given.get("cache") is not None:
+    if given.get(PAGED) is not None:
         raise NotImplementedError("cache: expected None beside softcap or sinks, got a paged one")
     if given.get("position_bias") is not None:
         scores = scores + given["position_bias"]

@@ -1,11 +1,12 @@
 """What the integration uses of transformers, imported once: torch.compile traces no import inside a forward."""
 
+import inspect
 import re
 import sys
 
 import packing_ops
 
-OLDEST, NEWEST = "4.57", "5.23"  # that the tests have run with
+OLDEST, NEWEST = "4.57", "5.24"  # that the tests have run with
 
 
 def refusal(version: str | None) -> str:
@@ -35,7 +36,13 @@ except ImportError as error:
 version = transformers.__version__
 check(version)
 
+# The keyword of models for their KV cache, renamed in 5.24. Before, "cache" of attention alone was a paged one.
+CACHE = "cache" if "cache" in inspect.signature(masking_utils.create_causal_mask).parameters else "past_key_values"
+PAGED = None if CACHE == "cache" else "cache"
+
 __all__ = [
+    "CACHE",
+    "PAGED",
     "AttentionInterface",
     "AttentionMaskInterface",
     "PreTrainedModel",

@@ -3,12 +3,13 @@
 import torch
 
 from packing_ops.integrations.transformers.document_checks import can_read, refuse_where, several_in
+from packing_ops.integrations.transformers.imports import CACHE
 
 # Attributes of the cache. SEVERAL: a bool tensor, whether a row has several documents. READ: that tensor, once it was
 # read and is False. ONE: that tensor, once a mask beside it was found to number one document.
 _SEVERAL, _READ, _ONE = "_packing_ops_several", "_packing_ops_read", "_packing_ops_one"
 _REFUSAL = (
-    "past_key_values: expected a cache of one document in each row to go on with, got one that was filled with several, "
+    f"{CACHE}: expected a cache of one document in each row to go on with, got one that was filled with several, "
     "which would all be seen; fill a cache for each document, or number the cached tokens' documents and these in "
     "attention_mask"
 )

@@ -1,7 +1,8 @@
 """Brings position_ids and the document numbers of a mask to the mask function, without reading them on the host.
 
 transformers prepares every mask in one function, which is wrapped here for models with our attention. Up to 4.57 that
-function and the mask function take cache_position for the queries; here both have the signatures of version 5.
+function and the mask function take cache_position for the queries; here both have the signatures of version 5. Up to
+5.23 the cache was called past_key_values.
 """
 
 import functools
@@ -18,8 +19,9 @@ from packing_ops.integrations.transformers.imports import masking_utils, refusal
 from packing_ops.integrations.transformers.kv_cache import check_cache
 from packing_ops.integrations.transformers.masks import Carrier, MaskPattern, packing_ops_mask
 
-_PARAMETERS = ["config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids", "layer_idx"]
-_PARAMETERS_4 = ["config", "input_embeds", "attention_mask", "cache_position", *_PARAMETERS[3:]]
+_PARAMETERS = ["config", "inputs_embeds", "attention_mask", "cache", "position_ids", "layer_idx"]
+_PARAMETERS_5 = [*_PARAMETERS[:3], "past_key_values", *_PARAMETERS[4:]]  # up to 5.23
+_PARAMETERS_4 = ["config", "input_embeds", "attention_mask", "cache_position", *_PARAMETERS_5[3:]]
 
 
 def _carrying(original):
@@ -31,6 +33,15 @@ def _carrying(original):
     parameters = [] if original is None else list(inspect.signature(original).parameters)
     if parameters[: len(_PARAMETERS)] == _PARAMETERS:
         return functools.wraps(original)(_wrapped(original))
+    if parameters[: len(_PARAMETERS_5)] == _PARAMETERS_5:
+        as_now = _wrapped(original)
+
+        @functools.wraps(original)
+        def prepare_5(config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx, *rest, **named):
+            given = config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx
+            return as_now(*given, *rest, **named)
+
+        return prepare_5
     if parameters != _PARAMETERS_4:
         raise ImportError(refusal(version))
 
@@ -78,14 +89,14 @@ def packing_ops_mask_4(batch_size, cache_position, kv_length, kv_offset=0, **kwa
 
 
 def _wrapped(original):
-    def prepare(config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx, *rest, **named):
+    def prepare(config, inputs_embeds, attention_mask, cache, position_ids, layer_idx, *rest, **named):
         now = running.here()
         nested = now.preparing
 
         def transformers_own(mask, positions):
             now.preparing = True
             try:
-                return original(config, inputs_embeds, mask, past_key_values, positions, layer_idx, *rest, **named)
+                return original(config, inputs_embeds, mask, cache, positions, layer_idx, *rest, **named)
             finally:
                 now.preparing = nested
 
@@ -107,7 +118,7 @@ def _wrapped(original):
             raise ValueError("attention_mask: expected one document in each row beside another sequence, got several")
         mask_form = model_call.PATTERN if call is None else call.mask_form
         excess = 0 if mask is None or cross or mask_form != model_call.PATTERN else mask.shape[-1] - slots[1]
-        if excess < 0 or (excess > 0 and past_key_values is None):  # a longer mask covers the keys of a cache too
+        if excess < 0 or (excess > 0 and cache is None):  # a longer mask covers the keys of a cache too
             raise ValueError(f"attention_mask: expected {slots} like the batch, got {list(mask.shape)}")
         axes = call is not None and are_axes(call.position_ids, call.first_axis)
         if call is not None and (position_ids is None or axes):
@@ -125,9 +136,9 @@ def _wrapped(original):
             fallback.log_once(f"{call.name} may read its masks, it gets them of every query and key")
         elif call is None and position_ids is None and not cross:
             fallback.log_once("position_ids of a model whose forward is called by itself may not be found")
-        if past_key_values is not None and not cross:
-            check_cache(past_key_values, call, position_ids, attention_mask, numbers, *slots)
-        stock = cross or getattr(past_key_values, "is_compileable", False)
+        if cache is not None and not cross:
+            check_cache(cache, call, position_ids, attention_mask, numbers, *slots)
+        stock = cross or getattr(cache, "is_compileable", False)
         numbers = None if numbers is None or cross else on_device(numbers, mask.device)
         carrier = Carrier(mask, position_ids, mask_form, stock, numbers, checked, axes)
         if getattr(config, "attention_chunk_size", None) is None:

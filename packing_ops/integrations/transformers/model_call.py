@@ -33,7 +33,7 @@ _READERS = ("transformers.models.doge.",)  # supports FlexAttention, and reads e
 # Models in which tokens of neighbouring documents also mix outside attention: convolutions, trigrams, compressed keys,
 # patches of bytes.
 _MIXERS = frozenset({
-    "blt", "canine", "convbert", "deepseek_v4", "inkling2_text", "inkling_text", "mobilebert", "nystromformer",
+    "blt", "canine", "convbert", "deepseek_v4", "inkling2_loop_text", "inkling2_text", "inkling_text", "mobilebert", "nystromformer",
     "sam3_lite_text_text_model",
 })  # fmt: skip
 # These give position_ids of zeros, and embed the time step instead.

@@ -8,13 +8,14 @@ from collections.abc import Callable
 import torch
 
 from packing_ops._arguments import dtype_name
+from packing_ops.integrations.transformers.imports import CACHE, PAGED
 
 # Options that SDPA serves.
-SDPA = frozenset(("cache", "output_attentions", "position_bias"))
+SDPA = frozenset(("output_attentions", "position_bias", *([PAGED] if PAGED else [])))
 # Keywords that reach attention and do not change its result, collected from the models of transformers: those of
 # TransformersKwargs, generate, trainers and outer models, and deterministic, which our backward always is.
 HARMLESS = frozenset({
-    "cache_position", "deterministic", "encoder_attention_mask", "encoder_hidden_states", "ignore_index",
+    CACHE, "cache_position", "deterministic", "encoder_attention_mask", "encoder_hidden_states", "ignore_index",
     "input_ids", "inputs_embeds", "labels", "logits_to_keep", "margin", "max_length_k", "max_length_q",
     "mm_token_type_ids", "num_items_in_batch", "output_hidden_states", "output_router_logits",
     "packed_seq_lengths", "past_key_values", "return_dict", "seq_idx", "shift_labels", "token_type_ids",

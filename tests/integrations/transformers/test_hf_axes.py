@@ -138,6 +138,13 @@ CONFIGS = {
         "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), rope(2, 1, 1))
     },
     "Ernie4_5_VLMoeTextModel": {"rope_parameters": rope(1, 1, 2), "moe_intermediate_size": [16, 16]},
+    "HYV4VLTextModel": {
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+    },
     "HunYuanVLTextModel": {"rope_parameters": rope(1, 1, 1, 1)},
     **dict.fromkeys(("Qwen3_5TextModel", "Qwen3_5MoeTextModel"), FAMILIES["qwen3_next"]),
 }
@@ -168,8 +175,14 @@ def test_documents_in_every_model_are_as_each_alone(module, name, device):
     config = cls.config_class(**{**SMALL, "rope_parameters": rope(2, 1, 1), **CONFIGS.get(name, {})})
     if not hasattr(config, "pad_token_id"):
         pytest.skip("its config is that of the whole model, as PaddleOCR's in transformers 5.17")
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = "sdpa" if cls._supports_sdpa else "packing_ops"
     model = cls._from_config(config).to(device).eval()
+    if not cls._supports_sdpa:  # HY-V4: attention to the keys that an indexer chooses
+        with pytest.raises(
+            NotImplementedError, match="indices: expected no option that packing_ops attention does not"
+        ):
+            model(inputs_embeds=torch.randn(1, 4, config.hidden_size), position_ids=torch.arange(4).expand(3, 1, 4))
+        return
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.15)
     documents = [grown_axes(*each) for each in zip(DOCUMENTS, STARTS, strict=True)]

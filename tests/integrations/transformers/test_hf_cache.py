@@ -10,14 +10,14 @@ from helpers import cu_seqlens_of
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import OLD, tiny_model  # noqa: E402
+from hf_models import CACHE, OLD, tiny_model  # noqa: E402
 
 import packing_ops  # noqa: E402
 from packing_ops.integrations.transformers import fallback, register  # noqa: E402
 
 LENGTHS = [5, 7, 4]
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
-REFUSED = "past_key_values: expected a cache of one document in each row"
+REFUSED = f"{CACHE}: expected a cache of one document in each row"
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def filled(model, kind, cache="dynamic", device="cpu"):
     kept = transformers.DynamicCache(config=model.config)
     if cache == "static":
         kept = transformers.StaticCache(config=model.config, max_cache_len=32)
-    model(**prompts(kind, device), past_key_values=kept, use_cache=True)
+    model(**prompts(kind, device), **{CACHE: kept}, use_cache=True)
     return kept
 
 
@@ -57,7 +57,7 @@ def more(model, kept, kind="positions", length=1, call=None):
     if kind == "padding":
         given = {"attention_mask": (torch.arange(16 + length, device=device) >= 4).long()[None]}
     ids = torch.arange(5, 5 + length, device=device)[None]
-    return (model if call is None else call)(ids, past_key_values=kept, use_cache=True, **given).logits
+    return (model if call is None else call)(ids, **{CACHE: kept}, use_cache=True, **given).logits
 
 
 @pytest.mark.parametrize(
@@ -108,9 +108,9 @@ def test_masks_of_several_kinds_in_one_forward(device):
     kept = filled(model, "one document", device=device)
     ids = torch.arange(3, 9, device=device)[None]
     given = {"position_ids": torch.tensor([[16, 17, 0, 1, 2, 3]], device=device), "use_cache": True}
-    model(ids, past_key_values=kept, **given)
+    model(ids, **{CACHE: kept}, **given)
     with pytest.raises(ValueError, match=REFUSED):
-        model(ids, past_key_values=kept, **given)
+        model(ids, **{CACHE: kept}, **given)
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def test_a_compiled_model_refuses_it(device, fresh_compile):
 def test_a_cache_that_a_compiled_model_made(device, fresh_compile):
     model = tiny_model("llama", attn_implementation="packing_ops", device=device, num_hidden_layers=1)
     fill = torch.compile(model, fullgraph=True, backend="aot_eager")
-    kept = fill(**prompts("positions", device), use_cache=True).past_key_values
+    kept = fill(**prompts("positions", device), use_cache=True)[CACHE]
     with pytest.raises(ValueError, match=REFUSED):
         more(model, kept)
 

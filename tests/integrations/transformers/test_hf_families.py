@@ -25,7 +25,11 @@ PACKED = [
     "seed_oss", "smollm3", "starcoder2", "vaultgemma", "youtu",
 ]  # fmt: skip
 
-NOT_RUN = {"xlstm"}  # the recipe's sizes do not fit each other
+NOT_RUN = {
+    "xlstm",  # the recipe's sizes do not fit each other
+    "gemma4_unified_assistant",  # drafts from the keys of another model
+}
+IN_DOUBLE = {"dory"}  # its gradients are a hundred times its weights, and so is what is rounded
 if OLD:  # Mamba asks for kernels of a GPU; a state that stays in the model, with its graph
     NOT_RUN |= {"jamba", "zamba", "recurrent_gemma"}
 
@@ -82,6 +86,7 @@ def test_swapped_or_told_why(kind, model_type):
         torch.manual_seed(1)
         ids = torch.randint(3, 60, (2, 11))
         batch = {"input_ids": ids, "labels": ids, **({"use_cache": False} if kind == "CAUSAL_LM" else {})}
+        model = model.double() if model_type in IN_DOUBLE else model
         found = loss_and_gradients(model, [batch])
         revert_packing_ops(model)
         assert_same_training(found, loss_and_gradients(model, [batch]))

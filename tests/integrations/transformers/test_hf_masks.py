@@ -10,7 +10,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import OLD, skip_if_attention_is_its_own, skip_if_masks_are_its_own  # noqa: E402
+from hf_models import CACHE, OLD, skip_if_attention_is_its_own, skip_if_masks_are_its_own  # noqa: E402
 
 import packing_ops  # noqa: E402
 from packing_ops.integrations.transformers import attention, fallback, masks, model_call, register, running  # noqa: E402
@@ -209,7 +209,7 @@ def test_later_tokens_of_a_cache_go_on_with_its_last_document(cache, device):
     kind = {"dynamic": transformers.DynamicCache, "static": transformers.StaticCache}[cache]
     kept = kind(config=model.config, **({"max_cache_len": 32} if cache == "static" else {}))
     pieces = [{key: value[:, part] for key, value in inputs.items()} for part in (slice(0, 3), slice(3, None))]
-    found = torch.cat([model(**piece, past_key_values=kept, use_cache=True).logits for piece in pieces], 1)
+    found = torch.cat([model(**piece, **{CACHE: kept}, use_cache=True).logits for piece in pieces], 1)
     torch.testing.assert_close(found, alone(stock, inputs), **CLOSE)
 
 

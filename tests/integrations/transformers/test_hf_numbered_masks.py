@@ -7,7 +7,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import FAMILIES, skip_if_masks_are_its_own, tiny_model  # noqa: E402
+from hf_models import CACHE, FAMILIES, skip_if_masks_are_its_own, tiny_model  # noqa: E402
 
 import packing_ops as po  # noqa: E402
 from packing_ops.integrations.transformers import apply_packing_ops, fallback, register  # noqa: E402
@@ -127,7 +127,7 @@ def test_ways_to_a_mask(how, family, positions, device, warnings):
         for piece in pieces:
             part = {name: tensor[:, piece] for name, tensor in inputs.items()}
             part["attention_mask"] = inputs["attention_mask"][:, : piece.stop]
-            found.append(model(**part, past_key_values=kept, use_cache=True).logits)
+            found.append(model(**part, **{CACHE: kept}, use_cache=True).logits)
         logits = torch.cat(found, 1)
     else:
         logits = call(**inputs).logits

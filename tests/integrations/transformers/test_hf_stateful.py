@@ -10,7 +10,7 @@ from helpers import cu_seqlens_of
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import OLD  # noqa: E402
+from hf_models import CACHE, OLD  # noqa: E402
 from stateful_models import COMMON, FAMILIES, SERVED, stateful_model  # noqa: E402
 
 from packing_ops.integrations.transformers import (  # noqa: E402
@@ -156,14 +156,12 @@ def test_one_document_in_each_row_runs_the_stock_layer(device, monkeypatch):
 def test_a_cache_goes_on_with_one_document_only(device):
     model = stateful_model("lfm2", device=device).eval()
     ids, positions, _ = packed(device)
-    cache = model(ids, position_ids=positions, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="past_key_values: expected a cache of one document"):
-        model(ids[:, :1], past_key_values=cache)
-    cache = model(ids[:, :5], use_cache=True).past_key_values
-    with pytest.raises(
-        ValueError, match=r"past_key_values: expected an empty cache beside several documents .* got 5 tokens"
-    ):
-        model(ids[:, 5:], position_ids=positions[:, 5:], past_key_values=cache)
+    cache = model(ids, position_ids=positions, use_cache=True)[CACHE]
+    with pytest.raises(ValueError, match=f"{CACHE}: expected a cache of one document"):
+        model(ids[:, :1], **{CACHE: cache})
+    cache = model(ids[:, :5], use_cache=True)[CACHE]
+    with pytest.raises(ValueError, match=rf"{CACHE}: expected an empty cache beside several documents .* got 5 tokens"):
+        model(ids[:, 5:], position_ids=positions[:, 5:], **{CACHE: cache})
 
 
 def test_generation_is_the_stock_models(device):

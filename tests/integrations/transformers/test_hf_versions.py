@@ -74,6 +74,31 @@ def test_masks_of_4_57(four):
         assert seen.pop()[1] is False
 
 
+@pytest.mark.parametrize("cache", ["cache", "past_key_values"])
+def test_the_name_of_the_cache(cache):
+    """cache from 5.24 on, past_key_values before; Gemma 3 and 4 prepare masks by keywords."""
+    seen = []
+    code = f"""def _preprocess_mask_arguments(
+    config, inputs_embeds, attention_mask, {cache}, position_ids, layer_idx, encoder_hidden_states=None
+):
+    seen.append({cache})
+    return False, attention_mask, None, 5, 5, 0, 0
+"""
+    fake = types.SimpleNamespace()
+    exec(code, {"seen": seen}, vars(fake))
+    mask_preparation.patch_of(fake).apply()
+    config = types.SimpleNamespace(_attn_implementation="packing_ops", model_type="llama")
+    kept = transformers.DynamicCache()
+    given = {"attention_mask": None, cache: kept, "position_ids": torch.arange(5)[None], "layer_idx": 0}
+    register()
+    prepared = [
+        fake._preprocess_mask_arguments(config, torch.zeros(1, 5, 8), *given.values()),
+        fake._preprocess_mask_arguments(config=config, inputs_embeds=torch.zeros(1, 5, 8), **given),
+    ]
+    assert seen == [kept, kept]
+    assert [each[1].position_ids is given["position_ids"] for each in prepared] == [True, True]
+
+
 def test_rope_functions_of_4_57(monkeypatch):
     """Positions are the fifth argument there, which nobody reads; some models pass them."""
     module = rope_functions.importlib.import_module("transformers.models.llama.modeling_llama")

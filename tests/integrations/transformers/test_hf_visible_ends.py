@@ -5,7 +5,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import OLD, skip_if_masks_are_its_own  # noqa: E402
+from hf_models import CACHE, OLD, skip_if_masks_are_its_own  # noqa: E402
 from transformers import masking_utils  # noqa: E402
 
 from packing_ops.integrations.transformers import attention, fallback, masks, register  # noqa: E402
@@ -153,7 +153,7 @@ def test_padded_batches(side, device, calls):
 def blocks_layer(device, blocks, window=None):
     """Our attention and the stock one, of random heads under a mask with these blocks."""
     heads = torch.randn(3, 1, 4, blocks.shape[1], 8, device=device)
-    given = {"attention_mask": None, "past_key_values": None}
+    given = {"attention_mask": None, CACHE: None}
     if window is not None:
         given["or_mask_function"] = masking_utils.blockwise_overlay(blocks)
         given["and_mask_function"] = masking_utils.sliding_window_overlay(window)
@@ -241,7 +241,7 @@ def test_overlays_are_those_of_each_document(overlay, maker):
         for name in ("packing_ops", "sdpa")
     )
     make, embeds = getattr(masking_utils, maker), torch.zeros(1, 16, 32)
-    given = {"attention_mask": None, "past_key_values": None}
+    given = {"attention_mask": None, CACHE: None}
     alone = {"position_ids": None, "allow_is_causal_skip": False}
     of_documents = [
         make(stock, embeds[:, :n], **given, **alone, **OVERLAYS[overlay](blocks))[0, 0]
@@ -265,7 +265,7 @@ def test_padding_inside_a_document_starts_none(filler):
     )
     real = torch.tensor([[1, 1, 0, 1, 0, 0, 1, 1], [0, 1, 1, 1, 1, 0, 0, 1]])
     positions = (real.cumsum(1) - 1).masked_fill(real == 0, filler)
-    given = {"attention_mask": real, "past_key_values": None, **OVERLAYS["block_sequence_ids"](real.clone() - 1)}
+    given = {"attention_mask": real, CACHE: None, **OVERLAYS["block_sequence_ids"](real.clone() - 1)}
     masks_of = [
         masking_utils.create_sliding_window_causal_mask(config, torch.zeros(2, 8, 32), position_ids=positions, **given)
         for config in (ours, stock)

@@ -267,7 +267,7 @@ def test_every_attention_is_one_call_or_refused(module, name, device, lengths):
     given |= {"max_seqlen": 19} if "max_seqlen" in takes else {}
     if "position_embeddings" in takes:
         given["position_embeddings"] = torch.randn(2, 34, 8, device=device).unbind()
-    in_a_batch = name.startswith(("MiniCPM", "HunYuan", "Radio"))
+    in_a_batch = name.startswith(("MiniCPM", "HunYuan", "HYV4VL", "Radio"))
     given |= {"attention_mask": None} if in_a_batch else {}
     results = []
     for implementation in ("sdpa", "packing_ops"):
