@@ -15,7 +15,7 @@ What holds on every device:
     Memory grows with the tokens, never with their square.
 """
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, get_args, overload
 
 import torch
 
@@ -24,7 +24,8 @@ from packing_ops._arguments import check_tensor, described, window_sides
 from packing_ops._autograd import past_autograd, register_autograd, register_no_autograd
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
-LAYOUTS = ("thd", "bhsd", "bshd")  # of q, k and v: t total, b batch of 1, s seqlen, h num_heads, d head_dim
+Layout = Literal["thd", "bhsd", "bshd"]
+LAYOUTS = get_args(Layout)  # of q, k and v: t total, b batch of 1, s seqlen, h num_heads, d head_dim
 
 
 @overload
@@ -43,7 +44,7 @@ def varlen_attention(
     plan: torch.Tensor | None = None,
     visible_end: torch.Tensor | None = None,
     return_lse: Literal[False] = False,
-    layout: str | None = None,
+    layout: Layout | None = None,
 ) -> torch.Tensor: ...
 @overload
 def varlen_attention(
@@ -61,7 +62,7 @@ def varlen_attention(
     plan: torch.Tensor | None = None,
     visible_end: torch.Tensor | None = None,
     return_lse: Literal[True],
-    layout: str | None = None,
+    layout: Layout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 def varlen_attention(
     q: torch.Tensor,
@@ -78,7 +79,7 @@ def varlen_attention(
     plan: torch.Tensor | None = None,
     visible_end: torch.Tensor | None = None,
     return_lse: bool = False,
-    layout: str | None = None,
+    layout: Layout | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention inside each document of a packed row. Differentiable in q, k, v, sinks and through lse.
 

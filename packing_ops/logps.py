@@ -130,7 +130,7 @@ def chunked_cross_entropy(
     chunk: int | None = None,
     bias: torch.Tensor | None = None,
     ignore_index: int = -100,
-    reduction: str = "mean",
+    reduction: Literal["mean", "sum", "none"] = "mean",
     num_items_in_batch: float | torch.Tensor | None = None,
     group: "torch.distributed.ProcessGroup | None" = None,
 ) -> torch.Tensor:

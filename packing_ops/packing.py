@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -16,6 +16,11 @@ from packing_ops._arguments import described, index_tensor, integer, plain
 # A dense causal decoder does 24 * hidden_size**2 * L + 2 * hidden_size * L**2 operations per layer and sequence.
 _FLOPS = (12.0 * 4096, 1.0)
 _LARGEST = sys.float_info.max
+
+Strategy = Literal["ffd", "bfd", "next_fit", "first_fit", "balanced"]
+Overlong = Literal["error", "own", "drop", "truncate", "split"]
+Ties = Literal["first", "last"]
+Cost = Literal["tokens", "flops"] | tuple[str, float, float]
 
 
 @dataclass(eq=False, repr=False)
@@ -115,14 +120,14 @@ def pack_sequences(
     lengths: torch.Tensor | Sequence[int] | Sequence[Sequence[int]],
     capacity: int,
     *,
-    strategy: str = "ffd",
+    strategy: Strategy = "ffd",
     alignment: int = 1,
     max_sequences_per_bin: int | None = None,
     min_bins: int = 1,
     bins_multiple_of: int = 1,
-    overlong: str = "error",
-    balance: str | tuple[str, float, float] | None = None,
-    ties: str = "first",
+    overlong: Overlong = "error",
+    balance: Cost | None = None,
+    ties: Ties = "first",
     seed: int | None = None,
 ) -> Packing:
     """Put sequences into as few rows of ``capacity`` tokens as the strategy manages.
@@ -225,7 +230,7 @@ def pack_sequences(
 
 
 def pack_ffd(
-    lengths: torch.Tensor, capacity: int, *, alignment: int = 1, ties: str = "first"
+    lengths: torch.Tensor, capacity: int, *, alignment: int = 1, ties: Ties = "first"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """First-fit decreasing with results of fixed size on the device of ``lengths``: no synchronisation, capturable.
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -22,7 +22,7 @@ def trim_padding(
     batch: Mapping[str, object],
     attention_mask: torch.Tensor | None = None,
     *,
-    side: str = "right",
+    side: Literal["right", "left", "both"] = "right",
     min_length: int = 1,
     multiple_of: int = 1,
 ) -> Mapping[str, object]:

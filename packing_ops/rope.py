@@ -112,14 +112,19 @@ def apply_rotary_qk(
     """
     if isinstance(position_ids, PackedMetadata):
         position_ids = _positions_of(position_ids, q, unsqueeze_dim, sections)
-    if inplace:
+    options = position_ids, sections, rotary_dim, interleaved, unsqueeze_dim, False
+    try:
+        if not inplace:
+            q_out, k_out = _ops.rope_qk(q, k, cos, sin, *options)
+            return q_out, None if k is None else k_out
         _refuse_derivatives(q=q, k=k, cos=cos, sin=sin)
-        _ops.rope_qk_(q, k, cos, sin, position_ids, sections, rotary_dim, interleaved, unsqueeze_dim, False)
-        if not torch.compiler.is_compiling():  # autograd must notice if it saved q or k elsewhere
-            torch.autograd.graph.increment_version([q] if k is None else [q, k])
-        return q, k
-    q_out, k_out = _ops.rope_qk(q, k, cos, sin, position_ids, sections, rotary_dim, interleaved, unsqueeze_dim, False)
-    return q_out, None if k is None else k_out
+        _ops.rope_qk_(q, k, cos, sin, *options)
+    except ValueError as error:
+        _name_cu_seqlens(error, position_ids, sections)
+        raise
+    if not torch.compiler.is_compiling():  # autograd must notice if it saved q or k elsewhere
+        torch.autograd.graph.increment_version([q] if k is None else [q, k])
+    return q, k
 
 
 def _positions_of(metadata: PackedMetadata, q: torch.Tensor, unsqueeze_dim: int, sections: object) -> torch.Tensor:
@@ -131,6 +136,14 @@ def _positions_of(metadata: PackedMetadata, q: torch.Tensor, unsqueeze_dim: int,
     if metadata.total != total:
         raise ValueError(f"position_ids: expected total={total} like q, got PackedMetadata with total={metadata.total}")
     return metadata.position_ids
+
+
+def _name_cu_seqlens(error: ValueError, position_ids: torch.Tensor | None, sections: object) -> None:
+    """The error again, with what to pass instead, where position_ids may be the cu_seqlens of the row."""
+    one_dimension = isinstance(position_ids, torch.Tensor) and position_ids.dim() == 1
+    if one_dimension and sections is None and str(error).startswith("position_ids: expected [seqlen="):
+        advice = "PackedMetadata.from_cu_seqlens(cu_seqlens) or position_ids_from_cu_seqlens(cu_seqlens)"
+        raise ValueError(f"{error}; where these are cu_seqlens, pass {advice}") from None
 
 
 def _refuse_derivatives(**tensors: torch.Tensor | None) -> None:

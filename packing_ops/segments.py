@@ -196,9 +196,9 @@ def gae(
     rewards: torch.Tensor,
     values: torch.Tensor,
     metadata: PackedMetadata | torch.Tensor,
-    *,
     gamma: float,
     lam: float,
+    *,
     mask: torch.Tensor | None = None,
     bootstrap: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -214,9 +214,11 @@ def gae(
     as in verl's compute_gae_advantage_return. verl and TRL whiten the advantages afterwards; this function does not.
 
     Args:
-        rewards: float32, float64, bfloat16 or float16 ``[total]`` or ``[1, total]``, one per slot. Put the reward of a
-            whole response at its last unmasked slot: rewards of masked slots are ignored.
-        values: the critic's, of the same shape, any of these dtypes.
+        rewards: float32, float64, bfloat16 or float16 ``[total]`` or ``[1, total]``. rewards[t] is the reward of the token
+            in slot t. The reward of a whole document stands in its last slot, which is
+            ``last_token_indices(metadata)``; with a mask, in its last slot that is not masked, since rewards of masked
+            slots are ignored. Nothing is shifted.
+        values: the critic's, of the same shape, any of these dtypes. values[t] is the value before the token in slot t.
         metadata: PackedMetadata, or its cu_seqlens int32 ``[num_documents + 1]``.
         gamma: discount per step, 0 to 1.
         lam: 0 (one-step TD error) to 1 (discounted sum of rewards minus the value).
@@ -236,6 +238,10 @@ def gae(
         >>> cu_seqlens = torch.tensor([0, 3, 5], dtype=torch.int32)
         >>> gae(rewards, values, cu_seqlens, gamma=1.0, lam=0.5)
         (tensor([0.1250, 0.2500, 0.5000, 0.5000, 0.5000]), tensor([0.6250, 0.7500, 1.0000, 0.7500, 1.0000]))
+        >>> from packing_ops import last_token_indices
+        >>> scores = torch.tensor([1.0, 1.0])  # one for each document: the same rewards
+        >>> torch.zeros(5).index_copy(0, last_token_indices(cu_seqlens), scores)
+        tensor([0., 0., 1., 0., 1.])
         >>> mask = torch.tensor([1, 0, 1, 1, 1])  # slot 1: a token of a tool's output
         >>> gae(rewards, values, cu_seqlens, gamma=1.0, lam=0.5, mask=mask)[0]
         tensor([0.2500, 0.0000, 0.5000, 0.5000, 0.5000])

@@ -4,6 +4,8 @@ Two rules make that so. Sums are per document, so that neighbours in a row do no
 over the whole batch of the optimizer step, before the split; never over one micro-batch.
 """
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 
@@ -75,7 +77,7 @@ def masked_loss(
     *,
     num_items_in_batch: float | torch.Tensor,
     cu_seqlens: PackedMetadata | torch.Tensor | None = None,
-    reduction: str = "token_mean",
+    reduction: Literal["token_mean", "sequence_mean"] = "token_mean",
     dp_size: int = 1,
 ) -> torch.Tensor:
     """This micro-batch's share of the whole batch's loss. The shares, and their gradients, add up to those of the batch.

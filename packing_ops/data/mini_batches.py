@@ -7,7 +7,7 @@ the last pair are padding: the batch was padded after its boundaries were comput
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -28,7 +28,8 @@ from packing_ops.segments import segment_sum
 
 Boundaries = torch.Tensor | Sequence[tuple[int, int]]
 
-REDUCTIONS = ("token_mean", "token_mean_legacy", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean")
+Reduction = Literal["token_mean", "token_mean_legacy", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean"]
+REDUCTIONS = get_args(Reduction)
 
 
 def stage_chunks(
@@ -91,7 +92,7 @@ def normalize_advantages(
     advantages: torch.Tensor,
     loss_mask: torch.Tensor,
     boundaries: Boundaries,
-    reduction: str,
+    reduction: Reduction,
     *,
     prompt_boundaries: Boundaries | None = None,
     max_seq_len: int | None = None,

@@ -4,7 +4,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -12,7 +12,7 @@ from packing_ops._arguments import at_least, int64_tensor, integer
 from packing_ops.data._examples import check_examples, column, flattened, optional_column, tokens_of
 from packing_ops.data.context_parallel import aligned, packed_alignment, thd_partition_indices
 from packing_ops.metadata import PackedMetadata
-from packing_ops.packing import pack_sequences
+from packing_ops.packing import Strategy, pack_sequences
 
 
 @dataclass
@@ -84,8 +84,8 @@ class PackedCollator:
     tp_size: int = 1
     cp_size: int = 1
     fp8: bool = False
-    strategy: str = "ffd"
-    overlong: str = "error"
+    strategy: Strategy = "ffd"
+    overlong: Literal["error", "own"] = "error"
     round_capacity: bool = False
 
     def __post_init__(self) -> None:

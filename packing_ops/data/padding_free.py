@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -84,7 +84,7 @@ class PaddingFreeCollator:
     return_packed_metadata: bool = field(default=False, kw_only=True)
     separator_id: int = -100
     max_seq_length: int | None = None
-    overlong: str = "error"
+    overlong: Literal["error", "truncate", "drop", "carry", "own"] = "error"
     pad_token_id: int = 0
     max_sequences_per_bin: int | None = None
 

@@ -3,13 +3,13 @@
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import Sampler
 
 from packing_ops._arguments import at_least, integer
-from packing_ops.packing import cost_coefficients, lengths_tensor, pack_sequences
+from packing_ops.packing import Cost, Strategy, cost_coefficients, lengths_tensor, pack_sequences
 
 
 class PackedBatchSampler(Sampler[list[int]]):
@@ -87,10 +87,10 @@ class PackedBatchSampler(Sampler[list[int]]):
         dp_size: int = 1,
         seed: int | None = 0,
         *,
-        strategy: str = "first_fit",
-        cost: str | tuple[str, float, float] = "tokens",
+        strategy: Strategy = "first_fit",
+        cost: Cost = "tokens",
         alignment: int = 1,
-        overlong: str = "error",
+        overlong: Literal["error", "drop", "own", "truncate"] = "error",
         max_sequences_per_bin: int | None = None,
         drop_last: bool = False,
     ):

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, overload
 import torch
 
 from packing_ops._arguments import at_least, described, index_tensor
-from packing_ops.packing import cost_coefficients, pack_sequences
+from packing_ops.packing import Cost, cost_coefficients, pack_sequences
 
 
 class MicrobatchStatistics(NamedTuple):
@@ -31,7 +31,7 @@ def token_budget_microbatches(
     max_tokens: int,
     *,
     dp_size: int,
-    cost: str | tuple[str, float, float] = "tokens",
+    cost: Cost = "tokens",
     sp_size: int = 1,
     return_statistics: Literal[False] = False,
 ) -> list[list[list[int]]]: ...
@@ -41,7 +41,7 @@ def token_budget_microbatches(
     max_tokens: int,
     *,
     dp_size: int,
-    cost: str | tuple[str, float, float] = "tokens",
+    cost: Cost = "tokens",
     sp_size: int = 1,
     return_statistics: Literal[True],
 ) -> tuple[list[list[list[int]]], MicrobatchStatistics]: ...
@@ -50,7 +50,7 @@ def token_budget_microbatches(
     max_tokens: int,
     *,
     dp_size: int,
-    cost: str | tuple[str, float, float] = "tokens",
+    cost: Cost = "tokens",
     sp_size: int = 1,
     return_statistics: bool = False,
 ) -> list[list[list[int]]] | tuple[list[list[list[int]]], MicrobatchStatistics]:

@@ -1,7 +1,7 @@
 """open-instruct's padding-free collator contract. Nothing here imports open-instruct or transformers."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from packing_ops import PackedMetadata
 from packing_ops.data import PaddingFreeCollator, PaddingFreeDPOCollator
@@ -30,7 +30,7 @@ class TensorDataCollatorWithFlattening(PaddingFreeCollator):
     Raises: as PaddingFreeCollator.
     """
 
-    overlong: str = "truncate"
+    overlong: Literal["error", "truncate", "drop", "carry", "own"] = "truncate"
     return_tensors: str = "pt"
     pad_segment: bool = False
 
@@ -69,4 +69,4 @@ class TensorDataCollatorWithFlatteningDPO(TensorDataCollatorWithFlattening, Padd
         [0, 1]
     """
 
-    overlong: str = "own"
+    overlong: Literal["error", "truncate", "drop", "carry", "own"] = "own"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from packing_ops._arguments import integer
+from packing_ops.packing import Overlong
 from packing_ops.report.corpus import read_corpus
 from packing_ops.report.statistics import layouts, length_statistics
 
@@ -26,7 +27,7 @@ def make_report(
     capacity: int = 4096,
     batch_size: int = 8,
     dp: int = 1,
-    overlong: str = "truncate",
+    overlong: Overlong = "truncate",
     hidden_size: int = 4096,
 ) -> dict[str, Any]:
     """Everything that ``python -m packing_ops report`` prints, as plain numbers, strings, lists and dicts.

@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 import torch
 
 import packing_ops as po
+from packing_ops.packing import Overlong, Strategy
 
-STRATEGIES = ("next_fit", "first_fit", "ffd", "bfd", "balanced")
+STRATEGIES: tuple[Strategy, ...] = ("next_fit", "first_fit", "ffd", "bfd", "balanced")
 OVERLONG = ("truncate", "split", "own", "drop", "error")
 
 
@@ -46,7 +47,7 @@ def length_statistics(lengths: torch.Tensor) -> dict[str, Any]:
 
 
 def layouts(
-    lengths: torch.Tensor, *, capacity: int, batch_size: int, dp: int, overlong: str, hidden_size: int
+    lengths: torch.Tensor, *, capacity: int, batch_size: int, dp: int, overlong: Overlong, hidden_size: int
 ) -> dict[str, Any]:
     """The same documents laid out in every way, and the time of an epoch of each.
 
@@ -87,10 +88,10 @@ def layouts(
     def flops(slots: torch.Tensor) -> torch.Tensor:
         return a * slots + b * slots**2
 
-    def pack(strategy: str, **options: Any) -> po.Packing:
+    def pack(strategy: Strategy, **options: Any) -> po.Packing:
         return po.pack_sequences(lengths, capacity, strategy=strategy, overlong=overlong, **options)
 
-    def rows_for_ranks(strategy: str, **options: Any) -> po.Packing:
+    def rows_for_ranks(strategy: Strategy, **options: Any) -> po.Packing:
         try:
             return pack(strategy, bins_multiple_of=dp, **options)
         except ValueError:  # too few documents for a row on every rank: some ranks have none in the last step

@@ -32,6 +32,14 @@ def padded_loop(rewards, values, response_mask, gamma, lam):
     return advantages, advantages + values
 
 
+def test_gamma_and_lam_by_position(device):
+    """In the order of every trainer."""
+    rewards, values, cu_seqlens = row_of([3, 4], device)
+    by_position = po.gae(rewards, values, cu_seqlens, 0.99, 0.95)
+    for ours, named in zip(by_position, po.gae(rewards, values, cu_seqlens, gamma=0.99, lam=0.95), strict=True):
+        assert_same(ours, named)
+
+
 def test_worked_values(device):
     rewards = torch.tensor([0.0, 0.0, 1.0, 0.0, 1.0, 9.0], device=device)
     values = torch.tensor([0.5, 0.5, 0.5, 0.25, 0.5, 9.0], device=device)

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from helpers import assert_same
+from helpers import assert_same, cu_seqlens_of
 
 import packing_ops as po
 from packing_ops import _batch_cache
@@ -86,6 +86,22 @@ def test_rotary_positions_of_another_total_are_named(shape, unsqueeze_dim, devic
         po.apply_rotary_qk(q, None, table, table, metadata, unsqueeze_dim=unsqueeze_dim)
     with pytest.raises(ValueError, match="position_ids: expected 3 or 4 rows of positions with sections, got Packed"):
         po.apply_rotary_qk(q, None, table, table, metadata, unsqueeze_dim=unsqueeze_dim, sections=[2, 3, 3])
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_rotary_with_cu_seqlens_for_positions_says_what_to_pass(inplace, device):
+    (q,), (table,) = (torch.zeros(1, *size, device=device) for size in ((7, 2, 16), (16, 8)))
+    cu_seqlens = cu_seqlens_of([3, 4], device)
+    message = (
+        r"position_ids: expected \[seqlen=7\] or .*, got int32 \[3\] on .*; where these are cu_seqlens, pass "
+        r"PackedMetadata.from_cu_seqlens\(cu_seqlens\) or position_ids_from_cu_seqlens\(cu_seqlens\)$"
+    )
+    with pytest.raises(ValueError, match=message):
+        po.apply_rotary_qk(q, None, table, table, cu_seqlens, inplace=inplace)
+    for passed in (po.PackedMetadata.from_cu_seqlens(cu_seqlens), po.position_ids_from_cu_seqlens(cu_seqlens)):
+        po.apply_rotary_qk(q, None, table, table, passed, inplace=inplace)
+    with pytest.raises(ValueError, match=r"position_ids: expected \[seqlen=7\] or .*, got int64 \[2, 7\] on \S*$"):
+        po.apply_rotary_qk(q, None, table, table, torch.zeros(2, 7, dtype=torch.int64, device=device), inplace=inplace)
 
 
 @pytest.mark.parametrize("q", [None, torch.zeros(7), torch.zeros(1, 1, 7, 2, 16)])

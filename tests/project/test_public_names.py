@@ -124,6 +124,24 @@ def test_types_are_told(name):
     assert untyped == []
 
 
+NAMED = {"layout", "overlong", "reduction", "side", "strategy", "ties"}  # parameters that take one of a few names
+
+
+def test_parameters_that_take_names_list_them():
+    """An editor shows the names, and a type checker refuses others."""
+    found = {}
+    for module in (po, packing_ops.data):
+        for name, value in ours(module).items():
+            function = value.__init__ if inspect.isclass(value) else value
+            hints = typing.get_type_hints(function) if inspect.isfunction(function) else {}
+            found |= {(name, parameter): hint for parameter, hint in hints.items() if parameter in NAMED}
+    assert {parameter for _, parameter in found} == NAMED
+    for hint in found.values():
+        literals = [h for h in (hint, *typing.get_args(hint)) if typing.get_origin(h) is typing.Literal]
+        assert len(literals) == 1
+        assert str not in (hint, *typing.get_args(hint))
+
+
 def kinds(annotation):
     """Of a result: the members of a union, in a tuple too."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):

@@ -8,6 +8,7 @@ import pyarrow.compute as pc
 import torch
 
 import packing_ops as po
+from packing_ops.packing import Overlong
 
 
 def row_lengths(dataset: Any) -> np.ndarray[Any, Any]:
@@ -29,7 +30,7 @@ def row_lengths(dataset: Any) -> np.ndarray[Any, Any]:
 
 
 def best_fit_bins(
-    lengths: np.ndarray[Any, Any], seq_length: int, overlong: str, chunk: int
+    lengths: np.ndarray[Any, Any], seq_length: int, overlong: Overlong, chunk: int
 ) -> tuple[np.ndarray[Any, Any], ...]:
     """bin_offsets, and row, start, length of every piece."""
 

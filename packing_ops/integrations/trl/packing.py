@@ -6,9 +6,10 @@ from typing import Any
 
 from packing_ops.integrations._patching import Patch
 from packing_ops.integrations.trl.imports import trl_data_utils
+from packing_ops.packing import Overlong
 
 # {strategy of TRL: overlong of pack_sequences}. TRL packs by its other strategies itself.
-_OVERLONG = {"bfd": "truncate", "bfd_split": "split"}
+_OVERLONG: dict[str, Overlong] = {"bfd": "truncate", "bfd_split": "split"}
 _TRL_CHUNK = 1000  # rows that TRL packs at a time: the default batch_size of Dataset.map
 _PARAMETERS = ["dataset", "seq_length", "strategy", "map_kwargs"]
 
@@ -105,7 +106,7 @@ def _own_pack_dataset() -> Any:
     return own
 
 
-def _pack_dataset(dataset: Any, seq_length: int, overlong: str, map_kwargs: dict[str, Any]) -> Any:
+def _pack_dataset(dataset: Any, seq_length: int, overlong: Overlong, map_kwargs: dict[str, Any]) -> Any:
     from datasets.fingerprint import update_fingerprint
 
     from packing_ops.integrations.trl.arrow import best_fit_bins, packed_table, row_lengths
