@@ -5,10 +5,11 @@ import inspect
 
 import torch
 
-from packing_ops.integrations.transformers import stateful_layers
+from packing_ops.integrations.transformers import model_call, stateful_layers
 from packing_ops.integrations.transformers.attention import packing_ops_attention, register
 from packing_ops.integrations.transformers.imports import PreTrainedModel, not_causal
 from packing_ops.integrations.transformers.served import unknown_options
+from packing_ops.integrations.transformers.stateful_kinds import reads_text
 
 IMPLEMENTATION = "packing_ops"
 STATE = "_packing_ops_attention"
@@ -23,6 +24,20 @@ class AttentionBefore:
 
     def __reduce__(self):
         return AttentionBefore, (self.before,)
+
+
+class Guard:
+    """In a model that keeps its attention: why, and whether it has layers with a state, which keep documents apart.
+
+    A process that unpickles the model watches its calls too.
+    """
+
+    def __init__(self, why: str, has_state: bool):
+        register()
+        self.why, self.has_state = why, has_state
+
+    def __reduce__(self):
+        return Guard, (self.why, self.has_state)
 
 
 def hosts(model) -> list[PreTrainedModel]:
@@ -85,7 +100,22 @@ def set_ours(model) -> str | None:
     return None
 
 
+def guard(model, why: str) -> bool:
+    """Whether calls of it with several documents in a row are an error from now on, where no layer keeps them apart."""
+    found = [module for host in hosts(model) for module in host.modules() if _is_of_text(module)]
+    for module in found:
+        module.__dict__[model_call.GUARD] = Guard(why, bool(stateful_layers.stateful_layers(module)))
+    return bool(found)
+
+
+def _is_of_text(module) -> bool:
+    return isinstance(module, PreTrainedModel) and reads_text(type(module))
+
+
 def revert(model) -> None:
+    for module in model.modules():
+        if module.__dict__.pop(model_call.GUARD, None) is not None:
+            stateful_layers.revert(module)
     for host in hosts(model):
         kept = host.__dict__.get(STATE)
         if kept is not None and kept.before is not None:

@@ -24,6 +24,7 @@ from packing_ops.integrations.transformers.imports import PreTrainedModel, not_c
 from packing_ops.integrations.transformers.keywords import check_keywords
 
 NAMES: set[str] = set()  # attn_implementations that register() made
+GUARD = "_packing_ops_guard"  # in a model that keeps its attention: why, see attn_implementation.guard
 
 # The forms of a mask. Only our attention reads a MaskPattern. A model that supports neither FlashAttention nor
 # FlexAttention reads masks itself, or has an attention of its own. It gets a tensor: bool, as for SDPA, or additive, as
@@ -59,6 +60,7 @@ class ModelCall:
         self.padding, self.outer = argument("attention_mask", indices, args, kwargs), outer
         self.numbers = numbers_of(self.padding)
         self.mixes = mixes_tokens(model.config)
+        self.guard = guard_of(model)
         # A 4-D mask, or a dict of masks made by an outer model, already says which tokens may attend to each other.
         whole = self.padding is not None and not is_tensor(self.padding, 2)
         self.used = whole and not self.mixes
@@ -73,7 +75,7 @@ class ModelCall:
         """
         call = self
         while call is not None and not (call.position_ids is None and call.cu_seqlens is None):
-            call.used = not call.mixes
+            call.used = not call.mixes and call.guard is None
             call = call.outer
 
     def check_positions(self, position_ids, batch):
@@ -115,6 +117,8 @@ class ModelCall:
 
     def _refusal(self, lost):
         why = "mixes tokens beside its attention" if self.mixes else "passes them to no attention"
+        if self.guard is not None:
+            why = f"keeps its attention: {self.guard.why}"
         return (
             f"{lost}: expected one document in each row, got several, and {self.name} {why}; give each document a row of "
             "its own (no packing, padding on the right)"
@@ -125,6 +129,11 @@ def mixes_tokens(config) -> bool:
     """Whether tokens of neighbouring documents mix outside attention."""
     # token_dropout of ESM scales a row by how many of all its tokens are masked.
     return config.model_type in _MIXERS or bool(getattr(config, "token_dropout", False))
+
+
+def guard_of(model):
+    """Of a model that apply_packing_ops left with its attention, else None."""
+    return None if model.config._attn_implementation in NAMES else model.__dict__.get(GUARD)
 
 
 def current() -> ModelCall | None:
@@ -176,11 +185,12 @@ def unwatch_calls() -> None:
 
 def _watched(stock):
     def __call__(self, *args, **kwargs):
-        if self.config._attn_implementation not in NAMES:
+        ours = self.config._attn_implementation in NAMES
+        if not ours and GUARD not in self.__dict__:
             if "position_ids" in kwargs and (outer := current()) is not None:
                 outer.mark_used()  # by another implementation, which finds documents in its own way
             return stock(self, *args, **kwargs)
-        if why := not_causal(self):
+        if ours and (why := not_causal(self)):
             raise NotImplementedError(
                 f"attn_implementation: expected 'eager', got {self.config._attn_implementation!r}; {why}"
             )
@@ -190,7 +200,8 @@ def _watched(stock):
         outer = now.call
         call = now.call = running.traced.call = ModelCall(self, args, kwargs, outer)  # what it calls may be compiled
         try:
-            stateful_layers.find_documents_of(self, call, args, kwargs)
+            if call.guard is None or call.guard.has_state:
+                stateful_layers.find_documents_of(self, call, args, kwargs)
             outputs = stock(self, *args, **kwargs)
         finally:
             now.call = running.traced.call = outer

@@ -107,6 +107,8 @@ def _modules(count: int) -> str:
 
 def _documents(hosts: list[Any]) -> str:
     ours = [host for host in hosts if host.config._attn_implementation in model_call.NAMES]
+    if any(model_call.guard_of(host) is not None for host in hosts):
+        return "one in each row; several are an error where no layer keeps them apart"
     if not ours:
         return "found by transformers, for the attention above"
     if any(model_call.mixes_tokens(host.config) for host in ours):

@@ -30,7 +30,9 @@ def apply_packing_ops(
         rope: rotate q and k by one call of apply_rotary_qk, which computes in fp32 and rounds once; in the attention of
             vision towers that is given cu_seqlens too.
         attention: register ``"packing_ops"`` and set it as attn_implementation. Attention of a vision tower that is given
-            cu_seqlens (Qwen-VL and its like) then takes all images in one call.
+            cu_seqlens (Qwen-VL and its like) then takes all images in one call. A model whose attention has no such name keeps
+            it, after a warning: from then on a call with several documents in a row is an error, unless layers with a state
+            (Mamba, RWKV) keep them apart.
         rms_norm: RMSNorm modules call torch.nn.functional.rms_norm. In bf16 and fp16 the stock formula of Llama, Qwen
             and Mistral rounds the normalised value and then its product with the weight; this one rounds once. Gemma
             and gpt-oss round once either way; Gemma's ``1 + weight`` stays in fp32. Dtypes of results are the stock's.
@@ -100,6 +102,8 @@ def apply_packing_ops(
         skipped.pop("vision", None)
         skipped["attention"] = left
         refuse(model, skipped, strict)
+    if "attention" in skipped and attention_patch.guard(model, skipped["attention"]):
+        skipped["attention"] += "; rows of several documents are an error where no layer keeps them apart"
     attends = attention and "attention" not in skipped
     vision = vision_patch.apply_to_model(model) if attends else 0
     if sequence_group is not None:

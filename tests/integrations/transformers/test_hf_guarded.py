@@ -1,0 +1,152 @@
+"""Models whose attention no attn_implementation names: after apply_packing_ops packed rows are served, or an error."""
+
+import copy
+import inspect
+import pickle
+import warnings
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from hf_models import OLD  # noqa: E402
+
+if OLD:
+    pytest.skip("sizes of these families are those of transformers 5", allow_module_level=True)
+
+import causal_families  # noqa: E402
+from causal_families import APART, LENGTHS, REFUSED  # noqa: E402
+
+import packing_ops as po  # noqa: E402
+from packing_ops.integrations.transformers import (  # noqa: E402
+    apply_packing_ops,
+    info,
+    register,
+    revert_packing_ops,
+    unregister,
+)
+
+FAMILIES = [
+    *(
+        "bloom",
+        "codegen",
+        "deepseek_v32",
+        "falcon",
+        "falcon_mamba",
+        "gpt_neo",
+        "gptj",
+        "mamba",
+        "mamba2",
+        "mpt",
+        "roformer",
+    ),
+    *("rwkv", "xlnet"),
+]
+SERVED = {"mamba", "mamba2", "falcon_mamba", "rwkv"}  # by layers with a state, whichever way
+TABLES = {"falcon", "gpt_neo", "gptj"}  # choose among attention classes of their own: refused when they are made
+DOCUMENTS = po.PackedMetadata.from_lengths(LENGTHS)
+POSITIONS = {"position_ids": DOCUMENTS.position_ids[None]}
+ROWS = {"position_ids": POSITIONS, "cu_seq_lens_q": DOCUMENTS.to_transformers()}
+NUMBERS = torch.repeat_interleave(torch.arange(1, len(LENGTHS) + 1), torch.tensor(LENGTHS))[None]
+IDS = torch.randint(3, 50, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(0))
+
+
+def applied(family):
+    model = causal_families.model_of(family, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        apply_packing_ops(model)
+    return model
+
+
+def named(family):
+    register()
+    return causal_families.model_of(family, "packing_ops")
+
+
+def alone(stock):
+    """Logits of each document by itself."""
+    takes = "position_ids" in inspect.signature(stock.forward).parameters
+    found = [
+        stock(
+            input_ids=ids,
+            use_cache=False,
+            **({"position_ids": torch.arange(ids.shape[1])[None]} if takes else {}),
+        ).logits
+        for ids in IDS.split(LENGTHS, 1)
+    ]
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("way", [applied, named])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_packed_rows_are_served_or_an_error(family, way, rows):
+    stock = causal_families.model_of(family, "eager")
+    if way is named and family in TABLES:
+        with pytest.raises(ValueError, match="attn_implementation: expected one of"):
+            named(family)
+        return
+    model = way(family)
+    model.load_state_dict(stock.state_dict())
+    seen = causal_families.seen_by(model, IDS, alone(stock), ROWS[rows])
+    if family in SERVED:
+        assert seen == APART
+    else:
+        assert seen.startswith(REFUSED) if way is applied else causal_families.is_told(seen)
+
+
+@pytest.mark.parametrize("rows", [*ROWS, "attention_mask"])
+def test_the_error_says_why_and_goes_with_revert(rows):
+    model = causal_families.model_of("gptj", None)
+    given = ROWS.get(rows, {"attention_mask": NUMBERS})
+    with pytest.warns(
+        UserWarning, match="own, which no attn_implementation names; rows of several documents are an error"
+    ):
+        apply_packing_ops(model, rope=False)
+    assert "documents: one in each row" in info(model)
+    for guarded in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with pytest.raises(
+            ValueError, match=f"^{rows}: expected one document in each row.* keeps its attention: GPTJFor"
+        ):
+            guarded(input_ids=IDS, use_cache=False, **given)
+    one_row_each = {"input_ids": IDS, "use_cache": False, "attention_mask": torch.ones_like(IDS)}
+    wanted = model(**one_row_each).logits
+    revert_packing_ops(model)
+    torch.testing.assert_close(model(**one_row_each).logits, wanted, rtol=0, atol=0)
+    if rows != "attention_mask":
+        model(input_ids=IDS, use_cache=False, **given)
+    assert not [name for module in model.modules() for name in vars(module) if "packing" in name]
+
+
+def test_an_unpickled_model_is_guarded_after_unregister():
+    """As in a process that has never applied: it registers."""
+    saved = pickle.dumps(applied("gptj"))
+    unregister()
+    model = pickle.loads(saved)
+    with pytest.raises(ValueError, match="position_ids: expected one document in each row"):
+        model(input_ids=IDS, use_cache=False, **POSITIONS)
+
+
+def test_attention_that_is_not_asked_for_is_not_guarded():
+    model = causal_families.model_of("gptj", None)
+    apply_packing_ops(model, attention=False, rope=False)
+    model(input_ids=IDS, use_cache=False, **POSITIONS)
+
+
+def test_a_guarded_model_generates():
+    model = applied("gptj")
+    mask = torch.ones_like(IDS).expand(2, -1).clone()
+    mask[1, :4] = 0  # padding on the left
+    wanted = causal_families.model_of("gptj", None).generate(IDS.expand(2, -1), attention_mask=mask, max_new_tokens=3)
+    assert model.generate(IDS.expand(2, -1), attention_mask=mask, max_new_tokens=3).equal(wanted)
+
+
+def test_in_a_graph_it_asserts(fresh_compile):
+    model = applied("gptj")
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(input_ids=IDS, use_cache=False, position_ids=torch.arange(IDS.shape[1])[None])
+    with pytest.raises((RuntimeError, ValueError), match="position_ids: expected one document in each row"):
+        compiled(input_ids=IDS, use_cache=False, **POSITIONS)
