@@ -5,7 +5,7 @@
 
 namespace packing_ops::ptx {
 
-inline void barriers_initialised() {}
+inline void fence_mbarrier_init() {}
 inline void mbarrier_arrive_expect_tx(uint64_t* barrier, uint32_t bytes) {
   emulator::barrier_at(barrier).expect(static_cast<int>(bytes));
   emulator::barrier_at(barrier).arrive();
@@ -14,14 +14,14 @@ inline void fence_proxy_async() {
   emulator::fence_written();
 }
 inline void fence_proxy_async_global() {}
-inline void store_shared_4(uint32_t address, float4 x) {
+inline void store_shared_v4(uint32_t address, float4 x) {
   emulator::written(address);
   std::memcpy(emulator::shared + address, &x, sizeof(x));
 }
 template <int kCount>
-void more_registers() {}
+void setmaxnreg_inc() {}
 template <int kCount>
-void fewer_registers() {}
+void setmaxnreg_dec() {}
 
 // Element (row, 2 t) and the next of matrix m from lane 4 row + t; lane 8 m + row stores the row.
 inline void stmatrix(uint32_t address, const uint32_t (&in)[4]) {

@@ -7,33 +7,33 @@
 
 namespace packing_ops::ptx {
 
-struct BoxStart {
+struct TmaCoords {
   int32_t at[5];
 };
 
-inline emulator::BoxCopy box_copy(uint32_t shared, const CUtensorMap& map, const BoxStart& box, uint64_t* barrier) {
+inline emulator::BoxCopy box_copy(uint32_t shared, const CUtensorMap& map, const TmaCoords& coords, uint64_t* barrier) {
   return {reinterpret_cast<const emulator::BoxMap*>(&map),
-          {box.at[0], box.at[1], box.at[2], box.at[3], box.at[4]},
+          {coords.at[0], coords.at[1], coords.at[2], coords.at[3], coords.at[4]},
           shared,
           barrier};
 }
-inline void load_box(uint32_t shared, const CUtensorMap& map, const BoxStart& box, uint64_t* barrier) {
-  emulator::load_box(box_copy(shared, map, box, barrier));
+inline void tma_load(uint32_t shared, const CUtensorMap& map, const TmaCoords& coords, uint64_t* barrier) {
+  emulator::tma_load(box_copy(shared, map, coords, barrier));
 }
-inline void store_box(const CUtensorMap& map, const BoxStart& box, uint32_t shared) {
-  emulator::store_box(box_copy(shared, map, box, nullptr));
+inline void tma_store(const CUtensorMap& map, const TmaCoords& coords, uint32_t shared) {
+  emulator::tma_store(box_copy(shared, map, coords, nullptr));
 }
-inline void commit_stores() {}
-inline void wait_until_stores_have_read() {
-  emulator::wait_until_stores_have_read();
+inline void bulk_commit_group() {}
+inline void bulk_wait_group_read() {
+  emulator::bulk_wait_group_read();
 }
-inline void wait_for_stores() {
-  emulator::wait_until_stores_have_read();
+inline void bulk_wait_group() {
+  emulator::bulk_wait_group_read();
 }
-inline void store_bytes(void* global, uint32_t shared, int bytes) {
+inline void bulk_store(void* global, uint32_t shared, int bytes) {
   emulator::store_words(static_cast<float*>(global), shared, bytes, false);
 }
-inline void add_floats(float* global, uint32_t shared, int bytes) {
+inline void bulk_reduce_add(float* global, uint32_t shared, int bytes) {
   emulator::store_words(global, shared, bytes, true);
 }
 

@@ -207,7 +207,7 @@ void perform_store(const BoxCopy& copy) {
 
 }  // namespace
 
-void load_box(const BoxCopy& copy) {
+void tma_load(const BoxCopy& copy) {
   late_copies ? here->loads.push_back(copy) : perform_load(copy);
 }
 
@@ -223,7 +223,7 @@ void start_store(std::function<void()> store) {
   late_copies ? store() : this_fiber().stores.push_back(std::move(store));
 }
 
-void store_box(const BoxCopy& copy) {
+void tma_store(const BoxCopy& copy) {
   start_store([copy] { perform_store(copy); });
 }
 
@@ -239,7 +239,7 @@ void store_words(float* to, uint32_t from, int bytes, bool add) {
   });
 }
 
-void wait_until_stores_have_read() {
+void bulk_wait_group_read() {
   for (const auto& store : std::exchange(this_fiber().stores, {})) store();
 }
 

@@ -107,10 +107,10 @@ struct BoxCopy {
   uint32_t shared;
   uint64_t* barrier;  // of a load
 };
-void load_box(const BoxCopy& copy);
-void store_box(const BoxCopy& copy);
+void tma_load(const BoxCopy& copy);
+void tma_store(const BoxCopy& copy);
 void store_words(float* to, uint32_t from, int bytes, bool add);  // or adds them
-void wait_until_stores_have_read();
+void bulk_wait_group_read();
 void load_boxes_of(uint64_t* barrier);  // those under way that it waits for
 
 // Products of this thread's rows: begun at once, or when their group is waited for.

@@ -93,7 +93,7 @@ void cp_async_wait() {
   emulator::wait_for_copies(kPending);
 }
 template <int kThreads>
-void sync_block() {
+void bar_sync() {
   __syncthreads();
 }
 inline void mbarrier_init(uint64_t* barrier, int count) {
@@ -102,18 +102,18 @@ inline void mbarrier_init(uint64_t* barrier, int count) {
 inline void mbarrier_arrive(uint64_t* barrier) {
   emulator::barrier_at(barrier).arrive();
 }
-inline void mbarrier_arrive_after_cp_async(uint64_t* barrier) {
+inline void cp_async_mbarrier_arrive(uint64_t* barrier) {
   emulator::arrive_after_copies(barrier);
 }
-inline void mbarrier_wait(uint64_t* barrier, int odd) {
-  while ((emulator::barrier_at(barrier).phases & 1) == static_cast<uint32_t>(odd)) {
+inline void mbarrier_wait(uint64_t* barrier, int parity) {
+  while ((emulator::barrier_at(barrier).phases & 1) == static_cast<uint32_t>(parity)) {
     emulator::give_way();
     emulator::end_some_copies();
     emulator::load_boxes_of(barrier);
   }
 }
-inline void launch_dependents() {}
-inline void wait_for_prerequisite_grids() {}
+inline void griddepcontrol_launch_dependents() {}
+inline void griddepcontrol_wait() {}
 inline float exp2_approx(float x) {
   return std::exp2(x);
 }

@@ -12,22 +12,22 @@ inline uint64_t matrix_descriptor(uint32_t address, uint32_t panel = 16) {
   return uint64_t{1} << 62 | uint64_t{1024 >> 4} << 32 | static_cast<uint64_t>(panel >> 4) << 16 |
          (address & 0x3ffff) >> 4;
 }
-inline uint64_t moved_descriptor(uint64_t descriptor, int bytes) {
+inline uint64_t advance_descriptor(uint64_t descriptor, int bytes) {
   if (bytes % 16 != 0) std::abort();
   return descriptor + static_cast<uint64_t>(bytes >> 4);
 }
-inline void products_fence() {}
-inline void products_commit() {
+inline void wgmma_fence() {}
+inline void wgmma_commit_group() {
   emulator::commit_products();
 }
 // The warp goes on as one.
 template <int kPending>
-void products_wait() {
+void wgmma_wait_group() {
   emulator::wait_for_products(kPending);
   __syncwarp();
 }
 template <int kCount>
-void products_done(float (&)[kCount]) {}
+void fence_operands(float (&)[kCount]) {}
 
 // The 16 elements that the product sums over, in row or column `other`.
 template <class T>
@@ -69,7 +69,7 @@ void multiply(float (&d)[kCount], const RowsOfA& a, uint64_t b, bool add) {
 }
 
 template <class T, bool kTrans, bool kTransA = false, int kCount>
-void product(float (&d)[kCount], uint64_t a, uint64_t b, bool add) {
+void wgmma(float (&d)[kCount], uint64_t a, uint64_t b, bool add) {
   emulator::start_products([&d, a, b, add] {
     RowsOfA rows;
     const int row = 16 * (threadIdx.x / 32 % 4) + emulator::lane() / 4;
@@ -80,7 +80,7 @@ void product(float (&d)[kCount], uint64_t a, uint64_t b, bool add) {
 
 // The quad's registers hold the rows. They stay as they are until the product is done.
 template <class T, bool kTrans, int kCount>
-void product(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, bool add) {
+void wgmma(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, bool add) {
   const Words got = emulator::with_warp(~0u, {{a[0], a[1], a[2], a[3]}}, [](const Words(&in)[32], Words(&out)[32]) {
     for (int lane = 0; lane < 32; ++lane) {
       for (int i = 0; i < 16; ++i) out[lane].word[i] = in[lane / 4 * 4 + i % 4].word[i / 4];

@@ -1,4 +1,4 @@
-// Inline assembly of sm_90: boxes of tensors between global and shared memory, by the copy engine.
+// Inline assembly of sm_90: TMA loads and stores of tensor tiles, and bulk copies of contiguous bytes.
 #pragma once
 
 #include <cuda.h>
@@ -7,55 +7,55 @@
 
 namespace packing_ops::ptx {
 
-// Where a box of a 5-dimensional tensor map begins.
-struct BoxStart {
+// Coordinates of a tile's first element in a 5-dimensional tensor map.
+struct TmaCoords {
   int32_t at[5];
 };
 
-// The barrier counts a whole box's bytes, also where the tensor ends inside of it: that part is zeros.
-__device__ __forceinline__ void load_box(uint32_t shared, const CUtensorMap& map, const BoxStart& box,
+// The barrier counts all bytes of the tile, also where the tensor ends inside of it: that part is zeros.
+__device__ __forceinline__ void tma_load(uint32_t shared, const CUtensorMap& map, const TmaCoords& coords,
                                          uint64_t* barrier) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, "
       "%6}], "
       "[%7];" ::"r"(shared),
-      "l"(&map), "r"(box.at[0]), "r"(box.at[1]), "r"(box.at[2]), "r"(box.at[3]), "r"(box.at[4]),
+      "l"(&map), "r"(coords.at[0]), "r"(coords.at[1]), "r"(coords.at[2]), "r"(coords.at[3]), "r"(coords.at[4]),
       "r"(shared_address(barrier))
       : "memory");
 }
 
-// What lies outside of the tensor is not stored.
-__device__ __forceinline__ void store_box(const CUtensorMap& map, const BoxStart& box, uint32_t shared) {
+// Elements outside of the tensor are not stored.
+__device__ __forceinline__ void tma_store(const CUtensorMap& map, const TmaCoords& coords, uint32_t shared) {
   asm volatile(
       "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4, %5}], [%6];" ::"l"(&map),
-      "r"(box.at[0]), "r"(box.at[1]), "r"(box.at[2]), "r"(box.at[3]), "r"(box.at[4]), "r"(shared)
+      "r"(coords.at[0]), "r"(coords.at[1]), "r"(coords.at[2]), "r"(coords.at[3]), "r"(coords.at[4]), "r"(shared)
       : "memory");
 }
 
-__device__ __forceinline__ void commit_stores() {
+__device__ __forceinline__ void bulk_commit_group() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Bytes that follow each other, in both memories: multiples of 16.
-__device__ __forceinline__ void store_bytes(void* global, uint32_t shared, int bytes) {
+// Contiguous bytes in both memories, a multiple of 16.
+__device__ __forceinline__ void bulk_store(void* global, uint32_t shared, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
                : "memory");
 }
 
 // The same, added to the floats that are there.
-__device__ __forceinline__ void add_floats(float* global, uint32_t shared, int bytes) {
+__device__ __forceinline__ void bulk_reduce_add(float* global, uint32_t shared, int bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global), "r"(shared),
                "r"(bytes)
                : "memory");
 }
 
 // Until this thread's stores have read shared memory.
-__device__ __forceinline__ void wait_until_stores_have_read() {
+__device__ __forceinline__ void bulk_wait_group_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 // Until this thread's stores are done.
-__device__ __forceinline__ void wait_for_stores() {
+__device__ __forceinline__ void bulk_wait_group() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 

@@ -1,4 +1,4 @@
-// Inline assembly of sm_80 and up: tensor-core products, matrix loads from shared memory, asynchronous copies.
+// Inline assembly of sm_80 and up: mma.sync, ldmatrix, cp.async, mbarrier, programmatic dependent launch.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -83,12 +83,12 @@ __device__ __forceinline__ void cp_async_wait() {
 
 // __syncthreads for warps that reach it from different code paths.
 template <int kThreads>
-__device__ __forceinline__ void sync_block() {
+__device__ __forceinline__ void bar_sync() {
   asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
 }
 
 // A barrier in shared memory: a phase completes when `count` threads have arrived, and what they wrote before is then
-// visible to the threads that waited. Phases count from 0; a wait is for the completion of the even or odd phase.
+// visible to the threads that waited. Phases count from 0; a wait is for the completion of the phase of that parity.
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
 }
@@ -99,12 +99,12 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
 }
 
 // When this thread's cp.async copies have arrived.
-__device__ __forceinline__ void mbarrier_arrive_after_cp_async(uint64_t* barrier) {
+__device__ __forceinline__ void cp_async_mbarrier_arrive(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
 // PACKING_OPS_JITTER: a build in which every wait begins up to a microsecond late, at random, for tests of races.
-__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int odd) {
+__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
 #if defined(PACKING_OPS_JITTER)
   __nanosleep((static_cast<uint32_t>(clock64()) + threadIdx.x) * 2654435761u >> 22);
 #endif
@@ -116,20 +116,21 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int odd) {
     asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
 #endif
                  : "=r"(ended)
-                 : "r"(shared_address(barrier)), "r"(odd)
+                 : "r"(shared_address(barrier)), "r"(parity)
                  : "memory");
   }
 }
 
 // Programmatic dependent launch, from compute capability 9.0 on: the next kernel may start once every block has called
-// launch_dependents, and waits for the completion of those before it where it needs to. No-ops before 9.0.
-__device__ __forceinline__ void launch_dependents() {
+// griddepcontrol_launch_dependents, and griddepcontrol_wait waits for the completion of those before. No-ops
+// before 9.0.
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-__device__ __forceinline__ void wait_for_prerequisite_grids() {
+__device__ __forceinline__ void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif

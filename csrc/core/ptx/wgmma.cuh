@@ -1,4 +1,4 @@
-// Inline assembly of sm_90a: asynchronous products of a warpgroup, d [64, N] += a [64, 16] b [16, N], summed in fp32.
+// Inline assembly of sm_90a: wgmma of a warpgroup, d [64, N] += a [64, 16] b [16, N], accumulated in fp32.
 // Warp w of the four holds rows 16 w to 16 w + 15 of d, in the layout of mma.sync's 16x8 blocks, and so it holds those
 // of an a in registers.
 #pragma once
@@ -9,37 +9,37 @@
 
 namespace packing_ops::ptx {
 
-// A matrix in shared memory as products read it: panels of 64 columns, a row 128 bytes whose 16-byte chunks are
-// permuted by the row. `panel`: bytes from one panel to the next where the product sums over rows and takes both.
+// Descriptor of a matrix in shared memory: panels of 64 columns, a row 128 bytes whose 16-byte chunks are swizzled by
+// the row. `panel`: bytes from one panel to the next, for wgmma that sums over rows and reads both.
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, uint32_t panel = 16) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
   constexpr uint64_t kEightRows = uint64_t{1024 >> 4} << 32;
   return kSwizzle128 | kEightRows | static_cast<uint64_t>(panel >> 4) << 16 | (address & 0x3ffff) >> 4;
 }
 
-// The same matrix so many bytes on.
-__device__ __forceinline__ uint64_t moved_descriptor(uint64_t descriptor, int bytes) {
+// The descriptor of the matrix that starts `bytes` bytes further on.
+__device__ __forceinline__ uint64_t advance_descriptor(uint64_t descriptor, int bytes) {
   return descriptor + static_cast<uint64_t>(bytes >> 4);
 }
 
-// Before the first product, and after other instructions wrote registers that products use.
-__device__ __forceinline__ void products_fence() {
+// Before the first wgmma, and after other instructions wrote registers that wgmma uses.
+__device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-__device__ __forceinline__ void products_commit() {
+__device__ __forceinline__ void wgmma_commit_group() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Until at most kPending of this warp's groups are under way.
+// Waits until at most kPending of this warp's groups are in flight.
 template <int kPending>
-__device__ __forceinline__ void products_wait() {
+__device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// After that wait: the compiler reads none of these sums before.
+// After that wait: keeps the compiler from reading these accumulators before it.
 template <int kCount>
-__device__ __forceinline__ void products_done(float (&sums)[kCount]) {
+__device__ __forceinline__ void fence_operands(float (&sums)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
@@ -69,35 +69,35 @@ __device__ __forceinline__ void products_done(float (&sums)[kCount]) {
 #define PACKING_OPS_SUMS_OF_256 PACKING_OPS_SUMS_OF_192, PACKING_OPS_SUMS_32(96)
 
 // The operands after the sums: whether to add to them, whether b is transposed, then a and b.
-#define PACKING_OPS_PRODUCT(N, TYPE, ADD, OPERANDS, ...) \
+#define PACKING_OPS_WGMMA(N, TYPE, ADD, OPERANDS, ...) \
   asm volatile("{ .reg .pred add; setp.ne.b32 add, " ADD ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE \
                " {" PACKING_OPS_REGISTERS_##N "}, " OPERANDS "; }" : PACKING_OPS_SUMS_OF_##N : __VA_ARGS__)
-#define PACKING_OPS_PRODUCTS(N, T, TYPE, ADD, BOTH_IN_SHARED, A_IN_REGISTERS) \
+#define PACKING_OPS_WGMMAS(N, T, TYPE, ADD, BOTH_IN_SHARED, A_IN_REGISTERS) \
   template <class Element, bool kTrans, bool kTransA = false> requires std::is_same_v<Element, T> \
-  __device__ __forceinline__ void product(float (&d)[N / 2], uint64_t a, uint64_t b, bool add) { \
-    PACKING_OPS_PRODUCT(N, TYPE, ADD, BOTH_IN_SHARED, "r"(static_cast<int>(add)), "n"(kTrans), "l"(a), "l"(b), "n"(kTransA)); \
+  __device__ __forceinline__ void wgmma(float (&d)[N / 2], uint64_t a, uint64_t b, bool add) { \
+    PACKING_OPS_WGMMA(N, TYPE, ADD, BOTH_IN_SHARED, "r"(static_cast<int>(add)), "n"(kTrans), "l"(a), "l"(b), "n"(kTransA)); \
   } \
   template <class Element, bool kTrans> requires std::is_same_v<Element, T> \
-  __device__ __forceinline__ void product(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool add) { \
-    PACKING_OPS_PRODUCT(N, TYPE, ADD, A_IN_REGISTERS, "r"(static_cast<int>(add)), "n"(kTrans), "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)); \
+  __device__ __forceinline__ void wgmma(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool add) { \
+    PACKING_OPS_WGMMA(N, TYPE, ADD, A_IN_REGISTERS, "r"(static_cast<int>(add)), "n"(kTrans), "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)); \
   }
 
-// product<T, kTrans, kTransA>(d, a, b, add): d += a b, or d = a b. a: a descriptor, of columns that the product sums
-// over, or with kTransA of rows; or registers. b: a descriptor, of columns that it sums over, or with kTrans of rows.
-PACKING_OPS_PRODUCTS(32, __nv_bfloat16, "bf16", "%16", "%18, %19, add, 1, 1, %20, %17", "{%18, %19, %20, %21}, %22, add, 1, 1, %17")
-PACKING_OPS_PRODUCTS(32, __half, "f16", "%16", "%18, %19, add, 1, 1, %20, %17", "{%18, %19, %20, %21}, %22, add, 1, 1, %17")
-PACKING_OPS_PRODUCTS(64, __nv_bfloat16, "bf16", "%32", "%34, %35, add, 1, 1, %36, %33", "{%34, %35, %36, %37}, %38, add, 1, 1, %33")
-PACKING_OPS_PRODUCTS(64, __half, "f16", "%32", "%34, %35, add, 1, 1, %36, %33", "{%34, %35, %36, %37}, %38, add, 1, 1, %33")
-PACKING_OPS_PRODUCTS(128, __nv_bfloat16, "bf16", "%64", "%66, %67, add, 1, 1, %68, %65", "{%66, %67, %68, %69}, %70, add, 1, 1, %65")
-PACKING_OPS_PRODUCTS(128, __half, "f16", "%64", "%66, %67, add, 1, 1, %68, %65", "{%66, %67, %68, %69}, %70, add, 1, 1, %65")
-PACKING_OPS_PRODUCTS(192, __nv_bfloat16, "bf16", "%96", "%98, %99, add, 1, 1, %100, %97", "{%98, %99, %100, %101}, %102, add, 1, 1, %97")
-PACKING_OPS_PRODUCTS(192, __half, "f16", "%96", "%98, %99, add, 1, 1, %100, %97", "{%98, %99, %100, %101}, %102, add, 1, 1, %97")
-PACKING_OPS_PRODUCTS(256, __nv_bfloat16, "bf16", "%128", "%130, %131, add, 1, 1, %132, %129", "{%130, %131, %132, %133}, %134, add, 1, 1, %129")
-PACKING_OPS_PRODUCTS(256, __half, "f16", "%128", "%130, %131, add, 1, 1, %132, %129", "{%130, %131, %132, %133}, %134, add, 1, 1, %129")
+// wgmma<T, kTrans, kTransA>(d, a, b, add): d += a b, or d = a b. a: a descriptor, whose columns are summed over,
+// with kTransA whose rows; or registers. b: a descriptor, whose columns are summed over, with kTrans whose rows.
+PACKING_OPS_WGMMAS(32, __nv_bfloat16, "bf16", "%16", "%18, %19, add, 1, 1, %20, %17", "{%18, %19, %20, %21}, %22, add, 1, 1, %17")
+PACKING_OPS_WGMMAS(32, __half, "f16", "%16", "%18, %19, add, 1, 1, %20, %17", "{%18, %19, %20, %21}, %22, add, 1, 1, %17")
+PACKING_OPS_WGMMAS(64, __nv_bfloat16, "bf16", "%32", "%34, %35, add, 1, 1, %36, %33", "{%34, %35, %36, %37}, %38, add, 1, 1, %33")
+PACKING_OPS_WGMMAS(64, __half, "f16", "%32", "%34, %35, add, 1, 1, %36, %33", "{%34, %35, %36, %37}, %38, add, 1, 1, %33")
+PACKING_OPS_WGMMAS(128, __nv_bfloat16, "bf16", "%64", "%66, %67, add, 1, 1, %68, %65", "{%66, %67, %68, %69}, %70, add, 1, 1, %65")
+PACKING_OPS_WGMMAS(128, __half, "f16", "%64", "%66, %67, add, 1, 1, %68, %65", "{%66, %67, %68, %69}, %70, add, 1, 1, %65")
+PACKING_OPS_WGMMAS(192, __nv_bfloat16, "bf16", "%96", "%98, %99, add, 1, 1, %100, %97", "{%98, %99, %100, %101}, %102, add, 1, 1, %97")
+PACKING_OPS_WGMMAS(192, __half, "f16", "%96", "%98, %99, add, 1, 1, %100, %97", "{%98, %99, %100, %101}, %102, add, 1, 1, %97")
+PACKING_OPS_WGMMAS(256, __nv_bfloat16, "bf16", "%128", "%130, %131, add, 1, 1, %132, %129", "{%130, %131, %132, %133}, %134, add, 1, 1, %129")
+PACKING_OPS_WGMMAS(256, __half, "f16", "%128", "%130, %131, add, 1, 1, %132, %129", "{%130, %131, %132, %133}, %134, add, 1, 1, %129")
 // clang-format on
 
-#undef PACKING_OPS_PRODUCTS
-#undef PACKING_OPS_PRODUCT
+#undef PACKING_OPS_WGMMAS
+#undef PACKING_OPS_WGMMA
 #undef PACKING_OPS_SUMS_OF_256
 #undef PACKING_OPS_SUMS_OF_192
 #undef PACKING_OPS_SUMS_OF_128

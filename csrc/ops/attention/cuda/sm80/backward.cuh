@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier, kDimV>::kThread
   int32_t* work_counter = args.counters;
   int32_t* tickets = args.counters + Args::kWorkCounters;
 
-  ptx::launch_dependents();  // backward_single.cuh does not depend on this kernel
+  ptx::griddepcontrol_launch_dependents();  // backward_single.cuh does not depend on this kernel
   if (threadIdx.x == 0) *next_unit = atomicAdd(work_counter, 1);
   __syncthreads();
   for (int32_t unit = *next_unit; unit < units; unit = *next_unit) {
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier, kDimV>::kThread
       const bool sums_first = warp >= Shape::kWarps / 2;
       const auto barrier = [&] {
         ptx::cp_async_wait<0>();
-        ptx::sync_block<Shape::kThreads>();
+        ptx::bar_sync<Shape::kThreads>();
       };
       RowTileVisit prev_visit;
       int prev_slot = 0;

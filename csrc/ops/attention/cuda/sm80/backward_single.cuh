@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true, kTier, kDimV>
   const PlanEntry* entries = args.plan.entries[kList];
   int32_t* work_counter = args.counters + (kList - PlanView::kBackward);
 
-  ptx::launch_dependents();
+  ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x == 0) *next_unit = atomicAdd(work_counter, 1);
   __syncthreads();
   for (int32_t unit = *next_unit; unit < units; unit = *next_unit) {
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true, kTier, kDimV>
     u.store_keys(args, d, kv_head, {0, d.keys}, key_block, column_part, dk, dv);
     __syncthreads();
   }
-  ptx::wait_for_prerequisite_grids();  // so that this kernel's end implies the end of the ones before
+  ptx::griddepcontrol_wait();  // so that this kernel's end implies the end of the ones before
 }
 
 template <class T, int kDim, int kKeys, bool kTransform, SmemTier kTier, int kDimV>

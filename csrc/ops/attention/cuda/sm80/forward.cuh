@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(128, ForwardShape<kDim, kShort, kDimV>::kBlock
     load_keys<Shape::kThreads>(tile_v(stage), args.v, work.d, work.kv_head, first_key, args.head_dim_v, threadIdx.x);
   };
   // Prologue: q and the first key tile of the first unit
-  ptx::launch_dependents();
+  ptx::griddepcontrol_launch_dependents();
   if (serpentine(0) < units) {
     load_entry(0);
     load_entry(1);
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(128, ForwardShape<kDim, kShort, kDimV>::kBlock
     // Epilogue: out and lse
     if (warp_row < work.rows.valid) finish<T, Shape>(args, work.rows, warp_row + g, state, o, scale, natural_scale);
   }
-  ptx::wait_for_prerequisite_grids();
+  ptx::griddepcontrol_wait();
 }
 
 template <class T, int kDim, bool kShort, bool kTransform, int kDimV>

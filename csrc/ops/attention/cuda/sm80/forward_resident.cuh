@@ -85,7 +85,7 @@ __device__ __forceinline__ void load_units(const Args& args, ResidentRing<Shape>
       ring.units[unit % kUnits] = described;
       ptx::mbarrier_arrive(&ring.full[unit % kUnits]);
     }
-    ptx::mbarrier_arrive_after_cp_async(&ring.full[unit % kUnits]);
+    ptx::cp_async_mbarrier_arrive(&ring.full[unit % kUnits]);
   };
   PlanEntry entry{};  // each lane reads ahead one of the next 32 units
   int32_t head = 0;
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(ResidentShape<kDim>::kThreads, 1)
   const uint32_t first_q = base + 2 * Shape::kTiles * Shape::TileK::kBytes;
   const int warp = threadIdx.x / 32;
 
-  ptx::launch_dependents();
+  ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x < Shape::kUnits) {
     ptx::mbarrier_init(&ring.full[threadIdx.x], 32 + 1);  // 32 lanes' copies, and lane 0's ResidentUnit
     ptx::mbarrier_init(&ring.empty[threadIdx.x], Shape::kWarps);
@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(ResidentShape<kDim>::kThreads, 1)
     const typename Shape::TileQ tile_q{first_q + warp * Shape::TileQ::kBytes};
     attend<T, Shape, kTransform>(args, ring, tile_q, tile_k, tile_v);
   }
-  ptx::wait_for_prerequisite_grids();
+  ptx::griddepcontrol_wait();
 }
 
 template <class T, int kDim, bool kTransform>

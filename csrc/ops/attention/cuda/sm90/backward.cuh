@@ -21,19 +21,19 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   __shared__ BackwardBarriers<Shape> barriers;
   const uint32_t base = (ptx::shared_address(shared) + 1023) & ~1023u;
   const int warp = threadIdx.x / 32;
-  ptx::launch_dependents();  // backward_single.cuh does not depend on this kernel
+  ptx::griddepcontrol_launch_dependents();  // backward_single.cuh does not depend on this kernel
   if (threadIdx.x == 0) barriers.init();
   constexpr int kPanelTiles = 2 * kRowStages * Shape::kPanels * Shape::kTiles;
   zero_unused_rows(args, Shape::tile_q(base, 0), kPanelTiles, warp, Shape::kThreads / 32);
   __syncthreads();
   if (warp < 4) {
-    ptx::fewer_registers<40>();
+    ptx::setmaxnreg_dec<40>();
     if (threadIdx.x == 0) load_units<Shape>(args, barriers, base);
     if (warp == 1) load_row_stats<Shape>(args, barriers);
     if (threadIdx.x == 64) wait_for_turns<Shape>(args, barriers);
     if (Shape::kByColumns ? warp == 3 : threadIdx.x == 96) send_queries<Shape>(args, barriers, base);
   } else {
-    ptx::more_registers<232>();
+    ptx::setmaxnreg_inc<232>();
     if constexpr (Shape::kByColumns) {
       attend_by_columns<T, Shape>(args, barriers, base, warp / 4 - 1);
     } else {

@@ -49,25 +49,25 @@ struct BackwardColumns {
     typename Math::Scores ds;
     typename Math::Weights rounded;
     ptx::mbarrier_wait(&shared.q_full[stage], odd_of(count, kRowStages));
-    ptx::products_fence();
+    ptx::wgmma_fence();
     Math::multiply(p, tile_k(), Shape::tile_q(base, stage) + first_row() * 128);
-    ptx::products_commit();
+    ptx::wgmma_commit_group();
     Math::multiply(ds, tile_v(), Shape::tile_dout(base, stage) + first_row() * 128);
-    ptx::products_commit();
+    ptx::wgmma_commit_group();
     // What the step needs next is loaded before each wait.
     const uint32_t masked = step.masked;
     const typename Math::Pairs lse(shared.lse[stage] + first_row());
     const typename Math::Pairs row_sum(shared.row_sum[stage] + first_row());
-    ptx::products_wait<1>();
-    ptx::products_done(p);
+    ptx::wgmma_wait_group<1>();
+    ptx::fence_operands(p);
     Math::weights(p, lse, scale);
     if (masked != 0) {
       Math::mask(args, p, shared.units[stage_of(turn, kUnitsKnown)], step, shared.first_tokens, 0, first_row());
     }
     Math::round(rounded, p);
     Math::stage_scores(rounded, tile_p(), 0, first_row());
-    ptx::products_wait<0>();
-    ptx::products_done(ds);
+    ptx::wgmma_wait_group<0>();
+    ptx::fence_operands(ds);
     Math::score_gradients(ds, p, row_sum);
     Math::round(rounded, ds);
     Math::stage_scores(rounded, tile_ds(), 0, first_row());
@@ -79,17 +79,17 @@ struct BackwardColumns {
   __device__ __forceinline__ void add_sums(bool add) {
     const int stage = stage_of(count, kRowStages);
     typename Math::Queries dq;
-    ptx::products_fence();
+    ptx::wgmma_fence();
     Math::add_keys(dv, tile_p(), Shape::tile_dout(base, stage) + first_panel() * Shape::kPanelQ, add);
     Math::add_keys(dk, tile_ds(), Shape::tile_q(base, stage) + first_panel() * Shape::kPanelQ, add);
     Math::multiply_queries(dq, tile_ds(), tile_k() + first_panel() * Shape::kPanelK);
-    ptx::products_commit();
+    ptx::wgmma_commit_group();
     const int place = stage_of(count, kStepsKnown);
     const DqAction action = shared.steps[place].tiles[0].action;
-    ptx::products_wait<0>();
-    ptx::products_done(dv);
-    ptx::products_done(dk);
-    ptx::products_done(dq);
+    ptx::wgmma_wait_group<0>();
+    ptx::fence_operands(dv);
+    ptx::fence_operands(dk);
+    ptx::fence_operands(dq);
     arrive(&shared.rows_read);
     ptx::mbarrier_wait(&shared.rows_read, odd_of(count, 1));  // by both warpgroups, and p and ds
     if (action == DqAction::kAdd || action == DqAction::kPut) {

@@ -94,9 +94,10 @@ __device__ __forceinline__ void load_keys(const BackwardArgs& args, const Backwa
   ptx::mbarrier_arrive_expect_tx(full, 2 * Shape::kTileK);
 #pragma unroll
   for (int panel = 0; panel < Shape::kPanels; ++panel) {
-    const ptx::BoxStart start = {64 * panel, place.before_end + unit.first_key, unit.kv_head, place.to_end, kMapTokens};
-    ptx::load_box(tile_k + panel * Shape::kPanelK, args.k, start, full);
-    ptx::load_box(tile_k + Shape::kTileK + panel * Shape::kPanelK, args.v, start, full);
+    const ptx::TmaCoords start = {64 * panel, place.before_end + unit.first_key, unit.kv_head, place.to_end,
+                                  kMapTokens};
+    ptx::tma_load(tile_k + panel * Shape::kPanelK, args.k, start, full);
+    ptx::tma_load(tile_k + Shape::kTileK + panel * Shape::kPanelK, args.v, start, full);
   }
 }
 
@@ -110,11 +111,11 @@ __device__ __forceinline__ void load_rows(const BackwardArgs& args, const Backwa
   for (int r = 0; r < Shape::kTiles; ++r) {
 #pragma unroll
     for (int panel = 0; panel < Shape::kPanels; ++panel) {
-      const ptx::BoxStart start = {64 * panel, step.first_head, place.before_end + step.tiles[r].token, place.to_end,
-                                   kMapTokens};
+      const ptx::TmaCoords start = {64 * panel, step.first_head, place.before_end + step.tiles[r].token, place.to_end,
+                                    kMapTokens};
       const uint32_t to = tile_q + panel * Shape::kPanelQ + r * kTileRows * 128;
-      ptx::load_box(to, args.q, start, full);
-      ptx::load_box(to + Shape::kTileQ, args.dout, start, full);
+      ptx::tma_load(to, args.q, start, full);
+      ptx::tma_load(to + Shape::kTileQ, args.dout, start, full);
     }
   }
 }
@@ -229,7 +230,7 @@ __device__ __forceinline__ void load_row_stats(const BackwardArgs& args, Backwar
       ptx::cp_async_4(ptx::shared_address(&shared.lse[stage][to]), from, valid);
       ptx::cp_async_4(ptx::shared_address(&shared.row_sum[stage][to]), from + 1, valid);
     }
-    ptx::mbarrier_arrive_after_cp_async(&shared.q_full[stage]);
+    ptx::cp_async_mbarrier_arrive(&shared.q_full[stage]);
   });
   ptx::cp_async_commit();
   ptx::cp_async_wait<0>();
@@ -282,11 +283,11 @@ __device__ __forceinline__ void send_queries(const BackwardArgs& args, BackwardB
         const BackwardTile& tile = step.tiles[r];
         float* sums = args.common.partial_dq + static_cast<int64_t>(tile.ticket.slot) * Shape::kRingFloats;
         const uint32_t from = Shape::tile_dq(base, stage) + r * Shape::kRingFloats * 4;
-        if (tile.action == DqAction::kAdd) ptx::add_floats(sums, from, Shape::kRingFloats * 4);
-        if (tile.action == DqAction::kPut) ptx::store_bytes(sums, from, Shape::kRingFloats * 4);
+        if (tile.action == DqAction::kAdd) ptx::bulk_reduce_add(sums, from, Shape::kRingFloats * 4);
+        if (tile.action == DqAction::kPut) ptx::bulk_store(sums, from, Shape::kRingFloats * 4);
       }
-      ptx::commit_stores();
-      ptx::wait_until_stores_have_read();
+      ptx::bulk_commit_group();
+      ptx::bulk_wait_group_read();
     }
     if constexpr (Shape::kByColumns) {
       __syncwarp();
@@ -295,7 +296,7 @@ __device__ __forceinline__ void send_queries(const BackwardArgs& args, BackwardB
     }
     if (sends) {
       ptx::mbarrier_arrive(Shape::kByColumns ? &shared.q_empty[stage] : &shared.dq_empty[stage]);
-      ptx::wait_for_stores();
+      ptx::bulk_wait_group();
 #pragma unroll
       for (int r = 0; r < Shape::kTiles; ++r) {
         const BackwardTile& tile = step.tiles[r];

@@ -39,14 +39,14 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
   const auto start_scores = [&] {
     const int stage = stage_of(count, kRowStages);
     ptx::mbarrier_wait(&shared.q_full[stage], odd_of(count, kRowStages));
-    ptx::products_fence();
+    ptx::wgmma_fence();
     Math::multiply(p, tile_k() + w * 64 * 128, Shape::tile_q(base, stage));
-    ptx::products_commit();
+    ptx::wgmma_commit_group();
     Math::multiply(ds, tile_v() + w * 64 * 128, Shape::tile_dout(base, stage));
-    ptx::products_commit();
+    ptx::wgmma_commit_group();
   };
   const auto end_scores = [&](const typename Math::Pairs& lse, uint32_t masked) {
-    ptx::products_done(p);
+    ptx::fence_operands(p);
     Math::weights(p, lse, scale);
     if (masked >> w & 1) {
       Math::mask(args, p, shared.units[stage_of(turn, kUnitsKnown)], shared.steps[stage_of(count, kStepsKnown)],
@@ -55,7 +55,7 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
   };
   const auto share_ds = [&](const typename Math::Pairs& row_sum) {
     const int stage = stage_of(count, 2);
-    ptx::products_done(ds);
+    ptx::fence_operands(ds);
     Math::score_gradients(ds, p, row_sum);
     Math::round(p_half, p);
     Math::round(ds_half, ds);
@@ -66,21 +66,21 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
   };
   const auto start_sums = [&](bool add) {
     const int rows = stage_of(count, kRowStages);
-    ptx::products_fence();
+    ptx::wgmma_fence();
     Math::add_keys(dv, p_half, Shape::tile_dout(base, rows), add);
-    ptx::products_commit();
+    ptx::wgmma_commit_group();
     const int stage = stage_of(count, 2);
     ptx::mbarrier_wait(&shared.ds_full[stage], odd_of(count, 2));  // the other warpgroup's too
-    ptx::products_fence();
+    ptx::wgmma_fence();
     Math::multiply_queries(dq, Shape::tile_ds(base, stage) + row_part * Shape::kPanelDs,
                            tile_k() + column_part * Shape::kPanelK);
-    ptx::products_commit();
+    ptx::wgmma_commit_group();
     Math::add_keys(dk, ds_half, Shape::tile_q(base, rows), add);
-    ptx::products_commit();
+    ptx::wgmma_commit_group();
   };
   const auto end_queries = [&](DqAction action) {
     const int stage = stage_of(count, Shape::kDqStages);
-    ptx::products_done(dq);
+    ptx::fence_operands(dq);
     ptx::mbarrier_wait(&shared.dq_empty[stage], odd_of(count, Shape::kDqStages) ^ 1);
     if (action == DqAction::kAdd || action == DqAction::kPut) {
       Math::stage_queries(dq, Shape::tile_dq(base, stage) + row_part * Shape::kRingFloats * 4, column_part);
@@ -94,8 +94,8 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
     arrive(&shared.dq_full[stage]);
   };
   const auto end_sums = [&] {
-    ptx::products_done(dv);
-    ptx::products_done(dk);
+    ptx::fence_operands(dv);
+    ptx::fence_operands(dk);
     __syncwarp();
     arrive(&shared.q_empty[stage_of(count, kRowStages)]);
     ++count;
@@ -111,16 +111,16 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
       // What the step needs next is loaded before each wait.
       const uint32_t masked = shared.steps[stage_of(count, kStepsKnown)].masked;
       const typename Math::Pairs lse(shared.lse[stage_of(count, kRowStages)]);
-      ptx::products_wait<1>();
+      ptx::wgmma_wait_group<1>();
       end_scores(lse, masked);
       const typename Math::Pairs row_sum(shared.row_sum[stage_of(count, kRowStages)]);
-      ptx::products_wait<0>();
+      ptx::wgmma_wait_group<0>();
       share_ds(row_sum);
       start_sums(i > 0);
       const DqAction action = shared.steps[stage_of(count, kStepsKnown)].tiles[row_part].action;
-      ptx::products_wait<1>();  // dk's products are still under way
+      ptx::wgmma_wait_group<1>();  // dk's products are still under way
       end_queries(action);
-      ptx::products_wait<0>();
+      ptx::wgmma_wait_group<0>();
       end_sums();
     }
     if (steps == 0) {

@@ -23,8 +23,8 @@ struct BackwardMath {
     const uint64_t rows = ptx::matrix_descriptor(tile_rows);
 #pragma unroll
     for (int d = 0; d < Shape::kDim / 16; ++d) {
-      ptx::product<T, false>(scores, ptx::moved_descriptor(keys, d / 4 * Shape::kPanelK + d % 4 * 32),
-                             ptx::moved_descriptor(rows, d / 4 * Shape::kPanelQ + d % 4 * 32), d > 0);
+      ptx::wgmma<T, false>(scores, ptx::advance_descriptor(keys, d / 4 * Shape::kPanelK + d % 4 * 32),
+                           ptx::advance_descriptor(rows, d / 4 * Shape::kPanelQ + d % 4 * 32), d > 0);
     }
   }
 
@@ -34,7 +34,7 @@ struct BackwardMath {
     const uint64_t rows = ptx::matrix_descriptor(panel_rows, Shape::kPanelQ);
 #pragma unroll
     for (int n = 0; n < kRows / 16; ++n) {
-      ptx::product<T, true>(sums, weights[n], ptx::moved_descriptor(rows, n * 16 * 128), add || n > 0);
+      ptx::wgmma<T, true>(sums, weights[n], ptx::advance_descriptor(rows, n * 16 * 128), add || n > 0);
     }
   }
 
@@ -44,8 +44,8 @@ struct BackwardMath {
     const uint64_t rows = ptx::matrix_descriptor(panel_rows, Shape::kPanelQ);
 #pragma unroll
     for (int n = 0; n < Shape::kRows / 16; ++n) {
-      ptx::product<T, true>(sums, ptx::moved_descriptor(weights, n * 32), ptx::moved_descriptor(rows, n * 16 * 128),
-                            add || n > 0);
+      ptx::wgmma<T, true>(sums, ptx::advance_descriptor(weights, n * 32), ptx::advance_descriptor(rows, n * 16 * 128),
+                          add || n > 0);
     }
   }
 
@@ -55,8 +55,8 @@ struct BackwardMath {
     const uint64_t k = ptx::matrix_descriptor(panel_k, Shape::kPanelK);
 #pragma unroll
     for (int n = 0; n < Shape::kUnitKeys / 16; ++n) {
-      ptx::product<T, true, true>(dq, ptx::moved_descriptor(ds, n * 16 * 128), ptx::moved_descriptor(k, n * 16 * 128),
-                                  n > 0);
+      ptx::wgmma<T, true, true>(dq, ptx::advance_descriptor(ds, n * 16 * 128), ptx::advance_descriptor(k, n * 16 * 128),
+                                n > 0);
     }
   }
 
@@ -192,8 +192,8 @@ struct BackwardMath {
   static __device__ __forceinline__ void stage_queries(const Queries& dq, uint32_t tile, int panel) {
 #pragma unroll
     for (int n = 0; n < kQueryColumns / 8; ++n) {
-      ptx::store_shared_4(tile + 16 * place_in_ring(panel, n),
-                          make_float4(dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]));
+      ptx::store_shared_v4(tile + 16 * place_in_ring(panel, n),
+                           make_float4(dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]));
     }
   }
 
@@ -237,14 +237,14 @@ struct BackwardMath {
 #pragma unroll
     for (int i = 0; i < Shape::kSumColumns / 64; ++i) {
       const int panel = first_panel + i;
-      const ptx::BoxStart start = {64 * panel, place.before_end + unit.first_key + first_key, unit.kv_head,
-                                   place.to_end, kMapTokens};
+      const ptx::TmaCoords start = {64 * panel, place.before_end + unit.first_key + first_key, unit.kv_head,
+                                    place.to_end, kMapTokens};
       const int at = panel * Shape::kPanelK + first_key * 128;
-      ptx::store_box(args.dv, start, tile_v + at);
-      ptx::store_box(args.dk, start, tile_k + at);
+      ptx::tma_store(args.dv, start, tile_v + at);
+      ptx::tma_store(args.dk, start, tile_k + at);
     }
-    ptx::commit_stores();
-    ptx::wait_until_stores_have_read();
+    ptx::bulk_commit_group();
+    ptx::bulk_wait_group_read();
   }
 };
 

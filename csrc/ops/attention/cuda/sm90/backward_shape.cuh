@@ -153,7 +153,7 @@ struct BackwardBarriers {
     }
     ptx::mbarrier_init(&rows_read, 8);
     ptx::mbarrier_init(&keys_read, 8);
-    ptx::barriers_initialised();
+    ptx::fence_mbarrier_init();
   }
 };
 

@@ -22,18 +22,18 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   __shared__ ForwardBarriers<Shape> barriers;
   const uint32_t base = (ptx::shared_address(shared) + 1023) & ~1023u;
   const int warp = threadIdx.x / 32;
-  ptx::launch_dependents();
+  ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x == 0) barriers.init();
   __syncthreads();
   if (warp < 4) {
-    ptx::fewer_registers<40>();
+    ptx::setmaxnreg_dec<40>();
     if (threadIdx.x == 0) load_keys_and_values<Shape>(args, barriers, base);
     if (warp == 1) load_queries<Shape>(args, barriers, base);
     if constexpr (Shape::kOutThroughQ) {
       if (threadIdx.x == 96) store_out<Shape>(args, barriers, base);
     }
   } else {
-    ptx::more_registers<232>();
+    ptx::setmaxnreg_inc<232>();
     // While the first tiles come.
     const int64_t thread = blockIdx.x * 256 + threadIdx.x - 128;
     check_plan(args.common.plan, args.common.documents_q, args.common.documents_k, args.common.fault, thread,
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     zero_padding(args.common, thread, gridDim.x * 256);
     attend<T, Shape>(args, barriers, base, warp / 4 - 1);
   }
-  ptx::wait_for_prerequisite_grids();
+  ptx::griddepcontrol_wait();
 #endif
 }
 

@@ -11,15 +11,16 @@ __device__ __forceinline__ void load_keys_and_values(const ForwardArgs& args, Fo
   const ForwardRounds<Shape> rounds(args);
   RingPlace<Shape::kStagesK> k;
   RingPlace<Shape::kStagesV> v;
-  const auto load = [&](const CUtensorMap& map, uint32_t tile, int panels, const ptx::BoxStart& start, uint64_t* full) {
+  const auto load = [&](const CUtensorMap& map, uint32_t tile, int panels, const ptx::TmaCoords& start,
+                        uint64_t* full) {
     ptx::mbarrier_arrive_expect_tx(full, panels * Shape::kPanelK);
 #pragma unroll
     for (int panel = 0; panel < panels; ++panel) {
-      ptx::load_box(tile + panel * Shape::kPanelK, map, {64 * panel, start.at[1], start.at[2], start.at[3], kMapTokens},
+      ptx::tma_load(tile + panel * Shape::kPanelK, map, {64 * panel, start.at[1], start.at[2], start.at[3], kMapTokens},
                     full);
     }
   };
-  ptx::BoxStart values{};  // of the step before: its values are wanted after this step's keys
+  ptx::TmaCoords values{};  // of the step before: its values are wanted after this step's keys
   bool first = true;
   const auto load_values = [&] {
     ptx::mbarrier_wait(&shared.v_empty[v.stage], v.odd ^ 1);
@@ -31,7 +32,7 @@ __device__ __forceinline__ void load_keys_and_values(const ForwardArgs& args, Fo
     const DocumentTokens place(unit.d.start_k, unit.d.keys);
 #pragma unroll 1
     for (int32_t tile = unit.first_tile; tile < unit.end_tile; ++tile) {
-      const ptx::BoxStart keys = {0, place.before_end + tile * Shape::kKeys, unit.kv_head, place.to_end, kMapTokens};
+      const ptx::TmaCoords keys = {0, place.before_end + tile * Shape::kKeys, unit.kv_head, place.to_end, kMapTokens};
       ptx::mbarrier_wait(&shared.k_empty[k.stage], k.odd ^ 1);
       load(args.k, Shape::tile_k(base, k.stage), Shape::kPanelsK, keys, &shared.k_full[k.stage]);
       k.next();
@@ -81,9 +82,9 @@ __device__ __forceinline__ void load_queries(const ForwardArgs& args, ForwardBar
     for (int w = 0; w < 2; ++w) {
 #pragma unroll
       for (int panel = 0; panel < Shape::kPanelsK; ++panel) {
-        const ptx::BoxStart start = {64 * panel, unit.kv_head * args.common.group,
-                                     place.before_end + unit.token + w * args.tile_tokens, place.to_end, kMapTokens};
-        ptx::load_box(Shape::tile_q(base, q.stage, w) + panel * Shape::kPanelQ, args.q, start, &shared.q_full[q.stage]);
+        const ptx::TmaCoords start = {64 * panel, unit.kv_head * args.common.group,
+                                      place.before_end + unit.token + w * args.tile_tokens, place.to_end, kMapTokens};
+        ptx::tma_load(Shape::tile_q(base, q.stage, w) + panel * Shape::kPanelQ, args.q, start, &shared.q_full[q.stage]);
       }
     }
   }
@@ -101,13 +102,13 @@ __device__ __forceinline__ void store_out(const ForwardArgs& args, ForwardBarrie
       const DocumentTokens place(unit.d.start_q, unit.d.tokens);
 #pragma unroll
       for (int panel = 0; panel < Shape::kPanelsK; ++panel) {
-        const ptx::BoxStart start = {64 * panel, unit.kv_head * args.common.group,
-                                     place.before_end + unit.token + w * args.tile_tokens, place.to_end, kMapTokens};
-        ptx::store_box(args.out, start, Shape::tile_q(base, q.stage, w) + panel * Shape::kPanelQ);
+        const ptx::TmaCoords start = {64 * panel, unit.kv_head * args.common.group,
+                                      place.before_end + unit.token + w * args.tile_tokens, place.to_end, kMapTokens};
+        ptx::tma_store(args.out, start, Shape::tile_q(base, q.stage, w) + panel * Shape::kPanelQ);
       }
-      ptx::commit_stores();
+      ptx::bulk_commit_group();
     }
-    ptx::wait_until_stores_have_read();
+    ptx::bulk_wait_group_read();
     ptx::mbarrier_arrive(&shared.q_empty[q.stage]);
     q.next();
   }

@@ -60,24 +60,24 @@ struct ForwardMath {
   static __device__ __forceinline__ void start_scores(Scores& s, uint32_t tile_q, uint32_t tile_k) {
     const uint64_t q = ptx::matrix_descriptor(tile_q);
     const uint64_t k = ptx::matrix_descriptor(tile_k);
-    ptx::products_fence();
+    ptx::wgmma_fence();
 #pragma unroll
     for (int d = 0; d < Shape::kDim / 16; ++d) {
-      ptx::product<T, false>(s, ptx::moved_descriptor(q, d / 4 * Shape::kPanelQ + d % 4 * 32),
-                             ptx::moved_descriptor(k, d / 4 * Shape::kPanelK + d % 4 * 32), d > 0);
+      ptx::wgmma<T, false>(s, ptx::advance_descriptor(q, d / 4 * Shape::kPanelQ + d % 4 * 32),
+                           ptx::advance_descriptor(k, d / 4 * Shape::kPanelK + d % 4 * 32), d > 0);
     }
-    ptx::products_commit();
+    ptx::wgmma_commit_group();
   }
 
   // o = p v, or o += p v.
   static __device__ __forceinline__ void start_values(Sums& o, const Weights& p, uint32_t tile_v, bool add) {
     const uint64_t v = ptx::matrix_descriptor(tile_v, Shape::kPanelK);
-    ptx::products_fence();
+    ptx::wgmma_fence();
 #pragma unroll
     for (int n = 0; n < kKeys / 16; ++n) {
-      ptx::product<T, true>(o, p[n], ptx::moved_descriptor(v, n * 16 * 128), add || n > 0);
+      ptx::wgmma<T, true>(o, p[n], ptx::advance_descriptor(v, n * 16 * 128), add || n > 0);
     }
-    ptx::products_commit();
+    ptx::wgmma_commit_group();
   }
 
   static __device__ __forceinline__ void mask(Scores& s, const VisibleKeys& keys, int32_t first_key, bool from_left) {
@@ -255,7 +255,7 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
     Math::start_scores(s, Shape::tile_q(base, q.stage, w), Shape::tile_k(base, k.stage));
   };
   const auto end_scores = [&](const VisibleKeys& keys) {
-    ptx::products_done(s);
+    ptx::fence_operands(s);
     release(&shared.k_empty[k.stage]);
     k.next();
     if (!Shape::kOutThroughQ && tile + 1 == end_tile) {
@@ -269,8 +269,8 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
   };
   const auto start_values = [&] { Math::start_values(o, p, Shape::tile_v(base, v.stage), add); };
   const auto end_values = [&] {
-    ptx::products_wait<0>();
-    ptx::products_done(o);
+    ptx::wgmma_wait_group<0>();
+    ptx::fence_operands(o);
     release(&shared.v_empty[v.stage]);
     v.next();
   };
@@ -288,7 +288,7 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
     // The unit's first scores, with no values beside them: of every unit, or of the stream's first.
     ptx::mbarrier_wait(&shared.k_full[k.stage], k.odd);
     start_scores();
-    ptx::products_wait<0>();
+    ptx::wgmma_wait_group<0>();
     end_scores(keys);
     Math::round(p, s);
     add = false;
@@ -308,7 +308,7 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
       start_scores();
       ptx::mbarrier_wait(&shared.v_full[v.stage], v.odd);
       start_values();
-      ptx::products_wait<1>();
+      ptx::wgmma_wait_group<1>();
       const bool moved = end_scores(keys);
       end_values();
       if (seam) {

@@ -89,7 +89,7 @@ struct ForwardBarriers {
       ptx::mbarrier_init(&v_full[i], 1);
       ptx::mbarrier_init(&v_empty[i], 8);
     }
-    ptx::barriers_initialised();
+    ptx::fence_mbarrier_init();
   }
 };
 
