@@ -50,7 +50,9 @@ def main(before: str, after: str, part: str = "") -> int:
     for path, label in different:
         print(f"{path}: {label} differs")
     count = sum(label.startswith(".text.") for _, label in old)
-    print(f"{count} kernels before, {sum(label.startswith('.text.') for _, label in new)} after, {len(different)} differ")
+    print(
+        f"{count} kernels before, {sum(label.startswith('.text.') for _, label in new)} after, {len(different)} differ"
+    )
     return 1 if different or not count else 0
 
 

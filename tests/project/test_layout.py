@@ -123,6 +123,7 @@ LONG_KERNELS = {
     "attention_backward_single_kernel",
     "attention_forward_kernel",
     "attention_forward_wide_kernel",
+    "load_units",
     "logps_chunk_kernel",
     "write_kernel",
 }
@@ -161,6 +162,26 @@ def test_no_exit_and_no_dead_code(path):
     text = path.read_text()
     assert not re.search(r"\b(exit|abort)\(", text)
     assert not re.search(r"^\s*//.*[;{}]\s*$", text, re.M), "commented-out code"
+
+
+# csrc has the words of PTX and of the papers: a slot, a ticket, row_max, wgmma, a TMA load.
+REPLACED_WORDS = {
+    "ops/attention/cuda/sm90": {"told", "place", "places", "turn", "turns", "most", "whole", "seam"},
+    "core/ptx": {"product", "products", "box", "boxes"},
+}
+
+
+@pytest.mark.parametrize("folder", REPLACED_WORDS)
+def test_replaced_words_stay_replaced(folder):
+    paths = [path for path in (CSRC / folder).rglob("*") if path.is_file()]
+    assert paths
+    found = {
+        (name_of(path), word)
+        for path in paths
+        for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", path.read_text())  # the words of snake_case and CamelCase
+        if word.lower() in REPLACED_WORDS[folder]
+    }
+    assert found == set()
 
 
 def test_object_stems_are_unique():

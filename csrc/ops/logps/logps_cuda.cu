@@ -186,6 +186,7 @@ __global__ void __launch_bounds__(kThreads) logps_chunk_kernel(LogpsChunkParams 
     add(value, raise_max(value));
   }
 
+  // Sums of the block
   for (int offset = kWarp / 2; offset > 0; offset /= 2) {
     const Sums<T> other{__shfl_xor_sync(0xffffffffu, sums.max, offset), __shfl_xor_sync(0xffffffffu, sums.sum, offset),
                         __shfl_xor_sync(0xffffffffu, sums.weighted, offset)};
@@ -195,6 +196,7 @@ __global__ void __launch_bounds__(kThreads) logps_chunk_kernel(LogpsChunkParams 
   __syncthreads();
   if (threadIdx.x != 0) return;
   for (int warp = 1; warp < kWarps; ++warp) sums = sums.plus(of_warp[warp], factor);
+  // Add to the chunks before
   Real* max = static_cast<Real*>(p.max) + row;
   Real* sum = static_cast<Real*>(p.sum) + row;
   Real* weighted = static_cast<Real*>(p.weighted) + row;

@@ -1,5 +1,5 @@
-// From params to the instance that serves them: fp32/ for float32, sm80/ (every GPU from compute capability 8.0 on) for
-// the half types. Kernels that need another architecture's instructions get a folder beside sm80/ and a branch here.
+// From params to the instance that serves them: fp32/ for float32; for the half types sm90/ on compute capability 9.0
+// where it serves the geometry (tiles.h), else sm80/, on every GPU from compute capability 8.0 on.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 

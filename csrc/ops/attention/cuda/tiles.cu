@@ -41,7 +41,7 @@ static bool has_wgmma(int64_t group, int device) {
 #if defined(PACKING_OPS_SM90)
   static const char* value = std::getenv("PACKING_OPS_SM90");
   static const bool wanted = value == nullptr || std::string_view(value) != "0";
-  if (!wanted || group > kMostTileGroup) return false;
+  if (!wanted || group > kMaxTileGroup) return false;
   int major = 0;
   int minor = 0;
   check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
@@ -74,7 +74,7 @@ AttentionTiles attention_tiles(int64_t group, int64_t head_dim, int64_t head_dim
   const SmemTier tier = backward_tier(padded, padded_v, device);
   const bool backward = has_wgmma_backward(group, head_dim, head_dim_v, device);
   tiles.backward_rows = backward ? tile_tokens(group) * tiles.group : backward_rows(padded, tier);
-  tiles.backward_keys = backward_keys(padded, tier);
+  tiles.backward_keys = backward ? wgmma_backward_keys(padded) : backward_keys(padded, tier);
   const int small_keys = backward_small_keys(padded, tier);
   tiles.small_keys = std::max(small_keys, 0);
   const bool wgmma_from_small = backward && small_keys > 0;

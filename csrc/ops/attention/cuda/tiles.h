@@ -1,5 +1,5 @@
-// Heuristics: which tile for this GPU, head_dim and class of document. The plan and the kernels ask here and nowhere
-// else.
+// Tile shapes, pipeline stages, and which of them serve a GPU, head_dim and class of document. The plan and the kernels
+// take them from here and from nowhere else.
 #pragma once
 
 #include <cstdint>
@@ -14,13 +14,13 @@ struct AttentionTiles {
   int32_t forward_rows = 128;         // rows of a forward tile
   int32_t forward_keys = 64;          // keys of a forward step
   int32_t short_rows = 64;            // rows of a short document's tile
-  int32_t short_max_keys = 128;       // most keys of a short document; -1: no such class
-  int32_t resident_max_tokens = 128;  // most keys and tokens of a resident document; -1: no such class
+  int32_t short_max_keys = 128;       // maximum keys of a short document; -1: no such class
+  int32_t resident_max_tokens = 128;  // maximum keys and tokens of a resident document; -1: none
   int32_t backward_rows = 64;         // rows of a backward step
   int32_t backward_keys = 128;        // keys of a backward tile
-  int32_t small_keys = 64;            // documents of at most so many keys get smaller backward tiles; 0: no such class
-  int32_t single_keys = 128;          // other documents of at most so many keys, one tile, get the backward without
-                                      // partial dq; 0: no such class
+  int32_t small_keys = 64;            // documents with at most small_keys keys use smaller backward tiles; 0: none do
+  int32_t single_keys = 128;          // other documents with at most single_keys keys have one key tile and use the
+                                      // backward without partial dq; 0: none do
 
   // Order of the backward in a document of several key tiles. Long: every key tile walks the row tiles from the last
   // one down, first key tile first, so that the tiles in flight read the same rows from L2. Short: from the first row
@@ -81,8 +81,8 @@ constexpr bool has_short_forward(int padded) {
 constexpr int kShortRows = 64;
 constexpr int kShortKeys = 32;
 
-// Resident documents (up to so many keys and tokens): all keys lie in shared memory, in a ring of key tiles, beside 16
-// rows of q for each consumer warp. Where a block may have 227 KB.
+// Resident documents, of up to kResidentMaxTokens keys and tokens: all keys lie in shared memory, in a ring of key
+// tiles, beside 16 rows of q for each consumer warp. Where a block may have 227 KB.
 constexpr int kResidentMaxTokens = 128;
 constexpr int kResidentRowTile = 16;
 constexpr int kResidentWarps = 15;
@@ -103,12 +103,12 @@ constexpr int wide_forward_keys(SmemTier tier) {
   return tier == SmemTier::k99KB ? 16 : 32;
 }
 
-// --- wgmma ---
+// --- wgmma (sm90/) ---
 
-// A forward unit is two tiles of packed rows, a backward step one or two. A tile starts at a whole token, so that it is
-// one box of q.
+// A forward unit is two tiles of packed rows, a backward step one or two. A tile starts at a whole token, so one TMA
+// load brings it.
 constexpr int kTileRows = 64;
-constexpr int kMostTileGroup = kTileRows;
+constexpr int kMaxTileGroup = kTileRows;
 constexpr int tile_tokens(int64_t group) {
   return static_cast<int>(kTileRows / group);
 }
@@ -126,6 +126,44 @@ constexpr bool has_wgmma_backward_of(int64_t head_dim) {
 bool has_wgmma_forward(int64_t group, int64_t head_dim, int64_t head_dim_v, int device);
 bool has_wgmma_backward(int64_t group, int64_t head_dim, int64_t head_dim_v, int device);
 
+// Forward. A step's keys: registers hold out and a step's scores.
+constexpr int wgmma_forward_keys(int dim_v) {
+  return dim_v <= 128 ? 128 : 64;
+}
+// Stages in shared memory: q of units, k and v of steps.
+constexpr int wgmma_q_stages(int dim) {
+  return dim <= 128 ? 2 : 1;
+}
+constexpr int wgmma_k_stages(int dim) {
+  return dim == 64 ? 4 : 2;
+}
+constexpr int kWgmmaVStages = 2;
+// Whether a unit's first scores are computed beside the last values of the unit before.
+constexpr bool wgmma_forward_streams(int dim) {
+  return dim == 64;
+}
+
+// Backward. Above 128 columns dk and dv of 64 keys fill the registers of both consumer warpgroups: they divide the rows
+// of scores and the columns of sums. Below, they divide a unit's keys.
+constexpr bool wgmma_backward_by_columns(int dim) {
+  return dim > 128;
+}
+constexpr int wgmma_backward_keys(int dim) {
+  return wgmma_backward_by_columns(dim) ? 64 : 128;
+}
+constexpr int wgmma_row_tiles(int dim) {  // of a step
+  return wgmma_backward_by_columns(dim) ? 1 : 128 / dim;
+}
+// Stages: descriptions of units, k and v of units, rows of steps, descriptions of steps.
+constexpr int kUnitStages = 2;
+constexpr int kKvStages = 1;
+constexpr int kRowStages = 2;
+constexpr int kStepStages = 4;
+// dq of steps. By columns it overwrites its step's q and dout.
+constexpr int wgmma_dq_stages(int dim) {
+  return wgmma_backward_by_columns(dim) ? kRowStages : dim == 64 ? 1 : 2;
+}
+
 // --- backward, mma.sync ---
 
 constexpr bool has_99kb_tier(int padded) {
@@ -141,8 +179,8 @@ constexpr int backward_keys(int padded, SmemTier tier) {
   if (is_wide(padded)) return 32;
   return (padded <= 128 ? 128 : 64) / (tier == SmemTier::k99KB ? 2 : 1);
 }
-// Documents of one key tile: of at most so many keys with smaller blocks, two to a multiprocessor; 0: there are none of
-// these. -1: documents of one key tile are treated like those of several, as wgmma treats those of more than 64 keys.
+// Documents with at most backward_small_keys keys use smaller blocks, two to a multiprocessor; 0: none do. -1:
+// documents of one key tile are treated like those of several, as wgmma treats those of more than 64 keys.
 constexpr int backward_small_keys(int padded, SmemTier tier) {
   if (is_wide(padded)) return -1;
   return padded <= 128 && tier != SmemTier::k99KB ? 64 : 0;

@@ -1,7 +1,7 @@
-// Backward on wgmma and bulk copies, for documents of more than 64 keys. A unit is (document, 128 keys, kv head), above
+// Backward on wgmma and TMA, for documents of more than 64 keys. A unit is (document, 128 keys, kv head), above
 // 128 columns 64 keys: its dk and dv stay in registers over all rows that attend to its keys. dq of a row tile is
-// summed over key tiles in the fixed order of dq_ring.cuh, which makes it deterministic. The first warpgroup copies and
-// keeps that order, the other two compute.
+// summed over key tiles in the fixed order of dq_ring.cuh, which makes it deterministic. Roles of the threads:
+// roles.cuh.
 #pragma once
 
 #include "core/launch.cuh"
@@ -20,24 +20,26 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   extern __shared__ uint8_t shared[];
   __shared__ BackwardBarriers<Shape> barriers;
   const uint32_t base = (ptx::shared_address(shared) + 1023) & ~1023u;
-  const int warp = threadIdx.x / 32;
+  const int warp = threadIdx.x / kWarpThreads;
   ptx::griddepcontrol_launch_dependents();  // backward_single.cuh does not depend on this kernel
   if (threadIdx.x == 0) barriers.init();
   constexpr int kPanelTiles = 2 * kRowStages * Shape::kPanels * Shape::kTiles;
-  zero_unused_rows(args, Shape::tile_q(base, 0), kPanelTiles, warp, Shape::kThreads / 32);
+  zero_unused_rows(args, Shape::tile_q(base, 0), kPanelTiles, warp, Shape::kThreads / kWarpThreads);
   __syncthreads();
-  if (warp < 4) {
-    ptx::setmaxnreg_dec<40>();
-    if (threadIdx.x == 0) load_units<Shape>(args, barriers, base);
-    if (warp == 1) load_row_stats<Shape>(args, barriers);
-    if (threadIdx.x == 64) wait_for_turns<Shape>(args, barriers);
-    if (Shape::kByColumns ? warp == 3 : threadIdx.x == 96) send_queries<Shape>(args, barriers, base);
+  if (warp < kWarpgroupWarps) {
+    ptx::setmaxnreg_dec<kProducerRegisters>();
+    if (threadIdx.x == first_thread_of(Role::kLoadUnits)) load_units<Shape>(args, barriers, base);
+    if (warp == warp_of(Role::kLoadRowStats)) load_row_stats<Shape>(args, barriers);
+    if (threadIdx.x == first_thread_of(Role::kWaitForTickets)) wait_for_dq_tickets<Shape>(args, barriers);
+    if (Shape::kByColumns ? warp == warp_of(Role::kSendDq) : threadIdx.x == first_thread_of(Role::kSendDq)) {
+      send_dq<Shape>(args, barriers, base);
+    }
   } else {
-    ptx::setmaxnreg_inc<232>();
+    ptx::setmaxnreg_inc<kConsumerRegisters>();
     if constexpr (Shape::kByColumns) {
-      attend_by_columns<T, Shape>(args, barriers, base, warp / 4 - 1);
+      attend_by_columns<T, Shape>(args, barriers, base, warp / kWarpgroupWarps - 1);
     } else {
-      attend_to_keys<T, Shape>(args, barriers, base, warp / 4 - 1);
+      attend_to_keys<T, Shape>(args, barriers, base, warp / kWarpgroupWarps - 1);
     }
   }
 #endif

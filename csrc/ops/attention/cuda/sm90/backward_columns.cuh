@@ -1,9 +1,9 @@
-// What the backward's other two warpgroups do above 128 columns, where dk and dv of 64 keys fill the registers of both:
+// What the backward's consumer warpgroups do above 128 columns, where dk and dv of 64 keys fill the registers of both:
 // half of a step's rows each for scores, then half of the columns each for sums. A step:
 //
 //   s^T = k q^T, dp^T = v dout^T   of 32 rows; p^T and ds^T go to shared memory, where sums need those of both
 //   dv += p^T dout, dk += ds^T q, dq = ds k
-//   dq takes the place of the step's q and dout, once both warpgroups have read them, and leaves from there
+//   dq overwrites the step's q and dout, once both warpgroups have read them, and leaves from there
 #pragma once
 
 #include "ops/attention/cuda/sm90/backward_math.cuh"
@@ -13,15 +13,15 @@ namespace packing_ops::attention::sm90 {
 template <class T, class Shape>
 struct BackwardColumns {
   using Math = BackwardMath<T, Shape>;
-  static_assert(kUnitsAhead == 1);
+  static_assert(kKvStages == 1);
 
   const BackwardArgs& args;
   BackwardBarriers<Shape>& shared;
   const uint32_t base;
   const int w;
-  const float scale;   // of scores, times log2(e)
-  uint32_t turn = 0;   // of a unit
-  uint32_t count = 0;  // of steps
+  const float scale;  // of scores, times log2(e)
+  uint32_t unit_idx = 0;
+  uint32_t step_idx = 0;
   typename Math::KeySums dk;
   typename Math::KeySums dv;
 
@@ -43,12 +43,13 @@ struct BackwardColumns {
 
   // p and ds of this warpgroup's rows to shared memory, and those of the other.
   __device__ __forceinline__ void share_scores() {
-    const int stage = stage_of(count, kRowStages);
-    const BackwardStep<Shape>& step = shared.steps[stage_of(count, kStepsKnown)];
+    const int stage = stage_of(step_idx, kRowStages);
+    const BackwardStep<Shape>& step = shared.steps[stage_of(step_idx, kStepStages)];
     typename Math::Scores p;
     typename Math::Scores ds;
     typename Math::Weights rounded;
-    ptx::mbarrier_wait(&shared.q_full[stage], odd_of(count, kRowStages));
+    // Wait Q and dO, issue scores
+    ptx::mbarrier_wait(&shared.q_full[stage], parity_of(step_idx, kRowStages));
     ptx::wgmma_fence();
     Math::multiply(p, tile_k(), Shape::tile_q(base, stage) + first_row() * 128);
     ptx::wgmma_commit_group();
@@ -58,14 +59,16 @@ struct BackwardColumns {
     const uint32_t masked = step.masked;
     const typename Math::Pairs lse(shared.lse[stage] + first_row());
     const typename Math::Pairs row_sum(shared.row_sum[stage] + first_row());
+    // P to shared memory
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(p);
     Math::weights(p, lse, scale);
     if (masked != 0) {
-      Math::mask(args, p, shared.units[stage_of(turn, kUnitsKnown)], step, shared.first_tokens, 0, first_row());
+      Math::mask(args, p, shared.units[stage_of(unit_idx, kUnitStages)], step, shared.first_tokens, 0, first_row());
     }
     Math::round(rounded, p);
     Math::stage_scores(rounded, tile_p(), 0, first_row());
+    // dS to shared memory
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(ds);
     Math::score_gradients(ds, p, row_sum);
@@ -73,50 +76,53 @@ struct BackwardColumns {
     Math::stage_scores(rounded, tile_ds(), 0, first_row());
     ptx::fence_proxy_async();
     arrive(&shared.ds_full[0]);
-    ptx::mbarrier_wait(&shared.ds_full[0], odd_of(count, 1));
+    ptx::mbarrier_wait(&shared.ds_full[0], parity_of(step_idx, 1));
   }
 
   __device__ __forceinline__ void add_sums(bool add) {
-    const int stage = stage_of(count, kRowStages);
+    const int stage = stage_of(step_idx, kRowStages);
     typename Math::Queries dq;
+    // Issue dV, dK, dQ
     ptx::wgmma_fence();
     Math::add_keys(dv, tile_p(), Shape::tile_dout(base, stage) + first_panel() * Shape::kPanelQ, add);
     Math::add_keys(dk, tile_ds(), Shape::tile_q(base, stage) + first_panel() * Shape::kPanelQ, add);
     Math::multiply_queries(dq, tile_ds(), tile_k() + first_panel() * Shape::kPanelK);
     ptx::wgmma_commit_group();
-    const int place = stage_of(count, kStepsKnown);
-    const DqAction action = shared.steps[place].tiles[0].action;
+    // Wait sums
+    const int slot = stage_of(step_idx, kStepStages);
+    const DqAction action = shared.steps[slot].tiles[0].action;
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(dv);
     ptx::fence_operands(dk);
     ptx::fence_operands(dq);
     arrive(&shared.rows_read);
-    ptx::mbarrier_wait(&shared.rows_read, odd_of(count, 1));  // by both warpgroups, and p and ds
+    ptx::mbarrier_wait(&shared.rows_read, parity_of(step_idx, 1));  // by both warpgroups, and p and ds
+    // dQ to the ring or to memory
     if (action == DqAction::kAdd || action == DqAction::kPut) {
       Math::stage_queries(dq, Shape::tile_dq(base, stage), first_panel());
       ptx::fence_proxy_async();
     } else {
-      ptx::mbarrier_wait(&shared.turn[place], odd_of(count, kStepsKnown));
-      Math::finish_queries(args, dq, shared.steps[place].tiles[0], shared.steps[place], first_panel());
+      ptx::mbarrier_wait(&shared.dq_ticket_ready[slot], parity_of(step_idx, kStepStages));
+      Math::finish_queries(args, dq, shared.steps[slot].tiles[0], shared.steps[slot], first_panel());
     }
     arrive(&shared.dq_full[stage]);
-    ++count;
+    ++step_idx;
   }
 
   // dk and dv, over k and v, to memory.
   __device__ __forceinline__ void finish_keys() {
     arrive(&shared.keys_read);
-    ptx::mbarrier_wait(&shared.keys_read, odd_of(turn, 1));
+    ptx::mbarrier_wait(&shared.keys_read, parity_of(unit_idx, 1));
     Math::stage_keys(dv, tile_v() + first_panel() * Shape::kPanelK, 0, 1.f);
     Math::stage_keys(dk, tile_k() + first_panel() * Shape::kPanelK, 0, args.common.softmax_scale);
     ptx::fence_proxy_async();
     arrive(&shared.staged[w]);
-    if (threadIdx.x % 128 == 0) {
-      ptx::mbarrier_wait(&shared.staged[w], odd_of(turn, 1));
-      Math::store_keys(args, shared.units[stage_of(turn, kUnitsKnown)], tile_k(), tile_v(), 0, first_panel());
+    if (threadIdx.x % kWarpgroupThreads == 0) {
+      ptx::mbarrier_wait(&shared.staged[w], parity_of(unit_idx, 1));
+      Math::store_keys(args, shared.units[stage_of(unit_idx, kUnitStages)], tile_k(), tile_v(), 0, first_panel());
       ptx::mbarrier_arrive(&shared.kv_empty[0]);
     }
-    ++turn;
+    ++unit_idx;
   }
 };
 
@@ -125,8 +131,8 @@ __device__ __forceinline__ void attend_by_columns(const BackwardArgs& args, Back
                                                   uint32_t base, int w) {
   BackwardColumns<T, Shape> columns(args, shared, base, w);
   while (true) {
-    ptx::mbarrier_wait(&shared.kv_full[0], odd_of(columns.turn, 1));
-    const int32_t steps = shared.units[stage_of(columns.turn, kUnitsKnown)].steps;
+    ptx::mbarrier_wait(&shared.kv_full[0], parity_of(columns.unit_idx, 1));
+    const int32_t steps = shared.units[stage_of(columns.unit_idx, kUnitStages)].steps;
     if (steps < 0) return;
 #pragma unroll 1
     for (int32_t i = 0; i < steps; ++i) {

@@ -1,5 +1,5 @@
-// What the backward's first warpgroup does: a lane loads rows and keys and describes steps, a warp loads row_stats, a
-// lane waits for turns to add to dq, and a lane (by columns a warp) adds dq to the ring and tells of it.
+// What the backward's producer warpgroup does: a lane loads rows and keys and describes steps, a warp loads row_stats,
+// a lane waits for the tickets of dq, and a lane (by columns a warp) adds dq to the ring and publishes the next ticket.
 #pragma once
 
 #include "ops/attention/cuda/sm90/backward_shape.cuh"
@@ -90,11 +90,11 @@ __device__ __forceinline__ uint32_t masked(const BackwardArgs& args, const Backw
 template <class Shape>
 __device__ __forceinline__ void load_keys(const BackwardArgs& args, const BackwardUnit& unit, uint32_t tile_k,
                                           uint64_t* full) {
-  const DocumentTokens place(unit.d.start_k, unit.d.keys);
+  const DocumentTokens tokens(unit.d.start_k, unit.d.keys);
   ptx::mbarrier_arrive_expect_tx(full, 2 * Shape::kTileK);
 #pragma unroll
   for (int panel = 0; panel < Shape::kPanels; ++panel) {
-    const ptx::TmaCoords start = {64 * panel, place.before_end + unit.first_key, unit.kv_head, place.to_end,
+    const ptx::TmaCoords start = {64 * panel, tokens.before_end + unit.first_key, unit.kv_head, tokens.to_end,
                                   kMapTokens};
     ptx::tma_load(tile_k + panel * Shape::kPanelK, args.k, start, full);
     ptx::tma_load(tile_k + Shape::kTileK + panel * Shape::kPanelK, args.v, start, full);
@@ -104,14 +104,14 @@ __device__ __forceinline__ void load_keys(const BackwardArgs& args, const Backwa
 template <class Shape>
 __device__ __forceinline__ void load_rows(const BackwardArgs& args, const BackwardUnit& unit,
                                           const BackwardStep<Shape>& step, uint32_t tile_q, uint64_t* full) {
-  const DocumentTokens place(unit.d.start_q, unit.d.tokens);
+  const DocumentTokens tokens(unit.d.start_q, unit.d.tokens);
   const int bytes = 2 * Shape::kTiles * Shape::kPanels * 128;
   ptx::mbarrier_arrive_expect_tx(full, bytes * static_cast<int>(args.tile_tokens.value) * args.common.group);
 #pragma unroll
   for (int r = 0; r < Shape::kTiles; ++r) {
 #pragma unroll
     for (int panel = 0; panel < Shape::kPanels; ++panel) {
-      const ptx::TmaCoords start = {64 * panel, step.first_head, place.before_end + step.tiles[r].token, place.to_end,
+      const ptx::TmaCoords start = {64 * panel, step.first_head, tokens.before_end + step.tiles[r].token, tokens.to_end,
                                     kMapTokens};
       const uint32_t to = tile_q + panel * Shape::kPanelQ + r * kTileRows * 128;
       ptx::tma_load(to, args.q, start, full);
@@ -125,36 +125,39 @@ template <class Shape>
 __device__ __forceinline__ void load_units(const BackwardArgs& args, BackwardBarriers<Shape>& shared, uint32_t base) {
   const Args& common = args.common;
   const int32_t units = common.plan.data[PlanView::kBackward] * common.num_kv_heads;
-  uint32_t turn = 0;   // of a unit
-  uint32_t count = 0;  // of steps
+  uint32_t unit_idx = 0;
+  uint32_t step_idx = 0;
   int32_t index = atomicAdd(common.counters, 1);
   const auto wait_for_keys = [&] {
-    ptx::mbarrier_wait(&shared.kv_empty[stage_of(turn, kUnitsAhead)], odd_of(turn, kUnitsAhead) ^ 1);
+    ptx::mbarrier_wait(&shared.kv_empty[stage_of(unit_idx, kKvStages)], parity_of(unit_idx, kKvStages) ^ 1);
   };
-  const auto place_for_step = [&]() -> BackwardStep<Shape>& {
-    const int stage = stage_of(count, kStepsKnown);
-    ptx::mbarrier_wait(&shared.told[stage], odd_of(count, kStepsKnown) ^ 1);
+  const auto free_step = [&]() -> BackwardStep<Shape>& {
+    const int stage = stage_of(step_idx, kStepStages);
+    ptx::mbarrier_wait(&shared.dq_ticket_published[stage], parity_of(step_idx, kStepStages) ^ 1);
     return shared.steps[stage];
   };
   while (index < units) {
-    BackwardUnit& unit = shared.units[stage_of(turn, kUnitsKnown)];
+    // Describe unit, load K and V
+    BackwardUnit& unit = shared.units[stage_of(unit_idx, kUnitStages)];
     unit = describe_unit<Shape>(args, index);
     wait_for_keys();
-    const int stage = stage_of(turn, kUnitsAhead);
+    const int stage = stage_of(unit_idx, kKvStages);
     load_keys<Shape>(args, unit, Shape::tile_k(base, stage), &shared.kv_full[stage]);
-    ++turn;
-    // The next unit is claimed with this one's last rows: others may wait for the tickets of a claimed unit.
+    ++unit_idx;
+    // Main loop over steps. The next unit is claimed with this one's last rows: others may wait for the tickets of a
+    // claimed unit.
     int32_t steps_left = unit.steps;
     if (steps_left == 0) index = atomicAdd(common.counters, 1);
 #pragma unroll 1
     for (; steps_left > 0; --steps_left) {
       if (steps_left == 1) index = atomicAdd(common.counters, 1);
-      TileEnds ends[Shape::kTiles];  // loaded while the place is taken
+      TileEnds ends[Shape::kTiles];  // loaded while the slot is still in use
 #pragma unroll
       for (int r = 0; r < Shape::kTiles; ++r) {
         ends[r] = load_ends(args, unit, Shape::kTiles * (unit.steps - steps_left) + r);
       }
-      BackwardStep<Shape>& step = place_for_step();
+      // Describe step
+      BackwardStep<Shape>& step = free_step();
       uint32_t hidden = 0;
 #pragma unroll
       for (int r = 0; r < Shape::kTiles; ++r) {
@@ -165,32 +168,34 @@ __device__ __forceinline__ void load_units(const BackwardArgs& args, BackwardBar
       }
       step.start_q = static_cast<int32_t>(unit.d.start_q);
       step.first_head = unit.kv_head * common.group;
-      step.opens = steps_left == unit.steps ? stage_of(turn - 1, kUnitsKnown) : -1;
+      step.opens = steps_left == unit.steps ? stage_of(unit_idx - 1, kUnitStages) : -1;
       step.masked = hidden;
       step.exists = true;
-      const int row_stage = stage_of(count, kRowStages);
-      ptx::mbarrier_wait(&shared.q_empty[row_stage], odd_of(count, kRowStages) ^ 1);
-      ptx::mbarrier_arrive(&shared.described[stage_of(count, kStepsKnown)]);
+      // Load Q and dO
+      const int row_stage = stage_of(step_idx, kRowStages);
+      ptx::mbarrier_wait(&shared.q_empty[row_stage], parity_of(step_idx, kRowStages) ^ 1);
+      ptx::mbarrier_arrive(&shared.described[stage_of(step_idx, kStepStages)]);
       load_rows<Shape>(args, unit, step, Shape::tile_q(base, row_stage), &shared.q_full[row_stage]);
-      ++count;
+      ++step_idx;
     }
   }
-  place_for_step().exists = false;
-  ptx::mbarrier_arrive(&shared.described[stage_of(count, kStepsKnown)]);
+  // Announce the end
+  free_step().exists = false;
+  ptx::mbarrier_arrive(&shared.described[stage_of(step_idx, kStepStages)]);
   wait_for_keys();
-  shared.units[stage_of(turn, kUnitsKnown)].steps = -1;
-  ptx::mbarrier_arrive(&shared.kv_full[stage_of(turn, kUnitsAhead)]);
+  shared.units[stage_of(unit_idx, kUnitStages)].steps = -1;
+  ptx::mbarrier_arrive(&shared.kv_full[stage_of(unit_idx, kKvStages)]);
 }
 
 // f(step, its number) for each of the block's steps, once it is described.
 template <class Shape, class F>
 __device__ __forceinline__ void for_each_step(BackwardBarriers<Shape>& shared, const F& f) {
-  for (uint32_t count = 0;; ++count) {
-    const int stage = stage_of(count, kStepsKnown);
-    ptx::mbarrier_wait(&shared.described[stage], odd_of(count, kStepsKnown));
+  for (uint32_t step_idx = 0;; ++step_idx) {
+    const int stage = stage_of(step_idx, kStepStages);
+    ptx::mbarrier_wait(&shared.described[stage], parity_of(step_idx, kStepStages));
     const BackwardStep<Shape>& step = shared.steps[stage];
     if (!step.exists) return;
-    f(step, count);
+    f(step, step_idx);
   }
 }
 
@@ -198,7 +203,7 @@ __device__ __forceinline__ void for_each_step(BackwardBarriers<Shape>& shared, c
 template <int kUnitKeys>
 __device__ __forceinline__ void load_first_tokens(const VisibleEnd& ends, const BackwardUnit& unit,
                                                   int32_t (&first_tokens)[kUnitKeys]) {
-  static_assert(kUnitsAhead == 1);
+  static_assert(kKvStages == 1);
 #pragma unroll
   for (int i = threadIdx.x & 31; i < kUnitKeys; i += 32) {
     const int32_t key = unit.first_key + i;
@@ -212,8 +217,8 @@ __device__ __forceinline__ void load_first_tokens(const VisibleEnd& ends, const 
 template <class Shape>
 __device__ __forceinline__ void load_row_stats(const BackwardArgs& args, BackwardBarriers<Shape>& shared) {
   const Args& common = args.common;
-  for_each_step(shared, [&](const BackwardStep<Shape>& step, uint32_t count) {
-    const int stage = stage_of(count, kRowStages);
+  for_each_step(shared, [&](const BackwardStep<Shape>& step, uint32_t step_idx) {
+    const int stage = stage_of(step_idx, kRowStages);
     if (step.opens >= 0 && common.plan.ends.first_token != nullptr) {
       load_first_tokens(common.plan.ends, shared.units[step.opens], shared.first_tokens);
     }
@@ -237,9 +242,9 @@ __device__ __forceinline__ void load_row_stats(const BackwardArgs& args, Backwar
 }
 
 template <class Shape>
-__device__ __forceinline__ void wait_for_turns(const BackwardArgs& args, BackwardBarriers<Shape>& shared) {
+__device__ __forceinline__ void wait_for_dq_tickets(const BackwardArgs& args, BackwardBarriers<Shape>& shared) {
   const int32_t* tickets = args.common.counters + Args::kWorkCounters;
-  for_each_step(shared, [&](const BackwardStep<Shape>& step, uint32_t count) {
+  for_each_step(shared, [&](const BackwardStep<Shape>& step, uint32_t step_idx) {
 #pragma unroll
     for (int r = 0; r < Shape::kTiles; ++r) {
       const DqTicket ticket = step.tiles[r].ticket;
@@ -247,12 +252,12 @@ __device__ __forceinline__ void wait_for_turns(const BackwardArgs& args, Backwar
       while (static_cast<uint32_t>(ptx::load_acquire(tickets + ticket.slot)) != ticket.ticket) {
       }
     }
-    ptx::mbarrier_arrive(&shared.turn[stage_of(count, kStepsKnown)]);
+    ptx::mbarrier_arrive(&shared.dq_ticket_ready[stage_of(step_idx, kStepStages)]);
   });
 }
 
-// Rows of q and dout that no box writes: zeros, which add nothing. By warps `first`, `first + step` and so on, of tiles
-// of 64 rows and columns.
+// Rows of q and dout that no load writes: zeros, which add nothing. By warps `first`, `first + step` and so on, of
+// tiles of 64 rows and columns.
 __device__ __forceinline__ void zero_unused_rows(const BackwardArgs& args, uint32_t tile_q, int tiles, int first,
                                                  int step) {
   const int used = static_cast<int>(args.tile_tokens.value) * args.common.group;
@@ -265,17 +270,19 @@ __device__ __forceinline__ void zero_unused_rows(const BackwardArgs& args, uint3
   ptx::fence_proxy_async();
 }
 
-// dq that other key tiles add to: to the ring, in turn. The others know of it once it is there. By one lane; by columns
-// by a warp, which also zeroes the rows of q and dout that dq has overwritten.
+// Adds dq that other key tiles add to as well to the ring, in the order of tickets, and publishes the next ticket once
+// it is there. By one lane; by columns by a warp, which also zeroes the rows of q and dout that dq has overwritten.
 template <class Shape>
-__device__ __forceinline__ void send_queries(const BackwardArgs& args, BackwardBarriers<Shape>& shared, uint32_t base) {
+__device__ __forceinline__ void send_dq(const BackwardArgs& args, BackwardBarriers<Shape>& shared, uint32_t base) {
   int32_t* tickets = args.common.counters + Args::kWorkCounters;
   const bool sends = (threadIdx.x & 31) == 0;
-  for_each_step(shared, [&](const BackwardStep<Shape>& step, uint32_t count) {
-    const int place = stage_of(count, kStepsKnown);
-    const int stage = stage_of(count, Shape::kDqStages);
-    ptx::mbarrier_wait(&shared.turn[place], odd_of(count, kStepsKnown));
-    ptx::mbarrier_wait(&shared.dq_full[stage], odd_of(count, Shape::kDqStages));
+  for_each_step(shared, [&](const BackwardStep<Shape>& step, uint32_t step_idx) {
+    const int slot = stage_of(step_idx, kStepStages);
+    const int stage = stage_of(step_idx, Shape::kDqStages);
+    // Wait ticket and dQ
+    ptx::mbarrier_wait(&shared.dq_ticket_ready[slot], parity_of(step_idx, kStepStages));
+    ptx::mbarrier_wait(&shared.dq_full[stage], parity_of(step_idx, Shape::kDqStages));
+    // Add to the ring
     if (sends) {
       ptx::fence_proxy_async_global();
 #pragma unroll
@@ -289,11 +296,13 @@ __device__ __forceinline__ void send_queries(const BackwardArgs& args, BackwardB
       ptx::bulk_commit_group();
       ptx::bulk_wait_group_read();
     }
+    // Restore zeros
     if constexpr (Shape::kByColumns) {
       __syncwarp();
       zero_unused_rows(args, Shape::tile_q(base, stage), 2 * Shape::kPanels, 0, 1);
       __syncwarp();
     }
+    // Release dQ, publish ticket
     if (sends) {
       ptx::mbarrier_arrive(Shape::kByColumns ? &shared.q_empty[stage] : &shared.dq_empty[stage]);
       ptx::bulk_wait_group();
@@ -309,7 +318,7 @@ __device__ __forceinline__ void send_queries(const BackwardArgs& args, BackwardB
       }
     }
     if constexpr (Shape::kByColumns) __syncwarp();  // all have read the step's description
-    if (sends) ptx::mbarrier_arrive(&shared.told[place]);
+    if (sends) ptx::mbarrier_arrive(&shared.dq_ticket_published[slot]);
   });
 }
 

@@ -1,4 +1,4 @@
-// What the backward's other two warpgroups do: 64 keys each of the unit's 128. A step:
+// What the backward's consumer warpgroups do: 64 keys each of the unit's 128. A step:
 //
 //   s^T = k q^T, dp^T = v dout^T   keys are rows, so that p^T and ds^T are operands as they stand
 //   dv += p^T dout
@@ -15,13 +15,13 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
                                                int w) {
   using Math = BackwardMath<T, Shape>;
   const int lane = threadIdx.x & 31;
-  const bool first_thread = threadIdx.x % 128 == 0;
+  const bool first_thread = threadIdx.x % kWarpgroupThreads == 0;
   const float scale = args.common.softmax_scale * kLog2e;
   const int row_part = Shape::kTiles == 2 ? w : 0;  // of dq: this warpgroup's
   const int column_part = Shape::kTiles == 2 ? 0 : w;
 
-  uint32_t turn = 0;   // of a unit
-  uint32_t count = 0;  // of steps
+  uint32_t unit_idx = 0;
+  uint32_t step_idx = 0;
 
   typename Math::KeySums dk;
   typename Math::KeySums dv;
@@ -34,27 +34,30 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
   const auto arrive = [&](uint64_t* barrier) {
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   };
-  const auto tile_k = [&] { return Shape::tile_k(base, stage_of(turn, kUnitsAhead)); };
-  const auto tile_v = [&] { return Shape::tile_v(base, stage_of(turn, kUnitsAhead)); };
+  const auto tile_k = [&] { return Shape::tile_k(base, stage_of(unit_idx, kKvStages)); };
+  const auto tile_v = [&] { return Shape::tile_v(base, stage_of(unit_idx, kKvStages)); };
+  // Wait Q and dO, issue scores
   const auto start_scores = [&] {
-    const int stage = stage_of(count, kRowStages);
-    ptx::mbarrier_wait(&shared.q_full[stage], odd_of(count, kRowStages));
+    const int stage = stage_of(step_idx, kRowStages);
+    ptx::mbarrier_wait(&shared.q_full[stage], parity_of(step_idx, kRowStages));
     ptx::wgmma_fence();
     Math::multiply(p, tile_k() + w * 64 * 128, Shape::tile_q(base, stage));
     ptx::wgmma_commit_group();
     Math::multiply(ds, tile_v() + w * 64 * 128, Shape::tile_dout(base, stage));
     ptx::wgmma_commit_group();
   };
+  // P and mask
   const auto end_scores = [&](const typename Math::Pairs& lse, uint32_t masked) {
     ptx::fence_operands(p);
     Math::weights(p, lse, scale);
     if (masked >> w & 1) {
-      Math::mask(args, p, shared.units[stage_of(turn, kUnitsKnown)], shared.steps[stage_of(count, kStepsKnown)],
+      Math::mask(args, p, shared.units[stage_of(unit_idx, kUnitStages)], shared.steps[stage_of(step_idx, kStepStages)],
                  shared.first_tokens, 64 * w, 0);
     }
   };
+  // dS to shared memory
   const auto share_ds = [&](const typename Math::Pairs& row_sum) {
-    const int stage = stage_of(count, 2);
+    const int stage = stage_of(step_idx, 2);
     ptx::fence_operands(ds);
     Math::score_gradients(ds, p, row_sum);
     Math::round(p_half, p);
@@ -64,13 +67,14 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
     __syncwarp();
     arrive(&shared.ds_full[stage]);
   };
+  // Issue dV, dQ, dK
   const auto start_sums = [&](bool add) {
-    const int rows = stage_of(count, kRowStages);
+    const int rows = stage_of(step_idx, kRowStages);
     ptx::wgmma_fence();
     Math::add_keys(dv, p_half, Shape::tile_dout(base, rows), add);
     ptx::wgmma_commit_group();
-    const int stage = stage_of(count, 2);
-    ptx::mbarrier_wait(&shared.ds_full[stage], odd_of(count, 2));  // the other warpgroup's too
+    const int stage = stage_of(step_idx, 2);
+    ptx::mbarrier_wait(&shared.ds_full[stage], parity_of(step_idx, 2));  // the other warpgroup's too
     ptx::wgmma_fence();
     Math::multiply_queries(dq, Shape::tile_ds(base, stage) + row_part * Shape::kPanelDs,
                            tile_k() + column_part * Shape::kPanelK);
@@ -78,70 +82,76 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
     Math::add_keys(dk, ds_half, Shape::tile_q(base, rows), add);
     ptx::wgmma_commit_group();
   };
+  // dQ to the ring or to memory
   const auto end_queries = [&](DqAction action) {
-    const int stage = stage_of(count, Shape::kDqStages);
+    const int stage = stage_of(step_idx, Shape::kDqStages);
     ptx::fence_operands(dq);
-    ptx::mbarrier_wait(&shared.dq_empty[stage], odd_of(count, Shape::kDqStages) ^ 1);
+    ptx::mbarrier_wait(&shared.dq_empty[stage], parity_of(step_idx, Shape::kDqStages) ^ 1);
     if (action == DqAction::kAdd || action == DqAction::kPut) {
       Math::stage_queries(dq, Shape::tile_dq(base, stage) + row_part * Shape::kRingFloats * 4, column_part);
       ptx::fence_proxy_async();
     } else if (action != DqAction::kNone) {
-      const int place = stage_of(count, kStepsKnown);
-      ptx::mbarrier_wait(&shared.turn[place], odd_of(count, kStepsKnown));
-      Math::finish_queries(args, dq, shared.steps[place].tiles[row_part], shared.steps[place], column_part);
+      const int slot = stage_of(step_idx, kStepStages);
+      ptx::mbarrier_wait(&shared.dq_ticket_ready[slot], parity_of(step_idx, kStepStages));
+      Math::finish_queries(args, dq, shared.steps[slot].tiles[row_part], shared.steps[slot], column_part);
     }
     __syncwarp();
     arrive(&shared.dq_full[stage]);
   };
+  // Release Q and dO
   const auto end_sums = [&] {
     ptx::fence_operands(dv);
     ptx::fence_operands(dk);
     __syncwarp();
-    arrive(&shared.q_empty[stage_of(count, kRowStages)]);
-    ++count;
+    arrive(&shared.q_empty[stage_of(step_idx, kRowStages)]);
+    ++step_idx;
   };
 
   while (true) {
-    ptx::mbarrier_wait(&shared.kv_full[stage_of(turn, kUnitsAhead)], odd_of(turn, kUnitsAhead));
-    const int32_t steps = shared.units[stage_of(turn, kUnitsKnown)].steps;
+    // Wait unit
+    ptx::mbarrier_wait(&shared.kv_full[stage_of(unit_idx, kKvStages)], parity_of(unit_idx, kKvStages));
+    const int32_t steps = shared.units[stage_of(unit_idx, kUnitStages)].steps;
     if (steps < 0) break;
+    // Main loop over steps
 #pragma unroll 1
     for (int32_t i = 0; i < steps; ++i) {
       start_scores();
       // What the step needs next is loaded before each wait.
-      const uint32_t masked = shared.steps[stage_of(count, kStepsKnown)].masked;
-      const typename Math::Pairs lse(shared.lse[stage_of(count, kRowStages)]);
+      const uint32_t masked = shared.steps[stage_of(step_idx, kStepStages)].masked;
+      const typename Math::Pairs lse(shared.lse[stage_of(step_idx, kRowStages)]);
       ptx::wgmma_wait_group<1>();
       end_scores(lse, masked);
-      const typename Math::Pairs row_sum(shared.row_sum[stage_of(count, kRowStages)]);
+      const typename Math::Pairs row_sum(shared.row_sum[stage_of(step_idx, kRowStages)]);
       ptx::wgmma_wait_group<0>();
       share_ds(row_sum);
       start_sums(i > 0);
-      const DqAction action = shared.steps[stage_of(count, kStepsKnown)].tiles[row_part].action;
+      const DqAction action = shared.steps[stage_of(step_idx, kStepStages)].tiles[row_part].action;
       ptx::wgmma_wait_group<1>();  // dk's products are still under way
       end_queries(action);
       ptx::wgmma_wait_group<0>();
       end_sums();
     }
+    // Keys without queries: zeros
     if (steps == 0) {
 #pragma unroll
       for (int i = 0; i < Shape::kDim / 2; ++i) dk[i] = dv[i] = 0.f;
     }
+    // Epilogue: dK and dV over K and V, then to memory
     __syncwarp();
     arrive(&shared.keys_read);
-    ptx::mbarrier_wait(&shared.keys_read, odd_of(turn, 1));
+    ptx::mbarrier_wait(&shared.keys_read, parity_of(unit_idx, 1));
     Math::stage_keys(dv, tile_v(), 64 * w, 1.f);
     Math::stage_keys(dk, tile_k(), 64 * w, args.common.softmax_scale);
     ptx::fence_proxy_async();
     __syncwarp();
     arrive(&shared.staged[w]);
     if (first_thread) {
-      ptx::mbarrier_wait(&shared.staged[w], odd_of(turn, 1));
-      const BackwardUnit& unit = shared.units[stage_of(turn, kUnitsKnown)];
+      ptx::mbarrier_wait(&shared.staged[w], parity_of(unit_idx, 1));
+      const BackwardUnit& unit = shared.units[stage_of(unit_idx, kUnitStages)];
       Math::store_keys(args, unit, tile_k(), tile_v(), 64 * w, 0);
-      ptx::mbarrier_arrive(&shared.kv_empty[stage_of(turn, kUnitsAhead)]);
+      ptx::mbarrier_arrive(&shared.kv_empty[stage_of(unit_idx, kKvStages)]);
     }
-    ++turn;
+    ++unit_idx;
   }
 }
 

@@ -1,4 +1,4 @@
-// What the backward's computing warpgroups do with what is in their registers, however they divide a step.
+// Arithmetic of the backward's consumer warpgroups in registers, however they divide a step.
 #pragma once
 
 #include "core/ptx/wgmma.cuh"
@@ -128,7 +128,7 @@ struct BackwardMath {
     }
   }
 
-  // ds = p (dp - rowsum), in place of dp.
+  // ds = p (dp - rowsum), written over dp.
   static __device__ __forceinline__ void score_gradients(Scores& dp, const Scores& p, const Pairs& row_sum) {
 #pragma unroll
     for (int n = 0; n < kRows / 8; ++n) {
@@ -183,7 +183,7 @@ struct BackwardMath {
 
   // Four floats of a row tile's partial dq in shared memory or the ring, in units of them: a warp's [16, 64] of a panel
   // is together, and its accesses follow each other. n: of this thread's blocks of 8 columns, from that panel on.
-  static __device__ __forceinline__ int place_in_ring(int panel, int n) {
+  static __device__ __forceinline__ int ring_offset(int panel, int n) {
     const int part = 4 * (panel + n / 8) + static_cast<int>(threadIdx.x / 32 & 3);
     return part * 256 + n % 8 * 32 + static_cast<int>(threadIdx.x & 31);
   }
@@ -192,7 +192,7 @@ struct BackwardMath {
   static __device__ __forceinline__ void stage_queries(const Queries& dq, uint32_t tile, int panel) {
 #pragma unroll
     for (int n = 0; n < kQueryColumns / 8; ++n) {
-      ptx::store_shared_v4(tile + 16 * place_in_ring(panel, n),
+      ptx::store_shared_v4(tile + 16 * ring_offset(panel, n),
                            make_float4(dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]));
     }
   }
@@ -207,7 +207,7 @@ struct BackwardMath {
                            static_cast<int64_t>(tile.ticket.slot) * (Shape::kRingFloats / 4);
 #pragma unroll
       for (int n = 0; n < kQueryColumns / 8; ++n) {
-        const float4 sum = __ldcg(sums + place_in_ring(panel, n));
+        const float4 sum = __ldcg(sums + ring_offset(panel, n));
         dq[4 * n] += sum.x;
         dq[4 * n + 1] += sum.y;
         dq[4 * n + 2] += sum.z;
@@ -233,12 +233,12 @@ struct BackwardMath {
   // that panel on.
   static __device__ __forceinline__ void store_keys(const BackwardArgs& args, const BackwardUnit& unit, uint32_t tile_k,
                                                     uint32_t tile_v, int first_key, int first_panel) {
-    const DocumentTokens place(unit.d.start_k, unit.d.keys);
+    const DocumentTokens tokens(unit.d.start_k, unit.d.keys);
 #pragma unroll
     for (int i = 0; i < Shape::kSumColumns / 64; ++i) {
       const int panel = first_panel + i;
-      const ptx::TmaCoords start = {64 * panel, place.before_end + unit.first_key + first_key, unit.kv_head,
-                                    place.to_end, kMapTokens};
+      const ptx::TmaCoords start = {64 * panel, tokens.before_end + unit.first_key + first_key, unit.kv_head,
+                                    tokens.to_end, kMapTokens};
       const int at = panel * Shape::kPanelK + first_key * 128;
       ptx::tma_store(args.dv, start, tile_v + at);
       ptx::tma_store(args.dk, start, tile_k + at);

@@ -5,21 +5,21 @@
 
 namespace packing_ops::attention::sm90 {
 
-// Where one is in a ring of stages: phases of a stage's barriers end in turn even and odd.
+// Stage index and mbarrier parity of a pipeline.
 template <int kStages>
-struct RingPlace {
+struct PipelineState {
   int stage = 0;
-  int odd = 0;
+  int parity = 0;
   __device__ __forceinline__ void next() {
     if (++stage == kStages) {
       stage = 0;
-      odd ^= 1;
+      parity ^= 1;
     }
   }
 };
 
 // Tokens of a document as coordinates of a map: `before_end` and on reaches the end of its dimension where the document
-// ends, so that a box holds zeros from there on, and nothing of another document. See make_map.
+// ends, so a tile holds zeros from there on, and nothing of another document. See make_map.
 struct DocumentTokens {
   int32_t before_end;  // of the document's first token
   int32_t to_end;

@@ -1,5 +1,5 @@
-// Forward on wgmma and bulk copies. A unit is (document, two tiles of packed rows, kv head); a block works its units
-// off one after the other. The first warpgroup copies, the other two compute a tile of rows each. Key tiles start at
+// Forward on wgmma and TMA. A unit is (document, two tiles of packed rows, kv head); a persistent block takes one unit
+// after the other. Roles of its threads: roles.cuh; each consumer warpgroup computes a tile of rows. Key tiles start at
 // multiples of their size from the document's start, from the first visible one upwards, so a row's sum has one order
 // wherever its document lies.
 #pragma once
@@ -21,26 +21,26 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   extern __shared__ uint8_t shared[];
   __shared__ ForwardBarriers<Shape> barriers;
   const uint32_t base = (ptx::shared_address(shared) + 1023) & ~1023u;
-  const int warp = threadIdx.x / 32;
+  const int warp = threadIdx.x / kWarpThreads;
   ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x == 0) barriers.init();
   __syncthreads();
-  if (warp < 4) {
-    ptx::setmaxnreg_dec<40>();
-    if (threadIdx.x == 0) load_keys_and_values<Shape>(args, barriers, base);
-    if (warp == 1) load_queries<Shape>(args, barriers, base);
+  if (warp < kWarpgroupWarps) {
+    ptx::setmaxnreg_dec<kProducerRegisters>();
+    if (threadIdx.x == first_thread_of(Role::kLoadKeysAndValues)) load_keys_and_values<Shape>(args, barriers, base);
+    if (warp == warp_of(Role::kLoadQueries)) load_queries<Shape>(args, barriers, base);
     if constexpr (Shape::kOutThroughQ) {
-      if (threadIdx.x == 96) store_out<Shape>(args, barriers, base);
+      if (threadIdx.x == first_thread_of(Role::kStoreOut)) store_out<Shape>(args, barriers, base);
     }
   } else {
-    ptx::setmaxnreg_inc<232>();
-    // While the first tiles come.
-    const int64_t thread = blockIdx.x * 256 + threadIdx.x - 128;
-    check_plan(args.common.plan, args.common.documents_q, args.common.documents_k, args.common.fault, thread,
-               gridDim.x * 256);
-    check_visible_end(args.common.plan, args.common.visible_end, args.common.fault, thread, gridDim.x * 256);
-    zero_padding(args.common, thread, gridDim.x * 256);
-    attend<T, Shape>(args, barriers, base, warp / 4 - 1);
+    ptx::setmaxnreg_inc<kConsumerRegisters>();
+    // Checks, while the first tiles are loaded
+    const int64_t thread = blockIdx.x * kConsumerThreads + threadIdx.x - kWarpgroupThreads;
+    const int64_t threads = gridDim.x * kConsumerThreads;
+    check_plan(args.common.plan, args.common.documents_q, args.common.documents_k, args.common.fault, thread, threads);
+    check_visible_end(args.common.plan, args.common.visible_end, args.common.fault, thread, threads);
+    zero_padding(args.common, thread, threads);
+    attend<T, Shape>(args, barriers, base, warp / kWarpgroupWarps - 1);
   }
   ptx::griddepcontrol_wait();
 #endif

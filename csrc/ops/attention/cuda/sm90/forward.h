@@ -8,12 +8,6 @@
 
 namespace packing_ops::attention::sm90 {
 
-constexpr int kKeys = 128;  // of a tile
-// Keys of a forward step, a divisor of a tile's: registers hold out and a step's scores.
-constexpr int forward_step_keys(int dim_v) {
-  return dim_v <= 128 ? kKeys : kKeys / 2;
-}
-
 // A map's dimensions: the columns, heads and tokens (of q and out; of k and v tokens and heads), the tokens again, and
 // one that takes kMapTokens tokens off, for the first of the tokens' dimensions ends at kMapTokens.
 constexpr int32_t kMapTokens = 1 << 30;

@@ -1,4 +1,4 @@
-// What the forward's first warpgroup does: one lane each for keys and values, for q, and for out (kOutThroughQ).
+// What the forward's producer warpgroup does: a role each for keys and values, for q, and for out (kOutThroughQ).
 #pragma once
 
 #include "ops/attention/cuda/sm90/forward_shape.cuh"
@@ -9,8 +9,8 @@ template <class Shape>
 __device__ __forceinline__ void load_keys_and_values(const ForwardArgs& args, ForwardBarriers<Shape>& shared,
                                                      uint32_t base) {
   const ForwardRounds<Shape> rounds(args);
-  RingPlace<Shape::kStagesK> k;
-  RingPlace<Shape::kStagesV> v;
+  PipelineState<Shape::kStagesK> k;
+  PipelineState<Shape::kStagesV> v;
   const auto load = [&](const CUtensorMap& map, uint32_t tile, int panels, const ptx::TmaCoords& start,
                         uint64_t* full) {
     ptx::mbarrier_arrive_expect_tx(full, panels * Shape::kPanelK);
@@ -23,17 +23,17 @@ __device__ __forceinline__ void load_keys_and_values(const ForwardArgs& args, Fo
   ptx::TmaCoords values{};  // of the step before: its values are wanted after this step's keys
   bool first = true;
   const auto load_values = [&] {
-    ptx::mbarrier_wait(&shared.v_empty[v.stage], v.odd ^ 1);
+    ptx::mbarrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
     load(args.v, Shape::tile_v(base, v.stage), Shape::kPanelsV, values, &shared.v_full[v.stage]);
     v.next();
   };
   for (uint32_t round = 0; rounds.has(round); ++round) {
     const ForwardUnit unit = rounds.unit(args, round);
-    const DocumentTokens place(unit.d.start_k, unit.d.keys);
+    const DocumentTokens tokens(unit.d.start_k, unit.d.keys);
 #pragma unroll 1
     for (int32_t tile = unit.first_tile; tile < unit.end_tile; ++tile) {
-      const ptx::TmaCoords keys = {0, place.before_end + tile * Shape::kKeys, unit.kv_head, place.to_end, kMapTokens};
-      ptx::mbarrier_wait(&shared.k_empty[k.stage], k.odd ^ 1);
+      const ptx::TmaCoords keys = {0, tokens.before_end + tile * Shape::kKeys, unit.kv_head, tokens.to_end, kMapTokens};
+      ptx::mbarrier_wait(&shared.k_empty[k.stage], k.parity ^ 1);
       load(args.k, Shape::tile_k(base, k.stage), Shape::kPanelsK, keys, &shared.k_full[k.stage]);
       k.next();
       if (!first) load_values();
@@ -44,7 +44,8 @@ __device__ __forceinline__ void load_keys_and_values(const ForwardArgs& args, Fo
   if (!first) load_values();
 }
 
-// By a warp: end_of the unit's tokens, and of the document's last for those beyond it. Loaded while the place is taken.
+// By a warp: end_of the unit's tokens, and of the document's last for those beyond it. Loaded while the stage is still
+// in use.
 struct UnitEnds {
   static constexpr int kCount = 2 * kTileRows / 32;  // of a lane
   int32_t of[kCount];
@@ -67,12 +68,12 @@ struct UnitEnds {
 template <class Shape>
 __device__ __forceinline__ void load_queries(const ForwardArgs& args, ForwardBarriers<Shape>& shared, uint32_t base) {
   const ForwardRounds<Shape> rounds(args);
-  RingPlace<Shape::kStagesQ> q;
+  PipelineState<Shape::kStagesQ> q;
   for (uint32_t round = 0; rounds.has(round); ++round, q.next()) {
     const ForwardUnit unit = rounds.unit(args, round);
     const UnitEnds ends(args, unit);
-    const DocumentTokens place(unit.d.start_q, unit.d.tokens);
-    ptx::mbarrier_wait(&shared.q_empty[q.stage], q.odd ^ 1);
+    const DocumentTokens tokens(unit.d.start_q, unit.d.tokens);
+    ptx::mbarrier_wait(&shared.q_empty[q.stage], q.parity ^ 1);
     ends.store(shared.ends[round & 1]);
     if ((threadIdx.x & 31) != 0) continue;
     shared.units[round & 1] = unit;
@@ -83,7 +84,7 @@ __device__ __forceinline__ void load_queries(const ForwardArgs& args, ForwardBar
 #pragma unroll
       for (int panel = 0; panel < Shape::kPanelsK; ++panel) {
         const ptx::TmaCoords start = {64 * panel, unit.kv_head * args.common.group,
-                                      place.before_end + unit.token + w * args.tile_tokens, place.to_end, kMapTokens};
+                                      tokens.before_end + unit.token + w * args.tile_tokens, tokens.to_end, kMapTokens};
         ptx::tma_load(Shape::tile_q(base, q.stage, w) + panel * Shape::kPanelQ, args.q, start, &shared.q_full[q.stage]);
       }
     }
@@ -93,17 +94,17 @@ __device__ __forceinline__ void load_queries(const ForwardArgs& args, ForwardBar
 template <class Shape>
 __device__ __forceinline__ void store_out(const ForwardArgs& args, ForwardBarriers<Shape>& shared, uint32_t base) {
   const ForwardRounds<Shape> rounds(args);
-  RingPlace<Shape::kStagesQ> q;
+  PipelineState<Shape::kStagesQ> q;
   for (uint32_t round = 0; rounds.has(round); ++round) {
 #pragma unroll 1
     for (int w = 0; w < 2; ++w) {
-      ptx::mbarrier_wait(&shared.out_full[q.stage][w], q.odd);
+      ptx::mbarrier_wait(&shared.out_full[q.stage][w], q.parity);
       const ForwardUnit& unit = shared.units[round & 1];
-      const DocumentTokens place(unit.d.start_q, unit.d.tokens);
+      const DocumentTokens tokens(unit.d.start_q, unit.d.tokens);
 #pragma unroll
       for (int panel = 0; panel < Shape::kPanelsK; ++panel) {
         const ptx::TmaCoords start = {64 * panel, unit.kv_head * args.common.group,
-                                      place.before_end + unit.token + w * args.tile_tokens, place.to_end, kMapTokens};
+                                      tokens.before_end + unit.token + w * args.tile_tokens, tokens.to_end, kMapTokens};
         ptx::tma_store(args.out, start, Shape::tile_q(base, q.stage, w) + panel * Shape::kPanelQ);
       }
       ptx::bulk_commit_group();

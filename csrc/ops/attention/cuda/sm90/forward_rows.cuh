@@ -1,4 +1,4 @@
-// What the forward's other two warpgroups do: scores, softmax, values and out of 64 rows each.
+// What the forward's consumer warpgroups do: scores, softmax, values and out of 64 rows each.
 #pragma once
 
 #include <cmath>
@@ -42,9 +42,9 @@ struct VisibleKeys {
   }
 };
 
-struct RowSums {
-  float most[2] = {-INFINITY, -INFINITY};
-  float sum[2] = {0.f, 0.f};  // of this thread's columns only, until the end
+struct RowState {
+  float row_max[2] = {-INFINITY, -INFINITY};
+  float row_sum[2] = {0.f, 0.f};  // of this thread's columns only, until the end
 };
 
 template <class T, class Shape>
@@ -54,7 +54,7 @@ struct ForwardMath {
   static constexpr int kSums = Shape::kDimV / 2;
   using Scores = float[kScores];
   using Sums = float[kSums];
-  using Weights = uint32_t[kKeys / 16][4];  // p in T, as products take it
+  using Weights = uint32_t[kKeys / 16][4];  // p in T, in the layout of wgmma's A
 
   // s = q k^T.
   static __device__ __forceinline__ void start_scores(Scores& s, uint32_t tile_q, uint32_t tile_k) {
@@ -103,21 +103,21 @@ struct ForwardMath {
     }
   }
 
-  // Scores to weights. `factor`: what sums of the keys before are multiplied by; false if that is 1 in the whole warp.
-  static __device__ __forceinline__ bool softmax(Scores& s, RowSums& rows, float (&factor)[2], float scale) {
+  // Scores to weights. `factor` multiplies the sums of the keys before; false if it is 1 in all rows of the warp.
+  static __device__ __forceinline__ bool softmax(Scores& s, RowState& rows, float (&factor)[2], float scale) {
     bool moved = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float most = rows.most[half];
+      float row_max = rows.row_max[half];
 #pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n) most = fmaxf(most, fmaxf(s[4 * n + 2 * half], s[4 * n + 2 * half + 1]));
-      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-      moved |= most != rows.most[half];
-      const float base = most == -INFINITY ? 0.f : most * scale;
+      for (int n = 0; n < kKeys / 8; ++n) row_max = fmaxf(row_max, fmaxf(s[4 * n + 2 * half], s[4 * n + 2 * half + 1]));
+      row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffffu, row_max, 1));
+      row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffffu, row_max, 2));
+      moved |= row_max != rows.row_max[half];
+      const float base = row_max == -INFINITY ? 0.f : row_max * scale;
       // Exactly 1 where the maximum stays, so that no row's bits depend on the others of its warp.
-      factor[half] = most == rows.most[half] ? 1.f : ptx::exp2_approx(rows.most[half] * scale - base);
-      rows.most[half] = most;
+      factor[half] = row_max == rows.row_max[half] ? 1.f : ptx::exp2_approx(rows.row_max[half] * scale - base);
+      rows.row_max[half] = row_max;
       float sum = 0.f;
 #pragma unroll
       for (int n = 0; n < kKeys / 8; ++n) {
@@ -127,7 +127,7 @@ struct ForwardMath {
           sum += s[i];
         }
       }
-      rows.sum[half] = rows.sum[half] * factor[half] + sum;
+      rows.row_sum[half] = rows.row_sum[half] * factor[half] + sum;
     }
     return __any_sync(0xffffffffu, moved);
   }
@@ -142,32 +142,32 @@ struct ForwardMath {
 
   // The unit's last step: lse to memory, out to the tile.
   static __device__ __forceinline__ void finish(const ForwardArgs& args, const ForwardUnit& unit,
-                                                const ThreadRows& rows, int32_t first_token, const RowSums& state,
+                                                const ThreadRows& rows, int32_t first_token, const RowState& state,
                                                 Sums& o, uint32_t tile, float scale) {
     const int lane = threadIdx.x & 31;
     const int mine = lane & 1;  // a lane of the quad for each row
     float sum = 0.f;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float whole = state.sum[i];
-      whole += __shfl_xor_sync(0xffffffffu, whole, 1);
-      whole += __shfl_xor_sync(0xffffffffu, whole, 2);
-      sum = mine == i ? whole : sum;
+      float row_sum = state.row_sum[i];
+      row_sum += __shfl_xor_sync(0xffffffffu, row_sum, 1);
+      row_sum += __shfl_xor_sync(0xffffffffu, row_sum, 2);
+      sum = mine == i ? row_sum : sum;
     }
     const int32_t step = mine == 0 ? rows.token[0] : rows.token[1];
     float inverse = sum == 0.f ? 0.f : 1.f / sum;
     const bool exists = step < args.tile_tokens && first_token + step < unit.d.tokens;
     if (exists && (lane & 3) == mine) {
       const auto& common = args.common;
-      const float most = mine == 0 ? state.most[0] : state.most[1];
-      float lse = sum == 0.f ? -INFINITY : log_of_sum(most, scale, common.softmax_scale, sum);
+      const float row_max = mine == 0 ? state.row_max[0] : state.row_max[1];
+      float lse = sum == 0.f ? -INFINITY : log_of_sum(row_max, scale, common.softmax_scale, sum);
       const int32_t head = unit.kv_head * common.group + (mine == 0 ? rows.head[0] : rows.head[1]);
       if (common.sinks != nullptr) {
         const float sink = common.sinks[head];
         const float top = fmaxf(lse, sink);
-        const float whole = top == -INFINITY ? top : top + log1pf(expf(fminf(lse, sink) - top));
-        inverse = sum == 0.f ? 0.f : inverse * expf(lse - whole);
-        lse = whole;
+        const float lse_with_sink = top == -INFINITY ? top : top + log1pf(expf(fminf(lse, sink) - top));
+        inverse = sum == 0.f ? 0.f : inverse * expf(lse - lse_with_sink);
+        lse = lse_with_sink;
       }
       common.lse[head * common.documents_q.total + unit.d.start_q + first_token + step] = lse;
     }
@@ -227,33 +227,37 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
   const bool from_left = args.common.plan.window.left < kOpenWindow;
   const int32_t skip = w * args.tile_tokens;  // tokens of the unit that are the other warpgroup's
 
-  RingPlace<Shape::kStagesK> k;
-  RingPlace<Shape::kStagesV> v;
-  RingPlace<Shape::kStagesQ> q;
+  PipelineState<Shape::kStagesK> k;
+  PipelineState<Shape::kStagesV> v;
+  PipelineState<Shape::kStagesQ> q;
   typename Math::Scores s;
   typename Math::Sums o;
   typename Math::Weights p;
   float factor[2];
-  RowSums state;
+  RowState state;
   int32_t tile = 0;
   int32_t end_tile = 0;
   bool add = false;  // to values of keys before
   uint32_t round = 0;
 
+  // Open unit
   const auto open = [&] {
-    ptx::mbarrier_wait(&shared.q_full[q.stage], q.odd);
+    ptx::mbarrier_wait(&shared.q_full[q.stage], q.parity);
     const ForwardUnit& unit = shared.units[round & 1];
     tile = unit.first_tile;
     end_tile = unit.end_tile;
-    state = RowSums{};
+    state = RowState{};
     return VisibleKeys(unit, rows, shared.ends[round & 1] + skip, unit.token + skip, args.tile_tokens);
   };
+  // Notify readers are done
   const auto release = [&](uint64_t* empty) {
     if (lane == 0) ptx::mbarrier_arrive(empty);
   };
+  // Issue QK
   const auto start_scores = [&] {
     Math::start_scores(s, Shape::tile_q(base, q.stage, w), Shape::tile_k(base, k.stage));
   };
+  // Release K, mask, softmax
   const auto end_scores = [&](const VisibleKeys& keys) {
     ptx::fence_operands(s);
     release(&shared.k_empty[k.stage]);
@@ -267,14 +271,17 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
       Math::mask(s, keys, first_key, from_left);
     return Math::softmax(s, state, factor, scale);
   };
+  // Issue PV
   const auto start_values = [&] { Math::start_values(o, p, Shape::tile_v(base, v.stage), add); };
+  // Wait PV, release V
   const auto end_values = [&] {
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(o);
     release(&shared.v_empty[v.stage]);
     v.next();
   };
-  const auto close = [&](uint32_t closed, int stage, const RowSums& sums) {
+  // Epilogue: lse and out
+  const auto close = [&](uint32_t closed, int stage, const RowState& sums) {
     const ForwardUnit& unit = shared.units[closed & 1];
     Math::finish(args, unit, rows, unit.token + skip, sums, o, Shape::tile_q(base, stage, w), scale);
     if (!Shape::kOutThroughQ) return;
@@ -285,42 +292,45 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
 
   VisibleKeys keys = open();
   while (true) {
-    // The unit's first scores, with no values beside them: of every unit, or of the stream's first.
-    ptx::mbarrier_wait(&shared.k_full[k.stage], k.odd);
+    // First step: scores alone, of every unit or of the stream's first
+    ptx::mbarrier_wait(&shared.k_full[k.stage], k.parity);
     start_scores();
     ptx::wgmma_wait_group<0>();
     end_scores(keys);
     Math::round(p, s);
     add = false;
+    // Following steps: scores of this step beside values of the step before
     while (true) {
-      const bool seam = tile + 1 == end_tile;
-      if (seam && !(Shape::kStream && rounds.has(round + 1))) break;
+      const bool unit_boundary = tile + 1 == end_tile;
+      if (unit_boundary && !(Shape::kStream && rounds.has(round + 1))) break;
       const int stage_before = q.stage;
-      const RowSums sums = state;
-      if (seam) {
+      const RowState sums = state;
+      if (unit_boundary) {
         ++round;
         q.next();
         keys = open();
       } else {
         ++tile;
       }
-      ptx::mbarrier_wait(&shared.k_full[k.stage], k.odd);
+      ptx::mbarrier_wait(&shared.k_full[k.stage], k.parity);
       start_scores();
-      ptx::mbarrier_wait(&shared.v_full[v.stage], v.odd);
+      ptx::mbarrier_wait(&shared.v_full[v.stage], v.parity);
       start_values();
       ptx::wgmma_wait_group<1>();
       const bool moved = end_scores(keys);
       end_values();
-      if (seam) {
+      // Finish or rescale out
+      if (unit_boundary) {
         close(round - 1, stage_before, sums);
       } else if (moved) {
 #pragma unroll
         for (int i = 0; i < Math::kSums; ++i) o[i] *= factor[i / 2 % 2];
       }
-      add = !seam;
+      add = !unit_boundary;
       Math::round(p, s);
     }
-    ptx::mbarrier_wait(&shared.v_full[v.stage], v.odd);
+    // Last values, epilogue
+    ptx::mbarrier_wait(&shared.v_full[v.stage], v.parity);
     start_values();
     end_values();
     close(round, q.stage, state);

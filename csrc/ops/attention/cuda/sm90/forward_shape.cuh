@@ -7,22 +7,23 @@
 #include "ops/attention/cuda/persistent.cuh"
 #include "ops/attention/cuda/sm90/copies.cuh"
 #include "ops/attention/cuda/sm90/forward.h"
+#include "ops/attention/cuda/sm90/roles.cuh"
 
 namespace packing_ops::attention::sm90 {
 
-// Tiles are panels of 64 columns, a row 128 bytes whose 16-byte chunks are permuted by the row: what bulk copies write
-// and products read.
+// Tiles are panels of 64 columns, a row 128 bytes whose 16-byte chunks are swizzled by the row: TMA writes and wgmma
+// reads this layout.
 template <int kDim_, int kDimV_>
 struct ForwardShape {
   static constexpr int kDim = kDim_;    // of q and k
   static constexpr int kDimV = kDimV_;  // of v and out
-  static constexpr int kKeys = forward_step_keys(kDimV);
-  static constexpr int kStagesQ = kDim <= 128 ? 2 : 1;  // units whose q is in shared memory
-  static constexpr int kStagesK = kDim == 64 ? 4 : 2;
-  static constexpr int kStagesV = 2;
-  static constexpr bool kStream = kDim == 64;  // a unit's first scores are worked out beside the last one's last values
+  static constexpr int kKeys = wgmma_forward_keys(kDimV);
+  static constexpr int kStagesQ = wgmma_q_stages(kDim);
+  static constexpr int kStagesK = wgmma_k_stages(kDim);
+  static constexpr int kStagesV = kWgmmaVStages;
+  static constexpr bool kStream = wgmma_forward_streams(kDim);
   static constexpr bool kOutThroughQ = kStagesQ == 2;  // out goes through its q tile; else from registers to memory
-  static constexpr int kThreads = 384;
+  static constexpr int kThreads = kBlockThreads;
   static constexpr int kPanelsK = kDim / 64;
   static constexpr int kPanelsV = kDimV / 64;
   static constexpr int kPanelQ = kTileRows * 128;
@@ -62,14 +63,14 @@ struct ForwardUnit {
   }
 };
 
-// full: the copy engine has written it. empty: all that read it are done.
+// full: TMA has written it. empty: all readers are done.
 template <class Shape>
 struct ForwardBarriers {
   ForwardUnit units[2];            // this round's and the next, as q_full says
   int32_t ends[2][2 * kTileRows];  // DocumentWithEnds::end_of their tokens
   uint64_t q_full[Shape::kStagesQ];
-  uint64_t q_empty[Shape::kStagesQ];      // of out too
-  uint64_t out_full[Shape::kStagesQ][2];  // where out goes through q's tile
+  uint64_t q_empty[Shape::kStagesQ];                        // of out too
+  uint64_t out_full[Shape::kStagesQ][kConsumerWarpgroups];  // where out goes through q's tile
   uint64_t k_full[Shape::kStagesK];
   uint64_t k_empty[Shape::kStagesK];
   uint64_t v_full[Shape::kStagesV];
@@ -78,16 +79,16 @@ struct ForwardBarriers {
   __device__ void init() {
     for (int i = 0; i < Shape::kStagesQ; ++i) {
       ptx::mbarrier_init(&q_full[i], 1);
-      ptx::mbarrier_init(&q_empty[i], Shape::kOutThroughQ ? 1 : 8);
-      for (int w = 0; w < 2; ++w) ptx::mbarrier_init(&out_full[i][w], 4);
+      ptx::mbarrier_init(&q_empty[i], Shape::kOutThroughQ ? 1 : kConsumerWarps);
+      for (int w = 0; w < kConsumerWarpgroups; ++w) ptx::mbarrier_init(&out_full[i][w], kWarpgroupWarps);
     }
     for (int i = 0; i < Shape::kStagesK; ++i) {
       ptx::mbarrier_init(&k_full[i], 1);
-      ptx::mbarrier_init(&k_empty[i], 8);
+      ptx::mbarrier_init(&k_empty[i], kConsumerWarps);
     }
     for (int i = 0; i < Shape::kStagesV; ++i) {
       ptx::mbarrier_init(&v_full[i], 1);
-      ptx::mbarrier_init(&v_empty[i], 8);
+      ptx::mbarrier_init(&v_empty[i], kConsumerWarps);
     }
     ptx::fence_mbarrier_init();
   }
@@ -102,9 +103,9 @@ struct ForwardRounds {
       : units(static_cast<uint32_t>(args.common.plan.data[PlanView::kForward]) * args.common.num_kv_heads) {}
   __device__ __forceinline__ bool has(uint32_t round) const { return serpentine(round) < units; }
   __device__ __forceinline__ ForwardUnit unit(const ForwardArgs& args, uint32_t round) const {
-    const uint32_t place = args.common.kv_heads.quotient(serpentine(round));
-    return ForwardUnit::make(args, args.common.plan.entries[PlanView::kForward][place],
-                             static_cast<int32_t>(serpentine(round) - place * args.common.kv_heads.value),
+    const uint32_t entry = args.common.kv_heads.quotient(serpentine(round));
+    return ForwardUnit::make(args, args.common.plan.entries[PlanView::kForward][entry],
+                             static_cast<int32_t>(serpentine(round) - entry * args.common.kv_heads.value),
                              Shape::kKeys);
   }
 };
