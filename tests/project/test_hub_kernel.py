@@ -109,6 +109,8 @@ assert q.grad is not None
 import importlib
 importlib.import_module(about["id"] + ".data")
 assert hasattr(torch.ops.{NAMESPACE}, "varlen_attention") and not hasattr(torch.ops.packing_ops, "varlen_attention")
+registered = lambda name, key: torch._C._dispatch_has_kernel_for_dispatch_key(f"{{name}}::varlen_attention", key)
+assert registered("{NAMESPACE}", "CPU") and registered("{NAMESPACE}", "CUDA") == {bool(_library.build_info()["cuda"])}
 assert not [name for name in sys.modules if name.partition(".")[0] == "packing_ops"]
 print("ran")
 """
@@ -178,3 +180,12 @@ def test_build_toml_compiles_each_file_for_its_gpus(build_toml):
 def test_a_library_of_the_package_s_namespace_is_refused(kernel):
     with pytest.raises(SystemExit, match="expected a library whose ops are in other"):
         hub_kernel.write(kernel.parent.parent / "packing_ops.whl", "other", kernel.parent, 1)
+
+
+def test_a_build_with_a_namespace_passes_it_to_both_compilers(tmp_path):
+    """Every bind file registers its CPU and its CUDA ops by that name: csrc/host/register.h."""
+    code = "import setup; print(*[NAME in options for options in setup.extension()[0].extra_compile_args.values()])"
+    code = code.replace("NAME", f"'-DPACKING_OPS_NAMESPACE={NAMESPACE}'")
+    environment = {"PACKING_OPS_NAMESPACE": NAMESPACE, "FORCE_CUDA": "0"}
+    printed = fresh_process.run("-c", code, cwd=ROOT, folder=tmp_path, environment=environment)
+    assert printed.splitlines()[-1] == "True True"
