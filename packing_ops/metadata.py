@@ -1,6 +1,6 @@
 """PackedMetadata: where the documents of a packed batch lie, computed once and used by every layer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,7 +27,8 @@ class PackedMetadata:
     """Layout of one packed batch; make it with one of the ``from_*`` functions and hand it to every layer.
 
     varlen_attention, token_logps, the functions of labels and segments and the losses take it where they take cu_seqlens,
-    apply_rotary_qk takes it for position_ids. What the layers share is kept in it: position_ids, seq_idx, attention plans.
+    apply_rotary_qk takes it for position_ids. What the layers share is kept in it: attention plans, and the layout of pad and
+    unpad. position_ids and seq_idx are new tensors at each use, and writing into them changes nothing here.
 
     Attributes:
         cu_seqlens: int32 ``[num_documents + 1]``.
@@ -38,8 +39,8 @@ class PackedMetadata:
         seqlen: columns of the padded batch, for pad and unpad; only after from_attention_mask.
         visible_end: int32 ``[total]``, the keys that each query sees, as in varlen_attention, which takes it from here; None
             where causality or its window tells them. Given by ``dataclasses.replace(metadata, visible_end=...)``.
-        position_ids: int64 ``[total]``, restarting in every document; made at first use.
-        seq_idx: int32 ``[total]``, the index of every slot's document; made at first use.
+        position_ids: int64 ``[total]``, restarting in every document; a new tensor at each use.
+        seq_idx: int32 ``[total]``, the index of every slot's document; a new tensor at each use.
 
     Example:
         >>> metadata = PackedMetadata.from_lengths([2, 1, 3])
@@ -154,16 +155,12 @@ class PackedMetadata:
         return self.cu_seqlens.diff()
 
     @property
-    def position_ids(self) -> torch.Tensor:
-        return self._kept(_ops.position_ids_from_cu_seqlens)
+    def position_ids(self) -> torch.Tensor:  # not kept: it costs no more than comparing cu_seqlens with those before
+        return _ops.position_ids_from_cu_seqlens(self.cu_seqlens, self.total)
 
     @property
     def seq_idx(self) -> torch.Tensor:
-        return self._kept(_ops.seq_idx_from_cu_seqlens)
-
-    def _kept(self, make: Callable[..., torch.Tensor]) -> torch.Tensor:
-        cu_seqlens, total = self.cu_seqlens, self.total
-        return kept_with((cu_seqlens,), (make, total), lambda: make(cu_seqlens, total), cache=self._cache)
+        return _ops.seq_idx_from_cu_seqlens(self.cu_seqlens, self.total)
 
     def unpad(self, x: torch.Tensor) -> torch.Tensor:
         """The packed row of a padded batch with this layout: unpad_input for one more tensor. Differentiable.

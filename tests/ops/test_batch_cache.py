@@ -132,7 +132,9 @@ def test_layers_in_a_row_share_and_the_next_forward_looks_again():
 def test_metadata_follows_its_cu_seqlens(device):
     """What PackedMetadata works out is of the values that cu_seqlens has, however they came there."""
     metadata = po.PackedMetadata.from_lengths([2, 3], device=device)
-    assert metadata.position_ids is metadata.position_ids
+    padded = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]], device=device)
+    assert metadata.unpad(padded).tolist() == [1, 2, 5, 6, 7]
+    assert metadata.position_ids.tolist() == [0, 1, 0, 1, 2]
     assert metadata.seq_idx.tolist() == [0, 0, 1, 1, 1]
     if device == "cpu":
         metadata.cu_seqlens.numpy()[1] = 4
@@ -140,10 +142,15 @@ def test_metadata_follows_its_cu_seqlens(device):
         metadata.cu_seqlens[1] = 4
     assert metadata.position_ids.tolist() == [0, 1, 2, 3, 0]
     assert metadata.seq_idx.tolist() == [0, 0, 0, 0, 1]
+    assert metadata.unpad(padded).tolist() == [1, 2, 3, 4, 5]
 
 
-def test_a_table_that_somebody_has_written_into_is_made_anew(device):
-    metadata = po.PackedMetadata.from_lengths([3, 2], device=device)
-    metadata.position_ids.add_(100)
-    assert metadata.position_ids.tolist() == [0, 1, 2, 0, 1]
-    assert metadata.position_ids is metadata.position_ids
+def test_a_result_that_somebody_has_written_into_is_made_again(device):
+    values = torch.tensor([1.0, 7.0], device=device)
+
+    def ask():
+        return _batch_cache.kept_with([values], ("twice",), lambda: values * 2)
+
+    ask().add_(100)
+    assert ask().tolist() == [2.0, 14.0]
+    assert ask() is ask()

@@ -132,28 +132,28 @@ def test_kept_in_the_metadata():
     """And nothing by the tensor, so that a batch's results go with its metadata."""
     metadata = po.PackedMetadata.from_lengths(LENGTHS)
     kept = len(_batch_cache._tensor_caches)
-    assert metadata.position_ids is metadata.position_ids
+    first = metadata._slots(9)
+    assert metadata._slots(9) is first
     assert len(metadata._cache.entries) == 1
     assert len(_batch_cache._tensor_caches) == kept
-    first = metadata.position_ids
     metadata.cu_seqlens[2] += 1  # torch counts this write
-    assert metadata.position_ids.tolist() == [0, 1, 2, 0, 0, 1, 2]
+    assert metadata._slots(9).tolist() == [0, 1, 2, 9, 18, 19, 20]
     metadata.cu_seqlens.data[2] -= 1  # and not this one
-    assert_same(metadata.position_ids, first)
+    assert_same(metadata._slots(9), first)
 
 
 def test_forgotten_after_a_fault():
     metadata = po.PackedMetadata.from_lengths(LENGTHS)
-    first = metadata.position_ids
+    first = metadata._slots(9)
     _batch_cache.forget()
-    assert metadata.position_ids is not first
+    assert metadata._slots(9) is not first
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies(copied):
     metadata = po.PackedMetadata.from_lengths(LENGTHS)
-    positions = metadata.position_ids
-    assert_same(copied(metadata).position_ids, positions)
+    slots = metadata._slots(9)
+    assert_same(copied(metadata)._slots(9), slots)
 
 
 @pytest.mark.gpu
@@ -199,7 +199,7 @@ def test_made_inside_a_compiled_function(fresh_compile, kind):
 def test_fields_are_those_of_the_constructor():
     """FullyShardedDataParallel makes dataclasses among a module's arguments anew from all their fields."""
     metadata = po.PackedMetadata.from_lengths(LENGTHS, total=TOTAL)
-    positions = metadata.position_ids
+    slots = metadata._slots(9)
     again = dataclasses.replace(metadata, **{f.name: getattr(metadata, f.name) for f in dataclasses.fields(metadata)})
-    assert_same(again.position_ids, positions)
-    assert again.position_ids is not positions
+    assert_same(again._slots(9), slots)
+    assert again._slots(9) is not slots

@@ -46,10 +46,15 @@ def test_given_sizes_are_taken_as_they_are(device):
     assert metadata.cu_seqlens is cu_seqlens
 
 
-def test_derived_tensors_are_made_once(device):
-    metadata = PackedMetadata.from_lengths([2, 1], device=device)
-    assert metadata.position_ids is metadata.position_ids
-    assert metadata.seq_idx is metadata.seq_idx
+@pytest.mark.parametrize("name", ["position_ids", "seq_idx", "lengths"])
+def test_a_write_into_a_derived_tensor_changes_no_later_answer(name):
+    """Not one that torch does not see either."""
+    metadata = PackedMetadata.from_lengths([2, 1])
+    first = getattr(metadata, name).clone()
+    getattr(metadata, name).numpy()[:] = 7
+    assert_same(getattr(metadata, name), first)
+    getattr(metadata, name).data.add_(7)
+    assert_same(getattr(metadata, name), first)
 
 
 def test_attention_plan_is_made_once_per_geometry(device):
