@@ -31,6 +31,7 @@ from packing_ops.boundaries import (
     shift_values,
 )
 from packing_ops.flash_attn import flash_attn_func, flash_attn_varlen_func
+from packing_ops.invariance import invariant, is_invariant
 from packing_ops.logps import chunked_cross_entropy, token_logps
 from packing_ops.masks import block_causal_mask, xformers_bias
 from packing_ops.metadata import PackedMetadata
@@ -73,6 +74,8 @@ __all__ = [
     "flash_attn_func",
     "flash_attn_varlen_func",
     "gae",
+    "invariant",
+    "is_invariant",
     "iter_microbatches",
     "last_token_indices",
     "mask_boundary_labels",

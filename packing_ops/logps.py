@@ -10,11 +10,9 @@ Chunks of the vocabulary, not of the tokens: the gradient of weight, much the la
 by entry, each by one product over all tokens, rounded once and added to nothing. Only the gradient of hidden is added
 up from chunk to chunk, in float32.
 
-What it costs beside the products (forward: one; backward: that one again, and one for each gradient): the logits are
-written by the product and read by the kernel, in backward read and written by the kernel too, and read by two products.
-At 16,384 tokens, 151,936 entries and bf16 the kernel moves 5 GB in forward and 10 GB in backward, 1.2 ms and 2.4 ms at
-4.2 TB/s, and a product at 650 TFLOP/s takes 7.8 ms for hidden 1,024, 31 ms for 4,096: forward at least 1.15 and 1.04
-times the product, backward 1.10 and 1.03 times its three.
+What it costs beside the products (forward: one; backward: that one again, and one for each gradient): the kernel reads
+the logits, and in backward writes them too. At 16,384 tokens, 151,936 entries and bf16 these are 5 GB and 10 GB, 1.2 ms
+and 2.4 ms at 4.2 TB/s, where a product at 650 TFLOP/s takes 7.8 ms for hidden 1,024 and 31 ms for 4,096.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,6 +23,7 @@ import torch
 from packing_ops import _ops
 from packing_ops._arguments import check_tensor, described, dtype_name, integer, number, one_number, sum_dtype
 from packing_ops._autograd import past_autograd, register_autograd, register_no_autograd
+from packing_ops._invariant import GRAIN, active, pad_rows
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
 
@@ -81,7 +80,8 @@ def token_logps(
         metadata: PackedMetadata of the row, or its cu_seqlens, int32 or int64 ``[num_documents + 1]``.
         temperature: the logits are divided by it, above 0.
         chunk: entries of the vocabulary whose logits are in memory at a time, ``total * chunk`` elements of hidden's
-            dtype. By default as many as make 512 MiB (64 MiB on the CPU), at least 512, in equal chunks.
+            dtype. By default as many as make 512 MiB (64 MiB on the CPU), at least 512, in equal chunks. Within
+            packing_ops.invariant() a multiple of 4,096: no result of a slot then depends on chunk or on other slots.
         entropy: also return the entropy of each slot's prediction.
         bias: ``[vocab]``, the head's, the dtype of weight.
         ignore_index: of labels; it may be any number that they hold.
@@ -189,8 +189,7 @@ def _logps(
         if tensor is not None or name != "bias":
             check_tensor(tensor, name)
     hidden, weight, bias = _as_autocast(hidden, weight, bias)
-    if hidden.dim() == 3 and hidden.shape[0] == 1:
-        hidden = hidden[0]
+    hidden = hidden[0] if hidden.dim() == 3 and hidden.shape[0] == 1 else hidden
     _check_tensors(hidden, weight, bias)
     total = hidden.shape[0]
     if labels.shape not in ((total,), (1, total)):
@@ -201,8 +200,7 @@ def _logps(
     temperature = number(temperature, "temperature")
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature: expected a number above 0, got {temperature}")
-    chunk = None if chunk is None else integer(chunk, "chunk")
-    if chunk is not None and chunk < 1:
+    if chunk is not None and (chunk := integer(chunk, "chunk")) < 1:
         raise ValueError(f"chunk: expected at least 1 entry of the vocabulary, got {chunk}")
     ranks = 1 if group is None else group.size()
     targets = _ops.logps_targets(labels.reshape(-1), cu_seqlens, ignore_index, weight.shape[0] * ranks)
@@ -267,6 +265,8 @@ def _chunk_of(chunk: int | None, hidden: torch.Tensor, vocab: int) -> int:
         most = _LOGITS_BYTES[hidden.device.type] // max(hidden.shape[0] * hidden.element_size(), 1)
         count = -(-vocab // max(most, _FEWEST))
         chunk = _round_up(-(-vocab // count), _MULTIPLE)
+    if active():
+        chunk = max(chunk // GRAIN, 1) * GRAIN
     return min(chunk, vocab)
 
 
@@ -275,7 +275,8 @@ def _round_up(size: int, multiple: int) -> int:
 
 
 class _Chunks:
-    """Iterates over (slice of the vocabulary, first entry of all ranks' vocabulary, its weight, bias and logits)."""
+    # Yields (slice of the vocabulary, first entry of all ranks' vocabulary, its weight, bias and logits). In the mode
+    # invariant(), on the CPU, hidden and logits have whole blocks of rows, more than there are targets.
 
     def __init__(
         self,
@@ -287,6 +288,8 @@ class _Chunks:
     ) -> None:
         # Other strides: copied once here, not by the product of every chunk.
         self.hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
+        self.rows, self.invariant = hidden.shape[0], active()
+        self.hidden = pad_rows(self.hidden) if self.invariant else self.hidden
         self.weight = weight if 1 in weight.stride() else weight.contiguous()
         self.bias = None if bias is None else bias.to(sum_dtype(hidden.dtype)).contiguous()
         self.group = None
@@ -303,8 +306,14 @@ class _Chunks:
         for first in range(0, vocab, self.chunk):
             part = slice(first, min(first + self.chunk, vocab))
             logits, weight = memory[:, : part.stop - first], self.weight[part]
-            torch.mm(self.hidden, weight.t(), out=logits)
+            for grain in self.grains(part.stop - first) if logits.is_cpu else [slice(None)]:
+                torch.mm(self.hidden, weight[grain].t(), out=logits[:, grain])
             yield part, offset + first, weight, None if self.bias is None else self.bias[part], logits
+
+    def grains(self, columns: int) -> list[slice]:
+        """The columns of a chunk that one product takes."""
+        size = GRAIN if self.invariant else max(columns, 1)
+        return [slice(first, first + size) for first in range(0, columns, size)]
 
 
 def _on_its_own(function: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., tuple[torch.Tensor, ...]]:
@@ -332,9 +341,8 @@ def _token_logps(
     dtype = sum_dtype(hidden.dtype)
     state = hidden.new_zeros(4 if entropy else 3, hidden.shape[0], dtype=dtype)
     state[0] = -float("inf")
-    chunks = _Chunks(hidden, weight, bias, chunk, group)
-    for _, first, _, part_of_bias, logits in chunks:
-        _ops.logps_chunk_(logits, part_of_bias, targets, first, inv_temperature, state)
+    for _, first, _, part_of_bias, logits in (chunks := _Chunks(hidden, weight, bias, chunk, group)):
+        _ops.logps_chunk_(logits[: chunks.rows], part_of_bias, targets, first, inv_temperature, state)
     if chunks.group is not None:
         _add_up_ranks(state, chunks.group, weight.shape[0])
     largest, total, chosen, *weighted = state
@@ -388,19 +396,22 @@ def _token_logps_backward(
         grad_entropy = grad_entropy.contiguous()
     of_entropy = None if grad_entropy is None else entropy
     chunks = _Chunks(hidden, weight, bias, chunk, group)
-    grad_hidden = hidden.new_zeros(hidden.shape if need_hidden else 0, dtype=lse.dtype)
+    grad_hidden = hidden.new_zeros(chunks.hidden.shape if need_hidden else 0, dtype=lse.dtype)
     grad_weight = weight.new_empty(weight.shape if need_weight else 0)
     grad_bias = weight.new_empty(weight.shape[0] if need_bias else 0)
-    for part, first, part_of_weight, part_of_bias, logits in chunks:
+    for part, first, part_of_weight, part_of_bias, all_logits in chunks:
+        logits = all_logits[: chunks.rows]
         _ops.logps_chunk_backward_(
             logits, part_of_bias, targets, first, inv_temperature, lse, grad_logps, of_entropy, grad_entropy
         )
         if need_hidden:
-            _add_product(grad_hidden, logits, part_of_weight)
+            for grain in chunks.grains(logits.shape[1]):
+                _add_product(grad_hidden, all_logits[:, grain], part_of_weight[grain])
         if need_weight:
-            torch.mm(logits.t(), chunks.hidden, out=grad_weight[part])
+            torch.mm(logits.t(), chunks.hidden[: chunks.rows], out=grad_weight[part])
         if need_bias:
             grad_bias[part] = logits.sum(0, dtype=lse.dtype)
+    grad_hidden = grad_hidden[: chunks.rows]
     if need_hidden and chunks.group is not None:
         torch.distributed.all_reduce(grad_hidden, group=chunks.group)
     return grad_hidden.to(hidden.dtype), grad_weight, grad_bias
@@ -429,14 +440,8 @@ def _(labels: torch.Tensor, cu_seqlens: torch.Tensor, ignore_index: int, vocab: 
     return labels.new_empty(labels.numel(), dtype=torch.int32)
 
 
-@_ops.register_fake("logps_chunk_")
-def _(logits: torch.Tensor, *others: Any) -> None:
-    return None
-
-
-@_ops.register_fake("logps_chunk_backward_")
-def _(logits: torch.Tensor, *others: Any) -> None:
-    return None
+for _in_place in ("logps_chunk_", "logps_chunk_backward_"):
+    _ops.register_fake(_in_place)(lambda logits, *others: None)
 
 
 @_ops.register_fake("token_logps")

@@ -141,6 +141,8 @@ def test_versions_are_one():
 # What is filled while a program runs, and by whom it is emptied.
 STATE = {
     "_batch_cache._tensor_caches",  # goes with its tensors
+    "_invariant._before",  # settings of torch, from invariant() or apply_packing_ops until the mode ends
+    "_invariant._holders",  # the same: who is in the mode, and goes with it
     "_library.without_cuda_kernel",  # what this library lacks, found out once
     "attention_backends._told",  # warnings that were given, here and below
     "integrations._patching._left",  # patches to take back when nothing is compiled

@@ -1,0 +1,108 @@
+"""The state of the mode packing_ops.invariant(): who holds it, what it sets in torch, and products by whole blocks."""
+
+import os
+import weakref
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+GRAIN = 4096  # entries of a vocabulary that one product and one sum take in the mode, whatever the chunk
+ROWS = (
+    16  # on the CPU rows of a product go by whole blocks: of 1, 2, 3, 5, 7 or 9, MKL's float32 sums have other orders
+)
+
+_holders: "weakref.WeakSet[object]" = weakref.WeakSet()
+_before: list[tuple[Any, int | None]] = []
+
+
+def active() -> bool:
+    return len(_holders) > 0
+
+
+def hold(holder: object) -> None:
+    """The mode is on until every holder is released or gone."""
+    if not active():
+        _set_products()
+    _holders.add(holder)
+
+
+def release(holder: object) -> None:
+    if holder in _holders:
+        _holders.discard(holder)
+        if not active():
+            _restore_products()
+
+
+# --- products on a GPU: cuBLASLt without a workspace cannot split the sums of few rows ---
+
+
+def _set_products() -> None:
+    _restore_products()  # a holder that went without a release
+    if not torch.cuda.is_available():
+        return
+    cuda = torch.backends.cuda
+    size = None
+    if has_setter():
+        size = cuda.cublaslt_workspace_size()
+        cuda.cublaslt_workspace_size(1024)
+    else:
+        os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "1")  # KiB; read at the first product
+    _before.append((cuda.preferred_blas_library(), size))
+    cuda.preferred_blas_library("cublaslt")
+
+
+def _restore_products() -> None:
+    if not _before:
+        return
+    library, size = _before.pop()
+    torch.backends.cuda.preferred_blas_library(library)
+    if size is not None:
+        torch.backends.cuda.cublaslt_workspace_size(size)
+
+
+def has_setter() -> bool:
+    """Newer torch sets the workspace while it runs; older ones read the environment once."""
+    return hasattr(torch.backends.cuda, "cublaslt_workspace_size")
+
+
+# --- products on the CPU: whole blocks of rows ---
+
+
+def pad_rows(x: torch.Tensor) -> torch.Tensor:
+    """x ``[..., rows, size]`` with rows of zeros up to a multiple of ROWS on the CPU; x itself on a GPU."""
+    missing = -x.shape[-2] % ROWS if x.is_cpu else 0
+    return torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
+
+
+class WholeBlocks(TorchFunctionMode):
+    """Products on the CPU take their rows padded to whole blocks, forward and so backward."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _PRODUCTS and len(args) > 1 and _padded(args[0], args[1]):
+            return _by_blocks(function, *args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+
+_PRODUCTS = {
+    torch.nn.functional.linear,
+    torch.matmul,
+    torch.mm,
+    torch.bmm,
+    torch.Tensor.matmul,
+    torch.Tensor.mm,
+    torch.Tensor.bmm,
+    torch.Tensor.__matmul__,
+}
+
+
+def _padded(x: Any, other: Any) -> bool:
+    return type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_cpu and x.dim() > 1 and other.dim() > 1
+
+
+def _by_blocks(function: Any, x: torch.Tensor, other: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+    if other.dim() == 2:  # all leading dims are rows
+        rows = x.reshape(-1, x.shape[-1])
+        out = function(pad_rows(rows), other, *rest, **options)
+        return out[: rows.shape[0]].reshape(*x.shape[:-1], out.shape[-1])
+    return function(pad_rows(x), other, *rest, **options)[..., : x.shape[-2], :]

@@ -1,0 +1,237 @@
+"""The mode packing_ops.invariant(): log-probabilities, losses and gradients of inputs keep their bits in any pack."""
+
+import os
+
+import pytest
+import torch
+from helpers import assert_same, cu_seqlens_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import packing_ops as po
+from packing_ops import _invariant
+from packing_ops.data.losses import sequence_logps
+
+LOW = [torch.float32, torch.bfloat16, torch.float16]
+VOCAB, SIZE = 9001, 24
+packs = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=5), min_size=1, max_size=4)
+chunks = st.sampled_from([None, 1, 77, 4096, 5000, 8192, 100_000])
+
+
+def documents(lengths, dtype, device="cpu"):
+    """(hidden, labels) of each; the same length twice has other numbers."""
+    generator = torch.Generator().manual_seed(len(lengths))
+    return [
+        (
+            torch.randn(n, SIZE, generator=generator).to(device, dtype),
+            torch.randint(VOCAB, (n,), generator=generator).to(device),
+        )
+        for n in lengths
+    ]
+
+
+def head(dtype, device="cpu"):
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(VOCAB, SIZE, generator=generator), torch.randn(VOCAB, generator=generator)
+    return weight.to(device, dtype), bias.to(device, dtype)
+
+
+def in_one_row(items, weight, bias, **options):
+    """logps, entropy and the gradient of hidden, by document."""
+    hidden = torch.cat([h for h, _ in items]).requires_grad_()
+    labels = torch.cat([labels for _, labels in items])
+    lengths = [len(labels) for _, labels in items]
+    cu_seqlens = cu_seqlens_of(lengths, hidden.device)
+    logps, entropy = po.token_logps(hidden, weight, labels, cu_seqlens, bias=bias, entropy=True, **options)
+    scale = torch.cat([torch.arange(n, device=hidden.device) - 3.0 for n in lengths])
+    (logps * scale + entropy * (2 - scale)).sum().backward()
+    return list(zip(*(t.detach().split(lengths) for t in (logps, entropy, hidden.grad)), strict=True))
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@given(packs=packs, chunk=chunks, other=chunks, tail=st.integers(0, 3))
+@settings(max_examples=15)
+def test_log_probabilities_of_any_pack_and_chunk(device, dtype, packs, chunk, other, tail):
+    weight, bias = head(dtype, device)
+    items = documents([n for pack in packs for n in pack], dtype, device)
+    with po.invariant():
+        whole = in_one_row(items, weight, bias, chunk=chunk)
+        start = 0
+        for pack in packs:
+            rows = in_one_row(items[start : start + len(pack)][::-1], weight, bias, chunk=other)[::-1]
+            for ours, wanted in zip(rows, whole[start:], strict=False):
+                for a, b in zip(ours, wanted, strict=True):
+                    assert_same(a, b)
+            start += len(pack)
+
+
+def test_without_the_mode_they_differ():
+    """What the test above would say if the mode did nothing."""
+    weight, bias = head(torch.float32)
+    items = documents([3, 40, 7, 5], torch.float32)
+    whole = in_one_row(items, weight, bias, chunk=None)
+    alone = [in_one_row([item], weight, bias, chunk=4000)[0] for item in items]
+    assert any(
+        not torch.equal(a, b) for one, other in zip(alone, whole, strict=True) for a, b in zip(one, other, strict=True)
+    )
+
+
+def test_gradients_are_not_needed_for_the_same_bits(device):
+    weight, bias = head(torch.float32, device)
+    ((hidden, labels),) = documents([7], torch.float32, device)
+    cu_seqlens = cu_seqlens_of([7], device)
+    with po.invariant():
+        with_graph = po.token_logps(hidden.clone().requires_grad_(), weight, labels, cu_seqlens, bias=bias)
+        with torch.no_grad():
+            assert_same(po.token_logps(hidden, weight, labels, cu_seqlens, bias=bias), with_graph.detach())
+        with torch.inference_mode():
+            assert_same(po.token_logps(hidden, weight, labels, cu_seqlens, bias=bias).clone(), with_graph.detach())
+
+
+@given(lengths=st.lists(st.integers(1, 30), min_size=2, max_size=5))
+def test_losses_by_token_and_by_document(device, lengths):
+    weight, _ = head(torch.float32, device)
+    items = documents(lengths, torch.float32, device)
+    hidden, labels = (torch.cat(parts) for parts in zip(*items, strict=True))
+    cu_seqlens = cu_seqlens_of(lengths, device)
+    with po.invariant():
+        losses = po.chunked_cross_entropy(hidden, weight, labels, cu_seqlens, reduction="none")
+        of_documents = po.segment_sum(losses, cu_seqlens)
+        logits = torch.nn.functional.linear(hidden, weight)
+        of_sequences = sequence_logps(logits, labels, cu_seqlens)
+        for i, (h, tokens) in enumerate(items):
+            one = cu_seqlens_of([len(tokens)], device)
+            alone = po.chunked_cross_entropy(h, weight, tokens, one, reduction="none")
+            assert_same(alone, losses[cu_seqlens[i] : cu_seqlens[i + 1]])
+            assert_same(po.segment_sum(alone, one)[0], of_documents[i])
+            assert_same(sequence_logps(torch.nn.functional.linear(h, weight), tokens, one)[0], of_sequences[i])
+
+
+def test_chunks_are_whole_grains():
+    from packing_ops.logps import _chunk_of
+
+    hidden = torch.empty(1_000_000, 1)
+    assert _chunk_of(5000, hidden, 151_936) == 5000
+    with po.invariant():
+        assert [_chunk_of(n, hidden, 151_936) for n in (1, 5000, 10_000, 200_000)] == [4096, 4096, 8192, 151_936]
+        assert _chunk_of(None, hidden, 151_936) == 4096
+        assert _chunk_of(None, hidden, 100) == 100
+
+
+@pytest.mark.parametrize("dtype", [*LOW, torch.float64], ids=str)
+def test_values_in_the_mode_are_those_without(device, dtype):
+    weight, bias = head(dtype, device)
+    items = documents([5, 1, 17], dtype, device)
+    without = in_one_row(items, weight, bias)
+    with po.invariant():
+        within = in_one_row(items, weight, bias, chunk=4096)
+    for ours, wanted in zip(within, without, strict=True):
+        for a, b in zip(ours, wanted, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+# --- products ---
+
+functions = {
+    "linear": lambda x, w: torch.nn.functional.linear(x, w.t(), w[0]),
+    "matmul": torch.matmul,
+    "@": lambda x, w: x @ w,
+    "mm": torch.mm,
+    "method": lambda x, w: x.mm(w),
+}
+
+
+@pytest.mark.parametrize("function", functions.values(), ids=functions)
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_rows_of_products(function, dtype):
+    w, x = torch.randn(64, 48).to(dtype), torch.randn(300, 64).to(dtype)
+    with po.invariant():
+        leaf = x.clone().requires_grad_()
+        expected = function(leaf, w)
+        expected.cumsum(0).sum().backward()
+        for rows in range(1, 40):
+            part = x[100 : 100 + rows].clone().requires_grad_()
+            out = function(part, w)
+            assert_same(out.detach(), expected[100 : 100 + rows].detach())
+            out.backward(torch.arange(200, 200 - rows, -1.0).to(dtype)[:, None].expand_as(out))
+            assert_same(part.grad, leaf.grad[100 : 100 + rows])
+
+
+def test_rows_of_batches_and_leading_dims():
+    x, w = torch.randn(2, 3, 5, 16), torch.randn(16, 8)
+    with po.invariant():
+        assert_same(torch.matmul(x, w).flatten(0, 2), x.flatten(0, 2) @ w)
+        batched = torch.bmm(x[0], w.expand(3, 16, 8).contiguous())
+        assert batched.shape == (3, 5, 8)
+        assert_same(batched[:, :3], torch.bmm(x[0][:, :3], w.expand(3, 16, 8).contiguous()))
+        assert torch.nn.functional.linear(x[0, 0, 0], w.t()).shape == (8,)
+        assert (w.t() @ x[0, 0, 0]).shape == (8,)
+
+
+# --- the mode ---
+
+
+def test_on_and_off():
+    assert not po.is_invariant()
+    with po.invariant(), po.invariant():
+        assert po.is_invariant()
+    assert not po.is_invariant()
+    with pytest.raises(RuntimeError, match="stop"), po.invariant():
+        raise RuntimeError("stop")
+    assert not po.is_invariant()
+
+
+def test_one_object_may_be_entered_again_and_decorates():
+    mode = po.invariant()
+    with mode:
+        with mode:
+            pass
+        assert po.is_invariant()
+
+    @mode
+    def inside():
+        """Named."""
+        return po.is_invariant()
+
+    assert inside()
+    assert inside.__doc__ == "Named."
+    assert not po.is_invariant()
+
+
+class Settings:
+    """Stands for torch.backends.cuda."""
+
+    def __init__(self, setter):
+        self.library, self.size = "cublas", 4096
+        if setter:
+            self.cublaslt_workspace_size = self.workspace
+
+    def preferred_blas_library(self, library=None):
+        self.library = library or self.library
+        return self.library
+
+    def workspace(self, size=None):
+        self.size = self.size if size is None else size
+        return self.size
+
+
+@pytest.mark.parametrize("setter", [False, True])
+def test_what_is_set_on_a_gpu(monkeypatch, setter):
+    cuda = Settings(setter)
+    monkeypatch.setattr(torch.backends, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "")
+    monkeypatch.delenv("CUBLASLT_WORKSPACE_SIZE")
+    with po.invariant():
+        assert cuda.library == "cublaslt"
+        assert (cuda.size == 1024) == setter
+        assert (os.environ.get("CUBLASLT_WORKSPACE_SIZE") == "1") != setter
+    assert (cuda.library, cuda.size) == ("cublas", 4096)
+
+
+def test_a_holder_that_goes_takes_the_mode_along():
+    model = torch.nn.Linear(2, 2)
+    _invariant.hold(model)
+    assert po.is_invariant()
+    del model
+    assert not po.is_invariant()
