@@ -124,7 +124,6 @@ LONG_KERNELS = {
     "attention_forward_kernel",
     "attention_forward_wide_kernel",
     "load_units",
-    "logps_chunk_kernel",
     "write_kernel",
 }
 

@@ -1,5 +1,5 @@
-// One block per row of logits, read in 16-byte vectors, kUnroll loads in flight per thread. Formulas as in
-// logps_cpu.cpp; the order of the sums depends on the number of columns and their alignment alone.
+// One block per row of logits, read in 16-byte vectors. Formulas as in logps_cpu.cpp; the order of the sums depends on
+// the columns alone, not on how many there are beside them, nor on their alignment.
 #include "core/documents.cuh"
 #include "core/launch.cuh"
 #include "core/ptx/mma.cuh"
@@ -12,8 +12,12 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kUnroll = 4;  // vectors in flight per thread
+constexpr int kUnroll = 4;  // vectors in flight per thread, in backward
 constexpr int kPairs = 2;   // pairs of slots per thread
+// Columns of one sum, as in logps_cpu.cpp. Sums of a row are added one by one in their order: chunks that begin at a
+// multiple of kGrain give equal bits.
+constexpr int kGrain = 1024;
+constexpr int kHeld = 64;  // sums of a row that wait in shared memory
 
 // --- targets ---
 
@@ -82,6 +86,12 @@ struct Sums {
     const Real scale = power_of<T>(below);
     return {larger, scale * sum, scale == Real(0) ? Real(0) : scale * (weighted + below * sum)};
   }
+  template <bool kEntropy>
+  __device__ void add(Real exponent) {
+    const Real weight = power_of<T>(exponent);
+    sum += weight;
+    if (kEntropy) weighted += weight == Real(0) ? Real(0) : weight * exponent;
+  }
   __device__ Sums plus(const Sums& other, Real factor) const {
     const Real larger = max > other.max ? max : other.max;
     const Sums a = with_max(larger, factor);
@@ -130,80 +140,91 @@ __device__ Scaling<accumulate_t<T>, kBias> scaling_of(const LogpsChunkParams& p)
   return {static_cast<const accumulate_t<T>*>(p.bias), static_cast<accumulate_t<T>>(p.inv_temperature)};
 }
 
+// The statistics of kGrain columns from first on, by one warp; the same in each lane.
 template <class T, bool kBias, bool kEntropy>
-__global__ void __launch_bounds__(kThreads) logps_chunk_kernel(LogpsChunkParams p) {
+__device__ Sums<T> sums_of_grain(const T* logits, int first, int columns, const Scaling<accumulate_t<T>, kBias>& scaled,
+                                 accumulate_t<T> factor) {
   using Real = accumulate_t<T>;
   using Vector = typename Row<T>::Vector;
   constexpr int kVec = Row<T>::kVec;
-  __shared__ Sums<T> of_warp[kWarps];
+  constexpr int kVectors = kGrain / (kWarp * kVec);
+  const int begin = first + static_cast<int>(threadIdx.x) % kWarp * kVec;
+  Real values[kVectors][kVec];
+  // Which lane adds which columns in which order is the same in both branches.
+  if (first + kGrain <= columns && reinterpret_cast<uintptr_t>(logits) % 16 == 0) {
+    Vector loaded[kVectors];
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+      loaded[u] = *reinterpret_cast<const Vector*>(logits + begin + u * kWarp * kVec);
+    }
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) values[u][i] = scaled.biased(loaded[u].get(i), begin + u * kWarp * kVec + i);
+    }
+  } else {
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        const int column = begin + u * kWarp * kVec + i;
+        values[u][i] = column < columns ? scaled.biased(static_cast<Real>(logits[column]), column) : -infinity<Real>();
+      }
+    }
+  }
+  Sums<T> sums{-infinity<Real>(), 0, 0};
+#pragma unroll
+  for (int u = 0; u < kVectors; ++u) {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) sums.max = max_of(sums.max, values[u][i]);
+  }
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+    sums.max = max_of(sums.max, __shfl_xor_sync(0xffffffffu, sums.max, offset));
+  }
+  const Real shift = sums.max == -infinity<Real>() ? Real(0) : sums.max;
+#pragma unroll
+  for (int u = 0; u < kVectors; ++u) {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) sums.template add<kEntropy>((values[u][i] - shift) * factor);
+  }
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+    sums.sum += __shfl_xor_sync(0xffffffffu, sums.sum, offset);
+    if (kEntropy) sums.weighted += __shfl_xor_sync(0xffffffffu, sums.weighted, offset);
+  }
+  return sums;
+}
+
+template <class T, bool kBias, bool kEntropy>
+__global__ void __launch_bounds__(kThreads) logps_chunk_kernel(LogpsChunkParams p) {
+  using Real = accumulate_t<T>;
+  __shared__ Sums<T> held[kHeld];
   const int64_t row = blockIdx.x;
   if (p.targets[row] < 0) return;
   const T* logits = static_cast<const T*>(p.logits) + row * p.row_stride;
-  const Row<T> layout(logits, static_cast<int>(p.columns));
   const Scaling<Real, kBias> scaled = scaling_of<T, kBias>(p);
   const Real factor = scaled.inv_temperature * kLogE<T>;  // the temperature is left to the exponents
-  Sums<T> sums{-infinity<Real>(), 0, 0};
-  const auto add = [&](Real value, Real shift) {
-    const Real exponent = (value - shift) * factor;
-    const Real weight = power_of<T>(exponent);
-    sums.sum += weight;
-    if (kEntropy) sums.weighted += weight == Real(0) ? Real(0) : weight * exponent;
-  };
-  const auto raise_max = [&](Real best) {
-    if (best > sums.max) sums = sums.with_max(best, factor);
-    return sums.max == -infinity<Real>() ? Real(0) : sums.max;
-  };
-
-  const Vector* vectors = reinterpret_cast<const Vector*>(logits + layout.before);
-  for (int first = static_cast<int>(threadIdx.x); first < layout.vectors; first += kThreads * kUnroll) {
-    Vector loaded[kUnroll];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (first + u * kThreads < layout.vectors) loaded[u] = vectors[first + u * kThreads];
-    }
-    Real best = sums.max;
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (first + u * kThreads >= layout.vectors) continue;
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        best = max_of(best, scaled.biased(loaded[u].get(i), layout.column(first + u * kThreads) + i));
-      }
-    }
-    const Real shift = raise_max(best);
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (first + u * kThreads >= layout.vectors) continue;
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        add(scaled.biased(loaded[u].get(i), layout.column(first + u * kThreads) + i), shift);
-      }
-    }
-  }
-  for (int i = static_cast<int>(threadIdx.x); i < layout.singles(); i += kThreads) {
-    const int column = layout.single(i);
-    const Real value = scaled.biased(static_cast<Real>(logits[column]), column);
-    add(value, raise_max(value));
-  }
-
-  // Sums of the block
-  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-    const Sums<T> other{__shfl_xor_sync(0xffffffffu, sums.max, offset), __shfl_xor_sync(0xffffffffu, sums.sum, offset),
-                        __shfl_xor_sync(0xffffffffu, sums.weighted, offset)};
-    sums = sums.plus(other, factor);
-  }
-  if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = sums;
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  for (int warp = 1; warp < kWarps; ++warp) sums = sums.plus(of_warp[warp], factor);
-  // Add to the chunks before
+  const int columns = static_cast<int>(p.columns);
+  const int grains = ceil_div(columns, kGrain);
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
   Real* max = static_cast<Real*>(p.max) + row;
   Real* sum = static_cast<Real*>(p.sum) + row;
   Real* weighted = static_cast<Real*>(p.weighted) + row;
-  // Between chunks: logits with their temperature, natural exponents.
-  const Sums<Real> chunk{sums.max * scaled.inv_temperature, sums.sum, sums.weighted / kLogE<T>};
-  const Sums<Real> before{*max, *sum, kEntropy ? *weighted : Real(0)};
-  const Sums<Real> all = before.plus(chunk, Real(1));
+  Sums<Real> all{*max, *sum, kEntropy ? *weighted : Real(0)};
+  for (int first = 0; first < grains; first += kHeld) {
+    const int count = min(kHeld, grains - first);
+    for (int i = warp; i < count; i += kWarps) {
+      const Sums<T> sums = sums_of_grain<T, kBias, kEntropy>(logits, (first + i) * kGrain, columns, scaled, factor);
+      if (threadIdx.x % kWarp == 0) held[i] = sums;
+    }
+    __syncthreads();
+    // Between grains and chunks: logits with their temperature, natural exponents.
+    for (int i = 0; threadIdx.x == 0 && i < count; ++i) {
+      const Sums<Real> grain{held[i].max * scaled.inv_temperature, held[i].sum, held[i].weighted / kLogE<T>};
+      all = all.plus(grain, Real(1));
+    }
+    __syncthreads();
+  }
+  if (threadIdx.x != 0) return;
   *max = all.max;
   *sum = all.sum;
   if (kEntropy) *weighted = all.weighted;
