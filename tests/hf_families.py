@@ -14,11 +14,10 @@ import transformers
 from transformers.models.auto import modeling_auto
 
 from packing_ops.integrations.transformers import (
+    apply,
     apply_packing_ops,
-    attn_implementation,
     rms_norm,
-    rms_norm_trial,
-    rope_functions,
+    rope,
 )
 
 SIZES = {  # by the names that configs have for them
@@ -206,7 +205,7 @@ class Row(NamedTuple):
 
 def row_of(model) -> Row:
     """Applies RoPE and RMSNorm on the way."""
-    own = attn_implementation.why_not(model)
+    own = apply.why_not_attention(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         applied = apply_packing_ops(model, attention=False, rms_norm=True)
@@ -230,7 +229,7 @@ def formula_of_class(cls: type) -> tuple[str | None, str]:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         for given in ({}, *({flag.name: not flag.default} for flag in flags)):
             try:
-                found[rms_norm_trial.formula_of(cls, cls(*[rms_norm_trial.WIDTH] * len(sizes), **given))] = None
+                found[rms_norm.formula_of(cls, cls(*[rms_norm.WIDTH] * len(sizes), **given))] = None
             except Exception as error:  # whatever another library raises
                 found[None, f"{cls.__name__} cannot be made for a trial: {error!r}"] = None
     formulas = {formula for formula, _ in found} - {"no_weight"}
@@ -244,7 +243,7 @@ def formula_of_class(cls: type) -> tuple[str | None, str]:
 def refusal_of_module(module_name: str) -> str | None:
     """Why no function of it can be served; None if one can."""
     module = importlib.import_module(module_name)
-    refusals = [rope_functions.refusal(module, name) for name in rope_functions._names(module)]
+    refusals = [rope.refusal(module, name) for name in rope._names(module)]
     return None if None in refusals else next(iter(refusals), "it has no function that rotates q and k")
 
 

@@ -11,7 +11,7 @@ import transformers
 from hf_models import in_its_words
 
 from packing_ops.integrations import _patching
-from packing_ops.integrations.transformers import rope_functions, rope_trial
+from packing_ops.integrations.transformers import rope, rope_trial
 
 SHAPE = {
     "vocab_size": 64,
@@ -137,8 +137,8 @@ def calls_of_our_rope(monkeypatch):
 
     for family in KNOWN:
         module_of(family)  # imported
-    for name in [name for name in sys.modules if name.startswith(rope_functions.HOSTS) and ".modeling_" in name]:
-        rope_functions.patches_of(name)  # tried before anything is counted
+    for name in [name for name in sys.modules if name.startswith(rope.HOSTS) and ".modeling_" in name]:
+        rope.patches_of(name)  # tried before anything is counted
     rotate = rope_trial.apply_rotary_qk
     monkeypatch.setattr(rope_trial, "apply_rotary_qk", counted)
     return count

@@ -152,7 +152,7 @@ STATE = {
     "integrations.transformers.keywords._found",  # of classes
     "integrations.transformers.model_call.NAMES",  # register, unregister
     "integrations.transformers.model_call._habits",  # of classes
-    "integrations.transformers.rope_functions.PATCHES",  # apply_packing_ops, revert_packing_ops
+    "integrations.transformers.rope.PATCHES",  # apply_packing_ops, revert_packing_ops
     "integrations.transformers.own_positions._found",  # of a model, and goes with it
     "integrations.transformers.stateful_kinds._parting",  # what was found of a layer, here and below, goes with it
     "integrations.transformers.stateful_kinds.by_themselves",

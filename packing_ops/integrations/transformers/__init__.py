@@ -16,31 +16,26 @@ attn_implementation="packing_ops":
                             stateful_arguments.py: what they are given and return.
     kv_cache.py             Refuses a KV cache that holds several documents in a row.
 apply_packing_ops(model):
-    patch.py                apply and revert; applied.py is what they say, model_info.py says what runs.
+    apply.py                Apply and revert, Applied, which is what they say, a model's attn_implementation, and info.
     sequence_group.py       A model whose rows lie on several ranks, by packing_ops.parallel.
-    attn_implementation.py  Sets a model's attn_implementation, and sets it back.
-    rope.py, rms_norm.py, vision.py, fused_loss.py   How each of these is put into a model. rope_functions.py: what
-                            stands in place of a module's functions; module_class.py: in place of a module's class;
-                            positions.py gives RoPE positions that restart with each document.
-    rope_trial.py, rms_norm_trial.py      What a module's functions compute: they are run beside ours (trial.py).
+    rope.py, rms_norm.py, vision.py, fused_loss.py   How each of these is put into a model.
+    rope_trial.py           Which rotation a module's functions compute: they are run beside ours (_trial.py, one folder up).
 """
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # what type checkers and docs/api read
-    from packing_ops.integrations.transformers.applied import Applied
+    from packing_ops.integrations.transformers.apply import Applied, apply_packing_ops, info, revert_packing_ops
     from packing_ops.integrations.transformers.attention import register, unregister
-    from packing_ops.integrations.transformers.model_info import info
-    from packing_ops.integrations.transformers.patch import apply_packing_ops, revert_packing_ops
 
 from packing_ops._lazy import lazy_names
 
 _MODULES = {
-    "Applied": "applied",
-    "apply_packing_ops": "patch",
-    "info": "model_info",
+    "Applied": "apply",
+    "apply_packing_ops": "apply",
+    "info": "apply",
     "register": "attention",
-    "revert_packing_ops": "patch",
+    "revert_packing_ops": "apply",
     "unregister": "attention",
 }
 __all__ = ["Applied", "apply_packing_ops", "info", "register", "revert_packing_ops", "unregister"]

@@ -1,13 +1,58 @@
 """The RMSNorm modules of transformers through torch.nn.functional.rms_norm, each by its model's formula."""
 
+import functools
+import inspect
 import types
 
 import torch
+import torch.nn.functional as F
 
-from packing_ops.integrations._patching import WeakPartial, function_of
-from packing_ops.integrations.transformers.module_class import stock_of, subclass_of
-from packing_ops.integrations.transformers.rms_norm_trial import FORWARDS, formula_of
-from packing_ops.integrations.transformers.rope_functions import HOSTS
+from packing_ops.integrations._patching import WeakPartial, function_of, stock_of, subclass_of
+from packing_ops.integrations._trial import agree, attempt, numbers, quiet
+from packing_ops.integrations.transformers.rope import HOSTS
+
+
+def _eps(module):
+    return module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+
+
+def _weight(self, hidden_states):
+    # Stock: the normalised value is rounded to the dtype of the input, then the product with the weight.
+    dtype = torch.promote_types(hidden_states.dtype, self.weight.dtype)
+    return _rms_norm(hidden_states.to(dtype), self.weight.to(dtype), _eps(self))
+
+
+def _weight_in_fp32(self, hidden_states):
+    return _weight(self, hidden_states).to(hidden_states.dtype)  # rounded once in the stock module too
+
+
+def _one_plus_weight(self, x):
+    # In fp32: 1 + weight in a half type would lose most of a small weight.
+    return _rms_norm(x.float(), 1.0 + self.weight.float(), _eps(self)).to(x.dtype)
+
+
+def _no_weight(self, x):
+    return _rms_norm(x, None, _eps(self))
+
+
+def _rms_norm(x, weight, eps):
+    # As rows: the CUDA kernel copies any other layout to rows too, but to torch.compile torch announces a gradient in
+    # the layout of the one that came, and a compiled model then fails where it makes a view of it.
+    return F.rms_norm(x.reshape(-1, x.shape[-1]), x.shape[-1:], weight, eps).view(x.shape)
+
+
+FORWARDS = {
+    "weight": _weight,
+    "weight_in_fp32": _weight_in_fp32,
+    "one_plus_weight": _one_plus_weight,
+    "no_weight": _no_weight,
+}
+_EPS_NAMES = ("variance_epsilon", "eps")
+_OF_MODULE = frozenset(vars(torch.nn.Module()))  # hooks, buffers, whether it trains: no part of a formula
+_OF_WRAPPERS = frozenset(
+    ("weight", "forward", "_old_forward", "_hf_hook")
+)  # what FSDP and accelerate leave in a module
+WIDTH = 8
 
 
 def is_norm(cls: type) -> bool:
@@ -91,3 +136,128 @@ def _forward_attribute(module) -> str | None:
 def _is_ours(forward) -> bool:
     """A partial of this file, or a bound method of a class of ours."""
     return function_of(forward) in FORWARDS.values()
+
+
+# --- the trial ---
+
+
+def formula_of(stock: type, module: torch.nn.Module) -> tuple[str | None, str]:
+    """(a key of FORWARDS, ""), or (None, why none of them is what this module computes).
+
+    The trial has a module of its own: of this one it takes the attributes, but no weights, hooks or device.
+    """
+    if reason := _not_tried(stock, module):
+        return None, f"{stock.__name__} {reason}"
+    skipped = _OF_MODULE | _OF_WRAPPERS | {*_EPS_NAMES}
+    attributes = {name: value for name, value in vars(module).items() if name not in skipped}
+    if any(not isinstance(value, (int, float, str, tuple, torch.dtype, type(None))) for value in attributes.values()):
+        return None, f"{stock.__name__} has attributes beside numbers"
+    key = tuple((name, type(value), value) for name, value in sorted(attributes.items()))
+    eps_names = tuple(name for name in _EPS_NAMES if hasattr(module, name))
+    weight = getattr(module, "weight", None)
+    # The module's own width: of another one, groups of elements might be the whole. A shard of ZeRO-3 has ds_numel.
+    width = 0 if weight is None else getattr(weight, "ds_numel", weight.numel())
+    if width == 0 and any(type(value) is int for value in attributes.values()):
+        return None, f"{stock.__name__} has numbers, and no weight that tells its width"
+    formula, reason = _formula(stock, stock.forward, weight is not None, width or WIDTH, eps_names, key)
+    return formula, reason and f"{stock.__name__} {reason}"
+
+
+def _not_tried(stock, module) -> str | None:
+    parameters = [
+        name if parameter.kind is not inspect.Parameter.VAR_KEYWORD else f"**{name}"
+        for name, parameter in list(inspect.signature(stock.forward).parameters.items())[1:]
+    ]
+    if len(parameters) != 1:
+        return f"takes {' and '.join(parameters)}"
+    held = {*module._parameters, *module._buffers, *module._modules}
+    if held - {"weight"} or "weight" in module._buffers:
+        return f"holds {', '.join(sorted(held))}"
+    weight = getattr(module, "weight", None)
+    shape = getattr(weight, "ds_shape", getattr(weight, "shape", (WIDTH,)))  # a shard of ZeRO-3 has ds_shape
+    if len(shape) != 1 or shape[0] == 1:  # of each head, or one number for all elements
+        return f"has a weight of shape {list(shape)}"
+    return None if any(hasattr(module, name) for name in _EPS_NAMES) else "has no eps"
+
+
+@functools.cache
+@torch.compiler.disable
+def _formula(stock, forward, has_weight, width, eps_names, attributes) -> tuple[str | None, str]:
+    """Kept by the forward and by all that the trial's module is made of."""
+    probe = stock.__new__(stock)
+    torch.nn.Module.__init__(probe)
+    for name, _, value in attributes:
+        setattr(probe, name, value)
+    for name, value in zip(eps_names, (0.01, 0.3)):  # noqa: B905  a module with both reads the first, or is refused
+        setattr(probe, name, value)
+    with quiet():
+        for name, ours in FORWARDS.items():
+            if (ours is not _no_weight) == has_weight and all(
+                _agrees(probe, forward, ours, width, *dtypes) for dtypes in _DTYPES
+            ):
+                return name, ""
+        wanted = attempt(forward, probe, numbers(3, width))
+    if isinstance(wanted, Exception):
+        return None, f"raises {wanted!r}"
+    return None, "is none of the formulas of rms_norm"
+
+
+_DTYPES = [  # of the input and of the weight
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.bfloat16),
+]
+# Of inputs beside [2, 3, width]: modules may do with heads, long rows and larger batches what they like.
+_SHAPES = [(3,), (1, 300)]
+
+
+_HALF = frozenset((torch.bfloat16, torch.float16))
+
+
+def _agrees(probe, forward, ours, width, dtype, weight_dtype) -> bool:
+    """Rows of ordinary values, large ones, one as small as eps, and one of zeros."""
+    scales = torch.tensor([[[3.0], [0.1], [1.0]], [[2e4], [0.0], [0.01]]], device="cpu")
+    x = (numbers(2, 3, width) * scales).to(dtype)
+    if ours is not _no_weight:
+        probe.weight = torch.nn.Parameter((3.0 * numbers(width, start=5.0)).to(weight_dtype))
+    probe.train(dtype != torch.float16)  # one of the dtypes in evaluation
+    copy = x.clone()
+    wanted = attempt(forward, probe, x)
+    if not torch.equal(x, copy):
+        return False  # it writes into its input
+    found = attempt(ours, probe, x)
+    rounded = {dtype, weight_dtype} & _HALF  # up to three times in a stock module
+    if rounded and isinstance(wanted, torch.Tensor) and isinstance(found, torch.Tensor):
+        half = max(rounded, key=lambda each: torch.finfo(each).eps)
+        return found.dtype == wanted.dtype and agree(found.float().to(half), wanted.float().to(half), 4)
+    return (
+        agree(found, wanted, 8)
+        and all(_agrees_at(probe, forward, ours, numbers(*shape, width, start=2.0)) for shape in _SHAPES)
+        and _trains_alike(probe, forward, ours, numbers(5, 2, 3, width, start=2.0))
+    )
+
+
+def _agrees_at(probe, forward, ours, x) -> bool:
+    probe.eval()
+    return agree(attempt(ours, probe, x), attempt(forward, probe, x), 8)
+
+
+def _trains_alike(probe, forward, ours, x) -> bool:
+    """Equal results, and gradients of the input and of the weight."""
+    probe.train()
+    results = []
+    for each in (forward, ours):
+        probe.zero_grad()
+        given = x.clone().requires_grad_()
+        with torch.enable_grad():
+            out = attempt(each, probe, given)
+            if not isinstance(out, torch.Tensor):
+                return False
+            error = attempt((out * numbers(*out.shape, start=4.0)).sum().backward)
+        weights = [parameter.grad for parameter in probe.parameters()]
+        if error is not None or None in (given.grad, *weights):
+            return False
+        results.append((out.detach(), given.grad, *weights))
+    return all(agree(found, wanted, 64) for wanted, found in zip(*results, strict=True))

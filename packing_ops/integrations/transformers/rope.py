@@ -1,25 +1,176 @@
 """RoPE of a model by apply_rotary_qk: its rotary embedding is tagged, and the functions of its module see the tag."""
 
+import functools
 import importlib
 import inspect
+import re
 import sys
 from typing import NamedTuple
 
 import torch
 
-from packing_ops.integrations._patching import revert_left
-from packing_ops.integrations.transformers import vision_rope
+from packing_ops.boundaries import position_ids_from_cu_seqlens
+from packing_ops.integrations._patching import Patch, revert_left, stock_of
 from packing_ops.integrations.transformers.axes import TIME, first_axis
-from packing_ops.integrations.transformers.positions import give_axes, give_position_ids
-from packing_ops.integrations.transformers.rope_functions import (
-    HOSTS,
-    PATCHES,
-    Tables,
-    dispatch_for,
-    functions_called,
-    patches_of,
-    refusal,
-)
+from packing_ops.integrations.transformers.model_call import NAMES
+from packing_ops.integrations.transformers.rope_trial import Rotation, rotation_of
+
+# --- functions of a modelling module ---
+
+# How one model is patched and not the others of its family. Attention looks apply_rotary_pos_emb up in its module, which
+# all models of the family share, so that function is replaced by a dispatcher. A hook on the patched model's rotary_emb
+# returns cos as Tables; the dispatcher rotates with our op if it gets Tables, else it calls the stock function. No global
+# state is set around a forward, so recomputation, threads and torch.compile see the same program.
+
+ROTARY = re.compile(r"apply_\w*rot\w*")
+HOSTS = ("transformers.", "transformers_modules.")  # packages whose modelling modules are looked into
+
+
+class Tables(NamedTuple):
+    """cos, or cos and sin as one complex table, of a model that rotates with packing_ops.
+
+    Only a dispatcher asks whether it is one. A model that computes with it computes with the tensor.
+    """
+
+    table: torch.Tensor
+
+    def __getitem__(self, index):
+        return Tables(self.table[index])
+
+    def to(self, *args, **kwargs):
+        return Tables(self.table.to(*args, **kwargs))
+
+    def __neg__(self):
+        return -self.table
+
+    def __add__(self, other):
+        return self.table + other
+
+    def __mul__(self, other):
+        return self.table * other
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return function(*map(_plain, args), **{name: _plain(value) for name, value in (kwargs or {}).items()})
+
+
+def _of_table(name):
+    return property(lambda self: getattr(self.table, name))
+
+
+# By name: torch.compile takes no NamedTuple with a __getattr__.
+for _name in ("shape", "dtype", "device", "ndim", "dim", "size", "real", "imag", "unsqueeze", "squeeze", "view", "reshape",
+              "expand", "repeat", "repeat_interleave", "transpose", "permute", "chunk", "split", "flatten", "float",
+              "contiguous", "type_as", "index_select", "gather", "narrow", "select", "clone", "detach", "__rsub__", "__sub__",
+              "__truediv__"):  # fmt: skip
+    setattr(Tables, _name, _of_table(_name))
+
+
+def _plain(value):
+    if isinstance(value, Tables):
+        return value.table
+    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
+
+
+PATCHES: dict[str, dict[str, Patch]] = {}  # {modelling module: {function: Patch}}
+
+
+def patches_of(module_name: str) -> dict[str, Patch]:
+    """By the name of the function, of all that apply_rotary_qk can serve. Their users are rotary embeddings of models."""
+    if module_name not in PATCHES:
+        module = importlib.import_module(module_name)
+        found = {name: new_patch(module, name) for name in _names(module) if not refusal(module, name)}
+        if not found:
+            return {}
+        PATCHES[module_name] = found
+    return PATCHES[module_name]
+
+
+def dispatch_for(user: torch.nn.Module, module_name: str) -> None:
+    """Puts dispatchers in the places of the module's functions, for as long as user lives or until it is reverted."""
+    for patch in patches_of(module_name).values():
+        if not patch.is_applied or not (torch.compiler.is_compiling() or user in patch.users):
+            patch.apply(user)
+
+
+def new_patch(module, name: str) -> Patch:
+    tried = rotation_of(vars(module)[name])
+
+    def make(stock):
+        # What others put over a function that was tried has its signature, and swapped models keep their rotation.
+        found = rotation_of(stock)
+        rotation = tried if isinstance(found, str) else found
+        index = rotation.parameters.index(rotation.table)
+
+        @functools.wraps(stock)
+        def rotate(*args, **named):
+            table = args[index] if len(args) > index else named.get(rotation.table)
+            if not isinstance(table, Tables):
+                revert_left()
+                return stock(*args, **named)
+            if len(args) > index:
+                args = (*args[:index], table.table, *args[index + 1 :])
+            else:
+                named = {**named, rotation.table: table.table}
+            return rotation.serve(stock, args, named)
+
+        return rotate
+
+    return Patch(module, name, make)
+
+
+@functools.cache
+def functions_called(cls: type) -> tuple[str, ...]:
+    """The rotary functions of its module that the forward of this class calls, by name."""
+    forward = inspect.unwrap(cls.forward)
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    return tuple(name for name in names if ROTARY.fullmatch(name.lstrip("_")))
+
+
+def _names(module) -> list[str]:
+    return [name for name, value in vars(module).items() if ROTARY.fullmatch(name.lstrip("_")) and callable(value)]
+
+
+def refusal(module, name) -> str | None:
+    patch = PATCHES.get(module.__name__, {}).get(name)
+    verdict = rotation_of(vars(module)[name]) if patch is None else rotation_in(patch)
+    return f"{name}: {verdict}" if isinstance(verdict, str) else None
+
+
+def rotation_in(patch: Patch) -> Rotation | str:
+    """Of the function that it replaces, now or later."""
+    return rotation_of(patch.stock if patch.is_applied else vars(patch.owner)[patch.name])
+
+
+# --- positions for a model whose call has cu_seq_lens_q alone ---
+
+
+def give_position_ids(owner, args, kwargs):
+    """Without them the model would count positions along the row, and scale long-context RoPE by the row's length."""
+    cu_seqlens = kwargs.get("cu_seq_lens_q")
+    if cu_seqlens is None or len(args) > 2 or kwargs.get("position_ids") is not None:
+        return None
+    tokens = args[0] if args else kwargs.get("input_ids")
+    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+    if tokens is None or tokens.shape[0] != 1:
+        return None
+    return args, {**kwargs, "position_ids": position_ids_from_cu_seqlens(cu_seqlens, tokens.shape[1])[None]}
+
+
+def give_axes(owner, args, kwargs):
+    """Text alone: its positions for all axes, and in front of them, where the mask of a multimodal model reads them."""
+    if owner.config._attn_implementation not in NAMES:
+        return None  # under another implementation Qwen2-VL lets such documents see each other
+    args, kwargs = give_position_ids(owner, args, kwargs) or (args, kwargs)
+    position_ids = kwargs.get("position_ids")
+    if position_ids is None or position_ids.dim() != 2:
+        return None
+    return args, {**kwargs, "position_ids": position_ids[None].expand(4, -1, -1)}
+
+
+# --- in a model ---
 
 
 class Rotating(NamedTuple):
@@ -95,8 +246,8 @@ def owners(model: torch.nn.Module) -> list[Rotating]:
 def why_not(model: torch.nn.Module) -> str | None:
     """Why RoPE of this model, or of a part of it, stays as it is; None if all of it is swapped."""
     found, reasons = find(model)
-    towers = vision_rope.attentions(model)
-    if found or reasons or towers:
+    in_towers = towers(model)
+    if found or reasons or in_towers:
         return "; ".join(reasons) or None
     for cls in dict.fromkeys(type(module) for module in model.modules()):
         for name in functions_called(cls) if cls.__module__.startswith(HOSTS) else ():
@@ -126,7 +277,7 @@ def apply_to_model(model: torch.nn.Module, fp32_cos_sin: bool) -> int:
         takes = "position_ids" in inspect.signature(owner.forward).parameters
         if takes and hook not in owner._forward_pre_hooks.values():
             owner.register_forward_pre_hook(hook, with_kwargs=True)
-    return count(found) + vision_rope.apply_to_model(model)
+    return count(found) + _apply_to_towers(model)
 
 
 def rotates(rotary: torch.nn.Module) -> bool:
@@ -135,7 +286,7 @@ def rotates(rotary: torch.nn.Module) -> bool:
 
 
 def revert_model(model: torch.nn.Module) -> None:
-    vision_rope.revert_model(model)
+    _revert_towers(model)
     for owner, rotary in _pairs(model):
         _remove_hooks(owner, rotary)
         for patch in PATCHES.get(type(rotary).__module__, {}).values():
@@ -172,3 +323,64 @@ def _in_fp32(x: torch.Tensor) -> torch.Tensor:
 
 
 _HOOKS = (_tag, _ask_for_fp32, give_position_ids, give_axes)
+
+
+# --- in vision and audio towers: tables come with each call, as position_embeddings ---
+
+
+def towers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Those that rotate all tokens ``[total, num_heads, head_dim]`` by functions that we serve."""
+    return [module for module in model.modules() if "forward" not in vars(module) and _served(stock_of(type(module)))]
+
+
+def _served(cls: type) -> bool:
+    if not _takes_tables(cls, cls.forward):
+        return False
+    patches = patches_of(cls.__module__)
+    rotations = [rotation_in(patches[name]) if name in patches else None for name in functions_called(cls)]
+    return bool(rotations) and all(getattr(rotation, "tokens", False) for rotation in rotations)
+
+
+@functools.cache
+def _takes_tables(cls: type, forward) -> bool:
+    if not cls.__module__.startswith(HOSTS) or forward.__module__ != cls.__module__:
+        return False
+    parameters = [*inspect.signature(forward).parameters]
+    return parameters[1:3] == ["hidden_states", "cu_seqlens"] and "position_embeddings" in parameters
+
+
+def _apply_to_towers(model: torch.nn.Module) -> int:
+    """How many rotate with ours from now on."""
+    found = towers(model)
+    for module in found:
+        dispatch_for(module, type(module).__module__)
+        if not _is_tagged(module):
+            module.register_forward_pre_hook(_tag_tower, with_kwargs=True)
+    return len(found)
+
+
+def tower_rotates(module: torch.nn.Module) -> bool:
+    """Whether ours rotates."""
+    return _is_tagged(module)
+
+
+def _revert_towers(model: torch.nn.Module) -> None:
+    for module in filter(_is_tagged, model.modules()):
+        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _tag_tower]:
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+        for patch in patches_of(type(module).__module__).values():
+            patch.revert(module)
+
+
+def _is_tagged(module) -> bool:
+    return _tag_tower in module._forward_pre_hooks.values()
+
+
+def _tag_tower(module, args, kwargs):
+    revert_left()
+    dispatch_for(module, type(module).__module__)  # a copy or an unpickled model brings its hooks alone
+    given = kwargs.get("position_embeddings")
+    if not isinstance(given, tuple) or len(given) != 2 or isinstance(given[0], Tables):
+        return args, kwargs
+    return args, {**kwargs, "position_embeddings": (Tables(given[0]), given[1])}

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from packing_ops.integrations.transformers.trial import agree, attempt, numbers, quiet
+from packing_ops.integrations._trial import agree, attempt, numbers, quiet
 from packing_ops.rope import apply_rotary_qk
 
 # What these functions take first, by the names that they give it.

@@ -12,9 +12,9 @@ import torch
 from torch.nn.utils.stateless import _reparametrize_module
 
 from packing_ops.integrations._patching import WeakPartial
+from packing_ops.integrations._trial import attempt, numbers, quiet
 from packing_ops.integrations.transformers.stateful_arguments import ROWS, differ, token_tensors
 from packing_ops.integrations.transformers.stateful_kinds import by_themselves, learned, not_settled
-from packing_ops.integrations.transformers.trial import attempt, numbers, quiet
 
 TOKENS, BOUNDARY = 12, 6
 _CLOSE = 1e-3  # of the norm, in float32

@@ -11,11 +11,11 @@ import inspect
 
 import torch
 
+from packing_ops.integrations._patching import stock_of, subclass_of
+from packing_ops.integrations._trial import agree, attempt, numbers, quiet
 from packing_ops.integrations.transformers import model_call
 from packing_ops.integrations.transformers.attention import register
-from packing_ops.integrations.transformers.module_class import stock_of, subclass_of
-from packing_ops.integrations.transformers.rope_functions import HOSTS
-from packing_ops.integrations.transformers.trial import agree, attempt, numbers, quiet
+from packing_ops.integrations.transformers.rope import HOSTS
 
 _LENGTHS = [5, 1, 6, 2, 40, 1, 3, 1, 4]  # of the trial's images
 

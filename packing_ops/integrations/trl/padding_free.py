@@ -81,7 +81,7 @@ def _models_of(trainer: Any) -> list[Any]:
 
 
 def _hosts(model: Any) -> list[Any]:
-    from packing_ops.integrations.transformers.attn_implementation import hosts
+    from packing_ops.integrations.transformers.apply import hosts
 
     return hosts(model)
 

@@ -11,8 +11,8 @@ from hf_families import KINDS, NONE, PAGE, lines_of_page, made, mappings, page_o
 from hf_models import OLD, skip_if_masks_are_its_own  # noqa: E402
 
 import packing_ops as po  # noqa: E402
+from packing_ops.integrations._patching import stock_of  # noqa: E402
 from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops, rms_norm, rope  # noqa: E402
-from packing_ops.integrations.transformers.module_class import stock_of  # noqa: E402
 
 FAMILIES = mappings()
 LENGTHS = [9, 4, 14]

@@ -14,7 +14,7 @@ from hf_models import CACHE, OLD, skip_if_attention_is_its_own, skip_if_masks_ar
 
 import packing_ops  # noqa: E402
 from packing_ops.integrations.transformers import attention, fallback, masks, model_call, register, running  # noqa: E402
-from packing_ops.integrations.transformers.patch import apply_packing_ops  # noqa: E402
+from packing_ops.integrations.transformers.apply import apply_packing_ops  # noqa: E402
 from packing_ops.integrations.transformers.served import _CALL, HARMLESS, SDPA  # noqa: E402
 
 LENGTHS = [5, 7, 4]

@@ -33,7 +33,7 @@ from hf_patch_case import (  # noqa: E402, F401
 
 import packing_ops as po  # noqa: E402
 from packing_ops.integrations.transformers import attention, rope, rope_trial  # noqa: E402
-from packing_ops.integrations.transformers.patch import apply_packing_ops, revert_packing_ops  # noqa: E402
+from packing_ops.integrations.transformers.apply import apply_packing_ops, revert_packing_ops  # noqa: E402
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from hf_patch_case import (  # noqa: E402, F401
 
 from packing_ops.integrations import _patching  # noqa: E402
 from packing_ops.integrations.transformers import rope  # noqa: E402
-from packing_ops.integrations.transformers.patch import apply_packing_ops, revert_packing_ops  # noqa: E402
+from packing_ops.integrations.transformers.apply import apply_packing_ops, revert_packing_ops  # noqa: E402
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "qwen3_vl"])  # the rest: test_hf_support.py

@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers")
 
 from hf_families import formula_of_class  # noqa: E402
 
-from packing_ops.integrations.transformers import rms_norm_trial, rope, rope_functions  # noqa: E402
+from packing_ops.integrations.transformers import rms_norm, rope  # noqa: E402
 from packing_ops.integrations.transformers.rope_trial import Rotation, rotation_of  # noqa: E402
 
 
@@ -190,20 +190,20 @@ def test_rows_of_other_strides_are_rotated():
 
 def test_a_function_in_place_of_another_is_tried_anew(monkeypatch):
     module = importlib.import_module("transformers.models.granite.modeling_granite")
-    assert rope_functions.refusal(module, "apply_rotary_pos_emb") is None
+    assert rope.refusal(module, "apply_rotary_pos_emb") is None
     monkeypatch.setattr(module, "apply_rotary_pos_emb", raises)
-    assert "raises KeyError" in rope_functions.refusal(module, "apply_rotary_pos_emb")
+    assert "raises KeyError" in rope.refusal(module, "apply_rotary_pos_emb")
 
 
 def test_tables_are_a_tensor_to_whoever_computes():
     cos = torch.randn(1, 5, 8)
-    tables = rope_functions.Tables(cos)
+    tables = rope.Tables(cos)
     for found in (-tables, tables * 2, 2 * tables, tables + 1, torch.cat([tables, tables]), tables.unsqueeze(1)):
         assert type(found) is torch.Tensor
     torch.testing.assert_close(torch.cat([tables, cos * tables]), torch.cat([cos, cos * cos]))
     assert tables.shape == cos.shape
     for kept in (tables[:, :3], tables.to(torch.float64)):  # still those of a swapped model
-        assert type(kept) is rope_functions.Tables
+        assert type(kept) is rope.Tables
     q, k = torch.randn(2, 1, 2, 5, 8)
     torch.testing.assert_close(of(whole)(q, k, tables, tables), of(whole)(q, k, cos, cos))
 
@@ -336,7 +336,7 @@ FORMULAS = {Norm: "weight", InFp32: "weight_in_fp32", OnePlus: "one_plus_weight"
 
 @pytest.mark.parametrize("cls", FORMULAS)
 def test_each_formula_is_told(cls):
-    assert rms_norm_trial.formula_of(cls, cls()) == (FORMULAS[cls], "")
+    assert rms_norm.formula_of(cls, cls()) == (FORMULAS[cls], "")
 
 
 @pytest.mark.parametrize(
@@ -353,24 +353,24 @@ def test_each_formula_is_told(cls):
     ],
 )  # fmt: skip
 def test_other_norms_are_refused(cls, why):
-    formula, reason = rms_norm_trial.formula_of(cls, cls())
+    formula, reason = rms_norm.formula_of(cls, cls())
     assert formula is None
     assert reason.startswith(cls.__name__)
     assert why in reason
 
 
 def test_modules_of_one_class_are_told_apart_by_their_attributes():
-    assert [rms_norm_trial.formula_of(WithFlag, WithFlag(plus))[0] for plus in (0, 1, 2)] == [
+    assert [rms_norm.formula_of(WithFlag, WithFlag(plus))[0] for plus in (0, 1, 2)] == [
         "weight_in_fp32", "one_plus_weight", None,
     ]  # fmt: skip
 
 
 def test_groups_of_elements_are_not_the_whole():
     for width, group, formula in ((16, 8, None), (8, 8, "weight"), (16, 16, "weight"), (64, 8, None)):
-        assert rms_norm_trial.formula_of(Grouped, Grouped(width, group))[0] == formula
+        assert rms_norm.formula_of(Grouped, Grouped(width, group))[0] == formula
     unknown = Grouped(16, 8)
     unknown.weight = torch.nn.Parameter(torch.empty(0))
-    assert "no weight that tells its width" in rms_norm_trial.formula_of(Grouped, unknown)[1]
+    assert "no weight that tells its width" in rms_norm.formula_of(Grouped, unknown)[1]
 
 
 def test_a_class_whose_modules_differ_is_refused():
@@ -385,4 +385,4 @@ def test_the_trial_reads_no_weights():
     for weight in (torch.full((8,), torch.nan), torch.empty(0), torch.empty(8, device="meta")):
         norm = Norm()
         norm.weight = torch.nn.Parameter(weight)
-        assert rms_norm_trial.formula_of(Norm, norm) == ("weight", "")
+        assert rms_norm.formula_of(Norm, norm) == ("weight", "")

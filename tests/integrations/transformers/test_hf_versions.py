@@ -10,7 +10,7 @@ from helpers import ROOT
 
 transformers = pytest.importorskip("transformers")
 
-from packing_ops.integrations.transformers import imports, mask_preparation, masks, register, rope_functions  # noqa: E402
+from packing_ops.integrations.transformers import imports, mask_preparation, masks, register, rope  # noqa: E402
 
 
 def as_in_4(seen):
@@ -101,19 +101,19 @@ def test_the_name_of_the_cache(cache):
 
 def test_rope_functions_of_4_57(monkeypatch):
     """Positions are the fifth argument there, which nobody reads; some models pass them."""
-    module = rope_functions.importlib.import_module("transformers.models.llama.modeling_llama")
+    module = rope.importlib.import_module("transformers.models.llama.modeling_llama")
     stock = module.apply_rotary_pos_emb
 
     def apply_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
         return stock(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
 
     monkeypatch.setattr(module, "apply_rotary_pos_emb", apply_rotary_pos_emb)
-    patch = rope_functions.new_patch(module, "apply_rotary_pos_emb")
+    patch = rope.new_patch(module, "apply_rotary_pos_emb")
     patch.apply()
     q, k, positions = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 5, 8), torch.arange(5)[None]
     angles = (positions[..., None] * torch.tensor([1.0, 0.1, 0.01, 0.001])).repeat(1, 1, 2)
     cos, sin = angles.cos(), angles.sin()
-    tables = rope_functions.Tables(cos)
+    tables = rope.Tables(cos)
     turned = [x.transpose(1, 2).contiguous() for x in (q, k)]  # heads after tokens: unsqueeze_dim 2
     for first in (cos, tables):
         expected = stock(q, k, cos, sin)

@@ -1,0 +1,451 @@
+"""apply_packing_ops and revert_packing_ops: packing_ops inside a transformers model, and out again; info says what runs."""
+
+import functools
+import inspect
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+
+from packing_ops.integrations.transformers import (
+    fallback,
+    model_call,
+    stateful_layers,
+)
+from packing_ops.integrations.transformers import fused_loss as fused_loss_patch
+from packing_ops.integrations.transformers import rms_norm as rms_norm_patch
+from packing_ops.integrations.transformers import rope as rope_patch
+from packing_ops.integrations.transformers import sequence_group as sequence_patch
+from packing_ops.integrations.transformers import vision as vision_patch
+from packing_ops.integrations.transformers.attention import packing_ops_attention, register
+from packing_ops.integrations.transformers.imports import PreTrainedModel, not_causal
+from packing_ops.integrations.transformers.served import unknown_options
+from packing_ops.integrations.transformers.stateful_kinds import reads_text
+
+# --- Applied ---
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What apply_packing_ops swapped and what it left. True as a bool if anything was swapped.
+
+    attention, rope, rms_norm: how many modules were swapped.
+    fused_loss: how many models make their loss from hidden states.
+    vision: how many attention modules of vision and audio towers attend to all images in one call.
+    skipped: {option: why it, or a part of it, was left as it is}.
+    """
+
+    attention: int = 0
+    rope: int = 0
+    rms_norm: int = 0
+    fused_loss: int = 0
+    vision: int = 0
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return self.attention + self.rope + self.rms_norm + self.fused_loss + self.vision > 0
+
+
+def _name_of(model: torch.nn.Module) -> str:
+    inside = (type(host).__name__ for host in hosts(model))
+    return " in ".join(dict.fromkeys([*inside, type(model).__name__]))
+
+
+_PARAMETERS = {"vision": "attention"}  # of what has no parameter of its own
+
+
+def _refuse(model: torch.nn.Module, skipped: Mapping[str, str], strict: bool) -> None:
+    if strict and skipped:
+        what = "; ".join(f"{part}: {reason} (or pass {_parameter(part)}=False)" for part, reason in skipped.items())
+        raise ValueError(f"strict: expected to swap all that was asked for, but in {_name_of(model)} {what}")
+
+
+def _warn(model: torch.nn.Module, skipped: Mapping[str, str], stacklevel: int = 3) -> None:
+    for part, reason in skipped.items():
+        left = f"{part} of {_name_of(model)} was not swapped: {reason}"
+        remedy = f"Pass {_parameter(part)}=False to silence this"
+        warnings.warn(f"apply_packing_ops: {left}. {remedy}", stacklevel=stacklevel)
+
+
+def _parameter(part: str) -> str:
+    return _PARAMETERS.get(part, part)
+
+
+# --- apply and revert ---
+
+
+def apply_packing_ops(
+    model: torch.nn.Module,
+    *,
+    rope: bool = True,
+    attention: bool = True,
+    rms_norm: bool = False,
+    fused_loss: bool = False,
+    fp32_cos_sin: bool = False,
+    strict: bool = False,
+    sequence_group: "torch.distributed.ProcessGroup | torch.distributed.DeviceMesh | None" = None,
+    sequence_scheme: str = "contiguous",
+) -> Applied:
+    """Swap a model's attention and RoPE, and on request RMSNorm and loss, for those of packing_ops.
+
+    Args:
+        model: an instance, also inside a PEFT or DDP wrapper. No other model changes.
+        rope: rotate q and k by one call of apply_rotary_qk, which computes in fp32 and rounds once; in the attention of
+            vision towers that is given cu_seqlens too.
+        attention: register ``"packing_ops"`` and set it as attn_implementation. Attention of a vision tower that is given
+            cu_seqlens (Qwen-VL and its like) then takes all images in one call. A model whose attention has no such name keeps
+            it, after a warning: from then on a call with several documents in a row is an error, unless layers with a state
+            (Mamba, RWKV) keep them apart.
+        rms_norm: RMSNorm modules call torch.nn.functional.rms_norm. In bf16 and fp16 the stock formula of Llama, Qwen
+            and Mistral rounds the normalised value and then its product with the weight; this one rounds once. Gemma
+            and gpt-oss round once either way; Gemma's ``1 + weight`` stays in fp32. Dtypes of results are the stock's.
+        fused_loss: in training with labels the loss is chunked_cross_entropy of the hidden states,
+            without the logits, and the output's are None: who reads them, as TRL's SFTTrainer does for its metrics,
+            cannot have it. Apply before others wrap forward. Another lm_head (resized, LoRA): stock, after a warning.
+        fp32_cos_sin: keep cos and sin in fp32 where the model casts them to its own dtype.
+        sequence_group: ranks that share each row. The model then takes what
+            packing_ops.parallel.shard_packed gives, and its attention runs over the group (varlen_attention_over); with DDP
+            or FSDP2 around it as around any model. A DeviceMesh of one dimension too.
+        sequence_scheme: the scheme of shard_packed.
+        strict: raise, and change nothing, if any option cannot be applied. Otherwise what can be is swapped, and a
+            warning names what is left.
+
+    Calls add up: an option that is off leaves what an earlier call swapped. Apply before torch.compile, which may miss
+    a later change. Copies and pickles of the model keep what was applied. ``print(info(model))`` shows what runs.
+
+    RoPE that scales with the length (dynamic NTK, longrope) takes the largest position: with position_ids that restart
+    that is the longest document, not the row. A model called with ``cu_seq_lens_q`` alone, batch 1, gets position_ids
+    made from it; a multimodal one too, if its attention is swapped: position_ids ``[batch, seqlen]`` then start its
+    documents as in text models.
+
+    Returns:
+        Applied.
+
+    Raises:
+        ImportError: transformers is missing (``pip install packing_ops[hf]``).
+        TypeError: model is no instance of torch.nn.Module: a class, for example.
+        ValueError: ``strict`` and something cannot be swapped in this model; a sequence_group for a model whose rows cannot lie on several ranks (RoPE scaled by the row's longest position,
+            images), or whose attention cannot be swapped. Then, in the forward: a call that is not what shard_packed
+            gives, or labels without num_items_in_batch, since the mean over one rank's targets is not that of the row.
+
+    Example:
+        >>> from transformers import AutoModelForCausalLM, Qwen3Config
+        >>> sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
+        >>> model = AutoModelForCausalLM.from_config(Qwen3Config(**sizes))
+        >>> apply_packing_ops(model)
+        Applied(attention=2, rope=2, rms_norm=0, fused_loss=0, vision=0, skipped={})
+        >>> revert_packing_ops(model)
+
+    No list of families is behind RoPE and RMSNorm. What a modelling module has for them is run beside ours once in a
+    process, on small tensors of its own on the CPU, and is swapped where both agree to the last rounding. Attention:
+    every model that takes
+    attn_implementation.
+    """
+    _check_model(model)
+    # What cannot be swapped: nothing has changed until all of it is known.
+    found, skipped = hosts(model), {}
+    if attention and (reason := why_not_attention(model)):
+        skipped["attention"] = reason
+    if attention and not skipped and (reason := vision_patch.why_not(model)):
+        skipped["vision"] = reason
+    if rope and (reason := rope_patch.why_not(model)):
+        skipped["rope"] = reason
+    if rms_norm and (reason := rms_norm_patch.why_not(model)):
+        skipped["rms_norm"] = reason
+    losses = [host for host in found if fused_loss and fused_loss_patch.refusal(host) is None]
+    if fused_loss and (reason := fused_loss_patch.why_not(found)):
+        skipped["fused_loss"] = reason
+    if sequence_group is not None:
+        sequence_patch.check(found, skipped.get("attention") or (None if attention else "attention=False"))
+    _refuse(model, skipped, strict)
+    # Attention, which a model may still refuse
+    if attention and "attention" not in skipped and (left := _set_attention(model)):
+        if sequence_group is not None:
+            sequence_patch.check(found, left)
+        skipped.pop("vision", None)
+        skipped["attention"] = left
+        _refuse(model, skipped, strict)
+    if "attention" in skipped and _guard(model, skipped["attention"]):
+        skipped["attention"] += "; rows of several documents are an error where no layer keeps them apart"
+    attends = attention and "attention" not in skipped
+    vision = vision_patch.apply_to_model(model) if attends else 0
+    if sequence_group is not None:
+        sequence_patch.apply_to_model(found, attentions(model), sequence_group, sequence_scheme)
+    # The rest
+    rotated = rope_patch.apply_to_model(model, fp32_cos_sin) if rope else 0
+    normed = rms_norm_patch.apply_to_model(model) if rms_norm else 0
+    for host in losses:
+        fused_loss_patch.apply_to_model(host)
+    _warn(model, skipped)
+    attending = len(attentions(model)) if attends else 0
+    return Applied(attending, rotated, normed, len(losses), vision, skipped)
+
+
+def revert_packing_ops(model: torch.nn.Module) -> None:
+    """Undo apply_packing_ops in a model.
+
+    Outputs are again those of before, to the bit. The modelling module is restored once no model needs the swap; what
+    register added to transformers stays until unregister. Reverting what was never applied does nothing.
+
+    Raises:
+        TypeError: model is no instance of torch.nn.Module.
+    """
+    _check_model(model)
+    sequence_patch.revert_model(model)
+    rope_patch.revert_model(model)
+    rms_norm_patch.revert_model(model)
+    vision_patch.revert_model(model)
+    for host in hosts(model):
+        fused_loss_patch.revert_model(host)
+    _revert_attention(model)
+
+
+def _check_model(model: object) -> None:
+    if isinstance(model, type):
+        raise TypeError(
+            f"model: expected a torch.nn.Module, got the class {model.__name__}: pass each model made of it"
+        )
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}: pass the model itself")
+
+
+# --- attn_implementation ---
+
+IMPLEMENTATION = "packing_ops"
+STATE = "_packing_ops_attention"
+
+
+class AttentionBefore:
+    """In a model with our attention: what it was, or None. A process that unpickles the model gets to know ours."""
+
+    def __init__(self, before: dict[str, Any] | None = None):
+        register()
+        self.before = before
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return AttentionBefore, (self.before,)
+
+
+class Guard:
+    """In a model that keeps its attention: why, and whether it has layers with a state, which keep documents apart.
+
+    A process that unpickles the model watches its calls too.
+    """
+
+    def __init__(self, why: str, has_state: bool):
+        register()
+        self.why, self.has_state = why, has_state
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Guard, (self.why, self.has_state)
+
+
+def hosts(model: torch.nn.Module) -> list[PreTrainedModel]:
+    """The outermost transformers models in it."""
+    if isinstance(model, PreTrainedModel):
+        return [model]
+    return [host for child in model.children() for host in hosts(child)]
+
+
+@functools.cache
+def calls_attention(cls: type) -> bool:
+    """A module of this class calls the attention that attn_implementation names."""
+    try:  # a subclass may call the forward above it
+        sources = [inspect.getsource(vars(base)["forward"]) for base in cls.__mro__ if "forward" in vars(base)]
+    except (OSError, TypeError):  # no source
+        return cls.__name__.endswith("Attention")
+    return any("attention_interface(" in source or "ALL_ATTENTION_FUNCTIONS" in source for source in sources)
+
+
+def attentions(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return [module for module in model.modules() if calls_attention(type(module))]  # type: ignore[arg-type]
+
+
+def why_not_attention(model: torch.nn.Module) -> str | None:
+    """Why our attention cannot be set, as far as it can be told without trying."""
+    found = hosts(model)
+    if not found:
+        return "there is no transformers model in it to set attn_implementation on"
+    for cls in {type(module) for host in found for module in host.modules()}:
+        if options := sorted(unknown_options(cls, packing_ops_attention)):  # type: ignore[arg-type]
+            return f"{cls.__name__} has attention with {', '.join(options)}"
+    if reasons := [why for host in found for module in host.modules() if (why := _not_causal(module))]:
+        return reasons[0]
+    if not any(attentions(host) for host in found):
+        return f"{type(found[0]).__name__} has an attention of its own, which no attn_implementation names"
+    return None
+
+
+def _not_causal(module: torch.nn.Module) -> str | None:
+    return not_causal(module) if isinstance(module, PreTrainedModel) else None
+
+
+def _set_attention(model: torch.nn.Module) -> str | None:
+    """In all hosts or in none; the reason if in none."""
+    found = hosts(model)
+    register()
+    before = [implementations_of(host.config) for host in found]
+    try:
+        for host in found:
+            host.set_attn_implementation(IMPLEMENTATION)
+        refused = [type(host).__name__ for host in found if host.config._attn_implementation != IMPLEMENTATION]
+    except BaseException:
+        _restore(found, before)
+        raise
+    if refused:
+        _restore(found, before)
+        return f"{', '.join(refused)} cannot change its attn_implementation"
+    for host, implementations in zip(found, before, strict=True):
+        host.__dict__.setdefault(STATE, AttentionBefore(implementations))
+    return None
+
+
+def _guard(model: torch.nn.Module, why: str) -> bool:
+    """Whether calls of it with several documents in a row are an error from now on, where no layer keeps them apart."""
+    found = [module for host in hosts(model) for module in host.modules() if _is_of_text(module)]
+    for module in found:
+        module.__dict__[model_call.GUARD] = Guard(why, bool(stateful_layers.stateful_layers(module)))
+    return bool(found)
+
+
+def _is_of_text(module: torch.nn.Module) -> bool:
+    return isinstance(module, PreTrainedModel) and reads_text(type(module))  # type: ignore[arg-type]
+
+
+def _revert_attention(model: torch.nn.Module) -> None:
+    for module in model.modules():
+        if module.__dict__.pop(model_call.GUARD, None) is not None:
+            stateful_layers.revert(module)
+    for host in hosts(model):
+        kept = host.__dict__.get(STATE)
+        if kept is not None and kept.before is not None:
+            del host.__dict__[STATE]
+            host.set_attn_implementation(kept.before)
+            stateful_layers.revert(host)
+
+
+def _restore(found: list[Any], before: list[dict[str, Any]]) -> None:
+    for host, implementations in zip(found, before, strict=True):
+        host.set_attn_implementation(implementations)
+
+
+def implementations_of(config: Any) -> dict[str, Any]:
+    """What set_attn_implementation takes to bring a model and its sub-models back."""
+    found = {"": config._attn_implementation}
+    for key in config.sub_configs:
+        sub_config = getattr(config, key, None)
+        if sub_config is not None and sub_config._attn_implementation is not None:  # some audio parts have none
+            nested = implementations_of(sub_config)
+            found[key] = nested if len(nested) > 1 else nested[""]
+    return found
+
+
+# --- info ---
+
+
+def info(model: torch.nn.Module) -> str:
+    """Whether packing_ops runs in a model: attention, RoPE, RMSNorm, loss, and how documents are found.
+
+    Args:
+        model: an instance, or a wrapper around one.
+
+    Returns:
+        One line for each; a last line has the reasons why attention ran by SDPA in this process, if it did.
+
+    Example:
+        >>> from transformers import AutoModelForCausalLM, Qwen3Config
+        >>> from packing_ops.integrations.transformers import apply_packing_ops
+        >>> sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
+        >>> model = AutoModelForCausalLM.from_config(Qwen3Config(**sizes))
+        >>> applied = apply_packing_ops(model)
+        >>> print(info(model))
+        Qwen3ForCausalLM, transformers ...
+        attention: packing_ops in 2 modules
+        rope: packing_ops in 2 modules
+        rms_norm: stock in 9 modules, swapped by apply_packing_ops(model, rms_norm=True)
+        loss: stock, swapped by apply_packing_ops(model, fused_loss=True)
+        documents: cu_seq_lens_q, else position_ids that restart and a 2-D attention_mask (0 is padding, above 1 the
+          number of a document)...
+
+    Raises:
+        TypeError: model is no torch.nn.Module.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    found = hosts(model)
+    name = type(found[0] if found else model).__name__
+    lines = [f"{name}, transformers {transformers.__version__}"]
+    lines += [f"attention: {_attention(model, found)}", f"rope: {_rope(model)}", f"rms_norm: {_norm(model)}"]
+    lines.append(f"loss: {_loss(found)}")
+    lines += [f"documents: {_documents(found)}", *fallback.sdpa_reasons()]
+    return "\n".join(lines)
+
+
+def _attention(model: Any, hosts: list[Any]) -> str:
+    found: Counter[str] = Counter()
+    for host in hosts:
+        for module in attentions(host):
+            found[getattr(module, "config", host.config)._attn_implementation] += 1
+    text = ", ".join(f"{implementation} in {_modules(count)}" for implementation, count in found.items())
+    if found and found.keys() <= model_call.NAMES:
+        return text
+    reason = why_not_attention(model)
+    return (f"{text}, " if text else "") + (reason or "swapped by apply_packing_ops(model)")
+
+
+def _rope(model: Any) -> str:
+    found, towers = rope_patch.owners(model), rope_patch.towers(model)
+    if not found and not towers:
+        return f"stock, {rope_patch.why_not(model)}"
+    ours = rope_patch.count([each for each in found if rope_patch.rotates(each.rotary)]) + sum(
+        map(rope_patch.tower_rotates, towers)
+    )
+    return _parts(ours, rope_patch.count(found) + len(towers), "apply_packing_ops(model)")
+
+
+def _norm(model: Any) -> str:
+    every = len(rms_norm_patch.norms(model))
+    if not every:
+        return f"stock, {rms_norm_patch.why_not(model)}"
+    return _parts(len(rms_norm_patch.fused(model)), every, "apply_packing_ops(model, rms_norm=True)")
+
+
+def _loss(hosts: list[Any]) -> str:
+    changed = [fused_loss_patch.since(host) for host in hosts if fused_loss_patch.is_fused(host)]
+    if None in changed:
+        return "packing_ops, from hidden states, in training with labels"
+    if changed:
+        return f"stock: {changed[0]}"
+    reasons = [fused_loss_patch.refusal(host) for host in hosts]
+    if None in reasons:
+        return "stock, swapped by apply_packing_ops(model, fused_loss=True)"
+    return f"stock: {reasons[0]}" if reasons else "stock"
+
+
+def _parts(ours: int, every: int, swap: str) -> str:
+    parts = [f"packing_ops in {_modules(ours)}"] if ours else []
+    if ours < every:
+        parts.append(f"stock in {_modules(every - ours)}, swapped by {swap}")
+    return ", ".join(parts)
+
+
+def _modules(count: int) -> str:
+    return f"{count} module{'s' * (count != 1)}"
+
+
+def _documents(hosts: list[Any]) -> str:
+    ours = [host for host in hosts if host.config._attn_implementation in model_call.NAMES]
+    if any(model_call.guard_of(host) is not None for host in hosts):
+        return "one in each row; several are an error where no layer keeps them apart"
+    if not ours:
+        return "found by transformers, for the attention above"
+    if any(model_call.mixes_tokens(host.config) for host in ours):
+        return "one in each row, as tokens mix beside attention; several are an error"
+    return (
+        "cu_seq_lens_q, else position_ids that restart and a 2-D attention_mask (0 is padding, above 1 the number of a "
+        "document)"
+    )
