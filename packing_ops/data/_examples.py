@@ -1,4 +1,4 @@
-"""Examples of natural length, as collators get them: 1-D values in Python lists, arrays or tensors."""
+"""Examples of natural length, as collators get them: 1-D or ``[1, length]`` values in Python lists, arrays or tensors."""
 
 from array import array
 from collections.abc import Mapping, Sequence
@@ -35,14 +35,33 @@ def column(examples: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
         raise
 
 
+def sequences(examples: Sequence[Mapping[str, Any]], name: str) -> tuple[list[Any], list[int]]:
+    """The same of one value for each token, and their lengths. Of ``[1, length]``, as iter_microbatches takes and yields it,
+    the one row."""
+    values = column(examples, name)
+    lengths = lengths_of(values, name)
+    if 1 in lengths:
+        values = [
+            value[0] if length == 1 and _is_one_row(value) else value
+            for value, length in zip(values, lengths, strict=True)
+        ]
+        lengths = lengths_of(values, name)
+    return values, lengths
+
+
+def _is_one_row(value: Any) -> bool:
+    """Of a value with one entry."""
+    return isinstance(value[0], (list, tuple)) if isinstance(value, (list, tuple)) else _dim(value) == 2
+
+
 def optional_column(
     examples: Sequence[Mapping[str, Any]], name: str, lengths: Sequence[int], like: str
 ) -> list[Any] | None:
     """The same, checked to be as long as ``like``; None where no example has it."""
     if not any(name in example for example in examples):
         return None
-    values = column(examples, name)
-    for i, (wanted, length) in enumerate(zip(lengths, lengths_of(values, name), strict=True)):
+    values, found = sequences(examples, name)
+    for i, (wanted, length) in enumerate(zip(lengths, found, strict=True)):
         if length != wanted:
             raise ValueError(f"{name}: expected {wanted} values like {like}, got {length} in example {i}")
     return values
@@ -61,8 +80,7 @@ def lengths_of(values: Sequence[Any], name: str) -> list[int]:
 def tokens_of(examples: Sequence[Mapping[str, Any]], prefix: str = "") -> tuple[list[Any], list[int]]:
     """``input_ids`` and their lengths, at least 1; an ``attention_mask`` beside them must hold no padding."""
     name = prefix + "input_ids"
-    input_ids = column(examples, name)
-    lengths = lengths_of(input_ids, name)
+    input_ids, lengths = sequences(examples, name)
     if 0 in lengths:
         raise ValueError(f"{name}: expected at least 1 token, got 0 in example {lengths.index(0)}")
     masks = optional_column(examples, prefix + "attention_mask", lengths, name)

@@ -43,9 +43,10 @@ class PackedCollator:
             as wide as that one.
         round_capacity: round the capacity up to a multiple of the alignment.
 
-    Called with a list of examples, dicts of ``input_ids`` (a list or 1-D tensor of integers), ``num_actions`` (int: the
-    last so many tokens are trained on), optional ``loss_mask`` (num_actions weights; 1 by default) and optional
-    ``attention_mask`` (must be all 1: examples have no padding), it returns on the CPU
+    Called with a list of examples, dicts of ``input_ids`` (integers), ``num_actions`` (int: how many tokens at the end are
+    trained on), optional ``loss_mask`` (num_actions weights; 1 by default) and optional ``attention_mask`` (must be all 1:
+    examples have no padding). Sequences are lists, arrays or tensors ``[length]`` or ``[1, length]``. The collator returns
+    on the CPU
 
         sequences: int64 ``[rows, width]``; the width is the number of slots in the fullest row.
         attention_mask: int64 ``[rows, width]``, 1 where there is a token.

@@ -11,7 +11,7 @@ import torch
 
 from packing_ops._arguments import int64_tensor, integer
 from packing_ops.boundaries import mask_boundary_labels
-from packing_ops.data._examples import check_examples, column, flattened, lengths_of, optional_column, tokens_of
+from packing_ops.data._examples import check_examples, column, flattened, optional_column, sequences, tokens_of
 from packing_ops.metadata import PackedMetadata
 
 
@@ -40,8 +40,9 @@ class PaddingFreeCollator:
         pad_token_id: see max_seq_length.
         max_sequences_per_bin: maximum number of examples in the row, or None.
 
-    Called with a list of examples, dicts of 1-D ``input_ids`` (lists or tensors) and, in all of them or in none, ``labels``
-    (input_ids by default, not shifted) and ``attention_mask`` (must be all 1: examples have no padding), it returns
+    Called with a list of examples, dicts of ``input_ids`` and, in all of them or in none, ``labels`` (input_ids by default,
+    not shifted) and ``attention_mask`` (must be all 1: examples have no padding). Each is a list, array or tensor
+    ``[length]`` or ``[1, length]``. The collator returns
 
         input_ids, labels, position_ids: int64 ``[1, total]``.
         seq_idx: int32 ``[1, total]``, index of each token's document.
@@ -303,7 +304,7 @@ def count_within_token_budget(
     names = [prefix + "input_ids" for prefix in PaddingFreeDPOCollator._prefixes]
     if not any(name in features[0] for name in names):
         names = ["input_ids"]
-    lengths = list(zip(*(lengths_of(column(features, name), name) for name in names), strict=True))
+    lengths = list(zip(*(sequences(features, name)[1] for name in names), strict=True))
     return max(1, min(_num_fitting(lengths, max_seq_length), most))
 
 
