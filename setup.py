@@ -94,7 +94,7 @@ def extension():
     from torch.utils import cpp_extension
 
     compiler = shutil.which(checks.compiler()[0]) or ""
-    if "ccache" in os.path.realpath(compiler):  # a wrapper, which torch takes for an unknown compiler
+    if "ccache" in os.path.realpath(compiler):  # torch takes the wrapper for an unknown compiler
         os.environ.setdefault("TORCH_DONT_CHECK_COMPILER_ABI", "1")
     home = find_cuda_home()
     define, library_dirs, include_dirs = [], [], [str(ROOT / "csrc")]
@@ -136,10 +136,10 @@ if __name__ == "__main__":  # also where pip runs it
     elsewhere = {"egg_info": {"egg_base": str(BUILD)}, "build": {"build_base": str(BUILD)}}
     options = {} if BUILD == ROOT / "build" else elsewhere
     if not sys.platform.startswith("linux"):
-        told = f"nothing is compiled for {sys.platform}, where packing_ops.data runs in plain torch"
-        print(f"packing_ops: {told}", flush=True)
+        print(f"packing_ops: nothing is compiled for {sys.platform}; packing_ops.data runs in plain torch", flush=True)
         setup(cmdclass={"build_py": CleanBuild}, options=options)
     elif {"sdist", "egg_info", "dist_info"} & set(sys.argv) and not {"build_ext", "bdist_wheel"} & set(sys.argv):
+        checks.check_torch_before_downloads()
         headers = [*sources(".h", ".cuh"), *(f"tools/{path.name}" for path in (ROOT / "tools").glob("*.py"))]
         setup(ext_modules=[Extension("packing_ops._C", sources(".cpp", ".cu"), depends=headers)], options=options)
     else:

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -15,18 +16,42 @@ from pathlib import Path
 OLDEST_TORCH = (2, 10)
 HEAD_DIMS = (64, 96, 128, 192, 256, 512)
 NO_TORCH = """packing_ops builds against the torch that you train with, and no torch was found here.
-  no torch yet:  install it first, then `pip install .`
-  uv:            uv pip install "setuptools>=77" ninja, then uv pip install --no-build-isolation .
-                 (without the option uv builds in an environment of its own, which has no torch)"""
+  no torch yet:  pip install torch (pytorch.org names the index of your CUDA), then pip install .
+  uv:            activate the environment that has torch, or
+                 uv pip install "setuptools>=77" ninja, then uv pip install --no-build-isolation .
+  elsewhere:     a torch that only PYTHONPATH shows needs pip install --no-build-isolation ."""
 PROBE = "#include <bit>\n#include <concepts>\n#include <span>\nint main() { return std::popcount(0u); }\n"
+
+
+def paths_of(python: str) -> list[str]:
+    """sys.path of this Python outside of the isolation that pip and uv build in; empty for another version of Python."""
+    ask = "import json, sys; print(json.dumps([sys.version_info[:2], sys.path]))"
+    hidden = {"PYTHONPATH", "PYTHONNOUSERSITE", "PYTHONHOME"}
+    variables = {name: value for name, value in os.environ.items() if name not in hidden}
+    done = subprocess.run([python, "-W", "ignore", "-c", ask], env=variables, capture_output=True, text=True)
+    if done.returncode:
+        return []
+    version, paths = json.loads(done.stdout.splitlines()[-1])
+    return [path for path in paths if path] if tuple(version) == sys.version_info[:2] else []
+
+
+def find_torch() -> None:
+    """Puts torch on sys.path, or ends the build. pip's isolation hides what its own Python imports: .pth files and an
+    environment below. uv builds with a Python of its own; that of the active environment follows on PATH."""
+    python = sys.executable
+    if "UV" in os.environ:
+        own = Path(sys.executable).parent
+        rest = os.pathsep.join(folder for folder in os.get_exec_path() if Path(folder) != own)
+        python = shutil.which("python", path=rest) or python
+    if importlib.util.find_spec("torch") is None:
+        sys.path += [path for path in paths_of(python) if path not in sys.path]
+    if importlib.util.find_spec("torch") is None:
+        sys.exit(NO_TORCH)
 
 
 def import_torch():
     """torch of the environment that we are being installed into, also from inside pip's build environment."""
-    if importlib.util.find_spec("torch") is None:
-        sys.path.append(sysconfig.get_path("platlib"))
-        if importlib.util.find_spec("torch") is None:
-            sys.exit(NO_TORCH)
+    find_torch()
     try:
         import torch
     except (ImportError, OSError) as error:  # a library of CUDA that is not there, for one
@@ -55,6 +80,12 @@ def check_torch(torch) -> None:
         sys.exit(
             f"packing_ops: expected torch {oldest} or later, got {torch.__version__} in {Path(torch.__file__).parent}"
         )
+
+
+def check_torch_before_downloads() -> None:
+    """In the step of pip and uv that asks for metadata: they would download a torch before they build."""
+    if "dist_info" in sys.argv and ("PIP_BUILD_TRACKER" in os.environ or "UV" in os.environ):
+        check_torch(import_torch())
 
 
 def compiler() -> list[str]:

@@ -149,13 +149,86 @@ def test_the_import_warns_where_only_torch_can_use_the_gpu(installed, python, en
     assert "_library.py" not in told
 
 
+def prefix(folder):
+    """A Python with its own site-packages, as conda and images have it: the standard library is linked. Returns both."""
+    library = Path(os.__file__).parent
+    site = folder / "lib" / library.name / "site-packages"
+    site.mkdir(parents=True)
+    for path in library.iterdir():
+        if path.name not in {"site-packages", "dist-packages", "__pycache__"}:
+            (site.parent / path.name).symlink_to(path)
+    python = folder / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    python.parent.mkdir()
+    shutil.copy(os.path.realpath(sys.executable), python)
+    return python, site
+
+
+def venv(folder, python, *options):
+    """An environment without pip: a tenth of a second. Returns its Python and its site-packages."""
+    run(python, "-m", "venv", "--without-pip", *options, folder)
+    return folder / "bin" / "python", next(folder.glob("lib/python*/site-packages"))
+
+
+# As pip isolates a build: site-packages of the environment and of those below are taken off.
+ISOLATED = "import sys; sys.path = [path for path in sys.path if 'site-packages' not in path]"
+FIND = "from tools.build_checks import find_torch as f; f(); import torch; print(torch.__file__)"
+
+
+@pytest.mark.parametrize(
+    "layout", ["plain", "over another", "over another by .pth", "prefix", "copies", "two below", "uv"]
+)
+def test_a_build_finds_the_torch_of_the_environment(layout, tmp_path):
+    (tmp_path / "isolation").mkdir()
+    (tmp_path / "isolation" / "sitecustomize.py").write_text(ISOLATED)
+    hidden = {"UV", "PYTHONHOME", "VIRTUAL_ENV"}
+    variables = {name: value for name, value in os.environ.items() if name not in hidden}
+    base, site = prefix(tmp_path / "base")
+    python, upper = venv(tmp_path / "upper", base, *["--copies"] * (layout == "copies"), "--system-site-packages")
+    if layout == "plain":
+        site = upper
+    elif layout in ("over another by .pth", "two below"):
+        python, top = venv(tmp_path / "top", base)
+        (top / "below.pth").write_text(f"{upper}\n{site}\n")
+        site = site if layout == "two below" else upper
+    elif layout == "prefix":
+        python = base
+    (site / "torch").mkdir()
+    (site / "torch" / "__init__.py").touch()
+    if layout == "uv":  # builds in an environment of its own, in front of the active one
+        (python.parent / "uv").touch()
+        path = os.pathsep.join([str(tmp_path / "build" / "bin"), str(python.parent), variables["PATH"]])
+        variables |= {"UV": str(python.parent / "uv"), "PATH": path}
+        python, _ = venv(tmp_path / "build", base)
+    variables |= {"PYTHONPATH": str(tmp_path / "isolation"), "PYTHONNOUSERSITE": "1"}
+    assert run(python, "-c", FIND, cwd=ROOT, env=variables).strip() == str(site / "torch" / "__init__.py")
+
+
+def test_pip_finds_the_torch_below_and_stops_before_it_compiles(sources, environment, tmp_path):
+    """A real pip, in an environment over another one whose torch is too old."""
+    _, site = venv(tmp_path / "below", sys.executable)
+    (site / "torch").mkdir()
+    (site / "torch" / "__init__.py").write_text("__version__ = '2.9.1'")
+    run(sys.executable, "-m", "venv", tmp_path / "above")
+    (next((tmp_path / "above").glob("lib/python*/site-packages")) / "below.pth").write_text(f"{site}\n")
+    said = refused([tmp_path / "above" / "bin" / "python", "-m", "pip", "install", sources], environment)
+    assert f"expected torch 2.10 or later, got 2.9.1 in {site / 'torch'}" in said
+
+
 def test_without_torch_the_error_says_what_to_do(sources, environment, tmp_path):
+    """Before pip downloads a torch."""
     run(sys.executable, "-m", "venv", tmp_path / "env")
-    command = [tmp_path / "env" / "bin" / "python", "-m", "pip", "install", "--no-deps", sources]
-    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, env=environment)
+    said = refused([tmp_path / "env" / "bin" / "python", "-m", "pip", "install", sources], environment)
+    assert "no torch was found" in said
+    assert "pip install torch" in said
+    assert "--no-build-isolation" in said
+    assert "Collecting torch" not in said
+
+
+def refused(command, environment):
+    """What pip says."""
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, env=environment)
     assert done.returncode != 0
-    assert "no torch was found" in done.stdout + done.stderr
-    assert "--no-build-isolation" in done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 def other_pythons_with_torch():
