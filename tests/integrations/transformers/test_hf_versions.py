@@ -152,5 +152,6 @@ def test_no_import_inside_a_function(folder):
     """torch.compile stops at one (torch 2.11: `from transformers import x`, transformers is no plain module)."""
     for path in Path(imports.__file__).parent.with_name(folder).rglob("*.py"):
         functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+        functions = [node for node in functions if node.name != "__init__"]  # runs before a forward
         inside = {type(node) for function in functions for node in ast.walk(function)}
         assert not inside & {ast.Import, ast.ImportFrom}, path
