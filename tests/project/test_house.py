@@ -149,11 +149,11 @@ STATE = {
     "integrations.ring_flash_attn.hf._row",  # update_ring_flash_attn_params, restore_hf_flash_attn
     "integrations.ring_flash_attn.hf._substituted",  # the same
     "integrations.transformers.fallback._warned",
-    "integrations.transformers.keywords._found",  # of classes
-    "integrations.transformers.model_call.NAMES",  # register, unregister
-    "integrations.transformers.model_call._habits",  # of classes
+    "integrations.transformers.call._near",  # of classes
+    "integrations.transformers.call.NAMES",  # register, unregister
+    "integrations.transformers.call._habits",  # of classes
     "integrations.transformers.rope.PATCHES",  # apply_packing_ops, revert_packing_ops
-    "integrations.transformers.own_positions._found",  # of a model, and goes with it
+    "integrations.transformers.call._counts",  # of a model, and goes with it
     "integrations.transformers.stateful_kinds._parting",  # what was found of a layer, here and below, goes with it
     "integrations.transformers.stateful_kinds.by_themselves",
     "integrations.transformers.stateful_kinds.learned",

@@ -1,20 +1,16 @@
 """packing_ops in Hugging Face transformers: attention by name, and kernels swapped into a model.
 
 attn_implementation="packing_ops":
-    attention.py            register, and the function that every layer calls.
-    model_call.py           The arguments of a model's call that tell its documents; keywords.py refuses misspelt ones,
-                            running.py knows which call runs in this thread.
-    mask_preparation.py     Brings these arguments to where transformers makes masks.
-    blocks.py               Image blocks and prefixes of a mask as visible_end.
-    masks.py                MaskPattern, which layers get in place of a mask tensor.
-    gathered_rows.py        Under another library's Ulysses, which calls attention with rows of several ranks.
-    documents.py            Where the documents of a batch lie; document_checks.py: whether a row has several.
-    served.py               Which calls varlen attention serves; fallback.py: SDPA, for those that it does not.
+    attention.py            register, and the function that every layer calls: what varlen attention serves, and which
+                            rows; fallback.py: SDPA, for calls that it does not serve.
+    call.py                 One call of a model, from its start to its end: what it was given that tells its documents.
+    documents.py            Where the documents of a batch lie, and whether a row has several.
+    masks.py                MaskPattern, which layers get in place of a mask tensor, and where masks are made.
+    versions.py             The transformers that is served.
     stateful_layers.py      Layers that carry a state along the sequence: each document from a state of its own;
                             stateful_kinds.py: which layers; stateful_ways.py, stateful_rows.py: how; stateful_probe.py: layers
                             that the call of their model cannot show; stateful_forwards.py: in place of their forward;
                             stateful_arguments.py: what they are given and return.
-    kv_cache.py             Refuses a KV cache that holds several documents in a row.
 apply_packing_ops(model):
     apply.py                Apply and revert, Applied, which is what they say, a model's attn_implementation, and info.
     sequence_group.py       A model whose rows lie on several ranks, by packing_ops.parallel.

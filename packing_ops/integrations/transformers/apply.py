@@ -13,7 +13,6 @@ import transformers
 
 from packing_ops.integrations.transformers import (
     fallback,
-    model_call,
     stateful_layers,
 )
 from packing_ops.integrations.transformers import fused_loss as fused_loss_patch
@@ -21,10 +20,10 @@ from packing_ops.integrations.transformers import rms_norm as rms_norm_patch
 from packing_ops.integrations.transformers import rope as rope_patch
 from packing_ops.integrations.transformers import sequence_group as sequence_patch
 from packing_ops.integrations.transformers import vision as vision_patch
-from packing_ops.integrations.transformers.attention import packing_ops_attention, register
-from packing_ops.integrations.transformers.imports import PreTrainedModel, not_causal
-from packing_ops.integrations.transformers.served import unknown_options
+from packing_ops.integrations.transformers.attention import packing_ops_attention, register, unknown_options
+from packing_ops.integrations.transformers.call import GUARD, NAMES, guard_of, mixes_tokens
 from packing_ops.integrations.transformers.stateful_kinds import reads_text
+from packing_ops.integrations.transformers.versions import PreTrainedModel, not_causal
 
 # --- Applied ---
 
@@ -308,7 +307,7 @@ def _guard(model: torch.nn.Module, why: str) -> bool:
     """Whether calls of it with several documents in a row are an error from now on, where no layer keeps them apart."""
     found = [module for host in hosts(model) for module in host.modules() if _is_of_text(module)]
     for module in found:
-        module.__dict__[model_call.GUARD] = Guard(why, bool(stateful_layers.stateful_layers(module)))
+        module.__dict__[GUARD] = Guard(why, bool(stateful_layers.stateful_layers(module)))
     return bool(found)
 
 
@@ -318,7 +317,7 @@ def _is_of_text(module: torch.nn.Module) -> bool:
 
 def _revert_attention(model: torch.nn.Module) -> None:
     for module in model.modules():
-        if module.__dict__.pop(model_call.GUARD, None) is not None:
+        if module.__dict__.pop(GUARD, None) is not None:
             stateful_layers.revert(module)
     for host in hosts(model):
         kept = host.__dict__.get(STATE)
@@ -391,7 +390,7 @@ def _attention(model: Any, hosts: list[Any]) -> str:
         for module in attentions(host):
             found[getattr(module, "config", host.config)._attn_implementation] += 1
     text = ", ".join(f"{implementation} in {_modules(count)}" for implementation, count in found.items())
-    if found and found.keys() <= model_call.NAMES:
+    if found and found.keys() <= NAMES:
         return text
     reason = why_not_attention(model)
     return (f"{text}, " if text else "") + (reason or "swapped by apply_packing_ops(model)")
@@ -438,12 +437,12 @@ def _modules(count: int) -> str:
 
 
 def _documents(hosts: list[Any]) -> str:
-    ours = [host for host in hosts if host.config._attn_implementation in model_call.NAMES]
-    if any(model_call.guard_of(host) is not None for host in hosts):
+    ours = [host for host in hosts if host.config._attn_implementation in NAMES]
+    if any(guard_of(host) is not None for host in hosts):
         return "one in each row; several are an error where no layer keeps them apart"
     if not ours:
         return "found by transformers, for the attention above"
-    if any(model_call.mixes_tokens(host.config) for host in ours):
+    if any(mixes_tokens(host.config) for host in ours):
         return "one in each row, as tokens mix beside attention; several are an error"
     return (
         "cu_seq_lens_q, else position_ids that restart and a 2-D attention_mask (0 is padding, above 1 the number of a "

@@ -1,23 +1,29 @@
 """``attn_implementation="packing_ops"``: varlen attention behind transformers' attention and mask interfaces."""
 
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Callable
+
 import torch
 
 from packing_ops import _ops
+from packing_ops._arguments import dtype_name
 from packing_ops.attention import varlen_attention
 from packing_ops.integrations._attention_options import AttentionOptions
-from packing_ops.integrations.transformers import (
-    fallback,
-    mask_preparation,
-    masks,
-    model_call,
-    own_attention,
-    sequence_group,
-    served,
-    stateful_layers,
+from packing_ops.integrations._patching import Patch
+from packing_ops.integrations.transformers import fallback, masks, sequence_group, stateful_layers
+from packing_ops.integrations.transformers.call import NAMES, current, has_masked, numbered, watched
+from packing_ops.integrations.transformers.documents import can_read, find_documents, is_tensor
+from packing_ops.integrations.transformers.masks import mark_used
+from packing_ops.integrations.transformers.versions import (
+    CACHE,
+    PAGED,
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedModel,
 )
-from packing_ops.integrations.transformers.documents import find_documents
-from packing_ops.integrations.transformers.gathered_rows import documents_of_pattern, refuse_dropped_mask
-from packing_ops.integrations.transformers.imports import PAGED, AttentionInterface, AttentionMaskInterface
 
 
 def register(name: str = "packing_ops") -> None:
@@ -62,13 +68,13 @@ def register(name: str = "packing_ops") -> None:
     taken = [word for word in ("flash", "sdpa", "flex", "eager", "paged", "/") if word in name]
     if taken or not name:
         raise ValueError(f"name: expected one without {taken or 'being empty'}, got {name!r}")
-    mask_preparation.carry()
-    model_call.NAMES.add(name)
-    if not own_attention.PATCH.pinned:
-        own_attention.PATCH.apply()
+    masks.carry()
+    NAMES.add(name)
+    if not OWN_ATTENTION.pinned:
+        OWN_ATTENTION.apply()
     AttentionInterface.register(name, packing_ops_attention)
-    AttentionMaskInterface.register(name, mask_preparation.mask_function())
-    if not model_call.watch_calls():
+    AttentionMaskInterface.register(name, masks.mask_function())
+    if not _watch_calls():
         fallback.log_once("this transformers calls models in another way, what only a call says is not known")
 
 
@@ -81,15 +87,31 @@ def unregister(name: str = "packing_ops") -> None:
         >>> register("my_attention")
         >>> unregister("my_attention")
     """
-    if name in model_call.NAMES:
-        model_call.NAMES.remove(name)
+    if name in NAMES:
+        NAMES.remove(name)
         for table in (AttentionInterface, AttentionMaskInterface):
             table._global_mapping.pop(name, None)
-    if not model_call.NAMES:
-        mask_preparation.PATCH.revert()
-        own_attention.PATCH.revert()
-        model_call.unwatch_calls()
+    if not NAMES:
+        masks.PATCH.revert()
+        OWN_ATTENTION.revert()
+        _CALLS.revert()
         stateful_layers.revert()
+
+
+_CALLS = Patch(PreTrainedModel, "__call__", functools.partial(watched, stateful_layers.find_documents_of))
+
+
+def _watch_calls() -> bool:
+    """Wraps PreTrainedModel.__call__, once. False where transformers defines a __call__ itself: it is left alone.
+
+    What another library put over an earlier wrapper of ours is wrapped again.
+    """
+    inherited = PreTrainedModel.__call__ is torch.nn.Module.__call__
+    if not (_CALLS.pinned or _CALLS.covered or inherited):
+        return False
+    if not _CALLS.pinned:
+        _CALLS.apply()
+    return True
 
 
 def packing_ops_attention(
@@ -111,7 +133,7 @@ def packing_ops_attention(
 ):
     """query ``[batch, num_heads, seqlen, head_dim]`` -> (``[batch, seqlen, num_heads, head_dim]``, None)."""
     cu_seqlens, sequence = (cu_seq_lens_q, cu_seq_lens_k), sequence_group.of(module)
-    reason, visible_end = "" if served.HARMLESS.issuperset(kwargs) else served.option_for_sdpa(kwargs), None
+    reason, visible_end = "" if HARMLESS.issuperset(kwargs) else option_for_sdpa(kwargs), None
     pattern = attention_mask if isinstance(attention_mask, masks.MaskPattern) else None
     if pattern is not None:
         causal, window = pattern.causal, pattern.window
@@ -121,7 +143,7 @@ def packing_ops_attention(
         window = (-1, -1) if sees_all else (sliding_window - 1, 0)
     options = AttentionOptions(causal, scaling, window, softcap, s_aux)
     if sequence is not None:
-        reason = reason or served.why_not(query, key, value, dropout)
+        reason = reason or why_not(query, key, value, dropout)
         if pattern is not None and pattern.blocks is not None:
             reason = reason or "a mask with blocks that see ahead"
         mask = None if pattern is not None else attention_mask
@@ -133,14 +155,14 @@ def packing_ops_attention(
     else:
         if attention_mask is None and position_ids is not None:
             refuse_dropped_mask(module, query, cu_seqlens, position_ids, causal, window)
-        none = served.why_no_documents(query, key, attention_mask, causal, window)
+        none = why_no_documents(query, key, attention_mask, causal, window)
         told = cu_seq_lens_q is not None or cu_seq_lens_k is not None
-        masked = model_call.has_masked(cu_seq_lens_q) or masks.has_documents_of(cu_seq_lens_q, attention_mask)
+        masked = has_masked(cu_seq_lens_q) or masks.has_documents_of(cu_seq_lens_q, attention_mask)
         if none and told and kwargs.get(PAGED) is None and not masked:
             raise ValueError(f"cu_seq_lens_q: expected a row of its own documents, got {none}")
         documents = None if none else _without_pattern(module, query, attention_mask, cu_seqlens, position_ids)
         reason = reason or none
-    reason = reason or served.why_not(query, key, value, dropout)
+    reason = reason or why_not(query, key, value, dropout)
     if not reason and documents.holes and window != (-1, -1):
         reason = "a sliding window over padding that may lie inside a row"
     if not reason:
@@ -152,7 +174,7 @@ def packing_ops_attention(
 
 def _without_pattern(module, query, mask, cu_seqlens, position_ids):
     masks.mark_used(*cu_seqlens, position_ids)
-    padding = mask if mask is None else model_call.numbered(mask)
+    padding = mask if mask is None else numbered(mask)
     return find_documents(query, cu_seqlens, padding, position_ids, getattr(module, "layer_idx", None)).on(query.device)
 
 
@@ -197,3 +219,182 @@ def _one_dtype(query, key, value):
     if query.dtype == key.dtype == value.dtype == dtype:  # no call of .to, which costs the host half a microsecond
         return query, key, value
     return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+# --- what varlen attention serves ---
+
+# Which calls of attention varlen_attention serves: the reason for those that run by SDPA, and options that are refused.
+
+# Options that SDPA serves.
+SDPA = frozenset(("output_attentions", "position_bias", *([PAGED] if PAGED else [])))
+# Keywords that reach attention and do not change its result, collected from the models of transformers: those of
+# TransformersKwargs, generate, trainers and outer models, and deterministic, which our backward always is.
+HARMLESS = frozenset({
+    CACHE, "cache_position", "deterministic", "encoder_attention_mask", "encoder_hidden_states", "ignore_index",
+    "input_ids", "inputs_embeds", "labels", "logits_to_keep", "margin", "max_length_k", "max_length_q",
+    "mm_token_type_ids", "num_items_in_batch", "output_hidden_states", "output_router_logits",
+    "packed_seq_lengths", "past_key_values", "return_dict", "seq_idx", "shift_labels", "token_type_ids",
+    "use_cache",
+})  # fmt: skip
+
+
+def why_no_documents(query, key, mask, causal, window):
+    """Why the documents of a call without a MaskPattern cannot be found, or an empty string."""
+    if mask is not None and mask.dim() != 2:
+        why = "decoding with a KV cache" if query.shape[2] != key.shape[2] else "a mask that is neither causal nor full"
+        return f"{why} (mask of {mask.dim()} dimensions)"
+    if query.shape[2] != key.shape[2]:
+        return "decoding with a KV cache or attention to another sequence"
+    if not causal and window != (-1, -1):
+        return "a sliding window without causality and without its mask"
+    return ""
+
+
+def option_for_sdpa(kwargs):
+    """Why SDPA must serve these options, or an empty string."""
+    given = sorted(
+        name for name, option in kwargs.items() if name not in HARMLESS and option is not None and option is not False
+    )
+    for name in given:
+        if name not in SDPA:
+            raise NotImplementedError(
+                f"{name}: expected no option that packing_ops attention does not know, got {type(kwargs[name]).__name__}; "
+                "leave it out of the model's call or load the model with another attn_implementation"
+            )
+    return f"{given[0]} is not supported" if given else ""
+
+
+_CALL = re.compile(r"\battention_interface\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)")
+
+
+@functools.cache
+def unknown_options(cls: type, attention: Callable) -> frozenset[str]:
+    """Options that modules of this class pass to attention by name and ``attention`` refuses."""
+    try:
+        calls = _CALL.findall(inspect.getsource(cls.forward))
+    except (OSError, TypeError):  # no source
+        return frozenset()
+    passed = re.findall(r"^\s*(\w+)=", "\n".join(calls), re.M)
+    known = {"head_mask"}  # None unless somebody asks for one, which is refused then
+    return frozenset(passed) - HARMLESS - SDPA - known - set(inspect.signature(attention).parameters)
+
+
+def why_not(query, key, value, dropout):
+    """Why varlen_attention cannot serve this call, or an empty string."""
+    if dropout:
+        return f"dropout {dropout} in attention"
+    cuda = query.is_cuda
+    if not (cuda or query.is_cpu):
+        return f"no kernel for {query.device.type}"
+    if cuda and value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"dtype {dtype_name(value.dtype)}"
+    for head_dim in (query.shape[-1], value.shape[-1]):
+        if head_dim > 512:
+            return f"head_dim {head_dim}, expected at most 512"
+        if cuda and head_dim % 8 and value.dtype != torch.float32:
+            return f"head_dim {head_dim} in {dtype_name(value.dtype)}, expected a multiple of 8"
+    return ""
+
+
+# --- rows that another library gathers ---
+
+# Documents of a forward's attention: of the mask's slots, or of rows that another library's Ulysses gathered from its
+# ranks; and what is refused where such a library drops the mask.
+
+
+def documents_of_pattern(module, pattern, query, key, cu_seqlens, position_ids):
+    """The documents of query ``[batch, num_heads, seqlen, head_dim]`` under a MaskPattern; of key, for the last queries."""
+    seqlen, length = query.shape[2], pattern.length
+    if key.shape[2] == length and seqlen == (length if pattern.last is None else pattern.last):
+        return pattern.documents(key, cu_seqlens, position_ids).on(query.device)
+    # Ulysses of other libraries: the mask was made for this rank's slots, position_ids are gathered as the heads are.
+    gathered = seqlen == key.shape[2] and length > 0 and seqlen % length == 0
+    if not gathered or position_ids is None or tuple(position_ids.shape) != (query.shape[0], seqlen):
+        lengths = f"{seqlen} queries and {key.shape[2]} keys"
+        raise ValueError(f"key: expected the {length} slots that the mask was made for, got {lengths}")
+    _refuse_parts(length, seqlen, cu_seqlens, pattern.padding)
+    mark_used(position_ids)
+    layer = getattr(module, "layer_idx", None)
+    return find_documents(query, (None, None), None, position_ids, layer).on(query.device)
+
+
+def refuse_dropped_mask(module, query, cu_seqlens, position_ids, causal, window):
+    """Where rows are gathered, and the wrapper of another library passes no mask on: ValueError for what only that said."""
+    call, seqlen = current(), query.shape[2]
+    own = None if call is None else call.position_ids
+    if not is_tensor(own, 2) or not is_tensor(position_ids, 2) or position_ids.shape[1] != seqlen:
+        return
+    length = own.shape[1]
+    if not 0 < length < seqlen or seqlen % length:
+        return
+    if not call.looked_at_parts:  # once for all layers
+        _refuse_parts(length, seqlen, cu_seqlens, call.padding if call.numbers is None else call.numbers)
+        call.looked_at_parts = True
+    masks = {mask and (mask[0], _narrow(mask[1], seqlen)) for mask in call.masks}
+    told = causal, _narrow(window, seqlen)
+    # Of several masks, a layer that tells no window may have had one that does.
+    unclear = len(masks) > 1 and told[1] == (-1, -1) and not _is_full_attention(module)
+    if masks and (None in masks or told not in masks or unclear):
+        raise ValueError(
+            f"attention_mask: expected to reach attention, got dropped where rows of {length} slots are gathered to {seqlen}: "
+            f"it had more than causal={causal} and window_size={window}, which the layer tells"
+        )
+
+
+def _narrow(window, seqlen):
+    """The window, or that of all keys where it reaches over a row of seqlen slots."""
+    return (-1, -1) if window[0] >= seqlen - 1 else window
+
+
+def _is_full_attention(module) -> bool:
+    types, index = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
+    return bool(types) and isinstance(index, int) and types[index] == "full_attention"
+
+
+def _refuse_parts(length, seqlen, cu_seqlens, padding):
+    """Of a rank's part of a row that is gathered, by position_ids alone."""
+    gathered = f"where rows of {length} slots are gathered to {seqlen}"
+    if cu_seqlens != (None, None):
+        raise ValueError(f"cu_seq_lens_q: expected None {gathered}, whose position_ids tell the documents")
+    if padding is None or (is_tensor(padding, 2) and can_read(padding) and bool((padding == 1).all())):
+        return
+    raise ValueError(
+        f"attention_mask: expected None or all ones {gathered}, got padding or document numbers: let position_ids restart "
+        "with each document"
+    )
+
+
+# --- models with attention classes of their own ---
+
+# Models that choose among attention classes of their own, which no attn_implementation of ours reaches (Falcon, GPT-J).
+
+
+def _names_of(cls) -> list[str]:
+    """The attn_implementations in the table of a text model's module, or none."""
+    if {"input_ids", "inputs_embeds"}.isdisjoint(inspect.signature(cls.forward).parameters):
+        return []
+    tables = [
+        table
+        for name, table in vars(sys.modules[cls.__module__]).items()
+        if name.endswith("_ATTENTION_CLASSES") and "VISION" not in name and isinstance(table, dict)
+    ]
+    return sorted(set().union(*tables))
+
+
+def _checked(stock):
+    """Wraps the method that picks the attn_implementation of a new model."""
+
+    @functools.wraps(stock)
+    def check(self, attn_implementation, *args, **kwargs):
+        names = _names_of(type(self)) if attn_implementation in NAMES else None
+        if names and attn_implementation not in names:
+            raise ValueError(
+                f"attn_implementation: expected one of {', '.join(names)} for {type(self).__name__}, which has attention of "
+                f"its own, got {attn_implementation!r}; load it with one of these, and give each document a row of its own"
+            )
+        return stock(self, attn_implementation, *args, **kwargs)
+
+    return check
+
+
+OWN_ATTENTION = Patch(PreTrainedModel, "_check_and_adjust_attn_implementation", _checked)

@@ -4,12 +4,16 @@ It costs one host synchronisation at most. It costs none with explicit cu_seqlen
 positions, and under torch.compile, where sizes are upper bounds instead.
 """
 
+import functools
+import inspect
+import re
+
 import torch
 import torch.nn.functional as F
 
 from packing_ops import _ops
 from packing_ops._arguments import check_cu_seqlens, int32_cu_seqlens
-from packing_ops._batch_cache import dense_cu_seqlens, kept_with
+from packing_ops._batch_cache import dense_cu_seqlens, is_captured, kept_with
 from packing_ops._checks import checked_documents
 
 _APART = 2**40  # more than positions differ, and times the slots of a batch an int64
@@ -175,3 +179,145 @@ def _marked_alike(padding, cu_seqlens):
     goes_on, numbered_on = (ids[:, 1:] == ids[:, :-1] for ids in (documents, padding))
     agree = (goes_on == numbered_on) | ~(padding > 1).any()
     return real & F.pad(agree, (1, 0), value=True)
+
+
+# --- whether a row has several documents ---
+
+# Whether a model's call has several documents in a row: by its position_ids, or by numbers in a 2-D attention_mask.
+
+# 1, 1, 1, 2, 2, 0: of the documents, 0 for padding. Models multiply by their mask and count along it, so they get ones in
+# place of the numbers, and those go with them to where masks are made.
+NUMBERS = "_packing_ops_numbers"
+
+
+def numbers_of(mask) -> torch.Tensor | None:
+    """What a model's 2-D mask numbered, or itself where it came to no call of a model; None for one that cannot number."""
+    if not is_tensor(mask, 2) or mask.dtype == torch.bool:
+        return None
+    return getattr(mask, NUMBERS, mask)
+
+
+def positions_restart(position_ids, padding) -> torch.Tensor | None:
+    """Whether positions do not grow from one real token of a row to the next, whatever padding lies between: bool ``[]``.
+
+    None where they say nothing.
+    """
+    if not is_tensor(position_ids, 2) or position_ids.shape[1] < 2:
+        return None
+    if not is_tensor(padding, 2) or padding.shape[1] != position_ids.shape[1]:
+        return (position_ids[:, 1:] <= position_ids[:, :-1]).any()
+    real = (padding != 0).to(position_ids.device)
+    slots = torch.arange(real.shape[1], device=real.device)
+    before = torch.where(real, slots, -1).cummax(1).values[:, :-1]  # the last real slot up to the one before
+    positions = position_ids.expand(len(real), -1)
+    grown = positions[:, 1:] > positions.gather(1, before.clamp(min=0))
+    return (real[:, 1:] & (before >= 0) & ~grown).any()
+
+
+def several_in(position_ids, padding, cu_seqlens, numbers, batch) -> torch.Tensor | None:
+    """Whether a row has several documents: bool ``[]``, None where nothing says. Nothing waits for it."""
+    found = [positions_restart(position_ids, padding)]
+    if found[0] is None and is_tensor(cu_seqlens, 1):  # beside positions they were held against them
+        found.append((cu_seqlens.diff() > 0).sum() > batch)
+    if numbers is not None:
+        found.append((numbers > 1).any())
+    found = [each for each in found if each is not None]
+    return None if not found else found[0] if len(found) == 1 else found[0] | found[1].to(found[0].device)
+
+
+def refuse_where(wrong, message) -> None:
+    """ValueError where the bool ``wrong`` holds, None is False. A graph cannot read it and asserts: RuntimeError on the CPU,
+    on CUDA the end of this process's use of the GPU."""
+    if wrong is None:
+        return
+    if not can_read(wrong):
+        torch._assert_async(~wrong, message)
+    elif bool(wrong):
+        raise ValueError(message)
+
+
+def can_read(tensor) -> bool:
+    """Not in a graph, traced or captured."""
+    return not torch.compiler.is_compiling() and not is_captured(tensor)
+
+
+def is_tensor(value, dim) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == dim
+
+
+def argument(name, indices, args, kwargs):
+    if kwargs.get(name) is None and indices.get(name, len(args)) < len(args):
+        return args[indices[name]]
+    return kwargs.get(name)
+
+
+# --- position_ids of several axes ---
+
+# position_ids of several axes (M-RoPE): which models take them, and which documents they tell.
+
+# The first axis of a model's position_ids. TIME of [3, batch, seqlen], before height and width: text has one number on all
+# three, and behind an image it goes on from the image's largest. SEQUENCE of [4, batch, seqlen], before an image's width,
+# height and number (HunYuan-VL): it counts the tokens of a document, as positions of text do.
+TIME, SEQUENCE = "time", "sequence"
+_CODE = {
+    TIME: r"position_ids\.(shape\[0\]|size\(0\)) == 4",
+    SEQUENCE: r"position_ids\.shape\[0\] == num_mrope_axes \+ 1",
+}
+_MANY = 2**31  # above any position; times the slots of a row it still fits an int64
+
+
+@functools.cache
+def first_axis(cls: type) -> str | None:
+    """TIME, SEQUENCE, or None for a model of this class that takes position_ids of one axis only."""
+    try:
+        source = inspect.getsource(inspect.unwrap(cls.forward))
+    except (OSError, TypeError):  # no source
+        return None
+    return next((axis for axis, code in _CODE.items() if re.search(code, source)), None)
+
+
+def are_axes(position_ids, axis) -> bool:
+    """Of several axes and no text positions in front, which such a model takes apart itself.
+
+    Time, height and width of any model: Qwen3-VL of 4.57 gives mask and layers the time, which stands still in an image.
+    """
+    return is_tensor(position_ids, 3) and (position_ids.shape[0] == 3 or axis == SEQUENCE)
+
+
+def positions_of_axes(call, shape):
+    """``[batch or 1, seqlen]`` that restart with each document, of a call's position_ids with several axes; else None.
+
+    None beside cu_seq_lens_q where time is the first axis: a model that makes its axes itself counts them along the row.
+    """
+    axes, (batch, seqlen) = call.position_ids, shape
+    if call.first_axis is None or not is_tensor(axes, 3) or tuple(axes.shape[1:]) not in ((batch, seqlen), (1, seqlen)):
+        return None
+    if call.positions_of_axes is None:  # one tensor for masks and layers with a state, which look at its values once
+        if call.first_axis == SEQUENCE and axes.shape[0] > 3:
+            call.positions_of_axes = axes[0]
+        elif call.first_axis == TIME and axes.shape[0] == 3 and call.cu_seqlens is None:
+            call.positions_of_axes = _since_start(axes, call.padding)
+    return call.positions_of_axes
+
+
+def _since_start(axes, padding):
+    """Each slot's distance to the start of its document: where all axes are 0, or where time falls to what it has passed.
+
+    Time falls within a document too, from the frames of a video to the audio beside them, but not to the text before it.
+    """
+    seqlen = axes.shape[2]
+    slots, real = torch.arange(seqlen, device=axes.device), torch.ones_like(axes[0], dtype=torch.bool)
+    if is_tensor(padding, 2) and padding.shape[1] >= seqlen:  # of a cache too
+        real = (padding[:, padding.shape[1] - seqlen :] != 0).to(axes.device)
+        last = (slots * real).cummax(1).values  # padding has any numbers: here those of the last token before it
+        axes = axes.expand(3, real.shape[0], seqlen).gather(2, last.expand(3, -1, -1))
+    starts, time = (axes == 0).all(0) & real, axes[0].long()
+    falls = F.pad(time[:, 1:] < time[:, :-1], (1, 0))
+    # What time has passed since it fell last: text, which all axes grow behind, and what is before the first token.
+    stretch = (starts | falls).cumsum(1) * _MANY
+    first = F.pad(stretch[:, 1:] != stretch[:, :-1], (1, 0), value=True)
+    text = F.pad((axes[..., 1:] > axes[..., :-1]).all(0), (0, 1))
+    passed = torch.where(text, time, torch.where(first, time - 1, -1))
+    passed = (passed + stretch).cummax(1).values - stretch
+    starts = starts | (falls & (time <= F.pad(passed[:, :-1], (1, 0), value=-1)))
+    return slots - (slots * starts).cummax(1).values

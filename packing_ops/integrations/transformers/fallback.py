@@ -5,7 +5,7 @@ import inspect
 import torch
 import torch.nn.functional as F
 
-from packing_ops.integrations.transformers.imports import PAGED, logging, sdpa_attention_forward
+from packing_ops.integrations.transformers.versions import PAGED, logging, sdpa_attention_forward
 from packing_ops.masks import visible_mask
 
 _SDPA_OPTIONS = inspect.signature(sdpa_attention_forward).parameters  # no position_bias up to transformers 4.57

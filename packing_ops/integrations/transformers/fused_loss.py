@@ -14,8 +14,8 @@ import torch
 from packing_ops._arguments import int32_cu_seqlens
 from packing_ops.integrations._patching import WeakPartial, function_of
 from packing_ops.integrations.transformers import sequence_group
-from packing_ops.integrations.transformers.imports import PreTrainedModel
-from packing_ops.integrations.transformers.running import fuse, here
+from packing_ops.integrations.transformers.call import fuse, here
+from packing_ops.integrations.transformers.versions import PreTrainedModel
 from packing_ops.logps import chunked_cross_entropy
 
 _STATE, _HEAD_OF = "_packing_ops_fused_loss", "_packing_ops_head_of"

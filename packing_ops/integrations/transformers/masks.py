@@ -1,19 +1,44 @@
-"""MaskPattern: what the layers of a forward get in place of a mask tensor.
+"""What the layers of a forward get in place of a mask tensor, and where transformers makes it.
 
 transformers asks for a mask once per forward and kind of layer. The answer here is a MaskPattern where varlen attention
-can follow it, and transformers' own 4-D mask where it cannot, or where the model reads masks itself (see model_call).
+can follow it, and transformers' own 4-D mask where it cannot, or where the model reads masks itself (see call.py).
 """
 
 import copy
+import functools
+import inspect
 
 import torch
 import torch.nn.functional as F
 
-from packing_ops.integrations.transformers import model_call
-from packing_ops.integrations.transformers.blocks import blocks_of, ends_of_blocks
-from packing_ops.integrations.transformers.document_checks import is_tensor
-from packing_ops.integrations.transformers.documents import find_documents, runs_of
-from packing_ops.integrations.transformers.imports import masking_utils
+from packing_ops import _ops
+from packing_ops.integrations._patching import Patch
+from packing_ops.integrations.transformers import fallback
+from packing_ops.integrations.transformers.call import (
+    ADDITIVE,
+    NAMES,
+    OTHER_POSITIONS,
+    PATTERN,
+    call_to_mark,
+    check_cache,
+    collect,
+    current,
+    here,
+    leave,
+)
+from packing_ops.integrations.transformers.documents import (
+    are_axes,
+    as_bool,
+    can_read,
+    find_documents,
+    is_tensor,
+    numbers_of,
+    on_device,
+    positions_of_axes,
+    runs_of,
+)
+from packing_ops.integrations.transformers.versions import masking_utils, refusal, version
+from packing_ops.visible_ends import visible_end_from_blocks
 
 
 class MaskPattern:
@@ -96,14 +121,14 @@ _READ = (
 
 def mark_used(*tensors):
     """A mask or an attention has read these tensors, which say where documents are; None for those not given."""
-    call = model_call.call_to_mark()
+    call = call_to_mark()
     if call is not None and any(tensor is not None for tensor in tensors):
         call.mark_used()
 
 
 def note(causal_and_window):
     """Keeps what a mask of this call says, for refuse_dropped_mask; None: more than (causal, window) can say."""
-    call = model_call.current()
+    call = current()
     if call is not None:
         call.masks.add(causal_and_window)
 
@@ -113,7 +138,7 @@ class Carrier:
 
     numbers: [batch, slots], each token's document from 1 on, 0 for padding; or None.
     position_ids: [batch or 1, q_length], or None.
-    mask_form: see model_call. checked: see find_documents. axes: see MaskPattern.
+    mask_form: see  checked: see find_documents. axes: see MaskPattern.
     stock: make transformers' own 4-D mask: keys of another sequence (cross-attention), or of a cache of fixed length.
     """
 
@@ -121,7 +146,7 @@ class Carrier:
         self,
         padding,
         position_ids=None,
-        mask_form=model_call.PATTERN,
+        mask_form=PATTERN,
         stock=False,
         numbers=None,
         checked=None,
@@ -142,11 +167,11 @@ def packing_ops_mask(
     **kwargs,
 ):
     """The mask function of AttentionMaskInterface: a MaskPattern, or a 4-D mask (None for one query over all)."""
-    carrier = attention_mask if isinstance(attention_mask, Carrier) else model_call.collect(attention_mask)
+    carrier = attention_mask if isinstance(attention_mask, Carrier) else collect(attention_mask)
     if carrier is None:
         # A bidirectional mask may be one of cross-attention; without a carrier that is not known.
         carrier = Carrier(attention_mask, stock="allow_is_bidirectional_skip" in kwargs)
-    free = carrier.mask_form == model_call.PATTERN and not carrier.stock
+    free = carrier.mask_form == PATTERN and not carrier.stock
     pattern, blocks = _pattern_of(mask_function, kwargs) if free else None, None
     if free and pattern is None:
         pattern, blocks = blocks_of(mask_function, batch_size, q_length)
@@ -163,7 +188,7 @@ def packing_ops_mask(
     # Without a mask the layer could not tell causal from full; one query that attends to every key is both.
     skip = kwargs.pop("allow_is_causal_skip", True) and q_length == 1
     kwargs["allow_is_bidirectional_skip"] = False
-    make = masking_utils.eager_mask if carrier.mask_form == model_call.ADDITIVE else masking_utils.sdpa_mask
+    make = masking_utils.eager_mask if carrier.mask_form == ADDITIVE else masking_utils.sdpa_mask
     mask = make(
         batch_size=batch_size,
         q_length=q_length,
@@ -247,3 +272,205 @@ def _pattern_of(mask_function, kwargs):
     if name != "and_mask" or not sliding or getattr(config, "attention_chunk_size", None) is not None:
         return None
     return (False, (local_size, local_size)) if full else (True, (local_size - 1, 0))
+
+
+# --- blocks of a mask ---
+
+# Causal masks with blocks whose tokens see each other, images and prefixes, as visible_end of varlen_attention.
+
+
+def blocks_of(mask_function, batch, length):
+    """(pattern, blocks) where the mask is causality or a block, and within that a window to the left; else (None, None).
+
+    A window that blocks reach out of is another mask: no keys' end alone tells it. A graph cannot read whether blocks are
+    runs of neighbours.
+    """
+    parts, window = _made_by("and_masks", mask_function), (-1, -1)
+    if parts is not None and len(parts["mask_functions"]) == 2:
+        mask_function, overlay = parts["mask_functions"]
+        sliding = _made_by("sliding_window_overlay", overlay)
+        if sliding is None:
+            return None, None
+        window = (sliding["sliding_window"] - 1, -1)
+    parts = _made_by("or_masks", mask_function)
+    if parts is None or len(parts["mask_functions"]) != 2:
+        return None, None
+    causal, overlay = parts["mask_functions"]
+    overlay = _made_by("blockwise_overlay", overlay)
+    if causal is not masking_utils.causal_mask_function or overlay is None:
+        return None, None
+    blocks = overlay["block_sequence_ids"]
+    return ((True, window), blocks) if blocks.shape == (batch, length) and can_read(blocks) else (None, None)
+
+
+def _made_by(maker, function):
+    """What a function that masking_utils.maker made holds, by name; None for every other function."""
+    if getattr(function, "__qualname__", "").partition(".<locals>.")[0] != maker or not function.__closure__:
+        return None
+    if function.__module__ != masking_utils.__name__:
+        return None
+    cells = (cell.cell_contents for cell in function.__closure__)
+    return dict(zip(function.__code__.co_freevars, cells, strict=True))
+
+
+def ends_of_blocks(documents, blocks):
+    """int32 [total] of the packed rows of ``documents``; None if a number comes back in a document. One synchronisation.
+
+    blocks: [batch, slots], see MaskPattern.
+    """
+    numbers = blocks.to(documents.device).flatten()
+    if documents.indices is not None:
+        numbers = numbers[documents.indices]
+    numbers = numbers.long().clamp(min=-1) + 1
+    ends = visible_end_from_blocks(numbers, documents.cu_seqlens_q)
+    if numbers.numel() < 2:
+        return ends
+    # Numbers that grow from run to run of a document do not come back.
+    of_documents = _ops.seq_idx_from_cu_seqlens(documents.cu_seqlens_q, numbers.shape[0]) * (numbers.max() + 1)
+    keys = of_documents + numbers
+    starts = (keys[1:] != keys[:-1]) & (numbers[1:] != 0)
+    comes_back = starts & (keys[1:] <= keys.cummax(0).values[:-1])
+    return None if bool(comes_back.any()) else ends
+
+
+# --- transformers' preparation of masks ---
+
+# Brings position_ids and the document numbers of a mask to the mask function, without reading them on the host.
+#
+# transformers prepares every mask in one function, which is wrapped here for models with our attention. Up to 4.57 that
+# function and the mask function take cache_position for the queries; here both have the signatures of version 5. Up to
+# 5.23 the cache was called past_key_values.
+#
+
+_PARAMETERS = ["config", "inputs_embeds", "attention_mask", "cache", "position_ids", "layer_idx"]
+_PARAMETERS_5 = [*_PARAMETERS[:3], "past_key_values", *_PARAMETERS[4:]]  # up to 5.23
+_PARAMETERS_4 = ["config", "input_embeds", "attention_mask", "cache_position", *_PARAMETERS_5[3:]]
+
+
+def _carrying(original):
+    """The preparation of masks that takes position_ids along, for models with our attention only.
+
+    Raises:
+        ImportError: its parameters are none that are known here; the message has both versions.
+    """
+    parameters = [] if original is None else list(inspect.signature(original).parameters)
+    if parameters[: len(_PARAMETERS)] == _PARAMETERS:
+        return functools.wraps(original)(_wrapped(original))
+    if parameters[: len(_PARAMETERS_5)] == _PARAMETERS_5:
+        as_now = _wrapped(original)
+
+        @functools.wraps(original)
+        def prepare_5(config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx, *rest, **named):
+            given = config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx
+            return as_now(*given, *rest, **named)
+
+        return prepare_5
+    if parameters != _PARAMETERS_4:
+        raise ImportError(refusal(version))
+
+    def in_order(config, embeds, mask, past, positions, layer, cache_position):
+        return original(config, embeds, mask, cache_position, past, positions, layer)
+
+    wrapped = _wrapped(in_order)
+
+    @functools.wraps(original)
+    def prepare(config, embeds, mask, cache_position, past, positions, layer):
+        return wrapped(config, embeds, mask, past, positions, layer, cache_position=cache_position)
+
+    return prepare
+
+
+def patch_of(owner) -> Patch:
+    return Patch(owner, "_preprocess_mask_arguments", _carrying)
+
+
+PATCH = patch_of(masking_utils)
+
+
+def carry() -> None:
+    """Once. Another library's wrapper may stand over an earlier one of ours: then the outer one alone acts."""
+    if not PATCH.pinned:
+        PATCH.apply()
+
+
+def mask_function():
+    """packing_ops_mask as this transformers calls it."""
+    called_with = inspect.signature(masking_utils.sdpa_mask).parameters
+    return packing_ops_mask_4 if "cache_position" in called_with else packing_ops_mask
+
+
+def packing_ops_mask_4(batch_size, cache_position, kv_length, kv_offset=0, **kwargs):
+    """cache_position: int64 ``[q_length]``, where the queries stand among the keys; not read on the host."""
+    q_length = cache_position.shape[0]
+    from_the_start = q_length == kv_length and isinstance(kv_offset, int) and kv_offset == 0
+    # Masks with a function mixed in, and those of static caches, must not be skipped.
+    kwargs["use_vmap"] = not kwargs.get("allow_is_causal_skip", True)
+    q_offset = 0 if from_the_start else cache_position[0]
+    return packing_ops_mask(
+        batch_size, q_length, kv_length, q_offset, kv_offset, cache_position=cache_position, **kwargs
+    )
+
+
+def _wrapped(original):
+    def prepare(config, inputs_embeds, attention_mask, cache, position_ids, layer_idx, *rest, **named):
+        now = here()
+        nested = now.preparing
+
+        def transformers_own(mask, positions):
+            now.preparing = True
+            try:
+                return original(config, inputs_embeds, mask, cache, positions, layer_idx, *rest, **named)
+            finally:
+                now.preparing = nested
+
+        if nested or config._attn_implementation not in NAMES:
+            return transformers_own(attention_mask, position_ids)
+        if isinstance(attention_mask, MaskPattern):  # made by an outer model: passed on, as a 4-D mask would be
+            early, _, *prepared = transformers_own(inputs_embeds.new_empty(1, 1, 1, 1), None)
+            return early, attention_mask, *prepared
+        numbers = None
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
+            numbers = numbers_of(attention_mask)
+            attention_mask = as_bool(attention_mask, inputs_embeds.device)
+        early, mask, *prepared = transformers_own(attention_mask, None)
+        if early:
+            return early, mask, *prepared
+        call, slots = current(), list(inputs_embeds.shape[:2])
+        cross = (rest[0] if rest else named.get("encoder_hidden_states")) is not None
+        if cross and numbers is not None and can_read(numbers) and bool((numbers > 1).any()):
+            raise ValueError("attention_mask: expected one document in each row beside another sequence, got several")
+        mask_form = PATTERN if call is None else call.mask_form
+        excess = 0 if mask is None or cross or mask_form != PATTERN else mask.shape[-1] - slots[1]
+        if excess < 0 or (excess > 0 and cache is None):  # a longer mask covers the keys of a cache too
+            raise ValueError(f"attention_mask: expected {slots} like the batch, got {list(mask.shape)}")
+        axes = call is not None and are_axes(call.position_ids, call.first_axis)
+        if call is not None and (position_ids is None or axes):
+            position_ids = positions_of_axes(call, slots) if axes else call.position_ids
+        if cross or not _about(position_ids, slots[1]) or config.model_type in OTHER_POSITIONS:
+            position_ids = None
+        checked = None
+        if call is not None:
+            call.mark_numbers_used(numbers)
+            if position_ids is not None:
+                position_ids, cu_seqlens = call.check_positions(position_ids, slots[0])
+                checked = None if cu_seqlens is None else (call.cu_seqlens, call.cu_seqlens_k, cu_seqlens)
+                call.mark_used()
+        if mask_form != PATTERN:
+            fallback.log_once(f"{call.name} may read its masks, it gets them of every query and key")
+        elif call is None and position_ids is None and not cross:
+            fallback.log_once("position_ids of a model whose forward is called by itself may not be found")
+        if cache is not None and not cross:
+            check_cache(cache, call, position_ids, attention_mask, numbers, *slots)
+        stock = cross or getattr(cache, "is_compileable", False)
+        numbers = None if numbers is None or cross else on_device(numbers, mask.device)
+        carrier = Carrier(mask, position_ids, mask_form, stock, numbers, checked, axes)
+        if getattr(config, "attention_chunk_size", None) is None:
+            return early, carrier, *prepared
+        leave(carrier)  # chunked masks are made by a function that reads the 2-D mask
+        return early, mask, *prepared
+
+    return prepare
+
+
+def _about(position_ids, q_length):
+    return isinstance(position_ids, torch.Tensor) and position_ids.dim() == 2 and position_ids.shape[1] == q_length

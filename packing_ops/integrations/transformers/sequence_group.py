@@ -4,9 +4,9 @@ import torch
 
 from packing_ops._arguments import check_cu_seqlens
 from packing_ops._batch_cache import kept_with
-from packing_ops.integrations.transformers.document_checks import argument, can_read, refuse_where
-from packing_ops.integrations.transformers.imports import PreTrainedModel
+from packing_ops.integrations.transformers.documents import argument, can_read, refuse_where
 from packing_ops.integrations.transformers.stateful_kinds import class_name, stateful_layers
+from packing_ops.integrations.transformers.versions import PreTrainedModel
 
 STATE = "_packing_ops_sequence_group"
 _LONG_ROPE = ("dynamic", "longrope")

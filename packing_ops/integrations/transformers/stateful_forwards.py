@@ -6,7 +6,7 @@ import torch
 
 from packing_ops._batch_cache import kept_with
 from packing_ops.integrations._patching import WeakPartial
-from packing_ops.integrations.transformers import running
+from packing_ops.integrations.transformers.call import here, traced
 from packing_ops.integrations.transformers.stateful_arguments import layout_of, token_tensors
 from packing_ops.integrations.transformers.stateful_kinds import by_themselves, learned
 from packing_ops.integrations.transformers.stateful_rows import Documents, by_name, in_rows
@@ -32,7 +32,7 @@ def checkpoint(stock, function, *args, **kwargs):
 
 
 def _with_documents(seq_idx, function, *args, **kwargs):
-    now = running.here()
+    now = here()
     before, now.seq_idx = now.seq_idx, seq_idx
     try:
         return function(*args, **kwargs)
@@ -41,8 +41,8 @@ def _with_documents(seq_idx, function, *args, **kwargs):
 
 
 def _current_seq_idx():
-    now = running.here()
-    call = now.call or running.traced.call
+    now = here()
+    call = now.call or traced.call
     return now.seq_idx if call is None or now.seq_idx is not None else call.seq_idx
 
 
@@ -82,7 +82,7 @@ def _apart(layer, run, seq_idx, args, kwargs):
     if way == BY_ITSELF:
         by_themselves.add(layer)
         return run(**named)
-    call = running.here().call
+    call = here().call
     while call is not None and call.seq_idx is not None and not call.has_attention and not call.mixes:
         call.used = call.numbers_used = True
         call = call.outer

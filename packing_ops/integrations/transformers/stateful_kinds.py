@@ -14,7 +14,7 @@ import weakref
 
 import torch
 
-from packing_ops.integrations.transformers.imports import PreTrainedModel
+from packing_ops.integrations.transformers.versions import PreTrainedModel
 
 # In the code of a layer: names of recurrences, and of their states in transformers' caches.
 _STATE = re.compile(

@@ -15,10 +15,16 @@ import torch
 
 from packing_ops._arguments import int32_cu_seqlens
 from packing_ops.integrations._patching import WeakPartial
-from packing_ops.integrations.transformers import own_positions
-from packing_ops.integrations.transformers.axes import positions_of_axes
-from packing_ops.integrations.transformers.document_checks import is_tensor, refuse_where, several_in
-from packing_ops.integrations.transformers.documents import BatchDocuments, as_bool, find_documents
+from packing_ops.integrations.transformers.call import refuse_own_positions
+from packing_ops.integrations.transformers.documents import (
+    BatchDocuments,
+    as_bool,
+    find_documents,
+    is_tensor,
+    positions_of_axes,
+    refuse_where,
+    several_in,
+)
 from packing_ops.integrations.transformers.stateful_forwards import checkpoint, forward, put_back, tried
 from packing_ops.integrations.transformers.stateful_kinds import (
     by_themselves,
@@ -57,7 +63,7 @@ def find_documents_of(model, call, args, kwargs) -> None:
         position_ids = positions_of_axes(call, tokens.shape[:2])
     if position_ids is None and call.cu_seqlens is None and call.numbers is None:
         return
-    own_positions.refuse(model, call, position_ids, tokens.shape[0])
+    refuse_own_positions(model, call, position_ids, tokens.shape[0])
     traced, padded = torch.compiler.is_compiling(), call.padding is not None
     stateful, unknown = _traced_prepare(id(model), padded) if traced else _prepare(model, padded=padded)
     if unknown:

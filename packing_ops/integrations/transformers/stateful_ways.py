@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-from packing_ops.integrations.transformers import running
+from packing_ops.integrations.transformers.call import here
 from packing_ops.integrations.transformers.stateful_arguments import (
     copied,
     differ,
@@ -95,12 +95,12 @@ def _mixes(run, named, documents, shape, layout) -> bool | None:
 
 def _told_by() -> str:
     """The argument of the model's call that says where its documents are."""
-    call, told = running.here().call, None
+    call, told = here().call, None
     while call is not None:  # the outer ones: what they pass on to an inner model may be less
         told = call if call.position_ids is not None or call.cu_seqlens is not None else told
         call = call.outer
     if told is None:
-        return "position_ids" if running.here().call is None else "attention_mask"
+        return "position_ids" if here().call is None else "attention_mask"
     return "cu_seq_lens_q" if told.position_ids is None else "position_ids"
 
 

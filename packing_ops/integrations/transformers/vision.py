@@ -13,8 +13,8 @@ import torch
 
 from packing_ops.integrations._patching import stock_of, subclass_of
 from packing_ops.integrations._trial import agree, attempt, numbers, quiet
-from packing_ops.integrations.transformers import model_call
 from packing_ops.integrations.transformers.attention import register
+from packing_ops.integrations.transformers.call import NAMES
 from packing_ops.integrations.transformers.rope import HOSTS
 
 _LENGTHS = [5, 1, 6, 2, 40, 1, 3, 1, 4]  # of the trial's images
@@ -50,7 +50,7 @@ def _fits_one_call(module, x, mask=None) -> bool:
 
     mask: of one image; the loop hands it to each.
     """
-    if module.config._attn_implementation not in model_call.NAMES or mask is not None:
+    if module.config._attn_implementation not in NAMES or mask is not None:
         return False
     one_row = x.dim() == 2 or (x.dim() == 3 and x.shape[0] == 1)
     return one_row and (x.is_cpu or (x.is_cuda and getattr(module, "head_dim", 8) % 8 == 0))

@@ -87,7 +87,7 @@ def _hosts(model: Any) -> list[Any]:
 
 
 def _host_of(model: Any, trainer: Any) -> Any:
-    from packing_ops.integrations.transformers.model_call import NAMES
+    from packing_ops.integrations.transformers.call import NAMES
 
     found = _hosts(model)
     if not found:

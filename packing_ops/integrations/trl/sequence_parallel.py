@@ -27,7 +27,7 @@ def enable_sequence_parallel(trainer: Any) -> None:
         ValueError: no sp_size above 1; a model with another attention; cp_size, torch's context parallelism, which knows
             no documents.
     """
-    from packing_ops.integrations.transformers.model_call import NAMES
+    from packing_ops.integrations.transformers.call import NAMES
 
     config = getattr(trainer.accelerator, "parallelism_config", None)
     if getattr(config, "cp_size", 1) > 1:

@@ -75,9 +75,9 @@ def ring_substitution():
 @pytest.fixture
 def no_name_registered():
     pytest.importorskip("transformers")
-    from packing_ops.integrations.transformers import model_call, register, unregister
+    from packing_ops.integrations.transformers import call, register, unregister
 
-    names = list(model_call.NAMES)
+    names = list(call.NAMES)
     for name in names:
         unregister(name)
     yield

@@ -15,7 +15,7 @@ from hf_models import FAMILIES, made_mask, tiny_model  # noqa: E402
 import packing_ops  # noqa: E402
 from packing_ops.integrations import transformers as integration  # noqa: E402
 from packing_ops.integrations.transformers import documents as batch_documents  # noqa: E402
-from packing_ops.integrations.transformers import fallback, mask_preparation, masks, register  # noqa: E402
+from packing_ops.integrations.transformers import fallback, masks, register  # noqa: E402
 
 LENGTHS = [7, 1, 12, 4]
 SLIDING = ["mistral", "gemma2", "gemma3", "gpt_oss"]
@@ -493,7 +493,7 @@ def test_missing_transformers_names_the_extra(name, monkeypatch):
 def test_other_implementations_stay_as_they_were(family, device):
     docs = documents(device, [5, 6])
     stock = tiny_model(family, device=device)
-    assert mask_preparation.PATCH.is_applied
+    assert masks.PATCH.is_applied
     positions = packed(docs)["position_ids"].cpu()
     mask = made_mask("create_causal_mask", stock.config, torch.zeros(1, 11, 32), position_ids=positions)
     assert mask.shape == (1, 1, 11, 11)

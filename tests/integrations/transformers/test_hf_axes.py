@@ -15,7 +15,7 @@ from stateful_models import COMMON, FAMILIES  # noqa: E402
 from test_hf_vision import assert_near, tiny_tower_model  # noqa: E402
 
 import packing_ops as po  # noqa: E402
-from packing_ops.integrations.transformers import apply_packing_ops, axes, register  # noqa: E402
+from packing_ops.integrations.transformers import apply_packing_ops, documents, register  # noqa: E402
 
 GRIDS = [[[1, 4, 6]], [], [[1, 2, 2], [2, 4, 4]]]  # of the images of each document
 pytestmark = pytest.mark.skipif(OLD, reason="up to 4.57 these configs are of another form")
@@ -208,9 +208,9 @@ def test_documents_in_every_model_are_as_each_alone(module, name, device):
 
 
 def positions_of(row, padding=None):
-    call = types.SimpleNamespace(position_ids=row, padding=padding, cu_seqlens=None, first_axis=axes.TIME)
+    call = types.SimpleNamespace(position_ids=row, padding=padding, cu_seqlens=None, first_axis=documents.TIME)
     call.positions_of_axes = None
-    return axes.positions_of_axes(call, (row.shape[1], row.shape[2]))
+    return documents.positions_of_axes(call, (row.shape[1], row.shape[2]))
 
 
 def test_time_falls_within_a_document_with_audio():

@@ -14,8 +14,8 @@ import causal_families  # noqa: E402
 from stateful_models import FAMILIES  # noqa: E402
 
 from packing_ops.integrations.transformers import register, stateful_layers  # noqa: E402
-from packing_ops.integrations.transformers.imports import NEWEST  # noqa: E402
-from packing_ops.integrations.transformers.model_call import mixes_tokens  # noqa: E402
+from packing_ops.integrations.transformers.call import mixes_tokens  # noqa: E402
+from packing_ops.integrations.transformers.versions import NEWEST  # noqa: E402
 
 STATES = {"linear_attention", "conv", "mamba", "recurrent", "hybrid", "hybrid_sliding"}
 

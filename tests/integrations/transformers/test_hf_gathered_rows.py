@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from packing_ops.integrations.transformers import gathered_rows, model_call
+from packing_ops.integrations.transformers import attention
 
 FULL, WINDOW, SEVEN = (True, (-1, -1)), (True, (3, 0)), (True, (7, 0))
 
@@ -16,10 +16,10 @@ def refuse(masks, told, layer_type, monkeypatch):
     """Of rows of 4 slots on each of two ranks."""
     own = torch.arange(4, device="cpu")[None]
     call = SimpleNamespace(position_ids=own, padding=None, numbers=None, looked_at_parts=False, masks=masks)
-    monkeypatch.setattr(model_call, "current", lambda: call)
+    monkeypatch.setattr(attention, "current", lambda: call)
     layer = SimpleNamespace(layer_idx=0, config=SimpleNamespace(layer_types=layer_type and [layer_type]))
     gathered = own.repeat(1, 2)
-    gathered_rows.refuse_dropped_mask(layer, torch.zeros(1, 1, 8, 2, device="cpu"), (None, None), gathered, *told)
+    attention.refuse_dropped_mask(layer, torch.zeros(1, 1, 8, 2, device="cpu"), (None, None), gathered, *told)
 
 
 @pytest.mark.parametrize(

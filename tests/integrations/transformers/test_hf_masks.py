@@ -13,9 +13,9 @@ transformers = pytest.importorskip("transformers")
 from hf_models import CACHE, OLD, skip_if_attention_is_its_own, skip_if_masks_are_its_own  # noqa: E402
 
 import packing_ops  # noqa: E402
-from packing_ops.integrations.transformers import attention, fallback, masks, model_call, register, running  # noqa: E402
+from packing_ops.integrations.transformers import attention, call, fallback, masks, register  # noqa: E402
 from packing_ops.integrations.transformers.apply import apply_packing_ops  # noqa: E402
-from packing_ops.integrations.transformers.served import _CALL, HARMLESS, SDPA  # noqa: E402
+from packing_ops.integrations.transformers.attention import _CALL, HARMLESS, SDPA  # noqa: E402
 
 LENGTHS = [5, 7, 4]
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -148,7 +148,7 @@ COMPILED = ["compiled", "compiled forward", "compiled in place"]
 )
 def test_ways_to_call_an_encoder(how, old_torch, device, fresh_compile, monkeypatch):
     if old_torch:  # whose torch.compile does not know threading.local
-        monkeypatch.setattr(running, "traced", running._Traced())
+        monkeypatch.setattr(call, "traced", call._Traced())
     name, sizes = ENCODERS["distilbert"]
     inputs = packed(device)
     wanted = alone(tiny(name, "eager", device=device, **sizes), inputs)
@@ -307,12 +307,12 @@ def test_other_models_are_not_watched(device):
     name, sizes = ENCODERS["distilbert"]
     ours, stock = (tiny(name, how, device=device, **sizes) for how in ("packing_ops", "eager"))
     inputs, seen = packed(device), []
-    stock.embeddings.register_forward_hook(lambda *_: seen.append(model_call.current()))
+    stock.embeddings.register_forward_hook(lambda *_: seen.append(call.current()))
     wanted = stock(**inputs)[0]
     assert seen == [None]
     with pytest.raises(IndexError):
         ours(input_ids=inputs["input_ids"] + 100, position_ids=inputs["position_ids"])
-    assert model_call.current() is None
+    assert call.current() is None
     torch.testing.assert_close(stock(**inputs)[0], wanted, rtol=0, atol=0)
 
 
@@ -461,8 +461,8 @@ def test_options_of_the_installed_models():
     """One that is new must be looked at: served, harmless or refused."""
     folder, passed = Path(transformers.__file__).parent / "models", {}
     for path in folder.glob("*/modeling_*.py"):
-        for call in _CALL.findall(path.read_text()):
-            passed |= dict.fromkeys(re.findall(r"^\s*(\w+)=", call, re.M), path.parent.name)
+        for found in _CALL.findall(path.read_text()):
+            passed |= dict.fromkeys(re.findall(r"^\s*(\w+)=", found, re.M), path.parent.name)
     known = {"attention_mask", "query", "key", "value", "dropout", "scaling", "is_causal", "sliding_window", "softcap"}
     known |= {"s_aux", "cu_seq_lens_q", "cu_seq_lens_k", "position_ids"} | HARMLESS | SDPA
     assert len(passed) > 10

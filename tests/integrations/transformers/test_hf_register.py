@@ -9,13 +9,7 @@ transformers = pytest.importorskip("transformers")
 
 from hf_models import tiny_model  # noqa: E402
 
-from packing_ops.integrations.transformers import (  # noqa: E402
-    fallback,
-    mask_preparation,
-    model_call,
-    register,
-    unregister,
-)
+from packing_ops.integrations.transformers import call, fallback, masks, register, unregister  # noqa: E402
 
 OWNERS = (transformers.masking_utils, "_preprocess_mask_arguments"), (transformers.PreTrainedModel, "__call__")
 LENGTHS = [7, 1, 12, 4]
@@ -32,7 +26,7 @@ def wrapped(function):
 @pytest.fixture
 def above_theirs_above_ours(monkeypatch):
     """Registered, wrapped by another library, unregistered and registered again; and what was told."""
-    names, told = list(model_call.NAMES), []
+    names, told = list(call.NAMES), []
     for tell in ("warn_once", "log_once"):
         monkeypatch.setattr(fallback, tell, torch.compiler.assume_constant_result(lambda why: told.append(why)))
     for name in names:
@@ -51,7 +45,7 @@ def above_theirs_above_ours(monkeypatch):
         assert [getattr(owner, attribute) for owner, attribute in OWNERS] == over
     for name in names:
         register(name)
-    assert not names or mask_preparation.PATCH.is_applied
+    assert not names or masks.PATCH.is_applied
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from stateful_models import COMMON, FAMILIES, SERVED, stateful_model  # noqa: E4
 
 from packing_ops.integrations.transformers import (  # noqa: E402
     apply_packing_ops,
-    model_call,
+    call,
     register,
     revert_packing_ops,
     stateful_forwards,
@@ -288,7 +288,7 @@ def test_applied_copied_and_reverted(device):
 
 
 def test_unregister_puts_every_layer_back(device, monkeypatch):
-    monkeypatch.setattr(model_call, "NAMES", type(model_call.NAMES)(["packing_ops"]))  # the last, whatever others left
+    monkeypatch.setattr(call, "NAMES", type(call.NAMES)(["packing_ops"]))  # the last, whatever others left
     model = stateful_model("lfm2", attn_implementation="packing_ops", device=device)
     model.gradient_checkpointing_enable()
     functions = [module.__dict__.get("_gradient_checkpointing_func") for module in model.modules()]

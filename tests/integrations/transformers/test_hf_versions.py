@@ -10,7 +10,7 @@ from helpers import ROOT
 
 transformers = pytest.importorskip("transformers")
 
-from packing_ops.integrations.transformers import imports, mask_preparation, masks, register, rope  # noqa: E402
+from packing_ops.integrations.transformers import masks, register, rope, versions  # noqa: E402
 
 
 def as_in_4(seen):
@@ -37,7 +37,6 @@ def as_in_4(seen):
 def four(monkeypatch):
     seen = []
     fake = as_in_4(seen)
-    monkeypatch.setattr(mask_preparation, "masking_utils", fake)
     monkeypatch.setattr(masks, "masking_utils", fake)
     return fake, seen
 
@@ -49,7 +48,7 @@ def causal_mask_function(row, head, q, k):
 def test_masks_of_4_57(four):
     register()
     fake, seen = four
-    patch = mask_preparation.patch_of(fake)
+    patch = masks.patch_of(fake)
     patch.apply()
     prepared = fake._preprocess_mask_arguments
     patch.apply()
@@ -60,7 +59,7 @@ def test_masks_of_4_57(four):
     early, carrier, _, kv_length, kv_offset = prepared(config, embeds, None, slots, None, positions, 0)
     assert seen.pop() == (None, slots, None, None, 0)
     assert (early, carrier.position_ids is positions, kv_length, kv_offset) == (False, True, 5, 0)
-    make = mask_preparation.mask_function()
+    make = masks.mask_function()
     given = {"batch_size": 1, "mask_function": causal_mask_function, "attention_mask": carrier, "config": config}
     pattern = make(cache_position=slots, kv_length=5, allow_is_causal_skip=True, **given)
     assert isinstance(pattern, masks.MaskPattern)
@@ -86,7 +85,7 @@ def test_the_name_of_the_cache(cache):
 """
     fake = types.SimpleNamespace()
     exec(code, {"seen": seen}, vars(fake))
-    mask_preparation.patch_of(fake).apply()
+    masks.patch_of(fake).apply()
     config = types.SimpleNamespace(_attn_implementation="packing_ops", model_type="llama")
     kept = transformers.DynamicCache()
     given = {"attention_mask": None, cache: kept, "position_ids": torch.arange(5)[None], "layer_idx": 0}
@@ -124,12 +123,12 @@ def test_rope_functions_of_4_57(monkeypatch):
 
 
 def test_another_way_to_prepare_masks_is_refused(monkeypatch):
-    monkeypatch.setattr(mask_preparation, "PATCH", mask_preparation.patch_of(types.SimpleNamespace()))
+    monkeypatch.setattr(masks, "PATCH", masks.patch_of(types.SimpleNamespace()))
     with pytest.raises(
         ImportError, match=r"^transformers: packing_ops.* serves 4\.57 and later .*, transformers \d.* is"
     ):
         register("another_name")
-    assert "another_name" not in mask_preparation.model_call.NAMES
+    assert "another_name" not in masks.NAMES
 
 
 @pytest.mark.parametrize("version", ["4.56.2", "4.9", "3.0.0.dev0"])
@@ -137,20 +136,20 @@ def test_an_old_version_is_refused(version):
     with pytest.raises(
         ImportError, match=rf"serves 4\.57 and later .*transformers {version} is here.*packing_ops\[hf\]"
     ):
-        imports.check(version)
+        versions.check(version)
     for served in ("4.57.0", "4.60", "5.0.0rc1", transformers.__version__):
-        imports.check(served)
+        versions.check(served)
 
 
 def test_the_extra_asks_for_what_is_served():
     project = (ROOT / "pyproject.toml").read_text()
-    assert f'hf = ["transformers>={imports.OLDEST}"' in project
+    assert f'hf = ["transformers>={versions.OLDEST}"' in project
 
 
 @pytest.mark.parametrize("folder", ["transformers", "flash_attn"])
 def test_no_import_inside_a_function(folder):
     """torch.compile stops at one (torch 2.11: `from transformers import x`, transformers is no plain module)."""
-    for path in Path(imports.__file__).parent.with_name(folder).rglob("*.py"):
+    for path in Path(versions.__file__).parent.with_name(folder).rglob("*.py"):
         functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
         functions = [node for node in functions if node.name != "__init__"]  # runs before a forward
         inside = {type(node) for function in functions for node in ast.walk(function)}

@@ -1,27 +1,32 @@
-"""The model call that runs in this thread, and its arguments: transformers makes many masks without position_ids.
+"""One call of a model under a name of ours: its arguments, from its start to its end, for masks and layers below it.
 
-The call also records whether its documents have reached an attention: if none has, it is refused afterwards.
+transformers makes many masks without position_ids. The call knows them; it also records whether its documents have
+reached an attention: if none has, it is refused afterwards.
 """
 
 import inspect
+import re
+import threading
+import weakref
 
 import torch
 
 from packing_ops._arguments import check_cu_seqlens
 from packing_ops._checks import checked_documents
-from packing_ops.integrations._patching import Patch
-from packing_ops.integrations.transformers import running, sequence_group, stateful_layers
-from packing_ops.integrations.transformers.axes import first_axis
-from packing_ops.integrations.transformers.document_checks import (
+from packing_ops.integrations.transformers import sequence_group
+from packing_ops.integrations.transformers.documents import (
     NUMBERS,
     argument,
+    can_read,
+    first_axis,
     is_tensor,
     numbers_of,
     positions_restart,
     refuse_where,
+    several_in,
 )
-from packing_ops.integrations.transformers.imports import PreTrainedModel, not_causal
-from packing_ops.integrations.transformers.keywords import check_keywords
+from packing_ops.integrations.transformers.stateful_kinds import class_name, module_of, reads_text
+from packing_ops.integrations.transformers.versions import CACHE, PreTrainedModel, not_causal
 
 NAMES: set[str] = set()  # attn_implementations that register() made
 GUARD = "_packing_ops_guard"  # in a model that keeps its attention: why, see attn_implementation.guard
@@ -138,7 +143,7 @@ def guard_of(model):
 
 def current() -> ModelCall | None:
     """The innermost call that runs in this thread; None if none does, or if model.forward was called directly."""
-    return running.here().call
+    return here().call
 
 
 def call_to_mark() -> ModelCall | None:
@@ -156,34 +161,19 @@ def has_masked(cu_seqlens) -> bool:
 
 def leave(carrier) -> None:
     """Keeps a carrier for the mask function: create_chunked_causal_mask reads the 2-D mask itself, so it cannot get one."""
-    running.here().chunked = carrier
+    here().chunked = carrier
 
 
 def collect(padding):
     """The carrier that was kept for this 2-D mask, or None."""
-    now = running.here()
+    now = here()
     carrier, now.chunked = now.chunked, None
     return carrier if carrier is not None and carrier.padding is padding else None
 
 
-def watch_calls() -> bool:
-    """Wraps PreTrainedModel.__call__, once. False where transformers defines a __call__ itself: it is left alone.
+def watched(begin, stock):
+    """PreTrainedModel.__call__ with a ModelCall around it. ``begin`` is called with it before the model is."""
 
-    What another library put over an earlier wrapper of ours is wrapped again.
-    """
-    inherited = PreTrainedModel.__call__ is torch.nn.Module.__call__
-    if not (_PATCH.pinned or _PATCH.covered or inherited):
-        return False
-    if not _PATCH.pinned:
-        _PATCH.apply()
-    return True
-
-
-def unwatch_calls() -> None:
-    _PATCH.revert()
-
-
-def _watched(stock):
     def __call__(self, *args, **kwargs):
         ours = self.config._attn_implementation in NAMES
         if not ours and GUARD not in self.__dict__:
@@ -196,22 +186,19 @@ def _watched(stock):
             )
         check_keywords(type(self), kwargs)
         args, kwargs = _with_ones(self, args, kwargs)
-        now = running.here()
+        now = here()
         outer = now.call
-        call = now.call = running.traced.call = ModelCall(self, args, kwargs, outer)  # what it calls may be compiled
+        call = now.call = traced.call = ModelCall(self, args, kwargs, outer)  # what it calls may be compiled
         try:
             if call.guard is None or call.guard.has_state:
-                stateful_layers.find_documents_of(self, call, args, kwargs)
+                begin(self, call, args, kwargs)
             outputs = stock(self, *args, **kwargs)
         finally:
-            now.call = running.traced.call = outer
+            now.call = traced.call = outer
         call.refuse_if_lost()
         return outputs
 
     return __call__
-
-
-_PATCH = Patch(PreTrainedModel, "__call__", _watched)
 
 
 _habits: dict[tuple, tuple] = {}  # torch.compile would look through functools.cache
@@ -255,3 +242,206 @@ def _with_ones(model, args, kwargs):
         return args, {**kwargs, "attention_mask": ones}
     index = indices["attention_mask"]
     return (*args[:index], ones, *args[index + 1 :]), kwargs
+
+
+# --- the thread ---
+
+# State of this thread: the model call that runs, and the model whose loss is fused.
+
+
+class _Now(threading.local):
+    def __init__(self):  # not of the class: a graph that looks for them in the object would hold until one is set
+        self.call = None
+        self.chunked = None
+        self.preparing = False  # masks, see masks.py
+        self.fused = None  # see fused_loss
+        self.seq_idx = None  # see stateful_layers
+
+
+class _Traced:
+    """Stands for _now while torch.compile before 2.13 traces.
+
+    Its trace reads the class attributes of a threading.local in place of what the thread has set. This object is one for
+    all threads: two of them that call compiled models at the same time may find each other's call.
+    """
+
+    call = None
+    chunked = None
+    preparing = False
+    fused = None
+    seq_idx = None
+
+
+_now = _Now()
+traced = _now if torch.__version__ >= (2, 13) else _Traced()
+
+
+def here():
+    return traced if torch.compiler.is_compiling() else _now
+
+
+def fuse(running):
+    """Sets the model whose loss is fused in this thread, also for compiled parts that it calls; returns the one before."""
+    before, here().fused, traced.fused = here().fused, running, running
+    return before
+
+
+# --- keywords that are refused ---
+
+# Refuses keywords that describe documents under a name that transformers does not read, such as ``cu_seqlens``.
+
+_CU_SEQLENS = ("cu_seq_lens_q", "cu_seq_lens_k")
+_NEAR = re.compile(
+    r"cu(m|mulative)?_?seq(uence)?s?_?len(gth)?s?(_?(q|k|kv|padded))*"
+    r"|((packed|sub)_?)?(seq|sequence|doc|document)s?_?len(gth)?s(_?(q|k|kv))?"
+    r"|seq_idx"
+)
+_BESIDE = ("packed_seq_lengths", "seq_idx")  # collators give these together with what attention reads
+_near: dict[tuple, tuple] = {}  # torch.compile would look through functools.cache
+
+
+def check_keywords(cls: type, kwargs: dict) -> None:
+    """TypeError for near misses of cu_seq_lens_q: the model would drop them, and the documents would see each other."""
+    for name in _CU_SEQLENS:
+        if not isinstance(kwargs.get(name), (torch.Tensor, type(None))):
+            raise ValueError(f"{name}: expected an int32 tensor [num_documents + 1], got {kwargs[name]!r}")
+    for name in _near_misses(cls, tuple(kwargs)):
+        beside = kwargs.get("position_ids") is not None or kwargs.get("cu_seq_lens_q") is not None
+        if kwargs[name] is None or (name in _BESIDE and beside):
+            continue
+        raise TypeError(
+            f"{name}: expected cu_seq_lens_q and cu_seq_lens_k, int32 [num_documents + 1], which attention reads "
+            f"(PackedMetadata.from_lengths(lengths).to_transformers() makes them), got {name}, which "
+            f"{cls.__name__} would drop"
+        )
+
+
+@torch.compiler.assume_constant_result
+def _near_misses(cls, names):
+    """Near misses among ``names`` that a language model's forward does not declare."""
+    if (cls, names) not in _near:
+        near = [name for name in names if name not in _CU_SEQLENS and _NEAR.fullmatch(name.lower())]
+        known = inspect.signature(cls.forward).parameters if near else ()
+        reads_text = "input_ids" in known or "inputs_embeds" in known
+        _near[cls, names] = tuple(name for name in near if reads_text and name not in known)
+    return _near[cls, names]
+
+
+# --- models that count positions along the row ---
+
+# Models that count positions along the row and take none: packed documents after the first would get others than alone.
+#
+# Recognised by an embedding of positions in a module of a text model whose forward is given no positions (BART's decoders).
+#
+
+_EMBEDDING = re.compile(r"(^|_)(pos|position|positions)(_|$)|^wpe$")
+_RELATIVE = re.compile(r"rotary|rope|relative|bias", re.IGNORECASE)  # the same wherever a document stands
+_counts: "weakref.WeakKeyDictionary[torch.nn.Module, str]" = weakref.WeakKeyDictionary()
+
+
+def refuse_own_positions(model, call, position_ids, batch) -> None:
+    """ValueError if a row of this call has several documents and the model counts through them."""
+    name = _traced_owner(id(model)) if torch.compiler.is_compiling() else _owner(model)
+    if name:
+        several = several_in(position_ids, call.padding, call.cu_seqlens, call.numbers, batch)
+        lost = "position_ids" if position_ids is not None else "cu_seq_lens_q"
+        lost = "attention_mask" if position_ids is None and call.cu_seqlens is None else lost
+        refuse_where(
+            several,
+            f"{lost}: expected one document in each row, got several, and {name} counts positions along the "
+            "row and takes none; give each document a row of its own (no packing, padding on the right)",
+        )
+
+
+def _owner(model) -> str:
+    """The class of the module that counts, or nothing. Once for each model."""
+    if model not in _counts:
+        _counts[model] = _counting(model, False)
+    return _counts[model]
+
+
+@torch.compiler.assume_constant_result
+def _traced_owner(model_id) -> str:
+    return _owner(module_of(model_id))
+
+
+def _counting(module, of_text) -> str:
+    cls = type(module)
+    if isinstance(module, PreTrainedModel):
+        of_text = reads_text(cls)
+    takes = any("position" in name for name in inspect.signature(cls.forward).parameters)
+    if of_text and not takes and any(map(_embeds_positions, module._modules.items())):
+        return class_name(module)
+    return next(
+        filter(None, (_counting(child, of_text) for child in module._modules.values() if child is not None)), ""
+    )
+
+
+def _embeds_positions(named) -> bool:
+    name, child = named
+    words = f"{name} {type(child).__name__}"
+    return child is not None and _EMBEDDING.search(name) is not None and _RELATIVE.search(words) is None
+
+
+# --- a KV cache ---
+
+# Refuses a call with a KV cache that holds several documents in a row: its queries would attend to all of them.
+
+# Attributes of the cache. SEVERAL: a bool tensor, whether a row has several documents. READ: that tensor, once it was
+# read and is False. ONE: that tensor, once a mask beside it was found to number one document.
+_SEVERAL, _READ, _ONE = "_packing_ops_several", "_packing_ops_read", "_packing_ops_one"
+_REFUSAL = (
+    f"{CACHE}: expected a cache of one document in each row to go on with, got one that was filled with several, "
+    "which would all be seen; fill a cache for each document, or number the cached tokens' documents and these in "
+    "attention_mask"
+)
+
+
+def check_cache(cache, call, position_ids, padding, numbers, batch, length):
+    """Called where a mask is made, before the keys of this call are in the cache.
+
+    Raises:
+        ValueError: the cache holds several documents. The first call with a filled cache waits for the GPU, later
+            ones do not.
+    """
+    if call is not None:
+        if call.cache is cache:  # masks of several kinds in one forward
+            return
+        call.cache = cache
+    several, cached = getattr(cache, _SEVERAL, None), cache.get_seq_length()
+    if isinstance(cached, torch.Tensor) or cached > 0:
+        if length == 1 and numbers is not None and can_read(numbers):
+            _refuse_numbers(cache, several, numbers)
+        if several is not None:
+            _refuse(cache, several, cached, numbers)
+    if length > 1:
+        if padding is not None and padding.dim() == 2:  # of the keys; these are the last ones
+            padding = padding[:, -length:]
+        cu_seqlens = None if call is None else call.cu_seqlens
+        setattr(cache, _SEVERAL, several_in(position_ids, padding, cu_seqlens, numbers, batch))
+
+
+def _refuse_numbers(cache, several, numbers):
+    """generate gives every step a mask of integers, and 1 to each new token. On CUDA the first step alone waits for it."""
+    if numbers.is_cuda and getattr(cache, _ONE, False) is several:
+        return
+    if bool((numbers > 1).any()):
+        raise ValueError("attention_mask: expected 0 and 1 beside a KV cache, got the numbers of several documents")
+    setattr(cache, _ONE, several)
+
+
+def _refuse(cache, several, cached, numbers):
+    compiled = torch.compiler.is_compiling()
+    if not compiled and getattr(cache, _READ, None) is several:
+        return
+    if can_read(several) and not bool(several):
+        setattr(cache, _READ, several)
+        return
+    wrong = several
+    if isinstance(cached, torch.Tensor):  # of a cache of fixed length, which may have been reset
+        wrong = wrong & (cached > 0).to(wrong.device)
+    if numbers is not None:  # of all tokens: masks are made by them
+        wrong = wrong & ~(numbers > 1).any().to(wrong.device)
+    refuse_where(wrong, _REFUSAL)
+    if not compiled and numbers is None:
+        setattr(cache, _READ, several)
