@@ -296,7 +296,7 @@ def test_other_systems_than_linux_take_the_package_without_a_library(tmp_path):
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.splitlines() == [
-        "packing_ops: nothing is compiled for darwin, where packing_ops.data runs in plain torch",
+        "packing_ops: nothing is compiled for darwin; packing_ops.data runs in plain torch",
         "packing_ops: its compiled library runs on Linux only, and this is darwin",
     ], done.stderr
     assert (tmp_path / "packing_ops" / "data" / "packed.py").exists()
