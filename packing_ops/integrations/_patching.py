@@ -1,10 +1,15 @@
-"""Patch: replaces an attribute of a host library's module or class while somebody uses the replacement. WeakPartial: what
-stands in place of a method in an instance."""
+"""How code is put into a host library, and taken out again.
+
+Patch: in place of an attribute of a module or a class of the host, which all of its models share. In one model: put in
+place of an attribute of a module (WeakPartial), put_class in place of its class, put_hook before or after its forward, and
+take_out undoes all three.
+"""
 
 import copy
 import functools
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable
 
@@ -110,39 +115,73 @@ class Patch:
                 setattr(module, self.name, new)
 
 
-def function_of(method) -> Callable | None:
-    """What a partial or a bound method calls."""
-    return getattr(method, "func", None) or getattr(method, "__func__", None)
+# --- in one model ---
+
+PRIVATE = "_packing_ops_"  # what the name of an attribute that we keep in a module begins with
 
 
-class WeakPartial:
-    """functools.partial(func, owner, *args), to be an attribute of the owner: it holds the owner weakly, whose memory
-    would otherwise wait for the garbage collector. A copy or a pickle of the owner has one of its own.
+def put(module: torch.nn.Module, name: str, function: Callable, *args) -> None:
+    """``module.name`` is ``function(module, *args, ...)`` from now on. Again: with these args."""
+    before = vars(module).get(name)
+    if isinstance(before, WeakPartial) and before.func is function:
+        before = before.before
+    partial = vars(module)[name] = WeakPartial(function, module, *args)
+    if before is not None:
+        partial.before = before
 
-    args: without the owner.
+
+def put_class(module: torch.nn.Module, forward: Callable) -> None:
+    """The module runs ``forward`` of its class from now on: torch.compile guards classes, so layers share graphs."""
+    module.__class__ = subclass_of(stock_of(type(module)), forward)
+
+
+def put_hook(module: torch.nn.Module, hook: Callable, before: bool = False, with_kwargs: bool = False) -> None:
+    """``hook`` runs before or after the forward of the module. Twice is once."""
+    hooks = module._forward_pre_hooks if before else module._forward_hooks
+    register = module.register_forward_pre_hook if before else module.register_forward_hook
+    if hook not in hooks.values():
+        register(hook, with_kwargs=with_kwargs)
+
+
+def take_out(module: torch.nn.Module, package: str) -> None:
+    """Undo in a module what put, put_class and put_hook put there of a package, and what is kept there under PRIVATE names.
+
+    What another library put over ours stays.
     """
+    cls, stock = type(module), stock_of(type(module))
+    # Attributes
+    for name, value in list(vars(module).items()):
+        if name.startswith(PRIVATE):
+            del vars(module)[name]
+        elif isinstance(value, WeakPartial) and _is_of(value.func, package):
+            if value.before is None:
+                del vars(module)[name]
+            else:
+                vars(module)[name] = value.before
+        elif cls is not stock and getattr(value, "__func__", None) is cls.forward:
+            vars(module)[name] = types.MethodType(stock.forward, module)  # accelerate keeps the forward that it wraps
+    # Class
+    if cls is not stock:
+        module.__class__ = stock
+    # Hooks
+    for hook in [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]:
+        if _is_of(hook, package):
+            take_out_hook(module, hook)
 
-    __slots__ = ("__dict__", "_owner", "args", "func")  # functools.wraps copies the __dict__ of another one
 
-    def __init__(self, func, owner, *args):
-        self.func, self.args, self._owner = func, args, weakref.ref(owner)
-
-    def __call__(self, *args, **kwargs):
-        owner = self._owner()
-        if owner is None:
-            raise ReferenceError("forward: expected a model that is still there, got one that nothing else held")
-        return self.func(owner, *self.args, *args, **kwargs)
-
-    def __deepcopy__(self, memo):
-        made = type(self)(self.func, copy.deepcopy(self._owner(), memo), *copy.deepcopy(self.args, memo))
-        vars(made).update(copy.deepcopy(vars(self), memo))
-        return made
-
-    def __reduce__(self):
-        return type(self), (self.func, self._owner(), *self.args), vars(self)
+def take_out_hook(module: torch.nn.Module, hook: Callable) -> None:
+    for hooks, more in (
+        (module._forward_hooks, (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)),
+        (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
+    ):
+        for key in [key for key, present in hooks.items() if present is hook]:
+            for each in (hooks, *more):
+                each.pop(key, None)
 
 
-# --- subclasses of a module's class with a forward of ours: torch.compile guards classes, so layers share graphs ---
+def _is_of(function: Callable, package: str) -> bool:
+    return (getattr(function, "__module__", None) or "").startswith(f"{package}.")
+
 
 _STOCK = "_packing_ops_stock"
 
@@ -171,6 +210,41 @@ def stock_of(cls: type) -> type:
 def _new(stock: type, forward) -> torch.nn.Module:
     cls = subclass_of(stock, forward)
     return cls.__new__(cls)
+
+
+def function_of(method) -> Callable | None:
+    """What a partial or a bound method calls."""
+    return getattr(method, "func", None) or getattr(method, "__func__", None)
+
+
+class WeakPartial:
+    """functools.partial(func, owner, *args), to be an attribute of the owner: it holds the owner weakly, whose memory
+    would otherwise wait for the garbage collector. A copy or a pickle of the owner has one of its own.
+
+    args: without the owner.
+    before: what stood there; None where nothing did.
+    """
+
+    before = None
+
+    __slots__ = ("__dict__", "_owner", "args", "func")  # functools.wraps copies the __dict__ of another one
+
+    def __init__(self, func, owner, *args):
+        self.func, self.args, self._owner = func, args, weakref.ref(owner)
+
+    def __call__(self, *args, **kwargs):
+        owner = self._owner()
+        if owner is None:
+            raise ReferenceError("forward: expected a model that is still there, got one that nothing else held")
+        return self.func(owner, *self.args, *args, **kwargs)
+
+    def __deepcopy__(self, memo):
+        made = type(self)(self.func, copy.deepcopy(self._owner(), memo), *copy.deepcopy(self.args, memo))
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
+    def __reduce__(self):
+        return type(self), (self.func, self._owner(), *self.args), vars(self)
 
 
 # --- users that the garbage collector frees ---

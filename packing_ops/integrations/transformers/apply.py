@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 
+from packing_ops.integrations._patching import take_out
 from packing_ops.integrations.transformers import (
     fallback,
     stateful_layers,
@@ -194,13 +195,13 @@ def revert_packing_ops(model: torch.nn.Module) -> None:
         TypeError: model is no instance of torch.nn.Module.
     """
     _check_model(model)
-    sequence_patch.revert_model(model)
-    rope_patch.revert_model(model)
-    rms_norm_patch.revert_model(model)
-    vision_patch.revert_model(model)
-    for host in hosts(model):
-        fused_loss_patch.revert_model(host)
-    _revert_attention(model)
+    befores = {host: kept.before for host in hosts(model) if (kept := host.__dict__.get(STATE)) is not None}
+    stateful_layers.revert(model)
+    for module in model.modules():
+        take_out(module, PACKAGE)
+    rope_patch.release(model)
+    for host, before in befores.items():
+        host.set_attn_implementation(before)
 
 
 def _check_model(model: object) -> None:
@@ -215,6 +216,7 @@ def _check_model(model: object) -> None:
 # --- attn_implementation ---
 
 IMPLEMENTATION = "packing_ops"
+PACKAGE = "packing_ops.integrations.transformers"
 STATE = "_packing_ops_attention"
 
 
@@ -313,18 +315,6 @@ def _guard(model: torch.nn.Module, why: str) -> bool:
 
 def _is_of_text(module: torch.nn.Module) -> bool:
     return isinstance(module, PreTrainedModel) and reads_text(type(module))  # type: ignore[arg-type]
-
-
-def _revert_attention(model: torch.nn.Module) -> None:
-    for module in model.modules():
-        if module.__dict__.pop(GUARD, None) is not None:
-            stateful_layers.revert(module)
-    for host in hosts(model):
-        kept = host.__dict__.get(STATE)
-        if kept is not None and kept.before is not None:
-            del host.__dict__[STATE]
-            host.set_attn_implementation(kept.before)
-            stateful_layers.revert(host)
 
 
 def _restore(found: list[Any], before: list[dict[str, Any]]) -> None:

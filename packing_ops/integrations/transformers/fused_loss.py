@@ -12,7 +12,7 @@ import warnings
 import torch
 
 from packing_ops._arguments import int32_cu_seqlens
-from packing_ops.integrations._patching import WeakPartial, function_of
+from packing_ops.integrations._patching import function_of, put
 from packing_ops.integrations.transformers import sequence_group
 from packing_ops.integrations.transformers.call import fuse, here
 from packing_ops.integrations.transformers.versions import PreTrainedModel
@@ -35,7 +35,7 @@ class FusedLoss:
     """Of one model: what it was. The head that was swapped has it too, under _HEAD_OF."""
 
     def __init__(self, model):
-        self.is_capped, self.had_own_loss = _is_capped(model), "_loss_function" in vars(model)
+        self.is_capped = _is_capped(model)
 
 
 class Running:
@@ -89,34 +89,14 @@ def since(model: PreTrainedModel) -> str | None:
 
 def apply_to_model(model: PreTrainedModel) -> None:
     """For a model that refusal(model) says nothing against. Twice is once. Outputs in training have logits None."""
-    if is_fused(model):
-        if not since(model):
-            return
-        revert_model(model)
-    state = model.__dict__[_STATE] = FusedLoss(model)
-    # Partials, not closures: they can be pickled, and copies of the model get their own.
-    model.loss_function = functools.partial(_loss, state, model.loss_function)
-    model.lm_head.__dict__[_HEAD_OF] = state
-    model.lm_head.forward = WeakPartial(_head, model.lm_head, state)
-    model.forward = functools.wraps(type(model).forward)(WeakPartial(_forward, model))
-
-
-def revert_model(model: PreTrainedModel) -> None:
-    state = model.__dict__.get(_STATE)
-    if state is None:
+    if is_fused(model) and not since(model):
         return
     stock = _stock_loss(model)
-    del model.__dict__[_STATE]
-    if state.had_own_loss:
-        model.loss_function = stock
-    else:
-        del model._loss_function
-    for head in [each for each in model.modules() if each.__dict__.get(_HEAD_OF) is state]:  # or inside of LoRA's
-        del head.__dict__[_HEAD_OF]
-        if _is_ours(head, _head):
-            del head.forward
-    if _is_ours(model, _forward):  # another wrapper finds the state gone, and runs the stock forward
-        del model.forward
+    state = model.__dict__[_STATE] = model.lm_head.__dict__[_HEAD_OF] = FusedLoss(model)
+    put(model, "_loss_function", _loss, state, stock)
+    put(model.lm_head, "forward", _head, state)
+    put(model, "forward", _forward)
+    functools.wraps(type(model).forward)(model.forward)  # whoever reads its parameters finds the model's
 
 
 def _is_capped(model) -> bool:
@@ -215,7 +195,7 @@ def _head(head, state, hidden):
     return chunked_cross_entropy(hidden, head.weight, labels, cu_seqlens, bias=head.bias, **options)
 
 
-def _loss(state, stock, logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **kwargs):
+def _loss(model, state, stock, logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **kwargs):
     options, running = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}, _running(state)
     if running is None:
         return stock(logits, labels, vocab_size, **options, **kwargs)

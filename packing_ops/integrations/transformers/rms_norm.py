@@ -2,12 +2,11 @@
 
 import functools
 import inspect
-import types
 
 import torch
 import torch.nn.functional as F
 
-from packing_ops.integrations._patching import WeakPartial, function_of, stock_of, subclass_of
+from packing_ops.integrations._patching import function_of, put, put_class, stock_of
 from packing_ops.integrations._trial import agree, attempt, numbers, quiet
 from packing_ops.integrations.transformers.rope import HOSTS
 
@@ -105,24 +104,12 @@ def apply_to_model(model: torch.nn.Module) -> int:
     """How many run ours from now on."""
     found = norms(model)
     for module in found:
-        stock, name = stock_of(type(module)), _forward_attribute(module)
-        if name == "forward" and name not in module.__dict__:
-            module.__class__ = subclass_of(stock, FORWARDS[_formula_of(module)])
-        elif not _is_ours(module.__dict__.get(name)):
-            setattr(module, name, WeakPartial(FORWARDS[_formula_of(module)], module))
+        forward, name = FORWARDS[_formula_of(module)], _forward_attribute(module)
+        if name not in vars(module):
+            put_class(module, forward)
+        elif not _is_ours(vars(module)[name]):
+            put(module, name, forward)
     return len(found)
-
-
-def revert_model(model: torch.nn.Module) -> None:
-    for module in _candidates(model):
-        stock, name = stock_of(type(module)), _forward_attribute(module)
-        module.__class__ = stock
-        if not _is_ours(module.__dict__.get(name)):
-            continue
-        if name == "forward":
-            del module.forward
-        else:
-            setattr(module, name, types.MethodType(stock.forward, module))
 
 
 def _forward_attribute(module) -> str | None:

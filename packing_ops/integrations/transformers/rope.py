@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from packing_ops.boundaries import position_ids_from_cu_seqlens
-from packing_ops.integrations._patching import Patch, revert_left, stock_of
+from packing_ops.integrations._patching import Patch, put_hook, revert_left, stock_of, take_out_hook
 from packing_ops.integrations.transformers.call import NAMES
 from packing_ops.integrations.transformers.documents import TIME, first_axis
 from packing_ops.integrations.transformers.rope_trial import Rotation, rotation_of
@@ -267,16 +267,16 @@ def apply_to_model(model: torch.nn.Module, fp32_cos_sin: bool) -> int:
     found = owners(model)
     revert_left()
     for owner, rotary, _ in found:
-        _remove_hooks(owner, rotary)
-    for owner, rotary, _ in found:
         dispatch_for(rotary, type(rotary).__module__)
-        rotary.register_forward_hook(_tag)
+        put_hook(rotary, _tag)
         if fp32_cos_sin:
-            rotary.register_forward_pre_hook(_ask_for_fp32)
+            put_hook(rotary, _ask_for_fp32, before=True)
+        else:
+            take_out_hook(rotary, _ask_for_fp32)
         hook = give_axes if first_axis(type(owner)) == TIME else give_position_ids
         takes = "position_ids" in inspect.signature(owner.forward).parameters
-        if takes and hook not in owner._forward_pre_hooks.values():
-            owner.register_forward_pre_hook(hook, with_kwargs=True)
+        if takes:
+            put_hook(owner, hook, before=True, with_kwargs=True)
     return count(found) + _apply_to_towers(model)
 
 
@@ -285,20 +285,13 @@ def rotates(rotary: torch.nn.Module) -> bool:
     return _tag in rotary._forward_hooks.values()
 
 
-def revert_model(model: torch.nn.Module) -> None:
-    _revert_towers(model)
-    for owner, rotary in _pairs(model):
-        _remove_hooks(owner, rotary)
-        for patch in PATCHES.get(type(rotary).__module__, {}).values():
-            patch.revert(rotary)
+def release(model: torch.nn.Module) -> None:
+    """This model needs no dispatchers any more."""
+    users = {*model.modules()}
+    for patch in [patch for patches in PATCHES.values() for patch in patches.values()]:
+        for user in users.intersection(patch.users):
+            patch.revert(user)
     revert_left()
-
-
-def _remove_hooks(owner, rotary) -> None:
-    for hooks in (rotary._forward_hooks, rotary._forward_pre_hooks, owner._forward_pre_hooks):
-        for key in [key for key, hook in hooks.items() if hook in _HOOKS]:
-            del hooks[key]
-            owner._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def _tag(rotary, args, output):
@@ -320,9 +313,6 @@ def _ask_for_fp32(rotary, args):
 def _in_fp32(x: torch.Tensor) -> torch.Tensor:
     """Rotary embeddings compute in fp32 and read nothing of x but its device, its shape and the dtype to cast down to."""
     return x if x.dtype in (torch.float32, torch.float64) else x.new_empty((), dtype=torch.float32).expand(x.shape)
-
-
-_HOOKS = (_tag, _ask_for_fp32, give_position_ids, give_axes)
 
 
 # --- in vision and audio towers: tables come with each call, as position_embeddings ---
@@ -354,23 +344,13 @@ def _apply_to_towers(model: torch.nn.Module) -> int:
     found = towers(model)
     for module in found:
         dispatch_for(module, type(module).__module__)
-        if not _is_tagged(module):
-            module.register_forward_pre_hook(_tag_tower, with_kwargs=True)
+        put_hook(module, _tag_tower, before=True, with_kwargs=True)
     return len(found)
 
 
 def tower_rotates(module: torch.nn.Module) -> bool:
     """Whether ours rotates."""
     return _is_tagged(module)
-
-
-def _revert_towers(model: torch.nn.Module) -> None:
-    for module in filter(_is_tagged, model.modules()):
-        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _tag_tower]:
-            del module._forward_pre_hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
-        for patch in patches_of(type(module).__module__).values():
-            patch.revert(module)
 
 
 def _is_tagged(module) -> bool:

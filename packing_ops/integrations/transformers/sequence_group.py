@@ -148,8 +148,3 @@ def apply_to_model(hosts, attentions, group, scheme: str) -> None:
     models = [module for host in hosts for module in host.modules() if isinstance(module, PreTrainedModel)]
     for module in (*models, *attentions):
         module.__dict__[STATE] = sequence
-
-
-def revert_model(model) -> None:
-    for module in model.modules():
-        module.__dict__.pop(STATE, None)

@@ -11,7 +11,7 @@ import inspect
 
 import torch
 
-from packing_ops.integrations._patching import stock_of, subclass_of
+from packing_ops.integrations._patching import put_class, stock_of, subclass_of
 from packing_ops.integrations._trial import agree, attempt, numbers, quiet
 from packing_ops.integrations.transformers.attention import register
 from packing_ops.integrations.transformers.call import NAMES
@@ -88,15 +88,8 @@ def apply_to_model(model: torch.nn.Module) -> int:
     """How many attend in one call from now on, under our attn_implementation."""
     found = [module for module in _layers(model) if not _refusal(module)]
     for module in found:
-        stock = stock_of(type(module))
-        module.__class__ = subclass_of(stock, _forward_for(stock))
+        put_class(module, _forward_for(stock_of(type(module))))
     return len(found)
-
-
-def revert_model(model: torch.nn.Module) -> None:
-    for module in model.modules():
-        if type(module).forward in _FORWARDS.values():
-            module.__class__ = stock_of(type(module))
 
 
 # --- the trial ---

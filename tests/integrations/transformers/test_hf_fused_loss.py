@@ -97,10 +97,10 @@ def test_revert(device):
     model, inputs = tiny_model("llama", device=device), rows(device)
     before = [dict(vars(module)) for module in model.modules()]
     fused(fused(model))
-    fused_loss.revert_model(model)
+    revert_packing_ops(model)
     assert [vars(module) for module in model.modules()] == before
     assert model(**inputs).logits is not None
-    fused_loss.revert_model(model)
+    revert_packing_ops(model)
 
 
 def test_copies_and_pickles_keep_it(device):
@@ -189,7 +189,7 @@ def test_a_head_that_is_another_since(device, vocab):
     output = fused(model)(ids, labels=ids)
     torch.testing.assert_close(output.loss, wanted.loss)
     assert output.logits is None
-    fused_loss.revert_model(model)
+    revert_packing_ops(model)
     assert "forward" not in vars(model.lm_head)
 
 

@@ -303,4 +303,4 @@ def test_the_trial_takes_no_random_numbers():
     assert vision.why_not(model) is None
     assert vision.apply_to_model(model) == 2
     assert torch.equal(torch.get_rng_state(), state)
-    vision.revert_model(model)
+    revert_packing_ops(model)
