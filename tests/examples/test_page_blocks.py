@@ -135,7 +135,18 @@ def test_dpo_of_the_page(tmp_path):
     run_dpo(blocks_of("docs/transformers.md")[1], tmp_path)
 
 
+def test_attention_that_is_compiled(fresh_compile):
+    names = {"torch": torch, "po": packing_ops}
+    exec(blocks_of("docs/ops.md")[0].replace("fullgraph=True", 'fullgraph=True, backend="eager"'), names)
+    q, k, v, metadata = (names[name] for name in ("q", "k", "v", "metadata"))
+    assert torch.equal(names["out"], packing_ops.varlen_attention(q, k, v, metadata))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        other = packing_ops.PackedMetadata.from_lengths([7, 20, 11, 4])
+        q, k, v = (rows[: other.total] for rows in (q, k, v))
+        names["attention"](q, k, v, other)
+
+
 def test_every_block_is_run():
     """A page with a new block needs a test above."""
     found = {page: len(blocks) for page in PAGES if (blocks := blocks_of(page))}
-    assert found == {"README.md": 1, "docs/parallel.md": 2, "docs/transformers.md": 2}
+    assert found == {"README.md": 1, "docs/ops.md": 1, "docs/parallel.md": 2, "docs/transformers.md": 2}
