@@ -78,6 +78,15 @@ def tiny(family, device="cpu", **more):
     return model.to(device)
 
 
+def tiny_gpt2():
+    config = transformers.GPT2Config(n_embd=16, n_layer=3, n_head=2, vocab_size=64)
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
 def packed(device, lengths=LENGTHS, vocabulary=64):
     torch.manual_seed(1)
     input_ids = torch.randint(1, vocabulary, (1, sum(lengths)), device=device)

@@ -8,7 +8,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_patch_case import LENGTHS, module_of, outputs, packed, tiny  # noqa: E402
+from hf_patch_case import LENGTHS, module_of, outputs, packed, tiny, tiny_gpt2  # noqa: E402
 
 from packing_ops.integrations.transformers import (  # noqa: E402
     Applied,
@@ -18,15 +18,6 @@ from packing_ops.integrations.transformers import (  # noqa: E402
     register,
     revert_packing_ops,
 )
-
-
-def tiny_gpt2():
-    config = transformers.GPT2Config(n_embd=16, n_layer=3, n_head=2, vocab_size=64)
-    torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(config).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return model
 
 
 def tiny_deberta():
