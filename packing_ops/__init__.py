@@ -31,7 +31,7 @@ from packing_ops.boundaries import (
     shift_values,
 )
 from packing_ops.flash_attn import flash_attn_func, flash_attn_varlen_func
-from packing_ops.invariance import invariant, is_invariant
+from packing_ops.invariance import Invariance, LayerInvariance, check_invariance, invariant, is_invariant
 from packing_ops.logps import chunked_cross_entropy, token_logps
 from packing_ops.masks import block_causal_mask, xformers_bias
 from packing_ops.metadata import PackedMetadata
@@ -57,6 +57,8 @@ __getattr__, __dir__ = _lazy.lazy_modules(
 )
 
 __all__ = [
+    "Invariance",
+    "LayerInvariance",
     "PackedMetadata",
     "Packing",
     "apply_rotary_qk",
@@ -64,6 +66,7 @@ __all__ = [
     "attention_plan",
     "block_causal_mask",
     "build_info",
+    "check_invariance",
     "chunked_cross_entropy",
     "compute_prompt_boundaries",
     "compute_prompt_end_indices",

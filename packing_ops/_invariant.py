@@ -81,6 +81,8 @@ class WholeBlocks(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _PRODUCTS and len(args) > 1 and _padded(args[0], args[1]):
             return _by_blocks(function, *args, **(kwargs or {}))
+        if function in _GROUPED and _padded(args[0], args[1]) and args[1].dim() == 3:
+            return _by_groups(*args, **(kwargs or {}))
         return function(*args, **(kwargs or {}))
 
 
@@ -94,6 +96,7 @@ _PRODUCTS = {
     torch.Tensor.bmm,
     torch.Tensor.__matmul__,
 }
+_GROUPED = {getattr(torch.nn.functional, "grouped_mm", None), getattr(torch, "_grouped_mm", None)} - {None}
 
 
 def _padded(x: Any, other: Any) -> bool:
@@ -106,3 +109,11 @@ def _by_blocks(function: Any, x: torch.Tensor, other: torch.Tensor, *rest: Any, 
         out = function(pad_rows(rows), other, *rest, **options)
         return out[: rows.shape[0]].reshape(*x.shape[:-1], out.shape[-1])
     return function(pad_rows(x), other, *rest, **options)[..., : x.shape[-2], :]
+
+
+def _by_groups(x: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor, **_: Any) -> torch.Tensor:
+    """torch.nn.functional.grouped_mm of rows that lie group by group: a product for each."""
+    ends = offs.tolist()
+    groups = zip([0, *ends], ends, weights, strict=False)
+    out = [_by_blocks(torch.mm, x[start:end], weight) for start, end, weight in groups if end > start]
+    return torch.cat([*out, x.new_zeros(x.shape[0] - (ends[-1] if ends else 0), weights.shape[2])])

@@ -1,11 +1,17 @@
 """The same bits, however a row is computed: a mode for one's own model, and a proof on its own layers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from packing_ops import _invariant
+from packing_ops._arguments import dtype_name
+from packing_ops._invariance_check import Comparison, Head, rows_to_compare, run_of_transformers
+from packing_ops._invariance_refusals import reason_of, refusals
 
 
 class invariant:
@@ -71,3 +77,140 @@ def is_invariant() -> bool:
         True
     """
     return _invariant.active()
+
+
+ROWS = (1, 2, 3, 5, 7, 9, 16, 33, 64, 100, 129, 200)
+
+
+@dataclass(frozen=True)
+class LayerInvariance:
+    """What check_invariance found of one module.
+
+    name: in the model, ``""`` for the whole; ``token_logps`` and ``gradient of the embeddings`` are the loss's.
+    kind: its class.
+    rows: rows that were compared. Those for which it was given other bits are left out: the module before it did that.
+    packs: how many of them have other bits in another row of documents.
+    prefixes: how many have other bits where their document is shorter.
+    reason: a sentence where some differ: why, or what to set.
+    """
+
+    name: str
+    kind: str
+    rows: int
+    packs: int
+    prefixes: int
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Invariance:
+    """What check_invariance found of a model. True as a bool if it may be claimed for packs.
+
+    layers: LayerInvariance of each module, those that ran first first.
+    refused: {module: a sentence} for what cannot be claimed whatever its bits are, such as dropout: nothing was run then.
+    active: whether the mode was on. device, dtype, torch: what this holds for.
+    """
+
+    layers: tuple[LayerInvariance, ...]
+    refused: dict[str, str]
+    active: bool
+    device: str
+    dtype: str
+    torch: str
+
+    @property
+    def packs(self) -> bool:
+        """Same bits alone, in any pack and micro-batch."""
+        return not self.refused and all(layer.packs == 0 for layer in self.layers)
+
+    @property
+    def prefixes(self) -> bool:
+        """Same bits also where a document ends earlier."""
+        return not self.refused and all(layer.packs + layer.prefixes == 0 for layer in self.layers)
+
+    def __bool__(self) -> bool:
+        return self.packs
+
+    def why_not(self) -> list[str]:
+        """A sentence for each layer that differs or was refused."""
+        told = [f"{name or 'the model'}: {reason}" for name, reason in self.refused.items()]
+        for layer in self.layers:
+            if layer.packs or layer.prefixes:
+                counts = f"{layer.packs} rows differ in packs, {layer.prefixes} in prefixes, of {layer.rows}"
+                told.append(f"{layer.name or 'the model'} ({layer.kind}): {counts}: {layer.reason}")
+        return told
+
+
+def check_invariance(
+    model: torch.nn.Module,
+    run: Callable[[torch.Tensor, torch.Tensor], Any] | None = None,
+    *,
+    documents: Sequence[torch.Tensor] | None = None,
+    rows: Sequence[int] = ROWS,
+    gradients: bool = True,
+) -> Invariance:
+    """Runs a model on the same documents in many rows and compares the bits of every module's output, slot by slot.
+
+    Each document alone, several in other orders and company, and prefixes of the longest. A module that was given the
+    same bits and gave others is named. It shows what the model does as it is called here: within packing_ops.invariant()
+    with the mode, elsewhere without. Equal bits on these rows are a proof by example, for this device and torch.
+
+    Args:
+        model: any module whose layers are modules. It runs without gradients of parameters, in the mode that it is in.
+        run: calls the model with a row of documents ``[total, ...]`` and their cu_seqlens int32 ``[num_documents + 1]``.
+            By default as a language model of transformers is called, with input_ids, position_ids and cu_seq_lens.
+        documents: of which rows are made, each ``[tokens, ...]``. By default random token ids, by the model's embeddings.
+        rows: lengths of the default documents, and so the numbers of rows that the layers are tried with.
+        gradients: compare the gradient of the embeddings too, of a model with get_input_embeddings and
+            get_output_embeddings. Gradients of parameters are not touched.
+
+    Returns:
+        Invariance.
+
+    Example:
+        >>> import torch, packing_ops as po
+        >>> model = torch.nn.Sequential(torch.nn.Linear(24, 48), torch.nn.ReLU(), torch.nn.Linear(48, 8))
+        >>> documents = [torch.randn(n, 24) for n in (1, 5, 7, 40)]
+        >>> with po.invariant():
+        ...     found = check_invariance(model, lambda row, cu_seqlens: model(row), documents=documents)
+        >>> found.packs, found.prefixes, [layer.name for layer in found.layers]
+        (True, True, ['', '0', '1', '2'])
+
+    Raises:
+        TypeError: model is no module.
+        ValueError: rows or documents that are empty, no documents for a model without embeddings of tokens.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    first = next((t for t in model.parameters()), torch.empty(0))
+    known = (is_invariant(), str(first.device), dtype_name(first.dtype), torch.__version__)
+    if refused := refusals(model):
+        return Invariance((), refused, *known)
+    documents = _documents_of(model, documents, rows, first.device)
+    comparison = Comparison(model, run or run_of_transformers(model), documents, gradients)
+    for way, parts in rows_to_compare(list(map(len, documents))):
+        comparison.compare(way, parts)
+    modules = dict(model.named_modules())
+    layers = []
+    for name in comparison.first:
+        if found := comparison.found.get(name):
+            kind = type(modules[name]).__name__ if name in modules else "log-probabilities"
+            reason = reason_of(modules.get(name), first) if found.packs + found.prefixes else ""
+            layers.append(LayerInvariance(name, kind, found.tried, found.packs, found.prefixes, reason))
+    return Invariance(tuple(layers), {}, *known)
+
+
+def _documents_of(
+    model: torch.nn.Module, documents: Sequence[torch.Tensor] | None, rows: Sequence[int], device: torch.device
+) -> list[torch.Tensor]:
+    if documents is None:
+        if not rows or not all(isinstance(n, int) and n > 0 for n in rows):
+            raise ValueError(f"rows: expected lengths of documents, above 0, got {list(rows)}")
+        vocab = getattr(Head(model).embeddings, "num_embeddings", None)
+        if vocab is None:
+            raise ValueError("documents: expected some for a model without get_input_embeddings, got None")
+        generator = torch.Generator().manual_seed(0)
+        documents = [torch.randint(vocab, (n,), generator=generator).to(device) for n in rows]
+    if len(documents) == 0 or any(len(document) == 0 for document in documents):
+        raise ValueError(f"documents: expected some, none of them empty, got {len(documents)}")
+    return list(documents)
