@@ -1,7 +1,9 @@
 """The indented Python of the pages runs as it is written, in a program that has what the text around it names."""
 
 import ast
+import contextlib
 import re
+import statistics
 import textwrap
 
 import processes
@@ -135,6 +137,65 @@ def test_dpo_of_the_page(tmp_path):
     run_dpo(blocks_of("docs/transformers.md")[1], tmp_path)
 
 
+SAMPLES = [
+    [("a", [5, 6], [7, 8, 9], 1.0), ("a", [5, 6], [3], 0.0), ("b", [4], [4, 8, 2, 6], 0.0), ("b", [4], [9, 9], 1.0)],
+    [
+        ("c", [9] * 4, [7] * 4, 2.0),
+        ("c", [9] * 4, [5] * 3, 1.0),
+        ("c", [9] * 4, [6] * 2, 0.5),
+    ],  # three rows for two ranks
+]
+
+
+def parameters_after_the_loop(world_size, max_tokens):
+    from torch.nn.parallel import DistributedDataParallel
+
+    from packing_ops.data import PaddingFreeCollator, masked_loss, token_budget_microbatches
+    from packing_ops.integrations.transformers import apply_packing_ops
+
+    apply_packing_ops(model := tiny_llama())
+    keys = ("uid", "prompt", "answer", "reward")
+    names = {
+        "PaddingFreeCollator": PaddingFreeCollator,
+        "token_budget_microbatches": token_budget_microbatches,
+        "masked_loss": masked_loss,
+        "contextlib": contextlib,
+        "F": torch.nn.functional,
+        "torch": torch,
+        "po": packing_ops,
+        "model": DistributedDataParallel(model),
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "rollouts": [[dict(zip(keys, sample, strict=True)) for sample in samples] for samples in SAMPLES],
+        "rank": torch.distributed.get_rank(),
+        "world_size": world_size,
+        "max_tokens": max_tokens,
+    }
+    exec(blocks_of("docs/data.md")[0], names)
+    return [parameter.detach() for parameter in model.parameters()], names["steps"]
+
+
+def loop_of_a_rank():
+    return parameters_after_the_loop(2, 8)
+
+
+def test_rl_loop_on_two_ranks(tmp_path):
+    """Two optimizer steps give the parameters that the samples give one by one, by definition."""
+    model = tiny_llama("eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for samples in SAMPLES:
+        means = {uid: statistics.mean(r for u, *_, r in samples if u == uid) for uid, *_ in samples}
+        for uid, prompt, answer, reward in samples:
+            logps = model(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
+            of_answer = logps[torch.arange(len(prompt) - 1, len(prompt + answer) - 1), answer]
+            (-(reward - means[uid]) * of_answer.sum() / sum(len(a) for _, _, a, _ in samples)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ranks = processes.spawn(loop_of_a_rank, 2, tmp_path)
+    assert [[] in steps for _, steps in ranks] == [True, False], "one of them waits with an empty micro-batch"
+    for parameters, _ in ranks:
+        torch.testing.assert_close(parameters, [p.detach() for p in model.parameters()], rtol=1e-4, atol=1e-6)
+
+
 def test_attention_that_is_compiled(fresh_compile):
     names = {"torch": torch, "po": packing_ops}
     exec(blocks_of("docs/ops.md")[0].replace("fullgraph=True", 'fullgraph=True, backend="eager"'), names)
@@ -149,4 +210,10 @@ def test_attention_that_is_compiled(fresh_compile):
 def test_every_block_is_run():
     """A page with a new block needs a test above."""
     found = {page: len(blocks) for page in PAGES if (blocks := blocks_of(page))}
-    assert found == {"README.md": 1, "docs/ops.md": 1, "docs/parallel.md": 2, "docs/transformers.md": 2}
+    assert found == {
+        "README.md": 1,
+        "docs/data.md": 1,
+        "docs/ops.md": 1,
+        "docs/parallel.md": 2,
+        "docs/transformers.md": 2,
+    }
