@@ -212,10 +212,7 @@ def forget() -> None:
 # --- the plan of a batch ---
 
 
-def plan_for(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, causal: bool, left: int, right: int, cache: BatchCache | None = None, *,
-    visible_end: torch.Tensor | None = None,
-) -> torch.Tensor | None:  # fmt: skip
+def plan_for(q, k, v, cu_seqlens_q, cu_seqlens_k, options, cache: BatchCache | None = None) -> torch.Tensor | None:
     """The plan of an attention call; None on the CPU, and for shapes that the op itself refuses with a message."""
     if not (isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor) and q.is_cuda):
         return None
@@ -228,8 +225,9 @@ def plan_for(
     head_dim_v = v.shape[-1] if v.dim() else 0
     if num_kv_heads == 0 or num_heads % num_kv_heads or not (0 < head_dim <= 512 and 0 < head_dim_v <= 512):
         return None
-    geometry = (total_q, total_k, num_heads, num_kv_heads, head_dim, causal, left, right, head_dim_v)
-    return plan_of(cu_seqlens_q, cu_seqlens_k, geometry, cache, visible_end=visible_end)
+    mask = options.causal, *options.window_size
+    geometry = (total_q, total_k, num_heads, num_kv_heads, head_dim, *mask, head_dim_v)
+    return plan_of(cu_seqlens_q, cu_seqlens_k, geometry, cache, visible_end=options.visible_end)
 
 
 def plan_of(

@@ -75,8 +75,8 @@ def _multiplied(q, k, lse, documents, causal, sides, visible_end):
 
 
 def _forward(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, softcap, plan, visible_end=None, *,
-    out_val,
+    q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, softcap, plan, visible_end=None,
+    *rest, out_val,
 ):  # fmt: skip
     pairs = _multiplied(q, k, out_val[1], (cu_seqlens_q, cu_seqlens_k), causal, (left, right), visible_end)
     return (q.shape[-1] + v.shape[-1]) * pairs
@@ -84,7 +84,7 @@ def _forward(
 
 def _backward(
     dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, softcap, plan,
-    visible_end=None, *, out_val,
+    visible_end=None, *rest, out_val,
 ):  # fmt: skip
     pairs = _multiplied(q, k, lse, (cu_seqlens_q, cu_seqlens_k), causal, (left, right), visible_end)
     return (3 * q.shape[-1] + 2 * v.shape[-1]) * pairs

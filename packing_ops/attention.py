@@ -15,7 +15,8 @@ What holds on every device:
     Memory grows with the tokens, never with their square.
 """
 
-from typing import Any, Literal, get_args, overload
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, get_args, overload
 
 import torch
 
@@ -26,6 +27,21 @@ from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
 Layout = Literal["thd", "bhsd", "bshd"]
 LAYOUTS = get_args(Layout)  # of q, k and v: t total, b batch of 1, s seqlen, h num_heads, d head_dim
+
+
+class AttentionOptions(NamedTuple):
+    """The options of an attention call, under varlen_attention's names. Inside the package they travel in this one value.
+
+    Public functions and hosts make it by checked_options. What is computed from an option is in this module: attend,
+    attention_forward, attention_backward and of_heads.
+    """
+
+    causal: bool = True
+    softmax_scale: float | None = None
+    window_size: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+    visible_end: torch.Tensor | None = None
 
 
 @overload
@@ -148,13 +164,41 @@ def varlen_attention(
 
     Method: Dao, FlashAttention-2 (2023): tiles, online softmax, recomputation in backward.
     """
-    if sinks is not None:
-        sinks = wide_sinks(sinks)
-    left, right = window_sides(window_size)
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
-    if visible_end is None and cu_seqlens_k is cu_seqlens_q and isinstance(cu_seqlens_q, PackedMetadata):
-        visible_end = cu_seqlens_q.visible_end
+    options = checked_options(causal, softmax_scale, window_size, softcap, sinks, visible_end)
+    out, lse = attend(q, k, v, cu_seqlens_q, cu_seqlens_k, options, plan=plan, layout=layout)
+    return (out, lse) if return_lse else out
+
+
+def checked_options(
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    visible_end: torch.Tensor | None = None,
+) -> AttentionOptions:
+    """AttentionOptions whose window_size is a pair and whose sinks are float32 or float64."""
+    if sinks is not None:
+        sinks = wide_sinks(sinks)
+    return AttentionOptions(causal, softmax_scale, window_sides(window_size), softcap, sinks, visible_end)
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: PackedMetadata | torch.Tensor,
+    cu_seqlens_k: PackedMetadata | torch.Tensor,
+    options: AttentionOptions,
+    *,
+    plan: torch.Tensor | None = None,
+    layout: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """varlen_attention of options that are checked: (out, lse)."""
+    if options.visible_end is None and cu_seqlens_k is cu_seqlens_q and isinstance(cu_seqlens_q, PackedMetadata):
+        options = options._replace(visible_end=cu_seqlens_q.visible_end)
     check_tensor(q, "q")
     cache = None
     tokens_first = (layout or q.dim() == 4) and _layout_of(q, k, layout, cu_seqlens_k is cu_seqlens_q) == "bshd"
@@ -163,18 +207,51 @@ def varlen_attention(
     if not (isinstance(cu_seqlens_q, torch.Tensor) and isinstance(cu_seqlens_k, torch.Tensor)):
         cu_seqlens_q, cu_seqlens_k, cache = without_metadata(q, k, cu_seqlens_q, cu_seqlens_k)
     if plan is None:
-        plan = _batch_cache.plan_for(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, causal, left, right, cache, visible_end=visible_end
-        )
+        plan = _batch_cache.plan_for(q, k, v, cu_seqlens_q, cu_seqlens_k, options, cache)
     try:
-        out, lse = _ops.varlen_attention(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, softcap, plan, visible_end
-        )
+        out, lse = attention_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, options, plan)
     except ValueError:
         _batch_cache.forget()  # it may be of a plan that was kept while its cu_seqlens changed
         raise
-    out = out[None] if tokens_first else out
-    return (out, lse) if return_lse else out
+    return (out[None] if tokens_first else out), lse
+
+
+def attention_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    options: AttentionOptions,
+    plan: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The op: (out, lse)."""
+    causal, softmax_scale, (left, right), softcap, sinks, visible_end = options
+    return _ops.varlen_attention(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, softcap, plan, visible_end
+    )
+
+
+def attention_backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    saved: Sequence[torch.Tensor],
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    options: AttentionOptions,
+    plan: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The op's backward: (dq, dk, dv, dsinks). ``saved``: q, k, v, out and lse."""
+    causal, softmax_scale, (left, right), softcap, sinks, visible_end = options
+    return _ops.varlen_attention_backward(
+        dout, dlse, *saved, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, softcap, plan,
+        visible_end,
+    )  # fmt: skip
+
+
+def of_heads(options: AttentionOptions, heads: slice) -> AttentionOptions:
+    """The options for some of the query heads."""
+    return options if options.sinks is None else options._replace(sinks=options.sinks[heads])
 
 
 def wide_sinks(sinks: torch.Tensor) -> torch.Tensor:

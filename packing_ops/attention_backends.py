@@ -4,15 +4,14 @@ import functools
 import importlib
 import inspect
 import warnings
-from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 import torch.nn.functional as F
 
 from packing_ops import _library, _ops
-from packing_ops._arguments import check_cu_seqlens, dtype_name, int32_cu_seqlens, window_sides
-from packing_ops.attention import refuse_heads_first, varlen_attention, without_metadata
+from packing_ops._arguments import check_cu_seqlens, dtype_name, int32_cu_seqlens
+from packing_ops.attention import AttentionOptions, attend, checked_options, refuse_heads_first, without_metadata
 from packing_ops.masks import visible_keys
 from packing_ops.metadata import PackedMetadata
 
@@ -92,12 +91,13 @@ def select_attention_backend(
     Raises:
         NotImplementedError: no backend can run the call; gives each one's reason.
     """
-    name, reasons = _select(q, k, v, softcap, sinks, return_lse, visible_end)
+    options = AttentionOptions(softcap=softcap, sinks=sinks, visible_end=visible_end)
+    name, reasons = _select(q, k, v, options, return_lse)
     if not explain:
         return name
     if reasons["packing_ops"]:
         return name, reasons
-    return name, {**reasons, "kernels": _kernels_of(q, k, v, softcap, visible_end is not None)}
+    return name, {**reasons, "kernels": _kernels_of(q, k, v, options)}
 
 
 @overload
@@ -185,35 +185,36 @@ def attention(
     same_documents = cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q
     if visible_end is None and same_documents and isinstance(cu_seqlens_q, PackedMetadata):
         visible_end = cu_seqlens_q.visible_end
-    wanted: dict[str, Any] = {
-        "softcap": softcap, "sinks": sinks, "return_lse": return_lse, "visible_end": visible_end
-    }  # fmt: skip
+    options = checked_options(causal, softmax_scale, window_size, softcap, sinks, visible_end)
+    # Choose.
     if backend is None:
-        backend, reasons = _select(q, k, v, **wanted)
+        backend, reasons = _select(q, k, v, options, return_lse)
         if backend != "packing_ops":
             _warn_once(f"packing_ops.attention runs by {backend} here: packing_ops {reasons['packing_ops']}")
     elif backend not in BACKENDS:
         raise ValueError(f"backend: expected {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}, got {backend!r}")
     else:
-        reason = _select(q, k, v, **wanted)[1][backend]
+        reason = _select(q, k, v, options, return_lse)[1][backend]
         if reason:
             raise NotImplementedError(f"backend: {backend} {reason}")
-    options: dict[str, Any] = {"causal": causal, "softmax_scale": softmax_scale, "window_size": window_size}
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     if backend == "packing_ops":
-        return varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, **options, **wanted)
-    sides = window_sides(window_size)
+        out, lse = attend(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+        return (out, lse) if return_lse else out
+    # What the op checks for packing_ops.
+    sides = options.window_size
     if causal and sides[1] > 0:
         raise ValueError(f"window_size: expected nothing to the right with causal=True, got {sides}")
-    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     lengths = max_seqlen_q or _longest(cu_seqlens_q, q), max_seqlen_k or _longest(cu_seqlens_k, k)
     of_q, of_k, _ = without_metadata(q, k, cu_seqlens_q, cu_seqlens_k)
     for name, cu_seqlens in (("cu_seqlens_q", of_q), ("cu_seqlens_k", of_k)):
         check_cu_seqlens(cu_seqlens, name)
     of_q, of_k = int32_cu_seqlens(of_q), int32_cu_seqlens(of_k)
-    options["window_size"] = [min(side, len(q) + len(k)) for side in sides]  # int32 arithmetic must not overflow
+    left, right = (min(side, len(q) + len(k)) for side in sides)  # int32 arithmetic must not overflow
+    options = options._replace(window_size=(left, right))
     if backend == "sdpa":
-        return _sdpa(q, k, v, of_q, of_k, **options)
-    return _torch_varlen(q, k, v, of_q, of_k, *lengths, **options)
+        return _sdpa(q, k, v, of_q, of_k, options)
+    return _torch_varlen(q, k, v, of_q, of_k, *lengths, options)
 
 
 # --- the other backends ---
@@ -223,14 +224,12 @@ def _select(
     q: torch.Tensor,
     k: torch.Tensor | None,
     v: torch.Tensor | None,
-    softcap: float,
-    sinks: torch.Tensor | None,
+    options: AttentionOptions,
     return_lse: bool,
-    visible_end: torch.Tensor | None = None,
 ) -> tuple[str, dict[str, str]]:
     """(name, {backend: why it cannot run})."""
-    features = {"softcap": softcap > 0, "sinks": sinks is not None, "lse": return_lse}
-    features["visible_end"] = visible_end is not None
+    features = {"softcap": options.softcap > 0, "sinks": options.sinks is not None, "lse": return_lse}
+    features["visible_end"] = options.visible_end is not None
     extra = " and ".join(name for name, wanted in features.items() if wanted)
     reasons = {
         "packing_ops": _why_not_packing_ops(q, v),
@@ -239,8 +238,8 @@ def _select(
     }
     name = next((name for name in BACKENDS if not reasons[name]), None)
     if name is None:
-        told = "; ".join(f"{backend}: {reason}" for backend, reason in reasons.items())
-        raise NotImplementedError(f"no attention backend for this call on {q.device}: {told}")
+        why = "; ".join(f"{backend}: {reason}" for backend, reason in reasons.items())
+        raise NotImplementedError(f"no attention backend for this call on {q.device}: {why}")
     return name, reasons
 
 
@@ -269,14 +268,13 @@ def _why_not_this_gpu(q: torch.Tensor) -> str:
     return ""
 
 
-def _kernels_of(
-    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, softcap: float, visible_end: bool
-) -> str:
+def _kernels_of(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, options: AttentionOptions) -> str:
     heads = q.shape[1] if q.dim() == 3 else 1
     kv_heads = heads if k is None or k.dim() != 3 else k.shape[1]
     device = (torch.cuda.current_device() if q.device.index is None else q.device.index) if q.is_cuda else -1
     dims = q.shape[-1], q.shape[-1] if v is None else v.shape[-1]
-    return kernels_of(q.dtype != torch.float32, heads, kv_heads, dims[0], softcap, device, dims[1], visible_end)
+    ends = options.visible_end is not None
+    return kernels_of(q.dtype != torch.float32, heads, kv_heads, dims[0], options.softcap, device, dims[1], ends)
 
 
 @torch.compiler.assume_constant_result
@@ -353,20 +351,17 @@ def _torch_varlen(
     cu_seqlens_k: torch.Tensor,
     max_q: int,
     max_k: int,
-    *,
-    causal: bool,
-    softmax_scale: float | None,
-    window_size: Sequence[int],
+    options: AttentionOptions,
 ) -> torch.Tensor:
     varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     # varlen_attn does not write rows past the last document, in out and in the gradients: where() makes both 0.
     in_document_q = _rows_in_documents(q, cu_seqlens_q)
     in_document_k = _rows_in_documents(k, cu_seqlens_k)
     q, k, v = q.where(in_document_q, 0), k.where(in_document_k, 0), v.where(in_document_k, 0)
-    window = (window_size[0], 0) if causal else tuple(window_size)
+    window = (options.window_size[0], 0) if options.causal else options.window_size
     grouped = {"enable_gqa": True} if k.shape[1] != q.shape[1] else {}
     out = varlen_attn(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, scale=softmax_scale, window_size=window, **grouped
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, scale=options.softmax_scale, window_size=window, **grouped
     )
     return out.where(in_document_q, 0)
 
@@ -381,12 +376,9 @@ def _sdpa(
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
-    *,
-    causal: bool,
-    softmax_scale: float | None,
-    window_size: tuple[int, int],
+    options: AttentionOptions,
 ) -> torch.Tensor:
-    seen = visible_keys(q.shape[0], k.shape[0], cu_seqlens_q, cu_seqlens_k, causal, window_size)
+    seen = visible_keys(q.shape[0], k.shape[0], cu_seqlens_q, cu_seqlens_k, options.causal, options.window_size)
     # softmax of a fully masked row is NaN: such a row sees all keys instead, and its result is set to 0.
     empty = ~seen.any(1, keepdim=True)
     # 0 times the NaN that padding may hold would be NaN.
@@ -394,6 +386,6 @@ def _sdpa(
     q, k, v = q.where(in_document_q, 0), k.where(in_document_k, 0), v.where(in_document_k, 0)
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=seen | empty, scale=softmax_scale, enable_gqa=k.shape[1] != q.shape[1]
+        q, k, v, attn_mask=seen | empty, scale=options.softmax_scale, enable_gqa=k.shape[1] != q.shape[1]
     )
     return out[0].transpose(0, 1).masked_fill(empty[..., None], 0.0)

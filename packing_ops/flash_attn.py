@@ -1,12 +1,12 @@
 """flash_attn_func and flash_attn_varlen_func: varlen_attention under flash-attn's names and signatures."""
 
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 
 from packing_ops import _batch_cache
 from packing_ops._arguments import check_tensor
-from packing_ops.attention import refuse_heads_first, varlen_attention
+from packing_ops.attention import attend, checked_options, refuse_heads_first
 
 
 @overload
@@ -98,14 +98,8 @@ def flash_attn_varlen_func(
     if block_table is not None:
         raise NotImplementedError("block_table: expected None, paged keys and values are not supported")
     refuse_heads_first(q)
-    options: dict[str, Any] = {
-        "causal": causal,
-        "softmax_scale": softmax_scale,
-        "window_size": window_size,
-        "softcap": softcap,
-        "sinks": s_aux,
-    }
-    out, lse = varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, **options, return_lse=True)
+    options = checked_options(causal, softmax_scale, window_size, softcap, s_aux)
+    out, lse = attend(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
     return (out, lse, None) if return_attn_probs else out
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from packing_ops._arguments import FLOATS, checks_each_call
 from packing_ops._batch_cache import is_captured
+from packing_ops.attention import AttentionOptions
 from packing_ops.metadata import PackedMetadata
 from packing_ops.parallel.collectives import start_all_gather
 
@@ -30,13 +31,16 @@ _FLAGS = ("causal", "keep_keys", "sinks", "visible_end", *_GRADIENTS)
 
 
 def check_agreement(
+    attention: str,
+    scheme: str,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     documents: PackedMetadata | torch.Tensor | None,
     group: dist.ProcessGroup,
-    options: Mapping[str, Any],
-    sinks: torch.Tensor | None,
+    options: AttentionOptions,
+    *,
+    keep_keys: bool | None = None,
 ) -> None:
     """Under PACKING_OPS_CHECK, ValueError on every rank where one has other options, heads, dtypes, rows or documents.
 
@@ -44,18 +48,29 @@ def check_agreement(
     others waiting. It waits for the GPU.
 
     Args:
+        attention: the function that is called, one of _WORDS.
         q, k, v: ``[rows, num_heads, head_dim]`` of this rank.
-        documents: of the whole row; None where each rank is given its own.
-        options: of the attention, by name, the same names in every call of one attention: numbers, None, bools, tuples of
-            numbers, words of _WORDS.
+        documents: of the whole row; None where each rank is given its own. Its visible_end is compared too.
+        keep_keys: of gathered attention.
     """
     if torch.compiler.is_compiling() or not checks_each_call() or is_captured(q):
         return
     # Backward is a collective too.
-    recorded, of_sinks = torch.is_grad_enabled(), sinks is not None and sinks.requires_grad
-    gradients = recorded and (q.requires_grad or k.requires_grad or v.requires_grad), recorded and of_sinks
-    # All ranks send the same names, whichever attention they call: those without keep_keys send None.
-    given = {"keep_keys": None, **options, "sinks": sinks is not None, **dict(zip(_GRADIENTS, gradients, strict=True))}
+    recorded, sinks = torch.is_grad_enabled(), options.sinks
+    gradients = (
+        recorded and (q.requires_grad or k.requires_grad or v.requires_grad),
+        recorded and sinks is not None and sinks.requires_grad,
+    )
+    # All ranks send the same names, whichever attention they call.
+    given = {
+        "keep_keys": keep_keys,
+        "attention": attention,
+        "scheme": scheme,
+        **options._asdict(),
+        "sinks": sinks is not None,
+        "visible_end": isinstance(documents, PackedMetadata) and documents.visible_end is not None,
+        **dict(zip(_GRADIENTS, gradients, strict=True)),
+    }
     numbers = _numbers(q, k, v, documents, given)
     sent = torch.tensor(list(numbers.values()), dtype=torch.float64, device=q.device)
     of_ranks = start_all_gather(sent[None], group)().tolist()
@@ -95,9 +110,8 @@ def _numbers(
     ends = documents.cu_seqlens if isinstance(documents, PackedMetadata) else documents
     numbers["cu_seqlens (documents)"] = float("nan") if ends is None else float(len(ends) - 1)
     numbers["cu_seqlens (checksum)"] = float("nan") if ends is None else _checksum(ends)
-    numbers["visible_end"] = numbers["visible_end (checksum)"] = 0.0
-    if metadata is not None and metadata.visible_end is not None:
-        numbers["visible_end"], numbers["visible_end (checksum)"] = 1.0, _checksum(metadata.visible_end)
+    visible_end = None if metadata is None else metadata.visible_end
+    numbers["visible_end (checksum)"] = 0.0 if visible_end is None else _checksum(visible_end)
     return numbers
 
 

@@ -3,13 +3,15 @@
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
+from packing_ops.attention import AttentionOptions, checked_options
 from packing_ops.metadata import PackedMetadata
 from packing_ops.parallel.agreement import check_agreement
 from packing_ops.parallel.collectives import Group, process_group
-from packing_ops.parallel.gathered import gathered_attention
+from packing_ops.parallel.gathered import attend_to_gathered
 from packing_ops.parallel.sharding import check_rows, check_scheme, check_window
-from packing_ops.parallel.ulysses import head_refusal, ulysses_attention
+from packing_ops.parallel.ulysses import attend_by_heads, head_refusal
 
 
 class Choice(NamedTuple):
@@ -95,14 +97,17 @@ def varlen_attention_over(
     causal: bool = True,
     window_size: tuple[int, int] = (-1, -1),
     explain: bool = False,
-    **options: Any,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
 ) -> Any:
     """ulysses_attention or gathered_attention, as choose_attention picks.
 
     Args:
-        group, q, k, v, documents, scheme, causal, window_size: as ulysses_attention.
+        group, q, k, v, documents: as ulysses_attention.
+        scheme, causal, window_size, softmax_scale, softcap, sinks, return_lse: as ulysses_attention.
         explain: also return why.
-        options: softmax_scale, softcap, sinks, return_lse.
 
     Returns:
         As ulysses_attention, and with ``explain`` (that, Choice).
@@ -113,15 +118,40 @@ def varlen_attention_over(
     Raises:
         ValueError: as the one that it picks.
     """
-    group = process_group(group)
+    group, scheme = process_group(group), check_scheme(scheme)
+    options = checked_options(causal, softmax_scale, check_window(window_size), softcap, sinks)
+    out, lse, choice = attend_over(q, k, v, documents, group, scheme, options, return_lse=return_lse)
+    found = (out, lse) if return_lse else out
+    return (found, choice) if explain else found
+
+
+def attend_over(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    documents: PackedMetadata | torch.Tensor,
+    group: dist.ProcessGroup,
+    scheme: str,
+    options: AttentionOptions,
+    *,
+    return_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None, Choice]:
+    """varlen_attention_over of checked options: (out, lse if asked for, choice)."""
     documents = check_rows(q, k, v, documents)
-    mask: dict[str, Any] = {"scheme": check_scheme(scheme), "causal": causal, "window_size": check_window(window_size)}
     if group.size() > 1:  # ranks whose heads or masks differ would choose differently
-        called = {"attention": "varlen_attention_over", **mask}
-        check_agreement(q, k, v, documents, group, called, options.get("sinks"))
+        check_agreement("varlen_attention_over", scheme, q, k, v, documents, group, options)
     choice = choose_attention(
-        documents, ranks=group.size(), rows=q.shape[0], num_heads=q.shape[1], num_kv_heads=k.shape[1], **mask
+        documents,
+        ranks=group.size(),
+        rows=q.shape[0],
+        num_heads=q.shape[1],
+        num_kv_heads=k.shape[1],
+        causal=options.causal,
+        window_size=options.window_size,
     )
-    attention = ulysses_attention if choice.name == "ulysses" else gathered_attention
-    out = attention(q, k, v, documents, group, **mask, **options)
-    return (out, choice) if explain else out
+    lse: torch.Tensor | None
+    if choice.name == "ulysses":
+        out, lse = attend_by_heads(q, k, v, documents, group, scheme, options, return_lse=return_lse)
+    else:
+        out, lse = attend_to_gathered(q, k, v, documents, group, scheme, options)
+    return out, lse, choice

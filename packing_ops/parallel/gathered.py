@@ -29,10 +29,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from packing_ops import _ops
-from packing_ops._arguments import window_sides
 from packing_ops._batch_cache import is_captured, kept_with, plan_for
-from packing_ops.attention import varlen_attention, wide_sinks
+from packing_ops.attention import (
+    AttentionOptions,
+    attend,
+    attention_backward,
+    attention_forward,
+    checked_options,
+    of_heads,
+)
 from packing_ops.metadata import PackedMetadata
 from packing_ops.parallel.agreement import check_agreement
 from packing_ops.parallel.collectives import (
@@ -106,33 +111,40 @@ def gathered_attention(
     """
     group = process_group(group)
     scheme = check_scheme(scheme)
-    options: dict[str, Any] = {
-        "causal": causal,
-        "softmax_scale": softmax_scale,
-        "window_size": check_window(window_size),
-        "softcap": softcap,
-    }
-    documents = check_rows(q, k, v, documents)
-    if group.size() == 1:
-        out, lse = varlen_attention(q, k, v, documents, sinks=sinks, return_lse=True, **options)
-        return (out, lse) if return_lse else out
-    told = {"attention": "gathered_attention", "scheme": scheme, "keep_keys": keep_keys, **options}
-    check_agreement(q, k, v, documents, group, told, sinks)
-    refuse_window(causal, window_size)
-    _refuse_visible_end(documents)
-    cu_seqlens = whole_row(documents, len(q), group.size())
-    if len(q) == 0:
-        out, lse = varlen_attention(q, k, v, documents, sinks=sinks, return_lse=True, **options)
-    else:
-        layout = layout_of(documents, cu_seqlens, len(q), group, scheme, causal, window_sides(window_size)[0])
-        out, lse = attention_over_keys(q, k, v, layout, group, sinks=sinks, keep_keys=keep_keys, **options)
+    options = checked_options(causal, softmax_scale, check_window(window_size), softcap, sinks)
+    out, lse = attend_to_gathered(q, k, v, documents, group, scheme, options, keep_keys=keep_keys)
     return (out, lse) if return_lse else out
 
 
-def refuse_window(causal: bool, window_size: tuple[int, int]) -> None:
-    if not causal and tuple(window_size) != (-1, -1):
+def attend_to_gathered(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    documents: PackedMetadata | torch.Tensor,
+    group: dist.ProcessGroup,
+    scheme: str,
+    options: AttentionOptions,
+    *,
+    keep_keys: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """gathered_attention of checked options: (out, lse)."""
+    documents = check_rows(q, k, v, documents)
+    if group.size() == 1:
+        return attend(q, k, v, documents, documents, options)
+    check_agreement("gathered_attention", scheme, q, k, v, documents, group, options, keep_keys=keep_keys)
+    refuse_window(options)
+    _refuse_visible_end(documents)
+    cu_seqlens = whole_row(documents, len(q), group.size())
+    if len(q) == 0:
+        return attend(q, k, v, documents, documents, options)
+    layout = layout_of(documents, cu_seqlens, len(q), group, scheme, options.causal, options.window_size[0])
+    return attention_over_keys(q, k, v, layout, group, options, keep_keys=keep_keys)
+
+
+def refuse_window(options: AttentionOptions) -> None:
+    if not options.causal and options.window_size != (-1, -1):
         raise NotImplementedError(
-            f"window_size: expected (-1, -1) without a causal mask under context parallelism, got {tuple(window_size)} "
+            f"window_size: expected (-1, -1) without a causal mask under context parallelism, got {options.window_size} "
             "(ulysses_attention takes it)"
         )
 
@@ -173,17 +185,12 @@ def attention_over_keys(
     v: torch.Tensor,
     layout: KeyLayout,
     group: dist.ProcessGroup,
+    options: AttentionOptions,
     *,
-    causal: bool = True,
-    softmax_scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
     keep_keys: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of this rank's queries over the keys of a layout, which come from the ranks of ``group``."""
-    options = (causal, softmax_scale, *window_sides(window_size), softcap)
-    return _Attention.apply(q, k, v, None if sinks is None else wide_sinks(sinks), layout, group, options, keep_keys)
+    return _Attention.apply(q, k, v, options.sinks, layout, group, options._replace(sinks=None), keep_keys)
 
 
 class _Attention(torch.autograd.Function):
@@ -199,24 +206,27 @@ class _Attention(torch.autograd.Function):
         sinks: torch.Tensor | None,
         layout: KeyLayout,
         group: dist.ProcessGroup,
-        options: tuple[Any, ...],
+        options: AttentionOptions,
         keep_keys: bool | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``sinks`` come beside the options, for their gradient."""
+        ctx.options = options
+        options = options._replace(sinks=sinks)
         parts = _parts(q, k, v, layout)
         under_way = [_start_keys(k[:, of_k], v[:, of_k], layout, group) for _, of_k in parts]
         documents, kept, found = (layout.cu_seqlens_q, layout.cu_seqlens_k), [], []
         for of_q, _ in parts:
             keys, values = under_way.pop(0)()
-            ctx.plan = plan_for(q[:, of_q], keys, values, *documents, options[0], *options[2:4])
-            sink = None if sinks is None else sinks[of_q]
-            found.append(_ops.varlen_attention(q[:, of_q], keys, values, *documents, sink, *options, ctx.plan, None))
+            of_part = of_heads(options, of_q)
+            ctx.plan = plan_for(q[:, of_q], keys, values, *documents, of_part)
+            found.append(attention_forward(q[:, of_q], keys, values, *documents, of_part, ctx.plan))
             kept += [keys, values]
         outs, lses = zip(*found, strict=True)
         out, lse = together(outs, 1), together(lses, 0)
         if keep_keys is None:
             keep_keys = keeps_keys(layout.received, q.shape[0], q.shape[1], k.shape[1])
         ctx.save_for_backward(q, sinks, out, lse, *(kept if keep_keys else (k, v)))
-        ctx.parts, ctx.keep_keys, ctx.layout, ctx.group, ctx.options = parts, keep_keys, layout, group, options
+        ctx.parts, ctx.keep_keys, ctx.layout, ctx.group = parts, keep_keys, layout, group
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -224,7 +234,7 @@ class _Attention(torch.autograd.Function):
     @no_second_derivative("gathered_attention")
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         q, sinks, out, lse, *kept = ctx.saved_tensors
-        layout, group, under_way = ctx.layout, ctx.group, []
+        layout, group, options, under_way = ctx.layout, ctx.group, ctx.options._replace(sinks=sinks), []
         if not ctx.keep_keys:
             k, v = kept
             under_way = [_start_keys(k[:, of_k], v[:, of_k], layout, group) for _, of_k in ctx.parts]
@@ -233,11 +243,9 @@ class _Attention(torch.autograd.Function):
         dqs, dsinks, returning = [], [], []
         for part, (of_q, _) in enumerate(ctx.parts):
             keys, values = kept[2 * part : 2 * part + 2] if ctx.keep_keys else under_way.pop(0)()
-            dlse_of, lse_of, sinks_of = (None if each is None else each[of_q] for each in (dlse, lse, sinks))
-            dq, dkeys, dvalues, dsink = _ops.varlen_attention_backward(
-                dout[:, of_q], dlse_of, q[:, of_q], keys, values, out[:, of_q], lse_of, *documents, sinks_of,
-                *ctx.options, ctx.plan, None,
-            )  # fmt: skip
+            saved = q[:, of_q], keys, values, out[:, of_q], lse[of_q]
+            dlse_of, of_part = None if dlse is None else dlse[of_q], of_heads(options, of_q)
+            dq, dkeys, dvalues, dsink = attention_backward(dout[:, of_q], dlse_of, saved, *documents, of_part, ctx.plan)
             returning.append(_start_gradients(dkeys, dvalues, len(q), layout, group))
             dqs.append(dq)
             dsinks.append(dsink)

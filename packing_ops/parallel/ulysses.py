@@ -15,10 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from packing_ops import _ops
-from packing_ops._arguments import check_tensor, described, window_sides
+from packing_ops._arguments import described
 from packing_ops._batch_cache import BatchCache, forget, kept_with, plan_for
-from packing_ops.attention import varlen_attention, wide_sinks
+from packing_ops.attention import (
+    AttentionOptions,
+    attend,
+    attention_backward,
+    attention_forward,
+    checked_options,
+    of_heads,
+)
 from packing_ops.data.context_parallel import chunks_of_ranks, slots_of_chunks
 from packing_ops.metadata import PackedMetadata
 from packing_ops.parallel.agreement import check_agreement
@@ -31,7 +37,7 @@ from packing_ops.parallel.collectives import (
     rows_at,
     start_all_to_all,
 )
-from packing_ops.parallel.overlap import together, ulysses_parts
+from packing_ops.parallel.overlap import slices, together, ulysses_parts
 from packing_ops.parallel.sharding import check_rows, check_scheme, check_window, whole_row
 
 Order = tuple[torch.Tensor, torch.Tensor]  # of a zigzag row: _order
@@ -85,41 +91,53 @@ def ulysses_attention(
     """
     group = process_group(group)
     scheme = check_scheme(scheme)
-    options: dict[str, Any] = {
-        "causal": causal,
-        "softmax_scale": softmax_scale,
-        "window_size": check_window(window_size),
-        "softcap": softcap,
-    }
+    options = checked_options(causal, softmax_scale, check_window(window_size), softcap, sinks)
+    out, lse = attend_by_heads(q, k, v, documents, group, scheme, options, return_lse=return_lse)
+    return out if lse is None else (out, lse)
+
+
+def attend_by_heads(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    documents: PackedMetadata | torch.Tensor,
+    group: dist.ProcessGroup,
+    scheme: str,
+    options: AttentionOptions,
+    *,
+    return_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """ulysses_attention of checked options: (out, lse), lse only if asked for."""
     documents = check_rows(q, k, v, documents)
     ranks, rows = group.size(), q.shape[0]
     if ranks == 1:
-        out, lse = varlen_attention(q, k, v, documents, sinks=sinks, return_lse=True, **options)
-        return (out, lse) if return_lse else out
-    told = {"attention": "ulysses_attention", "scheme": scheme, **options}
-    check_agreement(q, k, v, documents, group, told, sinks)
+        out, lse = attend(q, k, v, documents, documents, options)
+        return out, lse if return_lse else None
+    # Checks, first those of all ranks together.
+    check_agreement("ulysses_attention", scheme, q, k, v, documents, group, options)
     cu_seqlens = whole_row(documents, rows, ranks)
     _check_heads(q, k, v, ranks)
-    if sinks is not None:
-        check_tensor(sinks, "sinks")
-        if sinks.shape != (q.shape[1],):
-            raise ValueError(f"sinks: expected [num_q_heads={q.shape[1]}], got {described(sinks)}")
-        own = q.shape[1] // ranks
-        sinks = wide_sinks(sinks)[own * group.rank() : own * (group.rank() + 1)]
+    sinks = options.sinks
+    if sinks is not None and sinks.shape != (q.shape[1],):
+        raise ValueError(f"sinks: expected [num_q_heads={q.shape[1]}], got {described(sinks)}")
+    # What each part of the heads needs.
+    own = q.shape[1] // ranks
+    options = of_heads(options, slice(own * group.rank(), own * (group.rank() + 1)))
     order = _order(cu_seqlens, rows, ranks, documents) if scheme == "zigzag" else None
-    visible_end, cache = None, None
+    cache = None
     if isinstance(documents, PackedMetadata):
-        visible_end, cache = documents.visible_end, documents._cache
-    past = causal, softmax_scale, *window_sides(window_size), softcap
+        options, cache = options._replace(visible_end=documents.visible_end), documents._cache
     heads = [(tensor.shape[1], tensor.shape[2]) for tensor in (q, k, v)]
     parts = 1 if torch.compiler.is_compiling() else ulysses_parts(ranks, rows, heads, q.element_size())
+    # Tensors come beside the options: autograd and torch.compile see the arguments of apply alone.
+    tensors = options.sinks, cu_seqlens, options.visible_end, order
     try:
-        given = q, k, v, sinks, cu_seqlens, visible_end, order, group, cache, past, return_lse, parts
-        out, *lse = _Attention.apply(*given)
+        without = options._replace(sinks=None, visible_end=None)
+        out, *of_rows = _Attention.apply(q, k, v, *tensors, group, cache, without, return_lse, parts)
     except ValueError:
         forget()  # as varlen_attention
         raise
-    return (out, lse[0].T.contiguous()) if return_lse else out
+    return out, of_rows[0].T.contiguous() if return_lse else None
 
 
 def head_refusal(num_heads: int, num_kv_heads: int, ranks: int) -> str:
@@ -171,30 +189,28 @@ class _Attention(torch.autograd.Function):
         order: Order | None,
         group: dist.ProcessGroup,
         cache: BatchCache | None,
-        options: tuple[Any, ...],
+        options: AttentionOptions,
         return_lse: bool,
         parts: int,
     ) -> tuple[torch.Tensor, ...]:
         """out, and with return_lse lse, whose rows come first here."""
         size, documents = group.size(), (cu_seqlens, cu_seqlens)
-        causal, _, left, right, _ = options
+        ctx.options = options
         # k and v before q: attention needs all keys before its first tile, and q is the largest.
         coming = [
             [start_all_to_all(_by_head(tensor, size, part, parts), group) for tensor in (k, v, q)]
             for part in range(parts)
         ]
         leaving, saved = [], []
-        for sink in _of_parts(sinks, parts):
+        for of_part in _of_parts(options._replace(sinks=sinks, visible_end=visible_end), parts, q.shape[1] // size):
             key, value, query = (_in_row_order(received().flatten(0, 1), order) for received in coming.pop(0))
-            plan = plan_for(
-                query, key, value, cu_seqlens, cu_seqlens, causal, left, right, cache, visible_end=visible_end
-            )
-            out, lse = _ops.varlen_attention(query, key, value, *documents, sink, *options, plan, visible_end)
+            plan = plan_for(query, key, value, *documents, of_part, cache)
+            out, lse = attention_forward(query, key, value, *documents, of_part, plan)
             rows = (out, lse.T) if return_lse else (out,)
             leaving.append([start_all_to_all(_by_rank(each, size, order), group) for each in rows])
             saved += [query, key, value, out, lse]
         ctx.save_for_backward(sinks, cu_seqlens, visible_end, plan, *saved)
-        ctx.group, ctx.order, ctx.options = group, order, options
+        ctx.group, ctx.order = group, order
         ctx.num_heads = [tensor.shape[1] for tensor in (q, k, v)]
         ctx.set_materialize_grads(False)
         return tuple(_whole(leaving, [q.shape[1]] * len(rows)))
@@ -215,20 +231,20 @@ class _Attention(torch.autograd.Function):
             [start_all_to_all(_by_head(each, size, part, parts), group) for each in given] for part in range(parts)
         ]
         leaving, dsinks = [], []
-        for part, sink in enumerate(_of_parts(sinks, parts)):
-            of_part = saved[5 * part : 5 * part + 5]
+        options = ctx.options._replace(sinks=sinks, visible_end=visible_end)
+        for part, of_part in enumerate(_of_parts(options, parts, heads // size)):
+            saved_of = saved[5 * part : 5 * part + 5]
             do, *dl = (_in_row_order(received().flatten(0, 1), order) for received in coming.pop(0))
-            gradients = _ops.varlen_attention_backward(
-                do, dl[0].T if dl else None, *of_part, *documents, sink, *ctx.options, plan, visible_end
-            )
+            gradients = attention_backward(do, dl[0].T if dl else None, saved_of, *documents, of_part, plan)
             leaving.append([start_all_to_all(_by_rank(each, size, order), group) for each in gradients[:3]])
             dsinks.append(gradients[3])
         dsink = None if sinks is None else together(dsinks, 0)
         return *_whole(leaving, ctx.num_heads), dsink, *(8 * [None])
 
 
-def _of_parts(sinks: torch.Tensor | None, parts: int) -> Sequence[torch.Tensor | None]:
-    return parts * [None] if sinks is None else sinks.chunk(parts)
+def _of_parts(options: AttentionOptions, parts: int, heads: int) -> list[AttentionOptions]:
+    """The options of each part of this rank's ``heads``."""
+    return [of_heads(options, part) for part in slices(heads, parts)]
 
 
 def _by_head(rows: torch.Tensor, ranks: int, part: int, parts: int) -> torch.Tensor:

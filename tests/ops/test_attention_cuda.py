@@ -7,6 +7,7 @@ from helpers import assert_error_within, assert_same, cu_seqlens_of, pytest_of_i
 
 import packing_ops as po
 from packing_ops import _batch_cache
+from packing_ops.attention import AttentionOptions
 from packing_ops.reference.attention import visible
 
 pytestmark = [
@@ -79,7 +80,7 @@ def test_a_row_heads_first_shares_the_plan():
     q, k, _, _ = packed([70, 5])
     cu_seqlens = cu_seqlens_of([70, 5], "cuda")
     plans = [
-        _batch_cache.plan_for(*rows, cu_seqlens, cu_seqlens, True, -1, -1)
+        _batch_cache.plan_for(*rows, cu_seqlens, cu_seqlens, AttentionOptions())
         for rows in ((q, k, k), [t[None].transpose(1, 2) for t in (q, k, k)])
     ]
     assert plans[0] is not None

@@ -166,7 +166,7 @@ STATE = {
 COUNTERS = {"_batch_cache._forgotten"}
 LONG = {"_autograd.register_autograd"}  # torch's own, rebuilt: its parts belong together
 # Private functions with the arguments of an op or of another library's function.
-MIRRORS = {"_flops._forward", "_flops._backward", "attention_backends._torch_varlen", "logps._logps"}
+MIRRORS = {"_flops._forward", "_flops._backward", "logps._logps"}
 MIRRORS |= {"logps._token_logps_backward"}
 MODULES = {
     ".".join(path.relative_to(ROOT / "packing_ops").with_suffix("").parts): ast.parse(path.read_text())

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from packing_ops.attention import checked_options
 from packing_ops.parallel.gathered import attention_over_keys, refuse_window
 from packing_ops.parallel.key_layout import KeyLayout
 
@@ -46,6 +47,6 @@ def context_parallel_attention(
 
     Method: Llama Team, The Llama 3 Herd of Models (2024): gathered keys and values, 2 * cp_size chunks.
     """
-    refuse_window(causal, window_size)
-    options = {"causal": causal, "softmax_scale": softmax_scale, "window_size": window_size, "sinks": sinks}
-    return attention_over_keys(q, k, v, call, group, **options)[0]
+    options = checked_options(causal, softmax_scale, window_size, sinks=sinks)
+    refuse_window(options)
+    return attention_over_keys(q, k, v, call, group, options)[0]

@@ -7,12 +7,11 @@ from megatron.core.transformer.module import MegatronModule
 
 from packing_ops import _ops
 from packing_ops._batch_cache import dense_cu_seqlens
-from packing_ops.attention import varlen_attention
-from packing_ops.integrations._attention_options import AttentionOptions
-from packing_ops.integrations.megatron.context_parallel import context_parallel_attention
+from packing_ops.attention import attend, checked_options, wide_sinks
 from packing_ops.integrations.megatron.masks import causal_and_window, tokens_of, window_of
 from packing_ops.integrations.megatron.varlen_call import DocumentSpans, field_of, spans_of, varlen_call_of
 from packing_ops.metadata import PackedMetadata, check_causal
+from packing_ops.parallel.gathered import attention_over_keys, refuse_window
 
 _UNSERVED = ("qk_clip", "log_max_attention_logit", "fp8_dot_product_attention", "fp8_multi_head_attention")
 
@@ -142,28 +141,26 @@ class PackingDotProductAttention(MegatronModule):
             raise NotImplementedError("attention_bias: expected None, a bias is not supported")
         mask_type = (self.attn_mask_type if attn_mask_type is None else attn_mask_type).name
         causal, window = causal_and_window(mask_type, self.window_size)
+        options = checked_options(causal, self.softmax_scale, window, sinks=self.softmax_offset)
         group = self._cp_group(packed_seq_params)
         heads = query, key, value
         documents = _thd_documents(packed_seq_params)
         if documents is not None:
             _expect(heads, "[total, num_heads, head_dim]", 3)
-            options = AttentionOptions(causal, self.softmax_scale, window, sinks=self.softmax_offset)
-            out = self._attend(*heads, documents, options, group)
-            return out.flatten(1)
+            return self._attend(*heads, documents, options, group).flatten(1)
         _expect(heads, "[seqlen, batch, num_heads, head_dim]", 4)
         if causal and len(query) != len(key):
             raise ValueError(f"key: expected the {len(query)} rows of query under a causal mask, got {len(key)}")
         if attention_mask is not None and not self.window_size:
             tokens = tokens_of(attention_mask, query, key, mask_type, self.layer_number)
             if tokens is not None:
-                options = AttentionOptions(causal, self.softmax_scale, window, sinks=self.softmax_offset)
                 return self._attend_tokens(heads, tokens, options, group).flatten(2)
         # The columns of the batch as more heads: no copy, and each query group keeps its queries.
-        sinks = None if self.softmax_offset is None else self.softmax_offset.repeat(query.shape[1])
+        if self.softmax_offset is not None:
+            options = options._replace(sinks=wide_sinks(self.softmax_offset.repeat(query.shape[1])))
         ranks = 1 if group is None else group.size()
         sides = ((query, "query"), (key, "key"))
         cu_seqlens = [dense_cu_seqlens(1, ranks * len(tensor), tensor, name) for tensor, name in sides]
-        options = AttentionOptions(causal, self.softmax_scale, window, sinks=sinks)
         out = self._attend(*(t.flatten(1, 2) for t in heads), DocumentSpans(*cu_seqlens, *cu_seqlens), options, group)
         return out.view(*query.shape[:3], out.shape[-1]).flatten(2)
 
@@ -178,16 +175,16 @@ class PackingDotProductAttention(MegatronModule):
         return _ops.scatter_rows(out, indices, batch, seqlen).transpose(0, 1).contiguous()
 
     def _attend(self, q, k, v, documents, options, group):
-        causal, softmax_scale, window, _, sinks = options
-        named = {"causal": causal, "softmax_scale": softmax_scale, "window_size": window, "sinks": sinks}
+        causal = options.causal
         if group is None or q.shape[0] == k.shape[0] == 0:
             call = varlen_call_of(documents, k.shape[0], causal=causal, layer=self.layer_number)
-            return varlen_attention(q, k, v, call.cu_seqlens_q, call.cu_seqlens_k, **named)
+            return attend(q, k, v, call.cu_seqlens_q, call.cu_seqlens_k, options)[0]
         if len(q) != len(k):
             raise ValueError(f"key: expected the {len(q)} rows of query under context parallelism, got {len(k)}")
         ranks = {"cp_rank": group.rank(), "cp_size": group.size()}
         call = varlen_call_of(documents, k.shape[0], causal=causal, layer=self.layer_number, **ranks)
-        return context_parallel_attention(q, k, v, call, group, **named)
+        refuse_window(options)
+        return attention_over_keys(q, k, v, call, group, options)[0]
 
     def _cp_group(self, packed_seq_params):
         """The ranks that hold the documents; None for this one alone. A batch may bring its own."""

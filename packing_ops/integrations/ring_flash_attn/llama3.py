@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from packing_ops._arguments import check_cu_seqlens, check_cumulated, int32_cu_seqlens, window_sides
 from packing_ops._batch_cache import kept_with
+from packing_ops.attention import checked_options
 from packing_ops.parallel.agreement import check_agreement
 from packing_ops.parallel.collectives import process_group
 from packing_ops.parallel.gathered import attention_over_keys, refuse_window
@@ -114,24 +115,18 @@ def llama3_flash_attn_varlen_func(
         raise NotImplementedError("alibi_slopes: expected None, ALiBi is not supported")
     left, right = window_sides(window_size)
     window = (left, 0 if causal and left >= 0 else -1 if causal else right)
-    refuse_window(causal, window)
+    options = checked_options(causal, softmax_scale, window, softcap, sinks)
+    refuse_window(options)
     group = process_group(group)
-    options: dict[str, Any] = {
-        "causal": causal,
-        "softmax_scale": softmax_scale,
-        "window_size": window,
-        "softcap": softcap,
-    }
     if group.size() > 1:
-        told = {"attention": "llama3_flash_attn_varlen_func", "scheme": "contiguous", **options}
-        check_agreement(q, k, v, None, group, told, sinks)
+        check_agreement("llama3_flash_attn_varlen_func", "contiguous", q, k, v, None, group, options)
     total = group.size() * len(k)
     documents = cu_seqlens_q, cu_seqlens_k
     layout = kept_with(
         documents, ("keys of a slice", local_k_slice.start, local_k_slice.stop, len(q), total),
         lambda: _layout(*documents, local_k_slice, len(q), total),
     )  # fmt: skip
-    out, lse = attention_over_keys(q, k, v, layout, group, sinks=sinks, **options)
+    out, lse = attention_over_keys(q, k, v, layout, group, options)
     return (out, lse, None) if return_attn_probs else out
 
 

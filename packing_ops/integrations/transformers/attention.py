@@ -10,8 +10,7 @@ import torch
 
 from packing_ops import _ops
 from packing_ops._arguments import dtype_name
-from packing_ops.attention import varlen_attention
-from packing_ops.integrations._attention_options import AttentionOptions
+from packing_ops.attention import attend, checked_options
 from packing_ops.integrations._patching import Patch
 from packing_ops.integrations.transformers import fallback, masks, sequence_group, stateful_layers
 from packing_ops.integrations.transformers.call import NAMES, current, has_masked, numbered, watched
@@ -133,7 +132,7 @@ def packing_ops_attention(
 ):
     """query ``[batch, num_heads, seqlen, head_dim]`` -> (``[batch, seqlen, num_heads, head_dim]``, None)."""
     cu_seqlens, sequence = (cu_seq_lens_q, cu_seq_lens_k), sequence_group.of(module)
-    reason, visible_end = "" if HARMLESS.issuperset(kwargs) else option_for_sdpa(kwargs), None
+    reason = "" if HARMLESS.issuperset(kwargs) else option_for_sdpa(kwargs)
     pattern = attention_mask if isinstance(attention_mask, masks.MaskPattern) else None
     if pattern is not None:
         causal, window = pattern.causal, pattern.window
@@ -141,7 +140,7 @@ def packing_ops_attention(
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         sees_all = sliding_window is None or (sequence is None and sliding_window > key.shape[2])
         window = (-1, -1) if sees_all else (sliding_window - 1, 0)
-    options = AttentionOptions(causal, scaling, window, softcap, s_aux)
+    options = checked_options(causal, scaling, window, softcap or 0.0, s_aux)
     if sequence is not None:
         reason = reason or why_not(query, key, value, dropout)
         if pattern is not None and pattern.blocks is not None:
@@ -151,7 +150,7 @@ def packing_ops_attention(
     if pattern is not None:
         documents = documents_of_pattern(module, pattern, query, key, cu_seqlens, position_ids)
         visible_end, none = (None, "the last queries of a row") if pattern.last else pattern.visible_end(documents)
-        reason = reason or none
+        reason, options = reason or none, options if visible_end is None else options._replace(visible_end=visible_end)
     else:
         if attention_mask is None and position_ids is not None:
             refuse_dropped_mask(module, query, cu_seqlens, position_ids, causal, window)
@@ -166,7 +165,7 @@ def packing_ops_attention(
     if not reason and documents.holes and window != (-1, -1):
         reason = "a sliding window over padding that may lie inside a row"
     if not reason:
-        return _varlen((query, key, value), documents, causal, scaling, window, softcap, s_aux, visible_end), None
+        return _varlen((query, key, value), documents, options), None
     fallback.warn_once(reason)
     mask = attention_mask if documents is None else fallback.mask_of(documents, query, options, attention_mask)
     return fallback.attend(module, query, key, value, mask, options, dropout, kwargs)
@@ -178,7 +177,7 @@ def _without_pattern(module, query, mask, cu_seqlens, position_ids):
     return find_documents(query, cu_seqlens, padding, position_ids, getattr(module, "layer_idx", None)).on(query.device)
 
 
-def _varlen(heads, documents, causal, scaling, window, softcap, sinks, visible_end=None):
+def _varlen(heads, documents, options):
     """Host-latency critical: runs in every layer."""
     query, key, value = _one_dtype(*heads)
     batch, _, seqlen, _ = query.shape
@@ -192,18 +191,8 @@ def _varlen(heads, documents, causal, scaling, window, softcap, sinks, visible_e
             rows = [tensor.flatten(0, 1) for tensor in rows]
         else:
             rows = _ops.gather_rows_many(rows, indices, indices.shape[0])
-    out = varlen_attention(
-        *rows,
-        documents.cu_seqlens_q,
-        documents.cu_seqlens_k,
-        causal=causal,
-        softmax_scale=scaling,
-        window_size=window,
-        softcap=softcap or 0.0,
-        sinks=sinks,
-        visible_end=visible_end,
-        layout="bhsd" if one_row else None,
-    )
+    layout = "bhsd" if one_row else None
+    out, _ = attend(*rows, documents.cu_seqlens_q, documents.cu_seqlens_k, options, layout=layout)
     if one_row:
         return out
     if indices is None:

@@ -18,12 +18,12 @@ class SequenceGroup:
     def __init__(self, group, scheme: str):
         # Here, since a torch without torch.distributed has none of this; and not in attend, since torch.compile traces no
         # import inside a forward.
-        from packing_ops.parallel import varlen_attention_over
+        from packing_ops.parallel.choose import attend_over
         from packing_ops.parallel.collectives import process_group
         from packing_ops.parallel.sharding import check_scheme
 
         self.group, self.scheme = process_group(group), check_scheme(scheme)
-        self.varlen_attention_over = varlen_attention_over
+        self.attend_over = attend_over
 
     def __deepcopy__(self, memo):
         return self
@@ -95,19 +95,8 @@ class SequenceGroup:
             )
         if not isinstance(cu_seqlens, torch.Tensor):
             raise ValueError("cu_seq_lens_q: expected to reach attention with a sequence_group, the model drops it")
-        causal, scaling, window, softcap, sinks = options
-        rows = (tensor[0].transpose(0, 1) for tensor in heads)
-        out = self.varlen_attention_over(
-            self.group,
-            *rows,
-            cu_seqlens,
-            scheme=self.scheme,
-            causal=causal,
-            softmax_scale=scaling,
-            window_size=window,
-            softcap=softcap or 0.0,
-            sinks=sinks,
-        )
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in heads)
+        out, _, _ = self.attend_over(q, k, v, cu_seqlens, self.group, self.scheme, options)
         return out[None]
 
 

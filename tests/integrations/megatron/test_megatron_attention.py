@@ -320,10 +320,10 @@ def test_empty_batches(device):
 def test_value_may_have_another_head_dim(device, width, monkeypatch):
     """As in multi-latent attention: the op gets value as it is, and the output has its head_dim."""
     widths = []
-    attend = core_attention.varlen_attention
+    attend = core_attention.attend
     monkeypatch.setattr(
         core_attention,
-        "varlen_attention",
+        "attend",
         lambda *heads, **named: widths.append(heads[2].shape[-1]) or attend(*heads, **named),
     )
     q, k, _ = heads_of(8, device=device)

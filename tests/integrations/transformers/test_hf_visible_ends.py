@@ -76,7 +76,7 @@ def calls(monkeypatch):
     register()
     monkeypatch.setattr(fallback, "_warned", set())
     seen, serve = [], attention._varlen
-    monkeypatch.setattr(attention, "_varlen", lambda *given: seen.append(given[-1]) or serve(*given))
+    monkeypatch.setattr(attention, "_varlen", lambda *given: seen.append(given[-1].visible_end) or serve(*given))
     return seen
 
 

@@ -37,9 +37,9 @@ def images(device, grid=GRID):
 @pytest.fixture
 def lengths(monkeypatch):
     """Tokens of every call of our varlen attention."""
-    seen, ours = [], attention.varlen_attention
+    seen, ours = [], attention.attend
     monkeypatch.setattr(
-        attention, "varlen_attention", lambda q, *rest, **options: seen.append(q.shape[2]) or ours(q, *rest, **options)
+        attention, "attend", lambda q, *rest, **options: seen.append(q.shape[2]) or ours(q, *rest, **options)
     )
     return seen
 

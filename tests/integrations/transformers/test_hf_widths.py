@@ -47,7 +47,7 @@ def packed(documents):
 def widths(monkeypatch):
     """(head_dim of q, of v) of every call of the op; a fallback fails."""
     seen = set()
-    attend = attention.varlen_attention
+    attend = attention.attend
 
     def watched(q, k, v, *args, **options):
         seen.add((q.shape[-1], v.shape[-1]))
@@ -57,7 +57,7 @@ def widths(monkeypatch):
         raise AssertionError(f"fell back: {reason}")
 
     register()
-    monkeypatch.setattr(attention, "varlen_attention", watched)
+    monkeypatch.setattr(attention, "attend", watched)
     monkeypatch.setattr(fallback, "warn_once", refuse)
     return seen
 
