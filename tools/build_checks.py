@@ -146,7 +146,7 @@ def is_asked(source: str, asked: tuple[int, ...]) -> bool:
     where v has another head_dim, that of q and k counts."""
     path = Path(source)
     name = path.stem.replace("_wide", "_512")
-    number = re.search(r"_(\d+)(?:_\d+)?(?:_smem\d+)?$", name) if path.parent.name == "instances" else None
+    number = re.search(r"_(\d+)(?:_\d+)?(?:_(?:smem|step)\d+)?$", name) if path.parent.name == "instances" else None
     if number is None:
         return True
     serves = {96, 128} if number[1] == "128" and path.parent.parent.name == "sm90" else {int(number[1])}

@@ -54,7 +54,7 @@ struct TileLister {
   // have the same cost: they stay next to each other in the list, run at the same time and read the same rows from L2.
   __device__ int64_t cost(const DocumentWithEnds& d, int32_t tile) const {
     const int64_t group = plan.tiles.group;
-    if (list == PlanView::kForwardShort) return ceil_div(d.keys, kShortKeys);
+    if (list == PlanView::kForwardShort) return ceil_div(d.keys, plan.tiles.forward_keys);
     if (list == PlanView::kForwardResident) {
       constexpr int64_t kFixed = 8;  // cost of a block of rows before its first key, in blocks of 16 keys
       return ceil_div(d.tokens * group, kResidentRowTile) * (kFixed + ceil_div(d.keys, kResidentRowTile));

@@ -69,31 +69,45 @@ constexpr bool is_wide(int padded) {
 constexpr int forward_rows(int padded, int padded_v) {
   return padded_v <= 128 ? 128 : 64;
 }
+// Keys of a step of the online softmax: the same in every class of documents that a GPU has beside each other, because
+// a row's bits depend on them (see resident_step_keys).
 constexpr int forward_keys(int padded) {
   return padded <= 128 ? 64 : 32;
 }
 
-// Short documents (keys * group up to this) get smaller tiles, four blocks to a multiprocessor.
+// The same of wgmma: registers hold out and a step's scores.
+constexpr int wgmma_forward_keys(int dim_v) {
+  return dim_v <= 128 ? 128 : 64;
+}
+
+// Short documents (keys * group up to this) get smaller tiles.
 constexpr int kShortMaxKeysTimesGroup = 512;
 constexpr bool has_short_forward(int padded) {
   return padded <= 128;
 }
 constexpr int kShortRows = 64;
-constexpr int kShortKeys = 32;
+constexpr int short_blocks(int padded) {  // of a multiprocessor
+  return padded <= 64 ? 4 : 2;
+}
 
 // Resident documents, of up to kResidentMaxTokens keys and tokens: all keys lie in shared memory, in a ring of key
 // tiles, beside 16 rows of q for each consumer warp. Where a block may have 227 KB.
 constexpr int kResidentMaxTokens = 128;
 constexpr int kResidentRowTile = 16;
+constexpr int kResidentKeys = 32;  // of a tile
 constexpr int kResidentWarps = 15;
 constexpr int resident_key_tiles(int padded) {
   return 10 * 128 / padded;
 }
 constexpr int resident_shared(int padded) {
-  return (2 * resident_key_tiles(padded) * kShortKeys + kResidentWarps * kResidentRowTile) * padded * 2 + 128;
+  return (2 * resident_key_tiles(padded) * kResidentKeys + kResidentWarps * kResidentRowTile) * padded * 2 + 128;
 }
 constexpr int kResidentRingBytes = 2048;  // at least sizeof(ResidentRing)
 bool has_resident_forward(int padded, int device);
+// Keys of its softmax steps: those of the kernel for longer documents.
+constexpr int resident_step_keys(int padded, bool wgmma) {
+  return wgmma ? wgmma_forward_keys(padded) : forward_keys(padded);
+}
 
 // Wide rows: warps of 16 rows and a share of the columns, as many as fit into a block with k163KB, or with k99KB.
 constexpr int wide_forward_rows(SmemTier tier) {
@@ -126,11 +140,7 @@ constexpr bool has_wgmma_backward_of(int64_t head_dim) {
 bool has_wgmma_forward(int64_t group, int64_t head_dim, int64_t head_dim_v, int device);
 bool has_wgmma_backward(int64_t group, int64_t head_dim, int64_t head_dim_v, int device);
 
-// Forward. A step's keys: registers hold out and a step's scores.
-constexpr int wgmma_forward_keys(int dim_v) {
-  return dim_v <= 128 ? 128 : 64;
-}
-// Stages in shared memory: q of units, k and v of steps.
+// Stages of the forward in shared memory: q of units, k and v of steps.
 constexpr int wgmma_q_stages(int dim) {
   return dim <= 128 ? 2 : 1;
 }

@@ -156,11 +156,10 @@ __global__ void __launch_bounds__(128, ForwardShape<kDim, kShort, kDimV>::kBlock
       // A tile that is hidden from all rows of this warp would change no bit.
       if (first_key < visible_any.end && end_key > visible_any.begin) {
         const bool masked = first_key < visible_all.begin || end_key > visible_all.end;
-        const int32_t end = visible_any.end - first_key;
         const auto warp_tile = [&]() -> WarpTile<Shape> {  // in each branch: its addresses hold no registers across
-          return {tile_q, tile_k(stage), tile_v(stage), warp_row, first_key, end, masked};
+          return {tile_q, tile_k(stage), tile_v(stage), warp_row, first_key, masked};
         };
-        if (end <= Shape::kKeys / 2) {
+        if (visible_any.end - first_key <= Shape::kKeys / 2) {
           Unit::template step<Unit::kKeyBlocks / 2>(o, state, args, warp_tile(), work.d, work.rows, scale);
         } else {
           Unit::template step<Unit::kKeyBlocks>(o, state, args, warp_tile(), work.d, work.rows, scale);

@@ -12,7 +12,8 @@ namespace packing_ops::attention::sm80 {
 template <class T, int kDim, bool kShort, bool kTransform, int kDimV = kDim>
 void run_forward(const Args& args, cudaStream_t stream);
 
-template <class T, int kDim, bool kTransform>
+// kStepKeys: resident_step_keys.
+template <class T, int kDim, bool kTransform, int kStepKeys>
 void run_forward_resident(const Args& args, cudaStream_t stream);
 
 // head_dim 512.
