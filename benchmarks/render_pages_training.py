@@ -111,8 +111,8 @@ def e2e() -> str:
     table = markdown(["", "tokens per second", "memory", "packing_ops is faster by"], rows)
     vocabulary = f"vocabulary of {int(first['vocabulary']):,}; " if first.get("vocabulary") else ""
     return (
-        f"{table}\n\n{int(first['tokens']):,} tokens in {first['documents']} documents; {vocabulary}losses agree to {apart:.4f}. "
-        f"{origin(measured)}."
+        f"{table}\n\n{int(first['tokens']):,} tokens in {first['documents']} documents; {vocabulary}bf16 losses differ by "
+        f"at most {apart:.4f}. {origin(measured)}."
     )
 
 
