@@ -154,12 +154,7 @@ STATE = {
     "integrations.transformers.call._habits",  # of classes
     "integrations.transformers.rope.PATCHES",  # apply_packing_ops, revert_packing_ops
     "integrations.transformers.call._counts",  # of a model, and goes with it
-    "integrations.transformers.stateful_kinds._parting",  # what was found of a layer, here and below, goes with it
-    "integrations.transformers.stateful_kinds.by_themselves",
-    "integrations.transformers.stateful_kinds.learned",
-    "integrations.transformers.stateful_kinds.not_settled",
-    "integrations.transformers.stateful_layers._prepared",
-    "integrations.transformers.stateful_ways._ways",
+    "integrations.transformers.stateful._prepared",  # layers, and goes with them; unregister
     "integrations.trl.packing._applied",  # patch_pack_dataset, unpatch_pack_dataset
     "parallel.collectives._of_parent",  # goes with its groups; filled by a fork, os.register_at_fork
 }

@@ -7,10 +7,8 @@ attn_implementation="packing_ops":
     documents.py            Where the documents of a batch lie, and whether a row has several.
     masks.py                MaskPattern, which layers get in place of a mask tensor, and where masks are made.
     versions.py             The transformers that is served.
-    stateful_layers.py      Layers that carry a state along the sequence: each document from a state of its own;
-                            stateful_kinds.py: which layers; stateful_ways.py, stateful_rows.py: how; stateful_probe.py: layers
-                            that the call of their model cannot show; stateful_forwards.py: in place of their forward;
-                            stateful_arguments.py: what they are given and return.
+    stateful.py             Layers that carry a state along the sequence: each document from a state of its own, and
+                            declare; stateful_rows.py: documents as rows of a batch.
 apply_packing_ops(model):
     apply.py                Apply and revert, Applied, which is what they say, a model's attn_implementation, and info.
     sequence_group.py       A model whose rows lie on several ranks, by packing_ops.parallel.
@@ -23,18 +21,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # what type checkers and docs/api read
     from packing_ops.integrations.transformers.apply import Applied, apply_packing_ops, info, revert_packing_ops
     from packing_ops.integrations.transformers.attention import register, unregister
+    from packing_ops.integrations.transformers.stateful import declare
 
 from packing_ops._lazy import lazy_names
 
 _MODULES = {
     "Applied": "apply",
     "apply_packing_ops": "apply",
+    "declare": "stateful",
     "info": "apply",
     "register": "attention",
     "revert_packing_ops": "apply",
     "unregister": "attention",
 }
-__all__ = ["Applied", "apply_packing_ops", "info", "register", "revert_packing_ops", "unregister"]
+__all__ = ["Applied", "apply_packing_ops", "declare", "info", "register", "revert_packing_ops", "unregister"]
 __getattr__, __dir__ = lazy_names(
     globals(), _MODULES, "transformers", "needs transformers: pip install packing_ops[hf]"
 )

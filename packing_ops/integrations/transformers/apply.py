@@ -14,7 +14,7 @@ import transformers
 from packing_ops.integrations._patching import take_out
 from packing_ops.integrations.transformers import (
     fallback,
-    stateful_layers,
+    stateful,
 )
 from packing_ops.integrations.transformers import fused_loss as fused_loss_patch
 from packing_ops.integrations.transformers import rms_norm as rms_norm_patch
@@ -23,8 +23,7 @@ from packing_ops.integrations.transformers import sequence_group as sequence_pat
 from packing_ops.integrations.transformers import vision as vision_patch
 from packing_ops.integrations.transformers.attention import packing_ops_attention, register, unknown_options
 from packing_ops.integrations.transformers.call import GUARD, NAMES, guard_of, mixes_tokens
-from packing_ops.integrations.transformers.stateful_kinds import reads_text
-from packing_ops.integrations.transformers.versions import PreTrainedModel, not_causal
+from packing_ops.integrations.transformers.versions import PreTrainedModel, not_causal, reads_text
 
 # --- Applied ---
 
@@ -160,7 +159,8 @@ def apply_packing_ops(
     if fused_loss and (reason := fused_loss_patch.why_not(found)):
         skipped["fused_loss"] = reason
     if sequence_group is not None:
-        sequence_patch.check(found, skipped.get("attention") or (None if attention else "attention=False"))
+        without = skipped.get("attention") or (None if attention else "attention=False")
+        sequence_patch.check(found, without or stateful.why_not_on_ranks(found))
     _refuse(model, skipped, strict)
     # Attention, which a model may still refuse
     if attention and "attention" not in skipped and (left := _set_attention(model)):
@@ -196,7 +196,7 @@ def revert_packing_ops(model: torch.nn.Module) -> None:
     """
     _check_model(model)
     befores = {host: kept.before for host in hosts(model) if (kept := host.__dict__.get(STATE)) is not None}
-    stateful_layers.revert(model)
+    stateful.revert(model)
     for module in model.modules():
         take_out(module, PACKAGE)
     rope_patch.release(model)
@@ -309,7 +309,7 @@ def _guard(model: torch.nn.Module, why: str) -> bool:
     """Whether calls of it with several documents in a row are an error from now on, where no layer keeps them apart."""
     found = [module for host in hosts(model) for module in host.modules() if _is_of_text(module)]
     for module in found:
-        module.__dict__[GUARD] = Guard(why, bool(stateful_layers.stateful_layers(module)))
+        module.__dict__[GUARD] = Guard(why, stateful.carries_state(module))
     return bool(found)
 
 

@@ -12,7 +12,7 @@ from packing_ops import _ops
 from packing_ops._arguments import dtype_name
 from packing_ops.attention import attend, checked_options
 from packing_ops.integrations._patching import Patch
-from packing_ops.integrations.transformers import fallback, masks, sequence_group, stateful_layers
+from packing_ops.integrations.transformers import fallback, masks, sequence_group, stateful
 from packing_ops.integrations.transformers.call import NAMES, current, has_masked, numbered, watched
 from packing_ops.integrations.transformers.documents import can_read, find_documents, is_tensor
 from packing_ops.integrations.transformers.masks import mark_used
@@ -94,10 +94,10 @@ def unregister(name: str = "packing_ops") -> None:
         masks.PATCH.revert()
         OWN_ATTENTION.revert()
         _CALLS.revert()
-        stateful_layers.revert()
+        stateful.revert()
 
 
-_CALLS = Patch(PreTrainedModel, "__call__", functools.partial(watched, stateful_layers.find_documents_of))
+_CALLS = Patch(PreTrainedModel, "__call__", functools.partial(watched, stateful.find_documents_of))
 
 
 def _watch_calls() -> bool:

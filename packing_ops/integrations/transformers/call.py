@@ -25,8 +25,14 @@ from packing_ops.integrations.transformers.documents import (
     refuse_where,
     several_in,
 )
-from packing_ops.integrations.transformers.stateful_kinds import class_name, module_of, reads_text
-from packing_ops.integrations.transformers.versions import CACHE, PreTrainedModel, not_causal
+from packing_ops.integrations.transformers.versions import (
+    CACHE,
+    PreTrainedModel,
+    class_name,
+    module_of,
+    not_causal,
+    reads_text,
+)
 
 NAMES: set[str] = set()  # attn_implementations that register() made
 GUARD = "_packing_ops_guard"  # in a model that keeps its attention: why, see attn_implementation.guard
@@ -70,7 +76,7 @@ class ModelCall:
         whole = self.padding is not None and not is_tensor(self.padding, 2)
         self.used = whole and not self.mixes
         self.numbers_used = self.numbers is None
-        self.seq_idx = None  # see stateful_layers
+        self.seq_idx = None  # see stateful
         self.has_attention, self.masks, self.looked_at_parts = True, set(), False  # see masks.note, gathered_rows
 
     def mark_used(self):
@@ -255,7 +261,7 @@ class _Now(threading.local):
         self.chunked = None
         self.preparing = False  # masks, see masks.py
         self.fused = None  # see fused_loss
-        self.seq_idx = None  # see stateful_layers
+        self.seq_idx = None  # see stateful
 
 
 class _Traced:

@@ -5,7 +5,6 @@ import torch
 from packing_ops._arguments import check_cu_seqlens
 from packing_ops._batch_cache import kept_with
 from packing_ops.integrations.transformers.documents import argument, can_read, refuse_where
-from packing_ops.integrations.transformers.stateful_kinds import class_name, stateful_layers
 from packing_ops.integrations.transformers.versions import PreTrainedModel
 
 STATE = "_packing_ops_sequence_group"
@@ -113,8 +112,6 @@ def of(module) -> SequenceGroup | None:
 def refusal(hosts) -> str | None:
     """Why the rows of these models cannot lie on several ranks."""
     for host in hosts:
-        if layers := stateful_layers(host):
-            return f"{class_name(layers[0])} carries a state along the sequence"
         for module in host.modules():
             config = getattr(module, "config", None)
             if config is None or not isinstance(module, PreTrainedModel):

@@ -1,44 +1,164 @@
-"""The documents of a batch as rows of smaller batches, for layers that carry a state; see stateful_layers."""
+"""The documents of a batch as rows of smaller batches, for layers that carry a state; see stateful.
 
+A layer's arguments and its result are trees of tensors. First where a tensor has the tokens of a batch, then the rows.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import enum
 import functools
 import inspect
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 
-from packing_ops.integrations.transformers.stateful_arguments import leaves, mapped, of_result, of_tokens
-
 CACHES = frozenset(("past_key_values", "past_key_value", "cache_params", "cache", "state"))
-TRIED = 64  # tokens on each side of a boundary between documents
 
 
-class Documents:
+# --- trees ---
+
+
+def tree_map(function, value, name=""):
+    """Map leaves (tree_map with names): function(name, leaf). Returns ``value`` itself if nothing changed."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        before = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+    elif isinstance(value, Mapping):
+        before = dict(value)
+    elif isinstance(value, tuple | list):
+        before = dict(enumerate(value))
+    else:
+        return function(name, value)
+    parts = {key: tree_map(function, each, key) for key, each in before.items()}
+    return value if all(parts[key] is before[key] for key in before) else _rebuilt(value, parts)
+
+
+def _rebuilt(value, parts):
+    """A container like ``value`` with other parts."""
+    if dataclasses.is_dataclass(value):
+        return dataclasses.replace(value, **parts)
+    if isinstance(value, Mapping):
+        made = copy.copy(value)  # keeps what a subclass of dict has beside its items
+        made.update(parts)
+        return made
+    return type(value)(*parts.values()) if hasattr(value, "_fields") else type(value)(parts.values())
+
+
+def leaves(value) -> list:
+    found = []
+    tree_map(lambda _, leaf: found.append(leaf) or leaf, value)
+    return found
+
+
+# --- where a tensor has the tokens of a batch ---
+
+
+class TokenAxes(NamedTuple):
+    """Which axes of a tensor are the tokens of a batch.
+
+    fits: whether a shape has them there. to_rows: the tensor as ``[batch, seqlen, ...]``. from_rows: the reverse.
+    of_rows: whether the batch is an axis of its own.
+    """
+
+    fits: Callable
+    to_rows: Callable
+    from_rows: Callable
+    of_rows: bool = True
+
+
+ROWS = TokenAxes(
+    lambda shape, b, t: shape[0] in (1, b) and shape[1] == t,
+    lambda x, b, t: x.expand(b, *x.shape[1:]),
+    lambda x: x,
+)
+_FLAT = TokenAxes(
+    lambda shape, b, t: shape[0] == b * t,
+    lambda x, b, t: x.unflatten(0, (b, t)),
+    lambda x: x.flatten(0, 1),
+    of_rows=False,
+)
+_SEQUENCE_FIRST = TokenAxes(
+    lambda shape, b, t: shape[:2] == (t, b), lambda x, b, t: x.transpose(0, 1), lambda x: x.transpose(0, 1)
+)
+_CHANNELS_FIRST = TokenAxes(
+    lambda shape, b, t: len(shape) > 2 and (shape[0], shape[-1]) == (b, t),
+    lambda x, b, t: x.movedim(-1, 1),
+    lambda x: x.movedim(1, -1),
+)
+
+
+def axes_of(arguments, shape) -> TokenAxes | None:
+    """Those of a layer's hidden states, or of the integers that it embeds; None without either."""
+    tensors = [each for each in leaves(arguments) if isinstance(each, torch.Tensor) and each.dim() > 1]
+    floats = [each for each in tensors if each.is_floating_point()]
+    for of_kind, known in ((floats, (ROWS, _FLAT, _SEQUENCE_FIRST, _CHANNELS_FIRST)), (tensors, (ROWS,))):
+        for axes in known:
+            if any(axes.fits(each.shape, *shape) for each in of_kind):
+                return axes
+    return None
+
+
+def argument_axes(leaf, shape, axes) -> TokenAxes | None:
+    """Of one argument: as the hidden states or as rows; None where it has no place for each token."""
+    return _first_that_fits(leaf, shape, (axes, ROWS))
+
+
+def result_axes(leaf, shape, axes) -> TokenAxes | None:
+    """Of a part of a result: routers return flat tokens, whatever they are given."""
+    return _first_that_fits(leaf, shape, (axes, ROWS, _FLAT))
+
+
+def _first_that_fits(leaf, shape, known):
+    if not isinstance(leaf, torch.Tensor) or leaf.dim() < 2:
+        return None
+    return next((each for each in known if each.fits(leaf.shape, *shape)), None)
+
+
+def result_tensors(result, shape, axes) -> list[torch.Tensor]:
+    """All tensors of a result that have a place for each token, as ``[batch, seqlen, ...]``."""
+    found = [(leaf, result_axes(leaf, shape, axes)) for leaf in leaves(result)]
+    tensors = [each.to_rows(leaf, *shape) for leaf, each in found if each is not None]
+    return [torch.view_as_real(each) if each.is_complex() else each for each in tensors]
+
+
+# --- documents as rows ---
+
+
+class SplitDocuments:
     """The documents of seq_idx as rows of smaller batches, the longest of each less than twice its shortest.
 
     several: whether a row has several. padded: whether some slots are in none.
     cu_seqlens: int32 ``[documents + 1]``.
-    in_turn: two bool ``[batch, seqlen]``, of the tokens of every second document, and of the others.
-    around, boundary: int64 ``[1, tokens]``, slots around the first boundary inside a row, and the place of it in them.
+    first_two: int64 ``[1, tokens]``, slots of the first two documents of one row, each at most TRIED tokens long; None
+        where no row has two. boundary: how many of them are of the first.
     batches: [int64 ``[documents, length]``, slots of the flat batch; after its end a document repeats its last one].
     order: int64 ``[batch * seqlen]``: where each slot is among the tokens of all batches, one after the other; the
         last place, behind them, is for padding.
     """
 
+    TRIED = 64
+
     def __init__(self, seq_idx):
+        # Lengths are needed on the host: one copy of seq_idx there, everything else is computed on the CPU.
         device, flat = seq_idx.device, seq_idx.flatten().cpu()
         slots = (flat >= 0).nonzero()[:, 0]
         _, lengths = torch.unique_consecutive(flat[slots], return_counts=True)
         rows = slots // max(seq_idx.shape[1], 1)
         self.several = len(lengths) > len(rows.unique())
         self.padded = len(slots) < len(flat)
-        self.in_turn = seq_idx % 2 == 1, (seq_idx >= 0) & (seq_idx % 2 == 0)
         ends = lengths.cumsum(0)
         self.cu_seqlens = torch.cat([ends.new_zeros(1), ends]).int().to(device)
-        self.around, self.boundary = None, 0
-        for end in ends[:-1][rows[ends[:-1] - 1] == rows[ends[:-1]]][:1].tolist():
-            first, last = max(end - TRIED, *(ends[ends < end].tolist()[-1:] or [0])), min(end + TRIED, len(slots))
-            last = min(last, int(ends[ends > end][0]))
-            self.around, self.boundary = slots[None, first:last].to(device), end - first
-        starts, self.batches, total = ends - lengths, [], 0
+        starts = ends - lengths
+        self.first_two, self.boundary = None, 0
+        in_one_row = rows[ends[:-1] - 1] == rows[ends[:-1]]
+        for index in in_one_row.nonzero()[:1, 0].tolist():
+            end = int(ends[index])
+            first = max(end - self.TRIED, int(starts[index]))
+            last = min(end + self.TRIED, int(ends[index + 1]))
+            self.first_two, self.boundary = slots[None, first:last].to(device), end - first
+        # Documents of similar length share a batch: those between two powers of two.
+        self.batches, total = [], 0
         sizes = torch.log2(lengths.double()).floor()
         order = torch.empty(len(flat) + 1, dtype=torch.int64, device="cpu")
         for size in sizes.unique().tolist():
@@ -68,6 +188,7 @@ def by_name(layer, run, args, kwargs):
             named, order = named | places, [*order, *places]
         elif name != "self" and value is not layer:
             named[name] = value
+            # Arguments in front of *args have to be given by place too.
             if kind is inspect.Parameter.POSITIONAL_ONLY or (star and kind is not inspect.Parameter.KEYWORD_ONLY):
                 order.append(name)
     return functools.partial(_in_order, run, order) if order else run, named
@@ -78,56 +199,176 @@ def _in_order(run, order, **named):
     return run(*places, **named)
 
 
-def in_rows(run, named, documents, shape, layout):
+def run_in_rows(run, named, documents, shape, axes):
+    """A layer's result for a batch, from calls in which each document is a row."""
     batches = documents.batches
-    if not layout.of_rows:  # one document in each
+    if not axes.of_rows:  # flat tokens: a call for each document
         batches = [row for batch in batches for row in batch.split(1)]
-    results = [run(**rows_of(named, slots, shape, layout)) for slots in batches]
+    results = [run(**rows_of(named, slots, shape, axes)) for slots in batches]
     joined = iter(
-        [_joined(parts, batches, documents, shape, layout) for parts in zip(*map(leaves, results), strict=True)]
+        [_joined(parts, batches, documents, shape, axes) for parts in zip(*map(leaves, results), strict=True)]
     )
-    return mapped(lambda *_: next(joined), results[0])
+    return tree_map(lambda *_: next(joined), results[0])
 
 
-def rows_of(named, slots, shape, layout):
-    """A layer's arguments for one batch of documents."""
+def rows_of(named, slots, shape, axes):
+    """A layer's arguments for these slots: int64 ``[documents, length]``.
+
+    The state of a document starts empty, so that there is no cache, and no mask of the whole row.
+    """
 
     def rows(name, value):
         if name == "use_cache":
             return False
-        found = of_tokens(value, shape, layout)
+        found = argument_axes(value, shape, axes)
         if found is None:
-            return None if _is_of_all_documents(name, value) else value
-        tokens = found.tokens(value, *shape).flatten(0, 1)
-        return found.back(tokens.index_select(0, slots.flatten()).unflatten(0, slots.shape))
+            return None if _is_of_whole_rows(name, value) else value
+        tokens = found.to_rows(value, *shape).flatten(0, 1)
+        return found.from_rows(tokens.index_select(0, slots.flatten()).unflatten(0, slots.shape))
 
-    return {name: None if name in CACHES else mapped(rows, value, name) for name, value in named.items()}
-
-
-def has_masks(named) -> bool:
-    """Whether it is given masks of all documents, or a cache, which the rows do not have."""
-    found = []
-    mapped(lambda name, leaf: found.append(_is_of_all_documents(name, leaf)) or leaf, named)
-    return any(found)
+    return {name: None if name in CACHES else tree_map(rows, value, name) for name, value in named.items()}
 
 
-def _is_of_all_documents(name, value) -> bool:
+def _is_of_whole_rows(name, value) -> bool:
     """A mask, or a cache."""
     if isinstance(value, torch.Tensor):
         return value.dim() == 4 or (name == "attention_mask" and value.dim() > 2)
-    return hasattr(value, "get_seq_length") or type(value).__module__.startswith(
-        ("packing_ops.", "torch.nn.attention.")
-    )
+    ours = type(value).__module__.startswith(("packing_ops.", "torch.nn.attention."))  # MaskPattern, BlockMask
+    return ours or hasattr(value, "get_seq_length")
 
 
-def _joined(parts, batches, documents, shape, layout):
-    layouts = [of_result(each, slots.shape, layout) for each, slots in zip(parts, batches, strict=True)]
-    if None in layouts:
-        return None  # a state
+def _joined(parts, batches, documents, shape, axes):
+    """One leaf of the result, from that of each batch; None for a state, which no later call may go on with."""
+    found = [result_axes(each, slots.shape, axes) for each, slots in zip(parts, batches, strict=True)]
+    if None in found:
+        return None
     tokens = [
-        found.tokens(each, *slots.shape).flatten(0, 1)
-        for each, slots, found in zip(parts, batches, layouts, strict=True)
+        of_part.to_rows(each, *slots.shape).flatten(0, 1)
+        for each, slots, of_part in zip(parts, batches, found, strict=True)
     ]
     if documents.padded:
         tokens.append(tokens[0].new_zeros(1, *tokens[0].shape[1:]))
-    return layouts[0].back(torch.cat(tokens).index_select(0, documents.order).unflatten(0, shape))
+    return found[0].from_rows(torch.cat(tokens).index_select(0, documents.order).unflatten(0, shape))
+
+
+# --- how a layer keeps documents apart ---
+
+BOUNDARIES = frozenset(("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))
+_CLOSE = 0.05  # of the norm: rounding is far below, what other tokens do is far above
+_NOT_RUN = AssertionError, AttributeError, LookupError, RuntimeError, StopIteration, TypeError, ValueError
+
+
+class StateKind(enum.Enum):
+    """What a layer does with the tokens of a row."""
+
+    TOKENWISE = "each token by itself, or attention of ours"
+    RECURRENT = "carries a state along the sequence and"
+    MIXING = "mixes tokens by code of its own, which"
+    UNKNOWN = "nothing says"
+
+
+class Isolation(enum.Enum):
+    """How a layer with a state keeps the documents of a row apart."""
+
+    SPLIT_DOCUMENTS = "it gets them as rows of a batch"
+    PASS_BOUNDARIES = "its kernels get seq_idx and cu_seq_lens_q"
+
+
+@torch.no_grad()
+def isolation_of(layer, kind, run, named, documents, shape, axes) -> Isolation | str:
+    """That of a layer, or why documents cannot be kept apart in it. Found once, on two documents of a row.
+
+    No code says whether a kernel with boundaries is there and runs, nor how far a convolution reaches: both are seen
+    where other tokens in one document change the results of the other one.
+    """
+    given, boundary = rows_of(named, documents.first_two, shape, axes), documents.boundary
+    size = tuple(documents.first_two.shape)
+    before = (torch.arange(size[1], device=documents.first_two.device) < boundary)[None]
+
+    def results(arguments, size, **boundaries):
+        return result_tensors(run(**arguments, **boundaries), size, axes)
+
+    # Padding stands behind a document: the layer must not look there.
+    try:
+        wanted = results(given, size)
+        ahead = _differ(wanted, results(_with_other_tokens(given, size, axes, ~before), size), before)
+    except torch.OutOfMemoryError:  # which says nothing of the layer
+        raise
+    except _NOT_RUN as error:
+        if kind is StateKind.RECURRENT:
+            raise
+        return f"{kind.value} cannot run for a part of the row ({type(error).__name__})"
+    if ahead:
+        return f"{kind.value} reads tokens ahead"
+
+    # Kernels that get boundaries are trusted if these keep back what else comes through, to the bit.
+    others = _with_other_tokens(given, size, axes, before)
+    if not _differ(wanted, results(others, size), ~before):
+        return Isolation.SPLIT_DOCUMENTS  # nothing comes through yet
+    seq_idx = (~before).int()
+    boundaries = boundaries_for(layer, seq_idx, seq_idx.new_tensor([0, boundary, size[1]]))
+    try:
+        found = [results(each, size, **boundaries) for each in (given, others)]
+        first, other = ([each[:, boundary:] for each in tensors] for tensors in found)
+        second = documents.first_two[:, boundary:]
+        alone = results(rows_of(named, second, shape, axes), tuple(second.shape))
+        differs = _differ(first, alone, ~before[:, boundary:])
+    except torch.OutOfMemoryError:
+        raise
+    except (AssertionError, RuntimeError, TypeError, ValueError):  # it takes none, or has no kernels that do
+        return Isolation.SPLIT_DOCUMENTS
+    apart = not differs and all(map(torch.equal, first, other))
+    return Isolation.PASS_BOUNDARIES if apart else Isolation.SPLIT_DOCUMENTS
+
+
+def boundaries_for(layer, seq_idx, cu_seqlens):
+    """Of these the ones that the layer has names for, or all where it hands on what it is given."""
+    cu_seqlens = cu_seqlens.int()
+    found = {"seq_idx": seq_idx, "cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+    taken = inspect.signature(type(layer).forward).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values()):
+        return found
+    return {name: value for name, value in found.items() if name in taken}
+
+
+def _with_other_tokens(named, shape, axes, where):
+    """A layer's arguments with other hidden states where the bool ``[batch, seqlen]`` holds; of a layer that makes them,
+    with other integers that its embedding has, too."""
+    tokens = [leaf for leaf in leaves(named) if argument_axes(leaf, shape, axes) is not None]
+    floats = any(each.is_floating_point() for each in tokens)
+
+    def other(_, leaf):
+        found = argument_axes(leaf, shape, axes)
+        if found is None or leaf.is_floating_point() != floats or leaf.dtype == torch.bool:
+            return leaf
+        rows = found.to_rows(leaf, *shape)
+        others = 1 - 2 * rows if floats else rows.min() + rows.max() - rows
+        return found.from_rows(torch.where(where.view(*where.shape, *[1] * (rows.dim() - 2)), others, rows))
+
+    return tree_map(other, named)
+
+
+def _differ(first: list, second: list, where) -> bool:
+    """Whether a token where the bool ``[batch, seqlen]`` holds has another result."""
+    return any(
+        _far(*(each.float().reshape(*where.shape, -1) for each in pair), where)
+        for pair in zip(first, second, strict=True)
+    )
+
+
+def _far(first, second, where) -> bool:
+    norms = first.norm(dim=-1)
+    far = (first - second).norm(dim=-1) > _CLOSE * torch.maximum(norms, 0.01 * norms[where].mean())
+    return bool((far & where).any())
+
+
+@contextlib.contextmanager
+def without_dropout(layer):
+    training = [each for each in layer.modules() if each.training]
+    for each in training:
+        each.training = False
+    try:
+        yield
+    finally:
+        for each in training:
+            each.training = True

@@ -1,8 +1,12 @@
 """What the integration uses of transformers, imported once: torch.compile traces no import inside a forward."""
 
+import ctypes
+import functools
 import inspect
 import re
 import sys
+
+import torch
 
 import packing_ops
 
@@ -46,8 +50,12 @@ __all__ = [
     "AttentionInterface",
     "AttentionMaskInterface",
     "PreTrainedModel",
+    "class_name",
+    "class_of",
     "logging",
     "masking_utils",
+    "module_of",
+    "reads_text",
     "refusal",
     "sdpa_attention_forward",
     "version",
@@ -59,3 +67,30 @@ def not_causal(model) -> str | None:
     if version.startswith("4.") and model.config.model_type == "decision_transformer":
         return f"the attention of {type(model).__name__} in transformers {version} is causal in its eager form alone"
     return None
+
+
+# --- of a module ---
+
+
+def class_of(module: torch.nn.Module) -> type:
+    """Its class, without the one that FSDP2 puts in front."""
+    return _unwrapped(type(module))
+
+
+@functools.cache
+def _unwrapped(cls):
+    return next(base for base in cls.__mro__ if not base.__module__.startswith("torch.distributed."))
+
+
+def class_name(module) -> str:
+    return class_of(module).__name__
+
+
+@functools.cache
+def reads_text(cls: type) -> bool:
+    return not {"input_ids", "inputs_embeds"}.isdisjoint(inspect.signature(cls.forward).parameters)
+
+
+def module_of(module_id: int) -> torch.nn.Module:
+    """The module whose id this is, while somebody holds it: torch.compile before 2.13 takes no module for a constant."""
+    return ctypes.cast(module_id, ctypes.py_object).value

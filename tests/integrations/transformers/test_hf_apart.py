@@ -1,4 +1,4 @@
-"""Layers of nobody's family, whatever they are given and return: their documents are kept apart."""
+"""Layers of nobody's family, whatever they are given and return: documents are apart in known and in declared ones."""
 
 import dataclasses
 
@@ -8,10 +8,9 @@ import torch
 pytest.importorskip("transformers")
 
 from hf_models import FAMILIES, tiny_model
-from test_hf_stateful import CLOSE, Blur, Decays, alone, assert_apart, logits, packed
-from test_hf_untried import averaging
+from stateful_case import CLOSE, Blur, Decays, alone, assert_apart, behind_attention, logits, packed
 
-from packing_ops.integrations.transformers import register
+from packing_ops.integrations.transformers import declare, register
 
 
 @pytest.fixture(autouse=True)
@@ -19,25 +18,11 @@ def registered():
     register()
 
 
-def behind_attention(layer, call, device):
-    """A Llama of one block, which ends with call(layer, hidden states)."""
-    torch.manual_seed(0)
-    model = tiny_model("llama", attn_implementation="packing_ops", device=device, num_hidden_layers=1)
-    first = model.model.layers[0]
-
-    class Own(type(first)):
-        def forward(self, hidden, *args, **kwargs):
-            return call(self.extra, super().forward(hidden, *args, **kwargs))
-
-    first.extra, first.__class__ = layer.to(device), Own
-    return model
-
-
-def assert_served(model, device, call=None):
+def assert_served(model, device):
     ids, positions, _ = packed(device)
     with torch.no_grad():
         wanted = alone(model, ids)
-    found = assert_apart(model if call is None else call, ids, position_ids=positions)
+    found = assert_apart(model, ids, position_ids=positions)
     torch.testing.assert_close(found, wanted, **CLOSE)
 
 
@@ -59,11 +44,9 @@ def with_a_state(base, before, after=lambda result, given: result):
         def forward(self, *given, **named):
             return after(base.forward(self, before(*given, **named)), given)
 
+    if base is Decays:
+        declare(Layer, mixes=True)
     return Layer()
-
-
-def shifted(hidden):
-    return torch.nn.functional.pad(hidden, (0, 0, 1, 0))[:, :-1]
 
 
 FORMS = {  # what the layer makes of its arguments, how it is called, what it returns
@@ -95,7 +78,7 @@ FORMS = {  # what the layer makes of its arguments, how it is called, what it re
 }
 
 
-@pytest.mark.parametrize("base", [Blur, Decays], ids=["known", "tried"])
+@pytest.mark.parametrize("base", [Blur, Decays], ids=["known", "declared"])
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_is_served(form, base, device):
     before, call, after = FORMS[form]
@@ -113,108 +96,12 @@ def test_two_rows_of_a_sequence_first_layer(device):
         torch.testing.assert_close(found[row, start:end], logits(model, ids[row : row + 1, start:end])[0], **CLOSE)
 
 
-class Gated(Decays):
-    """Its gate is closed until it learns to open."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate = torch.nn.Parameter(torch.zeros(32))
-
-    def forward(self, x):
-        return x + self.gate * super().forward(x)
-
-
-class Flagged(Decays):
-    def __init__(self, on):
-        super().__init__()
-        self.on = on
-
-    def forward(self, x):
-        return super().forward(x) if self.on else x
-
-
-def test_a_gate_that_opens_later(device):
-    model = behind_attention(Gated(), lambda layer, x: layer(x), device)
-    ids, positions, _ = packed(device)
-    logits(model, ids, position_ids=positions)
-    model.model.layers[0].extra.gate.data.fill_(1.0)
-    assert_served(model, device)
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_one_layer_says_nothing_of_another_of_its_class(compiled, device, fresh_compile):
-    for on in (False, True):
-        model = behind_attention(Flagged(on), lambda layer, x: layer(x), device)
-        call = torch.compile(model, backend="eager") if compiled else model
-        assert_served(model, device, call)
-
-
-def test_a_forward_put_into_a_layer(device):
-    model = tiny_model("llama", attn_implementation="packing_ops", device=device)
-    mlp, decays = model.model.layers[0].mlp, Decays()
-    stock = mlp.forward
-    mlp.forward = lambda x: decays(stock(x))
-    assert_served(model, device)
-
-
-class OfNumbers(torch.nn.Module):
-    """An embedding of pairs of tokens."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = torch.nn.Embedding(61, 32)
-
-    def forward(self, ids):
-        return self.table(ids) + 0.5 * shifted(self.table(ids))
-
-
-def test_an_embedding_of_neighbours(device):
-    torch.manual_seed(0)
-    model = tiny_model("llama", attn_implementation="packing_ops", device=device)
-    model.model.embed_tokens = OfNumbers().to(device)
-    assert_served(model, device)
-
-
-# --- in a graph, where layers are called by themselves ---
-
-
-class Star(torch.nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, *args, **kwargs):
-        return self.layer(*args, **kwargs)
-
-
-class InDict(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = averaging()
-
-    def forward(self, x):
-        return {"router": None, "out": self.layer(x)}
-
-
-@pytest.mark.parametrize(
-    ("layer", "call"),
-    [
-        (lambda: Star(averaging()), lambda layer, x: layer(x)),
-        (InDict, lambda layer, x: layer(x)["out"]),
-    ],
-    ids=["without names", "returned in a dict"],
-)
-def test_in_a_graph(layer, call, device, fresh_compile):
-    model = behind_attention(layer(), call, device)
-    assert_served(model, device, torch.compile(model, backend="eager"))
-
-
 # --- layers without a state ---
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_nothing_is_left_of_a_trial(family, dtype, device):
+def test_nothing_is_put_into_them(family, dtype, device):
     model = tiny_model(family, attn_implementation="packing_ops", device=device, dtype=dtype)
     ids, positions, _ = packed(device)
     wanted = logits(model, ids, position_ids=positions)

@@ -13,7 +13,7 @@ if OLD:
 import causal_families  # noqa: E402
 from stateful_models import FAMILIES  # noqa: E402
 
-from packing_ops.integrations.transformers import register, stateful_layers  # noqa: E402
+from packing_ops.integrations.transformers import register, stateful  # noqa: E402
 from packing_ops.integrations.transformers.call import mixes_tokens  # noqa: E402
 from packing_ops.integrations.transformers.versions import NEWEST  # noqa: E402
 
@@ -33,7 +33,10 @@ def test_layers_with_a_state_are_found_and_no_others():
         if family in causal_families.NOT_PACKED:
             continue
         model = causal_families.model_on_meta(family)
-        layers = stateful_layers.stateful_layers(model)
+        kinds = stateful.layers_of(model)
+        if unknown := [type(layer) for layer, kind in kinds.items() if kind is stateful.StateKind.UNKNOWN]:
+            wrong[family] = f"nothing says of {unknown} whether they mix tokens"
+        layers = [layer for layer, kind in kinds.items() if kind is stateful.StateKind.RECURRENT]
         if declares_a_state(model):
             if not layers and not mixes_tokens(model.config.get_text_config()):
                 wrong[family] = "declares a state, and none is found"

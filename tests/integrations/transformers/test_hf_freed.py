@@ -8,10 +8,10 @@ import pytest
 pytest.importorskip("transformers")
 
 from hf_models import tiny_model
+from stateful_case import Decays, in_llama, packed
 from stateful_models import stateful_model
-from test_hf_stateful import Decays, in_llama, packed
 
-from packing_ops.integrations.transformers import apply_packing_ops, register
+from packing_ops.integrations.transformers import apply_packing_ops, declare, register
 
 
 @pytest.fixture
@@ -35,11 +35,19 @@ def applied():
     return model
 
 
+def declared():
+    class Declared(Decays):
+        pass
+
+    declare(Declared, mixes=True)
+    return in_llama(Declared())
+
+
 MAKERS = {
     "attention alone": lambda: tiny_model("llama", attn_implementation="packing_ops"),
     "convolutions": lambda: stateful_model("lfm2"),
     "mamba, checkpointing": checkpointed,
-    "learned by a trial": lambda: in_llama(Decays()),
+    "declared": declared,
     "all of apply_packing_ops": applied,
 }
 

@@ -6,11 +6,11 @@ import pickle
 
 import pytest
 import torch
-from helpers import cu_seqlens_of
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import CACHE, OLD  # noqa: E402
+from hf_models import CACHE, OLD, tiny_model  # noqa: E402
+from stateful_case import CLOSE, LENGTHS, Blur, alone, assert_apart, in_llama, logits, packed  # noqa: E402
 from stateful_models import COMMON, FAMILIES, SERVED, stateful_model  # noqa: E402
 
 from packing_ops.integrations.transformers import (  # noqa: E402
@@ -18,49 +18,14 @@ from packing_ops.integrations.transformers import (  # noqa: E402
     call,
     register,
     revert_packing_ops,
-    stateful_forwards,
-    stateful_layers,
+    stateful,
     unregister,
 )
-
-LENGTHS = [5, 7, 1, 3]
-CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
 @pytest.fixture(autouse=True)
 def registered():
     register()
-
-
-def packed(device, lengths=LENGTHS):
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, 60, (1, sum(lengths)), generator=generator).to(device)
-    positions = torch.cat([torch.arange(n, device=device) for n in lengths])[None]
-    cu_seqlens = cu_seqlens_of(lengths, device)
-    return ids, positions, {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
-
-
-def others_of(ids, first):
-    """The same row, other tokens in its first document."""
-    changed = ids.clone()
-    changed[:, :first] = (ids[:, :first] + 11) % 50 + 3
-    return changed
-
-
-def logits(model, ids, **given):
-    with torch.no_grad():
-        return model(ids, use_cache=False, **given).logits
-
-
-def assert_apart(model, ids, first=LENGTHS[0], **given):
-    one, other = (logits(model, each, **given) for each in (ids, others_of(ids, first)))
-    assert not torch.equal(one[:, :first], other[:, :first])
-    assert torch.equal(one[:, first:], other[:, first:])
-    return one
-
-
-def alone(model, ids, lengths=LENGTHS):
-    return torch.cat([model(row, use_cache=False).logits for row in ids.split(lengths, 1)], 1)
 
 
 # --- every kind of layer ---
@@ -146,7 +111,7 @@ def test_one_document_in_each_row_runs_the_stock_layer(device, monkeypatch):
         stateful_model("lfm2", device=device),
         stateful_model("lfm2", attn_implementation="eager", device=device),
     )
-    monkeypatch.setattr(stateful_forwards, "in_rows", None)
+    monkeypatch.setattr(stateful, "run_in_rows", None)
     ids = torch.randint(3, 60, (2, 6), device=device)
     positions = torch.arange(6, device=device)[None]
     for given in ({}, {"position_ids": positions}, {"attention_mask": torch.ones_like(ids)}):
@@ -193,14 +158,6 @@ def test_compiled_to_one_graph_is_an_error(device, fresh_compile):
 
 
 # --- wrapped, copied, reverted ---
-
-
-@pytest.fixture
-def one_rank(tmp_path):
-    dist = torch.distributed
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -306,35 +263,6 @@ def test_unregister_puts_every_layer_back(device, monkeypatch):
 # --- found by what they are ---
 
 
-def in_llama(layer, device="cpu"):
-    """A Llama of one block, whose MLP is followed by this layer."""
-    from hf_models import tiny_model
-
-    class Followed(torch.nn.Module):
-        def __init__(self, first, second):
-            super().__init__()
-            self.first, self.second = first, second
-
-        def forward(self, hidden):
-            return self.second(self.first(hidden))
-
-    model = tiny_model("llama", attn_implementation="packing_ops", device=device, num_hidden_layers=1)
-    first = model.model.layers[0]
-    first.mlp = Followed(first.mlp, layer.to(device))
-    return model
-
-
-class Blur(torch.nn.Module):
-    """Knows nobody's words."""
-
-    def __init__(self):
-        super().__init__()
-        self.taps = torch.nn.Conv1d(32, 32, 3, padding=2, groups=32)
-
-    def forward(self, x):
-        return self.taps(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
-
-
 class Remembers(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -344,15 +272,6 @@ class Remembers(torch.nn.Module):
         return self.cell(x)[0]
 
 
-class Decays(torch.nn.Module):
-    """A state in nobody's words: its code has none of a recurrence."""
-
-    def forward(self, x):
-        steps = torch.arange(x.shape[1], device=x.device)
-        weights = (0.5 ** (steps[:, None] - steps).clamp(min=0)).tril()
-        return weights.to(x.dtype) @ x
-
-
 class ByPlace(Blur):
     """Its hidden states have no name."""
 
@@ -360,7 +279,7 @@ class ByPlace(Blur):
         return super().forward(*args)
 
 
-class OnlyByPlace(Decays):
+class OnlyByPlace(Remembers):
     def forward(self, x, /):
         return super().forward(x)
 
@@ -376,9 +295,8 @@ def given_numbers(hidden):
     return torch.ones(hidden.shape[:2], dtype=torch.int64, device=hidden.device), hidden
 
 
-@pytest.mark.parametrize("layer", [Blur, Remembers, Decays, ByPlace, OnlyByPlace])
+@pytest.mark.parametrize("layer", [Blur, Remembers, ByPlace, OnlyByPlace])
 def test_layers_that_nobody_named(layer, device):
-    torch.manual_seed(0)
     model = in_llama(layer(), device)
     ids, positions, _ = packed(device)
     found = assert_apart(model, ids, position_ids=positions)
@@ -387,10 +305,9 @@ def test_layers_that_nobody_named(layer, device):
 
 
 def test_hidden_states_behind_other_tensors(device):
-    torch.manual_seed(0)
     model = in_llama(NumbersFirst(), device)
-    followed = model.model.layers[0].mlp
-    followed.forward = lambda hidden: followed.second(*given_numbers(followed.first(hidden)))
+    mlp, layer = model.model.layers[0].mlp
+    model.model.layers[0].mlp.forward = lambda hidden: layer(*given_numbers(mlp(hidden)))
     ids, positions, _ = packed(device)
     found = assert_apart(model, ids, position_ids=positions)
     with torch.no_grad():
@@ -428,11 +345,9 @@ def test_attention_with_a_convolution_inside_is_refused(device):
 
 def test_attention_alone_is_left_alone(device):
     """What it looks for is in none of it, and nothing is put in."""
-    from hf_models import tiny_model
-
     for family in ("llama", "gemma3", "gpt_oss"):
         model = tiny_model(family, attn_implementation="packing_ops", device=device)
-        assert stateful_layers.stateful_layers(model) == []
+        assert stateful.layers_of(model) == {}
         ids, positions, _ = packed(device)
         logits(model, ids, position_ids=positions)
         assert not any("forward" in module.__dict__ for module in model.modules())
@@ -464,22 +379,23 @@ def causal_conv1d_update(*args):
 '''
 WITH_KERNELS = """
 import causal_conv1d, torch
-import test_hf_stateful as case
-case.register()
+import stateful_case as case
+from stateful_models import stateful_model
+from packing_ops.integrations.transformers import register, stateful
+register()
 ids, positions, told = case.packed("cpu")
-model = case.stateful_model("lfm2")
+model = stateful_model("lfm2")
 wanted = case.alone(model, ids)
 assert causal_conv1d.calls and all(each is None for each in causal_conv1d.calls)
 case.assert_apart(model, ids, position_ids=positions)
 causal_conv1d.calls.clear()
-from packing_ops.integrations.transformers import stateful_forwards as stateful_layers
-in_rows = stateful_layers.in_rows
-stateful_layers.in_rows = None  # one call of the kernel, for all documents
+run_in_rows = stateful.run_in_rows
+stateful.run_in_rows = None  # one call of the kernel, for all documents
 torch.testing.assert_close(case.logits(model, ids, position_ids=positions), wanted, **case.CLOSE)
 assert [each.tolist() for each in causal_conv1d.calls] == [[[0] * 5 + [1] * 7 + [2] + [3] * 3]]
-stateful_layers.in_rows = in_rows
-found = case.logits(case.stateful_model("jamba"), ids, position_ids=positions)  # its scan takes no boundaries
-torch.testing.assert_close(found, case.alone(case.stateful_model("jamba"), ids), **case.CLOSE)
+stateful.run_in_rows = run_in_rows
+found = case.logits(stateful_model("jamba"), ids, position_ids=positions)  # its scan takes no boundaries
+torch.testing.assert_close(found, case.alone(stateful_model("jamba"), ids), **case.CLOSE)
 """
 
 

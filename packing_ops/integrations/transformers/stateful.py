@@ -1,0 +1,492 @@
+"""Layers that carry a state along the sequence, each document from a state of its own.
+
+Attention gets cu_seqlens. Mamba, gated delta nets, linear attention and short convolutions take a row for one document,
+unless kernels that know boundaries run in them. In a call with several documents in a row, such a layer gets the
+documents as rows of a batch, by length and padded on the right, where a causal layer does not look: the results are
+those of each document alone.
+
+Below: declare; which layers these are; the documents of a call; what runs in place of their forward. stateful_rows.py:
+documents as rows, and how each layer keeps them apart.
+"""
+
+import ast
+import functools
+import inspect
+import re
+import sys
+import weakref
+
+import torch
+
+from packing_ops._arguments import int32_cu_seqlens
+from packing_ops._batch_cache import kept_with
+from packing_ops.integrations._patching import WeakPartial, function_of, put
+from packing_ops.integrations.transformers.call import here, refuse_own_positions, traced
+from packing_ops.integrations.transformers.documents import (
+    BatchDocuments,
+    as_bool,
+    find_documents,
+    is_tensor,
+    positions_of_axes,
+    refuse_where,
+    several_in,
+)
+from packing_ops.integrations.transformers.stateful_rows import (
+    BOUNDARIES,
+    CACHES,
+    Isolation,
+    SplitDocuments,
+    StateKind,
+    argument_axes,
+    axes_of,
+    boundaries_for,
+    by_name,
+    isolation_of,
+    leaves,
+    run_in_rows,
+    without_dropout,
+)
+from packing_ops.integrations.transformers.versions import PreTrainedModel, class_name, class_of, module_of, reads_text
+
+# What declare() leaves in a class: subclasses inherit it, FSDP2's among them, and it goes with the class.
+_MIXES = "_packing_ops_mixes"
+
+
+def declare(cls: type[torch.nn.Module], *, mixes: bool | None) -> None:
+    """Say whether a layer class mixes tokens along the sequence, for packed rows under packing_ops.
+
+    Layers beside attention decide whether documents of a packed row stay apart. Those of transformers are known, a
+    convolution or an RNN is seen, and so are names of known recurrences in a layer's code. For any other class the model
+    refuses rows with several documents until it is declared. The declaration is for all models of the process, and for
+    subclasses that have none; a later one replaces it.
+
+    Args:
+        cls: of a layer: its hidden states, ``[batch, seqlen, width]``, ``[seqlen, batch, width]``, ``[batch, width,
+            seqlen]`` or ``[batch * seqlen, width]``, are in its arguments, also in tuples, dicts and dataclasses.
+        mixes: False: each token by itself, by its own code and that of the layers inside (a recurrence inside is still
+            found); an attention that reads the model's mask counts as False. True: the layer runs with each document as
+            a row of a batch, padded on the right; it is refused if it reads tokens ahead, or calls attention inside.
+            None: take the declaration back.
+
+    Raises:
+        TypeError: cls is no subclass of torch.nn.Module, or mixes is neither a bool nor None.
+        ValueError: cls is torch.nn.Module itself, or a whole model.
+
+    Example:
+        >>> from packing_ops.integrations.transformers import declare, register
+        >>> from transformers import AutoModelForCausalLM, LlamaConfig
+        >>> class Shift(torch.nn.Module):
+        ...     def forward(self, x):  # each token gets the one before it, too
+        ...         return x + torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+        >>> declare(Shift, mixes=True)
+        >>> register()
+        >>> config = LlamaConfig(vocab_size=16, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+        >>> model = AutoModelForCausalLM.from_config(config, attn_implementation="packing_ops")
+        >>> model.model.norm = torch.nn.Sequential(model.model.norm, Shift())
+        >>> position_ids = torch.tensor([[0, 1, 2, 0, 1]])  # two documents
+        >>> first, second = (model(row, position_ids=position_ids).logits for row in torch.tensor([[[1] * 5], [[2, 2, 2, 1, 1]]]))
+        >>> torch.equal(first[:, 3:], second[:, 3:])  # other tokens in the first document change nothing in the second
+        True
+    """
+    if not isinstance(cls, type) or not issubclass(cls, torch.nn.Module):
+        raise TypeError(f"cls: expected a subclass of torch.nn.Module, got {cls!r}")
+    if mixes is not None and not isinstance(mixes, bool):
+        raise TypeError(f"mixes: expected True, False or None, got {mixes!r}")
+    if cls is torch.nn.Module or issubclass(cls, PreTrainedModel):
+        raise ValueError(f"cls: expected the class of a layer, got {cls.__name__}, of which whole models are made")
+    if mixes is not None:
+        setattr(cls, _MIXES, mixes)
+    elif _MIXES in vars(cls):
+        delattr(cls, _MIXES)
+    for module in [each for each in _prepared if isinstance(each, cls)]:  # by an earlier declaration
+        _put_back(module, "forward", _forward)
+
+
+# --- which layers ---
+
+# In the code of a layer: names of recurrences, and of their states in transformers' caches.
+_STATE = re.compile(
+    r"causal_conv1d|conv_state|ssm_state|recurrent_state|rnn_state|linear_cache|_scan\(|time_shift|linear_attention\("
+    r"|delta_rule|delta_attention|mlstm|wkv"
+)
+# Layers of transformers whose attention is their own and does not follow the masks that it gets: causal_families.json
+# fails for one that is missing here.
+_OWN_ATTENTION = frozenset({
+    "bloom.BloomBlock", "mpt.MptBlock", "openai.Block", "reformer.ReformerEncoder", "xlm.MultiHeadAttention",
+    "xlnet.XLNetLayer",
+})  # fmt: skip
+# Packages whose layers take each token by itself where RECURRENT and attention are not found: torch, transformers (whose
+# families the tests run), and those that put a layer of the same function in another one's place.
+_KNOWN = re.compile(
+    r"(torch|transformers|packing_ops|accelerate|apex\.normalization|bitsandbytes|gptqmodel|hqq|liger_kernel"
+    r"|optimum\.quanto|peft|torchao|transformer_engine\.pytorch\.module|unsloth)(\.|$)"
+)
+
+
+def layers_of(model: torch.nn.Module) -> dict[torch.nn.Module, StateKind]:
+    """The outermost layers of a model that are not TOKENWISE, in their order."""
+    found = {}
+    _collect(model, True, found)
+    return found
+
+
+def carries_state(model: torch.nn.Module) -> bool:
+    """By what its layers hold or by their code: not an attention of their own, and not as declared."""
+    return StateKind.RECURRENT in layers_of(model).values()
+
+
+def why_not_on_ranks(models) -> str | None:
+    """Why the rows of these models cannot lie on several ranks, each of which would start with a state of its own."""
+    for layer, kind in (item for model in models for item in layers_of(model).items()):
+        if kind is StateKind.UNKNOWN:
+            return (
+                f"{class_name(layer)}, of which nothing says whether it mixes tokens: declare(cls, mixes=...) says so"
+            )
+        return f"{class_name(layer)} carries a state along the sequence"
+    return None
+
+
+def _collect(module, judged, found) -> None:
+    """Adds the layers inside ``module``. UNKNOWN ones count where ``judged``: in a model of text, beside attention."""
+    if isinstance(module, PreTrainedModel):
+        judged = reads_text(type(module))
+    for child in module._modules.values():
+        if child is None:
+            continue
+        kind, attends = _kind_of(child), calls_interface(type(child))
+        if kind is StateKind.TOKENWISE:
+            # What is inside attention, or of a layer that was declared, is not judged by itself.
+            _collect(child, judged and not attends and getattr(type(child), _MIXES, None) is None, found)
+        elif kind is StateKind.UNKNOWN:
+            inside = {}
+            _collect(child, judged and not attends, inside)
+            # A block of attention and other layers: these count, its own code passes tokens from one to the other.
+            is_block = calls_attention_inside(child) or any(each is not kind for each in inside.values())
+            found.update(inside if is_block or not judged else {child: kind})
+        else:
+            inside = _passed_on(child) if kind is StateKind.RECURRENT else {}
+            found.update(inside or {child: kind})
+
+
+def _passed_on(layer) -> dict[torch.nn.Module, StateKind]:
+    """Layers inside of one that only passes their state on, as decoder layers do with their cache; empty for others."""
+    if _holds_state(layer) or not calls_attention_inside(layer):
+        return {}
+    inside = {}
+    _collect(layer, False, inside)
+    return inside
+
+
+def _kind_of(layer) -> StateKind:
+    """By its declaration, else by what it holds, else by its code."""
+    cls = class_of(layer)
+    mixes = getattr(cls, _MIXES, None)
+    if mixes is not None:
+        return StateKind.MIXING if mixes else StateKind.TOKENWISE
+    if _holds_state(layer) or _has_recurrent_code(cls):
+        return StateKind.RECURRENT
+    if f"{cls.__module__.rpartition('.modeling_')[2]}.{cls.__name__}" in _OWN_ATTENTION:
+        return StateKind.MIXING
+    known = _is_known(cls, cls.forward) or isinstance(layer, PreTrainedModel)
+    return StateKind.TOKENWISE if known and _is_known_in(layer) else StateKind.UNKNOWN
+
+
+def _holds_state(layer) -> bool:
+    """A convolution along the sequence, or one of torch's RNNs."""
+    return any(map(_reads_neighbours, layer._modules.values()))
+
+
+def _reads_neighbours(module) -> bool:
+    if isinstance(module, torch.nn.Conv1d):
+        return module.kernel_size[0] > 1
+    return isinstance(module, torch.nn.RNNBase)
+
+
+@functools.cache
+def _has_recurrent_code(cls) -> bool:
+    if cls.__module__.startswith("torch.") or issubclass(cls, PreTrainedModel):
+        return False
+    return _STATE.search(_source_of(cls)) is not None
+
+
+@functools.cache
+def _is_known(cls, forward) -> bool:
+    """All classes that a layer is made of are of packages above; ``forward`` is its class', which may be replaced."""
+    homes = [
+        base.__module__ for base in cls.__mro__ if base.__module__.partition(".")[0] not in sys.stdlib_module_names
+    ]
+    return all(map(_KNOWN.match, homes)) and _is_known_function(forward)
+
+
+def _is_known_in(layer) -> bool:
+    """No forward was put into this instance, or one of packages above (Liger, accelerate's hooks)."""
+    names = [name for name in ("forward", "_old_forward") if name in layer.__dict__]
+    if hasattr(type(layer), "kernel_layer_name"):  # the Hub's kernels stand for classes that are marked for them
+        return True
+    return all(_is_known_function(layer.__dict__[name]) for name in names)
+
+
+def _is_known_function(function) -> bool:
+    """And all that it wraps."""
+    while function is not None:
+        if isinstance(function, WeakPartial) and function.func is _forward:
+            function = function.args[0]
+        elif function_of(function) is not None:
+            function = function_of(function)
+        elif _KNOWN.match(getattr(function, "__globals__", {}).get("__name__", "")):
+            function = getattr(function, "__wrapped__", None)
+        else:
+            return False
+    return True
+
+
+def calls_attention_inside(module) -> bool:
+    return any(calls_interface(type(each)) for each in module.modules())
+
+
+@functools.cache
+def calls_interface(cls: type) -> bool:
+    """Its code calls the attention that attn_implementation names."""
+    return not issubclass(cls, PreTrainedModel) and bool(
+        re.search(r"attention_interface\(|ALL_ATTENTION_FUNCTIONS", _source_of(cls))
+    )
+
+
+@functools.cache
+def _source_of(cls: type) -> str:
+    """The code of a module's class and of those it inherits from, without torch's; empty where there is none."""
+    sources = []
+    for base in cls.__mro__:
+        if issubclass(base, torch.nn.Module) and not base.__module__.startswith("torch."):
+            try:
+                source = _classes_in(base.__module__).get(base.__qualname__)
+                sources.append(inspect.getsource(base) if source is None else source)
+            except (OSError, TypeError):
+                continue
+    return "\n".join(sources)
+
+
+@functools.cache
+def _classes_in(module: str) -> dict[str, str]:
+    """The code of transformers' classes by name: inspect.getsource would parse the module's file for each of them."""
+    if not module.startswith("transformers."):
+        return {}  # code from the Hub may be loaded again under its name
+    source = inspect.getsource(sys.modules[module])
+    lines, classes = source.splitlines(), [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    return {node.name: "\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in classes}
+
+
+# --- the documents of a model's call ---
+
+
+def find_documents_of(model, call, args, kwargs) -> None:
+    """Sets ``call.seq_idx`` where rows of a model's call hold several documents and some of its layers have a state."""
+    # A call without a sequence, or inside one that has looked already.
+    tokens = next((t for t in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]) if t is not None), None)
+    if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2 or tokens.shape[1] < 2:
+        return
+    outer = getattr(call.outer, "seq_idx", None)
+    if outer is not None and outer.shape == tokens.shape[:2]:
+        call.seq_idx, call.has_attention = outer, call.outer.has_attention
+        return
+
+    # What says where documents are.
+    position_ids = call.position_ids
+    if is_tensor(position_ids, 3) and position_ids.shape[0] == 4:  # of text or a sequence, in front of other axes
+        position_ids = position_ids[0]
+    if not is_tensor(position_ids, 2):
+        position_ids = positions_of_axes(call, tokens.shape[:2])
+    if position_ids is None and call.cu_seqlens is None and call.numbers is None:
+        return
+
+    # Layers that cannot have several documents in a row.
+    refuse_own_positions(model, call, position_ids, tokens.shape[0])
+    in_graph = torch.compiler.is_compiling()
+    stateful, has_attention, unknown = _traced_prepare(id(model)) if in_graph else _prepare(model)
+    if unknown:
+        several = several_in(position_ids, call.padding, call.cu_seqlens, call.numbers, tokens.shape[0])
+        refuse_where(
+            several,
+            f"{_named_by(call)}: expected one document in each row, got several, and nothing says whether {unknown} mixes "
+            "tokens along the sequence; call packing_ops.integrations.transformers.declare(cls, mixes=...) with the class "
+            "(mixes=False: each token by itself), or give each document a row of its own (no packing, padding on the right)",
+        )
+    if not stateful:
+        return
+
+    # Their documents, which no cache may hold already.
+    call.has_attention = has_attention
+    call.seq_idx = _seq_idx(tokens, call, position_ids)
+    for name in [name for name in CACHES if name in kwargs] if call.seq_idx is not None else ():
+        cached = kwargs[name].get_seq_length() if hasattr(kwargs[name], "get_seq_length") else 0
+        if isinstance(cached, int) and cached > 0:
+            raise ValueError(
+                f"{name}: expected an empty cache beside several documents in a row, got {cached} tokens, whose state "
+                f"the layers of {class_name(model)} would go on with"
+            )
+
+
+def _seq_idx(tokens, call, position_ids):
+    """int32 ``[batch, seqlen]``: the document of each token, -1 for padding; None where each row is one."""
+    batch, seqlen = tokens.shape[:2]
+    padding = call.padding if is_tensor(call.padding, 2) and call.padding.shape == (batch, seqlen) else None
+    if padding is not None:
+        padding = call.numbers.to(tokens.device) if call.numbers is not None else as_bool(padding, tokens.device)
+    like = tokens.reshape(batch, 1, seqlen, -1)
+    if call.cu_seqlens is not None and call.has_attention:  # which checks them
+        cu_seqlens = int32_cu_seqlens(call.cu_seqlens)
+        documents = BatchDocuments(cu_seqlens, cu_seqlens).on(tokens.device)
+    else:
+        cu_seqlens = call.cu_seqlens, call.cu_seqlens_k
+        documents = find_documents(like, cu_seqlens, padding, position_ids).on(tokens.device)
+    if documents.indices is None and not torch.compiler.is_compiling() and documents.cu_seqlens_q.numel() - 1 <= batch:
+        return None
+    return documents.document_ids(batch, seqlen).int()
+
+
+# torch.compile before 2.13 takes a module for no constant, but its id.
+@torch.compiler.assume_constant_result
+def _traced_prepare(model_id) -> tuple[bool, bool, str]:
+    return prepare(module_of(model_id))
+
+
+# A frame that Dynamo left to Python, behind a break of the graph: it would trace every function that is called from there.
+@torch.compiler.disable
+def _prepare(model) -> tuple[bool, bool, str]:
+    return prepare(model)
+
+
+# --- in place of their forward ---
+
+# Where models and torch's checkpoint_wrapper keep the function that checkpoints a layer.
+_CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
+_prepared: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()  # modules whose functions are replaced by ours
+
+
+def prepare(model) -> tuple[bool, bool, str]:
+    """(whether it has layers with a state, whether it has attention beside them, classes of UNKNOWN layers).
+
+    The forward of layers with a state is ours from now on, until revert.
+    """
+    layers = layers_of(model)
+    unknown = dict.fromkeys(class_name(layer) for layer, kind in layers.items() if kind is StateKind.UNKNOWN)
+    stateful = [layer for layer, kind in layers.items() if kind is not StateKind.UNKNOWN]
+    for layer in stateful:
+        stock = layer.__dict__.get("forward")
+        if getattr(stock, "func", None) is not _forward:
+            put(layer, "forward", _forward, stock, {})
+            _prepared.add(layer)
+    for module in model.modules() if stateful else ():
+        for name in _CHECKPOINTS:
+            stock = module.__dict__.get(name)
+            if stock is not None and getattr(stock, "func", None) is not _checkpoint:
+                module.__dict__[name] = functools.partial(_checkpoint, stock)
+                _prepared.add(module)
+    return bool(stateful), bool(stateful) and calls_attention_inside(model), ", ".join(unknown)
+
+
+def revert(model=None) -> None:
+    """Put back what prepare replaced, in one model or in all."""
+    for module in list(_prepared) if model is None else [each for each in model.modules() if each in _prepared]:
+        _put_back(module, "forward", _forward)
+        for name in _CHECKPOINTS:
+            _put_back(module, name, _checkpoint)
+        _prepared.discard(module)
+
+
+def _put_back(module, name, ours) -> None:
+    function = module.__dict__.get(name)
+    if getattr(function, "func", None) is not ours:
+        return
+    stock = function.args[0]
+    if stock is None:
+        del module.__dict__[name]
+    else:
+        module.__dict__[name] = stock
+
+
+def _checkpoint(stock, function, *args, **kwargs):
+    """The layer is run again in backward, when the model's call is over: it takes the documents along."""
+    seq_idx = _current_seq_idx()
+    if seq_idx is None or torch.compiler.is_compiling():
+        return stock(function, *args, **kwargs)
+    return stock(functools.partial(_with_documents, seq_idx, function), *args, **kwargs)
+
+
+def _with_documents(seq_idx, function, *args, **kwargs):
+    now = here()
+    before, now.seq_idx = now.seq_idx, seq_idx
+    try:
+        return function(*args, **kwargs)
+    finally:
+        now.seq_idx = before
+
+
+def _current_seq_idx():
+    now = here()
+    call = now.call or traced.call
+    return now.seq_idx if call is None or now.seq_idx is not None else call.seq_idx
+
+
+def _forward(layer, stock, isolations, *args, **kwargs):
+    """In place of the forward of a layer with a state.
+
+    stock: the forward that was in the instance, or None. isolations: {device type: Isolation, or why there is none}.
+    """
+    seq_idx = _current_seq_idx()
+    run = functools.partial(type(layer).forward, layer) if stock is None else stock
+    if seq_idx is None:
+        return run(*args, **kwargs)
+    return _apart(layer, run, isolations, seq_idx, args, kwargs)
+
+
+@torch.compiler.disable(reason="packing_ops: how many documents a row has is known when the layer runs")
+def _apart(layer, run, isolations, seq_idx, args, kwargs):
+    # Which of its tensors have the tokens of the batch, and where these have their documents.
+    run, named = by_name(layer, run, args, kwargs)
+    shape = tuple(seq_idx.shape)
+    axes = axes_of(named, shape)
+    if axes is None:
+        return run(**named)  # another sequence: of images or audio
+    seq_idx = seq_idx.to(next(leaf.device for leaf in leaves(named) if argument_axes(leaf, shape, axes) is not None))
+    documents = kept_with([seq_idx], ("documents of layers with a state",), lambda: SplitDocuments(seq_idx))
+    if not documents.several:
+        return run(**named)
+
+    # How the layer keeps them apart.
+    named = {name: value for name, value in named.items() if name not in BOUNDARIES}
+    device = seq_idx.device.type
+    if device not in isolations:
+        isolations[device] = _isolation_of(layer, run, named, documents, shape, axes)
+    if isinstance(isolations[device], str):
+        raise ValueError(
+            f"{_named_by(here().call)}: expected one document in each row, got several, and {class_name(layer)} {isolations[device]}; "
+            "give each document a row of its own (no packing, padding on the right)"
+        )
+
+    # In a model without attention, these layers are where the call's documents have to arrive.
+    call = here().call
+    while call is not None and call.seq_idx is not None and not call.has_attention and not call.mixes:
+        call.used = call.numbers_used = True
+        call = call.outer
+    if isolations[device] is Isolation.PASS_BOUNDARIES and shape[0] == 1 and not documents.padded:
+        return run(**named, **boundaries_for(layer, seq_idx, documents.cu_seqlens))
+    return run_in_rows(run, named, documents, shape, axes)
+
+
+def _isolation_of(layer, run, *given):
+    kind = _kind_of(layer)
+    if calls_attention_inside(layer):
+        return f"{kind.value} calls attention inside, whose documents are those of the whole batch"
+    with without_dropout(layer):
+        return isolation_of(layer, kind, run, *given)
+
+
+def _named_by(call) -> str:
+    """The argument of the model's call that says where its documents are."""
+    found = None if call is not None else "position_ids"  # recomputed in backward
+    while call is not None:  # the outer ones: what they pass on to an inner model may be less
+        if call.position_ids is not None or call.cu_seqlens is not None:
+            found = "cu_seq_lens_q" if call.position_ids is None else "position_ids"
+        call = call.outer
+    return found or "attention_mask"
