@@ -1,8 +1,8 @@
 """How code is put into a host library, and taken out again.
 
-Patch: in place of an attribute of a module or a class of the host, which all of its models share. In one model: put in
-place of an attribute of a module (WeakPartial), put_class in place of its class, put_hook before or after its forward, and
-take_out undoes all three.
+In a module or a class of the host, which all of its models share: Patch, in place of an attribute.
+In one torch.nn.Module: put, in place of an attribute; put_class, in place of its class; put_hook, before or after its
+forward. take_out undoes these three.
 """
 
 import copy
@@ -95,7 +95,7 @@ class Patch:
             self.covered.append((self.ours, self.stock))
 
     def _uncover(self) -> None:
-        """Others may have taken away what they had put over ours: then that one counts, and none that stood above it."""
+        """If another library took away what it had put over ours, ours of that time counts again."""
         there = vars(self.owner).get(self.name, _MISSING)
         for index, (ours, stock) in enumerate(self.covered):
             if ours is there:
@@ -144,7 +144,7 @@ def put_hook(module: torch.nn.Module, hook: Callable, before: bool = False, with
 
 
 def take_out(module: torch.nn.Module, package: str) -> None:
-    """Undo in a module what put, put_class and put_hook put there of a package, and what is kept there under PRIVATE names.
+    """Undo put, put_class and put_hook of functions of a package in one module, and delete its PRIVATE attributes.
 
     What another library put over ours stays.
     """
@@ -218,11 +218,11 @@ def function_of(method) -> Callable | None:
 
 
 class WeakPartial:
-    """functools.partial(func, owner, *args), to be an attribute of the owner: it holds the owner weakly, whose memory
-    would otherwise wait for the garbage collector. A copy or a pickle of the owner has one of its own.
+    """functools.partial(func, owner, *args) as an attribute of the owner. It holds the owner weakly: in a reference
+    cycle its memory would wait for the garbage collector. A copy or a pickle of the owner gets its own partial.
 
     args: without the owner.
-    before: what stood there; None where nothing did.
+    before: what it replaced; None if nothing.
     """
 
     before = None

@@ -1,4 +1,4 @@
-"""What the trials of RoPE and RMSNorm share: small numbers, a quiet place to run in, and when two results agree."""
+"""Runs a function of a host beside ours: small numbers, a quiet place to run in, and whether two results agree."""
 
 import contextlib
 import warnings
@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32, start: float = 0.0) -> torch.Tensor:
-    """Values in [-1, 1] without a pattern, on the CPU. They take nothing from torch's random numbers."""
+    """Values in [-1, 1] without a pattern, on the CPU. torch's random numbers are not used."""
     size = torch.Size(shape).numel()
     steps = torch.arange(size, dtype=torch.float64, device="cpu")
     return (steps * steps * 0.7390851332 + steps + start).sin().reshape(shape).to(dtype)
@@ -16,7 +16,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32, start: float = 0.0)
 
 @contextlib.contextmanager
 def quiet():
-    """On real CPU tensors without gradients, whatever the caller runs under: autocast, inference mode, fake tensors, devices."""
+    """Real CPU tensors without gradients, whatever is around: autocast, inference mode, fake tensors, a device."""
     with (
         _disable_current_modes(),
         torch.device("cpu"),

@@ -1,4 +1,4 @@
-"""apply_packing_ops and revert_packing_ops: packing_ops inside a transformers model, and out again; info says what runs."""
+"""apply_packing_ops puts packing_ops into a transformers model, revert_packing_ops takes it out; info shows it."""
 
 import functools
 import inspect
@@ -32,10 +32,11 @@ from packing_ops.integrations.transformers.versions import PreTrainedModel, not_
 class Applied:
     """What apply_packing_ops swapped and what it left. True as a bool if anything was swapped.
 
-    attention, rope, rms_norm: how many modules were swapped.
-    fused_loss: how many models make their loss from hidden states.
-    vision: how many attention modules of vision and audio towers attend to all images in one call.
-    skipped: {option: why it, or a part of it, was left as it is}.
+    Attributes:
+        attention, rope, rms_norm: the number of modules that were swapped.
+        fused_loss: the number of models that compute their loss from hidden states.
+        vision: the number of attention modules in vision and audio towers that take all images in one call.
+        skipped: {part: why all or some of it was not swapped}.
     """
 
     attention: int = 0
@@ -54,7 +55,7 @@ def _name_of(model: torch.nn.Module) -> str:
     return " in ".join(dict.fromkeys([*inside, type(model).__name__]))
 
 
-_PARAMETERS = {"vision": "attention"}  # of what has no parameter of its own
+_PARAMETERS = {"vision": "attention"}  # the parameter of apply_packing_ops, where it has another name
 
 
 def _refuse(model: torch.nn.Module, skipped: Mapping[str, str], strict: bool) -> None:
@@ -92,44 +93,46 @@ def apply_packing_ops(
     """Swap a model's attention and RoPE, and on request RMSNorm and loss, for those of packing_ops.
 
     Args:
-        model: an instance, also inside a PEFT or DDP wrapper. No other model changes.
-        rope: rotate q and k by one call of apply_rotary_qk, which computes in fp32 and rounds once; in the attention of
-            vision towers that is given cu_seqlens too.
-        attention: register ``"packing_ops"`` and set it as attn_implementation. Attention of a vision tower that is given
-            cu_seqlens (Qwen-VL and its like) then takes all images in one call. A model whose attention has no such name keeps
-            it, after a warning: from then on a call with several documents in a row is an error, unless layers with a state
-            (Mamba, RWKV) keep them apart.
+        model: a model, also inside a PEFT or DDP wrapper. Other models do not change.
+        rope: rotate q and k by one call of apply_rotary_qk, which computes in fp32 and rounds once. This includes
+            attention of vision towers that takes cu_seqlens.
+        attention: register ``"packing_ops"`` and set it as attn_implementation. Attention of vision towers that takes
+            cu_seqlens (as in Qwen-VL) then runs once for all images. A model whose attention cannot be set keeps it,
+            after a warning. A call of it with several documents in a row is an error from then on, unless layers with
+            a state (Mamba, RWKV) keep them apart.
         rms_norm: RMSNorm modules call torch.nn.functional.rms_norm. In bf16 and fp16 the stock formula of Llama, Qwen
-            and Mistral rounds the normalised value and then its product with the weight; this one rounds once. Gemma
-            and gpt-oss round once either way; Gemma's ``1 + weight`` stays in fp32. Dtypes of results are the stock's.
-        fused_loss: in training with labels the loss is chunked_cross_entropy of the hidden states,
-            without the logits, and the output's are None: who reads them, as TRL's SFTTrainer does for its metrics,
-            cannot have it. Apply before others wrap forward. Another lm_head (resized, LoRA): stock, after a warning.
-        fp32_cos_sin: keep cos and sin in fp32 where the model casts them to its own dtype.
-        sequence_group: ranks that share each row. The model then takes what
-            packing_ops.parallel.shard_packed gives, and its attention runs over the group (varlen_attention_over); with DDP
-            or FSDP2 around it as around any model. A DeviceMesh of one dimension too.
-        sequence_scheme: the scheme of shard_packed.
-        strict: raise, and change nothing, if any option cannot be applied. Otherwise what can be is swapped, and a
-            warning names what is left.
+            and Mistral rounds twice: the normalised value, then its product with the weight. This one rounds once.
+            Gemma and gpt-oss round once either way; Gemma's ``1 + weight`` stays in fp32. Dtypes stay those of stock.
+        fused_loss: in training with labels the loss is chunked_cross_entropy of the hidden states. The logits are never
+            made, and the output has None for them: do not use this where something reads them, as TRL's SFTTrainer
+            does for its metrics. Apply before others wrap forward. If lm_head is replaced later (resized, LoRA), the
+            loss is the stock one again, after a warning.
+        fp32_cos_sin: keep cos and sin in fp32 where the model casts them to its dtype.
+        sequence_group: the ranks that share each row: a ProcessGroup, or a DeviceMesh of one dimension. The model then
+            takes the batches of packing_ops.parallel.shard_packed, and attention runs over the group
+            (varlen_attention_over). DDP and FSDP2 wrap the model as usual.
+        sequence_scheme: the scheme that shard_packed was called with.
+        strict: if anything cannot be swapped, raise and change nothing. Otherwise the rest is swapped, and a warning
+            names what was not.
 
-    Calls add up: an option that is off leaves what an earlier call swapped. Apply before torch.compile, which may miss
-    a later change. Copies and pickles of the model keep what was applied. ``print(info(model))`` shows what runs.
+    A later call adds to an earlier one: False does not undo what was swapped. Apply before torch.compile, which may
+    miss a later change. Copies and pickles of the model keep what was applied. ``print(info(model))`` shows what runs.
 
-    RoPE that scales with the length (dynamic NTK, longrope) takes the largest position: with position_ids that restart
-    that is the longest document, not the row. A model called with ``cu_seq_lens_q`` alone, batch 1, gets position_ids
-    made from it; a multimodal one too, if its attention is swapped: position_ids ``[batch, seqlen]`` then start its
-    documents as in text models.
+    RoPE that scales with the length (dynamic NTK, longrope) takes the largest position. With position_ids that restart
+    this is the length of the longest document, not of the row. A model that is called with ``cu_seq_lens_q`` alone,
+    batch 1, gets position_ids made from it. So does a multimodal model whose attention is swapped; position_ids
+    ``[batch, seqlen]`` then start its documents as in text models.
 
     Returns:
         Applied.
 
     Raises:
         ImportError: transformers is missing (``pip install packing_ops[hf]``).
-        TypeError: model is no instance of torch.nn.Module: a class, for example.
-        ValueError: ``strict`` and something cannot be swapped in this model; a sequence_group for a model whose rows cannot lie on several ranks (RoPE scaled by the row's longest position,
-            images), or whose attention cannot be swapped. Then, in the forward: a call that is not what shard_packed
-            gives, or labels without num_items_in_batch, since the mean over one rank's targets is not that of the row.
+        TypeError: model is not a torch.nn.Module, for example a class.
+        ValueError: ``strict``, and something cannot be swapped. A sequence_group, and attention cannot be swapped, or
+            rows cannot lie on several ranks (images, RoPE that scales with the longest position of a row). In a forward
+            with a sequence_group: a batch that shard_packed did not make; labels without num_items_in_batch, since the
+            mean over the targets of one rank is not the mean over those of the row.
 
     Example:
         >>> from transformers import AutoModelForCausalLM, Qwen3Config
@@ -139,13 +142,12 @@ def apply_packing_ops(
         Applied(attention=2, rope=2, rms_norm=0, fused_loss=0, vision=0, skipped={})
         >>> revert_packing_ops(model)
 
-    No list of families is behind RoPE and RMSNorm. What a modelling module has for them is run beside ours once in a
-    process, on small tensors of its own on the CPU, and is swapped where both agree to the last rounding. Attention:
-    every model that takes
-    attn_implementation.
+    RoPE and RMSNorm need no list of families: the functions of a modelling module run beside ours once in a process,
+    on small tensors on the CPU, and are swapped if both agree to the last rounding. Attention is swapped in every model
+    that takes attn_implementation.
     """
+    # Find what cannot be swapped, before anything changes
     _check_model(model)
-    # What cannot be swapped: nothing has changed until all of it is known.
     found, skipped = hosts(model), {}
     if attention and (reason := why_not_attention(model)):
         skipped["attention"] = reason
@@ -162,7 +164,7 @@ def apply_packing_ops(
         without = skipped.get("attention") or (None if attention else "attention=False")
         sequence_patch.check(found, without or stateful.why_not_on_ranks(found))
     _refuse(model, skipped, strict)
-    # Attention, which a model may still refuse
+    # Attention: set_attn_implementation may still refuse
     if attention and "attention" not in skipped and (left := _set_attention(model)):
         if sequence_group is not None:
             sequence_patch.check(found, left)
@@ -171,11 +173,12 @@ def apply_packing_ops(
         _refuse(model, skipped, strict)
     if "attention" in skipped and _guard(model, skipped["attention"]):
         skipped["attention"] += "; rows of several documents are an error where no layer keeps them apart"
+    # Vision towers and sequence groups, which need this attention
     attends = attention and "attention" not in skipped
     vision = vision_patch.apply_to_model(model) if attends else 0
     if sequence_group is not None:
         sequence_patch.apply_to_model(found, attentions(model), sequence_group, sequence_scheme)
-    # The rest
+    # RoPE, RMSNorm, loss
     rotated = rope_patch.apply_to_model(model, fp32_cos_sin) if rope else 0
     normed = rms_norm_patch.apply_to_model(model) if rms_norm else 0
     for host in losses:
@@ -188,11 +191,11 @@ def apply_packing_ops(
 def revert_packing_ops(model: torch.nn.Module) -> None:
     """Undo apply_packing_ops in a model.
 
-    Outputs are again those of before, to the bit. The modelling module is restored once no model needs the swap; what
-    register added to transformers stays until unregister. Reverting what was never applied does nothing.
+    Outputs are those of before to the bit. The modelling module is restored when no model needs the swap any more. What
+    register added to transformers stays until unregister. A model to which nothing was applied does not change.
 
     Raises:
-        TypeError: model is no instance of torch.nn.Module.
+        TypeError: model is not a torch.nn.Module.
     """
     _check_model(model)
     befores = {host: kept.before for host in hosts(model) if (kept := host.__dict__.get(STATE)) is not None}
@@ -221,9 +224,9 @@ STATE = "_packing_ops_attention"
 
 
 class AttentionBefore:
-    """In a model with our attention: what it was, or None. A process that unpickles the model gets to know ours."""
+    """Kept in a model with our attention: its implementations before. Unpickling it registers ours in that process."""
 
-    def __init__(self, before: dict[str, Any] | None = None):
+    def __init__(self, before: dict[str, Any]):
         register()
         self.before = before
 
@@ -232,9 +235,9 @@ class AttentionBefore:
 
 
 class Guard:
-    """In a model that keeps its attention: why, and whether it has layers with a state, which keep documents apart.
+    """Kept in a model whose attention was not swapped: why, and whether layers with a state may keep documents apart.
 
-    A process that unpickles the model watches its calls too.
+    Unpickling it registers ours in that process, since register watches the calls.
     """
 
     def __init__(self, why: str, has_state: bool):
@@ -246,7 +249,7 @@ class Guard:
 
 
 def hosts(model: torch.nn.Module) -> list[PreTrainedModel]:
-    """The outermost transformers models in it."""
+    """The transformers models in it, without those inside of them."""
     if isinstance(model, PreTrainedModel):
         return [model]
     return [host for child in model.children() for host in hosts(child)]
@@ -254,8 +257,8 @@ def hosts(model: torch.nn.Module) -> list[PreTrainedModel]:
 
 @functools.cache
 def calls_attention(cls: type) -> bool:
-    """A module of this class calls the attention that attn_implementation names."""
-    try:  # a subclass may call the forward above it
+    """Whether a module of this class calls the attention that attn_implementation names."""
+    try:  # of base classes too: forward may call super().forward
         sources = [inspect.getsource(vars(base)["forward"]) for base in cls.__mro__ if "forward" in vars(base)]
     except (OSError, TypeError):  # no source
         return cls.__name__.endswith("Attention")
@@ -267,7 +270,7 @@ def attentions(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def why_not_attention(model: torch.nn.Module) -> str | None:
-    """Why our attention cannot be set, as far as it can be told without trying."""
+    """Why our attention cannot be set; None if only set_attn_implementation can say."""
     found = hosts(model)
     if not found:
         return "there is no transformers model in it to set attn_implementation on"
@@ -286,7 +289,7 @@ def _not_causal(module: torch.nn.Module) -> str | None:
 
 
 def _set_attention(model: torch.nn.Module) -> str | None:
-    """In all hosts or in none; the reason if in none."""
+    """Set our attention in all hosts, or in no host; then the reason."""
     found = hosts(model)
     register()
     before = [implementations_of(host.config) for host in found]
@@ -306,7 +309,7 @@ def _set_attention(model: torch.nn.Module) -> str | None:
 
 
 def _guard(model: torch.nn.Module, why: str) -> bool:
-    """Whether calls of it with several documents in a row are an error from now on, where no layer keeps them apart."""
+    """From now on packed rows are an error where no layer keeps documents apart. False if there is no text model."""
     found = [module for host in hosts(model) for module in host.modules() if _is_of_text(module)]
     for module in found:
         module.__dict__[GUARD] = Guard(why, stateful.carries_state(module))
@@ -323,11 +326,11 @@ def _restore(found: list[Any], before: list[dict[str, Any]]) -> None:
 
 
 def implementations_of(config: Any) -> dict[str, Any]:
-    """What set_attn_implementation takes to bring a model and its sub-models back."""
+    """What set_attn_implementation takes to restore a model and its sub-models."""
     found = {"": config._attn_implementation}
     for key in config.sub_configs:
         sub_config = getattr(config, key, None)
-        if sub_config is not None and sub_config._attn_implementation is not None:  # some audio parts have none
+        if sub_config is not None and sub_config._attn_implementation is not None:  # None: some audio parts
             nested = implementations_of(sub_config)
             found[key] = nested if len(nested) > 1 else nested[""]
     return found
@@ -340,10 +343,10 @@ def info(model: torch.nn.Module) -> str:
     """Whether packing_ops runs in a model: attention, RoPE, RMSNorm, loss, and how documents are found.
 
     Args:
-        model: an instance, or a wrapper around one.
+        model: a model, or a wrapper around one.
 
     Returns:
-        One line for each; a last line has the reasons why attention ran by SDPA in this process, if it did.
+        A line for each of these. If attention ran by SDPA in this process, a last line has the reasons.
 
     Example:
         >>> from transformers import AutoModelForCausalLM, Qwen3Config
@@ -361,7 +364,7 @@ def info(model: torch.nn.Module) -> str:
           number of a document)...
 
     Raises:
-        TypeError: model is no torch.nn.Module.
+        TypeError: model is not a torch.nn.Module.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")

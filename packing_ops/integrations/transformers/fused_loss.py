@@ -1,7 +1,7 @@
-"""The loss of a causal language model from its hidden states: its logits are never there at once.
+"""The loss of a causal language model from its hidden states, without its logits.
 
-In training with labels the head hands the hidden states on, the loss function gets them in place of the logits and
-calls chunked_cross_entropy, and the output has no logits (None). Else the model is the stock one.
+In training with labels, lm_head returns the hidden states, the loss function gets them in place of the logits and calls
+chunked_cross_entropy, and the output has None for logits. Otherwise the model runs its stock code.
 """
 
 import functools
@@ -21,9 +21,9 @@ from packing_ops.logps import chunked_cross_entropy
 _STATE, _HEAD_OF = "_packing_ops_fused_loss", "_packing_ops_head_of"
 _HEAD = "self.lm_head("
 _LOSS = "self.loss_function("
-_AFTER_HEAD = ("", ".float()", ".contiguous()")  # what the loss does anyway
+_AFTER_HEAD = ("", ".float()", ".contiguous()")  # the loss does both itself
 _BETWEEN = re.compile(r"\s*(loss = None|if labels is not None:|)\s*")
-_CAP = "self.config.final_logit_softcapping"  # Gemma's; None is none
+_CAP = "self.config.final_logit_softcapping"  # Gemma's
 _CAPPED = re.compile(
     rf"\s*(if {_CAP} is not None:|logits = logits / {_CAP}|logits = torch.tanh\(logits\)|logits = logits \* {_CAP})\s*"
 )
@@ -32,14 +32,14 @@ _RETURNED = re.compile(r"\blogits=logits\b|\(logits,\)|#.*")
 
 
 class FusedLoss:
-    """Of one model: what it was. The head that was swapped has it too, under _HEAD_OF."""
+    """Kept in a model whose loss is fused, and in its lm_head: whether the logits were capped then."""
 
     def __init__(self, model):
         self.is_capped = _is_capped(model)
 
 
 class Running:
-    """One forward of a fused model, in one thread: the hidden states that the head handed on, and in whose place."""
+    """One forward of a fused model, in one thread. hidden: what lm_head got; logits: what it returned for them."""
 
     def __init__(self, state, head):
         self.state, self.head, self.hidden, self.logits, self.targets = state, head, None, None, None
@@ -50,7 +50,7 @@ def is_fused(model) -> bool:
 
 
 def refusal(model: PreTrainedModel) -> str | None:
-    """Why this model's loss cannot be made from its hidden states; None where it can."""
+    """Why this model's loss cannot be computed from its hidden states; None if it can."""
     if is_fused(model) and not since(model):
         return None
     head = getattr(model, "lm_head", None)
@@ -68,7 +68,7 @@ def refusal(model: PreTrainedModel) -> str | None:
 
 
 def why_not(models: list[PreTrainedModel]) -> str | None:
-    """Why the loss of some of these models stays as it is; None where none does."""
+    """Why the loss of some of these models cannot be swapped; None if all can."""
     if not models:
         return "there is no transformers model in it"
     reasons = {type(model).__name__: reason for model in models if (reason := refusal(model))}
@@ -78,7 +78,7 @@ def why_not(models: list[PreTrainedModel]) -> str | None:
 
 
 def since(model: PreTrainedModel) -> str | None:
-    """What has changed in a fused model, whose loss is the stock one until it is applied anew; None: nothing."""
+    """What has changed in a fused model since, so that its loss is the stock one again; None if nothing has."""
     state = model.__dict__[_STATE]
     if model.lm_head.__dict__.get(_HEAD_OF) is not state:
         return "its lm_head was swapped after apply_packing_ops(model, fused_loss=True)"
@@ -88,7 +88,7 @@ def since(model: PreTrainedModel) -> str | None:
 
 
 def apply_to_model(model: PreTrainedModel) -> None:
-    """For a model that refusal(model) says nothing against. Twice is once. Outputs in training have logits None."""
+    """Expects refusal(model) to be None. A second call changes nothing."""
     if is_fused(model) and not since(model):
         return
     stock = _stock_loss(model)
@@ -96,7 +96,7 @@ def apply_to_model(model: PreTrainedModel) -> None:
     put(model, "_loss_function", _loss, state, stock)
     put(model.lm_head, "forward", _head, state)
     put(model, "forward", _forward)
-    functools.wraps(type(model).forward)(model.forward)  # whoever reads its parameters finds the model's
+    functools.wraps(type(model).forward)(model.forward)  # Trainer reads the parameters of forward
 
 
 def _is_capped(model) -> bool:
@@ -109,7 +109,11 @@ def _stock_loss(model):
 
 @functools.cache
 def _goes_straight(cls, is_capped) -> bool:
-    """In its forward the head's logits go to the loss as they are, and then nowhere but out."""
+    """Whether in its forward the logits go to the loss unchanged, and then to the output alone.
+
+    By its source, not by a trial: a forward has branches for masks, images, caches and flags of its config, and a trial
+    would see only those that it takes. Logits that change in another branch would give another loss without an error.
+    """
     try:
         source = inspect.getsource(cls.forward)
     except (OSError, TypeError):
@@ -135,7 +139,7 @@ def _goes_straight(cls, is_capped) -> bool:
 
 
 def _call(text) -> tuple[str, str, str]:
-    """``text`` behind an open bracket: up to the one that closes it, the rest of that line, the other lines."""
+    """Of text after an open bracket: up to the closing one, the rest of that line, the other lines."""
     depth, end = 1, 0
     while depth and end < len(text):
         depth += {"(": 1, ")": -1}.get(text[end], 0)
@@ -162,7 +166,7 @@ def _forward(model, *args, **kwargs):
         output = stock(model, *args, **kwargs)
         if isinstance(output, tuple):
             return tuple(each for each in output if each is not running.logits)
-        output.logits = None  # hidden states
+        output.logits = None  # they were the hidden states
         return output
     finally:
         fuse(outer)
@@ -190,7 +194,7 @@ def _head(head, state, hidden):
         return hidden
     labels, cu_seqlens, options = running.targets
     hidden = hidden.flatten(0, 1)
-    if len(labels) > len(hidden):  # the labels of shift_labels: a slot more, which nothing predicts from
+    if len(labels) > len(hidden):  # from shift_labels: a label more, which no slot predicts
         hidden = torch.nn.functional.pad(hidden, (0, 0, 0, 1))
     return chunked_cross_entropy(hidden, head.weight, labels, cu_seqlens, bias=head.bias, **options)
 
@@ -199,13 +203,17 @@ def _loss(model, state, stock, logits, labels, vocab_size, num_items_in_batch=No
     options, running = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}, _running(state)
     if running is None:
         return stock(logits, labels, vocab_size, **options, **kwargs)
+    # Labels and documents, as chunked_cross_entropy takes them
     running.logits, labels = logits, labels.to(running.hidden.device)
     cu_seqlens, targets = kwargs.get("cu_seq_lens_q"), kwargs.get("shift_labels")
-    if targets is not None:  # slot t is to predict label t, as if it were that of slot t + 1 of one document
+    if (
+        targets is not None
+    ):  # slot t predicts label t: one place to the right, in one document, it is that of slot t + 1
         labels = torch.nn.functional.pad(targets.to(labels.device).flatten(), (1, 0), value=ignore_index)
         cu_seqlens = torch.arange(2, dtype=torch.int32, device=labels.device) * len(labels)
     if cu_seqlens is None:  # each row is a document
         rows, seqlen = labels.shape
         cu_seqlens = torch.arange(rows + 1, dtype=torch.int32, device=labels.device) * seqlen
     running.targets = labels.flatten(), int32_cu_seqlens(cu_seqlens.to(labels.device)), options
-    return running.head(running.hidden)  # where its weight is there: FSDP and ZeRO gather it around the call
+    # By a call of the head, around which FSDP and ZeRO gather its weight
+    return running.head(running.hidden)

@@ -1,4 +1,4 @@
-"""The RMSNorm modules of transformers through torch.nn.functional.rms_norm, each by its model's formula."""
+"""RMSNorm of transformers by torch.nn.functional.rms_norm, with the formula of the model's module."""
 
 import functools
 import inspect
@@ -26,7 +26,7 @@ def _weight_in_fp32(self, hidden_states):
 
 
 def _one_plus_weight(self, x):
-    # In fp32: 1 + weight in a half type would lose most of a small weight.
+    # fp32, since 1 + weight in a half type loses most of a small weight.
     return _rms_norm(x.float(), 1.0 + self.weight.float(), _eps(self)).to(x.dtype)
 
 
@@ -35,8 +35,8 @@ def _no_weight(self, x):
 
 
 def _rms_norm(x, weight, eps):
-    # As rows: the CUDA kernel copies any other layout to rows too, but to torch.compile torch announces a gradient in
-    # the layout of the one that came, and a compiled model then fails where it makes a view of it.
+    # Rows, since torch's fake kernel gives the gradient the strides of x while the CUDA kernel gives it those of rows:
+    # in a compiled model a view of it would fail.
     return F.rms_norm(x.reshape(-1, x.shape[-1]), x.shape[-1:], weight, eps).view(x.shape)
 
 
@@ -47,21 +47,20 @@ FORWARDS = {
     "no_weight": _no_weight,
 }
 _EPS_NAMES = ("variance_epsilon", "eps")
-_OF_MODULE = frozenset(vars(torch.nn.Module()))  # hooks, buffers, whether it trains: no part of a formula
-_OF_WRAPPERS = frozenset(
-    ("weight", "forward", "_old_forward", "_hf_hook")
-)  # what FSDP and accelerate leave in a module
+# Attributes that are no part of a formula: torch's, and those that FSDP and accelerate leave in a module.
+_OF_MODULE = frozenset(vars(torch.nn.Module()))
+_OF_WRAPPERS = frozenset(("weight", "forward", "_old_forward", "_hf_hook"))
 WIDTH = 8
 
 
 def is_norm(cls: type) -> bool:
-    """An RMSNorm by its name, with the forward of its modelling module."""
+    """Whether it has the name of an RMSNorm, and the forward of its modelling module."""
     home = cls.__module__
     return cls.__name__.endswith("RMSNorm") and home.startswith(HOSTS) and cls.forward.__module__ == home
 
 
 def _candidates(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Those that run the forward of their class, or ours, perhaps inside accelerate's hooks."""
+    """RMSNorm modules that run the forward of their class, or ours, also inside accelerate's hooks."""
     return [
         module
         for module in model.modules()
@@ -70,12 +69,12 @@ def _candidates(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def norms(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Those whose formula ours is."""
+    """RMSNorm modules whose formula is in FORWARDS."""
     return [module for module in _candidates(model) if _formula_of(module) is not None]
 
 
 def _formula_of(module) -> str | None:
-    """Of one that runs ours, what it runs: its class may have another forward by now."""
+    """A key of FORWARDS, or None. If ours runs already, its class is not tried again: it may have changed."""
     forward = module.__dict__.get(_forward_attribute(module), module.forward)
     function = function_of(forward)
     if function in FORWARDS.values():
@@ -84,7 +83,7 @@ def _formula_of(module) -> str | None:
 
 
 def why_not(model: torch.nn.Module) -> str | None:
-    """Why the RMSNorm of this model, or a part of them, stay as they are; None if all are swapped."""
+    """Why RMSNorm modules of this model cannot be swapped; None if all can."""
     found = _candidates(model)
     left = [module for module in found if _formula_of(module) is None]
     reasons = dict.fromkeys(formula_of(stock_of(type(module)), module)[1] for module in left)
@@ -94,14 +93,14 @@ def why_not(model: torch.nn.Module) -> str | None:
 
 
 def fused(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Those that run ours."""
+    """RMSNorm modules that run ours."""
     return [
         module for module in norms(model) if _is_ours(module.__dict__.get(_forward_attribute(module), module.forward))
     ]
 
 
 def apply_to_model(model: torch.nn.Module) -> int:
-    """How many run ours from now on."""
+    """Returns the number of modules that run ours from now on."""
     found = norms(model)
     for module in found:
         forward, name = FORWARDS[_formula_of(module)], _forward_attribute(module)
@@ -113,15 +112,15 @@ def apply_to_model(model: torch.nn.Module) -> int:
 
 
 def _forward_attribute(module) -> str | None:
-    """Where a forward of this module stands; accelerate's hooks move the one that they wrap to ``_old_forward``."""
+    """The attribute to put ours in: accelerate's hooks keep the forward in ``_old_forward``. None: leave the module."""
     name = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
     forward = module.__dict__.get(name)
     of_class = getattr(getattr(forward, "__func__", None), "__module__", None) == type(module).__module__
-    return name if forward is None or of_class or _is_ours(forward) else None  # somebody else's stays
+    return name if forward is None or of_class or _is_ours(forward) else None  # another library's
 
 
 def _is_ours(forward) -> bool:
-    """A partial of this file, or a bound method of a class of ours."""
+    """Whether this is a partial or a bound method of FORWARDS."""
     return function_of(forward) in FORWARDS.values()
 
 
@@ -129,9 +128,9 @@ def _is_ours(forward) -> bool:
 
 
 def formula_of(stock: type, module: torch.nn.Module) -> tuple[str | None, str]:
-    """(a key of FORWARDS, ""), or (None, why none of them is what this module computes).
+    """(key of FORWARDS, ""), or (None, why no formula there is that of this module).
 
-    The trial has a module of its own: of this one it takes the attributes, but no weights, hooks or device.
+    The trial makes a module of the same class and attributes, without the weights, hooks and device of this one.
     """
     if reason := _not_tried(stock, module):
         return None, f"{stock.__name__} {reason}"
@@ -142,7 +141,8 @@ def formula_of(stock: type, module: torch.nn.Module) -> tuple[str | None, str]:
     key = tuple((name, type(value), value) for name, value in sorted(attributes.items()))
     eps_names = tuple(name for name in _EPS_NAMES if hasattr(module, name))
     weight = getattr(module, "weight", None)
-    # The module's own width: of another one, groups of elements might be the whole. A shard of ZeRO-3 has ds_numel.
+    # The trial has the width of the module: with another one, groups of elements might be the whole. ZeRO-3 keeps the
+    # whole size in ds_numel.
     width = 0 if weight is None else getattr(weight, "ds_numel", weight.numel())
     if width == 0 and any(type(value) is int for value in attributes.values()):
         return None, f"{stock.__name__} has numbers, and no weight that tells its width"
@@ -162,7 +162,7 @@ def _not_tried(stock, module) -> str | None:
         return f"holds {', '.join(sorted(held))}"
     weight = getattr(module, "weight", None)
     shape = getattr(weight, "ds_shape", getattr(weight, "shape", (WIDTH,)))  # a shard of ZeRO-3 has ds_shape
-    if len(shape) != 1 or shape[0] == 1:  # of each head, or one number for all elements
+    if len(shape) != 1 or shape[0] == 1:  # a weight per head, or one number
         return f"has a weight of shape {list(shape)}"
     return None if any(hasattr(module, name) for name in _EPS_NAMES) else "has no eps"
 
@@ -170,12 +170,12 @@ def _not_tried(stock, module) -> str | None:
 @functools.cache
 @torch.compiler.disable
 def _formula(stock, forward, has_weight, width, eps_names, attributes) -> tuple[str | None, str]:
-    """Kept by the forward and by all that the trial's module is made of."""
+    """The trial. Cached by forward and by everything that the trial's module is made of."""
     probe = stock.__new__(stock)
     torch.nn.Module.__init__(probe)
     for name, _, value in attributes:
         setattr(probe, name, value)
-    for name, value in zip(eps_names, (0.01, 0.3)):  # noqa: B905  a module with both reads the first, or is refused
+    for name, value in zip(eps_names, (0.01, 0.3)):  # noqa: B905  one or two names, and our formulas read the first
         setattr(probe, name, value)
     with quiet():
         for name, ours in FORWARDS.items():
@@ -196,7 +196,7 @@ _DTYPES = [  # of the input and of the weight
     (torch.bfloat16, torch.float32),
     (torch.float32, torch.bfloat16),
 ]
-# Of inputs beside [2, 3, width]: modules may do with heads, long rows and larger batches what they like.
+# Shapes beside [2, 3, width]: a module may treat heads, long rows or larger batches differently.
 _SHAPES = [(3,), (1, 300)]
 
 

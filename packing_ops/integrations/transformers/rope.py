@@ -1,4 +1,10 @@
-"""RoPE of a model by apply_rotary_qk: its rotary embedding is tagged, and the functions of its module see the tag."""
+"""RoPE of a model by apply_rotary_qk: a hook tags cos, and the functions of the modelling module look for the tag.
+
+Attention looks apply_rotary_pos_emb up in its module, which all models of a family share. While a swapped model lives,
+a dispatcher stands in place of that function. A hook on the model's rotary embedding returns cos as Tables. The
+dispatcher rotates with our op if it gets Tables, else it calls the stock function. No global state is set around a
+forward, so recomputation, threads and torch.compile see the same program.
+"""
 
 import functools
 import importlib
@@ -17,19 +23,14 @@ from packing_ops.integrations.transformers.rope_trial import Rotation, rotation_
 
 # --- functions of a modelling module ---
 
-# How one model is patched and not the others of its family. Attention looks apply_rotary_pos_emb up in its module, which
-# all models of the family share, so that function is replaced by a dispatcher. A hook on the patched model's rotary_emb
-# returns cos as Tables; the dispatcher rotates with our op if it gets Tables, else it calls the stock function. No global
-# state is set around a forward, so recomputation, threads and torch.compile see the same program.
-
 ROTARY = re.compile(r"apply_\w*rot\w*")
 HOSTS = ("transformers.", "transformers_modules.")  # packages whose modelling modules are looked into
 
 
 class Tables(NamedTuple):
-    """cos, or cos and sin as one complex table, of a model that rotates with packing_ops.
+    """cos of a model that rotates with packing_ops, or cos and sin as one complex table.
 
-    Only a dispatcher asks whether it is one. A model that computes with it computes with the tensor.
+    Only a dispatcher asks for this type. Code of a model that computes with it gets the tensor.
     """
 
     table: torch.Tensor
@@ -60,11 +61,11 @@ def _of_table(name):
     return property(lambda self: getattr(self.table, name))
 
 
-# By name: torch.compile takes no NamedTuple with a __getattr__.
-for _name in ("shape", "dtype", "device", "ndim", "dim", "size", "real", "imag", "unsqueeze", "squeeze", "view", "reshape",
-              "expand", "repeat", "repeat_interleave", "transpose", "permute", "chunk", "split", "flatten", "float",
-              "contiguous", "type_as", "index_select", "gather", "narrow", "select", "clone", "detach", "__rsub__", "__sub__",
-              "__truediv__"):  # fmt: skip
+# A list, since torch.compile does not trace a NamedTuple with a __getattr__.
+for _name in ("shape", "dtype", "device", "ndim", "dim", "size", "real", "imag", "unsqueeze", "squeeze", "view",
+              "reshape", "expand", "repeat", "repeat_interleave", "transpose", "permute", "chunk", "split", "flatten",
+              "float", "contiguous", "type_as", "index_select", "gather", "narrow", "select", "clone", "detach",
+              "__rsub__", "__sub__", "__truediv__"):  # fmt: skip
     setattr(Tables, _name, _of_table(_name))
 
 
@@ -78,7 +79,7 @@ PATCHES: dict[str, dict[str, Patch]] = {}  # {modelling module: {function: Patch
 
 
 def patches_of(module_name: str) -> dict[str, Patch]:
-    """By the name of the function, of all that apply_rotary_qk can serve. Their users are rotary embeddings of models."""
+    """{function: its Patch}, of the functions that apply_rotary_qk can serve. Users are rotary embeddings of models."""
     if module_name not in PATCHES:
         module = importlib.import_module(module_name)
         found = {name: new_patch(module, name) for name in _names(module) if not refusal(module, name)}
@@ -89,8 +90,9 @@ def patches_of(module_name: str) -> dict[str, Patch]:
 
 
 def dispatch_for(user: torch.nn.Module, module_name: str) -> None:
-    """Puts dispatchers in the places of the module's functions, for as long as user lives or until it is reverted."""
+    """Put dispatchers in place of the module's functions, until user dies or is reverted."""
     for patch in patches_of(module_name).values():
+        # In a graph a user cannot be looked up in a WeakSet: an applied patch will do.
         if not patch.is_applied or not (torch.compiler.is_compiling() or user in patch.users):
             patch.apply(user)
 
@@ -99,7 +101,7 @@ def new_patch(module, name: str) -> Patch:
     tried = rotation_of(vars(module)[name])
 
     def make(stock):
-        # What others put over a function that was tried has its signature, and swapped models keep their rotation.
+        # Another library may have wrapped a function that was tried before: swapped models keep its rotation.
         found = rotation_of(stock)
         rotation = tried if isinstance(found, str) else found
         index = rotation.parameters.index(rotation.table)
@@ -123,7 +125,7 @@ def new_patch(module, name: str) -> Patch:
 
 @functools.cache
 def functions_called(cls: type) -> tuple[str, ...]:
-    """The rotary functions of its module that the forward of this class calls, by name."""
+    """The names of the rotary functions that forward of this class calls."""
     forward = inspect.unwrap(cls.forward)
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
     return tuple(name for name in names if ROTARY.fullmatch(name.lstrip("_")))
@@ -134,13 +136,14 @@ def _names(module) -> list[str]:
 
 
 def refusal(module, name) -> str | None:
+    """Why apply_rotary_qk cannot serve this function; None if it can."""
     patch = PATCHES.get(module.__name__, {}).get(name)
     verdict = rotation_of(vars(module)[name]) if patch is None else rotation_in(patch)
     return f"{name}: {verdict}" if isinstance(verdict, str) else None
 
 
 def rotation_in(patch: Patch) -> Rotation | str:
-    """Of the function that it replaces, now or later."""
+    """The rotation of the function that this patch replaces, or will replace."""
     return rotation_of(patch.stock if patch.is_applied else vars(patch.owner)[patch.name])
 
 
@@ -148,7 +151,7 @@ def rotation_in(patch: Patch) -> Rotation | str:
 
 
 def give_position_ids(owner, args, kwargs):
-    """Without them the model would count positions along the row, and scale long-context RoPE by the row's length."""
+    """Hook: without position_ids a model counts along the row, and scales long-context RoPE by the row's length."""
     cu_seqlens = kwargs.get("cu_seq_lens_q")
     if cu_seqlens is None or len(args) > 2 or kwargs.get("position_ids") is not None:
         return None
@@ -160,9 +163,9 @@ def give_position_ids(owner, args, kwargs):
 
 
 def give_axes(owner, args, kwargs):
-    """Text alone: its positions for all axes, and in front of them, where the mask of a multimodal model reads them."""
+    """Hook: position_ids of text become those of all axes, with a row in front for the mask of a multimodal model."""
     if owner.config._attn_implementation not in NAMES:
-        return None  # under another implementation Qwen2-VL lets such documents see each other
+        return None  # with another attention Qwen2-VL lets such documents see each other
     args, kwargs = give_position_ids(owner, args, kwargs) or (args, kwargs)
     position_ids = kwargs.get("position_ids")
     if position_ids is None or position_ids.dim() != 2:
@@ -174,7 +177,7 @@ def give_axes(owner, args, kwargs):
 
 
 class Rotating(NamedTuple):
-    """A language model inside, its rotary embedding, and the attention that calls the functions of its module."""
+    """A language model, its rotary embedding, and its attention modules that call the functions of its module."""
 
     owner: torch.nn.Module
     rotary: torch.nn.Module
@@ -182,13 +185,13 @@ class Rotating(NamedTuple):
 
 
 def is_rotary(cls: type) -> bool:
-    """The rotary embedding of a language model: its angles are those of positions, not of an image's patches."""
+    """Whether this is the rotary embedding of a language model, not of the patches of an image."""
     name = cls.__name__
     return cls.__module__.startswith(HOSTS) and "RotaryEmbedding" in name and "Vision" not in name
 
 
 def attentions(owner, module_name: str) -> list[torch.nn.Module]:
-    """Those that call a function that we serve."""
+    """Attention modules that call a function that apply_rotary_qk serves."""
     served = patches_of(module_name)
     return [
         module
@@ -198,7 +201,7 @@ def attentions(owner, module_name: str) -> list[torch.nn.Module]:
 
 
 def find(model: torch.nn.Module) -> tuple[list[Rotating], list[str]]:
-    """All language models inside that can rotate with ours, and why others, or parts of them, cannot."""
+    """The language models inside that can rotate with ours, and why others, or parts of them, cannot."""
     found, reasons = [], []
     for owner, rotary in _pairs(model):
         module_name = type(rotary).__module__
@@ -210,7 +213,7 @@ def find(model: torch.nn.Module) -> tuple[list[Rotating], list[str]]:
 
 
 def _pairs(model) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
-    """Every rotary embedding with the module that has it, by itself or in a list of one for each base."""
+    """(owner, rotary embedding). An owner may hold a list of them, one for each base of the angles."""
     lists = torch.nn.ModuleList, torch.nn.ModuleDict
     found = []
     for owner in model.modules():
@@ -221,7 +224,7 @@ def _pairs(model) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
 
 
 def _own_attention(owner) -> str | None:
-    """Somebody's own attention may do with its angles what it likes."""
+    """Attention that is not of transformers may use the angles in another way."""
     for cls in dict.fromkeys(type(module) for module in owner.modules()):
         if cls.__name__.endswith("Attention") and not cls.forward.__module__.startswith((*HOSTS, "torch.")):
             return f"{cls.__name__} has a forward of its own, in {cls.forward.__module__}"
@@ -244,7 +247,7 @@ def owners(model: torch.nn.Module) -> list[Rotating]:
 
 
 def why_not(model: torch.nn.Module) -> str | None:
-    """Why RoPE of this model, or of a part of it, stays as it is; None if all of it is swapped."""
+    """Why RoPE of this model, or of a part of it, cannot be swapped; None if all of it can."""
     found, reasons = find(model)
     in_towers = towers(model)
     if found or reasons or in_towers:
@@ -263,7 +266,7 @@ def count(found: list[Rotating]) -> int:
 
 
 def apply_to_model(model: torch.nn.Module, fp32_cos_sin: bool) -> int:
-    """How many attention modules rotate with ours from now on."""
+    """Returns the number of attention modules that rotate with ours from now on."""
     found = owners(model)
     revert_left()
     for owner, rotary, _ in found:
@@ -286,7 +289,7 @@ def rotates(rotary: torch.nn.Module) -> bool:
 
 
 def release(model: torch.nn.Module) -> None:
-    """This model needs no dispatchers any more."""
+    """The model needs no dispatchers any more."""
     users = {*model.modules()}
     for patch in [patch for patches in PATCHES.values() for patch in patches.values()]:
         for user in users.intersection(patch.users):
@@ -296,11 +299,11 @@ def release(model: torch.nn.Module) -> None:
 
 def _tag(rotary, args, output):
     revert_left()
-    dispatch_for(rotary, type(rotary).__module__)  # a copy or an unpickled model brings its hooks alone
+    dispatch_for(rotary, type(rotary).__module__)  # a copied or unpickled model has hooks, and is no user yet
     if isinstance(output, torch.Tensor):
         return Tables(output) if output.is_complex() else output
     if not isinstance(output, tuple) or len(output) != 2:
-        return output  # of another form: the functions of its module get what they know
+        return output  # an unknown form goes to the stock functions
     cos, sin = output
     return Tables(cos), sin
 
@@ -311,15 +314,15 @@ def _ask_for_fp32(rotary, args):
 
 
 def _in_fp32(x: torch.Tensor) -> torch.Tensor:
-    """Rotary embeddings compute in fp32 and read nothing of x but its device, its shape and the dtype to cast down to."""
+    """A stand-in for x, of which rotary embeddings read the device, the shape, and the dtype to return."""
     return x if x.dtype in (torch.float32, torch.float64) else x.new_empty((), dtype=torch.float32).expand(x.shape)
 
 
-# --- in vision and audio towers: tables come with each call, as position_embeddings ---
+# --- in vision and audio towers, whose calls bring the tables as position_embeddings ---
 
 
 def towers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Those that rotate all tokens ``[total, num_heads, head_dim]`` by functions that we serve."""
+    """Attention modules that rotate ``[total, num_heads, head_dim]`` by functions that apply_rotary_qk serves."""
     return [module for module in model.modules() if "forward" not in vars(module) and _served(stock_of(type(module)))]
 
 
@@ -340,7 +343,6 @@ def _takes_tables(cls: type, forward) -> bool:
 
 
 def _apply_to_towers(model: torch.nn.Module) -> int:
-    """How many rotate with ours from now on."""
     found = towers(model)
     for module in found:
         dispatch_for(module, type(module).__module__)
@@ -350,16 +352,12 @@ def _apply_to_towers(model: torch.nn.Module) -> int:
 
 def tower_rotates(module: torch.nn.Module) -> bool:
     """Whether ours rotates."""
-    return _is_tagged(module)
-
-
-def _is_tagged(module) -> bool:
     return _tag_tower in module._forward_pre_hooks.values()
 
 
 def _tag_tower(module, args, kwargs):
     revert_left()
-    dispatch_for(module, type(module).__module__)  # a copy or an unpickled model brings its hooks alone
+    dispatch_for(module, type(module).__module__)  # see _tag
     given = kwargs.get("position_embeddings")
     if not isinstance(given, tuple) or len(given) != 2 or isinstance(given[0], Tables):
         return args, kwargs

@@ -1,4 +1,4 @@
-"""Which rotation a function of a modelling module does: told by its parameters, then tried against apply_rotary_qk."""
+"""Which rotation a function computes: its parameters give a guess, a run beside apply_rotary_qk confirms it."""
 
 import functools
 import inspect
@@ -9,24 +9,25 @@ import torch
 from packing_ops.integrations._trial import agree, attempt, numbers, quiet
 from packing_ops.rope import apply_rotary_qk
 
-# What these functions take first, by the names that they give it.
+# The first parameters of these functions.
 _BOTH, _ONE, _COMPLEX = ("q", "k", "cos", "sin"), ("x", "cos", "sin"), ("xq", "xk", "freqs_cis")
-# What they may take after it. position_ids are read by none that is served: tables come gathered.
+# Parameters that may follow. Functions that read position_ids are not served: tables come gathered.
 _MORE = frozenset(("position_ids", "unsqueeze_dim", "mrope_section"))
 _MROPE, _SECTIONS = "mrope_section", [1, 2, 1]
 
 
 class Rotation(NamedTuple):
-    """How apply_rotary_qk does what a stock function does.
+    """How to call apply_rotary_qk for what a stock function computes.
 
-    parameters: all of its names, in order; the first ones are _BOTH, _ONE or _COMPLEX.
-    tables: "elements" have an entry per element of a head, "first half" too, of which only the first half is read,
-        "pairs" have one per pair, "complex" one complex number per pair.
+    parameters: names of all its parameters, in order; the first ones are _BOTH, _ONE or _COMPLEX.
+    tables: "elements" have an entry per element of a head; "first half" too, and only the first half is read; "pairs"
+        have an entry per pair; "complex" have a complex number per pair.
     interleaved: pairs are elements 2i and 2i + 1.
-    to_halves: interleaved pairs that come out as elements i and i + rotary_dim / 2.
-    partial: tables for a part of the head rotate its first elements; otherwise they are none of ours.
-    unsqueeze_dim: where the heads are, if the caller does not say.
-    tokens: without a batch too, as vision towers call it: q ``[tokens, heads, head_dim]``, tables ``[tokens, entries]``.
+    to_halves: interleaved pairs come out as elements i and i + rotary_dim / 2.
+    partial: tables narrower than a head rotate its first elements; otherwise they are not served.
+    unsqueeze_dim: the dimension of heads, if the caller does not pass it.
+    tokens: also without a batch, as vision towers call it: q ``[tokens, heads, head_dim]``, tables
+        ``[tokens, entries]``.
     """
 
     parameters: tuple[str, ...]
@@ -46,7 +47,7 @@ class Rotation(NamedTuple):
         return "freqs_cis" if self.leading is _COMPLEX else "cos"
 
     def __call__(self, q, k, cos, sin, unsqueeze_dim=None, sections=None):
-        """(q, k) rotated; NotImplemented for what was not tried."""
+        """(q, k) rotated; NotImplemented for shapes that no trial covers."""
         if q.dim() == 3 and not self.tokens:
             return NotImplemented
         entries, head_dim = cos.shape[-1], q.shape[-1]
@@ -89,7 +90,8 @@ def _to_halves(x, rotary_dim):
 @functools.cache
 @torch.compiler.disable
 def rotation_of(stock) -> Rotation | str:
-    """The rotation, or why there is none. Kept by the function itself, so that one put in its place is tried anew."""
+    """The rotation of a stock function, or why it is not served. Another function in its place has its own entry."""
+    # Parameters
     try:
         parameters = inspect.signature(stock).parameters
     except (TypeError, ValueError):
@@ -100,6 +102,7 @@ def rotation_of(stock) -> Rotation | str:
         return f"its parameters ({', '.join(names)}) are not known"
     if any(parameters[name].default is inspect.Parameter.empty for name in names[len(leading) :] if name != _MROPE):
         return f"it needs more than {', '.join(leading)}"
+    # Trials of every form of tables, pairs and dimensions
     tables = ("complex",) if leading is _COMPLEX else ("elements", "first half", "pairs")
     default = parameters["unsqueeze_dim"].default if "unsqueeze_dim" in names else None
     errors = []
@@ -144,14 +147,14 @@ def _cases(rotation) -> list[dict]:
 
 
 def rotation_agrees(stock, rotation, head_dim=8, batch=1, dtype=torch.float32, errors=None, any_error=False, **options):
-    """Whether both give the same for a batch of 2, 5 tokens, 4 heads of q and 2 of k, and tables of ``batch`` rows."""
+    """Whether both agree on 2 rows of 5 tokens, 4 heads of q and 2 of k, with tables of ``batch`` rows."""
     dim = options.get("unsqueeze_dim", rotation.unsqueeze_dim)
     args, more = _arguments(rotation, _Sizes(head_dim=head_dim, batch=batch), dtype, dim)
     options |= more
     copies = [each.clone() for each in args]
     wanted = attempt(stock, *args, **options)
     if isinstance(wanted, Exception) and (any_error or not isinstance(wanted, (RuntimeError, ValueError))):
-        errors.append(wanted)  # those two are of shapes: another form may be the right one
+        errors.append(wanted)  # RuntimeError and ValueError are of shapes: another form may fit
     if not all(torch.equal(each, copy) for each, copy in zip(args, copies, strict=True)):
         return False  # it writes into its arguments
     wanted, found = _rotated(wanted), _rotated(attempt(rotation.serve, _refuse, args, options))
@@ -159,7 +162,7 @@ def rotation_agrees(stock, rotation, head_dim=8, batch=1, dtype=torch.float32, e
 
 
 class _Sizes(NamedTuple):
-    """Of a trial. batch: of the tables; width: what they rotate of a head; heads: of q and of k."""
+    """Sizes of a trial. batch: of the tables; width: the elements of a head that rotate; heads: of q and k."""
 
     head_dim: int = 8
     batch: int = 1
@@ -170,7 +173,7 @@ class _Sizes(NamedTuple):
 
 
 def _arguments(rotation, sizes, dtype, dim):
-    """(q, k and the tables, or what this rotation takes of them; its other arguments)."""
+    """(positional arguments of the stock function, keywords)."""
     rows, tokens = sizes.rows, sizes.tokens
     shapes = [(rows, heads, tokens) if dim == 1 else (rows, tokens, heads) for heads in sizes.heads]
     q, k = (numbers(*shape, sizes.head_dim, dtype=dtype, start=i) for i, shape in enumerate(shapes))
@@ -184,7 +187,7 @@ def _arguments(rotation, sizes, dtype, dim):
 
 
 def _rotated(result) -> list[torch.Tensor]:
-    """q, or q and k, of what a function that rotates returned; none for anything else."""
+    """[q] or [q, k] of what a function returned; [] for any other result."""
     found = [result] if isinstance(result, torch.Tensor) else list(result) if type(result) is tuple else []
     return found if len(found) <= 2 and all(isinstance(each, torch.Tensor) for each in found) else []
 
@@ -197,7 +200,7 @@ _IN_MODELS = [  # a long row; a larger batch and wide heads; as many heads of q 
 
 
 def _in_a_model(stock, rotation) -> bool:
-    """As models call it: of larger sizes and values, in float16, and with gradients."""
+    """As models call it: larger sizes and values, float16, gradients."""
 
     def call(args, named):
         return stock(*args, **named)
@@ -214,7 +217,7 @@ def _in_a_model(stock, rotation) -> bool:
 
 
 def _with_gradients(function, rotation, args, options) -> list[torch.Tensor]:
-    """What it returns, and the gradients of q and k; nothing where there are none."""
+    """Results and gradients of q and k; [] if there is no gradient."""
     heads = len(args) - (1 if rotation.leading is _COMPLEX else 2)
     with torch.enable_grad():
         given = [(100.0 * x).requires_grad_() for x in args[:heads]]

@@ -1,4 +1,4 @@
-"""A model whose rows lie on several ranks: its attention runs over the group, everything else on this rank's slots."""
+"""A model whose rows lie on several ranks: attention runs over the group, everything else on the slots of this rank."""
 
 import torch
 
@@ -12,10 +12,10 @@ _LONG_ROPE = ("dynamic", "longrope")
 
 
 class SequenceGroup:
-    """Of a model, its sub-models and its attention modules: the ranks that share a row. Copies of the model share it."""
+    """The ranks that share a row. Kept in a model, its sub-models and its attention modules; copies share it."""
 
     def __init__(self, group, scheme: str):
-        # Here, since a torch without torch.distributed has none of this; and not in attend, since torch.compile traces no
+        # Imported here, since a torch without torch.distributed cannot; not in attend, since torch.compile traces no
         # import inside a forward.
         from packing_ops.parallel.choose import attend_over
         from packing_ops.parallel.collectives import process_group
@@ -34,7 +34,7 @@ class SequenceGroup:
         )
 
     def check_call(self, name: str, indices: dict, args: tuple, kwargs: dict) -> None:
-        """ValueError for a call of the model ``name`` that is not what shard_packed gives."""
+        """ValueError if the arguments of a model's call are not those that shard_packed gives."""
         cu_seqlens = kwargs.get("cu_seq_lens_q")
         if not isinstance(cu_seqlens, torch.Tensor):
             raise ValueError(
@@ -61,13 +61,13 @@ class SequenceGroup:
                 raise ValueError(f"{given}: expected beside labels with a sequence_group, {what}, got None")
 
     def _check_end(self, cu_seqlens: torch.Tensor, rows: int) -> None:
-        """ValueError for documents of another row: the batch that was not sharded, or cu_seqlens of a rank's own part."""
+        """ValueError for documents of another row: a batch that was not sharded, or the part of this rank alone."""
         check_cu_seqlens(cu_seqlens, "cu_seq_lens_q")
         ranks = self.group.size()
         total = ranks * rows
         message = (
-            f"cu_seq_lens_q: expected to end at {max(total - ranks + 1, 0)} to {total}, the row of {rows} slots on each of "
-            f"{ranks} ranks (shard_packed gives it)"
+            f"cu_seq_lens_q: expected to end at {max(total - ranks + 1, 0)} to {total}, the row of {rows} slots on each "
+            f"of {ranks} ranks (shard_packed gives it)"
         )
         if not can_read(cu_seqlens):
             end = cu_seqlens[-1]
@@ -79,6 +79,7 @@ class SequenceGroup:
 
     def attend(self, heads, mask, cu_seqlens, options, refused=""):
         """``[1, rows, num_heads, head_dim]`` of heads-first query, key and value of this rank."""
+        # What attention over a group does not do
         if refused:
             raise NotImplementedError(f"sequence_group: expected attention that runs over several ranks, got {refused}")
         if mask is not None:
@@ -94,13 +95,14 @@ class SequenceGroup:
             )
         if not isinstance(cu_seqlens, torch.Tensor):
             raise ValueError("cu_seq_lens_q: expected to reach attention with a sequence_group, the model drops it")
+        # Attention of [rows, num_heads, head_dim]
         q, k, v = (tensor[0].transpose(0, 1) for tensor in heads)
         out, _, _ = self.attend_over(q, k, v, cu_seqlens, self.group, self.scheme, options)
         return out[None]
 
 
 def check(hosts, without: str | None) -> None:
-    """Rows on several ranks with an attention of one rank would be silently wrong: all or nothing."""
+    """ValueError if attention cannot run over the group: on this rank alone it would be wrong without an error."""
     if reason := without or refusal(hosts):
         raise ValueError(f"sequence_group: expected a model whose attention runs over several ranks, got {reason}")
 
@@ -110,7 +112,7 @@ def of(module) -> SequenceGroup | None:
 
 
 def refusal(hosts) -> str | None:
-    """Why the rows of these models cannot lie on several ranks."""
+    """Why the rows of these models cannot lie on several ranks; None if they can."""
     for host in hosts:
         for module in host.modules():
             config = getattr(module, "config", None)
@@ -129,7 +131,7 @@ def refusal(hosts) -> str | None:
 
 
 def apply_to_model(hosts, attentions, group, scheme: str) -> None:
-    """To the models, what is in them, and their attention modules."""
+    """Put the group into the models, their sub-models and their attention modules."""
     sequence = SequenceGroup(group, scheme)
     models = [module for host in hosts for module in host.modules() if isinstance(module, PreTrainedModel)]
     for module in (*models, *attentions):

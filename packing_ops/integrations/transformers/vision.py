@@ -1,8 +1,8 @@
-"""Attention of vision and audio towers that is given cu_seqlens: one call for all images, not one for each.
+"""Attention of vision and audio towers that takes cu_seqlens: one call for all images in place of a loop.
 
-transformers calls attention once with cu_seqlens where the name of the implementation has "flash" in it, and otherwise
-in a loop over the images, whose lengths it reads on the host. Here that loop runs once, over a row of all tokens, and
-the images' cu_seqlens go beside it to our attention, by the keywords that the loop passes on.
+transformers passes cu_seqlens to attention if the name of the implementation contains "flash". Otherwise it loops over
+the images, whose lengths it reads on the host. Here that loop runs once, over a row of all tokens, and the keywords
+that it passes on bring the cu_seqlens of the images to our attention.
 """
 
 import copy
@@ -17,7 +17,7 @@ from packing_ops.integrations.transformers.attention import register
 from packing_ops.integrations.transformers.call import NAMES
 from packing_ops.integrations.transformers.rope import HOSTS
 
-_LENGTHS = [5, 1, 6, 2, 40, 1, 3, 1, 4]  # of the trial's images
+_LENGTHS = [5, 1, 6, 2, 40, 1, 3, 1, 4]  # of the images in the trial
 
 
 def one_call(self, hidden_states, cu_seqlens, *args, **kwargs):
@@ -29,7 +29,7 @@ def one_call(self, hidden_states, cu_seqlens, *args, **kwargs):
 
 
 def one_call_behind_mask(self, hidden_states, attention_mask=None, cu_seqlens=None, **kwargs):
-    """Of attention that has cu_seqlens where there are several images, and may have a mask otherwise."""
+    """For attention that gets cu_seqlens if there are several images, and otherwise may get a mask."""
     stock = stock_of(type(self)).forward
     if cu_seqlens is None or not _fits_one_call(self, hidden_states, attention_mask):
         return stock(self, hidden_states, attention_mask, cu_seqlens, **kwargs)
@@ -46,9 +46,9 @@ def _as_images(x, cu_seqlens):
 
 
 def _fits_one_call(module, x, mask=None) -> bool:
-    """Whether x is one row that our kernels take. Else one call would be SDPA's, with a mask of all patches by all patches.
+    """Whether x is one row that our kernels take: one call by SDPA would need a mask of all patches by all patches.
 
-    mask: of one image; the loop hands it to each.
+    mask: of one image; the loop passes it on for every image.
     """
     if module.config._attn_implementation not in NAMES or mask is not None:
         return False
@@ -64,13 +64,13 @@ def _takes_cu_seqlens(module) -> bool:
 
 
 def _forward_for(cls):
-    """Ours in place of cls.forward, None where that takes no cu_seqlens."""
+    """Our forward for this class; None if it takes no cu_seqlens."""
     names = [*inspect.signature(cls.forward).parameters][1:4]
     return _FORWARDS.get(tuple(names[:2])) if "cu_seqlens" in names else None
 
 
 def _layers(model) -> list[torch.nn.Module]:
-    """Attention, not the blocks around it, which pass cu_seqlens on."""
+    """Attention modules, without the blocks around them, which pass cu_seqlens on."""
     return [module for module in model.modules() if _takes_cu_seqlens(module) and not _passes_on(module)]
 
 
@@ -79,13 +79,13 @@ def _passes_on(module) -> bool:
 
 
 def why_not(model: torch.nn.Module) -> str | None:
-    """Why some of these modules keep their loop over the images; None if none does."""
+    """Why some of these modules must keep their loop over the images; None if all can be swapped."""
     reasons = {(type(module), reason): None for module in _layers(model) if (reason := _refusal(module))}
     return "; ".join(f"{stock_of(cls).__name__} {reason}" for cls, reason in reasons) or None
 
 
 def apply_to_model(model: torch.nn.Module) -> int:
-    """How many attend in one call from now on, under our attn_implementation."""
+    """Returns the number of modules that take all images in one call, while attn_implementation is ours."""
     found = [module for module in _layers(model) if not _refusal(module)]
     for module in found:
         put_class(module, _forward_for(stock_of(type(module))))
@@ -105,7 +105,7 @@ def _refusal(module) -> str | None:
 
 
 def _width(child) -> tuple[int, int] | None:
-    """(0, 0) of a norm, which is of each token or head by itself."""
+    """(in_features, out_features); (0, 0) for a norm, which computes by token or head; None for other modules."""
     if hasattr(child, "in_features"):
         return child.in_features, child.out_features
     return (0, 0) if type(child).__name__.endswith(("RMSNorm", "LayerNorm")) else None
@@ -114,10 +114,12 @@ def _width(child) -> tuple[int, int] | None:
 @functools.cache
 @torch.compiler.disable
 def _tried(stock, forward, attributes, children, config_class) -> str | None:
-    """Why one call is not the loop, None if it is: outputs for images of several lengths, on the CPU, in float32.
+    """Why one call does not give what the loop gives; None if it does: images of several lengths, float32, on the CPU.
 
-    The trial has a module of its own with projections of its own. Kept by the forward and all that it is made of.
+    The trial makes a module of the same class and attributes, with projections that have no weights. Cached by forward
+    and by everything that this module is made of.
     """
+    # The module of the trial
     if unknown := [name for name, _, width in children if width is None]:
         return f"holds {', '.join(unknown)}"
     register()  # the trial calls our attention by its name
@@ -136,6 +138,7 @@ def _tried(stock, forward, attributes, children, config_class) -> str | None:
         if parameter.default is inspect.Parameter.empty and parameter.kind < 2
     ]
     with quiet():
+        # Arguments of its forward
         total, ends = sum(_LENGTHS), torch.tensor([0, *_LENGTHS], device="cpu").cumsum(0, dtype=torch.int32)
         x = numbers(total, width)
         given = {"max_seqlen": max(_LENGTHS)} if "max_seqlen" in needed else {}
@@ -144,12 +147,14 @@ def _tried(stock, forward, attributes, children, config_class) -> str | None:
             given["position_embeddings"] = numbers(total, head_dim, start=1.0), numbers(total, head_dim, start=2.0)
         if unknown := [name for name in needed if name not in ("cu_seqlens", *given)]:
             return f"takes {', '.join(unknown)}"
+        # The loop, in the form that this forward takes; one call; and one image, which must differ from both
         for rows, more in ((x, {}), (x[None], {}), (x, {"attention_mask": None}), (x[None], {"attention_mask": None})):
             wanted = attempt(_with(probe, "sdpa").forward, rows, cu_seqlens=ends, **given, **more)
             if not isinstance(wanted, Exception):
                 break
         found = attempt(_with(probe, "packing_ops").forward, rows, cu_seqlens=ends, **given, **more)
         mixed = attempt(_with(probe, "sdpa").forward, rows, cu_seqlens=ends[[0, -1]], **given, **more)
+    # Verdict
     for name, result in (("stock", wanted), ("ours", found)):
         if isinstance(result, Exception):
             return f"raises {result!r} in the trial of {name}"
@@ -160,7 +165,7 @@ def _tried(stock, forward, attributes, children, config_class) -> str | None:
 
 
 def _hidden_states(result):
-    """Of (hidden states, weights) where there are no weights: SDPA has none, and neither has ours."""
+    """hidden_states of (hidden_states, weights) if all weights are None, as from SDPA and ours."""
     if isinstance(result, tuple) and len(result) == 2:
         weights = result[1] if isinstance(result[1], (list, tuple)) else [result[1]]
         return result[0] if all(each is None for each in weights) else None
@@ -179,7 +184,7 @@ def _with(probe, implementation):
 
 
 class _Projection(torch.nn.Module):
-    """A linear layer of a trial, without the weights: each output is an input times a number."""
+    """In place of a linear layer in a trial: every output is an input times a number."""
 
     def __init__(self, in_features, out_features):
         super().__init__()
