@@ -25,7 +25,7 @@ def masks(device):
     return {name: mask.to(device, torch.int64) for name, mask in found.items()}
 
 
-# The formulas of flash_attn.bert_padding, in torch.
+# The formulas of flash_attn.bert_padding, and of trimming, in torch.
 
 
 def eager_unpad(hidden, mask):
@@ -44,6 +44,13 @@ def eager_pad(packed, indices, batch, seqlen):
     out = torch.zeros(batch * seqlen, *packed.shape[1:], dtype=packed.dtype, device=packed.device)
     out[indices] = packed
     return out.unflatten(0, (batch, seqlen))
+
+
+def eager_trim(batch):
+    """On the right."""
+    real = batch["attention_mask"].any(dim=0).nonzero()
+    end = int(real[-1]) + 1 if len(real) else 0
+    return {name: values[:, :end] for name, values in batch.items()}
 
 
 def plain_scatter(packed, indices, batch, seqlen):
@@ -111,6 +118,16 @@ def large_cases(device):
     return found
 
 
+def trim_case(device):
+    """Token ids and their mask: the longest row fills 70 percent."""
+    mask = ragged_mask(64, 2048, 0.35, device)
+    batch = {"input_ids": mask.clone(), "attention_mask": mask}
+    return Case("trim_padding", "B=64 S=2048", "int64", {
+        "packing_ops": lambda: po.trim_padding(batch),
+        "torch formulas": lambda: eager_trim(batch),
+    })  # fmt: skip
+
+
 def tiny_cases(device):
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]], device=device)
     hidden = torch.randn(2, 4, 8, device=device)
@@ -126,7 +143,10 @@ def tiny_cases(device):
             "packing_ops": lambda: po.pad_input(packed, indices, 2, 4),
             "bert_padding formulas": lambda: eager_pad(packed, indices, 2, 4),
         }),
-        Case("trim_padding", shape, "int64", {"packing_ops": lambda: po.trim_padding(batch)}),
+        Case("trim_padding", shape, "int64", {
+            "packing_ops": lambda: po.trim_padding(batch),
+            "torch formulas": lambda: eager_trim(batch),
+        }),
     ]  # fmt: skip
 
 
@@ -139,7 +159,7 @@ def cases(device):
     found += row_cases(device, "right", by_kind["right"], (), torch.int64)
     if device == "cuda":
         found += large_cases(device)
-    return [*found, many_case(device, by_kind["right"]), *tiny_cases(device)]
+    return [*found, many_case(device, by_kind["right"]), trim_case(device), *tiny_cases(device)]
 
 
 if __name__ == "__main__":

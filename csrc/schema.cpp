@@ -27,6 +27,7 @@ PACKING_OPS_LIBRARY(PACKING_OPS_NAMESPACE, m) {
 
   // padding
   m.def("unpad_layout(Tensor attention_mask, Tensor? unused_mask, bool host_totals) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("trim_padding_range(Tensor attention_mask, str side, int min_length, int multiple_of) -> Tensor");
   m.def("unpad_rows(Tensor[] inputs, Tensor attention_mask, Tensor? unused_mask) -> (Tensor[], Tensor, Tensor, Tensor, Tensor)");
   m.def("gather_rows(Tensor input, Tensor indices, SymInt total) -> Tensor");
   m.def("gather_rows_many(Tensor[] inputs, Tensor indices, SymInt total) -> Tensor[]");

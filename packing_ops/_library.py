@@ -24,7 +24,7 @@ OPS = """
     cu_seqlens_from_lengths position_ids_from_cu_seqlens seq_idx_from_cu_seqlens cu_seqlens_from_position_ids
     prompt_end_indices mask_boundary_labels mask_boundary_labels_shifted_ shift_labels segment_sum segment_sum_backward
     gae count_target_tokens block_causal_mask check_documents checked_documents check_unchanged
-    unpad_layout unpad_rows gather_rows gather_rows_many scatter_rows scatter_rows_many
+    unpad_layout trim_padding_range unpad_rows gather_rows gather_rows_many scatter_rows scatter_rows_many
     pack_sequences pack_ffd
     rope_qk rope_qk_
     attention_plan varlen_attention varlen_attention_backward

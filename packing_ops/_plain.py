@@ -13,6 +13,7 @@ import torch
 
 from packing_ops import _library
 from packing_ops._arguments import (
+    at_least,
     check_cu_seqlens,
     check_cumulated,
     check_tensor,
@@ -194,6 +195,27 @@ def unpad_layout(attention_mask, unused_mask, host_totals):
     return torch.cat([indices, rest]), cu_seqlens, seqused, totals
 
 
+def trim_padding_range(attention_mask, side, min_length, multiple_of):
+    if side not in ("right", "left", "both"):
+        raise ValueError(f'side: expected "right", "left" or "both", got {side!r}')
+    at_least(min_length, "min_length", 0)
+    at_least(multiple_of, "multiple_of", 1)
+    if is_set(attention_mask, "attention_mask").dim() != 2:
+        raise ValueError(f"attention_mask: expected [batch, seqlen], got {described(attention_mask)}")
+    width = attention_mask.shape[1]
+    real = attention_mask.any(dim=0).cpu().nonzero()
+    # No token at all: an empty range at the end that is not trimmed.
+    nothing = (width, width) if side == "left" else (0, 0)
+    first, last = (int(real[0]), int(real[-1]) + 1) if len(real) else nothing
+    start = 0 if side == "right" else first
+    end = width if side == "left" else last
+    kept = max(end - start, min_length)
+    kept = min(-(-kept // multiple_of) * multiple_of, width)
+    # Columns that min_length and multiple_of add come from the side that is cut; with "both" from the right first.
+    end = width if side == "left" else min(start + kept, width)
+    return torch.tensor([end - kept, end], dtype=torch.int64, device="cpu")
+
+
 def unpad_rows(inputs, attention_mask, unused_mask):
     indices, cu_seqlens, seqused, totals = unpad_layout(attention_mask, unused_mask, True)
     total = int(totals[0])
@@ -361,6 +383,7 @@ _OPS = {
         segment_sum_backward,
         seq_idx_from_cu_seqlens,
         shift_labels,
+        trim_padding_range,
         unpad_layout,
         unpad_rows,
     )

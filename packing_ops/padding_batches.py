@@ -1,4 +1,4 @@
-"""Padded batches: trim the columns that are only padding, pad examples per micro-batch. Plain torch, on any device."""
+"""Padded batches: trim the columns that are only padding, pad examples per micro-batch. The columns to keep are an op's."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 
+from packing_ops import _ops
 from packing_ops._arguments import (
     as_tensor,
     at_least,
@@ -28,7 +29,9 @@ def trim_padding(
 ) -> Mapping[str, object]:
     """A batch without the columns that are padding in every row. The mask says what is padding, token ids are not read.
 
-    Meant for the CPU, before the batch goes to the device; on CUDA it synchronises once.
+    ``torch.ops.packing_ops.trim_padding_range`` finds the columns to keep, and reads the mask alone; on CUDA it synchronises
+    once. The values are sliced by torch: views of the batch, through which gradients flow, nothing is copied. Meant for the
+    CPU, before the batch goes to the device.
 
     Args:
         batch: name to value. Tensors and arrays of two dimensions or more are ``[batch, seqlen, ...]`` and are trimmed; other
@@ -39,7 +42,7 @@ def trim_padding(
         multiple_of: round the number of columns up to a multiple of this, but not above that of the batch.
 
     Returns:
-        A new dict of views, or ``batch`` itself when there is nothing to trim.
+        A new dict whose trimmed tensors are views of those in ``batch``, or ``batch`` itself when there is nothing to trim.
 
     Example:
         >>> batch = {"input_ids": torch.tensor([[5, 6, 0, 0], [7, 0, 0, 0]])}
@@ -51,20 +54,14 @@ def trim_padding(
         ValueError: no mask, a mask that is not ``[batch, seqlen]``, a tensor with other first dimensions, an unknown
             side, min_length < 0 or multiple_of < 1.
     """
-    if side not in ("right", "left", "both"):
-        raise ValueError(f'side: expected "right", "left" or "both", got {side!r}')
-    at_least(min_length, "min_length", 0)
-    at_least(multiple_of, "multiple_of", 1)
     mask: Any = batch.get("attention_mask") if attention_mask is None else attention_mask
     if mask is None:
         raise ValueError("attention_mask: expected one, as an argument or in the batch, got neither")
     check_real(mask, "attention_mask")
-    if mask.dim() != 2:
-        raise ValueError(f"attention_mask: expected [batch, seqlen], got {described(mask)}")
+    start, end = _ops.trim_padding_range(mask, side, min_length, multiple_of).tolist()
     columns: dict[str, Any] = {name: value for name, value in batch.items() if getattr(value, "ndim", 0) > 1}
     for name, rows in columns.items():
         check_padded(name, as_tensor(rows), mask, same_device=False)
-    start, end = _kept_columns(mask, side, min_length, multiple_of)
     if end - start == mask.shape[1]:
         return batch
     return {name: columns[name][:, start:end] if name in columns else value for name, value in batch.items()}
@@ -120,21 +117,6 @@ def check_padded(name: str, tensor: torch.Tensor, mask: torch.Tensor, same_devic
         )
     if same_device and tensor.device != mask.device:
         raise ValueError(f"{name}: expected on {mask.device} like attention_mask, got {tensor.device}")
-
-
-def _kept_columns(mask: torch.Tensor, side: str, min_length: int, multiple_of: int) -> tuple[int, int]:
-    width = mask.shape[1]
-    real = mask.any(dim=0).cpu().nonzero()
-    # No token at all: an empty range at the end that is not trimmed.
-    nothing = (width, width) if side == "left" else (0, 0)
-    first, last = (int(real[0]), int(real[-1]) + 1) if len(real) else nothing
-    start = 0 if side == "right" else first
-    end = width if side == "left" else last
-    kept = max(end - start, min_length)
-    kept = min(-(-kept // multiple_of) * multiple_of, width)
-    # Columns that min_length and multiple_of add come from the side that is cut; with "both" from the right first.
-    end = width if side == "left" else min(start + kept, width)
-    return end - kept, end
 
 
 def _microbatches(
@@ -246,3 +228,8 @@ def _single_values(name: str, values: list[Any], first: int) -> torch.Tensor | l
         if isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0:
             raise ValueError(f"pad_values: expected a value for {name!r}, a sequence in example {i}, got none")
     return torch.stack([_tensor(name, value, "a number or a string", i) for i, value in enumerate(values, first)])
+
+
+@_ops.register_fake("trim_padding_range")
+def _(attention_mask: torch.Tensor, side: str, min_length: int, multiple_of: int) -> torch.Tensor:
+    return torch.empty(2, dtype=torch.int64, device="cpu")

@@ -80,6 +80,37 @@ def test_trim_passes_the_rest_on(device):
     assert (trimmed["uid"], trimmed["step"]) == (["p0"], 3)
 
 
+def test_opcheck_of_the_range(device):
+    op = torch.ops.packing_ops.trim_padding_range
+    for mask in (mask_of("both", 3, 9, device), mask_of("left", 3, 9, device).T, torch.zeros(2, 0, device=device)):
+        for side in ("right", "left", "both"):
+            torch.library.opcheck(op, (mask, side, 1, 4))
+
+
+def test_gradients_flow_through_the_views(device):
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]], device=device)
+
+    def trimmed(hidden):
+        return po.trim_padding({"hidden": hidden}, mask)["hidden"]
+
+    hidden = torch.randn(2, 4, 3, dtype=torch.float64, device=device, requires_grad=True)
+    assert trimmed(hidden)._base is hidden
+    assert torch.autograd.gradcheck(trimmed, hidden)
+
+
+def test_trim_under_compile(device):
+    """Widths differ from call to call; the range is read on the host, so that the graph breaks there."""
+
+    def step(ids, mask):
+        return po.trim_padding({"ids": ids * 2}, mask, side="both", multiple_of=2)["ids"] + 1
+
+    compiled = torch.compile(step, backend="aot_eager", dynamic=True)
+    for kind in ("right", "left", "both"):
+        mask = mask_of(kind, 4, 30, device)
+        ids = torch.randint(0, 9, mask.shape, device=device)
+        assert_same(compiled(ids, mask), step(ids, mask))
+
+
 # --- iter_microbatches ---
 
 

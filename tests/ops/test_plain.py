@@ -65,9 +65,11 @@ def test_segments(dtype, masked):
     assert_alike("gae", *values.unbind(1), cu_seqlens, mask, bootstrap, 0.99, 0.95)
 
 
-@given(drawn=masks, unused=st.booleans())
-def test_padding(drawn, unused):
+@given(drawn=masks, unused=st.booleans(), multiple_of=st.sampled_from([1, 3, 8]))
+def test_padding(drawn, unused, multiple_of):
     mask = drawn_mask(drawn, "cpu")
+    for side in ("right", "left", "both"):
+        assert_alike("trim_padding_range", mask, side, 2, multiple_of)
     unused = (torch.rand(mask.shape) < 0.2) if unused else None
     rows = [torch.randn(*mask.shape, 3), torch.randint(9, mask.shape)]
     for host_totals in (False, True):

@@ -24,6 +24,16 @@ struct UnpadLayoutParams {
   void* scratch = nullptr;        // CUDA only
 };
 
+// The columns between which every real slot of a mask lies.
+struct RealColumnsParams {
+  DType mask_dtype = DType::kBool;
+  const void* mask = nullptr;  // [batch, seqlen]
+  int64_t batch = 0;
+  int64_t seqlen = 0;
+  int64_t* columns = nullptr;  // [2]: the first real column, and the one after the last; 0 and 0 where none is
+  int32_t* scratch = nullptr;  // CUDA only
+};
+
 // One tensor to move. Rows are moved as bytes, whatever their dtype; what is read may be strided between rows.
 struct RowMove {
   const char* input = nullptr;  // gather: [batch, seqlen, row_bytes]; scatter: [total, row_bytes]
@@ -49,13 +59,16 @@ struct MoveRowsParams {
 };
 
 void launch_unpad_layout_cpu(const UnpadLayoutParams& p);
+void launch_real_columns_cpu(const RealColumnsParams& p);
 void launch_gather_rows_cpu(const MoveRowsParams& p);
 void launch_scatter_rows_cpu(const MoveRowsParams& p);
 
-// Bytes of UnpadLayoutParams::scratch and of MoveRowsParams::inverse.
+// Bytes of UnpadLayoutParams::scratch, RealColumnsParams::scratch and MoveRowsParams::inverse.
 int64_t unpad_layout_scratch_cuda(int64_t batch, int64_t seqlen);
+int64_t real_columns_scratch_cuda();
 int64_t scatter_rows_scratch_cuda(int64_t batch, int64_t seqlen);
 void launch_unpad_layout_cuda(const UnpadLayoutParams& p, const CudaLaunch& launch);
+void launch_real_columns_cuda(const RealColumnsParams& p, const CudaLaunch& launch);
 void launch_gather_rows_cuda(const MoveRowsParams& p, const CudaLaunch& launch);
 void launch_scatter_rows_cuda(const MoveRowsParams& p, const CudaLaunch& launch);
 

@@ -234,6 +234,25 @@ void launch_unpad_layout_cpu(const UnpadLayoutParams& p) {
   std::fill(p.indices + total, p.indices + p.batch * p.seqlen, int64_t{-1});
 }
 
+// A row is read from each end to its first real slot, and no further than the rows before it have shown.
+void launch_real_columns_cpu(const RealColumnsParams& p) {
+  int64_t first = p.seqlen;
+  int64_t end = 0;
+  dispatch_mask(p.mask_dtype, [&](auto element) {
+    for (int64_t b = 0; b < p.batch; ++b) {
+      const auto* row = static_cast<const decltype(element)*>(p.mask) + b * p.seqlen;
+      for (int64_t t = 0; t < first; ++t) {
+        if (row[t] != decltype(element)(0)) first = t;
+      }
+      for (int64_t t = p.seqlen; t > end; --t) {
+        if (row[t - 1] != decltype(element)(0)) end = t;
+      }
+    }
+  });
+  p.columns[0] = end == 0 ? 0 : first;
+  p.columns[1] = end;
+}
+
 void launch_gather_rows_cpu(const MoveRowsParams& p) {
   check_indices(p);
   for (int64_t n = 0; n < p.num_moves; ++n) {

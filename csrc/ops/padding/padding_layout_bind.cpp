@@ -1,4 +1,6 @@
 // The layout of a mask: check -> allocate -> fill the params -> launch.
+#include <algorithm>
+#include <string>
 #include <tuple>
 
 #include "host/launch.h"
@@ -68,7 +70,45 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> unpad_layout(const Tensor& attention_
   return {layout.indices, layout.cu_seqlens, layout.seqused, layout.totals};
 }
 
+// The columns that trimming keeps, [start, end) in host memory. Columns that min_length and multiple_of add come from
+// the side that is cut; with "both" from the right first.
+Tensor trim_padding_range(const Tensor& attention_mask, const std::string& side, int64_t min_length,
+                          int64_t multiple_of) {
+  if (side != "right" && side != "left" && side != "both") {
+    fail("side: expected \"right\", \"left\" or \"both\", got '", side, "'");
+  }
+  check(min_length >= 0, "min_length: expected at least 0, got ", min_length);
+  check(multiple_of >= 1, "multiple_of: expected at least 1, got ", multiple_of);
+  check_mask(attention_mask, "attention_mask");
+  const Tensor mask = dense(attention_mask);
+  Tensor range = empty_on_host(2, DType::kInt64, mask);
+  const std::optional<Tensor> memory = cuda_scratch(mask, PACKING_OPS_CUDA(real_columns_scratch_cuda));
+  RealColumnsParams p;
+  p.mask = mask.data_ptr();
+  p.mask_dtype = dtype_of(mask);
+  p.batch = mask.size(0);
+  p.seqlen = mask.size(1);
+  p.columns = static_cast<int64_t*>(range.data_ptr());
+  p.columns[0] = p.columns[1] = kUnset;
+  p.scratch = static_cast<int32_t*>(data_or_null(memory));
+  launch(attention_mask, p, launch_real_columns_cpu, PACKING_OPS_CUDA(launch_real_columns_cuda));
+  const int64_t first = wait_for_value(attention_mask, p.columns);
+  const int64_t after = wait_for_value(attention_mask, p.columns + 1);
+
+  const int64_t width = p.seqlen;
+  const int64_t start = side == "right" ? 0 : side == "left" && after == 0 ? width : first;
+  const int64_t needed = (side == "left" ? width : after) - start;
+  int64_t kept = std::min(std::max(needed, min_length), width);
+  if (kept > 0)
+    kept = multiple_of >= width ? width : std::min((kept - 1) / multiple_of * multiple_of + multiple_of, width);
+  const int64_t end = side == "left" ? width : std::min(start + kept, width);
+  p.columns[0] = end - kept;
+  p.columns[1] = end;
+  return range;
+}
+
 PACKING_OPS_REGISTER(m) {
+  m.impl("trim_padding_range", TORCH_BOX(&trim_padding_range));
   m.impl("unpad_layout", TORCH_BOX(&unpad_layout));
 }
 

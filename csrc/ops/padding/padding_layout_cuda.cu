@@ -171,6 +171,33 @@ __global__ void __launch_bounds__(kThreads)
   if (is_last) finish_layout(p, used_before);
 }
 
+// scratch: seqlen less the first real column, one after the last, blocks that are done; all 0 before.
+__global__ void __launch_bounds__(kThreads) real_columns_kernel(RealColumnsParams p) {
+  using Reduce = cub::BlockReduce<int32_t, kThreads>;
+  __shared__ typename Reduce::TempStorage storage;
+  const auto larger = [](int32_t a, int32_t b) { return a > b ? a : b; };
+  int32_t from_end = 0;
+  int32_t end = 0;
+  for (int64_t slot = thread_id(); slot < p.batch * p.seqlen; slot += thread_count()) {
+    if (!is_real(p.mask, p.mask_dtype, slot)) continue;
+    const auto column = static_cast<int32_t>(slot % p.seqlen);
+    from_end = larger(from_end, static_cast<int32_t>(p.seqlen) - column);
+    end = larger(end, column + 1);
+  }
+  from_end = Reduce(storage).Reduce(from_end, larger);
+  __syncthreads();
+  end = Reduce(storage).Reduce(end, larger);
+  if (threadIdx.x != 0) return;
+  atomicMax(p.scratch, from_end);
+  atomicMax(p.scratch + 1, end);
+  __threadfence();
+  if (atomicAdd(p.scratch + 2, 1) != static_cast<int32_t>(gridDim.x) - 1) return;
+  __threadfence();
+  const int32_t last = __ldcg(p.scratch + 1);
+  publish_to_host(p.columns, last == 0 ? 0 : p.seqlen - __ldcg(p.scratch));
+  publish_to_host(p.columns + 1, last);
+}
+
 int64_t tile_of(int64_t slots) {
   return ceil_div(ceil_div(slots, kMaxTiles), kSlots) * kSlots;
 }
@@ -188,6 +215,18 @@ __global__ void empty_layout_kernel(UnpadLayoutParams p) {
 int64_t unpad_layout_scratch_cuda(int64_t batch, int64_t seqlen) {
   const int64_t tiles = ceil_div(batch * seqlen, tile_of(batch * seqlen > 0 ? batch * seqlen : 1));
   return tiles * static_cast<int64_t>(sizeof(Counts)) + (batch + 2) * static_cast<int64_t>(sizeof(int32_t));
+}
+
+int64_t real_columns_scratch_cuda() {
+  return 3 * static_cast<int64_t>(sizeof(int32_t));
+}
+
+void launch_real_columns_cuda(const RealColumnsParams& p, const CudaLaunch& launch) {
+  const cudaStream_t stream = stream_of(launch);
+  check_cuda(cudaMemsetAsync(p.scratch, 0, static_cast<size_t>(real_columns_scratch_cuda()), stream),
+             "cudaMemsetAsync");
+  real_columns_kernel<<<grid_for(p.batch * p.seqlen, kThreads), kThreads, 0, stream>>>(p);
+  check_launch("real_columns_kernel");
 }
 
 void launch_unpad_layout_cuda(const UnpadLayoutParams& p, const CudaLaunch& launch) {
