@@ -99,7 +99,7 @@ def extension():
     home = find_cuda_home()
     define, library_dirs, include_dirs = [], [], [str(ROOT / "csrc")]
     libraries = ["dl"]  # of libc itself from glibc 2.34 on
-    cxx, nvcc, files = list(CXX_FLAGS), list(NVCC_FLAGS), sources(".cpp")
+    cxx, nvcc, files = [*CXX_FLAGS, *checks.contraction_flags()], list(NVCC_FLAGS), sources(".cpp")
     if os.environ.get("PACKING_OPS_NAMESPACE"):  # of a Hub kernel, whose CPU and CUDA ops are registered in it
         define += [f"-DPACKING_OPS_NAMESPACE={os.environ['PACKING_OPS_NAMESPACE']}"]
     if cuda_wanted(torch, home):

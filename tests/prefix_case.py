@@ -34,7 +34,8 @@ class Pieces:
         return self.length if right < 0 else min(token + right + 1, self.length)
 
     def drawn(self, draw: random.Random) -> list[tuple[int, int, int]]:
-        if self.end_of(0) == self.length and not self.case.options.get("causal", True):  # every query sees every key
+        left, right = self.case.options.get("window_size", OPEN)
+        if not self.case.options.get("causal", True) and (left, right) == OPEN:  # every query sees every key
             starts = [draw.randrange(self.length) for _ in range(6)]
             return [(a, min(self.length, a + draw.choice([1, 7, 64, 128, 300])), self.length) for a in starts]
         sizes, spans = [1, 2, 7, 64, 128, 300], []

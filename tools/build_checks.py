@@ -146,7 +146,7 @@ def is_asked(source: str, asked: tuple[int, ...]) -> bool:
     where v has another head_dim, that of q and k counts."""
     path = Path(source)
     name = path.stem.replace("_wide", "_512")
-    number = re.search(r"_(\d+)(?:_\d+)?(?:_(?:smem|step)\d+)?$", name) if path.parent.name == "instances" else None
+    number = re.search(r"_(\d+)(?:_\d+)?(?:_smem\d+)?$", name) if path.parent.name == "instances" else None
     if number is None:
         return True
     serves = {96, 128} if number[1] == "128" and path.parent.parent.name == "sm90" else {int(number[1])}
@@ -191,3 +191,12 @@ def one_build_at_a_time(folder: Path) -> Iterator[None]:
         except OSError as error:  # some network file systems
             print(f"packing_ops: no lock in {folder} ({error.strerror}): run one build at a time", flush=True)
         yield
+
+
+def contraction_flags() -> list[str]:
+    """Of GCC: every multiply and add becomes one instruction. GCC 13 leaves some apart, depending on how many rows a loop has;
+    then a row's bits depend on how many rows are beside it."""
+    flag = "--param=avoid-fma-max-bits=0"
+    compiler = os.environ.get("CXX", "c++").split()
+    known = subprocess.run([*compiler, "-Werror", flag, "-x", "c++", "-fsyntax-only", os.devnull], capture_output=True)
+    return [flag] if known.returncode == 0 else []

@@ -60,10 +60,9 @@ def instances():
             "forward", [f"run_forward<{{T}}, {dim}, {kind}, {{transform}}{of_v}>" for kind in kinds]
         )
         if short:
-            for keys, transforms in ((64, TRANSFORMS), (128, ["false"])):  # resident_step_keys: of mma.sync, of wgmma
-                files[f"forward_resident_{label}_step{keys}.cu"] = instance_file(
-                    "forward_resident", [f"run_forward_resident<{{T}}, {dim}, {{transform}}, {keys}>"], transforms
-                )
+            files[f"forward_resident_{label}.cu"] = instance_file(
+                "forward_resident", [f"run_forward_resident<{{T}}, {dim}, {{transform}}>"]
+            )
         for tier in tiers(dim):
             name = f"SmemTier::k{tier}KB"
             files[f"backward_{label}_smem{tier}.cu"] = instance_file(

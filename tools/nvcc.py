@@ -25,8 +25,7 @@ def callers(source: str) -> tuple[int, ...]:
         return ANY
     if wide := re.fullmatch(r"forward_wide_smem(\d+)", path.stem):
         return (99,) if wide[1] == "99" else (163, 227)
-    kinds, head_dims, variant = "forward|forward_resident|backward|backward_single", r"(\d+)(?:_\d+)?", "smem|step"
-    name = re.fullmatch(rf"({kinds})_{head_dims}(?:_(?:{variant})(\d+))?", path.stem)
+    name = re.fullmatch(r"(forward|forward_resident|backward|backward_single)_(\d+)(?:_\d+)?(?:_smem(\d+))?", path.stem)
     if not name or name[1] == "forward":
         return ANY
     kind, head_dim, tier = name[1], int(name[2]), int(name[3] or 0)

@@ -173,6 +173,13 @@ template <class T>
 T __shfl_sync(uint32_t lanes, T x, int from) {
   return emulator::shuffled(lanes, x, from);
 }
+inline float __fmul_rn(float x, float y) {
+  return x * y;
+}
+inline float __fsub_rn(float x, float y) {
+  return x - y;
+}
+
 template <class T>
 T __shfl_xor_sync(uint32_t lanes, T x, int mask) {
   return emulator::shuffled(lanes, x, emulator::lane() ^ mask);

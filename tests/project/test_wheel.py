@@ -40,8 +40,7 @@ int main() {
       std::printf("%d forward_%s\n", shared, name.c_str());
       std::printf("%d backward_single_%s_smem%d\n", shared, name.c_str(), kb(backward_single_tier(dim, tier)));
       if (has_short_forward(dim) && resident_shared(dim) + kResidentRingBytes <= (shared << 10))
-        for (const bool wgmma : {false, true})
-          std::printf("%d forward_resident_%d_step%d\n", shared, dim, resident_step_keys(dim, wgmma));
+        std::printf("%d forward_resident_%d\n", shared, dim);
     }
 }
 """

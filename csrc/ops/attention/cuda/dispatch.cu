@@ -214,11 +214,7 @@ void launch_varlen_attention_cuda(const VarlenAttentionParams& p, const CudaLaun
       if constexpr (has_short_forward(kDim)) {
         const AttentionTiles& tiles = args.plan.tiles;
         if (tiles.short_max_keys >= 0) sm80::run_forward<T, kDim, true, kTransform>(args, stream);
-        if (tiles.resident_max_tokens < 0) return;
-        if constexpr (!kTransform) {
-          if (wgmma) return sm80::run_forward_resident<T, kDim, false, resident_step_keys(kDim, true)>(args, stream);
-        }
-        sm80::run_forward_resident<T, kDim, kTransform, resident_step_keys(kDim, false)>(args, stream);
+        if (tiles.resident_max_keys >= 0) sm80::run_forward_resident<T, kDim, kTransform>(args, stream);
       }
     }
   });

@@ -58,6 +58,11 @@ struct DocumentWithEnds : DocumentView {
   PACKING_OPS_HOST_DEVICE Interval<int32_t> tokens_attending_to(int32_t first, int32_t last) const {
     return tokens_from(ends.end == nullptr ? first - shift() - window.right : ends.first_token[start_k + first], last);
   }
+  // The first token that sees further than the document's first `count` keys; all tokens do for a negative count.
+  PACKING_OPS_HOST_DEVICE int32_t first_token_beyond(int32_t count) const {
+    if (count < 0) return 0;
+    return keys <= count ? tokens : tokens_attending_to(count, keys - 1).begin;
+  }
 };
 
 // Row tiles, of `rows` packed rows each, that hold a row of these tokens.

@@ -19,21 +19,22 @@ struct PackedRows {
   int64_t rows_left;  // from row 0 to the document's end
 
   PackedRows() = default;
-  // Row 0 is packed row `first` of the document: head `head_offset` of the group, at `token`.
+  // Row 0 is head `head_offset` of the group, at `token`; rows end with the document's token `end_token`.
   __device__ PackedRows(const Args& args, const DocumentView& d, int32_t kv_head, int32_t token, int32_t head_offset,
-                        int64_t first, int rows)
+                        int32_t end_token, int rows)
       : first_token(d.start_q + token),
         token(token),
         head_offset(head_offset),
         group(args.group),
         inverse(args.group_inverse),
         first_head(kv_head * args.group),
-        rows_left(static_cast<int64_t>(d.tokens) * args.group - first) {
+        rows_left(static_cast<int64_t>(end_token - token) * args.group - head_offset) {
     valid = static_cast<int32_t>(rows_left < rows ? rows_left : rows);
   }
+  // Row 0 is packed row `first` of the document.
   __device__ PackedRows(const Args& args, const DocumentView& d, int32_t kv_head, int64_t first, int rows)
       : PackedRows(args, d, kv_head, static_cast<int32_t>(first / args.group), static_cast<int32_t>(first % args.group),
-                   first, rows) {}
+                   d.tokens, rows) {}
   // A number of rows to move by; negative is back.
   struct Stride {
     int32_t rows;

@@ -32,16 +32,28 @@ struct TileLister {
 
   __device__ bool is_forward() const { return list <= PlanView::kForwardResident; }
   __device__ int32_t rows() const {
-    return list == PlanView::kForwardShort ? plan.tiles.short_rows : plan.tiles.forward_rows;
+    return list == PlanView::kForwardResident ? kResidentTokens * plan.tiles.group
+           : list == PlanView::kForwardShort  ? plan.tiles.short_rows
+                                              : plan.tiles.forward_rows;
+  }
+
+  // Forward: the tokens whose rows are in the list, by how far they see. It never decreases in a document.
+  __device__ Interval<int32_t> tokens(const DocumentWithEnds& d) const {
+    const int32_t resident = d.first_token_beyond(plan.tiles.resident_max_keys);
+    if (list == PlanView::kForwardResident) return {0, resident};
+    const int32_t beyond_short = d.first_token_beyond(plan.tiles.short_max_keys);
+    const int32_t short_end = beyond_short > resident ? beyond_short : resident;
+    return list == PlanView::kForwardShort ? Interval<int32_t>{resident, short_end}
+                                           : Interval<int32_t>{short_end, d.tokens};
+  }
+  // Forward: first row of a tile, counted from the document's first.
+  __device__ int64_t first_row(const DocumentWithEnds& d, int32_t tile) const {
+    return static_cast<int64_t>(tokens(d).begin) * plan.tiles.group + static_cast<int64_t>(tile) * rows();
   }
 
   __device__ int32_t tiles(const DocumentWithEnds& d) const {
     if (is_forward()) {
-      const bool resident = d.keys <= plan.tiles.resident_max_tokens && d.tokens <= plan.tiles.resident_max_tokens;
-      const bool is_short = !resident && d.keys <= plan.tiles.short_max_keys;
-      if ((list == PlanView::kForwardResident) != resident || (list == PlanView::kForwardShort) != is_short) return 0;
-      if (resident) return d.tokens > 0;
-      return static_cast<int32_t>(ceil_div(static_cast<int64_t>(d.tokens) * plan.tiles.group, rows()));
+      return static_cast<int32_t>(ceil_div(static_cast<int64_t>(tokens(d).size()) * plan.tiles.group, rows()));
     }
     // Keys that no query attends to are listed too: a unit has to write the zeros of their gradients.
     const bool small = d.keys <= plan.tiles.small_keys;
@@ -54,21 +66,23 @@ struct TileLister {
   // have the same cost: they stay next to each other in the list, run at the same time and read the same rows from L2.
   __device__ int64_t cost(const DocumentWithEnds& d, int32_t tile) const {
     const int64_t group = plan.tiles.group;
-    if (list == PlanView::kForwardShort) return ceil_div(d.keys, plan.tiles.forward_keys);
-    if (list == PlanView::kForwardResident) {
-      constexpr int64_t kFixed = 8;  // cost of a block of rows before its first key, in blocks of 16 keys
-      return ceil_div(d.tokens * group, kResidentRowTile) * (kFixed + ceil_div(d.keys, kResidentRowTile));
-    }
     if (!is_forward()) {
       const int64_t keys = list == PlanView::kBackwardSmall ? plan.tiles.small_keys : plan.tiles.backward_keys;
       const int64_t max_tokens = d.window.left < kOpenWindow ? keys + d.window.left : d.tokens;
       return ceil_div((max_tokens < d.tokens ? max_tokens : d.tokens) * group, plan.tiles.backward_rows);
     }
-    const int64_t row = static_cast<int64_t>(tile) * rows();
-    const int64_t last = row + rows() - 1;
-    const int64_t last_token = last / group < d.tokens ? last / group : d.tokens - 1;
+    const int64_t end_row = static_cast<int64_t>(tokens(d).end) * group;
+    const int64_t first = first_row(d, tile);
+    const int64_t end = first + rows() < end_row ? first + rows() : end_row;
     const Interval<int32_t> visible =
-        d.visible_keys(static_cast<int32_t>(row / group), static_cast<int32_t>(last_token));
+        d.visible_keys(static_cast<int32_t>(first / group), static_cast<int32_t>((end - 1) / group));
+    if (list == PlanView::kForwardShort) {
+      return ceil_div(d.keys < plan.tiles.short_max_keys ? d.keys : plan.tiles.short_max_keys, kShortKeys);
+    }
+    if (list == PlanView::kForwardResident) {
+      constexpr int64_t kFixed = 8;  // cost of a block of rows before its first key, in blocks of 16 keys
+      return ceil_div(end - first, kResidentRowTile) * (kFixed + ceil_div(visible.end, kResidentRowTile));
+    }
     const int32_t keys = plan.tiles.forward_keys;
     return ceil_div(visible.end, keys) - visible.begin / keys;
   }
@@ -85,18 +99,24 @@ struct TileLister {
   __device__ PlanEntry entry(int64_t document, const DocumentWithEnds& d, int32_t index, uint32_t sums) const {
     const bool ascend = is_forward() || plan.tiles.start_at_last_row(d.tokens);
     const int32_t tile = ascend ? index : tiles(d) - 1 - index;
-    PlanEntry entry{static_cast<int32_t>(document),
-                    tile,
-                    static_cast<int32_t>(d.start_q),
-                    d.tokens,
-                    static_cast<int32_t>(d.start_k),
-                    d.keys,
-                    {},
-                    {}};
+    PlanEntry entry;
+    entry.document = static_cast<int32_t>(document);
+    entry.tile = tile;
+    entry.start_q = static_cast<int32_t>(d.start_q);
+    entry.tokens = d.tokens;
+    entry.start_k = static_cast<int32_t>(d.start_k);
+    entry.keys = d.keys;
+    entry.first_token = 0;
+    entry.head_offset = 0;
     if (contiguous()) {
       entry.first_ring_index = sums * static_cast<uint32_t>(plan.num_kv_heads);
-    } else {
-      const int64_t row = static_cast<int64_t>(tile) * rows();
+    } else if (list == PlanView::kForwardResident) {
+      const int32_t end = tokens(d).end;
+      entry.first_token = tile * kResidentTokens;
+      entry.end_token = end - entry.first_token < kResidentTokens ? end : entry.first_token + kResidentTokens;
+      entry.end_key = d.visible_keys(entry.first_token, entry.end_token - 1).end;
+    } else if (is_forward()) {
+      const int64_t row = first_row(d, tile);
       entry.first_token = static_cast<int32_t>(row / plan.tiles.group);
       entry.head_offset = static_cast<int32_t>(row % plan.tiles.group);
     }
@@ -319,9 +339,12 @@ PlanView plan_view(const AttentionPlanParams& p) {
   plan.window = {side(p.window_left), side(p.window_right)};
   plan.num_kv_heads = static_cast<int32_t>(p.num_kv_heads);
   set_dq_ring(plan, p.device);
-  const int64_t capacity[PlanView::kLists] = {plan.forward_capacity(), plan.forward_short_capacity(),
-                                              plan.num_documents,      plan.backward_capacity(),
-                                              plan.num_documents,      plan.num_documents};
+  const int64_t capacity[PlanView::kLists] = {plan.forward_capacity(),
+                                              plan.forward_short_capacity(),
+                                              plan.forward_resident_capacity(),
+                                              plan.backward_capacity(),
+                                              plan.num_documents,
+                                              plan.num_documents};
   const int64_t words = PlanView::kHeaderWords + 2 * (plan.num_documents + 1);
   auto* entries = reinterpret_cast<PlanEntry*>(plan.data) + ceil_div(words, PlanView::kEntryWords);
   for (int list = 0; list < PlanView::kLists; ++list) {

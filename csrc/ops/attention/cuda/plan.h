@@ -28,7 +28,10 @@ struct VisibleEnd {
 // One unit of work and where its document lies, so that a kernel looks nothing else up.
 struct alignas(16) PlanEntry {
   int32_t document;
-  int32_t tile;
+  union {
+    int32_t tile;
+    int32_t end_key;  // resident: where the keys end that its rows see
+  };
   int32_t start_q;
   int32_t tokens;
   int32_t start_k;
@@ -37,7 +40,10 @@ struct alignas(16) PlanEntry {
     int32_t first_token;        // forward: of the tile's rows
     uint32_t first_ring_index;  // backward: of the document's row tiles in PlanView::dq_ring
   };
-  int32_t head_offset;  // forward: of the tile's first row in its group
+  union {
+    int32_t head_offset;  // forward: of the tile's first row in its group
+    int32_t end_token;    // resident: one past the last of its rows'
+  };
 };
 
 // The plan in memory, int32 words: a header, the cu_seqlens that it was built from, then a list of entries for each
@@ -84,9 +90,9 @@ struct PlanView {
 
   // Hash of what a plan depends on beside cu_seqlens.
   PACKING_OPS_HOST_DEVICE int32_t geometry() const {
-    const int32_t words[] = {tiles.group,          tiles.forward_rows,        tiles.forward_keys,  tiles.short_rows,
-                             tiles.short_max_keys, tiles.resident_max_tokens, tiles.backward_rows, tiles.backward_keys,
-                             tiles.small_keys,     tiles.single_keys,         window.left,         window_right(),
+    const int32_t words[] = {tiles.group,          tiles.forward_rows,      tiles.forward_keys,  tiles.short_rows,
+                             tiles.short_max_keys, tiles.resident_max_keys, tiles.backward_rows, tiles.backward_keys,
+                             tiles.small_keys,     tiles.single_keys,       window.left,         window_right(),
                              num_kv_heads};
     uint32_t digest = 2166136261u;  // FNV-1a
     for (const int32_t word : words) digest = (digest ^ static_cast<uint32_t>(word)) * 16777619u;
@@ -101,6 +107,9 @@ struct PlanView {
   }
   PACKING_OPS_HOST_DEVICE int64_t forward_short_capacity() const {
     return tiles.short_max_keys < 0 ? 0 : total_q * tiles.group / tiles.short_rows + num_documents;
+  }
+  PACKING_OPS_HOST_DEVICE int64_t forward_resident_capacity() const {
+    return tiles.resident_max_keys < 0 ? 0 : total_q / kResidentTokens + num_documents;
   }
   PACKING_OPS_HOST_DEVICE int64_t backward_capacity() const { return total_k / tiles.backward_keys + num_documents; }
 };

@@ -68,9 +68,9 @@ AttentionTiles attention_tiles(int64_t group, int64_t head_dim, int64_t head_dim
   tiles.forward_rows = wgmma ? 2 * tile_tokens(group) * tiles.group : forward_rows(padded, padded_v);
   tiles.forward_keys = forward_keys(padded);
   tiles.short_rows = kShortRows;
-  tiles.resident_max_tokens = has_resident_forward(padded, device) ? kResidentMaxTokens : -1;
+  tiles.resident_max_keys = has_resident_forward(padded, device) ? kResidentMaxKeys : -1;
   const int32_t short_max_keys = has_short_forward(padded) && !wgmma ? kShortMaxKeysTimesGroup / tiles.group : -1;
-  tiles.short_max_keys = short_max_keys > tiles.resident_max_tokens ? short_max_keys : -1;
+  tiles.short_max_keys = short_max_keys > tiles.resident_max_keys ? short_max_keys : -1;
   const SmemTier tier = backward_tier(padded, padded_v, device);
   const bool backward = has_wgmma_backward(group, head_dim, head_dim_v, device);
   tiles.backward_rows = backward ? tile_tokens(group) * tiles.group : backward_rows(padded, tier);

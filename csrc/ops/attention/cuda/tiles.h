@@ -11,16 +11,16 @@ namespace packing_ops::attention {
 // Tile sizes of one call. Rows are packed GQA rows: row r is token r / group, head r % group of the kv head's group.
 struct AttentionTiles {
   int32_t group = 1;
-  int32_t forward_rows = 128;         // rows of a forward tile
-  int32_t forward_keys = 64;          // keys of a forward step
-  int32_t short_rows = 64;            // rows of a short document's tile
-  int32_t short_max_keys = 128;       // maximum keys of a short document; -1: no such class
-  int32_t resident_max_tokens = 128;  // maximum keys and tokens of a resident document; -1: none
-  int32_t backward_rows = 64;         // rows of a backward step
-  int32_t backward_keys = 128;        // keys of a backward tile
-  int32_t small_keys = 64;            // documents with at most small_keys keys use smaller backward tiles; 0: none do
-  int32_t single_keys = 128;          // other documents with at most single_keys keys have one key tile and use the
-                                      // backward without partial dq; 0: none do
+  int32_t forward_rows = 128;       // rows of a forward tile
+  int32_t forward_keys = 64;        // keys of a forward step
+  int32_t short_rows = 64;          // rows of a tile of short rows
+  int32_t short_max_keys = 128;     // maximum keys that a short row sees; -1: no such class
+  int32_t resident_max_keys = 128;  // maximum keys that a resident row sees; -1: no such class
+  int32_t backward_rows = 64;       // rows of a backward step
+  int32_t backward_keys = 128;      // keys of a backward tile
+  int32_t small_keys = 64;          // documents with at most small_keys keys use smaller backward tiles; 0: none do
+  int32_t single_keys = 128;        // other documents with at most single_keys keys have one key tile and use the
+                                    // backward without partial dq; 0: none do
 
   // Order of the backward in a document of several key tiles. Long: every key tile walks the row tiles from the last
   // one down, first key tile first, so that the tiles in flight read the same rows from L2. Short: from the first row
@@ -69,45 +69,34 @@ constexpr bool is_wide(int padded) {
 constexpr int forward_rows(int padded, int padded_v) {
   return padded_v <= 128 ? 128 : 64;
 }
-// Keys of a step of the online softmax: the same in every class of documents that a GPU has beside each other, because
-// a row's bits depend on them (see resident_step_keys).
 constexpr int forward_keys(int padded) {
   return padded <= 128 ? 64 : 32;
 }
 
-// The same of wgmma: registers hold out and a step's scores.
-constexpr int wgmma_forward_keys(int dim_v) {
-  return dim_v <= 128 ? 128 : 64;
-}
-
-// Short documents (keys * group up to this) get smaller tiles.
+// Which kernel serves a row depends on how far into its document the row sees, not on the document's length: a row's
+// bits do not depend on what follows it. Short rows (keys * group up to this) get smaller tiles, four blocks to a
+// multiprocessor.
 constexpr int kShortMaxKeysTimesGroup = 512;
 constexpr bool has_short_forward(int padded) {
   return padded <= 128;
 }
 constexpr int kShortRows = 64;
-constexpr int short_blocks(int padded) {  // of a multiprocessor
-  return padded <= 64 ? 4 : 2;
-}
+constexpr int kShortKeys = 32;
 
-// Resident documents, of up to kResidentMaxTokens keys and tokens: all keys lie in shared memory, in a ring of key
-// tiles, beside 16 rows of q for each consumer warp. Where a block may have 227 KB.
-constexpr int kResidentMaxTokens = 128;
+// Resident rows see up to kResidentMaxKeys keys: all of them lie in shared memory, in a ring of key tiles, beside 16
+// rows of q for each consumer warp. Where a block may have 227 KB.
+constexpr int kResidentMaxKeys = 128;
+constexpr int kResidentTokens = 128;  // of a unit
 constexpr int kResidentRowTile = 16;
-constexpr int kResidentKeys = 32;  // of a tile
 constexpr int kResidentWarps = 15;
 constexpr int resident_key_tiles(int padded) {
   return 10 * 128 / padded;
 }
 constexpr int resident_shared(int padded) {
-  return (2 * resident_key_tiles(padded) * kResidentKeys + kResidentWarps * kResidentRowTile) * padded * 2 + 128;
+  return (2 * resident_key_tiles(padded) * kShortKeys + kResidentWarps * kResidentRowTile) * padded * 2 + 128;
 }
 constexpr int kResidentRingBytes = 2048;  // at least sizeof(ResidentRing)
 bool has_resident_forward(int padded, int device);
-// Keys of its softmax steps: those of the kernel for longer documents.
-constexpr int resident_step_keys(int padded, bool wgmma) {
-  return wgmma ? wgmma_forward_keys(padded) : forward_keys(padded);
-}
 
 // Wide rows: warps of 16 rows and a share of the columns, as many as fit into a block with k163KB, or with k99KB.
 constexpr int wide_forward_rows(SmemTier tier) {
@@ -140,7 +129,11 @@ constexpr bool has_wgmma_backward_of(int64_t head_dim) {
 bool has_wgmma_forward(int64_t group, int64_t head_dim, int64_t head_dim_v, int device);
 bool has_wgmma_backward(int64_t group, int64_t head_dim, int64_t head_dim_v, int device);
 
-// Stages of the forward in shared memory: q of units, k and v of steps.
+// Forward. A step's keys: registers hold out and a step's scores.
+constexpr int wgmma_forward_keys(int dim_v) {
+  return dim_v <= 128 ? 128 : 64;
+}
+// Stages in shared memory: q of units, k and v of steps.
 constexpr int wgmma_q_stages(int dim) {
   return dim <= 128 ? 2 : 1;
 }

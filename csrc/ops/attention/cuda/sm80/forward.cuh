@@ -39,8 +39,8 @@ struct ForwardWork {
     const int32_t first_token =
         parts == 1 ? entry.first_token
                    : entry.first_token + part * static_cast<int32_t>(args.group_size.quotient(max_rows));
-    const PackedRows rows(args, d, kv_head, first_token, entry.head_offset,
-                          (static_cast<int64_t>(entry.tile) * parts + part) * max_rows, max_rows);
+    const int32_t end_token = Shape::kIsShort ? d.first_token_beyond(args.plan.tiles.short_max_keys) : d.tokens;
+    const PackedRows rows(args, d, kv_head, first_token, entry.head_offset, end_token, max_rows);
     if (parts > 1 && rows.valid <= 0) return {d, rows, kv_head, 0, 1};  // the document ends before
     const Interval<int32_t> keys = d.visible_keys(rows.token, rows.last_token());
     const int32_t first = keys.begin / Shape::kKeys;
@@ -156,10 +156,11 @@ __global__ void __launch_bounds__(128, ForwardShape<kDim, kShort, kDimV>::kBlock
       // A tile that is hidden from all rows of this warp would change no bit.
       if (first_key < visible_any.end && end_key > visible_any.begin) {
         const bool masked = first_key < visible_all.begin || end_key > visible_all.end;
+        const int32_t end = visible_any.end - first_key;
         const auto warp_tile = [&]() -> WarpTile<Shape> {  // in each branch: its addresses hold no registers across
-          return {tile_q, tile_k(stage), tile_v(stage), warp_row, first_key, masked};
+          return {tile_q, tile_k(stage), tile_v(stage), warp_row, first_key, end, masked};
         };
-        if (visible_any.end - first_key <= Shape::kKeys / 2) {
+        if (end <= Shape::kKeys / 2) {
           Unit::template step<Unit::kKeyBlocks / 2>(o, state, args, warp_tile(), work.d, work.rows, scale);
         } else {
           Unit::template step<Unit::kKeyBlocks>(o, state, args, warp_tile(), work.d, work.rows, scale);

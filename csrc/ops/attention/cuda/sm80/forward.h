@@ -12,8 +12,7 @@ namespace packing_ops::attention::sm80 {
 template <class T, int kDim, bool kShort, bool kTransform, int kDimV = kDim>
 void run_forward(const Args& args, cudaStream_t stream);
 
-// kStepKeys: resident_step_keys.
-template <class T, int kDim, bool kTransform, int kStepKeys>
+template <class T, int kDim, bool kTransform>
 void run_forward_resident(const Args& args, cudaStream_t stream);
 
 // head_dim 512.

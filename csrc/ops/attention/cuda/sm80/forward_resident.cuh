@@ -1,9 +1,11 @@
-// Forward of resident documents, whose keys all fit in shared memory. A unit of work is (document, kv head). Warp
-// specialised: a producer warp loads every unit's keys, once, into a ring buffer of key tiles, as far ahead as there is
-// room; the consumer warps take 16 packed rows at a time from a shared counter and never wait for each other. Barriers:
-// `full` when a unit's keys have arrived, `empty` when every consumer warp is done with the unit. A row's online
-// softmax takes the keys in the same steps and order as the kernel for longer documents, so that a row has the same
-// bits in a document and in a prefix of it.
+// Forward of resident rows, whose keys all fit in shared memory. A unit of work is (tokens of a document, kv head).
+// Warp specialised: a producer warp loads every unit's keys, once, into a ring buffer of key tiles, as far ahead as
+// there is room; the consumer warps take 16 packed rows at a time from a shared counter and never wait for each other.
+// Barriers: `full` when a unit's keys have arrived, `empty` when every consumer warp is done with the unit. A row's
+// online softmax takes the keys in the same order as in forward.cuh.
+//
+// Warps are at different places in the code at the same time, which evicts the instruction cache: each step is compiled
+// once (no path for half tiles), with kSmallCode.
 #pragma once
 
 #include "core/launch.cuh"
@@ -12,20 +14,19 @@
 
 namespace packing_ops::attention::sm80 {
 
-template <int kDim_, int kStepKeys_>
+template <int kDim_>
 struct ResidentShape {
   static constexpr int kDim = kDim_;
-  static constexpr int kStepKeys = kStepKeys_;  // of a softmax step
   static constexpr int kDimV = kDim;
   static constexpr int kRows = kResidentRowTile;
   static constexpr int kWarpRows = kRows;
   static constexpr int kRowBlocks = kRows / 16;
-  static constexpr int kKeys = kResidentKeys;  // of a tile
-  static constexpr int kStepTiles = kStepKeys / kKeys;
+  static constexpr int kKeys = kShortKeys;
   static constexpr int kWarps = kResidentWarps;
   static constexpr int kThreads = 32 * (kWarps + 1);
   static constexpr int kTiles = resident_key_tiles(kDim);
   static constexpr int kLoadsAhead = 1;
+  static constexpr bool kSmallCode = true;
   static constexpr int kUnits = 16;  // in the ring at once, at most
   static constexpr int kShared = resident_shared(kDim);
   using TileQ = Tile<kRows, kDim>;
@@ -39,6 +40,8 @@ struct ResidentShape {
 
 struct ResidentUnit {
   DocumentWithEnds d;
+  int32_t first_token;
+  int32_t end_token;
   int32_t kv_head;  // -1: there are no more units
   int32_t first_tile;
   int32_t first_block;  // blocks of 16 rows, counted through all units of this thread block
@@ -99,14 +102,18 @@ __device__ __forceinline__ void load_units(const Args& args, ResidentRing<Shape>
     const DocumentWithEnds d = {{from_lane(entry.start_q), from_lane(entry.start_k), from_lane(entry.tokens),
                                  from_lane(entry.keys), args.plan.window},
                                 args.plan.ends};
-    const int32_t tiles = (d.keys + Shape::kKeys - 1) / Shape::kKeys;
+    const int32_t first_token = from_lane(entry.first_token);
+    const int32_t end_token = from_lane(entry.end_token);
+    const int32_t end_key = from_lane(entry.end_key);
+    const int32_t tiles = (end_key + Shape::kKeys - 1) / Shape::kKeys;
     make_room(tiles);
-    const int32_t end_block = first_block + (d.tokens * args.group + Shape::kRows - 1) / Shape::kRows;
-    const ResidentUnit described = {d, kv_head, first_tile, first_block, end_block};
+    const int32_t rows = (end_token - first_token) * args.group;
+    const int32_t end_block = first_block + (rows + Shape::kRows - 1) / Shape::kRows;
+    const ResidentUnit described = {d, first_token, end_token, kv_head, first_tile, first_block, end_block};
 #pragma unroll 1
     for (int32_t i = 0; i < tiles; ++i) {
       const int32_t first_key = i * Shape::kKeys;
-      const int32_t keys = d.keys - first_key;
+      const int32_t keys = end_key - first_key;
       // Keys after the last one have p = 0, but v must be finite there: 0 * NaN is NaN.
       load_keys<32>(tile_k(first_tile), args.k, d, kv_head, first_key, args.head_dim, lane, keys);
       load_keys<32>(tile_v(first_tile), args.v, d, kv_head, first_key, args.head_dim_v, lane, (keys + 15) & ~15);
@@ -118,124 +125,16 @@ __device__ __forceinline__ void load_units(const Args& args, ResidentRing<Shape>
     first_block = end_block;
   }
   make_room(0);
-  announce({{}, -1, 0, 0, INT32_MAX});
+  announce({{}, 0, 0, -1, 0, 0, INT32_MAX});
   ptx::cp_async_commit();
   ptx::cp_async_wait<0>();
 }
-
-// The visible keys of a warp's rows and of a thread's two rows.
-struct ResidentKeys {
-  Interval<int32_t> any;
-  Interval<int32_t> all;
-  Interval<int32_t> of_row[2];
-  bool from_left;
-
-  __device__ __forceinline__ ResidentKeys(const DocumentWithEnds& d, const PackedRows& rows)
-      : any(d.visible_keys(rows.token, rows.last_token())),
-        all(d.keys_visible_to_all(rows.token, rows.last_token())),
-        from_left(d.window.left < kOpenWindow) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int32_t token = rows.token_of(static_cast<int>(threadIdx.x & 31) / 4 + 8 * half);
-      of_row[half] = d.visible_keys(token, token);
-    }
-  }
-};
-
-// A step of the softmax, over several tiles: scores of all of them, then weights and values tile by tile.
-template <class T, class Shape, bool kTransform>
-struct ResidentStep {
-  using Unit = ForwardUnit<T, Shape, kTransform>;
-  static constexpr int kTiles = Shape::kStepTiles;
-  typename Unit::Scores s[kTiles];
-  typename Unit::Weights p[kTiles][Unit::kKeyBlocks / 2];
-
-  // f(j, its first key) for the tiles of which some row sees some key.
-  template <class F>
-  static __device__ __forceinline__ void for_each_tile(const ResidentKeys& keys, int32_t first_key, const F& f) {
-#pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
-      const int32_t key = first_key + j * Shape::kKeys;
-      if (key < keys.any.end && key + Shape::kKeys > keys.any.begin) f(j, key);
-    }
-  }
-
-  static __device__ __forceinline__ void mask(typename Unit::Scores& s, const ResidentKeys& keys, int32_t first_key) {
-    const int32_t column = first_key + 2 * (threadIdx.x & 3);
-#pragma unroll
-    for (int i = 0; i < Unit::kKeyBlocks * 4; ++i) {
-      const int32_t key = 8 * (i / 4) + i % 2;
-      if (key >= keys.of_row[i / 2 % 2].end - column) s[0][i / 4][i % 4] = -INFINITY;
-    }
-    if (!keys.from_left) return;
-#pragma unroll
-    for (int i = 0; i < Unit::kKeyBlocks * 4; ++i) {
-      const int32_t key = 8 * (i / 4) + i % 2;
-      if (key < keys.of_row[i / 2 % 2].begin - column) s[0][i / 4][i % 4] = -INFINITY;
-    }
-  }
-
-  // tile_of(tile): of k in the ring.
-  template <class TileOf>
-  __device__ __forceinline__ void scores(const Args& args, const ResidentKeys& keys, int32_t first_key,
-                                         typename Shape::TileQ tile_q, const TileOf& tile_of, float (&row_max)[2]) {
-    for_each_tile(keys, first_key, [&](int j, int32_t key) {
-      Unit::template scores<Unit::kKeyBlocks>(s[j], tile_q, tile_of(key / Shape::kKeys), 0);
-      if constexpr (kTransform) {
-#pragma unroll
-        for (int i = 0; i < Unit::kKeyBlocks * 4; ++i) {
-          s[j][0][i / 4][i % 4] = transform_score(s[j][0][i / 4][i % 4], args) * kLog2e;
-        }
-      }
-      if (key < keys.all.begin || key + Shape::kKeys > keys.all.end) mask(s[j], keys, key);
-#pragma unroll
-      for (int i = 0; i < Unit::kKeyBlocks * 4; ++i) {
-        row_max[i / 2 % 2] = fmaxf(row_max[i / 2 % 2], s[j][0][i / 4][i % 4]);
-      }
-    });
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      row_max[half] = fmaxf(row_max[half], __shfl_xor_sync(0xffffffffu, row_max[half], 1));
-      row_max[half] = fmaxf(row_max[half], __shfl_xor_sync(0xffffffffu, row_max[half], 2));
-    }
-  }
-
-  // p = 2^(s scale - base), rounded to T; sum: of p before.
-  __device__ __forceinline__ void weights(const ResidentKeys& keys, int32_t first_key, const float (&base)[2],
-                                          float scale, float (&sum)[2]) {
-    for_each_tile(keys, first_key, [&](int j, int32_t) {
-#pragma unroll
-      for (int i = 0; i < Unit::kKeyBlocks * 4; ++i) {
-        float& x = s[j][0][i / 4][i % 4];
-        x = ptx::exp2_approx(fmaf(x, scale, -base[i / 2 % 2]));
-        sum[i / 2 % 2] += x;
-      }
-#pragma unroll
-      for (int n = 0; n < Unit::kKeyBlocks; n += 2) Unit::round(p[j][n / 2], s[j], n);
-    });
-  }
-
-  // o += p v
-  template <class TileOf>
-  __device__ __forceinline__ void values(typename Unit::Sums& o, const ResidentKeys& keys, int32_t first_key,
-                                         const TileOf& tile_of) const {
-    for_each_tile(keys, first_key, [&](int j, int32_t key) {
-      const LaneView<Shape::kKeys, Shape::kDimV> view(tile_of(key / Shape::kKeys), Lanes::kRowsFirst, 0);
-#pragma unroll
-      for (int n = 0; n < Unit::kKeyBlocks; n += 2) {
-        if (n > 0 && key + 8 * n >= keys.any.end) break;
-        Unit::add_values(o, p[j][n / 2], view, n);
-      }
-    });
-  }
-};
 
 // Consumer warps: compute out and lse of the rows that they take.
 template <class T, class Shape, bool kTransform>
 __device__ __forceinline__ void attend(const Args& args, ResidentRing<Shape>& ring, typename Shape::TileQ tile_q,
                                        typename Shape::Tiles tile_k, typename Shape::Tiles tile_v) {
   using Unit = ForwardUnit<T, Shape, kTransform>;
-  constexpr bool kOneStep = Shape::kStepKeys >= kResidentMaxTokens;
   const int lane = threadIdx.x & 31;
   const float scale = Unit::scale(args);
   const double natural_scale = Unit::natural_scale(args);
@@ -262,8 +161,9 @@ __device__ __forceinline__ void attend(const Args& args, ResidentRing<Shape>& ri
     PackedRows rows;
     if (!last) {
       const int32_t first = (block - current.first_block) * Shape::kRows;
-      const auto token = static_cast<int32_t>(args.group_size.quotient(first));
-      rows = PackedRows(args, d, current.kv_head, token, first - token * args.group, first, Shape::kRows);
+      const auto step = static_cast<int32_t>(args.group_size.quotient(first));
+      rows = PackedRows(args, d, current.kv_head, current.first_token + step, first - step * args.group,
+                        current.end_token, Shape::kRows);
       load_warp_rows<Shape>(args, rows, tile_q, 0);
       ptx::cp_async_commit();
       taken = take_block();
@@ -271,51 +171,29 @@ __device__ __forceinline__ void attend(const Args& args, ResidentRing<Shape>& ri
     if (finished.valid > 0) finish<T, Shape>(args, finished, lane >> 2, state, o, scale, natural_scale);
     if (last) break;
     finished = rows;
-    const ResidentKeys keys(d, rows);
-    const auto slot_of = [&](int32_t tile) {
-      const int32_t i = current.first_tile + tile;
-      return i < Shape::kTiles ? i : i - Shape::kTiles;
-    };
+    Unit::clear(o, state);
+    const Interval<int32_t> visible_any = d.visible_keys(rows.token, rows.last_token());
+    const Interval<int32_t> visible_all = d.keys_visible_to_all(rows.token, rows.last_token());
+    int32_t tile = visible_any.begin / Shape::kKeys;
     ptx::cp_async_wait<0>();
     __syncwarp();
-    Unit::clear(o, state);
-    const int32_t first_key = kOneStep ? 0 : keys.any.begin / Shape::kStepKeys * Shape::kStepKeys;
 #pragma unroll 1
-    for (int32_t key = first_key; key < keys.any.end; key += Shape::kStepKeys) {
-      ResidentStep<T, Shape, kTransform> step{};
-      float row_max[2] = {state.row_max[0][0], state.row_max[0][1]};
-      float sum[2] = {0.f, 0.f};
-      step.scores(args, keys, key, tile_q, [&](int32_t tile) { return tile_k(slot_of(tile)); }, row_max);
-      const float base[2] = {row_max[0] == -INFINITY ? 0.f : row_max[0] * scale,
-                             row_max[1] == -INFINITY ? 0.f : row_max[1] * scale};
-      float factor[1][2] = {};  // of sums before a document's only step
-      if constexpr (!kOneStep) {
-        bool max_grew = false;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float before = state.row_max[0][half];
-          max_grew |= row_max[half] != before && before != -INFINITY;
-          factor[0][half] = Unit::factor_of(before, row_max[half], base[half], scale);
-        }
-        Unit::rescale(o, factor, max_grew);
-      }
-      step.weights(keys, key, base, scale, sum);
-      step.values(o, keys, key, [&](int32_t tile) { return tile_v(slot_of(tile)); });
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        state.row_max[0][half] = row_max[half];
-        state.row_sum[0][half] = state.row_sum[0][half] * factor[0][half] + sum[half];
-      }
-      if constexpr (kOneStep) break;
+    for (int32_t first_key = tile * Shape::kKeys; first_key < visible_any.end; first_key += Shape::kKeys, ++tile) {
+      const int32_t i = current.first_tile + tile;
+      const int32_t slot = i < Shape::kTiles ? i : i - Shape::kTiles;
+      const bool masked = first_key < visible_all.begin || first_key + Shape::kKeys > visible_all.end;
+      const WarpTile<Shape> warp_tile{tile_q, tile_k(slot), tile_v(slot), 0, first_key, visible_any.end - first_key,
+                                      masked};
+      Unit::template step<Unit::kKeyBlocks>(o, state, args, warp_tile, d, rows, scale);
     }
     __syncwarp();
   }
 }
 
-template <class T, int kDim, bool kTransform, int kStepKeys>
-__global__ void __launch_bounds__(ResidentShape<kDim, kStepKeys>::kThreads, 1)
+template <class T, int kDim, bool kTransform>
+__global__ void __launch_bounds__(ResidentShape<kDim>::kThreads, 1)
     attention_forward_resident_kernel(__grid_constant__ const Args args) {
-  using Shape = ResidentShape<kDim, kStepKeys>;
+  using Shape = ResidentShape<kDim>;
   extern __shared__ uint8_t shared[];
   __shared__ ResidentRing<Shape> ring;
   const uint32_t base = (ptx::shared_address(shared) + 127) & ~127u;
@@ -340,14 +218,13 @@ __global__ void __launch_bounds__(ResidentShape<kDim, kStepKeys>::kThreads, 1)
   ptx::griddepcontrol_wait();
 }
 
-template <class T, int kDim, bool kTransform, int kStepKeys>
+template <class T, int kDim, bool kTransform>
 void run_forward_resident(const Args& args, cudaStream_t stream) {
-  using Shape = ResidentShape<kDim, kStepKeys>;
+  using Shape = ResidentShape<kDim>;
   static_assert(sizeof(ResidentRing<Shape>) <= kResidentRingBytes);
-  static PersistentKernel kernel{
-      reinterpret_cast<const void*>(attention_forward_resident_kernel<T, kDim, kTransform, kStepKeys>), Shape::kThreads,
-      Shape::kShared, "attention_forward_resident_kernel", true};
-  launch_persistent(kernel, &args, args.plan.num_documents * args.num_kv_heads, stream);
+  static PersistentKernel kernel{reinterpret_cast<const void*>(attention_forward_resident_kernel<T, kDim, kTransform>),
+                                 Shape::kThreads, Shape::kShared, "attention_forward_resident_kernel", true};
+  launch_persistent(kernel, &args, args.plan.forward_resident_capacity() * args.num_kv_heads, stream);
 }
 
 }  // namespace packing_ops::attention::sm80

@@ -16,13 +16,14 @@ struct ForwardShape {
   static constexpr bool kIsShort = kShort;
   static constexpr int kThreads = 128;
   static constexpr int kRows = kShort ? kShortRows : forward_rows(kDim, kDimV);
-  static constexpr int kKeys = forward_keys(kDim);
-  static constexpr int kBlocksPerSm = kShort ? short_blocks(kDim) : 2;  // blocks of a multiprocessor
-  static constexpr int kRowBlocks = kRows / 64;                         // blocks of 16 rows a warp owns
+  static constexpr int kKeys = kShort ? kShortKeys : forward_keys(kDim);
+  static constexpr int kBlocksPerSm = kShort ? 4 : 2;  // blocks of a multiprocessor
+  static constexpr int kRowBlocks = kRows / 64;        // blocks of 16 rows a warp owns
   static constexpr int kStageBytes = kKeys * (kDim + kDimV) * 2;
   static constexpr int kShared = kRows * kDim * 2 + 2 * kStageBytes + 128;
   static constexpr int kWarpRows = 16 * kRowBlocks;
-  static constexpr int kLoadsAhead = 0;  // ldmatrix runs so many blocks of 16 columns ahead of mma, at most 1
+  static constexpr int kLoadsAhead = 0;      // ldmatrix runs so many blocks of 16 columns ahead of mma, at most 1
+  static constexpr bool kSmallCode = false;  // see forward_resident.cuh
   using TileQ = Tile<kRows, kDim>;
   using TileK = Tile<kKeys, kDim>;
   using TileV = Tile<kKeys, kDimV>;
@@ -35,8 +36,9 @@ struct WarpTile {
   typename Shape::TileK k;
   typename Shape::TileV v;
   int warp_row;
-  int32_t first_key;  // in the document
-  bool masked;        // some key is hidden from some row
+  int32_t first_key;    // in the document
+  int32_t end_visible;  // in the tile: keys from here on are hidden from all rows of the warp
+  bool masked;          // some of the others are hidden from some row
 };
 
 // A thread's rows: 16 b + g and 16 b + g + 8 of its warp, each with its own softmax.
@@ -124,43 +126,31 @@ struct ForwardUnit {
     }
   }
 
-  using Weights = uint32_t[kBlocks][4];  // p of 16 keys in T, in the layout of mma's A
-
-  // p of the keys 8 n and on, rounded to T.
-  static __device__ __forceinline__ void round(Weights& to, const Scores& p, int n) {
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      to[b][0] = pack<T>(p[b][n][0], p[b][n][1]);
-      to[b][1] = pack<T>(p[b][n][2], p[b][n][3]);
-      to[b][2] = pack<T>(p[b][n + 1][0], p[b][n + 1][1]);
-      to[b][3] = pack<T>(p[b][n + 1][2], p[b][n + 1][3]);
-    }
-  }
-
-  // o += p v of 16 keys, the 8 n-th of the tile and on.
-  static __device__ __forceinline__ void add_values(Sums& o, const Weights& p,
-                                                    const LaneView<Shape::kKeys, Shape::kDimV>& keys, int n) {
-#pragma unroll
-    for (int d = 0; d < kDimBlocks; d += 2) {
-      uint32_t bb[4];
-      ptx::ldmatrix_trans(bb, keys.at(8 * n, d / 2));
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        ptx::mma<T>(o[b][d], p[b], bb[0], bb[1]);
-        ptx::mma<T>(o[b][d + 1], p[b], bb[2], bb[3]);
-      }
-    }
-  }
-
-  // o += p v, p rounded to T.
+  // o += p v, p rounded to T; `end`: keys of the tile, as in step.
   template <int kCount>
-  static __device__ __forceinline__ void values(Sums& o, const Scores& p, typename Shape::TileV v) {
+  static __device__ __forceinline__ void values(Sums& o, const Scores& p, typename Shape::TileV v, int32_t end) {
     const LaneView<Shape::kKeys, Shape::kDimV> keys(v, Lanes::kRowsFirst, 0);
 #pragma unroll
     for (int n = 0; n < kCount; n += 2) {
-      Weights a;
-      round(a, p, n);
-      add_values(o, a, keys, n);
+      if (Shape::kSmallCode && n > 0 && 8 * n >= end) break;
+      uint32_t a[kBlocks][4];
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        a[b][0] = pack<T>(p[b][n][0], p[b][n][1]);
+        a[b][1] = pack<T>(p[b][n][2], p[b][n][3]);
+        a[b][2] = pack<T>(p[b][n + 1][0], p[b][n + 1][1]);
+        a[b][3] = pack<T>(p[b][n + 1][2], p[b][n + 1][3]);
+      }
+#pragma unroll
+      for (int d = 0; d < kDimBlocks; d += 2) {
+        uint32_t bb[4];
+        ptx::ldmatrix_trans(bb, keys.at(8 * n, d / 2));
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b) {
+          ptx::mma<T>(o[b][d], a[b], bb[0], bb[1]);
+          ptx::mma<T>(o[b][d + 1], a[b], bb[2], bb[3]);
+        }
+      }
     }
   }
 
@@ -175,6 +165,15 @@ struct ForwardUnit {
       for (int half = 0; half < 2; ++half) {
         const int32_t token = rows.token_of(first_row + 16 * b + 8 * half);
         const Interval<int32_t> visible = d.visible_keys(token, token);
+        if (Shape::kSmallCode && d.window.left >= kOpenWindow) {
+          const int32_t end = visible.end - column;
+#pragma unroll
+          for (int n = 0; n < kCount; ++n) {
+            if (8 * n >= end) s[b][n][2 * half] = -INFINITY;
+            if (8 * n + 1 >= end) s[b][n][2 * half + 1] = -INFINITY;
+          }
+          continue;
+        }
 #pragma unroll
         for (int n = 0; n < kCount; ++n) {
           const int32_t key = column + 8 * n;
@@ -183,23 +182,6 @@ struct ForwardUnit {
         }
       }
     }
-  }
-
-  // What sums over earlier keys are multiplied by when the maximum goes from `before` to row_max. Exactly 1 where it
-  // stays, so that no row's bits depend on the others of its warp.
-  static __device__ __forceinline__ float factor_of(float before, float row_max, float base, float scale) {
-    return row_max == before ? 1.f : ptx::exp2_approx(before * scale - base);
-  }
-
-  // Skipping it where no row of the warp needs it changes no bit: a row's first maximum rescales zeros.
-  static __device__ __forceinline__ void rescale(Sums& o, const float (&factor)[kBlocks][2], bool max_grew) {
-    if (!__any_sync(0xffffffffu, max_grew)) return;
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b)
-#pragma unroll
-      for (int d = 0; d < kDimBlocks; ++d)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) o[b][d][i] *= factor[b][i / 2];
   }
 
   // Online softmax: s becomes p, o and row_sum are rescaled to the new row_max. `scale` is softmax_scale * log2(e).
@@ -218,7 +200,8 @@ struct ForwardUnit {
         row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffffu, row_max, 2));
         max_grew |= row_max != rows.row_max[b][half] && rows.row_max[b][half] != -INFINITY;
         const float base = row_max == -INFINITY ? 0.f : row_max * scale;
-        factor[b][half] = factor_of(rows.row_max[b][half], row_max, base, scale);
+        // No fused multiply-add: exactly 1 where the maximum stays, so that hidden keys change no bit of a row.
+        factor[b][half] = ptx::exp2_approx(__fsub_rn(__fmul_rn(rows.row_max[b][half], scale), base));
         rows.row_max[b][half] = row_max;
         float sum = 0.f;
 #pragma unroll
@@ -232,7 +215,15 @@ struct ForwardUnit {
         rows.row_sum[b][half] = rows.row_sum[b][half] * factor[b][half] + sum;
       }
     }
-    rescale(o, factor, max_grew);
+    // Skipping the rescale changes no bit: an unchanged maximum has a factor of exactly 1, and a row's first maximum
+    // rescales zeros.
+    if (!__any_sync(0xffffffffu, max_grew)) return;
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+      for (int d = 0; d < kDimBlocks; ++d)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o[b][d][i] *= factor[b][i / 2];
   }
 
   // s = q k^T becomes p.
@@ -260,7 +251,7 @@ struct ForwardUnit {
     Scores s;
     scores<kCount>(s, tile.q, tile.k, tile.warp_row);
     weights<kCount>(s, o, state, args, tile, d, rows, scale);
-    values<kCount>(o, s, tile.v);
+    values<kCount>(o, s, tile.v, tile.end_visible);
   }
 };
 

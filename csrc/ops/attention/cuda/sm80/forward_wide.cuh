@@ -25,6 +25,7 @@ struct WideShape {
   static constexpr int kRowBlocks = 1;
   static constexpr int kWarpRows = 16;
   static constexpr int kLoadsAhead = 0;
+  static constexpr bool kSmallCode = false;
   using TileQ = Tile<kRows, kDim>;
   using TileK = Tile<kKeys, kDim>;
   using TileV = TileK;
@@ -112,7 +113,8 @@ __global__ void __launch_bounds__(WideShape<kTier>::kThreads, 1)
       const int32_t end_key = first_key + Shape::kKeys;
       const bool attends = first_key < visible_any.end && end_key > visible_any.begin;
       const bool masked = first_key < visible_all.begin || end_key > visible_all.end;
-      const WarpTile<Shape> warp_tile{part_of_q, part_of_k, part_of_v, warp_row, first_key, masked};
+      const WarpTile<Shape> warp_tile{part_of_q, part_of_k, part_of_v, warp_row, first_key, visible_any.end - first_key,
+                                      masked};
       typename Unit::Scores s;
       ptx::cp_async_wait<0>();
       __syncthreads();  // k is there, v has been read
@@ -133,7 +135,7 @@ __global__ void __launch_bounds__(WideShape<kTier>::kThreads, 1)
       }
       ptx::cp_async_wait<1>();
       __syncthreads();  // v is there
-      if (attends) Unit::template values<Unit::kKeyBlocks>(o, s, part_of_v);
+      if (attends) Unit::template values<Unit::kKeyBlocks>(o, s, part_of_v, warp_tile.end_visible);
     }
     // Epilogue: out and lse
     if (has_rows) {
