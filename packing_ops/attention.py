@@ -21,12 +21,16 @@ from typing import Any, Literal, NamedTuple, get_args, overload
 import torch
 
 from packing_ops import _batch_cache, _ops
-from packing_ops._arguments import check_tensor, described, window_sides
+from packing_ops._arguments import FLOATS, check_tensor, described, window_sides
 from packing_ops._autograd import past_autograd, register_autograd, register_no_autograd
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
 Layout = Literal["thd", "bhsd", "bshd"]
 LAYOUTS = get_args(Layout)  # of q, k and v: t total, b batch of 1, s seqlen, h num_heads, d head_dim
+
+
+# By device. Float64 has no CUDA kernel.
+DTYPES = {"cpu": FLOATS, "cuda": tuple(dtype for dtype in FLOATS if dtype != torch.float64)}
 
 
 class AttentionOptions(NamedTuple):
@@ -270,6 +274,12 @@ def without_metadata(
 ) -> tuple[torch.Tensor, torch.Tensor, _batch_cache.BatchCache | None]:
     """cu_seqlens of q and of k, and the cache of q's PackedMetadata."""
     check_tensor(k, "k")
+    for name, documents in (("cu_seqlens_q", documents_q), ("cu_seqlens_k", documents_k)):
+        if isinstance(documents, int):
+            raise TypeError(
+                f"{name}: expected PackedMetadata or its cu_seqlens, got {documents} (int): varlen_attention takes no "
+                "max_seqlen, leave it out (flash_attn_varlen_func takes flash-attn's arguments)"
+            )
     total_q, total_k = (rows.shape[2] if rows.dim() == 4 else rows.shape[:1].numel() for rows in (q, k))
     cu_seqlens_q = cu_seqlens_of(documents_q, total_q, like="q", name="cu_seqlens_q")
     if documents_k is documents_q and total_k == total_q:

@@ -11,15 +11,18 @@ import torch.nn.functional as F
 
 from packing_ops import _library, _ops
 from packing_ops._arguments import check_cu_seqlens, dtype_name, int32_cu_seqlens
-from packing_ops.attention import AttentionOptions, attend, checked_options, refuse_heads_first, without_metadata
+from packing_ops.attention import (
+    DTYPES,
+    AttentionOptions,
+    attend,
+    checked_options,
+    refuse_heads_first,
+    without_metadata,
+)
 from packing_ops.masks import visible_keys
 from packing_ops.metadata import PackedMetadata
 
 BACKENDS = ("packing_ops", "torch_varlen", "sdpa")
-_DTYPES = {
-    "cpu": (torch.float32, torch.float64, torch.bfloat16, torch.float16),
-    "cuda": (torch.bfloat16, torch.float16, torch.float32),
-}
 _SM80 = (8, 0)
 
 
@@ -273,8 +276,7 @@ def _kernels_of(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None,
     kv_heads = heads if k is None or k.dim() != 3 else k.shape[1]
     device = (torch.cuda.current_device() if q.device.index is None else q.device.index) if q.is_cuda else -1
     dims = q.shape[-1], q.shape[-1] if v is None else v.shape[-1]
-    ends = options.visible_end is not None
-    return kernels_of(q.dtype != torch.float32, heads, kv_heads, dims[0], options.softcap, device, dims[1], ends)
+    return kernels_of(q.dtype != torch.float32, heads, kv_heads, dims[0], options.softcap, device, dims[1])
 
 
 @torch.compiler.assume_constant_result
@@ -286,10 +288,9 @@ def kernels_of(
     softcap: float,
     device: int,
     head_dim_v: int | None = None,
-    visible_end: bool = False,
 ) -> str:
     """Which kernels serve a call of varlen_attention; device -1 is the CPU."""
-    given = (half, num_heads, num_kv_heads, head_dim, softcap, device, head_dim_v, visible_end)
+    given = (half, num_heads, num_kv_heads, head_dim, softcap, device, head_dim_v)
     forward, _, backward = _ops.attention_kernels(*given).partition(", ")
     return f"forward: {forward}, backward: {backward}"
 
@@ -298,12 +299,12 @@ def _why_not_packing_ops(q: torch.Tensor, v: torch.Tensor | None) -> str:
     kind = q.device.type
     if _library.MISSING:
         return "has no compiled library here"
-    if kind not in _DTYPES:
+    if kind not in DTYPES:
         return f"has no kernel for {kind}"
     if q.is_cuda and "varlen_attention" in _library.without_cuda_kernel:
         return "has no CUDA kernel in this library"
-    if q.dtype not in _DTYPES[kind]:
-        return f"has {', '.join(map(dtype_name, _DTYPES[kind]))} on {kind}, got {dtype_name(q.dtype)}"
+    if q.dtype not in DTYPES[kind]:
+        return f"has {', '.join(map(dtype_name, DTYPES[kind]))} on {kind}, got {dtype_name(q.dtype)}"
     if reason := _why_not_this_gpu(q):
         return reason
     widths = [q.shape[-1]] if v is None else [q.shape[-1], v.shape[-1]]

@@ -18,6 +18,19 @@ from packing_ops.reference import attention as oracle
 # --- flash-attn's name and the other backends ---
 
 
+@pytest.mark.parametrize("call", [po.varlen_attention, po.attention])
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k"])
+def test_flash_attn_s_max_seqlen_by_position_is_named(call, name, device):
+    q, cu_seqlens = torch.randn(5, 2, 8, device=device), cu_seqlens_of([2, 3], device)
+    given = (512,) if name == "cu_seqlens_q" else (cu_seqlens, 512)
+    with pytest.raises(
+        TypeError, match=rf"{name}: .* got 512 \(int\): varlen_attention takes no max_seqlen, leave it out"
+    ):
+        call(q, q, q, *given)
+    out = po.flash_attn_varlen_func(q, q, q, cu_seqlens, cu_seqlens, 3, 3, causal=True)
+    assert_same(out, call(q, q, q, cu_seqlens))
+
+
 def test_flash_attn_varlen_func(device):
     case = Case([9, 30], [40, 12], heads=(4, 2), device=device)
     arguments = (case.q, case.k, case.v, *case.cu_seqlens)
@@ -121,7 +134,7 @@ def gpu_of(monkeypatch):
     [
         (torch.bfloat16, (8, 0), 64, "packing_ops", ""),
         (torch.float32, (9, 0), 64, "packing_ops", ""),
-        (torch.float64, (9, 0), 64, "sdpa", "has bfloat16, float16, float32 on cuda, got float64"),
+        (torch.float64, (9, 0), 64, "sdpa", "has float32, bfloat16, float16 on cuda, got float64"),
         (torch.float16, (7, 5), 64, "sdpa", "needs a GPU of sm_80 or later, got sm_75"),
         (torch.float32, (7, 0), 64, "sdpa", "needs a GPU of sm_80 or later, got sm_70"),
         (torch.float16, (9, 0), 60, "sdpa", "has head_dim in multiples of 8 for float16 on cuda, got 60"),
@@ -136,18 +149,17 @@ def test_backend_of_dtype_and_gpu(gpu_of, monkeypatch, dtype, capability, head_d
     name, reasons = po.select_attention_backend(q, torch.zeros(8, 2, head_dim), explain=True)
     assert (name, reasons["packing_ops"]) == (expected, why)
     half = dtype != torch.float32
-    assert asked == ([] if why else [(half, 4, 2, head_dim, 0.0, 0, head_dim, False)])
+    assert asked == ([] if why else [(half, 4, 2, head_dim, 0.0, 0, head_dim)])
     assert reasons.get("kernels") == (None if why else "these")
 
 
-def test_kernels_are_asked_for_with_visible_end_and_vs_head_dim(gpu_of, monkeypatch):
+def test_kernels_are_asked_for_with_vs_head_dim(gpu_of, monkeypatch):
     gpu_of(9, 0)
     q = torch.zeros(8, 4, 192, dtype=torch.bfloat16).as_subclass(OnCuda)
     asked = []
     monkeypatch.setattr(attention_backends, "kernels_of", lambda *call: asked.append(call) or "these")
-    ends = torch.arange(1, 9, dtype=torch.int32)
-    po.select_attention_backend(q, v=q[..., :128], visible_end=ends, explain=True)
-    assert asked == [(True, 4, 4, 192, 0.0, 0, 128, True)]
+    po.select_attention_backend(q, v=q[..., :128], explain=True)
+    assert asked == [(True, 4, 4, 192, 0.0, 0, 128)]
 
 
 @pytest.mark.parametrize(

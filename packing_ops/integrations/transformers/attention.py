@@ -10,7 +10,7 @@ import torch
 
 from packing_ops import _ops
 from packing_ops._arguments import dtype_name
-from packing_ops.attention import attend, checked_options
+from packing_ops.attention import DTYPES, attend, checked_options
 from packing_ops.integrations._patching import Patch
 from packing_ops.integrations.transformers import fallback, masks, sequence_group, stateful
 from packing_ops.integrations.transformers.call import NAMES, current, has_masked, numbered, watched
@@ -275,7 +275,7 @@ def why_not(query, key, value, dropout):
     cuda = query.is_cuda
     if not (cuda or query.is_cpu):
         return f"no kernel for {query.device.type}"
-    if cuda and value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if cuda and value.dtype not in DTYPES["cuda"]:
         return f"dtype {dtype_name(value.dtype)}"
     for head_dim in (query.shape[-1], value.shape[-1]):
         if head_dim > 512:
