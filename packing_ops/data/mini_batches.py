@@ -1,8 +1,11 @@
-"""Mini-batches of whole prompts: split among the ranks, and their advantages scaled so that a summed loss is a mean.
+"""Mini-batches of RL: a rollout's rows cut by whole prompts, dealt to the ranks, their advantages scaled.
 
-A mini-batch is a (start, end) pair of rows from compute_prompt_mini_batch_boundaries. It has a fixed number of prompts, and
-as many rows as their samples and turns take, so that the number of optimizer steps depends on the prompts alone. Rows after
-the last pair are padding: the batch was padded after its boundaries were computed. They are in no chunk, sum or mean.
+For PPO, GRPO and their like, where one rollout takes several optimizer steps. SFT needs none of it: it has micro-batches
+(token_budget_microbatches) and masked_loss.
+
+A mini-batch is a (start, end) pair of rows from compute_prompt_mini_batch_boundaries, and the rows of one optimizer step. It
+holds a fixed number of prompts. How many rows these have depends on their samples and turns. Rows after the last pair are
+padding, in no chunk, sum or mean.
 """
 
 from collections.abc import Callable, Mapping, Sequence
