@@ -46,7 +46,7 @@ from packing_ops.integrations.transformers.stateful_rows import (
     run_in_rows,
     without_dropout,
 )
-from packing_ops.integrations.transformers.versions import PreTrainedModel, class_name, class_of, module_of, reads_text
+from packing_ops.integrations.transformers.versions import PreTrainedModel, class_name, module_of, reads_text, unwrapped
 
 # What declare() leaves in a class: subclasses inherit it, FSDP2's among them, and it goes with the class.
 _MIXES = "_packing_ops_mixes"
@@ -98,6 +98,7 @@ def declare(cls: type[torch.nn.Module], *, mixes: bool | None) -> None:
         setattr(cls, _MIXES, mixes)
     elif _MIXES in vars(cls):
         delattr(cls, _MIXES)
+    _kind_of_class.cache_clear()
     for module in [each for each in _prepared if isinstance(each, cls)]:  # by an earlier declaration
         _put_back(module, "forward", _forward)
 
@@ -153,65 +154,65 @@ def _collect(module, judged, found) -> None:
     for child in module._modules.values():
         if child is None:
             continue
-        kind, attends = _kind_of(child), calls_interface(type(child))
+        kind, sees_inside = _kind_of(child)
+        if not child._modules and kind is StateKind.TOKENWISE:
+            continue  # most modules: this runs in every call of a model
         if kind is StateKind.TOKENWISE:
-            # What is inside attention, or of a layer that was declared, is not judged by itself.
-            _collect(child, judged and not attends and getattr(type(child), _MIXES, None) is None, found)
+            _collect(child, judged and sees_inside, found)
         elif kind is StateKind.UNKNOWN:
             inside = {}
-            _collect(child, judged and not attends, inside)
+            _collect(child, judged and sees_inside, inside)
             # A block of attention and other layers: these count, its own code passes tokens from one to the other.
             is_block = calls_attention_inside(child) or any(each is not kind for each in inside.values())
             found.update(inside if is_block or not judged else {child: kind})
         else:
-            inside = _passed_on(child) if kind is StateKind.RECURRENT else {}
+            inside = {}
+            if kind is StateKind.RECURRENT and not _holds_state(child) and calls_attention_inside(child):
+                _collect(child, False, inside)  # a decoder layer's code passes the state of what is inside on
             found.update(inside or {child: kind})
 
 
-def _passed_on(layer) -> dict[torch.nn.Module, StateKind]:
-    """Layers inside of one that only passes their state on, as decoder layers do with their cache; empty for others."""
-    if _holds_state(layer) or not calls_attention_inside(layer):
-        return {}
-    inside = {}
-    _collect(layer, False, inside)
-    return inside
+def _kind_of(layer) -> tuple[StateKind, bool]:
+    """Its kind, and whether what is inside is judged by itself: not in attention, nor in a layer that was declared."""
+    cls = type(layer)
+    kind, declared, attends = _kind_of_class(cls, cls.forward)
+    if not declared and kind is not StateKind.RECURRENT and layer._modules and _holds_state(layer):
+        kind = StateKind.RECURRENT
+    names = layer.__dict__
+    if kind is StateKind.TOKENWISE and not declared and ("forward" in names or "_old_forward" in names):
+        kind = kind if _is_known_in(layer) else StateKind.UNKNOWN
+    return kind, not (declared or attends)
 
 
-def _kind_of(layer) -> StateKind:
-    """By its declaration, else by what it holds, else by its code."""
-    cls = class_of(layer)
-    mixes = getattr(cls, _MIXES, None)
+@functools.cache
+def _kind_of_class(cls, forward) -> tuple[StateKind, bool, bool]:
+    """(its kind by declaration, else by its code; whether it is declared; whether it calls attention). ``forward`` is the
+    class', which may be replaced."""
+    mixes, attends = getattr(cls, _MIXES, None), calls_interface(cls)
     if mixes is not None:
-        return StateKind.MIXING if mixes else StateKind.TOKENWISE
-    if _holds_state(layer) or _has_recurrent_code(cls):
-        return StateKind.RECURRENT
-    if f"{cls.__module__.rpartition('.modeling_')[2]}.{cls.__name__}" in _OWN_ATTENTION:
-        return StateKind.MIXING
-    known = _is_known(cls, cls.forward) or isinstance(layer, PreTrainedModel)
-    return StateKind.TOKENWISE if known and _is_known_in(layer) else StateKind.UNKNOWN
+        return StateKind.MIXING if mixes else StateKind.TOKENWISE, True, attends
+    stock = unwrapped(cls)
+    if not issubclass(cls, PreTrainedModel) and _STATE.search(_source_of(stock)):
+        kind = StateKind.RECURRENT
+    elif f"{stock.__module__.rpartition('.modeling_')[2]}.{stock.__name__}" in _OWN_ATTENTION:
+        kind = StateKind.MIXING
+    elif issubclass(cls, PreTrainedModel) or _is_known(cls, forward):
+        kind = StateKind.TOKENWISE
+    else:
+        kind = StateKind.UNKNOWN
+    return kind, False, attends
 
 
 def _holds_state(layer) -> bool:
     """A convolution along the sequence, or one of torch's RNNs."""
-    return any(map(_reads_neighbours, layer._modules.values()))
+    return any(
+        isinstance(each, torch.nn.RNNBase) or (isinstance(each, torch.nn.Conv1d) and each.kernel_size[0] > 1)
+        for each in layer._modules.values()
+    )
 
 
-def _reads_neighbours(module) -> bool:
-    if isinstance(module, torch.nn.Conv1d):
-        return module.kernel_size[0] > 1
-    return isinstance(module, torch.nn.RNNBase)
-
-
-@functools.cache
-def _has_recurrent_code(cls) -> bool:
-    if cls.__module__.startswith("torch.") or issubclass(cls, PreTrainedModel):
-        return False
-    return _STATE.search(_source_of(cls)) is not None
-
-
-@functools.cache
 def _is_known(cls, forward) -> bool:
-    """All classes that a layer is made of are of packages above; ``forward`` is its class', which may be replaced."""
+    """All classes that a layer is made of are of packages above."""
     homes = [
         base.__module__ for base in cls.__mro__ if base.__module__.partition(".")[0] not in sys.stdlib_module_names
     ]
@@ -475,7 +476,7 @@ def _apart(layer, run, isolations, seq_idx, args, kwargs):
 
 
 def _isolation_of(layer, run, *given):
-    kind = _kind_of(layer)
+    kind, _ = _kind_of(layer)
     if calls_attention_inside(layer):
         return f"{kind.value} calls attention inside, whose documents are those of the whole batch"
     with without_dropout(layer):

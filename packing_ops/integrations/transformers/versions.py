@@ -51,13 +51,13 @@ __all__ = [
     "AttentionMaskInterface",
     "PreTrainedModel",
     "class_name",
-    "class_of",
     "logging",
     "masking_utils",
     "module_of",
     "reads_text",
     "refusal",
     "sdpa_attention_forward",
+    "unwrapped",
     "version",
 ]
 
@@ -72,18 +72,13 @@ def not_causal(model) -> str | None:
 # --- of a module ---
 
 
-def class_of(module: torch.nn.Module) -> type:
-    """Its class, without the one that FSDP2 puts in front."""
-    return _unwrapped(type(module))
-
-
-@functools.cache
-def _unwrapped(cls):
+def unwrapped(cls: type) -> type:
+    """A module's class, without the one that FSDP2 puts in front."""
     return next(base for base in cls.__mro__ if not base.__module__.startswith("torch.distributed."))
 
 
 def class_name(module) -> str:
-    return class_of(module).__name__
+    return unwrapped(type(module)).__name__
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from stateful_case import (  # noqa: E402
     packed,
 )
 
-from packing_ops.integrations.transformers import declare, register, stateful  # noqa: E402
+from packing_ops.integrations.transformers import apply_packing_ops, declare, register, stateful  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -315,3 +315,39 @@ def test_weights_on_other_ranks(sharding, device, one_rank):
         logits(call, ids, position_ids=positions)
     declare(Own, mixes=True)
     torch.testing.assert_close(assert_apart(call, ids, position_ids=positions), wanted, **CLOSE)
+
+
+def test_a_recurrence_that_is_a_shard_is_found(device, one_rank):
+    """By the code of the class behind FSDP2's."""
+    if device != "cpu":
+        pytest.skip("gloo")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    class Own(Linear):
+        def forward(self, x):
+            return self.selective_scan(super().forward(x))
+
+        def selective_scan(self, x):
+            return Decays()(x)
+
+    model, (ids, positions, _) = in_llama(Own()), packed(device)
+    wanted = alone(model, ids).detach()
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(model.model.layers[0].mlp[1], mesh=mesh)
+    call = fully_shard(model, mesh=mesh)
+    torch.testing.assert_close(assert_apart(call, ids, position_ids=positions), wanted, **CLOSE)
+
+
+def test_rows_on_several_ranks_need_layers_that_are_known(device, one_rank):
+    if device != "cpu":
+        pytest.skip("gloo")
+    group, cls = torch.distributed.group.WORLD, of_its_own()
+    model = in_llama(cls(), device)
+    with pytest.raises(ValueError, match=r"sequence_group: .* got Own, of which nothing says .* declare\(cls, mixes"):
+        apply_packing_ops(model, sequence_group=group)
+    declare(cls, mixes=True)
+    with pytest.raises(ValueError, match=r"sequence_group: .* got Own carries a state"):
+        apply_packing_ops(model, sequence_group=group)
+    declare(cls, mixes=False)
+    apply_packing_ops(model, sequence_group=group)
