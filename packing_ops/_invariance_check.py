@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from packing_ops.boundaries import position_ids_from_cu_seqlens
 from packing_ops.logps import token_logps
 
 Run = Callable[[torch.Tensor, torch.Tensor], Any]
@@ -146,20 +147,21 @@ def _module(model: torch.nn.Module, method: str) -> torch.nn.Module | None:
     return None
 
 
+def longest_of(host: torch.nn.Module) -> float:
+    """How long a document of a model of transformers may be."""
+    longest = getattr(getattr(host, "config", None), "max_position_embeddings", None)
+    return longest if isinstance(longest, int) and longest > 0 else float("inf")
+
+
 def run_of_transformers(model: torch.nn.Module) -> Run:
-    """Calls a language model of transformers with a packed row."""
+    """Calls a language model of transformers with a packed row: position_ids that restart with each document."""
     hosts = [host for host in model.modules() if hasattr(host, "config")]
     parameters = inspect.signature((hosts[0] if hosts else model).forward).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    options = {"use_cache": False} if "use_cache" in parameters else {}
 
     def run(row: torch.Tensor, cu_seqlens: torch.Tensor) -> Any:
-        lengths = cu_seqlens.diff().tolist()
-        positions = torch.cat([torch.arange(n, device=row.device) for n in lengths])
-        longest = max(lengths)
-        kwargs = {"use_cache": False, "max_length_q": longest, "max_length_k": longest}
-        kwargs |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
-        kwargs = kwargs if takes_any else {name: kwargs[name] for name in parameters.keys() & kwargs.keys()}
-        return model(input_ids=row[None], position_ids=positions[None], **kwargs)
+        position_ids = position_ids_from_cu_seqlens(cu_seqlens, row.shape[0])
+        return model(input_ids=row[None], position_ids=position_ids[None], **options)
 
     return run
 

@@ -105,9 +105,9 @@ def reason_of(module: torch.nn.Module | None, like: torch.Tensor) -> str:
         )
     if not like.is_cuda and weights and like.dtype == torch.float64:
         return "products of float64 on the CPU depend on where a row stands: use float32 or bfloat16"
-    if not like.is_cuda and module is not None and not list(module.parameters()) and not list(module.children()):
+    if not like.is_cuda:
         return (
-            "the last elements of a thread's part are computed by another exp: make sizes multiples of 32, or call "
-            "torch.set_num_threads(1)"
+            "its own forward gives other bits; on the CPU exp and sigmoid round otherwise in the last elements of a "
+            "thread's part: sizes that are multiples of 32, or torch.set_num_threads(1), avoid that"
         )
     return "its own forward gives other bits here"

@@ -22,23 +22,36 @@ def active() -> bool:
 
 def hold(holder: object) -> None:
     """The mode is on until every holder is released or gone."""
-    if not active():
-        _set_products()
     _holders.add(holder)
+    if not _before:
+        _set_products()
+    weakref.finalize(holder, _end_if_free).atexit = False
 
 
 def release(holder: object) -> None:
-    if holder in _holders:
-        _holders.discard(holder)
-        if not active():
-            _restore_products()
+    _holders.discard(holder)
+    _end_if_free()
+
+
+def _end_if_free() -> None:
+    if not active():
+        _restore_products()
+
+
+class Held:
+    """In a model: the mode is on as long as it is there, in a copy too."""
+
+    def __init__(self) -> None:
+        hold(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Held, ()
 
 
 # --- products on a GPU: cuBLASLt without a workspace cannot split the sums of few rows ---
 
 
 def _set_products() -> None:
-    _restore_products()  # a holder that went without a release
     if not torch.cuda.is_available():
         return
     cuda = torch.backends.cuda

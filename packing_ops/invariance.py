@@ -10,7 +10,7 @@ import torch
 
 from packing_ops import _invariant
 from packing_ops._arguments import dtype_name
-from packing_ops._invariance_check import Comparison, Head, rows_to_compare, run_of_transformers
+from packing_ops._invariance_check import Comparison, Head, longest_of, rows_to_compare, run_of_transformers
 from packing_ops._invariance_refusals import reason_of, refusals
 
 
@@ -80,6 +80,7 @@ def is_invariant() -> bool:
 
 
 ROWS = (1, 2, 3, 5, 7, 9, 16, 33, 64, 100, 129, 200)
+ROWS_ON_A_GPU = (*ROWS, 513, 1000, 2047)
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def check_invariance(
     run: Callable[[torch.Tensor, torch.Tensor], Any] | None = None,
     *,
     documents: Sequence[torch.Tensor] | None = None,
-    rows: Sequence[int] = ROWS,
+    rows: Sequence[int] | None = None,
     gradients: bool = True,
 ) -> Invariance:
     """Runs a model on the same documents in many rows and compares the bits of every module's output, slot by slot.
@@ -158,9 +159,10 @@ def check_invariance(
     Args:
         model: any module whose layers are modules. It runs without gradients of parameters, in the mode that it is in.
         run: calls the model with a row of documents ``[total, ...]`` and their cu_seqlens int32 ``[num_documents + 1]``.
-            By default as a language model of transformers is called, with input_ids, position_ids and cu_seq_lens.
+            By default as a language model of transformers is called, with input_ids and position_ids that restart.
         documents: of which rows are made, each ``[tokens, ...]``. By default random token ids, by the model's embeddings.
-        rows: lengths of the default documents, and so the numbers of rows that the layers are tried with.
+        rows: lengths of the default documents, and so the numbers of rows that the layers are tried with. By default 1 to
+            200, to 2,047 on a GPU, of which those that the model's ``max_position_embeddings`` allows.
         gradients: compare the gradient of the embeddings too, of a model with get_input_embeddings and
             get_output_embeddings. Gradients of parameters are not touched.
 
@@ -201,9 +203,15 @@ def check_invariance(
 
 
 def _documents_of(
-    model: torch.nn.Module, documents: Sequence[torch.Tensor] | None, rows: Sequence[int], device: torch.device
+    model: torch.nn.Module,
+    documents: Sequence[torch.Tensor] | None,
+    rows: Sequence[int] | None,
+    device: torch.device,
 ) -> list[torch.Tensor]:
     if documents is None:
+        if rows is None:
+            longest = min(longest_of(host) for host in model.modules())
+            rows = [n for n in (ROWS_ON_A_GPU if device.type == "cuda" else ROWS) if n <= longest]
         if not rows or not all(isinstance(n, int) and n > 0 for n in rows):
             raise ValueError(f"rows: expected lengths of documents, above 0, got {list(rows)}")
         vocab = getattr(Head(model).embeddings, "num_embeddings", None)

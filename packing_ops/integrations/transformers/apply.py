@@ -17,6 +17,7 @@ from packing_ops.integrations.transformers import (
     stateful,
 )
 from packing_ops.integrations.transformers import fused_loss as fused_loss_patch
+from packing_ops.integrations.transformers import invariant as invariant_mode
 from packing_ops.integrations.transformers import rms_norm as rms_norm_patch
 from packing_ops.integrations.transformers import rope as rope_patch
 from packing_ops.integrations.transformers import sequence_group as sequence_patch
@@ -56,6 +57,7 @@ def _name_of(model: torch.nn.Module) -> str:
 
 
 _PARAMETERS = {"vision": "attention"}  # the parameter of apply_packing_ops, where it has another name
+_LEFT = {"invariant": "is not claimed"}
 
 
 def _refuse(model: torch.nn.Module, skipped: Mapping[str, str], strict: bool) -> None:
@@ -66,7 +68,7 @@ def _refuse(model: torch.nn.Module, skipped: Mapping[str, str], strict: bool) ->
 
 def _warn(model: torch.nn.Module, skipped: Mapping[str, str], stacklevel: int = 3) -> None:
     for part, reason in skipped.items():
-        left = f"{part} of {_name_of(model)} was not swapped: {reason}"
+        left = f"{part} of {_name_of(model)} {_LEFT.get(part, 'was not swapped')}: {reason}"
         remedy = f"Pass {_parameter(part)}=False to silence this"
         warnings.warn(f"apply_packing_ops: {left}. {remedy}", stacklevel=stacklevel)
 
@@ -86,6 +88,7 @@ def apply_packing_ops(
     rms_norm: bool = False,
     fused_loss: bool = False,
     fp32_cos_sin: bool = False,
+    invariant: bool = False,
     strict: bool = False,
     sequence_group: "torch.distributed.ProcessGroup | torch.distributed.DeviceMesh | None" = None,
     sequence_scheme: str = "contiguous",
@@ -112,6 +115,10 @@ def apply_packing_ops(
             takes the batches of packing_ops.parallel.shard_packed, and attention runs over the group
             (varlen_attention_over). DDP and FSDP2 wrap the model as usual.
         sequence_scheme: the scheme that shard_packed was called with.
+        invariant: the mode packing_ops.invariant() until it is reverted: a token's results have the same bits in any pack
+            and micro-batch. check_invariance runs the model once to prove it. ``skipped`` names the layer for which it
+            cannot be claimed, and what to set. On the CPU products take whole blocks of rows, and torch.compile of the
+            model is an error.
         strict: if anything cannot be swapped, raise and change nothing. Otherwise the rest is swapped, and a warning
             names what was not.
 
@@ -160,6 +167,8 @@ def apply_packing_ops(
     losses = [host for host in found if fused_loss and fused_loss_patch.refusal(host) is None]
     if fused_loss and (reason := fused_loss_patch.why_not(found)):
         skipped["fused_loss"] = reason
+    if invariant and (reason := invariant_mode.why_not(model)):
+        skipped["invariant"] = reason
     if sequence_group is not None:
         without = skipped.get("attention") or (None if attention else "attention=False")
         sequence_patch.check(found, without or stateful.why_not_on_ranks(found))
@@ -183,6 +192,12 @@ def apply_packing_ops(
     normed = rms_norm_patch.apply_to_model(model) if rms_norm else 0
     for host in losses:
         fused_loss_patch.apply_to_model(host)
+    # The mode, last: its proof runs the model as it is now
+    if invariant and "invariant" not in skipped and (reason := invariant_mode.apply_to_model(model, sequence_group)):
+        skipped["invariant"] = reason
+        if strict:
+            revert_packing_ops(model)
+        _refuse(model, skipped, strict)
     _warn(model, skipped)
     attending = len(attentions(model)) if attends else 0
     return Applied(attending, rotated, normed, len(losses), vision, skipped)
@@ -200,6 +215,7 @@ def revert_packing_ops(model: torch.nn.Module) -> None:
     _check_model(model)
     befores = {host: kept.before for host in hosts(model) if (kept := host.__dict__.get(STATE)) is not None}
     stateful.revert(model)
+    invariant_mode.revert_model(model)
     for module in model.modules():
         take_out(module, PACKAGE)
     rope_patch.release(model)

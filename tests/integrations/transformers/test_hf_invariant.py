@@ -1,0 +1,268 @@
+"""apply_packing_ops(model, invariant=True): whole tiny models alone and packed, and what is refused by a sentence."""
+
+import copy
+import gc
+import pickle
+import warnings
+
+import pytest
+import torch
+from helpers import assert_same
+from hf_models import OLD, tiny_model
+
+import packing_ops as po
+from packing_ops import _invariant
+
+transformers = pytest.importorskip("transformers")
+from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops  # noqa: E402
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "vocab_size": 128}
+_MORE = {
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 512, "pad_token_id": 0},
+    **{"moe_intermediate_size": 32, "num_experts_per_tok": 2},
+}
+DEEPSEEK = {
+    **{"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16},
+    **{"n_routed_experts": 32, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
+    **{"num_key_value_heads": 4, "vocab_size": 128, "hidden_size": 64, "intermediate_size": 64},
+}
+QWEN3_NEXT = {
+    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    **{"num_experts": 32, "shared_expert_intermediate_size": 32, "num_key_value_heads": 2, "head_dim": 16},
+    **{"layer_types": ["linear_attention", "full_attention"], "vocab_size": 128, "hidden_size": 64},
+}
+OTHERS = {"deepseek_v3": DEEPSEEK, "qwen3_next": QWEN3_NEXT}
+pytestmark = pytest.mark.skipif(OLD, reason="the mode is tried with transformers 5")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The figures of these tests hold for any number; one is faster where several tests run."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+    gc.collect()
+    assert not po.is_invariant()
+
+
+def model_of(family, **more):
+    if family in OTHERS:
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(family, **{**_MORE, **OTHERS[family], **more})
+        return transformers.AutoModelForCausalLM.from_config(config)
+    return tiny_model(family, **SIZES, **more)
+
+
+def differs(found):
+    return [layer.name for layer in found.layers if layer.packs or layer.prefixes]
+
+
+CLAIMED = [("llama", {}), ("qwen3", {}), ("gemma3", {}), ("deepseek_v3", {})]
+CLAIMED += [("gpt_oss", {"experts_implementation": name}) for name in ("eager", "batched_mm", "grouped_mm")]
+
+
+@pytest.mark.parametrize(("family", "more"), CLAIMED, ids=[" ".join([f, *m.values()]) for f, m in CLAIMED])
+def test_whole_families(family, more):
+    """Hidden states, log-probabilities and gradients of the embeddings: alone, packed and as prefixes."""
+    model = model_of(family, **more)
+    apply_packing_ops(model)
+    stock = po.check_invariance(model)
+    assert not stock.active
+    assert apply_packing_ops(model, invariant=True).skipped == {}
+    assert po.is_invariant()
+    found = po.check_invariance(model)
+    assert found.why_not() == []
+    assert found.packs and found.prefixes  # noqa: PT018
+    names = [layer.name for layer in found.layers]
+    assert {"token_logps", "gradient of the embeddings", "lm_head", ""} <= {*names}
+    assert len(names) == len(stock.layers)
+    revert_packing_ops(model)
+    assert not po.is_invariant()
+
+
+def test_a_stock_layer_that_breaks_it_is_named():
+    """The gated delta rule of transformers pads a row to whole chunks of 64 for the CPU."""
+    model = model_of("qwen3_next")
+    with pytest.warns(
+        UserWarning, match=r"invariant of Qwen3NextForCausalLM is not claimed: model\.layers\.0\.linear_attn"
+    ):
+        applied = apply_packing_ops(model, invariant=True)
+    assert "Qwen3NextGatedDeltaNet" in applied.skipped["invariant"]
+    assert "model.layers.0.linear_attn" in differs(po.check_invariance(model, gradients=False))
+    revert_packing_ops(model)
+
+
+def test_values_are_those_without_the_mode_and_come_back():
+    model = model_of("qwen3")
+    ids = torch.randint(128, (1, 7))
+    apply_packing_ops(model)
+    before = model(ids).logits
+    apply_packing_ops(model, invariant=True)
+    torch.testing.assert_close(model(ids).logits, before)
+    revert_packing_ops(model)
+    apply_packing_ops(model)
+    assert_same(model(ids).logits, before)
+    assert "forward" not in vars(model.lm_head)
+
+
+def test_twice_is_once_and_a_copy_has_it_too():
+    model = model_of("llama")
+    apply_packing_ops(model, invariant=True)
+    apply_packing_ops(model, invariant=True)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    revert_packing_ops(model)
+    for other in copies:
+        assert po.is_invariant()
+        assert po.check_invariance(other, gradients=False).packs
+    other = None
+    copies.clear()
+    gc.collect()
+    assert not po.is_invariant()
+
+
+def test_strict_and_what_cannot_be_claimed():
+    model = model_of("llama", attention_dropout=0.1).eval()
+    with pytest.raises(ValueError, match=r"invariant: model\.layers\.0\.self_attn: dropout of 0\.1 .*, and 1 more"):
+        apply_packing_ops(model, invariant=True, strict=True)
+    assert model.config._attn_implementation == "eager"
+    with pytest.warns(UserWarning, match="is not claimed"):
+        assert "invariant" in apply_packing_ops(model, invariant=True).skipped
+    assert not po.is_invariant()
+    broken = model_of("qwen3_next")
+    with pytest.raises(ValueError, match="linear_attn"):
+        apply_packing_ops(broken, invariant=True, strict=True)
+    assert not po.is_invariant()
+    assert broken.config._attn_implementation != "packing_ops"
+
+
+def test_a_model_that_cannot_be_run_is_not_claimed():
+    model = model_of("llama").to("meta")
+    with pytest.warns(UserWarning, match="meta device: call packing_ops.check_invariance"):
+        apply_packing_ops(model, invariant=True)
+    revert_packing_ops(model)
+
+
+# --- around the model ---
+
+
+def claimed(model, **options):
+    found = po.check_invariance(model, **options)
+    assert found.packs, found.why_not()
+    assert found.prefixes, found.why_not()
+    return found
+
+
+def test_lora():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(model_of("qwen3"), config)
+    assert apply_packing_ops(model, invariant=True).skipped == {}
+    names = [layer.name for layer in claimed(model).layers]
+    assert any("lora_A" in name for name in names)
+    revert_packing_ops(model)
+
+
+def test_lora_with_dropout_is_refused():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(model_of("llama"), peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.1))
+    with pytest.warns(UserWarning, match=r"lora_dropout.*dropout of 0\.1"):
+        apply_packing_ops(model, invariant=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_types(dtype):
+    model = model_of("qwen3").to(dtype)
+    assert apply_packing_ops(model, invariant=True, rms_norm=True).skipped == {}
+    claimed(model)
+
+
+def test_autocast():
+    model = model_of("llama")
+    apply_packing_ops(model, invariant=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        claimed(model)
+
+
+def gradients_of_embeddings(model, ids):
+    embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+    model(inputs_embeds=embedded, use_cache=False).logits.square().sum().backward()
+    return embedded.grad
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+def test_gradient_checkpointing(reentrant):
+    """Layers that run again in backward take whole blocks there too."""
+    model, ids = model_of("qwen3"), torch.randint(128, (1, 5))
+    apply_packing_ops(model, invariant=True)
+    wanted = gradients_of_embeddings(model, ids)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert_same(gradients_of_embeddings(model, ids), wanted)
+    if not reentrant:
+        claimed(model)
+
+
+def test_fused_loss():
+    model, ids = model_of("qwen3"), torch.randint(128, (1, 60))
+    positions = torch.cat([torch.arange(n) for n in (33, 7, 20)])[None]
+    assert apply_packing_ops(model, invariant=True, fused_loss=True).skipped == {}
+    out = model(ids, position_ids=positions, labels=ids)
+    assert out.logits is None
+    out.loss.backward()
+
+
+@pytest.fixture
+def one_rank():
+    from torch import distributed
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_ddp(one_rank):
+    model = model_of("llama")
+    apply_packing_ops(model, invariant=True)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    claimed(wrapped)
+    wrapped(torch.randint(128, (1, 5))).logits.sum().backward()
+    wrapped(torch.randint(128, (1, 5))).logits.sum().backward()
+
+
+def test_fsdp2(one_rank):
+    from torch.distributed.fsdp import fully_shard
+
+    model = model_of("llama")
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    assert apply_packing_ops(model, invariant=True).skipped == {}
+    claimed(model, gradients=False)
+    model(torch.randint(128, (1, 5))).logits.sum().backward()
+    revert_packing_ops(model)
+
+
+def test_compiled_on_the_cpu_is_refused():
+    model = model_of("llama")
+    with pytest.warns(UserWarning, match="torch.compile makes C\\+\\+ for the CPU"):
+        apply_packing_ops(torch.compile(model), invariant=True)
+    apply_packing_ops(model, invariant=True)
+    with pytest.raises(Exception, match="not served on the CPU"):
+        torch.compile(model, fullgraph=True)(torch.randint(128, (1, 5)))
+    revert_packing_ops(model)
+    torch._dynamo.reset()
+
+
+def test_in_one_s_own_block():
+    """Without apply_packing_ops(invariant=True)."""
+    model = model_of("llama")
+    apply_packing_ops(model)
+    with po.invariant():
+        claimed(model)
+    assert not _invariant.active()
+
+
+def test_nothing_is_said_of_a_model_that_is_claimed():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        apply_packing_ops(model_of("llama"), invariant=True)
