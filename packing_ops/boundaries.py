@@ -2,7 +2,7 @@
 
 cu_seqlens (cumulated lengths) is int32 ``[num_documents + 1]``: document ``i`` owns slots
 ``cu_seqlens[i] : cu_seqlens[i + 1]`` of the row. Slots from ``cu_seqlens[-1]`` to ``total`` are padding and count as a
-document of their own. int64 is taken everywhere too, and copied.
+document of their own. int64 cu_seqlens are taken everywhere too, and copied.
 """
 
 from collections.abc import Sequence

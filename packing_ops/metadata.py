@@ -37,8 +37,8 @@ class PackedMetadata:
         indices: int64 ``[total]``, slots of the padded batch that were kept; only after from_attention_mask.
         num_tokens: ``cu_seqlens[-1]`` as a Python int; None if it was neither given nor read.
         seqlen: columns of the padded batch, for pad and unpad; only after from_attention_mask.
-        visible_end: int32 ``[total]``, the keys that each query sees, as in varlen_attention, which takes it from here; None
-            where causality or its window tells them. Given by ``dataclasses.replace(metadata, visible_end=...)``.
+        visible_end: int32 ``[total]``, how far each query sees. varlen_attention takes it from here. None: causality or a
+            window decides. Set it with ``dataclasses.replace(metadata, visible_end=...)``.
         position_ids: int64 ``[total]``, restarting in every document; a new tensor at each use.
         seq_idx: int32 ``[total]``, the index of every slot's document; a new tensor at each use.
 
@@ -57,7 +57,7 @@ class PackedMetadata:
     num_tokens: int | None = None
     seqlen: int | None = None
     visible_end: torch.Tensor | None = None
-    _cache: ClassVar[BatchCache | None] = None  # no field: hosts make dataclasses anew from all of theirs
+    _cache: ClassVar[BatchCache | None] = None  # no field: hosts copy dataclasses field by field
 
     def __post_init__(self) -> None:
         if not torch.compiler.is_compiling():  # nothing is kept in a trace
@@ -242,7 +242,8 @@ class PackedMetadata:
     ) -> torch.Tensor:
         """The ``plan`` of varlen_attention for this batch: made at first use, the same tensor for every layer after.
 
-        While a CUDA graph is captured, each call makes a plan anew, as the replays then do from their own lengths.
+        Do not write into it. While a CUDA graph is captured, each call makes a new plan, and each replay makes it from the
+        lengths that cu_seqlens then has.
         """
         sides = window_sides(window_size)
         of_v = head_dim if head_dim_v is None else head_dim_v
@@ -252,14 +253,14 @@ class PackedMetadata:
     def to_transformers(self) -> dict[str, Any]:
         """Keyword arguments of a Hugging Face forward: ``cu_seq_lens_q/k`` and ``max_length_q/k``.
 
-        Padding after the last document is one more document, since cu_seq_lens must end with the row.
+        Padding after the last document becomes one more document, since cu_seq_lens must end where the row ends.
 
         Example:
             >>> PackedMetadata.from_lengths([2, 1], total=5).to_transformers()["cu_seq_lens_q"]
             tensor([0, 2, 3, 5], dtype=torch.int32)
 
         Raises:
-            ValueError: there is a visible_end, which these arguments do not tell.
+            ValueError: there is a visible_end, for which these arguments have no place.
         """
         check_causal(self)
         cu_seqlens, max_seqlen = self._whole_row()
@@ -274,7 +275,7 @@ class PackedMetadata:
         """Unsloth's ``packed_seq_lengths``: int32 ``[num_documents]`` on the device of cu_seqlens, padding left out.
 
         Raises:
-            ValueError: there is a visible_end, which lengths do not tell.
+            ValueError: there is a visible_end, for which lengths have no place.
         """
         check_causal(self)
         return {"packed_seq_lengths": self.lengths}
@@ -283,7 +284,7 @@ class PackedMetadata:
         """Fields of Megatron-core's PackedSeqParams; padding after the last document is one more document.
 
         Raises:
-            ValueError: there is a visible_end, which these fields do not tell.
+            ValueError: there is a visible_end, for which these fields have no place.
         """
         check_causal(self)
         cu_seqlens, max_seqlen = self._whole_row()

@@ -27,7 +27,7 @@ def trim_padding(
     min_length: int = 1,
     multiple_of: int = 1,
 ) -> Mapping[str, object]:
-    """A batch without the columns that are padding in every row. The mask says what is padding, token ids are not read.
+    """A batch without the columns that are padding in every row. The mask says what is padding; token ids are not read.
 
     ``torch.ops.packing_ops.trim_padding_range`` finds the columns to keep, and reads the mask alone; on CUDA it synchronises
     once. The values are sliced by torch: views of the batch, through which gradients flow, nothing is copied. Meant for the
@@ -39,7 +39,7 @@ def trim_padding(
         attention_mask: ``[batch, seqlen]``, nonzero for tokens; ``batch["attention_mask"]`` by default.
         side: the side to trim, "right", "left" or "both".
         min_length: minimum number of columns to keep.
-        multiple_of: round the number of columns up to a multiple of this, but not above that of the batch.
+        multiple_of: round the number of columns up to a multiple of this, at most to the columns of the batch.
 
     Returns:
         A new dict whose trimmed tensors are views of those in ``batch``, or ``batch`` itself when there is nothing to trim.

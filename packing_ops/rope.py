@@ -63,7 +63,7 @@ def apply_rotary_qk(
             ``[batch, num_heads, seqlen, head_dim]`` (``unsqueeze_dim=1``, as transformers; often a transposed view),
             ``[batch, seqlen, num_heads, head_dim]`` (``unsqueeze_dim=2``), or ``[total, num_heads, head_dim]``, which
             is one batch of ``total`` tokens.
-        k: as q, with its own number of heads; or None.
+        k: like q, but with any number of heads; or None.
         cos, sin: one of the four dtypes, any strides (copied first only where the last dimension is not contiguous).
             With ``position_ids`` a cache ``[max_positions, entries]``. Without, already gathered:
             ``[seqlen, entries]`` or ``[1 or batch, seqlen, entries]``.
@@ -76,21 +76,21 @@ def apply_rotary_qk(
             ``mrope_section``). ``position_ids``, or the gathered tables, then have 3 or 4 rows in front
             (``[3, batch, seqlen]``), and chunk i takes its angles from row ``i % rows``.
         rotary_dim: elements of a head that are rotated; the rest is copied. By default head_dim if the tables have
-            ``head_dim / 2`` entries, else as many as there are entries. Give it where that guess is wrong: tables of an
-            entry per element for half a head, or of an entry per pair for less than a head.
+            ``head_dim / 2`` entries, else the number of entries. Pass it where that guess is wrong: an entry for each element
+            of half a head, or an entry for each pair of less than a head.
 
-    Tables of rotary_dim / 2 entries have one per pair. Tables of rotary_dim entries have one per element: the first
-    element of a pair uses the entry at its own index, the second that at its own, so half-split tables are
-    transformers' ``cat(freqs, freqs)`` and interleaved ones repeat entries (``repeat_interleave(freqs, 2)``).
+    Tables have an entry for each pair (rotary_dim / 2 entries) or for each element (rotary_dim entries). With an entry for
+    each element, element i uses entry i. Half-split tables are then transformers' ``cat(freqs, freqs)``, and interleaved
+    tables repeat each entry (``repeat_interleave(freqs, 2)``).
 
     Returns:
         (q, k) rotated, or (q, None): new tensors in the memory order of the inputs (as torch.empty_like), or q and k
-        themselves with ``inplace``. Computed in float32 (float64 for float64). A head's result depends on its own
-        values and angles alone: bit-equal in any layout, batch or packing, and deterministic.
+        themselves with ``inplace``. Computed in float32 (float64 for float64). The result of a head depends on its values
+        and angles alone, so its bits are the same in any layout, batch or packing. Deterministic.
 
     Gradients:
-        The transposed rotation (the same pass) of whatever gradient comes, expanded and strided ones too; second ones
-        and forward mode (torch.func.jvp) likewise. cos and sin get none, so they must not require one.
+        The gradient is rotated back, in the same pass; it may be expanded or strided. Second derivatives and forward mode
+        (torch.func.jvp) work too. cos and sin get no gradient, so they must not require one.
 
     Cost:
         Reads and writes q and k once; tables are read once per token. Nothing synchronises.

@@ -156,7 +156,7 @@ def segment_broadcast(
     Args:
         values: ``[num_documents, ...]``, any dtype.
         cu_seqlens: int32 or int64 ``[num_documents + 1]``, or the PackedMetadata of the row.
-        total: slots of the row; without it that of the PackedMetadata, or ``cu_seqlens[-1]``, which synchronises on CUDA.
+        total: slots of the row. Without it ``total`` of the PackedMetadata, or ``cu_seqlens[-1]``, which synchronises on CUDA.
 
     Returns:
         ``[total, ...]`` of the same dtype: slot t has the value of its document; 0 (False) in the padding after the last

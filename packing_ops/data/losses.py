@@ -80,19 +80,19 @@ def masked_loss(
     reduction: Literal["token_mean", "sequence_mean"] = "token_mean",
     dp_size: int = 1,
 ) -> torch.Tensor:
-    """This micro-batch's share of the whole batch's loss. The shares, and their gradients, add up to those of the batch.
+    """This micro-batch's share of the loss of the whole batch. Shares add up to that loss, and so do their gradients.
 
     Args:
         losses: one per slot, floating ``[batch, seqlen]``, or packed ``[1, total]`` or ``[total]``: cross-entropy with
             ``reduction="none"``, a policy loss, a KL term. Values where the mask is 0 do not matter.
-        loss_mask: bool, integer or floating weights of the same shape. Its slots must be those of ``losses``: if a loss is
-            at the slot that predicts, the mask must be shifted there too (see shift_labels).
+        loss_mask: bool, integer or floating weights of the same shape, slot by slot. Where losses stand at the slot that
+            predicts, shift the mask there too (see shift_values).
         num_items_in_batch: the denominator, over all micro-batches of all ranks of this optimizer step. "token_mean": the
             sum of their loss masks (count_target_tokens). "sequence_mean": the number of sequences with loss tokens, or of
             all sequences if fully masked ones should count (count_masked_rows of normalize_advantages). 1 for a mask that
             is already divided by it, such as PackedCollator's. A tensor causes no synchronisation. 0 gives a loss of 0.
-        cu_seqlens: int32 ``[num_documents + 1]`` or PackedMetadata: the documents of a packed row; slots after the last one do not count.
-            Without it each row is one document.
+        cu_seqlens: int32 ``[num_documents + 1]`` or PackedMetadata: the documents of a packed row. Slots after the last
+            document do not count. Without cu_seqlens each row is one document.
         reduction: ``"token_mean"``: every token weighs the same. ``"sequence_mean"``: every sequence does, the mean over
             sequences of each one's token mean.
         dp_size: number of ranks whose gradients are averaged afterwards, as by DistributedDataParallel and FSDP: the loss

@@ -47,9 +47,9 @@ def stage_chunks(
 ) -> list[list[Any]]:
     """Every rank's part of every mini-batch, made before the first step: ``chunks[mini_batch][rank]``.
 
-    Each mini-batch is padded on its own to a multiple of ``dp_size``, by pad_batch_to_multiple (copies of its first row
-    with ``loss_mask`` 0 and ``labels`` -100), and cut into ``dp_size`` chunks of neighbouring rows. Mini-batches of equal
-    size that ``dp_size`` divides need no padding: their chunks are those of a fixed mini-batch size.
+    Each mini-batch is padded to a multiple of ``dp_size`` by pad_batch_to_multiple (copies of its first row with
+    ``loss_mask`` 0 and ``labels`` -100), and cut into ``dp_size`` chunks of neighbouring rows. A mini-batch whose rows
+    ``dp_size`` divides is not padded.
 
     Args:
         batch: see the docstring of packing_ops.data.rows. Chunks are of its class; its metadata is cut with the rows.
@@ -105,9 +105,9 @@ def normalize_advantages(
 ) -> torch.Tensor:
     """Advantages scaled so that the sum of ``scaled * loss_mask`` over a mini-batch is its reduction.
 
-    A policy loss that is linear in the advantages can then be summed over any micro-batches and ranks, and its
-    gradient is that of the reduction over the whole mini-batch. Where the gradients of ranks are averaged instead of
-    summed, as DistributedDataParallel and FSDP do it, multiply the loss by the number of ranks.
+    A policy loss that is linear in the advantages can then be summed over any micro-batches and ranks. Its gradient is the
+    gradient of the reduction over the whole mini-batch. DistributedDataParallel and FSDP average the gradients of the ranks
+    instead of summing them: multiply the loss by the number of ranks there.
 
     The reductions, with a = the advantages and m = loss_mask (usually 1) of the loss tokens:
         ``"token_mean"``: the mean over all loss tokens of the mini-batch, sum(a * m) / sum(m).
@@ -116,8 +116,8 @@ def normalize_advantages(
         ``"prompt_mean"``: the mean over prompts of the token mean over all rows of the prompt.
         ``"token_mean_legacy"``: the mean over micro-batches, each ``micro_batch_size`` rows of the mini-batch, of the
             token mean over all rows of the micro-batch: what a mean per micro-batch and gradient accumulation give.
-    Rows without loss tokens, and prompts or micro-batches of such rows only, are in no sum and no count. So the number of
-    dummy rows, which depends on the number of ranks, changes nothing. ``count_masked_rows=True`` counts them.
+    Rows without loss tokens do not count, nor do prompts or micro-batches that have only such rows. So dummy rows, whose
+    number depends on the number of ranks, change nothing. ``count_masked_rows=True`` counts them.
 
     Args:
         advantages: floating ``[rows, seqlen]``.

@@ -35,7 +35,7 @@ class PaddingFreeCollator:
             ``"drop"``: an example that does not fit whole is dropped; later ones that fit are kept;
             ``"carry"``: the first examples that fit are kept. The caller puts the others, ``selection(features).carried``,
             at the front of the next batch;
-            ``"own"``: like carry, but a first example longer than max_seq_length is kept whole, alone in a longer row.
+            ``"own"``: like carry, but a first example that is longer than max_seq_length is kept whole, alone in a longer row.
             Truncate and drop warn with the number of lost tokens.
         pad_token_id: see max_seq_length.
         max_sequences_per_bin: maximum number of examples in the row, or None.

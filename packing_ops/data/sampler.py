@@ -15,8 +15,7 @@ from packing_ops.packing import Cost, Strategy, cost_coefficients, lengths_tenso
 class PackedBatchSampler(Sampler[list[int]]):
     """A ``batch_sampler`` for torch's DataLoader: the sequences of a batch fit into one packed row of ``capacity`` tokens.
 
-    Each epoch is shuffled and packed anew, from the seed and the epoch number alone, so that ranks agree without
-    communication. All ranks have the same number of batches, and batch i costs nearly the same on each of them: the batches
+    Each epoch is shuffled and packed from the seed and the epoch number alone, so ranks agree without communication. All ranks have the same number of batches, and batch i costs nearly the same on each of them: the batches
     are sorted by cost before they are assigned to ranks. Over a whole epoch, the time that ranks wait for each other is at
     most the difference between the costliest and the cheapest batch. Each sequence occurs once in an epoch.
 

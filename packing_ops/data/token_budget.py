@@ -13,7 +13,7 @@ from packing_ops.packing import Cost, cost_coefficients, pack_sequences
 class MicrobatchStatistics(NamedTuple):
     """Of token_budget_microbatches, in units of its ``cost``: tokens or operations, proportional to time.
 
-    shared_steps: the first so many steps are micro-batches of whole sequence groups; their ranks have the same list.
+    shared_steps: how many steps, the first ones, are run by whole sequence groups, whose ranks have the same list.
     cost_per_rank: what each rank runs, a shared micro-batch divided by the ranks of its group.
     cost_of_steps: the slowest rank of each step, which the others wait for where they synchronise in every step (FSDP).
     balance: mean of cost_per_rank over their largest; 1 is even.
@@ -65,7 +65,7 @@ def token_budget_microbatches(
     Args:
         lengths: int32 or int64 ``[num_sequences]``, tokens per sequence, or a Python sequence.
         max_tokens: per micro-batch, a hard cap. Padding is not counted: micro-batches are meant to be packed.
-        dp_size: number of data-parallel ranks; with ``sp_size`` that of sequence groups.
+        dp_size: number of data-parallel ranks; with ``sp_size`` the number of sequence groups.
         cost: what is balanced: ``"tokens"``, ``"flops"`` or ``("flops", a, b)``: a * L + b * L**2 for a sequence of L
             tokens (a = 12 * hidden_size, b = 1 for a dense causal decoder; "flops" assumes hidden_size 4096).
         sp_size: ranks of a sequence group (packing_ops.parallel). Sequences over max_tokens, up to ``sp_size *
@@ -75,10 +75,10 @@ def token_budget_microbatches(
 
     Returns:
         ``result[rank][step]``, a list of indices into ``lengths``, longest first. Each index occurs once; all ranks have
-        the same number of steps. With too few sequences for that, each one is a micro-batch of its own, and some ranks
-        have an empty list in the last step. They must run that step too, since the other ranks wait for them: with
-        empty_like_batch, or with any row whose loss_mask is 0. Without lengths there are no steps. With ``sp_size`` there
-        are ``dp_size * sp_size`` ranks, those of group g from ``g * sp_size`` on, and the shared steps come first.
+        the same number of steps. Where there are too few sequences, each one is a micro-batch, and some ranks have an empty
+        list in the last step. They must run that step too, since the other ranks wait for them: with empty_like_batch, or
+        with any row whose loss_mask is 0. Without lengths there are no steps. With ``sp_size`` there are
+        ``dp_size * sp_size`` ranks. Group g has ``sp_size`` of them, from rank ``g * sp_size`` on. Shared steps come first.
         With ``return_statistics`` (that, MicrobatchStatistics).
 
     Example:
@@ -104,10 +104,10 @@ def token_budget_microbatches(
             unknown cost, costs whose sum is past a double.
         TypeError: lengths that are not integers.
 
-    Deterministic; runs on the CPU (a CUDA tensor is copied, which synchronises). The algorithm is that of pack_sequences
-    with "balanced": longest first, each into the cheapest micro-batch with room, then swaps of two sequences between a
-    costly and a cheap one. Where the cap leaves room, the balance is within 1 part in 5,000 of that of the largest
-    differencing method (Karmarkar and Karp 1982), and usually better.
+    Deterministic. Runs on the CPU; a CUDA tensor is copied, which synchronises. The algorithm is pack_sequences' "balanced":
+    the longest first, each into the cheapest micro-batch with room, then swaps of two sequences between a costly and a cheap
+    one. Where the cap leaves room, the balance is within 1 part in 5,000 of the largest differencing method (Karmarkar and
+    Karp 1982), and usually better.
     """
     max_tokens, dp_size = at_least(max_tokens, "max_tokens", 1), at_least(dp_size, "dp_size", 1, "rank")
     sp_size = at_least(sp_size, "sp_size", 1, "rank")

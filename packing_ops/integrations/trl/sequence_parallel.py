@@ -4,16 +4,16 @@ import functools
 from typing import Any
 
 _OF_ROWS = ("input_ids", "labels", "position_ids")
-_BESIDE = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")  # what position_ids tell too
+_BESIDE = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")  # what position_ids say too
 
 
 def enable_sequence_parallel(trainer: Any) -> None:
     """Let a packed SFTTrainer train under ``sp_size``: rows on several ranks, documents kept apart.
 
     DeepSpeed shards what a batch has one value for each token of, and fails on the cu_seq_lens that TRL's collator adds;
-    accelerate knows no name of ours. From this call on batches have input_ids, labels and position_ids, which tell the
-    documents, and accelerate hands the model's own attention to DeepSpeed. Rows must be of a multiple of sp_size:
-    ``SFTConfig(pad_to_multiple_of=sp_size)``.
+    accelerate does not take our attention's name. After this call batches have input_ids, labels and position_ids, which say
+    where the documents are, and accelerate hands the model's attention to DeepSpeed. The length of a row must be a multiple
+    of sp_size: ``SFTConfig(pad_to_multiple_of=sp_size)``.
 
     Args:
         trainer: an SFTTrainer after it is made and ``apply_packing_ops(trainer.model)``, before train().
