@@ -6,15 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-EXTRAS = {
-    "datasets": "hf",
-    "transformers": "hf",
-    "trl": "hf",
-    "matplotlib": "data",
-    "numpy": "data",
-    "rich": "data",
-    "megatron.core": "megatron",
-}
+PACKAGES = {"transformers": "'transformers>=4.57'", "trl": "'trl>=1'", "megatron.core": "'megatron-core>=0.13'"}
 
 
 def needs(*modules: str, options: Callable[[], object]) -> None:
@@ -22,8 +14,8 @@ def needs(*modules: str, options: Callable[[], object]) -> None:
     options()
     missing = [name for name in modules if not _found(name)]
     if missing:
-        extras = ",".join(sorted({EXTRAS[name] for name in missing}))
-        raise SystemExit(f'{sys.argv[0]} needs {" and ".join(missing)}: pip install "packing_ops[{extras}]"')
+        packages = " ".join(PACKAGES.get(name, name) for name in missing)
+        raise SystemExit(f"{sys.argv[0]} needs {' and '.join(missing)}: pip install {packages}")
 
 
 def _found(name: str) -> bool:

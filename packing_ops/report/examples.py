@@ -193,7 +193,7 @@ def _numbers(value: object, name: str) -> "np.ndarray[Any, Any]":
     try:
         import numpy as np
     except ImportError as error:
-        raise ImportError(f"{name}: token ids need numpy: pip install packing_ops[data]") from error
+        raise ImportError(f"{name}: token ids need numpy: pip install numpy") from error
     if not isinstance(value, list | np.ndarray):
         raise Unreadable("wrong type", f"{name}: expected a list, got {type(value).__name__}")
     try:

@@ -10,7 +10,7 @@ try:
     from matplotlib.figure import Figure  # not pyplot: no window, no state to leave behind
     from matplotlib.ticker import EngFormatter
 except ImportError as error:
-    raise ImportError("a picture needs matplotlib: pip install packing_ops[data]") from error
+    raise ImportError("a picture needs matplotlib: pip install matplotlib") from error
 
 WIDTH, DPI = 10, 160  # inches of a page
 

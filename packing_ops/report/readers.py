@@ -142,7 +142,7 @@ def _parquet(path: Path, advance: Advance, columns: Collection[str]) -> Iterator
         import pyarrow as pa
         import pyarrow.parquet
     except ImportError as error:
-        raise ImportError(f"{path}: Parquet needs pyarrow: pip install packing_ops[data]") from error
+        raise ImportError(f"{path}: Parquet needs pyarrow: pip install pyarrow") from error
     try:
         with pa.parquet.ParquetFile(path) as table:
             num_rows, names = table.metadata.num_rows, table.schema_arrow.names
@@ -162,7 +162,7 @@ def _saved_dataset(path: Path, advance: Advance, columns: Collection[str]) -> It
     try:
         import datasets
     except ImportError as error:
-        raise ImportError(f"{path}: a saved dataset needs datasets: pip install packing_ops[data]") from error
+        raise ImportError(f"{path}: a saved dataset needs datasets: pip install datasets") from error
     try:
         loaded = datasets.load_from_disk(str(path))
     except (OSError, ValueError, IndexError) as error:  # IndexError: saved without rows

@@ -35,7 +35,7 @@ def _pretrained(folder: str) -> Counter:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise ImportError("tokenizer: a folder needs transformers: pip install packing_ops[hf]") from error
+        raise ImportError("tokenizer: a folder needs transformers: pip install 'transformers>=4.57'") from error
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     tokenizer.model_max_length = int(1e30)  # it would warn about every long text
 

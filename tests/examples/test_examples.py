@@ -39,15 +39,15 @@ def test_docstrings(tmp_path):
 
 
 MODULES = {
-    "async_sft": 'matplotlib and numpy and rich: pip install "packing_ops[data]"',
-    "ddp_sft": 'transformers: pip install "packing_ops[hf]"',
+    "async_sft": "matplotlib and numpy and rich: pip install matplotlib numpy rich",
+    "ddp_sft": "transformers: pip install 'transformers>=4.57'",
     "docstrings": None,
-    "fsdp2_sft": 'transformers: pip install "packing_ops[hf]"',
-    "hf_sft": 'transformers and matplotlib and rich: pip install "packing_ops[data,hf]"',
-    "megatron_sft": 'megatron.core and matplotlib and rich: pip install "packing_ops[data,megatron]"',
+    "fsdp2_sft": "transformers: pip install 'transformers>=4.57'",
+    "hf_sft": "transformers and matplotlib and rich: pip install 'transformers>=4.57' matplotlib rich",
+    "megatron_sft": "megatron.core and matplotlib and rich: pip install 'megatron-core>=0.13' matplotlib rich",
     "rl_mini_batches": None,
-    "train_packed": 'matplotlib and rich: pip install "packing_ops[data]"',
-    "trl_sft": 'transformers and trl and datasets: pip install "packing_ops[hf]"',
+    "train_packed": "matplotlib and rich: pip install matplotlib rich",
+    "trl_sft": "transformers and trl and datasets: pip install 'transformers>=4.57' 'trl>=1' datasets",
 }
 # Each example in turn, in a process that has what the base installation brings: torch.
 BASE_ONLY = """

@@ -61,5 +61,5 @@ __all__ = [
     "use_packing_ops",
 ]
 __getattr__, __dir__ = lazy_names(
-    globals(), _MODULES, "megatron", "needs megatron-core: pip install packing_ops[megatron]"
+    globals(), _MODULES, "megatron", "needs megatron-core: pip install 'megatron-core>=0.13'"
 )

@@ -36,5 +36,5 @@ _MODULES = {
 }
 __all__ = ["Applied", "apply_packing_ops", "declare", "info", "register", "revert_packing_ops", "unregister"]
 __getattr__, __dir__ = lazy_names(
-    globals(), _MODULES, "transformers", "needs transformers: pip install packing_ops[hf]"
+    globals(), _MODULES, "transformers", "needs transformers: pip install 'transformers>=4.57'"
 )

@@ -134,7 +134,7 @@ def apply_packing_ops(
         Applied.
 
     Raises:
-        ImportError: transformers is missing (``pip install packing_ops[hf]``).
+        ImportError: transformers is missing (``pip install 'transformers>=4.57'``).
         TypeError: model is not a torch.nn.Module, for example a class.
         ValueError: ``strict``, and something cannot be swapped. A sequence_group, and attention cannot be swapped, or
             rows cannot lie on several ranks (images, RoPE that scales with the longest position of a row). In a forward

@@ -17,7 +17,7 @@ def refusal(version: str | None) -> str:
     """What to say of a transformers that is not served, with its version and ours."""
     here = f"transformers {version} is here" if version else "there is none"
     ours = f"packing_ops {packing_ops.__version__} serves {OLDEST} and later (tested to {NEWEST})"
-    return f"transformers: {ours}, {here}: pip install packing_ops[hf]"
+    return f"transformers: {ours}, {here}: pip install 'transformers>=4.57'"
 
 
 def check(version: str) -> None:

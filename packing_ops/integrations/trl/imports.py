@@ -7,5 +7,5 @@ def trl_data_utils() -> ModuleType:
     try:
         import trl.data_utils
     except ImportError as error:
-        raise ImportError("packing_ops.integrations.trl needs TRL: pip install packing_ops[hf]") from error
+        raise ImportError("packing_ops.integrations.trl needs TRL: pip install 'trl>=1' datasets") from error
     return trl.data_utils

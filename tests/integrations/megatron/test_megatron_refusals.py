@@ -163,4 +163,4 @@ def test_missing_megatron_names_the_extra():
         "sys.modules['megatron'] = None; m.use_packing_ops"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert "ImportError: use_packing_ops needs megatron-core: pip install packing_ops[megatron]" in run.stderr
+    assert "ImportError: use_packing_ops needs megatron-core: pip install 'megatron-core>=0.13'" in run.stderr

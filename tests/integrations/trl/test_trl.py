@@ -179,7 +179,7 @@ def test_without_trl_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
     monkeypatch.delitem(sys.modules, "trl.data_utils")
     for call in (integration.register, integration.patch_pack_dataset, lambda: integration.pack_dataset(None, 8)):
-        with pytest.raises(ImportError, match=r"pip install packing_ops\[hf\]"):
+        with pytest.raises(ImportError, match="pip install 'trl>=1' datasets"):
             call()
 
 
