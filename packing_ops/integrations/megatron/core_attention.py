@@ -142,12 +142,13 @@ class PackingDotProductAttention(MegatronModule):
         mask_type = (self.attn_mask_type if attn_mask_type is None else attn_mask_type).name
         causal, window = causal_and_window(mask_type, self.window_size)
         options = checked_options(causal, self.softmax_scale, window, sinks=self.softmax_offset)
-        group = self._cp_group(packed_seq_params)
+        documents, group = self._documents_and_ranks(packed_seq_params)
         heads = query, key, value
-        documents = _thd_documents(packed_seq_params)
+        # thd
         if documents is not None:
             _expect(heads, "[total, num_heads, head_dim]", 3)
             return self._attend(*heads, documents, options, group).flatten(1)
+        # sbhd
         _expect(heads, "[seqlen, batch, num_heads, head_dim]", 4)
         if causal and len(query) != len(key):
             raise ValueError(f"key: expected the {len(query)} rows of query under a causal mask, got {len(key)}")
@@ -186,27 +187,29 @@ class PackingDotProductAttention(MegatronModule):
         refuse_window(options)
         return attention_over_keys(q, k, v, call, group, options)[0]
 
-    def _cp_group(self, packed_seq_params):
-        """The ranks that hold the documents; None for this one alone. A batch may bring its own."""
+    def _documents_and_ranks(self, packed_seq_params):
+        """(the documents of a thd batch, None for sbhd; the group of ranks that hold them, None for this rank alone)."""
+        # Ranks: a batch may bring its own group.
         group = getattr(packed_seq_params, "cp_group", None)
         if group is None and getattr(packed_seq_params, "local_cp_size", None) != 1:
             group = self.cp_group
-        return None if group is None or group.size() == 1 else group
+        group = None if group is None or group.size() == 1 else group
+        # Documents.
+        if packed_seq_params is None:
+            return None, group
+        if isinstance(packed_seq_params, PackedMetadata):
+            check_causal(packed_seq_params)
+            return DocumentSpans(*[packed_seq_params.cu_seqlens] * 4), group
+        name = field_of(packed_seq_params, "qkv_format")
+        if name not in ("thd", "sbhd"):
+            raise ValueError(
+                f"packed_seq_params.qkv_format: expected 'thd' or 'sbhd' for all of q, k and v, got {name!r}"
+            )
+        return spans_of(packed_seq_params) if name == "thd" else None, group
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """A learnable sink's part of a distributed checkpoint, as megatron-core's own attention writes it."""
         return DotProductAttention.sharded_state_dict(self, prefix, sharded_offsets, metadata)
-
-
-def _thd_documents(packed_seq_params) -> DocumentSpans | None:
-    """None for sbhd."""
-    if isinstance(packed_seq_params, PackedMetadata):
-        check_causal(packed_seq_params)
-        return DocumentSpans(*[packed_seq_params.cu_seqlens] * 4)
-    name = "sbhd" if packed_seq_params is None else field_of(packed_seq_params, "qkv_format")
-    if name not in ("thd", "sbhd"):
-        raise ValueError(f"packed_seq_params.qkv_format: expected 'thd' or 'sbhd' for all of q, k and v, got {name!r}")
-    return spans_of(packed_seq_params) if name == "thd" else None
 
 
 def _expect(heads, shape, dim):

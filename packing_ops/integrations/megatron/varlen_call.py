@@ -51,17 +51,13 @@ def spans_of(packed_seq_params) -> DocumentSpans:
     q_slots = getattr(packed_seq_params, "cu_seqlens_q_padded", None)
     k_slots = getattr(packed_seq_params, "cu_seqlens_kv_padded", None)
     documents = DocumentSpans(q, k, q if q_slots is None else q_slots, k if k_slots is None else k_slots)
-    check_cu_seqlens(q, _FIELDS[0])
-    if not _is_one_tensor(documents):
-        for name, given in zip(_FIELDS[1:], documents[1:], strict=True):
+    # Mostly they are one tensor, and each layer asks.
+    checked = None
+    for name, given in zip(_FIELDS, documents, strict=True):
+        if given is not checked:
             check_cu_seqlens(given, name)
+        checked = given
     return documents
-
-
-def _is_one_tensor(documents):
-    """Mostly it is, and each layer asks."""
-    q, k, q_slots, k_slots = documents
-    return q is k is q_slots is k_slots
 
 
 def varlen_call_of(
@@ -77,20 +73,22 @@ def varlen_call_of(
         rows: of k on this rank.
         layer: number of the layer that asks.
     """
-    if cp_size == 1 and _is_one_tensor(documents) and documents.q.dtype == torch.int32:
-        return VarlenCall(documents.q, documents.q)  # nothing to work out, and no lengths that must agree
     same = documents.k is documents.q and documents.k_slots is documents.q_slots
     unpadded = documents.q_slots is documents.q and documents.k_slots is documents.k
+    if cp_size == 1 and same and unpadded and documents.q.dtype == torch.int32:
+        return VarlenCall(documents.q, documents.q)  # nothing to work out, and no lengths that must agree
 
     def make():
         _check(documents, rows * cp_size, causal and not same, cp_size)
+        # Documents over several ranks.
         if cp_size > 1:
             spans = RowSpans.of(documents.q, documents.q_slots, rows, cp_size, "zigzag")
             return key_layout(spans, cp_rank, causal=causal, exchange=False)
-        # detach: the same memory, but not the tensor that this is kept with.
+        # Documents end to end. detach: the same memory, but not the tensor that this is kept with.
         if unpadded:
             cu_seqlens_q = int32_cu_seqlens(documents.q).detach()
             return VarlenCall(cu_seqlens_q, cu_seqlens_q if same else int32_cu_seqlens(documents.k).detach())
+        # Padding between documents.
         q, k = documents.q.diff(), documents.k.diff()
         none = torch.zeros_like(q)
         return VarlenCall(
@@ -104,7 +102,8 @@ def varlen_call_of(
 def _check(documents, rows, causal_between_two, cp_size):
     """What the lengths must hold; values of a CUDA graph's capture are not known."""
     q, k, q_slots, k_slots = documents
-    wrong = {}
+    wrong = {}  # {message: whether, on the device}
+    # Slots hold their tokens.
     if q_slots is not q or k_slots is not k or cp_size > 1:
         sides = [("q", q, q_slots), ("kv", k, k_slots)]
         for name, real, slots in sides[: 1 if k is q and k_slots is q_slots else 2]:
@@ -118,18 +117,21 @@ def _check(documents, rows, causal_between_two, cp_size):
             wrong[f"cu_seqlens_{name}_padded: expected to start at 0"] = slots[0] != 0
             longer = (lengths > slots.diff()).any()
             wrong[f"cu_seqlens_{name}_padded: expected no fewer slots than tokens in each document"] = longer
+    # Queries and keys are of the same documents.
     if len(q) != len(k):
         raise ValueError(f"cu_seqlens_kv: expected {len(q)} entries like cu_seqlens_q, got {len(k)}")
     if causal_between_two or cp_size > 1:
         why = "under context parallelism" if cp_size > 1 else "under a causal mask"
         differ = (q != k).any() | (q_slots != k_slots).any()
         wrong[f"cu_seqlens_kv: expected the lengths of cu_seqlens_q {why}"] = differ
+    # Ranks divide the slots.
     if cp_size > 1:
         name = "cu_seqlens_q" if q_slots is q else "cu_seqlens_q_padded"
         wrong[f"{name}: expected multiples of 2 * context parallel size {cp_size} = {2 * cp_size}"] = (
             q_slots % (2 * cp_size) != 0
         ).any()
         wrong[f"{name}: expected at most the {rows} rows of {cp_size} ranks"] = q_slots[-1] > rows
+    # One synchronisation for all.
     if not wrong or torch.compiler.is_compiling() or is_captured(q):
         return
     for message, is_wrong in zip(wrong, torch.stack(list(wrong.values())).tolist(), strict=True):
