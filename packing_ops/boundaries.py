@@ -100,7 +100,7 @@ def last_token_indices(cu_seqlens: PackedMetadata | torch.Tensor) -> torch.Tenso
         (tensor([1, 4]), tensor([0.2000, 0.5000]))
 
     Raises:
-        ValueError: a document without tokens, which has no last one; cu_seqlens of another dtype or shape.
+        ValueError: a document without tokens; cu_seqlens of another dtype or shape.
     """
     cu_seqlens = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, PackedMetadata) else cu_seqlens
     check_cu_seqlens(cu_seqlens, "cu_seqlens")
@@ -120,8 +120,8 @@ def cu_seqlens_from_position_ids(position_ids: torch.Tensor, *, padded: bool = F
     Args:
         position_ids: int32 or int64 ``[total]`` or ``[1, total]``; a document starts at slot 0 and wherever a position
             is not larger than the one before it.
-        padded: return all ``total + 1`` entries, the unused ones repeating ``total`` (zero-length documents): a fixed
-            size and no synchronisation. Otherwise the exact size, one synchronisation on CUDA.
+        padded: return ``total + 1`` entries, the unused ones ``total`` (documents of length 0). The size is then fixed, and
+            nothing synchronises. False: the exact size, with one synchronisation on CUDA.
 
     Returns:
         int32 ``[num_documents + 1]``, or ``[total + 1]`` with ``padded``.
@@ -152,7 +152,8 @@ def mask_boundary_labels(
         lengths: tokens per document (exactly one of the two).
 
     Returns:
-        A new tensor like ``labels``. Slots past the last document are left alone. Idempotent, no synchronisation.
+        A new tensor like ``labels``. Slots past the last document keep their labels. A second call changes nothing. No
+        synchronisation.
 
     Example:
         >>> cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
@@ -223,14 +224,14 @@ def shift_values(
     """shift_labels for everything else that a token has: loss masks, advantages, rewards, old log-probs. Differentiable.
 
     Args:
-        values: ``[total]`` or ``[1, total]``, any dtype of torch.where, one for each token, at the token's own slot.
+        values: ``[total]`` or ``[1, total]``, any dtype of torch.where: the value of token t at slot t.
         cu_seqlens: int32 or int64 ``[num_documents + 1]``, or the PackedMetadata of the row.
         fill_value: what a slot gets that predicts no token.
 
     Returns:
         Like ``values``: slot t holds the value of token t + 1, or ``fill_value`` at the last slot of each document and
-        in the padding after them. No synchronisation. The value of a document's first token, which nothing predicts,
-        is in no slot, and its gradient is 0. Any derivative, deterministic.
+        in the padding after them. Nothing predicts a document's first token, so its value is in no slot and its gradient is
+        0. Derivatives of any order. Deterministic. No synchronisation.
 
     Example:
         >>> cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)

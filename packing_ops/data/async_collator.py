@@ -22,8 +22,8 @@ class AsyncBatchCollator:
 
     Args:
         compute: function from a step number to its batch. It runs in the worker, with the worker's torch thread-local state
-            (grad mode, default device, current CUDA device and stream). Random numbers must come from a generator of its
-            own, seeded by the step. Ops of torch and packing_ops release the GIL.
+            (grad mode, default device, current CUDA device and stream). Random numbers must come from a generator that
+            ``compute`` seeds by the step. Ops of torch and packing_ops release the GIL.
         thread_name_prefix: of the worker thread's name.
 
     Example:
@@ -51,10 +51,11 @@ class AsyncBatchCollator:
         2 20
         3 30
 
-    A collator serves one calling thread at a time; there may be any number of collators. After a fork, the child's copy
-    starts a worker of its own, which computes the pending step again; the parent's is not affected. It can replace SkyRL's
-    class of the same name: same methods, same AssertionErrors with the same words. One difference: ``clear`` and
-    ``shutdown`` do not raise what the discarded step raised.
+    A collator serves one calling thread at a time. There may be any number of collators. After a fork the child's copy starts
+    another worker, which computes the pending step again; the parent's worker goes on.
+
+    It can replace SkyRL's class of the same name: the methods are the same, and so are the AssertionErrors and their words.
+    One difference: ``clear`` and ``shutdown`` do not raise what the discarded step raised.
     """
 
     def __init__(self, compute: Callable[[int], Any], thread_name_prefix: str = "batch-collate"):

@@ -31,8 +31,8 @@ def count_tokens(batch: Mapping[str, object], *, tokens: str = "input_ids", pad_
         batch: any mapping with a tensor ``[total]``, ``[1, total]`` or ``[rows, seqlen]`` under ``tokens``; or several, under
             names that end in it: ``chosen_input_ids`` and ``rejected_input_ids``, each with fields of the same prefix.
         tokens: the name; "sequences" for the batches of PackedCollator.
-        pad_token_id: the padding token of PaddingFreeCollator. Its cu_seq_lens, and those of PackedCollator.model_inputs,
-            have the padding of a row as a document: one that holds only this token, and no label, counts as padding.
+        pad_token_id: the padding token of PaddingFreeCollator. In its cu_seq_lens, and in PackedCollator.model_inputs', the
+            padding of a row is a document. A document that holds only this token, and no label, counts as padding.
 
     The first of these fields that the batch has decides what is a token:
         ``sub_seq_lengths``: PackedCollator's lengths of the documents of each row.

@@ -24,8 +24,8 @@ class PackedCollator:
     - No row is longer than the capacity, because documents count with their aligned length. SkyRL counts raw lengths: at
       alignment 32 it puts 41 documents of 33 tokens into one row of 2,624 slots for a capacity of 2,048. Where alignment
       makes no row too long, the batch is SkyRL's, byte for byte.
-    - So an example as long as the capacity fits only if the alignment divides the capacity. Round it up, or pass
-      ``round_capacity=True``.
+    - An example as long as the capacity therefore fits only if the alignment divides the capacity. Round the capacity up, or
+      pass ``round_capacity=True``.
     - Weights are divided by their sum. SkyRL truncates the sum to an integer; for masks of 0 and 1 that is the same.
     - The batch is a dict and always packed; SkyRL's unpacked batches for evaluation are left to the caller.
       sub_seq_lengths are lists, response_length is an entry, order is new.
@@ -36,11 +36,11 @@ class PackedCollator:
         dp_size: number of data-parallel ranks; the rows of rank r are ``sequences.chunk(dp_size)[r]``.
         tp_size, cp_size: a document occupies its length rounded up to a multiple of tp_size, or of
             ``2 * tp_size * cp_size`` when cp_size > 1.
-        fp8: that multiple is also one of ``16 * cp_size``.
-        strategy: of pack_sequences: "ffd", "bfd", "next_fit", "first_fit" or "balanced". The decreasing ones sort by raw
-            length, the later of two equal examples first, which is SkyRL's order and is decreasing in aligned length too.
-        overlong: ``"error"``, or ``"own"``: an example over the capacity is kept whole, alone in a row, and all rows become
-            as wide as that one.
+        fp8: the multiple is also a multiple of ``16 * cp_size``.
+        strategy: of pack_sequences: "ffd", "bfd", "next_fit", "first_fit" or "balanced". Those that sort do it by raw length,
+            the later of two equal examples first, which is SkyRL's order. Aligned lengths then fall too.
+        overlong: ``"error"``, or ``"own"``: an example over the capacity is kept whole, alone in a row. All rows are then as
+            wide as this row.
         round_capacity: round the capacity up to a multiple of the alignment.
 
     Called with a list of examples, dicts of ``input_ids`` (integers), ``num_actions`` (int: how many tokens at the end are
@@ -50,9 +50,9 @@ class PackedCollator:
 
         sequences: int64 ``[rows, width]``; the width is the number of slots in the fullest row.
         attention_mask: int64 ``[rows, width]``, 1 where there is a token.
-        loss_mask: float32 ``[rows, width - 1]``; slot p has the weight of token p + 1, divided by the sum of weights of the
-            whole batch (1/targets with 0/1 masks), so that a sum over all rows is a mean. 0 at the last token of each
-            document, since the first token of a document is no target.
+        loss_mask: float32 ``[rows, width - 1]``. Slot p has the weight of token p + 1, divided by the sum of the weights of
+            the whole batch, so that a sum over all rows is a mean. 0 at the last token of each document, since the first
+            token of a document is no target.
         sub_seq_lengths: tokens of each document, a list per row, not aligned.
         response_length: width - 1, an int.
         order: index of the example that each document came from, row by row. slice_batch, select_rows,

@@ -1,28 +1,34 @@
-"""Functions of a batch that is there, by rows: pad to a multiple, slice, select. The collators make rows: packed.py.
+"""Pad, slice and select the rows of a batch. Collators make rows: packed.py.
 
 Input: a dict, or any Mapping whose class can be called with a dict of fields. Fields that have a length and can be sliced
 have one entry per row:
 
 - tensors (nested ones too) and NumPy arrays: dim 0;
 - lists, ragged or not, and list-likes: ``list_like[start:end]``, and ``type(list_like)(rows)`` where rows are chosen or added;
-- a dict inside the batch, such as ``metadata``, has fields of its own, under the same rules.
+- a dict inside the batch, such as ``metadata``: its fields, under the same rules.
 
-None, numbers, strings, tuples, 0-d tensors and objects that cannot be sliced belong to no row and are copied unchanged.
+None, numbers, strings, tuples, 0-d tensors and objects that cannot be sliced belong to no row. They are copied unchanged.
 
 Output: a dict, or ``type(batch)(fields)`` for another class. Attributes that the class does not set itself are copied.
 An attribute ``metadata``, a dict or None, is treated like a field of that name.
 
 Boundaries are the exception: (start, end) pairs, contiguous from 0 on, under a name that ends in "boundaries", as
 compute_prompt_boundaries and compute_prompt_mini_batch_boundaries return them. They refer to the rows of the batch that they
-were computed for, and are copied whole. A field with as many entries as rows is an error where it may be either: a list of
-such pairs under another name that ends at the last row; boundaries that do not start at 0, have gaps, or are ends alone; a
-tuple of tensors or lists. Every function takes two arguments that overrule these rules:
+were computed for, and are copied whole.
 
-    row_keys: names, at any depth, of fields with one entry per row: such pairs, or a tuple.
+A field with as many entries as there are rows is an error where it may be rows or boundaries:
+
+- a list of (start, end) pairs that ends at the last row, under another name;
+- boundaries that do not start at 0, have gaps, or are ends alone;
+- a tuple of tensors or lists.
+
+Every function takes two arguments that overrule these rules:
+
+    row_keys: names, at any depth, of fields with one entry per row; pairs and tuples too.
     batch_keys: names, at any depth, of fields that are copied whole; a dict too.
 
-``order`` of a PackedCollator batch has one entry per document. ``sub_seq_lengths`` beside it says how many documents a row
-has, and the entries stay with their row.
+``order`` of a PackedCollator batch has one entry per document. ``sub_seq_lengths`` says how many documents a row has, and the
+entries of ``order`` stay with their row.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -68,16 +74,16 @@ def pad_batch_to_multiple(
 ) -> Mapping[str, object]:
     """A batch padded to a multiple of rows. The dummy rows, at the end, are copies of row 0 that count in no loss.
 
-    Copies of a real row, because every model can run them: they have tokens, and ones in their attention mask.
+    Every model can run a copy of a real row: it has tokens, and ones in its attention mask.
 
     Args:
         batch, row_keys, batch_keys: see the module's docstring.
         multiple: the rows of the result are a multiple of this (data-parallel size, micro-batch size).
-        fill: field name, at any depth, to what its dummy rows hold instead of copies: a number (a string where rows are
-            strings), or a function from the copies, ``[dummies, ...]`` or a list, to as many rows, of the same dtype and
-            shape for tensors and arrays; it may change its argument. Names of fields that are None are ignored. Defaults: 0
-            for names that end in "loss_mask", -100 for those that end in "labels". A batch with neither needs ``fill``, to
-            keep its dummy rows out of the loss; ``{}`` if nothing has to.
+        fill: {field name, at any depth: what its dummy rows hold instead of copies}. A number; a string where rows are
+            strings; or a function that gets the copies, ``[dummies, ...]`` or a list, and returns as many rows of the same
+            dtype and shape. It may change its argument. Names of fields that are None are ignored. Defaults: 0 for names that
+            end in "loss_mask", -100 for names that end in "labels". A batch with neither needs ``fill``, which keeps dummy
+            rows out of the loss. Pass ``{}`` if nothing has to.
 
     Returns:
         A new batch; ``batch`` itself when nothing is added. ``batch`` is not changed.
