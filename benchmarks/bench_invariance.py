@@ -1,0 +1,199 @@
+"""python benchmarks/bench_invariance.py [--device cpu|cuda] [--tokens 1000000] [--steps 10]
+
+The mode apply_packing_ops(model, invariant=True) beside the same model without it, each in a process of its own, since
+torch reads the workspace of cuBLASLt once. Two questions:
+
+- How many of the log-probabilities of --tokens tokens, and of their entropies, have other bits in another row: documents
+  in random order, in rows of random capacity down to one document, with random chunks of the vocabulary, beside the first
+  row that each was in.
+- What a training step costs, forward and backward of one row, eager and with compiled decoder layers.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from harness import device_name, write_csv
+from provenance import commit
+
+import packing_ops as po
+
+RESULTS = Path(__file__).resolve().parent / "results"
+_COMMON = {"vocab_size": 151_936, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960}
+MODELS = {  # of Qwen3's configuration; the 8B model with fewer layers
+    "cuda": {
+        "0.6B": {
+            **_COMMON,
+            **{"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+        },
+        "8B, 6 layers": {
+            **_COMMON,
+            **{"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 6, "num_attention_heads": 32},
+        },
+    },
+    "cpu": {
+        "tiny": {
+            **{"vocab_size": 9000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16},
+            **{"num_attention_heads": 4, "num_key_value_heads": 2},
+        }
+    },
+}
+LONGEST = {"cuda": 4096, "cpu": 60}
+CAPACITIES = {"cuda": (0, 1024, 4096, 8192, 20_000), "cpu": (0, 30, 100)}  # 0: every document alone
+CHUNKS = (None, 1000, 4096, 12_000, 65_536)
+ROW = {"cuda": 16_384, "cpu": 128}  # tokens of a training step
+ROUNDS = 8
+
+
+def model_of(name: str, device: str) -> torch.nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(**MODELS[device][name], use_cache=False, tie_word_embeddings=False)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return Qwen3ForCausalLM._from_config(config, dtype=dtype).to(device)
+
+
+def documents_of(tokens: int, vocab: int, device: str) -> list[torch.Tensor]:
+    draw, found = random.Random(0), []
+    while tokens > 0:
+        length = min(tokens, max(1, round(LONGEST[device] ** draw.random())))
+        found.append(torch.randint(vocab, (length,), device=device))
+        tokens -= length
+    return found
+
+
+def packs(documents: list[torch.Tensor], capacity: int, draw: random.Random) -> list[list[int]]:
+    """Indices of documents, row by row, in random order; a capacity of 0 is every document alone."""
+    rows, total = [], 0
+    for i in draw.sample(range(len(documents)), len(documents)):
+        if not rows or total + len(documents[i]) > capacity:
+            rows.append([])
+            total = 0
+        rows[-1].append(i)
+        total += len(documents[i])
+    return rows
+
+
+def hidden_of(model: torch.nn.Module, documents: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """(hidden states, ids, cu_seqlens) of documents in one row."""
+    ids = torch.cat(documents)
+    lengths = torch.tensor([0, *map(len, documents)])
+    cu_seqlens = lengths.cumsum(0).to(ids.device, torch.int32)
+    positions = po.position_ids_from_cu_seqlens(cu_seqlens, len(ids))
+    longest = max(map(len, documents))
+    told = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens, "max_length_q": longest, "max_length_k": longest}
+    out = model.model(input_ids=ids[None], position_ids=positions[None], **told)
+    return out.last_hidden_state[0], ids, cu_seqlens
+
+
+@torch.no_grad()
+def count_differing(model: torch.nn.Module, tokens: int, device: str) -> tuple[int, int]:
+    """(log-probabilities that were compared, those of which they or the entropy have other bits)."""
+    documents, draw = documents_of(-(-tokens // ROUNDS), model.config.vocab_size, device), random.Random(1)
+    capacities = [CAPACITIES[device][-1], *(draw.choice(CAPACITIES[device]) for _ in range(ROUNDS))]
+    capacities[1] = 0
+    first: dict[int, torch.Tensor] = {}
+    compared = differ = 0
+    for capacity in capacities:
+        for row in packs(documents, capacity, draw):
+            hidden, ids, cu_seqlens = hidden_of(model, [documents[i] for i in row])
+            found = po.token_logps(
+                hidden, model.lm_head.weight, ids, cu_seqlens, chunk=draw.choice(CHUNKS), entropy=True
+            )
+            for i, ours in zip(row, torch.stack(found, 1).split([len(documents[i]) for i in row]), strict=True):
+                if i not in first:
+                    first[i] = ours
+                    continue
+                compared += len(ours)
+                differ += int((ours != first[i]).any(1).sum())
+    return compared, differ
+
+
+def step_times(model: torch.nn.Module, steps: int, device: str) -> list[float]:
+    """Milliseconds of a forward and backward of the same row."""
+    documents = documents_of(ROW[device], model.config.vocab_size, device)
+    times = []
+    for _ in range(steps + 3):
+        synchronize(device)
+        start = time.perf_counter()
+        hidden, ids, cu_seqlens = hidden_of(model, documents)
+        po.chunked_cross_entropy(hidden, model.lm_head.weight, ids, cu_seqlens).backward()
+        model.zero_grad(set_to_none=True)
+        synchronize(device)
+        times.append((time.perf_counter() - start) * 1e3)
+    return times[3:]
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure(name: str, device: str, mode: bool, tokens: int, steps: int) -> list[dict]:
+    from packing_ops.integrations.transformers import apply_packing_ops
+
+    model = model_of(name, device)
+    why = apply_packing_ops(model, invariant=mode).skipped.get("invariant", "")
+    rows = []
+    for layers in ("eager", "compiled"):
+        if layers == "compiled":
+            if device == "cpu":
+                break  # not served there
+            for layer in model.model.layers:
+                layer.compile()
+            tokens //= 4
+        compared, differ = count_differing(model, tokens, device)
+        times = sorted(step_times(model, steps, device))
+        rows.append(
+            {
+                **{"model": name, "mode": "invariant" if mode else "without", "layers": layers},
+                **{"compared": compared, "differ": differ, "claimed": "no: " + why if why else "yes" if mode else ""},
+                **{
+                    "step_ms": round(statistics.median(times), 2),
+                    "least_ms": round(times[0], 2),
+                    "tokens": ROW[device],
+                },
+                **{"device": device_name(device), "torch": torch.__version__, "commit": commit()},
+            }
+        )
+    return rows
+
+
+def in_a_process(name: str, mode: bool, arguments: argparse.Namespace) -> list[dict]:
+    # env sets the variable: it must be there before torch's first product on the GPU.
+    command = ["env", *(["CUBLASLT_WORKSPACE_SIZE=1"] if mode else []), sys.executable, __file__, "--only", name]
+    command += ["--device", arguments.device, "--tokens", str(arguments.tokens), "--steps", str(arguments.steps)]
+    out = subprocess.run([*command, *(["--mode"] if mode else [])], stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(out.stdout.splitlines()[-1])
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tokens", type=int, default=1_000_000)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--only", help="one model, in this process: prints its rows as JSON")
+    parser.add_argument("--mode", action="store_true", help="with --only: the mode")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    arguments = parser.parse_args(argv)
+    if arguments.only:
+        rows = measure(arguments.only, arguments.device, arguments.mode, arguments.tokens, arguments.steps)
+        print(json.dumps(rows))
+        return
+    rows = []
+    for name in MODELS[arguments.device]:
+        for mode in (False, True):
+            rows += in_a_process(name, mode, arguments)
+            write_csv(arguments.results / f"invariance_{arguments.device}.csv", rows, show=False)
+    write_csv(arguments.results / f"invariance_{arguments.device}.csv", rows)
+
+
+if __name__ == "__main__":
+    main()

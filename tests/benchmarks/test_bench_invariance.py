@@ -1,0 +1,32 @@
+"""benchmarks/bench_invariance.py in small: nothing differs in the mode, something does without it."""
+
+import csv
+
+import bench_invariance
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+
+def test_in_small(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    bench_invariance.main(["--device", "cpu", "--tokens", "4000", "--steps", "1", "--results", str(tmp_path)])
+    rows = list(csv.DictReader((tmp_path / "invariance_cpu.csv").open()))
+    assert [(row["mode"], row["claimed"], row["compared"]) for row in rows] == [
+        ("without", "", "4000"),
+        ("invariant", "yes", "4000"),
+    ]
+    assert int(rows[0]["differ"]) > 0
+    assert rows[1]["differ"] == "0"
+    assert all(float(row["step_ms"]) > 0 for row in rows)
+
+
+def test_every_document_is_in_one_row():
+    documents = bench_invariance.documents_of(300, 10, "cpu")
+    assert sum(map(len, documents)) == 300
+    for capacity in (0, 50):
+        rows = bench_invariance.packs(documents, capacity, bench_invariance.random.Random(0))
+        assert sorted(i for row in rows for i in row) == list(range(len(documents)))
+        assert all(len(row) == 1 or sum(len(documents[i]) for i in row) <= 50 for row in rows)
+    assert torch.cat(documents).max() < 10
