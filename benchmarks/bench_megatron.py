@@ -12,8 +12,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from harness import RESULTS, Case, commit, device_name, percentiles, run, time_cpu, time_cuda, write_csv
+from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -22,6 +24,7 @@ from packing_ops.integrations.megatron import PackingDotProductAttention
 
 WORKLOADS = json.loads((Path(__file__).parent / "workloads.json").read_text())["workloads"]
 ALONE = types.SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # a process group of this process
+SCORE_BYTES = 20 << 30  # of a padded batch; megatron-core's own attention holds a few copies of them
 LARGE, SMALL = (32, 8, 128), (8, 2, 64)  # query heads, key heads, head_dim
 
 
@@ -61,13 +64,14 @@ def shape_of(lengths, heads, name=""):
 
 
 def attention_case(name, lengths, heads, device, *, backward=True, runs=11):
-    """The module beside varlen_attention called directly."""
+    """The module beside what else a user of megatron-core has, and beside varlen_attention called directly."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     q, k, v, dout = heads_of(sum(lengths), heads, device, dtype)
     params, module = params_of(lengths, device), core_attention(heads)
     calls = {
         "PackingDotProductAttention": lambda: module(q, k, v, None, packed_seq_params=params),
         "varlen_attention": lambda: po.varlen_attention(q, k, v, params.cu_seqlens_q).flatten(1),
+        **packed_peers(q, k, v, params, heads),
     }
 
     def timed(call):
@@ -75,7 +79,64 @@ def attention_case(name, lengths, heads, device, *, backward=True, runs=11):
 
     op = "core attention forward" + " + backward" * backward
     providers = {provider: timed(call) for provider, call in calls.items()}
+    if device == "cuda":  # where alone it runs
+        providers["megatron-core, padded"] = padded_call(q, k, v, dout, lengths, heads, backward=backward)
     return Case(op, shape_of(lengths, heads, name), str(dtype)[6:], providers, runs=runs)
+
+
+def packed_peers(q, k, v, params, heads):
+    """{provider: call} over the same packed rows: TransformerEngine's module and flash-attn's function where installed."""
+    found = {}
+    if q.is_cuda and importlib.util.find_spec("transformer_engine"):
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        start_megatron()
+        mask = AttnMaskType.padding_causal
+        engine = TEDotProductAttention(config_of(heads), 1, mask, "self")
+        found["TransformerEngine"] = lambda: engine(q, k, v, None, mask, packed_seq_params=params)
+    if q.is_cuda and importlib.util.find_spec("flash_attn"):
+        from flash_attn import flash_attn_varlen_func
+
+        lengths = params.cu_seqlens_q, params.cu_seqlens_kv, params.max_seqlen_q, params.max_seqlen_kv
+        found["flash-attn"] = lambda: flash_attn_varlen_func(q, k, v, *lengths, causal=True).flatten(1)
+    return found
+
+
+def padded_call(q, k, v, dout, lengths, heads, *, backward):
+    """megatron-core's own attention, which takes no packed rows: documents padded to the longest, in batches that fit."""
+    start_megatron()
+    config = config_of(heads)
+    config.sequence_parallel = True  # it draws no numbers for dropout then, of which there is none
+    seqlen = max(lengths)
+    scores = heads[0] * seqlen**2 * q.element_size()  # of a document
+    step = max(1, SCORE_BYTES // scores)
+    mask = torch.ones(1, 1, seqlen, seqlen, dtype=torch.bool, device=q.device).triu(1)
+    module = DotProductAttention(config, 1, AttnMaskType.causal, "self")
+    batches = []
+    for first in range(0, len(lengths), step):
+        spans = [(sum(lengths[:i]), lengths[i]) for i in range(first, min(first + step, len(lengths)))]
+        parts = [t.new_zeros(seqlen, len(spans), *t.shape[1:]) for t in (q, k, v, dout)]
+        for part, t in zip(parts, (q, k, v, dout), strict=True):
+            for column, (start, length) in enumerate(spans):
+                part[:length, column] = t.detach()[start : start + length]
+        batches.append([*(part.requires_grad_() for part in parts[:3]), parts[3]])
+
+    def call():
+        found = []
+        for *given, gradient in batches:
+            out = module(*given, mask)
+            found.append(torch.autograd.grad(out, given, gradient) if backward else out)
+        return found
+
+    return call if backward else torch.no_grad()(call)
+
+
+def start_megatron():
+    """megatron-core's groups of this process alone."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
 
 
 def rope_case(lengths, heads, device):
