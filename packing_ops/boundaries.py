@@ -120,8 +120,8 @@ def cu_seqlens_from_position_ids(position_ids: torch.Tensor, *, padded: bool = F
     Args:
         position_ids: int32 or int64 ``[total]`` or ``[1, total]``; a document starts at slot 0 and wherever a position
             is not larger than the one before it.
-        padded: return ``total + 1`` entries, the unused ones ``total`` (documents of length 0). The size is then fixed, and
-            nothing synchronises. False: the exact size, with one synchronisation on CUDA.
+        padded: return ``total + 1`` entries, the unused ones ``total`` (documents of length 0). The size is then fixed,
+            and nothing synchronises. False: the exact size, with one synchronisation on CUDA.
 
     Returns:
         int32 ``[num_documents + 1]``, or ``[total + 1]`` with ``padded``.
@@ -230,8 +230,8 @@ def shift_values(
 
     Returns:
         Like ``values``: slot t holds the value of token t + 1, or ``fill_value`` at the last slot of each document and
-        in the padding after them. Nothing predicts a document's first token, so its value is in no slot and its gradient is
-        0. Derivatives of any order. Deterministic. No synchronisation.
+        in the padding after them. Nothing predicts a document's first token, so its value is in no slot and its
+        gradient is 0. Derivatives of any order. Deterministic. No synchronisation.
 
     Example:
         >>> cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
@@ -264,8 +264,8 @@ def count_target_tokens(
     Args:
         labels: raw (unshifted) labels, int64 or int32 ``[total]`` or ``[1, total]``. Without ``cu_seqlens``
             ``[batch, seqlen]``, one document a row.
-        cu_seqlens: int32 ``[num_documents + 1]`` or the PackedMetadata of the row; the first label of each document is no target, padding after the
-            last one is not counted.
+        cu_seqlens: int32 ``[num_documents + 1]`` or the PackedMetadata of the row; the first label of each document is
+            no target, padding after the last one is not counted.
 
     Returns:
         int64 scalar tensor on the device of ``labels``. No synchronisation.

@@ -7,8 +7,8 @@ running maximum, sum of exponentials, chosen logit and entropy (online softmax).
 turns it in place into d(logits), and multiplies it with weight and with hidden.
 
 The chunks are of the vocabulary, not of the tokens. The gradient of weight is the largest tensor. By chunks of the
-vocabulary each of its entries is one product over all tokens, rounded once. Only the gradient of hidden is added up from
-chunk to chunk, in float32.
+vocabulary each of its entries is one product over all tokens, rounded once. Only the gradient of hidden is added up
+from chunk to chunk, in float32.
 
 What it costs beside the products (forward: one; backward: that one again, and one for each gradient): the kernel reads
 the logits, and in backward writes them too. At 16,384 tokens, 151,936 entries and bf16 these are 5 GB and 10 GB, 1.2 ms
@@ -73,8 +73,8 @@ def token_logps(
     Args:
         hidden: ``[total, hidden]`` or ``[1, total, hidden]``, float32, float64, bfloat16 or float16, any strides: what
             goes into the model's head.
-        weight: ``[vocab, hidden]``, the head's (``lm_head.weight``), in the dtype of hidden. Under autocast hidden, weight
-            and bias are cast as torch.nn.functional.linear casts them.
+        weight: ``[vocab, hidden]``, the head's (``lm_head.weight``), in the dtype of hidden. Under autocast hidden,
+            weight and bias are cast as torch.nn.functional.linear casts them.
         labels: ``[total]`` or ``[1, total]``, int64 or int32, not shifted: label t is the token at t, predicted at
             t - 1. ``ignore_index`` where nothing counts.
         metadata: PackedMetadata of the row, or its cu_seqlens, int32 or int64 ``[num_documents + 1]``.
@@ -85,10 +85,10 @@ def token_logps(
         entropy: also return the entropy of each slot's prediction.
         bias: ``[vocab]``, the head's, the dtype of weight.
         ignore_index: of labels; it may be any number that they hold.
-        group: of torch.distributed, where each rank has a shard of the vocabulary. weight and bias are the rank's shard,
-            ``[vocab / ranks, ...]``, in the order of the ranks and equal in size. hidden and labels are the same on every
-            rank, and so are the results. The gradient of hidden is summed over the ranks, so each rank has the whole
-            gradient. Shards of different sizes are an error on the CPU and give NaN on CUDA.
+        group: of torch.distributed, where each rank has a shard of the vocabulary. weight and bias are the rank's
+            shard, ``[vocab / ranks, ...]``, in the order of the ranks and equal in size. hidden and labels are the same
+            on every rank, and so are the results. The gradient of hidden is summed over the ranks, so each rank has the
+            whole gradient. Shards of different sizes are an error on the CPU and give NaN on CUDA.
 
     Returns:
         ``[total]``, float32 (float64 for float64): slot t holds log p(label t + 1). With ``entropy`` also the entropy

@@ -26,9 +26,10 @@ from packing_ops._batch_cache import BatchCache, is_real, kept_with, plan_of
 class PackedMetadata:
     """Layout of one packed batch; make it with one of the ``from_*`` functions and hand it to every layer.
 
-    varlen_attention, token_logps, the functions of labels and segments and the losses take it where they take cu_seqlens,
-    apply_rotary_qk takes it for position_ids. What the layers share is kept in it: attention plans, and the layout of pad and
-    unpad. position_ids and seq_idx are new tensors at each use, and writing into them changes nothing here.
+    varlen_attention, token_logps, the functions of labels and segments and the losses take it where they take
+    cu_seqlens, apply_rotary_qk takes it for position_ids. What the layers share is kept in it: attention plans, and the
+    layout of pad and unpad. position_ids and seq_idx are new tensors at each use, and writing into them changes nothing
+    here.
 
     Attributes:
         cu_seqlens: int32 ``[num_documents + 1]``.
@@ -37,8 +38,8 @@ class PackedMetadata:
         indices: int64 ``[total]``, slots of the padded batch that were kept; only after from_attention_mask.
         num_tokens: ``cu_seqlens[-1]`` as a Python int; None if it was neither given nor read.
         seqlen: columns of the padded batch, for pad and unpad; only after from_attention_mask.
-        visible_end: int32 ``[total]``, how far each query sees. varlen_attention takes it from here. None: causality or a
-            window decides. Set it with ``dataclasses.replace(metadata, visible_end=...)``.
+        visible_end: int32 ``[total]``, how far each query sees. varlen_attention takes it from here. None: causality or
+            a window decides. Set it with ``dataclasses.replace(metadata, visible_end=...)``.
         position_ids: int64 ``[total]``, restarting in every document; a new tensor at each use.
         seq_idx: int32 ``[total]``, the index of every slot's document; a new tensor at each use.
 
@@ -242,8 +243,8 @@ class PackedMetadata:
     ) -> torch.Tensor:
         """The ``plan`` of varlen_attention for this batch: made at first use, the same tensor for every layer after.
 
-        Do not write into it. While a CUDA graph is captured, each call makes a new plan, and each replay makes it from the
-        lengths that cu_seqlens then has.
+        Do not write into it. While a CUDA graph is captured, each call makes a new plan, and each replay makes it from
+        the lengths that cu_seqlens then has.
         """
         sides = window_sides(window_size)
         of_v = head_dim if head_dim_v is None else head_dim_v

@@ -27,15 +27,16 @@ Cost = Literal["tokens", "flops"] | tuple[str, float, float]
 class Packing:
     """Bins of sequences, as CSR: bin ``b`` holds pieces ``bin_offsets[b] : bin_offsets[b + 1]``.
 
-    A bin is a packed row. A piece is a sequence, or a part of one with ``overlong="split"`` or ``"truncate"``. The pieces of
-    a bin are in the order in which they were put there.
+    A bin is a packed row. A piece is a sequence, or a part of one with ``overlong="split"`` or ``"truncate"``. The
+    pieces of a bin are in the order in which they were put there.
 
     Attributes:
         bin_offsets: int64 ``[num_bins + 1]``, from 0 to num_pieces.
         item_indices: int64 ``[num_pieces]``, the sequence (index into the lengths) of each piece.
         starts: int64 ``[num_pieces]``, first token of the piece inside its sequence.
         lengths: int64 ``[num_pieces]``, tokens of the piece, not aligned; ``[num_pieces, sides]`` of several budgets.
-        dropped, split, truncated, own: int64, ascending: indices of sequences over the capacity, by what was done with them.
+        dropped, split, truncated, own: int64, ascending: indices of sequences over the capacity, by what was done with
+            them.
         num_tokens: tokens in bins, of all sides.
         lost_tokens: tokens that are in no bin, from dropped sequences and truncated ends.
         lower_bound: no packing of these pieces has fewer bins.
@@ -135,9 +136,9 @@ def pack_sequences(
     Args:
         lengths: int32 or int64 ``[num_sequences]``, tokens per sequence, or a Python sequence. 0 is a length. A CUDA
             tensor is copied to the CPU, which synchronises once; pack_ffd leaves it where it is. ``[num_sequences,
-            sides]``, at most 8 sides, or a list of lists: a sequence takes of several budgets at once, the chosen and the rejected tokens
-            of a preference pair for example. What goes by length goes by its longest side then, costs are summed, and
-            the strategy is "next_fit", "first_fit" or "ffd", overlong "error", "own" or "drop".
+            sides]``, at most 8 sides, or a list of lists: a sequence takes of several budgets at once, the chosen and
+            the rejected tokens of a preference pair for example. What goes by length goes by its longest side then,
+            costs are summed, and the strategy is "next_fit", "first_fit" or "ffd", overlong "error", "own" or "drop".
         capacity: tokens of one row, at least 1; of each side. No row exceeds it, aligned lengths counted;
             ``overlong="own"`` is the one exception.
         strategy:
@@ -151,13 +152,13 @@ def pack_sequences(
         alignment: a sequence occupies its length rounded up to a multiple of this (tensor or context parallel, fp8).
         max_sequences_per_bin: most pieces in a bin.
         min_bins: least number of bins.
-        bins_multiple_of: the number of bins is a multiple of this (the data-parallel size). Where bins are missing, the bin
-            with the most sequences (the last of equals) gives its last sequences to new bins, one to each, until it has one
-            left. No bin is ever empty.
-        overlong: what is done with a sequence whose aligned length is over the capacity: ``"error"``; ``"own"`` puts it alone
-            into a bin that is longer than the capacity; ``"split"`` cuts it into pieces, all but the last as long as the
-            capacity allows; ``"truncate"`` keeps the first of these pieces; ``"drop"``. The result lists these sequences and
-            counts the tokens lost.
+        bins_multiple_of: the number of bins is a multiple of this (the data-parallel size). Where bins are missing, the
+            bin with the most sequences (the last of equals) gives its last sequences to new bins, one to each, until it
+            has one left. No bin is ever empty.
+        overlong: what is done with a sequence whose aligned length is over the capacity: ``"error"``; ``"own"`` puts it
+            alone into a bin that is longer than the capacity; ``"split"`` cuts it into pieces, all but the last as long
+            as the capacity allows; ``"truncate"`` keeps the first of these pieces; ``"drop"``. The result lists these
+            sequences and counts the tokens lost.
         balance: ``"tokens"``, ``"flops"`` or ``("flops", a, b)``: a sequence of L aligned tokens costs L, or
             a * L + b * L**2 (a = 12 * hidden_size, b = 1 for a dense causal decoder; "flops" alone takes hidden_size
             4096). Bins are then ordered from costly to cheap and dealt so that ``rows_for_rank`` gives every one of

@@ -29,20 +29,21 @@ def trim_padding(
 ) -> Mapping[str, object]:
     """A batch without the columns that are padding in every row. The mask says what is padding; token ids are not read.
 
-    ``torch.ops.packing_ops.trim_padding_range`` finds the columns to keep, and reads the mask alone; on CUDA it synchronises
-    once. The values are sliced by torch: views of the batch, through which gradients flow, nothing is copied. Meant for the
-    CPU, before the batch goes to the device.
+    ``torch.ops.packing_ops.trim_padding_range`` finds the columns to keep, and reads the mask alone; on CUDA it
+    synchronises once. The values are sliced by torch: views of the batch, through which gradients flow, nothing is
+    copied. Meant for the CPU, before the batch goes to the device.
 
     Args:
-        batch: name to value. Tensors and arrays of two dimensions or more are ``[batch, seqlen, ...]`` and are trimmed; other
-            values (numbers, strings, one value per row) are copied over.
+        batch: name to value. Tensors and arrays of two dimensions or more are ``[batch, seqlen, ...]`` and are trimmed;
+            other values (numbers, strings, one value per row) are copied over.
         attention_mask: ``[batch, seqlen]``, nonzero for tokens; ``batch["attention_mask"]`` by default.
         side: the side to trim, "right", "left" or "both".
         min_length: minimum number of columns to keep.
         multiple_of: round the number of columns up to a multiple of this, at most to the columns of the batch.
 
     Returns:
-        A new dict whose trimmed tensors are views of those in ``batch``, or ``batch`` itself when there is nothing to trim.
+        A new dict whose trimmed tensors are views of those in ``batch``, or ``batch`` itself when there is nothing to
+        trim.
 
     Example:
         >>> batch = {"input_ids": torch.tensor([[5, 6, 0, 0], [7, 0, 0, 0]])}
@@ -76,9 +77,9 @@ def iter_microbatches(
     """Micro-batches of examples, in order, each padded on the right to its own longest example.
 
     Args:
-        examples: iterable of dicts with the same names, read as needed. Names in ``pad_values`` are sequences of the same
-            length within an example: a tensor ``[length]``, a Python list, or ``[1, length]``, whose one row is taken.
-            Beside a 1-D one, ``[length, ...]`` is allowed too. Other names have one value per example.
+        examples: iterable of dicts with the same names, read as needed. Names in ``pad_values`` are sequences of the
+            same length within an example: a tensor ``[length]``, a Python list, or ``[1, length]``, whose one row is
+            taken. Beside a 1-D one, ``[length, ...]`` is allowed too. Other names have one value per example.
         microbatch_size: examples per micro-batch; the last one may have fewer.
         pad_values: name to its padding value, for example ``{"input_ids": 0, "labels": -100}``.
 

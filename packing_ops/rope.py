@@ -67,8 +67,8 @@ def apply_rotary_qk(
         cos, sin: one of the four dtypes, any strides (copied first only where the last dimension is not contiguous).
             With ``position_ids`` a cache ``[max_positions, entries]``. Without, already gathered:
             ``[seqlen, entries]`` or ``[1 or batch, seqlen, entries]``.
-        position_ids: int32 or int64 ``[seqlen]`` or ``[1 or batch, seqlen]``: rows of the cache. Or the PackedMetadata of a
-            packed row, whose position_ids are taken.
+        position_ids: int32 or int64 ``[seqlen]`` or ``[1 or batch, seqlen]``: rows of the cache. Or the PackedMetadata
+            of a packed row, whose position_ids are taken.
         interleaved: pairs are elements 2i and 2i + 1 instead of i and i + rotary_dim / 2.
         inplace: write into q and k themselves; for q and k that need no gradient.
         unsqueeze_dim: where the heads are in 4 dimensions, 1 or 2.
@@ -76,21 +76,21 @@ def apply_rotary_qk(
             ``mrope_section``). ``position_ids``, or the gathered tables, then have 3 or 4 rows in front
             (``[3, batch, seqlen]``), and chunk i takes its angles from row ``i % rows``.
         rotary_dim: elements of a head that are rotated; the rest is copied. By default head_dim if the tables have
-            ``head_dim / 2`` entries, else the number of entries. Pass it where that guess is wrong: an entry for each element
-            of half a head, or an entry for each pair of less than a head.
+            ``head_dim / 2`` entries, else the number of entries. Pass it where that guess is wrong: an entry for each
+            element of half a head, or an entry for each pair of less than a head.
 
-    Tables have an entry for each pair (rotary_dim / 2 entries) or for each element (rotary_dim entries). With an entry for
-    each element, element i uses entry i. Half-split tables are then transformers' ``cat(freqs, freqs)``, and interleaved
-    tables repeat each entry (``repeat_interleave(freqs, 2)``).
+    Tables have an entry for each pair (rotary_dim / 2 entries) or for each element (rotary_dim entries). With an entry
+    for each element, element i uses entry i. Half-split tables are then transformers' ``cat(freqs, freqs)``, and
+    interleaved tables repeat each entry (``repeat_interleave(freqs, 2)``).
 
     Returns:
         (q, k) rotated, or (q, None): new tensors in the memory order of the inputs (as torch.empty_like), or q and k
-        themselves with ``inplace``. Computed in float32 (float64 for float64). The result of a head depends on its values
-        and angles alone, so its bits are the same in any layout, batch or packing. Deterministic.
+        themselves with ``inplace``. Computed in float32 (float64 for float64). The result of a head depends on its
+        values and angles alone, so its bits are the same in any layout, batch or packing. Deterministic.
 
     Gradients:
-        The gradient is rotated back, in the same pass; it may be expanded or strided. Second derivatives and forward mode
-        (torch.func.jvp) work too. cos and sin get no gradient, so they must not require one.
+        The gradient is rotated back, in the same pass; it may be expanded or strided. Second derivatives and forward
+        mode (torch.func.jvp) work too. cos and sin get no gradient, so they must not require one.
 
     Cost:
         Reads and writes q and k once; tables are read once per token. Nothing synchronises.

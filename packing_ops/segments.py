@@ -1,7 +1,7 @@
 """Per-document reductions of a packed row (sum, mean, standard deviation), their broadcast back to the slots, and GAE.
 
-cu_seqlens is as in packing_ops.boundaries. A segment need not be a document: with one reward per sample as values and the
-boundaries of the prompts as cu_seqlens, segment_mean is the mean reward of each prompt.
+cu_seqlens is as in packing_ops.boundaries. A segment need not be a document: with one reward per sample as values and
+the boundaries of the prompts as cu_seqlens, segment_mean is the mean reward of each prompt.
 """
 
 from numbers import Real
@@ -156,12 +156,13 @@ def segment_broadcast(
     Args:
         values: ``[num_documents, ...]``, any dtype.
         cu_seqlens: int32 or int64 ``[num_documents + 1]``, or the PackedMetadata of the row.
-        total: slots of the row. Without it ``total`` of the PackedMetadata, or ``cu_seqlens[-1]``, which synchronises on CUDA.
+        total: slots of the row. Without it ``total`` of the PackedMetadata, or ``cu_seqlens[-1]``, which synchronises
+            on CUDA.
 
     Returns:
-        ``[total, ...]`` of the same dtype: slot t has the value of its document; 0 (False) in the padding after the last
-        one. Differentiable any number of times. A document's gradient is the sum over its slots, in an order that depends
-        on its own length alone.
+        ``[total, ...]`` of the same dtype: slot t has the value of its document; 0 (False) in the padding after the
+        last one. Differentiable any number of times. A document's gradient is the sum over its slots, in an order that
+        depends on its own length alone.
 
     Example:
         >>> cu_seqlens = torch.tensor([0, 2, 3], dtype=torch.int32)
@@ -210,12 +211,13 @@ def gae(
         advantages[t] = delta[t] + gamma * lam * advantages[t + 1]
         returns[t] = advantages[t] + values[t]
 
-    Masked slots (the prompt, output of tools and environments) are skipped: t + 1 is then the next slot that is not masked,
-    as in verl's compute_gae_advantage_return. verl and TRL whiten the advantages afterwards; this function does not.
+    Masked slots (the prompt, output of tools and environments) are skipped: t + 1 is then the next slot that is not
+    masked, as in verl's compute_gae_advantage_return. verl and TRL whiten the advantages afterwards; this function does
+    not.
 
     Args:
-        rewards: float32, float64, bfloat16 or float16 ``[total]`` or ``[1, total]``. rewards[t] is the reward of the token
-            in slot t. The reward of a whole document stands in its last slot, which is
+        rewards: float32, float64, bfloat16 or float16 ``[total]`` or ``[1, total]``. rewards[t] is the reward of the
+            token in slot t. The reward of a whole document stands in its last slot, which is
             ``last_token_indices(metadata)``; with a mask, in its last slot that is not masked, since rewards of masked
             slots are ignored. Nothing is shifted.
         values: the critic's, of the same shape, any of these dtypes. values[t] is the value before the token in slot t.
@@ -223,14 +225,14 @@ def gae(
         gamma: discount per step, 0 to 1.
         lam: 0 (one-step TD error) to 1 (discounted sum of rewards minus the value).
         mask: of that shape, bool, integer or floating; slots where it is 0 are skipped, even if they are NaN.
-        bootstrap: floating ``[num_documents]``, the value after each document's last slot: not 0 for truncated responses.
-            0 by default.
+        bootstrap: floating ``[num_documents]``, the value after each document's last slot: not 0 for truncated
+            responses. 0 by default.
 
     Returns:
         (advantages, returns), shaped like rewards; float64 if rewards or values are, else float32. 0 in masked slots (verl
-        has other numbers there, which its loss masks) and after the last document. No synchronisation; one kernel for any
-        number and length of documents. Deterministic: a document gets the same bits alone and packed. Not differentiable,
-        since PPO's losses take both as constants: backward through them raises NotImplementedError.
+        has other numbers there, which its loss masks) and after the last document. No synchronisation; one kernel for
+        any number and length of documents. Deterministic: a document gets the same bits alone and packed. Not
+        differentiable, since PPO's losses take both as constants: backward through them raises NotImplementedError.
 
     Example:
         >>> rewards = torch.tensor([0.0, 0.0, 1.0, 0.0, 1.0])
@@ -247,8 +249,8 @@ def gae(
         tensor([0.2500, 0.0000, 0.5000, 0.5000, 0.5000])
 
     Raises:
-        ValueError: rewards, values, a mask or a bootstrap of another dtype, device or shape; gamma or lam outside 0 to 1;
-            metadata of another total, cu_seqlens past the end of rewards.
+        ValueError: rewards, values, a mask or a bootstrap of another dtype, device or shape; gamma or lam outside 0 to
+            1; metadata of another total, cu_seqlens past the end of rewards.
     """
     given: dict[str, Any] = {"rewards": rewards, "values": values, "bootstrap": bootstrap}
     for name, tensor in given.items():

@@ -1,7 +1,7 @@
 """visible_end of varlen_attention, from what models and data sets know: blocks of an image, prefixes, whole documents.
 
-Each is int32 ``[total]``. Where a token only sees back, its entry is its position plus 1. ``torch.maximum(a, b)`` of two of
-them lets a token see what either shows it. Entries in the padding after the last document do not count.
+Each is int32 ``[total]``. Where a token only sees back, its entry is its position plus 1. ``torch.maximum(a, b)`` of
+two of them lets a token see what either shows it. Entries in the padding after the last document do not count.
 """
 
 import torch
@@ -16,8 +16,8 @@ def visible_end_from_blocks(block_ids: torch.Tensor, cu_seqlens: PackedMetadata 
     """Causal but for blocks whose tokens see each other: the images of token_type_ids, say.
 
     Args:
-        block_ids: integer or bool ``[total]`` or ``[1, total]``. A token with 0 only sees back. Neighbours of one document
-            with the same other number are a block. Each of them sees the whole block and what lies before it.
+        block_ids: integer or bool ``[total]`` or ``[1, total]``. A token with 0 only sees back. Neighbours of one
+            document with the same other number are a block. Each of them sees the whole block and what lies before it.
         cu_seqlens: int32 ``[num_documents + 1]``, or the PackedMetadata of the row.
 
     Returns:

@@ -182,8 +182,8 @@ def _are_like_boundaries(value) -> bool:
 def _may_be_either(name: str, value, rows: int) -> bool:
     """Whether a field with as many entries as rows may have rows or belong to the whole batch.
 
-    Three kinds: a field called boundaries, on a GPU or in another form than contiguous pairs; a list of contiguous pairs up
-    to the last row under another name; a tuple of tensors or lists.
+    Three kinds: a field called boundaries, on a GPU or in another form than contiguous pairs; a list of contiguous
+    pairs up to the last row under another name; a tuple of tensors or lists.
     """
     if not hasattr(value, "__len__") or not _dim(value) or not rows or len(value) != rows:
         return False

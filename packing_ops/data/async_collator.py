@@ -17,13 +17,14 @@ class AsyncBatchCollatorMisuse(AssertionError):
 class AsyncBatchCollator:
     """Runs ``compute(step)`` in one worker thread, at most one step ahead. For a simple loop, prefetch is shorter.
 
-    A batch is the same, byte for byte, as ``compute(step)`` called in the loop, as long as nothing that ``compute`` reads
-    changes between ``submit`` and ``get``. That is up to the caller: the example submits no step across a reshuffle.
+    A batch is the same, byte for byte, as ``compute(step)`` called in the loop, as long as nothing that ``compute``
+    reads changes between ``submit`` and ``get``. That is up to the caller: the example submits no step across a
+    reshuffle.
 
     Args:
-        compute: function from a step number to its batch. It runs in the worker, with the worker's torch thread-local state
-            (grad mode, default device, current CUDA device and stream). Random numbers must come from a generator that
-            ``compute`` seeds by the step. Ops of torch and packing_ops release the GIL.
+        compute: function from a step number to its batch. It runs in the worker, with the worker's torch thread-local
+            state (grad mode, default device, current CUDA device and stream). Random numbers must come from a generator
+            that ``compute`` seeds by the step. Ops of torch and packing_ops release the GIL.
         thread_name_prefix: of the worker thread's name.
 
     Example:
@@ -51,11 +52,11 @@ class AsyncBatchCollator:
         2 20
         3 30
 
-    A collator serves one calling thread at a time. There may be any number of collators. After a fork the child's copy starts
-    another worker, which computes the pending step again; the parent's worker goes on.
+    A collator serves one calling thread at a time. There may be any number of collators. After a fork the child's copy
+    starts another worker, which computes the pending step again; the parent's worker goes on.
 
-    It can replace SkyRL's class of the same name: the methods are the same, and so are the AssertionErrors and their words.
-    One difference: ``clear`` and ``shutdown`` do not raise what the discarded step raised.
+    It can replace SkyRL's class of the same name: the methods are the same, and so are the AssertionErrors and their
+    words. One difference: ``clear`` and ``shutdown`` do not raise what the discarded step raised.
     """
 
     def __init__(self, compute: Callable[[int], Any], thread_name_prefix: str = "batch-collate"):
@@ -174,9 +175,10 @@ def prefetch(
 ) -> Iterator[Any]:
     """``map(compute, steps)`` one batch ahead: the next batch is collated while the current one trains.
 
-    A generator around AsyncBatchCollator. Its worker thread ends with the loop: after the last batch, a break, or an error
-    in the loop, in ``steps`` or in ``compute``. If a variable refers to the generator, an error in the loop leaves the
-    worker idle for as long as the variable lives; ``with contextlib.closing(prefetch(...)) as batches`` ends it at once.
+    A generator around AsyncBatchCollator. Its worker thread ends with the loop: after the last batch, a break, or an
+    error in the loop, in ``steps`` or in ``compute``. If a variable refers to the generator, an error in the loop
+    leaves the worker idle for as long as the variable lives; ``with contextlib.closing(prefetch(...)) as batches`` ends
+    it at once.
 
     Args:
         steps: iterable of what batches are computed from: a range, or a batch sampler's lists of indices. The calling

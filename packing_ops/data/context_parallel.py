@@ -1,8 +1,8 @@
 """Where documents lie under tensor and context parallelism, and which tokens of a row each rank of a group holds.
 
 Zigzag: a document is cut into ``2 * ranks`` chunks and rank r holds chunks r and ``2 * ranks - 1 - r``, one from either
-end, so that a causal mask gives all ranks equal work. A rank's row holds those two chunks of every document, one document
-after the other. Contiguous: rank r holds the r-th of ``ranks`` equal parts of the row.
+end, so that a causal mask gives all ranks equal work. A rank's row holds those two chunks of every document, one
+document after the other. Contiguous: rank r holds the r-th of ``ranks`` equal parts of the row.
 """
 
 import math
@@ -66,8 +66,8 @@ def thd_partition_indices(
         [[0, 1, 6, 7], [2, 3, 4, 5]]
 
     Raises:
-        ValueError: cp_rank outside cp_size; cu_seqlens or total that are no multiples of ``2 * cp_size``; no cu_seqlens,
-            or such as end past ``total``.
+        ValueError: cp_rank outside cp_size; cu_seqlens or total that are no multiples of ``2 * cp_size``; no
+            cu_seqlens, or such as end past ``total``.
 
     Source:
         TransformerEngine's context parallelism (thd_get_partitioned_indices), as megatron-core expects it.
@@ -102,8 +102,8 @@ def thd_partition_indices(
 def chunks_of_ranks(starts: torch.Tensor, rows: int, ranks: int, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the chunks of each document begin and end that each rank holds, for documents of any lengths.
 
-    Zigzag chunks have equal lengths where a document's length is a multiple of ``2 * ranks``. Else they differ by a slot
-    or two: a rank takes as many slots of a document as there are numbers t between its two ends with
+    Zigzag chunks have equal lengths where a document's length is a multiple of ``2 * ranks``. Else they differ by a
+    slot or two: a rank takes as many slots of a document as there are numbers t between its two ends with
     ``t % ranks == rank``. So all ranks hold equally many slots of the row, without any padding inside of it.
 
     Args:

@@ -28,11 +28,12 @@ def count_tokens(batch: Mapping[str, object], *, tokens: str = "input_ids", pad_
     """Tokens, padding and sequences of a padded or packed batch. No synchronisation.
 
     Args:
-        batch: any mapping with a tensor ``[total]``, ``[1, total]`` or ``[rows, seqlen]`` under ``tokens``; or several, under
-            names that end in it: ``chosen_input_ids`` and ``rejected_input_ids``, each with fields of the same prefix.
+        batch: any mapping with a tensor ``[total]``, ``[1, total]`` or ``[rows, seqlen]`` under ``tokens``; or several,
+            under names that end in it: ``chosen_input_ids`` and ``rejected_input_ids``, each with fields of the same
+            prefix.
         tokens: the name; "sequences" for the batches of PackedCollator.
-        pad_token_id: the padding token of PaddingFreeCollator. In its cu_seq_lens, and in PackedCollator.model_inputs', the
-            padding of a row is a document. A document that holds only this token, and no label, counts as padding.
+        pad_token_id: the padding token of PaddingFreeCollator. In its cu_seq_lens, and in PackedCollator.model_inputs',
+            the padding of a row is a document. A document that holds only this token, and no label, counts as padding.
 
     The first of these fields that the batch has decides what is a token:
         ``sub_seq_lengths``: PackedCollator's lengths of the documents of each row.
@@ -54,12 +55,12 @@ def count_tokens(batch: Mapping[str, object], *, tokens: str = "input_ids", pad_
         [5, 3, 2]
 
     Raises:
-        ValueError: no tensor of that name, or one of another rank; a mask of another shape; cu_seqlens of another dtype or
-            shape.
+        ValueError: no tensor of that name, or one of another rank; a mask of another shape; cu_seqlens of another dtype
+            or shape.
         TypeError: a pad_token_id that is no integer.
 
-    open-instruct's get_num_tokens is ``tokens``, its get_num_sequences ``sequences``, its get_num_padded_tokens ``tokens +
-    padding_tokens``.
+    open-instruct's get_num_tokens is ``tokens``, its get_num_sequences ``sequences``, its get_num_padded_tokens
+    ``tokens + padding_tokens``.
     """
     names = [name for name in batch if str(name).endswith(tokens)]
     if not names:

@@ -1,7 +1,7 @@
 """Losses that do not depend on how a batch is split: padded or packed, in any micro-batches, on any number of ranks.
 
-Two rules make that so. Sums are per document, so that neighbours in a row do not mix. And the denominator is counted once,
-over the whole batch of the optimizer step, before the split; never over one micro-batch.
+Two rules make that so. Sums are per document, so that neighbours in a row do not mix. And the denominator is counted
+once, over the whole batch of the optimizer step, before the split; never over one micro-batch.
 """
 
 from typing import Literal
@@ -29,17 +29,18 @@ def sequence_logps(
 
     Args:
         logits: ``[batch, seqlen, vocab]``, or packed ``[1, total, vocab]`` or ``[total, vocab]``; floating.
-        labels: int64 or int32, the shape of logits without vocab, not shifted: label t is the token at t, which slot t - 1
-            predicts. ``ignore_index`` for the prompt and for padding. The first label of a document is always ignored.
-        cu_seqlens: int32 ``[num_documents + 1]`` or PackedMetadata: the documents of a packed row. Without it each row of
-            ``[batch, seqlen]`` is one document.
-        attention_mask: ``[batch, seqlen]``, nonzero for tokens; needed with left padding, where the slot before the first
-            token is padding.
+        labels: int64 or int32, the shape of logits without vocab, not shifted: label t is the token at t, which slot t
+            - 1 predicts. ``ignore_index`` for the prompt and for padding. The first label of a document is always
+            ignored.
+        cu_seqlens: int32 ``[num_documents + 1]`` or PackedMetadata: the documents of a packed row. Without it each row
+            of ``[batch, seqlen]`` is one document.
+        attention_mask: ``[batch, seqlen]``, nonzero for tokens; needed with left padding, where the slot before the
+            first token is padding.
         average: mean over the labels that are not ignored, instead of the sum; 0 where there are none.
 
     Returns:
-        ``[num_documents]``, float64 for float64 logits, else float32. No synchronisation. Half precision logits are first
-        cast to float32, which takes ``4 * vocab`` bytes per slot.
+        ``[num_documents]``, float64 for float64 logits, else float32. No synchronisation. Half precision logits are
+        first cast to float32, which takes ``4 * vocab`` bytes per slot.
 
     Example:
         >>> logits = torch.tensor([[0.25, 0.75], [0.5, 0.5], [0.125, 0.875]]).log()
@@ -85,18 +86,19 @@ def masked_loss(
     Args:
         losses: one per slot, floating ``[batch, seqlen]``, or packed ``[1, total]`` or ``[total]``: cross-entropy with
             ``reduction="none"``, a policy loss, a KL term. Values where the mask is 0 do not matter.
-        loss_mask: bool, integer or floating weights of the same shape, slot by slot. Where losses stand at the slot that
-            predicts, shift the mask there too (see shift_values).
-        num_items_in_batch: the denominator, over all micro-batches of all ranks of this optimizer step. "token_mean": the
-            sum of their loss masks (count_target_tokens). "sequence_mean": the number of sequences with loss tokens, or of
-            all sequences if fully masked ones should count (count_masked_rows of normalize_advantages). 1 for a mask that
-            is already divided by it, such as PackedCollator's. A tensor causes no synchronisation. 0 gives a loss of 0.
+        loss_mask: bool, integer or floating weights of the same shape, slot by slot. Where losses stand at the slot
+            that predicts, shift the mask there too (see shift_values).
+        num_items_in_batch: the denominator, over all micro-batches of all ranks of this optimizer step. "token_mean":
+            the sum of their loss masks (count_target_tokens). "sequence_mean": the number of sequences with loss
+            tokens, or of all sequences if fully masked ones should count (count_masked_rows of normalize_advantages). 1
+            for a mask that is already divided by it, such as PackedCollator's. A tensor causes no synchronisation. 0
+            gives a loss of 0.
         cu_seqlens: int32 ``[num_documents + 1]`` or PackedMetadata: the documents of a packed row. Slots after the last
             document do not count. Without cu_seqlens each row is one document.
-        reduction: ``"token_mean"``: every token weighs the same. ``"sequence_mean"``: every sequence does, the mean over
-            sequences of each one's token mean.
-        dp_size: number of ranks whose gradients are averaged afterwards, as by DistributedDataParallel and FSDP: the loss
-            is multiplied by it. 1 where gradients are summed.
+        reduction: ``"token_mean"``: every token weighs the same. ``"sequence_mean"``: every sequence does, the mean
+            over sequences of each one's token mean.
+        dp_size: number of ranks whose gradients are averaged afterwards, as by DistributedDataParallel and FSDP: the
+            loss is multiplied by it. 1 where gradients are summed.
 
     Returns:
         A scalar, float64 for float64 losses, else float32. No synchronisation.

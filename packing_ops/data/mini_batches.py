@@ -1,11 +1,11 @@
 """Mini-batches of RL: a rollout's rows cut by whole prompts, dealt to the ranks, their advantages scaled.
 
-For PPO, GRPO and their like, where one rollout takes several optimizer steps. SFT needs none of it: it has micro-batches
-(token_budget_microbatches) and masked_loss.
+For PPO, GRPO and their like, where one rollout takes several optimizer steps. SFT needs none of it: it has
+micro-batches (token_budget_microbatches) and masked_loss.
 
-A mini-batch is a (start, end) pair of rows from compute_prompt_mini_batch_boundaries, and the rows of one optimizer step. It
-holds a fixed number of prompts. How many rows these have depends on their samples and turns. Rows after the last pair are
-padding, in no chunk, sum or mean.
+A mini-batch is a (start, end) pair of rows from compute_prompt_mini_batch_boundaries, and the rows of one optimizer
+step. It holds a fixed number of prompts. How many rows these have depends on their samples and turns. Rows after the
+last pair are padding, in no chunk, sum or mean.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -53,14 +53,15 @@ def stage_chunks(
 
     Args:
         batch: see the docstring of packing_ops.data.rows. Chunks are of its class; its metadata is cut with the rows.
-        boundaries: (start, end) rows of each mini-batch, a list or int64 ``[num_mini_batches, 2]``, contiguous from row 0
-            on. Rows after the last one are padding and in no chunk.
+        boundaries: (start, end) rows of each mini-batch, a list or int64 ``[num_mini_batches, 2]``, contiguous from row
+            0 on. Rows after the last one are padding and in no chunk.
         dp_size: number of data-parallel ranks.
-        put: called with each chunk, mini-batch by mini-batch, for example ``ray.put``; its results are returned in place of
-            the chunks. Chunks then own their memory, so that pickling one does not serialise the whole batch. Without it
-            the chunks are returned; they are views of ``batch`` where nothing was padded.
+        put: called with each chunk, mini-batch by mini-batch, for example ``ray.put``; its results are returned in
+            place of the chunks. Chunks then own their memory, so that pickling one does not serialise the whole batch.
+            Without it the chunks are returned; they are views of ``batch`` where nothing was padded.
         fill: what dummy rows hold instead of copies, as in pad_batch_to_multiple.
-        row_keys, batch_keys: see the docstring of packing_ops.data.rows. Each chunk gets the fields in batch_keys whole.
+        row_keys, batch_keys: see the docstring of packing_ops.data.rows. Each chunk gets the fields in batch_keys
+            whole.
 
     Returns:
         ``num_mini_batches`` lists of ``dp_size`` chunks. All chunks of a mini-batch have the same number of rows.
@@ -105,9 +106,9 @@ def normalize_advantages(
 ) -> torch.Tensor:
     """Advantages scaled so that the sum of ``scaled * loss_mask`` over a mini-batch is its reduction.
 
-    A policy loss that is linear in the advantages can then be summed over any micro-batches and ranks. Its gradient is the
-    gradient of the reduction over the whole mini-batch. DistributedDataParallel and FSDP average the gradients of the ranks
-    instead of summing them: multiply the loss by the number of ranks there.
+    A policy loss that is linear in the advantages can then be summed over any micro-batches and ranks. Its gradient is
+    the gradient of the reduction over the whole mini-batch. DistributedDataParallel and FSDP average the gradients of
+    the ranks instead of summing them: multiply the loss by the number of ranks there.
 
     The reductions, with a = the advantages and m = loss_mask (usually 1) of the loss tokens:
         ``"token_mean"``: the mean over all loss tokens of the mini-batch, sum(a * m) / sum(m).
@@ -116,21 +117,21 @@ def normalize_advantages(
         ``"prompt_mean"``: the mean over prompts of the token mean over all rows of the prompt.
         ``"token_mean_legacy"``: the mean over micro-batches, each ``micro_batch_size`` rows of the mini-batch, of the
             token mean over all rows of the micro-batch: what a mean per micro-batch and gradient accumulation give.
-    Rows without loss tokens do not count, nor do prompts or micro-batches that have only such rows. So dummy rows, whose
-    number depends on the number of ranks, change nothing. ``count_masked_rows=True`` counts them.
+    Rows without loss tokens do not count, nor do prompts or micro-batches that have only such rows. So dummy rows,
+    whose number depends on the number of ranks, change nothing. ``count_masked_rows=True`` counts them.
 
     Args:
         advantages: floating ``[rows, seqlen]``.
         loss_mask: ``[rows, seqlen]``, floating, integer or bool; a token counts where it is over 0.
-        boundaries: (start, end) rows of each mini-batch, contiguous from row 0 on. Rows after the last one are padding: in
-            no statistic, whatever their mask is.
+        boundaries: (start, end) rows of each mini-batch, contiguous from row 0 on. Rows after the last one are padding:
+            in no statistic, whatever their mask is.
         reduction: one of the five names.
-        prompt_boundaries: (start, end) rows of each prompt, from compute_prompt_boundaries; needed for ``"prompt_mean"``.
-            They must reach at least as far as boundaries, with no prompt in two mini-batches.
+        prompt_boundaries: (start, end) rows of each prompt, from compute_prompt_boundaries; needed for
+            ``"prompt_mean"``. They must reach at least as far as boundaries, with no prompt in two mini-batches.
         max_seq_len: tokens; needed for ``"seq_mean_token_sum_norm"``.
         micro_batch_size: rows; needed for ``"token_mean_legacy"``. It must divide the rows of each mini-batch.
-        count_masked_rows: count rows, prompts and micro-batches without loss tokens in the denominators, as SkyRL does: a
-            fully masked sample then lowers the weight of the others. It also counts dummy rows inside a mini-batch.
+        count_masked_rows: count rows, prompts and micro-batches without loss tokens in the denominators, as SkyRL does:
+            a fully masked sample then lowers the weight of the others. It also counts dummy rows inside a mini-batch.
         zscore: first subtract the mean over the loss tokens of all mini-batches, and divide by their standard deviation
             (of the population, ``correction=0``; where that is 0, all advantages become 0).
 
@@ -154,9 +155,9 @@ def normalize_advantages(
         0.75
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit; an unknown reduction, or a missing argument that it needs;
-            boundaries with gaps or overlaps, or none for a batch with rows; a prompt in two mini-batches; rows of a
-            mini-batch that are in no prompt, or that micro_batch_size does not divide.
+        ValueError: shapes, dtypes or devices that do not fit; an unknown reduction, or a missing argument that it
+            needs; boundaries with gaps or overlaps, or none for a batch with rows; a prompt in two mini-batches; rows
+            of a mini-batch that are in no prompt, or that micro_batch_size does not divide.
 
     Statistics are computed in float64, the product in float32 or more. No synchronisation. The reductions are SkyRL's.
     """

@@ -21,11 +21,11 @@ class PackedCollator:
 
     Differences from SkyRL's:
 
-    - No row is longer than the capacity, because documents count with their aligned length. SkyRL counts raw lengths: at
-      alignment 32 it puts 41 documents of 33 tokens into one row of 2,624 slots for a capacity of 2,048. Where alignment
-      makes no row too long, the batch is SkyRL's, byte for byte.
-    - An example as long as the capacity therefore fits only if the alignment divides the capacity. Round the capacity up, or
-      pass ``round_capacity=True``.
+    - No row is longer than the capacity, because documents count with their aligned length. SkyRL counts raw lengths:
+      at alignment 32 it puts 41 documents of 33 tokens into one row of 2,624 slots for a capacity of 2,048. Where
+      alignment makes no row too long, the batch is SkyRL's, byte for byte.
+    - An example as long as the capacity therefore fits only if the alignment divides the capacity. Round the capacity
+      up, or pass ``round_capacity=True``.
     - Weights are divided by their sum. SkyRL truncates the sum to an integer; for masks of 0 and 1 that is the same.
     - The batch is a dict and always packed; SkyRL's unpacked batches for evaluation are left to the caller.
       sub_seq_lengths are lists, response_length is an entry, order is new.
@@ -37,22 +37,22 @@ class PackedCollator:
         tp_size, cp_size: a document occupies its length rounded up to a multiple of tp_size, or of
             ``2 * tp_size * cp_size`` when cp_size > 1.
         fp8: the multiple is also a multiple of ``16 * cp_size``.
-        strategy: of pack_sequences: "ffd", "bfd", "next_fit", "first_fit" or "balanced". Those that sort do it by raw length,
-            the later of two equal examples first, which is SkyRL's order. Aligned lengths then fall too.
-        overlong: ``"error"``, or ``"own"``: an example over the capacity is kept whole, alone in a row. All rows are then as
-            wide as this row.
+        strategy: of pack_sequences: "ffd", "bfd", "next_fit", "first_fit" or "balanced". Those that sort do it by raw
+            length, the later of two equal examples first, which is SkyRL's order. Aligned lengths then fall too.
+        overlong: ``"error"``, or ``"own"``: an example over the capacity is kept whole, alone in a row. All rows are
+            then as wide as this row.
         round_capacity: round the capacity up to a multiple of the alignment.
 
-    Called with a list of examples, dicts of ``input_ids`` (integers), ``num_actions`` (int: how many tokens at the end are
-    trained on), optional ``loss_mask`` (num_actions weights; 1 by default) and optional ``attention_mask`` (must be all 1:
-    examples have no padding). Sequences are lists, arrays or tensors ``[length]`` or ``[1, length]``. The collator returns
-    on the CPU
+    Called with a list of examples, dicts of ``input_ids`` (integers), ``num_actions`` (int: how many tokens at the end
+    are trained on), optional ``loss_mask`` (num_actions weights; 1 by default) and optional ``attention_mask`` (must be
+    all 1: examples have no padding). Sequences are lists, arrays or tensors ``[length]`` or ``[1, length]``. The
+    collator returns on the CPU
 
         sequences: int64 ``[rows, width]``; the width is the number of slots in the fullest row.
         attention_mask: int64 ``[rows, width]``, 1 where there is a token.
-        loss_mask: float32 ``[rows, width - 1]``. Slot p has the weight of token p + 1, divided by the sum of the weights of
-            the whole batch, so that a sum over all rows is a mean. 0 at the last token of each document, since the first
-            token of a document is no target.
+        loss_mask: float32 ``[rows, width - 1]``. Slot p has the weight of token p + 1, divided by the sum of the
+            weights of the whole batch, so that a sum over all rows is a mean. 0 at the last token of each document,
+            since the first token of a document is no target.
         sub_seq_lengths: tokens of each document, a list per row, not aligned.
         response_length: width - 1, an int.
         order: index of the example that each document came from, row by row. slice_batch, select_rows,
@@ -67,10 +67,10 @@ class PackedCollator:
         [[0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1]]
 
     Raises:
-        ValueError: fewer examples than dp_size, or than rows are needed for a multiple of it; an example without tokens, or
-            over the capacity with ``overlong="error"``; an unknown overlong; a key that all or some examples lack; lengths
-            that do not fit each other; padding in an attention_mask; weights that are negative or not finite, or whose sum
-            float32 does not hold.
+        ValueError: fewer examples than dp_size, or than rows are needed for a multiple of it; an example without
+            tokens, or over the capacity with ``overlong="error"``; an unknown overlong; a key that all or some examples
+            lack; lengths that do not fit each other; padding in an attention_mask; weights that are negative or not
+            finite, or whose sum float32 does not hold.
         TypeError: a capacity, size or pad_token_id that is no integer (None: a tokenizer without one); examples that
             are no list of dicts.
 
@@ -145,8 +145,9 @@ class PackedCollator:
     def context_parallel_split(self, batch: Mapping[str, Any], cp_rank: int) -> dict[str, Any]:
         """One context-parallel rank's part of a batch, or of some of its rows: two chunks of each document.
 
-        A document's aligned slots are split into ``2 * cp_size`` chunks; rank r holds chunks r and ``2 * cp_size - 1 - r``
-        (the zigzag split of Transformer Engine's thd layout), so that causal attention is equal work for all ranks.
+        A document's aligned slots are split into ``2 * cp_size`` chunks; rank r holds chunks r and
+        ``2 * cp_size - 1 - r`` (the zigzag split of Transformer Engine's thd layout), so that causal attention is equal
+        work for all ranks.
 
         Args:
             batch: what calling this collator returned; at least sequences, attention_mask, loss_mask, sub_seq_lengths.
@@ -195,7 +196,8 @@ class PackedCollator:
             labels int64 ``[rows, width]``, not shifted: the token where its weight in loss_mask is not 0, else
                 ignore_index. For weights other than 0 and 1, multiply ``reduction="none"`` losses by loss_mask.
             cu_seq_lens_q, cu_seq_lens_k: one int32 tensor for the rows flattened to ``[rows * width]``, as
-                varlen_attention takes it. A document spans its aligned slots; the unused end of a row is a document too.
+                varlen_attention takes it. A document spans its aligned slots; the unused end of a row is a document
+                too.
             max_length_q, max_length_k: the longest of these documents, an int.
 
         Example:

@@ -23,26 +23,26 @@ class PaddingFreeCollator:
         return_flash_attn_kwargs: return ``cu_seq_lens_q/k`` and ``max_length_q/k``.
         return_position_ids: return ``position_ids``.
         return_seq_idx: return ``seq_idx``.
-        return_packed_metadata: return ``packed_metadata``, the PackedMetadata of the row, for code that calls packing_ops
-            itself; models of transformers take none.
+        return_packed_metadata: return ``packed_metadata``, the PackedMetadata of the row, for code that calls
+            packing_ops itself; models of transformers take none.
         separator_id: label of each document's first token, which nothing predicts.
         max_seq_length: tokens of the row, None for as many as there are. A shorter row is padded: input_ids with
-            pad_token_id, labels with -100. The padding is a document of its own in position_ids, seq_idx and cu_seq_lens,
-            so that no other attends to it.
+            pad_token_id, labels with -100. The padding is a document of its own in position_ids, seq_idx and
+            cu_seq_lens, so that no other attends to it.
         overlong: what happens to examples, taken in order, that exceed max_seq_length or max_sequences_per_bin:
             ``"error"``;
             ``"truncate"``: the row is cut at the limit;
             ``"drop"``: an example that does not fit whole is dropped; later ones that fit are kept;
-            ``"carry"``: the first examples that fit are kept. The caller puts the others, ``selection(features).carried``,
-            at the front of the next batch;
-            ``"own"``: like carry, but a first example that is longer than max_seq_length is kept whole, alone in a longer row.
-            Truncate and drop warn with the number of lost tokens.
+            ``"carry"``: the first examples that fit are kept. The caller puts the others,
+            ``selection(features).carried``, at the front of the next batch;
+            ``"own"``: like carry, but a first example that is longer than max_seq_length is kept whole, alone in a
+            longer row. Truncate and drop warn with the number of lost tokens.
         pad_token_id: see max_seq_length.
         max_sequences_per_bin: maximum number of examples in the row, or None.
 
-    Called with a list of examples, dicts of ``input_ids`` and, in all of them or in none, ``labels`` (input_ids by default,
-    not shifted) and ``attention_mask`` (must be all 1: examples have no padding). Each is a list, array or tensor
-    ``[length]`` or ``[1, length]``. The collator returns
+    Called with a list of examples, dicts of ``input_ids`` and, in all of them or in none, ``labels`` (input_ids by
+    default, not shifted) and ``attention_mask`` (must be all 1: examples have no padding). Each is a list, array or
+    tensor ``[length]`` or ``[1, length]``. The collator returns
 
         input_ids, labels, position_ids: int64 ``[1, total]``.
         seq_idx: int32 ``[1, total]``, index of each token's document.
@@ -223,14 +223,15 @@ class PaddingFreeDPOCollator(PaddingFreeCollator):
     """PaddingFreeCollator for preference pairs: examples with ``chosen_*``, ``rejected_*`` and optionally ``index``.
 
     max_seq_length limits each side on its own. A pair without room on one side is left out of both, so that pairs stay
-    pairs. ``overlong="own"`` is the rule of open-instruct's loader: the first pairs that fit, at least one, whole. selection
-    and count_within_token_budget give their number without collating. To batch a whole dataset, pass the lengths of both
-    sides to pack_sequences or PackedBatchSampler.
+    pairs. ``overlong="own"`` is the rule of open-instruct's loader: the first pairs that fit, at least one, whole.
+    selection and count_within_token_budget give their number without collating. To batch a whole dataset, pass the
+    lengths of both sides to pack_sequences or PackedBatchSampler.
 
     Attributes:
-        concatenated: False: the entries of PaddingFreeCollator twice, as ``chosen_*`` and ``rejected_*``, a row for each
-            side. True: one row for one forward, all chosen documents and then all rejected ones, with one cu_seq_lens over
-            both. Documents i and i + num_pairs are a pair; padding to ``2 * max_seq_length`` is at the end.
+        concatenated: False: the entries of PaddingFreeCollator twice, as ``chosen_*`` and ``rejected_*``, a row for
+            each side. True: one row for one forward, all chosen documents and then all rejected ones, with one
+            cu_seq_lens over both. Documents i and i + num_pairs are a pair; padding to ``2 * max_seq_length`` is at the
+            end.
 
     Also returns ``index``, int64 ``[num_pairs]``, of the pairs that are kept, if the examples have one.
 

@@ -1,20 +1,22 @@
 """Pad, slice and select the rows of a batch. Collators make rows: packed.py.
 
-Input: a dict, or any Mapping whose class can be called with a dict of fields. Fields that have a length and can be sliced
-have one entry per row:
+Input: a dict, or any Mapping whose class can be called with a dict of fields. Fields that have a length and can be
+sliced have one entry per row:
 
 - tensors (nested ones too) and NumPy arrays: dim 0;
-- lists, ragged or not, and list-likes: ``list_like[start:end]``, and ``type(list_like)(rows)`` where rows are chosen or added;
+- lists, ragged or not, and list-likes: ``list_like[start:end]``, and ``type(list_like)(rows)`` where rows are chosen or
+  added;
 - a dict inside the batch, such as ``metadata``: its fields, under the same rules.
 
-None, numbers, strings, tuples, 0-d tensors and objects that cannot be sliced belong to no row. They are copied unchanged.
+None, numbers, strings, tuples, 0-d tensors and objects that cannot be sliced belong to no row. They are copied
+unchanged.
 
 Output: a dict, or ``type(batch)(fields)`` for another class. Attributes that the class does not set itself are copied.
 An attribute ``metadata``, a dict or None, is treated like a field of that name.
 
 Boundaries are the exception: (start, end) pairs, contiguous from 0 on, under a name that ends in "boundaries", as
-compute_prompt_boundaries and compute_prompt_mini_batch_boundaries return them. They refer to the rows of the batch that they
-were computed for, and are copied whole.
+compute_prompt_boundaries and compute_prompt_mini_batch_boundaries return them. They refer to the rows of the batch that
+they were computed for, and are copied whole.
 
 A field with as many entries as there are rows is an error where it may be rows or boundaries:
 
@@ -27,8 +29,8 @@ Every function takes two arguments that overrule these rules:
     row_keys: names, at any depth, of fields with one entry per row; pairs and tuples too.
     batch_keys: names, at any depth, of fields that are copied whole; a dict too.
 
-``order`` of a PackedCollator batch has one entry per document. ``sub_seq_lengths`` says how many documents a row has, and the
-entries of ``order`` stay with their row.
+``order`` of a PackedCollator batch has one entry per document. ``sub_seq_lengths`` says how many documents a row has,
+and the entries of ``order`` stay with their row.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -56,10 +58,11 @@ def num_rows(batch: Mapping[str, object], *, row_keys: Sequence[str] = (), batch
         2
 
     Raises:
-        ValueError: fields that differ in their number of rows, or no field with rows; a list that may be boundaries or rows;
-            an ``order`` of another number of documents than ``sub_seq_lengths``; a name in row_keys or batch_keys that the
-            batch does not have, or that is in both.
-        TypeError: a name in row_keys whose field cannot be sliced; a batch that is no Mapping, or of tensordict's classes.
+        ValueError: fields that differ in their number of rows, or no field with rows; a list that may be boundaries or
+            rows; an ``order`` of another number of documents than ``sub_seq_lengths``; a name in row_keys or batch_keys
+            that the batch does not have, or that is in both.
+        TypeError: a name in row_keys whose field cannot be sliced; a batch that is no Mapping, or of tensordict's
+            classes.
     """
     return Fields(batch, row_keys, batch_keys).count()
 
@@ -80,10 +83,10 @@ def pad_batch_to_multiple(
         batch, row_keys, batch_keys: see the module's docstring.
         multiple: the rows of the result are a multiple of this (data-parallel size, micro-batch size).
         fill: {field name, at any depth: what its dummy rows hold instead of copies}. A number; a string where rows are
-            strings; or a function that gets the copies, ``[dummies, ...]`` or a list, and returns as many rows of the same
-            dtype and shape. It may change its argument. Names of fields that are None are ignored. Defaults: 0 for names that
-            end in "loss_mask", -100 for names that end in "labels". A batch with neither needs ``fill``, which keeps dummy
-            rows out of the loss. Pass ``{}`` if nothing has to.
+            strings; or a function that gets the copies, ``[dummies, ...]`` or a list, and returns as many rows of the
+            same dtype and shape. It may change its argument. Names of fields that are None are ignored. Defaults: 0 for
+            names that end in "loss_mask", -100 for names that end in "labels". A batch with neither needs ``fill``,
+            which keeps dummy rows out of the loss. Pass ``{}`` if nothing has to.
 
     Returns:
         A new batch; ``batch`` itself when nothing is added. ``batch`` is not changed.
@@ -99,8 +102,8 @@ def pad_batch_to_multiple(
         ([[8, 9], [-100, -100]], [[[3, 1], [2, 3]], [[0, 1], [0, 1]]])
 
     Raises:
-        ValueError: multiple < 1; as num_rows; a name in fill that the batch does not have, or whose field has no rows; a
-            value that the field's dtype cannot hold; a function that returns another number of rows, dtype or shape;
+        ValueError: multiple < 1; as num_rows; a name in fill that the batch does not have, or whose field has no rows;
+            a value that the field's dtype cannot hold; a function that returns another number of rows, dtype or shape;
             neither a loss mask nor labels nor fill.
         TypeError: a multiple that is no integer, a fill that is no dict.
     """
@@ -211,15 +214,16 @@ def empty_like_batch(
 ) -> Mapping[str, object]:
     """A batch without tokens that has every field of ``batch``: for a rank that has no sequences left in a step.
 
-    The other ranks wait for its forward and backward (FSDP, expert parallel). On such a batch the model's logits are empty,
-    masked_loss and the sum of sequence_logps are 0 with a gradient graph, and every parameter gets a gradient of zeros. A
-    mean over its tokens would be NaN: divide by the count of the whole step (transformers: ``num_items_in_batch``).
+    The other ranks wait for its forward and backward (FSDP, expert parallel). On such a batch the model's logits are
+    empty, masked_loss and the sum of sequence_logps are 0 with a gradient graph, and every parameter gets a gradient of
+    zeros. A mean over its tokens would be NaN: divide by the count of the whole step (transformers:
+    ``num_items_in_batch``).
 
     Args:
-        batch: see the module's docstring; or packed rows: a dict that has a PackedMetadata, or a field with ``cu_seq`` in
-            its name, as PaddingFreeCollator and PackedCollator.model_inputs return it.
-        tokens: packed rows only: the field whose shape, ``[total]``, ``[1, total]`` or ``[rows, width]``, all fields with
-            one value per token share. Other tensors and lists have one value per document.
+        batch: see the module's docstring; or packed rows: a dict that has a PackedMetadata, or a field with ``cu_seq``
+            in its name, as PaddingFreeCollator and PackedCollator.model_inputs return it.
+        tokens: packed rows only: the field whose shape, ``[total]``, ``[1, total]`` or ``[rows, width]``, all fields
+            with one value per token share. Other tensors and lists have one value per document.
         padding: packed rows only: number of slots, which belong to no document, for models that cannot run a row of 0
             slots. Those of transformers need 1: their reshapes are ambiguous without an element.
         row_keys, batch_keys: see the module's docstring.
@@ -228,11 +232,11 @@ def empty_like_batch(
         A new batch with the dtypes and devices of ``batch``. Rows are 0, fields without rows are copied over.
         For packed rows:
 
-        - values per token: ``[padding, ...]`` or ``[1, padding, ...]``, -100 where the name ends in "labels" or "targets",
-          else 0;
+        - values per token: ``[padding, ...]`` or ``[1, padding, ...]``, -100 where the name ends in "labels" or
+          "targets", else 0;
         - values per document: ``[0, ...]``, and empty lists;
-        - cu_seqlens ``[0]``, ``max_length*`` and ``max_seqlen*`` 0, a PackedMetadata of no documents. In transformers' own
-          ``cu_seq_lens*`` and ``max_length*`` the padding is a document, as in PackedMetadata.to_transformers.
+        - cu_seqlens ``[0]``, ``max_length*`` and ``max_seqlen*`` 0, a PackedMetadata of no documents. In transformers'
+          own ``cu_seq_lens*`` and ``max_length*`` the padding is a document, as in PackedMetadata.to_transformers.
 
     Example:
         >>> row = {"input_ids": torch.tensor([[5, 6, 7]]), "cu_seq_lens_q": torch.tensor([0, 2, 3]), "max_length_q": 2}
@@ -244,8 +248,8 @@ def empty_like_batch(
         {'ids': tensor([], size=(0, 2), dtype=torch.int64), 'uids': []}
 
     Raises:
-        ValueError: packed rows without the field ``tokens``; padding below 0, or over 0 for a batch without packed rows; as
-            num_rows for such a batch; a list-like that cannot be empty.
+        ValueError: packed rows without the field ``tokens``; padding below 0, or over 0 for a batch without packed
+            rows; as num_rows for such a batch; a list-like that cannot be empty.
         TypeError: a padding that is no integer.
     """
     at_least(padding, "padding", 0, "slots")

@@ -15,28 +15,28 @@ from packing_ops.packing import Cost, Strategy, cost_coefficients, lengths_tenso
 class PackedBatchSampler(Sampler[list[int]]):
     """A ``batch_sampler`` for torch's DataLoader: the sequences of a batch fit into one packed row of ``capacity`` tokens.
 
-    Each epoch is shuffled and packed from the seed and the epoch number alone, so ranks agree without communication. Each
-    sequence occurs once in an epoch. All ranks have the same number of batches. Batches are sorted by cost before they are
-    dealt to the ranks, so batch i costs nearly the same on each rank. Over a whole epoch ranks wait for each other no longer
-    than the costliest batch takes more than the cheapest.
+    Each epoch is shuffled and packed from the seed and the epoch number alone, so ranks agree without communication.
+    Each sequence occurs once in an epoch. All ranks have the same number of batches. Batches are sorted by cost before
+    they are dealt to the ranks, so batch i costs nearly the same on each rank. Over a whole epoch ranks wait for each
+    other no longer than the costliest batch takes more than the cheapest.
 
     Args:
         lengths: int32 or int64 ``[num_sequences]``, tokens per sequence of the dataset, or a Python sequence. For
             preference pairs ``[num_pairs, 2]`` or a list of (chosen, rejected): ``capacity`` then limits each side.
         capacity: maximum tokens of a batch, counting aligned lengths.
-        dp_rank, dp_size: this rank, and the number of data-parallel ranks. Context- and tensor-parallel ranks that share
-            a row pass the same dp_rank.
+        dp_rank, dp_size: this rank, and the number of data-parallel ranks. Context- and tensor-parallel ranks that
+            share a row pass the same dp_rank.
         seed: the same for all epochs and on every rank. None: nothing is shuffled and every epoch is the same.
         strategy: of pack_sequences. "first_fit" puts other sequences together in each epoch. "ffd" fills rows best, but
             puts much the same sequences together in each epoch. The order of the batches is always shuffled.
         cost: what is balanced in a step: ``"tokens"``, ``"flops"`` or ``("flops", a, b)``, as in pack_sequences.
         alignment: a sequence occupies its length rounded up to a multiple of this.
-        overlong: what is done with a sequence over the capacity: ``"error"``; ``"drop"``; ``"own"`` makes it a longer batch
-            alone; ``"truncate"`` counts it as cut, and the collator must cut it (not for pairs).
+        overlong: what is done with a sequence over the capacity: ``"error"``; ``"drop"``; ``"own"`` makes it a longer
+            batch alone; ``"truncate"`` counts it as cut, and the collator must cut it (not for pairs).
         max_sequences_per_bin: maximum number of sequences in a batch.
         drop_last: False: where there are too few sequences for a multiple of dp_size batches, some ranks have an empty
-            batch ``[]`` in the last step, which they still have to run (see empty_like_batch). True: such a step is left
-            out of the epoch.
+            batch ``[]`` in the last step, which they still have to run (see empty_like_batch). True: such a step is
+            left out of the epoch.
 
     Attributes:
         epoch: the epoch of the next iteration.
@@ -50,8 +50,8 @@ class PackedBatchSampler(Sampler[list[int]]):
         >>> sorted(index for sampler in samplers for batch in sampler for index in batch)
         [0, 1, 2, 3, 4, 5, 6]
 
-        With a DataLoader and a checkpoint. The DataLoader's workers fetch batches ahead, so the loop passes how many it has
-        trained on. A resumed epoch has the remaining batches.
+        With a DataLoader and a checkpoint. The DataLoader's workers fetch batches ahead, so the loop passes how many it
+        has trained on. A resumed epoch has the remaining batches.
 
         >>> from torch.utils.data import DataLoader
         >>> def train(sampler, dataset, epochs, stop_after=None):
@@ -71,12 +71,12 @@ class PackedBatchSampler(Sampler[list[int]]):
         epoch 0, batch 3 of 3: 980 tokens
 
     Raises:
-        ValueError: a length that is negative or over the capacity with ``overlong="error"``; dp_rank outside of dp_size;
-            a capacity, dp_size or alignment below 1; an unknown strategy, cost or overlong.
+        ValueError: a length that is negative or over the capacity with ``overlong="error"``; dp_rank outside of
+            dp_size; a capacity, dp_size or alignment below 1; an unknown strategy, cost or overlong.
         TypeError: lengths or sizes that are no integers.
 
-    The number of batches may differ slightly between epochs. ``len`` is the number of this epoch. O(n log n) time per epoch
-    and O(n) memory for n sequences.
+    The number of batches may differ slightly between epochs. ``len`` is the number of this epoch. O(n log n) time per
+    epoch and O(n) memory for n sequences.
     """
 
     def __init__(
@@ -155,7 +155,8 @@ class PackedBatchSampler(Sampler[list[int]]):
         """Make the next iteration yield the remaining batches of the epoch, in the same order; none if it was finished.
 
         Raises:
-            ValueError: the state of a sampler with other batches: another seed, capacity, dp_size, lengths, ...; names it.
+            ValueError: the state of a sampler with other batches: another seed, capacity, dp_size, lengths, ...; names
+            it.
         """
         if missing := [name for name in ("epoch", "batches_done") if name not in state_dict]:
             raise ValueError(f"state_dict: expected that of a sampler, got none of {' and '.join(missing)}")

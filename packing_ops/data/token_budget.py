@@ -56,11 +56,11 @@ def token_budget_microbatches(
 ) -> list[list[list[int]]] | tuple[list[list[list[int]]], MicrobatchStatistics]:
     """Which sequences each rank runs in each of its micro-batches, none of which has more than ``max_tokens``.
 
-    The number of micro-batches is about the fewest that the budget allows, rounded up to a multiple of ``dp_size``. They
-    are balanced in cost, sorted from costly to cheap, and assigned ``dp_size`` at a time: a step gets the next-costliest
-    ones, and the costliest of them goes to the rank with the lowest total so far. So the ranks finish each micro-batch at
-    about the same time (FSDP, expert parallel), and the whole step even more so. The largest micro-batch is in step 0, so
-    that one too large for the memory fails at once.
+    The number of micro-batches is about the fewest that the budget allows, rounded up to a multiple of ``dp_size``.
+    They are balanced in cost, sorted from costly to cheap, and assigned ``dp_size`` at a time: a step gets the
+    next-costliest ones, and the costliest of them goes to the rank with the lowest total so far. So the ranks finish
+    each micro-batch at about the same time (FSDP, expert parallel), and the whole step even more so. The largest
+    micro-batch is in step 0, so that one too large for the memory fails at once.
 
     Args:
         lengths: int32 or int64 ``[num_sequences]``, tokens per sequence, or a Python sequence.
@@ -74,12 +74,12 @@ def token_budget_microbatches(
         return_statistics: return also MicrobatchStatistics.
 
     Returns:
-        ``result[rank][step]``, a list of indices into ``lengths``, longest first. Each index occurs once; all ranks have
-        the same number of steps. Where there are too few sequences, each one is a micro-batch, and some ranks have an empty
-        list in the last step. They must run that step too, since the other ranks wait for them: with empty_like_batch, or
-        with any row whose loss_mask is 0. Without lengths there are no steps. With ``sp_size`` there are
-        ``dp_size * sp_size`` ranks. Group g has ``sp_size`` of them, from rank ``g * sp_size`` on. Shared steps come first.
-        With ``return_statistics`` (that, MicrobatchStatistics).
+        ``result[rank][step]``, a list of indices into ``lengths``, longest first. Each index occurs once; all ranks
+        have the same number of steps. Where there are too few sequences, each one is a micro-batch, and some ranks have
+        an empty list in the last step. They must run that step too, since the other ranks wait for them: with
+        empty_like_batch, or with any row whose loss_mask is 0. Without lengths there are no steps. With ``sp_size``
+        there are ``dp_size * sp_size`` ranks. Group g has ``sp_size`` of them, from rank ``g * sp_size`` on. Shared
+        steps come first. With ``return_statistics`` (that, MicrobatchStatistics).
 
     Example:
         >>> token_budget_microbatches([820, 410, 520, 110, 250, 700, 50], 1024, dp_size=2)
@@ -104,10 +104,10 @@ def token_budget_microbatches(
             unknown cost, costs whose sum is past a double.
         TypeError: lengths that are not integers.
 
-    Deterministic. Runs on the CPU; a CUDA tensor is copied, which synchronises. The algorithm is pack_sequences' "balanced":
-    the longest first, each into the cheapest micro-batch with room, then swaps of two sequences between a costly and a cheap
-    one. Where the cap leaves room, the balance is within 1 part in 5,000 of the largest differencing method (Karmarkar and
-    Karp 1982), and usually better.
+    Deterministic. Runs on the CPU; a CUDA tensor is copied, which synchronises. The algorithm is pack_sequences'
+    "balanced": the longest first, each into the cheapest micro-batch with room, then swaps of two sequences between a
+    costly and a cheap one. Where the cap leaves room, the balance is within 1 part in 5,000 of the largest differencing
+    method (Karmarkar and Karp 1982), and usually better.
     """
     max_tokens, dp_size = at_least(max_tokens, "max_tokens", 1), at_least(dp_size, "dp_size", 1, "rank")
     sp_size = at_least(sp_size, "sp_size", 1, "rank")

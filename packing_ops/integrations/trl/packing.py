@@ -20,15 +20,17 @@ def pack_dataset(dataset: Any, seq_length: int, strategy: str = "bfd", map_kwarg
     """trl.pack_dataset with the same columns, dtypes and format, packed over the whole dataset at once.
 
     Args:
-        dataset: Dataset or DatasetDict whose columns are all lists, of equal length within a row. A streamed dataset cannot
-            be packed as a whole. It goes to TRL's pack_dataset, with a warning.
+        dataset: Dataset or DatasetDict whose columns are all lists, of equal length within a row. A streamed dataset
+            cannot be packed as a whole. It goes to TRL's pack_dataset, with a warning.
         seq_length: tokens of a packed row.
-        strategy: ``"bfd"`` cuts sequences to seq_length, ``"bfd_split"`` splits them. Any other strategy goes to TRL's pack_dataset.
+        strategy: ``"bfd"`` cuts sequences to seq_length, ``"bfd_split"`` splits them. Any other strategy goes to TRL's
+            pack_dataset.
         map_kwargs: for Dataset.map (num_proc, desc, load_from_cache_file, ...).
 
     Returns:
         The same type. Rows are best-fit-decreasing bins; column ``seq_lengths`` lists the tokens of each document.
-        Empty rows are left out. There are never more rows than by packing each ``batch_size`` (default 1000) rows alone.
+        Empty rows are left out. There are never more rows than by packing each ``batch_size`` (default 1000) rows
+        alone.
 
     Example:
         >>> from datasets import Dataset

@@ -21,11 +21,11 @@ def enable_padding_free(trainer: Any) -> None:
     """Run a DPOTrainer's or RewardTrainer's models without padding, its ref_model too.
 
     TRL 1.16 has no padding-free form of these trainers (DPOConfig's ``padding_free`` falls back to padding). After this
-    call a padded batch of the trainer reaches its model as one packed row with cu_seqlens. Results of tokens come back in
-    their places of the padded batch, so TRL's losses and metrics stay as they are.
+    call a padded batch of the trainer reaches its model as one packed row with cu_seqlens. Results of tokens come back
+    in their places of the padded batch, so TRL's losses and metrics stay as they are.
 
-    A reward model reads its score at each document's last token (last_token_indices). The padded trainer reads it at the
-    last token that is not the pad token, which differs where documents end with the pad token.
+    A reward model reads its score at each document's last token (last_token_indices). The padded trainer reads it at
+    the last token that is not the pad token, which differs where documents end with the pad token.
 
     Args:
         trainer: after it is made, before train(). Its models need packing_ops' attention.

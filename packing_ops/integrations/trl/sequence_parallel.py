@@ -10,10 +10,10 @@ _BESIDE = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "se
 def enable_sequence_parallel(trainer: Any) -> None:
     """Let a packed SFTTrainer train under ``sp_size``: rows on several ranks, documents kept apart.
 
-    DeepSpeed shards what a batch has one value for each token of, and fails on the cu_seq_lens that TRL's collator adds;
-    accelerate does not take our attention's name. After this call batches have input_ids, labels and position_ids, which say
-    where the documents are, and accelerate hands the model's attention to DeepSpeed. The length of a row must be a multiple
-    of sp_size: ``SFTConfig(pad_to_multiple_of=sp_size)``.
+    DeepSpeed shards what a batch has one value for each token of, and fails on the cu_seq_lens that TRL's collator
+    adds; accelerate does not take our attention's name. After this call batches have input_ids, labels and
+    position_ids, which say where the documents are, and accelerate hands the model's attention to DeepSpeed. The length
+    of a row must be a multiple of sp_size: ``SFTConfig(pad_to_multiple_of=sp_size)``.
 
     Args:
         trainer: an SFTTrainer after it is made and ``apply_packing_ops(trainer.model)``, before train().
@@ -24,8 +24,8 @@ def enable_sequence_parallel(trainer: Any) -> None:
         >>> enable_sequence_parallel(trainer)  # needs a trainer on several ranks # doctest: +SKIP
 
     Raises:
-        ValueError: no sp_size above 1; a model with another attention; cp_size, torch's context parallelism, which knows
-            no documents.
+        ValueError: no sp_size above 1; a model with another attention; cp_size, torch's context parallelism, which
+            knows no documents.
     """
     from packing_ops.integrations.transformers.call import NAMES
 
