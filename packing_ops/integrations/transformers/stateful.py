@@ -110,8 +110,8 @@ _STATE = re.compile(
     r"causal_conv1d|conv_state|ssm_state|recurrent_state|rnn_state|linear_cache|_scan\(|time_shift|linear_attention\("
     r"|delta_rule|delta_attention|mlstm|wkv"
 )
-# Layers of transformers whose attention is their own and does not follow the masks that it gets: causal_families.json
-# fails for one that is missing here.
+# Layers of transformers whose attention is their own and, without a 2-D mask, does not keep documents apart:
+# causal_families.json fails for one that is missing here.
 _OWN_ATTENTION = frozenset({
     "bloom.BloomBlock", "mpt.MptBlock", "openai.Block", "reformer.ReformerEncoder", "xlm.MultiHeadAttention",
     "xlnet.XLNetLayer",
@@ -178,9 +178,8 @@ def _kind_of(layer) -> tuple[StateKind, bool]:
     kind, declared, attends = _kind_of_class(cls, cls.forward)
     if not declared and kind is not StateKind.RECURRENT and layer._modules and _holds_state(layer):
         kind = StateKind.RECURRENT
-    names = layer.__dict__
-    if kind is StateKind.TOKENWISE and not declared and ("forward" in names or "_old_forward" in names):
-        kind = kind if _is_known_in(layer) else StateKind.UNKNOWN
+    if kind is StateKind.TOKENWISE and not declared and not _is_known_in(layer):
+        kind = StateKind.UNKNOWN
     return kind, not (declared or attends)
 
 
@@ -191,10 +190,9 @@ def _kind_of_class(cls, forward) -> tuple[StateKind, bool, bool]:
     mixes, attends = getattr(cls, _MIXES, None), calls_interface(cls)
     if mixes is not None:
         return StateKind.MIXING if mixes else StateKind.TOKENWISE, True, attends
-    stock = unwrapped(cls)
-    if not issubclass(cls, PreTrainedModel) and _STATE.search(_source_of(stock)):
+    if not issubclass(cls, PreTrainedModel) and _STATE.search(_source_of(cls)):
         kind = StateKind.RECURRENT
-    elif f"{stock.__module__.rpartition('.modeling_')[2]}.{stock.__name__}" in _OWN_ATTENTION:
+    elif _has_own_attention(cls):
         kind = StateKind.MIXING
     elif issubclass(cls, PreTrainedModel) or _is_known(cls, forward):
         kind = StateKind.TOKENWISE
@@ -211,6 +209,11 @@ def _holds_state(layer) -> bool:
     )
 
 
+def _has_own_attention(cls) -> bool:
+    stock = unwrapped(cls)
+    return f"{stock.__module__.rpartition('.modeling_')[2]}.{stock.__name__}" in _OWN_ATTENTION
+
+
 def _is_known(cls, forward) -> bool:
     """All classes that a layer is made of are of packages above."""
     homes = [
@@ -221,10 +224,10 @@ def _is_known(cls, forward) -> bool:
 
 def _is_known_in(layer) -> bool:
     """No forward was put into this instance, or one of packages above (Liger, accelerate's hooks)."""
-    names = [name for name in ("forward", "_old_forward") if name in layer.__dict__]
-    if hasattr(type(layer), "kernel_layer_name"):  # the Hub's kernels stand for classes that are marked for them
-        return True
-    return all(_is_known_function(layer.__dict__[name]) for name in names)
+    own = layer.__dict__
+    if not ("forward" in own or "_old_forward" in own) or hasattr(type(layer), "kernel_layer_name"):
+        return True  # the Hub's kernels stand for classes that are marked for them
+    return all(_is_known_function(own[name]) for name in ("forward", "_old_forward") if name in own)
 
 
 def _is_known_function(function) -> bool:
@@ -303,7 +306,8 @@ def find_documents_of(model, call, args, kwargs) -> None:
     # Layers that cannot have several documents in a row.
     refuse_own_positions(model, call, position_ids, tokens.shape[0])
     in_graph = torch.compiler.is_compiling()
-    stateful, has_attention, unknown = _traced_prepare(id(model)) if in_graph else _prepare(model)
+    masked = call.padding is not None
+    stateful, has_attention, unknown = _traced_prepare(id(model), masked) if in_graph else _prepare(model, masked)
     if unknown:
         several = several_in(position_ids, call.padding, call.cu_seqlens, call.numbers, tokens.shape[0])
         refuse_where(
@@ -347,14 +351,14 @@ def _seq_idx(tokens, call, position_ids):
 
 # torch.compile before 2.13 takes a module for no constant, but its id.
 @torch.compiler.assume_constant_result
-def _traced_prepare(model_id) -> tuple[bool, bool, str]:
-    return prepare(module_of(model_id))
+def _traced_prepare(model_id, masked) -> tuple[bool, bool, str]:
+    return prepare(module_of(model_id), masked)
 
 
 # A frame that Dynamo left to Python, behind a break of the graph: it would trace every function that is called from there.
 @torch.compiler.disable
-def _prepare(model) -> tuple[bool, bool, str]:
-    return prepare(model)
+def _prepare(model, masked) -> tuple[bool, bool, str]:
+    return prepare(model, masked)
 
 
 # --- in place of their forward ---
@@ -364,14 +368,16 @@ _CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 _prepared: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()  # modules whose functions are replaced by ours
 
 
-def prepare(model) -> tuple[bool, bool, str]:
+def prepare(model, masked=False) -> tuple[bool, bool, str]:
     """(whether it has layers with a state, whether it has attention beside them, classes of UNKNOWN layers).
 
-    The forward of layers with a state is ours from now on, until revert.
+    The forward of layers with a state is ours from now on, until revert. masked: the call has a mask, which an attention of
+    transformers' own reads; if it does not, the call is refused at its end.
     """
     layers = layers_of(model)
     unknown = dict.fromkeys(class_name(layer) for layer, kind in layers.items() if kind is StateKind.UNKNOWN)
     stateful = [layer for layer, kind in layers.items() if kind is not StateKind.UNKNOWN]
+    stateful = [layer for layer in stateful if not (masked and _has_own_attention(type(layer)))]
     for layer in stateful:
         stock = layer.__dict__.get("forward")
         if getattr(stock, "func", None) is not _forward:

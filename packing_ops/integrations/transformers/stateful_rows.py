@@ -298,6 +298,8 @@ def isolation_of(layer, kind, run, named, documents, shape, axes) -> Isolation |
         if kind is StateKind.RECURRENT:
             raise
         return f"{kind.value} cannot run for a part of the row ({type(error).__name__})"
+    if not wanted:
+        return f"{kind.value} returns nothing for each token"
     if ahead:
         return f"{kind.value} reads tokens ahead"
 

@@ -10,7 +10,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from hf_models import CACHE, OLD, tiny_model  # noqa: E402
-from stateful_case import CLOSE, LENGTHS, Blur, alone, assert_apart, in_llama, logits, packed  # noqa: E402
+from stateful_case import CLOSE, LENGTHS, Blur, alone, assert_apart, behind_attention, in_llama, logits, packed  # noqa: E402
 from stateful_models import COMMON, FAMILIES, SERVED, stateful_model  # noqa: E402
 
 from packing_ops.integrations.transformers import (  # noqa: E402
@@ -351,6 +351,34 @@ def test_attention_alone_is_left_alone(device):
         ids, positions, _ = packed(device)
         logits(model, ids, position_ids=positions)
         assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+class Pools(Blur):
+    """One vector for the row."""
+
+    def forward(self, x):
+        return super().forward(x).mean(1)
+
+
+def test_a_layer_without_results_by_token_is_refused(device):
+    model = behind_attention(Pools(), lambda layer, x: x + layer(x)[:, None], device)
+    ids, positions, _ = packed(device)
+    with pytest.raises(
+        ValueError, match=r"position_ids: .* Pools carries a state .* returns nothing for each token; give"
+    ):
+        model(ids, position_ids=positions)
+
+
+@pytest.mark.skipif(OLD, reason="transformers 5 alone")
+@pytest.mark.parametrize("family", ["bloom", "mpt"])
+def test_attention_of_its_own_follows_a_mask_that_there_is(family, device):
+    """Without a mask it is refused, see causal_families.json."""
+    import causal_families
+
+    model = causal_families.model_of(family, "packing_ops").to(device)
+    ids, _, _ = packed(device)
+    numbers = torch.repeat_interleave(torch.arange(1, 5), torch.tensor(LENGTHS))[None].to(device)
+    assert_apart(model, ids % 47 + 3, attention_mask=numbers)
 
 
 # --- kernels that are told of documents ---
