@@ -5,7 +5,8 @@
     python examples/train_packed.py --device cuda
 
 Padded: batches of 8, each padded to its longest. Packed: rows of 2048 slots filled first-fit-decreasing. Each run has a
-process of its own, so that peak memory is its own too.
+process of its own, so that peak memory is its own too. The two take turns, so that whatever else the machine does slows
+both alike.
 """
 
 import argparse
@@ -30,6 +31,7 @@ def parse_arguments():
 if __name__ == "__main__":
     needs("matplotlib", "rich", options=parse_arguments)
 
+import math
 import multiprocessing
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -41,7 +43,10 @@ from common.results import machine
 from common.runs import Run, groups_of, peak_mib
 from common.text_data import Document, load_documents
 from common.tiny_llama import Config, TinyLlama
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+MODES = ("padded", "packed")
+TURNS = 16  # of each run
+turns = {}  # a semaphore for each run, in its process
 
 
 def new_model(arguments) -> TinyLlama:
@@ -49,27 +54,38 @@ def new_model(arguments) -> TinyLlama:
     return TinyLlama(Config(max_positions=arguments.capacity)).to(arguments.device)
 
 
+def take_turns(semaphores) -> None:
+    turns.update(semaphores)
+
+
 def train(mode: str, arguments) -> Run:
-    """One pass over the documents; runs in a process of its own."""
+    """One pass over the documents; runs in a process of its own, in turns with the other mode's."""
+    other = MODES[1 - MODES.index(mode)]
+    try:
+        return train_in_turns(mode, arguments, turns[mode], turns[other])
+    finally:
+        for _ in range(TURNS + 1):  # a run that failed leaves the other one every turn
+            turns[other].release()
+
+
+def train_in_turns(mode: str, arguments, turn, turn_of_other) -> Run:
+    # Before the first turn: model, optimizer, one step as a warm-up.
+    turn.acquire()
     documents, _ = load_documents(arguments.data, arguments.documents, arguments.capacity)
     groups = groups_of(mode, [len(d) for d in documents], arguments)
     collate = padded_batch if mode == "padded" else packed_batch
     model = new_model(arguments)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate)
-    summed_loss(model, to_device(collate([documents[i] for i in groups[0]]), arguments.device)).backward()  # warm-up
+    summed_loss(model, to_device(collate([documents[i] for i in groups[0]]), arguments.device)).backward()
     optimizer.zero_grad()
     run = Run(mode)
-    columns = (
-        TextColumn(f"{mode:>7}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[loss]}"),
-    )
-    with Progress(*columns) as progress:
-        task = progress.add_task(mode, total=len(groups), loss="")
-        start = time.perf_counter()
-        for group in groups:
+    turn_of_other.release()
+
+    # The turns: only their seconds count.
+    for i in range(TURNS):
+        turn.acquire()
+        start = time.perf_counter() - run.seconds
+        for group in groups[i * len(groups) // TURNS : (i + 1) * len(groups) // TURNS]:
             batch = to_device(collate([documents[i] for i in group]), arguments.device)
             loss = summed_loss(model, batch) / batch.num_targets
             loss.backward()
@@ -81,8 +97,10 @@ def train(mode: str, arguments) -> Run:
             run.losses.append(loss.item())
             run.tokens_seen.append(run.real_tokens)
             run.seconds_seen.append(time.perf_counter() - start)
-            progress.update(task, advance=1, loss=f"loss {run.losses[-1]:.3f}")
         run.seconds = time.perf_counter() - start
+        told = f"{mode} {run.steps:>4} of {len(groups)} steps, loss {run.losses[-1] if run.losses else math.nan:.3f}"
+        print(told, end="   " if mode == MODES[0] else "\n", flush=True)
+        turn_of_other.release()
     run.peak_mib = peak_mib(arguments.device)
     return run
 
@@ -105,8 +123,10 @@ def main():
     told = f"{len(documents)} documents, {sum(lengths)} tokens, {cut} cut to {arguments.capacity}"
     print(f"{told}; on {machine(arguments.device)['device']}")
     losses = first_step_losses(documents, arguments)
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver"), max_tasks_per_child=1) as pool:
-        runs = [pool.submit(train, mode, arguments).result() for mode in ("padded", "packed")]
+    context = multiprocessing.get_context("forkserver")
+    semaphores = {mode: context.Semaphore(int(mode == MODES[0])) for mode in MODES}
+    with ProcessPoolExecutor(2, context, take_turns, (semaphores,), max_tasks_per_child=1) as pool:
+        runs = [future.result() for future in [pool.submit(train, mode, arguments) for mode in MODES]]
     stem = arguments.out / f"demo_{arguments.device}"
     save_report(stem, lengths, cut, arguments, runs, losses)
 
