@@ -46,6 +46,7 @@ MODULES = {
     "hf_sft": "transformers and matplotlib and rich: pip install 'transformers>=4.57' matplotlib rich",
     "megatron_sft": "megatron.core and matplotlib and rich: pip install 'megatron-core>=0.13' matplotlib rich",
     "rl_mini_batches": None,
+    "same_bits": "transformers and matplotlib: pip install 'transformers>=4.57' matplotlib",
     "train_packed": "matplotlib and rich: pip install matplotlib rich",
     "trl_sft": "transformers and trl and datasets: pip install 'transformers>=4.57' 'trl>=1' datasets",
 }
