@@ -98,7 +98,7 @@ def flash_attn_varlen_func(
     if block_table is not None:
         raise NotImplementedError("block_table: expected None, paged keys and values are not supported")
     refuse_heads_first(q)
-    options = checked_options(causal, softmax_scale, window_size, softcap, s_aux)
+    options = checked_options(causal, softmax_scale, window_size, softcap, sinks=s_aux)
     out, lse = attend(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
     return (out, lse, None) if return_attn_probs else out
 

@@ -115,7 +115,7 @@ def llama3_flash_attn_varlen_func(
         raise NotImplementedError("alibi_slopes: expected None, ALiBi is not supported")
     left, right = window_sides(window_size)
     window = (left, 0 if causal and left >= 0 else -1 if causal else right)
-    options = checked_options(causal, softmax_scale, window, softcap, sinks)
+    options = checked_options(causal, softmax_scale, window, softcap, sinks=sinks)
     refuse_window(options)
     group = process_group(group)
     if group.size() > 1:

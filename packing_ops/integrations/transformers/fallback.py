@@ -55,7 +55,7 @@ def attend(module, query, key, value, mask, options, dropout, given):
 
     given: other keywords of the layer.
     """
-    causal, scaling, _, softcap, sinks, _ = options
+    causal, scaling, softcap, sinks = options.causal, options.softmax_scale, options.softcap, options.sinks
     biased = given.get("position_bias") is not None and "position_bias" not in _SDPA_OPTIONS
     if not softcap and sinks is None and not biased:
         causal = causal and mask is None and query.shape[2] > 1  # up to transformers 4.57 it is torch's option
