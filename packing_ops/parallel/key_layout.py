@@ -110,6 +110,7 @@ def key_layout(spans: RowSpans, rank: int, *, causal: bool, left: int = -1, exch
     Raises:
         ValueError: with ``exchange``, documents of another row.
     """
+    # Documents of the call.
     first, last, slots = (each[rank] for each in spans.queries())
     of_ranks = spans.keys(causal, left)
     key_first, key_last = (each[rank] for each in of_ranks)
@@ -120,6 +121,7 @@ def key_layout(spans: RowSpans, rank: int, *, causal: bool, left: int = -1, exch
     cu_seqlens_q = cumulated(*(part[:-1] for t, s in zip(tokens, slots, strict=True) for part in (t, s - t)))
     cu_seqlens_k = cumulated(*(part[:-1] for keys in key_last - key_first for part in (keys, torch.zeros_like(keys))))
 
+    # Rows that arrive.
     gathered = gathered_slots(spans)
     slot_of_received, sent, received = gathered, None, (spans.ranks - 1) * spans.rows
     count = _most_keys(spans, len(key_first), rank)
@@ -134,7 +136,7 @@ def key_layout(spans: RowSpans, rank: int, *, causal: bool, left: int = -1, exch
     gathered_of = slot_of_received.new_zeros(spans.ranks * spans.rows)
     gathered_of[slot_of_received] = torch.arange(len(slot_of_received), device=gathered.device)
 
-    # No document contains the key at `count`.
+    # The received row of each key. No document contains the key at `count`.
     chunks, ends = len(key_first), cu_seqlens_k.long()
     key = torch.arange(count + 1, device=gathered.device)
     part = torch.searchsorted(ends[1:], key, right=True).clamp(max=max(len(ends) - 2, 0))
@@ -144,6 +146,7 @@ def key_layout(spans: RowSpans, rank: int, *, causal: bool, left: int = -1, exch
     if not len(slot_of_received):
         key_index = key_index[:0]
 
+    # The keys of each received row.
     document = _document_of(spans, slot_of_received)
     position = slot_of_received - spans.starts[document]
     first_key = F.pad(ends[:-1].view(-1, 2 * chunks)[:, ::2].T, (0, 1))
@@ -222,8 +225,18 @@ def _nonzero(flags: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _most_keys(spans: RowSpans, chunks: int, rank: int) -> int:
-    """Of a call: every token once, and again those up to the end of the first chunk that the second does not lack: half a
-    rank's, and where a document is no multiple of the chunks a slot more for each rank before, and half a one."""
+    """An upper bound of the keys of a call, from sizes alone.
+
+    One chunk (contiguous, or no mask): each token once, ``total = ranks * rows``.
+    Two chunks (zigzag, causal): chunks r and 2 * ranks - 1 - r of a document of L tokens see the keys before their ends. For
+    L a multiple of 2 * ranks these are L * (r + 1) / (2 * ranks) and L * (2 * ranks - r) / (2 * ranks) keys, together
+    L + L / (2 * ranks). Another L adds at most (2 * r + 1) / 2. Over all documents:
+
+        total + (rows + (2 * r + 1) * num_documents) // 2
+
+    Example: a document of 8 tokens on 2 ranks of 4 rows. Rank 0 has tokens 0, 1, 6, 7, which see 2 + 8 keys, and the bound is
+    8 + (4 + 1) // 2 = 10. Rank 1 has tokens 2 to 5, which see 4 + 6 keys, and the bound is 8 + (4 + 3) // 2 = 11.
+    """
     total = spans.ranks * spans.rows
     return total if chunks == 1 else total + (spans.rows + (2 * rank + 1) * (len(spans.lengths) - 1)) // 2
 

@@ -52,6 +52,7 @@ class PackingDotProductAttention(MegatronModule):
         model_comm_pgs=None,
     ):
         super().__init__(config=config)
+        # Ranks.
         groups = pg_collection if pg_collection is not None else model_comm_pgs
         self.tp_group = (
             field_of(groups, "tp") if groups is not None else parallel_state.get_tensor_model_parallel_group()
@@ -61,6 +62,7 @@ class PackingDotProductAttention(MegatronModule):
             self.cp_group = (
                 field_of(groups, "cp") if groups is not None else parallel_state.get_context_parallel_group()
             )
+        # What is refused.
         dropout = field_of(config, "attention_dropout") if attention_dropout is None else attention_dropout
         if dropout:
             raise NotImplementedError(
@@ -75,6 +77,7 @@ class PackingDotProductAttention(MegatronModule):
                 raise ValueError(
                     f"{name}: expected a multiple of the tensor parallel size {ranks}, got {getattr(config, name)}"
                 )
+        # What forward reads.
         self.layer_number = max(1, layer_number)
         self.attn_mask_type, self.attention_type = attn_mask_type, attention_type
         self.softmax_scale = softmax_scale
