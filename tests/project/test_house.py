@@ -149,9 +149,7 @@ STATE = {
     "integrations.ring_flash_attn.hf._row",  # update_ring_flash_attn_params, restore_hf_flash_attn
     "integrations.ring_flash_attn.hf._substituted",  # the same
     "integrations.transformers.fallback._warned",
-    "integrations.transformers.call._near",  # of classes
     "integrations.transformers.call.NAMES",  # register, unregister
-    "integrations.transformers.call._habits",  # of classes
     "integrations.transformers.rope.PATCHES",  # apply_packing_ops, revert_packing_ops
     "integrations.transformers.call._counts",  # of a model, and goes with it
     "integrations.transformers.stateful._prepared",  # layers, and goes with them; unregister

@@ -80,6 +80,12 @@ def test_nothing_imports_integrations():
     assert [name_of(path) for path in outside if "packing_ops.integrations" in path.read_text()] == []
 
 
+def test_folders_of_integrations_are_small():
+    folders = [path for path in (ROOT / "packing_ops" / "integrations").rglob("*") if path.is_dir()]
+    sizes = {name_of(path): len([*path.glob("*.py")]) for path in folders}
+    assert {name: size for name, size in sizes.items() if size > 17} == {}  # 16 when invariant.py has found its place
+
+
 def imported(path):
     """The top-level names of what a Python file imports, at any depth of it."""
     nodes = list(ast.walk(ast.parse(path.read_text())))

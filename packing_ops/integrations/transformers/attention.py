@@ -13,9 +13,8 @@ from packing_ops._arguments import dtype_name
 from packing_ops.attention import DTYPES, attend, checked_options
 from packing_ops.integrations._patching import Patch
 from packing_ops.integrations.transformers import fallback, masks, sequence_group, stateful
-from packing_ops.integrations.transformers.call import NAMES, current, has_masked, numbered, watched
-from packing_ops.integrations.transformers.documents import can_read, find_documents, is_tensor
-from packing_ops.integrations.transformers.masks import mark_used
+from packing_ops.integrations.transformers.call import NAMES, current, documents_of, numbers_of, watched
+from packing_ops.integrations.transformers.documents import can_read, is_tensor
 from packing_ops.integrations.transformers.versions import (
     CACHE,
     PAGED,
@@ -156,13 +155,13 @@ def packing_ops_attention(
             refuse_dropped_mask(module, query, cu_seqlens, position_ids, causal, window)
         none = why_no_documents(query, key, attention_mask, causal, window)
         told = cu_seq_lens_q is not None or cu_seq_lens_k is not None
-        masked = has_masked(cu_seq_lens_q) or masks.has_documents_of(cu_seq_lens_q, attention_mask)
+        masked = told and masks.has_documents_of(cu_seq_lens_q, attention_mask)
         if none and told and kwargs.get(PAGED) is None and not masked:
             raise ValueError(f"cu_seq_lens_q: expected a row of its own documents, got {none}")
         documents = None if none else _without_pattern(module, query, attention_mask, cu_seqlens, position_ids)
         reason = reason or none
     reason = reason or why_not(query, key, value, dropout)
-    if not reason and documents.holes and window != (-1, -1):
+    if not reason and documents.has_interior_padding and window != (-1, -1):
         reason = "a sliding window over padding that may lie inside a row"
     if not reason:
         return _varlen((query, key, value), documents, options), None
@@ -172,9 +171,9 @@ def packing_ops_attention(
 
 
 def _without_pattern(module, query, mask, cu_seqlens, position_ids):
-    masks.mark_used(*cu_seqlens, position_ids)
-    padding = mask if mask is None else numbered(mask)
-    return find_documents(query, cu_seqlens, padding, position_ids, getattr(module, "layer_idx", None)).on(query.device)
+    numbers, layer = numbers_of(mask, current()), getattr(module, "layer_idx", None)
+    padding = mask if numbers is None else numbers
+    return documents_of(query, cu_seqlens, padding, position_ids, layer).on(query.device)
 
 
 def _varlen(heads, documents, options):
@@ -302,9 +301,8 @@ def documents_of_pattern(module, pattern, query, key, cu_seqlens, position_ids):
         lengths = f"{seqlen} queries and {key.shape[2]} keys"
         raise ValueError(f"key: expected the {length} slots that the mask was made for, got {lengths}")
     _refuse_parts(length, seqlen, cu_seqlens, pattern.padding)
-    mark_used(position_ids)
     layer = getattr(module, "layer_idx", None)
-    return find_documents(query, (None, None), None, position_ids, layer).on(query.device)
+    return documents_of(query, (None, None), None, position_ids, layer).on(query.device)
 
 
 def refuse_dropped_mask(module, query, cu_seqlens, position_ids, causal, window):

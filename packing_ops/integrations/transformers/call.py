@@ -4,10 +4,12 @@ transformers makes many masks without position_ids. The call knows them; it also
 reached an attention: if none has, it is refused afterwards.
 """
 
+import functools
 import inspect
 import re
 import threading
 import weakref
+from typing import NamedTuple
 
 import torch
 
@@ -15,18 +17,19 @@ from packing_ops._arguments import check_cu_seqlens
 from packing_ops._checks import checked_documents
 from packing_ops.integrations.transformers import sequence_group
 from packing_ops.integrations.transformers.documents import (
-    NUMBERS,
     argument,
-    can_read,
+    as_bool,
+    find_documents,
     first_axis,
     is_tensor,
-    numbers_of,
+    on_device,
+    positions_of_axes,
     positions_restart,
     refuse_where,
     several_in,
 )
 from packing_ops.integrations.transformers.versions import (
-    CACHE,
+    SHIFTED,
     PreTrainedModel,
     class_name,
     module_of,
@@ -35,6 +38,7 @@ from packing_ops.integrations.transformers.versions import (
 )
 
 NAMES: set[str] = set()  # attn_implementations that register() made
+LAST_FORWARD = "_packing_ops_last_forward"  # in a model: what its last call saw, for info
 GUARD = "_packing_ops_guard"  # in a model that keeps its attention: why, see attn_implementation.guard
 
 # The forms of a mask. Only our attention reads a MaskPattern. A model that supports neither FlashAttention nor
@@ -52,78 +56,141 @@ _MIXERS = frozenset({
 OTHER_POSITIONS = frozenset(("decision_transformer",))
 
 
-class ModelCall:
-    """One call of a model under a name of ours, and what says where its documents are."""
+class PackedCall:
+    """One call of a model under a name of ours. It alone knows where the documents of its rows lie.
+
+    Masks, attention and layers with a state ask it (see documents_of); it looks once for what they ask.
+
+    position_ids, cu_seqlens, cu_seqlens_k, padding: as the model was given them; padding with ones for numbers.
+    numbers: what padding numbered, None for a mask that cannot number.
+    mask_form: the form of the model's masks. first_axis: see documents.py.
+    lost: names of those arguments that tell documents and have reached no mask, attention or layer with a state yet.
+    answers: [what was asked for, its documents], shared with the calls inside of this one.
+    seq_idx, has_attention: what layers with a state are told, see stateful.
+    """
 
     def __init__(self, model, args, kwargs, outer):
-        self.name = type(model).__name__
-        self.mask_form, indices, model_type, self.first_axis = _habits_of(type(model), type(model.config))
-        self.position_ids = None if model_type in OTHER_POSITIONS else argument("position_ids", indices, args, kwargs)
+        # What the model was given.
+        self.name, self.outer = type(model).__name__, outer
+        self.mask_form, self.indices, model_type, self.first_axis, self.shifts = _habits_of(
+            type(model), type(model.config)
+        )
+        positions = argument("position_ids", self.indices, args, kwargs)
+        self.position_ids = None if model_type in OTHER_POSITIONS else positions
         self.cu_seqlens, self.cu_seqlens_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
         sequence = sequence_group.of(model)
         if sequence is not None:  # cu_seqlens are of a row of which this rank has a part
-            sequence.check_call(self.name, indices, args, kwargs)
+            sequence.check_call(self.name, self.indices, args, kwargs)
             self.cu_seqlens = self.cu_seqlens_k = None
-        self.cache = None  # the KV cache that check_cache has seen in this call
-        self.positions_of_axes = None  # see axes
-        self.checked = None  # (position_ids that cu_seqlens were compared with, result of check_positions)
-        self.traced = torch.compiler.is_compiling()  # this call is inside a graph
-        self.padding, self.outer = argument("attention_mask", indices, args, kwargs), outer
-        self.numbers = numbers_of(self.padding)
-        self.mixes = mixes_tokens(model.config)
-        self.guard = guard_of(model)
+        mask = argument("attention_mask", self.indices, args, kwargs)
+        self.numbers = numbers_of(mask, outer)
+        self.padding = mask.clamp(max=1) if self.numbers is not None and self.numbers is mask else mask
+        # Whether its documents reach what keeps them apart.
+        self.mixes, self.guard = mixes_tokens(model.config), guard_of(model)
+        self.lost = set()
         # A 4-D mask, or a dict of masks made by an outer model, already says which tokens may attend to each other.
-        whole = self.padding is not None and not is_tensor(self.padding, 2)
-        self.used = whole and not self.mixes
-        self.numbers_used = self.numbers is None
-        self.seq_idx = None  # see stateful
-        self.has_attention, self.masks, self.looked_at_parts = True, set(), False  # see masks.note, gathered_rows
+        if self.mixes or mask is None or is_tensor(mask, 2):
+            self.lost.update(("cu_seq_lens_q", "position_ids"))
+        if self.numbers is not None:
+            self.lost.add("attention_mask")
+        # What was found in it.
+        self.answers = [] if outer is None else outer.answers
+        self.seen = None
+        self.cache = None  # the KV cache that check_cache has seen in this call
+        self.positions_of_axes = None  # see documents.py
+        self.checked = None  # (position_ids that cu_seqlens were compared with, these with the comparison before them)
+        self.traced = torch.compiler.is_compiling()  # this call is inside a graph
+        self.seq_idx, self.has_attention = None, True
+        self.masks, self.looked_at_parts = set(), False  # see masks.note, refuse_dropped_mask
 
-    def mark_used(self):
-        """The position_ids or cu_seq_lens_q of this call have reached a mask or an attention; so have the outer calls'.
+    def with_ones(self, args, kwargs):
+        """The arguments, document numbers of a 2-D attention_mask replaced by ones: models expect 0 and 1 there."""
+        if self.numbers is None or self.padding is argument("attention_mask", self.indices, args, kwargs):
+            return args, kwargs
+        if kwargs.get("attention_mask") is not None:
+            return args, {**kwargs, "attention_mask": self.padding}
+        index = self.indices["attention_mask"]
+        return (*args[:index], self.padding, *args[index + 1 :]), kwargs
 
-        A call without either, such as a vision tower's, marks neither itself nor the outer calls.
+    def documents(self, query, cu_seqlens, padding, position_ids, layer=None):
+        """The answer of find_documents, which an outer call may have had before: models pass their arguments on."""
+        asked = query.shape[0], query.shape[2], *cu_seqlens, padding, position_ids
+        documents = None
+        for before, answer in self.answers:
+            if before[:2] == asked[:2] and all(a is b for a, b in zip(before[2:], asked[2:], strict=True)):
+                documents = answer
+        if documents is None:
+            documents = find_documents(query, cu_seqlens, padding, position_ids, layer)
+            self.answers.append((asked, documents))
+        if not self.traced and self.seen is None:
+            self._saw(asked[0], documents, cu_seqlens, padding)
+        return documents
+
+    def _saw(self, rows, documents, cu_seqlens, padding):
+        """Keeps for info what this call found, and by what, without a tensor. Positions that a model makes tell none."""
+        by, call = "rows", self
+        if padding is not None and padding.dtype != torch.bool:
+            by = "attention_mask"
+        while call is not None:
+            by = "position_ids" if call.position_ids is not None else by
+            call = call.outer
+        if cu_seqlens[0] is not None or cu_seqlens[1] is not None:
+            by = "cu_seq_lens_q"
+        call, seen = self, LastForward(rows, documents.cu_seqlens_q.numel() - 1, by)
+        while call is not None and call.seen is None:
+            call.seen, call = seen, call.outer
+
+    def told_positions(self, batch, seqlen):
+        """position_ids ``[batch or 1, seqlen]`` that restart with each document, or None."""
+        positions = self.position_ids
+        if is_tensor(positions, 3) and positions.shape[0] == 4:  # of text or a sequence, in front of other axes
+            positions = positions[0]
+        if not is_tensor(positions, 2):
+            positions = positions_of_axes(self, (batch, seqlen))
+        return positions
+
+    def reached(self, numbers, *positions):
+        """These numbers, and position_ids or cu_seqlens, have reached a mask or an attention: so have the outer calls'.
+
+        A call without position_ids and cu_seqlens, such as a vision tower's, says nothing of its outer calls'.
         """
-        call = self
-        while call is not None and not (call.position_ids is None and call.cu_seqlens is None):
-            call.used = not call.mixes and call.guard is None
+        call, told = self, any(each is not None for each in positions)
+        while call is not None:
+            if numbers is not None and call.numbers is numbers and not call.mixes:
+                call.lost.discard("attention_mask")
+            told = told and not (call.position_ids is None and call.cu_seqlens is None)
+            if told and not call.mixes and call.guard is None:
+                call.lost.difference_update(("cu_seq_lens_q", "position_ids"))
             call = call.outer
 
-    def check_positions(self, position_ids, batch):
-        """(position_ids, cu_seq_lens_q), checked; None for the latter where there was nothing to check.
+    def checked_positions(self, position_ids, batch):
+        """position_ids of a mask that is a tensor, compared with cu_seq_lens_q: layers may see the mask alone.
 
-        ValueError where cu_seq_lens_q give other documents than the position_ids of a mask: layers may see the mask
-        alone.
+        Raises:
+            ValueError: they tell other documents.
         """
         cu_q, cu_k = self.cu_seqlens, self.cu_seqlens_k
-        if not isinstance(cu_q, torch.Tensor) or position_ids.shape[0] not in (1, batch):
-            return position_ids, None
+        if position_ids is None or not isinstance(cu_q, torch.Tensor) or position_ids.shape[0] not in (1, batch):
+            return position_ids
         if self.checked is None or self.checked[0] is not position_ids:  # masks of other layers come with the same ones
             cu_k = cu_k if isinstance(cu_k, torch.Tensor) else cu_q
             check_cu_seqlens(cu_q, "cu_seq_lens_q")
             check_cu_seqlens(cu_k, "cu_seq_lens_k")
             positions, length = position_ids.to(cu_q.device), position_ids.shape[1]
-            cu_q, positions = checked_documents(cu_q, cu_k.to(cu_q.device), None, positions, batch, length)
-            self.checked = position_ids, (positions.to(position_ids.device), cu_q)
+            _, positions = checked_documents(cu_q, cu_k.to(cu_q.device), None, positions, batch, length)
+            self.checked = position_ids, positions.to(position_ids.device)
         return self.checked[1]
-
-    def mark_numbers_used(self, numbers):
-        """These document numbers have reached a mask: they are this call's, or an outer call's that passed them on."""
-        call = self
-        while call is not None and numbers is not None:
-            call.numbers_used |= call.numbers is numbers and not call.mixes
-            call = call.outer
 
     def refuse_if_lost(self):
         """ValueError if several documents reached no attention: they would have attended to each other.
 
         A graph cannot read values on the host: it asserts on the device.
         """
-        if not self.used and isinstance(self.cu_seqlens, torch.Tensor) and self.cu_seqlens.numel() > 2:
+        if "cu_seq_lens_q" in self.lost and isinstance(self.cu_seqlens, torch.Tensor) and self.cu_seqlens.numel() > 2:
             raise ValueError(self._refusal("cu_seq_lens_q"))
-        if not self.used:
+        if "position_ids" in self.lost:
             refuse_where(positions_restart(self.position_ids, self.padding), self._refusal("position_ids"))
-        if not self.numbers_used:
+        if "attention_mask" in self.lost:
             refuse_where((self.numbers > 1).any(), self._refusal("attention_mask"))
 
     def _refusal(self, lost):
@@ -134,6 +201,40 @@ class ModelCall:
             f"{lost}: expected one document in each row, got several, and {self.name} {why}; give each document a row of "
             "its own (no packing, padding on the right)"
         )
+
+
+class LastForward(NamedTuple):
+    """What a model's last call saw: rows of the batch, the documents in them, and the argument that they were found by:
+    cu_seq_lens_q, position_ids or attention_mask; "rows" where none was given. Of a graph nothing is kept."""
+
+    rows: int
+    documents: int
+    found_by: str
+
+
+def last_forward(model) -> LastForward | None:
+    """Of a model's last call; None before the first, and where masks alone hold documents apart."""
+    return model.__dict__.get(LAST_FORWARD)
+
+
+def numbers_of(mask, call) -> torch.Tensor | None:
+    """The document numbers that a call took out of this 2-D mask, or the mask; None for one that cannot number."""
+    if not is_tensor(mask, 2) or mask.dtype == torch.bool:
+        return None
+    while call is not None:
+        if call.padding is mask and call.numbers is not None:
+            return call.numbers
+        call = call.outer
+    return mask
+
+
+def documents_of(query, cu_seqlens, padding, position_ids, layer=None):
+    """The documents of query ``[batch, num_heads, seqlen, head_dim]``: of the call that runs, else of these arguments."""
+    call = call_to_mark()
+    if call is None:
+        return find_documents(query, cu_seqlens, padding, position_ids, layer)
+    call.reached(padding, *cu_seqlens, position_ids)
+    return call.documents(query, cu_seqlens, padding, position_ids, layer)
 
 
 def mixes_tokens(config) -> bool:
@@ -147,107 +248,110 @@ def guard_of(model):
     return None if model.config._attn_implementation in NAMES else model.__dict__.get(GUARD)
 
 
-def current() -> ModelCall | None:
+def current() -> PackedCall | None:
     """The innermost call that runs in this thread; None if none does, or if model.forward was called directly."""
     return here().call
 
 
-def call_to_mark() -> ModelCall | None:
+def call_to_mark() -> PackedCall | None:
     """The call whose documents an attention or a mask uses. None in a layer compiled alone: the mask, made outside of
     it, has marked them."""
     call = current()
     return None if call is None or (torch.compiler.is_compiling() and not call.traced) else call
 
 
-def has_masked(cu_seqlens) -> bool:
-    """Whether the model got masks of this call's documents as tensors, by position_ids that agree with cu_seqlens."""
-    call = current()
-    return call is not None and call.mask_form != PATTERN and call.checked is not None and call.cu_seqlens is cu_seqlens
-
-
-def leave(carrier) -> None:
-    """Keeps a carrier for the mask function: create_chunked_causal_mask reads the 2-D mask itself, so it cannot get one."""
-    here().chunked = carrier
-
-
-def collect(padding):
-    """The carrier that was kept for this 2-D mask, or None."""
-    now = here()
-    carrier, now.chunked = now.chunked, None
-    return carrier if carrier is not None and carrier.padding is padding else None
-
-
 def watched(begin, stock):
-    """PreTrainedModel.__call__ with a ModelCall around it. ``begin`` is called with it before the model is."""
+    """PreTrainedModel.__call__ with a PackedCall around it. ``begin`` is called with it before the model is."""
 
     def __call__(self, *args, **kwargs):
         ours = self.config._attn_implementation in NAMES
         if not ours and GUARD not in self.__dict__:
             if "position_ids" in kwargs and (outer := current()) is not None:
-                outer.mark_used()  # by another implementation, which finds documents in its own way
+                outer.reached(
+                    None, kwargs["position_ids"]
+                )  # by another implementation, which finds documents in its own way
             return stock(self, *args, **kwargs)
         if ours and (why := not_causal(self)):
             raise NotImplementedError(
                 f"attn_implementation: expected 'eager', got {self.config._attn_implementation!r}; {why}"
             )
         check_keywords(type(self), kwargs)
-        args, kwargs = _with_ones(self, args, kwargs)
         now = here()
         outer = now.call
-        call = now.call = traced.call = ModelCall(self, args, kwargs, outer)  # what it calls may be compiled
+        call = PackedCall(self, args, kwargs, outer)
+        args, kwargs = call.with_ones(args, kwargs)
+        now.call = traced.call = call  # what it calls may be compiled
         try:
             if call.guard is None or call.guard.has_state:
                 begin(self, call, args, kwargs)
+            kwargs = without_first_labels(self, call, kwargs)
             outputs = stock(self, *args, **kwargs)
         finally:
             now.call = traced.call = outer
+            now.mask_arguments = None
         call.refuse_if_lost()
+        if call.seen is not None:
+            self.__dict__[LAST_FORWARD] = call.seen
         return outputs
 
     return __call__
 
 
-_habits: dict[tuple, tuple] = {}  # torch.compile would look through functools.cache
-
-
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # torch.compile would look through functools.cache
 def _habits_of(cls, config_cls):
-    """(form of its masks, indices of position_ids and attention_mask among its arguments, model_type, first_axis)."""
-    if (cls, config_cls) not in _habits:
-        names = list(inspect.signature(cls.forward).parameters)[1:]
-        # Behind all others where it is none: torch.compile has no empty dict from here.
-        names += ["position_ids", "attention_mask"]
-        indices = {name: names.index(name) for name in ("position_ids", "attention_mask")}
-        form = BOOL if cls._supports_sdpa else ADDITIVE
-        if cls._supports_flash_attn or cls._supports_flex_attn:
-            form = form if any(base.__module__.startswith(_READERS) for base in cls.__mro__) else PATTERN
-        _habits[cls, config_cls] = form, indices, config_cls.model_type, first_axis(cls)
-    return _habits[cls, config_cls]
+    return _habits(cls, config_cls)
 
 
-# --- numbers of documents in a 2-D attention_mask ---
+@functools.cache
+def _habits(cls, config_cls):
+    """(form of its masks, indices of position_ids and attention_mask among its arguments, model_type, first_axis, whether
+    its loss takes the label of the next token)."""
+    names = list(inspect.signature(cls.forward).parameters)[1:]
+    # Behind all others where it is none: torch.compile has no empty dict from here.
+    names += ["position_ids", "attention_mask"]
+    indices = {name: names.index(name) for name in ("position_ids", "attention_mask")}
+    form = BOOL if cls._supports_sdpa else ADDITIVE
+    if cls._supports_flash_attn or cls._supports_flex_attn:
+        form = form if any(base.__module__.startswith(_READERS) for base in cls.__mro__) else PATTERN
+    return form, indices, config_cls.model_type, first_axis(cls), _shifts(cls)
 
 
-def numbered(mask):
-    """The 2-D mask that reached an attention, with the document numbers that _with_ones took out of it."""
-    numbers, call = numbers_of(mask), call_to_mark()
-    if call is not None:
-        call.mark_numbers_used(numbers)
-    return mask if numbers is None else numbers
+# --- labels ---
 
 
-def _with_ones(model, args, kwargs):
-    """The arguments, document numbers of a 2-D attention_mask replaced by ones: models expect 0 and 1 there."""
-    indices = _habits_of(type(model), type(model.config))[1]
-    mask = argument("attention_mask", indices, args, kwargs)
-    if not is_tensor(mask, 2) or mask.dtype == torch.bool or hasattr(mask, NUMBERS):
-        return args, kwargs
-    ones = mask.clamp(max=1)
-    setattr(ones, NUMBERS, mask)
-    if kwargs.get("attention_mask") is not None:
-        return args, {**kwargs, "attention_mask": ones}
-    index = indices["attention_mask"]
-    return (*args[:index], ones, *args[index + 1 :]), kwargs
+def _shifts(cls) -> bool:
+    """Whether the loss of a model of this class takes the label of the next token, in its own row."""
+    names = getattr(getattr(inspect.unwrap(cls.forward), "__code__", None), "co_names", ())
+    return "loss_function" in names and not {"input_ids", "inputs_embeds"}.isdisjoint(
+        inspect.signature(cls.forward).parameters
+    )
+
+
+def without_first_labels(model, call, kwargs):
+    """The keyword arguments, labels of documents' first tokens -100: the token before them is of another document.
+
+    They are left alone where shift_labels say what each token is to predict, and of models whose loss shifts nothing.
+    """
+    labels = kwargs.get("labels")
+    told = any(each is not None for each in (call.position_ids, call.cu_seqlens, call.cu_seqlens_k, call.numbers))
+    if not told or not is_tensor(labels, 2) or kwargs.get("shift_labels") is not None or not call.shifts:
+        return kwargs
+    if getattr(model, "loss_type", None) not in SHIFTED or model.config.is_encoder_decoder:
+        return kwargs
+    # What masks will ask for, of labels in place of queries.
+    (batch, seqlen), padding = labels.shape, call.padding
+    if padding is not None and (not is_tensor(padding, 2) or padding.shape != labels.shape):
+        return kwargs
+    position_ids = call.told_positions(batch, seqlen)
+    if padding is not None:
+        padding = (
+            on_device(call.numbers, labels.device) if call.numbers is not None else as_bool(padding, labels.device)
+        )
+    if position_ids is None and call.cu_seqlens is None and call.cu_seqlens_k is None and call.numbers is None:
+        return kwargs
+    cu_seqlens = call.cu_seqlens, call.cu_seqlens_k
+    documents = call.documents(labels[:, None, :, None], cu_seqlens, padding, position_ids).on(labels.device)
+    return {**kwargs, "labels": documents.without_first_labels(labels)}
 
 
 # --- the thread ---
@@ -258,7 +362,7 @@ def _with_ones(model, args, kwargs):
 class _Now(threading.local):
     def __init__(self):  # not of the class: a graph that looks for them in the object would hold until one is set
         self.call = None
-        self.chunked = None
+        self.mask_arguments = None  # see masks.py
         self.preparing = False  # masks, see masks.py
         self.fused = None  # see fused_loss
         self.seq_idx = None  # see stateful
@@ -272,7 +376,7 @@ class _Traced:
     """
 
     call = None
-    chunked = None
+    mask_arguments = None
     preparing = False
     fused = None
     seq_idx = None
@@ -303,7 +407,6 @@ _NEAR = re.compile(
     r"|seq_idx"
 )
 _BESIDE = ("packed_seq_lengths", "seq_idx")  # collators give these together with what attention reads
-_near: dict[tuple, tuple] = {}  # torch.compile would look through functools.cache
 
 
 def check_keywords(cls: type, kwargs: dict) -> None:
@@ -322,15 +425,18 @@ def check_keywords(cls: type, kwargs: dict) -> None:
         )
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # torch.compile would look through functools.cache
 def _near_misses(cls, names):
+    return _near(cls, names)
+
+
+@functools.cache
+def _near(cls, names):
     """Near misses among ``names`` that a language model's forward does not declare."""
-    if (cls, names) not in _near:
-        near = [name for name in names if name not in _CU_SEQLENS and _NEAR.fullmatch(name.lower())]
-        known = inspect.signature(cls.forward).parameters if near else ()
-        reads_text = "input_ids" in known or "inputs_embeds" in known
-        _near[cls, names] = tuple(name for name in near if reads_text and name not in known)
-    return _near[cls, names]
+    near = [name for name in names if name not in _CU_SEQLENS and _NEAR.fullmatch(name.lower())]
+    known = inspect.signature(cls.forward).parameters if near else ()
+    reads_text = "input_ids" in known or "inputs_embeds" in known
+    return tuple(name for name in near if reads_text and name not in known)
 
 
 # --- models that count positions along the row ---
@@ -387,67 +493,3 @@ def _embeds_positions(named) -> bool:
     name, child = named
     words = f"{name} {type(child).__name__}"
     return child is not None and _EMBEDDING.search(name) is not None and _RELATIVE.search(words) is None
-
-
-# --- a KV cache ---
-
-# Refuses a call with a KV cache that holds several documents in a row: its queries would attend to all of them.
-
-# Attributes of the cache. SEVERAL: a bool tensor, whether a row has several documents. READ: that tensor, once it was
-# read and is False. ONE: that tensor, once a mask beside it was found to number one document.
-_SEVERAL, _READ, _ONE = "_packing_ops_several", "_packing_ops_read", "_packing_ops_one"
-_REFUSAL = (
-    f"{CACHE}: expected a cache of one document in each row to go on with, got one that was filled with several, "
-    "which would all be seen; fill a cache for each document, or number the cached tokens' documents and these in "
-    "attention_mask"
-)
-
-
-def check_cache(cache, call, position_ids, padding, numbers, batch, length):
-    """Called where a mask is made, before the keys of this call are in the cache.
-
-    Raises:
-        ValueError: the cache holds several documents. The first call with a filled cache waits for the GPU, later
-            ones do not.
-    """
-    if call is not None:
-        if call.cache is cache:  # masks of several kinds in one forward
-            return
-        call.cache = cache
-    several, cached = getattr(cache, _SEVERAL, None), cache.get_seq_length()
-    if isinstance(cached, torch.Tensor) or cached > 0:
-        if length == 1 and numbers is not None and can_read(numbers):
-            _refuse_numbers(cache, several, numbers)
-        if several is not None:
-            _refuse(cache, several, cached, numbers)
-    if length > 1:
-        if padding is not None and padding.dim() == 2:  # of the keys; these are the last ones
-            padding = padding[:, -length:]
-        cu_seqlens = None if call is None else call.cu_seqlens
-        setattr(cache, _SEVERAL, several_in(position_ids, padding, cu_seqlens, numbers, batch))
-
-
-def _refuse_numbers(cache, several, numbers):
-    """generate gives every step a mask of integers, and 1 to each new token. On CUDA the first step alone waits for it."""
-    if numbers.is_cuda and getattr(cache, _ONE, False) is several:
-        return
-    if bool((numbers > 1).any()):
-        raise ValueError("attention_mask: expected 0 and 1 beside a KV cache, got the numbers of several documents")
-    setattr(cache, _ONE, several)
-
-
-def _refuse(cache, several, cached, numbers):
-    compiled = torch.compiler.is_compiling()
-    if not compiled and getattr(cache, _READ, None) is several:
-        return
-    if can_read(several) and not bool(several):
-        setattr(cache, _READ, several)
-        return
-    wrong = several
-    if isinstance(cached, torch.Tensor):  # of a cache of fixed length, which may have been reset
-        wrong = wrong & (cached > 0).to(wrong.device)
-    if numbers is not None:  # of all tokens: masks are made by them
-        wrong = wrong & ~(numbers > 1).any().to(wrong.device)
-    refuse_where(wrong, _REFUSAL)
-    if not compiled and numbers is None:
-        setattr(cache, _READ, several)

@@ -15,6 +15,7 @@ from packing_ops import _ops
 from packing_ops._arguments import check_cu_seqlens, int32_cu_seqlens
 from packing_ops._batch_cache import dense_cu_seqlens, is_captured, kept_with
 from packing_ops._checks import checked_documents
+from packing_ops.boundaries import mask_boundary_labels
 
 _APART = 2**40  # more than positions differ, and times the slots of a batch an int64
 
@@ -24,13 +25,13 @@ class BatchDocuments:
 
     cu_seqlens_q, cu_seqlens_k: int32 ``[num_documents + 1]`` over the packed rows.
     indices: int64 ``[total]``, the real slots; None where every slot is real.
-    holes: padding may lie between real slots of a row; two tokens are then nearer in the packed row than in the batch,
+    has_interior_padding: padding may lie between real slots of a row; two tokens are then nearer in the packed row than in the batch,
         and a window would reach too far.
     """
 
-    def __init__(self, cu_seqlens_q, cu_seqlens_k, indices=None, holes=False):
+    def __init__(self, cu_seqlens_q, cu_seqlens_k, indices=None, has_interior_padding=False):
         self.cu_seqlens_q, self.cu_seqlens_k = cu_seqlens_q, cu_seqlens_k
-        self.indices, self.holes = indices, holes
+        self.indices, self.has_interior_padding = indices, has_interior_padding
         self.device, self.copies = cu_seqlens_q.device, {}
 
     def on(self, device):
@@ -39,7 +40,7 @@ class BatchDocuments:
             return self
         if device not in self.copies:
             moved = [t if t is None else t.to(device) for t in (self.cu_seqlens_q, self.cu_seqlens_k, self.indices)]
-            self.copies[device] = BatchDocuments(*moved, self.holes)
+            self.copies[device] = BatchDocuments(*moved, self.has_interior_padding)
         return self.copies[device]
 
     def document_ids(self, batch, seqlen):
@@ -54,8 +55,16 @@ class BatchDocuments:
             documents = documents.new_full((batch * seqlen + 1,), -1).scatter(0, target, documents)[:-1]
         return documents.view(batch, seqlen)
 
+    def without_first_labels(self, labels):
+        """labels ``[batch, seqlen]`` with -100 at the first token of each document, but for what padding stands before."""
+        if self.indices is None:
+            return mask_boundary_labels(labels.flatten(), self.cu_seqlens_q).view_as(labels)
+        ids = self.document_ids(*labels.shape)
+        before = ids.cummax(1).values[:, :-1]
+        return labels.masked_fill(F.pad((ids[:, 1:] > before) & (before >= 0), (1, 0)), -100)
 
-def find_documents(query, cu_seqlens=(None, None), padding=None, position_ids=None, layer=None, checked=None):
+
+def find_documents(query, cu_seqlens=(None, None), padding=None, position_ids=None, layer=None):
     """The documents of query ``[batch, num_heads, seqlen, head_dim]``: by cu_seqlens, else by padding and positions.
 
     Args:
@@ -63,8 +72,6 @@ def find_documents(query, cu_seqlens=(None, None), padding=None, position_ids=No
         padding: ``[batch, seqlen]``, 0 is padding; bool, or the number of each token's document from 1 on.
         position_ids: ``[batch or 1, seqlen]``; a document starts in each row and where they stop growing.
         layer: number of the layer that asks, None for the first of a forward.
-        checked: (cu_seqlens for queries, for keys, checked cu_seqlens for queries): the first two were compared with
-            position_ids already; if they are those given here, the third is used without another check.
     """
     batch, _, seqlen, _ = query.shape
     if position_ids is not None and (position_ids.dim() != 2 or position_ids.shape[1] != seqlen):
@@ -72,7 +79,7 @@ def find_documents(query, cu_seqlens=(None, None), padding=None, position_ids=No
     if padding is not None and padding.shape != (batch, seqlen):
         raise ValueError(f"attention_mask: expected [{batch}, {seqlen}] like the batch, got {list(padding.shape)}")
     if cu_seqlens[0] is not None or cu_seqlens[1] is not None:
-        return _explicit(batch, seqlen, cu_seqlens, padding, position_ids, checked)
+        return _explicit(batch, seqlen, cu_seqlens, padding, position_ids)
     given = [tensor for tensor in (padding, position_ids) if tensor is not None]
     if not given:
         cu_q = dense_cu_seqlens(batch, seqlen, query, "query")
@@ -113,7 +120,7 @@ def _from_values(batch, seqlen, padding, position_ids):
     real, numbered = padding != 0, padding.dtype != torch.bool and seqlen > 0
     indices, rows, _, totals = _ops.unpad_layout(real, None, False)
     runs = (real[:, 1:] & ~real[:, :-1]).sum(1) + real[:, 0] if seqlen else real.sum(1)
-    holes = (runs > 1).any()
+    interior = (runs > 1).any()
     cu_seqlens, count = rows, totals[:1]
     if position_ids is not None or numbered:
         # All slots, the real ones first; those after the last real one become a document of their own.
@@ -129,11 +136,12 @@ def _from_values(batch, seqlen, padding, position_ids):
         first |= after & F.pad(~after[:-1], (1, 0), value=False)
         cu_seqlens, count = _ops.cu_seqlens_from_position_ids(positions - first.cumsum(0) * _APART)
     if compiling:
-        return BatchDocuments(cu_seqlens, cu_seqlens, indices, holes=True)
-    total, count, has_holes = torch.stack([totals[0], count[0], holes.to(totals.dtype)]).tolist()
+        return BatchDocuments(cu_seqlens, cu_seqlens, indices, has_interior_padding=True)
+    total, count, interior = torch.stack([totals[0], count[0], interior.to(totals.dtype)]).tolist()
     if cu_seqlens is not rows:
         cu_seqlens = cu_seqlens[: count + (total == batch * seqlen)]
-    return BatchDocuments(cu_seqlens, cu_seqlens, None if total == batch * seqlen else indices[:total], bool(has_holes))
+    indices = None if total == batch * seqlen else indices[:total]
+    return BatchDocuments(cu_seqlens, cu_seqlens, indices, bool(interior))
 
 
 def _row_starts(position_ids):
@@ -145,11 +153,7 @@ def _row_starts(position_ids):
 # --- explicit cu_seqlens ---
 
 
-def _explicit(batch, seqlen, cu_seqlens, padding, position_ids, checked):
-    if checked is not None and cu_seqlens[0] is checked[0] and cu_seqlens[1] is checked[1]:
-        cu_seqlens, position_ids = (checked[2], None if cu_seqlens[1] is cu_seqlens[0] else cu_seqlens[1]), None
-    else:
-        checked = None
+def _explicit(batch, seqlen, cu_seqlens, padding, position_ids):
     cu_q, cu_k = (given if given is not None else other for given, other in (cu_seqlens, cu_seqlens[::-1]))
     for name, tensor in (("cu_seq_lens_q", cu_q), ("cu_seq_lens_k", cu_k)):
         if not isinstance(tensor, torch.Tensor):
@@ -158,9 +162,8 @@ def _explicit(batch, seqlen, cu_seqlens, padding, position_ids, checked):
     if position_ids is not None:
         position_ids = position_ids.to(cu_q.device) if position_ids.shape[0] in (1, batch) else None
     same = cu_k is cu_q
-    if checked is None or padding is not None:
-        mask = None if padding is None else _marked_alike(padding.to(cu_q.device), cu_q)
-        cu_q, _ = checked_documents(cu_q, cu_k.to(cu_q.device), mask, position_ids, batch, seqlen)
+    mask = None if padding is None else _marked_alike(padding.to(cu_q.device), cu_q)
+    cu_q, _ = checked_documents(cu_q, cu_k.to(cu_q.device), mask, position_ids, batch, seqlen)
     # int32 ones are not copied: a plan that is kept with them serves the next forward too.
     int32_q = int32_cu_seqlens(cu_q)
     return BatchDocuments(int32_q, int32_q if same else int32_cu_seqlens(cu_k))
@@ -182,19 +185,6 @@ def _marked_alike(padding, cu_seqlens):
 
 
 # --- whether a row has several documents ---
-
-# Whether a model's call has several documents in a row: by its position_ids, or by numbers in a 2-D attention_mask.
-
-# 1, 1, 1, 2, 2, 0: of the documents, 0 for padding. Models multiply by their mask and count along it, so they get ones in
-# place of the numbers, and those go with them to where masks are made.
-NUMBERS = "_packing_ops_numbers"
-
-
-def numbers_of(mask) -> torch.Tensor | None:
-    """What a model's 2-D mask numbered, or itself where it came to no call of a model; None for one that cannot number."""
-    if not is_tensor(mask, 2) or mask.dtype == torch.bool:
-        return None
-    return getattr(mask, NUMBERS, mask)
 
 
 def positions_restart(position_ids, padding) -> torch.Tensor | None:
@@ -249,6 +239,57 @@ def argument(name, indices, args, kwargs):
     if kwargs.get(name) is None and indices.get(name, len(args)) < len(args):
         return args[indices[name]]
     return kwargs.get(name)
+
+
+# --- masks that are tensors ---
+
+
+def each_document_alone(mask_function, kwargs, told, batch, q_length, q_offset):
+    """mask_function within documents. Keys of a cache without numbers belong to the first query's document."""
+    device = (told.numbers if told.position_ids is None else told.position_ids).device
+    starts, runs, last = torch.zeros(batch, q_length, dtype=torch.bool, device=device), None, q_length - 1
+    if told.position_ids is not None:
+        positions, slots = told.position_ids.expand(batch, -1), torch.arange(q_length, device=device)
+        if is_tensor(told.padding, 2):  # has any positions: here those of the last token before it
+            real = told.padding.to(device)[:, (slots + q_offset).clamp(max=told.padding.shape[1] - 1)] != 0
+            positions = positions.gather(1, (slots * real).cummax(1).values)
+            starts = F.pad((positions[:, 1:] <= positions[:, :-1]) & real[:, 1:], (1, 0))
+        else:
+            starts = F.pad(positions[:, 1:] <= positions[:, :-1], (1, 0))
+    if told.numbers is not None:
+        runs = runs_of(told.numbers).to(device).expand(batch, -1)
+        runs_of_queries = runs[:, (torch.arange(q_length, device=device) + q_offset).clamp(max=runs.shape[1] - 1)]
+        starts = starts | F.pad(runs_of_queries[:, 1:] != runs_of_queries[:, :-1], (1, 0))
+    documents = starts.cumsum(1)
+
+    def query_index(slot):
+        return (slot - q_offset).clamp(0, last)
+
+    def together(row, q, k):
+        same = documents[row, query_index(q)] == documents[row, query_index(k)]
+        if runs is None:
+            return same
+        q, k = (slot.clamp(max=runs.shape[1] - 1) for slot in (q, k))  # a cache of fixed length is longer than the mask
+        return same & (runs[row, q] == runs[row, k])
+
+    def same_document(row, head, q, k):
+        return mask_function(row, head, q, k) & together(row, q, k)
+
+    chunk = getattr(kwargs.get("config"), "attention_chunk_size", None)
+    plain = getattr(mask_function, "__name__", "") == "and_mask" and not kwargs.get("use_vmap")
+    if chunk is None or kwargs.get("local_size") != chunk or not plain:
+        return same_document
+    # Chunks are counted from where a document starts: the first one after the padding on the left.
+    slots = torch.arange(q_length, device=device)
+    origins = (slots * starts).cummax(1).values + q_offset
+    left = 0 if told.padding is None else (told.padding.cumsum(1) == 0).sum(1, keepdim=True)
+    origins = torch.where(documents == 0, left, origins)
+
+    def chunks_of_document(row, head, q, k):
+        chunk_q, chunk_k = ((slot - origins[row, query_index(slot)]) // chunk for slot in (q, k))
+        return (k <= q) & (chunk_q == chunk_k) & together(row, q, k)
+
+    return chunks_of_document
 
 
 # --- position_ids of several axes ---

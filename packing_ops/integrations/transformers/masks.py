@@ -7,11 +7,12 @@ can follow it, and transformers' own 4-D mask where it cannot, or where the mode
 import copy
 import functools
 import inspect
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from packing_ops import _ops
+from packing_ops._batch_cache import kept_with
 from packing_ops.integrations._patching import Patch
 from packing_ops.integrations.transformers import fallback
 from packing_ops.integrations.transformers.call import (
@@ -20,40 +21,37 @@ from packing_ops.integrations.transformers.call import (
     OTHER_POSITIONS,
     PATTERN,
     call_to_mark,
-    check_cache,
-    collect,
     current,
+    documents_of,
     here,
-    leave,
+    numbers_of,
 )
 from packing_ops.integrations.transformers.documents import (
     are_axes,
     as_bool,
     can_read,
-    find_documents,
-    is_tensor,
-    numbers_of,
+    each_document_alone,
     on_device,
     positions_of_axes,
-    runs_of,
+    refuse_where,
+    several_in,
 )
-from packing_ops.integrations.transformers.versions import masking_utils, refusal, version
+from packing_ops.integrations.transformers.versions import CACHE, masking_utils, refusal, version
 from packing_ops.visible_ends import visible_end_from_blocks
 
 
 class MaskPattern:
     """Causal or not, the window, and where the documents are: found by the first layer, read by all.
 
-    axes: layers get position_ids of one axis of an image, which do not tell documents.
-    checked: see find_documents.
+    padding, position_ids: see MaskArguments. axes: layers get position_ids of one axis of an image, which tell no documents.
     blocks: [batch, slots], tokens of one number from 0 on see each other, beside causality; or None.
     last: how many queries there are, the last ones of the row; None for all.
     shape: that of the 4-D mask. Its values are in no tensor, but models look whether it is one of two dimensions.
     """
 
-    def __init__(self, causal, window, length, padding, position_ids, checked=None, axes=False, blocks=None, batch=1):
+    def __init__(self, causal, window, length, padding, position_ids, axes=False, blocks=None, batch=1):
         self.causal, self.window, self.length, self.axes = causal, window, length, axes
-        self.padding, self.position_ids, self.checked, self.blocks = padding, position_ids, checked, blocks
+        self.padding, self.position_ids, self.blocks = padding, position_ids, blocks
         self.shape, self.ndim, self.last = torch.Size((batch, 1, length, length)), 4, None
         self._documents = self._given = self._ends = None
 
@@ -66,9 +64,10 @@ class MaskPattern:
     def documents(self, query, cu_seqlens, position_ids):
         if self._documents is None or self._given[0] is not cu_seqlens[0] or self._given[1] is not cu_seqlens[1]:
             position_ids = position_ids if self.position_ids is None and not self.axes else self.position_ids
-            mark_used(*cu_seqlens, position_ids)
-            self._documents = find_documents(query, cu_seqlens, self.padding, position_ids, checked=self.checked)
-            self._given = cu_seqlens
+            call, told = call_to_mark(), cu_seqlens
+            if told[0] is None and told[1] is None and self.position_ids is not None and call is not None:
+                told = call.cu_seqlens, call.cu_seqlens_k  # which the model keeps to itself: they must tell the same
+            self._documents, self._given = documents_of(query, told, self.padding, position_ids), cu_seqlens
         return self._documents
 
     def visible_end(self, documents):
@@ -111,19 +110,11 @@ class MaskPattern:
         raise TypeError(_READ)
 
 
-_MADE_FOR = "_packing_ops_cu_seqlens"
 _WHOLE = slice(None), slice(0, None)
 _READ = (
     "attention_mask: expected to reach attention as it is, got read by the model on the way: "
     "load it with another attn_implementation"
 )
-
-
-def mark_used(*tensors):
-    """A mask or an attention has read these tensors, which say where documents are; None for those not given."""
-    call = call_to_mark()
-    if call is not None and any(tensor is not None for tensor in tensors):
-        call.mark_used()
 
 
 def note(causal_and_window):
@@ -133,27 +124,21 @@ def note(causal_and_window):
         call.masks.add(causal_and_window)
 
 
-class Carrier:
-    """Takes the place of the 2-D mask on its way to the mask function, with what transformers does not pass to that.
+class MaskArguments(NamedTuple):
+    """What transformers does not pass from where it prepares a mask to the mask function. The thread keeps it between them.
 
     numbers: [batch, slots], each token's document from 1 on, 0 for padding; or None.
     position_ids: [batch or 1, q_length], or None.
-    mask_form: see  checked: see find_documents. axes: see MaskPattern.
+    mask_form: see call.py. axes: see MaskPattern.
     stock: make transformers' own 4-D mask: keys of another sequence (cross-attention), or of a cache of fixed length.
     """
 
-    def __init__(
-        self,
-        padding,
-        position_ids=None,
-        mask_form=PATTERN,
-        stock=False,
-        numbers=None,
-        checked=None,
-        axes=False,
-    ):
-        self.padding, self.position_ids, self.mask_form, self.stock = padding, position_ids, mask_form, stock
-        self.numbers, self.checked, self.axes = numbers, checked, axes
+    padding: torch.Tensor | None
+    position_ids: torch.Tensor | None = None
+    mask_form: str = PATTERN
+    stock: bool = False
+    numbers: torch.Tensor | None = None
+    axes: bool = False
 
 
 def packing_ops_mask(
@@ -167,28 +152,33 @@ def packing_ops_mask(
     **kwargs,
 ):
     """The mask function of AttentionMaskInterface: a MaskPattern, or a 4-D mask (None for one query over all)."""
-    carrier = attention_mask if isinstance(attention_mask, Carrier) else collect(attention_mask)
-    if carrier is None:
-        # A bidirectional mask may be one of cross-attention; without a carrier that is not known.
-        carrier = Carrier(attention_mask, stock="allow_is_bidirectional_skip" in kwargs)
-    free = carrier.mask_form == PATTERN and not carrier.stock
+    now, call = here(), current()
+    told, now.mask_arguments = now.mask_arguments, None
+    if told is None or told.padding is not attention_mask:
+        # A bidirectional mask may be one of cross-attention; where nothing was prepared that is not known.
+        told = MaskArguments(attention_mask, stock="allow_is_bidirectional_skip" in kwargs)
+    # A pattern that varlen attention follows.
+    free = told.mask_form == PATTERN and not told.stock
     pattern, blocks = _pattern_of(mask_function, kwargs) if free else None, None
     if free and pattern is None:
         pattern, blocks = blocks_of(mask_function, batch_size, q_length)
     start = isinstance(q_offset, int) and q_offset == 0 and isinstance(kv_offset, int) and kv_offset == 0
     if pattern is not None and start and q_length == kv_length:
-        padding = carrier.padding if carrier.numbers is None else carrier.numbers
-        told = padding, carrier.position_ids, carrier.checked, carrier.axes, blocks
+        padding = told.padding if told.numbers is None else told.numbers
         note(None if blocks is not None else pattern)
-        return MaskPattern(*pattern, q_length, *told, batch=batch_size)
+        return MaskPattern(*pattern, q_length, padding, told.position_ids, told.axes, blocks, batch_size)
+    # A tensor: documents are compared for each query and key.
     note(None)
-    apart = q_length > 1 and not (carrier.position_ids is None and carrier.numbers is None)
+    apart = q_length > 1 and not (told.position_ids is None and told.numbers is None)
     if apart:
-        mask_function = _each_document_alone(mask_function, kwargs, carrier, batch_size, q_length, q_offset)
+        told = (
+            told if call is None else told._replace(position_ids=call.checked_positions(told.position_ids, batch_size))
+        )
+        mask_function = each_document_alone(mask_function, kwargs, told, batch_size, q_length, q_offset)
     # Without a mask the layer could not tell causal from full; one query that attends to every key is both.
     skip = kwargs.pop("allow_is_causal_skip", True) and q_length == 1
     kwargs["allow_is_bidirectional_skip"] = False
-    make = masking_utils.eager_mask if carrier.mask_form == ADDITIVE else masking_utils.sdpa_mask
+    make = masking_utils.eager_mask if told.mask_form == ADDITIVE else masking_utils.sdpa_mask
     mask = make(
         batch_size=batch_size,
         q_length=q_length,
@@ -196,66 +186,26 @@ def packing_ops_mask(
         q_offset=q_offset,
         kv_offset=kv_offset,
         mask_function=mask_function,
-        attention_mask=carrier.padding,
+        attention_mask=told.padding,
         allow_is_causal_skip=skip,
         **kwargs,
     )
-    if apart and carrier.checked is not None and mask is not None:
-        setattr(mask, _MADE_FOR, carrier.checked[0])
+    if apart and mask is not None and call is not None and call.checked is not None:
+        kept_with([mask], _MADE_FOR, lambda: call.cu_seqlens, checked_by_kernel=True)
     return mask
 
 
 def has_documents_of(cu_seqlens, mask) -> bool:
     """Whether this tensor was made by position_ids that were found to agree with these cu_seqlens."""
-    return cu_seqlens is not None and getattr(mask, _MADE_FOR, None) is cu_seqlens
+    if cu_seqlens is None or mask is None:
+        return False
+    call = current()
+    if call is not None and call.checked is not None and call.cu_seqlens is cu_seqlens:
+        return True
+    return kept_with([mask], _MADE_FOR, lambda: None, checked_by_kernel=True) is cu_seqlens  # recomputed, in no call
 
 
-def _each_document_alone(mask_function, kwargs, carrier, batch, q_length, q_offset):
-    """mask_function within documents. Keys of a cache without numbers belong to the first query's document."""
-    device = (carrier.numbers if carrier.position_ids is None else carrier.position_ids).device
-    starts, runs, last = torch.zeros(batch, q_length, dtype=torch.bool, device=device), None, q_length - 1
-    if carrier.position_ids is not None:
-        positions, slots = carrier.position_ids.expand(batch, -1), torch.arange(q_length, device=device)
-        if is_tensor(carrier.padding, 2):  # has any positions: here those of the last token before it
-            real = carrier.padding.to(device)[:, (slots + q_offset).clamp(max=carrier.padding.shape[1] - 1)] != 0
-            positions = positions.gather(1, (slots * real).cummax(1).values)
-            starts = F.pad((positions[:, 1:] <= positions[:, :-1]) & real[:, 1:], (1, 0))
-        else:
-            starts = F.pad(positions[:, 1:] <= positions[:, :-1], (1, 0))
-    if carrier.numbers is not None:
-        runs = runs_of(carrier.numbers).to(device).expand(batch, -1)
-        runs_of_queries = runs[:, (torch.arange(q_length, device=device) + q_offset).clamp(max=runs.shape[1] - 1)]
-        starts = starts | F.pad(runs_of_queries[:, 1:] != runs_of_queries[:, :-1], (1, 0))
-    documents = starts.cumsum(1)
-
-    def query_index(slot):
-        return (slot - q_offset).clamp(0, last)
-
-    def together(row, q, k):
-        same = documents[row, query_index(q)] == documents[row, query_index(k)]
-        if runs is None:
-            return same
-        q, k = (slot.clamp(max=runs.shape[1] - 1) for slot in (q, k))  # a cache of fixed length is longer than the mask
-        return same & (runs[row, q] == runs[row, k])
-
-    def same_document(row, head, q, k):
-        return mask_function(row, head, q, k) & together(row, q, k)
-
-    chunk = getattr(kwargs.get("config"), "attention_chunk_size", None)
-    plain = getattr(mask_function, "__name__", "") == "and_mask" and not kwargs.get("use_vmap")
-    if chunk is None or kwargs.get("local_size") != chunk or not plain:
-        return same_document
-    # Chunks are counted from where a document starts: the first one after the padding on the left.
-    slots = torch.arange(q_length, device=device)
-    origins = (slots * starts).cummax(1).values + q_offset
-    left = 0 if carrier.padding is None else (carrier.padding.cumsum(1) == 0).sum(1, keepdim=True)
-    origins = torch.where(documents == 0, left, origins)
-
-    def chunks_of_document(row, head, q, k):
-        chunk_q, chunk_k = ((slot - origins[row, query_index(slot)]) // chunk for slot in (q, k))
-        return (k <= q) & (chunk_q == chunk_k) & together(row, q, k)
-
-    return chunks_of_document
+_MADE_FOR = ("cu_seqlens of a mask",)
 
 
 def _pattern_of(mask_function, kwargs):
@@ -430,7 +380,7 @@ def _wrapped(original):
             return early, attention_mask, *prepared
         numbers = None
         if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
-            numbers = numbers_of(attention_mask)
+            numbers = numbers_of(attention_mask, current())
             attention_mask = as_bool(attention_mask, inputs_embeds.device)
         early, mask, *prepared = transformers_own(attention_mask, None)
         if early:
@@ -448,13 +398,8 @@ def _wrapped(original):
             position_ids = positions_of_axes(call, slots) if axes else call.position_ids
         if cross or not _about(position_ids, slots[1]) or config.model_type in OTHER_POSITIONS:
             position_ids = None
-        checked = None
         if call is not None:
-            call.mark_numbers_used(numbers)
-            if position_ids is not None:
-                position_ids, cu_seqlens = call.check_positions(position_ids, slots[0])
-                checked = None if cu_seqlens is None else (call.cu_seqlens, call.cu_seqlens_k, cu_seqlens)
-                call.mark_used()
+            call.reached(numbers, position_ids)
         if mask_form != PATTERN:
             fallback.log_once(f"{call.name} may read its masks, it gets them of every query and key")
         elif call is None and position_ids is None and not cross:
@@ -463,10 +408,7 @@ def _wrapped(original):
             check_cache(cache, call, position_ids, attention_mask, numbers, *slots)
         stock = cross or getattr(cache, "is_compileable", False)
         numbers = None if numbers is None or cross else on_device(numbers, mask.device)
-        carrier = Carrier(mask, position_ids, mask_form, stock, numbers, checked, axes)
-        if getattr(config, "attention_chunk_size", None) is None:
-            return early, carrier, *prepared
-        leave(carrier)  # chunked masks are made by a function that reads the 2-D mask
+        now.mask_arguments = MaskArguments(mask, position_ids, mask_form, stock, numbers, axes)
         return early, mask, *prepared
 
     return prepare
@@ -474,3 +416,67 @@ def _wrapped(original):
 
 def _about(position_ids, q_length):
     return isinstance(position_ids, torch.Tensor) and position_ids.dim() == 2 and position_ids.shape[1] == q_length
+
+
+# --- a KV cache ---
+
+# Refuses a call with a KV cache that holds several documents in a row: its queries would attend to all of them.
+
+# Attributes of the cache. SEVERAL: a bool tensor, whether a row has several documents. WAS_READ: that tensor, once it was
+# read and is False. ONE: that tensor, once a mask beside it was found to number one document.
+_SEVERAL, _WAS_READ, _ONE = "_packing_ops_several", "_packing_ops_read", "_packing_ops_one"
+_REFUSAL = (
+    f"{CACHE}: expected a cache of one document in each row to go on with, got one that was filled with several, "
+    "which would all be seen; fill a cache for each document, or number the cached tokens' documents and these in "
+    "attention_mask"
+)
+
+
+def check_cache(cache, call, position_ids, padding, numbers, batch, length):
+    """Called where a mask is made, before the keys of this call are in the cache.
+
+    Raises:
+        ValueError: the cache holds several documents. The first call with a filled cache waits for the GPU, later
+            ones do not.
+    """
+    if call is not None:
+        if call.cache is cache:  # masks of several kinds in one forward
+            return
+        call.cache = cache
+    several, cached = getattr(cache, _SEVERAL, None), cache.get_seq_length()
+    if isinstance(cached, torch.Tensor) or cached > 0:
+        if length == 1 and numbers is not None and can_read(numbers):
+            _refuse_numbers(cache, several, numbers)
+        if several is not None:
+            _refuse(cache, several, cached, numbers)
+    if length > 1:
+        if padding is not None and padding.dim() == 2:  # of the keys; these are the last ones
+            padding = padding[:, -length:]
+        cu_seqlens = None if call is None else call.cu_seqlens
+        setattr(cache, _SEVERAL, several_in(position_ids, padding, cu_seqlens, numbers, batch))
+
+
+def _refuse_numbers(cache, several, numbers):
+    """generate gives every step a mask of integers, and 1 to each new token. On CUDA the first step alone waits for it."""
+    if numbers.is_cuda and getattr(cache, _ONE, False) is several:
+        return
+    if bool((numbers > 1).any()):
+        raise ValueError("attention_mask: expected 0 and 1 beside a KV cache, got the numbers of several documents")
+    setattr(cache, _ONE, several)
+
+
+def _refuse(cache, several, cached, numbers):
+    compiled = torch.compiler.is_compiling()
+    if not compiled and getattr(cache, _WAS_READ, None) is several:
+        return
+    if can_read(several) and not bool(several):
+        setattr(cache, _WAS_READ, several)
+        return
+    wrong = several
+    if isinstance(cached, torch.Tensor):  # of a cache of fixed length, which may have been reset
+        wrong = wrong & (cached > 0).to(wrong.device)
+    if numbers is not None:  # of all tokens: masks are made by them
+        wrong = wrong & ~(numbers > 1).any().to(wrong.device)
+    refuse_where(wrong, _REFUSAL)
+    if not compiled and numbers is None:
+        setattr(cache, _WAS_READ, several)

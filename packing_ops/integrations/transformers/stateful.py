@@ -25,9 +25,7 @@ from packing_ops.integrations.transformers.call import here, refuse_own_position
 from packing_ops.integrations.transformers.documents import (
     BatchDocuments,
     as_bool,
-    find_documents,
     is_tensor,
-    positions_of_axes,
     refuse_where,
     several_in,
 )
@@ -295,11 +293,7 @@ def find_documents_of(model, call, args, kwargs) -> None:
         return
 
     # What says where documents are.
-    position_ids = call.position_ids
-    if is_tensor(position_ids, 3) and position_ids.shape[0] == 4:  # of text or a sequence, in front of other axes
-        position_ids = position_ids[0]
-    if not is_tensor(position_ids, 2):
-        position_ids = positions_of_axes(call, tokens.shape[:2])
+    position_ids = call.told_positions(*tokens.shape[:2])
     if position_ids is None and call.cu_seqlens is None and call.numbers is None:
         return
 
@@ -343,7 +337,7 @@ def _seq_idx(tokens, call, position_ids):
         documents = BatchDocuments(cu_seqlens, cu_seqlens).on(tokens.device)
     else:
         cu_seqlens = call.cu_seqlens, call.cu_seqlens_k
-        documents = find_documents(like, cu_seqlens, padding, position_ids).on(tokens.device)
+        documents = call.documents(like, cu_seqlens, padding, position_ids).on(tokens.device)
     if documents.indices is None and not torch.compiler.is_compiling() and documents.cu_seqlens_q.numel() - 1 <= batch:
         return None
     return documents.document_ids(batch, seqlen).int()
@@ -474,7 +468,7 @@ def _apart(layer, run, isolations, seq_idx, args, kwargs):
     # In a model without attention, these layers are where the call's documents have to arrive.
     call = here().call
     while call is not None and call.seq_idx is not None and not call.has_attention and not call.mixes:
-        call.used = call.numbers_used = True
+        call.lost.clear()
         call = call.outer
     if isolations[device] is Isolation.PASS_BOUNDARIES and shape[0] == 1 and not documents.padded:
         return run(**named, **boundaries_for(layer, seq_idx, documents.cu_seqlens))

@@ -34,6 +34,7 @@ try:
     import transformers.masking_utils as masking_utils
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
     from transformers.utils import logging
 except ImportError as error:
     raise ImportError(refusal(getattr(sys.modules.get("transformers"), "__version__", None))) from error
@@ -44,9 +45,13 @@ check(version)
 CACHE = "cache" if "cache" in inspect.signature(masking_utils.create_causal_mask).parameters else "past_key_values"
 PAGED = None if CACHE == "cache" else "cache"
 
+# Values of a model's loss_type for which its loss_function takes the label of the next token; None is its default.
+SHIFTED = frozenset((None, *(name for name, loss in LOSS_MAPPING.items() if loss is ForCausalLMLoss)))
+
 __all__ = [
     "CACHE",
     "PAGED",
+    "SHIFTED",
     "AttentionInterface",
     "AttentionMaskInterface",
     "PreTrainedModel",

@@ -56,16 +56,20 @@ def test_masks_of_4_57(four):
     config = types.SimpleNamespace(_attn_implementation="packing_ops", model_type="llama")
     embeds, positions = torch.zeros(1, 5, 8), torch.tensor([[0, 1, 0, 1, 2]])
     slots = torch.arange(5)
-    early, carrier, _, kv_length, kv_offset = prepared(config, embeds, None, slots, None, positions, 0)
-    assert seen.pop() == (None, slots, None, None, 0)
-    assert (early, carrier.position_ids is positions, kv_length, kv_offset) == (False, True, 5, 0)
-    make = masks.mask_function()
-    given = {"batch_size": 1, "mask_function": causal_mask_function, "attention_mask": carrier, "config": config}
-    pattern = make(cache_position=slots, kv_length=5, allow_is_causal_skip=True, **given)
+    given = config, embeds, None, slots, None, positions, 0
+
+    def make(**named):
+        early, mask, _, kv_length, kv_offset = prepared(*given)
+        assert (early, mask, kv_length, kv_offset) == (False, None, 5, 0)
+        assert seen.pop() == (None, slots, None, None, 0)
+        same = {"batch_size": 1, "mask_function": causal_mask_function, "attention_mask": mask, "config": config}
+        return masks.mask_function()(**same, **named)
+
+    pattern = make(cache_position=slots, kv_length=5, allow_is_causal_skip=True)
     assert isinstance(pattern, masks.MaskPattern)
     assert (pattern.causal, pattern.length, pattern.position_ids is positions) == (True, 5, True)
     for length, first, skip in ((5, 0, False), (7, 2, True)):  # something is mixed in; keys of a cache
-        mask = make(cache_position=slots + first, kv_length=length, allow_is_causal_skip=skip, **given)
+        mask = make(cache_position=slots + first, kv_length=length, allow_is_causal_skip=skip)
         apart = torch.block_diag(torch.ones(2, 2), torch.ones(3, 3)).tril().bool()
         assert torch.equal(mask[0, 0, :, first:], apart)
         assert mask[0, 0, :2, :first].all()
@@ -90,12 +94,14 @@ def test_the_name_of_the_cache(cache):
     kept = transformers.DynamicCache()
     given = {"attention_mask": None, cache: kept, "position_ids": torch.arange(5)[None], "layer_idx": 0}
     register()
-    prepared = [
-        fake._preprocess_mask_arguments(config, torch.zeros(1, 5, 8), *given.values()),
-        fake._preprocess_mask_arguments(config=config, inputs_embeds=torch.zeros(1, 5, 8), **given),
-    ]
-    assert seen == [kept, kept]
-    assert [each[1].position_ids is given["position_ids"] for each in prepared] == [True, True]
+    for prepare in (
+        lambda: fake._preprocess_mask_arguments(config, torch.zeros(1, 5, 8), *given.values()),
+        lambda: fake._preprocess_mask_arguments(config=config, inputs_embeds=torch.zeros(1, 5, 8), **given),
+    ):
+        prepare()
+        assert seen.pop() is kept
+        assert masks.here().mask_arguments.position_ids is given["position_ids"]
+    masks.here().mask_arguments = None
 
 
 def test_rope_functions_of_4_57(monkeypatch):
@@ -134,7 +140,7 @@ def test_another_way_to_prepare_masks_is_refused(monkeypatch):
 @pytest.mark.parametrize("version", ["4.56.2", "4.9", "3.0.0.dev0"])
 def test_an_old_version_is_refused(version):
     with pytest.raises(
-        ImportError, match=rf"serves 4\.57 and later .*transformers {version} is here.*packing_ops\[hf\]"
+        ImportError, match=rf"serves 4\.57 and later .*transformers {version} is here.*'transformers>=4\.57'"
     ):
         versions.check(version)
     for served in ("4.57.0", "4.60", "5.0.0rc1", transformers.__version__):

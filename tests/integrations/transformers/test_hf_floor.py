@@ -1,0 +1,192 @@
+"""How attention hangs together: what a query passes, who finds the documents, and what is left on users' tensors."""
+
+import ast
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import ROOT
+
+pytest.importorskip("transformers")
+
+from hf_models import tiny_model
+
+import packing_ops as po
+from packing_ops.integrations.transformers import attention, register
+from packing_ops.integrations.transformers.call import last_forward
+from packing_ops.integrations.transformers.masks import MaskPattern
+
+FOLDER = ROOT / "packing_ops" / "integrations" / "transformers"
+LENGTHS = [5, 4, 3]
+
+
+def packed(device="cpu"):
+    metadata = po.PackedMetadata.from_lengths(LENGTHS, device=device)
+    ids = torch.randint(3, 60, (1, metadata.total), generator=torch.Generator().manual_seed(0)).to(device)
+    return metadata, ids
+
+
+def functions_with(tensor, call):
+    """(module, function) of the integration that got the tensor as an argument, alone or among others, in order; the last
+    one calls the attention of packing_ops."""
+    found = []
+
+    def note(frame, event, _):
+        code = frame.f_code
+        if event == "call" and Path(code.co_filename).is_relative_to(FOLDER):
+            given = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount + 2]]
+            given += [each for value in given if isinstance(value, (tuple, list)) for each in value]
+            if any(each is tensor for each in given):
+                found.append((Path(code.co_filename).stem, code.co_name))
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def test_a_query_passes_few_functions():
+    metadata, _ = packed()
+    heads = [torch.randn(1, n, metadata.total, 16, requires_grad=True) for n in (4, 2, 2)]
+    pattern = MaskPattern(True, (-1, -1), metadata.total, None, metadata.position_ids[None])
+    module = SimpleNamespace(is_causal=True)
+
+    def layer():
+        attention.packing_ops_attention(module, *heads, pattern, scaling=0.25)
+
+    first, later = functions_with(heads[0], layer), functions_with(heads[0], layer)
+    assert later[0] == ("attention", "packing_ops_attention")
+    for found in (first, later):
+        modules = [name for name, _ in found]
+        left = [
+            name for place, name in enumerate(modules[1:], 1) if name != modules[place - 1] and name in modules[:place]
+        ]
+        assert len({*found}) <= 10, found
+        assert len(left) <= 3, found
+
+
+def imported_here(path):
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+    names = [
+        alias.name
+        for node in nodes
+        if (node.module or "").endswith("integrations.transformers")
+        for alias in node.names
+    ]
+    names += [node.module.rpartition(".")[2] for node in nodes if "integrations.transformers." in (node.module or "")]
+    return {name for name in names if (FOLDER / f"{name}.py").exists()}
+
+
+def test_attention_reaches_few_modules():
+    reached, left = set(), ["attention"]
+    while left:
+        new = imported_here(FOLDER / f"{left.pop()}.py") - reached
+        reached |= new
+        left += new
+    assert len(reached - {"attention"}) <= 8, reached
+
+
+def test_one_module_finds_documents():
+    """Where positions restart, numbers change and cu_seqlens grow: documents.py alone looks at that."""
+    finders = re.compile(r"diff\(\) > 0|cu_seqlens_from_position_ids|\[:, 1:\] <= \w+\[:, :-1\]|_row_starts")
+    found = {path.name for path in FOLDER.glob("*.py") if finders.search(path.read_text())}
+    assert found == {"documents.py"}
+    users = {path.name for path in FOLDER.glob("*.py") if "find_documents(" in path.read_text()}
+    assert users == {"documents.py", "call.py"}
+
+
+@pytest.mark.parametrize("kind", ["position_ids", "cu_seq_lens", "numbers"])
+def test_nothing_is_left_on_tensors(kind, device):
+    register()
+    metadata, ids = packed(device)
+    numbers = torch.repeat_interleave(torch.arange(1, 4, device=device), torch.tensor(LENGTHS, device=device))[None]
+    given = {"input_ids": ids, "labels": ids, "position_ids": metadata.position_ids[None]}
+    given |= {"attention_mask": numbers} if kind == "numbers" else {}
+    given |= metadata.to_transformers() if kind == "cu_seq_lens" else {}
+    seen = []
+    model = tiny_model("gemma2", attn_implementation="packing_ops", device=device)
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda _, args, named: seen.extend([*args, *named.values()]), with_kwargs=True)
+    model(**given).loss.backward()
+    tensors = [each for each in (*given.values(), *seen) if isinstance(each, torch.Tensor)]
+    assert len(tensors) > 10
+    assert [name for each in tensors for name in vars(each) if name.startswith("_packing_ops")] == []
+
+
+# --- labels, and what the last forward saw ---
+
+
+def told(kind, metadata, device):
+    positions = {"position_ids": metadata.position_ids[None]}
+    if kind == "cu_seq_lens_q":
+        return {**positions, **metadata.to_transformers()}
+    if kind == "attention_mask":
+        numbers = torch.arange(1, 4, device=device)
+        return {"attention_mask": torch.repeat_interleave(numbers, torch.tensor(LENGTHS, device=device))[None]}
+    return positions
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("kind", ["position_ids", "cu_seq_lens_q", "attention_mask"])
+def test_first_tokens_are_no_targets(kind, family, device):
+    register()
+    metadata, ids = packed(device)
+    masked = po.mask_boundary_labels(ids[0], metadata.cu_seqlens)[None]
+    model, given = tiny_model(family, attn_implementation="packing_ops", device=device), told(kind, metadata, device)
+    before = ids.clone()
+    found = model(ids, labels=ids, **given)
+    wanted = model(ids, labels=masked, **given)
+    logits = wanted.logits[0, :-1].float()
+    expected = torch.nn.functional.cross_entropy(logits, masked[0, 1:], ignore_index=-100)
+    torch.testing.assert_close(found.loss, expected)
+    assert torch.equal(found.loss, wanted.loss)
+    assert torch.equal(ids, before)
+    assert last_forward(model) == (1, 3, kind)
+    assert last_forward(model.model) == (1, 3, kind)
+
+
+def test_labels_that_are_left_alone(device):
+    register()
+    metadata, ids = packed(device)
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device)
+    given = {"input_ids": ids, "position_ids": metadata.position_ids[None]}
+    shifted = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+    logits = model(**given).logits[0].float()
+    every_target = torch.nn.functional.cross_entropy(logits, shifted[0], ignore_index=-100)
+    torch.testing.assert_close(model(**given, labels=ids, shift_labels=shifted).loss, every_target)
+    stock = tiny_model("llama", device=device)
+    assert last_forward(stock) is None
+    rows = {"input_ids": ids.expand(2, -1), "labels": ids.expand(2, -1)}  # each row is a document
+    torch.testing.assert_close(model(**rows).loss, stock(**rows).loss)
+    assert last_forward(model) == (2, 2, "rows")
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_rows_have_the_loss_of_the_stock_model(side, device):
+    """Also the first token behind padding on the left, which the stock loss counts."""
+    register()
+    _, ids = packed(device)
+    ids = ids.view(2, 6)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    mask = mask if side == "left" else mask.flip(1)
+    given = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    losses = [
+        tiny_model("llama", attn_implementation=name, device=device)(**given).loss for name in ("packing_ops", "sdpa")
+    ]
+    torch.testing.assert_close(*losses)
+
+
+def test_num_items_in_batch_divides_what_is_left(device):
+    """It is not changed: who counts targets before the model, as trainers do, counts masked labels."""
+    register()
+    metadata, ids = packed(device)
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device)
+    given = {"input_ids": ids, "position_ids": metadata.position_ids[None], "labels": ids}
+    targets = metadata.total - len(LENGTHS)
+    torch.testing.assert_close(model(**given, num_items_in_batch=targets).loss, model(**given).loss)
