@@ -110,10 +110,10 @@ class Packing:
 
     def __repr__(self) -> str:
         overlong = {name: getattr(self, name).numel() for name in ("dropped", "split", "truncated", "own")}
-        told = "".join(f", {name}={count}" for name, count in overlong.items() if count)
+        counts = "".join(f", {name}={count}" for name, count in overlong.items() if count)
         return (
             f"Packing(num_bins={self.num_bins}, num_pieces={self.item_indices.numel()}, "
-            f"efficiency={self.efficiency:.4f}, lower_bound={self.lower_bound}{told})"
+            f"efficiency={self.efficiency:.4f}, lower_bound={self.lower_bound}{counts})"
         )
 
 

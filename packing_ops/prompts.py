@@ -37,7 +37,7 @@ def compute_prompt_end_indices(uids: torch.Tensor | Sequence[Any]) -> torch.Tens
     if isinstance(uids, torch.Tensor):
         ends, count = _ops.prompt_end_indices(uids)
         return ends[: int(count)]
-    uids = [plain(uid) for uid in plain(uids)]  # tensors of one number would be told apart by identity
+    uids = [plain(uid) for uid in plain(uids)]  # tensors of one number would be compared by identity
     seen, ends = set(), []
     for i, uid in enumerate(uids):
         if not isinstance(uid, Hashable):

@@ -73,7 +73,7 @@ class Fields:
         for name, value in self.all:
             if name not in self.row_keys and name not in self.batch_keys and _may_be_either(name, value, rows):
                 raise ValueError(
-                    f"{name}: expected to be told what it is, of as many entries as there are rows: "
+                    f"{name}: expected in row_keys or batch_keys, since it has as many entries as there are rows: "
                     f"row_keys={(name,)} if one belongs to each row, batch_keys={(name,)} if not"
                 )
         return rows

@@ -102,7 +102,7 @@ def flattened(
 
     Args:
         order: which value comes when; as they are by default.
-        gaps: after each value of that order so many slots of ``fill``.
+        gaps: how many slots of ``fill`` come after each value of that order.
 
     Example:
         >>> flattened([[1, 2], [3]], "input_ids", order=[1, 0], gaps=[2, 0])

@@ -230,7 +230,7 @@ def test_boundaries_on_a_gpu_are_not_read():
     boundaries = torch.empty(2, 2, dtype=torch.int64, device="meta")
     batch = {"ids": torch.arange(7), "boundaries": boundaries}
     assert slice_batch(batch, 1, 3)["boundaries"] is boundaries
-    with pytest.raises(ValueError, match=r"boundaries: expected to be told .* row_keys=\('boundaries',\)"):
+    with pytest.raises(ValueError, match=r"boundaries: expected in row_keys .* row_keys=\('boundaries',\)"):
         num_rows(batch | {"ids": torch.arange(2)})
     assert num_rows({"ids": torch.arange(2), "boundaries": boundaries}, row_keys=["boundaries"]) == 2
 
@@ -246,7 +246,8 @@ def test_what_may_be_either_is_asked():
     """A list of (start, end) pairs that follow on each other to the last row, as many as rows, under another name."""
     batch = {"ids": torch.arange(2), "spans": [(0, 1), (1, 2)]}
     with pytest.raises(
-        ValueError, match=r"spans: expected to be told .* row_keys=\('spans',\) .* batch_keys=\('spans',\)"
+        ValueError,
+        match=r"spans: expected in row_keys .* row_keys=\('spans',\) .* batch_keys=\('spans',\)",
     ):
         slice_batch(batch, 0, 1)
     assert slice_batch(batch, 0, 1, row_keys=("spans",))["spans"] == [(0, 1)]
@@ -385,7 +386,7 @@ def test_rows_that_are_objects_in_an_array():
 def test_boundaries_of_another_form_are_asked(pairs):
     """Those of a part of a batch, with gaps, or ends alone: cut with the rows they would be wrong without a word."""
     batch = {"ids": torch.arange(2), "prompt_boundaries": pairs}
-    with pytest.raises(ValueError, match=r"prompt_boundaries: expected to be told what it is"):
+    with pytest.raises(ValueError, match=r"prompt_boundaries: expected in row_keys or batch_keys"):
         slice_batch(batch, 0, 1)
     assert slice_batch(batch, 0, 1, batch_keys=("prompt_boundaries",))["prompt_boundaries"] is pairs
     assert len(slice_batch(batch, 0, 1, row_keys=("prompt_boundaries",))["prompt_boundaries"]) == 1
@@ -401,7 +402,7 @@ def test_boundaries_of_other_integers_pass_whole(number):
 
 def test_a_tuple_of_as_many_tensors_as_rows_is_asked():
     pixels = (torch.zeros(1), torch.zeros(3))
-    with pytest.raises(ValueError, match=r"pixel_values: expected to be told .* row_keys=\('pixel_values',\)"):
+    with pytest.raises(ValueError, match=r"pixel_values: expected in row_keys .* row_keys=\('pixel_values',\)"):
         slice_batch({"ids": torch.arange(2), "pixel_values": pixels}, 0, 1)
     assert slice_batch({"ids": torch.arange(3), "pixel_values": pixels, "size": (2, 2, 2)}, 0, 1)["size"] == (2, 2, 2)
     part = slice_batch({"ids": torch.arange(2), "pixel_values": pixels}, 0, 1, row_keys=["pixel_values"])
