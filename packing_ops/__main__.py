@@ -1,10 +1,11 @@
-"""python -m packing_ops, or packing-ops, report | info: arguments and exit codes; packing_ops/report does the work."""
+"""python -m packing_ops, or packing-ops, report | invariance | info: arguments and exit codes; packing_ops/report does the work."""
 
 import argparse
 import os
 import sys
 from pathlib import Path
 
+from packing_ops import _invariance_table
 from packing_ops._library import NOT_LOADED, VERSION
 from packing_ops.report import make_report, save_json
 from packing_ops.report.info import describe_environment
@@ -88,6 +89,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--hidden-size", type=positive, default=4096, help="of the model, to estimate FLOPs (default: %(default)s)")
     add("--plot", type=writable, metavar="PNG", help="also draw the report")
     add("--json", type=writable, metavar="JSON", help="also write every number")
+    table = commands.add_parser(
+        "invariance",
+        help="which layers of a transformers model keep their bits in any pack",
+        description="Runs a model of random weights on the same documents in many rows and compares every layer's bits.",
+        epilog=_invariance_table.EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _invariance_table.add_arguments(table)
     return parser.parse_args(argv)
 
 
@@ -101,8 +110,26 @@ def main(argv: list[str] | None = None) -> int:
     return status
 
 
+def show_invariance(arguments: argparse.Namespace) -> int:
+    try:
+        from packing_ops.integrations.transformers import apply_packing_ops
+
+        found = _invariance_table.check(arguments, apply_packing_ops)
+        _invariance_table.show(found)
+        if arguments.json:
+            _invariance_table.save(found, arguments.json)
+    except BrokenPipeError:
+        raise
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        print("error: " + "\n".join(map(printable, str(error).split("\n"))), file=sys.stderr)
+        return 2
+    return 0 if found.packs else 1
+
+
 def run(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
+    if arguments.command == "invariance":
+        return show_invariance(arguments)
     if arguments.command == "info":
         print(describe_environment())
         return 1 if NOT_LOADED else 0

@@ -182,6 +182,18 @@ def check_invariance(
         TypeError: model is no module.
         ValueError: rows or documents that are empty, no documents for a model without embeddings of tokens.
     """
+    return check_with_progress(model, run, documents, rows, gradients, lambda amount: None)
+
+
+def check_with_progress(
+    model: torch.nn.Module,
+    run: Callable[[torch.Tensor, torch.Tensor], Any] | None,
+    documents: Sequence[torch.Tensor] | None,
+    rows: Sequence[int] | None,
+    gradients: bool,
+    advance: Callable[[float], None],
+) -> Invariance:
+    """check_invariance, which says how much more of 1 is done."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     first = next((t for t in model.parameters()), torch.empty(0))
@@ -190,8 +202,10 @@ def check_invariance(
         return Invariance((), refused, *known)
     documents = _documents_of(model, documents, rows, first.device)
     comparison = Comparison(model, run or run_of_transformers(model), documents, gradients)
-    for way, parts in rows_to_compare(list(map(len, documents))):
+    ways = list(rows_to_compare(list(map(len, documents))))
+    for way, parts in ways:
         comparison.compare(way, parts)
+        advance(1 / len(ways))
     modules = dict(model.named_modules())
     layers = []
     for name in comparison.first:

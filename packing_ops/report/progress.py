@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def progress(total: float) -> Iterator[Callable[[float], None]]:
+def progress(total: float, what: str = "reading") -> Iterator[Callable[[float], None]]:
     """A function to call with how much more of ``total`` is done."""
     try:
         from rich.console import Console
@@ -15,5 +15,5 @@ def progress(total: float) -> Iterator[Callable[[float], None]]:
         yield lambda amount: None
         return
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("reading", total=total)
+        task = bar.add_task(what, total=total)
         yield lambda amount: bar.advance(task, amount)

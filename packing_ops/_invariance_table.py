@@ -1,0 +1,107 @@
+"""python -m packing_ops invariance: a model of random weights, checked layer by layer."""
+
+import argparse
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from packing_ops.invariance import Invariance, LayerInvariance, check_with_progress, invariant
+from packing_ops.report.progress import progress
+from packing_ops.report.tables import printable
+
+EXIT_CODES = """exit codes:
+  0  no bit differs in packs (prefixes are shown beside them)
+  1  a layer differs, or cannot be claimed: it is named, with what to set
+  2  no answer: wrong arguments, a configuration that cannot be read, a library that is not installed"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", metavar="MODEL_OR_CONFIG", help="a config.json, its folder, or a model's name: the weights are random")
+    add("--rows", type=_rows, metavar="N,N,...", help="lengths of the documents, so rows of the products")
+    add("--layers", type=int, help="make the model with so many layers only")
+    add("--device", default="cpu", help="cpu (default) or cuda")
+    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="default: the config's")
+    add("--stock", action="store_true", help="without the mode")
+    add("--json", type=Path, metavar="JSON", help="also write every layer")
+
+
+def _rows(text: str) -> list[int]:
+    numbers = [int(part) for part in text.split(",")]
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"expected numbers above 0 with commas between, got {text!r}")
+    return numbers
+
+
+def model_of(arguments: argparse.Namespace) -> torch.nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = Path(arguments.model)
+    config = AutoConfig.from_pretrained(path.parent if path.name == "config.json" else arguments.model)
+    if arguments.layers is not None:
+        config.num_hidden_layers = arguments.layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[: arguments.layers]
+    dtype = getattr(config, "dtype", None) if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
+    with torch.device(arguments.device):
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype or torch.float32)
+    return model.eval()
+
+
+def check(arguments: argparse.Namespace, apply: Callable[[torch.nn.Module], Any]) -> Invariance:
+    """apply: puts packing_ops into the model."""
+
+    def run(model: torch.nn.Module) -> Invariance:
+        with progress(1.0, "comparing") as advance:
+            return check_with_progress(model, None, None, arguments.rows, True, advance)
+
+    if arguments.stock:
+        model = model_of(arguments)
+        apply(model)
+        return run(model)
+    with invariant():  # before the first product on a GPU
+        model = model_of(arguments)
+        apply(model)
+        return run(model)
+
+
+def show(found: Invariance) -> None:
+    mode = "with" if found.active else "without"
+    print(f"{mode} the mode, {found.dtype} on {found.device}, torch {found.torch}")
+    lines = [("layer", "kind", "rows", "packs", "prefixes"), *map(_line, grouped(found.layers))]
+    widths = [max(len(line[i]) for line in lines) for i in range(5)]
+    for line in lines if found.layers else []:
+        print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
+    for sentence in found.why_not():
+        print(printable(sentence))
+    print("packs: " + ("equal bits" if found.packs else "not claimed"))
+    print("prefixes: " + ("equal bits" if found.prefixes else "not claimed"))
+
+
+def grouped(layers: tuple[LayerInvariance, ...]) -> list[LayerInvariance]:
+    """Layers of equal name but for numbers, kind and outcome become one."""
+    found: dict[tuple[Any, ...], LayerInvariance] = {}
+    for layer in layers:
+        name = re.sub(r"\.\d+(?=\.|$)", ".*", layer.name)
+        differs = layer.packs or layer.prefixes
+        key = (layer.name if differs else name, layer.kind, bool(differs))
+        if key in found:
+            found[key] = dataclasses.replace(found[key], name=name, rows=found[key].rows + layer.rows)
+        else:
+            found[key] = layer
+    return list(found.values())
+
+
+def _line(layer: LayerInvariance) -> tuple[str, ...]:
+    outcome = (f"{count} differ" if count else "equal" for count in (layer.packs, layer.prefixes))
+    return layer.name or "(the model)", layer.kind, f"{layer.rows:,}", *outcome
+
+
+def save(found: Invariance, path: Path) -> None:
+    result = {"packs": found.packs, "prefixes": found.prefixes, **dataclasses.asdict(found)}
+    path.write_text(json.dumps(result, indent=1) + "\n")
