@@ -23,7 +23,7 @@ from packing_ops.integrations.transformers import rope as rope_patch
 from packing_ops.integrations.transformers import sequence_group as sequence_patch
 from packing_ops.integrations.transformers import vision as vision_patch
 from packing_ops.integrations.transformers.attention import packing_ops_attention, register, unknown_options
-from packing_ops.integrations.transformers.call import GUARD, NAMES, guard_of, mixes_tokens
+from packing_ops.integrations.transformers.call import GUARD, LAST_FORWARD, NAMES, guard_of, mixes_tokens
 from packing_ops.integrations.transformers.versions import PreTrainedModel, not_causal, reads_text
 
 # --- Applied ---
@@ -362,7 +362,8 @@ def info(model: torch.nn.Module) -> str:
         model: a model, or a wrapper around one.
 
     Returns:
-        A line for each of these. If attention ran by SDPA in this process, a last line has the reasons.
+        A line for each of these. After a forward, a line says how many rows and documents it had, and which argument told
+        them. If attention ran by SDPA in this process, a last line has the reasons.
 
     Example:
         >>> from transformers import AutoModelForCausalLM, Qwen3Config
@@ -389,7 +390,7 @@ def info(model: torch.nn.Module) -> str:
     lines = [f"{name}, transformers {transformers.__version__}"]
     lines += [f"attention: {_attention(model, found)}", f"rope: {_rope(model)}", f"rms_norm: {_norm(model)}"]
     lines.append(f"loss: {_loss(found)}")
-    lines += [f"documents: {_documents(found)}", *fallback.sdpa_reasons()]
+    lines += [f"documents: {_documents(found)}", *_last_forwards(found), *fallback.sdpa_reasons()]
     return "\n".join(lines)
 
 
@@ -443,6 +444,20 @@ def _parts(ours: int, every: int, swap: str) -> str:
 
 def _modules(count: int) -> str:
     return f"{count} module{'s' * (count != 1)}"
+
+
+def _last_forwards(hosts: list[Any]) -> list[str]:
+    lines = []
+    for last in [host.__dict__[LAST_FORWARD] for host in hosts if LAST_FORWARD in host.__dict__]:
+        rows = f"{last.rows} row{'s' * (last.rows != 1)}"
+        if last.found_by == "rows":
+            lines.append(f"last forward: {rows}, one document in each, as no argument said otherwise")
+        elif last.documents is None:
+            lines.append(f"last forward: {rows}, documents kept apart by the masks, found by {last.found_by}")
+        else:
+            documents = f"{last.documents} document{'s' * (last.documents != 1)}"
+            lines.append(f"last forward: {rows}, {documents}, found by {last.found_by}")
+    return lines
 
 
 def _documents(hosts: list[Any]) -> str:

@@ -10,6 +10,7 @@ transformers = pytest.importorskip("transformers")
 
 from hf_patch_case import LENGTHS, module_of, outputs, packed, tiny, tiny_gpt2  # noqa: E402
 
+import packing_ops as po  # noqa: E402
 from packing_ops.integrations.transformers import (  # noqa: E402
     Applied,
     apply_packing_ops,
@@ -164,9 +165,36 @@ def test_info_of_a_swapped_model(monkeypatch):
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1
     model.train()(**packed("cpu"))
-    assert info(model).splitlines()[6:] == ["by SDPA so far: dropout 0.1 in attention"]
+    assert info(model).splitlines()[6:] == [
+        "last forward: 1 row, 3 documents, found by position_ids",
+        "by SDPA so far: dropout 0.1 in attention",
+    ]
     revert_packing_ops(model)
     assert info(model).splitlines()[:6] == before
+
+
+def last_forward(model, **arguments):
+    model(use_cache=False, **arguments)
+    (line,) = [line for line in info(model).splitlines() if line.startswith("last forward: ")]
+    return line.removeprefix("last forward: ")
+
+
+def test_info_of_the_last_forward():
+    """Packed rows whose documents no argument tells are seen here."""
+    model, ids = tiny("qwen3"), torch.ones(1, 16, dtype=torch.long)
+    apply_packing_ops(model)
+    assert "last forward" not in info(model)
+    metadata = po.PackedMetadata.from_lengths(LENGTHS)
+    numbers = torch.repeat_interleave(torch.arange(1, 4), torch.tensor(LENGTHS))[None]
+    positions = metadata.position_ids[None]
+    assert last_forward(model, input_ids=ids, position_ids=positions) == "1 row, 3 documents, found by position_ids"
+    assert last_forward(model, input_ids=ids) == "1 row, one document in each, as no argument said otherwise"
+    found = last_forward(model, input_ids=ids, **metadata.to_transformers())
+    assert found == "1 row, 3 documents, found by cu_seq_lens_q"
+    found = last_forward(model, input_ids=ids, attention_mask=numbers)
+    assert found == "1 row, 3 documents, found by attention_mask"
+    two = {"input_ids": ids.expand(2, -1), "position_ids": positions.expand(2, -1)}
+    assert last_forward(model, **two) == "2 rows, 6 documents, found by position_ids"
 
 
 def test_info_of_others():
