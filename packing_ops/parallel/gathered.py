@@ -264,15 +264,18 @@ def _parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: KeyLayout)
 def _start_keys(
     k: torch.Tensor, v: torch.Tensor, layout: KeyLayout, group: dist.ProcessGroup
 ) -> Callable[[], list[torch.Tensor]]:
-    """Of the call, from all ranks."""
+    """The keys and values of the call, from all ranks."""
     exchange = layout.exchange
+    # Every rank needs most rows.
     if exchange is None:
         under_way = [start_all_gather(local, group) for local in (k, v)]
         return lambda: [rows_at(received(), layout.key_index) for received in under_way]
+    # Chosen rows, in an order that the call does not have.
     if exchange.to_others is None:
         send, receive = exchange.send, exchange.receive
         under_way = [start_all_to_all(rows_at(local, exchange.index), group, receive, send) for local in (k, v)]
         return lambda: [rows_at(received(), layout.key_index) for received in under_way]
+    # Chosen rows in the order of the call: this rank's stay where they are.
     own, send, receive = _without_own(exchange, group.rank())
     if not layout.received:
         return lambda: [k[:own], v[:own]]
