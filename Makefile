@@ -47,9 +47,16 @@ demo-data: build  ## mini-batches for RL, and batches collated one step ahead
 
 # The emulator needs no package: it is compiled while they are installed. Test processes take tests from each other; each
 # imports what takes half a minute, so there are few.
-test:  ## builds, lints, runs every test
-	@$(MAKE) --no-print-directory -j4 lint build emulator bytecode
-	$(BIN)/python -m pytest -n $$(nproc) --maxprocesses 4 --dist worksteal --durations 20
+test:  ## builds, lints, runs every test; prints what each part takes
+	@$(MAKE) --no-print-directory -j4 $(addprefix timed-,lint build emulator bytecode)
+	@start=$$(date +%s); $(BIN)/python -m pytest -n $$(nproc) --maxprocesses 4 --dist worksteal --durations 20; failed=$$?; \
+	echo "tests: $$(($$(date +%s) - start)) s"; exit $$failed
+
+# A part of it, and its seconds.
+timed-lint timed-build timed-bytecode: .venv/.ready
+timed-%:
+	@start=$$(date +%s); $(MAKE) --no-print-directory $*; failed=$$?; \
+	echo "make $*: $$(($$(date +%s) - start)) s"; exit $$failed
 
 # TORCH=torch==2.14.1: in that one. An environment of its own.
 test-newest: build .venv-newest/.ready  ## the tests in the newest torch, with the library as it is built
@@ -132,11 +139,11 @@ test-matrix:  ## the wheel in fresh environments, torch by Python (WHEEL=file TO
 .venv-newest/.ready: TORCH = torch
 .venv/.ready .venv-newest/.ready: pyproject.toml
 	@echo "$(@D): installing $(TORCH) and the tools of the tests (once; some minutes)"
-	@$(PYTHON) -m venv $(@D)
+	@$(PYTHON) -m venv $(@D) && date +%s > $(@D)/.start
 	@$(@D)/bin/pip install --quiet --upgrade "pip>=25.1"
 	@$(@D)/bin/pip install --quiet --no-compile "$(TORCH)"
 	@$(@D)/bin/pip install --quiet --no-compile --group dev
-	@touch $@
+	@echo "$(@D): $$(($$(date +%s) - $$(cat $(@D)/.start))) s"; touch $@
 
 clean:  ## removes what was built, .venv aside
 	rm -rf build dist packing_ops/_C.so

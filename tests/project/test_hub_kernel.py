@@ -110,7 +110,7 @@ import importlib
 importlib.import_module(about["id"] + ".data")
 assert hasattr(torch.ops.{NAMESPACE}, "varlen_attention") and not hasattr(torch.ops.packing_ops, "varlen_attention")
 registered = lambda name, key: torch._C._dispatch_has_kernel_for_dispatch_key(f"{{name}}::varlen_attention", key)
-assert registered("{NAMESPACE}", "CPU") and registered("{NAMESPACE}", "CUDA") == {bool(_library.build_info()["cuda"])}
+assert registered("{NAMESPACE}", "CPU") and registered("{NAMESPACE}", "CUDA")  # without CUDA: one that says so
 assert not [name for name in sys.modules if name.partition(".")[0] == "packing_ops"]
 print("ran")
 """
