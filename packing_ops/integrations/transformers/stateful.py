@@ -53,17 +53,19 @@ _MIXES = "_packing_ops_mixes"
 def declare(cls: type[torch.nn.Module], *, mixes: bool | None) -> None:
     """Say whether a layer class mixes tokens along the sequence, for packed rows under packing_ops.
 
-    Layers beside attention decide whether documents of a packed row stay apart. Those of transformers are known, a
-    convolution or an RNN is seen, and so are names of known recurrences in a layer's code. For any other class the model
-    refuses rows with several documents until it is declared. The declaration is for all models of the process, and for
-    subclasses that have none; a later one replaces it.
+    A packed row keeps its documents apart if every layer does. Three kinds of layers need no declaration: those of
+    transformers, those that hold a convolution along the sequence or one of torch's RNNs, and those whose code calls a
+    known recurrence. A layer of any other class makes rows with several documents an error, until its class is declared.
+    A declaration is for all models of the process. Subclasses inherit it. A later one replaces it.
 
     Args:
-        cls: of a layer: its hidden states, ``[batch, seqlen, width]``, ``[seqlen, batch, width]``, ``[batch, width,
-            seqlen]`` or ``[batch * seqlen, width]``, are in its arguments, also in tuples, dicts and dataclasses.
-        mixes: False: each token by itself, by its own code and that of the layers inside (a recurrence inside is still
-            found); an attention that reads the model's mask counts as False. True: the layer runs with each document as
-            a row of a batch, padded on the right; it is refused if it reads tokens ahead, or calls attention inside.
+        cls: class of a layer. Its arguments hold hidden states, also in tuples, dicts and dataclasses:
+            ``[batch, seqlen, width]``, ``[seqlen, batch, width]``, ``[batch, width, seqlen]`` or
+            ``[batch * seqlen, width]``.
+        mixes: False: the layer and those inside take each token by itself. A recurrence inside is found all the same. An
+            attention that reads the model's mask counts as False.
+            True: each document runs as a row of a batch, padded on the right. A layer that reads tokens ahead, or calls
+            attention inside, is refused.
             None: take the declaration back.
 
     Raises:
@@ -82,8 +84,9 @@ def declare(cls: type[torch.nn.Module], *, mixes: bool | None) -> None:
         >>> model = AutoModelForCausalLM.from_config(config, attn_implementation="packing_ops")
         >>> model.model.norm = torch.nn.Sequential(model.model.norm, Shift())
         >>> position_ids = torch.tensor([[0, 1, 2, 0, 1]])  # two documents
-        >>> first, second = (model(row, position_ids=position_ids).logits for row in torch.tensor([[[1] * 5], [[2, 2, 2, 1, 1]]]))
-        >>> torch.equal(first[:, 3:], second[:, 3:])  # other tokens in the first document change nothing in the second
+        >>> one = model(torch.tensor([[1, 2, 3, 4, 5]]), position_ids=position_ids).logits
+        >>> other = model(torch.tensor([[9, 9, 9, 4, 5]]), position_ids=position_ids).logits
+        >>> torch.equal(one[:, 3:], other[:, 3:])  # the second document does not see the first
         True
     """
     if not isinstance(cls, type) or not issubclass(cls, torch.nn.Module):
@@ -213,7 +216,7 @@ def _has_own_attention(cls) -> bool:
 
 
 def _is_known(cls, forward) -> bool:
-    """All classes that a layer is made of are of packages above."""
+    """All classes in a layer's MRO, and its forward, are of packages above."""
     homes = [
         base.__module__ for base in cls.__mro__ if base.__module__.partition(".")[0] not in sys.stdlib_module_names
     ]
