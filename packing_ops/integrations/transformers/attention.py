@@ -54,9 +54,10 @@ def register(name: str = "packing_ops") -> None:
     Raises:
         ImportError: transformers is not installed, or too old to have the interfaces.
         ValueError: a name that transformers would treat as its own. Then, in the forward: several documents in a row for a
-            layer with a state that reads tokens ahead or calls attention inside; cu_seqlens that do not end at the batch's
-            tokens, an attention_mask with padding or other documents beside them, position_ids that never restart beside
-            cu_seqlens of several documents or that restart inside of one (0, 1 after more than 1), documents of the keys
+            layer with a state that reads tokens ahead or calls attention inside, or for a layer of which nothing says
+            whether it mixes tokens (see declare); cu_seqlens that do not end at the batch's tokens, an attention_mask
+            with padding or other documents beside them, position_ids that never restart beside cu_seqlens of several
+            documents or that restart inside of one (0, 1 after more than 1), documents of the keys
             that are not those of the queries. On CUDA these are found in a later call, or in the same one under
             ``PACKING_OPS_CHECK=1``. At the end of a forward: several documents that no attention knows of. At the start of
             one: past_key_values (5.24: cache) that were filled with several documents of a row. A compiled graph asserts

@@ -18,12 +18,10 @@ import weakref
 
 import torch
 
-from packing_ops._arguments import int32_cu_seqlens
 from packing_ops._batch_cache import kept_with
 from packing_ops.integrations._patching import WeakPartial, function_of, put
 from packing_ops.integrations.transformers.call import here, refuse_own_positions, traced
 from packing_ops.integrations.transformers.documents import (
-    BatchDocuments,
     as_bool,
     is_tensor,
     refuse_where,
@@ -55,15 +53,15 @@ def declare(cls: type[torch.nn.Module], *, mixes: bool | None) -> None:
 
     A packed row keeps its documents apart if every layer does. Three kinds of layers need no declaration: those of
     transformers, those that hold a convolution along the sequence or one of torch's RNNs, and those whose code calls a
-    known recurrence. A layer of any other class makes rows with several documents an error, until its class is declared.
+    known recurrence. A layer of any other class makes rows with several documents an error until it is declared.
     A declaration is for all models of the process. Subclasses inherit it. A later one replaces it.
 
     Args:
         cls: class of a layer. Its arguments hold hidden states, also in tuples, dicts and dataclasses:
             ``[batch, seqlen, width]``, ``[seqlen, batch, width]``, ``[batch, width, seqlen]`` or
             ``[batch * seqlen, width]``.
-        mixes: False: the layer and those inside take each token by itself. A recurrence inside is found all the same. An
-            attention that reads the model's mask counts as False.
+        mixes: False: the layer and those inside take each token by itself. A recurrence inside is found all the same.
+            An attention that reads the model's mask counts as False.
             True: each document runs as a row of a batch, padded on the right. A layer that reads tokens ahead, or calls
             attention inside, is refused.
             None: take the declaration back.
@@ -117,8 +115,8 @@ _OWN_ATTENTION = frozenset({
     "bloom.BloomBlock", "mpt.MptBlock", "openai.Block", "reformer.ReformerEncoder", "xlm.MultiHeadAttention",
     "xlnet.XLNetLayer",
 })  # fmt: skip
-# Packages whose layers take each token by itself where RECURRENT and attention are not found: torch, transformers (whose
-# families the tests run), and those that put a layer of the same function in another one's place.
+# Packages whose layers take each token by itself, unless a recurrence or attention is found in them: torch, transformers
+# (the tests run its families), and libraries that put a layer of the same function in another one's place.
 _KNOWN = re.compile(
     r"(torch|transformers|packing_ops|accelerate|apex\.normalization|bitsandbytes|gptqmodel|hqq|liger_kernel"
     r"|optimum\.quanto|peft|torchao|transformer_engine\.pytorch\.module|unsloth)(\.|$)"
@@ -186,8 +184,10 @@ def _kind_of(layer) -> tuple[StateKind, bool]:
 
 @functools.cache
 def _kind_of_class(cls, forward) -> tuple[StateKind, bool, bool]:
-    """(its kind by declaration, else by its code; whether it is declared; whether it calls attention). ``forward`` is the
-    class', which may be replaced."""
+    """(its kind by declaration, else by its code; whether it is declared; whether it calls attention).
+
+    forward: that of the class, which another library may replace.
+    """
     mixes, attends = getattr(cls, _MIXES, None), calls_interface(cls)
     if mixes is not None:
         return StateKind.MIXING if mixes else StateKind.TOKENWISE, True, attends
@@ -309,9 +309,10 @@ def find_documents_of(model, call, args, kwargs) -> None:
         several = several_in(position_ids, call.padding, call.cu_seqlens, call.numbers, tokens.shape[0])
         refuse_where(
             several,
-            f"{_named_by(call)}: expected one document in each row, got several, and nothing says whether {unknown} mixes "
-            "tokens along the sequence; call packing_ops.integrations.transformers.declare(cls, mixes=...) with the class "
-            "(mixes=False: each token by itself), or give each document a row of its own (no packing, padding on the right)",
+            f"{_named_by(call)}: expected one document in each row, got several, and nothing says whether {unknown} "
+            "mixes tokens along the sequence; call packing_ops.integrations.transformers.declare(cls, mixes=...) with "
+            "the class (mixes=False: each token by itself), or give each document a row of its own (no packing, padding "
+            "on the right)",
         )
     if not stateful:
         return
@@ -335,12 +336,7 @@ def _seq_idx(tokens, call, position_ids):
     if padding is not None:
         padding = call.numbers.to(tokens.device) if call.numbers is not None else as_bool(padding, tokens.device)
     like = tokens.reshape(batch, 1, seqlen, -1)
-    if call.cu_seqlens is not None and call.has_attention:  # which checks them
-        cu_seqlens = int32_cu_seqlens(call.cu_seqlens)
-        documents = BatchDocuments(cu_seqlens, cu_seqlens).on(tokens.device)
-    else:
-        cu_seqlens = call.cu_seqlens, call.cu_seqlens_k
-        documents = call.documents(like, cu_seqlens, padding, position_ids).on(tokens.device)
+    documents = call.documents(like, (call.cu_seqlens, call.cu_seqlens_k), padding, position_ids).on(tokens.device)
     if documents.indices is None and not torch.compiler.is_compiling() and documents.cu_seqlens_q.numel() - 1 <= batch:
         return None
     return documents.document_ids(batch, seqlen).int()
@@ -352,7 +348,7 @@ def _traced_prepare(model_id, masked) -> tuple[bool, bool, str]:
     return prepare(module_of(model_id), masked)
 
 
-# A frame that Dynamo left to Python, behind a break of the graph: it would trace every function that is called from there.
+# In a frame that Dynamo left to Python, behind a break of the graph, it would trace all that is called from there.
 @torch.compiler.disable
 def _prepare(model, masked) -> tuple[bool, bool, str]:
     return prepare(model, masked)
@@ -368,8 +364,9 @@ _prepared: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()  # modules who
 def prepare(model, masked=False) -> tuple[bool, bool, str]:
     """(whether it has layers with a state, whether it has attention beside them, classes of UNKNOWN layers).
 
-    The forward of layers with a state is ours from now on, until revert. masked: the call has a mask, which an attention of
-    transformers' own reads; if it does not, the call is refused at its end.
+    The forward of layers with a state is ours from now on, until revert.
+
+    masked: the call has a mask. An attention of transformers' own reads it, or the call is refused at its end.
     """
     layers = layers_of(model)
     unknown = dict.fromkeys(class_name(layer) for layer, kind in layers.items() if kind is StateKind.UNKNOWN)
@@ -464,8 +461,8 @@ def _apart(layer, run, isolations, seq_idx, args, kwargs):
         isolations[device] = _isolation_of(layer, run, named, documents, shape, axes)
     if isinstance(isolations[device], str):
         raise ValueError(
-            f"{_named_by(here().call)}: expected one document in each row, got several, and {class_name(layer)} {isolations[device]}; "
-            "give each document a row of its own (no packing, padding on the right)"
+            f"{_named_by(here().call)}: expected one document in each row, got several, and {class_name(layer)} "
+            f"{isolations[device]}; give each document a row of its own (no packing, padding on the right)"
         )
 
     # In a model without attention, these layers are where the call's documents have to arrive.

@@ -334,8 +334,8 @@ def boundaries_for(layer, seq_idx, cu_seqlens):
 
 
 def _with_other_tokens(named, shape, axes, where):
-    """A layer's arguments with other hidden states where the bool ``[batch, seqlen]`` holds; of a layer that makes them,
-    with other integers that its embedding has, too."""
+    """A layer's arguments with other hidden states where the bool ``[batch, seqlen]`` holds. Of a layer that makes them:
+    with other integers, which its embedding has too."""
     tokens = [leaf for leaf in leaves(named) if argument_axes(leaf, shape, axes) is not None]
     floats = any(each.is_floating_point() for each in tokens)
 

@@ -1,4 +1,4 @@
-"""Layers whose code says nothing of a state: packed rows are refused until declare() says whether tokens mix in them."""
+"""Layers whose code says nothing of a state: packed rows are refused until declare() says whether tokens mix."""
 
 import functools
 
@@ -32,8 +32,8 @@ def registered():
 def refused(layer, argument="position_ids"):
     """The whole sentence, for pytest.raises."""
     return (
-        rf"{argument}: expected one document in each row, got several, and nothing says whether {layer} mixes tokens along "
-        r"the sequence; call packing_ops\.integrations\.transformers\.declare\(cls, mixes=\.\.\.\) with the class "
+        rf"{argument}: expected one document in each row, got several, and nothing says whether {layer} mixes tokens "
+        r"along the sequence; call packing_ops\.integrations\.transformers\.declare\(cls, mixes=\.\.\.\) with the class "
         r"\(mixes=False: each token by itself\), or give each document a row of its own"
     )
 

@@ -1,4 +1,4 @@
-"""Models with layers that carry a state along the sequence: no document of a packed row sees another, or an error says why."""
+"""Models with layers that carry a state: no document of a packed row sees another, or an error says why."""
 
 import copy
 import functools
