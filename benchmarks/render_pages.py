@@ -13,7 +13,7 @@ from pathlib import Path
 import render_pages_attention
 import render_pages_ops
 import render_pages_training
-from result_rows import RESULTS, markdown, rows_of
+from result_rows import RESULTS, is_measured, markdown, origin, rows_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -49,11 +49,28 @@ def matrix() -> str:
     return markdown(["torch", "Python", "torch's CUDA", "GPU", "tests", "date", "commit"], cells)
 
 
+def invariance() -> str:
+    """Bits that differ in another row, and the time of a step, with the mode and without."""
+    if not is_measured("invariance_cuda"):
+        return "Not run yet: `benchmarks/bench_invariance.py`."
+    rows = rows_of("invariance_cuda")
+    step = {(row["model"], row["layers"], row["mode"]): float(row["step_ms"]) for row in rows}
+    cells = []
+    for row in rows:
+        times = float(row["step_ms"]) / step[row["model"], row["layers"], "without"]
+        differ = f"{int(row['differ']):,} of {int(row['compared']):,}"
+        cells.append(
+            [row["model"], row["layers"], row["mode"], differ, f"{float(row['step_ms']):.1f} ms", f"{times:.3f}"]
+        )
+    header = ["model", "layers", "mode", "log-probabilities that differ", "a training step", "times that without"]
+    return f"{markdown(header, cells)}\n\n{origin(rows)}."
+
+
 TABLES = (
     render_pages_attention.TABLES
     | render_pages_ops.TABLES
     | render_pages_training.TABLES
-    | {"files": files, "matrix": matrix}
+    | {"files": files, "invariance": invariance, "matrix": matrix}
 )
 
 

@@ -157,6 +157,26 @@ def test_the_batches_of_the_page_are_made():
     assert names["row"]["cu_seq_lens_q"].tolist() == [0, 5, 12]
 
 
+def test_both_ways_into_the_mode_of_the_page(capsys):
+    pytest.importorskip("transformers")
+    from hf_models import OLD, tiny_model
+
+    if OLD:
+        pytest.skip("the mode is tried with transformers 5")
+    from packing_ops.integrations.transformers import revert_packing_ops
+
+    host = tiny_model("llama", vocab_size=128, hidden_size=64, intermediate_size=128, head_dim=16)
+    own = torch.nn.Sequential(torch.nn.Linear(24, 24), torch.nn.ReLU())
+    applied, entered = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "same-bits.md").read_text(), re.S)
+    exec(applied, {"model": host})
+    revert_packing_ops(host)
+    names = {"po": po, "model": own, "run": lambda row, cu_seqlens: own(row), "batch": torch.ones(3, 24)}
+    names |= {"documents": [torch.ones(n, 24) for n in (1, 5, 40)], "loss_of": lambda model, x: model(x).sum()}
+    exec(entered, names)
+    assert capsys.readouterr().out == "{}\n[]\n"
+    assert own[0].weight.grad is not None
+
+
 def test_megatron_names_of_the_page_exist():
     pytest.importorskip("megatron.core")
     imports = [line for line in block("megatron.md").splitlines() if line.startswith("from ")]

@@ -22,6 +22,7 @@ RUN_BY = {  # pages with blocks of Python
     "docs/data.md": "test_examples.py",
     "docs/megatron.md": "test_examples.py",
     "docs/ops.md": "test_examples.py",
+    "docs/same-bits.md": "test_examples.py",
 }
 FOLDERS = "benchmarks|csrc|docs|examples|packing_ops|tests|tools"
 
