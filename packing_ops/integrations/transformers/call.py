@@ -15,14 +15,15 @@ import torch
 
 from packing_ops._arguments import check_cu_seqlens
 from packing_ops._checks import checked_documents
+from packing_ops.boundaries import mask_boundary_labels
 from packing_ops.integrations.transformers import sequence_group
 from packing_ops.integrations.transformers.documents import (
     argument,
     as_bool,
     find_documents,
     first_axis,
+    first_tokens,
     is_tensor,
-    on_device,
     positions_of_axes,
     positions_restart,
     refuse_where,
@@ -338,20 +339,20 @@ def without_first_labels(model, call, kwargs):
         return kwargs
     if getattr(model, "loss_type", None) not in SHIFTED or model.config.is_encoder_decoder:
         return kwargs
-    # What masks will ask for, of labels in place of queries.
-    (batch, seqlen), padding = labels.shape, call.padding
+    (batch, seqlen), padding = labels.shape, call.padding if call.numbers is None else call.numbers
     if padding is not None and (not is_tensor(padding, 2) or padding.shape != labels.shape):
         return kwargs
-    position_ids = call.told_positions(batch, seqlen)
-    if padding is not None:
-        padding = (
-            on_device(call.numbers, labels.device) if call.numbers is not None else as_bool(padding, labels.device)
-        )
-    if position_ids is None and call.cu_seqlens is None and call.cu_seqlens_k is None and call.numbers is None:
+    position_ids, cu_seqlens = call.told_positions(batch, seqlen), (call.cu_seqlens, call.cu_seqlens_k)
+    if position_ids is not None and (position_ids.shape[1] != seqlen or position_ids.shape[0] not in (1, batch)):
         return kwargs
-    cu_seqlens = call.cu_seqlens, call.cu_seqlens_k
+    if cu_seqlens[0] is None and cu_seqlens[1] is None:  # without documents, whose number the host would wait for
+        starts = first_tokens(padding, position_ids, batch, seqlen, labels.device)
+        return {**kwargs, "labels": labels.masked_fill(starts, -100)}
+    if padding is not None and call.numbers is None:
+        padding = as_bool(padding, labels.device)
     documents = call.documents(labels[:, None, :, None], cu_seqlens, padding, position_ids).on(labels.device)
-    return {**kwargs, "labels": documents.without_first_labels(labels)}
+    masked = mask_boundary_labels(labels.flatten(), documents.cu_seqlens_q)
+    return {**kwargs, "labels": masked.view_as(labels)}
 
 
 # --- the thread ---

@@ -15,7 +15,6 @@ from packing_ops import _ops
 from packing_ops._arguments import check_cu_seqlens, int32_cu_seqlens
 from packing_ops._batch_cache import dense_cu_seqlens, is_captured, kept_with
 from packing_ops._checks import checked_documents
-from packing_ops.boundaries import mask_boundary_labels
 
 _APART = 2**40  # more than positions differ, and times the slots of a batch an int64
 
@@ -54,14 +53,6 @@ class BatchDocuments:
             target = self.indices.where(self.indices >= 0, batch * seqlen)
             documents = documents.new_full((batch * seqlen + 1,), -1).scatter(0, target, documents)[:-1]
         return documents.view(batch, seqlen)
-
-    def without_first_labels(self, labels):
-        """labels ``[batch, seqlen]`` with -100 at the first token of each document, but for what padding stands before."""
-        if self.indices is None:
-            return mask_boundary_labels(labels.flatten(), self.cu_seqlens_q).view_as(labels)
-        ids = self.document_ids(*labels.shape)
-        before = ids.cummax(1).values[:, :-1]
-        return labels.masked_fill(F.pad((ids[:, 1:] > before) & (before >= 0), (1, 0)), -100)
 
 
 def find_documents(query, cu_seqlens=(None, None), padding=None, position_ids=None, layer=None):
@@ -196,12 +187,26 @@ def positions_restart(position_ids, padding) -> torch.Tensor | None:
         return None
     if not is_tensor(padding, 2) or padding.shape[1] != position_ids.shape[1]:
         return (position_ids[:, 1:] <= position_ids[:, :-1]).any()
-    real = (padding != 0).to(position_ids.device)
-    slots = torch.arange(real.shape[1], device=real.device)
+    return first_tokens(padding != 0, position_ids, *padding.shape, position_ids.device).any()
+
+
+def first_tokens(padding, position_ids, batch, seqlen, device) -> torch.Tensor:
+    """bool ``[batch, seqlen]``: where a document starts behind another one of its row. Nothing waits for it.
+
+    padding: ``[batch, seqlen]``, bool, or each token's document from 1 on and 0; or None.
+    position_ids: ``[batch or 1, seqlen]``, or None.
+    """
+    slots = torch.arange(seqlen, device=device)
+    real = torch.ones(batch, seqlen, dtype=torch.bool, device=device) if padding is None else (padding != 0).to(device)
     before = torch.where(real, slots, -1).cummax(1).values[:, :-1]  # the last real slot up to the one before
-    positions = position_ids.expand(len(real), -1)
-    grown = positions[:, 1:] > positions.gather(1, before.clamp(min=0))
-    return (real[:, 1:] & (before >= 0) & ~grown).any()
+    starts, source = torch.zeros_like(before, dtype=torch.bool), before.clamp(min=0)
+    if position_ids is not None:
+        positions = position_ids.to(device).expand(batch, -1)
+        starts = ~(positions[:, 1:] > positions.gather(1, source))
+    if padding is not None and padding.dtype != torch.bool:
+        numbers = padding.to(device)
+        starts = starts | (numbers[:, 1:] != numbers.gather(1, source))
+    return F.pad(starts & real[:, 1:] & (before >= 0), (1, 0))
 
 
 def several_in(position_ids, padding, cu_seqlens, numbers, batch) -> torch.Tensor | None:

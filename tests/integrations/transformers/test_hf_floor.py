@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 from hf_models import tiny_model
 
 import packing_ops as po
-from packing_ops.integrations.transformers import attention, register
+from packing_ops.integrations.transformers import attention, documents, register
 from packing_ops.integrations.transformers.call import last_forward
 from packing_ops.integrations.transformers.masks import MaskPattern
 
@@ -190,3 +190,20 @@ def test_num_items_in_batch_divides_what_is_left(device):
     given = {"input_ids": ids, "position_ids": metadata.position_ids[None], "labels": ids}
     targets = metadata.total - len(LENGTHS)
     torch.testing.assert_close(model(**given, num_items_in_batch=targets).loss, model(**given).loss)
+
+
+@pytest.mark.parametrize("kind", ["position_ids", "attention_mask", "padding"])
+def test_labels_wait_for_no_number_of_documents(kind, device, monkeypatch):
+    """The host waits where documents are found by values: as often with labels as without."""
+    register()
+    metadata, ids = packed(device)
+    model, found = tiny_model("llama", attn_implementation="packing_ops", device=device), []
+    values = documents._from_values
+    monkeypatch.setattr(documents, "_from_values", lambda *given: found.append(given) or values(*given))
+    counts = []
+    for labels in ({}, {"labels": ids}):
+        given = {"attention_mask": torch.ones_like(ids)} if kind == "padding" else told(kind, metadata, device)
+        found.clear()
+        model(ids, **labels, **{name: tensor.clone() for name, tensor in given.items()})
+        counts.append(len(found))
+    assert counts[0] == counts[1] == 1
