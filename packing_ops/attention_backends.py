@@ -252,12 +252,12 @@ def _longest(documents: PackedMetadata | torch.Tensor, rows: torch.Tensor) -> in
 
 @torch.compiler.assume_constant_result
 def _warn_once(message: str) -> None:
-    if message not in _told:
-        _told.add(message)
+    if message not in _warned:
+        _warned.add(message)
         warnings.warn(message, stacklevel=3)
 
 
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 @torch.compiler.assume_constant_result

@@ -166,7 +166,7 @@ def layout_of(
     causal: bool,
     left: int,
 ) -> KeyLayout:
-    """Kept with the documents for all layers. In a CUDA graph all keys are gathered, and each replay makes it anew."""
+    """Kept with the documents for all layers. In a CUDA graph all keys are gathered, and each replay makes it again."""
     ranks, rank = group.size(), group.rank()
     cache = documents._cache if isinstance(documents, PackedMetadata) else None
 

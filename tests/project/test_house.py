@@ -144,7 +144,7 @@ STATE = {
     "_invariant._before",  # settings of torch, from invariant() or apply_packing_ops until the mode ends
     "_invariant._holders",  # the same: who is in the mode, and goes with it
     "_library.without_cuda_kernel",  # what this library lacks, found out once
-    "attention_backends._told",  # warnings that were given, here and below
+    "attention_backends._warned",  # warnings that were given, here and below
     "integrations._patching._left",  # patches to take back when nothing is compiled
     "integrations.ring_flash_attn.hf._row",  # update_ring_flash_attn_params, restore_hf_flash_attn
     "integrations.ring_flash_attn.hf._substituted",  # the same

@@ -41,7 +41,7 @@ def use_packing_ops(spec: Any) -> Any:
 
 
 def _copied(part: Any, replaced: list[Any]) -> Any:
-    """Containers anew, what they hold in the end (classes, functions, numbers) as it is."""
+    """A copy of the containers. What they hold (classes, functions, numbers) is not copied."""
     if isinstance(part, dict):
         return {key: _copied(value, replaced) for key, value in part.items()}
     if isinstance(part, (list, tuple)):
