@@ -139,6 +139,8 @@ def test_documents_keep_their_bits(gpu, lengths, sizes):
 def test_scores_ahead_keep_the_bits(name, gpu):
     """The order of work within a block of much shared memory gives the sums of GPUs with less and the same tiles."""
     lengths_q, lengths_k, options = CASES[name]
+    if name == "96, from the last row":  # rows that see 65 to 128 keys have steps of 32 on both only in groups up to 4
+        lengths_q, options = [520], options | {"heads": (4, 1)}
     case = Case(lengths_q, lengths_k, **options)
     found = results(case, gpu)
     for key, value in results(case, "sm_100", "late copies").items():
