@@ -64,7 +64,7 @@ def _tensor_parallel(module: torch.nn.Module) -> str | None:
     for parameter in module.parameters(recurse=False):
         if tensors is not None and isinstance(parameter, tensors.DTensor):
             names = parameter.device_mesh.mesh_dim_names or ()
-            if any("tp" in name or "tensor" in name for name in names) or getattr(parameter, "_is_tp", False):
+            if any("tp" in name or "tensor" in name for name in names):
                 return parallel
         if getattr(parameter, "tensor_model_parallel", False) and _ranks(module) > 1:
             return parallel

@@ -242,6 +242,17 @@ def test_fsdp2(one_rank):
     revert_packing_ops(model)
 
 
+def test_tensor_parallel_is_refused(one_rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model = model_of("llama")
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    parallelize_module(model, mesh, {"model.layers.0.mlp.up_proj": ColwiseParallel()})
+    with pytest.warns(UserWarning, match=r"model\.layers\.0\.mlp\.up_proj: tensor-parallel ranks"):
+        apply_packing_ops(model, invariant=True)
+
+
 def test_compiled_on_the_cpu_is_refused():
     model = model_of("llama")
     with pytest.warns(UserWarning, match="torch.compile makes C\\+\\+ for the CPU"):
