@@ -48,10 +48,10 @@ GUARD = "_packing_ops_guard"  # in a model that keeps its attention: why, see at
 PATTERN, BOOL, ADDITIVE = "pattern", "bool", "additive"
 _READERS = ("transformers.models.doge.",)  # supports FlexAttention, and reads every other mask itself
 # Models in which tokens of neighbouring documents also mix outside attention: convolutions, trigrams, compressed keys,
-# patches of bytes.
+# patches of bytes; or in it, by a mask that is made for one query alone.
 _MIXERS = frozenset({
     "blt", "canine", "convbert", "deepseek_v4", "inkling2_loop_text", "inkling2_text", "inkling_text", "mobilebert", "nystromformer",
-    "sam3_lite_text_text_model",
+    "sam3_lite_text_text_model", "visual_bert",
 })  # fmt: skip
 # These give position_ids of zeros, and embed the time step instead.
 OTHER_POSITIONS = frozenset(("decision_transformer",))

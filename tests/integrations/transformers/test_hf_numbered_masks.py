@@ -292,3 +292,17 @@ def test_keywords_of_collators_beside_positions(device):
     found = model(ids, position_ids=documents.position_ids[None], **others).logits
     expected = model(ids, **documents.to_transformers(), position_ids=documents.position_ids[None]).logits
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("given", ["attention_mask", "position_ids"])
+def test_a_mask_of_one_query_keeps_no_documents_apart(given, device):
+    """VisualBERT makes one, for all queries."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
+    config = transformers.VisualBertConfig(vocab_size=61, visual_embedding_dim=16, **sizes)
+    model = transformers.VisualBertModel._from_config(config, attn_implementation="packing_ops").to(device)
+    numbers = torch.tensor([[1, 1, 1, 2, 2]], device=device)
+    told = {"attention_mask": numbers, "position_ids": torch.tensor([[0, 1, 2, 0, 1]], device=device)}
+    with pytest.raises(
+        ValueError, match=f"{given}: expected one document in each row, got several, and VisualBertModel"
+    ):
+        model(torch.arange(3, 8, device=device)[None], **{given: told[given]})
