@@ -66,11 +66,23 @@ def invariance() -> str:
     return f"{markdown(header, cells)}\n\n{origin(rows)}."
 
 
+def build() -> str:
+    """What bench_build.py measured."""
+    rows = rows_of("build") if (RESULTS / "build.csv").exists() else []
+    if not rows:
+        return "Not measured yet."
+    cells = [
+        [r["built"], r["cores"], f"{r['seconds']} s", f"{r['cpu_seconds']} s", r["load"], r["date"], r["commit"][:7]]
+        for r in rows
+    ]
+    return markdown(["built", "cores", "time", "CPU time of all cores", "load before", "date", "commit"], cells)
+
+
 TABLES = (
     render_pages_attention.TABLES
     | render_pages_ops.TABLES
     | render_pages_training.TABLES
-    | {"files": files, "invariance": invariance, "matrix": matrix}
+    | {"build": build, "files": files, "invariance": invariance, "matrix": matrix}
 )
 
 
