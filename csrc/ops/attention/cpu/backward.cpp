@@ -182,7 +182,7 @@ class Backward {
              const Gradients<T>& gradients) const {
     const Tile tile = document.tile(g_, queries.tokens, keys.keys);
     const Tile values = tile.with_dim(g_.dim_v);
-    const Scoring<T> scoring{static_cast<T>(p_.softmax_scale), static_cast<T>(p_.softcap)};
+    const Scoring<T> scoring(p_);
     T* scores = memory.take(kTile * tile.row_stride);
     T* grads = memory.take(kTile * tile.row_stride);
     multiply(tile, keys.k, queries.q_transposed, scores);

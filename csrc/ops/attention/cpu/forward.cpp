@@ -48,7 +48,7 @@ class Forward {
     const Interval<int64_t> tokens{item.begin, std::min(item.begin + g_.tokens, document.num_q())};
     const int64_t count = tokens.size();
     const int64_t first_head = item.kv_head * g_.group;
-    const Scoring<T> scoring{static_cast<T>(p_.softmax_scale), static_cast<T>(p_.softcap)};
+    const Scoring<T> scoring(p_);
     const int64_t stride = g_.row_stride(tokens);
     const Columns qk{p_.head_dim, g_.dim}, of_v{p_.head_dim_v, g_.dim_v};
 

@@ -66,6 +66,9 @@ template <class T>
 struct Scoring {
   T scale;
   T softcap;
+
+  template <class Params>
+  explicit Scoring(const Params& p) : scale(static_cast<T>(p.softmax_scale)), softcap(static_cast<T>(p.softcap)) {}
 };
 
 // Lanes that the columns of every scratch matrix are rounded up to.
