@@ -148,7 +148,7 @@ STATE = {
     "integrations._patching._left",  # patches to take back when nothing is compiled
     "integrations.ring_flash_attn.hf._row",  # update_ring_flash_attn_params, restore_hf_flash_attn
     "integrations.ring_flash_attn.hf._substituted",  # the same
-    "integrations.transformers.fallback._warned",
+    "integrations.transformers.versions._warned",
     "integrations.transformers.call.NAMES",  # register, unregister
     "integrations.transformers.rope.PATCHES",  # apply_packing_ops, revert_packing_ops
     "integrations.transformers.call._counts",  # of a model, and goes with it

@@ -2,7 +2,7 @@
 
 attn_implementation="packing_ops":
     attention.py            register, and the function that every layer calls: what varlen attention serves, and which
-                            rows; fallback.py: SDPA, for calls that it does not serve.
+                            rows; SDPA, for calls that it does not serve.
     call.py                 One call of a model, from its start to its end: what it was given that tells its documents.
     documents.py            Where the documents of a batch lie, and whether a row has several.
     masks.py                MaskPattern, which layers get in place of a mask tensor, and where masks are made.

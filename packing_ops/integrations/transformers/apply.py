@@ -12,15 +12,15 @@ import torch
 import transformers
 
 from packing_ops.integrations._patching import take_out
-from packing_ops.integrations.transformers import (
-    fallback,
-    stateful,
-)
 from packing_ops.integrations.transformers import fused_loss as fused_loss_patch
 from packing_ops.integrations.transformers import invariant as invariant_mode
 from packing_ops.integrations.transformers import rms_norm as rms_norm_patch
 from packing_ops.integrations.transformers import rope as rope_patch
 from packing_ops.integrations.transformers import sequence_group as sequence_patch
+from packing_ops.integrations.transformers import (
+    stateful,
+    versions,
+)
 from packing_ops.integrations.transformers import vision as vision_patch
 from packing_ops.integrations.transformers.attention import packing_ops_attention, register, unknown_options
 from packing_ops.integrations.transformers.call import GUARD, LAST_FORWARD, NAMES, guard_of, mixes_tokens
@@ -390,7 +390,7 @@ def info(model: torch.nn.Module) -> str:
     lines = [f"{name}, transformers {transformers.__version__}"]
     lines += [f"attention: {_attention(model, found)}", f"rope: {_rope(model)}", f"rms_norm: {_norm(model)}"]
     lines.append(f"loss: {_loss(found)}")
-    lines += [f"documents: {_documents(found)}", *_last_forwards(found), *fallback.sdpa_reasons()]
+    lines += [f"documents: {_documents(found)}", *_last_forwards(found), *versions.sdpa_reasons()]
     return "\n".join(lines)
 
 

@@ -7,12 +7,13 @@ import sys
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 
 from packing_ops import _ops
 from packing_ops._arguments import dtype_name
 from packing_ops.attention import DTYPES, attend, checked_options
 from packing_ops.integrations._patching import Patch
-from packing_ops.integrations.transformers import fallback, masks, sequence_group, stateful
+from packing_ops.integrations.transformers import masks, sequence_group, stateful, versions
 from packing_ops.integrations.transformers.call import NAMES, current, documents_of, numbers_of, watched
 from packing_ops.integrations.transformers.documents import can_read, is_tensor
 from packing_ops.integrations.transformers.versions import (
@@ -21,7 +22,9 @@ from packing_ops.integrations.transformers.versions import (
     AttentionInterface,
     AttentionMaskInterface,
     PreTrainedModel,
+    sdpa_attention_forward,
 )
+from packing_ops.masks import visible_mask
 
 
 def register(name: str = "packing_ops") -> None:
@@ -74,7 +77,7 @@ def register(name: str = "packing_ops") -> None:
     AttentionInterface.register(name, packing_ops_attention)
     AttentionMaskInterface.register(name, masks.mask_function())
     if not _watch_calls():
-        fallback.log_once("this transformers calls models in another way, what only a call says is not known")
+        versions.log_once("this transformers calls models in another way, what only a call says is not known")
 
 
 def unregister(name: str = "packing_ops") -> None:
@@ -166,9 +169,9 @@ def packing_ops_attention(
         reason = "a sliding window over padding that may lie inside a row"
     if not reason:
         return _varlen((query, key, value), documents, options), None
-    fallback.warn_once(reason)
-    mask = attention_mask if documents is None else fallback.mask_of(documents, query, options, attention_mask)
-    return fallback.attend(module, query, key, value, mask, options, dropout, kwargs)
+    versions.warn_once(reason)
+    mask = attention_mask if documents is None else _mask_of(documents, query, options, attention_mask)
+    return _by_sdpa(module, query, key, value, mask, options, dropout, kwargs)
 
 
 def _without_pattern(module, query, mask, cu_seqlens, position_ids):
@@ -208,6 +211,64 @@ def _one_dtype(query, key, value):
     if query.dtype == key.dtype == value.dtype == dtype:  # no call of .to, which costs the host half a microsecond
         return query, key, value
     return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+# --- SDPA of transformers, for calls that varlen attention does not serve ---
+
+_SDPA_OPTIONS = inspect.signature(sdpa_attention_forward).parameters  # no position_bias up to transformers 4.57
+
+
+def _mask_of(documents, query, options, pattern=None):
+    """bool ``[batch, 1, seqlen, seqlen]``, True where visible. Padding attends to itself: its softmax is finite.
+
+    Windows count slots, as transformers' own masks do. pattern: a MaskPattern may have blocks, and fewer queries than keys.
+    """
+    length = query.shape[2] if getattr(pattern, "last", None) is None else pattern.length
+    ids, queries = documents.document_ids(query.shape[0], length), slice(length - query.shape[2], None)
+    slots = torch.arange(length, device=ids.device)
+    pairs = ids[:, queries, None], ids[:, None, :], slots[queries, None], slots[None, :]
+    blocks = getattr(pattern, "blocks", None)
+    if blocks is None:
+        visible = visible_mask(*pairs, options.causal, options.window_size)
+    else:
+        blocks = blocks.to(ids.device)
+        together = (blocks[:, queries, None] == blocks[:, None, :]) & (blocks[:, None, :] >= 0)
+        visible = visible_mask(*pairs, False, options.window_size) & ((pairs[3] <= pairs[2]) | together)
+    return (visible | torch.eq(*pairs[2:]))[:, None]
+
+
+def _by_sdpa(module, query, key, value, mask, options, dropout, given):
+    """SDPA as transformers calls it; what it does not have, such as softcap and sinks, by the plain formula.
+
+    given: other keywords of the layer.
+    """
+    causal, scaling, softcap, sinks = options.causal, options.softmax_scale, options.softcap, options.sinks
+    biased = given.get("position_bias") is not None and "position_bias" not in _SDPA_OPTIONS
+    if not softcap and sinks is None and not biased:
+        causal = causal and mask is None and query.shape[2] > 1  # up to transformers 4.57 it is torch's option
+        return sdpa_attention_forward(
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=causal, **given
+        )
+    groups = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = scores.float()
+    if given.get(PAGED) is not None:
+        raise NotImplementedError("cache: expected None beside softcap or sinks, got a paged one")
+    if given.get("position_bias") is not None:
+        scores = scores + given["position_bias"]
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is None and causal and query.shape[2] > 1:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        low = torch.finfo(scores.dtype).min
+        scores = scores.masked_fill(~mask, low) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    weights = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
+    out = F.dropout(weights, dropout, module.training) @ value
+    return out.transpose(1, 2).contiguous(), None
 
 
 # --- what varlen attention serves ---

@@ -14,7 +14,7 @@ import torch
 from packing_ops import _ops
 from packing_ops._batch_cache import kept_with
 from packing_ops.integrations._patching import Patch
-from packing_ops.integrations.transformers import fallback
+from packing_ops.integrations.transformers import versions
 from packing_ops.integrations.transformers.call import (
     ADDITIVE,
     NAMES,
@@ -401,9 +401,9 @@ def _wrapped(original):
         if call is not None:
             call.reached(numbers, position_ids)
         if mask_form != PATTERN:
-            fallback.log_once(f"{call.name} may read its masks, it gets them of every query and key")
+            versions.log_once(f"{call.name} may read its masks, it gets them of every query and key")
         elif call is None and position_ids is None and not cross:
-            fallback.log_once("position_ids of a model whose forward is called by itself may not be found")
+            versions.log_once("position_ids of a model whose forward is called by itself may not be found")
         if cache is not None and not cross:
             check_cache(cache, call, position_ids, attention_mask, numbers, *slots)
         stock = cross or getattr(cache, "is_compileable", False)

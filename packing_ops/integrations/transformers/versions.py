@@ -94,3 +94,27 @@ def reads_text(cls: type) -> bool:
 def module_of(module_id: int) -> torch.nn.Module:
     """The module whose id this is, while somebody holds it: torch.compile before 2.13 takes no module for a constant."""
     return ctypes.cast(module_id, ctypes.py_object).value
+
+
+# --- warnings by the logger of transformers, once each ---
+
+_warned: set[str] = set()
+_BY_SDPA = "; this call runs by SDPA instead"
+
+
+@torch.compiler.assume_constant_result
+def log_once(message: str):
+    """One warning per message, also while compiling."""
+    if message not in _warned:
+        _warned.add(message)
+        logging.get_logger(__name__).warning(f"packing_ops attention: {message}.")
+
+
+def warn_once(reason: str):
+    log_once(f"{reason}{_BY_SDPA}")
+
+
+def sdpa_reasons() -> list[str]:
+    """Why calls ran by SDPA in this process, as a line of info."""
+    reasons = sorted(message.removesuffix(_BY_SDPA) for message in _warned if message.endswith(_BY_SDPA))
+    return [f"by SDPA so far: {'; '.join(reasons)}"] if reasons else []

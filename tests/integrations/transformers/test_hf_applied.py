@@ -14,10 +14,10 @@ import packing_ops as po  # noqa: E402
 from packing_ops.integrations.transformers import (  # noqa: E402
     Applied,
     apply_packing_ops,
-    fallback,
     info,
     register,
     revert_packing_ops,
+    versions,
 )
 
 
@@ -145,7 +145,7 @@ STOCK = "stock in {}, swapped by apply_packing_ops(model{})"
 
 
 def test_info_of_a_swapped_model(monkeypatch):
-    monkeypatch.setattr(fallback, "_warned", set())
+    monkeypatch.setattr(versions, "_warned", set())
     model = tiny("qwen3")
     version = transformers.__version__
     swapped = "sdpa in 2 modules, swapped by apply_packing_ops(model)"

@@ -15,7 +15,7 @@ from hf_models import FAMILIES, made_mask, tiny_model  # noqa: E402
 import packing_ops  # noqa: E402
 from packing_ops.integrations import transformers as integration  # noqa: E402
 from packing_ops.integrations.transformers import documents as batch_documents  # noqa: E402
-from packing_ops.integrations.transformers import fallback, masks, register  # noqa: E402
+from packing_ops.integrations.transformers import masks, register, versions  # noqa: E402
 
 LENGTHS = [7, 1, 12, 4]
 SLIDING = ["mistral", "gemma2", "gemma3", "gpt_oss"]
@@ -27,14 +27,14 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
     register()
-    monkeypatch.setattr(fallback, "_warned", set())
+    monkeypatch.setattr(versions, "_warned", set())
 
 
 @pytest.fixture
 def warnings(monkeypatch):
     """What fell back, in order."""
     told = []
-    monkeypatch.setattr(fallback, "warn_once", torch.compiler.assume_constant_result(lambda why: told.append(why)))
+    monkeypatch.setattr(versions, "warn_once", torch.compiler.assume_constant_result(lambda why: told.append(why)))
     return told
 
 

@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers")
 from hf_models import CACHE, FAMILIES, skip_if_masks_are_its_own, tiny_model  # noqa: E402
 
 import packing_ops as po  # noqa: E402
-from packing_ops.integrations.transformers import apply_packing_ops, fallback, register  # noqa: E402
+from packing_ops.integrations.transformers import apply_packing_ops, register, versions  # noqa: E402
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -34,7 +34,7 @@ def registered():
 def warnings(monkeypatch):
     """What fell back, in order."""
     told = []
-    monkeypatch.setattr(fallback, "warn_once", torch.compiler.assume_constant_result(lambda why: told.append(why)))
+    monkeypatch.setattr(versions, "warn_once", torch.compiler.assume_constant_result(lambda why: told.append(why)))
     return told
 
 

@@ -9,7 +9,7 @@ transformers = pytest.importorskip("transformers")
 
 from hf_models import tiny_model  # noqa: E402
 
-from packing_ops.integrations.transformers import call, fallback, masks, register, unregister  # noqa: E402
+from packing_ops.integrations.transformers import call, masks, register, unregister, versions  # noqa: E402
 
 OWNERS = (transformers.masking_utils, "_preprocess_mask_arguments"), (transformers.PreTrainedModel, "__call__")
 LENGTHS = [7, 1, 12, 4]
@@ -28,7 +28,7 @@ def above_theirs_above_ours(monkeypatch):
     """Registered, wrapped by another library, unregistered and registered again; and what was told."""
     names, told = list(call.NAMES), []
     for tell in ("warn_once", "log_once"):
-        monkeypatch.setattr(fallback, tell, torch.compiler.assume_constant_result(lambda why: told.append(why)))
+        monkeypatch.setattr(versions, tell, torch.compiler.assume_constant_result(lambda why: told.append(why)))
     for name in names:
         unregister(name)
     register()

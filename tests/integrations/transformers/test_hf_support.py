@@ -6,7 +6,7 @@ from helpers import ROOT
 from hf_models import FAMILIES, skip_if_it_cannot_compile, tiny_model
 
 import packing_ops as po
-from packing_ops.integrations.transformers import apply_packing_ops, fallback, revert_packing_ops
+from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops, versions
 
 FEATURES = ["packed", "padded", "compile", "checkpointing", "LoRA"]
 ROWS = {  # as docs/transformers.md writes the families
@@ -53,7 +53,7 @@ def test_trains_as_document_by_document(family, feature, device, monkeypatch, fr
     if feature == "compile":
         skip_if_it_cannot_compile(family)
     told = []
-    monkeypatch.setattr(fallback, "warn_once", torch.compiler.assume_constant_result(lambda why: told.append(why)))
+    monkeypatch.setattr(versions, "warn_once", torch.compiler.assume_constant_result(lambda why: told.append(why)))
     documents = [torch.randint(3, 61, (length,), device=device) for length in LENGTHS]
     num_targets = sum(LENGTHS) - len(LENGTHS)
     stock = prepared(tiny_model(family, device=device), feature)

@@ -9,7 +9,7 @@ from helpers import assert_same  # noqa: E402
 from hf_models import OLD  # noqa: E402
 
 import packing_ops  # noqa: E402
-from packing_ops.integrations.transformers import attention, fallback, register  # noqa: E402
+from packing_ops.integrations.transformers import attention, register, versions  # noqa: E402
 
 LENGTHS = [7, 1, 12, 4]
 _SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -58,7 +58,7 @@ def widths(monkeypatch):
 
     register()
     monkeypatch.setattr(attention, "attend", watched)
-    monkeypatch.setattr(fallback, "warn_once", refuse)
+    monkeypatch.setattr(versions, "warn_once", refuse)
     return seen
 
 
