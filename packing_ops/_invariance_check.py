@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -186,13 +187,13 @@ class Comparison:
         self.head = Head(model)
         self.gradients = gradients and self.head.embeddings is not None and self.head.weight is not None
         self.found: dict[str, Found] = {}
-        self.starts = torch.tensor([0, *map(len, documents)]).cumsum(0).tolist()
+        self.starts = [0, *itertools.accumulate(map(len, documents))]
         self.first = self.calls_of([(i, len(document)) for i, document in enumerate(documents)])
 
     def calls_of(self, parts: list[tuple[int, int]]) -> Calls:
         """Of a row of documents, each given as (its index, how many of its first tokens)."""
         row = torch.cat([self.documents[i][:n] for i, n in parts])
-        cu_seqlens = torch.tensor([0, *(n for _, n in parts)]).cumsum(0).to(row.device, torch.int32)
+        cu_seqlens = torch.tensor([0, *itertools.accumulate(n for _, n in parts)], dtype=torch.int32, device=row.device)
         total, head = len(row), self.head
         without_sync = getattr(self.model, "no_sync", nullcontext)  # DistributedDataParallel waits for all gradients
         with torch.set_grad_enabled(self.gradients), without_sync():

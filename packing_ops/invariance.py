@@ -196,7 +196,7 @@ def check_with_progress(
     """check_invariance, which says how much more of 1 is done."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    first = next((t for t in model.parameters()), torch.empty(0))
+    first = next((t for t in model.parameters()), torch.empty(0, device="cpu"))
     known = (is_invariant(), str(first.device), dtype_name(first.dtype), torch.__version__)
     if refused := refusals(model):
         return Invariance((), refused, *known)
@@ -232,7 +232,7 @@ def _documents_of(
         if vocab is None:
             raise ValueError("documents: expected some for a model without get_input_embeddings, got None")
         generator = torch.Generator().manual_seed(0)
-        documents = [torch.randint(vocab, (n,), generator=generator).to(device) for n in rows]
+        documents = [torch.randint(vocab, (n,), generator=generator, device="cpu").to(device) for n in rows]
     if len(documents) == 0 or any(len(document) == 0 for document in documents):
         raise ValueError(f"documents: expected some, none of them empty, got {len(documents)}")
     return list(documents)

@@ -54,7 +54,7 @@ def spans_of(packed_seq_params) -> DocumentSpans:
     # Mostly they are one tensor, and each layer asks.
     checked = None
     for name, given in zip(_FIELDS, documents, strict=True):
-        if given is not checked:
+        if given is None or given is not checked:
             check_cu_seqlens(given, name)
         checked = given
     return documents

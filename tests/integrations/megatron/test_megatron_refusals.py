@@ -144,10 +144,13 @@ def test_a_batch_may_bring_its_own_ranks():
     """Dynamic context parallelism: cp_group of the batch, or none of this batch."""
     module, own, other = module_of(), *(types.SimpleNamespace(size=lambda: 2) for _ in range(2))
     module.cp_group = own
-    assert module._cp_group(None) is own
-    assert module._cp_group(thd_params()) is own
-    assert module._cp_group(changed(cp_group=other)) is other
-    assert module._cp_group(changed(local_cp_size=1)) is None
+    assert module._documents_and_ranks(None) == (None, own)
+    for params, group in (
+        (thd_params(), own),
+        (changed(cp_group=other), other),
+        (changed(local_cp_size=1), None),
+    ):
+        assert module._documents_and_ranks(params)[1] is group
 
 
 def test_groups_under_their_older_name():
