@@ -7,11 +7,11 @@ With n queries and m keys in a document, query i stands at key i + m - n and see
 
 What holds on every device:
     A document's out, lse and gradients are the same to the bit alone or in any pack, and from run to run.
-    NaN or Inf in a document stays in it; inside it, a key reaches only the rows that see it, and a row only the keys
-    that it sees. In the half types on a GPU, which adds 0 * NaN for hidden pairs, out and the gradients have a grain of 128
-    rows and 128 keys: a key may also reach a row less than 128 rows from one that sees some key of its tile of 128,
-    counted from the document's start, and the other way round (so with a causal mask over as many keys as queries no row
-    before key // 128 * 128 - 127); lse is exact.
+    NaN or Inf in a document stays in it. Inside it, a key reaches only the rows that see it, and a row only the keys
+    that it sees.
+In the half types on a GPU, NaN and Inf spread by blocks of 128, counted from the document's start, since 0 * NaN is added for
+hidden pairs. A key also reaches rows less than 128 rows from one that sees some key of its block, and a row reaches keys
+likewise. Under a causal mask over as many keys as queries, rows before key // 128 * 128 - 127 stay clean. lse is exact.
     Memory grows with the tokens, never with their square.
 """
 
@@ -124,9 +124,8 @@ def varlen_attention(
         plan: from attention_plan for these lengths and heads; without it one is made, and kept in the PackedMetadata or
             with cu_seqlens, so that layers called with the same ones share it.
         visible_end: int32 ``[total_q]``, for each query the end of the keys that it sees, counted in keys of its document:
-            it takes the place of the causal limit. At least one more than the query's own position (key i + m - n, at
-            the top), never decreasing inside a document, at most the document's keys; what stands at padding does not
-            count. The left window cuts as ever; a right one, or ``causal=False``, contradicts it. So one call serves
+            it takes the place of the causal limit. In each document: above the position of the query (key i + m - n, at
+            the top), not decreasing, at most the number of keys. Values at padding are ignored. The left window cuts as ever; a right one, or ``causal=False``, contradicts it. So one call serves
             image blocks inside causal text, prefixes, documents that see all of themselves beside causal ones
             (visible_end_from_blocks, visible_end_from_prefix_lengths, visible_end_from_causal make it). Without it that
             of the PackedMetadata, where ``cu_seqlens_k`` is left out or is the same one.
