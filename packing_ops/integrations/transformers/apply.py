@@ -102,7 +102,8 @@ def apply_packing_ops(
         attention: register ``"packing_ops"`` and set it as attn_implementation. Attention of vision towers that takes
             cu_seqlens (as in Qwen-VL) then runs once for all images. A model whose attention cannot be set keeps it,
             after a warning. A call of it with several documents in a row is an error from then on, unless layers with
-            a state (Mamba, RWKV) keep them apart.
+            a state (Mamba, RWKV) keep them apart. With False such a call is no error: the model's own attention must
+            then keep documents apart.
         rms_norm: RMSNorm modules call torch.nn.functional.rms_norm. In bf16 and fp16 the stock formula of Llama, Qwen
             and Mistral rounds twice: the normalised value, then its product with the weight. This one rounds once.
             Gemma and gpt-oss round once either way; Gemma's ``1 + weight`` stays in fp32. Dtypes stay those of stock.
@@ -181,7 +182,10 @@ def apply_packing_ops(
         skipped["attention"] = left
         _refuse(model, skipped, strict)
     if "attention" in skipped and _guard(model, skipped["attention"]):
-        skipped["attention"] += "; rows of several documents are an error where no layer keeps them apart"
+        skipped["attention"] += (
+            "; rows of several documents are an error where no layer keeps them apart. With attention=False they are none: "
+            "the model's own attention must then keep them apart"
+        )
     # Vision towers and sequence groups, which need this attention
     attends = attention and "attention" not in skipped
     vision = vision_patch.apply_to_model(model) if attends else 0

@@ -7,6 +7,7 @@ positions, and under torch.compile, where sizes are upper bounds instead.
 import functools
 import inspect
 import re
+import weakref
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from packing_ops import _ops
 from packing_ops._arguments import check_cu_seqlens, int32_cu_seqlens
 from packing_ops._batch_cache import dense_cu_seqlens, is_captured, kept_with
 from packing_ops._checks import checked_documents
+from packing_ops.integrations.transformers.versions import PreTrainedModel, class_name, module_of, reads_text
 
 _APART = 2**40  # more than positions differ, and times the slots of a batch an int64
 
@@ -367,3 +369,87 @@ def _since_start(axes, padding):
     passed = (passed + stretch).cummax(1).values - stretch
     starts = starts | (falls & (time <= F.pad(passed[:, :-1], (1, 0), value=-1)))
     return slots - (slots * starts).cummax(1).values
+
+
+# --- models that count positions along the row ---
+
+# Packed documents after the first would get other positions than alone. Some models take no positions (BART's decoders).
+# Others count where they are given none (BERT), or start a state where a position is 0 (RecurrentGemma).
+#
+# Recognised by an embedding of positions in a module of a text model, or by the code of a layer that is given positions.
+
+_EMBEDDING = re.compile(r"(^|_)(pos|position|positions)(_|$)|^wpe$")
+_RELATIVE = re.compile(r"rotary|rope|relative|bias", re.IGNORECASE)  # the same wherever a document stands
+_STARTS_AT_ZERO = re.compile(r"position_ids\[.*\] == 0")
+_counts: "weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, str]]" = weakref.WeakKeyDictionary()
+
+
+def refuse_own_positions(model, call, position_ids, batch) -> None:
+    """ValueError if a row of this call has several documents and the model counts through them."""
+    takes_none, needs = _traced_owners(id(model)) if torch.compiler.is_compiling() else _owners(model)
+    if takes_none:
+        told_by = "attention_mask" if call.cu_seqlens is None else "cu_seq_lens_q"
+        message = (
+            f"{told_by if position_ids is None else 'position_ids'}: expected one document in each row, got several, and "
+            f"{takes_none} counts positions along the row and takes none; give each document a row of its own (no packing, "
+            "padding on the right)"
+        )
+    elif needs and call.needs_positions and call.cu_seqlens is not None and _takes_positions(type(model), call):
+        message = (
+            f"position_ids: expected [{batch}, seqlen] that start at 0 with each document, got None beside several "
+            f"documents in cu_seq_lens_q, and {needs} then counts along the row (PackedMetadata.position_ids are these)"
+        )
+    else:
+        return
+    refuse_where(several_in(position_ids, call.padding, call.cu_seqlens, call.numbers, batch), message)
+
+
+def _takes_positions(cls, call) -> bool:
+    """Whether the caller could have passed them to this model, in the outermost call."""
+    return call.outer is None and "position_ids" in inspect.signature(cls.forward).parameters
+
+
+def _owners(model) -> tuple[str, str]:
+    """Classes of modules that count: one that takes no positions, and one that is given none; or nothing. Once for each
+    model."""
+    if model not in _counts:
+        _counts[model] = _counting(model, False)
+    return _counts[model]
+
+
+@torch.compiler.assume_constant_result
+def _traced_owners(model_id) -> tuple[str, str]:
+    return _owners(module_of(model_id))
+
+
+def _counting(module, of_text) -> tuple[str, str]:
+    cls = type(module)
+    if isinstance(module, PreTrainedModel):
+        of_text = reads_text(cls)
+    takes = any("position" in name for name in inspect.signature(cls.forward).parameters)
+    counts = any(map(_embeds_positions, module._modules.items())) or (not module._modules and _starts_at_zero(cls))
+    takes_none, needs = "", class_name(module) if of_text and takes and counts else ""
+    if of_text and counts and not takes:
+        takes_none = class_name(module)
+    for child in module._modules.values():
+        if child is not None and not takes_none:
+            inside = _counting(child, of_text)
+            takes_none, needs = inside[0], needs or inside[1]
+    return takes_none, needs
+
+
+def _embeds_positions(named) -> bool:
+    name, child = named
+    words = f"{name} {type(child).__name__}"
+    return child is not None and _EMBEDDING.search(name) is not None and _RELATIVE.search(words) is None
+
+
+@functools.cache
+def _starts_at_zero(cls) -> bool:
+    """Whether a layer of this class starts a state where a position is 0."""
+    if "position_ids" not in inspect.signature(cls.forward).parameters:
+        return False
+    try:
+        return _STARTS_AT_ZERO.search(inspect.getsource(cls.forward)) is not None
+    except (OSError, TypeError):  # no source
+        return False

@@ -20,10 +20,11 @@ import torch
 
 from packing_ops._batch_cache import kept_with
 from packing_ops.integrations._patching import WeakPartial, function_of, put
-from packing_ops.integrations.transformers.call import here, refuse_own_positions, traced
+from packing_ops.integrations.transformers.call import here, traced
 from packing_ops.integrations.transformers.documents import (
     as_bool,
     is_tensor,
+    refuse_own_positions,
     refuse_where,
     several_in,
 )

@@ -133,7 +133,13 @@ def test_an_unpickled_model_is_guarded_after_unregister():
 
 
 def test_attention_that_is_not_asked_for_is_not_guarded():
+    """Its own attention keeps documents apart, says who passes attention=False: so says the warning that names it."""
     model = causal_families.model_of("gpt_neo", None)
+    with pytest.warns(
+        UserWarning, match="With attention=False they are none: the model's own attention must then keep"
+    ):
+        apply_packing_ops(model, rope=False)
+    revert_packing_ops(model)
     apply_packing_ops(model, attention=False, rope=False)
     model(input_ids=IDS, use_cache=False, **POSITIONS)
 

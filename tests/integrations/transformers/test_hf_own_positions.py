@@ -14,6 +14,19 @@ TOLD = po.PackedMetadata.from_lengths([5, 7, 4])
 COUNTS = r"got several, and {} counts positions along the row and takes none; give each document a row of its own"
 COUNTING = {"bart": "BartDecoder", "pegasus": "PegasusDecoder", "roformer": "RoFormerEncoder"}
 
+NEED_POSITIONS = {
+    "bert": "BertEmbeddings",
+    "bert-generation": "BertGenerationEmbeddings",
+    "camembert": "CamembertEmbeddings",
+    "data2vec-text": "Data2VecTextEmbeddings",
+    "electra": "ElectraEmbeddings",
+    "ernie": "ErnieEmbeddings",
+    "openai-gpt": "OpenAIGPTModel",
+    "recurrent_gemma": "RecurrentGemmaRglru",
+    "reformer": "ReformerEmbeddings",
+    "roberta": "RobertaEmbeddings",
+}
+
 if OLD:
     pytest.skip("models of 4.57 that make their masks themselves refuse several documents", allow_module_level=True)
 
@@ -56,6 +69,35 @@ def test_in_a_graph(fresh_compile):
     model = torch.compile(model_of("bart").model.decoder, backend="eager")
     with pytest.raises((ValueError, RuntimeError), match="BartDecoder counts positions"):
         model(ids(), use_cache=False, position_ids=TOLD.position_ids[None])
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(
+    "names", [("cu_seq_lens_q", "cu_seq_lens_k"), ("cu_seq_lens_q",), ("cu_seq_lens_k",)], ids="-".join
+)
+@pytest.mark.parametrize("family", NEED_POSITIONS)
+@torch.no_grad()
+def test_cu_seqlens_without_the_positions_that_a_model_needs_are_refused(family, names, batch):
+    model, rows = model_of(family), ids().expand(batch, -1)
+    lengths = torch.tensor([5, 7, 4] * batch)
+    told = {name: po.cu_seqlens_from_lengths(lengths) for name in names}
+    refused = rf"position_ids: expected \[{batch}, seqlen\] .*, got None beside .*{NEED_POSITIONS[family]} then counts"
+    with pytest.raises(ValueError, match=refused):
+        model(rows, use_cache=False, **told)
+    one_document = {name: torch.tensor([0, 16], dtype=torch.int32) for name in names}
+    assert model(ids(), use_cache=False, **one_document).logits.shape == (1, 16, 64)
+
+
+@pytest.mark.parametrize("family", NEED_POSITIONS)
+@torch.no_grad()
+def test_with_positions_these_models_give_each_document_what_it_gets_alone(family):
+    model = model_of(family)
+    logits = model(ids(), use_cache=False, position_ids=TOLD.position_ids[None], **TOLD.to_transformers()).logits
+    alone = [
+        model(row, use_cache=False, position_ids=torch.arange(row.shape[1])[None]).logits
+        for row in ids().split([5, 7, 4], 1)
+    ]
+    torch.testing.assert_close(logits, torch.cat(alone, 1), rtol=1e-4, atol=1e-5)
 
 
 def test_patches_of_bytes_are_refused_in_packed_rows():
