@@ -151,7 +151,7 @@ STATE = {
     "integrations.transformers.versions._warned",
     "integrations.transformers.call.NAMES",  # register, unregister
     "integrations.transformers.rope.PATCHES",  # apply_packing_ops, revert_packing_ops
-    "integrations.transformers.call._counts",  # of a model, and goes with it
+    "integrations.transformers.documents._counts",  # of a model, and goes with it
     "integrations.transformers.stateful._prepared",  # layers, and goes with them; unregister
     "integrations.trl.packing._applied",  # patch_pack_dataset, unpatch_pack_dataset
     "parallel.collectives._of_parent",  # goes with its groups; filled by a fork, os.register_at_fork
