@@ -2,12 +2,13 @@
 
 import functools
 import itertools
+import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
-from helpers import cu_seqlens_of, lengths_strategy
+from helpers import ROOT, cu_seqlens_of, lengths_strategy
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -151,18 +152,31 @@ def test_bad_columns_are_named():
         integration.pack_dataset(rows, 0)
 
 
-def test_patch_reaches_every_module_of_trl_and_reverts():
-    import trl
-    import trl.trainer.sft_trainer as sft_trainer
+REACHES = """
+import trl
+import trl.trainer.sft_trainer as sft_trainer
+from trl import data_utils
+from packing_ops.integrations import trl as integration
 
-    assert trl.pack_dataset is sft_trainer.pack_dataset is STOCK
-    for _ in range(2):
-        assert integration.patch_pack_dataset()
-        assert trl.pack_dataset is sft_trainer.pack_dataset is data_utils.pack_dataset is integration.pack_dataset
-        assert integration.pack_dataset(rows_of([3, 4]), 4, "wrapped")[:] == STOCK(rows_of([3, 4]), 4, "wrapped")[:]
-    for _ in range(2):
-        integration.unpatch_pack_dataset()
-        assert trl.pack_dataset is sft_trainer.pack_dataset is data_utils.pack_dataset is STOCK
+stock = data_utils.pack_dataset
+assert trl.pack_dataset is sft_trainer.pack_dataset is stock
+for _ in range(2):
+    assert integration.patch_pack_dataset()
+    assert trl.pack_dataset is sft_trainer.pack_dataset is data_utils.pack_dataset is integration.pack_dataset
+for _ in range(2):
+    integration.unpatch_pack_dataset()
+    assert trl.pack_dataset is sft_trainer.pack_dataset is data_utils.pack_dataset is stock
+"""
+
+
+def test_patch_reaches_every_module_of_trl_and_reverts():
+    """In a process where no other test has imported a part of TRL."""
+    subprocess.run([sys.executable, "-c", REACHES], check=True, cwd=ROOT)
+
+
+def test_own_pack_dataset_is_the_wrapped_one():
+    assert integration.patch_pack_dataset()
+    assert integration.pack_dataset(rows_of([3, 4]), 4, "wrapped")[:] == STOCK(rows_of([3, 4]), 4, "wrapped")[:]
 
 
 def test_another_signature_is_left_alone(monkeypatch):
