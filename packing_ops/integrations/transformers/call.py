@@ -73,6 +73,7 @@ class PackedCall:
         positions = argument("position_ids", self.indices, args, kwargs)
         self.position_ids = None if model_type in OTHER_POSITIONS else positions
         self.needs_positions = positions is None  # of models that otherwise count along the row
+        self.missing_positions = None, ""  # (whether they were needed, message), see refuse_own_positions
         self.cu_seqlens, self.cu_seqlens_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
         if self.cu_seqlens is None:  # one is for both
             self.cu_seqlens = self.cu_seqlens_k
@@ -190,6 +191,7 @@ class PackedCall:
             refuse_where(positions_restart(self.position_ids, self.padding), self._refusal("position_ids"))
         if "attention_mask" in self.lost:
             refuse_where((self.numbers > 1).any(), self._refusal("attention_mask"))
+        refuse_where(*self.missing_positions)
 
     def _refusal(self, lost):
         why = "mixes tokens beside its attention" if self.mixes else "passes them to no attention"

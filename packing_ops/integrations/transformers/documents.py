@@ -385,7 +385,10 @@ _counts: "weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, str]]" = weakref
 
 
 def refuse_own_positions(model, call, position_ids, batch) -> None:
-    """ValueError if a row of this call has several documents and the model counts through them."""
+    """ValueError if a row of this call has several documents and the model counts through them.
+
+    Where position_ids would help, at the end of the call: documents that reach no attention are the first thing to say.
+    """
     takes_none, needs = _traced_owners(id(model)) if torch.compiler.is_compiling() else _owners(model)
     if takes_none:
         told_by = "attention_mask" if call.cu_seqlens is None else "cu_seq_lens_q"
@@ -401,7 +404,11 @@ def refuse_own_positions(model, call, position_ids, batch) -> None:
         )
     else:
         return
-    refuse_where(several_in(position_ids, call.padding, call.cu_seqlens, call.numbers, batch), message)
+    several = several_in(position_ids, call.padding, call.cu_seqlens, call.numbers, batch)
+    if takes_none:
+        refuse_where(several, message)
+    else:
+        call.missing_positions = several, message
 
 
 def _takes_positions(cls, call) -> bool:

@@ -157,7 +157,7 @@ def test_a_compiled_model_that_tells_no_attention(device, fresh_compile):
     config = transformers.DebertaV2Config(**SIZES)
     model = transformers.AutoModel.from_config(config, attn_implementation="packing_ops").eval().to(device)
     ids, _, cu_seqlens = packed(device)
-    with pytest.raises((ValueError, RuntimeError), match="position_ids: expected"):
+    with pytest.raises(ValueError, match="cu_seq_lens_q: expected one document in each row"):
         torch.compile(model, backend="eager")(ids, **tell(cu_seqlens))
     torch.compile(model, backend="eager")(ids, **tell(cu_seqlens[[0, -1]]))
 
