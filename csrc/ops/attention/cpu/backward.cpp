@@ -119,17 +119,13 @@ class Backward {
           items.push_back({int32_t(i), int32_t(head), int32_t(begin), work, cost * g_.group});
         }
       };
-      const auto add_tiles = [&](Work work, int64_t step, int64_t size, auto visible_to) {
-        for_each_tile({0, size}, step, size, [&](Interval<int64_t> tile) {
-          const Interval<int64_t> other = visible_to(tile);
-          add(work, tile.begin, (tile.size()) * (other.size()));
-        });
-      };
       if (num_k > kKeysAtOnce) {
-        add_tiles(Work::kQueryTile, g_.tokens, num_q,
-                  [&](Interval<int64_t> t) { return document.visible_keys(g_, t); });
-        add_tiles(Work::kKeyTile, kTile, num_k,
-                  [&](Interval<int64_t> t) { return document.tokens_attending_to(g_, t); });
+        for_each_query_tile(document, g_, {0, num_q}, [&](Interval<int64_t> tokens) {
+          add(Work::kQueryTile, tokens.begin, tokens.size() * document.visible_keys(g_, tokens).size());
+        });
+        for_each_tile({0, num_k}, kTile, num_k, [&](Interval<int64_t> keys) {
+          add(Work::kKeyTile, keys.begin, keys.size() * document.tokens_attending_to(g_, keys).size());
+        });
       } else if (num_q + num_k > 0) {
         add(Work::kDocument, 0, num_q * num_k);
         keys_held = std::max(keys_held, num_k);
@@ -211,7 +207,7 @@ class Backward {
     T* dv = memory.take(held * g_.dim_v);
     std::fill_n(dk, held * g_.dim, T(0));
     std::fill_n(dv, held * g_.dim_v, T(0));
-    for_each_tile(range, g_.tokens, document.num_q(), [&](Interval<int64_t> tokens) {
+    for_each_query_tile(document, g_, range, [&](Interval<int64_t> tokens) {
       const int64_t count = tokens.size();
       load_queries(document, item.kv_head, tokens, queries);
       std::fill_n(dq, count * g_.group * g_.dim, T(0));
@@ -240,11 +236,10 @@ class Backward {
     std::fill_n(dk, count * g_.dim, T(0));
     std::fill_n(dv, count * g_.dim_v, T(0));
     load_keys(document, item.kv_head, visible, keys);
-    for_each_tile(document.tokens_attending_to(g_, visible), g_.tokens, document.num_q(),
-                  [&](Interval<int64_t> tokens) {
-                    load_queries(document, item.kv_head, tokens, queries);
-                    visit(document, queries, keys, memory, {nullptr, dk, dv});
-                  });
+    for_each_query_tile(document, g_, document.tokens_attending_to(g_, visible), [&](Interval<int64_t> tokens) {
+      load_queries(document, item.kv_head, tokens, queries);
+      visit(document, queries, keys, memory, {nullptr, dk, dv});
+    });
     store_rows<Element>(p_.dk, document.k.begin + visible.begin, count, item.kv_head, 1, qk(), dk);
     store_rows<Element>(p_.dv, document.k.begin + visible.begin, count, item.kv_head, 1, of_v(), dv);
   }

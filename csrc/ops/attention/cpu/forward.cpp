@@ -18,7 +18,11 @@ class Forward {
     std::vector<Item> items = plan();
     const int64_t rows = g_.row_stride({0, g_.tokens});
     const int64_t scratch = (2 * rows + kTile) * g_.dim + (rows + kTile) * g_.dim_v + kTile * rows + 4 * rows;
-    for_each_item<T>(items, scratch, [&](const Item& item, ScratchArena<T> memory) { query_tile(item, memory); });
+    for_each_item<T>(items, scratch, [&](const Item& item, ScratchArena<T> memory) {
+      const Document document = document_of(p_, item.document);
+      for_each_query_tile(document, g_, {item.begin, item.begin + 1},
+                          [&](Interval<int64_t> tokens) { query_tile(document, tokens, item.kv_head, memory); });
+    });
     clear_rows<Element>(p_.out, p_.documents_q, p_.num_q_heads, p_.head_dim_v);
     for (int64_t head = 0; head < p_.num_q_heads; ++head) {
       std::fill(lse_at(head, p_.documents_q.end()), lse_at(head + 1, 0), -std::numeric_limits<T>::infinity());
@@ -32,7 +36,7 @@ class Forward {
     std::vector<Item> items;
     for (int64_t i = 0; i < p_.documents_q.num_documents; ++i) {
       const Document document = document_of(p_, i);
-      for_each_tile({0, document.num_q()}, g_.tokens, document.num_q(), [&](Interval<int64_t> tokens) {
+      for_each_query_tile(document, g_, {0, document.num_q()}, [&](Interval<int64_t> tokens) {
         const Interval<int64_t> visible = document.visible_keys(g_, tokens);
         const int64_t cost = (tokens.size()) * g_.group * (visible.size());
         for (int64_t head = 0; head < p_.num_kv_heads; ++head) {
@@ -43,11 +47,9 @@ class Forward {
     return items;
   }
 
-  void query_tile(const Item& item, ScratchArena<T> memory) const {
-    const Document document = document_of(p_, item.document);
-    const Interval<int64_t> tokens{item.begin, std::min(item.begin + g_.tokens, document.num_q())};
+  void query_tile(const Document& document, Interval<int64_t> tokens, int64_t kv_head, ScratchArena<T> memory) const {
     const int64_t count = tokens.size();
-    const int64_t first_head = item.kv_head * g_.group;
+    const int64_t first_head = kv_head * g_.group;
     const Scoring<T> scoring(p_);
     const int64_t stride = g_.row_stride(tokens);
     const Columns qk{p_.head_dim, g_.dim}, of_v{p_.head_dim_v, g_.dim_v};
@@ -68,8 +70,8 @@ class Forward {
     for_each_tile(document.visible_keys(g_, tokens), kTile, document.num_k(), [&](Interval<int64_t> keys) {
       const Tile tile = document.tile(g_, tokens, keys);
       const Tile values = tile.with_dim(g_.dim_v);
-      load_rows<Element>(p_.k, document.k.begin + keys.begin, tile.band.keys, item.kv_head, 1, qk, k);
-      load_rows<Element>(p_.v, document.k.begin + keys.begin, tile.band.keys, item.kv_head, 1, of_v, v);
+      load_rows<Element>(p_.k, document.k.begin + keys.begin, tile.band.keys, kv_head, 1, qk, k);
+      load_rows<Element>(p_.v, document.k.begin + keys.begin, tile.band.keys, kv_head, 1, of_v, v);
       multiply(tile, k, q_transposed, scores);
       softmax_step(tile, scoring, scores, state);
       scale_rows(values, state.rescale, sums);

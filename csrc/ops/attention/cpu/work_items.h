@@ -57,6 +57,10 @@ struct Document {
   int64_t num_k() const { return k.size(); }
   int64_t shift() const { return num_k() - num_q(); }  // query i has key position i + shift
 
+  // Where the tile of query 0 starts, at most 0: tiles start at multiples of their size in key positions, so that dk
+  // and dv of a row add up the same tiles for a chunk of the queries as for all of them.
+  int64_t first_query_tile(const Geometry& g) const { return -((shift() % g.tokens + g.tokens) % g.tokens); }
+
   Interval<int64_t> visible_keys(const Geometry& g, Interval<int64_t> tokens) const {
     const int64_t begin = std::clamp<int64_t>(tokens.begin + shift() - g.left, 0, num_k());
     const int64_t end = visible_end ? visible_end[tokens.end - 1] : tokens.end + shift() + g.right;
@@ -82,12 +86,17 @@ inline Document document_of(const VarlenAttentionParams& p, int64_t i) {
   return {q, p.documents_k[i], p.visible_end ? p.visible_end + q.begin : nullptr};
 }
 
-// The tiles of `step` that meet `range`, the last one cut at `size`.
+// The tiles of `step`, counted from `first` (at most 0), that meet `range`; cut at 0 and at `size`.
 template <class F>
-void for_each_tile(Interval<int64_t> range, int64_t step, int64_t size, const F& f) {
-  for (int64_t begin = range.begin / step * step; begin < range.end; begin += step) {
-    f(Interval<int64_t>{begin, std::min(begin + step, size)});
+void for_each_tile(Interval<int64_t> range, int64_t step, int64_t size, const F& f, int64_t first = 0) {
+  for (int64_t begin = first + (range.begin - first) / step * step; begin < range.end; begin += step) {
+    f(Interval<int64_t>{std::max<int64_t>(begin, 0), std::min(begin + step, size)});
   }
+}
+
+template <class F>
+void for_each_query_tile(const Document& document, const Geometry& g, Interval<int64_t> tokens, const F& f) {
+  for_each_tile(tokens, g.tokens, document.num_q(), f, document.first_query_tile(g));
 }
 
 // --- scratch ---
