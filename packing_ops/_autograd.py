@@ -62,6 +62,17 @@ def past_autograd(op: Callable, *args):
         return op(*args)
 
 
+def on_its_own(function: Callable[..., tuple]) -> Callable[..., tuple]:
+    """An op in Python, without autocast and without autograd: its gradient is registered."""
+
+    def op(*args):
+        tensor = next(arg for arg in args if isinstance(arg, torch.Tensor))
+        with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
+            return function(*args)
+
+    return op
+
+
 def register_autograd(name: str, backward: Callable, *, setup_context: Callable, linear: int = 0) -> None:
     """torch.library.register_autograd, and forward-mode derivatives and torch.func.
 

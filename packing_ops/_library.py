@@ -27,7 +27,7 @@ OPS = """
     unpad_layout trim_padding_range unpad_rows gather_rows gather_rows_many scatter_rows scatter_rows_many
     pack_sequences pack_ffd
     rope_qk rope_qk_
-    attention_plan varlen_attention varlen_attention_backward
+    attention_plan varlen_attention varlen_attention_backward prefix_paths prefix_attention prefix_attention_backward
     logps_targets logps_chunk_ logps_chunk_backward_ token_logps token_logps_backward
 """
 
@@ -146,7 +146,7 @@ def has_cuda_kernel(name: str) -> bool:
 
 
 # Python loops over other ops and matmuls; logps.py registers them for every device.
-IN_PYTHON = {"token_logps", "token_logps_backward"}
+IN_PYTHON = {"prefix_attention", "prefix_attention_backward", "token_logps", "token_logps_backward"}
 WITHOUT_TENSORS = {"build_info", "attention_kernels"}
 without_cuda_kernel: set[str] = set()
 _fallbacks = torch.library.Library("packing_ops", "IMPL", "CUDA")

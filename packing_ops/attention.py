@@ -15,15 +15,16 @@ likewise. Under a causal mask over as many keys as queries, rows before key // 1
     Memory grows with the tokens, never with their square.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, get_args, overload
 
 import torch
 
 from packing_ops import _batch_cache, _ops
-from packing_ops._arguments import FLOATS, check_tensor, described, window_sides
+from packing_ops._arguments import FLOATS, check_tensor, described, sum_dtype, window_sides
 from packing_ops._autograd import past_autograd, register_autograd, register_no_autograd
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
+from packing_ops.prefix_attention import PrefixPaths, kept_paths, token_major
 
 Layout = Literal["thd", "bhsd", "bshd"]
 LAYOUTS = get_args(Layout)  # of q, k and v: t total, b batch of 1, s seqlen, h num_heads, d head_dim
@@ -46,6 +47,7 @@ class AttentionOptions(NamedTuple):
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
     visible_end: torch.Tensor | None = None
+    paths: PrefixPaths | None = None  # of a prefix tree: cu_seqlens_q are its segments, cu_seqlens_k those of the paths
 
 
 @overload
@@ -63,6 +65,7 @@ def varlen_attention(
     sinks: torch.Tensor | None = None,
     plan: torch.Tensor | None = None,
     visible_end: torch.Tensor | None = None,
+    parents: torch.Tensor | None = None,
     return_lse: Literal[False] = False,
     layout: Layout | None = None,
 ) -> torch.Tensor: ...
@@ -81,6 +84,7 @@ def varlen_attention(
     sinks: torch.Tensor | None = None,
     plan: torch.Tensor | None = None,
     visible_end: torch.Tensor | None = None,
+    parents: torch.Tensor | None = None,
     return_lse: Literal[True],
     layout: Layout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -98,6 +102,7 @@ def varlen_attention(
     sinks: torch.Tensor | None = None,
     plan: torch.Tensor | None = None,
     visible_end: torch.Tensor | None = None,
+    parents: torch.Tensor | None = None,
     return_lse: bool = False,
     layout: Layout | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -129,6 +134,10 @@ def varlen_attention(
             image blocks inside causal text, prefixes, documents that see all of themselves beside causal ones
             (visible_end_from_blocks, visible_end_from_prefix_lengths, visible_end_from_causal make it). Without it that
             of the PackedMetadata, where ``cu_seqlens_k`` is left out or is the same one.
+        parents: int32 ``[num_segments]``: cu_seqlens_q are the segments of a prefix tree (pack_prefix_tree), and this is
+            each one's parent, -1 for a root. A token sees the tokens of its segment's ancestors, then its own segment up
+            to itself; windows count along that path. k and v are gathered along the paths. The paths are found once for a
+            tree; on CUDA that waits, which PackedMetadata.from_prefix_tree does not. Causal, without ``cu_seqlens_k``.
         return_lse: also return the log of each denominator, sink included.
         layout: ``"thd"`` ``[total, num_heads, head_dim]``; ``"bhsd"`` ``[1, num_heads, total, head_dim]``, heads first, as
             models of transformers hold them; ``"bshd"`` ``[1, total, num_heads, head_dim]``, as flash-attn does. Three
@@ -172,7 +181,7 @@ def varlen_attention(
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
     options = checked_options(causal, softmax_scale, window_size, softcap, sinks, visible_end)
-    out, lse = attend(q, k, v, cu_seqlens_q, cu_seqlens_k, options, plan=plan, layout=layout)
+    out, lse = attend(q, k, v, cu_seqlens_q, cu_seqlens_k, options, plan=plan, layout=layout, parents=parents)
     return (out, lse) if return_lse else out
 
 
@@ -200,10 +209,14 @@ def attend(
     *,
     plan: torch.Tensor | None = None,
     layout: str | None = None,
+    parents: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """varlen_attention of options that are checked: (out, lse)."""
-    if options.visible_end is None and cu_seqlens_k is cu_seqlens_q and isinstance(cu_seqlens_q, PackedMetadata):
-        options = options._replace(visible_end=cu_seqlens_q.visible_end)
+    if cu_seqlens_k is cu_seqlens_q and isinstance(cu_seqlens_q, PackedMetadata):
+        if options.visible_end is None and cu_seqlens_q.visible_end is not None:
+            options = options._replace(visible_end=cu_seqlens_q.visible_end)
+        if cu_seqlens_q.paths is not None:
+            options = options._replace(paths=cu_seqlens_q.paths)
     check_tensor(q, "q")
     cache = None
     tokens_first = (layout or q.dim() == 4) and _layout_of(q, k, layout, cu_seqlens_k is cu_seqlens_q) == "bshd"
@@ -211,6 +224,11 @@ def attend(
         q, k, v = (_without_batch(t, name) for name, t in (("q", q), ("k", k), ("v", v)))
     if not (isinstance(cu_seqlens_q, torch.Tensor) and isinstance(cu_seqlens_k, torch.Tensor)):
         cu_seqlens_q, cu_seqlens_k, cache = without_metadata(q, k, cu_seqlens_q, cu_seqlens_k)
+    if parents is not None or options.paths is not None:
+        if cu_seqlens_k is not cu_seqlens_q:
+            raise ValueError("cu_seqlens_k: expected None beside a prefix tree, whose segments are those of q and of k")
+        paths = _paths_of(k, cu_seqlens_q, options, parents, cache)
+        options, cu_seqlens_k = options._replace(paths=paths), paths.cu_seqlens
     if plan is None:
         plan = _batch_cache.plan_for(q, k, v, cu_seqlens_q, cu_seqlens_k, options, cache)
     try:
@@ -231,7 +249,9 @@ def attention_forward(
     plan: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The op: (out, lse)."""
-    causal, softmax_scale, (left, right), softcap, sinks, visible_end = options
+    causal, softmax_scale, (left, right), softcap, sinks, visible_end, paths = options
+    if paths is not None:
+        return _ops.prefix_attention(q, k, v, cu_seqlens_q, *paths, sinks, softmax_scale, left, softcap, plan)
     return _ops.varlen_attention(
         q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, softcap, plan, visible_end
     )
@@ -247,11 +267,37 @@ def attention_backward(
     plan: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The op's backward: (dq, dk, dv, dsinks). ``saved``: q, k, v, out and lse."""
-    causal, softmax_scale, (left, right), softcap, sinks, visible_end = options
+    causal, softmax_scale, (left, right), softcap, sinks, visible_end, paths = options
+    if paths is not None:
+        return _ops.prefix_attention_backward(
+            dout, dlse, *saved, cu_seqlens_q, *paths, sinks, softmax_scale, left, softcap, plan
+        )
     return _ops.varlen_attention_backward(
         dout, dlse, *saved, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, softcap, plan,
         visible_end,
     )  # fmt: skip
+
+
+def _paths_of(
+    k: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    options: AttentionOptions,
+    parents: Any,
+    cache: _batch_cache.BatchCache | None,
+) -> PrefixPaths:
+    """Of the tree of a call, from its PackedMetadata or from parents. ValueError for what a tree does not have."""
+    if not options.causal or options.window_size[1] > 0:
+        given = f"causal={options.causal}, window_size={options.window_size}"
+        raise ValueError(f"causal, window_size: expected a causal call for a prefix tree, got {given}")
+    if options.visible_end is not None:
+        came = described(options.visible_end)
+        raise ValueError(f"visible_end: expected None beside a prefix tree, which is causal, got {came}")
+    if parents is None and options.paths is not None:
+        return options.paths
+    if options.paths is not None:
+        raise ValueError("parents: expected None beside the PackedMetadata of a prefix tree, which has them")
+    check_tensor(parents, "parents")
+    return kept_paths(cu_seqlens, parents, k.shape[2 if k.dim() == 4 else 0], cache)
 
 
 def of_heads(options: AttentionOptions, heads: slice) -> AttentionOptions:
@@ -280,11 +326,9 @@ def without_metadata(
                 "max_seqlen, leave it out (flash_attn_varlen_func takes flash-attn's arguments)"
             )
     total_q, total_k = (rows.shape[2] if rows.dim() == 4 else rows.shape[:1].numel() for rows in (q, k))
-    cu_seqlens_q = cu_seqlens_of(documents_q, total_q, like="q", name="cu_seqlens_q")
-    if documents_k is documents_q and total_k == total_q:
-        cu_seqlens_k = cu_seqlens_q
-    else:
-        cu_seqlens_k = cu_seqlens_of(documents_k, total_k, like="k", name="cu_seqlens_k")
+    same = documents_k is documents_q and total_k == total_q
+    cu_seqlens_q = cu_seqlens_of(documents_q, total_q, like="q", name="cu_seqlens_q", tree=same)
+    cu_seqlens_k = cu_seqlens_q if same else cu_seqlens_of(documents_k, total_k, like="k", name="cu_seqlens_k")
     return cu_seqlens_q, cu_seqlens_k, documents_q._cache if isinstance(documents_q, PackedMetadata) else None
 
 
@@ -373,10 +417,6 @@ def refuse_heads_first(q: torch.Tensor) -> None:
 # --- registration: shapes for torch.compile, gradients ---
 
 
-def _lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _plan_size(total_q: int, total_k: int, documents: int, group: int, visible_end: bool = False) -> int:
     """attention_plan_size of csrc/ops/attention/attention.h."""
     cu_seqlens = (2 * (documents + 1) + 7) // 8
@@ -406,41 +446,24 @@ def _(
     return cu_seqlens_q.new_empty(size, dtype=torch.int32)
 
 
-def _tokens_first(rows: torch.Tensor) -> torch.Tensor:
-    """Of q, k or v; and back."""
-    return rows if rows.dim() == 3 else rows.transpose(1, 2)
+def _out_and_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
+    out = q.new_empty((*token_major(q).shape[:-1], v.shape[-1]))
+    return out, q.new_empty(out.shape[-3:-1][::-1], dtype=sum_dtype(q.dtype))
 
 
-@_ops.register_fake("varlen_attention")
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    sinks: torch.Tensor | None,
-    *options: Any,
-) -> tuple[torch.Tensor, ...]:
-    out = q.new_empty((*_tokens_first(q).shape[:-1], v.shape[-1]))
-    return out, q.new_empty(out.shape[-3:-1][::-1], dtype=_lse_dtype(q.dtype))
+def _gradients(sinks_index: int) -> Callable[..., tuple[torch.Tensor, ...]]:
+    def fake(dout: torch.Tensor, dlse: torch.Tensor | None, *given: Any) -> tuple[torch.Tensor, ...]:
+        q, k, v, _, lse, *others = given
+        dq, dk, dv = (token_major(t.new_empty(token_major(t).shape)) for t in (q, k, v))
+        num_sinks = 0 if others[sinks_index] is None else lse.shape[0]
+        return dq, dk, dv, q.new_empty(num_sinks, dtype=sum_dtype(q.dtype))
+
+    return fake
 
 
-@_ops.register_fake("varlen_attention_backward")
-def _(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    sinks: torch.Tensor | None,
-    *options: Any,
-) -> tuple[torch.Tensor, ...]:
-    dq, dk, dv = (_tokens_first(t.new_empty(_tokens_first(t).shape)) for t in (q, k, v))
-    return dq, dk, dv, q.new_empty(0 if sinks is None else lse.shape[0], dtype=_lse_dtype(q.dtype))
+for _op, _sinks_index in (("varlen_attention", 2), ("prefix_attention", 5)):
+    _ops.register_fake(_op)(_out_and_lse)
+    _ops.register_fake(f"{_op}_backward")(_gradients(_sinks_index))
 
 
 def _varlen_attention_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -15,14 +15,14 @@ the logits, and in backward writes them too. At 16,384 tokens, 151,936 entries a
 and 2.4 ms at 4.2 TB/s, where a product at 650 TFLOP/s takes 7.8 ms for hidden 1,024 and 31 ms for 4,096.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal, overload
 
 import torch
 
 from packing_ops import _ops
 from packing_ops._arguments import check_tensor, described, dtype_name, integer, number, one_number, sum_dtype
-from packing_ops._autograd import past_autograd, register_autograd, register_no_autograd
+from packing_ops._autograd import on_its_own, past_autograd, register_autograd, register_no_autograd
 from packing_ops._invariant import GRAIN, active, pad_rows
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
@@ -316,18 +316,7 @@ class _Chunks:
         return [slice(first, first + size) for first in range(0, columns, size)]
 
 
-def _on_its_own(function: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """``function`` without autocast and without autograd: its gradient is registered below."""
-
-    def op(*args: Any) -> tuple[torch.Tensor, ...]:
-        hidden = next(arg for arg in args if isinstance(arg, torch.Tensor))
-        with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-            return function(*args)
-
-    return op
-
-
-@_on_its_own
+@on_its_own
 def _token_logps(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -374,7 +363,7 @@ def _add_up_ranks(state: torch.Tensor, group: "torch.distributed.ProcessGroup", 
     all_reduce(state[1:], ReduceOp.SUM, group)
 
 
-@_on_its_own
+@on_its_own
 def _token_logps_backward(
     grad_logps: torch.Tensor | None,
     grad_entropy: torch.Tensor | None,

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 
 from packing_ops import _ops
 from packing_ops._arguments import (
@@ -20,6 +21,10 @@ from packing_ops._arguments import (
     wrong_type,
 )
 from packing_ops._batch_cache import BatchCache, is_real, kept_with, plan_of
+from packing_ops.prefix_attention import PrefixPaths, prefix_paths
+
+if TYPE_CHECKING:
+    from packing_ops.prefix_tree import PrefixTree
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,9 +43,11 @@ class PackedMetadata:
         indices: int64 ``[total]``, slots of the padded batch that were kept; only after from_attention_mask.
         num_tokens: ``cu_seqlens[-1]`` as a Python int; None if it was neither given nor read.
         seqlen: columns of the padded batch, for pad and unpad; only after from_attention_mask.
+        paths: of a prefix tree, whose segments cu_seqlens then are; only after from_prefix_tree.
         visible_end: int32 ``[total]``, how far each query sees. varlen_attention takes it from here. None: causality or
             a window decides. Set it with ``dataclasses.replace(metadata, visible_end=...)``.
-        position_ids: int64 ``[total]``, restarting in every document; a new tensor at each use.
+        position_ids: int64 ``[total]``, restarting in every document, in a prefix tree the distance from the root; a new
+            tensor at each use.
         seq_idx: int32 ``[total]``, the index of every slot's document; a new tensor at each use.
 
     Example:
@@ -58,6 +65,7 @@ class PackedMetadata:
     num_tokens: int | None = None
     seqlen: int | None = None
     visible_end: torch.Tensor | None = None
+    paths: PrefixPaths | None = None
     _cache: ClassVar[BatchCache | None] = None  # no field: hosts copy dataclasses field by field
 
     def __post_init__(self) -> None:
@@ -146,6 +154,33 @@ class PackedMetadata:
         total, longest = totals.tolist()
         return cls(cu_seqlens, total, longest, indices[:total], num_tokens=total, seqlen=attention_mask.shape[1])
 
+    @classmethod
+    def from_prefix_tree(cls, tree: "PrefixTree", *, device: torch.device | str | None = None) -> "PackedMetadata":
+        """From pack_prefix_tree's result: cu_seqlens are its segments, num_documents counts them. No synchronisation.
+
+        varlen_attention and apply_rotary_qk take it, and models by to_transformers. What works sample by sample
+        (token_logps, labels, segment sums) refuses it: it takes the samples, see PrefixTree.row_of_token.
+
+        Args:
+            tree: on the CPU.
+            device: of the tensors; that of the tree by default.
+
+        Example:
+            >>> samples = torch.tensor([7] * 130 + [7] * 128 + [8, 9])
+            >>> tree = pack_prefix_tree(samples, torch.tensor([0, 130, 260]))
+            >>> metadata = PackedMetadata.from_prefix_tree(tree)
+            >>> metadata.lengths.tolist(), metadata.position_ids[128:].tolist()
+            ([128, 2, 2], [128, 129, 128, 129])
+
+        Raises:
+            ValueError: segments and parents that are no tree.
+        """
+        total = tree.position_ids.numel()
+        paths = prefix_paths(tree.cu_seqlens, tree.parents, total)
+        _, longest = _end_and_longest(paths.cu_seqlens)
+        cu_seqlens = tree.cu_seqlens.to(device or tree.cu_seqlens.device, non_blocking=True)
+        return cls(cu_seqlens, total, longest, num_tokens=total, paths=paths.to(device))
+
     @property
     def num_documents(self) -> int:
         return self.cu_seqlens.numel() - 1
@@ -157,7 +192,11 @@ class PackedMetadata:
 
     @property
     def position_ids(self) -> torch.Tensor:  # not kept: it costs no more than comparing cu_seqlens with those before
-        return _ops.position_ids_from_cu_seqlens(self.cu_seqlens, self.total)
+        positions = _ops.position_ids_from_cu_seqlens(self.cu_seqlens, self.total)
+        if self.paths is None:
+            return positions
+        before = F.pad(self.paths.cu_seqlens.diff() - self.lengths, (0, 1))  # 0 behind the last segment
+        return positions + before.index_select(0, self.seq_idx)
 
     @property
     def seq_idx(self) -> torch.Tensor:
@@ -248,8 +287,11 @@ class PackedMetadata:
         """
         sides = window_sides(window_size)
         of_v = head_dim if head_dim_v is None else head_dim_v
-        geometry = (self.total, self.total, num_heads, num_kv_heads, head_dim, causal, *sides, of_v)
-        return plan_of(self.cu_seqlens, self.cu_seqlens, geometry, self._cache, visible_end=self.visible_end)
+        keys, total_k = self.cu_seqlens, self.total
+        if self.paths is not None:
+            keys, total_k = self.paths.cu_seqlens, self.paths.rows.shape[0]
+        geometry = (self.total, total_k, num_heads, num_kv_heads, head_dim, causal, *sides, of_v)
+        return plan_of(self.cu_seqlens, keys, geometry, self._cache, visible_end=self.visible_end)
 
     def to_transformers(self) -> dict[str, Any]:
         """Keyword arguments of a Hugging Face forward: ``cu_seq_lens_q/k`` and ``max_length_q/k``.
@@ -309,11 +351,13 @@ class PackedMetadata:
 
 
 def check_causal(metadata: PackedMetadata) -> None:
-    """ValueError for a visible_end, where a host or a mask has no place for it.
+    """ValueError for a visible_end or a prefix tree, where a host or a mask has no place for it.
 
     Example:
         >>> check_causal(PackedMetadata.from_lengths([2, 1]))
     """
+    if metadata.paths is not None:
+        raise ValueError(f"metadata: {_EXPECTED_DOCUMENTS}")
     if metadata.visible_end is not None:
         raise ValueError(
             "visible_end: expected None in a PackedMetadata for models and masks that do not take it (models make masks "
@@ -322,8 +366,14 @@ def check_causal(metadata: PackedMetadata) -> None:
         )
 
 
+_EXPECTED_DOCUMENTS = (
+    "expected packed documents, got a prefix tree, whose segments are no samples (varlen_attention and apply_rotary_qk take "
+    "it; elsewhere PrefixTree.row_of_token takes rows to the samples)"
+)
+
+
 def cu_seqlens_of(
-    documents: PackedMetadata | torch.Tensor, total: int, like: str, name: str = "cu_seqlens"
+    documents: PackedMetadata | torch.Tensor, total: int, like: str, name: str = "cu_seqlens", *, tree: bool = False
 ) -> torch.Tensor:
     """The cu_seqlens of an argument ``name`` that may be a PackedMetadata, for a row of ``total`` slots.
 
@@ -332,13 +382,15 @@ def cu_seqlens_of(
         tensor([0, 2, 3], dtype=torch.int32)
 
     Raises:
-        ValueError: a PackedMetadata of another total.
+        ValueError: a PackedMetadata of another total; of a prefix tree, unless ``tree``.
         TypeError: neither it nor a tensor.
     """
     if isinstance(documents, torch.Tensor):
         return documents
     if not isinstance(documents, PackedMetadata):
         raise wrong_type(name, "PackedMetadata or its cu_seqlens", documents)
+    if documents.paths is not None and not tree:
+        raise ValueError(f"{name}: {_EXPECTED_DOCUMENTS}")
     # Not in a graph: total is a number there, and comparing it would make the size of the row one too.
     if not torch.compiler.is_compiling() and documents.total != total:
         raise ValueError(f"{name}: expected total={total} like {like}, got PackedMetadata with total={documents.total}")

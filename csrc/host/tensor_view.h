@@ -166,6 +166,22 @@ inline Tensor dense(const Tensor& t) {
   return t.is_contiguous() ? t : copy_of(t);
 }
 
+// For what is planned on the CPU, which is faster than a GPU at it: one copy for a tensor on CUDA, which waits for it.
+inline Tensor on_host(const Tensor& t) {
+  if (t.is_cpu()) return t;
+  const std::vector<int64_t> sizes = sizes_of(t);
+  Tensor copy =
+      allocate(sizes, detail::contiguous_strides(sizes), torch_dtype(dtype_of(t)), aoti_torch_device_type_cpu(), 0);
+  return torch::stable::copy_(copy, t);
+}
+
+// And back.
+inline Tensor on_device_of(const Tensor& t, const Tensor& device_of) {
+  if (device_of.is_cpu()) return t;
+  Tensor copy = empty(sizes_of(t), dtype_of(t), device_of);
+  return torch::stable::copy_(copy, t);
+}
+
 inline std::optional<Tensor> dense(const std::optional<Tensor>& t) {
   return t ? std::optional<Tensor>(dense(*t)) : std::nullopt;
 }

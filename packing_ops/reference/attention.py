@@ -37,6 +37,39 @@ def varlen_attention(
     return torch.cat(outs), torch.cat(lses, dim=1)
 
 
+def prefix_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    parents: torch.Tensor,
+    *,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) over a prefix tree whose segments are cu_seqlens, by one mask of the whole row."""
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    seen = visible_in_tree(cu_seqlens, parents, q.shape[0], window_size[0])
+    out, lse = _document(q, k, v, seen, scale, softcap, sinks)
+    padding = torch.arange(q.shape[0], device=q.device) >= cu_seqlens[-1]
+    return out.masked_fill(padding[:, None, None], 0.0), lse.masked_fill(padding, -math.inf)
+
+
+def visible_in_tree(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int, window_left: int) -> torch.Tensor:
+    """bool [total, total]: a token sees its segment's ancestors, and the segment up to itself."""
+    seen = torch.zeros(total, total, dtype=torch.bool, device=cu_seqlens.device)
+    paths: list[list[int]] = []
+    for (start, end), parent in zip(itertools.pairwise(cu_seqlens.tolist()), parents.tolist(), strict=True):
+        before = paths[parent] if parent >= 0 else []
+        paths.append(before + list(range(start, end)))
+        for row in range(start, end):
+            path = before + list(range(start, row + 1))
+            seen[row, path if window_left < 0 else path[-window_left - 1 :]] = True
+    return seen
+
+
 def visible(
     num_q: int,
     num_k: int,

@@ -84,6 +84,23 @@ inline AttentionPlanParams plan_params(const VarlenAttentionParams& p) {
           p.window_left, p.window_right, p.plan,        p.device,       p.visible_end};
 }
 
+// The keys of each segment of a prefix tree: the rows of its ancestors, then its own. One such list after the other.
+struct PrefixPathsParams {
+  Documents segments;
+  const int32_t* parents = nullptr;  // [num_segments], -1 for a root
+  int32_t* cu_seqlens = nullptr;     // [num_segments + 1], of the paths
+  int32_t* rows = nullptr;           // [cu_seqlens[num_segments]], the row of each key
+  int32_t* copy_offsets = nullptr;   // [segments.total + 1]
+  int32_t* copies = nullptr;         // like rows: for each row its indices in `rows`, ascending
+};
+
+// Segments with children have multiples of this many tokens: no tile of keys of any kernel then meets two segments.
+constexpr int64_t kForkAlignment = 128;
+
+// Checks the tree and writes cu_seqlens; then the other outputs, whose sizes it says.
+void launch_prefix_path_lengths_cpu(const PrefixPathsParams& p);
+void launch_prefix_path_rows_cpu(const PrefixPathsParams& p);
+
 void launch_varlen_attention_cpu(const VarlenAttentionParams& p);
 void launch_varlen_attention_backward_cpu(const VarlenAttentionBackwardParams& p);
 

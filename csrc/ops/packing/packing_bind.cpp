@@ -61,15 +61,6 @@ void check_sides(const PackParams& p, const std::string& strategy, const std::st
         overlong, "'");
 }
 
-// The bins of a Packing are planned on the CPU, which is faster than a GPU at it; one copy for lengths on CUDA.
-Tensor on_host(const Tensor& t) {
-  if (t.is_cpu()) return t;
-  const std::vector<int64_t> sizes = sizes_of(t);
-  Tensor copy =
-      allocate(sizes, detail::contiguous_strides(sizes), torch_dtype(dtype_of(t)), aoti_torch_device_type_cpu(), 0);
-  return torch::stable::copy_(copy, t);
-}
-
 int64_t* outputs(const Tensor& t) {
   return static_cast<int64_t*>(t.data_ptr());
 }
