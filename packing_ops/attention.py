@@ -251,7 +251,7 @@ def attention_forward(
     """The op: (out, lse)."""
     causal, softmax_scale, (left, right), softcap, sinks, visible_end, paths = options
     if paths is not None:
-        return _ops.prefix_attention(q, k, v, cu_seqlens_q, *paths, sinks, softmax_scale, left, softcap, plan)
+        return _ops.prefix_attention(q, k, v, cu_seqlens_q, *paths[1:], sinks, softmax_scale, left, softcap, plan)
     return _ops.varlen_attention(
         q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, softcap, plan, visible_end
     )
@@ -270,7 +270,7 @@ def attention_backward(
     causal, softmax_scale, (left, right), softcap, sinks, visible_end, paths = options
     if paths is not None:
         return _ops.prefix_attention_backward(
-            dout, dlse, *saved, cu_seqlens_q, *paths, sinks, softmax_scale, left, softcap, plan
+            dout, dlse, *saved, cu_seqlens_q, *paths[1:], sinks, softmax_scale, left, softcap, plan
         )
     return _ops.varlen_attention_backward(
         dout, dlse, *saved, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, softcap, plan,

@@ -22,12 +22,14 @@ class PrefixPaths(NamedTuple):
     """The paths of a tree's segments, one after the other: which rows of k and v they hold. int32, on the device of k.
 
     Attributes:
+        parents: ``[num_segments]``, of the tree.
         cu_seqlens: ``[num_segments + 1]``, where each path starts in ``rows``.
         rows: ``[paths]``, the row of each key.
         copy_offsets: ``[total + 1]``; row ``r`` stands at the indices ``copies[copy_offsets[r] : copy_offsets[r + 1]]`` of rows.
         copies: ``[paths]``.
     """
 
+    parents: torch.Tensor
     cu_seqlens: torch.Tensor
     rows: torch.Tensor
     copy_offsets: torch.Tensor
@@ -54,7 +56,7 @@ def prefix_paths(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int) ->
     Raises:
         ValueError: segments or parents that are no tree in this form; the message names the argument.
     """
-    return PrefixPaths(*_ops.prefix_paths(cu_seqlens, parents, total))
+    return PrefixPaths(parents, *_ops.prefix_paths(cu_seqlens, parents, total))
 
 
 def kept_paths(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int, cache: BatchCache | None) -> PrefixPaths:
@@ -76,53 +78,48 @@ def token_major(rows: torch.Tensor) -> torch.Tensor:
     return rows if rows.dim() == 3 else rows.transpose(1, 2)
 
 
-def _along_paths(rows: torch.Tensor, paths: PrefixPaths) -> torch.Tensor:
+def _along_paths(rows: torch.Tensor, path_rows: torch.Tensor, total: int) -> torch.Tensor:
     dim = 0 if rows.dim() == 3 else 2
-    total = paths.copy_offsets.shape[0] - 1
     if rows.shape[dim] != total:
         raise ValueError(f"parents: expected a tree of the {rows.shape[dim]} rows of k and v, got one of {total} rows")
-    return rows.index_select(dim, paths.rows)
+    return rows.index_select(dim, path_rows)
 
 
-def _sum_of_copies(grad: torch.Tensor, paths: PrefixPaths) -> torch.Tensor:
+def _sum_of_copies(grad: torch.Tensor, copy_offsets: torch.Tensor, copies: torch.Tensor) -> torch.Tensor:
     """Of each row, over its indices in the paths, in ascending order."""
     by_token = token_major(grad)
-    flat = by_token.reshape(paths.rows.shape[0], by_token.shape[-2] * by_token.shape[-1])
-    summed = F.embedding_bag(paths.copies, flat, paths.copy_offsets, mode="sum", include_last_offset=True)
+    flat = by_token.reshape(copies.shape[0], by_token.shape[-2] * by_token.shape[-1])
+    summed = F.embedding_bag(copies, flat, copy_offsets, mode="sum", include_last_offset=True)
     return token_major(summed.view(*by_token.shape[:-3], -1, *by_token.shape[-2:]))
-
-
-def _paths_and_options(given: tuple[Any, ...]) -> tuple[PrefixPaths, tuple[Any, ...]]:
-    """The op's arguments after cu_seqlens: the paths, and the options as varlen_attention's op has them."""
-    *paths, sinks, softmax_scale, left, softcap, plan = given
-    return PrefixPaths(*paths), (sinks, True, softmax_scale, left, -1, softcap, plan, None)
 
 
 @on_its_own
 def _prefix_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, *given: Any
 ) -> tuple[torch.Tensor, ...]:
-    paths, options = _paths_and_options(given)
-    k, v = _along_paths(k, paths), _along_paths(v, paths)
-    return _ops.varlen_attention(q, k, v, cu_seqlens, paths.cu_seqlens, *options)
+    path_cu_seqlens, path_rows, copy_offsets, _, *options = given
+    k, v = (_along_paths(t, path_rows, copy_offsets.shape[0] - 1) for t in (k, v))
+    return _ops.varlen_attention(q, k, v, cu_seqlens, path_cu_seqlens, *_as_varlen(*options))
 
 
 @on_its_own
 def _prefix_attention_backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *given: Any,
+    dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any
 ) -> tuple[torch.Tensor, ...]:
-    out, lse, cu_seqlens, *rest = given
-    paths, options = _paths_and_options(tuple(rest))
-    k, v = _along_paths(k, paths), _along_paths(v, paths)
+    out, lse, cu_seqlens, path_cu_seqlens, path_rows, copy_offsets, copies, *options = given
+    k, v = (_along_paths(t, path_rows, copy_offsets.shape[0] - 1) for t in (k, v))
     dq, dk, dv, dsinks = _ops.varlen_attention_backward(
-        dout, dlse, q, k, v, out, lse, cu_seqlens, paths.cu_seqlens, *options
+        dout, dlse, q, k, v, out, lse, cu_seqlens, path_cu_seqlens, *_as_varlen(*options)
     )
-    return dq, _sum_of_copies(dk, paths), _sum_of_copies(dv, paths), dsinks
+    dk, dv = (_sum_of_copies(grad, copy_offsets, copies) for grad in (dk, dv))
+    return dq, dk, dv, dsinks
+
+
+def _as_varlen(
+    sinks: torch.Tensor | None, softmax_scale: float | None, left: int, softcap: float, plan: torch.Tensor | None
+) -> tuple[Any, ...]:
+    """The options as varlen_attention's op takes them: causal, no window to the right, no visible_end."""
+    return sinks, True, softmax_scale, left, -1, softcap, plan, None
 
 
 # --- registration: gradients; the shapes are those of varlen_attention, in attention.py ---
