@@ -1,4 +1,6 @@
 // Packing: check -> plan the bins -> allocate -> write them.
+#include "ops/packing/packing_bind.h"
+
 #include <cmath>
 #include <limits>
 #include <string>
@@ -59,19 +61,6 @@ void check_sides(const PackParams& p, const std::string& strategy, const std::st
   const bool cuts = p.overlong == Overlong::kSplit || p.overlong == Overlong::kTruncate;
   check(!cuts, "overlong: expected 'error', 'own' or 'drop' for lengths [num_sequences, ", p.sides, "], got '",
         overlong, "'");
-}
-
-// The bins of a Packing are planned on the CPU, which is faster than a GPU at it; one copy for lengths on CUDA.
-Tensor on_host(const Tensor& t) {
-  if (t.is_cpu()) return t;
-  const std::vector<int64_t> sizes = sizes_of(t);
-  Tensor copy =
-      allocate(sizes, detail::contiguous_strides(sizes), torch_dtype(dtype_of(t)), aoti_torch_device_type_cpu(), 0);
-  return torch::stable::copy_(copy, t);
-}
-
-int64_t* outputs(const Tensor& t) {
-  return static_cast<int64_t*>(t.data_ptr());
 }
 
 }  // namespace
