@@ -113,7 +113,7 @@ profile-gpu:  ## what the kernels wait for, by Nsight Compute
 	$(GPU_PYTHON) benchmarks/profile_gpu.py
 
 bench: build  ## measures every family on the CPU
-	@for family in boundaries padding packing rope attention logps megatron data vision demo; do \
+	@for family in boundaries padding packing prefix_tree rope attention logps megatron data vision demo; do \
 		$(BIN)/python benchmarks/bench_$$family.py --device cpu || exit 1; done
 	$(BIN)/python benchmarks/bench_report.py
 

@@ -37,6 +37,7 @@ PACKING_OPS_LIBRARY(PACKING_OPS_NAMESPACE, m) {
   // packing
   m.def("pack_sequences(Tensor lengths, int capacity, str strategy, int alignment, int? max_sequences_per_bin, int min_bins, int bins_multiple_of, str overlong, bool balance, float token_cost, float square_cost, str ties, int? seed) -> (Tensor bin_offsets, Tensor item_indices, Tensor starts, Tensor piece_lengths, Tensor overlong_items, Tensor counts)");
   m.def("pack_ffd(Tensor lengths, int capacity, int alignment, bool ties_last) -> (Tensor, Tensor, Tensor)");
+  m.def("pack_prefix_tree(Tensor tokens, Tensor cu_seqlens, Tensor? groups, int? capacity, int min_shared) -> (Tensor rows, Tensor segments, Tensor parents, Tensor position_ids, Tensor row_of_token, Tensor copies, Tensor bin_offsets, Tensor sample_bins, Tensor repeated)");
 
   // rope
   m.def("rope_qk(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? position_ids, int[]? sections, int? rotary_dim, bool interleaved, int unsqueeze_dim, bool conjugate) -> (Tensor, Tensor)");

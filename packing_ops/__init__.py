@@ -38,6 +38,7 @@ from packing_ops.metadata import PackedMetadata
 from packing_ops.packing import Packing, pack_ffd, pack_sequences
 from packing_ops.padding import pad_input, pad_inputs, unpad_input, unpad_inputs
 from packing_ops.padding_batches import iter_microbatches, trim_padding
+from packing_ops.prefix_tree import FORK_ALIGNMENT, PrefixTree, pack_prefix_tree
 from packing_ops.prompts import (
     compute_prompt_boundaries,
     compute_prompt_end_indices,
@@ -57,10 +58,12 @@ __getattr__, __dir__ = _lazy.lazy_modules(
 )
 
 __all__ = [
+    "FORK_ALIGNMENT",
     "Invariance",
     "LayerInvariance",
     "PackedMetadata",
     "Packing",
+    "PrefixTree",
     "apply_rotary_qk",
     "attention",
     "attention_plan",
@@ -84,6 +87,7 @@ __all__ = [
     "mask_boundary_labels",
     "mask_boundary_labels_shifted_",
     "pack_ffd",
+    "pack_prefix_tree",
     "pack_sequences",
     "pad_input",
     "pad_inputs",

@@ -25,7 +25,7 @@ OPS = """
     prompt_end_indices mask_boundary_labels mask_boundary_labels_shifted_ shift_labels segment_sum segment_sum_backward
     gae count_target_tokens block_causal_mask check_documents checked_documents check_unchanged
     unpad_layout trim_padding_range unpad_rows gather_rows gather_rows_many scatter_rows scatter_rows_many
-    pack_sequences pack_ffd
+    pack_sequences pack_ffd pack_prefix_tree
     rope_qk rope_qk_
     attention_plan varlen_attention varlen_attention_backward prefix_paths prefix_attention prefix_attention_backward
     logps_targets logps_chunk_ logps_chunk_backward_ token_logps token_logps_backward

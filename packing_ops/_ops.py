@@ -128,7 +128,7 @@ _batched = torch.library.Library("packing_ops", "IMPL", "FuncTorchBatched")
 def _refuse_vmap(name: str) -> None:
     op = getattr(torch.ops.packing_ops, name).default
     lists = any("List[Tensor]" in str(value.type) for value in (*op._schema.arguments, *op._schema.returns))
-    if not (lists or op._schema.is_mutable or name == "pack_sequences"):
+    if not (lists or op._schema.is_mutable or name in ("pack_sequences", "pack_prefix_tree")):
         return
 
     def refuse(*args):

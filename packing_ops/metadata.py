@@ -166,6 +166,7 @@ class PackedMetadata:
             device: of the tensors; that of the tree by default.
 
         Example:
+            >>> from packing_ops import pack_prefix_tree
             >>> samples = torch.tensor([7] * 130 + [7] * 128 + [8, 9])
             >>> tree = pack_prefix_tree(samples, torch.tensor([0, 130, 260]))
             >>> metadata = PackedMetadata.from_prefix_tree(tree)

@@ -196,9 +196,21 @@ def test_rl_loop_on_two_ranks(tmp_path):
         torch.testing.assert_close(parameters, [p.detach() for p in model.parameters()], rtol=1e-4, atol=1e-6)
 
 
+def test_a_prefix_tree():
+    names = {"torch": torch, "po": packing_ops}
+    block = blocks_of("docs/ops.md")[0]
+    exec(block, names)
+    tree = names["tree"]
+    assert f"({tree.num_tokens}, {tree.num_rows})" in block
+    assert f"{tree.lengths.tolist()}, {tree.parents.tolist()}" in block
+    assert f"all {tree.num_tokens:,} tokens" in block
+    assert torch.equal(names["input_ids"][tree.row_of_token], names["tokens"])
+    assert len(names["of_samples"]) == tree.num_tokens
+
+
 def test_attention_that_is_compiled(fresh_compile):
     names = {"torch": torch, "po": packing_ops}
-    exec(blocks_of("docs/ops.md")[0].replace("fullgraph=True", 'fullgraph=True, backend="eager"'), names)
+    exec(blocks_of("docs/ops.md")[1].replace("fullgraph=True", 'fullgraph=True, backend="eager"'), names)
     q, k, v, metadata = (names[name] for name in ("q", "k", "v", "metadata"))
     assert torch.equal(names["out"], packing_ops.varlen_attention(q, k, v, metadata))
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -213,7 +225,7 @@ def test_every_block_is_run():
     assert found == {
         "README.md": 1,
         "docs/data.md": 1,
-        "docs/ops.md": 1,
+        "docs/ops.md": 2,
         "docs/parallel.md": 2,
         "docs/transformers.md": 2,
     }

@@ -67,6 +67,10 @@ REFUSED = {
     "unpad_rows": (lambda x: po.unpad_input(x, MASK), PADDED),
     "scatter_rows_many": (lambda x: po.pad_inputs({"a": x}, SLOTS, 2, 4), ROWS),
     "pack_sequences": (lambda lengths: po.pack_sequences(lengths, 20), LABELS),
+    "pack_prefix_tree": (
+        lambda tokens: torch.ops.packing_ops.pack_prefix_tree(tokens, CU_SEQLENS, None, None, 1),
+        LABELS,
+    ),
 }
 
 
@@ -98,6 +102,6 @@ def test_every_op_that_torch_has_no_loop_for_says_so():
     for name in _library.op_names():
         schema = getattr(torch.ops.packing_ops, name).default._schema
         lists = any("List[Tensor]" in str(value.type) for value in (*schema.arguments, *schema.returns))
-        wanted = lists or schema.is_mutable or name == "pack_sequences"
+        wanted = lists or schema.is_mutable or name in ("pack_sequences", "pack_prefix_tree")
         refused = torch._C._dispatch_has_kernel_for_dispatch_key(f"packing_ops::{name}", "FuncTorchBatched")
         assert refused == wanted, name

@@ -14,6 +14,7 @@
 
 #include "core/documents.h"
 #include "core/dtype.h"
+#include "core/fork_alignment.h"
 #include "core/launch.h"
 
 namespace packing_ops {
@@ -93,9 +94,6 @@ struct PrefixPathsParams {
   int32_t* copy_offsets = nullptr;   // [segments.total + 1]
   int32_t* copies = nullptr;         // like rows: for each row its indices in `rows`, ascending
 };
-
-// Segments with children have multiples of this many tokens: no tile of keys of any kernel then meets two segments.
-constexpr int64_t kForkAlignment = 128;
 
 // Checks the tree and writes cu_seqlens; then the other outputs, whose sizes it says.
 void launch_prefix_path_lengths_cpu(const PrefixPathsParams& p);

@@ -1,5 +1,5 @@
-// Packing: which sequences share a row. Two steps, because only the first one knows how many rows there are:
-// plan the bins, then write them as CSR into outputs of the right size.
+// Packing: which sequences share a row, and which tokens sequences share. Two steps, because only the first one knows
+// how large the results are: plan, then write into outputs of the right size.
 #pragma once
 
 #include <cstdint>
@@ -73,10 +73,35 @@ struct PackFfdParams {
   void* scratch = nullptr;          // CUDA only
 };
 
+struct PrefixTreePlan;
+
+// Samples that share a prefix, as a tree of segments that holds the prefix once.
+struct PrefixTreeParams {
+  IndexView tokens;                     // [total]
+  const int32_t* cu_seqlens = nullptr;  // [num_samples + 1], from 0 to total
+  IndexView groups;                     // [num_samples]; without data all samples are compared
+  int64_t num_samples = 0;
+  int64_t capacity = 1;    // rows of a bin, at least the longest sample
+  int64_t min_shared = 1;  // no fork comes before this depth
+  PrefixTreePlan* plan = nullptr;
+
+  int64_t* rows = nullptr;          // [num_rows], the token that each row holds
+  int32_t* segments = nullptr;      // [num_segments + 1], cumulated lengths
+  int32_t* parents = nullptr;       // [num_segments], -1 for a root
+  int64_t* position_ids = nullptr;  // [num_rows], depths
+  int64_t* row_of_token = nullptr;  // [total]
+  int64_t* copies = nullptr;        // [num_rows], samples that each row serves
+  int64_t* bin_offsets = nullptr;   // [bins + 1], of segments
+  int64_t* sample_bins = nullptr;   // [num_samples]
+  int64_t* repeated = nullptr;      // [2]: rows that forks and cuts repeat
+};
+
 // plan_bins reads lengths and fills plan; write_bins reads plan and fills the outputs.
 void launch_plan_bins_cpu(const PackParams& p);
 void launch_write_bins_cpu(const PackParams& p);
 void launch_pack_ffd_cpu(const PackFfdParams& p);
+void launch_plan_prefix_tree_cpu(const PrefixTreeParams& p);
+void launch_write_prefix_tree_cpu(const PrefixTreeParams& p);
 
 int64_t pack_ffd_scratch_cuda(int64_t num_sequences);
 void launch_pack_ffd_cuda(const PackFfdParams& p, const CudaLaunch& launch);

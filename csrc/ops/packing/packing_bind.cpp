@@ -1,4 +1,6 @@
 // Packing: check -> plan the bins -> allocate -> write them.
+#include "ops/packing/packing_bind.h"
+
 #include <cmath>
 #include <limits>
 #include <string>
@@ -59,10 +61,6 @@ void check_sides(const PackParams& p, const std::string& strategy, const std::st
   const bool cuts = p.overlong == Overlong::kSplit || p.overlong == Overlong::kTruncate;
   check(!cuts, "overlong: expected 'error', 'own' or 'drop' for lengths [num_sequences, ", p.sides, "], got '",
         overlong, "'");
-}
-
-int64_t* outputs(const Tensor& t) {
-  return static_cast<int64_t*>(t.data_ptr());
 }
 
 }  // namespace

@@ -1,0 +1,264 @@
+"""Prefix trees: samples that share a prefix as one tree of segments, in which the prefix is once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from packing_ops import _ops
+from packing_ops._arguments import check_cu_seqlens, index_tensor, int32_cu_seqlens, integer, one_row
+from packing_ops.metadata import PackedMetadata, cu_seqlens_of
+
+FORK_ALIGNMENT = 128  # csrc/core/fork_alignment.h
+"""Forks of a prefix tree are at multiples of so many tokens, so that no key tile of attention holds two segments."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PrefixTree:
+    """Samples as trees of segments; pack_prefix_tree makes it.
+
+    A row is one token that a model computes. It sees the rows of its segment up to itself, and all rows of the segments
+    above: of the segment's parent, of the parent's parent, and so on. Segments are in depth-first order, tree after tree,
+    so that all segments below one follow it. Those of one bin (one row of the batch) are next to each other.
+
+    Attributes:
+        rows: int64 ``[num_rows]``, the token that each row holds: ``tokens[tree.rows]`` are the input_ids.
+        cu_seqlens: int32 ``[num_segments + 1]``; segment i has the rows ``cu_seqlens[i] : cu_seqlens[i + 1]``. The
+            length of a segment with children is a multiple of FORK_ALIGNMENT.
+        parents: int32 ``[num_segments]``, the segment that each one continues, always an earlier one; -1: a root.
+        position_ids: int64 ``[num_rows]``, each row's distance from its root: its tokens' positions in their samples.
+        row_of_token: int64 ``[num_tokens]``, the row that computes each token of the samples. What a model makes of
+            the rows, indexed by it, is what it makes of the samples end to end, and the gradient of a row is the sum
+            over its tokens.
+        copies: int64 ``[num_rows]``, the number of tokens that each row computes, at least 1.
+        bin_offsets: int64 ``[num_bins + 1]``; bin b has the segments ``bin_offsets[b] : bin_offsets[b + 1]``.
+        samples: int64 ``[num_samples]``, ascending: which of the samples that were packed. All of them, except in the
+            tree of one bin.
+        sample_bins: int64 ``[num_samples]``, the bin that has all rows of a sample.
+        sample_cu_seqlens: int32 ``[num_samples + 1]``, where the samples lie in row_of_token.
+        repeated_at_forks: rows that hold again what a segment beside them holds, since a fork is at a multiple of
+            FORK_ALIGNMENT and no earlier than min_shared. None in the tree of one bin.
+        repeated_by_cuts: rows that bins hold again of a tree that capacity cut. None in the tree of one bin.
+
+    Example:
+        >>> tokens = torch.arange(400)
+        >>> tokens[200:350] = tokens[:150]  # two samples of 200 tokens begin with the same 150
+        >>> tree = pack_prefix_tree(tokens, [0, 200, 400])
+        >>> tree
+        PrefixTree(num_samples=2, num_tokens=400, num_rows=272, num_segments=3, num_bins=1)
+        >>> tree.lengths.tolist(), tree.parents.tolist()  # 22 of the 150 tokens are once in each child
+        ([128, 72, 72], [-1, 0, 0])
+        >>> bool((tokens[tree.rows][tree.row_of_token] == tokens).all())
+        True
+
+    Compared by identity, as PackedMetadata.
+    """
+
+    rows: torch.Tensor
+    cu_seqlens: torch.Tensor
+    parents: torch.Tensor
+    position_ids: torch.Tensor
+    row_of_token: torch.Tensor
+    copies: torch.Tensor
+    bin_offsets: torch.Tensor
+    samples: torch.Tensor
+    sample_bins: torch.Tensor
+    sample_cu_seqlens: torch.Tensor
+    repeated_at_forks: int | None
+    repeated_by_cuts: int | None
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens that a model computes."""
+        return self.rows.numel()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the samples."""
+        return self.row_of_token.numel()
+
+    @property
+    def num_segments(self) -> int:
+        return self.parents.numel()
+
+    @property
+    def num_bins(self) -> int:
+        return self.bin_offsets.numel() - 1
+
+    @property
+    def num_samples(self) -> int:
+        return self.samples.numel()
+
+    @property
+    def shared_tokens(self) -> int | None:
+        """Tokens that an earlier sample begins with too: num_rows is num_tokens less these, plus what is repeated."""
+        if self.repeated_at_forks is None or self.repeated_by_cuts is None:
+            return None
+        return self.num_tokens - self.num_rows + self.repeated_at_forks + self.repeated_by_cuts
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """int32 ``[num_segments]``."""
+        return self.cu_seqlens.diff()
+
+    def row(self, bin: int) -> "PrefixTree":
+        """The tree of one bin alone, one row of the batch, with the samples that the bin has.
+
+        ``rows`` are still indices of the tokens that were packed, ``samples`` of the samples; the rest counts from 0.
+        Take it before ``to``: on a GPU it waits for values.
+
+        Example:
+            >>> tree = pack_prefix_tree(torch.tensor([5, 6, 7, 8, 9]), [0, 2, 5], capacity=3)
+            >>> tree.row(1).samples.tolist(), tree.row(1).rows.tolist()
+            ([0], [0, 1])
+
+        Raises:
+            ValueError: bin outside 0 to num_bins - 1.
+        """
+        if not 0 <= integer(bin, "bin") < self.num_bins:
+            raise ValueError(f"bin: expected 0 to num_bins - 1 = {self.num_bins - 1}, got {bin}")
+        if self.num_bins == 1:
+            return self
+        first, last = self.bin_offsets[bin : bin + 2].tolist()
+        begin, end = self.cu_seqlens[[first, last]].tolist()
+        parents = self.parents[first:last]
+        served = self.sample_bins == bin
+        lengths = self.sample_cu_seqlens.diff()
+        row_of_token = self.row_of_token[served.repeat_interleave(lengths)]
+        return PrefixTree(
+            rows=self.rows[begin:end],
+            cu_seqlens=self.cu_seqlens[first : last + 1] - begin,
+            parents=torch.where(parents < 0, parents, parents - first),
+            position_ids=self.position_ids[begin:end],
+            row_of_token=row_of_token - begin,
+            copies=self.copies[begin:end],
+            bin_offsets=self.bin_offsets[bin : bin + 2] - first,
+            samples=self.samples[served],
+            sample_bins=torch.zeros_like(self.samples[served]),
+            sample_cu_seqlens=_ops.cu_seqlens_from_lengths(lengths[served]),
+            repeated_at_forks=None,
+            repeated_by_cuts=None,
+        )
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "PrefixTree":
+        """The same tree with its tensors on ``device``."""
+        fields = dict(vars(self))
+        for name, value in fields.items():
+            if isinstance(value, torch.Tensor):
+                fields[name] = value.to(device, non_blocking=non_blocking)
+        return PrefixTree(**fields)
+
+    def __repr__(self) -> str:
+        return (
+            f"PrefixTree(num_samples={self.num_samples}, num_tokens={self.num_tokens}, num_rows={self.num_rows}, "
+            f"num_segments={self.num_segments}, num_bins={self.num_bins})"
+        )
+
+
+def pack_prefix_tree(
+    tokens: torch.Tensor,
+    cu_seqlens: PackedMetadata | torch.Tensor | Sequence[int],
+    *,
+    groups: torch.Tensor | Sequence[int] | None = None,
+    capacity: int | None = None,
+    min_shared: int = FORK_ALIGNMENT,
+) -> PrefixTree:
+    """Find what samples share from their first token on, and lay them out as trees that hold it once.
+
+    Args:
+        tokens: int32 or int64 ``[total]`` or ``[1, total]``, the samples end to end. A CUDA tensor is copied to the CPU,
+            which synchronises once; so are cu_seqlens and groups.
+        cu_seqlens: int32 or int64 ``[num_samples + 1]``, a Python sequence, or a PackedMetadata: where the samples lie,
+            from 0 to total. A sample of no tokens has no rows, and is in bin 0.
+        groups: int32 or int64 ``[num_samples]``, or a Python sequence: only samples of the same number are compared.
+            They need not be next to each other. None: all are compared.
+        capacity: most rows of a bin, one row of the batch. Trees are put into bins first-fit-decreasing, the one with
+            the most rows first. A tree that does not fit is cut where segments fork: each bin that has a part of it holds
+            the segments above the part again (``repeated_by_cuts``). None: one bin.
+        min_shared: samples that part earlier than after so many tokens, rounded up to a multiple of FORK_ALIGNMENT, are
+            not joined. More makes fewer and longer segments.
+
+    Returns:
+        PrefixTree on the CPU. Trees and the children of a segment are in the order of their first sample.
+
+    Samples fork at the last multiple of FORK_ALIGNMENT that they share; what they share beyond it is once in each child,
+    at most 127 tokens. A sample that is the beginning of another, or equal to it, has no rows of its own, however short.
+    Is it the beginning of several, then its last tokens are those of the first of them in lexicographic order.
+
+    Example:
+        >>> prompt, answers = torch.arange(256), [torch.tensor([7, 8]), torch.tensor([9])]
+        >>> tokens = torch.cat([prompt, answers[0], prompt, answers[1]])
+        >>> tree = pack_prefix_tree(tokens, [0, 258, 515])
+        >>> tree.lengths.tolist(), tree.parents.tolist()
+        ([256, 2, 1], [-1, 0, 0])
+        >>> tree.position_ids[-3:].tolist(), tree.copies[-4:].tolist()
+        ([256, 257, 256], [2, 1, 1, 1])
+        >>> tree.num_tokens, tree.num_rows, tree.shared_tokens
+        (515, 259, 256)
+
+    Raises:
+        ValueError: tokens that are not int32 or int64; cu_seqlens that do not start at 0, decrease, or do not end at
+            total; groups of another length; a capacity below the longest sample; min_shared below 1.
+        TypeError: a number that is not an integer.
+
+    Deterministic. Time and memory grow with the tokens (docs/performance.md), one core, the GIL released.
+    """
+    tokens = one_row(tokens, "tokens")
+    if isinstance(cu_seqlens, PackedMetadata):
+        cu_seqlens = cu_seqlens_of(cu_seqlens, tokens.numel(), like="tokens")
+    cu_seqlens = index_tensor(cu_seqlens, "cu_seqlens")
+    check_cu_seqlens(cu_seqlens)
+    cu_seqlens = int32_cu_seqlens(cu_seqlens.cpu())
+    *layout, repeated = _ops.pack_prefix_tree(
+        tokens,
+        cu_seqlens,
+        None if groups is None else index_tensor(groups, "groups"),
+        None if capacity is None else integer(capacity, "capacity"),
+        integer(min_shared, "min_shared"),
+    )
+    rows, segments, parents, position_ids, row_of_token, copies, bin_offsets, sample_bins = layout
+    repeated_at_forks, repeated_by_cuts = repeated.tolist()
+    return PrefixTree(
+        rows=rows,
+        cu_seqlens=segments,
+        parents=parents,
+        position_ids=position_ids,
+        row_of_token=row_of_token,
+        copies=copies,
+        bin_offsets=bin_offsets,
+        samples=torch.arange(sample_bins.numel(), device="cpu"),
+        sample_bins=sample_bins,
+        sample_cu_seqlens=cu_seqlens.clone(),
+        repeated_at_forks=repeated_at_forks,
+        repeated_by_cuts=repeated_by_cuts,
+    )
+
+
+# --- registration: shapes for torch.compile ---
+
+
+@_ops.register_fake("pack_prefix_tree")
+def _(
+    tokens: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    groups: torch.Tensor | None,
+    capacity: int | None,
+    min_shared: int,
+) -> tuple[torch.Tensor, ...]:
+    new_size = torch.library.get_ctx().new_dynamic_size
+    num_rows, num_segments, bins_plus_one = new_size(), new_size(), new_size(min=1)
+
+    def empty(size: int | torch.SymInt, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device="cpu")
+
+    return (
+        empty(num_rows),
+        empty(num_segments + 1, torch.int32),
+        empty(num_segments, torch.int32),
+        empty(num_rows),
+        empty(tokens.numel()),
+        empty(num_rows),
+        empty(bins_plus_one),
+        empty(cu_seqlens.numel() - 1),
+        empty(2),
+    )
