@@ -185,28 +185,62 @@ def _logps(
     ignore_index: int,
     group: "torch.distributed.ProcessGroup | None",
 ) -> tuple[torch.Tensor, ...]:
-    for name, tensor in {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias}.items():
-        if tensor is not None or name != "bias":
-            check_tensor(tensor, name)
-    hidden, weight, bias = _as_autocast(hidden, weight, bias)
-    hidden = hidden[0] if hidden.dim() == 3 and hidden.shape[0] == 1 else hidden
-    _check_tensors(hidden, weight, bias)
+    check_tensor(labels, "labels")
+    hidden, weight, bias = checked_head(hidden, weight, bias)
     total = hidden.shape[0]
     if labels.shape not in ((total,), (1, total)):
         raise ValueError(f"labels: expected [total={total}] or [1, total] like hidden, got {_described(labels)}")
     if labels.device != hidden.device:
         raise ValueError(f"labels: expected on {hidden.device} like hidden, got {_described(labels)}")
     cu_seqlens = cu_seqlens_of(metadata, total, like="hidden", name="metadata")
+    ranks = 1 if group is None else group.size()
+    targets = _ops.logps_targets(labels.reshape(-1), cu_seqlens, ignore_index, weight.shape[0] * ranks)
+    return *logps_of_targets(hidden, weight, bias, targets, temperature, chunk, entropy, group), targets
+
+
+def checked_head(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """hidden ``[total, hidden]``, weight and bias, as autocast casts them. ValueError where they do not fit."""
+    for name, tensor in (("hidden", hidden), ("weight", weight), *([] if bias is None else [("bias", bias)])):
+        check_tensor(tensor, name)
+    hidden, weight, bias = _as_autocast(hidden, weight, bias)
+    hidden = hidden[0] if hidden.dim() == 3 and hidden.shape[0] == 1 else hidden
+    if hidden.dim() != 2 or hidden.dtype not in _FLOATS:
+        raise ValueError(
+            "hidden: expected float32, float64, bfloat16 or float16 [total, hidden] or [1, total, hidden], "
+            f"got {_described(hidden)}"
+        )
+    size = hidden.shape[1]
+    if weight.dim() != 2 or weight.shape[1] != size:
+        raise ValueError(f"weight: expected [vocab, hidden={size}], got {_described(weight)}")
+    _check_like_hidden("weight", weight, hidden)
+    if bias is not None:
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(f"bias: expected [vocab={weight.shape[0]}] like weight, got {_described(bias)}")
+        _check_like_hidden("bias", bias, hidden)
+    return hidden, weight, bias
+
+
+def logps_of_targets(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    temperature: float,
+    chunk: int | None,
+    entropy: bool,
+    group: "torch.distributed.ProcessGroup | None" = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropy ``[total]`` of what each row predicts: targets, int32 ``[total]``, -1 for none."""
     temperature = number(temperature, "temperature")
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature: expected a number above 0, got {temperature}")
     if chunk is not None and (chunk := integer(chunk, "chunk")) < 1:
         raise ValueError(f"chunk: expected at least 1 entry of the vocabulary, got {chunk}")
-    ranks = 1 if group is None else group.size()
-    targets = _ops.logps_targets(labels.reshape(-1), cu_seqlens, ignore_index, weight.shape[0] * ranks)
     group_name = None if group is None else group.group_name
     logps, of_entropy, _ = _ops.token_logps(hidden, weight, bias, targets, 1 / temperature, chunk, entropy, group_name)
-    return logps, of_entropy, targets
+    return logps, of_entropy
 
 
 def _as_autocast(
@@ -222,23 +256,6 @@ def _as_autocast(
         return t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
 
     return cast(hidden), cast(weight), None if bias is None else cast(bias)
-
-
-def _check_tensors(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    if hidden.dim() != 2 or hidden.dtype not in _FLOATS:
-        raise ValueError(
-            "hidden: expected float32, float64, bfloat16 or float16 [total, hidden] or [1, total, hidden], "
-            f"got {_described(hidden)}"
-        )
-    size = hidden.shape[1]
-    if weight.dim() != 2 or weight.shape[1] != size:
-        raise ValueError(f"weight: expected [vocab, hidden={size}], got {_described(weight)}")
-    _check_like_hidden("weight", weight, hidden)
-    if bias is None:
-        return
-    if bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias: expected [vocab={weight.shape[0]}] like weight, got {_described(bias)}")
-    _check_like_hidden("bias", bias, hidden)
 
 
 def _check_like_hidden(name: str, tensor: torch.Tensor, hidden: torch.Tensor) -> None:
@@ -470,17 +487,11 @@ def _token_logps_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None
 def _token_logps_backward_formula(
     ctx: Any, grad_logps: torch.Tensor | None, grad_entropy: torch.Tensor | None, _: None
 ) -> tuple[torch.Tensor | None, ...]:
-    options = ctx.inv_temperature, ctx.chunk, ctx.group
-    has_entropy = grad_entropy is not None and grad_entropy.numel() > 0
-    needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2]]
-    grads = past_autograd(
-        _ops.token_logps_backward,
-        grad_logps,
-        grad_entropy if has_entropy else None,
-        *ctx.saved_tensors,
-        *options,
-        *needed,
-    )
+    if grad_entropy is not None and grad_entropy.numel() == 0:
+        grad_entropy = None
+    needed = ctx.needs_input_grad[:3]
+    options = ctx.inv_temperature, ctx.chunk, ctx.group, *needed
+    grads = past_autograd(_ops.token_logps_backward, grad_logps, grad_entropy, *ctx.saved_tensors, *options)
     return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), *[None] * 5
 
 

@@ -4,9 +4,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from packing_ops import _ops
-from packing_ops._arguments import check_cu_seqlens, index_tensor, int32_cu_seqlens, integer, one_row
+from packing_ops._arguments import (
+    check_cu_seqlens,
+    check_tensor,
+    described,
+    index_tensor,
+    int32_cu_seqlens,
+    integer,
+    one_row,
+)
+from packing_ops.logps import checked_head, logps_of_targets
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
 FORK_ALIGNMENT = 128  # csrc/core/fork_alignment.h
@@ -100,6 +110,15 @@ class PrefixTree:
     def lengths(self) -> torch.Tensor:
         """int32 ``[num_segments]``."""
         return self.cu_seqlens.diff()
+
+    @property
+    def rows_before(self) -> torch.Tensor:
+        """int64 ``[num_rows]``: the row of the token before each row's; -1 for a sample's first token. No synchronisation."""
+        before = torch.arange(-1, self.num_rows - 1, device=self.rows.device)
+        last_rows = F.pad(
+            self.cu_seqlens[1:].long() - 1, (0, 1), value=-1
+        )  # of each segment; parent -1 has the last entry
+        return before.index_put((self.cu_seqlens[:-1].long(),), last_rows[self.parents.long()])
 
     def row(self, bin: int) -> "PrefixTree":
         """The tree of one bin alone, one row of the batch, with the samples that the bin has.
@@ -232,6 +251,74 @@ def pack_prefix_tree(
         repeated_at_forks=repeated_at_forks,
         repeated_by_cuts=repeated_by_cuts,
     )
+
+
+def prefix_token_logps(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    tree: PrefixTree,
+    *,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    entropy: bool = False,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """token_logps of the samples, from the hidden states of a prefix tree's rows. Differentiable.
+
+    Each row but a root's first is predicted once, by the row before it: the last row of a shared prompt predicts the first
+    of each answer. The samples' slots are then looked up, so that losses, advantages and masks of packed samples apply as
+    they are, and a shared row gets the sum of its samples' gradients.
+
+    Args:
+        hidden: ``[num_rows, hidden]`` or ``[1, num_rows, hidden]``, as token_logps.
+        weight, temperature, chunk, bias: as token_logps.
+        labels: int64 or int32 ``[num_rows]`` or ``[1, num_rows]``, not shifted: ``tokens[tree.rows]``. ``ignore_index``
+            where nothing counts, in none of a row's samples; where it depends on the sample, mask the result.
+        tree: on the device of hidden.
+        entropy: also return the entropy of each slot's prediction.
+
+    Returns:
+        ``[num_tokens]``, in the order of the samples' tokens, float32 (float64 for float64): slot t holds
+        log p(token t + 1), 0 at the last slot of each sample. With ``entropy`` also ``[num_tokens]``, likewise 0 there.
+        Nothing synchronises, and no row is multiplied twice. Within packing_ops.invariant() a token has the bits that
+        token_logps gives its sample alone.
+
+    Example:
+        >>> tokens = torch.tensor([5, 6, 7, 5, 6])  # the second sample is the beginning of the first
+        >>> tree = pack_prefix_tree(tokens, [0, 3, 5])
+        >>> hidden, weight = torch.zeros(tree.num_rows, 2), torch.zeros(8, 2)
+        >>> prefix_token_logps(hidden, weight, tokens[tree.rows], tree).exp()
+        tensor([0.1250, 0.1250, 1.0000, 0.1250, 1.0000])
+
+    Raises:
+        ValueError: as token_logps; labels or a tree that do not fit hidden.
+    """
+    check_tensor(labels, "labels")
+    hidden, weight, bias = checked_head(hidden, weight, bias)
+    num_rows = tree.num_rows
+    if hidden.shape[0] != num_rows:
+        raise ValueError(f"hidden: expected [num_rows={num_rows}, hidden] like the tree, got {described(hidden)}")
+    if labels.shape not in ((num_rows,), (1, num_rows)):
+        raise ValueError(f"labels: expected [num_rows={num_rows}] like the tree, got {described(labels)}")
+    if tree.rows.device != hidden.device:
+        raise ValueError(f"tree: expected on {hidden.device} like hidden (PrefixTree.to), got on {tree.rows.device}")
+    # Targets are the labels of the slots after: with one more label in front, each row is asked for its own.
+    before = tree.rows_before
+    labels = labels.reshape(-1)
+    labels = torch.cat([labels[:1], labels])
+    whole_row = torch.arange(2, dtype=torch.int32, device=labels.device) * labels.shape[0]
+    targets = _ops.logps_targets(labels, whole_row, ignore_index, weight.shape[0])[:num_rows].masked_fill(
+        before < 0, -1
+    )
+    predicted = logps_of_targets(hidden[before], weight, bias, targets, temperature, chunk, entropy)
+    # The samples' slots: each shows what predicts the token after it.
+    rows = tree.row_of_token
+    first = tree.position_ids[rows] == 0
+    after, is_last = rows.roll(-1), first.roll(-1)
+    logps, of_entropy = (values[after].masked_fill(is_last, 0) if values.numel() else values for values in predicted)
+    return (logps, of_entropy) if entropy else logps
 
 
 # --- registration: shapes for torch.compile ---
