@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -253,6 +254,32 @@ def pack_prefix_tree(
     )
 
 
+@overload
+def prefix_token_logps(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    tree: PrefixTree,
+    *,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    entropy: Literal[False] = False,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+) -> torch.Tensor: ...
+@overload
+def prefix_token_logps(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    tree: PrefixTree,
+    *,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    entropy: Literal[True],
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 def prefix_token_logps(
     hidden: torch.Tensor,
     weight: torch.Tensor,
