@@ -146,12 +146,12 @@ class PrefixTree:
         lengths = self.sample_cu_seqlens.diff()
         row_of_token = self.row_of_token[served.repeat_interleave(lengths)]
         return PrefixTree(
-            rows=self.rows[begin:end],
+            rows=self.rows[begin:end].clone(),  # a view would be pickled with all of its memory
             cu_seqlens=self.cu_seqlens[first : last + 1] - begin,
             parents=torch.where(parents < 0, parents, parents - first),
-            position_ids=self.position_ids[begin:end],
+            position_ids=self.position_ids[begin:end].clone(),
             row_of_token=row_of_token - begin,
-            copies=self.copies[begin:end],
+            copies=self.copies[begin:end].clone(),
             bin_offsets=self.bin_offsets[bin : bin + 2] - first,
             samples=self.samples[served],
             sample_bins=torch.zeros_like(self.samples[served]),
@@ -203,7 +203,7 @@ def pack_prefix_tree(
 
     Samples fork at the last multiple of FORK_ALIGNMENT that they share; what they share beyond it is once in each child,
     at most 127 tokens. A sample that is the beginning of another, or equal to it, has no rows of its own, however short.
-    Is it the beginning of several, then its last tokens are those of the first of them in lexicographic order.
+    If it is the beginning of several, it ends in the first of them in lexicographic order.
 
     Example:
         >>> prompt, answers = torch.arange(256), [torch.tensor([7, 8]), torch.tensor([9])]

@@ -359,6 +359,7 @@ def test_row_is_the_tree_of_one_bin(capacity):
         assert_same(row.sample_cu_seqlens, joined(mine)[1])
         assert (row.num_bins, row.repeated_at_forks, row.repeated_by_cuts, row.shared_tokens) == (1, None, None, None)
         assert row.row(0) is row
+        assert all(getattr(row, name).untyped_storage().nbytes() == getattr(row, name).nbytes for name in TENSORS)
         alone = pack(mine)
         assert (row.num_rows, row.num_segments) == (alone.num_rows, alone.num_segments)
     for bin in (-1, tree.num_bins):
