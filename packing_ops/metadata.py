@@ -43,7 +43,7 @@ class PackedMetadata:
         indices: int64 ``[total]``, slots of the padded batch that were kept; only after from_attention_mask.
         num_tokens: ``cu_seqlens[-1]`` as a Python int; None if it was neither given nor read.
         seqlen: columns of the padded batch, for pad and unpad; only after from_attention_mask.
-        paths: of a prefix tree, whose segments cu_seqlens then are; only after from_prefix_tree.
+        paths: PrefixPaths of a prefix tree, whose segments cu_seqlens then are; only after from_prefix_tree.
         visible_end: int32 ``[total]``, how far each query sees. varlen_attention takes it from here. None: causality or
             a window decides. Set it with ``dataclasses.replace(metadata, visible_end=...)``.
         position_ids: int64 ``[total]``, restarting in every document, in a prefix tree the distance from the root; a new
@@ -295,7 +295,7 @@ class PackedMetadata:
         return plan_of(self.cu_seqlens, keys, geometry, self._cache, visible_end=self.visible_end)
 
     def to_transformers(self) -> dict[str, Any]:
-        """Keyword arguments of a Hugging Face forward: ``cu_seq_lens_q/k`` and ``max_length_q/k``.
+        """Keyword arguments of a Hugging Face forward: ``cu_seq_lens_q/k``, ``max_length_q/k``, for a tree ``segment_parents``.
 
         Padding after the last document becomes one more document, since cu_seq_lens must end where the row ends.
 
@@ -306,13 +306,15 @@ class PackedMetadata:
         Raises:
             ValueError: there is a visible_end, for which these arguments have no place.
         """
-        check_causal(self)
+        if self.paths is None:
+            check_causal(self)
         cu_seqlens, max_seqlen = self._whole_row()
         return {
             "cu_seq_lens_q": cu_seqlens,
             "cu_seq_lens_k": cu_seqlens,
             "max_length_q": max_seqlen,
             "max_length_k": max_seqlen,
+            **({} if self.paths is None else {"segment_parents": self.paths}),
         }
 
     def to_unsloth(self) -> dict[str, Any]:
