@@ -14,7 +14,7 @@ from packing_ops._arguments import dtype_name
 from packing_ops.attention import DTYPES, attend, checked_options
 from packing_ops.integrations._patching import Patch
 from packing_ops.integrations.transformers import masks, sequence_group, stateful, versions
-from packing_ops.integrations.transformers.call import NAMES, current, documents_of, numbers_of, watched
+from packing_ops.integrations.transformers.call import NAMES, call_to_mark, current, documents_of, numbers_of, watched
 from packing_ops.integrations.transformers.documents import can_read, is_tensor
 from packing_ops.integrations.transformers.versions import (
     CACHE,
@@ -131,6 +131,7 @@ def packing_ops_attention(
     cu_seq_lens_q=None,
     cu_seq_lens_k=None,
     position_ids=None,
+    segment_parents=None,
     **kwargs,
 ):
     """query ``[batch, num_heads, seqlen, head_dim]`` -> (``[batch, seqlen, num_heads, head_dim]``, None)."""
@@ -144,6 +145,9 @@ def packing_ops_attention(
         sees_all = sliding_window is None or (sequence is None and sliding_window > key.shape[2])
         window = (-1, -1) if sees_all else (sliding_window - 1, 0)
     options = checked_options(causal, scaling, window, softcap or 0.0, s_aux)
+    if segment_parents is not None:
+        reason = reason or why_not(query, key, value, dropout) or why_no_tree(query, key, attention_mask, pattern)
+        return _of_tree((query, key, value), cu_seqlens, segment_parents, options, reason), None
     if sequence is not None:
         reason = reason or why_not(query, key, value, dropout)
         if pattern is not None and pattern.blocks is not None:
@@ -172,6 +176,20 @@ def packing_ops_attention(
     versions.warn_once(reason)
     mask = attention_mask if documents is None else _mask_of(documents, query, options, attention_mask)
     return _by_sdpa(module, query, key, value, mask, options, dropout, kwargs)
+
+
+def _of_tree(heads, cu_seqlens, parents, options, reason):
+    """Attention over a prefix tree: its segments, and parents as varlen_attention takes them."""
+    if reason:
+        raise NotImplementedError(f"segment_parents: expected a call that varlen attention serves, got {reason}")
+    segments, of_keys = cu_seqlens
+    if segments is None or not (of_keys is None or of_keys is segments):
+        raise ValueError(
+            "cu_seq_lens_q: expected the segments of the tree beside segment_parents, also as cu_seq_lens_k"
+        )
+    if (call := call_to_mark()) is not None:
+        call.reached_tree(segments)
+    return attend(*_one_dtype(*heads), segments, segments, options, layout="bhsd", parents=parents)[0]
 
 
 def _without_pattern(module, query, mask, cu_seqlens, position_ids):
@@ -312,6 +330,15 @@ def option_for_sdpa(kwargs):
                 "leave it out of the model's call or load the model with another attn_implementation"
             )
     return f"{given[0]} is not supported" if given else ""
+
+
+def why_no_tree(query, key, mask, pattern):
+    """Why a call cannot be of a prefix tree, or an empty string."""
+    if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
+        return f"{query.shape[0]} rows of {query.shape[2]} queries and {key.shape[2]} keys, expected one row without a cache"
+    if mask is not None and (pattern is None or pattern.blocks is not None or pattern.padding is not None):
+        return "a mask that is more than causal or a window"
+    return ""
 
 
 _CALL = re.compile(r"\battention_interface\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)")

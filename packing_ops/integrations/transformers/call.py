@@ -82,6 +82,10 @@ class PackedCall:
             sequence.check_call(self.name, self.indices, args, kwargs)
             self.cu_seqlens = self.cu_seqlens_k = None
         mask = argument("attention_mask", self.indices, args, kwargs)
+        self.segment_parents = kwargs.get("segment_parents")
+        if self.segment_parents is not None:  # positions are depths in the tree, and tell no documents
+            self.position_ids = None
+            refuse_beside_a_tree({"attention_mask": mask, "labels": kwargs.get("labels"), "sequence_group": sequence})
         self.numbers = numbers_of(mask, outer)
         self.padding = mask.clamp(max=1) if self.numbers is not None and self.numbers is mask else mask
         # Whether its documents reach what keeps them apart.
@@ -92,6 +96,8 @@ class PackedCall:
             self.lost.update(("cu_seq_lens_q", "position_ids"))
         if self.numbers is not None:
             self.lost.add("attention_mask")
+        if self.segment_parents is not None:
+            self.lost.add("segment_parents")
         # What was found in it.
         self.answers = [] if outer is None else outer.answers
         self.seen = None
@@ -162,6 +168,16 @@ class PackedCall:
                 call.lost.difference_update(("cu_seq_lens_q", "position_ids"))
             call = call.outer
 
+    def reached_tree(self, cu_seqlens):
+        """An attention has used the tree of this call: of the outer calls', too."""
+        self.reached(None, cu_seqlens)
+        call = self
+        while call is not None:
+            call.lost.discard("segment_parents")
+            if call.seen is None:
+                call.seen = LastForward(1, cu_seqlens.numel() - 1, "segment_parents")
+            call = call.outer
+
     def checked_positions(self, position_ids, batch):
         """position_ids of a mask that is a tensor, compared with cu_seq_lens_q: layers may see the mask alone.
 
@@ -185,6 +201,11 @@ class PackedCall:
 
         A graph cannot read values on the host: it asserts on the device.
         """
+        if "segment_parents" in self.lost:
+            raise ValueError(
+                f"segment_parents: expected a model that passes them to its attention, got {self.name}; give it the samples "
+                "as packed documents"
+            )
         if "cu_seq_lens_q" in self.lost and isinstance(self.cu_seqlens, torch.Tensor) and self.cu_seqlens.numel() > 2:
             raise ValueError(self._refusal("cu_seq_lens_q"))
         if "position_ids" in self.lost:
@@ -205,7 +226,8 @@ class PackedCall:
 
 class LastForward(NamedTuple):
     """What a model's last call saw: rows of the batch, the documents in them, and the argument that they were found by:
-    cu_seq_lens_q, position_ids or attention_mask; "rows" where none was given. Of a graph nothing is kept."""
+    cu_seq_lens_q, position_ids or attention_mask; segment_parents for the segments of a prefix tree; "rows" where none was
+    given. Of a graph nothing is kept."""
 
     rows: int
     documents: int
@@ -235,6 +257,18 @@ def documents_of(query, cu_seqlens, padding, position_ids, layer=None):
         return find_documents(query, cu_seqlens, padding, position_ids, layer)
     call.reached(padding, *cu_seqlens, position_ids)
     return call.documents(query, cu_seqlens, padding, position_ids, layer)
+
+
+def refuse_beside_a_tree(given) -> None:
+    """ValueError for arguments, by name, that have no meaning beside segment_parents."""
+    for name, value in given.items():
+        if value is not None:
+            why = (
+                " (prefix_token_logps takes the hidden states: a row may have several next tokens)"
+                if name == "labels"
+                else ""
+            )
+            raise ValueError(f"{name}: expected None beside segment_parents{why}, got {type(value).__name__}")
 
 
 def mixes_tokens(config) -> bool:
