@@ -74,7 +74,9 @@ class PackedCall:
         positions = argument("position_ids", self.indices, args, kwargs)
         self.position_ids = None if model_type in OTHER_POSITIONS else positions
         self.needs_positions = positions is None  # of models that otherwise count along the row
-        self.missing_positions = None  # (batch, what to say where a row has several documents), see refuse_own_positions
+        self.missing_positions = (
+            None  # (batch, what to say where a row has several documents), see refuse_own_positions
+        )
         self.cu_seqlens, self.cu_seqlens_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
         if self.cu_seqlens is None:  # one is for both
             self.cu_seqlens = self.cu_seqlens_k

@@ -420,7 +420,10 @@ def refuse_own_positions(model, call, position_ids, batch) -> None:
 
 def _takes_positions(cls, call) -> bool:
     """Whether the caller could have passed them to this model, in the outermost call."""
-    return call.outer is None and "position_ids" in inspect.signature(cls.forward).parameters
+    parameters = inspect.signature(cls.forward).parameters  # Whisper's decoder takes them by **kwargs
+    return call.outer is None and (
+        "position_ids" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    )
 
 
 def _owners(model) -> tuple[str, str]:
