@@ -14,7 +14,7 @@ from pathlib import Path
 import render_pages_attention
 import render_pages_ops
 import render_pages_training
-from result_rows import RESULTS, is_measured, markdown, origin, rows_of
+from result_rows import RESULTS, is_measured, markdown, origin, prose, rows_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -77,10 +77,11 @@ def same_bits() -> str:
     most = max(without, key=lambda layout: layout["not_1"])
     differ, tokens = max(layout["not_1"] for layout in within), most["tokens"]
     where = f"{results['device']}, torch {results['torch']}, commit {results['commit'][:7]}"
-    return (
-        f"In the mode `invariant=True` a token's log-probability has the same bits in any pack and micro-batch. At the start of a\n"
-        f"GRPO update {differ} of {tokens} ratios differ from 1 in any layout; without the mode {most['not_1']} of {tokens} differ "
-        f"in one of them, by up to {most['largest']:.1e}\n([picture](benchmarks/results/same_bits_cpu.png); float32, {where})."
+    return prose(
+        "In the mode [`invariant=True`](docs/same-bits.md) a token's log-probability has the same bits in any pack and "
+        f"micro-batch. At the start of a GRPO update {differ} of {tokens} ratios differ from 1; without the mode up to "
+        f"{most['not_1']} of {tokens} do, by up to {most['largest']:.1e} ([picture](benchmarks/results/same_bits_cpu.png); "
+        f"float32, {where})."
     )
 
 
