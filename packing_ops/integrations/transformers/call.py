@@ -276,18 +276,19 @@ def watched(begin, stock):
     """PreTrainedModel.__call__ with a PackedCall around it. ``begin`` is called with it before the model is."""
 
     def __call__(self, *args, **kwargs):
+        # Models that are not ours, and what is refused before the call.
         ours = self.config._attn_implementation in NAMES
         if not ours and GUARD not in self.__dict__:
             if "position_ids" in kwargs and (outer := current()) is not None:
-                outer.reached(
-                    None, kwargs["position_ids"]
-                )  # by another implementation, which finds documents in its own way
+                outer.reached(None, kwargs["position_ids"])  # by an implementation that finds documents itself
             return stock(self, *args, **kwargs)
         if ours and (why := not_causal(self)):
             raise NotImplementedError(
                 f"attn_implementation: expected 'eager', got {self.config._attn_implementation!r}; {why}"
             )
         check_keywords(type(self), kwargs)
+
+        # The call, and what masks and layers below ask of it.
         now = here()
         outer = now.call
         call = PackedCall(self, args, kwargs, outer)
@@ -301,6 +302,8 @@ def watched(begin, stock):
         finally:
             now.call = traced.call = outer
             now.mask_arguments = None
+
+        # Documents that nothing kept apart.
         call.refuse_if_lost()
         if call.seen is not None:
             self.__dict__[LAST_FORWARD] = call.seen

@@ -111,12 +111,16 @@ def _from_values(batch, seqlen, padding, position_ids):
         if not compiling:
             cu_seqlens = cu_seqlens[: int(count) + 1]
         return BatchDocuments(cu_seqlens, cu_seqlens)
+
+    # Real slots and rows.
     real, numbered = padding != 0, padding.dtype != torch.bool and seqlen > 0
     indices, rows, _, totals = _ops.unpad_layout(real, None, False)
     runs = (real[:, 1:] & ~real[:, :-1]).sum(1) + real[:, 0] if seqlen else real.sum(1)
     interior = (runs > 1).any()
     cu_seqlens, count = rows, totals[0]
     filled = count  # rows with documents, where these are counted
+
+    # Documents within rows.
     if position_ids is not None or numbered:
         filled = (rows.diff() > 0).sum()
         # All slots, the real ones first; those after the last real one become a document of their own.
@@ -131,6 +135,8 @@ def _from_values(batch, seqlen, padding, position_ids):
             positions = position_ids.expand(batch, seqlen).flatten().long()[slots].where(~after, every)
         first |= after & F.pad(~after[:-1], (1, 0), value=False)
         cu_seqlens, count = _ops.cu_seqlens_from_position_ids(positions - first.cumsum(0) * _APART)
+
+    # Sizes: upper bounds in a graph, else read at once, which is the one synchronisation.
     if compiling:
         return BatchDocuments(cu_seqlens, cu_seqlens, indices, has_interior_padding=True)
     read = [each.to(totals.dtype) for each in (totals[0], count.view(()), interior, filled)]
@@ -260,6 +266,7 @@ def argument(name, indices, args, kwargs):
 def each_document_alone(mask_function, kwargs, told, batch, q_length, q_offset):
     """mask_function within documents. Keys of a cache without numbers belong to the first query's document."""
     device = (told.numbers if told.position_ids is None else told.position_ids).device
+    # Where documents start among the queries, by positions and by numbers.
     starts, runs, last = torch.zeros(batch, q_length, dtype=torch.bool, device=device), None, q_length - 1
     if told.position_ids is not None:
         positions, slots = told.position_ids.expand(batch, -1), torch.arange(q_length, device=device)
@@ -275,6 +282,7 @@ def each_document_alone(mask_function, kwargs, told, batch, q_length, q_offset):
         starts = starts | F.pad(runs_of_queries[:, 1:] != runs_of_queries[:, :-1], (1, 0))
     documents = starts.cumsum(1)
 
+    # The mask: of two slots of one document.
     def query_index(slot):
         return (slot - q_offset).clamp(0, last)
 
