@@ -148,7 +148,7 @@ def packing_ops_attention(
 
     # Rows that lie on several ranks.
     if sequence is not None:
-        reason = reason or why_not(query, key, value, dropout)
+        reason = reason or why_not(query, value, dropout)
         if pattern is not None and pattern.blocks is not None:
             reason = reason or "a mask with blocks that see ahead"
         mask = None if pattern is not None else attention_mask
@@ -171,7 +171,7 @@ def packing_ops_attention(
         reason = reason or none
 
     # Varlen attention, else SDPA.
-    reason = reason or why_not(query, key, value, dropout)
+    reason = reason or why_not(query, value, dropout)
     if not reason and documents.has_interior_padding and window != (-1, -1):
         reason = "a sliding window over padding that may lie inside a row"
     if not reason:
@@ -339,7 +339,7 @@ def unknown_options(cls: type, attention: Callable) -> frozenset[str]:
     return frozenset(passed) - HARMLESS - SDPA - known - set(inspect.signature(attention).parameters)
 
 
-def why_not(query, key, value, dropout):
+def why_not(query, value, dropout):
     """Why varlen_attention cannot serve this call, or an empty string."""
     if dropout:
         return f"dropout {dropout} in attention"
