@@ -396,7 +396,7 @@ def refuse_dropped_mask(module, query, cu_seqlens, position_ids, causal, window)
     if masks and (None in masks or told not in masks or unclear):
         raise ValueError(
             f"attention_mask: expected to reach attention, got dropped where rows of {length} slots are gathered to {seqlen}: "
-            f"it had more than causal={causal} and window_size={window}, which the layer tells"
+            f"it had more than causal={causal} and window_size={window}, which the layer passes"
         )
 
 

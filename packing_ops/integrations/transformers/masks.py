@@ -71,7 +71,7 @@ class MaskPattern:
         return self._documents
 
     def visible_end(self, documents):
-        """(that of varlen_attention for the packed rows or None, why it cannot be told or "")."""
+        """(that of varlen_attention for the packed rows or None, why it cannot be found or "")."""
         if self.blocks is None:
             return None, ""
         if self._ends is None or self._ends[0] is not documents:
