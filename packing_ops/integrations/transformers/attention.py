@@ -135,6 +135,7 @@ def packing_ops_attention(
     **kwargs,
 ):
     """query ``[batch, num_heads, seqlen, head_dim]`` -> (``[batch, seqlen, num_heads, head_dim]``, None)."""
+    # Options: a MaskPattern says what the mask would, else the layer does.
     cu_seqlens, sequence = (cu_seq_lens_q, cu_seq_lens_k), sequence_group.of(module)
     reason = "" if HARMLESS.issuperset(kwargs) else option_for_sdpa(kwargs)
     pattern = attention_mask if isinstance(attention_mask, masks.MaskPattern) else None
@@ -145,15 +146,21 @@ def packing_ops_attention(
         sees_all = sliding_window is None or (sequence is None and sliding_window > key.shape[2])
         window = (-1, -1) if sees_all else (sliding_window - 1, 0)
     options = checked_options(causal, scaling, window, softcap or 0.0, s_aux)
+
+    # A prefix tree.
     if segment_parents is not None:
-        reason = reason or why_not(query, key, value, dropout) or why_no_tree(query, key, attention_mask, pattern)
+        reason = reason or why_not(query, value, dropout) or why_no_tree(query, key, attention_mask, pattern)
         return _of_tree((query, key, value), cu_seqlens, segment_parents, options, reason), None
+
+    # Rows that lie on several ranks.
     if sequence is not None:
-        reason = reason or why_not(query, key, value, dropout)
+        reason = reason or why_not(query, value, dropout)
         if pattern is not None and pattern.blocks is not None:
             reason = reason or "a mask with blocks that see ahead"
         mask = None if pattern is not None else attention_mask
         return sequence.attend(_one_dtype(query, key, value), mask, cu_seq_lens_q, options, reason), None
+
+    # Documents, and why they cannot be found.
     if pattern is not None:
         documents = documents_of_pattern(module, pattern, query, key, cu_seqlens, position_ids)
         visible_end, none = (None, "the last queries of a row") if pattern.last else pattern.visible_end(documents)
@@ -168,7 +175,9 @@ def packing_ops_attention(
             raise ValueError(f"cu_seq_lens_q: expected a row of its own documents, got {none}")
         documents = None if none else _without_pattern(module, query, attention_mask, cu_seqlens, position_ids)
         reason = reason or none
-    reason = reason or why_not(query, key, value, dropout)
+
+    # Varlen attention, else SDPA.
+    reason = reason or why_not(query, value, dropout)
     if not reason and documents.has_interior_padding and window != (-1, -1):
         reason = "a sliding window over padding that may lie inside a row"
     if not reason:
@@ -260,6 +269,7 @@ def _by_sdpa(module, query, key, value, mask, options, dropout, given):
 
     given: other keywords of the layer.
     """
+    # SDPA where it has every option.
     causal, scaling, softcap, sinks = options.causal, options.softmax_scale, options.softcap, options.sinks
     biased = given.get("position_bias") is not None and "position_bias" not in _SDPA_OPTIONS
     if not softcap and sinks is None and not biased:
@@ -267,6 +277,8 @@ def _by_sdpa(module, query, key, value, mask, options, dropout, given):
         return sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=causal, **given
         )
+
+    # The plain formula: scores, mask, sinks.
     groups = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -356,7 +368,7 @@ def unknown_options(cls: type, attention: Callable) -> frozenset[str]:
     return frozenset(passed) - HARMLESS - SDPA - known - set(inspect.signature(attention).parameters)
 
 
-def why_not(query, key, value, dropout):
+def why_not(query, value, dropout):
     """Why varlen_attention cannot serve this call, or an empty string."""
     if dropout:
         return f"dropout {dropout} in attention"
@@ -413,7 +425,7 @@ def refuse_dropped_mask(module, query, cu_seqlens, position_ids, causal, window)
     if masks and (None in masks or told not in masks or unclear):
         raise ValueError(
             f"attention_mask: expected to reach attention, got dropped where rows of {length} slots are gathered to {seqlen}: "
-            f"it had more than causal={causal} and window_size={window}, which the layer tells"
+            f"it had more than causal={causal} and window_size={window}, which the layer passes"
         )
 
 

@@ -26,6 +26,7 @@ from packing_ops.integrations.transformers.documents import (
     positions_of_axes,
     positions_restart,
     refuse_where,
+    several_in,
 )
 from packing_ops.integrations.transformers.versions import (
     SHIFTED,
@@ -73,7 +74,9 @@ class PackedCall:
         positions = argument("position_ids", self.indices, args, kwargs)
         self.position_ids = None if model_type in OTHER_POSITIONS else positions
         self.needs_positions = positions is None  # of models that otherwise count along the row
-        self.missing_positions = None, ""  # (whether they were needed, message), see refuse_own_positions
+        self.missing_positions = (
+            None  # (batch, what to say where a row has several documents), see refuse_own_positions
+        )
         self.cu_seqlens, self.cu_seqlens_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
         if self.cu_seqlens is None:  # one is for both
             self.cu_seqlens = self.cu_seqlens_k
@@ -211,8 +214,17 @@ class PackedCall:
         if "position_ids" in self.lost:
             refuse_where(positions_restart(self.position_ids, self.padding), self._refusal("position_ids"))
         if "attention_mask" in self.lost:
-            refuse_where((self.numbers > 1).any(), self._refusal("attention_mask"))
-        refuse_where(*self.missing_positions)
+            refuse_where(several_in(None, None, None, self.numbers, 0), self._refusal("attention_mask"))
+        if self.missing_positions is not None:
+            batch, message = self.missing_positions
+            refuse_where(self._several(batch), message)
+
+    def _several(self, batch):
+        """Whether a row has several documents, by cu_seqlens or by numbers. The host has read that of an attention's."""
+        for (_, _, _, _, padding, _), documents in self.answers:
+            if padding is self.numbers and documents.several is not None:
+                return documents.several
+        return several_in(None, self.padding, self.cu_seqlens, self.numbers, batch)
 
     def _refusal(self, lost):
         why = "mixes tokens beside its attention" if self.mixes else "passes them to no attention"
@@ -298,18 +310,19 @@ def watched(begin, stock):
     """PreTrainedModel.__call__ with a PackedCall around it. ``begin`` is called with it before the model is."""
 
     def __call__(self, *args, **kwargs):
+        # Models that are not ours, and what is refused before the call.
         ours = self.config._attn_implementation in NAMES
         if not ours and GUARD not in self.__dict__:
             if "position_ids" in kwargs and (outer := current()) is not None:
-                outer.reached(
-                    None, kwargs["position_ids"]
-                )  # by another implementation, which finds documents in its own way
+                outer.reached(None, kwargs["position_ids"])  # by an implementation that finds documents itself
             return stock(self, *args, **kwargs)
         if ours and (why := not_causal(self)):
             raise NotImplementedError(
                 f"attn_implementation: expected 'eager', got {self.config._attn_implementation!r}; {why}"
             )
         check_keywords(type(self), kwargs)
+
+        # The call, and what masks and layers below ask of it.
         now = here()
         outer = now.call
         call = PackedCall(self, args, kwargs, outer)
@@ -323,6 +336,8 @@ def watched(begin, stock):
         finally:
             now.call = traced.call = outer
             now.mask_arguments = None
+
+        # Documents that nothing kept apart.
         call.refuse_if_lost()
         if call.seen is not None:
             self.__dict__[LAST_FORWARD] = call.seen
