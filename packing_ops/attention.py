@@ -229,7 +229,8 @@ def attend(
         if cu_seqlens_k is not cu_seqlens_q:
             raise ValueError("cu_seqlens_k: expected None beside a prefix tree, whose segments are those of q and of k")
         paths = _paths_of(k, cu_seqlens_q, options, parents, cache)
-        options, cu_seqlens_k = options._replace(paths=paths), paths.cu_seqlens
+        options = options._replace(paths=paths if paths.shares else None)
+        cu_seqlens_k = paths.cu_seqlens if paths.shares else cu_seqlens_q
     if plan is None:
         plan = _batch_cache.plan_for(q, k, v, cu_seqlens_q, cu_seqlens_k, options, cache)
     try:
@@ -252,7 +253,7 @@ def attention_forward(
     """The op: (out, lse)."""
     causal, softmax_scale, (left, right), softcap, sinks, visible_end, paths = options
     if paths is not None:
-        return _ops.prefix_attention(q, k, v, cu_seqlens_q, *paths[1:], sinks, softmax_scale, left, softcap, plan)
+        return _ops.prefix_attention(q, k, v, cu_seqlens_q, *paths.tensors, sinks, softmax_scale, left, softcap, plan)
     return _ops.varlen_attention(
         q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, softcap, plan, visible_end
     )
@@ -271,7 +272,7 @@ def attention_backward(
     causal, softmax_scale, (left, right), softcap, sinks, visible_end, paths = options
     if paths is not None:
         return _ops.prefix_attention_backward(
-            dout, dlse, *saved, cu_seqlens_q, *paths[1:], sinks, softmax_scale, left, softcap, plan
+            dout, dlse, *saved, cu_seqlens_q, *paths.tensors, sinks, softmax_scale, left, softcap, plan
         )
     return _ops.varlen_attention_backward(
         dout, dlse, *saved, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, softcap, plan,

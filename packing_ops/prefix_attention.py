@@ -27,6 +27,7 @@ class PrefixPaths(NamedTuple):
         rows: ``[paths]``, the row of each key.
         copy_offsets: ``[total + 1]``; row ``r`` stands at the indices ``copies[copy_offsets[r] : copy_offsets[r + 1]]`` of rows.
         copies: ``[paths]``.
+        shares: whether a segment has a parent. Without, the segments are documents, and attention gathers nothing.
     """
 
     parents: torch.Tensor
@@ -34,9 +35,16 @@ class PrefixPaths(NamedTuple):
     rows: torch.Tensor
     copy_offsets: torch.Tensor
     copies: torch.Tensor
+    shares: bool = True
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """As the op takes them."""
+        return self.cu_seqlens, self.rows, self.copy_offsets, self.copies
 
     def to(self, device: torch.device | str | None) -> "PrefixPaths":
-        return PrefixPaths(*(tensor.to(device or tensor.device, non_blocking=True) for tensor in self))
+        tensors = self.parents, *self.tensors
+        return PrefixPaths(*(t.to(device or t.device, non_blocking=True) for t in tensors), shares=self.shares)
 
 
 def prefix_paths(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int) -> PrefixPaths:
@@ -56,7 +64,9 @@ def prefix_paths(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int) ->
     Raises:
         ValueError: segments or parents that are no tree in this form; the message names the argument.
     """
-    return PrefixPaths(parents, *_ops.prefix_paths(cu_seqlens, parents, total))
+    tensors = _ops.prefix_paths(cu_seqlens, parents, total)
+    shares = torch.compiler.is_compiling() or bool((parents >= 0).any())
+    return PrefixPaths(parents, *tensors, shares=shares)
 
 
 def kept_paths(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int, cache: BatchCache | None) -> PrefixPaths:
