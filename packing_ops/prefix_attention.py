@@ -43,8 +43,11 @@ class PrefixPaths(NamedTuple):
         return self.cu_seqlens, self.rows, self.copy_offsets, self.copies
 
     def to(self, device: torch.device | str | None) -> "PrefixPaths":
-        tensors = self.parents, *self.tensors
-        return PrefixPaths(*(t.to(device or t.device, non_blocking=True) for t in tensors), shares=self.shares)
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device or tensor.device, non_blocking=True)
+
+        cu_seqlens, rows, copy_offsets, copies = map(move, self.tensors)
+        return PrefixPaths(move(self.parents), cu_seqlens, rows, copy_offsets, copies, self.shares)
 
 
 def prefix_paths(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int) -> PrefixPaths:
@@ -64,9 +67,9 @@ def prefix_paths(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int) ->
     Raises:
         ValueError: segments or parents that are no tree in this form; the message names the argument.
     """
-    tensors = _ops.prefix_paths(cu_seqlens, parents, total)
+    path_cu_seqlens, rows, copy_offsets, copies = _ops.prefix_paths(cu_seqlens, parents, total)
     shares = torch.compiler.is_compiling() or bool((parents >= 0).any())
-    return PrefixPaths(parents, *tensors, shares=shares)
+    return PrefixPaths(parents, path_cu_seqlens, rows, copy_offsets, copies, shares)
 
 
 def kept_paths(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int, cache: BatchCache | None) -> PrefixPaths:
