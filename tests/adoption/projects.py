@@ -8,6 +8,9 @@ class Project:
     repository: str
     commit: str
     tests: list[str]
+    patches: list[str] = field(default_factory=list)  # names in docs/adopt, in the order to apply; its own by default
+    flag: dict[str, str] = field(default_factory=dict)  # environment variables that turn the patched code on
+    training: str = ""  # a script here that trains a tiny model on the patched code and prints its losses as JSON
     path: list[str] = field(default_factory=lambda: ["."])  # for PYTHONPATH
     stand_ins: str = ""  # packages to replace where they are not installed, space-separated
     fixes: list[str] = field(default_factory=list)  # names in pages.FIXES, which stand_ins.py applies
@@ -17,8 +20,6 @@ class Project:
     kept: dict[str, str] = field(default_factory=dict)  # end of a test's name: why its failure is intended
 
 
-_A_VALUE_ERROR = "a wrong argument is a ValueError here, not an AssertionError: python -O keeps it"
-_OWN_WORDS = "the text of the error is this library's: it names the argument, what was wanted and what came"
 _THE_CAPACITY = (
     "no row is longer than the capacity here: SkyRL's first placement has one of 72 or 84 slots for a capacity of 64"
 )
@@ -32,6 +33,9 @@ PROJECTS = {
     "skyrl": Project(
         repository="NovaSky-AI/SkyRL",
         commit="a9564572eb8e91076be43c1bd5e4615e3de17265",
+        patches=["skyrl_packing", "skyrl_batches", "skyrl_megatron"],
+        flag={"SKYRL_PACKING_OPS": "1"},
+        training="train_skyrl.py",
         path=[".", "skyrl-gym"],
         tests=[
             "tests/train/test_sft_packing_collate.py",
@@ -42,6 +46,10 @@ PROJECTS = {
             "tests/backends/skyrl_train/test_train_batch.py",
             "tests/backends/skyrl_train/distributed/test_dispatch.py",
             "tests/backends/skyrl_train/distributed/test_bin_packing.py",
+            "tests/backends/skyrl_train/distributed/test_packing_utils.py",
+            "tests/backends/skyrl_train/distributed/test_packed_subseq_plumbing.py",
+            "tests/backends/skyrl_train/distributed/test_preprocess_packed_seqs_cp.py",
+            "tests/backends/skyrl_train/distributed/test_preprocess_packed_seqs_multiseq.py",
             "tests/backends/skyrl_train/utils/test_ppo_utils.py",
         ],
         stand_ins=(
@@ -49,13 +57,7 @@ PROJECTS = {
             "tinker fastapi uvicorn aiohttp hf_transfer cloudpathlib sqlmodel polars func_timeout"
         ),
         fixes=["pydantic"],
-        kept={
-            **{f"test_packed_collator_bit_identical[{seed}-4-1-1-4]": _THE_CAPACITY for seed in (0, 1, 5, 6, 7)},
-            "TestComputePromptBoundaries::test_noncontiguous_uids_raise": _A_VALUE_ERROR,
-            "TestComputePromptMiniBatchBoundaries::test_noncontiguous_uids_raise": _A_VALUE_ERROR,
-            "test_train_batch_size_not_equal_unique_uids_raise": _A_VALUE_ERROR,
-            "test_invalid_loss_reduction_raises": _OWN_WORDS,
-        },
+        kept={f"test_packed_collator_bit_identical[{seed}-4-1-1-4]": _THE_CAPACITY for seed in (0, 1, 5, 6, 7)},
     ),
     "open_instruct": Project(
         repository="allenai/open-instruct",
@@ -96,3 +98,5 @@ PROJECTS = {
         only="PackDataset",  # the other tests download tokenizers, and none of them packs
     ),
 }
+for _name, _project in PROJECTS.items():
+    _project.patches = _project.patches or [_name]
