@@ -76,7 +76,12 @@ PROJECTS = {
             "tests/utils/test_attention_masks.py",
             "tests/utils/test_attn_mask_compat.py",
             "tests/utils/test_varlen_int32_overflow_guard.py",
+            "tests/utils/test_attention_dispatch_dora_dtype.py",
+            "tests/utils/test_xformers_capability_gate.py",
         ],
+        patches=["unsloth_attention", "unsloth_rope", "unsloth_packing"],
+        flag={"UNSLOTH_PACKING_OPS": "1"},
+        training="train_unsloth.py",
         beside={"unsloth_zoo": "ce232d6cef9cb8cd34cd3727906131622177436b"},
         stand_ins=(
             "triton bitsandbytes hf_transfer cut_cross_entropy msgspec sentencepiece tyro requests protobuf diffusers"
