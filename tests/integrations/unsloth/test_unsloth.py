@@ -144,11 +144,11 @@ def test_packed_attention_of_layers_that_share_a_batch(device):
 
 def test_packed_attention_names_what_it_does_not_take(device):
     (Q, K, V), info = case_of_attention(device, [3, 5])
-    with pytest.raises(NotImplementedError, match="dropout_p: expected 0.0, .* got 0.1"):
+    with pytest.raises(NotImplementedError, match=r"dropout_p: expected 0\.0, .* got 0\.1"):
         packed_attention(Q, K, V, info, dropout_p=0.1)
     with pytest.raises(ValueError, match=r"Q: expected \[batch, num_heads, seqlen, head_dim\], got \[4, 8, 8\]"):
         packed_attention(Q[0], K, V, info)
-    with pytest.raises(ValueError, match="sliding_window: expected .*got -1"):
+    with pytest.raises(ValueError, match=r"sliding_window: expected .*got -1"):
         packed_attention(Q, K, V, info, sliding_window=-1)
 
 
