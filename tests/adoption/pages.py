@@ -56,6 +56,8 @@ def outcome(name: str, results: dict) -> str:
         lines.append(
             f"The checkout was at {result['checkout'][:12]}, where the files that the patch touches are the same."
         )
+    if result.get("versions"):
+        lines.append(f"With {', '.join(f'{name} {version}' for name, version in result['versions'].items())}.")
     for other, at in result["beside"].items():
         lines.append(f"With {other} at {at[:12]}.")
     if result["stand_ins"]:
@@ -64,8 +66,7 @@ def outcome(name: str, results: dict) -> str:
         )
     for fix in project.fixes:
         lines.append(f"Changed so that it imports: {FIXES[fix]}.")
-    if project.flag:
-        off = result["without_flag"]
+    if off := result.get("without_flag"):
         lines.append(
             f"That is with {_flag(project)}. Without it: **{off['passed']} passed, {off['failed']} failed, "
             f"{off['skipped']} skipped**."

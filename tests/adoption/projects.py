@@ -28,6 +28,7 @@ PROJECTS = {
     "art": Project(
         repository="OpenPipe/ART",
         commit="779559fd0c68ce073cbd041447f88aacf1d9f585",
+        flag={"ART_PACKING_OPS": "1"},
         tests=[],  # it has none at this commit: the patch is applied, and the changed file is compiled
     ),
     "skyrl": Project(
@@ -62,6 +63,7 @@ PROJECTS = {
     "open_instruct": Project(
         repository="allenai/open-instruct",
         commit="e6c3044aa6201c8bfa4573c1b03142af599e730d",
+        flag={"OPEN_INSTRUCT_PACKING_OPS": "1"},
         tests=["open_instruct/test_padding_free_collator.py"],
         stand_ins=(
             "parameterized deepspeed olmo_core wandb ray vllm beaker requests litellm openai nltk tiktoken langdetect "
@@ -91,6 +93,7 @@ PROJECTS = {
     "verl": Project(
         repository="volcengine/verl",
         commit="b178a3cd56f58b2d502255daba591e92833930a7",
+        flag={"VERL_PACKING_OPS": "1"},
         tests=["tests/utils/test_seqlen_balancing.py"],
         stand_ins="tensordict ray hydra omegaconf codetiming torchdata tensorboard wandb pylatexenc",
         fixes=["transformers4"],
@@ -99,6 +102,7 @@ PROJECTS = {
     "trl": Project(
         repository="huggingface/trl",
         commit="f2cd57710ae345ea6428ae95363267fcf38a3dc8",
+        flag={"TRL_PACKING_OPS": "1"},
         tests=["tests/test_data_utils.py"],
         only="PackDataset",  # the other tests download tokenizers, and none of them packs
     ),

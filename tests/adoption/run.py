@@ -10,6 +10,7 @@ without one is skipped. Checkouts stay as they are: the patch is applied to a co
 
 import argparse
 import datetime
+import importlib.metadata
 import json
 import os
 import platform
@@ -120,6 +121,7 @@ def examine(name: str, folder: Path | None) -> dict:
         **counts(run["outcomes"]),
         "failures": [failure(project, test, run["outcomes"], before) for test in failed[0]],
         "stand_ins": run["stand_ins"],
+        "versions": versions(["torch", "transformers", *project.stand_ins.split()]),
         "beside": project.beside,
     }
     if project.flag:
@@ -128,6 +130,12 @@ def examine(name: str, folder: Path | None) -> dict:
     if losses:
         record["losses"] = losses
     return record
+
+
+def versions(packages: list[str]) -> dict[str, str]:
+    """Of those that are installed."""
+    names = importlib.metadata.packages_distributions()
+    return {name: importlib.metadata.version(names[name][0]) for name in packages if name in names}
 
 
 def counts(outcomes: dict) -> dict[str, int]:
