@@ -41,6 +41,7 @@ PROJECTS = {
         tests=[
             "tests/train/test_sft_packing_collate.py",
             "tests/train/test_async_batch_collation.py",
+            "tests/train/sft/test_sft_trainer.py",
             "tests/train/test_packing_round_trip.py",
             "tests/train/test_collation_vectorization_equivalence.py",
             "tests/train/test_prompt_mini_batch.py",
