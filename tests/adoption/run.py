@@ -161,6 +161,8 @@ def table(results: dict) -> str:
             continue
         reasons = [each["why"] for each in result["failures"]]
         whys = [f"{reasons.count(reason)} {reason}" for reason in dict.fromkeys(reasons)]
+        if not result["tests"]:
+            whys = ["it has no unit tests: the patch applies, what it changes compiles"]
         rows.append((*start, str(result["passed"]), str(result["failed"]), "; ".join(whys)))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     return "\n".join(
