@@ -45,7 +45,7 @@ def disable_tree_attention() -> None:
 
 @functools.cache
 def _patch() -> Patch:
-    return Patch(_packing(), "tree_attention", lambda _: _tree_attention)
+    return Patch(_packing(), "tree_attention", lambda _: tree_attention)
 
 
 def _packing() -> Any:
@@ -59,7 +59,7 @@ def _packing() -> Any:
     return packing
 
 
-def _tree_attention(
+def tree_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
