@@ -62,7 +62,7 @@ class PackedCall:
     mask_form: the form of the model's masks. first_axis: see documents.py.
     lost: names of those arguments that tell documents and have reached no mask, attention or layer with a state yet.
     answers: [what was asked for, its documents], shared with the calls inside of this one.
-    seq_idx, has_attention: what layers with a state are told, see stateful.
+    row_documents, has_attention: what layers with a state are told, see stateful.
     """
 
     def __init__(self, model, args, kwargs, outer):
@@ -108,7 +108,7 @@ class PackedCall:
         self.positions_of_axes = None  # see documents.py
         self.checked = None  # (position_ids that cu_seqlens were compared with, these with the comparison before them)
         self.traced = torch.compiler.is_compiling()  # this call is inside a graph
-        self.seq_idx, self.has_attention = None, True
+        self.row_documents, self.has_attention = None, True
         self.masks, self.looked_at_parts = set(), False  # see masks.note, refuse_dropped_mask
 
     def with_ones(self, args, kwargs):
@@ -414,7 +414,7 @@ class _Now(threading.local):
         self.mask_arguments = None  # see masks.py
         self.preparing = False  # masks, see masks.py
         self.fused = None  # see fused_loss
-        self.seq_idx = None  # see stateful
+        self.row_documents = None  # see stateful
 
 
 class _Traced:
@@ -428,7 +428,7 @@ class _Traced:
     mask_arguments = None
     preparing = False
     fused = None
-    seq_idx = None
+    row_documents = None
 
 
 _now = _Now()

@@ -18,7 +18,6 @@ import weakref
 
 import torch
 
-from packing_ops._batch_cache import kept_with
 from packing_ops.integrations._patching import WeakPartial, function_of, put
 from packing_ops.integrations.transformers.call import here, traced
 from packing_ops.integrations.transformers.documents import (
@@ -32,7 +31,7 @@ from packing_ops.integrations.transformers.stateful_rows import (
     BOUNDARIES,
     CACHES,
     Isolation,
-    SplitDocuments,
+    RowDocuments,
     StateKind,
     argument_axes,
     axes_of,
@@ -44,6 +43,7 @@ from packing_ops.integrations.transformers.stateful_rows import (
     without_dropout,
 )
 from packing_ops.integrations.transformers.versions import PreTrainedModel, class_name, module_of, reads_text, unwrapped
+from packing_ops.prefix_attention import PrefixPaths, kept_paths
 
 # What declare() leaves in a class: subclasses inherit it, FSDP2's among them, and it goes with the class.
 _MIXES = "_packing_ops_mixes"
@@ -286,14 +286,14 @@ def _classes_in(module: str) -> dict[str, str]:
 
 
 def find_documents_of(model, call, args, kwargs) -> None:
-    """Sets ``call.seq_idx`` where rows of a model's call hold several documents and some of its layers have a state."""
+    """Sets ``call.row_documents`` where rows of a model's call hold several documents and some of its layers have a state."""
     # A call without a sequence, or inside one that has looked already.
     tokens = next((t for t in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]) if t is not None), None)
     if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2 or tokens.shape[1] < 2:
         return
-    outer = getattr(call.outer, "seq_idx", None)
-    if outer is not None and outer.shape == tokens.shape[:2]:
-        call.seq_idx, call.has_attention = outer, call.outer.has_attention
+    outer = getattr(call.outer, "row_documents", None)
+    if outer is not None and outer.seq_idx.shape == tokens.shape[:2]:
+        call.row_documents, call.has_attention = outer, call.outer.has_attention
         return
 
     # What says where documents are.
@@ -317,16 +317,11 @@ def find_documents_of(model, call, args, kwargs) -> None:
         )
     if not stateful:
         return
-    if call.segment_parents is not None:
-        raise NotImplementedError(
-            f"segment_parents: expected a model without layers that carry a state along the sequence, got {class_name(model)}; "
-            "give it the samples as packed documents"
-        )
 
     # Their documents, which no cache may hold already.
     call.has_attention = has_attention
-    call.seq_idx = _seq_idx(tokens, call, position_ids)
-    for name in [name for name in CACHES if name in kwargs] if call.seq_idx is not None else ():
+    call.row_documents = _row_documents(tokens, call, position_ids)
+    for name in [name for name in CACHES if name in kwargs] if call.row_documents is not None else ():
         cached = kwargs[name].get_seq_length() if hasattr(kwargs[name], "get_seq_length") else 0
         if isinstance(cached, int) and cached > 0:
             raise ValueError(
@@ -335,8 +330,8 @@ def find_documents_of(model, call, args, kwargs) -> None:
             )
 
 
-def _seq_idx(tokens, call, position_ids):
-    """int32 ``[batch, seqlen]``: the document of each token, -1 for padding; None where each row is one."""
+def _row_documents(tokens, call, position_ids):
+    """None where each row is one document."""
     batch, seqlen = tokens.shape[:2]
     padding = call.padding if is_tensor(call.padding, 2) and call.padding.shape == (batch, seqlen) else None
     if padding is not None:
@@ -345,7 +340,10 @@ def _seq_idx(tokens, call, position_ids):
     documents = call.documents(like, (call.cu_seqlens, call.cu_seqlens_k), padding, position_ids).on(tokens.device)
     if documents.indices is None and not torch.compiler.is_compiling() and documents.cu_seqlens_q.numel() - 1 <= batch:
         return None
-    return documents.document_ids(batch, seqlen).int()
+    paths = call.segment_parents
+    if paths is not None and not isinstance(paths, PrefixPaths):
+        paths = kept_paths(documents.cu_seqlens_q, paths, seqlen, None)
+    return RowDocuments(documents.document_ids(batch, seqlen).int(), paths)
 
 
 # torch.compile before 2.13 takes a module for no constant, but its id.
@@ -414,25 +412,25 @@ def _put_back(module, name, ours) -> None:
 
 def _checkpoint(stock, function, *args, **kwargs):
     """The layer is run again in backward, when the model's call is over: it takes the documents along."""
-    seq_idx = _current_seq_idx()
-    if seq_idx is None or torch.compiler.is_compiling():
+    documents = _current_documents()
+    if documents is None or torch.compiler.is_compiling():
         return stock(function, *args, **kwargs)
-    return stock(functools.partial(_with_documents, seq_idx, function), *args, **kwargs)
+    return stock(functools.partial(_with_documents, documents, function), *args, **kwargs)
 
 
-def _with_documents(seq_idx, function, *args, **kwargs):
+def _with_documents(documents, function, *args, **kwargs):
     now = here()
-    before, now.seq_idx = now.seq_idx, seq_idx
+    before, now.row_documents = now.row_documents, documents
     try:
         return function(*args, **kwargs)
     finally:
-        now.seq_idx = before
+        now.row_documents = before
 
 
-def _current_seq_idx():
+def _current_documents():
     now = here()
     call = now.call or traced.call
-    return now.seq_idx if call is None or now.seq_idx is not None else call.seq_idx
+    return now.row_documents if call is None or now.row_documents is not None else call.row_documents
 
 
 def _forward(layer, stock, isolations, *args, **kwargs):
@@ -440,44 +438,45 @@ def _forward(layer, stock, isolations, *args, **kwargs):
 
     stock: the forward that was in the instance, or None. isolations: {device type: Isolation, or why there is none}.
     """
-    seq_idx = _current_seq_idx()
+    found = _current_documents()
     run = functools.partial(type(layer).forward, layer) if stock is None else stock
-    if seq_idx is None:
+    if found is None:
         return run(*args, **kwargs)
-    return _apart(layer, run, isolations, seq_idx, args, kwargs)
+    return _apart(layer, run, isolations, found, args, kwargs)
 
 
 @torch.compiler.disable(reason="packing_ops: how many documents a row has is known when the layer runs")
-def _apart(layer, run, isolations, seq_idx, args, kwargs):
+def _apart(layer, run, isolations, found, args, kwargs):
     # Which of its tensors have the tokens of the batch, and where these have their documents.
     run, named = by_name(layer, run, args, kwargs)
-    shape = tuple(seq_idx.shape)
+    shape = tuple(found.seq_idx.shape)
     axes = axes_of(named, shape)
     if axes is None:
         return run(**named)  # another sequence: of images or audio
-    seq_idx = seq_idx.to(next(leaf.device for leaf in leaves(named) if argument_axes(leaf, shape, axes) is not None))
-    documents = kept_with([seq_idx], ("documents of layers with a state",), lambda: SplitDocuments(seq_idx))
+    device = next(leaf.device for leaf in leaves(named) if argument_axes(leaf, shape, axes) is not None)
+    documents = found.split(device)
     if not documents.several:
         return run(**named)
 
     # How the layer keeps them apart.
     named = {name: value for name, value in named.items() if name not in BOUNDARIES}
-    device = seq_idx.device.type
-    if device not in isolations:
-        isolations[device] = _isolation_of(layer, run, named, documents, shape, axes)
-    if isinstance(isolations[device], str):
+    if device.type not in isolations:
+        isolations[device.type] = _isolation_of(layer, run, named, documents, shape, axes)
+    isolation = isolations[device.type]
+    if isinstance(isolation, str):
         raise ValueError(
             f"{_named_by(here().call)}: expected one document in each row, got several, and {class_name(layer)} "
-            f"{isolations[device]}; give each document a row of its own (no packing, padding on the right)"
+            f"{isolation}; give each document a row of its own (no packing, padding on the right)"
         )
 
     # In a model without attention, these layers are where the call's documents have to arrive.
     call = here().call
-    while call is not None and call.seq_idx is not None and not call.has_attention and not call.mixes:
+    while call is not None and call.row_documents is not None and not call.has_attention and not call.mixes:
         call.lost.clear()
         call = call.outer
-    if isolations[device] is Isolation.PASS_BOUNDARIES and shape[0] == 1 and not documents.padded:
-        return run(**named, **boundaries_for(layer, seq_idx, documents.cu_seqlens))
+    passes = isolation is Isolation.PASS_BOUNDARIES and found.paths is None
+    if passes and shape[0] == 1 and not documents.padded:
+        return run(**named, **boundaries_for(layer, found.seq_idx.to(device), documents.cu_seqlens))
     return run_in_rows(run, named, documents, shape, axes)
 
 

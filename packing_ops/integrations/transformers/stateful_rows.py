@@ -14,6 +14,9 @@ from typing import NamedTuple
 
 import torch
 
+from packing_ops._batch_cache import kept_with
+from packing_ops.prefix_attention import PrefixPaths
+
 CACHES = frozenset(("past_key_values", "past_key_value", "cache_params", "cache", "state"))
 
 
@@ -128,6 +131,9 @@ def result_tensors(result, shape, axes) -> list[torch.Tensor]:
 class SplitDocuments:
     """The documents of seq_idx as rows of smaller batches, the longest of each less than twice its shortest.
 
+    Of a prefix tree these are its paths from a root to a leaf. A slot may then be in several, and its result is that of
+    the first.
+
     several: whether a row has several. padded: whether some slots are in none.
     cu_seqlens: int32 ``[documents + 1]``.
     first_two: int64 ``[1, tokens]``, slots of the first two documents of one row, each at most TRIED tokens long; None
@@ -139,14 +145,16 @@ class SplitDocuments:
 
     TRIED = 64
 
-    def __init__(self, seq_idx):
+    def __init__(self, seq_idx, paths=None):
         # Lengths are needed on the host: one copy of seq_idx there, everything else is computed on the CPU.
         device, flat = seq_idx.device, seq_idx.flatten().cpu()
         slots = (flat >= 0).nonzero()[:, 0]
         _, lengths = torch.unique_consecutive(flat[slots], return_counts=True)
+        if paths is not None:
+            slots, lengths = _paths_to_leaves(paths)
         rows = slots // max(seq_idx.shape[1], 1)
         self.several = len(lengths) > len(rows.unique())
-        self.padded = len(slots) < len(flat)
+        self.padded = bool((flat < 0).any())
         ends = lengths.cumsum(0)
         self.cu_seqlens = torch.cat([ends.new_zeros(1), ends]).int().to(device)
         starts = ends - lengths
@@ -160,7 +168,7 @@ class SplitDocuments:
         # Documents of similar length share a batch: those between two powers of two.
         self.batches, total = [], 0
         sizes = torch.log2(lengths.double()).floor()
-        order = torch.empty(len(flat) + 1, dtype=torch.int64, device="cpu")
+        order = torch.full((len(flat),), torch.iinfo(torch.int64).max, device="cpu")
         for size in sizes.unique().tolist():
             chosen = (sizes == size).nonzero()[:, 0]
             longest = int(lengths[chosen].max())
@@ -168,10 +176,37 @@ class SplitDocuments:
             inside = steps < lengths[chosen][:, None]
             tokens = slots[starts[chosen][:, None] + steps.minimum(lengths[chosen][:, None] - 1)]
             self.batches.append(tokens.to(device))
-            order[tokens[inside]] = total + inside.flatten().nonzero()[:, 0]
+            order.scatter_reduce_(0, tokens[inside], total + inside.flatten().nonzero()[:, 0], "amin")
             total += tokens.numel()
-        order[:-1][flat < 0] = total
-        self.order = order[:-1].to(device)
+        order[flat < 0] = total
+        self.order = order.to(device)
+
+
+def _paths_to_leaves(paths):
+    """(rows, lengths) of those of a tree's paths that hold all of its rows: each row's last path."""
+    cu_seqlens, rows, copy_offsets, copies = (tensor.cpu().long() for tensor in paths.tensors)
+    last = copies[copy_offsets[1:][copy_offsets.diff() > 0] - 1]
+    chosen = torch.searchsorted(cu_seqlens[1:], last, right=True).unique()
+    lengths = cu_seqlens.diff()[chosen]
+    chosen_rows = torch.zeros(len(cu_seqlens) - 1, dtype=torch.bool, device="cpu").index_fill(0, chosen, True)
+    return rows[chosen_rows.repeat_interleave(cu_seqlens.diff())], lengths
+
+
+class RowDocuments(NamedTuple):
+    """Where the documents of a call's rows lie.
+
+    seq_idx: int32 ``[batch, seqlen]``, the document of each token, -1 for padding. paths: of a prefix tree, whose segments
+    seq_idx then counts.
+    """
+
+    seq_idx: torch.Tensor
+    paths: PrefixPaths | None = None
+
+    def split(self, device) -> SplitDocuments:
+        seq_idx, key = self.seq_idx.to(device), ("documents of layers with a state",)
+        if self.paths is None:
+            return kept_with([seq_idx], key, lambda: SplitDocuments(seq_idx))
+        return kept_with([seq_idx, self.paths.rows], key, lambda: SplitDocuments(seq_idx, self.paths))
 
 
 def by_name(layer, run, args, kwargs):

@@ -133,8 +133,20 @@ def test_refused(device):
             model(tokens[tree.rows.to(device)][None], **told)
 
 
-@pytest.mark.parametrize("config", ["Qwen3NextConfig", "Lfm2Config", "JambaConfig"])
-def test_layers_with_a_state_are_refused(config, device):
+STATEFUL = {
+    "Qwen3NextConfig": {"layer_types": ["linear_attention", "full_attention"], "num_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3_5TextConfig": {"layer_types": ["linear_attention", "full_attention"]},
+    "Lfm2Config": {"layer_types": ["conv", "full_attention"]},
+    "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "mamba_d_state": 8, "use_mamba_kernels": False},
+    "NemotronHConfig": {"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1},
+    "MambaConfig": {"state_size": 8},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", STATEFUL)
+def test_layers_with_a_state_run_on_whole_paths(config, device):
+    if not hasattr(transformers, config):
+        pytest.skip("not in this transformers")
     sizes = {
         "vocab_size": 61,
         "hidden_size": 32,
@@ -142,16 +154,22 @@ def test_layers_with_a_state_are_refused(config, device):
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
     }
-    layers = {"layer_types": ["linear_attention", "full_attention"]} if config == "Qwen3NextConfig" else {}
-    layers = {"layer_types": ["conv", "full_attention"]} if config == "Lfm2Config" else layers
+    options = {**sizes, "num_key_value_heads": 2, "head_dim": 8, **STATEFUL[config]}
     model = transformers.AutoModelForCausalLM.from_config(
-        getattr(transformers, config)(**sizes, **layers, num_key_value_heads=2), attn_implementation="packing_ops"
+        getattr(transformers, config)(**options), attn_implementation="packing_ops"
     ).to(device)
-    tokens, _, tree = samples(device)
-    with pytest.raises(
-        NotImplementedError, match="segment_parents: expected a model without layers that carry a state"
-    ):
-        hidden_of_tree(model, tokens, tree, device)
+    tokens, cu_seqlens, tree = samples(device)
+    weights = torch.randn(tree.num_tokens, 61, device=device)
+
+    def step(logits):
+        model.zero_grad()
+        (logits * weights).sum().backward()
+        return logits.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    shared = step(hidden_of_tree(model, tokens, tree, device)[tree.row_of_token.to(device)])
+    spans = zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)
+    alone = step(torch.cat([model(tokens[None, start:end], use_cache=False).logits[0] for start, end in spans]))
+    torch.testing.assert_close(shared, alone, rtol=1e-3, atol=1e-3)
 
 
 def test_models_that_do_not_pass_them_on_are_refused(device):
