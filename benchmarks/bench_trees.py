@@ -63,7 +63,7 @@ def gathered(tree):
     segments = int(tree.metadata.lengths.max())
 
     def attend(q, k, v):
-        k, v = (t.index_select(0, paths.rows) for t in (k, v))
+        k, v = (t.index_select(0, paths.row_of_key) for t in (k, v))
         grouped = {"enable_gqa": True, "window_size": (-1, 0)}
         return varlen_attn(q, k, v, tree.metadata.cu_seqlens, paths.cu_seqlens, segments, longest, **grouped)
 

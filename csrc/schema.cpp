@@ -48,8 +48,8 @@ PACKING_OPS_LIBRARY(PACKING_OPS_NAMESPACE, m) {
   m.def("varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? sinks, bool causal, float? softmax_scale, int window_left, int window_right, float softcap, Tensor? plan, Tensor? visible_end=None) -> (Tensor, Tensor)");
   m.def("varlen_attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? sinks, bool causal, float? softmax_scale, int window_left, int window_right, float softcap, Tensor? plan, Tensor? visible_end=None) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def("prefix_paths(Tensor cu_seqlens, Tensor parents, SymInt total) -> (Tensor, Tensor, Tensor, Tensor)");
-  m.def("prefix_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor path_cu_seqlens, Tensor path_rows, Tensor copy_offsets, Tensor copies, Tensor? sinks, float? softmax_scale, int window_left, float softcap, Tensor? plan) -> (Tensor, Tensor)");
-  m.def("prefix_attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens, Tensor path_cu_seqlens, Tensor path_rows, Tensor copy_offsets, Tensor copies, Tensor? sinks, float? softmax_scale, int window_left, float softcap, Tensor? plan) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("prefix_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor path_cu_seqlens, Tensor? sinks, Tensor row_of_key, Tensor key_offsets, Tensor keys_of_row, float? softmax_scale, int window_left, float softcap, Tensor? plan) -> (Tensor, Tensor)");
+  m.def("prefix_attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens, Tensor path_cu_seqlens, Tensor? sinks, Tensor row_of_key, Tensor key_offsets, Tensor keys_of_row, float? softmax_scale, int window_left, float softcap, Tensor? plan) -> (Tensor, Tensor, Tensor, Tensor)");
 
   // logps
   m.def("logps_targets(Tensor labels, Tensor cu_seqlens, int ignore_index, SymInt vocab) -> Tensor");

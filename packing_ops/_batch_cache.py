@@ -226,7 +226,7 @@ def plan_for(q, k, v, cu_seqlens_q, cu_seqlens_k, options, cache: BatchCache | N
     if num_kv_heads == 0 or num_heads % num_kv_heads or not (0 < head_dim <= 512 and 0 < head_dim_v <= 512):
         return None
     if options.paths is not None:
-        total_k = options.paths.rows.shape[0]
+        total_k = options.paths.row_of_key.shape[0]
     mask = options.causal, *options.window_size
     geometry = (total_q, total_k, num_heads, num_kv_heads, head_dim, *mask, head_dim_v)
     return plan_of(cu_seqlens_q, cu_seqlens_k, geometry, cache, visible_end=options.visible_end)

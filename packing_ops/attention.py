@@ -15,7 +15,7 @@ likewise. Under a causal mask over as many keys as queries, rows before key // 1
     Memory grows with the tokens, never with their square.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args, overload
 
 import torch
@@ -24,7 +24,7 @@ from packing_ops import _batch_cache, _ops
 from packing_ops._arguments import FLOATS, check_tensor, described, sum_dtype, window_sides
 from packing_ops._autograd import past_autograd, register_autograd, register_no_autograd
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
-from packing_ops.prefix_attention import PrefixPaths, kept_paths, token_major
+from packing_ops.prefix_attention import PrefixPaths, paths_of_call, token_major
 
 Layout = Literal["thd", "bhsd", "bshd"]
 LAYOUTS = get_args(Layout)  # of q, k and v: t total, b batch of 1, s seqlen, h num_heads, d head_dim
@@ -228,7 +228,7 @@ def attend(
     if parents is not None or options.paths is not None:
         if cu_seqlens_k is not cu_seqlens_q:
             raise ValueError("cu_seqlens_k: expected None beside a prefix tree, whose segments are those of q and of k")
-        paths = _paths_of(k, cu_seqlens_q, options, parents, cache)
+        paths = paths_of_call(q, k, v, cu_seqlens_q, options, parents, cache)
         options = options._replace(paths=paths if paths.shares else None)
         cu_seqlens_k = paths.cu_seqlens if paths.shares else cu_seqlens_q
     if plan is None:
@@ -253,7 +253,9 @@ def attention_forward(
     """The op: (out, lse)."""
     causal, softmax_scale, (left, right), softcap, sinks, visible_end, paths = options
     if paths is not None:
-        return _ops.prefix_attention(q, k, v, cu_seqlens_q, *paths.tensors, sinks, softmax_scale, left, softcap, plan)
+        return _ops.prefix_attention(
+            q, k, v, cu_seqlens_q, paths.cu_seqlens, sinks, *paths.tensors[1:], softmax_scale, left, softcap, plan
+        )
     return _ops.varlen_attention(
         q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, softcap, plan, visible_end
     )
@@ -272,37 +274,22 @@ def attention_backward(
     causal, softmax_scale, (left, right), softcap, sinks, visible_end, paths = options
     if paths is not None:
         return _ops.prefix_attention_backward(
-            dout, dlse, *saved, cu_seqlens_q, *paths.tensors, sinks, softmax_scale, left, softcap, plan
+            dout,
+            dlse,
+            *saved,
+            cu_seqlens_q,
+            paths.cu_seqlens,
+            sinks,
+            *paths.tensors[1:],
+            softmax_scale,
+            left,
+            softcap,
+            plan,
         )
     return _ops.varlen_attention_backward(
         dout, dlse, *saved, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, softcap, plan,
         visible_end,
     )  # fmt: skip
-
-
-def _paths_of(
-    k: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    options: AttentionOptions,
-    parents: torch.Tensor | PrefixPaths | None,
-    cache: _batch_cache.BatchCache | None,
-) -> PrefixPaths:
-    """Of the tree of a call, from its PackedMetadata or from parents. ValueError for what a tree does not have."""
-    if not options.causal or options.window_size[1] > 0:
-        given = f"causal={options.causal}, window_size={options.window_size}"
-        raise ValueError(f"causal, window_size: expected a causal call for a prefix tree, got {given}")
-    if options.visible_end is not None:
-        came = described(options.visible_end)
-        raise ValueError(f"visible_end: expected None beside a prefix tree, which is causal, got {came}")
-    if options.paths is not None:
-        if parents is not None:
-            raise ValueError("parents: expected None beside the PackedMetadata of a prefix tree, which has them")
-        return options.paths
-    if isinstance(parents, PrefixPaths):
-        return parents
-    check_tensor(parents, "parents")
-    assert parents is not None
-    return kept_paths(cu_seqlens, parents, k.shape[2 if k.dim() == 4 else 0], cache)
 
 
 def of_heads(options: AttentionOptions, heads: slice) -> AttentionOptions:
@@ -456,19 +443,24 @@ def _out_and_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any
     return out, q.new_empty(out.shape[-3:-1][::-1], dtype=sum_dtype(q.dtype))
 
 
-def _gradients(sinks_index: int) -> Callable[..., tuple[torch.Tensor, ...]]:
-    def fake(dout: torch.Tensor, dlse: torch.Tensor | None, *given: Any) -> tuple[torch.Tensor, ...]:
-        q, k, v, _, lse, *others = given
-        dq, dk, dv = (token_major(t.new_empty(token_major(t).shape)) for t in (q, k, v))
-        num_sinks = 0 if others[sinks_index] is None else lse.shape[0]
-        return dq, dk, dv, q.new_empty(num_sinks, dtype=sum_dtype(q.dtype))
+def _gradients(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *others: Any,
+) -> tuple[torch.Tensor, ...]:
+    sinks = others[2]
+    dq, dk, dv = (token_major(t.new_empty(token_major(t).shape)) for t in (q, k, v))
+    return dq, dk, dv, q.new_empty(0 if sinks is None else lse.shape[0], dtype=sum_dtype(q.dtype))
 
-    return fake
 
-
-for _op, _sinks_index in (("varlen_attention", 2), ("prefix_attention", 5)):
+for _op in ("varlen_attention", "prefix_attention"):
     _ops.register_fake(_op)(_out_and_lse)
-    _ops.register_fake(f"{_op}_backward")(_gradients(_sinks_index))
+    _ops.register_fake(f"{_op}_backward")(_gradients)
 
 
 def _varlen_attention_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

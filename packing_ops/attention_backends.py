@@ -189,6 +189,8 @@ def attention(
     if visible_end is None and same_documents and isinstance(cu_seqlens_q, PackedMetadata):
         visible_end = cu_seqlens_q.visible_end
     options = checked_options(causal, softmax_scale, window_size, softcap, sinks, visible_end)
+    if isinstance(cu_seqlens_q, PackedMetadata):
+        options = options._replace(paths=cu_seqlens_q.paths)
     # Choose.
     if backend is None:
         backend, reasons = _select(q, k, v, options, return_lse)
@@ -232,7 +234,7 @@ def _select(
 ) -> tuple[str, dict[str, str]]:
     """(name, {backend: why it cannot run})."""
     features = {"softcap": options.softcap > 0, "sinks": options.sinks is not None, "lse": return_lse}
-    features["visible_end"] = options.visible_end is not None
+    features |= {"visible_end": options.visible_end is not None, "prefix trees": options.paths is not None}
     extra = " and ".join(name for name, wanted in features.items() if wanted)
     reasons = {
         "packing_ops": _why_not_packing_ops(q, v),

@@ -21,7 +21,7 @@ from packing_ops._arguments import (
     one_row,
 )
 from packing_ops._batch_cache import cu_seqlens_of_rows, is_captured
-from packing_ops.metadata import PackedMetadata, cu_seqlens_of
+from packing_ops.metadata import PackedMetadata, check_no_tree, cu_seqlens_of
 
 
 def cu_seqlens_from_lengths(lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
@@ -102,7 +102,9 @@ def last_token_indices(cu_seqlens: PackedMetadata | torch.Tensor) -> torch.Tenso
     Raises:
         ValueError: a document without tokens; cu_seqlens of another dtype or shape.
     """
-    cu_seqlens = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, PackedMetadata) else cu_seqlens
+    if isinstance(cu_seqlens, PackedMetadata):
+        check_no_tree(cu_seqlens, "cu_seqlens")
+        cu_seqlens = cu_seqlens.cu_seqlens
     check_cu_seqlens(cu_seqlens, "cu_seqlens")
     last, empty = cu_seqlens[1:].long() - 1, cu_seqlens[1:] <= cu_seqlens[:-1]
     # In this order: torch.compile before 2.13 does not trace the second.

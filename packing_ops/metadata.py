@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 
 from packing_ops import _ops
 from packing_ops._arguments import (
@@ -21,7 +20,7 @@ from packing_ops._arguments import (
     wrong_type,
 )
 from packing_ops._batch_cache import BatchCache, is_real, kept_with, plan_of
-from packing_ops.prefix_attention import PrefixPaths, prefix_paths
+from packing_ops.prefix_attention import PrefixPaths, positions_of_paths, prefix_paths
 
 if TYPE_CHECKING:
     from packing_ops.prefix_tree import PrefixTree
@@ -39,7 +38,7 @@ class PackedMetadata:
     Attributes:
         cu_seqlens: int32 ``[num_documents + 1]``.
         total: slots of the packed row, a Python int; slots from ``cu_seqlens[-1]`` on are padding.
-        max_seqlen: longest document, a Python int.
+        max_seqlen: longest document, or longest path of a prefix tree, a Python int.
         indices: int64 ``[total]``, slots of the padded batch that were kept; only after from_attention_mask.
         num_tokens: ``cu_seqlens[-1]`` as a Python int; None if it was neither given nor read.
         seqlen: columns of the padded batch, for pad and unpad; only after from_attention_mask.
@@ -179,8 +178,8 @@ class PackedMetadata:
         total = tree.position_ids.numel()
         paths = prefix_paths(tree.cu_seqlens, tree.parents, total)
         _, longest = _end_and_longest(paths.cu_seqlens)
-        cu_seqlens = tree.cu_seqlens.to(device or tree.cu_seqlens.device, non_blocking=True)
-        return cls(cu_seqlens, total, longest, num_tokens=total, paths=paths.to(device))
+        paths = paths.to(device)
+        return cls(paths.segments.clone(), total, longest, num_tokens=total, paths=paths)
 
     @property
     def num_documents(self) -> int:
@@ -193,11 +192,9 @@ class PackedMetadata:
 
     @property
     def position_ids(self) -> torch.Tensor:  # not kept: it costs no more than comparing cu_seqlens with those before
-        positions = _ops.position_ids_from_cu_seqlens(self.cu_seqlens, self.total)
-        if self.paths is None:
-            return positions
-        before = F.pad(self.paths.cu_seqlens.diff() - self.lengths, (0, 1))  # 0 behind the last segment
-        return positions + before.index_select(0, self.seq_idx)
+        if self.paths is not None:
+            return positions_of_paths(self.paths, self.total)
+        return _ops.position_ids_from_cu_seqlens(self.cu_seqlens, self.total)
 
     @property
     def seq_idx(self) -> torch.Tensor:
@@ -224,6 +221,7 @@ class PackedMetadata:
             ValueError: another shape or device.
         """
         check_tensor(x, "x")
+        check_no_tree(self)
         batch, shape = self.num_documents, tuple(x.shape[:2])
         wide = self.seqlen is None and len(shape) == 2 and shape[0] == batch and shape[1] >= self.max_seqlen
         if not wide and shape != (batch, self.seqlen):
@@ -254,6 +252,7 @@ class PackedMetadata:
             ValueError: x has not ``total`` rows, or is on another device.
         """
         check_tensor(x, "x")
+        check_no_tree(self)
         if x.dim() == 0 or x.shape[0] != self.total:
             raise ValueError(f"x: expected [total={self.total}, ...], got {list(x.shape)}")
         seqlen = self.max_seqlen if self.seqlen is None else self.seqlen
@@ -290,7 +289,7 @@ class PackedMetadata:
         of_v = head_dim if head_dim_v is None else head_dim_v
         keys, total_k = self.cu_seqlens, self.total
         if self.paths is not None and self.paths.shares:
-            keys, total_k = self.paths.cu_seqlens, self.paths.rows.shape[0]
+            keys, total_k = self.paths.cu_seqlens, self.paths.row_of_key.shape[0]
         geometry = (self.total, total_k, num_heads, num_kv_heads, head_dim, causal, *sides, of_v)
         return plan_of(self.cu_seqlens, keys, geometry, self._cache, visible_end=self.visible_end)
 
@@ -359,8 +358,7 @@ def check_causal(metadata: PackedMetadata) -> None:
     Example:
         >>> check_causal(PackedMetadata.from_lengths([2, 1]))
     """
-    if metadata.paths is not None:
-        raise ValueError(f"metadata: {_EXPECTED_DOCUMENTS}")
+    check_no_tree(metadata)
     if metadata.visible_end is not None:
         raise ValueError(
             "visible_end: expected None in a PackedMetadata for models and masks that do not take it (models make masks "
@@ -369,10 +367,17 @@ def check_causal(metadata: PackedMetadata) -> None:
         )
 
 
-_EXPECTED_DOCUMENTS = (
-    "expected packed documents, got a prefix tree, whose segments are no samples (varlen_attention and apply_rotary_qk take "
-    "it; elsewhere PrefixTree.row_of_token takes rows to the samples)"
-)
+def check_no_tree(metadata: PackedMetadata, name: str = "metadata") -> None:
+    """ValueError for a prefix tree, where what works sample by sample would take its segments for samples.
+
+    Example:
+        >>> check_no_tree(PackedMetadata.from_lengths([2, 1]))
+    """
+    if metadata.paths is not None:
+        raise ValueError(
+            f"{name}: expected packed documents, got a prefix tree, whose segments are no samples (varlen_attention and "
+            "apply_rotary_qk take it; elsewhere PrefixTree.row_of_token takes rows to the samples)"
+        )
 
 
 def cu_seqlens_of(
@@ -392,8 +397,8 @@ def cu_seqlens_of(
         return documents
     if not isinstance(documents, PackedMetadata):
         raise wrong_type(name, "PackedMetadata or its cu_seqlens", documents)
-    if documents.paths is not None and not tree:
-        raise ValueError(f"{name}: {_EXPECTED_DOCUMENTS}")
+    if not tree:
+        check_no_tree(documents, name)
     # Not in a graph: total is a number there, and comparing it would make the size of the row one too.
     if not torch.compiler.is_compiling() and documents.total != total:
         raise ValueError(f"{name}: expected total={total} like {like}, got PackedMetadata with total={documents.total}")

@@ -8,44 +8,50 @@ shared row are sums over the segments that see it, in their order.
 The gathered k and v are not kept for the backward, which gathers them again.
 """
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from packing_ops import _ops
+from packing_ops._arguments import check_tensor, described
 from packing_ops._autograd import on_its_own, past_autograd, register_autograd, register_no_autograd
-from packing_ops._batch_cache import BatchCache, is_captured, kept_with
+from packing_ops._batch_cache import BatchCache, is_captured, is_real, kept_with
+from packing_ops._checks import check_unchanged
+
+if TYPE_CHECKING:
+    from packing_ops.attention import AttentionOptions
 
 
 class PrefixPaths(NamedTuple):
     """The paths of a tree's segments, one after the other: which rows of k and v they hold. int32, on the device of k.
 
     Attributes:
-        cu_seqlens: ``[num_segments + 1]``, where each path starts in ``rows``.
-        rows: ``[paths]``, the row of each key.
-        copy_offsets: ``[total + 1]``; row ``r`` stands at the indices ``copies[copy_offsets[r] : copy_offsets[r + 1]]`` of rows.
-        copies: ``[paths]``.
+        segments: ``[num_segments + 1]``, the tree's cu_seqlens that the paths are of.
+        cu_seqlens: ``[num_segments + 1]``, where each path starts in ``row_of_key``.
+        row_of_key: ``[paths]``.
+        key_offsets: ``[total + 1]``; the keys of row ``r`` are ``keys_of_row[key_offsets[r] : key_offsets[r + 1]]``.
+        keys_of_row: ``[paths]``.
         shares: whether a segment has a parent. Without, the segments are documents, and attention gathers nothing.
     """
 
+    segments: torch.Tensor
     cu_seqlens: torch.Tensor
-    rows: torch.Tensor
-    copy_offsets: torch.Tensor
-    copies: torch.Tensor
+    row_of_key: torch.Tensor
+    key_offsets: torch.Tensor
+    keys_of_row: torch.Tensor
     shares: bool = True
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """As the op takes them."""
-        return self.cu_seqlens, self.rows, self.copy_offsets, self.copies
+        return self.cu_seqlens, self.row_of_key, self.key_offsets, self.keys_of_row
 
     def to(self, device: torch.device | str | None) -> "PrefixPaths":
         def move(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(device or tensor.device, non_blocking=True)
 
-        cu_seqlens, rows, copy_offsets, copies = map(move, self.tensors)
-        return PrefixPaths(cu_seqlens, rows, copy_offsets, copies, self.shares)
+        cu_seqlens, row_of_key, key_offsets, keys_of_row = map(move, self.tensors)
+        return PrefixPaths(move(self.segments), cu_seqlens, row_of_key, key_offsets, keys_of_row, self.shares)
 
 
 def prefix_paths(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int) -> PrefixPaths:
@@ -59,33 +65,55 @@ def prefix_paths(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int) ->
     Example:
         >>> cu_seqlens = torch.tensor([0, 128, 130, 131], dtype=torch.int32)
         >>> paths = prefix_paths(cu_seqlens, torch.tensor([-1, 0, 0], dtype=torch.int32), 131)
-        >>> paths.cu_seqlens.tolist(), paths.rows[128 + 128 :].tolist()[:4], paths.rows[-1:].tolist()
+        >>> paths.cu_seqlens.tolist(), paths.row_of_key[128 + 128 :].tolist()[:4], paths.row_of_key[-1:].tolist()
         ([0, 128, 258, 387], [128, 129, 0, 1], [130])
 
     Raises:
         ValueError: segments or parents that are no tree in this form; the message names the argument.
     """
-    path_cu_seqlens, rows, copy_offsets, copies = _ops.prefix_paths(cu_seqlens, parents, total)
+    path_cu_seqlens, row_of_key, key_offsets, keys_of_row = _ops.prefix_paths(cu_seqlens, parents, total)
     shares = torch.compiler.is_compiling() or bool((parents >= 0).any())
-    return PrefixPaths(path_cu_seqlens, rows, copy_offsets, copies, shares)
+    return PrefixPaths(cu_seqlens.clone(), path_cu_seqlens, row_of_key, key_offsets, keys_of_row, shares)
 
 
-def paths_of_rows(cu_seqlens: torch.Tensor, rows: torch.Tensor, total: int) -> PrefixPaths:
+def paths_of_rows(
+    segments: torch.Tensor, cu_seqlens: torch.Tensor, row_of_key: torch.Tensor, total: int
+) -> PrefixPaths:
     """The paths of a library that finds their rows itself. No synchronisation.
 
     Args:
-        cu_seqlens: int32 ``[num_segments + 1]``, where each path starts in ``rows``.
-        rows: integer ``[paths]``.
+        segments: int32 ``[num_segments + 1]``, the tree's cu_seqlens.
+        cu_seqlens: int32 ``[num_segments + 1]``, where each path starts in ``row_of_key``.
+        row_of_key: integer ``[paths]``.
         total: rows of k and v.
 
     Example:
-        >>> paths = paths_of_rows(torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([0, 1, 0, 1, 2]), 3)
-        >>> paths.copy_offsets.tolist(), paths.copies.tolist()
+        >>> segments, cu_seqlens = torch.tensor([[0, 2, 3], [0, 2, 5]], dtype=torch.int32)
+        >>> paths = paths_of_rows(segments, cu_seqlens, torch.tensor([0, 1, 0, 1, 2]), 3)
+        >>> paths.key_offsets.tolist(), paths.keys_of_row.tolist()
         ([0, 2, 4, 5], [0, 2, 1, 3, 4])
     """
-    in_order, copies = rows.sort(stable=True)
-    copy_offsets = torch.searchsorted(in_order, torch.arange(total + 1, device=rows.device))
-    return PrefixPaths(cu_seqlens, rows.int(), copy_offsets.int(), copies.int())
+    in_order, keys_of_row = row_of_key.sort(stable=True)
+    key_offsets = torch.searchsorted(in_order, torch.arange(total + 1, device=row_of_key.device))
+    return PrefixPaths(segments.clone(), cu_seqlens, row_of_key.int(), key_offsets.int(), keys_of_row.int())
+
+
+def positions_of_paths(paths: PrefixPaths, total: int) -> torch.Tensor:
+    """int64 ``[total]``: each row's distance from its root; the rows after the last segment count from 0."""
+    cu_seqlens = paths.segments
+    before = F.pad(paths.cu_seqlens.diff() - cu_seqlens.diff(), (0, 1))  # 0 behind the last segment
+    segment = _ops.seq_idx_from_cu_seqlens(cu_seqlens, total)
+    return _ops.position_ids_from_cu_seqlens(cu_seqlens, total) + before.index_select(0, segment)
+
+
+def check_same(values: torch.Tensor, expected: torch.Tensor, message: str) -> None:
+    """ValueError where values differ: on the CPU at once, on CUDA in a later call, in a graph never."""
+    if not is_real(values):
+        return
+    if values.is_cuda:
+        check_unchanged(values, expected)
+    elif not torch.equal(values, expected):
+        raise ValueError(message)
 
 
 def kept_paths(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int, cache: BatchCache | None) -> PrefixPaths:
@@ -99,26 +127,60 @@ def kept_paths(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int, cach
     return kept_with((cu_seqlens, parents), key, lambda: prefix_paths(cu_seqlens, parents, total), cache=cache)
 
 
+def paths_of_call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    options: "AttentionOptions",
+    parents: torch.Tensor | PrefixPaths | None,
+    cache: BatchCache | None,
+) -> PrefixPaths:
+    """Of the tree of a call, from its PackedMetadata or from parents. ValueError for what a tree does not have."""
+    rows = q.shape[2 if q.dim() == 4 else 0]
+    for name, tensor in (("k", k), ("v", v)):
+        check_tensor(tensor, name)
+        if tensor.dim() != q.dim() or q.dim() not in (3, 4) or tensor.shape[2 if q.dim() == 4 else 0] != rows:
+            raise ValueError(
+                f"{name}: expected the layout and the {rows} rows of q, which are the tree's, got {described(tensor)}"
+            )
+    if not options.causal or options.window_size[1] > 0:
+        given = f"causal={options.causal}, window_size={options.window_size}"
+        raise ValueError(f"causal, window_size: expected a causal call for a prefix tree, got {given}")
+    if options.visible_end is not None:
+        came = described(options.visible_end)
+        raise ValueError(f"visible_end: expected None beside a prefix tree, which is causal, got {came}")
+    if options.paths is not None and parents is not None:
+        raise ValueError("parents: expected None beside the PackedMetadata of a prefix tree, which has them")
+    paths = options.paths if parents is None else parents
+    if not isinstance(paths, PrefixPaths):
+        check_tensor(paths, "parents")
+        return kept_paths(cu_seqlens, paths, rows, cache)  # type: ignore[arg-type]
+    if paths.key_offsets.shape[0] != rows + 1:
+        raise ValueError(f"parents: expected the paths of a tree of {rows} rows, got {paths.key_offsets.shape[0] - 1}")
+    check_same(
+        cu_seqlens, paths.segments, "parents: expected the paths of the tree that cu_seqlens_q are the segments of"
+    )
+    return paths
+
+
 # --- the op and its backward ---
 
 
 def token_major(rows: torch.Tensor) -> torch.Tensor:
-    """``[1, num_heads, total, head_dim]`` as ``[1, total, num_heads, head_dim]``, and back; three dimensions are so."""
+    """``[1, num_heads, total, head_dim]`` as ``[1, total, num_heads, head_dim]`` and back; three dimensions stay."""
     return rows if rows.dim() == 3 else rows.transpose(1, 2)
 
 
-def _along_paths(rows: torch.Tensor, path_rows: torch.Tensor, total: int) -> torch.Tensor:
-    dim = 0 if rows.dim() == 3 else 2
-    if rows.shape[dim] != total:
-        raise ValueError(f"parents: expected a tree of the {rows.shape[dim]} rows of k and v, got one of {total} rows")
-    return rows.index_select(dim, path_rows)
+def _along_paths(rows: torch.Tensor, row_of_key: torch.Tensor) -> torch.Tensor:
+    return rows.index_select(0 if rows.dim() == 3 else 2, row_of_key)
 
 
-def _sum_of_copies(grad: torch.Tensor, copy_offsets: torch.Tensor, copies: torch.Tensor) -> torch.Tensor:
-    """Of each row, over its indices in the paths, in ascending order."""
+def _sum_by_row(grad: torch.Tensor, key_offsets: torch.Tensor, keys_of_row: torch.Tensor) -> torch.Tensor:
+    """Adds up the gradients of the keys of each row, in ascending order."""
     by_token = token_major(grad)
-    flat = by_token.reshape(copies.shape[0], by_token.shape[-2] * by_token.shape[-1])
-    summed = F.embedding_bag(copies, flat, copy_offsets, mode="sum", include_last_offset=True)
+    flat = by_token.reshape(keys_of_row.shape[0], by_token.shape[-2] * by_token.shape[-1])
+    summed = F.embedding_bag(keys_of_row, flat, key_offsets, mode="sum", include_last_offset=True)
     return token_major(summed.view(*by_token.shape[:-3], -1, *by_token.shape[-2:]))
 
 
@@ -126,21 +188,21 @@ def _sum_of_copies(grad: torch.Tensor, copy_offsets: torch.Tensor, copies: torch
 def _prefix_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, *given: Any
 ) -> tuple[torch.Tensor, ...]:
-    path_cu_seqlens, path_rows, copy_offsets, _, *options = given
-    k, v = (_along_paths(t, path_rows, copy_offsets.shape[0] - 1) for t in (k, v))
-    return _ops.varlen_attention(q, k, v, cu_seqlens, path_cu_seqlens, *_as_varlen(*options))
+    path_cu_seqlens, sinks, row_of_key, _, _, *options = given
+    k, v = _along_paths(k, row_of_key), _along_paths(v, row_of_key)
+    return _ops.varlen_attention(q, k, v, cu_seqlens, path_cu_seqlens, *_as_varlen(sinks, *options))
 
 
 @on_its_own
 def _prefix_attention_backward(
     dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any
 ) -> tuple[torch.Tensor, ...]:
-    out, lse, cu_seqlens, path_cu_seqlens, path_rows, copy_offsets, copies, *options = given
-    k, v = (_along_paths(t, path_rows, copy_offsets.shape[0] - 1) for t in (k, v))
+    out, lse, cu_seqlens, path_cu_seqlens, sinks, row_of_key, key_offsets, keys_of_row, *options = given
+    k, v = _along_paths(k, row_of_key), _along_paths(v, row_of_key)
     dq, dk, dv, dsinks = _ops.varlen_attention_backward(
-        dout, dlse, q, k, v, out, lse, cu_seqlens, path_cu_seqlens, *_as_varlen(*options)
+        dout, dlse, q, k, v, out, lse, cu_seqlens, path_cu_seqlens, *_as_varlen(sinks, *options)
     )
-    dk, dv = (_sum_of_copies(grad, copy_offsets, copies) for grad in (dk, dv))
+    dk, dv = (_sum_by_row(grad, key_offsets, keys_of_row) for grad in (dk, dv))
     return dq, dk, dv, dsinks
 
 
@@ -167,17 +229,18 @@ def _(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int) -> tuple[torc
 
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    q, k, v, *tree, sinks, ctx.softmax_scale, ctx.left, ctx.softcap, plan = inputs
-    ctx.save_for_backward(q, k, v, *output, *tree, sinks, plan)
+    q, k, v, *tree, ctx.softmax_scale, ctx.left, ctx.softcap, plan = inputs
+    ctx.save_for_backward(q, k, v, *output, *tree, plan)
 
 
 def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    *inputs, sinks, plan = ctx.saved_tensors
+    *inputs, plan = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(inputs[3])
     options = ctx.softmax_scale, ctx.left, ctx.softcap, plan
-    dq, dk, dv, dsinks = past_autograd(_ops.prefix_attention_backward, dout, dlse, *inputs, sinks, *options)
-    return dq, dk, dv, *(5 * [None]), None if sinks is None else dsinks, *(4 * [None])
+    dq, dk, dv, dsinks = past_autograd(_ops.prefix_attention_backward, dout, dlse, *inputs, *options)
+    sinks = inputs[7]
+    return dq, dk, dv, None, None, None if sinks is None else dsinks, *(7 * [None])
 
 
 register_autograd("prefix_attention", _backward, setup_context=_context)

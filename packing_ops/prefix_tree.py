@@ -16,6 +16,7 @@ from packing_ops._arguments import (
     int32_cu_seqlens,
     integer,
     one_row,
+    wrong_type,
 )
 from packing_ops.logps import checked_head, logps_of_targets
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
@@ -114,14 +115,14 @@ class PrefixTree:
 
     @property
     def rows_before(self) -> torch.Tensor:
-        """int64 ``[num_rows]``: the row of the token before each row's; -1 for a sample's first token. No synchronisation."""
+        """int64 ``[num_rows]``: the row before each row on its path; -1 for a root's first row. No synchronisation."""
         before = torch.arange(-1, self.num_rows - 1, device=self.rows.device)
         last_rows = F.pad(
             self.cu_seqlens[1:].long() - 1, (0, 1), value=-1
         )  # of each segment; parent -1 has the last entry
         return before.index_put((self.cu_seqlens[:-1].long(),), last_rows[self.parents.long()])
 
-    def row(self, bin: int) -> "PrefixTree":
+    def bin(self, index: int) -> "PrefixTree":
         """The tree of one bin alone, one row of the batch, with the samples that the bin has.
 
         ``rows`` are still indices of the tokens that were packed, ``samples`` of the samples; the rest counts from 0.
@@ -129,20 +130,20 @@ class PrefixTree:
 
         Example:
             >>> tree = pack_prefix_tree(torch.tensor([5, 6, 7, 8, 9]), [0, 2, 5], capacity=3)
-            >>> tree.row(1).samples.tolist(), tree.row(1).rows.tolist()
+            >>> tree.bin(1).samples.tolist(), tree.bin(1).rows.tolist()
             ([0], [0, 1])
 
         Raises:
-            ValueError: bin outside 0 to num_bins - 1.
+            ValueError: index outside 0 to num_bins - 1.
         """
-        if not 0 <= integer(bin, "bin") < self.num_bins:
-            raise ValueError(f"bin: expected 0 to num_bins - 1 = {self.num_bins - 1}, got {bin}")
+        if not 0 <= integer(index, "index") < self.num_bins:
+            raise ValueError(f"index: expected 0 to num_bins - 1 = {self.num_bins - 1}, got {index}")
         if self.num_bins == 1:
             return self
-        first, last = self.bin_offsets[bin : bin + 2].tolist()
+        first, last = self.bin_offsets[index : index + 2].tolist()
         begin, end = self.cu_seqlens[[first, last]].tolist()
         parents = self.parents[first:last]
-        served = self.sample_bins == bin
+        served = self.sample_bins == index
         lengths = self.sample_cu_seqlens.diff()
         row_of_token = self.row_of_token[served.repeat_interleave(lengths)]
         return PrefixTree(
@@ -152,7 +153,7 @@ class PrefixTree:
             position_ids=self.position_ids[begin:end].clone(),
             row_of_token=row_of_token - begin,
             copies=self.copies[begin:end].clone(),
-            bin_offsets=self.bin_offsets[bin : bin + 2] - first,
+            bin_offsets=self.bin_offsets[index : index + 2] - first,
             samples=self.samples[served],
             sample_bins=torch.zeros_like(self.samples[served]),
             sample_cu_seqlens=_ops.cu_seqlens_from_lengths(lengths[served]),
@@ -160,7 +161,7 @@ class PrefixTree:
             repeated_by_cuts=None,
         )
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "PrefixTree":
+    def to(self, device: torch.device | str, *, non_blocking: bool = True) -> "PrefixTree":
         """The same tree with its tensors on ``device``."""
         fields = dict(vars(self))
         for name, value in fields.items():
@@ -309,7 +310,7 @@ def prefix_token_logps(
     Returns:
         ``[num_tokens]``, in the order of the samples' tokens, float32 (float64 for float64): slot t holds
         log p(token t + 1), 0 at the last slot of each sample. With ``entropy`` also ``[num_tokens]``, likewise 0 there.
-        Nothing synchronises, and no row is multiplied twice. Within packing_ops.invariant() a token has the bits that
+        Nothing synchronises. num_rows rows are multiplied with weight: one for each row that is predicted. Within packing_ops.invariant() a token has the bits that
         token_logps gives its sample alone.
 
     Example:
@@ -322,6 +323,8 @@ def prefix_token_logps(
     Raises:
         ValueError: as token_logps; labels or a tree that do not fit hidden.
     """
+    if not isinstance(tree, PrefixTree):
+        raise wrong_type("tree", "a PrefixTree", tree)
     check_tensor(labels, "labels")
     hidden, weight, bias = checked_head(hidden, weight, bias)
     num_rows = tree.num_rows
@@ -331,14 +334,14 @@ def prefix_token_logps(
         raise ValueError(f"labels: expected [num_rows={num_rows}] like the tree, got {described(labels)}")
     if tree.rows.device != hidden.device:
         raise ValueError(f"tree: expected on {hidden.device} like hidden (PrefixTree.to), got on {tree.rows.device}")
-    # Targets are the labels of the slots after: with one more label in front, each row is asked for its own.
+    if labels.device != hidden.device:
+        raise ValueError(f"labels: expected on {hidden.device} like hidden, got {described(labels)} on {labels.device}")
+    # Row r is a target, and the row before it predicts it. The op gives each slot the label of the next one: shift it back.
     before = tree.rows_before
-    labels = labels.reshape(-1)
-    labels = torch.cat([labels[:1], labels])
-    whole_row = torch.arange(2, dtype=torch.int32, device=labels.device) * labels.shape[0]
-    targets = _ops.logps_targets(labels, whole_row, ignore_index, weight.shape[0])[:num_rows].masked_fill(
-        before < 0, -1
-    )
+    labels = labels.reshape(-1).masked_fill(before < 0, ignore_index)  # nothing predicts a root's first row
+    whole_row = torch.arange(2, dtype=torch.int32, device=labels.device) * num_rows
+    of_next = _ops.logps_targets(labels, whole_row, ignore_index, weight.shape[0])
+    targets = F.pad(of_next[:-1], (1, 0), value=-1)[:num_rows]
     predicted = logps_of_targets(hidden[before], weight, bias, targets, temperature, chunk, entropy)
     # The samples' slots: each shows what predicts the token after it.
     rows = tree.row_of_token

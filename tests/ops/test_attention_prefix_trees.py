@@ -1,6 +1,7 @@
 """varlen_attention over prefix trees: against one mask of the whole row, and to the bit against each path alone."""
 
 import copy
+import dataclasses
 import random
 
 import pytest
@@ -77,7 +78,7 @@ class Tree:
 
     def paths(self):
         paths = prefix_paths(self.cu_seqlens, self.parents, self.q.shape[0])
-        return paths.rows.long().split(paths.cu_seqlens.diff().tolist())
+        return paths.row_of_key.long().split(paths.cu_seqlens.diff().tolist())
 
     def alone(self, rows):
         """The results of one path, as a document of its own."""
@@ -312,13 +313,14 @@ def test_compiles_fullgraph_for_other_trees_without_compiling_again(device, fres
 
 def op_samples(device):
     tree = Tree([FORK, 4, 0, 5], [-1, 0, 0, 0], heads=(4, 2), device=device, sinks=True)
-    paths = ops.prefix_paths(tree.cu_seqlens, tree.parents, tree.q.shape[0])
+    path_cu_seqlens, *paths = ops.prefix_paths(tree.cu_seqlens, tree.parents, tree.q.shape[0])
     leaves = [t.requires_grad_() for t in (tree.q, tree.k, tree.v)]
     options = (0.3, 20, 0.0, None)
-    forward = (*leaves, tree.cu_seqlens, *paths, tree.sinks.requires_grad_(), *options)
+    documents = tree.cu_seqlens, path_cu_seqlens
+    forward = (*leaves, *documents, tree.sinks.requires_grad_(), *paths, *options)
     with torch.no_grad():
         out, lse = ops.prefix_attention(*forward)
-    backward = (tree.dout, tree.dlse, *(t.detach() for t in leaves), out, lse, tree.cu_seqlens, *paths, None, *options)
+    backward = (tree.dout, tree.dlse, *(t.detach() for t in leaves), out, lse, *documents, None, *paths, *options)
     return [
         (ops.prefix_paths, (tree.cu_seqlens, tree.parents, tree.q.shape[0])),
         (ops.prefix_attention, forward),
@@ -389,3 +391,58 @@ def test_wrong_calls(device):
     metadata = po.PackedMetadata.from_prefix_tree(Parts(tree), device=device)
     with pytest.raises(ValueError, match="parents: expected None beside the PackedMetadata of a prefix tree"):
         po.varlen_attention(tree.q, tree.k, tree.v, metadata, parents=tree.parents)
+
+
+def test_wrong_rows_are_named(device):
+    tree = Tree([FORK, 5], [-1, 0], device=device)
+    for k, v, message in (
+        (None, tree.v, "k: expected a tensor"),
+        ([tree.k], tree.v, "k: expected a tensor"),
+        (tree.k, None, "v: expected a tensor"),
+        (tree.k[1:], tree.v, "k: expected the layout and the 133 rows of q"),
+        (tree.k, tree.v[1:], "v: expected the layout and the 133 rows of q"),
+        (tree.k, tree.v[0], "v: expected the layout and the 133 rows of q"),
+        (tree.k[None], tree.v, "k: expected the layout and the 133 rows of q"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            po.varlen_attention(tree.q, k, v, tree.cu_seqlens, parents=tree.parents)
+
+
+def test_paths_of_another_tree_are_refused(device):
+    tree = Tree([FORK, 40, 50], [-1, 0, 0], device=device)
+    metadata = po.PackedMetadata.from_prefix_tree(Parts(tree), device=device)
+    other = cu_seqlens_of([FORK, 50, 40], device)
+    with pytest.raises(ValueError, match="expected"):
+        po.varlen_attention(tree.q, tree.k, tree.v, other, parents=metadata.paths)
+    with pytest.raises(ValueError, match="expected"):
+        po.varlen_attention(tree.q, tree.k, tree.v, dataclasses.replace(metadata, cu_seqlens=other))
+    tree.cu_seqlens.copy_(other)  # the metadata has a copy
+    assert metadata.cu_seqlens.tolist() == [0, FORK, FORK + 40, FORK + 90]
+
+
+def test_what_a_tree_s_metadata_is_not_for(device):
+    tree = Tree([FORK, 40, 50], [-1, 0, 0], device=device)
+    metadata = po.PackedMetadata.from_prefix_tree(Parts(tree), device=device)
+    values = torch.zeros(metadata.total, device=device)
+    for refused in (
+        lambda: po.last_token_indices(metadata),
+        lambda: metadata.pad(values),
+        lambda: metadata.unpad(values),
+    ):
+        with pytest.raises(ValueError, match="expected packed documents, got a prefix tree"):
+            refused()
+    with pytest.raises(NotImplementedError, match="has no prefix trees"):
+        po.attention(tree.q, tree.k, tree.v, metadata, backend="sdpa")
+    by_attention = po.attention(tree.q, tree.k, tree.v, metadata)
+    assert torch.equal(by_attention, po.varlen_attention(tree.q, tree.k, tree.v, metadata))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_rope_by_metadata_rotates_by_depth(device, compiled, fresh_compile):
+    tree = Tree([FORK, 40, 50], [-1, 0, 0], device=device)
+    metadata = po.PackedMetadata.from_prefix_tree(Parts(tree), device=device)
+    angles = torch.outer(torch.arange(FORK + 50, device=device), torch.tensor([1.0, 0.1, 0.01, 0.001], device=device))
+    cos, sin = angles.cos(), angles.sin()
+    rope = torch.compile(po.apply_rotary_qk, backend="eager", fullgraph=True) if compiled else po.apply_rotary_qk
+    q, _ = rope(tree.q, tree.k, cos, sin, metadata)
+    assert torch.equal(q, po.apply_rotary_qk(tree.q, tree.k, cos, sin, metadata.position_ids)[0])

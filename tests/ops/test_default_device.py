@@ -136,7 +136,7 @@ CALLS = {
     "pack_sequences, nothing": lambda: po.pack_sequences([], 10),
     "pack_ffd": lambda: po.pack_ffd(CU_SEQLENS, 16),
     "pack_prefix_tree": lambda: [
-        (tree, tree.row(1)) for tree in [po.pack_prefix_tree(LABELS, CU_SEQLENS, groups=[0, 1, 2, 1], capacity=8)]
+        (tree, tree.bin(1)) for tree in [po.pack_prefix_tree(LABELS, CU_SEQLENS, groups=[0, 1, 2, 1], capacity=8)]
     ],
     "from_lengths": lambda: metadata(po.PackedMetadata.from_lengths(LENGTHS, total=17)),
     "from_lengths, none": lambda: metadata(po.PackedMetadata.from_lengths([])),

@@ -350,7 +350,7 @@ def test_row_is_the_tree_of_one_bin(capacity):
     tree = pack(samples, capacity=capacity)
     assert tree.num_bins > 2
     assert tree.repeated_by_cuts > 0
-    rows = [tree.row(bin) for bin in range(tree.num_bins)]
+    rows = [tree.bin(bin) for bin in range(tree.num_bins)]
     assert sorted(i for row in rows for i in row.samples.tolist()) == list(range(31))
     assert_same(torch.cat([row.rows for row in rows]), tree.rows)
     for row in rows:
@@ -358,15 +358,15 @@ def test_row_is_the_tree_of_one_bin(capacity):
         assert_same(tokens[row.rows][row.row_of_token], joined(mine)[0])
         assert_same(row.sample_cu_seqlens, joined(mine)[1])
         assert (row.num_bins, row.repeated_at_forks, row.repeated_by_cuts, row.shared_tokens) == (1, None, None, None)
-        assert row.row(0) is row
+        assert row.bin(0) is row
         assert all(getattr(row, name).untyped_storage().nbytes() == getattr(row, name).nbytes for name in TENSORS)
         alone = pack(mine)
         assert (row.num_rows, row.num_segments) == (alone.num_rows, alone.num_segments)
     for bin in (-1, tree.num_bins):
-        with pytest.raises(ValueError, match=f"bin: expected 0 to num_bins - 1 = {tree.num_bins - 1}, got {bin}"):
-            tree.row(bin)
-    with pytest.raises(TypeError, match="bin: expected an integer"):
-        tree.row(0.5)
+        with pytest.raises(ValueError, match=f"index: expected 0 to num_bins - 1 = {tree.num_bins - 1}, got {bin}"):
+            tree.bin(bin)
+    with pytest.raises(TypeError, match="index: expected an integer"):
+        tree.bin(0.5)
 
 
 def test_copies_of_a_tree(device):

@@ -90,9 +90,9 @@ struct PrefixPathsParams {
   Documents segments;
   const int32_t* parents = nullptr;  // [num_segments], -1 for a root
   int32_t* cu_seqlens = nullptr;     // [num_segments + 1], of the paths
-  int32_t* rows = nullptr;           // [cu_seqlens[num_segments]], the row of each key
-  int32_t* copy_offsets = nullptr;   // [segments.total + 1]
-  int32_t* copies = nullptr;         // like rows: for each row its indices in `rows`, ascending
+  int32_t* row_of_key = nullptr;     // [cu_seqlens[num_segments]]
+  int32_t* key_offsets = nullptr;    // [segments.total + 1]
+  int32_t* keys_of_row = nullptr;    // like row_of_key: for each row its keys, ascending
 };
 
 // Checks the tree and writes cu_seqlens; then the other outputs, whose sizes it says.
@@ -106,7 +106,7 @@ void launch_varlen_attention_backward_cpu(const VarlenAttentionBackwardParams& p
 constexpr int64_t attention_plan_size(const AttentionPlanParams& p) {
   const int64_t group = p.num_q_heads / p.num_kv_heads;
   const int64_t documents = p.documents_q.num_documents;
-  const int64_t cu_seqlens = (2 * (documents + 1) + 7) / 8;  // copies of both
+  const int64_t cu_seqlens = (2 * (documents + 1) + 7) / 8;  // keys_of_row of both
   // A copy of visible_end, and the first token that sees each key.
   const int64_t visible = p.visible_end == nullptr ? 0 : p.documents_q.total + p.documents_k.total;
   return 16 + 8 * (cu_seqlens + p.documents_q.total * group / 32 + p.documents_k.total / 32 + 6 * documents) + visible;

@@ -15,8 +15,8 @@ int32_t* values_of(const Tensor& t) {
 
 }  // namespace
 
-// (cu_seqlens of the paths, rows, copy_offsets, copies), on the device of cu_seqlens. Sizes depend on the values, so
-// they are made on the host.
+// (cu_seqlens of the paths, rows, key_offsets, keys_of_row), on the device of cu_seqlens. Sizes depend on the values,
+// so they are made on the host.
 std::tuple<Tensor, Tensor, Tensor, Tensor> prefix_paths(Tensor cu_seqlens, const Tensor& parents, int64_t total) {
   check_total(total, "total");
   check_rank(cu_seqlens, "cu_seqlens", 1);
@@ -33,14 +33,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> prefix_paths(Tensor cu_seqlens, const
   p.cu_seqlens = values_of(path_cu_seqlens);
   launch_prefix_path_lengths_cpu(p);
   const Tensor rows = empty({p.cu_seqlens[p.segments.num_documents]}, DType::kInt32, cu_seqlens);
-  const Tensor copy_offsets = empty({total + 1}, DType::kInt32, cu_seqlens);
-  const Tensor copies = empty({rows.numel()}, DType::kInt32, cu_seqlens);
-  p.rows = values_of(rows);
-  p.copy_offsets = values_of(copy_offsets);
-  p.copies = values_of(copies);
+  const Tensor key_offsets = empty({total + 1}, DType::kInt32, cu_seqlens);
+  const Tensor keys_of_row = empty({rows.numel()}, DType::kInt32, cu_seqlens);
+  p.row_of_key = values_of(rows);
+  p.key_offsets = values_of(key_offsets);
+  p.keys_of_row = values_of(keys_of_row);
   launch_prefix_path_rows_cpu(p);
-  return {on_device_of(path_cu_seqlens, anchor), on_device_of(rows, anchor), on_device_of(copy_offsets, anchor),
-          on_device_of(copies, anchor)};
+  return {on_device_of(path_cu_seqlens, anchor), on_device_of(rows, anchor), on_device_of(key_offsets, anchor),
+          on_device_of(keys_of_row, anchor)};
 }
 
 PACKING_OPS_REGISTER(m) {

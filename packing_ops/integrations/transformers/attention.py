@@ -148,7 +148,7 @@ def packing_ops_attention(
     options = checked_options(causal, scaling, window, softcap or 0.0, s_aux)
 
     # A prefix tree.
-    if segment_parents is not None:
+    if segment_parents is not None and causal:  # a vision tower beside the text has documents of its own
         reason = reason or why_not(query, value, dropout) or why_no_tree(query, key, attention_mask, pattern)
         return _of_tree((query, key, value), cu_seqlens, segment_parents, options, reason), None
 
@@ -162,6 +162,11 @@ def packing_ops_attention(
 
     # Documents, and why they cannot be found.
     if pattern is not None:
+        if pattern.of_tree:
+            raise ValueError(
+                f"segment_parents: expected a model that passes them to its attention, got {type(module).__name__} without "
+                "them; give it the samples as packed documents"
+            )
         documents = documents_of_pattern(module, pattern, query, key, cu_seqlens, position_ids)
         visible_end, none = (None, "the last queries of a row") if pattern.last else pattern.visible_end(documents)
         reason, options = reason or none, options if visible_end is None else options._replace(visible_end=visible_end)
@@ -192,7 +197,7 @@ def _of_tree(heads, cu_seqlens, parents, options, reason):
     if reason:
         raise NotImplementedError(f"segment_parents: expected a call that varlen attention serves, got {reason}")
     segments, of_keys = cu_seqlens
-    if segments is None or not (of_keys is None or of_keys is segments):
+    if segments is None or not (of_keys is None or of_keys.shape == segments.shape):
         raise ValueError(
             "cu_seq_lens_q: expected the segments of the tree beside segment_parents, also as cu_seq_lens_k"
         )

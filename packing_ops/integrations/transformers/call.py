@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from packing_ops._arguments import check_cu_seqlens
+from packing_ops._batch_cache import kept_with
 from packing_ops._checks import checked_documents
 from packing_ops.boundaries import mask_boundary_labels
 from packing_ops.integrations.transformers import sequence_group
@@ -28,10 +29,8 @@ from packing_ops.integrations.transformers.documents import (
     refuse_where,
     several_in,
 )
-from packing_ops.integrations.transformers.versions import (
-    SHIFTED,
-    not_causal,
-)
+from packing_ops.integrations.transformers.versions import SHIFTED, not_causal, reads_text
+from packing_ops.prefix_attention import PrefixPaths, check_same, kept_paths, positions_of_paths
 
 NAMES: set[str] = set()  # attn_implementations that register() made
 LAST_FORWARD = "_packing_ops_last_forward"  # in a model: what its last call saw, for info
@@ -68,9 +67,8 @@ class PackedCall:
     def __init__(self, model, args, kwargs, outer):
         # What the model was given.
         self.name, self.outer = type(model).__name__, outer
-        self.mask_form, self.indices, model_type, self.first_axis, self.shifts = _habits_of(
-            type(model), type(model.config)
-        )
+        habits = _habits_of(type(model), type(model.config))
+        self.mask_form, self.indices, model_type, self.first_axis, self.shifts, reads = habits
         positions = argument("position_ids", self.indices, args, kwargs)
         self.position_ids = None if model_type in OTHER_POSITIONS else positions
         self.needs_positions = positions is None  # of models that otherwise count along the row
@@ -85,10 +83,11 @@ class PackedCall:
             sequence.check_call(self.name, self.indices, args, kwargs)
             self.cu_seqlens = self.cu_seqlens_k = None
         mask = argument("attention_mask", self.indices, args, kwargs)
-        self.segment_parents = kwargs.get("segment_parents")
+        self.segment_parents = kwargs.get("segment_parents") if reads else None  # a vision tower has other rows
         if self.segment_parents is not None:  # positions are depths in the tree, and tell no documents
             self.position_ids = None
-            refuse_beside_a_tree({"attention_mask": mask, "labels": kwargs.get("labels"), "sequence_group": sequence})
+            if outer is None or outer.segment_parents is None:
+                self._check_tree(positions, mask, kwargs.get("labels"), sequence)
         self.numbers = numbers_of(mask, outer)
         self.padding = mask.clamp(max=1) if self.numbers is not None and self.numbers is mask else mask
         # Whether its documents reach what keeps them apart.
@@ -110,6 +109,26 @@ class PackedCall:
         self.traced = torch.compiler.is_compiling()  # this call is inside a graph
         self.row_documents, self.has_attention = None, True
         self.masks, self.looked_at_parts = set(), False  # see masks.note, refuse_dropped_mask
+
+    def _check_tree(self, position_ids, mask, labels, sequence):
+        """ValueError for what has no meaning beside segment_parents, and for positions that are not depths."""
+        for name, value in (("attention_mask", mask), ("labels", labels), ("sequence_group", sequence)):
+            if value is not None:
+                why = " (see prefix_token_logps: a row may have several next tokens)" if name == "labels" else ""
+                raise ValueError(f"{name}: expected None beside segment_parents{why}, got {type(value).__name__}")
+        wanted = (
+            "position_ids: expected each row's distance from its root beside segment_parents (PrefixTree.position_ids)"
+        )
+        if position_ids is None:
+            raise ValueError(f"{wanted}, got None")
+        if self.cu_seqlens is None or not is_tensor(position_ids, 2) or position_ids.shape[0] != 1:
+            return  # attention says what is wrong with cu_seqlens; axes of images are no depths
+        total = position_ids.shape[1]
+        paths = self.segment_parents
+        if not isinstance(paths, PrefixPaths):
+            paths = kept_paths(self.cu_seqlens, paths, total, None)
+        depths = kept_with([paths.segments], ("depths", total), lambda: positions_of_paths(paths, total))
+        check_same(position_ids[0].long().to(depths.device), depths, wanted)
 
     def with_ones(self, args, kwargs):
         """The arguments, document numbers of a 2-D attention_mask replaced by ones: models expect 0 and 1 there."""
@@ -271,18 +290,6 @@ def documents_of(query, cu_seqlens, padding, position_ids, layer=None):
     return call.documents(query, cu_seqlens, padding, position_ids, layer)
 
 
-def refuse_beside_a_tree(given) -> None:
-    """ValueError for arguments, by name, that have no meaning beside segment_parents."""
-    for name, value in given.items():
-        if value is not None:
-            why = (
-                " (prefix_token_logps takes the hidden states: a row may have several next tokens)"
-                if name == "labels"
-                else ""
-            )
-            raise ValueError(f"{name}: expected None beside segment_parents{why}, got {type(value).__name__}")
-
-
 def mixes_tokens(config) -> bool:
     """Whether tokens of neighbouring documents mix outside attention."""
     # token_dropout of ESM scales a row by how many of all its tokens are masked.
@@ -354,7 +361,7 @@ def _habits_of(cls, config_cls):
 @functools.cache
 def _habits(cls, config_cls):
     """(form of its masks, indices of position_ids and attention_mask among its arguments, model_type, first_axis, whether
-    its loss takes the label of the next token)."""
+    its loss takes the label of the next token, whether it reads text)."""
     names = list(inspect.signature(cls.forward).parameters)[1:]
     # Behind all others where it is none: torch.compile has no empty dict from here.
     names += ["position_ids", "attention_mask"]
@@ -362,7 +369,7 @@ def _habits(cls, config_cls):
     form = BOOL if cls._supports_sdpa else ADDITIVE
     if cls._supports_flash_attn or cls._supports_flex_attn:
         form = form if any(base.__module__.startswith(_READERS) for base in cls.__mro__) else PATTERN
-    return form, indices, config_cls.model_type, first_axis(cls), _shifts(cls)
+    return form, indices, config_cls.model_type, first_axis(cls), _shifts(cls), reads_text(cls)
 
 
 # --- labels ---
@@ -371,9 +378,7 @@ def _habits(cls, config_cls):
 def _shifts(cls) -> bool:
     """Whether the loss of a model of this class takes the label of the next token, in its own row."""
     names = getattr(getattr(inspect.unwrap(cls.forward), "__code__", None), "co_names", ())
-    return "loss_function" in names and not {"input_ids", "inputs_embeds"}.isdisjoint(
-        inspect.signature(cls.forward).parameters
-    )
+    return "loss_function" in names and reads_text(cls)
 
 
 def without_first_labels(model, call, kwargs):

@@ -54,6 +54,7 @@ class MaskPattern:
         self.padding, self.position_ids, self.blocks = padding, position_ids, blocks
         self.shape, self.ndim, self.last = torch.Size((batch, 1, length, length)), 4, None
         self._documents = self._given = self._ends = None
+        self.of_tree = False  # of a call with segment_parents, which attention has to get too
 
     def dim(self):
         return self.ndim
@@ -166,7 +167,11 @@ def packing_ops_mask(
     if pattern is not None and start and q_length == kv_length:
         padding = told.padding if told.numbers is None else told.numbers
         note(None if blocks is not None else pattern)
-        return MaskPattern(*pattern, q_length, padding, told.position_ids, told.axes, blocks, batch_size)
+        made = MaskPattern(*pattern, q_length, padding, told.position_ids, told.axes, blocks, batch_size)
+        if call is not None and call.segment_parents is not None and made.causal:
+            made.of_tree = True
+            call.reached_tree(call.cu_seqlens)
+        return made
     # A tensor: documents are compared for each query and key.
     note(None)
     apart = q_length > 1 and not (told.position_ids is None and told.numbers is None)

@@ -184,8 +184,8 @@ class SplitDocuments:
 
 def _paths_to_leaves(paths):
     """(rows, lengths) of those of a tree's paths that hold all of its rows: each row's last path."""
-    cu_seqlens, rows, copy_offsets, copies = (tensor.cpu().long() for tensor in paths.tensors)
-    last = copies[copy_offsets[1:][copy_offsets.diff() > 0] - 1]
+    cu_seqlens, rows, key_offsets, keys_of_row = (tensor.cpu().long() for tensor in paths.tensors)
+    last = keys_of_row[key_offsets[1:][key_offsets.diff() > 0] - 1]
     chosen = torch.searchsorted(cu_seqlens[1:], last, right=True).unique()
     lengths = cu_seqlens.diff()[chosen]
     chosen_rows = torch.zeros(len(cu_seqlens) - 1, dtype=torch.bool, device="cpu").index_fill(0, chosen, True)
@@ -206,7 +206,7 @@ class RowDocuments(NamedTuple):
         seq_idx, key = self.seq_idx.to(device), ("documents of layers with a state",)
         if self.paths is None:
             return kept_with([seq_idx], key, lambda: SplitDocuments(seq_idx))
-        return kept_with([seq_idx, self.paths.rows], key, lambda: SplitDocuments(seq_idx, self.paths))
+        return kept_with([seq_idx, self.paths.row_of_key], key, lambda: SplitDocuments(seq_idx, self.paths))
 
 
 def by_name(layer, run, args, kwargs):

@@ -81,9 +81,9 @@ def tree_attention(
         raise NotImplementedError(f"dropout: expected 0.0 over a prefix tree, got {dropout}")
     total = key.shape[2]
     paths = kept_with(
-        (tree_kv_index, tree_cu_seqlens_k),
+        (tree_kv_index, tree_cu_seqlens_q, tree_cu_seqlens_k),
         ("paths", total),
-        lambda: paths_of_rows(tree_cu_seqlens_k, tree_kv_index, total),
+        lambda: paths_of_rows(tree_cu_seqlens_q, tree_cu_seqlens_k, tree_kv_index, total),
     )
     window = (sliding_window - 1, 0) if sliding_window else (-1, -1)
     options = checked_options(True, scaling, window, softcap or 0.0, s_aux)

@@ -191,3 +191,105 @@ def test_a_cache_with_tokens_is_refused(device):
     told = {"position_ids": metadata.position_ids[None], **metadata.to_transformers(), **cache}
     with pytest.raises(NotImplementedError, match="segment_parents: expected a call that varlen attention serves"):
         model(tokens[tree.rows.to(device)][None], **told)
+
+
+@pytest.mark.parametrize("wrong", ["none", "along the row", "from 0 in each segment"])
+def test_positions_that_are_no_depths_are_refused(wrong, device):
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device)
+    tokens, _, tree = samples(device)
+    metadata = po.PackedMetadata.from_prefix_tree(tree, device=device)
+    rows = torch.arange(tree.num_rows, device=device)
+    positions = {"none": None, "along the row": rows[None]}.get(
+        wrong, po.position_ids_from_cu_seqlens(metadata.cu_seqlens, tree.num_rows)[None]
+    )
+    with pytest.raises(ValueError, match="position_ids: expected each row's distance from its root"):
+        model(tokens[tree.rows.to(device)][None], position_ids=positions, **metadata.to_transformers())
+
+
+def test_layers_that_are_compiled_one_by_one(device, fresh_compile):
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device)
+    tokens, _, tree = samples(device)
+    expected = hidden_of_tree(model, tokens, tree, device)
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    torch.testing.assert_close(hidden_of_tree(model, tokens, tree, device), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_attention_that_is_not_given_them_is_an_error(device, monkeypatch):
+    """The mask says that the call has a tree."""
+    from transformers.models.llama import modeling_llama
+
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device)
+    stock = modeling_llama.LlamaAttention.forward
+    monkeypatch.setattr(
+        modeling_llama.LlamaAttention,
+        "forward",
+        lambda self, *args, segment_parents=None, **given: stock(self, *args, **given),
+    )
+    tokens, _, tree = samples(device)
+    with pytest.raises(ValueError, match="segment_parents: expected a model that passes them to its attention"):
+        hidden_of_tree(model, tokens, tree, device)
+
+
+def test_boundaries_that_were_copied_apart(device):
+    """As accelerate moves a batch: cu_seq_lens_q and cu_seq_lens_k are then two tensors."""
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device)
+    tokens, _, tree = samples(device)
+    metadata = po.PackedMetadata.from_prefix_tree(tree, device=device)
+    told = metadata.to_transformers()
+    told["cu_seq_lens_k"] = told["cu_seq_lens_k"].clone()
+    ids = tokens[tree.rows.to(device)][None]
+    logits = model(ids, position_ids=metadata.position_ids[None], use_cache=False, **told).logits[0]
+    assert torch.equal(logits, hidden_of_tree(model, tokens, tree, device))
+
+
+def test_a_vision_tower_beside_the_tree(device):
+    """Its patches are other rows: text that shares a prompt with an image."""
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "intermediate_size": 32,
+        "out_hidden_size": 32,
+        "patch_size": 4,
+    }
+    text = {
+        "vocab_size": 99,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    text |= {
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10_000.0},
+    }
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=text, vision_config=vision, image_token_id=90, vision_start_token_id=91, video_token_id=92
+    )
+    model = (
+        transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="packing_ops")
+        .to(device)
+        .eval()
+    )
+    tokens, cu_seqlens, tree = samples(device)
+    tokens[torch.arange(2, device=device)[:, None] + cu_seqlens[:3].long()] = (
+        90  # of each sample, two patches of one image
+    )
+    tree = po.pack_prefix_tree(tokens.cpu(), cu_seqlens.cpu())
+    pixels = torch.randn(8, 3 * 2 * 4 * 4, device=device)
+    image = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 2, 4]], device=device)}
+    metadata = po.PackedMetadata.from_prefix_tree(tree, device=device)
+    depths = metadata.position_ids
+    with torch.no_grad():
+        shared = model(
+            input_ids=tokens[tree.rows.to(device)][None], position_ids=depths.expand(3, 1, -1), use_cache=False,
+            **metadata.to_transformers(), **image,
+        ).logits[0][tree.row_of_token.to(device)]  # fmt: skip
+        first, last = cu_seqlens[1:3].tolist()
+        alone = model(
+            input_ids=tokens[None, first:last],
+            position_ids=torch.arange(last - first, device=device).expand(3, 1, -1),
+            **image,
+        ).logits[0]
+    torch.testing.assert_close(shared[first:last], alone, rtol=1e-4, atol=1e-4)

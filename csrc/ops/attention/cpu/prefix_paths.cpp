@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <limits>
 #include <numeric>
+#include <vector>
 
 #include "core/error.h"
 #include "ops/attention/attention.h"
@@ -48,21 +49,20 @@ void launch_prefix_path_lengths_cpu(const PrefixPathsParams& p) {
 
 void launch_prefix_path_rows_cpu(const PrefixPathsParams& p) {
   const int64_t total = p.segments.total;
+  const int32_t num_keys = p.cu_seqlens[p.segments.num_documents];
   // A path is the parent's path, then the segment's own rows.
   for (int64_t i = 0; i < p.segments.num_documents; ++i) {
     const int64_t parent = p.parents[i], inherited = path_length(p, parent);
-    int32_t* path = p.rows + p.cu_seqlens[i];
-    if (parent >= 0) std::copy_n(p.rows + p.cu_seqlens[parent], inherited, path);
-    std::iota(path + inherited, p.rows + p.cu_seqlens[i + 1], static_cast<int32_t>(p.segments[i].begin));
+    int32_t* path = p.row_of_key + p.cu_seqlens[i];
+    if (parent >= 0) std::copy_n(p.row_of_key + p.cu_seqlens[parent], inherited, path);
+    std::iota(path + inherited, p.row_of_key + p.cu_seqlens[i + 1], static_cast<int32_t>(p.segments[i].begin));
   }
-  // Its inverse, by counting: copy_offsets[row + 1] is first how often a row is there, then where its next one goes.
-  const int32_t num_rows = p.cu_seqlens[p.segments.num_documents];
-  std::fill_n(p.copy_offsets, total + 1, 0);
-  for (int32_t i = 0; i < num_rows; ++i) ++p.copy_offsets[p.rows[i] + 1];
-  std::partial_sum(p.copy_offsets, p.copy_offsets + total + 1, p.copy_offsets);
-  for (int32_t i = 0; i < num_rows; ++i) p.copies[p.copy_offsets[p.rows[i]]++] = i;
-  std::copy_backward(p.copy_offsets, p.copy_offsets + total, p.copy_offsets + total + 1);
-  p.copy_offsets[0] = 0;
+  // The keys of each row, by counting.
+  std::fill_n(p.key_offsets, total + 1, 0);
+  for (int32_t i = 0; i < num_keys; ++i) ++p.key_offsets[p.row_of_key[i] + 1];
+  std::partial_sum(p.key_offsets, p.key_offsets + total + 1, p.key_offsets);
+  std::vector<int32_t> next(p.key_offsets, p.key_offsets + total);
+  for (int32_t i = 0; i < num_keys; ++i) p.keys_of_row[next[p.row_of_key[i]]++] = i;
 }
 
 }  // namespace packing_ops
