@@ -227,7 +227,7 @@ def attend(
     if parents is not None or options.paths is not None:
         if cu_seqlens_k is not cu_seqlens_q:
             raise ValueError("cu_seqlens_k: expected None beside a prefix tree, whose segments are those of q and of k")
-        paths = _paths_of(k, cu_seqlens_q, options, parents, cache)
+        paths = paths_of(k, cu_seqlens_q, options, parents, cache)
         options, cu_seqlens_k = options._replace(paths=paths), paths.cu_seqlens
     if plan is None:
         plan = _batch_cache.plan_for(q, k, v, cu_seqlens_q, cu_seqlens_k, options, cache)
@@ -278,7 +278,7 @@ def attention_backward(
     )  # fmt: skip
 
 
-def _paths_of(
+def paths_of(
     k: torch.Tensor,
     cu_seqlens: torch.Tensor,
     options: AttentionOptions,

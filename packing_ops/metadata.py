@@ -176,11 +176,7 @@ class PackedMetadata:
         Raises:
             ValueError: segments and parents that are no tree.
         """
-        total = tree.position_ids.numel()
-        paths = prefix_paths(tree.cu_seqlens, tree.parents, total)
-        _, longest = _end_and_longest(paths.cu_seqlens)
-        cu_seqlens = tree.cu_seqlens.to(device or tree.cu_seqlens.device, non_blocking=True)
-        return cls(cu_seqlens, total, longest, num_tokens=total, paths=paths.to(device))
+        return metadata_of_segments(tree.cu_seqlens, tree.parents, tree.position_ids.numel(), device)
 
     @property
     def num_documents(self) -> int:
@@ -349,6 +345,22 @@ class PackedMetadata:
             return self.cu_seqlens, self.max_seqlen
         end = self.cu_seqlens.new_full((1,), self.total)
         return torch.cat([self.cu_seqlens, end]), max(self.max_seqlen, self.total - num_tokens)
+
+
+def metadata_of_segments(
+    cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int, device: torch.device | str | None = None
+) -> PackedMetadata:
+    """PackedMetadata.from_prefix_tree of the segments alone. CUDA: the host reads them.
+
+    Example:
+        >>> cu_seqlens, parents = torch.tensor([[0, 128, 130], [-1, 0, 0]], dtype=torch.int32)
+        >>> metadata_of_segments(cu_seqlens, parents[:2], 130).max_seqlen
+        130
+    """
+    paths = prefix_paths(cu_seqlens, parents, total)
+    _, longest = _end_and_longest(paths.cu_seqlens)
+    cu_seqlens = cu_seqlens.to(device or cu_seqlens.device, non_blocking=True)
+    return PackedMetadata(cu_seqlens, total, longest, num_tokens=total, paths=paths.to(device))
 
 
 def check_causal(metadata: PackedMetadata) -> None:

@@ -35,6 +35,12 @@ class PrefixPaths(NamedTuple):
     copy_offsets: torch.Tensor
     copies: torch.Tensor
 
+    def padded(self, total: int) -> "PrefixPaths":
+        """Of the same tree in a row of ``total`` slots."""
+        more = total + 1 - self.copy_offsets.shape[0]
+        last = self.copy_offsets[-1:].expand(more)
+        return self._replace(copy_offsets=torch.cat([self.copy_offsets, last]))
+
     def to(self, device: torch.device | str | None) -> "PrefixPaths":
         return PrefixPaths(*(tensor.to(device or tensor.device, non_blocking=True) for tensor in self))
 
