@@ -1,6 +1,9 @@
-"""python benchmarks/bench_demo.py [--device cpu|cuda]: examples/train_packed.py, padded against packed training.
+"""python benchmarks/bench_demo.py [--device cpu|cuda] [--only demo|same_bits]: the examples whose figures README shows.
 
-Writes results/demo_<device>.json and its picture.
+- demo: examples/train_packed.py, padded against packed training.
+- same_bits: examples/same_bits.py, ratios of a GRPO step with the mode invariant=True and without.
+
+Writes results/NAME_<device>.json and its picture. With --only, other options are the example's.
 """
 
 import argparse
@@ -11,16 +14,22 @@ from pathlib import Path
 from provenance import ROOT, add_commit
 from result_rows import RESULTS
 
+EXAMPLES = {"demo": "train_packed.py", "same_bits": "same_bits.py"}
+
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--only", choices=EXAMPLES, help="one of them")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON and the picture")
-    arguments, options = parser.parse_known_args()  # the others are the example's
-    example = ROOT / "examples" / "train_packed.py"
-    command = [sys.executable, example, "--device", arguments.device, "--out", arguments.out, *options]
-    subprocess.run(list(map(str, command)), check=True)
-    add_commit(arguments.out / f"demo_{arguments.device}.json")
+    arguments, options = parser.parse_known_args()
+    if options and arguments.only is None:
+        parser.error(f"--only: expected, since {options[0]} is an option of one example")
+    for name in [arguments.only] if arguments.only else EXAMPLES:
+        example = ROOT / "examples" / EXAMPLES[name]
+        command = [sys.executable, example, "--device", arguments.device, "--out", arguments.out, *options]
+        subprocess.run(list(map(str, command)), check=True)
+        add_commit(arguments.out / f"{name}_{arguments.device}.json")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ render_pages_ops.py or render_pages_training.py makes of the result files; --che
 """
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import render_pages_attention
 import render_pages_ops
 import render_pages_training
-from result_rows import RESULTS, is_measured, markdown, origin, rows_of
+from result_rows import RESULTS, is_measured, markdown, origin, prose, rows_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -66,6 +67,24 @@ def invariance() -> str:
     return f"{markdown(header, cells)}\n\n{origin(rows)}."
 
 
+def same_bits() -> str:
+    """Ratios of examples/same_bits.py that are not 1, in the layout with most of them."""
+    path = RESULTS / "same_bits_cpu.json"
+    if not path.exists():
+        return "Not run yet: `benchmarks/bench_demo.py --only same_bits`."
+    results = json.loads(path.read_text())
+    within, without = (results[mode].values() for mode in ("invariant=True", "without the mode"))
+    most = max(without, key=lambda layout: layout["not_1"])
+    differ, tokens = max(layout["not_1"] for layout in within), most["tokens"]
+    where = f"{results['device']}, torch {results['torch']}, commit {results['commit'][:7]}"
+    return prose(
+        "In the mode [`invariant=True`](docs/same-bits.md) a token's log-probability has the same bits in any pack and "
+        f"micro-batch. At the start of a GRPO update {differ} of {tokens} ratios differ from 1; without the mode up to "
+        f"{most['not_1']} of {tokens} do, by up to {most['largest']:.1e} ([picture](benchmarks/results/same_bits_cpu.png); "
+        f"float32, {where})."
+    )
+
+
 def build() -> str:
     """What bench_build.py measured."""
     rows = rows_of("build") if (RESULTS / "build.csv").exists() else []
@@ -82,7 +101,7 @@ TABLES = (
     render_pages_attention.TABLES
     | render_pages_ops.TABLES
     | render_pages_training.TABLES
-    | {"build": build, "files": files, "invariance": invariance, "matrix": matrix}
+    | {"build": build, "files": files, "invariance": invariance, "matrix": matrix, "same_bits": same_bits}
 )
 
 

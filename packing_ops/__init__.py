@@ -38,6 +38,7 @@ from packing_ops.metadata import PackedMetadata
 from packing_ops.packing import Packing, pack_ffd, pack_sequences
 from packing_ops.padding import pad_input, pad_inputs, unpad_input, unpad_inputs
 from packing_ops.padding_batches import iter_microbatches, trim_padding
+from packing_ops.prefix_attention import PrefixPaths
 from packing_ops.prefix_tree import FORK_ALIGNMENT, PrefixTree, pack_prefix_tree, prefix_token_logps
 from packing_ops.prompts import (
     compute_prompt_boundaries,
@@ -63,6 +64,7 @@ __all__ = [
     "LayerInvariance",
     "PackedMetadata",
     "Packing",
+    "PrefixPaths",
     "PrefixTree",
     "apply_rotary_qk",
     "attention",

@@ -1,6 +1,6 @@
 """Gradients of the ops, at half the host's time of torch.library.register_autograd; more derivatives than it has.
 
-torch (2.13) reads an op's schema anew for each of its arguments in each forward that wants a gradient: 26 us for the
+torch (2.13) reads an op's schema again for each of its arguments in each forward that wants a gradient: 26 us for the
 twelve of varlen_attention, more than the rest of the call. Our schemas have no default values but None at their end.
 It also drops forward-mode tangents without a word and refuses torch.func; here every derivative is right or refused
 under the op's name.

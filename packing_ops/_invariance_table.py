@@ -24,26 +24,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL_OR_CONFIG", help="a config.json, its folder, or a model's name: the weights are random")
     add("--rows", type=_rows, metavar="N,N,...", help="lengths of the documents, so rows of the products")
-    add("--layers", type=int, help="make the model with so many layers only")
-    add("--device", default="cpu", help="cpu (default) or cuda")
+    add("--layers", type=int, metavar="N", help="make the model with its first N layers only")
+    add("--device", type=_device, default="cpu", help="cpu (default) or cuda")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="default: the config's")
     add("--stock", action="store_true", help="without the mode")
     add("--json", type=Path, metavar="JSON", help="also write every layer")
 
 
 def _rows(text: str) -> list[int]:
-    numbers = [int(part) for part in text.split(",")]
-    if min(numbers) < 1:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise argparse.ArgumentTypeError(f"expected numbers above 0 with commas between, got {text!r}")
-    return numbers
+    return [int(part) for part in parts]
+
+
+def _device(text: str) -> torch.device:
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
+        raise argparse.ArgumentTypeError(f"expected cpu, cuda or cuda:N, got {text!r}")
+    if text != "cpu" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError(f"expected cpu, got {text!r}, and torch {torch.__version__} sees no GPU")
+    return torch.device(text)
 
 
 def model_of(arguments: argparse.Namespace) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     path = Path(arguments.model)
     config = AutoConfig.from_pretrained(path.parent if path.name == "config.json" else arguments.model)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"MODEL_OR_CONFIG: expected a causal language model of transformers, got {config.model_type}")
     if arguments.layers is not None:
+        most = config.num_hidden_layers
+        if not 0 < arguments.layers <= most:
+            raise ValueError(f"--layers: expected 1 to {most}, the layers of the model, got {arguments.layers}")
         config.num_hidden_layers = arguments.layers
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[: arguments.layers]
@@ -55,6 +69,8 @@ def model_of(arguments: argparse.Namespace) -> torch.nn.Module:
 
 def check(arguments: argparse.Namespace, apply: Callable[[torch.nn.Module], Any]) -> Invariance:
     """apply: puts packing_ops into the model."""
+    if arguments.json and not arguments.json.parent.is_dir():  # before minutes of work
+        raise ValueError(f"--json: expected a file in a folder that exists, got {arguments.json}")
 
     def run(model: torch.nn.Module) -> Invariance:
         with progress(1.0, "comparing") as advance:

@@ -100,7 +100,7 @@ def _check_ops() -> None:
 
 
 def _check_whole(library: Path) -> None:
-    """A copy that was cut short makes the loader crash the process instead of failing; the ELF header tells."""
+    """A copy that was cut short makes the loader crash the process instead of failing. The ELF header shows whether it was."""
     with library.open("rb") as file:
         header = file.read(64)
     if header[:4] == b"\x7fELF" and len(header) == 64:
@@ -195,7 +195,7 @@ def warn_of_gpu() -> None:
 
 
 def _asks_for_info() -> bool:
-    """This process is ``python -m packing_ops info`` or ``packing-ops info``, which tells what is wrong with a library."""
+    """This process is ``python -m packing_ops info`` or ``packing-ops info``, which says what is wrong with a library."""
     script = Path(sys.argv[0]).name if sys.argv else ""
     return sys.argv[1:2] == ["info"] and (
         script == "packing-ops" or (script == "-m" and "packing_ops" in sys.orig_argv)

@@ -65,7 +65,7 @@ def varlen_attention(
     sinks: torch.Tensor | None = None,
     plan: torch.Tensor | None = None,
     visible_end: torch.Tensor | None = None,
-    parents: torch.Tensor | None = None,
+    parents: torch.Tensor | PrefixPaths | None = None,
     return_lse: Literal[False] = False,
     layout: Layout | None = None,
 ) -> torch.Tensor: ...
@@ -84,7 +84,7 @@ def varlen_attention(
     sinks: torch.Tensor | None = None,
     plan: torch.Tensor | None = None,
     visible_end: torch.Tensor | None = None,
-    parents: torch.Tensor | None = None,
+    parents: torch.Tensor | PrefixPaths | None = None,
     return_lse: Literal[True],
     layout: Layout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -102,7 +102,7 @@ def varlen_attention(
     sinks: torch.Tensor | None = None,
     plan: torch.Tensor | None = None,
     visible_end: torch.Tensor | None = None,
-    parents: torch.Tensor | None = None,
+    parents: torch.Tensor | PrefixPaths | None = None,
     return_lse: bool = False,
     layout: Layout | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -136,8 +136,9 @@ def varlen_attention(
             of the PackedMetadata, where ``cu_seqlens_k`` is left out or is the same one.
         parents: int32 ``[num_segments]``: cu_seqlens_q are the segments of a prefix tree (pack_prefix_tree), and this is
             each one's parent, -1 for a root. A token sees the tokens of its segment's ancestors, then its own segment up
-            to itself; windows count along that path. k and v are gathered along the paths. The paths are found once for a
-            tree; on CUDA that waits, which PackedMetadata.from_prefix_tree does not. Causal, without ``cu_seqlens_k``.
+            to itself; windows count along that path. k and v are gathered along the paths, which are found once for a
+            tree. On CUDA that waits; the ``paths`` of PackedMetadata.from_prefix_tree, taken here too, and that
+            PackedMetadata in place of cu_seqlens_q do not. Causal, without ``cu_seqlens_k``.
         return_lse: also return the log of each denominator, sink included.
         layout: ``"thd"`` ``[total, num_heads, head_dim]``; ``"bhsd"`` ``[1, num_heads, total, head_dim]``, heads first, as
             models of transformers hold them; ``"bshd"`` ``[1, total, num_heads, head_dim]``, as flash-attn does. Three
@@ -209,7 +210,7 @@ def attend(
     *,
     plan: torch.Tensor | None = None,
     layout: str | None = None,
-    parents: torch.Tensor | None = None,
+    parents: torch.Tensor | PrefixPaths | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """varlen_attention of options that are checked: (out, lse)."""
     if cu_seqlens_k is cu_seqlens_q and isinstance(cu_seqlens_q, PackedMetadata):
@@ -282,7 +283,7 @@ def paths_of(
     k: torch.Tensor,
     cu_seqlens: torch.Tensor,
     options: AttentionOptions,
-    parents: Any,
+    parents: torch.Tensor | PrefixPaths | None,
     cache: _batch_cache.BatchCache | None,
 ) -> PrefixPaths:
     """Of the tree of a call, from its PackedMetadata or from parents. ValueError for what a tree does not have."""
@@ -292,11 +293,14 @@ def paths_of(
     if options.visible_end is not None:
         came = described(options.visible_end)
         raise ValueError(f"visible_end: expected None beside a prefix tree, which is causal, got {came}")
-    if parents is None and options.paths is not None:
-        return options.paths
     if options.paths is not None:
-        raise ValueError("parents: expected None beside the PackedMetadata of a prefix tree, which has them")
+        if parents is not None:
+            raise ValueError("parents: expected None beside the PackedMetadata of a prefix tree, which has them")
+        return options.paths
+    if isinstance(parents, PrefixPaths):
+        return parents
     check_tensor(parents, "parents")
+    assert parents is not None
     return kept_paths(cu_seqlens, parents, k.shape[2 if k.dim() == 4 else 0], cache)
 
 

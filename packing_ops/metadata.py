@@ -43,7 +43,7 @@ class PackedMetadata:
         indices: int64 ``[total]``, slots of the padded batch that were kept; only after from_attention_mask.
         num_tokens: ``cu_seqlens[-1]`` as a Python int; None if it was neither given nor read.
         seqlen: columns of the padded batch, for pad and unpad; only after from_attention_mask.
-        paths: of a prefix tree, whose segments cu_seqlens then are; only after from_prefix_tree.
+        paths: PrefixPaths of a prefix tree, whose segments cu_seqlens then are; only after from_prefix_tree.
         visible_end: int32 ``[total]``, how far each query sees. varlen_attention takes it from here. None: causality or
             a window decides. Set it with ``dataclasses.replace(metadata, visible_end=...)``.
         position_ids: int64 ``[total]``, restarting in every document, in a prefix tree the distance from the root; a new
@@ -291,7 +291,7 @@ class PackedMetadata:
         return plan_of(self.cu_seqlens, keys, geometry, self._cache, visible_end=self.visible_end)
 
     def to_transformers(self) -> dict[str, Any]:
-        """Keyword arguments of a Hugging Face forward: ``cu_seq_lens_q/k`` and ``max_length_q/k``.
+        """Keyword arguments of a Hugging Face forward: ``cu_seq_lens_q/k``, ``max_length_q/k``, for a tree ``segment_parents``.
 
         Padding after the last document becomes one more document, since cu_seq_lens must end where the row ends.
 
@@ -302,13 +302,15 @@ class PackedMetadata:
         Raises:
             ValueError: there is a visible_end, for which these arguments have no place.
         """
-        check_causal(self)
+        if self.paths is None:
+            check_causal(self)
         cu_seqlens, max_seqlen = self._whole_row()
         return {
             "cu_seq_lens_q": cu_seqlens,
             "cu_seq_lens_k": cu_seqlens,
             "max_length_q": max_seqlen,
             "max_length_k": max_seqlen,
+            **({} if self.paths is None else {"segment_parents": self.paths}),
         }
 
     def to_unsloth(self) -> dict[str, Any]:
@@ -323,10 +325,14 @@ class PackedMetadata:
     def to_megatron(self) -> dict[str, Any]:
         """Fields of Megatron-core's PackedSeqParams; padding after the last document is one more document.
 
+        For a tree also ``segment_parents``, which is an attribute there and no field:
+        packing_ops.integrations.megatron.packed_seq_params sets it.
+
         Raises:
             ValueError: there is a visible_end, for which these fields have no place.
         """
-        check_causal(self)
+        if self.paths is None:
+            check_causal(self)
         cu_seqlens, max_seqlen = self._whole_row()
         return {
             "qkv_format": "thd",
@@ -334,6 +340,7 @@ class PackedMetadata:
             "cu_seqlens_kv": cu_seqlens,
             "max_seqlen_q": max_seqlen,
             "max_seqlen_kv": max_seqlen,
+            **({} if self.paths is None else {"segment_parents": self.paths}),
         }
 
     def _whole_row(self) -> tuple[torch.Tensor, int]:
@@ -343,21 +350,26 @@ class PackedMetadata:
             num_tokens = int(self.cu_seqlens[-1])  # neither fake nor traced: reading it is free
         if num_tokens >= self.total:
             return self.cu_seqlens, self.max_seqlen
+        if self.paths is not None:
+            raise ValueError(f"total: expected the {num_tokens} rows of a prefix tree, got {self.total}")
         end = self.cu_seqlens.new_full((1,), self.total)
         return torch.cat([self.cu_seqlens, end]), max(self.max_seqlen, self.total - num_tokens)
 
 
 def metadata_of_segments(
-    cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int, device: torch.device | str | None = None
+    cu_seqlens: torch.Tensor,
+    parents: torch.Tensor | PrefixPaths,
+    total: int,
+    device: torch.device | str | None = None,
 ) -> PackedMetadata:
-    """PackedMetadata.from_prefix_tree of the segments alone. CUDA: the host reads them.
+    """PackedMetadata.from_prefix_tree of the segments alone. CUDA: the host reads them, or their longest path.
 
     Example:
         >>> cu_seqlens, parents = torch.tensor([[0, 128, 130], [-1, 0, 0]], dtype=torch.int32)
         >>> metadata_of_segments(cu_seqlens, parents[:2], 130).max_seqlen
         130
     """
-    paths = prefix_paths(cu_seqlens, parents, total)
+    paths = parents if isinstance(parents, PrefixPaths) else prefix_paths(cu_seqlens, parents, total)
     _, longest = _end_and_longest(paths.cu_seqlens)
     cu_seqlens = cu_seqlens.to(device or cu_seqlens.device, non_blocking=True)
     return PackedMetadata(cu_seqlens, total, longest, num_tokens=total, paths=paths.to(device))

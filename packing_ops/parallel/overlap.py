@@ -42,14 +42,14 @@ def ulysses_parts(ranks: int, rows: int, heads: Sequence[tuple[int, int]], eleme
 
 
 def gathered_parts(received: int, rows: int, heads: Sequence[tuple[int, int]], element_size: int) -> int:
-    """How many parts gathered_attention sends the key heads in; the neediest rank receives so many rows of keys."""
+    """How many parts gathered_attention sends the key heads in, by the rows of keys of the rank that receives most."""
     (num_heads, _), (num_kv_heads, head_dim), (_, head_dim_v) = heads
     keys = received * num_kv_heads * (head_dim + head_dim_v) * element_size
     return head_parts(num_kv_heads, keys, merged=rows * num_heads * head_dim_v * element_size)
 
 
 def keeps_keys(received: int, rows: int, num_heads: int, num_kv_heads: int) -> bool:
-    """Whether so many received rows of k and v take no more memory than q and out of a rank, which backward needs anyway."""
+    """Whether received rows of k and v take no more memory than q and out of a rank, which backward needs anyway."""
     return received * num_kv_heads <= rows * num_heads
 
 

@@ -82,9 +82,9 @@ def shard_packed(
         The batch with each tensor of the row cut to ``[rows]``, ``[1, rows]`` or ``[1, rows, ...]``, where ``rows`` is
         ``ceil(total / ranks)``. ``labels`` become next-token targets, also under ``shift_labels``, so that models of
         transformers do not shift them again; a batch with ``shift_labels`` keeps those. ``position_ids`` are made where
-        there are none: counted from the document's start. What tells documents stays that of the whole row: PackedMetadata
-        under its name with the padded total, or under ``metadata``; ``cu_seq_lens_q`` and the like.
-        Everything else is passed on.
+        there are none: counted from the document's start. The arguments that say where documents are stay those of the
+        whole row: PackedMetadata under its name with the padded total, or under ``metadata``; ``cu_seq_lens_q`` and the
+        like. Everything else is passed on.
 
     Example:
         The second of two ranks; the row's fifth slot is padding.
@@ -343,7 +343,7 @@ def check_rows(
 
 
 def whole_row(documents: PackedMetadata | torch.Tensor, rows: int, ranks: int) -> torch.Tensor:
-    """int32 cu_seqlens of a row of which each rank has so many slots."""
+    """int32 cu_seqlens of a row, from the number of slots of each rank."""
     cu_seqlens = cu_seqlens_of(documents, ranks * rows, like=f"the rows of {ranks} ranks", name="documents", tree=True)
     check_cu_seqlens(cu_seqlens, "documents")
     if cu_seqlens.dtype == torch.int32:

@@ -278,7 +278,7 @@ def _in_row_order(gathered: torch.Tensor, order: Order | None) -> torch.Tensor:
 
 
 def _whole(parts: Sequence[Sequence[Received]], num_heads: Sequence[int]) -> list[torch.Tensor]:
-    """What the ranks gave for all parts of so many tensors."""
+    """What the ranks gave, for all parts of each tensor."""
     return [
         _heads_together([received() for received in of_tensor], heads)
         for of_tensor, heads in zip(zip(*parts, strict=True), num_heads, strict=True)

@@ -39,11 +39,19 @@ def test_the_demo_among_the_results_says_its_commit(tmp_path, monkeypatch):
     monkeypatch.setenv("PACKING_OPS_COMMIT", "0123456789ab")
 
     def run(command, check):
-        assert command[1:] == [str(ROOT / "examples/train_packed.py"), *sys.argv[1:]]
+        assert command[1:] == [str(ROOT / "examples/train_packed.py"), *given, "--documents", "8"]
         assert check
         (tmp_path / "demo_cpu.json").write_text('{"speedup": 2}')
 
     monkeypatch.setattr(bench_demo.subprocess, "run", run)
-    monkeypatch.setattr(sys, "argv", ["", "--device", "cpu", "--out", str(tmp_path), "--documents", "8"])
+    given = ["--device", "cpu", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["", *given, "--only", "demo", "--documents", "8"])
     bench_demo.main()
     assert json.loads((tmp_path / "demo_cpu.json").read_text()) == {"commit": "0123456789ab", "speedup": 2}
+
+
+def test_options_of_an_example_need_its_name(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["", "--documents", "8"])
+    with pytest.raises(SystemExit):
+        bench_demo.main()
+    assert "--only: expected, since --documents is an option of one example" in capsys.readouterr().err

@@ -58,9 +58,36 @@ def test_dropout_in_evaluation_and_no_configuration(tmp_path, config, capsys):
     assert capsys.readouterr().err.startswith("error: ")
 
 
-@pytest.mark.parametrize("rows", ["0", "3,-1", "a"])
-def test_rows_are_refused(config, rows, capsys):
+WRONG_ARGUMENTS = {
+    "--rows=0": "--rows: expected numbers above 0 with commas between, got '0'",
+    "--rows=3,-1": "--rows: expected numbers above 0 with commas between, got '3,-1'",
+    "--rows=a": "--rows: expected numbers above 0 with commas between, got 'a'",
+    "--rows=": "--rows: expected numbers above 0 with commas between, got ''",
+    "--device=tpu": "--device: expected cpu, cuda or cuda:N, got 'tpu'",
+    "--device=cuda": "--device: expected cpu, got 'cuda', and torch",
+}
+
+
+@pytest.mark.parametrize("argument", WRONG_ARGUMENTS)
+def test_arguments_are_refused(config, argument, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as end:
-        main(["invariance", str(config), f"--rows={rows}"])
+        main(["invariance", str(config), argument])
     assert end.value.code == 2
-    assert "--rows" in capsys.readouterr().err
+    assert WRONG_ARGUMENTS[argument].partition(": ")[2] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layers", [0, -1, 4])
+def test_numbers_of_layers_are_refused(config, layers, capsys):
+    assert main(["invariance", str(config), f"--layers={layers}"]) == 2
+    error = f"error: --layers: expected 1 to 3, the layers of the model, got {layers}\n"
+    assert capsys.readouterr().err.endswith(error)
+
+
+def test_other_models_and_folders_are_refused(config, tmp_path, capsys):
+    transformers.T5Config().save_pretrained(tmp_path / "t5")
+    assert main(["invariance", str(tmp_path / "t5")]) == 2
+    error = "error: MODEL_OR_CONFIG: expected a causal language model of transformers, got t5\n"
+    assert capsys.readouterr().err.endswith(error)
+    assert main(["invariance", str(config), "--json", str(tmp_path / "none" / "out.json")]) == 2
+    assert capsys.readouterr().err.startswith("error: --json: expected a file in a folder that exists, got ")

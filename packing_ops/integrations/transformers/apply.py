@@ -23,7 +23,7 @@ from packing_ops.integrations.transformers import (
 )
 from packing_ops.integrations.transformers import vision as vision_patch
 from packing_ops.integrations.transformers.attention import packing_ops_attention, register, unknown_options
-from packing_ops.integrations.transformers.call import GUARD, LAST_FORWARD, NAMES, guard_of, mixes_tokens
+from packing_ops.integrations.transformers.call import GUARD, NAMES, guard_of, last_forward, mixes_tokens
 from packing_ops.integrations.transformers.versions import PreTrainedModel, not_causal, reads_text
 
 # --- Applied ---
@@ -452,12 +452,10 @@ def _modules(count: int) -> str:
 
 def _last_forwards(hosts: list[Any]) -> list[str]:
     lines = []
-    for last in [host.__dict__[LAST_FORWARD] for host in hosts if LAST_FORWARD in host.__dict__]:
+    for last in [found for host in hosts if (found := last_forward(host)) is not None]:
         rows = f"{last.rows} row{'s' * (last.rows != 1)}"
         if last.found_by == "rows":
             lines.append(f"last forward: {rows}, one document in each, as no argument said otherwise")
-        elif last.documents is None:
-            lines.append(f"last forward: {rows}, documents kept apart by the masks, found by {last.found_by}")
         else:
             documents = f"{last.documents} document{'s' * (last.documents != 1)}"
             lines.append(f"last forward: {rows}, {documents}, found by {last.found_by}")

@@ -14,7 +14,7 @@ from packing_ops._arguments import dtype_name
 from packing_ops.attention import DTYPES, attend, checked_options
 from packing_ops.integrations._patching import Patch
 from packing_ops.integrations.transformers import masks, sequence_group, stateful, versions
-from packing_ops.integrations.transformers.call import NAMES, current, documents_of, numbers_of, watched
+from packing_ops.integrations.transformers.call import NAMES, call_to_mark, current, documents_of, numbers_of, watched
 from packing_ops.integrations.transformers.documents import can_read, is_tensor
 from packing_ops.integrations.transformers.versions import (
     CACHE,
@@ -131,9 +131,11 @@ def packing_ops_attention(
     cu_seq_lens_q=None,
     cu_seq_lens_k=None,
     position_ids=None,
+    segment_parents=None,
     **kwargs,
 ):
     """query ``[batch, num_heads, seqlen, head_dim]`` -> (``[batch, seqlen, num_heads, head_dim]``, None)."""
+    # Options: a MaskPattern says what the mask would, else the layer does.
     cu_seqlens, sequence = (cu_seq_lens_q, cu_seq_lens_k), sequence_group.of(module)
     reason = "" if HARMLESS.issuperset(kwargs) else option_for_sdpa(kwargs)
     pattern = attention_mask if isinstance(attention_mask, masks.MaskPattern) else None
@@ -144,12 +146,21 @@ def packing_ops_attention(
         sees_all = sliding_window is None or (sequence is None and sliding_window > key.shape[2])
         window = (-1, -1) if sees_all else (sliding_window - 1, 0)
     options = checked_options(causal, scaling, window, softcap or 0.0, s_aux)
+
+    # A prefix tree.
+    if segment_parents is not None:
+        reason = reason or why_not(query, value, dropout) or why_no_tree(query, key, attention_mask, pattern)
+        return _of_tree((query, key, value), cu_seqlens, segment_parents, options, reason), None
+
+    # Rows that lie on several ranks.
     if sequence is not None:
-        reason = reason or why_not(query, key, value, dropout)
+        reason = reason or why_not(query, value, dropout)
         if pattern is not None and pattern.blocks is not None:
             reason = reason or "a mask with blocks that see ahead"
         mask = None if pattern is not None else attention_mask
         return sequence.attend(_one_dtype(query, key, value), mask, cu_seq_lens_q, options, reason), None
+
+    # Documents, and why they cannot be found.
     if pattern is not None:
         documents = documents_of_pattern(module, pattern, query, key, cu_seqlens, position_ids)
         visible_end, none = (None, "the last queries of a row") if pattern.last else pattern.visible_end(documents)
@@ -164,7 +175,9 @@ def packing_ops_attention(
             raise ValueError(f"cu_seq_lens_q: expected a row of its own documents, got {none}")
         documents = None if none else _without_pattern(module, query, attention_mask, cu_seqlens, position_ids)
         reason = reason or none
-    reason = reason or why_not(query, key, value, dropout)
+
+    # Varlen attention, else SDPA.
+    reason = reason or why_not(query, value, dropout)
     if not reason and documents.has_interior_padding and window != (-1, -1):
         reason = "a sliding window over padding that may lie inside a row"
     if not reason:
@@ -172,6 +185,20 @@ def packing_ops_attention(
     versions.warn_once(reason)
     mask = attention_mask if documents is None else _mask_of(documents, query, options, attention_mask)
     return _by_sdpa(module, query, key, value, mask, options, dropout, kwargs)
+
+
+def _of_tree(heads, cu_seqlens, parents, options, reason):
+    """Attention over a prefix tree: its segments, and parents as varlen_attention takes them."""
+    if reason:
+        raise NotImplementedError(f"segment_parents: expected a call that varlen attention serves, got {reason}")
+    segments, of_keys = cu_seqlens
+    if segments is None or not (of_keys is None or of_keys is segments):
+        raise ValueError(
+            "cu_seq_lens_q: expected the segments of the tree beside segment_parents, also as cu_seq_lens_k"
+        )
+    if (call := call_to_mark()) is not None:
+        call.reached_tree(segments)
+    return attend(*_one_dtype(*heads), segments, segments, options, layout="bhsd", parents=parents)[0]
 
 
 def _without_pattern(module, query, mask, cu_seqlens, position_ids):
@@ -242,6 +269,7 @@ def _by_sdpa(module, query, key, value, mask, options, dropout, given):
 
     given: other keywords of the layer.
     """
+    # SDPA where it has every option.
     causal, scaling, softcap, sinks = options.causal, options.softmax_scale, options.softcap, options.sinks
     biased = given.get("position_bias") is not None and "position_bias" not in _SDPA_OPTIONS
     if not softcap and sinks is None and not biased:
@@ -249,6 +277,8 @@ def _by_sdpa(module, query, key, value, mask, options, dropout, given):
         return sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=causal, **given
         )
+
+    # The plain formula: scores, mask, sinks.
     groups = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -314,6 +344,15 @@ def option_for_sdpa(kwargs):
     return f"{given[0]} is not supported" if given else ""
 
 
+def why_no_tree(query, key, mask, pattern):
+    """Why a call cannot be of a prefix tree, or an empty string."""
+    if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
+        return f"{query.shape[0]} rows of {query.shape[2]} queries and {key.shape[2]} keys, expected one row without a cache"
+    if mask is not None and (pattern is None or pattern.blocks is not None or pattern.padding is not None):
+        return "a mask that is more than causal or a window"
+    return ""
+
+
 _CALL = re.compile(r"\battention_interface\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)")
 
 
@@ -329,7 +368,7 @@ def unknown_options(cls: type, attention: Callable) -> frozenset[str]:
     return frozenset(passed) - HARMLESS - SDPA - known - set(inspect.signature(attention).parameters)
 
 
-def why_not(query, key, value, dropout):
+def why_not(query, value, dropout):
     """Why varlen_attention cannot serve this call, or an empty string."""
     if dropout:
         return f"dropout {dropout} in attention"
@@ -386,7 +425,7 @@ def refuse_dropped_mask(module, query, cu_seqlens, position_ids, causal, window)
     if masks and (None in masks or told not in masks or unclear):
         raise ValueError(
             f"attention_mask: expected to reach attention, got dropped where rows of {length} slots are gathered to {seqlen}: "
-            f"it had more than causal={causal} and window_size={window}, which the layer tells"
+            f"it had more than causal={causal} and window_size={window}, which the layer passes"
         )
 
 

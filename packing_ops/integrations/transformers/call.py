@@ -26,6 +26,7 @@ from packing_ops.integrations.transformers.documents import (
     positions_of_axes,
     positions_restart,
     refuse_where,
+    several_in,
 )
 from packing_ops.integrations.transformers.versions import (
     SHIFTED,
@@ -73,7 +74,9 @@ class PackedCall:
         positions = argument("position_ids", self.indices, args, kwargs)
         self.position_ids = None if model_type in OTHER_POSITIONS else positions
         self.needs_positions = positions is None  # of models that otherwise count along the row
-        self.missing_positions = None, ""  # (whether they were needed, message), see refuse_own_positions
+        self.missing_positions = (
+            None  # (batch, what to say where a row has several documents), see refuse_own_positions
+        )
         self.cu_seqlens, self.cu_seqlens_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
         if self.cu_seqlens is None:  # one is for both
             self.cu_seqlens = self.cu_seqlens_k
@@ -82,6 +85,10 @@ class PackedCall:
             sequence.check_call(self.name, self.indices, args, kwargs)
             self.cu_seqlens = self.cu_seqlens_k = None
         mask = argument("attention_mask", self.indices, args, kwargs)
+        self.segment_parents = kwargs.get("segment_parents")
+        if self.segment_parents is not None:  # positions are depths in the tree, and tell no documents
+            self.position_ids = None
+            refuse_beside_a_tree({"attention_mask": mask, "labels": kwargs.get("labels"), "sequence_group": sequence})
         self.numbers = numbers_of(mask, outer)
         self.padding = mask.clamp(max=1) if self.numbers is not None and self.numbers is mask else mask
         # Whether its documents reach what keeps them apart.
@@ -92,6 +99,8 @@ class PackedCall:
             self.lost.update(("cu_seq_lens_q", "position_ids"))
         if self.numbers is not None:
             self.lost.add("attention_mask")
+        if self.segment_parents is not None:
+            self.lost.add("segment_parents")
         # What was found in it.
         self.answers = [] if outer is None else outer.answers
         self.seen = None
@@ -162,6 +171,16 @@ class PackedCall:
                 call.lost.difference_update(("cu_seq_lens_q", "position_ids"))
             call = call.outer
 
+    def reached_tree(self, cu_seqlens):
+        """An attention has used the tree of this call: of the outer calls', too."""
+        self.reached(None, cu_seqlens)
+        call = self
+        while call is not None:
+            call.lost.discard("segment_parents")
+            if call.seen is None:
+                call.seen = LastForward(1, cu_seqlens.numel() - 1, "segment_parents")
+            call = call.outer
+
     def checked_positions(self, position_ids, batch):
         """position_ids of a mask that is a tensor, compared with cu_seq_lens_q: layers may see the mask alone.
 
@@ -185,13 +204,27 @@ class PackedCall:
 
         A graph cannot read values on the host: it asserts on the device.
         """
+        if "segment_parents" in self.lost:
+            raise ValueError(
+                f"segment_parents: expected a model that passes them to its attention, got {self.name}; give it the samples "
+                "as packed documents"
+            )
         if "cu_seq_lens_q" in self.lost and isinstance(self.cu_seqlens, torch.Tensor) and self.cu_seqlens.numel() > 2:
             raise ValueError(self._refusal("cu_seq_lens_q"))
         if "position_ids" in self.lost:
             refuse_where(positions_restart(self.position_ids, self.padding), self._refusal("position_ids"))
         if "attention_mask" in self.lost:
-            refuse_where((self.numbers > 1).any(), self._refusal("attention_mask"))
-        refuse_where(*self.missing_positions)
+            refuse_where(several_in(None, None, None, self.numbers, 0), self._refusal("attention_mask"))
+        if self.missing_positions is not None:
+            batch, message = self.missing_positions
+            refuse_where(self._several(batch), message)
+
+    def _several(self, batch):
+        """Whether a row has several documents, by cu_seqlens or by numbers. The host has read that of an attention's."""
+        for (_, _, _, _, padding, _), documents in self.answers:
+            if padding is self.numbers and documents.several is not None:
+                return documents.several
+        return several_in(None, self.padding, self.cu_seqlens, self.numbers, batch)
 
     def _refusal(self, lost):
         why = "mixes tokens beside its attention" if self.mixes else "passes them to no attention"
@@ -205,7 +238,8 @@ class PackedCall:
 
 class LastForward(NamedTuple):
     """What a model's last call saw: rows of the batch, the documents in them, and the argument that they were found by:
-    cu_seq_lens_q, position_ids or attention_mask; "rows" where none was given. Of a graph nothing is kept."""
+    cu_seq_lens_q, position_ids or attention_mask; segment_parents for the segments of a prefix tree; "rows" where none was
+    given. Of a graph nothing is kept."""
 
     rows: int
     documents: int
@@ -237,6 +271,18 @@ def documents_of(query, cu_seqlens, padding, position_ids, layer=None):
     return call.documents(query, cu_seqlens, padding, position_ids, layer)
 
 
+def refuse_beside_a_tree(given) -> None:
+    """ValueError for arguments, by name, that have no meaning beside segment_parents."""
+    for name, value in given.items():
+        if value is not None:
+            why = (
+                " (prefix_token_logps takes the hidden states: a row may have several next tokens)"
+                if name == "labels"
+                else ""
+            )
+            raise ValueError(f"{name}: expected None beside segment_parents{why}, got {type(value).__name__}")
+
+
 def mixes_tokens(config) -> bool:
     """Whether tokens of neighbouring documents mix outside attention."""
     # token_dropout of ESM scales a row by how many of all its tokens are masked.
@@ -264,18 +310,19 @@ def watched(begin, stock):
     """PreTrainedModel.__call__ with a PackedCall around it. ``begin`` is called with it before the model is."""
 
     def __call__(self, *args, **kwargs):
+        # Models that are not ours, and what is refused before the call.
         ours = self.config._attn_implementation in NAMES
         if not ours and GUARD not in self.__dict__:
             if "position_ids" in kwargs and (outer := current()) is not None:
-                outer.reached(
-                    None, kwargs["position_ids"]
-                )  # by another implementation, which finds documents in its own way
+                outer.reached(None, kwargs["position_ids"])  # by an implementation that finds documents itself
             return stock(self, *args, **kwargs)
         if ours and (why := not_causal(self)):
             raise NotImplementedError(
                 f"attn_implementation: expected 'eager', got {self.config._attn_implementation!r}; {why}"
             )
         check_keywords(type(self), kwargs)
+
+        # The call, and what masks and layers below ask of it.
         now = here()
         outer = now.call
         call = PackedCall(self, args, kwargs, outer)
@@ -289,6 +336,8 @@ def watched(begin, stock):
         finally:
             now.call = traced.call = outer
             now.mask_arguments = None
+
+        # Documents that nothing kept apart.
         call.refuse_if_lost()
         if call.seen is not None:
             self.__dict__[LAST_FORWARD] = call.seen

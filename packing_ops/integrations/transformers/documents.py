@@ -28,11 +28,12 @@ class BatchDocuments:
     indices: int64 ``[total]``, the real slots; None where every slot is real.
     has_interior_padding: padding may lie between real slots of a row; two tokens are then nearer in the packed row than in the batch,
         and a window would reach too far.
+    several: whether a row has several documents, as padding says; None where nobody has looked.
     """
 
-    def __init__(self, cu_seqlens_q, cu_seqlens_k, indices=None, has_interior_padding=False):
+    def __init__(self, cu_seqlens_q, cu_seqlens_k, indices=None, has_interior_padding=False, several=None):
         self.cu_seqlens_q, self.cu_seqlens_k = cu_seqlens_q, cu_seqlens_k
-        self.indices, self.has_interior_padding = indices, has_interior_padding
+        self.indices, self.has_interior_padding, self.several = indices, has_interior_padding, several
         self.device, self.copies = cu_seqlens_q.device, {}
 
     def on(self, device):
@@ -41,7 +42,7 @@ class BatchDocuments:
             return self
         if device not in self.copies:
             moved = [t if t is None else t.to(device) for t in (self.cu_seqlens_q, self.cu_seqlens_k, self.indices)]
-            self.copies[device] = BatchDocuments(*moved, self.has_interior_padding)
+            self.copies[device] = BatchDocuments(*moved, self.has_interior_padding, self.several)
         return self.copies[device]
 
     def document_ids(self, batch, seqlen):
@@ -110,12 +111,18 @@ def _from_values(batch, seqlen, padding, position_ids):
         if not compiling:
             cu_seqlens = cu_seqlens[: int(count) + 1]
         return BatchDocuments(cu_seqlens, cu_seqlens)
+
+    # Real slots and rows.
     real, numbered = padding != 0, padding.dtype != torch.bool and seqlen > 0
     indices, rows, _, totals = _ops.unpad_layout(real, None, False)
     runs = (real[:, 1:] & ~real[:, :-1]).sum(1) + real[:, 0] if seqlen else real.sum(1)
     interior = (runs > 1).any()
-    cu_seqlens, count = rows, totals[:1]
+    cu_seqlens, count = rows, totals[0]
+    filled = count  # rows with documents, where these are counted
+
+    # Documents within rows.
     if position_ids is not None or numbered:
+        filled = (rows.diff() > 0).sum()
         # All slots, the real ones first; those after the last real one become a document of their own.
         slots = indices.clamp(min=0)
         row, after, every = slots // max(seqlen, 1), indices < 0, torch.arange(batch * seqlen, device=slots.device)
@@ -128,13 +135,18 @@ def _from_values(batch, seqlen, padding, position_ids):
             positions = position_ids.expand(batch, seqlen).flatten().long()[slots].where(~after, every)
         first |= after & F.pad(~after[:-1], (1, 0), value=False)
         cu_seqlens, count = _ops.cu_seqlens_from_position_ids(positions - first.cumsum(0) * _APART)
+
+    # Sizes: upper bounds in a graph, else read at once, which is the one synchronisation.
     if compiling:
         return BatchDocuments(cu_seqlens, cu_seqlens, indices, has_interior_padding=True)
-    total, count, interior = torch.stack([totals[0], count[0], interior.to(totals.dtype)]).tolist()
+    read = [each.to(totals.dtype) for each in (totals[0], count.view(()), interior, filled)]
+    total, count, interior, filled = torch.stack(read).tolist()
+    several = False
     if cu_seqlens is not rows:
-        cu_seqlens = cu_seqlens[: count + (total == batch * seqlen)]
+        documents = count - (total < batch * seqlen)  # without the one of padding
+        cu_seqlens, several = cu_seqlens[: documents + 1], documents > filled
     indices = None if total == batch * seqlen else indices[:total]
-    return BatchDocuments(cu_seqlens, cu_seqlens, indices, bool(interior))
+    return BatchDocuments(cu_seqlens, cu_seqlens, indices, bool(interior), several)
 
 
 def _row_starts(position_ids):
@@ -217,17 +229,17 @@ def several_in(position_ids, padding, cu_seqlens, numbers, batch) -> torch.Tenso
     if found[0] is None and is_tensor(cu_seqlens, 1):  # beside positions they were held against them
         found.append((cu_seqlens.diff() > 0).sum() > batch)
     if numbers is not None:
-        found.append((numbers > 1).any())
+        found.append(first_tokens(numbers, None, *numbers.shape, numbers.device).any())
     found = [each for each in found if each is not None]
     return None if not found else found[0] if len(found) == 1 else found[0] | found[1].to(found[0].device)
 
 
 def refuse_where(wrong, message) -> None:
-    """ValueError where the bool ``wrong`` holds, None is False. A graph cannot read it and asserts: RuntimeError on the CPU,
+    """ValueError where ``wrong`` holds: a bool, one on a device, or None for False. A graph cannot read it and asserts: RuntimeError on the CPU,
     on CUDA the end of this process's use of the GPU."""
     if wrong is None:
         return
-    if not can_read(wrong):
+    if isinstance(wrong, torch.Tensor) and not can_read(wrong):
         torch._assert_async(~wrong, message)
     elif bool(wrong):
         raise ValueError(message)
@@ -254,6 +266,7 @@ def argument(name, indices, args, kwargs):
 def each_document_alone(mask_function, kwargs, told, batch, q_length, q_offset):
     """mask_function within documents. Keys of a cache without numbers belong to the first query's document."""
     device = (told.numbers if told.position_ids is None else told.position_ids).device
+    # Where documents start among the queries, by positions and by numbers.
     starts, runs, last = torch.zeros(batch, q_length, dtype=torch.bool, device=device), None, q_length - 1
     if told.position_ids is not None:
         positions, slots = told.position_ids.expand(batch, -1), torch.arange(q_length, device=device)
@@ -269,6 +282,7 @@ def each_document_alone(mask_function, kwargs, told, batch, q_length, q_offset):
         starts = starts | F.pad(runs_of_queries[:, 1:] != runs_of_queries[:, :-1], (1, 0))
     documents = starts.cumsum(1)
 
+    # The mask: of two slots of one document.
     def query_index(slot):
         return (slot - q_offset).clamp(0, last)
 
@@ -397,23 +411,27 @@ def refuse_own_positions(model, call, position_ids, batch) -> None:
             f"{takes_none} counts positions along the row and takes none; give each document a row of its own (no packing, "
             "padding on the right)"
         )
-    elif needs and call.needs_positions and call.cu_seqlens is not None and _takes_positions(type(model), call):
+    elif needs and call.needs_positions and _takes_positions(type(model), call):
+        told_by = "attention_mask" if call.cu_seqlens is None else "cu_seq_lens_q"
         message = (
-            f"position_ids: expected [{batch}, seqlen] that start at 0 with each document, got None beside several "
-            f"documents in cu_seq_lens_q, and {needs} then counts along the row (PackedMetadata.position_ids are these)"
+            f"position_ids: expected [{batch}, seqlen] that start in each document as they do alone (at 0, as "
+            "PackedMetadata.position_ids do; in RoBERTa and its like at padding_idx + 1), got None beside several documents "
+            f"in {told_by}, and {needs} then counts along the row"
         )
     else:
         return
-    several = several_in(position_ids, call.padding, call.cu_seqlens, call.numbers, batch)
     if takes_none:
-        refuse_where(several, message)
+        refuse_where(several_in(position_ids, call.padding, call.cu_seqlens, call.numbers, batch), message)
     else:
-        call.missing_positions = several, message
+        call.missing_positions = batch, message
 
 
 def _takes_positions(cls, call) -> bool:
     """Whether the caller could have passed them to this model, in the outermost call."""
-    return call.outer is None and "position_ids" in inspect.signature(cls.forward).parameters
+    parameters = inspect.signature(cls.forward).parameters  # Whisper's decoder takes them by **kwargs
+    return call.outer is None and (
+        "position_ids" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    )
 
 
 def _owners(model) -> tuple[str, str]:

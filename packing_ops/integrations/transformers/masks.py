@@ -71,7 +71,7 @@ class MaskPattern:
         return self._documents
 
     def visible_end(self, documents):
-        """(that of varlen_attention for the packed rows or None, why it cannot be told or "")."""
+        """(that of varlen_attention for the packed rows or None, why it cannot be found or "")."""
         if self.blocks is None:
             return None, ""
         if self._ends is None or self._ends[0] is not documents:
@@ -373,11 +373,14 @@ def _wrapped(original):
             finally:
                 now.preparing = nested
 
+        # Masks of other names, and those that an outer model has made.
         if nested or config._attn_implementation not in NAMES:
             return transformers_own(attention_mask, position_ids)
         if isinstance(attention_mask, MaskPattern):  # made by an outer model: passed on, as a 4-D mask would be
             early, _, *prepared = transformers_own(inputs_embeds.new_empty(1, 1, 1, 1), None)
             return early, attention_mask, *prepared
+
+        # transformers prepares a bool mask without positions: it would make a 4-D mask of those.
         numbers = None
         if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
             numbers = numbers_of(attention_mask, current())
@@ -385,6 +388,8 @@ def _wrapped(original):
         early, mask, *prepared = transformers_own(attention_mask, None)
         if early:
             return early, mask, *prepared
+
+        # What does not fit.
         call, slots = current(), list(inputs_embeds.shape[:2])
         cross = (rest[0] if rest else named.get("encoder_hidden_states")) is not None
         if cross and numbers is not None and can_read(numbers) and bool((numbers > 1).any()):
@@ -393,6 +398,8 @@ def _wrapped(original):
         excess = 0 if mask is None or cross or mask_form != PATTERN else mask.shape[-1] - slots[1]
         if excess < 0 or (excess > 0 and cache is None):  # a longer mask covers the keys of a cache too
             raise ValueError(f"attention_mask: expected {slots} like the batch, got {list(mask.shape)}")
+
+        # Positions that tell documents: the call's, where the model passes none on.
         axes = call is not None and are_axes(call.position_ids, call.first_axis)
         if call is not None and (position_ids is None or axes):
             position_ids = positions_of_axes(call, slots) if axes else call.position_ids
@@ -400,6 +407,8 @@ def _wrapped(original):
             position_ids = None
         if call is not None:
             call.reached(numbers, position_ids)
+
+        # Warnings, a KV cache, and what the mask function is to know.
         if mask_form != PATTERN:
             versions.log_once(f"{call.name} may read its masks, it gets them of every query and key")
         elif call is None and position_ids is None and not cross:

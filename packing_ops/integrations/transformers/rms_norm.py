@@ -145,7 +145,7 @@ def formula_of(stock: type, module: torch.nn.Module) -> tuple[str | None, str]:
     # whole size in ds_numel.
     width = 0 if weight is None else getattr(weight, "ds_numel", weight.numel())
     if width == 0 and any(type(value) is int for value in attributes.values()):
-        return None, f"{stock.__name__} has numbers, and no weight that tells its width"
+        return None, f"{stock.__name__} has numbers, and no weight that has its width"
     formula, reason = _formula(stock, stock.forward, weight is not None, width or WIDTH, eps_names, key)
     return formula, reason and f"{stock.__name__} {reason}"
 

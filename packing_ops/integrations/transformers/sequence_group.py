@@ -50,7 +50,9 @@ class SequenceGroup:
             )
         self._check_end(cu_seqlens, positions.shape[1])
         if argument("attention_mask", indices, args, kwargs) is not None:
-            raise ValueError("attention_mask: expected None with a sequence_group, cu_seq_lens_q tells the documents")
+            raise ValueError(
+                "attention_mask: expected None with a sequence_group, which finds documents by cu_seq_lens_q"
+            )
         if kwargs.get("labels") is None:
             return
         for given in ("shift_labels", "num_items_in_batch"):

@@ -317,6 +317,11 @@ def find_documents_of(model, call, args, kwargs) -> None:
         )
     if not stateful:
         return
+    if call.segment_parents is not None:
+        raise NotImplementedError(
+            f"segment_parents: expected a model without layers that carry a state along the sequence, got {class_name(model)}; "
+            "give it the samples as packed documents"
+        )
 
     # Their documents, which no cache may hold already.
     call.has_attention = has_attention

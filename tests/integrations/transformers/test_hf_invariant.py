@@ -9,6 +9,8 @@ import pytest
 import torch
 from helpers import assert_same
 from hf_models import OLD, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import packing_ops as po
 from packing_ops import _invariant
@@ -79,6 +81,61 @@ def test_whole_families(family, more):
     assert len(names) == len(stock.layers)
     revert_packing_ops(model)
     assert not po.is_invariant()
+
+
+def batch_of(how, documents):
+    """The documents as a batch, and what takes each one's rows out of its results."""
+    lengths = [len(document) for document in documents]
+    told = po.PackedMetadata.from_lengths(lengths)
+    positions = told.position_ids[None]
+    row = {"input_ids": torch.cat(documents)[None], "position_ids": positions, "use_cache": False}
+    if how == "padded":
+        ids = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
+        mask = torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]
+        padded = {"input_ids": ids, "attention_mask": mask.long(), "use_cache": False}
+        return padded, lambda out: [rows[:length] for rows, length in zip(out, lengths, strict=True)]
+    if how == "cu_seq_lens_q":
+        row |= told.to_transformers()
+    if how == "attention_mask":
+        row["attention_mask"] = told.seq_idx[None] + 1
+    return row, lambda out: out[0].split(lengths)
+
+
+lengths_of_some = st.lists(st.integers(1, 40), max_size=3)
+
+
+@pytest.mark.parametrize(("family", "more"), CLAIMED[:-1], ids=[" ".join([f, *m.values()]) for f, m in CLAIMED[:-1]])
+@torch.no_grad()
+def test_drawn_documents_prefixes_and_neighbours(family, more):
+    """Logits of a document and of its prefix, in rows and micro-batches with any others, are those of it alone."""
+    model = model_of(family, **more)
+    assert apply_packing_ops(model, invariant=True).skipped == {}
+    compared = 0
+
+    @given(
+        length=st.integers(1, 80),
+        share=st.floats(0, 1),
+        before=lengths_of_some,
+        after=lengths_of_some,
+        how=st.sampled_from(["position_ids", "cu_seq_lens_q", "attention_mask", "padded"]),
+        seed=st.integers(0, 9),
+    )
+    @settings(max_examples=12)
+    def holds(length, share, before, after, how, seed):
+        nonlocal compared
+        numbers = torch.Generator().manual_seed(seed)
+        document = torch.randint(1, 128, (length,), generator=numbers)
+        others = [torch.randint(1, 128, (n,), generator=numbers) for n in [*before, *after]]
+        prefix = document[: max(1, round(share * length))]
+        alone = model(document[None], use_cache=False).logits[0]
+        for piece in (document, prefix):
+            row, rows_of = batch_of(how, [*others[: len(before)], piece, *others[len(before) :]])
+            assert_same(rows_of(model(**row).logits)[len(before)], alone[: len(piece)])
+            compared += len(piece)
+
+    holds()
+    assert compared > 100
+    revert_packing_ops(model)
 
 
 def test_a_stock_layer_that_breaks_it_is_named():

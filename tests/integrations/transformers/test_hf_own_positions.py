@@ -88,6 +88,57 @@ def test_cu_seqlens_without_the_positions_that_a_model_needs_are_refused(family,
     assert model(ids(), use_cache=False, **one_document).logits.shape == (1, 16, 64)
 
 
+READ_MASKS_THEMSELVES = ("openai-gpt", "reformer")
+
+
+@pytest.mark.parametrize("family", NEED_POSITIONS)
+@torch.no_grad()
+def test_numbers_of_a_mask_without_the_positions_that_a_model_needs_are_refused(family):
+    model, numbers = model_of(family), torch.repeat_interleave(torch.arange(1, 4), torch.tensor([5, 7, 4]))[None]
+    refused = rf"position_ids: .*, got None beside .* in attention_mask, and {NEED_POSITIONS[family]} then counts"
+    if family in READ_MASKS_THEMSELVES:
+        refused = "attention_mask: expected one document in each row, got several"
+    with pytest.raises(ValueError, match=refused):
+        model(ids(), use_cache=False, attention_mask=numbers)
+    two_and_none = torch.cat([numbers.clamp(max=2), torch.zeros_like(numbers)])
+    with pytest.raises(ValueError, match=refused):  # two documents and two rows, one of them empty
+        model(ids().expand(2, -1), use_cache=False, attention_mask=two_and_none)
+    one_in_each_row = torch.tensor([[1], [2]]).expand(-1, 16)
+    assert model(ids().expand(2, -1), use_cache=False, attention_mask=one_in_each_row).logits.shape == (2, 16, 64)
+
+
+@torch.no_grad()
+def test_whisper_takes_positions_by_its_keywords_alone():
+    model, numbers = model_of("whisper"), torch.arange(1, 17)[None] // 9 + 1
+    with pytest.raises(
+        ValueError, match="got None beside several documents in attention_mask, and WhisperDecoder then"
+    ):
+        model(ids(), use_cache=False, attention_mask=numbers)
+    positions = torch.cat([torch.arange(8), torch.arange(8)])[None]
+    told = model(ids(), use_cache=False, attention_mask=numbers, position_ids=positions).logits
+    alone = torch.cat([model(row, use_cache=False).logits for row in ids().split(8, 1)], 1)
+    torch.testing.assert_close(told, alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["bert", "recurrent_gemma"])
+@torch.no_grad()
+def test_that_positions_are_missing_beside_numbers_is_known_in_a_graph(family, fresh_compile):
+    model, numbers = torch.compile(model_of(family), backend="eager"), torch.arange(1, 17)[None] // 9 + 1
+    with pytest.raises((ValueError, RuntimeError), match="got None beside several documents in attention_mask"):
+        model(ids(), use_cache=False, attention_mask=numbers)
+
+
+@torch.no_grad()
+def test_that_positions_are_missing_beside_numbers_is_read_with_the_documents(monkeypatch):
+    """On a GPU each reading is a synchronisation: the one that finds the documents is the only one."""
+    model, reads = model_of("bert"), []
+    for name in ("__bool__", "tolist", "item"):
+        stock = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda self, stock=stock, name=name: reads.append(name) or stock(self))
+    model(ids(), attention_mask=torch.ones(1, 16, dtype=torch.long))
+    assert reads == ["tolist"]
+
+
 @pytest.mark.parametrize("family", NEED_POSITIONS)
 @torch.no_grad()
 def test_with_positions_these_models_give_each_document_what_it_gets_alone(family):

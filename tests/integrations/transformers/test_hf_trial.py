@@ -370,7 +370,7 @@ def test_groups_of_elements_are_not_the_whole():
         assert rms_norm.formula_of(Grouped, Grouped(width, group))[0] == formula
     unknown = Grouped(16, 8)
     unknown.weight = torch.nn.Parameter(torch.empty(0))
-    assert "no weight that tells its width" in rms_norm.formula_of(Grouped, unknown)[1]
+    assert "no weight that has its width" in rms_norm.formula_of(Grouped, unknown)[1]
 
 
 def test_a_class_whose_modules_differ_is_refused():

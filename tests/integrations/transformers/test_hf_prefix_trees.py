@@ -1,0 +1,175 @@
+"""Models of transformers over prefix trees: against each sample alone, and what is refused."""
+
+import pytest
+import torch
+from hf_models import CACHE, FAMILIES, OLD, tiny_model, transformers
+
+import packing_ops as po
+from packing_ops.integrations.transformers import apply_packing_ops, info, register, revert_packing_ops, unregister
+
+pytestmark = pytest.mark.skipif(OLD, reason="trees are tried with transformers 5")
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "head_dim": 16,
+    "vocab_size": 128,
+}  # whole vectors: see same-bits.md
+PROMPT, ANSWERS = 130, (9, 4, 1)
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    register()
+    yield
+    unregister()
+
+
+def samples(device):
+    """(tokens, cu_seqlens, tree): a prompt with three answers, and another prompt."""
+    prompt = torch.randint(3, 61, (PROMPT,))
+    parts = [torch.cat([prompt, torch.randint(3, 61, (n,))]) for n in ANSWERS] + [torch.randint(3, 61, (7,))]
+    tokens, cu_seqlens = torch.cat(parts), torch.tensor([0, *(len(part) for part in parts)]).cumsum(0).int()
+    return tokens.to(device), cu_seqlens.to(device), po.pack_prefix_tree(tokens, cu_seqlens)
+
+
+def hidden_of_tree(model, tokens, tree, device, **given):
+    metadata = po.PackedMetadata.from_prefix_tree(tree, device=device)
+    ids = tokens[tree.rows.to(device)]
+    out = model(
+        ids[None], position_ids=metadata.position_ids[None], **metadata.to_transformers(), use_cache=False, **given
+    )
+    return out.logits[0]
+
+
+def loss_of(logits, tokens, cu_seqlens, weights):
+    logps = logits.double().log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
+    keep = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device).index_fill(0, cu_seqlens[:-1].long(), False)[
+        1:
+    ]
+    return (logps * weights[1:] * keep).sum()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_gradients_are_those_of_the_samples(family, device):
+    model = tiny_model(family, attn_implementation="packing_ops", device=device).train()
+    tokens, cu_seqlens, tree = samples(device)
+    weights = torch.randn(len(tokens), device=device, dtype=torch.float64)
+
+    def step(logits):
+        model.zero_grad()
+        loss_of(logits, tokens, cu_seqlens, weights).backward()
+        return logits.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    logits = hidden_of_tree(model, tokens, tree, device)
+    assert logits.shape[0] == tree.num_rows < len(tokens) / 2
+    shared = step(logits[tree.row_of_token.to(device)])
+    positions = torch.cat([torch.arange(n) for n in cu_seqlens.diff().tolist()]).to(device)
+    told = po.PackedMetadata.from_cu_seqlens(cu_seqlens).to_transformers()
+    unshared = step(model(tokens[None], position_ids=positions[None], use_cache=False, **told).logits[0])
+    torch.testing.assert_close(shared, unshared, rtol=2e-4, atol=2e-4)
+
+
+def test_the_tree_is_what_keeps_samples_apart(device):
+    """Without it the same row gives other logits: the test above can fail."""
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device)
+    tokens, _, tree = samples(device)
+    with torch.no_grad():
+        logits = hidden_of_tree(model, tokens, tree, device)
+        metadata = po.PackedMetadata.from_prefix_tree(tree, device=device)
+        other = model(tokens[tree.rows.to(device)][None], position_ids=metadata.position_ids[None]).logits[0]
+    assert not torch.allclose(logits, other, atol=1e-2)
+
+
+def test_applied_and_invariant(device):
+    """A token has the bits of its sample alone, in a whole model."""
+    model = tiny_model("qwen3", device=device, **SIZES)
+    assert not apply_packing_ops(model, invariant=True).skipped
+    tokens, cu_seqlens, tree = samples(device)
+    with torch.no_grad():
+        shared = hidden_of_tree(model, tokens, tree, device)[tree.row_of_token.to(device)]
+        for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+            alone = model(tokens[None, start:end], position_ids=torch.arange(end - start, device=device)[None]).logits[
+                0
+            ]
+            assert torch.equal(shared[start:end], alone)
+        shared = hidden_of_tree(model, tokens, tree, device)
+    assert "segment_parents" in info(model)
+    revert_packing_ops(model)
+
+
+def test_parents_as_a_tensor_and_gradient_checkpointing(device):
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device).train()
+    tokens, _, tree = samples(device)
+    expected = hidden_of_tree(model, tokens, tree, device)
+    model.gradient_checkpointing_enable()
+    metadata = po.PackedMetadata.from_prefix_tree(tree, device=device)
+    given = {**metadata.to_transformers(), "segment_parents": tree.parents.to(device)}
+    logits = model(
+        tokens[tree.rows.to(device)][None], position_ids=metadata.position_ids[None], use_cache=False, **given
+    ).logits
+    assert torch.equal(logits[0], expected)
+    logits.sum().backward()
+
+
+def test_compiled_fullgraph(device, fresh_compile):
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device)
+    tokens, _, tree = samples(device)
+    expected = hidden_of_tree(model, tokens, tree, device)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(hidden_of_tree(compiled, tokens, tree, device), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_refused(device):
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device)
+    tokens, _, tree = samples(device)
+    for given, message in (
+        ({"labels": tokens[None]}, "labels: expected None beside segment_parents"),
+        ({"attention_mask": torch.ones(1, tree.num_rows, device=device)}, "attention_mask: expected None beside"),
+        ({"cu_seq_lens_k": torch.tensor([0, tree.num_rows], dtype=torch.int32, device=device)}, "cu_seq_lens_q: expected the segments"),
+    ):  # fmt: skip
+        metadata = po.PackedMetadata.from_prefix_tree(tree, device=device)
+        told = {"position_ids": metadata.position_ids[None], **metadata.to_transformers(), **given}
+        with pytest.raises(ValueError, match=message):
+            model(tokens[tree.rows.to(device)][None], **told)
+
+
+@pytest.mark.parametrize("config", ["Qwen3NextConfig", "Lfm2Config", "JambaConfig"])
+def test_layers_with_a_state_are_refused(config, device):
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    layers = {"layer_types": ["linear_attention", "full_attention"]} if config == "Qwen3NextConfig" else {}
+    layers = {"layer_types": ["conv", "full_attention"]} if config == "Lfm2Config" else layers
+    model = transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, config)(**sizes, **layers, num_key_value_heads=2), attn_implementation="packing_ops"
+    ).to(device)
+    tokens, _, tree = samples(device)
+    with pytest.raises(
+        NotImplementedError, match="segment_parents: expected a model without layers that carry a state"
+    ):
+        hidden_of_tree(model, tokens, tree, device)
+
+
+def test_models_that_do_not_pass_them_on_are_refused(device):
+    config = transformers.DebertaV2Config(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    model = transformers.AutoModel.from_config(config, attn_implementation="packing_ops").to(device)
+    tokens, _, tree = samples(device)
+    metadata = po.PackedMetadata.from_prefix_tree(tree, device=device)
+    with pytest.raises((ValueError, TypeError), match="segment_parents"):
+        model(
+            tokens[tree.rows.to(device)][None], position_ids=metadata.position_ids[None], **metadata.to_transformers()
+        )
+
+
+def test_a_cache_with_tokens_is_refused(device):
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device)
+    tokens, _, tree = samples(device)
+    cache = {CACHE: getattr(model(tokens[None, :5], use_cache=True), CACHE)}
+    metadata = po.PackedMetadata.from_prefix_tree(tree, device=device)
+    told = {"position_ids": metadata.position_ids[None], **metadata.to_transformers(), **cache}
+    with pytest.raises(NotImplementedError, match="segment_parents: expected a call that varlen attention serves"):
+        model(tokens[tree.rows.to(device)][None], **told)
