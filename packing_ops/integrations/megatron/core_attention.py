@@ -125,7 +125,8 @@ class PackingDotProductAttention(MegatronModule):
             packed_seq_params: ``qkv_format``, ``cu_seqlens_q`` and ``cu_seqlens_kv`` of the whole batch, int
                 ``[num_documents + 1]``, and, where the documents lie apart, ``cu_seqlens_q_padded`` and
                 ``cu_seqlens_kv_padded``: padding has out 0 and takes no gradient. Under context parallelism each
-                document's slots are a multiple of ``2 * cp_size``. ``cp_group`` and ``local_cp_size`` are followed.
+                document's slots are a multiple of ``2 * cp_size``. ``cp_group`` and ``local_cp_size`` are followed. With
+                ``segment_parents`` it is a prefix tree, from a layer that patch_rope has patched.
                 Or PackedMetadata, where this module is called by itself: megatron-core's RoPE reads PackedSeqParams,
                 which ``packed_seq_params(metadata)`` makes.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from packing_ops._arguments import check_tensor
 from packing_ops._batch_cache import kept_with
 from packing_ops.metadata import PackedMetadata, metadata_of_segments
 from packing_ops.prefix_attention import PrefixPaths
@@ -73,10 +74,14 @@ def _refuse(config: Any, params: Any, key_value_states: torch.Tensor | None) -> 
     if key_value_states is not None:
         raise ValueError("key_value_states: expected None beside segment_parents, which are of self-attention")
     if params.qkv_format != "thd":
-        raise ValueError(f"packed_seq_params.qkv_format: expected 'thd' beside segment_parents, got {params.qkv_format!r}")
+        raise ValueError(
+            f"packed_seq_params.qkv_format: expected 'thd' beside segment_parents, got {params.qkv_format!r}"
+        )
     for side in ("q", "kv"):
         if (padded := getattr(params, f"cu_seqlens_{side}_padded", None)) is not None:
-            raise ValueError(f"cu_seqlens_{side}_padded: expected None beside segment_parents, got {list(padded.shape)}")
+            raise ValueError(
+                f"cu_seqlens_{side}_padded: expected None beside segment_parents, got {list(padded.shape)}"
+            )
     if params.cu_seqlens_kv is not params.cu_seqlens_q:
         raise ValueError("cu_seqlens_kv: expected the same tensor as cu_seqlens_q beside segment_parents, got another")
 
@@ -84,6 +89,8 @@ def _refuse(config: Any, params: Any, key_value_states: torch.Tensor | None) -> 
 def _tree_of(params: Any) -> PackedMetadata:
     """Made once for the layers of a model. CUDA: the host reads the segments, or of PrefixPaths their longest path."""
     cu_seqlens, parents = params.cu_seqlens_q, params.segment_parents
+    if not isinstance(parents, PrefixPaths):
+        check_tensor(parents, "segment_parents")
 
     def make() -> PackedMetadata:  # detach: the same memory, but not the tensor that this is kept with
         total = parents.copy_offsets.shape[0] - 1 if isinstance(parents, PrefixPaths) else int(cu_seqlens[-1])

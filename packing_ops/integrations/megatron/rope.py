@@ -25,7 +25,8 @@ def patch_rope() -> None:
     Call it before the TransformerConfig is made, which refuses the flag otherwise. Interleaved and partial rotary,
     documents that restart at position 0, context parallelism, mscale (YaRN) and multimodal angles are served, where
     megatron-core's own fused path drops interleaved pairs and mscale in thd. Models without the flag, and multi-latent
-    attention, run as before. ``fused_single_qkv_rope`` works too (sbhd): one pass for q and k.
+    attention, run as before. ``fused_single_qkv_rope`` works too (sbhd): one pass for q and k. Prefix trees need it, with the
+    flag or without: rows are rotated by their depths.
 
     Example:
         >>> from megatron.core.transformer.transformer_config import TransformerConfig
