@@ -325,8 +325,8 @@ class PackedMetadata:
     def to_megatron(self) -> dict[str, Any]:
         """Fields of Megatron-core's PackedSeqParams; padding after the last document is one more document.
 
-        For a tree also ``segment_parents``, which is an attribute there and no field:
-        packing_ops.integrations.megatron.packed_seq_params sets it.
+        For a tree also ``segment_parents``, which is an attribute there and no field: the integration's packed_seq_params
+        sets it.
 
         Raises:
             ValueError: there is a visible_end, for which these fields have no place.
