@@ -85,6 +85,43 @@ def same_bits() -> str:
     )
 
 
+def grpo_tree() -> str:
+    """Both steps of examples/grpo_tree.py."""
+    path = RESULTS / "grpo_tree_cpu.json"
+    if not path.exists():
+        return "Not run yet: `benchmarks/bench_demo.py --only grpo_tree`."
+    results = json.loads(path.read_text())
+    kinds = ("each sample with its prompt", "as a prefix tree")
+    before, after = (results[kind] for kind in kinds)
+    cells = [
+        [kind, f"{each['rows']:,}", f"{each['seconds']:.2f} s", f"{each['kept_mib']:.0f} MiB", f"{each['loss']:.7f}"]
+        for kind, each in zip(kinds, (before, after), strict=True)
+    ]
+    table = markdown(["a step of GRPO", "rows computed", "time", "kept for the backward", "loss"], cells)
+    return (
+        table
+        + "\n\n"
+        + prose(
+            f"{before['seconds'] / after['seconds']:.1f} times as fast. The gradients differ by "
+            f"{results['gradients_differ_by']:.0e} of the largest entry. From [grpo_tree_cpu.json](benchmarks/results/"
+            f"grpo_tree_cpu.json) ([picture](benchmarks/results/grpo_tree_cpu.png)): a Qwen3 of four small layers, float32, "
+            f"{results['device']}, torch {results['torch']}, commit {results['commit'][:7]}."
+        )
+    )
+
+
+def prefix_tree_savings() -> str:
+    """Tokens and visible pairs, counted: no measurement."""
+    cells = []
+    for answers, prompt, answer in ((8, 8192, 1024), (8, 2048, 2048), (8, 1024, 8192), (64, 1024, 256), (2, 1024, 256)):
+        sample = prompt + answer
+        tokens = answers * sample / (prompt + answers * answer)
+        within, across = answer * (answer + 1) // 2, answer * prompt
+        pairs = answers * sample * (sample + 1) // 2 / (prompt * (prompt + 1) // 2 + answers * (within + across))
+        cells.append([str(answers), f"{prompt:,}", f"{answer:,}", f"{tokens:.1f} times", f"{pairs:.1f} times"])
+    return markdown(["G answers", "P", "R", "fewer tokens", "fewer pairs in attention"], cells)
+
+
 def build() -> str:
     """What bench_build.py measured."""
     rows = rows_of("build") if (RESULTS / "build.csv").exists() else []
@@ -102,6 +139,7 @@ TABLES = (
     | render_pages_ops.TABLES
     | render_pages_training.TABLES
     | {"build": build, "files": files, "invariance": invariance, "matrix": matrix, "same_bits": same_bits}
+    | {"grpo_tree": grpo_tree, "prefix_tree_savings": prefix_tree_savings}
 )
 
 

@@ -228,8 +228,7 @@ def attend(
     if parents is not None or options.paths is not None:
         if cu_seqlens_k is not cu_seqlens_q:
             raise ValueError("cu_seqlens_k: expected None beside a prefix tree, whose segments are those of q and of k")
-        paths = paths_of(k, cu_seqlens_q, options, parents, cache)
-        options, cu_seqlens_k = options._replace(paths=paths), paths.cu_seqlens
+        options, cu_seqlens_k = of_tree(k, cu_seqlens_q, options, parents, cache)
     if plan is None:
         plan = _batch_cache.plan_for(q, k, v, cu_seqlens_q, cu_seqlens_k, options, cache)
     try:
@@ -252,7 +251,7 @@ def attention_forward(
     """The op: (out, lse)."""
     causal, softmax_scale, (left, right), softcap, sinks, visible_end, paths = options
     if paths is not None:
-        return _ops.prefix_attention(q, k, v, cu_seqlens_q, *paths[1:], sinks, softmax_scale, left, softcap, plan)
+        return _ops.prefix_attention(q, k, v, cu_seqlens_q, *paths.tensors, sinks, softmax_scale, left, softcap, plan)
     return _ops.varlen_attention(
         q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, softcap, plan, visible_end
     )
@@ -271,7 +270,7 @@ def attention_backward(
     causal, softmax_scale, (left, right), softcap, sinks, visible_end, paths = options
     if paths is not None:
         return _ops.prefix_attention_backward(
-            dout, dlse, *saved, cu_seqlens_q, *paths[1:], sinks, softmax_scale, left, softcap, plan
+            dout, dlse, *saved, cu_seqlens_q, *paths.tensors, sinks, softmax_scale, left, softcap, plan
         )
     return _ops.varlen_attention_backward(
         dout, dlse, *saved, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, softcap, plan,
@@ -279,7 +278,21 @@ def attention_backward(
     )  # fmt: skip
 
 
-def paths_of(
+def of_tree(
+    k: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    options: AttentionOptions,
+    parents: torch.Tensor | PrefixPaths | None,
+    cache: _batch_cache.BatchCache | None,
+) -> tuple[AttentionOptions, torch.Tensor]:
+    """The options of a tree, and the cu_seqlens of its keys. Where nothing is shared the segments are documents."""
+    paths = _paths_of(k, cu_seqlens, options, parents, cache)
+    if not paths.shares:
+        return options._replace(paths=None), cu_seqlens
+    return options._replace(paths=paths), paths.cu_seqlens
+
+
+def _paths_of(
     k: torch.Tensor,
     cu_seqlens: torch.Tensor,
     options: AttentionOptions,

@@ -285,7 +285,7 @@ class PackedMetadata:
         sides = window_sides(window_size)
         of_v = head_dim if head_dim_v is None else head_dim_v
         keys, total_k = self.cu_seqlens, self.total
-        if self.paths is not None:
+        if self.paths is not None and self.paths.shares:
             keys, total_k = self.paths.cu_seqlens, self.paths.rows.shape[0]
         geometry = (self.total, total_k, num_heads, num_kv_heads, head_dim, causal, *sides, of_v)
         return plan_of(self.cu_seqlens, keys, geometry, self._cache, visible_end=self.visible_end)

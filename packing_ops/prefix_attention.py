@@ -27,6 +27,7 @@ class PrefixPaths(NamedTuple):
         rows: ``[paths]``, the row of each key.
         copy_offsets: ``[total + 1]``; row ``r`` stands at the indices ``copies[copy_offsets[r] : copy_offsets[r + 1]]`` of rows.
         copies: ``[paths]``.
+        shares: whether a segment has a parent. Without, the segments are documents, and attention gathers nothing.
     """
 
     parents: torch.Tensor
@@ -34,6 +35,12 @@ class PrefixPaths(NamedTuple):
     rows: torch.Tensor
     copy_offsets: torch.Tensor
     copies: torch.Tensor
+    shares: bool = True
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """As the op takes them."""
+        return self.cu_seqlens, self.rows, self.copy_offsets, self.copies
 
     def padded(self, total: int) -> "PrefixPaths":
         """Of the same tree in a row of ``total`` slots."""
@@ -42,7 +49,11 @@ class PrefixPaths(NamedTuple):
         return self._replace(copy_offsets=torch.cat([self.copy_offsets, last]))
 
     def to(self, device: torch.device | str | None) -> "PrefixPaths":
-        return PrefixPaths(*(tensor.to(device or tensor.device, non_blocking=True) for tensor in self))
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device or tensor.device, non_blocking=True)
+
+        cu_seqlens, rows, copy_offsets, copies = map(move, self.tensors)
+        return PrefixPaths(move(self.parents), cu_seqlens, rows, copy_offsets, copies, self.shares)
 
 
 def prefix_paths(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int) -> PrefixPaths:
@@ -62,7 +73,9 @@ def prefix_paths(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int) ->
     Raises:
         ValueError: segments or parents that are no tree in this form; the message names the argument.
     """
-    return PrefixPaths(parents, *_ops.prefix_paths(cu_seqlens, parents, total))
+    path_cu_seqlens, rows, copy_offsets, copies = _ops.prefix_paths(cu_seqlens, parents, total)
+    shares = torch.compiler.is_compiling() or bool((parents >= 0).any())
+    return PrefixPaths(parents, path_cu_seqlens, rows, copy_offsets, copies, shares)
 
 
 def kept_paths(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int, cache: BatchCache | None) -> PrefixPaths:

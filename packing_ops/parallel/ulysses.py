@@ -24,7 +24,7 @@ from packing_ops.attention import (
     attention_forward,
     checked_options,
     of_heads,
-    paths_of,
+    of_tree,
 )
 from packing_ops.data.context_parallel import chunks_of_ranks, slots_of_chunks
 from packing_ops.metadata import PackedMetadata
@@ -131,9 +131,7 @@ def attend_by_heads(
     if isinstance(documents, PackedMetadata):
         options, cache = options._replace(visible_end=documents.visible_end), documents._cache
         if documents.paths is not None:
-            options = options._replace(
-                paths=paths_of(k, cu_seqlens, options._replace(paths=documents.paths), None, cache)
-            )
+            options, _ = of_tree(k, cu_seqlens, options._replace(paths=documents.paths), None, cache)
     heads = [(tensor.shape[1], tensor.shape[2]) for tensor in (q, k, v)]
     parts = 1 if torch.compiler.is_compiling() else ulysses_parts(ranks, rows, heads, q.element_size())
     # Tensors come beside the options: autograd and torch.compile see the arguments of apply alone.

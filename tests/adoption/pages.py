@@ -3,6 +3,7 @@
 python tests/adoption/pages.py  # writes them again
 """
 
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -20,9 +21,18 @@ FIXES = {
 }
 
 
-def sizes(patch: str) -> str:
+def patch_of(name: str) -> str:
+    return (DOCS / f"{name}.patch").read_text()
+
+
+def digest(patch: str) -> str:
+    """What adoption.json says of the patch that was tested."""
+    return hashlib.sha1(patch.encode()).hexdigest()[:12]
+
+
+def sizes(texts: list[str]) -> str:
     rows = ["| file | lines deleted | lines added |", "| --- | --- | --- |"]
-    found = patches.files(patch)
+    found = [file for text in texts for file in patches.files(text)]
     rows += [f"| {file['path']} | {file['deleted']} | {file['added']} |" for file in found]
     total = [sum(file[key] for file in found) for key in ("deleted", "added")]
     return "\n".join([*rows, f"| together | {total[0]} | {total[1]} |"])
@@ -46,6 +56,8 @@ def outcome(name: str, results: dict) -> str:
         lines.append(
             f"The checkout was at {result['checkout'][:12]}, where the files that the patch touches are the same."
         )
+    if result.get("versions"):
+        lines.append(f"With {', '.join(f'{name} {version}' for name, version in result['versions'].items())}.")
     for other, at in result["beside"].items():
         lines.append(f"With {other} at {at[:12]}.")
     if result["stand_ins"]:
@@ -54,10 +66,24 @@ def outcome(name: str, results: dict) -> str:
         )
     for fix in project.fixes:
         lines.append(f"Changed so that it imports: {FIXES[fix]}.")
+    if off := result.get("without_flag"):
+        lines.append(
+            f"That is with {_flag(project)}. Without it: **{off['passed']} passed, {off['failed']} failed, "
+            f"{off['skipped']} skipped**."
+        )
+    if "losses" in result:
+        lines += ["", f"Losses of a tiny model's first steps on a CPU (tests/adoption/{project.training}):", ""]
+        steps = range(1, 1 + max(map(len, result["losses"].values())))
+        lines += [f"| | {' | '.join(f'step {step}' for step in steps)} |", "| --- |" + " --- |" * len(steps)]
+        lines += [f"| {way} | {' | '.join(f'{x:.5f}' for x in each)} |" for way, each in result["losses"].items()]
     if result["failures"]:
         lines += ["", "| test that fails | why |", "| --- | --- |"]
         lines += [f"| {f['test'].split('/')[-1]} | {_cell(f)} |" for f in result["failures"]]
     return "\n".join(lines)
+
+
+def _flag(project) -> str:
+    return " ".join(f"`{name}={value}`" for name, value in project.flag.items())
 
 
 def _cell(failure: dict) -> str:
@@ -66,8 +92,9 @@ def _cell(failure: dict) -> str:
 
 
 def page(name: str, text: str, results: dict) -> str:
-    patch = (DOCS / f"{name}.patch").read_text()
-    parts = {"sizes": sizes(patch), "outcome": outcome(name, results), "patch": f"```diff\n{patch}```"}
+    texts = {patch: patch_of(patch) for patch in PROJECTS[name].patches}
+    parts = {"sizes": sizes(list(texts.values())), "outcome": outcome(name, results)}
+    parts |= {f"patch {patch}": f"```diff\n{text}```" for patch, text in texts.items()}
     for part, made in parts.items():
         text = re.sub(
             rf"(<!-- {part} -->\n).*?(<!-- end of {part} -->)",

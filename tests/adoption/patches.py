@@ -4,7 +4,7 @@
 and after verify the outcome. To apply one, or to write one from an edited checkout:
 
     python tests/adoption/patches.py docs/adopt/NAME.patch CHECKOUT
-    python tests/adoption/patches.py CHECKOUT > docs/adopt/NAME.patch
+    python tests/adoption/patches.py CHECKOUT [FILE ...] > docs/adopt/NAME.patch  # of these files, or of all
 """
 
 import re
@@ -66,9 +66,9 @@ def apply(patch: str, folder: Path) -> None:
             raise ValueError(f"{file['path']}: expected blob {file['after']} after the patch, got another")
 
 
-def make(checkout: Path) -> str:
-    """The patch of the uncommitted edits in a checkout, without its deleted lines."""
-    paths = git("diff", "--diff-filter=M", "--name-only", "HEAD", cwd=checkout).split()
+def make(checkout: Path, *only: str) -> str:
+    """The patch of the uncommitted edits in a checkout, or in those files of it, without its deleted lines."""
+    paths = git("diff", "--diff-filter=M", "--name-only", "HEAD", "--", *only, cwd=checkout).split()
     patch = git("diff", "-U0", "--full-index", "HEAD", "--", *paths, cwd=checkout)
     kept = []
     for line in patch.splitlines():
@@ -80,8 +80,8 @@ def make(checkout: Path) -> str:
 
 
 if __name__ == "__main__":
-    *patch, checkout = (Path(argument).resolve() for argument in sys.argv[1:])
-    if patch:
-        apply(patch[0].read_text(), checkout)
+    first, *others = sys.argv[1:]
+    if first.endswith(".patch"):
+        apply(Path(first).read_text(), Path(*others).resolve())
     else:
-        sys.stdout.write(make(checkout))
+        sys.stdout.write(make(Path(first).resolve(), *others))

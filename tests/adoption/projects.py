@@ -8,6 +8,9 @@ class Project:
     repository: str
     commit: str
     tests: list[str]
+    patches: list[str] = field(default_factory=list)  # names in docs/adopt, in the order to apply; its own by default
+    flag: dict[str, str] = field(default_factory=dict)  # environment variables that turn the patched code on
+    training: str = ""  # a script here that trains a tiny model on the patched code and prints its losses as JSON
     path: list[str] = field(default_factory=lambda: ["."])  # for PYTHONPATH
     stand_ins: str = ""  # packages to replace where they are not installed, space-separated
     fixes: list[str] = field(default_factory=list)  # names in pages.FIXES, which stand_ins.py applies
@@ -17,8 +20,6 @@ class Project:
     kept: dict[str, str] = field(default_factory=dict)  # end of a test's name: why its failure is intended
 
 
-_A_VALUE_ERROR = "a wrong argument is a ValueError here, not an AssertionError: python -O keeps it"
-_OWN_WORDS = "the text of the error is this library's: it names the argument, what was wanted and what came"
 _THE_CAPACITY = (
     "no row is longer than the capacity here: SkyRL's first placement has one of 72 or 84 slots for a capacity of 64"
 )
@@ -27,21 +28,30 @@ PROJECTS = {
     "art": Project(
         repository="OpenPipe/ART",
         commit="779559fd0c68ce073cbd041447f88aacf1d9f585",
+        flag={"ART_PACKING_OPS": "1"},
         tests=[],  # it has none at this commit: the patch is applied, and the changed file is compiled
     ),
     "skyrl": Project(
         repository="NovaSky-AI/SkyRL",
         commit="a9564572eb8e91076be43c1bd5e4615e3de17265",
+        patches=["skyrl_packing", "skyrl_batches", "skyrl_megatron"],
+        flag={"SKYRL_PACKING_OPS": "1"},
+        training="train_skyrl.py",
         path=[".", "skyrl-gym"],
         tests=[
             "tests/train/test_sft_packing_collate.py",
             "tests/train/test_async_batch_collation.py",
+            "tests/train/sft/test_sft_trainer.py",
             "tests/train/test_packing_round_trip.py",
             "tests/train/test_collation_vectorization_equivalence.py",
             "tests/train/test_prompt_mini_batch.py",
             "tests/backends/skyrl_train/test_train_batch.py",
             "tests/backends/skyrl_train/distributed/test_dispatch.py",
             "tests/backends/skyrl_train/distributed/test_bin_packing.py",
+            "tests/backends/skyrl_train/distributed/test_packing_utils.py",
+            "tests/backends/skyrl_train/distributed/test_packed_subseq_plumbing.py",
+            "tests/backends/skyrl_train/distributed/test_preprocess_packed_seqs_cp.py",
+            "tests/backends/skyrl_train/distributed/test_preprocess_packed_seqs_multiseq.py",
             "tests/backends/skyrl_train/utils/test_ppo_utils.py",
         ],
         stand_ins=(
@@ -49,17 +59,12 @@ PROJECTS = {
             "tinker fastapi uvicorn aiohttp hf_transfer cloudpathlib sqlmodel polars func_timeout"
         ),
         fixes=["pydantic"],
-        kept={
-            **{f"test_packed_collator_bit_identical[{seed}-4-1-1-4]": _THE_CAPACITY for seed in (0, 1, 5, 6, 7)},
-            "TestComputePromptBoundaries::test_noncontiguous_uids_raise": _A_VALUE_ERROR,
-            "TestComputePromptMiniBatchBoundaries::test_noncontiguous_uids_raise": _A_VALUE_ERROR,
-            "test_train_batch_size_not_equal_unique_uids_raise": _A_VALUE_ERROR,
-            "test_invalid_loss_reduction_raises": _OWN_WORDS,
-        },
+        kept={f"test_packed_collator_bit_identical[{seed}-4-1-1-4]": _THE_CAPACITY for seed in (0, 1, 5, 6, 7)},
     ),
     "open_instruct": Project(
         repository="allenai/open-instruct",
         commit="e6c3044aa6201c8bfa4573c1b03142af599e730d",
+        flag={"OPEN_INSTRUCT_PACKING_OPS": "1"},
         tests=["open_instruct/test_padding_free_collator.py"],
         stand_ins=(
             "parameterized deepspeed olmo_core wandb ray vllm beaker requests litellm openai nltk tiktoken langdetect "
@@ -74,7 +79,12 @@ PROJECTS = {
             "tests/utils/test_attention_masks.py",
             "tests/utils/test_attn_mask_compat.py",
             "tests/utils/test_varlen_int32_overflow_guard.py",
+            "tests/utils/test_attention_dispatch_dora_dtype.py",
+            "tests/utils/test_xformers_capability_gate.py",
         ],
+        patches=["unsloth_attention", "unsloth_rope", "unsloth_packing"],
+        flag={"UNSLOTH_PACKING_OPS": "1"},
+        training="train_unsloth.py",
         beside={"unsloth_zoo": "ce232d6cef9cb8cd34cd3727906131622177436b"},
         stand_ins=(
             "triton bitsandbytes hf_transfer cut_cross_entropy msgspec sentencepiece tyro requests protobuf diffusers"
@@ -84,6 +94,7 @@ PROJECTS = {
     "verl": Project(
         repository="volcengine/verl",
         commit="b178a3cd56f58b2d502255daba591e92833930a7",
+        flag={"VERL_PACKING_OPS": "1"},
         tests=["tests/utils/test_seqlen_balancing.py"],
         stand_ins="tensordict ray hydra omegaconf codetiming torchdata tensorboard wandb pylatexenc",
         fixes=["transformers4"],
@@ -92,7 +103,10 @@ PROJECTS = {
     "trl": Project(
         repository="huggingface/trl",
         commit="f2cd57710ae345ea6428ae95363267fcf38a3dc8",
+        flag={"TRL_PACKING_OPS": "1"},
         tests=["tests/test_data_utils.py"],
         only="PackDataset",  # the other tests download tokenizers, and none of them packs
     ),
 }
+for _name, _project in PROJECTS.items():
+    _project.patches = _project.patches or [_name]

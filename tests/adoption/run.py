@@ -2,12 +2,15 @@
 
     python tests/adoption/run.py --checkouts FOLDER [skyrl unsloth ...]
 
+A patch whose code is behind a flag is tested with the flag and without. At the end comes a table of all projects.
+
 FOLDER holds a checkout of each project, named as in projects.py or as its repository; nothing is fetched. A project
 without one is skipped. Checkouts stay as they are: the patch is applied to a copy.
 """
 
 import argparse
 import datetime
+import importlib.metadata
 import json
 import os
 import platform
@@ -43,72 +46,129 @@ def copy(checkout: Path, to: Path) -> Path:
     return to
 
 
-def run_tests(project, folder: Path, beside: list[Path], tests: list[str]) -> dict:
+def environment(project, folder: Path, beside: list[Path], flag: bool) -> dict[str, str]:
+    """What the project's code is run under."""
+    search = [folder / p for p in project.path] + beside + [HERE, ROOT]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, search)),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "2",
+        "HF_HUB_OFFLINE": "1",
+        "ADOPTION_STAND_INS": ",".join(project.stand_ins.split()),
+        "ADOPTION_FIXES": ",".join(project.fixes),
+        "ADOPTION_VERSIONS": ",".join(f"{name}={version}" for name, version in project.versions.items()),
+        **(project.flag if flag else {}),
+    }
+
+
+def run_tests(project, folder: Path, beside: list[Path], tests: list[str], flag: bool = False) -> dict:
     """{"outcomes": {test: {"outcome", "message"}}, "stand_ins": those used}, as stand_ins.py writes it."""
+    if not tests:
+        return {"outcomes": {}, "stand_ins": []}
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        search = [folder / p for p in project.path] + beside + [HERE, ROOT]
-        settings = {
-            "PYTHONPATH": os.pathsep.join(map(str, search)),
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "OMP_NUM_THREADS": "2",
-            "HF_HUB_OFFLINE": "1",
-            "ADOPTION_STAND_INS": ",".join(project.stand_ins.split()),
-            "ADOPTION_FIXES": ",".join(project.fixes),
-            "ADOPTION_VERSIONS": ",".join(f"{name}={version}" for name, version in project.versions.items()),
-            "ADOPTION_OUTCOMES": file.name,
-        }
+        settings = {**environment(project, folder, beside, flag), "ADOPTION_OUTCOMES": file.name}
         command = [sys.executable, "-m", "pytest", "-p", "stand_ins", "-p", "no:cacheprovider", "-q", "--tb=short"]
         command += ["--continue-on-collection-errors", *(["-k", project.only] if project.only else []), *tests]
-        done = subprocess.run(command, cwd=folder, env={**os.environ, **settings}, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=folder, env=settings, capture_output=True, text=True)
         try:
             return json.load(file)
         except ValueError:
             raise RuntimeError(f"no tests ran in {folder}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}") from None
 
 
+def train(project, folder: Path, beside: list[Path]) -> dict[str, list[float]]:
+    """The losses that the project's training script prints."""
+    command = [sys.executable, str(HERE / project.training)]
+    settings = environment(project, folder, beside, flag=True)
+    done = subprocess.run(command, cwd=folder, env=settings, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{project.training} failed:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def examine(name: str, folder: Path | None) -> dict:
     project = PROJECTS[name]
-    patch = (ROOT / "docs" / "adopt" / f"{name}.patch").read_text()
+    texts = {patch: pages.patch_of(patch) for patch in project.patches}
     record = {"repository": project.repository, "commit": project.commit}
     checkout = checkout_of(name, project.repository, folder)
     if checkout is None:
         return {**record, "not_run": f"no checkout of {project.repository} in CHECKOUTS"}
-    if wrong := patches.changed(patch, checkout):
+    if wrong := [path for text in texts.values() for path in patches.changed(text, checkout)]:
         return {**record, "not_run": f"the checkout is not at {project.commit[:12]}: {', '.join(wrong)} differ"}
     beside = [checkout_of(other, other, folder) for other in project.beside]
     if None in beside:
         return {**record, "not_run": f"no checkout of {', '.join(project.beside)} in CHECKOUTS"}
     with tempfile.TemporaryDirectory() as scratch:
         patched = copy(checkout, Path(scratch) / name)
-        patches.apply(patch, patched)
-        for file in patches.files(patch):
-            compile((patched / file["path"]).read_text(), file["path"], "exec")
-        nothing = {"outcomes": {}, "stand_ins": []}
-        run = run_tests(project, patched, beside, project.tests) if project.tests else nothing
-        failed = [test for test, came in run["outcomes"].items() if came["outcome"] == "failed"]
-        before = {}
-        if failed:
-            stock = copy(checkout, Path(scratch) / f"{name}-stock")
-            before = run_tests(project, stock, beside, failed)["outcomes"]
-    failures = [
-        {"test": test, "why": why(project, test, before), "message": clean(run["outcomes"][test]["message"])}
-        for test in failed
-    ]
-    count = [came["outcome"] for came in run["outcomes"].values()].count
-    return {
-        **record,
+        for text in texts.values():
+            patches.apply(text, patched)
+            for file in patches.files(text):
+                compile((patched / file["path"]).read_text(), file["path"], "exec")
+        run = run_tests(project, patched, beside, project.tests, flag=True)
+        off = run_tests(project, patched, beside, project.tests)["outcomes"] if project.flag else {}
+        failed = [_failed(outcomes) for outcomes in (run["outcomes"], off)]
+        stock = copy(checkout, Path(scratch) / f"{name}-stock") if any(failed) else None
+        before = run_tests(project, stock, beside, sorted({*failed[0], *failed[1]}))["outcomes"] if stock else {}
+        losses = train(project, patched, beside) if project.training else {}
+    record |= {
         "checkout": patches.git("rev-parse", "HEAD", cwd=checkout).strip(),
         "date": datetime.date.today().isoformat(),
         "packing_ops": patches.git("rev-parse", "HEAD", cwd=ROOT).strip(),
         "python": platform.python_version(),
+        "patches": {patch: pages.digest(text) for patch, text in texts.items()},
         "tests": project.tests,
-        "passed": count("passed"),
-        "failed": len(failed),
-        "skipped": count("skipped"),
-        "failures": failures,
+        **counts(run["outcomes"]),
+        "failures": [failure(project, test, run["outcomes"], before) for test in failed[0]],
         "stand_ins": run["stand_ins"],
+        "versions": versions(["torch", "transformers", *project.stand_ins.split()]),
         "beside": project.beside,
     }
+    if project.flag:
+        new = [failure(project, test, off, before) for test in failed[1]]
+        record["without_flag"] = {**counts(off), "failures": new}
+    if losses:
+        record["losses"] = losses
+    return record
+
+
+def versions(packages: list[str]) -> dict[str, str]:
+    """Of those that are installed."""
+    names = importlib.metadata.packages_distributions()
+    return {name: importlib.metadata.version(names[name][0]) for name in packages if name in names}
+
+
+def counts(outcomes: dict) -> dict[str, int]:
+    count = [came["outcome"] for came in outcomes.values()].count
+    return {outcome: count(outcome) for outcome in ("passed", "failed", "skipped")}
+
+
+def failure(project, test: str, outcomes: dict, before: dict) -> dict[str, str]:
+    return {"test": test, "why": why(project, test, before), "message": clean(outcomes[test]["message"])}
+
+
+def _failed(outcomes: dict) -> list[str]:
+    return [test for test, came in outcomes.items() if came["outcome"] == "failed"]
+
+
+def table(results: dict) -> str:
+    """Host, commit, patch, passed, failed with reasons; one line per project."""
+    rows = [("host", "commit", "patch", "passed", "failed", "why")]
+    for name, result in results.items():
+        start = (name, result["commit"][:12], " ".join(PROJECTS[name].patches))
+        if "not_run" in result:
+            rows.append((*start, "-", "-", "not run, " + result["not_run"]))
+            continue
+        reasons = [each["why"] for each in result["failures"]]
+        whys = [f"{reasons.count(reason)} {reason}" for reason in dict.fromkeys(reasons)]
+        if not result["tests"]:
+            whys = ["it has no unit tests: the patch applies, what it changes compiles"]
+        rows.append((*start, str(result["passed"]), str(result["failed"]), "; ".join(whys)))
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    return "\n".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]]).rstrip()
+        for row in rows
+    )
 
 
 def clean(message: str) -> str:
@@ -131,18 +191,18 @@ def main() -> int:
     folder = args.checkouts.resolve() if args.checkouts and str(args.checkouts) != "." else None
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     results = {name: results[name] for name in PROJECTS if name in results}
-    open_failures = []
+    came, open_failures = {}, []
     for name in args.names or PROJECTS:
-        result = examine(name, folder)
+        came[name] = result = examine(name, folder)
         if "not_run" in result:
-            print(f"{name}: not run, {result['not_run']}")
             results.setdefault(name, result)
             continue
         results[name] = result
-        print(f"{name}: {result['passed']} passed, {result['failed']} failed, {result['skipped']} skipped")
-        for failure in result["failures"]:
-            print(f"  {failure['test']}\n    {failure['why']}\n    {failure['message']}")
-        open_failures += [failure for failure in result["failures"] if failure["why"] == "open"]
+        failures = result["failures"] + result.get("without_flag", {}).get("failures", [])
+        for failure in failures:
+            print(f"{name}: {failure['test']}\n    {failure['why']}\n    {failure['message']}")
+        open_failures += [failure for failure in failures if failure["why"] == "open"]
+    print(table(came))
     RESULTS.write_text(json.dumps({name: results[name] for name in PROJECTS if name in results}, indent=1) + "\n")
     pages.write()
     return 1 if open_failures else 0

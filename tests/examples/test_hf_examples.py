@@ -126,6 +126,20 @@ def test_fsdp2_processes_train_to_the_losses_of_one(tmp_path):
         assert many["parameter_norm"] == pytest.approx(one["parameter_norm"], rel=1e-5)
 
 
+@pytest.mark.skipif(OLD, reason="trees are tried with transformers 5")
+def test_grpo_tree(tmp_path):
+    """Loss and gradients of both steps are the same, and the tree computes fewer rows."""
+    small = "--prompt", 260, "--answer", 20, "--samples", 3, "--repeat", 1
+    fresh_process.run("examples/grpo_tree.py", *small, "--out", tmp_path, folder=tmp_path)
+    result = json.loads((tmp_path / "grpo_tree_cpu.json").read_text())
+    samples, tree = result["each sample with its prompt"], result["as a prefix tree"]
+    assert tree["loss"] == pytest.approx(samples["loss"], abs=1e-5)
+    assert 0 < result["gradients_differ_by"] < 1e-4
+    assert tree["rows"] < samples["rows"] / 2
+    assert tree["kept_mib"] < samples["kept_mib"] / 2
+    assert (tmp_path / "grpo_tree_cpu.png").stat().st_size > 10_000
+
+
 @pytest.mark.skipif(OLD, reason="the mode is tried with transformers 5")
 def test_same_bits(tmp_path):
     """The ratio is 1 in every layout with the mode; without it some samples of 3 and 5 tokens are off."""

@@ -231,8 +231,11 @@ def test_rl_loop_on_two_ranks(tmp_path):
 
 
 def test_a_prefix_tree():
-    names = {"torch": torch, "po": packing_ops}
-    block = blocks_of("docs/ops.md")[0]
+    from packing_ops.integrations.transformers import apply_packing_ops
+
+    pack, run, bins = blocks_of("docs/prefix-trees.md")
+    names = {"torch": torch, "po": packing_ops, "apply_packing_ops": apply_packing_ops}
+    block = pack.replace("torch.arange(1000, 2024)", "torch.arange(1000, 2024) % 256").replace("300, 340", "200, 240")
     exec(block, names)
     tree = names["tree"]
     assert f"({tree.num_tokens}, {tree.num_rows})" in block
@@ -240,11 +243,17 @@ def test_a_prefix_tree():
     assert f"all {tree.num_tokens:,} tokens" in block
     assert torch.equal(names["input_ids"][tree.row_of_token], names["tokens"])
     assert len(names["of_samples"]) == tree.num_tokens
+    names["model"] = tiny_llama()
+    exec(run, names)
+    assert names["logps"].shape == (tree.num_tokens,)
+    exec(bins, names)
+    assert names["packed"].num_bins > 1
+    assert int(names["one"].num_rows) <= 1120
 
 
 def test_attention_that_is_compiled(fresh_compile):
     names = {"torch": torch, "po": packing_ops}
-    exec(blocks_of("docs/ops.md")[1].replace("fullgraph=True", 'fullgraph=True, backend="eager"'), names)
+    exec(blocks_of("docs/ops.md")[0].replace("fullgraph=True", 'fullgraph=True, backend="eager"'), names)
     q, k, v, metadata = (names[name] for name in ("q", "k", "v", "metadata"))
     assert torch.equal(names["out"], packing_ops.varlen_attention(q, k, v, metadata))
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -259,7 +268,8 @@ def test_every_block_is_run():
     assert found == {
         "README.md": 1,
         "docs/data.md": 1,
-        "docs/ops.md": 2,
+        "docs/ops.md": 1,
         "docs/parallel.md": 3,
+        "docs/prefix-trees.md": 3,
         "docs/transformers.md": 2,
     }

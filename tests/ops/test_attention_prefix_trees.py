@@ -227,6 +227,15 @@ def test_empty_and_tiny_trees(device, lengths):
     assert not results["dk"][-2:].any()
 
 
+def test_trees_that_share_nothing_gather_nothing(device, monkeypatch):
+    tree = Tree([FORK, 40, 0, 50], [-1] * 4, device=device, tail=2)
+    metadata = po.PackedMetadata.from_prefix_tree(Parts(tree), device=device)
+    plain = po.varlen_attention(tree.q, tree.k, tree.v, tree.cu_seqlens)
+    monkeypatch.setattr(torch.Tensor, "index_select", None)
+    assert torch.equal(po.varlen_attention(tree.q, tree.k, tree.v, metadata), plain)
+    assert torch.equal(po.varlen_attention(tree.q, tree.k, tree.v, tree.cu_seqlens, parents=tree.parents), plain)
+
+
 # --- metadata, plans, torch.compile ---
 
 

@@ -17,6 +17,7 @@ import patches
 import run
 from projects import PROJECTS
 
+PATCHES = [patch for project in PROJECTS.values() for patch in project.patches]
 BEFORE = "one\ntwo\nthree\nfour\nfive\n"
 AFTER = "one\n2\nthree\nfive\nsix\n"
 
@@ -56,6 +57,16 @@ def test_a_patch_is_made_and_applied_from_the_command_line(checkout, tmp_path):
     assert (stock / "a.py").read_text() == AFTER
 
 
+def test_a_patch_of_some_files(checkout):
+    _, edited = checkout
+    (edited / "b.py").write_text(BEFORE)
+    patches.git("add", "b.py", cwd=edited)
+    patches.git("-c", "user.name=n", "-c", "user.email=e", "commit", "-qm", "m", "b.py", cwd=edited)
+    (edited / "b.py").write_text(AFTER)
+    assert [file["path"] for file in patches.files(patches.make(edited))] == ["a.py", "b.py"]
+    assert [file["path"] for file in patches.files(patches.make(edited, "b.py"))] == ["b.py"]
+
+
 def test_a_patch_refuses_another_file(checkout):
     stock, edited = checkout
     patch = patches.make(edited)
@@ -70,13 +81,13 @@ def test_page_is_what_patch_and_record_make(name):
     text = (pages.DOCS / f"{name}.md").read_text()
     results = json.loads(pages.RESULTS.read_text())
     assert pages.page(name, text, results) == text, "python tests/adoption/pages.py writes it again"
-    for part in ("sizes", "outcome", "patch"):
+    for part in ("sizes", "outcome", *(f"patch {patch}" for patch in PROJECTS[name].patches)):
         assert f"<!-- {part} -->" in text
 
 
-@pytest.mark.parametrize("name", PROJECTS)
+@pytest.mark.parametrize("name", PATCHES)
 def test_patch_holds_nothing_but_what_comes(name):
-    patch = (pages.DOCS / f"{name}.patch").read_text()
+    patch = pages.patch_of(name)
     starts = ("diff --git ", "index ", "--- a/", "+++ b/", "@@ -", "+")
     assert [line for line in patch.splitlines() if not line.startswith(starts)] == []
     assert [line for line in patch.splitlines() if line.startswith("@@") and not line.endswith("@@")] == []
@@ -87,10 +98,28 @@ def test_record_is_of_this_patch(name):
     result = json.loads(pages.RESULTS.read_text())[name]
     assert result["commit"] == PROJECTS[name].commit
     if "passed" in result:
+        assert result["patches"] == {patch: pages.digest(pages.patch_of(patch)) for patch in PROJECTS[name].patches}
         assert result["failed"] == len(result["failures"])
         assert all(failure["why"] for failure in result["failures"])
     else:
         assert result["not_run"]
+
+
+@pytest.mark.parametrize("name", [name for name, project in PROJECTS.items() if project.flag])
+def test_without_its_flag_a_patch_changes_nothing(name):
+    off = json.loads(pages.RESULTS.read_text())[name]["without_flag"]
+    assert all(failure["why"].startswith("fails without the patch too") for failure in off["failures"])
+
+
+@pytest.mark.parametrize("name", [name for name, project in PROJECTS.items() if project.training])
+def test_packed_training_has_the_losses_of_padded_training(name):
+    ways = json.loads(pages.RESULTS.read_text())[name]["losses"]
+    for windowed in {"window" in way for way in ways}:
+        losses = {way: found for way, found in ways.items() if ("window" in way) == windowed}
+        assert {way.split(",")[0] for way in losses} >= {"packed", "padded"}
+        first, *others = losses.values()
+        assert first[-1] < first[0]
+        assert all(other == pytest.approx(first, rel=1e-5) for other in others)
 
 
 @pytest.mark.skipif(not os.environ.get("CHECKOUTS"), reason="no CHECKOUTS given")
@@ -99,11 +128,11 @@ def test_patch_applies(name, tmp_path):
     checkout = run.checkout_of(name, PROJECTS[name].repository, Path(os.environ["CHECKOUTS"]))
     if checkout is None:
         pytest.skip(f"no checkout of {PROJECTS[name].repository}")
-    patch = (pages.DOCS / f"{name}.patch").read_text()
-    for file in patches.files(patch):
-        (tmp_path / file["path"]).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(checkout / file["path"], tmp_path / file["path"])
-    patches.apply(patch, tmp_path)
+    for patch in map(pages.patch_of, PROJECTS[name].patches):
+        for file in patches.files(patch):
+            (tmp_path / file["path"]).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(checkout / file["path"], tmp_path / file["path"])
+        patches.apply(patch, tmp_path)
 
 
 def test_without_checkouts_every_project_is_skipped_with_its_reason(monkeypatch, capsys, tmp_path):
@@ -112,5 +141,6 @@ def test_without_checkouts_every_project_is_skipped_with_its_reason(monkeypatch,
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("a process was started"))
     monkeypatch.setattr(sys, "argv", ["run.py"])
     assert run.main() == 0
-    told = capsys.readouterr().out
-    assert [name for name in PROJECTS if f"{name}: not run, no checkout" not in told] == []
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].split() == ["host", "commit", "patch", "passed", "failed", "why"]
+    assert [line.split()[0] for line in told[1:] if "not run, no checkout of " in line] == list(PROJECTS)

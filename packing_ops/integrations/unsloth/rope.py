@@ -1,5 +1,7 @@
 """Unsloth's rotation of queries and keys by apply_rotary_qk."""
 
+from typing import Any
+
 import torch
 
 from packing_ops import apply_rotary_qk
@@ -11,6 +13,8 @@ def fast_rope_embedding(
     cos: torch.Tensor,
     sin: torch.Tensor,
     rope_embedding_indices: torch.Tensor | None = None,
+    *,
+    inplace: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """apply_rotary_qk under the name and with the arguments of unsloth.kernels.fast_rope_embedding. Differentiable.
 
@@ -20,9 +24,12 @@ def fast_rope_embedding(
         cos, sin: cache ``[max_positions, head_dim or head_dim / 2]``; dimensions of 1 in front are dropped.
         rope_embedding_indices: int32 or int64 positions, ``[batch, seqlen]`` or anything with as many elements, or
             ``[seqlen]`` for all rows of the batch. Without them token s of each row stands at s.
+        inplace: write into Q and K, as Unsloth does; gradients work. Where something before saved one of them for its
+            own backward, backward raises torch's error of a tensor that was modified in place.
 
     Returns:
-        (Q, K) rotated, new tensors (Unsloth may write into its arguments). Computed in float32. Half-split pairs.
+        (Q, K) rotated: new tensors, or with ``inplace`` in the memory of the arguments. Computed in float32. Half-split
+        pairs.
 
     Example:
         >>> Q, K, angles = torch.ones(1, 4, 3, 2), torch.ones(1, 2, 3, 2), torch.arange(8.0)[:, None]
@@ -42,7 +49,7 @@ def fast_rope_embedding(
     if rope_embedding_indices is None:
         if seqlen > cos.shape[0]:
             raise ValueError(f"cos: expected rows for {seqlen} positions, got {list(cos.shape)}")
-        return apply_rotary_qk(Q, K, cos[:seqlen], sin[:seqlen])
+        return _rotated(Q, K, cos[:seqlen], sin[:seqlen], None, inplace)
     positions = rope_embedding_indices.to(Q.device)
     if positions.numel() == batch * seqlen:
         positions = positions.reshape(batch, seqlen)
@@ -52,7 +59,42 @@ def fast_rope_embedding(
         raise ValueError(
             f"rope_embedding_indices: expected [batch={batch}, seqlen={seqlen}], got {list(positions.shape)}"
         )
+    return _rotated(Q, K, cos, sin, positions, inplace)
+
+
+def _rotated(
+    Q: torch.Tensor,
+    K: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor | None,
+    inplace: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if inplace:
+        return _InPlace.apply(Q, K, cos, sin, positions)
     return apply_rotary_qk(Q, K, cos, sin, positions)
+
+
+class _InPlace(torch.autograd.Function):
+    """Q and K in their own memory. Their gradients are rotated into new tensors: they may belong to others."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        Q: torch.Tensor,
+        K: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        positions: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(cos, sin, positions)
+        return apply_rotary_qk(Q, K, cos, sin, positions, inplace=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        cos, sin, positions = ctx.saved_tensors
+        grad_Q, grad_K = (grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
+        return *apply_rotary_qk(grad_Q, grad_K, cos, -sin, positions), None, None, None
 
 
 def _cache(name: str, table: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from packing_ops.integrations.unsloth import (
     PackingCollator,
     enable_packing,
     fast_rope_embedding,
+    packed_attention,
     packed_metadata,
     sdpa_mask,
     xformers_mask,
@@ -102,6 +103,55 @@ def test_mask_of_xformers_itself_shows_what_sdpa_mask_shows(window):
     assert_same(bias.materialize((10, 10)) == 0, sdpa_mask(metadata, sliding_window=window)[0, 0])
 
 
+# --- attention ---
+
+
+def case_of_attention(device, lengths, *, batch=1, dtype=torch.float32):
+    """Q, K, V as models make them, heads after tokens in memory, and Unsloth's seq_info."""
+    total = sum(lengths) // batch
+    heads = [torch.randn(batch, total, n, 8, device=device, dtype=dtype).transpose(1, 2) for n in (4, 2, 2)]
+    info = torch.tensor(lengths, dtype=torch.int32, device=device), cu_seqlens_of(lengths, device), max(lengths)
+    return [t.requires_grad_() for t in heads], info
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 2}, {"softmax_scale": 0.3}], ids=str)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_packed_attention_is_sdpa_under_the_packed_mask(device, options, batch):
+    (Q, K, V), info = case_of_attention(device, [3, 1, 4, 8], batch=batch)
+    out = packed_attention(Q, K, V, info, dropout_p=0.0, **options)
+    assert out.shape == (batch, 16 // batch, 4, 8)
+    metadata = PackedMetadata.from_lengths([3, 1, 4, 8], device=device)
+    mask = sdpa_mask(metadata, sliding_window=options.get("sliding_window"))
+    row = [t.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for t in (Q, K, V)]
+    sdpa = F.scaled_dot_product_attention(*row, mask, scale=options.get("softmax_scale"), enable_gqa=True)
+    expected = sdpa[0].transpose(0, 1).reshape(out.shape)
+    dout = torch.randn_like(out)
+    for ours, theirs in zip(
+        (out, *torch.autograd.grad(out, (Q, K, V), dout)),
+        (expected, *torch.autograd.grad(expected, (Q, K, V), dout)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+def test_packed_attention_of_layers_that_share_a_batch(device):
+    (Q, K, V), info = case_of_attention(device, [3, 5])
+    assert_same(packed_attention(Q, K, V, info), packed_attention(Q, K, V, info))
+    assert packed_attention(Q.half(), K, V.half(), info).dtype == torch.float32  # DoRA makes one float32
+    longer = torch.zeros(1, 4, 10, 8, device=device)
+    assert not packed_attention(longer, longer, longer + 1, info)[0, 8:].any()  # padding after the documents
+
+
+def test_packed_attention_names_what_it_does_not_take(device):
+    (Q, K, V), info = case_of_attention(device, [3, 5])
+    with pytest.raises(NotImplementedError, match=r"dropout_p: expected 0\.0, .* got 0\.1"):
+        packed_attention(Q, K, V, info, dropout_p=0.1)
+    with pytest.raises(ValueError, match=r"Q: expected \[batch, num_heads, seqlen, head_dim\], got \[4, 8, 8\]"):
+        packed_attention(Q[0], K, V, info)
+    with pytest.raises(ValueError, match=r"sliding_window: expected .*got -1"):
+        packed_attention(Q, K, V, info, sliding_window=-1)
+
+
 # --- rope ---
 
 
@@ -134,6 +184,27 @@ def test_fast_rope_embedding(device, full, indices):
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+@pytest.mark.parametrize("indices", [None, torch.tensor([[3, 0, 1, 0, 2], [0, 1, 2, 3, 4]])], ids=["none", "batch"])
+def test_fast_rope_embedding_in_place(device, indices):
+    """The same values and gradients in the memory of the projections, which no autograd of theirs misses."""
+    hidden = torch.randn(2, 5, 6, device=device, requires_grad=True)
+    weights = [torch.randn(heads * 8, 6, device=device, requires_grad=True) for heads in (4, 2)]
+    angles = torch.randn(6, 4, device=device)
+    found = []
+    for inplace in (False, True):
+        Q, K = (F.linear(hidden, w).view(2, 5, -1, 8).transpose(1, 2) for w in weights)
+        rotated = fast_rope_embedding(Q, K, angles.cos(), angles.sin(), indices, inplace=inplace)
+        assert [out.data_ptr() == t.data_ptr() for out, t in zip(rotated, (Q, K), strict=True)] == [inplace] * 2
+        loss = sum((out.sin() * (1 + at)).sum() for at, out in enumerate(rotated))
+        found.append((*rotated, *torch.autograd.grad(loss, (hidden, *weights))))
+    for plain, in_place in zip(*found, strict=True):
+        assert_same(plain, in_place)
+    Q = F.linear(hidden, weights[0]).exp().view(2, 5, -1, 8).transpose(1, 2)  # exp keeps its result for backward
+    Q, _ = fast_rope_embedding(Q, K.detach(), angles.cos(), angles.sin(), inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        Q.sum().backward()
 
 
 def test_fast_rope_embedding_names_what_does_not_fit(device):

@@ -1,0 +1,68 @@
+"""What Unsloth's run_attention computes for packed rows, by varlen_attention."""
+
+import torch
+
+from packing_ops import PackedMetadata, varlen_attention
+from packing_ops._arguments import at_least
+from packing_ops._batch_cache import kept_with
+
+
+def packed_attention(
+    Q: torch.Tensor,
+    K: torch.Tensor,
+    V: torch.Tensor,
+    seq_info: tuple[torch.Tensor | None, torch.Tensor, int],
+    *,
+    sliding_window: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_size: tuple[int, int] | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Attention inside each document of a packed row, on the CPU and on NVIDIA GPUs. Differentiable.
+
+    Args:
+        Q: ``[batch, num_heads, seqlen, head_dim]``, any strides with a contiguous last dimension.
+        K, V: the same with their own number of heads, which divides that of Q. Where dtypes differ (DoRA makes some
+            float32) all are taken in the widest.
+        seq_info: (lengths, cu_seqlens int32 ``[num_documents + 1]``, max_seqlen) of the ``batch * seqlen`` slots, as
+            Unsloth's get_packed_info_from_kwargs returns it. The layers of a batch share one layout.
+        sliding_window: visible keys including the query itself; None or 0 for all. Not read with ``window_size``.
+        dropout_p, softmax_scale, causal, window_size, softcap: as in Unsloth's ``flash_varlen_kwargs``.
+
+    Returns:
+        ``[batch, seqlen, num_heads, head_dim]``. Slots after the last document have 0.
+
+    Example:
+        >>> Q = K = torch.zeros(1, 1, 3, 2)
+        >>> V = torch.tensor([[[[1.0, 2.0], [5.0, 6.0], [7.0, 8.0]]]])
+        >>> seq_info = torch.tensor([2, 1]), torch.tensor([0, 2, 3], dtype=torch.int32), 2
+        >>> packed_attention(Q, K, V, seq_info)[0, :, 0].tolist()
+        [[1.0, 2.0], [3.0, 4.0], [7.0, 8.0]]
+
+    Raises:
+        NotImplementedError: dropout.
+        ValueError: shapes that do not fit, documents that are longer than the row.
+    """
+    if dropout_p:
+        raise NotImplementedError(f"dropout_p: expected 0.0, dropout in attention is not supported, got {dropout_p}")
+    if Q.dim() != 4:
+        raise ValueError(f"Q: expected [batch, num_heads, seqlen, head_dim], got {list(Q.shape)}")
+    if window_size is None:
+        at_least(sliding_window or 0, "sliding_window", 0)
+        window_size = (sliding_window - 1, 0) if sliding_window else (-1, -1)
+    _, cu_seqlens, max_seqlen = seq_info
+    batch, _, seqlen, _ = Q.shape
+    total = batch * seqlen
+
+    def layout() -> PackedMetadata:
+        return PackedMetadata.from_cu_seqlens(cu_seqlens.clone(), total=total, max_seqlen=max_seqlen)
+
+    metadata = kept_with([cu_seqlens], ("unsloth attention", total), layout)
+    dtype = torch.promote_types(torch.promote_types(Q.dtype, K.dtype), V.dtype)
+    q, k, v = (t.to(dtype).transpose(1, 2).flatten(0, 1) for t in (Q, K, V))
+    out = varlen_attention(
+        q, k, v, metadata, causal=causal, softmax_scale=softmax_scale, window_size=window_size, softcap=softcap or 0.0
+    )
+    return out.unflatten(0, (batch, seqlen))

@@ -1,0 +1,111 @@
+"""Unsloth's attention, dispatch and RoPE train a tiny Llama and a Mistral with a window on the CPU: padded and packed.
+
+run.py starts it under the patches with their flag set; the last line that it prints is JSON, the losses of each way.
+Unsloth's Triton kernels (norms, MLP, loss) need a GPU: those parts of the model are transformers'.
+"""
+
+import json
+import os
+from types import MethodType, SimpleNamespace
+
+os.environ["UNSLOTH_ALLOW_CPU"] = "1"
+
+import stand_ins  # noqa: F401
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+from unsloth.models.llama import LlamaAttention_fast_forward, original_apply_o, original_apply_qkv
+from unsloth.models.mistral import MistralAttention_fast_forward
+from unsloth.utils import attention_dispatch
+from unsloth.utils.packing import enable_sample_packing, mask_packed_boundary_labels
+
+STEPS, VOCABULARY, LONGEST, WINDOW = 4, 64, 128, 6
+LENGTHS = [19, 5, 11, 30, 7, 2, 23, 14]
+
+
+def documents():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(1, VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def model_of(window):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"vocab_size": VOCABULARY, "num_hidden_layers": 2}
+    if window is None:
+        return LlamaForCausalLM(LlamaConfig(**sizes))
+    return MistralForCausalLM(MistralConfig(**sizes, sliding_window=window))
+
+
+def with_unsloths_attention(model, batch):
+    """``batch`` has the row's fields, as Unsloth's own model forward hands them to each layer."""
+    windowed = isinstance(model, MistralForCausalLM)
+    fast_forward = MistralAttention_fast_forward if windowed else LlamaAttention_fast_forward
+    frequencies = model.model.rotary_emb.inv_freq
+    angles = torch.outer(torch.arange(LONGEST).float(), frequencies).repeat(1, 2)
+
+    tables = angles.cos(), angles.sin()
+    cache = SimpleNamespace(get_cached=lambda *_: tables, extend_rope_embedding=lambda *_, **__: None)
+
+    def forward(self, hidden_states, **kwargs):
+        out, weights, _ = fast_forward(self, hidden_states, **batch)
+        return out, weights
+
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        attention.apply_qkv, attention.apply_o = original_apply_qkv, original_apply_o
+        attention.rotary_emb = cache
+        attention.forward = MethodType(forward, attention)
+    return model
+
+
+def train(model, inputs, labels):
+    """The losses of STEPS steps; labels are raw, -100 where nothing is learnt."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(STEPS):
+        logits = model(**inputs).logits[:, :-1].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def padded(window, with_attention=False):
+    batch = DataCollatorForLanguageModeling(pad_token_id=0)([{"input_ids": ids} for ids in documents()])
+    model = model_of(window)
+    if with_attention:
+        with_unsloths_attention(model, {"attention_mask": batch["attention_mask"]})
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    return train(model, inputs, batch["labels"])
+
+
+def packed(window):
+    """One row of all documents, by Unsloth's collator of packed rows, through the backend of packing_ops."""
+    backend = attention_dispatch.select_attention_backend(use_varlen=True)
+    assert backend == attention_dispatch.PACKING_OPS, f"expected UNSLOTH_PACKING_OPS=1, got the backend {backend}"
+    model = model_of(window)
+    trainer = SimpleNamespace(data_collator=DataCollatorForLanguageModeling(pad_token_id=0))
+    enable_sample_packing(model, trainer)
+    row = {"input_ids": [token for ids in documents() for token in ids], "seq_lengths": LENGTHS}
+    batch = trainer.data_collator.torch_call([row])
+    labels = mask_packed_boundary_labels(batch["labels"], batch["packed_seq_lengths"])
+    fields = {name: batch[name] for name in ("packed_seq_lengths", "position_ids")}
+    return train(with_unsloths_attention(model, fields), {"input_ids": batch["input_ids"]}, labels)
+
+
+def main():
+    ways = {
+        "padded": padded(None, with_attention=True),
+        "packed": packed(None),
+        "padded, all of it transformers'": padded(None),
+        f"packed, window of {WINDOW}": packed(WINDOW),
+        f"padded, window of {WINDOW}, all of it transformers'": padded(WINDOW),
+    }
+    print(json.dumps(ways))
+
+
+if __name__ == "__main__":
+    main()
