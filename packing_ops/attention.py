@@ -285,36 +285,26 @@ def of_tree(
     parents: torch.Tensor | PrefixPaths | None,
     cache: _batch_cache.BatchCache | None,
 ) -> tuple[AttentionOptions, torch.Tensor]:
-    """The options of a tree, and the cu_seqlens of its keys. Where nothing is shared the segments are documents."""
-    paths = _paths_of(k, cu_seqlens, options, parents, cache)
-    if not paths.shares:
-        return options._replace(paths=None), cu_seqlens
-    return options._replace(paths=paths), paths.cu_seqlens
-
-
-def _paths_of(
-    k: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    options: AttentionOptions,
-    parents: torch.Tensor | PrefixPaths | None,
-    cache: _batch_cache.BatchCache | None,
-) -> PrefixPaths:
-    """Of the tree of a call, from its PackedMetadata or from parents. ValueError for what a tree does not have."""
+    """The options with a tree's paths, from its PackedMetadata or from parents, and the cu_seqlens of its keys. Segments that
+    share nothing are documents. ValueError for what a tree does not have."""
     if not options.causal or options.window_size[1] > 0:
         given = f"causal={options.causal}, window_size={options.window_size}"
         raise ValueError(f"causal, window_size: expected a causal call for a prefix tree, got {given}")
     if options.visible_end is not None:
         came = described(options.visible_end)
         raise ValueError(f"visible_end: expected None beside a prefix tree, which is causal, got {came}")
-    if options.paths is not None:
-        if parents is not None:
-            raise ValueError("parents: expected None beside the PackedMetadata of a prefix tree, which has them")
-        return options.paths
-    if isinstance(parents, PrefixPaths):
-        return parents
-    check_tensor(parents, "parents")
-    assert parents is not None
-    return kept_paths(cu_seqlens, parents, k.shape[2 if k.dim() == 4 else 0], cache)
+    if options.paths is not None and parents is not None:
+        raise ValueError("parents: expected None beside the PackedMetadata of a prefix tree, which has them")
+    paths = options.paths or parents
+    if not isinstance(paths, PrefixPaths):
+        check_tensor(paths, "parents")
+        assert paths is not None
+        paths = kept_paths(cu_seqlens, paths, k.shape[2 if k.dim() == 4 else 0], cache)
+    return (
+        (options._replace(paths=paths), paths.cu_seqlens)
+        if paths.shares
+        else (options._replace(paths=None), cu_seqlens)
+    )
 
 
 def of_heads(options: AttentionOptions, heads: slice) -> AttentionOptions:

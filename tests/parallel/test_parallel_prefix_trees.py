@@ -119,6 +119,17 @@ def logps_through_unshard():
     return torch.equal(logps, po.prefix_token_logps(hidden, weight, batch["input_ids"], tree))
 
 
+def nothing_shared():
+    """Whether a tree of samples that share nothing gives the bits of these as documents."""
+    ranks = dist.get_world_size()
+    ends = torch.tensor([0, 3, 4 * ranks], dtype=torch.int32)
+    tree = po.pack_prefix_tree(torch.arange(4 * ranks), ends)
+    q, k, v = (torch.randn(4, heads, 8) for heads in (8, 4, 4))
+    return torch.equal(
+        ulysses_attention(q, k, v, po.PackedMetadata.from_prefix_tree(tree)), ulysses_attention(q, k, v, ends)
+    )
+
+
 def compiled():
     ranks, rank = dist.get_world_size(), dist.get_rank()
     metadata = shards_of(ranks)[rank]["metadata"]
@@ -136,6 +147,7 @@ def every_case():
     for dtype in (torch.float32, torch.bfloat16):
         found["bits", str(dtype)] = compared("contiguous", (8, 4), {"sinks": True}, dtype)
     found["refusals"], found["logps"] = refusals(), logps_through_unshard()
+    found["nothing shared"] = nothing_shared()
     found["compiled"] = dist.get_world_size() > 2 or compiled()
     return found
 
@@ -159,8 +171,9 @@ def test_bits_in_other_dtypes(by_rank):
         assert [found["bits", dtype][1] for dtype in ("torch.float32", "torch.bfloat16")] == [True, True]
 
 
-def test_log_probs_and_compile(by_rank):
-    assert [(found["logps"], found["compiled"]) for found in by_rank] == [(True, True)] * len(by_rank)
+@pytest.mark.parametrize("case", ["logps", "nothing shared", "compiled"])
+def test_log_probs_documents_and_compile(case, by_rank):
+    assert [found[case] for found in by_rank] == [True] * len(by_rank)
 
 
 def test_refusals(by_rank):
