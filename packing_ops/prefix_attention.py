@@ -22,7 +22,6 @@ class PrefixPaths(NamedTuple):
     """The paths of a tree's segments, one after the other: which rows of k and v they hold. int32, on the device of k.
 
     Attributes:
-        parents: ``[num_segments]``, of the tree.
         cu_seqlens: ``[num_segments + 1]``, where each path starts in ``rows``.
         rows: ``[paths]``, the row of each key.
         copy_offsets: ``[total + 1]``; row ``r`` stands at the indices ``copies[copy_offsets[r] : copy_offsets[r + 1]]`` of rows.
@@ -30,7 +29,6 @@ class PrefixPaths(NamedTuple):
         shares: whether a segment has a parent. Without, the segments are documents, and attention gathers nothing.
     """
 
-    parents: torch.Tensor
     cu_seqlens: torch.Tensor
     rows: torch.Tensor
     copy_offsets: torch.Tensor
@@ -53,7 +51,7 @@ class PrefixPaths(NamedTuple):
             return tensor.to(device or tensor.device, non_blocking=True)
 
         cu_seqlens, rows, copy_offsets, copies = map(move, self.tensors)
-        return PrefixPaths(move(self.parents), cu_seqlens, rows, copy_offsets, copies, self.shares)
+        return PrefixPaths(cu_seqlens, rows, copy_offsets, copies, self.shares)
 
 
 def prefix_paths(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int) -> PrefixPaths:
@@ -75,7 +73,25 @@ def prefix_paths(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int) ->
     """
     path_cu_seqlens, rows, copy_offsets, copies = _ops.prefix_paths(cu_seqlens, parents, total)
     shares = torch.compiler.is_compiling() or bool((parents >= 0).any())
-    return PrefixPaths(parents, path_cu_seqlens, rows, copy_offsets, copies, shares)
+    return PrefixPaths(path_cu_seqlens, rows, copy_offsets, copies, shares)
+
+
+def paths_of_rows(cu_seqlens: torch.Tensor, rows: torch.Tensor, total: int) -> PrefixPaths:
+    """The paths of a library that finds their rows itself. No synchronisation.
+
+    Args:
+        cu_seqlens: int32 ``[num_segments + 1]``, where each path starts in ``rows``.
+        rows: integer ``[paths]``.
+        total: rows of k and v.
+
+    Example:
+        >>> paths = paths_of_rows(torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([0, 1, 0, 1, 2]), 3)
+        >>> paths.copy_offsets.tolist(), paths.copies.tolist()
+        ([0, 2, 4, 5], [0, 2, 1, 3, 4])
+    """
+    in_order, copies = rows.sort(stable=True)
+    copy_offsets = torch.searchsorted(in_order, torch.arange(total + 1, device=rows.device))
+    return PrefixPaths(cu_seqlens, rows.int(), copy_offsets.int(), copies.int())
 
 
 def kept_paths(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int, cache: BatchCache | None) -> PrefixPaths:
