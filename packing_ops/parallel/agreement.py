@@ -115,7 +115,7 @@ def _numbers(
     visible_end = None if metadata is None else metadata.visible_end
     numbers["visible_end (checksum)"] = 0.0 if visible_end is None else _checksum(visible_end)
     paths = None if metadata is None else metadata.paths
-    numbers["parents (checksum)"] = 0.0 if paths is None else _checksum(paths.parents)
+    numbers["paths (checksum)"] = 0.0 if paths is None else _checksum(paths.rows)
     return numbers
 
 

@@ -96,10 +96,9 @@ def refusals():
         patch.setenv("PACKING_OPS_CHECK", "1")
         segments = dataclasses.replace(metadata, paths=None) if rank == 1 else metadata
         found["one rank"] = message_of(lambda: ulysses_attention(q, k, v, segments))
-        parents = metadata.paths.parents.clone()
-        parents[-2] = -1 if rank == 1 else parents[-2]
-        other = dataclasses.replace(metadata, paths=metadata.paths._replace(parents=parents))
-        found["parents"] = message_of(lambda: ulysses_attention(q, k, v, other))
+        rows = metadata.paths.rows.flip(0) if rank == 1 else metadata.paths.rows
+        other = dataclasses.replace(metadata, paths=metadata.paths._replace(rows=rows))
+        found["paths"] = message_of(lambda: ulysses_attention(q, k, v, other))
         out, choice = varlen_attention_over(None, q, k, v, metadata, explain=True)
     found["choice"] = choice.name, torch.equal(out, ulysses_attention(q, k, v, metadata))
     return found
@@ -192,7 +191,7 @@ def test_refusals(by_rank):
         assert refused["one rank"] == (
             f"ValueError: paths: expected True on all {ranks} ranks as on rank 0, got False on rank 1 of the group"
         )
-        assert refused["parents"].startswith("ValueError: parents (checksum): expected ")
+        assert refused["paths"].startswith("ValueError: paths (checksum): expected ")
         assert refused["choice"] == ("ulysses", True)
 
 

@@ -96,7 +96,7 @@ def _tree_of(params: Any) -> PackedMetadata:
         total = parents.copy_offsets.shape[0] - 1 if isinstance(parents, PrefixPaths) else int(cu_seqlens[-1])
         return metadata_of_segments(cu_seqlens.detach(), parents, total)
 
-    given = (parents.parents, *parents.tensors) if isinstance(parents, PrefixPaths) else (parents,)
+    given = parents.tensors if isinstance(parents, PrefixPaths) else (parents,)
     tree: PackedMetadata = kept_with((cu_seqlens, *given), ("prefix tree",), make)
     return tree
 
