@@ -87,6 +87,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--dp", type=positive, default=1, help="data-parallel ranks (default: %(default)s)")
     add("--overlong", choices=OVERLONG, default="truncate", help="documents over the capacity (default: %(default)s)")
     add("--hidden-size", type=positive, default=4096, help="of the model, to estimate FLOPs (default: %(default)s)")
+    add(
+        "--prefix-trees",
+        action="store_true",
+        help="also what computing prefixes once would save that documents share",
+    )
+    add("--group-by", metavar="FIELD", help="the same, among examples with the same value in this column")
     add("--plot", type=writable, metavar="PNG", help="also draw the report")
     add("--json", type=writable, metavar="JSON", help="also write every number")
     table = commands.add_parser(
@@ -145,6 +151,8 @@ def run(argv: list[str] | None = None) -> int:
             dp=arguments.dp,
             overlong=arguments.overlong,
             hidden_size=arguments.hidden_size,
+            prefix_trees=arguments.prefix_trees,
+            group_by=arguments.group_by,
         )
         show_report(report)
         if arguments.json:

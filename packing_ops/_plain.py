@@ -6,6 +6,7 @@ Any device; gradients are autograd's. tests/ops/test_plain.py compares each op w
 
 import functools
 import itertools
+import math
 import warnings
 from collections.abc import Callable
 
@@ -22,7 +23,7 @@ from packing_ops._arguments import (
     sum_dtype,
     wrong_type,
 )
-from packing_ops.reference import boundaries, packing, padding, segments
+from packing_ops.reference import boundaries, packing, padding, prefix_tree, segments
 
 _INT32_MAX = 2**31 - 1
 _MOST_SIDES = 8
@@ -360,6 +361,37 @@ def pack_ffd(lengths, capacity, alignment, ties_last):
     return tuple(x.to(lengths.device) for x in (offsets, items, offsets.new_tensor([bins])))
 
 
+def pack_prefix_tree(tokens, cu_seqlens, groups, capacity, min_shared):
+    for name, number in {"capacity": capacity, "min_shared": min_shared}.items():
+        if number is not None and number < 1:
+            raise ValueError(f"{name}: expected at least 1, got {number}")
+    total = _index_vector(tokens, "tokens").numel()
+    ends = _checked(cu_seqlens, total).tolist()
+    if ends[-1] != total:
+        raise ValueError(f"cu_seqlens: expected to end at total={total} like tokens, got {ends[-1]}")
+    lengths = [end - start for start, end in itertools.pairwise(ends)]
+    if groups is not None and _index_vector(groups, "groups").numel() != len(lengths):
+        raise ValueError(
+            f"groups: expected [samples] like cu_seqlens = [{len(lengths)}], got {described(groups)} on {groups.device}"
+        )
+    longest = max(lengths, default=0)
+    if capacity is not None and capacity < longest:
+        at = lengths.index(longest)
+        raise ValueError(f"capacity: expected at least {longest}, the tokens of sample {at}, got {capacity}")
+    values = tokens.tolist()
+    samples = [values[start:end] for start, end in itertools.pairwise(ends)]
+    numbers = None if groups is None else groups.tolist()
+    found = prefix_tree.pack_prefix_tree(samples, numbers, math.inf if capacity is None else capacity, min_shared)
+    found["rows"] = [ends[sample] + depth for sample, depth in found["rows"]]
+    names = "rows", "cu_seqlens", "parents", "position_ids", "row_of_token", "copies", "bin_offsets", "sample_bins"
+    layout = [
+        torch.tensor(found[name], dtype=torch.int32 if name in ("cu_seqlens", "parents") else torch.int64, device="cpu")
+        for name in names
+    ]
+    repeated = [found["repeated_at_forks"], found["repeated_by_cuts"]]
+    return *layout, torch.tensor(repeated, dtype=torch.int64, device="cpu")
+
+
 _OPS = {
     op.__name__: op
     for op in (
@@ -374,6 +406,7 @@ _OPS = {
         mask_boundary_labels,
         mask_boundary_labels_shifted_,
         pack_ffd,
+        pack_prefix_tree,
         pack_sequences,
         position_ids_from_cu_seqlens,
         prompt_end_indices,

@@ -24,7 +24,7 @@ from packing_ops import _batch_cache, _ops
 from packing_ops._arguments import FLOATS, check_tensor, described, sum_dtype, window_sides
 from packing_ops._autograd import past_autograd, register_autograd, register_no_autograd
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
-from packing_ops.prefix_attention import PrefixPaths, paths_of_call, token_major
+from packing_ops.prefix_attention import PrefixPaths, of_tree, rows_of_tree, token_major
 
 Layout = Literal["thd", "bhsd", "bshd"]
 LAYOUTS = get_args(Layout)  # of q, k and v: t total, b batch of 1, s seqlen, h num_heads, d head_dim
@@ -228,9 +228,7 @@ def attend(
     if parents is not None or options.paths is not None:
         if cu_seqlens_k is not cu_seqlens_q:
             raise ValueError("cu_seqlens_k: expected None beside a prefix tree, whose segments are those of q and of k")
-        paths = paths_of_call(q, k, v, cu_seqlens_q, options, parents, cache)
-        options = options._replace(paths=paths if paths.shares else None)
-        cu_seqlens_k = paths.cu_seqlens if paths.shares else cu_seqlens_q
+        options, cu_seqlens_k = of_tree(rows_of_tree(q, k, v), cu_seqlens_q, options, parents, cache)
     if plan is None:
         plan = _batch_cache.plan_for(q, k, v, cu_seqlens_q, cu_seqlens_k, options, cache)
     try:

@@ -175,11 +175,7 @@ class PackedMetadata:
         Raises:
             ValueError: segments and parents that are no tree.
         """
-        total = tree.position_ids.numel()
-        paths = prefix_paths(tree.cu_seqlens, tree.parents, total)
-        _, longest = _end_and_longest(paths.cu_seqlens)
-        paths = paths.to(device)
-        return cls(paths.segments.clone(), total, longest, num_tokens=total, paths=paths)
+        return metadata_of_segments(tree.cu_seqlens, tree.parents, tree.position_ids.numel(), device)
 
     @property
     def num_documents(self) -> int:
@@ -328,10 +324,14 @@ class PackedMetadata:
     def to_megatron(self) -> dict[str, Any]:
         """Fields of Megatron-core's PackedSeqParams; padding after the last document is one more document.
 
+        For a tree also ``segment_parents``, which is an attribute there and no field: the integration's packed_seq_params
+        sets it.
+
         Raises:
             ValueError: there is a visible_end, for which these fields have no place.
         """
-        check_causal(self)
+        if self.paths is None:
+            check_causal(self)
         cu_seqlens, max_seqlen = self._whole_row()
         return {
             "qkv_format": "thd",
@@ -339,6 +339,7 @@ class PackedMetadata:
             "cu_seqlens_kv": cu_seqlens,
             "max_seqlen_q": max_seqlen,
             "max_seqlen_kv": max_seqlen,
+            **({} if self.paths is None else {"segment_parents": self.paths}),
         }
 
     def _whole_row(self) -> tuple[torch.Tensor, int]:
@@ -348,8 +349,29 @@ class PackedMetadata:
             num_tokens = int(self.cu_seqlens[-1])  # neither fake nor traced: reading it is free
         if num_tokens >= self.total:
             return self.cu_seqlens, self.max_seqlen
+        if self.paths is not None:
+            raise ValueError(f"total: expected the {num_tokens} rows of a prefix tree, got {self.total}")
         end = self.cu_seqlens.new_full((1,), self.total)
         return torch.cat([self.cu_seqlens, end]), max(self.max_seqlen, self.total - num_tokens)
+
+
+def metadata_of_segments(
+    cu_seqlens: torch.Tensor,
+    parents: torch.Tensor | PrefixPaths,
+    total: int,
+    device: torch.device | str | None = None,
+) -> PackedMetadata:
+    """PackedMetadata.from_prefix_tree of the segments alone. CUDA: the host reads them, or their longest path.
+
+    Example:
+        >>> cu_seqlens, parents = torch.tensor([[0, 128, 130], [-1, 0, 0]], dtype=torch.int32)
+        >>> metadata_of_segments(cu_seqlens, parents[:2], 130).max_seqlen
+        130
+    """
+    paths = parents if isinstance(parents, PrefixPaths) else prefix_paths(cu_seqlens, parents, total)
+    _, longest = _end_and_longest(paths.cu_seqlens)
+    paths = paths.to(device)
+    return PackedMetadata(paths.segments.clone(), total, longest, num_tokens=total, paths=paths)
 
 
 def check_causal(metadata: PackedMetadata) -> None:

@@ -46,6 +46,12 @@ class PrefixPaths(NamedTuple):
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return self.cu_seqlens, self.row_of_key, self.key_offsets, self.keys_of_row
 
+    def padded(self, total: int) -> "PrefixPaths":
+        """Of the same tree in a row of ``total`` slots."""
+        more = total + 1 - self.key_offsets.shape[0]
+        last = self.key_offsets[-1:].expand(more)
+        return self._replace(key_offsets=torch.cat([self.key_offsets, last]))
+
     def to(self, device: torch.device | str | None) -> "PrefixPaths":
         def move(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(device or tensor.device, non_blocking=True)
@@ -127,23 +133,30 @@ def kept_paths(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int, cach
     return kept_with((cu_seqlens, parents), key, lambda: prefix_paths(cu_seqlens, parents, total), cache=cache)
 
 
-def paths_of_call(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+def rows_of_tree(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
+    """ValueError where k and v have not the rows of q, which are the tree's."""
+    axis = 2 if q.dim() == 4 else 0
+    rows = q.shape[axis] if q.dim() in (3, 4) else -1
+    for name, tensor in (("k", k), ("v", v)):
+        check_tensor(tensor, name)
+        if tensor.dim() != q.dim() or tensor.shape[axis] != rows:
+            raise ValueError(
+                f"{name}: expected the layout and the {rows} rows of q, which are the tree's, got {described(tensor)}"
+            )
+    return rows
+
+
+def of_tree(
+    rows: int,
     cu_seqlens: torch.Tensor,
     options: "AttentionOptions",
     parents: torch.Tensor | PrefixPaths | None,
     cache: BatchCache | None,
-) -> PrefixPaths:
-    """Of the tree of a call, from its PackedMetadata or from parents. ValueError for what a tree does not have."""
-    rows = q.shape[2 if q.dim() == 4 else 0]
-    for name, tensor in (("k", k), ("v", v)):
-        check_tensor(tensor, name)
-        if tensor.dim() != q.dim() or q.dim() not in (3, 4) or tensor.shape[2 if q.dim() == 4 else 0] != rows:
-            raise ValueError(
-                f"{name}: expected the layout and the {rows} rows of q, which are the tree's, got {described(tensor)}"
-            )
+) -> tuple["AttentionOptions", torch.Tensor]:
+    """The options with the paths of the call's tree, and the cu_seqlens of its keys. Segments that share nothing are documents.
+
+    parents: where the options have no paths of a PackedMetadata yet. ValueError for what a tree does not have.
+    """
     if not options.causal or options.window_size[1] > 0:
         given = f"causal={options.causal}, window_size={options.window_size}"
         raise ValueError(f"causal, window_size: expected a causal call for a prefix tree, got {given}")
@@ -153,15 +166,19 @@ def paths_of_call(
     if options.paths is not None and parents is not None:
         raise ValueError("parents: expected None beside the PackedMetadata of a prefix tree, which has them")
     paths = options.paths if parents is None else parents
-    if not isinstance(paths, PrefixPaths):
+    if isinstance(paths, PrefixPaths):
+        if paths.key_offsets.shape[0] != rows + 1:
+            raise ValueError(
+                f"parents: expected the paths of a tree of {rows} rows, got {paths.key_offsets.shape[0] - 1}"
+            )
+        wanted = "parents: expected the paths of the tree that cu_seqlens_q are the segments of"
+        check_same(cu_seqlens, paths.segments, wanted)
+    else:
         check_tensor(paths, "parents")
-        return kept_paths(cu_seqlens, paths, rows, cache)  # type: ignore[arg-type]
-    if paths.key_offsets.shape[0] != rows + 1:
-        raise ValueError(f"parents: expected the paths of a tree of {rows} rows, got {paths.key_offsets.shape[0] - 1}")
-    check_same(
-        cu_seqlens, paths.segments, "parents: expected the paths of the tree that cu_seqlens_q are the segments of"
-    )
-    return paths
+        paths = kept_paths(cu_seqlens, paths, rows, cache)  # type: ignore[arg-type]
+    if not paths.shares:
+        return options._replace(paths=None), cu_seqlens
+    return options._replace(paths=paths), paths.cu_seqlens
 
 
 # --- the op and its backward ---

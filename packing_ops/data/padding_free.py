@@ -10,9 +10,10 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from packing_ops._arguments import int64_tensor, integer
-from packing_ops.boundaries import mask_boundary_labels
+from packing_ops.boundaries import cu_seqlens_from_lengths, mask_boundary_labels
 from packing_ops.data._examples import check_examples, column, flattened, optional_column, sequences, tokens_of
 from packing_ops.metadata import PackedMetadata
+from packing_ops.prefix_tree import pack_prefix_tree
 
 
 @dataclass
@@ -193,15 +194,19 @@ class PaddingFreeCollator:
                 stacklevel=4,
             )
 
+    def _separated(self, labels: torch.Tensor, cu_seqlens: torch.Tensor, separator_id: int | None) -> torch.Tensor:
+        """separator_id in place of the label of each document's first token."""
+        separator_id = self.separator_id if separator_id is None else integer(separator_id, "separator_id")
+        return mask_boundary_labels(labels, cu_seqlens, ignore_index=separator_id)
+
     def _row(
         self, input_ids: list[Any], labels: list[Any], lengths: list[int], total: int | None, separator_id: int | None
     ) -> dict[str, Any]:
-        separator_id = self.separator_id if separator_id is None else integer(separator_id, "separator_id")
         tokens = flattened(input_ids, "input_ids")
         targets = tokens if labels is input_ids else flattened(labels, "labels")
         total = None if total is None else max(total, len(tokens))  # longer with overlong="own"
         metadata = PackedMetadata.from_lengths(lengths, total=total, device=tokens.device)
-        targets = mask_boundary_labels(targets, metadata.cu_seqlens, ignore_index=separator_id)
+        targets = self._separated(targets, metadata.cu_seqlens, separator_id)
         rest = metadata.total - len(tokens)
         batch: dict[str, Any] = {
             "input_ids": torch.cat([tokens, tokens.new_full((rest,), self.pad_token_id)])[None],
@@ -232,6 +237,18 @@ class PaddingFreeDPOCollator(PaddingFreeCollator):
             each side. True: one row for one forward, all chosen documents and then all rejected ones, with one
             cu_seq_lens over both. Documents i and i + num_pairs are a pair; padding to ``2 * max_seq_length`` is at the
             end.
+        share_prompt: one row for one forward, a prefix tree (pack_prefix_tree) that holds once what documents share from
+            their first token on, as a pair its prompt. Documents are in the order of ``concatenated``. Returned are
+
+            input_ids, position_ids: ``[1, num_rows]``. Nothing pads the row; max_seq_length limits the documents of a
+                side, counted as without sharing.
+            cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: of the segments; max_length of the longest document.
+            segment_parents: int32 ``[num_segments]``.
+            row_of_token: int64 ``[num_tokens]``: hidden states or logits of the row, indexed by it, are those of the
+                documents end to end.
+            sample_cu_seqlens: int32 ``[2 * num_pairs + 1]``, where each document lies in row_of_token and labels.
+            labels: ``[1, num_tokens]``, of the documents and not of the row: keep them from the model, for the loss.
+            prefix_tree: with return_packed_metadata the PrefixTree, which prefix_token_logps takes.
 
     Also returns ``index``, int64 ``[num_pairs]``, of the pairs that are kept, if the examples have one.
 
@@ -243,10 +260,17 @@ class PaddingFreeDPOCollator(PaddingFreeCollator):
         >>> PaddingFreeDPOCollator(concatenated=True)([pair, pair])["cu_seq_lens_q"].tolist()
         [0, 2, 4, 7, 10]
 
+        >>> prompt = list(range(128))
+        >>> pair = {"chosen_input_ids": [*prompt, 200, 201], "rejected_input_ids": [*prompt, 300]}
+        >>> batch = PaddingFreeDPOCollator(share_prompt=True)([pair])
+        >>> batch["cu_seq_lens_q"].tolist(), batch["segment_parents"].tolist(), batch["sample_cu_seqlens"].tolist()
+        ([0, 128, 130, 131], [-1, 0, 0], [0, 130, 259])
+
     Raises: as PaddingFreeCollator; TypeError for an index that is no integer.
     """
 
     concatenated: bool = False
+    share_prompt: bool = field(default=False, kw_only=True)
 
     _prefixes: ClassVar[tuple[str, ...]] = ("chosen_", "rejected_")
 
@@ -255,7 +279,10 @@ class PaddingFreeDPOCollator(PaddingFreeCollator):
     ) -> dict[str, Any]:
         _check_arguments(features, return_tensors)
         sides, kept = self._documents(features)
-        if self.concatenated:
+        if self.share_prompt:
+            input_ids, labels, lengths = (chosen + rejected for chosen, rejected in zip(*sides, strict=True))
+            batch = self._tree(input_ids, labels, lengths, separator_id)
+        elif self.concatenated:
             total = None if self.max_seq_length is None else 2 * self.max_seq_length
             input_ids, labels, lengths = (chosen + rejected for chosen, rejected in zip(*sides, strict=True))
             batch = self._row(input_ids, labels, lengths, total, separator_id)
@@ -268,6 +295,25 @@ class PaddingFreeDPOCollator(PaddingFreeCollator):
             index = column(features, "index")
             batch["index"] = int64_tensor([integer(index[i], "index") for i in kept])
         return batch
+
+    def _tree(
+        self, input_ids: list[Any], labels: list[Any], lengths: list[int], separator_id: int | None
+    ) -> dict[str, Any]:
+        tokens = flattened(input_ids, "input_ids")
+        tree = pack_prefix_tree(tokens, cu_seqlens_from_lengths(lengths)).to(tokens.device)
+        batch = {
+            "input_ids": tokens[tree.rows][None],
+            "position_ids": tree.position_ids[None],
+            "cu_seq_lens_q": tree.cu_seqlens,
+            "cu_seq_lens_k": tree.cu_seqlens,
+            "max_length_q": max(lengths),
+            "max_length_k": max(lengths),
+            "segment_parents": tree.parents,  # a tensor: trainers that move tuples rebuild them from one argument
+            "row_of_token": tree.row_of_token,
+            "sample_cu_seqlens": tree.sample_cu_seqlens,
+            "labels": self._separated(flattened(labels, "labels"), tree.sample_cu_seqlens, separator_id)[None],
+        }
+        return {**batch, "prefix_tree": tree} if self.return_packed_metadata else batch
 
 
 def count_within_token_budget(

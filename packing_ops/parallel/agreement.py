@@ -27,7 +27,7 @@ _WORDS = {
     "scheme": ("contiguous", "zigzag"),
 }
 _GRADIENTS = ("q, k or v requires_grad", "sinks requires_grad")
-_FLAGS = ("causal", "keep_keys", "sinks", "visible_end", *_GRADIENTS)
+_FLAGS = ("causal", "keep_keys", "sinks", "visible_end", "paths", *_GRADIENTS)
 
 
 def check_agreement(
@@ -61,6 +61,7 @@ def check_agreement(
         recorded and (q.requires_grad or k.requires_grad or v.requires_grad),
         recorded and sinks is not None and sinks.requires_grad,
     )
+    metadata = documents if isinstance(documents, PackedMetadata) else None
     # All ranks send the same names, whichever attention they call.
     given = {
         "keep_keys": keep_keys,
@@ -68,7 +69,8 @@ def check_agreement(
         "scheme": scheme,
         **options._asdict(),
         "sinks": sinks is not None,
-        "visible_end": isinstance(documents, PackedMetadata) and documents.visible_end is not None,
+        "visible_end": metadata is not None and metadata.visible_end is not None,
+        "paths": metadata is not None and metadata.paths is not None,
         **dict(zip(_GRADIENTS, gradients, strict=True)),
     }
     numbers = _numbers(q, k, v, documents, given)
@@ -112,6 +114,8 @@ def _numbers(
     numbers["cu_seqlens (checksum)"] = float("nan") if ends is None else _checksum(ends)
     visible_end = None if metadata is None else metadata.visible_end
     numbers["visible_end (checksum)"] = 0.0 if visible_end is None else _checksum(visible_end)
+    paths = None if metadata is None else metadata.paths
+    numbers["paths (checksum)"] = 0.0 if paths is None else _checksum(paths.row_of_key)
     return numbers
 
 

@@ -81,6 +81,8 @@ def _not_gathered(documents: PackedMetadata | torch.Tensor, causal: bool, window
     """Why gathered_attention cannot serve these; empty where it can."""
     if isinstance(documents, PackedMetadata) and documents.visible_end is not None:
         return "documents: expected no visible_end for gathered keys"
+    if isinstance(documents, PackedMetadata) and documents.paths is not None:
+        return "documents: expected no prefix tree for gathered keys"
     if not causal and tuple(window_size) != (-1, -1):
         return "window_size: expected (-1, -1) without a causal mask for gathered keys"
     return ""

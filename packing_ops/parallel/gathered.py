@@ -100,7 +100,7 @@ def gathered_attention(
         >>> out = gathered_attention(q, k, v, metadata, group, scheme="zigzag")  # needs two processes # doctest: +SKIP
 
     Raises:
-        NotImplementedError: a window without causal, documents with a visible_end; a second derivative.
+        NotImplementedError: a window without causal, documents with a visible_end, a prefix tree; a second derivative.
         ValueError: documents of another row, and as varlen_attention. Under PACKING_OPS_CHECK also ranks that disagree on
             options, heads, dtypes, rows or documents.
 
@@ -133,7 +133,7 @@ def attend_to_gathered(
         return attend(q, k, v, documents, documents, options)
     check_agreement("gathered_attention", scheme, q, k, v, documents, group, options, keep_keys=keep_keys)
     refuse_window(options)
-    _refuse_visible_end(documents)
+    _refuse_documents(documents)
     cu_seqlens = whole_row(documents, len(q), group.size())
     if len(q) == 0:
         return attend(q, k, v, documents, documents, options)
@@ -149,12 +149,15 @@ def refuse_window(options: AttentionOptions) -> None:
         )
 
 
-def _refuse_visible_end(documents: PackedMetadata | torch.Tensor) -> None:
-    if isinstance(documents, PackedMetadata) and documents.visible_end is not None:
-        raise NotImplementedError(
-            "documents: expected no visible_end with gathered keys, got a PackedMetadata that has one (ulysses_attention "
-            "takes it)"
-        )
+def _refuse_documents(documents: PackedMetadata | torch.Tensor) -> None:
+    if not isinstance(documents, PackedMetadata):
+        return
+    for name, given in (("visible_end", documents.visible_end), ("prefix tree", documents.paths)):
+        if given is not None:
+            raise NotImplementedError(
+                f"documents: expected no {name} with gathered keys, got a PackedMetadata that has one (ulysses_attention "
+                "takes it)"
+            )
 
 
 def layout_of(

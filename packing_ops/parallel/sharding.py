@@ -22,7 +22,7 @@ from packing_ops._batch_cache import kept_with
 from packing_ops.boundaries import shift_labels
 from packing_ops.data.context_parallel import SCHEMES, chunks_of_ranks, slots_of_chunks
 from packing_ops.data.losses import masked_loss
-from packing_ops.metadata import PackedMetadata, cu_seqlens_of
+from packing_ops.metadata import PackedMetadata, cu_seqlens_of, metadata_of_segments
 from packing_ops.parallel.collectives import (
     Group,
     check_process,
@@ -34,7 +34,14 @@ from packing_ops.parallel.collectives import (
 
 _DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k")
 # Never cut: there may be as many documents as slots.
-_OF_DOCUMENTS = (*_DOCUMENTS, "max_length_q", "max_length_k", "packed_seq_lengths", "num_items_in_batch")
+_OF_DOCUMENTS = (
+    *_DOCUMENTS,
+    "max_length_q",
+    "max_length_k",
+    "packed_seq_lengths",
+    "segment_parents",
+    "num_items_in_batch",
+)
 _PER_SLOT = (
     "input_ids",
     "inputs_embeds",
@@ -63,7 +70,8 @@ def shard_packed(
     Args:
         batch: tensors of one packed row, ``[total]``, ``[1, total]`` or ``[1, total, ...]``, and where its documents lie: a
             PackedMetadata under any name, or ``cu_seq_lens_q`` as in transformers (or ``cu_seqlens``), or ``position_ids``
-            that restart with each document (which synchronises on CUDA).
+            that restart with each document (which synchronises on CUDA). Of a prefix tree (PackedMetadata, or
+            ``segment_parents`` beside ``cu_seq_lens_q``) without labels: unshard gives prefix_token_logps the whole row.
         group: a process group, a DeviceMesh of one dimension, or None for all processes.
         scheme: ``"contiguous"``: rank r holds the r-th part of the row; for ulysses_attention, and for documents shorter
             than a part. ``"zigzag"``: two chunks of every document, one from either end; for gathered_attention under a
@@ -88,7 +96,7 @@ def shard_packed(
         tensor([   9, -100, -100])
 
     Raises:
-        ValueError: no documents; input_ids, inputs_embeds, labels, shift_labels, position_ids, seq_idx, attention_mask or
+        ValueError: no documents; labels of a prefix tree; input_ids, inputs_embeds, labels, shift_labels, position_ids, seq_idx, attention_mask or
             loss_mask of another shape; an unknown scheme.
     """
     group = process_group(group)
@@ -130,6 +138,7 @@ def shard_of(
     whole = _padded(documents, padded)
     own = shard_indices(whole, ranks, rank, scheme=scheme)
     row = _of_row(batch, total)
+    _check_labels_of_tree(row, documents)
     if "labels" in row and "shift_labels" not in row:
         row["shift_labels"] = shift_labels(row["labels"], documents.cu_seqlens, ignore_index=ignore_index)
     if "shift_labels" in row:
@@ -182,7 +191,7 @@ def shard_indices(
         total = documents.total
     if total % ranks:
         raise ValueError(f"total: expected a multiple of the {ranks} ranks, got {total}")
-    cu_seqlens = cu_seqlens_of(documents, total, like="total", name="documents")
+    cu_seqlens = cu_seqlens_of(documents, total, like="total", name="documents", tree=True)
     check_cu_seqlens(cu_seqlens, "documents")
     rows = total // ranks
     if scheme == "contiguous":
@@ -335,7 +344,7 @@ def check_rows(
 
 def whole_row(documents: PackedMetadata | torch.Tensor, rows: int, ranks: int) -> torch.Tensor:
     """int32 cu_seqlens of a row, from the number of slots of each rank."""
-    cu_seqlens = cu_seqlens_of(documents, ranks * rows, like=f"the rows of {ranks} ranks", name="documents")
+    cu_seqlens = cu_seqlens_of(documents, ranks * rows, like=f"the rows of {ranks} ranks", name="documents", tree=True)
     check_cu_seqlens(cu_seqlens, "documents")
     if cu_seqlens.dtype == torch.int32:
         return cu_seqlens
@@ -359,6 +368,15 @@ def _of_row(batch: Mapping[str, Any], total: int) -> dict[str, torch.Tensor]:
     return row
 
 
+def _check_labels_of_tree(row: Mapping[str, torch.Tensor], documents: PackedMetadata) -> None:
+    for name in ("labels", "shift_labels"):
+        if documents.paths is not None and name in row:
+            raise ValueError(
+                f"{name}: expected none in the row of a prefix tree, whose rows predict several tokens "
+                f"(prefix_token_logps takes the whole row: unshard), got {described(row[name])}"
+            )
+
+
 def _is_of_row(value: torch.Tensor, total: int) -> bool:
     return value.shape == (total,) or value.shape[:2] == (1, total)
 
@@ -368,7 +386,8 @@ def _padded(documents: PackedMetadata, total: int) -> PackedMetadata:
     visible_end = documents.visible_end
     if visible_end is not None:
         visible_end = F.pad(visible_end, (0, total - documents.total))
-    return dataclasses.replace(documents, total=total, indices=None, visible_end=visible_end)
+    paths = None if documents.paths is None else documents.paths.padded(total)
+    return dataclasses.replace(documents, total=total, indices=None, visible_end=visible_end, paths=paths)
 
 
 def _total_of(batch: Mapping[str, Any]) -> int:
@@ -388,11 +407,13 @@ def _named_documents(batch: Mapping[str, Any]) -> list[str]:
 def _documents_of(batch: Mapping[str, Any], total: int) -> PackedMetadata:
     for name, value in batch.items():
         if isinstance(value, PackedMetadata):
-            cu_seqlens_of(value, total, like="the row", name=str(name))
+            cu_seqlens_of(value, total, like="the row", name=str(name), tree=True)
             return value
     for name in _named_documents(batch):
         if not isinstance(batch[name], torch.Tensor):
             raise wrong_type(name, "an int32 tensor [num_documents + 1]", batch[name])
+        if batch.get("segment_parents") is not None:
+            return metadata_of_segments(batch[name], batch["segment_parents"], total)
         longest = batch.get("max_length_q")
         return PackedMetadata.from_cu_seqlens(batch[name], total=total, max_seqlen=longest)
     positions = batch.get("position_ids")

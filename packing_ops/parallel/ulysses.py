@@ -39,6 +39,7 @@ from packing_ops.parallel.collectives import (
 )
 from packing_ops.parallel.overlap import slices, together, ulysses_parts
 from packing_ops.parallel.sharding import check_rows, check_scheme, check_window, whole_row
+from packing_ops.prefix_attention import PrefixPaths, of_tree
 
 Order = tuple[torch.Tensor, torch.Tensor]  # of a zigzag row: _order
 
@@ -68,7 +69,8 @@ def ulysses_attention(
         k, v: ``[rows, num_kv_heads, head_dim]``, of the same slots. num_kv_heads is a multiple of the ranks, or the ranks
             are one of it: then each key head goes to several ranks, and its gradients are summed in their order, in
             float32 and rounded once.
-        documents: PackedMetadata of the whole row (``total`` is ``ranks * rows``), or its cu_seqlens, on this device.
+        documents: PackedMetadata of the whole row (``total`` is ``ranks * rows``), also of a prefix tree, or its cu_seqlens,
+            on this device.
         group: a process group, a DeviceMesh of one dimension, or None for all processes.
         scheme: how the row was split, as in shard_packed. "contiguous" saves a copy of each tensor.
         causal, softmax_scale, window_size, softcap, sinks, return_lse: as varlen_attention; sinks of all heads.
@@ -127,12 +129,14 @@ def attend_by_heads(
     cache = None
     if isinstance(documents, PackedMetadata):
         options, cache = options._replace(visible_end=documents.visible_end), documents._cache
+        if documents.paths is not None:
+            options, _ = of_tree(rows * ranks, cu_seqlens, options._replace(paths=documents.paths), None, cache)
     heads = [(tensor.shape[1], tensor.shape[2]) for tensor in (q, k, v)]
     parts = 1 if torch.compiler.is_compiling() else ulysses_parts(ranks, rows, heads, q.element_size())
     # Tensors come beside the options: autograd and torch.compile see the arguments of apply alone.
-    tensors = options.sinks, cu_seqlens, options.visible_end, order
+    tensors = options.sinks, cu_seqlens, options.visible_end, options.paths, order
     try:
-        without = options._replace(sinks=None, visible_end=None)
+        without = options._replace(sinks=None, visible_end=None, paths=None)
         out, *of_rows = _Attention.apply(q, k, v, *tensors, group, cache, without, return_lse, parts)
     except ValueError:
         forget()  # as varlen_attention
@@ -186,6 +190,7 @@ class _Attention(torch.autograd.Function):
         sinks: torch.Tensor | None,
         cu_seqlens: torch.Tensor,
         visible_end: torch.Tensor | None,
+        paths: PrefixPaths | None,
         order: Order | None,
         group: dist.ProcessGroup,
         cache: BatchCache | None,
@@ -194,15 +199,16 @@ class _Attention(torch.autograd.Function):
         parts: int,
     ) -> tuple[torch.Tensor, ...]:
         """out, and with return_lse lse, whose rows come first here."""
-        size, documents = group.size(), (cu_seqlens, cu_seqlens)
+        size, documents = group.size(), (cu_seqlens, cu_seqlens if paths is None else paths.cu_seqlens)
         ctx.options = options
+        options = options._replace(sinks=sinks, visible_end=visible_end, paths=paths)
         # k and v before q: attention needs all keys before its first tile, and q is the largest.
         coming = [
             [start_all_to_all(_by_head(tensor, size, part, parts), group) for tensor in (k, v, q)]
             for part in range(parts)
         ]
         leaving, saved = [], []
-        for of_part in _of_parts(options._replace(sinks=sinks, visible_end=visible_end), parts, q.shape[1] // size):
+        for of_part in _of_parts(options, parts, q.shape[1] // size):
             key, value, query = (_in_row_order(received().flatten(0, 1), order) for received in coming.pop(0))
             plan = plan_for(query, key, value, *documents, of_part, cache)
             out, lse = attention_forward(query, key, value, *documents, of_part, plan)
@@ -210,7 +216,7 @@ class _Attention(torch.autograd.Function):
             leaving.append([start_all_to_all(_by_rank(each, size, order), group) for each in rows])
             saved += [query, key, value, out, lse]
         ctx.save_for_backward(sinks, cu_seqlens, visible_end, plan, *saved)
-        ctx.group, ctx.order = group, order
+        ctx.group, ctx.order, ctx.paths = group, order, paths
         ctx.num_heads = [tensor.shape[1] for tensor in (q, k, v)]
         ctx.set_materialize_grads(False)
         return tuple(_whole(leaving, [q.shape[1]] * len(rows)))
@@ -219,7 +225,8 @@ class _Attention(torch.autograd.Function):
     @no_second_derivative("ulysses_attention")
     def backward(ctx: Any, *of_rows: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         sinks, cu_seqlens, visible_end, plan, *saved = ctx.saved_tensors
-        size, group, order, documents = ctx.group.size(), ctx.group, ctx.order, (cu_seqlens, cu_seqlens)
+        size, group, order, paths = ctx.group.size(), ctx.group, ctx.order, ctx.paths
+        documents = cu_seqlens, cu_seqlens if paths is None else paths.cu_seqlens
         parts, rows, heads = len(saved) // 5, len(saved[0]) // ctx.group.size(), ctx.num_heads[0]
         # Every rank sends the same tensors, also those that its own loss does not use.
         shapes = (rows, heads, saved[3].shape[2]), (rows, heads)
@@ -231,7 +238,7 @@ class _Attention(torch.autograd.Function):
             [start_all_to_all(_by_head(each, size, part, parts), group) for each in given] for part in range(parts)
         ]
         leaving, dsinks = [], []
-        options = ctx.options._replace(sinks=sinks, visible_end=visible_end)
+        options = ctx.options._replace(sinks=sinks, visible_end=visible_end, paths=paths)
         for part, of_part in enumerate(_of_parts(options, parts, heads // size)):
             saved_of = saved[5 * part : 5 * part + 5]
             do, *dl = (_in_row_order(received().flatten(0, 1), order) for received in coming.pop(0))
@@ -239,7 +246,7 @@ class _Attention(torch.autograd.Function):
             leaving.append([start_all_to_all(_by_rank(each, size, order), group) for each in gradients[:3]])
             dsinks.append(gradients[3])
         dsink = None if sinks is None else together(dsinks, 0)
-        return *_whole(leaving, ctx.num_heads), dsink, *(8 * [None])
+        return *_whole(leaving, ctx.num_heads), dsink, *(9 * [None])
 
 
 def _of_parts(options: AttentionOptions, parts: int, heads: int) -> list[AttentionOptions]:

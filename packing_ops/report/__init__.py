@@ -3,8 +3,9 @@
 readers.py      JSON lines and arrays, Parquet, saved datasets -> records (json_array.py)
 examples.py     a record -> the texts or tokens of its documents, or why it cannot be read (chats.py)
 tokenizers.py   examples -> tokens
-corpus.py       files -> lengths, and what was wrong with which line
+corpus.py       files -> lengths or tokens, and what was wrong with which line
 statistics.py   lengths -> histogram, layouts, estimated time
+prefix_trees.py tokens -> what computing shared prefixes once would save
 tables.py, picture.py, progress.py, info.py
 """
 
@@ -16,6 +17,7 @@ from typing import Any
 from packing_ops._arguments import integer
 from packing_ops.packing import Overlong
 from packing_ops.report.corpus import read_corpus
+from packing_ops.report.prefix_trees import savings
 from packing_ops.report.statistics import layouts, length_statistics
 
 
@@ -29,6 +31,8 @@ def make_report(
     dp: int = 1,
     overlong: Overlong = "truncate",
     hidden_size: int = 4096,
+    prefix_trees: bool = False,
+    group_by: str | None = None,
 ) -> dict[str, Any]:
     """Everything that ``python -m packing_ops report`` prints, as plain numbers, strings, lists and dicts.
 
@@ -45,11 +49,14 @@ def make_report(
         dp: data-parallel ranks.
         overlong: what to do with documents over the capacity, as in pack_sequences.
         hidden_size: of the model whose FLOPs are estimated.
+        prefix_trees: also compare the documents' tokens: what they share from the first one on, computed once.
+        group_by: the same among examples with the same value in this column alone (a prompt, its id).
 
     Returns:
         dict with ``settings``, ``examples`` (how many were read, and their documents), ``in_bytes`` (documents whose
         length is in bytes), ``unreadable`` and ``noted`` (examples by problem, each with ``count`` and the first
-        ``where``, the unreadable ones with ``errors``), ``lengths``, ``overlong``, ``layouts``.
+        ``where``, the unreadable ones with ``errors``), ``lengths``, ``overlong``, ``layouts``, and with prefix_trees or
+        group_by ``prefix_trees`` (tokens, rows and visible pairs, ``alone`` and ``shared``).
 
     Example:
         >>> _ = Path("two.jsonl").write_text('{"text": "hello"}\\n{"text": "hi"}\\n')
@@ -68,8 +75,9 @@ def make_report(
         if integer(value, name) < 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")
     options: dict[str, Any] = {**sizes, "overlong": overlong}
-    corpus = read_corpus(files, tokenizer, columns)
-    return {
+    prefix_trees = prefix_trees or group_by is not None
+    corpus = read_corpus(files, tokenizer, columns, keep_ids=prefix_trees, group_by=group_by)
+    report = {
         "settings": {
             "files": [str(f) for f in files],
             "tokenizer": tokenizer,
@@ -83,6 +91,10 @@ def make_report(
         "lengths": length_statistics(corpus.lengths),
         **layouts(corpus.lengths, **options),
     }
+    if corpus.tokens is not None:
+        found = savings(corpus.tokens, corpus.lengths, corpus.groups, capacity=capacity, overlong=overlong)
+        report["prefix_trees"] = {"group_by": group_by, **found}
+    return report
 
 
 def save_json(report: dict[str, Any], path: Path) -> None:

@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 import torch
 
 from packing_ops._arguments import buffer_tensor
-from packing_ops.report.chats import Unreadable
+from packing_ops.report.chats import Unreadable, as_json
 from packing_ops.report.examples import KEYS, Example, FormReader
 from packing_ops.report.progress import progress
 from packing_ops.report.readers import ROWS, STDIN, records
 from packing_ops.report.tables import printable
-from packing_ops.report.tokenizers import Counter, token_counter
+from packing_ops.report.tokenizers import Counter, Ids, token_counter
 
 NAMED = 100  # places, and different errors, that are listed per kind; all are counted
 
@@ -38,6 +38,8 @@ class Corpus:
             refused by the tokenizer. Each kind has ``errors`` too: those that differ in more than numbers, with
             ``error``, ``count`` and the ``first`` place.
         noted: "empty" (no token: in no length) and "no target" (every label ignored, or nothing answered: counted).
+        tokens: int64, those of the documents, end to end; only with ``keep_ids``.
+        groups: int64 ``[num_documents]``, equal where the field of ``group_by`` is; only with it.
     """
 
     lengths: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64, device="cpu"))
@@ -45,18 +47,33 @@ class Corpus:
     num_bytes: int = 0
     unreadable: Problems = field(default_factory=dict)
     noted: Problems = field(default_factory=dict)
+    tokens: torch.Tensor | None = None
+    groups: torch.Tensor | None = None
 
 
-def read_corpus(files: Sequence[Path], tokenizer: str = "bytes", columns: Mapping[str, str] | None = None) -> Corpus:
+def read_corpus(
+    files: Sequence[Path],
+    tokenizer: str = "bytes",
+    columns: Mapping[str, str] | None = None,
+    *,
+    keep_ids: bool = False,
+    group_by: str | None = None,
+) -> Corpus:
     """Reads every file; what cannot be read is listed on stderr at the end, equal errors in one line.
+
+    Args:
+        files, tokenizer, columns: as make_report.
+        keep_ids: keep the tokens, not their number alone.
+        group_by: a column of any values, which every example must have.
 
     Raises:
         ImportError, OSError, ValueError: as make_report.
     """
     files, columns = [Path(file) for file in files], _checked_columns(columns or {})
     sizes = [_size(file) for file in files]  # every file is there before the first is read
-    reader = _Reader(token_counter(tokenizer), columns, tokenizer == "bytes")
-    names = reader.forms.keys.keys()
+    counter = token_counter(tokenizer, keep_ids=keep_ids)
+    reader = _Reader(counter, columns, tokenizer == "bytes", group_by=group_by)
+    names = reader.forms.keys.keys() | ({group_by} if group_by is not None else set())
     try:
         with progress(sum(sizes)) as advance:
             for file, size in zip(files, sizes, strict=True):
@@ -65,8 +82,11 @@ def read_corpus(files: Sequence[Path], tokenizer: str = "bytes", columns: Mappin
                     reader.add(batch)
     finally:
         _print_errors(reader.corpus.unreadable)
-    reader.corpus.lengths = buffer_tensor(reader.lengths, torch.int64)
-    return reader.corpus
+    corpus = reader.corpus
+    corpus.lengths = buffer_tensor(reader.lengths, torch.int64)
+    corpus.tokens = buffer_tensor(reader.tokens, torch.int64) if keep_ids else None
+    corpus.groups = buffer_tensor(reader.groups, torch.int64) if group_by is not None else None
+    return corpus
 
 
 def _checked_columns(columns: Mapping[str, str]) -> Mapping[str, str]:
@@ -77,11 +97,15 @@ def _checked_columns(columns: Mapping[str, str]) -> Mapping[str, str]:
 
 
 class _Reader:
-    """Records to lengths."""
+    """Records to lengths, and to tokens and groups where these are asked for."""
 
-    def __init__(self, count_tokens: Counter, columns: Mapping[str, str], in_bytes: bool) -> None:
+    def __init__(
+        self, count_tokens: Counter, columns: Mapping[str, str], in_bytes: bool, *, group_by: str | None
+    ) -> None:
         self.count_tokens, self.forms, self.in_bytes = count_tokens, FormReader(columns), in_bytes
-        self.corpus, self.lengths = Corpus(), array("q")
+        self.corpus, self.lengths, self.tokens, self.groups = Corpus(), array("q"), array("q"), array("q")
+        self.group_by = group_by
+        self.group_numbers: dict[str, int] = {}
 
     def add(self, batch: list[tuple[str, object]]) -> None:
         self.corpus.num_read += len(batch)
@@ -90,27 +114,43 @@ class _Reader:
             try:
                 if isinstance(record, Unreadable):
                     raise record
-                found.append((place, self.forms.examples_of(record)))
+                found.append((place, self.forms.examples_of(record), self._group_of(record)))
             except Unreadable as error:
                 self._refuse(error, place)
             except RecursionError as error:  # brackets in brackets that the JSON decoder has let pass
                 self._refuse(Unreadable("corrupt", str(error)), place)
-        counts = iter(self.count_tokens([example for _, examples in found for example in examples]))
-        for place, examples in found:
-            self._add(place, examples, list(itertools.islice(counts, len(examples))))
+        counts = iter(self.count_tokens([example for _, examples, _ in found for example in examples]))
+        for place, examples, group in found:
+            self._add(place, examples, list(itertools.islice(counts, len(examples))), group)
 
-    def _add(self, place: str, examples: list[Example], counts: list[int | Unreadable]) -> None:
+    def _group_of(self, record: Any) -> int:
+        """The number of the record's value under group_by; 0 without it."""
+        if self.group_by is None:
+            return 0
+        if record.get(self.group_by) is None:
+            raise Unreadable(
+                "missing keys", f"expected {self.group_by} (--group-by), got {', '.join(map(str, record))}"
+            )
+        return self.group_numbers.setdefault(as_json(record[self.group_by]), len(self.group_numbers))
+
+    def _add(self, place: str, examples: list[Example], counts: list[int | Ids | Unreadable], group: int) -> None:
         """The documents of a record; all of them or none."""
-        lengths = []
+        lengths: list[int] = []
+        ids: list[Ids] = []
         for tokens in counts:
             if isinstance(tokens, Unreadable):
                 self._refuse(tokens, place)
                 return
-            lengths.append(tokens)
+            lengths.append(tokens if isinstance(tokens, int) else len(tokens))
+            ids += [] if isinstance(tokens, int) else [tokens]
         if not all(lengths):
             _note(self.corpus.noted, "empty", place)
             return
         self.lengths.extend(lengths)
+        for each in ids:
+            self.tokens.extend(each)
+        if self.group_by is not None:
+            self.groups.extend([group] * len(lengths))
         self.corpus.num_bytes += sum(self.in_bytes and example.num_tokens is None for example in examples)
         if not examples[0].has_target:
             _note(self.corpus.noted, "no target", place)

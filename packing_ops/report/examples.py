@@ -33,8 +33,9 @@ class Example(NamedTuple):
     texts: list[str]
     has_target: bool
     messages: list[Mapping[str, Any]] | None = None  # the same texts as a chat, for a tokenizer with a template
-    num_tokens: int | None = None  # instead of texts
-    tools: list[Any] | None = None  # for the template, as the next
+    num_tokens: int | None = None  # instead of texts, as the next
+    ids: "np.ndarray[Any, Any] | None" = None
+    tools: list[Any] | None = None  # for the template, as template_options
     template_options: Mapping[str, Any] = {}
 
 
@@ -183,9 +184,10 @@ def _tokenized(given: Record) -> Example:
     for key in TARGETS:
         if key in columns:
             trained = trained & (columns[key] != 0)
+    ids = columns["input_ids"]
     if "attention_mask" in columns:  # padding that is in the file already
-        num_tokens = int((columns["attention_mask"] != 0).sum())
-    return Example([], bool(trained.any()), num_tokens=num_tokens)
+        ids = ids[columns["attention_mask"] != 0]
+    return Example([], bool(trained.any()), num_tokens=len(ids), ids=ids)
 
 
 def _numbers(value: object, name: str) -> "np.ndarray[Any, Any]":

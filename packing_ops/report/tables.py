@@ -43,6 +43,8 @@ def show_report(report: dict[str, Any]) -> None:
     _lengths(report)
     if report["layouts"]:
         _layouts(report)
+    if report.get("prefix_trees"):
+        _prefix_trees(report["prefix_trees"], settings)
 
 
 def conclusion(report: dict[str, Any]) -> str:
@@ -172,6 +174,25 @@ def _layouts(report: dict[str, Any]) -> None:
         f"grouped by length: sorted inside groups of 50 steps, as transformers' group_by_length does.\n"
         f"by tokens: time in proportion to the slots; by flops: to a*L + b*L^2 for L slots that attend to each other,\n"
         f"a = 12 * hidden_size = {model['a']:,.0f}, b = {model['b']:g} (dense causal decoder)."
+    )
+
+
+def _prefix_trees(trees: dict[str, Any], settings: dict[str, Any]) -> None:
+    compared = "all are compared"
+    if trees["group_by"] is not None:
+        compared = f"{trees['groups']:,} groups by {printable(trees['group_by'])}"
+    names = {"tokens": "tokens", "rows": f"rows of {settings['capacity']:,} slots", "pairs": "visible pairs of tokens"}
+    rows = []
+    for name, label in names.items():
+        alone, shared = trees[name]["alone"], trees[name]["shared"]
+        times = f"{alone / shared:.2f}x" if shared else ""
+        rows.append([label, f"{alone:,}", f"{shared:,}", times])
+    title = f"Prefix trees: what documents share from the first token on, computed once ({compared})"
+    _table(title, ["", "alone", "shared", "fewer"], rows)
+    print(
+        f"Of the shared tokens {trees['repeated_at_forks']:,} are repeated at forks, which are at multiples of 128 tokens, "
+        f"and {trees['repeated_by_cuts']:,} where a tree does not fit a row.\n"
+        "Documents over the capacity are cut to it, or left out with --overlong drop."
     )
 
 

@@ -1,4 +1,4 @@
-"""Examples to tokens: how many each has, or why the tokenizer refused it."""
+"""Examples to tokens: how many each has, or which, or why the tokenizer refused it."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -6,17 +6,26 @@ from pathlib import Path
 from packing_ops.report.chats import Unreadable, for_template
 from packing_ops.report.examples import Example
 
-Counter = Callable[[list[Example]], Sequence[int | Unreadable]]
+Ids = Sequence[int]
+Counter = Callable[[list[Example]], Sequence[int | Ids | Unreadable]]
 
 
-def token_counter(tokenizer: str) -> Counter:
+def token_counter(tokenizer: str, *, keep_ids: bool = False) -> Counter:
     """``"bytes"`` counts the UTF-8 bytes of the texts, no template and no special tokens; else see the folder's own.
+
+    With ``keep_ids`` the counter gives the tokens themselves.
 
     Raises:
         ImportError: transformers is not installed.
         OSError: no such folder, or no tokenizer in it.
     """
-    return _count_bytes if tokenizer == "bytes" else _pretrained(tokenizer)
+    if tokenizer == "bytes":
+        return _bytes_of if keep_ids else _count_bytes
+    return _pretrained(tokenizer, keep_ids)
+
+
+def _bytes_of(examples: list[Example]) -> list[Ids]:
+    return ["".join(example.texts).encode() if example.ids is None else example.ids.tolist() for example in examples]
 
 
 def _count_bytes(examples: list[Example]) -> list[int]:
@@ -28,7 +37,7 @@ def _count_bytes(examples: list[Example]) -> list[int]:
     ]
 
 
-def _pretrained(folder: str) -> Counter:
+def _pretrained(folder: str, keep_ids: bool) -> Counter:
     """With the tokenizer's own special tokens; chats through its template when it has one."""
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"tokenizer: expected bytes or a tokenizer's folder, got {folder!r}")
@@ -47,13 +56,13 @@ def _pretrained(folder: str) -> Counter:
         except Exception as error:  # a template is a program of its author's, and raises what it likes
             return Unreadable("refused by the tokenizer", f"chat template: {error}")
 
-    def count(examples: list[Example]) -> list[int | Unreadable]:
-        counts: list[int | Unreadable] = [0] * len(examples)
+    def count(examples: list[Example]) -> list[int | Ids | Unreadable]:
+        counts: list[int | Ids | Unreadable] = [[] if keep_ids else 0] * len(examples)
         plain: dict[int, str] = {}  # texts by index
         chats: dict[int, str] = {}
         for i, example in enumerate(examples):
-            if example.num_tokens is not None:
-                counts[i] = example.num_tokens
+            if example.ids is not None:
+                counts[i] = example.ids.tolist() if keep_ids else len(example.ids)
             elif not any(example.texts):
                 continue  # special tokens alone are no example
             elif not (example.messages and tokenizer.chat_template):
@@ -66,7 +75,7 @@ def _pretrained(folder: str) -> Counter:
             if texts:
                 encoded = tokenizer(list(texts.values()), add_special_tokens=special_tokens)["input_ids"]
                 for i, ids in zip(texts, encoded, strict=True):
-                    counts[i] = len(ids)
+                    counts[i] = ids if keep_ids else len(ids)
         return counts
 
     return count

@@ -88,7 +88,7 @@ def packed_row():
 def loss_of_a_rank():
     from torch.distributed.fsdp import fully_shard
 
-    (block, _) = blocks_of("docs/parallel.md")
+    block = blocks_of("docs/parallel.md")[0]
     names = {"dp": 1, "sp": 2, "model": tiny_llama(), "rows": [packed_row()], "fully_shard": fully_shard}
     exec(block.replace('"cuda"', '"cpu"'), names)
     return names["loss"].item()
@@ -114,7 +114,7 @@ def attention_of_a_rank():
     names |= {"ids": row["input_ids"][0], "labels": row["labels"][0], "q": q, "k": k, "v": v, "world_size": 2}
     names |= {"metadata": packing_ops.PackedMetadata.from_lengths([5, 7, 4]), "losses": torch.ones(8)}
     names["group"] = torch.distributed.group.WORLD
-    (_, block) = blocks_of("docs/parallel.md")
+    block = blocks_of("docs/parallel.md")[1]
     exec(block, names)
     return [each.detach() for each in (q, k, v, names["out"], names["loss"])]
 
@@ -125,6 +125,40 @@ def test_attention_on_two_ranks(tmp_path):
     metadata = packing_ops.PackedMetadata.from_lengths([5, 7, 4])
     torch.testing.assert_close(out, packing_ops.varlen_attention(q, k, v, metadata, causal=True))
     assert sum(loss.item() for *_, loss in ranks) / 2 == pytest.approx(1)
+
+
+def tree_over(group):
+    """log-probs, and the gradient of the embedding for a loss that is divided by the ranks."""
+    from packing_ops.parallel import shard_packed, ulysses_attention, unshard
+
+    torch.manual_seed(3)
+    embedding = torch.randn(300, 4, 8, requires_grad=True)
+    prompt = torch.arange(140)
+
+    def model(input_ids, position_ids, metadata):
+        heads = embedding[input_ids] + position_ids[:, None, None] / 100
+        return ulysses_attention(heads, heads[:, :2], heads[:, 2:], metadata, group).flatten(1)
+
+    names = {"po": packing_ops, "shard_packed": shard_packed, "unshard": unshard, "model": model, "group": group}
+    names |= {"tokens": torch.cat([prompt, torch.arange(200, 209), prompt, torch.arange(250, 256)])}
+    names |= {"cu_seqlens": torch.tensor([0, 149, 295]), "weight": torch.randn(300, 32)}
+    exec(blocks_of("docs/parallel.md")[2], names)
+    (names["logps"].square().sum() / group.size()).backward()
+    return names["logps"].detach(), embedding.grad
+
+
+def tree_of_a_rank():
+    world = torch.distributed.group.WORLD
+    alone = [torch.distributed.new_group([rank]) for rank in range(2)][world.rank()]
+    return tree_over(world), tree_over(alone)
+
+
+def test_tree_on_two_ranks(tmp_path):
+    ((logps, first), (expected, whole)), ((others, second), _) = processes.spawn(tree_of_a_rank, 2, tmp_path)
+    assert torch.equal(logps, expected)
+    assert torch.equal(others, expected)
+    assert whole.abs().max() > 0.1
+    torch.testing.assert_close(first + second, whole)
 
 
 def test_a_model_that_is_there():
@@ -235,7 +269,7 @@ def test_every_block_is_run():
         "README.md": 1,
         "docs/data.md": 1,
         "docs/ops.md": 1,
-        "docs/parallel.md": 2,
+        "docs/parallel.md": 3,
         "docs/prefix-trees.md": 3,
         "docs/transformers.md": 2,
     }

@@ -264,7 +264,6 @@ def test_metadata_of_a_tree(device):
     for refused in (
         lambda: po.shift_labels(torch.zeros(len(depths), dtype=torch.long, device=device), metadata),
         lambda: po.block_causal_mask(metadata, len(depths)),
-        lambda: metadata.to_megatron(),
         lambda: po.varlen_attention(tree.q, tree.k, tree.v, metadata, tree.cu_seqlens),
     ):
         with pytest.raises(ValueError, match="expected packed documents, got a prefix tree"):

@@ -22,7 +22,7 @@ def assert_alike(name, *args):
 
 def test_every_op_that_data_needs_is_there():
     assert set(_plain._OPS) <= set(_library.op_names())
-    missing = set(_library.op_names()) - set(_plain._OPS) - {"pack_prefix_tree"}
+    missing = set(_library.op_names()) - set(_plain._OPS)
     assert {op.partition("_")[0] for op in missing} == {
         *("attention", "build", "check", "checked", "logps", "prefix", "rope", "token", "varlen")
     }
@@ -115,6 +115,22 @@ def test_packing_of_pairs(pairs, strategy, alignment, most, overlong, seed):
     assert_alike("pack_sequences", lengths[:, :1], 22, strategy, *options)
 
 
+@given(
+    shared=st.lists(st.integers(0, 300), max_size=7),
+    own=st.integers(0, 3),
+    dtype=st.sampled_from([torch.int32, torch.int64]),
+    grouped=st.booleans(),
+    capacity=st.sampled_from([None, 303, 500]),
+    min_shared=st.sampled_from([1, 128, 200]),
+)
+def test_prefix_trees(shared, own, dtype, grouped, capacity, min_shared):
+    samples = [[*range(length), *[1000 + i] * (own * i % 4)] for i, length in enumerate(shared)]
+    tokens = torch.tensor([token for sample in samples for token in sample], dtype=dtype)
+    cu_seqlens = cu_seqlens_of(map(len, samples))
+    groups = torch.tensor([i % 2 for i in range(len(samples))], dtype=torch.int64) if grouped else None
+    assert_alike("pack_prefix_tree", tokens, cu_seqlens, groups, capacity, min_shared)
+
+
 def test_bins_are_evened_out_as_long_as_by_the_compiled_one():
     """Which stops when it has looked at so many pieces: without that limit these come out otherwise."""
     lengths = torch.randint(1, 400, (1500,))
@@ -140,6 +156,10 @@ WRONG = {
     "strategy of pairs": ("pack_sequences", torch.tensor([[3, 9]]), 8, "bfd", *PACK),
     "policy of pairs": ("pack_sequences", torch.tensor([[3, 9]]), 8, "ffd", *PACK[:4], "split", *PACK[5:]),
     "capacity": ("pack_sequences", torch.tensor([3, 9]), 0, "ffd", *PACK),
+    "end of a tree": ("pack_prefix_tree", LABELS, torch.tensor([0, 4]), None, None, 128),
+    "groups of a tree": ("pack_prefix_tree", LABELS, torch.tensor([0, 5]), torch.tensor([1, 2]), None, 128),
+    "capacity of a tree": ("pack_prefix_tree", LABELS, torch.tensor([0, 1, 5]), None, 3, 128),
+    "min_shared": ("pack_prefix_tree", LABELS, torch.tensor([0, 5]), None, None, 0),
 }
 
 

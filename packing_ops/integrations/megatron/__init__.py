@@ -7,6 +7,7 @@ A model:
     varlen_call.py       Where the documents of a batch lie for one varlen call; made once per batch.
     context_parallel.py  The same call over the keys of all context-parallel ranks.
     rope.py              patch_rope, the rotation of queries and keys under apply_rope_fusion.
+    prefix_tree.py       segment_parents: rows of a prefix tree, rotated by their depths.
 A batch:
     data.py              Padded rows as one thd row and back, PackedSeqParams, next-token targets.
     source_indices.py    Which token of the padded rows each slot of the thd row holds.

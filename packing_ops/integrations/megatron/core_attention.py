@@ -9,6 +9,7 @@ from packing_ops import _ops
 from packing_ops._batch_cache import dense_cu_seqlens
 from packing_ops.attention import attend, checked_options, wide_sinks
 from packing_ops.integrations.megatron.masks import causal_and_window, tokens_of, window_of
+from packing_ops.integrations.megatron.prefix_tree import refuse_ranks, tree_handed_on
 from packing_ops.integrations.megatron.varlen_call import DocumentSpans, field_of, spans_of, varlen_call_of
 from packing_ops.metadata import PackedMetadata, check_causal
 from packing_ops.parallel.gathered import attention_over_keys, refuse_window
@@ -124,7 +125,8 @@ class PackingDotProductAttention(MegatronModule):
             packed_seq_params: ``qkv_format``, ``cu_seqlens_q`` and ``cu_seqlens_kv`` of the whole batch, int
                 ``[num_documents + 1]``, and, where the documents lie apart, ``cu_seqlens_q_padded`` and
                 ``cu_seqlens_kv_padded``: padding has out 0 and takes no gradient. Under context parallelism each
-                document's slots are a multiple of ``2 * cp_size``. ``cp_group`` and ``local_cp_size`` are followed.
+                document's slots are a multiple of ``2 * cp_size``. ``cp_group`` and ``local_cp_size`` are followed. With
+                ``segment_parents`` it is a prefix tree, from a layer that patch_rope has patched.
                 Or PackedMetadata, where this module is called by itself: megatron-core's RoPE reads PackedSeqParams,
                 which ``packed_seq_params(metadata)`` makes.
 
@@ -179,6 +181,8 @@ class PackingDotProductAttention(MegatronModule):
         return _ops.scatter_rows(out, indices, batch, seqlen).transpose(0, 1).contiguous()
 
     def _attend(self, q, k, v, documents, options, group):
+        if isinstance(documents, PackedMetadata):
+            return attend(q, k, v, documents, documents, options)[0]
         causal = options.causal
         if group is None or q.shape[0] == k.shape[0] == 0:
             call = varlen_call_of(documents, k.shape[0], causal=causal, layer=self.layer_number)
@@ -191,7 +195,8 @@ class PackingDotProductAttention(MegatronModule):
         return attention_over_keys(q, k, v, call, group, options)[0]
 
     def _documents_and_ranks(self, packed_seq_params):
-        """(the documents of a thd batch, None for sbhd; the group of ranks that hold them, None for this rank alone)."""
+        """(the documents of a thd batch, PackedMetadata for a prefix tree, None for sbhd; the group of ranks that hold them,
+        None for this rank alone)."""
         # Ranks: a batch may bring its own group.
         group = getattr(packed_seq_params, "cp_group", None)
         if group is None and getattr(packed_seq_params, "local_cp_size", None) != 1:
@@ -200,6 +205,12 @@ class PackingDotProductAttention(MegatronModule):
         # Documents.
         if packed_seq_params is None:
             return None, group
+        tree = tree_handed_on(packed_seq_params)
+        if isinstance(packed_seq_params, PackedMetadata) and packed_seq_params.paths is not None:
+            tree = packed_seq_params
+        if tree is not None:
+            refuse_ranks(group)
+            return tree, None
         if isinstance(packed_seq_params, PackedMetadata):
             check_causal(packed_seq_params)
             return DocumentSpans(*[packed_seq_params.cu_seqlens] * 4), group

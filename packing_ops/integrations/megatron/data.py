@@ -34,7 +34,12 @@ def packed_seq_params(metadata: po.PackedMetadata) -> PackedSeqParams:
     Raises:
         ImportError: a megatron-core whose PackedSeqParams lacks a field that is needed; names it.
     """
-    return _params(**metadata.to_megatron(), total_tokens=metadata.total)
+    fields = metadata.to_megatron()
+    parents = fields.pop("segment_parents", None)
+    params = _params(**fields, total_tokens=metadata.total)
+    if parents is not None:
+        params.segment_parents = parents  # no field of megatron-core's
+    return params
 
 
 def preprocess_packed_seqs(

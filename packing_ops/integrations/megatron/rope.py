@@ -16,6 +16,7 @@ from packing_ops import apply_rotary_qk, position_ids_from_cu_seqlens
 from packing_ops._batch_cache import kept_with
 from packing_ops.data.context_parallel import thd_partition_indices
 from packing_ops.integrations._patching import Patch
+from packing_ops.integrations.megatron.prefix_tree import is_of_rows, with_depths
 
 
 def patch_rope() -> None:
@@ -24,7 +25,8 @@ def patch_rope() -> None:
     Call it before the TransformerConfig is made, which refuses the flag otherwise. Interleaved and partial rotary,
     documents that restart at position 0, context parallelism, mscale (YaRN) and multimodal angles are served, where
     megatron-core's own fused path drops interleaved pairs and mscale in thd. Models without the flag, and multi-latent
-    attention, run as before. ``fused_single_qkv_rope`` works too (sbhd): one pass for q and k.
+    attention, run as before. ``fused_single_qkv_rope`` works too (sbhd): one pass for q and k. Prefix trees need it, with the
+    flag or without: rows are rotated by their depths.
 
     Example:
         >>> from megatron.core.transformer.transformer_config import TransformerConfig
@@ -116,6 +118,8 @@ def fused_apply_rotary_pos_emb_thd(
 def _with_our_fusion(stock):
     def apply_rotary_pos_emb(t, freqs, config, cu_seqlens=None, mscale=1.0, cp_group=None):
         """megatron-core's function of this name; its own where the model does not ask for fusion."""
+        if cu_seqlens is not None and is_of_rows(freqs):
+            return apply_rotary_pos_emb(t[:, None], freqs, config, None, mscale, cp_group)[:, 0]
         if not config.apply_rope_fusion or config.multi_latent_attention:
             return stock(t, freqs, config, cu_seqlens, mscale, cp_group)
         interleaved = config.rotary_interleaved
@@ -223,6 +227,7 @@ _PATCHES = [
     # Modules that imported it hold it by name: megatron-core's own, and those of models built on it.
     Patch(rope_utils, "apply_rotary_pos_emb", _with_our_fusion, imported_by=""),
     Patch(TransformerConfig, "__post_init__", _without_its_version_check),
+    Patch(attention.Attention, "forward", with_depths),
 ]
 _MAY_BE_MISSING = ("apply_fused_qkv_rotary_pos_emb",)  # without TransformerEngine
 if hasattr(attention, "HAVE_FUSED_QKV_ROPE"):  # since 0.15

@@ -47,6 +47,10 @@ def field_of(of, name):
 
 def spans_of(packed_seq_params) -> DocumentSpans:
     """Of a thd batch; without ``*_padded`` its documents lie one after the other."""
+    if getattr(packed_seq_params, "segment_parents", None) is not None:
+        raise ValueError(
+            "packed_seq_params: expected packed documents, got the segments of a prefix tree (segment_parents)"
+        )
     q, k = field_of(packed_seq_params, "cu_seqlens_q"), field_of(packed_seq_params, "cu_seqlens_kv")
     q_slots = getattr(packed_seq_params, "cu_seqlens_q_padded", None)
     k_slots = getattr(packed_seq_params, "cu_seqlens_kv_padded", None)

@@ -1,0 +1,120 @@
+"""Prefix trees in megatron-core: ``segment_parents`` on PackedSeqParams, which packed_seq_params sets.
+
+megatron-core's RoPE counts positions from the start of each segment. Under patch_rope, layers of its Attention class rotate
+each row by its depth in the tree, and hand the tree on to the core attention, which takes it from nobody else.
+"""
+
+import copy
+from typing import Any
+
+import torch
+
+from packing_ops._arguments import check_tensor
+from packing_ops._batch_cache import kept_with
+from packing_ops.metadata import PackedMetadata, metadata_of_segments
+from packing_ops.prefix_attention import PrefixPaths
+
+_HANDED_ON = "_packing_ops_tree"
+
+
+def with_depths(stock):
+    """megatron-core's Attention.forward, whose rows are rotated by their depths where packed_seq_params has a tree."""
+
+    def forward(self, hidden_states, attention_mask, *args, **kwargs):
+        params = kwargs.get("packed_seq_params")
+        if getattr(params, "segment_parents", None) is None:
+            return stock(self, hidden_states, attention_mask, *args, **kwargs)
+        _refuse(self.config, params, kwargs.get("key_value_states"))
+        tree = _tree_of(params)
+        angles = kwargs.get("rotary_pos_emb")
+        if angles is not None:
+            of_rows = [_of_rows(freqs, tree) for freqs in (angles if isinstance(angles, tuple) else (angles,) * 2)]
+            kwargs["rotary_pos_emb"] = tuple(of_rows)
+        kwargs["packed_seq_params"] = copy.copy(params)
+        setattr(kwargs["packed_seq_params"], _HANDED_ON, tree)
+        return stock(self, hidden_states, attention_mask, *args, **kwargs)
+
+    return forward
+
+
+def tree_handed_on(packed_seq_params: Any) -> PackedMetadata | None:
+    """The tree of a call of the core attention, None for packed documents. ValueError if its rows have other positions."""
+    tree: PackedMetadata | None = getattr(packed_seq_params, _HANDED_ON, None)
+    if tree is None and getattr(packed_seq_params, "segment_parents", None) is not None:
+        raise ValueError(
+            "segment_parents: expected patch_rope() before the forward, and a layer of megatron-core's SelfAttention (not "
+            "multi-latent attention), whose RoPE then takes depths, got a layer that counts positions in each segment"
+        )
+    return tree
+
+
+def refuse_ranks(group: torch.distributed.ProcessGroup | None) -> None:
+    if group is not None:
+        raise NotImplementedError(
+            f"segment_parents: expected no context parallelism, got {group.size()} ranks "
+            "(packing_ops.parallel.ulysses_attention takes a tree)"
+        )
+
+
+def is_of_rows(freqs: torch.Tensor) -> bool:
+    """Whether angles are those of each row, as a tree has them."""
+    return getattr(freqs, _HANDED_ON, None) is not None
+
+
+def _refuse(config: Any, params: Any, key_value_states: torch.Tensor | None) -> None:
+    """What of a model or a batch a tree cannot be served with."""
+    for name in ("mtp_num_layers", "mrope_section"):
+        if getattr(config, name, None):
+            raise NotImplementedError(f"{name}: expected None beside segment_parents, got {getattr(config, name)}")
+    if config.context_parallel_size > 1:
+        raise NotImplementedError(
+            f"segment_parents: expected context_parallel_size 1, got {config.context_parallel_size} "
+            "(packing_ops.parallel.ulysses_attention takes a tree)"
+        )
+    if key_value_states is not None:
+        raise ValueError("key_value_states: expected None beside segment_parents, which are of self-attention")
+    if params.qkv_format != "thd":
+        raise ValueError(
+            f"packed_seq_params.qkv_format: expected 'thd' beside segment_parents, got {params.qkv_format!r}"
+        )
+    for side in ("q", "kv"):
+        if (padded := getattr(params, f"cu_seqlens_{side}_padded", None)) is not None:
+            raise ValueError(
+                f"cu_seqlens_{side}_padded: expected None beside segment_parents, got {list(padded.shape)}"
+            )
+    if params.cu_seqlens_kv is not params.cu_seqlens_q:
+        raise ValueError("cu_seqlens_kv: expected the same tensor as cu_seqlens_q beside segment_parents, got another")
+
+
+def _tree_of(params: Any) -> PackedMetadata:
+    """Made once for the layers of a model. CUDA: the host reads the segments, or of PrefixPaths their longest path."""
+    cu_seqlens, parents = params.cu_seqlens_q, params.segment_parents
+    if not isinstance(parents, PrefixPaths):
+        check_tensor(parents, "segment_parents")
+
+    def make() -> PackedMetadata:  # detach: the same memory, but not the tensor that this is kept with
+        total = parents.key_offsets.shape[0] - 1 if isinstance(parents, PrefixPaths) else int(cu_seqlens[-1])
+        return metadata_of_segments(cu_seqlens.detach(), parents, total)
+
+    given = parents.tensors if isinstance(parents, PrefixPaths) else (parents,)
+    tree: PackedMetadata = kept_with((cu_seqlens, *given), ("prefix tree",), make)
+    return tree
+
+
+def _of_rows(freqs: torch.Tensor | None, tree: PackedMetadata) -> torch.Tensor | None:
+    """``[total, 1, 1, rotary_dim]`` of ``[positions, 1, 1, rotary_dim]``: the angles of each row's depth."""
+    if freqs is None:
+        return None
+    if freqs.shape[0] < tree.max_seqlen:
+        raise ValueError(
+            f"packed_seq_params.max_seqlen_q: expected at least the longest path of the tree, {tree.max_seqlen}, got "
+            f"{freqs.shape[0]}"
+        )
+
+    def make() -> torch.Tensor:
+        of_rows = freqs[tree.position_ids]
+        setattr(of_rows, _HANDED_ON, True)
+        return of_rows
+
+    kept: torch.Tensor = kept_with((tree.cu_seqlens, freqs), ("angles",), make, cache=tree._cache)
+    return kept
