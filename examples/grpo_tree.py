@@ -62,7 +62,7 @@ def new_model(arguments: argparse.Namespace) -> torch.nn.Module:
 
 
 class Samples:
-    """Prompts with their answers, end to end; of each token, the old log-probability of the next one, and its advantage."""
+    """Prompts with their answers, end to end. weights: the advantage at slots that predict a token of an answer, else 0."""
 
     def __init__(self, arguments: argparse.Namespace):
         prompt, longest = LENGTHS[arguments.device]
@@ -72,7 +72,8 @@ class Samples:
             shared = torch.randint(VOCAB, (prompt,))
             for length in torch.randint(longest // 2, longest + 1, (arguments.samples,)).tolist():
                 parts.append(torch.cat([shared, torch.randint(VOCAB, (length,))]))
-                trained.append(torch.arange(prompt + length) >= prompt - 1)  # slot t predicts token t + 1
+                slots = torch.arange(prompt + length)  # slot t predicts token t + 1
+                trained.append((slots >= prompt - 1) & (slots < prompt + length - 1))
         self.tokens = torch.cat(parts)
         self.metadata = po.PackedMetadata.from_lengths([len(part) for part in parts], device=arguments.device)
         self.tree = po.pack_prefix_tree(self.tokens, self.metadata.cu_seqlens.cpu())

@@ -137,8 +137,8 @@ def varlen_attention(
         parents: int32 ``[num_segments]``: cu_seqlens_q are the segments of a prefix tree (pack_prefix_tree), and this is
             each one's parent, -1 for a root. A token sees the tokens of its segment's ancestors, then its own segment up
             to itself; windows count along that path. k and v are gathered along the paths, which are found once for a
-            tree. On CUDA that waits; the ``paths`` of PackedMetadata.from_prefix_tree, taken here too, and that
-            PackedMetadata in place of cu_seqlens_q do not. Causal, without ``cu_seqlens_k``.
+            tree. A tensor on CUDA is read on the host, which waits. PackedMetadata.from_prefix_tree in place of
+            cu_seqlens_q does not wait, nor do its ``paths`` here. Causal, without ``cu_seqlens_k``.
         return_lse: also return the log of each denominator, sink included.
         layout: ``"thd"`` ``[total, num_heads, head_dim]``; ``"bhsd"`` ``[1, num_heads, total, head_dim]``, heads first, as
             models of transformers hold them; ``"bshd"`` ``[1, total, num_heads, head_dim]``, as flash-attn does. Three

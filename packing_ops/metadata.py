@@ -161,7 +161,7 @@ class PackedMetadata:
         (token_logps, labels, segment sums) refuses it: it takes the samples, see PrefixTree.row_of_token.
 
         Args:
-            tree: on the CPU.
+            tree: of one row of the batch (PrefixTree.bin), on the CPU; one on CUDA is read by the host, which waits.
             device: of the tensors; that of the tree by default.
 
         Example:
@@ -173,9 +173,11 @@ class PackedMetadata:
             ([128, 2, 2], [128, 129, 128, 129])
 
         Raises:
-            ValueError: segments and parents that are no tree.
+            ValueError: segments and parents that are no tree; a tree of several bins.
         """
-        return metadata_of_segments(tree.cu_seqlens, tree.parents, tree.position_ids.numel(), device)
+        if tree.num_bins > 1:
+            raise ValueError(f"tree: expected that of one row of the batch (PrefixTree.bin), got {tree.num_bins} bins")
+        return metadata_of_segments(tree.cu_seqlens, tree.parents, tree.num_rows, device)
 
     @property
     def num_documents(self) -> int:
@@ -397,8 +399,8 @@ def check_no_tree(metadata: PackedMetadata, name: str = "metadata") -> None:
     """
     if metadata.paths is not None:
         raise ValueError(
-            f"{name}: expected packed documents, got a prefix tree, whose segments are no samples (varlen_attention and "
-            "apply_rotary_qk take it; elsewhere PrefixTree.row_of_token takes rows to the samples)"
+            f"{name}: expected packed documents, got a prefix tree: index the values of its rows with PrefixTree.row_of_token "
+            "and pass the samples' metadata"
         )
 
 

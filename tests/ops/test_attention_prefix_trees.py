@@ -244,8 +244,8 @@ class Parts:
     """What PackedMetadata.from_prefix_tree reads of a PrefixTree."""
 
     def __init__(self, tree):
-        self.cu_seqlens, self.parents = tree.cu_seqlens.cpu(), tree.parents.cpu()
-        self.position_ids = torch.zeros(tree.q.shape[0], dtype=torch.long)
+        self.cu_seqlens, self.parents, self.num_bins = tree.cu_seqlens.cpu(), tree.parents.cpu(), 1
+        self.num_rows = tree.q.shape[0]
 
 
 def test_metadata_of_a_tree(device):

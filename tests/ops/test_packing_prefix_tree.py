@@ -454,3 +454,10 @@ def test_bad_input_is_named(case):
 def test_bad_type_is_named(arguments, options, message):
     with pytest.raises(TypeError, match=message):
         po.pack_prefix_tree(*arguments, **options)
+
+
+def test_a_tree_of_several_bins_is_no_row():
+    tree = po.pack_prefix_tree(torch.arange(9), [0, 4, 9], capacity=5)
+    with pytest.raises(ValueError, match=r"tree: expected that of one row of the batch \(PrefixTree.bin\), got 2 bins"):
+        po.PackedMetadata.from_prefix_tree(tree)
+    assert po.PackedMetadata.from_prefix_tree(tree.bin(0)).total == 5

@@ -352,7 +352,7 @@ def option_for_sdpa(kwargs):
 def why_no_tree(query, key, mask, pattern):
     """Why a call cannot be of a prefix tree, or an empty string."""
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
-        return f"{query.shape[0]} rows of {query.shape[2]} queries and {key.shape[2]} keys, expected one row without a cache"
+        return f"a batch of {query.shape[0]}, {query.shape[2]} queries and {key.shape[2]} keys (a tree is one row, without a cache)"
     if mask is not None and (pattern is None or pattern.blocks is not None or pattern.padding is not None):
         return "a mask that is more than causal or a window"
     return ""
