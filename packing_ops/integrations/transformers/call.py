@@ -239,7 +239,7 @@ class PackedCall:
             refuse_where(self._several(batch), message)
 
     def _several(self, batch):
-        """Whether a row has several documents, by cu_seqlens or by numbers. The host has read that of an attention's."""
+        """Whether a row has several documents, by cu_seqlens or by numbers. Where an attention found them, the host has the answer."""
         for (_, _, _, _, padding, _), documents in self.answers:
             if padding is self.numbers and documents.several is not None:
                 return documents.several

@@ -118,7 +118,7 @@ def _from_values(batch, seqlen, padding, position_ids):
     runs = (real[:, 1:] & ~real[:, :-1]).sum(1) + real[:, 0] if seqlen else real.sum(1)
     interior = (runs > 1).any()
     cu_seqlens, count = rows, totals[0]
-    filled = count  # rows with documents, where these are counted
+    filled = count  # rows that are not all padding
 
     # Documents within rows.
     if position_ids is not None or numbered:
