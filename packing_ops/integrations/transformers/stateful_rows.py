@@ -185,7 +185,7 @@ class SplitDocuments:
 def _paths_to_leaves(paths):
     """(rows, lengths) of those of a tree's paths that hold all of its rows: each row's last path."""
     cu_seqlens, rows, key_offsets, keys_of_row = (tensor.cpu().long() for tensor in paths.tensors)
-    last = keys_of_row[key_offsets[1:][key_offsets.diff() > 0] - 1]
+    last = keys_of_row[key_offsets[1:][key_offsets[1:] > key_offsets[:-1]] - 1]
     chosen = torch.searchsorted(cu_seqlens[1:], last, right=True).unique()
     lengths = cu_seqlens.diff()[chosen]
     chosen_rows = torch.zeros(len(cu_seqlens) - 1, dtype=torch.bool, device="cpu").index_fill(0, chosen, True)

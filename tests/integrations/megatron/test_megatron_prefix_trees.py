@@ -1,6 +1,7 @@
 """Prefix trees in megatron-core: loss and gradients of a tree are those of its samples without sharing."""
 
 import dataclasses
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+from helpers import ROOT
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -125,6 +127,19 @@ def test_loss_and_gradients_are_those_of_the_samples(name, device):
     assert found.keys() == wanted.keys()
     for parameter, gradient in found.items():
         assert_near(gradient, wanted[parameter])
+
+
+@pytest.mark.usefixtures("megatron")
+def test_the_block_of_the_page_runs():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "megatron.md").read_text(), re.S)
+    (block,) = (each for each in blocks if "pack_prefix_tree" in each)
+    tokens, tree = tree_of(samples_of())
+    model = tiny_gpt(use_packing_ops(get_gpt_layer_local_spec()), "cpu")
+    names = {"po": po, "tokens": tokens, "cu_seqlens": tree.sample_cu_seqlens, "model": model, "patch_rope": patch_rope}
+    names |= {"packed_seq_params": packed_seq_params, "vocab_parallel_cross_entropy": vocab_parallel_cross_entropy}
+    exec(block, names)
+    weights = weights_of(tokens, tree)
+    assert_near((names["of_tokens"] * weights).sum(), of_tree(model))
 
 
 @pytest.mark.usefixtures("megatron")
