@@ -122,8 +122,12 @@ def check_same(values: torch.Tensor, expected: torch.Tensor, message: str) -> No
         raise ValueError(message)
 
 
-def kept_paths(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int, cache: BatchCache | None) -> PrefixPaths:
-    """prefix_paths, once for the layers of a model."""
+def kept_paths(
+    cu_seqlens: torch.Tensor, parents: torch.Tensor | PrefixPaths, total: int, cache: BatchCache | None
+) -> PrefixPaths:
+    """prefix_paths, once for the layers of a model; paths that have been found as they are."""
+    if isinstance(parents, PrefixPaths):
+        return parents
     if is_captured(cu_seqlens):
         raise ValueError(
             "parents: expected PackedMetadata.from_prefix_tree in place of parents while a CUDA graph is captured, since "

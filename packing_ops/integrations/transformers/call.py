@@ -30,7 +30,7 @@ from packing_ops.integrations.transformers.documents import (
     several_in,
 )
 from packing_ops.integrations.transformers.versions import SHIFTED, not_causal, reads_text
-from packing_ops.prefix_attention import PrefixPaths, check_same, kept_paths, positions_of_paths
+from packing_ops.prefix_attention import check_same, kept_paths, positions_of_paths
 
 NAMES: set[str] = set()  # attn_implementations that register() made
 LAST_FORWARD = "_packing_ops_last_forward"  # in a model: what its last call saw, for info
@@ -124,9 +124,7 @@ class PackedCall:
         if self.cu_seqlens is None or not is_tensor(position_ids, 2) or position_ids.shape[0] != 1:
             return  # attention says what is wrong with cu_seqlens; axes of images are no depths
         total = position_ids.shape[1]
-        paths = self.segment_parents
-        if not isinstance(paths, PrefixPaths):
-            paths = kept_paths(self.cu_seqlens, paths, total, None)
+        paths = kept_paths(self.cu_seqlens, self.segment_parents, total, None)
         depths = kept_with([paths.segments], ("depths", total), lambda: positions_of_paths(paths, total))
         check_same(position_ids[0].long().to(depths.device), depths, wanted)
 

@@ -43,7 +43,7 @@ from packing_ops.integrations.transformers.stateful_rows import (
     without_dropout,
 )
 from packing_ops.integrations.transformers.versions import PreTrainedModel, class_name, module_of, reads_text, unwrapped
-from packing_ops.prefix_attention import PrefixPaths, kept_paths
+from packing_ops.prefix_attention import kept_paths
 
 # What declare() leaves in a class: subclasses inherit it, FSDP2's among them, and it goes with the class.
 _MIXES = "_packing_ops_mixes"
@@ -341,7 +341,7 @@ def _row_documents(tokens, call, position_ids):
     if documents.indices is None and not torch.compiler.is_compiling() and documents.cu_seqlens_q.numel() - 1 <= batch:
         return None
     paths = call.segment_parents
-    if paths is not None and not isinstance(paths, PrefixPaths):
+    if paths is not None:
         paths = kept_paths(documents.cu_seqlens_q, paths, seqlen, None)
     return RowDocuments(documents.document_ids(batch, seqlen).int(), paths)
 
