@@ -1,7 +1,8 @@
 """python benchmarks/bench_trees.py [--device cpu|cuda]: attention over prefix trees, forward and backward, beside the same
-samples each with its prompt.
+samples each with its prompt, and training steps of a whole model.
 
 On a GPU also beside torch's FlashAttention-2 with k and v gathered along the paths, and FlexAttention with the tree's mask.
+The model has the shape of Qwen3-0.6B with half the layers, so that the samples fit in one GPU's memory in one row.
 """
 
 import functools
@@ -17,6 +18,17 @@ GATHERED, FLEX = "torch FlashAttention-2, k and v gathered", "FlexAttention, the
 GROUPS = {
     "cuda": [(8, 8192, 1024), (8, 2048, 2048), (8, 1024, 8192), (64, 512, 512)],
     "cpu": [(8, 1024, 128), (8, 256, 256), (8, 128, 1024)],
+}
+MODEL_GROUPS = {"cuda": [(8, 8192, 1024), (8, 2048, 2048)], "cpu": [(8, 256, 32)]}
+MODELS = {
+    "cuda": {
+        **{"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 14, "num_attention_heads": 16},
+        **{"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936},
+    },
+    "cpu": {
+        **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 1000},
+    },
 }
 HEADS = {"cuda": (32, 8, 128), "cpu": (8, 2, 64)}  # of q, of k and v, head_dim
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
@@ -112,6 +124,42 @@ def case_of(answers, prompt, answer, device):
         yield Case(op, tree.shape, str(DTYPES[device])[6:], {name: each[i] for name, each in providers.items()}, runs=7)
 
 
+def whole_model(answers, prompt, answer, device):
+    """A training step, forward and backward of the answers' log-probabilities: the tree's row, and the samples' row."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from packing_ops.integrations.transformers import apply_packing_ops
+
+    torch.manual_seed(0)
+    made = Tree(answers, prompt, answer, device)
+    model = Qwen3ForCausalLM._from_config(Qwen3Config(**MODELS[device], use_cache=False), dtype=DTYPES[device]).to(device)
+    apply_packing_ops(model)
+    tokens = torch.randint(MODELS[device]["vocab_size"], (made.tree.num_rows,), device=device)
+    trained = (made.samples.position_ids >= prompt - 1) & (made.samples.position_ids < prompt + answer - 1)
+
+    def step(input_ids, metadata, logps_of, others):
+        model.zero_grad(set_to_none=True)
+        hidden = model.model(
+            input_ids=input_ids[None], position_ids=metadata.position_ids[None], **metadata.to_transformers()
+        ).last_hidden_state
+        loss = -logps_of(hidden, model.lm_head.weight, input_ids, others)[trained].mean()
+        loss.backward()
+        return loss.detach()
+
+    of_tree = made.tree.to(device)
+    providers = {
+        "packing_ops": lambda: step(tokens, made.metadata, po.prefix_token_logps, of_tree),
+        "packing_ops, each sample with its prompt": lambda: step(
+            made.of_samples(tokens), made.samples, po.token_logps, made.samples
+        ),
+    }
+    ours, other = (float(provider()) for provider in providers.values())
+    if not abs(ours - other) < 0.02 * abs(other):
+        raise ValueError(f"losses apart: {ours} of the tree, {other} of the samples")
+    sizes = f"hidden={MODELS[device]['hidden_size']} layers={MODELS[device]['num_hidden_layers']}"
+    yield Case("training_step", f"{made.shape.split(' heads')[0]} {sizes}", str(DTYPES[device])[6:], providers, runs=5)
+
+
 def nothing_shared(device):
     """Documents as trees of one segment, beside the same documents."""
     heads, kv_heads, dim = HEADS[device]
@@ -136,6 +184,8 @@ def cases(device):
     for group in GROUPS[device]:
         yield from case_of(*group, device)
     yield from nothing_shared(device)
+    for group in MODEL_GROUPS[device]:
+        yield from whole_model(*group, device)
 
 
 if __name__ == "__main__":

@@ -94,6 +94,18 @@ def measure(case: Case, device: str) -> dict[str, tuple[float, float, float, flo
     }
 
 
+def peak_mib(call: Callable, device: str) -> str:
+    """The most memory that a call holds at once, beyond what was there before it. "" on the CPU."""
+    if device == "cpu":
+        return ""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = call()
+    peak = torch.cuda.max_memory_allocated() - before
+    del result
+    return f"{peak / 2**20:.1f}"
+
+
 def copy_provider(total_bytes: int, device: str) -> Callable:
     """A copy that reads and writes ``total_bytes`` in all: what this device makes of that much traffic."""
     source = torch.empty(total_bytes // 2, dtype=torch.uint8, device=device).fill_(1)
@@ -112,6 +124,7 @@ def rows_of(case: Case, device: str) -> list[dict]:
             "op": case.op, "shape": case.shape, "dtype": case.dtype, "provider": provider,
             "p20_us": f"{p20:.2f}", "p50_us": f"{p50:.2f}", "p80_us": f"{p80:.2f}",
             "bytes": case.bytes or "", "ratio_to_ours": f"{p50 / ours:.3f}",
+            "peak_mib": peak_mib(case.providers[provider], device),
             "sm_mhz": f"{clock:.0f}" if clock else "",
             "device": device_name(device), "threads": torch.get_num_threads() if device == "cpu" else "",
             "torch": torch.__version__, "commit": commit(),

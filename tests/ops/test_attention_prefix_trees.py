@@ -310,6 +310,34 @@ def test_compiles_fullgraph_for_other_trees_without_compiling_again(device, fres
     assert compilations[0] == compilations[-1]
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_graph_replays_with_other_tokens():
+    """The paths are found before the capture; the graph gathers and sums the rows anew each time."""
+    tree = Tree([FORK, 40, 0, 50], [-1, 0, 0, 0], heads=(4, 2), dim=64, dtype=torch.bfloat16, device="cuda")
+    metadata = po.PackedMetadata.from_prefix_tree(Parts(tree), device="cuda")
+    given = [t.clone().requires_grad_() for t in (tree.q, tree.k, tree.v)]
+
+    def results():
+        out = po.varlen_attention(*given, metadata)
+        return [out.detach(), *torch.autograd.grad(out, given, tree.dout)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        results()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = results()
+    for _ in range(2):
+        with torch.no_grad():
+            for tensor in given:
+                tensor.normal_()
+        graph.replay()
+        for got, wanted in zip(captured, results(), strict=True):
+            assert torch.equal(got, wanted)
+
+
 def op_samples(device):
     tree = Tree([FORK, 4, 0, 5], [-1, 0, 0, 0], heads=(4, 2), device=device, sinks=True)
     path_cu_seqlens, *paths = ops.prefix_paths(tree.cu_seqlens, tree.parents, tree.q.shape[0])
