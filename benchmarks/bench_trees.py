@@ -69,15 +69,16 @@ def calls(attend, inputs, dout):
 
 def gathered(tree):
     """torch's FlashAttention-2 over keys along the paths; index_select's backward adds them up."""
-    from torch.nn.attention.varlen import varlen_attn
+    from e2e_providers import GROUPED
+    from torch.nn.attention import varlen
 
     paths, longest = tree.metadata.paths, tree.metadata.max_seqlen
     segments = int(tree.metadata.lengths.max())
 
     def attend(q, k, v):
         k, v = (t.index_select(0, paths.row_of_key) for t in (k, v))
-        grouped = {"enable_gqa": True, "window_size": (-1, 0)}
-        return varlen_attn(q, k, v, tree.metadata.cu_seqlens, paths.cu_seqlens, segments, longest, **grouped)
+        documents = tree.metadata.cu_seqlens, paths.cu_seqlens, segments, longest
+        return varlen.varlen_attn(q, k, v, *documents, window_size=(-1, 0), **GROUPED)
 
     return calls(attend, (tree.q, tree.k, tree.v), tree.dout)
 
@@ -132,7 +133,9 @@ def whole_model(answers, prompt, answer, device):
 
     torch.manual_seed(0)
     made = Tree(answers, prompt, answer, device)
-    model = Qwen3ForCausalLM._from_config(Qwen3Config(**MODELS[device], use_cache=False), dtype=DTYPES[device]).to(device)
+    model = Qwen3ForCausalLM._from_config(Qwen3Config(**MODELS[device], use_cache=False), dtype=DTYPES[device]).to(
+        device
+    )
     apply_packing_ops(model)
     tokens = torch.randint(MODELS[device]["vocab_size"], (made.tree.num_rows,), device=device)
     trained = (made.samples.position_ids >= prompt - 1) & (made.samples.position_ids < prompt + answer - 1)

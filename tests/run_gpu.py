@@ -22,17 +22,18 @@ MEMCHECK = "tests/ops/test_sanitizer.py::test_no_findings[memcheck]"
 GROUPS = {
     "memcheck": [MEMCHECK],
     "sanitizer": ["test_sanitizer.py"],
-    "transformers": ["test_hf_*.py"],
-    "attention": ["test_attention*.py"],
+    "families of transformers": ["test_hf_families.py"],
+    "transformers a-f": ["test_hf_[a-f]*.py"],
+    "transformers g-n": ["test_hf_[g-n]*.py"],
+    "transformers o-r": ["test_hf_[o-r]*.py"],
+    "transformers s-z": ["test_hf_[s-z]*.py"],
+    "attention": ["test_attention.py"],
+    "attention on a GPU": ["test_attention_cuda.py"],
+    "attention, other files": ["test_attention*.py"],
     "megatron": ["test_megatron_*.py"],
-    "families": [
-        "test_boundaries.py",
-        "test_cuda.py",
-        "test_logps*.py",
-        "test_pack*.py",
-        "test_padding*.py",
-        "test_rope*.py",
-    ],
+    "log-probabilities": ["test_logps*.py", "test_prefix_token_logps.py"],
+    "padding, packing": ["test_pack*.py", "test_padding*.py"],
+    "other ops": ["test_boundaries.py", "test_cuda.py", "test_rope*.py", "test_prefix*.py"],
     "integrations": ["test_flash_attn_*.py", "test_trl.py", "test_unsloth.py", "test_strides.py"],
     "others": ["test_*.py"],
 }
@@ -87,7 +88,9 @@ def main():
     arguments.logs.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(jobs) as pool:
         runs = {
-            name: pool.submit(run, name, [*tests, *for_pytest], arguments.logs / f"{name}.log", cores // jobs)
+            name: pool.submit(
+                run, name, [*tests, *for_pytest], arguments.logs / f"{name.replace(' ', '_')}.log", cores // jobs
+            )
             for name, tests in targets().items()
             if name in arguments.only
         }

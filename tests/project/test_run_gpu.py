@@ -12,7 +12,7 @@ def test_every_file_is_in_one_group():
     assert sorted(files) == [
         str(p.relative_to(run_gpu.ROOT)) for p in sorted(run_gpu.TESTS.rglob("test_*.py")) if p.name not in left_out
     ]
-    assert len(run_gpu.GROUPS) <= 8
+    assert len(run_gpu.GROUPS) <= 16
     assert left_out
 
 
