@@ -98,6 +98,7 @@ def flex(tree):
     def visible(b, h, q_idx, k_idx):
         return (k_idx <= q_idx) & (q_idx < end[k_idx])
 
+    torch._functorch.config.donated_buffer = False  # its backward runs again and again over the same forward
     mask = create_block_mask(visible, None, None, rows, rows, device=device)
     attend = torch.compile(functools.partial(flex_attention, block_mask=mask, enable_gqa=True))
     return calls(lambda *given: heads_first(attend(*map(heads_first, given))), (tree.q, tree.k, tree.v), tree.dout)

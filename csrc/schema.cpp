@@ -23,7 +23,7 @@ PACKING_OPS_LIBRARY(PACKING_OPS_NAMESPACE, m) {
   m.def("block_causal_mask(Tensor cu_seqlens, SymInt total, ScalarType dtype, int window) -> Tensor");
   m.def("check_documents(Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? mask, Tensor? position_ids, SymInt batch, SymInt seqlen) -> ()");
   m.def("checked_documents(Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? mask, Tensor? position_ids, SymInt batch, SymInt seqlen) -> (Tensor, Tensor)");
-  m.def("check_unchanged(Tensor values, Tensor expected) -> ()");
+  m.def("check_unchanged(Tensor values, Tensor expected, str wanted=\"as it was\") -> ()");
 
   // padding
   m.def("unpad_layout(Tensor attention_mask, Tensor? unused_mask, bool host_totals) -> (Tensor, Tensor, Tensor, Tensor)");

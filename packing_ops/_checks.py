@@ -33,9 +33,12 @@ def checked_documents(
     return cu_seqlens_q, position_ids if position_ids is None else copied
 
 
-def check_unchanged(values: torch.Tensor, expected: torch.Tensor) -> None:
-    """ValueError where ``values`` are not, byte for byte, those of ``expected``, a copy that was made of them."""
-    _ops.check_unchanged(values, expected)
+def check_unchanged(values: torch.Tensor, expected: torch.Tensor, wanted: str = "as it was") -> None:
+    """ValueError where ``values`` are not, byte for byte, those of ``expected``. wanted: what the error on CUDA says.
+
+    "as it was": a kept copy of values; "depths": position_ids of a prefix tree; "segments": cu_seqlens of one.
+    """
+    _ops.check_unchanged(values, expected, wanted)
 
 
 @_ops.register_fake("check_documents")
@@ -64,5 +67,5 @@ def _(
 
 
 @_ops.register_fake("check_unchanged")
-def _(values: torch.Tensor, expected: torch.Tensor) -> None:
+def _(values: torch.Tensor, expected: torch.Tensor, wanted: str = "as it was") -> None:
     return None

@@ -147,7 +147,7 @@ def block_causal_mask(cu_seqlens, total, dtype, window):
     return boundaries.block_causal_mask(_checked(cu_seqlens, total), total, dtype=dtype, window=window or None)
 
 
-def check_unchanged(values, expected):
+def check_unchanged(values, expected, wanted="as it was"):
     if not torch.equal(values, expected):
         raise ValueError("cu_seqlens: expected the values that they had, got others")
 

@@ -54,7 +54,8 @@ class PrefixPaths(NamedTuple):
 
     def to(self, device: torch.device | str | None) -> "PrefixPaths":
         def move(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(device or tensor.device, non_blocking=True)
+            target = torch.device(device or tensor.device)
+            return tensor.to(target, non_blocking=target.type != "cpu")
 
         cu_seqlens, row_of_key, key_offsets, keys_of_row = map(move, self.tensors)
         return PrefixPaths(move(self.segments), cu_seqlens, row_of_key, key_offsets, keys_of_row, self.shares)
@@ -112,14 +113,20 @@ def positions_of_paths(paths: PrefixPaths, total: int) -> torch.Tensor:
     return _ops.position_ids_from_cu_seqlens(cu_seqlens, total) + before.index_select(0, segment)
 
 
-def check_same(values: torch.Tensor, expected: torch.Tensor, message: str) -> None:
-    """ValueError where values differ: on the CPU at once, on CUDA in a later call, in a graph never."""
+_WANTED = {
+    "depths": "position_ids: expected each row's distance from its root beside segment_parents (PrefixTree.position_ids)",
+    "segments": "parents: expected the paths of the tree that cu_seqlens_q are the segments of",
+}
+
+
+def check_same(values: torch.Tensor, expected: torch.Tensor, wanted: str) -> None:
+    """ValueError where values differ: on the CPU at once, on CUDA in a later call, in a graph never. wanted: of _WANTED."""
     if not is_real(values):
         return
     if values.is_cuda:
-        check_unchanged(values, expected)
+        check_unchanged(values, expected, wanted)
     elif not torch.equal(values, expected):
-        raise ValueError(message)
+        raise ValueError(_WANTED[wanted])
 
 
 def kept_paths(
@@ -175,8 +182,7 @@ def of_tree(
             raise ValueError(
                 f"parents: expected the paths of a tree of {rows} rows, got {paths.key_offsets.shape[0] - 1}"
             )
-        wanted = "parents: expected the paths of the tree that cu_seqlens_q are the segments of"
-        check_same(cu_seqlens, paths.segments, wanted)
+        check_same(cu_seqlens, paths.segments, "segments")
     else:
         check_tensor(paths, "parents")
         paths = kept_paths(cu_seqlens, paths, rows, cache)  # type: ignore[arg-type]

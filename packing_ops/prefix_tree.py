@@ -162,7 +162,8 @@ class PrefixTree:
         )
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> "PrefixTree":
-        """The same tree with its tensors on ``device``."""
+        """The same tree with its tensors on ``device``. A copy to the CPU is always waited for."""
+        non_blocking = non_blocking and torch.device(device).type != "cpu"
         fields = dict(vars(self))
         for name, value in fields.items():
             if isinstance(value, torch.Tensor):

@@ -22,6 +22,8 @@ enum class Fault : uint8_t {
   kPlanOfOtherDocuments,  // the plan was made for another cu_seqlens[index]
   kPlanOfOtherHeads,      // the plan was made for other heads, head_dim or window
   kValuesChanged,         // values[index] is not what it was
+  kNoDepth,               // position_ids[index] is not the distance from its root in a prefix tree
+  kPathsOfOtherTree,      // the paths were found for other segments than cu_seqlens_q[index]
   kEndOfQueries,          // cu_seq_lens_q[-1] is not the batch's size
   kEndOfKeys,             // cu_seq_lens_k[-1] is not the batch's size
   kPaddingInDocuments,    // attention_mask[index] is 0 beside cu_seq_lens_q

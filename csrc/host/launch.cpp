@@ -52,6 +52,10 @@ FaultText fault_text(Fault fault) {
       return {"values",
               "a tensor as it was when its documents were found (it was written without torch's notice, by "
               "dist.broadcast, recv, .data, NumPy or DLPack; give each batch a tensor of its own)"};
+    case Fault::kNoDepth:
+      return {"position_ids", "each row's distance from its root beside segment_parents (PrefixTree.position_ids)"};
+    case Fault::kPathsOfOtherTree:
+      return {"parents", "the paths of the tree that cu_seqlens_q are the segments of"};
     case Fault::kEndOfQueries:
       return {"cu_seq_lens_q", "to end at the batch's tokens"};
     case Fault::kEndOfKeys:

@@ -126,6 +126,15 @@ def test_expected_is_like_values(device):
         _ops.check_unchanged(torch.zeros(3, device=device), torch.zeros(4, device=device))
     with pytest.raises(ValueError, match="expected: expected"):
         _ops.check_unchanged(torch.zeros(3, device=device), torch.zeros(3, device=device, dtype=torch.float64))
+    with pytest.raises(ValueError, match="wanted: expected 'as it was', 'depths' or 'segments', got other"):
+        _ops.check_unchanged(torch.zeros(3, device=device), torch.zeros(3, device=device), "other")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the CPU's error is the caller's")
+@pytest.mark.parametrize(("wanted", "argument"), [("depths", "position_ids"), ("segments", "parents")])
+def test_what_a_gpu_says_of_a_difference(wanted, argument):
+    with pytest.raises(ValueError, match=f"{argument}: expected "):
+        _ops.check_unchanged(torch.zeros(3, device="cuda"), torch.ones(3, device="cuda"), wanted)
 
 
 def test_opcheck(device):

@@ -192,7 +192,8 @@ def test_a_sequence_beside_them_tells_how_long_values_of_more_dimensions_are():
 
 
 def test_examples_of_the_docstrings():
-    assert doctest.testmod(padding_batches, optionflags=doctest.NORMALIZE_WHITESPACE) == (0, 6)
+    found = doctest.testmod(padding_batches, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert found.failed == 0 < found.attempted
 
 
 def test_no_examples():

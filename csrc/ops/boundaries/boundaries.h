@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "core/documents.h"
+#include "core/fault.h"
 #include "core/launch.h"
 #include "core/view.h"
 
@@ -121,6 +122,7 @@ struct CheckUnchangedParams {
   const void* expected = nullptr;
   int64_t bytes = 0;
   int64_t element_size = 1;
+  Fault fault = Fault::kValuesChanged;
 };
 
 void launch_check_documents_cpu(const CheckDocumentsParams& p);

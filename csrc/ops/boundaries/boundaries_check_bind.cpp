@@ -1,4 +1,5 @@
 // Checks of values: check -> fill the params -> launch.
+#include <string>
 #include <tuple>
 
 #include "host/launch.h"
@@ -15,6 +16,14 @@ void check_index_vector(const Tensor& t, const char* name, const Tensor& other) 
   check_rank(t, name, 1);
   check_same_device(t, name, other, "cu_seq_lens_q");
   if (t.numel() < 1) fail(name, ": expected [num_documents + 1] with at least one entry, got ", describe(t));
+}
+
+// What a difference means, by the words of the schema.
+Fault fault_of(const std::string& wanted) {
+  if (wanted == "as it was") return Fault::kValuesChanged;
+  if (wanted == "depths") return Fault::kNoDepth;
+  check(wanted == "segments", "wanted: expected 'as it was', 'depths' or 'segments', got ", wanted);
+  return Fault::kPathsOfOtherTree;
 }
 
 }  // namespace
@@ -65,13 +74,14 @@ std::tuple<Tensor, Tensor> checked_documents(const Tensor& cu_seqlens_q, const T
   return {copy_of(cu_seqlens_q), position_ids ? copy_of(*position_ids) : empty({0}, DType::kInt64, cu_seqlens_q)};
 }
 
-void check_unchanged(const Tensor& values, const Tensor& expected) {
+void check_unchanged(const Tensor& values, const Tensor& expected, std::string wanted) {
   check_same_device(expected, "expected", values, "values");
   check_shape(expected, "expected", sizes_of(values), "like values");
   check(expected.element_size() == values.element_size(), "expected: expected the dtype of values, got ",
         describe(expected));
   const Tensor dense_values = dense(values), dense_expected = dense(expected);
   CheckUnchangedParams p;
+  p.fault = fault_of(wanted);
   p.values = dense_values.data_ptr();
   p.expected = dense_expected.data_ptr();
   p.element_size = static_cast<int64_t>(values.element_size());

@@ -47,9 +47,9 @@ __global__ void __launch_bounds__(kThreads) check_documents_kernel(CheckDocument
 template <class Word>
 __global__ void __launch_bounds__(kThreads)
     check_unchanged_kernel(const Word* values, const Word* expected, int64_t count, int64_t words_per_element,
-                           FaultFlag fault) {
+                           Fault fault, FaultFlag flag) {
   for (int64_t i = thread_id(); i < count; i += thread_count()) {
-    if (values[i] != expected[i]) fault.raise(Fault::kValuesChanged, i / words_per_element);
+    if (values[i] != expected[i]) flag.raise(fault, i / words_per_element);
   }
 }
 
@@ -66,7 +66,7 @@ void launch_check_unchanged_cuda(const CheckUnchangedParams& p, const CudaLaunch
     const int64_t count = p.bytes / static_cast<int64_t>(sizeof(Word));
     const int64_t words = p.element_size / static_cast<int64_t>(sizeof(Word));
     check_unchanged_kernel<Word><<<grid_for(count, kThreads), kThreads, 0, stream_of(launch)>>>(
-        static_cast<const Word*>(p.values), static_cast<const Word*>(p.expected), count, words, launch.fault);
+        static_cast<const Word*>(p.values), static_cast<const Word*>(p.expected), count, words, p.fault, launch.fault);
     check_launch("check_unchanged_kernel");
   };
   // Elements of 4 bytes and more lie on 4 bytes.

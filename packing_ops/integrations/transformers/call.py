@@ -116,17 +116,15 @@ class PackedCall:
             if value is not None:
                 why = " (see prefix_token_logps: a row may have several next tokens)" if name == "labels" else ""
                 raise ValueError(f"{name}: expected None beside segment_parents{why}, got {type(value).__name__}")
-        wanted = (
-            "position_ids: expected each row's distance from its root beside segment_parents (PrefixTree.position_ids)"
-        )
         if position_ids is None:
-            raise ValueError(f"{wanted}, got None")
+            wanted = "each row's distance from its root beside segment_parents (PrefixTree.position_ids)"
+            raise ValueError(f"position_ids: expected {wanted}, got None")
         if self.cu_seqlens is None or not is_tensor(position_ids, 2) or position_ids.shape[0] != 1:
             return  # attention says what is wrong with cu_seqlens; axes of images are no depths
         total = position_ids.shape[1]
         paths = kept_paths(self.cu_seqlens, self.segment_parents, total, None)
         depths = kept_with([paths.segments], ("depths", total), lambda: positions_of_paths(paths, total))
-        check_same(position_ids[0].long().to(depths.device), depths, wanted)
+        check_same(position_ids[0].long().to(depths.device), depths, "depths")
 
     def with_ones(self, args, kwargs):
         """The arguments, document numbers of a 2-D attention_mask replaced by ones: models expect 0 and 1 there."""

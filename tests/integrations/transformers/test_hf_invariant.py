@@ -287,12 +287,13 @@ def test_ddp(one_rank):
 
 
 def test_fsdp2(one_rank):
+    from torch.distributed import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = model_of("llama")
+    model, mesh = model_of("llama"), init_device_mesh("cpu", (1,))
     for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     assert apply_packing_ops(model, invariant=True).skipped == {}
     claimed(model, gradients=False)
     model(torch.randint(128, (1, 5))).logits.sum().backward()

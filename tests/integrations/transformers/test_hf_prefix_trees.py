@@ -83,6 +83,8 @@ def test_the_tree_is_what_keeps_samples_apart(device):
 def test_applied_and_invariant(device):
     """A token has the bits of its sample alone, in a whole model."""
     model = tiny_model("qwen3", device=device, **SIZES)
+    if device == "cuda":
+        model.bfloat16()  # the mode does not claim cuBLASLt's float32 products of few rows
     assert not apply_packing_ops(model, invariant=True).skipped
     tokens, cu_seqlens, tree = samples(device)
     with torch.no_grad():
@@ -243,6 +245,10 @@ def test_boundaries_that_were_copied_apart(device):
     assert torch.equal(logits, hidden_of_tree(model, tokens, tree, device))
 
 
+@pytest.mark.skipif(
+    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23),
+    reason="older ones hand the text's cu_seq_lens_q to the tower, where they are refused",
+)
 def test_a_vision_tower_beside_the_tree(device):
     """Its patches are other rows: text that shares a prompt with an image."""
     vision = {
