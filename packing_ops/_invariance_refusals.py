@@ -98,6 +98,8 @@ def reason_of(module: torch.nn.Module | None, like: torch.Tensor) -> str:
     if not _invariant.active():
         return "run it within packing_ops.invariant()"
     weights = [] if module is None else [t for t in module.parameters(recurse=False) if t.dim() > 1]
+    if like.is_cuda and weights and like.dtype == torch.float32:
+        return "cuBLASLt's float32 products of up to 16 rows have other bits: use bfloat16 or float16"
     if like.is_cuda and (weights or module is None) and not _invariant.has_setter():
         return (
             "torch reads CUBLASLT_WORKSPACE_SIZE at its first product on a GPU: set it to 1 in the environment, or by "
@@ -110,4 +112,4 @@ def reason_of(module: torch.nn.Module | None, like: torch.Tensor) -> str:
             "its own forward gives other bits; on the CPU exp and sigmoid round otherwise in the last elements of a "
             "thread's part: sizes that are multiples of 32, or torch.set_num_threads(1), avoid that"
         )
-    return "its own forward gives other bits here"
+    return "its own forward gives other bits here; torch's mean and sum do for fewer than 16 rows, F.rms_norm does not"

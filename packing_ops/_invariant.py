@@ -11,6 +11,7 @@ GRAIN = 4096  # entries of a vocabulary that one product and one sum take in the
 ROWS = (
     16  # on the CPU rows of a product go by whole blocks: of 1, 2, 3, 5, 7 or 9, MKL's float32 sums have other orders
 )
+FLOAT32_ROWS = 32  # on a GPU the least of a float32 product: cuBLASLt has other kernels for up to 16
 
 _holders: "weakref.WeakSet[object]" = weakref.WeakSet()
 _before: list[tuple[Any, int | None]] = []
@@ -83,8 +84,10 @@ def has_setter() -> bool:
 
 
 def pad_rows(x: torch.Tensor) -> torch.Tensor:
-    """x ``[..., rows, size]`` with rows of zeros up to a multiple of ROWS on the CPU; x itself on a GPU."""
+    """x ``[..., rows, size]`` with rows of zeros: on the CPU up to a multiple of ROWS, in float32 on a GPU to FLOAT32_ROWS."""
     missing = -x.shape[-2] % ROWS if x.is_cpu else 0
+    if x.is_cuda and x.dtype == torch.float32:
+        missing = max(FLOAT32_ROWS - x.shape[-2], 0)
     return torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
 
 

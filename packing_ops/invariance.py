@@ -80,7 +80,8 @@ def is_invariant() -> bool:
 
 
 ROWS = (1, 2, 3, 5, 7, 9, 16, 33, 64, 100, 129, 200)
-ROWS_ON_A_GPU = (*ROWS, 513, 1000, 2047)
+# torch's reductions sum the elements of fewer than 16 rows in other orders, which few roundings to a half type show.
+ROWS_ON_A_GPU = (*range(1, 16), *range(1, 16), *(n for n in ROWS if n > 15), 513, 1000, 2047)
 
 
 @dataclass(frozen=True)

@@ -90,8 +90,9 @@ def test_gradients_are_not_needed_for_the_same_bits(device):
 
 @given(lengths=st.lists(st.integers(1, 30), min_size=2, max_size=5))
 def test_losses_by_token_and_by_document(device, lengths):
-    weight, _ = head(torch.float32, device)
-    items = documents(lengths, torch.float32, device)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32  # float32 layers are not claimed there
+    weight, _ = head(dtype, device)
+    items = documents(lengths, dtype, device)
     hidden, labels = (torch.cat(parts) for parts in zip(*items, strict=True))
     cu_seqlens = cu_seqlens_of(lengths, device)
     with po.invariant():
@@ -127,7 +128,7 @@ def test_values_in_the_mode_are_those_without(device, dtype):
         within = in_one_row(items, weight, bias, chunk=4096)
     for ours, wanted in zip(within, without, strict=True):
         for a, b in zip(ours, wanted, strict=True):
-            torch.testing.assert_close(a, b)
+            torch.testing.assert_close(a, b, **({"rtol": 1e-5, "atol": 1e-4} if dtype == torch.float32 else {}))
 
 
 # --- products ---

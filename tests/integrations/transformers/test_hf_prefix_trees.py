@@ -85,7 +85,9 @@ def test_applied_and_invariant(device):
     model = tiny_model("qwen3", device=device, **SIZES)
     if device == "cuda":
         model.bfloat16()  # the mode does not claim cuBLASLt's float32 products of few rows
-    assert not apply_packing_ops(model, invariant=True).skipped
+    applied = apply_packing_ops(model, invariant=True)
+    assert not applied.skipped
+    assert (applied.rms_norm > 0) == (device == "cuda")
     tokens, cu_seqlens, tree = samples(device)
     with torch.no_grad():
         shared = hidden_of_tree(model, tokens, tree, device)[tree.row_of_token.to(device)]
