@@ -45,6 +45,41 @@ def lengths_of(cu_seqlens_k: torch.Tensor) -> torch.Tensor:
     return kept_with((cu_seqlens_k,), ("lengths",), lambda: cu_seqlens_k.diff().int())
 
 
+def lengths_with(lengths: torch.Tensor, new: int) -> torch.Tensor:
+    """``lengths + new``; the same tensor for the layers of a model."""
+    return kept_with((lengths,), ("lengths", new), lambda: lengths + new)
+
+
+def write_keys(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block_table: torch.Tensor,
+    seqused_k: torch.Tensor,
+) -> None:
+    """Writes k and v ``[num_documents, new, num_kv_heads, head_dim]`` into pages, as the last keys of the documents.
+
+    Rows that have no place in their document's pages are left out: what is wrong, attention then says.
+    """
+    documents, new = block_table.shape[0], k.shape[1:2].numel()
+    for rows, name, cache in ((k, "k", k_cache), (v, "v", v_cache)):
+        if rows.dtype != cache.dtype or rows.shape != (documents, new, *cache.shape[2:]):
+            wanted = f"[batch={documents}, seqlen_new={new}, num_kv_heads, head_dim] like its cache, {described(cache)}"
+            raise ValueError(f"{name}: expected {wanted}, got {described(rows)}")
+    num_pages, page_size = k_cache.shape[:2]
+    if block_table.numel() == 0 or num_pages * page_size == 0:
+        return
+    keys = seqused_k.long()[:, None] - new + torch.arange(new, device=seqused_k.device)
+    column = keys.div(page_size, rounding_mode="floor")
+    page = block_table.gather(1, column.clamp(0, block_table.shape[1] - 1))
+    fits = (keys >= 0) & (column < block_table.shape[1]) & (page >= 0) & (page < num_pages)
+    at = page.long().where(fits, 0), (keys % page_size).where(fits, 0)
+    with torch.no_grad():
+        for cache, rows in ((k_cache, k), (v_cache, v)):
+            cache.index_put_(at, rows.where(fits[..., None, None], cache[at]))
+
+
 def attend_pages(
     q: torch.Tensor,
     k: torch.Tensor,

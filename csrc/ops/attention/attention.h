@@ -31,15 +31,15 @@ struct AttentionTensor {
 };
 
 // Keys in pages. Rows are counted over all of k (and of v): key j of document i is row
-// block_table[i][j / page_size] * page_rows + j % page_size. Every key tile divides page_size, so a tile lies in one
-// page. On a GPU values are clamped where they are read, as in Documents.
+// block_table[i][j / page_size] * page_rows + j % page_size. Every key tile divides page_size, or a document has one
+// page: a tile lies in one. On a GPU values are clamped where they are read, as in Documents.
 struct KeyPages {
   const int32_t* seqused_k = nullptr;    // [num_documents], keys of each document; null: keys lie as documents_k says
   int64_t max_keys = 0;                  // of a document: those that its pages hold
   const int32_t* block_table = nullptr;  // [num_documents, max_keys / page_size]
   int64_t table_stride = 0;              // from a document to the next one
   int64_t num_pages = 0;
-  int64_t page_size = kForkAlignment;  // a multiple of it
+  int64_t page_size = kForkAlignment;  // a multiple of it, or max_keys
   int64_t page_rows = 0;               // from a page to the next one, at least page_size
 
   PACKING_OPS_HOST_DEVICE bool used() const { return seqused_k != nullptr; }

@@ -53,10 +53,11 @@ KeyPages key_pages(const Tensor& k, const Tensor& v, const Tensor& block_table, 
   KeyPages pages;
   pages.num_pages = k.size(0);
   pages.page_size = k.size(1);
-  if (pages.page_size < kForkAlignment || pages.page_size % kForkAlignment != 0) {
+  check_rank(block_table, "block_table", 2);
+  // A document of one page has no tile that crosses into another.
+  if (pages.page_size < 1 || (pages.page_size % kForkAlignment != 0 && block_table.size(1) > 1)) {
     fail("k: expected a page_size that is a multiple of ", kForkAlignment, ", got ", describe(k));
   }
-  check_rank(block_table, "block_table", 2);
   check_dtype(block_table, "block_table", {DType::kInt32});
   check_same_device(block_table, "block_table", k, "k");
   check_last_dim_contiguous(block_table, "block_table");

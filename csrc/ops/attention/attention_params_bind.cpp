@@ -32,12 +32,12 @@ void check_q(const Tensor& q) {
 // The dimensions of k and v: pages, or in the order of those of q.
 const char* kv_layout(const Tensor& q, bool pages) {
   if (pages) return "[num_pages, page_size, num_kv_heads, head_dim]";
-  return q.dim() == 4 ? "[1, num_kv_heads, total_k, head_dim] like q" : "[total_k, num_kv_heads, head_dim] like q";
+  return q.dim() == 4 ? "[1, num_kv_heads, total_k, head_dim]" : "[total_k, num_kv_heads, head_dim]";
 }
 
 void check_kv(const Tensor& t, const char* name, const Tensor& q, bool pages) {
   if (t.dim() != (pages ? 4 : q.dim()) || (!pages && t.dim() == 4 && t.size(0) != 1)) {
-    fail(name, ": expected ", kv_layout(q, pages), ", got ", describe(t));
+    fail(name, ": expected ", kv_layout(q, pages), pages ? "" : " like q", ", got ", describe(t));
   }
   check_same_device(t, name, q, "q");
   check_same_dtype(t, name, q, "q");
@@ -73,8 +73,9 @@ void check_qkv(const Tensor& q, const Tensor& k, const Tensor& v, Rows (*rows_of
   if (shape_k.num_heads < 1 || shape_q.num_heads < 1 || shape_q.num_heads % shape_k.num_heads != 0) {
     fail("k: expected a number of heads that divides the ", shape_q.num_heads, " heads of q, got ", describe(k));
   }
-  const bool same_pages = !pages || (v.size(0) == k.size(0) && v.size(1) == k.size(1));
-  if (shape_v.total != shape_k.total || shape_v.num_heads != shape_k.num_heads || !same_pages) {
+  // A total of pages counts what lies between them: strides, which may differ.
+  const bool same_rows = pages ? v.size(0) == k.size(0) && v.size(1) == k.size(1) : shape_v.total == shape_k.total;
+  if (!same_rows || shape_v.num_heads != shape_k.num_heads) {
     fail("v: expected ", kv_layout(q, pages), pages ? " with the pages" : " with the rows", " and heads of k (",
          describe(k), "), got ", describe(v));
   }
