@@ -136,7 +136,7 @@ def _plan_for(
     total_q, num_heads, head_dim = (q.transpose(1, 2)[0] if q.dim() == 4 else q).shape
     if num_heads % k.shape[2] or not (0 < head_dim <= 512 and 0 < v.shape[3] <= 512):
         return None
-    max_keys = pages.block_table.shape[1] * k.shape[1]
+    max_keys = pages.block_table.shape[1] * k.shape[1] if k.shape[0] else 0
     mask = options.causal, *options.window_size
     geometry = total_q, max_keys, num_heads, k.shape[2], head_dim, *mask, v.shape[3]
     return kept_with(

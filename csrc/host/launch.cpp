@@ -44,7 +44,7 @@ FaultText fault_text(Fault fault) {
     case Fault::kPlanOfOtherDocuments:
       return {
           "plan",
-          "one made for these cu_seqlens (kept plans too: cu_seqlens may have been written without torch's notice, by "
+          "one made for these cu_seqlens and seqused_k (kept plans too: cu_seqlens may have been written without torch's notice, by "
           "dist.broadcast, recv, .data, NumPy or DLPack; give each batch a tensor of its own)"};
     case Fault::kPlanOfOtherHeads:
       return {"plan", "one made for these heads, this head_dim and this window"};
@@ -76,6 +76,10 @@ FaultText fault_text(Fault fault) {
       return {"visible_end", "never to decrease inside a document"};
     case Fault::kPlanOfOtherVisibleEnd:
       return {"plan", "one made for this visible_end (kept plans too: give each batch a tensor of its own)"};
+    case Fault::kKeysPastPages:
+      return {"seqused_k", "0 up to the keys that a row of block_table holds"};
+    case Fault::kPageOutside:
+      return {"block_table", "pages of k in the row of each document, as many as seqused_k has keys for"};
     default:
       return {"argument", "valid values"};
   }

@@ -66,7 +66,7 @@ KeyPages key_pages(const Tensor& k, const Tensor& v, const Tensor& block_table, 
   check(!k.is_cuda() || rows <= kMaxKeys, "k: expected at most ", kMaxKeys, " rows on CUDA, got ", rows);
   pages.block_table = static_cast<const int32_t*>(block_table.data_ptr());
   pages.table_stride = block_table.stride(0);
-  pages.max_keys = std::min(block_table.size(1) * pages.page_size, kMaxKeys);
+  pages.max_keys = pages.num_pages == 0 ? 0 : std::min(block_table.size(1) * pages.page_size, kMaxKeys);
   pages.seqused_k = static_cast<const int32_t*>(seqused_k.data_ptr());
   return pages;
 }

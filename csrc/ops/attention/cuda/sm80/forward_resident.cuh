@@ -112,11 +112,11 @@ __device__ __forceinline__ void load_units(const Args& args, ResidentRing<Shape>
     const ResidentUnit described = {d, first_token, end_token, kv_head, first_tile, first_block, end_block};
 #pragma unroll 1
     for (int32_t i = 0; i < tiles; ++i) {
-      const int32_t first_key = i * Shape::kKeys;
-      const int32_t keys = end_key - first_key;
+      const KeySpan span = key_span(args, d, i * Shape::kKeys);
+      const int32_t keys = end_key - i * Shape::kKeys;
       // Keys after the last one have p = 0, but v must be finite there: 0 * NaN is NaN.
-      load_keys<32>(tile_k(first_tile), args.k, d, kv_head, first_key, args.head_dim, lane, keys);
-      load_keys<32>(tile_v(first_tile), args.v, d, kv_head, first_key, args.head_dim_v, lane, (keys + 15) & ~15);
+      load_keys<32>(tile_k(first_tile), args.k, span, kv_head, args.head_dim, lane, keys);
+      load_keys<32>(tile_v(first_tile), args.v, span, kv_head, args.head_dim_v, lane, (keys + 15) & ~15);
       first_tile = first_tile + 1 < Shape::kTiles ? first_tile + 1 : 0;
     }
     announce(described);
