@@ -39,7 +39,7 @@ int64_t emulated_plan_size(int64_t total_q, int64_t total_k, int64_t documents, 
   p.num_q_heads = group;
   p.num_kv_heads = 1;
   p.visible_end = visible_end != 0 ? &kGiven : nullptr;
-  p.pages.seqused_k = pages != 0 ? &kGiven : nullptr;
+  p.pages.used = pages != 0;
   return attention_plan_size(p);
 }
 
@@ -105,7 +105,8 @@ const char* emulated_attention(const int64_t* sizes, const double* options, void
     p.dsinks = tensors[13];
     p.visible_end = static_cast<const int32_t*>(tensors[15]);
 
-    if (tensors[17] != nullptr) {
+    if (page_size > 0) {
+      p.pages.used = true;
       p.pages.seqused_k = p.documents_k.cu_seqlens;
       p.documents_k.cu_seqlens = nullptr;
       p.pages.max_keys = columns * page_size;

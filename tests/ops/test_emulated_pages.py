@@ -76,7 +76,7 @@ def test_a_page_of_any_size_for_each_document(gpu):
 
 
 # Fault of core/fault.h
-PAST_PAGES, OUTSIDE = 25, 26
+PAST_PAGES, OUTSIDE = 24, 25
 
 
 def of_faults(call):

@@ -34,7 +34,8 @@ struct AttentionTensor {
 // block_table[i][j / page_size] * page_rows + j % page_size. Every key tile divides page_size, or a document has one
 // page: a tile lies in one. On a GPU values are clamped where they are read, as in Documents.
 struct KeyPages {
-  const int32_t* seqused_k = nullptr;    // [num_documents], keys of each document; null: keys lie as documents_k says
+  bool used = false;                     // else keys lie as documents_k says
+  const int32_t* seqused_k = nullptr;    // [num_documents], keys of each document
   int64_t max_keys = 0;                  // of a document: those that its pages hold
   const int32_t* block_table = nullptr;  // [num_documents, max_keys / page_size]
   int64_t table_stride = 0;              // from a document to the next one
@@ -42,7 +43,6 @@ struct KeyPages {
   int64_t page_size = kForkAlignment;  // a multiple of it, or max_keys
   int64_t page_rows = 0;               // from a page to the next one, at least page_size
 
-  PACKING_OPS_HOST_DEVICE bool used() const { return seqused_k != nullptr; }
   PACKING_OPS_HOST_DEVICE int64_t keys(int64_t document) const {
     const int64_t value = seqused_k[document];
     return value < 0 ? 0 : (value > max_keys ? max_keys : value);
@@ -104,7 +104,7 @@ struct AttentionPlanParams {
 // What the plan of a call is made from.
 inline AttentionPlanParams plan_params(const VarlenAttentionParams& p) {
   const Documents no_rows{nullptr, p.documents_k.num_documents, 0};
-  return {p.documents_q, p.pages.used() ? no_rows : p.documents_k,
+  return {p.documents_q, p.pages.used ? no_rows : p.documents_k,
           p.num_q_heads, p.num_kv_heads,
           p.head_dim,    p.head_dim_v,
           p.window_left, p.window_right,
@@ -138,7 +138,7 @@ constexpr int64_t attention_plan_size(const AttentionPlanParams& p) {
   const int64_t visible = p.visible_end == nullptr ? 0 : p.documents_q.total + p.documents_k.total;
   // Pages: 4 more, so that a plan of them does not pass for another's.
   const int64_t entries = cu_seqlens + p.documents_q.total * group / 32 + p.documents_k.total / 32 + 6 * documents;
-  return 16 + 8 * entries + visible + (p.pages.seqused_k == nullptr ? 0 : 4);
+  return 16 + 8 * entries + visible + (p.pages.used ? 4 : 0);
 }
 
 // Bytes of VarlenAttentionBackwardParams::scratch.

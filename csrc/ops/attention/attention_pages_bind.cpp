@@ -49,8 +49,9 @@ int64_t rows_between_pages(const Tensor& k, const Tensor& v) {
   return rows;
 }
 
-KeyPages key_pages(const Tensor& k, const Tensor& v, const Tensor& block_table, const Tensor& seqused_k) {
+KeyPages key_pages(const Tensor& k, const Tensor& v, const Tensor& block_table) {
   KeyPages pages;
+  pages.used = true;
   pages.num_pages = k.size(0);
   pages.page_size = k.size(1);
   check_rank(block_table, "block_table", 2);
@@ -67,7 +68,6 @@ KeyPages key_pages(const Tensor& k, const Tensor& v, const Tensor& block_table, 
   pages.block_table = static_cast<const int32_t*>(block_table.data_ptr());
   pages.table_stride = block_table.stride(0);
   pages.max_keys = pages.num_pages == 0 ? 0 : std::min(block_table.size(1) * pages.page_size, kMaxKeys);
-  pages.seqused_k = static_cast<const int32_t*>(seqused_k.data_ptr());
   return pages;
 }
 
@@ -84,7 +84,7 @@ std::tuple<Tensor, Tensor> paged_attention(const Tensor& q, const Tensor& k, con
   const int64_t documents = cu_seqlens_q.numel() - 1;
   VarlenAttentionParams p;
   p.documents_q = documents_view(cu_seqlens_q, input_rows(q).total);
-  p.pages = key_pages(rows_k, rows_v, block_table, seqused_k);
+  p.pages = key_pages(rows_k, rows_v, block_table);
   check(block_table.size(0) == documents, "block_table: expected [num_documents, pages] with the ", documents,
         " documents of cu_seqlens_q, got ", describe(block_table));
   take_seqused_k(seqused_k, documents, p.pages.max_keys, q, "q");
@@ -113,6 +113,7 @@ Tensor paged_attention_plan(Tensor cu_seqlens_q, Tensor seqused_k, int64_t total
       plan_geometry(num_heads, num_kv_heads, head_dim, head_dim_v, causal, window_left, window_right);
   p.documents_q = documents_view(cu_seqlens_q, total_q);
   p.documents_k = {nullptr, documents, 0};
+  p.pages.used = true;
   p.pages.seqused_k = static_cast<const int32_t*>(seqused_k.data_ptr());
   p.pages.max_keys = max_keys;
   return made_plan(p, cu_seqlens_q);

@@ -83,14 +83,14 @@ struct Document {
 
 inline Document document_of(const VarlenAttentionParams& p, int64_t i) {
   const Interval<int64_t> q = p.documents_q[i];
-  const Interval<int64_t> k = p.pages.used() ? Interval<int64_t>{0, p.pages.keys(i)} : p.documents_k[i];
+  const Interval<int64_t> k = p.pages.used ? Interval<int64_t>{0, p.pages.keys(i)} : p.documents_k[i];
   return {q, k, p.visible_end ? p.visible_end + q.begin : nullptr};
 }
 
 // The row of k and v where a tile of keys starts; document i's.
 inline int64_t first_row(const VarlenAttentionParams& p, int64_t i, const Document& document, int64_t key) {
   static_assert(kForkAlignment % kTile == 0);  // a tile lies in one page
-  if (!p.pages.used()) return document.k.begin + key;
+  if (!p.pages.used) return document.k.begin + key;
   const int64_t page = p.pages.block_table[i * p.pages.table_stride + key / p.pages.page_size];
   return page * p.pages.page_rows + key % p.pages.page_size;
 }

@@ -93,7 +93,7 @@ PACKING_OPS_HOST_DEVICE DocumentView document_view(const PlanEntry& entry, Windo
 
 PACKING_OPS_HOST_DEVICE DocumentWithEnds document_with_ends(const Documents& documents_q, const Documents& documents_k,
                                                             int64_t document, const PlanView& plan) {
-  if (!plan.pages.used()) return {document_view(documents_q, documents_k, document, plan.window), plan.ends};
+  if (!plan.pages.used) return {document_view(documents_q, documents_k, document, plan.window), plan.ends};
   const Interval<int64_t> q = documents_q[document];
   const auto keys = static_cast<int32_t>(plan.pages.keys(document));
   return {{q.begin, document, static_cast<int32_t>(q.size()), keys, plan.window}, plan.ends};

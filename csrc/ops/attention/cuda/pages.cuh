@@ -11,7 +11,7 @@ namespace packing_ops::attention {
 // kForkAlignment keys: a tile lies in one page.
 __device__ __forceinline__ int64_t row_of_key(const Args& args, const DocumentView& d, int32_t key) {
   const KeyPages& pages = args.plan.pages;
-  if (!pages.used()) return d.start_k + key;
+  if (!pages.used) return d.start_k + key;
   if (key >= d.keys || key >= pages.max_keys) return 0;  // of a tile that has no key
   const auto column = static_cast<int32_t>(args.page_size.quotient(key));
   int32_t page = pages.block_table[d.start_k * pages.table_stride + column];

@@ -201,7 +201,7 @@ __device__ void for_each_tile(const TileLister& lister, const Documents& documen
 // Flags the wrong ones.
 __device__ bool wrong_lengths(const KeyPages& pages, int64_t documents, const FaultFlag& fault) {
   bool wrong = false;
-  for (int64_t i = threadIdx.x; pages.used() && i < documents; i += blockDim.x) {
+  for (int64_t i = threadIdx.x; pages.used && i < documents; i += blockDim.x) {
     if (pages.seqused_k[i] == pages.keys(i)) continue;
     fault.raise(Fault::kKeysPastPages, i);
     wrong = true;
@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(kPlanThreads)
   // If one entry of cu_seqlens or visible_end is wrong, the whole batch counts as padding: results are zeros, and no
   // address is computed from a wrong value.
   const bool wrong_ends = plan.ends.end != nullptr && plan.data[PlanView::kWrongEnds] != 0;
-  const bool pages = plan.pages.used();
+  const bool pages = plan.pages.used;
   const bool wrong_keys = pages ? wrong_lengths(plan.pages, plan.num_documents, fault) : wrong_entries(documents_k);
   const bool wrong = __syncthreads_or(wrong_ends || wrong_entries(documents_q) || wrong_keys);
   if (list == 0) {

@@ -98,7 +98,7 @@ struct PlanView {
                              tiles.backward_rows,  tiles.backward_keys,
                              tiles.small_keys,     tiles.single_keys,
                              window.left,          window_right(),
-                             num_kv_heads,         static_cast<int32_t>(pages.used() ? pages.max_keys : -1)};
+                             num_kv_heads,         static_cast<int32_t>(pages.used ? pages.max_keys : -1)};
     uint32_t digest = 2166136261u;  // FNV-1a
     for (const int32_t word : words) digest = (digest ^ static_cast<uint32_t>(word)) * 16777619u;
     return static_cast<int32_t>(digest);
