@@ -1,12 +1,14 @@
 """Keys in pages in the CUDA kernels of attention where there is no GPU (tests/emulator): out and lse are those of keys end
 to end, and no slot without a key, nor any memory beside pages, is read."""
 
+import re
+
 import emulated
 import pytest
 import torch
 from attention_case import Case
 from emulator.build import cuda_headers
-from helpers import assert_same
+from helpers import ROOT, assert_same
 from pages_case import Pages, paged_case, shared_pages
 
 HEADERS = cuda_headers()
@@ -75,14 +77,14 @@ def test_a_page_of_any_size_for_each_document(gpu):
     assert_same_bits(*paged_case([(3, 100), (1, 77)], 100, spare_columns=0, heads=(2, 1), dim=64, dtype=BF16), gpu)
 
 
-# Fault of core/fault.h
-PAST_PAGES, OUTSIDE = 24, 25
+FAULTS = re.findall(r"^  (k\w+)", (ROOT / "csrc" / "core" / "fault.h").read_text(), re.M)
 
 
-def of_faults(call):
+def fault_of(call):
+    """Its name in core/fault.h."""
     with pytest.raises(RuntimeError, match="fault") as caught:
         call()
-    return int(str(caught.value).split()[1])
+    return FAULTS[int(str(caught.value).split()[1])]
 
 
 @pytest.mark.parametrize("gpu", GPUS)
@@ -94,7 +96,7 @@ def test_pages_outside_are_clamped_and_flagged(gpu, dtype, page):
         wrong = Pages.__new__(Pages)
         wrong.__dict__ = {**pages.__dict__, "block_table": pages.block_table.clone()}
         wrong.block_table[index] = page
-        assert of_faults(lambda: forward(case, gpu, wrong)) == OUTSIDE  # noqa: B023
+        assert fault_of(lambda: forward(case, gpu, wrong)) == "kPageOutside"  # noqa: B023
 
 
 @pytest.mark.parametrize("gpu", GPUS)
@@ -102,7 +104,7 @@ def test_pages_outside_are_clamped_and_flagged(gpu, dtype, page):
 def test_lengths_past_the_table_are_flagged(gpu, keys):
     case, pages = paged_case([(1, 257), (9, 130)], heads=(2, 1), dim=64, dtype=BF16)
     pages.seqused_k[0] = keys
-    assert of_faults(lambda: forward(case, gpu, pages)) == PAST_PAGES
+    assert fault_of(lambda: forward(case, gpu, pages)) == "kKeysPastPages"
 
 
 @pytest.mark.parametrize("gpu", ["sm_90", "sm_80"])
