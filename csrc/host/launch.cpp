@@ -21,6 +21,32 @@ struct FaultText {
   const char* wanted;
 };
 
+FaultText attention_fault_text(Fault fault) {
+  switch (fault) {
+    case Fault::kPlanOfOtherDocuments:
+      return {"plan",
+              "one made for these cu_seqlens and seqused_k (kept plans too: cu_seqlens may have been written without "
+              "torch's notice, by "
+              "dist.broadcast, recv, .data, NumPy or DLPack; give each batch a tensor of its own)"};
+    case Fault::kPlanOfOtherHeads:
+      return {"plan", "one made for these heads, this head_dim and this window"};
+    case Fault::kVisibleEndBeforeOwn:
+      return {"visible_end", "at least one more than the position of its query"};
+    case Fault::kVisibleEndPastKeys:
+      return {"visible_end", "at most the document's keys"};
+    case Fault::kVisibleEndOrder:
+      return {"visible_end", "never to decrease inside a document"};
+    case Fault::kPlanOfOtherVisibleEnd:
+      return {"plan", "one made for this visible_end (kept plans too: give each batch a tensor of its own)"};
+    case Fault::kKeysPastPages:
+      return {"seqused_k", "0 up to the keys that a row of block_table holds"};
+    case Fault::kPageOutside:
+      return {"block_table", "pages of k in the row of each document, as many as seqused_k has keys for"};
+    default:
+      return {"argument", "valid values"};
+  }
+}
+
 FaultText fault_text(Fault fault) {
   switch (fault) {
     case Fault::kCuSeqlensStart:
@@ -41,13 +67,6 @@ FaultText fault_text(Fault fault) {
       return {"indices", "strictly increasing indices inside the rows"};
     case Fault::kLengthOverCapacity:
       return {"lengths", "every length within the capacity"};
-    case Fault::kPlanOfOtherDocuments:
-      return {
-          "plan",
-          "one made for these cu_seqlens (kept plans too: cu_seqlens may have been written without torch's notice, by "
-          "dist.broadcast, recv, .data, NumPy or DLPack; give each batch a tensor of its own)"};
-    case Fault::kPlanOfOtherHeads:
-      return {"plan", "one made for these heads, this head_dim and this window"};
     case Fault::kValuesChanged:
       return {"values",
               "a tensor as it was when its documents were found (it was written without torch's notice, by "
@@ -72,16 +91,8 @@ FaultText fault_text(Fault fault) {
       return {"cu_seq_lens_k", "the documents of cu_seq_lens_q, whose tokens the keys are"};
     case Fault::kLabelOutside:
       return {"labels", "entries of the vocabulary or ignore_index"};
-    case Fault::kVisibleEndBeforeOwn:
-      return {"visible_end", "at least one more than the position of its query"};
-    case Fault::kVisibleEndPastKeys:
-      return {"visible_end", "at most the document's keys"};
-    case Fault::kVisibleEndOrder:
-      return {"visible_end", "never to decrease inside a document"};
-    case Fault::kPlanOfOtherVisibleEnd:
-      return {"plan", "one made for this visible_end (kept plans too: give each batch a tensor of its own)"};
     default:
-      return {"argument", "valid values"};
+      return attention_fault_text(fault);
   }
 }
 

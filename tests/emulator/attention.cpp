@@ -30,7 +30,8 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* ke
   return cudaSuccess;
 }
 
-int64_t emulated_plan_size(int64_t total_q, int64_t total_k, int64_t documents, int64_t group, int64_t visible_end) {
+int64_t emulated_plan_size(int64_t total_q, int64_t total_k, int64_t documents, int64_t group, int64_t visible_end,
+                           int64_t pages) {
   static const int32_t kGiven = 0;
   AttentionPlanParams p;
   p.documents_q = {nullptr, documents, total_q};
@@ -38,6 +39,7 @@ int64_t emulated_plan_size(int64_t total_q, int64_t total_k, int64_t documents, 
   p.num_q_heads = group;
   p.num_kv_heads = 1;
   p.visible_end = visible_end != 0 ? &kGiven : nullptr;
+  p.pages.used = pages != 0;
   return attention_plan_size(p);
 }
 
@@ -63,12 +65,13 @@ const char* emulated_kernels(int64_t dtype, int64_t heads, int64_t kv_heads, int
   return kernels.c_str();
 }
 
-// Contiguous tensors; sinks, dlse, dsinks, visible_end and what another plan is made of may be null, and dout: then
-// there is no backward. Returns what went wrong, or an empty string.
+// Contiguous tensors; sinks, dlse, dsinks, visible_end, block_table and what another plan is made of may be null, and
+// dout: then there is no backward. With block_table k and v are pages, and seqused_k stands for cu_seqlens_k. Returns
+// what went wrong, or an empty string.
 const char* emulated_attention(const int64_t* sizes, const double* options, void* const* tensors) {
   static std::string error;
-  const auto [total_q, total_k, documents, heads, kv_heads, head_dim, head_dim_v, left, right, dtype, device] =
-      reinterpret_cast<const std::array<int64_t, 11>&>(*sizes);
+  const auto [total_q, total_k, documents, heads, kv_heads, head_dim, head_dim_v, left, right, dtype, device, num_pages,
+              page_size, columns] = reinterpret_cast<const std::array<int64_t, 14>&>(*sizes);
   const auto rows = [](void* data, int64_t heads, int64_t dim) { return AttentionTensor{data, heads * dim, dim}; };
   launched.clear();
   unsigned long long fault_word = 0;
@@ -102,8 +105,17 @@ const char* emulated_attention(const int64_t* sizes, const double* options, void
     p.dsinks = tensors[13];
     p.visible_end = static_cast<const int32_t*>(tensors[15]);
 
-    AttentionPlanParams plan{p.documents_q, p.documents_k, heads,   kv_heads, head_dim,     head_dim_v,
-                             left,          right,         nullptr, p.device, p.visible_end};
+    if (page_size > 0) {
+      p.pages.used = true;
+      p.pages.seqused_k = p.documents_k.cu_seqlens;
+      p.documents_k.cu_seqlens = nullptr;
+      p.pages.max_keys = columns * page_size;
+      p.pages.block_table = static_cast<const int32_t*>(tensors[17]);
+      p.pages.table_stride = columns;
+      p.pages.num_pages = num_pages;
+      p.pages.page_size = p.pages.page_rows = page_size;
+    }
+    AttentionPlanParams plan = plan_params(p);
     std::vector<int32_t> words(attention_plan_size(plan) + 4, -1);
     plan.plan = p.plan = reinterpret_cast<int32_t*>((reinterpret_cast<uintptr_t>(words.data()) + 15) / 16 * 16);
     if (tensors[14] != nullptr) {

@@ -251,6 +251,20 @@ def test_a_prefix_tree():
     assert int(names["one"].num_rows) <= 1120
 
 
+def test_keys_in_pages():
+    paged, cached = blocks_of("docs/pages.md")
+    names = {"torch": torch, "po": packing_ops}
+    exec(paged, names)
+    assert names["seqused_k"].tolist() == [134, 154]
+    k, v = (names[name][[4, 0]].flatten(0, 1)[:134] for name in ("k_pages", "v_pages"))
+    one, keys = torch.tensor([[0, 1], [0, 134]], dtype=torch.int32)
+    assert torch.equal(names["out"][:1], packing_ops.varlen_attention(names["q"][:1], k, v, one, keys))
+    exec(cached, names)
+    assert names["lengths"].tolist() == [134, 154]
+    assert names["cache"][:, 1, 153].any()
+    assert not names["cache"][:, 1, 154:].any()
+
+
 def test_attention_that_is_compiled(fresh_compile):
     names = {"torch": torch, "po": packing_ops}
     exec(blocks_of("docs/ops.md")[0].replace("fullgraph=True", 'fullgraph=True, backend="eager"'), names)
@@ -269,6 +283,7 @@ def test_every_block_is_run():
         "README.md": 1,
         "docs/data.md": 1,
         "docs/ops.md": 1,
+        "docs/pages.md": 2,
         "docs/parallel.md": 3,
         "docs/prefix-trees.md": 3,
         "docs/transformers.md": 2,

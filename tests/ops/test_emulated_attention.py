@@ -164,7 +164,8 @@ def test_python_knows_the_size_of_a_plan():
         most = rng.choice([10, 1000, 2**20, 2**31 - 1])
         totals = rng.randint(0, most), rng.randint(0, most)
         cases.append((*totals, rng.randint(0, min(most, 10**6)), rng.choice([1, 2, 3, 8, 128]), rng.randint(0, 1)))
-    assert [case for case in cases if _plan_size(*case) != library.emulated_plan_size(*case)] == []
+    assert [case for case in cases if _plan_size(*case) != library.emulated_plan_size(*case, 0)] == []
+    assert library.emulated_plan_size(65, 0, 17, 4, 0, 1) == 4 + _plan_size(65, 0, 17, 4)  # of keys in pages
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

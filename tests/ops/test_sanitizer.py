@@ -17,7 +17,10 @@ ATTENTION = (
     "or unaligned or wrong_cu_seqlens or fused_projection or rows_apart or (one_token and not 65536)"
 )  # graphs need torch's caching allocator
 SMALL = "worked or prompts_of_codes or pack_ffd_of_many or poisoned or side_stream or next_call or one_pass"
-SMALL_TESTS = [f"tests/ops/test_{name}.py" for name in ("boundaries", "logps", "packing_ffd", "cuda", "attention_cuda")]
+SMALL_TESTS = [
+    f"tests/ops/test_{name}.py"
+    for name in ("boundaries", "logps", "packing_ffd", "cuda", "attention_pages_cuda", "attention_cuda")
+]
 # racecheck and synccheck know of so many barriers in shared memory, 32 of a block.
 MANY_BARRIERS = ["--num-cuda-barriers", "16384"]
 # To synccheck a barrier that warps come to at different instructions, as bar.sync allows, is divergence. The backward
@@ -35,7 +38,10 @@ RUNS = {
     "memcheck": ("memcheck", [f"tests/ops/test_{family}.py" for family in FAMILIES], SUITE, [], {}),
     "memcheck-attention": (
         "memcheck",
-        [f"tests/ops/test_{name}.py" for name in ("attention", "attention_cuda", "attention_dense")],
+        [
+            f"tests/ops/test_{name}.py"
+            for name in ("attention", "attention_cuda", "attention_pages_cuda", "attention_dense")
+        ],
         ATTENTION,
         [],
         {},

@@ -49,6 +49,7 @@ struct Args {
   uint32_t group_inverse = 0;  // 2^22 / group, rounded up: times x / 2^22 it is x / group for x < 2^12
   Divisor kv_heads;            // by num_kv_heads
   Divisor group_size;          // by group
+  Divisor page_size;           // by plan.pages.page_size
   int32_t head_dim = 0;        // of q, k, dq and dk
   int32_t head_dim_v = 0;      // of v, out, dout and dv
   // group, if 16 packed rows are whole tokens and both head_dims are an instance's; else 0

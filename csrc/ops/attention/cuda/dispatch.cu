@@ -42,6 +42,7 @@ Args forward_args(const VarlenAttentionParams& p, const FaultFlag& fault = {}) {
   a.group_inverse = static_cast<uint32_t>(((1 << 22) + a.group - 1) / a.group);
   a.kv_heads = Divisor(static_cast<uint32_t>(a.num_kv_heads));
   a.group_size = Divisor(static_cast<uint32_t>(a.group));
+  a.page_size = Divisor(static_cast<uint32_t>(p.pages.page_size));
   a.head_dim = static_cast<int32_t>(p.head_dim);
   a.head_dim_v = static_cast<int32_t>(p.head_dim_v);
   const PaddedDims dims = padded_dims(a.head_dim, a.head_dim_v);

@@ -17,8 +17,8 @@ PACKING_OPS_HOST_DEVICE Interval<int32_t> clamped(int32_t begin, int32_t end, in
 // kOpenWindow.
 struct DocumentView {
   int64_t start_q;
-  int64_t start_k;
-  int32_t tokens;  // queries
+  int64_t start_k;  // the row of its first key, or in pages the document's number
+  int32_t tokens;   // queries
   int32_t keys;
   Window window;
 
@@ -93,7 +93,10 @@ PACKING_OPS_HOST_DEVICE DocumentView document_view(const PlanEntry& entry, Windo
 
 PACKING_OPS_HOST_DEVICE DocumentWithEnds document_with_ends(const Documents& documents_q, const Documents& documents_k,
                                                             int64_t document, const PlanView& plan) {
-  return {document_view(documents_q, documents_k, document, plan.window), plan.ends};
+  if (!plan.pages.used) return {document_view(documents_q, documents_k, document, plan.window), plan.ends};
+  const Interval<int64_t> q = documents_q[document];
+  const auto keys = static_cast<int32_t>(plan.pages.keys(document));
+  return {{q.begin, document, static_cast<int32_t>(q.size()), keys, plan.window}, plan.ends};
 }
 
 PACKING_OPS_HOST_DEVICE DocumentWithEnds document_with_ends(const PlanEntry& entry, const PlanView& plan) {

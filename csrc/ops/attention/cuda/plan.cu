@@ -198,6 +198,17 @@ __device__ void for_each_tile(const TileLister& lister, const Documents& documen
   }
 }
 
+// Flags the wrong ones.
+__device__ bool wrong_lengths(const KeyPages& pages, int64_t documents, const FaultFlag& fault) {
+  bool wrong = false;
+  for (int64_t i = threadIdx.x; pages.used && i < documents; i += blockDim.x) {
+    if (pages.seqused_k[i] == pages.keys(i)) continue;
+    fault.raise(Fault::kKeysPastPages, i);
+    wrong = true;
+  }
+  return wrong;
+}
+
 __device__ bool wrong_entries(const Documents& documents) {
   bool wrong = false;
   for (int64_t i = threadIdx.x; i <= documents.num_documents; i += blockDim.x) {
@@ -258,22 +269,29 @@ __global__ void __launch_bounds__(kPlanThreads)
   // If one entry of cu_seqlens or visible_end is wrong, the whole batch counts as padding: results are zeros, and no
   // address is computed from a wrong value.
   const bool wrong_ends = plan.ends.end != nullptr && plan.data[PlanView::kWrongEnds] != 0;
-  const bool wrong = __syncthreads_or(wrong_ends || wrong_entries(documents_q) || wrong_entries(documents_k));
+  const bool pages = plan.pages.used;
+  const bool wrong_keys = pages ? wrong_lengths(plan.pages, plan.num_documents, fault) : wrong_entries(documents_k);
+  const bool wrong = __syncthreads_or(wrong_ends || wrong_entries(documents_q) || wrong_keys);
   if (list == 0) {
     if (threadIdx.x == 0) {
       plan.data[PlanView::kEndQ] = wrong ? 0 : static_cast<int32_t>(documents_q.end());
-      plan.data[PlanView::kEndK] = wrong ? 0 : static_cast<int32_t>(documents_k.end());
+      plan.data[PlanView::kEndK] = wrong || pages ? 0 : static_cast<int32_t>(documents_k.end());
       plan.data[PlanView::kGeometry] = plan.geometry();
     }
     for (int64_t i = threadIdx.x; i <= plan.num_documents; i += blockDim.x) {
       plan.planned_cu_seqlens_q()[i] = documents_q.cu_seqlens[i];
-      plan.planned_cu_seqlens_k()[i] = documents_k.cu_seqlens[i];
+      if (!pages) plan.planned_cu_seqlens_k()[i] = documents_k.cu_seqlens[i];
+      if (pages && i < plan.num_documents) plan.planned_cu_seqlens_k()[i] = plan.pages.seqused_k[i];
     }
   }
   if (wrong) {
     if (threadIdx.x == 0) plan.data[list] = 0;
     flag_cu_seqlens(documents_q, fault);
-    flag_cu_seqlens(documents_k, fault);
+    if (!pages) flag_cu_seqlens(documents_k, fault);
+    return;
+  }
+  if (pages && list > PlanView::kForwardResident) {  // there is no backward
+    if (threadIdx.x == 0) plan.data[list] = 0;
     return;
   }
   for (int i = threadIdx.x; i < kBuckets; i += blockDim.x) counters[i] = 0;
@@ -338,6 +356,7 @@ PlanView plan_view(const AttentionPlanParams& p) {
   };
   plan.window = {side(p.window_left), side(p.window_right)};
   plan.num_kv_heads = static_cast<int32_t>(p.num_kv_heads);
+  plan.pages = p.pages;
   set_dq_ring(plan, p.device);
   const int64_t capacity[PlanView::kLists] = {plan.forward_capacity(),
                                               plan.forward_short_capacity(),

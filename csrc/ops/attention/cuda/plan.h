@@ -34,7 +34,7 @@ struct alignas(16) PlanEntry {
   };
   int32_t start_q;
   int32_t tokens;
-  int32_t start_k;
+  int32_t start_k;  // as in DocumentView
   int32_t keys;
   union {
     int32_t first_token;        // forward: of the tile's rows
@@ -62,6 +62,7 @@ struct PlanView {
   uint32_t dq_ring = 1;
   int64_t dq_ring_tiles = 0;
   VisibleEnd ends = {nullptr, nullptr};  // a copy of visible_end and its inverse, in `data` behind the entries
+  KeyPages pages;                        // the call's; the plan depends on its seqused_k and max_keys
 
   enum Header {
     kForward,
@@ -80,7 +81,8 @@ struct PlanView {
   };
   PlanEntry* entries[kLists] = {};  // each list's first, in `data`
 
-  // Copies of cu_seqlens, [num_documents + 1] each: a plan is valid only for these values.
+  // Copies of cu_seqlens, [num_documents + 1] each: a plan is valid only for these values. In pages seqused_k instead
+  // of the second.
   PACKING_OPS_HOST_DEVICE int32_t* planned_cu_seqlens_q() const { return data + kHeaderWords; }
   PACKING_OPS_HOST_DEVICE int32_t* planned_cu_seqlens_k() const { return planned_cu_seqlens_q() + num_documents + 1; }
 
@@ -90,10 +92,13 @@ struct PlanView {
 
   // Hash of what a plan depends on beside cu_seqlens.
   PACKING_OPS_HOST_DEVICE int32_t geometry() const {
-    const int32_t words[] = {tiles.group,          tiles.forward_rows,      tiles.forward_keys,  tiles.short_rows,
-                             tiles.short_max_keys, tiles.resident_max_keys, tiles.backward_rows, tiles.backward_keys,
-                             tiles.small_keys,     tiles.single_keys,       window.left,         window_right(),
-                             num_kv_heads};
+    const int32_t words[] = {tiles.group,          tiles.forward_rows,
+                             tiles.forward_keys,   tiles.short_rows,
+                             tiles.short_max_keys, tiles.resident_max_keys,
+                             tiles.backward_rows,  tiles.backward_keys,
+                             tiles.small_keys,     tiles.single_keys,
+                             window.left,          window_right(),
+                             num_kv_heads,         static_cast<int32_t>(pages.used ? pages.max_keys : -1)};
     uint32_t digest = 2166136261u;  // FNV-1a
     for (const int32_t word : words) digest = (digest ^ static_cast<uint32_t>(word)) * 16777619u;
     return static_cast<int32_t>(digest);

@@ -15,8 +15,11 @@ __device__ inline void check_plan(const PlanView& plan, const Documents& documen
   if (thread == 0 && plan.data[PlanView::kGeometry] != plan.geometry()) fault.raise(Fault::kPlanOfOtherHeads, 0);
   const int32_t* planned_cu_seqlens_q = plan.planned_cu_seqlens_q();
   const int32_t* planned_cu_seqlens_k = plan.planned_cu_seqlens_k();
+  const bool pages = plan.pages.used;
+  const int32_t* values_k = pages ? plan.pages.seqused_k : documents_k.cu_seqlens;
   for (int64_t i = thread; i <= plan.num_documents; i += count) {
-    if (documents_q.cu_seqlens[i] != planned_cu_seqlens_q[i] || documents_k.cu_seqlens[i] != planned_cu_seqlens_k[i]) {
+    const bool same_keys = (pages && i == plan.num_documents) || values_k[i] == planned_cu_seqlens_k[i];
+    if (documents_q.cu_seqlens[i] != planned_cu_seqlens_q[i] || !same_keys) {
       fault.raise(Fault::kPlanOfOtherDocuments, i);
     }
   }

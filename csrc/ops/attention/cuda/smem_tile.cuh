@@ -7,6 +7,7 @@
 #include "core/ptx/mma.cuh"
 #include "ops/attention/cuda/mask.cuh"
 #include "ops/attention/cuda/pack_gqa.cuh"
+#include "ops/attention/cuda/pages.cuh"
 
 namespace packing_ops::attention {
 
@@ -109,16 +110,26 @@ __device__ __forceinline__ KeyRows key_rows(const AttentionTensor& rows, const D
           rows.token_stride, d.keys - first_key};
 }
 
+// Keys that a tile may hold: `valid` of them, from `row` of k and v on.
+struct KeySpan {
+  int64_t row;
+  int32_t valid;
+};
+
+__device__ __forceinline__ KeySpan key_span(const Args& args, const DocumentView& d, int32_t first_key) {
+  return {row_of_key(args, d, first_key), d.keys - first_key};
+}
+
 // load_rows of keys, in fewer instructions and more registers.
 template <int kThreads, int kRows, int kDim>
-__device__ __forceinline__ void load_keys(Tile<kRows, kDim> tile, const AttentionTensor& from, const DocumentView& d,
-                                          int32_t kv_head, int32_t first_key, int head_dim, int thread,
-                                          int32_t rows = kRows) {
-  const int32_t valid = d.keys - first_key;
+__device__ __forceinline__ void load_keys(Tile<kRows, kDim> tile, const AttentionTensor& from, const KeySpan& keys,
+                                          int32_t kv_head, int head_dim, int thread, int32_t rows = kRows) {
+  static_assert(kForkAlignment % kRows == 0);  // a tile lies in one page
+  const int32_t valid = keys.valid;
   const int64_t step = kThreads / 8 * from.token_stride;
   const uint16_t* thread_source = static_cast<const uint16_t*>(from.data) +
-                                  (d.start_k + (first_key + (thread >> 3))) * from.token_stride +
-                                  kv_head * from.head_stride + (thread & 7) * 8;
+                                  (keys.row + (thread >> 3)) * from.token_stride + kv_head * from.head_stride +
+                                  (thread & 7) * 8;
   if (valid >= kRows && head_dim == kDim) {
     load_tile_unchecked<kThreads>(tile, thread, thread_source, step);
   } else {

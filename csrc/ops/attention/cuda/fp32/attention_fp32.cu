@@ -2,6 +2,7 @@
 #include "core/launch.cuh"
 #include "ops/attention/cuda/fp32/attention_fp32.h"
 #include "ops/attention/cuda/mask.cuh"
+#include "ops/attention/cuda/pages.cuh"
 #include "ops/attention/cuda/plan_check.cuh"
 
 namespace packing_ops::attention::fp32 {
@@ -128,7 +129,7 @@ __global__ void __launch_bounds__(kThreads) forward_fp32_kernel(__grid_constant_
     if (!keys.empty()) {
       const auto q = load<kWords>(args.q, token, head, args.head_dim);
       for (int32_t key = keys.begin; key < keys.end; ++key) {
-        const int64_t at = position.document.start_k + key;
+        const int64_t at = row_of_key(args, position.document, key);
         float slope;
         const float score = score_of(dot(q, load<kWords>(args.k, at, kv_head, args.head_dim)), args, &slope);
         const float top = fmaxf(row_max, score);

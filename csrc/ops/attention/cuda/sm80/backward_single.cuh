@@ -86,8 +86,9 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true, kTier, kDimV>
     const int32_t steps = tiles.end - tiles.begin;
 
     // Prologue: k and v, q and dout of the first row tile
-    load_keys<Shape::kThreads>(u.tile_k(), args.k, d, kv_head, 0, args.head_dim, threadIdx.x);
-    load_keys<Shape::kThreads>(u.tile_v(), args.v, d, kv_head, 0, args.head_dim_v, threadIdx.x);
+    const KeySpan keys = {d.start_k, d.keys};
+    load_keys<Shape::kThreads>(u.tile_k(), args.k, keys, kv_head, args.head_dim, threadIdx.x);
+    load_keys<Shape::kThreads>(u.tile_v(), args.v, keys, kv_head, args.head_dim_v, threadIdx.x);
     ptx::cp_async_commit();
     PackedRows rows(args, d, kv_head, static_cast<int64_t>(tiles.begin) * kRows, kRows);
     if (steps > 0) u.load_rows(args, rows, 0);

@@ -85,9 +85,9 @@ __global__ void __launch_bounds__(128, ForwardShape<kDim, kShort, kDimV>::kBlock
     }
   };
   const auto load_next_keys = [&](const ForwardWork& work, int32_t tile, int stage) {
-    const int32_t first_key = tile * Shape::kKeys;
-    load_keys<Shape::kThreads>(tile_k(stage), args.k, work.d, work.kv_head, first_key, args.head_dim, threadIdx.x);
-    load_keys<Shape::kThreads>(tile_v(stage), args.v, work.d, work.kv_head, first_key, args.head_dim_v, threadIdx.x);
+    const KeySpan keys = key_span(args, work.d, tile * Shape::kKeys);
+    load_keys<Shape::kThreads>(tile_k(stage), args.k, keys, work.kv_head, args.head_dim, threadIdx.x);
+    load_keys<Shape::kThreads>(tile_v(stage), args.v, keys, work.kv_head, args.head_dim_v, threadIdx.x);
   };
   // Prologue: q and the first key tile of the first unit
   ptx::griddepcontrol_launch_dependents();

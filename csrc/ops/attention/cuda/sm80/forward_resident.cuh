@@ -99,9 +99,11 @@ __device__ __forceinline__ void load_units(const Args& args, ResidentRing<Shape>
     }
     const auto from_lane = [&](int32_t x) { return __shfl_sync(0xffffffffu, x, unit % 32); };
     const int32_t kv_head = from_lane(head);
-    const DocumentWithEnds d = {{from_lane(entry.start_q), from_lane(entry.start_k), from_lane(entry.tokens),
-                                 from_lane(entry.keys), args.plan.window},
-                                args.plan.ends};
+    DocumentWithEnds d = {{from_lane(entry.start_q), from_lane(entry.start_k), from_lane(entry.tokens),
+                           from_lane(entry.keys), args.plan.window},
+                          args.plan.ends};
+    static_assert(kResidentMaxKeys <= kForkAlignment);
+    d.start_k = row_of_key(args, d, 0);  // the keys that resident rows see lie in one page
     const int32_t first_token = from_lane(entry.first_token);
     const int32_t end_token = from_lane(entry.end_token);
     const int32_t end_key = from_lane(entry.end_key);
@@ -113,10 +115,11 @@ __device__ __forceinline__ void load_units(const Args& args, ResidentRing<Shape>
 #pragma unroll 1
     for (int32_t i = 0; i < tiles; ++i) {
       const int32_t first_key = i * Shape::kKeys;
+      const KeySpan span = {d.start_k + first_key, d.keys - first_key};
       const int32_t keys = end_key - first_key;
       // Keys after the last one have p = 0, but v must be finite there: 0 * NaN is NaN.
-      load_keys<32>(tile_k(first_tile), args.k, d, kv_head, first_key, args.head_dim, lane, keys);
-      load_keys<32>(tile_v(first_tile), args.v, d, kv_head, first_key, args.head_dim_v, lane, (keys + 15) & ~15);
+      load_keys<32>(tile_k(first_tile), args.k, span, kv_head, args.head_dim, lane, keys);
+      load_keys<32>(tile_v(first_tile), args.v, span, kv_head, args.head_dim_v, lane, (keys + 15) & ~15);
       first_tile = first_tile + 1 < Shape::kTiles ? first_tile + 1 : 0;
     }
     announce(described);

@@ -80,7 +80,8 @@ __global__ void __launch_bounds__(WideShape<kTier>::kThreads, 1)
   const auto load = [&](typename Shape::AllK tile, const AttentionTensor& from, int head_dim, const ForwardWork& work,
                         int32_t key_tile) {
     if (threadIdx.x < Shape::kKeyThreads) {
-      load_keys<Shape::kKeyThreads>(tile, from, work.d, work.kv_head, key_tile * Shape::kKeys, head_dim, threadIdx.x);
+      const KeySpan keys = key_span(args, work.d, key_tile * Shape::kKeys);
+      load_keys<Shape::kKeyThreads>(tile, from, keys, work.kv_head, head_dim, threadIdx.x);
     }
   };
 

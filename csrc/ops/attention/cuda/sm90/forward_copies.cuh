@@ -1,6 +1,7 @@
 // What the forward's producer warpgroup does: a role each for keys and values, for q, and for out (kOutThroughQ).
 #pragma once
 
+#include "ops/attention/cuda/pages.cuh"
 #include "ops/attention/cuda/sm90/forward_shape.cuh"
 
 namespace packing_ops::attention::sm90 {
@@ -29,10 +30,12 @@ __device__ __forceinline__ void load_keys_and_values(const ForwardArgs& args, Fo
   };
   for (uint32_t round = 0; rounds.has(round); ++round) {
     const ForwardUnit unit = rounds.unit(args, round);
-    const DocumentTokens tokens(unit.d.start_k, unit.d.keys);
+    static_assert(kForkAlignment % Shape::kKeys == 0);  // a tile lies in one page
 #pragma unroll 1
     for (int32_t tile = unit.first_tile; tile < unit.end_tile; ++tile) {
-      const ptx::TmaCoords keys = {0, tokens.before_end + tile * Shape::kKeys, unit.kv_head, tokens.to_end, kMapTokens};
+      const int32_t first_key = tile * Shape::kKeys;
+      const DocumentTokens tokens(row_of_key(args.common, unit.d, first_key) - first_key, unit.d.keys);
+      const ptx::TmaCoords keys = {0, tokens.before_end + first_key, unit.kv_head, tokens.to_end, kMapTokens};
       ptx::mbarrier_wait(&shared.k_empty[k.stage], k.parity ^ 1);
       load(args.k, Shape::tile_k(base, k.stage), Shape::kPanelsK, keys, &shared.k_full[k.stage]);
       k.next();
