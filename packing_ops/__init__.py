@@ -30,7 +30,7 @@ from packing_ops.boundaries import (
     shift_labels,
     shift_values,
 )
-from packing_ops.flash_attn import flash_attn_func, flash_attn_varlen_func
+from packing_ops.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from packing_ops.invariance import Invariance, LayerInvariance, check_invariance, invariant, is_invariant
 from packing_ops.logps import chunked_cross_entropy, token_logps
 from packing_ops.masks import block_causal_mask, xformers_bias
@@ -81,6 +81,7 @@ __all__ = [
     "cu_seqlens_from_position_ids",
     "flash_attn_func",
     "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
     "gae",
     "invariant",
     "is_invariant",

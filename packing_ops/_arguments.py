@@ -6,6 +6,7 @@ import os
 import reprlib
 from array import array
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 import torch
 
@@ -75,6 +76,37 @@ def as_tensor(value) -> torch.Tensor:
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """What values of ``dtype`` are summed and returned in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# --- layouts of q, k and v ---
+
+Layout = Literal["thd", "bhsd", "bshd"]
+LAYOUTS = get_args(Layout)  # t total, b batch of 1, s seqlen, h num_heads, d head_dim
+
+
+def layout_of(q: torch.Tensor, k: torch.Tensor, layout: str | None, same_documents: bool) -> str:
+    """``layout``, or the one that the shapes allow; a q of a wrong shape is left for the op to refuse."""
+    if layout is not None:
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout: expected 'thd', 'bhsd' or 'bshd', got {layout!r}")
+        if q.dim() != len(layout):
+            raise ValueError(f"q: expected {len(layout)} dimensions in layout {layout!r}, got {described(q)}")
+        return layout
+    check_tensor(k, "k")
+    # Rows of the same documents have as many tokens in q and k: where one size differs it counts heads.
+    if k.dim() != 4 or q.shape[0] != 1 or (same_documents and q.shape[2] == k.shape[2] and q.shape[1] != k.shape[1]):
+        return "bhsd"
+    raise ValueError(
+        "layout: expected 'bhsd' ([1, num_heads, total, head_dim]) or 'bshd' ([1, total, num_heads, head_dim]) for a q "
+        f"that may be either, got None with q {described(q)} and k {described(k)}"
+    )
+
+
+def without_batch(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    check_tensor(tensor, name)
+    if tensor.dim() != 4 or tensor.shape[0] != 1:
+        raise ValueError(f"{name}: expected [1, total, num_heads, head_dim] in layout 'bshd', got {described(tensor)}")
+    return tensor[0]
 
 
 # --- what came, in words ---

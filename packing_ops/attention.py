@@ -16,19 +16,16 @@ likewise. Under a causal mask over as many keys as queries, rows before key // 1
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
 from packing_ops import _batch_cache, _ops
-from packing_ops._arguments import FLOATS, check_tensor, described, sum_dtype, window_sides
+from packing_ops._arguments import FLOATS, Layout, check_tensor, layout_of, sum_dtype, window_sides, without_batch
 from packing_ops._autograd import past_autograd, register_autograd, register_no_autograd
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
+from packing_ops.paged_attention import attend_pages, pages_of
 from packing_ops.prefix_attention import PrefixPaths, of_tree, rows_of_tree, token_major
-
-Layout = Literal["thd", "bhsd", "bshd"]
-LAYOUTS = get_args(Layout)  # of q, k and v: t total, b batch of 1, s seqlen, h num_heads, d head_dim
-
 
 # By device. Float64 has no CUDA kernel.
 DTYPES = {"cpu": FLOATS, "cuda": tuple(dtype for dtype in FLOATS if dtype != torch.float64)}
@@ -66,6 +63,8 @@ def varlen_attention(
     plan: torch.Tensor | None = None,
     visible_end: torch.Tensor | None = None,
     parents: torch.Tensor | PrefixPaths | None = None,
+    block_table: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
     return_lse: Literal[False] = False,
     layout: Layout | None = None,
 ) -> torch.Tensor: ...
@@ -85,6 +84,8 @@ def varlen_attention(
     plan: torch.Tensor | None = None,
     visible_end: torch.Tensor | None = None,
     parents: torch.Tensor | PrefixPaths | None = None,
+    block_table: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
     return_lse: Literal[True],
     layout: Layout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -103,6 +104,8 @@ def varlen_attention(
     plan: torch.Tensor | None = None,
     visible_end: torch.Tensor | None = None,
     parents: torch.Tensor | PrefixPaths | None = None,
+    block_table: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
     return_lse: bool = False,
     layout: Layout | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -139,6 +142,10 @@ def varlen_attention(
             to itself; windows count along that path. k and v are gathered along the paths, which are found once for a
             tree. A tensor on CUDA is read on the host, which waits. PackedMetadata.from_prefix_tree in place of
             cu_seqlens_q does not wait, nor do its ``paths`` here. Causal, without ``cu_seqlens_k``.
+        block_table: int32 ``[num_documents, pages]``: k and v are pages, ``[num_pages, page_size, num_kv_heads, head_dim]``,
+            page_size a multiple of 128 (any, where a document has one page), and these are the pages of each document.
+            Forward only, without ``cu_seqlens_k``, ``visible_end`` and ``parents``. docs/pages.md.
+        seqused_k: int32 ``[num_documents]``, the keys of each document, beside ``block_table``. Rows after them are not read.
         return_lse: also return the log of each denominator, sink included.
         layout: ``"thd"`` ``[total, num_heads, head_dim]``; ``"bhsd"`` ``[1, num_heads, total, head_dim]``, heads first, as
             models of transformers hold them; ``"bshd"`` ``[1, total, num_heads, head_dim]``, as flash-attn does. Three
@@ -174,14 +181,19 @@ def varlen_attention(
         ValueError: shapes, dtypes or devices that do not fit, four dimensions that may be either layout, cu_seqlens that
             do not start at 0, decrease or end past the rows, causal with keys to the right, visible_end beside
             ``causal=False`` or a right window. The message names the argument. Values of visible_end that are too small,
-            too large or decrease too: on CUDA in a later call, and then the results are zeros.
-        NotImplementedError: a device without a kernel; second derivatives and forward-mode ones (torch.func.jvp).
+            too large or decrease too: on CUDA in a later call, and then the results are zeros. So do seqused_k beyond a row
+            of block_table, and pages that k does not have, in whose place another is read.
+        NotImplementedError: a device without a kernel; second derivatives and forward-mode ones (torch.func.jvp); any
+            beside block_table.
 
     Method: Dao, FlashAttention-2 (2023): tiles, online softmax, recomputation in backward.
     """
+    options = checked_options(causal, softmax_scale, window_size, softcap, sinks, visible_end)
+    if (pages := pages_of(block_table, seqused_k, cu_seqlens_k=cu_seqlens_k, parents=parents)) is not None:
+        out, lse = attend_pages(q, k, v, cu_seqlens_q, pages, options, plan=plan, layout=layout)
+        return (out, lse) if return_lse else out
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
-    options = checked_options(causal, softmax_scale, window_size, softcap, sinks, visible_end)
     out, lse = attend(q, k, v, cu_seqlens_q, cu_seqlens_k, options, plan=plan, layout=layout, parents=parents)
     return (out, lse) if return_lse else out
 
@@ -220,9 +232,9 @@ def attend(
             options = options._replace(paths=cu_seqlens_q.paths)
     check_tensor(q, "q")
     cache = None
-    tokens_first = (layout or q.dim() == 4) and _layout_of(q, k, layout, cu_seqlens_k is cu_seqlens_q) == "bshd"
+    tokens_first = (layout or q.dim() == 4) and layout_of(q, k, layout, cu_seqlens_k is cu_seqlens_q) == "bshd"
     if tokens_first:
-        q, k, v = (_without_batch(t, name) for name, t in (("q", q), ("k", k), ("v", v)))
+        q, k, v = (without_batch(t, name) for name, t in (("q", q), ("k", k), ("v", v)))
     if not (isinstance(cu_seqlens_q, torch.Tensor) and isinstance(cu_seqlens_k, torch.Tensor)):
         cu_seqlens_q, cu_seqlens_k, cache = without_metadata(q, k, cu_seqlens_q, cu_seqlens_k)
     if parents is not None or options.paths is not None:
@@ -322,31 +334,6 @@ def without_metadata(
     return cu_seqlens_q, cu_seqlens_k, documents_q._cache if isinstance(documents_q, PackedMetadata) else None
 
 
-def _layout_of(q: torch.Tensor, k: torch.Tensor, layout: str | None, same_documents: bool) -> str:
-    """``layout``, or the one that the shapes allow; a q of a wrong shape is left for the op to refuse."""
-    if layout is not None:
-        if layout not in LAYOUTS:
-            raise ValueError(f"layout: expected 'thd', 'bhsd' or 'bshd', got {layout!r}")
-        if q.dim() != len(layout):
-            raise ValueError(f"q: expected {len(layout)} dimensions in layout {layout!r}, got {described(q)}")
-        return layout
-    check_tensor(k, "k")
-    # Rows of the same documents have as many tokens in q and k: where one size differs it counts heads.
-    if k.dim() != 4 or q.shape[0] != 1 or (same_documents and q.shape[2] == k.shape[2] and q.shape[1] != k.shape[1]):
-        return "bhsd"
-    raise ValueError(
-        "layout: expected 'bhsd' ([1, num_heads, total, head_dim]) or 'bshd' ([1, total, num_heads, head_dim]) for a q "
-        f"that may be either, got None with q {described(q)} and k {described(k)}"
-    )
-
-
-def _without_batch(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    check_tensor(tensor, name)
-    if tensor.dim() != 4 or tensor.shape[0] != 1:
-        raise ValueError(f"{name}: expected [1, total, num_heads, head_dim] in layout 'bshd', got {described(tensor)}")
-    return tensor[0]
-
-
 def attention_plan(
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor | None = None,
@@ -360,6 +347,7 @@ def attention_plan(
     window_size: tuple[int, int] = (-1, -1),
     head_dim_v: int | None = None,
     visible_end: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The work list of a packed batch on a GPU: made once, used by the forward and backward of every layer.
 
@@ -368,6 +356,7 @@ def attention_plan(
         total_q, total_k: rows of q and of k; without total_k those of q.
         num_heads, num_kv_heads, head_dim: of the calls that will use it.
         head_dim_v: head_dim of their v, where it is another than that of q and k.
+        seqused_k: of calls with a block_table, any one; total_k is then what a row of it holds, pages * page_size.
 
     Returns:
         int32, its size independent of the lengths; empty on the CPU. One kernel, no synchronisation. A plan is valid
@@ -383,19 +372,12 @@ def attention_plan(
     Raises:
         ValueError: cu_seqlens, visible_end or heads that do not fit; the message names the argument.
     """
-    return _ops.attention_plan(
-        cu_seqlens_q,
-        cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
-        total_q,
-        total_q if total_k is None else total_k,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        causal,
-        *window_sides(window_size),
-        head_dim_v,
-        visible_end,
-    )
+    total_k = total_q if total_k is None else total_k
+    geometry = total_q, total_k, num_heads, num_kv_heads, head_dim, causal, *window_sides(window_size), head_dim_v
+    if seqused_k is not None:
+        return _ops.paged_attention_plan(cu_seqlens_q, seqused_k, *geometry)
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    return _ops.attention_plan(cu_seqlens_q, cu_seqlens_k, *geometry, visible_end)
 
 
 def refuse_heads_first(q: torch.Tensor) -> None:
@@ -436,6 +418,15 @@ def _(
     return cu_seqlens_q.new_empty(size, dtype=torch.int32)
 
 
+@_ops.register_fake("paged_attention_plan")
+def _(cu_seqlens_q: torch.Tensor, seqused_k: torch.Tensor, total_q: int, *others: Any) -> torch.Tensor:
+    _, num_heads, num_kv_heads, *_ = others
+    size = 0
+    if cu_seqlens_q.device.type == "cuda":
+        size = 4 + _plan_size(total_q, 0, cu_seqlens_q.shape[0] - 1, num_heads // num_kv_heads)
+    return cu_seqlens_q.new_empty(size, dtype=torch.int32)
+
+
 def _out_and_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
     out = q.new_empty((*token_major(q).shape[:-1], v.shape[-1]))
     return out, q.new_empty(out.shape[-3:-1][::-1], dtype=sum_dtype(q.dtype))
@@ -456,6 +447,7 @@ def _gradients(
     return dq, dk, dv, q.new_empty(0 if sinks is None else lse.shape[0], dtype=sum_dtype(q.dtype))
 
 
+_ops.register_fake("paged_attention")(_out_and_lse)
 for _op in ("varlen_attention", "prefix_attention"):
     _ops.register_fake(_op)(_out_and_lse)
     _ops.register_fake(f"{_op}_backward")(_gradients)

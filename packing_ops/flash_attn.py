@@ -1,12 +1,13 @@
-"""flash_attn_func and flash_attn_varlen_func: varlen_attention under flash-attn's names and signatures."""
+"""flash_attn_func, flash_attn_varlen_func and flash_attn_with_kvcache: varlen_attention under flash-attn's names."""
 
 from typing import Literal, overload
 
 import torch
 
 from packing_ops import _batch_cache
-from packing_ops._arguments import check_tensor
+from packing_ops._arguments import check_cu_seqlens, check_tensor, described, integer
 from packing_ops.attention import attend, checked_options, refuse_heads_first
+from packing_ops.paged_attention import KeyPages, attend_pages, lengths_of, lengths_with, write_keys
 
 
 @overload
@@ -75,6 +76,8 @@ def flash_attn_varlen_func(
         q, k, v: ``[total, num_heads, head_dim]``; v may have another head_dim, which out then has.
         max_seqlen_q, max_seqlen_k: not needed, any upper bound will do.
         deterministic: accepted; the backward always is.
+        block_table: int32 ``[num_documents, pages]``: k and v are pages, as in varlen_attention, and cu_seqlens_k tell how
+            many keys each document has. Forward only.
         s_aux: varlen_attention's ``sinks``, under the name that transformers gives to Hub kernels.
         Others: as varlen_attention. ``causal`` is False unless given, as in flash-attn.
 
@@ -88,18 +91,21 @@ def flash_attn_varlen_func(
         torch.Size([5, 2, 8])
 
     Raises:
-        NotImplementedError: dropout_p > 0, alibi_slopes or block_table.
+        NotImplementedError: dropout_p > 0 or alibi_slopes; a gradient beside block_table.
         ValueError: as varlen_attention.
     """
     if dropout_p > 0:
         raise NotImplementedError(f"dropout_p: expected 0.0, dropout is not supported, got {dropout_p}")
     if alibi_slopes is not None:
         raise NotImplementedError("alibi_slopes: expected None, ALiBi is not supported")
-    if block_table is not None:
-        raise NotImplementedError("block_table: expected None, paged keys and values are not supported")
     refuse_heads_first(q)
     options = checked_options(causal, softmax_scale, window_size, softcap, sinks=s_aux)
-    out, lse = attend(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+    if block_table is None:
+        out, lse = attend(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+    else:
+        check_tensor(block_table, "block_table")
+        check_cu_seqlens(cu_seqlens_k, "cu_seqlens_k")
+        out, lse = attend_pages(q, k, v, cu_seqlens_q, KeyPages(block_table, lengths_of(cu_seqlens_k)), options)
     return (out, lse, None) if return_attn_probs else out
 
 
@@ -181,3 +187,183 @@ def flash_attn_func(
     out, lse, _ = flash_attn_varlen_func(*(t.flatten(0, 1) for t in (q, k, v)), *seqlens_args, *options)  # type: ignore[call-overload]
     out, lse = out.view(*q.shape[:3], v.shape[3]), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
     return (out, lse, None) if return_attn_probs else out
+
+
+@overload
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: Literal[False] = False,
+    s_aux: torch.Tensor | None = None,
+) -> torch.Tensor: ...
+@overload
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    *,
+    return_softmax_lse: Literal[True],
+    s_aux: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    s_aux: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of new queries over a cache of keys and values, into which new keys may be written first. Forward only.
+
+    Args:
+        q: ``[batch, seqlen_q, num_q_heads, head_dim]``: the last queries of each sequence.
+        k_cache, v_cache: ``[batch, seqlen_cache, num_kv_heads, head_dim]``, or with ``block_table`` pages,
+            ``[num_pages, page_size, num_kv_heads, head_dim]``, page_size a multiple of 128.
+        k, v: ``[batch, seqlen_new, num_kv_heads, head_dim]``, written into the caches, in place, behind the keys that
+            cache_seqlens counts. Only those that have a place there are.
+        cache_seqlens: keys in the cache before this call: a number, or int32 ``[batch]``. Layers that pass the same tensor
+            share a plan. Without it, and without k, the whole cache.
+        cache_batch_idx: int32 ``[batch]``, each sequence's row of a cache without pages; without it they are in order.
+        block_table: int32 ``[batch, pages]``, the pages of each sequence.
+        num_splits: 0 or 1: keys are never split over blocks, which would change bits.
+        s_aux: varlen_attention's ``sinks``.
+        softmax_scale, causal, window_size, softcap: as flash_attn_varlen_func.
+
+    Returns:
+        out like q with v's head_dim, or with ``return_softmax_lse`` (out, lse ``[batch, num_q_heads, seqlen_q]``). Its bits are
+        those of varlen_attention over the same keys end to end. No synchronisation.
+
+    Example:
+        >>> cache, lengths = torch.zeros(2, 2, 256, 1, 64), torch.tensor([5, 0], dtype=torch.int32)
+        >>> q, k, v = torch.ones(3, 2, 1, 1, 64)  # a token of each sequence
+        >>> flash_attn_with_kvcache(q, *cache, k, v, cache_seqlens=lengths, causal=True)[:, 0, 0, 0]
+        tensor([0.9983, 1.0000])
+        >>> cache[0, :, :6, 0, 0]
+        tensor([[0., 0., 0., 0., 0., 1.],
+                [1., 0., 0., 0., 0., 0.]])
+
+    Raises:
+        NotImplementedError: rotary_cos, rotary_sin, cache_leftpad or alibi_slopes, num_splits over 1; a gradient.
+        ValueError: shapes, dtypes or devices that do not fit; the message names the argument. A cache that is too short
+            or a wrong page: seqused_k (cache_seqlens and the new keys) or block_table, on CUDA in a later call.
+    """
+    for name, given in {
+        "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_leftpad": cache_leftpad, "alibi_slopes": alibi_slopes
+    }.items():  # fmt: skip
+        if given is not None:
+            raise NotImplementedError(f"{name}: expected None, it is not supported")
+    if num_splits not in (0, 1):
+        raise NotImplementedError(
+            f"num_splits: expected 0 or 1, splits of the keys are not supported, got {num_splits}"
+        )
+    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        check_tensor(tensor, name)
+        if tensor.dim() != 4:
+            raise ValueError(f"{name}: expected four dimensions, as flash-attn has them, got {described(tensor)}")
+    if v_cache.shape[:3] != k_cache.shape[:3]:
+        raise ValueError(
+            f"v_cache: expected {list(k_cache.shape)} like k_cache (but for head_dim), got {described(v_cache)}"
+        )
+    if k is not None or v is not None:
+        check_tensor(k, "k")
+        check_tensor(v, "v")
+    block_table = _cache_table(q, k_cache, cache_batch_idx, block_table)
+    seqused_k = _cache_lengths(q, cache_seqlens, block_table.shape[1] * k_cache.shape[1], k)
+    if k is not None and v is not None:
+        write_keys(k_cache, v_cache, k, v, block_table, seqused_k)
+    cu_seqlens_q = _batch_cache.dense_cu_seqlens(q.shape[0], q.shape[1], q, "q")
+    options = checked_options(causal, softmax_scale, window_size, softcap, sinks=s_aux)
+    pages = KeyPages(block_table, seqused_k)
+    out, lse = attend_pages(q.flatten(0, 1), k_cache, v_cache, cu_seqlens_q, pages, options)
+    out, lse = out.view(*q.shape[:3], out.shape[-1]), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
+    return (out, lse) if return_softmax_lse else out
+
+
+def _cache_table(
+    q: torch.Tensor, k_cache: torch.Tensor, cache_batch_idx: torch.Tensor | None, block_table: torch.Tensor | None
+) -> torch.Tensor:
+    """A block_table; a row of a cache without pages is one page."""
+    batch = q.shape[0]
+    if block_table is not None:
+        if cache_batch_idx is not None:
+            raise ValueError("cache_batch_idx: expected None beside block_table, got both")
+        check_tensor(block_table, "block_table")
+        if block_table.dim() != 2 or block_table.shape[0] != batch:
+            raise ValueError(f"block_table: expected int32 [batch={batch}, pages], got {described(block_table)}")
+        return block_table
+    if cache_batch_idx is not None:
+        check_tensor(cache_batch_idx, "cache_batch_idx")
+        if cache_batch_idx.shape != (batch,) or cache_batch_idx.dtype != torch.int32:
+            raise ValueError(f"cache_batch_idx: expected int32 [batch={batch}], got {described(cache_batch_idx)}")
+        return cache_batch_idx[:, None]
+    if k_cache.shape[0] != batch:
+        raise ValueError(f"k_cache: expected a batch of {batch} like q, got {described(k_cache)}")
+    return _batch_cache.dense_cu_seqlens(batch, 1, q, "q")[:batch, None]
+
+
+def _cache_lengths(
+    q: torch.Tensor, cache_seqlens: int | torch.Tensor | None, max_keys: int, k: torch.Tensor | None
+) -> torch.Tensor:
+    """seqused_k: the keys of each sequence, new ones included."""
+    batch = q.shape[0]
+    if cache_seqlens is None:
+        if k is not None:
+            raise ValueError(
+                "cache_seqlens: expected a number or int32 [batch] beside k, which is written there, got None"
+            )
+        cache_seqlens = max_keys
+    if not isinstance(cache_seqlens, torch.Tensor):
+        cache_seqlens = torch.full(
+            (batch,), integer(cache_seqlens, "cache_seqlens"), dtype=torch.int32, device=q.device
+        )
+    if cache_seqlens.shape != (batch,) or cache_seqlens.dtype != torch.int32:
+        raise ValueError(f"cache_seqlens: expected a number or int32 [batch={batch}], got {described(cache_seqlens)}")
+    if k is None:
+        return cache_seqlens
+    check_tensor(k, "k")
+    return lengths_with(cache_seqlens, k.shape[1:2].numel())

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Any
 
 import torch
 
@@ -35,6 +36,27 @@ def varlen_attention(
     outs.append(rest.new_zeros(*rest.shape[:2], v.shape[-1]))
     lses.append(torch.full_like(rest[..., 0].T, -math.inf))
     return torch.cat(outs), torch.cat(lses, dim=1)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    block_table: torch.Tensor,
+    seqused_k: torch.Tensor,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) over the keys of pages [num_pages, page_size, num_kv_heads, head_dim], put end to end."""
+    page_size, used = k.shape[1], seqused_k.tolist()
+    tables = [row[: -(-keys // page_size)].long() for row, keys in zip(block_table, used, strict=True)]
+
+    def end_to_end(pages: torch.Tensor) -> torch.Tensor:
+        rows = [pages[table].flatten(0, 1)[:keys] for table, keys in zip(tables, used, strict=True)]
+        return torch.cat([*rows, pages.new_empty(0, *pages.shape[2:])])
+
+    cu_seqlens_k = torch.nn.functional.pad(seqused_k.cumsum(0), (1, 0)).int()
+    return varlen_attention(q, end_to_end(k), end_to_end(v), cu_seqlens_q, cu_seqlens_k, **options)
 
 
 def prefix_attention(

@@ -46,7 +46,7 @@ def test_flash_attn_varlen_func(device):
     assert inspect.signature(call).parameters["causal"].default is False
 
 
-@pytest.mark.parametrize("name", ["dropout_p", "alibi_slopes", "block_table"])
+@pytest.mark.parametrize("name", ["dropout_p", "alibi_slopes"])
 def test_flash_attn_features_that_are_not_there(name):
     case = Case([3])
     value = 0.1 if name == "dropout_p" else torch.zeros(2)

@@ -26,6 +26,7 @@ DEPENDING = {
     "compute_prompt_end_indices",
     "flash_attn_func",
     "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
     "prefix_token_logps",
     "select_attention_backend",
     "token_budget_microbatches",

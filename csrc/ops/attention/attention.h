@@ -20,7 +20,8 @@
 namespace packing_ops {
 
 constexpr int64_t kMaxHeadDim = 512;
-constexpr int64_t kMaxGroup = 1024;  // q heads to a kv head on CUDA
+constexpr int64_t kMaxGroup = 1024;    // q heads to a kv head on CUDA
+constexpr int64_t kMaxKeys = 1 << 29;  // in pages, of a document; rows of all pages on CUDA
 
 // [total, num_heads, head_dim] with any strides, counted in elements; head_dim is contiguous.
 struct AttentionTensor {
@@ -29,9 +30,29 @@ struct AttentionTensor {
   int64_t head_stride = 0;
 };
 
+// Keys in pages. Rows are counted over all of k (and of v): key j of document i is row
+// block_table[i][j / page_size] * page_rows + j % page_size. Every key tile divides page_size, or a document has one
+// page: a tile lies in one. On a GPU values are clamped where they are read, as in Documents.
+struct KeyPages {
+  const int32_t* seqused_k = nullptr;    // [num_documents], keys of each document; null: keys lie as documents_k says
+  int64_t max_keys = 0;                  // of a document: those that its pages hold
+  const int32_t* block_table = nullptr;  // [num_documents, max_keys / page_size]
+  int64_t table_stride = 0;              // from a document to the next one
+  int64_t num_pages = 0;
+  int64_t page_size = kForkAlignment;  // a multiple of it, or max_keys
+  int64_t page_rows = 0;               // from a page to the next one, at least page_size
+
+  PACKING_OPS_HOST_DEVICE bool used() const { return seqused_k != nullptr; }
+  PACKING_OPS_HOST_DEVICE int64_t keys(int64_t document) const {
+    const int64_t value = seqused_k[document];
+    return value < 0 ? 0 : (value > max_keys ? max_keys : value);
+  }
+};
+
 struct VarlenAttentionParams {
   Documents documents_q;
-  Documents documents_k;  // as many documents as documents_q
+  Documents documents_k;  // as many documents as documents_q; without cu_seqlens where keys lie in pages
+  KeyPages pages;
   DType dtype = DType::kFloat32;
   int64_t num_q_heads = 0;
   int64_t num_kv_heads = 0;
@@ -42,8 +63,8 @@ struct VarlenAttentionParams {
   int64_t window_left = -1;
   int64_t window_right = -1;
   AttentionTensor q;                     // [total_q, num_q_heads, head_dim]
-  AttentionTensor k;                     // [total_k, num_kv_heads, head_dim]
-  AttentionTensor v;                     // [total_k, num_kv_heads, head_dim_v]
+  AttentionTensor k;                     // [total_k, num_kv_heads, head_dim], or rows of pages
+  AttentionTensor v;                     // [total_k, num_kv_heads, head_dim_v], likewise
   const void* sinks = nullptr;           // [num_q_heads], dtype of lse, or null
   AttentionTensor out;                   // [total_q, num_q_heads, head_dim_v]
   void* lse = nullptr;                   // [num_q_heads, total_q], float64 for float64 inputs, else float32
@@ -67,7 +88,7 @@ struct VarlenAttentionBackwardParams : VarlenAttentionParams {
 // The work-list of a batch on a GPU: good for every call with these lengths, heads, head_dims, window and visible_end.
 struct AttentionPlanParams {
   Documents documents_q;
-  Documents documents_k;
+  Documents documents_k;  // of no rows where keys lie in pages: such a plan serves the forward alone
   int64_t num_q_heads = 0;
   int64_t num_kv_heads = 0;
   int64_t head_dim = 0;
@@ -77,12 +98,18 @@ struct AttentionPlanParams {
   int32_t* plan = nullptr;  // [attention_plan_size]
   int32_t device = 0;
   const int32_t* visible_end = nullptr;  // as in VarlenAttentionParams
+  KeyPages pages;                        // its seqused_k and max_keys
 };
 
 // What the plan of a call is made from.
 inline AttentionPlanParams plan_params(const VarlenAttentionParams& p) {
-  return {p.documents_q, p.documents_k,  p.num_q_heads, p.num_kv_heads, p.head_dim,   p.head_dim_v,
-          p.window_left, p.window_right, p.plan,        p.device,       p.visible_end};
+  const Documents no_rows{nullptr, p.documents_k.num_documents, 0};
+  return {p.documents_q, p.pages.used() ? no_rows : p.documents_k,
+          p.num_q_heads, p.num_kv_heads,
+          p.head_dim,    p.head_dim_v,
+          p.window_left, p.window_right,
+          p.plan,        p.device,
+          p.visible_end, p.pages};
 }
 
 // The keys of each segment of a prefix tree: the rows of its ancestors, then its own. One such list after the other.

@@ -26,6 +26,14 @@ inline Rows input_rows(const Tensor& t) {
   return t.dim() == 4 ? rows_of(t, 2, 1) : rows_of(t, 0, 1);
 }
 
+// k and v in pages, [num_pages, page_size, num_kv_heads, head_dim], as rows of which not all need be pages'.
+inline Rows rows_of_pages(const Tensor& t) {
+  Rows rows = rows_of(t, 1, 2);
+  const int64_t between = rows.memory.token_stride > 0 ? t.stride(0) / rows.memory.token_stride : 0;
+  rows.total = t.size(0) == 0 ? 0 : (t.size(0) - 1) * between + t.size(1);
+  return rows;
+}
+
 // out and dout.
 inline Rows output_rows(const Tensor& t) {
   return t.dim() == 4 ? rows_of(t, 1, 2) : rows_of(t, 0, 1);

@@ -21,6 +21,26 @@ Tensor made_plan(AttentionPlanParams p, const Tensor& anchor) {
   return plan;
 }
 
+AttentionPlanParams plan_geometry(int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
+                                  std::optional<int64_t> head_dim_v, bool causal, int64_t window_left,
+                                  int64_t window_right) {
+  check(num_kv_heads >= 1 && num_heads >= 1 && num_heads % num_kv_heads == 0,
+        "num_kv_heads: expected a number that divides num_heads (", num_heads, "), got ", num_kv_heads);
+  check(head_dim >= 1 && head_dim <= kMaxHeadDim, "head_dim: expected 1 to ", kMaxHeadDim, ", got ", head_dim);
+  const int64_t of_v = head_dim_v.value_or(head_dim);
+  check(of_v >= 1 && of_v <= kMaxHeadDim, "head_dim_v: expected 1 to ", kMaxHeadDim, ", got ", of_v);
+  check(!causal || window_right <= 0, "window_size: expected nothing to the right with causal=True, got (", window_left,
+        ", ", window_right, ")");
+  AttentionPlanParams p;
+  p.num_q_heads = num_heads;
+  p.num_kv_heads = num_kv_heads;
+  p.head_dim = head_dim;
+  p.head_dim_v = of_v;
+  p.window_left = window_left;
+  p.window_right = causal ? 0 : window_right;
+  return p;
+}
+
 // Options as in varlen_attention; good for every call with these lengths, heads, head_dims, window and visible_end.
 Tensor attention_plan(Tensor cu_seqlens_q, Tensor cu_seqlens_k, int64_t total_q, int64_t total_k, int64_t num_heads,
                       int64_t num_kv_heads, int64_t head_dim, bool causal, int64_t window_left, int64_t window_right,
@@ -30,22 +50,10 @@ Tensor attention_plan(Tensor cu_seqlens_q, Tensor cu_seqlens_k, int64_t total_q,
   take_cu_seqlens(cu_seqlens_k, "cu_seqlens_k", total_k, cu_seqlens_q, "cu_seqlens_q");
   check(cu_seqlens_q.numel() == cu_seqlens_k.numel(), "cu_seqlens_k: expected as many documents as cu_seqlens_q (",
         cu_seqlens_q.numel() - 1, "), got ", cu_seqlens_k.numel() - 1);
-  check(num_kv_heads >= 1 && num_heads >= 1 && num_heads % num_kv_heads == 0,
-        "num_kv_heads: expected a number that divides num_heads (", num_heads, "), got ", num_kv_heads);
-  check(head_dim >= 1 && head_dim <= kMaxHeadDim, "head_dim: expected 1 to ", kMaxHeadDim, ", got ", head_dim);
-  const int64_t of_v = head_dim_v.value_or(head_dim);
-  check(of_v >= 1 && of_v <= kMaxHeadDim, "head_dim_v: expected 1 to ", kMaxHeadDim, ", got ", of_v);
-  check(!causal || window_right <= 0, "window_size: expected nothing to the right with causal=True, got (", window_left,
-        ", ", window_right, ")");
-  AttentionPlanParams p;
+  AttentionPlanParams p =
+      plan_geometry(num_heads, num_kv_heads, head_dim, head_dim_v, causal, window_left, window_right);
   p.documents_q = documents_view(cu_seqlens_q, total_q);
   p.documents_k = documents_view(cu_seqlens_k, total_k);
-  p.num_q_heads = num_heads;
-  p.num_kv_heads = num_kv_heads;
-  p.head_dim = head_dim;
-  p.head_dim_v = of_v;
-  p.window_left = window_left;
-  p.window_right = causal ? 0 : window_right;
   const std::optional<Tensor> ends = taken_visible_end(visible_end, p.documents_q, p.documents_k, causal, window_left,
                                                        window_right, cu_seqlens_q, "cu_seqlens_q");
   p.visible_end = static_cast<const int32_t*>(data_or_null(ends));

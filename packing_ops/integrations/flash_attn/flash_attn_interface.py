@@ -4,7 +4,7 @@ Where flash-attn and packing_ops differ, flash-attn's rule holds here: with ``ca
 whatever was asked for (transformers asks for ``(w - 1, w - 1)``).
 """
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -150,22 +150,45 @@ def flash_attn_with_kvcache(
     v_cache: torch.Tensor,
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> NoReturn:
-    """There for ``from flash_attn import flash_attn_with_kvcache``; attention that writes a cache is not supported.
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    s_aux: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """packing_ops.flash_attn_with_kvcache. q ``[batch, seqlen_q, num_q_heads, head_dim]``, caches in rows or in pages.
 
     Example:
-        >>> flash_attn_with_kvcache(*torch.zeros(3, 1, 1, 1, 64))
-        Traceback (most recent call last):
-        NotImplementedError: flash_attn_with_kvcache: attention that updates a key-value cache is not supported ...
+        >>> q, cache = torch.zeros(2, 1, 4, 64), torch.zeros(2, 100, 1, 64)
+        >>> flash_attn_with_kvcache(q, cache, cache, cache_seqlens=7, causal=True, window_size=(3, 3)).shape
+        torch.Size([2, 1, 4, 64])
 
     Raises:
-        NotImplementedError: always. Decode with the host's SDPA, or with flash_attn_func over keys kept by the caller.
+        NotImplementedError, ValueError: as packing_ops.flash_attn_with_kvcache.
     """
-    raise NotImplementedError(
-        "flash_attn_with_kvcache: attention that updates a key-value cache is not supported by packing_ops; "
-        "use attn_implementation='sdpa' to generate, or flash_attn_func with the cached keys and values"
+    places = rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table
+    options: tuple[Any, ...] = (
+        softmax_scale,
+        causal,
+        _window(window_size, causal),
+        softcap,
+        rotary_interleaved,
+        alibi_slopes,
+        num_splits,
+        return_softmax_lse,
+        s_aux,
     )
+    return flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, *places, *options)
 
 
 def _window(window_size: tuple[int, int], causal: bool) -> tuple[int, int]:

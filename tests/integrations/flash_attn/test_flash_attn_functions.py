@@ -116,7 +116,7 @@ def test_packed_projections(device):
         flash_attn.flash_attn_qkvpacked_func(both[:, :, 1:])
 
 
-@pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func"])
+@pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"])
 def test_signatures_are_those_of_packing_ops(name):
     ours, theirs = (inspect.signature(getattr(module, name)) for module in (flash_attn, packing_ops))
     assert list(ours.parameters.values()) == list(theirs.parameters.values())
@@ -124,8 +124,8 @@ def test_signatures_are_those_of_packing_ops(name):
 
 def test_what_is_not_supported_is_said(device):
     q, k, v = qkv(device, 1, 3)
-    with pytest.raises(NotImplementedError, match=r"flash_attn_with_kvcache: .*use attn_implementation='sdpa'"):
-        flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=3)
+    with pytest.raises(NotImplementedError, match="cache_leftpad: expected None"):
+        flash_attn.flash_attn_with_kvcache(q, k, v, cache_leftpad=torch.zeros(1, dtype=torch.int32))
     with pytest.raises(NotImplementedError, match="dropout_p"):
         flash_attn.flash_attn_func(q, k, v, 0.1)
     with pytest.raises(NotImplementedError, match="alibi_slopes"):

@@ -21,7 +21,7 @@ class Forward {
     for_each_item<T>(items, scratch, [&](const Item& item, ScratchArena<T> memory) {
       const Document document = document_of(p_, item.document);
       for_each_query_tile(document, g_, {item.begin, item.begin + 1},
-                          [&](Interval<int64_t> tokens) { query_tile(document, tokens, item.kv_head, memory); });
+                          [&](Interval<int64_t> tokens) { query_tile(document, item, tokens, memory); });
     });
     clear_rows<Element>(p_.out, p_.documents_q, p_.num_q_heads, p_.head_dim_v);
     for (int64_t head = 0; head < p_.num_q_heads; ++head) {
@@ -47,9 +47,9 @@ class Forward {
     return items;
   }
 
-  void query_tile(const Document& document, Interval<int64_t> tokens, int64_t kv_head, ScratchArena<T> memory) const {
+  void query_tile(const Document& document, const Item& item, Interval<int64_t> tokens, ScratchArena<T> memory) const {
     const int64_t count = tokens.size();
-    const int64_t first_head = kv_head * g_.group;
+    const int64_t first_head = item.kv_head * g_.group;
     const Scoring<T> scoring(p_);
     const int64_t stride = g_.row_stride(tokens);
     const Columns qk{p_.head_dim, g_.dim}, of_v{p_.head_dim_v, g_.dim_v};
@@ -70,8 +70,9 @@ class Forward {
     for_each_tile(document.visible_keys(g_, tokens), kTile, document.num_k(), [&](Interval<int64_t> keys) {
       const Tile tile = document.tile(g_, tokens, keys);
       const Tile values = tile.with_dim(g_.dim_v);
-      load_rows<Element>(p_.k, document.k.begin + keys.begin, tile.band.keys, kv_head, 1, qk, k);
-      load_rows<Element>(p_.v, document.k.begin + keys.begin, tile.band.keys, kv_head, 1, of_v, v);
+      const int64_t row = first_row(p_, item.document, document, keys.begin);
+      load_rows<Element>(p_.k, row, tile.band.keys, item.kv_head, 1, qk, k);
+      load_rows<Element>(p_.v, row, tile.band.keys, item.kv_head, 1, of_v, v);
       multiply(tile, k, q_transposed, scores);
       softmax_step(tile, scoring, scores, state);
       scale_rows(values, state.rescale, sums);

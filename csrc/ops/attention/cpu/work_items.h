@@ -50,7 +50,7 @@ Geometry geometry_of(const VarlenAttentionParams& p) {
 // One document; token numbers below count from its start.
 struct Document {
   Interval<int64_t> q;
-  Interval<int64_t> k;
+  Interval<int64_t> k;         // in pages: from 0
   const int32_t* visible_end;  // [num_q] or null: then the window's right side is the limit
 
   int64_t num_q() const { return q.size(); }
@@ -83,7 +83,16 @@ struct Document {
 
 inline Document document_of(const VarlenAttentionParams& p, int64_t i) {
   const Interval<int64_t> q = p.documents_q[i];
-  return {q, p.documents_k[i], p.visible_end ? p.visible_end + q.begin : nullptr};
+  const Interval<int64_t> k = p.pages.used() ? Interval<int64_t>{0, p.pages.keys(i)} : p.documents_k[i];
+  return {q, k, p.visible_end ? p.visible_end + q.begin : nullptr};
+}
+
+// The row of k and v where a tile of keys starts; document i's.
+inline int64_t first_row(const VarlenAttentionParams& p, int64_t i, const Document& document, int64_t key) {
+  static_assert(kForkAlignment % kTile == 0);  // a tile lies in one page
+  if (!p.pages.used()) return document.k.begin + key;
+  const int64_t page = p.pages.block_table[i * p.pages.table_stride + key / p.pages.page_size];
+  return page * p.pages.page_rows + key % p.pages.page_size;
 }
 
 // The tiles of `step`, counted from `first` (at most 0), that meet `range`; cut at 0 and at `size`.
