@@ -10,6 +10,7 @@ import torch
 
 from packing_ops import _ops
 from packing_ops._arguments import dtype_name
+from packing_ops._batch_cache import kept_with
 from packing_ops.attention import DTYPES, attend, checked_options
 from packing_ops.integrations._patching import Patch
 from packing_ops.integrations.transformers import masks, sequence_group, stateful, versions
@@ -29,6 +30,7 @@ from packing_ops.integrations.transformers.versions import (
     AttentionMaskInterface,
     PreTrainedModel,
 )
+from packing_ops.paged_attention import KeyPages, attend_pages
 
 
 def register(name: str = "packing_ops") -> None:
@@ -217,7 +219,29 @@ def _of_requests(module, heads, cu_seqlens, options, reason, given):
     query, key, value = _one_dtype(*heads)
     of_layer = {**given, "cu_seq_lens_k": cu_seqlens[1]}
     key, value = given["cache"].update(key, value, module.layer_idx, of_layer)
-    return attend(query, key, value, cu_seqlens[0], of_layer["cu_seq_lens_k"], options, layout="bhsd")[0]
+    of_keys, table = of_layer["cu_seq_lens_k"], given.get("block_table")
+    if table is None:
+        return attend(query, key, value, cu_seqlens[0], of_keys, options, layout="bhsd")[0]
+    # One new token of each request, and keys that stay in their pages. The new ones are not written yet.
+    caches, new = (of_layer["k_cache"], of_layer["v_cache"]), (key, value)
+    pages, rows = kept_with(
+        (of_keys, table),
+        ("pages", caches[0].shape[1]),
+        lambda: _pages_of(of_layer["block_table"], of_keys, caches[0].shape[1]),
+        layer=module.layer_idx,
+    )
+    for cache, tensor in zip(caches, new, strict=True):
+        cache.flatten(0, 1).index_copy_(0, rows, tensor[0].transpose(0, 1))
+    return attend_pages(query, *caches, cu_seqlens[0], pages, options, layout="bhsd")[0]
+
+
+def _pages_of(block_table, cu_seqlens_k, page_size):
+    """The pages of requests, and the row of each one's last key. Of sequences that pad a step: a row of page 0, which no
+    request has."""
+    used = cu_seqlens_k.diff().int()
+    last = (used - 1).clamp(min=0).long()
+    page = block_table.gather(1, (last // page_size)[:, None])[:, 0].clamp(min=0)
+    return KeyPages(block_table, used), page * page_size + last % page_size
 
 
 def _of_tree(heads, cu_seqlens, parents, options, reason):

@@ -187,7 +187,7 @@ def by_sdpa(module, query, key, value, mask, options, dropout, given):
 # What generate_batch is made to do for models with our attention.
 
 _BATCHING = "transformers.generation.continuous_batching"
-_ASKED = "is_flash_attention_requested"
+_ASKED, _DECODES = "is_flash_attention_requested", "ensure_decode_fast_path_is_available"
 
 
 def batching_patches(names: set[str]) -> list[Patch]:
@@ -199,10 +199,11 @@ def batching_patches(names: set[str]) -> list[Patch]:
         runner = importlib.import_module(f"{_BATCHING}.model_runner").ModelRunner
     except (ImportError, AttributeError):
         return []
-    if not all(hasattr(module, _ASKED) for module in asking) or not hasattr(runner, "_sample"):
+    wanted = [(module, _ASKED, _taken_for_flash) for module in asking]
+    wanted += [(asking[2], _DECODES, _with_pages), (runner, "_sample", _with_our_logps)]
+    if not all(hasattr(owner, name) for owner, name, _ in wanted):
         return []
-    patches = [Patch(module, _ASKED, functools.partial(_taken_for_flash, names)) for module in asking]
-    return [*patches, Patch(runner, "_sample", functools.partial(_with_our_logps, names))]
+    return [Patch(owner, name, functools.partial(make, names)) for owner, name, make in wanted]
 
 
 def _taken_for_flash(names, stock):
@@ -214,6 +215,25 @@ def _taken_for_flash(names, stock):
         return (name in names and version is None) or stock(config, requested_attention_implementation, version)
 
     return requested
+
+
+def _with_pages(names, stock):
+    """Steps of decoding alone read keys from their pages, where these hold whole tiles of keys. It asks for a kernel of
+    flash-attn. Caches of sliding windows have no block table."""
+
+    @functools.wraps(stock)
+    def ensure(config, cb_config, user_requested):
+        cache = importlib.import_module(f"{_BATCHING}.cache")
+        kinds = [cache.ATTN_TYPE_TO_ALLOCATOR[kind] for kind in cache.group_layers_by_attn_type(config)]
+        whole_tiles = cb_config.page_size % 128 == 0
+        if (
+            config._attn_implementation not in names
+            or not whole_tiles
+            or not all(k.supports_block_table for k in kinds)
+        ):
+            stock(config, cb_config, user_requested)
+
+    return ensure
 
 
 def _with_our_logps(names, stock):

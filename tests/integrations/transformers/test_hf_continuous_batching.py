@@ -46,7 +46,7 @@ def options(new_tokens=12, **more):
     return transformers.GenerationConfig(max_new_tokens=new_tokens, pad_token_id=0, eos_token_id=-1, **more)
 
 
-def generated(model, texts, device="cpu", page_size=16, batch_tokens=64, **more):
+def generated(model, texts, page_size=16, batch_tokens=64, graphs=False, **more):
     """(tokens, log-probs) of each request."""
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -56,7 +56,7 @@ def generated(model, texts, device="cpu", page_size=16, batch_tokens=64, **more)
         max_batch_tokens=batch_tokens,
         return_logprobs=True,
         auto_switch_to_flash=False,
-        use_cuda_graph=False,
+        use_cuda_graph=graphs,
     )
     out = model.generate_batch(
         texts, generation_config=options(**more), continuous_batching_config=config, progress_bar=False
@@ -66,18 +66,23 @@ def generated(model, texts, device="cpu", page_size=16, batch_tokens=64, **more)
 
 
 class Steps:
-    """The queries and keys of every attention call, [(cu_seqlens_q, cu_seqlens_k)], and the masks."""
+    """The queries and keys of every attention call, [(cu_seqlens_q, cu_seqlens_k)], and calls with keys in pages."""
 
     def __init__(self, monkeypatch):
         from packing_ops.integrations.transformers import attention
 
-        self.seen, stock = [], attention.attend
+        self.seen, self.in_pages, stock, pages = [], 0, attention.attend, attention.attend_pages
 
         def attend(q, k, v, cu_seqlens_q, cu_seqlens_k, *rest, **more):
             self.seen.append((cu_seqlens_q.tolist(), cu_seqlens_k.tolist()))
             return stock(q, k, v, cu_seqlens_q, cu_seqlens_k, *rest, **more)
 
+        def attend_pages(*args, **more):
+            self.in_pages += 1
+            return pages(*args, **more)
+
         monkeypatch.setattr(attention, "attend", attend)
+        monkeypatch.setattr(attention, "attend_pages", attend_pages)
 
     def kinds(self):
         """Whether there was a step of prefill alone, one beside decoding, a chunk after another one, and decoding alone."""
@@ -90,9 +95,21 @@ class Steps:
         return found - {""}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss"])
-def test_tokens_are_those_of_generate(family, device, monkeypatch):
-    """Windows of 5 are crossed by prompts and chunks. No step has a dense mask."""
+FAMILIES = [
+    ("llama", 16),
+    ("llama", 128),
+    ("qwen3", 256),
+    ("mistral", 16),
+    ("gemma2", 16),
+    ("gemma3", 128),
+    ("gpt_oss", 16),
+]
+
+
+@pytest.mark.parametrize(("family", "page_size"), FAMILIES)
+def test_tokens_are_those_of_generate(family, page_size, device, monkeypatch):
+    """Windows of 5 are crossed by prompts and chunks. No step has a dense mask. Decoding reads keys from whole tiles in
+    their pages, unless a sliding window has another cache."""
     model = tiny_model(family, vocab_size=VOCAB, device=device).eval()
     model.set_attn_implementation("sdpa" if family in ("llama", "qwen3", "gemma3") else "eager")
     wanted = [
@@ -102,11 +119,16 @@ def test_tokens_are_those_of_generate(family, device, monkeypatch):
     assert apply_packing_ops(model).attention == 2
     masks, steps = importlib.import_module(f"{BATCHING}.input_outputs"), Steps(monkeypatch)
     monkeypatch.setattr(masks, "build_attention_mask", None)
-    found = generated(model, prompts(), do_sample=False)
+    found = generated(model, prompts(), page_size=page_size, do_sample=False)
     for text, tokens, (ours, logps) in zip(prompts(), wanted, found, strict=True):
         assert ours == tokens[0, len(text) :].tolist()
         assert len(logps) == 12
-    assert steps.kinds() == {"prefill", "mixed", "chunk", "decoding"}
+    if family in ("llama", "qwen3") and page_size % 128 == 0:
+        assert steps.kinds() == {"prefill", "mixed", "chunk"}
+        assert steps.in_pages > 0
+    else:
+        assert steps.kinds() == {"prefill", "mixed", "chunk", "decoding"}
+        assert steps.in_pages == 0
     assert "found by cache" in info(model)
 
 
@@ -135,6 +157,35 @@ def test_log_probs_have_the_bits_of_a_packed_row(family, vocab, page_size, batch
     for text, row, (_, logps) in zip(prompts(), packed_logps(model, documents), found, strict=True):
         assert torch.equal(row[len(text) - 1 : -1], logps)
     revert_packing_ops(model)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: the CPU has no CUDA graphs")
+@pytest.mark.parametrize("page_size", [16, 128])
+@pytest.mark.parametrize(("family", "dtype"), [("llama", torch.bfloat16), ("gemma3", torch.float32)])
+def test_cuda_graphs_give_the_same_tokens(family, dtype, page_size):
+    """Steps of many sizes are padded, captured and replayed with other lengths; transformers then batches in two streams."""
+    model = tiny_model(family, vocab_size=VOCAB, device="cuda", dtype=dtype).eval()
+    assert apply_packing_ops(model, invariant=family == "llama").skipped == {}
+    wanted = generated(model, prompts(), page_size=page_size, new_tokens=30, do_sample=False)
+    found = generated(model, prompts(), page_size=page_size, new_tokens=30, do_sample=False, graphs=True)
+    for (tokens, logps), (ours, our_logps) in zip(wanted, found, strict=True):
+        assert ours == tokens
+        torch.testing.assert_close(our_logps, logps)
+    revert_packing_ops(model)
+
+
+def test_sequences_that_pad_a_step_write_where_no_request_reads(device):
+    """They have no keys, and no page in the block table."""
+    from packing_ops.integrations.transformers.attention import _pages_of
+
+    table = torch.tensor([[3, -1, -1], [5, 9, -1], [7, -1, -1], [-1, -1, -1]], dtype=torch.int32, device=device)
+    lengths = torch.tensor([1, 130, 128, 0], device=device)
+    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    pages, rows = _pages_of(table, cu_seqlens, 128)
+    assert rows.tolist() == [3 * 128, 9 * 128 + 1, 7 * 128 + 127, 0]
+    assert pages.seqused_k.tolist() == lengths.tolist()
+    assert pages.block_table is table
 
 
 @torch.no_grad()
