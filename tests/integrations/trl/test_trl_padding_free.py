@@ -15,7 +15,7 @@ from common.hf_setup import byte_tokenizer  # noqa: E402
 from hf_models import tiny_model  # noqa: E402
 
 from packing_ops.integrations import trl as integration  # noqa: E402
-from packing_ops.integrations.transformers import apply_packing_ops, register  # noqa: E402
+from packing_ops.integrations.transformers import apply_packing_ops, register, versions  # noqa: E402
 
 datasets.disable_progress_bars()
 PAIRS = [{"prompt": "p" * i, "chosen": "yes" * (5 - i), "rejected": "no" * 3 * i} for i in (1, 2, 3, 4)]
@@ -467,18 +467,34 @@ def test_gkd(device, tmp_path):
     assert_unpadded(padded, packed, next(iter(padded.get_train_dataloader())))
 
 
-@pytest.mark.parametrize("kind", ["GRPO", "RLOO", "Distillation"])
-def test_training_that_generates(kind, device, tmp_path):
-    """Samples too: generate runs through the model that packs, with its KV cache; then the trainer as it was."""
+BATCHED = {
+    "use_transformers_continuous_batching": True,
+    "transformers_continuous_batching_config": {
+        **{"num_blocks": 64, "page_size": 128, "max_batch_tokens": 64, "use_cuda_graph": False},
+        **{"auto_switch_to_flash": False},
+    },
+}
+GENERATES = [("GRPO", {}), ("RLOO", {}), ("Distillation", {}), ("GRPO", BATCHED), ("RLOO", BATCHED)]
+GENERATES = [pytest.param(kind, more, id=kind + ", batched" * bool(more)) for kind, more in GENERATES]
+
+
+@pytest.mark.parametrize(("kind", "more"), GENERATES)
+def test_training_that_generates(kind, more, device, tmp_path):
+    """Samples too: generate runs through the model that packs, with its KV cache, and continuous batching with its paged
+    one; then the trainer as it was."""
+    if more and not versions.batching_patches(set()):
+        pytest.skip(f"transformers {transformers.__version__} batches in another way")
     options = {"num_train_epochs": 2, "learning_rate": 1e-2, "optim": "sgd", "logging_steps": 1}
     losses = []
     for enabled in (False, True):
-        trainer = online_trainer(kind, tmp_path, device, **options)
+        trainer = online_trainer(kind, tmp_path, device, **options, **more)
         stock = trainer.model.forward, trainer.model.base_model.forward
         if enabled:
             without_padding(trainer)
         trainer.train()
         losses.append([e["loss"] for e in trainer.state.log_history if "loss" in e])
+        if enabled and more:
+            assert trainer.model.config._attn_implementation == "packing_ops"
         integration.disable_padding_free(trainer)
         assert (trainer.model.forward, trainer.model.base_model.forward) == stock
     assert len(losses[0]) >= 2
