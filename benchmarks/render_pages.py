@@ -101,7 +101,9 @@ def grpo_same_bits() -> str:
             steps = results[mode]
             tokens, differ = (sum(step[name] for step in steps) for name in ("tokens", "not_0"))
             largest = max(step["largest"] for step in steps)
-            cells.append([model, mode, str(len(steps)), f"{differ:,} of {tokens:,}", f"{largest:.1e}" if largest else "0.0"])
+            cells.append(
+                [model, mode, str(len(steps)), f"{differ:,} of {tokens:,}", f"{largest:.1e}" if largest else "0.0"]
+            )
     if not cells:
         return "Not run yet: `benchmarks/bench_demo.py --only grpo_same_bits`."
     head = ["model", "", "steps", "log-probs that differ", "largest difference"]
