@@ -1,7 +1,9 @@
-"""python benchmarks/bench_demo.py [--device cpu|cuda] [--only demo|same_bits|grpo_tree]: the examples whose figures README shows.
+"""python benchmarks/bench_demo.py [--device cpu|cuda] [--only demo|same_bits|grpo_same_bits|grpo_tree]: the examples whose figures README shows.
 
 - demo: examples/train_packed.py, padded against packed training.
 - same_bits: examples/same_bits.py, ratios of a GRPO step with the mode invariant=True and without.
+- grpo_same_bits: examples/grpo_same_bits.py, log-probs of rollouts by continuous batching and of the update, with the mode and
+  without.
 - grpo_tree: examples/grpo_tree.py, a GRPO step on samples that share their prompts, as samples and as a prefix tree.
 
 Writes results/NAME_<device>.json and its picture. With --only, other options are the example's.
@@ -15,7 +17,7 @@ from pathlib import Path
 from provenance import ROOT, add_commit
 from result_rows import RESULTS
 
-EXAMPLES = {"demo": "train_packed.py", "same_bits": "same_bits.py", "grpo_tree": "grpo_tree.py"}
+EXAMPLES = {"demo": "train_packed.py"} | {n: f"{n}.py" for n in ("same_bits", "grpo_same_bits", "grpo_tree")}
 
 
 def main():

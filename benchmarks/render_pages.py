@@ -85,6 +85,31 @@ def same_bits() -> str:
     )
 
 
+def grpo_same_bits() -> str:
+    """Both loops of examples/grpo_same_bits.py, on each device that it has run on."""
+    cells, where = [], []
+    for device, model in (("cpu", "a Qwen3 of four small layers, float32"), ("cuda", "Qwen3-0.6B's shape, bfloat16")):
+        path = RESULTS / f"grpo_same_bits_{device}.json"
+        if not path.exists():
+            continue
+        results = json.loads(path.read_text())
+        where.append(
+            f"[{path.name}](benchmarks/results/{path.name}) ([picture](benchmarks/results/{path.stem}.png)): "
+            f"{results['device']}, torch {results['torch']}, commit {results['commit'][:7]}."
+        )
+        for mode in ("without the mode", "invariant=True"):
+            steps = results[mode]
+            tokens, differ = (sum(step[name] for step in steps) for name in ("tokens", "not_0"))
+            largest = max(step["largest"] for step in steps)
+            cells.append(
+                [model, mode, str(len(steps)), f"{differ:,} of {tokens:,}", f"{largest:.1e}" if largest else "0.0"]
+            )
+    if not cells:
+        return "Not run yet: `benchmarks/bench_demo.py --only grpo_same_bits`."
+    head = ["model", "", "steps", "log-probs that differ", "largest difference"]
+    return markdown(head, cells) + "\n\n" + prose(" ".join(where))
+
+
 def grpo_tree() -> str:
     """Both steps of examples/grpo_tree.py."""
     path = RESULTS / "grpo_tree_cpu.json"
@@ -164,7 +189,8 @@ TABLES = (
     | render_pages_ops.TABLES
     | render_pages_training.TABLES
     | {"build": build, "files": files, "invariance": invariance, "matrix": matrix, "same_bits": same_bits}
-    | {"grpo_tree": grpo_tree, "trees": trees, "prefix_tree_savings": prefix_tree_savings}
+    | {"grpo_same_bits": grpo_same_bits, "grpo_tree": grpo_tree}
+    | {"trees": trees, "prefix_tree_savings": prefix_tree_savings}
 )
 
 

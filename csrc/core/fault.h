@@ -24,8 +24,6 @@ enum class Fault : uint8_t {
   kValuesChanged,          // values[index] is not what it was
   kNoDepth,                // position_ids[index] is not the distance from its root in a prefix tree
   kPathsOfOtherTree,       // the paths were found for other segments than cu_seqlens_q[index]
-  kNoDepth,                // position_ids[index] is not the distance from its root in a prefix tree
-  kPathsOfOtherTree,       // the paths were found for other segments than cu_seqlens_q[index]
   kEndOfQueries,           // cu_seq_lens_q[-1] is not the batch's size
   kEndOfKeys,              // cu_seq_lens_k[-1] is not the batch's size
   kPaddingInDocuments,     // attention_mask[index] is 0 beside cu_seq_lens_q

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 from collections.abc import Iterator
 from importlib import metadata
 
@@ -74,6 +75,7 @@ def _facts() -> Iterator[tuple[str, str]]:
         yield "GPU", "none that torch can use"
     for library in LIBRARIES:
         yield library, _version(library)
+    yield "continuous batching", _batching(_version("transformers"))
     for variable in VARIABLES:
         if variable in os.environ:
             yield variable, os.environ[variable]
@@ -83,6 +85,14 @@ def _attention_of(device: int) -> str:
     """The kernels of calls with as many kv heads as q heads, without softcap."""
     calls = {"half types, head_dim 128": (True, 128), "head_dim 256": (True, 256), "float32": (False, 128)}
     return "; ".join(f"{name}: {kernels_of(half, 1, 1, dim, 0.0, device)}" for name, (half, dim) in calls.items())
+
+
+def _batching(transformers: str) -> str:
+    """Of generate_batch of this version of transformers, or of none."""
+    numbers = tuple(int(number) for number in re.findall(r"\d+", transformers)[:2])
+    if numbers < (5, 23):
+        return f"not served, transformers is {transformers}, expected 5.23 or later"
+    return 'generate_batch runs on packing_ops with attn_implementation="packing_ops"'
 
 
 def _version(library: str) -> str:

@@ -43,6 +43,7 @@ MODULES = {
     "ddp_sft": "transformers: pip install 'transformers>=4.57'",
     "docstrings": None,
     "fsdp2_sft": "transformers: pip install 'transformers>=4.57'",
+    "grpo_same_bits": "transformers and matplotlib: pip install 'transformers>=4.57' matplotlib",
     "grpo_tree": "transformers and matplotlib: pip install 'transformers>=4.57' matplotlib",
     "hf_sft": "transformers and matplotlib and rich: pip install 'transformers>=4.57' matplotlib rich",
     "megatron_sft": "megatron.core and matplotlib and rich: pip install 'megatron-core>=0.13' matplotlib rich",

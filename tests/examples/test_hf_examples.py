@@ -10,6 +10,8 @@ import torch
 from helpers import ROOT
 from hf_models import OLD, tiny_model
 
+from packing_ops.integrations.transformers import versions
+
 in_order = pytest.mark.skipif(
     OLD, reason="the Trainer of transformers 4.57 takes no train_sampling_strategy, it shuffles"
 )
@@ -138,6 +140,19 @@ def test_grpo_tree(tmp_path):
     assert tree["rows"] < samples["rows"] / 2
     assert tree["kept_mib"] < samples["kept_mib"] / 2
     assert (tmp_path / "grpo_tree_cpu.png").stat().st_size > 10_000
+
+
+@pytest.mark.skipif(not versions.batching_patches(set()), reason="its generate_batch is of transformers 5.23")
+def test_grpo_same_bits(tmp_path):
+    """Rollout and update agree in every bit with the mode; without it some tokens of these two steps are off."""
+    options = ["--steps", "2", "--prompts", "3", "--samples", "4", "--out", tmp_path]
+    fresh_process.run("examples/grpo_same_bits.py", *options, folder=tmp_path)
+    result = json.loads((tmp_path / "grpo_same_bits_cpu.json").read_text())
+    within, without = result["invariant=True"], result["without the mode"]
+    assert len(within) == len(without) == 2
+    assert all(step["not_0"] == 0 and step["largest"] == 0 and step["tokens"] > 100 for step in within)
+    assert sum(step["not_0"] for step in without) > 0
+    assert (tmp_path / "grpo_same_bits_cpu.png").stat().st_size > 10_000
 
 
 @pytest.mark.skipif(OLD, reason="the mode is tried with transformers 5")

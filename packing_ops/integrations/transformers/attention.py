@@ -7,24 +7,30 @@ import sys
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 
 from packing_ops import _ops
 from packing_ops._arguments import dtype_name
+from packing_ops._batch_cache import kept_with
 from packing_ops.attention import DTYPES, attend, checked_options
 from packing_ops.integrations._patching import Patch
 from packing_ops.integrations.transformers import masks, sequence_group, stateful, versions
-from packing_ops.integrations.transformers.call import NAMES, call_to_mark, current, documents_of, numbers_of, watched
+from packing_ops.integrations.transformers.call import (
+    NAMES,
+    REQUESTS,
+    call_to_mark,
+    current,
+    documents_of,
+    numbers_of,
+    watched,
+)
 from packing_ops.integrations.transformers.documents import can_read, is_tensor
 from packing_ops.integrations.transformers.versions import (
     CACHE,
-    PAGED,
     AttentionInterface,
     AttentionMaskInterface,
     PreTrainedModel,
-    sdpa_attention_forward,
 )
-from packing_ops.masks import visible_mask
+from packing_ops.paged_attention import KeyPages, attend_pages
 
 
 def register(name: str = "packing_ops") -> None:
@@ -74,6 +80,8 @@ def register(name: str = "packing_ops") -> None:
     NAMES.add(name)
     if not OWN_ATTENTION.pinned:
         OWN_ATTENTION.apply()
+    for patch in _BATCHING:
+        patch.apply()
     AttentionInterface.register(name, packing_ops_attention)
     AttentionMaskInterface.register(name, masks.mask_function())
     if not _watch_calls():
@@ -94,12 +102,12 @@ def unregister(name: str = "packing_ops") -> None:
         for table in (AttentionInterface, AttentionMaskInterface):
             table._global_mapping.pop(name, None)
     if not NAMES:
-        masks.PATCH.revert()
-        OWN_ATTENTION.revert()
-        _CALLS.revert()
+        for patch in (masks.PATCH, OWN_ATTENTION, _CALLS, *_BATCHING):
+            patch.revert()
         stateful.revert()
 
 
+_BATCHING = versions.batching_patches(NAMES)
 _CALLS = Patch(PreTrainedModel, "__call__", functools.partial(watched, stateful.find_documents_of))
 
 
@@ -136,16 +144,21 @@ def packing_ops_attention(
 ):
     """query ``[batch, num_heads, seqlen, head_dim]`` -> (``[batch, seqlen, num_heads, head_dim]``, None)."""
     # Options: a MaskPattern says what the mask would, else the layer does.
-    cu_seqlens, sequence = (cu_seq_lens_q, cu_seq_lens_k), sequence_group.of(module)
+    cu_seqlens, sequence, batched = (cu_seq_lens_q, cu_seq_lens_k), sequence_group.of(module), REQUESTS in kwargs
     reason = "" if HARMLESS.issuperset(kwargs) else option_for_sdpa(kwargs)
     pattern = attention_mask if isinstance(attention_mask, masks.MaskPattern) else None
     if pattern is not None:
         causal, window = pattern.causal, pattern.window
     else:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-        sees_all = sliding_window is None or (sequence is None and sliding_window > key.shape[2])
+        sees_all = sliding_window is None or (not batched and sequence is None and sliding_window > key.shape[2])
         window = (-1, -1) if sees_all else (sliding_window - 1, 0)
     options = checked_options(causal, scaling, window, softcap or 0.0, s_aux)
+
+    # Requests of continuous batching.
+    if batched:
+        reason = reason or why_not(query, value, dropout)
+        return _of_requests(module, (query, key, value), cu_seqlens, options, reason, kwargs), None
 
     # A prefix tree.
     if segment_parents is not None and causal:  # a vision tower beside the text has documents of its own
@@ -176,7 +189,7 @@ def packing_ops_attention(
         none = why_no_documents(query, key, attention_mask, causal, window)
         told = cu_seq_lens_q is not None or cu_seq_lens_k is not None
         masked = told and masks.has_documents_of(cu_seq_lens_q, attention_mask)
-        if none and told and kwargs.get(PAGED) is None and not masked:
+        if none and told and not masked:
             raise ValueError(f"cu_seq_lens_q: expected a row of its own documents, got {none}")
         documents = None if none else _without_pattern(module, query, attention_mask, cu_seqlens, position_ids)
         reason = reason or none
@@ -188,8 +201,47 @@ def packing_ops_attention(
     if not reason:
         return _varlen((query, key, value), documents, options), None
     versions.warn_once(reason)
-    mask = attention_mask if documents is None else _mask_of(documents, query, options, attention_mask)
-    return _by_sdpa(module, query, key, value, mask, options, dropout, kwargs)
+    mask = attention_mask if documents is None else versions.mask_of(documents, query, options, attention_mask)
+    return versions.by_sdpa(module, query, key, value, mask, options, dropout, kwargs)
+
+
+def _of_requests(module, heads, cu_seqlens, options, reason, given):
+    """New tokens of several requests, over what the paged cache holds of each and these: prefill, chunks and decoding alike.
+
+    given: what generate_batch gives the layers. The cache writes the new keys, and puts in the keys' cu_seqlens.
+    """
+    if reason:
+        raise NotImplementedError(
+            f"cache: expected a call that varlen attention serves beside a paged one, got {reason}"
+        )
+    if (call := call_to_mark()) is not None:
+        call.reached_by("cache", cu_seqlens[0])
+    query, key, value = _one_dtype(*heads)
+    of_layer = {**given, "cu_seq_lens_k": cu_seqlens[1]}
+    key, value = given["cache"].update(key, value, module.layer_idx, of_layer)
+    of_keys, table = of_layer["cu_seq_lens_k"], given.get("block_table")
+    if table is None:
+        return attend(query, key, value, cu_seqlens[0], of_keys, options, layout="bhsd")[0]
+    # One new token of each request, and keys that stay in their pages. The new ones are not written yet.
+    caches, new = (of_layer["k_cache"], of_layer["v_cache"]), (key, value)
+    pages, rows = kept_with(
+        (of_keys, table),
+        ("pages", caches[0].shape[1]),
+        lambda: _pages_of(of_layer["block_table"], of_keys, caches[0].shape[1]),
+        layer=module.layer_idx,
+    )
+    for cache, tensor in zip(caches, new, strict=True):
+        cache.flatten(0, 1).index_copy_(0, rows, tensor[0].transpose(0, 1))
+    return attend_pages(query, *caches, cu_seqlens[0], pages, options, layout="bhsd")[0]
+
+
+def _pages_of(block_table, cu_seqlens_k, page_size):
+    """The pages of requests, and the row of each one's last key. Of sequences that pad a step: a row of page 0, which no
+    request has."""
+    used = cu_seqlens_k.diff().int()
+    last = (used - 1).clamp(min=0).long()
+    page = block_table.gather(1, (last // page_size)[:, None])[:, 0].clamp(min=0)
+    return KeyPages(block_table, used), page * page_size + last % page_size
 
 
 def _of_tree(heads, cu_seqlens, parents, options, reason):
@@ -202,7 +254,7 @@ def _of_tree(heads, cu_seqlens, parents, options, reason):
             "cu_seq_lens_q: expected the segments of the tree beside segment_parents, also as cu_seq_lens_k"
         )
     if (call := call_to_mark()) is not None:
-        call.reached_tree(segments)
+        call.reached_by("segment_parents", segments)
     return attend(*_one_dtype(*heads), segments, segments, options, layout="bhsd", parents=parents)[0]
 
 
@@ -245,81 +297,20 @@ def _one_dtype(query, key, value):
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
-# --- SDPA of transformers, for calls that varlen attention does not serve ---
-
-_SDPA_OPTIONS = inspect.signature(sdpa_attention_forward).parameters  # no position_bias up to transformers 4.57
-
-
-def _mask_of(documents, query, options, pattern=None):
-    """bool ``[batch, 1, seqlen, seqlen]``, True where visible. Padding attends to itself: its softmax is finite.
-
-    Windows count slots, as transformers' own masks do. pattern: a MaskPattern may have blocks, and fewer queries than keys.
-    """
-    length = query.shape[2] if getattr(pattern, "last", None) is None else pattern.length
-    ids, queries = documents.document_ids(query.shape[0], length), slice(length - query.shape[2], None)
-    slots = torch.arange(length, device=ids.device)
-    pairs = ids[:, queries, None], ids[:, None, :], slots[queries, None], slots[None, :]
-    blocks = getattr(pattern, "blocks", None)
-    if blocks is None:
-        visible = visible_mask(*pairs, options.causal, options.window_size)
-    else:
-        blocks = blocks.to(ids.device)
-        together = (blocks[:, queries, None] == blocks[:, None, :]) & (blocks[:, None, :] >= 0)
-        visible = visible_mask(*pairs, False, options.window_size) & ((pairs[3] <= pairs[2]) | together)
-    return (visible | torch.eq(*pairs[2:]))[:, None]
-
-
-def _by_sdpa(module, query, key, value, mask, options, dropout, given):
-    """SDPA as transformers calls it; what it does not have, such as softcap and sinks, by the plain formula.
-
-    given: other keywords of the layer.
-    """
-    # SDPA where it has every option.
-    causal, scaling, softcap, sinks = options.causal, options.softmax_scale, options.softcap, options.sinks
-    biased = given.get("position_bias") is not None and "position_bias" not in _SDPA_OPTIONS
-    if not softcap and sinks is None and not biased:
-        causal = causal and mask is None and query.shape[2] > 1  # up to transformers 4.57 it is torch's option
-        return sdpa_attention_forward(
-            module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=causal, **given
-        )
-
-    # The plain formula: scores, mask, sinks.
-    groups = query.shape[1] // key.shape[1]
-    key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
-    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = scores.float()
-    if given.get(PAGED) is not None:
-        raise NotImplementedError("cache: expected None beside softcap or sinks, got a paged one")
-    if given.get("position_bias") is not None:
-        scores = scores + given["position_bias"]
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    if mask is None and causal and query.shape[2] > 1:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if mask is not None:
-        low = torch.finfo(scores.dtype).min
-        scores = scores.masked_fill(~mask, low) if mask.dtype == torch.bool else scores + mask
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
-    weights = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
-    out = F.dropout(weights, dropout, module.training) @ value
-    return out.transpose(1, 2).contiguous(), None
-
-
 # --- what varlen attention serves ---
 
 # Which calls of attention varlen_attention serves: the reason for those that run by SDPA, and options that are refused.
 
 # Options that SDPA serves.
-SDPA = frozenset(("output_attentions", "position_bias", *([PAGED] if PAGED else [])))
+SDPA = frozenset(("output_attentions", "position_bias"))
 # Keywords that reach attention and do not change its result, collected from the models of transformers: those of
-# TransformersKwargs, generate, trainers and outer models, and deterministic, which our backward always is.
+# TransformersKwargs, generate, generate_batch, trainers and outer models, and deterministic, which our backward always is.
 HARMLESS = frozenset({
-    CACHE, "cache_position", "deterministic", "encoder_attention_mask", "encoder_hidden_states", "ignore_index",
-    "input_ids", "inputs_embeds", "labels", "logits_to_keep", "margin", "max_length_k", "max_length_q",
+    CACHE, "block_table", "cache", "cache_position", "deterministic", "encoder_attention_mask", "encoder_hidden_states", "ignore_index",
+    "input_ids", "inputs_embeds", "labels", "logits_indices", "logits_processor_args", "logits_to_keep", "margin", "max_length_k", "max_length_q",
     "mm_token_type_ids", "num_items_in_batch", "output_hidden_states", "output_router_logits",
-    "packed_seq_lengths", "past_key_values", "return_dict", "seq_idx", "shift_labels", "token_type_ids",
-    "use_cache",
+    "packed_seq_lengths", "past_key_values", "read_index", "return_dict", "seq_idx", "shift_labels", "token_type_ids",
+    "use_cache", REQUESTS,
 })  # fmt: skip
 
 

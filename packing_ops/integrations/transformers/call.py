@@ -33,6 +33,7 @@ from packing_ops.integrations.transformers.versions import SHIFTED, not_causal, 
 from packing_ops.prefix_attention import check_same, kept_paths, positions_of_paths
 
 NAMES: set[str] = set()  # attn_implementations that register() made
+REQUESTS = "write_index"  # a keyword that transformers' continuous batching alone gives: where new keys go in its cache
 LAST_FORWARD = "_packing_ops_last_forward"  # in a model: what its last call saw, for info
 GUARD = "_packing_ops_guard"  # in a model that keeps its attention: why, see attn_implementation.guard
 
@@ -76,6 +77,8 @@ class PackedCall:
             None  # (batch, what to say where a row has several documents), see refuse_own_positions
         )
         self.cu_seqlens, self.cu_seqlens_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+        if REQUESTS in kwargs:  # a dict: the cache of a layer knows which
+            self.cu_seqlens_k = None
         if self.cu_seqlens is None:  # one is for both
             self.cu_seqlens = self.cu_seqlens_k
         sequence = sequence_group.of(model)
@@ -186,14 +189,14 @@ class PackedCall:
                 call.lost.difference_update(("cu_seq_lens_q", "position_ids"))
             call = call.outer
 
-    def reached_tree(self, cu_seqlens):
-        """An attention has used the tree of this call: of the outer calls', too."""
+    def reached_by(self, found_by, cu_seqlens):
+        """An attention has used the tree or the requests of this call: of the outer calls', too."""
         self.reached(None, cu_seqlens)
         call = self
         while call is not None:
             call.lost.discard("segment_parents")
             if call.seen is None:
-                call.seen = LastForward(1, cu_seqlens.numel() - 1, "segment_parents")
+                call.seen = LastForward(1, cu_seqlens.numel() - 1, found_by)
             call = call.outer
 
     def checked_positions(self, position_ids, batch):
@@ -253,8 +256,8 @@ class PackedCall:
 
 class LastForward(NamedTuple):
     """What a model's last call saw: rows of the batch, the documents in them, and the argument that they were found by:
-    cu_seq_lens_q, position_ids or attention_mask; segment_parents for the segments of a prefix tree; "rows" where none was
-    given. Of a graph nothing is kept."""
+    cu_seq_lens_q, position_ids or attention_mask; segment_parents for the segments of a prefix tree; cache for the requests of
+    continuous batching; "rows" where none was given. Of a graph nothing is kept."""
 
     rows: int
     documents: int
@@ -314,6 +317,8 @@ def watched(begin, stock):
 
     def __call__(self, *args, **kwargs):
         # Models that are not ours, and what is refused before the call.
+        if args and not (args[0] is None or isinstance(args[0], torch.Tensor)):
+            return stock(self, *args, **kwargs)  # a method of a trainer, which stands in for forward while it runs
         ours = self.config._attn_implementation in NAMES
         if not ours and GUARD not in self.__dict__:
             if "position_ids" in kwargs and (outer := current()) is not None:
@@ -462,7 +467,7 @@ _BESIDE = ("packed_seq_lengths", "seq_idx")  # collators give these together wit
 def check_keywords(cls: type, kwargs: dict) -> None:
     """TypeError for near misses of cu_seq_lens_q: the model would drop them, and the documents would see each other."""
     for name in _CU_SEQLENS:
-        if not isinstance(kwargs.get(name), (torch.Tensor, type(None))):
+        if not isinstance(kwargs.get(name), (torch.Tensor, type(None))) and REQUESTS not in kwargs:
             raise ValueError(f"{name}: expected an int32 tensor [num_documents + 1], got {kwargs[name]!r}")
     for name in _near_misses(cls, tuple(kwargs)):
         beside = kwargs.get("position_ids") is not None or kwargs.get("cu_seq_lens_q") is not None

@@ -170,7 +170,7 @@ def packing_ops_mask(
         made = MaskPattern(*pattern, q_length, padding, told.position_ids, told.axes, blocks, batch_size)
         if call is not None and call.segment_parents is not None and made.causal:
             made.of_tree = True
-            call.reached_tree(call.cu_seqlens)
+            call.reached_by("segment_parents", call.cu_seqlens)
         return made
     # A tensor: documents are compared for each query and key.
     note(None)

@@ -2,13 +2,18 @@
 
 import ctypes
 import functools
+import importlib
 import inspect
 import re
 import sys
 
 import torch
+import torch.nn.functional as F
 
 import packing_ops
+from packing_ops import _ops
+from packing_ops.integrations._patching import Patch
+from packing_ops.masks import visible_mask
 
 OLDEST, NEWEST = "4.57", "5.24"  # that the tests have run with
 
@@ -41,16 +46,14 @@ except ImportError as error:
 version = transformers.__version__
 check(version)
 
-# The keyword of models for their KV cache, renamed in 5.24. Before, "cache" of attention alone was a paged one.
+# The keyword of models for their KV cache, renamed in 5.24. Before, "cache" was the paged one of continuous batching alone.
 CACHE = "cache" if "cache" in inspect.signature(masking_utils.create_causal_mask).parameters else "past_key_values"
-PAGED = None if CACHE == "cache" else "cache"
 
 # Values of a model's loss_type for which its loss_function takes the label of the next token; None is its default.
 SHIFTED = frozenset((None, *(name for name, loss in LOSS_MAPPING.items() if loss is ForCausalLMLoss)))
 
 __all__ = [
     "CACHE",
-    "PAGED",
     "SHIFTED",
     "AttentionInterface",
     "AttentionMaskInterface",
@@ -118,3 +121,137 @@ def sdpa_reasons() -> list[str]:
     """Why calls ran by SDPA in this process, as a line of info."""
     reasons = sorted(message.removesuffix(_BY_SDPA) for message in _warned if message.endswith(_BY_SDPA))
     return [f"by SDPA so far: {'; '.join(reasons)}"] if reasons else []
+
+
+# --- SDPA of transformers, for calls that varlen attention does not serve ---
+
+_SDPA_OPTIONS = inspect.signature(sdpa_attention_forward).parameters  # no position_bias up to transformers 4.57
+
+
+def mask_of(documents, query, options, pattern=None):
+    """bool ``[batch, 1, seqlen, seqlen]``, True where visible. Padding attends to itself: its softmax is finite.
+
+    Windows count slots, as transformers' own masks do. pattern: a MaskPattern may have blocks, and fewer queries than keys.
+    """
+    length = query.shape[2] if getattr(pattern, "last", None) is None else pattern.length
+    ids, queries = documents.document_ids(query.shape[0], length), slice(length - query.shape[2], None)
+    slots = torch.arange(length, device=ids.device)
+    pairs = ids[:, queries, None], ids[:, None, :], slots[queries, None], slots[None, :]
+    blocks = getattr(pattern, "blocks", None)
+    if blocks is None:
+        visible = visible_mask(*pairs, options.causal, options.window_size)
+    else:
+        blocks = blocks.to(ids.device)
+        together = (blocks[:, queries, None] == blocks[:, None, :]) & (blocks[:, None, :] >= 0)
+        visible = visible_mask(*pairs, False, options.window_size) & ((pairs[3] <= pairs[2]) | together)
+    return (visible | torch.eq(*pairs[2:]))[:, None]
+
+
+def by_sdpa(module, query, key, value, mask, options, dropout, given):
+    """SDPA as transformers calls it; what it does not have, such as softcap and sinks, by the plain formula.
+
+    given: other keywords of the layer.
+    """
+    # SDPA where it has every option.
+    causal, scaling, softcap, sinks = options.causal, options.softmax_scale, options.softcap, options.sinks
+    biased = given.get("position_bias") is not None and "position_bias" not in _SDPA_OPTIONS
+    if not softcap and sinks is None and not biased:
+        causal = causal and mask is None and query.shape[2] > 1  # up to transformers 4.57 it is torch's option
+        return sdpa_attention_forward(
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=causal, **given
+        )
+
+    # The plain formula: scores, mask, sinks.
+    groups = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = scores.float()
+    if given.get("position_bias") is not None:
+        scores = scores + given["position_bias"]
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is None and causal and query.shape[2] > 1:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        low = torch.finfo(scores.dtype).min
+        scores = scores.masked_fill(~mask, low) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    weights = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
+    out = F.dropout(weights, dropout, module.training) @ value
+    return out.transpose(1, 2).contiguous(), None
+
+
+# --- continuous batching ---
+
+# What generate_batch is made to do for models with our attention.
+
+_BATCHING = "transformers.generation.continuous_batching"
+_ASKED, _DECODES = "is_flash_attention_requested", "ensure_decode_fast_path_is_available"
+
+
+def batching_patches(names: set[str]) -> list[Patch]:
+    """For attn_implementations of these names. Empty where this transformers batches in another way (before 5.23)."""
+    try:
+        asking = [
+            importlib.import_module(f"{_BATCHING}.{name}") for name in ("cache", "continuous_api", "initialization")
+        ]
+        runner = importlib.import_module(f"{_BATCHING}.model_runner").ModelRunner
+    except (ImportError, AttributeError):
+        return []
+    wanted = [(module, _ASKED, _taken_for_flash) for module in asking]
+    wanted += [(asking[2], _DECODES, _with_pages), (runner, "_sample", _with_our_logps)]
+    if not all(hasattr(owner, name) for owner, name, _ in wanted):
+        return []
+    return [Patch(owner, name, functools.partial(make, names)) for owner, name, make in wanted]
+
+
+def _taken_for_flash(names, stock):
+    """It takes attention for one that follows cu_seqlens by "flash" in the name. All others get dense masks."""
+
+    @functools.wraps(stock)
+    def requested(config=None, requested_attention_implementation=None, version=None):
+        name = requested_attention_implementation if config is None else config._attn_implementation
+        return (name in names and version is None) or stock(config, requested_attention_implementation, version)
+
+    return requested
+
+
+def _with_pages(names, stock):
+    """Steps of decoding alone read keys from their pages, where these hold whole tiles of keys. It asks for a kernel of
+    flash-attn. Caches of sliding windows have no block table."""
+
+    @functools.wraps(stock)
+    def ensure(config, cb_config, user_requested):
+        cache = importlib.import_module(f"{_BATCHING}.cache")
+        kinds = [cache.ATTN_TYPE_TO_ALLOCATOR[kind] for kind in cache.group_layers_by_attn_type(config)]
+        whole_tiles = cb_config.page_size % 128 == 0
+        if (
+            config._attn_implementation not in names
+            or not whole_tiles
+            or not all(k.supports_block_table for k in kinds)
+        ):
+            stock(config, cb_config, user_requested)
+
+    return ensure
+
+
+def _with_our_logps(names, stock):
+    """Log-probabilities of sampled tokens by the sums of token_logps, in place of the log of a softmax: within
+    invariant() they have the bits of a trainer's."""
+
+    @functools.wraps(stock)
+    def sample(self, scores, output_ids):
+        stock(self, scores, output_ids)
+        if not self.return_logprobs or self.cache.config._attn_implementation not in names:
+            return
+        # Logits that no processor has changed are floats of the model's dtype, as token_logps sees them.
+        logits = scores[0] if self.logit_processor.do_processing else scores[0].to(self.cache.dtype)
+        rows = logits.shape[0]
+        sums = logits.new_zeros(3, rows, dtype=torch.float32)
+        sums[0] = -float("inf")
+        _ops.logps_chunk_(logits.contiguous(), None, output_ids[0, :rows], 0, 1.0, sums)
+        largest, total, chosen = sums
+        output_ids[1, :rows].copy_((chosen - (largest + total.log())).view(torch.int32))
+
+    return sample

@@ -1,4 +1,4 @@
-"""TRL's preference and reward trainers without padding: their models run each padded batch as one packed row.
+"""TRL's trainers without padding: their models run each padded batch as one packed row.
 
 TRL's collators, losses and metrics stay as they are: they see padded rows of results. Nothing of TRL's modules is
 imported or replaced, so that it does not matter where a version of TRL has them.
@@ -14,15 +14,28 @@ import torch.nn.functional as F
 import packing_ops as po
 from packing_ops.integrations._patching import WeakPartial
 
-_TRAINERS = ("DPOTrainer", "RewardTrainer")
+_TRAINERS = (
+    "DPOTrainer",
+    "KTOTrainer",
+    "RewardTrainer",
+    "GRPOTrainer",
+    "RLOOTrainer",
+    "DistillationTrainer",
+    "GKDTrainer",
+)
+# These call the model under the LM head themselves.
+_CALL_BACKBONES = ("DistillationTrainer",)
+_MODELS = ("model", "ref_model", "teacher_model")
 
 
 def enable_padding_free(trainer: Any) -> None:
-    """Run a DPOTrainer's or RewardTrainer's models without padding, its ref_model too.
+    """Run the models of a DPO, KTO, reward, GRPO, RLOO, distillation or GKD trainer without padding.
 
     TRL 1.16 has no padding-free form of these trainers (DPOConfig's ``padding_free`` falls back to padding). After this
-    call a padded batch of the trainer reaches its model as one packed row with cu_seqlens. Results of tokens come back
-    in their places of the padded batch, so TRL's losses and metrics stay as they are.
+    call a padded batch of the trainer reaches its model, ref_model and teacher_model as one packed row with cu_seqlens.
+    Results of tokens come back in their places of the padded batch, so TRL's losses and metrics stay as they are:
+    log-probs and entropies of GRPO and RLOO, with their temperature, are those of TRL's fused LM head, of the tokens
+    that are there. A call with a KV cache, as generate makes it, is left as it is.
 
     A reward model reads its score at each document's last token (last_token_indices). The padded trainer reads it at
     the last token that is not the pad token, which differs where documents end with the pad token.
@@ -43,11 +56,11 @@ def enable_padding_free(trainer: Any) -> None:
     """
     names = [cls.__name__ for cls in type(trainer).__mro__]
     if not any(name in names for name in _TRAINERS):
-        raise TypeError(f"trainer: expected {' or '.join(_TRAINERS)} of TRL, got {names[0]}")
+        raise TypeError(f"trainer: expected {', '.join(_TRAINERS[:-1])} or {_TRAINERS[-1]} of TRL, got {names[0]}")
     if getattr(trainer, "_is_vision_dataset", False):
         raise ValueError(f"trainer: expected text alone, got a dataset with images; {_IMAGES}")
     models = [_host_of(model, trainer) for model in _models_of(trainer)]
-    for model in models:
+    for model in [_called(model, trainer) for model in models]:
         if not _is_enabled(model):
             stock = model.forward
             packed = WeakPartial(_packed, model, model.__dict__.get("forward"))
@@ -61,7 +74,7 @@ def disable_padding_free(trainer: Any) -> None:
         >>> disable_padding_free(trainer)  # needs a DPOTrainer # doctest: +SKIP
     """
     for model in _models_of(trainer):
-        host = _hosts(model)[0]
+        host = _called(_hosts(model)[0], trainer)
         if _is_enabled(host):
             before = host.__dict__["forward"].args[0]
             if before is None:
@@ -78,7 +91,13 @@ _IMAGES = (
 
 
 def _models_of(trainer: Any) -> list[Any]:
-    return [model for model in (trainer.model, getattr(trainer, "ref_model", None)) if model is not None]
+    return [model for name in _MODELS if (model := getattr(trainer, name, None)) is not None]
+
+
+def _called(model: Any, trainer: Any) -> Any:
+    """The module of a host that the trainer calls."""
+    names = [cls.__name__ for cls in type(trainer).__mro__]
+    return model.base_model if any(name in names for name in _CALL_BACKBONES) else model
 
 
 def _hosts(model: Any) -> list[Any]:
@@ -100,7 +119,7 @@ def _host_of(model: Any, trainer: Any) -> Any:
     if attention not in NAMES:
         raise ValueError(
             f"trainer: expected models with attn_implementation='packing_ops', got {attention!r} of "
-            f"{type(found[0]).__name__}; call apply_packing_ops(trainer.model), and for trainer.ref_model, first"
+            f"{type(found[0]).__name__}; call apply_packing_ops(trainer.model), and for its ref_model or teacher_model, first"
         )
     return found[0]
 
@@ -115,6 +134,8 @@ def _packed(model: Any, before: Callable[..., Any] | None, *args: Any, **kwargs:
     mask, input_ids = kwargs.get("attention_mask"), kwargs.get("input_ids")
     if args or input_ids is None or mask is None or mask.shape != input_ids.shape:
         return stock(*args, **kwargs)
+    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+        return stock(*args, **kwargs)  # a cache holds padded rows
     batch, seqlen = input_ids.shape
     for name, value in kwargs.items():
         if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape != (batch, seqlen):
@@ -166,7 +187,7 @@ def _packed(model: Any, before: Callable[..., Any] | None, *args: Any, **kwargs:
         layers = [_padded(each, metadata) for each in (value if isinstance(value, tuple) else (value,))]
         outputs[name] = tuple(layers) if isinstance(value, tuple) else layers[0]
     keep = kwargs.get("logits_to_keep", 0)
-    if not scored and not (isinstance(keep, int) and keep == 0):
+    if "logits" in outputs and not scored and not (isinstance(keep, int) and keep == 0):
         outputs["logits"] = outputs["logits"][:, slice(-keep, None) if isinstance(keep, int) else keep]
     return outputs.to_tuple() if kwargs.get("return_dict") is False else outputs
 

@@ -1,0 +1,248 @@
+"""transformers' continuous batching under our attention: the tokens and log-probs of generate and of packed rows."""
+
+import importlib
+import itertools
+
+import pytest
+import torch
+from hf_models import tiny_model
+
+import packing_ops as po
+
+transformers = pytest.importorskip("transformers")
+from packing_ops.integrations.transformers import (  # noqa: E402
+    apply_packing_ops,
+    info,
+    register,
+    revert_packing_ops,
+    unregister,
+    versions,
+)
+from packing_ops.integrations.transformers.call import NAMES  # noqa: E402
+
+if not versions.batching_patches(NAMES):
+    pytest.skip(f"transformers {transformers.__version__} batches in another way", allow_module_level=True)
+
+BATCHING = "transformers.generation.continuous_batching"
+VOCAB = 260
+# Prompts beyond a step's tokens are prefilled in chunks, while others are decoded.
+LENGTHS = (5, 1, 40, 17, 150, 90)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def prompts(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def options(new_tokens=12, **more):
+    return transformers.GenerationConfig(max_new_tokens=new_tokens, pad_token_id=0, eos_token_id=-1, **more)
+
+
+def generated(model, texts, page_size=16, batch_tokens=64, graphs=False, **more):
+    """(tokens, log-probs) of each request."""
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    config = ContinuousBatchingConfig(
+        num_blocks=4096 // page_size,
+        page_size=page_size,
+        max_batch_tokens=batch_tokens,
+        return_logprobs=True,
+        auto_switch_to_flash=False,
+        use_cuda_graph=graphs,
+    )
+    out = model.generate_batch(
+        texts, generation_config=options(**more), continuous_batching_config=config, progress_bar=False
+    )
+    assert all(request.error is None for request in out.values())
+    return [(request.generated_tokens, torch.tensor(request.logprobs)) for request in out.values()]
+
+
+class Steps:
+    """The queries and keys of every attention call, [(cu_seqlens_q, cu_seqlens_k)], and calls with keys in pages."""
+
+    def __init__(self, monkeypatch):
+        from packing_ops.integrations.transformers import attention
+
+        self.seen, self.in_pages, stock, pages = [], 0, attention.attend, attention.attend_pages
+
+        def attend(q, k, v, cu_seqlens_q, cu_seqlens_k, *rest, **more):
+            self.seen.append((cu_seqlens_q.tolist(), cu_seqlens_k.tolist()))
+            return stock(q, k, v, cu_seqlens_q, cu_seqlens_k, *rest, **more)
+
+        def attend_pages(*args, **more):
+            self.in_pages += 1
+            return pages(*args, **more)
+
+        monkeypatch.setattr(attention, "attend", attend)
+        monkeypatch.setattr(attention, "attend_pages", attend_pages)
+
+    def kinds(self):
+        """Whether there was a step of prefill alone, one beside decoding, a chunk after another one, and decoding alone."""
+        found = set()
+        for queries, keys in self.seen:
+            q, k = (torch.tensor(each).diff() for each in (queries, keys))
+            found.add("chunk" if ((q > 1) & (k > q)).any() else "")
+            decoding, prefill = bool(((q == 1) & (k > 1)).any()), bool((q > 1).any())
+            found.add("mixed" if decoding and prefill else "decoding" if decoding else "prefill")
+        return found - {""}
+
+
+FAMILIES = [
+    ("llama", 16),
+    ("llama", 128),
+    ("qwen3", 256),
+    ("mistral", 16),
+    ("gemma2", 16),
+    ("gemma3", 128),
+    ("gpt_oss", 16),
+]
+
+
+@pytest.mark.parametrize(("family", "page_size"), FAMILIES)
+def test_tokens_are_those_of_generate(family, page_size, device, monkeypatch):
+    """Windows of 5 are crossed by prompts and chunks. No step has a dense mask. Decoding reads keys from whole tiles in
+    their pages, unless a sliding window has another cache."""
+    model = tiny_model(family, vocab_size=VOCAB, device=device).eval()
+    model.set_attn_implementation("sdpa" if family in ("llama", "qwen3", "gemma3") else "eager")
+    wanted = [
+        model.generate(torch.tensor([text], device=device), generation_config=options(do_sample=False), use_cache=True)
+        for text in prompts()
+    ]
+    assert apply_packing_ops(model).attention == 2
+    masks, steps = importlib.import_module(f"{BATCHING}.input_outputs"), Steps(monkeypatch)
+    monkeypatch.setattr(masks, "build_attention_mask", None)
+    found = generated(model, prompts(), page_size=page_size, do_sample=False)
+    for text, tokens, (ours, logps) in zip(prompts(), wanted, found, strict=True):
+        assert ours == tokens[0, len(text) :].tolist()
+        assert len(logps) == 12
+    if family in ("llama", "qwen3") and page_size % 128 == 0:
+        assert steps.kinds() == {"prefill", "mixed", "chunk"}
+        assert steps.in_pages > 0
+    else:
+        assert steps.kinds() == {"prefill", "mixed", "chunk", "decoding"}
+        assert steps.in_pages == 0
+    assert "found by cache" in info(model)
+
+
+def packed_logps(model, documents):
+    """Of each document's next tokens, from one packed row."""
+    ids = torch.tensor([*itertools.chain(*documents)], device=model.device)
+    told = po.PackedMetadata.from_lengths([len(document) for document in documents], device=model.device)
+    row = {"input_ids": ids[None], "position_ids": told.position_ids[None], **told.to_transformers()}
+    hidden = model.model(**row, use_cache=False).last_hidden_state
+    logps = po.token_logps(hidden, model.lm_head.weight, ids, told)
+    return logps.cpu().split([len(document) for document in documents])
+
+
+CASES = [("llama", VOCAB, 16, 64), ("qwen3", VOCAB, 7, 33), ("qwen3", 5001, 128, 512)]
+
+
+@pytest.mark.parametrize(("family", "vocab", "page_size", "batch_tokens"), CASES)
+@torch.no_grad()
+def test_log_probs_have_the_bits_of_a_packed_row(family, vocab, page_size, batch_tokens, device):
+    """In the mode, whatever the chunks, pages and neighbours of a step; sampled, so that every token counts."""
+    model = tiny_model(family, vocab_size=vocab, device=device).eval()
+    assert apply_packing_ops(model, invariant=True).skipped == {}
+    torch.manual_seed(1)
+    found = generated(model, prompts(), page_size=page_size, batch_tokens=batch_tokens, new_tokens=20, do_sample=True)
+    documents = [text + tokens for text, (tokens, _) in zip(prompts(), found, strict=True)]
+    for text, row, (_, logps) in zip(prompts(), packed_logps(model, documents), found, strict=True):
+        assert torch.equal(row[len(text) - 1 : -1], logps)
+    revert_packing_ops(model)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: the CPU has no CUDA graphs")
+@pytest.mark.parametrize("page_size", [16, 128])
+@pytest.mark.parametrize(("family", "dtype"), [("llama", torch.bfloat16), ("gemma3", torch.float32)])
+def test_cuda_graphs_give_the_same_tokens(family, dtype, page_size):
+    """Steps of many sizes are padded, captured and replayed with other lengths; transformers then batches in two streams."""
+    model = tiny_model(family, vocab_size=VOCAB, device="cuda", dtype=dtype).eval()
+    assert apply_packing_ops(model, invariant=family == "llama").skipped == {}
+    wanted = generated(model, prompts(), page_size=page_size, new_tokens=30, do_sample=False)
+    found = generated(model, prompts(), page_size=page_size, new_tokens=30, do_sample=False, graphs=True)
+    for (tokens, logps), (ours, our_logps) in zip(wanted, found, strict=True):
+        assert ours == tokens
+        torch.testing.assert_close(our_logps, logps)
+    revert_packing_ops(model)
+
+
+def test_sequences_that_pad_a_step_write_where_no_request_reads(device):
+    """They have no keys, and no page in the block table."""
+    from packing_ops.integrations.transformers.attention import _pages_of
+
+    table = torch.tensor([[3, -1, -1], [5, 9, -1], [7, -1, -1], [-1, -1, -1]], dtype=torch.int32, device=device)
+    lengths = torch.tensor([1, 130, 128, 0], device=device)
+    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    pages, rows = _pages_of(table, cu_seqlens, 128)
+    assert rows.tolist() == [3 * 128, 9 * 128 + 1, 7 * 128 + 127, 0]
+    assert pages.seqused_k.tolist() == lengths.tolist()
+    assert pages.block_table is table
+
+
+@torch.no_grad()
+def test_log_probs_of_sliding_windows_are_close(device):
+    """Their cache forgets the keys before a window: tiles of keys start elsewhere, and sums have another order."""
+    model = tiny_model("gemma3", vocab_size=VOCAB, device=device).eval()
+    apply_packing_ops(model)
+    found = generated(model, prompts(), do_sample=True)
+    documents = [text + tokens for text, (tokens, _) in zip(prompts(), found, strict=True)]
+    for text, row, (_, logps) in zip(prompts(), packed_logps(model, documents), found, strict=True):
+        torch.testing.assert_close(row[len(text) - 1 : -1], logps, rtol=1e-5, atol=1e-5)
+
+
+def test_log_probs_of_processed_logits(device):
+    """With a temperature they are those of what is sampled from, as without our attention."""
+    torch.manual_seed(1)
+    model = tiny_model("llama", vocab_size=VOCAB, device=device).eval()
+    apply_packing_ops(model)
+    found = generated(model, prompts(), do_sample=True, temperature=0.7)
+    documents = [text + tokens for text, (tokens, _) in zip(prompts(), found, strict=True)]
+    with torch.no_grad():
+        model.lm_head.weight.div_(0.7)
+        for text, row, (_, logps) in zip(prompts(), packed_logps(model, documents), found, strict=True):
+            torch.testing.assert_close(row[len(text) - 1 : -1], logps, rtol=1e-5, atol=1e-5)
+
+
+def test_what_a_paged_cache_cannot_have(device):
+    model = tiny_model("llama", vocab_size=VOCAB, device=device).eval()
+    apply_packing_ops(model)
+    from packing_ops.integrations.transformers.attention import packing_ops_attention
+
+    heads = torch.zeros(1, 2, 3, 8, device=device)
+    with pytest.raises(
+        NotImplementedError, match=r"cache: expected a call that varlen attention serves .* got dropout 0\.1"
+    ):
+        packing_ops_attention(model.model.layers[0].self_attn, *[heads] * 3, None, dropout=0.1, write_index=[])
+
+
+def test_unregister_gives_back_what_continuous_batching_asks():
+    """Of names that are not ours nothing changes, while ours are registered and after."""
+    modules = [importlib.import_module(f"{BATCHING}.{name}") for name in ("cache", "continuous_api", "initialization")]
+    runner = importlib.import_module(f"{BATCHING}.model_runner").ModelRunner
+    others = [name for name in NAMES if name != "packing_ops"]
+    NAMES.difference_update(others)
+    register()
+    try:
+        for module in modules:
+            asked = module.is_flash_attention_requested
+            assert asked(requested_attention_implementation="packing_ops")
+            assert asked(requested_attention_implementation="flash_attention_2")
+            assert not asked(requested_attention_implementation="sdpa")
+            assert not asked(requested_attention_implementation=None)
+        unregister()
+        stock = importlib.import_module("transformers.utils.generic").is_flash_attention_requested
+        assert [module.is_flash_attention_requested for module in modules] == [stock] * 3
+        assert runner._sample.__module__ == runner.__module__
+        assert not hasattr(runner._sample, "__wrapped__")
+    finally:
+        NAMES.update(others)
+        register()
