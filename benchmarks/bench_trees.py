@@ -132,7 +132,9 @@ def whole_model(answers, prompt, answer, device):
 
     torch.manual_seed(0)
     made = Tree(answers, prompt, answer, device)
-    model = Qwen3ForCausalLM._from_config(Qwen3Config(**MODELS[device], use_cache=False), dtype=DTYPES[device]).to(device)
+    model = Qwen3ForCausalLM._from_config(Qwen3Config(**MODELS[device], use_cache=False), dtype=DTYPES[device]).to(
+        device
+    )
     apply_packing_ops(model)
     tokens = torch.randint(MODELS[device]["vocab_size"], (made.tree.num_rows,), device=device)
     trained = (made.samples.position_ids >= prompt - 1) & (made.samples.position_ids < prompt + answer - 1)

@@ -10,29 +10,31 @@ namespace packing_ops {
 
 enum class Fault : uint8_t {
   kNone,
-  kCuSeqlensStart,        // cu_seqlens[0] != 0
-  kCuSeqlensOrder,        // cu_seqlens[index] < cu_seqlens[index - 1]
-  kCuSeqlensTotal,        // cu_seqlens[index] > total
-  kNegativeLength,        // lengths[index] < 0
-  kLengthsOverflow,       // the sum of lengths does not fit int32
-  kPositionOutside,       // position_ids[index] outside the cos/sin cache
-  kReturningUid,          // uids[index] was seen before, with other uids between
-  kIndexOutside,          // indices[index] outside the rows
-  kLengthOverCapacity,    // lengths[index] is over the capacity
-  kPlanOfOtherDocuments,  // the plan was made for another cu_seqlens[index]
-  kPlanOfOtherHeads,      // the plan was made for other heads, head_dim or window
-  kValuesChanged,         // values[index] is not what it was
-  kEndOfQueries,          // cu_seq_lens_q[-1] is not the batch's size
-  kEndOfKeys,             // cu_seq_lens_k[-1] is not the batch's size
-  kPaddingInDocuments,    // attention_mask[index] is 0 beside cu_seq_lens_q
-  kNoRestart,             // position_ids never restart, cu_seq_lens_q has several documents to a row
-  kRestartInDocument,     // position_ids[index] restarts inside a document of cu_seq_lens_q
-  kKeysOfOtherDocuments,  // cu_seq_lens_k[index] differs from cu_seq_lens_q
-  kLabelOutside,          // labels[index] is neither in the vocabulary nor ignore_index
-  kVisibleEndBeforeOwn,   // visible_end[index] is not beyond its query's own position
-  kVisibleEndPastKeys,    // visible_end[index] is past the document's keys
-  kVisibleEndOrder,       // visible_end[index] < visible_end[index - 1] in a document
-  kPlanOfOtherVisibleEnd  // the plan was made for another visible_end[index]
+  kCuSeqlensStart,         // cu_seqlens[0] != 0
+  kCuSeqlensOrder,         // cu_seqlens[index] < cu_seqlens[index - 1]
+  kCuSeqlensTotal,         // cu_seqlens[index] > total
+  kNegativeLength,         // lengths[index] < 0
+  kLengthsOverflow,        // the sum of lengths does not fit int32
+  kPositionOutside,        // position_ids[index] outside the cos/sin cache
+  kReturningUid,           // uids[index] was seen before, with other uids between
+  kIndexOutside,           // indices[index] outside the rows
+  kLengthOverCapacity,     // lengths[index] is over the capacity
+  kPlanOfOtherDocuments,   // the plan was made for another cu_seqlens[index]
+  kPlanOfOtherHeads,       // the plan was made for other heads, head_dim or window
+  kValuesChanged,          // values[index] is not what it was
+  kEndOfQueries,           // cu_seq_lens_q[-1] is not the batch's size
+  kEndOfKeys,              // cu_seq_lens_k[-1] is not the batch's size
+  kPaddingInDocuments,     // attention_mask[index] is 0 beside cu_seq_lens_q
+  kNoRestart,              // position_ids never restart, cu_seq_lens_q has several documents to a row
+  kRestartInDocument,      // position_ids[index] restarts inside a document of cu_seq_lens_q
+  kKeysOfOtherDocuments,   // cu_seq_lens_k[index] differs from cu_seq_lens_q
+  kLabelOutside,           // labels[index] is neither in the vocabulary nor ignore_index
+  kVisibleEndBeforeOwn,    // visible_end[index] is not beyond its query's own position
+  kVisibleEndPastKeys,     // visible_end[index] is past the document's keys
+  kVisibleEndOrder,        // visible_end[index] < visible_end[index - 1] in a document
+  kPlanOfOtherVisibleEnd,  // the plan was made for another visible_end[index]
+  kTargetOverBound,        // targets[index] is one more than max_targets
+  kTemperatureOutside      // the temperature of targets[index] is not above 0
 };
 
 // One word: fault in the top byte, index below it. A single store, so a reader never sees half of it.

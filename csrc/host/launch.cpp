@@ -76,6 +76,12 @@ FaultText fault_text(Fault fault) {
       return {"visible_end", "never to decrease inside a document"};
     case Fault::kPlanOfOtherVisibleEnd:
       return {"plan", "one made for this visible_end (kept plans too: give each batch a tensor of its own)"};
+    case Fault::kTargetOverBound:
+      return {"max_targets",
+              "at least as many as there are slots with a target (num_targets of a PackedMetadata and "
+              "of a collator's batch counts those of its own labels)"};
+    case Fault::kTemperatureOutside:
+      return {"temperature", "numbers above 0 (the index counts rows with a target where others are left out)"};
     default:
       return {"argument", "valid values"};
   }
