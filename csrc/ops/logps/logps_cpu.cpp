@@ -82,14 +82,17 @@ Logits<accumulate_t<T>> logits_of() {
 
 // f(logit + bias) in place of each logit.
 template <class Real>
-PACKING_OPS_INLINE void bound_logits(const LogpsChunkParams& p, int64_t from, int64_t count, Real* z) {
+PACKING_OPS_INLINE void bound_logits(const LogpsChunkParams& p, int64_t from, int64_t count, Real* __restrict z,
+                                     Real* __restrict scratch) {
   if (p.bias) {
     const Real* bias = static_cast<const Real*>(p.bias) + from;
     for (int64_t j = 0; j < count; ++j) z[j] += bias[j];
   }
   if (p.inner == 0) return;
-  const Real inner = static_cast<Real>(p.inner);
-  for (int64_t j = 0; j < count; ++j) z[j] = std::tanh(inner * z[j]);
+  const Real twice = static_cast<Real>(2 * p.inner);
+  for (int64_t j = 0; j < count; ++j) z[j] = twice * z[j] > Real(80) ? Real(80) : twice * z[j];  // tanh is 1 there
+  fast_exp(z, count, scratch);
+  for (int64_t j = 0; j < count; ++j) z[j] = Real(1) - Real(2) / (Real(1) + scratch[j]);
 }
 
 // Tree reduction of 2^n values in place: the second half is folded into the first, in whole vectors.
@@ -150,7 +153,7 @@ PACKING_OPS_MULTIVERSION void sum_rows(const LogpsChunkParams& p, const Logits<R
     for (int64_t from = 0; from < p.columns; from += kPiece) {
       const int64_t count = std::min(kPiece, p.columns - from);
       piece.load(p.logits, row * p.row_stride + from, count, z);
-      bound_logits(p, from, count, z);
+      bound_logits(p, from, count, z, scratch);
       for (int64_t j = 0; j < count; ++j) z[j] *= scale;
       if (target >= from && target < from + count) at(p.chosen, row) = z[target - from];
       sums = sums + sums_of<kMore>(z, count, scratch, p.first + from);
@@ -222,7 +225,7 @@ PACKING_OPS_MULTIVERSION void grad_rows(const LogpsChunkParams& p, const Logits<
         continue;
       }
       piece.load(p.logits, first, count, z);
-      bound_logits(p, from, count, z);
+      bound_logits(p, from, count, z, weights);
       if (inner != Real(0)) std::copy(z, z + count, bounded);
       for (int64_t j = 0; j < count; ++j) z[j] *= scale;
       p.by_log ? grad_of_z<true>(of, count, z, weights) : grad_of_z<false>(of, count, z, weights);
