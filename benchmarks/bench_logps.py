@@ -2,19 +2,29 @@
 
 Directions: forward (no gradient), backward (the graph is there already) and both. The floor, "bare matmuls", is cuBLAS
 alone on logits that are there in full: forward one product, backward three (the logits once more, and one for each
-gradient), both four; "bare matmuls, logits kept" has one less in backward, for one who stores 5 GB of logits. The most
-memory that a call takes beside its arguments, gradients included, is in results/logps_memory_<device>.csv.
+gradient), both four; "bare matmuls, logits kept" has one less in backward, for one who stores 5 GB of logits. Of rows
+without a target, torch.compile gets all and, as a second provider, those with a target, selected by a mask, for which the
+host waits; so does trl.
 """
+
+import functools
 
 import torch
 import torch.nn.functional as F
 from bench_boundaries import lengths_of
 from compiled_code import compiled_alone
-from harness import Case, commit, device_name, run, write_csv
+from harness import Case, run
 
 import packing_ops as po
 
-SIZES = {"cuda": (16_384, 151_936, (1024, 2048, 4096)), "cpu": (256, 16_384, (256,))}
+# (tokens, vocabulary, hidden sizes)
+SIZES = {
+    "cuda": [(16_384, 151_936, (1024, 2048, 4096, 8192)), (8192, 151_936, (4096,))],
+    "cpu": [(256, 16_384, (256,))],
+}
+MASKED = (0.0, 0.5, 0.9)
+OF_MASKED = {"cuda": (16_384, 151_936, 4096), "cpu": (256, 16_384, 256)}
+ALL = 2**40  # bytes: every chunk of logits
 CHUNKS = (1024, 2048, 4096, 8192, 16_384, 32_768)  # 1,024: 32 MiB of logits, within the L2 cache
 
 
@@ -31,6 +41,22 @@ def liger_loss():
         return None
     loss = LigerFusedLinearCrossEntropyLoss()
     return lambda hidden, weight, targets: loss(weight, hidden, targets)
+
+
+def trl_logps():
+    """trl's chunked log-probabilities of the rows that have a target, as its trainers call them; None without trl."""
+    try:
+        from trl.kernels import ChunkedLogProbFunction
+        from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as columns
+    except ImportError:
+        return None
+
+    def logps(hidden, weight, targets):
+        kept = targets >= 0
+        found = ChunkedLogProbFunction.apply(hidden[kept], weight, None, targets[kept], 1.0, columns, None, 1.0, ())[0]
+        return found.new_zeros(targets.shape).masked_scatter(kept, found)
+
+    return logps
 
 
 def gradients_of(function, leaves, grad=None):
@@ -81,34 +107,42 @@ def without_gradient(function):
     return call
 
 
-def batch(device, size):
-    total, vocab, _ = SIZES[device]
+def batch(device, total, vocab, size, masked=0.0):
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     hidden = torch.randn(total, size, device=device, dtype=dtype).requires_grad_()
     weight = (0.02 * torch.randn(vocab, size, device=device, dtype=dtype)).requires_grad_()
     labels = torch.randint(0, vocab, (total,), device=device)
-    lengths = lengths_of(total)
-    return hidden, weight, labels, po.PackedMetadata.from_lengths(lengths, device=device)
+    labels[torch.rand(total, device=device) < masked] = -100
+    return hidden, weight, labels, po.PackedMetadata.from_lengths(lengths_of(total), device=device)
 
 
-def cases_of_size(device, size):
-    hidden, weight, labels, metadata = batch(device, size)
-    total, vocab, _ = SIZES[device]
+def described(hidden, weight):
+    (total, size), vocab = hidden.shape, weight.shape[0]
+    return f"T={total} V={vocab} hidden={size}", str(hidden.dtype).removeprefix("torch.")
+
+
+def peers(hidden, weight, targets):
+    """{provider: log-probabilities} of others; torch.compile on the GPU alone."""
+    found = {"torch eager": lambda: eager_logps(hidden, weight, targets)}
+    if hidden.is_cuda:
+        compiled = compiled_alone(eager_logps)
+        found["torch.compile"] = lambda: compiled(hidden, weight, targets)
+    if (trl := trl_logps()) is not None:
+        found["trl's chunked log-probs"] = lambda: trl(hidden, weight, targets)
+    return found
+
+
+def cases_of_size(device, total, vocab, size):
+    hidden, weight, labels, metadata = batch(device, total, vocab, size)
     leaves, targets = (hidden, weight), po.shift_labels(labels, metadata.cu_seqlens)
     grad = torch.randn(total, device=device)
-    functions = {
-        "packing_ops": lambda: po.token_logps(hidden, weight, labels, metadata),
-        "torch eager": lambda: eager_logps(hidden, weight, targets),
-    }
-    if device == "cuda":
-        compiled = compiled_alone(eager_logps)
-        functions["torch.compile"] = lambda: compiled(hidden, weight, targets)
+    ours = functools.partial(po.token_logps, hidden, weight, labels, metadata)
+    functions = {"packing_ops": ours, **peers(hidden, weight, targets)}
     with_entropy = "packing_ops, entropy too"
-    entropy = lambda: torch.stack(po.token_logps(hidden, weight, labels, metadata, entropy=True)).sum(0)  # noqa: E731
-    liger = liger_loss()
+    entropy = lambda: torch.stack(ours(entropy=True)).sum(0)  # noqa: E731
     logits = torch.empty(total, vocab, device=device, dtype=hidden.dtype)
     plain = hidden.detach(), weight.detach(), logits
-    shape, dtype = f"T={total} V={vocab} hidden={size}", str(hidden.dtype).removeprefix("torch.")
+    shape, dtype = described(hidden, weight)
 
     forward = {name: without_gradient(function) for name, function in functions.items()}
     forward["bare matmuls"] = matmuls(*plain, 1, False)
@@ -125,71 +159,98 @@ def cases_of_size(device, size):
     backward.clear()  # what their graphs hold
 
     both = {name: gradients_of(function, leaves, grad) for name, function in functions.items()}
+    for name, keep in (("all logits kept", ALL), ("keep_logits=auto", "auto")):
+        both[f"packing_ops, {name}"] = gradients_of(functools.partial(ours, keep_logits=keep), leaves, grad)
     both["bare matmuls"] = matmuls(*plain, 2, True)
     both["bare matmuls, logits kept"] = matmuls(*plain, 1, True)
     both["chunked_cross_entropy"] = gradients_of(
         lambda: po.chunked_cross_entropy(hidden, weight, labels, metadata), leaves
     )
-    if liger is not None:
+    if (liger := liger_loss()) is not None:
         both["Liger's fused linear cross entropy"] = gradients_of(lambda: liger(hidden, weight, targets), leaves)
     yield Case("token_logps, forward and backward", shape, dtype, both, runs=11)
 
-    if device != "cuda":
-        return
-    chunked = {
-        f"chunk={chunk}": lambda chunk=chunk: po.token_logps(hidden, weight, labels, metadata, chunk=chunk)
-        for chunk in CHUNKS
+
+def cases_of_masks(device):
+    """Rows without a target: their number is known to the host, as a collator's metadata tells it."""
+    for masked in MASKED:
+        hidden, weight, labels, metadata = batch(device, *OF_MASKED[device], masked)
+        leaves, targets = (hidden, weight), po.shift_labels(labels, metadata.cu_seqlens)
+        grad, count = torch.randn(len(labels), device=device), int((targets != -100).sum())
+        ours = functools.partial(po.token_logps, hidden, weight, labels, metadata, max_targets=count)
+        everything = labels.clamp(min=0)
+        functions = {
+            "packing_ops": ours,
+            "packing_ops, all logits kept": functools.partial(ours, keep_logits=ALL),
+            "packing_ops, all rows": lambda: po.token_logps(hidden, weight, everything, metadata),  # noqa: B023
+            **peers(hidden, weight, targets),
+        }
+        if device == "cuda":
+            compiled = torch.compile(eager_logps, dynamic=True)
+
+            def selected(hidden=hidden, weight=weight, targets=targets, compiled=compiled):
+                kept = targets >= 0
+                found = compiled(hidden[kept], weight, targets[kept])
+                return found.new_zeros(targets.shape).masked_scatter(kept, found)
+
+            functions["torch.compile, rows by a mask"] = selected
+        both = {name: gradients_of(function, leaves, grad) for name, function in functions.items()}
+        if (liger := liger_loss()) is not None:
+            both["Liger's fused linear cross entropy"] = gradients_of(
+                functools.partial(liger, hidden, weight, targets), leaves
+            )
+        shape, dtype = described(hidden, weight)
+        yield Case(f"{masked:.0%} of the rows masked, forward and backward", shape, dtype, both, runs=11)
+
+
+def cases_of_outputs(device):
+    """What outputs and scalings cost beside plain log-probabilities."""
+    hidden, weight, labels, metadata = batch(device, *OF_MASKED[device])
+    leaves, grad = (hidden, weight), torch.randn(len(labels), device=device)
+    names = ("logps", "lse", "entropy", "sum_p2", "mean_logit")
+    options = {
+        "packing_ops": {},
+        "all outputs": {"outputs": (*names, "top1")},
+        "softcap": {"softcap": 30.0},
+        "scale": {"scale": 0.5},
+        "temperatures": {"temperature": torch.rand(len(labels), device=device) + 0.5},
+        "bias": {"bias": torch.randn(len(weight), device=device, dtype=weight.dtype)},
     }
-    chunks = {name: without_gradient(function) for name, function in chunked.items()}
-    yield Case(
-        "token_logps by chunk, forward", shape, dtype, {"packing_ops": forward["packing_ops"], **chunks}, runs=11
-    )
-    chunks = {name: gradients_of(function, leaves, grad) for name, function in chunked.items()}
-    yield Case(
-        "token_logps by chunk, forward and backward",
-        shape,
-        dtype,
-        {"packing_ops": both["packing_ops"], **chunks},
-        runs=11,
-    )
+
+    def of(given):
+        found = po.token_logps(hidden, weight, labels, metadata, **given)
+        return found if isinstance(found, torch.Tensor) else torch.stack(found[: len(names)]).sum(0)
+
+    functions = {name: functools.partial(of, given) for name, given in options.items()}
+    shape, dtype = described(hidden, weight)
+    forward = {name: without_gradient(function) for name, function in functions.items()}
+    yield Case("token_logps by option, forward", shape, dtype, forward, runs=11)
+    both = {name: gradients_of(function, leaves, grad) for name, function in functions.items()}
+    yield Case("token_logps by option, forward and backward", shape, dtype, both, runs=11)
 
 
-memory = []
-
-
-def peak(call) -> int:
-    call()  # compiled, planned, workspaces made
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    return torch.cuda.max_memory_allocated() - before
+def cases_of_chunks(device):
+    hidden, weight, labels, metadata = batch(device, *OF_MASKED[device])
+    leaves, grad = (hidden, weight), torch.randn(len(labels), device=device)
+    ours = functools.partial(po.token_logps, hidden, weight, labels, metadata)
+    functions = {"packing_ops": ours}
+    functions |= {f"chunk={chunk}": functools.partial(ours, chunk=chunk) for chunk in CHUNKS}
+    shape, dtype = described(hidden, weight)
+    forward = {name: without_gradient(function) for name, function in functions.items()}
+    yield Case("token_logps by chunk, forward", shape, dtype, forward, runs=11)
+    both = {name: gradients_of(function, leaves, grad) for name, function in functions.items()}
+    yield Case("token_logps by chunk, forward and backward", shape, dtype, both, runs=11)
 
 
 def cases(device):
-    for size in SIZES[device][2]:
-        for case in cases_of_size(device, size):
-            yield case
-            if device == "cuda" and case.op != "token_logps, backward":
-                memory.extend(
-                    {
-                        "op": case.op,
-                        "shape": case.shape,
-                        "dtype": case.dtype,
-                        "provider": name,
-                        "peak_mib": f"{peak(call) / 2**20:.0f}",
-                        "device": device_name(device),
-                        "torch": torch.__version__,
-                        "commit": commit(),
-                    }
-                    for name, call in case.providers.items()
-                    if not name.startswith(("bare", "copy"))
-                )
-        torch.cuda.empty_cache() if device == "cuda" else None
+    for total, vocab, sizes in SIZES[device]:
+        for size in sizes:
+            yield from cases_of_size(device, total, vocab, size)
+    yield from cases_of_masks(device)
+    yield from cases_of_outputs(device)
+    if device == "cuda":
+        yield from cases_of_chunks(device)
 
 
 if __name__ == "__main__":
-    arguments = run("logps", cases)
-    if memory:
-        write_csv(arguments.out / f"logps_memory_{arguments.device}.csv", memory)
+    run("logps", cases)

@@ -214,24 +214,24 @@ def parallel_host() -> str:
     )  # fmt: skip
 
 
-LOGPS_PEERS = {"torch eager": "torch eager", "torch.compile": "torch.compile",
-               "Liger's fused linear cross entropy": "Liger", "bare matmuls": "bare matmuls"}  # fmt: skip
-LOGPS_MEMORY = {OURS: "GiB, ours", "torch eager": "eager", "torch.compile": "compiled",
+LOGPS_KEPT = "packing_ops, all logits kept"
+LOGPS_PEERS = {LOGPS_KEPT: "ours, logits kept", "torch eager": "torch eager", "torch.compile": "torch.compile",
+               "Liger's fused linear cross entropy": "Liger", "trl's chunked log-probs": "trl",
+               "bare matmuls": "bare matmuls"}  # fmt: skip
+LOGPS_MEMORY = {OURS: "GiB, ours", LOGPS_KEPT: "logits kept", "torch eager": "eager", "torch.compile": "compiled",
                 "Liger's fused linear cross entropy": "Liger"}  # fmt: skip
 
 
 def logps() -> str:
     """A row for each direction and hidden size; what the others need in memory beside it."""
-    memory = {case: {p: int(row["peak_mib"]) for p, row in providers.items()}
-              for case, providers in cases_of(rows_of("logps_memory_cuda")).items()}  # fmt: skip
     rows, used = [], []
     for case, providers in cases_of(rows_of("logps_cuda")).items():
         op, shape, _ = case
-        if "by chunk" in op:
+        if not op.startswith("token_logps, ") or not shape.startswith("T=16384 "):
             continue
         others = [times(providers[p]["ratio_to_ours"]) if p in providers else "" for p in LOGPS_PEERS]
-        held = memory.get(case, {})
-        peaks = [f"{held[p] / 1024:.1f}" if p in held else "" for p in LOGPS_MEMORY]
+        held = {p: row["peak_mib"] for p, row in providers.items() if "backward" not in op or "forward" in op}
+        peaks = [f"{float(held[p]) / 1024:.1f}" if held.get(p) else "" for p in LOGPS_MEMORY]
         label = f"{op.removeprefix('token_logps, ')}, hidden {int(shape.rpartition('=')[2]):,}"
         rows.append([label, duration(providers[OURS]), *others, *peaks])
         used.append(providers[OURS])
@@ -239,8 +239,7 @@ def logps() -> str:
               *LOGPS_MEMORY.values()]  # fmt: skip
     note = (
         "Times of the others are multiples of ours: below 1 the other is faster. Bare matmuls: cuBLAS alone, one product "
-        "forward, three backward (ours makes the logits again; torch keeps them, which is faster where there is memory for "
-        "it). Liger's fused linear cross entropy gives the mean of a batch alone, gradients made in its forward. GiB: "
+        "forward, three backward (ours makes the logits again unless it is told to keep them; torch keeps them). Liger's fused linear cross entropy gives the mean of a batch alone, gradients made in its forward. GiB: "
         f"beside the arguments, gradients included. {origin(used)}."
     )
     return f"{markdown(header, rows)}\n\n{prose(note)}"

@@ -55,8 +55,10 @@ PACKING_OPS_LIBRARY(PACKING_OPS_NAMESPACE, m) {
 
   // logps
   m.def("logps_targets(Tensor labels, Tensor cu_seqlens, int ignore_index, SymInt vocab) -> Tensor");
-  m.def("logps_chunk_(Tensor logits, Tensor? bias, Tensor targets, SymInt first, float inv_temperature, Tensor(a!) state) -> ()");
-  m.def("logps_chunk_backward_(Tensor(a!) logits, Tensor? bias, Tensor targets, SymInt first, float inv_temperature, Tensor lse, Tensor grad_logps, Tensor? entropy, Tensor? grad_entropy) -> ()");
-  m.def("token_logps(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, float inv_temperature, SymInt? chunk, bool entropy, str? group) -> (Tensor, Tensor, Tensor)");
-  m.def("token_logps_backward(Tensor? grad_logps, Tensor? grad_entropy, Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor lse, Tensor entropy, float inv_temperature, SymInt? chunk, str? group, bool need_hidden, bool need_weight, bool need_bias) -> (Tensor, Tensor, Tensor)");
+  m.def("logps_rows(Tensor targets, SymInt size) -> Tensor");
+  m.def("logps_chunk_(Tensor logits, Tensor? bias, Tensor targets, SymInt first, Tensor scales, float inner, Tensor(a!) state) -> ()");
+  m.def("logps_chunk_backward_(Tensor(a!) logits, Tensor? bias, Tensor targets, SymInt first, Tensor scales, float inner, Tensor lse, Tensor slopes) -> ()");
+  m.def("token_logps(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor? temperature, float outer, float inner, SymInt? chunk, SymInt? max_targets, SymInt keep_logits, bool more, str? group) -> (Tensor logps, Tensor lse, Tensor entropy, Tensor sum_p2, Tensor mean_logit, Tensor top1, Tensor logits)");
+  m.def("token_logps_backward(Tensor slopes, Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor? temperature, Tensor lse, Tensor logits, float outer, float inner, SymInt? chunk, SymInt? max_targets, str? group, bool need_hidden, bool need_weight, bool need_bias) -> (Tensor, Tensor, Tensor)");
+  m.def("token_logps_backward_(Tensor slopes, Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor? temperature, Tensor lse, Tensor(a!) logits, float outer, float inner, SymInt? chunk, SymInt? max_targets, str? group, bool need_hidden, bool need_weight, bool need_bias) -> (Tensor, Tensor, Tensor)");
 }

@@ -14,6 +14,7 @@ import sys
 import torch
 
 from packing_ops import _library
+from packing_ops._logps import chunk_of, rows_at_most
 
 _COUNTER = "torch.utils.flop_counter"
 
@@ -90,15 +91,26 @@ def _backward(
     return (3 * q.shape[-1] + 2 * v.shape[-1]) * pairs
 
 
-def _logps_forward(hidden, weight, *rest, out_shape=None, **options):
-    (total, size), (vocab, _) = hidden, weight
-    return 2 * total * size * vocab
+def _logps_product(hidden, weight, targets, max_targets):
+    """A product of the rows that have a target; on CUDA of as many as there may be."""
+    rows = rows_at_most(hidden.shape[0], max_targets)
+    if targets.is_cpu and _has_values(targets):
+        rows = int((targets >= 0).sum())
+    return 2 * rows * weight.numel()
 
 
-def _logps_backward(grad_logps, grad_entropy, hidden, weight, *rest, out_shape=None, **options):
-    """The logits once more, and a product for each gradient."""
-    *_, need_hidden, need_weight, _ = rest
-    return _logps_forward(hidden, weight) * (1 + need_hidden + need_weight)
+def _logps_forward(hidden, weight, bias, targets, temperature, outer, inner, chunk, max_targets, *rest, out_val):
+    return _logps_product(hidden, weight, targets, max_targets)
+
+
+def _logps_backward(
+    slopes, hidden, weight, bias, targets, temperature, lse, logits, outer, inner, chunk, max_targets, *rest, out_val
+):
+    """A product for each gradient, and the logits once more where they were not kept."""
+    _, need_hidden, need_weight, _ = rest
+    product, vocab = _logps_product(hidden, weight, targets, max_targets), weight.shape[0]
+    kept = logits.shape[0] * chunk_of(chunk, rows_at_most(hidden.shape[0], max_targets), hidden, vocab)
+    return product * (need_hidden + need_weight) + product * max(vocab - kept, 0) // vocab
 
 
 def register_flop_formulas() -> None:
@@ -124,8 +136,9 @@ def register_flop_formulas() -> None:
         return
     counter.register_flop_formula(ops.varlen_attention, get_raw=True)(_forward)
     counter.register_flop_formula(ops.varlen_attention_backward, get_raw=True)(_backward)
-    counter.register_flop_formula(ops.token_logps)(_logps_forward)
-    counter.register_flop_formula(ops.token_logps_backward)(_logps_backward)
+    counter.register_flop_formula(ops.token_logps, get_raw=True)(_logps_forward)
+    counter.register_flop_formula(ops.token_logps_backward, get_raw=True)(_logps_backward)
+    counter.register_flop_formula(ops.token_logps_backward_, get_raw=True)(_logps_backward)
 
 
 if _COUNTER in sys.modules:

@@ -28,7 +28,7 @@ OPS = """
     pack_sequences pack_ffd pack_prefix_tree
     rope_qk rope_qk_
     attention_plan varlen_attention varlen_attention_backward prefix_paths prefix_attention prefix_attention_backward
-    logps_targets logps_chunk_ logps_chunk_backward_ token_logps token_logps_backward
+    logps_targets logps_rows logps_chunk_ logps_chunk_backward_ token_logps token_logps_backward token_logps_backward_
 """
 
 
@@ -145,8 +145,9 @@ def has_cuda_kernel(name: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"packing_ops::{name}", "CUDA")
 
 
-# Python loops over other ops and matmuls; logps.py registers them for every device.
-IN_PYTHON = {"prefix_attention", "prefix_attention_backward", "token_logps", "token_logps_backward"}
+# Python loops over other ops and matmuls; _logps.py registers them for every device.
+IN_PYTHON = {"prefix_attention", "prefix_attention_backward"}
+IN_PYTHON |= {"token_logps", "token_logps_backward", "token_logps_backward_"}
 WITHOUT_TENSORS = {"build_info", "attention_kernels"}
 without_cuda_kernel: set[str] = set()
 _fallbacks = torch.library.Library("packing_ops", "IMPL", "CUDA")

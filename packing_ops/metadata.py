@@ -41,6 +41,9 @@ class PackedMetadata:
         max_seqlen: longest document, or longest path of a prefix tree, a Python int.
         indices: int64 ``[total]``, slots of the padded batch that were kept; only after from_attention_mask.
         num_tokens: ``cu_seqlens[-1]`` as a Python int; None if it was neither given nor read.
+        num_targets: slots that have a target in the labels of this batch, or an upper bound, a Python int; None if unknown.
+            The collators count it. token_logps and the losses multiply no more rows: for labels with more targets give
+            them ``max_targets=total``, or set it with ``dataclasses.replace``.
         seqlen: columns of the padded batch, for pad and unpad; only after from_attention_mask.
         paths: PrefixPaths of a prefix tree, whose segments cu_seqlens then are; only after from_prefix_tree.
         visible_end: int32 ``[total]``, how far each query sees. varlen_attention takes it from here. None: causality or
@@ -65,6 +68,7 @@ class PackedMetadata:
     seqlen: int | None = None
     visible_end: torch.Tensor | None = None
     paths: PrefixPaths | None = None
+    num_targets: int | None = None
     _cache: ClassVar[BatchCache | None] = None  # no field: hosts copy dataclasses field by field
 
     def __post_init__(self) -> None:
@@ -294,7 +298,7 @@ class PackedMetadata:
     def to_transformers(self) -> dict[str, Any]:
         """Keyword arguments of a Hugging Face forward: ``cu_seq_lens_q/k``, ``max_length_q/k``, for a tree ``segment_parents``.
 
-        Padding after the last document becomes one more document, since cu_seq_lens must end where the row ends.
+        Also ``num_targets`` where it is known, which the fused loss of apply_packing_ops takes. Padding after the last document becomes one more document, since cu_seq_lens must end where the row ends.
 
         Example:
             >>> PackedMetadata.from_lengths([2, 1], total=5).to_transformers()["cu_seq_lens_q"]
@@ -312,6 +316,7 @@ class PackedMetadata:
             "max_length_q": max_seqlen,
             "max_length_k": max_seqlen,
             **({} if self.paths is None else {"segment_parents": self.paths}),
+            **({} if self.num_targets is None else {"num_targets": self.num_targets}),
         }
 
     def to_unsloth(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from packing_ops._arguments import (
     one_row,
     wrong_type,
 )
-from packing_ops.logps import checked_head, logps_of_targets
+from packing_ops.logps import LogpsOptions, checked_head, logps_of_targets, output_names
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
 FORK_ALIGNMENT = 128  # csrc/core/fork_alignment.h
@@ -263,11 +263,16 @@ def prefix_token_logps(
     labels: torch.Tensor,
     tree: PrefixTree,
     *,
-    temperature: float = 1.0,
+    temperature: float | torch.Tensor = 1.0,
     chunk: int | None = None,
     entropy: Literal[False] = False,
     bias: torch.Tensor | None = None,
     ignore_index: int = -100,
+    outputs: None = None,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    max_targets: int | None = None,
+    keep_logits: int | Literal["auto"] = 0,
 ) -> torch.Tensor: ...
 @overload
 def prefix_token_logps(
@@ -276,24 +281,52 @@ def prefix_token_logps(
     labels: torch.Tensor,
     tree: PrefixTree,
     *,
-    temperature: float = 1.0,
+    temperature: float | torch.Tensor = 1.0,
     chunk: int | None = None,
     entropy: Literal[True],
     bias: torch.Tensor | None = None,
     ignore_index: int = -100,
+    outputs: None = None,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    max_targets: int | None = None,
+    keep_logits: int | Literal["auto"] = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
 def prefix_token_logps(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,
     tree: PrefixTree,
     *,
-    temperature: float = 1.0,
+    temperature: float | torch.Tensor = 1.0,
+    chunk: int | None = None,
+    entropy: Literal[False] = False,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    outputs: Sequence[str],
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    max_targets: int | None = None,
+    keep_logits: int | Literal["auto"] = 0,
+) -> tuple[torch.Tensor, ...]: ...
+def prefix_token_logps(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    tree: PrefixTree,
+    *,
+    temperature: float | torch.Tensor = 1.0,
     chunk: int | None = None,
     entropy: bool = False,
     bias: torch.Tensor | None = None,
     ignore_index: int = -100,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    outputs: Sequence[str] | None = None,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    max_targets: int | None = None,
+    keep_logits: int | Literal["auto"] = 0,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """token_logps of the samples, from the hidden states of a prefix tree's rows. Differentiable.
 
     Each row but a root's first is predicted once, by the row before it: the last row of a shared prompt predicts the first
@@ -302,17 +335,18 @@ def prefix_token_logps(
 
     Args:
         hidden: ``[num_rows, hidden]`` or ``[1, num_rows, hidden]``, as token_logps.
-        weight, temperature, chunk, bias: as token_logps.
+        weight, chunk, entropy, bias, outputs, scale, softcap, keep_logits: as token_logps.
+        temperature: as token_logps; a tensor is ``[num_rows]``, of what each row predicts.
         labels: int64 or int32 ``[num_rows]`` or ``[1, num_rows]``, not shifted: ``tokens[tree.rows]``. ``ignore_index``
             where nothing counts, in none of a row's samples; where it depends on the sample, mask the result.
         tree: on the device of hidden.
-        entropy: also return the entropy of each slot's prediction.
+        max_targets: rows that are predicted, or an upper bound, as in token_logps; on CUDA num_rows by default.
 
     Returns:
         ``[num_tokens]``, in the order of the samples' tokens, float32 (float64 for float64): slot t holds
-        log p(token t + 1), 0 at the last slot of each sample. With ``entropy`` also ``[num_tokens]``, likewise 0 there.
-        Nothing synchronises. num_rows rows are multiplied with weight: one for each row that is predicted. Within packing_ops.invariant() a token has the bits that
-        token_logps gives its sample alone.
+        log p(token t + 1), 0 at the last slot of each sample. With ``outputs`` a tuple of such, likewise 0 there (top1:
+        -1). Nothing synchronises. One row is multiplied with weight for each row that is predicted. Within
+        packing_ops.invariant() a token has the bits that token_logps gives its sample alone.
 
     Example:
         >>> tokens = torch.tensor([5, 6, 7, 5, 6])  # the second sample is the beginning of the first
@@ -343,13 +377,20 @@ def prefix_token_logps(
     whole_row = torch.arange(2, dtype=torch.int32, device=labels.device) * num_rows
     of_next = _ops.logps_targets(labels, whole_row, ignore_index, weight.shape[0])
     targets = F.pad(of_next[:-1], (1, 0), value=-1)[:num_rows]
-    predicted = logps_of_targets(hidden[before], weight, bias, targets, temperature, chunk, entropy)
+    if isinstance(temperature, torch.Tensor) and temperature.shape in ((num_rows,), (1, num_rows)):
+        temperature = temperature.reshape(-1)[before]
+    options = LogpsOptions(temperature, scale, softcap, chunk, max_targets, keep_logits)
+    names = output_names(entropy, outputs)
+    predicted = logps_of_targets((hidden[before], weight, bias), targets, names, options)
     # The samples' slots: each shows what predicts the token after it.
     rows = tree.row_of_token
     first = tree.position_ids[rows] == 0
     after, is_last = rows.roll(-1), first.roll(-1)
-    logps, of_entropy = (values[after].masked_fill(is_last, 0) if values.numel() else values for values in predicted)
-    return (logps, of_entropy) if entropy else logps
+    found = tuple(
+        values[after].masked_fill(is_last, -1 if name == "top1" else 0)
+        for name, values in zip(names, predicted, strict=True)
+    )
+    return found[0] if outputs is None and not entropy else found
 
 
 # --- registration: shapes for torch.compile ---

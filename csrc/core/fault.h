@@ -36,7 +36,9 @@ enum class Fault : uint8_t {
   kVisibleEndOrder,        // visible_end[index] < visible_end[index - 1] in a document
   kPlanOfOtherVisibleEnd,  // the plan was made for another visible_end[index]
   kKeysPastPages,          // seqused_k[index] is not between 0 and what the document's pages hold
-  kPageOutside             // block_table[index] has a page that there is not
+  kPageOutside,            // block_table[index] has a page that there is not
+  kTargetOverBound,        // targets[index] is one more than max_targets
+  kTemperatureOutside      // the temperature of targets[index] is not above 0
 };
 
 // One word: fault in the top byte, index below it. A single store, so a reader never sees half of it.

@@ -91,6 +91,12 @@ FaultText fault_text(Fault fault) {
       return {"cu_seq_lens_k", "the documents of cu_seq_lens_q, whose tokens the keys are"};
     case Fault::kLabelOutside:
       return {"labels", "entries of the vocabulary or ignore_index"};
+    case Fault::kTargetOverBound:
+      return {"max_targets",
+              "at least as many as there are slots with a target (num_targets of a PackedMetadata and "
+              "of a collator's batch counts those of its own labels)"};
+    case Fault::kTemperatureOutside:
+      return {"temperature", "numbers above 0 (the index counts rows with a target where others are left out)"};
     default:
       return attention_fault_text(fault);
   }

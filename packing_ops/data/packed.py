@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -199,6 +199,7 @@ class PackedCollator:
                 varlen_attention takes it. A document spans its aligned slots; the unused end of a row is a document
                 too.
             max_length_q, max_length_k: the longest of these documents, an int.
+            num_targets: labels that are not ignore_index, an int; of a batch on the CPU.
 
         Example:
             >>> collator = PackedCollator(8)
@@ -215,6 +216,8 @@ class PackedCollator:
         sequences = batch["sequences"]
         documents = self.packed_metadata(batch)
         weights = torch.nn.functional.pad(batch["loss_mask"], (1, 0))  # at the token itself
+        if weights.is_cpu:  # elsewhere the host would wait
+            documents = replace(documents, num_targets=int(weights.count_nonzero()))
         return {
             "input_ids": sequences,
             "position_ids": documents.position_ids.view(sequences.shape),

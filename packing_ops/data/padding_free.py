@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, takewhile
 from typing import Any, ClassVar, Literal
 
@@ -26,6 +26,9 @@ class PaddingFreeCollator:
         return_seq_idx: return ``seq_idx``.
         return_packed_metadata: return ``packed_metadata``, the PackedMetadata of the row, for code that calls
             packing_ops itself; models of transformers take none.
+        return_num_targets: beside cu_seq_lens and in packed_metadata return ``num_targets``: the losses of packing_ops
+            multiply no more rows. Whoever puts other labels in their place counts them again or drops it. False for
+            exactly the keys of DataCollatorWithFlattening.
         separator_id: label of each document's first token, which nothing predicts.
         max_seq_length: tokens of the row, None for as many as there are. A shorter row is padded: input_ids with
             pad_token_id, labels with -100. The padding is a document of its own in position_ids, seq_idx and
@@ -49,6 +52,7 @@ class PaddingFreeCollator:
         seq_idx: int32 ``[1, total]``, index of each token's document.
         cu_seq_lens_q, cu_seq_lens_k: one int32 tensor ``[num_documents + 1]``.
         max_length_q, max_length_k: longest document, an int.
+        num_targets: labels that are not -100, an int, where the examples are on the CPU.
 
     on the device of the examples.
 
@@ -84,6 +88,7 @@ class PaddingFreeCollator:
     return_position_ids: bool = True
     return_seq_idx: bool = True
     return_packed_metadata: bool = field(default=False, kw_only=True)
+    return_num_targets: bool = field(default=True, kw_only=True)
     separator_id: int = -100
     max_seq_length: int | None = None
     overlong: Literal["error", "truncate", "drop", "carry", "own"] = "error"
@@ -207,6 +212,8 @@ class PaddingFreeCollator:
         total = None if total is None else max(total, len(tokens))  # longer with overlong="own"
         metadata = PackedMetadata.from_lengths(lengths, total=total, device=tokens.device)
         targets = self._separated(targets, metadata.cu_seqlens, separator_id)
+        if self.return_num_targets and targets.is_cpu:  # elsewhere the host would wait
+            metadata = replace(metadata, num_targets=int((targets != -100).sum()))
         rest = metadata.total - len(tokens)
         batch: dict[str, Any] = {
             "input_ids": torch.cat([tokens, tokens.new_full((rest,), self.pad_token_id)])[None],

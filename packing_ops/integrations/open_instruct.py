@@ -1,6 +1,6 @@
 """open-instruct's padding-free collator contract. Nothing here imports open-instruct or transformers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from packing_ops import PackedMetadata
@@ -30,6 +30,7 @@ class TensorDataCollatorWithFlattening(PaddingFreeCollator):
     Raises: as PaddingFreeCollator.
     """
 
+    return_num_targets: bool = field(default=False, kw_only=True)
     overlong: Literal["error", "truncate", "drop", "carry", "own"] = "truncate"
     return_tensors: str = "pt"
     pad_segment: bool = False

@@ -57,9 +57,10 @@ def step(x):
     packed = ops.gather_rows(x["hidden"], indices, 1024)
     q, k = po.apply_rotary_qk(x["q"], x["k"], x["cos"], x["sin"], position_ids)
     targets = ops.logps_targets(x["labels"], cu_seqlens, -100, 99)
-    logits, state = x["q"].flatten(1)[:, :99].clone(), x["values"].new_zeros(4, 1024)
-    ops.logps_chunk_(logits, None, targets, 0, 0.1, state)
-    ops.logps_chunk_backward_(logits, None, targets, 0, 0.1, state[1].log(), x["values"], state[3], x["values"])
+    logits, state = x["q"].flatten(1)[:, :99].clone(), x["values"].new_zeros(7, 1024)
+    scales, slopes = torch.full_like(x["values"], 0.1), x["values"].expand(5, 1024).contiguous()
+    ops.logps_chunk_(logits, None, targets, 0, scales, 0.0, state)
+    ops.logps_chunk_backward_(logits, None, targets, 0, scales, 0.0, state[1].log(), slopes)
     return {
         "cu_seqlens": cu_seqlens,
         "position_ids": position_ids,
@@ -90,6 +91,7 @@ def step(x):
         "k": k,
         "logits": logits,
         "state": state,
+        "rows": ops.logps_rows(targets, 1024),
     }
 
 
@@ -98,9 +100,12 @@ def with_products(x):
     ops, found = torch.ops.packing_ops, step(x)
     head = x["q"].flatten(1), x["q"][:99].flatten(1), None
     targets = ops.logps_targets(x["labels"], found["cu_seqlens"], -100, 99)
-    logps, entropy, lse = ops.token_logps(*head, targets, 0.1, 40, True, None)
-    options = targets, lse, entropy, 0.1, 40, None, True, True, False
-    grad_hidden, grad_weight, _ = ops.token_logps_backward(logps, entropy, *head, *options)
+    options = 0.1, 0.0, 40, 1000
+    logps, lse, entropy, *_, kept = ops.token_logps(*head, targets, None, *options, 2**20, True, None)
+    slopes = torch.stack([logps, entropy])
+    grad_hidden, grad_weight, _ = ops.token_logps_backward_(
+        slopes, *head, targets, None, lse, kept, *options, None, True, True, False
+    )
     return {**found, "logps": logps, "entropy": entropy, "grad_hidden": grad_hidden, "grad_weight": grad_weight}
 
 

@@ -211,24 +211,25 @@ def test_one_chunk_of_logits_in_memory(device):
             return out
 
     # Below the op, where its own products are seen.
-    from packing_ops import logps as module
+    from packing_ops import _logps as module
 
     targets = ops.logps_targets(labels, cu_seqlens, -100, 4000)
+    options = 1.0, 0.0, chunk, None
     with Largest():
-        logps, entropy, lse = module._token_logps(hidden, weight, bias, targets, 1.0, chunk, True, None)
-        module._token_logps_backward(
-            logps, entropy, hidden, weight, bias, targets, lse, entropy, 1.0, chunk, None, True, True, True
-        )
+        found = module._token_logps(hidden, weight, bias, targets, None, *options, 0, True, None)
+        slopes = torch.ones(5, hidden.shape[0], device=device)
+        backward = module._backward(overwrites=False)
+        backward(slopes, hidden, weight, bias, targets, None, found[1], found[-1], *options, None, True, True, True)
     assert 0 < largest <= allowed
     assert largest < hidden.shape[0] * 4000 // 10
 
 
 def test_chunk_by_default():
     """As docstrings tell: 64 MiB of logits on the CPU, equal chunks, at least 512 entries, at most all of them."""
-    from packing_ops.logps import _chunk_of
+    from packing_ops._logps import chunk_of
 
     def chunk(total, vocab):
-        return _chunk_of(None, torch.empty(total, 1), vocab)
+        return chunk_of(None, total, torch.empty(total, 1), vocab)
 
     assert chunk(1024, 151_936) == 15_232  # ten, where 16,384 would fit
     assert chunk(1024, 1000) == 1000
@@ -300,6 +301,9 @@ def bad_calls(device):
     def cross_entropy(**options):
         return lambda: po.chunked_cross_entropy(hidden, weight, labels, cu_seqlens, **options)
 
+    labels[1] = 3
+    hot = torch.ones(6, device=device)
+    hot[0] = 0
     wrong, negative = labels.clone(), labels.clone()
     wrong[2], negative[1] = 10, -1
     return {
@@ -320,6 +324,24 @@ def bad_calls(device):
         "metadata total": (call(metadata=po.PackedMetadata.from_lengths([3, 2])), "metadata: expected total=6"),
         "temperature": (call(temperature=0.0), "temperature: expected a number above 0, got 0.0"),
         "temperature nan": (call(temperature=float("nan")), "temperature: expected a number above 0"),
+        "temperature shape": (call(temperature=torch.ones(5, device=device)), r"temperature: expected .*total=6"),
+        "temperature dtype": (call(temperature=labels), r"temperature: expected .*floating.* got int64"),
+        "temperature device": (call(temperature=torch.ones(6, device="meta")), "temperature: expected on .*meta"),
+        "temperature grad": (
+            call(temperature=torch.ones(6, device=device, requires_grad=True)),
+            "temperature: expected a tensor without requires_grad",
+        ),
+        "temperatures": (call(temperature=hot), "temperature: expected .*above 0.* index 0"),
+        "scale": (call(scale=0), "scale: expected a number above 0, got 0"),
+        "softcap": (call(softcap=-1), "softcap: expected a number above 0, or 0 or inf for none, got -1"),
+        "outputs": (call(outputs=("logps", "top5")), r"outputs: expected .*mean_logit.* got \('logps', 'top5'\)"),
+        "outputs, none": (call(outputs=()), r"outputs: expected .* got \(\)"),
+        "outputs, a name": (call(outputs="logps"), "outputs: expected .* got 'logps'"),
+        "outputs, entropy": (call(outputs=("logps",), entropy=True), "outputs: expected .* beside entropy=True"),
+        "max_targets": (call(max_targets=-1), "max_targets: expected at least 0, got -1"),
+        "max_targets, few": (call(labels=labels.clamp(min=0), max_targets=2), "max_targets: expected at least"),
+        "keep_logits": (call(keep_logits=-1), "keep_logits: expected at least 0 bytes, got -1"),
+        "keep_logits, a word": (call(keep_logits="all"), "keep_logits: expected bytes or 'auto', got 'all'"),
         "chunk": (call(chunk=0), "chunk: expected at least 1 entry of the vocabulary, got 0"),
         "ignore_index": (
             call(labels=labels.int(), ignore_index=2**40),
@@ -345,7 +367,7 @@ def test_wrong_types_are_named(device):
         tensors = {"hidden": hidden, "weight": weight, "labels": labels, name: [1.0]}
         with pytest.raises(TypeError, match=f"{name}: expected a tensor"):
             po.token_logps(**tensors, metadata=cu_seqlens_of(LENGTHS, device))
-    for temperature in (torch.ones(6), "1", None):
+    for temperature in ([1.0], "1", None):
         with pytest.raises(TypeError, match="temperature: expected a number, got "):
             po.token_logps(hidden, weight, labels, cu_seqlens_of(LENGTHS, device), temperature=temperature)
     with pytest.raises(TypeError, match="chunk: expected an integer"):

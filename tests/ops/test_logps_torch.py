@@ -77,12 +77,19 @@ def test_products_are_counted(device):
     from torch.utils.flop_counter import FlopCounterMode
 
     hidden, weight, labels, cu_seqlens, _ = batch(device)
-    product = 2 * hidden.numel() * weight.shape[0]
+    rows = int((po.shift_labels(labels, cu_seqlens) != -100).sum())
+    product = 2 * rows * weight.numel()
     po.register_flop_formulas()
-    for needed, products in (((True, True), 4), ((True, False), 3), ((False, False), 1)):
+    for needed, products, keep in (
+        ((True, True), 4, 0),
+        ((True, True), 3, 2**30),
+        ((True, False), 3, 0),
+        ((True, False), 2, 2**30),
+        ((False, False), 1, 0),
+    ):
         tensors = [t.requires_grad_(need) for t, need in zip(leaves(hidden, weight), needed, strict=True)]
         with FlopCounterMode(display=False) as counter:
-            loss = po.token_logps(*tensors, labels, cu_seqlens, chunk=50).sum()
+            loss = po.token_logps(*tensors, labels, cu_seqlens, chunk=50, keep_logits=keep).sum()
             if any(needed):
                 loss.backward()
         assert counter.get_total_flops() == products * product
@@ -101,25 +108,32 @@ def test_second_derivatives_are_refused(device):
 def op_samples(device):
     hidden, weight, labels, cu_seqlens, bias = batch(device, 40, 6, dtype=torch.float32)
     targets = ops.logps_targets(labels, cu_seqlens, -100, 40)
-    logps, entropy, lse = ops.token_logps(hidden, weight, bias, targets, 1.0, None, True, None)
+    temperature = torch.rand(hidden.shape[0], device=device) + 0.5
+    options = 1.0, 0.0, 16, None
+    lse, kept = ops.token_logps(hidden, weight, bias, targets, None, *options, 2**20, True, None)[1::5]
+    two = 2 * 4 * 16 * hidden.shape[0]  # bytes of whole chunks: what is kept has no memory that is not set
     logits = hidden @ weight.t()
-    state = torch.zeros(4, hidden.shape[0], device=device)
+    state, slopes = torch.zeros(7, *targets.shape, device=device), torch.rand(5, *targets.shape, device=device)
+    backward = slopes, hidden, weight, bias, targets, temperature, lse
     return [
         (ops.logps_targets, (labels, cu_seqlens, -100, 40)),
-        (ops.logps_chunk_, (logits, bias, targets, 0, 1.0, state)),
-        (ops.logps_chunk_, (logits[:, 1:8], None, targets, 1, 0.5, state[:3])),
-        (ops.logps_chunk_backward_, (logits, bias, targets, 0, 1.0, lse, logps, entropy, entropy)),
-        (ops.logps_chunk_backward_, (logits.clone(), None, targets, 0, 1.0, lse, logps, None, None)),
-        (ops.token_logps, (*leaves(hidden, weight, bias), targets, 1.0, 16, True, None)),
-        (ops.token_logps, (*leaves(hidden, weight), None, targets, 0.5, None, False, None)),
+        (ops.logps_rows, (targets, 30)),
+        (ops.logps_chunk_, (logits, bias, targets, 0, temperature, 0.3, state)),
+        (ops.logps_chunk_, (logits[:, 1:8], None, targets, 1, temperature, 0.0, state[:3])),
+        (ops.logps_chunk_backward_, (logits, bias, targets, 0, temperature, 0.3, lse, slopes)),
+        (ops.logps_chunk_backward_, (logits.clone(), None, targets, 0, temperature, 0.0, lse, slopes[:2])),
         (
-            ops.token_logps_backward,
-            (logps, None, hidden, weight, bias, targets, lse, entropy, 1.0, 16, None, True, False, True),
+            ops.token_logps,
+            (*leaves(hidden, weight, bias), targets.clamp(min=0), temperature, *options, two, True, None),
         ),
+        (ops.token_logps, (*leaves(hidden, weight), None, targets, None, 0.5, 0.3, None, 30, 0, False, None)),
+        (ops.token_logps_backward, (*backward, kept[:0], *options, None, True, False, True)),
+        (ops.token_logps_backward, (*backward, kept, *options, None, True, True, False)),
+        (ops.token_logps_backward_, (*backward, kept, *options, None, True, True, True)),
     ]
 
 
-@pytest.mark.parametrize("sample", range(8))
+@pytest.mark.parametrize("sample", range(11))
 def test_opcheck(device, sample):
     op, arguments = op_samples(device)[sample]
     torch.library.opcheck(op, arguments)
@@ -134,21 +148,24 @@ def test_rows_at_any_address(device, dtype):
     bias = torch.randn(80, device=device, dtype=wide)
     targets = torch.tensor([-1, 0, 2, 5, 12], dtype=torch.int32, device=device)
     grads = torch.randn(rows, device=device, dtype=wide)
+    half = torch.full((rows,), 0.5, device=device, dtype=wide)
     for start in range(9):
         for columns in (1, 2, 7, 8, 9, 16, 17, 63):
             logits = memory[:, start : start + columns]
             z = (logits.to(wide) + bias[:columns]) * 0.5
-            state = torch.zeros(3, rows, device=device, dtype=wide)
+            state = torch.zeros(7, rows, device=device, dtype=wide)
             state[0] = -torch.inf
-            ops.logps_chunk_(logits, bias[:columns], targets, 0, 0.5, state)
+            ops.logps_chunk_(logits, bias[:columns], targets, 0, half, 0.0, state)
             kept = targets >= 0
             lse = z.logsumexp(1)
             torch.testing.assert_close((state[0] + state[1].log())[kept], lse[kept])
+            torch.testing.assert_close(state[5][kept], z.sum(1)[kept], rtol=1e-5, atol=1e-5)
+            assert_same(state[6][kept].long(), z.argmax(1)[kept])
             inside = kept & (targets < columns)
             torch.testing.assert_close(state[2][inside], z[inside, targets[inside].long()])
             changed = memory.clone()
             part = changed[:, start : start + columns]
-            ops.logps_chunk_backward_(part, bias[:columns], targets, 0, 0.5, lse, grads, None, None)
+            ops.logps_chunk_backward_(part, bias[:columns], targets, 0, half, 0.0, lse, torch.stack([grads, grads]))
             one_hot = torch.zeros_like(z)
             one_hot[inside, targets[inside].long()] = 1
             expected = torch.where(kept[:, None], grads[:, None] * (one_hot - z.softmax(1)) * 0.5, 0)

@@ -19,7 +19,14 @@ struct LogpsTargetsParams {
   int32_t* targets = nullptr;  // [total], the label of the next slot; -1: none
 };
 
-// A scaled logit is z = (logits + bias) * inv_temperature. Everything but the logits is Real: float64 for float64
+struct LogpsRowsParams {
+  const int32_t* targets = nullptr;  // [total]
+  int64_t total = 0;
+  int64_t* rows = nullptr;  // [size], the slots with a target, ascending, then -1
+  int64_t size = 0;
+};
+
+// z = scale * f(logit + bias) with f(x) = x, or tanh(inner * x). Everything but the logits is Real: float64 for float64
 // logits, else float32. Rows without a target are left out: their state stays as it is, their gradient is 0.
 struct LogpsChunkParams {
   DType dtype = DType::kFloat32;  // of logits
@@ -30,26 +37,35 @@ struct LogpsChunkParams {
   const void* bias = nullptr;        // [columns], or null
   const int32_t* targets = nullptr;  // [rows]
   int64_t first = 0;                 // column 0 is this entry of the vocabulary
-  double inv_temperature = 1;
+  const void* scales = nullptr;      // [rows], above 0
+  double inner = 0;                  // 0: f(x) = x
 
-  // Forward: online softmax of the columns so far, the rows of the op's state [3 or 4, rows].
+  // Forward: online softmax of the columns so far, the rows of the op's state [3 or 7, rows].
   void* max = nullptr;
   void* sum = nullptr;       // of exp(z - max)
   void* chosen = nullptr;    // z of the target
-  void* weighted = nullptr;  // sum of exp(z - max) * (z - max): for the entropy, or null
+  void* weighted = nullptr;  // sum of exp(z - max) * (z - max); or null, as all that follow
+  void* squares = nullptr;   // sum of exp(2 * (z - max))
+  void* total = nullptr;     // sum of z
+  void* top1 = nullptr;      // entry of the first largest z
 
-  // Backward, all [rows].
+  // Backward, all [rows]. With p = exp(z - lse), and chosen 1 at the target, else 0:
+  // d(z) = grad * chosen - p * (plain + by_log * log p - by_p * p) + even.
   const void* lse = nullptr;  // log of the sum of exp(z), over the whole vocabulary
-  const void* grad_logps = nullptr;
-  const void* entropy = nullptr;       // or null, as its gradient
-  const void* grad_entropy = nullptr;  // or null
+  const void* grad = nullptr;
+  const void* plain = nullptr;
+  const void* by_log = nullptr;  // or null, as all that follow
+  const void* by_p = nullptr;
+  const void* even = nullptr;
 };
 
 void launch_logps_targets_cpu(const LogpsTargetsParams& p);
+void launch_logps_rows_cpu(const LogpsRowsParams& p);
 void launch_logps_chunk_cpu(const LogpsChunkParams& p);
 void launch_logps_chunk_backward_cpu(const LogpsChunkParams& p);
 
 void launch_logps_targets_cuda(const LogpsTargetsParams& p, const CudaLaunch& launch);
+void launch_logps_rows_cuda(const LogpsRowsParams& p, const CudaLaunch& launch);
 void launch_logps_chunk_cuda(const LogpsChunkParams& p, const CudaLaunch& launch);
 void launch_logps_chunk_backward_cuda(const LogpsChunkParams& p, const CudaLaunch& launch);
 

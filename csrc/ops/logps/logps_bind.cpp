@@ -1,4 +1,5 @@
 // Log-probabilities: check -> allocate -> fill the params -> launch.
+#include <array>
 #include <limits>
 
 #include "host/launch.h"
@@ -12,17 +13,38 @@ namespace {
 
 constexpr int64_t kMost = std::numeric_limits<int32_t>::max();  // slots, and entries of a vocabulary
 
+DType real_of(const LogpsChunkParams& p) {
+  return p.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+}
+
 // float32 or float64, contiguous, a number per row.
 const void* per_row(const Tensor& t, const char* name, const LogpsChunkParams& p, const Tensor& logits) {
-  check_dtype(t, name, {p.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32});
+  check_dtype(t, name, {real_of(p)});
   check_shape(t, name, {p.rows}, "a number per row of logits");
   check_same_device(t, name, logits, "logits");
   check(t.is_contiguous(), name, ": expected contiguous, got stride ", t.stride(0));
   return t.data_ptr();
 }
 
+// The rows of a contiguous tensor [fewer or more, rows of logits], the last of them null where there are fewer.
+template <int64_t kFewer, int64_t kMore>
+std::array<char*, kMore> several_per_row(const Tensor& t, const char* name, const LogpsChunkParams& p,
+                                         const Tensor& logits) {
+  check_dtype(t, name, {real_of(p)});
+  check_rank(t, name, 2);
+  const int64_t count = t.size(0) == kMore ? kMore : kFewer;
+  check_shape(t, name, {count, p.rows}, kMore == 7 ? "[3 or 7, rows of logits]" : "[2 or 5, rows of logits]");
+  check_same_device(t, name, logits, "logits");
+  check(t.is_contiguous(), name, ": expected contiguous, got other strides");
+  std::array<char*, kMore> rows{};
+  for (int64_t i = 0; i < count; ++i) {
+    rows[i] = static_cast<char*>(t.data_ptr()) + i * p.rows * (real_of(p) == DType::kFloat64 ? 8 : 4);
+  }
+  return rows;
+}
+
 LogpsChunkParams chunk_params(const Tensor& logits, const std::optional<Tensor>& bias, const Tensor& targets,
-                              int64_t first, double inv_temperature) {
+                              int64_t first, const Tensor& scales, double inner) {
   check_dtype(logits, "logits", {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64});
   check_rank(logits, "logits", 2);
   check_last_dim_contiguous(logits, "logits");
@@ -33,7 +55,7 @@ LogpsChunkParams chunk_params(const Tensor& logits, const std::optional<Tensor>&
   p.columns = logits.size(1);
   p.row_stride = logits.stride(0);
   p.first = first;
-  p.inv_temperature = inv_temperature;
+  p.inner = inner;
   check(p.rows <= kMost && p.columns <= kMost, "logits: expected at most ", kMost, " rows and columns, got ",
         describe(logits));
   check_dtype(targets, "targets", {DType::kInt32});
@@ -41,8 +63,9 @@ LogpsChunkParams chunk_params(const Tensor& logits, const std::optional<Tensor>&
   check_same_device(targets, "targets", logits, "logits");
   check(targets.is_contiguous(), "targets: expected contiguous, got stride ", targets.stride(0));
   p.targets = static_cast<const int32_t*>(targets.data_ptr());
+  p.scales = per_row(scales, "scales", p, logits);
   if (bias) {
-    check_dtype(*bias, "bias", {p.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32});
+    check_dtype(*bias, "bias", {real_of(p)});
     check_shape(*bias, "bias", {p.columns}, "a number per column of logits");
     check_same_device(*bias, "bias", logits, "logits");
     check(bias->is_contiguous(), "bias: expected contiguous, got stride ", bias->stride(0));
@@ -72,43 +95,54 @@ Tensor logps_targets(const Tensor& labels, Tensor cu_seqlens, int64_t ignore_ind
   return targets;
 }
 
+Tensor logps_rows(const Tensor& targets, int64_t size) {
+  check_dtype(targets, "targets", {DType::kInt32});
+  check_rank(targets, "targets", 1);
+  check(targets.numel() <= kMost, "targets: expected at most ", kMost, " slots, got ", targets.numel());
+  check(size >= 0 && size <= kMost, "max_targets: expected 0 to ", kMost, ", got ", size);
+  const Tensor values = dense(targets);
+  Tensor rows = empty({size}, DType::kInt64, targets);
+  LogpsRowsParams p;
+  p.targets = static_cast<const int32_t*>(values.data_ptr());
+  p.total = targets.numel();
+  p.rows = static_cast<int64_t*>(rows.data_ptr());
+  p.size = size;
+  launch(targets, p, launch_logps_rows_cpu, PACKING_OPS_CUDA(launch_logps_rows_cuda));
+  return rows;
+}
+
 void logps_chunk_(const Tensor& logits, std::optional<Tensor> bias, const Tensor& targets, int64_t first,
-                  double inv_temperature, Tensor state) {
-  LogpsChunkParams p = chunk_params(logits, bias, targets, first, inv_temperature);
-  const DType real = p.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
-  check_dtype(state, "state", {real});
-  check_rank(state, "state", 2);
-  const int64_t sums = state.size(0);
-  check_shape(state, "state", {sums == 4 ? 4 : 3, p.rows}, "[3 or 4, rows of logits]");
-  check_same_device(state, "state", logits, "logits");
-  check(state.is_contiguous(), "state: expected contiguous (it is changed in place), got other strides");
-  const int64_t bytes = p.rows * (real == DType::kFloat64 ? 8 : 4);
-  auto* memory = static_cast<char*>(state.data_ptr());
-  p.max = memory;
-  p.sum = memory + bytes;
-  p.chosen = memory + 2 * bytes;
-  p.weighted = sums == 4 ? memory + 3 * bytes : nullptr;
+                  const Tensor& scales, double inner, Tensor state) {
+  LogpsChunkParams p = chunk_params(logits, bias, targets, first, scales, inner);
+  const auto rows = several_per_row<3, 7>(state, "state", p, logits);
+  p.max = rows[0];
+  p.sum = rows[1];
+  p.chosen = rows[2];
+  p.weighted = rows[3];
+  p.squares = rows[4];
+  p.total = rows[5];
+  p.top1 = rows[6];
   launch(logits, p, launch_logps_chunk_cpu, PACKING_OPS_CUDA(launch_logps_chunk_cuda));
 }
 
 void logps_chunk_backward_(Tensor logits, std::optional<Tensor> bias, const Tensor& targets, int64_t first,
-                           double inv_temperature, const Tensor& lse, const Tensor& grad_logps,
-                           std::optional<Tensor> entropy, std::optional<Tensor> grad_entropy) {
-  LogpsChunkParams p = chunk_params(logits, bias, targets, first, inv_temperature);
+                           const Tensor& scales, double inner, const Tensor& lse, const Tensor& slopes) {
+  LogpsChunkParams p = chunk_params(logits, bias, targets, first, scales, inner);
   check(p.rows <= 1 || p.row_stride >= p.columns, "logits: expected rows of their own memory (they are changed in ",
         "place), got stride ", p.row_stride, " in ", describe(logits));
   p.lse = per_row(lse, "lse", p, logits);
-  p.grad_logps = per_row(grad_logps, "grad_logps", p, logits);
-  check(entropy.has_value() == grad_entropy.has_value(), "grad_entropy: expected together with entropy");
-  if (entropy) {
-    p.entropy = per_row(*entropy, "entropy", p, logits);
-    p.grad_entropy = per_row(*grad_entropy, "grad_entropy", p, logits);
-  }
+  const auto rows = several_per_row<2, 5>(slopes, "slopes", p, logits);
+  p.grad = rows[0];
+  p.plain = rows[1];
+  p.by_log = rows[2];
+  p.by_p = rows[3];
+  p.even = rows[4];
   launch(logits, p, launch_logps_chunk_backward_cpu, PACKING_OPS_CUDA(launch_logps_chunk_backward_cuda));
 }
 
 PACKING_OPS_REGISTER(m) {
   m.impl("logps_targets", TORCH_BOX(&logps_targets));
+  m.impl("logps_rows", TORCH_BOX(&logps_rows));
   m.impl("logps_chunk_", TORCH_BOX(&logps_chunk_));
   m.impl("logps_chunk_backward_", TORCH_BOX(&logps_chunk_backward_));
 }

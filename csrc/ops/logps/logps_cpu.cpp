@@ -26,18 +26,31 @@ struct Sums {
   Real max = -kInfinity<Real>;
   Real sum = 0;       // of exp(z - max)
   Real weighted = 0;  // of exp(z - max) * (z - max)
+  Real squares = 0;   // of exp(2 * (z - max))
+  Real total = 0;     // of z
+  Real top1 = -1;     // entry of the first z that is max
 
   // The same sums relative to a larger max. Columns that are all -inf add nothing.
   Sums with_max(Real larger) const {
-    if (max == larger || sum == Real(0)) return {larger, sum, weighted};
+    if (max == larger || sum == Real(0)) return {larger, sum, weighted, squares, total, top1};
     const Real scale = std::exp(max - larger);
-    return {larger, scale * sum, scale == Real(0) ? Real(0) : scale * (weighted + (max - larger) * sum)};
+    return {larger,
+            scale * sum,
+            scale == Real(0) ? Real(0) : scale * (weighted + (max - larger) * sum),
+            scale * scale * squares,
+            total,
+            top1};
   }
   Sums operator+(const Sums& other) const {
     const Real larger = max > other.max ? max : other.max;
     const Sums a = with_max(larger);
     const Sums b = other.with_max(larger);
-    return {larger, a.sum + b.sum, a.weighted + b.weighted};
+    return {larger,
+            a.sum + b.sum,
+            a.weighted + b.weighted,
+            a.squares + b.squares,
+            a.total + b.total,
+            other.max > max ? other.top1 : top1};
   }
 };
 
@@ -67,12 +80,19 @@ Logits<accumulate_t<T>> logits_of() {
   return {load_piece<T>, store_piece<T>};
 }
 
+// f(logit + bias) in place of each logit.
 template <class Real>
-PACKING_OPS_INLINE void scale_logits(const Real* bias, Real inv_temperature, int64_t count, Real* z) {
-  if (bias) {
+PACKING_OPS_INLINE void bound_logits(const LogpsChunkParams& p, int64_t from, int64_t count, Real* __restrict z,
+                                     Real* __restrict scratch) {
+  if (p.bias) {
+    const Real* bias = static_cast<const Real*>(p.bias) + from;
     for (int64_t j = 0; j < count; ++j) z[j] += bias[j];
   }
-  for (int64_t j = 0; j < count; ++j) z[j] *= inv_temperature;
+  if (p.inner == 0) return;
+  const Real twice = static_cast<Real>(2 * p.inner);
+  for (int64_t j = 0; j < count; ++j) z[j] = twice * z[j] > Real(80) ? Real(80) : twice * z[j];  // tanh is 1 there
+  fast_exp(z, count, scratch);
+  for (int64_t j = 0; j < count; ++j) z[j] = Real(1) - Real(2) / (Real(1) + scratch[j]);
 }
 
 // Tree reduction of 2^n values in place: the second half is folded into the first, in whole vectors.
@@ -85,65 +105,116 @@ PACKING_OPS_INLINE Real fold(Real* values, int64_t size, const Operation& operat
   return values[0];
 }
 
-// z and scratch hold bit_ceil(count) values; both are overwritten.
-template <bool kEntropy, class Real>
-PACKING_OPS_INLINE Sums<Real> sums_of(Real* __restrict z, int64_t count, Real* __restrict scratch) {
+// z and scratch hold bit_ceil(count) values; both are overwritten. The first of them is entry `first`.
+template <bool kMore, class Real>
+PACKING_OPS_INLINE Sums<Real> sums_of(Real* __restrict z, int64_t count, Real* __restrict scratch, int64_t first) {
   const auto sum = [](Real a, Real b) { return a + b; };
   const auto size = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(count)));
+  Sums<Real> sums;
+  if constexpr (kMore) {
+    std::copy(z, z + count, scratch);
+    std::fill(scratch + count, scratch + size, Real(0));
+    sums.total = fold(scratch, size, sum);
+  }
   std::fill(z + count, z + size, -kInfinity<Real>);                                                   // weighs nothing
   for (int64_t j = 0; j < size; ++j) scratch[j] = z[j] > -kInfinity<Real> ? z[j] : -kInfinity<Real>;  // no NaN
-  Sums<Real> sums;
   sums.max = fold(scratch, size, [](Real a, Real b) { return a > b ? a : b; });
+  if constexpr (kMore) {
+    const Real* found = std::find(z, z + count, sums.max);
+    if (found != z + count) sums.top1 = static_cast<Real>(first + (found - z));
+  }
   const Real shift = sums.max == -kInfinity<Real> ? Real(0) : sums.max;
   for (int64_t j = 0; j < size; ++j) z[j] -= shift;
   fast_exp(z, size, scratch);
-  if constexpr (kEntropy) {
+  if constexpr (kMore) {
     for (int64_t j = 0; j < size; ++j) z[j] = scratch[j] == Real(0) ? Real(0) : scratch[j] * z[j];
     sums.weighted = fold(z, size, sum);
+    for (int64_t j = 0; j < size; ++j) z[j] = scratch[j] * scratch[j];
+    sums.squares = fold(z, size, sum);
   }
   sums.sum = fold(scratch, size, sum);
   return sums;
 }
 
-template <bool kEntropy, class Real>
+template <bool kMore, class Real>
 PACKING_OPS_MULTIVERSION void sum_rows(const LogpsChunkParams& p, const Logits<Real>& piece, int64_t begin,
                                        int64_t end) {
   alignas(64) Real z[kPiece];
   alignas(64) Real scratch[kPiece];
-  const Real inv_temperature = static_cast<Real>(p.inv_temperature);
+  const auto at = [](void* rows, int64_t row) -> Real& { return static_cast<Real*>(rows)[row]; };
   for (int64_t row = begin; row < end; ++row) {
     if (p.targets[row] < 0) continue;
-    Sums<Real> sums{static_cast<Real*>(p.max)[row], static_cast<Real*>(p.sum)[row],
-                    kEntropy ? static_cast<Real*>(p.weighted)[row] : Real(0)};
+    const Real scale = static_cast<const Real*>(p.scales)[row];
+    Sums<Real> sums{at(p.max, row), at(p.sum, row)};
+    if constexpr (kMore) {
+      sums = {sums.max, sums.sum, at(p.weighted, row), at(p.squares, row), at(p.total, row), at(p.top1, row)};
+    }
     const int64_t target = p.targets[row] - p.first;
     for (int64_t from = 0; from < p.columns; from += kPiece) {
       const int64_t count = std::min(kPiece, p.columns - from);
       piece.load(p.logits, row * p.row_stride + from, count, z);
-      scale_logits(p.bias ? static_cast<const Real*>(p.bias) + from : nullptr, inv_temperature, count, z);
-      if (target >= from && target < from + count) static_cast<Real*>(p.chosen)[row] = z[target - from];
-      sums = sums + sums_of<kEntropy>(z, count, scratch);
+      bound_logits(p, from, count, z, scratch);
+      for (int64_t j = 0; j < count; ++j) z[j] *= scale;
+      if (target >= from && target < from + count) at(p.chosen, row) = z[target - from];
+      sums = sums + sums_of<kMore>(z, count, scratch, p.first + from);
     }
-    static_cast<Real*>(p.max)[row] = sums.max;
-    static_cast<Real*>(p.sum)[row] = sums.sum;
-    if constexpr (kEntropy) static_cast<Real*>(p.weighted)[row] = sums.weighted;
+    at(p.max, row) = sums.max;
+    at(p.sum, row) = sums.sum;
+    if constexpr (kMore) {
+      at(p.weighted, row) = sums.weighted;
+      at(p.squares, row) = sums.squares;
+      at(p.total, row) = sums.total;
+      at(p.top1, row) = sums.top1;
+    }
   }
 }
 
-// With P = exp(z - lse), the entropy H, and chosen 1 at the target, else 0:
-// d(z) = grad_logps * (chosen - P) - grad_entropy * P * (log P + H).
+// What the gradient of a row is made of: see LogpsChunkParams.
+template <class Real>
+struct Slopes {
+  Real lse, grad, plain, by_log = 0, by_p = 0, even = 0;
+
+  Slopes(const LogpsChunkParams& p, int64_t row) {
+    const auto at = [row](const void* rows) { return static_cast<const Real*>(rows)[row]; };
+    lse = at(p.lse);
+    grad = at(p.grad);
+    plain = at(p.plain);
+    if (!p.by_log) return;
+    by_log = at(p.by_log);
+    by_p = at(p.by_p);
+    even = at(p.even);
+  }
+  bool all_zero() const {
+    return grad == Real(0) && plain == Real(0) && by_log == Real(0) && by_p == Real(0) && even == Real(0);
+  }
+};
+
+// d(z) in place of z.
+template <bool kMore, class Real>
+PACKING_OPS_INLINE void grad_of_z(const Slopes<Real>& of, int64_t count, Real* __restrict z, Real* __restrict weights) {
+  for (int64_t j = 0; j < count; ++j) z[j] -= of.lse;
+  fast_exp(z, count, weights);
+  for (int64_t j = 0; j < count; ++j) {
+    if constexpr (kMore) {
+      const Real slope = of.plain + of.by_log * z[j] - of.by_p * weights[j];
+      z[j] = (weights[j] == Real(0) ? Real(0) : -weights[j] * slope) + of.even;
+    } else {
+      z[j] = -weights[j] * of.plain;
+    }
+  }
+}
+
 template <class Real>
 PACKING_OPS_MULTIVERSION void grad_rows(const LogpsChunkParams& p, const Logits<Real>& piece, int64_t begin,
                                         int64_t end) {
   alignas(64) Real z[kPiece];
+  alignas(64) Real bounded[kPiece];
   alignas(64) Real weights[kPiece];
-  const bool entropy = p.grad_entropy;
-  const Real inv_temperature = static_cast<Real>(p.inv_temperature);
+  const Real inner = static_cast<Real>(p.inner);
   for (int64_t row = begin; row < end; ++row) {
-    const Real grad = static_cast<const Real*>(p.grad_logps)[row];
-    const Real grad_entropy = entropy ? static_cast<const Real*>(p.grad_entropy)[row] : Real(0);
-    const bool zero = p.targets[row] < 0 || (grad == Real(0) && grad_entropy == Real(0));
-    const Real lse = static_cast<const Real*>(p.lse)[row];
-    const Real plain = entropy ? grad + grad_entropy * static_cast<const Real*>(p.entropy)[row] : grad;
+    const Slopes<Real> of(p, row);
+    const bool zero = p.targets[row] < 0 || of.all_zero();
+    const Real scale = static_cast<const Real*>(p.scales)[row];
     const int64_t target = p.targets[row] - p.first;
     for (int64_t from = 0; from < p.columns; from += kPiece) {
       const int64_t count = std::min(kPiece, p.columns - from);
@@ -154,19 +225,15 @@ PACKING_OPS_MULTIVERSION void grad_rows(const LogpsChunkParams& p, const Logits<
         continue;
       }
       piece.load(p.logits, first, count, z);
-      scale_logits(p.bias ? static_cast<const Real*>(p.bias) + from : nullptr, inv_temperature, count, z);
-      for (int64_t j = 0; j < count; ++j) z[j] -= lse;
-      fast_exp(z, count, weights);
-      if (entropy) {
-        for (int64_t j = 0; j < count; ++j) {
-          const Real slope = plain + grad_entropy * z[j];
-          z[j] = weights[j] == Real(0) ? Real(0) : -weights[j] * slope;
-        }
-      } else {
-        for (int64_t j = 0; j < count; ++j) z[j] = -weights[j] * plain;
+      bound_logits(p, from, count, z, weights);
+      if (inner != Real(0)) std::copy(z, z + count, bounded);
+      for (int64_t j = 0; j < count; ++j) z[j] *= scale;
+      p.by_log ? grad_of_z<true>(of, count, z, weights) : grad_of_z<false>(of, count, z, weights);
+      if (target >= from && target < from + count) z[target - from] += of.grad;
+      if (inner != Real(0)) {
+        for (int64_t j = 0; j < count; ++j) z[j] *= inner * (Real(1) - bounded[j] * bounded[j]);
       }
-      if (target >= from && target < from + count) z[target - from] += grad;
-      piece.store(z, inv_temperature, first, count, p.logits);
+      piece.store(z, scale, first, count, p.logits);
     }
   }
 }
@@ -190,6 +257,17 @@ void launch_logps_targets_cpu(const LogpsTargetsParams& p) {
       p.targets[t] = static_cast<int32_t>(label);
     }
   }
+}
+
+void launch_logps_rows_cpu(const LogpsRowsParams& p) {
+  int64_t count = 0;
+  for (int64_t t = 0; t < p.total; ++t) {
+    if (p.targets[t] < 0) continue;
+    if (count < p.size) p.rows[count] = t;
+    ++count;
+  }
+  check(count <= p.size, "max_targets: expected at least the ", count, " slots with a target, got ", p.size);
+  std::fill(p.rows + count, p.rows + p.size, -1);
 }
 
 void launch_logps_chunk_cpu(const LogpsChunkParams& p) {

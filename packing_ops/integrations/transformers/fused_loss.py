@@ -214,6 +214,7 @@ def _loss(model, state, stock, logits, labels, vocab_size, num_items_in_batch=No
     if cu_seqlens is None:  # each row is a document
         rows, seqlen = labels.shape
         cu_seqlens = torch.arange(rows + 1, dtype=torch.int32, device=labels.device) * seqlen
+    options["max_targets"] = kwargs.get("num_targets")  # of the collators
     running.targets = labels.flatten(), int32_cu_seqlens(cu_seqlens.to(labels.device)), options
     # By a call of the head, around which FSDP and ZeRO gather its weight
     return running.head(running.hidden)

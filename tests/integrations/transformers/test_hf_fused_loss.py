@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 
 from hf_models import OLD, tiny_model, transformers
 
+from packing_ops.data import PaddingFreeCollator
 from packing_ops.integrations.transformers import apply_packing_ops, fused_loss, info, revert_packing_ops
 
 SERVED = ["llama", "qwen2", "qwen3", "mistral", "gemma3", "gpt_oss"]
@@ -68,6 +69,27 @@ def test_packed_documents_do_not_reach_each_other(device):
     masked = model(**packed, **documents).loss
     torch.testing.assert_close(unmasked, masked, rtol=0, atol=0)
     torch.testing.assert_close(masked, model(**packed).loss)  # masked labels alone do the same
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_rows_that_are_not_trained_on_are_not_multiplied(device, monkeypatch, family):
+    """Their number comes with the collator's batch."""
+    ids = torch.randint(3, 61, (2, 200)).tolist()
+    examples = [{"input_ids": each, "labels": [-100] * 150 + each[150:]} for each in ids]
+    batch = PaddingFreeCollator()(examples)
+    batch = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+    model = tiny_model(family, device=device)
+    apply_packing_ops(model)
+    wanted, wanted_grads = loss_and_gradients(model, batch)
+    rows, real = [], torch.mm
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "mm", lambda a, b, **given: (rows.append(a.shape[0]), real(a, b, **given))[1])
+        output, grads = loss_and_gradients(fused(model), batch)
+    assert batch["num_targets"] == 100
+    assert rows[0] == (100 if device == "cpu" else 128)
+    torch.testing.assert_close(output.loss, wanted.loss)
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, wanted_grads[name], msg=name)
 
 
 def test_stock_where_logits_are_wanted(device):

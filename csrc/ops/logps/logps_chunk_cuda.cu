@@ -1,0 +1,330 @@
+// One block per row of logits, read in 16-byte vectors. Formulas as in logps_cpu.cpp; the order of the sums depends on
+// the columns alone, not on how many there are beside them, nor on their alignment.
+#include "core/launch.cuh"
+#include "ops/logps/logps.h"
+#include "ops/logps/logps_softmax.cuh"
+
+namespace packing_ops {
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarp;
+constexpr int kUnroll = 4;  // vectors in flight per thread, in backward
+// Columns of one sum, as in logps_cpu.cpp. Sums of a row are added one by one in their order: chunks that begin at a
+// multiple of kGrain give equal bits.
+constexpr int kGrain = 1024;
+constexpr int kHeld = 64;  // sums of a row that wait in shared memory
+
+// f of LogpsChunkParams and the row's scale.
+template <class T, bool kAltered>
+struct Scaling {
+  using Real = accumulate_t<T>;
+  const Real* bias;
+  Real inner, scale;
+
+  __device__ Scaling(const LogpsChunkParams& p, int64_t row)
+      : bias(static_cast<const Real*>(p.bias)),
+        inner(static_cast<Real>(p.inner)),
+        scale(static_cast<const Real*>(p.scales)[row]) {}
+  __device__ Real altered(Real logit, int column) const {
+    if (!kAltered) return logit;
+    const Real biased = bias ? logit + bias[column] : logit;
+    return inner == Real(0) ? biased : tanh_of<T>(inner * biased);
+  }
+  // d(z) to d(logit).
+  __device__ Real slope(Real altered) const {
+    if (!kAltered || inner == Real(0)) return scale;
+    return scale * inner * (Real(1) - altered * altered);
+  }
+};
+
+// Lane by lane the values of kGrain columns from first on, and their sum. Which lane has which columns does not depend
+// on their alignment.
+template <class T, bool kAltered, bool kMore, int kVectors>
+__device__ accumulate_t<T> load_grain(const T* logits, int first, int columns, const Scaling<T, kAltered>& scaling,
+                                      accumulate_t<T> (&values)[kVectors][Row<T>::kVec]) {
+  using Real = accumulate_t<T>;
+  using Vector = typename Row<T>::Vector;
+  constexpr int kVec = Row<T>::kVec;
+  const int begin = first + static_cast<int>(threadIdx.x) % kWarp * kVec;
+  Real total = 0;
+  if (first + kGrain <= columns && reinterpret_cast<uintptr_t>(logits) % 16 == 0) {
+    Vector loaded[kVectors];
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+      loaded[u] = *reinterpret_cast<const Vector*>(logits + begin + u * kWarp * kVec);
+    }
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        values[u][i] = scaling.altered(loaded[u].get(i), begin + u * kWarp * kVec + i);
+        if (kMore) total += values[u][i];
+      }
+    }
+  } else {
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        const int column = begin + u * kWarp * kVec + i;
+        const bool inside = column < columns;
+        values[u][i] = inside ? scaling.altered(static_cast<Real>(logits[column]), column) : -infinity<Real>();
+        if (kMore && inside) total += values[u][i];
+      }
+    }
+  }
+  return total;
+}
+
+// The statistics of kGrain columns from first on, by one warp; the same in each lane. top1 is a column.
+template <class T, bool kAltered, bool kMore>
+__device__ Sums<T> sums_of_grain(const T* logits, int first, int columns, const Scaling<T, kAltered>& scaling,
+                                 accumulate_t<T> factor) {
+  using Real = accumulate_t<T>;
+  constexpr int kVec = Row<T>::kVec;
+  constexpr int kVectors = kGrain / (kWarp * kVec);
+  Real values[kVectors][kVec];
+  Sums<T> sums{-infinity<Real>(), 0, 0, 0, 0, 0};
+  sums.total = load_grain<T, kAltered, kMore>(logits, first, columns, scaling, values);
+#pragma unroll
+  for (int u = 0; u < kVectors; ++u) {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) sums.max = max_of(sums.max, values[u][i]);
+  }
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+    sums.max = max_of(sums.max, __shfl_xor_sync(0xffffffffu, sums.max, offset));
+  }
+  const Real shift = sums.max == -infinity<Real>() ? Real(0) : sums.max;
+  int top1 = columns;
+#pragma unroll
+  for (int u = kVectors - 1; u >= 0; --u) {
+#pragma unroll
+    for (int i = kVec - 1; i >= 0; --i) {
+      const int column = first + (u * kWarp + static_cast<int>(threadIdx.x) % kWarp) * kVec + i;
+      if (kMore && values[u][i] == sums.max) top1 = column;
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < kVectors; ++u) {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) sums.template add<kMore>((values[u][i] - shift) * factor);
+  }
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+    sums.sum += __shfl_xor_sync(0xffffffffu, sums.sum, offset);
+    if (!kMore) continue;
+    sums.weighted += __shfl_xor_sync(0xffffffffu, sums.weighted, offset);
+    sums.squares += __shfl_xor_sync(0xffffffffu, sums.squares, offset);
+    sums.total += __shfl_xor_sync(0xffffffffu, sums.total, offset);
+    top1 = min(top1, __shfl_xor_sync(0xffffffffu, top1, offset));
+  }
+  sums.top1 = static_cast<Real>(top1);
+  return sums;
+}
+
+// The statistics of a row so far, in memory.
+template <class Real>
+struct State {
+  Real *max, *sum, *chosen, *weighted, *squares, *total, *top1;
+
+  __device__ State(const LogpsChunkParams& p, int64_t row) {
+    const auto at = [row](void* rows) { return static_cast<Real*>(rows) + row; };
+    max = at(p.max);
+    sum = at(p.sum);
+    chosen = at(p.chosen);
+    weighted = at(p.weighted);
+    squares = at(p.squares);
+    total = at(p.total);
+    top1 = at(p.top1);
+  }
+  template <bool kMore>
+  __device__ Sums<Real> load() const {
+    if constexpr (kMore) return {*max, *sum, *weighted, *squares, *total, *top1};
+    return {*max, *sum, 0, 0, 0, 0};
+  }
+  template <bool kMore>
+  __device__ void store(const Sums<Real>& all) const {
+    *max = all.max;
+    *sum = all.sum;
+    if constexpr (kMore) {
+      *weighted = all.weighted;
+      *squares = all.squares;
+      *total = all.total;
+      *top1 = all.top1;
+    }
+  }
+};
+
+template <class T, bool kAltered, bool kMore>
+__global__ void __launch_bounds__(kThreads) logps_chunk_kernel(LogpsChunkParams p, FaultFlag fault) {
+  using Real = accumulate_t<T>;
+  __shared__ Sums<T> held[kHeld];
+  const int64_t row = blockIdx.x;
+  if (p.targets[row] < 0) return;
+  const T* logits = static_cast<const T*>(p.logits) + row * p.row_stride;
+  Scaling<T, kAltered> scaling(p, row);
+  if (!(scaling.scale > Real(0) && scaling.scale < infinity<Real>())) {
+    fault.raise(Fault::kTemperatureOutside, row);
+    scaling.scale = NAN;
+  }
+  const Real factor = scaling.scale * kLogE<T>;  // the temperature is left to the exponents
+  const int columns = static_cast<int>(p.columns);
+  const int grains = ceil_div(columns, kGrain);
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const State<Real> state(p, row);
+  Sums<Real> all = state.template load<kMore>();
+  for (int first = 0; first < grains; first += kHeld) {
+    const int count = min(kHeld, grains - first);
+    for (int i = warp; i < count; i += kWarps) {
+      const Sums<T> sums = sums_of_grain<T, kAltered, kMore>(logits, (first + i) * kGrain, columns, scaling, factor);
+      if (threadIdx.x % kWarp == 0) held[i] = sums;
+    }
+    __syncthreads();
+    // Between grains and chunks: logits with their temperature, natural exponents, entries of the vocabulary.
+    for (int i = 0; threadIdx.x == 0 && i < count; ++i) {
+      const Sums<T> own = held[i];
+      const Sums<Real> grain{own.max * scaling.scale,   own.sum,
+                             own.weighted / kLogE<T>,   own.squares,
+                             own.total * scaling.scale, own.top1 + static_cast<Real>(p.first)};
+      all = all.plus(grain, Real(1));
+    }
+    __syncthreads();
+  }
+  if (threadIdx.x != 0) return;
+  state.template store<kMore>(all);
+  const int64_t target = p.targets[row] - p.first;
+  if (target >= 0 && target < p.columns) {
+    *state.chosen = scaling.scale * scaling.altered(static_cast<Real>(logits[target]), static_cast<int>(target));
+  }
+}
+
+// d(logit), as LogpsChunkParams has d(z).
+template <class T, bool kAltered, bool kMore>
+struct Gradient {
+  using Real = accumulate_t<T>;
+  Scaling<T, kAltered> scaling;
+  Real lse, grad, plain, by_log = 0, by_p = 0, even = 0;
+  int target;  // column in this chunk, or -1
+
+  __device__ Gradient(const LogpsChunkParams& p, int64_t row) : scaling(p, row) {
+    const auto at = [row](const void* rows) { return static_cast<const Real*>(rows)[row]; };
+    lse = at(p.lse);
+    grad = at(p.grad);
+    plain = at(p.plain);
+    if (kMore) {
+      by_log = at(p.by_log);
+      by_p = at(p.by_p);
+      even = at(p.even);
+    }
+    const int64_t column = p.targets[row] - p.first;
+    target = column >= 0 && column < p.columns ? static_cast<int>(column) : -1;
+  }
+  __device__ bool is_zero() const {
+    const Real zero = 0;
+    return grad == zero && plain == zero && (!kMore || (by_log == zero && by_p == zero && even == zero));
+  }
+  __device__ Real operator()(Real logit, int column) const {
+    const Real altered = scaling.altered(logit, column);
+    const Real logp = altered * scaling.scale - lse;
+    const Real weight = power_of<T>(logp * kLogE<T>);
+    Real slope = plain;
+    if (kMore) slope += weight == Real(0) ? Real(0) : by_log * logp - by_p * weight;
+    Real of_z = (column == target ? grad : Real(0)) - weight * slope;
+    if (kMore) of_z += even;
+    return of_z * scaling.slope(altered);
+  }
+};
+
+template <class T, int kVec>
+__device__ void set_zero(Vec<T, kVec>& vector) {
+  vector = {};
+}
+
+template <class T, bool kAltered, bool kMore>
+__global__ void __launch_bounds__(kThreads) logps_chunk_backward_kernel(LogpsChunkParams p) {
+  using Real = accumulate_t<T>;
+  using Vector = typename Row<T>::Vector;
+  constexpr int kVec = Row<T>::kVec;
+  const int64_t row = blockIdx.x;
+  T* logits = static_cast<T*>(p.logits) + row * p.row_stride;
+  const Row<T> layout(logits, static_cast<int>(p.columns));
+  Vector* vectors = reinterpret_cast<Vector*>(logits + layout.before);
+  const Gradient<T, kAltered, kMore> gradient(p, row);
+  if (p.targets[row] < 0 || gradient.is_zero()) {
+    for (int v = static_cast<int>(threadIdx.x); v < layout.vectors; v += kThreads) set_zero(vectors[v]);
+    for (int i = static_cast<int>(threadIdx.x); i < layout.singles(); i += kThreads) {
+      logits[layout.single(i)] = static_cast<T>(Real(0));
+    }
+    return;
+  }
+  for (int first = static_cast<int>(threadIdx.x); first < layout.vectors; first += kThreads * kUnroll) {
+    Vector loaded[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (first + u * kThreads < layout.vectors) loaded[u] = vectors[first + u * kThreads];
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int v = first + u * kThreads;
+      if (v >= layout.vectors) continue;
+      const int column = layout.column(v);
+#pragma unroll
+      for (int i = 0; i < kVec; i += 2) {
+        const Real one = gradient(loaded[u].get(i), column + i);
+        loaded[u].set_pair(i, one, gradient(loaded[u].get(i + 1), column + i + 1));
+      }
+      vectors[v] = loaded[u];
+    }
+  }
+  for (int i = static_cast<int>(threadIdx.x); i < layout.singles(); i += kThreads) {
+    const int column = layout.single(i);
+    logits[column] = static_cast<T>(gradient(static_cast<Real>(logits[column]), column));
+  }
+}
+
+// f(element type) for a floating dtype.
+template <class F>
+void dispatch_logits(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return f(double{});
+    case DType::kBFloat16:
+      return f(__nv_bfloat16{});
+    case DType::kFloat16:
+      return f(__half{});
+    default:
+      return f(float{});
+  }
+}
+
+}  // namespace
+
+void launch_logps_chunk_cuda(const LogpsChunkParams& p, const CudaLaunch& launch) {
+  if (p.rows == 0 || p.columns == 0) return;
+  dispatch_logits(p.dtype, [&](auto element) {
+    using T = decltype(element);
+    const bool altered = p.bias || p.inner != 0;
+    const auto kernel = p.weighted
+                            ? (altered ? logps_chunk_kernel<T, true, true> : logps_chunk_kernel<T, false, true>)
+                            : (altered ? logps_chunk_kernel<T, true, false> : logps_chunk_kernel<T, false, false>);
+    kernel<<<static_cast<unsigned>(p.rows), kThreads, 0, stream_of(launch)>>>(p, launch.fault);
+  });
+  check_launch("logps_chunk_kernel");
+}
+
+void launch_logps_chunk_backward_cuda(const LogpsChunkParams& p, const CudaLaunch& launch) {
+  if (p.rows == 0 || p.columns == 0) return;
+  dispatch_logits(p.dtype, [&](auto element) {
+    using T = decltype(element);
+    const bool altered = p.bias || p.inner != 0;
+    const auto kernel =
+        p.by_log
+            ? (altered ? logps_chunk_backward_kernel<T, true, true> : logps_chunk_backward_kernel<T, false, true>)
+            : (altered ? logps_chunk_backward_kernel<T, true, false> : logps_chunk_backward_kernel<T, false, false>);
+    kernel<<<static_cast<unsigned>(p.rows), kThreads, 0, stream_of(launch)>>>(p);
+  });
+  check_launch("logps_chunk_backward_kernel");
+}
+
+}  // namespace packing_ops

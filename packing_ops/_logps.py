@@ -1,0 +1,444 @@
+"""The ops of logps.py: the loop over chunks of the vocabulary, forward and backward.
+
+The chunks are of the vocabulary, not of the tokens. The gradient of weight is the largest tensor. By chunks of the
+vocabulary each of its entries is one product over all tokens, rounded once. Only the gradient of hidden is added up
+from chunk to chunk, in float32.
+
+Rows that have a target are gathered to the front, the products run on these alone, and what comes out is scattered back.
+The logits of the first chunks may be kept from forward to backward. In eager mode the backward writes their gradient over
+them, so that a second backward of the same graph makes them again; in a graph of torch.compile and under torch.func it
+works on a copy of a chunk.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from packing_ops import _ops
+from packing_ops._arguments import sum_dtype
+from packing_ops._autograd import on_its_own, past_autograd, register_autograd, register_no_autograd
+from packing_ops._batch_cache import is_real
+from packing_ops._invariant import GRAIN, ROWS, active, pad_rows
+
+OUTPUTS = ("logps", "lse", "entropy", "sum_p2", "mean_logit", "top1")  # as the op returns them
+ALWAYS = ("logps", "lse")  # the others are computed where one of them is asked for
+
+_LOGITS_BYTES = {"cuda": 512 << 20, "cpu": 64 << 20}
+_FEWEST = 512  # entries of a chunk: smaller products do not fill a GPU
+_MULTIPLE = 128  # whole tiles of the product, rows aligned to 16 bytes
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+# --- sizes, the same in a trace ---
+
+
+def rows_at_most(total: int, max_targets: int | None) -> int:
+    """Rows that are multiplied: whole tiles of them."""
+    return total if max_targets is None else torch.sym_min(total, _round_up(max_targets, _MULTIPLE))
+
+
+def chunk_of(chunk: int | None, rows: int, hidden: torch.Tensor, vocab: int) -> int:
+    """Entries of the vocabulary in a chunk."""
+    if chunk is None:
+        most = _LOGITS_BYTES.get(hidden.device.type, 1) // torch.sym_max(rows * hidden.element_size(), 1)
+        count = -(-vocab // torch.sym_max(most, _FEWEST))
+        chunk = _round_up(-(-vocab // count), _MULTIPLE)
+    if active():
+        chunk = torch.sym_max(chunk // GRAIN, 1) * GRAIN
+    return torch.sym_min(chunk, vocab)
+
+
+def _kept_shape(
+    hidden: torch.Tensor, vocab: int, chunk: int | None, max_targets: int | None, keep_logits: int
+) -> tuple[int, int, int]:
+    """[chunks, rows, columns] of the logits that are kept: as many whole chunks as fit into so many bytes."""
+    rows = rows_at_most(hidden.shape[0], max_targets)
+    chunk = chunk_of(chunk, rows, hidden, vocab)
+    rows = _round_up(rows, ROWS) if active() and hidden.is_cpu else rows
+    columns = _round_up(chunk, 8)  # rows start on 16 bytes, whatever the chunk
+    fit = keep_logits // torch.sym_max(rows * columns * hidden.element_size(), 1)
+    return torch.sym_min(fit, -(-vocab // chunk)), rows, columns
+
+
+# --- rows with a target ---
+
+
+class _Rows:
+    # What of the rows is multiplied. index: int64, which ones, -1 where there are fewer than the bound; None: all.
+
+    def __init__(self, targets: torch.Tensor, max_targets: int | None) -> None:
+        self.all_targets, self.bounded = targets, max_targets is not None
+        self.total = targets.shape[0]
+        size = rows_at_most(self.total, max_targets)
+        if targets.is_cpu:  # counting them costs no wait
+            size = int((targets >= 0).sum())
+            size = size if max_targets is None else min(size, max_targets)
+        self.index = _ops.logps_rows(targets, size) if size < self.total else None
+        self.targets = targets
+        if self.index is not None:
+            self.targets = self.of(targets).masked_fill_(self.index < 0, -1)
+
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        """values ``[..., total]`` of these rows, contiguous. Anything where the index is -1."""
+        if self.index is None:
+            return values.contiguous()
+        return values.index_select(-1, self.index.clamp(min=0))
+
+    def hidden(self, hidden: torch.Tensor) -> torch.Tensor:
+        # Other strides: copied once here, not by the product of every chunk.
+        hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
+        return hidden if self.index is None else _ops.gather_rows(hidden[None], self.index, self.index.shape[0])
+
+    def back(self, *values: torch.Tensor) -> list[torch.Tensor]:
+        """values ``[rows, ...]`` at their places of ``[total, ...]``, zeros elsewhere."""
+        if self.index is None:
+            return list(values)
+        return [each[0] for each in _ops.scatter_rows_many(list(values), self.index, 1, self.total)]
+
+    def over_bound(self) -> torch.Tensor | None:
+        """bool ``[total]``: targets that are left out for too small a bound; None where there can be none."""
+        if self.index is None or not self.bounded or self.index.is_cpu:
+            return None
+        if self.index.shape[0] == 0:
+            return self.all_targets >= 0
+        last, slots = self.index[-1:], torch.arange(self.total, device=self.index.device)
+        return (self.all_targets >= 0) & (last >= 0) & (slots > last)
+
+    def scales(self, temperature: torch.Tensor | None, outer: float, dtype: torch.dtype) -> torch.Tensor:
+        """``[rows]``: what a bounded logit is multiplied by."""
+        if temperature is None:
+            return torch.full(self.targets.shape, outer, dtype=dtype, device=self.targets.device)
+        scales = outer / self.of(temperature.to(dtype))
+        if scales.is_cpu:  # on CUDA the kernel reports it
+            wrong = ((self.targets >= 0) & ~((scales > 0) & scales.isfinite())).nonzero()
+            if wrong.numel():
+                row = int(wrong[0]) if self.index is None else int(self.index[wrong[0]])
+                raise ValueError(f"temperature: expected numbers above 0, got {temperature[row]} at index {row}")
+        return scales
+
+
+# --- the loop ---
+
+
+class _Chunks:
+    # Yields (slice of the vocabulary, first entry of all ranks' vocabulary, its weight, bias, memory for its logits, are
+    # they kept). In the mode invariant(), on the CPU, hidden and logits have whole blocks of rows, more than there are.
+
+    def __init__(
+        self,
+        rows: _Rows,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        chunk: int,
+        group: str | None,
+        kept: torch.Tensor,
+    ) -> None:
+        self.hidden = rows.hidden(hidden)
+        self.rows, self.invariant = self.hidden.shape[0], active()
+        self.hidden = pad_rows(self.hidden) if self.invariant else self.hidden
+        self.weight = weight if 1 in weight.stride() else weight.contiguous()
+        self.bias = None if bias is None else bias.to(sum_dtype(hidden.dtype)).contiguous()
+        self.group = None
+        if group is not None:
+            # The op's schema has a str, which torch 2.13 gives a type of its own.
+            self.group = torch.distributed.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+        self.chunk, self.kept = chunk, kept
+
+    def __iter__(self) -> Iterator[tuple[slice, int, torch.Tensor, torch.Tensor | None, torch.Tensor, bool]]:
+        vocab, memory = self.weight.shape[0], None
+        offset = 0 if self.group is None else self.group.rank() * vocab
+        for i, first in enumerate(range(0, vocab, self.chunk)):
+            part = slice(first, min(first + self.chunk, vocab))
+            is_kept = i < self.kept.shape[0]
+            if is_kept:
+                logits = self.kept[i, : self.hidden.shape[0]]
+            else:
+                memory = self.scratch() if memory is None else memory
+                logits = memory
+            bias = None if self.bias is None else self.bias[part]
+            yield part, offset + first, self.weight[part], bias, logits[:, : part.stop - first], is_kept
+
+    def scratch(self) -> torch.Tensor:
+        return self.hidden.new_empty(self.hidden.shape[0], _round_up(self.chunk, 8))
+
+    def multiply(self, weight: torch.Tensor, logits: torch.Tensor) -> None:
+        for grain in self.grains(logits.shape[1]) if logits.is_cpu else [slice(None)]:
+            torch.mm(self.hidden, weight[grain].t(), out=logits[:, grain])
+
+    def grains(self, columns: int) -> list[slice]:
+        """The columns of a chunk that one product takes."""
+        size = GRAIN if self.invariant else max(columns, 1)
+        return [slice(first, first + size) for first in range(0, columns, size)]
+
+
+@on_its_own
+def _token_logps(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    temperature: torch.Tensor | None,
+    outer: float,
+    inner: float,
+    chunk: int | None,
+    max_targets: int | None,
+    keep_logits: int,
+    more: bool,
+    group: str | None,
+) -> tuple[torch.Tensor, ...]:
+    vocab, dtype = weight.shape[0], sum_dtype(hidden.dtype)
+    rows = _Rows(targets, max_targets)
+    kept = hidden.new_empty(_kept_shape(hidden, vocab, chunk, max_targets, keep_logits) if keep_logits else (0, 0, 0))
+    chunk = chunk_of(chunk, rows_at_most(hidden.shape[0], max_targets), hidden, vocab)
+    chunks = _Chunks(rows, hidden, weight, bias, chunk, group, kept)
+    scales = rows.scales(temperature, outer, dtype)
+    state = hidden.new_zeros(7 if more else 3, chunks.rows, dtype=dtype)
+    state[0] = -float("inf")
+    for _, first, part_of_weight, part_of_bias, logits, _ in chunks:
+        chunks.multiply(part_of_weight, logits)
+        _ops.logps_chunk_(logits[: chunks.rows], part_of_bias, rows.targets, first, scales, inner, state)
+    if chunks.group is not None:
+        _add_up_ranks(state, chunks.group, vocab)
+        vocab *= chunks.group.size()
+    return *_outputs(rows, state, vocab), kept
+
+
+def _outputs(rows: _Rows, state: torch.Tensor, vocab: int) -> list[torch.Tensor]:
+    """OUTPUTS ``[total]`` of the sums over the whole vocabulary; those that are not computed are empty."""
+    largest, total, chosen, *more = state
+    has_target = rows.targets >= 0
+    log_total = total.log()
+    lse = largest + log_total
+    found = [chosen - lse, lse]
+    if more:
+        weighted, squares, of_logits, _ = more
+        found += [log_total - weighted / total, squares / total.square(), of_logits / vocab]
+    found = rows.back(*(torch.where(has_target, values, 0) for values in found))
+    over = rows.over_bound()
+    if over is not None:
+        found = [values.masked_fill_(over, torch.nan) for values in found]
+    if not more:
+        empty = state.new_empty(0)
+        return [*found, *(torch.empty_like(empty) for _ in range(3)), empty.long()]
+    entry = torch.where(has_target & lse.isfinite(), more[-1].long() + 1, 0)
+    return [*found, rows.back(entry)[0] - 1]
+
+
+def _add_up_ranks(state: torch.Tensor, group: "torch.distributed.ProcessGroup", vocab: int) -> None:
+    """Each rank's sums over the largest logit of all ranks, added. Shards of other sizes give NaN where nothing waits."""
+    from torch.distributed import ReduceOp, all_reduce
+
+    own = state[0].clone()
+    largest = torch.cat([own, own.new_full((1,), vocab), own.new_full((1,), -vocab)])
+    all_reduce(largest, ReduceOp.MAX, group)
+    if largest.is_cpu and largest[-2] != -largest[-1]:
+        least, most = int(-largest[-1]), int(largest[-2])
+        raise ValueError(
+            f"weight: expected as many entries on every rank of group, got {least} to {most}, here {vocab}"
+        )
+    state[0] = torch.where(largest[-2] == -largest[-1], largest[:-2], torch.nan)
+    below = own - state[0]
+    scale = torch.where(state[1] == 0, 0, below.exp())  # a shard that is all -inf weighs nothing
+    if state.shape[0] > 3:
+        _, total, _, weighted, squares, _, top1 = state
+        weighted.copy_(torch.where(scale == 0, 0, scale * (weighted + below * total)))
+        squares *= scale.square()
+        first_of_ranks = torch.where(own == state[0], top1, torch.inf)
+        all_reduce(first_of_ranks, ReduceOp.MIN, group)
+    state[1] *= scale
+    all_reduce(state[1:6], ReduceOp.SUM, group)
+    if state.shape[0] > 3:
+        state[6] = torch.where(first_of_ranks.isfinite(), first_of_ranks, -1)
+
+
+def _backward(overwrites: bool) -> Any:
+    """The backward op; with overwrites the gradient of kept logits takes their place."""
+
+    @on_its_own
+    def token_logps_backward(
+        slopes: torch.Tensor,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        temperature: torch.Tensor | None,
+        lse: torch.Tensor,
+        kept: torch.Tensor,
+        outer: float,
+        inner: float,
+        chunk: int | None,
+        max_targets: int | None,
+        group: str | None,
+        *needed: bool,
+    ) -> tuple[torch.Tensor, ...]:
+        rows = _Rows(targets, max_targets)
+        chunk = chunk_of(chunk, rows_at_most(hidden.shape[0], max_targets), hidden, weight.shape[0])
+        chunks = _Chunks(rows, hidden, weight, bias, chunk, group, kept)
+        gradients = _Gradients(chunks, lse.dtype, *needed)
+        options = rows.scales(temperature, outer, lse.dtype), inner, rows.of(lse), rows.of(slopes)
+        for part, first, part_of_weight, part_of_bias, logits, is_kept in chunks:
+            if not is_kept:
+                chunks.multiply(part_of_weight, logits)
+            elif not overwrites:
+                logits = chunks.scratch()[:, : logits.shape[1]].copy_(logits)
+            _ops.logps_chunk_backward_(logits[: chunks.rows], part_of_bias, rows.targets, first, *options)
+            gradients.add(part, part_of_weight, logits, later=is_kept and overwrites)
+        return gradients.finished(rows, hidden.dtype)
+
+    return token_logps_backward
+
+
+class _Gradients:
+    # Of hidden, weight and bias, from d(logits) chunk by chunk. Where d(logits) stays, that of weight is made after the
+    # float32 one of hidden is gone: less memory at a time.
+
+    def __init__(self, chunks: _Chunks, dtype: torch.dtype, need_hidden: bool, need_weight: bool, need_bias: bool):
+        self.chunks, self.need_hidden, self.need_weight, self.need_bias = chunks, need_hidden, need_weight, need_bias
+        weight = chunks.weight
+        self.hidden = chunks.hidden.new_zeros(chunks.hidden.shape if need_hidden else 0, dtype=dtype)
+        self.weight: torch.Tensor | None = None
+        self.bias = weight.new_empty(weight.shape[0] if need_bias else 0)
+        self.later: list[tuple[slice, torch.Tensor]] = []
+
+    def add(self, part: slice, weight: torch.Tensor, all_logits: torch.Tensor, later: bool) -> None:
+        logits = all_logits[: self.chunks.rows]
+        if self.need_hidden:
+            for grain in self.chunks.grains(logits.shape[1]):
+                _add_product(self.hidden, all_logits[:, grain], weight[grain])
+        if self.need_bias:
+            self.bias[part] = logits.sum(0, dtype=self.hidden.dtype)
+        if self.need_weight and later:
+            self.later.append((part, logits))
+        elif self.need_weight:
+            self._add_weight(part, logits)
+
+    def _add_weight(self, part: slice, logits: torch.Tensor) -> None:
+        if self.weight is None:
+            self.weight = self.chunks.weight.new_empty(self.chunks.weight.shape)
+        torch.mm(logits.t(), self.chunks.hidden[: self.chunks.rows], out=self.weight[part])
+
+    def finished(self, rows: _Rows, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        hidden, self.hidden = self.hidden[: self.chunks.rows], self.hidden[:0]
+        if self.need_hidden:
+            if self.chunks.group is not None:
+                torch.distributed.all_reduce(hidden, group=self.chunks.group)
+            (hidden,) = rows.back(hidden.to(dtype))
+        for part, logits in self.later:
+            self._add_weight(part, logits)
+        return hidden.to(dtype), self.bias.new_empty(0) if self.weight is None else self.weight, self.bias
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += a @ b in the dtype of total: rounded to a half type, each chunk would cost another error."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:  # no such product on the CPU
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+# --- registration: shapes for torch.compile, gradients ---
+
+_registrations = torch.library.Library("packing_ops", "IMPL")
+for _key in ("CPU", "CUDA"):
+    _registrations.impl("token_logps", _token_logps, _key)
+    _registrations.impl("token_logps_backward", _backward(overwrites=False), _key)
+    _registrations.impl("token_logps_backward_", _backward(overwrites=True), _key)
+
+
+@_ops.register_fake("logps_targets")
+def _(labels: torch.Tensor, cu_seqlens: torch.Tensor, ignore_index: int, vocab: int) -> torch.Tensor:
+    return labels.new_empty(labels.numel(), dtype=torch.int32)
+
+
+@_ops.register_fake("logps_rows")
+def _(targets: torch.Tensor, size: int) -> torch.Tensor:
+    return targets.new_empty(size, dtype=torch.int64)
+
+
+for _in_place in ("logps_chunk_", "logps_chunk_backward_"):
+    _ops.register_fake(_in_place)(lambda logits, *others: None)
+
+
+@_ops.register_fake("token_logps")
+def _(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    temperature: torch.Tensor | None,
+    outer: float,
+    inner: float,
+    chunk: int | None,
+    max_targets: int | None,
+    keep_logits: int,
+    more: bool,
+    group: str | None,
+) -> tuple[torch.Tensor, ...]:
+    total, dtype = hidden.shape[0], sum_dtype(hidden.dtype)
+    dtypes = [torch.int64 if name == "top1" else dtype for name in OUTPUTS]
+    sizes = [total if more or name in ALWAYS else 0 for name in OUTPUTS]
+    kept = _kept_shape(hidden, weight.shape[0], chunk, max_targets, keep_logits) if keep_logits else (0, 0, 0)
+    found = [hidden.new_empty(size, dtype=dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
+    return *found, hidden.new_empty(kept)
+
+
+for _name in ("token_logps_backward", "token_logps_backward_"):
+
+    @_ops.register_fake(_name)
+    def _(slopes: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
+        shapes, needed = (hidden.shape, weight.shape, weight.shape[:1]), others[-3:]
+        return tuple(hidden.new_empty(shape if need else 0) for shape, need in zip(shapes, needed, strict=True))
+
+
+def _context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    hidden, weight, bias, targets, temperature, *options, _, _, group = inputs
+    _, lse, entropy, sum_p2, _, top1, kept = output
+    ctx.mark_non_differentiable(top1, kept)
+    ctx.options, ctx.overwritten = (*options, group), False
+    ctx.save_for_backward(hidden, weight, bias, targets, temperature, lse, kept, entropy, sum_p2)
+
+
+def _formula(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    *tensors, kept, entropy, sum_p2 = ctx.saved_tensors
+    if ctx.overwritten:  # by the first backward of this graph
+        kept = kept[:0]
+    slopes = _slopes(ctx, grads, entropy, sum_p2, tensors)
+    needed, op = ctx.needs_input_grad[:3], _ops.token_logps_backward
+    if kept.shape[0] and is_real(kept):
+        op, ctx.overwritten = _ops.token_logps_backward_, True
+    found = past_autograd(op, slopes, *tensors, kept, *ctx.options, *needed)
+    return *(grad if need else None for grad, need in zip(found, needed, strict=True)), *[None] * 9
+
+
+def _slopes(
+    ctx: Any,
+    grads: tuple[torch.Tensor | None, ...],
+    entropy: torch.Tensor,
+    sum_p2: torch.Tensor,
+    tensors: list[torch.Tensor],
+) -> torch.Tensor:
+    """The rows of the kernel's slopes: grad, plain, and by_log, by_p, even where there are more outputs."""
+    of_logps, of_lse, *of_more = grads[:5]
+    zero = torch.zeros_like(tensors[-1])
+    grad = zero if of_logps is None else of_logps
+    plain = grad if of_lse is None else grad - of_lse
+    if entropy.shape[0] == 0 or all(each is None for each in of_more):
+        return torch.stack([grad, plain])
+    of_entropy, of_sum_p2, of_mean_logit = (zero if each is None else each for each in of_more)
+    ranks = 1
+    if ctx.options[-1] is not None:
+        ranks = torch.distributed.distributed_c10d._resolve_process_group(ctx.options[-1]).size()
+    plain = plain + of_entropy * entropy + 2 * of_sum_p2 * sum_p2
+    return torch.stack([grad, plain, of_entropy, 2 * of_sum_p2, of_mean_logit / (tensors[1].shape[0] * ranks)])
+
+
+register_autograd("token_logps", _formula, setup_context=_context)
+for _name in ("token_logps_backward", "token_logps_backward_"):
+    register_no_autograd(_name, of="token_logps")
