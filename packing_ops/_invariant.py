@@ -80,14 +80,19 @@ def has_setter() -> bool:
     return hasattr(torch.backends.cuda, "cublaslt_workspace_size")
 
 
-# --- products on the CPU: whole blocks of rows ---
+# --- products of few rows: with rows of zeros ---
+
+
+def rows_of_product(rows: int, like: torch.Tensor) -> int:
+    """What ``rows`` of a product are padded to: on the CPU whole blocks of ROWS, in float32 on a GPU at least FLOAT32_ROWS."""
+    if like.is_cpu:
+        return -(-rows // ROWS) * ROWS
+    return torch.sym_max(rows, FLOAT32_ROWS) if like.is_cuda and like.dtype == torch.float32 else rows
 
 
 def pad_rows(x: torch.Tensor) -> torch.Tensor:
-    """x ``[..., rows, size]`` with rows of zeros: on the CPU up to a multiple of ROWS, in float32 on a GPU to FLOAT32_ROWS."""
-    missing = -x.shape[-2] % ROWS if x.is_cpu else 0
-    if x.is_cuda and x.dtype == torch.float32:
-        missing = max(FLOAT32_ROWS - x.shape[-2], 0)
+    """x ``[..., rows, size]`` with rows of zeros up to rows_of_product; x itself where it has these."""
+    missing = rows_of_product(x.shape[-2], x) - x.shape[-2]
     return torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
 
 

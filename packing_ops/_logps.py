@@ -19,7 +19,7 @@ from packing_ops import _ops
 from packing_ops._arguments import sum_dtype
 from packing_ops._autograd import on_its_own, past_autograd, register_autograd, register_no_autograd
 from packing_ops._batch_cache import is_real
-from packing_ops._invariant import GRAIN, ROWS, active, pad_rows
+from packing_ops._invariant import GRAIN, active, pad_rows, rows_of_product
 
 OUTPUTS = ("logps", "lse", "entropy", "sum_p2", "mean_logit", "top1")  # as the op returns them
 ALWAYS = ("logps", "lse")  # the others are computed where one of them is asked for
@@ -58,7 +58,7 @@ def _kept_shape(
     """[chunks, rows, columns] of the logits that are kept: as many whole chunks as fit into so many bytes."""
     rows = rows_at_most(hidden.shape[0], max_targets)
     chunk = chunk_of(chunk, rows, hidden, vocab)
-    rows = _round_up(rows, ROWS) if active() and hidden.is_cpu else rows
+    rows = rows_of_product(rows, hidden) if active() else rows
     columns = _round_up(chunk, 8)  # rows start on 16 bytes, whatever the chunk
     fit = keep_logits // torch.sym_max(rows * columns * hidden.element_size(), 1)
     return torch.sym_min(fit, -(-vocab // chunk)), rows, columns
@@ -126,7 +126,7 @@ class _Rows:
 
 class _Chunks:
     # Yields (slice of the vocabulary, first entry of all ranks' vocabulary, its weight, bias, memory for its logits, are
-    # they kept). In the mode invariant(), on the CPU, hidden and logits have whole blocks of rows, more than there are.
+    # they kept). In the mode invariant() hidden and logits may have more rows than there are (pad_rows).
 
     def __init__(
         self,
