@@ -10,7 +10,15 @@ from typing import Literal, get_args
 
 import torch
 
+warned: set[str] = set()  # messages that this process has given
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # that the ops take on the CPU
+
+
+def is_new(message: str) -> bool:
+    """Whether this process has not given the message yet; from now on it has."""
+    known = message in warned
+    warned.add(message)
+    return not known
 
 
 def plain(value):

@@ -2,6 +2,7 @@
 
 import os
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ ROWS = (
 )
 FLOAT32_ROWS = 32  # on a GPU the least of a float32 product: cuBLASLt has other kernels for up to 16
 
-_holders: "weakref.WeakSet[object]" = weakref.WeakSet()
-_before: list[tuple[Any, int | None]] = []
+Before = tuple[Any, int | None] | None  # torch's settings before the mode; None where it sets none
+# {holder: (the settings before the mode, what ends it when the holder goes)}
+_holders: "weakref.WeakKeyDictionary[object, tuple[Before, Callable[[], object]]]" = weakref.WeakKeyDictionary()
 
 
 def active() -> bool:
@@ -23,20 +25,24 @@ def active() -> bool:
 
 def hold(holder: object) -> None:
     """The mode is on until every holder is released or gone."""
-    _holders.add(holder)
-    if not _before:
-        _set_products()
-    weakref.finalize(holder, _end_if_free).atexit = False
+    if holder in _holders:
+        return
+    other = next(iter(_holders.values()), None)
+    before = _set_products() if other is None else other[0]
+    end = weakref.finalize(holder, _restore_if_free, before)
+    end.atexit = False
+    _holders[holder] = before, end
 
 
 def release(holder: object) -> None:
-    _holders.discard(holder)
-    _end_if_free()
+    if holder in _holders:
+        _, end = _holders.pop(holder)
+        end()
 
 
-def _end_if_free() -> None:
-    if not active():
-        _restore_products()
+def _restore_if_free(before: Before) -> None:
+    if before is not None and not active():
+        _restore_products(*before)
 
 
 class Held:
@@ -52,9 +58,9 @@ class Held:
 # --- products on a GPU: cuBLASLt without a workspace cannot split the sums of few rows ---
 
 
-def _set_products() -> None:
+def _set_products() -> Before:
     if not torch.cuda.is_available():
-        return
+        return None
     cuda = torch.backends.cuda
     size = None
     if has_setter():
@@ -62,14 +68,12 @@ def _set_products() -> None:
         cuda.cublaslt_workspace_size(1024)
     else:
         os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "1")  # KiB; read at the first product
-    _before.append((cuda.preferred_blas_library(), size))
+    library = cuda.preferred_blas_library()
     cuda.preferred_blas_library("cublaslt")
+    return library, size
 
 
-def _restore_products() -> None:
-    if not _before:
-        return
-    library, size = _before.pop()
+def _restore_products(library: Any, size: int | None) -> None:
     torch.backends.cuda.preferred_blas_library(library)
     if size is not None:
         torch.backends.cuda.cublaslt_workspace_size(size)

@@ -63,8 +63,9 @@ def why_missing() -> str:
     return ""
 
 
-def load_library() -> None:
-    """Register ``torch.ops.packing_ops``. Raises ImportError with the path and the build command."""
+def load_library() -> frozenset[str]:
+    """Register ``torch.ops.packing_ops``; returns the ops that have no CUDA kernel. Raises ImportError with the path and the
+    build command."""
     try:
         _check_whole(LIBRARY)
         torch.ops.load_library(str(LIBRARY))
@@ -85,7 +86,7 @@ def load_library() -> None:
             f"{build_info()['version']}, {LIBRARY}; build it again with: {BUILD_COMMAND}"
         )
     _check_ops()
-    _explain_missing_cuda_kernels()
+    return _explain_missing_cuda_kernels()
 
 
 def _check_ops() -> None:
@@ -149,23 +150,21 @@ def has_cuda_kernel(name: str) -> bool:
 IN_PYTHON = {"prefix_attention", "prefix_attention_backward"}
 IN_PYTHON |= {"token_logps", "token_logps_backward", "token_logps_backward_"}
 WITHOUT_TENSORS = {"build_info", "attention_kernels"}
-without_cuda_kernel: set[str] = set()
 _fallbacks = torch.library.Library("packing_ops", "IMPL", "CUDA")
 
 
-def _explain_missing_cuda_kernels() -> None:
-    """An op without a CUDA kernel raises one sentence instead of the dispatcher's page of backends."""
+def _explain_missing_cuda_kernels() -> frozenset[str]:
+    """Ops without a CUDA kernel. They raise one sentence instead of the dispatcher's page of backends."""
     built_for_cuda = bool(build_info()["cuda"])
-    for name in op_names():
-        if name in WITHOUT_TENSORS | IN_PYTHON or has_cuda_kernel(name):
-            continue
-        without_cuda_kernel.add(name)
+    lacking = frozenset(name for name in {*op_names()} - WITHOUT_TENSORS - IN_PYTHON if not has_cuda_kernel(name))
+    for name in lacking:
         why = "not written yet" if built_for_cuda else f"this library was built without CUDA; {BUILD_COMMAND}"
 
         def missing(*args: object, _name: str = name, _why: str = why, **kwargs: object) -> NoReturn:
             raise NotImplementedError(f"packing_ops::{_name} has no CUDA kernel: {_why}")
 
         _fallbacks.impl(name, missing)
+    return lacking
 
 
 def built_as() -> str:
@@ -206,9 +205,10 @@ def _asks_for_info() -> bool:
 # Without a library the import goes on: packing_ops.data needs none, and every other op says what is missing (_ops.py). A
 # library that is there and does not load is an error of the import.
 MISSING, NOT_LOADED = why_missing(), False
+without_cuda_kernel: frozenset[str] = frozenset()
 if not MISSING:
     try:
-        load_library()
+        without_cuda_kernel = load_library()
     except ImportError as error:
         if not _asks_for_info():
             raise

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from packing_ops import _library, _ops
-from packing_ops._arguments import check_cu_seqlens, dtype_name, int32_cu_seqlens
+from packing_ops._arguments import check_cu_seqlens, dtype_name, int32_cu_seqlens, is_new
 from packing_ops.attention import (
     DTYPES,
     AttentionOptions,
@@ -254,12 +254,8 @@ def _longest(documents: PackedMetadata | torch.Tensor, rows: torch.Tensor) -> in
 
 @torch.compiler.assume_constant_result
 def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
+    if is_new(message):
         warnings.warn(message, stacklevel=3)
-
-
-_warned: set[str] = set()
 
 
 @torch.compiler.assume_constant_result

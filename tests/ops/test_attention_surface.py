@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 import packing_ops as po
-from packing_ops import _batch_cache, _library, attention_backends
+from packing_ops import _arguments, _batch_cache, _library, attention_backends
 from packing_ops.reference import attention as oracle
 
 # --- flash-attn's name and the other backends ---
@@ -121,7 +121,7 @@ class OnCuda(torch.Tensor):
 def gpu_of(monkeypatch):
     """The GPU that OnCuda's are on, in a library that has kernels for it."""
     monkeypatch.setattr(_library, "without_cuda_kernel", set())
-    monkeypatch.setattr(attention_backends, "_warned", set())
+    _arguments.warned.clear()
 
     def use(major, minor):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))
@@ -185,7 +185,7 @@ def test_a_dtype_that_no_backend_of_ours_has():
 
 @pytest.mark.parametrize("head_dim", [16, 520])
 def test_attention_compiles_fullgraph(device, head_dim, fresh_compile, monkeypatch):
-    monkeypatch.setattr(attention_backends, "_warned", set())
+    _arguments.warned.clear()
     case = Case([9, 4], heads=(4, 2), dim=head_dim, device=device)
 
     def attend(q, k, v, cu_seqlens):

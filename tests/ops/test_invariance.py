@@ -232,9 +232,17 @@ def test_what_is_set_on_a_gpu(monkeypatch, setter):
     assert (cuda.library, cuda.size) == ("cublas", 4096)
 
 
-def test_a_holder_that_goes_takes_the_mode_along():
-    model = torch.nn.Linear(2, 2)
-    _invariant.hold(model)
+@pytest.mark.parametrize("last", ["first", "second"])
+def test_a_holder_that_goes_takes_the_mode_along(monkeypatch, last):
+    cuda = Settings(setter=True)
+    monkeypatch.setattr(torch.backends, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    holders = {"first": torch.nn.Linear(2, 2), "second": torch.nn.Linear(2, 2)}
+    for name in ("first", "second", "first"):  # twice is once
+        _invariant.hold(holders[name])
+    holders = {last: holders[last]}
     assert po.is_invariant()
-    del model
+    assert cuda.library == "cublaslt"
+    holders.clear()
     assert not po.is_invariant()
+    assert (cuda.library, cuda.size) == ("cublas", 4096)

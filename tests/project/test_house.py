@@ -141,17 +141,12 @@ def test_versions_are_one():
 # What is filled while a program runs, and by whom it is emptied.
 STATE = {
     "_batch_cache._tensor_caches",  # goes with its tensors
-    "_invariant._before",  # settings of torch, from invariant() or apply_packing_ops until the mode ends
-    "_invariant._holders",  # the same: who is in the mode, and goes with it
-    "_library.without_cuda_kernel",  # what this library lacks, found out once
-    "attention_backends._warned",  # warnings that were given, here and below
+    "_arguments.warned",  # warnings that were given
+    "_invariant._holders",  # who is in the mode of invariant() or apply_packing_ops, and goes with it
     "integrations._patching._left",  # patches to take back when nothing is compiled
-    "integrations.ring_flash_attn.hf._row",  # update_ring_flash_attn_params, restore_hf_flash_attn
-    "integrations.ring_flash_attn.hf._substituted",  # the same
-    "integrations.transformers.versions._warned",
+    "integrations.ring_flash_attn.hf._kept",  # update_ring_flash_attn_params, restore_hf_flash_attn
     "integrations.transformers.call.NAMES",  # register, unregister
     "integrations.transformers.rope.PATCHES",  # apply_packing_ops, revert_packing_ops
-    "integrations.transformers.documents._counts",  # of a model, and goes with it
     "integrations.transformers.stateful._prepared",  # layers, and goes with them; unregister
     "integrations.trl.packing._applied",  # patch_pack_dataset, unpatch_pack_dataset
     "parallel.collectives._of_parent",  # goes with its groups; filled by a fork, os.register_at_fork

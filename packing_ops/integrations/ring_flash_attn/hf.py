@@ -15,8 +15,9 @@ from packing_ops.integrations.ring_flash_attn.llama3 import (
 )
 
 _NAME = "flash_attention_2"
-_substituted: dict[str, Any] = {}  # {"stock": what transformers had, "group": ...}; emptied by restore_hf_flash_attn
-_row: dict[str, Any] = {}  # the documents of the row that the models run on
+# Until restore_hf_flash_attn: "stock", what transformers had, once it is substituted; "prepared" and "group", the documents
+# and the ranks of the row that the models run on.
+_kept: dict[str, Any] = {}
 
 
 def update_ring_flash_attn_params(cu_seqlens: torch.Tensor, process_group: dist.ProcessGroup) -> None:
@@ -33,7 +34,7 @@ def update_ring_flash_attn_params(cu_seqlens: torch.Tensor, process_group: dist.
         ValueError: as llama3_flash_attn_prepare_cu_seqlens.
     """
     prepared = llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, True, process_group.rank(), process_group.size())
-    _row.update(prepared=prepared, group=process_group)
+    _kept.update(prepared=prepared, group=process_group)
 
 
 def substitute_hf_flash_attn(process_group: dist.ProcessGroup, heads_k_stride: int = 1) -> None:
@@ -54,8 +55,7 @@ def substitute_hf_flash_attn(process_group: dist.ProcessGroup, heads_k_stride: i
         NotImplementedError: in the forward: attention that is not causal, dropout.
     """
     table = _table()
-    _substituted.setdefault("stock", table._global_mapping.get(_NAME))
-    _substituted["group"] = process_group
+    _kept.setdefault("stock", table._global_mapping.get(_NAME))
     table.register(_NAME, flash_attention_forward)
 
 
@@ -65,14 +65,13 @@ def restore_hf_flash_attn() -> None:
     Example:
         >>> restore_hf_flash_attn()
     """
-    if _substituted:
-        table, stock = _table(), _substituted.pop("stock")
+    if "stock" in _kept:
+        table, stock = _table(), _kept["stock"]
         if table._global_mapping.get(_NAME) is flash_attention_forward:
             table._global_mapping.pop(_NAME)
             if stock is not None:
                 table.register(_NAME, stock)
-    _substituted.clear()
-    _row.clear()
+    _kept.clear()
 
 
 def _table() -> Any:
@@ -98,7 +97,7 @@ def flash_attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """query ``[1, num_heads, rows, head_dim]`` -> (``[1, rows, num_heads, head_dim]``, None)."""
-    if "prepared" not in _row:
+    if "prepared" not in _kept:
         raise ValueError("cu_seqlens: expected update_ring_flash_attn_params before the forward, got none")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not causal:
@@ -106,10 +105,10 @@ def flash_attention_forward(
     if query.shape[0] != 1:
         raise ValueError(f"query: expected one packed row, got a batch of {query.shape[0]}")
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    cu_q, cu_k, max_q, max_k, keys = _row["prepared"]
+    cu_q, cu_k, max_q, max_k, keys = _kept["prepared"]
     out = llama3_flash_attn_varlen_func(
         q, k, v, cu_q, cu_k, max_q, max_k, 1, keys, dropout, scaling, True,
         (-1, -1) if sliding_window is None else (sliding_window - 1, 0),
-        group=_row["group"], softcap=softcap or 0.0, sinks=s_aux,
+        group=_kept["group"], softcap=softcap or 0.0, sinks=s_aux,
     )  # fmt: skip
     return out[None], None

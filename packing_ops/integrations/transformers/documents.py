@@ -7,7 +7,6 @@ positions, and under torch.compile, where sizes are upper bounds instead.
 import functools
 import inspect
 import re
-import weakref
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,7 @@ from packing_ops import _ops
 from packing_ops._arguments import check_cu_seqlens, int32_cu_seqlens
 from packing_ops._batch_cache import dense_cu_seqlens, is_captured, kept_with
 from packing_ops._checks import checked_documents
-from packing_ops.integrations.transformers.versions import PreTrainedModel, class_name, module_of, reads_text
+from packing_ops.integrations.transformers.versions import PreTrainedModel, class_name, module_of, reads_text, source_of
 
 _APART = 2**40  # more than positions differ, and times the slots of a batch an int64
 
@@ -395,7 +394,6 @@ def _since_start(axes, padding):
 _EMBEDDING = re.compile(r"(^|_)(pos|position|positions)(_|$)|^wpe$")
 _RELATIVE = re.compile(r"rotary|rope|relative|bias", re.IGNORECASE)  # the same wherever a document stands
 _STARTS_AT_ZERO = re.compile(r"position_ids\[.*\] == 0")
-_counts: "weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, str]]" = weakref.WeakKeyDictionary()
 
 
 def refuse_own_positions(model, call, position_ids, batch) -> None:
@@ -403,7 +401,7 @@ def refuse_own_positions(model, call, position_ids, batch) -> None:
 
     Where position_ids would help, at the end of the call: documents that reach no attention are the first thing to say.
     """
-    takes_none, needs = _traced_owners(id(model)) if torch.compiler.is_compiling() else _owners(model)
+    takes_none, needs = _traced_counting(id(model)) if torch.compiler.is_compiling() else _counting(model, False)
     if takes_none:
         told_by = "attention_mask" if call.cu_seqlens is None else "cu_seq_lens_q"
         message = (
@@ -434,47 +432,37 @@ def _takes_positions(cls, call) -> bool:
     )
 
 
-def _owners(model) -> tuple[str, str]:
-    """Classes of modules that count: one that takes no positions, and one that is given none; or nothing. Once for each
-    model."""
-    if model not in _counts:
-        _counts[model] = _counting(model, False)
-    return _counts[model]
-
-
 @torch.compiler.assume_constant_result
-def _traced_owners(model_id) -> tuple[str, str]:
-    return _owners(module_of(model_id))
+def _traced_counting(model_id) -> tuple[str, str]:
+    return _counting(module_of(model_id), False)
 
 
 def _counting(module, of_text) -> tuple[str, str]:
-    cls = type(module)
+    """Classes of modules that count: one that takes no positions, and one that is given none; or nothing."""
+    cls, inside = type(module), module._modules
     if isinstance(module, PreTrainedModel):
         of_text = reads_text(cls)
-    takes = any("position" in name for name in inspect.signature(cls.forward).parameters)
-    counts = any(map(_embeds_positions, module._modules.items())) or (not module._modules and _starts_at_zero(cls))
-    takes_none, needs = "", class_name(module) if of_text and takes and counts else ""
-    if of_text and counts and not takes:
-        takes_none = class_name(module)
-    for child in module._modules.values():
-        if child is not None and not takes_none:
-            inside = _counting(child, of_text)
-            takes_none, needs = inside[0], needs or inside[1]
+    takes_none = needs = ""
+    counts = any(_embeds_positions(name, type(child)) for name, child in inside.items() if child is not None)
+    if of_text and (counts or (not inside and _starts_at_zero(cls))):
+        takes = any("position" in name for name in inspect.signature(cls.forward).parameters)
+        takes_none, needs = ("", class_name(module)) if takes else (class_name(module), "")
+    for child in inside.values():
+        if child is None or not (child._modules or _starts_at_zero(type(child))):
+            continue  # most modules: this runs in every call that has documents
+        if not takes_none:
+            takes_none, found = _counting(child, of_text)
+            needs = needs or found
     return takes_none, needs
 
 
-def _embeds_positions(named) -> bool:
-    name, child = named
-    words = f"{name} {type(child).__name__}"
-    return child is not None and _EMBEDDING.search(name) is not None and _RELATIVE.search(words) is None
+@functools.cache
+def _embeds_positions(name, cls) -> bool:
+    return bool(_EMBEDDING.search(name)) and not _RELATIVE.search(f"{name} {cls.__name__}")
 
 
 @functools.cache
 def _starts_at_zero(cls) -> bool:
     """Whether a layer of this class starts a state where a position is 0."""
-    if "position_ids" not in inspect.signature(cls.forward).parameters:
-        return False
-    try:
-        return _STARTS_AT_ZERO.search(inspect.getsource(cls.forward)) is not None
-    except (OSError, TypeError):  # no source
-        return False
+    given_positions = "position_ids" in inspect.signature(cls.forward).parameters
+    return given_positions and bool(_STARTS_AT_ZERO.search(source_of(cls.forward)))

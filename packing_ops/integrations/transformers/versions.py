@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 import packing_ops
 from packing_ops import _ops
+from packing_ops._arguments import is_new, warned
 from packing_ops.integrations._patching import Patch
 from packing_ops.masks import visible_mask
 
@@ -94,6 +95,14 @@ def reads_text(cls: type) -> bool:
     return not {"input_ids", "inputs_embeds"}.isdisjoint(inspect.signature(cls.forward).parameters)
 
 
+def source_of(function) -> str:
+    """Its code, empty where there is none."""
+    try:
+        return inspect.getsource(function)
+    except (OSError, TypeError):
+        return ""
+
+
 def module_of(module_id: int) -> torch.nn.Module:
     """The module whose id this is, while somebody holds it: torch.compile before 2.13 takes no module for a constant."""
     return ctypes.cast(module_id, ctypes.py_object).value
@@ -101,15 +110,13 @@ def module_of(module_id: int) -> torch.nn.Module:
 
 # --- warnings by the logger of transformers, once each ---
 
-_warned: set[str] = set()
 _BY_SDPA = "; this call runs by SDPA instead"
 
 
 @torch.compiler.assume_constant_result
 def log_once(message: str):
     """One warning per message, also while compiling."""
-    if message not in _warned:
-        _warned.add(message)
+    if is_new(message):
         logging.get_logger(__name__).warning(f"packing_ops attention: {message}.")
 
 
@@ -119,7 +126,7 @@ def warn_once(reason: str):
 
 def sdpa_reasons() -> list[str]:
     """Why calls ran by SDPA in this process, as a line of info."""
-    reasons = sorted(message.removesuffix(_BY_SDPA) for message in _warned if message.endswith(_BY_SDPA))
+    reasons = sorted(message.removesuffix(_BY_SDPA) for message in warned if message.endswith(_BY_SDPA))
     return [f"by SDPA so far: {'; '.join(reasons)}"] if reasons else []
 
 

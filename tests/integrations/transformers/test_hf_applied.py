@@ -11,13 +11,13 @@ transformers = pytest.importorskip("transformers")
 from hf_patch_case import LENGTHS, module_of, outputs, packed, tiny, tiny_gpt2  # noqa: E402
 
 import packing_ops as po  # noqa: E402
+from packing_ops import _arguments  # noqa: E402
 from packing_ops.integrations.transformers import (  # noqa: E402
     Applied,
     apply_packing_ops,
     info,
     register,
     revert_packing_ops,
-    versions,
 )
 
 
@@ -145,7 +145,7 @@ STOCK = "stock in {}, swapped by apply_packing_ops(model{})"
 
 
 def test_info_of_a_swapped_model(monkeypatch):
-    monkeypatch.setattr(versions, "_warned", set())
+    _arguments.warned.clear()
     model = tiny("qwen3")
     version = transformers.__version__
     swapped = "sdpa in 2 modules, swapped by apply_packing_ops(model)"

@@ -13,7 +13,8 @@ transformers = pytest.importorskip("transformers")
 from hf_models import CACHE, OLD, tiny_model  # noqa: E402
 
 import packing_ops  # noqa: E402
-from packing_ops.integrations.transformers import register, versions  # noqa: E402
+from packing_ops import _arguments  # noqa: E402
+from packing_ops.integrations.transformers import register  # noqa: E402
 
 LENGTHS = [5, 7, 4]
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -23,7 +24,7 @@ REFUSED = f"{CACHE}: expected a cache of one document in each row"
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
     register()
-    monkeypatch.setattr(versions, "_warned", set())
+    _arguments.warned.clear()
 
 
 def prompts(kind, device):

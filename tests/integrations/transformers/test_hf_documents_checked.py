@@ -8,8 +8,8 @@ transformers = pytest.importorskip("transformers")
 
 from hf_models import OLD, tiny_model  # noqa: E402
 
-from packing_ops import _ops  # noqa: E402
-from packing_ops.integrations.transformers import register, versions  # noqa: E402
+from packing_ops import _arguments, _ops  # noqa: E402
+from packing_ops.integrations.transformers import register  # noqa: E402
 
 LENGTHS = [5, 7, 4]
 SIZES = {
@@ -27,7 +27,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
     register()
-    monkeypatch.setattr(versions, "_warned", set())
+    _arguments.warned.clear()
 
 
 @pytest.fixture

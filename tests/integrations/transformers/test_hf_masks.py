@@ -13,7 +13,8 @@ transformers = pytest.importorskip("transformers")
 from hf_models import CACHE, OLD, skip_if_attention_is_its_own, skip_if_masks_are_its_own  # noqa: E402
 
 import packing_ops  # noqa: E402
-from packing_ops.integrations.transformers import attention, call, masks, register, versions  # noqa: E402
+from packing_ops import _arguments  # noqa: E402
+from packing_ops.integrations.transformers import attention, call, masks, register  # noqa: E402
 from packing_ops.integrations.transformers.apply import apply_packing_ops  # noqa: E402
 from packing_ops.integrations.transformers.attention import _CALL, HARMLESS, SDPA  # noqa: E402
 
@@ -35,7 +36,7 @@ GROUPED = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
     register()
-    monkeypatch.setattr(versions, "_warned", set())
+    _arguments.warned.clear()
 
 
 @pytest.fixture

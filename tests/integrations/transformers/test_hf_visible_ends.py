@@ -8,7 +8,8 @@ transformers = pytest.importorskip("transformers")
 from hf_models import CACHE, OLD, skip_if_masks_are_its_own  # noqa: E402
 from transformers import masking_utils  # noqa: E402
 
-from packing_ops.integrations.transformers import attention, masks, register, versions  # noqa: E402
+from packing_ops import _arguments  # noqa: E402
+from packing_ops.integrations.transformers import attention, masks, register  # noqa: E402
 from packing_ops.reference import attention as oracle  # noqa: E402
 
 served = pytest.mark.skipif(OLD, reason="transformers 4.57 makes these masks of functions of the models")
@@ -74,7 +75,7 @@ def row_of(family, documents, device):
 def calls(monkeypatch):
     """The visible_end of each call that varlen_attention served."""
     register()
-    monkeypatch.setattr(versions, "_warned", set())
+    _arguments.warned.clear()
     seen, serve = [], attention._varlen
     monkeypatch.setattr(attention, "_varlen", lambda *given: seen.append(given[-1].visible_end) or serve(*given))
     return seen
@@ -115,7 +116,7 @@ def test_loss_and_gradients_are_those_of_documents_alone(family, compiled, devic
     ends = [each for each in calls[served_by_towers:] if each is not None]
     by_sdpa = compiled or OLD
     assert len(ends) == (0 if by_sdpa else TEXT["num_hidden_layers"]), "the text's layers"
-    assert any("SDPA" in reason for reason in versions._warned) == by_sdpa
+    assert any("SDPA" in reason for reason in _arguments.warned) == by_sdpa
     by_document = zip(found.split(lengths, 1), inputs["labels"].split(lengths, 1), strict=True)
     loss = sum(loss_of(*each) for each in by_document)
     torch.testing.assert_close(loss, wanted, **CLOSE)
@@ -183,7 +184,7 @@ def test_blocks_that_are_no_runs_fall_back(window, blocks, runs, device, calls):
     assert isinstance(mask, masks.MaskPattern)
     torch.testing.assert_close(found, wanted, **CLOSE)
     assert len(calls) == runs
-    assert any("no runs of neighbours" in reason for reason in versions._warned) == (not runs)
+    assert any("no runs of neighbours" in reason for reason in _arguments.warned) == (not runs)
 
 
 @served
