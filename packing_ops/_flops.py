@@ -62,12 +62,16 @@ def _pairs_before_ends(lengths_q, lengths_k, left, visible_end):
     return pairs
 
 
-def _multiplied(q, k, lse, documents, causal, sides, visible_end):
-    """Operations of a product for each of its columns."""
-    (num_heads, total_q), (left, right) = lse.shape, sides
-    lengths = _lengths(documents[0], total_q), _lengths(documents[1], k.shape[-2 if k.dim() == 4 else 0])
+def _multiplied(given, lse):
+    """Operations of a product for each of its columns. given: the op's arguments by name."""
+    (num_heads, total_q), k, visible_end = lse.shape, given["k"], given.get("visible_end")
+    lengths = (
+        _lengths(given["cu_seqlens_q"], total_q),
+        _lengths(given["cu_seqlens_k"], k.shape[-2 if k.dim() == 4 else 0]),
+    )
+    left, right = given["window_left"], 0 if given["causal"] else given["window_right"]
     if visible_end is None:
-        pairs = sum(visible_pairs(*sizes, left, 0 if causal else right) for sizes in zip(*lengths, strict=True))
+        pairs = sum(visible_pairs(*sizes, left, right) for sizes in zip(*lengths, strict=True))
     elif _has_values(visible_end):
         pairs = _pairs_before_ends(*lengths, left, visible_end)
     else:  # as many as there can be
@@ -75,20 +79,19 @@ def _multiplied(q, k, lse, documents, causal, sides, visible_end):
     return 2 * num_heads * pairs
 
 
-def _forward(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, softcap, plan, visible_end=None,
-    *rest, out_val,
-):  # fmt: skip
-    pairs = _multiplied(q, k, out_val[1], (cu_seqlens_q, cu_seqlens_k), causal, (left, right), visible_end)
-    return (q.shape[-1] + v.shape[-1]) * pairs
+def _by_name(op, args):
+    names = [argument.name for argument in op.default._schema.arguments]
+    return dict(zip(names, args, strict=False))  # without those that have their default
 
 
-def _backward(
-    dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, softcap, plan,
-    visible_end=None, *rest, out_val,
-):  # fmt: skip
-    pairs = _multiplied(q, k, lse, (cu_seqlens_q, cu_seqlens_k), causal, (left, right), visible_end)
-    return (3 * q.shape[-1] + 2 * v.shape[-1]) * pairs
+def _forward(*args, out_val):
+    given = _by_name(torch.ops.packing_ops.varlen_attention, args)
+    return (given["q"].shape[-1] + given["v"].shape[-1]) * _multiplied(given, out_val[1])
+
+
+def _backward(*args, out_val):
+    given = _by_name(torch.ops.packing_ops.varlen_attention_backward, args)
+    return (3 * given["q"].shape[-1] + 2 * given["v"].shape[-1]) * _multiplied(given, given["lse"])
 
 
 def _logps_product(hidden, weight, targets, max_targets):

@@ -233,11 +233,12 @@ def _prefix_attention_backward(
     return dq, dk, dv, dsinks
 
 
-def _as_varlen(
-    sinks: torch.Tensor | None, softmax_scale: float | None, left: int, softcap: float, plan: torch.Tensor | None
-) -> tuple[Any, ...]:
-    """The options as varlen_attention's op takes them: causal, no window to the right, no visible_end."""
-    return sinks, True, softmax_scale, left, -1, softcap, plan, None
+def _as_varlen(sinks: torch.Tensor | None, softmax_scale: float | None, left: int, *others: Any) -> tuple[Any, ...]:
+    """The options as varlen_attention's op takes them: causal, no window to the right, no visible_end.
+
+    others: the same in both ops, the plan last.
+    """
+    return sinks, True, softmax_scale, left, -1, *others, None
 
 
 # --- registration: gradients; the shapes are those of varlen_attention, in attention.py ---
@@ -256,7 +257,7 @@ def _(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int) -> tuple[torc
 
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    q, k, v, *tree, ctx.softmax_scale, ctx.left, ctx.softcap, plan = inputs
+    (q, k, v, *tree), (*ctx.options, plan) = inputs[:9], inputs[9:]
     ctx.save_for_backward(q, k, v, *output, *tree, plan)
 
 
@@ -264,10 +265,9 @@ def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
     *inputs, plan = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(inputs[3])
-    options = ctx.softmax_scale, ctx.left, ctx.softcap, plan
-    dq, dk, dv, dsinks = past_autograd(_ops.prefix_attention_backward, dout, dlse, *inputs, *options)
-    sinks = inputs[7]
-    return dq, dk, dv, None, None, None if sinks is None else dsinks, *(7 * [None])
+    dq, dk, dv, dsinks = past_autograd(_ops.prefix_attention_backward, dout, dlse, *inputs, *ctx.options, plan)
+    sinks, others = inputs[7], 4 + len(ctx.options)  # three tensors of the tree and the plan
+    return dq, dk, dv, None, None, None if sinks is None else dsinks, *(others * [None])
 
 
 register_autograd("prefix_attention", _backward, setup_context=_context)

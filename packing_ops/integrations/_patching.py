@@ -66,6 +66,11 @@ class Patch:
             setattr(self.owner, self.name, self.ours)
             self._give_importers(stock, self.ours)
 
+    def pin(self) -> None:
+        """apply() once: what another library puts over it stays outside."""
+        if not self.pinned:
+            self.apply()
+
     def revert(self, user: object = None) -> None:
         with _lock:
             if user is None:
@@ -154,10 +159,7 @@ def take_out(module: torch.nn.Module, package: str) -> None:
         if name.startswith(PRIVATE):
             del vars(module)[name]
         elif isinstance(value, WeakPartial) and _is_of(value.func, package):
-            if value.before is None:
-                del vars(module)[name]
-            else:
-                vars(module)[name] = value.before
+            _put_back(module, name)
         elif cls is not stock and getattr(value, "__func__", None) is cls.forward:
             vars(module)[name] = types.MethodType(stock.forward, module)  # accelerate keeps the forward that it wraps
     # Class
@@ -167,6 +169,21 @@ def take_out(module: torch.nn.Module, package: str) -> None:
     for hook in [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]:
         if _is_of(hook, package):
             take_out_hook(module, hook)
+
+
+def take_out_function(module: torch.nn.Module, function: Callable) -> None:
+    """Undo put of this function."""
+    for name, value in list(vars(module).items()):
+        if isinstance(value, WeakPartial) and value.func is function:
+            _put_back(module, name)
+
+
+def _put_back(module: torch.nn.Module, name: str) -> None:
+    before = vars(module)[name].before
+    if before is None:
+        del vars(module)[name]
+    else:
+        vars(module)[name] = before
 
 
 def take_out_hook(module: torch.nn.Module, hook: Callable) -> None:

@@ -37,6 +37,35 @@ def attempt(function, *args, **kwargs):
         return error
 
 
+def bare(cls, attributes) -> torch.nn.Module:
+    """A module of this class that holds these (name, value) alone."""
+    made = cls.__new__(cls)
+    torch.nn.Module.__init__(made)
+    for name, value in attributes:
+        setattr(made, name, value)
+    return made
+
+
+def tensors_of(result) -> list[torch.Tensor]:
+    """The tensors of a result, which is one or a tuple of one or two; [] for any other result."""
+    found = [result] if isinstance(result, torch.Tensor) else list(result) if type(result) is tuple else []
+    return found if len(found) <= 2 and all(isinstance(each, torch.Tensor) for each in found) else []
+
+
+def with_gradients(function, inputs, parameters=()) -> list[torch.Tensor]:
+    """tensors_of(function(*inputs)), and gradients of inputs and parameters; [] if one has none."""
+    with torch.enable_grad():
+        given = [x.clone().requires_grad_() for x in inputs]
+        for each in parameters:
+            each.grad = None
+        out = tensors_of(attempt(function, *given))
+        loss = sum((each * numbers(*each.shape, start=4.0)).sum() for each in out)
+        if not out or attempt(loss.backward) is not None:
+            return []
+    gradients = [each.grad for each in (*given, *parameters)]
+    return [] if None in gradients else [*(each.detach() for each in out), *gradients]
+
+
 def agree(found, wanted, terms: int) -> bool:
     """Equal dtypes and shapes, and values as far apart as ``terms`` roundings of values near 1 may be."""
     if not all(isinstance(each, torch.Tensor) for each in (found, wanted)):
@@ -45,3 +74,8 @@ def agree(found, wanted, terms: int) -> bool:
         return False
     scale = max(1.0, wanted.abs().max().item())
     return (found.double() - wanted.double()).abs().max().item() <= terms * torch.finfo(wanted.dtype).eps * scale
+
+
+def alike(found: list, wanted: list, terms: int) -> bool:
+    """Whether both hold as many tensors, at least one, that agree."""
+    return len(found) == len(wanted) > 0 and all(agree(*pair, terms) for pair in zip(found, wanted, strict=True))

@@ -4,15 +4,19 @@ sharding.py     A packed row over the ranks, and back; the loss over all ranks' 
 ulysses.py      All-to-all to whole documents with a part of the heads: the bits of one GPU.
 gathered.py     Queries stay, the keys that they need come: any number of heads. key_layout.py says which keys.
 overlap.py      How many parts the heads travel in, and whether received keys are kept.
-choose.py       Which of the two, by heads and ranks, and why.
+choose.py       Both as functions, and which of the two, by heads and ranks, and why.
 agreement.py    Under PACKING_OPS_CHECK, ranks that call with other options or lengths are named.
 collectives.py  The collectives of torch.distributed that these are made of.
 """
 
-from packing_ops.parallel.choose import Choice, choose_attention, varlen_attention_over
-from packing_ops.parallel.gathered import gathered_attention
+from packing_ops.parallel.choose import (
+    Choice,
+    choose_attention,
+    gathered_attention,
+    ulysses_attention,
+    varlen_attention_over,
+)
 from packing_ops.parallel.sharding import count_targets, shard_indices, shard_of, shard_packed, sharded_loss, unshard
-from packing_ops.parallel.ulysses import ulysses_attention
 
 __all__ = [
     "Choice",

@@ -1,4 +1,4 @@
-"""Which attention over a group: Ulysses where the ranks divide the heads, else gathered keys."""
+"""Attention over a group: Ulysses, gathered keys, and the rule that picks one. Inside, options travel in AttentionOptions."""
 
 from typing import Any, NamedTuple
 
@@ -12,6 +12,122 @@ from packing_ops.parallel.collectives import Group, process_group
 from packing_ops.parallel.gathered import attend_to_gathered
 from packing_ops.parallel.sharding import check_rows, check_scheme, check_window
 from packing_ops.parallel.ulysses import attend_by_heads, head_refusal
+
+
+def ulysses_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    documents: PackedMetadata | torch.Tensor,
+    group: Group | None = None,
+    *,
+    scheme: str = "contiguous",
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """varlen_attention over documents whose rows lie on all ranks of ``group``, each rank with a part of the heads.
+
+    Every rank of the group calls it, forward and backward, in the same order. Differentiable as varlen_attention.
+
+    Args:
+        q: ``[rows, num_q_heads, head_dim]``, this rank's slots of the row, equally many on all ranks; num_q_heads is a
+            multiple of the ranks. Any dtype and strides of varlen_attention.
+        k, v: ``[rows, num_kv_heads, head_dim]``, of the same slots. num_kv_heads is a multiple of the ranks, or the ranks
+            are one of it: then each key head goes to several ranks, and its gradients are summed in their order, in
+            float32 and rounded once.
+        documents: PackedMetadata of the whole row (``total`` is ``ranks * rows``), also of a prefix tree, or its cu_seqlens,
+            on this device.
+        group: a process group, a DeviceMesh of one dimension, or None for all processes.
+        scheme: how the row was split, as in shard_packed. "contiguous" saves a copy of each tensor.
+        causal, softmax_scale, window_size, softcap, sinks, return_lse: as varlen_attention; sinks of all heads.
+
+    Returns:
+        out ``[rows, num_q_heads, head_dim]``, and with ``return_lse`` lse ``[num_q_heads, rows]``. With num_kv_heads of at
+        least the ranks they have the bits of varlen_attention over the whole row, and so have the gradients. That of
+        sinks is of this rank's heads over all rows, 0 for the others: its sum over the ranks is the whole one.
+
+    Example:
+        Under ``torchrun --nproc-per-node 2``: one document of 8 tokens, 4 of them on each rank.
+
+        >>> metadata = PackedMetadata.from_lengths([8])
+        >>> out = ulysses_attention(q, k, v, metadata, group)  # needs two processes # doctest: +SKIP
+
+    Raises:
+        NotImplementedError: a second derivative.
+        ValueError: heads that the ranks do not divide, documents of another row, and as varlen_attention. Under
+            PACKING_OPS_CHECK also ranks that disagree on options, heads, dtypes, rows or documents.
+    """
+    group = process_group(group)
+    scheme = check_scheme(scheme)
+    options = checked_options(causal, softmax_scale, check_window(window_size), softcap, sinks)
+    out, lse = attend_by_heads(q, k, v, documents, group, scheme, options, return_lse=return_lse)
+    return out if lse is None else (out, lse)
+
+
+def gathered_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    documents: PackedMetadata | torch.Tensor,
+    group: Group | None = None,
+    *,
+    scheme: str = "contiguous",
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    keep_keys: bool | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """varlen_attention over documents whose rows lie on all ranks of ``group``, each rank with its own queries.
+
+    Only the keys that a rank's documents need are moved to it. Every rank of the group calls it, forward and backward, in
+    the same order. Differentiable as varlen_attention.
+
+    Args:
+        q: ``[rows, num_q_heads, head_dim]``, this rank's slots of the row, equally many on all ranks.
+        k, v: ``[rows, num_kv_heads, head_dim]``, of the same slots; any number of heads that varlen_attention takes.
+        documents: PackedMetadata of the whole row (``total`` is ``ranks * rows``), or its cu_seqlens, on this device.
+        group: a process group, a DeviceMesh of one dimension, or None for all processes.
+        scheme: how the row was split, as in shard_packed. "zigzag" gives all ranks equal work under a causal mask over
+            long documents; "contiguous" moves the fewest keys of short ones.
+        causal, softmax_scale, softcap, sinks, return_lse: as varlen_attention; sinks of all heads.
+        window_size: as varlen_attention; one that looks ahead, or has no causal mask, is refused.
+        keep_keys: whether what was received is kept for backward, which receives it again otherwise. Without it: where it
+            takes no more memory than q and out do. Under gradient checkpointing it costs the memory of one layer.
+
+    Returns:
+        out ``[rows, num_q_heads, head_dim]``, and with ``return_lse`` lse ``[num_q_heads, rows]``; slots of no document
+        have 0 and -inf. The gradient of sinks is of this rank's queries alone, as that of any parameter. Deterministic;
+        in low precision not the bits of one GPU, since keys are summed over rank after rank (in float32).
+
+    Example:
+        One document of 8 tokens on 2 ranks, zigzag: rank 0 holds tokens 0, 1, 6, 7 and its query documents attend to keys
+        0..1 and 0..7; rank 1 holds 2, 3, 4, 5, which attend to 0..3 and 0..5.
+
+        >>> metadata = PackedMetadata.from_lengths([8])
+        >>> out = gathered_attention(q, k, v, metadata, group, scheme="zigzag")  # needs two processes # doctest: +SKIP
+
+    Raises:
+        NotImplementedError: a window without causal, documents with a visible_end, a prefix tree; a second derivative.
+        ValueError: documents of another row, and as varlen_attention. Under PACKING_OPS_CHECK also ranks that disagree on
+            options, heads, dtypes, rows or documents.
+
+    Synchronises once per batch on a GPU, in the first layer; in a CUDA graph never, and all keys are gathered. Not traced by
+    torch.compile: a graph breaks here.
+
+    Method: Llama Team, The Llama 3 Herd of Models (2024): gathered keys and values, 2 * ranks chunks.
+    """
+    group = process_group(group)
+    scheme = check_scheme(scheme)
+    options = checked_options(causal, softmax_scale, check_window(window_size), softcap, sinks)
+    out, lse = attend_to_gathered(q, k, v, documents, group, scheme, options, keep_keys=keep_keys)
+    return (out, lse) if return_lse else out
 
 
 class Choice(NamedTuple):

@@ -22,80 +22,23 @@ from packing_ops.attention import (
     attend,
     attention_backward,
     attention_forward,
-    checked_options,
     of_heads,
 )
 from packing_ops.data.context_parallel import chunks_of_ranks, slots_of_chunks
 from packing_ops.metadata import PackedMetadata
 from packing_ops.parallel.agreement import check_agreement
 from packing_ops.parallel.collectives import (
-    Group,
     Received,
     as_16_byte_elements,
     no_second_derivative,
-    process_group,
     rows_at,
     start_all_to_all,
 )
 from packing_ops.parallel.overlap import slices, together, ulysses_parts
-from packing_ops.parallel.sharding import check_rows, check_scheme, check_window, whole_row
+from packing_ops.parallel.sharding import check_rows, whole_row
 from packing_ops.prefix_attention import PrefixPaths, of_tree
 
 Order = tuple[torch.Tensor, torch.Tensor]  # of a zigzag row: _order
-
-
-def ulysses_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    documents: PackedMetadata | torch.Tensor,
-    group: Group | None = None,
-    *,
-    scheme: str = "contiguous",
-    causal: bool = True,
-    softmax_scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """varlen_attention over documents whose rows lie on all ranks of ``group``, each rank with a part of the heads.
-
-    Every rank of the group calls it, forward and backward, in the same order. Differentiable as varlen_attention.
-
-    Args:
-        q: ``[rows, num_q_heads, head_dim]``, this rank's slots of the row, equally many on all ranks; num_q_heads is a
-            multiple of the ranks. Any dtype and strides of varlen_attention.
-        k, v: ``[rows, num_kv_heads, head_dim]``, of the same slots. num_kv_heads is a multiple of the ranks, or the ranks
-            are one of it: then each key head goes to several ranks, and its gradients are summed in their order, in
-            float32 and rounded once.
-        documents: PackedMetadata of the whole row (``total`` is ``ranks * rows``), also of a prefix tree, or its cu_seqlens,
-            on this device.
-        group: a process group, a DeviceMesh of one dimension, or None for all processes.
-        scheme: how the row was split, as in shard_packed. "contiguous" saves a copy of each tensor.
-        causal, softmax_scale, window_size, softcap, sinks, return_lse: as varlen_attention; sinks of all heads.
-
-    Returns:
-        out ``[rows, num_q_heads, head_dim]``, and with ``return_lse`` lse ``[num_q_heads, rows]``. With num_kv_heads of at
-        least the ranks they have the bits of varlen_attention over the whole row, and so have the gradients. That of
-        sinks is of this rank's heads over all rows, 0 for the others: its sum over the ranks is the whole one.
-
-    Example:
-        Under ``torchrun --nproc-per-node 2``: one document of 8 tokens, 4 of them on each rank.
-
-        >>> metadata = PackedMetadata.from_lengths([8])
-        >>> out = ulysses_attention(q, k, v, metadata, group)  # needs two processes # doctest: +SKIP
-
-    Raises:
-        NotImplementedError: a second derivative.
-        ValueError: heads that the ranks do not divide, documents of another row, and as varlen_attention. Under
-            PACKING_OPS_CHECK also ranks that disagree on options, heads, dtypes, rows or documents.
-    """
-    group = process_group(group)
-    scheme = check_scheme(scheme)
-    options = checked_options(causal, softmax_scale, check_window(window_size), softcap, sinks)
-    out, lse = attend_by_heads(q, k, v, documents, group, scheme, options, return_lse=return_lse)
-    return out if lse is None else (out, lse)
 
 
 def attend_by_heads(

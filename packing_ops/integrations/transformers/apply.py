@@ -1,7 +1,5 @@
 """apply_packing_ops puts packing_ops into a transformers model, revert_packing_ops takes it out; info shows it."""
 
-import functools
-import inspect
 import warnings
 from collections import Counter
 from collections.abc import Mapping
@@ -220,7 +218,6 @@ def revert_packing_ops(model: torch.nn.Module) -> None:
     """
     _check_model(model)
     befores = {host: kept.before for host in hosts(model) if (kept := host.__dict__.get(STATE)) is not None}
-    stateful.revert(model)
     invariant_mode.revert_model(model)
     for module in model.modules():
         take_out(module, PACKAGE)
@@ -245,29 +242,30 @@ PACKAGE = "packing_ops.integrations.transformers"
 STATE = "_packing_ops_attention"
 
 
-class AttentionBefore:
-    """Kept in a model with our attention: its implementations before. Unpickling it registers ours in that process."""
+@dataclass
+class Registered:
+    """Kept in a model. Making or unpickling one registers our attention, which watches the calls, in that process."""
 
-    def __init__(self, before: dict[str, Any]):
+    def __post_init__(self) -> None:
         register()
-        self.before = before
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return AttentionBefore, (self.before,)
+        return type(self), tuple(vars(self).values())
 
 
-class Guard:
-    """Kept in a model whose attention was not swapped: why, and whether layers with a state may keep documents apart.
+@dataclass
+class AttentionBefore(Registered):
+    """Of a model with our attention: its implementations before."""
 
-    Unpickling it registers ours in that process, since register watches the calls.
-    """
+    before: dict[str, Any]
 
-    def __init__(self, why: str, has_state: bool):
-        register()
-        self.why, self.has_state = why, has_state
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Guard, (self.why, self.has_state)
+@dataclass
+class Guard(Registered):
+    """Of a model whose attention was not swapped: why, and whether layers with a state may keep documents apart."""
+
+    why: str
+    has_state: bool
 
 
 def hosts(model: torch.nn.Module) -> list[PreTrainedModel]:
@@ -277,18 +275,9 @@ def hosts(model: torch.nn.Module) -> list[PreTrainedModel]:
     return [host for child in model.children() for host in hosts(child)]
 
 
-@functools.cache
-def calls_attention(cls: type) -> bool:
-    """Whether a module of this class calls the attention that attn_implementation names."""
-    try:  # of base classes too: forward may call super().forward
-        sources = [inspect.getsource(vars(base)["forward"]) for base in cls.__mro__ if "forward" in vars(base)]
-    except (OSError, TypeError):  # no source
-        return cls.__name__.endswith("Attention")
-    return any("attention_interface(" in source or "ALL_ATTENTION_FUNCTIONS" in source for source in sources)
-
-
 def attentions(model: torch.nn.Module) -> list[torch.nn.Module]:
-    return [module for module in model.modules() if calls_attention(type(module))]  # type: ignore[arg-type]
+    """The modules that call the attention that attn_implementation names."""
+    return [module for module in model.modules() if stateful.calls_interface(type(module))]  # type: ignore[arg-type]
 
 
 def why_not_attention(model: torch.nn.Module) -> str | None:
@@ -389,8 +378,7 @@ def info(model: torch.nn.Module) -> str:
     Raises:
         TypeError: model is not a torch.nn.Module.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    _check_model(model)
     found = hosts(model)
     name = type(found[0] if found else model).__name__
     lines = [f"{name}, transformers {transformers.__version__}"]

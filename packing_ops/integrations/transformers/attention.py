@@ -76,10 +76,9 @@ def register(name: str = "packing_ops") -> None:
     taken = [word for word in ("flash", "sdpa", "flex", "eager", "paged", "/") if word in name]
     if taken or not name:
         raise ValueError(f"name: expected one without {taken or 'being empty'}, got {name!r}")
-    masks.carry()
+    masks.PATCH.pin()
     NAMES.add(name)
-    if not OWN_ATTENTION.pinned:
-        OWN_ATTENTION.apply()
+    OWN_ATTENTION.pin()
     for patch in _BATCHING:
         patch.apply()
     AttentionInterface.register(name, packing_ops_attention)
@@ -119,8 +118,7 @@ def _watch_calls() -> bool:
     inherited = PreTrainedModel.__call__ is torch.nn.Module.__call__
     if not (_CALLS.pinned or _CALLS.covered or inherited):
         return False
-    if not _CALLS.pinned:
-        _CALLS.apply()
+    _CALLS.pin()
     return True
 
 
@@ -153,7 +151,7 @@ def packing_ops_attention(
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         sees_all = sliding_window is None or (not batched and sequence is None and sliding_window > key.shape[2])
         window = (-1, -1) if sees_all else (sliding_window - 1, 0)
-    options = checked_options(causal, scaling, window, softcap or 0.0, s_aux)
+    options = checked_options(causal, scaling, window, softcap or 0.0, sinks=s_aux)
 
     # Requests of continuous batching.
     if batched:
@@ -297,9 +295,7 @@ def _one_dtype(query, key, value):
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
-# --- what varlen attention serves ---
-
-# Which calls of attention varlen_attention serves: the reason for those that run by SDPA, and options that are refused.
+# --- what varlen attention serves: why other calls run by SDPA, and options that are refused ---
 
 # Options that SDPA serves.
 SDPA = frozenset(("output_attentions", "position_bias"))
@@ -355,10 +351,7 @@ _CALL = re.compile(r"\battention_interface\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))
 @functools.cache
 def unknown_options(cls: type, attention: Callable) -> frozenset[str]:
     """Options that modules of this class pass to attention by name and ``attention`` refuses."""
-    try:
-        calls = _CALL.findall(inspect.getsource(cls.forward))
-    except (OSError, TypeError):  # no source
-        return frozenset()
+    calls = _CALL.findall(versions.source_of(cls.forward))
     passed = re.findall(r"^\s*(\w+)=", "\n".join(calls), re.M)
     known = {"head_mask"}  # None unless somebody asks for one, which is refused then
     return frozenset(passed) - HARMLESS - SDPA - known - set(inspect.signature(attention).parameters)
@@ -381,10 +374,7 @@ def why_not(query, value, dropout):
     return ""
 
 
-# --- rows that another library gathers ---
-
-# Documents of a forward's attention: of the mask's slots, or of rows that another library's Ulysses gathered from its
-# ranks; and what is refused where such a library drops the mask.
+# --- documents: of the mask's slots, or of rows that another library's Ulysses gathered from its ranks ---
 
 
 def documents_of_pattern(module, pattern, query, key, cu_seqlens, position_ids):
@@ -448,14 +438,12 @@ def _refuse_parts(length, seqlen, cu_seqlens, padding):
     )
 
 
-# --- models with attention classes of their own ---
-
-# Models that choose among attention classes of their own, which no attn_implementation of ours reaches (Falcon, GPT-J).
+# --- models with attention classes of their own, which no attn_implementation of ours reaches (Falcon, GPT-J) ---
 
 
 def _names_of(cls) -> list[str]:
     """The attn_implementations in the table of a text model's module, or none."""
-    if {"input_ids", "inputs_embeds"}.isdisjoint(inspect.signature(cls.forward).parameters):
+    if not versions.reads_text(cls):
         return []
     tables = [
         table

@@ -4,7 +4,6 @@ transformers makes many masks without position_ids. The call knows them; it also
 reached an attention: if none has, it is refused afterwards.
 """
 
-import functools
 import inspect
 import re
 import threading
@@ -29,7 +28,7 @@ from packing_ops.integrations.transformers.documents import (
     refuse_where,
     several_in,
 )
-from packing_ops.integrations.transformers.versions import SHIFTED, not_causal, reads_text
+from packing_ops.integrations.transformers.versions import SHIFTED, constant, not_causal, reads_text
 from packing_ops.prefix_attention import check_same, kept_paths, positions_of_paths
 
 NAMES: set[str] = set()  # attn_implementations that register() made
@@ -68,14 +67,14 @@ class PackedCall:
     def __init__(self, model, args, kwargs, outer):
         # What the model was given.
         self.name, self.outer = type(model).__name__, outer
+        self.outers = () if outer is None else (outer, *outer.outers)
         habits = _habits_of(type(model), type(model.config))
         self.mask_form, self.indices, model_type, self.first_axis, self.shifts, reads = habits
         positions = argument("position_ids", self.indices, args, kwargs)
         self.position_ids = None if model_type in OTHER_POSITIONS else positions
         self.needs_positions = positions is None  # of models that otherwise count along the row
-        self.missing_positions = (
-            None  # (batch, what to say where a row has several documents), see refuse_own_positions
-        )
+        # (batch, what to say where a row has several documents), see refuse_own_positions
+        self.missing_positions = None
         self.cu_seqlens, self.cu_seqlens_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
         if REQUESTS in kwargs:  # a dict: the cache of a layer knows which
             self.cu_seqlens_k = None
@@ -154,17 +153,18 @@ class PackedCall:
 
     def _saw(self, rows, documents, cu_seqlens, padding):
         """Keeps for info what this call found, and by what, without a tensor. Positions that a model makes tell none."""
-        by, call = "rows", self
+        by = "rows"
         if padding is not None and padding.dtype != torch.bool:
             by = "attention_mask"
-        while call is not None:
-            by = "position_ids" if call.position_ids is not None else by
-            call = call.outer
+        if any(call.position_ids is not None for call in (self, *self.outers)):
+            by = "position_ids"
         if cu_seqlens[0] is not None or cu_seqlens[1] is not None:
             by = "cu_seq_lens_q"
-        call, seen = self, LastForward(rows, documents.cu_seqlens_q.numel() - 1, by)
-        while call is not None and call.seen is None:
-            call.seen, call = seen, call.outer
+        self._keep_seen(LastForward(rows, documents.cu_seqlens_q.numel() - 1, by))
+
+    def _keep_seen(self, seen):
+        for call in (self, *self.outers):
+            call.seen = call.seen or seen
 
     def told_positions(self, batch, seqlen):
         """position_ids ``[batch or 1, seqlen]`` that restart with each document, or None."""
@@ -180,24 +180,20 @@ class PackedCall:
 
         A call without position_ids and cu_seqlens, such as a vision tower's, says nothing of its outer calls'.
         """
-        call, told = self, any(each is not None for each in positions)
-        while call is not None:
+        told = any(each is not None for each in positions)
+        for call in (self, *self.outers):
             if numbers is not None and call.numbers is numbers and not call.mixes:
                 call.lost.discard("attention_mask")
             told = told and not (call.position_ids is None and call.cu_seqlens is None)
             if told and not call.mixes and call.guard is None:
                 call.lost.difference_update(("cu_seq_lens_q", "position_ids"))
-            call = call.outer
 
     def reached_by(self, found_by, cu_seqlens):
         """An attention has used the tree or the requests of this call: of the outer calls', too."""
         self.reached(None, cu_seqlens)
-        call = self
-        while call is not None:
+        for call in (self, *self.outers):
             call.lost.discard("segment_parents")
-            if call.seen is None:
-                call.seen = LastForward(1, cu_seqlens.numel() - 1, found_by)
-            call = call.outer
+        self._keep_seen(LastForward(1, cu_seqlens.numel() - 1, found_by))
 
     def checked_positions(self, position_ids, batch):
         """position_ids of a mask that is a tensor, compared with cu_seq_lens_q: layers may see the mask alone.
@@ -273,10 +269,9 @@ def numbers_of(mask, call) -> torch.Tensor | None:
     """The document numbers that a call took out of this 2-D mask, or the mask; None for one that cannot number."""
     if not is_tensor(mask, 2) or mask.dtype == torch.bool:
         return None
-    while call is not None:
-        if call.padding is mask and call.numbers is not None:
-            return call.numbers
-        call = call.outer
+    for each in () if call is None else (call, *call.outers):
+        if each.padding is mask and each.numbers is not None:
+            return each.numbers
     return mask
 
 
@@ -354,13 +349,8 @@ def watched(begin, stock):
     return __call__
 
 
-@torch.compiler.assume_constant_result  # torch.compile would look through functools.cache
+@constant
 def _habits_of(cls, config_cls):
-    return _habits(cls, config_cls)
-
-
-@functools.cache
-def _habits(cls, config_cls):
     """(form of its masks, indices of position_ids and attention_mask among its arguments, model_type, first_axis, whether
     its loss takes the label of the next token, whether it reads text)."""
     names = list(inspect.signature(cls.forward).parameters)[1:]
@@ -411,10 +401,10 @@ def without_first_labels(model, call, kwargs):
 
 # --- the thread ---
 
-# State of this thread: the model call that runs, and the model whose loss is fused.
-
 
 class _Now(threading.local):
+    """State of this thread."""
+
     def __init__(self):  # not of the class: a graph that looks for them in the object would hold until one is set
         self.call = None
         self.mask_arguments = None  # see masks.py
@@ -430,11 +420,8 @@ class _Traced:
     all threads: two of them that call compiled models at the same time may find each other's call.
     """
 
-    call = None
-    mask_arguments = None
+    call = mask_arguments = fused = row_documents = None
     preparing = False
-    fused = None
-    row_documents = None
 
 
 _now = _Now()
@@ -451,9 +438,7 @@ def fuse(running):
     return before
 
 
-# --- keywords that are refused ---
-
-# Refuses keywords that describe documents under a name that transformers does not read, such as ``cu_seqlens``.
+# --- keywords that are refused: those that describe documents under a name that transformers does not read ---
 
 _CU_SEQLENS = ("cu_seq_lens_q", "cu_seq_lens_k")
 _NEAR = re.compile(
@@ -480,15 +465,11 @@ def check_keywords(cls: type, kwargs: dict) -> None:
         )
 
 
-@torch.compiler.assume_constant_result  # torch.compile would look through functools.cache
+@constant
 def _near_misses(cls, names):
-    return _near(cls, names)
-
-
-@functools.cache
-def _near(cls, names):
     """Near misses among ``names`` that a language model's forward does not declare."""
     near = [name for name in names if name not in _CU_SEQLENS and _NEAR.fullmatch(name.lower())]
-    known = inspect.signature(cls.forward).parameters if near else ()
-    reads_text = "input_ids" in known or "inputs_embeds" in known
-    return tuple(name for name in near if reads_text and name not in known)
+    if not near or not reads_text(cls):
+        return ()
+    known = inspect.signature(cls.forward).parameters
+    return tuple(name for name in near if name not in known)

@@ -15,7 +15,13 @@ from packing_ops import _ops
 from packing_ops._arguments import check_cu_seqlens, int32_cu_seqlens
 from packing_ops._batch_cache import dense_cu_seqlens, is_captured, kept_with
 from packing_ops._checks import checked_documents
-from packing_ops.integrations.transformers.versions import PreTrainedModel, class_name, module_of, reads_text, source_of
+from packing_ops.integrations.transformers.versions import (
+    PreTrainedModel,
+    class_name,
+    constant_of_model,
+    reads_text,
+    source_of,
+)
 
 _APART = 2**40  # more than positions differ, and times the slots of a batch an int64
 
@@ -266,20 +272,18 @@ def each_document_alone(mask_function, kwargs, told, batch, q_length, q_offset):
     """mask_function within documents. Keys of a cache without numbers belong to the first query's document."""
     device = (told.numbers if told.position_ids is None else told.position_ids).device
     # Where documents start among the queries, by positions and by numbers.
-    starts, runs, last = torch.zeros(batch, q_length, dtype=torch.bool, device=device), None, q_length - 1
-    if told.position_ids is not None:
-        positions, slots = told.position_ids.expand(batch, -1), torch.arange(q_length, device=device)
-        if is_tensor(told.padding, 2):  # has any positions: here those of the last token before it
-            real = told.padding.to(device)[:, (slots + q_offset).clamp(max=told.padding.shape[1] - 1)] != 0
-            positions = positions.gather(1, (slots * real).cummax(1).values)
-            starts = F.pad((positions[:, 1:] <= positions[:, :-1]) & real[:, 1:], (1, 0))
-        else:
-            starts = F.pad(positions[:, 1:] <= positions[:, :-1], (1, 0))
-    if told.numbers is not None:
-        runs = runs_of(told.numbers).to(device).expand(batch, -1)
-        runs_of_queries = runs[:, (torch.arange(q_length, device=device) + q_offset).clamp(max=runs.shape[1] - 1)]
-        starts = starts | F.pad(runs_of_queries[:, 1:] != runs_of_queries[:, :-1], (1, 0))
+    slots, last = torch.arange(q_length, device=device), q_length - 1
+
+    def of_queries(numbers):
+        return numbers.to(device)[:, (slots + q_offset).clamp(max=numbers.shape[1] - 1)].expand(batch, -1)
+
+    padding = told.padding if told.numbers is None else told.numbers
+    padding = None if padding is None else of_queries(padding)
+    if told.numbers is None and padding is not None:
+        padding = padding != 0
+    starts = first_tokens(padding, told.position_ids, batch, q_length, device)
     documents = starts.cumsum(1)
+    runs = None if told.numbers is None else runs_of(told.numbers).to(device).expand(batch, -1)
 
     # The mask: of two slots of one document.
     def query_index(slot):
@@ -300,7 +304,6 @@ def each_document_alone(mask_function, kwargs, told, batch, q_length, q_offset):
     if chunk is None or kwargs.get("local_size") != chunk or not plain:
         return same_document
     # Chunks are counted from where a document starts: the first one after the padding on the left.
-    slots = torch.arange(q_length, device=device)
     origins = (slots * starts).cummax(1).values + q_offset
     left = 0 if told.padding is None else (told.padding.cumsum(1) == 0).sum(1, keepdim=True)
     origins = torch.where(documents == 0, left, origins)
@@ -314,7 +317,7 @@ def each_document_alone(mask_function, kwargs, told, batch, q_length, q_offset):
 
 # --- position_ids of several axes ---
 
-# position_ids of several axes (M-RoPE): which models take them, and which documents they tell.
+# M-RoPE: which models take them, and which documents they tell.
 
 # The first axis of a model's position_ids. TIME of [3, batch, seqlen], before height and width: text has one number on all
 # three, and behind an image it goes on from the image's largest. SEQUENCE of [4, batch, seqlen], before an image's width,
@@ -330,10 +333,7 @@ _MANY = 2**31  # above any position; times the slots of a row it still fits an i
 @functools.cache
 def first_axis(cls: type) -> str | None:
     """TIME, SEQUENCE, or None for a model of this class that takes position_ids of one axis only."""
-    try:
-        source = inspect.getsource(inspect.unwrap(cls.forward))
-    except (OSError, TypeError):  # no source
-        return None
+    source = source_of(inspect.unwrap(cls.forward))
     return next((axis for axis, code in _CODE.items() if re.search(code, source)), None)
 
 
@@ -401,7 +401,7 @@ def refuse_own_positions(model, call, position_ids, batch) -> None:
 
     Where position_ids would help, at the end of the call: documents that reach no attention are the first thing to say.
     """
-    takes_none, needs = _traced_counting(id(model)) if torch.compiler.is_compiling() else _counting(model, False)
+    takes_none, needs = _counting_in(model)
     if takes_none:
         told_by = "attention_mask" if call.cu_seqlens is None else "cu_seq_lens_q"
         message = (
@@ -432,12 +432,7 @@ def _takes_positions(cls, call) -> bool:
     )
 
 
-@torch.compiler.assume_constant_result
-def _traced_counting(model_id) -> tuple[str, str]:
-    return _counting(module_of(model_id), False)
-
-
-def _counting(module, of_text) -> tuple[str, str]:
+def _counting(module, of_text=False) -> tuple[str, str]:
     """Classes of modules that count: one that takes no positions, and one that is given none; or nothing."""
     cls, inside = type(module), module._modules
     if isinstance(module, PreTrainedModel):
@@ -454,6 +449,9 @@ def _counting(module, of_text) -> tuple[str, str]:
             takes_none, found = _counting(child, of_text)
             needs = needs or found
     return takes_none, needs
+
+
+_counting_in = constant_of_model(_counting)
 
 
 @functools.cache

@@ -5,7 +5,6 @@ chunked_cross_entropy, and the output has None for logits. Otherwise the model r
 """
 
 import functools
-import inspect
 import re
 import warnings
 
@@ -15,7 +14,7 @@ from packing_ops._arguments import int32_cu_seqlens
 from packing_ops.integrations._patching import function_of, put
 from packing_ops.integrations.transformers import sequence_group
 from packing_ops.integrations.transformers.call import fuse, here
-from packing_ops.integrations.transformers.versions import PreTrainedModel
+from packing_ops.integrations.transformers.versions import PreTrainedModel, source_of
 from packing_ops.logps import chunked_cross_entropy
 
 _STATE, _HEAD_OF = "_packing_ops_fused_loss", "_packing_ops_head_of"
@@ -114,10 +113,7 @@ def _goes_straight(cls, is_capped) -> bool:
     By its source, not by a trial: a forward has branches for masks, images, caches and flags of its config, and a trial
     would see only those that it takes. Logits that change in another branch would give another loss without an error.
     """
-    try:
-        source = inspect.getsource(cls.forward)
-    except (OSError, TypeError):
-        return False
+    source = source_of(cls.forward)
     if source.count(_HEAD) != 1 or source.count(_LOSS) != 1:
         return False
     before, after_head = source.split(_HEAD)

@@ -31,6 +31,7 @@ from packing_ops.integrations.transformers.documents import (
     as_bool,
     can_read,
     each_document_alone,
+    is_tensor,
     on_device,
     positions_of_axes,
     refuse_where,
@@ -290,16 +291,15 @@ def ends_of_blocks(documents, blocks):
 
 # --- transformers' preparation of masks ---
 
-# Brings position_ids and the document numbers of a mask to the mask function, without reading them on the host.
-#
-# transformers prepares every mask in one function, which is wrapped here for models with our attention. Up to 4.57 that
-# function and the mask function take cache_position for the queries; here both have the signatures of version 5. Up to
-# 5.23 the cache was called past_key_values.
-#
+# transformers prepares every mask in one function. Here it is wrapped, for models with our attention: position_ids and the
+# document numbers of a mask go on to the mask function, without being read on the host.
 
-_PARAMETERS = ["config", "inputs_embeds", "attention_mask", "cache", "position_ids", "layer_idx"]
-_PARAMETERS_5 = [*_PARAMETERS[:3], "past_key_values", *_PARAMETERS[4:]]  # up to 5.23
-_PARAMETERS_4 = ["config", "input_embeds", "attention_mask", "cache_position", *_PARAMETERS_5[3:]]
+_KNOWN = (
+    ["config", "inputs_embeds", "attention_mask", "cache", "position_ids", "layer_idx"],
+    ["config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids", "layer_idx"],  # up to 5.23
+    # 4.57, where cache_position says where the queries stand; here the mask function has the signature of version 5
+    ["config", "input_embeds", "attention_mask", "cache_position", "past_key_values", "position_ids", "layer_idx"],
+)
 
 
 def _carrying(original):
@@ -308,31 +308,10 @@ def _carrying(original):
     Raises:
         ImportError: its parameters are none that are known here; the message has both versions.
     """
-    parameters = [] if original is None else list(inspect.signature(original).parameters)
-    if parameters[: len(_PARAMETERS)] == _PARAMETERS:
-        return functools.wraps(original)(_wrapped(original))
-    if parameters[: len(_PARAMETERS_5)] == _PARAMETERS_5:
-        as_now = _wrapped(original)
-
-        @functools.wraps(original)
-        def prepare_5(config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx, *rest, **named):
-            given = config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx
-            return as_now(*given, *rest, **named)
-
-        return prepare_5
-    if parameters != _PARAMETERS_4:
+    names = [] if original is None else list(inspect.signature(original).parameters)
+    if not any(names[: len(known)] == known for known in _KNOWN):
         raise ImportError(refusal(version))
-
-    def in_order(config, embeds, mask, past, positions, layer, cache_position):
-        return original(config, embeds, mask, cache_position, past, positions, layer)
-
-    wrapped = _wrapped(in_order)
-
-    @functools.wraps(original)
-    def prepare(config, embeds, mask, cache_position, past, positions, layer):
-        return wrapped(config, embeds, mask, past, positions, layer, cache_position=cache_position)
-
-    return prepare
+    return functools.wraps(original)(_wrapped(original, names))
 
 
 def patch_of(owner) -> Patch:
@@ -340,12 +319,6 @@ def patch_of(owner) -> Patch:
 
 
 PATCH = patch_of(masking_utils)
-
-
-def carry() -> None:
-    """Once. Another library's wrapper may stand over an earlier one of ours: then the outer one alone acts."""
-    if not PATCH.pinned:
-        PATCH.apply()
 
 
 def mask_function():
@@ -366,15 +339,19 @@ def packing_ops_mask_4(batch_size, cache_position, kv_length, kv_offset=0, **kwa
     )
 
 
-def _wrapped(original):
-    def prepare(config, inputs_embeds, attention_mask, cache, position_ids, layer_idx, *rest, **named):
-        now = here()
-        nested = now.preparing
+def _wrapped(original, names):
+    cache_name = "cache" if "cache" in names else "past_key_values"
+
+    def prepare(*args, **kwargs):
+        given = dict(zip(names, args, strict=False), **kwargs)
+        config, inputs_embeds, attention_mask = given["config"], given[names[1]], given["attention_mask"]
+        cache, position_ids = given[cache_name], given["position_ids"]
+        now, nested = here(), here().preparing
 
         def transformers_own(mask, positions):
             now.preparing = True
             try:
-                return original(config, inputs_embeds, mask, cache, positions, layer_idx, *rest, **named)
+                return original(**{**given, "attention_mask": mask, "position_ids": positions})
             finally:
                 now.preparing = nested
 
@@ -396,7 +373,7 @@ def _wrapped(original):
 
         # What does not fit.
         call, slots = current(), list(inputs_embeds.shape[:2])
-        cross = (rest[0] if rest else named.get("encoder_hidden_states")) is not None
+        cross = given.get("encoder_hidden_states") is not None
         if cross and numbers is not None and can_read(numbers) and bool((numbers > 1).any()):
             raise ValueError("attention_mask: expected one document in each row beside another sequence, got several")
         mask_form = PATTERN if call is None else call.mask_form
@@ -404,12 +381,8 @@ def _wrapped(original):
         if excess < 0 or (excess > 0 and cache is None):  # a longer mask covers the keys of a cache too
             raise ValueError(f"attention_mask: expected {slots} like the batch, got {list(mask.shape)}")
 
-        # Positions that tell documents: the call's, where the model passes none on.
-        axes = call is not None and are_axes(call.position_ids, call.first_axis)
-        if call is not None and (position_ids is None or axes):
-            position_ids = positions_of_axes(call, slots) if axes else call.position_ids
-        if cross or not _about(position_ids, slots[1]) or config.model_type in OTHER_POSITIONS:
-            position_ids = None
+        # What tells documents.
+        position_ids, axes = _telling(call, position_ids, slots, cross or config.model_type in OTHER_POSITIONS)
         if call is not None:
             call.reached(numbers, position_ids)
 
@@ -428,17 +401,24 @@ def _wrapped(original):
     return prepare
 
 
-def _about(position_ids, q_length):
-    return isinstance(position_ids, torch.Tensor) and position_ids.dim() == 2 and position_ids.shape[1] == q_length
+def _telling(call, position_ids, slots, of_others):
+    """(position_ids ``[batch or 1, q_length]`` that tell documents, or None; whether layers get those of one axis of an image).
+
+    The call's, where the model passes none on. of_others: they are of another sequence, or count something else.
+    """
+    axes = call is not None and are_axes(call.position_ids, call.first_axis)
+    if call is not None and (position_ids is None or axes):
+        position_ids = positions_of_axes(call, slots) if axes else call.position_ids
+    if of_others or not is_tensor(position_ids, 2) or position_ids.shape[1] != slots[1]:
+        position_ids = None
+    return position_ids, axes
 
 
-# --- a KV cache ---
+# --- a KV cache that holds several documents in a row: queries of a later call would attend to all of them ---
 
-# Refuses a call with a KV cache that holds several documents in a row: its queries would attend to all of them.
-
-# Attributes of the cache. SEVERAL: a bool tensor, whether a row has several documents. WAS_READ: that tensor, once it was
-# read and is False. ONE: that tensor, once a mask beside it was found to number one document.
-_SEVERAL, _WAS_READ, _ONE = "_packing_ops_several", "_packing_ops_read", "_packing_ops_one"
+# Attributes of the cache. SEVERAL: a bool tensor, whether a row has several documents; None once it was read and is False.
+# ONE: whether a mask beside it was found to number one document.
+_SEVERAL, _ONE = "_packing_ops_several", "_packing_ops_one"
 _REFUSAL = (
     f"{CACHE}: expected a cache of one document in each row to go on with, got one that was filled with several, "
     "which would all be seen; fill a cache for each document, or number the cached tokens' documents and these in "
@@ -460,7 +440,7 @@ def check_cache(cache, call, position_ids, padding, numbers, batch, length):
     several, cached = getattr(cache, _SEVERAL, None), cache.get_seq_length()
     if isinstance(cached, torch.Tensor) or cached > 0:
         if length == 1 and numbers is not None and can_read(numbers):
-            _refuse_numbers(cache, several, numbers)
+            _refuse_numbers(cache, numbers)
         if several is not None:
             _refuse(cache, several, cached, numbers)
     if length > 1:
@@ -468,23 +448,21 @@ def check_cache(cache, call, position_ids, padding, numbers, batch, length):
             padding = padding[:, -length:]
         cu_seqlens = None if call is None else call.cu_seqlens
         setattr(cache, _SEVERAL, several_in(position_ids, padding, cu_seqlens, numbers, batch))
+        setattr(cache, _ONE, False)
 
 
-def _refuse_numbers(cache, several, numbers):
+def _refuse_numbers(cache, numbers):
     """generate gives every step a mask of integers, and 1 to each new token. On CUDA the first step alone waits for it."""
-    if numbers.is_cuda and getattr(cache, _ONE, False) is several:
+    if numbers.is_cuda and getattr(cache, _ONE, False):
         return
     if bool((numbers > 1).any()):
         raise ValueError("attention_mask: expected 0 and 1 beside a KV cache, got the numbers of several documents")
-    setattr(cache, _ONE, several)
+    setattr(cache, _ONE, True)
 
 
 def _refuse(cache, several, cached, numbers):
-    compiled = torch.compiler.is_compiling()
-    if not compiled and getattr(cache, _WAS_READ, None) is several:
-        return
     if can_read(several) and not bool(several):
-        setattr(cache, _WAS_READ, several)
+        setattr(cache, _SEVERAL, None)
         return
     wrong = several
     if isinstance(cached, torch.Tensor):  # of a cache of fixed length, which may have been reset
@@ -492,5 +470,5 @@ def _refuse(cache, several, cached, numbers):
     if numbers is not None:  # of all tokens: masks are made by them
         wrong = wrong & ~(numbers > 1).any().to(wrong.device)
     refuse_where(wrong, _REFUSAL)
-    if not compiled and numbers is None:
-        setattr(cache, _WAS_READ, several)
+    if numbers is None and not torch.compiler.is_compiling():
+        setattr(cache, _SEVERAL, None)

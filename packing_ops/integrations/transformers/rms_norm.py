@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from packing_ops.integrations._patching import function_of, put, put_class, stock_of
-from packing_ops.integrations._trial import agree, attempt, numbers, quiet
+from packing_ops.integrations._trial import agree, alike, attempt, bare, numbers, quiet, with_gradients
 from packing_ops.integrations.transformers.rope import HOSTS
 
 
@@ -171,12 +171,8 @@ def _not_tried(stock, module) -> str | None:
 @torch.compiler.disable
 def _formula(stock, forward, has_weight, width, eps_names, attributes) -> tuple[str | None, str]:
     """The trial. Cached by forward and by everything that the trial's module is made of."""
-    probe = stock.__new__(stock)
-    torch.nn.Module.__init__(probe)
-    for name, _, value in attributes:
-        setattr(probe, name, value)
-    for name, value in zip(eps_names, (0.01, 0.3)):  # noqa: B905  one or two names, and our formulas read the first
-        setattr(probe, name, value)
+    eps = zip(eps_names, (0.01, 0.3), strict=False)  # one or two names, and our formulas read the first
+    probe = bare(stock, [*((name, value) for name, _, value in attributes), *eps])
     with quiet():
         for name, ours in FORWARDS.items():
             if (ours is not _no_weight) == has_weight and all(
@@ -234,17 +230,6 @@ def _agrees_at(probe, forward, ours, x) -> bool:
 def _trains_alike(probe, forward, ours, x) -> bool:
     """Equal results, and gradients of the input and of the weight."""
     probe.train()
-    results = []
-    for each in (forward, ours):
-        probe.zero_grad()
-        given = x.clone().requires_grad_()
-        with torch.enable_grad():
-            out = attempt(each, probe, given)
-            if not isinstance(out, torch.Tensor):
-                return False
-            error = attempt((out * numbers(*out.shape, start=4.0)).sum().backward)
-        weights = [parameter.grad for parameter in probe.parameters()]
-        if error is not None or None in (given.grad, *weights):
-            return False
-        results.append((out.detach(), given.grad, *weights))
-    return all(agree(found, wanted, 64) for wanted, found in zip(*results, strict=True))
+    weights = list(probe.parameters())
+    wanted, found = (with_gradients(functools.partial(each, probe), [x], weights) for each in (forward, ours))
+    return alike(found, wanted, 64)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from packing_ops.integrations._trial import agree, attempt, numbers, quiet
+from packing_ops.integrations._trial import alike, attempt, numbers, quiet, tensors_of, with_gradients
 from packing_ops.rope import apply_rotary_qk
 
 # The first parameters of these functions.
@@ -130,11 +130,10 @@ def _without_batch(stock, rotation) -> bool:
     for dtype in (torch.float32, torch.bfloat16):
         args, options = _arguments(rotation, _Sizes(rows=1), dtype, dim=2)
         args = tuple(each.squeeze(0) for each in args)
-        wanted = _rotated(attempt(stock, *args, **options))
-        found = _rotated(attempt(rotation._replace(tokens=True).serve, _refuse, args, options))
-        if len(wanted) != len(found) or not all(agree(*pair, 4) for pair in zip(found, wanted, strict=True)):
+        wanted = attempt(stock, *args, **options)
+        if not _gives(rotation._replace(tokens=True), args, options, wanted):
             return False
-    return len(wanted) > 0
+    return True
 
 
 def _cases(rotation) -> list[dict]:
@@ -157,8 +156,12 @@ def rotation_agrees(stock, rotation, head_dim=8, batch=1, dtype=torch.float32, e
         errors.append(wanted)  # RuntimeError and ValueError are of shapes: another form may fit
     if not all(torch.equal(each, copy) for each, copy in zip(args, copies, strict=True)):
         return False  # it writes into its arguments
-    wanted, found = _rotated(wanted), _rotated(attempt(rotation.serve, _refuse, args, options))
-    return len(wanted) == len(found) > 0 and all(agree(*pair, 4) for pair in zip(found, wanted, strict=True))
+    return _gives(rotation, args, options, wanted)
+
+
+def _gives(rotation, args, options, wanted) -> bool:
+    """Whether ours gives what the stock function gave."""
+    return alike(tensors_of(attempt(rotation.serve, _refuse, args, options)), tensors_of(wanted), 4)
 
 
 class _Sizes(NamedTuple):
@@ -186,12 +189,6 @@ def _arguments(rotation, sizes, dtype, dim):
     return ((q, cos, sin) if rotation.leading is _ONE else (q, k, cos, sin)), options
 
 
-def _rotated(result) -> list[torch.Tensor]:
-    """[q] or [q, k] of what a function returned; [] for any other result."""
-    found = [result] if isinstance(result, torch.Tensor) else list(result) if type(result) is tuple else []
-    return found if len(found) <= 2 and all(isinstance(each, torch.Tensor) for each in found) else []
-
-
 _IN_MODELS = [  # a long row; a larger batch and wide heads; as many heads of q as of k
     (torch.float32, _Sizes(head_dim=64, width=64, rows=1, tokens=300)),
     (torch.float16, _Sizes(head_dim=128, width=128, rows=3, batch=3, tokens=3)),
@@ -202,30 +199,21 @@ _IN_MODELS = [  # a long row; a larger batch and wide heads; as many heads of q 
 def _in_a_model(stock, rotation) -> bool:
     """As models call it: larger sizes and values, float16, gradients."""
 
-    def call(args, named):
-        return stock(*args, **named)
-
     for dtype, sizes in _IN_MODELS:
         args, options = _arguments(rotation, sizes, dtype, rotation.unsqueeze_dim)
-        wanted = _with_gradients(call, rotation, args, options)
-        found = _with_gradients(functools.partial(rotation.serve, _refuse), rotation, args, options)
-        if not wanted or len(found) != len(wanted):
-            return False
-        if not all(agree(*pair, 8) for pair in zip(found, wanted, strict=True)):
+        heads = len(args) - (1 if rotation.leading is _COMPLEX else 2)
+        inputs, tables = [100.0 * x for x in args[:heads]], args[heads:]
+
+        def served(*heads, tables=tables, options=options):
+            return rotation.serve(_refuse, (*heads, *tables), options)
+
+        def by_stock(*heads, tables=tables, options=options):
+            return stock(*heads, *tables, **options)
+
+        wanted, found = with_gradients(by_stock, inputs), with_gradients(served, inputs)
+        if len(wanted) != 2 * heads or not alike(found, wanted, 8):
             return False
     return True
-
-
-def _with_gradients(function, rotation, args, options) -> list[torch.Tensor]:
-    """Results and gradients of q and k; [] if there is no gradient."""
-    heads = len(args) - (1 if rotation.leading is _COMPLEX else 2)
-    with torch.enable_grad():
-        given = [(100.0 * x).requires_grad_() for x in args[:heads]]
-        out = _rotated(attempt(function, (*given, *args[heads:]), options))
-        loss = sum((each * numbers(*each.shape, start=4.0)).sum() for each in out)
-        if len(out) != heads or attempt(loss.backward) is not None or any(x.grad is None for x in given):
-            return []
-    return [*(each.detach() for each in out), *(x.grad for x in given)]
 
 
 def _refuse(*_, **__):

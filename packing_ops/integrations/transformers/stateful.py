@@ -18,7 +18,7 @@ import weakref
 
 import torch
 
-from packing_ops.integrations._patching import WeakPartial, function_of, put
+from packing_ops.integrations._patching import WeakPartial, function_of, put, take_out_function
 from packing_ops.integrations.transformers.call import here, traced
 from packing_ops.integrations.transformers.documents import (
     as_bool,
@@ -42,7 +42,13 @@ from packing_ops.integrations.transformers.stateful_rows import (
     run_in_rows,
     without_dropout,
 )
-from packing_ops.integrations.transformers.versions import PreTrainedModel, class_name, module_of, reads_text, unwrapped
+from packing_ops.integrations.transformers.versions import (
+    PreTrainedModel,
+    class_name,
+    constant_of_model,
+    reads_text,
+    unwrapped,
+)
 from packing_ops.prefix_attention import kept_paths
 
 # What declare() leaves in a class: subclasses inherit it, FSDP2's among them, and it goes with the class.
@@ -100,7 +106,7 @@ def declare(cls: type[torch.nn.Module], *, mixes: bool | None) -> None:
         delattr(cls, _MIXES)
     _kind_of_class.cache_clear()
     for module in [each for each in _prepared if isinstance(each, cls)]:  # by an earlier declaration
-        _put_back(module, "forward", _forward)
+        take_out_function(module, _forward)
 
 
 # --- which layers ---
@@ -303,9 +309,7 @@ def find_documents_of(model, call, args, kwargs) -> None:
 
     # Layers that cannot have several documents in a row.
     refuse_own_positions(model, call, position_ids, tokens.shape[0])
-    in_graph = torch.compiler.is_compiling()
-    masked = call.padding is not None
-    stateful, has_attention, unknown = _traced_prepare(id(model), masked) if in_graph else _prepare(model, masked)
+    stateful, has_attention, unknown = prepare(model, call.padding is not None)
     if unknown:
         several = several_in(position_ids, call.padding, call.cu_seqlens, call.numbers, tokens.shape[0])
         refuse_where(
@@ -346,18 +350,6 @@ def _row_documents(tokens, call, position_ids):
     return RowDocuments(documents.document_ids(batch, seqlen).int(), paths)
 
 
-# torch.compile before 2.13 takes a module for no constant, but its id.
-@torch.compiler.assume_constant_result
-def _traced_prepare(model_id, masked) -> tuple[bool, bool, str]:
-    return prepare(module_of(model_id), masked)
-
-
-# In a frame that Dynamo left to Python, behind a break of the graph, it would trace all that is called from there.
-@torch.compiler.disable
-def _prepare(model, masked) -> tuple[bool, bool, str]:
-    return prepare(model, masked)
-
-
 # --- in place of their forward ---
 
 # Where models and torch's checkpoint_wrapper keep the function that checkpoints a layer.
@@ -365,6 +357,7 @@ _CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 _prepared: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()  # modules whose functions are replaced by ours
 
 
+@constant_of_model
 def prepare(model, masked=False) -> tuple[bool, bool, str]:
     """(whether it has layers with a state, whether it has attention beside them, classes of UNKNOWN layers).
 
@@ -378,39 +371,27 @@ def prepare(model, masked=False) -> tuple[bool, bool, str]:
     stateful = [layer for layer in stateful if not (masked and _has_own_attention(type(layer)))]
     for layer in stateful:
         stock = layer.__dict__.get("forward")
-        if getattr(stock, "func", None) is not _forward:
+        if function_of(stock) is not _forward:
             put(layer, "forward", _forward, stock, {})
             _prepared.add(layer)
     for module in model.modules() if stateful else ():
         for name in _CHECKPOINTS:
             stock = module.__dict__.get(name)
-            if stock is not None and getattr(stock, "func", None) is not _checkpoint:
-                module.__dict__[name] = functools.partial(_checkpoint, stock)
+            if stock is not None and function_of(stock) is not _checkpoint:
+                put(module, name, _checkpoint, stock)
                 _prepared.add(module)
     return bool(stateful), bool(stateful) and calls_attention_inside(model), ", ".join(unknown)
 
 
-def revert(model=None) -> None:
-    """Put back what prepare replaced, in one model or in all."""
-    for module in list(_prepared) if model is None else [each for each in model.modules() if each in _prepared]:
-        _put_back(module, "forward", _forward)
-        for name in _CHECKPOINTS:
-            _put_back(module, name, _checkpoint)
-        _prepared.discard(module)
+def revert() -> None:
+    """Put back what prepare replaced, in all models."""
+    for module in list(_prepared):
+        for ours in (_forward, _checkpoint):
+            take_out_function(module, ours)
+    _prepared.clear()
 
 
-def _put_back(module, name, ours) -> None:
-    function = module.__dict__.get(name)
-    if getattr(function, "func", None) is not ours:
-        return
-    stock = function.args[0]
-    if stock is None:
-        del module.__dict__[name]
-    else:
-        module.__dict__[name] = stock
-
-
-def _checkpoint(stock, function, *args, **kwargs):
+def _checkpoint(module, stock, function, *args, **kwargs):
     """The layer is run again in backward, when the model's call is over: it takes the documents along."""
     documents = _current_documents()
     if documents is None or torch.compiler.is_compiling():
@@ -490,9 +471,9 @@ def _isolation_of(layer, run, *given):
 
 def _named_by(call) -> str:
     """The argument of the model's call that says where its documents are."""
-    found = None if call is not None else "position_ids"  # recomputed in backward
-    while call is not None:  # the outer ones: what they pass on to an inner model may be less
-        if call.position_ids is not None or call.cu_seqlens is not None:
-            found = "cu_seq_lens_q" if call.position_ids is None else "position_ids"
-        call = call.outer
-    return found or "attention_mask"
+    if call is None:  # recomputed in backward
+        return "position_ids"
+    for each in (*reversed(call.outers), call):  # the outer ones first: what they pass on to an inner model may be less
+        if each.position_ids is not None or each.cu_seqlens is not None:
+            return "cu_seq_lens_q" if each.position_ids is None else "position_ids"
+    return "attention_mask"

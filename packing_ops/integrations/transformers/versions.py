@@ -53,22 +53,8 @@ CACHE = "cache" if "cache" in inspect.signature(masking_utils.create_causal_mask
 # Values of a model's loss_type for which its loss_function takes the label of the next token; None is its default.
 SHIFTED = frozenset((None, *(name for name, loss in LOSS_MAPPING.items() if loss is ForCausalLMLoss)))
 
-__all__ = [
-    "CACHE",
-    "SHIFTED",
-    "AttentionInterface",
-    "AttentionMaskInterface",
-    "PreTrainedModel",
-    "class_name",
-    "logging",
-    "masking_utils",
-    "module_of",
-    "reads_text",
-    "refusal",
-    "sdpa_attention_forward",
-    "unwrapped",
-    "version",
-]
+# What other modules take from here of transformers' own.
+__all__ = ["AttentionInterface", "AttentionMaskInterface", "PreTrainedModel", "masking_utils"]
 
 
 def not_causal(model) -> str | None:
@@ -76,6 +62,38 @@ def not_causal(model) -> str | None:
     if version.startswith("4.") and model.config.model_type == "decision_transformer":
         return f"the attention of {type(model).__name__} in transformers {version} is causal in its eager form alone"
     return None
+
+
+# --- constants of a graph ---
+
+
+def constant(function):
+    """functools.cache, which torch.compile would look through: to it the result is a constant."""
+    cached = functools.cache(function)
+
+    @torch.compiler.assume_constant_result
+    def of_graph(*args):
+        return cached(*args)
+
+    return of_graph
+
+
+def constant_of_model(function):
+    """function(model, *args), not traced: in a graph its result is a constant.
+
+    torch.compile before 2.13 takes no module for a constant, but its id.
+    """
+
+    @torch.compiler.assume_constant_result
+    def of_graph(model_id, *args):
+        return function(ctypes.cast(model_id, ctypes.py_object).value, *args)
+
+    untraced = torch.compiler.disable(function)  # also where Dynamo left a frame to Python, behind a break of the graph
+
+    def of_model(model, *args):
+        return of_graph(id(model), *args) if torch.compiler.is_compiling() else untraced(model, *args)
+
+    return of_model
 
 
 # --- of a module ---
@@ -101,11 +119,6 @@ def source_of(function) -> str:
         return inspect.getsource(function)
     except (OSError, TypeError):
         return ""
-
-
-def module_of(module_id: int) -> torch.nn.Module:
-    """The module whose id this is, while somebody holds it: torch.compile before 2.13 takes no module for a constant."""
-    return ctypes.cast(module_id, ctypes.py_object).value
 
 
 # --- warnings by the logger of transformers, once each ---

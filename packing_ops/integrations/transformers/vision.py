@@ -12,37 +12,31 @@ import inspect
 import torch
 
 from packing_ops.integrations._patching import put_class, stock_of, subclass_of
-from packing_ops.integrations._trial import agree, attempt, numbers, quiet
+from packing_ops.integrations._trial import agree, attempt, bare, numbers, quiet
 from packing_ops.integrations.transformers.attention import register
 from packing_ops.integrations.transformers.call import NAMES
 from packing_ops.integrations.transformers.rope import HOSTS
+from packing_ops.integrations.transformers.versions import constant
 
+_BEGIN = ("hidden_states", "cu_seqlens"), ("hidden_states", "attention_mask")  # of the parameters of their forward
 _LENGTHS = [5, 1, 6, 2, 40, 1, 3, 1, 4]  # of the images in the trial
 
 
-def one_call(self, hidden_states, cu_seqlens, *args, **kwargs):
+def one_call(self, hidden_states, *args, **kwargs):
     stock = stock_of(type(self)).forward
-    if args or not _fits_one_call(self, hidden_states, kwargs.get("attention_mask")):  # by name, as in transformers
-        return stock(self, hidden_states, cu_seqlens, *args, **kwargs)
-    row, images = _as_images(hidden_states, cu_seqlens)
-    return stock(self, hidden_states, row, *args, **{**kwargs, **images})
+    given = dict(zip(_names(stock)[1:], args, strict=False), **kwargs)
+    cu_seqlens = given.get("cu_seqlens")  # None for one image, of which some blocks make a mask
+    if cu_seqlens is None or not _fits_one_call(self, hidden_states, given.get("attention_mask")):
+        return stock(self, hidden_states, *args, **kwargs)
+    row = torch.tensor([0, hidden_states.shape[-2]], device="cpu")
+    images = {"cu_seqlens": row, "cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+    return stock(self, hidden_states, **{**given, **images})
 
 
-def one_call_behind_mask(self, hidden_states, attention_mask=None, cu_seqlens=None, **kwargs):
-    """For attention that gets cu_seqlens if there are several images, and otherwise may get a mask."""
-    stock = stock_of(type(self)).forward
-    if cu_seqlens is None or not _fits_one_call(self, hidden_states, attention_mask):
-        return stock(self, hidden_states, attention_mask, cu_seqlens, **kwargs)
-    row, images = _as_images(hidden_states, cu_seqlens)
-    return stock(self, hidden_states, None, row, **{**kwargs, **images})
-
-
-_FORWARDS = {("hidden_states", "cu_seqlens"): one_call, ("hidden_states", "attention_mask"): one_call_behind_mask}
-
-
-def _as_images(x, cu_seqlens):
-    row = torch.tensor([0, x.shape[-2]], device="cpu")
-    return row, {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+@constant
+def _names(forward) -> tuple[str, ...]:
+    """Its parameters, without self."""
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def _fits_one_call(module, x, mask=None) -> bool:
@@ -60,13 +54,8 @@ def _takes_cu_seqlens(module) -> bool:
     cls = stock_of(type(module))
     if not cls.__module__.startswith(HOSTS) or "forward" in vars(module) or not hasattr(module, "config"):
         return False
-    return _forward_for(cls) is not None
-
-
-def _forward_for(cls):
-    """Our forward for this class; None if it takes no cu_seqlens."""
-    names = [*inspect.signature(cls.forward).parameters][1:4]
-    return _FORWARDS.get(tuple(names[:2])) if "cu_seqlens" in names else None
+    names = _names(cls.forward)
+    return names[:2] in _BEGIN and "cu_seqlens" in names[:3]
 
 
 def _layers(model) -> list[torch.nn.Module]:
@@ -88,7 +77,7 @@ def apply_to_model(model: torch.nn.Module) -> int:
     """Returns the number of modules that take all images in one call, while attn_implementation is ours."""
     found = [module for module in _layers(model) if not _refusal(module)]
     for module in found:
-        put_class(module, _forward_for(stock_of(type(module))))
+        put_class(module, one_call)
     return len(found)
 
 
@@ -123,14 +112,9 @@ def _tried(stock, forward, attributes, children, config_class) -> str | None:
     if unknown := [name for name, _, width in children if width is None]:
         return f"holds {', '.join(unknown)}"
     register()  # the trial calls our attention by its name
-    ours = subclass_of(stock, _forward_for(stock))
-    probe = ours.__new__(ours)
-    torch.nn.Module.__init__(probe)
-    for name, value in attributes:
-        setattr(probe, name, value)
-    for name, _, width in children:
-        setattr(probe, name, _Projection(*width) if width[0] else torch.nn.Identity())
-    probe.config = _Config()
+    ours = subclass_of(stock, one_call)
+    projections = [(name, _Projection(*width) if width[0] else torch.nn.Identity()) for name, _, width in children]
+    probe = bare(ours, [*attributes, *projections])
     width = max(in_features for _, _, (in_features, _) in children) if children else 0
     needed = [
         name
