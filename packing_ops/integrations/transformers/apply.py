@@ -22,7 +22,7 @@ from packing_ops.integrations.transformers import (
 from packing_ops.integrations.transformers import vision as vision_patch
 from packing_ops.integrations.transformers.attention import packing_ops_attention, register, unknown_options
 from packing_ops.integrations.transformers.call import GUARD, NAMES, guard_of, last_forward, mixes_tokens
-from packing_ops.integrations.transformers.versions import PreTrainedModel, not_causal, reads_text
+from packing_ops.integrations.transformers.versions import PreTrainedModel, models_in, not_causal, reads_text
 
 # --- Applied ---
 
@@ -288,15 +288,11 @@ def why_not_attention(model: torch.nn.Module) -> str | None:
     for cls in {type(module) for host in found for module in host.modules()}:
         if options := sorted(unknown_options(cls, packing_ops_attention)):  # type: ignore[arg-type]
             return f"{cls.__name__} has attention with {', '.join(options)}"
-    if reasons := [why for host in found for module in host.modules() if (why := _not_causal(module))]:
+    if reasons := [why for module in models_in(found) if (why := not_causal(module))]:
         return reasons[0]
     if not any(attentions(host) for host in found):
         return f"{type(found[0]).__name__} has an attention of its own, which no attn_implementation names"
     return None
-
-
-def _not_causal(module: torch.nn.Module) -> str | None:
-    return not_causal(module) if isinstance(module, PreTrainedModel) else None
 
 
 def _set_attention(model: torch.nn.Module) -> str | None:
@@ -321,14 +317,10 @@ def _set_attention(model: torch.nn.Module) -> str | None:
 
 def _guard(model: torch.nn.Module, why: str) -> bool:
     """From now on packed rows are an error where no layer keeps documents apart. False if there is no text model."""
-    found = [module for host in hosts(model) for module in host.modules() if _is_of_text(module)]
+    found = [module for module in models_in(hosts(model)) if reads_text(type(module))]  # type: ignore[arg-type]
     for module in found:
         module.__dict__[GUARD] = Guard(why, stateful.carries_state(module))
     return bool(found)
-
-
-def _is_of_text(module: torch.nn.Module) -> bool:
-    return isinstance(module, PreTrainedModel) and reads_text(type(module))  # type: ignore[arg-type]
 
 
 def _restore(found: list[Any], before: list[dict[str, Any]]) -> None:

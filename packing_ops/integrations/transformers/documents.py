@@ -273,14 +273,11 @@ def each_document_alone(mask_function, kwargs, told, batch, q_length, q_offset):
     device = (told.numbers if told.position_ids is None else told.position_ids).device
     # Where documents start among the queries, by positions and by numbers.
     slots, last = torch.arange(q_length, device=device), q_length - 1
-
-    def of_queries(numbers):
-        return numbers.to(device)[:, (slots + q_offset).clamp(max=numbers.shape[1] - 1)].expand(batch, -1)
-
-    padding = told.padding if told.numbers is None else told.numbers
-    padding = None if padding is None else of_queries(padding)
-    if told.numbers is None and padding is not None:
-        padding = padding != 0
+    padding = told.numbers
+    if padding is None and told.padding is not None:
+        padding = told.padding != 0
+    if padding is not None:
+        padding = padding.to(device)[:, (slots + q_offset).clamp(max=padding.shape[1] - 1)].expand(batch, -1)
     starts = first_tokens(padding, told.position_ids, batch, q_length, device)
     documents = starts.cumsum(1)
     runs = None if told.numbers is None else runs_of(told.numbers).to(device).expand(batch, -1)
@@ -402,26 +399,23 @@ def refuse_own_positions(model, call, position_ids, batch) -> None:
     Where position_ids would help, at the end of the call: documents that reach no attention are the first thing to say.
     """
     takes_none, needs = _counting_in(model)
+    told_by = "attention_mask" if call.cu_seqlens is None else "cu_seq_lens_q"
     if takes_none:
-        told_by = "attention_mask" if call.cu_seqlens is None else "cu_seq_lens_q"
-        message = (
+        refuse_where(
+            several_in(position_ids, call.padding, call.cu_seqlens, call.numbers, batch),
             f"{told_by if position_ids is None else 'position_ids'}: expected one document in each row, got several, and "
             f"{takes_none} counts positions along the row and takes none; give each document a row of its own (no packing, "
-            "padding on the right)"
+            "padding on the right)",
         )
     elif needs and call.needs_positions and _takes_positions(type(model), call):
-        told_by = "attention_mask" if call.cu_seqlens is None else "cu_seq_lens_q"
-        message = (
-            f"position_ids: expected [{batch}, seqlen] that start in each document as they do alone (at 0, as "
-            "PackedMetadata.position_ids do; in RoBERTa and its like at padding_idx + 1), got None beside several documents "
-            f"in {told_by}, and {needs} then counts along the row"
+        call.missing_positions = (
+            batch,
+            (
+                f"position_ids: expected [{batch}, seqlen] that start in each document as they do alone (at 0, as "
+                "PackedMetadata.position_ids do; in RoBERTa and its like at padding_idx + 1), got None beside several documents "
+                f"in {told_by}, and {needs} then counts along the row"
+            ),
         )
-    else:
-        return
-    if takes_none:
-        refuse_where(several_in(position_ids, call.padding, call.cu_seqlens, call.numbers, batch), message)
-    else:
-        call.missing_positions = batch, message
 
 
 def _takes_positions(cls, call) -> bool:

@@ -151,7 +151,8 @@ def _is_ours(module, function) -> bool:
 def _forward(model, *args, **kwargs):
     state, stock = model.__dict__.get(_STATE), type(model).forward
     fused = state is not None and model.training and kwargs.get("labels") is not None
-    if not fused or _other_targets(model, kwargs) or not _whole(kwargs.get("logits_to_keep")):
+    other_targets = kwargs.get("shift_labels") is not None and sequence_group.of(model) is None
+    if not fused or other_targets or not _whole(kwargs.get("logits_to_keep")):
         return stock(model, *args, **kwargs)
     if why := since(model):
         warnings.warn(f"the loss of {type(model).__name__} is the stock one: {why}", stacklevel=2)
@@ -171,10 +172,6 @@ def _forward(model, *args, **kwargs):
 def _running(state):
     running = here().fused
     return running if running is not None and running.state is state else None
-
-
-def _other_targets(model, kwargs) -> bool:
-    return kwargs.get("shift_labels") is not None and sequence_group.of(model) is None
 
 
 def _whole(logits_to_keep) -> bool:

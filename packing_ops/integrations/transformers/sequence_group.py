@@ -5,7 +5,7 @@ import torch
 from packing_ops._arguments import check_cu_seqlens
 from packing_ops._batch_cache import kept_with
 from packing_ops.integrations.transformers.documents import argument, can_read, refuse_where
-from packing_ops.integrations.transformers.versions import PreTrainedModel
+from packing_ops.integrations.transformers.versions import models_in
 
 STATE = "_packing_ops_sequence_group"
 _LONG_ROPE = ("dynamic", "longrope")
@@ -115,26 +115,18 @@ def of(module) -> SequenceGroup | None:
 
 def refusal(hosts) -> str | None:
     """Why the rows of these models cannot lie on several ranks; None if they can."""
-    for host in hosts:
-        for module in host.modules():
-            config = getattr(module, "config", None)
-            if config is None or not isinstance(module, PreTrainedModel):
-                continue
-            rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-            kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-            for kind in kinds:
-                if kind.get("rope_type", kind.get("type")) in _LONG_ROPE:
-                    return (
-                        f"{type(module).__name__} scales RoPE by the longest position, which every rank has another of"
-                    )
-            if getattr(config, "vision_config", None) is not None:
-                return f"{type(module).__name__} puts images among its tokens"
+    for module in models_in(hosts):
+        rope = getattr(module.config, "rope_parameters", None) or getattr(module.config, "rope_scaling", None) or {}
+        kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+        if any(kind.get("rope_type", kind.get("type")) in _LONG_ROPE for kind in kinds):
+            return f"{type(module).__name__} scales RoPE by the longest position, which every rank has another of"
+        if getattr(module.config, "vision_config", None) is not None:
+            return f"{type(module).__name__} puts images among its tokens"
     return None
 
 
 def apply_to_model(hosts, attentions, group, scheme: str) -> None:
     """Put the group into the models, their sub-models and their attention modules."""
     sequence = SequenceGroup(group, scheme)
-    models = [module for host in hosts for module in host.modules() if isinstance(module, PreTrainedModel)]
-    for module in (*models, *attentions):
+    for module in (*models_in(hosts), *attentions):
         module.__dict__[STATE] = sequence

@@ -108,6 +108,11 @@ def class_name(module) -> str:
     return unwrapped(type(module)).__name__
 
 
+def models_in(hosts) -> list[PreTrainedModel]:
+    """These models and the models inside of them."""
+    return [module for host in hosts for module in host.modules() if isinstance(module, PreTrainedModel)]
+
+
 @functools.cache
 def reads_text(cls: type) -> bool:
     return not {"input_ids", "inputs_embeds"}.isdisjoint(inspect.signature(cls.forward).parameters)

@@ -8,6 +8,7 @@ that it passes on bring the cu_seqlens of the images to our attention.
 import copy
 import functools
 import inspect
+import types
 
 import torch
 
@@ -156,14 +157,9 @@ def _hidden_states(result):
     return result
 
 
-class _Config:
-    _attn_implementation = "sdpa"
-
-
 def _with(probe, implementation):
     probe = copy.copy(probe)
-    probe.config = _Config()
-    probe.config._attn_implementation = implementation
+    probe.config = types.SimpleNamespace(_attn_implementation=implementation)
     return probe
 
 
