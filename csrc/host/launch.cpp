@@ -25,9 +25,8 @@ FaultText attention_fault_text(Fault fault) {
   switch (fault) {
     case Fault::kPlanOfOtherDocuments:
       return {"plan",
-              "one made for these cu_seqlens and seqused_k (kept plans too: cu_seqlens may have been written without "
-              "torch's notice, by "
-              "dist.broadcast, recv, .data, NumPy or DLPack; give each batch a tensor of its own)"};
+              "one made for these cu_seqlens and seqused_k (kept plans too: they may have been written without torch's "
+              "notice, by dist.broadcast, recv, .data, NumPy or DLPack; give each batch a tensor of its own)"};
     case Fault::kPlanOfOtherHeads:
       return {"plan", "one made for these heads, this head_dim and this window"};
     case Fault::kVisibleEndBeforeOwn:
