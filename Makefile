@@ -97,7 +97,7 @@ test-gpu:  ## the tests on a GPU machine, in groups (TESTS=..., LOGS=folder)
 	$(GPU_PYTHON) tests/run_gpu.py $(if $(LOGS),--logs $(LOGS)) $(TESTS)
 
 # FAMILIES="attention e2e" for some. One that fails leaves the others theirs.
-FAMILIES ?= boundaries padding packing rope attention pages attention_widths logps megatron vision e2e invariance demo
+FAMILIES ?= boundaries padding packing rope attention pages attention_widths logps kl megatron vision e2e invariance demo
 bench-gpu:  ## measures every family on the GPU (FAMILIES="attention e2e" for some)
 	@failed=; \
 	for family in $(FAMILIES); do \
@@ -113,7 +113,7 @@ profile-gpu:  ## what the kernels wait for, by Nsight Compute
 	$(GPU_PYTHON) benchmarks/profile_gpu.py
 
 bench: build  ## measures every family on the CPU
-	@for family in boundaries padding packing prefix_tree rope attention pages logps megatron data vision demo; do \
+	@for family in boundaries padding packing prefix_tree rope attention pages logps kl megatron data vision demo; do \
 		$(BIN)/python benchmarks/bench_$$family.py --device cpu || exit 1; done
 	$(BIN)/python benchmarks/bench_report.py
 

@@ -18,6 +18,7 @@ PACKING_OPS_LIBRARY(PACKING_OPS_NAMESPACE, m) {
   m.def("shift_labels(Tensor labels, Tensor cu_seqlens, int ignore_index) -> Tensor");
   m.def("segment_sum(Tensor values, Tensor cu_seqlens, Tensor? mask, bool average) -> Tensor");
   m.def("segment_sum_backward(Tensor grad, Tensor cu_seqlens, Tensor? mask, bool average, SymInt total, ScalarType dtype) -> Tensor");
+  m.def("router_sums(Tensor probabilities, Tensor routed, Tensor cu_seqlens, Tensor? copies) -> (Tensor, Tensor, Tensor)");
   m.def("gae(Tensor rewards, Tensor values, Tensor cu_seqlens, Tensor? mask, Tensor? bootstrap, float gamma, float lam) -> (Tensor, Tensor)");
   m.def("count_target_tokens(Tensor labels, Tensor cu_seqlens, int ignore_index) -> Tensor");
   m.def("block_causal_mask(Tensor cu_seqlens, SymInt total, ScalarType dtype, int window) -> Tensor");
@@ -61,4 +62,8 @@ PACKING_OPS_LIBRARY(PACKING_OPS_NAMESPACE, m) {
   m.def("token_logps(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor? temperature, float outer, float inner, SymInt? chunk, SymInt? max_targets, SymInt keep_logits, bool more, str? group) -> (Tensor logps, Tensor lse, Tensor entropy, Tensor sum_p2, Tensor mean_logit, Tensor top1, Tensor logits)");
   m.def("token_logps_backward(Tensor slopes, Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor? temperature, Tensor lse, Tensor logits, float outer, float inner, SymInt? chunk, SymInt? max_targets, str? group, bool need_hidden, bool need_weight, bool need_bias) -> (Tensor, Tensor, Tensor)");
   m.def("token_logps_backward_(Tensor slopes, Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor? temperature, Tensor lse, Tensor(a!) logits, float outer, float inner, SymInt? chunk, SymInt? max_targets, str? group, bool need_hidden, bool need_weight, bool need_bias) -> (Tensor, Tensor, Tensor)");
+  m.def("kl_rows(Tensor logits, Tensor? bias, Tensor teacher_logits, Tensor? teacher_bias, Tensor targets, float inv_temperature, float teacher_inv_temperature, float beta) -> Tensor");
+  m.def("kl_chunk_backward_(Tensor(a!) logits, Tensor? bias, Tensor teacher_logits, Tensor? teacher_bias, Tensor targets, float inv_temperature, float teacher_inv_temperature, float beta, Tensor stats, Tensor grad) -> ()");
+  m.def("token_kl(Tensor hidden, Tensor weight, Tensor? bias, Tensor teacher_hidden, Tensor teacher_weight, Tensor? teacher_bias, Tensor targets, float inv_temperature, float teacher_inv_temperature, float beta, SymInt? chunk, SymInt? max_targets) -> (Tensor, Tensor)");
+  m.def("token_kl_backward(Tensor? grad, Tensor hidden, Tensor weight, Tensor? bias, Tensor teacher_hidden, Tensor teacher_weight, Tensor? teacher_bias, Tensor targets, Tensor stats, float inv_temperature, float teacher_inv_temperature, float beta, SymInt? chunk, SymInt? max_targets, bool need_hidden, bool need_weight, bool need_bias) -> (Tensor, Tensor, Tensor)");
 }

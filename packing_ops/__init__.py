@@ -30,6 +30,7 @@ from packing_ops.boundaries import (
     shift_labels,
     shift_values,
 )
+from packing_ops.distillation import token_kl
 from packing_ops.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from packing_ops.invariance import Invariance, LayerInvariance, check_invariance, invariant, is_invariant
 from packing_ops.logps import chunked_cross_entropy, token_logps
@@ -46,6 +47,7 @@ from packing_ops.prompts import (
     compute_prompt_mini_batch_boundaries,
 )
 from packing_ops.rope import apply_rotary_qk
+from packing_ops.router import load_balancing_loss, router_statistics
 from packing_ops.segments import gae, segment_broadcast, segment_mean, segment_std, segment_sum
 from packing_ops.visible_ends import (
     visible_end_from_blocks,
@@ -87,6 +89,7 @@ __all__ = [
     "is_invariant",
     "iter_microbatches",
     "last_token_indices",
+    "load_balancing_loss",
     "mask_boundary_labels",
     "mask_boundary_labels_shifted_",
     "pack_ffd",
@@ -97,6 +100,7 @@ __all__ = [
     "position_ids_from_cu_seqlens",
     "prefix_token_logps",
     "register_flop_formulas",
+    "router_statistics",
     "segment_broadcast",
     "segment_mean",
     "segment_std",
@@ -105,6 +109,7 @@ __all__ = [
     "seq_idx_from_cu_seqlens",
     "shift_labels",
     "shift_values",
+    "token_kl",
     "token_logps",
     "trim_padding",
     "unpad_input",

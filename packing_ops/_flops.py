@@ -116,8 +116,24 @@ def _logps_backward(
     return product * (need_hidden + need_weight) + product * max(vocab - kept, 0) // vocab
 
 
+def _kl_forward(
+    hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, targets, inverse, teacher_inverse, beta, chunk,
+    max_targets, *rest, out_val,
+):  # fmt: skip
+    heads = (hidden, weight), (teacher_hidden, teacher_weight)
+    return sum(_logps_product(*head, targets, max_targets) for head in heads)
+
+
+def _kl_backward(grad, hidden, weight, *rest, out_val):
+    """The logits of both heads once more, and a product for each gradient."""
+    bias, *teacher, targets, _, inverse, teacher_inverse, beta, chunk, max_targets, need_hidden, need_weight, _ = rest
+    options = inverse, teacher_inverse, beta, chunk, max_targets
+    again = _kl_forward(hidden, weight, bias, *teacher, targets, *options, out_val=out_val)
+    return again + _logps_product(hidden, weight, targets, max_targets) * (need_hidden + need_weight)
+
+
 def register_flop_formulas() -> None:
-    """Let torch's FlopCounterMode count varlen_attention and token_logps, forward and backward.
+    """Let torch's FlopCounterMode count varlen_attention, token_logps and token_kl, forward and backward.
 
     Call it before the counter is used. A program that imports torch.utils.flop_counter before packing_ops need not call it.
     A second call does nothing.
@@ -142,6 +158,8 @@ def register_flop_formulas() -> None:
     counter.register_flop_formula(ops.token_logps, get_raw=True)(_logps_forward)
     counter.register_flop_formula(ops.token_logps_backward, get_raw=True)(_logps_backward)
     counter.register_flop_formula(ops.token_logps_backward_, get_raw=True)(_logps_backward)
+    counter.register_flop_formula(ops.token_kl, get_raw=True)(_kl_forward)
+    counter.register_flop_formula(ops.token_kl_backward, get_raw=True)(_kl_backward)
 
 
 if _COUNTER in sys.modules:

@@ -23,12 +23,13 @@ OPS = """
     build_info attention_kernels
     cu_seqlens_from_lengths position_ids_from_cu_seqlens seq_idx_from_cu_seqlens cu_seqlens_from_position_ids
     prompt_end_indices mask_boundary_labels mask_boundary_labels_shifted_ shift_labels segment_sum segment_sum_backward
-    gae count_target_tokens block_causal_mask check_documents checked_documents check_unchanged
+    router_sums gae count_target_tokens block_causal_mask check_documents checked_documents check_unchanged
     unpad_layout trim_padding_range unpad_rows gather_rows gather_rows_many scatter_rows scatter_rows_many
     pack_sequences pack_ffd pack_prefix_tree
     rope_qk rope_qk_
     attention_plan varlen_attention varlen_attention_backward prefix_paths prefix_attention prefix_attention_backward
     logps_targets logps_rows logps_chunk_ logps_chunk_backward_ token_logps token_logps_backward token_logps_backward_
+    kl_rows kl_chunk_backward_ token_kl token_kl_backward
 """
 
 
@@ -148,7 +149,8 @@ def has_cuda_kernel(name: str) -> bool:
 
 # Python loops over other ops and matmuls; _logps.py registers them for every device.
 IN_PYTHON = {"prefix_attention", "prefix_attention_backward"}
-IN_PYTHON |= {"token_logps", "token_logps_backward", "token_logps_backward_"}
+IN_PYTHON |= {"token_logps", "token_logps_backward", "token_logps_backward_", "token_kl", "token_kl_backward"}
+IN_PYTHON |= {"router_sums"}
 WITHOUT_TENSORS = {"build_info", "attention_kernels"}
 _fallbacks = torch.library.Library("packing_ops", "IMPL", "CUDA")
 

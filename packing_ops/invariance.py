@@ -24,7 +24,8 @@ class invariant:
       ``torch.backends.cuda.cublaslt_workspace_size`` reads the size from the environment at its first product: there
       ``CUBLASLT_WORKSPACE_SIZE=1`` must be set before it, and entering the mode sets it where it is not too late.
     - CPU: products of the calling thread take their rows in whole blocks of 16.
-    - token_logps and chunked_cross_entropy: sums and products go by 4,096 entries of the vocabulary, whatever the chunk.
+    - token_logps, chunked_cross_entropy and token_kl: sums and products go by 4,096 entries of the vocabulary, whatever the
+      chunk.
 
     The mode is no proof: check_invariance makes one, for this model, on this device. What sums over tokens cannot keep
     its bits: gradients of weights, and losses of a whole batch.

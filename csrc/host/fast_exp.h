@@ -1,4 +1,4 @@
-// exp for the loops of CPU kernels: it is inlined, so that they are vectorised.
+// exp and log for the loops of CPU kernels: they are inlined, so that the loops are vectorised.
 #pragma once
 
 #include <bit>
@@ -45,6 +45,26 @@ PACKING_OPS_INLINE void fast_exp(const float* __restrict x, int64_t count, float
 
 PACKING_OPS_INLINE void fast_exp(const double* __restrict x, int64_t count, double* __restrict out) {
   for (int64_t i = 0; i < count; ++i) out[i] = std::exp(x[i]);
+}
+
+// log to 2 ulp for x from the smallest normal number on, which it takes smaller ones for; NaN for NaN. x = 2^n * f with
+// f in sqrt(1/2) .. sqrt(2), and log(f) = 2 * atanh(s) as a series in s = (f - 1) / (f + 1).
+PACKING_OPS_INLINE float fast_log(float x) {
+  constexpr float kSmallest = 1.17549435e-38f;
+  constexpr uint32_t kRoot = 0x3f3504f3;  // sqrt(1/2)
+  const float taken = x < kSmallest ? kSmallest : x;
+  const uint32_t above = std::bit_cast<uint32_t>(taken) - kRoot;
+  const float n = static_cast<float>(static_cast<int32_t>(above) >> 23);
+  const float f = std::bit_cast<float>((above & 0x007fffffu) + kRoot);
+  const float s = (f - 1.0f) / (f + 1.0f);
+  const float t = s * s;
+  const float series = t * (0.66666667f + t * (0.4f + t * (0.28571429f + t * 0.22222222f)));
+  const float result = n * 0.693359375f + ((s * series - n * 2.12194440e-4f) + 2.0f * s);
+  return x == x ? result : x;
+}
+
+PACKING_OPS_INLINE double fast_log(double x) {
+  return std::log(x);
 }
 
 }  // namespace packing_ops

@@ -267,9 +267,28 @@ def test_keys_in_pages():
     assert not names["cache"][:, 1, 154:].any()
 
 
+def test_distillation_of_the_page():
+    names = {"po": packing_ops, "torch": torch}
+    exec(blocks_of("docs/ops.md")[0], names)
+    assert 0 < names["loss"] < 1
+    torch.testing.assert_close(names["by_document"].sum() / (8 + 26 + 3), names["loss"])
+    assert names["student"].weight.grad.any()
+    assert names["teacher_head"].weight.grad is None
+
+
+def test_balance_loss_of_the_page():
+    model = pytest.importorskip("hf_models").tiny_model("gpt_oss", vocab_size=64)
+    metadata = packing_ops.PackedMetadata.from_lengths([3, 5])
+    row = {"input_ids": torch.randint(64, (1, 8)), "position_ids": metadata.position_ids[None]}
+    names = {"po": packing_ops, "model": model, "row": row, "metadata": metadata}
+    exec(blocks_of("docs/ops.md")[1], names)
+    assert names["aux_loss"] >= 1
+    assert names["sequence_wise"] >= 1
+
+
 def test_attention_that_is_compiled(fresh_compile):
     names = {"torch": torch, "po": packing_ops}
-    exec(blocks_of("docs/ops.md")[0].replace("fullgraph=True", 'fullgraph=True, backend="eager"'), names)
+    exec(blocks_of("docs/ops.md")[2].replace("fullgraph=True", 'fullgraph=True, backend="eager"'), names)
     q, k, v, metadata = (names[name] for name in ("q", "k", "v", "metadata"))
     assert torch.equal(names["out"], packing_ops.varlen_attention(q, k, v, metadata))
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -284,7 +303,7 @@ def test_every_block_is_run():
     assert found == {
         "README.md": 1,
         "docs/data.md": 1,
-        "docs/ops.md": 1,
+        "docs/ops.md": 3,
         "docs/pages.md": 2,
         "docs/parallel.md": 3,
         "docs/prefix-trees.md": 3,

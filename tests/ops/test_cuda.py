@@ -61,6 +61,9 @@ def step(x):
     scales, slopes = torch.full_like(x["values"], 0.1), x["values"].expand(5, 1024).contiguous()
     ops.logps_chunk_(logits, None, targets, 0, scales, 0.0, state)
     ops.logps_chunk_backward_(logits, None, targets, 0, scales, 0.0, state[1].log(), slopes)
+    heads = x["q"].flatten(1)[:, :99].clone(), None, x["q"].flatten(1)[:, 1:100], None, targets, 0.1, 0.2, 0.5
+    divergence = ops.kl_rows(*heads)
+    ops.kl_chunk_backward_(*heads, divergence, x["values"])
     return {
         "cu_seqlens": cu_seqlens,
         "position_ids": position_ids,
@@ -71,6 +74,7 @@ def step(x):
         "shifted": po.shift_labels(x["labels"], cu_seqlens),
         "targets": po.count_target_tokens(x["labels"], cu_seqlens),
         "sums": po.segment_sum(x["values"], cu_seqlens, x["values"] > 0, True),
+        "routed": torch.cat(po.router_statistics(x["values"].view(-1, 1) * x["values"][:7], cu_seqlens, top_k=2)[:2]),
         "std": po.segment_std(x["values"], cu_seqlens, x["values"] > 0),
         "advantages": torch.stack(
             po.gae(x["values"], x["values"], cu_seqlens, gamma=0.9, lam=0.9, mask=x["values"] > 0)
@@ -92,6 +96,8 @@ def step(x):
         "logits": logits,
         "state": state,
         "rows": ops.logps_rows(targets, 1024),
+        "divergence": divergence,
+        "kl_gradient": heads[0],
     }
 
 
@@ -106,6 +112,10 @@ def with_products(x):
     grad_hidden, grad_weight, _ = ops.token_logps_backward_(
         slopes, *head, targets, None, lse, kept, *options, None, True, True, False
     )
+    options = 0.1, 0.2, 0.5, 40, 1000
+    kl, stats = ops.token_kl(*head, *head, targets, *options)
+    of_kl, _, _ = ops.token_kl_backward(kl, *head, *head, targets, stats, *options, True, True, False)
+    found |= {"kl": kl, "grad_of_kl": of_kl}
     return {**found, "logps": logps, "entropy": entropy, "grad_hidden": grad_hidden, "grad_weight": grad_weight}
 
 

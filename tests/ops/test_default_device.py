@@ -177,6 +177,7 @@ CALLS = {
     ],
     "varlen_attention": lambda: attention(lambda q: po.varlen_attention(q, HEADS, HEADS, CU_SEQLENS, causal=True)),
     "flash_attn_func": lambda: attention(lambda q: po.flash_attn_func(q[None], HEADS[None], HEADS[None])),
+    "token_kl": lambda: po.token_kl(LOGITS, LOGITS, 2 * LOGITS, LOGITS, None, CU_SEQLENS, beta=0.5),
     "token_logps": lambda: [
         *po.token_logps(LOGITS, LOGITS.repeat(3, 1), LABELS, CU_SEQLENS, entropy=True),
         po.chunked_cross_entropy(LOGITS, LOGITS.repeat(3, 1), LABELS, CU_SEQLENS),

@@ -10,7 +10,18 @@ from helpers import pytest_of_its_own
 # memcheck runs the suite, and of attention the small cases; the slower tools run every op once (tests/ops/test_cuda.py: step,
 # tests/ops/test_attention_cuda.py: one_pass) and the smallest cases. torch.compile and opcheck would only add torch's own
 # kernels.
-FAMILIES = ["boundaries", "boundaries_gae", "logps", "logps_torch", "padding", "packing_ffd", "rope", "rope_bits"]
+FAMILIES = [
+    "boundaries",
+    "boundaries_gae",
+    "logps",
+    "logps_torch",
+    "logps_kl",
+    "logps_kl_torch",
+    "padding",
+    "packing_ffd",
+    "rope",
+    "rope_bits",
+]
 SUITE = "cuda and not cpu and not opcheck and not compile and not 40_000"
 ATTENTION = (
     "one_pass or worked or rows_past or sink_alone or minus_infinity or nothing or strided_views or differ or plan "

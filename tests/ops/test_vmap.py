@@ -29,6 +29,10 @@ def logps(hidden):
     return po.token_logps(hidden, WEIGHT, LABELS[0] % 11, CU_SEQLENS)
 
 
+def kl(hidden):
+    return po.token_kl(hidden, WEIGHT, TABLE, WEIGHT, None, CU_SEQLENS, beta=0.5)
+
+
 SERVED = {
     "cu_seqlens_from_lengths": (po.cu_seqlens_from_lengths, LABELS),
     "position_ids": (lambda c: po.position_ids_from_cu_seqlens(c, 5), MANY),
@@ -58,6 +62,8 @@ SERVED = {
         lambda c: po.attention_plan(c, total_q=5, num_heads=2, num_kv_heads=2, head_dim=8),
         MANY,
     ),
+    "load_balancing_loss": (lambda p: po.load_balancing_loss(p, CU_SEQLENS, top_k=2), TABLE.expand(BATCH, 5, 8) + 0.1),
+    "token_kl": (kl, TABLE.expand(BATCH, 5, 8) * torch.arange(3.0)[:, None, None]),
     "token_logps": (logps, TABLE.expand(BATCH, 5, 8) * 2),
     "pack_ffd": (lambda lengths: po.pack_ffd(lengths, 20), LABELS),
 }

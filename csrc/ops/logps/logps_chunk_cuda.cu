@@ -1,20 +1,10 @@
-// One block per row of logits, read in 16-byte vectors. Formulas as in logps_cpu.cpp; the order of the sums depends on
-// the columns alone, not on how many there are beside them, nor on their alignment.
-#include "core/launch.cuh"
+// One block per row of logits, read in 16-byte vectors. Formulas as in logps_cpu.cpp.
 #include "ops/logps/logps.h"
 #include "ops/logps/logps_softmax.cuh"
 
 namespace packing_ops {
 
 namespace {
-
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / kWarp;
-constexpr int kUnroll = 4;  // vectors in flight per thread, in backward
-// Columns of one sum, as in logps_cpu.cpp. Sums of a row are added one by one in their order: chunks that begin at a
-// multiple of kGrain give equal bits.
-constexpr int kGrain = 1024;
-constexpr int kHeld = 64;  // sums of a row that wait in shared memory
 
 // f of LogpsChunkParams and the row's scale.
 template <class T, bool kAltered>
@@ -38,90 +28,6 @@ struct Scaling {
     return scale * inner * (Real(1) - altered * altered);
   }
 };
-
-// Lane by lane the values of kGrain columns from first on, and their sum. Which lane has which columns does not depend
-// on their alignment.
-template <class T, bool kAltered, bool kMore, int kVectors>
-__device__ accumulate_t<T> load_grain(const T* logits, int first, int columns, const Scaling<T, kAltered>& scaling,
-                                      accumulate_t<T> (&values)[kVectors][Row<T>::kVec]) {
-  using Real = accumulate_t<T>;
-  using Vector = typename Row<T>::Vector;
-  constexpr int kVec = Row<T>::kVec;
-  const int begin = first + static_cast<int>(threadIdx.x) % kWarp * kVec;
-  Real total = 0;
-  if (first + kGrain <= columns && reinterpret_cast<uintptr_t>(logits) % 16 == 0) {
-    Vector loaded[kVectors];
-#pragma unroll
-    for (int u = 0; u < kVectors; ++u) {
-      loaded[u] = *reinterpret_cast<const Vector*>(logits + begin + u * kWarp * kVec);
-    }
-#pragma unroll
-    for (int u = 0; u < kVectors; ++u) {
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        values[u][i] = scaling.altered(loaded[u].get(i), begin + u * kWarp * kVec + i);
-        if (kMore) total += values[u][i];
-      }
-    }
-  } else {
-#pragma unroll
-    for (int u = 0; u < kVectors; ++u) {
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        const int column = begin + u * kWarp * kVec + i;
-        const bool inside = column < columns;
-        values[u][i] = inside ? scaling.altered(static_cast<Real>(logits[column]), column) : -infinity<Real>();
-        if (kMore && inside) total += values[u][i];
-      }
-    }
-  }
-  return total;
-}
-
-// The statistics of kGrain columns from first on, by one warp; the same in each lane. top1 is a column.
-template <class T, bool kAltered, bool kMore>
-__device__ Sums<T> sums_of_grain(const T* logits, int first, int columns, const Scaling<T, kAltered>& scaling,
-                                 accumulate_t<T> factor) {
-  using Real = accumulate_t<T>;
-  constexpr int kVec = Row<T>::kVec;
-  constexpr int kVectors = kGrain / (kWarp * kVec);
-  Real values[kVectors][kVec];
-  Sums<T> sums{-infinity<Real>(), 0, 0, 0, 0, 0};
-  sums.total = load_grain<T, kAltered, kMore>(logits, first, columns, scaling, values);
-#pragma unroll
-  for (int u = 0; u < kVectors; ++u) {
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) sums.max = max_of(sums.max, values[u][i]);
-  }
-  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-    sums.max = max_of(sums.max, __shfl_xor_sync(0xffffffffu, sums.max, offset));
-  }
-  const Real shift = sums.max == -infinity<Real>() ? Real(0) : sums.max;
-  int top1 = columns;
-#pragma unroll
-  for (int u = kVectors - 1; u >= 0; --u) {
-#pragma unroll
-    for (int i = kVec - 1; i >= 0; --i) {
-      const int column = first + (u * kWarp + static_cast<int>(threadIdx.x) % kWarp) * kVec + i;
-      if (kMore && values[u][i] == sums.max) top1 = column;
-    }
-  }
-#pragma unroll
-  for (int u = 0; u < kVectors; ++u) {
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) sums.template add<kMore>((values[u][i] - shift) * factor);
-  }
-  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-    sums.sum += __shfl_xor_sync(0xffffffffu, sums.sum, offset);
-    if (!kMore) continue;
-    sums.weighted += __shfl_xor_sync(0xffffffffu, sums.weighted, offset);
-    sums.squares += __shfl_xor_sync(0xffffffffu, sums.squares, offset);
-    sums.total += __shfl_xor_sync(0xffffffffu, sums.total, offset);
-    top1 = min(top1, __shfl_xor_sync(0xffffffffu, top1, offset));
-  }
-  sums.top1 = static_cast<Real>(top1);
-  return sums;
-}
 
 // The statistics of a row so far, in memory.
 template <class Real>
@@ -177,7 +83,7 @@ __global__ void __launch_bounds__(kThreads) logps_chunk_kernel(LogpsChunkParams 
   for (int first = 0; first < grains; first += kHeld) {
     const int count = min(kHeld, grains - first);
     for (int i = warp; i < count; i += kWarps) {
-      const Sums<T> sums = sums_of_grain<T, kAltered, kMore>(logits, (first + i) * kGrain, columns, scaling, factor);
+      const Sums<T> sums = sums_of_grain<T, kMore>(logits, (first + i) * kGrain, columns, scaling, factor);
       if (threadIdx.x % kWarp == 0) held[i] = sums;
     }
     __syncthreads();
@@ -236,11 +142,6 @@ struct Gradient {
   }
 };
 
-template <class T, int kVec>
-__device__ void set_zero(Vec<T, kVec>& vector) {
-  vector = {};
-}
-
 template <class T, bool kAltered, bool kMore>
 __global__ void __launch_bounds__(kThreads) logps_chunk_backward_kernel(LogpsChunkParams p) {
   using Real = accumulate_t<T>;
@@ -280,21 +181,6 @@ __global__ void __launch_bounds__(kThreads) logps_chunk_backward_kernel(LogpsChu
   for (int i = static_cast<int>(threadIdx.x); i < layout.singles(); i += kThreads) {
     const int column = layout.single(i);
     logits[column] = static_cast<T>(gradient(static_cast<Real>(logits[column]), column));
-  }
-}
-
-// f(element type) for a floating dtype.
-template <class F>
-void dispatch_logits(DType dtype, F&& f) {
-  switch (dtype) {
-    case DType::kFloat64:
-      return f(double{});
-    case DType::kBFloat16:
-      return f(__nv_bfloat16{});
-    case DType::kFloat16:
-      return f(__half{});
-    default:
-      return f(float{});
   }
 }
 

@@ -1,12 +1,23 @@
-// The arithmetic of a softmax that goes over columns in parts, and where its vectors lie in a row.
+// The arithmetic of a softmax that goes over columns in parts, and where its vectors lie in a row. One block has one
+// row; the order of its sums depends on the columns alone, not on how many there are beside them, nor on their
+// alignment.
 #pragma once
 
 #include "core/accumulate.h"
 #include "core/documents.cuh"
+#include "core/launch.cuh"
 #include "core/ptx/mma.cuh"
 #include "core/vec.cuh"
 
 namespace packing_ops {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarp;
+constexpr int kUnroll = 4;  // vectors in flight per thread, in backward
+// Columns of one sum, as in logps_cpu.cpp. Sums of a row are added one by one in their order: chunks that begin at a
+// multiple of kGrain give equal bits.
+constexpr int kGrain = 1024;
+constexpr int kHeld = 64;  // sums of a row that wait in shared memory
 
 // Half types: powers of 2 by the approximate instruction, whose error is far below their rounding; else powers of e.
 template <class T>
@@ -103,5 +114,109 @@ struct Row {
   __device__ int singles() const { return columns - vectors * kVec; }
   __device__ int column(int vector) const { return before + vector * kVec; }
 };
+
+// Lane by lane the values of kGrain columns from first on, and their sum. Scaling::altered(logit, column): with the
+// bias. Which lane has which columns does not depend on their alignment.
+template <class T, bool kMore, class Scaling, int kVectors>
+__device__ accumulate_t<T> load_grain(const T* logits, int first, int columns, const Scaling& scaling,
+                                      accumulate_t<T> (&values)[kVectors][Row<T>::kVec]) {
+  using Real = accumulate_t<T>;
+  using Vector = typename Row<T>::Vector;
+  constexpr int kVec = Row<T>::kVec;
+  const int begin = first + static_cast<int>(threadIdx.x) % kWarp * kVec;
+  Real total = 0;
+  if (first + kGrain <= columns && reinterpret_cast<uintptr_t>(logits) % 16 == 0) {
+    Vector loaded[kVectors];
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+      loaded[u] = *reinterpret_cast<const Vector*>(logits + begin + u * kWarp * kVec);
+    }
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        values[u][i] = scaling.altered(loaded[u].get(i), begin + u * kWarp * kVec + i);
+        if (kMore) total += values[u][i];
+      }
+    }
+  } else {
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        const int column = begin + u * kWarp * kVec + i;
+        const bool inside = column < columns;
+        values[u][i] = inside ? scaling.altered(static_cast<Real>(logits[column]), column) : -infinity<Real>();
+        if (kMore && inside) total += values[u][i];
+      }
+    }
+  }
+  return total;
+}
+
+// The statistics of kGrain columns from first on, by one warp; the same in each lane. top1 is a column.
+template <class T, bool kMore, class Scaling>
+__device__ Sums<T> sums_of_grain(const T* logits, int first, int columns, const Scaling& scaling,
+                                 accumulate_t<T> factor) {
+  using Real = accumulate_t<T>;
+  constexpr int kVec = Row<T>::kVec;
+  constexpr int kVectors = kGrain / (kWarp * kVec);
+  Real values[kVectors][kVec];
+  Sums<T> sums{-infinity<Real>(), 0, 0, 0, 0, 0};
+  sums.total = load_grain<T, kMore>(logits, first, columns, scaling, values);
+#pragma unroll
+  for (int u = 0; u < kVectors; ++u) {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) sums.max = max_of(sums.max, values[u][i]);
+  }
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+    sums.max = max_of(sums.max, __shfl_xor_sync(0xffffffffu, sums.max, offset));
+  }
+  const Real shift = sums.max == -infinity<Real>() ? Real(0) : sums.max;
+  int top1 = columns;
+#pragma unroll
+  for (int u = kVectors - 1; u >= 0; --u) {
+#pragma unroll
+    for (int i = kVec - 1; i >= 0; --i) {
+      const int column = first + (u * kWarp + static_cast<int>(threadIdx.x) % kWarp) * kVec + i;
+      if (kMore && values[u][i] == sums.max) top1 = column;
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < kVectors; ++u) {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) sums.template add<kMore>((values[u][i] - shift) * factor);
+  }
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+    sums.sum += __shfl_xor_sync(0xffffffffu, sums.sum, offset);
+    if (!kMore) continue;
+    sums.weighted += __shfl_xor_sync(0xffffffffu, sums.weighted, offset);
+    sums.squares += __shfl_xor_sync(0xffffffffu, sums.squares, offset);
+    sums.total += __shfl_xor_sync(0xffffffffu, sums.total, offset);
+    top1 = min(top1, __shfl_xor_sync(0xffffffffu, top1, offset));
+  }
+  sums.top1 = static_cast<Real>(top1);
+  return sums;
+}
+
+template <class T, int kVec>
+__device__ void set_zero(Vec<T, kVec>& vector) {
+  vector = {};
+}
+
+// f(element type) for a floating dtype.
+template <class F>
+void dispatch_logits(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return f(double{});
+    case DType::kBFloat16:
+      return f(__nv_bfloat16{});
+    case DType::kFloat16:
+      return f(__half{});
+    default:
+      return f(float{});
+  }
+}
 
 }  // namespace packing_ops

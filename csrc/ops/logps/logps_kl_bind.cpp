@@ -1,0 +1,104 @@
+// Divergence of two heads: check -> allocate -> fill the params -> launch.
+#include <limits>
+
+#include "host/launch.h"
+#include "host/memory_overlap.h"
+#include "host/register.h"
+#include "host/tensor_check.h"
+#include "ops/logps/logps_kl.h"
+
+namespace packing_ops {
+
+namespace {
+
+// Checks and fills of both ops. Names: of the arguments.
+KlHead kl_head(const Tensor& logits, const char* name, const std::optional<Tensor>& bias, const char* bias_name,
+               double inv_temperature) {
+  check_rank(logits, name, 2);
+  check_last_dim_contiguous(logits, name);
+  KlHead head{logits.data_ptr(), logits.stride(0), nullptr, inv_temperature};
+  if (!bias) return head;
+  check_dtype(*bias, bias_name, {dtype_of(logits) == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32});
+  check_shape(*bias, bias_name, {logits.size(1)}, "a number per column of logits");
+  check_same_device(*bias, bias_name, logits, "logits");
+  check(bias->is_contiguous(), bias_name, ": expected contiguous, got stride ", bias->stride(0));
+  head.bias = bias->data_ptr();
+  return head;
+}
+
+KlParams kl_params(const Tensor& logits, const Tensor& teacher_logits, const Tensor& targets, double beta) {
+  constexpr int64_t kMostRows = std::numeric_limits<int32_t>::max();
+  check_dtype(logits, "logits", {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64});
+  check_rank(logits, "logits", 2);
+  KlParams p;
+  p.dtype = dtype_of(logits);
+  p.rows = logits.size(0);
+  p.columns = logits.size(1);
+  check(p.rows <= kMostRows && p.columns <= kMostRows, "logits: expected at most ", kMostRows,
+        " rows and columns, got ", describe(logits));
+  check_dtype(teacher_logits, "teacher_logits", {p.dtype});
+  check_shape(teacher_logits, "teacher_logits", {p.rows, p.columns}, "as logits");
+  check_same_device(teacher_logits, "teacher_logits", logits, "logits");
+  check_dtype(targets, "targets", {DType::kInt32});
+  check_shape(targets, "targets", {p.rows}, "a target per row of logits");
+  check_same_device(targets, "targets", logits, "logits");
+  check(targets.is_contiguous(), "targets: expected contiguous, got stride ", targets.stride(0));
+  p.targets = static_cast<const int32_t*>(targets.data_ptr());
+  check(beta >= 0 && beta <= 1, "beta: expected 0 to 1, got ", beta);
+  p.beta = beta;
+  return p;
+}
+
+// The rows of a contiguous [4, rows].
+void set_stats(KlParams& p, const Tensor& stats) {
+  const int64_t bytes = p.rows * (p.dtype == DType::kFloat64 ? 8 : 4);
+  auto* memory = static_cast<char*>(stats.data_ptr());
+  p.divergence = memory;
+  p.student_lse = memory + bytes;
+  p.teacher_lse = memory + 2 * bytes;
+  p.student_kl = memory + 3 * bytes;
+}
+
+}  // namespace
+
+Tensor kl_rows(const Tensor& logits, std::optional<Tensor> bias, const Tensor& teacher_logits,
+               std::optional<Tensor> teacher_bias, const Tensor& targets, double inv_temperature,
+               double teacher_inv_temperature, double beta) {
+  KlParams p = kl_params(logits, teacher_logits, targets, beta);
+  p.student = kl_head(logits, "logits", bias, "bias", inv_temperature);
+  p.teacher = kl_head(teacher_logits, "teacher_logits", teacher_bias, "teacher_bias", teacher_inv_temperature);
+  const DType real = p.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+  Tensor stats = empty({4, p.rows}, real, logits);
+  set_stats(p, stats);
+  launch(logits, p, launch_kl_rows_cpu, PACKING_OPS_CUDA(launch_kl_rows_cuda));
+  return stats;
+}
+
+void kl_chunk_backward_(Tensor logits, std::optional<Tensor> bias, const Tensor& teacher_logits,
+                        std::optional<Tensor> teacher_bias, const Tensor& targets, double inv_temperature,
+                        double teacher_inv_temperature, double beta, const Tensor& stats, const Tensor& grad) {
+  KlParams p = kl_params(logits, teacher_logits, targets, beta);
+  p.student = kl_head(logits, "logits", bias, "bias", inv_temperature);
+  p.teacher = kl_head(teacher_logits, "teacher_logits", teacher_bias, "teacher_bias", teacher_inv_temperature);
+  check_no_overlap(logits, "logits");
+  check_no_overlap(logits, "logits", teacher_logits, "teacher_logits");
+  const DType real = p.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+  check_dtype(stats, "stats", {real});
+  check_shape(stats, "stats", {4, p.rows}, "[4, rows of logits]");
+  check_same_device(stats, "stats", logits, "logits");
+  check(stats.is_contiguous(), "stats: expected contiguous, got other strides");
+  set_stats(p, stats);
+  check_dtype(grad, "grad", {real});
+  check_shape(grad, "grad", {p.rows}, "a number per row of logits");
+  check_same_device(grad, "grad", logits, "logits");
+  check(grad.is_contiguous(), "grad: expected contiguous, got stride ", grad.stride(0));
+  p.grad = grad.data_ptr();
+  launch(logits, p, launch_kl_chunk_backward_cpu, PACKING_OPS_CUDA(launch_kl_chunk_backward_cuda));
+}
+
+PACKING_OPS_REGISTER(m) {
+  m.impl("kl_rows", TORCH_BOX(&kl_rows));
+  m.impl("kl_chunk_backward_", TORCH_BOX(&kl_chunk_backward_));
+}
+
+}  // namespace packing_ops

@@ -1,0 +1,292 @@
+"""How far a student's prediction of the next token is from a teacher's, from the hidden states and heads of both.
+
+As in packing_ops.logps the logits of all tokens are never held at once. A divergence needs all logits of a token twice:
+for the sum of exponentials of both heads, then for its terms. So the forward takes blocks of rows ``[rows, vocab]``: a
+product for each head, then one kernel that reads its rows twice. In chunks of the vocabulary the products would be made
+twice. The backward takes chunks of the vocabulary ``[total, chunk]``, as that of token_logps and for its reasons: a
+product for each head, a kernel that turns the student's logits into d(logits) in place, and a product for each gradient.
+
+Products, in all: forward one for each head, backward those again and one for each gradient, for every divergence.
+"""
+
+from typing import Any
+
+import torch
+
+from packing_ops import _ops
+from packing_ops._arguments import at_least, check_tensor, described, integer, number, sum_dtype
+from packing_ops._autograd import on_its_own, past_autograd, register_autograd, register_no_autograd
+from packing_ops._invariant import ROWS, pad_rows, rows_of_product
+from packing_ops._logps import _MULTIPLE, _Chunks, _Gradients, _round_up, _Rows, chunk_of, rows_at_most
+from packing_ops.logps import Head, checked_head
+from packing_ops.metadata import PackedMetadata, cu_seqlens_of
+
+
+def token_kl(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    teacher_hidden: torch.Tensor,
+    teacher_weight: torch.Tensor,
+    labels: torch.Tensor | None,
+    metadata: PackedMetadata | torch.Tensor,
+    *,
+    beta: float = 0.0,
+    temperature: float = 1.0,
+    teacher_temperature: float | None = None,
+    chunk: int | None = None,
+    bias: torch.Tensor | None = None,
+    teacher_bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    max_targets: int | None = None,
+) -> torch.Tensor:
+    """Divergence between a student's and a teacher's prediction of each slot's next token, for distillation. Differentiable.
+
+    With P the student's prediction, Q the teacher's and M = beta Q + (1 - beta) P:
+
+        beta 0:   KL(Q || P), forward: the student covers whatever the teacher may say
+        beta 1:   KL(P || Q), reverse: the student says only what the teacher may say
+        between:  beta KL(Q || M) + (1 - beta) KL(P || M), generalized Jensen-Shannon, as TRL and Liger have it
+
+    Between 0 and 1 it goes to 0 at both ends, where it is not the Kullback-Leibler divergence of beta 0 and 1.
+
+    Args:
+        hidden, weight: the student's, as token_logps: ``[total, hidden]`` or ``[1, total, hidden]``, and
+            ``[vocab, hidden]``.
+        teacher_hidden, teacher_weight: the teacher's for the same slots and vocabulary, in the dtype of hidden; its
+            hidden size may be another. They are constants: their gradient is None, without an error.
+        labels: which slots count, as token_logps takes them, not shifted: slot t counts where ``labels[t + 1]`` is of
+            the same document and not ``ignore_index``. A bool mask of tokens counts them where it is True, such as a
+            completion mask. None: every token.
+        metadata: PackedMetadata of the row, or its cu_seqlens, int32 or int64 ``[num_documents + 1]``.
+        beta: 0 to 1.
+        temperature: the student's logits are divided by it, above 0. Nothing multiplies the result by its square.
+        teacher_temperature: the teacher's; by default temperature.
+        chunk: entries of the vocabulary whose logits are in memory at a time: of each head ``total * chunk`` elements of
+            hidden's dtype, in forward too, where they are fewer rows of the whole vocabulary. By default as many as make
+            512 MiB for both heads (64 MiB on the CPU).
+        bias, teacher_bias: ``[vocab]``, the heads', the dtype of weight.
+        ignore_index: of labels that are no mask; it may be any number that they hold.
+        max_targets: slots that count, or an upper bound, as token_logps: the products take no more rows. By default
+            ``metadata.num_targets`` for labels that are no mask. On the CPU they are counted; on CUDA without a bound all
+            rows are multiplied. More slots than the bound are an error, on CUDA in a later call, and NaN.
+
+    Returns:
+        ``[total]``, float32 (float64 for float64), in nats. 0, with gradient 0, at the last slot of each document, where
+        the next token does not count, and in the padding after the documents. inf where P has no weight on what Q has
+        (beta 0), or the other way round (beta 1); NaN where a slot's logits have one. Sums are float32. Deterministic,
+        and nothing synchronises. Within packing_ops.invariant() no result of a slot, and no gradient of hidden, depends
+        on chunk or on other slots.
+
+        Work: 2 * rows * vocab * (hidden + teacher's hidden) operations, in backward as many again and
+        2 * rows * vocab * hidden for each gradient. Memory beside results and gradients: one chunk of logits of each
+        head, four numbers per slot, the gathered rows, and in backward a float32 gradient of hidden where hidden is of a half type. At
+        16,384 slots in bf16 this is 0.6 GB for hidden 1,024 and 0.8 GB for 4,096.
+
+    Example:
+        >>> hidden, teacher_hidden = torch.tensor([[0.0], [1.0], [2.0]]), torch.tensor([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]])
+        >>> weight, teacher_weight = torch.tensor([[0.0], [1.0]]), torch.tensor([[0.0, 0.0], [2.0, 1.0]])
+        >>> cu_seqlens = torch.tensor([0, 3], dtype=torch.int32)
+        >>> token_kl(hidden, weight, teacher_hidden, teacher_weight, None, cu_seqlens)
+        tensor([0.3278, 0.1201, 0.0000])
+        >>> mask = torch.tensor([False, False, True])  # the last token counts: slot 1 predicts it
+        >>> token_kl(hidden, weight, teacher_hidden, teacher_weight, mask, cu_seqlens, beta=0.5)
+        tensor([0.0000, 0.0285, 0.0000])
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, heads of different vocabularies, beta, a temperature or
+            chunk out of range, a label outside of the vocabulary, more slots than max_targets (both on CUDA in a later
+            call). The message names the argument.
+        NotImplementedError: a device without a kernel; second derivatives and forward-mode ones (torch.func.jvp).
+
+    Method: Hinton et al., distillation (2015); Agarwal et al., generalized knowledge distillation (2023), for the
+        divergences.
+    """
+    hidden, weight, bias = checked_head(hidden, weight, bias)
+    try:
+        teacher_hidden, teacher_weight, teacher_bias = checked_head(teacher_hidden, teacher_weight, teacher_bias)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"teacher_{error}") from None
+    _check_teacher(hidden, weight, teacher_hidden, teacher_weight)
+    beta, inv_temperature = number(beta, "beta"), _inverse(temperature, "temperature")
+    if not 0 <= beta <= 1:
+        raise ValueError(f"beta: expected 0 to 1, got {beta}")
+    teacher_inv_temperature = (
+        inv_temperature if teacher_temperature is None else _inverse(teacher_temperature, "teacher_temperature")
+    )
+    if chunk is not None and (chunk := integer(chunk, "chunk")) < 1:
+        raise ValueError(f"chunk: expected at least 1 entry of the vocabulary, got {chunk}")
+    targets = _targets(labels, metadata, hidden, weight.shape[0], ignore_index)
+    if (
+        max_targets is None
+        and isinstance(metadata, PackedMetadata)
+        and labels is not None
+        and labels.dtype != torch.bool
+    ):
+        max_targets = metadata.num_targets
+    if max_targets is not None:
+        max_targets = at_least(max_targets, "max_targets", 0)
+    teacher = [None if t is None else t.detach() for t in (teacher_hidden, teacher_weight, teacher_bias)]
+    kl, _ = _ops.token_kl(
+        hidden, weight, bias, *teacher, targets, inv_temperature, teacher_inv_temperature, beta, chunk, max_targets
+    )
+    return kl
+
+
+def _check_teacher(
+    hidden: torch.Tensor, weight: torch.Tensor, teacher_hidden: torch.Tensor, teacher_weight: torch.Tensor
+) -> None:
+    for name in ("dtype", "device"):
+        wanted, got = getattr(hidden, name), getattr(teacher_hidden, name)
+        if wanted != got:
+            raise ValueError(f"teacher_hidden: expected {name} {wanted} like hidden, got {got}")
+    if teacher_hidden.shape[0] != hidden.shape[0]:
+        raise ValueError(
+            f"teacher_hidden: expected [total={hidden.shape[0]}, hidden] like hidden, got {described(teacher_hidden)}"
+        )
+    if teacher_weight.shape[0] != weight.shape[0]:
+        raise ValueError(
+            f"teacher_weight: expected [vocab={weight.shape[0]}, hidden] like weight, got {described(teacher_weight)}: "
+            "cut both heads to the entries that they share"
+        )
+
+
+def _inverse(temperature: float, name: str) -> float:
+    temperature = number(temperature, name)
+    if not 0 < temperature < float("inf"):
+        raise ValueError(f"{name}: expected a number above 0, got {temperature}")
+    return 1 / temperature
+
+
+def _targets(
+    labels: torch.Tensor | None,
+    metadata: PackedMetadata | torch.Tensor,
+    hidden: torch.Tensor,
+    vocab: int,
+    ignore_index: int,
+) -> torch.Tensor:
+    """int32 ``[total]``, -1 for slots that do not count."""
+    total = hidden.shape[0]
+    if labels is None:
+        labels, ignore_index = torch.zeros(total, dtype=torch.int32, device=hidden.device), -1
+    check_tensor(labels, "labels")
+    if labels.shape not in ((total,), (1, total)):
+        raise ValueError(f"labels: expected [total={total}] or [1, total] like hidden, got {described(labels)}")
+    if labels.device != hidden.device:
+        raise ValueError(f"labels: expected on {hidden.device} like hidden, got one on {labels.device}")
+    if labels.dtype == torch.bool:
+        labels, ignore_index = labels.int() - 1, -1
+    cu_seqlens = cu_seqlens_of(metadata, total, like="hidden", name="metadata")
+    return _ops.logps_targets(labels.reshape(-1), cu_seqlens, ignore_index, vocab)
+
+
+# --- the two ops that loop over blocks of rows and chunks of the vocabulary ---
+
+
+def _heads(rows: _Rows, head: Head, teacher: Head, chunk: int | None, max_targets: int | None) -> tuple[_Chunks, ...]:
+    """Chunks of both heads, over the rows that have a target. Their logits share the memory that one head's would have."""
+    hidden, weight, _ = head
+    at_most = rows_at_most(hidden.shape[0], max_targets)
+    chunk = chunk_of(chunk, 2 * at_most, hidden, weight.shape[0])
+    return tuple(_Chunks(rows, *each, chunk, None, hidden.new_empty(0, 0, 0)) for each in (head, teacher))
+
+
+def _block_of(head: _Chunks) -> int:
+    """Rows of the whole vocabulary that are no more logits than a chunk has, in equal blocks."""
+    blocks = -(-head.rows // max(head.rows * head.chunk // head.weight.shape[0], 1))
+    size = -(-head.rows // max(blocks, 1))
+    return max(_round_up(size, ROWS if size < _MULTIPLE else _MULTIPLE), ROWS)
+
+
+def _logits_of(head: _Chunks, rows: slice, memory: torch.Tensor) -> torch.Tensor:
+    hidden = head.hidden[rows]
+    hidden = pad_rows(hidden) if head.invariant else hidden
+    logits = memory[: hidden.shape[0], : head.weight.shape[0]]
+    for part in head.grains(logits.shape[1]) if logits.is_cpu else [slice(None)]:
+        torch.mm(hidden, head.weight[part].t(), out=logits[:, part])
+    return logits[: min(rows.stop, head.rows) - rows.start]
+
+
+@on_its_own
+def _token_kl(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    targets, *numbers, chunk, max_targets = arguments[6:]
+    rows = _Rows(targets, max_targets)
+    head, teacher = heads = _heads(rows, arguments[:3], arguments[3:6], chunk, max_targets)
+    found = head.hidden.new_empty(4, head.rows, dtype=sum_dtype(head.hidden.dtype))
+    block, vocab = _block_of(head), head.weight.shape[0]
+    size = min(block, head.hidden.shape[0])
+    size = rows_of_product(size, head.hidden) if head.invariant else size
+    memory = [each.hidden.new_empty(size, _round_up(vocab, 8)) for each in heads]
+    for first in range(0, head.rows, block):
+        part = slice(first, first + block)
+        logits, teacher_logits = (_logits_of(*each) for each in zip(heads, (part, part), memory, strict=True))
+        found[:, part] = _ops.kl_rows(
+            logits, head.bias, teacher_logits, teacher.bias, rows.targets[part].contiguous(), *numbers
+        )
+    stats = found if rows.index is None else torch.stack(rows.back(*found))
+    over = rows.over_bound()
+    return stats[0].clone() if over is None else stats[0].masked_fill(over, torch.nan), stats
+
+
+@on_its_own
+def _token_kl_backward(grad: torch.Tensor | None, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    targets, stats, *numbers, chunk, max_targets, need_hidden, need_weight, need_bias = arguments[6:]
+    grad = torch.zeros_like(stats[0]) if grad is None else grad
+    rows = _Rows(targets, max_targets)
+    head, teacher = _heads(rows, arguments[:3], arguments[3:6], chunk, max_targets)
+    gradients = _Gradients(head, stats.dtype, need_hidden, need_weight, need_bias)
+    of_rows = rows.targets, *numbers, rows.of(stats), rows.of(grad)
+    for (part, _, weight, bias, logits, _), (_, _, teacher_weight, teacher_bias, teacher_logits, _) in zip(
+        head, teacher, strict=True
+    ):
+        head.multiply(weight, logits)
+        teacher.multiply(teacher_weight, teacher_logits)
+        _ops.kl_chunk_backward_(logits[: head.rows], bias, teacher_logits[: head.rows], teacher_bias, *of_rows)
+        gradients.add(part, weight, logits, later=False)
+    return gradients.finished(rows, head.hidden.dtype)
+
+
+# --- registration: shapes for torch.compile, gradients ---
+
+_registrations = torch.library.Library("packing_ops", "IMPL")
+for _key in ("CPU", "CUDA"):
+    _registrations.impl("token_kl", _token_kl, _key)
+    _registrations.impl("token_kl_backward", _token_kl_backward, _key)
+
+
+@_ops.register_fake("kl_rows")
+def _(logits: torch.Tensor, *others: Any) -> torch.Tensor:
+    return logits.new_empty((4, logits.shape[0]), dtype=sum_dtype(logits.dtype))
+
+
+@_ops.register_fake("kl_chunk_backward_")
+def _(logits: torch.Tensor, *others: Any) -> None:
+    return None
+
+
+@_ops.register_fake("token_kl")
+def _(hidden: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
+    total, dtype = hidden.shape[0], sum_dtype(hidden.dtype)
+    return hidden.new_empty(total, dtype=dtype), hidden.new_empty((4, total), dtype=dtype)
+
+
+@_ops.register_fake("token_kl_backward")
+def _(grad: torch.Tensor | None, hidden: torch.Tensor, weight: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
+    shapes, needed = (hidden.shape, weight.shape, weight.shape[:1]), others[-3:]
+    return tuple(hidden.new_empty(shape if need else 0) for shape, need in zip(shapes, needed, strict=True))
+
+
+def _token_kl_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, stats = output
+    ctx.mark_non_differentiable(stats)
+    ctx.save_for_backward(*inputs[:7], stats)
+    ctx.options = inputs[7:]
+
+
+def _token_kl_backward_formula(ctx: Any, grad: torch.Tensor | None, _: None) -> tuple[torch.Tensor | None, ...]:
+    needed = ctx.needs_input_grad[:3]
+    grads = past_autograd(_ops.token_kl_backward, grad, *ctx.saved_tensors, *ctx.options, *needed)
+    return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), *[None] * 9
+
+
+register_autograd("token_kl", _token_kl_backward_formula, setup_context=_token_kl_context)
+register_no_autograd("token_kl_backward", of="token_kl")

@@ -1,0 +1,168 @@
+"""packing_ops.distillation inside torch: compiled, checkpointed, under autocast, counted; its ops themselves."""
+
+import pytest
+import torch
+from helpers import assert_same
+from logps_case import FLOATS, leaves
+from test_logps_kl import BETAS, ours, two_heads
+from torch.utils.checkpoint import checkpoint
+
+import packing_ops as po
+
+ops = torch.ops.packing_ops
+
+
+def test_compiles_fullgraph_with_dynamic_sizes(device, fresh_compile):
+    def step(hidden, weight, bias, teacher, labels, metadata):
+        student = torch.tanh(hidden), weight, bias
+        kl = ours(student, teacher, labels, metadata, beta=0.5, temperature=0.8)
+        return kl.exp().sum() + ours(student, teacher, labels >= 0, metadata, chunk=64).sum()
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    for lengths in ([3, 5], [2, 9, 4], [1, 1, 1, 20]):
+        student, teacher, labels, cu_seqlens = two_heads(device, lengths=lengths)
+        metadata = po.PackedMetadata.from_cu_seqlens(cu_seqlens, total=labels.shape[0])
+        eager, traced = leaves(*student), leaves(*student)
+        step(*eager, teacher, labels, metadata).backward()
+        compiled(*traced, teacher, labels, metadata).backward()
+        for actual, expected in zip(traced, eager, strict=True):
+            torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_checkpointed(device):
+    student, teacher, labels, cu_seqlens = two_heads(device)
+    plain, again = leaves(*student), leaves(*student)
+    ours(plain, teacher, labels, cu_seqlens).sum().backward()
+    checkpoint(lambda *head: ours(head, teacher, labels, cu_seqlens), *again, use_reentrant=False).sum().backward()
+    for actual, expected in zip(again, plain, strict=True):
+        assert_same(actual.grad, expected.grad)
+
+
+def test_autocast(device):
+    """As linear layers: products of half types for both heads, gradients of the parameters' own dtype."""
+    student, teacher, labels, cu_seqlens = two_heads(device, dtype=torch.float32)
+    leaf = leaves(*student)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        kl = ours(leaf, teacher, labels, cu_seqlens, beta=0.5)
+        kl.sum().backward()
+    half = [[t.bfloat16() for t in head] for head in (student, teacher)]
+    assert_same(kl.detach(), ours(*half, labels, cu_seqlens, beta=0.5))
+    assert all(t.grad.dtype == torch.float32 for t in leaf)
+
+
+def test_inference_and_no_gradient(device):
+    student, teacher, labels, cu_seqlens = two_heads(device)
+    expected = ours(student, teacher, labels, cu_seqlens)
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            assert_same(ours(leaves(*student), teacher, labels, cu_seqlens), expected)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_products_are_counted(device, beta):
+    """By FlopCounterMode: forward one of each head, backward those again and one for each gradient, for any beta."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    student, teacher, _, cu_seqlens = two_heads(device)
+    of_student, of_teacher = (2 * head[0].numel() * head[1].shape[0] for head in (student, teacher))
+    of_student, of_teacher = (
+        26 * product // student[0].shape[0] for product in (of_student, of_teacher)
+    )  # with targets
+    po.register_flop_formulas()
+    for needed, products in (((True, True), 4), ((True, False), 3), ((False, False), 1)):
+        head = [t.requires_grad_(need) for t, need in zip(leaves(*student[:2]), needed, strict=True)]
+        with FlopCounterMode(display=False) as counter:
+            loss = ours((*head, None), teacher, None, cu_seqlens, beta=beta, chunk=50).sum()
+            if any(needed):
+                loss.backward()
+        assert counter.get_total_flops() == products * of_student + (1 + any(needed)) * of_teacher
+
+
+def test_second_derivatives_are_refused(device):
+    student, teacher, labels, cu_seqlens = two_heads(device)
+    (leaf,) = leaves(student[0])
+    kl = ours((leaf, *student[1:]), teacher, labels, cu_seqlens)
+    (grad,) = torch.autograd.grad(kl.sum(), leaf, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"token_kl.*second derivative"):
+        grad.sum().backward()
+    with pytest.raises(NotImplementedError, match=r"token_kl has no forward-mode derivative.*hidden"):
+        torch.func.jvp(lambda h: ours((h, *student[1:]), teacher, labels, cu_seqlens), (leaf,), (leaf,))
+
+
+def op_samples(device):
+    student, teacher, labels, cu_seqlens = two_heads(device, 40, 6, 5, dtype=torch.float32)
+    targets = ops.logps_targets(labels, cu_seqlens, -100, 40)
+    logits, teacher_logits = student[0] @ student[1].t(), teacher[0] @ teacher[1].t()
+    found = ops.kl_rows(logits, None, teacher_logits, None, targets, 1.0, 1.0, 0.5)
+    kl, stats = found[0].clone(), found
+    heads = logits, student[2], teacher_logits, teacher[2]
+    return [
+        (ops.kl_rows, (*heads, targets, 1.0, 0.5, 0.5)),
+        (ops.kl_rows, (logits[:, 1:8], None, teacher_logits[:, 3:10], None, targets, 1.0, 1.0, 1.0)),
+        (ops.kl_chunk_backward_, (*heads, targets, 1.0, 0.5, 0.5, stats, kl)),
+        (ops.kl_chunk_backward_, (logits.clone(), None, *heads[2:], targets, 1.0, 1.0, 0.0, stats, kl)),
+        (ops.token_kl, (*leaves(*student), *teacher, targets, 1.0, 1.0, 0.5, 16, None)),
+        (ops.token_kl, (*leaves(*student[:2]), None, *teacher, targets, 0.5, 1.0, 0.0, None, 33)),
+        (
+            ops.token_kl_backward,
+            (kl, *student, *teacher, targets, stats, 1.0, 1.0, 0.5, 16, 30, True, False, True),
+        ),
+    ]
+
+
+@pytest.mark.parametrize("sample", range(7))
+def test_opcheck(device, sample):
+    op, arguments = op_samples(device)[sample]
+    torch.library.opcheck(op, arguments)
+
+
+@pytest.mark.parametrize("change", ["shape", "dtype", "stats", "beta", "overlap"])
+def test_ops_name_what_does_not_fit(device, change):
+    logits, other = torch.randn(3, 8, device=device), torch.randn(3, 8, device=device)
+    targets, stats = torch.zeros(3, dtype=torch.int32, device=device), torch.zeros(4, 3, device=device)
+    given, message = {
+        "shape": (
+            (logits, None, other[:, 1:], None, targets, 1.0, 1.0, 0.5, stats, stats[0]),
+            r"teacher_logits: .*\[3, 8\]",
+        ),
+        "dtype": ((logits, None, other.double(), None, targets, 1.0, 1.0, 0.5, stats, stats[0]), "teacher_logits: "),
+        "stats": ((logits, None, other, None, targets, 1.0, 1.0, 0.5, stats[:2], stats[0]), "stats: "),
+        "beta": ((logits, None, other, None, targets, 1.0, 1.0, 2.0, stats, stats[0]), "beta: expected 0 to 1, got 2"),
+        "overlap": ((logits, None, logits, None, targets, 1.0, 1.0, 0.5, stats, stats[0]), "logits"),
+    }[change]
+    from packing_ops import _ops
+
+    with pytest.raises(ValueError, match=f"^{message}"):
+        _ops.kl_chunk_backward_(*given)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("beta", BETAS)
+def test_rows_at_any_address(device, dtype, beta):
+    """The ops themselves on views: both heads' rows at any distance from whole vectors of 16 bytes."""
+    rows, wide = 5, torch.float64 if dtype == torch.float64 else torch.float32
+    memory, teacher_memory = (torch.randn(rows, 80, device=device).to(dtype) for _ in range(2))
+    bias = torch.randn(80, device=device, dtype=wide)
+    targets = torch.tensor([-1, 0, 2, 5, 12], dtype=torch.int32, device=device)
+    grads = torch.randn(rows, device=device, dtype=wide)
+    near = {"rtol": 1e-2 if dtype.itemsize == 2 else 1e-4, "atol": 2e-6}
+    for start, teacher_start in ((0, 0), (1, 1), (3, 3), (8, 8), (0, 1), (5, 2)):
+        for columns in (1, 2, 7, 8, 9, 16, 17, 63):
+            logits = memory[:, start : start + columns]
+            of_teacher = teacher_memory[:, teacher_start : teacher_start + columns]
+            z = ((logits.to(wide) + bias[:columns]) * 0.5).requires_grad_()
+            logp, logq = z.log_softmax(1), (of_teacher.to(wide) * 2).log_softmax(1)
+            mixture = (beta * logq.exp() + (1 - beta) * logp.exp()).log()
+            of_student = (logp.exp() * (logp - (logq if beta == 1 else mixture))).sum(1)
+            of_q = (logq.exp() * (logq - (logp if beta == 0 else mixture))).sum(1)
+            expected = {0: of_q, 1: of_student}.get(beta, beta * of_q + (1 - beta) * of_student)
+            kept = targets >= 0
+            found = ops.kl_rows(logits, bias[:columns], of_teacher, None, targets, 0.5, 2.0, beta)
+            torch.testing.assert_close(found[0], torch.where(kept, expected, 0).detach(), rtol=1e-4, atol=2e-6)
+            changed = memory.clone()
+            part = changed[:, start : start + columns]
+            ops.kl_chunk_backward_(part, bias[:columns], of_teacher, None, targets, 0.5, 2.0, beta, found, grads)
+            (dz,) = torch.autograd.grad(expected, z, torch.where(kept, grads, 0))
+            torch.testing.assert_close(part, (0.5 * dz).to(dtype), **near)
+            changed[:, start : start + columns] = memory[:, start : start + columns]
+            assert_same(changed, memory)  # nothing beside them
