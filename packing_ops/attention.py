@@ -46,6 +46,14 @@ class AttentionOptions(NamedTuple):
     visible_end: torch.Tensor | None = None
     paths: PrefixPaths | None = None  # of a prefix tree: cu_seqlens_q are its segments, cu_seqlens_k those of the paths
 
+    def scalars(self) -> tuple[bool, float | None, int, int, float]:
+        """Those that are no tensors, as the ops take them."""
+        return self.causal, self.softmax_scale, *self.window_size, self.softcap
+
+    def scalars_of_tree(self) -> tuple[float | None, int, float]:
+        """As the ops of a prefix tree take them, which is causal."""
+        return self.softmax_scale, self.window_size[0], self.softcap
+
 
 @overload
 def varlen_attention(
@@ -261,13 +269,12 @@ def attention_forward(
     plan: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The op: (out, lse)."""
-    causal, softmax_scale, (left, right), softcap, sinks, visible_end, paths = options
+    sinks, paths = options.sinks, options.paths
     if paths is not None:
-        return _ops.prefix_attention(
-            q, k, v, cu_seqlens_q, paths.cu_seqlens, sinks, *paths.tensors[1:], softmax_scale, left, softcap, plan
-        )
+        tree = paths.cu_seqlens, sinks, *paths.tensors[1:]
+        return _ops.prefix_attention(q, k, v, cu_seqlens_q, *tree, *options.scalars_of_tree(), plan)
     return _ops.varlen_attention(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, softcap, plan, visible_end
+        q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *options.scalars(), plan, options.visible_end
     )
 
 
@@ -281,25 +288,13 @@ def attention_backward(
     plan: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The op's backward: (dq, dk, dv, dsinks). ``saved``: q, k, v, out and lse."""
-    causal, softmax_scale, (left, right), softcap, sinks, visible_end, paths = options
+    sinks, paths = options.sinks, options.paths
     if paths is not None:
-        return _ops.prefix_attention_backward(
-            dout,
-            dlse,
-            *saved,
-            cu_seqlens_q,
-            paths.cu_seqlens,
-            sinks,
-            *paths.tensors[1:],
-            softmax_scale,
-            left,
-            softcap,
-            plan,
-        )
+        tree = paths.cu_seqlens, sinks, *paths.tensors[1:]
+        return _ops.prefix_attention_backward(dout, dlse, *saved, cu_seqlens_q, *tree, *options.scalars_of_tree(), plan)
     return _ops.varlen_attention_backward(
-        dout, dlse, *saved, cu_seqlens_q, cu_seqlens_k, sinks, causal, softmax_scale, left, right, softcap, plan,
-        visible_end,
-    )  # fmt: skip
+        dout, dlse, *saved, cu_seqlens_q, cu_seqlens_k, sinks, *options.scalars(), plan, options.visible_end
+    )
 
 
 def of_heads(options: AttentionOptions, heads: slice) -> AttentionOptions:

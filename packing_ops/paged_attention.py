@@ -108,11 +108,8 @@ def attend_pages(
     cu_seqlens_q = cu_seqlens_of(documents, total_q, like="q", name="cu_seqlens_q")
     if plan is None:
         plan = _plan_for(q, k, v, cu_seqlens_q, pages, options, None if metadata is None else metadata._cache)
-    causal, softmax_scale, (left, right), softcap, sinks, *_ = options
     try:
-        out, lse = _ops.paged_attention(
-            q, k, v, cu_seqlens_q, *pages, sinks, causal, softmax_scale, left, right, softcap, plan
-        )
+        out, lse = _ops.paged_attention(q, k, v, cu_seqlens_q, *pages, options.sinks, *options.scalars(), plan)
     except ValueError:
         forget()  # it may be of a plan that was kept while its lengths changed
         raise
