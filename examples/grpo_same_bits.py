@@ -160,16 +160,14 @@ def train(arguments: argparse.Namespace, mode: bool) -> list[dict]:
 
 
 def save_picture(path: Path, measured: dict[str, list[dict]]) -> None:
-    figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     for title, steps in measured.items():
         share = [100 * step["not_0"] / step["tokens"] for step in steps]
-        for axis, values in zip(
-            axes, (share, [s["largest"] for s in steps], [s["reward"] for s in steps]), strict=True
-        ):
+        for axis, values in zip(axes, (share, [step["largest"] for step in steps]), strict=True):
             axis.plot(values, marker=".", label=title)
-    names = "% of tokens that differ", "largest |rollout - trainer| log-prob", "mean reward"
-    for axis, name in zip(axes, names, strict=True):
+    for axis, name in zip(axes, ("% of tokens that differ", "largest |rollout - trainer| of log-probs"), strict=True):
         axis.set(title=name, xlabel="step", ylim=(0, None))
+        axis.xaxis.get_major_locator().set_params(integer=True)
     axes[0].legend()
     figure.savefig(path, dpi=120)
 

@@ -272,10 +272,11 @@ def _with_our_logps(names, stock):
             return
         # Logits that no processor has changed are floats of the model's dtype, as token_logps sees them.
         logits = scores[0] if self.logit_processor.do_processing else scores[0].to(self.cache.dtype)
-        rows = logits.shape[0]
+        rows, vocab = logits.shape
+        logits = F.pad(logits, (0, -vocab % 8))[:, :vocab]  # rows start on 16 bytes, as those of token_logps
         sums = logits.new_zeros(3, rows, dtype=torch.float32)
         sums[0] = -float("inf")
-        _ops.logps_chunk_(logits.contiguous(), None, output_ids[0, :rows], 0, 1.0, sums)
+        _ops.logps_chunk_(logits, None, output_ids[0, :rows], 0, 1.0, sums)
         largest, total, chosen = sums
         output_ids[1, :rows].copy_((chosen - (largest + total.log())).view(torch.int32))
 

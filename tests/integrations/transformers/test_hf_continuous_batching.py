@@ -149,7 +149,8 @@ CASES = [("llama", VOCAB, 16, 64), ("qwen3", VOCAB, 7, 33), ("qwen3", 5001, 128,
 @torch.no_grad()
 def test_log_probs_have_the_bits_of_a_packed_row(family, vocab, page_size, batch_tokens, device):
     """In the mode, whatever the chunks, pages and neighbours of a step; sampled, so that every token counts."""
-    model = tiny_model(family, vocab_size=vocab, device=device).eval()
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = tiny_model(family, vocab_size=vocab, device=device, dtype=dtype).eval()
     assert apply_packing_ops(model, invariant=True).skipped == {}
     torch.manual_seed(1)
     found = generated(model, prompts(), page_size=page_size, batch_tokens=batch_tokens, new_tokens=20, do_sample=True)
