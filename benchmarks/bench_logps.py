@@ -51,12 +51,17 @@ def trl_logps():
     except ImportError:
         return None
 
-    def logps(hidden, weight, targets):
-        kept = targets >= 0
-        found = ChunkedLogProbFunction.apply(hidden[kept], weight, None, targets[kept], 1.0, columns, None, 1.0, ())[0]
-        return found.new_zeros(targets.shape).masked_scatter(kept, found)
+    options = None, 1.0, ()
+    return functools.partial(
+        of_rows, lambda h, w, t: ChunkedLogProbFunction.apply(h, w, None, t, 1.0, columns, *options)[0]
+    )
 
-    return logps
+
+def of_rows(function, hidden, weight, targets):
+    """function of the rows that have a target."""
+    kept = targets >= 0
+    found = function(hidden[kept], weight, targets[kept])
+    return found.new_zeros(targets.shape).masked_scatter(kept, found)
 
 
 def gradients_of(function, leaves, grad=None):
@@ -178,22 +183,16 @@ def cases_of_masks(device):
         leaves, targets = (hidden, weight), po.shift_labels(labels, metadata.cu_seqlens)
         grad, count = torch.randn(len(labels), device=device), int((targets != -100).sum())
         ours = functools.partial(po.token_logps, hidden, weight, labels, metadata, max_targets=count)
-        everything = labels.clamp(min=0)
         functions = {
             "packing_ops": ours,
             "packing_ops, all logits kept": functools.partial(ours, keep_logits=ALL),
-            "packing_ops, all rows": lambda: po.token_logps(hidden, weight, everything, metadata),  # noqa: B023
+            "packing_ops, all rows": functools.partial(po.token_logps, hidden, weight, labels.clamp(min=0), metadata),
             **peers(hidden, weight, targets),
         }
         if device == "cuda":
-            compiled = torch.compile(eager_logps, dynamic=True)
-
-            def selected(hidden=hidden, weight=weight, targets=targets, compiled=compiled):
-                kept = targets >= 0
-                found = compiled(hidden[kept], weight, targets[kept])
-                return found.new_zeros(targets.shape).masked_scatter(kept, found)
-
-            functions["torch.compile, rows by a mask"] = selected
+            functions["torch.compile, rows by a mask"] = functools.partial(
+                of_rows, torch.compile(eager_logps, dynamic=True), hidden, weight, targets
+            )
         both = {name: gradients_of(function, leaves, grad) for name, function in functions.items()}
         if (liger := liger_loss()) is not None:
             both["Liger's fused linear cross entropy"] = gradients_of(
@@ -203,8 +202,16 @@ def cases_of_masks(device):
         yield Case(f"{masked:.0%} of the rows masked, forward and backward", shape, dtype, both, runs=11)
 
 
-def cases_of_outputs(device):
-    """What outputs and scalings cost beside plain log-probabilities."""
+def both_directions(op, functions, leaves, grad):
+    shape, dtype = described(*leaves)
+    forward = {name: without_gradient(function) for name, function in functions.items()}
+    yield Case(f"{op}, forward", shape, dtype, forward, runs=11)
+    both = {name: gradients_of(function, leaves, grad) for name, function in functions.items()}
+    yield Case(f"{op}, forward and backward", shape, dtype, both, runs=11)
+
+
+def cases_of_options(device):
+    """What outputs and scalings cost beside plain log-probabilities, and chunks of other sizes."""
     hidden, weight, labels, metadata = batch(device, *OF_MASKED[device])
     leaves, grad = (hidden, weight), torch.randn(len(labels), device=device)
     names = ("logps", "lse", "entropy", "sum_p2", "mean_logit")
@@ -221,25 +228,10 @@ def cases_of_outputs(device):
         found = po.token_logps(hidden, weight, labels, metadata, **given)
         return found if isinstance(found, torch.Tensor) else torch.stack(found[: len(names)]).sum(0)
 
-    functions = {name: functools.partial(of, given) for name, given in options.items()}
-    shape, dtype = described(hidden, weight)
-    forward = {name: without_gradient(function) for name, function in functions.items()}
-    yield Case("token_logps by option, forward", shape, dtype, forward, runs=11)
-    both = {name: gradients_of(function, leaves, grad) for name, function in functions.items()}
-    yield Case("token_logps by option, forward and backward", shape, dtype, both, runs=11)
-
-
-def cases_of_chunks(device):
-    hidden, weight, labels, metadata = batch(device, *OF_MASKED[device])
-    leaves, grad = (hidden, weight), torch.randn(len(labels), device=device)
-    ours = functools.partial(po.token_logps, hidden, weight, labels, metadata)
-    functions = {"packing_ops": ours}
-    functions |= {f"chunk={chunk}": functools.partial(ours, chunk=chunk) for chunk in CHUNKS}
-    shape, dtype = described(hidden, weight)
-    forward = {name: without_gradient(function) for name, function in functions.items()}
-    yield Case("token_logps by chunk, forward", shape, dtype, forward, runs=11)
-    both = {name: gradients_of(function, leaves, grad) for name, function in functions.items()}
-    yield Case("token_logps by chunk, forward and backward", shape, dtype, both, runs=11)
+    chunks = {"packing_ops": {}, **{f"chunk={chunk}": {"chunk": chunk} for chunk in CHUNKS}}
+    for op, each in (("token_logps by option", options), ("token_logps by chunk", chunks)):
+        functions = {name: functools.partial(of, given) for name, given in each.items()}
+        yield from both_directions(op, functions, leaves, grad)
 
 
 def cases(device):
@@ -247,9 +239,7 @@ def cases(device):
         for size in sizes:
             yield from cases_of_size(device, total, vocab, size)
     yield from cases_of_masks(device)
-    yield from cases_of_outputs(device)
-    if device == "cuda":
-        yield from cases_of_chunks(device)
+    yield from cases_of_options(device)
 
 
 if __name__ == "__main__":

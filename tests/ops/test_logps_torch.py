@@ -122,10 +122,9 @@ def op_samples(device):
         (ops.logps_chunk_, (logits[:, 1:8], None, targets, 1, temperature, 0.0, state[:3])),
         (ops.logps_chunk_backward_, (logits, bias, targets, 0, temperature, 0.3, lse, slopes)),
         (ops.logps_chunk_backward_, (logits.clone(), None, targets, 0, temperature, 0.0, lse, slopes[:2])),
-        (
-            ops.token_logps,
-            (*leaves(hidden, weight, bias), targets.clamp(min=0), temperature, *options, two, True, None),
-        ),
+        (ops.token_logps, (*leaves(hidden, weight, bias), targets, temperature, *options, 0, True, None)),
+        # Without gradients: an eager backward would write over the logits before they are compared.
+        (ops.token_logps, (hidden, weight, bias, targets.clamp(min=0), temperature, *options, two, True, None)),
         (ops.token_logps, (*leaves(hidden, weight), None, targets, None, 0.5, 0.3, None, 30, 0, False, None)),
         (ops.token_logps_backward, (*backward, kept[:0], *options, None, True, False, True)),
         (ops.token_logps_backward, (*backward, kept, *options, None, True, True, False)),
@@ -133,7 +132,7 @@ def op_samples(device):
     ]
 
 
-@pytest.mark.parametrize("sample", range(11))
+@pytest.mark.parametrize("sample", range(12))
 def test_opcheck(device, sample):
     op, arguments = op_samples(device)[sample]
     torch.library.opcheck(op, arguments)
