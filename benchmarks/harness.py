@@ -137,19 +137,31 @@ def run(family: str, cases_of: Callable[[str], Iterable[Case]]) -> argparse.Name
     parser = argparse.ArgumentParser(description=f"Benchmarks of packing_ops.{family}")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV")
+    parser.add_argument("--only", help="cases whose op or shape contains this; the CSV keeps its rows of the others")
     arguments = parser.parse_args()
     rows, path = [], arguments.out / f"{family}_{arguments.device}.csv"
+    kept = read_csv(path) if arguments.only and path.exists() else []
     for case in track(cases_of(arguments.device), description=f"bench {family} on {arguments.device}"):
+        if arguments.only and arguments.only not in f"{case.op} {case.shape}":
+            continue
         rows += rows_of(case, arguments.device)
-        write_csv(path, rows, show=False)  # what is measured stays, whatever a later case does
-    write_csv(path, rows)
+        kept = [row for row in kept if (row["op"], row["shape"], row["dtype"]) != (case.op, case.shape, case.dtype)]
+        write_csv(path, rows + kept, show=False)  # what is measured stays, whatever a later case does
+    if not rows:
+        parser.error(f"--only: expected a part of a case's op and shape, got {arguments.only!r}")
+    write_csv(path, rows + kept)
     return arguments
+
+
+def read_csv(path: Path) -> list[dict]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def write_csv(path: Path, rows: list[dict], show: bool = True) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
+        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
         writer.writeheader()
         writer.writerows(rows)
     if not show:
