@@ -276,7 +276,7 @@ def _with_our_logps(names, stock):
         logits = F.pad(logits, (0, -vocab % 8))[:, :vocab]  # rows start on 16 bytes, as those of token_logps
         sums = logits.new_zeros(3, rows, dtype=torch.float32)
         sums[0] = -float("inf")
-        _ops.logps_chunk_(logits, None, output_ids[0, :rows], 0, 1.0, sums)
+        _ops.logps_chunk_(logits, None, output_ids[0, :rows], 0, torch.ones_like(sums[0]), 0.0, sums)
         largest, total, chosen = sums
         output_ids[1, :rows].copy_((chosen - (largest + total.log())).view(torch.int32))
 
