@@ -109,9 +109,10 @@ def functions_of(heads, labels, metadata, beta):
     """{provider: a call that gives what it has of the divergence}."""
     device, targets = heads[0].device.type, po.shift_labels(labels, metadata.cu_seqlens)
     kept = targets != -100
+    count = int(kept.sum())  # which a collator knows
     compiled, liger, trl = compiled_alone(eager_divergence), liger_jsd(), trl_divergence()
     functions = {
-        "packing_ops": lambda: po.token_kl(*heads, labels, metadata, beta=beta),
+        "packing_ops": lambda: po.token_kl(*heads, labels, metadata, beta=beta, max_targets=count),
         "torch eager": lambda: eager_divergence(*heads, kept, beta),
     }
     if device == "cuda":

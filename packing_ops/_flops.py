@@ -116,20 +116,21 @@ def _logps_backward(
     return product * (need_hidden + need_weight) + product * max(vocab - kept, 0) // vocab
 
 
-def _kl_forward(
-    hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, targets, inverse, teacher_inverse, beta, chunk,
-    max_targets, *rest, out_val,
-):  # fmt: skip
-    heads = (hidden, weight), (teacher_hidden, teacher_weight)
-    return sum(_logps_product(*head, targets, max_targets) for head in heads)
+def _kl_products(given):
+    """A product of each head, the student's first."""
+    of = given["targets"], given["max_targets"]
+    return [_logps_product(given[f"{head}hidden"], given[f"{head}weight"], *of) for head in ("", "teacher_")]
 
 
-def _kl_backward(grad, hidden, weight, *rest, out_val):
+def _kl_forward(*args, out_val):
+    return sum(_kl_products(_by_name(torch.ops.packing_ops.token_kl, args)))
+
+
+def _kl_backward(*args, out_val):
     """The logits of both heads once more, and a product for each gradient."""
-    bias, *teacher, targets, _, inverse, teacher_inverse, beta, chunk, max_targets, need_hidden, need_weight, _ = rest
-    options = inverse, teacher_inverse, beta, chunk, max_targets
-    again = _kl_forward(hidden, weight, bias, *teacher, targets, *options, out_val=out_val)
-    return again + _logps_product(hidden, weight, targets, max_targets) * (need_hidden + need_weight)
+    given = _by_name(torch.ops.packing_ops.token_kl_backward, args)
+    student, teacher = _kl_products(given)
+    return student * (1 + given["need_hidden"] + given["need_weight"]) + teacher
 
 
 def register_flop_formulas() -> None:
