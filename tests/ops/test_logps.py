@@ -355,6 +355,8 @@ def bad_calls(device):
 @pytest.mark.parametrize("case", bad_calls("cpu"))
 def test_bad_input_is_named(device, case):
     call, message = bad_calls(device)[case]
+    if device == "cuda" and case == "max_targets, few":
+        pytest.skip("rows go by whole tiles there: all six are multiplied; see test_too_small_a_bound_is_named")
     with pytest.raises(ValueError, match=message):
         call()
 

@@ -218,15 +218,19 @@ _ASKED, _DECODES = "is_flash_attention_requested", "ensure_decode_fast_path_is_a
 def batching_patches(names: set[str]) -> list[Patch]:
     """For attn_implementations of these names. Empty where this transformers batches in another way (before 5.23)."""
     try:
-        asking = [
-            importlib.import_module(f"{_BATCHING}.{name}") for name in ("cache", "continuous_api", "initialization")
+        cache, api, initialization, runner = (
+            importlib.import_module(f"{_BATCHING}.{name}")
+            for name in ("cache", "continuous_api", "initialization", "model_runner")
+        )
+        config = importlib.import_module("transformers.generation.configuration_utils").ContinuousBatchingConfig
+        wanted = [
+            *((module, _ASKED, _taken_for_flash) for module in (cache, api)),
+            (initialization, _DECODES, _with_pages),
+            (runner.ModelRunner, "_sample", _with_our_logps),
         ]
-        runner = importlib.import_module(f"{_BATCHING}.model_runner").ModelRunner
     except (ImportError, AttributeError):
         return []
-    wanted = [(module, _ASKED, _taken_for_flash) for module in asking]
-    wanted += [(asking[2], _DECODES, _with_pages), (runner, "_sample", _with_our_logps)]
-    if not all(hasattr(owner, name) for owner, name, _ in wanted):
+    if not hasattr(config, "page_size") or not all(hasattr(owner, name) for owner, name, _ in wanted):
         return []
     return [Patch(owner, name, functools.partial(make, names)) for owner, name, make in wanted]
 
