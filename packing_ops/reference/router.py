@@ -10,8 +10,8 @@ def router_statistics(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(tokens of each expert, sums of probabilities, tokens), by document."""
     experts = probabilities.shape[1]
-    weights = torch.ones(probabilities.shape[0]) if copies is None else copies.cpu()
-    weights = weights.to(probabilities.device, torch.float64)
+    weights = probabilities.new_ones(probabilities.shape[0]) if copies is None else copies
+    weights = weights.double()
     routed, sums, tokens = [], [], []
     bounds = cu_seqlens.tolist()
     for start, end in itertools.pairwise(bounds):

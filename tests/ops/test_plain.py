@@ -24,7 +24,20 @@ def test_every_op_that_data_needs_is_there():
     assert set(_plain._OPS) <= set(_library.op_names())
     missing = set(_library.op_names()) - set(_plain._OPS)
     assert {op.partition("_")[0] for op in missing} == {
-        *("attention", "build", "check", "checked", "kl", "logps", "prefix", "rope", "router", "token", "varlen")
+        *(
+            "attention",
+            "build",
+            "check",
+            "checked",
+            "kl",
+            "logps",
+            "paged",
+            "prefix",
+            "rope",
+            "router",
+            "token",
+            "varlen",
+        )
     }
 
 
