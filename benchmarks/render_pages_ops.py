@@ -6,6 +6,7 @@ from result_rows import (
     cases_of,
     commits,
     duration,
+    is_measured,
     markdown,
     origin,
     percent_of_copy,
@@ -138,4 +139,32 @@ def cpu() -> str:
     return f"{markdown(['on two CPU cores', 'time', 'compared with', 'times ours'], rows)}\n\n{prose(origin(used))}."
 
 
-TABLES = {"ops": ops, "cpu": cpu}
+def by_provider(family: str, part: str = "") -> str:
+    """Cases whose op contains ``part``: our time and memory, and the others' times as multiples of ours."""
+    if not is_measured(family):
+        return f"Not run yet: `benchmarks/bench_{family.split('_')[0]}.py`."
+    rows = [row for row in rows_of(family) if part in row["op"]]
+    others = [name for name in dict.fromkeys(row["provider"] for row in rows) if name != OURS]
+    cells = []
+    for (op, shape, _), providers in cases_of(rows).items():
+        found = [
+            (times(float(r["ratio_to_ours"])), r["peak_mib"]) if (r := providers.get(name)) else None for name in others
+        ]
+        shown = [
+            f"{ratio}, {float(mib):,.0f} MiB" if each else "" for each in found for ratio, mib in [each or ("", 0)]
+        ]
+        ours = providers[OURS]
+        cells.append([f"{op}, {shape}", f"{duration(ours)}, {float(ours['peak_mib']):,.0f} MiB", *shown])
+    header = ["", "ours", *(name.removeprefix("packing_ops, ") for name in others)]
+    return f"{markdown(header, cells)}\n\n{prose(origin(rows))}. Times of the others are multiples of ours."
+
+
+def pages() -> str:
+    return by_provider("pages_cuda")
+
+
+def logps_masked() -> str:
+    return by_provider("logps_cuda", "masked")
+
+
+TABLES = {"ops": ops, "cpu": cpu, "pages": pages, "logps-masked": logps_masked}
