@@ -189,10 +189,10 @@ def varlen_attention(
         ValueError: shapes, dtypes or devices that do not fit, four dimensions that may be either layout, cu_seqlens that
             do not start at 0, decrease or end past the rows, causal with keys to the right, visible_end beside
             ``causal=False`` or a right window. The message names the argument. Values of visible_end that are too small,
-            too large or decrease too: on CUDA in a later call, and then the results are zeros. So do seqused_k beyond a row
-            of block_table, and pages that k does not have, in whose place another is read.
+            too large or decrease too: on CUDA in a later call, and then the results are zeros. The same for
+            seqused_k larger than the table allows, and for page numbers outside k, where another page is read.
         NotImplementedError: a device without a kernel; second derivatives and forward-mode ones (torch.func.jvp); any
-            beside block_table.
+            derivative with block_table.
 
     Method: Dao, FlashAttention-2 (2023): tiles, online softmax, recomputation in backward.
     """
@@ -351,7 +351,7 @@ def attention_plan(
         total_q, total_k: rows of q and of k; without total_k those of q.
         num_heads, num_kv_heads, head_dim: of the calls that will use it.
         head_dim_v: head_dim of their v, where it is another than that of q and k.
-        seqused_k: of calls with a block_table, any one; total_k is then what a row of it holds, pages * page_size.
+        seqused_k: for calls with a block_table, whose values do not matter; then pass total_k = pages * page_size.
 
     Returns:
         int32, its size independent of the lengths; empty on the CPU. One kernel, no synchronisation. A plan is valid

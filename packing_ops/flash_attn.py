@@ -264,14 +264,15 @@ def flash_attn_with_kvcache(
         q: ``[batch, seqlen_q, num_q_heads, head_dim]``: the last queries of each sequence.
         k_cache, v_cache: ``[batch, seqlen_cache, num_kv_heads, head_dim]``, or with ``block_table`` pages,
             ``[num_pages, page_size, num_kv_heads, head_dim]``, page_size a multiple of 128.
-        k, v: ``[batch, seqlen_new, num_kv_heads, head_dim]``, written into the caches, in place, behind the keys that
-            cache_seqlens counts. Only those that have a place there are.
+        k, v: ``[batch, seqlen_new, num_kv_heads, head_dim]``, written into the caches, in place, after the keys that
+            cache_seqlens counts. Those beyond the end of the cache are not written, and the call raises.
         cache_seqlens: keys in the cache before this call: a number, or int32 ``[batch]``. Layers that pass the same tensor
             share a plan. Without it, and without k, the whole cache.
         cache_batch_idx: int32 ``[batch]``, each sequence's row of a cache without pages; without it they are in order.
         block_table: int32 ``[batch, pages]``, the pages of each sequence.
         num_splits: 0 or 1: keys are never split over blocks, which would change bits.
         s_aux: varlen_attention's ``sinks``.
+        rotary_interleaved: not read, since rotary_cos and rotary_sin are refused.
         softmax_scale, causal, window_size, softcap: as flash_attn_varlen_func.
 
     Returns:
