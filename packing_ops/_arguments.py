@@ -260,6 +260,10 @@ def number(value, name: str) -> float:
     """``value`` as a Python number: scalars of NumPy, pandas, pyarrow and torch too."""
     if isinstance(value, (int, float)):
         return value
+    if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name}: expected a number or a tensor without requires_grad (it gets no gradient), got one with it"
+        )
     try:
         return float(operator.pos(plain(value)))  # no text
     except (TypeError, ValueError):

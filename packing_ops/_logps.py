@@ -256,6 +256,18 @@ def _add_up_ranks(state: torch.Tensor, group: "torch.distributed.ProcessGroup", 
         state[6] = torch.where(first_of_ranks.isfinite(), first_of_ranks, -1)
 
 
+def _check_kept(
+    kept: torch.Tensor, hidden: torch.Tensor, vocab: int, chunk: int | None, max_targets: int | None
+) -> None:
+    """ValueError where a compiled graph's forward ran in another mode than its backward: eager code makes logits again."""
+    wanted = _kept_shape(hidden, vocab, chunk, max_targets, kept.numel() * kept.element_size())
+    if tuple(kept.shape) != wanted:
+        raise ValueError(
+            f"keep_logits: expected a backward inside packing_ops.invariant() where the forward was, got {list(wanted)} "
+            f"logits where {list(kept.shape)} were kept"
+        )
+
+
 def _backward(overwrites: bool) -> Any:
     """The backward op; with overwrites the gradient of kept logits takes their place."""
 
@@ -277,6 +289,8 @@ def _backward(overwrites: bool) -> Any:
         *needed: bool,
     ) -> tuple[torch.Tensor, ...]:
         rows = _Rows(targets, max_targets)
+        if kept.shape[0]:
+            _check_kept(kept, hidden, weight.shape[0], chunk, max_targets)
         chunk = chunk_of(chunk, rows_at_most(hidden.shape[0], max_targets), hidden, weight.shape[0])
         chunks = _Chunks(rows, hidden, weight, bias, chunk, group, kept)
         gradients = _Gradients(chunks, lse.dtype, *needed)
@@ -401,17 +415,17 @@ def _context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     hidden, weight, bias, targets, temperature, *options, _, _, group = inputs
     _, lse, entropy, sum_p2, _, top1, kept = output
     ctx.mark_non_differentiable(top1, kept)
-    ctx.options, ctx.overwritten = (*options, group), False
+    ctx.options, ctx.overwritten, ctx.mode = (*options, group), False, active()
     ctx.save_for_backward(hidden, weight, bias, targets, temperature, lse, kept, entropy, sum_p2)
 
 
 def _formula(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     *tensors, kept, entropy, sum_p2 = ctx.saved_tensors
-    if ctx.overwritten:  # by the first backward of this graph
+    if ctx.overwritten or ctx.mode != active():  # by the first backward of this graph; or laid out in another mode
         kept = kept[:0]
     slopes = _slopes(ctx, grads, entropy, sum_p2, tensors)
     needed, op = ctx.needs_input_grad[:3], _ops.token_logps_backward
-    if kept.shape[0] and is_real(kept):
+    if kept.shape[0] and is_real(kept) and torch._C._has_storage(slopes):
         op, ctx.overwritten = _ops.token_logps_backward_, True
     found = past_autograd(op, slopes, *tensors, kept, *ctx.options, *needed)
     return *(grad if need else None for grad, need in zip(found, needed, strict=True)), *[None] * 9

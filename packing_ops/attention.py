@@ -370,6 +370,9 @@ def attention_plan(
     total_k = total_q if total_k is None else total_k
     geometry = total_q, total_k, num_heads, num_kv_heads, head_dim, causal, *window_sides(window_size), head_dim_v
     if seqused_k is not None:
+        for name, given in (("cu_seqlens_k", cu_seqlens_k), ("visible_end", visible_end)):
+            if given is not None:
+                raise ValueError(f"{name}: expected None beside seqused_k, got {type(given).__name__}")
         return _ops.paged_attention_plan(cu_seqlens_q, seqused_k, *geometry)
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     return _ops.attention_plan(cu_seqlens_q, cu_seqlens_k, *geometry, visible_end)

@@ -18,7 +18,7 @@ from packing_ops._arguments import at_least, check_tensor, described, integer, n
 from packing_ops._autograd import on_its_own, past_autograd, register_autograd, register_no_autograd
 from packing_ops._invariant import ROWS, pad_rows, rows_of_product
 from packing_ops._logps import _MULTIPLE, _Chunks, _Gradients, _round_up, _Rows, chunk_of, rows_at_most
-from packing_ops.logps import Head, checked_head
+from packing_ops.logps import Head, check_positive, checked_head
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
 
@@ -151,9 +151,7 @@ def _check_teacher(
 
 
 def _inverse(temperature: float, name: str) -> float:
-    temperature = number(temperature, name)
-    if not 0 < temperature < float("inf"):
-        raise ValueError(f"{name}: expected a number above 0, got {temperature}")
+    check_positive(temperature := number(temperature, name), name)
     return 1 / temperature
 
 

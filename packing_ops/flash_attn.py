@@ -105,6 +105,8 @@ def flash_attn_varlen_func(
     else:
         check_tensor(block_table, "block_table")
         check_cu_seqlens(cu_seqlens_k, "cu_seqlens_k")
+        if cu_seqlens_k.is_cpu and _batch_cache.is_real(cu_seqlens_k) and cu_seqlens_k[0] != 0:
+            raise ValueError(f"cu_seqlens_k: expected to start at 0, got {int(cu_seqlens_k[0])}")
         out, lse = attend_pages(q, k, v, cu_seqlens_q, KeyPages(block_table, lengths_of(cu_seqlens_k)), options)
     return (out, lse, None) if return_attn_probs else out
 
@@ -291,7 +293,8 @@ def flash_attn_with_kvcache(
     Raises:
         NotImplementedError: rotary_cos, rotary_sin, cache_leftpad or alibi_slopes, num_splits over 1; a gradient.
         ValueError: shapes, dtypes or devices that do not fit; the message names the argument. A cache that is too short
-            or a wrong page: seqused_k (cache_seqlens and the new keys) or block_table, on CUDA in a later call.
+            or a wrong page: seqused_k (cache_seqlens and the new keys) or block_table, on CUDA in a later call. After an
+            error new keys may be in the cache.
     """
     for name, given in {
         "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_leftpad": cache_leftpad, "alibi_slopes": alibi_slopes
@@ -310,15 +313,19 @@ def flash_attn_with_kvcache(
         raise ValueError(
             f"v_cache: expected {list(k_cache.shape)} like k_cache (but for head_dim), got {described(v_cache)}"
         )
+    options = checked_options(causal, softmax_scale, window_size, softcap, sinks=s_aux)
+    block_table = _cache_table(q, k_cache, cache_batch_idx, block_table)
+    lengths = _cache_lengths(q, cache_seqlens, block_table.shape[1] * k_cache.shape[1], k)
+    seqused_k = lengths
     if k is not None or v is not None:
         check_tensor(k, "k")
         check_tensor(v, "v")
-    block_table = _cache_table(q, k_cache, cache_batch_idx, block_table)
-    seqused_k = _cache_lengths(q, cache_seqlens, block_table.shape[1] * k_cache.shape[1], k)
-    if k is not None and v is not None:
-        write_keys(k_cache, v_cache, k, v, block_table, seqused_k)
+        assert k is not None
+        assert v is not None
+        _refuse_gradients(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+        seqused_k = lengths_with(lengths, k.shape[1:2].numel())
+        write_keys(k_cache, v_cache, k, v, block_table, lengths)
     cu_seqlens_q = _batch_cache.dense_cu_seqlens(q.shape[0], q.shape[1], q, "q")
-    options = checked_options(causal, softmax_scale, window_size, softcap, sinks=s_aux)
     pages = KeyPages(block_table, seqused_k)
     out, lse = attend_pages(q.flatten(0, 1), k_cache, v_cache, cu_seqlens_q, pages, options)
     out, lse = out.view(*q.shape[:3], out.shape[-1]), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
@@ -350,7 +357,7 @@ def _cache_table(
 def _cache_lengths(
     q: torch.Tensor, cache_seqlens: int | torch.Tensor | None, max_keys: int, k: torch.Tensor | None
 ) -> torch.Tensor:
-    """seqused_k: the keys of each sequence, new ones included."""
+    """The keys of each sequence that are in the cache before the call, int32 ``[batch]``."""
     batch = q.shape[0]
     if cache_seqlens is None:
         if k is not None:
@@ -359,12 +366,21 @@ def _cache_lengths(
             )
         cache_seqlens = max_keys
     if not isinstance(cache_seqlens, torch.Tensor):
-        cache_seqlens = torch.full(
-            (batch,), integer(cache_seqlens, "cache_seqlens"), dtype=torch.int32, device=q.device
-        )
+        if not 0 <= (number := integer(cache_seqlens, "cache_seqlens")) <= max_keys:
+            raise ValueError(f"cache_seqlens: expected 0 to the cache's {max_keys} keys, got {number}")
+        cache_seqlens = torch.full((batch,), number, dtype=torch.int32, device=q.device)
     if cache_seqlens.shape != (batch,) or cache_seqlens.dtype != torch.int32:
         raise ValueError(f"cache_seqlens: expected a number or int32 [batch={batch}], got {described(cache_seqlens)}")
-    if k is None:
-        return cache_seqlens
-    check_tensor(k, "k")
-    return lengths_with(cache_seqlens, k.shape[1:2].numel())
+    if cache_seqlens.device != q.device:
+        raise ValueError(f"cache_seqlens: expected on {q.device} like q, got {described(cache_seqlens)} elsewhere")
+    if cache_seqlens.is_cpu and _batch_cache.is_real(cache_seqlens) and (cache_seqlens < 0).any():
+        raise ValueError(f"cache_seqlens: expected numbers of keys, 0 or more, got {int(cache_seqlens.min())}")
+    return cache_seqlens
+
+
+def _refuse_gradients(**tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            raise NotImplementedError(
+                f"{name}: expected a tensor without requires_grad, keys in a cache get no gradient"
+            )

@@ -129,7 +129,7 @@ def token_logps(
             (for label smoothing); ``"top1"``, int64, the entry of the largest z, the first among equals, without a
             gradient, -1 where there is no target or no finite lse.
         scale: of the logits, above 0.
-        softcap: bound of the scaled logits, 0 or inf for none.
+        softcap: bound of the scaled logits, 0 or inf for none. In half types on CUDA z is wrong by up to 1e-7 * softcap.
         max_targets: slots that have a target, or an upper bound: the products take no more rows. By default
             ``metadata.num_targets``, which the collators count. On the CPU the targets themselves are counted; on CUDA
             without a bound all rows are multiplied, as nothing waits for the GPU. More targets than the bound are an
@@ -195,7 +195,7 @@ def chunked_cross_entropy(
         reduction: ``"mean"`` over the slots that have a target (0 where there are none), ``"sum"``, or ``"none"``:
             ``[total]``, 0 where there is no target.
         num_items_in_batch: what "mean" divides by instead: the targets of all micro-batches of all ranks of the
-            optimizer step (count_target_tokens). A tensor is not read.
+            optimizer step (count_target_tokens). A tensor is not read. Where it is 0 there is no target, and the loss is 0.
         Others: as token_logps; see there for memory, gradients and errors too.
 
     Returns:
@@ -223,10 +223,16 @@ def chunked_cross_entropy(
     if reduction == "sum":
         return loss
     if num_items_in_batch is None:
-        num_items_in_batch = (targets >= 0).sum().clamp(min=1)
-    elif isinstance(num_items_in_batch, torch.Tensor):
-        num_items_in_batch = one_number(num_items_in_batch, "num_items_in_batch").to(loss.device, non_blocking=True)
-    return loss / num_items_in_batch
+        return loss / (targets >= 0).sum().clamp(min=1)
+    if isinstance(num_items_in_batch, torch.Tensor):
+        items = one_number(num_items_in_batch, "num_items_in_batch").to(loss.device, non_blocking=True)
+        if items.is_complex():
+            raise ValueError(f"num_items_in_batch: expected a real number, got {described(items)}")
+        return loss / torch.where(items == 0, 1, items)  # no target anywhere: the sum is 0
+    count = number(num_items_in_batch, "num_items_in_batch")
+    if not count >= 0:
+        raise ValueError(f"num_items_in_batch: expected a number of targets, 0 or more, got {count}")
+    return loss / (count or 1)
 
 
 class LogpsOptions(NamedTuple):
@@ -343,17 +349,20 @@ def _scaling(options: LogpsOptions, hidden: torch.Tensor) -> tuple[torch.Tensor 
         number(options.scale, "scale"),
         number(options.softcap, "softcap"),
     )
-    if not 0 < scale < float("inf"):
-        raise ValueError(f"scale: expected a number above 0, got {scale}")
-    if not softcap >= 0:
-        raise ValueError(f"softcap: expected a number above 0, or 0 or inf for none, got {softcap}")
+    check_positive(scale, "scale")
+    if softcap not in (0, float("inf")):
+        check_positive(softcap, "softcap", ", or 0 or inf for none")
     outer, inner = (scale, 0.0) if softcap in (0, float("inf")) else (softcap, scale / softcap)
     if isinstance(temperature, torch.Tensor):
         return _temperatures(temperature, hidden), outer, inner
-    temperature = number(temperature, "temperature")
-    if not 0 < temperature < float("inf"):
-        raise ValueError(f"temperature: expected a number above 0, got {temperature}")
+    check_positive(temperature := number(temperature, "temperature"), "temperature")
     return None, outer / temperature, inner
+
+
+def check_positive(value: float, name: str, more: str = "") -> None:
+    """ValueError unless it is above 0 and, with its inverse, within float32."""
+    if not 1e-37 < value < 1e37:
+        raise ValueError(f"{name}: expected a number above 0{more}, got {value}")
 
 
 def _temperatures(temperature: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

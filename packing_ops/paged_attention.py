@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 
 from packing_ops import _ops
-from packing_ops._arguments import check_tensor, described, layout_of, without_batch
+from packing_ops._arguments import check_tensor, described, int32_cu_seqlens, layout_of, without_batch
 from packing_ops._autograd import register_autograd
 from packing_ops._batch_cache import BatchCache, forget, kept_with
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
@@ -41,13 +41,18 @@ def pages_of(block_table: torch.Tensor | None, seqused_k: torch.Tensor | None, *
 
 
 def lengths_of(cu_seqlens_k: torch.Tensor) -> torch.Tensor:
-    """seqused_k of calls that tell the lengths by cu_seqlens; the same tensor for the layers of a model."""
-    return kept_with((cu_seqlens_k,), ("lengths",), lambda: cu_seqlens_k.diff().int())
+    """seqused_k of calls that tell the lengths by cu_seqlens, -1 where these do not start at 0; the same tensor for the layers
+    of a model."""
+
+    def lengths() -> torch.Tensor:
+        return int32_cu_seqlens(cu_seqlens_k).diff().where(cu_seqlens_k[0] == 0, -1)
+
+    return kept_with((cu_seqlens_k,), ("lengths",), lengths)
 
 
 def lengths_with(lengths: torch.Tensor, new: int) -> torch.Tensor:
-    """``lengths + new``; the same tensor for the layers of a model."""
-    return kept_with((lengths,), ("lengths", new), lambda: lengths + new)
+    """``lengths + new``, -1 for lengths below 0; the same tensor for the layers of a model."""
+    return kept_with((lengths,), ("lengths", new), lambda: torch.where(lengths < 0, -1, lengths + new))
 
 
 def write_keys(
@@ -56,9 +61,9 @@ def write_keys(
     k: torch.Tensor,
     v: torch.Tensor,
     block_table: torch.Tensor,
-    seqused_k: torch.Tensor,
+    lengths: torch.Tensor,
 ) -> None:
-    """Writes k and v ``[num_documents, new, num_kv_heads, head_dim]`` into pages, as the last keys of the documents.
+    """Writes k and v ``[num_documents, new, num_kv_heads, head_dim]`` into pages, after the first ``lengths`` keys.
 
     Rows that have no place in their document's pages are left out: what is wrong, attention then says.
     """
@@ -70,14 +75,20 @@ def write_keys(
     num_pages, page_size = k_cache.shape[:2]
     if block_table.numel() == 0 or num_pages * page_size == 0:
         return
-    keys = seqused_k.long()[:, None] - new + torch.arange(new, device=seqused_k.device)
+    keys = lengths.long()[:, None] + torch.arange(new, device=lengths.device)
     column = keys.div(page_size, rounding_mode="floor")
     page = block_table.gather(1, column.clamp(0, block_table.shape[1] - 1))
-    fits = (keys >= 0) & (column < block_table.shape[1]) & (page >= 0) & (page < num_pages)
-    at = page.long().where(fits, 0), (keys % page_size).where(fits, 0)
+    fits = ((lengths >= 0)[:, None] & (column < block_table.shape[1]) & (page >= 0) & (page < num_pages)).flatten()
+    if fits.numel() == 0:
+        return
+    # A row without a place writes what the first one that has a place writes: nothing waits to count them.
+    first, row = fits.byte().argmax(), torch.arange(fits.numel(), device=fits.device)
+    row = row.where(fits, first)
+    some = fits.index_select(0, first.view(1))
+    at = page.flatten().long()[row].where(some, 0), (keys % page_size).flatten()[row].where(some, 0)
     with torch.no_grad():
         for cache, rows in ((k_cache, k), (v_cache, v)):
-            cache.index_put_(at, rows.where(fits[..., None, None], cache[at]))
+            cache.index_put_(at, rows.flatten(0, 1)[row].where(some, cache[at]))
 
 
 def attend_pages(

@@ -73,6 +73,8 @@ def router_statistics(
             )
     if copies is not None:
         check_real(copies, "copies")
+        if copies.requires_grad and torch.is_grad_enabled():
+            raise ValueError("copies: expected a tensor without requires_grad (it gets no gradient), got one with it")
         copies = one_row(copies, "copies").to(sum_dtype(probabilities.dtype))
         if copies.shape[0] != total or copies.device != probabilities.device:
             raise ValueError(

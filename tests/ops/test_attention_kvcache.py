@@ -146,7 +146,7 @@ WRONG = {
     ),
     "half k": ({"k": NEW.half(), "v": NEW, "cache_seqlens": LENGTHS}, "k: expected .* like its cache"),
     "full": ({"k": NEW, "v": NEW, "cache_seqlens": 256}, "seqused_k: expected 0 to 256 keys.*got 257"),
-    "too many": ({"cache_seqlens": 257}, "seqused_k: expected 0 to 256 keys.*got 257"),
+    "too many": ({"cache_seqlens": 257}, "cache_seqlens: expected 0 to the cache's 256 keys, got 257"),
     "both tables": (
         {"cache_batch_idx": LENGTHS, "block_table": LENGTHS[:, None]},
         "cache_batch_idx: expected None beside block_table",
@@ -180,3 +180,43 @@ def test_compiles_fullgraph(device, fresh_compile):
         caches = cache_of(case, 512, device, new)
         assert_same(compiled(q, *caches, k, v, lengths), expected)
         assert_same(caches[0], cache_of(case, 512, device)[0])
+
+
+@pytest.mark.parametrize("wrong", [{"cache_seqlens": 128}, {"page": 9}])
+def test_a_row_without_a_place_erases_no_other(wrong):
+    """Of sequence 0 page 0, row 0, which rows that are left out must not touch."""
+    cache = torch.zeros(2, 3, 128, 1, 8)
+    new, q = torch.ones(2, 1, 1, 8), torch.randn(2, 1, 2, 8)
+    table = torch.tensor([[0], [wrong.get("page", 1)]], dtype=torch.int32)
+    lengths = torch.tensor([0, wrong.get("cache_seqlens", 0)], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"seqused_k|block_table"):
+        po.flash_attn_with_kvcache(q, *cache, new, new, cache_seqlens=lengths, block_table=table, causal=True)
+    assert (cache[:, 0, 0] == 1).all()
+    assert cache.sum() == 2 * 8
+
+
+@pytest.mark.parametrize("lengths", [-2, 2**40, [0, -1]])
+def test_lengths_below_0_and_beyond_the_cache_are_named(lengths):
+    cache, new, q = torch.zeros(2, 3, 128, 1, 8), torch.ones(2, 2, 1, 8), torch.randn(2, 2, 2, 8)
+    table = torch.tensor([[0], [1]], dtype=torch.int32)
+    given = torch.tensor(lengths, dtype=torch.int32) if isinstance(lengths, list) else lengths
+    with pytest.raises(ValueError, match=r"^cache_seqlens: expected"):
+        po.flash_attn_with_kvcache(q, *cache, new, new, cache_seqlens=given, block_table=table)
+    assert not cache.any()
+
+
+def test_new_keys_that_need_a_gradient_are_refused():
+    cache, q = torch.zeros(2, 1, 128, 1, 8), torch.randn(1, 1, 2, 8)
+    new = torch.ones(1, 1, 1, 8, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=r"^k: expected a tensor without requires_grad"):
+        po.flash_attn_with_kvcache(q, *cache, new, new, cache_seqlens=0)
+    with torch.no_grad():
+        po.flash_attn_with_kvcache(q, *cache, new, new, cache_seqlens=0)
+
+
+@pytest.mark.parametrize("ends", [[0, 2**32 + 130, 2**32 + 137], [5, 135, 142]])
+def test_cumulated_lengths_beside_a_table_are_checked(ends):
+    k, table = torch.randn(4, 128, 1, 8), torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+    cu_seqlens_q = torch.tensor([0, 1, 2], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"cu_seqlens_k: expected to start at 0|seqused_k: expected"):
+        po.flash_attn_varlen_func(torch.randn(2, 2, 8), k, k, cu_seqlens_q, torch.tensor(ends), 1, 1, block_table=table)

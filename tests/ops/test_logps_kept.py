@@ -1,5 +1,7 @@
 """token_logps that keeps logits from forward to backward: the same bits, in less time and more memory."""
 
+import contextlib
+
 import pytest
 import torch
 from helpers import assert_same
@@ -206,3 +208,28 @@ def test_loss_keeps_logits(device, monkeypatch):
     (leaf,) = leaves(hidden)
     loss = po.chunked_cross_entropy(leaf, weight, labels, cu_seqlens, keep_logits=ALL)
     assert products(monkeypatch, loss.backward) == 0  # of hidden's gradient: an addmm
+
+
+@pytest.mark.parametrize("chunk", [None, 1000, 4096, 5000])
+@pytest.mark.parametrize("within", ["forward", "backward"])
+def test_a_backward_in_another_mode_makes_the_logits_again(within, chunk):
+    """The mode has other chunks and rows of logits: those that were kept do not fit."""
+    hidden, weight, labels, cu_seqlens, _ = batch("cpu", 9000, 8, dtype=torch.float32)
+    tensors = leaves(hidden, weight)
+    expected = torch.autograd.grad(po.chunked_cross_entropy(*tensors, labels, cu_seqlens), tensors)
+    mode = {True: po.invariant, False: contextlib.nullcontext}
+    with mode[within == "forward"]():
+        loss = po.chunked_cross_entropy(*tensors, labels, cu_seqlens, chunk=chunk, keep_logits=2**30)
+    with mode[within == "backward"]():
+        torch.testing.assert_close(torch.autograd.grad(loss, tensors), expected)
+
+
+def test_batched_gradients_of_kept_logits():
+    hidden, weight, labels, cu_seqlens, _ = batch("cpu", 61, 8, dtype=torch.float64)
+    tensors = leaves(hidden, weight)
+
+    def jacobian(keep_logits):
+        logps = po.token_logps(*tensors, labels, cu_seqlens, keep_logits=keep_logits)
+        return torch.autograd.grad(logps, tensors, torch.eye(len(labels), dtype=torch.float64), is_grads_batched=True)
+
+    torch.testing.assert_close(jacobian(2**30), jacobian(0))

@@ -228,3 +228,33 @@ def test_compiles_with_temperatures(device, fresh_compile):
         sum(each.sum() for each in po.token_logps(*eager, labels, cu_seqlens, **options)[:-1]).backward()
         for actual, expected in zip(ours, eager, strict=True):
             torch.testing.assert_close(actual.grad, expected.grad)
+
+
+@pytest.mark.parametrize("softcap", [30.0, 1e3, 1e6, 1e30])
+def test_a_large_softcap_keeps_float32_s_precision(softcap):
+    hidden, weight, labels, cu_seqlens, _ = batch("cpu", 50, 4, dtype=torch.float32)
+    ours = po.token_logps(hidden, weight, labels, cu_seqlens, softcap=softcap)
+    exact = po.token_logps(hidden.double(), weight.double(), labels, cu_seqlens, softcap=softcap)
+    torch.testing.assert_close(ours.double(), exact, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap", "temperature"])
+def test_a_number_that_wants_a_gradient_is_refused(name):
+    hidden, weight, labels, cu_seqlens, _ = batch("cpu", 50, 4, dtype=torch.float32)
+    wrong = torch.tensor(2.0, requires_grad=True)
+    with pytest.raises(ValueError, match=rf"^{name}: expected .*without requires_grad"):
+        po.token_logps(hidden, weight, labels, cu_seqlens, **{name: wrong})
+
+
+@pytest.mark.parametrize("items", [-1, float("nan"), torch.tensor(3j)])
+def test_wrong_counts_of_items_are_named(items):
+    hidden, weight, labels, cu_seqlens, _ = batch("cpu", 50, 4, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"^num_items_in_batch: expected a"):
+        po.chunked_cross_entropy(hidden, weight, labels, cu_seqlens, num_items_in_batch=items)
+
+
+@pytest.mark.parametrize("items", [0, torch.tensor(0)])
+def test_no_target_in_the_batch_is_a_loss_of_0(items):
+    hidden, weight, labels, cu_seqlens, _ = batch("cpu", 50, 4, dtype=torch.float32)
+    labels = torch.full_like(labels, -100)
+    assert po.chunked_cross_entropy(hidden, weight, labels, cu_seqlens, num_items_in_batch=items) == 0

@@ -1,4 +1,7 @@
 // The specification: row by row, in pieces of kPiece logits converted to the accumulation type.
+#include <cmath>
+#include <type_traits>
+
 #include "core/error.h"
 #include "ops/logps/logps.h"
 #include "ops/logps/logps_rows.h"
@@ -16,10 +19,24 @@ PACKING_OPS_INLINE void bound_logits(const LogpsChunkParams& p, int64_t from, in
     for (int64_t j = 0; j < count; ++j) z[j] += bias[j];
   }
   if (p.inner == 0) return;
-  const Real twice = static_cast<Real>(2 * p.inner);
-  for (int64_t j = 0; j < count; ++j) z[j] = twice * z[j] > Real(80) ? Real(80) : twice * z[j];  // tanh is 1 there
+  const Real inner = static_cast<Real>(p.inner);
+  if constexpr (std::is_same_v<Real, double>) {
+    for (int64_t j = 0; j < count; ++j) z[j] = std::tanh(inner * z[j]);
+    return;
+  }
+  for (int64_t j = 0; j < count; ++j)
+    z[j] = 2 * inner * z[j] > Real(80) ? Real(80) : 2 * inner * z[j];  // tanh is 1 there
   fast_exp(z, count, scratch);
-  for (int64_t j = 0; j < count; ++j) z[j] = Real(1) - Real(2) / (Real(1) + scratch[j]);
+  for (int64_t j = 0; j < count; ++j) {
+    // Near 0 the difference of ones loses what a softcap multiplies: tanh's series there.
+    const Real x = z[j] / 2, s = x * x;
+    const Real series =
+        1 + s * (Real(-1.0 / 3) +
+                 s * (Real(2.0 / 15) +
+                      s * (Real(-17.0 / 315) +
+                           s * (Real(62.0 / 2835) + s * (Real(-1382.0 / 155925) + s * Real(21844.0 / 6081075))))));
+    z[j] = s < Real(0.16) ? x * series : Real(1) - Real(2) / (Real(1) + scratch[j]);
+  }
 }
 
 template <bool kMore, class Real>

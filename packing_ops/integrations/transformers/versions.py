@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import packing_ops
 from packing_ops import _ops
-from packing_ops._arguments import is_new, warned
+from packing_ops._arguments import is_new, sum_dtype, warned
 from packing_ops.integrations._patching import Patch
 from packing_ops.masks import visible_mask
 
@@ -265,6 +265,17 @@ def _with_pages(names, stock):
     return ensure
 
 
+def _log_probs(logits, tokens):
+    """float32: log p of a token in each row, by the sums of token_logps."""
+    rows, vocab = logits.shape
+    logits = F.pad(logits, (0, -vocab % 8))[:, :vocab]  # rows start on 16 bytes, as those of token_logps
+    sums = logits.new_zeros(3, rows, dtype=sum_dtype(logits.dtype))
+    sums[0] = -float("inf")
+    _ops.logps_chunk_(logits, None, tokens, 0, torch.ones_like(sums[0]), 0.0, sums)
+    largest, total, chosen = sums
+    return (chosen - (largest + total.log())).float()
+
+
 def _with_our_logps(names, stock):
     """Log-probabilities of sampled tokens by the sums of token_logps, in place of the log of a softmax: within
     invariant() they have the bits of a trainer's."""
@@ -274,14 +285,13 @@ def _with_our_logps(names, stock):
         stock(self, scores, output_ids)
         if not self.return_logprobs or self.cache.config._attn_implementation not in names:
             return
-        # Logits that no processor has changed are floats of the model's dtype, as token_logps sees them.
-        logits = scores[0] if self.logit_processor.do_processing else scores[0].to(self.cache.dtype)
-        rows, vocab = logits.shape
-        logits = F.pad(logits, (0, -vocab % 8))[:, :vocab]  # rows start on 16 bytes, as those of token_logps
-        sums = logits.new_zeros(3, rows, dtype=torch.float32)
-        sums[0] = -float("inf")
-        _ops.logps_chunk_(logits, None, output_ids[0, :rows], 0, torch.ones_like(sums[0]), 0.0, sums)
-        largest, total, chosen = sums
-        output_ids[1, :rows].copy_((chosen - (largest + total.log())).view(torch.int32))
+        tokens, dtype = output_ids[0, : scores.shape[1]], self.cache.dtype
+        found = _log_probs(scores[0], tokens)
+        if not self.logit_processor.do_processing and dtype != scores.dtype:
+            # The head's logits were of the model's dtype, as token_logps sees them, unless rounding to it changes one.
+            rounded = scores[0].to(dtype)
+            same = (rounded.to(scores.dtype) == scores[0]).all()
+            found = torch.where(same, _log_probs(rounded, tokens), found)
+        output_ids[1, : scores.shape[1]].copy_(found.view(torch.int32))
 
     return sample

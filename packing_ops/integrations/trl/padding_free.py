@@ -35,7 +35,8 @@ def enable_padding_free(trainer: Any) -> None:
     call a padded batch of the trainer reaches its model, ref_model and teacher_model as one packed row with cu_seqlens.
     Results of tokens come back in their places of the padded batch, so TRL's losses and metrics stay as they are:
     log-probs and entropies of GRPO and RLOO, with their temperature, are those of TRL's fused LM head, of the tokens
-    that are there. A call with a KV cache, as generate makes it, is left as it is.
+    that are there. A call with a KV cache, as generate makes it, is left as it is. Position ids are made from the mask: a
+    row's tokens are at 0, 1, ..., whatever position_ids say and wherever its padding is.
 
     A reward model reads its score at each document's last token (last_token_indices). The padded trainer reads it at
     the last token that is not the pad token, which differs where documents end with the pad token.
@@ -61,7 +62,7 @@ def enable_padding_free(trainer: Any) -> None:
         raise ValueError(f"trainer: expected text alone, got a dataset with images; {_IMAGES}")
     models = [_host_of(model, trainer) for model in _models_of(trainer)]
     for model in [_called(model, trainer) for model in models]:
-        if not _is_enabled(model):
+        if not _is_enabled(model) and not _is_wrapped(model):
             stock = model.forward
             packed = WeakPartial(_packed, model, model.__dict__.get("forward"))
             model.forward = functools.wraps(getattr(stock, "__func__", stock))(packed)
@@ -75,6 +76,11 @@ def disable_padding_free(trainer: Any) -> None:
     """
     for model in _models_of(trainer):
         host = _called(_hosts(model)[0], trainer)
+        if _is_wrapped(host):
+            raise ValueError(
+                "trainer: expected the forward that enable_padding_free put into its model, got accelerate's around it; "
+                "take that off first (accelerator.unwrap_model(model, keep_fp32_wrapper=False))"
+            )
         if _is_enabled(host):
             before = host.__dict__["forward"].args[0]
             if before is None:
@@ -126,6 +132,11 @@ def _host_of(model: Any, trainer: Any) -> Any:
 
 def _is_enabled(model: Any) -> bool:
     return getattr(model.__dict__.get("forward"), "func", None) is _packed
+
+
+def _is_wrapped(model: Any) -> bool:
+    """Whether accelerate's mixed precision is around ours."""
+    return getattr(model.__dict__.get("_original_forward"), "func", None) is _packed
 
 
 def _packed(model: Any, before: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:

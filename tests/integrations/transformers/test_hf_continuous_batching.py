@@ -227,7 +227,7 @@ def test_what_a_paged_cache_cannot_have(device):
 
 def test_unregister_gives_back_what_continuous_batching_asks():
     """Of names that are not ours nothing changes, while ours are registered and after."""
-    modules = [importlib.import_module(f"{BATCHING}.{name}") for name in ("cache", "continuous_api", "initialization")]
+    modules = [importlib.import_module(f"{BATCHING}.{name}") for name in ("cache", "continuous_api")]
     runner = importlib.import_module(f"{BATCHING}.model_runner").ModelRunner
     others = [name for name in NAMES if name != "packing_ops"]
     NAMES.difference_update(others)
@@ -241,9 +241,36 @@ def test_unregister_gives_back_what_continuous_batching_asks():
             assert not asked(requested_attention_implementation=None)
         unregister()
         stock = importlib.import_module("transformers.utils.generic").is_flash_attention_requested
-        assert [module.is_flash_attention_requested for module in modules] == [stock] * 3
+        assert [module.is_flash_attention_requested for module in modules] == [stock] * 2
         assert runner._sample.__module__ == runner.__module__
         assert not hasattr(runner._sample, "__wrapped__")
     finally:
         NAMES.update(others)
         register()
+
+
+def test_log_probs_of_a_head_in_another_dtype_are_its_own():
+    """Logits of a float32 head over a half-precision model are not rounded to the model's dtype."""
+    register()
+    model = tiny_model("llama", vocab_size=VOCAB).bfloat16().eval()
+    model.set_attn_implementation("packing_ops")
+    model.lm_head.float().register_forward_pre_hook(lambda _, given: (given[0].float(),))
+    ((tokens, logps),) = generated(model, [list(range(3, 43))])
+    ids = torch.tensor([[*range(3, 43), *tokens]])
+    with torch.no_grad():
+        logits = model(ids, use_cache=False).logits[0, 39:-1]
+    expected = logits.log_softmax(-1).gather(1, ids[0, 40:, None])[:, 0]
+    torch.testing.assert_close(logps, expected, rtol=0, atol=2e-3)
+    rounded = logits.bfloat16().float().log_softmax(-1).gather(1, ids[0, 40:, None])[:, 0]
+    assert (logps - expected).abs().max() < (logps - rounded).abs().max() / 4
+
+
+def test_log_probs_of_a_float64_model():
+    register()
+    model = tiny_model("llama", vocab_size=VOCAB).double().eval()
+    model.set_attn_implementation("packing_ops")
+    ((tokens, logps),) = generated(model, [list(range(3, 20))])
+    ids = torch.tensor([[*range(3, 20), *tokens]])
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits[0, 16:-1].log_softmax(-1).gather(1, ids[0, 17:, None])[:, 0]
+    torch.testing.assert_close(logps, expected.float(), rtol=1e-5, atol=1e-5)

@@ -281,6 +281,17 @@ def test_twice_is_once_and_lora(device, tmp_path):
     torch.testing.assert_close(*losses, **CLOSE)
 
 
+def test_a_forward_that_accelerate_wrapped_is_not_wrapped_again(device, tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    trainer = without_padding(dpo_trainer(tmp_path, device))
+    # As Accelerator.prepare_model does in mixed precision.
+    trainer.model._original_forward = trainer.model.forward
+    trainer.model.forward = wrapped = accelerate.utils.convert_outputs_to_fp32(trainer.model.forward)
+    assert without_padding(trainer).model.forward is wrapped
+    with pytest.raises(ValueError, match="^trainer: expected the forward that enable_padding_free put"):
+        integration.disable_padding_free(trainer)
+
+
 def test_models_are_freed_when_their_trainer_is_gone():
     class DPOTrainer:
         def __init__(self):
