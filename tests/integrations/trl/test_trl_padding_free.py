@@ -288,7 +288,7 @@ def test_a_forward_that_accelerate_wrapped_is_not_wrapped_again(device, tmp_path
     trainer.model._original_forward = trainer.model.forward
     trainer.model.forward = wrapped = accelerate.utils.convert_outputs_to_fp32(trainer.model.forward)
     assert without_padding(trainer).model.forward is wrapped
-    with pytest.raises(ValueError, match="^trainer: expected the forward that enable_padding_free put"):
+    with pytest.raises(ValueError, match=r"^trainer: expected the forward that enable_padding_free put"):
         integration.disable_padding_free(trainer)
 
 
