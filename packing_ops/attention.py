@@ -25,7 +25,7 @@ from packing_ops._arguments import FLOATS, Layout, check_tensor, layout_of, sum_
 from packing_ops._autograd import past_autograd, register_autograd, register_no_autograd
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 from packing_ops.paged_attention import attend_pages, pages_of
-from packing_ops.prefix_attention import PrefixPaths, of_tree, rows_of_tree, token_major
+from packing_ops.prefix_attention import PrefixPaths, kept_paths, of_tree, rows_of_tree, token_major
 
 # By device. Float64 has no CUDA kernel.
 DTYPES = {"cpu": FLOATS, "cuda": tuple(dtype for dtype in FLOATS if dtype != torch.float64)}
@@ -343,6 +343,7 @@ def attention_plan(
     head_dim_v: int | None = None,
     visible_end: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
+    parents: torch.Tensor | PrefixPaths | None = None,
 ) -> torch.Tensor:
     """The work list of a packed batch on a GPU: made once, used by the forward and backward of every layer.
 
@@ -352,6 +353,7 @@ def attention_plan(
         num_heads, num_kv_heads, head_dim: of the calls that will use it.
         head_dim_v: head_dim of their v, where it is another than that of q and k.
         seqused_k: for calls with a block_table, whose values do not matter; then pass total_k = pages * page_size.
+        parents: of a prefix tree, whose segments cu_seqlens_q has; total_k is then not read.
 
     Returns:
         int32, its size independent of the lengths; empty on the CPU. One kernel, no synchronisation. A plan is valid
@@ -367,6 +369,13 @@ def attention_plan(
     Raises:
         ValueError: cu_seqlens, visible_end or heads that do not fit; the message names the argument.
     """
+    if parents is not None:
+        for name, given in (("cu_seqlens_k", cu_seqlens_k), ("visible_end", visible_end), ("seqused_k", seqused_k)):
+            if given is not None:
+                raise ValueError(f"{name}: expected None beside parents, got {type(given).__name__}")
+        paths = kept_paths(cu_seqlens_q, parents, total_q, None)
+        if paths.shares:
+            cu_seqlens_k, total_k = paths.cu_seqlens, paths.row_of_key.shape[0]
     total_k = total_q if total_k is None else total_k
     geometry = total_q, total_k, num_heads, num_kv_heads, head_dim, causal, *window_sides(window_size), head_dim_v
     if seqused_k is not None:

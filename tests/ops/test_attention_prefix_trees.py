@@ -290,9 +290,13 @@ def test_metadata_of_a_tree(device):
 def test_a_plan_of_the_tree(device):
     tree = Tree([FORK, 40, 50], [-1, 0, 0], heads=(4, 2), device=device)
     metadata = po.PackedMetadata.from_prefix_tree(Parts(tree), device=device)
-    plan = metadata.attention_plan(num_heads=4, num_kv_heads=2, head_dim=8)
-    for name, found in tree.ours(plan=plan).items():
-        assert torch.equal(found, tree.ours()[name])
+    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    rows = {"total_q": FORK + 90, "parents": tree.parents}
+    for plan in (metadata.attention_plan(**heads), po.attention_plan(tree.cu_seqlens, **heads, **rows)):
+        for name, found in tree.ours(plan=plan).items():
+            assert torch.equal(found, tree.ours()[name])
+    with pytest.raises(ValueError, match="seqused_k: expected None beside parents"):
+        po.attention_plan(tree.cu_seqlens, seqused_k=tree.cu_seqlens[1:], **heads, **rows)
 
 
 def test_paths_are_kept_until_parents_change(device):
