@@ -17,15 +17,16 @@ from packing_ops._invariance_refusals import reason_of, refusals
 class invariant:
     """A mode in which a token's results have the same bits alone, in any pack and in any micro-batch.
 
-    A context manager and a decorator, for the forward and the backward of one's own model; apply_packing_ops with
-    ``invariant=True`` does the same for a transformers model until it is reverted. What it sets, for the process:
+    A context manager and a decorator, for the forward and the backward of one's own model. apply_packing_ops with
+    ``invariant=True`` does the same for a transformers model until it is reverted, swaps its RMSNorm on a GPU, and runs
+    the check. What the mode sets, for the process:
 
     - CUDA: products are cuBLASLt's, with a workspace of 1 KiB, so that no sum is split for few rows. A torch without
       ``torch.backends.cuda.cublaslt_workspace_size`` reads the size from the environment at its first product: there
       ``CUBLASLT_WORKSPACE_SIZE=1`` must be set before it, and entering the mode sets it where it is not too late.
     - CPU: products of the calling thread take their rows in whole blocks of 16.
     - token_logps, chunked_cross_entropy and token_kl: sums and products go by 4,096 entries of the vocabulary, whatever the
-      chunk.
+      chunk; float32 products on CUDA have at least 32 rows.
 
     The mode is no proof: check_invariance makes one, for this model, on this device. What sums over tokens cannot keep
     its bits: gradients of weights, and losses of a whole batch.
