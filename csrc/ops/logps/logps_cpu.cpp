@@ -4,7 +4,7 @@
 
 #include "core/error.h"
 #include "ops/logps/logps.h"
-#include "ops/logps/logps_rows.h"
+#include "ops/logps/logps_softmax.h"
 
 namespace packing_ops {
 

@@ -2,7 +2,7 @@
 // then for the terms of the divergence, whose logarithms are those of log_softmax: an lse of its own would be rounded
 // once more.
 #include "ops/logps/logps_kl.h"
-#include "ops/logps/logps_rows.h"
+#include "ops/logps/logps_softmax.h"
 
 namespace packing_ops {
 
