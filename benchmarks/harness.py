@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from provenance import commit
-from result_rows import COPY, RESULTS
+from result_rows import COPY, RESULTS, read_rows
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -140,7 +140,7 @@ def run(family: str, cases_of: Callable[[str], Iterable[Case]]) -> argparse.Name
     parser.add_argument("--only", help="cases whose op or shape contains this; the CSV keeps its rows of the others")
     arguments = parser.parse_args()
     rows, path = [], arguments.out / f"{family}_{arguments.device}.csv"
-    kept = read_csv(path) if arguments.only and path.exists() else []
+    kept = read_rows(path) if arguments.only and path.exists() else []
     for case in track(cases_of(arguments.device), description=f"bench {family} on {arguments.device}"):
         if arguments.only and arguments.only not in f"{case.op} {case.shape}":
             continue
@@ -151,11 +151,6 @@ def run(family: str, cases_of: Callable[[str], Iterable[Case]]) -> argparse.Name
         parser.error(f"--only: expected a part of a case's op and shape, got {arguments.only!r}")
     write_csv(path, rows + kept)
     return arguments
-
-
-def read_csv(path: Path) -> list[dict]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def write_csv(path: Path, rows: list[dict], show: bool = True) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import render_pages_attention
 import render_pages_ops
 import render_pages_training
-from result_rows import OURS, RESULTS, cases_of, is_measured, markdown, origin, prose, rows_of
+from result_rows import RESULTS, is_measured, markdown, origin, prose, rows_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -135,31 +135,6 @@ def grpo_tree() -> str:
     )
 
 
-def trees() -> str:
-    """Forward and backward of bench_trees.py together: the time of each other way over ours, and the memory of all."""
-    if not is_measured("trees_cuda"):
-        return "Not run yet: `benchmarks/bench_trees.py`."
-    rows, found = rows_of("trees_cuda"), {}
-    for (op, shape, _), providers in cases_of(rows).items():
-        parts = found.setdefault((op.removesuffix("_backward"), shape.split(" heads")[0].split(" hidden")[0]), [])
-        parts.append(providers)
-    others = list(dict.fromkeys(row["provider"] for row in rows if row["provider"] != OURS))
-    cells = []
-    for (op, shape), parts in found.items():
-        microseconds = {name: sum(float(part[name]["p50_us"]) for part in parts) for name in parts[0]}
-        memory = {name: max(float(part[name]["peak_mib"]) for part in parts) for name in parts[0]}
-        cells.append([
-            f"{'training step' if op == 'training_step' else 'attention'}, {shape}",
-            f"{microseconds[OURS] / 1e3:.2f} ms, {memory[OURS]:,.0f} MiB",
-            *(
-                f"{microseconds[name] / microseconds[OURS]:.2f} times, {memory[name]:,.0f} MiB" if name in memory else ""
-                for name in others
-            ),
-        ])  # fmt: skip
-    header = ["forward and backward", "as a tree", *(name.removeprefix("packing_ops, ") for name in others)]
-    return f"{markdown(header, cells)}\n\n{origin(rows)}. MiB: the most beyond what was there before a call."
-
-
 def prefix_tree_savings() -> str:
     """Tokens and visible pairs, counted: no measurement."""
     cells = []
@@ -190,7 +165,7 @@ TABLES = (
     | render_pages_training.TABLES
     | {"build": build, "files": files, "invariance": invariance, "matrix": matrix, "same_bits": same_bits}
     | {"grpo_same_bits": grpo_same_bits, "grpo_tree": grpo_tree}
-    | {"trees": trees, "prefix_tree_savings": prefix_tree_savings}
+    | {"prefix_tree_savings": prefix_tree_savings}
 )
 
 

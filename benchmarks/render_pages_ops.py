@@ -1,5 +1,7 @@
 """What docs/ say of single ops: a function for each region. What a file does not have is left out."""
 
+from collections.abc import Callable
+
 from result_rows import (
     OURS,
     PERCENT_OF_COPY,
@@ -139,24 +141,31 @@ def cpu() -> str:
     return f"{markdown(['on two CPU cores', 'time', 'compared with', 'times ours'], rows)}\n\n{prose(origin(used))}."
 
 
-def by_provider(family: str, part: str = "") -> str:
-    """Cases whose op contains ``part``: our time and memory, and the others' times as multiples of ours."""
+def by_provider(
+    family: str, part: str = "", label: Callable[[str, str], str] = "{}, {}".format, ours: str = "ours"
+) -> str:
+    """Our time and memory, and those of the others, whose times are multiples of ours.
+
+    part: of the ops that are shown. label: of an op and a shape; cases of one label run one after the other.
+    """
     if not is_measured(family):
         return f"Not run yet: `benchmarks/bench_{family.split('_')[0]}.py`."
     rows = [row for row in rows_of(family) if part in row["op"]]
     others = [name for name in dict.fromkeys(row["provider"] for row in rows) if name != OURS]
-    cells = []
+    found = {}
     for (op, shape, _), providers in cases_of(rows).items():
-        found = [
-            (times(float(r["ratio_to_ours"])), r["peak_mib"]) if (r := providers.get(name)) else None for name in others
-        ]
-        shown = [
-            f"{ratio}, {float(mib):,.0f} MiB" if each else "" for each in found for ratio, mib in [each or ("", 0)]
-        ]
-        ours = providers[OURS]
-        cells.append([f"{op}, {shape}", f"{duration(ours)}, {float(ours['peak_mib']):,.0f} MiB", *shown])
-    header = ["", "ours", *(name.removeprefix("packing_ops, ") for name in others)]
-    return f"{markdown(header, cells)}\n\n{prose(origin(rows))}. Times of the others are multiples of ours."
+        found.setdefault(label(op, shape), []).append(providers)
+    cells = []
+    for name, cases in found.items():
+        took = {provider: sum(float(case[provider]["p50_us"]) for case in cases) for provider in cases[0]}
+        mib = {
+            provider: f"{max(float(case[provider]['peak_mib']) for case in cases):,.0f} MiB" for provider in cases[0]
+        }
+        shown = [f"{times(took[other] / took[OURS])}, {mib[other]}" if other in took else "" for other in others]
+        cells.append([name, f"{duration({'p50_us': took[OURS]})}, {mib[OURS]}", *shown])
+    header = ["", ours, *(name.removeprefix("packing_ops, ") for name in others)]
+    said = "Times of the others are multiples of ours. MiB: the most beyond what was there before a call."
+    return f"{markdown(header, cells)}\n\n{prose(f'{origin(rows)}. {said}')}"
 
 
 def pages() -> str:
@@ -167,4 +176,14 @@ def logps_masked() -> str:
     return by_provider("logps_cuda", "masked")
 
 
-TABLES = {"ops": ops, "cpu": cpu, "pages": pages, "logps-masked": logps_masked}
+def trees() -> str:
+    """Forward and backward of attention together."""
+
+    def label(op: str, shape: str) -> str:
+        work = "training step" if op == "training_step" else "attention"
+        return f"{work}, {shape.split(' heads')[0].split(' hidden')[0]}"
+
+    return by_provider("trees_cuda", label=label, ours="as a tree")
+
+
+TABLES = {"ops": ops, "cpu": cpu, "pages": pages, "logps-masked": logps_masked, "trees": trees}

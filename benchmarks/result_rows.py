@@ -13,7 +13,11 @@ PERCENT_OF_COPY = (
 
 
 def rows_of(name: str) -> list[dict]:
-    with (RESULTS / f"{name}.csv").open(newline="") as file:
+    return read_rows(RESULTS / f"{name}.csv")
+
+
+def read_rows(path: Path) -> list[dict]:
+    with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
 

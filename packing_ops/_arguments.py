@@ -203,6 +203,19 @@ def int32_cu_seqlens(cu_seqlens: torch.Tensor) -> torch.Tensor:
     return cu_seqlens if cu_seqlens.dtype == torch.int32 else cu_seqlens.clamp(-1, 2**31 - 1).int()
 
 
+def refuse_gradient(tensor: torch.Tensor, name: str, wanted: str = "a tensor") -> None:
+    """ValueError where autograd would want a gradient of an argument that gets none."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name}: expected {wanted} without requires_grad (it gets no gradient), got one with it")
+
+
+def refuse_beside(other: str, **given: object) -> None:
+    """ValueError for the first argument that is given and has no place beside ``other``."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name}: expected None beside {other}, got {type(value).__name__}")
+
+
 def one_number(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """A tensor of one element as a scalar: a view."""
     if tensor.numel() != 1:
@@ -260,10 +273,8 @@ def number(value, name: str) -> float:
     """``value`` as a Python number: scalars of NumPy, pandas, pyarrow and torch too."""
     if isinstance(value, (int, float)):
         return value
-    if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            f"{name}: expected a number or a tensor without requires_grad (it gets no gradient), got one with it"
-        )
+    if isinstance(value, torch.Tensor):
+        refuse_gradient(value, name, "a number or a tensor")
     try:
         return float(operator.pos(plain(value)))  # no text
     except (TypeError, ValueError):

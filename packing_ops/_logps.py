@@ -403,12 +403,16 @@ def _(
     return *found, hidden.new_empty(kept)
 
 
-for _name in ("token_logps_backward", "token_logps_backward_"):
+def gradients_of_head(
+    grad: torch.Tensor | None, hidden: torch.Tensor, weight: torch.Tensor, *others: Any
+) -> tuple[torch.Tensor, ...]:
+    """The shapes of a backward: of hidden, weight and bias where needed, which the op's last arguments say."""
+    shapes, needed = (hidden.shape, weight.shape, weight.shape[:1]), others[-3:]
+    return tuple(hidden.new_empty(shape if need else 0) for shape, need in zip(shapes, needed, strict=True))
 
-    @_ops.register_fake(_name)
-    def _(slopes: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
-        shapes, needed = (hidden.shape, weight.shape, weight.shape[:1]), others[-3:]
-        return tuple(hidden.new_empty(shape if need else 0) for shape, need in zip(shapes, needed, strict=True))
+
+for _name in ("token_logps_backward", "token_logps_backward_"):
+    _ops.register_fake(_name)(gradients_of_head)
 
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -21,7 +21,16 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 
 from packing_ops import _batch_cache, _ops
-from packing_ops._arguments import FLOATS, Layout, check_tensor, layout_of, sum_dtype, window_sides, without_batch
+from packing_ops._arguments import (
+    FLOATS,
+    Layout,
+    check_tensor,
+    layout_of,
+    refuse_beside,
+    sum_dtype,
+    window_sides,
+    without_batch,
+)
 from packing_ops._autograd import past_autograd, register_autograd, register_no_autograd
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 from packing_ops.paged_attention import attend_pages, pages_of
@@ -370,18 +379,13 @@ def attention_plan(
         ValueError: cu_seqlens, visible_end or heads that do not fit; the message names the argument.
     """
     if parents is not None:
-        for name, given in (("cu_seqlens_k", cu_seqlens_k), ("visible_end", visible_end), ("seqused_k", seqused_k)):
-            if given is not None:
-                raise ValueError(f"{name}: expected None beside parents, got {type(given).__name__}")
+        refuse_beside("parents", cu_seqlens_k=cu_seqlens_k, visible_end=visible_end, seqused_k=seqused_k)
         paths = kept_paths(cu_seqlens_q, parents, total_q, None)
-        if paths.shares:
-            cu_seqlens_k, total_k = paths.cu_seqlens, paths.row_of_key.shape[0]
+        cu_seqlens_k, total_k = (paths.cu_seqlens, paths.row_of_key.shape[0]) if paths.shares else (None, None)
     total_k = total_q if total_k is None else total_k
     geometry = total_q, total_k, num_heads, num_kv_heads, head_dim, causal, *window_sides(window_size), head_dim_v
     if seqused_k is not None:
-        for name, given in (("cu_seqlens_k", cu_seqlens_k), ("visible_end", visible_end)):
-            if given is not None:
-                raise ValueError(f"{name}: expected None beside seqused_k, got {type(given).__name__}")
+        refuse_beside("seqused_k", cu_seqlens_k=cu_seqlens_k, visible_end=visible_end)
         return _ops.paged_attention_plan(cu_seqlens_q, seqused_k, *geometry)
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     return _ops.attention_plan(cu_seqlens_q, cu_seqlens_k, *geometry, visible_end)

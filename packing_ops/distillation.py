@@ -17,7 +17,16 @@ from packing_ops import _ops
 from packing_ops._arguments import at_least, check_tensor, described, integer, number, sum_dtype
 from packing_ops._autograd import on_its_own, past_autograd, register_autograd, register_no_autograd
 from packing_ops._invariant import ROWS, pad_rows, rows_of_product
-from packing_ops._logps import _MULTIPLE, _Chunks, _Gradients, _round_up, _Rows, chunk_of, rows_at_most
+from packing_ops._logps import (
+    _MULTIPLE,
+    _Chunks,
+    _Gradients,
+    _round_up,
+    _Rows,
+    chunk_of,
+    gradients_of_head,
+    rows_at_most,
+)
 from packing_ops.logps import Head, check_positive, checked_head
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
@@ -267,10 +276,7 @@ def _(hidden: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
     return hidden.new_empty(total, dtype=dtype), hidden.new_empty((4, total), dtype=dtype)
 
 
-@_ops.register_fake("token_kl_backward")
-def _(grad: torch.Tensor | None, hidden: torch.Tensor, weight: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
-    shapes, needed = (hidden.shape, weight.shape, weight.shape[:1]), others[-3:]
-    return tuple(hidden.new_empty(shape if need else 0) for shape, need in zip(shapes, needed, strict=True))
+_ops.register_fake("token_kl_backward")(gradients_of_head)
 
 
 def _token_kl_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -18,7 +18,17 @@ from typing import Literal, NamedTuple, overload
 import torch
 
 from packing_ops import _ops
-from packing_ops._arguments import FLOATS, at_least, check_tensor, described, dtype_name, integer, number, one_number
+from packing_ops._arguments import (
+    FLOATS,
+    at_least,
+    check_tensor,
+    described,
+    dtype_name,
+    integer,
+    number,
+    one_number,
+    refuse_gradient,
+)
 from packing_ops._batch_cache import is_captured
 from packing_ops._logps import ALWAYS, OUTPUTS
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
@@ -373,8 +383,7 @@ def _temperatures(temperature: torch.Tensor, hidden: torch.Tensor) -> torch.Tens
         )
     if temperature.device != hidden.device and temperature.dim():
         raise ValueError(f"temperature: expected on {hidden.device} like hidden, got {_described(temperature)}")
-    if temperature.requires_grad and torch.is_grad_enabled():
-        raise ValueError("temperature: expected a tensor without requires_grad (it gets no gradient), got one with it")
+    refuse_gradient(temperature, "temperature")
     return temperature.to(hidden.device).reshape(-1).expand(total)
 
 

@@ -298,7 +298,8 @@ class PackedMetadata:
     def to_transformers(self) -> dict[str, Any]:
         """Keyword arguments of a Hugging Face forward: ``cu_seq_lens_q/k``, ``max_length_q/k``, for a tree ``segment_parents``.
 
-        Also ``num_targets`` where it is known, which the fused loss of apply_packing_ops takes. Padding after the last document becomes one more document, since cu_seq_lens must end where the row ends.
+        Also ``num_targets`` where it is known, which the fused loss of apply_packing_ops takes. Padding after the last
+        document becomes one more document, since cu_seq_lens must end where the row ends.
 
         Example:
             >>> PackedMetadata.from_lengths([2, 1], total=5).to_transformers()["cu_seq_lens_q"]

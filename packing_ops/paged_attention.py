@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 
 from packing_ops import _ops
-from packing_ops._arguments import check_tensor, described, int32_cu_seqlens, layout_of, without_batch
+from packing_ops._arguments import check_tensor, described, int32_cu_seqlens, layout_of, refuse_beside, without_batch
 from packing_ops._autograd import register_autograd
 from packing_ops._batch_cache import BatchCache, forget, kept_with
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
@@ -30,9 +30,7 @@ def pages_of(block_table: torch.Tensor | None, seqused_k: torch.Tensor | None, *
     """Both or none of them. ValueError names the one that is missing, or that of ``others`` that has no place beside them."""
     if block_table is None and seqused_k is None:
         return None
-    for name, given in others.items():
-        if given is not None:
-            raise ValueError(f"{name}: expected None beside block_table, got {type(given).__name__}")
+    refuse_beside("block_table", **others)
     for tensor, name, other in ((block_table, "block_table", "seqused_k"), (seqused_k, "seqused_k", "block_table")):
         if tensor is None:
             raise ValueError(f"{name}: expected a tensor beside {other}, got None")

@@ -11,7 +11,16 @@ from typing import Any
 import torch
 
 from packing_ops import _ops
-from packing_ops._arguments import FLOATS, check_real, check_tensor, described, integer, one_row, sum_dtype
+from packing_ops._arguments import (
+    FLOATS,
+    check_real,
+    check_tensor,
+    described,
+    integer,
+    one_row,
+    refuse_gradient,
+    sum_dtype,
+)
 from packing_ops._autograd import on_its_own, past_autograd, register_autograd
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
@@ -73,8 +82,7 @@ def router_statistics(
             )
     if copies is not None:
         check_real(copies, "copies")
-        if copies.requires_grad and torch.is_grad_enabled():
-            raise ValueError("copies: expected a tensor without requires_grad (it gets no gradient), got one with it")
+        refuse_gradient(copies, "copies")
         copies = one_row(copies, "copies").to(sum_dtype(probabilities.dtype))
         if copies.shape[0] != total or copies.device != probabilities.device:
             raise ValueError(

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import strategies as st
 
@@ -56,6 +57,21 @@ def drawn_mask(drawn, device):
 def non_contiguous(tensor):
     """The same values with a stride of 2 in the last dimension."""
     return torch.stack([tensor, torch.zeros_like(tensor)], dim=-1)[..., 0]
+
+
+def captured(call, before=None):
+    """(a CUDA graph of ``call``, what its replays write). ``before``, or the call, runs once on another stream first; values
+    are not checked in a capture, where nothing can wait."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        (before or call)()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.MonkeyPatch.context() as patch, torch.cuda.graph(graph):
+        patch.setenv("PACKING_OPS_CHECK", "0")
+        found = call()
+    return graph, found
 
 
 def assert_same(actual, expected):

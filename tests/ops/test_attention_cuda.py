@@ -3,7 +3,7 @@
 import pytest
 import torch
 from attention_case import Case, assert_close, document_alone, document_results
-from helpers import assert_error_within, assert_same, cu_seqlens_of, pytest_of_its_own
+from helpers import assert_error_within, assert_same, captured, cu_seqlens_of, pytest_of_its_own
 
 import packing_ops as po
 from packing_ops import _batch_cache
@@ -91,19 +91,11 @@ def test_graph_replays_with_other_lengths():
     lengths = [70, 130, 0, 5, 300]
     q, k, v, dout = packed(lengths)
     cu_seqlens = cu_seqlens_of(lengths, "cuda")
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        out_and_gradients(q, k, v, dout, cu_seqlens)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with pytest.MonkeyPatch.context() as patch, torch.cuda.graph(graph):
-        patch.setenv("PACKING_OPS_CHECK", "0")
-        captured = out_and_gradients(q, k, v, dout, cu_seqlens)
+    graph, replayed = captured(lambda: out_and_gradients(q, k, v, dout, cu_seqlens))
     for other in (lengths, [1, 4, 500, 0, 0], [505, 0, 0, 0, 0], [101] * 5):
         cu_seqlens.copy_(cu_seqlens_of(other, "cuda"))
         graph.replay()
-        for got, wanted in zip(captured, out_and_gradients(q, k, v, dout, cu_seqlens_of(other, "cuda")), strict=True):
+        for got, wanted in zip(replayed, out_and_gradients(q, k, v, dout, cu_seqlens_of(other, "cuda")), strict=True):
             assert_same(got, wanted)
 
 

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 from attention_case import Case
-from helpers import assert_same, cu_seqlens_of
+from helpers import assert_same, captured, cu_seqlens_of
 from pages_case import Pages, paged_case
 
 import packing_ops as po
@@ -51,15 +51,7 @@ def test_a_graph_replays_with_other_lengths_and_pages():
     def step():
         return po.varlen_attention(q, k, v, case.cu_seqlens[0], block_table=table, seqused_k=used)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with pytest.MonkeyPatch.context() as patch, torch.cuda.graph(graph):
-        patch.setenv("PACKING_OPS_CHECK", "0")
-        captured = step()
+    graph, replayed = captured(step)
     for lengths in (most, [1, 128, 129], [0, 300, 512], [640, 1, 0]):
         other = Case([1, 1, 1], lengths, **SIZES)
         given = Pages(other, spare_pages=k.shape[0] - sum(-(-n // 128) for n in lengths))
@@ -69,8 +61,8 @@ def test_a_graph_replays_with_other_lengths_and_pages():
         for static, values in ((used, given.seqused_k), (k, given.k), (v, given.v), (q, other.q)):
             static.copy_(values)
         graph.replay()
-        assert_same(captured, contiguous(other))
-    assert captured.shape == (3, heads[0], SIZES["dim"])
+        assert_same(replayed, contiguous(other))
+    assert replayed.shape == (3, heads[0], SIZES["dim"])
 
 
 def test_a_wrong_page_is_raised_in_the_next_call(monkeypatch):
@@ -137,21 +129,13 @@ def test_kvcache_grows_in_a_graph():
         lengths.add_(1)
         return out
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        decode()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with pytest.MonkeyPatch.context() as patch, torch.cuda.graph(graph):
-        patch.setenv("PACKING_OPS_CHECK", "0")
-        captured = decode()
+    graph, replayed = captured(decode)
     lengths.zero_()
     for i in range(200):
         for static, values in zip(step, (q, k, v), strict=True):
             static.copy_(values[:, i : i + 1])
         graph.replay()
-        assert_same(captured, expected[:, i : i + 1])
+        assert_same(replayed, expected[:, i : i + 1])
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256), (512, 512)], ids=str)

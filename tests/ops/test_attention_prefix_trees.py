@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from attention_case import assert_close, lse_dtype
-from helpers import cu_seqlens_of
+from helpers import captured, cu_seqlens_of
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -332,7 +332,7 @@ def test_compiles_fullgraph_for_other_trees_without_compiling_again(device, fres
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_graph_replays_with_other_tokens(monkeypatch):
+def test_a_graph_replays_with_other_tokens():
     """The paths are found before the capture; the graph gathers and sums the rows anew each time."""
     tree = Tree([FORK, 40, 0, 50], [-1, 0, 0, 0], heads=(4, 2), dim=64, dtype=torch.bfloat16, device="cuda")
     metadata = po.PackedMetadata.from_prefix_tree(Parts(tree), device="cuda")
@@ -342,21 +342,13 @@ def test_a_graph_replays_with_other_tokens(monkeypatch):
         out = po.varlen_attention(*given, metadata)
         return [out.detach(), *torch.autograd.grad(out, given, tree.dout)]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        results()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    monkeypatch.setenv("PACKING_OPS_CHECK", "0")
-    with torch.cuda.graph(graph):
-        captured = results()
+    graph, replayed = captured(results)
     for _ in range(2):
         with torch.no_grad():
             for tensor in given:
                 tensor.normal_()
         graph.replay()
-        for got, wanted in zip(captured, results(), strict=True):
+        for got, wanted in zip(replayed, results(), strict=True):
             assert torch.equal(got, wanted)
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import assert_same, cu_seqlens_of, lengths_strategy
+from helpers import assert_same, captured, cu_seqlens_of, lengths_strategy
 from hypothesis import given
 from hypothesis import strategies as st
 from logps_case import batch, leaves, results_and_gradients
@@ -140,19 +140,6 @@ def test_too_small_a_bound_is_named(device):
         calls()
 
 
-def captured(*arguments, **options):
-    """(a graph of token_logps, what its replay writes)"""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        po.token_logps(*arguments, **options | {"max_targets": None})
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = po.token_logps(*arguments, **options)
-    return graph, found
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_targets_over_the_bound_are_nan(monkeypatch):
@@ -161,7 +148,10 @@ def test_targets_over_the_bound_are_nan(monkeypatch):
     hidden, weight, labels, cu_seqlens, _, _ = masked("cuda", 0.2)
     names = ("logps", "entropy", "top1")
     expected = po.token_logps(hidden, weight, labels, cu_seqlens, outputs=names)
-    graph, found = captured(hidden, weight, labels, cu_seqlens, max_targets=TILE, outputs=names)
+    graph, found = captured(
+        lambda: po.token_logps(hidden, weight, labels, cu_seqlens, max_targets=TILE, outputs=names),
+        before=lambda: po.token_logps(hidden, weight, labels, cu_seqlens, outputs=names),
+    )
     graph.replay()
     torch.cuda.synchronize()
     with pytest.raises(ValueError, match="max_targets: expected at least as many"):
@@ -178,7 +168,7 @@ def test_targets_over_the_bound_are_nan(monkeypatch):
 def test_bound_in_a_graph(monkeypatch):
     monkeypatch.setenv("PACKING_OPS_CHECK", "0")
     hidden, weight, labels, cu_seqlens, _, count = masked("cuda", 0.5, dtype=torch.bfloat16)
-    graph, found = captured(hidden, weight, labels, cu_seqlens, max_targets=count)
+    graph, found = captured(lambda: po.token_logps(hidden, weight, labels, cu_seqlens, max_targets=count))
     hidden.copy_(hidden.flip(0))
     graph.replay()
     assert_same(found, po.token_logps(hidden, weight, labels, cu_seqlens, max_targets=count))

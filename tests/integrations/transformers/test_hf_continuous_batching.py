@@ -23,18 +23,11 @@ from packing_ops.integrations.transformers.call import NAMES  # noqa: E402
 if not versions.batching_patches(NAMES):
     pytest.skip(f"transformers {transformers.__version__} batches in another way", allow_module_level=True)
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 BATCHING = "transformers.generation.continuous_batching"
 VOCAB = 260
 # Prompts beyond a step's tokens are prefilled in chunks, while others are decoded.
 LENGTHS = (5, 1, 40, 17, 150, 90)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def prompts(seed=0):

@@ -38,12 +38,8 @@ pytestmark = pytest.mark.skipif(OLD, reason="the mode is tried with transformers
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    """The figures of these tests hold for any number; one is faster where several tests run."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def the_mode_ends(one_thread):
     yield
-    torch.set_num_threads(before)
     gc.collect()
     assert not po.is_invariant()
 
