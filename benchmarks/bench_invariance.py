@@ -1,7 +1,7 @@
 """python benchmarks/bench_invariance.py [--device cpu|cuda] [--tokens 1000000] [--steps 10]
 
 The mode apply_packing_ops(model, invariant=True) beside the same model without it, each in a process of its own, since
-torch reads the workspace of cuBLASLt once. Two questions:
+torch reads the workspace of cuBLASLt once. The processes count side by side, and time one after the other. Two questions:
 
 - How many of the log-probabilities of --tokens tokens, and of their entropies, have other bits in another row: documents
   in random order, in rows of random capacity down to one document, with random chunks of the vocabulary, beside the first
@@ -10,12 +10,16 @@ torch reads the workspace of cuBLASLt once. Two questions:
 """
 
 import argparse
+import contextlib
+import fcntl
 import json
 import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -131,12 +135,24 @@ def step_times(model: torch.nn.Module, steps: int, device: str) -> list[float]:
     return times[3:]
 
 
+@contextlib.contextmanager
+def turn(lock: str | None, kind: int) -> Iterator[None]:
+    """Counting (LOCK_SH) goes on beside counting, timing (LOCK_EX) alone."""
+    if lock is None:
+        yield
+        return
+    with open(lock) as file:
+        fcntl.flock(file, kind)
+        yield
+        torch.cuda.empty_cache()
+
+
 def synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
 
 
-def measure(name: str, device: str, mode: bool, tokens: int, steps: int) -> list[dict]:
+def measure(name: str, device: str, mode: bool, tokens: int, steps: int, lock: str | None) -> list[dict]:
     from packing_ops.integrations.transformers import apply_packing_ops
 
     model = model_of(name, device)
@@ -149,8 +165,10 @@ def measure(name: str, device: str, mode: bool, tokens: int, steps: int) -> list
             for layer in model.model.layers:
                 layer.compile()
             tokens //= 4
-        compared, differ = count_differing(model, tokens, device)
-        times = sorted(step_times(model, steps, device))
+        with turn(lock, fcntl.LOCK_SH):
+            compared, differ = count_differing(model, tokens, device)
+        with turn(lock, fcntl.LOCK_EX):
+            times = sorted(step_times(model, steps, device))
         rows.append(
             {
                 **{"model": name, "mode": "invariant" if mode else "without", "layers": layers},
@@ -166,12 +184,12 @@ def measure(name: str, device: str, mode: bool, tokens: int, steps: int) -> list
     return rows
 
 
-def in_a_process(name: str, mode: bool, arguments: argparse.Namespace) -> list[dict]:
+def started(name: str, mode: bool, lock: str, arguments: argparse.Namespace) -> subprocess.Popen:
     # env sets the variable: it must be there before torch's first product on the GPU.
     command = ["env", *(["CUBLASLT_WORKSPACE_SIZE=1"] if mode else []), sys.executable, __file__, "--only", name]
     command += ["--device", arguments.device, "--tokens", str(arguments.tokens), "--steps", str(arguments.steps)]
-    out = subprocess.run([*command, *(["--mode"] if mode else [])], stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(out.stdout.splitlines()[-1])
+    command += ["--lock", lock, *(["--mode"] if mode else [])]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -181,17 +199,21 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--only", help="one model, in this process: prints its rows as JSON")
     parser.add_argument("--mode", action="store_true", help="with --only: the mode")
+    parser.add_argument("--lock", help="with --only: a file that processes beside it lock too")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args(argv)
     if arguments.only:
-        rows = measure(arguments.only, arguments.device, arguments.mode, arguments.tokens, arguments.steps)
-        print(json.dumps(rows))
+        of_run = arguments.tokens, arguments.steps, arguments.lock
+        print(json.dumps(measure(arguments.only, arguments.device, arguments.mode, *of_run)))
         return
-    rows = []
-    for name in MODELS[arguments.device]:
-        for mode in (False, True):
-            rows += in_a_process(name, mode, arguments)
-            write_csv(arguments.results / f"invariance_{arguments.device}.csv", rows, show=False)
+    with tempfile.NamedTemporaryFile() as lock:
+        runs = [
+            started(name, mode, lock.name, arguments) for name in MODELS[arguments.device] for mode in (False, True)
+        ]
+        outputs = [run.communicate()[0] for run in runs]
+    if failed := [run.args for run in runs if run.returncode]:
+        raise SystemExit(f"failed: {failed}")
+    rows = [row for output in outputs for row in json.loads(output.splitlines()[-1])]
     write_csv(arguments.results / f"invariance_{arguments.device}.csv", rows)
 
 

@@ -142,6 +142,7 @@ CASES = [("llama", VOCAB, 16, 64), ("qwen3", VOCAB, 7, 33), ("qwen3", 5001, 128,
 @torch.no_grad()
 def test_log_probs_have_the_bits_of_a_packed_row(family, vocab, page_size, batch_tokens, device):
     """In the mode, whatever the chunks, pages and neighbours of a step; sampled, so that every token counts."""
+    vocab = vocab if device == "cpu" else -(-vocab // 8) * 8  # on a GPU the mode claims no other
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = tiny_model(family, vocab_size=vocab, device=device, dtype=dtype).eval()
     assert apply_packing_ops(model, invariant=True).skipped == {}
@@ -157,8 +158,9 @@ def test_log_probs_have_the_bits_of_a_packed_row(family, vocab, page_size, batch
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: the CPU has no CUDA graphs")
 @pytest.mark.parametrize("page_size", [16, 128])
 @pytest.mark.parametrize(("family", "dtype"), [("llama", torch.bfloat16), ("gemma3", torch.float32)])
-def test_cuda_graphs_give_the_same_tokens(family, dtype, page_size):
+def test_cuda_graphs_give_the_same_tokens(family, dtype, page_size, monkeypatch):
     """Steps of many sizes are padded, captured and replayed with other lengths; transformers then batches in two streams."""
+    monkeypatch.setenv("PACKING_OPS_CHECK", "0")  # as for a user: nothing can wait in a capture
     model = tiny_model(family, vocab_size=VOCAB, device="cuda", dtype=dtype).eval()
     assert apply_packing_ops(model, invariant=family == "llama").skipped == {}
     wanted = generated(model, prompts(), page_size=page_size, new_tokens=30, do_sample=False)
