@@ -60,7 +60,7 @@ SIZES = {
 STEPS, LEARNING_RATE = {"cpu": 4, "cuda": 20}, {"cpu": 1e-3, "cuda": 1e-5}
 LONGEST = {"cpu": (100, 32), "cuda": (512, 256)}  # prompt, and answer
 STEP_TOKENS = {"cpu": 64, "cuda": 1024}  # of continuous batching: longer prompts are prefilled in chunks
-PAGE, BLOCKS = 256, 1024  # tokens of a page of the KV cache, and how many the cache has
+PAGE, BLOCKS = 256, 256  # tokens of a page of the KV cache, and how many the cache has
 CAPACITY = 4096  # tokens of a packed row of the update
 
 
@@ -86,11 +86,7 @@ def rollout(
         do_sample=True, top_k=0, max_new_tokens=LONGEST[device][1], eos_token_id=ends, pad_token_id=0
     )
     batching = ContinuousBatchingConfig(
-        page_size=PAGE,
-        num_blocks=BLOCKS,
-        max_batch_tokens=STEP_TOKENS[device],
-        return_logprobs=True,
-        use_cuda_graph=False,
+        page_size=PAGE, num_blocks=BLOCKS, max_batch_tokens=STEP_TOKENS[device], return_logprobs=True
     )
     out = model.generate_batch(
         prompts, generation_config=sampled, continuous_batching_config=batching, progress_bar=False

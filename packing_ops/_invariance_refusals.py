@@ -100,6 +100,8 @@ def reason_of(module: torch.nn.Module | None, like: torch.Tensor) -> str:
     weights = [] if module is None else [t for t in module.parameters(recurse=False) if t.dim() > 1]
     if like.is_cuda and weights and like.dtype == torch.float32:
         return "cuBLASLt's float32 products of up to 16 rows have other bits: use bfloat16 or float16"
+    if like.is_cuda and any(size % _invariant.COLUMNS for t in weights for size in t.shape):
+        return "cuBLASLt has other kernels for few rows of sizes that are no multiples of 8: pad the weight, as a vocabulary"
     if like.is_cuda and (weights or module is None) and not _invariant.has_setter():
         return (
             "torch reads CUBLASLT_WORKSPACE_SIZE at its first product on a GPU: set it to 1 in the environment, or by "
@@ -110,6 +112,6 @@ def reason_of(module: torch.nn.Module | None, like: torch.Tensor) -> str:
     if not like.is_cuda:
         return (
             "its own forward gives other bits; on the CPU exp and sigmoid round otherwise in the last elements of a "
-            "thread's part: sizes that are multiples of 32, or torch.set_num_threads(1), avoid that"
+            "thread's part: torch.set_num_threads(1) and sizes that are multiples of 32 avoid that"
         )
     return "its own forward gives other bits here; torch's mean and sum do for fewer than 16 rows, F.rms_norm does not"

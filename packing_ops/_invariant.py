@@ -12,6 +12,7 @@ GRAIN = 4096  # entries of a vocabulary that one product and one sum take in the
 ROWS = (
     16  # on the CPU rows of a product go by whole blocks: of 1, 2, 3, 5, 7 or 9, MKL's float32 sums have other orders
 )
+COLUMNS = 8  # on a GPU columns of a product go by whole sets of 8: cuBLASLt has other kernels for few rows of others
 FLOAT32_ROWS = 32  # on a GPU the least of a float32 product: cuBLASLt has other kernels for up to 16
 
 Before = tuple[Any, int | None] | None  # torch's settings before the mode; None where it sets none

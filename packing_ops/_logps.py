@@ -19,7 +19,7 @@ from packing_ops import _ops
 from packing_ops._arguments import sum_dtype
 from packing_ops._autograd import on_its_own, past_autograd, register_autograd, register_no_autograd
 from packing_ops._batch_cache import is_real
-from packing_ops._invariant import GRAIN, active, pad_rows, rows_of_product
+from packing_ops._invariant import COLUMNS, GRAIN, active, pad_rows, rows_of_product
 
 OUTPUTS = ("logps", "lse", "entropy", "sum_p2", "mean_logit", "top1")  # as the op returns them
 ALWAYS = ("logps", "lse")  # the others are computed where one of them is asked for
@@ -166,9 +166,17 @@ class _Chunks:
     def scratch(self) -> torch.Tensor:
         return self.hidden.new_empty(self.hidden.shape[0], _round_up(self.chunk, 8))
 
-    def multiply(self, weight: torch.Tensor, logits: torch.Tensor) -> None:
-        for grain in self.grains(logits.shape[1]) if logits.is_cpu else [slice(None)]:
-            torch.mm(self.hidden, weight[grain].t(), out=logits[:, grain])
+    def multiply(self, weight: torch.Tensor, logits: torch.Tensor, hidden: torch.Tensor | None = None) -> None:
+        """logits of a chunk's weight, of all rows or those in hidden."""
+        hidden, columns = self.hidden if hidden is None else hidden, logits.shape[1]
+        if logits.is_cpu:
+            for grain in self.grains(columns):
+                torch.mm(hidden, weight[grain].t(), out=logits[:, grain])
+        elif self.invariant and columns % COLUMNS:
+            weight = torch.nn.functional.pad(weight, (0, 0, 0, -columns % COLUMNS))
+            logits.copy_(torch.mm(hidden, weight.t())[:, :columns])
+        else:
+            torch.mm(hidden, weight.t(), out=logits)
 
     def grains(self, columns: int) -> list[slice]:
         """The columns of a chunk that one product takes."""

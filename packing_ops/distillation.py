@@ -208,8 +208,7 @@ def _logits_of(head: _Chunks, rows: slice, memory: torch.Tensor) -> torch.Tensor
     hidden = head.hidden[rows]
     hidden = pad_rows(hidden) if head.invariant else hidden
     logits = memory[: hidden.shape[0], : head.weight.shape[0]]
-    for part in head.grains(logits.shape[1]) if logits.is_cpu else [slice(None)]:
-        torch.mm(hidden, head.weight[part].t(), out=logits[:, part])
+    head.multiply(head.weight, logits, hidden)
     return logits[: min(rows.stop, head.rows) - rows.start]
 
 

@@ -65,6 +65,30 @@ def test_log_probabilities_of_any_pack_and_chunk(device, dtype, packs, chunk, ot
             start += len(pack)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("vocab", [809, 9001])
+def test_few_rows_of_a_vocabulary_that_is_no_multiple_of_8(device, dtype, vocab):
+    """cuBLASLt has other kernels for 1 to 16 rows of it."""
+    hidden = torch.randn(128, 256, device=device, dtype=dtype)
+    weight = torch.randn(vocab, 256, device=device, dtype=dtype)
+    labels = torch.randint(vocab, (128,), device=device)
+
+    def found(rows):
+        h = hidden[:rows].clone().requires_grad_()
+        cu_seqlens = cu_seqlens_of([rows], device)
+        logps = po.token_logps(h, weight, labels[:rows], cu_seqlens)
+        kl = po.token_kl(h, weight, hidden[:rows] * 2, weight, labels[:rows], cu_seqlens)
+        (logps - kl)[: rows - 1].sum().backward()
+        return torch.stack([logps, kl]).detach()[:, : rows - 1], h.grad[: rows - 1]
+
+    with po.invariant():
+        whole, gradient = found(128)
+        for rows in (2, 3, 9, 13, 16, 17, 100):
+            values, grad = found(rows)
+            assert_same(values, whole[:, : rows - 1])
+            assert_same(grad, gradient[: rows - 1])
+
+
 def test_without_the_mode_they_differ():
     """What the test above would say if the mode did nothing."""
     weight, bias = head(torch.float32)

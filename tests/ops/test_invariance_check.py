@@ -188,3 +188,13 @@ def test_bits_of_rows_see_one_bit(dtype):
     swapped[1] = swapped[1].flip(0)
     if dtype != torch.bool:
         assert bits_of_rows(swapped)[1] != before[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: the CPU's products take any size")
+def test_a_size_that_is_no_multiple_of_8_is_named_on_a_gpu():
+    model = Model(nn.Linear(24, 5001)).to("cuda", torch.float16)
+    given = [document.cuda() for document in documents(torch.float16)]
+    with po.invariant():
+        found = po.check_invariance(model, model, documents=given)
+    assert "multiples of 8" in " ".join(found.why_not())
