@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from statistics import median
 
 import render_pages_attention
 import render_pages_ops
@@ -101,12 +102,12 @@ def grpo_same_bits() -> str:
             steps = results[mode]
             tokens, differ = (sum(step[name] for step in steps) for name in ("tokens", "not_0"))
             largest = max(step["largest"] for step in steps)
-            cells.append(
-                [model, mode, str(len(steps)), f"{differ:,} of {tokens:,}", f"{largest:.1e}" if largest else "0.0"]
-            )
+            seconds = [median(step["seconds"][part] for step in steps) for part in ("rollout", "update")]
+            found = f"{differ:,} of {tokens:,}", f"{largest:.1e}" if largest else "0.0"
+            cells.append([model, mode, str(len(steps)), *found, *(f"{each:.2f} s" for each in seconds)])
     if not cells:
         return "Not run yet: `benchmarks/bench_demo.py --only grpo_same_bits`."
-    head = ["model", "", "steps", "log-probs that differ", "largest difference"]
+    head = ["model", "", "steps", "log-probs that differ", "largest difference", "rollout", "update"]
     return markdown(head, cells) + "\n\n" + prose(" ".join(where))
 
 

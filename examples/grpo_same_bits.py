@@ -12,6 +12,7 @@ even numbers.
 
 import argparse
 import os
+import time
 from pathlib import Path
 
 from common.options import add_device, needs
@@ -139,14 +140,18 @@ def train(arguments: argparse.Namespace, mode: bool) -> list[dict]:
     for step in range(arguments.steps or STEPS[arguments.device]):
         torch.manual_seed(arguments.seed + step)
         prompts = prompts_of(arguments)
+        start = time.perf_counter()
         answers, old = rollout(model, prompts, arguments.device)
+        sampled = time.perf_counter()
         model.train()
         apart, reward = update(model, prompts, answers, old, arguments.samples)
         optimizer.step()
         optimizer.zero_grad()
-        steps.append(
-            {"tokens": len(apart), "not_0": int((apart != 0).sum()), "largest": float(apart.max()), "reward": reward}
-        )
+        not_0, largest = int((apart != 0).sum()), float(apart.max())
+        if arguments.device == "cuda":
+            torch.cuda.synchronize()
+        seconds = {"rollout": round(sampled - start, 3), "update": round(time.perf_counter() - sampled, 3)}
+        steps.append({"tokens": len(apart), "not_0": not_0, "largest": largest, "reward": reward, "seconds": seconds})
         print(
             f"{'invariant' if mode else 'default'}, step {step}: {steps[-1]['not_0']} of {len(apart)} log-probs differ, by "
             f"up to {steps[-1]['largest']:.1e}; reward {reward:.3f}"
