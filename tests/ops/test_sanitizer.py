@@ -25,8 +25,9 @@ FAMILIES = [
 SUITE = "cuda and not cpu and not opcheck and not compile and not 40_000"
 ATTENTION = (
     "one_pass or worked or rows_past or sink_alone or minus_infinity or nothing or strided_views or differ or plan "
-    "or unaligned or wrong_cu_seqlens or fused_projection or rows_apart or (one_token and not 65536)"
+    "or unaligned or wrong_cu_seqlens or fused_projection or rows_apart or every_class or (one_token and not 65536)"
 )  # graphs need torch's caching allocator
+OF_ATTENTION = ["attention", "attention_cuda", "attention_pages_cuda", "attention_dense", "attention_prefix_trees"]
 SMALL = "worked or prompts_of_codes or pack_ffd_of_many or poisoned or side_stream or next_call or one_pass"
 SMALL_TESTS = [
     f"tests/ops/test_{name}.py"
@@ -46,17 +47,8 @@ NO_BULK_STORES = {"PACKING_OPS_SM90": "0"}
 LESS_MEMORY = {"PACKING_OPS_SHARED_MEMORY": str(99 << 10)}
 # name: tool, tests, which of them, options, environment
 RUNS = {
-    "memcheck": ("memcheck", [f"tests/ops/test_{family}.py" for family in FAMILIES], SUITE, [], {}),
-    "memcheck-attention": (
-        "memcheck",
-        [
-            f"tests/ops/test_{name}.py"
-            for name in ("attention", "attention_cuda", "attention_pages_cuda", "attention_dense")
-        ],
-        ATTENTION,
-        [],
-        {},
-    ),
+    **{f"memcheck-{name}": ("memcheck", [f"tests/ops/test_{name}.py"], SUITE, [], {}) for name in FAMILIES},
+    **{f"memcheck-{name}": ("memcheck", [f"tests/ops/test_{name}.py"], ATTENTION, [], {}) for name in OF_ATTENTION},
     "racecheck": ("racecheck", SMALL_TESTS, SMALL, [*MANY_BARRIERS, *NOT_HOPPERS], {}),
     "synccheck": ("synccheck", SMALL_TESTS, SMALL, [*MANY_BARRIERS, *NOT_THE_BACKWARD], {}),
     "synccheck-less-memory": ("synccheck", SMALL_TESTS[-1:], "one_pass", [], LESS_MEMORY),
