@@ -24,8 +24,8 @@ MODELS = {
         **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
     },
 }
-REQUESTS = {"cuda": (64, 512, 256), "cpu": (8, 64, 16)}  # prompts, the longest, and tokens of an answer
-STEP_TOKENS, PAGES = {"cuda": 1024, "cpu": 64}, {"cuda": 256, "cpu": 64}
+REQUESTS = {"cuda": (32, 512, 128), "cpu": (8, 64, 16)}  # prompts, the longest, and tokens of an answer
+STEP_TOKENS, PAGES = {"cuda": 1024, "cpu": 64}, {"cuda": 160, "cpu": 64}
 # For each call its providers: attn_implementation, and whether continuous batching makes CUDA graphs (None: it decides).
 PROVIDERS = {
     "generate_batch": {

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from packing_ops import _ops
 from packing_ops._arguments import sum_dtype
@@ -173,7 +174,7 @@ class _Chunks:
             for grain in self.grains(columns):
                 torch.mm(hidden, weight[grain].t(), out=logits[:, grain])
         elif self.invariant and columns % COLUMNS:
-            weight = torch.nn.functional.pad(weight, (0, 0, 0, -columns % COLUMNS))
+            weight = pad(weight, (0, 0, 0, -columns % COLUMNS))
             logits.copy_(torch.mm(hidden, weight.t())[:, :columns])
         else:
             torch.mm(hidden, weight.t(), out=logits)
@@ -331,7 +332,10 @@ class _Gradients:
         logits = all_logits[: self.chunks.rows]
         if self.need_hidden:
             for grain in self.chunks.grains(logits.shape[1]):
-                _add_product(self.hidden, all_logits[:, grain], weight[grain])
+                of_grain, part_of_weight = all_logits[:, grain], weight[grain]
+                if (missing := -of_grain.shape[1] % COLUMNS) and self.chunks.invariant and logits.is_cuda:
+                    of_grain, part_of_weight = pad(of_grain, (0, missing)), pad(part_of_weight, (0, 0, 0, missing))
+                _add_product(self.hidden, of_grain, part_of_weight)
         if self.need_bias:
             self.bias[part] = logits.sum(0, dtype=self.hidden.dtype)
         if self.need_weight and later:

@@ -18,7 +18,7 @@ def test_every_file_is_in_one_group():
 
 def test_every_group_has_tests():
     for tests in run_gpu.targets().values():
-        assert all((run_gpu.ROOT / test.partition("::")[0]).is_file() for test in tests if test != "--deselect")
+        assert all((run_gpu.ROOT / test).is_file() for test in tests if test not in ("-n", "8"))
 
 
 @pytest.mark.parametrize(

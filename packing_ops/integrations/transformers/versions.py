@@ -224,7 +224,7 @@ def batching_patches(names: set[str]) -> list[Patch]:
         )
         config = importlib.import_module("transformers.generation.configuration_utils").ContinuousBatchingConfig
         wanted = [
-            *((module, _ASKED, _taken_for_flash) for module in (cache, api)),
+            *((module, _ASKED, _taken_for_flash) for module in (cache, api, initialization)),
             (initialization, _DECODES, _with_pages),
             (runner.ModelRunner, "_sample", _with_our_logps),
         ]
@@ -236,7 +236,8 @@ def batching_patches(names: set[str]) -> list[Patch]:
 
 
 def _taken_for_flash(names, stock):
-    """It takes attention for one that follows cu_seqlens by "flash" in the name. All others get dense masks."""
+    """It takes attention for one that follows cu_seqlens by "flash" in the name. All others get dense masks, and no CUDA
+    graphs unless they are asked for."""
 
     @functools.wraps(stock)
     def requested(config=None, requested_attention_implementation=None, version=None):

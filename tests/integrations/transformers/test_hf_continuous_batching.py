@@ -163,8 +163,13 @@ def test_cuda_graphs_give_the_same_tokens(family, dtype, page_size, monkeypatch)
     monkeypatch.setenv("PACKING_OPS_CHECK", "0")  # as for a user: nothing can wait in a capture
     model = tiny_model(family, vocab_size=VOCAB, device="cuda", dtype=dtype).eval()
     assert apply_packing_ops(model, invariant=family == "llama").skipped == {}
+    runner, captures = importlib.import_module(f"{BATCHING}.model_runner").ModelRunner, []
+    stock = runner._capture_graph
+    monkeypatch.setattr(runner, "_capture_graph", lambda *args: captures.append(stock(*args)))
     wanted = generated(model, prompts(), page_size=page_size, new_tokens=30, do_sample=False)
-    found = generated(model, prompts(), page_size=page_size, new_tokens=30, do_sample=False, graphs=True)
+    assert not captures
+    found = generated(model, prompts(), page_size=page_size, new_tokens=30, do_sample=False, graphs=None)
+    assert captures  # by default, as for flash-attn
     for (tokens, logps), (ours, our_logps) in zip(wanted, found, strict=True):
         assert ours == tokens
         torch.testing.assert_close(our_logps, logps)
@@ -222,7 +227,7 @@ def test_what_a_paged_cache_cannot_have(device):
 
 def test_unregister_gives_back_what_continuous_batching_asks():
     """Of names that are not ours nothing changes, while ours are registered and after."""
-    modules = [importlib.import_module(f"{BATCHING}.{name}") for name in ("cache", "continuous_api")]
+    modules = [importlib.import_module(f"{BATCHING}.{name}") for name in ("cache", "continuous_api", "initialization")]
     runner = importlib.import_module(f"{BATCHING}.model_runner").ModelRunner
     others = [name for name in NAMES if name != "packing_ops"]
     NAMES.difference_update(others)
@@ -236,7 +241,7 @@ def test_unregister_gives_back_what_continuous_batching_asks():
             assert not asked(requested_attention_implementation=None)
         unregister()
         stock = importlib.import_module("transformers.utils.generic").is_flash_attention_requested
-        assert [module.is_flash_attention_requested for module in modules] == [stock] * 2
+        assert [module.is_flash_attention_requested for module in modules] == [stock] * 3
         assert runner._sample.__module__ == runner.__module__
         assert not hasattr(runner._sample, "__wrapped__")
     finally:
