@@ -104,6 +104,26 @@ __device__ __forceinline__ void load_keys(const BackwardArgs& args, const Backwa
   }
 }
 
+// Of a row tile that begins before its document, at a negative token: tokens before the first lie outside of the map,
+// which makes them zeros.
+template <class Shape>
+__device__ __forceinline__ void load_token_by_token(const BackwardArgs& args, const DocumentTokens& tokens,
+                                                    int32_t first_head, int32_t token, uint32_t tile_q,
+                                                    uint64_t* full) {
+  const int32_t end = token + static_cast<int32_t>(args.tile_tokens.value);
+#pragma unroll 1
+  for (; token < end; ++token, tile_q += args.common.group * 128) {
+#pragma unroll 1
+    for (int panel = 0; panel < Shape::kPanels; ++panel) {
+      const ptx::TmaCoords start = {64 * panel, first_head, token < 0 ? kMapTokens : tokens.before_end + token,
+                                    tokens.to_end, kMapTokens};
+      const uint32_t to = tile_q + panel * Shape::kPanelQ;
+      ptx::tma_load(to, args.q_token, start, full);
+      ptx::tma_load(to + Shape::kTileQ, args.dout_token, start, full);
+    }
+  }
+}
+
 template <class Shape>
 __device__ __forceinline__ void load_rows(const BackwardArgs& args, const BackwardUnit& unit,
                                           const BackwardStep<Shape>& step, uint32_t tile_q, uint64_t* full) {
@@ -113,22 +133,16 @@ __device__ __forceinline__ void load_rows(const BackwardArgs& args, const Backwa
 #pragma unroll
   for (int r = 0; r < Shape::kTiles; ++r) {
     const int32_t token = step.tiles[r].token;
+    if (token < 0) {
+      load_token_by_token<Shape>(args, tokens, step.first_head, token, tile_q + r * kTileRows * 128, full);
+      continue;
+    }
 #pragma unroll
     for (int panel = 0; panel < Shape::kPanels; ++panel) {
-      ptx::TmaCoords start = {64 * panel, step.first_head, tokens.before_end + token, tokens.to_end, kMapTokens};
+      const ptx::TmaCoords start = {64 * panel, step.first_head, tokens.before_end + token, tokens.to_end, kMapTokens};
       const uint32_t to = tile_q + panel * Shape::kPanelQ + r * kTileRows * 128;
-      if (token >= 0) {
-        ptx::tma_load(to, args.q, start, full);
-        ptx::tma_load(to + Shape::kTileQ, args.dout, start, full);
-        continue;
-      }
-      // Token by token: those before the document's first are zeros, as are those outside of the map.
-      for (int32_t i = 0; i < static_cast<int32_t>(args.tile_tokens.value); ++i) {
-        start.at[2] = token + i < 0 ? kMapTokens : tokens.before_end + token + i;
-        const uint32_t to_token = to + i * args.common.group * 128;
-        ptx::tma_load(to_token, args.q_token, start, full);
-        ptx::tma_load(to_token + Shape::kTileQ, args.dout_token, start, full);
-      }
+      ptx::tma_load(to, args.q, start, full);
+      ptx::tma_load(to + Shape::kTileQ, args.dout, start, full);
     }
   }
 }
