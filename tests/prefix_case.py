@@ -60,7 +60,8 @@ class Pieces:
         pack.sinks, pack.options = case.sinks, dict(case.options)
         if "visible_end" in case.options:
             pack.options["visible_end"] = torch.cat([case.options["visible_end"][a:b] for a, b, _ in self.spans])
-        pack.dout = pack.dlse = None
+        pack.dout = torch.cat([case.dout[a:b] for a, b, _ in self.spans])
+        pack.dlse = torch.cat([case.dlse[:, a:b] for a, b, _ in self.spans], 1)
         return pack
 
     def assert_equal_rows(self, out: torch.Tensor, lse: torch.Tensor, where: str) -> int:
@@ -77,8 +78,27 @@ class Pieces:
             start, compared = start + b - a, compared + len(rows)
         return compared
 
+    def assert_equal_gradients(self, found: dict[str, torch.Tensor], where: str) -> int:
+        """Compares the gradients of chunks of the document's last queries: dq, and dk and dv of the keys that no earlier query
+        sees; how many rows those are."""
+        row = key = compared = 0
+        for a, b, end in self.spans:
+            if b == end == self.length and a > 0:
+                first = self.ends[a - 1]
+                pairs = [(name, key + first, key + end, first) for name in ("dk", "dv")]
+                for name, start, stop, here in [("dq", row, row + b - a, a), *pairs]:
+                    same = (found[name][start:stop] == found[name][here : here + stop - start]).flatten(1).all(1)
+                    different = (here + (~same).nonzero().flatten()).tolist()
+                    assert not different, (
+                        f"{where}: {name} of {len(different)} rows of queries {a}:{b}, at {different[:9]}"
+                    )
+                    compared += stop - start
+            row, key = row + b - a, key + end
+        return compared
 
-def drawn_pieces(seed: int, device: str, dtypes, dims) -> Pieces:
+
+def drawn_pieces(seed: int, device: str, dtypes, dims, *, last_queries: bool = False) -> Pieces:
+    """last_queries: the pieces are chunks of the document's last queries."""
     torch.manual_seed(seed)
     draw = random.Random(seed)
     length, causal = draw.choice(LENGTHS), draw.random() < 0.8
@@ -92,7 +112,9 @@ def drawn_pieces(seed: int, device: str, dtypes, dims) -> Pieces:
     if causal and draw.random() < 0.3:
         options["visible_end"] = blocks_ends(draw, length).to(device)
         options["window_size"] = (options["window_size"][0], -1)
-    return Pieces(draw, length, device=device, **options)
+    starts = [draw.randrange(length) for _ in range(4)] if last_queries else []
+    spans = [(start, length, length) for start in starts if start > 0]
+    return Pieces(draw, length, spans=spans, device=device, **options)
 
 
 def blocks_ends(draw: random.Random, length: int) -> torch.Tensor:

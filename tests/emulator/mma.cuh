@@ -64,9 +64,9 @@ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     }
     for (int lane = 0; lane < 32; ++lane) {
       for (int i = 0; i < 4; ++i) {
-        float sum = emulator::bits_of<float>(in[lane].word[6 + i]);
+        float sum = 0;  // of its own, so that results depend on which 16 terms an instruction has
         for (int k = 0; k < 16; ++k) sum += left[lane / 4 + i / 2 * 8][k] * right[k][2 * (lane % 4) + i % 2];
-        out[lane].word[i] = emulator::bits_of<uint32_t>(sum);
+        out[lane].word[i] = emulator::bits_of<uint32_t>(emulator::bits_of<float>(in[lane].word[6 + i]) + sum);
       }
     }
   });

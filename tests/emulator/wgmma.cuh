@@ -60,9 +60,9 @@ void multiply(float (&d)[kCount], const RowsOfA& a, uint64_t b, bool add) {
       float right[16];
       matrix_elements<T>(b, kTrans, 8 * block + 2 * quad_lane + i, right);
       for (int half = 0; half < 2; ++half) {
-        float sum = add ? d[4 * block + 2 * half + i] : 0;
+        float sum = 0;  // of its own, so that results depend on which 16 terms an instruction has
         for (int k = 0; k < 16; ++k) sum += a.elements[half][k] * right[k];
-        d[4 * block + 2 * half + i] = sum;
+        d[4 * block + 2 * half + i] = add ? d[4 * block + 2 * half + i] + sum : sum;
       }
     }
   }

@@ -6,7 +6,9 @@ import random
 import emulated
 import pytest
 import torch
+from attention_case import Case, document_alone, document_results
 from emulator.build import cuda_headers
+from helpers import assert_same
 from prefix_case import Pieces, blocks_ends
 
 HEADERS = cuda_headers()
@@ -60,3 +62,55 @@ def test_queries_that_see_every_key(gpu):
     spans = [(0, 1, 120), (3, 10, 120), (50, 115, 120)]
     options = {"heads": (4, 1), "dim": 64, "dtype": BF16, "causal": False}
     assert assert_equal_rows(Pieces(random.Random(0), 120, spans=spans, **options), gpu) == 73
+
+
+# (keys, queries of chunks, options). Row tiles are taken from the last one down from 2,048 rows on; a chunk has fewer.
+GRADIENTS = {
+    "64, from the last row": (300, [44, 172, 7], {"heads": (8, 1), "dim": 64, "dtype": BF16}),
+    "64, tiles of 63 rows": (270, [14, 142, 60], {"heads": (3, 1), "dim": 64, "dtype": FP16}),
+    "128, tiles of 63 rows, from the last row": (330, [74, 5, 1], {"heads": (7, 1), "dim": 128, "dtype": BF16, "window_size": (150, 0)}),
+    "128": (200, [72, 100, 61], {"heads": (2, 2), "dim": 128, "dtype": BF16, "sinks": True}),
+    "128, group of 4, from the last row": (540, [28, 100], {"heads": (4, 1), "dim": 96, "dtype": BF16, "window_size": (60, 0)}),
+    "192": (200, [72, 61], {"heads": (3, 1), "dim": 192, "dim_v": 128, "dtype": BF16}),
+    "256": (170, [42, 9], {"heads": (5, 1), "dim": 256, "dtype": BF16}),
+    "256, from the last row": (140, [12, 30], {"heads": (16, 1), "dim": 256, "dtype": BF16, "window_size": (50, 0)}),
+    "512": (90, [26, 7], {"heads": (3, 1), "dim": 512, "dtype": BF16}),
+    "softcap, tiles of 60 rows": (170, [42, 9], {"heads": (5, 1), "dim": 64, "dtype": BF16, "softcap": 3.0}),
+    "one key tile": (60, [7, 33], {"heads": (3, 1), "dim": 64, "dtype": BF16}),
+    "one key tile, 128 keys": (128, [7, 99], {"heads": (5, 1), "dim": 128, "dtype": FP16}),
+    "float32": (70, [12, 31], {"heads": (3, 1), "dim": 24, "dtype": torch.float32}),
+}  # fmt: skip
+
+
+def compared_gradients(gpu, keys, chunks, options):
+    pieces = Pieces(random.Random(0), keys, spans=[(keys - n, keys, keys) for n in chunks], **options)
+    found = emulated.attention(pieces.pack(), HEADERS, gpu, late_copies=True, seed=1)
+    return pieces.assert_equal_gradients(found, gpu)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_of_the_last_queries(gpu, name):
+    keys, chunks, options = GRADIENTS[name]
+    assert compared_gradients(gpu, keys, chunks, options) == 3 * sum(chunks)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_gradients_of_the_last_queries_that_see_blocks(gpu):
+    ends = blocks_ends(random.Random(6), 140)
+    options = {"heads": (3, 1), "dim": 64, "dtype": BF16, "visible_end": ends, "window_size": (90, -1)}
+    assert compared_gradients(gpu, 140, [12, 61], options) > 73
+
+
+@pytest.mark.parametrize("gpu", ["sm_90", "sm_80"])
+@pytest.mark.parametrize("queries", [3, 50])  # in one tile of rows, which begins before them, and in several
+def test_the_last_queries_beside_documents_of_nan(gpu, queries):
+    case = Case([9, queries, 40], [9, 150, 40], heads=(5, 1), dim=64, dtype=BF16)
+    of_q, of_k = (9, 9 + queries), (9, 159)
+    alone = emulated.attention(document_alone(case, *of_q, of_k), HEADERS, gpu, late_copies=False, seed=0)
+    for tensors, (start, end) in (((case.q, case.dout), of_q), ((case.k, case.v), of_k)):
+        for tensor in tensors:
+            tensor[:start] = tensor[end:] = float("nan")
+    beside = emulated.attention(case, HEADERS, gpu, late_copies=True, seed=1)
+    for key, value in document_results(alone, 0, queries, (0, 150)).items():
+        assert_same(document_results(beside, *of_q, of_k)[key], value)

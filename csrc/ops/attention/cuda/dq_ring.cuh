@@ -31,7 +31,7 @@ __device__ inline DqTicket dq_ticket(uint32_t index, uint32_t ring, int32_t key_
 struct BackwardWork {
   PlanEntry entry;
   int32_t kv_head;
-  uint32_t ring_index;  // of the document's row tile 0 (as if it had partial dq), for this head
+  uint32_t ring_index;  // of row tile 0 (as if it had partial dq), for this head
 
   __device__ BackwardWork(const Args& args, const PlanEntry* entries, int32_t unit, int rows, int keys)
       : entry(entries[unit / args.num_kv_heads]), kv_head(unit % args.num_kv_heads) {
@@ -42,7 +42,7 @@ struct BackwardWork {
     while (heads > 1 && sums * heads > args.plan.dq_ring) heads = (heads + 1) / 2;
     if (heads < args.num_kv_heads) {
       const int32_t tiles = static_cast<int32_t>(ceil_div(d.keys, keys));
-      const bool ascend = args.plan.tiles.start_at_last_row(d.tokens);
+      const bool ascend = args.plan.tiles.start_at_last_row(d.keys);
       const int32_t index = (ascend ? entry.tile : tiles - 1 - entry.tile) * args.num_kv_heads + kv_head;
       const int32_t first_head = index / (tiles * heads) * heads;
       heads = heads < args.num_kv_heads - first_head ? heads : args.num_kv_heads - first_head;

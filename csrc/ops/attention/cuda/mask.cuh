@@ -23,6 +23,8 @@ struct DocumentView {
   Window window;
 
   PACKING_OPS_HOST_DEVICE int32_t shift() const { return keys - tokens; }
+  // Keys before the first query's: queries that the document has and the call has not.
+  PACKING_OPS_HOST_DEVICE int32_t queries_before() const { return shift() > 0 ? shift() : 0; }
   // Keys from the first that `token` sees to `end`.
   PACKING_OPS_HOST_DEVICE Interval<int32_t> keys_before(int32_t end, int32_t token) const {
     return clamped(token + shift() - window.left, end, keys);
@@ -65,11 +67,14 @@ struct DocumentWithEnds : DocumentView {
   }
 };
 
-// Row tiles, of `rows` packed rows each, that hold a row of these tokens.
-PACKING_OPS_HOST_DEVICE Interval<int32_t> row_tiles(Interval<int32_t> tokens, int32_t group, int32_t rows) {
-  const int32_t begin = static_cast<int32_t>(static_cast<int64_t>(tokens.begin) * group / rows);
+// The backward's row tiles, of `rows` packed rows each, that hold a row of these tokens. They are counted from the
+// document's first key, as if each key had a query: sums over rows are the same whichever of its last queries are here.
+PACKING_OPS_HOST_DEVICE Interval<int32_t> row_tiles(const DocumentView& d, Interval<int32_t> tokens, int32_t group,
+                                                    int32_t rows) {
+  const int64_t before = d.queries_before();
+  const int32_t begin = static_cast<int32_t>((before + tokens.begin) * group / rows);
   if (tokens.empty()) return {begin, begin};
-  return {begin, static_cast<int32_t>((static_cast<int64_t>(tokens.end) * group - 1) / rows + 1)};
+  return {begin, static_cast<int32_t>(((before + tokens.end) * group - 1) / rows + 1)};
 }
 
 // Row tiles whose dq is a sum over several key tiles: those that attend beyond the first `keys` keys.
@@ -77,7 +82,7 @@ template <class View>
 PACKING_OPS_HOST_DEVICE Interval<int32_t> row_tiles_with_partial_dq(const View& d, int32_t group, int32_t rows,
                                                                     int32_t keys) {
   if (d.keys <= keys) return {0, 0};
-  return row_tiles(d.tokens_attending_to(keys, d.keys - 1), group, rows);
+  return row_tiles(d, d.tokens_attending_to(keys, d.keys - 1), group, rows);
 }
 
 PACKING_OPS_HOST_DEVICE DocumentView document_view(const Documents& documents_q, const Documents& documents_k,

@@ -14,7 +14,7 @@ struct PackedRows {
   int32_t head_offset;  // of row 0 in its group: first % group
   int32_t group;
   uint32_t inverse;  // Args::group_inverse
-  int32_t valid;     // rows that exist, of kRows
+  int32_t valid;     // rows up to the document's end, of kRows
   int32_t first_head;
   int64_t rows_left;  // from row 0 to the document's end
 
@@ -31,10 +31,11 @@ struct PackedRows {
         rows_left(static_cast<int64_t>(end_token - token) * args.group - head_offset) {
     valid = static_cast<int32_t>(rows_left < rows ? rows_left : rows);
   }
-  // Row 0 is packed row `first` of the document.
-  __device__ PackedRows(const Args& args, const DocumentView& d, int32_t kv_head, int64_t first, int rows)
-      : PackedRows(args, d, kv_head, static_cast<int32_t>(first / args.group), static_cast<int32_t>(first % args.group),
-                   d.tokens, rows) {}
+  // The backward's row tile `tile` (row_tiles). Rows before the document's first query do not exist.
+  __device__ PackedRows(const Args& args, const DocumentView& d, int32_t kv_head, int32_t tile, int rows)
+      : PackedRows(args, d, kv_head,
+                   static_cast<int32_t>(static_cast<int64_t>(tile) * rows / args.group) - d.queries_before(),
+                   static_cast<int32_t>(static_cast<int64_t>(tile) * rows % args.group), d.tokens, rows) {}
   // A number of rows to move by; negative is back.
   struct Stride {
     int32_t rows;
@@ -58,6 +59,9 @@ struct PackedRows {
   __device__ int32_t quotient(int x) const { return static_cast<int32_t>((static_cast<uint32_t>(x) * inverse) >> 22); }
   __device__ int32_t token_step(int row) const { return quotient(row + head_offset); }
   __device__ int32_t token_of(int row) const { return token + token_step(row); }
+  __device__ bool exists(int row) const { return row < valid && token_of(row) >= 0; }
+  // Of the first row that exists.
+  __device__ int32_t begin_token() const { return token < 0 ? 0 : token; }
   __device__ int32_t last_token() const { return token_of(valid - 1); }
   // Element offset of a row in `rows`, or in a contiguous [total, num_heads] array with unit head stride.
   __device__ int64_t offset(int row, int64_t token_stride, int64_t head_stride) const {

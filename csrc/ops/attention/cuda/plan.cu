@@ -97,7 +97,7 @@ struct TileLister {
   // The index-th tile of a document in the list; partial dq is summed over key tiles in this order.
   // sums: number of row tiles with partial dq in the documents before.
   __device__ PlanEntry entry(int64_t document, const DocumentWithEnds& d, int32_t index, uint32_t sums) const {
-    const bool ascend = is_forward() || plan.tiles.start_at_last_row(d.tokens);
+    const bool ascend = is_forward() || plan.tiles.start_at_last_row(d.keys);
     const int32_t tile = ascend ? index : tiles(d) - 1 - index;
     PlanEntry entry;
     entry.document = static_cast<int32_t>(document);
@@ -317,20 +317,22 @@ __global__ void __launch_bounds__(kPlanThreads)
                 });
 }
 
-// Size of the ring: room for the longest document possible, and for enough units to keep the GPU busy.
-void set_dq_ring(PlanView& plan, int32_t device) {
+// Size of the ring: room for the longest document possible, and for enough units to keep the GPU busy. own_keys: keys
+// have cu_seqlens of their own, so that a document's first row may be inside of a row tile.
+void set_dq_ring(PlanView& plan, bool own_keys, int32_t device) {
   const AttentionTiles& tiles = plan.tiles;
   const int64_t key_tiles = plan.total_k / tiles.backward_keys;
   if (key_tiles == 0) return;  // documents of one key tile have no partial dq
   int multiprocessors = 0;
   check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
              "cudaDeviceGetAttribute");
-  const int64_t longest = ceil_div(plan.total_q * tiles.group, tiles.backward_rows);
+  const int64_t longest = ceil_div(plan.total_q * tiles.group, tiles.backward_rows) + own_keys;
   const int64_t in_flight = 2 * multiprocessors * ceil_div(tiles.backward_keys * tiles.group, tiles.backward_rows);
   const uint64_t min_size = static_cast<uint64_t>(std::max({longest, in_flight, key_tiles + 1}));
   constexpr uint64_t kMaxSize = uint64_t{1} << 31;  // row tiles: more than fit in any GPU's memory
   plan.dq_ring = static_cast<uint32_t>(std::min(std::bit_ceil(min_size), kMaxSize));
-  const int64_t row_tiles = (longest + std::min(key_tiles, plan.num_documents)) * plan.num_kv_heads;
+  const int64_t cut = (1 + own_keys) * std::min(key_tiles, plan.num_documents);  // tiles at the documents' ends
+  const int64_t row_tiles = (longest + cut) * plan.num_kv_heads;
   plan.dq_ring_tiles = std::min<int64_t>(row_tiles, plan.dq_ring);
 }
 
@@ -357,7 +359,7 @@ PlanView plan_view(const AttentionPlanParams& p) {
   plan.window = {side(p.window_left), side(p.window_right)};
   plan.num_kv_heads = static_cast<int32_t>(p.num_kv_heads);
   plan.pages = p.pages;
-  set_dq_ring(plan, p.device);
+  set_dq_ring(plan, p.documents_q.cu_seqlens != p.documents_k.cu_seqlens, p.device);
   const int64_t capacity[PlanView::kLists] = {plan.forward_capacity(),
                                               plan.forward_short_capacity(),
                                               plan.forward_resident_capacity(),

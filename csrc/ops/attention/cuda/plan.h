@@ -1,6 +1,6 @@
 // The plan of a packed batch: lists of tiles for persistent kernels, the costliest first. Built on the device once,
-// read by the forward and backward of every layer. Tiles start at each document's start, so a document's tiles are the
-// same wherever it lies in the pack.
+// read by the forward and backward of every layer. Tiles start at each document's start, the backward's at its first
+// key's (row_tiles of mask.cuh), so a document's tiles are the same wherever it lies in the pack.
 #pragma once
 
 #include <cstdint>

@@ -142,7 +142,7 @@ __device__ __forceinline__ void load_packed_rows(Tile<kRows, kDim> tile, int thr
                                                  const PackedRows& rows, int head_dim) {
   const uint16_t* data = static_cast<const uint16_t*>(from.data);
   load_rows<kThreads, kRows>(tile, 0, thread, head_dim, data, [&](int row) -> const void* {
-    return row < rows.valid ? data + rows.offset(row, from.token_stride, from.head_stride) : nullptr;
+    return rows.exists(row) ? data + rows.offset(row, from.token_stride, from.head_stride) : nullptr;
   });
 }
 

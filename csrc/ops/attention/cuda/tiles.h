@@ -24,10 +24,11 @@ struct AttentionTiles {
 
   // Order of the backward in a document of several key tiles. Long: every key tile walks the row tiles from the last
   // one down, first key tile first, so that the tiles in flight read the same rows from L2. Short: from the first row
-  // tile that attends to the key tile upwards, last key tile first, so that no tile waits for another's dq.
-  PACKING_OPS_HOST_DEVICE bool start_at_last_row(int32_t tokens) const {
+  // tile that attends to the key tile upwards, last key tile first, so that no tile waits for another's dq. By the
+  // document's keys: a call with some of its queries has the order, and the bits, of one with all.
+  PACKING_OPS_HOST_DEVICE bool start_at_last_row(int32_t keys) const {
     constexpr int64_t kLong = 32;
-    return static_cast<int64_t>(tokens) * group > kLong * backward_rows;
+    return static_cast<int64_t>(keys) * group > kLong * backward_rows;
   }
 };
 

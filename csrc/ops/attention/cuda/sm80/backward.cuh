@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier, kDimV>::kThread
     const DocumentWithEnds d = document_with_ends(entry, args.plan);
     const int32_t first_key = entry.tile * kKeys;
     const int32_t end_key = first_key + kKeys < d.keys ? first_key + kKeys : d.keys;
-    const Interval<int32_t> tiles = row_tiles(d.tokens_attending_to(first_key, end_key - 1), args.group, row_tile);
+    const Interval<int32_t> tiles = row_tiles(d, d.tokens_attending_to(first_key, end_key - 1), args.group, row_tile);
 
     // Prologue: k and v of the key tile, q and dout of the first row tile
     load_rows<Shape::kThreads, kKeys>(u.tile_k(), 0, threadIdx.x, args.head_dim, args.k.data,
@@ -66,11 +66,11 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier, kDimV>::kThread
     load_rows<Shape::kThreads, kKeys>(u.tile_v(), 0, threadIdx.x, args.head_dim_v, args.v.data,
                                       key_rows(args.v, d, kv_head, first_key));
     ptx::cp_async_commit();
-    const bool descending = args.plan.tiles.start_at_last_row(d.tokens);
+    const bool descending = args.plan.tiles.start_at_last_row(d.keys);
     const int32_t tile_step = descending ? -1 : 1;
     const int32_t steps = tiles.end - tiles.begin;
     const int32_t start = descending && steps > 0 ? tiles.end - 1 : tiles.begin;
-    PackedRows rows(args, d, kv_head, static_cast<int64_t>(start) * row_tile, row_tile);
+    PackedRows rows(args, d, kv_head, start, row_tile);
     const PackedRows::Stride stride = rows.stride(tile_step * row_tile);
     uint32_t ring_index = work.ring_index + start;
     if (steps > 0) u.load_rows(args, rows, 0);
@@ -92,8 +92,8 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier, kDimV>::kThread
     // Scores: p and ds of the row tile `rows`, into slot i.
     const auto compute_scores = [&](int i) {
       const int32_t last_token = rows.last_token();
-      const Interval<int32_t> keys = d.visible_keys(rows.token, last_token);
-      const int32_t end_for_all = d.end_of(rows.token);
+      const Interval<int32_t> keys = d.visible_keys(rows.begin_token(), last_token);
+      const int32_t end_for_all = d.end_of(rows.begin_token());
       // Unsigned, so that the divisions are shifts.
       const int32_t first_tile = static_cast<uint32_t>(keys.begin) / kKeys;
       const int32_t last_tile = static_cast<uint32_t>(keys.end - 1) / kKeys;

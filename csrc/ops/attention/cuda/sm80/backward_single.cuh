@@ -27,7 +27,7 @@ struct SingleScores {
   __device__ __forceinline__ void products(const float2* stats, const Args& args, const DocumentWithEnds& d,
                                            const PackedRows& rows, int i, int first_row, int first_key) {
     const int last_key = first_key + 16 * Shape::kScoreBlockStride * (kCount - 1) + 15;
-    const bool masked = !d.all_visible(d.end_of(rows.token), rows.last_token(), first_key, last_key);
+    const bool masked = !d.all_visible(d.end_of(rows.begin_token()), rows.last_token(), first_key, last_key);
     u.template product<kCount>(p, u.tile_q(i), first_row, u.tile_k(), first_key);
     Unit::template weights<kCount>(p, t, stats, args, d, rows, {first_row, 0, first_key, masked});
     Unit::template store<kCount>(u.tile_p(0), p, first_row, first_key);
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true, kTier, kDimV>
     const PlanEntry entry = entries[unit / args.num_kv_heads];
     const int32_t kv_head = unit % args.num_kv_heads;
     const DocumentWithEnds d = document_with_ends(entry, args.plan);
-    const Interval<int32_t> tiles = row_tiles(d.tokens_attending_to(0, d.keys - 1), args.group, kRows);
+    const Interval<int32_t> tiles = row_tiles(d, d.tokens_attending_to(0, d.keys - 1), args.group, kRows);
     const int32_t steps = tiles.end - tiles.begin;
 
     // Prologue: k and v, q and dout of the first row tile
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true, kTier, kDimV>
     load_keys<Shape::kThreads>(u.tile_k(), args.k, keys, kv_head, args.head_dim, threadIdx.x);
     load_keys<Shape::kThreads>(u.tile_v(), args.v, keys, kv_head, args.head_dim_v, threadIdx.x);
     ptx::cp_async_commit();
-    PackedRows rows(args, d, kv_head, static_cast<int64_t>(tiles.begin) * kRows, kRows);
+    PackedRows rows(args, d, kv_head, tiles.begin, kRows);
     if (steps > 0) u.load_rows(args, rows, 0);
 
     typename Unit::SumsK dk;
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true, kTier, kDimV>
 
     // Main loop over row tiles
     for (int32_t i = 0; i < steps; ++i) {
-      const Interval<int32_t> keys = d.visible_keys(rows.token, rows.last_token());
+      const Interval<int32_t> keys = d.visible_keys(rows.begin_token(), rows.last_token());
       const RowTileVisit visit(rows.valid, keys.begin / 16, (keys.end + 15) / 16, DqTicket(), true, true);
       const bool attends_first_block = visit.attends_to(key_block);
       const bool attends_second_block = visit.attends_to(key_block + Unit::kKeyBlockStride);

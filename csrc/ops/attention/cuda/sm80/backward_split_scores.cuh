@@ -32,7 +32,7 @@ __device__ __forceinline__ void split_scores(const Unit& u, uint8_t* shared, con
   } else if (active) {
     u.template product<1>(p, u.tile_q(slot), first_row, u.tile_k(), tile_key);
     const int32_t first = first_key + tile_key;
-    const bool masked = !d.all_visible(d.end_of(rows.token), rows.last_token(), first, first + 15);
+    const bool masked = !d.all_visible(d.end_of(rows.begin_token()), rows.last_token(), first, first + 15);
     Unit::template weights<1>(p, t, stats, args, d, rows, {first_row, first_key, tile_key, masked});
   }
   __syncthreads();

@@ -58,7 +58,7 @@ struct BackwardUnit {
   static __device__ __forceinline__ void load_tile(const Args& args, const PackedRows& rows,
                                                    const AttentionTensor& from, int head_dim,
                                                    Tile<Shape::kRows, kWidth> to, int thread) {
-    if (rows.valid == Shape::kRows && args.token_aligned_group > 0) {
+    if (rows.valid == Shape::kRows && rows.token >= 0 && args.token_aligned_group > 0) {
       load_packed_rows_unchecked<128>(to, thread, from, rows);
     } else {
       load_packed_rows<128>(to, thread, from, rows, head_dim);
@@ -78,7 +78,7 @@ struct BackwardUnit {
 
   // Of a row: lse * log2(e) and rowsum(dout * out) - dlse; with kSingle lse and dlse, and the unit computes the sum.
   __device__ __forceinline__ void load_row_stats(const Args& args, const PackedRows& rows, int i, int row) const {
-    const bool valid = row < rows.valid;
+    const bool valid = rows.exists(row);
     const uint32_t to = stats(i) + row * 8;
     if constexpr (Shape::kSingle) {
       const int64_t at = valid ? rows.offset(row, 1, args.documents_q.total) : 0;
@@ -166,7 +166,8 @@ struct BackwardUnit {
     if (!block.masked) return;
     const int32_t first_key = block.first_key + block.tile_key;
     for_each_row([&](int m, int half) {
-      const int32_t token = rows.token_of(lane_row(block.first_row, m, half));
+      const int32_t row_token = rows.token_of(lane_row(block.first_row, m, half));
+      const int32_t token = row_token < 0 ? 0 : row_token;
       const Interval<int32_t> visible = d.visible_keys(token, token);
 #pragma unroll
       for (int n = 0; n < 2 * kCount; ++n) {
@@ -357,7 +358,7 @@ struct BackwardUnit {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = lane_row(query_row(), m, half);
-        uint16_t* to = row < rows.valid ? static_cast<uint16_t*>(args.dq.data) +
+        uint16_t* to = rows.exists(row) ? static_cast<uint16_t*>(args.dq.data) +
                                               rows.offset(row, args.dq.token_stride, args.dq.head_stride)
                                         : nullptr;
         store_row<T>(to, query_column(), args.head_dim, dq[m], half, args.softmax_scale);

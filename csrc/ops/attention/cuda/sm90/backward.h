@@ -11,6 +11,7 @@ namespace packing_ops::attention::sm90 {
 
 struct BackwardArgs {
   CUtensorMap q, dout, k, v, dk, dv;
+  CUtensorMap q_token, dout_token;  // a token's rows, for tiles that begin before their document
   Args common;
   Divisor tile_tokens;
 };

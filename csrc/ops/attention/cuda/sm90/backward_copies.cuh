@@ -20,9 +20,10 @@ __device__ __forceinline__ BackwardUnit describe_unit(const BackwardArgs& args, 
   const int32_t last_key = unit.first_key + Shape::kUnitKeys;
   const int32_t end_key = last_key < unit.d.keys ? last_key : unit.d.keys;
   const Interval<int32_t> tokens = d.tokens_attending_to(unit.first_key, end_key - 1);
-  unit.tiles.begin = static_cast<int32_t>(args.tile_tokens.quotient(tokens.begin));
+  const int32_t before = d.queries_before();
+  unit.tiles.begin = static_cast<int32_t>(args.tile_tokens.quotient(before + tokens.begin));
   unit.tiles.end =
-      tokens.empty() ? unit.tiles.begin : static_cast<int32_t>(args.tile_tokens.quotient(tokens.end - 1)) + 1;
+      tokens.empty() ? unit.tiles.begin : static_cast<int32_t>(args.tile_tokens.quotient(before + tokens.end - 1)) + 1;
   unit.steps = (unit.tiles.size() + Shape::kTiles - 1) / Shape::kTiles;
   return unit;
 }
@@ -42,8 +43,10 @@ __device__ __forceinline__ TileEnds load_ends(const BackwardArgs& args, const Ba
   if (i >= unit.tiles.size()) return {};
   const DocumentWithEnds d{unit.d, args.common.plan.ends};
   const int32_t tokens = static_cast<int32_t>(args.tile_tokens.value);
-  const int32_t first = tile_index(unit, i, args.common.plan.tiles.start_at_last_row(d.tokens)) * tokens;
-  return {d.end_of(first), d.end_of((first + tokens < d.tokens ? first + tokens : d.tokens) - 1)};
+  const int32_t index = tile_index(unit, i, args.common.plan.tiles.start_at_last_row(d.keys));
+  const int32_t first = index * tokens - d.queries_before();
+  const int32_t end = first + tokens;
+  return {d.end_of(first < 0 ? 0 : first), d.end_of((end < d.tokens ? end : d.tokens) - 1)};
 }
 
 template <class Shape>
@@ -52,14 +55,14 @@ __device__ __forceinline__ BackwardTile describe_tile(const BackwardArgs& args, 
   const DocumentView& d = unit.d;
   const int32_t tokens = static_cast<int32_t>(args.tile_tokens.value);
   if (i >= unit.tiles.size()) return {d.tokens, 0, {}, 0, DqAction::kNone};
-  const bool descending = args.common.plan.tiles.start_at_last_row(d.tokens);
+  const bool descending = args.common.plan.tiles.start_at_last_row(d.keys);
   const int32_t index = tile_index(unit, i, descending);
   const int32_t key_tile = unit.first_key / Shape::kUnitKeys;
   BackwardTile t;
-  t.token = index * tokens;
+  t.token = index * tokens - d.queries_before();
   const int32_t end = t.token + tokens < d.tokens ? t.token + tokens : d.tokens;
   t.rows = (end - t.token) * args.common.group;
-  const Interval<int32_t> keys = d.keys_before(ends.last, t.token);
+  const Interval<int32_t> keys = d.keys_before(ends.last, t.token < 0 ? 0 : t.token);
   const int32_t first = static_cast<uint32_t>(keys.begin) / Shape::kUnitKeys;
   const int32_t last = static_cast<uint32_t>(keys.end - 1) / Shape::kUnitKeys;
   const uint32_t ring = args.common.plan.dq_ring;
@@ -101,6 +104,26 @@ __device__ __forceinline__ void load_keys(const BackwardArgs& args, const Backwa
   }
 }
 
+// Of a row tile that begins before its document, at a negative token: tokens before the first lie outside of the map,
+// which makes them zeros.
+template <class Shape>
+__device__ __forceinline__ void load_token_by_token(const BackwardArgs& args, const DocumentTokens& tokens,
+                                                    int32_t first_head, int32_t token, uint32_t tile_q,
+                                                    uint64_t* full) {
+  const int32_t end = token + static_cast<int32_t>(args.tile_tokens.value);
+#pragma unroll 1
+  for (; token < end; ++token, tile_q += args.common.group * 128) {
+#pragma unroll 1
+    for (int panel = 0; panel < Shape::kPanels; ++panel) {
+      const ptx::TmaCoords start = {64 * panel, first_head, token < 0 ? kMapTokens : tokens.before_end + token,
+                                    tokens.to_end, kMapTokens};
+      const uint32_t to = tile_q + panel * Shape::kPanelQ;
+      ptx::tma_load(to, args.q_token, start, full);
+      ptx::tma_load(to + Shape::kTileQ, args.dout_token, start, full);
+    }
+  }
+}
+
 template <class Shape>
 __device__ __forceinline__ void load_rows(const BackwardArgs& args, const BackwardUnit& unit,
                                           const BackwardStep<Shape>& step, uint32_t tile_q, uint64_t* full) {
@@ -109,10 +132,14 @@ __device__ __forceinline__ void load_rows(const BackwardArgs& args, const Backwa
   ptx::mbarrier_arrive_expect_tx(full, bytes * static_cast<int>(args.tile_tokens.value) * args.common.group);
 #pragma unroll
   for (int r = 0; r < Shape::kTiles; ++r) {
+    const int32_t token = step.tiles[r].token;
+    if (token < 0) {
+      load_token_by_token<Shape>(args, tokens, step.first_head, token, tile_q + r * kTileRows * 128, full);
+      continue;
+    }
 #pragma unroll
     for (int panel = 0; panel < Shape::kPanels; ++panel) {
-      const ptx::TmaCoords start = {64 * panel, step.first_head, tokens.before_end + step.tiles[r].token, tokens.to_end,
-                                    kMapTokens};
+      const ptx::TmaCoords start = {64 * panel, step.first_head, tokens.before_end + token, tokens.to_end, kMapTokens};
       const uint32_t to = tile_q + panel * Shape::kPanelQ + r * kTileRows * 128;
       ptx::tma_load(to, args.q, start, full);
       ptx::tma_load(to + Shape::kTileQ, args.dout, start, full);
@@ -226,8 +253,8 @@ __device__ __forceinline__ void load_row_stats(const BackwardArgs& args, Backwar
     for (int i = 0; i < Shape::kRows / 32; ++i) {
       const BackwardTile& tile = step.tiles[i / 2];
       const int32_t row = static_cast<int32_t>(threadIdx.x & 31) + i % 2 * 32;
-      const bool valid = row < tile.rows;
       const int32_t token = static_cast<int32_t>(common.group_size.quotient(row));
+      const bool valid = row < tile.rows && tile.token + token >= 0;
       const int64_t at = static_cast<int64_t>(step.start_q + tile.token + token) * common.num_heads + step.first_head +
                          row - token * common.group;
       const float* from = reinterpret_cast<const float*>(common.row_stats + (valid ? at : 0));

@@ -219,7 +219,7 @@ struct BackwardMath {
       const int32_t row = 16 * warp + 8 * half + static_cast<int32_t>(threadIdx.x & 31) / 4;
       const int32_t token = static_cast<int32_t>(common.group_size.quotient(row));
       uint16_t* to = nullptr;
-      if (row < tile.rows) {
+      if (row < tile.rows && tile.token + token >= 0) {
         to = static_cast<uint16_t*>(common.dq.data) +
              static_cast<int64_t>(step.start_q + tile.token + token) * common.dq.token_stride +
              (step.first_head + row - token * common.group) * common.dq.head_stride;

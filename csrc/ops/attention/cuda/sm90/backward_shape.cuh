@@ -82,8 +82,8 @@ enum class DqAction : int32_t {
 };
 
 struct BackwardTile {
-  int32_t token;  // its first, in the document; the document's end where there is no row tile
-  int32_t rows;   // that exist
+  int32_t token;  // its first, in the document or before it; the document's end where there is no row tile
+  int32_t rows;   // up to the document's end
   DqTicket ticket;
   uint32_t next_ticket;
   DqAction action;

@@ -62,12 +62,12 @@ CUtensorMap make_map(const AttentionTensor& tensor, DType dtype, int64_t head_di
   return map;
 }
 
-// Rows of q, dout and out: heads of the group, then tokens.
-CUtensorMap map_of_rows(const Args& args, DType dtype, AttentionTensor t, int64_t head_dim) {
+// Rows of q, dout and out: heads of the group, then `tokens` tokens.
+CUtensorMap map_of_rows(const Args& args, DType dtype, AttentionTensor t, int64_t head_dim, int tokens) {
   t.token_stride = stride_of(args.documents_q.total, t.token_stride, head_dim);
   t.head_stride = stride_of(args.num_heads, t.head_stride, head_dim);
   return make_map(t, dtype, head_dim, {args.num_heads, t.head_stride, args.group},
-                  {kMapTokens, t.token_stride, tile_tokens(args.group)});
+                  {kMapTokens, t.token_stride, tokens});
 }
 
 constexpr int kStoredKeys = 64;  // rows of dk and dv that a warpgroup stores at once
@@ -86,23 +86,28 @@ ForwardArgs forward_args(const Args& args, DType dtype, int step_keys) {
   forward.common = args;
   forward.tile_tokens = tile_tokens(args.group);
   if (args.documents_q.total == 0) return forward;  // nothing is copied
-  forward.q = map_of_rows(args, dtype, args.q, args.head_dim);
+  forward.q = map_of_rows(args, dtype, args.q, args.head_dim, forward.tile_tokens);
   forward.k = map_of_keys(args, dtype, args.k, args.head_dim, step_keys);
   forward.v = map_of_keys(args, dtype, args.v, args.head_dim_v, step_keys);
-  forward.out = map_of_rows(args, dtype, args.out, args.head_dim_v);
+  forward.out = map_of_rows(args, dtype, args.out, args.head_dim_v, forward.tile_tokens);
   return forward;
 }
 
 BackwardArgs backward_args(const Args& args, DType dtype, int unit_keys) {
   BackwardArgs backward;
   backward.common = args;
-  backward.tile_tokens = Divisor(static_cast<uint32_t>(tile_tokens(args.group)));
+  const int tokens = tile_tokens(args.group);
+  backward.tile_tokens = Divisor(static_cast<uint32_t>(tokens));
   if (args.documents_k.total == 0) return backward;  // nothing is copied
   AttentionTensor q = args.q;
   AttentionTensor dout = args.dout;
   if (args.documents_q.total == 0) q.data = dout.data = args.k.data;
-  backward.q = map_of_rows(args, dtype, q, args.head_dim);
-  backward.dout = map_of_rows(args, dtype, dout, args.head_dim_v);
+  backward.q = map_of_rows(args, dtype, q, args.head_dim, tokens);
+  backward.dout = map_of_rows(args, dtype, dout, args.head_dim_v, tokens);
+  if (args.documents_q.cu_seqlens != args.documents_k.cu_seqlens) {
+    backward.q_token = map_of_rows(args, dtype, q, args.head_dim, 1);
+    backward.dout_token = map_of_rows(args, dtype, dout, args.head_dim_v, 1);
+  }
   backward.k = map_of_keys(args, dtype, args.k, args.head_dim, unit_keys);
   backward.v = map_of_keys(args, dtype, args.v, args.head_dim_v, unit_keys);
   backward.dk = map_of_keys(args, dtype, args.dk, args.head_dim, kStoredKeys);
