@@ -111,24 +111,36 @@ def image_cases(name, lengths, heads, dim, device="cuda", block=256):
 
     Beside it causal attention, and the same told by visible_end.
     """
-    q, k, v, dout, cu_seqlens = packed(lengths, heads, dim, device, torch.bfloat16)
-    rows, heads_of = (q.detach(), k.detach(), v.detach()), {"num_heads": heads[0], "num_kv_heads": heads[1]}
+    cu_seqlens = po.cu_seqlens_from_lengths(lengths).to(device)
     positions = po.position_ids_from_cu_seqlens(cu_seqlens, sum(lengths))
     ends = {
-        "packing_ops": po.visible_end_from_blocks(positions // block % 2, cu_seqlens),
-        "packing_ops, causal": None,
-        "packing_ops, causal by visible_end": (positions + 1).int(),
+        "packing_ops": (0.0, po.visible_end_from_blocks(positions // block % 2, cu_seqlens)),
+        "packing_ops, causal": (0.0, None),
+        "packing_ops, causal by visible_end": (0.0, (positions + 1).int()),
     }
+    yield from option_cases(f"{name}, images of {block}", lengths, heads, dim, ends, device)
+
+
+def softcap_cases(name, lengths, heads, dim, device="cuda", softcap=50.0):
+    """Beside the same without softcap."""
+    options = {"packing_ops": (softcap, None), "packing_ops, no softcap": (0.0, None)}
+    yield from option_cases(f"{name}, softcap {softcap:g}", lengths, heads, dim, options, device)
+
+
+def option_cases(name, lengths, heads, dim, options_of, device):
+    """options_of: of a provider, (softcap, visible_end)."""
+    q, k, v, dout, cu_seqlens = packed(lengths, heads, dim, device, torch.bfloat16)
+    rows, heads_of = (q.detach(), k.detach(), v.detach()), {"num_heads": heads[0], "num_kv_heads": heads[1]}
     ops, forward, backward = torch.ops.packing_ops, {}, {}
-    for provider, end in ends.items():
+    for provider, (softcap, end) in options_of.items():
         plan = po.attention_plan(cu_seqlens, total_q=sum(lengths), head_dim=dim, visible_end=end, **heads_of)
-        options = (cu_seqlens, cu_seqlens, None, True, None, -1, -1, 0.0, plan, end)
+        options = (cu_seqlens, cu_seqlens, None, True, None, -1, -1, softcap, plan, end)
         out, lse = ops.varlen_attention(*rows, *options)
         forward[provider] = lambda options=options: ops.varlen_attention(*rows, *options)
         backward[provider] = lambda options=options, results=(out, lse): ops.varlen_attention_backward(
             dout, None, *rows, *results, *options
         )
-    shape = f"{name}, images of {block}: T={sum(lengths)} docs={len(lengths)} heads={heads[0]}/{heads[1]} D={dim}"
+    shape = f"{name}: T={sum(lengths)} docs={len(lengths)} heads={heads[0]}/{heads[1]} D={dim}"
     yield Case("varlen_attention", shape, "bfloat16", forward, runs=7)
     yield Case("varlen_attention_backward", shape, "bfloat16", backward, runs=7)
 
@@ -145,6 +157,8 @@ def cuda_cases():
             yield from op_cases(name, WORKLOADS[name], heads, dim)
     for name in ("chat", "mid4k", "long16k"):
         yield from image_cases(name, WORKLOADS[name], (32, 8), 128)
+    for heads, dim in (((16, 4), 256), ((32, 8), 128), ((32, 8), 64)):
+        yield from softcap_cases("chat", WORKLOADS["chat"], heads, dim)
     yield from op_cases("one document", [2048], (32, 8), 128)
     yield from op_cases("tiny", [100, 156, 200, 56], (32, 8), 128, (*FLASH, peers.sdpa_mask))
     # FlashAttention-2 pads its float32 sums to 128 rows per document, which does not fit any GPU here.

@@ -117,6 +117,12 @@ inline void griddepcontrol_wait() {}
 inline float exp2_approx(float x) {
   return std::exp2(x);
 }
+inline float rcp_approx(float x) {
+  return 1 / x;
+}
+inline float clamp(float x, float bound) {
+  return x > bound ? bound : x < -bound ? -bound : x;
+}
 inline int32_t load_acquire(const int32_t* pointer) {
   emulator::give_way();
   return *pointer;

@@ -8,6 +8,7 @@ from helpers import assert_error_within, assert_same, captured, cu_seqlens_of, p
 import packing_ops as po
 from packing_ops import _batch_cache
 from packing_ops.attention import AttentionOptions
+from packing_ops.reference import attention as oracle
 from packing_ops.reference.attention import visible
 
 pytestmark = [
@@ -39,6 +40,21 @@ def test_error_around_tile_edges(dim, heads, causal):
     case.dlse.zero_()
     ours, exact, theirs = case.ours(), case.exact(), case.sdpa()
     for name in ("out", "dq", "dk", "dv"):
+        assert_error_within(ours[name], theirs[name], exact[name])
+
+
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"softcap": 50.0}, {"softcap": 0.5}, {"softcap": 3e38}, {"softmax_scale": -0.1}, {"softcap": 2.0, "softmax_scale": -0.1}],
+    ids=str,
+)  # fmt: skip
+def test_error_of_transformed_scores(options, dtype, dim):
+    """At most twice that of the oracle's own operations in the low precision."""
+    case = Case([1, 63, 64, 65, 129, 300, 700], heads=(4, 2), dim=dim, dtype=dtype, device="cuda", **options)
+    ours, exact, theirs = case.ours(), case.exact(), case.results_of(oracle.varlen_attention)
+    for name in ("out", "lse", "dq", "dk", "dv"):
         assert_error_within(ours[name], theirs[name], exact[name])
 
 

@@ -41,7 +41,13 @@ CASES = {
     "200 and 72 columns": ([129], None, {"heads": (2, 1), "dim": 200, "dim_v": 72, "dtype": BF16}),
     "56 and 96 columns": ([129], None, {"heads": (4, 1), "dim": 56, "dim_v": 96, "dtype": BF16}),
     "many of head_dim 256": ([129] * 3, None, {"heads": (1, 1), "dim": 256, "dtype": BF16}),
-    "softcap, head_dim 256, half a unit": ([70, 150], [135, 150], {"heads": (5, 1), "dim": 256, "dtype": BF16, "softcap": 3.0}),
+    "softcap, head_dim 64, window, sinks": ([200, 3], [260, 140], {"heads": (3, 1), "dim": 64, "dtype": BF16, "softcap": 3.0, "window_size": (100, 0), "sinks": True}),
+    "softcap, head_dim 128": ([140], None, {"heads": (4, 2), "dim": 128, "dtype": FP16, "softcap": 0.5}),
+    "softcap, 192 and 128 columns": ([140], None, {"heads": (1, 1), "dim": 192, "dim_v": 128, "dtype": BF16, "softcap": 3.0}),
+    "softcap, head_dim 256": ([70, 150], [135, 150], {"heads": (5, 1), "dim": 256, "dtype": BF16, "softcap": 3.0}),
+    "softcap far above the scores": ([140], None, {"heads": (2, 1), "dim": 256, "dtype": FP16, "softcap": 3e38}),
+    "scale below 0": ([150], None, {"heads": (4, 1), "dim": 128, "dtype": BF16, "softmax_scale": -0.1}),
+    "scale of 0": ([130], [150], {"heads": (2, 1), "dim": 192, "dtype": BF16, "softmax_scale": 0.0}),
     "many, drained": ([129] * 5, None, {"heads": (2, 1), "dim": 128, "dtype": BF16}),
 }  # fmt: skip
 
@@ -64,8 +70,14 @@ GRADIENTS = {
     "head_dim 256, window, tail": ([150, 64], None, {"heads": (2, 1), "dim": 256, "dtype": FP16, "window_size": (70, 10), "tail": 3}),
     "head_dim 256, from the last row": ([70], None, {"heads": (32, 1), "dim": 256, "dtype": BF16}),
     "200 and 72 columns": ([130, 0], [200, 70], {"heads": (2, 2), "dim": 200, "dim_v": 72, "dtype": BF16}),
-    "softcap, head_dim 256, tiles of 60 rows": ([140], None, {"heads": (5, 1), "dim": 256, "dtype": BF16, "softcap": 3.0}),
-    "softcap, tiles of 60 rows": ([140], None, {"heads": (5, 1), "dim": 64, "dtype": BF16, "softcap": 3.0}),
+    "softcap, head_dim 256": ([140], None, {"heads": (5, 1), "dim": 256, "dtype": BF16, "softcap": 3.0}),
+    "softcap of 50, head_dim 256": ([100], None, {"heads": (2, 1), "dim": 256, "dtype": FP16, "softcap": 50.0, "softmax_scale": 0.1}),
+    "softcap, window, sinks": ([200, 3], [150, 9], {"heads": (3, 1), "dim": 128, "dtype": BF16, "softcap": 3.0, "window_size": (100, 0), "sinks": True}),
+    "softcap, head_dim 64": ([140], None, {"heads": (5, 1), "dim": 64, "dtype": BF16, "softcap": 3.0}),
+    "softcap far above the scores": ([140], None, {"heads": (2, 1), "dim": 64, "dtype": FP16, "softcap": 3e38}),
+    "scale below 0": ([140], None, {"heads": (2, 1), "dim": 64, "dtype": BF16, "softmax_scale": -0.1}),
+    "scale below 0, softcap": ([140], None, {"heads": (2, 1), "dim": 256, "dtype": BF16, "softmax_scale": -0.1, "softcap": 2.0}),
+    "scale below 0, head_dim 256": ([140], None, {"heads": (1, 1), "dim": 256, "dtype": BF16, "softmax_scale": -0.1}),
 }  # fmt: skip
 
 
@@ -132,10 +144,12 @@ def test_gradients_keep_their_bits(heads, dim, ahead):
         assert_same(document_results(beside_nan, 71, 211)[key], value)
 
 
-@pytest.mark.parametrize(("heads", "length"), [((1, 1), 450), ((3, 1), 400)], ids=str)
-def test_a_poisoned_key_reaches_only_rows_near_those_that_see_it(heads, length):
+@pytest.mark.parametrize(
+    ("heads", "length", "softcap"), [((1, 1), 450, 0.0), ((3, 1), 400, 0.0), ((1, 1), 450, 3.0)], ids=str
+)
+def test_a_poisoned_key_reaches_only_rows_near_those_that_see_it(heads, length, softcap):
     """The grain of packing_ops.attention's page: 128 keys, and less than 128 rows."""
-    case, at = Case([length], heads=heads, dim=64, dtype=BF16, window_size=(20, 0)), 390
+    case, at = Case([length], heads=heads, dim=64, dtype=BF16, window_size=(20, 0), softcap=softcap), 390
     clean = forward(case)
     case.k[at], case.v[at] = float("inf"), float("nan")
     found = forward(case)
@@ -155,9 +169,9 @@ def test_a_poisoned_key_reaches_only_rows_near_those_that_see_it(heads, length):
         ("sm_90", FP16, (4, 1), 72, 0.0, "sm90, sm90"),
         ("sm_90", BF16, (4, 1), 136, 0.0, "sm90, sm80"),
         ("sm_90", BF16, (4, 1), 200, 0.0, "sm90, sm90"),
-        ("sm_90", BF16, (4, 1), 256, 20.0, "sm80, sm80"),
+        ("sm_90", BF16, (4, 1), 256, 20.0, "sm90, sm90"),
         ("sm_90", BF16, (4, 1), 264, 0.0, "sm80, sm80"),
-        ("sm_90", BF16, (4, 1), 64, 20.0, "sm80, sm80"),
+        ("sm_90", BF16, (4, 1), 64, 20.0, "sm90, sm90"),
         ("sm_90", BF16, (65, 1), 64, 0.0, "sm80, sm80"),
         ("sm_90", torch.float32, (4, 1), 64, 0.0, "fp32, fp32"),
         ("sm_80", BF16, (4, 1), 128, 0.0, "sm80, sm80"),

@@ -56,6 +56,8 @@ struct Args {
   int32_t token_aligned_group = 0;
   float softmax_scale = 0;
   float softcap = 0;
+  float score_unit = 0;                  // of ScoreTransform: softcap or 1
+  float score_inner = 0;                 // softmax_scale over it
   const int32_t* visible_end = nullptr;  // the call's; kernels read plan.ends, which was checked
   FaultFlag fault;
 };

@@ -50,6 +50,9 @@ Args forward_args(const VarlenAttentionParams& p, const FaultFlag& fault = {}) {
   a.token_aligned_group = unpadded && 16 % a.group == 0 ? a.group : 0;
   a.softmax_scale = static_cast<float>(p.softmax_scale);
   a.softcap = static_cast<float>(p.softcap);
+  // Within bounds that no score reaches: unit * log2(e) stays finite, and 0 * inner 0.
+  a.score_unit = a.softcap > 0 ? std::min(a.softcap, 0x1p100f) : 1.f;
+  a.score_inner = std::clamp(a.softmax_scale / a.score_unit, -0x1p100f, 0x1p100f);
   a.visible_end = p.visible_end;
   return a;
 }
@@ -120,9 +123,8 @@ bool transforms(const VarlenAttentionParams& p) {
   return p.softcap > 0 || !(p.softmax_scale > 0);
 }
 
-// sm90/ does not transform scores.
 bool forward_runs_on_wgmma(const VarlenAttentionParams& p) {
-  return !transforms(p) && has_wgmma_forward(p.num_q_heads / p.num_kv_heads, p.head_dim, p.head_dim_v, p.device);
+  return has_wgmma_forward(p.num_q_heads / p.num_kv_heads, p.head_dim, p.head_dim_v, p.device);
 }
 
 bool backward_runs_on_wgmma(const VarlenAttentionParams& p) {
@@ -208,10 +210,11 @@ void launch_varlen_attention_cuda(const VarlenAttentionParams& p, const CudaLaun
       return sm80::run_forward_wide<T, SmemTier::k163KB>(args, stream);
     } else {
       const bool wgmma = forward_runs_on_wgmma(p);
-      if constexpr (!kTransform) {
-        if (wgmma) sm90::run_forward<T, wgmma_dim(kDim), wgmma_dim(kDimV)>(args, p.dtype, stream);
+      if (wgmma) {
+        sm90::run_forward<T, wgmma_dim(kDim), wgmma_dim(kDimV), kTransform>(args, p.dtype, stream);
+      } else {
+        sm80::run_forward<T, kDim, false, kTransform, kDimV>(args, stream);
       }
-      if (!wgmma) sm80::run_forward<T, kDim, false, kTransform, kDimV>(args, stream);
       if constexpr (has_short_forward(kDim)) {
         const AttentionTiles& tiles = args.plan.tiles;
         if (tiles.short_max_keys >= 0) sm80::run_forward<T, kDim, true, kTransform>(args, stream);
@@ -235,8 +238,8 @@ void launch_varlen_attention_backward_cuda(const VarlenAttentionBackwardParams& 
       constexpr bool kTransform = decltype(transform)::value;
       run_row_stats<T>(args, stream);
       const bool wgmma = backward_runs_on_wgmma(p);
-      if constexpr (has_wgmma_backward_of(kDim) && !kTransform) {
-        if (wgmma) sm90::run_backward<T, wgmma_dim(kDim)>(args, p.dtype, stream);
+      if constexpr (has_wgmma_backward_of(kDim)) {
+        if (wgmma) sm90::run_backward<T, wgmma_dim(kDim), kTransform>(args, p.dtype, stream);
       }
       with_tier<kDim>(backward_tier(kDim, kDimV, static_cast<int>(p.device)), [&](auto constant) {
         constexpr SmemTier kTier = decltype(constant)::value;

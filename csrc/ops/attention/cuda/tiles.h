@@ -125,8 +125,7 @@ constexpr bool has_wgmma_backward_of(int64_t head_dim) {
   return head_dim <= 128 || (head_dim > 192 && head_dim <= 256);
 }
 // By geometry and device alone, so that a document's bits do not depend on what it is packed with. The plan of every
-// call with this geometry has these tiles, also where scores are transformed or the dtype is float32, which mma.sync
-// and fp32/ serve.
+// call with this geometry has these tiles, also where the dtype is float32, which fp32/ serves.
 bool has_wgmma_forward(int64_t group, int64_t head_dim, int64_t head_dim_v, int device);
 bool has_wgmma_backward(int64_t group, int64_t head_dim, int64_t head_dim_v, int device);
 

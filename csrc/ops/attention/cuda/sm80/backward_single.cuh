@@ -18,7 +18,7 @@ struct SingleScores {
 
   const Unit& u;
   Scores p;
-  Scores t;
+  Scores slope;
   Scores ds;
   float sums[Unit::kRowTiles][2] = {};
 
@@ -29,7 +29,7 @@ struct SingleScores {
     const int last_key = first_key + 16 * Shape::kScoreBlockStride * (kCount - 1) + 15;
     const bool masked = !d.all_visible(d.end_of(rows.begin_token()), rows.last_token(), first_key, last_key);
     u.template product<kCount>(p, u.tile_q(i), first_row, u.tile_k(), first_key);
-    Unit::template weights<kCount>(p, t, stats, args, d, rows, {first_row, 0, first_key, masked});
+    Unit::template weights<kCount>(p, slope, stats, args, d, rows, {first_row, 0, first_key, masked});
     Unit::template store<kCount>(u.tile_p(0), p, first_row, first_key);
     u.template product<kCount>(ds, u.tile_do(i), first_row, u.tile_v(), first_key);
     Unit::for_each_row([&](int m, int half) {
@@ -47,7 +47,7 @@ struct SingleScores {
   template <int kCount>
   __device__ __forceinline__ void gradients(const float2* stats, int first_row, int first_key) {
     Unit::template score_gradients<kCount>(
-        ds, p, t, [&](int m, int half) { return sums[m][half] - stats[Unit::lane_row(first_row, m, half)].y; });
+        ds, p, slope, [&](int m, int half) { return sums[m][half] - stats[Unit::lane_row(first_row, m, half)].y; });
     Unit::template store<kCount>(u.tile_ds(0), ds, first_row, first_key);
   }
 };

@@ -23,7 +23,7 @@ __device__ __forceinline__ void split_scores(const Unit& u, uint8_t* shared, con
   auto* exchanged =
       reinterpret_cast<float*>(shared + (u.tile_p(slot).base - u.base)) + block * 256 + (threadIdx.x & 31);
   typename Unit::Scores p;
-  typename Unit::Scores t;
+  typename Unit::Scores slope;
   typename Unit::Scores ds;
   if (active && has_dp) {
     u.template product<1>(ds, u.tile_do(slot), first_row, u.tile_v(), tile_key);
@@ -33,7 +33,7 @@ __device__ __forceinline__ void split_scores(const Unit& u, uint8_t* shared, con
     u.template product<1>(p, u.tile_q(slot), first_row, u.tile_k(), tile_key);
     const int32_t first = first_key + tile_key;
     const bool masked = !d.all_visible(d.end_of(rows.begin_token()), rows.last_token(), first, first + 15);
-    Unit::template weights<1>(p, t, stats, args, d, rows, {first_row, first_key, tile_key, masked});
+    Unit::template weights<1>(p, slope, stats, args, d, rows, {first_row, first_key, tile_key, masked});
   }
   __syncthreads();
   if (active && !has_dp) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ void split_scores(const Unit& u, uint8_t* shared, con
   __syncthreads();  // p and ds take the place of dp
   if (!active || has_dp) return;
   Unit::template store<1>(u.tile_p(slot), p, first_row, tile_key);
-  Unit::template score_gradients<1>(ds, p, t,
+  Unit::template score_gradients<1>(ds, p, slope,
                                     [&](int m, int half) { return stats[Unit::lane_row(first_row, m, half)].y; });
   Unit::template store<1>(u.tile_ds(slot), ds, first_row, tile_key);
 }

@@ -139,12 +139,23 @@ struct BackwardUnit {
     return first_row + ((threadIdx.x & 31) >> 2) + 16 * m + 8 * half;
   }
 
-  // s becomes p (and t the tanh of softcap); 0 where the key is masked.
+  // s becomes p, and slope that of ScoreTransform; p is 0 where the key is masked.
   template <int kCount>
-  static __device__ __forceinline__ void weights(Scores& s, Scores& t, const float2* stats, const Args& args,
+  static __device__ __forceinline__ void weights(Scores& s, Scores& slope, const float2* stats, const Args& args,
                                                  const DocumentWithEnds& d, const PackedRows& rows,
                                                  const ScoreBlock& block) {
-    const float scale = args.softmax_scale * kLog2e;
+    const ScoreTransform<kTransform> transform{args};
+    const float scale = transform.unit() * kLog2e;
+    if constexpr (kTransform) {
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+        for (int n = 0; n < 2 * kCount; ++n) {
+          transform.apply(s[m][n]);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) slope[m][n][i] = transform.slope(s[m][n][i]);
+        }
+    }
     for_each_row([&](int m, int half) {
       float lse = stats[lane_row(block.first_row, m, half)].x;
       if constexpr (Shape::kSingle) lse = lse == -INFINITY ? 0.f : lse * kLog2e;
@@ -152,14 +163,7 @@ struct BackwardUnit {
       for (int n = 0; n < 2 * kCount; ++n) {
 #pragma unroll
         for (int i = 2 * half; i < 2 * half + 2; ++i) {
-          if constexpr (kTransform) {
-            t[m][n][i] = 0.f;
-            const float score = args.softcap > 0.f ? capped(s[m][n][i], args.softmax_scale, args.softcap, &t[m][n][i])
-                                                   : s[m][n][i] * args.softmax_scale;
-            s[m][n][i] = ptx::exp2_approx(fmaf(score, kLog2e, -lse));
-          } else {
-            s[m][n][i] = ptx::exp2_approx(fmaf(s[m][n][i], scale, -lse));
-          }
+          s[m][n][i] = ptx::exp2_approx(fmaf(s[m][n][i], scale, -lse));
         }
       }
     });
@@ -182,7 +186,7 @@ struct BackwardUnit {
 
   // ds from dp = dout v^T; sum_of(m, half) is rowsum(dout * out) - dlse of a row.
   template <int kCount, class SumOf>
-  static __device__ __forceinline__ void score_gradients(Scores& ds, const Scores& p, const Scores& t,
+  static __device__ __forceinline__ void score_gradients(Scores& ds, const Scores& p, const Scores& slope,
                                                          const SumOf& sum_of) {
     for_each_row([&](int m, int half) {
       const float sum = sum_of(m, half);
@@ -191,7 +195,7 @@ struct BackwardUnit {
 #pragma unroll
         for (int i = 2 * half; i < 2 * half + 2; ++i) {
           ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - sum);
-          if constexpr (kTransform) ds[m][n][i] *= 1.f - t[m][n][i] * t[m][n][i];
+          if constexpr (kTransform) ds[m][n][i] *= slope[m][n][i];
         }
       }
     });
@@ -223,14 +227,14 @@ struct BackwardUnit {
                                          const PackedRows& rows, int i, const ScoreBlock& block) const {
     const auto* row_stats = reinterpret_cast<const float2*>(generic + (stats(i) - base));
     Scores p;
-    Scores t;
+    Scores slope;
     Scores ds;
     const int first_row = block.first_row;
     product<kCount>(p, tile_q(i), first_row, tile_k(), block.tile_key);
-    weights<kCount>(p, t, row_stats, args, d, rows, block);
+    weights<kCount>(p, slope, row_stats, args, d, rows, block);
     store<kCount>(tile_p(i), p, first_row, block.tile_key);
     product<kCount>(ds, tile_do(i), first_row, tile_v(), block.tile_key);
-    score_gradients<kCount>(ds, p, t, [&](int m, int half) { return row_stats[lane_row(first_row, m, half)].y; });
+    score_gradients<kCount>(ds, p, slope, [&](int m, int half) { return row_stats[lane_row(first_row, m, half)].y; });
     store<kCount>(tile_ds(i), ds, first_row, block.tile_key);
   }
 

@@ -21,27 +21,11 @@ struct ForwardWork {
   int32_t first_tile;
   int32_t end_tile;  // at least one tile, even where no key is visible
 
-  // Row tiles of a plan's entry: two where the plan's tiles are wgmma's, of whole tokens, and this instance has half.
   template <class Shape>
-  static constexpr int kMostTilesOfEntry = Shape::kIsShort || Shape::kRows == 2 * kTileRows ? 1 : 2;
-  template <class Shape>
-  static __device__ __forceinline__ int32_t tiles_of_entry(const Args& args) {
-    if constexpr (kMostTilesOfEntry<Shape> == 1) return 1;
-    return args.plan.tiles.forward_rows > Shape::kRows ? 2 : 1;
-  }
-
-  template <class Shape>
-  static __device__ __forceinline__ ForwardWork make(const Args& args, const PlanEntry& entry, int32_t kv_head,
-                                                     int32_t part = 0) {
+  static __device__ __forceinline__ ForwardWork make(const Args& args, const PlanEntry& entry, int32_t kv_head) {
     const DocumentWithEnds d = document_with_ends(entry, args.plan);
-    const int32_t parts = tiles_of_entry<Shape>(args);
-    const int32_t max_rows = Shape::kIsShort ? Shape::kRows : args.plan.tiles.forward_rows / parts;  // at most kRows
-    const int32_t first_token =
-        parts == 1 ? entry.first_token
-                   : entry.first_token + part * static_cast<int32_t>(args.group_size.quotient(max_rows));
     const int32_t end_token = Shape::kIsShort ? d.first_token_beyond(args.plan.tiles.short_max_keys) : d.tokens;
-    const PackedRows rows(args, d, kv_head, first_token, entry.head_offset, end_token, max_rows);
-    if (parts > 1 && rows.valid <= 0) return {d, rows, kv_head, 0, 1};  // the document ends before
+    const PackedRows rows(args, d, kv_head, entry.first_token, entry.head_offset, end_token, Shape::kRows);
     const Interval<int32_t> keys = d.visible_keys(rows.token, rows.last_token());
     const int32_t first = keys.begin / Shape::kKeys;
     return {d, rows, kv_head, first, keys.empty() ? first + 1 : (keys.end - 1) / Shape::kKeys + 1};
@@ -68,18 +52,14 @@ __global__ void __launch_bounds__(128, ForwardShape<kDim, kShort, kDimV>::kBlock
   const int g = (threadIdx.x & 31) >> 2;
   const float scale = Unit::scale(args);
   const double natural_scale = Unit::natural_scale(args);
-  const uint32_t parts = ForwardWork::tiles_of_entry<Shape>(args);
-  const uint32_t units = static_cast<uint32_t>(args.plan.data[kList]) * args.num_kv_heads * parts;
-  const auto part_of = [&](uint32_t round) {
-    return static_cast<int32_t>(args.kv_heads.quotient(serpentine(round)) & (parts - 1));
-  };
+  const uint32_t units = static_cast<uint32_t>(args.plan.data[kList]) * args.num_kv_heads;
   const auto kv_head_of = [&](uint32_t round) {
     const uint32_t unit = serpentine(round);
     return static_cast<int32_t>(unit - args.kv_heads.quotient(unit) * args.kv_heads.value);
   };
   const auto load_entry = [&](uint32_t round) {
     if (threadIdx.x < 2 && serpentine(round) < units) {
-      const auto* from = args.plan.entries[kList] + args.kv_heads.quotient(serpentine(round)) / parts;
+      const auto* from = args.plan.entries[kList] + args.kv_heads.quotient(serpentine(round));
       ptx::cp_async_16(ptx::shared_address(&entries[round % 3]) + threadIdx.x * 16,
                        reinterpret_cast<const uint8_t*>(from) + threadIdx.x * 16, true);
     }
@@ -97,7 +77,7 @@ __global__ void __launch_bounds__(128, ForwardShape<kDim, kShort, kDimV>::kBlock
     ptx::cp_async_commit();
     ptx::cp_async_wait<0>();
     __syncthreads();
-    const ForwardWork work = ForwardWork::make<Shape>(args, entries[0], kv_head_of(0), part_of(0));
+    const ForwardWork work = ForwardWork::make<Shape>(args, entries[0], kv_head_of(0));
     load_warp_rows<Shape>(args, work.rows, tile_q, warp_row);
     load_next_keys(work, work.first_tile, 0);
     ptx::cp_async_commit();
@@ -133,8 +113,7 @@ __global__ void __launch_bounds__(128, ForwardShape<kDim, kShort, kDimV>::kBlock
       if (!last) {
         load_next_keys(work, tile + 1, stage ^ 1);
       } else if (has_next) {
-        const ForwardWork next =
-            ForwardWork::make<Shape>(args, entries[(round + 1) % 3], kv_head_of(round + 1), part_of(round + 1));
+        const ForwardWork next = ForwardWork::make<Shape>(args, entries[(round + 1) % 3], kv_head_of(round + 1));
         load_next_keys(next, next.first_tile, stage ^ 1);
         if (threadIdx.x == 0) works[(round + 1) & 1] = next;
       }
@@ -169,10 +148,9 @@ __global__ void __launch_bounds__(128, ForwardShape<kDim, kShort, kDimV>::kBlock
       // q of the next unit, once this warp has read the last of this one's
       if (last && has_next) {
         __syncwarp();
-        load_warp_rows<Shape>(
-            args,
-            ForwardWork::make<Shape>(args, entries[(round + 1) % 3], kv_head_of(round + 1), part_of(round + 1)).rows,
-            tile_q, warp_row);
+        load_warp_rows<Shape>(args,
+                              ForwardWork::make<Shape>(args, entries[(round + 1) % 3], kv_head_of(round + 1)).rows,
+                              tile_q, warp_row);
         ptx::cp_async_commit();
       }
     }
@@ -189,7 +167,7 @@ void run_forward(const Args& args, cudaStream_t stream) {
       reinterpret_cast<const void*>(attention_forward_kernel<T, kDim, kShort, kTransform, kDimV>), Shape::kThreads,
       Shape::kShared, "attention_forward_kernel", kShort};
   const int64_t entries = kShort ? args.plan.forward_short_capacity() : args.plan.forward_capacity();
-  launch_persistent(kernel, &args, entries * args.num_kv_heads * ForwardWork::kMostTilesOfEntry<Shape>, stream);
+  launch_persistent(kernel, &args, entries * args.num_kv_heads, stream);
 }
 
 }  // namespace packing_ops::attention::sm80

@@ -58,10 +58,10 @@ struct ForwardUnit {
 
   // Of a dot product before 2^x, and before e^x.
   static __device__ __forceinline__ float scale(const Args& args) {
-    return kTransform ? 1.f : args.softmax_scale * kLog2e;
+    return ScoreTransform<kTransform>{args}.unit() * kLog2e;
   }
   static __device__ __forceinline__ double natural_scale(const Args& args) {
-    return kTransform ? 0.6931471805599453 : args.softmax_scale;
+    return ScoreTransform<kTransform>{args}.unit();
   }
 
   // The state before a row's first key.
@@ -231,14 +231,10 @@ struct ForwardUnit {
   static __device__ __forceinline__ void weights(Scores& s, Sums& o, RowState<kBlocks>& state, const Args& args,
                                                  const WarpTile<Shape>& tile, const DocumentWithEnds& d,
                                                  const PackedRows& rows, float scale) {
-    if constexpr (kTransform) {
 #pragma unroll
-      for (int b = 0; b < kBlocks; ++b)
+    for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
-        for (int n = 0; n < kCount; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) s[b][n][i] = transform_score(s[b][n][i], args) * kLog2e;
-    }
+      for (int n = 0; n < kCount; ++n) ScoreTransform<kTransform>{args}.apply(s[b][n]);
     if (tile.masked) mask<kCount>(s, d, rows, tile.warp_row + ((threadIdx.x & 31) >> 2), tile.first_key);
     softmax<kCount>(s, state, o, scale);
   }

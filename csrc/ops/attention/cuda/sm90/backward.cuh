@@ -13,7 +13,7 @@
 
 namespace packing_ops::attention::sm90 {
 
-template <class T, class Shape>
+template <class T, class Shape, bool kTransform>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
     attention_backward_sm90_kernel(__grid_constant__ const BackwardArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -37,19 +37,19 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
     if constexpr (Shape::kByColumns) {
-      attend_by_columns<T, Shape>(args, barriers, base, warp / kWarpgroupWarps - 1);
+      attend_by_columns<T, Shape, kTransform>(args, barriers, base, warp / kWarpgroupWarps - 1);
     } else {
-      attend_to_keys<T, Shape>(args, barriers, base, warp / kWarpgroupWarps - 1);
+      attend_to_keys<T, Shape, kTransform>(args, barriers, base, warp / kWarpgroupWarps - 1);
     }
   }
 #endif
 }
 
-template <class T, int kDim>
+template <class T, int kDim, bool kTransform>
 void run_backward(const Args& args, DType dtype, cudaStream_t stream) {
   using Shape = BackwardShape<kDim>;
   static_assert(Shape::kShared + sizeof(BackwardBarriers<Shape>) <= 227 << 10);
-  static PersistentKernel kernel{reinterpret_cast<const void*>(attention_backward_sm90_kernel<T, Shape>),
+  static PersistentKernel kernel{reinterpret_cast<const void*>(attention_backward_sm90_kernel<T, Shape, kTransform>),
                                  Shape::kThreads, Shape::kShared, "attention_backward_sm90_kernel"};
   const BackwardArgs backward = backward_args(args, dtype, Shape::kUnitKeys);
   launch_persistent(kernel, &backward, args.plan.backward_capacity() * args.num_kv_heads, stream);

@@ -16,8 +16,8 @@ struct BackwardArgs {
   Divisor tile_tokens;
 };
 
-// Scores that pass through softcap, and a softmax_scale that is not positive, are left to sm80/.
-template <class T, int kDim>
+// kTransform: scores pass through softcap, or softmax_scale is not positive.
+template <class T, int kDim, bool kTransform>
 void run_backward(const Args& args, DType dtype, cudaStream_t stream);
 
 }  // namespace packing_ops::attention::sm90

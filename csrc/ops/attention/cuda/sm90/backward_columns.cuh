@@ -10,7 +10,7 @@
 
 namespace packing_ops::attention::sm90 {
 
-template <class T, class Shape>
+template <class T, class Shape, bool kTransform>
 struct BackwardColumns {
   using Math = BackwardMath<T, Shape>;
   static_assert(kKvStages == 1);
@@ -19,7 +19,8 @@ struct BackwardColumns {
   BackwardBarriers<Shape>& shared;
   const uint32_t base;
   const int w;
-  const float scale;  // of scores, times log2(e)
+  const ScoreTransform<kTransform> transform;
+  const float scale;  // of transformed products, times log2(e)
   uint32_t unit_idx = 0;
   uint32_t step_idx = 0;
   typename Math::KeySums dk;
@@ -27,7 +28,7 @@ struct BackwardColumns {
 
   __device__ __forceinline__ BackwardColumns(const BackwardArgs& args, BackwardBarriers<Shape>& shared, uint32_t base,
                                              int w)
-      : args(args), shared(shared), base(base), w(w), scale(args.common.softmax_scale * kLog2e) {}
+      : args(args), shared(shared), base(base), w(w), transform{args.common}, scale(transform.unit() * kLog2e) {}
 
   __device__ __forceinline__ int first_row() const { return w * Shape::kScoreRows; }
   __device__ __forceinline__ int first_panel() const { return w * (Shape::kPanels / 2); }
@@ -59,9 +60,18 @@ struct BackwardColumns {
     const uint32_t masked = step.masked;
     const typename Math::Pairs lse(shared.lse[stage] + first_row());
     const typename Math::Pairs row_sum(shared.row_sum[stage] + first_row());
+    const auto end_dp = [&] {
+      ptx::wgmma_wait_group<0>();
+      ptx::fence_operands(ds);
+      Math::subtract_row_sums(ds, row_sum, transform, p);
+    };
     // P to shared memory
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(p);
+    if constexpr (kTransform) {
+      transform.apply(p);
+      end_dp();  // p overwrites what it needs
+    }
     Math::weights(p, lse, scale);
     if (masked != 0) {
       Math::mask(args, p, shared.units[stage_of(unit_idx, kUnitStages)], step, shared.first_tokens, 0, first_row());
@@ -69,9 +79,8 @@ struct BackwardColumns {
     Math::round(rounded, p);
     Math::stage_scores(rounded, tile_p(), 0, first_row());
     // dS to shared memory
-    ptx::wgmma_wait_group<0>();
-    ptx::fence_operands(ds);
-    Math::score_gradients(ds, p, row_sum);
+    if constexpr (!kTransform) end_dp();
+    Math::score_gradients(ds, p);
     Math::round(rounded, ds);
     Math::stage_scores(rounded, tile_ds(), 0, first_row());
     ptx::fence_proxy_async();
@@ -126,10 +135,10 @@ struct BackwardColumns {
   }
 };
 
-template <class T, class Shape>
+template <class T, class Shape, bool kTransform>
 __device__ __forceinline__ void attend_by_columns(const BackwardArgs& args, BackwardBarriers<Shape>& shared,
                                                   uint32_t base, int w) {
-  BackwardColumns<T, Shape> columns(args, shared, base, w);
+  BackwardColumns<T, Shape, kTransform> columns(args, shared, base, w);
   while (true) {
     ptx::mbarrier_wait(&shared.kv_full[0], parity_of(columns.unit_idx, 1));
     const int32_t steps = shared.units[stage_of(columns.unit_idx, kUnitStages)].steps;

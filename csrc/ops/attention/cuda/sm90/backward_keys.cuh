@@ -10,13 +10,14 @@
 
 namespace packing_ops::attention::sm90 {
 
-template <class T, class Shape>
+template <class T, class Shape, bool kTransform>
 __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, BackwardBarriers<Shape>& shared, uint32_t base,
                                                int w) {
   using Math = BackwardMath<T, Shape>;
   const int lane = threadIdx.x & 31;
   const bool first_thread = threadIdx.x % kWarpgroupThreads == 0;
-  const float scale = args.common.softmax_scale * kLog2e;
+  const ScoreTransform<kTransform> transform{args.common};
+  const float scale = transform.unit() * kLog2e;
   const int row_part = Shape::kTiles == 2 ? w : 0;  // of dq: this warpgroup's
   const int column_part = Shape::kTiles == 2 ? 0 : w;
 
@@ -48,18 +49,22 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
   };
   // P and mask
   const auto end_scores = [&](const typename Math::Pairs& lse, uint32_t masked) {
-    ptx::fence_operands(p);
     Math::weights(p, lse, scale);
     if (masked >> w & 1) {
       Math::mask(args, p, shared.units[stage_of(unit_idx, kUnitStages)], shared.steps[stage_of(step_idx, kStepStages)],
                  shared.first_tokens, 64 * w, 0);
     }
   };
-  // dS to shared memory
-  const auto share_ds = [&](const typename Math::Pairs& row_sum) {
-    const int stage = stage_of(step_idx, 2);
+  const auto end_dp = [&] {
+    const typename Math::Pairs row_sum(shared.row_sum[stage_of(step_idx, kRowStages)]);
+    ptx::wgmma_wait_group<0>();
     ptx::fence_operands(ds);
-    Math::score_gradients(ds, p, row_sum);
+    Math::subtract_row_sums(ds, row_sum, transform, p);
+  };
+  // dS to shared memory
+  const auto share_ds = [&] {
+    const int stage = stage_of(step_idx, 2);
+    Math::score_gradients(ds, p);
     Math::round(p_half, p);
     Math::round(ds_half, ds);
     Math::stage_scores(ds_half, Shape::tile_ds(base, stage), 64 * w, 0);
@@ -118,12 +123,21 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
       start_scores();
       // What the step needs next is loaded before each wait.
       const uint32_t masked = shared.steps[stage_of(step_idx, kStepStages)].masked;
-      const typename Math::Pairs lse(shared.lse[stage_of(step_idx, kRowStages)]);
-      ptx::wgmma_wait_group<1>();
-      end_scores(lse, masked);
-      const typename Math::Pairs row_sum(shared.row_sum[stage_of(step_idx, kRowStages)]);
-      ptx::wgmma_wait_group<0>();
-      share_ds(row_sum);
+      const float* lse = shared.lse[stage_of(step_idx, kRowStages)];
+      if constexpr (kTransform) {
+        ptx::wgmma_wait_group<1>();
+        ptx::fence_operands(p);
+        transform.apply(p);
+        end_dp();  // p overwrites what it needs
+        end_scores(typename Math::Pairs(lse), masked);
+      } else {
+        const typename Math::Pairs loaded(lse);
+        ptx::wgmma_wait_group<1>();
+        ptx::fence_operands(p);
+        end_scores(loaded, masked);
+        end_dp();
+      }
+      share_ds();
       start_sums(i > 0);
       const DqAction action = shared.steps[stage_of(step_idx, kStepStages)].tiles[row_part].action;
       ptx::wgmma_wait_group<1>();  // dk's products are still under way

@@ -128,18 +128,26 @@ struct BackwardMath {
     }
   }
 
-  // ds = p (dp - rowsum), written over dp.
-  static __device__ __forceinline__ void score_gradients(Scores& dp, const Scores& p, const Pairs& row_sum) {
+  // dp becomes (dp - rowsum) times the slope of `transform`, which has been applied to the products.
+  template <class Transform>
+  static __device__ __forceinline__ void subtract_row_sums(Scores& dp, const Pairs& row_sum, const Transform& transform,
+                                                           const Scores& transformed) {
 #pragma unroll
     for (int n = 0; n < kRows / 8; ++n) {
       const float2 pair = row_sum[n];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int i = 4 * n + 2 * half;
-        dp[i] = p[i] * (dp[i] - pair.x);
-        dp[i + 1] = p[i + 1] * (dp[i + 1] - pair.y);
+        dp[i] = (dp[i] - pair.x) * transform.slope(transformed[i]);
+        dp[i + 1] = (dp[i + 1] - pair.y) * transform.slope(transformed[i + 1]);
       }
     }
+  }
+
+  // ds = p (dp - rowsum), over dp - rowsum.
+  static __device__ __forceinline__ void score_gradients(Scores& ds, const Scores& p) {
+#pragma unroll
+    for (int i = 0; i < kRows / 2; ++i) ds[i] *= p[i];
   }
 
   static __device__ __forceinline__ void round(Weights& to, const Scores& from) {

@@ -14,7 +14,7 @@
 
 namespace packing_ops::attention::sm90 {
 
-template <class T, class Shape>
+template <class T, class Shape, bool kTransform>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
     attention_forward_sm90_kernel(__grid_constant__ const ForwardArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -40,16 +40,16 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     check_plan(args.common.plan, args.common.documents_q, args.common.documents_k, args.common.fault, thread, threads);
     check_visible_end(args.common.plan, args.common.visible_end, args.common.fault, thread, threads);
     zero_padding(args.common, thread, threads);
-    attend<T, Shape>(args, barriers, base, warp / kWarpgroupWarps - 1);
+    attend<T, Shape, kTransform>(args, barriers, base, warp / kWarpgroupWarps - 1);
   }
   ptx::griddepcontrol_wait();
 #endif
 }
 
-template <class T, int kDim, int kDimV>
+template <class T, int kDim, int kDimV, bool kTransform>
 void run_forward(const Args& args, DType dtype, cudaStream_t stream) {
   using Shape = ForwardShape<kDim, kDimV>;
-  static PersistentKernel kernel{reinterpret_cast<const void*>(attention_forward_sm90_kernel<T, Shape>),
+  static PersistentKernel kernel{reinterpret_cast<const void*>(attention_forward_sm90_kernel<T, Shape, kTransform>),
                                  Shape::kThreads, Shape::kShared, "attention_forward_sm90_kernel"};
   const ForwardArgs forward = forward_args(args, dtype, Shape::kKeys);
   launch_persistent(kernel, &forward, args.plan.forward_capacity() * args.num_kv_heads, stream);

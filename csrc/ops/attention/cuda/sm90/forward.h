@@ -18,8 +18,8 @@ struct ForwardArgs {
   int32_t tile_tokens = 0;
 };
 
-// Scores that pass through softcap, and a softmax_scale that is not positive, are left to sm80/.
-template <class T, int kDim, int kDimV>
+// kTransform: scores pass through softcap, or softmax_scale is not positive.
+template <class T, int kDim, int kDimV, bool kTransform>
 void run_forward(const Args& args, DType dtype, cudaStream_t stream);
 
 }  // namespace packing_ops::attention::sm90

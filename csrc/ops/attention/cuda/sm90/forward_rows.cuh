@@ -47,8 +47,9 @@ struct RowState {
   float row_sum[2] = {0.f, 0.f};  // of this thread's columns only, until the end
 };
 
-template <class T, class Shape>
+template <class T, class Shape, bool kTransform>
 struct ForwardMath {
+  using Transform = ScoreTransform<kTransform>;
   static constexpr int kKeys = Shape::kKeys;
   static constexpr int kScores = kKeys / 2;
   static constexpr int kSums = Shape::kDimV / 2;
@@ -143,7 +144,7 @@ struct ForwardMath {
   // The unit's last step: lse to memory, out to the tile.
   static __device__ __forceinline__ void finish(const ForwardArgs& args, const ForwardUnit& unit,
                                                 const ThreadRows& rows, int32_t first_token, const RowState& state,
-                                                Sums& o, uint32_t tile, float scale) {
+                                                Sums& o, uint32_t tile, const Transform& transform) {
     const int lane = threadIdx.x & 31;
     const int mine = lane & 1;  // a lane of the quad for each row
     float sum = 0.f;
@@ -160,7 +161,7 @@ struct ForwardMath {
     if (exists && (lane & 3) == mine) {
       const auto& common = args.common;
       const float row_max = mine == 0 ? state.row_max[0] : state.row_max[1];
-      float lse = sum == 0.f ? -INFINITY : log_of_sum(row_max, scale, common.softmax_scale, sum);
+      float lse = sum == 0.f ? -INFINITY : log_of_sum(row_max, transform.unit() * kLog2e, transform.unit(), sum);
       const int32_t head = unit.kv_head * common.group + (mine == 0 ? rows.head[0] : rows.head[1]);
       if (common.sinks != nullptr) {
         const float sink = common.sinks[head];
@@ -216,13 +217,14 @@ struct ForwardMath {
   }
 };
 
-template <class T, class Shape>
+template <class T, class Shape, bool kTransform>
 __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<Shape>& shared, uint32_t base, int w) {
-  using Math = ForwardMath<T, Shape>;
+  using Math = ForwardMath<T, Shape, kTransform>;
   const ForwardRounds<Shape> rounds(args);
   if (!rounds.has(0)) return;
   const int lane = threadIdx.x & 31;
-  const float scale = args.common.softmax_scale * kLog2e;
+  const ScoreTransform<kTransform> transform{args.common};
+  const float scale = transform.unit() * kLog2e;
   const ThreadRows rows(args, threadIdx.x / 32 & 3, lane);
   const bool from_left = args.common.plan.window.left < kOpenWindow;
   const int32_t skip = w * args.tile_tokens;  // tokens of the unit that are the other warpgroup's
@@ -257,7 +259,7 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
   const auto start_scores = [&] {
     Math::start_scores(s, Shape::tile_q(base, q.stage, w), Shape::tile_k(base, k.stage));
   };
-  // Release K, mask, softmax
+  // Release K, transform, mask, softmax
   const auto end_scores = [&](const VisibleKeys& keys) {
     ptx::fence_operands(s);
     release(&shared.k_empty[k.stage]);
@@ -266,6 +268,7 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
       __syncwarp();
       release(&shared.q_empty[q.stage]);
     }
+    transform.apply(s);
     const int32_t first_key = tile * Shape::kKeys;
     if (first_key < keys.all.begin || first_key + Shape::kKeys > keys.all.end)
       Math::mask(s, keys, first_key, from_left);
@@ -283,7 +286,7 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
   // Epilogue: lse and out
   const auto close = [&](uint32_t closed, int stage, const RowState& sums) {
     const ForwardUnit& unit = shared.units[closed & 1];
-    Math::finish(args, unit, rows, unit.token + skip, sums, o, Shape::tile_q(base, stage, w), scale);
+    Math::finish(args, unit, rows, unit.token + skip, sums, o, Shape::tile_q(base, stage, w), transform);
     if (!Shape::kOutThroughQ) return;
     ptx::fence_proxy_async();
     __syncwarp();
