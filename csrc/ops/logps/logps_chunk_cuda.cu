@@ -6,21 +6,37 @@ namespace packing_ops {
 
 namespace {
 
-// f of LogpsChunkParams and the row's scale.
+// f of LogpsChunkParams, the row's scale and its mask.
 template <class T, bool kAltered>
 struct Scaling {
   using Real = accumulate_t<T>;
   const Real* bias;
+  const uint32_t* __restrict__ mask;  // of the row, or null
   Real inner, scale;
 
   __device__ Scaling(const LogpsChunkParams& p, int64_t row)
       : bias(static_cast<const Real*>(p.bias)),
+        mask(p.mask ? p.mask + row * ceil_div(p.columns, 32) : nullptr),
         inner(static_cast<Real>(p.inner)),
         scale(static_cast<const Real*>(p.scales)[row]) {}
+  // The mask's bits of kCount columns, the first one lowest.
+  template <int kCount>
+  __device__ uint32_t allowed(int column) const {
+    if (!kAltered || !mask) return ~0u;
+    const int place = column % 32;
+    const uint32_t bits = mask[column / 32] >> place;
+    return place > 32 - kCount ? bits | mask[column / 32 + 1] << (32 - place) : bits;
+  }
   __device__ Real altered(Real logit, int column) const {
     if (!kAltered) return logit;
     const Real biased = bias ? logit + bias[column] : logit;
     return inner == Real(0) ? biased : tanh_of<T>(inner * biased);
+  }
+  template <int kCount>
+  __device__ void shut(Real (&altered)[kCount], int column) const {
+    const uint32_t bits = allowed<kCount>(column);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) altered[i] = (bits >> i & 1) != 0 ? altered[i] : -infinity<Real>();
   }
   // d(z) to d(logit).
   __device__ Real slope(Real altered) const {
@@ -101,7 +117,10 @@ __global__ void __launch_bounds__(kThreads) logps_chunk_kernel(LogpsChunkParams 
   state.template store<kMore>(all);
   const int64_t target = p.targets[row] - p.first;
   if (target >= 0 && target < p.columns) {
-    *state.chosen = scaling.scale * scaling.altered(static_cast<Real>(logits[target]), static_cast<int>(target));
+    const auto column = static_cast<int>(target);
+    Real chosen[] = {scaling.altered(static_cast<Real>(logits[target]), column)};
+    scaling.shut(chosen, column);
+    *state.chosen = scaling.scale * chosen[0];
   }
 }
 
@@ -170,17 +189,20 @@ __global__ void __launch_bounds__(kThreads) logps_chunk_backward_kernel(LogpsChu
       const int v = first + u * kThreads;
       if (v >= layout.vectors) continue;
       const int column = layout.column(v);
+      const uint32_t allowed = gradient.scaling.template allowed<kVec>(column);
 #pragma unroll
       for (int i = 0; i < kVec; i += 2) {
         const Real one = gradient(loaded[u].get(i), column + i);
-        loaded[u].set_pair(i, one, gradient(loaded[u].get(i + 1), column + i + 1));
+        const Real two = gradient(loaded[u].get(i + 1), column + i + 1);
+        loaded[u].set_pair(i, (allowed >> i & 1) != 0 ? one : Real(0), (allowed >> i & 2) != 0 ? two : Real(0));
       }
       vectors[v] = loaded[u];
     }
   }
   for (int i = static_cast<int>(threadIdx.x); i < layout.singles(); i += kThreads) {
     const int column = layout.single(i);
-    logits[column] = static_cast<T>(gradient(static_cast<Real>(logits[column]), column));
+    const bool allowed = (gradient.scaling.template allowed<1>(column) & 1) != 0;
+    logits[column] = static_cast<T>(allowed ? gradient(static_cast<Real>(logits[column]), column) : Real(0));
   }
 }
 
@@ -190,7 +212,7 @@ void launch_logps_chunk_cuda(const LogpsChunkParams& p, const CudaLaunch& launch
   if (p.rows == 0 || p.columns == 0) return;
   dispatch_logits(p.dtype, [&](auto element) {
     using T = decltype(element);
-    const bool altered = p.bias || p.inner != 0;
+    const bool altered = p.bias || p.inner != 0 || p.mask;
     const auto kernel = p.weighted
                             ? (altered ? logps_chunk_kernel<T, true, true> : logps_chunk_kernel<T, false, true>)
                             : (altered ? logps_chunk_kernel<T, true, false> : logps_chunk_kernel<T, false, false>);
@@ -203,7 +225,7 @@ void launch_logps_chunk_backward_cuda(const LogpsChunkParams& p, const CudaLaunc
   if (p.rows == 0 || p.columns == 0) return;
   dispatch_logits(p.dtype, [&](auto element) {
     using T = decltype(element);
-    const bool altered = p.bias || p.inner != 0;
+    const bool altered = p.bias || p.inner != 0 || p.mask;
     const auto kernel =
         p.by_log
             ? (altered ? logps_chunk_backward_kernel<T, true, true> : logps_chunk_backward_kernel<T, false, true>)

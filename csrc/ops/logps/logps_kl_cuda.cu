@@ -35,6 +35,8 @@ struct Head {
 
   // What load_grain takes: the temperature is left to the exponents.
   __device__ Real altered(Real logit, int column) const { return bias ? logit + bias[column] : logit; }
+  template <int kCount>
+  __device__ void shut(Real (&)[kCount], int) const {}
   __device__ Real scaled(Real logit, int column) const { return altered(logit, column) * inv_temperature; }
 };
 

@@ -116,7 +116,8 @@ struct Row {
 };
 
 // Lane by lane the values of kGrain columns from first on, and their sum. Scaling::altered(logit, column): with the
-// bias. Which lane has which columns does not depend on their alignment.
+// bias; Scaling::shut(values, column): -inf in place of those that count nothing. Which lane has which columns does not
+// depend on their alignment.
 template <class T, bool kMore, class Scaling, int kVectors>
 __device__ accumulate_t<T> load_grain(const T* logits, int first, int columns, const Scaling& scaling,
                                       accumulate_t<T> (&values)[kVectors][Row<T>::kVec]) {
@@ -136,8 +137,10 @@ __device__ accumulate_t<T> load_grain(const T* logits, int first, int columns, c
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
         values[u][i] = scaling.altered(loaded[u].get(i), begin + u * kWarp * kVec + i);
-        if (kMore) total += values[u][i];
       }
+      scaling.shut(values[u], begin + u * kWarp * kVec);
+#pragma unroll
+      for (int i = 0; kMore && i < kVec; ++i) total += values[u][i];
     }
   } else {
 #pragma unroll
@@ -147,7 +150,12 @@ __device__ accumulate_t<T> load_grain(const T* logits, int first, int columns, c
         const int column = begin + u * kWarp * kVec + i;
         const bool inside = column < columns;
         values[u][i] = inside ? scaling.altered(static_cast<Real>(logits[column]), column) : -infinity<Real>();
-        if (kMore && inside) total += values[u][i];
+      }
+      const int column = begin + u * kWarp * kVec;
+      if (column < columns) scaling.shut(values[u], column);
+#pragma unroll
+      for (int i = 0; kMore && i < kVec; ++i) {
+        if (column + i < columns) total += values[u][i];
       }
     }
   }
