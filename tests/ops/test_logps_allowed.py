@@ -29,10 +29,7 @@ def allowed_of(labels, vocab, kinds=None, dtype=torch.int64):
         sets.append({WHOLE: [], FEW: [*few, *own, *few[:2]], ALL: torch.randperm(vocab).tolist()}[kind])
     offsets = torch.tensor([0, *map(len, sets)]).cumsum(0)
     ids = torch.tensor([each for one in sets for each in one])
-    return {
-        "allowed_ids": ids.to(labels.device, dtype),
-        "allowed_offsets": offsets.to(labels.device, dtype),
-    }
+    return {"allowed_ids": ids.to(labels.device, dtype), "allowed_offsets": offsets.to(labels.device, dtype)}
 
 
 # --- values ---
@@ -214,13 +211,12 @@ def test_bits_in_any_pack_and_chunk(device, dtype):
                 assert_same(actual, wanted[part])
 
 
-def test_runs_are_equal_to_the_bit_and_strides_do_not_matter(device):
+def test_strides_do_not_matter(device):
     hidden, weight, labels, cu_seqlens, _ = batch(device, 301, dtype=torch.bfloat16)
     sets = allowed_of(labels, 301)
+    strided = {name: non_contiguous(tensor) for name, tensor in sets.items()}
     expected = po.token_logps(hidden, weight, labels, cu_seqlens, **sets)
-    for change in (lambda t: t, non_contiguous):
-        changed = {name: change(t) for name, t in sets.items()}
-        assert_same(po.token_logps(hidden, weight, labels, cu_seqlens, **changed), expected)
+    assert_same(po.token_logps(hidden, weight, labels, cu_seqlens, **strided), expected)
 
 
 @pytest.mark.parametrize("total", [0, 1, 2])
