@@ -110,7 +110,7 @@ def _logps_backward(
     slopes, hidden, weight, bias, targets, temperature, lse, logits, outer, inner, chunk, max_targets, *rest, out_val
 ):
     """A product for each gradient, and the logits once more where they were not kept."""
-    _, need_hidden, need_weight, _ = rest
+    _, need_hidden, need_weight, *_ = rest
     product, vocab = _logps_product(hidden, weight, targets, max_targets), weight.shape[0]
     kept = logits.shape[0] * chunk_of(chunk, rows_at_most(hidden.shape[0], max_targets), hidden, vocab)
     return product * (need_hidden + need_weight) + product * max(vocab - kept, 0) // vocab

@@ -10,7 +10,7 @@ them, so that a second backward of the same graph makes them again; in a graph o
 works on a copy of a chunk.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -70,8 +70,12 @@ def _kept_shape(
 
 class _Rows:
     # What of the rows is multiplied. index: int64, which ones, -1 where there are fewer than the bound; None: all.
+    # allowed: ids and offsets of logps_allowed, or nothing.
 
-    def __init__(self, targets: torch.Tensor, max_targets: int | None) -> None:
+    def __init__(
+        self, targets: torch.Tensor, max_targets: int | None, allowed: Sequence[torch.Tensor | None] = ()
+    ) -> None:
+        self.allowed = allowed if any(each is not None for each in allowed) else ()
         self.all_targets, self.bounded = targets, max_targets is not None
         self.total = targets.shape[0]
         size = rows_at_most(self.total, max_targets)
@@ -108,6 +112,10 @@ class _Rows:
             return self.all_targets >= 0
         last, slots = self.index[-1:], torch.arange(self.total, device=self.index.device)
         return (self.all_targets >= 0) & (last >= 0) & (slots > last)
+
+    def mask(self, first: int, logits: torch.Tensor) -> torch.Tensor | None:
+        """A bit for each logit of a chunk of these rows, whose entries begin at ``first``; None: all are allowed."""
+        return _ops.logps_allowed_mask(*self.allowed, self.index, first, logits.shape[1]) if self.allowed else None
 
     def scales(self, temperature: torch.Tensor | None, outer: float, dtype: torch.dtype) -> torch.Tensor:
         """``[rows]``: what a bounded logit is multiplied by."""
@@ -199,9 +207,10 @@ def _token_logps(
     keep_logits: int,
     more: bool,
     group: str | None,
+    *allowed: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
     vocab, dtype = weight.shape[0], sum_dtype(hidden.dtype)
-    rows = _Rows(targets, max_targets)
+    rows = _Rows(targets, max_targets, allowed)
     kept = hidden.new_empty(_kept_shape(hidden, vocab, chunk, max_targets, keep_logits) if keep_logits else (0, 0, 0))
     chunk = chunk_of(chunk, rows_at_most(hidden.shape[0], max_targets), hidden, vocab)
     chunks = _Chunks(rows, hidden, weight, bias, chunk, group, kept)
@@ -210,7 +219,8 @@ def _token_logps(
     state[0] = -float("inf")
     for _, first, part_of_weight, part_of_bias, logits, _ in chunks:
         chunks.multiply(part_of_weight, logits)
-        _ops.logps_chunk_(logits[: chunks.rows], part_of_bias, rows.targets, first, scales, inner, state)
+        mask = rows.mask(first, logits)
+        _ops.logps_chunk_(logits[: chunks.rows], part_of_bias, rows.targets, first, scales, inner, state, mask)
     if chunks.group is not None:
         _add_up_ranks(state, chunks.group, vocab)
         vocab *= chunks.group.size()
@@ -295,9 +305,10 @@ def _backward(overwrites: bool) -> Any:
         chunk: int | None,
         max_targets: int | None,
         group: str | None,
-        *needed: bool,
+        *others: Any,
     ) -> tuple[torch.Tensor, ...]:
-        rows = _Rows(targets, max_targets)
+        needed, allowed = others[:3], others[3:]
+        rows = _Rows(targets, max_targets, allowed)
         if kept.shape[0]:
             _check_kept(kept, hidden, weight.shape[0], chunk, max_targets)
         chunk = chunk_of(chunk, rows_at_most(hidden.shape[0], max_targets), hidden, weight.shape[0])
@@ -309,7 +320,8 @@ def _backward(overwrites: bool) -> Any:
                 chunks.multiply(part_of_weight, logits)
             elif not overwrites:
                 logits = chunks.scratch()[:, : logits.shape[1]].copy_(logits)
-            _ops.logps_chunk_backward_(logits[: chunks.rows], part_of_bias, rows.targets, first, *options)
+            mask = rows.mask(first, logits)
+            _ops.logps_chunk_backward_(logits[: chunks.rows], part_of_bias, rows.targets, first, *options, mask)
             gradients.add(part, part_of_weight, logits, later=is_kept and overwrites)
         return gradients.finished(rows, hidden.dtype)
 
@@ -388,6 +400,20 @@ def _(targets: torch.Tensor, size: int) -> torch.Tensor:
     return targets.new_empty(size, dtype=torch.int64)
 
 
+@_ops.register_fake("logps_allowed")
+def _(
+    allowed_ids: torch.Tensor, allowed_offsets: torch.Tensor, targets: torch.Tensor, vocab: int, ahead: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    offsets = targets.new_empty(targets.shape[0] + 1, dtype=torch.int64)
+    return targets.new_empty(allowed_ids.shape[0], dtype=torch.int32), offsets
+
+
+@_ops.register_fake("logps_allowed_mask")
+def _(ids: torch.Tensor, offsets: torch.Tensor, index: torch.Tensor | None, first: int, columns: int) -> torch.Tensor:
+    rows = offsets.shape[0] - 1 if index is None else index.shape[0]
+    return ids.new_empty(rows, (columns + 31) // 32, dtype=torch.int32)
+
+
 for _in_place in ("logps_chunk_", "logps_chunk_backward_"):
     _ops.register_fake(_in_place)(lambda logits, *others: None)
 
@@ -406,6 +432,7 @@ def _(
     keep_logits: int,
     more: bool,
     group: str | None,
+    *allowed: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
     total, dtype = hidden.shape[0], sum_dtype(hidden.dtype)
     dtypes = [torch.int64 if name == "top1" else dtype for name in OUTPUTS]
@@ -418,8 +445,9 @@ def _(
 def gradients_of_head(
     grad: torch.Tensor | None, hidden: torch.Tensor, weight: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, ...]:
-    """The shapes of a backward: of hidden, weight and bias where needed, which the op's last arguments say."""
-    shapes, needed = (hidden.shape, weight.shape, weight.shape[:1]), others[-3:]
+    """The shapes of a backward: of hidden, weight and bias where needed, which the op's last three bools say."""
+    needed = [other for other in others if isinstance(other, bool)][-3:]
+    shapes = hidden.shape, weight.shape, weight.shape[:1]
     return tuple(hidden.new_empty(shape if need else 0) for shape, need in zip(shapes, needed, strict=True))
 
 
@@ -428,23 +456,23 @@ for _name in ("token_logps_backward", "token_logps_backward_"):
 
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    hidden, weight, bias, targets, temperature, *options, _, _, group = inputs
+    hidden, weight, bias, targets, temperature, *options, _, _, group, ids, offsets = inputs
     _, lse, entropy, sum_p2, _, top1, kept = output
     ctx.mark_non_differentiable(top1, kept)
     ctx.options, ctx.overwritten, ctx.mode = (*options, group), False, active()
-    ctx.save_for_backward(hidden, weight, bias, targets, temperature, lse, kept, entropy, sum_p2)
+    ctx.save_for_backward(hidden, weight, bias, targets, temperature, lse, kept, entropy, sum_p2, ids, offsets)
 
 
 def _formula(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    *tensors, kept, entropy, sum_p2 = ctx.saved_tensors
+    *tensors, kept, entropy, sum_p2, ids, offsets = ctx.saved_tensors
     if ctx.overwritten or ctx.mode != active():  # by the first backward of this graph; or laid out in another mode
         kept = kept[:0]
     slopes = _slopes(ctx, grads, entropy, sum_p2, tensors)
     needed, op = ctx.needs_input_grad[:3], _ops.token_logps_backward
     if kept.shape[0] and is_real(kept) and torch._C._has_storage(slopes):
         op, ctx.overwritten = _ops.token_logps_backward_, True
-    found = past_autograd(op, slopes, *tensors, kept, *ctx.options, *needed)
-    return *(grad if need else None for grad, need in zip(found, needed, strict=True)), *[None] * 9
+    found = past_autograd(op, slopes, *tensors, kept, *ctx.options, *needed, ids, offsets)
+    return *(grad if need else None for grad, need in zip(found, needed, strict=True)), *[None] * 11
 
 
 def _slopes(

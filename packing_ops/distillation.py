@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from packing_ops import _ops
-from packing_ops._arguments import at_least, check_tensor, described, integer, number, sum_dtype
+from packing_ops._arguments import at_least, described, integer, number, sum_dtype
 from packing_ops._autograd import on_its_own, past_autograd, register_autograd, register_no_autograd
 from packing_ops._invariant import ROWS, pad_rows, rows_of_product
 from packing_ops._logps import (
@@ -27,7 +27,7 @@ from packing_ops._logps import (
     gradients_of_head,
     rows_at_most,
 )
-from packing_ops.logps import Head, check_positive, checked_head
+from packing_ops.logps import Head, check_positive, checked_head, checked_labels
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
 
@@ -175,15 +175,11 @@ def _targets(
     total = hidden.shape[0]
     if labels is None:
         labels, ignore_index = torch.zeros(total, dtype=torch.int32, device=hidden.device), -1
-    check_tensor(labels, "labels")
-    if labels.shape not in ((total,), (1, total)):
-        raise ValueError(f"labels: expected [total={total}] or [1, total] like hidden, got {described(labels)}")
-    if labels.device != hidden.device:
-        raise ValueError(f"labels: expected on {hidden.device} like hidden, got one on {labels.device}")
+    labels = checked_labels(labels, hidden)
     if labels.dtype == torch.bool:
         labels, ignore_index = labels.int() - 1, -1
     cu_seqlens = cu_seqlens_of(metadata, total, like="hidden", name="metadata")
-    return _ops.logps_targets(labels.reshape(-1), cu_seqlens, ignore_index, vocab)
+    return _ops.logps_targets(labels, cu_seqlens, ignore_index, vocab)
 
 
 # --- the two ops that loop over blocks of rows and chunks of the vocabulary ---

@@ -52,6 +52,8 @@ def token_logps(
     softcap: float = 0.0,
     max_targets: int | None = None,
     keep_logits: int | Literal["auto"] = 0,
+    allowed_ids: torch.Tensor | None = None,
+    allowed_offsets: torch.Tensor | None = None,
 ) -> torch.Tensor: ...
 @overload
 def token_logps(
@@ -71,6 +73,8 @@ def token_logps(
     softcap: float = 0.0,
     max_targets: int | None = None,
     keep_logits: int | Literal["auto"] = 0,
+    allowed_ids: torch.Tensor | None = None,
+    allowed_offsets: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def token_logps(
@@ -90,6 +94,8 @@ def token_logps(
     softcap: float = 0.0,
     max_targets: int | None = None,
     keep_logits: int | Literal["auto"] = 0,
+    allowed_ids: torch.Tensor | None = None,
+    allowed_offsets: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]: ...
 def token_logps(
     hidden: torch.Tensor,
@@ -108,6 +114,8 @@ def token_logps(
     softcap: float = 0.0,
     max_targets: int | None = None,
     keep_logits: int | Literal["auto"] = 0,
+    allowed_ids: torch.Tensor | None = None,
+    allowed_offsets: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Log-probability of each slot's next token, for policy gradients and the like. Differentiable.
 
@@ -148,6 +156,11 @@ def token_logps(
             again, and their gradient takes their place. ``"auto"``: half of the memory that the GPU and torch's
             allocator have free at the call; nothing on the CPU, in torch.compile and in the capture of a CUDA graph. Under
             torch.utils.checkpoint give bytes: both forwards must keep the same. Gradients have the same bits.
+        allowed_ids: int64 or int32, entries of the vocabulary, in any order: those that the sampler could draw each token
+            from (its top-k, top-p, min-p), one label's after another. Softmax and all outputs are then over a token's own
+            entries, as if all other z were -inf: log p(token | its entries). One that has none is over the whole vocabulary.
+        allowed_offsets: int64 or int32 ``[total + 1]``: label t was drawn from
+            ``allowed_ids[allowed_offsets[t] : allowed_offsets[t + 1]]``, not shifted, as labels are not.
 
     Returns:
         ``[total]``, float32 (float64 for float64): slot t holds log p(label t + 1). With ``outputs`` a tuple of such.
@@ -169,14 +182,17 @@ def token_logps(
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, temperature, scale, softcap or chunk out of range, an
-            unknown name in outputs, a label outside of the vocabulary, a temperature in a tensor that is not above 0, more
-            targets than max_targets (these three on CUDA in a later call). The message names the argument.
+            unknown name in outputs, "mean_logit" beside allowed_ids; a label or an allowed id outside of the vocabulary, a
+            label that is not among its allowed ids, offsets that decrease or do not end at their number, a temperature in a
+            tensor that is not above 0, more targets than max_targets (these on CUDA in a later call; the log-probability of
+            a label that is not allowed is -inf there). The message names the argument.
         NotImplementedError: a device without a kernel; second derivatives and forward-mode ones (torch.func.jvp).
 
     Method: Milakov and Gimelshein, online softmax (2018); Wijmans et al., Cut Your Losses (2024), for the chunks.
     """
     names = output_names(entropy, outputs)
-    options = LogpsOptions(temperature, scale, softcap, chunk, max_targets, keep_logits, group)
+    allowed = allowed_ids, allowed_offsets
+    options = LogpsOptions(temperature, scale, softcap, chunk, max_targets, keep_logits, group, allowed)
     found, _ = _logps((hidden, weight, bias), labels, metadata, ignore_index, names, options)
     return found[0] if outputs is None and not entropy else found
 
@@ -245,6 +261,9 @@ def chunked_cross_entropy(
     return loss / (count or 1)
 
 
+Allowed = tuple[torch.Tensor | None, torch.Tensor | None]  # allowed_ids and allowed_offsets
+
+
 class LogpsOptions(NamedTuple):
     """Arguments of token_logps that the slots and the tree have in common."""
 
@@ -255,6 +274,7 @@ class LogpsOptions(NamedTuple):
     max_targets: int | None
     keep_logits: int | Literal["auto"]
     group: "torch.distributed.ProcessGroup | None" = None
+    allowed: Allowed = (None, None)
 
 
 Head = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # hidden, weight, bias
@@ -269,18 +289,14 @@ def _logps(
     options: LogpsOptions,
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """The outputs ``names``, and the targets int32 ``[total]``."""
-    check_tensor(labels, "labels")
     hidden, weight, bias = checked_head(*head)
-    total = hidden.shape[0]
-    if labels.shape not in ((total,), (1, total)):
-        raise ValueError(f"labels: expected [total={total}] or [1, total] like hidden, got {_described(labels)}")
-    if labels.device != hidden.device:
-        raise ValueError(f"labels: expected on {hidden.device} like hidden, got {_described(labels)}")
-    cu_seqlens = cu_seqlens_of(metadata, total, like="hidden", name="metadata")
+    labels = checked_labels(labels, hidden)
+    cu_seqlens = cu_seqlens_of(metadata, hidden.shape[0], like="hidden", name="metadata")
     if options.max_targets is None and isinstance(metadata, PackedMetadata):
         options = options._replace(max_targets=metadata.num_targets)
-    ranks = 1 if options.group is None else options.group.size()
-    targets = _ops.logps_targets(labels.reshape(-1), cu_seqlens, ignore_index, weight.shape[0] * ranks)
+    vocab = weight.shape[0] * (1 if options.group is None else options.group.size())
+    targets = _ops.logps_targets(labels, cu_seqlens, ignore_index, vocab)
+    options = options._replace(allowed=checked_allowed(options.allowed, targets, vocab, ahead=1))
     return logps_of_targets((hidden, weight, bias), targets, names, options), targets
 
 
@@ -319,6 +335,29 @@ def checked_head(
     return hidden, weight, bias
 
 
+def checked_labels(labels: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """``[total]`` of labels ``[total]`` or ``[1, total]``. ValueError where they do not fit hidden ``[total, hidden]``."""
+    check_tensor(labels, "labels")
+    total = hidden.shape[0]
+    if labels.shape not in ((total,), (1, total)):
+        raise ValueError(f"labels: expected [total={total}] or [1, total] like hidden, got {_described(labels)}")
+    if labels.device != hidden.device:
+        raise ValueError(f"labels: expected on {hidden.device} like hidden, got {_described(labels)}")
+    return labels.reshape(-1)
+
+
+def checked_allowed(allowed: Allowed, targets: torch.Tensor, vocab: int, ahead: int) -> Allowed:
+    """As the op takes them, by row: row t predicts label t + ahead. ValueError where they do not fit targets."""
+    ids, offsets = allowed
+    if ids is None and offsets is None:
+        return None, None
+    for name, tensor, other in (("allowed_ids", ids, "allowed_offsets"), ("allowed_offsets", offsets, "allowed_ids")):
+        if tensor is None:
+            raise ValueError(f"{name}: expected a tensor beside {other}, got None")
+        check_tensor(tensor, name)
+    return _ops.logps_allowed(ids, offsets, targets, vocab, ahead)
+
+
 def logps_of_targets(
     head: Head, targets: torch.Tensor, names: tuple[str, ...], options: LogpsOptions
 ) -> tuple[torch.Tensor, ...]:
@@ -330,6 +369,8 @@ def logps_of_targets(
         raise ValueError(f"chunk: expected at least 1 entry of the vocabulary, got {chunk}")
     if max_targets is not None:
         max_targets = at_least(max_targets, "max_targets", 0)
+    if "mean_logit" in names and options.allowed[0] is not None:
+        raise ValueError("outputs: expected no 'mean_logit' beside allowed_ids: all other logits count as -inf")
     if "top1" in names and hidden.dtype != torch.float64 and weight.shape[0] > _EXACT // (group.size() if group else 1):
         raise ValueError(f"outputs: expected no 'top1' of more than {_EXACT} entries of the vocabulary")
     found = _ops.token_logps(
@@ -345,6 +386,7 @@ def logps_of_targets(
         _bytes_to_keep(options.keep_logits, head),
         not set(names) <= set(ALWAYS),
         None if group is None else group.group_name,
+        *options.allowed,
     )
     return tuple(found[OUTPUTS.index(name)] for name in names)
 

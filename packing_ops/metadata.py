@@ -299,7 +299,8 @@ class PackedMetadata:
         """Keyword arguments of a Hugging Face forward: ``cu_seq_lens_q/k``, ``max_length_q/k``, for a tree ``segment_parents``.
 
         Also ``num_targets`` where it is known, which the fused loss of apply_packing_ops takes. Padding after the last
-        document becomes one more document, since cu_seq_lens must end where the row ends.
+        document becomes one more document, since cu_seq_lens must end where the row ends; ``num_tokens`` then says where
+        it begins, for the balance loss of apply_packing_ops.
 
         Example:
             >>> PackedMetadata.from_lengths([2, 1], total=5).to_transformers()["cu_seq_lens_q"]
@@ -318,6 +319,7 @@ class PackedMetadata:
             "max_length_k": max_seqlen,
             **({} if self.paths is None else {"segment_parents": self.paths}),
             **({} if self.num_targets is None else {"num_targets": self.num_targets}),
+            **({} if cu_seqlens is self.cu_seqlens else {"num_tokens": self._num_tokens()}),
         }
 
     def to_unsloth(self) -> dict[str, Any]:
@@ -350,11 +352,15 @@ class PackedMetadata:
             **({} if self.paths is None else {"segment_parents": self.paths}),
         }
 
+    def _num_tokens(self) -> int:
+        """Slots before the padding; total where that is not known without a synchronisation."""
+        if type(self.cu_seqlens) is torch.Tensor and self.cu_seqlens.is_cpu and not torch.compiler.is_compiling():
+            return int(self.cu_seqlens[-1])  # neither fake nor traced: reading it is free
+        return self.total if self.num_tokens is None else self.num_tokens
+
     def _whole_row(self) -> tuple[torch.Tensor, int]:
         """cu_seqlens and max_seqlen with the padding as a document, if num_tokens is known. No synchronisation."""
-        num_tokens = self.total if self.num_tokens is None else self.num_tokens
-        if type(self.cu_seqlens) is torch.Tensor and self.cu_seqlens.is_cpu and not torch.compiler.is_compiling():
-            num_tokens = int(self.cu_seqlens[-1])  # neither fake nor traced: reading it is free
+        num_tokens = self._num_tokens()
         if num_tokens >= self.total:
             return self.cu_seqlens, self.max_seqlen
         if self.paths is not None:

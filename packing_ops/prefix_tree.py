@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from packing_ops import _ops
 from packing_ops._arguments import (
     check_cu_seqlens,
-    check_tensor,
     described,
     index_tensor,
     int32_cu_seqlens,
@@ -18,7 +17,14 @@ from packing_ops._arguments import (
     one_row,
     wrong_type,
 )
-from packing_ops.logps import LogpsOptions, checked_head, logps_of_targets, output_names
+from packing_ops.logps import (
+    LogpsOptions,
+    checked_allowed,
+    checked_head,
+    checked_labels,
+    logps_of_targets,
+    output_names,
+)
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
 FORK_ALIGNMENT = 128  # csrc/core/fork_alignment.h
@@ -273,6 +279,8 @@ def prefix_token_logps(
     softcap: float = 0.0,
     max_targets: int | None = None,
     keep_logits: int | Literal["auto"] = 0,
+    allowed_ids: torch.Tensor | None = None,
+    allowed_offsets: torch.Tensor | None = None,
 ) -> torch.Tensor: ...
 @overload
 def prefix_token_logps(
@@ -291,6 +299,8 @@ def prefix_token_logps(
     softcap: float = 0.0,
     max_targets: int | None = None,
     keep_logits: int | Literal["auto"] = 0,
+    allowed_ids: torch.Tensor | None = None,
+    allowed_offsets: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def prefix_token_logps(
@@ -309,6 +319,8 @@ def prefix_token_logps(
     softcap: float = 0.0,
     max_targets: int | None = None,
     keep_logits: int | Literal["auto"] = 0,
+    allowed_ids: torch.Tensor | None = None,
+    allowed_offsets: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]: ...
 def prefix_token_logps(
     hidden: torch.Tensor,
@@ -326,6 +338,8 @@ def prefix_token_logps(
     softcap: float = 0.0,
     max_targets: int | None = None,
     keep_logits: int | Literal["auto"] = 0,
+    allowed_ids: torch.Tensor | None = None,
+    allowed_offsets: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """token_logps of the samples, from the hidden states of a prefix tree's rows. Differentiable.
 
@@ -341,6 +355,7 @@ def prefix_token_logps(
             where nothing counts, in none of a row's samples; where it depends on the sample, mask the result.
         tree: on the device of hidden.
         max_targets: rows that are predicted, or an upper bound, as in token_logps; on CUDA num_rows by default.
+        allowed_ids, allowed_offsets: as token_logps, of each row, ``[num_rows + 1]`` offsets: what its token was drawn from.
 
     Returns:
         ``[num_tokens]``, in the order of the samples' tokens, float32 (float64 for float64): slot t holds
@@ -360,26 +375,23 @@ def prefix_token_logps(
     """
     if not isinstance(tree, PrefixTree):
         raise wrong_type("tree", "a PrefixTree", tree)
-    check_tensor(labels, "labels")
     hidden, weight, bias = checked_head(hidden, weight, bias)
     num_rows = tree.num_rows
     if hidden.shape[0] != num_rows:
         raise ValueError(f"hidden: expected [num_rows={num_rows}, hidden] like the tree, got {described(hidden)}")
-    if labels.shape not in ((num_rows,), (1, num_rows)):
-        raise ValueError(f"labels: expected [num_rows={num_rows}] like the tree, got {described(labels)}")
     if tree.rows.device != hidden.device:
         raise ValueError(f"tree: expected on {hidden.device} like hidden (PrefixTree.to), got on {tree.rows.device}")
-    if labels.device != hidden.device:
-        raise ValueError(f"labels: expected on {hidden.device} like hidden, got {described(labels)} on {labels.device}")
+    labels = checked_labels(labels, hidden)
     # Row r is a target, and the row before it predicts it. The op gives each slot the label of the next one: shift it back.
     before = tree.rows_before
-    labels = labels.reshape(-1).masked_fill(before < 0, ignore_index)  # nothing predicts a root's first row
+    labels = labels.masked_fill(before < 0, ignore_index)  # nothing predicts a root's first row
     whole_row = torch.arange(2, dtype=torch.int32, device=labels.device) * num_rows
     of_next = _ops.logps_targets(labels, whole_row, ignore_index, weight.shape[0])
     targets = F.pad(of_next[:-1], (1, 0), value=-1)[:num_rows]
+    allowed = checked_allowed((allowed_ids, allowed_offsets), targets, weight.shape[0], ahead=0)
     if isinstance(temperature, torch.Tensor) and temperature.shape in ((num_rows,), (1, num_rows)):
         temperature = temperature.reshape(-1)[before]
-    options = LogpsOptions(temperature, scale, softcap, chunk, max_targets, keep_logits)
+    options = LogpsOptions(temperature, scale, softcap, chunk, max_targets, keep_logits, allowed=allowed)
     names = output_names(entropy, outputs)
     predicted = logps_of_targets((hidden[before], weight, bias), targets, names, options)
     # The samples' slots: each shows what predicts the token after it.

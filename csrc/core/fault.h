@@ -38,7 +38,10 @@ enum class Fault : uint8_t {
   kKeysPastPages,          // seqused_k[index] is not between 0 and what the document's pages hold
   kPageOutside,            // block_table[index] has a page that there is not
   kTargetOverBound,        // targets[index] is one more than max_targets
-  kTemperatureOutside      // the temperature of targets[index] is not above 0
+  kTemperatureOutside,     // the temperature of targets[index] is not above 0
+  kAllowedOutside,         // allowed_ids[index] is not in the vocabulary
+  kAllowedOffsets,         // allowed_offsets[index] is not where a set may begin or end
+  kLabelNotAllowed         // labels[index] is not among the ids allowed for it
 };
 
 // One word: fault in the top byte, index below it. A single store, so a reader never sees half of it.

@@ -96,6 +96,12 @@ FaultText fault_text(Fault fault) {
               "of a collator's batch counts those of its own labels)"};
     case Fault::kTemperatureOutside:
       return {"temperature", "numbers above 0 (the index counts rows with a target where others are left out)"};
+    case Fault::kAllowedOutside:
+      return {"allowed_ids", "entries of the vocabulary"};
+    case Fault::kAllowedOffsets:
+      return {"allowed_offsets", "to start at 0, never to decrease and to end at the size of allowed_ids"};
+    case Fault::kLabelNotAllowed:
+      return {"allowed_ids", "each label among the ids that it was drawn from"};
     default:
       return attention_fault_text(fault);
   }

@@ -200,6 +200,7 @@ class PackedCollator:
                 too.
             max_length_q, max_length_k: the longest of these documents, an int.
             num_targets: labels that are not ignore_index, an int; of a batch on the CPU.
+            num_tokens: slots before the padding, an int, where there is padding.
 
         Example:
             >>> collator = PackedCollator(8)

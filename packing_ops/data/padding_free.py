@@ -27,8 +27,8 @@ class PaddingFreeCollator:
         return_packed_metadata: return ``packed_metadata``, the PackedMetadata of the row, for code that calls
             packing_ops itself; models of transformers take none.
         return_num_targets: beside cu_seq_lens and in packed_metadata return ``num_targets``: the losses of packing_ops
-            multiply no more rows. Whoever puts other labels in their place counts them again or drops it. False for
-            exactly the keys of DataCollatorWithFlattening.
+            multiply no more rows. Whoever puts other labels in their place counts them again or drops it. A padded row
+            has ``num_tokens`` too. False for exactly the keys of DataCollatorWithFlattening.
         separator_id: label of each document's first token, which nothing predicts.
         max_seq_length: tokens of the row, None for as many as there are. A shorter row is padded: input_ids with
             pad_token_id, labels with -100. The padding is a document of its own in position_ids, seq_idx and
@@ -53,6 +53,7 @@ class PaddingFreeCollator:
         cu_seq_lens_q, cu_seq_lens_k: one int32 tensor ``[num_documents + 1]``.
         max_length_q, max_length_k: longest document, an int.
         num_targets: labels that are not -100, an int, where the examples are on the CPU.
+        num_tokens: slots before the padding, an int, where there is padding.
 
     on the device of the examples.
 
@@ -225,6 +226,8 @@ class PaddingFreeCollator:
             batch["seq_idx"] = metadata.seq_idx[None]
         if self.return_flash_attn_kwargs:
             batch.update(metadata.to_transformers())
+            if not self.return_num_targets:
+                batch.pop("num_tokens", None)
         if self.return_packed_metadata:
             batch["packed_metadata"] = metadata
         return batch

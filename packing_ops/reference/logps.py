@@ -1,5 +1,7 @@
 """Oracle of packing_ops.logps: all logits at once."""
 
+import itertools
+
 import torch
 
 from packing_ops.reference.boundaries import shift_labels
@@ -37,19 +39,29 @@ def token_outputs(
     softcap: float = 0.0,
     bias: torch.Tensor | None = None,
     ignore_index: int = -100,
+    allowed_ids: torch.Tensor | None = None,
+    allowed_offsets: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """All outputs of token_logps by their names, each [total]."""
     z = torch.nn.functional.linear(hidden, weight, bias)
     z = scale * (z if z.dtype == torch.float64 else z.float())
     z = softcap * torch.tanh(z / softcap) if softcap else z
     z = z / (temperature.to(z.dtype)[:, None] if isinstance(temperature, torch.Tensor) else temperature)
+    if allowed_ids is not None and allowed_offsets is not None:
+        allowed = torch.ones_like(z, dtype=torch.bool)
+        for row, (begin, end) in enumerate(
+            itertools.pairwise(allowed_offsets.tolist()[1:])
+        ):  # row t predicts label t + 1
+            if end > begin:
+                allowed[row] = torch.zeros_like(allowed[row]).index_fill(0, allowed_ids[begin:end].long(), True)
+        z = z.masked_fill(~allowed, -torch.inf)
     targets = shift_labels(labels, cu_seqlens, ignore_index).long()
     has_target, logps = targets != ignore_index, z.log_softmax(-1)
     p = logps.exp()
     found = {
         "logps": logps.gather(-1, targets.clamp(min=0)[:, None])[:, 0],
         "lse": z.logsumexp(-1),
-        "entropy": -torch.where(p == 0, 0, p * logps).sum(-1),
+        "entropy": -(p * torch.where(p == 0, 0, logps)).sum(-1),
         "sum_p2": p.square().sum(-1),
         "mean_logit": z.mean(-1),
     }

@@ -49,6 +49,7 @@ def test_worked_example(device):
         "max_length_q": 3,
         "max_length_k": 3,
         **({"num_targets": 3} if device == "cpu" else {}),
+        "num_tokens": 5,
     }
     found = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     assert {name: value.dtype for name, value in found.items()} == {

@@ -61,6 +61,13 @@ def step(x):
     scales, slopes = torch.full_like(x["values"], 0.1), x["values"].expand(5, 1024).contiguous()
     ops.logps_chunk_(logits, None, targets, 0, scales, 0.0, state)
     ops.logps_chunk_backward_(logits, None, targets, 0, scales, 0.0, state[1].log(), slopes)
+    label_of_next = targets.clamp(min=0)
+    allowed = ops.logps_allowed(label_of_next, torch.arange(1025, device="cuda"), targets, 99, 0)
+    mask = ops.logps_allowed_mask(*allowed, None, 0, 99)
+    of_allowed = torch.zeros_like(state)
+    ops.logps_chunk_(logits, None, targets, 0, scales, 0.0, of_allowed, mask)
+    allowed_gradient = logits.clone()
+    ops.logps_chunk_backward_(allowed_gradient, None, targets, 0, scales, 0.0, of_allowed[1].log(), slopes, mask)
     heads = x["q"].flatten(1)[:, :99].clone(), None, x["q"].flatten(1)[:, 1:100], None, targets, 0.1, 0.2, 0.5
     divergence = ops.kl_rows(*heads)
     ops.kl_chunk_backward_(*heads, divergence, x["values"])
@@ -96,6 +103,9 @@ def step(x):
         "logits": logits,
         "state": state,
         "rows": ops.logps_rows(targets, 1024),
+        "mask": mask,
+        "of_allowed": of_allowed,
+        "allowed_gradient": allowed_gradient,
         "divergence": divergence,
         "kl_gradient": heads[0],
     }

@@ -457,7 +457,7 @@ def bad_calls(device):
         ),
         "labels shape": (call(labels=labels[:-1]), r"labels: expected \[total=6\] or \[1, total\] like hidden"),
         "labels dtype": (call(labels=labels.float()), "labels: expected int64 or int32, got float32"),
-        "labels device": (call(labels=labels.to("meta")), "labels: expected on .* like hidden, got one on meta"),
+        "labels device": (call(labels=labels.to("meta")), "labels: expected on .* like hidden, got int64 .6. on meta"),
         "label": (call(labels=wrong), "labels: .* at index 2"),
         "cu_seqlens": (call(metadata=cu_seqlens + 1), "cu_seqlens: expected to start at 0"),
         "metadata": (call(metadata=po.PackedMetadata.from_lengths([3, 2])), "metadata: expected total=6"),

@@ -14,6 +14,7 @@ FAMILIES = [
     "boundaries",
     "boundaries_gae",
     "logps",
+    "logps_allowed",
     "logps_torch",
     "logps_kl",
     "logps_kl_torch",

@@ -12,7 +12,7 @@ from helpers import ROOT
 from public_names import NEEDS, PUBLIC, public_names
 
 # Shown in the examples of what they undo.
-UNDO = {"revert_packing_ops", "unpatch_pack_dataset", "unpatch_rope"}
+UNDO = {"revert_packing_ops", "unpatch_pack_dataset", "unpatch_rope", "unpatch_router"}
 
 
 def prompts_of_modules():

@@ -26,6 +26,42 @@ struct LogpsRowsParams {
   int64_t size = 0;
 };
 
+// Entries of the vocabulary that a row's softmax is over, as compressed sparse rows. Row t has the set t + ahead; none
+// where there is no such set or it is empty, which is all entries.
+struct LogpsAllowedParams {
+  IndexView ids;  // [size]
+  int64_t size = 0;
+  IndexView offsets;                 // [total + 1]
+  const int32_t* targets = nullptr;  // [total]
+  int64_t total = 0;
+  int64_t vocab = 0;
+  int64_t ahead = 0;
+  int32_t* checked_ids = nullptr;      // [size]; on a GPU -1 for what is not in the vocabulary
+  int64_t* checked_offsets = nullptr;  // [total + 1], by row, none outside of 0 to size
+};
+
+struct LogpsMaskParams {
+  const int32_t* ids = nullptr;  // [size], as checked
+  int64_t size = 0;
+  const int64_t* offsets = nullptr;  // [total + 1]
+  int64_t total = 0;
+  const int64_t* index = nullptr;  // [rows], the set of each, -1 for none; or null: the sets in their order
+  int64_t rows = 0;
+  int64_t first = 0;  // bit 0 is this entry of the vocabulary
+  int64_t columns = 0;
+  int64_t words = 0;         // of a row
+  uint32_t* mask = nullptr;  // [rows, words], a bit for each column, the lowest first
+
+  // Where a row's ids are; never outside of them.
+  PACKING_OPS_HOST_DEVICE Interval<int64_t> set_of(int64_t row) const {
+    const int64_t t = index ? index[row] : row;
+    if (t < 0 || t >= total) return {0, 0};
+    const int64_t begin = offsets[t], end = offsets[t + 1];
+    return {begin < 0 ? 0 : begin, end > size ? size : end};
+  }
+  PACKING_OPS_HOST_DEVICE bool has_column(int64_t column) const { return column >= 0 && column < columns; }
+};
+
 // z = scale * f(logit + bias) with f(x) = x, or tanh(inner * x). Everything but the logits is Real: float64 for float64
 // logits, else float32. Rows without a target are left out: their state stays as it is, their gradient is 0.
 struct LogpsChunkParams {
@@ -39,6 +75,7 @@ struct LogpsChunkParams {
   int64_t first = 0;                 // column 0 is this entry of the vocabulary
   const void* scales = nullptr;      // [rows], above 0
   double inner = 0;                  // 0: f(x) = x
+  const uint32_t* mask = nullptr;    // [rows, ceil(columns / 32)], or null: z is -inf where its bit is 0
 
   // Forward: online softmax of the columns so far, the rows of the op's state [3 or 7, rows].
   void* max = nullptr;
@@ -61,11 +98,15 @@ struct LogpsChunkParams {
 
 void launch_logps_targets_cpu(const LogpsTargetsParams& p);
 void launch_logps_rows_cpu(const LogpsRowsParams& p);
+void launch_logps_allowed_cpu(const LogpsAllowedParams& p);
+void launch_logps_allowed_mask_cpu(const LogpsMaskParams& p);
 void launch_logps_chunk_cpu(const LogpsChunkParams& p);
 void launch_logps_chunk_backward_cpu(const LogpsChunkParams& p);
 
 void launch_logps_targets_cuda(const LogpsTargetsParams& p, const CudaLaunch& launch);
 void launch_logps_rows_cuda(const LogpsRowsParams& p, const CudaLaunch& launch);
+void launch_logps_allowed_cuda(const LogpsAllowedParams& p, const CudaLaunch& launch);
+void launch_logps_allowed_mask_cuda(const LogpsMaskParams& p, const CudaLaunch& launch);
 void launch_logps_chunk_cuda(const LogpsChunkParams& p, const CudaLaunch& launch);
 void launch_logps_chunk_backward_cuda(const LogpsChunkParams& p, const CudaLaunch& launch);
 

@@ -17,6 +17,11 @@ DType real_of(const LogpsChunkParams& p) {
   return p.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
 }
 
+// Of a mask's row.
+int64_t words_of(int64_t columns) {
+  return (columns + 31) / 32;
+}
+
 // float32 or float64, contiguous, a number per row.
 const void* per_row(const Tensor& t, const char* name, const LogpsChunkParams& p, const Tensor& logits) {
   check_dtype(t, name, {real_of(p)});
@@ -44,7 +49,7 @@ std::array<char*, kMore> several_per_row(const Tensor& t, const char* name, cons
 }
 
 LogpsChunkParams chunk_params(const Tensor& logits, const std::optional<Tensor>& bias, const Tensor& targets,
-                              int64_t first, const Tensor& scales, double inner) {
+                              int64_t first, const Tensor& scales, double inner, const std::optional<Tensor>& mask) {
   check_dtype(logits, "logits", {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64});
   check_rank(logits, "logits", 2);
   check_last_dim_contiguous(logits, "logits");
@@ -70,6 +75,13 @@ LogpsChunkParams chunk_params(const Tensor& logits, const std::optional<Tensor>&
     check_same_device(*bias, "bias", logits, "logits");
     check(bias->is_contiguous(), "bias: expected contiguous, got stride ", bias->stride(0));
     p.bias = bias->data_ptr();
+  }
+  if (mask) {
+    check_dtype(*mask, "mask", {DType::kInt32});
+    check_shape(*mask, "mask", {p.rows, words_of(p.columns)}, "[rows of logits, a bit per column]");
+    check_same_device(*mask, "mask", logits, "logits");
+    check(mask->is_contiguous(), "mask: expected contiguous, got other strides");
+    p.mask = static_cast<const uint32_t*>(mask->data_ptr());
   }
   return p;
 }
@@ -111,9 +123,74 @@ Tensor logps_rows(const Tensor& targets, int64_t size) {
   return rows;
 }
 
+std::tuple<Tensor, Tensor> logps_allowed(const Tensor& allowed_ids, const Tensor& allowed_offsets,
+                                         const Tensor& targets, int64_t vocab, int64_t ahead) {
+  check_dtype(targets, "targets", {DType::kInt32});
+  check_rank(targets, "targets", 1);
+  const int64_t total = targets.numel();
+  check_dtype(allowed_ids, "allowed_ids", {DType::kInt64, DType::kInt32});
+  check_rank(allowed_ids, "allowed_ids", 1);
+  check_same_device(allowed_ids, "allowed_ids", targets, "hidden");
+  check_dtype(allowed_offsets, "allowed_offsets", {DType::kInt64, DType::kInt32});
+  check_shape(allowed_offsets, "allowed_offsets", {total + 1}, "[labels + 1]");
+  check_same_device(allowed_offsets, "allowed_offsets", targets, "hidden");
+  check(vocab > 0 && vocab <= kMost, "weight: expected 1 to ", kMost, " entries of the vocabulary, got ", vocab);
+  check(ahead >= 0 && ahead <= 1, "ahead: expected 0 or 1, got ", ahead);
+  const Tensor given_ids = dense(allowed_ids);
+  const Tensor given_offsets = dense(allowed_offsets);
+  const Tensor of_rows = dense(targets);
+  Tensor ids = empty({allowed_ids.numel()}, DType::kInt32, targets);
+  Tensor offsets = empty({total + 1}, DType::kInt64, targets);
+  LogpsAllowedParams p;
+  p.ids = index_view(given_ids);
+  p.size = allowed_ids.numel();
+  p.offsets = index_view(given_offsets);
+  p.targets = static_cast<const int32_t*>(of_rows.data_ptr());
+  p.total = total;
+  p.vocab = vocab;
+  p.ahead = ahead;
+  p.checked_ids = static_cast<int32_t*>(ids.data_ptr());
+  p.checked_offsets = static_cast<int64_t*>(offsets.data_ptr());
+  launch(targets, p, launch_logps_allowed_cpu, PACKING_OPS_CUDA(launch_logps_allowed_cuda));
+  return {ids, offsets};
+}
+
+Tensor logps_allowed_mask(const Tensor& ids, const Tensor& offsets, std::optional<Tensor> index, int64_t first,
+                          int64_t columns) {
+  check_dtype(ids, "ids", {DType::kInt32});
+  check_rank(ids, "ids", 1);
+  check_dtype(offsets, "offsets", {DType::kInt64});
+  check_rank(offsets, "offsets", 1);
+  check(offsets.numel() > 0, "offsets: expected [total + 1], got ", describe(offsets));
+  check_same_device(offsets, "offsets", ids, "ids");
+  check(columns >= 0 && columns <= kMost, "columns: expected 0 to ", kMost, ", got ", columns);
+  const Tensor all_ids = dense(ids);
+  const Tensor bounds = dense(offsets);
+  const std::optional<Tensor> rows = dense(index);
+  if (index) {
+    check_dtype(*index, "index", {DType::kInt64});
+    check_rank(*index, "index", 1);
+    check_same_device(*index, "index", ids, "ids");
+  }
+  LogpsMaskParams p;
+  p.ids = static_cast<const int32_t*>(all_ids.data_ptr());
+  p.size = ids.numel();
+  p.offsets = static_cast<const int64_t*>(bounds.data_ptr());
+  p.total = offsets.numel() - 1;
+  p.index = static_cast<const int64_t*>(data_or_null(rows));
+  p.rows = index ? index->numel() : p.total;
+  p.first = first;
+  p.columns = columns;
+  p.words = words_of(columns);
+  Tensor mask = empty({p.rows, p.words}, DType::kInt32, ids);
+  p.mask = static_cast<uint32_t*>(mask.data_ptr());
+  launch(ids, p, launch_logps_allowed_mask_cpu, PACKING_OPS_CUDA(launch_logps_allowed_mask_cuda));
+  return mask;
+}
+
 void logps_chunk_(const Tensor& logits, std::optional<Tensor> bias, const Tensor& targets, int64_t first,
-                  const Tensor& scales, double inner, Tensor state) {
-  LogpsChunkParams p = chunk_params(logits, bias, targets, first, scales, inner);
+                  const Tensor& scales, double inner, Tensor state, std::optional<Tensor> mask) {
+  LogpsChunkParams p = chunk_params(logits, bias, targets, first, scales, inner, mask);
   const auto rows = several_per_row<3, 7>(state, "state", p, logits);
   p.max = rows[0];
   p.sum = rows[1];
@@ -126,8 +203,9 @@ void logps_chunk_(const Tensor& logits, std::optional<Tensor> bias, const Tensor
 }
 
 void logps_chunk_backward_(Tensor logits, std::optional<Tensor> bias, const Tensor& targets, int64_t first,
-                           const Tensor& scales, double inner, const Tensor& lse, const Tensor& slopes) {
-  LogpsChunkParams p = chunk_params(logits, bias, targets, first, scales, inner);
+                           const Tensor& scales, double inner, const Tensor& lse, const Tensor& slopes,
+                           std::optional<Tensor> mask) {
+  LogpsChunkParams p = chunk_params(logits, bias, targets, first, scales, inner, mask);
   check(p.rows <= 1 || p.row_stride >= p.columns, "logits: expected rows of their own memory (they are changed in ",
         "place), got stride ", p.row_stride, " in ", describe(logits));
   p.lse = per_row(lse, "lse", p, logits);
@@ -143,6 +221,8 @@ void logps_chunk_backward_(Tensor logits, std::optional<Tensor> bias, const Tens
 PACKING_OPS_REGISTER(m) {
   m.impl("logps_targets", TORCH_BOX(&logps_targets));
   m.impl("logps_rows", TORCH_BOX(&logps_rows));
+  m.impl("logps_allowed", TORCH_BOX(&logps_allowed));
+  m.impl("logps_allowed_mask", TORCH_BOX(&logps_allowed_mask));
   m.impl("logps_chunk_", TORCH_BOX(&logps_chunk_));
   m.impl("logps_chunk_backward_", TORCH_BOX(&logps_chunk_backward_));
 }

@@ -6,17 +6,26 @@ namespace packing_ops {
 
 namespace {
 
-// f of LogpsChunkParams and the row's scale.
-template <class T, bool kAltered>
+// f of LogpsChunkParams, the row's scale and its mask.
+template <class T, bool kAltered, bool kMasked>
 struct Scaling {
   using Real = accumulate_t<T>;
   const Real* bias;
+  const uint32_t* __restrict__ mask;  // of the row
   Real inner, scale;
 
   __device__ Scaling(const LogpsChunkParams& p, int64_t row)
       : bias(static_cast<const Real*>(p.bias)),
+        mask(kMasked ? p.mask + row * ceil_div(p.columns, 32) : nullptr),
         inner(static_cast<Real>(p.inner)),
         scale(static_cast<const Real*>(p.scales)[row]) {}
+  template <int kCount>
+  __device__ uint32_t allowed(int column) const {
+    if (!kMasked) return ~0u;
+    const int place = column % 32;
+    const uint32_t bits = mask[column / 32] >> place;
+    return place > 32 - kCount ? bits | mask[column / 32 + 1] << (32 - place) : bits;
+  }
   __device__ Real altered(Real logit, int column) const {
     if (!kAltered) return logit;
     const Real biased = bias ? logit + bias[column] : logit;
@@ -62,14 +71,14 @@ struct State {
   }
 };
 
-template <class T, bool kAltered, bool kMore>
+template <class T, bool kAltered, bool kMasked, bool kMore>
 __global__ void __launch_bounds__(kThreads) logps_chunk_kernel(LogpsChunkParams p, FaultFlag fault) {
   using Real = accumulate_t<T>;
   __shared__ Sums<T> held[kHeld];
   const int64_t row = blockIdx.x;
   if (p.targets[row] < 0) return;
   const T* logits = static_cast<const T*>(p.logits) + row * p.row_stride;
-  Scaling<T, kAltered> scaling(p, row);
+  Scaling<T, kAltered, kMasked> scaling(p, row);
   if (!(scaling.scale > Real(0) && scaling.scale < infinity<Real>())) {
     fault.raise(Fault::kTemperatureOutside, row);
     scaling.scale = NAN;
@@ -101,15 +110,18 @@ __global__ void __launch_bounds__(kThreads) logps_chunk_kernel(LogpsChunkParams 
   state.template store<kMore>(all);
   const int64_t target = p.targets[row] - p.first;
   if (target >= 0 && target < p.columns) {
-    *state.chosen = scaling.scale * scaling.altered(static_cast<Real>(logits[target]), static_cast<int>(target));
+    const auto column = static_cast<int>(target);
+    const bool allowed = (scaling.template allowed<1>(column) & 1) != 0;
+    const Real z = scaling.scale * scaling.altered(static_cast<Real>(logits[target]), column);
+    *state.chosen = allowed ? z : -infinity<Real>();
   }
 }
 
 // d(logit), as LogpsChunkParams has d(z).
-template <class T, bool kAltered, bool kMore>
+template <class T, bool kAltered, bool kMasked, bool kMore>
 struct Gradient {
   using Real = accumulate_t<T>;
-  Scaling<T, kAltered> scaling;
+  Scaling<T, kAltered, kMasked> scaling;
   Real lse, grad, plain, by_log = 0, by_p = 0, even = 0;
   int target;  // column in this chunk, or -1
 
@@ -142,7 +154,7 @@ struct Gradient {
   }
 };
 
-template <class T, bool kAltered, bool kMore>
+template <class T, bool kAltered, bool kMasked, bool kMore>
 __global__ void __launch_bounds__(kThreads) logps_chunk_backward_kernel(LogpsChunkParams p) {
   using Real = accumulate_t<T>;
   using Vector = typename Row<T>::Vector;
@@ -151,7 +163,7 @@ __global__ void __launch_bounds__(kThreads) logps_chunk_backward_kernel(LogpsChu
   T* logits = static_cast<T*>(p.logits) + row * p.row_stride;
   const Row<T> layout(logits, static_cast<int>(p.columns));
   Vector* vectors = reinterpret_cast<Vector*>(logits + layout.before);
-  const Gradient<T, kAltered, kMore> gradient(p, row);
+  const Gradient<T, kAltered, kMasked, kMore> gradient(p, row);
   if (p.targets[row] < 0 || gradient.is_zero()) {
     for (int v = static_cast<int>(threadIdx.x); v < layout.vectors; v += kThreads) set_zero(vectors[v]);
     for (int i = static_cast<int>(threadIdx.x); i < layout.singles(); i += kThreads) {
@@ -170,30 +182,42 @@ __global__ void __launch_bounds__(kThreads) logps_chunk_backward_kernel(LogpsChu
       const int v = first + u * kThreads;
       if (v >= layout.vectors) continue;
       const int column = layout.column(v);
+      const uint32_t allowed = gradient.scaling.template allowed<kVec>(column);
 #pragma unroll
       for (int i = 0; i < kVec; i += 2) {
         const Real one = gradient(loaded[u].get(i), column + i);
-        loaded[u].set_pair(i, one, gradient(loaded[u].get(i + 1), column + i + 1));
+        const Real two = gradient(loaded[u].get(i + 1), column + i + 1);
+        loaded[u].set_pair(i, (allowed >> i & 1) != 0 ? one : Real(0), (allowed >> i & 2) != 0 ? two : Real(0));
       }
       vectors[v] = loaded[u];
     }
   }
   for (int i = static_cast<int>(threadIdx.x); i < layout.singles(); i += kThreads) {
     const int column = layout.single(i);
-    logits[column] = static_cast<T>(gradient(static_cast<Real>(logits[column]), column));
+    const bool allowed = (gradient.scaling.template allowed<1>(column) & 1) != 0;
+    logits[column] = static_cast<T>(allowed ? gradient(static_cast<Real>(logits[column]), column) : Real(0));
   }
+}
+
+// f(element type, kAltered, kMasked, kMore) as constants. A mask has an instance of its own, so that it costs nobody
+// else.
+template <class F>
+void dispatch_chunk(const LogpsChunkParams& p, bool more, F&& f) {
+  dispatch_logits(p.dtype, [&](auto element) {
+    const auto with = [&](auto altered, auto masked) {
+      more ? f(element, altered, masked, std::true_type{}) : f(element, altered, masked, std::false_type{});
+    };
+    if (p.mask) return with(std::true_type{}, std::true_type{});
+    p.bias || p.inner != 0 ? with(std::true_type{}, std::false_type{}) : with(std::false_type{}, std::false_type{});
+  });
 }
 
 }  // namespace
 
 void launch_logps_chunk_cuda(const LogpsChunkParams& p, const CudaLaunch& launch) {
   if (p.rows == 0 || p.columns == 0) return;
-  dispatch_logits(p.dtype, [&](auto element) {
-    using T = decltype(element);
-    const bool altered = p.bias || p.inner != 0;
-    const auto kernel = p.weighted
-                            ? (altered ? logps_chunk_kernel<T, true, true> : logps_chunk_kernel<T, false, true>)
-                            : (altered ? logps_chunk_kernel<T, true, false> : logps_chunk_kernel<T, false, false>);
+  dispatch_chunk(p, p.weighted != nullptr, [&](auto element, auto altered, auto masked, auto more) {
+    const auto kernel = logps_chunk_kernel<decltype(element), altered.value, masked.value, more.value>;
     kernel<<<static_cast<unsigned>(p.rows), kThreads, 0, stream_of(launch)>>>(p, launch.fault);
   });
   check_launch("logps_chunk_kernel");
@@ -201,13 +225,8 @@ void launch_logps_chunk_cuda(const LogpsChunkParams& p, const CudaLaunch& launch
 
 void launch_logps_chunk_backward_cuda(const LogpsChunkParams& p, const CudaLaunch& launch) {
   if (p.rows == 0 || p.columns == 0) return;
-  dispatch_logits(p.dtype, [&](auto element) {
-    using T = decltype(element);
-    const bool altered = p.bias || p.inner != 0;
-    const auto kernel =
-        p.by_log
-            ? (altered ? logps_chunk_backward_kernel<T, true, true> : logps_chunk_backward_kernel<T, false, true>)
-            : (altered ? logps_chunk_backward_kernel<T, true, false> : logps_chunk_backward_kernel<T, false, false>);
+  dispatch_chunk(p, p.by_log != nullptr, [&](auto element, auto altered, auto masked, auto more) {
+    const auto kernel = logps_chunk_backward_kernel<decltype(element), altered.value, masked.value, more.value>;
     kernel<<<static_cast<unsigned>(p.rows), kThreads, 0, stream_of(launch)>>>(p);
   });
   check_launch("logps_chunk_backward_kernel");

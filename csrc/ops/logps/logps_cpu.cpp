@@ -10,6 +10,20 @@ namespace packing_ops {
 
 namespace {
 
+// other in place of the values whose bit is 0; from: the first one's column, a multiple of 32.
+template <class Real>
+PACKING_OPS_INLINE void mask_values(const LogpsChunkParams& p, int64_t row, int64_t from, int64_t count, Real other,
+                                    Real* __restrict z) {
+  if (!p.mask) return;
+  const uint32_t* words = p.mask + row * ((p.columns + 31) / 32) + from / 32;
+  for (int64_t first = 0; first < count; first += 32) {
+    const uint32_t word = words[first / 32];
+    const int64_t size = std::min<int64_t>(32, count - first);
+    if (word == ~0u) continue;
+    for (int64_t j = 0; j < size; ++j) z[first + j] = (word >> j & 1) != 0 ? z[first + j] : other;
+  }
+}
+
 // f(logit + bias) in place of each logit.
 template <class Real>
 PACKING_OPS_INLINE void bound_logits(const LogpsChunkParams& p, int64_t from, int64_t count, Real* __restrict z,
@@ -58,6 +72,7 @@ PACKING_OPS_MULTIVERSION void sum_rows(const LogpsChunkParams& p, const Logits<R
       piece.load(p.logits, row * p.row_stride + from, count, z);
       bound_logits(p, from, count, z, scratch);
       for (int64_t j = 0; j < count; ++j) z[j] *= scale;
+      mask_values(p, row, from, count, -kInfinity<Real>, z);
       if (target >= from && target < from + count) at(p.chosen, row) = z[target - from];
       sums = sums + sums_of<kMore>(z, count, scratch, p.first + from);
     }
@@ -136,6 +151,7 @@ PACKING_OPS_MULTIVERSION void grad_rows(const LogpsChunkParams& p, const Logits<
       if (inner != Real(0)) {
         for (int64_t j = 0; j < count; ++j) z[j] *= inner * (Real(1) - bounded[j] * bounded[j]);
       }
+      mask_values(p, row, from, count, Real(0), z);
       piece.store(z, scale, first, count, p.logits);
     }
   }
@@ -166,6 +182,43 @@ void launch_logps_rows_cpu(const LogpsRowsParams& p) {
   }
   check(count <= p.size, "max_targets: expected at least the ", count, " slots with a target, got ", p.size);
   std::fill(p.rows + count, p.rows + p.size, -1);
+}
+
+void launch_logps_allowed_cpu(const LogpsAllowedParams& p) {
+  for (int64_t i = 0; i < p.size; ++i) {
+    const int64_t id = p.ids[i];
+    check(id >= 0 && id < p.vocab, "allowed_ids: expected 0 to ", p.vocab - 1, ", got ", id, " at index ", i);
+    p.checked_ids[i] = static_cast<int32_t>(id);
+  }
+  check(p.offsets[0] == 0, "allowed_offsets: expected to start at 0, got ", p.offsets[0]);
+  for (int64_t t = 1; t <= p.total; ++t) {
+    check(p.offsets[t] >= p.offsets[t - 1], "allowed_offsets: expected never to decrease, got ", p.offsets[t],
+          " after ", p.offsets[t - 1], " at index ", t);
+  }
+  check(p.offsets[p.total] == p.size, "allowed_offsets: expected to end at the ", p.size, " allowed_ids, got ",
+        p.offsets[p.total]);
+  for (int64_t t = 0; t <= p.total; ++t) p.checked_offsets[t] = p.offsets[std::min(t + p.ahead, p.total)];
+  for (int64_t t = 0; t < p.total; ++t) {
+    const int32_t* begin = p.checked_ids + p.checked_offsets[t];
+    const int32_t* end = p.checked_ids + p.checked_offsets[t + 1];
+    check(p.targets[t] < 0 || begin == end || std::find(begin, end, p.targets[t]) != end,
+          "allowed_ids: expected each label among the ids that it was drawn from, got others for label ", p.targets[t],
+          " at index ", t + p.ahead);
+  }
+}
+
+void launch_logps_allowed_mask_cpu(const LogpsMaskParams& p) {
+  for_rows(p.rows, p.columns, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const Interval<int64_t> set = p.set_of(row);
+      uint32_t* words = p.mask + row * p.words;
+      std::fill(words, words + p.words, set.empty() ? ~0u : 0u);
+      for (int64_t i = set.begin; i < set.end; ++i) {
+        const int64_t column = p.ids[i] - p.first;
+        if (p.has_column(column)) words[column / 32] |= 1u << column % 32;
+      }
+    }
+  });
 }
 
 void launch_logps_chunk_cpu(const LogpsChunkParams& p) {

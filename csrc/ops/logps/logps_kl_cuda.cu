@@ -35,6 +35,10 @@ struct Head {
 
   // What load_grain takes: the temperature is left to the exponents.
   __device__ Real altered(Real logit, int column) const { return bias ? logit + bias[column] : logit; }
+  template <int kCount>
+  __device__ uint32_t allowed(int) const {
+    return ~0u;
+  }
   __device__ Real scaled(Real logit, int column) const { return altered(logit, column) * inv_temperature; }
 };
 

@@ -116,7 +116,8 @@ struct Row {
 };
 
 // Lane by lane the values of kGrain columns from first on, and their sum. Scaling::altered(logit, column): with the
-// bias. Which lane has which columns does not depend on their alignment.
+// bias. Scaling::allowed<n>(column): a bit for each of n columns, the first one lowest; -inf where it is 0. Which lane
+// has which columns does not depend on their alignment.
 template <class T, bool kMore, class Scaling, int kVectors>
 __device__ accumulate_t<T> load_grain(const T* logits, int first, int columns, const Scaling& scaling,
                                       accumulate_t<T> (&values)[kVectors][Row<T>::kVec]) {
@@ -133,9 +134,11 @@ __device__ accumulate_t<T> load_grain(const T* logits, int first, int columns, c
     }
 #pragma unroll
     for (int u = 0; u < kVectors; ++u) {
+      const uint32_t allowed = scaling.template allowed<kVec>(begin + u * kWarp * kVec);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
-        values[u][i] = scaling.altered(loaded[u].get(i), begin + u * kWarp * kVec + i);
+        const Real value = scaling.altered(loaded[u].get(i), begin + u * kWarp * kVec + i);
+        values[u][i] = (allowed >> i & 1) != 0 ? value : -infinity<Real>();
         if (kMore) total += values[u][i];
       }
     }
@@ -146,7 +149,8 @@ __device__ accumulate_t<T> load_grain(const T* logits, int first, int columns, c
       for (int i = 0; i < kVec; ++i) {
         const int column = begin + u * kWarp * kVec + i;
         const bool inside = column < columns;
-        values[u][i] = inside ? scaling.altered(static_cast<Real>(logits[column]), column) : -infinity<Real>();
+        const bool counts = inside && (scaling.template allowed<1>(column) & 1) != 0;
+        values[u][i] = counts ? scaling.altered(static_cast<Real>(logits[column]), column) : -infinity<Real>();
         if (kMore && inside) total += values[u][i];
       }
     }

@@ -7,6 +7,7 @@ A model:
     varlen_call.py       Where the documents of a batch lie for one varlen call; made once per batch.
     context_parallel.py  The same call over the keys of all context-parallel ranks.
     rope.py              patch_rope, the rotation of queries and keys under apply_rope_fusion.
+    router.py            patch_router, the balance losses of a mixture of experts by document.
     prefix_tree.py       segment_parents: rows of a prefix tree, rotated by their depths.
 A batch:
     data.py              Padded rows as one thd row and back, PackedSeqParams, next-token targets.
@@ -34,6 +35,7 @@ if TYPE_CHECKING:  # what type checkers and docs/api read
         preprocess_packed_seqs,
     )
     from packing_ops.integrations.megatron.rope import patch_rope, unpatch_rope
+    from packing_ops.integrations.megatron.router import patch_router, unpatch_router
     from packing_ops.integrations.megatron.spec import use_packing_ops
 
 _MODULES = {
@@ -42,6 +44,8 @@ _MODULES = {
     "context_parallel_attention": "context_parallel",
     "patch_rope": "rope",
     "unpatch_rope": "rope",
+    "patch_router": "router",
+    "unpatch_router": "router",
     "packed_seq_params": "data",
     "preprocess_packed_seqs": "data",
     "postprocess_packed_seqs": "data",
@@ -54,11 +58,13 @@ __all__ = [
     "packed_alignment",
     "packed_seq_params",
     "patch_rope",
+    "patch_router",
     "postprocess_packed_seqs",
     "preprocess_packed_seqs",
     "thd_inverse_indices",
     "thd_partition_indices",
     "unpatch_rope",
+    "unpatch_router",
     "use_packing_ops",
 ]
 __getattr__, __dir__ = lazy_names(

@@ -39,6 +39,8 @@ def packed_seq_params(metadata: po.PackedMetadata) -> PackedSeqParams:
     params = _params(**fields, total_tokens=metadata.total)
     if parents is not None:
         params.segment_parents = parents  # no field of megatron-core's
+    if fields["cu_seqlens_q"] is not metadata.cu_seqlens:  # the padding is its last document, see patch_router
+        params.num_tokens = metadata._num_tokens()
     return params
 
 

@@ -4,7 +4,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -85,6 +85,7 @@ def apply_packing_ops(
     attention: bool = True,
     rms_norm: bool = False,
     fused_loss: bool = False,
+    balance_loss: Literal["batch", "document", False] = False,
     fp32_cos_sin: bool = False,
     invariant: bool = False,
     strict: bool = False,
@@ -109,6 +110,10 @@ def apply_packing_ops(
             made, and the output has None for them: do not use this where something reads them, as TRL's SFTTrainer
             does for its metrics. Apply before others wrap forward. If lm_head is replaced later (resized, LoRA), the
             loss is the stock one again, after a warning.
+        balance_loss: what a mixture of experts adds to its loss (``output_router_logits=True``, ``aux_loss``). "document":
+            the mean over the documents of what each has alone. "batch": that of the tokens of all documents, as
+            transformers has it of padded rows. Padding counts nowhere: that of a 2-D attention_mask, and the end of a
+            packed row, after the ``num_tokens`` of PackedMetadata.to_transformers. It needs attention.
         fp32_cos_sin: keep cos and sin in fp32 where the model casts them to its dtype.
         sequence_group: the ranks that share each row: a ProcessGroup, or a DeviceMesh of one dimension. The model then
             takes the batches of packing_ops.parallel.shard_packed, and attention runs over the group
@@ -166,6 +171,8 @@ def apply_packing_ops(
     losses = [host for host in found if fused_loss and fused_loss_patch.refusal(host) is None]
     if fused_loss and (reason := fused_loss_patch.why_not(found)):
         skipped["fused_loss"] = reason
+    if balance_loss and (reason := fused_loss_patch.why_not_balanced(model, balance_loss, attention)):
+        skipped["balance_loss"] = reason
     if invariant and (reason := invariant_mode.why_not(model)):
         skipped["invariant"] = reason
     if sequence_group is not None:
@@ -196,6 +203,8 @@ def apply_packing_ops(
     normed = rms_norm_patch.apply_to_model(model) if rms_norm else 0
     for host in losses:
         fused_loss_patch.apply_to_model(host)
+    if balance_loss and attends and "balance_loss" not in skipped:
+        fused_loss_patch.balance(model, balance_loss)
     # The mode, last: its proof runs the model as it is now
     if invariant and "invariant" not in skipped and (reason := invariant_mode.apply_to_model(model, sequence_group)):
         skipped["invariant"] = reason

@@ -304,7 +304,7 @@ SDPA = frozenset(("output_attentions", "position_bias"))
 HARMLESS = frozenset({
     CACHE, "block_table", "cache", "cache_position", "deterministic", "encoder_attention_mask", "encoder_hidden_states", "ignore_index",
     "input_ids", "inputs_embeds", "labels", "logits_indices", "logits_processor_args", "logits_to_keep", "margin", "max_length_k", "max_length_q",
-    "mm_token_type_ids", "num_items_in_batch", "num_targets", "output_hidden_states", "output_router_logits",
+    "mm_token_type_ids", "num_items_in_batch", "num_targets", "num_tokens", "output_hidden_states", "output_router_logits",
     "packed_seq_lengths", "past_key_values", "read_index", "return_dict", "seq_idx", "shift_labels", "token_type_ids",
     "use_cache", REQUESTS,
 })  # fmt: skip

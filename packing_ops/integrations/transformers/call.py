@@ -34,6 +34,7 @@ from packing_ops.prefix_attention import check_same, kept_paths, positions_of_pa
 NAMES: set[str] = set()  # attn_implementations that register() made
 REQUESTS = "write_index"  # a keyword that transformers' continuous batching alone gives: where new keys go in its cache
 LAST_FORWARD = "_packing_ops_last_forward"  # in a model: what its last call saw, for info
+BALANCE = "_packing_ops_balance"  # in a model whose balance loss is ours, see fused_loss
 GUARD = "_packing_ops_guard"  # in a model that keeps its attention: why, see attn_implementation.guard
 
 # The forms of a mask. Only our attention reads a MaskPattern. A model that supports neither FlashAttention nor
@@ -110,6 +111,7 @@ class PackedCall:
         self.checked = None  # (position_ids that cu_seqlens were compared with, these with the comparison before them)
         self.traced = torch.compiler.is_compiling()  # this call is inside a graph
         self.row_documents, self.has_attention = None, True
+        self.balance, self.num_tokens = model.__dict__.get(BALANCE), kwargs.get("num_tokens")  # see fused_loss
         self.masks, self.looked_at_parts = set(), False  # see masks.note, refuse_dropped_mask
 
     def _check_tree(self, position_ids, mask, labels, sequence):

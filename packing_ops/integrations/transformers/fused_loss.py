@@ -1,21 +1,25 @@
-"""The loss of a causal language model from its hidden states, without its logits.
+"""The loss of a causal language model from its hidden states, without its logits; a mixture of experts' balance loss.
 
 In training with labels, lm_head returns the hidden states, the loss function gets them in place of the logits and calls
 chunked_cross_entropy, and the output has None for logits. Otherwise the model runs its stock code.
 """
 
 import functools
+import importlib
+import inspect
 import re
 import warnings
 
 import torch
 
 from packing_ops._arguments import int32_cu_seqlens
-from packing_ops.integrations._patching import function_of, put
+from packing_ops.integrations._patching import Patch, function_of, put
 from packing_ops.integrations.transformers import sequence_group
-from packing_ops.integrations.transformers.call import fuse, here
-from packing_ops.integrations.transformers.versions import PreTrainedModel, source_of
+from packing_ops.integrations.transformers.call import BALANCE, current, fuse, here
+from packing_ops.integrations.transformers.versions import PreTrainedModel, models_in, source_of
 from packing_ops.logps import chunked_cross_entropy
+from packing_ops.router import load_balancing_loss
+from packing_ops.segments import segment_sum
 
 _STATE, _HEAD_OF = "_packing_ops_fused_loss", "_packing_ops_head_of"
 _HEAD = "self.lm_head("
@@ -211,3 +215,83 @@ def _loss(model, state, stock, logits, labels, vocab_size, num_items_in_batch=No
     running.targets = labels.flatten(), int32_cu_seqlens(cu_seqlens.to(labels.device)), options
     # By a call of the head, around which FSDP and ZeRO gather its weight
     return running.head(running.hidden)
+
+
+# --- the balance loss of a mixture of experts ---
+
+_BALANCE = "load_balancing_loss_func"
+_BALANCED_BY = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+
+
+class Balance:
+    """Kept in a model, for as long as its modelling module has our function. Copies and pickles make their own."""
+
+    def __init__(self, module_name, by_document):
+        self.module_name, self.by_document = module_name, by_document
+        _balance_patch(module_name).apply(self)
+
+    def __reduce__(self):
+        return type(self), (self.module_name, self.by_document)
+
+
+@functools.cache
+def _balance_patch(module_name) -> Patch:
+    return Patch(importlib.import_module(module_name), _BALANCE, _of_documents)
+
+
+def _balanced(model) -> dict[PreTrainedModel, str]:
+    """{model: the module that its forward takes transformers' balance loss from}, of the models in it that do."""
+    found = {}
+    for each in models_in([model]):
+        forward = inspect.unwrap(type(each).forward)
+        function = forward.__globals__.get(_BALANCE) if _BALANCE in source_of(forward) else None
+        takes = None if function is None else [*inspect.signature(function).parameters]
+        if takes == _BALANCED_BY and not each.config.is_encoder_decoder:
+            found[each] = forward.__module__
+    return found
+
+
+def why_not_balanced(model, kind, attention) -> str | None:
+    if kind not in ("batch", "document"):
+        raise ValueError(f"balance_loss: expected 'batch', 'document' or False, got {kind!r}")
+    if not attention:
+        return "documents are found with attention=True"
+    return None if _balanced(model) else f"no {_BALANCE} of a causal model of transformers is in it"
+
+
+def balance(model, kind) -> None:
+    for each, module_name in _balanced(model).items():
+        each.__dict__[BALANCE] = Balance(module_name, kind == "document")
+
+
+def _of_documents(stock):
+    @functools.wraps(stock)
+    def load_balancing_loss_func(gate_logits, num_experts=None, top_k=2, attention_mask=None):
+        """transformers' own for every model but those with balance_loss."""
+        call = current()
+        if call is None or call.balance is None or not isinstance(gate_logits, tuple):
+            return stock(gate_logits, num_experts, top_k, attention_mask)
+        # Documents of as many rows as the routers had, as attention has found them
+        device, rows = gate_logits[0].device, gate_logits[0].shape[0]
+        answers = (found for (batch, seqlen, *_), found in call.answers if batch * seqlen == rows)
+        documents = next(answers, None)
+        if documents is None:
+            raise ValueError(
+                f"balance_loss: expected an attention over the {rows} rows of the router of {call.name}, got none (a "
+                "prefix tree, or rows on several ranks)"
+            )
+        documents = documents.on(device)
+        probabilities = [layer.to(device).softmax(-1) for layer in gate_logits]
+        if documents.indices is None:
+            slots = torch.arange(rows, device=device)
+            counts = torch.ones_like(slots) if call.num_tokens is None else (slots < call.num_tokens).long()
+        else:
+            counts = (documents.indices >= 0).long()
+            probabilities = [layer[documents.indices.clamp(min=0)] for layer in probabilities]
+        options = {"top_k": top_k, "copies": counts, "by_document": call.balance.by_document}
+        losses = load_balancing_loss(probabilities, documents.cu_seqlens_q, **options)
+        if not call.balance.by_document:
+            return losses
+        return losses.sum() / (segment_sum(counts.float(), documents.cu_seqlens_q) > 0).sum().clamp(min=1)
+
+    return load_balancing_loss_func

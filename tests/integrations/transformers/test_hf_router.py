@@ -1,6 +1,9 @@
 """Balance losses of transformers' mixtures of experts: a packed row against its documents alone."""
 
+import copy
+import gc
 import importlib
+import pickle
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ import transformers
 from hf_models import OLD
 
 import packing_ops as po
-from packing_ops.integrations.transformers import apply_packing_ops
+from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops
 
 LENGTHS, TAIL, TOP_K, EXPERTS = [5, 1, 11], 4, 2, 4
 FAMILIES = {
@@ -68,3 +71,107 @@ def test_loss_of_a_packed_row_is_that_of_its_documents(device, family):
     assert not torch.allclose(stock(logits, EXPERTS, TOP_K), expected), "counts the padding"
     (found,) = torch.autograd.grad(loss, model.model.embed_tokens.weight)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+# --- apply_packing_ops(model, balance_loss=): the loss inside of a model ---
+
+CAUSAL = ["batch", "document"]
+
+
+def inputs_of(kind, documents, metadata, device):
+    """The batch of a model's call: a packed row with padding at its end, or padded rows."""
+    if kind == "packed":
+        row = torch.nn.functional.pad(torch.cat(documents), (0, TAIL), value=9)[None]
+        return {"input_ids": row, "position_ids": metadata.position_ids[None], **metadata.to_transformers()}
+    longest = max(LENGTHS) + 2
+    rows = torch.full((len(documents), longest), 9, device=device)
+    mask = torch.zeros_like(rows)
+    for i, document in enumerate(documents):  # on the left and on the right
+        start = (i % 2) * (longest - len(document))
+        rows[i, start : start + len(document)] = document
+        mask[i, start : start + len(document)] = 1
+    return {"input_ids": rows, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+
+
+def expected_loss(model, stock, documents, kind):
+    """By the stock function: of each document alone, or of all of their tokens."""
+    alone = [model.model(document[None], output_router_logits=True).router_logits for document in documents]
+    if kind == "document":
+        return torch.stack([stock(layers, EXPERTS, TOP_K) for layers in alone]).mean()
+    return stock(tuple(torch.cat(layers) for layers in zip(*alone, strict=True)), EXPERTS, TOP_K)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("form", ["packed", "padded"])
+@pytest.mark.parametrize("kind", CAUSAL)
+def test_balance_loss_of_a_model(device, family, form, kind):
+    """aux_loss, what the loss adds of it, and its gradients."""
+    model, stock, tokens, metadata = made(family, device)
+    documents = tokens[0, : sum(LENGTHS)].split(LENGTHS)
+    expected = expected_loss(model, stock, documents, kind)
+    (wanted,) = torch.autograd.grad(expected, model.model.layers[0].input_layernorm.weight)
+    assert apply_packing_ops(model, balance_loss=kind, strict=True)
+    batch = inputs_of(form, documents, metadata, device)
+    labels = torch.where(batch["input_ids"] == 9, -100, batch["input_ids"])
+    model.router_aux_loss_coef = 0.0
+    plain = model(**batch, labels=labels).loss
+    model.router_aux_loss_coef = 0.7
+    out = model(**batch, labels=labels)
+    torch.testing.assert_close(out.aux_loss, expected)
+    torch.testing.assert_close(out.loss, plain + 0.7 * expected)
+    (found,) = torch.autograd.grad(out.aux_loss, model.model.layers[0].input_layernorm.weight)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+    revert_packing_ops(model)
+    assert importlib.import_module(type(model).__module__).load_balancing_loss_func is stock
+
+
+@pytest.mark.parametrize("kind", CAUSAL)
+def test_fused_and_compiled(device, kind, fresh_compile):
+    model, stock, tokens, metadata = made("qwen3_moe", device)
+    documents = tokens[0, : sum(LENGTHS)].split(LENGTHS)
+    expected = expected_loss(model, stock, documents, kind)
+    apply_packing_ops(model, balance_loss=kind, fused_loss=True)
+    batch = inputs_of("packed", documents, metadata, device)
+    for each in (model, torch.compile(model, backend="aot_eager")):
+        torch.testing.assert_close(each(**batch, labels=batch["input_ids"]).aux_loss, expected)
+
+
+def test_numbered_masks(device):
+    """Documents of a padded row by the numbers of its mask."""
+    model, stock, tokens, _ = made("mixtral", device)
+    documents = tokens[0, : sum(LENGTHS)].split(LENGTHS)
+    expected = expected_loss(model, stock, documents, "document")
+    apply_packing_ops(model, balance_loss="document")
+    numbers = torch.cat([torch.full_like(document, i + 1) for i, document in enumerate(documents)])
+    positions = torch.cat([torch.arange(length, device=device) for length in LENGTHS])
+    row = [torch.nn.functional.pad(each, (0, TAIL))[None] for each in (torch.cat(documents), numbers, positions)]
+    out = model(input_ids=row[0], attention_mask=row[1], position_ids=row[2])
+    torch.testing.assert_close(out.aux_loss, expected)
+
+
+def test_other_models_and_copies(device):
+    """A model of the same module keeps the stock loss; copies and pickles keep ours, also when the first one is gone."""
+    (other, stock, tokens, metadata), (model, *_) = made("mixtral", device), made("mixtral", device)
+    documents = tokens[0, : sum(LENGTHS)].split(LENGTHS)
+    expected = expected_loss(other, stock, documents, "document")  # of the same weights
+    batch = inputs_of("packed", documents, metadata, device)
+    apply_packing_ops(other)
+    stock_loss = other(**batch).aux_loss
+    apply_packing_ops(model, balance_loss="document")
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    torch.testing.assert_close(other(**batch).aux_loss, stock_loss)
+    assert not torch.allclose(stock_loss, expected)
+    del model
+    gc.collect()
+    for each in copies:
+        torch.testing.assert_close(each(**batch).aux_loss, expected)
+
+
+def test_what_has_no_such_loss_is_named(device):
+    model, _, _, _ = made("mixtral", device)
+    with pytest.raises(ValueError, match=r"balance_loss: expected 'batch', 'document' or False, got 'sequence'"):
+        apply_packing_ops(model, balance_loss="sequence")
+    with pytest.raises(ValueError, match=r"balance_loss: documents are found with attention=True"):
+        apply_packing_ops(model, attention=False, balance_loss="document", strict=True)
+    with pytest.raises(ValueError, match=r"balance_loss: no load_balancing_loss_func"):
+        apply_packing_ops(model.model, balance_loss="document", strict=True)

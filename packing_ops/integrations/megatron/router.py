@@ -1,0 +1,162 @@
+"""``patch_router``: megatron-core's balance losses of a mixture of experts, of a packed row's documents.
+
+To megatron-core a thd row is one sequence and its padding are tokens. Routers are not told where the documents lie: the
+layer that runs is, and the router inside of it asks for them.
+"""
+
+import threading
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from packing_ops._batch_cache import kept_with
+from packing_ops.integrations._patching import Patch
+from packing_ops.integrations.megatron.varlen_call import spans_of
+from packing_ops.router import router_statistics
+
+
+def patch_router() -> None:
+    """Let megatron-core's balance losses of packed (thd) rows count documents; calling it twice is harmless.
+
+    ``seq_aux_loss`` is the mean over the documents of what each has alone. ``aux_loss``, ``global_aux_loss``, the z-loss and
+    expert_bias count real tokens: padding inside documents, which ``cu_seqlens_q_padded`` tells beside ``cu_seqlens_q``, and
+    at the end of the row, which ``packed_seq_params(metadata)`` tells, is what ``padding_mask`` would name. Rows that are not
+    packed run as before. Sequence parallelism is served.
+
+    Example:
+        >>> patch_router()
+        >>> unpatch_router()
+
+    Raises:
+        AttributeError: a megatron-core before 0.16, whose routers take no padding_mask.
+
+    In the forward of a training step:
+        NotImplementedError: context parallelism; a layer that recomputes its experts alone ("moe" or "mlp" of
+            recompute_modules), or overlaps their communication: the router then runs outside of its layer.
+        ValueError: a prefix tree.
+    """
+    for name in ("_apply_seq_aux_loss", "_apply_expert_bias"):  # the second one since 0.16
+        getattr(TopKRouter, name)
+    for patch in _PATCHES:
+        patch.apply()
+
+
+def unpatch_router() -> None:
+    """Put megatron-core's own functions back."""
+    for patch in _PATCHES:
+        patch.revert()
+
+
+class _Now(threading.local):
+    """The packed_seq_params of the layer that runs in this thread."""
+
+    params: PackedSeqParams | None = None
+
+
+_now = _Now()
+
+
+def _with_documents(stock: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """megatron-core's TransformerLayer.forward, whose router knows the documents."""
+        params, before = kwargs.get("packed_seq_params"), _now.params
+        packed = getattr(params, "qkv_format", None) == "thd"
+        if packed and self.training and isinstance(getattr(self.mlp, "router", None), TopKRouter):
+            _refuse(self)
+        _now.params = params if packed else None
+        try:
+            return stock(self, *args, **kwargs)
+        finally:
+            _now.params = before
+
+    return forward
+
+
+def _refuse(layer: Any) -> None:
+    """What takes the router out of its layer's forward, or its rows out of their order."""
+    alone = getattr(layer, "recompute_mlp", False) or getattr(layer.mlp, "moe_layer_recompute", False)
+    if alone:
+        raise NotImplementedError(
+            "recompute_modules: expected no 'moe' and 'mlp' under patch_router, got "
+            f"{layer.config.recompute_modules} (recompute_granularity='full' is served)"
+        )
+    for name, least in (("context_parallel_size", 1), ("overlap_moe_expert_parallel_comm", False)):
+        if (value := getattr(layer.config, name, least)) != least:
+            raise NotImplementedError(f"{name}: expected {least} under patch_router, got {value}")
+
+
+def _without_padding(stock: Any) -> Any:
+    def routing(self: Any, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
+        """megatron-core's TopKRouter.routing, padding_mask with the padding of a packed row."""
+        if _now.params is not None and self.training and torch.is_grad_enabled():
+            padding = _padding_of(_now.params, *_rows_of(self, logits.shape[0]))
+            if padding is not None:
+                padding_mask = padding if padding_mask is None else padding_mask | padding
+        return stock(self, logits, padding_mask=padding_mask)
+
+    return routing
+
+
+def _by_document(stock: Any) -> Any:
+    def _apply_seq_aux_loss(
+        self: Any,
+        probs: torch.Tensor,
+        scores_for_aux_loss: torch.Tensor,
+        routing_map: torch.Tensor,
+        seq_length: int,
+        bsz: int,
+        with_padding_mask: bool = False,
+    ) -> Any:
+        """megatron-core's TopKRouter._apply_seq_aux_loss, of each document of a packed row."""
+        coefficient = self.get_aux_loss_coeff("seq_aux_loss")
+        if _now.params is None or coefficient == 0:
+            more = (seq_length, bsz, with_padding_mask)
+            return stock(self, probs, scores_for_aux_loss, routing_map, *more)
+        rows, first = _rows_of(self, seq_length)
+        cu_seqlens = (spans_of(_now.params).q_slots - first).clamp(0, rows)
+        # Of padding both are 0: the tokens are counted by what they were routed to.
+        routed, sums, _ = router_statistics(scores_for_aux_loss, cu_seqlens, routed=routing_map.bool())
+        local_tokens = routed.sum() / self.topk
+        routed = reduce_from_tensor_model_parallel_region(routed, self.tp_cp_group)
+        tokens = routed.sum(-1) / self.topk
+        losses = (sums * routed).sum(-1) / tokens.square().clamp(min=1)
+        loss = losses.sum() / (tokens > 0).sum().clamp(min=1) * (routed.shape[1] * coefficient / self.topk)
+        return self.attach_and_log_load_balancing_loss(
+            probs, coefficient, loss, "seq_load_balancing_loss", self.tp_cp_group, valid_token_count=local_tokens
+        )
+
+    return _apply_seq_aux_loss
+
+
+def _rows_of(router: Any, rows: int) -> tuple[int, int]:
+    """How many rows this rank's router has, and the first one's place in the packed row."""
+    return rows, router.tp_cp_group.rank() * rows if router.config.sequence_parallel else 0
+
+
+def _padding_of(params: PackedSeqParams, rows: int, first: int) -> torch.Tensor | None:
+    """bool ``[rows, 1]``, True where no token is; None where every row is one."""
+    spans, tokens = spans_of(params), getattr(params, "num_tokens", None)
+    if spans.q is spans.q_slots and tokens is None:
+        return None
+
+    def make() -> torch.Tensor:
+        slots = torch.arange(first, first + rows, device=spans.q.device)
+        document = torch.searchsorted(spans.q_slots[1:].contiguous(), slots, right=True)
+        document = document.clamp(max=spans.q.shape[0] - 2)
+        place = slots - spans.q_slots[document]
+        padding = place >= spans.q.diff()[document]
+        return (padding if tokens is None else padding | (slots >= tokens))[:, None]
+
+    kept: torch.Tensor = kept_with((spans.q, spans.q_slots), ("padding", rows, first, tokens), make)
+    return kept
+
+
+_PATCHES = [
+    Patch(TransformerLayer, "forward", _with_documents),
+    Patch(TopKRouter, "routing", _without_padding),
+    Patch(TopKRouter, "_apply_seq_aux_loss", _by_document),
+]
