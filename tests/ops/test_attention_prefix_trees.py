@@ -138,13 +138,12 @@ def test_sharing_changes_no_bit_of_a_gpus_heads(dim, seed, heads, window):
     assert_same_bits(Tree(*drawn_tree(seed, 9), dtype=torch.bfloat16, device="cuda", dim=dim, heads=heads, **options))
 
 
-# Row tiles of a document of more than 2,048 rows are taken from the last one down. Samples have more, some answers fewer.
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("softcap", [0.0, 4.0])
 @pytest.mark.parametrize("dim", [64, 128, 192, 256, 512])
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 24])
 def test_sharing_changes_no_bit_of_long_samples(group, dim, softcap):
-    prompts = 2 * [FORK * (1024 // group // FORK + 1)]
+    prompts = 2 * [FORK * (1024 // group // FORK + 1)]  # 2,048 rows: from there on tiles start at the last row
     options = {"heads": (2 * group, 2), "dtype": torch.bfloat16, "device": "cuda", "softcap": softcap}
     assert_same_bits(Tree([*prompts, 88, 200, 1, 344], [-1, 0, 1, 1, 1, 0], dim=dim, **options))
 

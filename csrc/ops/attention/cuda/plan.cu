@@ -317,8 +317,7 @@ __global__ void __launch_bounds__(kPlanThreads)
                 });
 }
 
-// Size of the ring: room for the longest document possible, and for enough units to keep the GPU busy. own_keys: keys
-// have cu_seqlens of their own, so that a document's first row may be inside of a row tile.
+// Room for the longest document, and to keep the GPU busy. own_keys: tiles may begin before a document's first row.
 void set_dq_ring(PlanView& plan, bool own_keys, int32_t device) {
   const AttentionTiles& tiles = plan.tiles;
   const int64_t key_tiles = plan.total_k / tiles.backward_keys;
@@ -331,8 +330,7 @@ void set_dq_ring(PlanView& plan, bool own_keys, int32_t device) {
   const uint64_t min_size = static_cast<uint64_t>(std::max({longest, in_flight, key_tiles + 1}));
   constexpr uint64_t kMaxSize = uint64_t{1} << 31;  // row tiles: more than fit in any GPU's memory
   plan.dq_ring = static_cast<uint32_t>(std::min(std::bit_ceil(min_size), kMaxSize));
-  const int64_t cut = (1 + own_keys) * std::min(key_tiles, plan.num_documents);  // tiles at the documents' ends
-  const int64_t row_tiles = (longest + cut) * plan.num_kv_heads;
+  const int64_t row_tiles = (longest + (1 + own_keys) * std::min(key_tiles, plan.num_documents)) * plan.num_kv_heads;
   plan.dq_ring_tiles = std::min<int64_t>(row_tiles, plan.dq_ring);
 }
 
