@@ -49,7 +49,7 @@ MODELS = {  # of Qwen3's configuration; the 8B model with fewer layers
     },
 }
 LONGEST = {"cuda": 4096, "cpu": 60}
-CAPACITIES = {"cuda": (0, 1024, 4096, 8192, 20_000), "cpu": (0, 30, 100)}  # 0: every document alone
+CAPACITIES = {"cuda": (4096, 8192, 20_000), "cpu": (30, 100)}  # of rows, beside every document alone
 CHUNKS = (None, 1000, 4096, 12_000, 65_536)
 ROW = {"cuda": 16_384, "cpu": 128}  # tokens of a training step
 ROUNDS = 8
@@ -101,8 +101,7 @@ def hidden_of(model: torch.nn.Module, documents: list[torch.Tensor]) -> tuple[to
 def count_differing(model: torch.nn.Module, tokens: int, device: str) -> tuple[int, int]:
     """(log-probabilities that were compared, those of which they or the entropy have other bits)."""
     documents, draw = documents_of(-(-tokens // ROUNDS), model.config.vocab_size, device), random.Random(1)
-    capacities = [CAPACITIES[device][-1], *(draw.choice(CAPACITIES[device]) for _ in range(ROUNDS))]
-    capacities[1] = 0
+    capacities = [CAPACITIES[device][-1], 0, *(draw.choice(CAPACITIES[device]) for _ in range(ROUNDS - 1))]
     first: dict[int, torch.Tensor] = {}
     compared = differ = 0
     for capacity in capacities:
@@ -212,11 +211,14 @@ def main(argv: list[str] | None = None) -> None:
         runs = [
             started(name, mode, lock.name, arguments) for name in MODELS[arguments.device] for mode in (False, True)
         ]
-        outputs = [run.communicate()[0] for run in runs]
-    if failed := [run.args for run in runs if run.returncode]:
-        raise SystemExit(f"failed: {failed}")
-    rows = [row for output in outputs for row in json.loads(output.splitlines()[-1])]
-    write_csv(arguments.results / f"invariance_{arguments.device}.csv", rows)
+        rows, failed = [], []
+        for run in runs:
+            output = run.communicate()[0]
+            rows += [] if run.returncode else json.loads(output.splitlines()[-1])
+            failed += [" ".join(run.args)] if run.returncode else []
+            write_csv(arguments.results / f"invariance_{arguments.device}.csv", rows, show=run is runs[-1])
+    if failed:
+        raise SystemExit("\n".join(["failed:", *failed]))
 
 
 if __name__ == "__main__":
