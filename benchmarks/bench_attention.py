@@ -121,12 +121,6 @@ def image_cases(name, lengths, heads, dim, device="cuda", block=256):
     yield from option_cases(f"{name}, images of {block}", lengths, heads, dim, ends, device)
 
 
-def softcap_cases(name, lengths, heads, dim, device="cuda", softcap=50.0):
-    """Beside the same without softcap."""
-    options = {"packing_ops": (softcap, None), "packing_ops, no softcap": (0.0, None)}
-    yield from option_cases(f"{name}, softcap {softcap:g}", lengths, heads, dim, options, device)
-
-
 def option_cases(name, lengths, heads, dim, options_of, device):
     """options_of: of a provider, (softcap, visible_end)."""
     q, k, v, dout, cu_seqlens = packed(lengths, heads, dim, device, torch.bfloat16)
@@ -157,8 +151,6 @@ def cuda_cases():
             yield from op_cases(name, WORKLOADS[name], heads, dim)
     for name in ("chat", "mid4k", "long16k"):
         yield from image_cases(name, WORKLOADS[name], (32, 8), 128)
-    for heads, dim in (((16, 4), 256), ((32, 8), 128), ((32, 8), 64)):
-        yield from softcap_cases("chat", WORKLOADS["chat"], heads, dim)
     yield from op_cases("one document", [2048], (32, 8), 128)
     yield from op_cases("tiny", [100, 156, 200, 56], (32, 8), 128, (*FLASH, peers.sdpa_mask))
     # FlashAttention-2 pads its float32 sums to 128 rows per document, which does not fit any GPU here.

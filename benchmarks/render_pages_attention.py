@@ -154,6 +154,17 @@ def attention_images() -> str:
     )
 
 
+def attention_softcap() -> str:
+    """Times that of the same call without softcap."""
+    lines, rows = {}, rows_of("softcap_cuda")
+    for (_, shape, _), providers in cases_of(rows).items():
+        without = providers["packing_ops, no softcap"]
+        cells = f"{float(providers[OURS]['p50_us']) / 1000:.2f}", f"{1 / float(without['ratio_to_ours']):.2f}"
+        lines.setdefault(shape, [label(shape)]).extend(cells)
+    header = ["softcap 50", "forward, ms", "times that without", "backward, ms", "times that without"]
+    return f"{markdown(header, list(lines.values()))}\n\n{origin(rows)}."
+
+
 def vision() -> str:
     rows = rows_of("vision_cuda")
     lines = [
@@ -166,4 +177,5 @@ def vision() -> str:
 
 
 TABLES = {"attention": attention, "attention-slower": attention_slower, "attention-memory": attention_memory,
-          "attention-dims": attention_dims, "attention-images": attention_images, "vision": vision}  # fmt: skip
+          "attention-dims": attention_dims, "attention-images": attention_images, "attention-softcap": attention_softcap,
+          "vision": vision}  # fmt: skip
