@@ -18,11 +18,11 @@ from packing_ops.boundaries import mask_boundary_labels
 from packing_ops.integrations.transformers import sequence_group
 from packing_ops.integrations.transformers.documents import (
     argument,
-    as_bool,
     find_documents,
     first_axis,
     first_tokens,
     is_tensor,
+    kept_as,
     positions_of_axes,
     positions_restart,
     refuse_where,
@@ -395,7 +395,7 @@ def without_first_labels(model, call, kwargs):
         starts = first_tokens(padding, position_ids, batch, seqlen, labels.device)
         return {**kwargs, "labels": labels.masked_fill(starts, -100)}
     if padding is not None and call.numbers is None:
-        padding = as_bool(padding, labels.device)
+        padding = kept_as(torch.bool, padding, labels.device)
     documents = call.documents(labels[:, None, :, None], cu_seqlens, padding, position_ids).on(labels.device)
     masked = mask_boundary_labels(labels.flatten(), documents.cu_seqlens_q)
     return {**kwargs, "labels": masked.view_as(labels)}

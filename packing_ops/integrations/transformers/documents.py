@@ -31,8 +31,7 @@ class BatchDocuments:
 
     cu_seqlens_q, cu_seqlens_k: int32 ``[num_documents + 1]`` over the packed rows.
     indices: int64 ``[total]``, the real slots; None where every slot is real.
-    has_interior_padding: padding may lie between real slots of a row; two tokens are then nearer in the packed row than in the batch,
-        and a window would reach too far.
+    has_interior_padding: between real slots of a row, perhaps: a window over the packed row would reach too far.
     several: whether a row has several documents, as padding says; None where nobody has looked.
     """
 
@@ -66,11 +65,8 @@ class BatchDocuments:
 def find_documents(query, cu_seqlens=(None, None), padding=None, position_ids=None, layer=None):
     """The documents of query ``[batch, num_heads, seqlen, head_dim]``: by cu_seqlens, else by padding and positions.
 
-    Args:
-        cu_seqlens: for queries and for keys, int32 or int64 ``[num_documents + 1]``.
-        padding: ``[batch, seqlen]``, 0 is padding; bool, or the number of each token's document from 1 on.
-        position_ids: ``[batch or 1, seqlen]``; a document starts in each row and where they stop growing.
-        layer: number of the layer that asks, None for the first of a forward.
+    padding: ``[batch, seqlen]``, 0 is padding; bool, or the number of each token's document from 1 on.
+    layer: number of the layer that asks, None for the first of a forward.
     """
     batch, _, seqlen, _ = query.shape
     if position_ids is not None and (position_ids.dim() != 2 or position_ids.shape[1] != seqlen):
@@ -86,23 +82,11 @@ def find_documents(query, cu_seqlens=(None, None), padding=None, position_ids=No
     return kept_with(given, (batch, seqlen), lambda: _from_values(batch, seqlen, padding, position_ids), layer=layer)
 
 
-def as_bool(mask, device):
-    """The bool form of a 2-D mask: the same tensor for all layers of a forward, so that they share one layout."""
-    if mask.dtype == torch.bool and mask.device == device:
+def kept_as(dtype, mask, device):
+    """A 2-D mask of a call in this dtype: the same tensor for all layers of a forward, so that they share one layout."""
+    if mask.dtype == dtype and mask.device == device:
         return mask
-    return kept_with([mask], ("bool", device), lambda: mask.to(device=device, dtype=torch.bool))
-
-
-def on_device(mask, device):
-    return mask if mask.device == device else kept_with([mask], (device,), lambda: mask.to(device))
-
-
-def runs_of(numbers):
-    """int64 ``[batch, slots]``: each row's documents, counted from 0; padding belongs to the document before it."""
-    slots = torch.arange(numbers.shape[1], device=numbers.device)
-    last = (slots * (numbers != 0)).cummax(1).values
-    number = numbers.clamp(min=1).gather(1, last)
-    return F.pad(number[:, 1:] != number[:, :-1], (1, 0)).cumsum(1)
+    return kept_with([mask], (dtype, device), lambda: mask.to(device=device, dtype=dtype))
 
 
 # --- from padding and positions ---
@@ -110,17 +94,18 @@ def runs_of(numbers):
 
 def _from_values(batch, seqlen, padding, position_ids):
     compiling = torch.compiler.is_compiling()
-    if padding is None:
-        starts = _row_starts(position_ids.expand(batch, seqlen))
-        cu_seqlens, count = _ops.cu_seqlens_from_position_ids(starts.flatten())
+    if padding is None:  # positions of each row so much smaller than the row's before that a document starts there
+        rows = torch.arange(batch, device=position_ids.device)[:, None]
+        positions = position_ids.expand(batch, seqlen).long() - rows * _APART
+        cu_seqlens, count = _ops.cu_seqlens_from_position_ids(positions.flatten())
         if not compiling:
             cu_seqlens = cu_seqlens[: int(count) + 1]
         return BatchDocuments(cu_seqlens, cu_seqlens)
 
     # Real slots and rows.
-    real, numbered = padding != 0, padding.dtype != torch.bool and seqlen > 0
+    real, numbered = padding != 0, padding.dtype != torch.bool
     indices, rows, _, totals = _ops.unpad_layout(real, None, False)
-    runs = (real[:, 1:] & ~real[:, :-1]).sum(1) + real[:, 0] if seqlen else real.sum(1)
+    runs = (real[:, 1:] & ~real[:, :-1]).sum(1) + real[:, :1].sum(1)
     interior = (runs > 1).any()
     cu_seqlens, count = rows, totals[0]
     filled = count  # rows that are not all padding
@@ -129,17 +114,13 @@ def _from_values(batch, seqlen, padding, position_ids):
     if position_ids is not None or numbered:
         filled = (rows.diff() > 0).sum()
         # All slots, the real ones first; those after the last real one become a document of their own.
-        slots = indices.clamp(min=0)
-        row, after, every = slots // max(seqlen, 1), indices < 0, torch.arange(batch * seqlen, device=slots.device)
-        first = F.pad(row[1:] != row[:-1], (1, 0), value=True)
-        if numbered:
-            run = runs_of(padding).flatten()[slots]
-            first |= F.pad(run[1:] != run[:-1], (1, 0), value=True)
-        positions = every
-        if position_ids is not None:
-            positions = position_ids.expand(batch, seqlen).flatten().long()[slots].where(~after, every)
-        first |= after & F.pad(~after[:-1], (1, 0), value=False)
-        cu_seqlens, count = _ops.cu_seqlens_from_position_ids(positions - first.cumsum(0) * _APART)
+        slots, after = indices.clamp(min=0), indices < 0
+        row = (slots // max(seqlen, 1)).where(~after, batch)
+        starts = first_tokens(padding, position_ids, batch, seqlen, slots.device).flatten()[slots] & ~after
+        starts |= F.pad(row[1:] != row[:-1], (1, 0), value=True)
+        # As positions: they grow by one, and fall where a document starts.
+        positions = torch.arange(batch * seqlen, device=slots.device) - 2 * starts.cumsum(0)
+        cu_seqlens, count = _ops.cu_seqlens_from_position_ids(positions)
 
     # Sizes: upper bounds in a graph, else read at once, which is the one synchronisation.
     if compiling:
@@ -154,21 +135,13 @@ def _from_values(batch, seqlen, padding, position_ids):
     return BatchDocuments(cu_seqlens, cu_seqlens, indices, bool(interior), several)
 
 
-def _row_starts(position_ids):
-    """position_ids, those of each row so much smaller than the row's before that a document starts there."""
-    rows = torch.arange(position_ids.shape[0], device=position_ids.device)
-    return position_ids.long() - rows[:, None] * _APART
-
-
 # --- explicit cu_seqlens ---
 
 
 def _explicit(batch, seqlen, cu_seqlens, padding, position_ids):
     cu_q, cu_k = (given if given is not None else other for given, other in (cu_seqlens, cu_seqlens[::-1]))
-    for name, tensor in (("cu_seq_lens_q", cu_q), ("cu_seq_lens_k", cu_k)):
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{name}: expected an int32 tensor [num_documents + 1], got {tensor!r}")
-        check_cu_seqlens(tensor, name)
+    check_cu_seqlens(cu_q, "cu_seq_lens_q")
+    check_cu_seqlens(cu_k, "cu_seq_lens_k")
     if position_ids is not None:
         position_ids = position_ids.to(cu_q.device) if position_ids.shape[0] in (1, batch) else None
     same = cu_k is cu_q
@@ -280,7 +253,9 @@ def each_document_alone(mask_function, kwargs, told, batch, q_length, q_offset):
         padding = padding.to(device)[:, (slots + q_offset).clamp(max=padding.shape[1] - 1)].expand(batch, -1)
     starts = first_tokens(padding, told.position_ids, batch, q_length, device)
     documents = starts.cumsum(1)
-    runs = None if told.numbers is None else runs_of(told.numbers).to(device).expand(batch, -1)
+    runs = told.numbers
+    if runs is not None:
+        runs = first_tokens(runs, None, *runs.shape, device).cumsum(1).expand(batch, -1)
 
     # The mask: of two slots of one document.
     def query_index(slot):

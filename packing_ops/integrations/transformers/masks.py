@@ -28,11 +28,10 @@ from packing_ops.integrations.transformers.call import (
 )
 from packing_ops.integrations.transformers.documents import (
     are_axes,
-    as_bool,
     can_read,
     each_document_alone,
     is_tensor,
-    on_device,
+    kept_as,
     positions_of_axes,
     refuse_where,
     several_in,
@@ -366,7 +365,7 @@ def _wrapped(original, names):
         numbers = None
         if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
             numbers = numbers_of(attention_mask, current())
-            attention_mask = as_bool(attention_mask, inputs_embeds.device)
+            attention_mask = kept_as(torch.bool, attention_mask, inputs_embeds.device)
         early, mask, *prepared = transformers_own(attention_mask, None)
         if early:
             return early, mask, *prepared
@@ -394,7 +393,7 @@ def _wrapped(original, names):
         if cache is not None and not cross:
             check_cache(cache, call, position_ids, attention_mask, numbers, *slots)
         stock = cross or getattr(cache, "is_compileable", False)
-        numbers = None if numbers is None or cross else on_device(numbers, mask.device)
+        numbers = None if numbers is None or cross else kept_as(numbers.dtype, numbers, mask.device)
         now.mask_arguments = MaskArguments(mask, position_ids, mask_form, stock, numbers, axes)
         return early, mask, *prepared
 

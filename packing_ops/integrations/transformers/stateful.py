@@ -21,8 +21,8 @@ import torch
 from packing_ops.integrations._patching import WeakPartial, function_of, put, take_out_function
 from packing_ops.integrations.transformers.call import here, traced
 from packing_ops.integrations.transformers.documents import (
-    as_bool,
     is_tensor,
+    kept_as,
     refuse_own_positions,
     refuse_where,
     several_in,
@@ -339,7 +339,9 @@ def _row_documents(tokens, call, position_ids):
     batch, seqlen = tokens.shape[:2]
     padding = call.padding if is_tensor(call.padding, 2) and call.padding.shape == (batch, seqlen) else None
     if padding is not None:
-        padding = call.numbers.to(tokens.device) if call.numbers is not None else as_bool(padding, tokens.device)
+        padding = (
+            call.numbers.to(tokens.device) if call.numbers is not None else kept_as(torch.bool, padding, tokens.device)
+        )
     like = tokens.reshape(batch, 1, seqlen, -1)
     documents = call.documents(like, (call.cu_seqlens, call.cu_seqlens_k), padding, position_ids).on(tokens.device)
     if documents.indices is None and not torch.compiler.is_compiling() and documents.cu_seqlens_q.numel() - 1 <= batch:
