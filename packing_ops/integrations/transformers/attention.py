@@ -7,13 +7,13 @@ import sys
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 
 from packing_ops import _ops
 from packing_ops._arguments import dtype_name
-from packing_ops._batch_cache import kept_with
 from packing_ops.attention import DTYPES, attend, checked_options
 from packing_ops.integrations._patching import Patch
-from packing_ops.integrations.transformers import masks, sequence_group, stateful, versions
+from packing_ops.integrations.transformers import continuous_batching, masks, sequence_group, stateful, versions
 from packing_ops.integrations.transformers.call import (
     NAMES,
     REQUESTS,
@@ -29,8 +29,9 @@ from packing_ops.integrations.transformers.versions import (
     AttentionInterface,
     AttentionMaskInterface,
     PreTrainedModel,
+    sdpa_attention_forward,
 )
-from packing_ops.paged_attention import KeyPages, attend_pages
+from packing_ops.masks import visible_mask
 
 
 def register(name: str = "packing_ops") -> None:
@@ -79,7 +80,7 @@ def register(name: str = "packing_ops") -> None:
     masks.PATCH.pin()
     NAMES.add(name)
     OWN_ATTENTION.pin()
-    for patch in _BATCHING:
+    for patch in continuous_batching.PATCHES:
         patch.apply()
     AttentionInterface.register(name, packing_ops_attention)
     AttentionMaskInterface.register(name, masks.mask_function())
@@ -101,12 +102,11 @@ def unregister(name: str = "packing_ops") -> None:
         for table in (AttentionInterface, AttentionMaskInterface):
             table._global_mapping.pop(name, None)
     if not NAMES:
-        for patch in (masks.PATCH, OWN_ATTENTION, _CALLS, *_BATCHING):
+        for patch in (masks.PATCH, OWN_ATTENTION, _CALLS, *continuous_batching.PATCHES):
             patch.revert()
         stateful.revert()
 
 
-_BATCHING = versions.batching_patches(NAMES)
 _CALLS = Patch(PreTrainedModel, "__call__", functools.partial(watched, stateful.find_documents_of))
 
 
@@ -156,7 +156,8 @@ def packing_ops_attention(
     # Requests of continuous batching.
     if batched:
         reason = reason or why_not(query, value, dropout)
-        return _of_requests(module, (query, key, value), cu_seqlens, options, reason, kwargs), None
+        heads = _one_dtype(query, key, value)
+        return continuous_batching.attend_requests(module, heads, cu_seqlens, options, reason, kwargs), None
 
     # A prefix tree.
     if segment_parents is not None and causal:  # a vision tower beside the text has documents of its own
@@ -199,47 +200,8 @@ def packing_ops_attention(
     if not reason:
         return _varlen((query, key, value), documents, options), None
     versions.warn_once(reason)
-    mask = attention_mask if documents is None else versions.mask_of(documents, query, options, attention_mask)
-    return versions.by_sdpa(module, query, key, value, mask, options, dropout, kwargs)
-
-
-def _of_requests(module, heads, cu_seqlens, options, reason, given):
-    """New tokens of several requests, over what the paged cache holds of each and these: prefill, chunks and decoding alike.
-
-    given: what generate_batch gives the layers. The cache writes the new keys, and puts in the keys' cu_seqlens.
-    """
-    if reason:
-        raise NotImplementedError(
-            f"cache: expected a call that varlen attention serves beside a paged one, got {reason}"
-        )
-    if (call := call_to_mark()) is not None:
-        call.reached_by("cache", cu_seqlens[0])
-    query, key, value = _one_dtype(*heads)
-    of_layer = {**given, "cu_seq_lens_k": cu_seqlens[1]}
-    key, value = given["cache"].update(key, value, module.layer_idx, of_layer)
-    of_keys, table = of_layer["cu_seq_lens_k"], given.get("block_table")
-    if table is None:
-        return attend(query, key, value, cu_seqlens[0], of_keys, options, layout="bhsd")[0]
-    # One new token of each request, and keys that stay in their pages. The new ones are not written yet.
-    caches, new = (of_layer["k_cache"], of_layer["v_cache"]), (key, value)
-    pages, rows = kept_with(
-        (of_keys, table),
-        ("pages", caches[0].shape[1]),
-        lambda: _pages_of(of_layer["block_table"], of_keys, caches[0].shape[1]),
-        layer=module.layer_idx,
-    )
-    for cache, tensor in zip(caches, new, strict=True):
-        cache.flatten(0, 1).index_copy_(0, rows, tensor[0].transpose(0, 1))
-    return attend_pages(query, *caches, cu_seqlens[0], pages, options, layout="bhsd")[0]
-
-
-def _pages_of(block_table, cu_seqlens_k, page_size):
-    """The pages of requests, and the row of each one's last key. Of sequences that pad a step: a row of page 0, which no
-    request has."""
-    used = cu_seqlens_k.diff().int()
-    last = (used - 1).clamp(min=0).long()
-    page = block_table.gather(1, (last // page_size)[:, None])[:, 0].clamp(min=0)
-    return KeyPages(block_table, used), page * page_size + last % page_size
+    mask = attention_mask if documents is None else _dense_mask(documents, query, options, attention_mask)
+    return _by_sdpa(module, query, key, value, mask, options, dropout, kwargs)
 
 
 def _of_tree(heads, cu_seqlens, parents, options, reason):
@@ -372,6 +334,65 @@ def why_not(query, value, dropout):
         if cuda and head_dim % 8 and value.dtype != torch.float32:
             return f"head_dim {head_dim} in {dtype_name(value.dtype)}, expected a multiple of 8"
     return ""
+
+
+# --- SDPA of transformers, for calls that varlen attention does not serve ---
+
+_SDPA_OPTIONS = inspect.signature(sdpa_attention_forward).parameters  # no position_bias up to transformers 4.57
+
+
+def _dense_mask(documents, query, options, pattern=None):
+    """bool ``[batch, 1, seqlen, seqlen]``, True where visible. Padding attends to itself: its softmax is finite.
+
+    Windows count slots, as transformers' own masks do. pattern: a MaskPattern may have blocks, and fewer queries than keys.
+    """
+    length = query.shape[2] if getattr(pattern, "last", None) is None else pattern.length
+    ids, queries = documents.document_ids(query.shape[0], length), slice(length - query.shape[2], None)
+    slots = torch.arange(length, device=ids.device)
+    pairs = ids[:, queries, None], ids[:, None, :], slots[queries, None], slots[None, :]
+    blocks = getattr(pattern, "blocks", None)
+    if blocks is None:
+        visible = visible_mask(*pairs, options.causal, options.window_size)
+    else:
+        blocks = blocks.to(ids.device)
+        together = (blocks[:, queries, None] == blocks[:, None, :]) & (blocks[:, None, :] >= 0)
+        visible = visible_mask(*pairs, False, options.window_size) & ((pairs[3] <= pairs[2]) | together)
+    return (visible | torch.eq(*pairs[2:]))[:, None]
+
+
+def _by_sdpa(module, query, key, value, mask, options, dropout, given):
+    """SDPA as transformers calls it; what it does not have, such as softcap and sinks, by the plain formula.
+
+    given: other keywords of the layer.
+    """
+    # SDPA where it has every option.
+    causal, scaling, softcap, sinks = options.causal, options.softmax_scale, options.softcap, options.sinks
+    biased = given.get("position_bias") is not None and "position_bias" not in _SDPA_OPTIONS
+    if not softcap and sinks is None and not biased:
+        causal = causal and mask is None and query.shape[2] > 1  # up to transformers 4.57 it is torch's option
+        return sdpa_attention_forward(
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=causal, **given
+        )
+
+    # The plain formula: scores, mask, sinks.
+    groups = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = scores.float()
+    if given.get("position_bias") is not None:
+        scores = scores + given["position_bias"]
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is None and causal and query.shape[2] > 1:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        low = torch.finfo(scores.dtype).min
+        scores = scores.masked_fill(~mask, low) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    weights = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
+    out = F.dropout(weights, dropout, module.training) @ value
+    return out.transpose(1, 2).contiguous(), None
 
 
 # --- documents: of the mask's slots, or of rows that another library's Ulysses gathered from its ranks ---

@@ -137,11 +137,6 @@ def layers_of(model: torch.nn.Module) -> dict[torch.nn.Module, StateKind]:
     return found
 
 
-def carries_state(model: torch.nn.Module) -> bool:
-    """By what its layers hold or by their code: not an attention of their own, and not as declared."""
-    return StateKind.RECURRENT in layers_of(model).values()
-
-
 def why_not_on_ranks(models) -> str | None:
     """Why the rows of these models cannot lie on several ranks, each of which would start with a state of its own."""
     for layer, kind in (item for model in models for item in layers_of(model).items()):

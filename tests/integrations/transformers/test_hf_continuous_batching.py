@@ -12,15 +12,15 @@ import packing_ops as po
 transformers = pytest.importorskip("transformers")
 from packing_ops.integrations.transformers import (  # noqa: E402
     apply_packing_ops,
+    continuous_batching,
     info,
     register,
     revert_packing_ops,
     unregister,
-    versions,
 )
 from packing_ops.integrations.transformers.call import NAMES  # noqa: E402
 
-if not versions.batching_patches(NAMES):
+if not continuous_batching.PATCHES:
     pytest.skip(f"transformers {transformers.__version__} batches in another way", allow_module_level=True)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,9 +62,7 @@ class Steps:
     """The queries and keys of every attention call, [(cu_seqlens_q, cu_seqlens_k)], and calls with keys in pages."""
 
     def __init__(self, monkeypatch):
-        from packing_ops.integrations.transformers import attention
-
-        self.seen, self.in_pages, stock, pages = [], 0, attention.attend, attention.attend_pages
+        self.seen, self.in_pages, stock, pages = [], 0, continuous_batching.attend, continuous_batching.attend_pages
 
         def attend(q, k, v, cu_seqlens_q, cu_seqlens_k, *rest, **more):
             self.seen.append((cu_seqlens_q.tolist(), cu_seqlens_k.tolist()))
@@ -74,8 +72,8 @@ class Steps:
             self.in_pages += 1
             return pages(*args, **more)
 
-        monkeypatch.setattr(attention, "attend", attend)
-        monkeypatch.setattr(attention, "attend_pages", attend_pages)
+        monkeypatch.setattr(continuous_batching, "attend", attend)
+        monkeypatch.setattr(continuous_batching, "attend_pages", attend_pages)
 
     def kinds(self):
         """Whether there was a step of prefill alone, one beside decoding, a chunk after another one, and decoding alone."""
@@ -178,12 +176,12 @@ def test_cuda_graphs_give_the_same_tokens(family, dtype, page_size, monkeypatch)
 
 def test_sequences_that_pad_a_step_write_where_no_request_reads(device):
     """They have no keys, and no page in the block table."""
-    from packing_ops.integrations.transformers.attention import _pages_of
+    from packing_ops.integrations.transformers.continuous_batching import pages_of
 
     table = torch.tensor([[3, -1, -1], [5, 9, -1], [7, -1, -1], [-1, -1, -1]], dtype=torch.int32, device=device)
     lengths = torch.tensor([1, 130, 128, 0], device=device)
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
-    pages, rows = _pages_of(table, cu_seqlens, 128)
+    pages, rows = pages_of(table, cu_seqlens, 128)
     assert rows.tolist() == [3 * 128, 9 * 128 + 1, 7 * 128 + 127, 0]
     assert pages.seqused_k.tolist() == lengths.tolist()
     assert pages.block_table is table
