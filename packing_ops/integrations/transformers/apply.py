@@ -294,20 +294,19 @@ def _set_attention(model: torch.nn.Module) -> str | None:
     """Set our attention in all hosts, or in no host; then the reason."""
     found = hosts(model)
     register()
-    before = [implementations_of(host.config) for host in found]
+    before, is_set = {host: implementations_of(host.config) for host in found}, False
     try:
         for host in found:
             host.set_attn_implementation(IMPLEMENTATION)
         refused = [type(host).__name__ for host in found if host.config._attn_implementation != IMPLEMENTATION]
-    except BaseException:
-        _restore(found, before)
-        raise
-    if refused:
-        _restore(found, before)
-        return f"{', '.join(refused)} cannot change its attn_implementation"
-    for host, implementations in zip(found, before, strict=True):
-        host.__dict__.setdefault(STATE, Kept(before=implementations))
-    return None
+        is_set = not refused
+    finally:
+        for host, implementations in before.items():
+            if is_set:
+                host.__dict__.setdefault(STATE, Kept(before=implementations))
+            else:
+                host.set_attn_implementation(implementations)
+    return None if is_set else f"{', '.join(refused)} cannot change its attn_implementation"
 
 
 def _guard(model: torch.nn.Module, why: str) -> bool:
@@ -317,11 +316,6 @@ def _guard(model: torch.nn.Module, why: str) -> bool:
         has_state = stateful.StateKind.RECURRENT in stateful.layers_of(module).values()
         module.__dict__[GUARD] = Kept(why=why, has_state=has_state)
     return bool(found)
-
-
-def _restore(found: list[Any], before: list[dict[str, Any]]) -> None:
-    for host, implementations in zip(found, before, strict=True):
-        host.set_attn_implementation(implementations)
 
 
 def implementations_of(config: Any) -> dict[str, Any]:
@@ -431,12 +425,10 @@ def _attention(model: Any, hosts: list[Any]) -> str:
 
 
 def _rope(model: Any) -> str:
-    found, towers = rope_patch.owners(model), rope_patch.towers(model)
-    if not found and not towers:
+    ours, every = rope_patch.counts(model)
+    if not every:
         return f"stock, {rope_patch.why_not(model)}"
-    rotating = rope_patch.count([each for each in found if rope_patch.rotates(each.rotary)])
-    rotating += sum(map(rope_patch.tower_rotates, towers))
-    return _parts(rotating, rope_patch.count(found) + len(towers), "apply_packing_ops(model)")
+    return _parts(ours, every, "apply_packing_ops(model)")
 
 
 def _norm(model: Any) -> str:

@@ -84,7 +84,11 @@ def register(name: str = "packing_ops") -> None:
         patch.apply()
     AttentionInterface.register(name, packing_ops_attention)
     AttentionMaskInterface.register(name, masks.mask_function())
-    if not _watch_calls():
+    # PreTrainedModel.__call__ is left alone where transformers defines one itself. What another library put over an
+    # earlier wrapper of ours is wrapped again.
+    if _CALLS.pinned or _CALLS.covered or PreTrainedModel.__call__ is torch.nn.Module.__call__:
+        _CALLS.pin()
+    else:
         versions.log_once("this transformers calls models in another way, what only a call says is not known")
 
 
@@ -108,18 +112,6 @@ def unregister(name: str = "packing_ops") -> None:
 
 
 _CALLS = Patch(PreTrainedModel, "__call__", functools.partial(watched, stateful.find_documents_of))
-
-
-def _watch_calls() -> bool:
-    """Wraps PreTrainedModel.__call__, once. False where transformers defines a __call__ itself: it is left alone.
-
-    What another library put over an earlier wrapper of ours is wrapped again.
-    """
-    inherited = PreTrainedModel.__call__ is torch.nn.Module.__call__
-    if not (_CALLS.pinned or _CALLS.covered or inherited):
-        return False
-    _CALLS.pin()
-    return True
 
 
 def packing_ops_attention(
@@ -228,23 +220,15 @@ def _varlen(heads, documents, options):
     """Host-latency critical: runs in every layer."""
     query, key, value = _one_dtype(*heads)
     batch, _, seqlen, _ = query.shape
-    indices = documents.indices
-    one_row = batch == 1 and indices is None
-    if one_row:  # heads-first, no view: autograd would record each
-        rows = query, key, value
-    else:
-        rows = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        if indices is None:
-            rows = [tensor.flatten(0, 1) for tensor in rows]
-        else:
-            rows = _ops.gather_rows_many(rows, indices, indices.shape[0])
-    layout = "bhsd" if one_row else None
-    out, _ = attend(*rows, documents.cu_seqlens_q, documents.cu_seqlens_k, options, layout=layout)
-    if one_row:
-        return out
+    indices, cu_seqlens = documents.indices, (documents.cu_seqlens_q, documents.cu_seqlens_k)
+    if batch == 1 and indices is None:  # heads-first, no view: autograd would record each
+        return attend(query, key, value, *cu_seqlens, options, layout="bhsd")[0]
+    rows = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if indices is None:
-        return out.unflatten(0, (batch, seqlen))
-    return _ops.scatter_rows(out, indices, batch, seqlen)
+        rows = [tensor.flatten(0, 1) for tensor in rows]
+        return attend(*rows, *cu_seqlens, options)[0].unflatten(0, (batch, seqlen))
+    rows = _ops.gather_rows_many(rows, indices, indices.shape[0])
+    return _ops.scatter_rows(attend(*rows, *cu_seqlens, options)[0], indices, batch, seqlen)
 
 
 def _one_dtype(query, key, value):
@@ -286,16 +270,13 @@ def why_no_documents(query, key, mask, causal, window):
 
 def option_for_sdpa(kwargs):
     """Why SDPA must serve these options, or an empty string."""
-    given = sorted(
-        name for name, option in kwargs.items() if name not in HARMLESS and option is not None and option is not False
-    )
-    for name in given:
-        if name not in SDPA:
-            raise NotImplementedError(
-                f"{name}: expected no option that packing_ops attention does not know, got {type(kwargs[name]).__name__}; "
-                "leave it out of the model's call or load the model with another attn_implementation"
-            )
-    return f"{given[0]} is not supported" if given else ""
+    given = {name for name, option in kwargs.items() if option is not None and option is not False} - HARMLESS
+    for name in sorted(given - SDPA):
+        raise NotImplementedError(
+            f"{name}: expected no option that packing_ops attention does not know, got {type(kwargs[name]).__name__}; "
+            "leave it out of the model's call or load the model with another attn_implementation"
+        )
+    return f"{min(given)} is not supported" if given else ""
 
 
 def why_no_tree(query, key, mask, pattern):
@@ -342,10 +323,7 @@ _SDPA_OPTIONS = inspect.signature(sdpa_attention_forward).parameters  # no posit
 
 
 def _dense_mask(documents, query, options, pattern=None):
-    """bool ``[batch, 1, seqlen, seqlen]``, True where visible. Padding attends to itself: its softmax is finite.
-
-    Windows count slots, as transformers' own masks do. pattern: a MaskPattern may have blocks, and fewer queries than keys.
-    """
+    """bool ``[batch, 1, queries, keys]``, True where visible. Windows count slots, as transformers' own masks do."""
     length = query.shape[2] if getattr(pattern, "last", None) is None else pattern.length
     ids, queries = documents.document_ids(query.shape[0], length), slice(length - query.shape[2], None)
     slots = torch.arange(length, device=ids.device)
@@ -357,14 +335,11 @@ def _dense_mask(documents, query, options, pattern=None):
         blocks = blocks.to(ids.device)
         together = (blocks[:, queries, None] == blocks[:, None, :]) & (blocks[:, None, :] >= 0)
         visible = visible_mask(*pairs, False, options.window_size) & ((pairs[3] <= pairs[2]) | together)
-    return (visible | torch.eq(*pairs[2:]))[:, None]
+    return (visible | torch.eq(*pairs[2:]))[:, None]  # padding attends to itself: its softmax is finite
 
 
 def _by_sdpa(module, query, key, value, mask, options, dropout, given):
-    """SDPA as transformers calls it; what it does not have, such as softcap and sinks, by the plain formula.
-
-    given: other keywords of the layer.
-    """
+    """SDPA as transformers calls it; what it does not have, such as softcap and sinks, by the plain formula."""
     # SDPA where it has every option.
     causal, scaling, softcap, sinks = options.causal, options.softmax_scale, options.softcap, options.sinks
     biased = given.get("position_bias") is not None and "position_bias" not in _SDPA_OPTIONS
@@ -429,7 +404,7 @@ def refuse_dropped_mask(module, query, cu_seqlens, position_ids, causal, window)
     told = causal, _narrow(window, seqlen)
     # Of several masks, a layer that tells no window may have had one that does.
     unclear = len(masks) > 1 and told[1] == (-1, -1) and not _is_full_attention(module)
-    if masks and (None in masks or told not in masks or unclear):
+    if masks and (told not in masks or None in masks or unclear):
         raise ValueError(
             f"attention_mask: expected to reach attention, got dropped where rows of {length} slots are gathered to {seqlen}: "
             f"it had more than causal={causal} and window_size={window}, which the layer passes"
@@ -462,28 +437,21 @@ def _refuse_parts(length, seqlen, cu_seqlens, padding):
 # --- models with attention classes of their own, which no attn_implementation of ours reaches (Falcon, GPT-J) ---
 
 
-def _names_of(cls) -> list[str]:
-    """The attn_implementations in the table of a text model's module, or none."""
-    if not versions.reads_text(cls):
-        return []
-    tables = [
-        table
-        for name, table in vars(sys.modules[cls.__module__]).items()
-        if name.endswith("_ATTENTION_CLASSES") and "VISION" not in name and isinstance(table, dict)
-    ]
-    return sorted(set().union(*tables))
-
-
 def _checked(stock):
     """Wraps the method that picks the attn_implementation of a new model."""
 
     @functools.wraps(stock)
     def check(self, attn_implementation, *args, **kwargs):
-        names = _names_of(type(self)) if attn_implementation in NAMES else None
+        names = set()  # in the tables of a text model's module
+        if attn_implementation in NAMES and versions.reads_text(type(self)):
+            for name, table in vars(sys.modules[type(self).__module__]).items():
+                if name.endswith("_ATTENTION_CLASSES") and "VISION" not in name:
+                    names.update(table)
         if names and attn_implementation not in names:
             raise ValueError(
-                f"attn_implementation: expected one of {', '.join(names)} for {type(self).__name__}, which has attention of "
-                f"its own, got {attn_implementation!r}; load it with one of these, and give each document a row of its own"
+                f"attn_implementation: expected one of {', '.join(sorted(names))} for {type(self).__name__}, which has "
+                f"attention of its own, got {attn_implementation!r}; load it with one of these, and give each document a "
+                "row of its own"
             )
         return stock(self, attn_implementation, *args, **kwargs)
 

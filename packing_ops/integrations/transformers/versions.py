@@ -74,11 +74,9 @@ def constant(function):
 
 
 def constant_of_model(function):
-    """function(model, *args), not traced: in a graph its result is a constant.
+    """function(model, *args), not traced: in a graph its result is a constant."""
 
-    torch.compile before 2.13 takes no module for a constant, but its id.
-    """
-
+    # torch.compile before 2.13 takes no module for a constant, but its id.
     @torch.compiler.assume_constant_result
     def of_graph(model_id, *args):
         return function(ctypes.cast(model_id, ctypes.py_object).value, *args)
