@@ -144,25 +144,24 @@ def packing_ops_attention(
         sees_all = sliding_window is None or (not batched and sequence is None and sliding_window > key.shape[2])
         window = (-1, -1) if sees_all else (sliding_window - 1, 0)
     options = checked_options(causal, scaling, window, softcap or 0.0, sinks=s_aux)
+    refused = reason or why_not(query, value, dropout)
 
     # Requests of continuous batching.
     if batched:
-        reason = reason or why_not(query, value, dropout)
         heads = _one_dtype(query, key, value)
-        return continuous_batching.attend_requests(module, heads, cu_seqlens, options, reason, kwargs), None
+        return continuous_batching.attend_requests(module, heads, cu_seqlens, options, refused, kwargs), None
 
     # A prefix tree.
     if segment_parents is not None and causal:  # a vision tower beside the text has documents of its own
-        reason = reason or why_not(query, value, dropout) or why_no_tree(query, key, attention_mask, pattern)
-        return _of_tree((query, key, value), cu_seqlens, segment_parents, options, reason), None
+        refused = refused or why_no_tree(query, key, attention_mask, pattern)
+        return _of_tree((query, key, value), cu_seqlens, segment_parents, options, refused), None
 
     # Rows that lie on several ranks.
     if sequence is not None:
-        reason = reason or why_not(query, value, dropout)
         if pattern is not None and pattern.blocks is not None:
-            reason = reason or "a mask with blocks that see ahead"
+            refused = refused or "a mask with blocks that see ahead"
         mask = None if pattern is not None else attention_mask
-        return sequence.attend(_one_dtype(query, key, value), mask, cu_seq_lens_q, options, reason), None
+        return sequence.attend(_one_dtype(query, key, value), mask, cu_seq_lens_q, options, refused), None
 
     # Documents, and why they cannot be found.
     if pattern is not None:
@@ -173,7 +172,7 @@ def packing_ops_attention(
             )
         documents = documents_of_pattern(module, pattern, query, key, cu_seqlens, position_ids)
         visible_end, none = (None, "the last queries of a row") if pattern.last else pattern.visible_end(documents)
-        reason, options = reason or none, options if visible_end is None else options._replace(visible_end=visible_end)
+        options = options if visible_end is None else options._replace(visible_end=visible_end)
     else:
         if attention_mask is None and position_ids is not None:
             refuse_dropped_mask(module, query, cu_seqlens, position_ids, causal, window)
@@ -183,10 +182,9 @@ def packing_ops_attention(
         if none and told and not masked:
             raise ValueError(f"cu_seq_lens_q: expected a row of its own documents, got {none}")
         documents = None if none else _without_pattern(module, query, attention_mask, cu_seqlens, position_ids)
-        reason = reason or none
 
     # Varlen attention, else SDPA.
-    reason = reason or why_not(query, value, dropout)
+    reason = reason or none or refused
     if not reason and documents.has_interior_padding and window != (-1, -1):
         reason = "a sliding window over padding that may lie inside a row"
     if not reason:
@@ -249,10 +247,10 @@ SDPA = frozenset(("output_attentions", "position_bias"))
 # TransformersKwargs, generate, generate_batch, trainers and outer models, and deterministic, which our backward always is.
 HARMLESS = frozenset({
     CACHE, "block_table", "cache", "cache_position", "deterministic", "encoder_attention_mask", "encoder_hidden_states", "ignore_index",
-    "input_ids", "inputs_embeds", "labels", "logits_indices", "logits_processor_args", "logits_to_keep", "margin", "max_length_k", "max_length_q",
+    "input_ids", "inputs_embeds", "k_cache", "labels", "logits_indices", "logits_processor_args", "logits_to_keep", "margin", "max_length_k", "max_length_q",
     "mm_token_type_ids", "num_items_in_batch", "num_targets", "num_tokens", "output_hidden_states", "output_router_logits",
     "packed_seq_lengths", "past_key_values", "read_index", "return_dict", "seq_idx", "shift_labels", "token_type_ids",
-    "use_cache", REQUESTS,
+    "use_cache", "v_cache", REQUESTS,
 })  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from packing_ops.paged_attention import KeyPages, attend_pages
 def attend_requests(module, heads, cu_seqlens, options, reason, given):
     """New tokens of several requests, over what the paged cache holds of each and these: prefill, chunks and decoding alike.
 
-    given: what generate_batch gives the layers. The cache writes the new keys, and puts in the keys' cu_seqlens.
+    given: what generate_batch gives the layers.
     """
     if reason:
         raise NotImplementedError(
@@ -30,17 +30,21 @@ def attend_requests(module, heads, cu_seqlens, options, reason, given):
         call.reached_by("cache", cu_seqlens[0])
     query, key, value = heads
     of_layer = {**given, "cu_seq_lens_k": cu_seqlens[1]}
-    key, value = given["cache"].update(key, value, module.layer_idx, of_layer)
-    of_keys, tables = of_layer["cu_seq_lens_k"], given.get("block_table")
-    if tables is None:
+    if (
+        "cache" in given
+    ):  # it writes the new keys, and puts in what is of this layer; from 5.24 on the layer has called it
+        key, value = given["cache"].update(key, value, module.layer_idx, of_layer)
+    of_keys, table = of_layer["cu_seq_lens_k"], of_layer.get("block_table")
+    if table is None:
         return attend(query, key, value, cu_seqlens[0], of_keys, options, layout="bhsd")[0]
     # One new token of each request, and keys that stay in their pages. The new ones are not written yet: the rows for
     # them are found once for all layers.
     caches, page_size = (of_layer["k_cache"], of_layer["v_cache"]), of_layer["k_cache"].shape[1]
+    of_all_layers = table if table._base is None else table._base
     pages, rows = kept_with(
-        (of_keys, tables),
+        (of_keys, of_all_layers),
         ("pages", page_size),
-        lambda: pages_of(of_layer["block_table"], of_keys, page_size),
+        lambda: pages_of(table, of_keys, page_size),
         layer=module.layer_idx,
     )
     for cache, new in zip(caches, (key, value), strict=True):

@@ -18,6 +18,7 @@ from packing_ops.integrations.transformers import (  # noqa: E402
     revert_packing_ops,
     unregister,
 )
+from packing_ops.integrations.transformers.attention import packing_ops_attention  # noqa: E402
 from packing_ops.integrations.transformers.call import NAMES  # noqa: E402
 
 if not continuous_batching.PATCHES:
@@ -214,13 +215,32 @@ def test_log_probs_of_processed_logits(device):
 def test_what_a_paged_cache_cannot_have(device):
     model = tiny_model("llama", vocab_size=VOCAB, device=device).eval()
     apply_packing_ops(model)
-    from packing_ops.integrations.transformers.attention import packing_ops_attention
-
     heads = torch.zeros(1, 2, 3, 8, device=device)
     with pytest.raises(
         NotImplementedError, match=r"cache: expected a call that varlen attention serves .* got dropout 0\.1"
     ):
         packing_ops_attention(model.model.layers[0].self_attn, *[heads] * 3, None, dropout=0.1, write_index=[])
+
+
+@pytest.mark.parametrize("in_pages", [False, True])
+def test_keys_that_the_layer_has_given_to_the_cache(in_pages, device):
+    """From transformers 5.24 on attention gets what the cache has made of them, and no cache."""
+    lengths, queries, page_size = torch.tensor([5, 130], device=device), torch.tensor([0, 1, 2], device=device), 128
+    cu_seqlens_k, last = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(), lengths.cumsum(0) - 1
+    q, k, v = (torch.randn(rows, heads, 16, device=device) for rows, heads in ((2, 4), (135, 2), (135, 2)))
+    expected = po.varlen_attention(q, k, v, queries.int(), cu_seqlens_k=cu_seqlens_k)
+    given = {"cu_seq_lens_q": queries.int(), "cu_seq_lens_k": cu_seqlens_k, "write_index": [], "read_index": []}
+    if in_pages:  # all but the last key of each request
+        table = torch.tensor([[3, -1], [1, 4]], dtype=torch.int32, device=device)
+        given |= {"block_table": table, "k_cache": torch.zeros(6, page_size, 2, 16, device=device)}
+        given["v_cache"] = given["k_cache"].clone()
+        for name, rows in (("k_cache", k), ("v_cache", v)):
+            given[name][3, :4], given[name][1], given[name][4, :1] = rows[:4], rows[5:133], rows[133:134]
+        k, v = k[last], v[last]
+    heads = [rows.transpose(0, 1)[None] for rows in (q, k, v)]
+    layer = tiny_model("llama", device=device).model.layers[0].self_attn
+    found, _ = packing_ops_attention(layer, *heads, None, **given)
+    torch.testing.assert_close(found[0], expected)
 
 
 def test_unregister_gives_back_what_continuous_batching_asks():
