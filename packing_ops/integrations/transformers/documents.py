@@ -147,7 +147,7 @@ def _explicit(batch, seqlen, cu_seqlens, padding, position_ids):
 
 
 def checked_against(cu_seqlens, padding, position_ids, batch, seqlen):
-    """(cu_seqlens_q, cu_seqlens_k, position_ids). ValueError where they, or padding, tell other documents. None is as the other."""
+    """(cu_seqlens_q, cu_seqlens_k, position_ids), one of the first two for both. ValueError where they or padding disagree."""
     cu_q, cu_k = (given if given is not None else other for given, other in (cu_seqlens, cu_seqlens[::-1]))
     check_cu_seqlens(cu_q, "cu_seq_lens_q")
     check_cu_seqlens(cu_k, "cu_seq_lens_k")

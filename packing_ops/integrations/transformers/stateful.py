@@ -10,7 +10,6 @@ stateful_rows.py: documents as rows, and how each layer keeps them apart.
 
 import ast
 import functools
-import inspect
 import re
 import sys
 import weakref
@@ -45,6 +44,7 @@ from packing_ops.integrations.transformers.versions import (
     class_name,
     constant_of_model,
     reads_text,
+    source_of,
     unwrapped,
 )
 from packing_ops.prefix_attention import kept_paths
@@ -250,15 +250,9 @@ def calls_interface(cls: type) -> bool:
 @functools.cache
 def _source_of(cls: type) -> str:
     """The code of a module's class and of those it inherits from, without torch's; empty where there is none."""
-    sources = []
-    for base in cls.__mro__:
-        if issubclass(base, torch.nn.Module) and not base.__module__.startswith("torch."):
-            try:
-                source = _classes_in(base.__module__).get(base.__qualname__)
-                sources.append(inspect.getsource(base) if source is None else source)
-            except (OSError, TypeError):
-                continue
-    return "\n".join(sources)
+    bases = [each for each in cls.__mro__ if issubclass(each, torch.nn.Module)]
+    bases = [each for each in bases if not each.__module__.startswith("torch.")]
+    return "\n".join(_classes_in(each.__module__).get(each.__qualname__) or source_of(each) for each in bases)
 
 
 @functools.cache
@@ -266,7 +260,7 @@ def _classes_in(module: str) -> dict[str, str]:
     """The code of transformers' classes by name: inspect.getsource would parse the module's file for each of them."""
     if not module.startswith("transformers."):
         return {}  # code from the Hub may be loaded again under its name
-    source = inspect.getsource(sys.modules[module])
+    source = source_of(sys.modules[module])
     lines, classes = source.splitlines(), [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
     return {node.name: "\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in classes}
 
@@ -319,11 +313,11 @@ def find_documents_of(model, call, args, kwargs) -> None:
 def _row_documents(tokens, call, position_ids):
     """None where each row is one document."""
     batch, seqlen = tokens.shape[:2]
-    padding = call.padding if is_tensor(call.padding, 2) and call.padding.shape == (batch, seqlen) else None
-    if padding is not None:
-        padding = (
-            call.numbers.to(tokens.device) if call.numbers is not None else kept_as(torch.bool, padding, tokens.device)
-        )
+    padding = call.padding if call.numbers is None else call.numbers
+    if is_tensor(padding, 2) and padding.shape == (batch, seqlen):
+        padding = kept_as(torch.bool if call.numbers is None else padding.dtype, padding, tokens.device)
+    else:
+        padding = None
     like = tokens.reshape(batch, 1, seqlen, -1)
     documents = call.documents(like, (call.cu_seqlens, call.cu_seqlens_k), padding, position_ids).on(tokens.device)
     if documents.indices is None and not torch.compiler.is_compiling() and documents.cu_seqlens_q.numel() - 1 <= batch:
