@@ -10,7 +10,7 @@ import torch
 from helpers import ROOT
 from hf_models import OLD, tiny_model
 
-from packing_ops.integrations.transformers import versions
+from packing_ops.integrations.transformers import continuous_batching
 
 in_order = pytest.mark.skipif(
     OLD, reason="the Trainer of transformers 4.57 takes no train_sampling_strategy, it shuffles"
@@ -142,7 +142,7 @@ def test_grpo_tree(tmp_path):
     assert (tmp_path / "grpo_tree_cpu.png").stat().st_size > 10_000
 
 
-@pytest.mark.skipif(not versions.batching_patches(set()), reason="its generate_batch is of transformers 5.23")
+@pytest.mark.skipif(not continuous_batching.PATCHES, reason="its generate_batch is of transformers 5.23")
 def test_grpo_same_bits(tmp_path):
     """Rollout and update agree in every bit with the mode; without it some tokens of these two steps are off."""
     options = ["--steps", "2", "--prompts", "3", "--samples", "4", "--out", tmp_path]

@@ -6,7 +6,8 @@ attn_implementation="packing_ops":
     call.py                 One call of a model, from its start to its end: what it was given that tells its documents.
     documents.py            Where the documents of a batch lie, and whether a row has several.
     masks.py                MaskPattern, which layers get in place of a mask tensor, and where masks are made.
-    versions.py             The transformers that is served.
+    continuous_batching.py  generate_batch over a paged cache.
+    versions.py             The transformers that is served, and what this folder uses of it.
     stateful.py             Layers that carry a state along the sequence: each document from a state of its own, and
                             declare; stateful_rows.py: documents as rows of a batch.
 apply_packing_ops(model):

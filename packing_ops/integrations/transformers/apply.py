@@ -9,20 +9,19 @@ from typing import Any, Literal
 import torch
 import transformers
 
-from packing_ops.integrations._patching import take_out
+from packing_ops import _invariant
+from packing_ops._invariance_refusals import refusals
+from packing_ops.integrations._patching import function_of, put, take_out
 from packing_ops.integrations.transformers import fused_loss as fused_loss_patch
-from packing_ops.integrations.transformers import invariant as invariant_mode
 from packing_ops.integrations.transformers import rms_norm as rms_norm_patch
 from packing_ops.integrations.transformers import rope as rope_patch
 from packing_ops.integrations.transformers import sequence_group as sequence_patch
-from packing_ops.integrations.transformers import (
-    stateful,
-    versions,
-)
+from packing_ops.integrations.transformers import stateful, versions
 from packing_ops.integrations.transformers import vision as vision_patch
 from packing_ops.integrations.transformers.attention import packing_ops_attention, register, unknown_options
 from packing_ops.integrations.transformers.call import GUARD, NAMES, guard_of, last_forward, mixes_tokens
 from packing_ops.integrations.transformers.versions import PreTrainedModel, models_in, not_causal, reads_text
+from packing_ops.invariance import check_invariance
 
 # --- Applied ---
 
@@ -54,25 +53,21 @@ def _name_of(model: torch.nn.Module) -> str:
     return " in ".join(dict.fromkeys([*inside, type(model).__name__]))
 
 
-_PARAMETERS = {"vision": "attention"}  # the parameter of apply_packing_ops, where it has another name
-_LEFT = {"invariant": "is not claimed"}
+def _without(part: str) -> str:
+    return "attention=False" if part == "vision" else f"{part}=False"
 
 
 def _refuse(model: torch.nn.Module, skipped: Mapping[str, str], strict: bool) -> None:
     if strict and skipped:
-        what = "; ".join(f"{part}: {reason} (or pass {_parameter(part)}=False)" for part, reason in skipped.items())
+        what = "; ".join(f"{part}: {reason} (or pass {_without(part)})" for part, reason in skipped.items())
         raise ValueError(f"strict: expected to swap all that was asked for, but in {_name_of(model)} {what}")
 
 
-def _warn(model: torch.nn.Module, skipped: Mapping[str, str], stacklevel: int = 3) -> None:
+def _warn(model: torch.nn.Module, skipped: Mapping[str, str]) -> None:
     for part, reason in skipped.items():
-        left = f"{part} of {_name_of(model)} {_LEFT.get(part, 'was not swapped')}: {reason}"
-        remedy = f"Pass {_parameter(part)}=False to silence this"
-        warnings.warn(f"apply_packing_ops: {left}. {remedy}", stacklevel=stacklevel)
-
-
-def _parameter(part: str) -> str:
-    return _PARAMETERS.get(part, part)
+        is_left = "is not claimed" if part == "invariant" else "was not swapped"
+        what = f"{part} of {_name_of(model)} {is_left}: {reason}. Pass {_without(part)} to silence this"
+        warnings.warn(f"apply_packing_ops: {what}", stacklevel=3)
 
 
 # --- apply and revert ---
@@ -159,22 +154,19 @@ def apply_packing_ops(
     """
     # Find what cannot be swapped, before anything changes
     _check_model(model)
-    found, skipped = hosts(model), {}
-    if attention and (reason := why_not_attention(model)):
-        skipped["attention"] = reason
-    if attention and not skipped and (reason := vision_patch.why_not(model)):
-        skipped["vision"] = reason
-    if rope and (reason := rope_patch.why_not(model)):
-        skipped["rope"] = reason
-    if rms_norm and (reason := rms_norm_patch.why_not(model)):
-        skipped["rms_norm"] = reason
+    found = hosts(model)
+    reasons = {
+        "attention": why_not_attention(model) if attention else None,
+        "rope": rope_patch.why_not(model) if rope else None,
+        "rms_norm": rms_norm_patch.why_not(model) if rms_norm else None,
+        "fused_loss": fused_loss_patch.why_not(found) if fused_loss else None,
+        "balance_loss": fused_loss_patch.why_not_balanced(model, balance_loss, attention) if balance_loss else None,
+        "invariant": _why_not_invariant(model) if invariant else None,
+    }
+    if attention and reasons["attention"] is None:
+        reasons["vision"] = vision_patch.why_not(model)
+    skipped = {part: reason for part, reason in reasons.items() if reason}
     losses = [host for host in found if fused_loss and fused_loss_patch.refusal(host) is None]
-    if fused_loss and (reason := fused_loss_patch.why_not(found)):
-        skipped["fused_loss"] = reason
-    if balance_loss and (reason := fused_loss_patch.why_not_balanced(model, balance_loss, attention)):
-        skipped["balance_loss"] = reason
-    if invariant and (reason := invariant_mode.why_not(model)):
-        skipped["invariant"] = reason
     if sequence_group is not None:
         without = skipped.get("attention") or (None if attention else "attention=False")
         sequence_patch.check(found, without or stateful.why_not_on_ranks(found))
@@ -206,7 +198,7 @@ def apply_packing_ops(
     if balance_loss and attends and "balance_loss" not in skipped:
         fused_loss_patch.balance(model, balance_loss)
     # The mode, last: its proof runs the model as it is now
-    if invariant and "invariant" not in skipped and (reason := invariant_mode.apply_to_model(model, sequence_group)):
+    if invariant and "invariant" not in skipped and (reason := _apply_invariant(model, sequence_group)):
         skipped["invariant"] = reason
         if strict:
             revert_packing_ops(model)
@@ -227,7 +219,8 @@ def revert_packing_ops(model: torch.nn.Module) -> None:
     """
     _check_model(model)
     befores = {host: kept.before for host in hosts(model) if (kept := host.__dict__.get(STATE)) is not None}
-    invariant_mode.revert_model(model)
+    if (held := vars(model).pop(_HELD, None)) is not None:
+        _invariant.release(held)
     for module in model.modules():
         take_out(module, PACKAGE)
     rope_patch.release(model)
@@ -252,29 +245,22 @@ STATE = "_packing_ops_attention"
 
 
 @dataclass
-class Registered:
-    """Kept in a model. Making or unpickling one registers our attention, which watches the calls, in that process."""
+class Kept:
+    """Kept in a model. Making or unpickling one registers our attention, which watches the calls, in that process.
+
+    before: of a model with our attention, its implementations before.
+    why, has_state: of one that keeps its attention, and whether layers with a state may keep documents apart.
+    """
+
+    before: dict[str, Any] = field(default_factory=dict)
+    why: str = ""
+    has_state: bool = False
 
     def __post_init__(self) -> None:
         register()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), tuple(vars(self).values())
-
-
-@dataclass
-class AttentionBefore(Registered):
-    """Of a model with our attention: its implementations before."""
-
-    before: dict[str, Any]
-
-
-@dataclass
-class Guard(Registered):
-    """Of a model whose attention was not swapped: why, and whether layers with a state may keep documents apart."""
-
-    why: str
-    has_state: bool
 
 
 def hosts(model: torch.nn.Module) -> list[PreTrainedModel]:
@@ -308,33 +294,28 @@ def _set_attention(model: torch.nn.Module) -> str | None:
     """Set our attention in all hosts, or in no host; then the reason."""
     found = hosts(model)
     register()
-    before = [implementations_of(host.config) for host in found]
+    before, is_set = {host: implementations_of(host.config) for host in found}, False
     try:
         for host in found:
             host.set_attn_implementation(IMPLEMENTATION)
         refused = [type(host).__name__ for host in found if host.config._attn_implementation != IMPLEMENTATION]
-    except BaseException:
-        _restore(found, before)
-        raise
-    if refused:
-        _restore(found, before)
-        return f"{', '.join(refused)} cannot change its attn_implementation"
-    for host, implementations in zip(found, before, strict=True):
-        host.__dict__.setdefault(STATE, AttentionBefore(implementations))
-    return None
+        is_set = not refused
+    finally:
+        for host, implementations in before.items():
+            if is_set:
+                host.__dict__.setdefault(STATE, Kept(before=implementations))
+            else:
+                host.set_attn_implementation(implementations)
+    return None if is_set else f"{', '.join(refused)} cannot change its attn_implementation"
 
 
 def _guard(model: torch.nn.Module, why: str) -> bool:
     """From now on packed rows are an error where no layer keeps documents apart. False if there is no text model."""
     found = [module for module in models_in(hosts(model)) if reads_text(type(module))]  # type: ignore[arg-type]
     for module in found:
-        module.__dict__[GUARD] = Guard(why, stateful.carries_state(module))
+        has_state = stateful.StateKind.RECURRENT in stateful.layers_of(module).values()
+        module.__dict__[GUARD] = Kept(why=why, has_state=has_state)
     return bool(found)
-
-
-def _restore(found: list[Any], before: list[dict[str, Any]]) -> None:
-    for host, implementations in zip(found, before, strict=True):
-        host.set_attn_implementation(implementations)
 
 
 def implementations_of(config: Any) -> dict[str, Any]:
@@ -346,6 +327,48 @@ def implementations_of(config: Any) -> dict[str, Any]:
             nested = implementations_of(sub_config)
             found[key] = nested if len(nested) > 1 else nested[""]
     return found
+
+
+# --- the mode of packing_ops.invariant() for a model, and its proof ---
+
+_HELD = "_packing_ops_invariant"
+
+
+def _why_not_invariant(model: torch.nn.Module) -> str | None:
+    """Why it cannot be claimed, whatever the bits are."""
+    found = refusals(model, training=True)
+    more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+    return next((f"{name or type(model).__name__}: {reason}{more}" for name, reason in found.items()), None)
+
+
+def _apply_invariant(model: torch.nn.Module, sequence_group: object) -> str | None:
+    """The mode from now on; a sentence where its proof fails: the layers differ, or the model could not be run."""
+    vars(model).setdefault(_HELD, _invariant.Held())
+    for module in model.modules():
+        on_cpu = any(t.dim() > 1 and t.is_cpu for t in module.parameters(recurse=False))
+        before = vars(module).get("forward")
+        if on_cpu and not isinstance(module, torch.nn.Embedding) and function_of(before) is not _in_whole_blocks:
+            put(module, "forward", _in_whole_blocks, before)
+    by_hand = "call packing_ops.check_invariance(model, run)"
+    if sequence_group is not None:
+        return f"rows lie on several ranks: {by_hand} with rows of shard_packed"
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return f"its parameters are on the meta device: {by_hand} when they are loaded"
+    try:
+        found = check_invariance(model, gradients=False)
+    except Exception as error:  # of any model that is not called with text
+        return f"it could not be run on random text ({type(error).__name__}: {str(error)[:200]}): {by_hand}"
+    return None if found.packs else found.why_not()[0]
+
+
+def _in_whole_blocks(module: torch.nn.Module, before: Any, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "apply_packing_ops(invariant=True): torch.compile is not served on the CPU, where the sums that it makes "
+            "depend on the number of rows"
+        )
+    with _invariant.WholeBlocks():
+        return before(*args, **kwargs) if before is not None else type(module).forward(module, *args, **kwargs)
 
 
 # --- info ---
@@ -394,7 +417,7 @@ def _attention(model: Any, hosts: list[Any]) -> str:
     for host in hosts:
         for module in attentions(host):
             found[getattr(module, "config", host.config)._attn_implementation] += 1
-    text = ", ".join(f"{implementation} in {_modules(count)}" for implementation, count in found.items())
+    text = ", ".join(f"{implementation} in {_counted(count, 'module')}" for implementation, count in found.items())
     if found and found.keys() <= NAMES:
         return text
     reason = why_not_attention(model)
@@ -402,13 +425,10 @@ def _attention(model: Any, hosts: list[Any]) -> str:
 
 
 def _rope(model: Any) -> str:
-    found, towers = rope_patch.owners(model), rope_patch.towers(model)
-    if not found and not towers:
+    ours, every = rope_patch.counts(model)
+    if not every:
         return f"stock, {rope_patch.why_not(model)}"
-    ours = rope_patch.count([each for each in found if rope_patch.rotates(each.rotary)]) + sum(
-        map(rope_patch.tower_rotates, towers)
-    )
-    return _parts(ours, rope_patch.count(found) + len(towers), "apply_packing_ops(model)")
+    return _parts(ours, every, "apply_packing_ops(model)")
 
 
 def _norm(model: Any) -> str:
@@ -431,32 +451,30 @@ def _loss(hosts: list[Any]) -> str:
 
 
 def _parts(ours: int, every: int, swap: str) -> str:
-    parts = [f"packing_ops in {_modules(ours)}"] if ours else []
+    parts = [f"packing_ops in {_counted(ours, 'module')}"] if ours else []
     if ours < every:
-        parts.append(f"stock in {_modules(every - ours)}, swapped by {swap}")
+        parts.append(f"stock in {_counted(every - ours, 'module')}, swapped by {swap}")
     return ", ".join(parts)
 
 
-def _modules(count: int) -> str:
-    return f"{count} module{'s' * (count != 1)}"
+def _counted(count: int, word: str) -> str:
+    return f"{count} {word}{'s' * (count != 1)}"
 
 
 def _last_forwards(hosts: list[Any]) -> list[str]:
     lines = []
     for last in [found for host in hosts if (found := last_forward(host)) is not None]:
-        rows = f"{last.rows} row{'s' * (last.rows != 1)}"
+        told = f"{_counted(last.documents, 'document')}, found by {last.found_by}"
         if last.found_by == "rows":
-            lines.append(f"last forward: {rows}, one document in each, as no argument said otherwise")
-        else:
-            documents = f"{last.documents} document{'s' * (last.documents != 1)}"
-            lines.append(f"last forward: {rows}, {documents}, found by {last.found_by}")
+            told = "one document in each, as no argument said otherwise"
+        lines.append(f"last forward: {_counted(last.rows, 'row')}, {told}")
     return lines
 
 
 def _documents(hosts: list[Any]) -> str:
-    ours = [host for host in hosts if host.config._attn_implementation in NAMES]
     if any(guard_of(host) is not None for host in hosts):
         return "one in each row; several are an error where no layer keeps them apart"
+    ours = [host for host in hosts if host.config._attn_implementation in NAMES]
     if not ours:
         return "found by transformers, for the attention above"
     if any(mixes_tokens(host.config) for host in ours):

@@ -7,13 +7,13 @@ import sys
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 
 from packing_ops import _ops
 from packing_ops._arguments import dtype_name
-from packing_ops._batch_cache import kept_with
 from packing_ops.attention import DTYPES, attend, checked_options
 from packing_ops.integrations._patching import Patch
-from packing_ops.integrations.transformers import masks, sequence_group, stateful, versions
+from packing_ops.integrations.transformers import continuous_batching, masks, sequence_group, stateful, versions
 from packing_ops.integrations.transformers.call import (
     NAMES,
     REQUESTS,
@@ -29,8 +29,9 @@ from packing_ops.integrations.transformers.versions import (
     AttentionInterface,
     AttentionMaskInterface,
     PreTrainedModel,
+    sdpa_attention_forward,
 )
-from packing_ops.paged_attention import KeyPages, attend_pages
+from packing_ops.masks import visible_mask
 
 
 def register(name: str = "packing_ops") -> None:
@@ -79,11 +80,15 @@ def register(name: str = "packing_ops") -> None:
     masks.PATCH.pin()
     NAMES.add(name)
     OWN_ATTENTION.pin()
-    for patch in _BATCHING:
+    for patch in continuous_batching.PATCHES:
         patch.apply()
     AttentionInterface.register(name, packing_ops_attention)
     AttentionMaskInterface.register(name, masks.mask_function())
-    if not _watch_calls():
+    # PreTrainedModel.__call__ is left alone where transformers defines one itself. What another library put over an
+    # earlier wrapper of ours is wrapped again.
+    if _CALLS.pinned or _CALLS.covered or PreTrainedModel.__call__ is torch.nn.Module.__call__:
+        _CALLS.pin()
+    else:
         versions.log_once("this transformers calls models in another way, what only a call says is not known")
 
 
@@ -101,25 +106,12 @@ def unregister(name: str = "packing_ops") -> None:
         for table in (AttentionInterface, AttentionMaskInterface):
             table._global_mapping.pop(name, None)
     if not NAMES:
-        for patch in (masks.PATCH, OWN_ATTENTION, _CALLS, *_BATCHING):
+        for patch in (masks.PATCH, OWN_ATTENTION, _CALLS, *continuous_batching.PATCHES):
             patch.revert()
         stateful.revert()
 
 
-_BATCHING = versions.batching_patches(NAMES)
 _CALLS = Patch(PreTrainedModel, "__call__", functools.partial(watched, stateful.find_documents_of))
-
-
-def _watch_calls() -> bool:
-    """Wraps PreTrainedModel.__call__, once. False where transformers defines a __call__ itself: it is left alone.
-
-    What another library put over an earlier wrapper of ours is wrapped again.
-    """
-    inherited = PreTrainedModel.__call__ is torch.nn.Module.__call__
-    if not (_CALLS.pinned or _CALLS.covered or inherited):
-        return False
-    _CALLS.pin()
-    return True
 
 
 def packing_ops_attention(
@@ -152,24 +144,24 @@ def packing_ops_attention(
         sees_all = sliding_window is None or (not batched and sequence is None and sliding_window > key.shape[2])
         window = (-1, -1) if sees_all else (sliding_window - 1, 0)
     options = checked_options(causal, scaling, window, softcap or 0.0, sinks=s_aux)
+    refused = reason or why_not(query, value, dropout)
 
     # Requests of continuous batching.
     if batched:
-        reason = reason or why_not(query, value, dropout)
-        return _of_requests(module, (query, key, value), cu_seqlens, options, reason, kwargs), None
+        heads = _one_dtype(query, key, value)
+        return continuous_batching.attend_requests(module, heads, cu_seqlens, options, refused, kwargs), None
 
     # A prefix tree.
     if segment_parents is not None and causal:  # a vision tower beside the text has documents of its own
-        reason = reason or why_not(query, value, dropout) or why_no_tree(query, key, attention_mask, pattern)
-        return _of_tree((query, key, value), cu_seqlens, segment_parents, options, reason), None
+        refused = refused or why_no_tree(query, key, attention_mask, pattern)
+        return _of_tree((query, key, value), cu_seqlens, segment_parents, options, refused), None
 
     # Rows that lie on several ranks.
     if sequence is not None:
-        reason = reason or why_not(query, value, dropout)
         if pattern is not None and pattern.blocks is not None:
-            reason = reason or "a mask with blocks that see ahead"
+            refused = refused or "a mask with blocks that see ahead"
         mask = None if pattern is not None else attention_mask
-        return sequence.attend(_one_dtype(query, key, value), mask, cu_seq_lens_q, options, reason), None
+        return sequence.attend(_one_dtype(query, key, value), mask, cu_seq_lens_q, options, refused), None
 
     # Documents, and why they cannot be found.
     if pattern is not None:
@@ -180,7 +172,7 @@ def packing_ops_attention(
             )
         documents = documents_of_pattern(module, pattern, query, key, cu_seqlens, position_ids)
         visible_end, none = (None, "the last queries of a row") if pattern.last else pattern.visible_end(documents)
-        reason, options = reason or none, options if visible_end is None else options._replace(visible_end=visible_end)
+        options = options if visible_end is None else options._replace(visible_end=visible_end)
     else:
         if attention_mask is None and position_ids is not None:
             refuse_dropped_mask(module, query, cu_seqlens, position_ids, causal, window)
@@ -190,56 +182,16 @@ def packing_ops_attention(
         if none and told and not masked:
             raise ValueError(f"cu_seq_lens_q: expected a row of its own documents, got {none}")
         documents = None if none else _without_pattern(module, query, attention_mask, cu_seqlens, position_ids)
-        reason = reason or none
 
     # Varlen attention, else SDPA.
-    reason = reason or why_not(query, value, dropout)
+    reason = reason or none or refused
     if not reason and documents.has_interior_padding and window != (-1, -1):
         reason = "a sliding window over padding that may lie inside a row"
     if not reason:
         return _varlen((query, key, value), documents, options), None
     versions.warn_once(reason)
-    mask = attention_mask if documents is None else versions.mask_of(documents, query, options, attention_mask)
-    return versions.by_sdpa(module, query, key, value, mask, options, dropout, kwargs)
-
-
-def _of_requests(module, heads, cu_seqlens, options, reason, given):
-    """New tokens of several requests, over what the paged cache holds of each and these: prefill, chunks and decoding alike.
-
-    given: what generate_batch gives the layers. The cache writes the new keys, and puts in the keys' cu_seqlens.
-    """
-    if reason:
-        raise NotImplementedError(
-            f"cache: expected a call that varlen attention serves beside a paged one, got {reason}"
-        )
-    if (call := call_to_mark()) is not None:
-        call.reached_by("cache", cu_seqlens[0])
-    query, key, value = _one_dtype(*heads)
-    of_layer = {**given, "cu_seq_lens_k": cu_seqlens[1]}
-    key, value = given["cache"].update(key, value, module.layer_idx, of_layer)
-    of_keys, table = of_layer["cu_seq_lens_k"], given.get("block_table")
-    if table is None:
-        return attend(query, key, value, cu_seqlens[0], of_keys, options, layout="bhsd")[0]
-    # One new token of each request, and keys that stay in their pages. The new ones are not written yet.
-    caches, new = (of_layer["k_cache"], of_layer["v_cache"]), (key, value)
-    pages, rows = kept_with(
-        (of_keys, table),
-        ("pages", caches[0].shape[1]),
-        lambda: _pages_of(of_layer["block_table"], of_keys, caches[0].shape[1]),
-        layer=module.layer_idx,
-    )
-    for cache, tensor in zip(caches, new, strict=True):
-        cache.flatten(0, 1).index_copy_(0, rows, tensor[0].transpose(0, 1))
-    return attend_pages(query, *caches, cu_seqlens[0], pages, options, layout="bhsd")[0]
-
-
-def _pages_of(block_table, cu_seqlens_k, page_size):
-    """The pages of requests, and the row of each one's last key. Of sequences that pad a step: a row of page 0, which no
-    request has."""
-    used = cu_seqlens_k.diff().int()
-    last = (used - 1).clamp(min=0).long()
-    page = block_table.gather(1, (last // page_size)[:, None])[:, 0].clamp(min=0)
-    return KeyPages(block_table, used), page * page_size + last % page_size
+    mask = attention_mask if documents is None else _dense_mask(documents, query, options, attention_mask)
+    return _by_sdpa(module, query, key, value, mask, options, dropout, kwargs)
 
 
 def _of_tree(heads, cu_seqlens, parents, options, reason):
@@ -266,23 +218,15 @@ def _varlen(heads, documents, options):
     """Host-latency critical: runs in every layer."""
     query, key, value = _one_dtype(*heads)
     batch, _, seqlen, _ = query.shape
-    indices = documents.indices
-    one_row = batch == 1 and indices is None
-    if one_row:  # heads-first, no view: autograd would record each
-        rows = query, key, value
-    else:
-        rows = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        if indices is None:
-            rows = [tensor.flatten(0, 1) for tensor in rows]
-        else:
-            rows = _ops.gather_rows_many(rows, indices, indices.shape[0])
-    layout = "bhsd" if one_row else None
-    out, _ = attend(*rows, documents.cu_seqlens_q, documents.cu_seqlens_k, options, layout=layout)
-    if one_row:
-        return out
+    indices, cu_seqlens = documents.indices, (documents.cu_seqlens_q, documents.cu_seqlens_k)
+    if batch == 1 and indices is None:  # heads-first, no view: autograd would record each
+        return attend(query, key, value, *cu_seqlens, options, layout="bhsd")[0]
+    rows = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if indices is None:
-        return out.unflatten(0, (batch, seqlen))
-    return _ops.scatter_rows(out, indices, batch, seqlen)
+        rows = [tensor.flatten(0, 1) for tensor in rows]
+        return attend(*rows, *cu_seqlens, options)[0].unflatten(0, (batch, seqlen))
+    rows = _ops.gather_rows_many(rows, indices, indices.shape[0])
+    return _ops.scatter_rows(attend(*rows, *cu_seqlens, options)[0], indices, batch, seqlen)
 
 
 def _one_dtype(query, key, value):
@@ -303,10 +247,10 @@ SDPA = frozenset(("output_attentions", "position_bias"))
 # TransformersKwargs, generate, generate_batch, trainers and outer models, and deterministic, which our backward always is.
 HARMLESS = frozenset({
     CACHE, "block_table", "cache", "cache_position", "deterministic", "encoder_attention_mask", "encoder_hidden_states", "ignore_index",
-    "input_ids", "inputs_embeds", "labels", "logits_indices", "logits_processor_args", "logits_to_keep", "margin", "max_length_k", "max_length_q",
+    "input_ids", "inputs_embeds", "k_cache", "labels", "logits_indices", "logits_processor_args", "logits_to_keep", "margin", "max_length_k", "max_length_q",
     "mm_token_type_ids", "num_items_in_batch", "num_targets", "num_tokens", "output_hidden_states", "output_router_logits",
     "packed_seq_lengths", "past_key_values", "read_index", "return_dict", "seq_idx", "shift_labels", "token_type_ids",
-    "use_cache", REQUESTS,
+    "use_cache", "v_cache", REQUESTS,
 })  # fmt: skip
 
 
@@ -324,16 +268,13 @@ def why_no_documents(query, key, mask, causal, window):
 
 def option_for_sdpa(kwargs):
     """Why SDPA must serve these options, or an empty string."""
-    given = sorted(
-        name for name, option in kwargs.items() if name not in HARMLESS and option is not None and option is not False
-    )
-    for name in given:
-        if name not in SDPA:
-            raise NotImplementedError(
-                f"{name}: expected no option that packing_ops attention does not know, got {type(kwargs[name]).__name__}; "
-                "leave it out of the model's call or load the model with another attn_implementation"
-            )
-    return f"{given[0]} is not supported" if given else ""
+    given = {name for name, option in kwargs.items() if option is not None and option is not False} - HARMLESS
+    for name in sorted(given - SDPA):
+        raise NotImplementedError(
+            f"{name}: expected no option that packing_ops attention does not know, got {type(kwargs[name]).__name__}; "
+            "leave it out of the model's call or load the model with another attn_implementation"
+        )
+    return f"{min(given)} is not supported" if given else ""
 
 
 def why_no_tree(query, key, mask, pattern):
@@ -374,6 +315,59 @@ def why_not(query, value, dropout):
     return ""
 
 
+# --- SDPA of transformers, for calls that varlen attention does not serve ---
+
+_SDPA_OPTIONS = inspect.signature(sdpa_attention_forward).parameters  # no position_bias up to transformers 4.57
+
+
+def _dense_mask(documents, query, options, pattern=None):
+    """bool ``[batch, 1, queries, keys]``, True where visible. Windows count slots, as transformers' own masks do."""
+    length = query.shape[2] if getattr(pattern, "last", None) is None else pattern.length
+    ids, queries = documents.document_ids(query.shape[0], length), slice(length - query.shape[2], None)
+    slots = torch.arange(length, device=ids.device)
+    pairs = ids[:, queries, None], ids[:, None, :], slots[queries, None], slots[None, :]
+    blocks = getattr(pattern, "blocks", None)
+    if blocks is None:
+        visible = visible_mask(*pairs, options.causal, options.window_size)
+    else:
+        blocks = blocks.to(ids.device)
+        together = (blocks[:, queries, None] == blocks[:, None, :]) & (blocks[:, None, :] >= 0)
+        visible = visible_mask(*pairs, False, options.window_size) & ((pairs[3] <= pairs[2]) | together)
+    return (visible | torch.eq(*pairs[2:]))[:, None]  # padding attends to itself: its softmax is finite
+
+
+def _by_sdpa(module, query, key, value, mask, options, dropout, given):
+    """SDPA as transformers calls it; what it does not have, such as softcap and sinks, by the plain formula."""
+    # SDPA where it has every option.
+    causal, scaling, softcap, sinks = options.causal, options.softmax_scale, options.softcap, options.sinks
+    biased = given.get("position_bias") is not None and "position_bias" not in _SDPA_OPTIONS
+    if not softcap and sinks is None and not biased:
+        causal = causal and mask is None and query.shape[2] > 1  # up to transformers 4.57 it is torch's option
+        return sdpa_attention_forward(
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=causal, **given
+        )
+
+    # The plain formula: scores, mask, sinks.
+    groups = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = scores.float()
+    if given.get("position_bias") is not None:
+        scores = scores + given["position_bias"]
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is None and causal and query.shape[2] > 1:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        low = torch.finfo(scores.dtype).min
+        scores = scores.masked_fill(~mask, low) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    weights = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
+    out = F.dropout(weights, dropout, module.training) @ value
+    return out.transpose(1, 2).contiguous(), None
+
+
 # --- documents: of the mask's slots, or of rows that another library's Ulysses gathered from its ranks ---
 
 
@@ -408,7 +402,7 @@ def refuse_dropped_mask(module, query, cu_seqlens, position_ids, causal, window)
     told = causal, _narrow(window, seqlen)
     # Of several masks, a layer that tells no window may have had one that does.
     unclear = len(masks) > 1 and told[1] == (-1, -1) and not _is_full_attention(module)
-    if masks and (None in masks or told not in masks or unclear):
+    if masks and (told not in masks or None in masks or unclear):
         raise ValueError(
             f"attention_mask: expected to reach attention, got dropped where rows of {length} slots are gathered to {seqlen}: "
             f"it had more than causal={causal} and window_size={window}, which the layer passes"
@@ -441,28 +435,21 @@ def _refuse_parts(length, seqlen, cu_seqlens, padding):
 # --- models with attention classes of their own, which no attn_implementation of ours reaches (Falcon, GPT-J) ---
 
 
-def _names_of(cls) -> list[str]:
-    """The attn_implementations in the table of a text model's module, or none."""
-    if not versions.reads_text(cls):
-        return []
-    tables = [
-        table
-        for name, table in vars(sys.modules[cls.__module__]).items()
-        if name.endswith("_ATTENTION_CLASSES") and "VISION" not in name and isinstance(table, dict)
-    ]
-    return sorted(set().union(*tables))
-
-
 def _checked(stock):
     """Wraps the method that picks the attn_implementation of a new model."""
 
     @functools.wraps(stock)
     def check(self, attn_implementation, *args, **kwargs):
-        names = _names_of(type(self)) if attn_implementation in NAMES else None
+        names = set()  # in the tables of a text model's module
+        if attn_implementation in NAMES and versions.reads_text(type(self)):
+            for name, table in vars(sys.modules[type(self).__module__]).items():
+                if name.endswith("_ATTENTION_CLASSES") and "VISION" not in name:
+                    names.update(table)
         if names and attn_implementation not in names:
             raise ValueError(
-                f"attn_implementation: expected one of {', '.join(names)} for {type(self).__name__}, which has attention of "
-                f"its own, got {attn_implementation!r}; load it with one of these, and give each document a row of its own"
+                f"attn_implementation: expected one of {', '.join(sorted(names))} for {type(self).__name__}, which has "
+                f"attention of its own, got {attn_implementation!r}; load it with one of these, and give each document a "
+                "row of its own"
             )
         return stock(self, attn_implementation, *args, **kwargs)
 

@@ -11,18 +11,17 @@ from typing import NamedTuple
 
 import torch
 
-from packing_ops._arguments import check_cu_seqlens
 from packing_ops._batch_cache import kept_with
-from packing_ops._checks import checked_documents
 from packing_ops.boundaries import mask_boundary_labels
 from packing_ops.integrations.transformers import sequence_group
 from packing_ops.integrations.transformers.documents import (
     argument,
-    as_bool,
+    checked_against,
     find_documents,
     first_axis,
     first_tokens,
     is_tensor,
+    kept_as,
     positions_of_axes,
     positions_restart,
     refuse_where,
@@ -61,7 +60,7 @@ class PackedCall:
     numbers: what padding numbered, None for a mask that cannot number.
     mask_form: the form of the model's masks. first_axis: see documents.py.
     lost: names of those arguments that tell documents and have reached no mask, attention or layer with a state yet.
-    answers: [what was asked for, its documents], shared with the calls inside of this one.
+    answers: [(batch, seqlen), what was asked for, its documents], shared with the calls inside of this one.
     row_documents, has_attention: what layers with a state are told, see stateful.
     """
 
@@ -92,7 +91,7 @@ class PackedCall:
             if outer is None or outer.segment_parents is None:
                 self._check_tree(positions, mask, kwargs.get("labels"), sequence)
         self.numbers = numbers_of(mask, outer)
-        self.padding = mask.clamp(max=1) if self.numbers is not None and self.numbers is mask else mask
+        self.padding = mask.clamp(max=1) if mask is not None and self.numbers is mask else mask
         # Whether its documents reach what keeps them apart.
         self.mixes, self.guard = mixes_tokens(model.config), guard_of(model)
         self.lost = set()
@@ -105,14 +104,14 @@ class PackedCall:
             self.lost.add("segment_parents")
         # What was found in it.
         self.answers = [] if outer is None else outer.answers
-        self.seen = None
+        self.seen = self.positions_of_axes = self.row_documents = None
         self.cache = None  # the KV cache that check_cache has seen in this call
-        self.positions_of_axes = None  # see documents.py
         self.checked = None  # (position_ids that cu_seqlens were compared with, these with the comparison before them)
         self.traced = torch.compiler.is_compiling()  # this call is inside a graph
-        self.row_documents, self.has_attention = None, True
+        self.has_attention = True
         self.balance, self.num_tokens = model.__dict__.get(BALANCE), kwargs.get("num_tokens")  # see fused_loss
-        self.masks, self.looked_at_parts = set(), False  # see masks.note, refuse_dropped_mask
+        # Of its masks (causal, window), None for more than that; see refuse_dropped_mask
+        self.masks, self.looked_at_parts = set(), False
 
     def _check_tree(self, position_ids, mask, labels, sequence):
         """ValueError for what has no meaning beside segment_parents, and for positions that are not depths."""
@@ -121,8 +120,10 @@ class PackedCall:
                 why = " (see prefix_token_logps: a row may have several next tokens)" if name == "labels" else ""
                 raise ValueError(f"{name}: expected None beside segment_parents{why}, got {type(value).__name__}")
         if position_ids is None:
-            wanted = "each row's distance from its root beside segment_parents (PrefixTree.position_ids)"
-            raise ValueError(f"position_ids: expected {wanted}, got None")
+            raise ValueError(
+                "position_ids: expected each row's distance from its root beside segment_parents "
+                "(PrefixTree.position_ids), got None"
+            )
         if self.cu_seqlens is None or not is_tensor(position_ids, 2) or position_ids.shape[0] != 1:
             return  # attention says what is wrong with cu_seqlens; axes of images are no depths
         total = position_ids.shape[1]
@@ -141,51 +142,46 @@ class PackedCall:
 
     def documents(self, query, cu_seqlens, padding, position_ids, layer=None):
         """The answer of find_documents, which an outer call may have had before: models pass their arguments on."""
-        asked = query.shape[0], query.shape[2], *cu_seqlens, padding, position_ids
+        shape, asked = (query.shape[0], query.shape[2]), (*cu_seqlens, padding, position_ids)
         documents = None
-        for before, answer in self.answers:
-            if before[:2] == asked[:2] and all(a is b for a, b in zip(before[2:], asked[2:], strict=True)):
+        for of_shape, before, answer in self.answers:
+            if of_shape == shape and all(a is b for a, b in zip(before, asked, strict=True)):
                 documents = answer
         if documents is None:
             documents = find_documents(query, cu_seqlens, padding, position_ids, layer)
-            self.answers.append((asked, documents))
-        if not self.traced and self.seen is None:
-            self._saw(asked[0], documents, cu_seqlens, padding)
-        return documents
-
-    def _saw(self, rows, documents, cu_seqlens, padding):
-        """Keeps for info what this call found, and by what, without a tensor. Positions that a model makes tell none."""
+            self.answers.append((shape, asked, documents))
+        if self.traced or self.seen is not None:
+            return documents
+        # By what they were found. Positions that a model makes tell none.
         by = "rows"
-        if padding is not None and padding.dtype != torch.bool:
-            by = "attention_mask"
-        if any(call.position_ids is not None for call in (self, *self.outers)):
-            by = "position_ids"
         if cu_seqlens[0] is not None or cu_seqlens[1] is not None:
             by = "cu_seq_lens_q"
-        self._keep_seen(LastForward(rows, documents.cu_seqlens_q.numel() - 1, by))
+        elif any(call.position_ids is not None for call in (self, *self.outers)):
+            by = "position_ids"
+        elif padding is not None and padding.dtype != torch.bool:
+            by = "attention_mask"
+        self._saw(shape[0], documents.cu_seqlens_q, by)
+        return documents
 
-    def _keep_seen(self, seen):
+    def _saw(self, rows, cu_seqlens, found_by):
+        """Keeps for info what this call found, without a tensor."""
         for call in (self, *self.outers):
-            call.seen = call.seen or seen
+            call.seen = call.seen or LastForward(rows, cu_seqlens.numel() - 1, found_by)
 
     def told_positions(self, batch, seqlen):
         """position_ids ``[batch or 1, seqlen]`` that restart with each document, or None."""
         positions = self.position_ids
         if is_tensor(positions, 3) and positions.shape[0] == 4:  # of text or a sequence, in front of other axes
             positions = positions[0]
-        if not is_tensor(positions, 2):
-            positions = positions_of_axes(self, (batch, seqlen))
-        return positions
+        return positions if is_tensor(positions, 2) else positions_of_axes(self, (batch, seqlen))
 
     def reached(self, numbers, *positions):
-        """These numbers, and position_ids or cu_seqlens, have reached a mask or an attention: so have the outer calls'.
-
-        A call without position_ids and cu_seqlens, such as a vision tower's, says nothing of its outer calls'.
-        """
+        """These numbers, and position_ids or cu_seqlens, have reached a mask or an attention: so have the outer calls'."""
         told = any(each is not None for each in positions)
         for call in (self, *self.outers):
             if numbers is not None and call.numbers is numbers and not call.mixes:
                 call.lost.discard("attention_mask")
+            # A call without them, such as a vision tower's, says nothing of its outer calls'.
             told = told and not (call.position_ids is None and call.cu_seqlens is None)
             if told and not call.mixes and call.guard is None:
                 call.lost.difference_update(("cu_seq_lens_q", "position_ids"))
@@ -195,31 +191,20 @@ class PackedCall:
         self.reached(None, cu_seqlens)
         for call in (self, *self.outers):
             call.lost.discard("segment_parents")
-        self._keep_seen(LastForward(1, cu_seqlens.numel() - 1, found_by))
+        self._saw(1, cu_seqlens, found_by)
 
     def checked_positions(self, position_ids, batch):
-        """position_ids of a mask that is a tensor, compared with cu_seq_lens_q: layers may see the mask alone.
-
-        Raises:
-            ValueError: they tell other documents.
-        """
-        cu_q, cu_k = self.cu_seqlens, self.cu_seqlens_k
-        if position_ids is None or not isinstance(cu_q, torch.Tensor) or position_ids.shape[0] not in (1, batch):
+        """position_ids of a mask that is a tensor. ValueError if cu_seq_lens_q, which layers may not see, tell others."""
+        if position_ids is None or self.cu_seqlens is None or position_ids.shape[0] not in (1, batch):
             return position_ids
         if self.checked is None or self.checked[0] is not position_ids:  # masks of other layers come with the same ones
-            cu_k = cu_k if isinstance(cu_k, torch.Tensor) else cu_q
-            check_cu_seqlens(cu_q, "cu_seq_lens_q")
-            check_cu_seqlens(cu_k, "cu_seq_lens_k")
-            positions, length = position_ids.to(cu_q.device), position_ids.shape[1]
-            _, positions = checked_documents(cu_q, cu_k.to(cu_q.device), None, positions, batch, length)
+            cu_seqlens = self.cu_seqlens, self.cu_seqlens_k
+            *_, positions = checked_against(cu_seqlens, None, position_ids, batch, position_ids.shape[1])
             self.checked = position_ids, positions.to(position_ids.device)
         return self.checked[1]
 
     def refuse_if_lost(self):
-        """ValueError if several documents reached no attention: they would have attended to each other.
-
-        A graph cannot read values on the host: it asserts on the device.
-        """
+        """ValueError if several documents reached no attention: they would have attended to each other."""
         if "segment_parents" in self.lost:
             raise ValueError(
                 f"segment_parents: expected a model that passes them to its attention, got {self.name}; give it the samples "
@@ -231,21 +216,22 @@ class PackedCall:
             refuse_where(positions_restart(self.position_ids, self.padding), self._refusal("position_ids"))
         if "attention_mask" in self.lost:
             refuse_where(several_in(None, None, None, self.numbers, 0), self._refusal("attention_mask"))
-        if self.missing_positions is not None:
-            batch, message = self.missing_positions
-            refuse_where(self._several(batch), message)
+        if self.missing_positions is None:
+            return
+        # Where an attention found the documents, the host knows whether there are several.
+        batch, message = self.missing_positions
+        known = [found.several for _, (_, _, padding, _), found in self.answers if padding is self.numbers]
+        known = [several for several in known if several is not None]
+        several = known[0] if known else self.several(batch)
+        refuse_where(several, message)
 
-    def _several(self, batch):
-        """Whether a row has several documents, by cu_seqlens or by numbers. Where an attention found them, the host has the answer."""
-        for (_, _, _, _, padding, _), documents in self.answers:
-            if padding is self.numbers and documents.several is not None:
-                return documents.several
-        return several_in(None, self.padding, self.cu_seqlens, self.numbers, batch)
+    def several(self, batch, position_ids=None):
+        """Whether a row has several documents: bool ``[]``, None where nothing says. Nothing waits for it."""
+        return several_in(position_ids, self.padding, self.cu_seqlens, self.numbers, batch)
 
     def _refusal(self, lost):
         why = "mixes tokens beside its attention" if self.mixes else "passes them to no attention"
-        if self.guard is not None:
-            why = f"keeps its attention: {self.guard.why}"
+        why = why if self.guard is None else f"keeps its attention: {self.guard.why}"
         return (
             f"{lost}: expected one document in each row, got several, and {self.name} {why}; give each document a row of "
             "its own (no packing, padding on the right)"
@@ -253,13 +239,11 @@ class PackedCall:
 
 
 class LastForward(NamedTuple):
-    """What a model's last call saw: rows of the batch, the documents in them, and the argument that they were found by:
-    cu_seq_lens_q, position_ids or attention_mask; segment_parents for the segments of a prefix tree; cache for the requests of
-    continuous batching; "rows" where none was given. Of a graph nothing is kept."""
+    """What a model's last call saw. Of a graph nothing is kept."""
 
     rows: int
     documents: int
-    found_by: str
+    found_by: str  # an argument of the model; cache: of continuous batching; "rows" where none was given
 
 
 def last_forward(model) -> LastForward | None:
@@ -303,8 +287,7 @@ def current() -> PackedCall | None:
 
 
 def call_to_mark() -> PackedCall | None:
-    """The call whose documents an attention or a mask uses. None in a layer compiled alone: the mask, made outside of
-    it, has marked them."""
+    """The call whose documents an attention uses. None in a layer compiled alone: the mask, made outside, has marked them."""
     call = current()
     return None if call is None or (torch.compiler.is_compiling() and not call.traced) else call
 
@@ -362,23 +345,14 @@ def _habits_of(cls, config_cls):
     form = BOOL if cls._supports_sdpa else ADDITIVE
     if cls._supports_flash_attn or cls._supports_flex_attn:
         form = form if any(base.__module__.startswith(_READERS) for base in cls.__mro__) else PATTERN
-    return form, indices, config_cls.model_type, first_axis(cls), _shifts(cls), reads_text(cls)
-
-
-# --- labels ---
-
-
-def _shifts(cls) -> bool:
-    """Whether the loss of a model of this class takes the label of the next token, in its own row."""
-    names = getattr(getattr(inspect.unwrap(cls.forward), "__code__", None), "co_names", ())
-    return "loss_function" in names and reads_text(cls)
+    reads, code = reads_text(cls), getattr(inspect.unwrap(cls.forward), "__code__", None)
+    shifts = reads and "loss_function" in getattr(code, "co_names", ())
+    return form, indices, config_cls.model_type, first_axis(cls), shifts, reads
 
 
 def without_first_labels(model, call, kwargs):
-    """The keyword arguments, labels of documents' first tokens -100: the token before them is of another document.
-
-    They are left alone where shift_labels say what each token is to predict, and of models whose loss shifts nothing.
-    """
+    """The keyword arguments, labels of documents' first tokens -100: the token before them is of another document."""
+    # Not where shift_labels say what each token is to predict, nor of models whose loss shifts nothing.
     labels = kwargs.get("labels")
     told = any(each is not None for each in (call.position_ids, call.cu_seqlens, call.cu_seqlens_k, call.numbers))
     if not told or not is_tensor(labels, 2) or kwargs.get("shift_labels") is not None or not call.shifts:
@@ -395,7 +369,7 @@ def without_first_labels(model, call, kwargs):
         starts = first_tokens(padding, position_ids, batch, seqlen, labels.device)
         return {**kwargs, "labels": labels.masked_fill(starts, -100)}
     if padding is not None and call.numbers is None:
-        padding = as_bool(padding, labels.device)
+        padding = kept_as(torch.bool, padding, labels.device)
     documents = call.documents(labels[:, None, :, None], cu_seqlens, padding, position_ids).on(labels.device)
     masked = mask_boundary_labels(labels.flatten(), documents.cu_seqlens_q)
     return {**kwargs, "labels": masked.view_as(labels)}
@@ -405,14 +379,11 @@ def without_first_labels(model, call, kwargs):
 
 
 class _Now(threading.local):
-    """State of this thread."""
+    """State of this thread. mask_arguments, preparing: see masks.py; fused: see fused_loss.py; row_documents: see stateful.py."""
 
     def __init__(self):  # not of the class: a graph that looks for them in the object would hold until one is set
-        self.call = None
-        self.mask_arguments = None  # see masks.py
-        self.preparing = False  # masks, see masks.py
-        self.fused = None  # see fused_loss
-        self.row_documents = None  # see stateful
+        self.call = self.mask_arguments = self.fused = self.row_documents = None
+        self.preparing = False
 
 
 class _Traced:

@@ -31,8 +31,7 @@ class BatchDocuments:
 
     cu_seqlens_q, cu_seqlens_k: int32 ``[num_documents + 1]`` over the packed rows.
     indices: int64 ``[total]``, the real slots; None where every slot is real.
-    has_interior_padding: padding may lie between real slots of a row; two tokens are then nearer in the packed row than in the batch,
-        and a window would reach too far.
+    has_interior_padding: between real slots of a row, perhaps: a window over the packed row would reach too far.
     several: whether a row has several documents, as padding says; None where nobody has looked.
     """
 
@@ -66,11 +65,8 @@ class BatchDocuments:
 def find_documents(query, cu_seqlens=(None, None), padding=None, position_ids=None, layer=None):
     """The documents of query ``[batch, num_heads, seqlen, head_dim]``: by cu_seqlens, else by padding and positions.
 
-    Args:
-        cu_seqlens: for queries and for keys, int32 or int64 ``[num_documents + 1]``.
-        padding: ``[batch, seqlen]``, 0 is padding; bool, or the number of each token's document from 1 on.
-        position_ids: ``[batch or 1, seqlen]``; a document starts in each row and where they stop growing.
-        layer: number of the layer that asks, None for the first of a forward.
+    padding: ``[batch, seqlen]``, 0 is padding; bool, or the number of each token's document from 1 on.
+    layer: number of the layer that asks, None for the first of a forward.
     """
     batch, _, seqlen, _ = query.shape
     if position_ids is not None and (position_ids.dim() != 2 or position_ids.shape[1] != seqlen):
@@ -86,23 +82,11 @@ def find_documents(query, cu_seqlens=(None, None), padding=None, position_ids=No
     return kept_with(given, (batch, seqlen), lambda: _from_values(batch, seqlen, padding, position_ids), layer=layer)
 
 
-def as_bool(mask, device):
-    """The bool form of a 2-D mask: the same tensor for all layers of a forward, so that they share one layout."""
-    if mask.dtype == torch.bool and mask.device == device:
+def kept_as(dtype, mask, device):
+    """A 2-D mask of a call in this dtype: the same tensor for all layers of a forward, so that they share one layout."""
+    if mask.dtype == dtype and mask.device == device:
         return mask
-    return kept_with([mask], ("bool", device), lambda: mask.to(device=device, dtype=torch.bool))
-
-
-def on_device(mask, device):
-    return mask if mask.device == device else kept_with([mask], (device,), lambda: mask.to(device))
-
-
-def runs_of(numbers):
-    """int64 ``[batch, slots]``: each row's documents, counted from 0; padding belongs to the document before it."""
-    slots = torch.arange(numbers.shape[1], device=numbers.device)
-    last = (slots * (numbers != 0)).cummax(1).values
-    number = numbers.clamp(min=1).gather(1, last)
-    return F.pad(number[:, 1:] != number[:, :-1], (1, 0)).cumsum(1)
+    return kept_with([mask], (dtype, device), lambda: mask.to(device=device, dtype=dtype))
 
 
 # --- from padding and positions ---
@@ -110,17 +94,18 @@ def runs_of(numbers):
 
 def _from_values(batch, seqlen, padding, position_ids):
     compiling = torch.compiler.is_compiling()
-    if padding is None:
-        starts = _row_starts(position_ids.expand(batch, seqlen))
-        cu_seqlens, count = _ops.cu_seqlens_from_position_ids(starts.flatten())
+    if padding is None:  # positions of each row so much smaller than the row's before that a document starts there
+        rows = torch.arange(batch, device=position_ids.device)[:, None]
+        positions = position_ids.expand(batch, seqlen).long() - rows * _APART
+        cu_seqlens, count = _ops.cu_seqlens_from_position_ids(positions.flatten())
         if not compiling:
             cu_seqlens = cu_seqlens[: int(count) + 1]
         return BatchDocuments(cu_seqlens, cu_seqlens)
 
     # Real slots and rows.
-    real, numbered = padding != 0, padding.dtype != torch.bool and seqlen > 0
+    real, numbered = padding != 0, padding.dtype != torch.bool
     indices, rows, _, totals = _ops.unpad_layout(real, None, False)
-    runs = (real[:, 1:] & ~real[:, :-1]).sum(1) + real[:, 0] if seqlen else real.sum(1)
+    runs = (real[:, 1:] & ~real[:, :-1]).sum(1) + real[:, :1].sum(1)
     interior = (runs > 1).any()
     cu_seqlens, count = rows, totals[0]
     filled = count  # rows that are not all padding
@@ -129,17 +114,13 @@ def _from_values(batch, seqlen, padding, position_ids):
     if position_ids is not None or numbered:
         filled = (rows.diff() > 0).sum()
         # All slots, the real ones first; those after the last real one become a document of their own.
-        slots = indices.clamp(min=0)
-        row, after, every = slots // max(seqlen, 1), indices < 0, torch.arange(batch * seqlen, device=slots.device)
-        first = F.pad(row[1:] != row[:-1], (1, 0), value=True)
-        if numbered:
-            run = runs_of(padding).flatten()[slots]
-            first |= F.pad(run[1:] != run[:-1], (1, 0), value=True)
-        positions = every
-        if position_ids is not None:
-            positions = position_ids.expand(batch, seqlen).flatten().long()[slots].where(~after, every)
-        first |= after & F.pad(~after[:-1], (1, 0), value=False)
-        cu_seqlens, count = _ops.cu_seqlens_from_position_ids(positions - first.cumsum(0) * _APART)
+        slots, after = indices.clamp(min=0), indices < 0
+        row = (slots // max(seqlen, 1)).where(~after, batch)
+        starts = first_tokens(padding, position_ids, batch, seqlen, slots.device).flatten()[slots] & ~after
+        starts |= F.pad(row[1:] != row[:-1], (1, 0), value=True)
+        # As positions: they grow by one, and fall where a document starts.
+        positions = torch.arange(batch * seqlen, device=slots.device) - 2 * starts.cumsum(0)
+        cu_seqlens, count = _ops.cu_seqlens_from_position_ids(positions)
 
     # Sizes: upper bounds in a graph, else read at once, which is the one synchronisation.
     if compiling:
@@ -154,43 +135,38 @@ def _from_values(batch, seqlen, padding, position_ids):
     return BatchDocuments(cu_seqlens, cu_seqlens, indices, bool(interior), several)
 
 
-def _row_starts(position_ids):
-    """position_ids, those of each row so much smaller than the row's before that a document starts there."""
-    rows = torch.arange(position_ids.shape[0], device=position_ids.device)
-    return position_ids.long() - rows[:, None] * _APART
-
-
 # --- explicit cu_seqlens ---
 
 
 def _explicit(batch, seqlen, cu_seqlens, padding, position_ids):
-    cu_q, cu_k = (given if given is not None else other for given, other in (cu_seqlens, cu_seqlens[::-1]))
-    for name, tensor in (("cu_seq_lens_q", cu_q), ("cu_seq_lens_k", cu_k)):
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{name}: expected an int32 tensor [num_documents + 1], got {tensor!r}")
-        check_cu_seqlens(tensor, name)
-    if position_ids is not None:
-        position_ids = position_ids.to(cu_q.device) if position_ids.shape[0] in (1, batch) else None
-    same = cu_k is cu_q
-    mask = None if padding is None else _marked_alike(padding.to(cu_q.device), cu_q)
-    cu_q, _ = checked_documents(cu_q, cu_k.to(cu_q.device), mask, position_ids, batch, seqlen)
+    same = cu_seqlens[0] is None or cu_seqlens[1] is None or cu_seqlens[0] is cu_seqlens[1]
+    cu_q, cu_k, _ = checked_against(cu_seqlens, padding, position_ids, batch, seqlen)
     # int32 ones are not copied: a plan that is kept with them serves the next forward too.
     int32_q = int32_cu_seqlens(cu_q)
     return BatchDocuments(int32_q, int32_q if same else int32_cu_seqlens(cu_k))
 
 
-def _marked_alike(padding, cu_seqlens):
-    """bool ``[batch, seqlen]``: False at padding, and where numbers start a document and cu_seqlens do not, or the reverse.
+def checked_against(cu_seqlens, padding, position_ids, batch, seqlen):
+    """(cu_seqlens_q, cu_seqlens_k, position_ids), one of the first two for both. ValueError where they or padding disagree."""
+    cu_q, cu_k = (given if given is not None else other for given, other in (cu_seqlens, cu_seqlens[::-1]))
+    check_cu_seqlens(cu_q, "cu_seq_lens_q")
+    check_cu_seqlens(cu_k, "cu_seq_lens_k")
+    if position_ids is not None:
+        position_ids = position_ids.to(cu_q.device) if position_ids.shape[0] in (1, batch) else None
+    mask = None if padding is None else _marked_alike(padding.to(cu_q.device), cu_q)
+    cu_q, position_ids = checked_documents(cu_q, cu_k.to(cu_q.device), mask, position_ids, batch, seqlen)
+    return cu_q, cu_k, position_ids
 
-    Ones alone are no numbers. Rows start documents either way.
-    """
+
+def _marked_alike(padding, cu_seqlens):
+    """bool ``[batch, seqlen]``: False at padding, and where numbers start a document and cu_seqlens do not, or the reverse."""
     real = padding != 0
     if padding.dtype == torch.bool:
         return real
     slots = torch.arange(padding.numel(), dtype=cu_seqlens.dtype, device=padding.device)
     documents = torch.searchsorted(cu_seqlens[1:], slots, right=True).view_as(padding)
     goes_on, numbered_on = (ids[:, 1:] == ids[:, :-1] for ids in (documents, padding))
-    agree = (goes_on == numbered_on) | ~(padding > 1).any()
+    agree = (goes_on == numbered_on) | ~(padding > 1).any()  # ones alone are no numbers
     return real & F.pad(agree, (1, 0), value=True)
 
 
@@ -198,10 +174,7 @@ def _marked_alike(padding, cu_seqlens):
 
 
 def positions_restart(position_ids, padding) -> torch.Tensor | None:
-    """Whether positions do not grow from one real token of a row to the next, whatever padding lies between: bool ``[]``.
-
-    None where they say nothing.
-    """
+    """Whether positions stop growing between two real tokens of a row: bool ``[]``; None where they say nothing."""
     if not is_tensor(position_ids, 2) or position_ids.shape[1] < 2:
         return None
     if not is_tensor(padding, 2) or padding.shape[1] != position_ids.shape[1]:
@@ -210,11 +183,7 @@ def positions_restart(position_ids, padding) -> torch.Tensor | None:
 
 
 def first_tokens(padding, position_ids, batch, seqlen, device) -> torch.Tensor:
-    """bool ``[batch, seqlen]``: where a document starts behind another one of its row. Nothing waits for it.
-
-    padding: ``[batch, seqlen]``, bool, or each token's document from 1 on and 0; or None.
-    position_ids: ``[batch or 1, seqlen]``, or None.
-    """
+    """bool ``[batch, seqlen]``: where a document starts behind another one of its row. Nothing waits for it."""
     slots = torch.arange(seqlen, device=device)
     real = torch.ones(batch, seqlen, dtype=torch.bool, device=device) if padding is None else (padding != 0).to(device)
     before = torch.where(real, slots, -1).cummax(1).values[:, :-1]  # the last real slot up to the one before
@@ -240,13 +209,11 @@ def several_in(position_ids, padding, cu_seqlens, numbers, batch) -> torch.Tenso
 
 
 def refuse_where(wrong, message) -> None:
-    """ValueError where ``wrong`` holds: a bool, one on a device, or None for False. A graph cannot read it and asserts: RuntimeError on the CPU,
+    """ValueError where a bool, also one on a device, holds. A graph cannot read it and asserts: RuntimeError on the CPU,
     on CUDA the end of this process's use of the GPU."""
-    if wrong is None:
-        return
     if isinstance(wrong, torch.Tensor) and not can_read(wrong):
         torch._assert_async(~wrong, message)
-    elif bool(wrong):
+    elif wrong is not None and bool(wrong):
         raise ValueError(message)
 
 
@@ -273,14 +240,14 @@ def each_document_alone(mask_function, kwargs, told, batch, q_length, q_offset):
     device = (told.numbers if told.position_ids is None else told.position_ids).device
     # Where documents start among the queries, by positions and by numbers.
     slots, last = torch.arange(q_length, device=device), q_length - 1
-    padding = told.numbers
-    if padding is None and told.padding is not None:
-        padding = told.padding != 0
+    padding = told.padding if told.numbers is None else told.numbers
     if padding is not None:
         padding = padding.to(device)[:, (slots + q_offset).clamp(max=padding.shape[1] - 1)].expand(batch, -1)
     starts = first_tokens(padding, told.position_ids, batch, q_length, device)
     documents = starts.cumsum(1)
-    runs = None if told.numbers is None else runs_of(told.numbers).to(device).expand(batch, -1)
+    runs = told.numbers
+    if runs is not None:
+        runs = first_tokens(runs, None, *runs.shape, device).cumsum(1).expand(batch, -1)
 
     # The mask: of two slots of one document.
     def query_index(slot):
@@ -312,9 +279,7 @@ def each_document_alone(mask_function, kwargs, told, batch, q_length, q_offset):
     return chunks_of_document
 
 
-# --- position_ids of several axes ---
-
-# M-RoPE: which models take them, and which documents they tell.
+# --- position_ids of several axes (M-RoPE): which models take them, and which documents they tell ---
 
 # The first axis of a model's position_ids. TIME of [3, batch, seqlen], before height and width: text has one number on all
 # three, and behind an image it goes on from the image's largest. SEQUENCE of [4, batch, seqlen], before an image's width,
@@ -335,34 +300,28 @@ def first_axis(cls: type) -> str | None:
 
 
 def are_axes(position_ids, axis) -> bool:
-    """Of several axes and no text positions in front, which such a model takes apart itself.
-
-    Time, height and width of any model: Qwen3-VL of 4.57 gives mask and layers the time, which stands still in an image.
-    """
+    """Of several axes and no text positions in front, which such a model takes apart itself."""
+    # Of any model: Qwen3-VL of 4.57 gives mask and layers the time, which stands still in an image.
     return is_tensor(position_ids, 3) and (position_ids.shape[0] == 3 or axis == SEQUENCE)
 
 
 def positions_of_axes(call, shape):
-    """``[batch or 1, seqlen]`` that restart with each document, of a call's position_ids with several axes; else None.
-
-    None beside cu_seq_lens_q where time is the first axis: a model that makes its axes itself counts them along the row.
-    """
+    """``[batch or 1, seqlen]`` that restart with each document, of a call's position_ids with several axes; else None."""
     axes, (batch, seqlen) = call.position_ids, shape
     if call.first_axis is None or not is_tensor(axes, 3) or tuple(axes.shape[1:]) not in ((batch, seqlen), (1, seqlen)):
         return None
     if call.positions_of_axes is None:  # one tensor for masks and layers with a state, which look at its values once
         if call.first_axis == SEQUENCE and axes.shape[0] > 3:
             call.positions_of_axes = axes[0]
+        # Beside cu_seq_lens_q a model that makes its axes itself counts them along the row.
         elif call.first_axis == TIME and axes.shape[0] == 3 and call.cu_seqlens is None:
             call.positions_of_axes = _since_start(axes, call.padding)
     return call.positions_of_axes
 
 
 def _since_start(axes, padding):
-    """Each slot's distance to the start of its document: where all axes are 0, or where time falls to what it has passed.
-
-    Time falls within a document too, from the frames of a video to the audio beside them, but not to the text before it.
-    """
+    """Each slot's distance to the start of its document: where all axes are 0, or where time falls to what it has passed."""
+    # Time falls within a document too, from the frames of a video to the audio beside them, but not to the text before it.
     seqlen = axes.shape[2]
     slots, real = torch.arange(seqlen, device=axes.device), torch.ones_like(axes[0], dtype=torch.bool)
     if is_tensor(padding, 2) and padding.shape[1] >= seqlen:  # of a cache too
@@ -385,7 +344,6 @@ def _since_start(axes, padding):
 
 # Packed documents after the first would get other positions than alone. Some models take no positions (BART's decoders).
 # Others count where they are given none (BERT), or start a state where a position is 0 (RecurrentGemma).
-#
 # Recognised by an embedding of positions in a module of a text model, or by the code of a layer that is given positions.
 
 _EMBEDDING = re.compile(r"(^|_)(pos|position|positions)(_|$)|^wpe$")
@@ -402,28 +360,20 @@ def refuse_own_positions(model, call, position_ids, batch) -> None:
     told_by = "attention_mask" if call.cu_seqlens is None else "cu_seq_lens_q"
     if takes_none:
         refuse_where(
-            several_in(position_ids, call.padding, call.cu_seqlens, call.numbers, batch),
+            call.several(batch, position_ids),
             f"{told_by if position_ids is None else 'position_ids'}: expected one document in each row, got several, and "
             f"{takes_none} counts positions along the row and takes none; give each document a row of its own (no packing, "
             "padding on the right)",
         )
-    elif needs and call.needs_positions and _takes_positions(type(model), call):
-        call.missing_positions = (
-            batch,
-            (
+    elif needs and call.needs_positions and call.outer is None:
+        parameters = inspect.signature(type(model).forward).parameters  # Whisper's decoder takes them by **kwargs
+        if "position_ids" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            message = (
                 f"position_ids: expected [{batch}, seqlen] that start in each document as they do alone (at 0, as "
-                "PackedMetadata.position_ids do; in RoBERTa and its like at padding_idx + 1), got None beside several documents "
-                f"in {told_by}, and {needs} then counts along the row"
-            ),
-        )
-
-
-def _takes_positions(cls, call) -> bool:
-    """Whether the caller could have passed them to this model, in the outermost call."""
-    parameters = inspect.signature(cls.forward).parameters  # Whisper's decoder takes them by **kwargs
-    return call.outer is None and (
-        "position_ids" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    )
+                "PackedMetadata.position_ids do; in RoBERTa and its like at padding_idx + 1), got None beside several "
+                f"documents in {told_by}, and {needs} then counts along the row"
+            )
+            call.missing_positions = batch, message
 
 
 def _counting(module, of_text=False) -> tuple[str, str]:

@@ -13,6 +13,7 @@ import warnings
 import torch
 
 from packing_ops._arguments import int32_cu_seqlens
+from packing_ops._batch_cache import cu_seqlens_of_rows
 from packing_ops.integrations._patching import Patch, function_of, put
 from packing_ops.integrations.transformers import sequence_group
 from packing_ops.integrations.transformers.call import BALANCE, current, fuse, here
@@ -156,7 +157,8 @@ def _forward(model, *args, **kwargs):
     state, stock = model.__dict__.get(_STATE), type(model).forward
     fused = state is not None and model.training and kwargs.get("labels") is not None
     other_targets = kwargs.get("shift_labels") is not None and sequence_group.of(model) is None
-    if not fused or other_targets or not _whole(kwargs.get("logits_to_keep")):
+    keeps = kwargs.get("logits_to_keep", 0)
+    if not fused or other_targets or not (keeps is None or (isinstance(keeps, int) and keeps == 0)):
         return stock(model, *args, **kwargs)
     if why := since(model):
         warnings.warn(f"the loss of {type(model).__name__} is the stock one: {why}", stacklevel=2)
@@ -176,10 +178,6 @@ def _forward(model, *args, **kwargs):
 def _running(state):
     running = here().fused
     return running if running is not None and running.state is state else None
-
-
-def _whole(logits_to_keep) -> bool:
-    return logits_to_keep is None or (isinstance(logits_to_keep, int) and logits_to_keep == 0)
 
 
 def _head(head, state, hidden):
@@ -203,14 +201,12 @@ def _loss(model, state, stock, logits, labels, vocab_size, num_items_in_batch=No
     # Labels and documents, as chunked_cross_entropy takes them
     running.logits, labels = logits, labels.to(running.hidden.device)
     cu_seqlens, targets = kwargs.get("cu_seq_lens_q"), kwargs.get("shift_labels")
-    if (
-        targets is not None
-    ):  # slot t predicts label t: one place to the right, in one document, it is that of slot t + 1
+    if targets is not None:
+        # Slot t predicts label t: one place to the right, in one document, it is that of slot t + 1.
         labels = torch.nn.functional.pad(targets.to(labels.device).flatten(), (1, 0), value=ignore_index)
-        cu_seqlens = torch.arange(2, dtype=torch.int32, device=labels.device) * len(labels)
+        cu_seqlens = cu_seqlens_of_rows(1, len(labels), labels.device)
     if cu_seqlens is None:  # each row is a document
-        rows, seqlen = labels.shape
-        cu_seqlens = torch.arange(rows + 1, dtype=torch.int32, device=labels.device) * seqlen
+        cu_seqlens = cu_seqlens_of_rows(*labels.shape, labels.device)
     options["max_targets"] = kwargs.get("num_targets")  # of the collators
     running.targets = labels.flatten(), int32_cu_seqlens(cu_seqlens.to(labels.device)), options
     # By a call of the head, around which FSDP and ZeRO gather its weight
@@ -273,7 +269,7 @@ def _of_documents(stock):
             return stock(gate_logits, num_experts, top_k, attention_mask)
         # Documents of as many rows as the routers had, as attention has found them
         device, rows = gate_logits[0].device, gate_logits[0].shape[0]
-        answers = (found for (batch, seqlen, *_), found in call.answers if batch * seqlen == rows)
+        answers = (found for (batch, seqlen), _, found in call.answers if batch * seqlen == rows)
         documents = next(answers, None)
         if documents is None:
             raise ValueError(

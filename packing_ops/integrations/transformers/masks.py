@@ -28,11 +28,10 @@ from packing_ops.integrations.transformers.call import (
 )
 from packing_ops.integrations.transformers.documents import (
     are_axes,
-    as_bool,
     can_read,
     each_document_alone,
     is_tensor,
-    on_device,
+    kept_as,
     positions_of_axes,
     refuse_where,
     several_in,
@@ -44,10 +43,11 @@ from packing_ops.visible_ends import visible_end_from_blocks
 class MaskPattern:
     """Causal or not, the window, and where the documents are: found by the first layer, read by all.
 
-    padding, position_ids: see MaskArguments. axes: layers get position_ids of one axis of an image, which tell no documents.
+    padding, position_ids, axes: see MaskArguments.
     blocks: [batch, slots], tokens of one number from 0 on see each other, beside causality; or None.
     last: how many queries there are, the last ones of the row; None for all.
     shape: that of the 4-D mask. Its values are in no tensor, but models look whether it is one of two dimensions.
+    of_tree: of a call with segment_parents, which attention has to get too.
     """
 
     def __init__(self, causal, window, length, padding, position_ids, axes=False, blocks=None, batch=1):
@@ -55,7 +55,7 @@ class MaskPattern:
         self.padding, self.position_ids, self.blocks = padding, position_ids, blocks
         self.shape, self.ndim, self.last = torch.Size((batch, 1, length, length)), 4, None
         self._documents = self._given = self._ends = None
-        self.of_tree = False  # of a call with segment_parents, which attention has to get too
+        self.of_tree = False
 
     def dim(self):
         return self.ndim
@@ -93,18 +93,17 @@ class MaskPattern:
 
     def __getitem__(self, index):
         """All of it or its last queries, which Gemma 4 takes for layers that share keys; no other part of it."""
-        if isinstance(index, tuple) and all(isinstance(each, slice) for each in index):
-            queries = index[2] if len(index) > 2 else slice(None)
-            if all(each in _WHOLE for each in (*index[:2], *index[3:])) and queries.step is queries.stop is None:
-                first = queries.start or 0
-                return self if first == 0 or first <= -self.shape[2] else self._ending(-first)
-        raise TypeError(_READ)
-
-    def _ending(self, queries):
-        if queries < 0:
+        if not isinstance(index, tuple) or not all(isinstance(each, slice) for each in index):
             raise TypeError(_READ)
+        queries = index[2] if len(index) > 2 else slice(None)
+        first = queries.start or 0
+        whole = all(each in _WHOLE for each in (*index[:2], *index[3:])) and queries.step is queries.stop is None
+        if not whole or first > 0:
+            raise TypeError(_READ)
+        if first == 0 or first <= -self.shape[2]:
+            return self
         part = copy.copy(self)
-        part.last, part.shape = queries, torch.Size((*self.shape[:2], queries, self.length))
+        part.last, part.shape = -first, torch.Size((*self.shape[:2], -first, self.length))
         return part
 
     @classmethod
@@ -119,28 +118,15 @@ _READ = (
 )
 
 
-def note(causal_and_window):
-    """Keeps what a mask of this call says, for refuse_dropped_mask; None: more than (causal, window) can say."""
-    call = current()
-    if call is not None:
-        call.masks.add(causal_and_window)
-
-
 class MaskArguments(NamedTuple):
-    """What transformers does not pass from where it prepares a mask to the mask function. The thread keeps it between them.
-
-    numbers: [batch, slots], each token's document from 1 on, 0 for padding; or None.
-    position_ids: [batch or 1, q_length], or None.
-    mask_form: see call.py. axes: see MaskPattern.
-    stock: make transformers' own 4-D mask: keys of another sequence (cross-attention), or of a cache of fixed length.
-    """
+    """What transformers does not pass from where it prepares a mask to the mask function. The thread keeps it between them."""
 
     padding: torch.Tensor | None
-    position_ids: torch.Tensor | None = None
-    mask_form: str = PATTERN
-    stock: bool = False
-    numbers: torch.Tensor | None = None
-    axes: bool = False
+    position_ids: torch.Tensor | None = None  # [batch or 1, q_length]
+    mask_form: str = PATTERN  # see call.py
+    stock: bool = False  # make transformers' own 4-D mask: keys of another sequence, or of a cache of fixed length
+    numbers: torch.Tensor | None = None  # [batch, slots], each token's document from 1 on, 0 for padding
+    axes: bool = False  # layers get position_ids of one axis of an image, which tell no documents
 
 
 def packing_ops_mask(
@@ -167,19 +153,20 @@ def packing_ops_mask(
     start = isinstance(q_offset, int) and q_offset == 0 and isinstance(kv_offset, int) and kv_offset == 0
     if pattern is not None and start and q_length == kv_length:
         padding = told.padding if told.numbers is None else told.numbers
-        note(None if blocks is not None else pattern)
+        if call is not None:
+            call.masks.add(pattern if blocks is None else None)
         made = MaskPattern(*pattern, q_length, padding, told.position_ids, told.axes, blocks, batch_size)
         if call is not None and call.segment_parents is not None and made.causal:
             made.of_tree = True
             call.reached_by("segment_parents", call.cu_seqlens)
         return made
     # A tensor: documents are compared for each query and key.
-    note(None)
+    if call is not None:
+        call.masks.add(None)
     apart = q_length > 1 and not (told.position_ids is None and told.numbers is None)
     if apart:
-        told = (
-            told if call is None else told._replace(position_ids=call.checked_positions(told.position_ids, batch_size))
-        )
+        if call is not None:
+            told = told._replace(position_ids=call.checked_positions(told.position_ids, batch_size))
         mask_function = each_document_alone(mask_function, kwargs, told, batch_size, q_length, q_offset)
     # Without a mask the layer could not tell causal from full; one query that attends to every key is both.
     skip = kwargs.pop("allow_is_causal_skip", True) and q_length == 1
@@ -230,22 +217,16 @@ def _pattern_of(mask_function, kwargs):
     return (False, (local_size, local_size)) if full else (True, (local_size - 1, 0))
 
 
-# --- blocks of a mask ---
-
-# Causal masks with blocks whose tokens see each other, images and prefixes, as visible_end of varlen_attention.
+# --- blocks of a mask whose tokens see each other, images and prefixes: visible_end of varlen_attention ---
 
 
 def blocks_of(mask_function, batch, length):
-    """(pattern, blocks) where the mask is causality or a block, and within that a window to the left; else (None, None).
-
-    A window that blocks reach out of is another mask: no keys' end alone tells it. A graph cannot read whether blocks are
-    runs of neighbours.
-    """
+    """(pattern, blocks) where the mask is causality or a block, and within that a window to the left; else (None, None)."""
     parts, window = _made_by("and_masks", mask_function), (-1, -1)
     if parts is not None and len(parts["mask_functions"]) == 2:
         mask_function, overlay = parts["mask_functions"]
         sliding = _made_by("sliding_window_overlay", overlay)
-        if sliding is None:
+        if sliding is None:  # a window that blocks reach out of is another mask: no keys' end alone tells it
             return None, None
         window = (sliding["sliding_window"] - 1, -1)
     parts = _made_by("or_masks", mask_function)
@@ -256,6 +237,7 @@ def blocks_of(mask_function, batch, length):
     if causal is not masking_utils.causal_mask_function or overlay is None:
         return None, None
     blocks = overlay["block_sequence_ids"]
+    # A graph cannot read whether blocks are runs of neighbours.
     return ((True, window), blocks) if blocks.shape == (batch, length) and can_read(blocks) else (None, None)
 
 
@@ -270,10 +252,7 @@ def _made_by(maker, function):
 
 
 def ends_of_blocks(documents, blocks):
-    """int32 [total] of the packed rows of ``documents``; None if a number comes back in a document. One synchronisation.
-
-    blocks: [batch, slots], see MaskPattern.
-    """
+    """int32 [total] of the packed rows of ``documents``; None if a number comes back in a document. One synchronisation."""
     numbers = blocks.to(documents.device).flatten()
     if documents.indices is not None:
         numbers = numbers[documents.indices]
@@ -291,8 +270,8 @@ def ends_of_blocks(documents, blocks):
 
 # --- transformers' preparation of masks ---
 
-# transformers prepares every mask in one function. Here it is wrapped, for models with our attention: position_ids and the
-# document numbers of a mask go on to the mask function, without being read on the host.
+# It prepares every mask in one function. Here it is wrapped, for models with our attention: position_ids and the document
+# numbers of a mask go on to the mask function, without being read on the host.
 
 _KNOWN = (
     ["config", "inputs_embeds", "attention_mask", "cache", "position_ids", "layer_idx"],
@@ -303,11 +282,7 @@ _KNOWN = (
 
 
 def _carrying(original):
-    """The preparation of masks that takes position_ids along, for models with our attention only.
-
-    Raises:
-        ImportError: its parameters are none that are known here; the message has both versions.
-    """
+    """The preparation of masks that takes position_ids along. ImportError if its parameters are none that are known here."""
     names = [] if original is None else list(inspect.signature(original).parameters)
     if not any(names[: len(known)] == known for known in _KNOWN):
         raise ImportError(refusal(version))
@@ -328,7 +303,7 @@ def mask_function():
 
 
 def packing_ops_mask_4(batch_size, cache_position, kv_length, kv_offset=0, **kwargs):
-    """cache_position: int64 ``[q_length]``, where the queries stand among the keys; not read on the host."""
+    """For transformers 4. cache_position: int64 ``[q_length]``, where the queries stand among the keys; not read on the host."""
     q_length = cache_position.shape[0]
     from_the_start = q_length == kv_length and isinstance(kv_offset, int) and kv_offset == 0
     # Masks with a function mixed in, and those of static caches, must not be skipped.
@@ -366,7 +341,7 @@ def _wrapped(original, names):
         numbers = None
         if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
             numbers = numbers_of(attention_mask, current())
-            attention_mask = as_bool(attention_mask, inputs_embeds.device)
+            attention_mask = kept_as(torch.bool, attention_mask, inputs_embeds.device)
         early, mask, *prepared = transformers_own(attention_mask, None)
         if early:
             return early, mask, *prepared
@@ -394,7 +369,7 @@ def _wrapped(original, names):
         if cache is not None and not cross:
             check_cache(cache, call, position_ids, attention_mask, numbers, *slots)
         stock = cross or getattr(cache, "is_compileable", False)
-        numbers = None if numbers is None or cross else on_device(numbers, mask.device)
+        numbers = None if numbers is None or cross else kept_as(numbers.dtype, numbers, mask.device)
         now.mask_arguments = MaskArguments(mask, position_ids, mask_form, stock, numbers, axes)
         return early, mask, *prepared
 
@@ -402,12 +377,9 @@ def _wrapped(original, names):
 
 
 def _telling(call, position_ids, slots, of_others):
-    """(position_ids ``[batch or 1, q_length]`` that tell documents, or None; whether layers get those of one axis of an image).
-
-    The call's, where the model passes none on. of_others: they are of another sequence, or count something else.
-    """
+    """(position_ids ``[batch or 1, q_length]`` that tell documents, or None; whether layers get those of one axis of an image)."""
     axes = call is not None and are_axes(call.position_ids, call.first_axis)
-    if call is not None and (position_ids is None or axes):
+    if call is not None and (position_ids is None or axes):  # the model passes none on
         position_ids = positions_of_axes(call, slots) if axes else call.position_ids
     if of_others or not is_tensor(position_ids, 2) or position_ids.shape[1] != slots[1]:
         position_ids = None
@@ -427,12 +399,8 @@ _REFUSAL = (
 
 
 def check_cache(cache, call, position_ids, padding, numbers, batch, length):
-    """Called where a mask is made, before the keys of this call are in the cache.
-
-    Raises:
-        ValueError: the cache holds several documents. The first call with a filled cache waits for the GPU, later
-            ones do not.
-    """
+    """Called before the keys of this call are in the cache. ValueError if it holds several documents: the first call with
+    a filled cache waits for the GPU, later ones do not."""
     if call is not None:
         if call.cache is cache:  # masks of several kinds in one forward
             return

@@ -75,28 +75,23 @@ def norms(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def _formula_of(module) -> str | None:
     """A key of FORWARDS, or None. If ours runs already, its class is not tried again: it may have changed."""
-    forward = module.__dict__.get(_forward_attribute(module), module.forward)
-    function = function_of(forward)
-    if function in FORWARDS.values():
-        return next(name for name, ours in FORWARDS.items() if ours is function)
-    return formula_of(stock_of(type(module)), module)[0]
+    function = function_of(_forward_of(module))
+    running = [name for name, ours in FORWARDS.items() if ours is function]
+    return running[0] if running else formula_of(stock_of(type(module)), module)[0]
 
 
 def why_not(model: torch.nn.Module) -> str | None:
     """Why RMSNorm modules of this model cannot be swapped; None if all can."""
     found = _candidates(model)
+    if not found:
+        return "it has no RMSNorm that runs the forward of its modelling module"
     left = [module for module in found if _formula_of(module) is None]
-    reasons = dict.fromkeys(formula_of(stock_of(type(module)), module)[1] for module in left)
-    if found:
-        return "; ".join(reasons) or None
-    return "it has no RMSNorm that runs the forward of its modelling module"
+    return "; ".join(dict.fromkeys(formula_of(stock_of(type(module)), module)[1] for module in left)) or None
 
 
 def fused(model: torch.nn.Module) -> list[torch.nn.Module]:
     """RMSNorm modules that run ours."""
-    return [
-        module for module in norms(model) if _is_ours(module.__dict__.get(_forward_attribute(module), module.forward))
-    ]
+    return [module for module in norms(model) if _is_ours(_forward_of(module))]
 
 
 def apply_to_model(model: torch.nn.Module) -> int:
@@ -119,6 +114,10 @@ def _forward_attribute(module) -> str | None:
     return name if forward is None or of_class or _is_ours(forward) else None  # another library's
 
 
+def _forward_of(module):
+    return module.__dict__.get(_forward_attribute(module), module.forward)
+
+
 def _is_ours(forward) -> bool:
     """Whether this is a partial or a bound method of FORWARDS."""
     return function_of(forward) in FORWARDS.values()
@@ -128,10 +127,8 @@ def _is_ours(forward) -> bool:
 
 
 def formula_of(stock: type, module: torch.nn.Module) -> tuple[str | None, str]:
-    """(key of FORWARDS, ""), or (None, why no formula there is that of this module).
-
-    The trial makes a module of the same class and attributes, without the weights, hooks and device of this one.
-    """
+    """(key of FORWARDS, ""), or (None, why no formula there is that of this module)."""
+    # The trial makes a module of the same class and attributes, without the weights, hooks and device of this one.
     if reason := _not_tried(stock, module):
         return None, f"{stock.__name__} {reason}"
     skipped = _OF_MODULE | _OF_WRAPPERS | {*_EPS_NAMES}
@@ -192,10 +189,6 @@ _DTYPES = [  # of the input and of the weight
     (torch.bfloat16, torch.float32),
     (torch.float32, torch.bfloat16),
 ]
-# Shapes beside [2, 3, width]: a module may treat heads, long rows or larger batches differently.
-_SHAPES = [(3,), (1, 300)]
-
-
 _HALF = frozenset((torch.bfloat16, torch.float16))
 
 
@@ -215,21 +208,16 @@ def _agrees(probe, forward, ours, width, dtype, weight_dtype) -> bool:
     if rounded and isinstance(wanted, torch.Tensor) and isinstance(found, torch.Tensor):
         half = max(rounded, key=lambda each: torch.finfo(each).eps)
         return found.dtype == wanted.dtype and agree(found.float().to(half), wanted.float().to(half), 4)
-    return (
-        agree(found, wanted, 8)
-        and all(_agrees_at(probe, forward, ours, numbers(*shape, width, start=2.0)) for shape in _SHAPES)
-        and _trains_alike(probe, forward, ours, numbers(5, 2, 3, width, start=2.0))
-    )
-
-
-def _agrees_at(probe, forward, ours, x) -> bool:
+    if not agree(found, wanted, 8):
+        return False
+    # A module may treat heads, long rows or larger batches differently.
     probe.eval()
-    return agree(attempt(ours, probe, x), attempt(forward, probe, x), 8)
-
-
-def _trains_alike(probe, forward, ours, x) -> bool:
-    """Equal results, and gradients of the input and of the weight."""
+    for shape in ((3,), (1, 300)):
+        x = numbers(*shape, width, start=2.0)
+        if not agree(attempt(ours, probe, x), attempt(forward, probe, x), 8):
+            return False
+    # Gradients of the input and of the weight
     probe.train()
-    weights = list(probe.parameters())
+    x, weights = numbers(5, 2, 3, width, start=2.0), list(probe.parameters())
     wanted, found = (with_gradients(functools.partial(each, probe), [x], weights) for each in (forward, ours))
     return alike(found, wanted, 64)

@@ -184,62 +184,47 @@ class Rotating(NamedTuple):
     attentions: list[torch.nn.Module]
 
 
-def is_rotary(cls: type) -> bool:
-    """Whether this is the rotary embedding of a language model, not of the patches of an image."""
-    name = cls.__name__
-    return cls.__module__.startswith(HOSTS) and "RotaryEmbedding" in name and "Vision" not in name
-
-
-def attentions(owner, module_name: str) -> list[torch.nn.Module]:
-    """Attention modules that call a function that apply_rotary_qk serves."""
-    served = patches_of(module_name)
-    return [
-        module
-        for module in owner.modules()
-        if type(module).forward.__module__ == module_name and served.keys() & {*functions_called(type(module))}
-    ]
-
-
 def find(model: torch.nn.Module) -> tuple[list[Rotating], list[str]]:
     """The language models inside that can rotate with ours, and why others, or parts of them, cannot."""
     found, reasons = [], []
     for owner, rotary in _pairs(model):
-        module_name = type(rotary).__module__
-        ours = [] if (own := _own_attention(owner)) else attentions(owner, module_name)
+        classes = dict.fromkeys(type(module) for module in owner.modules())
+        # Attention that is not of transformers may use the angles in another way.
+        own = [
+            f"{cls.__name__} has a forward of its own, in {cls.forward.__module__}"
+            for cls in classes
+            if cls.__name__.endswith("Attention") and not cls.forward.__module__.startswith((*HOSTS, "torch."))
+        ]
+        if own:
+            reasons.append(own[0])
+            continue
+        # Functions of its modelling module that it calls, and those of them that apply_rotary_qk serves.
+        home = importlib.import_module(type(rotary).__module__)
+        calls = {cls: functions_called(cls) for cls in classes if cls.forward.__module__ == home.__name__}
+        called = dict.fromkeys(name for names in calls.values() for name in names)
+        if not called:
+            reasons.append(f"{type(owner).__name__} calls no function of {home.__name__} that rotates q and k")
+        reasons += [reason for name in called if name in vars(home) and (reason := refusal(home, name))]
+        served = patches_of(home.__name__)
+        ours = [module for module in owner.modules() if served.keys() & {*calls.get(type(module), ())}]
         if ours:
             found.append(Rotating(owner, rotary, ours))
-        reasons += _reasons(owner, module_name, own)
     return found, list(dict.fromkeys(reasons))
 
 
 def _pairs(model) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
-    """(owner, rotary embedding). An owner may hold a list of them, one for each base of the angles."""
+    """(owner, rotary embedding), not of the patches of an image. An owner may hold a list of them, one for each base of
+    the angles."""
     lists = torch.nn.ModuleList, torch.nn.ModuleDict
     found = []
     for owner in model.modules():
         children = [] if isinstance(owner, lists) else list(owner.children())
-        inside = [inner for child in children if isinstance(child, lists) for inner in child.children()]
-        found += [(owner, child) for child in children + inside if is_rotary(type(child))]
+        children += [inner for child in children if isinstance(child, lists) for inner in child.children()]
+        for child in children:
+            name = type(child).__name__
+            if type(child).__module__.startswith(HOSTS) and "RotaryEmbedding" in name and "Vision" not in name:
+                found.append((owner, child))
     return found
-
-
-def _own_attention(owner) -> str | None:
-    """Attention that is not of transformers may use the angles in another way."""
-    for cls in dict.fromkeys(type(module) for module in owner.modules()):
-        if cls.__name__.endswith("Attention") and not cls.forward.__module__.startswith((*HOSTS, "torch.")):
-            return f"{cls.__name__} has a forward of its own, in {cls.forward.__module__}"
-    return None
-
-
-def _reasons(owner, module_name, own) -> list[str]:
-    if own:
-        return [own]
-    module = importlib.import_module(module_name)
-    called = {name: type(each) for each in owner.modules() for name in functions_called(type(each))}
-    called = {name: cls for name, cls in called.items() if cls.forward.__module__ == module_name}
-    if not called:
-        return [f"{type(owner).__name__} calls no function of {module_name} that rotates q and k"]
-    return [reason for name in called if name in vars(module) and (reason := refusal(module, name))]
 
 
 def owners(model: torch.nn.Module) -> list[Rotating]:
@@ -261,7 +246,15 @@ def why_not(model: torch.nn.Module) -> str | None:
     return "no rotary embedding was found in it"
 
 
-def count(found: list[Rotating]) -> int:
+def counts(model: torch.nn.Module) -> tuple[int, int]:
+    """(attention modules that rotate with ours, those that can)."""
+    found, in_towers = owners(model), towers(model)
+    ours = _count([each for each in found if _tag in each.rotary._forward_hooks.values()])
+    ours += sum(_tag_tower in module._forward_pre_hooks.values() for module in in_towers)
+    return ours, _count(found) + len(in_towers)
+
+
+def _count(found: list[Rotating]) -> int:
     return len({id(module) for each in found for module in each.attentions})
 
 
@@ -276,16 +269,14 @@ def apply_to_model(model: torch.nn.Module, fp32_cos_sin: bool) -> int:
             put_hook(rotary, _ask_for_fp32, before=True)
         else:
             take_out_hook(rotary, _ask_for_fp32)
-        hook = give_axes if first_axis(type(owner)) == TIME else give_position_ids
-        takes = "position_ids" in inspect.signature(owner.forward).parameters
-        if takes:
+        if "position_ids" in inspect.signature(owner.forward).parameters:
+            hook = give_axes if first_axis(type(owner)) == TIME else give_position_ids
             put_hook(owner, hook, before=True, with_kwargs=True)
-    return count(found) + _apply_to_towers(model)
-
-
-def rotates(rotary: torch.nn.Module) -> bool:
-    """Whether ours rotates."""
-    return _tag in rotary._forward_hooks.values()
+    in_towers = towers(model)
+    for module in in_towers:
+        dispatch_for(module, type(module).__module__)
+        put_hook(module, _tag_tower, before=True, with_kwargs=True)
+    return _count(found) + len(in_towers)
 
 
 def release(model: torch.nn.Module) -> None:
@@ -309,13 +300,11 @@ def _tag(rotary, args, output):
 
 
 def _ask_for_fp32(rotary, args):
+    """Hook: a stand-in for x, of which rotary embeddings read the device, the shape, and the dtype to return."""
     x, *others = args
-    return (_in_fp32(x), *others)
-
-
-def _in_fp32(x: torch.Tensor) -> torch.Tensor:
-    """A stand-in for x, of which rotary embeddings read the device, the shape, and the dtype to return."""
-    return x if x.dtype in (torch.float32, torch.float64) else x.new_empty((), dtype=torch.float32).expand(x.shape)
+    if x.dtype not in (torch.float32, torch.float64):
+        x = x.new_empty((), dtype=torch.float32).expand(x.shape)
+    return (x, *others)
 
 
 # --- in vision and audio towers, whose calls bring the tables as position_embeddings ---
@@ -340,19 +329,6 @@ def _takes_tables(cls: type, forward) -> bool:
         return False
     parameters = [*inspect.signature(forward).parameters]
     return parameters[1:3] == ["hidden_states", "cu_seqlens"] and "position_embeddings" in parameters
-
-
-def _apply_to_towers(model: torch.nn.Module) -> int:
-    found = towers(model)
-    for module in found:
-        dispatch_for(module, type(module).__module__)
-        put_hook(module, _tag_tower, before=True, with_kwargs=True)
-    return len(found)
-
-
-def tower_rotates(module: torch.nn.Module) -> bool:
-    """Whether ours rotates."""
-    return _tag_tower in module._forward_pre_hooks.values()
 
 
 def _tag_tower(module, args, kwargs):

@@ -19,23 +19,18 @@ _MROPE, _SECTIONS = "mrope_section", [1, 2, 1]
 class Rotation(NamedTuple):
     """How to call apply_rotary_qk for what a stock function computes.
 
-    parameters: names of all its parameters, in order; the first ones are _BOTH, _ONE or _COMPLEX.
     tables: "elements" have an entry per element of a head; "first half" too, and only the first half is read; "pairs"
         have an entry per pair; "complex" have a complex number per pair.
-    interleaved: pairs are elements 2i and 2i + 1.
-    to_halves: interleaved pairs come out as elements i and i + rotary_dim / 2.
-    partial: tables narrower than a head rotate its first elements; otherwise they are not served.
-    unsqueeze_dim: the dimension of heads, if the caller does not pass it.
     tokens: also without a batch, as vision towers call it: q ``[tokens, heads, head_dim]``, tables
         ``[tokens, entries]``.
     """
 
-    parameters: tuple[str, ...]
+    parameters: tuple[str, ...]  # names of all, in order; the first ones are _BOTH, _ONE or _COMPLEX
     tables: str
-    interleaved: bool
-    to_halves: bool
-    partial: bool
-    unsqueeze_dim: int
+    interleaved: bool  # pairs are elements 2i and 2i + 1
+    to_halves: bool  # interleaved pairs come out as elements i and i + rotary_dim / 2
+    partial: bool  # tables narrower than a head rotate its first elements; otherwise they are not served
+    unsqueeze_dim: int  # of heads, if the caller does not pass it
     tokens: bool = False
 
     @property
@@ -198,7 +193,6 @@ _IN_MODELS = [  # a long row; a larger batch and wide heads; as many heads of q 
 
 def _in_a_model(stock, rotation) -> bool:
     """As models call it: larger sizes and values, float16, gradients."""
-
     for dtype, sizes in _IN_MODELS:
         args, options = _arguments(rotation, sizes, dtype, rotation.unsqueeze_dim)
         heads = len(args) - (1 if rotation.leading is _COMPLEX else 2)

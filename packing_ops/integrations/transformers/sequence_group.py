@@ -33,19 +33,19 @@ class SequenceGroup:
             "revert_packing_ops(model) first, or save its state_dict()"
         )
 
-    def check_call(self, name: str, indices: dict, args: tuple, kwargs: dict) -> None:
+    def check_call(self, model: str, indices: dict, args: tuple, kwargs: dict) -> None:
         """ValueError if the arguments of a model's call are not those that shard_packed gives."""
         cu_seqlens = kwargs.get("cu_seq_lens_q")
         if not isinstance(cu_seqlens, torch.Tensor):
             raise ValueError(
-                f"cu_seq_lens_q: expected int32 [num_documents + 1] of the whole row in a call of {name} with a "
+                f"cu_seq_lens_q: expected int32 [num_documents + 1] of the whole row in a call of {model} with a "
                 "sequence_group (shard_packed keeps it), got None"
             )
         positions = argument("position_ids", indices, args, kwargs)
         if not isinstance(positions, torch.Tensor) or positions.dim() != 2 or positions.shape[0] != 1:
             got = "None" if positions is None else str(list(getattr(positions, "shape", [])))
             raise ValueError(
-                f"position_ids: expected [1, rows] of this rank's slots in a call of {name} with a sequence_group "
+                f"position_ids: expected [1, rows] of this rank's slots in a call of {model} with a sequence_group "
                 f"(shard_packed gives them), got {got}"
             )
         self._check_end(cu_seqlens, positions.shape[1])
@@ -53,14 +53,13 @@ class SequenceGroup:
             raise ValueError(
                 "attention_mask: expected None with a sequence_group, which finds documents by cu_seq_lens_q"
             )
-        if kwargs.get("labels") is None:
-            return
-        for given in ("shift_labels", "num_items_in_batch"):
-            if kwargs.get(given) is None:
-                what = (
-                    "shard_packed gives them" if given == "shift_labels" else "count_targets counts them on all ranks"
-                )
-                raise ValueError(f"{given}: expected beside labels with a sequence_group, {what}, got None")
+        needed = {
+            "shift_labels": "shard_packed gives them",
+            "num_items_in_batch": "count_targets counts them on all ranks",
+        }
+        for name, what in needed.items() if kwargs.get("labels") is not None else ():
+            if kwargs.get(name) is None:
+                raise ValueError(f"{name}: expected beside labels with a sequence_group, {what}, got None")
 
     def _check_end(self, cu_seqlens: torch.Tensor, rows: int) -> None:
         """ValueError for documents of another row: a batch that was not sharded, or the part of this rank alone."""
@@ -73,8 +72,7 @@ class SequenceGroup:
         )
         if not can_read(cu_seqlens):
             end = cu_seqlens[-1]
-            refuse_where((end > total) | (end <= total - ranks), message)
-            return
+            return refuse_where((end > total) | (end <= total - ranks), message)
         end = kept_with((cu_seqlens,), ("end",), lambda: int(cu_seqlens[-1]))
         if not 0 <= total - end < ranks:
             raise ValueError(f"{message}, got {end}")
@@ -103,26 +101,24 @@ class SequenceGroup:
         return out[None]
 
 
-def check(hosts, without: str | None) -> None:
-    """ValueError if attention cannot run over the group: on this rank alone it would be wrong without an error."""
-    if reason := without or refusal(hosts):
-        raise ValueError(f"sequence_group: expected a model whose attention runs over several ranks, got {reason}")
-
-
 def of(module) -> SequenceGroup | None:
     return module.__dict__.get(STATE)
 
 
-def refusal(hosts) -> str | None:
-    """Why the rows of these models cannot lie on several ranks; None if they can."""
+def check(hosts, without: str | None) -> None:
+    """ValueError if rows cannot lie on several ranks, or for this reason: attention on this rank alone would be wrong."""
+    reasons = [without] if without else []
     for module in models_in(hosts):
         rope = getattr(module.config, "rope_parameters", None) or getattr(module.config, "rope_scaling", None) or {}
         kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
         if any(kind.get("rope_type", kind.get("type")) in _LONG_ROPE for kind in kinds):
-            return f"{type(module).__name__} scales RoPE by the longest position, which every rank has another of"
+            reasons.append(
+                f"{type(module).__name__} scales RoPE by the longest position, which every rank has another of"
+            )
         if getattr(module.config, "vision_config", None) is not None:
-            return f"{type(module).__name__} puts images among its tokens"
-    return None
+            reasons.append(f"{type(module).__name__} puts images among its tokens")
+    if reasons:
+        raise ValueError(f"sequence_group: expected a model whose attention runs over several ranks, got {reasons[0]}")
 
 
 def apply_to_model(hosts, attentions, group, scheme: str) -> None:

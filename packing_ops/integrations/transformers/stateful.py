@@ -5,13 +5,11 @@ unless kernels that know boundaries run in them. In a call with several document
 documents as rows of a batch, by length and padded on the right, where a causal layer does not look: the results are
 those of each document alone.
 
-Below: declare; which layers these are; the documents of a call; what runs in place of their forward. stateful_rows.py:
-documents as rows, and how each layer keeps them apart.
+stateful_rows.py: documents as rows, and how each layer keeps them apart.
 """
 
 import ast
 import functools
-import inspect
 import re
 import sys
 import weakref
@@ -21,11 +19,10 @@ import torch
 from packing_ops.integrations._patching import WeakPartial, function_of, put, take_out_function
 from packing_ops.integrations.transformers.call import here, traced
 from packing_ops.integrations.transformers.documents import (
-    as_bool,
     is_tensor,
+    kept_as,
     refuse_own_positions,
     refuse_where,
-    several_in,
 )
 from packing_ops.integrations.transformers.stateful_rows import (
     BOUNDARIES,
@@ -47,6 +44,7 @@ from packing_ops.integrations.transformers.versions import (
     class_name,
     constant_of_model,
     reads_text,
+    source_of,
     unwrapped,
 )
 from packing_ops.prefix_attention import kept_paths
@@ -137,11 +135,6 @@ def layers_of(model: torch.nn.Module) -> dict[torch.nn.Module, StateKind]:
     return found
 
 
-def carries_state(model: torch.nn.Module) -> bool:
-    """By what its layers hold or by their code: not an attention of their own, and not as declared."""
-    return StateKind.RECURRENT in layers_of(model).values()
-
-
 def why_not_on_ranks(models) -> str | None:
     """Why the rows of these models cannot lie on several ranks, each of which would start with a state of its own."""
     for layer, kind in (item for model in models for item in layers_of(model).items()):
@@ -191,22 +184,20 @@ def _kind_of(layer) -> tuple[StateKind, bool]:
 
 @functools.cache
 def _kind_of_class(cls, forward) -> tuple[StateKind, bool, bool]:
-    """(its kind by declaration, else by its code; whether it is declared; whether it calls attention).
-
-    forward: that of the class, which another library may replace.
-    """
-    mixes, attends = getattr(cls, _MIXES, None), calls_interface(cls)
+    """(its kind by declaration, else by its code; whether it is declared; whether it calls attention)."""
+    # Kept by the forward of the class, too, which another library may replace.
+    mixes, attends, is_model = getattr(cls, _MIXES, None), calls_interface(cls), issubclass(cls, PreTrainedModel)
     if mixes is not None:
         return StateKind.MIXING if mixes else StateKind.TOKENWISE, True, attends
-    if not issubclass(cls, PreTrainedModel) and _STATE.search(_source_of(cls)):
-        kind = StateKind.RECURRENT
-    elif _has_own_attention(cls):
-        kind = StateKind.MIXING
-    elif issubclass(cls, PreTrainedModel) or _is_known(cls, forward):
-        kind = StateKind.TOKENWISE
-    else:
-        kind = StateKind.UNKNOWN
-    return kind, False, attends
+    if not is_model and _STATE.search(_source_of(cls)):
+        return StateKind.RECURRENT, False, attends
+    if _has_own_attention(cls):
+        return StateKind.MIXING, False, attends
+    # All classes in its MRO, and its forward, are of packages above.
+    homes = [base.__module__ for base in cls.__mro__]
+    homes = [home for home in homes if home.partition(".")[0] not in sys.stdlib_module_names]
+    known = is_model or (all(map(_KNOWN.match, homes)) and _is_known_function(forward))
+    return StateKind.TOKENWISE if known else StateKind.UNKNOWN, False, attends
 
 
 def _holds_state(layer) -> bool:
@@ -220,14 +211,6 @@ def _holds_state(layer) -> bool:
 def _has_own_attention(cls) -> bool:
     stock = unwrapped(cls)
     return f"{stock.__module__.rpartition('.modeling_')[2]}.{stock.__name__}" in _OWN_ATTENTION
-
-
-def _is_known(cls, forward) -> bool:
-    """All classes in a layer's MRO, and its forward, are of packages above."""
-    homes = [
-        base.__module__ for base in cls.__mro__ if base.__module__.partition(".")[0] not in sys.stdlib_module_names
-    ]
-    return all(map(_KNOWN.match, homes)) and _is_known_function(forward)
 
 
 def _is_known_in(layer) -> bool:
@@ -267,15 +250,9 @@ def calls_interface(cls: type) -> bool:
 @functools.cache
 def _source_of(cls: type) -> str:
     """The code of a module's class and of those it inherits from, without torch's; empty where there is none."""
-    sources = []
-    for base in cls.__mro__:
-        if issubclass(base, torch.nn.Module) and not base.__module__.startswith("torch."):
-            try:
-                source = _classes_in(base.__module__).get(base.__qualname__)
-                sources.append(inspect.getsource(base) if source is None else source)
-            except (OSError, TypeError):
-                continue
-    return "\n".join(sources)
+    bases = [each for each in cls.__mro__ if issubclass(each, torch.nn.Module)]
+    bases = [each for each in bases if not each.__module__.startswith("torch.")]
+    return "\n".join(_classes_in(each.__module__).get(each.__qualname__) or source_of(each) for each in bases)
 
 
 @functools.cache
@@ -283,7 +260,7 @@ def _classes_in(module: str) -> dict[str, str]:
     """The code of transformers' classes by name: inspect.getsource would parse the module's file for each of them."""
     if not module.startswith("transformers."):
         return {}  # code from the Hub may be loaded again under its name
-    source = inspect.getsource(sys.modules[module])
+    source = source_of(sys.modules[module])
     lines, classes = source.splitlines(), [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
     return {node.name: "\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in classes}
 
@@ -292,7 +269,7 @@ def _classes_in(module: str) -> dict[str, str]:
 
 
 def find_documents_of(model, call, args, kwargs) -> None:
-    """Sets ``call.row_documents`` where rows of a model's call hold several documents and some of its layers have a state."""
+    """Sets ``call.row_documents`` where rows hold several documents and some of the model's layers have a state."""
     # A call without a sequence, or inside one that has looked already.
     tokens = next((t for t in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]) if t is not None), None)
     if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2 or tokens.shape[1] < 2:
@@ -311,9 +288,8 @@ def find_documents_of(model, call, args, kwargs) -> None:
     refuse_own_positions(model, call, position_ids, tokens.shape[0])
     stateful, has_attention, unknown = prepare(model, call.padding is not None)
     if unknown:
-        several = several_in(position_ids, call.padding, call.cu_seqlens, call.numbers, tokens.shape[0])
         refuse_where(
-            several,
+            call.several(tokens.shape[0], position_ids),
             f"{_named_by(call)}: expected one document in each row, got several, and nothing says whether {unknown} "
             "mixes tokens along the sequence; call packing_ops.integrations.transformers.declare(cls, mixes=...) with "
             "the class (mixes=False: each token by itself), or give each document a row of its own (no packing, padding "
@@ -325,7 +301,7 @@ def find_documents_of(model, call, args, kwargs) -> None:
     # Their documents, which no cache may hold already.
     call.has_attention = has_attention
     call.row_documents = _row_documents(tokens, call, position_ids)
-    for name in [name for name in CACHES if name in kwargs] if call.row_documents is not None else ():
+    for name in CACHES.intersection(kwargs) if call.row_documents is not None else ():
         cached = kwargs[name].get_seq_length() if hasattr(kwargs[name], "get_seq_length") else 0
         if isinstance(cached, int) and cached > 0:
             raise ValueError(
@@ -337,16 +313,17 @@ def find_documents_of(model, call, args, kwargs) -> None:
 def _row_documents(tokens, call, position_ids):
     """None where each row is one document."""
     batch, seqlen = tokens.shape[:2]
-    padding = call.padding if is_tensor(call.padding, 2) and call.padding.shape == (batch, seqlen) else None
-    if padding is not None:
-        padding = call.numbers.to(tokens.device) if call.numbers is not None else as_bool(padding, tokens.device)
+    padding = call.padding if call.numbers is None else call.numbers
+    if is_tensor(padding, 2) and padding.shape == (batch, seqlen):
+        padding = kept_as(torch.bool if call.numbers is None else padding.dtype, padding, tokens.device)
+    else:
+        padding = None
     like = tokens.reshape(batch, 1, seqlen, -1)
     documents = call.documents(like, (call.cu_seqlens, call.cu_seqlens_k), padding, position_ids).on(tokens.device)
     if documents.indices is None and not torch.compiler.is_compiling() and documents.cu_seqlens_q.numel() - 1 <= batch:
         return None
-    paths = call.segment_parents
-    if paths is not None:
-        paths = kept_paths(documents.cu_seqlens_q, paths, seqlen, None)
+    parents = call.segment_parents
+    paths = None if parents is None else kept_paths(documents.cu_seqlens_q, parents, seqlen, None)
     return RowDocuments(documents.document_ids(batch, seqlen).int(), paths)
 
 
@@ -359,15 +336,11 @@ _prepared: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()  # modules who
 
 @constant_of_model
 def prepare(model, masked=False) -> tuple[bool, bool, str]:
-    """(whether it has layers with a state, whether it has attention beside them, classes of UNKNOWN layers).
-
-    The forward of layers with a state is ours from now on, until revert.
-
-    masked: the call has a mask. An attention of transformers' own reads it, or the call is refused at its end.
-    """
+    """Puts ours into its layers with a state, until revert: (whether there are any, and attention beside them, UNKNOWN ones)."""
     layers = layers_of(model)
     unknown = dict.fromkeys(class_name(layer) for layer, kind in layers.items() if kind is StateKind.UNKNOWN)
     stateful = [layer for layer, kind in layers.items() if kind is not StateKind.UNKNOWN]
+    # An attention of transformers' own reads a mask, or the call is refused at its end.
     stateful = [layer for layer in stateful if not (masked and _has_own_attention(type(layer)))]
     for layer in stateful:
         stock = layer.__dict__.get("forward")
@@ -421,9 +394,7 @@ def _forward(layer, stock, isolations, *args, **kwargs):
     """
     found = _current_documents()
     run = functools.partial(type(layer).forward, layer) if stock is None else stock
-    if found is None:
-        return run(*args, **kwargs)
-    return _apart(layer, run, isolations, found, args, kwargs)
+    return run(*args, **kwargs) if found is None else _apart(layer, run, isolations, found, args, kwargs)
 
 
 @torch.compiler.disable(reason="packing_ops: how many documents a row has is known when the layer runs")
@@ -442,7 +413,10 @@ def _apart(layer, run, isolations, found, args, kwargs):
     # How the layer keeps them apart.
     named = {name: value for name, value in named.items() if name not in BOUNDARIES}
     if device.type not in isolations:
-        isolations[device.type] = _isolation_of(layer, run, named, documents, shape, axes)
+        kind, inside = _kind_of(layer)[0], calls_attention_inside(layer)
+        why = f"{kind.value} calls attention inside, whose documents are those of the whole batch" if inside else None
+        with without_dropout(layer):
+            isolations[device.type] = why or isolation_of(layer, kind, run, named, documents, shape, axes)
     isolation = isolations[device.type]
     if isinstance(isolation, str):
         raise ValueError(
@@ -459,14 +433,6 @@ def _apart(layer, run, isolations, found, args, kwargs):
     if passes and shape[0] == 1 and not documents.padded:
         return run(**named, **boundaries_for(layer, found.seq_idx.to(device), documents.cu_seqlens))
     return run_in_rows(run, named, documents, shape, axes)
-
-
-def _isolation_of(layer, run, *given):
-    kind, _ = _kind_of(layer)
-    if calls_attention_inside(layer):
-        return f"{kind.value} calls attention inside, whose documents are those of the whole batch"
-    with without_dropout(layer):
-        return isolation_of(layer, kind, run, *given)
 
 
 def _named_by(call) -> str:

@@ -1,6 +1,6 @@
 """The documents of a batch as rows of smaller batches, for layers that carry a state; see stateful.
 
-A layer's arguments and its result are trees of tensors. First where a tensor has the tokens of a batch, then the rows.
+A layer's arguments and its result are trees of tensors.
 """
 
 import contextlib
@@ -34,11 +34,8 @@ def tree_map(function, value, name=""):
     else:
         return function(name, value)
     parts = {key: tree_map(function, each, key) for key, each in before.items()}
-    return value if all(parts[key] is before[key] for key in before) else _rebuilt(value, parts)
-
-
-def _rebuilt(value, parts):
-    """A container like ``value`` with other parts."""
+    if all(parts[key] is before[key] for key in before):
+        return value
     if dataclasses.is_dataclass(value):
         return dataclasses.replace(value, **parts)
     if isinstance(value, Mapping):
@@ -58,16 +55,12 @@ def leaves(value) -> list:
 
 
 class TokenAxes(NamedTuple):
-    """Which axes of a tensor are the tokens of a batch.
+    """Which axes of a tensor are the tokens of a batch."""
 
-    fits: whether a shape has them there. to_rows: the tensor as ``[batch, seqlen, ...]``. from_rows: the reverse.
-    of_rows: whether the batch is an axis of its own.
-    """
-
-    fits: Callable
-    to_rows: Callable
-    from_rows: Callable
-    of_rows: bool = True
+    fits: Callable  # whether a shape has them there
+    to_rows: Callable  # the tensor as [batch, seqlen, ...]
+    from_rows: Callable  # the reverse
+    of_rows: bool = True  # the batch is an axis of its own
 
 
 ROWS = TokenAxes(
@@ -113,9 +106,8 @@ def result_axes(leaf, shape, axes) -> TokenAxes | None:
 
 
 def _first_that_fits(leaf, shape, known):
-    if not isinstance(leaf, torch.Tensor) or leaf.dim() < 2:
-        return None
-    return next((each for each in known if each.fits(leaf.shape, *shape)), None)
+    has_place = isinstance(leaf, torch.Tensor) and leaf.dim() > 1
+    return next((each for each in known if has_place and each.fits(leaf.shape, *shape)), None)
 
 
 def result_tensors(result, shape, axes) -> list[torch.Tensor]:
@@ -193,20 +185,15 @@ def _paths_to_leaves(paths):
 
 
 class RowDocuments(NamedTuple):
-    """Where the documents of a call's rows lie.
+    """Where the documents of a call's rows lie."""
 
-    seq_idx: int32 ``[batch, seqlen]``, the document of each token, -1 for padding. paths: of a prefix tree, whose segments
-    seq_idx then counts.
-    """
-
-    seq_idx: torch.Tensor
-    paths: PrefixPaths | None = None
+    seq_idx: torch.Tensor  # int32 [batch, seqlen], the document of each token, -1 for padding
+    paths: PrefixPaths | None = None  # of a prefix tree, whose segments seq_idx then counts
 
     def split(self, device) -> SplitDocuments:
-        seq_idx, key = self.seq_idx.to(device), ("documents of layers with a state",)
-        if self.paths is None:
-            return kept_with([seq_idx], key, lambda: SplitDocuments(seq_idx))
-        return kept_with([seq_idx, self.paths.row_of_key], key, lambda: SplitDocuments(seq_idx, self.paths))
+        seq_idx = self.seq_idx.to(device)
+        tensors = [seq_idx] if self.paths is None else [seq_idx, self.paths.row_of_key]
+        return kept_with(tensors, ("documents of layers with a state",), lambda: SplitDocuments(seq_idx, self.paths))
 
 
 def by_name(layer, run, args, kwargs):
@@ -240,10 +227,8 @@ def run_in_rows(run, named, documents, shape, axes):
     if not axes.of_rows:  # flat tokens: a call for each document
         batches = [row for batch in batches for row in batch.split(1)]
     results = [run(**rows_of(named, slots, shape, axes)) for slots in batches]
-    joined = iter(
-        [_joined(parts, batches, documents, shape, axes) for parts in zip(*map(leaves, results), strict=True)]
-    )
-    return tree_map(lambda *_: next(joined), results[0])
+    parts = iter([*zip(*map(leaves, results), strict=True)])  # of all batches, leaf by leaf
+    return tree_map(lambda *_: _joined(next(parts), batches, documents, shape, axes), results[0])
 
 
 def rows_of(named, slots, shape, axes):
@@ -256,20 +241,18 @@ def rows_of(named, slots, shape, axes):
         if name == "use_cache":
             return False
         found = argument_axes(value, shape, axes)
-        if found is None:
-            return None if _is_of_whole_rows(name, value) else value
-        tokens = found.to_rows(value, *shape).flatten(0, 1)
-        return found.from_rows(tokens.index_select(0, slots.flatten()).unflatten(0, slots.shape))
+        if found is not None:
+            tokens = found.to_rows(value, *shape).flatten(0, 1)
+            return found.from_rows(tokens.index_select(0, slots.flatten()).unflatten(0, slots.shape))
+        if isinstance(value, torch.Tensor):
+            is_mask = value.dim() == 4 or (name == "attention_mask" and value.dim() > 2)
+        else:
+            is_mask = type(value).__module__.startswith(
+                ("packing_ops.", "torch.nn.attention.")
+            )  # MaskPattern, BlockMask
+        return None if is_mask or hasattr(value, "get_seq_length") else value
 
     return {name: None if name in CACHES else tree_map(rows, value, name) for name, value in named.items()}
-
-
-def _is_of_whole_rows(name, value) -> bool:
-    """A mask, or a cache."""
-    if isinstance(value, torch.Tensor):
-        return value.dim() == 4 or (name == "attention_mask" and value.dim() > 2)
-    ours = type(value).__module__.startswith(("packing_ops.", "torch.nn.attention."))  # MaskPattern, BlockMask
-    return ours or hasattr(value, "get_seq_length")
 
 
 def _joined(parts, batches, documents, shape, axes):
@@ -387,16 +370,13 @@ def _with_other_tokens(named, shape, axes, where):
 
 def _differ(first: list, second: list, where) -> bool:
     """Whether a token where the bool ``[batch, seqlen]`` holds has another result."""
-    return any(
-        _far(*(each.float().reshape(*where.shape, -1) for each in pair), where)
-        for pair in zip(first, second, strict=True)
-    )
-
-
-def _far(first, second, where) -> bool:
-    norms = first.norm(dim=-1)
-    far = (first - second).norm(dim=-1) > _CLOSE * torch.maximum(norms, 0.01 * norms[where].mean())
-    return bool((far & where).any())
+    for one, other in zip(first, second, strict=True):
+        one, other = (each.float().reshape(*where.shape, -1) for each in (one, other))
+        norms = one.norm(dim=-1)
+        far = (one - other).norm(dim=-1) > _CLOSE * torch.maximum(norms, 0.01 * norms[where].mean())
+        if bool((far & where).any()):
+            return True
+    return False
 
 
 @contextlib.contextmanager

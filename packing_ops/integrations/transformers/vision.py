@@ -41,11 +41,10 @@ def _names(forward) -> tuple[str, ...]:
 
 
 def _fits_one_call(module, x, mask=None) -> bool:
-    """Whether x is one row that our kernels take: one call by SDPA would need a mask of all patches by all patches.
-
-    mask: of one image; the loop passes it on for every image.
-    """
-    if module.config._attn_implementation not in NAMES or mask is not None:
+    """Whether x is one row that our kernels take: one call by SDPA would need a mask of all patches by all patches."""
+    if (
+        module.config._attn_implementation not in NAMES or mask is not None
+    ):  # a mask is of one image, for every one of them
         return False
     one_row = x.dim() == 2 or (x.dim() == 3 and x.shape[0] == 1)
     return one_row and (x.is_cpu or (x.is_cuda and getattr(module, "head_dim", 8) % 8 == 0))
@@ -61,11 +60,8 @@ def _takes_cu_seqlens(module) -> bool:
 
 def _layers(model) -> list[torch.nn.Module]:
     """Attention modules, without the blocks around them, which pass cu_seqlens on."""
-    return [module for module in model.modules() if _takes_cu_seqlens(module) and not _passes_on(module)]
-
-
-def _passes_on(module) -> bool:
-    return any(_takes_cu_seqlens(inner) for inner in module.modules() if inner is not module)
+    found = [module for module in model.modules() if _takes_cu_seqlens(module)]
+    return [module for module in found if not any(map(_takes_cu_seqlens, [*module.modules()][1:]))]
 
 
 def why_not(model: torch.nn.Module) -> str | None:
@@ -87,11 +83,9 @@ def apply_to_model(model: torch.nn.Module) -> int:
 
 def _refusal(module) -> str | None:
     stock = stock_of(type(module))
-    numbers_of_it = {
-        name: value for name, value in sorted(vars(module).items()) if type(value) in (int, float, bool, str)
-    }
+    attributes = tuple(each for each in sorted(vars(module).items()) if type(each[1]) in (int, float, bool, str))
     sizes = tuple((name, type(child), _width(child)) for name, child in module.named_children())
-    return _tried(stock, stock.forward, tuple(numbers_of_it.items()), sizes, type(module.config))
+    return _tried(stock, stock.forward, attributes, sizes, type(module.config))
 
 
 def _width(child) -> tuple[int, int] | None:
@@ -104,12 +98,8 @@ def _width(child) -> tuple[int, int] | None:
 @functools.cache
 @torch.compiler.disable
 def _tried(stock, forward, attributes, children, config_class) -> str | None:
-    """Why one call does not give what the loop gives; None if it does: images of several lengths, float32, on the CPU.
-
-    The trial makes a module of the same class and attributes, with projections that have no weights. Cached by forward
-    and by everything that this module is made of.
-    """
-    # The module of the trial
+    """Why one call does not give what the loop gives; None if it does: images of several lengths, float32, on the CPU."""
+    # A module of the same class and attributes, with projections that have no weights
     if unknown := [name for name, _, width in children if width is None]:
         return f"holds {', '.join(unknown)}"
     register()  # the trial calls our attention by its name

@@ -12,15 +12,16 @@ import packing_ops as po
 transformers = pytest.importorskip("transformers")
 from packing_ops.integrations.transformers import (  # noqa: E402
     apply_packing_ops,
+    continuous_batching,
     info,
     register,
     revert_packing_ops,
     unregister,
-    versions,
 )
+from packing_ops.integrations.transformers.attention import packing_ops_attention  # noqa: E402
 from packing_ops.integrations.transformers.call import NAMES  # noqa: E402
 
-if not versions.batching_patches(NAMES):
+if not continuous_batching.PATCHES:
     pytest.skip(f"transformers {transformers.__version__} batches in another way", allow_module_level=True)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,9 +63,7 @@ class Steps:
     """The queries and keys of every attention call, [(cu_seqlens_q, cu_seqlens_k)], and calls with keys in pages."""
 
     def __init__(self, monkeypatch):
-        from packing_ops.integrations.transformers import attention
-
-        self.seen, self.in_pages, stock, pages = [], 0, attention.attend, attention.attend_pages
+        self.seen, self.in_pages, stock, pages = [], 0, continuous_batching.attend, continuous_batching.attend_pages
 
         def attend(q, k, v, cu_seqlens_q, cu_seqlens_k, *rest, **more):
             self.seen.append((cu_seqlens_q.tolist(), cu_seqlens_k.tolist()))
@@ -74,8 +73,8 @@ class Steps:
             self.in_pages += 1
             return pages(*args, **more)
 
-        monkeypatch.setattr(attention, "attend", attend)
-        monkeypatch.setattr(attention, "attend_pages", attend_pages)
+        monkeypatch.setattr(continuous_batching, "attend", attend)
+        monkeypatch.setattr(continuous_batching, "attend_pages", attend_pages)
 
     def kinds(self):
         """Whether there was a step of prefill alone, one beside decoding, a chunk after another one, and decoding alone."""
@@ -178,12 +177,12 @@ def test_cuda_graphs_give_the_same_tokens(family, dtype, page_size, monkeypatch)
 
 def test_sequences_that_pad_a_step_write_where_no_request_reads(device):
     """They have no keys, and no page in the block table."""
-    from packing_ops.integrations.transformers.attention import _pages_of
+    from packing_ops.integrations.transformers.continuous_batching import pages_of
 
     table = torch.tensor([[3, -1, -1], [5, 9, -1], [7, -1, -1], [-1, -1, -1]], dtype=torch.int32, device=device)
     lengths = torch.tensor([1, 130, 128, 0], device=device)
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
-    pages, rows = _pages_of(table, cu_seqlens, 128)
+    pages, rows = pages_of(table, cu_seqlens, 128)
     assert rows.tolist() == [3 * 128, 9 * 128 + 1, 7 * 128 + 127, 0]
     assert pages.seqused_k.tolist() == lengths.tolist()
     assert pages.block_table is table
@@ -216,13 +215,32 @@ def test_log_probs_of_processed_logits(device):
 def test_what_a_paged_cache_cannot_have(device):
     model = tiny_model("llama", vocab_size=VOCAB, device=device).eval()
     apply_packing_ops(model)
-    from packing_ops.integrations.transformers.attention import packing_ops_attention
-
     heads = torch.zeros(1, 2, 3, 8, device=device)
     with pytest.raises(
         NotImplementedError, match=r"cache: expected a call that varlen attention serves .* got dropout 0\.1"
     ):
         packing_ops_attention(model.model.layers[0].self_attn, *[heads] * 3, None, dropout=0.1, write_index=[])
+
+
+@pytest.mark.parametrize("in_pages", [False, True])
+def test_keys_that_the_layer_has_given_to_the_cache(in_pages, device):
+    """From transformers 5.24 on attention gets what the cache has made of them, and no cache."""
+    lengths, queries, page_size = torch.tensor([5, 130], device=device), torch.tensor([0, 1, 2], device=device), 128
+    cu_seqlens_k, last = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(), lengths.cumsum(0) - 1
+    q, k, v = (torch.randn(rows, heads, 16, device=device) for rows, heads in ((2, 4), (135, 2), (135, 2)))
+    expected = po.varlen_attention(q, k, v, queries.int(), cu_seqlens_k=cu_seqlens_k)
+    given = {"cu_seq_lens_q": queries.int(), "cu_seq_lens_k": cu_seqlens_k, "write_index": [], "read_index": []}
+    if in_pages:  # all but the last key of each request
+        table = torch.tensor([[3, -1], [1, 4]], dtype=torch.int32, device=device)
+        given |= {"block_table": table, "k_cache": torch.zeros(6, page_size, 2, 16, device=device)}
+        given["v_cache"] = given["k_cache"].clone()
+        for name, rows in (("k_cache", k), ("v_cache", v)):
+            given[name][3, :4], given[name][1], given[name][4, :1] = rows[:4], rows[5:133], rows[133:134]
+        k, v = k[last], v[last]
+    heads = [rows.transpose(0, 1)[None] for rows in (q, k, v)]
+    layer = tiny_model("llama", device=device).model.layers[0].self_attn
+    found, _ = packing_ops_attention(layer, *heads, None, **given)
+    torch.testing.assert_close(found[0], expected)
 
 
 def test_unregister_gives_back_what_continuous_batching_asks():

@@ -207,3 +207,12 @@ def test_labels_wait_for_no_number_of_documents(kind, device, monkeypatch):
         model(ids, **labels, **{name: tensor.clone() for name, tensor in given.items()})
         counts.append(len(found))
     assert counts[0] == counts[1] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.long])
+def test_rows_without_slots_have_no_documents(dtype, device):
+    query, padding = torch.zeros(2, 1, 0, 8, device=device), torch.ones(2, 0, dtype=dtype, device=device)
+    for position_ids in (None, torch.zeros(2, 0, dtype=torch.long, device=device)):
+        found = documents.find_documents(query, padding=padding, position_ids=position_ids)
+        assert found.cu_seqlens_q[-1] == 0
+        assert not found.several

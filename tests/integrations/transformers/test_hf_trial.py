@@ -212,7 +212,7 @@ def test_a_rotary_embedding_of_another_form_is_left():
     """Its tables are in a dict; with fp32_cos_sin it still finds the row's length in what it is given."""
     outputs = {"full": torch.ones(2)}
     assert rope._tag(torch.nn.Linear(1, 1), (), outputs) is outputs
-    assert rope._in_fp32(torch.zeros(2, 5, 8, dtype=torch.bfloat16)).shape == (2, 5, 8)
+    assert rope._ask_for_fp32(None, (torch.zeros(2, 5, 8, dtype=torch.bfloat16),))[0].shape == (2, 5, 8)
 
 
 # --- RMSNorm ---

@@ -11,7 +11,7 @@ from hf_models import tiny_model  # noqa: E402
 from trl_case import CLOSE, PAIRS, settings, without_padding  # noqa: E402
 
 from packing_ops.integrations import trl as integration  # noqa: E402
-from packing_ops.integrations.transformers import versions  # noqa: E402
+from packing_ops.integrations.transformers import continuous_batching  # noqa: E402
 
 
 def reward_of_length(completions, **kwargs):
@@ -170,7 +170,7 @@ GENERATES = [pytest.param(kind, more, id=kind + ", batched" * bool(more)) for ki
 def test_training_that_generates(kind, more, device, tmp_path):
     """Samples too: generate runs through the model that packs, with its KV cache, and continuous batching with its paged
     one; then the trainer as it was."""
-    if more and not versions.batching_patches(set()):
+    if more and not continuous_batching.PATCHES:
         pytest.skip(f"transformers {transformers.__version__} batches in another way")
     options = {"num_train_epochs": 2, "learning_rate": 1e-2, "optim": "sgd", "logging_steps": 1}
     losses = []
