@@ -196,7 +196,9 @@ def test_what_is_not_served_is_named(megatron, device, patched, more, message):
 
 def test_a_megatron_without_these_functions_is_named(monkeypatch):
     monkeypatch.setattr(TopKRouter, "routing", lambda self, logits: None)
-    with pytest.raises(NotImplementedError, match=r"megatron-core: expected TopKRouter\.routing with padding_mask, got"):
+    with pytest.raises(
+        NotImplementedError, match=r"megatron-core: expected TopKRouter\.routing with padding_mask, got"
+    ):
         patch_router()
 
 
