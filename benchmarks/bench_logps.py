@@ -105,11 +105,7 @@ def matmuls(hidden, weight, logits, forward, backward):
 
 
 def without_gradient(function):
-    def call():
-        with torch.no_grad():
-            return function()
-
-    return call
+    return torch.no_grad()(function)
 
 
 def batch(device, total, vocab, size, masked=0.0):
@@ -214,15 +210,13 @@ def allowed(labels, vocab, count):
     """Sets of so many entries for each label, as a sampler with top-k records them."""
     ids = torch.randint(0, vocab, (len(labels), count), device=labels.device, dtype=torch.int32)
     ids[:, 0] = labels
-    offsets = count * torch.arange(len(labels) + 1, device=labels.device)
-    return {"allowed_ids": ids.flatten(), "allowed_offsets": offsets}
+    return {"allowed_ids": ids.flatten(), "allowed_offsets": count * torch.arange(len(ids) + 1, device=ids.device)}
 
 
 def cases_of_options(device):
     """What outputs and scalings cost beside plain log-probabilities, and chunks of other sizes."""
     hidden, weight, labels, metadata = batch(device, *OF_MASKED[device])
     leaves, grad = (hidden, weight), torch.randn(len(labels), device=device)
-    few, many = (allowed(labels, len(weight), count) for count in (20, 1024))
     names = ("logps", "lse", "entropy", "sum_p2", "mean_logit")
     options = {
         "packing_ops": {},
@@ -231,8 +225,7 @@ def cases_of_options(device):
         "scale": {"scale": 0.5},
         "temperatures": {"temperature": torch.rand(len(labels), device=device) + 0.5},
         "bias": {"bias": torch.randn(len(weight), device=device, dtype=weight.dtype)},
-        "20 allowed entries": few,
-        "1,024 allowed entries": many,
+        **{f"{count} allowed entries": allowed(labels, len(weight), count) for count in (20, 1024)},
     }
 
     def of(given):

@@ -72,9 +72,7 @@ class _Rows:
     # What of the rows is multiplied. index: int64, which ones, -1 where there are fewer than the bound; None: all.
     # allowed: ids and offsets of logps_allowed, or nothing.
 
-    def __init__(
-        self, targets: torch.Tensor, max_targets: int | None, allowed: Sequence[torch.Tensor | None] = ()
-    ) -> None:
+    def __init__(self, targets: torch.Tensor, max_targets: int | None, allowed: Sequence[Any] = ()) -> None:
         self.allowed = allowed if any(each is not None for each in allowed) else ()
         self.all_targets, self.bounded = targets, max_targets is not None
         self.total = targets.shape[0]

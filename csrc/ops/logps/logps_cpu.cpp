@@ -20,6 +20,10 @@ PACKING_OPS_INLINE void mask_values(const LogpsChunkParams& p, int64_t row, int6
     const uint32_t word = words[first / 32];
     const int64_t size = std::min<int64_t>(32, count - first);
     if (word == ~0u) continue;
+    if (word == 0) {
+      std::fill(z + first, z + first + size, other);
+      continue;
+    }
     for (int64_t j = 0; j < size; ++j) z[first + j] = (word >> j & 1) != 0 ? z[first + j] : other;
   }
 }

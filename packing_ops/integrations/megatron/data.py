@@ -95,7 +95,10 @@ def preprocess_packed_seqs(
     fields = metadata.to_megatron()
     for side in ("q", "kv"):
         fields[f"cu_seqlens_{side}_padded"] = metadata.cu_seqlens
-    return _ops.gather_rows(input_ids, source, source.numel())[None], _params(**fields, total_tokens=metadata.total)
+    params = _params(**fields, total_tokens=metadata.total)
+    if lengths != slots:  # no field of megatron-core's, see patch_router
+        params.document_lengths = torch.tensor(lengths, device=input_ids.device)
+    return _ops.gather_rows(input_ids, source, source.numel())[None], params
 
 
 def next_token_targets(

@@ -4,9 +4,11 @@ To megatron-core a thd row is one sequence and its padding are tokens. Routers a
 layer that runs is, and the router inside of it asks for them.
 """
 
+import inspect
 import threading
 from typing import Any
 
+import megatron.core
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
@@ -23,24 +25,25 @@ def patch_router() -> None:
     """Let megatron-core's balance losses of packed (thd) rows count documents; calling it twice is harmless.
 
     ``seq_aux_loss`` is the mean over the documents of what each has alone. ``aux_loss``, ``global_aux_loss``, the z-loss and
-    expert_bias count real tokens: padding inside documents, which ``cu_seqlens_q_padded`` tells beside ``cu_seqlens_q``, and
-    at the end of the row, which ``packed_seq_params(metadata)`` tells, is what ``padding_mask`` would name. Rows that are not
-    packed run as before. Sequence parallelism is served.
+    expert_bias count real tokens, as with a ``padding_mask`` of the others: not the padding inside documents, which
+    ``cu_seqlens_q_padded`` beside ``cu_seqlens_q`` and preprocess_packed_seqs tell, nor that at the end of a row, which
+    ``packed_seq_params(metadata)`` tells. Rows that are not packed run as before. Sequence parallelism is served.
 
     Example:
         >>> patch_router()
         >>> unpatch_router()
 
     Raises:
-        AttributeError: a megatron-core before 0.16, whose routers take no padding_mask.
+        NotImplementedError: a megatron-core whose routers take no padding_mask; that of 0.16 do.
 
     In the forward of a training step:
         NotImplementedError: context parallelism; a layer that recomputes its experts alone ("moe" or "mlp" of
             recompute_modules), or overlaps their communication: the router then runs outside of its layer.
         ValueError: a prefix tree.
     """
-    for name in ("_apply_seq_aux_loss", "_apply_expert_bias"):  # the second one since 0.16
-        getattr(TopKRouter, name)
+    if "padding_mask" not in inspect.signature(TopKRouter.routing).parameters:
+        version = megatron.core.__version__
+        raise NotImplementedError(f"megatron-core: expected TopKRouter.routing with padding_mask, got {version}")
     for patch in _PATCHES:
         patch.apply()
 
@@ -140,18 +143,20 @@ def _rows_of(router: Any, rows: int) -> tuple[int, int]:
 def _padding_of(params: PackedSeqParams, rows: int, first: int) -> torch.Tensor | None:
     """bool ``[rows, 1]``, True where no token is; None where every row is one."""
     spans, tokens = spans_of(params), getattr(params, "num_tokens", None)
-    if spans.q is spans.q_slots and tokens is None:
+    lengths = getattr(params, "document_lengths", None)
+    if spans.q is spans.q_slots and tokens is None and lengths is None:
         return None
+    given = spans.q if lengths is None else lengths
 
     def make() -> torch.Tensor:
-        slots = torch.arange(first, first + rows, device=spans.q.device)
+        slots = torch.arange(first, first + rows, device=spans.q_slots.device)
         document = torch.searchsorted(spans.q_slots[1:].contiguous(), slots, right=True)
-        document = document.clamp(max=spans.q.shape[0] - 2)
+        document = document.clamp(max=spans.q_slots.shape[0] - 2)
         place = slots - spans.q_slots[document]
-        padding = place >= spans.q.diff()[document]
+        padding = place >= (given.diff() if lengths is None else given)[document]
         return (padding if tokens is None else padding | (slots >= tokens))[:, None]
 
-    kept: torch.Tensor = kept_with((spans.q, spans.q_slots), ("padding", rows, first, tokens), make)
+    kept: torch.Tensor = kept_with((spans.q_slots, given), ("padding", rows, first, tokens), make)
     return kept
 
 

@@ -108,7 +108,7 @@ def apply_packing_ops(
         balance_loss: what a mixture of experts adds to its loss (``output_router_logits=True``, ``aux_loss``). "document":
             the mean over the documents of what each has alone. "batch": that of the tokens of all documents, as
             transformers has it of padded rows. Padding counts nowhere: that of a 2-D attention_mask, and the end of a
-            packed row, after the ``num_tokens`` of PackedMetadata.to_transformers. It needs attention.
+            packed row, after the ``num_tokens`` of PackedMetadata.to_transformers. It needs attention, and no sequence_group.
         fp32_cos_sin: keep cos and sin in fp32 where the model casts them to its dtype.
         sequence_group: the ranks that share each row: a ProcessGroup, or a DeviceMesh of one dimension. The model then
             takes the batches of packing_ops.parallel.shard_packed, and attention runs over the group

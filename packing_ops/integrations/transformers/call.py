@@ -82,6 +82,8 @@ class PackedCall:
             self.cu_seqlens = self.cu_seqlens_k
         sequence = sequence_group.of(model)
         if sequence is not None:  # cu_seqlens are of a row of which this rank has a part
+            if BALANCE in model.__dict__:
+                raise ValueError("balance_loss: expected None beside a sequence_group: documents lie on several ranks")
             sequence.check_call(self.name, self.indices, args, kwargs)
             self.cu_seqlens = self.cu_seqlens_k = None
         mask = argument("attention_mask", self.indices, args, kwargs)

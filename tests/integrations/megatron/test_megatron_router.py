@@ -27,7 +27,13 @@ from megatron_case import (
 )
 
 import packing_ops as po
-from packing_ops.integrations.megatron import packed_seq_params, patch_router, unpatch_router, use_packing_ops
+from packing_ops.integrations.megatron import (
+    packed_seq_params,
+    patch_router,
+    preprocess_packed_seqs,
+    unpatch_router,
+    use_packing_ops,
+)
 from packing_ops.integrations.megatron import router as router_module
 
 TOP_K, EXPERTS = 2, 6
@@ -160,6 +166,10 @@ def test_sequence_loss_with_padding_inside_documents(megatron, device, patched):
     apart = torch.cat([torch.nn.functional.pad(each, (0, 2), value=9) for each in documents], 1)
     params = thd_params(DOCUMENTS, device, slots=[length + 2 for length in DOCUMENTS])
     assert_gradients(aux_gradients(model, apart, params), expected)
+    rows = torch.nn.utils.rnn.pad_sequence([each[0] for each in documents], batch_first=True)
+    aligned, params = preprocess_packed_seqs(rows, rows != 0, tp_size=4)
+    assert aligned.shape[1] > sum(DOCUMENTS)
+    assert_gradients(aux_gradients(model, aligned, params), expected)
 
 
 def test_rows_that_are_not_packed_are_as_before(megatron, device, patched):
@@ -185,8 +195,10 @@ def test_what_is_not_served_is_named(megatron, device, patched, more, message):
 
 
 def test_a_megatron_without_these_functions_is_named(monkeypatch):
-    monkeypatch.delattr(TopKRouter, "_apply_expert_bias")
-    with pytest.raises(AttributeError, match="_apply_expert_bias"):
+    monkeypatch.setattr(TopKRouter, "routing", lambda self, logits: None)
+    with pytest.raises(
+        NotImplementedError, match=r"megatron-core: expected TopKRouter\.routing with padding_mask, got"
+    ):
         patch_router()
 
 

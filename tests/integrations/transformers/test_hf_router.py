@@ -167,6 +167,17 @@ def test_other_models_and_copies(device):
         torch.testing.assert_close(each(**batch).aux_loss, expected)
 
 
+def test_rows_on_several_ranks_are_refused(device, tmp_path):
+    model, _, tokens, metadata = made("mixtral", device)
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        apply_packing_ops(model, balance_loss="document", sequence_group=torch.distributed.group.WORLD)
+        with pytest.raises(ValueError, match="balance_loss: expected None beside a sequence_group"):
+            model(tokens, position_ids=metadata.position_ids[None])
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_what_has_no_such_loss_is_named(device):
     model, _, _, _ = made("mixtral", device)
     with pytest.raises(ValueError, match=r"balance_loss: expected 'batch', 'document' or False, got 'sequence'"):
