@@ -185,8 +185,9 @@ def measure(name: str, device: str, mode: bool, tokens: int, steps: int, lock: s
 
 def started(name: str, mode: bool, lock: str, arguments: argparse.Namespace) -> subprocess.Popen:
     # env sets the variables: they must be there before torch's first product on the GPU. A model stays on one GPU.
-    gpu = list(MODELS[arguments.device]).index(name) % max(torch.cuda.device_count(), 1)
-    variables = [f"CUDA_VISIBLE_DEVICES={gpu}", *(["CUBLASLT_WORKSPACE_SIZE=1"] if mode else [])]
+    variables = ["CUBLASLT_WORKSPACE_SIZE=1"] if mode else []
+    if (gpus := torch.cuda.device_count()) > 1:
+        variables.append(f"CUDA_VISIBLE_DEVICES={list(MODELS[arguments.device]).index(name) % gpus}")
     command = ["env", *variables, sys.executable, __file__, "--only", name]
     command += ["--device", arguments.device, "--tokens", str(arguments.tokens), "--steps", str(arguments.steps)]
     command += ["--lock", lock, *(["--mode"] if mode else [])]

@@ -160,8 +160,8 @@ def attention_softcap() -> str:
     for (_, shape, _), providers in cases_of(rows).items():
         without = providers["packing_ops, no softcap"]
         cells = f"{float(providers[OURS]['p50_us']) / 1000:.2f}", f"{1 / float(without['ratio_to_ours']):.2f}"
-        lines.setdefault(shape, [label(shape)]).extend(cells)
-    header = ["softcap 50", "forward, ms", "times that without", "backward, ms", "times that without"]
+        lines.setdefault(shape, [label(shape).replace(", softcap 50", "")]).extend(cells)
+    header = ["softcap 50, as in Gemma 2", "forward, ms", "times that without", "backward, ms", "times that without"]
     return f"{markdown(header, list(lines.values()))}\n\n{origin(rows)}."
 
 

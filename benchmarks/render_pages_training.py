@@ -127,7 +127,7 @@ def headline() -> str:
     return prose(
         "On a GPU a training step of a model of the shape of Qwen3-0.6B, bf16, runs at "
         f"{ours / 1000:.1f}k tokens per second: {', '.join(ratios[:-1])} and {ratios[-1]}, or {compiled[0] / compiled[1]:.2f} "
-        f"times with each layer under torch.compile on both sides ([all of it](docs/performance.md); {origin([found[OURS]])})."
+        f"times with each layer under torch.compile on both sides ([all measurements](docs/performance.md); {origin([found[OURS]])})."
     )
 
 

@@ -5,7 +5,7 @@
 PACKING_OPS_LIBRARY(PACKING_OPS_NAMESPACE, m) {
   // library
   m.def("build_info() -> str");
-  m.def("attention_kernels(bool half, int num_heads, int num_kv_heads, int head_dim, float softcap, int device, int? head_dim_v=None) -> str");
+  m.def("attention_kernels(bool half, int num_heads, int num_kv_heads, int head_dim, int device, int? head_dim_v=None) -> str");
 
   // boundaries
   m.def("cu_seqlens_from_lengths(Tensor lengths) -> Tensor");

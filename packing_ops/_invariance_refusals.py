@@ -101,7 +101,7 @@ def reason_of(module: torch.nn.Module | None, like: torch.Tensor) -> str:
     if like.is_cuda and weights and like.dtype == torch.float32:
         return "cuBLASLt's float32 products of up to 16 rows have other bits: use bfloat16 or float16"
     if like.is_cuda and any(size % _invariant.COLUMNS for t in weights for size in t.shape):
-        return "cuBLASLt has other kernels for few rows of sizes that are no multiples of 8: pad the weight, as a vocabulary"
+        return "cuBLASLt has other kernels for few rows where a size is no multiple of 8: pad the weight, say a vocabulary, to one"
     if like.is_cuda and (weights or module is None) and not _invariant.has_setter():
         return (
             "torch reads CUBLASLT_WORKSPACE_SIZE at its first product on a GPU: set it to 1 in the environment, or by "

@@ -9,9 +9,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 GRAIN = 4096  # entries of a vocabulary that one product and one sum take in the mode, whatever the chunk
-ROWS = (
-    16  # on the CPU rows of a product go by whole blocks: of 1, 2, 3, 5, 7 or 9, MKL's float32 sums have other orders
-)
+# On the CPU rows of a product go by whole blocks: MKL's float32 sums of 1, 2, 3, 5, 7 or 9 rows have other orders.
+ROWS = 16
 COLUMNS = 8  # on a GPU columns of a product go by whole sets of 8: cuBLASLt has other kernels for few rows of others
 FLOAT32_ROWS = 32  # on a GPU the least of a float32 product: cuBLASLt has other kernels for up to 16
 

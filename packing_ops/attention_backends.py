@@ -82,7 +82,7 @@ def select_attention_backend(
         The name; with ``explain=True`` (name, {backend: why it cannot run, or "" if it can}). Where packing_ops can run,
         the dict also has ``"kernels"``: which of its kernels serve the forward and the backward, "cpu", "fp32" (float32
         on a GPU), "sm80" (half types, mma.sync) or "sm90" (half types on Hopper, wgmma). The library decides it from
-        shape, dtype, softcap, GPU and ``PACKING_OPS_SM90``, by the rule that the call itself follows.
+        shape, dtype, GPU and ``PACKING_OPS_SM90``, by the rule that the call itself follows.
 
     Example:
         >>> select_attention_backend(torch.zeros(8, 2, 64))
@@ -100,7 +100,7 @@ def select_attention_backend(
         return name
     if reasons["packing_ops"]:
         return name, reasons
-    return name, {**reasons, "kernels": _kernels_of(q, k, v, options)}
+    return name, {**reasons, "kernels": _kernels_of(q, k, v)}
 
 
 @overload
@@ -269,12 +269,12 @@ def _why_not_this_gpu(q: torch.Tensor) -> str:
     return ""
 
 
-def _kernels_of(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, options: AttentionOptions) -> str:
+def _kernels_of(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> str:
     heads = q.shape[1] if q.dim() == 3 else 1
     kv_heads = heads if k is None or k.dim() != 3 else k.shape[1]
     device = (torch.cuda.current_device() if q.device.index is None else q.device.index) if q.is_cuda else -1
     dims = q.shape[-1], q.shape[-1] if v is None else v.shape[-1]
-    return kernels_of(q.dtype != torch.float32, heads, kv_heads, dims[0], options.softcap, device, dims[1])
+    return kernels_of(q.dtype != torch.float32, heads, kv_heads, dims[0], device, dims[1])
 
 
 @torch.compiler.assume_constant_result
@@ -283,12 +283,11 @@ def kernels_of(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
-    softcap: float,
     device: int,
     head_dim_v: int | None = None,
 ) -> str:
     """Which kernels serve a call of varlen_attention; device -1 is the CPU."""
-    given = (half, num_heads, num_kv_heads, head_dim, softcap, device, head_dim_v)
+    given = (half, num_heads, num_kv_heads, head_dim, device, head_dim_v)
     forward, _, backward = _ops.attention_kernels(*given).partition(", ")
     return f"forward: {forward}, backward: {backward}"
 

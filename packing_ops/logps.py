@@ -183,8 +183,8 @@ def token_logps(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, temperature, scale, softcap or chunk out of range, an
             unknown name in outputs, "mean_logit" beside allowed_ids; a label or an allowed id outside of the vocabulary, a
-            label that is not among its allowed ids, offsets that decrease or do not end at their number, a temperature in a
-            tensor that is not above 0, more targets than max_targets (these on CUDA in a later call; the log-probability of
+            label that is not among its allowed ids, allowed_offsets that do not start at 0, decrease, or do not end at the
+            number of allowed_ids, a temperature in a tensor that is not above 0, more targets than max_targets (these on CUDA in a later call; the log-probability of
             a label that is not allowed is -inf there). The message names the argument.
         NotImplementedError: a device without a kernel; second derivatives and forward-mode ones (torch.func.jvp).
 

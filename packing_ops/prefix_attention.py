@@ -2,9 +2,9 @@
 
 A tree is a row of segments in depth-first order. A segment's keys are its path: the rows of its ancestors, then its own.
 k and v are gathered along the paths, and varlen_attention's kernels run on them: queries of a segment are the last ones of a
-document. A row's out and lse depend on the keys that it sees alone, and gradients of a document's last queries not on how
-many of them a call has: sharing changes no bit of a sample's results, except in rows that others share. dk and dv of a shared
-row are sums over the segments that see it, in their order.
+document. A row's out and lse depend on the keys that it sees alone. Gradients of a document's last queries do not depend on
+how many of them a call has. So sharing changes no bit of out and lse, nor of the gradients of rows that one sample alone
+holds. dk and dv of a shared row are sums over the segments that see it, in their order.
 
 The gathered k and v are not kept for the backward, which gathers them again.
 """

@@ -49,9 +49,8 @@ def token_outputs(
     z = z / (temperature.to(z.dtype)[:, None] if isinstance(temperature, torch.Tensor) else temperature)
     if allowed_ids is not None and allowed_offsets is not None:
         allowed = torch.ones_like(z, dtype=torch.bool)
-        for row, (begin, end) in enumerate(
-            itertools.pairwise(allowed_offsets.tolist()[1:])
-        ):  # row t predicts label t + 1
+        sets = itertools.pairwise(allowed_offsets.tolist()[1:])  # row t predicts label t + 1
+        for row, (begin, end) in enumerate(sets):
             if end > begin:
                 allowed[row] = torch.zeros_like(allowed[row]).index_fill(0, allowed_ids[begin:end].long(), True)
         z = z.masked_fill(~allowed, -torch.inf)

@@ -82,9 +82,9 @@ def _facts() -> Iterator[tuple[str, str]]:
 
 
 def _attention_of(device: int) -> str:
-    """The kernels of calls with as many kv heads as q heads, without softcap."""
+    """The kernels of calls with as many kv heads as q heads."""
     calls = {"half types, head_dim 128": (True, 128), "head_dim 256": (True, 256), "float32": (False, 128)}
-    return "; ".join(f"{name}: {kernels_of(half, 1, 1, dim, 0.0, device)}" for name, (half, dim) in calls.items())
+    return "; ".join(f"{name}: {kernels_of(half, 1, 1, dim, device)}" for name, (half, dim) in calls.items())
 
 
 def _batching(transformers: str) -> str:

@@ -149,7 +149,7 @@ def test_backend_of_dtype_and_gpu(gpu_of, monkeypatch, dtype, capability, head_d
     name, reasons = po.select_attention_backend(q, torch.zeros(8, 2, head_dim), explain=True)
     assert (name, reasons["packing_ops"]) == (expected, why)
     half = dtype != torch.float32
-    assert asked == ([] if why else [(half, 4, 2, head_dim, 0.0, 0, head_dim)])
+    assert asked == ([] if why else [(half, 4, 2, head_dim, 0, head_dim)])
     assert reasons.get("kernels") == (None if why else "these")
 
 
@@ -159,7 +159,7 @@ def test_kernels_are_asked_for_with_vs_head_dim(gpu_of, monkeypatch):
     asked = []
     monkeypatch.setattr(attention_backends, "kernels_of", lambda *call: asked.append(call) or "these")
     po.select_attention_backend(q, v=q[..., :128], explain=True)
-    assert asked == [(True, 4, 4, 192, 0.0, 0, 128)]
+    assert asked == [(True, 4, 4, 192, 0, 128)]
 
 
 @pytest.mark.parametrize(

@@ -197,4 +197,4 @@ def test_a_size_that_is_no_multiple_of_8_is_named_on_a_gpu():
     given = [document.cuda() for document in documents(torch.float16)]
     with po.invariant():
         found = po.check_invariance(model, model, documents=given)
-    assert "multiples of 8" in " ".join(found.why_not())
+    assert "no multiple of 8" in " ".join(found.why_not())

@@ -47,7 +47,7 @@ def test_gpus_by_name_capability_and_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: Gpu)
     monkeypatch.setattr(info._library, "build_info", lambda: {**po_build, "cuda": "13.0"})
-    monkeypatch.setattr(info, "kernels_of", lambda half, q, kv, dim, softcap, device: f"{half} {dim} {device}")
+    monkeypatch.setattr(info, "kernels_of", lambda half, q, kv, dim, device: f"{half} {dim} {device}")
     told = facts()
     assert told["GPU 0"] == "H200, sm_90, 141.0 GiB"
     assert told["attention on GPU 0"].split("; ") == [

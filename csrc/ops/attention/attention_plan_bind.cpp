@@ -60,9 +60,9 @@ Tensor attention_plan(Tensor cu_seqlens_q, Tensor cu_seqlens_k, int64_t total_q,
   return made_plan(p, cu_seqlens_q);
 }
 
-// "forward kernels, backward kernels" of a call with scores as they are or softcap; device -1 is the CPU.
-std::string attention_kernels(bool half, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, double softcap,
-                              int64_t device, std::optional<int64_t> head_dim_v) {
+// "forward kernels, backward kernels" of a call; device -1 is the CPU.
+std::string attention_kernels(bool half, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t device,
+                              std::optional<int64_t> head_dim_v) {
   check(num_kv_heads >= 1 && num_heads >= 1 && num_heads % num_kv_heads == 0,
         "num_kv_heads: expected a number that divides num_heads (", num_heads, "), got ", num_kv_heads);
   if (device < 0) return "cpu, cpu";
@@ -73,7 +73,6 @@ std::string attention_kernels(bool half, int64_t num_heads, int64_t num_kv_heads
   p.num_kv_heads = num_kv_heads;
   p.head_dim = head_dim;
   p.head_dim_v = head_dim_v.value_or(head_dim);
-  p.softcap = softcap;
   p.device = static_cast<int32_t>(device);
   return std::string(attention_forward_kernels_cuda(p)) + ", " + attention_backward_kernels_cuda(p);
 #else

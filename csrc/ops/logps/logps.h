@@ -26,8 +26,8 @@ struct LogpsRowsParams {
   int64_t size = 0;
 };
 
-// Entries of the vocabulary that a row's softmax is over, as compressed sparse rows. Row t has the set t + ahead; none
-// where there is no such set or it is empty, which is all entries.
+// Entries of the vocabulary that a row's softmax is over, as compressed sparse rows. Row t has set t + ahead. Without
+// such a set, or with an empty one, its softmax is over all entries.
 struct LogpsAllowedParams {
   IndexView ids;  // [size]
   int64_t size = 0;

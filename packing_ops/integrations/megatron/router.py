@@ -34,7 +34,7 @@ def patch_router() -> None:
         >>> unpatch_router()
 
     Raises:
-        NotImplementedError: a megatron-core whose routers take no padding_mask; that of 0.16 do.
+        NotImplementedError: a megatron-core whose routers take no padding_mask; those of 0.16 do.
 
     In the forward of a training step:
         NotImplementedError: context parallelism; a layer that recomputes its experts alone ("moe" or "mlp" of

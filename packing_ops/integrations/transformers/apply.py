@@ -87,7 +87,7 @@ def apply_packing_ops(
     sequence_group: "torch.distributed.ProcessGroup | torch.distributed.DeviceMesh | None" = None,
     sequence_scheme: str = "contiguous",
 ) -> Applied:
-    """Swap a model's attention and RoPE, and on request RMSNorm and loss, for those of packing_ops.
+    """Swap a model's attention and RoPE, and on request RMSNorm, loss and balance loss, for those of packing_ops.
 
     Args:
         model: a model, also inside a PEFT or DDP wrapper. Other models do not change.
@@ -138,7 +138,9 @@ def apply_packing_ops(
         ValueError: ``strict``, and something cannot be swapped. A sequence_group, and attention cannot be swapped, or
             rows cannot lie on several ranks (images, RoPE that scales with the longest position of a row). In a forward
             with a sequence_group: a batch that shard_packed did not make; labels without num_items_in_batch, since the
-            mean over the targets of one rank is not the mean over those of the row.
+            mean over the targets of one rank is not the mean over those of the row. balance_loss that is not "batch",
+            "document" or False; in a forward, beside a sequence_group, or where no attention had the rows of the router
+            (a prefix tree).
 
     Example:
         >>> from transformers import AutoModelForCausalLM, Qwen3Config
@@ -185,6 +187,8 @@ def apply_packing_ops(
         )
     # Vision towers and sequence groups, which need this attention
     attends = attention and "attention" not in skipped
+    if balance_loss and not attends:
+        skipped.setdefault("balance_loss", "it needs this attention, which finds the documents")
     vision = vision_patch.apply_to_model(model) if attends else 0
     if sequence_group is not None:
         sequence_patch.apply_to_model(found, attentions(model), sequence_group, sequence_scheme)
@@ -195,7 +199,7 @@ def apply_packing_ops(
     normed = rms_norm_patch.apply_to_model(model) if rms_norm else 0
     for host in losses:
         fused_loss_patch.apply_to_model(host)
-    if balance_loss and attends and "balance_loss" not in skipped:
+    if balance_loss and "balance_loss" not in skipped:
         fused_loss_patch.balance(model, balance_loss)
     # The mode, last: its proof runs the model as it is now
     if invariant and "invariant" not in skipped and (reason := _apply_invariant(model, sequence_group)):

@@ -34,7 +34,7 @@ NAMES: set[str] = set()  # attn_implementations that register() made
 REQUESTS = "write_index"  # a keyword that transformers' continuous batching alone gives: where new keys go in its cache
 LAST_FORWARD = "_packing_ops_last_forward"  # in a model: what its last call saw, for info
 BALANCE = "_packing_ops_balance"  # in a model whose balance loss is ours, see fused_loss
-GUARD = "_packing_ops_guard"  # in a model that keeps its attention: why, see attn_implementation.guard
+GUARD = "_packing_ops_guard"  # in a model that keeps its attention: why, see _guard of apply.py
 
 # The forms of a mask. Only our attention reads a MaskPattern. A model that supports neither FlashAttention nor
 # FlexAttention reads masks itself, or has an attention of its own. It gets a tensor: bool, as for SDPA, or additive, as
@@ -83,7 +83,7 @@ class PackedCall:
         sequence = sequence_group.of(model)
         if sequence is not None:  # cu_seqlens are of a row of which this rank has a part
             if BALANCE in model.__dict__:
-                raise ValueError("balance_loss: expected None beside a sequence_group: documents lie on several ranks")
+                raise ValueError("balance_loss: expected False beside a sequence_group: documents lie on several ranks")
             sequence.check_call(self.name, self.indices, args, kwargs)
             self.cu_seqlens = self.cu_seqlens_k = None
         mask = argument("attention_mask", self.indices, args, kwargs)

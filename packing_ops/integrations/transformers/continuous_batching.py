@@ -1,4 +1,4 @@
-"""generate_batch, transformers' continuous batching, by varlen attention: what it is made to do, and its attention."""
+"""transformers' continuous batching (generate_batch): attention over its paged cache, and patches of what it asks for."""
 
 import functools
 import importlib
@@ -30,9 +30,8 @@ def attend_requests(module, heads, cu_seqlens, options, reason, given):
         call.reached_by("cache", cu_seqlens[0])
     query, key, value = heads
     of_layer = {**given, "cu_seq_lens_k": cu_seqlens[1]}
-    if (
-        "cache" in given
-    ):  # it writes the new keys, and puts in what is of this layer; from 5.24 on the layer has called it
+    # The cache writes the new keys and adds what this layer's attention needs. From 5.24 on the layer has called it.
+    if "cache" in given:
         key, value = given["cache"].update(key, value, module.layer_idx, of_layer)
     of_keys, table = of_layer["cu_seq_lens_k"], of_layer.get("block_table")
     if table is None:
@@ -44,7 +43,7 @@ def attend_requests(module, heads, cu_seqlens, options, reason, given):
     pages, rows = kept_with(
         (of_keys, of_all_layers),
         ("pages", page_size),
-        lambda: pages_of(table, of_keys, page_size),
+        lambda: pages_of_requests(table, of_keys, page_size),
         layer=module.layer_idx,
     )
     for cache, new in zip(caches, (key, value), strict=True):
@@ -52,7 +51,7 @@ def attend_requests(module, heads, cu_seqlens, options, reason, given):
     return attend_pages(query, *caches, cu_seqlens[0], pages, options, layout="bhsd")[0]
 
 
-def pages_of(block_table, cu_seqlens_k, page_size):
+def pages_of_requests(block_table, cu_seqlens_k, page_size):
     """The pages of requests, and the row of each one's last key. Of sequences that pad a step: a row of page 0, which no
     request has."""
     used = cu_seqlens_k.diff().int()
@@ -61,13 +60,13 @@ def pages_of(block_table, cu_seqlens_k, page_size):
     return KeyPages(block_table, used), page * page_size + last % page_size
 
 
-# --- what it is made to do for models with our attention ---
+# --- patches of it, for models with our attention ---
 
 _BATCHING = "transformers.generation.continuous_batching"
 
 
 def _taken_for_flash(stock):
-    """It takes attention for one that follows cu_seqlens by "flash" in the name. All others get dense masks, and no CUDA
+    """Continuous batching takes attention for one that follows cu_seqlens by "flash" in the name. All others get dense masks, and no CUDA
     graphs unless they are asked for."""
 
     @functools.wraps(stock)
@@ -79,8 +78,8 @@ def _taken_for_flash(stock):
 
 
 def _with_pages(stock):
-    """Steps of decoding alone read keys from their pages, where these hold whole tiles of keys. It asks for a kernel of
-    flash-attn. Caches of sliding windows have no block table."""
+    """Steps of decoding alone read keys from their pages, where these hold whole tiles of keys. Stock asks for a kernel
+    of flash-attn. Caches of sliding windows have no block table."""
 
     @functools.wraps(stock)
     def ensure(config, cb_config, user_requested):

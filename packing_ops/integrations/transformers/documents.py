@@ -23,7 +23,7 @@ from packing_ops.integrations.transformers.versions import (
     source_of,
 )
 
-_APART = 2**40  # more than positions differ, and times the slots of a batch an int64
+_APART = 2**40  # more than positions differ; times the rows of a batch it still fits an int64
 
 
 class BatchDocuments:

@@ -246,10 +246,8 @@ def rows_of(named, slots, shape, axes):
             return found.from_rows(tokens.index_select(0, slots.flatten()).unflatten(0, slots.shape))
         if isinstance(value, torch.Tensor):
             is_mask = value.dim() == 4 or (name == "attention_mask" and value.dim() > 2)
-        else:
-            is_mask = type(value).__module__.startswith(
-                ("packing_ops.", "torch.nn.attention.")
-            )  # MaskPattern, BlockMask
+        else:  # MaskPattern, BlockMask
+            is_mask = type(value).__module__.startswith(("packing_ops.", "torch.nn.attention."))
         return None if is_mask or hasattr(value, "get_seq_length") else value
 
     return {name: None if name in CACHES else tree_map(rows, value, name) for name, value in named.items()}

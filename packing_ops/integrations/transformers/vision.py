@@ -42,9 +42,8 @@ def _names(forward) -> tuple[str, ...]:
 
 def _fits_one_call(module, x, mask=None) -> bool:
     """Whether x is one row that our kernels take: one call by SDPA would need a mask of all patches by all patches."""
-    if (
-        module.config._attn_implementation not in NAMES or mask is not None
-    ):  # a mask is of one image, for every one of them
+    # A mask is of one image, for every one of them.
+    if module.config._attn_implementation not in NAMES or mask is not None:
         return False
     one_row = x.dim() == 2 or (x.dim() == 3 and x.shape[0] == 1)
     return one_row and (x.is_cpu or (x.is_cuda and getattr(module, "head_dim", 8) % 8 == 0))

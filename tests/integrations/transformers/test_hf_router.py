@@ -172,7 +172,7 @@ def test_rows_on_several_ranks_are_refused(device, tmp_path):
     torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         apply_packing_ops(model, balance_loss="document", sequence_group=torch.distributed.group.WORLD)
-        with pytest.raises(ValueError, match="balance_loss: expected None beside a sequence_group"):
+        with pytest.raises(ValueError, match="balance_loss: expected False beside a sequence_group"):
             model(tokens, position_ids=metadata.position_ids[None])
     finally:
         torch.distributed.destroy_process_group()

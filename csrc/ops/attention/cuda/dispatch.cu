@@ -118,7 +118,7 @@ constexpr bool is_built(int padded) {
   return kHeadDims.find(name) != std::string_view::npos;
 }
 
-// softcap, or a scale that is not positive: the online softmax then scales scores itself.
+// Whether ScoreTransform changes the products of q and k.
 bool transforms(const VarlenAttentionParams& p) {
   return p.softcap > 0 || !(p.softmax_scale > 0);
 }

@@ -9,8 +9,8 @@ namespace packing_ops::attention {
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
-// x P(x^2) / Q(x^2), fitted to -8 .. 8, beyond which tanh is 1. Its relative error is at most 5e-7, so that a softcap
-// far above the scores changes none. It takes one special function, and fewer clocks than tanhf.
+// x P(x^2) / Q(x^2), fitted to -8 .. 8, beyond which tanh is 1. Its relative error is at most 5e-7, also near 0: a
+// softcap far above the scores leaves them as they are. It takes one special function, and fewer clocks than tanhf.
 __device__ __forceinline__ float rational_tanh(float x) {
   x = ptx::clamp(x, 8.f);
   const float square = x * x;
