@@ -73,9 +73,13 @@ def outcome(name: str, results: dict) -> str:
         )
     if "losses" in result:
         lines += ["", f"Losses of a tiny model's first steps on a CPU (tests/adoption/{project.training}):", ""]
-        steps = range(1, 1 + max(map(len, result["losses"].values())))
-        lines += [f"| | {' | '.join(f'step {step}' for step in steps)} |", "| --- |" + " --- |" * len(steps)]
-        lines += [f"| {way} | {' | '.join(f'{x:.5f}' for x in each)} |" for way, each in result["losses"].items()]
+        steps = max(len(each) for ways in result["losses"].values() for each in ways.values())
+        lines += [
+            f"| run | | {' | '.join(f'step {1 + step}' for step in range(steps))} |",
+            "| --- " * (2 + steps) + "|",
+        ]
+        for name, ways in result["losses"].items():
+            lines += [f"| {name} | {way} | {' | '.join(f'{x:.5f}' for x in each)} |" for way, each in ways.items()]
     if result["failures"]:
         lines += ["", "| test that fails | why |", "| --- | --- |"]
         lines += [f"| {f['test'].split('/')[-1]} | {_cell(f)} |" for f in result["failures"]]

@@ -27,9 +27,22 @@ _THE_CAPACITY = (
 PROJECTS = {
     "art": Project(
         repository="OpenPipe/ART",
-        commit="779559fd0c68ce073cbd041447f88aacf1d9f585",
+        commit="04eb82972241faae81fd37a195aca9259ffbe1d6",
         flag={"ART_PACKING_OPS": "1"},
-        tests=[],  # it has none at this commit: the patch is applied, and the changed file is compiled
+        training="train_art.py",
+        path=["src", "."],
+        tests=[
+            "tests/unit/test_sft.py",
+            "tests/unit/test_local_sft.py",
+            "tests/unit/test_preprocessing_tokenize.py",
+            "tests/unit/test_unsloth_autocast_dtype.py",
+            "tests/unit/test_unsloth_metrics.py",
+            "tests/unit/test_prefix_tree_packing.py",
+        ],
+        stand_ins=(
+            "openai litellm weave polars nest_asyncio tblib setproctitle unsloth unsloth_zoo bitsandbytes vllm wandb "
+            "aiohttp httpx pytest_asyncio dotenv"
+        ),
     ),
     "skyrl": Project(
         repository="NovaSky-AI/SkyRL",

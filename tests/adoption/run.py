@@ -77,13 +77,13 @@ def run_tests(project, folder: Path, beside: list[Path], tests: list[str], flag:
             raise RuntimeError(f"no tests ran in {folder}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}") from None
 
 
-def train(project, folder: Path, beside: list[Path]) -> dict[str, list[float]]:
-    """The losses that the project's training script prints."""
+def train(project, folder: Path, beside: list[Path]) -> dict[str, dict[str, list[float]]]:
+    """The losses that the project's training script prints, by run and way."""
     command = [sys.executable, str(HERE / project.training)]
     settings = environment(project, folder, beside, flag=True)
     done = subprocess.run(command, cwd=folder, env=settings, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{project.training} failed:\n{done.stderr[-3000:]}")
+        raise RuntimeError(done.stderr[-3000:].strip() or f"exit code {done.returncode}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -110,7 +110,12 @@ def examine(name: str, folder: Path | None) -> dict:
         failed = [_failed(outcomes) for outcomes in (run["outcomes"], off)]
         stock = copy(checkout, Path(scratch) / f"{name}-stock") if any(failed) else None
         before = run_tests(project, stock, beside, sorted({*failed[0], *failed[1]}))["outcomes"] if stock else {}
-        losses = train(project, patched, beside) if project.training else {}
+        losses, error = {}, ""
+        if project.training:
+            try:
+                losses = train(project, patched, beside)
+            except RuntimeError as failed_training:
+                error = clean(str(failed_training).splitlines()[-1])
     record |= {
         "checkout": patches.git("rev-parse", "HEAD", cwd=checkout).strip(),
         "date": datetime.date.today().isoformat(),
@@ -127,6 +132,9 @@ def examine(name: str, folder: Path | None) -> dict:
     if project.flag:
         new = [failure(project, test, off, before) for test in failed[1]]
         record["without_flag"] = {**counts(off), "failures": new}
+    if error:
+        record["failures"].append({"test": project.training, "why": "open", "message": error})
+        record["failed"] += 1
     if losses:
         record["losses"] = losses
     return record

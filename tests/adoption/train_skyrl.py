@@ -127,7 +127,7 @@ def main():
             "packed": through_skyrl(packing, packed=True),
             "by document": train(by_document),
         }
-    print(json.dumps(losses))
+    print(json.dumps({"Megatron": losses}))
 
 
 if __name__ == "__main__":

@@ -97,14 +97,10 @@ def packed(window):
 
 
 def main():
-    ways = {
-        "padded": padded(None, with_attention=True),
-        "packed": packed(None),
-        "padded, all of it transformers'": padded(None),
-        f"packed, window of {WINDOW}": packed(WINDOW),
-        f"padded, window of {WINDOW}, all of it transformers'": padded(WINDOW),
-    }
-    print(json.dumps(ways))
+    stock = "padded, all of it transformers'"
+    llama = {"padded": padded(None, with_attention=True), "packed": packed(None), stock: padded(None)}
+    mistral = {"packed": packed(WINDOW), stock: padded(WINDOW)}
+    print(json.dumps({"Llama": llama, f"Mistral, window of {WINDOW}": mistral}))
 
 
 if __name__ == "__main__":
