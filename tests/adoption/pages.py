@@ -17,7 +17,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "adoption.json"
 
 FIXES = {
     "pydantic": "typing.TypedDict is that of typing_extensions, which pydantic requires before Python 3.12",
-    "transformers4": "transformers.AutoModelForVision2Seq, removed in version 5, is an alias of AutoModelForImageTextToText",
+    "tokenizer": "AutoTokenizer, which would download one, numbers words as they come",
 }
 
 
@@ -65,7 +65,7 @@ def outcome(name: str, results: dict) -> str:
             f"Packages that were not installed, replaced by stand-ins (tests/adoption/stand_ins.py): {', '.join(result['stand_ins'])}."
         )
     for fix in project.fixes:
-        lines.append(f"Changed so that it imports: {FIXES[fix]}.")
+        lines.append(f"Changed so that it runs: {FIXES[fix]}.")
     if off := result.get("without_flag"):
         lines.append(
             f"That is with {_flag(project)}. Without it: **{off['passed']} passed, {off['failed']} failed, "

@@ -142,3 +142,21 @@ def test_without_checkouts_every_project_is_skipped_with_its_reason(monkeypatch,
     told = capsys.readouterr().out.splitlines()
     assert told[0].split() == ["host", "commit", "patch", "passed", "failed", "why"]
     assert [line.split()[0] for line in told[1:] if "not run, no checkout of " in line] == list(PROJECTS)
+
+
+def test_a_missing_checkout_is_cloned_at_the_commit(monkeypatch, tmp_path, checkout):
+    stock, _ = checkout
+    first = patches.git("rev-parse", "HEAD", cwd=stock).strip()
+    (stock / "a.py").write_text(AFTER)
+    patches.git("-c", "user.name=n", "-c", "user.email=e", "commit", "-qam", "m", cwd=stock)
+    monkeypatch.setattr(run, "HOST", f"file://{tmp_path}/")
+    cloned = run.fetch("project", "stock", first, tmp_path / "checkouts")
+    assert (cloned / "a.py").read_text() == BEFORE
+    assert run.checkout_of("project", "owner/other", tmp_path / "checkouts") == cloned
+
+
+def test_what_cannot_be_cloned_is_a_reason(monkeypatch, tmp_path):
+    monkeypatch.setattr(run, "HOST", f"file://{tmp_path}/nothing/")
+    found = run.examine("trl", tmp_path / "checkouts", fetched=True)
+    assert found["not_run"].startswith("huggingface/trl was not cloned: fatal: ")
+    assert not (tmp_path / "checkouts" / "trl").exists()
