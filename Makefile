@@ -62,9 +62,11 @@ timed-%:
 test-newest: build .venv-newest/.ready  ## the tests in the newest torch, with the library as it is built
 	.venv-newest/bin/python -m pytest -n $$(nproc) --maxprocesses 4 --dist worksteal
 
-# CHECKOUTS: a folder with checkouts of the projects, at the commits of tests/adoption/projects.py. PROJECTS=skyrl for one.
-test-adoption: build  ## the projects of docs/adopt, patched, under their own tests (CHECKOUTS=folder)
-	@$(BIN)/python tests/adoption/run.py $(if $(CHECKOUTS),--checkouts $(CHECKOUTS)) $(PROJECTS)
+# CHECKOUTS: a folder with checkouts of the projects, at the commits of tests/adoption/projects.py; with FETCH=1 those that
+# are missing are cloned there. PROJECTS=skyrl for one. ADOPTION_PYTHON: of an environment that has more of their packages.
+ADOPTION_PYTHON ?= $(BIN)/python
+test-adoption: build  ## the projects of docs/adopt, patched, under their own tests (CHECKOUTS=folder FETCH=1)
+	@$(ADOPTION_PYTHON) tests/adoption/run.py $(if $(CHECKOUTS),--checkouts $(CHECKOUTS)) $(if $(FETCH),--fetch) $(PROJECTS)
 
 # Some minutes, and 7 GB of downloads. FRESH="torch==2.12.1 --keep": in others, kept.
 test-fresh:  ## the first scripts, installed from nothing with the oldest and with the newest torch

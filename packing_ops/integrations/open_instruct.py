@@ -1,12 +1,21 @@
-"""open-instruct's padding-free collator contract. Nothing here imports open-instruct or transformers."""
+"""open-instruct's padding-free collators, GRPO's packs and a line for its log. Nothing here imports open-instruct."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from packing_ops import PackedMetadata
+import torch
+
+from packing_ops import PackedMetadata, pack_sequences
+from packing_ops._arguments import at_least, index_tensor
 from packing_ops.data import PaddingFreeCollator, PaddingFreeDPOCollator
 
-__all__ = ["TensorDataCollatorWithFlattening", "TensorDataCollatorWithFlatteningDPO"]
+__all__ = [
+    "TensorDataCollatorWithFlattening",
+    "TensorDataCollatorWithFlatteningDPO",
+    "packing_advice",
+    "packs_for_ranks",
+]
 
 
 @dataclass
@@ -71,3 +80,71 @@ class TensorDataCollatorWithFlatteningDPO(TensorDataCollatorWithFlattening, Padd
     """
 
     overlong: Literal["error", "truncate", "drop", "carry", "own"] = "own"
+
+
+def packs_for_ranks(lengths: torch.Tensor | Sequence[int], pack_length: int, num_ranks: int = 1) -> list[list[int]]:
+    """Which sequences go into which packed row, so that no rank is left without one and none is left over.
+
+    Args:
+        lengths: int32 or int64 ``[num_sequences]``, tokens, or a list of ints. One over ``pack_length`` has a row of its own.
+        pack_length: tokens of a row.
+        num_ranks: of data parallelism, each of which takes as many rows as the others.
+
+    Returns:
+        The rows, each the indices of its sequences in ascending order: the first ``num_rows / num_ranks`` are for rank 0,
+        and so on. Few rows: of one rank by best fit; of several a multiple of ``num_ranks``, nearly equal in tokens. Where
+        there are too few sequences for such a multiple, no multiple.
+
+    Example:
+        >>> packs_for_ranks([5, 4, 3, 2, 9], pack_length=10, num_ranks=2)
+        [[4], [1], [0], [2, 3]]
+        >>> packs_for_ranks([5, 4, 3], pack_length=16)
+        [[0, 1, 2]]
+
+    Raises:
+        ValueError: pack_length or num_ranks below 1, a negative length.
+
+    Deterministic; see pack_sequences, strategies "bfd" and "balanced".
+    """
+    lengths = index_tensor(lengths, "lengths")
+    capacity, ranks = at_least(pack_length, "pack_length", 1, "token"), at_least(num_ranks, "num_ranks", 1)
+    options: dict[str, Any] = {"strategy": "bfd" if ranks == 1 else "balanced", "overlong": "own"}
+    packing = pack_sequences(lengths, capacity, **options)
+    order = list(range(packing.num_bins))
+    if ranks > 1 and max(-(-packing.num_bins // ranks), 1) * ranks <= lengths.numel():
+        packing = pack_sequences(lengths, capacity, min_bins=ranks, bins_multiple_of=ranks, **options)
+        order = [row for rank in range(ranks) for row in packing.rows_for_rank(rank, ranks)]
+    bins = packing.bins
+    return [sorted(bins[row]) for row in order]
+
+
+def packing_advice(lengths: torch.Tensor | Sequence[int], batch_size: int) -> str:
+    """A line for the log of a padded run: what share of its slots is padding, and whether packing would pay.
+
+    Args:
+        lengths: int32 or int64 ``[num_examples]``, tokens in the order of arrival, or a list of ints.
+        batch_size: examples of a padded batch.
+
+    Returns:
+        The line. It recommends packing where a tenth of the slots or more is padding.
+
+    Example:
+        >>> packing_advice([5, 7, 2, 6], batch_size=2)
+        'padded to the longest of 2, the first 4 examples fill 77% of the slots: --packing is recommended, it leaves 23% out'
+        >>> packing_advice([5, 5], batch_size=2)
+        'padded to the longest of 2, the first 2 examples fill 100% of the slots: --packing would save little'
+
+    Raises:
+        ValueError: no lengths, a length below 1, batch_size below 1.
+    """
+    lengths, rows = index_tensor(lengths, "lengths"), at_least(batch_size, "batch_size", 1, "example")
+    if not lengths.numel() or int(lengths.min()) < 1:
+        raise ValueError(f"lengths: expected at least one, each at least 1, got {lengths.tolist()[:8]}")
+    slots = sum(int(batch.max()) * batch.numel() for batch in lengths.split(rows))
+    filled = round(100 * int(lengths.sum()) / slots)
+    if filled > 90:
+        advice = "--packing would save little"
+    else:
+        advice = f"--packing is recommended, it leaves {100 - filled}% out"
+    some = f"the first {lengths.numel()} examples fill {filled}% of the slots"
+    return f"padded to the longest of {rows}, {some}: {advice}"

@@ -17,7 +17,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "adoption.json"
 
 FIXES = {
     "pydantic": "typing.TypedDict is that of typing_extensions, which pydantic requires before Python 3.12",
-    "transformers4": "transformers.AutoModelForVision2Seq, removed in version 5, is an alias of AutoModelForImageTextToText",
+    "tokenizer": "AutoTokenizer, which would download one, numbers words as they come",
 }
 
 
@@ -65,7 +65,7 @@ def outcome(name: str, results: dict) -> str:
             f"Packages that were not installed, replaced by stand-ins (tests/adoption/stand_ins.py): {', '.join(result['stand_ins'])}."
         )
     for fix in project.fixes:
-        lines.append(f"Changed so that it imports: {FIXES[fix]}.")
+        lines.append(f"Changed so that it runs: {FIXES[fix]}.")
     if off := result.get("without_flag"):
         lines.append(
             f"That is with {_flag(project)}. Without it: **{off['passed']} passed, {off['failed']} failed, "
@@ -73,9 +73,13 @@ def outcome(name: str, results: dict) -> str:
         )
     if "losses" in result:
         lines += ["", f"Losses of a tiny model's first steps on a CPU (tests/adoption/{project.training}):", ""]
-        steps = range(1, 1 + max(map(len, result["losses"].values())))
-        lines += [f"| | {' | '.join(f'step {step}' for step in steps)} |", "| --- |" + " --- |" * len(steps)]
-        lines += [f"| {way} | {' | '.join(f'{x:.5f}' for x in each)} |" for way, each in result["losses"].items()]
+        steps = max(len(each) for ways in result["losses"].values() for each in ways.values())
+        lines += [
+            f"| run | | {' | '.join(f'step {1 + step}' for step in range(steps))} |",
+            "| --- " * (2 + steps) + "|",
+        ]
+        for name, ways in result["losses"].items():
+            lines += [f"| {name} | {way} | {' | '.join(f'{x:.5f}' for x in each)} |" for way, each in ways.items()]
     if result["failures"]:
         lines += ["", "| test that fails | why |", "| --- | --- |"]
         lines += [f"| {f['test'].split('/')[-1]} | {_cell(f)} |" for f in result["failures"]]

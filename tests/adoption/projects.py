@@ -15,7 +15,7 @@ class Project:
     stand_ins: str = ""  # packages to replace where they are not installed, space-separated
     fixes: list[str] = field(default_factory=list)  # names in pages.FIXES, which stand_ins.py applies
     versions: dict[str, str] = field(default_factory=dict)  # package: version for importlib.metadata, if not installed
-    beside: dict[str, str] = field(default_factory=dict)  # folder of another checkout for PYTHONPATH: its commit
+    beside: dict[str, tuple[str, str]] = field(default_factory=dict)  # for PYTHONPATH: repository, commit
     only: str = ""  # pytest's -k
     kept: dict[str, str] = field(default_factory=dict)  # end of a test's name: why its failure is intended
 
@@ -27,14 +27,27 @@ _THE_CAPACITY = (
 PROJECTS = {
     "art": Project(
         repository="OpenPipe/ART",
-        commit="779559fd0c68ce073cbd041447f88aacf1d9f585",
+        commit="04eb82972241faae81fd37a195aca9259ffbe1d6",
         flag={"ART_PACKING_OPS": "1"},
-        tests=[],  # it has none at this commit: the patch is applied, and the changed file is compiled
+        training="train_art.py",
+        path=["src", "."],
+        tests=[
+            "tests/unit/test_sft.py",
+            "tests/unit/test_local_sft.py",
+            "tests/unit/test_preprocessing_tokenize.py",
+            "tests/unit/test_unsloth_autocast_dtype.py",
+            "tests/unit/test_unsloth_metrics.py",
+            "tests/unit/test_prefix_tree_packing.py",
+        ],
+        stand_ins=(
+            "openai litellm weave polars nest_asyncio tblib setproctitle unsloth unsloth_zoo bitsandbytes vllm wandb "
+            "aiohttp httpx pytest_asyncio dotenv"
+        ),
     ),
     "skyrl": Project(
         repository="NovaSky-AI/SkyRL",
         commit="a9564572eb8e91076be43c1bd5e4615e3de17265",
-        patches=["skyrl_packing", "skyrl_batches", "skyrl_megatron"],
+        patches=["skyrl_packing", "skyrl_batches", "skyrl_megatron", "skyrl_fsdp", "skyrl_logps"],
         flag={"SKYRL_PACKING_OPS": "1"},
         training="train_skyrl.py",
         path=[".", "skyrl-gym"],
@@ -50,6 +63,7 @@ PROJECTS = {
             "tests/backends/skyrl_train/distributed/test_bin_packing.py",
             "tests/backends/skyrl_train/distributed/test_packing_utils.py",
             "tests/backends/skyrl_train/distributed/test_packed_subseq_plumbing.py",
+            "tests/backends/skyrl_train/distributed/test_chunked_logprob_backward_streaming.py",
             "tests/backends/skyrl_train/distributed/test_preprocess_packed_seqs_cp.py",
             "tests/backends/skyrl_train/distributed/test_preprocess_packed_seqs_multiseq.py",
             "tests/backends/skyrl_train/utils/test_ppo_utils.py",
@@ -64,12 +78,19 @@ PROJECTS = {
     "open_instruct": Project(
         repository="allenai/open-instruct",
         commit="e6c3044aa6201c8bfa4573c1b03142af599e730d",
+        patches=["open_instruct", "open_instruct_grpo", "open_instruct_advice"],
         flag={"OPEN_INSTRUCT_PACKING_OPS": "1"},
-        tests=["open_instruct/test_padding_free_collator.py"],
+        training="train_open_instruct.py",
+        tests=[
+            "open_instruct/test_padding_free_collator.py",
+            "open_instruct/test_rl_utils.py",
+            "open_instruct/test_grpo_utils.py",
+        ],
         stand_ins=(
             "parameterized deepspeed olmo_core wandb ray vllm beaker requests litellm openai nltk tiktoken langdetect "
             "absl immutabledict docker openenv aiohttp backoff"
         ),
+        fixes=["tokenizer"],
     ),
     "unsloth": Project(
         repository="unslothai/unsloth",
@@ -85,19 +106,24 @@ PROJECTS = {
         patches=["unsloth_attention", "unsloth_rope", "unsloth_packing"],
         flag={"UNSLOTH_PACKING_OPS": "1"},
         training="train_unsloth.py",
-        beside={"unsloth_zoo": "ce232d6cef9cb8cd34cd3727906131622177436b"},
+        beside={"unsloth_zoo": ("unslothai/unsloth-zoo", "ce232d6cef9cb8cd34cd3727906131622177436b")},
         stand_ins=(
             "triton bitsandbytes hf_transfer cut_cross_entropy msgspec sentencepiece tyro requests protobuf diffusers"
         ),
         versions={"unsloth_zoo": "2099.1.1"},
     ),
     "verl": Project(
-        repository="volcengine/verl",
-        commit="b178a3cd56f58b2d502255daba591e92833930a7",
+        repository="verl-project/verl",
+        commit="1dda039b9c6311889a9c9a26040677e1254814f9",
+        patches=["verl_balancing", "verl_padding", "verl_logps"],
         flag={"VERL_PACKING_OPS": "1"},
-        tests=["tests/utils/test_seqlen_balancing.py"],
+        training="train_verl.py",
+        tests=[
+            "tests/utils/test_seqlen_balancing.py",
+            "tests/utils/test_padding_on_cpu.py",
+            "tests/models/test_fused_kernels_ulysses_sp_on_cpu.py",
+        ],
         stand_ins="tensordict ray hydra omegaconf codetiming torchdata tensorboard wandb pylatexenc",
-        fixes=["transformers4"],
         only="not distributed_params",  # which starts a process per GPU
     ),
     "trl": Project(

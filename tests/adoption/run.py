@@ -1,11 +1,11 @@
 """Patches the projects of docs/adopt, runs their own unit tests on the CPU, and writes benchmarks/results/adoption.json.
 
-    python tests/adoption/run.py --checkouts FOLDER [skyrl unsloth ...]
+    python tests/adoption/run.py --checkouts FOLDER [--fetch] [skyrl unsloth ...]
 
 A patch whose code is behind a flag is tested with the flag and without. At the end comes a table of all projects.
 
-FOLDER holds a checkout of each project, named as in projects.py or as its repository; nothing is fetched. A project
-without one is skipped. Checkouts stay as they are: the patch is applied to a copy.
+FOLDER holds a checkout of each project, named as in projects.py or as its repository. A project without one is skipped,
+or with --fetch its commit is cloned there from GitHub. Checkouts stay as they are: the patch is applied to a copy.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from projects import PROJECTS
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "adoption.json"
+HOST = "https://github.com/"
 
 
 def checkout_of(name: str, repository: str, folder: Path | None) -> Path | None:
@@ -35,6 +36,20 @@ def checkout_of(name: str, repository: str, folder: Path | None) -> Path | None:
         if folder and (folder / known / ".git").exists():
             return folder / known
     return None
+
+
+def fetch(name: str, repository: str, commit: str, folder: Path) -> Path:
+    """A new checkout of that commit alone."""
+    checkout = folder / name
+    checkout.mkdir(parents=True)
+    try:
+        patches.git("init", "-q", cwd=checkout)
+        patches.git("fetch", "-q", "--depth", "1", HOST + repository, commit, cwd=checkout)
+        patches.git("checkout", "-q", "FETCH_HEAD", cwd=checkout)
+    except subprocess.CalledProcessError:
+        shutil.rmtree(checkout)
+        raise
+    return checkout
 
 
 def copy(checkout: Path, to: Path) -> Path:
@@ -77,28 +92,33 @@ def run_tests(project, folder: Path, beside: list[Path], tests: list[str], flag:
             raise RuntimeError(f"no tests ran in {folder}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}") from None
 
 
-def train(project, folder: Path, beside: list[Path]) -> dict[str, list[float]]:
-    """The losses that the project's training script prints."""
+def train(project, folder: Path, beside: list[Path]) -> dict[str, dict[str, list[float]]]:
+    """The losses that the project's training script prints, by run and way."""
     command = [sys.executable, str(HERE / project.training)]
     settings = environment(project, folder, beside, flag=True)
     done = subprocess.run(command, cwd=folder, env=settings, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{project.training} failed:\n{done.stderr[-3000:]}")
+        raise RuntimeError(done.stderr[-3000:].strip() or f"exit code {done.returncode}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def examine(name: str, folder: Path | None) -> dict:
+def examine(name: str, folder: Path | None, fetched: bool = False) -> dict:
+    """fetched: clone what is missing."""
     project = PROJECTS[name]
     texts = {patch: pages.patch_of(patch) for patch in project.patches}
     record = {"repository": project.repository, "commit": project.commit}
-    checkout = checkout_of(name, project.repository, folder)
-    if checkout is None:
-        return {**record, "not_run": f"no checkout of {project.repository} in CHECKOUTS"}
+    needed = {name: (project.repository, project.commit), **project.beside}
+    checkouts = {each: checkout_of(each, repository, folder) for each, (repository, _) in needed.items()}
+    for each, found in checkouts.items():
+        if found is None and not (folder and fetched):
+            return {**record, "not_run": f"no checkout of {needed[each][0]} in CHECKOUTS"}
+        try:
+            checkouts[each] = found or fetch(each, *needed[each], folder)
+        except subprocess.CalledProcessError as error:
+            return {**record, "not_run": f"{needed[each][0]} was not cloned: {clean(error.stderr.strip())}"}
+    checkout, *beside = checkouts.values()
     if wrong := [path for text in texts.values() for path in patches.changed(text, checkout)]:
         return {**record, "not_run": f"the checkout is not at {project.commit[:12]}: {', '.join(wrong)} differ"}
-    beside = [checkout_of(other, other, folder) for other in project.beside]
-    if None in beside:
-        return {**record, "not_run": f"no checkout of {', '.join(project.beside)} in CHECKOUTS"}
     with tempfile.TemporaryDirectory() as scratch:
         patched = copy(checkout, Path(scratch) / name)
         for text in texts.values():
@@ -110,7 +130,12 @@ def examine(name: str, folder: Path | None) -> dict:
         failed = [_failed(outcomes) for outcomes in (run["outcomes"], off)]
         stock = copy(checkout, Path(scratch) / f"{name}-stock") if any(failed) else None
         before = run_tests(project, stock, beside, sorted({*failed[0], *failed[1]}))["outcomes"] if stock else {}
-        losses = train(project, patched, beside) if project.training else {}
+        losses, error = {}, ""
+        if project.training:
+            try:
+                losses = train(project, patched, beside)
+            except RuntimeError as failed_training:
+                error = clean(str(failed_training).splitlines()[-1])
     record |= {
         "checkout": patches.git("rev-parse", "HEAD", cwd=checkout).strip(),
         "date": datetime.date.today().isoformat(),
@@ -122,11 +147,14 @@ def examine(name: str, folder: Path | None) -> dict:
         "failures": [failure(project, test, run["outcomes"], before) for test in failed[0]],
         "stand_ins": run["stand_ins"],
         "versions": versions(["torch", "transformers", *project.stand_ins.split()]),
-        "beside": project.beside,
+        "beside": {other: commit for other, (_, commit) in project.beside.items()},
     }
     if project.flag:
         new = [failure(project, test, off, before) for test in failed[1]]
         record["without_flag"] = {**counts(off), "failures": new}
+    if error:
+        record["failures"].append({"test": project.training, "why": "open", "message": error})
+        record["failed"] += 1
     if losses:
         record["losses"] = losses
     return record
@@ -186,24 +214,25 @@ def why(project, test: str, before: dict) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--checkouts", type=Path)
+    parser.add_argument("--fetch", action="store_true")
     parser.add_argument("names", nargs="*", default=[])
     args = parser.parse_args()
     folder = args.checkouts.resolve() if args.checkouts and str(args.checkouts) != "." else None
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    results = {name: results[name] for name in PROJECTS if name in results}
     came, open_failures = {}, []
     for name in args.names or PROJECTS:
-        came[name] = result = examine(name, folder)
+        came[name] = result = examine(name, folder, args.fetch)
+        results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
         if "not_run" in result:
             results.setdefault(name, result)
-            continue
-        results[name] = result
-        failures = result["failures"] + result.get("without_flag", {}).get("failures", [])
+        else:
+            results[name] = result
+        ordered = {each: results[each] for each in PROJECTS if each in results}
+        RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")
+        failures = result.get("failures", []) + result.get("without_flag", {}).get("failures", [])
         for failure in failures:
             print(f"{name}: {failure['test']}\n    {failure['why']}\n    {failure['message']}")
         open_failures += [failure for failure in failures if failure["why"] == "open"]
     print(table(came))
-    RESULTS.write_text(json.dumps({name: results[name] for name in PROJECTS if name in results}, indent=1) + "\n")
     pages.write()
     return 1 if open_failures else 0
 

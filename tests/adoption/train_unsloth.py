@@ -1,4 +1,4 @@
-"""Unsloth's attention, dispatch and RoPE train a tiny Llama and a Mistral with a window on the CPU: padded and packed.
+"""Unsloth's attention, dispatch and RoPE train a tiny Llama, Mistral and Gemma 2 on the CPU: padded and packed.
 
 run.py starts it under the patches with their flag set; the last line that it prints is JSON, the losses of each way.
 Unsloth's Triton kernels (norms, MLP, loss) need a GPU: those parts of the model are transformers'.
@@ -12,8 +12,16 @@ os.environ["UNSLOTH_ALLOW_CPU"] = "1"
 
 import stand_ins  # noqa: F401
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+from unsloth.models.gemma2 import Gemma2Attention_fast_forward
 from unsloth.models.llama import LlamaAttention_fast_forward, original_apply_o, original_apply_qkv
 from unsloth.models.mistral import MistralAttention_fast_forward
 from unsloth.utils import attention_dispatch
@@ -28,27 +36,37 @@ def documents():
     return [torch.randint(1, VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
-def model_of(window):
+FAST_FORWARD = {
+    LlamaForCausalLM: LlamaAttention_fast_forward,
+    MistralForCausalLM: MistralAttention_fast_forward,
+    Gemma2ForCausalLM: Gemma2Attention_fast_forward,
+}
+
+
+def model_of(kind):
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"vocab_size": VOCABULARY, "num_hidden_layers": 2}
-    if window is None:
+    if kind == "Llama":
         return LlamaForCausalLM(LlamaConfig(**sizes))
-    return MistralForCausalLM(MistralConfig(**sizes, sliding_window=window))
+    if kind == "Gemma 2":  # its softcap is of attention and of the logits
+        sizes |= {"head_dim": 8, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0}
+        return Gemma2ForCausalLM(Gemma2Config(**sizes, attn_implementation="eager"))
+    return MistralForCausalLM(MistralConfig(**sizes, sliding_window=WINDOW))
 
 
 def with_unsloths_attention(model, batch):
     """``batch`` has the row's fields, as Unsloth's own model forward hands them to each layer."""
-    windowed = isinstance(model, MistralForCausalLM)
-    fast_forward = MistralAttention_fast_forward if windowed else LlamaAttention_fast_forward
+    fast_forward = FAST_FORWARD[type(model)]
     frequencies = model.model.rotary_emb.inv_freq
     angles = torch.outer(torch.arange(LONGEST).float(), frequencies).repeat(1, 2)
 
     tables = angles.cos(), angles.sin()
     cache = SimpleNamespace(get_cached=lambda *_: tables, extend_rope_embedding=lambda *_, **__: None)
+    cache.multi_gpu_cos_cached, cache.multi_gpu_sin_cached = ({None: table} for table in tables)
 
     def forward(self, hidden_states, **kwargs):
-        out, weights, _ = fast_forward(self, hidden_states, **batch)
+        out, weights, _ = fast_forward(self, hidden_states, **batch, use_sliding_window=self.layer_idx % 2 == 0)
         return out, weights
 
     for layer in model.model.layers:
@@ -73,20 +91,20 @@ def train(model, inputs, labels):
     return losses
 
 
-def padded(window, with_attention=False):
+def padded(kind, with_attention=False):
     batch = DataCollatorForLanguageModeling(pad_token_id=0)([{"input_ids": ids} for ids in documents()])
-    model = model_of(window)
+    model = model_of(kind)
     if with_attention:
         with_unsloths_attention(model, {"attention_mask": batch["attention_mask"]})
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     return train(model, inputs, batch["labels"])
 
 
-def packed(window):
+def packed(kind):
     """One row of all documents, by Unsloth's collator of packed rows, through the backend of packing_ops."""
     backend = attention_dispatch.select_attention_backend(use_varlen=True)
     assert backend == attention_dispatch.PACKING_OPS, f"expected UNSLOTH_PACKING_OPS=1, got the backend {backend}"
-    model = model_of(window)
+    model = model_of(kind)
     trainer = SimpleNamespace(data_collator=DataCollatorForLanguageModeling(pad_token_id=0))
     enable_sample_packing(model, trainer)
     row = {"input_ids": [token for ids in documents() for token in ids], "seq_lengths": LENGTHS}
@@ -97,14 +115,15 @@ def packed(window):
 
 
 def main():
-    ways = {
-        "padded": padded(None, with_attention=True),
-        "packed": packed(None),
-        "padded, all of it transformers'": padded(None),
-        f"packed, window of {WINDOW}": packed(WINDOW),
-        f"padded, window of {WINDOW}, all of it transformers'": padded(WINDOW),
+    stock = "padded, all of it transformers'"
+    runs = {
+        "Llama": {"padded": padded("Llama", with_attention=True)},
+        f"Mistral, window of {WINDOW}": {},
+        "Gemma 2": {},
     }
-    print(json.dumps(ways))
+    for kind, ways in runs.items():
+        ways |= {"packed": packed(kind), stock: padded(kind)}
+    print(json.dumps(runs))
 
 
 if __name__ == "__main__":

@@ -4,11 +4,16 @@ import doctest
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from packing_ops import pack_sequences
 from packing_ops.integrations import open_instruct
 from packing_ops.integrations.open_instruct import (
     TensorDataCollatorWithFlattening,
     TensorDataCollatorWithFlatteningDPO,
+    packing_advice,
+    packs_for_ranks,
 )
 
 
@@ -117,3 +122,64 @@ def test_examples_that_do_not_fit_are_named():
         TensorDataCollatorWithFlattening()([])
     with pytest.raises(ValueError, match="max_seq_length: expected at least 1 token or None, got 0"):
         TensorDataCollatorWithFlattening(max_seq_length=0)
+
+
+@given(lengths=st.lists(st.integers(0, 40), max_size=30), pack_length=st.integers(1, 32), num_ranks=st.integers(1, 5))
+def test_packs_for_ranks_hold_each_sequence_once(lengths, pack_length, num_ranks):
+    packs = packs_for_ranks(lengths, pack_length, num_ranks)
+    assert sorted(i for pack in packs for i in pack) == list(range(len(lengths)))
+    for pack in packs:
+        assert pack == sorted(pack)
+        assert len(pack) == 1 or sum(lengths[i] for i in pack) <= pack_length
+    strategy = "bfd" if num_ranks == 1 else "balanced"
+    fewest = pack_sequences(lengths, pack_length, strategy=strategy, overlong="own").num_bins
+    if lengths and -(-fewest // num_ranks) * num_ranks <= len(lengths):
+        assert len(packs) % num_ranks == 0
+        assert len(packs) >= fewest
+    else:
+        assert len(packs) == fewest
+
+
+def test_packs_for_ranks_leave_no_rank_much_more_than_another():
+    lengths = torch.randint(1, 200, (256,), generator=torch.Generator().manual_seed(0)).tolist()
+    packs = packs_for_ranks(lengths, 512, 8)
+    share = len(packs) // 8
+    tokens = [sum(lengths[i] for pack in packs[at : at + share] for i in pack) for at in range(0, len(packs), share)]
+    assert max(tokens) <= 1.02 * min(tokens)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([3], 0), "pack_length: expected at least 1 token, got 0"),
+        (([3], 4, 0), "num_ranks: expected at least 1, got 0"),
+        (([-3], 4), "lengths"),
+    ],
+)
+def test_packs_for_ranks_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        packs_for_ranks(*arguments)
+
+
+@given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=20), batch_size=st.integers(1, 6))
+def test_packing_advice_counts_what_padding_takes(lengths, batch_size):
+    padded = torch.nn.utils.rnn.pad_sequence
+    batches = [lengths[at : at + batch_size] for at in range(0, len(lengths), batch_size)]
+    slots = sum(padded([torch.ones(n) for n in batch], batch_first=True).numel() for batch in batches)
+    filled = round(100 * sum(lengths) / slots)
+    line = packing_advice(torch.tensor(lengths), batch_size)
+    assert f"the first {len(lengths)} examples fill {filled}% of the slots" in line
+    assert ("is recommended" in line) == (filled <= 90)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "batch_size", "message"),
+    [
+        ([], 2, "lengths: expected at least one"),
+        ([4, 0], 2, "got \\[4, 0\\]"),
+        ([4], 0, "batch_size: expected at least 1"),
+    ],
+)
+def test_packing_advice_refuses(lengths, batch_size, message):
+    with pytest.raises(ValueError, match=message):
+        packing_advice(lengths, batch_size)
