@@ -307,7 +307,7 @@ def _backward(overwrites: bool) -> Any:
     ) -> tuple[torch.Tensor, ...]:
         needed, allowed = others[:3], others[3:]
         rows = _Rows(targets, max_targets, allowed)
-        if kept.shape[0]:
+        if kept.numel():
             _check_kept(kept, hidden, weight.shape[0], chunk, max_targets)
         chunk = chunk_of(chunk, rows_at_most(hidden.shape[0], max_targets), hidden, weight.shape[0])
         chunks = _Chunks(rows, hidden, weight, bias, chunk, group, kept)

@@ -15,7 +15,7 @@ CACHE = "cache" if "cache" in inspect.signature(masking_utils.create_causal_mask
 _COMMON = {
     "vocab_size": 61,
     "hidden_size": 32,
-    "intermediate_size": 64,
+    "intermediate_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,

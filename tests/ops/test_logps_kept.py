@@ -233,3 +233,16 @@ def test_batched_gradients_of_kept_logits():
         return torch.autograd.grad(logps, tensors, torch.eye(len(labels), dtype=torch.float64), is_grads_batched=True)
 
     torch.testing.assert_close(jacobian(2**30), jacobian(0))
+
+
+@pytest.mark.parametrize("total", [0, 3])
+def test_no_target_at_all(device, total):
+    """Nothing is kept where the host knows that there is no target."""
+    hidden = torch.randn(total, 8, device=device, requires_grad=True)
+    labels = torch.full((total,), -100, device=device)
+    cu_seqlens = torch.tensor([0, total], dtype=torch.int32, device=device)
+    weight = torch.randn(16, 8, device=device)
+    loss = po.token_logps(hidden, weight, labels, cu_seqlens, keep_logits=10**6, max_targets=0).sum()
+    loss.backward()
+    assert loss == 0
+    assert_same(hidden.grad, torch.zeros_like(hidden))

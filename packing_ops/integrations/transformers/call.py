@@ -27,7 +27,7 @@ from packing_ops.integrations.transformers.documents import (
     refuse_where,
     several_in,
 )
-from packing_ops.integrations.transformers.versions import SHIFTED, constant, not_causal, reads_text
+from packing_ops.integrations.transformers.versions import CACHE, SHIFTED, constant, not_causal, reads_text
 from packing_ops.prefix_attention import check_same, kept_paths, positions_of_paths
 
 NAMES: set[str] = set()  # attn_implementations that register() made
@@ -112,6 +112,7 @@ class PackedCall:
         self.traced = torch.compiler.is_compiling()  # this call is inside a graph
         self.has_attention = True
         self.balance, self.num_tokens = model.__dict__.get(BALANCE), kwargs.get("num_tokens")  # see fused_loss
+        self.has_cache = kwargs.get(CACHE) is not None or REQUESTS in kwargs
         # Of its masks (causal, window), None for more than that; see refuse_dropped_mask
         self.masks, self.looked_at_parts = set(), False
 

@@ -216,6 +216,7 @@ def _loss(model, state, stock, logits, labels, vocab_size, num_items_in_batch=No
 # --- the balance loss of a mixture of experts ---
 
 _BALANCE = "load_balancing_loss_func"
+_OF_TRL = "transformers.models.mixtral.modeling_mixtral"  # whose function TRL's fused_lm_head calls for every family
 _BALANCED_BY = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
@@ -224,7 +225,8 @@ class Balance:
 
     def __init__(self, module_name, by_document):
         self.module_name, self.by_document = module_name, by_document
-        _balance_patch(module_name).apply(self)
+        for name in {module_name, _OF_TRL}:
+            _balance_patch(name).apply(self)
 
     def __reduce__(self):
         return type(self), (self.module_name, self.by_document)
@@ -267,10 +269,12 @@ def _of_documents(stock):
         call = current()
         if call is None or call.balance is None or not isinstance(gate_logits, tuple):
             return stock(gate_logits, num_experts, top_k, attention_mask)
-        # Documents of as many rows as the routers had, as attention has found them
+        # Documents of as many rows as the routers had, as attention has found them; a vision tower's come before the text's
         device, rows = gate_logits[0].device, gate_logits[0].shape[0]
-        answers = (found for (batch, seqlen), _, found in call.answers if batch * seqlen == rows)
+        answers = (found for (batch, seqlen), _, found in reversed(call.answers) if batch * seqlen == rows)
         documents = next(answers, None)
+        if documents is None and call.has_cache:  # a step of generate
+            return stock(gate_logits, num_experts, top_k, attention_mask)
         if documents is None:
             raise ValueError(
                 f"balance_loss: expected an attention over the {rows} rows of the router of {call.name}, got none (a "

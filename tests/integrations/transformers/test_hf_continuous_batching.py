@@ -143,7 +143,8 @@ def test_log_probs_have_the_bits_of_a_packed_row(family, vocab, page_size, batch
     """In the mode, whatever the chunks, pages and neighbours of a step; sampled, so that every token counts."""
     vocab = vocab if device == "cpu" else -(-vocab // 8) * 8  # on a GPU the mode claims no other
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model = tiny_model(family, vocab_size=vocab, device=device, dtype=dtype).eval()
+    # Sizes that are multiples of 32: with AVX-512 exp rounds otherwise in the last elements of others.
+    model = tiny_model(family, vocab_size=vocab, intermediate_size=64, device=device, dtype=dtype).eval()
     assert apply_packing_ops(model, invariant=True).skipped == {}
     torch.manual_seed(1)
     found = generated(model, prompts(), page_size=page_size, batch_tokens=batch_tokens, new_tokens=20, do_sample=True)
@@ -177,12 +178,12 @@ def test_cuda_graphs_give_the_same_tokens(family, dtype, page_size, monkeypatch)
 
 def test_sequences_that_pad_a_step_write_where_no_request_reads(device):
     """They have no keys, and no page in the block table."""
-    from packing_ops.integrations.transformers.continuous_batching import pages_of
+    from packing_ops.integrations.transformers.continuous_batching import pages_of_requests
 
     table = torch.tensor([[3, -1, -1], [5, 9, -1], [7, -1, -1], [-1, -1, -1]], dtype=torch.int32, device=device)
     lengths = torch.tensor([1, 130, 128, 0], device=device)
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
-    pages, rows = pages_of(table, cu_seqlens, 128)
+    pages, rows = pages_of_requests(table, cu_seqlens, 128)
     assert rows.tolist() == [3 * 128, 9 * 128 + 1, 7 * 128 + 127, 0]
     assert pages.seqused_k.tolist() == lengths.tolist()
     assert pages.block_table is table

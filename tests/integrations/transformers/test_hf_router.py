@@ -186,3 +186,54 @@ def test_what_has_no_such_loss_is_named(device):
         apply_packing_ops(model, attention=False, balance_loss="document", strict=True)
     with pytest.raises(ValueError, match=r"balance_loss: no load_balancing_loss_func"):
         apply_packing_ops(model.model, balance_loss="document", strict=True)
+
+
+def test_generate_runs_as_without(device):
+    """A step over a KV cache has no documents: it takes the stock loss."""
+    model, _, tokens, _ = made("qwen3_moe", device)
+    wanted = model.eval().generate(tokens[:, :7], max_new_tokens=4, do_sample=False, pad_token_id=0)
+    apply_packing_ops(model, balance_loss="document")
+    found = model.generate(tokens[:, :7], max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_loss_of_trls_fused_head_is_balanced_too(device, family):
+    """It calls the function of Mixtral's module for every family."""
+    utils = pytest.importorskip("trl.trainer.utils")
+    if not hasattr(utils, "add_fused_lm_head"):
+        pytest.skip("this TRL has no fused head")
+    model, _, tokens, metadata = made(family, device)
+    row = {"input_ids": tokens, "position_ids": metadata.position_ids[None], **metadata.to_transformers()}
+    apply_packing_ops(model, balance_loss="document", strict=True)
+    wanted = model(**row).aux_loss
+    utils.add_fused_lm_head(model)
+    torch.testing.assert_close(model(**row, labels=tokens, fused_lm_head=True).aux_loss, wanted)
+
+
+@pytest.mark.skipif(OLD, reason="Qwen3-VL's mixture of experts is newer")
+def test_images_with_as_many_patches_as_the_text_has_slots():
+    """Documents are those of the text: 2 images of 16 patches beside 2 rows of 16 slots."""
+    from hf_towers import TEXT, TOKENS, TOWERS
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    text = {**TEXT, **experts, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    tower = {**TOWERS["qwen3_vl"][1], "patch_size": 4, "temporal_patch_size": 2}
+    config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=tower, **TOKENS)
+    config.text_config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    model = transformers.Qwen3VLMoeForConditionalGeneration(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    rows = torch.randint(5, 140, (2, 16))
+    rows[:, 1:6] = torch.tensor([153, 151, 151, 151, 151])
+    mask = torch.ones_like(rows)
+    mask[1, -5:] = 0
+    batch = {
+        **{"input_ids": rows, "attention_mask": mask, "mm_token_type_ids": (rows == 151).int()},
+        **{"pixel_values": torch.randn(32, 96), "image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]])},
+    }
+    with torch.no_grad():
+        wanted = model(**batch, output_router_logits=True).aux_loss
+        apply_packing_ops(model, balance_loss="batch", strict=True)
+        torch.testing.assert_close(model(**batch, output_router_logits=True).aux_loss, wanted)
