@@ -88,13 +88,11 @@ def timed(call: Callable[[], int]) -> tuple[int, float]:
 
 
 def rows_of(name: str, device: str, repeats: int) -> list[dict]:
-    prompts, best, peaks = prompts_of(device), {}, {}
+    prompts, best = prompts_of(device), {}
     expected = len(prompts) * REQUESTS[device][2]
     models = {each: model_of(each, device) for each, _ in PROVIDERS[name].values()}
     for turn in range(repeats + 1):
         for provider, (implementation, graphs) in PROVIDERS[name].items():
-            if device == "cuda":
-                torch.cuda.reset_peak_memory_stats()
             with torch.no_grad():
                 made, seconds = timed(lambda: CALLS[name](models[implementation], prompts, device, graphs))  # noqa: B023
             print(f"{name}, {provider}: {made} tokens in {seconds:.2f} s", flush=True)
@@ -102,12 +100,11 @@ def rows_of(name: str, device: str, repeats: int) -> list[dict]:
                 raise SystemExit(f"{provider}: expected {expected} tokens, got {made}")
             if turn > 0:
                 best[provider] = min(seconds, best.get(provider, seconds))
-            peaks[provider] = round(torch.cuda.max_memory_allocated() / 2**30, 2) if device == "cuda" else ""
     return [
         {
             **{"call": name, "provider": provider, "requests": len(prompts), "prompt_tokens": sum(map(len, prompts))},
             **{"new_tokens": expected, "tokens_per_second": round(expected / seconds, 1)},
-            **{"ratio_to_ours": round(seconds / best["packing_ops"], 3), "peak_gib": peaks[provider]},
+            **{"ratio_to_ours": round(seconds / best["packing_ops"], 3)},
             **{"device": device_name(device), "torch": torch.__version__, "commit": commit()},
         }
         for provider, seconds in best.items()

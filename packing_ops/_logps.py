@@ -179,11 +179,14 @@ class _Chunks:
         if logits.is_cpu:
             for grain in self.grains(columns):
                 torch.mm(hidden, weight[grain].t(), out=logits[:, grain])
-        elif self.invariant and columns % COLUMNS:
-            weight = pad(weight, (0, 0, 0, -columns % COLUMNS))
-            logits.copy_(torch.mm(hidden, weight.t())[:, :columns])
+        elif missing := self.missing_columns(columns):
+            logits.copy_(torch.mm(hidden, pad(weight, (0, 0, 0, missing)).t())[:, :columns])
         else:
             torch.mm(hidden, weight.t(), out=logits)
+
+    def missing_columns(self, columns: int) -> int:
+        """Up to whole sets of COLUMNS, which products in the mode take on a GPU."""
+        return -columns % COLUMNS if self.invariant and self.hidden.is_cuda else 0
 
     def grains(self, columns: int) -> list[slice]:
         """The columns of a chunk that one product takes."""
@@ -343,7 +346,7 @@ class _Gradients:
         if self.need_hidden:
             for grain in self.chunks.grains(logits.shape[1]):
                 of_grain, part_of_weight = all_logits[:, grain], weight[grain]
-                if (missing := -of_grain.shape[1] % COLUMNS) and self.chunks.invariant and logits.is_cuda:
+                if missing := self.chunks.missing_columns(of_grain.shape[1]):
                     of_grain, part_of_weight = pad(of_grain, (0, missing)), pad(part_of_weight, (0, 0, 0, missing))
                 _add_product(self.hidden, of_grain, part_of_weight)
         if self.need_bias:
@@ -399,11 +402,8 @@ def _(targets: torch.Tensor, size: int) -> torch.Tensor:
 
 
 @_ops.register_fake("logps_allowed")
-def _(
-    allowed_ids: torch.Tensor, allowed_offsets: torch.Tensor, targets: torch.Tensor, vocab: int, ahead: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    offsets = targets.new_empty(targets.shape[0] + 1, dtype=torch.int64)
-    return targets.new_empty(allowed_ids.shape[0], dtype=torch.int32), offsets
+def _(ids: torch.Tensor, _: torch.Tensor, targets: torch.Tensor, *others: int) -> tuple[torch.Tensor, ...]:
+    return ids.new_empty(ids.shape[0], dtype=torch.int32), ids.new_empty(targets.shape[0] + 1, dtype=torch.int64)
 
 
 @_ops.register_fake("logps_allowed_mask")

@@ -4,10 +4,10 @@ import fresh_process
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import assert_error_within, assert_same, captured, cu_seqlens_of, lengths_strategy, non_contiguous
+from helpers import assert_same, captured, cu_seqlens_of, lengths_strategy, non_contiguous
 from hypothesis import given
 from hypothesis import strategies as st
-from logps_case import LOW, batch, leaves
+from logps_case import LOW, assert_outputs_and_gradients, batch, leaves
 
 import packing_ops as po
 from packing_ops import _ops
@@ -84,24 +84,7 @@ def test_values_and_gradients(device, dtype, softcap, chunk):
     """Within twice the error of torch in that dtype, of all logits at once."""
     hidden, weight, labels, cu_seqlens, _ = batch(device, 1003, 48, [0, 40, 1, 90, 0, 120], dtype=dtype, scale=0.3)
     options = {"temperature": 1.3, "softcap": softcap, **allowed_of(labels, 1003)}
-    grads = torch.randn(4, hidden.shape[0], device=device, dtype=torch.float64)
-
-    def results(function, *tensors):
-        tensors = leaves(*tensors)
-        found = function(*tensors)
-        sum((each * grad).sum() for each, grad in zip(found, grads, strict=True)).backward()
-        return [*(each.detach() for each in found), *(t.grad for t in tensors)]
-
-    def ours(h, w):
-        return po.token_logps(h, w, labels, cu_seqlens, chunk=chunk, outputs=FLOATING, **options)
-
-    def torchs(h, w):
-        found = oracle.token_outputs(h, w, labels, cu_seqlens, **options)
-        return [found[name] for name in FLOATING]
-
-    exact = results(torchs, hidden.double(), weight.double())
-    for each in zip(results(ours, hidden, weight), results(torchs, hidden, weight), exact, strict=True):
-        assert_error_within(*each, floor=8 * torch.finfo(torch.float32).eps * each[2].abs().max().item())
+    assert_outputs_and_gradients(hidden, weight, labels, cu_seqlens, FLOATING, chunk, **options)
 
 
 @pytest.mark.parametrize("more", [False, True], ids=["logps", "all outputs"])

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from helpers import assert_error_within, assert_same, lengths_strategy
+from helpers import assert_same, lengths_strategy
 from hypothesis import given
 from hypothesis import strategies as st
-from logps_case import LOW, batch, leaves
+from logps_case import LOW, assert_outputs_and_gradients, batch, leaves
 
 import packing_ops as po
 from packing_ops.reference import logps as oracle
@@ -47,24 +47,7 @@ def test_values_and_gradients(device, dtype, scaling, chunk):
     """Within twice the error of torch in that dtype. A bias would be rounded elsewhere: test_logps.py has it."""
     hidden, weight, labels, cu_seqlens, _ = batch(device, 1003, 48, [0, 40, 1, 90, 0, 120], dtype=dtype, scale=0.3)
     options = scaled(scaling, hidden.shape[0], device)
-    grads = torch.randn(5, hidden.shape[0], device=device, dtype=torch.float64)
-
-    def results(function, *tensors):
-        tensors = leaves(*tensors)
-        found = function(*tensors)
-        sum((each * grad).sum() for each, grad in zip(found, grads, strict=True)).backward()
-        return [*(each.detach() for each in found), *(t.grad for t in tensors)]
-
-    def ours(h, w):
-        return po.token_logps(h, w, labels, cu_seqlens, chunk=chunk, outputs=FLOATING, **options)
-
-    def torchs(h, w):
-        found = oracle.token_outputs(h, w, labels, cu_seqlens, **options)
-        return [found[name] for name in FLOATING]
-
-    exact = results(torchs, hidden.double(), weight.double())
-    for each in zip(results(ours, hidden, weight), results(torchs, hidden, weight), exact, strict=True):
-        assert_error_within(*each, floor=8 * torch.finfo(torch.float32).eps * each[2].abs().max().item())
+    assert_outputs_and_gradients(hidden, weight, labels, cu_seqlens, FLOATING, chunk, **options)
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)

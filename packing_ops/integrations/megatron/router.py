@@ -96,7 +96,8 @@ def _without_padding(stock: Any) -> Any:
     def routing(self: Any, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
         """megatron-core's TopKRouter.routing, padding_mask with the padding of a packed row."""
         if _now.params is not None and self.training and torch.is_grad_enabled():
-            padding = _padding_of(_now.params, *_rows_of(self, logits.shape[0]))
+            rows = logits.shape[0]
+            padding = _padding_of(_now.params, rows, _first_row(self, rows))
             if padding is not None:
                 padding_mask = padding if padding_mask is None else padding_mask | padding
         return stock(self, logits, padding_mask=padding_mask)
@@ -117,10 +118,9 @@ def _by_document(stock: Any) -> Any:
         """megatron-core's TopKRouter._apply_seq_aux_loss, of each document of a packed row."""
         coefficient = self.get_aux_loss_coeff("seq_aux_loss")
         if _now.params is None or coefficient == 0:
-            more = (seq_length, bsz, with_padding_mask)
-            return stock(self, probs, scores_for_aux_loss, routing_map, *more)
-        rows, first = _rows_of(self, seq_length)
-        cu_seqlens = (spans_of(_now.params).q_slots - first).clamp(0, rows)
+            return stock(self, probs, scores_for_aux_loss, routing_map, seq_length, bsz, with_padding_mask)
+        first = _first_row(self, seq_length)
+        cu_seqlens = (spans_of(_now.params).q_slots - first).clamp(0, seq_length)
         # Of padding both are 0: the tokens are counted by what they were routed to.
         routed, sums, _ = router_statistics(scores_for_aux_loss, cu_seqlens, routed=routing_map.bool())
         local_tokens = routed.sum() / self.topk
@@ -135,9 +135,9 @@ def _by_document(stock: Any) -> Any:
     return _apply_seq_aux_loss
 
 
-def _rows_of(router: Any, rows: int) -> tuple[int, int]:
-    """How many rows this rank's router has, and the first one's place in the packed row."""
-    return rows, router.tp_cp_group.rank() * rows if router.config.sequence_parallel else 0
+def _first_row(router: Any, rows: int) -> int:
+    """The place in the packed row of the first of this rank's rows."""
+    return router.tp_cp_group.rank() * rows if router.config.sequence_parallel else 0
 
 
 def _padding_of(params: PackedSeqParams, rows: int, first: int) -> torch.Tensor | None:
