@@ -122,11 +122,16 @@ const char* emulated_attention(const int64_t* sizes, const double* options, void
       plan.documents_q.cu_seqlens = plan.documents_k.cu_seqlens = static_cast<const int32_t*>(tensors[14]);
     }
     if (tensors[16] != nullptr) plan.visible_end = static_cast<const int32_t*>(tensors[16]);
+    std::vector<uint8_t> scratch;
+    const auto allocate = [&](int64_t bytes) {
+      scratch.assign(bytes + 16, 0xff);
+      p.scratch = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(scratch.data()) + 15) / 16 * 16);
+    };
     launch_attention_plan_cuda(plan, launch);
+    allocate(attention_scratch_cuda(p));
     launch_varlen_attention_cuda(p, launch);
     if (p.dout.data != nullptr) {
-      std::vector<uint8_t> scratch(attention_backward_scratch_cuda(p) + 16, 0xff);
-      p.scratch = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(scratch.data()) + 15) / 16 * 16);
+      allocate(attention_backward_scratch_cuda(p));
       launch_varlen_attention_backward_cuda(p, launch);
     }
     error = fault_word == 0 ? "" : "fault " + std::to_string(fault_word >> 56);

@@ -26,6 +26,9 @@ void wgmma_wait_group() {
   emulator::wait_for_products(kPending);
   __syncwarp();
 }
+inline void wgmma_wait_group_after(bool) {
+  wgmma_wait_group<0>();
+}
 template <int kCount>
 void fence_operands(float (&)[kCount]) {}
 

@@ -37,7 +37,17 @@ __device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// After that wait: keeps the compiler from reading these accumulators before it.
+// Waits for all of them after the instructions that give `value`, the same for the warp. ptxas moves a wait before the
+// arithmetic of its basic block, which then does not run beside the products: so it stands behind a branch.
+__device__ __forceinline__ void wgmma_wait_group_after(bool value) {
+  if (value) {
+    asm volatile("wgmma.wait_group.sync.aligned 0;  // true" ::: "memory");  // unequal, or the compiler joins them
+  } else {
+    asm volatile("wgmma.wait_group.sync.aligned 0;  // false" ::: "memory");
+  }
+}
+
+// After a wait: keeps the compiler from reading these accumulators before it.
 template <int kCount>
 __device__ __forceinline__ void fence_operands(float (&sums)[kCount]) {
 #pragma unroll

@@ -69,6 +69,7 @@ struct VarlenAttentionParams {
   AttentionTensor out;                   // [total_q, num_q_heads, head_dim_v]
   void* lse = nullptr;                   // [num_q_heads, total_q], float64 for float64 inputs, else float32
   int32_t* plan = nullptr;               // CUDA: the work-list of AttentionPlanParams
+  void* scratch = nullptr;               // CUDA
   int32_t device = 0;                    // CUDA: its index
   const int32_t* visible_end = nullptr;  // [total_q], keys of the document, or null: then window_right is the limit
 };
@@ -82,7 +83,6 @@ struct VarlenAttentionBackwardParams : VarlenAttentionParams {
   AttentionTensor dk;          // like k
   AttentionTensor dv;          // like v
   void* dsinks = nullptr;      // like sinks
-  void* scratch = nullptr;     // CUDA
 };
 
 // The work-list of a batch on a GPU: good for every call with these lengths, heads, head_dims, window and visible_end.
@@ -141,7 +141,8 @@ constexpr int64_t attention_plan_size(const AttentionPlanParams& p) {
   return 16 + 8 * entries + visible + (p.pages.used ? 4 : 0);
 }
 
-// Bytes of VarlenAttentionBackwardParams::scratch.
+// Bytes of `scratch`.
+int64_t attention_scratch_cuda(const VarlenAttentionParams& p);
 int64_t attention_backward_scratch_cuda(const VarlenAttentionBackwardParams& p);
 void launch_attention_plan_cuda(const AttentionPlanParams& p, const CudaLaunch& launch);
 void launch_varlen_attention_cuda(const VarlenAttentionParams& p, const CudaLaunch& launch);

@@ -136,6 +136,8 @@ std::tuple<Tensor, Tensor> run_forward(VarlenAttentionParams& p, const Tensor& q
   const std::optional<Tensor> dense_sinks = dense(sinks);
   Tensor out = empty(output_sizes(q, p.head_dim_v), p.dtype, q);
   Tensor lse = empty({p.num_q_heads, p.documents_q.total}, lse_dtype(p.dtype), q);
+  const std::optional<Tensor> memory = cuda_scratch(q, PACKING_OPS_CUDA(attention_scratch_cuda), p);
+  p.scratch = data_or_null(memory);
   p.sinks = data_or_null(dense_sinks);
   p.out = output_rows(out).memory;
   p.lse = lse.data_ptr();

@@ -37,8 +37,8 @@ struct Args {
   float2* row_stats = nullptr;   // [total_q, num_heads]: lse * log2(e), rowsum(dout * out) - dlse
   float* partial_dq = nullptr;   // [plan.dq_ring_tiles, rows * head_dim of a tile]
   bool all_row_stats = false;    // of every row, not only in documents of several key tiles
-  // Zeroed before the backward: the next unit of each backward list (kWorkCounters of them), then the ticket of every
-  // tile of partial_dq.
+  // Zeroed before the kernels that claim units. Forward on sm90: the next unit. Backward: the next unit of each list
+  // (kWorkCounters of them), then the ticket of every tile of partial_dq.
   int32_t* counters = nullptr;
   static constexpr int kWorkCounters = 4;
   int64_t num_counters = 0;

@@ -54,6 +54,7 @@ Args forward_args(const VarlenAttentionParams& p, const FaultFlag& fault = {}) {
   a.score_unit = a.softcap > 0 ? std::min(a.softcap, 0x1p100f) : 1.f;
   a.score_inner = std::clamp(a.softmax_scale / a.score_unit, -0x1p100f, 0x1p100f);
   a.visible_end = p.visible_end;
+  a.counters = static_cast<int32_t*>(p.scratch);
   return a;
 }
 
@@ -187,6 +188,10 @@ const char* attention_forward_kernels_cuda(const VarlenAttentionParams& p) {
 
 const char* attention_backward_kernels_cuda(const VarlenAttentionParams& p) {
   return p.dtype == DType::kFloat32 ? "fp32" : backward_runs_on_wgmma(p) ? "sm90" : "sm80";
+}
+
+int64_t attention_scratch_cuda(const VarlenAttentionParams& p) {
+  return forward_runs_on_wgmma(p) ? sizeof(int32_t) : 0;
 }
 
 int64_t attention_backward_scratch_cuda(const VarlenAttentionBackwardParams& p) {

@@ -26,19 +26,20 @@ __device__ inline DqTicket dq_ticket(uint32_t index, uint32_t ring, int32_t key_
   return {static_cast<int32_t>(index & (ring - 1)), (index & ~(ring - 1)) + key_tiles};
 }
 
-// A unit of a document of several key tiles. If the ring cannot hold the partial dq of all kv heads of the document,
-// its heads are processed in parts that it can hold.
+// A unit of a document of several key tiles. Its kv heads are processed in parts of at most max_heads, whose partial dq
+// the ring can hold.
 struct BackwardWork {
   PlanEntry entry;
   int32_t kv_head;
   uint32_t ring_index;  // of row tile 0 (as if it had partial dq), for this head
 
-  __device__ BackwardWork(const Args& args, const PlanEntry* entries, int32_t unit, int rows, int keys)
+  __device__ BackwardWork(const Args& args, const PlanEntry* entries, int32_t unit, int rows, int keys,
+                          int32_t max_heads = INT32_MAX)
       : entry(entries[unit / args.num_kv_heads]), kv_head(unit % args.num_kv_heads) {
     const DocumentWithEnds d = document_with_ends(entry, args.plan);
     const Interval<int32_t> summed = row_tiles_with_partial_dq(d, args.group, rows, keys);
-    const uint32_t sums = summed.size();  // row tiles of a head
-    int32_t heads = args.num_kv_heads;    // of a part
+    const uint32_t sums = summed.size();                                            // row tiles of a head
+    int32_t heads = args.num_kv_heads < max_heads ? args.num_kv_heads : max_heads;  // of a part
     while (heads > 1 && sums * heads > args.plan.dq_ring) heads = (heads + 1) / 2;
     if (heads < args.num_kv_heads) {
       const int32_t tiles = static_cast<int32_t>(ceil_div(d.keys, keys));

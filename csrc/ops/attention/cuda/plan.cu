@@ -87,9 +87,15 @@ struct TileLister {
     return ceil_div(visible.end, keys) - visible.begin / keys;
   }
 
-  // Whether all tiles of a document must be next to each other in the list: the ring of partial dq needs it.
-  __device__ bool contiguous() const { return list == PlanView::kBackward; }
+  // Whether all tiles of a document are next to each other in the list. The ring of partial dq needs it; and the
+  // forward's units that run at the same time then read the same keys from L2.
+  __device__ bool contiguous() const {
+    return list == PlanView::kBackward || (list == PlanView::kForward && plan.tiles.forward_by_document);
+  }
+  // Which of a document's contiguous tiles says what they cost: the costliest.
+  __device__ int32_t costliest_tile(const DocumentWithEnds& d) const { return is_forward() ? tiles(d) - 1 : 0; }
   __device__ uint32_t partial_dq_tiles(const DocumentWithEnds& d) const {
+    if (is_forward()) return 0;
     return static_cast<uint32_t>(
         row_tiles_with_partial_dq(d, plan.tiles.group, plan.tiles.backward_rows, plan.tiles.backward_keys).size());
   }
@@ -97,7 +103,7 @@ struct TileLister {
   // The index-th tile of a document in the list; partial dq is summed over key tiles in this order.
   // sums: number of row tiles with partial dq in the documents before.
   __device__ PlanEntry entry(int64_t document, const DocumentWithEnds& d, int32_t index, uint32_t sums) const {
-    const bool ascend = is_forward() || plan.tiles.start_at_last_row(d.keys);
+    const bool ascend = is_forward() ? !contiguous() : plan.tiles.start_at_last_row(d.keys);
     const int32_t tile = ascend ? index : tiles(d) - 1 - index;
     PlanEntry entry;
     entry.document = static_cast<int32_t>(document);
@@ -108,7 +114,7 @@ struct TileLister {
     entry.keys = d.keys;
     entry.first_token = 0;
     entry.head_offset = 0;
-    if (contiguous()) {
+    if (list == PlanView::kBackward) {
       entry.first_ring_index = sums * static_cast<uint32_t>(plan.num_kv_heads);
     } else if (list == PlanView::kForwardResident) {
       const int32_t end = tokens(d).end;
@@ -118,7 +124,11 @@ struct TileLister {
     } else if (is_forward()) {
       const int64_t row = first_row(d, tile);
       entry.first_token = static_cast<int32_t>(row / plan.tiles.group);
-      entry.head_offset = static_cast<int32_t>(row % plan.tiles.group);
+      if (contiguous()) {
+        entry.document_tiles = tiles(d);
+      } else {
+        entry.head_offset = static_cast<int32_t>(row % plan.tiles.group);
+      }
     }
     return entry;
   }
@@ -163,8 +173,8 @@ __device__ void for_each_tile(const TileLister& lister, const Documents& documen
       const DocumentWithEnds d = document_with_ends(documents_q, documents_k, base + lane, lister.plan);
       tiles = lister.tiles(d);
       if (lister.contiguous() && tiles > 0) {
-        first_entry = position_of(
-            atomicAdd(&counters[cost_bucket(lister.cost(d, 0))], counter_of({tiles, lister.partial_dq_tiles(d)})));
+        const int bucket = cost_bucket(lister.cost(d, lister.costliest_tile(d)));
+        first_entry = position_of(atomicAdd(&counters[bucket], counter_of({tiles, lister.partial_dq_tiles(d)})));
       }
     }
     int32_t end = tiles;  // inclusive prefix sum

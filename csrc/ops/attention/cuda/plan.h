@@ -41,8 +41,9 @@ struct alignas(16) PlanEntry {
     uint32_t first_ring_index;  // backward: of the document's row tiles in PlanView::dq_ring
   };
   union {
-    int32_t head_offset;  // forward: of the tile's first row in its group
-    int32_t end_token;    // resident: one past the last of its rows'
+    int32_t head_offset;     // forward: of the tile's first row in its group
+    int32_t document_tiles;  // forward by document, whose tiles start at whole tokens: of the document
+    int32_t end_token;       // resident: one past the last of its rows'
   };
 };
 
@@ -92,13 +93,21 @@ struct PlanView {
 
   // Hash of what a plan depends on beside cu_seqlens.
   PACKING_OPS_HOST_DEVICE int32_t geometry() const {
-    const int32_t words[] = {tiles.group,          tiles.forward_rows,
-                             tiles.forward_keys,   tiles.short_rows,
-                             tiles.short_max_keys, tiles.resident_max_keys,
-                             tiles.backward_rows,  tiles.backward_keys,
-                             tiles.small_keys,     tiles.single_keys,
-                             window.left,          window_right(),
-                             num_kv_heads,         static_cast<int32_t>(pages.used ? pages.max_keys : -1)};
+    const int32_t words[] = {tiles.group,
+                             tiles.forward_rows,
+                             tiles.forward_keys,
+                             tiles.forward_by_document,
+                             tiles.short_rows,
+                             tiles.short_max_keys,
+                             tiles.backward_rows,
+                             tiles.resident_max_keys,
+                             tiles.backward_keys,
+                             tiles.small_keys,
+                             tiles.single_keys,
+                             window.left,
+                             window_right(),
+                             num_kv_heads,
+                             static_cast<int32_t>(pages.used ? pages.max_keys : -1)};
     uint32_t digest = 2166136261u;  // FNV-1a
     for (const int32_t word : words) digest = (digest ^ static_cast<uint32_t>(word)) * 16777619u;
     return static_cast<int32_t>(digest);

@@ -67,6 +67,7 @@ AttentionTiles attention_tiles(int64_t group, int64_t head_dim, int64_t head_dim
   const bool wgmma = has_wgmma_forward(group, head_dim, head_dim_v, device);
   tiles.forward_rows = wgmma ? 2 * tile_tokens(group) * tiles.group : forward_rows(padded, padded_v);
   tiles.forward_keys = forward_keys(padded);
+  tiles.forward_by_document = wgmma;
   tiles.short_rows = kShortRows;
   tiles.resident_max_keys = has_resident_forward(padded, device) ? kResidentMaxKeys : -1;
   const int32_t short_max_keys = has_short_forward(padded) && !wgmma ? kShortMaxKeysTimesGroup / tiles.group : -1;

@@ -11,16 +11,17 @@ namespace packing_ops::attention {
 // Tile sizes of one call. Rows are packed GQA rows: row r is token r / group, head r % group of the kv head's group.
 struct AttentionTiles {
   int32_t group = 1;
-  int32_t forward_rows = 128;       // rows of a forward tile
-  int32_t forward_keys = 64;        // keys of a forward step
-  int32_t short_rows = 64;          // rows of a tile of short rows
-  int32_t short_max_keys = 128;     // maximum keys that a short row sees; -1: no such class
-  int32_t resident_max_keys = 128;  // maximum keys that a resident row sees; -1: no such class
-  int32_t backward_rows = 64;       // rows of a backward step
-  int32_t backward_keys = 128;      // keys of a backward tile
-  int32_t small_keys = 64;          // documents with at most small_keys keys use smaller backward tiles; 0: none do
-  int32_t single_keys = 128;        // other documents with at most single_keys keys have one key tile and use the
-                                    // backward without partial dq; 0: none do
+  int32_t forward_rows = 128;        // rows of a forward tile
+  int32_t forward_keys = 64;         // keys of a forward step
+  bool forward_by_document = false;  // a document's forward tiles are next to each other in the plan
+  int32_t short_rows = 64;           // rows of a tile of short rows
+  int32_t short_max_keys = 128;      // maximum keys that a short row sees; -1: no such class
+  int32_t resident_max_keys = 128;   // maximum keys that a resident row sees; -1: no such class
+  int32_t backward_rows = 64;        // rows of a backward step
+  int32_t backward_keys = 128;       // keys of a backward tile
+  int32_t small_keys = 64;           // documents with at most small_keys keys use smaller backward tiles; 0: none do
+  int32_t single_keys = 128;         // other documents with at most single_keys keys have one key tile and use the
+                                     // backward without partial dq; 0: none do
 
   // Order of the backward in a document of several key tiles. Long: every key tile walks the row tiles from the last
   // one down, first key tile first, so that the tiles in flight read the same rows from L2. Short: from the first row
@@ -141,6 +142,7 @@ constexpr int wgmma_k_stages(int dim) {
   return dim == 64 ? 4 : 2;
 }
 constexpr int kWgmmaVStages = 2;
+constexpr int kForwardUnitStages = 4;  // descriptions of units
 // Whether a unit's first scores are computed beside the last values of the unit before.
 constexpr bool wgmma_forward_streams(int dim) {
   return dim == 64;
@@ -153,6 +155,10 @@ constexpr bool wgmma_backward_by_columns(int dim) {
 }
 constexpr int wgmma_backward_keys(int dim) {
   return wgmma_backward_by_columns(dim) ? 64 : 128;
+}
+// kv heads of a document whose units run at the same time: with fewer, more of them read the same rows from L2.
+constexpr int wgmma_backward_heads(int dim) {
+  return wgmma_backward_by_columns(dim) ? 2 : INT32_MAX;
 }
 constexpr int wgmma_row_tiles(int dim) {  // of a step
   return wgmma_backward_by_columns(dim) ? 1 : 128 / dim;

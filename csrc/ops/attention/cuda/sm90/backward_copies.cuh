@@ -10,7 +10,8 @@ template <class Shape>
 __device__ __forceinline__ BackwardUnit describe_unit(const BackwardArgs& args, int32_t index) {
   const Args& common = args.common;
   const int32_t rows = static_cast<int32_t>(args.tile_tokens.value) * common.group;
-  const BackwardWork work(common, common.plan.entries[PlanView::kBackward], index, rows, Shape::kUnitKeys);
+  const BackwardWork work(common, common.plan.entries[PlanView::kBackward], index, rows, Shape::kUnitKeys,
+                          wgmma_backward_heads(Shape::kDim));
   BackwardUnit unit;
   const DocumentWithEnds d = document_with_ends(work.entry, common.plan);
   unit.d = d;

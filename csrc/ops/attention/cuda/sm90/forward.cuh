@@ -1,4 +1,4 @@
-// Forward on wgmma and TMA. A unit is (document, two tiles of packed rows, kv head); a persistent block takes one unit
+// Forward on wgmma and TMA. A unit is (document, two tiles of packed rows, kv head); a persistent block claims one unit
 // after the other. Roles of its threads: roles.cuh; each consumer warpgroup computes a tile of rows. Key tiles start at
 // multiples of their size from the document's start, from the first visible one upwards, so a row's sum has one order
 // wherever its document lies.
@@ -52,6 +52,7 @@ void run_forward(const Args& args, DType dtype, cudaStream_t stream) {
   static PersistentKernel kernel{reinterpret_cast<const void*>(attention_forward_sm90_kernel<T, Shape, kTransform>),
                                  Shape::kThreads, Shape::kShared, "attention_forward_sm90_kernel"};
   const ForwardArgs forward = forward_args(args, dtype, Shape::kKeys);
+  check_cuda(cudaMemsetAsync(args.counters, 0, sizeof(*args.counters), stream), "cudaMemsetAsync");
   launch_persistent(kernel, &forward, args.plan.forward_capacity() * args.num_kv_heads, stream);
 }
 

@@ -9,7 +9,6 @@ namespace packing_ops::attention::sm90 {
 template <class Shape>
 __device__ __forceinline__ void load_keys_and_values(const ForwardArgs& args, ForwardBarriers<Shape>& shared,
                                                      uint32_t base) {
-  const ForwardRounds<Shape> rounds(args);
   PipelineState<Shape::kStagesK> k;
   PipelineState<Shape::kStagesV> v;
   const auto load = [&](const CUtensorMap& map, uint32_t tile, int panels, const ptx::TmaCoords& start,
@@ -28,8 +27,8 @@ __device__ __forceinline__ void load_keys_and_values(const ForwardArgs& args, Fo
     load(args.v, Shape::tile_v(base, v.stage), Shape::kPanelsV, values, &shared.v_full[v.stage]);
     v.next();
   };
-  for (uint32_t round = 0; rounds.has(round); ++round) {
-    const ForwardUnit unit = rounds.unit(args, round);
+  for (uint32_t round = 0; shared.has_unit(round); ++round) {
+    const ForwardUnit unit = shared.unit(round);
     static_assert(kForkAlignment % Shape::kKeys == 0);  // a tile lies in one page
 #pragma unroll 1
     for (int32_t tile = unit.first_tile; tile < unit.end_tile; ++tile) {
@@ -70,16 +69,24 @@ struct UnitEnds {
 
 template <class Shape>
 __device__ __forceinline__ void load_queries(const ForwardArgs& args, ForwardBarriers<Shape>& shared, uint32_t base) {
-  const ForwardRounds<Shape> rounds(args);
+  const bool first_lane = (threadIdx.x & 31) == 0;
   PipelineState<Shape::kStagesQ> q;
-  for (uint32_t round = 0; rounds.has(round); ++round, q.next()) {
-    const ForwardUnit unit = rounds.unit(args, round);
+  const uint32_t units = count_units(args);
+  uint32_t index = blockIdx.x;  // later units go to the blocks that ask first
+  for (uint32_t round = 0;; ++round, q.next()) {
+    const ForwardUnit unit = index < units ? describe_unit<Shape>(args, index) : ForwardUnit{};
+    if (first_lane) {
+      shared.units[round % kForwardUnitStages] = unit;
+      ptx::mbarrier_arrive(&shared.described[round % kForwardUnitStages]);
+      index = gridDim.x + atomicAdd(args.common.counters, 1);
+    }
+    if (!unit.exists()) return;
     const UnitEnds ends(args, unit);
     const DocumentTokens tokens(unit.d.start_q, unit.d.tokens);
     ptx::mbarrier_wait(&shared.q_empty[q.stage], q.parity ^ 1);
     ends.store(shared.ends[round & 1]);
-    if ((threadIdx.x & 31) != 0) continue;
-    shared.units[round & 1] = unit;
+    index = __shfl_sync(0xffffffffu, index, 0);
+    if (!first_lane) continue;
     ptx::mbarrier_arrive_expect_tx(&shared.q_full[q.stage],
                                    2 * Shape::kPanelsK * 128 * args.tile_tokens * args.common.group);
 #pragma unroll
@@ -96,13 +103,12 @@ __device__ __forceinline__ void load_queries(const ForwardArgs& args, ForwardBar
 
 template <class Shape>
 __device__ __forceinline__ void store_out(const ForwardArgs& args, ForwardBarriers<Shape>& shared, uint32_t base) {
-  const ForwardRounds<Shape> rounds(args);
   PipelineState<Shape::kStagesQ> q;
-  for (uint32_t round = 0; rounds.has(round); ++round) {
+  for (uint32_t round = 0; shared.has_unit(round); ++round) {
+    const ForwardUnit& unit = shared.unit(round);
 #pragma unroll 1
     for (int w = 0; w < 2; ++w) {
       ptx::mbarrier_wait(&shared.out_full[q.stage][w], q.parity);
-      const ForwardUnit& unit = shared.units[round & 1];
       const DocumentTokens tokens(unit.d.start_q, unit.d.tokens);
 #pragma unroll
       for (int panel = 0; panel < Shape::kPanelsK; ++panel) {

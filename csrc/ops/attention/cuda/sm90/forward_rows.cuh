@@ -220,8 +220,7 @@ struct ForwardMath {
 template <class T, class Shape, bool kTransform>
 __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<Shape>& shared, uint32_t base, int w) {
   using Math = ForwardMath<T, Shape, kTransform>;
-  const ForwardRounds<Shape> rounds(args);
-  if (!rounds.has(0)) return;
+  if (!shared.has_unit(0)) return;
   const int lane = threadIdx.x & 31;
   const ScoreTransform<kTransform> transform{args.common};
   const float scale = transform.unit() * kLog2e;
@@ -245,7 +244,7 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
   // Open unit
   const auto open = [&] {
     ptx::mbarrier_wait(&shared.q_full[q.stage], q.parity);
-    const ForwardUnit& unit = shared.units[round & 1];
+    const ForwardUnit& unit = shared.unit(round);
     tile = unit.first_tile;
     end_tile = unit.end_tile;
     state = RowState{};
@@ -276,16 +275,15 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
   };
   // Issue PV
   const auto start_values = [&] { Math::start_values(o, p, Shape::tile_v(base, v.stage), add); };
-  // Wait PV, release V
+  // Release V
   const auto end_values = [&] {
-    ptx::wgmma_wait_group<0>();
     ptx::fence_operands(o);
     release(&shared.v_empty[v.stage]);
     v.next();
   };
   // Epilogue: lse and out
   const auto close = [&](uint32_t closed, int stage, const RowState& sums) {
-    const ForwardUnit& unit = shared.units[closed & 1];
+    const ForwardUnit& unit = shared.unit(closed);
     Math::finish(args, unit, rows, unit.token + skip, sums, o, Shape::tile_q(base, stage, w), transform);
     if (!Shape::kOutThroughQ) return;
     ptx::fence_proxy_async();
@@ -305,7 +303,7 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
     // Following steps: scores of this step beside values of the step before
     while (true) {
       const bool unit_boundary = tile + 1 == end_tile;
-      if (unit_boundary && !(Shape::kStream && rounds.has(round + 1))) break;
+      if (unit_boundary && !(Shape::kStream && shared.has_unit(round + 1))) break;
       const int stage_before = q.stage;
       const RowState sums = state;
       if (unit_boundary) {
@@ -321,6 +319,7 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
       start_values();
       ptx::wgmma_wait_group<1>();
       const bool moved = end_scores(keys);
+      ptx::wgmma_wait_group_after(moved);
       end_values();
       // Finish or rescale out
       if (unit_boundary) {
@@ -335,9 +334,10 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
     // Last values, epilogue
     ptx::mbarrier_wait(&shared.v_full[v.stage], v.parity);
     start_values();
+    ptx::wgmma_wait_group<0>();
     end_values();
     close(round, q.stage, state);
-    if (Shape::kStream || !rounds.has(round + 1)) break;
+    if (Shape::kStream || !shared.has_unit(round + 1)) break;
     ++round;
     q.next();
     keys = open();

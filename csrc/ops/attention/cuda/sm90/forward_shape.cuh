@@ -51,7 +51,9 @@ struct ForwardUnit {
   int32_t token;  // first of the unit, in the document
   int32_t kv_head;
   int32_t first_tile;  // of keys
-  int32_t end_tile;    // at least one tile, also where no key is seen
+  int32_t end_tile;    // at least one tile, also where no key is seen; 0: there is no such unit, and none after it
+
+  __device__ __forceinline__ bool exists() const { return end_tile > 0; }
 
   static __device__ __forceinline__ ForwardUnit make(const ForwardArgs& args, const PlanEntry& entry, int32_t kv_head,
                                                      int32_t step_keys) {
@@ -66,8 +68,9 @@ struct ForwardUnit {
 // full: TMA has written it. empty: all readers are done.
 template <class Shape>
 struct ForwardBarriers {
-  ForwardUnit units[2];            // this round's and the next, as q_full says
-  int32_t ends[2][2 * kTileRows];  // DocumentWithEnds::end_of their tokens
+  ForwardUnit units[kForwardUnitStages];  // a round's, as described says
+  int32_t ends[2][2 * kTileRows];         // DocumentWithEnds::end_of its tokens, as q_full says
+  uint64_t described[kForwardUnitStages];
   uint64_t q_full[Shape::kStagesQ];
   uint64_t q_empty[Shape::kStagesQ];                        // of out too
   uint64_t out_full[Shape::kStagesQ][kConsumerWarpgroups];  // where out goes through q's tile
@@ -76,7 +79,15 @@ struct ForwardBarriers {
   uint64_t v_full[Shape::kStagesV];
   uint64_t v_empty[Shape::kStagesV];
 
+  __device__ __forceinline__ const ForwardUnit& unit(uint32_t round) const { return units[round % kForwardUnitStages]; }
+  // Whether the block has a unit in this round. Waits for its description.
+  __device__ __forceinline__ bool has_unit(uint32_t round) {
+    ptx::mbarrier_wait(&described[round % kForwardUnitStages], static_cast<int>(round / kForwardUnitStages % 2));
+    return unit(round).exists();
+  }
+
   __device__ void init() {
+    for (int i = 0; i < kForwardUnitStages; ++i) ptx::mbarrier_init(&described[i], 1);
     for (int i = 0; i < Shape::kStagesQ; ++i) {
       ptx::mbarrier_init(&q_full[i], 1);
       ptx::mbarrier_init(&q_empty[i], Shape::kOutThroughQ ? 1 : kConsumerWarps);
@@ -94,20 +105,25 @@ struct ForwardBarriers {
   }
 };
 
-// A block's units, one round after the other.
-template <class Shape>
-struct ForwardRounds {
-  uint32_t units;
+// None of a plan whose tiles may not be by document: check_plan reports it.
+__device__ __forceinline__ uint32_t count_units(const ForwardArgs& args) {
+  const PlanView& plan = args.common.plan;
+  if (plan.data[PlanView::kGeometry] != plan.geometry()) return 0;
+  return static_cast<uint32_t>(plan.data[PlanView::kForward]) * args.common.kv_heads.value;
+}
 
-  __device__ explicit ForwardRounds(const ForwardArgs& args)
-      : units(static_cast<uint32_t>(args.common.plan.data[PlanView::kForward]) * args.common.num_kv_heads) {}
-  __device__ __forceinline__ bool has(uint32_t round) const { return serpentine(round) < units; }
-  __device__ __forceinline__ ForwardUnit unit(const ForwardArgs& args, uint32_t round) const {
-    const uint32_t entry = args.common.kv_heads.quotient(serpentine(round));
-    return ForwardUnit::make(args, args.common.plan.entries[PlanView::kForward][entry],
-                             static_cast<int32_t>(serpentine(round) - entry * args.common.kv_heads.value),
-                             Shape::kKeys);
-  }
-};
+// A document's units are its tiles of the first kv head, the costliest first, then those of the next: blocks that run
+// at the same time read the same keys from L2.
+template <class Shape>
+__device__ __forceinline__ ForwardUnit describe_unit(const ForwardArgs& args, uint32_t index) {
+  const Divisor& kv_heads = args.common.kv_heads;
+  const PlanEntry* entries = args.common.plan.entries[PlanView::kForward];
+  const uint32_t of_document = kv_heads.quotient(index);
+  const auto tiles = static_cast<uint32_t>(entries[of_document].document_tiles);
+  const uint32_t first = of_document - (tiles - 1 - static_cast<uint32_t>(entries[of_document].tile));
+  const uint32_t unit = index - first * kv_heads.value;
+  const uint32_t kv_head = unit / tiles;
+  return ForwardUnit::make(args, entries[first + unit - kv_head * tiles], static_cast<int32_t>(kv_head), Shape::kKeys);
+}
 
 }  // namespace packing_ops::attention::sm90
