@@ -196,7 +196,7 @@ def apply_packing_ops(
     rotated = rope_patch.apply_to_model(model, fp32_cos_sin) if rope else 0
     if invariant and "invariant" not in skipped and any(p.is_cuda for p in model.parameters()):
         rms_norm = True  # the stock formula's mean has other bits in fewer than 16 rows
-    normed = rms_norm_patch.apply_to_model(model) if rms_norm else 0
+    normed = rms_norm_patch.apply_to_model(model, invariant and "invariant" not in skipped) if rms_norm else 0
     for host in losses:
         fused_loss_patch.apply_to_model(host)
     if balance_loss and "balance_loss" not in skipped:
