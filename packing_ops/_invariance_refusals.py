@@ -95,7 +95,7 @@ def _compiled(module: torch.nn.Module) -> str | None:
         return "max-autotune picks a product by the number of rows: compile without it"
     names = {type(inner).__name__ for inner in module.modules() if not hasattr(inner, _invariant.ANY_ORDER)}
     norm = next((name for name in sorted(names) if name.endswith("Norm")), None)
-    if norm is not None and not _invariant.compiler_has_setting():
+    if norm is not None and not hasattr(config, "batch_invariant"):
         return (
             f"torch.compile before 2.13 sums a row of {norm} in an order that depends on the number of rows: compile after "
             f"apply_packing_ops(invariant=True), which serves RMSNorm, or wrap the forward of {norm} in torch.compiler.disable"

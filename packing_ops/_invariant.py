@@ -16,7 +16,11 @@ COLUMNS = 8  # on a GPU columns of a product go by whole sets of 8: cuBLASLt has
 FLOAT32_ROWS = 32  # on a GPU the least of a float32 product: cuBLASLt has other kernels for up to 16
 ANY_ORDER = "_packing_ops_any_order"  # of a module whose sums over a row are sum_in_any_order under torch.compile
 
-Before = tuple[Any, int | None, bool | None] | None  # torch's settings before the mode; None where it sets none
+# Of torch.compile, where it has them. emulate_precision_casts: elementwise code rounds as eager code does, without fused
+# multiply-adds, however a graph is cut into kernels. batch_invariant, from torch 2.13 on: most sums over a row go by its size alone.
+COMPILER = ("emulate_precision_casts", "batch_invariant")
+
+Before = tuple[Any, int | None, dict[str, bool]] | None  # torch's settings before the mode; None where it sets none
 # {holder: (the settings before the mode, what ends it when the holder goes)}
 _holders: "weakref.WeakKeyDictionary[object, tuple[Before, Callable[[], object]]]" = weakref.WeakKeyDictionary()
 
@@ -63,8 +67,8 @@ class Held:
 def _set() -> Before:
     if not torch.cuda.is_available():
         return None
-    cuda, compiler = torch.backends.cuda, _compiler()
-    size = batch_invariant = None
+    cuda = torch.backends.cuda
+    size = None
     if has_setter():
         size = cuda.cublaslt_workspace_size()
         cuda.cublaslt_workspace_size(1024)
@@ -72,35 +76,29 @@ def _set() -> Before:
         os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "1")  # KiB; read at the first product
     library = cuda.preferred_blas_library()
     cuda.preferred_blas_library("cublaslt")
-    if compiler is not None:
-        batch_invariant, compiler.batch_invariant = compiler.batch_invariant, True
-    return library, size, batch_invariant
+    return library, size, _set_compiler(dict.fromkeys(COMPILER, True))
 
 
-def _restore(library: Any, size: int | None, batch_invariant: bool | None) -> None:
+def _restore(library: Any, size: int | None, of_compiler: dict[str, bool]) -> None:
     torch.backends.cuda.preferred_blas_library(library)
     if size is not None:
         torch.backends.cuda.cublaslt_workspace_size(size)
-    compiler = _compiler()
-    if compiler is not None and batch_invariant is not None:
-        compiler.batch_invariant = batch_invariant
+    _set_compiler(of_compiler)
+
+
+def _set_compiler(values: dict[str, bool]) -> dict[str, bool]:
+    """The values before, of those that this torch has."""
+    from torch._inductor import config
+
+    before = {name: getattr(config, name) for name in values if hasattr(config, name)}
+    for name in before:
+        setattr(config, name, values[name])
+    return before
 
 
 def has_setter() -> bool:
     """Newer torch sets the workspace while it runs; older ones read the environment once."""
     return hasattr(torch.backends.cuda, "cublaslt_workspace_size")
-
-
-def _compiler() -> Any:
-    """torch.compile's settings where these have batch_invariant (torch 2.13): the kernels of most sums over a row are then the
-    same for any number of rows."""
-    from torch._inductor import config
-
-    return config if hasattr(config, "batch_invariant") else None
-
-
-def compiler_has_setting() -> bool:
-    return _compiler() is not None
 
 
 # --- sums over a row whose bits do not depend on the order of the terms ---
@@ -110,13 +108,14 @@ def sum_in_any_order(x: torch.Tensor) -> torch.Tensor:
     """Sums over the last dimension ``[..., 1]`` of float32 or float64: the largest term, and the sum of all as integers of up
     to 62 bits in units of it. torch.compile picks an order by the number of rows; no order changes either.
 
-    A term loses less than ``2**-46`` of the largest in rows of up to 65,536. A sum of terms of 2**120 or more is infinite.
+    A term is rounded once to the dtype, and by less than ``2**-46`` of the largest in rows of up to 65,536. A sum with a term
+    of ``2**120`` or more is infinite.
     """
     bits = 62 - (int(x.shape[-1]) - 1).bit_length()  # a number in a trace of other sizes too
     largest = x.abs().amax(-1, keepdim=True)
     unit = largest.clamp(min=2.0**-100)
     integers = (x * (1 / unit) * 2.0**bits).round().long()
-    total = integers.sum(-1, keepdim=True).to(x.dtype) * (unit * 2.0**-bits)
+    total = integers.sum(-1, keepdim=True).to(x.dtype) * 2.0**-bits * unit
     return torch.where(largest < 2.0**120, total, largest * torch.inf)
 
 
