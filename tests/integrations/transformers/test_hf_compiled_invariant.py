@@ -179,6 +179,16 @@ def test_gradcheck(device, weighted):
     assert torch.autograd.gradcheck(lambda x, w: norm_of(x, w, 1e-6), (x, weight))
 
 
+@pytest.mark.parametrize("weighted", [True, False])
+def test_compiles_without_a_weight_and_without_rows(device, weighted, fresh_compile):
+    weight = torch.randn(16, device=device) if weighted else None
+    compiled = torch.compile(norm_of, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows in (5, 2, 0):
+        given = torch.randn(rows, 16, device=device), weight, torch.randn(rows, 16, device=device)
+        for ours, wanted in zip(derivatives(compiled, *given), derivatives(norm_of, *given), strict=True):
+            torch.testing.assert_close(ours, wanted)
+
+
 def test_strided_rows(device):
     x, weight = torch.randn(5, 16, device=device), torch.randn(16, device=device)
     wanted = norm_of(x, weight, 1e-6)
